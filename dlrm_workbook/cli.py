@@ -69,6 +69,8 @@ def _protocols(parser: argparse.ArgumentParser) -> None:
 def _record(parser: argparse.ArgumentParser) -> None:
     parameters_file(parser)
     parser.add_argument("--output", required=True, metavar="DIR", help="folder of the recording")
+    # for the process that reads the recording while this one waits
+    parser.add_argument("--together", nargs=2, default=(), help=argparse.SUPPRESS)
 
 
 def _bench(parser: argparse.ArgumentParser) -> None:

@@ -420,7 +420,7 @@ def _timed_apart(profile: Profile) -> list[tuple[str, float, float | None, str]]
         rows.append(("parts timed alone, added up", alone, None, why))
     together = profile.meta.get("together") or {}
     if rounds := together.get("base_ms"):
-        why = "timed in turns with the changed steps, after the recording, in a fresh process"
+        why = "timed in turns with the changed steps, after the recording"
         what = "the unchanged step, timed beside the changed ones"
         rows.append((what, statistics.median(rounds), None, why))
     return rows

@@ -172,8 +172,9 @@ def time_together(
     """Time the step under the advised changes, all up to each one, in turns with the step as is.
 
     The result is ``profile.meta["together"]``, and in the saved profile; or the reason in
-    ``not_measured``. It takes about 15 s at the experiment's shape and, for changes of the
-    tables, their memory twice.
+    ``not_measured``. Where the process that recorded the run did it (``advise`` of
+    :func:`~dlrm_workbook.recordings.measure.measure`), it is not done again. It takes about
+    15 s at the experiment's shape and, for changes of the tables, their memory twice.
 
     Args:
         profile: of a run on this machine, saved in ``folder / "profile"``.
@@ -184,27 +185,35 @@ def time_together(
         ``speedup_low``, ``speedup_mid``, ``speedup_high``; the step as it is first. Empty, with
         the reason, where nothing was timed.
     """
-    reason = ""
+    if "together" in profile.meta or "together" in profile.not_measured:
+        return timed_table(profile)
     try:
+        changes = advised_changes(profile)
         parameters = profile_parameters(profile)
-        scaled = at_reference(profile)
-        found = findings(scaled, attribute(scaled))
-        changes = combined(parameters, found)
-        if profile.device != "cpu":
-            reason = "whole steps under changes are timed on the CPU only"
-        elif not parameters.profiling.probes:
-            reason = "profiling.probes is false"
-        elif not changes:
-            reason = "no parameter is advised to be changed"
-        else:
-            profile.meta["together"] = _in_process(parameters, changes, folder, progress)
+        profile.meta["together"] = _in_process(parameters, changes, folder, progress)
     except InputError as error:  # the profile is there; a side view must not cost it
-        reason = str(error)
-    if reason:
-        profile.meta["not_measured"] = profile.not_measured | {"together": reason}
+        profile.meta["not_measured"] = profile.not_measured | {"together": str(error)}
     if (folder / "profile" / "profile.json").is_file():  # else it is of several ranks
         profile.save_meta(folder / "profile")
     return timed_table(profile)
+
+
+def advised_changes(profile: Profile) -> list[dict[str, Any]]:
+    """The changes that are to be timed as whole steps: all up to each advised one.
+
+    Raises:
+        InputError: there is none, or whole steps are not timed; with the reason.
+    """
+    parameters = profile_parameters(profile)
+    if profile.device != "cpu":
+        raise InputError("whole steps under changes are timed on the CPU only")
+    if not parameters.profiling.probes:
+        raise InputError("profiling.probes is false")
+    scaled = at_reference(profile)
+    changes = combined(parameters, findings(scaled, attribute(scaled)))
+    if not changes:
+        raise InputError("no parameter is advised to be changed")
+    return changes
 
 
 UNTIMED = "nobody timed any; `dlrm run profile -f FILE` times those of our own training"

@@ -12,10 +12,11 @@ import math
 import statistics
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeVar
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -40,7 +41,15 @@ from dlrm_workbook.evidence.dependence import (
     signature,
 )
 from dlrm_workbook.processes import Say, say_nothing, settle_allocator
-from dlrm_workbook.turns import CPU, CacheFlush, elapsed_ms, median_error, take_turns, waited_ns
+from dlrm_workbook.turns import (
+    CPU,
+    CacheFlush,
+    back_and_forth,
+    elapsed_ms,
+    median_error,
+    take_turns,
+    waited_ns,
+)
 
 Times = dict[str, dict[str, float]]
 """Component to phase to milliseconds."""
@@ -57,11 +66,18 @@ SHARED = ("optimizer", "other")
 FLUSH_BYTES = (16 << 20, 192 << 20)
 """Least and most streamed over between two runs of a half."""
 
-MIN_ROUNDS, KNOWN_ROUNDS, MAX_ROUNDS = 4, 8, 40
-"""Rounds of a probe: at least, at least where it ends because the times are known, at most."""
+PROBED = (*HALVES, "data")
+"""The loops that are timed alone, in their order."""
 
-PRECISION = 0.008
-"""Relative standard error of a half's time at which probing it ends."""
+UNCHANGED = ""
+"""Key of the parameters as they are, among those that a half is timed under."""
+
+MIN_ROUNDS, MAX_ROUNDS = 4, 40
+"""Rounds of a probe: at least and at most."""
+
+SETTLED = 0.01
+"""A probe ends when the standard error that it leaves in the predicted step is smaller, relative.
+The step itself is predicted to 3 % at best, so a range gets at most 5 % wider by it."""
 
 TRIES, DISTURBED = 3, 0.05
 """A run that waited for a core more than this share of its time is repeated, so often."""
@@ -75,8 +91,38 @@ MEMORY_SHARE = 0.6
 OVERLAP_SECONDS = 5.0
 """Time for probing how batches made in a thread and the step slow each other down."""
 
+LEAST_OVERLAPS, MOST_OVERLAPS, OVERLAP_SETTLED = 3, 12, 0.025
+"""Turns of that in each half, and the relative standard error of the slow-down at which they end:
+a step beside which batches are made is predicted to 8 % at best."""
+
 PROBE_SECONDS = 20.0
 """Time for all default candidates together; a change gets its share of it."""
+
+Loop = TypeVar("Loop", "StepLoop", "DataLoop")
+
+
+class Tables(Protocol):
+    """A model whose tables others may train on, so that they need none of their own."""
+
+    model: DLRM
+    huge_pages: bool
+
+
+@dataclass
+class Lent:
+    """The tables of a run that is over."""
+
+    model: DLRM
+    huge_pages: bool
+
+
+_FLUSHES: WeakValueDictionary[int, CacheFlush] = WeakValueDictionary()
+
+
+def cache_flush(size_bytes: int) -> CacheFlush:
+    """A flush of this size, shared by the loops that live: its buffer may be 192 MiB."""
+    return _FLUSHES.get(size_bytes) or _FLUSHES.setdefault(size_bytes, CacheFlush(size_bytes))
+
 
 # Loops that run some parts of a training step alone, in the state the step has them in.
 
@@ -164,18 +210,18 @@ class StepLoop:
     """One half of the step, ready to run again and again.
 
     Args:
-        tables_from: a loop whose tables are used instead of new ones where the
-            shapes are equal; tables can be gigabytes.
+        tables_from: whose tables are used instead of new ones where the shapes are equal;
+            tables can be gigabytes.
     """
 
     def __init__(
-        self, parameters: Parameters, half: str, tables_from: StepLoop | None = None
+        self, parameters: Parameters, half: str, tables_from: Tables | None = None
     ) -> None:
         self.half = half
         self.parameters = reduced(parameters, half)
         self.notices = apply_settings(self.parameters)
         self.generator = make_generator(self.parameters, CPU)
-        self.huge_pages = self.parameters.training.embedding_backend != "torch"
+        self.huge_pages = needs_huge_pages(self.parameters)
         can_lend = tables_from is not None and tables_from.huge_pages == self.huge_pages
         lent = tables_from.model if tables_from is not None and can_lend else None
         self.model: DLRM = model_for(self.parameters.model, lent, self.huge_pages)
@@ -186,7 +232,7 @@ class StepLoop:
         self.notices += self.step.dense.notices
         other = "sparse" if half == "dense" else "dense"
         least, most = FLUSH_BYTES
-        self.flush = CacheFlush(min(max(half_bytes(parameters, other), least), most))
+        self.flush = cache_flush(min(max(half_bytes(parameters, other), least), most))
         if half == "sparse":
             # the dense half runs between the lookups and their gradients
             self.step.dense = _FlushedDense(self.step.dense, self.flush)  # type: ignore[assignment]
@@ -214,7 +260,7 @@ class DataLoop:
         alone = replace(parameters, data=data)
         self.parameters = parameters
         self.generator = make_generator(alone, CPU)
-        self.flush = CacheFlush(FLUSH_BYTES[1])
+        self.flush = cache_flush(FLUSH_BYTES[1])
 
     def run(self) -> Times:
         """Make one batch."""
@@ -269,6 +315,12 @@ def apply_settings(parameters: Parameters) -> list[str]:
     return set_fp32_products(training, parameters.model, CPU)
 
 
+def needs_huge_pages(parameters: Parameters) -> bool:
+    """Whether a run lays its tables in large pages, as :func:`~dlrm_core.train.prepare_model`
+    does."""
+    return parameters.training.embedding_backend != "torch"
+
+
 def model_for(config: ModelConfig, tables_from: DLRM | None, huge_pages: bool) -> DLRM:
     """A model with any weights, to be timed: drawing them would take longer than the probe."""
     model = DLRM(config, huge_pages)
@@ -276,7 +328,8 @@ def model_for(config: ModelConfig, tables_from: DLRM | None, huge_pages: bool) -
     own = list(model.embeddings.weights)
     with torch.no_grad():
         for i, table in enumerate(own):
-            if i < len(given) and given[i].shape == table.shape:
+            alike = i < len(given) and given[i].shape == table.shape
+            if alike and given[i].dtype == table.dtype:
                 table.data = given[i].data
             else:
                 # written, not lazily zero: untouched pages are all one page
@@ -287,34 +340,59 @@ def model_for(config: ModelConfig, tables_from: DLRM | None, huge_pages: bool) -
 # Turns, and what they say.
 
 
-def interleave(loops: Sequence[Any], seconds: float) -> list[list[Times]]:
-    """Run loops in turns until their times are known well enough or time is up.
+def interleave(
+    loops: Sequence[Any], seconds: float, settled: Callable[[list[Times], list[Times]], bool]
+) -> list[list[Times]]:
+    """Run loops in turns, all beside the first, until what each takes is known well enough.
 
-    The first run of each is not counted. Where the loops need different settings of
-    torch, a run after a switch is not counted either.
+    A loop leaves when it is settled; the first runs until all others have left. Every second
+    round runs backwards, so that a drift cancels. Loops that need the same settings of torch
+    follow one another, and a run after a switch is not counted.
+
+    Args:
+        loops: each has run before.
+        seconds: after :data:`MIN_ROUNDS` rounds no further one begins later than this.
+        settled: is given the runs of the first loop and of another in the same rounds (of one
+            loop alone: twice the same).
+
+    Returns:
+        the runs of each loop, from the first round on.
     """
     runs: list[list[Times]] = [[] for _ in loops]
-    trainings = [loop.parameters.training for loop in loops]
-    # what apply_settings sets
-    switching = len({(each.threads, each.fp32_matmul, each.tf32) for each in trainings}) > 1
-    for loop in loops:
-        apply_settings(loop.parameters)
-        loop.run()
+    kinds = [_settings(loop.parameters) for loop in loops]
+    distinct = list(dict.fromkeys(kinds))
+    order = sorted(range(len(loops)), key=lambda place: distinct.index(kinds[place]))
+    left = set(range(1, len(loops))) or {0}
     started = time.perf_counter()
 
     def enough(done: int) -> bool:
-        if done < MIN_ROUNDS or time.perf_counter() - started > seconds:
-            return done >= MIN_ROUNDS
-        errors = (median_error([total(run) for run in kept]) for kept in runs)
-        return done >= KNOWN_ROUNDS and all(error < PRECISION for error in errors)
+        if done < MIN_ROUNDS:
+            return False
+        late = time.perf_counter() - started > seconds
+        for place in sorted(left):
+            if late or settled(runs[0][: len(runs[place])], runs[place]):
+                left.remove(place)
+        return not left
 
-    for _, turns in take_turns(range(len(loops)), MAX_ROUNDS, enough=enough):
+    apply_settings(loops[0].parameters)
+    # with settings of one kind nothing is ever switched
+    now = kinds[0] if len(distinct) == 1 else None
+    for _, turns in take_turns(order, MAX_ROUNDS, back_and_forth, enough):
         for place in turns:
-            if switching:
+            if place not in left and place != 0:
+                continue
+            if kinds[place] != now:
                 apply_settings(loops[place].parameters)
                 loops[place].run()
+                now = kinds[place]
             runs[place].append(_undisturbed(loops[place], deadline=started + 2 * seconds))
     return runs
+
+
+def _settings(parameters: Parameters) -> tuple[Any, ...]:
+    """What :func:`apply_settings` sets."""
+    training = parameters.training
+    return training.threads, training.fp32_matmul, training.tf32
 
 
 def _undisturbed(loop: Any, deadline: float) -> Times:
@@ -349,6 +427,22 @@ def ratio_errors(before: list[Times], after: list[Times]) -> dict[str, dict[str,
         }
         for component, phases in after[-1].items()
     }
+
+
+def _total_error(before: list[Times], after: list[Times]) -> float:
+    """Relative standard error of the ratio of whole runs."""
+    return math.hypot(*(median_error([total(run) for run in runs]) for runs in (before, after)))
+
+
+def joint_error_ms(before: list[Times], after: list[Times]) -> float:
+    """Standard error of the time after a change, ms, as the parts' ratios leave it.
+
+    The parts' errors are partly the same, partly their own: halfway between their sum and the
+    root of their squares, as the range of a prediction has them.
+    """
+    then, errors = medians(after), ratio_errors(before, after)
+    reach = [ms * errors[part][phase] for part, each in then.items() for phase, ms in each.items()]
+    return (sum(reach) + math.hypot(*reach)) / 2
 
 
 def _values(runs: list[Times], component: str, phase: str) -> list[float]:
@@ -398,16 +492,21 @@ def probe_changes(
     changes: Iterable[Change] | None = None,
     seconds: float = PROBE_SECONDS,
     say: Say = say_nothing,
+    lender: Tables | None = None,
 ) -> dict[str, Any]:
     """Time the parts that each change affects, beside the same parts as they are.
 
-    Costs about ``seconds`` for all changes together, and memory for the tables twice at
-    most, never more than is available. Settings of torch are put back.
+    Each half of the step is timed as it is and under all changes in the same rounds, until every
+    prediction is known well enough (:data:`SETTLED`), for about ``seconds`` at most, and with
+    memory for the tables twice at most, never more than is available. Settings of torch are
+    put back.
 
     Args:
         changes: :func:`default_changes` if None.
-        seconds: about so long for all of them.
-        say: called before each change is timed.
+        seconds: at most about so long for all of them; building loops and overlapped loading
+            come on top.
+        say: called before each group of changes is timed.
+        lender: whose tables are trained on instead of new ones, where they are alike.
 
     Returns:
         ``base``: component to phase to ms, each part alone; ``changes``: for each a dict of
@@ -420,153 +519,218 @@ def probe_changes(
     started = time.perf_counter()
     threads = torch.get_num_threads()
     settle_allocator()
-    share = seconds / (len(chosen) + 1)
     try:
-        probes = _Probes(parameters)
+        probes = _Probes(parameters, chosen, lender)
         say("timing the parts alone", 0, 1)
-        base = probes.base(share)
-        results = []
-        for number, change in enumerate(chosen):
-            words = ", ".join(f"{name.partition('.')[2]}={value}" for name, value in change.items())
-            say("timing alternatives", number, len(chosen), words)
-            results.append(probes.change(change, share))
+        probes.begin()
+        shares = {half: 1 + len(probes.wanted(half)) for half in PROBED}
+        for number, half in enumerate(PROBED):
+            words = f"{half} part, {shares[half]} ways"
+            say("timing alternatives", number, len(PROBED) + 1, words)
+            probes.compare(half, seconds * shares[half] / sum(shares.values()))
+        say("timing alternatives", len(PROBED), len(PROBED) + 1, "batches beside the step")
+        results = [probes.result(candidate) for candidate in probes.candidates]
     finally:
         torch.set_num_threads(threads)
         apply_settings(parameters)
     return {
-        "base": base,
+        "base": probes.base(),
         "changes": results,
         "threads": parameters.training.threads or threads,
         "seconds": time.perf_counter() - started,
     }
 
 
+@dataclass(frozen=True)
+class _Candidate:
+    """A change and what it touches."""
+
+    change: dict[str, Any]
+    changed: Parameters
+    """The same as unchanged where it is refused."""
+    notices: list[str]
+    affected: set[str]
+    keys: dict[str, str]
+    """The loops that differ under the change, by name, with what tells equal ones."""
+    refused: str = ""
+
+
 class _Probes:
-    """Keeps the loops of the unchanged parameters, which every change is compared with."""
+    """Times the loops of the unchanged parameters, and beside them those of every change.
 
-    def __init__(self, parameters: Parameters) -> None:
-        self.parameters = parameters
-        self.loops: dict[str, StepLoop | DataLoop] = {}
-        self.alone: dict[str, Times] = {}
-        self.refused: dict[str, str] = {}
-        self.overlaps: dict[tuple[Any, ...], dict[str, Any]] = {}
-        self.batches: dict[str, tuple[list[Times], list[Times]]] = {}
-        """Changed parameters, without a loader, to the times of batches before and after."""
+    Attributes:
+        candidates: the changes, in the order asked for.
+        alone: runs of the unchanged loops.
+        step_ms: about what a step takes, the loops added up.
+    """
 
-    def base(self, seconds: float) -> Times:
+    def __init__(
+        self, parameters: Parameters, changes: Iterable[dict[str, Any]], lender: Tables | None
+    ) -> None:
+        self.parameters, self.lender = parameters, lender
+        self.candidates = [self._candidate(change) for change in changes]
+        self.alone: dict[str, list[Times]] = {}
+        self.step_ms = 0.0
+        self._loops: dict[str, StepLoop | DataLoop] = {}
+        self._runs: dict[tuple[str, str], tuple[list[Times], list[Times]]] = {}
+        """Loop and key to the times before and after, of the same rounds."""
+        self._notices: dict[tuple[str, str], list[str]] = {}
+        self._refused: dict[tuple[str, str], str] = {}
+        self._overlaps: dict[tuple[Any, ...], dict[str, Any]] = {}
+
+    def _candidate(self, change: dict[str, Any]) -> _Candidate:
+        base = self.parameters
+        try:
+            changed, notices = changed_parameters(base, change)
+        except InputError as error:
+            return _Candidate(change, base, [], set(), {}, str(error))
+        affected = affected_components(base, changed)
+        touched = [half for half, parts in HALVES.items() if affected & set(parts)]
+        keys = {half: str(reduced(changed, half)) for half in touched}
+        if _data_alone_differs(base, changed):
+            # several changes may make the same batches, in the step or beside it
+            keys["data"] = str(_synchronous(changed))
+        return _Candidate(change, changed, notices, affected, keys)
+
+    def wanted(self, half: str) -> dict[str, Parameters]:
+        """The parameters under which a loop is to be timed, beside the unchanged ones."""
+        return {each.keys[half]: each.changed for each in self.candidates if half in each.keys}
+
+    def begin(self) -> None:
+        """Build the loops of the unchanged parameters, and see about how long a step takes."""
+        for half in PROBED:
+            try:
+                if half == "data":
+                    self._loops[half] = _ready(DataLoop(self.parameters))
+                else:
+                    if self.lender is None or half == "dense":
+                        _require(self.parameters, half)
+                    self._loops[half] = _ready(StepLoop(self.parameters, half, self.lender))
+            except InputError as error:
+                self._refused[half, UNCHANGED] = str(error)
+            else:
+                self.step_ms += total(self._loops[half].run())
+
+    def compare(self, half: str, seconds: float) -> None:
+        """Time a loop as it is and under every change that affects it."""
+        waiting = self.wanted(half)
+        if half not in self._loops:
+            why = self._refused[half, UNCHANGED]
+            self._refused |= {(half, key): why for key in waiting}
+            return
+        self.alone[half] = []
+        while waiting or not self.alone[half]:
+            loops: dict[str, StepLoop | DataLoop] = {}
+            later: dict[str, Parameters] = {}
+            for key, changed in waiting.items():
+                try:
+                    loops[key] = self._changed_loop(half, changed)
+                except InputError as error:
+                    if loops:  # without the others there may be room for it
+                        later[key] = changed
+                    else:
+                        self._refused[half, key] = str(error)
+            if not loops and self.alone[half]:
+                break
+            together = [self._loops[half], *loops.values()]
+            before, *others = interleave(together, seconds, self._settled)
+            self.alone[half] += before
+            for key, after in zip(loops, others, strict=True):
+                self._runs[half, key] = before[: len(after)], after
+                self._notices[half, key] = loops[key].notices
+            waiting = later
+            together.clear()
+
+    def _settled(self, before: list[Times], after: list[Times]) -> bool:
+        """Whether the prediction that rests on these runs would get no better with more."""
+        now, then = (statistics.median(map(total, runs)) for runs in (before, after))
+        changed_ms = max(self.step_ms - now, 0.0) + then
+        return joint_error_ms(before, after) < SETTLED * changed_ms
+
+    def base(self) -> Times:
         """Every part alone, unchanged: medians in ms."""
         times: Times = {}
-        for half in (*HALVES, "data"):
-            try:
-                loop = self._base_loop(half)
-            except InputError as error:
-                self.refused[half] = str(error)
-                continue
-            self.alone[half] = medians(interleave([loop], seconds / 3)[0])
-            for component, phases in self.alone[half].items():
+        for runs in self.alone.values():
+            for component, phases in medians(runs).items():
                 known = times.setdefault(component, {})
                 for phase, ms in phases.items():
                     known[phase] = known.get(phase, 0.0) + ms
         return times
 
-    def change(self, change: dict[str, Any], seconds: float) -> dict[str, Any]:
-        """The affected parts before and after one change."""
-        result: dict[str, Any] = {"change": change, "parts": {}, "base": {}, "spread": {}}
-        result["notices"] = []
-        started = time.perf_counter()
+    def result(self, candidate: _Candidate) -> dict[str, Any]:
+        """What is known of a change, as :func:`probe_changes` returns it."""
+        empty: dict[str, Any] = {"parts": {}, "base": {}, "spread": {}}
+        result = {"change": candidate.change, "notices": list(candidate.notices), **empty}
+        refused = [candidate.refused]
+        refused += [self._refused.get((half, key), "") for half, key in candidate.keys.items()]
+        if any(refused):
+            return result | {"refused": next(filter(None, refused))}
+        result |= {"parts": {}, "base": {}, "spread": {}, "touched": sorted(candidate.affected)}
+        for half, key in candidate.keys.items():
+            said = self._notices[half, key]
+            result["notices"] += [text for text in said if text not in result["notices"]]
+            self._add(result, half, candidate)
         try:
-            changed, result["notices"] = changed_parameters(self.parameters, change)
-            affected = affected_components(self.parameters, changed)
-            result["touched"] = sorted(affected)
-            halves = [half for half, parts in HALVES.items() if affected & set(parts)]
-            if _data_alone_differs(self.parameters, changed):
-                halves.append("data")
-            for half in halves:
-                self._compare(half, changed, affected, seconds / len(halves), result)
             if self.parameters.data.loader == "prefetch":
                 result["overlap_base"] = self._overlap(self.parameters)
-            if changed.data.loader == "prefetch":
-                result["overlap"] = self._overlap(changed)
+            if candidate.changed.data.loader == "prefetch":
+                result["overlap"] = self._overlap(candidate.changed)
         except InputError as error:
-            result |= {"refused": str(error), "parts": {}, "base": {}, "spread": {}}
-        finally:
-            apply_settings(self.parameters)
-        result["seconds"] = time.perf_counter() - started
+            return result | empty | {"refused": str(error)}
         return result
 
-    def _base_loop(self, half: str) -> StepLoop | DataLoop:
-        if half in self.refused:
-            raise InputError(self.refused[half])
-        if half not in self.loops:
-            if half == "data":
-                self.loops[half] = DataLoop(self.parameters)
-            else:
-                _require(self.parameters, half)
-                self.loops[half] = StepLoop(self.parameters, half)
-        return self.loops[half]
-
-    def _changed_loop(self, half: str, changed: Parameters) -> StepLoop | DataLoop:
-        base = self._base_loop(half)
-        if half == "data":
-            return DataLoop(changed)
-        assert isinstance(base, StepLoop)
-        same = [t.shape for t in base.model.embeddings.weights] == [
-            (rows, changed.model.embedding_dim) for rows in base.parameters.model.table_rows
-        ] and (half == "dense" or base.parameters.model.table_rows == changed.model.table_rows)
-        if not same:
-            _require(changed, half)
-        return StepLoop(changed, half, tables_from=base)
-
-    def _compare(
-        self,
-        half: str,
-        changed: Parameters,
-        affected: set[str],
-        seconds: float,
-        result: dict[str, Any],
-    ) -> None:
-        # several changes may make the same batches, in the step or beside it
-        key = str(_synchronous(changed))
-        if half == "data" and key in self.batches:
-            before, after = self.batches[key]
-        else:
-            loop = self._changed_loop(half, changed)
-            result["notices"] += [text for text in loop.notices if text not in result["notices"]]
-            before, after = interleave([self._base_loop(half), loop], seconds)
-        if half == "data":
-            self.batches[key] = before, after
+    def _add(self, result: dict[str, Any], half: str, candidate: _Candidate) -> None:
+        """Add the parts of one loop to the result of a change."""
+        before, after = self._runs[half, candidate.keys[half]]
         now, then, spread = medians(before), medians(after), ratio_errors(before, after)
+        alone = {name: medians(runs) for name, runs in self.alone.items()}
         for component, phases in then.items():
             if component in SHARED:
                 # some of it is in the other half, which has not changed or comes later
                 for key, found in (("base", now), ("parts", then)):
                     for phase in phases:
                         known = result[key].setdefault(component, {})
+                        own = {name: each.get(component, {}) for name, each in alone.items()}
                         if phase not in known:
-                            known[phase] = sum(
-                                alone.get(component, {}).get(phase, 0.0)
-                                for alone in self.alone.values()
-                            )
-                        alone = self.alone.get(half, {}).get(component, {}).get(phase, 0.0)
-                        known[phase] += found.get(component, {}).get(phase, alone) - alone
-                    result["spread"].setdefault(component, {}).update(spread.get(component, {}))
-            elif component in affected:
-                only = affected_phases(self.parameters, changed, component)
+                            known[phase] = sum(each.get(phase, 0.0) for each in own.values())
+                        same = own[half].get(phase, 0.0)
+                        known[phase] += found.get(component, {}).get(phase, same) - same
+                result["spread"].setdefault(component, {}).update(spread.get(component, {}))
+            elif component in candidate.affected:
+                only = affected_phases(self.parameters, candidate.changed, component)
                 kept = [p for p in phases if p in now[component] and (only is None or p in only)]
                 for key, found in (("parts", then), ("base", now), ("spread", spread)):
                     result[key][component] = {phase: found[component][phase] for phase in kept}
 
+    def _base_loop(self, half: str) -> StepLoop | DataLoop:
+        if half not in self._loops:
+            raise InputError(self._refused[half, UNCHANGED])
+        return self._loops[half]
+
+    def _changed_loop(self, half: str, changed: Parameters) -> StepLoop | DataLoop:
+        base = self._base_loop(half)
+        if half == "data":
+            return _ready(DataLoop(changed))
+        assert isinstance(base, StepLoop)
+        same = [t.shape for t in base.model.embeddings.weights] == [
+            (rows, changed.model.embedding_dim) for rows in base.parameters.model.table_rows
+        ] and (half == "dense" or base.parameters.model.table_rows == changed.model.table_rows)
+        if not same or (half == "sparse" and needs_huge_pages(changed) != base.huge_pages):
+            _require(changed, half)
+        return _ready(StepLoop(changed, half, tables_from=base))
+
     def _overlap(self, parameters: Parameters) -> dict[str, Any]:
         """How much making batches in a thread slows the halves, and they it."""
         key = signature(parameters, "data"), *(str(reduced(parameters, half)) for half in HALVES)
-        if key in self.overlaps:
-            return self.overlaps[key]
+        if key in self._overlaps:
+            return self._overlaps[key]
+        self._base_loop("data")
         data = DataLoop(parameters)
         slow: dict[str, dict[str, float]] = {}
         made_ms = {}
-        # timed already where the change makes other batches than the run does
-        _, runs = self.batches.get(str(_synchronous(parameters)), ([], []))
-        runs = runs or interleave([data], OVERLAP_SECONDS / 3)[0]
+        made_alone = self._runs.get(("data", str(_synchronous(parameters))))
+        # a loader alone makes the batches that the run has
+        runs = self.alone["data"] if made_alone is None else made_alone[1]
         alone = medians(runs)["data"]["forward"]
         for half in HALVES:
             same = reduced(parameters, half) == reduced(self.parameters, half)
@@ -576,7 +740,11 @@ class _Probes:
             beside: list[Times] = []
             made: list[float] = []
             deadline = time.perf_counter() + OVERLAP_SECONDS / 3
-            while len(quiet) < 3 or (len(quiet) < 12 and time.perf_counter() < deadline):
+            while len(quiet) < LEAST_OVERLAPS or (
+                len(quiet) < MOST_OVERLAPS
+                and time.perf_counter() < deadline
+                and _total_error(quiet, beside) > OVERLAP_SETTLED
+            ):
                 quiet.append(loop.run())
                 with data.beside() as times:
                     # the first batch begins while the caches are flushed
@@ -587,8 +755,15 @@ class _Probes:
             slow[half] = {"alone_ms": total(now), "beside_ms": total(then)}
             made_ms[half] = statistics.median(made) if made else math.nan
         found = {"data_alone_ms": alone, "data_beside_ms": made_ms, "halves": slow}
-        self.overlaps[key] = found
+        self._overlaps[key] = found
         return found
+
+
+def _ready(loop: Loop) -> Loop:
+    """A loop that has run once: what it allocates and compiles is there."""
+    apply_settings(loop.parameters)
+    loop.run()
+    return loop
 
 
 def _data_alone_differs(base: Parameters, changed: Parameters) -> bool:

@@ -5,8 +5,10 @@ several changes bring together: a thread that makes batches competes with whatev
 and parts leave each other another cache. So the step is timed as a run has it, with its loader
 and its tables at full size, under all changes up to each one.
 
-As a program it is one process of its own: ``python -m dlrm_workbook.evidence.together FILE ASKED
-ANSWER``, parameters (YAML), a list of changes (JSON) and where the result goes.
+The process that recorded a run times them on its own tables
+(:mod:`dlrm_workbook.recordings.torch.recorder`). After a recording by HPCToolkit a process of its
+own does: ``python -m dlrm_workbook.evidence.together FILE ASKED ANSWER``, parameters (YAML), a
+list of changes (JSON) and where the result goes.
 """
 
 from __future__ import annotations
@@ -24,14 +26,21 @@ from dlrm_core.data.batch import Batch
 from dlrm_core.data.loader import batches, make_generator
 from dlrm_core.errors import InputError
 from dlrm_core.files import read_json, write_json
-from dlrm_core.machine import available_memory
+from dlrm_core.machine import available_memory, end_with_starter
 from dlrm_core.memory import forecast_memory
 from dlrm_core.model import DLRM, ClickLoss
+from dlrm_core.rounding import ROW_DTYPES
 from dlrm_core.step import TrainingStep
 from dlrm_core.units import format_bytes
 from dlrm_kernels.embeddings.choose import resolve
 from dlrm_workbook.evidence.dependence import Change, changed_parameters
-from dlrm_workbook.evidence.probes import MEMORY_SHARE, apply_settings, model_for
+from dlrm_workbook.evidence.probes import (
+    MEMORY_SHARE,
+    Tables,
+    apply_settings,
+    model_for,
+    needs_huge_pages,
+)
 from dlrm_workbook.processes import settle_allocator
 from dlrm_workbook.turns import CPU, back_and_forth, elapsed_ms, take_turns, waited_ns
 
@@ -53,19 +62,19 @@ class WholeStep:
     """The step of a run, ready to be timed again and again.
 
     Args:
-        tables_from: a step whose tables are used where they are alike, to save their memory.
+        tables_from: of these the first tables that are alike are used, to save their memory.
 
     Raises:
         InputError: tables of its own would not fit beside what is there.
     """
 
-    def __init__(self, parameters: Parameters, tables_from: Iterable[WholeStep] = ()) -> None:
+    def __init__(self, parameters: Parameters, tables_from: Iterable[Tables] = ()) -> None:
         # tables are lent, so that what one step learns should hardly change what another sees
         training = replace(parameters.training, seed=0, learning_rate=1e-4)
         self.parameters = replace(parameters, training=training)
         apply_settings(self.parameters)
-        self.huge_pages = training.embedding_backend != "torch"
-        lender = next((step for step in tables_from if self._is_like(step)), None)
+        self.huge_pages = needs_huge_pages(parameters)
+        lender = next((tables for tables in tables_from if self._is_like(tables)), None)
         if lender is None:
             _require(self.parameters)
         self.model: DLRM = model_for(
@@ -76,21 +85,24 @@ class WholeStep:
         self.step = TrainingStep(self.model, loss, self.parameters.training)
         self.generator = make_generator(self.parameters, CPU)
 
-    def _is_like(self, other: WholeStep) -> bool:
-        own, theirs = self.parameters.model, other.parameters.model
-        return (own.table_rows, own.embedding_dim, self.huge_pages) == (
-            *(theirs.table_rows, theirs.embedding_dim),
-            other.huge_pages,
-        )
+    def _is_like(self, other: Tables) -> bool:
+        model = self.parameters.model
+        own = [(rows, model.embedding_dim) for rows in model.table_rows]
+        theirs = other.model.embeddings.weights
+        precision = ROW_DTYPES[model.embedding_precision]
+        alike = self.huge_pages == other.huge_pages and own == [tuple(t.shape) for t in theirs]
+        return alike and all(table.dtype == precision for table in theirs)
 
-    def turn(self, counted: int | None = None) -> float:
+    def warm_up(self) -> None:
+        """Run one iteration, which compiles, and touches memory for the first time."""
+        apply_settings(self.parameters)
+        self.step(self.generator.next_batch())
+
+    def turn(self) -> float:
         """Mean milliseconds of an iteration, its batch included, while the loader keeps pace.
 
         The loader starts with the turn, so the first iterations wait for it, or find what it
         made ahead, and are not counted.
-
-        Args:
-            counted: iterations; None: as many as a turn takes to be long enough.
         """
         data = self.parameters.data
         uncounted = data.prefetch_batches if data.loader == "prefetch" else 1
@@ -100,9 +112,7 @@ class WholeStep:
             for _ in range(uncounted):
                 self.step(next(stream))
             times: list[float] = []
-            while len(times) < (counted or TURN_ITERATIONS) or (
-                counted is None and sum(times) < TURN_MS
-            ):
+            while len(times) < TURN_ITERATIONS or sum(times) < TURN_MS:
                 times.append(elapsed_ms(lambda: self.step(next(stream))))
         return sum(times) / len(times)
 
@@ -120,13 +130,17 @@ class WholeStep:
 
 
 def time_together(
-    parameters: Parameters, changes: Sequence[Change], seconds: float = TOGETHER_SECONDS
+    parameters: Parameters,
+    changes: Sequence[Change],
+    seconds: float = TOGETHER_SECONDS,
+    lender: Tables | None = None,
 ) -> dict[str, Any]:
     """Time the whole step as it is and under each of several changes, in turns.
 
     Args:
         changes: what to time; cumulative, or all of them together.
         seconds: about so long for all rounds, however slow the machine is.
+        lender: whose tables are trained on instead of new ones, where they are alike.
 
     Returns:
         ``base_ms``, the rounds' times of the step as it is (list); ``stages``, for each change a
@@ -136,9 +150,10 @@ def time_together(
     started = time.perf_counter()
     settle_allocator()
     steps: dict[int, WholeStep] = {}
+    lent = [] if lender is None else [lender]
     stages: list[dict[str, Any]] = [{"change": dict(change)} for change in changes]
     try:
-        steps[-1] = WholeStep(parameters)
+        steps[-1] = WholeStep(parameters, lent)
     except InputError as error:
         return {
             "base_ms": [],
@@ -148,12 +163,12 @@ def time_together(
     for number, change in enumerate(changes):
         try:
             changed, _ = changed_parameters(parameters, change)
-            steps[number] = WholeStep(changed, steps.values())
+            steps[number] = WholeStep(changed, [*lent, *steps.values()])
         except InputError as error:
             stages[number]["refused"] = str(error)
     times: dict[int, list[float]] = {number: [] for number in steps}
     for step in steps.values():
-        step.turn(counted=1)  # compiles, and touches memory for the first time
+        step.warm_up()
     deadline = time.perf_counter() + seconds
 
     def enough(done: int) -> bool:
@@ -182,6 +197,7 @@ def _require(parameters: Parameters) -> None:
 
 def main(arguments: Sequence[str]) -> int:
     """Time the changes that a file lists, and write the result."""
+    end_with_starter()
     file, asked, answer = arguments
     changes: list[Mapping[str, Any]] = read_json(Path(asked))
     write_json(Path(answer), time_together(load_parameters(file), changes))

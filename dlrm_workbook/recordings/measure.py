@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import yaml
 
 from dlrm_core.config import Parameters, ProfilingConfig
 from dlrm_core.errors import InputError, MissingToolError
-from dlrm_core.files import write_text
+from dlrm_core.files import write_json, write_text
 from dlrm_workbook.machine import machine_facts
 from dlrm_workbook.processes import ProgressCallback, python_module, run_child
 from dlrm_workbook.recordings.command import CHANGES_TIMED, environment_of, record_command
@@ -24,7 +24,7 @@ from dlrm_workbook.recordings.hpctoolkit.tools import find_tools
 from dlrm_workbook.recordings.open import open_recording
 from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.recordings.torch.chrome_trace import load_json
-from dlrm_workbook.recordings.torch.session import UNKNOWN_MODEL
+from dlrm_workbook.recordings.torch.session import RECORDED, UNKNOWN_MODEL
 from dlrm_workbook.recordings.torch.trace import read_recording
 
 EVIDENCE = ("ceilings", "part_probes", "data_statistics")
@@ -58,8 +58,15 @@ def choose_engine(config: ProfilingConfig) -> tuple[str, str]:
     return "hpctoolkit", f"HPCToolkit {tools.version}, found at {tools.hpcrun}"
 
 
+Advise = Callable[[Profile], list[dict[str, Any]]]
+"""The changes that a profile calls for, all up to each one; refuses with an InputError."""
+
+
 def measure(
-    parameters: Parameters, folder: Path | str, progress: ProgressCallback | None = None
+    parameters: Parameters,
+    folder: Path | str,
+    progress: ProgressCallback | None = None,
+    advise: Advise | None = None,
 ) -> Profile:
     """Run the workload under a profiler, in a process of its own.
 
@@ -68,6 +75,9 @@ def measure(
             Profile. Nothing in it is overwritten. Where both engines measure, ``profile/``
             is HPCToolkit's and ``profile_torch/`` torch.profiler's.
         progress: called a few times a second with the stage and the iteration.
+        advise: asked for changes as soon as a recording of torch.profiler is read; the process
+            that recorded it then times whole steps under them
+            (:mod:`dlrm_workbook.evidence.together`), which are ``meta["together"]``.
 
     Raises:
         InputError: the run or its measurement cannot be made; the message says why.
@@ -79,7 +89,10 @@ def measure(
         return measure_command(command, parameters, folder, engine, why, progress)
     session = _Session(parameters, folder, progress)
     chosen = session.choose_back_end()
-    profile = session.with_torch() if engine == "torch" else session.with_hpctoolkit()
+    if engine != "torch":
+        profile = session.with_hpctoolkit()
+    else:
+        profile = session.with_torch() if advise is None else session.with_advice(advise)
     if engine == "both":
         second = session.second(profile)
         second.meta["engine_choice"] = why
@@ -215,12 +228,20 @@ class _Session:
         write_text(file, yaml.safe_dump(parameters.to_sections(), sort_keys=False))
         return file
 
-    def run(self, what: str, stage: str, command: list[str], like_measured: bool) -> None:
+    def run(
+        self,
+        what: str,
+        stage: str,
+        command: list[str],
+        like_measured: bool,
+        on_line: Callable[[bytes], None] | None = None,
+    ) -> None:
         """Run a child to its end.
 
         Args:
             what: subject of the sentence if it fails.
             like_measured: with the environment of a run that HPCToolkit measures.
+            on_line: gets each line that it prints.
 
         Raises:
             InputError: it fails or takes too long.
@@ -232,6 +253,7 @@ class _Session:
             environment=workload_environment(os.environ)[0] if like_measured else None,
             timeout_s=self.parameters.profiling.timeout_s,
             progress=self.progress,
+            on_line=on_line,
         ).require_success(what)
 
     def choose_back_end(self) -> list[str]:
@@ -256,9 +278,37 @@ class _Session:
     def with_torch(self, name: str = "workload.yaml", recorded: str = "recording") -> Profile:
         recording = self.folder / recorded
         file = self.written(name, self.parameters)
-        command = python_module("dlrm_workbook", "record", "-f", file, "--output", recording)
+        command = self.record_command(file, recording)
         self.run("the recorded run", "torch.profiler", command, like_measured=False)
         return read_recording(recording)
+
+    @staticmethod
+    def record_command(file: Path, recording: Path) -> list[str]:
+        return python_module("dlrm_workbook", "record", "-f", file, "--output", recording)
+
+    def with_advice(self, advise: Advise) -> Profile:
+        """As :meth:`with_torch`; whole steps under the advised changes are timed at once."""
+        recording = self.folder / "recording"
+        asked, answer = (self.folder / "logs" / f"together{end}.json" for end in ("-asked", ""))
+        file = self.written("workload.yaml", self.parameters)
+        command = [*self.record_command(file, recording), "--together", str(asked), str(answer)]
+        dialogue = _Dialogue(recording, asked, advise)
+        failure = ""
+        try:
+            self.run("the recorded run", "torch.profiler", command, False, dialogue)
+        except InputError as error:
+            if dialogue.profile is None and dialogue.error is None:
+                raise
+            failure = str(error)  # the profile is there; a side view must not cost it
+        if dialogue.error is not None:
+            raise dialogue.error
+        profile = dialogue.profile
+        assert profile is not None
+        if answer.is_file() and not failure:
+            profile.meta["together"] = load_json(answer)
+        elif reason := failure or dialogue.reason:
+            profile.meta["not_measured"] = profile.not_measured | {"together": reason}
+        return profile
 
     def second(self, first: Profile) -> Profile:
         """torch's profile of a workload whose machine has been looked at for the first one."""
@@ -362,6 +412,39 @@ class _Session:
             return {"not_measured": dict.fromkeys(EVIDENCE, str(error))}
         found: dict[str, Any] = load_json(output)
         return found
+
+
+class _Dialogue:
+    """Reads a recording as soon as the process that makes it says that it is whole, and tells
+    that process which changes to time.
+
+    Attributes:
+        profile: of the recording; None until it is read.
+        reason: why no change is asked for; "" where one is.
+        error: of reading it or of the advice, to be raised where it can be caught.
+    """
+
+    def __init__(self, recording: Path, asked: Path, advise: Advise) -> None:
+        self._recording, self._asked, self._advise = recording, asked, advise
+        self.profile: Profile | None = None
+        self.reason = ""
+        self.error: Exception | None = None
+
+    def __call__(self, line: bytes) -> None:
+        """Take in a line that the process printed."""
+        if self.profile is not None or not line.startswith(f'{{"{RECORDED}"'.encode()):
+            return
+        changes: list[dict[str, Any]] = []
+        try:
+            self.profile = read_recording(self._recording)
+            try:
+                changes = self._advise(self.profile)
+            except InputError as refusal:
+                self.reason = str(refusal)
+        except Exception as error:  # raised again by who waits for the process
+            self.error = error
+        finally:  # it waits for an answer, whatever happens
+            write_json(self._asked, changes)
 
 
 def save_frames(

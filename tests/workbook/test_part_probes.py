@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 
 from dlrm_core.config import Parameters, parameters_from_sections
 from dlrm_core.errors import InputError
+from dlrm_workbook.analysis.whatif import COVER
 from dlrm_workbook.evidence import probes
 from dlrm_workbook.evidence.dependence import (
     affected_components,
@@ -32,6 +35,9 @@ from dlrm_workbook.evidence.probes import (
     reduced,
 )
 from dlrm_workbook.processes import USER_SETTINGS
+
+TRIALS = 200
+"""Changes that are probed to see how often a range covers the truth."""
 
 TINY: dict[str, Any] = {
     "model": {
@@ -209,17 +215,83 @@ class Counted:
         return {"loss": {"forward": self.times[self.runs % len(self.times)]}}
 
 
-def test_loops_run_in_turns_until_they_are_known() -> None:
-    steady, noisy = Counted([1.0]), Counted([1.0, 5.0, 2.0])
-    before, after = interleave([steady, steady], seconds=60.0)
-    assert len(before) == len(after) == 8
-    before, after = interleave([steady, noisy], seconds=60.0)
-    assert len(before) == len(after) == probes.MAX_ROUNDS
-    before, after = interleave([steady, noisy], seconds=0.0)
-    assert len(before) == probes.MIN_ROUNDS
-    errors = ratio_errors(before, after)["loss"]["forward"]
-    assert errors > 0.1
-    assert medians(before) == {"loss": {"forward": 1.0}}
+def test_loops_leave_the_turns_when_they_are_settled() -> None:
+    base, soon, late = Counted([1.0]), Counted([2.0]), Counted([3.0])
+
+    def settled(before: list[Any], after: list[Any]) -> bool:
+        assert len(before) == len(after)
+        return len(after) >= (6 if after[0]["loss"]["forward"] == 3.0 else 0)
+
+    runs = interleave([base, soon, late], 60.0, settled)
+    assert [len(each) for each in runs] == [6, probes.MIN_ROUNDS, 6]
+    assert medians(runs[2]) == {"loss": {"forward": 3.0}}
+    never = interleave([base, soon], 60.0, lambda before, after: False)
+    assert [len(each) for each in never] == [probes.MAX_ROUNDS] * 2
+    late_at_once = interleave([base, soon], 0.0, lambda before, after: False)
+    assert [len(each) for each in late_at_once] == [probes.MIN_ROUNDS] * 2
+    alone = interleave([base], 60.0, lambda before, after: before == after)
+    assert [len(each) for each in alone] == [probes.MIN_ROUNDS]
+
+
+def test_a_run_after_other_settings_is_not_counted() -> None:
+    base, other, same = (Counted([1.0]) for _ in range(3))
+    other.parameters = tiny(training={"fp32_matmul": "onednn"})
+    interleave([base, other, same], 0.0, lambda before, after: True)
+    # base same | other, other | same base, ...: whoever was last in a round goes on in the next
+    assert probes.MIN_ROUNDS == 4
+    assert (base.runs + same.runs, other.runs) == (2 * 4 + 3, 4 + 2)
+
+
+class Random(Counted):
+    """A loop whose two parts take times that scatter around what they truly take."""
+
+    def __init__(self, parts: tuple[float, float], draw: Any) -> None:
+        super().__init__([])
+        self.parts, self.draw = parts, draw
+
+    def run(self) -> dict[str, dict[str, float]]:
+        forward, backward = (ms * self.draw() for ms in self.parts)
+        return {"loss": {"forward": forward, "backward": backward}}
+
+
+SCATTER = {
+    "log-normal": lambda random, sigma: float(np.exp(sigma * random.standard_normal())),
+    "now and then disturbed": lambda random, sigma: float(
+        np.exp(sigma * random.standard_normal())
+        * (1 + (random.random() < 0.1) * random.exponential(0.3))
+    ),
+    "only ever slower": lambda random, sigma: 1 + sigma * float(random.exponential()),
+}
+
+
+@pytest.mark.parametrize("law", SCATTER)
+@pytest.mark.parametrize("sigma", [0.02, 0.06, 0.15])
+def test_ranges_cover_the_truth_as_often_as_they_say_though_probes_end_early(
+    law: str, sigma: float
+) -> None:
+    random = np.random.default_rng(int(1e3 * sigma))
+
+    def draw() -> float:
+        return SCATTER[law](random, sigma)
+
+    timed = probes._Probes(tiny(), [], None)
+    timed.step_ms = 300.0
+    covered = rounds = 0
+    for _ in range(TRIALS):
+        before, after = interleave(
+            [Random((80.0, 160.0), draw), Random((60.0, 40.0), draw)], 60.0, timed._settled
+        )
+        now, then, errors = medians(before), medians(after), ratio_errors(before, after)
+        rounds += len(after)
+        for phase, truth in (("forward", 60 / 80), ("backward", 40 / 160)):
+            ratio, error = then["loss"][phase] / now["loss"][phase], errors["loss"][phase]
+            covered += ratio / (1 + COVER * error) <= truth <= ratio * (1 + COVER * error)
+    # 90 % are promised; three standard errors of a share of so many
+    assert covered / (2 * TRIALS) > 0.90 - 3 * math.sqrt(0.09 / (2 * TRIALS))
+    if sigma == 0.02 and law == "log-normal":
+        assert rounds / TRIALS < 8, "what is known is not timed on"
+    if sigma == 0.15:
+        assert rounds / TRIALS > 8, "what is not known is"
 
 
 @given(st.lists(st.floats(0.1, 10.0), min_size=4, max_size=12), st.floats(0.1, 10.0))
@@ -232,7 +304,6 @@ def test_a_ratios_error_does_not_depend_on_the_unit(values: list[float], unit: f
 
 
 def test_probes_come_back_for_the_touched_parts_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probes, "MAX_ROUNDS", 5)
     monkeypatch.setattr(probes, "OVERLAP_SECONDS", 0.1)
     threads = torch.get_num_threads()
     changes: list[dict[str, Any]] = [
@@ -262,28 +333,78 @@ def test_probes_come_back_for_the_touched_parts_only(monkeypatch: pytest.MonkeyP
     assert "available" in large["refused"] and not large["parts"]
 
 
-def test_batches_that_a_loader_makes_ahead_are_not_timed_again(
+def test_changes_are_timed_beside_one_base_and_what_is_equal_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(probes, "OVERLAP_SECONDS", 0.1)
-    compared: list[str] = []
+    timed: list[list[str]] = []
     taken = probes.interleave
 
-    def counted(loops: list[Any], seconds: float) -> Any:
-        compared.extend(type(loop).__name__ for loop in loops[len(loops) // 2 :])
-        return taken(loops, seconds)
+    def counted(loops: list[Any], *others: Any) -> Any:
+        timed.append([type(loop).__name__ for loop in loops])
+        return taken(loops, *others)
 
     monkeypatch.setattr(probes, "interleave", counted)
     faster = {"data.generator": "facebook_loop"}
     changes: list[dict[str, Any]] = [faster, {**faster, "data.loader": "prefetch"}]
     one, both = probe_changes(tiny(), changes, seconds=0.1)["changes"]
-    # each part alone, then the batches that both changes make
-    assert compared == ["StepLoop", "StepLoop", "DataLoop", "DataLoop"]
+    # the halves alone, then the batches that both changes make beside those of the run
+    assert timed == [["StepLoop"], ["StepLoop"], ["DataLoop"] * 2]
     assert one["parts"] == both["parts"] and one["spread"] == both["spread"]
     assert "overlap" in both and "overlap" not in one
+    timed.clear()
     other = {**faster, "training.batch_size": 2 * tiny().training.batch_size}
-    probe_changes(tiny(), [faster, other], seconds=0.1)
-    assert compared.count("DataLoop") == 5, "batches of another size are others"
+    probe_changes(tiny(), [faster, other, {"training.fused_optimizer": True}], seconds=0.1)
+    assert timed == [["StepLoop"] * 3, ["StepLoop"] * 2, ["DataLoop"] * 3]
+
+
+def test_loops_that_do_not_fit_together_are_timed_after_one_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    built: list[int] = []
+    made = probes._Probes._changed_loop
+
+    def one_at_a_time(self: Any, half: str, changed: Parameters) -> Any:
+        rows = changed.model.table_rows[0]
+        if rows == 99 or len(built) > len(timed):
+            raise InputError(f"no room for {rows} rows")
+        built.append(rows)
+        return made(self, half, changed)
+
+    timed: list[int] = []
+    taken = probes.interleave
+
+    def counted(loops: list[Any], *others: Any) -> Any:
+        if len(loops) > 1:
+            timed.append(len(loops))
+        return taken(loops, *others)
+
+    monkeypatch.setattr(probes._Probes, "_changed_loop", one_at_a_time)
+    monkeypatch.setattr(probes, "interleave", counted)
+    changes = [{"model.table_rows": rows} for rows in (60, 70, 99)]
+    asked = [probes.changed_parameters(tiny(), each)[0] for each in changes]
+    timing = probes._Probes(tiny(), changes, None)
+    timing.begin()
+    timing.compare("sparse", 0.1)
+    assert built == [60, 70] and timed == [2, 2]
+    assert set(timing._runs) == {("sparse", str(reduced(each, "sparse"))) for each in asked[:2]}
+    assert list(timing._refused.values()) == ["no room for 99 rows"]
+
+
+def test_lent_tables_are_trained_on() -> None:
+    owner = StepLoop(tiny(), "sparse")
+    lent = probes.Lent(owner.model, owner.huge_pages)
+    timing = probes._Probes(tiny(), [], lent)
+    timing.begin()
+    loop = timing._loops["sparse"]
+    assert isinstance(loop, StepLoop)
+    ours, theirs = (
+        [table.data_ptr() for table in each.model.embeddings.weights] for each in (loop, owner)
+    )
+    assert ours == theirs
+    narrow = tiny(model={"embedding_precision": "bf16"}, training={"embedding_backend": "fused"})
+    other = probes.model_for(narrow.model, owner.model, True)
+    assert {table.dtype for table in other.embeddings.weights} == {torch.bfloat16}
 
 
 def test_the_default_changes_are_those_that_apply() -> None:

@@ -11,6 +11,7 @@ import argparse
 import json
 import platform
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,11 @@ import numpy as np
 import torch
 
 from dlrm_core.config import Parameters, load_parameters
-from dlrm_core.files import write_json
+from dlrm_core.files import read_json, write_json
 from dlrm_core.machine import (
     available_memory,
     device_name,
+    end_with_starter,
     resolve_device,
     terminate_like_interrupt,
 )
@@ -31,11 +33,17 @@ from dlrm_core.train import Trainer
 from dlrm_kernels.embeddings.choose import resolve
 from dlrm_workbook.evidence.ceilings import measure_ceilings, model_shapes
 from dlrm_workbook.evidence.data_statistics import run_statistics
-from dlrm_workbook.evidence.probes import probe_changes
+from dlrm_workbook.evidence.probes import Lent, Tables, needs_huge_pages, probe_changes
+from dlrm_workbook.evidence.together import time_together
 from dlrm_workbook.machine import machine_facts, memory_limit
 from dlrm_workbook.processes import Say, print_stage, say_nothing, settle_allocator
-from dlrm_workbook.recordings.torch.session import Session
+from dlrm_workbook.recordings.torch.session import RECORDED, Session
 from dlrm_workbook.turns import threads_of
+
+WAIT_S = 0.02
+"""Seconds between two looks whether changes are asked for."""
+
+NOT_PROBED = "profiling.probes is false"
 
 SAMPLED_ITERATIONS = 3
 """Iterations whose Python stack is sampled, after those that are timed and recorded."""
@@ -45,6 +53,7 @@ def record(
     run_iteration: Callable[[int], object],
     iterations: int,
     folder: str | Path,
+    afterwards: Callable[[], dict[str, Any]] | None = None,
     **options: Any,
 ) -> Path:
     """Run iterations under torch.profiler and keep what it saw in a new folder.
@@ -52,6 +61,7 @@ def record(
     Args:
         run_iteration: Runs the iteration of that number (from 0, warm-up included)
             under the range ``parts.ITERATION_SPAN``, which it opens itself.
+        afterwards: called after the last one; what it finds goes into ``recording.json`` too.
         folder, options: as :class:`~dlrm_workbook.recordings.torch.session.Session` takes them.
 
     Raises:
@@ -62,6 +72,8 @@ def record(
         for number in range(session.total):
             run_iteration(number)
             session.step()
+        if afterwards is not None:
+            session.information |= afterwards()
     return session.folder
 
 
@@ -70,11 +82,15 @@ def record_workload(
     folder: Path,
     progress: Callable[[int, int], object] | None = None,
     say: Say = say_nothing,
+    then: Callable[[Parameters, Tables], object] = lambda parameters, tables: None,
 ) -> Path:
     """Train under torch.profiler as ``profiling`` says; a recording in a new folder.
 
-    As many iterations as are recorded run before without the profiler, in the
-    same process, to state its dilation.
+    As many iterations as are recorded run without the profiler, in the same process, to state
+    its dilation. Parts are probed after them, on the tables that were trained.
+
+    Args:
+        then: called when the recording is whole, with the parameters as they ran and the tables.
 
     Raises:
         InputError: the run does not fit, the device is not there, or the folder
@@ -85,6 +101,7 @@ def record_workload(
     # first, so that evidence, run and what the recording says are of one back end
     parameters, chosen = resolved(parameters)
     found = evidence(parameters, say)
+    missing = found["not_measured"]
     trainer = Trainer(parameters)
     trainer.notices[:0] = chosen
     losses: list[torch.Tensor] = []
@@ -104,11 +121,18 @@ def record_workload(
                 times[name] = times.get(name, 0.0) + (end - start) / 1e6
             plain.append(times)
 
+    tables = Lent(trainer.model, needs_huge_pages(parameters))
+
+    def afterwards() -> dict[str, Any]:
+        trainer.close()
+        return probed(parameters, missing, say, tables)
+
     try:
-        return record(
+        path = record(
             iterate,
             config.iterations,
             folder,
+            afterwards,
             device=trainer.device,
             warmup=config.warmup,
             unprofiled=config.iterations,
@@ -121,6 +145,8 @@ def record_workload(
             | {"command": "dlrm record", "unprofiled_parts_ms": plain},
             progress=progress,
         )
+        then(parameters, tables)
+        return path
     finally:
         trainer.close()
 
@@ -132,10 +158,21 @@ def resolved(parameters: Parameters) -> tuple[Parameters, list[str]]:
 
 
 def command_record(arguments: argparse.Namespace) -> int:
-    """``dlrm record``: measure with torch.profiler; the last line is the folder."""
+    """``dlrm record``: measure with torch.profiler; the last line is the folder.
+
+    With ``--together ASKED ANSWER`` a line with ``recorded`` says when the folder is whole, and
+    :func:`answer_changes` follows.
+    """
     parameters = load_parameters(arguments.file, arguments.parameter)
+    folder = Path(arguments.output)
+
+    def then(parameters: Parameters, tables: Tables) -> None:
+        if arguments.together:
+            print(json.dumps({RECORDED: str(folder)}), flush=True)
+            answer_changes(*map(Path, arguments.together), parameters, tables)
+
     with terminate_like_interrupt():
-        folder = record_workload(parameters, Path(arguments.output), print_progress, print_stage)
+        record_workload(parameters, folder, print_progress, print_stage, then)
     print(folder, flush=True)
     return 0
 
@@ -168,8 +205,8 @@ def evidence(parameters: Parameters, say: Say = say_nothing) -> dict[str, Any]:
     Returns:
         ``memory_limit_bytes`` and ``available_bytes`` (of the device, before the run),
         ``data_statistics``; with ``profiling.probes`` also ``ceilings``
-        (:func:`dlrm_workbook.evidence.ceilings.measure_ceilings`) and ``part_probes``
-        (:func:`dlrm_workbook.evidence.probes.probe_changes`); ``not_measured``, name to reason.
+        (:func:`dlrm_workbook.evidence.ceilings.measure_ceilings`); ``not_measured``, name to
+        reason.
 
     Raises:
         InputError: the device is not there.
@@ -185,23 +222,62 @@ def evidence(parameters: Parameters, say: Say = say_nothing) -> dict[str, Any]:
         "not_measured": missing,
     }
     if not parameters.profiling.probes:
-        why = "profiling.probes is false"
-        missing |= {"ceilings": why, "part_probes": why}
+        missing["ceilings"] = NOT_PROBED
         return found
     say("measuring this machine's limits", 0, 1)
     found["ceilings"], late = measure_ceilings(model_shapes(parameters, device), device)
     missing |= late
-    if device.type == "cpu":
-        found["part_probes"] = probe_changes(parameters, say=say)
-    else:
-        missing["part_probes"] = "parts are probed on the CPU only"
     return found
+
+
+def probed(
+    parameters: Parameters,
+    missing: dict[str, str],
+    say: Say = say_nothing,
+    lender: Tables | None = None,
+) -> dict[str, Any]:
+    """The parts alone, as they are and under changes.
+
+    Args:
+        missing: what else was not measured, name to reason.
+        lender: whose tables are trained on.
+
+    Returns:
+        ``part_probes`` (:func:`dlrm_workbook.evidence.probes.probe_changes`), where parts are
+        probed, and ``not_measured``.
+    """
+    if not parameters.profiling.probes:
+        return {"not_measured": missing | {"part_probes": NOT_PROBED}}
+    if resolve_device(parameters.training).type != "cpu":
+        return {"not_measured": missing | {"part_probes": "parts are probed on the CPU only"}}
+    probes = probe_changes(parameters, say=say, lender=lender)
+    return {"part_probes": probes, "not_measured": missing}
+
+
+def answer_changes(asked: Path, answer: Path, parameters: Parameters, tables: Tables) -> None:
+    """Time whole steps under the changes that whoever reads the recording asks for.
+
+    The process that recorded the run waits with its tables until the question is there.
+
+    Args:
+        asked: file that is waited for: a list of changes, an empty one to ask for none.
+        answer: file for their times, as :func:`~dlrm_workbook.evidence.together.time_together`
+            gives them.
+    """
+    while not asked.exists():
+        time.sleep(WAIT_S)
+    if changes := read_json(asked):
+        print_stage("changes together", 0, 1)
+        write_json(answer, time_together(parameters, changes, lender=tables))
 
 
 def main(arguments: list[str]) -> int:
     """Find the evidence of a parameters file and write it as one JSON object."""
+    end_with_starter()
     file, output = arguments
-    write_json(Path(output), evidence(resolved(load_parameters(file))[0], print_stage))
+    parameters = resolved(load_parameters(file))[0]
+    found = evidence(parameters, print_stage)
+    write_json(Path(output), found | probed(parameters, found["not_measured"], print_stage))
     return 0
 
 

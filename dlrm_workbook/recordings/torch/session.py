@@ -45,6 +45,9 @@ from dlrm_workbook.recordings.torch.sampling import StackSampler
 
 FORMAT_VERSION = 1
 
+RECORDED = "recorded"
+"""Key of the line in which a process that records a run says that the folder is whole."""
+
 WARM_UP, BEFORE, PROFILED, AFTER, SAMPLED = "warm-up", "before", "profiled", "after", "sampled"
 """Phases of a session, in their order: not measured, timed, recorded, timed, and run with nothing
 but the Python stack sampled."""
