@@ -111,6 +111,52 @@ def test_the_lines_that_make_a_batch_are_named_in_the_finding(
     assert not said.change and "parameter" not in said.advice
 
 
+OWN = {
+    "model": {"bottom_mlp": [8, 16, 8], "top_mlp": [16, 1], "embedding_dim": 8, "tables": 2}
+    | {"table_rows": 100},
+    "data": {"indices_per_lookup": 5},
+    "training": {"batch_size": 32, "device": "cpu"},
+    "profiling": {"engine": "torch", "warmup": 1, "iterations": 3, "probes": False},
+}
+
+
+def test_whole_steps_are_timed_by_the_process_that_recorded_the_run(tmp_path: Path) -> None:
+    changes = [{"training.fused_optimizer": True}, {"training.batch_size": 0}]
+    seen: list[int] = []
+
+    def advise(profile: Profile) -> list[dict[str, Any]]:
+        seen.append(len(profile.iterations))
+        return changes
+
+    profile = measure(parameters_from_sections(OWN), tmp_path / "run", advise=advise)
+    assert seen == [3]
+    fused, impossible = profile.meta["together"]["stages"]
+    rounds = len(profile.meta["together"]["base_ms"])
+    assert fused["change"] == changes[0] and len(fused["ms"]) == rounds > 0
+    assert "batch_size is 0" in impossible["refused"]
+    saved = Profile.load(tmp_path / "run" / "profile")
+    assert saved.meta["together"] == profile.meta["together"]
+    # and not once more
+    timed = time_together(profile, tmp_path / "run")
+    assert timed["rounds"].tolist() == [rounds, rounds]
+    assert not (tmp_path / "run" / "logs" / "together.yaml").exists()
+
+
+def test_a_refused_advice_is_a_reason_and_a_failing_one_an_error(tmp_path: Path) -> None:
+    def refuse(profile: Profile) -> list[dict[str, Any]]:
+        raise InputError("nothing to change here")
+
+    profile = measure(parameters_from_sections(OWN), tmp_path / "refused", advise=refuse)
+    assert profile.not_measured["together"] == "nothing to change here"
+    assert time_together(profile, tmp_path / "refused").empty
+
+    def fail(profile: Profile) -> list[dict[str, Any]]:
+        raise ZeroDivisionError("a rule's fault")
+
+    with pytest.raises(ZeroDivisionError, match="a rule's fault"):
+        measure(parameters_from_sections(OWN), tmp_path / "failed", advise=fail)
+
+
 def test_our_own_runs_name_the_lines_of_parts_that_are_mostly_python(tmp_path: Path) -> None:
     model = {"bottom_mlp": [8, 16, 8], "top_mlp": [512, 512, 1], "embedding_dim": 8, "tables": 2}
     sections = {
