@@ -16,7 +16,7 @@ import difflib
 import itertools
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -372,8 +372,8 @@ class TrainingConfig:
         "code of MLPs and interaction: 'torch', or on a CPU with bf16 matrix tiles (Intel AMX) "
         "'fused': kernels of our own, with precision: bf16, or fp32 and fp32_matmul: bf16x2 or "
         "bf16x3; on a GPU 'fused' is the interaction as one Triton kernel, and matrix products "
-        "padded to what tensor cores want",
-        choices=("torch", "fused"),
+        "padded to what tensor cores want; 'auto': on a CPU whichever is faster at the start",
+        choices=("torch", "fused", "auto"),
     )
     embedding_backend: str = setting(
         "torch",
@@ -435,8 +435,9 @@ class TrainingConfig:
         "fp32 matrix products on the CPU: 'default' (MKL); 'onednn', faster on AMD, its error is "
         "checked before training; with dense_backend: fused on a CPU with bf16 matrix tiles "
         "(Intel AMX) 'bf16x2' or 'bf16x3', sums of two or three bf16 numbers: relative error "
-        "5e-6, or fp32's own; where they cannot run, onednn",
-        choices=("default", "onednn", "bf16x2", "bf16x3"),
+        "5e-6, or fp32's own; where they cannot run, onednn; 'auto': whichever of default, onednn "
+        "and (unless dense_backend is torch) bf16x2 is fastest when the run starts",
+        choices=("default", "onednn", "bf16x2", "bf16x3", "auto"),
     )
     tf32: bool = setting(
         False, "on a GPU: round the inputs of fp32 products to TF32 (10 bits of mantissa)"
@@ -702,6 +703,10 @@ class Parameters:
                     f"model.embedding_precision is {self.model.embedding_precision!r}, but "
                     f"training.{leaf} is {getattr(training, leaf)!r}: {why}"
                 )
+
+    def with_training(self, **leaves: Any) -> Parameters:
+        """The same parameters with other values of some leaves of ``training``."""
+        return replace(self, training=replace(self.training, **leaves))
 
     def to_sections(self) -> dict[str, Any]:
         """Plain dicts, lists and scalars: what YAML, JSON and papermill carry."""

@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from dlrm_core.config import TrainingConfig
-from dlrm_core.engines import engine
+from dlrm_core.config import Parameters, TrainingConfig
+from dlrm_core.engines import PACKAGE, engine, find_engine
 from dlrm_core.model import DLRM
 from dlrm_core.parts import part
 from dlrm_core.precision import DensePrecision
@@ -26,6 +26,25 @@ Layer = Callable[..., torch.Tensor]
 
 Layers = tuple[Layer, Layer, Layer]
 """Bottom MLP, interaction, top MLP."""
+
+DENSE_CHOICE = ("dense_backend", "fp32_matmul")
+"""Leaves of ``training`` that are chosen together where one of them is ``auto``."""
+
+
+def resolve_dense(parameters: Parameters, device: torch.device) -> tuple[Parameters, list[str]]:
+    """The parameters with a back end and products in place of ``auto``, and the notice why."""
+    training = parameters.training
+    asked = [leaf for leaf in DENSE_CHOICE if getattr(training, leaf) == "auto"]
+    if not asked:
+        return parameters, []
+    chooser = find_engine("choice of dense part")
+    if chooser is not None:
+        parameters, notices = chooser.resolve(parameters, device)
+        return parameters, notices
+    plain = {"dense_backend": "torch", "fp32_matmul": "default"}
+    leaves = {leaf: plain[leaf] for leaf in asked}
+    said = "; ".join(f"training.{leaf} auto: {value}" for leaf, value in leaves.items())
+    return parameters.with_training(**leaves), [f"{said}; {PACKAGE}, which chooses, is not there"]
 
 
 class DensePart:

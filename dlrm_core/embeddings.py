@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import functools
 import inspect
 import sys
@@ -369,6 +368,5 @@ def resolve_backend(
     if chooser is not None:
         parameters, notices = chooser.resolve(parameters, device, tables)
         return parameters, notices
-    training = dataclasses.replace(training, embedding_backend="torch")
     notice = f"training.embedding_backend auto: torch; {PACKAGE}, which has others, is not there"
-    return dataclasses.replace(parameters, training=training), [notice]
+    return parameters.with_training(embedding_backend="torch"), [notice]

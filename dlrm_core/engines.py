@@ -25,6 +25,10 @@ ENGINES = {
     ),
     "fused dense part": ("dense", "training.dense_backend: fused"),
     "fused dense part on a GPU": ("interaction_gpu", "training.dense_backend: fused"),
+    "choice of dense part": (
+        "dense_choice",
+        "training.dense_backend: auto and training.fp32_matmul: auto",
+    ),
     "matrix tiles": ("tiles.machine", "training.fp32_matmul: bf16x2 and bf16x3"),
     "CUDA graphs": ("cuda_graphs", "training.cuda_graphs: true"),
     "data kernels": ("data_sets", "dlrm data, data.generator: teacher"),

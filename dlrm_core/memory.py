@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dlrm_core.config import Parameters
-from dlrm_core.engines import engine
+from dlrm_core.engines import engine, find_engine
 from dlrm_core.errors import InputError
 from dlrm_core.machine import available_memory
 from dlrm_core.placement import FLOAT_BYTES, Placement, plan_placement
@@ -46,6 +46,12 @@ def dense_peak(parameters: Parameters, gpu: bool = False) -> DensePeak:
     """
     model, training = parameters.model, parameters.training
     rows = min(training.batch_size, training.micro_batch or training.batch_size)
+    if training.dense_backend == "auto" and not gpu:
+        chooser = find_engine("choice of dense part")
+        each = map(dense_peak, chooser.possible(parameters)) if chooser is not None else ()
+        widest = max(each, key=lambda peak: peak.activations + peak.gradients, default=None)
+        if widest is not None:
+            return widest
     if training.dense_backend == "fused" and not gpu:
         import torch
 

@@ -163,13 +163,14 @@ def set_tf32(allow: bool, device: torch.device) -> list[str]:
 def set_fp32_matmul(choice: str, model: ModelConfig, device: torch.device) -> list[str]:
     """Choose the library for fp32 products; what was fallen back to and why.
 
+    ``auto`` is the default library until :func:`dlrm_core.dense.resolve_dense` has chosen.
     torch sends a product to oneDNN when it may use bf16 inside. On a CPU
     without bf16 matrix units oneDNN still computes in fp32, and on AMD faster
     than MKL does; with such units (AMX) it really rounds to bf16. So the error is
     measured, and the choice taken back where it is too large.
     """
-    _allow_onednn(False)
-    if choice == "default":
+    allow_onednn(False)
+    if choice in ("default", "auto"):
         return []
     notices = []
     if choice.startswith("bf16"):
@@ -188,11 +189,11 @@ def set_fp32_matmul(choice: str, model: ModelConfig, device: torch.device) -> li
             f"training.fp32_matmul: onednn needs torch 2.9 or newer, this is "
             f"{torch.__version__}; the default library is used",
         ]
-    _allow_onednn(True)
+    allow_onednn(True)
     # small products may be computed in fp32 where large ones are rounded
     error = max(_relative_error(*layer) for layer in (_largest_layer(model), _LARGE_LAYER))
     if error > MAX_RELATIVE_ERROR:
-        _allow_onednn(False)
+        allow_onednn(False)
         return [
             *notices,
             f"training.fp32_matmul: onednn makes a relative error of {error:.1e} on this CPU, "
@@ -210,7 +211,8 @@ def _has_switch() -> bool:
     return hasattr(_matmul(), "fp32_precision")
 
 
-def _allow_onednn(allow: bool) -> None:
+def allow_onednn(allow: bool) -> None:
+    """Let oneDNN make fp32 products, or leave them to MKL; nothing before torch 2.9."""
     if _has_switch():
         _matmul().fp32_precision = "bf16" if allow else "none"
 

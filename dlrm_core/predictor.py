@@ -25,7 +25,7 @@ from dlrm_core.machine import device_name, resolve_device
 from dlrm_core.memory import require_memory
 from dlrm_core.model import ClickLoss
 from dlrm_core.precision import DensePrecision
-from dlrm_core.resume import require_same_model, with_backend_of
+from dlrm_core.resume import require_same_model, with_choices_of
 from dlrm_core.train import prepare_model
 
 
@@ -56,7 +56,7 @@ def read_asked(arguments: argparse.Namespace) -> Asked:
         folder = find_checkpoint(arguments.checkpoint, Path(place) if place else None)
         checkpoint = read_checkpoint(folder)
         require_same_model(parameters.model, checkpoint)
-        parameters = with_backend_of(checkpoint, parameters)
+        parameters = with_choices_of(checkpoint, parameters)
     else:
         notices.append("no --checkpoint was given: these are the model's initial weights")
     # nothing is updated: no optimiser's state is to take memory

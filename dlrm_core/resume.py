@@ -26,6 +26,7 @@ from dlrm_core.config import (
     parameters_from_sections,
 )
 from dlrm_core.data.loader import Followed, Generator, Resumable, plain_state, state_from_plain
+from dlrm_core.dense import DENSE_CHOICE
 from dlrm_core.errors import InputError
 from dlrm_core.model import DLRM
 from dlrm_core.settings import shown
@@ -301,16 +302,26 @@ def changed_settings(parameters: Parameters, checkpoint: Checkpoint) -> list[str
     return [f"resumed from step {checkpoint.step} with other settings: {', '.join(differ)}"]
 
 
-def with_backend_of(checkpoint: Checkpoint, parameters: Parameters) -> Parameters:
-    """The parameters with the checkpoint's back end in place of ``auto``.
+CHOSEN = (("embedding_backend",), DENSE_CHOICE)
+"""Leaves of ``training`` that may be ``auto``; those of a group are chosen together."""
 
-    Another one would be as right, but would round otherwise.
+
+def with_choices_of(checkpoint: Checkpoint, parameters: Parameters) -> Parameters:
+    """The parameters with what the checkpoint's run chose in place of ``auto``.
+
+    Another choice would be as right, but would round otherwise. What the parameters fix
+    otherwise than that run is theirs, and so is then what was chosen together with it.
     """
-    backend = checkpoint.parameters["training"].get("embedding_backend", "torch")
-    if parameters.training.embedding_backend != "auto" or backend == "auto":
-        return parameters
-    training = dataclasses.replace(parameters.training, embedding_backend=backend)
-    return dataclasses.replace(parameters, training=training)
+    before, now = checkpoint.parameters["training"], parameters.training
+    usual = TrainingConfig()
+    taken: dict[str, Any] = {}
+    for leaves in CHOSEN:
+        was = {leaf: before.get(leaf, getattr(usual, leaf)) for leaf in leaves}
+        if "auto" not in was.values() and all(
+            getattr(now, leaf) in ("auto", value) for leaf, value in was.items()
+        ):
+            taken |= was
+    return parameters.with_training(**taken)
 
 
 def restore_weights(checkpoint: Checkpoint, model: DLRM) -> None:

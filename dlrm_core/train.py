@@ -23,6 +23,7 @@ from dlrm_core.config import Parameters
 from dlrm_core.data.batch import WHOLE, Batch, Share
 from dlrm_core.data.epochs import Epoch
 from dlrm_core.data.loader import Followed, Generator, Resumable, batches, make_generator
+from dlrm_core.dense import resolve_dense
 from dlrm_core.embeddings import resolve_backend
 from dlrm_core.evaluate import Evaluation, HeldOut, evaluate, predict
 from dlrm_core.files import JsonLines, locked, write_json
@@ -46,7 +47,7 @@ from dlrm_core.resume import (
     restore_weights,
     state_of,
     weights_of,
-    with_backend_of,
+    with_choices_of,
 )
 from dlrm_core.schedules import evaluation_period, learning_rate, total_steps
 from dlrm_core.step import Step, TrainingStep, data_forward, optimizer_update, transfer_forward
@@ -268,8 +269,8 @@ def prepare_model(
         checkpoint: whose weights it gets; None: initial ones.
 
     Returns:
-        the parameters with a back end in place of ``auto``, the model, what becomes of each
-        batch before it is copied anywhere (None: nothing), and what a reader must know.
+        the parameters with what was chosen in place of ``auto``, the model, what becomes of
+        each batch before it is copied anywhere (None: nothing), and what a reader must know.
 
     Raises:
         InputError: the checkpoint is corrupted or of another model, or no back end works.
@@ -278,7 +279,9 @@ def prepare_model(
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     notices = use_memory(config)
-    notices += set_fp32_products(config, parameters.model, device)
+    parameters, chosen_dense = resolve_dense(parameters, device)
+    config = parameters.training
+    notices += chosen_dense + set_fp32_products(config, parameters.model, device)
     places = places_of(parameters, device)
     notices += places.notices
     seed = config.seed if checkpoint is None else None
@@ -312,7 +315,7 @@ class Trainer(TrainingLoop[TrainingStep]):
         require_memory(parameters, device)
         notices = []
         if checkpoint is not None:
-            parameters = with_backend_of(checkpoint, parameters)
+            parameters = with_choices_of(checkpoint, parameters)
             notices = changed_settings(parameters, checkpoint)
         parameters, model, divide, said = prepare_model(parameters, device, checkpoint)
         loss = ClickLoss(parameters.model.loss, parameters.model.loss_weights).to(device)

@@ -75,9 +75,10 @@ class RunFolder:
         record: content of run.json: ``notebook``, ``status``, ``parameters``,
             ``versions``, ``machine``, ``command``, ``started``, ``seconds``,
             ``artifacts``, ``chain`` (notebooks that ran together to their folders, seen from
-            this one), ``headline`` and ``quality`` where the notebook says them, and ``error``
-            (and ``failing_cell``) of a run that failed. A status
-            is ``running``, ``finished``, ``failed`` or ``interrupted``.
+            this one), ``headline`` and ``quality`` where the notebook says them, ``notices`` of
+            the training or profile where there are some, and ``error`` (and ``failing_cell``)
+            of a run that failed. A status is ``running``, ``finished``, ``failed`` or
+            ``interrupted``.
     """
 
     path: Path

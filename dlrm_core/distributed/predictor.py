@@ -19,7 +19,7 @@ from dlrm_core.data.batch import Batch, Share
 from dlrm_core.distributed.checkpointing import restore
 from dlrm_core.distributed.collectives import Collectives
 from dlrm_core.distributed.plan import require_shape, require_torchrec
-from dlrm_core.distributed.step import DistributedStep, fill, make_step
+from dlrm_core.distributed.step import DistributedStep, fill, make_step, resolve_together
 from dlrm_core.distributed.tables import about_rank, local_batch
 from dlrm_core.distributed.watch import leave, watched_ranks
 from dlrm_core.distributed.world import World, agreed, gathered
@@ -99,13 +99,14 @@ class RankPredictor(Predictor):
     def __init__(self, asked: Asked, world: World, collectives: Collectives) -> None:
         self.checkpoint, self.device, self.prints = asked.checkpoint, HOST, world.first
         self._world = world
-        self.parameters = parameters = asked.parameters
+        self.parameters, chosen = resolve_together(asked.parameters, world)
+        parameters = self.parameters
         self._step = make_step(parameters, world, collectives)
         if self.checkpoint is None:
             fill(self._step, parameters)
         else:
             restore(self.checkpoint, self._step, world, collectives, weights_only=True)
-        self.notices = asked.notices + self._step.dense.notices
+        self.notices = asked.notices + chosen + self._step.dense.notices
         self.loss = self._step.dense.loss
         self._predictions = RankPredictions(self._step, world, parameters.model.table_rows)
 

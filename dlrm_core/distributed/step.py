@@ -38,6 +38,7 @@ from torch import nn
 
 from dlrm_core.config import Parameters, TrainingConfig
 from dlrm_core.dense import (
+    DENSE_CHOICE,
     DensePart,
     bottom_mlp_forward,
     interaction_backward,
@@ -45,12 +46,13 @@ from dlrm_core.dense import (
     leaf_of,
     loss_backward,
     loss_forward,
+    resolve_dense,
     top_mlp_backward,
     top_mlp_forward,
 )
 from dlrm_core.distributed.collectives import Collectives
 from dlrm_core.distributed.tables import LocalBatch, ShardedTables
-from dlrm_core.distributed.world import World
+from dlrm_core.distributed.world import World, gathered
 from dlrm_core.embeddings import EmbeddingTables
 from dlrm_core.machine import use_memory
 from dlrm_core.model import DLRM, ClickLoss, fill_dense_like_facebook, fill_dense_with_torch
@@ -287,14 +289,28 @@ class DistributedStep(Step):
                 return top_mlp_forward(self.model.top_mlp, z)[0]
 
 
+def resolve_together(parameters: Parameters, world: World) -> tuple[Parameters, list[str]]:
+    """The parameters with what rank 0 chose in place of an ``auto`` of the dense part; notices.
+
+    All ranks time the candidates at once, as they will train; every rank must ask.
+    """
+    found, notices = resolve_dense(parameters, world.device)
+    if found is parameters:
+        return parameters, []
+    leaves = {leaf: getattr(found.training, leaf) for leaf in DENSE_CHOICE}
+    leaves, notices = gathered(world, [leaves, notices])[0]
+    return parameters.with_training(**leaves), notices
+
+
 def make_step(parameters: Parameters, world: World, collectives: Collectives) -> DistributedStep:
     """A rank's part of the model; the weights' memory is there, not yet filled.
 
     ``step.dense.notices`` say what has no effect on several ranks, or was fallen back to.
     """
     model, dim = parameters.model, parameters.model.embedding_dim
+    parameters, chosen = resolve_together(parameters, world)
     config, notices = config_of_rank(parameters.training)
-    notices += use_memory(config)
+    notices += chosen + use_memory(config)
     notices += set_fp32_products(config, model, world.device)
     tables = ShardedTables(parameters, world, collectives)
     step = DistributedStep(

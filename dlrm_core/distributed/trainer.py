@@ -33,7 +33,7 @@ from dlrm_core.distributed.plan import (
     with_whole_batches,
 )
 from dlrm_core.distributed.predictor import HOST, RankPredictions
-from dlrm_core.distributed.step import DistributedStep, fill, make_step
+from dlrm_core.distributed.step import DistributedStep, fill, make_step, resolve_together
 from dlrm_core.distributed.tables import LocalBatch, about_rank, local_batch
 from dlrm_core.distributed.watch import Watch, leave, tell_launcher, watched_ranks
 from dlrm_core.distributed.world import World, agreed, gathered
@@ -48,6 +48,7 @@ from dlrm_core.resume import (
     checkpoint_place,
     checkpoint_to_resume,
     nothing_to_resume,
+    with_choices_of,
 )
 from dlrm_core.train import STOPPING, TrainingLoop, only_trainer
 
@@ -80,8 +81,11 @@ class DistributedTrainer(TrainingLoop[DistributedStep]):
         watch: Watch | None = None,
     ) -> None:
         self.world, self._collectives, self._watch = world, collectives, watch
+        if checkpoint is not None:
+            parameters = with_choices_of(checkpoint, parameters)
+        parameters, chosen = resolve_together(parameters, world)
         step = make_step(parameters, world, collectives)
-        notices = step.dense.notices
+        notices = chosen + step.dense.notices
         if checkpoint is not None:
             notices = notices + changed_settings(parameters, checkpoint)
         self.tables = step.tables

@@ -5,8 +5,8 @@ with a learning rate of 0 and positive gradients: w - 0 g is w to the last bit, 
 weights stay what they were. The batches come from a generator of their own with the
 run's seed; the run's own streams are not touched.
 
-``python -m dlrm_kernels.embeddings.choose FILE OUTPUT`` chooses for a parameters file, for
-runs that other tools measure: all of them then get the same back end.
+``python -m dlrm_kernels.embeddings.choose FILE OUTPUT`` chooses for a parameters file, the
+dense part's back end too, for runs that other tools measure: all of them then get the same.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import torch
 from dlrm_core.config import Parameters, TrainingConfig
 from dlrm_core.data.batch import Batch
 from dlrm_core.data.loader import batches
+from dlrm_core.dense import DENSE_CHOICE, resolve_dense
 from dlrm_core.embeddings import EmbeddingTables, Update, attach
 from dlrm_core.errors import InputError
 from dlrm_core.machine import available_memory
@@ -113,7 +114,14 @@ def resolve(
     if isinstance(tables, PlacedTables) and tables.placement.split:
         return _resolve_sides(parameters, tables, made, refused)
     choice = choose(tables, parameters.training, made, refused)
-    return with_backend(parameters, choice.backend), [choice.notice]
+    return parameters.with_training(embedding_backend=choice.backend), [choice.notice]
+
+
+def resolve_all(parameters: Parameters, device: torch.device) -> tuple[Parameters, list[str]]:
+    """The parameters without any ``auto`` back end, for runs in other processes; notices."""
+    parameters, dense = resolve_dense(parameters, device)
+    parameters, embeddings = resolve(parameters, device)
+    return parameters, dense + embeddings
 
 
 def _resolve_sides(
@@ -133,13 +141,7 @@ def _resolve_sides(
         choice = choose(side, parameters.training, parts, refused)
         backend = choice.backend
         notices.append(f"beside the dense part: {choice.notice}")
-    return with_backend(parameters, backend), notices
-
-
-def with_backend(parameters: Parameters, backend: str) -> Parameters:
-    """The same parameters with another ``training.embedding_backend``."""
-    training = dataclasses.replace(parameters.training, embedding_backend=backend)
-    return dataclasses.replace(parameters, training=training)
+    return parameters.with_training(embedding_backend=backend), notices
 
 
 def choose(
@@ -289,7 +291,8 @@ def _too_large(parameters: Parameters, device: torch.device) -> dict[str, str]:
     refused = {}
     for name in CANDIDATES:
         try:
-            items = forecast_memory(with_backend(parameters, name), device.type == "cuda")
+            tried = parameters.with_training(embedding_backend=name)
+            items = forecast_memory(tried, device.type == "cuda")
         except InputError as error:
             refused[name] = _reason(error)
             continue
@@ -319,7 +322,7 @@ def _wait(device: torch.device) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Choose for a parameters file; the back end and the notices as a JSON object."""
+    """Choose for a parameters file; leaves of ``training`` and notices as a JSON object."""
     from dlrm_core.config import load_parameters
     from dlrm_core.files import write_json
     from dlrm_core.machine import resolve_device
@@ -328,9 +331,11 @@ def main(arguments: Sequence[str]) -> int:
     parameters = load_parameters(file)
     if parameters.training.threads is not None:
         torch.set_num_threads(parameters.training.threads)
-    resolved, notices = resolve(parameters, resolve_device(parameters.training))
-    backend = resolved.training.embedding_backend
-    write_json(Path(output), {"embedding_backend": backend, "notices": notices})
+    resolved, notices = resolve_all(parameters, resolve_device(parameters.training))
+    leaves = {
+        leaf: getattr(resolved.training, leaf) for leaf in ("embedding_backend", *DENSE_CHOICE)
+    }
+    write_json(Path(output), {"training": leaves, "notices": notices})
     return 0
 
 

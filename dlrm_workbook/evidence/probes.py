@@ -22,6 +22,7 @@ import torch
 
 from dlrm_core.config import ModelConfig, Parameters
 from dlrm_core.data.loader import make_generator
+from dlrm_core.dense import resolve_dense
 from dlrm_core.errors import InputError
 from dlrm_core.machine import available_memory, cpu_flags
 from dlrm_core.memory import forecast_memory, mean_bag_size
@@ -218,8 +219,7 @@ class StepLoop:
         self, parameters: Parameters, half: str, tables_from: Tables | None = None
     ) -> None:
         self.half = half
-        self.parameters = reduced(parameters, half)
-        self.notices = apply_settings(self.parameters)
+        self.parameters, self.notices = apply_settings(reduced(parameters, half))
         self.generator = make_generator(self.parameters, CPU)
         self.huge_pages = needs_huge_pages(self.parameters)
         can_lend = tables_from is not None and tables_from.huge_pages == self.huge_pages
@@ -255,7 +255,7 @@ class DataLoop:
     """The generator of a run, alone."""
 
     def __init__(self, parameters: Parameters) -> None:
-        self.notices = apply_settings(parameters)
+        parameters, self.notices = apply_settings(parameters)
         data = replace(parameters.data, loader="synchronous", place="cpu")
         alone = replace(parameters, data=data)
         self.parameters = parameters
@@ -307,12 +307,17 @@ def part_times(rows: list[tuple[str, int, int]], whole_ns: int, kept: tuple[str,
     return times
 
 
-def apply_settings(parameters: Parameters) -> list[str]:
-    """Set what is global in torch, as :class:`~dlrm_core.train.Trainer` does; its notices."""
+def apply_settings(parameters: Parameters) -> tuple[Parameters, list[str]]:
+    """Set what is global in torch, as :class:`~dlrm_core.train.Trainer` does.
+
+    Returns:
+        The parameters with the dense part's back end in place of ``auto``; notices.
+    """
     training = parameters.training
     if training.threads is not None and training.threads != torch.get_num_threads():
         torch.set_num_threads(training.threads)
-    return set_fp32_products(training, parameters.model, CPU)
+    parameters, chosen = resolve_dense(parameters, CPU)
+    return parameters, chosen + set_fp32_products(parameters.training, parameters.model, CPU)
 
 
 def needs_huge_pages(parameters: Parameters) -> bool:

@@ -71,8 +71,7 @@ class WholeStep:
     def __init__(self, parameters: Parameters, tables_from: Iterable[Tables] = ()) -> None:
         # tables are lent, so that what one step learns should hardly change what another sees
         training = replace(parameters.training, seed=0, learning_rate=1e-4)
-        self.parameters = replace(parameters, training=training)
-        apply_settings(self.parameters)
+        self.parameters, _ = apply_settings(replace(parameters, training=training))
         self.huge_pages = needs_huge_pages(parameters)
         lender = next((tables for tables in tables_from if self._is_like(tables)), None)
         if lender is None:

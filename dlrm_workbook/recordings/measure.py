@@ -257,21 +257,20 @@ class _Session:
         ).require_success(what)
 
     def choose_back_end(self) -> list[str]:
-        """Settle on one back end for all processes, where ``auto`` is to choose it; says why."""
-        from dlrm_kernels.embeddings.choose import with_backend
-
-        if self.parameters.training.embedding_backend != "auto":
+        """Settle on the same back ends for all processes, where ``auto`` is to choose; says why."""
+        training = self.parameters.training
+        if "auto" not in (training.embedding_backend, training.dense_backend, training.fp32_matmul):
             return []
         file, output = self.written("logs/auto.yaml", self.parameters), "logs/auto.json"
         command = python_module("dlrm_kernels.embeddings.choose", file, self.folder / output)
         self.run(
-            "choosing training.embedding_backend",
-            "choosing the embedding back end",
+            "choosing back ends",
+            "choosing back ends",
             command,
             like_measured=True,
         )
         found = load_json(self.folder / output)
-        self.parameters = with_backend(self.parameters, found["embedding_backend"])
+        self.parameters = self.parameters.with_training(**found["training"])
         notices: list[str] = found["notices"]
         return notices
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from dlrm_core.config import GivenSections, Parameters, load_parameters, parameters_from_sections
 from dlrm_core.errors import InputError
-from dlrm_core.files import write_json, write_text
+from dlrm_core.files import read_json, write_json, write_text
 from dlrm_core.units import duration
 from dlrm_workbook.changes import apply_change
 from dlrm_workbook.processes import sigterm_as_exit
@@ -406,6 +406,7 @@ def _finish(folder: RunFolder, notebook: Path, watch: Any, problem: str) -> None
         if failing:
             cell = f"cell {failing['index']} of {failing['of']}: {failing['first_line']}"
             fields["error"] += f" [{cell}]"
+    fields |= recorded_notices(folder.path)
     folder.take_recorded_parameters()
     # the page shows the outcome; artifacts can be listed only once the page is there
     outcome = folder.record | fields | {"status": status, "seconds": folder.elapsed()}
@@ -420,6 +421,19 @@ def _finish(folder: RunFolder, notebook: Path, watch: Any, problem: str) -> None
     list_runs(folder)
     if status != "finished":
         raise RunError(f"{fields['error']}; kept: {folder.path}", folder, code)
+
+
+def recorded_notices(folder: Path) -> dict[str, list[str]]:
+    """``notices`` of what a notebook ran: fallbacks, and from which times ``auto`` chose what.
+
+    Empty where the run's training or profile says none.
+    """
+    for name in ("result.json", "profile/profile.json"):
+        with contextlib.suppress(InputError, AttributeError):
+            found = read_json(folder / name)
+            if said := found.get("meta", found).get("notices"):
+                return {"notices": [str(notice) for notice in said]}
+    return {}
 
 
 def _publish(folder: RunFolder, outcome: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:

@@ -455,7 +455,8 @@ def test_processes_of_one_measurement_are_told_one_choice(tmp_path):
     file.write_text(yaml.safe_dump(parameters(embedding_backend="auto").to_sections()))
     assert choose.main([str(file), str(output)]) == 0
     found = json.loads(output.read_text())
-    assert found["embedding_backend"] in choose.CANDIDATES
+    assert found["training"].pop("embedding_backend") in choose.CANDIDATES
+    assert found["training"] == {"dense_backend": "torch", "fp32_matmul": "default"}
     assert len(found["notices"]) == 1
 
 

@@ -30,7 +30,7 @@ from dlrm_core.machine import (
 )
 from dlrm_core.parts import log_spans
 from dlrm_core.train import Trainer
-from dlrm_kernels.embeddings.choose import resolve
+from dlrm_kernels.embeddings.choose import resolve_all
 from dlrm_workbook.evidence.ceilings import measure_ceilings, model_shapes
 from dlrm_workbook.evidence.data_statistics import run_statistics
 from dlrm_workbook.evidence.probes import Lent, Tables, needs_huge_pages, probe_changes
@@ -152,9 +152,9 @@ def record_workload(
 
 
 def resolved(parameters: Parameters) -> tuple[Parameters, list[str]]:
-    """With a back end in place of ``training.embedding_backend: auto``, and why that one."""
+    """The parameters with back ends in place of ``auto``, and why those."""
     with threads_of(parameters.training.threads):
-        return resolve(parameters, resolve_device(parameters.training))
+        return resolve_all(parameters, resolve_device(parameters.training))
 
 
 def command_record(arguments: argparse.Namespace) -> int:

@@ -8,8 +8,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dlrm_core.config import load_parameters
+from dlrm_core.config import Parameters, load_parameters
+from dlrm_core.dense import resolve_dense
 from dlrm_core.errors import InputError
+from dlrm_core.machine import resolve_device
 from dlrm_workbook.evidence.contestants import PEER
 from dlrm_workbook.studies.bench.bare import rounded_fp32
 from dlrm_workbook.studies.bench.cases import (
@@ -24,6 +26,7 @@ from dlrm_workbook.studies.bench.cases import (
 )
 from dlrm_workbook.studies.bench.embeddings import bench_embeddings
 from dlrm_workbook.studies.bench.measure import Plan, run_plan
+from dlrm_workbook.turns import threads_of
 
 
 def bench(arguments: argparse.Namespace) -> int:
@@ -86,6 +89,8 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
         reference = arguments.reference or PRESETS / "seed.yaml"
         plain = load_parameters(reference, arguments.parameter)
         tuned = load_parameters(PRESETS / "tuned.yaml", arguments.parameter)
+    counts = thread_counts(arguments.threads)
+    tuned = settled(tuned, counts[0])
     cases = [*shape_cases(arguments.shape or ""), *growth_cases(arguments.growth or "")]
     return Plan(
         plain,
@@ -96,10 +101,19 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
         arguments.torchrec,
         arguments.rounds,
         arguments.iterations,
-        thread_counts(arguments.threads),
+        counts,
         arguments.cores,
         arguments.ablation,
         arguments.roofline,
         bare=True,
         run_plain=not arguments.no_plain,
     )
+
+
+def settled(tuned: Parameters, threads: int) -> Parameters:
+    """The parameters with one choice for all rounds where the dense part's back end is ``auto``."""
+    with threads_of(threads):
+        tuned, notices = resolve_dense(tuned, resolve_device(tuned.training))
+    for notice in notices:
+        print(notice, file=sys.stderr)
+    return tuned

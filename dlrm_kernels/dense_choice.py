@@ -1,0 +1,233 @@
+"""``training.dense_backend: auto`` and ``training.fp32_matmul: auto``: what is fastest now.
+
+How fast bf16 products are depends on who else uses the core's matrix unit, so the processor's
+features do not tell. Each candidate does the forward and backward pass of the run's own dense
+part on a few samples, in turns, in a model of the same shape with weights of its own: the run's
+weights and random streams are not touched. The choice is kept as long as the process lives, and
+in checkpoints, but in no file of the machine, which may give something else tomorrow.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from dlrm_core.config import ModelConfig, Parameters, TrainingConfig
+from dlrm_core.dense import DENSE_CHOICE, DensePart
+from dlrm_core.embeddings import EmbeddingTables
+from dlrm_core.model import DLRM, ClickLoss, fill_dense_with_torch
+from dlrm_core.precision import allow_onednn, set_fp32_matmul
+from dlrm_core.units import counted
+from dlrm_kernels.dense import why_not_fused
+
+Pair = tuple[str, str]
+"""Values of ``training.dense_backend`` and ``training.fp32_matmul``, chosen together."""
+
+LIBRARIES = ("default", "onednn")
+
+PRODUCTS = (*LIBRARIES, "bf16x2")
+"""What ``fp32_matmul: auto`` may become, the nearest to plain fp32's results first. bf16x3 makes
+six products of what bf16x2 makes three, so it is never the fastest."""
+
+EQUAL = 0.05
+"""Times that differ by no more than this share are equally fast: the earlier candidate is taken."""
+
+ROWS = 256
+"""Samples of a timing, at most. What a step does once for any number of samples (weights cut into
+tiles) counts more here than in a batch, so a close race goes to the libraries."""
+
+BUDGET_S, MOST_TIMINGS = 0.3, 7
+"""Seconds of timings after one warm-up and one timing of each candidate, and timings of each."""
+
+
+@dataclass(frozen=True)
+class DenseChoice:
+    """What was chosen, and from what.
+
+    Attributes:
+        pair: the resolved leaves.
+        times_ms: each candidate's median time of forward and backward; empty where nothing
+            was open.
+        notice: all of it as one sentence.
+    """
+
+    pair: Pair
+    times_ms: Mapping[Pair, float]
+    notice: str
+
+
+def resolve(parameters: Parameters, device: torch.device) -> tuple[Parameters, list[str]]:
+    """The parameters with what is fastest in place of ``auto``, and the notice that says why."""
+    training = parameters.training
+    asked = dataclasses.replace(
+        TrainingConfig(dense_backend=training.dense_backend, fp32_matmul=training.fp32_matmul),
+        precision=training.precision,
+        compile=training.compile,
+        batch_size=min(ROWS, training.batch_size, training.micro_batch or ROWS),
+    )
+    choice = choose(parameters.model, asked, device, torch.get_num_threads())
+    leaves = dict(zip(DENSE_CHOICE, choice.pair, strict=True))
+    return parameters.with_training(**leaves), [choice.notice]
+
+
+def possible(parameters: Parameters) -> list[Parameters]:
+    """The parameters with each candidate for a CPU in place of ``auto``."""
+    pairs, _ = candidates(parameters.training, parameters.model.interaction, torch.device("cpu"))
+    return [
+        parameters.with_training(**dict(zip(DENSE_CHOICE, pair, strict=True))) for pair in pairs
+    ]
+
+
+@functools.cache
+def choose(
+    model: ModelConfig, training: TrainingConfig, device: torch.device, threads: int
+) -> DenseChoice:
+    """Choose for a model, once for a process.
+
+    Args:
+        training: the leaves that the choice depends on; ``batch_size`` samples are timed.
+        threads: of torch, which the times depend on.
+    """
+    open_leaves = [leaf for leaf in DENSE_CHOICE if getattr(training, leaf) == "auto"]
+    asked = ", ".join(f"training.{leaf} auto" for leaf in open_leaves)
+    pairs, reason = candidates(training, model.interaction, device)
+    if len(pairs) == 1:
+        return DenseChoice(pairs[0], {}, f"{asked}: {label(pairs[0])}; {reason}")
+    refused: dict[Pair, str] = {}
+    work: dict[Pair, Callable[[], object]] = {}
+    for pair in pairs:
+        notices = set_fp32_matmul(pair[1], model, device) if pair[1] in LIBRARIES else []
+        if notices:
+            refused[pair] = notices[0].partition(": ")[2]
+        else:
+            work[pair] = dense_pass(model, training, pair)
+    times_ms = time_in_turns(work)
+    chosen = fastest(times_ms)
+    return DenseChoice(chosen, times_ms, describe(asked, chosen, times_ms, refused, training))
+
+
+def candidates(
+    training: TrainingConfig, interaction: str, device: torch.device
+) -> tuple[list[Pair], str]:
+    """The pairs that can run here with what is not ``auto``; why there is only one, if so."""
+    backend, product = training.dense_backend, training.fp32_matmul
+    only = ("torch" if backend == "auto" else backend, product.replace("auto", "default"))
+    if device.type != "cpu":
+        return [only], "candidates are timed on CPUs only"
+    backends = ("torch", "fused") if backend == "auto" else (backend,)
+    fp32 = training.precision == "fp32"
+    products = PRODUCTS if product == "auto" and fp32 else (only[1],)
+    pairs, reasons = [], []
+    for pair in itertools.product(backends, products):
+        library = pair[1] in LIBRARIES
+        if pair[0] == "torch" and library:
+            pairs.append(pair)
+        elif pair[0] == "fused" and not (fp32 and library):
+            why = why_not_with(training, pair, interaction, device)
+            if why:
+                reasons.append(f"fused is left out: {why}")
+            else:
+                pairs.append(pair)
+    if not pairs:  # 'fused' is asked for and has no effect here: torch multiplies
+        pairs = [(only[0], product) for product in products if product in LIBRARIES]
+    return pairs, "; ".join(dict.fromkeys(reasons)) or "nothing else goes with the other settings"
+
+
+def why_not_with(
+    training: TrainingConfig, pair: Pair, interaction: str, device: torch.device
+) -> str:
+    """Why the fused dense part cannot be a candidate; empty if it can."""
+    if training.compile:
+        return "it replaces what training.compile compiles"
+    backend, product = pair
+    config = dataclasses.replace(training, dense_backend=backend, fp32_matmul=product)
+    return why_not_fused(config, device, interaction)
+
+
+def dense_pass(model: ModelConfig, training: TrainingConfig, pair: Pair) -> Callable[[], object]:
+    """Forward and backward of the dense part of a model of this shape, on random samples."""
+    random = torch.Generator().manual_seed(0)
+    with torch.random.fork_rng(devices=[]):  # layers draw weights when they are made
+        stand_in = DLRM(model, make_tables=lambda: EmbeddingTables([], model.embedding_dim))
+    fill_dense_with_torch(stand_in, random)
+    backend, product = pair
+    config = dataclasses.replace(
+        training, dense_backend=backend, fp32_matmul=product, compile=False
+    )
+    part = DensePart(stand_in, ClickLoss(model.loss, model.loss_weights), config)
+    rows = training.batch_size
+    dense = torch.rand(rows, model.bottom_widths[0], generator=random)
+    pooled = [
+        torch.randn(rows, model.embedding_dim, generator=random).requires_grad_()
+        for _ in model.table_rows
+    ]
+    targets = torch.randint(2, (rows, 1), generator=random).float()
+
+    def run() -> object:
+        allow_onednn(product == "onednn")
+        for leaf in (*pooled, *part.weights):
+            leaf.grad = None
+        return part(dense, pooled, targets)
+
+    return run
+
+
+def time_in_turns(
+    work: Mapping[Pair, Callable[[], object]],
+    clock: Callable[[], float] = time.perf_counter,
+    budget_s: float = BUDGET_S,
+) -> dict[Pair, float]:
+    """Median milliseconds of each candidate; the first of a round is the last of the next.
+
+    Each is run once before, which is not counted: it compiles, or loads what was compiled.
+    """
+    timed: dict[Pair, list[float]] = {pair: [] for pair in work}
+    for run in work.values():
+        run()
+    began = clock()
+    for number in range(MOST_TIMINGS):
+        if number and clock() - began > budget_s:
+            break
+        for pair in list(work)[:: -1 if number % 2 else 1]:
+            started = clock()
+            work[pair]()
+            timed[pair].append(1e3 * (clock() - started))
+    return {pair: statistics.median(times) for pair, times in timed.items()}
+
+
+def fastest(times_ms: Mapping[Pair, float]) -> Pair:
+    """The first candidate that is as fast as the fastest."""
+    limit = (1 + EQUAL) * min(times_ms.values())
+    return next(pair for pair, time_ms in times_ms.items() if time_ms <= limit)
+
+
+def describe(
+    asked: str,
+    chosen: Pair,
+    times_ms: Mapping[Pair, float],
+    refused: Mapping[Pair, str],
+    training: TrainingConfig,
+) -> str:
+    """The sentence of a run's notices."""
+    others = sorted((pair for pair in times_ms if pair != chosen), key=lambda pair: times_ms[pair])
+    told = [f"{label(pair)} {times_ms[pair]:.1f}" for pair in others]
+    text = (
+        f"{asked}: {label(chosen)}, {'; '.join([f'{times_ms[chosen]:.1f} ms', *told])} "
+        f"(forward and backward of the dense part, {counted(training.batch_size, 'sample')}, "
+        f"{counted(torch.get_num_threads(), 'thread')})"
+    )
+    left_out = "; ".join(f"{label(pair)}: {why}" for pair, why in refused.items())
+    return f"{text}; left out: {left_out}" if left_out else text
+
+
+def label(pair: Pair) -> str:
+    """A candidate as a reader calls it."""
+    backend, product = pair
+    return f"{backend} with fp32_matmul {product}"
