@@ -81,6 +81,9 @@ _CALLS = {
 }
 """Kinds of CUDA call that are told apart; all others are part of launching."""
 
+_WAITING = ("synchronisation", "copies", "allocation")
+"""Calls in which the host may wait for the GPU."""
+
 _LATENCY = 3.0
 """Launched work that waits longer than so many usual start-ups waits for something else."""
 
@@ -193,6 +196,37 @@ def idle_pieces(profile: Profile) -> pd.DataFrame:
             "context": _context_at(host, begin),
         }
     )
+
+
+def felt_share(profile: Profile, contexts: Ints) -> float:
+    """Share of GPU operations' time (0 to 1) by which the step would be shorter without them.
+
+    What the GPU does next begins no earlier than its launch: where the host launches it late, a
+    stretch of work that ends sooner is followed by a longer wait. A stretch can be shorter by the
+    time from the launch of what follows (and the usual start-up) to its end, or by all of it
+    where the host waits for that end. What is not known to be launched late counts in full.
+
+    Args:
+        contexts: (n,) of kernels and copies.
+    """
+    work = device_operations(profile)
+    chosen = work[work["context"].isin(contexts)]
+    if chosen.empty:
+        return 1.0
+    start, end = _stretches(work)
+    first = work.drop_duplicates("start_ns").set_index("start_ns")["launch_end_ns"]
+    launched = np.append(first.reindex(start[1:]).to_numpy(), -1)
+    lane = segments(profile, device=False)
+    host = (lane["start_ns"].to_numpy(), lane["end_ns"].to_numpy(), lane["context"].to_numpy())
+    waits = np.isin(np.append(_activities(profile), "")[_context_at(host, end)], _WAITING)
+    slack = np.where(
+        waits | (launched < 0), end - start, end - launched - _usual_start_up(work)
+    ).clip(0, end - start)
+    # operations of several streams overlap: time counts once
+    pieces = _stretches(chosen)
+    which = stretch_at(start, end, pieces[0])
+    took = np.bincount(which, pieces[1] - pieces[0], minlength=len(start))
+    return float(np.minimum(took, slack).sum() / took.sum())
 
 
 def _stretches(spans: pd.DataFrame) -> Stretches:

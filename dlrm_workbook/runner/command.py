@@ -19,6 +19,7 @@ from dlrm_workbook.ledger import require_same
 from dlrm_workbook.processes import only_process
 from dlrm_workbook.runner.parameters import explained_options, split_overrides
 from dlrm_workbook.runner.run import CHAIN, Plan, RunError, closed_by_signals, run_notebooks
+from dlrm_workbook.runner.summary import plain_text
 from dlrm_workbook.runs import DEFAULT_OUTPUT_ROOT, RunFolder, claim_run_folder, named_run
 
 RESUMABLE = {"compare": "comparison", "scaling": "measurement"}
@@ -76,7 +77,7 @@ def closing_words(folder: Path) -> str:
     if quality and quality["level"] != "green":
         lines += ["", f"Quality of these figures (more on the page): {quality['sentence']}"]
     if found.get("headline"):
-        lines += ["", found["headline"].replace("**", "").replace("`", ""), ""]
+        lines += ["", plain_text(found["headline"]), ""]
     lines.append(f"Page: {(folder / f'{notebook}.html').as_uri()}")
     change = next((each["change"] for each in found.get("findings", []) if each["change"]), None)
     given = explained_options(record, folder)

@@ -15,6 +15,7 @@ from dlrm_workbook.analysis.context_tree import reason_of, union
 from dlrm_workbook.analysis.idleness import (
     CAUSES,
     STATES,
+    felt_share,
     idle_by_cause,
     idle_causes,
     outside_operators,
@@ -76,6 +77,37 @@ def test_a_gap_with_work_waiting_is_told_by_its_length(tmp_path, gap_us, cause) 
     before = found.pop("start-up", 0.0) if cause != "start-up" else found["start-up"] - gap_us
     assert before == pytest.approx(4.0, abs=0.01)  # 2..6: launched and not begun
     assert found[cause] == pytest.approx(gap_us + (4.0 if cause == "start-up" else 0), abs=0.011)
+
+
+@pytest.mark.parametrize(
+    ("launched_us", "starts_us", "waits", "felt"),
+    [
+        (20, 114, False, 0.85),  # until 21 + 4 of start-up
+        (90, 114, False, 0.15),
+        (150, 155, False, 0.0),  # the host sets the pace
+        (150, 155, True, 1.0),  # the host waited for the end of the kernel
+    ],
+)
+def test_a_kernel_is_felt_as_far_as_the_next_launch_allows(
+    tmp_path: Path, launched_us: float, starts_us: float, waits: bool, felt: float
+) -> None:
+    events = [
+        _span("user_annotation", "dlrm::iteration", 0, 400),
+        _span("user_annotation", "dlrm::loss::forward", 0, 400),
+        _span("cuda_runtime", "cudaLaunchKernel", 5, 6, correlation=1),
+        _span("cuda_runtime", "cudaLaunchKernel", launched_us, launched_us + 1, correlation=2),
+        _on_gpu("kernel", "first", 10, 110, 7, correlation=1),
+        _on_gpu("kernel", "second", starts_us, 300, 7, correlation=2),
+    ]
+    if waits:
+        events.append(_span("cuda_runtime", "cudaDeviceSynchronize", 100, 111, correlation=3))
+    profile = read(tmp_path, events)
+    first = np.flatnonzero(profile.contexts["name"].eq("first"))
+    assert felt_share(profile, first) == pytest.approx(felt, abs=1e-3)
+    both = np.flatnonzero(profile.contexts["kind"].eq("kernel"))
+    rest = 300 - starts_us  # of the second kernel, after which nothing is launched
+    expected = (100 * felt + rest) / (100 + rest)
+    assert felt_share(profile, both) == pytest.approx(expected, abs=1e-3)
 
 
 def test_cuda_calls_for_memory_and_pageable_copies_have_their_own_cause(tmp_path: Path) -> None:

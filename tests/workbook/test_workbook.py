@@ -22,6 +22,7 @@ from dlrm_core.errors import InputError
 from dlrm_core.files import write_json
 from dlrm_workbook import cli
 from dlrm_workbook.analysis.ensemble import SWEEP
+from dlrm_workbook.analysis.sentences import in_markdown
 from dlrm_workbook.machine import REPOSITORY
 from dlrm_workbook.runner import engine as notebook_engine
 from dlrm_workbook.runner import run as workbook
@@ -497,6 +498,16 @@ def test_a_doubt_about_the_figures_comes_before_them(tmp_path: Path) -> None:
         said = {"headline": "**Data takes 27 %**", "quality": quality, "findings": []}
         write_json(tmp_path / "bottlenecks.json", said)
         assert closing_words(tmp_path).split("\n")[1] == first
+
+
+def test_a_terminal_shows_names_as_they_are(tmp_path: Path) -> None:
+    write_json(
+        tmp_path / "run.json", {"notebook": "bottlenecks", "command": "dlrm run bottlenecks"}
+    )
+    name = in_markdown("Iter.__next__ <b> *x*")
+    said = {"headline": f"**Most in {name}.** Start with `-p a=1`."}
+    write_json(tmp_path / "bottlenecks.json", said)
+    assert "Most in Iter.__next__ <b> *x*. Start with -p a=1." in closing_words(tmp_path)
 
 
 def test_the_next_command_is_for_the_parameters_that_were_explained(tmp_path: Path) -> None:

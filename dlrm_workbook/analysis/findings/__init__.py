@@ -179,10 +179,11 @@ def _by_share(ranked: Sequence[Finding]) -> list[Finding]:
 
 
 def _weight(finding: Finding) -> float:
-    """The share of the step by which a finding is ranked: half of it where it is spread over the
-    program, but no less than what lies in one place. One cause goes before a sum of many."""
+    """The share of the step by which a finding is ranked: what the step feels of it; and of idle
+    time that is spread over the program half, but no less than what lies in one place. One cause
+    goes before a sum of many."""
     if finding.id not in STARVED:
-        return finding.share_of_step
+        return finding.felt * finding.share_of_step
     return max(SPREAD * finding.share_of_step, finding.in_one)
 
 

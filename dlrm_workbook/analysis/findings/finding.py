@@ -14,9 +14,11 @@ import pandas as pd
 
 from dlrm_core.errors import InputError
 from dlrm_core.units import milliseconds
+from dlrm_workbook.analysis.attribution import IDLE
+from dlrm_workbook.analysis.context_tree import Ints
 from dlrm_workbook.analysis.findings.evidence import Evidence, Part
 from dlrm_workbook.analysis.findings.where import most_in_one, said
-from dlrm_workbook.analysis.idleness import Stretches
+from dlrm_workbook.analysis.idleness import Stretches, felt_share
 from dlrm_workbook.analysis.whatif import prediction
 
 LIMITS = (
@@ -64,6 +66,9 @@ class Finding:
     in_one: float = 0.0
     """Share of the step (0 to 1) that lies in one range, operator, function or call of the program;
     0 where it was not looked for."""
+    felt: float = 1.0
+    """Share (0 to 1) of its time by which the step would be shorter without it; the rest passes
+    while the host sets the pace."""
     part_of: str = ""
     """Id of a finding ranked above it with which it shares time; "" for none that is known."""
     counted_above: float = 0.0
@@ -247,17 +252,23 @@ def rule(
             share = figures["share"] = min(max(float(figures["share"]), 0.0), 1.0)
             sentences = figures.get("evidence", evidence)
             told = [text for each in sentences if (text := _filled(each, figures)) is not None]
-            in_one = 0.0
+            in_one, felt = 0.0, 1.0
             if "pieces" in figures:
                 context, ms = figures["pieces"]
                 told.append(said(seen.profile, context, ms, seen.total_ms) or "")
                 in_one = most_in_one(seen.profile, context, ms) / seen.total_ms
+                felt = _felt(seen, context) if IDLE not in concerns else 1.0
             remedy = _filled(figures.get("advice", advice), figures) or ""
             speedup = removed(share) if figures.get("speedup") is None else figures["speedup"]
             if not seen.is_ours:
                 remedy = PARAMETERS.sub("", remedy)
             if seen.on_gpu and not (figures.get("change") and seen.probed):
-                speedup = within(speedup, share)
+                speedup = within(scaled(speedup, felt), felt * share)
+                if speedup and felt < MOST_FELT:
+                    told.append(
+                        f"After {1.0 - felt:.0%} of it the GPU waits for the host's next launch: "
+                        "there the host sets the pace, and less work on the GPU brings nothing."
+                    )
             head = _of_basis(seen, _filled(figures.get("title", title), figures) or "")
             text = _of_basis(seen, " ".join(filter(None, told)))
             ledger.told.append((share, f"{head} {text}"))
@@ -267,6 +278,7 @@ def rule(
                 component=str(figures.get("component", component)),
                 share_of_step=share,
                 in_one=min(in_one, share),
+                felt=felt,
                 evidence=text,
                 advice=remedy,
                 change=dict(figures.get("change") or {}) if seen.is_ours else {},
@@ -284,6 +296,13 @@ def rule(
 
 PARAMETERS = re.compile(r" \((?:[a-z]+\.[a-z_]+[^()]*)\)")
 """Parameters of ours in an advice, which another program does not have."""
+
+
+def _felt(evidence: Evidence, contexts: Ints) -> float:
+    """As :func:`felt_share`, of the GPU operations among the contexts; 1 for the host's work."""
+    kinds = evidence.profile.contexts["kind"].iloc[contexts]
+    on_gpu = evidence.on_gpu and evidence.has_timeline and kinds.isin(["kernel", "copy"]).all()
+    return felt_share(evidence.profile, contexts) if on_gpu else 1.0
 
 
 def _of_basis(evidence: Evidence, text: str) -> str:
@@ -324,6 +343,9 @@ def _filled(template: str, figures: Measured) -> str | None:
 
 # Predicted gains: from the what-if model where it can tell, else from shares of the step.
 
+MOST_FELT = 0.9
+"""A finding says so where less than this share of its kernels' time is felt by the step."""
+
 WORTHWHILE = 1.05
 """Least predicted speed-up that makes a finding: a run's own scatter is a few percent."""
 
@@ -357,6 +379,11 @@ def removed(share: float) -> dict[str, float]:
         "mid": 1.0 / (1.0 - share),
         "high": 1.0 / (1.0 - min(1.1 * share, 0.995)),
     }
+
+
+def scaled(speedup: Mapping[str, float], factor: float) -> dict[str, float]:
+    """Speed-ups when only a factor (0 to 1) of the time that each saves is felt."""
+    return {end: 1.0 / (1.0 - factor * (1.0 - 1.0 / gain)) for end, gain in speedup.items()}
 
 
 def within(speedup: Mapping[str, float], share: float) -> dict[str, float]:
