@@ -54,7 +54,7 @@ def test_what_is_installed_is_the_lock():
 
 
 def test_the_lock_installs_on_every_python_that_the_readme_names():
-    """Debian 12 has Python 3.11.2; soupsieve 4.1.1, which needs 3.11.5, ended `make setup` there."""
+    """Debian 12 has Python 3.11.2; soupsieve 4.1.1, which needs 3.11.5, ended make setup."""
     oldest = str(PROJECT["requires-python"]).removeprefix(">=") + ".0"
     for name in LOCK:
         wanted = metadata(name)["Requires-Python"]
