@@ -9,6 +9,9 @@ A B A B ...; the figure is the median of the rounds' ratios.
 
 *At scale*: written databases of up to a million contexts x 20 metrics x 8 threads,
 every context with a value of every metric on every thread. One fresh process each.
+
+*Many threads*: written databases of a million contexts and up to 10,000 threads, each with
+values in some of the contexts and a trace. The memory should be that of the contexts.
 """
 
 from __future__ import annotations
@@ -31,7 +34,11 @@ NATIVE = ROOT.parent / "shared" / "hpctoolkit-databases" / "dlrm-cpu-native.d"
 SHIPPED = ROOT / "tests" / "data" / "hpctoolkit" / "dlrm-cpu-python.d"
 """Read instead where the first, which is not part of this repository, is absent."""
 SIZES = (125_000, 250_000, 500_000, 1_000_000)
+FUNCTIONS = [f"f{i}" for i in range(5000)]
 METRICS, THREADS = 20, 8
+THREAD_COUNTS = (100, 1_000, 10_000)
+LEAVES, SAMPLES = 400, 1_000
+"""Of each of many threads: contexts with values of their own, and samples of its trace."""
 
 
 def peak_bytes() -> int:
@@ -67,6 +74,7 @@ def read_everything(path: str) -> dict[str, Any]:
         "contexts": len(database.tree),
         "values": known["summary_values"] + sum(t["values"] for t in known["threads"]),
         "metrics": len(database.metrics),
+        "threads": len(database.threads),
         "peak_bytes": peak_bytes(),
     }
 
@@ -118,11 +126,11 @@ def write_scaled(folder: Path, contexts: int) -> None:
     """A database in which every context has a value of every metric on every thread."""
     import numpy as np
 
-    sys.path.insert(0, str(ROOT))
-    from tests.hpctoolkit_writer import Measured, random_tree, write_database
+    from tests.hpctoolkit_tree import random_tree
+    from tests.hpctoolkit_writer import Measured, write_database
 
     rng = np.random.default_rng(0)
-    tree = random_tree(rng, contexts - 2, hidden=0.0, functions=[f"f{i}" for i in range(5000)])
+    tree = random_tree(rng, contexts - 2, hidden=0.0, functions=FUNCTIONS)
     names = [f"METRIC_{i}" for i in range(METRICS)]
 
     def points() -> dict[str, Any]:
@@ -137,27 +145,66 @@ def write_scaled(folder: Path, contexts: int) -> None:
     )
 
 
+def write_many_threads(folder: Path, contexts: int, count: int) -> None:
+    """A database of so many threads, each with values in ``LEAVES`` contexts and above them."""
+    import numpy as np
+
+    from tests.hpctoolkit_tree import random_tree
+    from tests.hpctoolkit_writer import Measured, write_database
+
+    rng = np.random.default_rng(0)
+    tree = random_tree(rng, contexts - 2, hidden=0.0, functions=FUNCTIONS)
+
+    def thread(number: int) -> Measured:
+        nodes = tree.and_above(rng.integers(0, len(tree), LEAVES))
+        times, context = np.arange(SAMPLES), rng.choice(nodes, SAMPLES) + tree.first
+        return Measured(
+            lambda: {"CPUTIME (sec)": np.full(len(nodes), 0.005)},
+            (("NODE", 0, 1), ("RANK", number // 100, number // 100), ("THREAD", number % 100, 0)),
+            (times, context),
+            nodes,
+        )
+
+    threads = [thread(number) for number in range(count)]
+    names, scopes = ["CPUTIME (sec)"], ("point", "execution")
+    write_database(folder, tree, threads, metrics=names, scopes=scopes, cct=False, keep=False)
+
+
+def read_times(folder: Path) -> dict[str, Any]:
+    """What three fresh processes need to read a database: one row."""
+    runs = [fresh("ours", folder) for _ in range(3)]
+    files = [each.stat().st_size for each in folder.iterdir()]
+    row = {
+        "contexts": runs[0]["contexts"],
+        "threads": runs[0]["threads"],
+        "metrics": runs[0]["metrics"],
+        "values": runs[0]["values"],
+        "seconds_median": statistics.median(run["seconds"] for run in runs),
+        "peak_gb": max(run["peak_bytes"] for run in runs) / 1e9,
+        "files_gb": sum(files) / 1e9,
+    }
+    print(json.dumps(row), flush=True)
+    return row
+
+
 def at_scale(sizes: tuple[int, ...], scratch: Path) -> list[dict[str, Any]]:
-    """One row a size: seconds, peak memory, microseconds a context."""
+    """One row a number of contexts."""
     rows = []
     for contexts in sizes:
-        folder = scratch / f"scaled-{contexts}.d"
+        folder = scratch / f"contexts-{contexts}.d"
         write_scaled(folder, contexts)
-        runs = [fresh("ours", folder) for _ in range(3)]
-        best = statistics.median(run["seconds"] for run in runs)
-        rows.append(
-            {
-                "contexts": runs[0]["contexts"],
-                "values": runs[0]["values"],
-                "metrics": METRICS,
-                "threads": THREADS,
-                "seconds_median": best,
-                "us_per_context": 1e6 * best / contexts,
-                "peak_gb": max(run["peak_bytes"] for run in runs) / 1e9,
-                "file_gb": (folder / "profile.db").stat().st_size / 1e9,
-            }
-        )
-        print(json.dumps(rows[-1]), flush=True)
+        rows.append(read_times(folder))
+        shutil.rmtree(folder)
+    return rows
+
+
+def many_threads(contexts: int, scratch: Path) -> list[dict[str, Any]]:
+    """One row a number of threads."""
+    rows = []
+    for count in THREAD_COUNTS:
+        folder = scratch / f"threads-{count}.d"
+        write_many_threads(folder, contexts, count)
+        rows.append(read_times(folder))
         shutil.rmtree(folder)
     return rows
 
@@ -196,9 +243,11 @@ def main() -> int:
         "against_hatchet": against_hatchet(options.rounds),
     }
     print(json.dumps(results["against_hatchet"]), flush=True)
+    sys.path.insert(0, str(ROOT))  # for the writer of databases, which is the tests'
     with tempfile.TemporaryDirectory() as scratch:
         sizes = tuple(size for size in SIZES if size <= options.largest)
         results["at_scale"] = at_scale(sizes, Path(scratch))
+        results["many_threads"] = many_threads(options.largest, Path(scratch))
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps(results, indent=1) + "\n")
     return 0

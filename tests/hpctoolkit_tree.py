@@ -48,14 +48,22 @@ class Tree:
         below = np.where(self.parent < 0, -self.parent, self.parent + self.first)
         return np.concatenate([[-1], np.zeros(len(self.entries), np.int64), below])
 
-    def levels(self) -> list[np.ndarray]:
-        """Context ids by depth, root first."""
+    def and_above(self, nodes: np.ndarray) -> np.ndarray:
+        """These nodes and all those that they lie in, increasing."""
+        chosen = above = nodes
+        while len(above):
+            above = np.unique(self.parent[above])
+            above = above[above >= 0]
+            chosen = np.append(chosen, above)
+        return np.unique(chosen)
+
+    def depths(self) -> np.ndarray:
+        """Depth of every context by id; the root's is 0."""
         depth = [0] * (len(self) + self.first)
         for context, parent in enumerate(self.all_parents().tolist()):
             if parent >= 0:
                 depth[context] = depth[parent] + 1
-        order = np.argsort(depth, kind="stable")
-        return np.split(order, np.cumsum(np.bincount(depth))[:-1])
+        return np.array(depth)
 
 
 def random_tree(

@@ -31,11 +31,14 @@ class Measured:
             function of no arguments giving that.
         ids: identity from node to thread: (kind, logical id, physical id).
         trace: (time_ns, context id) arrays, or None.
+        nodes: the nodes that the values are of, increasing and each with its parent, where
+            they are few of the tree's; None for all. Only without ``cct`` and ``keep``.
     """
 
     values: dict[str, np.ndarray] | Callable[[], dict[str, np.ndarray]]
     ids: Sequence[tuple[str, int, int]] = (("NODE", 0, 99), ("THREAD", 0, 0))
     trace: tuple[np.ndarray, np.ndarray] | None = None
+    nodes: np.ndarray | None = None
 
 
 @dataclass
@@ -76,9 +79,8 @@ def write_database(
         metrics = list(first() if callable(first) else first)
     head = struct.pack("<BB", 4, minor)
     write_meta(folder / "meta.db", head, tree, metrics, scopes, title, padding)
-    levels = tree.levels()
     blocks = _write_profiles(
-        folder / "profile.db", head, tree, levels, threads, metrics, scopes, padding, cct or keep
+        folder / "profile.db", head, tree, threads, metrics, scopes, padding, cct or keep
     )
     if cct:
         _write_cct(folder / "cct.db", head, blocks, len(tree) + tree.first, padding)
@@ -89,16 +91,18 @@ def write_database(
     return Written(list(metrics), [block[at::step] for block in blocks] if keep else [])
 
 
-def _propagate(tree: Tree, levels: list[np.ndarray], points: np.ndarray, scopes: Any) -> np.ndarray:
-    """(metrics * scopes, contexts) values from point values (metrics, nodes)."""
-    parents = tree.all_parents()
-    whole = np.zeros((len(points), len(tree) + tree.first))
-    whole[:, tree.first :] = points
+def _propagate(
+    parents: np.ndarray,
+    calls: np.ndarray,
+    levels: list[np.ndarray],
+    whole: np.ndarray,
+    scopes: Any,
+) -> np.ndarray:
+    """(metrics * scopes, contexts) values from point values (metrics, contexts)."""
     execution, function = whole.copy(), whole.copy() if "function" in scopes else None
-    calls = np.concatenate([np.ones(tree.first, np.bool_), tree.call])
     for level in reversed(levels[1:]):
         above = parents[level]
-        for metric in range(len(points)):
+        for metric in range(len(whole)):
             np.add.at(execution[metric], above, execution[metric, level])
             if function is not None:
                 lexical = ~calls[level]
@@ -107,7 +111,7 @@ def _propagate(tree: Tree, levels: list[np.ndarray], points: np.ndarray, scopes:
     by_scope["lex_aware"] = function
     if len(scopes) == 1:
         return by_scope[scopes[0]]
-    result = np.empty((len(points) * len(scopes), whole.shape[1]))
+    result = np.empty((len(whole) * len(scopes), whole.shape[1]))
     for j, scope in enumerate(scopes):
         result[j :: len(scopes)] = by_scope[scope]
     return result
@@ -127,7 +131,6 @@ def _write_profiles(
     path: Path,
     head: bytes,
     tree: Tree,
-    levels: list[np.ndarray],
     threads: Sequence[Measured],
     metrics: Sequence[str],
     scopes: Sequence[str],
@@ -153,8 +156,9 @@ def _write_profiles(
     with path.open("wb") as file:
         file.seek(end)
 
-        def put(number: int, block: np.ndarray, flags: int) -> None:
+        def put(number: int, block: np.ndarray, flags: int, contexts: Any = None) -> None:
             keys, starts, values = _sparse(block, "<u2")
+            keys = keys if contexts is None else contexts[keys]
             file.seek(-file.tell() % 8, 1)
             values_at = file.tell()
             values.tofile(file)
@@ -168,17 +172,30 @@ def _write_profiles(
                 *(len(values), values_at, len(keys), index_at, pointers[number], flags),
             )
 
-        shape = (len(metrics) * len(scopes), len(tree) + tree.first)
+        parents, depths = tree.all_parents(), tree.depths()
+        calls = np.concatenate([np.ones(tree.first, np.bool_), tree.call])
+        every = np.arange(len(parents))
+        shape = (len(metrics) * len(scopes), len(parents))
         for number, thread in enumerate(threads, 1):
             given = thread.values() if callable(thread.values) else thread.values
+            chosen = every
+            if thread.nodes is not None:
+                chosen = np.append(every[: tree.first], thread.nodes + tree.first)
             if given:
-                points = np.stack([given.get(name, np.zeros(len(tree))) for name in metrics])
-                block = _propagate(tree, levels, points, scopes)
+                points = np.zeros((len(metrics), len(chosen)))
+                for row, name in enumerate(metrics):
+                    points[row, tree.first :] = given.get(name, 0.0)
+                depth = depths[chosen]
+                order = np.argsort(depth, kind="stable")
+                levels = np.split(order, np.cumsum(np.bincount(depth))[:-1])
+                above = np.searchsorted(chosen, parents[chosen])
+                block = _propagate(above, calls[chosen], levels, points, scopes)
             else:
                 block = np.zeros(shape if keep else (shape[0], 0))
-            put(number, block, 0)
+            put(number, block, 0, chosen)
             if given:
-                total = block.copy() if total is None else total + block
+                total = np.zeros(shape) if total is None else total
+                total[:, chosen] += block
             if keep:
                 blocks.append(block)
             del block

@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 import tempfile
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -222,6 +223,41 @@ def test_deep_trees_work_everywhere(tmp_path: Path) -> None:
     found = frame.filter(["*", {"name": "main"}], squash=False)
     assert len(found.dataframe) > 0
     assert profile.value_table("cpu_time_ms").sum() == 1e3 * nodes
+
+
+def many_threads(folder: Path, count: int, few: bool = True) -> Path:
+    """A database whose threads have values in some contexts; written as such, or as all."""
+    rng = np.random.default_rng(0)
+    tree = random_tree(rng, 3000, hidden=0)
+    threads = []
+    for number in range(count):
+        nodes = tree.and_above(rng.integers(0, len(tree), 400))
+        trace = np.arange(2000), rng.choice(nodes, 2000) + tree.first
+        values, ids = rng.random(len(nodes)), (("NODE", 0, 1), ("THREAD", number, number))
+        if not few:
+            values, nodes = np.bincount(nodes, values, len(tree)), None
+        threads.append(Measured({"CPUTIME (sec)": values}, ids, trace, nodes))
+    write_database(folder, tree, threads, scopes=("point", "execution"), cct=False, keep=False)
+    return folder
+
+
+def test_threads_with_few_contexts_are_written_as_others_are(tmp_path: Path) -> None:
+    few, all_of_them = many_threads(tmp_path / "a", 3), many_threads(tmp_path / "b", 3, few=False)
+    for name in ("profile.db", "meta.db", "trace.db"):
+        assert (few / name).read_bytes() == (all_of_them / name).read_bytes(), name
+
+
+def test_memory_is_that_of_the_contexts_and_not_of_the_threads(tmp_path: Path) -> None:
+    peaks = {}
+    for count in (20, 220):
+        folder = many_threads(tmp_path / str(count), count)
+        facts(read_database(folder))  # what is imported or cached at the first time
+        tracemalloc.start()
+        facts(read_database(folder))
+        peaks[count] = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    # the index and the trace of a thread are 12 bytes for each of about 1,000 and 2,000
+    assert (peaks[220] - peaks[20]) / 200 < 4_000
 
 
 def test_parts_are_found_by_python_functions_only(tmp_path: Path) -> None:

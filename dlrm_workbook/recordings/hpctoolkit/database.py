@@ -15,7 +15,8 @@ root, for each thread and in sum.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -209,18 +210,24 @@ class Database:
 
     def _ids(self, profile: int) -> dict[tuple[str, str], int]:
         """(metric, scope) to the id of its plain values in a profile."""
-        if not self.profiles[profile].summary:
-            return {
-                (metric.name, scope): number
-                for metric in self.metrics
-                for scope, number in metric.scopes.items()
-            }
-        return {
+        of_threads, of_summaries = self._plain_ids
+        return of_summaries if self.profiles[profile].summary else of_threads
+
+    @functools.cached_property
+    def _plain_ids(self) -> tuple[dict[tuple[str, str], int], dict[tuple[str, str], int]]:
+        """As ``_ids``: in threads, and in summaries."""
+        of_threads = {
+            (metric.name, scope): number
+            for metric in self.metrics
+            for scope, number in metric.scopes.items()
+        }
+        of_summaries = {
             (metric.name, statistic.scope): statistic.metric_id
             for metric in self.metrics
             for statistic in metric.statistics
             if statistic.combine == "sum" and statistic.formula == "$$"
         }
+        return of_threads, of_summaries
 
     def column(self, name: str, scope: str = "", profile: int = 0) -> Floats:
         """Values of a metric over the tree, 0 where a context has none; shape (rows,).
@@ -404,12 +411,14 @@ def refuse_contradictions(database: Database) -> None:
         DatabaseError: naming the files and what they disagree about.
     """
     root = database.root()
+    of_threads: Counter[str] = Counter()
+    for thread in database.threads:
+        of_threads.update(database.root(thread.profile))
     for name, value in root.items():
-        threads = sum(database.root(thread.profile).get(name, 0.0) for thread in database.threads)
-        if additive(name) and abs(threads - value) > CONTRADICTION * abs(value):
+        if additive(name) and abs(of_threads[name] - value) > CONTRADICTION * abs(value):
             raise DatabaseError(
                 f"{database.path}: meta.db and profile.db contradict each other: {name} is "
-                f"{value:.6g} in the summary and {threads:.6g} over the threads; {AGAIN}"
+                f"{value:.6g} in the summary and {of_threads[name]:.6g} over the threads; {AGAIN}"
             )
     for name in (name for name in CHIEF_METRICS if root.get(name)):
         own = database.self_column(name)
@@ -428,19 +437,18 @@ def doubts(database: Database, by_context: npt.NDArray[Any] | None) -> list[str]
     """
     said = []
     summary, threads = database.profiles[0], [p for p in database.profiles if not p.summary]
-    found = np.unique(np.concatenate([np.empty(0, np.int64), *(p.contexts for p in threads)]))
-    if threads and not np.array_equal(found, np.unique(summary.contexts)):
+    in_summary = summary.contexts
+    largest = max(int(database.tree.context.max()), int(in_summary.max(initial=0)))
+    usual = min(largest, 16 * (len(database.tree) + len(in_summary))) + 1
+    numbers = ((p.contexts, np.diff(p.starts, append=p.count)) for p in threads)
+    found, count = _added_up(numbers, usual)
+    if threads and not np.array_equal(found, in_summary):
         said.append(
             f"profile.db contradicts itself: its threads have values in {len(found):,} contexts, "
-            f"its summary in {len(summary.contexts):,}; one of them is damaged."
+            f"its summary in {len(in_summary):,}; one of them is damaged."
         )
     if by_context is not None:
         most = max(int(database.tree.context.max()), int(found.max(initial=0)))
-        # by what occurs, as a damaged number of a context may be any
-        count = np.zeros(len(found), np.int64)
-        for profile in threads:
-            values = np.diff(profile.starts, append=profile.count)
-            np.add.at(count, np.searchsorted(found, profile.contexts), values)
         inside = found < len(by_context)
         known = by_context[found[inside]]
         elsewhere = np.count_nonzero(by_context) - np.count_nonzero(known)
@@ -451,7 +459,8 @@ def doubts(database: Database, by_context: npt.NDArray[Any] | None) -> list[str]
                 f"other files {most + 1:,}, and the number of values differs in {differ:,}."
             )
     if database.traces:
-        traced = np.unique(np.concatenate([line.context for line in database.traces]))
+        contexts = (line.context for line in database.traces)
+        traced, _ = _added_up(((each, np.ones_like(each)) for each in contexts), usual)
         unknown = int((database.tree.rows(traced) < 0).sum())
         if unknown:
             said.append(
@@ -471,19 +480,41 @@ def doubts(database: Database, by_context: npt.NDArray[Any] | None) -> list[str]
     return said
 
 
+def _added_up(batches: Iterable[tuple[Ints, Ints]], usual: int) -> tuple[Ints, Ints]:
+    """(ids that occur, increasing; sum of the numbers of each) over batches of (ids, numbers).
+
+    Args:
+        usual: bound of nearly all ids. The memory needed is that of so many, however many batches
+            there are; an id above it, as a damaged file may have, costs more.
+    """
+    occurs, total = np.zeros(usual, np.bool_), np.zeros(usual, np.int64)
+    beyond: Counter[int] = Counter()
+    for ids, numbers in batches:
+        low = ids < usual
+        occurs[ids[low]] = True
+        np.add.at(total, ids[low], numbers[low])
+        for each, number in zip(ids[~low].tolist(), numbers[~low].tolist(), strict=True):
+            beyond[each] += number
+    found = np.flatnonzero(occurs)
+    above = sorted(beyond)
+    return (
+        np.append(found, np.array(above, np.int64)),
+        np.append(total[found], np.array([beyond[each] for each in above], np.int64)),
+    )
+
+
 def _odd_gpu_time(database: Database) -> list[str]:
     """Say if the GPU's operations in the trace do not take the time that the metrics say."""
     streams = {thread.profile for thread in database.threads if thread.kind == "gpu_stream"}
-    spans = [
-        np.diff(line.time_ns.astype(np.int64))[line.context[:-1] != 0]
-        for line in database.traces
-        if line.profile in streams
-    ]
-    count = sum(map(len, spans))
+    count = traced_ns = 0
+    for line in database.traces:
+        if line.profile in streams:
+            span = np.diff(line.time_ns)[line.context[:-1] != 0]
+            count, traced_ns = count + len(span), traced_ns + int(span.sum())
     metric_ms = 1e3 * database.measured().get("GPUOP (sec)", 0.0)
     if not count or not metric_ms:
         return []
-    traced_ms = sum(float(span.sum()) for span in spans) / 1e6
+    traced_ms = traced_ns / 1e6
     each_us = 1e3 * (traced_ms - metric_ms) / count
     if -GPU_TIMES_APART * metric_ms <= traced_ms - metric_ms and each_us <= LONGEST_EXCESS_US:
         return []

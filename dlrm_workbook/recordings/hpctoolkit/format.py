@@ -32,6 +32,9 @@ FOOTER_BYTES = 8
 STRING_BUDGET = 8
 """Names may take this many times the file's size once decoded (they may share bytes)."""
 
+KEPT_BYTES = 64 << 20
+"""Bytes of a file that are read before its pages are let go of."""
+
 REPROCESS = (
     "run `hpcprof -o NEW_DATABASE MEASUREMENTS` of HPCToolkit 2023.08 or later "
     "on the measurement directory to get a database in format 4"
@@ -230,7 +233,7 @@ class DatabaseFile:
         """The bytes of each section."""
         self._check_whole(footer)
         self._strings: dict[int, str] = {}
-        self._string_bytes = 0
+        self._string_bytes = self._spent = 0
 
     def error(self, problem: str) -> DatabaseError:
         """A ``DatabaseError`` about this file."""
@@ -335,10 +338,13 @@ class DatabaseFile:
         """The strings at each of ``pointers``; "" for a pointer 0."""
         return [self.string(at, what) if at else "" for at in pointers.tolist()]
 
-    def forget(self, start: int, end: int) -> None:
-        """Let go of the pages of bytes ``start`` to ``end`` (they are read again on demand)."""
-        if hasattr(mmap, "MADV_DONTNEED"):
-            first = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
-            last = end // mmap.PAGESIZE * mmap.PAGESIZE
-            if last > first:
-                self.map.madvise(mmap.MADV_DONTNEED, first, last - first)
+    def spent(self, size: int) -> None:
+        """Count bytes that were read, and let go of the file's pages now and then.
+
+        They are read again on demand. Kept, they would count as this process's memory, and a
+        database of many threads would be held whole.
+        """
+        self._spent += size
+        if self._spent >= KEPT_BYTES and hasattr(mmap, "MADV_DONTNEED"):
+            self.map.madvise(mmap.MADV_DONTNEED)
+            self._spent = 0

@@ -403,11 +403,12 @@ def _trace(database: Database, sampled: Mapping[int, int]) -> pd.DataFrame | Non
     """
     frames = []
     threads = {thread.profile for thread in database.threads}
-    lines = [line for line in database.traces if line.profile in threads and len(line.time_ns) > 1]
+    lines = [line for line in database.traces if line.profile in threads and line.count > 1]
     for line in lines:
-        rows = database.tree.rows(line.context[:-1])
-        running = (line.context[:-1] != 0) & (rows >= 0)
-        start, end = line.time_ns[:-1], line.time_ns[1:]
+        times, context = line.time_ns, line.context[:-1]
+        rows = database.tree.rows(context)
+        running = (context != 0) & (rows >= 0)
+        start, end = times[:-1], times[1:]
         if period := sampled.get(line.profile):
             end = np.where(end - start > SLEEPS_AFTER * period, start + period, end)
         frames.append(

@@ -2,14 +2,15 @@
 
 The files are sparse and unaligned: a value is 10 bytes (u16 metric, f64), an
 index entry 12 (u32 context, u64 first value). Values are not decoded until
-asked for, and large blocks pass through in chunks, so that opening a database
-costs its index, not its size.
+asked for, large blocks pass through in chunks, and no thread's index or trace is
+kept, so that a database needs the memory of its contexts, however many threads it has.
 """
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Identifier:
     """One step of a thread's identity: kind (``RANK``, ``THREAD``, ...) and two ids."""
 
@@ -45,8 +46,6 @@ class ThreadProfile:
         summary: whether it holds summary statistics.
         identifiers: where it ran, from node to thread; empty for profile 0.
         count: number of values.
-        contexts: ids of the contexts with values (contexts,), increasing.
-        starts: number of the first value of each (contexts,).
     """
 
     def __init__(
@@ -64,28 +63,53 @@ class ThreadProfile:
         self.count = block["value_count"]
         self._file = file
         self._known = known
-        self._first_byte = block["values"]
-        self._raw = file.table(
-            f4.PROFILE_VALUE, block["values"], self.count, what=f"{what}: values"
-        )
+        self._values_at = block["values"]
+        self._index_at, self._index_count = block["index"], block["index_count"]
+        file.table(f4.PROFILE_VALUE, self._values_at, self.count, what=f"{what}: values")
         index = file.table(
-            f4.PROFILE_INDEX, block["index"], block["index_count"], what=f"{what}: index"
+            f4.PROFILE_INDEX, self._index_at, self._index_count, what=f"{what}: index"
         )
-        self.contexts: Ints = index["context"].astype(np.int64)
-        starts = index["start"].astype(np.uint64)
-        if (np.diff(self.contexts) <= 0).any():
+        if (np.diff(index["context"].astype(np.int64)) <= 0).any():
             raise file.error(f"{what}: its index is not in increasing order")
+        starts = index["start"].astype(np.uint64)
         if (len(starts) and int(starts[-1]) > self.count) or (starts[1:] < starts[:-1]).any():
             raise file.error(
                 f"{what}: its index leads to value {int(starts.max())}, and there are {self.count}"
             )
         if self.count and (not len(starts) or starts[0] != 0):
             raise file.error(f"{what}: {self.count} values, and no index entry for the first")
-        self.starts: Ints = starts.astype(np.int64)
+        file.spent(index.nbytes)
+
+    @property
+    def _raw(self) -> Any:
+        """The values as they are in the file; shape (count,)."""
+        return self._file.table(f4.PROFILE_VALUE, self._values_at, self.count)
+
+    @property
+    def _index(self) -> Any:
+        """The index as it is in the file; shape (contexts,)."""
+        return self._file.table(f4.PROFILE_INDEX, self._index_at, self._index_count)
+
+    @property
+    def contexts(self) -> Ints:
+        """Ids of the contexts with values, increasing; shape (contexts,)."""
+        return self._decoded("context")
+
+    @property
+    def starts(self) -> Ints:
+        """Number of the first value of each context; shape (contexts,)."""
+        return self._decoded("start")
+
+    def _decoded(self, column: str) -> Ints:
+        index = self._index
+        decoded: Ints = index[column].astype(np.int64)
+        self._file.spent(index.nbytes)
+        return decoded
 
     def check(self, metric: Ints) -> None:
         """Refuse metric ids that ``meta.db`` does not list."""
-        wrong = ~self._known[metric]
+        known = self._known
+        wrong = ~known[np.minimum(metric, len(known) - 1)] | (metric >= len(known))
         if wrong.any():
             raise self._file.error(
                 f"profile {self.number} holds values of metric id {int(metric[np.argmax(wrong)])}, "
@@ -101,47 +125,50 @@ class ThreadProfile:
     def values(self) -> tuple[Ints, Ints, Floats]:
         """(context ids, metric ids, values), sorted by context, then metric; shape (values,)."""
         counts = np.diff(self.starts, append=self.count)
-        metric = self._raw["metric"].astype(np.int64)
+        raw = self._raw
+        metric = raw["metric"].astype(np.int64)
         self.check(metric)
-        value = self._raw["value"].astype(np.float64)
+        value = raw["value"].astype(np.float64)
         self.check_finite(value)
+        self._file.spent(raw.nbytes)
         return np.repeat(self.contexts, counts), metric, value
 
     def chunks(self) -> Iterator[tuple[int, Ints, Any]]:
         """(number of the first value, metric ids, values f64), ``CHUNK`` at a time."""
-        size = f4.PROFILE_VALUE.size
+        raw = self._raw
         for start in range(0, self.count, CHUNK):
-            part = self._raw[start : start + CHUNK]
+            part = raw[start : start + CHUNK]
             self.check_finite(part["value"])
             yield start, part["metric"].astype(np.int64), part["value"]
-            if self.count > CHUNK:
-                first = self._first_byte + start * size
-                self._file.forget(first, first + len(part) * size)
+            self._file.spent(part.nbytes)
 
     def places(self, start: int, count: int) -> Ints:
         """Row of ``contexts`` of each of ``count`` values from value ``start``; shape (count,)."""
-        first, last = np.searchsorted(self.starts, [start, start + count - 1], side="right") - 1
-        edges = self.starts[first : last + 2].clip(start, start + count)
-        if last + 1 == len(self.starts):
+        starts = self.starts
+        first, last = np.searchsorted(starts, [start, start + count - 1], side="right") - 1
+        edges = starts[first : last + 2].clip(start, start + count)
+        if last + 1 == len(starts):
             edges = np.append(edges, start + count)
         return np.repeat(np.arange(first, last + 1), np.diff(edges))
 
     def sums(self) -> tuple[Floats, Ints]:
-        """(sum over contexts, number of values) by metric id; shapes (``METRIC_IDS``,)."""
-        total, number = np.zeros(METRIC_IDS), np.zeros(METRIC_IDS, np.int64)
+        """(sum over contexts, number of values) by metric id, up to the last that is listed."""
+        size = len(self._known)
+        total, number = np.zeros(size), np.zeros(size, np.int64)
         for _, metric, value in self.chunks():
             self.check(metric)
-            number += np.bincount(metric, minlength=METRIC_IDS)
-            total += np.bincount(metric, weights=value, minlength=METRIC_IDS)
+            number += np.bincount(metric, minlength=size)
+            total += np.bincount(metric, weights=value, minlength=size)
         return total, number
 
     def at(self, context: int) -> dict[int, float]:
         """Metric id to value in one context (0: the whole tree); empty if it has none."""
-        place = int(np.searchsorted(self.contexts, context))
-        if place == len(self.contexts) or self.contexts[place] != context:
+        index = self._index
+        place = bisect.bisect_left(index["context"], context)
+        if place == len(index) or index["context"][place] != context:
             return {}
-        last = self.starts[place + 1] if place + 1 < len(self.starts) else self.count
-        part = self._raw[int(self.starts[place]) : int(last)]
+        last = index["start"][place + 1] if place + 1 < len(index) else self.count
+        part = self._raw[int(index["start"][place]) : int(last)]
         self.check(part["metric"].astype(np.int64))
         self.check_finite(part["value"])
         return dict(zip(part["metric"].tolist(), part["value"].tolist(), strict=True))
@@ -185,8 +212,8 @@ def read_profiles(
 
 
 def _listed(ids: list[int]) -> npt.NDArray[np.bool_]:
-    """Whether each metric id is listed; shape (``METRIC_IDS``,)."""
-    listed = np.zeros(METRIC_IDS, np.bool_)
+    """Whether each metric id is listed, up to the last that is; at least of shape (1,)."""
+    listed = np.zeros(max(ids, default=0) + 1, np.bool_)
     listed[ids] = True
     return listed
 
@@ -217,17 +244,36 @@ def _identifiers(
     )
 
 
-@dataclass
 class TraceLine:
     """What one thread or stream did over time.
 
     From ``time_ns[i]`` (since the epoch) to ``time_ns[i + 1]`` it was in context
-    ``context[i]``; context 0 is "not running". Both of shape (samples,).
+    ``context[i]``; context 0 is "not running".
+
+    Attributes:
+        profile: row of its thread in ``profile.db``.
+        count: number of samples.
     """
 
-    profile: int
-    time_ns: Ints
-    context: Ints = field(repr=False)
+    def __init__(self, file: f4.DatabaseFile, profile: int, start: int, count: int) -> None:
+        self.profile, self.count = profile, count
+        self._file, self._start = file, start
+
+    @property
+    def time_ns(self) -> Ints:
+        """Time of each sample; shape (samples,)."""
+        return self._decoded("time_ns")
+
+    @property
+    def context(self) -> Ints:
+        """Context from each sample on; shape (samples,)."""
+        return self._decoded("context")
+
+    def _decoded(self, column: str) -> Ints:
+        samples = self._file.table(f4.TRACE_SAMPLE, self._start, self.count)
+        decoded: Ints = samples[column].astype(np.int64)
+        self._file.spent(samples.nbytes)
+        return decoded
 
     @property
     def idle_ns(self) -> int:
@@ -256,9 +302,10 @@ def read_traces(path: Path, profiles: int) -> list[TraceLine]:
                 f"{what} runs from byte {start} to byte {end}, not a whole number of "
                 f"{f4.TRACE_SAMPLE.size}-byte samples within {file.size} bytes"
             )
-        samples = file.table(f4.TRACE_SAMPLE, start, count, what=what)
-        times = samples["time_ns"].astype(np.int64)
+        file.table(f4.TRACE_SAMPLE, start, count, what=what)
+        line = TraceLine(file, profile, start, count)
+        times = line.time_ns
         if count and (times[0] < 0 or (times[1:] < times[:-1]).any()):
             raise file.error(f"{what}: its times do not increase")
-        lines.append(TraceLine(profile, times, samples["context"].astype(np.int64)))
+        lines.append(line)
     return lines

@@ -26,6 +26,7 @@ from dlrm_workbook.recordings.hpctoolkit.metrics import (
     reason_without_value,
     unit_of,
 )
+from dlrm_workbook.recordings.hpctoolkit.values import TraceLine
 from dlrm_workbook.recordings.profile import nearest
 
 GPU_KERNEL = "<gpu kernel>"
@@ -86,16 +87,19 @@ def facts(database: Database) -> dict[str, Any]:
             }
             for profile in database.profiles[1:]
         ],
-        "traces": [
-            {
-                "profile": line.profile,
-                "samples": len(line.time_ns),
-                "first_ns": int(line.time_ns[0]) if len(line.time_ns) else None,
-                "last_ns": int(line.time_ns[-1]) if len(line.time_ns) else None,
-                "idle_ns": line.idle_ns,
-            }
-            for line in database.traces
-        ],
+        "traces": [_traced(line) for line in database.traces],
+    }
+
+
+def _traced(line: TraceLine) -> dict[str, Any]:
+    """What ``facts`` says of one line of the trace."""
+    times = line.time_ns
+    return {
+        "profile": line.profile,
+        "samples": line.count,
+        "first_ns": int(times[0]) if line.count else None,
+        "last_ns": int(times[-1]) if line.count else None,
+        "idle_ns": line.idle_ns,
     }
 
 
@@ -209,7 +213,7 @@ def describe(database: Database) -> str:
             "measured is self time of the source line above them",
         ]
     lines += ["", "threads and streams:"]
-    traced = {line.profile: len(line.time_ns) for line in database.traces}
+    traced = {line.profile: line.count for line in database.traces}
     for thread in database.threads:
         profile = database.profiles[thread.profile]
         total = database.root(thread.profile)
