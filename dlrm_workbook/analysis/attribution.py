@@ -170,13 +170,16 @@ def _traced(profile: Profile) -> pd.DataFrame:
     pieces = segments(profile)
     if pieces.empty:
         return pieces.assign(time_ms=[])[["iteration", *KEYS, "time_ms"]]
-    pieces[PART] = parts_at(profile, pieces["context"].to_numpy())
+    number, parts = _numbered_parts(profile)
+    pieces["part"] = number[pieces["context"]]
     pieces["time_ms"] = (pieces["end_ns"] - pieces["start_ns"]) / 1e6
     if not host_is_traced(profile):
         unknown = pieces["where"].eq("host").to_numpy()
-        pieces.loc[unknown, KEYS] = [IDLE, "", IDLE]
-    keys = ["iteration", *KEYS]
-    return pieces.groupby(keys, as_index=False, sort=True)[["time_ms"]].sum()
+        pieces.loc[unknown, ["part", "where"]] = [len(parts), IDLE]
+        parts.loc[len(parts)] = [IDLE, ""]
+    times = pieces.groupby(["iteration", "part", "where"], as_index=False)[["time_ms"]].sum()
+    table = times.join(parts, on="part").sort_values(["iteration", *KEYS], ignore_index=True)
+    return table[["iteration", *KEYS, "time_ms"]]
 
 
 def device_beside_host(profile: Profile) -> pd.DataFrame:
@@ -197,14 +200,13 @@ def device_beside_host(profile: Profile) -> pd.DataFrame:
         steady = profile.iterations["iteration"].to_numpy()[state.steady]
         each = each[each["iteration"].isin(steady)]
     count = each["iteration"].nunique()
-    by_part = each.pivot_table("time_ms", PART, "where", aggfunc="sum", fill_value=0.0) / count
-    table = by_part.reindex(columns=["device", "host", IDLE], fill_value=0.0)
+    table = each.pivot_table("time_ms", PART, "where", aggfunc="sum", fill_value=0.0) / count
+    table = table.reindex(columns=["device", "host", IDLE], fill_value=0.0)
     table["idle_ms"] = table["host"] + table[IDLE]
     pieces = segments(profile, device=False)
-    pieces = pieces[pieces["iteration"].isin(each["iteration"])].reset_index(drop=True)
-    pieces[PART] = parts_at(profile, pieces["context"].to_numpy())
-    pieces["host_ms"] = (pieces["end_ns"] - pieces["start_ns"]) / 1e6 / count
-    host = pieces.groupby(PART)["host_ms"].sum()
+    pieces = pieces[pieces["iteration"].isin(each["iteration"])]
+    length = (pieces["end_ns"] - pieces["start_ns"]) / 1e6 / count
+    host = by_part(profile, pieces["context"], pd.DataFrame({"host_ms": length}))
     table = table.rename(columns={"device": "device_ms"}).join(host, how="outer").fillna(0.0)
     if not host_is_traced(profile):
         table["host_ms"] = np.nan
@@ -217,6 +219,24 @@ def parts_at(profile: Profile, context: Ints) -> pd.DataFrame:
     part = profile.contexts[PART].iloc[np.maximum(context, 0)].reset_index(drop=True)
     part.loc[context < 0, PART] = ["other", ""]
     return part
+
+
+def by_part(profile: Profile, context: pd.Series, values: pd.DataFrame) -> pd.DataFrame:
+    """Sums of values (n, columns) by ``component`` and ``phase`` (the index) of contexts (n,)."""
+    number, parts = _numbered_parts(profile)
+    table = values.groupby(number[context]).sum()
+    table.index = pd.MultiIndex.from_frame(parts.loc[table.index])
+    return table.sort_index()
+
+
+def _numbered_parts(profile: Profile) -> tuple[Ints, pd.DataFrame]:
+    """(number of each context's part, the parts); the last number (n + 1,) is that of context −1.
+
+    Millions of spans are grouped by numbers in a fraction of the time that names take.
+    """
+    each = pd.concat([profile.contexts[PART], pd.DataFrame([["other", ""]], columns=PART)])
+    number = each.groupby(PART, sort=False).ngroup().to_numpy()
+    return number, each.drop_duplicates().reset_index(drop=True)
 
 
 def coverage(attribution: pd.DataFrame) -> float:
@@ -334,7 +354,8 @@ def _segments(profile: Profile, device: bool) -> pd.DataFrame:
             "iteration": iterations["iteration"].to_numpy()[which],
             "start_ns": begin,
             "end_ns": finish,
-            "where": np.where(kernel >= 0, "device", "host").astype(object),
+            # two objects that all rows share: strings of their own are slow to compare and to group
+            "where": np.array(["host", "device"], dtype=object)[(kernel >= 0).astype(int)],
             "context": np.where(kernel >= 0, kernel, owner),
         }
     )

@@ -29,6 +29,7 @@ import pandas as pd
 from dlrm_core.errors import InputError
 from dlrm_workbook.analysis.attribution import (
     PART,
+    by_part,
     host_is_traced,
     iteration_ms,
     parts_at,
@@ -347,11 +348,11 @@ def outside_operators(profile: Profile) -> pd.DataFrame:
     context = pieces["context"].to_numpy()
     inside = nearest(profile.contexts["parent"].to_numpy(), kinds.eq("operator").to_numpy())
     in_operator = np.append(inside, -1)[context] >= 0
-    table = parts_at(profile, context)
-    table["part_ms"] = (pieces["end_ns"] - pieces["start_ns"]) / 1e6 / len(profile.iterations)
-    table["operators_ms"] = table["part_ms"].where(in_operator, 0.0)
-    table["outside_ms"] = table["part_ms"].where(~in_operator, 0.0)
-    table = table.groupby(PART, as_index=False).sum()
+    part_ms = (pieces["end_ns"] - pieces["start_ns"]) / 1e6 / len(profile.iterations)
+    operators_ms = part_ms.where(in_operator, 0.0)
+    times = {"operators_ms": operators_ms, "outside_ms": part_ms.where(~in_operator, 0.0)}
+    table = pd.DataFrame({"part_ms": part_ms, **times})
+    table = by_part(profile, pieces["context"], table).reset_index()
     table["outside_share"] = table["outside_ms"] / table["part_ms"]
     return table.sort_values("outside_ms", ascending=False, ignore_index=True)[OUTSIDE]
 

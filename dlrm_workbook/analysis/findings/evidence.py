@@ -23,8 +23,8 @@ from dlrm_core.errors import InputError
 from dlrm_core.parts import SPAN_PREFIX, is_iteration_function
 from dlrm_core.units import milliseconds
 from dlrm_workbook.analysis.attribution import (
-    PART,
     basis,
+    by_part,
     coverage,
     iteration_state,
     parts_at,
@@ -174,10 +174,9 @@ class Evidence:
         pieces = segments(self.profile, device=False)
         own = self.profile.of_kind("annotation", "python")[pieces["context"]]
         own &= pieces["context"].ge(0).to_numpy() & self.inside(pieces["start_ns"].to_numpy())
-        pieces = pieces[own].reset_index(drop=True)
-        pieces[PART] = parts_at(self.profile, pieces["context"].to_numpy())
-        pieces["ms"] = (pieces["end_ns"] - pieces["start_ns"]) / 1e6 / len(self.windows[0])
-        return pieces.groupby(PART)["ms"].sum()
+        pieces = pieces[own]
+        length = (pieces["end_ns"] - pieces["start_ns"]) / 1e6 / len(self.windows[0])
+        return by_part(self.profile, pieces["context"], pd.DataFrame({"ms": length}))["ms"]
 
     @cached_property
     def lines(self) -> pd.DataFrame:
@@ -278,19 +277,18 @@ class Evidence:
 
     @cached_property
     def pieces(self) -> pd.DataFrame:
-        """As :func:`segments` of these iterations, with ``ms`` of a mean one and ``name``: every
-        moment belongs to the GPU's work, or while the GPU is idle to what the host is in."""
+        """As :func:`segments` of these iterations, with ``ms`` of a mean one: every moment belongs
+        to the GPU's work, or while the GPU is idle to what the host is in."""
         pieces = segments(self.profile)
         pieces = pieces[self.inside(pieces["start_ns"].to_numpy())].reset_index(drop=True)
-        context = pieces["context"].to_numpy()
-        names = np.append(self.profile.contexts["name"].to_numpy(dtype=object), "")[context]
         length = pieces["end_ns"] - pieces["start_ns"]
-        return pieces.assign(ms=length / 1e6 / max(len(self.windows[0]), 1), name=names)
+        return pieces.assign(ms=length / 1e6 / max(len(self.windows[0]), 1))
 
     def of_kernels(self, names: Iterable[str]) -> tuple[Ints, Any]:
         """Contexts and time (ms of a mean step) of the pieces in which kernels of these names run,
         those that begin the soonest where several run at once."""
-        rows = self.pieces[self.pieces["name"].isin(set(names)) & self.pieces["where"].eq("device")]
+        named = np.append(self.profile.which("name", set(names).__contains__), False)
+        rows = self.pieces[named[self.pieces["context"]] & self.pieces["where"].eq("device")]
         return rows["context"].to_numpy(), rows["ms"].to_numpy()
 
     @cached_property

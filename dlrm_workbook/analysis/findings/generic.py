@@ -317,25 +317,30 @@ def _by_iteration(evidence: Evidence) -> pd.DataFrame:
     step = stretch_at(
         spans["start_ns"].to_numpy(), spans["end_ns"].to_numpy(), work["start_ns"].to_numpy()
     )
-    names = profile.contexts["name"].to_numpy()
-    done = profile.contexts["name"].iloc[work["context"]].reset_index(drop=True)
-    short = {name: kernel_name(name).short or name for name in done[work["kind"].eq("kernel")]}
-    short |= {name: f"copies ({name})" for name in done[work["kind"].eq("copy")]}
+    contexts = profile.contexts
+    # by context first: of a long recording these are few beside its spans
+    names = contexts["name"].to_numpy(dtype=object)
+    done = names.copy()
+    for row in np.flatnonzero(profile.of_kind("kernel")):
+        done[row] = kernel_name(names[row]).short or names[row]
+    for row in np.flatnonzero(profile.of_kind("copy")):
+        done[row] = f"copies ({names[row]})"
     pieces = idle_pieces(profile)
     pieces = pieces[~pieces["copying"]]
     place = pd.Series(np.arange(len(spans)), index=spans["iteration"])
-    owner = scopes_of(profile.contexts)[np.maximum(pieces["context"].to_numpy(), 0)]
-    host = np.where(pieces["context"] < 0, "code outside every operator and range", names[owner])
+    host = np.append(names[scopes_of(contexts)], "code outside every operator and range")
+    number, told = pd.factorize(np.concatenate([done, host]))
     times = pd.DataFrame(
         {
-            "name": np.concatenate([done.map(lambda name: short.get(name, name)), host]),
-            "step": np.concatenate([step, place.reindex(pieces["iteration"]).to_numpy()]),
-            "ms": np.concatenate([(work["end_ns"] - work["start_ns"]) / 1e6, pieces["idle_ms"]]),
+            "name": number[np.append(work["context"], pieces["context"] % len(host) + len(done))],
+            "step": np.append(step, place.reindex(pieces["iteration"]).to_numpy()),
+            "ms": np.append((work["end_ns"] - work["start_ns"]) / 1e6, pieces["idle_ms"]),
         }
     )
     table = times[times["step"] >= 0].pivot_table(
         "ms", "name", "step", aggfunc="sum", fill_value=0.0
     )
+    table = table.set_axis(pd.Index(told[table.index], name="name")).sort_index()
     return table.reindex(columns=range(len(spans)), fill_value=0.0)
 
 

@@ -124,7 +124,7 @@ BLOCKED = 0.8
 
 COPY_SHARE = 0.05
 COMMUNICATION_SHARE = 0.1
-OVER_LINK = "HtoD|DtoH|HostToDevice|DeviceToHost|copyin|copyout"
+OVER_LINK = re.compile("HtoD|DtoH|HostToDevice|DeviceToHost|copyin|copyout")
 
 LINKS_GB_PER_S = {6: 12, 7: 12, 8: 25, 9: 50, 10: 50, 12: 50}
 """What pinned copies reach over PCIe x16 (generations 3, 4 and 5) by the first figure of the
@@ -1219,11 +1219,11 @@ def dominant_place(evidence: Evidence, ledger: Ledger) -> Measured | None:
     it and the GPU's idle time together, whatever the kernels and the causes are."""
     if evidence.is_ours or not evidence.has_timeline:
         return None
-    pieces = evidence.pieces
-    on_gpu = pieces["where"].eq("device")
-    exchange = pieces["name"].str.contains(COMMUNICATION) & on_gpu
+    profile, pieces = evidence.profile, evidence.pieces
+    exchanges = profile.which("name", lambda name: bool(COMMUNICATION.search(name)))
+    exchange = np.append(exchanges, False)[pieces["context"]] & pieces["where"].eq("device")
     rows = pieces[~exchange]
-    places = time_by_name(evidence.profile, rows["context"], rows["ms"])
+    places = time_by_name(profile, rows["context"], rows["ms"])
     del places["call"]  # of idle time, which another finding tells
     most = max((float(times.iloc[0]) for times in places.values() if len(times)), default=0.0)
     if most < DOMINANT_SHARE * evidence.total_ms:
@@ -1235,12 +1235,14 @@ def dominant_place(evidence: Evidence, ledger: Ledger) -> Measured | None:
     name = str(places[level].index[0])
     if any(share > TOLD * most / evidence.total_ms and name in text for share, text in ledger.told):
         return None
-    inside = in_place(evidence.profile, level, name)
+    inside = in_place(profile, level, name)
     own = rows[inside[rows["context"]] & rows["context"].ge(0)]
     busy = own[own["where"].eq("device")]
-    short = busy["name"].map(lambda kernel: kernel_name(kernel).short or kernel)
-    kernels = busy.groupby(short)["ms"].sum().nlargest(MOST_NAMES)
-    parts = parts_at(evidence.profile, own["context"].to_numpy())
+    by_context = busy.groupby("context")["ms"].sum()
+    names = profile.contexts["name"].iloc[by_context.index]
+    short = [kernel_name(kernel).short or kernel for kernel in names]
+    kernels = by_context.groupby(short).sum().nlargest(MOST_NAMES)
+    parts = parts_at(profile, own["context"].to_numpy())
     part = largest(own["ms"].groupby([parts[each].to_numpy() for each in PART]).sum())
     time = float(own["ms"].sum())
     return {
@@ -1274,9 +1276,10 @@ def heavy_copy(evidence: Evidence, ledger: Ledger) -> Measured | None:
     work = evidence.work
     if work.empty:
         return None
-    names = evidence.profile.contexts["name"].iloc[work["context"]].to_numpy()
-    rows = work.assign(name=names)
-    found = rows[rows["kind"].eq("copy") & ~rows["name"].str.contains(OVER_LINK)]
+    profile = evidence.profile
+    over_link = profile.which("name", lambda name: bool(OVER_LINK.search(name)))
+    found = work[work["kind"].eq("copy") & ~over_link[work["context"]]]
+    found = found.assign(name=profile.contexts["name"].iloc[found["context"]].to_numpy())
     if found.empty:
         return None
     time, alone = evidence.alone_ms(found, work[work["kind"].eq("kernel")])
@@ -1289,7 +1292,6 @@ def heavy_copy(evidence: Evidence, ledger: Ledger) -> Measured | None:
     peer = found["name"].str.contains("PtoP|peer", case=False)
     sets = float(length[is_set].sum()) / float(length.sum())
     steps = max(len(evidence.windows[0]), 1)
-    profile = evidence.profile
     every = np.bincount(profile.trace["context"], minlength=len(profile.contexts))
     size = profile.value_table("copy_bytes").to_numpy()
     moved = float(np.nan_to_num((size / np.maximum(every, 1))[found["context"]]).sum())
@@ -1559,7 +1561,7 @@ def _copies(evidence: Evidence) -> pd.DataFrame:
     if work.empty:
         return work
     names = profile.contexts["name"]
-    over_link = names.str.contains(OVER_LINK).to_numpy()[work["context"]]
+    over_link = profile.which("name", lambda name: bool(OVER_LINK.search(name)))[work["context"]]
     found = work[work["kind"].eq("copy") & over_link]
     count = max(len(evidence.windows[0]), 1)
     every = np.bincount(profile.trace["context"], minlength=len(names))[found["context"]]

@@ -84,11 +84,11 @@ def time_by_name(profile: Profile, context: Any, ms: Any) -> dict[str, pd.Series
         ms: (m,) their time.
     """
     at, time = np.asarray(context), np.asarray(ms, dtype=float)
+    each = np.bincount(at[at >= 0], time[at >= 0], len(profile.contexts))
     names = profile.contexts["name"].to_numpy()
     found = {}
     for level, row in levels(profile).items():
-        above = np.where(at >= 0, row[np.maximum(at, 0)], -1)
-        own = pd.Series(time[above >= 0]).groupby(names[above[above >= 0]]).sum()
+        own = pd.Series(each[row >= 0]).groupby(names[row[row >= 0]]).sum()
         found[level] = own[own > 0].sort_values(ascending=False)
     return found
 
