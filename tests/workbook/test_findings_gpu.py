@@ -10,6 +10,8 @@ import gpu_trace
 import pytest
 from finding_profiles import found, listed, made, ordered
 
+from dlrm_workbook.analysis.attribution import attribute
+from dlrm_workbook.analysis.findings import ranking
 from dlrm_workbook.analysis.findings.finding import LIMITS, Finding
 from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.recordings.torch.trace import read_trace
@@ -344,10 +346,13 @@ def test_one_call_goes_before_launches_that_take_more_in_all(trace: Trace) -> No
                 at = begin + 190 * i + 100 + 10 * k
                 trace.host("cpu_op", f"aten::op_{k}", at - 1, at + 8)
                 trace.launch(at, "sm90_norm", at + 3, at + 5)
-    first, second, *_ = listed(trace.read())
+    profile = trace.read()
+    first, second, *_ = listed(profile)
     assert first.id == "gpu_idle_otherwise" and "cudaMemGetInfo" in first.title
     assert first.share_of_step == pytest.approx(5 * 90 / 995, abs=0.05)
     assert second.id == "launch_bound"
+    said = ranking(profile, attribute(profile))
+    assert "their share of the step, of which idle time that is spread" in said
 
 
 @pytest.mark.parametrize("sorted_in", [(3,), (), (0, 1, 2, 3, 4, 5, 6)])
@@ -476,9 +481,12 @@ def test_calls_that_wait_stand_before_the_launches_that_they_hold_up(trace: Trac
             at = begin + 5 + 24 * i
             trace.launch(at, "elementwise_kernel", at + 3, at + 5)
             trace.host("cuda_runtime", "cudaDeviceSynchronize", at + 6, at + 14)
-    first, second = listed(trace.read())[:2]
+    profile = trace.read()
+    first, second = listed(profile)[:2]
     assert (first.id, second.id) == ("synchronisation", "launch_bound")
     assert first.share_of_step < second.share_of_step
+    said = ranking(profile, attribute(profile))
+    assert "should save the most time" in said and "a cause before its effects" in said
 
 
 @pytest.mark.parametrize("blocking", [True, False])

@@ -154,7 +154,7 @@ def findings(
     ledger = Ledger(evidence)
     found = [finding for rule in RULES for finding in rule(evidence, ledger)]
     ranked = rank(generic.of_all_iterations(found))
-    by_gain = not evidence.on_gpu or evidence.is_ours
+    by_gain = _by_gain(evidence)
     ranked = ranked if by_gain else _by_share(ranked)
     ranked = _dominant_in_place(ranked)
     largest = max(ranked, key=lambda finding: finding.share_of_step, default=None)
@@ -166,6 +166,31 @@ def findings(
     for cause, effects in EXPLAINS.items():
         _before(ranked, cause, effects)
     return of_one_step(ranked, _available(evidence), evidence.basis)
+
+
+def ranking(profile: Profile, attribution: pd.DataFrame) -> str:
+    """One sentence on how :func:`findings` of this profile are ordered."""
+    evidence = Evidence(profile, attribution)
+    first = "Findings that make the run fail come first"
+    if _by_gain(evidence):
+        ahead = f"a part that takes far more of {evidence.basis} than all else that was found"
+        if evidence.on_gpu:
+            ahead = f"an idle GPU that takes more than any other finding, or {ahead},"
+        return (
+            f"{first}, then those whose remedy should save the most time; {ahead} stands before "
+            "these, and a cause before its effects."
+        )
+    return (
+        f"{first}; the others follow by their share of {evidence.basis}, of which idle time that "
+        "is spread over the program counts half, a cause stands before its effects, and what "
+        "promises no gain is last."
+    )
+
+
+def _by_gain(evidence: Evidence) -> bool:
+    """Whether findings are ordered by the time that their remedies save: of another program on a
+    GPU no change was timed."""
+    return not evidence.on_gpu or evidence.is_ours
 
 
 def _by_share(ranked: Sequence[Finding]) -> list[Finding]:
