@@ -182,8 +182,8 @@ def ranking(profile: Profile, attribution: pd.DataFrame) -> str:
         )
     return (
         f"{first}; the others follow by their share of {evidence.basis}, of which idle time that "
-        "is spread over the program counts half, a cause stands before its effects, and what "
-        "promises no gain is last."
+        "is spread over the program counts half, and work of the GPU after which it waits for the "
+        "host not at all; a cause stands before its effects, and what promises no gain is last."
     )
 
 

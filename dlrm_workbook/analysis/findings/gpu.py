@@ -599,7 +599,7 @@ def gpu_idle(evidence: Evidence, ledger: Ledger) -> Measured | None:
     if explained > 0.02 * evidence.total_ms:
         figures["id"] = "gpu_idle_otherwise"
         figures["title"] = "The GPU is idle {share:.0%} of the step{few_iterations}{meanwhile}"
-        figures["meanwhile"] = " for other reasons"
+        figures["meanwhile"] = " for no single reason"
         figures["others"] = "The rest of its idle time has findings of its own."
     if traced and len(unexplained):
         figures |= _host_meanwhile(evidence, unexplained)
