@@ -903,7 +903,7 @@ def _override(tree: dict[str, Any], override: str) -> None:
         tree["title"] = text
         return
     if section not in SECTIONS and section != "sweep":
-        raise InputError("-p " + _unknown(f"{name.strip()}", list(SECTIONS), "section"))
+        raise InputError(f"-p {override}: " + _unknown(name.strip(), list(SECTIONS), "section"))
     try:
         value = read_yaml(text)
     except InputError as error:
@@ -916,7 +916,7 @@ def _override(tree: dict[str, Any], override: str) -> None:
     else:
         known = [f"{section}.{f.name}" for f in fields(SECTIONS[section])]
         if f"{section}.{leaf}" not in known:
-            raise InputError("-p " + _unknown(f"{section}.{leaf}", known, "parameter"))
+            raise InputError(f"-p {override}: " + _unknown(f"{section}.{leaf}", known, "parameter"))
     values = tree.get(section)
     if values is None:
         values = tree[section] = {}

@@ -114,6 +114,26 @@ def sync_tree(folder: Path) -> None:
         sync_folder(Path(place))
 
 
+def _hidden_beside(target: Path, what: str) -> Path:
+    """A new hidden folder beside ``target``; see :func:`whole_folder` for what is refused."""
+    if target.exists():
+        raise InputError(f"{target} exists already; a {what} is never written over another")
+    try:
+        make_folder(target.parent)
+        return Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    except OSError as error:
+        raise InputError(f"cannot write the {what} to {target}: {error.strerror}") from None
+
+
+def require_new(target: Path, what: str) -> None:
+    """Refuse, before long work, a folder that :func:`whole_folder` would refuse after it.
+
+    Raises:
+        InputError: ``target`` exists, or cannot be written.
+    """
+    _hidden_beside(target, what).rmdir()
+
+
 @contextlib.contextmanager
 def whole_folder(target: Path, what: str) -> Iterator[Path]:
     """A new folder that appears only when whole: fill the one that is yielded.
@@ -124,13 +144,7 @@ def whole_folder(target: Path, what: str) -> Iterator[Path]:
     Raises:
         InputError: ``target`` exists, or cannot be written.
     """
-    if target.exists():
-        raise InputError(f"{target} exists already; a {what} is never written over another")
-    try:
-        make_folder(target.parent)
-        part = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-    except OSError as error:
-        raise InputError(f"cannot write the {what} to {target}: {error.strerror}") from None
+    part = _hidden_beside(target, what)
     try:
         yield part
         part.chmod(0o755)

@@ -301,6 +301,6 @@ def read_yaml(text: str) -> Any:
     except InputError:
         raise
     except _REFUSALS as error:
-        why = " ".join(str(error).split())
+        why = " ".join(str(error).split()).replace('in "<unicode string>", ', "in ")
         why = why if len(why) <= MOST_REASON else why[:MOST_REASON] + "..."
         raise InputError(f"is not valid YAML: {why}") from None

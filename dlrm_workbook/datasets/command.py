@@ -214,8 +214,10 @@ def _variant(arguments: argparse.Namespace) -> Variant:
         if arguments.table_rows:
             raise InputError(f"--table-rows is for --variant custom, not {arguments.variant}")
         return scaled(VARIANTS[arguments.variant], arguments.scale)
+    if arguments.table_rows is None:
+        raise InputError("--variant custom needs --table-rows, such as --table-rows 1000,50,3")
     try:
-        rows = tuple(int(word) for word in (arguments.table_rows or "").split(","))
+        rows = tuple(int(word) for word in arguments.table_rows.split(","))
     except ValueError:
         raise InputError(
             f"--table-rows is {arguments.table_rows!r}, expected numbers such as 1000,50,3"

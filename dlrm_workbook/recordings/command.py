@@ -18,6 +18,7 @@ from typing import Any
 from dlrm_core.config import ProfilingConfig
 from dlrm_core.errors import InputError
 from dlrm_core.files import read_json
+from dlrm_core.settings import shown
 from dlrm_workbook.processes import Completed, MeasurementError, ProgressCallback, run_child
 from dlrm_workbook.recordings.torch.inject import STARTUP, VARIABLE
 
@@ -35,6 +36,26 @@ CHANGES_TIMED = (
     "The program was not edited. A start-up file on PYTHONPATH hooked the optimizers of torch to "
     "note when its iterations end, and ended it after the last one that was asked for."
 )
+
+
+def require_program(config: ProfilingConfig) -> None:
+    """Refuse a ``profiling.command`` whose program or folder is not there, before anything runs.
+
+    Raises:
+        InputError: naming the field and its value.
+    """
+    if not config.command:
+        return
+    folder, program = Path(config.command_folder or "."), config.command[0]
+    if not folder.is_dir():
+        raise InputError(
+            f"profiling.command_folder is {shown(config.command_folder)}: there is no such folder"
+        )
+    # as execve does: a name with a slash is relative to the folder in which it runs
+    if not shutil.which((folder / program).absolute() if os.sep in program else program):
+        raise InputError(
+            f"profiling.command: {shown(program)} cannot be started: there is no such program"
+        )
 
 
 def record_command(

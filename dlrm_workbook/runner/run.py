@@ -26,6 +26,7 @@ from dlrm_core.files import read_json, write_json, write_text
 from dlrm_core.units import duration
 from dlrm_workbook.changes import apply_change
 from dlrm_workbook.processes import sigterm_as_exit
+from dlrm_workbook.recordings.command import require_program
 from dlrm_workbook.recordings.open import require_recording
 from dlrm_workbook.runner.index import list_runs
 from dlrm_workbook.runner.parameters import (
@@ -301,6 +302,8 @@ class Plan:
         Raises:
             InputError: naming the field that cannot have its value, or the file.
         """
+        if "profile" in self.own:
+            require_program(parameters.profiling)
         for own in self.own.values():
             for name in ("profile_run", "host_run"):
                 if own.get(name):

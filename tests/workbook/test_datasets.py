@@ -444,6 +444,11 @@ def test_what_cannot_be_generated_is_refused(tmp_path, capsys, extra, words):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_variant_of_ones_own_needs_its_tables(tmp_path, capsys):
+    assert main(["data", "generate", "--variant", "custom", "--output", str(tmp_path / "s")]) == 2
+    assert "--variant custom needs --table-rows" in capsys.readouterr().err
+
+
 def test_variants_are_computed_and_measured_only_where_asked(tmp_path, capsys):
     assert main(["data", "variants", "--json"]) == 0
     rows = {row["data_set"]: row for row in json.loads(capsys.readouterr().out)}

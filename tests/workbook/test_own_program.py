@@ -35,9 +35,10 @@ from dlrm_workbook.machine import REPOSITORY
 from dlrm_workbook.recordings.measure import measure
 from dlrm_workbook.recordings.open import open_recording
 from dlrm_workbook.recordings.profile import Profile
-from dlrm_workbook.recordings.torch import session
+from dlrm_workbook.recordings.torch import recorder, session
 from dlrm_workbook.recordings.torch.modules import group_names
 from dlrm_workbook.recordings.torch.recorder import record_workload
+from dlrm_workbook.runner.run import Plan
 
 PROGRAM = Path(foreign_program.__file__)
 
@@ -264,6 +265,32 @@ def test_a_program_that_cannot_be_hooked_is_ended_when_its_time_is_up(tmp_path: 
 def test_a_program_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no-such-program cannot be started"):
         measure(parameters(tmp_path, "no-such-program"), tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("words", "profiling", "told"),
+    [
+        (["no-such-program"], {}, "profiling.command: 'no-such-program' cannot be started"),
+        (["./python"], {}, r"profiling.command: './python' cannot be started"),
+        ([sys.executable], {"command_folder": "gone"}, "command_folder is 'gone': there is no"),
+    ],
+)
+def test_a_command_that_is_not_there_is_refused_before_anything_runs(
+    tmp_path: Path, words: list[str], profiling: dict[str, Any], told: str
+) -> None:
+    asked = parameters_from_sections({"profiling": {"command": words} | profiling})
+    with pytest.raises(InputError, match=told):
+        Plan.of(["profile"], {}).check(asked)
+    Plan.of(["profile"], {}).check(parameters(tmp_path, Path(sys.executable).name))
+
+
+def test_a_recording_that_is_there_is_refused_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorder, "evidence", pytest.fail)
+    with pytest.raises(InputError, match="exists already"):
+        record_workload(load_parameters(REPOSITORY / "parameters" / "quick.yaml"), tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_command_that_ends_early_but_was_recorded_says_so(tmp_path: Path) -> None:

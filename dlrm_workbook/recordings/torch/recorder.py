@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from dlrm_core.config import Parameters, load_parameters
-from dlrm_core.files import read_json, write_json
+from dlrm_core.files import read_json, require_new, write_json
 from dlrm_core.machine import (
     available_memory,
     device_name,
@@ -97,6 +97,7 @@ def record_workload(
             exists or cannot be written.
     """
     config = parameters.profiling
+    require_new(folder, "recording")
     settle_allocator()
     # first, so that evidence, run and what the recording says are of one back end
     parameters, chosen = resolved(parameters)
