@@ -181,6 +181,22 @@ class FusedCpu:
             job.run_plan(kernels_sorted.adagrad_owned, plan[sorts], threads)
         self.updates += 1
 
+    def sorts(self, batch: Batch) -> bool:
+        """Whether the update of a batch sorts the lookups of a table."""
+        return bool(self._sorts(batch.table_starts).any())
+
+    def sort_alone(self, batch: Batch) -> None:
+        """Sort a batch's lookups as their update does, and update nothing: to be timed apart.
+
+        The batch must have been pooled: its indices are used unchecked.
+        """
+        threads, starts = torch.get_num_threads(), batch.table_starts
+        plan = share_out(starts, threads)
+        plan = plan[self._sorts(starts)[plan[:, 0]]]
+        job = self._job(batch.indices, batch.offsets, starts)
+        self._make_room_to_sort(job, starts, plan, threads)
+        job.run_plan(kernels_sorted.sort_alone, plan, threads)
+
     def _sorts(self, starts: tuple[int, ...]) -> np.ndarray:
         """For each table, whether a row is updated once with the sum of its gradients.
 

@@ -4,6 +4,8 @@ Both need a row's whole gradient before its update (unlike SGD, which may subtra
 lookup by lookup), so a unit sorts its lookups by row: a stable radix sort of keys
 ``row B' + bag`` (B' the least power of two not below B) by the bits of the row. Then
 each row's gradients are summed in the order of the bags and the row is updated once.
+Where most rows come up once, those rows' gradient is their bag's: they are updated bag after
+bag, as SGD updates, and only the rows that come up again are sorted.
 A unit owns all rows of a table or a hashed share of them, so no two threads meet,
 and every row's sum has one order: the bits do not depend on the number of threads.
 """
@@ -72,13 +74,22 @@ from dlrm_kernels.vectors import (
 DIGIT_BITS = 11
 """Most bits sorted in one pass: 2048 counters fit the first-level cache."""
 
+MOST_SLOT_BITS = 20
+"""Slots of the map of rows, at most: at two bits each they take 256 KiB of the second-level cache.
+Rows of a larger table share slots; one that shares is sorted, as if it came up again."""
+
+MAP_BYTES = (2 << MOST_SLOT_BITS) // 8
+
+FEW = 0.5
+"""Share of a unit's lookups that may find their slot taken, for the others to be done unsorted."""
+
 ADAGRAD, ROWWISE, SGD = 0, 1, 2
 
 
 @compiled
 def scratch_bytes(dim):
-    """Bytes of scratch of one thread: counters of the sort, and one row's gradient."""
-    return 8 * (1 << DIGIT_BITS) + 4 * ((dim + 15) // 16 * 16)
+    """Bytes of scratch of one thread: counters of the sort, the map of rows, a row's gradient."""
+    return 8 * (1 << DIGIT_BITS) + MAP_BYTES + 4 * ((dim + 15) // 16 * 16)
 
 
 @compiled
@@ -91,27 +102,70 @@ def bits_for(count):
 
 
 @compiled
-def collect(job, table, mine, slices, shift, keys):
-    """Write the keys of a slice's lookups, bag after bag; where they begin and their number.
-
-    The slices of a table share its region of keys, one behind the other.
-    """
-    bags, indices = field(job, BAGS), field(job, INDICES)
-    starts = field(job, STARTS)
+def first_place(job, table, mine, slices):
+    """Where a slice's keys begin: the slices of a table share its region, one behind the other."""
+    indices, starts = field(job, INDICES), field(job, STARTS)
     begin, end = item(starts, table), item(starts, table + 1)
     place = begin
     if slices > 1:
         for i in range(begin, end):
             if owner(item(indices, i), slices) < mine:
                 place += 1
-    first = place
-    for bag in range(bags):
+    return place
+
+
+@compiled
+def comes_again(slots, row, bits):
+    """Whether the map of :func:`mark_rows` has a row's slot as taken more than once."""
+    slot = row & ((1 << bits) - 1)
+    return (item(slots, slot >> 5) >> (2 * (slot & 31) + 1)) & 1
+
+
+@compiled
+def collect(job, table, mine, slices, shift, keys, few, slots, bits):
+    """Write the keys of a slice's lookups, bag after bag; their number.
+
+    Args:
+        few: whether only those that come again are written.
+    """
+    indices, count = field(job, INDICES), 0
+    for bag in range(field(job, BAGS)):
         for i in range(bag_begin(job, table, bag), bag_begin(job, table, bag + 1)):
             row = item(indices, i)
+            if few and not comes_again(slots, row, bits):
+                continue
             if slices == 1 or owner(row, slices) == mine:
-                store_int(keys + 8 * place, (row << shift) | bag)
-                place += 1
-    return first, place - first
+                store_int(keys + 8 * count, (row << shift) | bag)
+                count += 1
+    return count
+
+
+@compiled
+def mark_rows(job, table, mine, slices, slots, bits):
+    """Note in two bits a slot which rows a slice looks up, and which it looks up again.
+
+    Returns:
+        Whether few lookups found their slot taken; the map is whole only then.
+    """
+    indices, starts = field(job, INDICES), field(job, STARTS)
+    begin, end = item(starts, table), item(starts, table + 1)
+    mask, again, counted = (1 << bits) - 1, 0, 0
+    early = begin + (end - begin) // 8
+    for word in range(((1 << bits) + 31) // 32):
+        store_int(slots + 8 * word, 0)
+    for i in range(begin, end):
+        if i == early and again > FEW * counted:
+            return False
+        row = item(indices, i)
+        if slices == 1 or owner(row, slices) == mine:
+            slot = row & mask
+            at, shift = slots + 8 * (slot >> 5), 2 * (slot & 31)
+            word = item(at, 0)
+            taken = (word >> shift) & 1
+            store_int(at, word | ((1 | (taken << 1)) << shift))
+            again += taken
+            counted += 1
+    return again <= FEW * counted
 
 
 @compiled
@@ -320,6 +374,49 @@ def adagrad_rows(
 
 
 @compiled
+def update_lone_rows(job, table, mine, slices, shift, keys, slots, bits, number, out):
+    """Update the rows whose slot was taken once, bag after bag; the others' keys are written.
+
+    A lone row gets the bits that it would get if it were sorted.
+
+    Args:
+        number: place for a bag's number.
+
+    Returns:
+        Number of keys.
+    """
+    dim, kind, ahead, step = field(job, DIM), field(job, KIND), field(job, AHEAD), field(job, STEP)
+    indices, last = field(job, INDICES), item(field(job, STARTS), table + 1) - 1
+    w, s = item(field(job, WEIGHTS), table), item(field(job, STATES), table)
+    g, stride = item(field(job, GRADIENTS), table), item(field(job, STRIDES), table)
+    rate, epsilon = load_float(field(job, RATES)), load_float(field(job, RATES) + 4)
+    size, state_size, count = 4 * dim, 4 * dim, 0
+    if kind == ROWWISE:
+        state_size = 4
+    for bag in range(field(job, BAGS)):
+        store_int(number, bag)
+        squares = sum_gradients(number, 0, 1, -1, g, stride, dim, out) / np.float32(dim)
+        for i in range(bag_begin(job, table, bag), bag_begin(job, table, bag + 1)):
+            soon = item(indices, min(i + ahead, last))
+            if slices == 1 or owner(soon, slices) == mine:
+                warm(w + soon * size, size, step)
+                warm(s + soon * state_size, state_size, step)
+            row = item(indices, i)
+            if slices > 1 and owner(row, slices) != mine:
+                continue
+            if comes_again(slots, row, bits):
+                store_int(keys + 8 * count, (row << shift) | bag)
+                count += 1
+            elif kind == ROWWISE:
+                total = load_float(s + row * 4) + squares
+                store_float(s + row * 4, total)
+                subtract_scaled(w + row * size, out, rate / (np.sqrt(total) + epsilon), dim)
+            else:
+                adagrad_row(w + row * size, s + row * size, out, dim, rate, epsilon)
+    return count
+
+
+@compiled
 def adagrad_changes(state, gradient, dim, rate, epsilon):
     """s += g^2; rate g / (sqrt(s) + eps) in the place of g."""
     rates, epsilons, column = splat(rate), splat(epsilon), 0
@@ -369,35 +466,64 @@ def narrow_rows(job, table, keys, count, shift, thread, out):
         begin = end
 
 
+@compiled
+def sorted_lookups(job, unit, thread, updates):
+    """Sort a unit's lookups by row, less those of lone rows where they are many.
+
+    Args:
+        updates: whether lone rows are updated meanwhile.
+
+    Returns:
+        The sorted keys and their number.
+    """
+    plan, starts = field(job, PLAN), field(job, STARTS)
+    table, mine, slices = item(plan, 3 * unit), item(plan, 3 * unit + 1), item(plan, 3 * unit + 2)
+    counters = field(job, SCRATCH) + thread * scratch_bytes(field(job, DIM))
+    slots = counters + 8 * (1 << DIGIT_BITS)
+    shift, bits = bits_for(field(job, BAGS)), bits_for(item(field(job, ROWS), table))
+    base, apart, region = field(job, KEYS), 8 * item(starts, field(job, TABLES)), field(job, REGION)
+    if region > 0:
+        # the same memory for table after table: it stays in the cache
+        base += thread * region - 8 * item(starts, table)
+        apart = region // 2
+    keys = base + 8 * first_place(job, table, mine, slices)
+    low = min(bits, MOST_SLOT_BITS)
+    few = field(job, FORMAT) == FLOAT and mark_rows(job, table, mine, slices, slots, low)
+    if few and updates:
+        out = slots + MAP_BYTES
+        count = update_lone_rows(job, table, mine, slices, shift, keys, slots, low, counters, out)
+    else:
+        count = collect(job, table, mine, slices, shift, keys, few, slots, low)
+    return sort_keys(keys, keys + apart, count, shift, bits, counters), count
+
+
 def adagrad_owned(job):
     """Update every row that was looked up, once; a unit owns rows of a table."""
     dim, units, plan = field(job, DIM), field(job, UNITS), field(job, PLAN)
     ahead, kind, step = field(job, AHEAD), field(job, KIND), field(job, STEP)
     rate, epsilon = load_float(field(job, RATES)), load_float(field(job, RATES) + 4)
     thread = enter(job)
-    counters = field(job, SCRATCH) + thread * scratch_bytes(dim)
-    out = counters + 8 * (1 << DIGIT_BITS)
+    out = field(job, SCRATCH) + thread * scratch_bytes(dim) + 8 * (1 << DIGIT_BITS) + MAP_BYTES
     shift = bits_for(field(job, BAGS))
-    total = item(field(job, STARTS), field(job, TABLES))
     unit = take_unit(job)
     while unit < units:
         table = item(plan, 3 * unit)
-        mine, slices = item(plan, 3 * unit + 1), item(plan, 3 * unit + 2)
         w, s = item(field(job, WEIGHTS), table), item(field(job, STATES), table)
         g, stride = item(field(job, GRADIENTS), table), item(field(job, STRIDES), table)
-        base, apart, region = field(job, KEYS), 8 * total, field(job, REGION)
-        if region > 0:
-            # the same memory for table after table: it stays in the cache
-            base += thread * region - 8 * item(field(job, STARTS), table)
-            apart = region // 2
-        first, n = collect(job, table, mine, slices, shift, base)
-        keys = base + 8 * first
-        bits = bits_for(item(field(job, ROWS), table))
-        keys = sort_keys(keys, keys + apart, n, shift, bits, counters)
+        keys, n = sorted_lookups(job, unit, thread, True)
         if field(job, FORMAT) != FLOAT:
             narrow_rows(job, table, keys, n, shift, thread, out)
         elif kind == ROWWISE:
             rowwise_rows(w, s, keys, n, shift, g, stride, dim, rate, epsilon, out, ahead, step)
         else:
             adagrad_rows(w, s, keys, n, shift, g, stride, dim, rate, epsilon, out, ahead, step)
+        unit = take_unit(job)
+
+
+def sort_alone(job):
+    """Sort as :func:`adagrad_owned` does and update no row: what sorting takes, timed apart."""
+    units, thread = field(job, UNITS), enter(job)
+    unit = take_unit(job)
+    while unit < units:
+        sorted_lookups(job, unit, thread, False)
         unit = take_unit(job)

@@ -145,6 +145,41 @@ def test_the_bits_do_not_depend_on_the_number_of_threads(optimizer, rows):
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
+@pytest.mark.parametrize("optimizer", ["adagrad", "rowwise_adagrad"])
+@pytest.mark.parametrize("dim", [4, 20, 64])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_rows_that_come_up_once_get_the_bits_that_sorted_ones_get(optimizer, dim, threads):
+    rows, bags, hot = (1 << 20) + 50, 40, 7  # of a table with more rows than the map has slots
+    torch.set_num_threads(threads)
+    random = torch.Generator().manual_seed(0)
+    few = torch.randint(0, rows, (bags, 5), generator=random)
+    few[3, 1], few[9, 2], few[5, 4] = few[20, 0], few[21, 0], few[22, 0] % 50 + (1 << 20)
+    few[6, 3], few[30, 1] = few[5, 4] - (1 << 20), hot + 1
+    # with many lookups of one row the whole table is sorted
+    many = torch.cat([few, torch.full((bags, 20), hot)], dim=1)
+    found = []
+    for indices in (few, many):
+        tables = make_tables([rows], dim)
+        update = attach(tables, config(optimizer=optimizer, embedding_backend="fused"))
+        starts = torch.arange(bags)[None] * indices.shape[1]
+        batch = Batch(
+            torch.zeros(bags, 1),
+            indices.reshape(-1),
+            starts,
+            (0, indices.numel()),
+            torch.zeros(bags, 1),
+        )
+        for step in range(2):
+            gradients = torch.randn(bags, dim, generator=torch.Generator().manual_seed(step))
+            torch.autograd.backward(tables(batch), [gradients])
+        found.append((tables.weights[0].detach(), update.states[0]))
+    others = [int(row) for row in few.unique() if row != hot]
+    start = make_tables([rows], dim).weights[0]
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one[others], other[others])
+    assert all(bool((found[0][0][row] != start[row]).any()) for row in others)
+
+
 def test_naive_waits_for_step_and_the_others_do_not():
     rows, batch = [30, 5], make_batch([30, 5], 9, 4, 0)
     for update in ("race_free", "naive", "atomic", "locked"):

@@ -194,6 +194,9 @@ def test_real_contestants_compute_the_same(monkeypatch):
         assert row["agree"] and not row["failures"]
         assert set(row["contestants"]) == set(names)
         assert all(figures["total_ms"] > 0 for figures in row["contestants"].values())
+        sorts = {name for name, figures in row["contestants"].items() if "sort_ms" in figures}
+        assert sorts == ({"fused"} if row["optimizer"] == "rowwise_adagrad" else set())
+        assert ("sorting alone, timed apart: " in bench.describe(row)) is bool(sorts)
         assert row["differences"][0].keys() == set(names) - {"facebook", "memory"}
 
 

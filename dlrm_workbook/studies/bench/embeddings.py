@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import importlib.util
 import math
 import statistics
@@ -93,6 +94,7 @@ class EmbeddingCase:
 
 
 _SGD = ((FACEBOOK, 5.0), (FBGEMM, 2.7))
+_REUSE = ((FACEBOOK, 6.0), (FBGEMM, 3.5))
 
 GROUPS: dict[str, tuple[EmbeddingCase, ...]] = {
     "sgd": (
@@ -100,7 +102,7 @@ GROUPS: dict[str, tuple[EmbeddingCase, ...]] = {
         EmbeddingCase("sgd-1", "sgd", 1),
         EmbeddingCase("sgd-100", "sgd", 100),
         EmbeddingCase("sgd-50-skewed", "sgd", 50, skew=SKEW),
-        EmbeddingCase("sgd-50-reuse", "sgd", 50, reuse=True),
+        EmbeddingCase("sgd-50-reuse", "sgd", 50, reuse=True, targets=_REUSE),
     ),
     "rowwise": (
         EmbeddingCase("rowwise-50", "rowwise_adagrad", 50, targets=((FACEBOOK, 6.0),)),
@@ -114,6 +116,7 @@ GROUPS: dict[str, tuple[EmbeddingCase, ...]] = {
             *("rowwise-50-bf16", "rowwise_adagrad", 50, 2048, None, NARROW, ((FACEBOOK, 6.0),)),
             ours=FUSED_BF16,
         ),
+        EmbeddingCase("sgd-50-reuse-both", "sgd", 50, 2048, None, NARROW, _REUSE, reuse=True),
     ),
     "adagrad": (EmbeddingCase("adagrad-50", "adagrad", 50),),
     "contention": (
@@ -234,7 +237,11 @@ def _rws_adagrad(peer: Path) -> Any:
 def run_case(
     contestant: Contestant, case: dict[str, Any], iterations: int, samples: Path
 ) -> dict[str, list[float]]:
-    """Milliseconds of forward, backward and update of each counted iteration."""
+    """Milliseconds of forward, backward and update of each counted iteration.
+
+    Where ours sorts lookups to update a row once, also of sorting alone (``sort``), which is a
+    part of backward.
+    """
     made = batches_of(case, contestant.rows, iterations + WARMUP)
     contestant.reset(case["optimizer"])
     random = torch.Generator().manual_seed(1)
@@ -253,8 +260,11 @@ def run_case(
             flush()
             taken = [elapsed_ms(phase) for phase in phases]
         if number >= WARMUP:
-            for phase, time_ms in zip(times, taken, strict=True):
+            for phase, time_ms in zip(PHASES, taken, strict=True):
                 times[phase].append(time_ms)
+            if contestant.name == FUSED and contestant.update.sorts(batch):
+                alone = functools.partial(contestant.update.sort_alone, batch)
+                times.setdefault("sort", []).append(elapsed_ms(alone))
     if contestant.name != MEMORY:
         rows, vectors = _samples(contestant, made[0], pooled)
         np.savez(samples / f"{case['name']}.npz", rows=rows, pooled=vectors)
@@ -459,7 +469,7 @@ def run_process(
 
 def _medians(times: Mapping[str, Sequence[float]]) -> dict[str, float]:
     totals = [sum(phases) for phases in zip(*(times[phase] for phase in PHASES), strict=True)]
-    figures = {f"{phase}_ms": statistics.median(times[phase]) for phase in PHASES}
+    figures = {f"{phase}_ms": statistics.median(spent) for phase, spent in times.items()}
     return figures | {"total_ms": statistics.median(totals)}
 
 
@@ -555,6 +565,10 @@ def describe(row: Mapping[str, Any]) -> str:
         cells = "".join(f"{figures[f'{phase}_ms']:>10.2f}" for phase in (*PHASES, "total"))
         lines.append(f"{name:<12}{cells}")
     best = ours_of(row)
+    for name, figures in row["contestants"].items():
+        if sort_ms := figures.get("sort_ms"):
+            share = sort_ms / figures["total_ms"]
+            lines.append(f"sorting alone, timed apart: {sort_ms:.2f} ms, {share:.0%} of {name}")
     for against, ratio in row["ratios"].get(best, {}).items():
         wanted = next((t["wanted"] for t in row["targets"] if t["against"] == against), None)
         goal = f", wanted {wanted:.1f}x" if wanted else ""
