@@ -117,7 +117,7 @@ def _infer(parser: argparse.ArgumentParser) -> None:
         help="measure each of these batch sizes (default: training.batch_size)",
     )
     parser.add_argument(
-        "--steps", type=int, default=1000, help="of each batch size (default: %(default)s)"
+        "--steps", type=int, default=1000, help="steps at each batch size (default: %(default)s)"
     )
     parser.add_argument(
         "--seconds",

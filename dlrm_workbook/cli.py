@@ -19,7 +19,11 @@ from dlrm_core.cli import Subcommand, like_command, parameters_file
 
 def _run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "notebook", metavar="NOTEBOOK|all", help="a notebook's name (train, profile, ...), or all"
+        "notebook",
+        metavar="NOTEBOOK|all",
+        help="train, profile, bottlenecks, compare, sweep, scaling, benchmark, experiment or "
+        "explore; all: the first three (with -- COMMAND ... after everything else: profile and "
+        "bottlenecks of that program)",
     )
     parameters_file(parser, required=False)
     parser.add_argument(
@@ -47,21 +51,24 @@ def _new(parser: argparse.ArgumentParser) -> None:
 def _protocols(parser: argparse.ArgumentParser) -> None:
     parameters_file(parser)
     parser.add_argument(
-        "--iterations", type=int, default=500, help="of training, as NVIDIA's (default: 500)"
+        "--iterations",
+        type=int,
+        default=500,
+        help="training iterations (default: 500, as NVIDIA's)",
     )
     parser.add_argument(
         "--batch-sizes",
         default="1,64,2048",
         metavar="N,...",
-        help="of inference; '' measures none (default: %(default)s)",
+        help="batch sizes of inference; '' measures none (default: %(default)s)",
     )
-    parser.add_argument("--steps", type=int, default=1000, help="of inference (default: 1000)")
+    parser.add_argument("--steps", type=int, default=1000, help="inference steps (default: 1000)")
     parser.add_argument(
         "--seconds",
         type=float,
         default=10.0,
         metavar="S",
-        help="of inference at most, a batch size (default: %(default)g)",
+        help="end inference at a batch size after S seconds (default: %(default)g)",
     )
     parser.add_argument("--json", metavar="FILE", help="write the record there")
 
@@ -90,7 +97,7 @@ def _bench(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const="all",
         help="instead of steps: forward, backward and update of the embeddings by every back "
-        "end, and the contention study; groups: sgd, rowwise, adagrad, contention",
+        "end, and the contention study; groups: sgd, rowwise, narrow, adagrad, contention",
     )
     parser.add_argument(
         "--torchrec", action="store_true", help="TorchRec's DLRM as well, where it is installed"
@@ -206,7 +213,9 @@ def _inspect(parser: argparse.ArgumentParser) -> None:
 
 def _export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "path", metavar="RECORDING", help="as of dlrm inspect; latest: the newest profile run"
+        "path",
+        metavar="RECORDING",
+        help="anything that dlrm inspect opens; latest: the newest profile run",
     )
     parser.add_argument(
         "--to",
