@@ -33,8 +33,8 @@ SPANS = [*LANE, "label", *PART, "start_ms", "duration_ms", "spans"]
 SUMMARY = [*LANE, "rank", "spans", "start_ms", "end_ms", "running_ms", "running_share"]
 SUMMARY += ["largest", "largest_share"]
 
-MOST_SPANS = 400
-"""Rows of a lane; where its trace has more spans, time is cut into bins."""
+MOST_SPANS, MOST_OF_ALL = 200, 3000
+"""Rows of a lane, and of all lanes; where a trace has more spans, time is cut into bins."""
 
 MOST_LABELS = 12
 """Functions a lane tells apart; the others share one label."""
@@ -65,15 +65,16 @@ def thread_timeline(profile: Profile, by: str = "component") -> pd.DataFrame:
         return unmeasured(SPANS, _why(profile))
     first, last = int(trace["start_ns"].min()), int(trace["end_ns"].max())
     label, names = _labels(profile, by)
-    frames = []
-    for lane in _lanes(profile):
+    frames, lanes = [], _lanes(profile)
+    most = min(MOST_SPANS, MOST_OF_ALL // max(len(lanes), 1))
+    for lane in lanes:
         start, end, context = running(profile, lane["profile"])
         if not len(start):
             continue
         code, shown = label[context], names
         if by == "function":
             code, shown = _largest(code, end - start, names)
-        spans = _coarsened(start - first, end - first, code, last - first)
+        spans = coarsened(start - first, end - first, code, last - first, most)
         rows = shown.iloc[spans["code"]].reset_index(drop=True)
         rows = rows.assign(
             **{name: lane[name] for name in LANE},
@@ -181,19 +182,22 @@ def _joined(start: Ints, end: Ints, code: Ints) -> pd.DataFrame:
     )
 
 
-def _coarsened(start: Ints, end: Ints, code: Ints, length: int) -> pd.DataFrame:
-    """At most ``MOST_SPANS`` spans ``code``, ``start``, ``length``, ``spans``, in order.
+def coarsened(start: Ints, end: Ints, code: Ints, length: int, most: int) -> pd.DataFrame:
+    """At most so many spans ``code``, ``start``, ``length``, ``spans``, in order.
 
     Args:
-        start, end: ns since the trace begins (small numbers: floats keep them).
-        length: of the trace, ns.
+        start, end: ns since the time that is drawn begins (small numbers: floats keep them).
+        code: number of each span's label; the sum of each is kept to the nanosecond.
+        length: of the time that is drawn, ns.
+        most: rows; where there are more, time is cut into bins.
     """
     spans = _joined(start, end, code)
-    bins = MOST_SPANS
-    while len(spans) > MOST_SPANS:
+    most = max(most, len(np.unique(code)))  # each label has a row of its own
+    bins = most
+    while len(spans) > most:
         edges = np.linspace(0, length, bins + 1).astype(np.int64)
         spans = _binned(start, end, code, np.unique(edges))
-        bins = max(1, min(bins - 1, bins * MOST_SPANS // (len(spans) + 1)))
+        bins = max(1, min(bins - 1, bins * most // (len(spans) + 1)))
     return spans
 
 

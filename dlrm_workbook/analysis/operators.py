@@ -18,6 +18,8 @@ from dlrm_workbook.analysis.attribution import (
     step_contexts,
 )
 from dlrm_workbook.analysis.context_tree import stretch_at
+from dlrm_workbook.analysis.kernel_names import short_names
+from dlrm_workbook.analysis.lanes import coarsened
 from dlrm_workbook.recordings.profile import Profile
 
 SMALL = "(small)"
@@ -25,6 +27,9 @@ SMALL = "(small)"
 
 MERGE_GAP_NS = 2_000
 """Kernels of one part closer than this are drawn as one span."""
+
+MOST_SPANS = 400
+"""Rows of a GPU lane in an iteration of :func:`timeline`."""
 
 
 def top_operators(profile: Profile, count: int = 20) -> pd.DataFrame:
@@ -69,23 +74,33 @@ def top_operators(profile: Profile, count: int = 20) -> pd.DataFrame:
 
 
 def call_tree(
-    profile: Profile, metric: str = "cpu_time_ms", smallest_share: float = 0.001
+    profile: Profile,
+    metric: str = "cpu_time_ms",
+    smallest_share: float = 0.001,
+    most: int = 300,
 ) -> pd.DataFrame:
     """The call tree of the step for an icicle or flame graph.
 
     Contexts below ``smallest_share`` of the whole are joined, parent by parent, in one
-    row labelled ``(small)``, so what a row's children leave of it is still its own time.
+    row labelled ``(small)``, so what a row's children leave of it is still its own time. Of a
+    chain of calls that have no time of their own and call one function each, the first and the
+    last are rows; the last one names those between in ``through``.
 
     Args:
         metric: an additive time: ``cpu_time_ms`` or ``gpu_time_ms``.
+        smallest_share: of the whole; it is raised until there are at most ``most`` rows, and
+            ``attrs["smallest_share"]`` says to what.
+        most: rows of the tree.
 
     Returns:
         ``id`` and ``parent`` (str, "" above a root), ``label``, ``kind``, ``shapes``,
-        ``component``, ``phase``, ``value_ms`` (inclusive), ``self_ms``, ``share`` (of the whole);
+        ``component``, ``phase``, ``value_ms`` (inclusive), ``self_ms``, ``share`` (of the whole),
+        ``through`` (labels of the calls left out between the row and its parent, a list);
         parents first.
         Empty if ``metric`` was not measured.
     """
     columns = ["id", "parent", "label", "kind", "shapes", *PART, "value_ms", "self_ms", "share"]
+    columns.append("through")
     if not profile.has(metric):
         return pd.DataFrame(columns=columns)
     contexts, steps = profile.contexts, iteration_count(profile)
@@ -101,21 +116,51 @@ def call_tree(
     value = table["value_ms"].to_numpy()
     taken = within & (value > 0)
     # A child has at most its parent's value, so what is shown hangs together.
-    shown = taken & (root | (value >= smallest_share * value[root].sum()))
-    hidden = table[taken & ~shown & shown[parent]]
-    rest = hidden["value_ms"].groupby(hidden["parent"].astype(int)).sum()
-    above = table.loc[rest.index]
-    small = above.assign(id="small-" + above["id"], parent=above["id"], label=SMALL)
-    small = small.assign(kind="", shapes="", value_ms=rest, self_ms=rest)
-    tree = pd.concat([table[shown], small], ignore_index=True)
-    return tree.assign(share=tree["value_ms"] / value[root].sum())[columns]
+    whole = value[root].sum()
+    while True:
+        shown = taken & (root | (value >= smallest_share * whole))
+        hidden = table[taken & ~shown & shown[parent]]
+        rest = hidden["value_ms"].groupby(hidden["parent"].astype(int)).sum()
+        above = table.loc[rest.index]
+        small = above.assign(id="small-" + above["id"], parent=above["id"], label=SMALL)
+        small = small.assign(kind="", shapes="", value_ms=rest, self_ms=rest)
+        tree = _without_links(pd.concat([table[shown], small], ignore_index=True))
+        if len(tree) <= most or smallest_share > 1:
+            break
+        smallest_share = max(1.25 * smallest_share, 0.001)
+    tree = tree.assign(share=tree["value_ms"] / whole)[columns]
+    tree.attrs["smallest_share"] = smallest_share
+    return tree
+
+
+def _without_links(tree: pd.DataFrame) -> pd.DataFrame:
+    """The tree without calls that only hand on to one other, with ``through``; parents first."""
+    callees = tree["parent"].value_counts()
+    alone = tree["parent"].map(callees).eq(1) & tree["id"].map(callees).eq(1)
+    hands_on = tree["self_ms"].abs() <= 1e-9 * tree["value_ms"]
+    # ranges stay: they name the parts
+    link = alone & hands_on & tree["kind"].ne("annotation") & tree["parent"].ne("")
+    above = dict(zip(tree["id"], tree["parent"], strict=True))
+    label = dict(zip(tree.loc[link, "id"], tree.loc[link, "label"], strict=True))
+    parents, through = [], []
+    for parent in tree.loc[~link, "parent"]:
+        passed = []
+        while parent in label:
+            passed.append(label[parent])
+            parent = above[parent]
+        parents.append(parent)
+        through.append(passed[::-1])
+    kept = tree[~link].reset_index(drop=True)
+    return kept.assign(parent=parents, through=pd.Series(through, dtype=object))
 
 
 def timeline(profile: Profile, iterations: int = 3) -> pd.DataFrame:
     """What each lane does during the first iterations, to be drawn.
 
     Host lanes show the parts' ranges; GPU lanes the kernels and copies, neighbours of
-    one part joined.
+    one part joined. Where a GPU lane still has more than :data:`MOST_SPANS` of them in an
+    iteration, time is cut into bins, narrower than a picture shows, in which each part has one
+    row: their sums stay exact.
 
     Args:
         iterations: how many.
@@ -132,16 +177,37 @@ def timeline(profile: Profile, iterations: int = 3) -> pd.DataFrame:
     keys = ["thread", "iteration", *PART]
     same = (spans[keys] == spans[keys].shift()).all(axis=1)
     near = spans["start_ns"] - spans["end_ns"].shift() < MERGE_GAP_NS
+    kept = ("on_gpu", "thread", "iteration", "begin_ns", "lane", *PART, "start_ns")
     table = spans.groupby((~(spans["on_gpu"] & same & near)).cumsum()).agg(
-        **{name: (name, "first") for name in ("iteration", "begin_ns", "lane", *PART, "start_ns")},
+        **{name: (name, "first") for name in kept},
         end_ns=("end_ns", "max"),
         spans=("start_ns", "size"),
     )
+    lane = ["thread", "iteration"]
+    drawn = [
+        _coarse(spans.query("thread == @key[0] and iteration == @key[1]"))
+        if rows["on_gpu"].iloc[0] and len(rows) > MOST_SPANS
+        else rows
+        for key, rows in table.groupby(lane, sort=False)
+    ]
+    table = pd.concat(drawn, ignore_index=True)
     table["label"] = list(map(part_label, table["component"], table["phase"]))
     return _timed(table)
 
 
-def operator_spans(profile: Profile, iterations: int = 3, most: int = 1500) -> pd.DataFrame:
+def _coarse(spans: pd.DataFrame) -> pd.DataFrame:
+    """Kernels of one lane and iteration as at most :data:`MOST_SPANS` rows with exact sums."""
+    parts = spans.groupby(PART, sort=False)
+    first = int(spans["start_ns"].min())
+    start, end = (spans[name].to_numpy() - first for name in ("start_ns", "end_ns"))
+    code = parts.ngroup().to_numpy().astype(np.int64)
+    made = coarsened(start, end, code, int(end.max()), MOST_SPANS)
+    rows = parts.head(1).iloc[made["code"]].reset_index(drop=True)
+    begin = first + made["start"]
+    return rows.assign(start_ns=begin, end_ns=begin + made["length"], spans=made["spans"])
+
+
+def operator_spans(profile: Profile, iterations: int = 3, most: int = 400) -> pd.DataFrame:
     """What :func:`timeline` joins, one by one: outermost operators on the host, kernels on the GPU.
 
     Args:
@@ -149,7 +215,8 @@ def operator_spans(profile: Profile, iterations: int = 3, most: int = 1500) -> p
         most: at most so many spans, the longest ones.
 
     Returns:
-        The columns of :func:`timeline`; ``label`` is the operator's or kernel's name.
+        The columns of :func:`timeline`; ``label`` is the operator's name, or the kernel's short
+        one. ``attrs["of"]`` is the number of spans of which these are the longest.
     """
     contexts = profile.contexts
     is_operator = profile.of_kind("operator")
@@ -158,10 +225,13 @@ def operator_spans(profile: Profile, iterations: int = 3, most: int = 1500) -> p
     spans = _lane_spans(profile, iterations, outermost)
     if spans.empty:
         return spans
-    spans["label"] = contexts["name"].to_numpy()[spans["context"]]
     length = spans["end_ns"] - spans["start_ns"]
     kept = spans.loc[length.sort_values(ascending=False, kind="stable").index[:most]].sort_index()
-    return _timed(kept.assign(spans=1))
+    name = pd.Series(contexts["name"].to_numpy()[kept["context"]], kept.index)
+    short = short_names(name[kept["on_gpu"]])
+    table = _timed(kept.assign(label=name.mask(kept["on_gpu"], name.map(short)), spans=1))
+    table.attrs["of"] = len(spans)
+    return table
 
 
 _TIMELINE = ["iteration", "lane", "label", *PART, "start_ms", "duration_ms", "spans"]

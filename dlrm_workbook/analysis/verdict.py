@@ -27,7 +27,6 @@ from dlrm_core.files import read_json, write_json, write_text
 from dlrm_core.units import counted, faster, from_to, milliseconds, percent, ratio
 from dlrm_workbook.analysis.attribution import IDLE, attribute, coverage, iteration_state
 from dlrm_workbook.analysis.findings import (
-    SERIALISED,
     bottlenecks_json,
     can_show_bottlenecks,
     cautions,
@@ -40,7 +39,13 @@ from dlrm_workbook.analysis.reference import Reference, at_reference, reference
 from dlrm_workbook.analysis.roofline import least_step, profile_parameters
 from dlrm_workbook.analysis.sentences import in_markdown
 from dlrm_workbook.analysis.steady import SteadyState
-from dlrm_workbook.analysis.whatif import COVER, STEP_ERROR, measured_parts, prediction
+from dlrm_workbook.analysis.whatif import (
+    COVER,
+    STEP_ERROR,
+    Prediction,
+    measured_parts,
+    prediction,
+)
 from dlrm_workbook.evidence.dependence import changed_parameters
 from dlrm_workbook.intervals import t_quantile
 from dlrm_workbook.processes import ProgressCallback, python_module, run_child
@@ -267,7 +272,7 @@ def timed(profile: Profile, change: Mapping[str, Any]) -> dict[str, float] | Non
     """
     together = profile.meta.get("together") or {}
     for stage in together.get("stages") or []:
-        if stage["change"] != dict(change) or not stage.get("ms"):
+        if stage["change"] != plain(dict(change)) or not stage.get("ms"):
             continue
         pairs = zip(together["base_ms"], stage["ms"], strict=True)
         logs = [math.log(base / then) for base, then in pairs]
@@ -279,6 +284,25 @@ def timed(profile: Profile, change: Mapping[str, Any]) -> dict[str, float] | Non
         ends = {"low": middle - reach, "mid": middle, "high": middle + reach}
         return {end: math.exp(value) for end, value in ends.items()}
     return None
+
+
+def with_timed(made: Prediction, profile: Profile) -> Prediction:
+    """A prediction as it is, or with the time of the whole step, if the profile timed the change.
+
+    The parts keep their proportions.
+    """
+    gain = timed(profile, made.change)
+    if gain is None:
+        return made
+    low, mid, high = (made.now_ms / gain[end] for end in ("high", "mid", "low"))
+    times = ["then_ms", "low_ms", "high_ms"]
+    parts = made.parts.assign(**{name: made.parts[name] * mid / made.mid_ms for name in times})
+    said = (
+        f"the profile timed whole steps under {_named(made.change)} in turns with the step as it "
+        f"is; parts timed alone said {milliseconds(made.mid_ms)}"
+    )
+    ends = {"low_ms": low, "mid_ms": mid, "high_ms": high, "parts": parts}
+    return replace(made, **ends, method=TIMED, notices=[*made.notices, said])
 
 
 # ---- the way ----------------------------------------------------------------------------------
@@ -444,16 +468,14 @@ def verdict(
     findings: Sequence[Finding],
     way: Sequence[Stage],
 ) -> str:
-    """The headline of a profile, with a caution where its times are distorted."""
+    """The headline of a profile; :func:`quality` says what its times are good for."""
     limit_sentence = limit(profile, attribution, findings[0].title if findings else "")
     if findings or can_show_bottlenecks(profile, attribution):
         text = headline(findings, way, limit_sentence)
     else:
         text = "**This recording cannot show what holds the program back.** "
         text += in_markdown(limit_sentence)
-    return text + (
-        f"\n\n**Caution:** {in_markdown(SERIALISED)}" if profile.meta.get("serialised") else ""
-    )
+    return text
 
 
 def step_headline(profile: Profile, attribution: pd.DataFrame) -> str:

@@ -8,6 +8,7 @@ it in its last cell, so that the next notebook finds its results in the same way
 from __future__ import annotations
 
 import contextlib
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +25,7 @@ from dlrm_workbook.analysis.sentences import in_markdown
 from dlrm_workbook.processes import Progress, ProgressCallback
 from dlrm_workbook.recordings.open import open_recording
 from dlrm_workbook.recordings.profile import Profile
-from dlrm_workbook.runner.parameters import kept_options
+from dlrm_workbook.runner.parameters import UNKNOWN_FILE, kept_options
 from dlrm_workbook.runs import (
     DEFAULT_OUTPUT_ROOT,
     RunFolder,
@@ -178,7 +179,17 @@ class Source:
     def options(self) -> list[str]:
         """Options that name the parameters of the explained run on a command line: as they were
         typed for it, else those that it kept, else ``-f FILE``."""
-        return (kept_options(self.folder) if self.folder else []) or ["-f", "FILE"]
+        return (kept_options(self.folder) if self.folder else []) or UNKNOWN_FILE.split()
+
+    def named(self, document: Any) -> Any:
+        """JSON values whose sentences name the options of the explained run, where known."""
+        if isinstance(document, Mapping):
+            return {name: self.named(value) for name, value in document.items()}
+        if isinstance(document, list):
+            return [self.named(value) for value in document]
+        if isinstance(document, str):
+            return document.replace(UNKNOWN_FILE, shlex.join(self.options))
+        return document
 
     def python_profile(self) -> Profile | None:
         """The pass with Python frames, if HPCToolkit made one for this run."""

@@ -48,6 +48,7 @@ from dlrm_workbook.runner.html_clean import (
     styles_moved,
 )
 from dlrm_workbook.runner.parameters import (
+    UNKNOWN_FILE,
     assigned_values,
     explained_options,
     parameter_tables,
@@ -115,8 +116,6 @@ ABSENT = re.compile(r"\*?Not measured\b")
 """How a sentence begins that stands in place of a figure or table."""
 INDEX = "../../index.html"
 """Address of the list of all runs as seen from a page, if there is one."""
-UNKNOWN_FILE = "-f FILE"
-"""Options in a notebook's sentences that stand for those of the run, which its page names."""
 STOPPED = "The run ended before this."
 BRIEF = ("parameters", "started", "took", "processor", "GPU")
 """Facts of a run that every reader sees; the others are a click away."""
@@ -196,7 +195,7 @@ def _prepared(nb: Any, resources: Any) -> tuple[Any, Any]:
         sheets += plotly_sheets(plotly_js())
     facts = run_facts(run)
     name = resources["name"]
-    files = (f"{name}.ipynb", f"{name}.json", "verdict.md", "run.json")
+    files = (f"{name}.ipynb", f"{name}.json", "verdict.md", "run.json", "tables/")
     resources["page"] = {
         "title": page.title or resources["name"],
         "name": resources["name"],
@@ -213,7 +212,7 @@ def _prepared(nb: Any, resources: Any) -> tuple[Any, Any]:
         "facts": [(name, value) for name, value in facts if name not in BRIEF],
         "chain": chain_links(run, resources["name"], resources["place"]),
         "index": INDEX if (resources["place"] / INDEX).is_file() else "",
-        "files": [name for name in files if (resources["place"] / name).is_file()],
+        "files": [name for name in files if (resources["place"] / name).exists()],
         "levels": LEVELS,
     }
     return nb, resources

@@ -66,7 +66,7 @@ def write_notebook(notebook: Any, path: Path) -> None:
     """Write an executed notebook as nbformat does, but the data of each figure in one line.
 
     nbformat gives every number of a figure a line of its own, and the spaces before them make a
-    fifth of the file.
+    fifth of the file. What papermill notes of a cell is one line too.
 
     Raises:
         InputError: the file cannot be written.
@@ -75,11 +75,13 @@ def write_notebook(notebook: Any, path: Path) -> None:
 
     notebook = copy.deepcopy(notebook)
     mark, compact = uuid.uuid4().hex, []
-    for output in (o for cell in notebook.cells for o in cell.get("outputs", [])):
-        data = output.get("data", {})
-        for kind in (kind for kind in data if kind.endswith("+json")):
-            compact.append(json.dumps(data[kind], ensure_ascii=False, separators=(",", ":")))
-            data[kind] = f"{mark} {len(compact) - 1}"
+    for cell in notebook.cells:
+        data = [output.get("data", {}) for output in cell.get("outputs", [])]
+        held = [(each, kind) for each in data for kind in each if kind.endswith("+json")]
+        held += [(cell.metadata, "papermill")] if "papermill" in cell.metadata else []
+        for holder, name in held:
+            compact.append(json.dumps(holder[name], ensure_ascii=False, separators=(",", ":")))
+            holder[name] = f"{mark} {len(compact) - 1}"
     text = nbformat.writes(notebook, version=4)
     write_text(path, re.sub(rf'"{mark} (\d+)"', lambda found: compact[int(found[1])], text) + "\n")
 
@@ -165,6 +167,10 @@ def kept_options(folder: Path) -> list[str]:
     """
     kept = folder / "workload.yaml"
     return typed_options(folder) or (["-f", str(kept)] if kept.is_file() else [])
+
+
+UNKNOWN_FILE = "-f FILE"
+"""Options in a notebook's sentences that stand for those of the run; its page names these."""
 
 
 def explained_options(run: Mapping[str, Any], folder: Path) -> list[str]:

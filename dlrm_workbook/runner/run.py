@@ -30,7 +30,9 @@ from dlrm_workbook.recordings.command import require_program
 from dlrm_workbook.recordings.open import require_recording
 from dlrm_workbook.runner.index import list_runs
 from dlrm_workbook.runner.parameters import (
+    UNKNOWN_FILE,
     declared_parameters,
+    explained_options,
     find_notebook,
     own_parameters,
     quiet_papermill,
@@ -457,7 +459,8 @@ def _publish(folder: RunFolder, outcome: Mapping[str, Any]) -> tuple[str, dict[s
         summary = summarise(notebook)
         files = (folder.html.name, folder.ipynb.name, "run.json")
         text = verdict_markdown(summary, outcome, run_facts(outcome), files)
-        write_text(folder.path / "verdict.md", text)
+        options = shlex.join(explained_options(outcome, folder.path)) or UNKNOWN_FILE
+        write_text(folder.path / "verdict.md", text.replace(UNKNOWN_FILE, options))
         # who interrupts does not wait for figures to be drawn
         short = outcome["status"] == "interrupted"
         render_html(folder.ipynb, folder.html, run=outcome, short=short)

@@ -8,7 +8,7 @@ asked for.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from dlrm_workbook.show.theme import (
     COMPUTE,
     INK,
     OUTLINE,
+    TREE_NAME,
     add_bars,
     add_ends,
     add_part_spans,
@@ -144,21 +145,39 @@ def call_tree_icicle(tree: pd.DataFrame, unit: str = "ms in a mean iteration") -
         tree: what :func:`dlrm_workbook.analysis.operators.call_tree` gives: parents first.
         unit: of ``value_ms``, for the title.
     """
-    full = tree["label"].str.replace("<", "&lt;")
+    least = tree.attrs.get("smallest_share")
+    names = [short_name(label, TREE_NAME) for label in tree["label"]]
+    full = [
+        f"<br>{wrapped(escaped(label), most=2)}" if label != name else ""
+        for label, name in zip(tree["label"], names, strict=True)
+    ]
+    through = map(_through, tree["through"])
     shapes = tree["shapes"].map(lambda text: f"<br>shapes {wrapped(text)}" if text else "")
+    more = [shape + way for shape, way in zip(shapes, through, strict=True)]
     parts = list(map(part_label, tree["component"], tree["phase"]))
     return icicle(
-        f"Call tree, {unit}",
+        "Call tree"
+        + (f" (calls below {percent(least)} are joined)" if least else "")
+        + f", {unit}",
         520,
         tree,
         "value_ms",
         list(map(colour_of, tree["component"])),
-        list(zip(full.map(wrapped), parts, tree["self_ms"], shapes, strict=True)),
-        "%{customdata[0]}<br>part: %{customdata[1]}<br>%{value:,.3f} ms (%{percentRoot:.1%}), "
-        "of it itself %{customdata[2]:,.3f} ms%{customdata[3]}",
+        list(zip(full, parts, tree["self_ms"], more, strict=True)),
+        "%{label}%{customdata[0]}<br>part: %{customdata[1]}<br>%{value:,.3f} ms "
+        "(%{percentRoot:.1%}), of it itself %{customdata[2]:,.3f} ms%{customdata[3]}",
         # plotly's own root above several threads, which is no call
         root={"color": "rgba(128, 128, 128, 0.25)"},
     )
+
+
+def _through(calls: Sequence[str]) -> str:
+    """A line with the calls that a box is reached through, without the middle ones of many."""
+    names = [short_name(call, 26) for call in calls]
+    if len(names) > 7:
+        names = [*names[:3], f"… {len(names) - 6} more …", *names[-3:]]
+    way = wrapped(escaped(" › ".join(names)))
+    return f"<br>through {way}" if names else ""
 
 
 def iteration_times(each: pd.DataFrame) -> go.Figure:
@@ -188,17 +207,18 @@ def iteration_timeline(spans: pd.DataFrame, detail: pd.DataFrame | None = None) 
     """
     several = spans["lane"].nunique() > 1
     spans = _laned(spans, several)
-    rows = list(dict.fromkeys(spans.sort_values("iteration", kind="stable")["lane"]))
-    result = figure("Timeline of iterations", 190 + 46 * len(rows), legend=True)
-    add_part_spans(result, spans)
+    lanes = list(dict.fromkeys(spans.sort_values("iteration", kind="stable")["lane"]))
+    rows = {lane: row for row, lane in enumerate(lanes)}
+    result = figure("Timeline of iterations", 190 + 46 * len(lanes), legend=True)
+    add_part_spans(result, spans, rows)
     if detail is not None and len(detail):
         last = float((spans["start_ms"] + spans["duration_ms"]).max())
         result.update_layout(meta={"detail_below_ms": DETAIL_SHARE * last})
-        _add_operators(result, _laned(detail, several))
+        _add_operators(result, _laned(detail, several), rows)
     # overlay: a bar is where its base says, whatever else is in the row
     result.update_layout(barmode="overlay", bargap=0.35)
     result.update_xaxes(title="ms since the iteration began")
-    result.update_yaxes(categoryorder="array", categoryarray=rows[::-1])
+    label_rows(result, list(map(escaped, lanes)))
     return result
 
 
@@ -224,13 +244,17 @@ def _laned(spans: pd.DataFrame, several: bool) -> pd.DataFrame:
     return spans.assign(lane=lane + ", " + spans["lane"] if several else lane)
 
 
-def _add_operators(target: go.Figure, detail: pd.DataFrame) -> None:
+def _add_operators(target: go.Figure, detail: pd.DataFrame, rows: Mapping[str, int]) -> None:
     """Operators in the lower half of their row, hidden until they are asked for."""
-    line = {"width": 1, "color": INK}
-    colours = list(map(colour_of, detail["component"]))
-    look = {"color": list(map(paled, colours)), "line": line}
+    there = detail.attrs.get("of", len(detail))
+    count = f"the {len(detail):,} longest of {there:,} " if there > len(detail) else ""
     hidden: dict[str, Any] = {"visible": "legendonly", "width": 0.3, "offset": 0.02}
-    add_spans(target, detail, "operators (zoom in)", look, legendgroup="operators", **hidden)
+    # one entry of the legend stands for the traces of all parts
+    hidden["legendgroup"] = "operators"
+    for number, (component, spans) in enumerate(detail.groupby("component", sort=False)):
+        look = {"color": paled(colour_of(str(component))), "line": {"width": 1, "color": INK}}
+        name = f"{count}operators (zoom in)"
+        add_spans(target, spans, rows, name, look, showlegend=number == 0, **hidden)
 
 
 def top_operators(

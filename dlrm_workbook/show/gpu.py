@@ -266,26 +266,25 @@ def lane_timeline(spans: pd.DataFrame, title: str = "Threads and GPU streams") -
             colour each.
     """
     lanes = list(dict.fromkeys(spans["lane"]))
+    rows = {lane: row for row, lane in enumerate(lanes)}
     result = figure(title, 220 + LANE_ROW * len(lanes), legend=True)
     parts = zip(spans["component"], spans["phase"], strict=True)
     if spans["label"].tolist() == [part_label(*part) for part in parts]:
-        add_part_spans(result, spans, "outside the model's parts")
+        add_part_spans(result, spans, rows, "outside the model's parts")
     else:
         held = spans.groupby("label")["duration_ms"].sum().sort_values(ascending=False)
         named = [label for label in held.index if label != "(others)"][: len(FUNCTION_COLOURS)]
         for label, colour in zip(named, FUNCTION_COLOURS, strict=False):
             look: dict[str, Any] = {"color": colour, "line": {"width": 0}}
-            add_spans(result, spans[spans["label"] == label], function_name(label, 28), look)
+            add_spans(result, spans[spans["label"] == label], rows, function_name(label, 28), look)
         rest = spans[~spans["label"].isin(named)]
         if len(rest):
             look = {"color": COLOURS["other"], "line": {"width": 0}}
-            add_spans(result, rest, "other functions", look)
+            add_spans(result, rest, rows, "other functions", look)
     result.update_layout(barmode="overlay", bargap=0.3)
     last = float((spans["start_ms"] + spans["duration_ms"]).max())
     result.update_xaxes(title="ms since the trace began", range=[0, last * 1.005])
-    result.update_yaxes(
-        categoryorder="array", categoryarray=lanes[::-1], ticklabelstandoff=5, showgrid=False
-    )
+    label_rows(result, list(map(escaped, lanes)))
     return result
 
 

@@ -128,7 +128,11 @@ class _Canvas:
 
     def line(self, points: Iterable[tuple[float, float]], **look: Any) -> None:
         look = {"fill": "none", "stroke-width": 1, **look}
-        self.path("M" + "L".join(f"{_short(x)} {_short(y)}" for x, y in points), **look)
+        texts = [(_short(x), _short(y)) for x, y in points]
+        commands = [f"M{x} {y}" for x, y in texts[:1]]
+        for (left, top), (x, y) in itertools.pairwise(texts):
+            commands.append(f"V{y}" if x == left else f"H{x}" if y == top else f"L{x} {y}")
+        self.path("".join(commands), **look)
 
     def _add(self, tag: str, look: Mapping[str, Any]) -> None:
         said = "".join(
@@ -171,6 +175,11 @@ class _Canvas:
 
 def _rectangle(left: float, top: float, right: float, bottom: float) -> str:
     return f"M{_short(left)} {_short(top)}H{_short(right)}V{_short(bottom)}H{_short(left)}Z"
+
+
+def _touches(box: Sequence[float], other: Sequence[float]) -> bool:
+    """Whether a rectangle begins where one in its row ends, or less than half a pixel later."""
+    return box[1] == other[1] and box[3] == other[3] and abs(other[0] - box[2]) < 0.5
 
 
 def _hatch(left: float, top: float, right: float, bottom: float, shape: str) -> str:
@@ -603,7 +612,7 @@ class _Image:
     # Marks of traces.
 
     def _bars(self, across: _Axis, up: _Axis, bars: Sequence[_Bar]) -> None:
-        filled: dict[tuple[Any, ...], list[str]] = {}
+        filled: dict[tuple[Any, ...], list[list[float]]] = {}
         hatched: dict[Any, list[str]] = {}
         texts: list[tuple[_Bar, tuple[float, float, float, float], str, bool]] = []
         for bar in bars:
@@ -633,7 +642,11 @@ class _Image:
             line = look.get("line") or {}
             width = float(_each(line.get("width"), count, 0)[index] or 0)
             stroke = _each(line.get("color"), count)[index] if width else None
-            filled.setdefault((colour, opacity, stroke, width), []).append(_rectangle(*box))
+            own = filled.setdefault((colour, opacity, stroke, width), [])
+            if trace.get("base") is not None and own and _touches(own[-1], box):
+                own[-1][2] = max(own[-1][2], box[2])
+            else:
+                own.append(list(box))
             pattern = (look.get("pattern") or {}).get("shape")
             shape = _each(pattern, count, "")[index]
             if shape and box[2] - box[0] > 3:
@@ -645,11 +658,13 @@ class _Image:
             self._bar_error(bar, values, (low + high) / 2, flat)
         for (colour, opacity, stroke, width), boxes in filled.items():
             edge = {"stroke": stroke, "stroke-width": width} if stroke else {}
-            self.canvas.path("".join(boxes), **_fill(colour, opacity), **edge)
+            self.canvas.path(
+                "".join(_rectangle(*box) for box in boxes), **_fill(colour, opacity), **edge
+            )
         for ink, commands in hatched.items():
             self.canvas.path("".join(commands), **_stroke(ink))
-        for own in texts:
-            self._bar_text(*own)
+        for text_of in texts:
+            self._bar_text(*text_of)
 
     def _bar_text(
         self, bar: _Bar, box: tuple[float, float, float, float], text: str, flat: bool
@@ -845,17 +860,20 @@ class _Image:
         levels = max((level for *_, level in boxes), default=0) + 1
         top = float((self.layout.get("margin") or {}).get("t") or 48)
         tall = (self.height - top - 16) / levels
+        filled: dict[str, list[str]] = {}
         for name, low, high, level in boxes:
-            if high - low < 0.3:
-                continue
-            box = (low, top + tall * level, high, top + tall * (level + 1))
-            edge = {"stroke": "#808080", "stroke-width": 0.7}
-            self.canvas.path(_rectangle(*box), **_fill(colours[name]), **edge)
+            box = _rectangle(low, top + tall * level, high, top + tall * (level + 1))
+            if high - low >= 0.3:
+                filled.setdefault(colours[name], []).append(box)
+        edge = {"stroke": "#808080", "stroke-width": 0.7}
+        for colour, own in filled.items():
+            self.canvas.path("".join(own), **_fill(colour), **edge)
+        for name, low, high, level in boxes:
             said = f"{texts[name]}<br>{values[name] / whole:.0%}"
             for text in (said, texts[name]):
                 width, height = _size(text, 11.5)
                 if width < high - low - 4 and height < tall - 2:
-                    at = ((low + high) / 2, box[1] + tall / 2)
+                    at = ((low + high) / 2, top + tall * (level + 0.5))
                     self.canvas.text(*at, text, anchor="middle", size=11.5, colour=ink[name])
                     break
 
@@ -997,16 +1015,17 @@ def _drawable(value: Any) -> bool:
 
 
 def _thinned(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Of many points in one column of pixels the first, the ends and the last."""
+    """Of many points in one column of pixels the first, the ends and the last, on whole pixels."""
     if len(points) <= 2 * WIDTH:
         return points
-    columns: dict[int, list[tuple[float, float]]] = {}
-    for point in points:
-        columns.setdefault(round(point[0]), []).append(point)
+    columns: dict[float, list[float]] = {}
+    for x, y in points:
+        columns.setdefault(float(round(x)), []).append(float(round(y)))
     kept = []
-    for own in columns.values():
-        ends = {min(own, key=lambda p: p[1]), max(own, key=lambda p: p[1])}
-        kept += [p for p in own if p in ends or p is own[0] or p is own[-1]][:6]
+    for x, own in columns.items():
+        first = own.index(min(own)) < own.index(max(own))
+        ends = (min(own), max(own)) if first else (max(own), min(own))
+        kept += [(x, y) for y, _ in itertools.groupby((own[0], *ends, own[-1]))]
     return kept
 
 

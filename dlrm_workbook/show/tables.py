@@ -15,10 +15,12 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pandas as pd
 
+from dlrm_core.files import write_text
 from dlrm_core.parts import part_label
 from dlrm_core.units import (
     NOT_MEASURED,
@@ -44,8 +46,15 @@ from dlrm_workbook.show.theme import COLOURS, short_name
 EMPTY = '<p class="absent">Nothing to list.</p>'
 """A table without rows; pages leave it out where a sentence before says why."""
 
-FIRST, KEPT = 20, 200
-"""Rows of a table that a reader sees at first, and rows that it holds."""
+FIRST, KEPT, BESIDE = 20, 200, 30
+"""Rows of a table that a reader sees at first, rows that it holds, and rows that it holds where a
+file beside the notebook has all."""
+
+IN_TEXT = 10
+"""Rows of a table for viewers that show plain text only."""
+
+WRAPS = re.compile(r"[\s/–-]")
+"""What browsers end a line at, within a number's text."""
 
 INDENT = "\u2003"
 """An em space: HTML would drop ordinary ones."""
@@ -191,6 +200,7 @@ def show(
     *,
     most: int = FIRST,
     instead: Text | None = None,
+    whole: Path | None = None,
 ) -> Table | Text:
     """The frame as a table; in its place ``instead`` or the reason, if it has no rows.
 
@@ -201,11 +211,16 @@ def show(
             some another label or look. Left out: all but :data:`HIDDEN`, those that belong
             together (``component`` and ``phase``, ``low_ms`` and ``high_ms``) as one.
         most: rows that are shown at first, of up to :data:`KEPT`; left out, :data:`FIRST`.
+        whole: file that the whole frame is written to as CSV, where it has more rows than
+            :data:`BESIDE`, which the table then holds.
+
+    Raises:
+        InputError: ``whole`` cannot be written.
     """
     if frame.empty:
         return instead or (absent(frame) if _reason(frame) else Table([], []))
     chosen = _default_columns(frame) if columns is None else columns
-    rows = frame.head(KEPT)
+    rows = frame.head(BESIDE if whole else KEPT)
     titles: list[str] = []
     columns_of_text: list[list[str]] = []
     words: list[bool] = []
@@ -231,7 +246,28 @@ def show(
         columns_of_text.append(texts)
         words.append(is_words)
     cells = zip(*columns_of_text, strict=True)
-    return Table(titles, cells, words, marks, exact=exact, most=most, total=len(frame))
+    file = whole if len(frame) > len(rows) else None
+    if file is not None:
+        write_csv(file, frame)
+    total = len(frame)
+    return Table(titles, cells, words, marks, exact=exact, most=most, total=total, file=file)
+
+
+def write_csv(path: Path, frame: pd.DataFrame) -> None:
+    """Write a frame as CSV, without its index.
+
+    Text that a spreadsheet would take for a formula gets an apostrophe before it.
+
+    Raises:
+        InputError: the file cannot be written.
+    """
+    formula = re.compile(r"[=+@\t-]")
+
+    def harmless(value: Any) -> Any:
+        return f"'{value}" if isinstance(value, str) and formula.match(value) else value
+
+    text = frame.apply(lambda column: column.map(harmless)).to_csv(index=False)
+    write_text(path, text)
 
 
 def _exact(name: str, sources: Sequence[pd.Series], texts: Sequence[str]) -> tuple[str, list[str]]:
@@ -242,8 +278,7 @@ def _exact(name: str, sources: Sequence[pd.Series], texts: Sequence[str]) -> tup
     if all(source.dtype.kind in "iuf" for source in sources):
         names = ",".join(str(source.name) for source in sources)
         rows = zip(*sources, strict=True)
-        # str and not repr: numpy's names the type
-        values = [",".join("" if _missing(v) else str(v) for v in row) for row in rows]
+        values = [",".join("" if _missing(v) else _number(v) for v in row) for row in rows]
     else:
         names = name
         is_text = len(sources) == 1 and all(isinstance(value, str) for value in sources[0])
@@ -252,6 +287,11 @@ def _exact(name: str, sources: Sequence[pd.Series], texts: Sequence[str]) -> tup
         values = ["" if value.startswith("/") else value for value in values]
     pairs = zip(values, texts, strict=True)
     return names, ["" if value == text else value for value, text in pairs]
+
+
+def _number(number: Any) -> str:
+    """A number to seven digits, a whole one to its last."""
+    return str(int(number)) if math.isfinite(number) and number % 1 == 0 else f"{number:.7g}"
 
 
 def _default_columns(frame: pd.DataFrame) -> list[str]:
@@ -479,6 +519,7 @@ class Table:
             their values (empty where the text says it all), for a page that sorts and copies.
         most: rows shown at first; pages show the others when they are asked to.
         total: rows that there are, where ``rows`` are only the first of them.
+        file: where all rows are, in the folder of such files in the run's.
     """
 
     def __init__(
@@ -491,8 +532,10 @@ class Table:
         exact: Mapping[int, tuple[str, Sequence[str]]] | None = None,
         most: int = FIRST,
         total: int = 0,
+        file: Path | None = None,
     ) -> None:
         self.columns = list(columns)
+        self._file = file
         self.rows = [list(row) for row in rows]
         self._words = words or [True] * len(self.columns)
         self._marks = marks or {}
@@ -509,7 +552,7 @@ class Table:
             for at, title in enumerate(self.columns)
         )
         body = "\n".join(self._row(place, row) for place, row in enumerate(self.rows))
-        words = self._rest()
+        words = escape(self._rest())
         foot = f'\n<tfoot><tr><td colspan="{len(self.columns)}">{words}</td></tr></tfoot>'
         foot = foot if words else ""
         return (
@@ -526,7 +569,11 @@ class Table:
         if total <= self._most:
             return ""
         left_out = "" if kept == total else f", of which the first {kept:,} are kept here"
-        return f"{total:,} rows{left_out}; those beyond the first {self._most} are hidden at first"
+        text = f"{total:,} rows{left_out}; those beyond the first {self._most} are hidden at first"
+        if self._file is None:
+            return text
+        place = f"{self._file.parent.name}/{self._file.name}"
+        return f"{text}. The whole table is in {place} of the run's folder."
 
     def _row(self, place: int, row: Sequence[str]) -> str:
         cells = (
@@ -538,7 +585,8 @@ class Table:
     def _attributes(self, at: int, place: int | None) -> str:
         """Style of a cell, or of a head where ``place`` is None, and what stands behind it."""
         # every viewer of notebooks sets tables to the right by itself
-        look = "" if place is None else "white-space: nowrap"
+        wraps = place is not None and WRAPS.search(self.rows[place][at].strip(NOTHING))
+        look = "white-space: nowrap" if wraps else ""
         look = "text-align: left" if self._words[at] else look
         names, values = self._exact.get(at, ("", ()))
         kind, behind = ("column", names) if place is None else ("value", values[place : place + 1])
@@ -551,7 +599,8 @@ class Table:
         return f'<span style="color: {colours[place]}">■</span>&nbsp;' if colours else ""
 
     def __repr__(self) -> str:
-        text = pd.DataFrame(self.rows[: self._most], columns=self.columns).to_string(index=False)
+        first = self.rows[: min(self._most, IN_TEXT)]
+        text = pd.DataFrame(first, columns=self.columns).to_string(index=False)
         return f"{text}\n{self._rest()}".strip()
 
 

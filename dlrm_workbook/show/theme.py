@@ -10,10 +10,12 @@ import json
 import math
 import os
 import textwrap
+from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
@@ -144,7 +146,7 @@ class Figure(go.Figure):
     def bundle(self) -> dict[str, Any]:
         """What a notebook stores, by MIME type: plotly's JSON with the description of its numbers
         in ``layout.meta``, an SVG image for viewers without plotly.js, and the description."""
-        spec = json.loads(self.to_json())
+        spec = _compact(json.loads(self.to_json()))
         said = description(spec)
         spec["layout"]["meta"] = {**(spec["layout"].get("meta") or {}), "description": said}
         spec["config"] = CONFIG
@@ -157,6 +159,20 @@ class Figure(go.Figure):
         from IPython.display import display
 
         display(self.bundle(), raw=True)
+
+
+def _compact(value: Any) -> Any:
+    """Plotly's JSON with numbers to seven digits, more than a pixel or a hover text shows."""
+    if isinstance(value, float):
+        return float(f"{value:.7g}")
+    if isinstance(value, list):
+        return [_compact(item) for item in value]
+    if isinstance(value, dict):
+        if value.get("dtype") == "f8":
+            numbers = np.frombuffer(b64decode(value["bdata"])).astype(np.float32)
+            return {**value, "dtype": "f4", "bdata": b64encode(numbers.tobytes()).decode()}
+        return {name: _compact(item) for name, item in value.items()}
+    return value
 
 
 def figure(title: str, height: int, *, legend: bool = False) -> Figure:
@@ -274,10 +290,10 @@ def escaped(text: str) -> str:
     return text.replace("&", "&amp;").replace("<", "&lt;")
 
 
-def wrapped(text: str, width: int = 80) -> str:
-    """Long names broken into lines for a hover label."""
+def wrapped(text: str, width: int = 80, most: int = 4) -> str:
+    """Long names broken into lines, at most so many, for a hover label."""
     pieces = [text[start : start + width] for start in range(0, len(text), width)]
-    shown = pieces[:4] + (["…"] if len(pieces) > 4 else [])
+    shown = pieces[:most] + (["…"] if len(pieces) > most else [])
     return "<br>".join(shown)
 
 
@@ -492,39 +508,49 @@ def stacked_iterations(
 
 
 def add_spans(
-    target: go.Figure, spans: pd.DataFrame, name: str, look: dict[str, Any], **more: Any
+    target: go.Figure,
+    spans: pd.DataFrame,
+    rows: Mapping[str, int],
+    name: str,
+    look: dict[str, Any],
+    **more: Any,
 ) -> None:
     """Stretches of time as bars in the row of their lane.
 
     Args:
         spans: ``lane``, ``label``, ``start_ms``, ``duration_ms``, ``spans`` (how many were joined).
+        rows: lane to its place, as :func:`label_rows` labels it.
         more: properties of plotly's trace.
     """
-    labels = spans["label"].map(escaped).map(wrapped)
+    labels = [wrapped(escaped(label)) for label in spans["label"]]
     target.add_trace(
         go.Bar(
             base=spans["start_ms"],
             x=spans["duration_ms"],
-            y=spans["lane"],
+            y=spans["lane"].map(rows).to_numpy(),
             orientation="h",
             name=escaped(name),
             marker=look,
+            # plotly takes one text for all; thousands of the same one make a large notebook
+            hovertext=labels[0] if len(set(labels)) == 1 else labels,
             # of a bar with a base, plotly's x is where the bar ends
-            customdata=list(zip(labels, spans["spans"], spans["duration_ms"], strict=True)),
+            customdata=spans[["spans", "duration_ms"]].to_numpy(float),
             hovertemplate=(
-                "%{customdata[0]}<br>from %{base:,.3f} ms, %{customdata[2]:,.3f} ms long"
-                "<br>spans joined: %{customdata[1]}<extra>%{y}</extra>"
+                "%{hovertext}<br>from %{base:,.3f} ms, %{customdata[1]:,.3f} ms long"
+                "<br>spans joined: %{customdata[0]}<extra>%{y}</extra>"
             ),
             **more,
         )
     )
 
 
-def add_part_spans(target: go.Figure, spans: pd.DataFrame, rest: str = part_label("other")) -> None:
+def add_part_spans(
+    target: go.Figure, spans: pd.DataFrame, rows: Mapping[str, int], rest: str = part_label("other")
+) -> None:
     """Spans of the model's parts in the parts' colours and patterns, with the key of the phases.
 
     Args:
-        spans: as for :func:`add_spans`, with ``component`` and ``phase``.
+        spans, rows: as for :func:`add_spans`; the spans with ``component`` and ``phase``.
         rest: what lies in no part, in the legend.
     """
     parts = {(str(c), str(p)): table for (c, p), table in spans.groupby(["component", "phase"])}
@@ -532,7 +558,7 @@ def add_part_spans(target: go.Figure, spans: pd.DataFrame, rest: str = part_labe
     for component, phase in sorted(parts, key=lambda part: step_order(*part)):
         name = rest if component == "other" else part_label(component)
         once = {"legendgroup": component, "showlegend": component not in drawn}
-        add_spans(target, parts[component, phase], name, marker(component, phase), **once)
+        add_spans(target, parts[component, phase], rows, name, marker(component, phase), **once)
         drawn.add(component)
     add_phase_key(target, spans["phase"].tolist())
 
@@ -558,6 +584,10 @@ def ranked_bars(
     return result
 
 
+TREE_NAME = 34
+"""Letters of a call's name in a box of :func:`icicle`."""
+
+
 def icicle(
     title: str,
     height: int,
@@ -576,13 +606,15 @@ def icicle(
         notes: plotly's ``customdata``, which ``hover``, its template, shows.
         more: properties of plotly's trace.
     """
-    widths = dict(zip(tree["id"], tree[value].astype(float), strict=True))
+    widths = dict(zip(tree["id"], tree[value].astype(np.float32), strict=True))
     children: dict[str, float] = {}
     # plotly draws nothing of a parent that is smaller, by a rounding error, than its children
     for row in rows_of(tree)[::-1]:
-        widths[row.id] = max(widths[row.id], children.get(row.id, 0.0))
-        children[row.parent] = children.get(row.parent, 0.0) + widths[row.id]
-    labels = [short_name(label, 34) for label in tree["label"]]
+        least = children.get(row.id, 0.0)
+        if float(widths[row.id]) < least:
+            widths[row.id] = np.nextafter(np.float32(least), np.float32(np.inf))
+        children[row.parent] = children.get(row.parent, 0.0) + float(widths[row.id])
+    labels = [escaped(short_name(label, TREE_NAME)) for label in tree["label"]]
     result = figure(title, height)
     result.add_trace(
         go.Icicle(
@@ -591,7 +623,7 @@ def icicle(
             labels=labels,
             # the name of a part on two lines fits into narrower boxes
             text=["<br>".join(label.rsplit(" ", 1)) for label in labels],
-            values=[widths[name] for name in tree["id"]],
+            values=np.array([widths[name] for name in tree["id"]], np.float32),
             branchvalues="total",
             customdata=notes,
             marker={

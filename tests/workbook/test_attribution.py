@@ -12,6 +12,7 @@ import pandas as pd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from recordings import recording
 from small_program import SmallProgram
 from small_training import parameters
 from torch.profiler import ProfilerActivity, profile
@@ -39,6 +40,7 @@ from dlrm_workbook.analysis.operators import (
 )
 from dlrm_workbook.analysis.steady import steady_state
 from dlrm_workbook.recordings.nesting import nest, self_times
+from dlrm_workbook.recordings.open import open_recording
 from dlrm_workbook.recordings.profile import Profile, inclusive_from_exclusive
 from dlrm_workbook.recordings.torch.trace import read_trace
 
@@ -303,6 +305,17 @@ def test_pruned_call_trees_keep_their_sums(measured: Profile, smallest_share: fl
         assert row.value_ms == pytest.approx(inner + row.self_ms, rel=1e-6, abs=1e-9)
     if smallest_share == 1.1:
         assert set(tree["label"]) == {"dlrm::iteration", SMALL}
+
+
+def test_calls_that_only_hand_on_are_named_by_what_they_reach() -> None:
+    profile = open_recording(recording("dlrm-h100-pc.d")).profile
+    tree = call_tree(profile, "gpu_time_ms")
+    assert len(tree) <= 300 and tree["through"].map(len).sum() > 500
+    value = dict(zip(tree["id"], tree["value_ms"], strict=True))
+    inner = tree.groupby("parent")["value_ms"].sum()
+    for row in tree[tree["label"] != SMALL].itertuples():
+        assert row.value_ms >= (inner.get(row.id, 0.0) + row.self_ms) * (1 - 1e-6)
+        assert not row.parent or row.value_ms <= value[row.parent] * (1 + 1e-9)
 
 
 def test_call_tree_of_gpu_time(gpu: Profile, measured: Profile) -> None:

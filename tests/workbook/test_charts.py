@@ -90,6 +90,7 @@ def tree() -> Figure:
             "phase": ["", "forward", "forward", "forward"],
             "value_ms": [10.0, 6.0, 3.0, 2.0],
             "self_ms": [1.0, 4.0, 3.0, 2.0],
+            "through": [[], [], ["aten::bag_out"], []],
         }
     )
     return figures.call_tree_icicle(table)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+from html import unescape
+from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 from hypothesis import given
@@ -22,7 +25,7 @@ from dlrm_core.units import (
     thousands,
     yes_or_no,
 )
-from dlrm_workbook.show.tables import Column, Table, Text, column, draw, show, signed
+from dlrm_workbook.show.tables import BESIDE, Column, Table, Text, column, draw, show, signed
 from dlrm_workbook.show.theme import (
     COLOURS,
     add_ends,
@@ -131,10 +134,11 @@ def test_ranges_are_numbers_and_no_number_is_broken_into_lines() -> None:
 
 
 def test_tables_align_numbers_and_escape_words() -> None:
-    table = Table(["name", "ms"], [("<b>", "1,234.5"), ("a", "<0.1")], words=[True, False])
+    table = Table(["name", "ms"], [("<b>", "1,234.5"), ("a", "1 to 2")], words=[True, False])
     html = table._repr_html_()
     assert "&lt;b&gt;" in html and "<b>" not in html
-    assert '<td style="white-space: nowrap">1,234.5</td>' in html
+    assert "<td>1,234.5</td>" in html, "browsers break no line within a number"
+    assert '<td style="white-space: nowrap">1 to 2</td>' in html
     assert '<td style="text-align: left">a</td>' in html
     assert Table(["a"], [])._repr_html_().count("Nothing") == 1
     assert "1,234.5" in repr(table)
@@ -179,8 +183,8 @@ def test_a_table_keeps_what_its_texts_round_off() -> None:
     )
     html = show(frame)._repr_html_()
     assert '<th style="text-align: left" data-column="part">part</th>' in html
-    assert 'data-column="low_ms,high_ms"' in html and 'data-value="1.25,2.123456789"' in html
-    assert 'data-value="10.0,"' in html, "what was not measured is empty"
+    assert 'data-column="low_ms,high_ms"' in html and 'data-value="1.25,2.123457"' in html
+    assert 'data-value="10,"' in html, "what was not measured is empty"
     assert f'data-value="at::native::{"long_name_" * 9}"' in html
     assert 'data-value="12345678"' in html and 'data-value="copy"' not in html
 
@@ -189,13 +193,27 @@ def test_rows_beyond_the_first_are_kept_and_counted() -> None:
     def rows(count: int, **options: int) -> tuple[int, int, str]:
         html = show(pd.DataFrame({"time_ms": range(count)}), **options)._repr_html_()
         foot = html.partition("<tfoot>")[2]
-        return html.count("<td style="), html.count("<tr hidden>"), foot
+        body = html.partition("<tbody>")[2].partition("</tbody>")[0]
+        return body.count("<tr"), body.count("<tr hidden>"), foot
 
     assert rows(24) == (24, 0, ""), "a few more are shown as well"
     shown, hidden, foot = rows(300)
     assert (shown, hidden) == (200, 180)
     assert "300 rows, of which the first 200 are kept here" in foot
     assert rows(40, most=30)[1] == 10
+
+
+def test_rows_that_are_left_out_are_in_a_file(tmp_path: Path) -> None:
+    frame = pd.DataFrame({"name": ["=1+1", *map(str, range(99))], "time_ms": np.arange(100) / 3})
+    file = tmp_path / "tables" / "calls.csv"
+    html = show(frame, ["time_ms"], whole=file)._repr_html_()
+    assert html.count("<tr") == 1 + BESIDE + 1, "head, rows and foot"
+    assert "The whole table is in tables/calls.csv of the run's folder" in unescape(html)
+    there = pd.read_csv(file)
+    assert list(there) == ["name", "time_ms"] and there["name"][0] == "'=1+1"
+    assert there["time_ms"].tolist() == frame["time_ms"].tolist()
+    short = show(frame[:BESIDE], whole=tmp_path / "none.csv")
+    assert "whole table" not in short._repr_html_() and not (tmp_path / "none.csv").exists()
 
 
 def test_a_frame_without_rows_says_why() -> None:

@@ -11,7 +11,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 from browser import check_page, open_page, require_browser
 from conftest import Chain
-from recordings import SEVERAL, recording
+from recordings import SEVERAL, TRACES, recording
 
 from dlrm_core.units import ratio
 from dlrm_workbook.machine import REPOSITORY
@@ -70,6 +70,23 @@ def test_pages_draw_and_say_what_the_recording_holds(explained: tuple[str, RunFo
         assert "copies" not in {finding["id"] for finding in document["findings"]}
 
 
+SMALL = 700_000
+"""Bytes of a notebook that GitHub and nbviewer still show."""
+
+
+def test_notebooks_of_recordings_stay_small(explained: tuple[str, RunFolder]) -> None:
+    assert explained[1].ipynb.stat().st_size <= SMALL
+
+
+@pytest.mark.parametrize("name", [*TRACES.values(), "dlrm-h100-host.d"])
+def test_notebooks_of_other_recordings_stay_small(name: str, tmp_path: Path) -> None:
+    given = f"profile_run={recording(name)}"
+    folder = run_notebooks(["bottlenecks"], None, [given], tmp_path)
+    assert folder.ipynb.stat().st_size <= SMALL
+    for said in re.findall(r"The whole table is in ([\w/.]+csv)", folder.ipynb.read_text()):
+        assert (folder.path / said).is_file()
+
+
 FIRST_SCREEN = "(place) => place.getBoundingClientRect().bottom <= innerHeight"
 
 
@@ -95,7 +112,7 @@ def check_ten_answers(folder: Path) -> None:
         assert page.locator(".quality.green, .quality.amber, .quality.red").count() == 1
         links = page.locator("#files a").evaluate_all("all => all.map(one => one.href)")
         assert {link.rpartition("/")[2] for link in links} >= {"bottlenecks.json", "verdict.md"}
-        assert all(Path(unquote(urlsplit(link).path)).is_file() for link in links)
+        assert all(Path(unquote(urlsplit(link).path)).exists() for link in links)
         assert page.locator(".tools button", has_text="Copy as CSV").count() > 0
         advice = page.locator("section", has=page.locator("> #what-to-change"))
         assert "Evidence." in advice.inner_text()

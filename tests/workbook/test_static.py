@@ -87,7 +87,7 @@ def test_stacked_and_based_bars_stand_where_their_values_say() -> None:
         duration_ms=[2.0, 4.0], spans=1
     )
     target = theme.figure("t", 200)
-    theme.add_spans(target, spans, "n", {"color": "#778899"})
+    theme.add_spans(target, spans, {"l": 0}, "n", {"color": "#778899"})
     (a, b) = boxes(drawn(target), "#778899")[:2]
     unit = (a[2] - a[0]) / 2
     assert (b[0] - a[0], b[2] - b[0]) == pytest.approx((6 * unit, 4 * unit), abs=0.3)
@@ -180,5 +180,5 @@ def test_many_spans_stay_small() -> None:
     starts = np.arange(4000) * 2.0
     spans = pd.DataFrame({"lane": "l", "label": "p", "start_ms": starts, "duration_ms": 1.0})
     target = theme.figure("t", 200)
-    theme.add_spans(target, spans.assign(spans=1), "n", {"color": "#778899"})
+    theme.add_spans(target, spans.assign(spans=1), {"l": 0}, "n", {"color": "#778899"})
     assert len(static.image(json.loads(target.to_json()))) < 120_000

@@ -25,7 +25,7 @@ from dlrm_workbook.analysis.attribution import (
 from dlrm_workbook.analysis.findings import bottlenecks_json, findings, limit
 from dlrm_workbook.analysis.findings.finding import Finding
 from dlrm_workbook.analysis.idleness import gpu_idleness
-from dlrm_workbook.analysis.verdict import verdict
+from dlrm_workbook.analysis.verdict import quality, verdict
 from dlrm_workbook.recordings.open import open_recording
 from dlrm_workbook.recordings.profile import Profile
 
@@ -101,8 +101,7 @@ def test_the_experiment_is_a_gpu_that_idles() -> None:
     assert found[0].id == "gpu_idle" and found[0].title == "The GPU is idle 99.8% of the time"
     assert "not measured" in found[0].evidence and "PC sampling" in found[0].evidence
     assert not any("cop" in finding.id for finding in found)  # 0.7 of 719 ms delay nothing
-    text = verdict(profile, attribute(profile), found, [])
-    assert "Caution" in text and "serialised" in text
+    assert "serialised" in quality(profile, attribute(profile), found)["sentence"]
     assert any("serialised" in caution for caution in document["cautions"])
     assert "serialised" in time_unit(profile)
     rows = {(row["component"], row["phase"]): row["time_ms"] for row in document["attribution"]}
@@ -289,7 +288,6 @@ def test_cautions_of_the_reader_reach_the_document(trace: Trace) -> None:
     _, document = told(profile)
     assert document["cautions"][-1] == "A kernel of 1,000 s is no kernel."
     assert "serialised" in document["cautions"][0]
-    assert "serialised" in verdict(profile, attribute(profile), [], [])
 
 
 def test_what_cannot_show_a_bottleneck_does_not_say_that_there_is_none() -> None:

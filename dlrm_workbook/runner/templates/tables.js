@@ -67,12 +67,13 @@
       limit = limit === Infinity ? (first < original.length ? first : FIRST) : Infinity;
       update();
     });
+    const elsewhere = table.tFoot?.textContent.match(/The whole table is .*/)?.[0] ?? "";
     const total = table.tFoot?.textContent.match(/([\d,]+) rows/)?.[1] ?? `${original.length}`;
     const all = total.replaceAll(",", "") === `${original.length}`
       ? `all ${total}` : `the first ${original.length} of ${total}`;
     if (limit !== Infinity) {
       table.tFoot?.remove();
-      table.after(more);
+      table.after(more, ...(elsewhere ? [` ${elsewhere}`] : []));
     }
     if (original.length > FILTER_ABOVE) {
       const filter = document.createElement("input");

@@ -41,6 +41,7 @@ from dlrm_workbook.analysis.ensemble import SWEEP, swept_runs
 from dlrm_workbook.analysis.findings import findings
 from dlrm_workbook.analysis.reference import at_reference, reference
 from dlrm_workbook.analysis.sentences import in_markdown
+from dlrm_workbook.analysis.verdict import with_timed
 from dlrm_workbook.analysis.whatif import Prediction, predict_change, prediction
 from dlrm_workbook.changes import apply_change, change_steps, change_text, difference, flat_change
 from dlrm_workbook.intervals import Interval
@@ -493,7 +494,7 @@ class ChangeComparison(Comparison):
     def _predicted(self, change: Mapping[str, Any]) -> Prediction:
         profile = self.profiles[BASELINE]
         try:
-            return prediction(profile, change)
+            return with_timed(prediction(profile, change), profile)
         except InputError:
             if not getattr(self.parameters.profiling, "probes", True):
                 raise
