@@ -170,7 +170,8 @@ def command_record(arguments: argparse.Namespace) -> int:
     def then(parameters: Parameters, tables: Tables) -> None:
         if arguments.together:
             print(json.dumps({RECORDED: str(folder)}), flush=True)
-            answer_changes(*map(Path, arguments.together), parameters, tables)
+            asked, answer = arguments.together
+            answer_changes(Path(asked), Path(answer), parameters, tables)
 
     with terminate_like_interrupt():
         record_workload(parameters, folder, print_progress, print_stage, then)
