@@ -159,12 +159,15 @@ def test_a_budget_ends_measuring():
 
 
 def test_probes_can_be_switched_off():
-    from dlrm_workbook.recordings.torch.recorder import evidence
+    from dlrm_workbook.recordings.torch.recorder import evidence, probed
 
     run = parameters()
     off = dataclasses.replace(run, profiling=dataclasses.replace(run.profiling, probes=False))
     found = evidence(off)
-    assert "ceilings" not in found and "part_probes" not in found
-    assert found["not_measured"]["ceilings"] == "profiling.probes is false"
-    assert found["data_statistics"]["batches"] == 3
+    assert "ceilings" not in found
+    why = "profiling.probes is false"
+    assert found["not_measured"]["ceilings"] == why
+    assert probed(off, {"other": "reason"}) == {
+        "not_measured": {"other": "reason", "part_probes": why}
+    }
     assert found["memory_limit_bytes"] > found["available_bytes"] > 0

@@ -131,6 +131,7 @@ def test_whole_steps_are_timed_by_the_process_that_recorded_the_run(tmp_path: Pa
 
     profile = measure(parameters_from_sections(OWN), tmp_path / "run", advise=advise)
     assert seen == [3]
+    assert profile.meta["data_statistics"]["batches"] == 3
     fused, impossible = profile.meta["together"]["stages"]
     rounds = len(profile.meta["together"]["base_ms"])
     assert fused["change"] == changes[0] and len(fused["ms"]) == rounds > 0

@@ -13,6 +13,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +104,13 @@ def record_workload(
     parameters, chosen = resolved(parameters)
     found = evidence(parameters, say)
     missing = found["not_measured"]
-    trainer = Trainer(parameters)
+    # one core fills the tables
+    with ThreadPoolExecutor(1) as beside:
+        statistics = beside.submit(run_statistics, parameters)
+        if not parameters.training.compile:  # else the trainer imports the same
+            beside.submit(load_profiler)
+        trainer = Trainer(parameters)
+    found["data_statistics"] = statistics.result()
     trainer.notices[:0] = chosen
     losses: list[torch.Tensor] = []
     plain: list[dict[str, float]] = []
@@ -150,6 +157,11 @@ def record_workload(
         return path
     finally:
         trainer.close()
+
+
+def load_profiler() -> None:
+    """Import what torch.profiler imports when it starts, for about a second of processor time."""
+    getattr(torch, "_inductor", None)
 
 
 def resolved(parameters: Parameters) -> tuple[Parameters, list[str]]:
@@ -205,8 +217,8 @@ def evidence(parameters: Parameters, say: Say = say_nothing) -> dict[str, Any]:
     """What a measured run carries beside its times, found before it in its own process.
 
     Returns:
-        ``memory_limit_bytes`` and ``available_bytes`` (of the device, before the run),
-        ``data_statistics``; with ``profiling.probes`` also ``ceilings``
+        ``memory_limit_bytes`` and ``available_bytes`` (of the device, before the run); with
+        ``profiling.probes`` also ``ceilings``
         (:func:`dlrm_workbook.evidence.ceilings.measure_ceilings`); ``not_measured``, name to
         reason.
 
@@ -220,7 +232,6 @@ def evidence(parameters: Parameters, say: Say = say_nothing) -> dict[str, Any]:
         if device.type == "cuda"
         else memory_limit(),
         "available_bytes": available_memory(device),
-        "data_statistics": run_statistics(parameters),
         "not_measured": missing,
     }
     if not parameters.profiling.probes:
@@ -278,7 +289,7 @@ def main(arguments: list[str]) -> int:
     end_with_starter()
     file, output = arguments
     parameters = resolved(load_parameters(file))[0]
-    found = evidence(parameters, print_stage)
+    found = {**evidence(parameters, print_stage), "data_statistics": run_statistics(parameters)}
     write_json(Path(output), found | probed(parameters, found["not_measured"], print_stage))
     return 0
 
