@@ -346,7 +346,7 @@ def model_for(config: ModelConfig, tables_from: DLRM | None, huge_pages: bool) -
 
 
 def interleave(
-    loops: Sequence[Any], seconds: float, settled: Callable[[list[Times], list[Times]], bool]
+    loops: Sequence[Any], seconds: float, settled: Callable[[int, list[Times], list[Times]], bool]
 ) -> list[list[Times]]:
     """Run loops in turns, all beside the first, until what each takes is known well enough.
 
@@ -357,8 +357,8 @@ def interleave(
     Args:
         loops: each has run before.
         seconds: after :data:`MIN_ROUNDS` rounds no further one begins later than this.
-        settled: is given the runs of the first loop and of another in the same rounds (of one
-            loop alone: twice the same).
+        settled: is given the place of a loop, the runs of the first loop and its own in the same
+            rounds (of one loop alone: twice the same).
 
     Returns:
         the runs of each loop, from the first round on.
@@ -375,7 +375,7 @@ def interleave(
             return False
         late = time.perf_counter() - started > seconds
         for place in sorted(left):
-            if late or settled(runs[0][: len(runs[place])], runs[place]):
+            if late or settled(place, runs[0][: len(runs[place])], runs[place]):
                 left.remove(place)
         return not left
 
@@ -439,14 +439,26 @@ def _total_error(before: list[Times], after: list[Times]) -> float:
     return math.hypot(*(median_error([total(run) for run in runs]) for runs in (before, after)))
 
 
-def joint_error_ms(before: list[Times], after: list[Times]) -> float:
+def joint_error_ms(
+    before: list[Times],
+    after: list[Times],
+    counts: Callable[[str, str], bool] = lambda component, phase: True,
+) -> float:
     """Standard error of the time after a change, ms, as the parts' ratios leave it.
 
     The parts' errors are partly the same, partly their own: halfway between their sum and the
     root of their squares, as the range of a prediction has them.
+
+    Args:
+        counts: whether the ratio of this component and phase is used.
     """
     then, errors = medians(after), ratio_errors(before, after)
-    reach = [ms * errors[part][phase] for part, each in then.items() for phase, ms in each.items()]
+    reach = [
+        ms * errors[component][phase]
+        for component, phases in then.items()
+        for phase, ms in phases.items()
+        if counts(component, phase)
+    ]
     return (sum(reach) + math.hypot(*reach)) / 2
 
 
@@ -637,8 +649,12 @@ class _Probes:
                         self._refused[half, key] = str(error)
             if not loops and self.alone[half]:
                 break
-            together = [self._loops[half], *loops.values()]
-            before, *others = interleave(together, seconds, self._settled)
+            keys, together = [UNCHANGED, *loops], [self._loops[half], *loops.values()]
+            before, *others = interleave(
+                together,
+                seconds,
+                lambda place, *runs, keys=keys: self._settled(half, keys[place], *runs),
+            )
             self.alone[half] += before
             for key, after in zip(loops, others, strict=True):
                 self._runs[half, key] = before[: len(after)], after
@@ -646,11 +662,23 @@ class _Probes:
             waiting = later
             together.clear()
 
-    def _settled(self, before: list[Times], after: list[Times]) -> bool:
-        """Whether the prediction that rests on these runs would get no better with more."""
+    def _settled(self, half: str, key: str, before: list[Times], after: list[Times]) -> bool:
+        """Whether the predictions that rest on these runs would get no better with more."""
         now, then = (statistics.median(map(total, runs)) for runs in (before, after))
         changed_ms = max(self.step_ms - now, 0.0) + then
-        return joint_error_ms(before, after) < SETTLED * changed_ms
+        users = [each for each in self.candidates if each.keys.get(half) == key]
+
+        def counts(component: str, phase: str) -> bool:
+            return not users or any(self._concerns(each, component, phase) for each in users)
+
+        return joint_error_ms(before, after, counts) < SETTLED * changed_ms
+
+    def _concerns(self, candidate: _Candidate, component: str, phase: str) -> bool:
+        """Whether a change affects a phase of a part."""
+        if component in SHARED:
+            return True
+        only = affected_phases(self.parameters, candidate.changed, component)
+        return component in candidate.affected and (only is None or phase in only)
 
     def base(self) -> Times:
         """Every part alone, unchanged: medians in ms."""
@@ -702,8 +730,11 @@ class _Probes:
                         known[phase] += found.get(component, {}).get(phase, same) - same
                 result["spread"].setdefault(component, {}).update(spread.get(component, {}))
             elif component in candidate.affected:
-                only = affected_phases(self.parameters, candidate.changed, component)
-                kept = [p for p in phases if p in now[component] and (only is None or p in only)]
+                kept = [
+                    phase
+                    for phase in phases
+                    if phase in now[component] and self._concerns(candidate, component, phase)
+                ]
                 for key, found in (("parts", then), ("base", now), ("spread", spread)):
                     result[key][component] = {phase: found[component][phase] for phase in kept}
 

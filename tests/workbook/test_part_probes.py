@@ -218,25 +218,25 @@ class Counted:
 def test_loops_leave_the_turns_when_they_are_settled() -> None:
     base, soon, late = Counted([1.0]), Counted([2.0]), Counted([3.0])
 
-    def settled(before: list[Any], after: list[Any]) -> bool:
+    def settled(place: int, before: list[Any], after: list[Any]) -> bool:
         assert len(before) == len(after)
-        return len(after) >= (6 if after[0]["loss"]["forward"] == 3.0 else 0)
+        return len(after) >= (6 if place == 2 else 0)
 
     runs = interleave([base, soon, late], 60.0, settled)
     assert [len(each) for each in runs] == [6, probes.MIN_ROUNDS, 6]
     assert medians(runs[2]) == {"loss": {"forward": 3.0}}
-    never = interleave([base, soon], 60.0, lambda before, after: False)
+    never = interleave([base, soon], 60.0, lambda *runs: False)
     assert [len(each) for each in never] == [probes.MAX_ROUNDS] * 2
-    late_at_once = interleave([base, soon], 0.0, lambda before, after: False)
+    late_at_once = interleave([base, soon], 0.0, lambda *runs: False)
     assert [len(each) for each in late_at_once] == [probes.MIN_ROUNDS] * 2
-    alone = interleave([base], 60.0, lambda before, after: before == after)
+    alone = interleave([base], 60.0, lambda place, before, after: before == after)
     assert [len(each) for each in alone] == [probes.MIN_ROUNDS]
 
 
 def test_a_run_after_other_settings_is_not_counted() -> None:
     base, other, same = (Counted([1.0]) for _ in range(3))
     other.parameters = tiny(training={"fp32_matmul": "onednn"})
-    interleave([base, other, same], 0.0, lambda before, after: True)
+    interleave([base, other, same], 0.0, lambda *runs: True)
     # base same | other, other | same base, ...: whoever was last in a round goes on in the next
     assert probes.MIN_ROUNDS == 4
     assert (base.runs + same.runs, other.runs) == (2 * 4 + 3, 4 + 2)
@@ -279,7 +279,9 @@ def test_ranges_cover_the_truth_as_often_as_they_say_though_probes_end_early(
     covered = rounds = 0
     for _ in range(TRIALS):
         before, after = interleave(
-            [Random((80.0, 160.0), draw), Random((60.0, 40.0), draw)], 60.0, timed._settled
+            [Random((80.0, 160.0), draw), Random((60.0, 40.0), draw)],
+            60.0,
+            lambda place, before, after: timed._settled("dense", "", before, after),
         )
         now, then, errors = medians(before), medians(after), ratio_errors(before, after)
         rounds += len(after)
@@ -331,6 +333,25 @@ def test_probes_come_back_for_the_touched_parts_only(monkeypatch: pytest.MonkeyP
     assert loader["overlap"]["data_alone_ms"] > 0
     assert "batch_size is 0" in wrong["refused"] and not wrong["parts"]
     assert "available" in large["refused"] and not large["parts"]
+
+
+def test_only_what_a_change_affects_keeps_it_in_the_turns() -> None:
+    change = {"training.fused_optimizer": True}
+    timed = probes._Probes(tiny(), [change], None)
+    key = timed.candidates[0].keys["dense"]
+    timed.step_ms = 200.0
+
+    def runs(forward: list[float], update: list[float]) -> list[Any]:
+        return [
+            {"top_mlp": {"forward": ahead, "update": after}}
+            for ahead, after in zip(forward, update, strict=True)
+        ]
+
+    calm, wild = [10.0, 10.1, 9.9, 10.0], [10.0, 30.0, 5.0, 20.0]
+    assert timed._settled("dense", key, runs(wild, calm), runs(wild, calm))
+    assert not timed._settled("dense", key, runs(calm, wild), runs(calm, wild))
+    # of the unchanged loop all parts count
+    assert not timed._settled("dense", probes.UNCHANGED, runs(wild, calm), runs(wild, calm))
 
 
 def test_changes_are_timed_beside_one_base_and_what_is_equal_once(
