@@ -113,6 +113,7 @@ def against_hatchet(rounds: int) -> dict[str, Any]:
             times[reader].append(fresh(reader, database)["seconds"])
     ratios = [h / o for h, o in zip(times["hatchet"], times["ours"], strict=True)]
     return {
+        "measured": time.strftime("%Y-%m-%d"),
         "rounds": rounds,
         "database": database.name,
         "ours_ms_median": 1e3 * statistics.median(times["ours"]),
@@ -173,15 +174,15 @@ def write_many_threads(folder: Path, contexts: int, count: int) -> None:
 def read_times(folder: Path) -> dict[str, Any]:
     """What three fresh processes need to read a database: one row."""
     runs = [fresh("ours", folder) for _ in range(3)]
-    files = [each.stat().st_size for each in folder.iterdir()]
     row = {
+        "measured": time.strftime("%Y-%m-%d"),
         "contexts": runs[0]["contexts"],
         "threads": runs[0]["threads"],
         "metrics": runs[0]["metrics"],
         "values": runs[0]["values"],
         "seconds_median": statistics.median(run["seconds"] for run in runs),
         "peak_gb": max(run["peak_bytes"] for run in runs) / 1e9,
-        "files_gb": sum(files) / 1e9,
+        "file_gb": (folder / "profile.db").stat().st_size / 1e9,
     }
     print(json.dumps(row), flush=True)
     return row
@@ -232,21 +233,21 @@ def main() -> int:
     parser.add_argument("--json", type=Path, default=ROOT / "benchmarks/results/database.json")
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--largest", type=int, default=SIZES[-1], help="contexts")
+    parser.add_argument("--only-threads", action="store_true", help="keep the other figures")
     parser.add_argument("--run", nargs=2, metavar=("READER", "PATH"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.run:
         print(json.dumps(READERS[options.run[0]](options.run[1])))
         return 0
-    results = {
-        "machine": machine(),
-        "measured": time.strftime("%Y-%m-%d"),
-        "against_hatchet": against_hatchet(options.rounds),
-    }
-    print(json.dumps(results["against_hatchet"]), flush=True)
     sys.path.insert(0, str(ROOT))  # for the writer of databases, which is the tests'
     with tempfile.TemporaryDirectory() as scratch:
-        sizes = tuple(size for size in SIZES if size <= options.largest)
-        results["at_scale"] = at_scale(sizes, Path(scratch))
+        if options.only_threads:
+            results: dict[str, Any] = json.loads(options.json.read_text())
+        else:
+            results = {"machine": machine(), "against_hatchet": against_hatchet(options.rounds)}
+            print(json.dumps(results["against_hatchet"]), flush=True)
+            sizes = tuple(size for size in SIZES if size <= options.largest)
+            results["at_scale"] = at_scale(sizes, Path(scratch))
         results["many_threads"] = many_threads(options.largest, Path(scratch))
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps(results, indent=1) + "\n")

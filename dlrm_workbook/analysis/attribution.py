@@ -175,7 +175,7 @@ def _traced(profile: Profile) -> pd.DataFrame:
     pieces["time_ms"] = (pieces["end_ns"] - pieces["start_ns"]) / 1e6
     if not host_is_traced(profile):
         unknown = pieces["where"].eq("host").to_numpy()
-        pieces.loc[unknown, ["part", "where"]] = [len(parts), IDLE]
+        pieces.loc[unknown, "part"], pieces.loc[unknown, "where"] = len(parts), IDLE
         parts.loc[len(parts)] = [IDLE, ""]
     times = pieces.groupby(["iteration", "part", "where"], as_index=False)[["time_ms"]].sum()
     table = times.join(parts, on="part").sort_values(["iteration", *KEYS], ignore_index=True)
@@ -235,7 +235,7 @@ def _numbered_parts(profile: Profile) -> tuple[Ints, pd.DataFrame]:
     Millions of spans are grouped by numbers in a fraction of the time that names take.
     """
     each = pd.concat([profile.contexts[PART], pd.DataFrame([["other", ""]], columns=PART)])
-    number = each.groupby(PART, sort=False).ngroup().to_numpy()
+    number = each.groupby(PART, sort=False).ngroup().to_numpy().astype(np.int64)
     return number, each.drop_duplicates().reset_index(drop=True)
 
 

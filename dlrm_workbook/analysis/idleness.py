@@ -20,6 +20,7 @@ one that runs.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -367,7 +368,7 @@ KINDS: dict[str, str] = {
     "data": "making batches",
 }
 
-_COLLECTIVE = r"nccl|rccl|c10d::|gloo|all_?(?:to_?all|reduce|gather)"
+_COLLECTIVE = re.compile(r"nccl|rccl|c10d::|gloo|all_?(?:to_?all|reduce|gather)", re.IGNORECASE)
 
 
 def overlaps(profile: Profile) -> pd.DataFrame:
@@ -395,8 +396,8 @@ def overlaps(profile: Profile) -> pd.DataFrame:
 
 
 def _on_gpu(profile: Profile, work: pd.DataFrame) -> list[dict[str, Any]]:
-    names = profile.contexts["name"].iloc[work["context"]].str.lower()
-    exchange = names.str.contains(_COLLECTIVE).to_numpy()
+    exchanges = profile.which("name", lambda name: bool(_COLLECTIVE.search(name)))
+    exchange = exchanges[work["context"]]
     exchange |= work["component"].eq("communication").to_numpy()
     is_copy = work["kind"].eq("copy").to_numpy() & ~exchange
     pieces = segments(profile, device=False)

@@ -241,12 +241,12 @@ def _lane_spans(profile: Profile, iterations: int, wanted: np.ndarray) -> pd.Dat
     """Spans of the first iterations: all on GPU lanes, on host lanes those of wanted contexts."""
     chosen = profile.iterations.sort_values("start_ns").head(iterations)
     first, last = chosen["start_ns"].to_numpy(), chosen["end_ns"].to_numpy()
-    trace = profile.trace[["profile", "context", "start_ns", "end_ns"]]
-    spans = trace.merge(profile.threads[["profile", "kind", "name"]], on="profile")
-    on_gpu = spans["kind"].eq("gpu_stream")
+    spans = profile.trace[["profile", "context", "start_ns", "end_ns"]]
     place = stretch_at(first, last, spans["start_ns"].to_numpy())
-    spans = spans.assign(place=place, on_gpu=on_gpu)
-    spans = spans[(place >= 0) & (on_gpu | wanted[spans["context"].to_numpy()])]
+    spans = spans.assign(place=place)[place >= 0]
+    spans = spans.merge(profile.threads[["profile", "kind", "name"]], on="profile")
+    spans["on_gpu"] = spans["kind"].eq("gpu_stream")
+    spans = spans[spans["on_gpu"] | wanted[spans["context"].to_numpy()]]
     if spans.empty:
         return pd.DataFrame(columns=_TIMELINE)
     order = dict(zip(profile.threads["profile"], range(len(profile.threads)), strict=True))

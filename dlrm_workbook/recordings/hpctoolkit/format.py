@@ -35,6 +35,9 @@ STRING_BUDGET = 8
 KEPT_BYTES = 64 << 20
 """Bytes of a file that are read before its pages are let go of."""
 
+MAPPED_BYTES = 64 << 10
+"""Bytes that Linux maps at once, around the first one that is read."""
+
 REPROCESS = (
     "run `hpcprof -o NEW_DATABASE MEASUREMENTS` of HPCToolkit 2023.08 or later "
     "on the measurement directory to get a database in format 4"
@@ -344,7 +347,7 @@ class DatabaseFile:
         They are read again on demand. Kept, they would count as this process's memory, and a
         database of many threads would be held whole.
         """
-        self._spent += size
+        self._spent += max(size, MAPPED_BYTES)
         if self._spent >= KEPT_BYTES and hasattr(mmap, "MADV_DONTNEED"):
             self.map.madvise(mmap.MADV_DONTNEED)
             self._spent = 0

@@ -171,6 +171,7 @@ class ThreadProfile:
         part = self._raw[int(index["start"][place]) : int(last)]
         self.check(part["metric"].astype(np.int64))
         self.check_finite(part["value"])
+        self._file.spent(part.nbytes)
         return dict(zip(part["metric"].tolist(), part["value"].tolist(), strict=True))
 
 
