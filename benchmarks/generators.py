@@ -1,4 +1,4 @@
-"""How many times as fast batches of facebook's law are made as by its own loop.
+"""The speed-up of our generators of facebook's batches over its own loop.
 
     python benchmarks/generators.py --rounds 7 --json benchmarks/results/generators.json
 

@@ -38,7 +38,7 @@ class _BagLaw:
 class SyntheticBatches(_BagLaw):
     """facebook's bag law without sorting and deduplication.
 
-    Drawn on the CPU by numpy's SFC64 (several times as fast as the Mersenne Twister,
+    Drawn on the CPU by numpy's SFC64 (several times faster than the Mersenne Twister,
     which torch's CPU generator is), on a GPU by torch there; so the two places have
     two streams of one law.
 

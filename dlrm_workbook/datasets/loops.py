@@ -1,7 +1,7 @@
 """Loops over every value of a data set, which dlrm_kernels compiles where numba is installed.
 
 They are plain Python, so that they can be read, tested and run (slowly) without it.
-:func:`parse_lines` is four times as fast as pyarrow.csv (docs/datasets.md has the figures).
+:func:`parse_lines` is four times faster than pyarrow.csv (docs/datasets.md has the figures).
 """
 
 # mypy: disable-error-code="no-untyped-def"

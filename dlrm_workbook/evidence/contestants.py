@@ -316,8 +316,8 @@ def judge(
 
     Returns:
         ``against`` (whom the ratios compare with: facebook where it ran, else the
-        reference), ``contestants`` (name to medians), ``ratios`` (name to figure to how
-        many times as fast: ``low``, ``mid``, ``high``, ``confidence``, ``rounds``),
+        reference), ``contestants`` (name to medians), ``ratios`` (name to figure to
+        speed-up: ``low``, ``mid``, ``high``, ``confidence``, ``rounds``),
         ``loss_reference``, ``loss_difference`` (name to the largest), ``losses_agree`` (None
         where nothing could be compared), ``notices`` (name to sentences), ``failures``.
     """
@@ -365,7 +365,7 @@ def judge(
 
 
 def ratio(rows: Sequence[Row], base: str, name: str, kind: str) -> Interval | None:
-    """How many times as fast ``name`` is as ``base``; None where no round has both."""
+    """The speed-up of ``name`` over ``base``; None where no round has both."""
     base_ms, other_ms = (
         {row["round"]: float(row[kind]) for row in rows if row["contestant"] == who}
         for who in (base, name)

@@ -24,7 +24,7 @@ class Published:
         latency_ms: mean of an inference step.
         auc: reached on Criteo Terabyte.
         minutes: of the training that reached ``auc``.
-        times_cpu: times as fast as the same model on CPUs alone, as the source prints it.
+        times_cpu: speed over that of the same model on CPUs alone, as the source prints it.
         criterion: when the training counts as converged.
         configuration: what else the source says of how it was run.
         power_w: over all devices.

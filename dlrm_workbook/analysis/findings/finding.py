@@ -351,7 +351,7 @@ WORTHWHILE = 1.05
 
 
 def amdahl(share: float, gain: float) -> float:
-    """Speed-up of a step of which ``share`` (0 to 1) becomes ``gain`` times as fast.
+    """Speed-up of a step of which ``share`` (0 to 1) takes 1/``gain`` of its time.
 
     Amdahl, "Validity of the single processor approach", AFIPS 1967.
     """

@@ -73,7 +73,7 @@ def times(document: Document) -> pd.DataFrame:
 
 
 def ratios(document: Document) -> pd.DataFrame:
-    """How many times as fast as ``against`` every contestant is, from the rounds' own ratios.
+    """The speed-up of every contestant over ``against``, from the rounds' own ratios.
 
     Returns:
         ``case``, ``threads``, ``contestant``, ``against``, ``figure`` (``step_ms`` or
@@ -189,7 +189,7 @@ def ladder(document: Document) -> pd.DataFrame:
 
     Returns:
         ``rung`` (0 is plain), ``leaf`` ("" of plain), ``value``, ``figure``, ``time_ms``,
-        ``low``, ``mid``, ``high`` (times as fast as plain).
+        ``low``, ``mid``, ``high`` (speed-up over plain).
     """
     rows = []
     for case in judged(document, "ablation")[:1]:

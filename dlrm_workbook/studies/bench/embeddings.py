@@ -69,7 +69,7 @@ class EmbeddingCase:
         skew: exponent of the power law of rows, row 0 hottest; None: uniform.
         reuse: rows are used again as often as in production tables, whatever ``skew`` says.
         contestants: back ends, or updates of ``fused``.
-        targets: contestant against whom to how many times as fast ``ours`` is to be.
+        targets: contestant to the speed-up over it that ``ours`` is to reach.
         ours: the contestant that the ratios are about, where it runs.
     """
 

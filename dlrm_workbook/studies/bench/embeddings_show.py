@@ -58,8 +58,8 @@ def times(document: Mapping[str, Any]) -> pd.DataFrame:
 
     Returns:
         ``case``, ``meaning``, ``threads``, ``contestant``, ``study`` (whether it is one of
-        contention), ``forward_ms``, ``backward_ms``, ``update_ms``, ``total_ms``, and how many
-        times as fast ours is in the same case: ``mid``, ``low``, ``high`` (over the rounds)
+        contention), ``forward_ms``, ``backward_ms``, ``update_ms``, ``total_ms``, and the
+        speed-up of ours over it in the same case: ``mid``, ``low``, ``high`` (over the rounds)
         and ``goal``; NaN where there is none.
     """
     rows = []
