@@ -28,8 +28,10 @@ from dlrm_core.distributed.tables import about_rank
 from dlrm_core.distributed.trainer import DistributedTrainer
 from dlrm_core.distributed.watch import Watch
 from dlrm_core.distributed.world import gathered, joined, read_world
+from dlrm_core.embeddings import EmbeddingTables
 from dlrm_core.evaluate import held_out_batches
 from dlrm_core.predictor import Asked
+from dlrm_kernels.embeddings.fused_cpu import FusedCpu
 from dlrm_workbook.studies.scaling.collectives import TimedCollectives
 from dlrm_workbook.studies.scaling.launch import environment
 from dlrm_workbook.studies.scaling.worker import measure_job
@@ -39,6 +41,7 @@ def main():
     stages, results = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
     load_torchrec()
     use_slow_tiles()
+    load_kernels()
     for number, stage in enumerate(stages):
         children = []
         for rank in range(stage["ranks"]):
@@ -56,6 +59,12 @@ def main():
         statuses = [os.waitpid(child, 0)[1] for child in children]
         if any(statuses):
             sys.exit(f"stage {number}: ranks ended with {statuses}")
+
+
+def load_kernels():
+    """Load the fused back end's machine code once, not in each rank; no thread is started."""
+    for optimizer in ("sgd", "adagrad", "rowwise_adagrad"):
+        FusedCpu(EmbeddingTables([1], 4), optimizer, 0.1)
 
 
 def as_rank(stage, output):

@@ -5,6 +5,7 @@ TorchRec and FBGEMM, which only runs on several ranks need, are loaded here alon
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import itertools
@@ -82,10 +83,12 @@ def missing_packages() -> list[str]:
     return [name for name in wanted if importlib.util.find_spec(name) is None]
 
 
+@functools.cache
 def load_torchrec() -> Any:
     """The names of TorchRec and FBGEMM that are used here, in one namespace.
 
-    Importing them takes 3 s and fills the log with notes to TorchRec's own developers.
+    Importing them takes 3 s and fills the log with notes to TorchRec's own developers. It is
+    done once, though every step asks for a name.
 
     Raises:
         MissingToolError: one of them is not installed, or not for this torch.

@@ -1,9 +1,7 @@
 """Every back end of the embeddings against torch's own: lookups, gradients, updated weights."""
 
-import os
-import subprocess
+import inspect
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,6 +17,7 @@ from dlrm_core.memory import forecast_memory
 from dlrm_core.train import Trainer
 from dlrm_kernels import native
 from dlrm_kernels.embeddings.fused_cpu import FusedCpu, share_out
+from dlrm_kernels.embeddings.kernels_contended import apply_serially
 
 DENSE = (16 * 32 + 32) + (32 * 8 + 8) + (14 * 32 + 32) + (32 * 16 + 16) + (16 + 1)
 """Weights of the MLPs of ``parameters()``: bottom 16-32-8, top 14-32-16-1."""
@@ -437,37 +436,27 @@ def test_without_numba_the_message_says_what_to_install(monkeypatch):
         attach(make_tables([5], 4), config(embedding_backend="fused"))
 
 
-CHILD = """
-from dlrm_kernels.embeddings.kernels_contended import apply_serially
-from dlrm_kernels.native import compile_kernel
-notice = compile_kernel(apply_serially)[1]
-print([notice] if notice else [])
-"""
-"""One kernel, the quickest to compile."""
+def notice_of_a_new_process(monkeypatch, cache):
+    """What is noticed where nothing is loaded yet, of the kernel that is compiled most quickly."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
+    # without what this process remembers
+    monkeypatch.setattr(native, "cache_folder", inspect.unwrap(native.cache_folder))
+    kernel, notice = inspect.unwrap(native.compile_kernel)(apply_serially)
+    assert kernel.name == "apply_serially"
+    return notice
 
 
-def _child(**environment):
-    return subprocess.run(
-        [sys.executable, "-c", CHILD],
-        env=os.environ | environment,
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
-
-
-def test_compiled_kernels_are_kept_and_their_loss_is_survived(tmp_path):
-    cache = {"XDG_CACHE_HOME": str(tmp_path), "NUMBA_CACHE_DIR": ""}
-    assert _child(**cache) == "[]\n"
+def test_compiled_kernels_are_kept_and_their_loss_is_survived(tmp_path, monkeypatch):
+    assert notice_of_a_new_process(monkeypatch, tmp_path) == ""
     kept = [p for p in tmp_path.rglob("*") if p.is_file()]
     assert {p.suffix for p in kept} == {".nbi", ".nbc"}
     before = {p: p.stat().st_mtime_ns for p in kept}
-    assert _child(**cache) == "[]\n"
+    assert notice_of_a_new_process(monkeypatch, tmp_path) == ""
     assert {p: p.stat().st_mtime_ns for p in kept} == before
     for path in kept:
         path.write_bytes(b"damaged")
-    assert "compiled anew" in _child(**cache)
+    assert "compiled anew" in notice_of_a_new_process(monkeypatch, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -483,11 +472,11 @@ def test_another_compiler_or_processor_has_a_cache_of_its_own(place, tmp_path, m
     assert native.cache_folder.__wrapped__("kernels", native.SOURCES) != found
 
 
-def test_a_cache_that_cannot_be_written_is_said(tmp_path):
+def test_a_cache_that_cannot_be_written_is_said(tmp_path, monkeypatch):
     blocked = tmp_path / "file"
     blocked.write_text("no folder")
-    printed = _child(XDG_CACHE_HOME=str(blocked), NUMBA_CACHE_DIR="")
-    assert "no writable folder for compiled kernels" in printed
+    said = notice_of_a_new_process(monkeypatch, blocked)
+    assert "no writable folder for compiled kernels" in said
 
 
 @pytest.mark.parametrize(

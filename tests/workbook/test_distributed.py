@@ -28,7 +28,7 @@ from dlrm_workbook.analysis.ranks.record import read_record, record_of
 from dlrm_workbook.studies.scaling import measure as scaling
 from dlrm_workbook.studies.scaling.launch import RanksFailed
 
-STEPS = 50
+STEPS = 24
 ROOT = Path(__file__).parents[2]
 
 needs_torchrec = pytest.mark.skipif(
@@ -68,7 +68,7 @@ RUNS = {
             sharding="row_wise",
             optimizer="rowwise_adagrad",
             embedding_backend="fused",
-            eval_every=25,
+            eval_every=STEPS // 2,
             eval_batches=2,
         ),
         {"row_wise"},
@@ -134,6 +134,9 @@ SEVERAL = [case for case in CASES if case[1] > 1]
 CHAIN = {"sgd": "replicated", "rowwise_adagrad": "row_wise", "adagrad": "column_wise"}
 """Optimisers, each with a sharding, whose run goes from 1 process to 2 ranks to 4 to 1."""
 
+LEGS = {2: (6, 12), 4: (12, 18)}
+"""Ranks of such a run's middle: their first and last iteration."""
+
 
 PREDICTIONS = {
     "one-hot": ({"generator": "teacher"}, {"sharding": "row_wise", "eval_batches": 9}),
@@ -151,14 +154,14 @@ def predicted(name):
 
 def chained(optimizer, until):
     # in the middle the tables are divided otherwise than at first
-    sharding = CHAIN[optimizer] if until != 25 else "table_wise"
+    sharding = CHAIN[optimizer] if until != LEGS[2][1] else "table_wise"
     return sections(
         batches=until,
         checkpoint_every=1000,
         sharding=sharding,
         optimizer=optimizer,
         # the same tables by FBGEMM's kernels, then by ours
-        embedding_backend="fused" if until == 40 else "torch",
+        embedding_backend="fused" if until == LEGS[4][1] else "torch",
         keep_checkpoints=9,
     )
 
@@ -199,12 +202,12 @@ def ranks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     places = {o: folder / "chain" / o for o in CHAIN}
     for optimizer, place in places.items():
-        trained(chained(optimizer, 10), place)
+        trained(chained(optimizer, LEGS[2][0]), place)
     predictions = [
         {
             "name": f"predict {name}",
             "sections": predicted(name),
-            "checkpoint": str(places["rowwise_adagrad"] / "step-00000010"),
+            "checkpoint": str(places["rowwise_adagrad"] / f"step-{LEGS[2][0]:08d}"),
         }
         for name in PREDICTIONS
     ]
@@ -226,23 +229,23 @@ def ranks(tmp_path_factory):
     published |= {"place": str(place)}
     learned = published | {"name": "predict", "checkpoint": str(place / "step-00000012")}
     stages = []
-    for count, until in ((1, None), (2, 25), (4, 40)):
+    for count in (1, *LEGS):
         own = [
             job | {"place": job["place"].format(ranks=count)}
             for job in jobs
             if (job["name"], count) in CASES
         ]
         own += twice if count == 2 else []
-        own += predictions if until else []
+        own += predictions if count > 1 else []
         own += [published, learned] if count == 4 else []
-        for optimizer, place in places.items() if until else ():
-            before = {25: 10, 40: 25}[until]
+        for optimizer, place in places.items() if count > 1 else ():
+            begin, end = LEGS[count]
             own.append(
                 {
                     "name": f"chain {optimizer}",
-                    "sections": chained(optimizer, until),
+                    "sections": chained(optimizer, end),
                     "place": str(place),
-                    "resume": str(place / f"step-{before:08d}"),
+                    "resume": str(place / f"step-{begin:08d}"),
                 }
             )
         stages.append({"ranks": count, "jobs": own})
@@ -327,7 +330,7 @@ def test_ranks_begin_and_end_with_the_weights_of_one_process(ranks, name, count)
         trainer.close()
     final = safetensors.torch.load_file(place / f"step-{STEPS:08d}" / WEIGHTS)
     for key, weight in expected.items():
-        # sums in another order, 50 times: a few units in the last place of weights near 1
+        # sums in another order, each step: a few units in the last place of weights near 1
         atol = 2e-3 if name == "fp16" else 2e-5
         assert torch.allclose(final[key], weight.detach(), rtol=0, atol=atol), key
 
@@ -366,24 +369,24 @@ def test_every_row_and_column_is_on_one_rank_or_on_all(ranks, name, count):
 def test_a_checkpoint_goes_from_1_to_2_to_4_ranks_and_back(ranks, optimizer):
     found, folder = ranks
     whole = trained(sections(optimizer=optimizer)).losses
-    for count, (begin, end) in {2: (10, 25), 4: (25, 40)}.items():
+    for count, (begin, end) in LEGS.items():
         losses = found[count][f"chain {optimizer}"]["losses"]
         assert losses == pytest.approx(whole[begin:end], rel=0, abs=1e-5)
-    last = folder / "chain" / optimizer / "step-00000040"
+    last = folder / "chain" / optimizer / f"step-{end:08d}"
     shapes = whole_checkpoint(last).shapes(OPTIMIZER)
     rows = {"rowwise_adagrad": (200,), "adagrad": (200, 16), "sgd": None}[optimizer]
     assert shapes.get("embeddings.tables.2.weight.sum") == rows
     assert (OPTIMIZER in read_checkpoint(last).files) == (optimizer != "sgd")
     back = trained(sections(optimizer=optimizer), resume=last)
-    assert back.first_iteration == 40 and len(back.losses) == STEPS - 40
-    assert back.losses == pytest.approx(whole[40:], rel=0, abs=1e-5)
+    assert back.first_iteration == end and len(back.losses) == STEPS - end
+    assert back.losses == pytest.approx(whole[end:], rel=0, abs=1e-5)
 
 
 @needs_torchrec
 @pytest.mark.parametrize("count", (1, 4))
 def test_ranks_evaluate_as_one_process_does(ranks, alone, count):
     found, expected = ranks[0][count]["row_wise"]["evaluations"], alone["row_wise"].evaluations
-    assert [e["iteration"] for e in found] == [25, 50]
+    assert [e["iteration"] for e in found] == [STEPS // 2, STEPS]
     for one, other in zip(found, expected, strict=True):
         assert one["samples"] == other["samples"] == 64
         assert one["loss"] == pytest.approx(other["loss"], abs=1e-5)
@@ -397,7 +400,7 @@ def test_ranks_predict_from_a_checkpoint_what_one_process_does(ranks, count, nam
     found, folder = ranks
     run = found[count][f"predict {name}"]
     parameters = parameters_from_sections(predicted(name))
-    place = folder / "chain" / "rowwise_adagrad" / "step-00000010"
+    place = folder / "chain" / "rowwise_adagrad" / f"step-{LEGS[2][0]:08d}"
     alone = Predictor(Asked(parameters, read_checkpoint(place), []))
     expected = alone.evaluate(lambda samples: None)
     for figure in ("iteration", "samples", "auc", "loss", "log_loss", "accuracy", "click_share"):
