@@ -20,6 +20,7 @@ from typing import Any, TextIO
 
 from dlrm_core.errors import InputError
 from dlrm_core.files import DISK_TROUBLE
+from dlrm_core.text import shown_on
 
 
 @dataclass(frozen=True)
@@ -185,6 +186,7 @@ def main(
     from dlrm_core.machine import end_with_starter
 
     end_with_starter()
+    sys.stdout, sys.stderr = shown_on(sys.stdout), shown_on(sys.stderr)
     # at its end Python would search for cycles in all that was imported, which takes seconds
     atexit.register(gc.freeze)
     given = list(sys.argv[1:] if argv is None else argv)

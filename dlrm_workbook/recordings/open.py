@@ -39,6 +39,9 @@ TRACE_SUFFIXES = (".json", ".json.gz")
 TAR_HEADER = 512
 """Bytes of the first block of a tar archive, which holds the word that tells it."""
 
+MOST_HEADER = 1 << 20
+"""Bytes of the headers of one member of a tar archive: its name, and what else is said of it."""
+
 MOST_MEMBERS = 10_000
 """Files that a folder or archive of traces may hold."""
 
@@ -97,11 +100,7 @@ def open_recording(path: Path | str, parts: Mapping[str, str] | None = None) -> 
         return _open_folder(path.parent, parts)
     if start.startswith(b"PK"):
         return _several(path, _zip_members(path), parts)
-    try:
-        is_tar = tarfile.is_tarfile(path)
-    except ARCHIVE_ERRORS:  # gzip that is cut short
-        is_tar = False
-    if is_tar:
+    if _is_tar(path):
         return _several(path, _tar_members(path), parts)
     return Recording(path, read_trace(path, parts))
 
@@ -224,10 +223,48 @@ def _files(folder: Path, files: list[Path]) -> Iterator[_Member]:
             yield _Member(str(file.relative_to(folder)), opened, file.stat().st_size)
 
 
+class _ShortHeader:
+    """A tar archive's file while a header is read from it, which may be of any size."""
+
+    def __init__(self, file: Any) -> None:
+        self._file, self._left = file, MOST_HEADER
+
+    def read(self, size: int) -> bytes:
+        self._left -= size
+        if self._left < 0:
+            raise tarfile.ReadError(f"a header of more than {MOST_HEADER:,} bytes")
+        data: bytes = self._file.read(size)
+        return data
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+class _TarInfo(tarfile.TarInfo):
+    """A member of a tar archive, whose header tarfile would hold whole, however long it is."""
+
+    @classmethod
+    def fromtarfile(cls, archive: tarfile.TarFile) -> _TarInfo:
+        file = archive.fileobj
+        archive.fileobj = _ShortHeader(file)
+        try:
+            return super().fromtarfile(archive)
+        finally:
+            archive.fileobj = file
+
+
+def _is_tar(path: Path) -> bool:
+    try:
+        with tarfile.open(path, tarinfo=_TarInfo):
+            return True
+    except ARCHIVE_ERRORS:  # of gzip that is cut short too
+        return False
+
+
 def _tar_members(path: Path) -> Iterator[_Member]:
     packed, unpacked = path.stat().st_size, 0
     try:
-        with tarfile.open(path) as archive:
+        with tarfile.open(path, tarinfo=_TarInfo) as archive:
             for count, member in enumerate(archive):
                 _refuse_many(path, count)
                 unpacked += member.size

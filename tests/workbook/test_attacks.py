@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import os
+import pty
 import shutil
 import struct
 import subprocess
 import sys
+import tarfile
 import tracemalloc
 from collections import Counter
 from itertools import permutations
@@ -113,6 +117,71 @@ def test_a_category_is_quoted_whatever_it_holds(tmp_path: Path) -> None:
     path = gpu_trace.write(tmp_path / "trace.json", events)
     said = open_recording(path).profile.meta["cautions"]
     assert "1 event of category 'odd {0} } {s!r}' was not read." in said
+
+
+@pytest.mark.parametrize("kind", [tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.GNUTYPE_LONGNAME])
+@pytest.mark.parametrize("after_a_trace", [False, True])
+def test_a_header_of_an_archive_takes_no_memory(
+    tmp_path: Path, kind: bytes, after_a_trace: bool
+) -> None:
+    # tarfile reads a header whole: one of 3 GB takes 14 MB of gzip
+    path, size = tmp_path / "ranks.tar.gz", 100 << 20
+    header = tarfile.TarInfo("x")
+    header.type, header.size = kind, size
+    with gzip.open(path, "wb", compresslevel=1) as file:
+        if after_a_trace:
+            data = gpu_trace.write(tmp_path / "rank0.json", gpu_trace.events()).read_bytes()
+            member = tarfile.TarInfo("rank0.json")
+            member.size = len(data)
+            file.write(member.tobuf() + data + bytes(-len(data) % 512))
+        file.write(header.tobuf(tarfile.GNU_FORMAT))
+        for _ in range(size >> 20):
+            file.write(bytes(1 << 20))
+    tracemalloc.start()
+    try:
+        with pytest.raises(InputError, match="cannot be read"):
+            open_recording(path)
+        assert tracemalloc.get_traced_memory()[1] < 50e6
+    finally:
+        tracemalloc.stop()
+
+
+ODD = "\x1b]0;title\x07\ud800\u202e"
+"""Sets a terminal's title, cannot be written as UTF-8, and turns the direction of what follows."""
+
+
+def test_odd_characters_of_a_trace_are_shown_as_escapes(tmp_path: Path) -> None:
+    events = gpu_trace.events()
+    for event in events:
+        if event.get("ph") == "X":
+            event["name"] += ODD
+        if event.get("ph") == "M":
+            event["args"]["name"] = ODD
+    path = tmp_path / "trace.json"
+    devices = [{"id": 0, "name": ODD}]
+    path.write_text(json.dumps({"traceEvents": events, "deviceProperties": devices}))
+    profile = open_recording(path).profile
+    shown = r"\x1b]0;title\x07\ud800\u202e"
+    assert profile.contexts["name"].str.endswith(shown).sum() >= 3
+    assert profile.meta["device_name"] == shown
+    assert profile.save(tmp_path / "profile").is_dir()
+
+
+def test_a_terminal_gets_no_control_characters(tmp_path: Path) -> None:
+    name = os.fsencode(f"{tmp_path}/\x1b]0;title\x07\u202e") + b"\xff.json"
+    command = [sys.executable, "-m", "dlrm_workbook", "inspect", name]
+    environment = os.environ | {"PYTHONIOENCODING": "utf-8:strict"}
+    ours, theirs = pty.openpty()
+    done = subprocess.run(command, stdout=theirs, stderr=theirs, env=environment, check=False)
+    os.close(theirs)
+    said = os.read(ours, 10_000)
+    os.close(ours)
+    assert done.returncode == 2
+    assert rb"/\x1b]0;title\x07\u202e\udcff.json does not exist" in said and b"\x1b" not in said
+    shutil.copy(gpu_trace.write(tmp_path / "trace.json", gpu_trace.events()), name)
+    done = subprocess.run(command, capture_output=True, env=environment, check=False)
+    assert done.returncode == 0, "a name that is no UTF-8 can be said in a pipe too"
+    assert rb"\udcff.json: torch" in done.stdout
 
 
 @pytest.mark.parametrize("threads", [1, 20_000])

@@ -97,7 +97,7 @@ def tables(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tables")
     many = pd.DataFrame(
         {
-            "name": ["=2+2", *(f"call {number}, {number % 3}" for number in range(56))],
+            "name": ["\n=2+2", *(f"call {number}, {number % 3}" for number in range(56))],
             "time_ms": [math.nan, *(number * 0.12345678 for number in range(56))],
             "calls": range(1000, 1057),
             "component": ["embedding"] * 57,

@@ -25,6 +25,7 @@ import numpy.typing as npt
 
 from dlrm_core.errors import InputError
 from dlrm_core.files import open_binary
+from dlrm_core.text import visible
 
 MAGIC = b"HPCTOOLKIT"
 MAJOR_VERSION = 4
@@ -313,7 +314,7 @@ class DatabaseFile:
     def string(self, pointer: int, what: str) -> str:
         """The NUL-terminated UTF-8 string at byte ``pointer``, whole.
 
-        Bytes that are not UTF-8 appear as ``\\xNN``.
+        Bytes that are not UTF-8, and control characters, appear as ``\\xNN``.
 
         Raises:
             DatabaseError: it starts or runs outside the file.
@@ -333,7 +334,7 @@ class DatabaseFile:
             raise self.error(
                 f"{what}: its strings take over {STRING_BUDGET} times the file's {self.size} bytes"
             )
-        text = self.map[pointer:end].decode("utf-8", "backslashreplace")
+        text = visible(self.map[pointer:end].decode("utf-8", "backslashreplace"))
         self._strings[pointer] = text
         return text
 

@@ -29,6 +29,7 @@ import pandas as pd
 from dlrm_core.errors import InputError
 from dlrm_core.files import MOST_JSON, open_binary
 from dlrm_core.parts import GROUP_PREFIX, SPAN_PREFIX
+from dlrm_core.text import visible
 from dlrm_workbook.recordings.torch.json_stream import EventStream
 from dlrm_workbook.recordings.torch.shape_work import values_text
 
@@ -161,7 +162,7 @@ class Events:
         listed = [
             {
                 "id": row.get("id"),
-                "name": str(row.get("name", "")),
+                "name": visible(str(row.get("name", ""))),
                 "sms": row.get("numSms"),
                 "memory_bytes": row.get("totalGlobalMem"),
                 "compute": f"{row.get('computeMajor', '?')}.{row.get('computeMinor', '?')}",
@@ -455,7 +456,7 @@ class _Walk:
         correlation = get("correlation", -1)
         collective = -1
         if "Collective name" in args:
-            collective = self.groups[tuple(str(get(name, "")) for name in COLLECTIVE)]
+            collective = self.groups[tuple(visible(str(get(name, ""))) for name in COLLECTIVE)]
         start = event["ts"]
         if category in DEVICE_KINDS:
             gpu = get("device", event["pid"])
@@ -532,10 +533,13 @@ class _Walk:
     def _name(self, event: dict[str, Any]) -> None:
         name = event["name"]
         if name == "thread_name":
-            self.names[f"{event['pid']}/{event['tid']}"] = str(event["args"]["name"])
+            line = visible(f"{event['pid']}/{event['tid']}")
+            self.names[line] = visible(str(event["args"]["name"]))
         elif name in ("process_name", "process_labels"):
             said = [self.processes.get(str(event["pid"]), ""), *event["args"].values()]
-            self.processes[str(event["pid"])] = " ".join(str(word) for word in said if word)
+            self.processes[str(event["pid"])] = " ".join(
+                visible(str(word)) for word in said if word
+            )
 
     # ---- columns to tables ----------------------------------------------------------
 
@@ -554,8 +558,8 @@ class _Walk:
             "event{s} lack{v} a name, a time or what else torch.profiler writes, and {was} left "
             "out",
         )
-        texts = np.array(list(self.texts), dtype=object)
-        lines = np.array([f"{_word(a)}/{_word(b)}" for a, b in self.lines], dtype=object)
+        texts = np.array([visible(text) for text in self.texts], dtype=object)
+        lines = np.array([visible(f"{_word(a)}/{_word(b)}") for a, b in self.lines], dtype=object)
         tables = {name: getattr(self, name) for name in ("host", "device", "memory", "marks")}
         nanoseconds, why = self._unit()
         if nanoseconds:
@@ -616,7 +620,9 @@ class _Walk:
         for category, count in self.unknown.most_common(5):
             # a category of an attacker's may hold braces, so it is no part of the pattern
             cautions.add(
-                count, "event{s} of category '{category}' {was} not read", category=category[:80]
+                count,
+                "event{s} of category '{category}' {was} not read",
+                category=visible(category[:80]),
             )
         base = stream.header.get("baseTimeNanoseconds")
         events = Events(

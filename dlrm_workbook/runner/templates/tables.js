@@ -15,7 +15,11 @@
   function csv(table) {
     const heads = [...table.tHead.rows].at(-1).cells;
     // a spreadsheet would calculate a name that begins like a formula
-    const harmless = (text) => (/^[=+@\t-]/.test(text) && isNaN(text) ? `'${text}` : text);
+    // (or stands behind a tab or line break, where text that is pasted becomes cells)
+    const harmless = (text) => {
+      const line = text.replaceAll(/\s+/g, " ").trim();
+      return /^[=+@\uff1d\uff0b\uff20\uff0d-]/.test(line) && isNaN(line) ? `'${line}` : line;
+    };
     const quoted = (text) => (/[",\n]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text);
     const several = [...heads].map((head) => (head.dataset.column || "").includes(","));
     const titles = [...heads].map((head) => head.dataset.column || quoted(head.dataset.title));
