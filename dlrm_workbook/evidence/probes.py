@@ -692,13 +692,12 @@ class _Probes:
 
     def result(self, candidate: _Candidate) -> dict[str, Any]:
         """What is known of a change, as :func:`probe_changes` returns it."""
-        empty: dict[str, Any] = {"parts": {}, "base": {}, "spread": {}}
-        result = {"change": candidate.change, "notices": list(candidate.notices), **empty}
+        result: dict[str, Any] = {"change": candidate.change, "notices": list(candidate.notices)}
         refused = [candidate.refused]
         refused += [self._refused.get((half, key), "") for half, key in candidate.keys.items()]
+        result |= {"parts": {}, "base": {}, "spread": {}}
         if any(refused):
             return result | {"refused": next(filter(None, refused))}
-        result |= {"parts": {}, "base": {}, "spread": {}, "touched": sorted(candidate.affected)}
         for half, key in candidate.keys.items():
             said = self._notices[half, key]
             result["notices"] += [text for text in said if text not in result["notices"]]
@@ -709,7 +708,7 @@ class _Probes:
             if candidate.changed.data.loader == "prefetch":
                 result["overlap"] = self._overlap(candidate.changed)
         except InputError as error:
-            return result | empty | {"refused": str(error)}
+            return result | {"refused": str(error), "parts": {}, "base": {}, "spread": {}}
         return result
 
     def _add(self, result: dict[str, Any], half: str, candidate: _Candidate) -> None:
