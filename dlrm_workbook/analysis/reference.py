@@ -34,7 +34,7 @@ from dlrm_workbook.analysis.attribution import (
     segments,
     step_contexts,
 )
-from dlrm_workbook.analysis.context_tree import Floats, Ints
+from dlrm_workbook.analysis.context_tree import Bools, Floats, Ints
 from dlrm_workbook.analysis.steady import steady_state
 from dlrm_workbook.recordings.profile import Profile, inclusive_from_exclusive
 from dlrm_workbook.runs import latest_run
@@ -69,6 +69,8 @@ class Reference:
     """Iterations of the recording that are no steady ones."""
     recorded_mean_ms: float
     """Mean of all iterations of the recording."""
+    laps: int = 0
+    """Stretches of an iteration that another program's parts were timed by without the profiler."""
 
     @property
     def sentence(self) -> str:
@@ -81,7 +83,14 @@ class Reference:
         return (
             f"On this page the step takes {milliseconds(self.ms)}: {self.source}. The recording "
             f"was made under a profiler, where it took {milliseconds(self.recorded_ms)}; times of "
-            "parts, calls and operators are scaled so that they add up to the step."
+            "parts, calls and operators are scaled so that they add up to the step"
+            + (
+                f", each of {self.laps} stretches of an iteration (between begins and ends of "
+                "modules and of their backward passes) by its own time without the "
+                "profiler."
+                if self.laps
+                else "."
+            )
         )
 
 
@@ -136,14 +145,11 @@ def _unprofiled_parts(profile: Profile) -> dict[tuple[str, str], float]:
     ``("other", "")`` is what an iteration takes beyond its parts. Empty where not timed."""
     each = profile.meta.get("unprofiled_parts_ms") or []
     if not each or ITERATION_SPAN not in each[0]:
-        return {}
+        table = _parts_by_laps(profile)
+        medians = table[_calm_rows(profile, len(table))].median().dropna()
+        return dict(zip(medians.index.tolist(), medians.tolist(), strict=True))
     table = pd.DataFrame(each).fillna(0.0)
-    counters = profile.meta.get("counters") or {}
-    profiled = counters.get("profiled") or []
-    plain = [row for row, under in enumerate(profiled) if not under]
-    calm = _undisturbed(counters)
-    if len(calm) >= LEAST_ITERATIONS and len(plain) == len(table):
-        table = table[[row in calm for row in plain]]
+    table = table[_calm_rows(profile, len(table))]
     parts = [str(name) for name in table if parse_span(str(name)) is not None]
     # not the median iteration less the parts' medians: those do not add up
     rest = (table[ITERATION_SPAN] - table[parts].sum(axis=1)).clip(lower=0.0)
@@ -153,6 +159,52 @@ def _unprofiled_parts(profile: Profile) -> dict[tuple[str, str], float]:
         assert part is not None
         known[part] = float(table[name].median())
     return known
+
+
+def _calm_rows(profile: Profile, count: int) -> Bools:
+    """Which of the ``count`` iterations without a profiler the reference is of."""
+    counters = profile.meta.get("counters") or {}
+    profiled = counters.get("profiled") or []
+    plain = [row for row, under in enumerate(profiled) if not under]
+    calm = _undisturbed(counters)
+    if len(calm) < LEAST_ITERATIONS or len(plain) != count:
+        return np.ones(count, dtype=bool)
+    return np.isin(plain, calm)
+
+
+def _parts_by_laps(profile: Profile) -> pd.DataFrame:
+    """Time of each part (a column) in each iteration without a profiler, by the laps of both.
+
+    A lap is a stretch of an iteration between two moments that are known with the profiler and
+    without, such as the beginning and the end of a module. The time of a lap without the
+    profiler is shared among parts as the recording of the same lap is. Iterations that are
+    divided otherwise than most are NaN; empty without laps.
+    """
+    laps = profile.meta.get("laps_ms") or {}
+    recorded, plain = laps.get("profiled") or [], laps.get("unprofiled") or []
+    count = len(laps.get("between") or []) + 1
+    lengths = {len(ms) for ms in (*recorded, *plain) if ms is not None}
+    if len(recorded) != len(profile.iterations) or lengths != {count} or not any(plain):
+        return pd.DataFrame()
+    pieces = segments(profile, device=False)
+    owners = parts_at(profile, pieces["context"].to_numpy())
+    code, parts = pd.factorize(pd.MultiIndex.from_frame(owners))
+    within = np.zeros((count, len(parts)))
+    ordered = profile.iterations.sort_values("start_ns")
+    for number, last, ms in zip(ordered["iteration"], ordered["end_ns"], recorded, strict=True):
+        mine = np.flatnonzero(pieces["iteration"].eq(number))
+        if ms is None or not len(mine):
+            continue
+        # an iteration of the trace begins a little earlier, before the counters are read
+        edges = last + np.rint((np.append(0.0, np.cumsum(ms)) - np.sum(ms)) * 1e6).astype(np.int64)
+        starts = pieces["start_ns"].to_numpy()[mine]
+        cuts = np.unique(np.concatenate([starts[starts > edges[0]], edges]))
+        lap = np.searchsorted(edges, cuts[:-1], side="right") - 1
+        piece = np.maximum(np.searchsorted(starts, cuts[:-1], side="right") - 1, 0)
+        np.add.at(within, (lap, code[mine[piece]]), np.diff(cuts))
+    share = within / np.maximum(within.sum(axis=1, keepdims=True), 1.0)
+    times = np.array([[np.nan] * count if ms is None else ms for ms in plain])
+    return pd.DataFrame(times @ share, columns=parts)
 
 
 # ---- a profile at the pace of the reference ----------------------------------------------------
@@ -190,7 +242,8 @@ def reference(profile: Profile) -> Reference | None:
         if steady == 1:
             said = "the one steady iteration of the recording"
         return Reference(recorded, steady, said, False, **under)
-    return Reference(*plain, True, **under)
+    laps = 0 if _parts_by_laps(profile).empty else len(profile.meta["laps_ms"]["between"]) + 1
+    return Reference(*plain, True, **under, laps=0 if busy else laps)
 
 
 def at_reference(profile: Profile) -> Profile:

@@ -416,7 +416,9 @@ def test_parts_of_a_model_that_is_no_dlrm_are_its_own_modules(tmp_path: Path) ->
             optimizer.step()
             step()
     assert not hooks
-    attribution = attribute(open_recording(tmp_path / "mine").profile)
+    recording = open_recording(tmp_path / "mine").profile
+    _laps_are_whole(recording)
+    attribution = attribute(recording)
     parts = set(attribution[["component", "phase"]].itertuples(index=False, name=None))
     layers = [f"body.layers.{name}" for name in ("self_attn", "linear1", "linear2", "norm1")]
     for name in ("tokens", *layers, "head"):
@@ -424,6 +426,37 @@ def test_parts_of_a_model_that_is_no_dlrm_are_its_own_modules(tmp_path: Path) ->
     assert {("data", "forward"), ("loss", "forward"), ("optimizer", "update")} <= parts
     assert not {"embedding", "bottom_mlp", "top_mlp", "interaction"} & {name for name, _ in parts}
     assert coverage(attribution) > 0.9
+
+
+def _laps_are_whole(recording: Profile) -> None:
+    """Each iteration of the recording is divided alike, or the recording says why none is."""
+    if "laps" in recording.not_measured:  # so small a model on a fast machine
+        assert "one factor scales them all" in recording.not_measured["laps"]
+        assert "laps_ms" not in recording.meta
+        return
+    laps = recording.meta["laps_ms"]
+    between = laps["between"]
+    assert between.count("body.layers.linear1 begins") == 2
+    assert between.count("body.layers.linear1 backward begins") == 2
+    assert between.index("head ends") < between.index("head backward begins")
+    assert between[-1] == "optimizer begins"
+    for timed, kind in (("iteration_ms", "profiled"), ("unprofiled_iteration_ms", "unprofiled")):
+        sums = [sum(ms) for ms in laps[kind]]
+        assert sums == pytest.approx(recording.meta[timed], rel=1e-3)
+        assert all(len(ms) == len(between) + 1 and min(ms) >= 0 for ms in laps[kind])
+
+
+def test_hooks_cost_too_much_where_iterations_are_short(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(50)))
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with record(tmp_path / "mine", iterations=3, warmup=1, ceilings=False) as step:
+        for _ in range(12):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            step()
+    recording = open_recording(tmp_path / "mine").profile
+    assert "51 calls of modules" in recording.not_measured["laps"]  # 50 layers and the model
+    assert "laps_ms" not in recording.meta
 
 
 def test_parts_of_a_trace_with_stacks_are_the_classes_of_its_modules(tmp_path: Path) -> None:

@@ -121,6 +121,67 @@ def test_parts_that_were_not_timed_alone_share_one_pace() -> None:
     assert parts["data"] == pytest.approx(20) and parts["top_mlp"] == pytest.approx(20)
 
 
+def with_laps(ends_ms: list[float], plain: list[list[float] | None], **meta: Any) -> Profile:
+    """Ten recorded iterations that moments divide where laps end; some without the profiler."""
+    laps = np.diff([0.0, *ends_ms]).tolist()
+    document = {"between": [f"moment {n}" for n in range(len(ends_ms) - 1)]}
+    document |= {"profiled": [laps] * COUNT, "unprofiled": plain}
+    times = [sum(each or [60.0]) for each in plain]
+    return recorded(laps_ms=document, unprofiled_iteration_ms=times, **meta)
+
+
+def test_parts_of_other_programs_have_the_times_of_their_laps_without_the_profiler() -> None:
+    """The profiler made 30 ms of the embedding's 40 ms; one pace for all would miss that."""
+    profile = with_laps([40.0, 60.0, 100.0], [[35.0, 5.0, 20.0]] * 6)
+    step = reference(profile)
+    assert step is not None and step.laps == 3 and "each of 3 stretches" in step.sentence
+    scaled = at_reference(profile)
+    scaled.validate()
+    found = attribute(scaled).set_index("component")["time_ms"]
+    assert found.sum() == pytest.approx(60)
+    assert found[["data", "embedding", "top_mlp"]].tolist() == pytest.approx([35, 5, 20])
+    assert top_operators(scaled)["cpu_self_ms"].sum() == pytest.approx(60)
+    # the same without laps: one pace
+    alone = attribute(at_reference(recorded(unprofiled_iteration_ms=[60.0] * 6)))
+    assert alone.set_index("component")["time_ms"]["embedding"] == pytest.approx(12)
+
+
+def test_parts_share_a_lap_as_they_share_its_recording() -> None:
+    # the second lap holds 10 ms of data, the embedding's 20 ms and 10 ms of the MLP
+    scaled = at_reference(with_laps([30.0, 70.0, 100.0], [[10.0, 20.0, 30.0]] * 6))
+    found = attribute(scaled).set_index("component")["time_ms"]
+    expected = [10 + 5, 10, 30 + 5]
+    assert found[["data", "embedding", "top_mlp"]].tolist() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_laps_add_up_to_the_step_however_they_cut_the_parts(seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    ends = [*np.sort(draw.uniform(1, 99, 12)).tolist(), 100.0]
+    plain = [draw.uniform(1, 10, len(ends)).tolist() for _ in range(8)]
+    profile = with_laps(ends, [*plain, None])
+    step = reference(profile)
+    scaled = at_reference(profile)
+    assert step is not None
+    assert attribute(scaled)["time_ms"].sum() == pytest.approx(step.ms)
+    assert top_operators(scaled)["cpu_self_ms"].sum() == pytest.approx(step.ms)
+
+
+def test_laps_that_do_not_fit_the_recording_are_not_used() -> None:
+    profile = with_laps([40.0, 60.0, 100.0], [[35.0, 5.0, 20.0]] * 6)
+    laps = profile.meta["laps_ms"]
+    for spoilt in (
+        laps | {"profiled": laps["profiled"][1:]},
+        laps | {"between": ["one"]},
+        laps | {"unprofiled": [None] * 6},
+    ):
+        profile = recorded(laps_ms=spoilt, unprofiled_iteration_ms=[50.0] * 6)
+        step = reference(profile)
+        assert step is not None and step.laps == 0 and "stretches" not in step.sentence
+        parts = attribute(at_reference(profile)).set_index("component")["time_ms"]
+        assert parts["embedding"] == pytest.approx(10)
+
+
 def test_disturbed_iterations_are_no_reference() -> None:
     wall = [90.0] * 6 + [900.0] * 4
     counted = counters(count=10, wall_ms=90.0, run_queue_ms=[0.0] * 6 + [500.0] * 4)

@@ -4,6 +4,10 @@ A model that is no DLRM has no parts of ours, but its author named its modules. 
 that run around every module's forward open a range where a group of modules begins. Groups are
 as fine as a page has room for: at most :data:`~dlrm_core.parts.MOST_GROUPS` names, numbers of
 layers left out.
+
+The same hooks are a stopwatch, with the profiler and without: they note when a group of modules
+begins and ends, when the backward pass comes to it and leaves it, and when optimizers begin. So the
+page knows how long the stretches between (laps) take where no profiler slows them down.
 """
 
 from __future__ import annotations
@@ -12,15 +16,20 @@ import gc
 import re
 import sys
 import threading
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch.nn.modules import module as torch_module
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dlrm_core.parts import GROUP_PREFIX, deepest_level, span
 
 COMPILED = "torch.compile made code of the model, which hooks around its modules would make anew"
+
+COST_TRIES, COST_CALLS = 5, 30
+"""Tries, and calls in each, by which the cost of the hooks is measured."""
 
 _WRAPPERS = re.compile(r"^(module|_orig_mod|_fsdp_wrapped_module|\d+)$")
 """Pieces of a path that name no part of a model: wrappers, and numbers of layers."""
@@ -29,17 +38,21 @@ Path = tuple[str, ...]
 
 
 class ModuleRanges:
-    """Open a range around each group of modules, on the thread that makes this object.
+    """Hooks around each group of modules, on the thread that makes this object.
 
     Args:
         models: modules that are no part of others; None: all that are alive.
 
     Attributes:
-        missing: why no ranges are opened; None where they are.
+        missing: why there are no hooks; None where there are.
+        ranges: whether a range is opened around each group.
+        timed: whether moments are noted.
+        calls: of modules since :meth:`take`.
     """
 
     def __init__(self, models: Iterable[torch.nn.Module] | None = None) -> None:
         self.missing = COMPILED if _has_compiled() else None
+        self.ranges, self.timed, self.calls = False, False, 0
         self._thread = threading.get_ident()
         roots = _roots() if models is None and self.missing is None else list(models or [])
         self._roots = roots
@@ -47,37 +60,100 @@ class ModuleRanges:
         self._group = group_names(roots)
         self._open: list[tuple[str, span | None]] = []
         self._hooks: list[Any] = []
+        self._moments: list[tuple[str, float]] = []
 
     def start(self) -> None:
-        """Open ranges from now on."""
-        if not self._group or self.missing is not None:
+        """Hook the modules from now on."""
+        if not self._group or self.missing is not None or self._hooks:
             return
         self._hooks = [
             torch_module.register_module_forward_pre_hook(self._before),
             torch_module.register_module_forward_hook(self._after, always_call=True),
+            # none after the step: such hooks may be running now, and torch iterates over them
+            register_optimizer_step_pre_hook(lambda *_: self._note("optimizer begins")),
         ]
 
     def stop(self) -> None:
-        """Open no more ranges."""
+        """Hook them no more."""
         for hook in self._hooks:
             hook.remove()
+        self._hooks = []
 
-    def _before(self, module: torch.nn.Module, _inputs: Any) -> None:
+    def take(self) -> list[tuple[str, float]]:
+        """What happened since this was called last, and when, in seconds of ``perf_counter``."""
+        taken, self._moments, self.calls = self._moments, [], 0
+        return taken
+
+    def cost_s(self) -> float:
+        """Seconds that the hooks add to the call of a module that is a group, and its gradient.
+
+        They are in place afterwards.
+        """
+        module, least = torch.nn.Identity(), []
+        for group in ("measured", None):
+            self.stop()
+            if group is not None:
+                self._group[id(module)] = group
+                self.start()
+            least.append(min(_call_s(module) for _ in range(COST_TRIES)))
+        self._group.pop(id(module))
+        self.take()
+        self.start()
+        return max(0.0, least[0] - least[1])
+
+    def _note(self, what: str) -> None:
+        if self.timed and threading.get_ident() == self._thread:
+            self._moments.append((what, time.perf_counter()))
+
+    def _note_gradients(self, what: str, values: Any) -> None:
+        """Note when the backward pass comes to what made the tensors among some values."""
+        if not self.timed:
+            return
+        for node in {value.grad_fn for value in _tensors(values)}:
+            if node is not None:
+                node.register_prehook(lambda _gradients: self._note(what))
+
+    def _before(self, module: torch.nn.Module, inputs: Any) -> None:
         if threading.get_ident() != self._thread:
             return
+        self.calls += 1
         outer = self._open[-1][0] if self._open else ""
         group = self._group.get(id(module), outer)
         opened = None
         if group != outer:
-            opened = span(GROUP_PREFIX + group)
-            opened.__enter__()
+            self._note_gradients(f"{group} backward ends", inputs)
+            self._note(f"{group} begins")
+            if self.ranges:
+                opened = span(GROUP_PREFIX + group)
+                opened.__enter__()
         self._open.append((group, opened))
 
-    def _after(self, _module: torch.nn.Module, _inputs: Any, _result: Any) -> None:
-        if threading.get_ident() == self._thread and self._open:
-            _, opened = self._open.pop()
-            if opened is not None:
-                opened.__exit__(None, None, None)
+    def _after(self, _module: torch.nn.Module, _inputs: Any, result: Any) -> None:
+        if threading.get_ident() != self._thread or not self._open:
+            return
+        group, opened = self._open.pop()
+        if opened is not None:
+            opened.__exit__(None, None, None)
+        if group != (self._open[-1][0] if self._open else ""):
+            self._note(f"{group} ends")
+            self._note_gradients(f"{group} backward begins", result)
+
+
+def _tensors(values: Any) -> Iterator[torch.Tensor]:
+    """Tensors among the arguments or the result of a module, two levels deep."""
+    for value in values if isinstance(values, (tuple, list)) else [values]:
+        for inner in value if isinstance(value, (tuple, list)) else [value]:
+            if isinstance(inner, torch.Tensor):
+                yield inner
+
+
+def _call_s(module: torch.nn.Module) -> float:
+    """Seconds of a call of a module with its gradient, mean of :data:`COST_CALLS`."""
+    weight = torch.ones(1, requires_grad=True)
+    began = time.perf_counter()
+    for _ in range(COST_CALLS):
+        torch.autograd.grad(module(weight * 1.0), weight)
+    return (time.perf_counter() - began) / COST_CALLS
 
 
 def _has_compiled() -> bool:

@@ -26,6 +26,7 @@ import sys
 import threading
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
@@ -73,8 +74,9 @@ class Session:
         folder: Must not exist. It appears only when whole.
         ours: The iterations open the range ``parts.ITERATION_SPAN`` and those of their parts.
             Where they do not, the session marks the end of each in the trace, opens ranges
-            around groups of modules, and samples the Python stack while it records, so that
-            what runs outside of operators has a name.
+            around groups of modules, times the laps between them with the profiler and
+            without, and samples the Python stack while it records, so that what runs
+            outside of operators has a name.
         sampled: Iterations at the end in which the Python stack is sampled, where it is not
             while recording.
         ceilings: Measure the limits of this machine afterwards, at the shapes that were
@@ -137,6 +139,10 @@ class Session:
         self._sampler: StackSampler | None = None
         self._modules: ModuleRanges | None = None
         self._marks: list[int] = []
+        self._moments: dict[str, list[list[tuple[str, float]]]] = {BEFORE: [], PROFILED: []}
+        """What divides each iteration without the profiler, and with it, and when; its end last."""
+        self._no_laps: str | None = None
+        """Why no laps are timed."""
         self._counted: bool | None = None
         """Whether the counters read now are of iterations with a profiler; None reads none."""
         self._cheap = True
@@ -158,6 +164,9 @@ class Session:
         self._counters = self._stack.enter_context(IterationCounters(self.device))
         if self.on_gpu:
             torch.cuda.reset_peak_memory_stats(self.device)
+        if not self.ours:
+            self._modules = ModuleRanges()
+            self._start_laps(self._modules)
         self._begin_phase()
         return self
 
@@ -175,6 +184,8 @@ class Session:
         """
         with self._stack:
             self._end_phase()
+            if self._modules is not None:
+                self._modules.stop()
             if error is not None:
                 raise error  # through what is on the stack, which leaves no folder then
             if not self._each[PROFILED]:
@@ -213,6 +224,7 @@ class Session:
         each = self._each[self._phase]
         each.append((self._ended - self._began) * 1e3)
         self._mark()
+        self._take_laps()
         if self._counted is not None:
             self._counters.snapshot(self.done, profiled=self._counted)
         self.done += 1
@@ -259,8 +271,8 @@ class Session:
         self._all_ms[self._phase] = total_s * 1e3
         if self._sampler is not None:
             self._sampler.stop()
-        if self._modules is not None:
-            self._modules.stop()
+        if self._modules is not None and self._phase == PROFILED:
+            self._modules.ranges = False
         if self._phase == PROFILED and self._profiler is not None:
             self._profiler.stop()
         self._phase = None
@@ -283,9 +295,9 @@ class Session:
             with_stack=self._with_stack,
             with_flops=True,
         )
-        if not self.ours:
-            self._modules = ModuleRanges()
+        if self._modules is not None:
             self._modules.start()
+            self._modules.ranges = True
         self._profiler.start()
 
     def _mark(self) -> None:
@@ -297,6 +309,64 @@ class Session:
     def _wait(self) -> None:
         if self.on_gpu:
             torch.cuda.synchronize(self.device)
+
+    # ---- laps -----------------------------------------------------------------------
+
+    def _start_laps(self, modules: ModuleRanges) -> None:
+        """Time the laps of iterations from now on, unless that is known to tell nothing."""
+        if self.on_gpu:
+            self._no_laps = "on a GPU the time of a part is that of its kernels"
+        elif modules.missing is not None:
+            self._no_laps = modules.missing
+        elif dict(self._plan)[WARM_UP] < 1:
+            self._no_laps = "no iteration warmed up, from which their cost would be known"
+        else:
+            modules.timed = True
+            self._lap_cost_ms = modules.cost_s() * 1e3
+
+    def _take_laps(self) -> None:
+        """Keep the laps of the iteration that ended; after the warm-up time none that cost much."""
+        if self._modules is None or self._no_laps is not None:
+            return
+        calls, moments = self._modules.calls, self._modules.take()
+        if self._phase == WARM_UP:
+            cost_ms, took_ms = calls * self._lap_cost_ms, self._each[WARM_UP][-1]
+            if cost_ms > MAX_COUNTING_SHARE * took_ms:
+                self._modules.stop()
+                self._modules.timed = False
+                self._no_laps = (
+                    f"noting {calls} calls of modules takes {cost_ms:.3f} ms, more than "
+                    f"{MAX_COUNTING_SHARE:.1%} of an iteration"
+                )
+            return
+        kept = self._moments[PROFILED if self._phase == PROFILED else BEFORE]
+        kept.append([("begins", self._began), *moments, ("ends", self._ended)])
+
+    def _laps_document(self) -> dict[str, Any] | None:
+        """Laps with the profiler and without, of iterations that are divided as most are.
+
+        An iteration that is divided otherwise is null.
+        """
+        found = {
+            phase: [(tuple(what for what, _ in one), [at for _, at in one]) for one in each]
+            for phase, each in self._moments.items()
+        }
+        orders = Counter(order for each in found.values() for order, _ in each)
+        if not orders or self._no_laps is not None:
+            return None
+        usual = orders.most_common(1)[0][0]
+        laps = {
+            phase: [
+                (np.diff(at) * 1e3).round(6).tolist() if order == usual else None
+                for order, at in each
+            ]
+            for phase, each in found.items()
+        }
+        return {
+            "between": list(usual[1:-1]),
+            "profiled": laps[PROFILED],
+            "unprofiled": laps[BEFORE],
+        }
 
     # ---- what is left -----------------------------------------------------------------
 
@@ -373,6 +443,8 @@ class Session:
             "unprofiled_iteration_ms": plain,
             "not_measured": {**missing, **information.get("not_measured", {})},
         }
+        if laps := self._laps_document():
+            head["laps_ms"] = laps
         if self.on_gpu:
             head["gpu_peak_allocated_bytes"] = torch.cuda.max_memory_allocated(self.device)
         return head
@@ -428,6 +500,11 @@ class Session:
             missing = dict.fromkeys(absent, NO_GPU)
         if self._modules is not None and self._modules.missing is not None:
             missing["modules"] = self._modules.missing
+        if self._no_laps is not None and not self.on_gpu:
+            missing["laps"] = (
+                "parts were not timed without the profiler, so one factor scales them all: "
+                + self._no_laps
+            )
         if not self._record_shapes:
             missing["shapes"] = (
                 "input shapes were not recorded; `-p profiling.record_shapes=true` records them"
