@@ -301,8 +301,8 @@ def with_timed(made: Prediction, profile: Profile) -> Prediction:
         f"the profile timed whole steps under {_named(made.change)} in turns with the step as it "
         f"is; parts timed alone said {milliseconds(made.mid_ms)}"
     )
-    ends = {"low_ms": low, "mid_ms": mid, "high_ms": high, "parts": parts}
-    return replace(made, **ends, method=TIMED, notices=[*made.notices, said])
+    made = replace(made, low_ms=low, mid_ms=mid, high_ms=high, parts=parts)
+    return replace(made, method=TIMED, notices=[*made.notices, said])
 
 
 # ---- the way ----------------------------------------------------------------------------------
@@ -592,8 +592,7 @@ def _doubts(
     step, state = reference(profile), iteration_state(profile)
     doubts: list[tuple[str, str]] = []
     if profile.meta.get("serialised"):
-        text = "kernels were serialised by PC sampling, so stall reasons are what it is for"
-        doubts.append(("red", text))
+        doubts.append(("red", "kernels were serialised by PC sampling"))
     if any(finding.id == "disturbed_profile" for finding in found):
         doubts.append(("red", "something else used the machine while the profiler was on"))
     waited = Evidence(profile, attribution).machine_share("run_queue_ms")

@@ -194,6 +194,8 @@ def test_run_all_writes_the_documented_json(quick_chain: Chain) -> None:
     document = json.loads((last / "bottlenecks.json").read_text())
     keys = {"findings", "attribution", "coverage", "profiler", "passes", "not_measured"}
     assert keys <= set(document)
+    for file in ("bottlenecks.json", "verdict.md"):
+        assert "-f FILE" not in (last / file).read_text(), "the options that were typed"
     # of 6 ms of compute 0.2 ms lie between the parts; the seed run has 99.9 %, see the sample
     assert document["coverage"] >= 0.97
     assert document["profiler"] in ("torch", "hpctoolkit")

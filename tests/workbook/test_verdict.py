@@ -26,8 +26,9 @@ from dlrm_workbook.analysis.verdict import (
     quality,
     stages,
     table,
+    with_timed,
 )
-from dlrm_workbook.analysis.whatif import what_if_table
+from dlrm_workbook.analysis.whatif import prediction, what_if_table
 from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.recordings.torch.trace import read_trace
 from dlrm_workbook.show.bottlenecks import verdict_bars
@@ -187,6 +188,19 @@ def test_what_was_timed_as_a_whole_step_goes_before_what_is_predicted(profile: P
     assert sum(times(way[2]).values()) == pytest.approx(75)
     text = headline([advised("slow_data", LOOP)], way, "")
     assert "Both advised changes together: 2.0x faster (" in text and "timed as whole steps" in text
+
+
+def test_a_timed_change_is_predicted_by_its_whole_step(profile: Profile) -> None:
+    probed = prediction(profile, LOOP)
+    assert with_timed(probed, profile) is probed, "nobody timed it"
+    timed_together(profile, (LOOP, [80.0, 80.0, 80.0]))
+    whole = with_timed(probed, profile)
+    assert whole.method == TIMED and whole.mid_ms == pytest.approx(0.8 * probed.now_ms)
+    assert whole.low_ms < whole.mid_ms < whole.high_ms
+    assert probed.parts["then_ms"].sum() / whole.parts["then_ms"].sum() == pytest.approx(
+        probed.mid_ms / whole.mid_ms
+    )
+    assert "parts timed alone said" in whole.notices[-1]
 
 
 def test_all_findings_are_on_the_page_and_what_does_not_combine_has_its_command(

@@ -182,10 +182,7 @@ UNAVOIDABLE_STALLS = ("NONE", "NSEL", "HID", "INV", "OTHR")
 STALL_LIMITS = {"SYNC": "synchronisation", "PIPE": "arithmetic"}
 """Stall reason to the limit that it shows; of all others, memory bandwidth."""
 
-SERIALISED = (
-    "PC sampling ran the kernels of this recording one at a time and slowed their launches, so "
-    "this is partly its own doing: measure without it (hpcrun -e CPUTIME -e gpu=nvidia -t) to know."
-)
+SERIALISED = "PC sampling slowed the launches, so part of this is its own doing."
 UPPER_BOUND = (
     "CUDA graphs were launched, of whose kernels a profiler may record only some: it is an upper "
     "bound."

@@ -234,19 +234,36 @@
     return draw(place).catch((error) => report(place, error));
   }
 
-  // What is folded away has no width to be drawn in.
-  function drawVisible() {
-    for (const place of document.querySelectorAll("figure .plot")) {
-      if (drawn.has(place) || !place.checkVisibility()) continue;
-      try {
-        drawn.set(place, JSON.parse(place.parentElement.querySelector("script").textContent));
-      } catch (error) {
-        report(place, error);
-        continue;
-      }
-      redraw(place).then(() => equip(place));
+  function begin(place) {
+    try {
+      drawn.set(place, JSON.parse(place.parentElement.querySelector("script").textContent));
+    } catch (error) {
+      drawn.set(place, null);
+      return report(place, error);
     }
+    return redraw(place).then(() => equip(place));
   }
+
+  // Figures in sight first, then the others one by one, so that the page answers meanwhile. What
+  // is folded away has no width to be drawn in.
+  const waiting = () => [...document.querySelectorAll("figure .plot")]
+    .filter((place) => !drawn.has(place) && place.checkVisibility());
+  const isInSight = (place) => {
+    const box = place.getBoundingClientRect();
+    return box.bottom > 0 && box.top < innerHeight;
+  };
+  let busy = false;
+  async function drawVisible() {
+    if (busy) return;
+    busy = true;
+    for (let places = waiting(); places.length; places = waiting()) {
+      await begin(places.find(isInSight) ?? places[0]);
+      await new Promise((resume) => setTimeout(resume));
+    }
+    busy = false;
+  }
+  // the browser tells of what was opened for a print only after it has printed
+  addEventListener("beforeprint", () => waiting().forEach(begin));
 
   // A box to search a call tree, and a way back to the whole of it.
   function equip(place) {
@@ -332,7 +349,7 @@
 
   drawVisible();
   document.addEventListener("toggle", drawVisible, true);
-  dark.addEventListener("change", () => drawn.forEach((_, place) => redraw(place)));
+  dark.addEventListener("change", () => drawn.forEach((figure, place) => figure && redraw(place)));
   let pending = 0;
   new ResizeObserver(() => {
     cancelAnimationFrame(pending);

@@ -28,8 +28,6 @@
   addEventListener("beforeprint", () => {
     closed = [...document.querySelectorAll("main details:not([open])")];
     for (const fold of closed) fold.open = true;
-    // the browser tells of what was opened only after it has printed
-    document.dispatchEvent(new Event("toggle"));
   });
   addEventListener("afterprint", () => {
     for (const fold of closed) fold.open = false;
