@@ -25,6 +25,7 @@ from dlrm_workbook.show.theme import (
     COMPUTE,
     INK,
     OUTLINE,
+    SPAN_GAP,
     TREE_NAME,
     add_bars,
     add_ends,
@@ -216,7 +217,7 @@ def iteration_timeline(spans: pd.DataFrame, detail: pd.DataFrame | None = None) 
         result.update_layout(meta={"detail_below_ms": DETAIL_SHARE * last})
         _add_operators(result, _laned(detail, several), rows)
     # overlay: a bar is where its base says, whatever else is in the row
-    result.update_layout(barmode="overlay", bargap=0.35)
+    result.update_layout(barmode="overlay", bargap=SPAN_GAP)
     result.update_xaxes(title="ms since the iteration began")
     label_rows(result, list(map(escaped, lanes)))
     return result

@@ -23,6 +23,7 @@ from dlrm_workbook.show.theme import (
     GRID,
     INK,
     ROW,
+    SPAN_GAP,
     add_bars,
     add_part_spans,
     add_spans,
@@ -281,7 +282,7 @@ def lane_timeline(spans: pd.DataFrame, title: str = "Threads and GPU streams") -
         if len(rest):
             look = {"color": COLOURS["other"], "line": {"width": 0}}
             add_spans(result, rest, rows, "other functions", look)
-    result.update_layout(barmode="overlay", bargap=0.3)
+    result.update_layout(barmode="overlay", bargap=SPAN_GAP)
     last = float((spans["start_ms"] + spans["duration_ms"]).max())
     result.update_xaxes(title="ms since the trace began", range=[0, last * 1.005])
     label_rows(result, list(map(escaped, lanes)))

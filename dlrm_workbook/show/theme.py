@@ -507,6 +507,10 @@ def stacked_iterations(
     return result
 
 
+SPAN_GAP = 0.33
+"""Of the height of a lane, what its bars leave free."""
+
+
 def add_spans(
     target: go.Figure,
     spans: pd.DataFrame,
@@ -523,6 +527,8 @@ def add_spans(
         more: properties of plotly's trace.
     """
     labels = [wrapped(escaped(label)) for label in spans["label"]]
+    # one text for all spans, since thousands of the same one make a large notebook
+    text = {"meta": labels[:1]} if len(set(labels)) == 1 else {"hovertext": labels}
     target.add_trace(
         go.Bar(
             base=spans["start_ms"],
@@ -531,15 +537,15 @@ def add_spans(
             orientation="h",
             name=escaped(name),
             marker=look,
-            # plotly takes one text for all; thousands of the same one make a large notebook
-            hovertext=labels[0] if len(set(labels)) == 1 else labels,
             # of a bar with a base, plotly's x is where the bar ends
             customdata=spans[["spans", "duration_ms"]].to_numpy(float),
             hovertemplate=(
-                "%{hovertext}<br>from %{base:,.3f} ms, %{customdata[1]:,.3f} ms long"
+                f"%{{{'meta[0]' if 'meta' in text else 'hovertext'}}}"
+                "<br>from %{base:,.3f} ms, %{customdata[1]:,.3f} ms long"
                 "<br>spans joined: %{customdata[0]}<extra>%{y}</extra>"
             ),
-            **more,
+            # plotly would make the bars of a trace as high as its lanes are far apart
+            **{"width": 1 - SPAN_GAP, **text, **more},
         )
     )
 

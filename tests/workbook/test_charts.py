@@ -117,7 +117,9 @@ def test_hovering_a_span_says_how_long_it_is(address: str) -> None:
             page.mouse.move(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
             label = plot.locator(".hoverlayer .hovertext")
             label.get_by_text(f"{duration:,.3f} ms long").wait_for()
-            assert f"from {start:,.3f} ms" in label.text_content()
+            said = label.text_content()
+            assert f"from {start:,.3f} ms" in said and said.endswith("iteration 0")
+            assert ("data", "embedding forward", "top MLP backward")[number] in said
 
 
 def test_operators_appear_when_the_reader_zooms_in(address: str) -> None:

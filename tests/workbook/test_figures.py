@@ -31,7 +31,7 @@ from dlrm_workbook.show import train as training_figures
 from dlrm_workbook.show.gpu import REASON_COLOURS
 from dlrm_workbook.show.idle import CAUSE_COLOURS, STATE_COLOURS
 from dlrm_workbook.show.tables import Table, show
-from dlrm_workbook.show.theme import COLOURS, PATTERNS, short_name, text_on
+from dlrm_workbook.show.theme import COLOURS, PATTERNS, SPAN_GAP, short_name, text_on
 from dlrm_workbook.studies.bench.show import CONTESTANTS
 from dlrm_workbook.studies.scaling.show import EXCHANGE_COLOURS, SHARDING_COLOURS
 
@@ -224,6 +224,7 @@ def test_timeline_puts_spans_where_they_were(profile: Profile) -> None:
     assert key == [phase for phase in PHASES if phase in set(spans["phase"])]
     assert sum(len(bar.x) for bar in bars) == len(spans)
     assert drawn.layout.barmode == "overlay"
+    assert {bar.width for bar in bars} == {1 - SPAN_GAP}, "plotly chooses by each trace's lanes"
     assert list(drawn.layout.yaxis.ticktext) == ["iteration 0", "iteration 1"]
     begun = sorted(itertools.chain.from_iterable(bar.base for bar in bars))
     assert begun == pytest.approx(sorted(spans["start_ms"]))

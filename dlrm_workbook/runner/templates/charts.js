@@ -111,6 +111,13 @@
   // On a narrow plot lines are named in the legend: labels along them would meet.
   function tracesFor(figure, layout, width) {
     const data = structuredClone(figure.data);
+    // spans of a timeline say how high they are, and labels above them take some of that
+    const scale = (1 - layout.bargap) / (1 - figure.layout.bargap);
+    for (const trace of layout.meta?.plotHeight ? data : []) {
+      if (trace.base === undefined || !trace.width) continue;
+      trace.width *= scale;
+      if (trace.offset) trace.offset *= scale;
+    }
     const isOnLine = (note) => note.name === "slope" || note.name === "roof";
     if (width >= NARROW || !layout.annotations?.some(isOnLine)) return data;
     layout.annotations = layout.annotations.filter((note) => !isOnLine(note));
