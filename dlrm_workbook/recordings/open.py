@@ -111,7 +111,7 @@ def _open_folder(folder: Path, parts: Mapping[str, str] | None) -> Recording:
             profile = Profile.load(place)
             for made in profile.meta.get("passes", []):
                 if made.get("database"):
-                    made["database"] = str(folder.absolute() / made["database"])
+                    made["database"] = str(folder.absolute() / str(made["database"]))
             return Recording(folder, profile)
         ranks = {rank: Profile.load(found) for rank, found in _of_ranks(place, "profile.json")}
         if ranks:

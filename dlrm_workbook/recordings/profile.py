@@ -12,6 +12,7 @@ What was not measured has no rows in ``values`` and a reason in
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ import pandas as pd
 
 from dlrm_core.errors import InputError
 from dlrm_core.files import read_json, whole_folder, write_text
+from dlrm_core.settings import shown
 
 if TYPE_CHECKING:
     from hatchet import GraphFrame
@@ -427,7 +429,7 @@ class Profile:
             )
         tables = {table: _read_table(folder / f"{table}.parquet", table) for table in SCHEMA}
         try:
-            return cls.build(**tables, meta=head.get("meta", {}))
+            return cls.build(**tables, meta=_checked_meta(head_file, head.get("meta") or {}))
         except InputError as error:
             raise InputError(f"{folder}: {error}") from None
 
@@ -442,6 +444,71 @@ def _read_table(file: Path, table: str) -> pd.DataFrame:
         raise InputError(f"{file} cannot be read, it may be cut short: {reason}") from None
     _require_columns(frame, table, str(file))
     return frame
+
+
+_META = {
+    **dict.fromkeys(
+        [
+            "ceilings",
+            "counters",
+            "data_statistics",
+            "distributed",
+            "launched_before_trace",
+            "machine",
+            "memory",
+            "not_measured",
+            "options",
+            "parameters",
+            "part_probes",
+            "probes",
+            "profiler_overhead",
+            "python_lines",
+            "together",
+            "versions",
+        ],
+        "names with values",
+    ),
+    **dict.fromkeys(
+        ("devices", "passes", "threads_cpu", "unprofiled_parts_ms"), "a list of names with values"
+    ),
+    **dict.fromkeys(("cautions", "notices", "steps_threads"), "a list of texts"),
+    **dict.fromkeys(("iteration_ms", "unprofiled_iteration_ms"), "a list of numbers"),
+    **dict.fromkeys(
+        ["command", "device", "device_name", "engine", "iterations_from", "sample", "title"],
+        "a text",
+    ),
+}
+"""Keys of a profile's ``meta`` and what they hold, in words."""
+
+_HOLDS: dict[str, Callable[[Any], bool]] = {
+    "names with values": lambda value: isinstance(value, dict),
+    "a list of names with values": lambda value: _all(value, lambda v: isinstance(v, dict)),
+    "a list of texts": lambda value: _all(value, lambda v: isinstance(v, str)),
+    "a list of numbers": lambda value: _all(
+        value, lambda v: type(v) in (int, float) and math.isfinite(v)
+    ),
+    "a text": lambda value: isinstance(value, str),
+}
+"""Words of :data:`_META` to what a value must fulfil."""
+
+
+def _all(value: Any, fits: Callable[[Any], bool]) -> bool:
+    return isinstance(value, list) and all(fits(item) for item in value)
+
+
+def _checked_meta(file: Path, meta: Any) -> dict[str, Any]:
+    """The ``meta`` of a file that anybody may have written; null is the same as left out.
+
+    Raises:
+        InputError: naming the file, the key, its value and what was expected.
+    """
+    if not isinstance(meta, dict):
+        raise InputError(f"{file}: meta is {shown(meta)}, expected names with values")
+    meta = {name: value for name, value in meta.items() if value is not None}
+    for name, expected in _META.items():
+        if name in meta and not _HOLDS[expected](meta[name]):
+            raise InputError(f"{file}: meta.{name} is {shown(meta[name])}, expected {expected}")
+    return meta
 
 
 def _refuse(wrong: Any, table: str, message: str) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import os
 import pty
+import re
 import shutil
 import struct
 import subprocess
@@ -15,6 +17,7 @@ import tracemalloc
 from collections import Counter
 from itertools import permutations
 from pathlib import Path
+from typing import Any
 
 import gpu_trace
 import pytest
@@ -25,6 +28,9 @@ from dlrm_core.errors import InputError
 from dlrm_workbook.recordings.hpctoolkit.database import read_database
 from dlrm_workbook.recordings.hpctoolkit.to_profile import profile_from_database
 from dlrm_workbook.recordings.open import open_recording, require_recording
+from dlrm_workbook.samples import __file__ as samples
+
+SAMPLE = Path(samples).parent / "seed-cpu"
 
 
 @pytest.mark.parametrize(
@@ -182,6 +188,30 @@ def test_a_terminal_gets_no_control_characters(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, env=environment, check=False)
     assert done.returncode == 0, "a name that is no UTF-8 can be said in a pipe too"
     assert rb"\udcff.json: torch" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("passes", True, "meta.passes is True, expected a list of names with values"),
+        ("passes", ["x"], "meta.passes is ['x'], expected a list of names with values"),
+        ("iteration_ms", [1.0, math.nan], "meta.iteration_ms is [1.0, nan], expected a list of nu"),
+        ("not_measured", [[]], "meta.not_measured is [[]], expected names with values"),
+        ("title", {"a": 1}, "meta.title is {'a': 1}, expected a text"),
+        ("", ["x"], "meta is ['x'], expected names with values"),
+    ],
+)
+def test_what_a_saved_profile_says_of_itself_is_checked(
+    tmp_path: Path, name: str, value: Any, expected: str
+) -> None:
+    folder = tmp_path / "profile"
+    shutil.copytree(SAMPLE, folder, ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+    head = json.loads((folder / "profile.json").read_text())
+    head["meta"] = head["meta"] | {name: value} if name else value
+    (folder / "profile.json").write_text(json.dumps(head))
+    with pytest.raises(InputError, match=re.escape(expected)):
+        open_recording(folder)
+    assert open_recording(SAMPLE).profile.meta["passes"]
 
 
 @pytest.mark.parametrize("threads", [1, 20_000])
