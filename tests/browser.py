@@ -175,27 +175,32 @@ def open_folds(page: Any) -> None:
     page.evaluate("() => document.querySelectorAll('details').forEach((fold) => fold.open = true)")
 
 
+PHONE: dict[str, Any] = {"color_scheme": "dark", "viewport": {"width": 420, "height": 900}}
+"""Settings of a phone's page, in the dark."""
+
+
+def check_drawn(page: Any, seen: Seen, figures: int | None = None) -> None:
+    """Open all folds of a page; assert what :func:`check_page` does, in this one window."""
+    open_folds(page)
+    expected = page.locator("figure .plot").count()
+    if figures is not None:
+        assert expected == figures
+    wait_for_marks(page, expected)
+    overflow = page.evaluate(
+        "() => document.documentElement.scrollWidth - document.documentElement.clientWidth"
+    )
+    assert overflow <= 0, f"{page.url} is {overflow} px too wide in {page.viewport_size}"
+    assert seen.console_errors == [], seen.console_errors
+    assert seen.leaving(page.url) == []
+
+
 def check_page(html: Path, *, figures: int | None = None) -> None:
     """Assert that a page draws all its figures, reports no error, and asks for nothing."""
     url = html.resolve().as_uri()
     with open_browser():
-        for settings in (
-            {"color_scheme": "light"},
-            {"color_scheme": "dark", "viewport": {"width": 420, "height": 900}},
-        ):
+        for settings in ({"color_scheme": "light"}, PHONE):
             with open_page(url, **settings) as (page, seen):
-                open_folds(page)
-                expected = page.locator("figure .plot").count()
-                if figures is not None:
-                    assert expected == figures
-                wait_for_marks(page, expected)
-                overflow = page.evaluate(
-                    "() => document.documentElement.scrollWidth"
-                    " - document.documentElement.clientWidth"
-                )
-                assert overflow <= 0, f"{html.name} is {overflow} px too wide, {settings}"
-                assert seen.console_errors == [], seen.console_errors
-                assert seen.leaving(url) == []
+                check_drawn(page, seen, figures)
 
 
 @contextmanager

@@ -296,18 +296,13 @@ def run_all_cells(lab: tuple[str, str, Path], name: str, timeout_s: float) -> It
             "() => [...document.querySelectorAll('.jp-CodeCell .jp-InputPrompt')]"
             ".every((prompt) => /[0-9]/.test(prompt.textContent))",
             timeout=timeout_s * 1000,
+            # playwright's own choice is each frame, and a window as tall as this costs a core then
+            polling=500,
         )
         yield page
         failures = page.locator(".jp-OutputArea-output[data-mime-type*='error']").all_inner_texts()
         assert failures == []
         assert seen.leaving(address, address.replace("http", "ws")) == []
-
-
-def test_notebook_runs_in_jupyterlab(lab: tuple[str, str, Path]) -> None:
-    write_notebook(lab[2] / "report.ipynb", REPORT)
-    with run_all_cells(lab, "report.ipynb", 60) as page:
-        wait_for_marks(page, FIGURES)
-        page.get_by_text("count is 3").wait_for()
 
 
 def test_executed_notebook_shows_charts_in_jupyterlab_without_trust(
@@ -317,6 +312,8 @@ def test_executed_notebook_shows_charts_in_jupyterlab_without_trust(
     (root / "done.ipynb").write_bytes(report.ipynb.read_bytes())
     window = {"width": 1400, "height": 5000}
     with open_page(notebook_url(lab, "done.ipynb"), address, viewport=window) as (page, _):
+        # the first page of the lab, which is slow to start
+        page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=60_000)
         wait_for_marks(page, FIGURES, 60.0)
 
 

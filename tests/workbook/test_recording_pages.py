@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
-from browser import check_page, open_page, require_browser
+from browser import PHONE, check_drawn, open_page, require_browser
 from conftest import Chain
 from recordings import SEVERAL, TRACES, recording
 
@@ -43,13 +43,14 @@ HOVERS = """() => [...document.querySelectorAll('.js-plotly-plot')].flatMap(
 
 def test_pages_draw_and_say_what_the_recording_holds(explained: tuple[str, RunFolder]) -> None:
     name, folder = explained
-    check_page(folder.html)
-    with open_page(folder.html.as_uri(), viewport={"width": 1200, "height": 900}) as (page, _):
+    url = folder.html.as_uri()
+    with open_page(url, **PHONE) as (page, seen):
+        check_drawn(page, seen)
+    with open_page(url, viewport={"width": 1200, "height": 900}) as (page, seen):
         # folded code is not seen
         text = " ".join(str(page.evaluate("document.body.innerText")).split())
-        # timelines are in sections that start closed, and drawn when opened
-        page.evaluate("document.querySelectorAll('details').forEach(each => { each.open = true })")
-        page.wait_for_function(f"({HOVERS})().length > 0", timeout=90_000)
+        # drawn once more, for another width and the other colours
+        check_drawn(page, seen)
         hovers = page.evaluate(HOVERS)
     # with a base, x is where a bar ends
     assert hovers and all("%{x" not in hover for hover in hovers), hovers
@@ -142,7 +143,9 @@ def test_ten_questions_of_our_own_training_are_answered_there_too(quick_chain: C
 def test_the_tracked_page_of_the_experiment_opens_anywhere() -> None:
     require_browser()
     page = REPOSITORY / "outputs" / "examples" / "experiment.html"
-    check_page(page)
+    # the same page, made anew, is drawn on a phone as well: see above
+    with open_page(page.as_uri()) as (opened, seen):
+        check_drawn(opened, seen)
     for file in (page, page.with_suffix(".ipynb")):
         text = file.read_text(encoding="utf-8")
         assert "351" in text and "idle 99.8%" in text

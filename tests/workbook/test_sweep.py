@@ -195,7 +195,8 @@ def dlrm(*arguments: str, cwd: Path) -> subprocess.Popen[str]:
 @pytest.mark.notebook
 def test_a_sweep_that_is_killed_is_resumed_to_one_page(tmp_path: Path) -> None:
     file = tmp_path / "small.yaml"
-    sweep = {"training.batch_size": [8, 16], "model.table_rows": [50, 10**12]}
+    points = [[8, 50], [8, 10**12], [16, 50]]
+    sweep = {"training.batch_size, model.table_rows": points}
     file.write_text(yaml.safe_dump(TINY | {"sweep": sweep}, sort_keys=False))
     typed = ("run", "train", "-f", str(file), "--output-root", str(tmp_path / "out"))
     first = dlrm(*typed, cwd=tmp_path)
@@ -230,21 +231,20 @@ def test_a_sweep_that_is_killed_is_resumed_to_one_page(tmp_path: Path) -> None:
     out, err = again.communicate(timeout=240)
     assert again.returncode == 1, err[-2000:]
     assert out.splitlines()[-1] == str(folder)
-    assert "2 of 4 points did not finish" in err and "memory" in err
+    assert "1 of 3 points did not finish" in err and "memory" in err
     assert "finished before" in err
     assert (done / "run.json").stat().st_mtime_ns == before, "not run again"
     assert [row["status"] for row in json.loads(record.read_text())["points"]] == [
         "finished",
         "failed",
         "finished",
-        "failed",
     ]
     assert json.loads((folder / "run.json").read_text())["status"] == "failed"
     page = (folder / "sweep.html").read_text()
-    assert "2 of 4 points finished" in page
+    assert "2 of 3 points finished" in page
     assert newest_sweep(tmp_path / "out") == folder
     found = SweepSummary(folder)
-    assert found.points["samples_per_second"].notna().tolist() == [True, False, True, False]
+    assert found.points["samples_per_second"].notna().tolist() == [True, False, True]
     assert found.curves == {}, "two points make no law"
 
 
