@@ -209,3 +209,4 @@ def test_faults_that_the_profiler_adds_are_a_caution_of_another_program() -> Non
     # about as many, too few to matter in 100 ms, and a run whose parts are timed without a profiler
     assert said(16000.0, 19000.0) == said(0.0, 900.0) == []
     assert said(3000.0, 19000.0, parameters={"model": {}}) == []
+    assert said(3000.0, 19000.0, laps_ms={"between": ["head begins"]}) == []

@@ -574,12 +574,14 @@ def faults_of_profiler(profile: Profile) -> str | None:
     """The sentence about page faults that came with the profiler; None where they hardly matter.
 
     A profiler keeps what it records in the heap of the program, so that the allocator finds less
-    memory that was used before. Parts of our own runs are timed without a profiler too.
+    memory that was used before. Parts of our own runs are timed without a profiler too, and so
+    are laps of other programs.
     """
     columns = profile.meta.get("counters") or {}
     recorded, faults = columns.get("profiled") or [], columns.get("minor_faults") or []
     walls = columns.get("wall_ms") or []
-    if profile.meta.get("parameters") or not len(recorded) == len(faults) == len(walls):
+    timed_alone = profile.meta.get("parameters") or profile.meta.get("laps_ms")
+    if timed_alone or not len(recorded) == len(faults) == len(walls):
         return None
     rows = list(zip(recorded, faults, walls, strict=True))
     plain = [count for with_profiler, count, _ in rows if not with_profiler]
