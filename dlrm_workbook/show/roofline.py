@@ -371,7 +371,7 @@ def _draw_points(
                 "line": {"width": 1, "color": "rgba(255, 255, 255, 0.7)"},
             },
         )
-    for component in sorted(set(points["component"]), key=step_order):
+    for component in sorted(dict.fromkeys(points["component"]), key=step_order):
         _key(result, part_label(component), colour_of(component), "circle", "part")
     for phase in sorted(set(points["phase"]) & set(SYMBOLS), key=list(SYMBOLS).index):
         _key(result, phase, INK, SYMBOLS[phase], "phase")
