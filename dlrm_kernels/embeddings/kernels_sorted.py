@@ -374,6 +374,58 @@ def adagrad_rows(
 
 
 @compiled
+def rowwise_lone_64(
+    w,
+    s,
+    indices,
+    begin,
+    end,
+    last,
+    g,
+    rate,
+    epsilon,
+    slots,
+    bits,
+    ahead,
+    step,
+    mine,
+    slices,
+    bag,
+    shift,
+    keys,
+    count,
+):
+    """Row-wise Adagrad of a bag's lone rows of 64 floats, the bag's gradient in registers.
+
+    Returns:
+        Number of keys, with those of the bag's other rows.
+    """
+    a, b = add(zeros(), load_vector(g)), add(zeros(), load_vector(g + 64))
+    c, d = add(zeros(), load_vector(g + 128)), add(zeros(), load_vector(g + 192))
+    low = add(multiply(a, a), multiply(b, b))
+    squares = lane_sum(add(low, add(multiply(c, c), multiply(d, d)))) / np.float32(64)
+    for i in range(begin, end):
+        soon = item(indices, min(i + ahead, last))
+        if slices == 1 or owner(soon, slices) == mine:
+            warm(w + soon * 256, 256, step)
+            prefetch(s + soon * 4)
+        row = item(indices, i)
+        if slices == 1 or owner(row, slices) == mine:
+            if comes_again(slots, row, bits):
+                store_int(keys + 8 * count, (row << shift) | bag)
+                count += 1
+            else:
+                total = load_float(s + row * 4) + squares
+                store_float(s + row * 4, total)
+                scales, p = splat(rate / (np.sqrt(total) + epsilon)), w + row * 256
+                store_vector(p, subtract(load_vector(p), multiply(scales, a)))
+                store_vector(p + 64, subtract(load_vector(p + 64), multiply(scales, b)))
+                store_vector(p + 128, subtract(load_vector(p + 128), multiply(scales, c)))
+                store_vector(p + 192, subtract(load_vector(p + 192), multiply(scales, d)))
+    return count
+
+
+@compiled
 def update_lone_rows(job, table, mine, slices, shift, keys, slots, bits, number, out):
     """Update the rows whose slot was taken once, bag after bag; the others' keys are written.
 
@@ -394,9 +446,16 @@ def update_lone_rows(job, table, mine, slices, shift, keys, slots, bits, number,
     if kind == ROWWISE:
         state_size = 4
     for bag in range(field(job, BAGS)):
+        begin, end = bag_begin(job, table, bag), bag_begin(job, table, bag + 1)
+        if kind == ROWWISE and dim == 64:
+            count = rowwise_lone_64(
+                w, s, indices, begin, end, last, g + bag * stride, rate, epsilon, slots, bits,
+                ahead, step, mine, slices, bag, shift, keys, count,
+            )  # fmt: skip
+            continue
         store_int(number, bag)
         squares = sum_gradients(number, 0, 1, -1, g, stride, dim, out) / np.float32(dim)
-        for i in range(bag_begin(job, table, bag), bag_begin(job, table, bag + 1)):
+        for i in range(begin, end):
             soon = item(indices, min(i + ahead, last))
             if slices == 1 or owner(soon, slices) == mine:
                 warm(w + soon * size, size, step)

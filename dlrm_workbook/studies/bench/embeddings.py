@@ -55,6 +55,7 @@ BACK_ENDS = (FACEBOOK, TORCH, FBGEMM, FUSED, MEMORY)
 FUSED_BF16, MEMORY_BF16 = "fused bf16", "memory bf16"
 """The same on rows stored in bf16 (``model.embedding_precision``)."""
 
+FLOATS = (FACEBOOK, FBGEMM, FUSED, MEMORY)
 NARROW = (FACEBOOK, FBGEMM, FUSED, FUSED_BF16, MEMORY, MEMORY_BF16)
 UPDATES = ("naive", "atomic", "locked", "race_free")
 PHASES = ("forward", "backward", "update")
@@ -102,13 +103,11 @@ GROUPS: dict[str, tuple[EmbeddingCase, ...]] = {
         EmbeddingCase("sgd-1", "sgd", 1),
         EmbeddingCase("sgd-100", "sgd", 100),
         EmbeddingCase("sgd-50-skewed", "sgd", 50, skew=SKEW),
-        EmbeddingCase("sgd-50-reuse", "sgd", 50, reuse=True, targets=_REUSE),
     ),
     "rowwise": (
         EmbeddingCase("rowwise-50", "rowwise_adagrad", 50, targets=((FACEBOOK, 6.0),)),
         EmbeddingCase("rowwise-1", "rowwise_adagrad", 1),
         EmbeddingCase("rowwise-50-skewed", "rowwise_adagrad", 50, skew=SKEW),
-        EmbeddingCase("rowwise-50-reuse", "rowwise_adagrad", 50, reuse=True),
     ),
     "narrow": (
         EmbeddingCase("sgd-50-bf16", "sgd", 50, 2048, None, NARROW, _SGD, ours=FUSED_BF16),
@@ -116,7 +115,10 @@ GROUPS: dict[str, tuple[EmbeddingCase, ...]] = {
             *("rowwise-50-bf16", "rowwise_adagrad", 50, 2048, None, NARROW, ((FACEBOOK, 6.0),)),
             ours=FUSED_BF16,
         ),
-        EmbeddingCase("sgd-50-reuse-both", "sgd", 50, 2048, None, NARROW, _REUSE, reuse=True),
+    ),
+    "reuse": (
+        EmbeddingCase("sgd-50-reuse", "sgd", 50, 2048, None, FLOATS, _REUSE, reuse=True),
+        EmbeddingCase("rowwise-50-reuse", "rowwise_adagrad", 50, 2048, None, FLOATS, reuse=True),
     ),
     "adagrad": (EmbeddingCase("adagrad-50", "adagrad", 50),),
     "contention": (
