@@ -118,7 +118,7 @@ def test_hovering_a_span_says_how_long_it_is(address: str) -> None:
             label = plot.locator(".hoverlayer .hovertext")
             label.get_by_text(f"{duration:,.3f} ms long").wait_for()
             said = label.text_content()
-            assert f"from {start:,.3f} ms" in said and said.endswith("iteration 0")
+            assert f"from {start:,.3f} ms" in said and "iteration 0" in said
             assert ("data", "embedding forward", "top MLP backward")[number] in said
 
 
