@@ -60,15 +60,6 @@ from dlrm_workbook.show.tables import EMPTY, LEVELS, Quality
 from dlrm_workbook.show.theme import plotly_js
 
 
-def text_output(text: str, kind: str) -> Output | None:
-    """Text as it is, in the colours of a terminal; None where it is blank."""
-    if not text.strip():
-        return None
-    text = text.strip("\n")
-    html = Markup("<pre>{}</pre>").format(Markup(ansi2html(text)))
-    return Output(kind, html, lines=text.count("\n") + 1)
-
-
 def image_html(kind: str, data: str, words: str = "Image made by the cell above") -> Markup:
     if kind == "image/svg+xml":
         data = base64.b64encode(data.encode()).decode()
@@ -339,7 +330,7 @@ class _Page:
 
     def _output(self, output: Any) -> Output | None:
         if output.output_type == "stream":
-            return text_output(output.text, "stderr" if output.name == "stderr" else "printed")
+            return self._text(output.text, "stderr" if output.name == "stderr" else "printed")
         if output.output_type == "error":
             trace = self._safe(str(ansi2html("\n".join(output.traceback))), self._local_image)
             summary = Markup("<strong>{}</strong>: {}").format(output.ename, output.evalue)
@@ -349,7 +340,7 @@ class _Page:
             return self._figure(data[FIGURE], data.get("image/svg+xml", ""))
         if WIDGET in data:
             words = self._widget_text(data[WIDGET].get("model_id", ""))
-            return text_output(words or data.get("text/plain", ""), "progress")
+            return self._text(words or data.get("text/plain", ""), "progress")
         if Quality.MIME in data:
             return self._quality(data[Quality.MIME])
         if "text/html" in data:
@@ -361,7 +352,15 @@ class _Page:
         for kind in IMAGES:
             if kind in data:
                 return Output("image", image_html(kind, data[kind]))
-        return text_output(data.get("text/plain", ""), "text")
+        return self._text(data.get("text/plain", ""), "text")
+
+    def _text(self, text: str, kind: str) -> Output | None:
+        """Text as it is, in the colours of a terminal; None where it is blank."""
+        if not text.strip():
+            return None
+        text = text.strip("\n")
+        html = Markup("<pre>{}</pre>").format(self._safe(str(ansi2html(text)), self._local_image))
+        return Output(kind, html, lines=text.count("\n") + 1)
 
     def _figure(self, figure: Mapping[str, Any], svg: str) -> Output:
         self.figures += 1

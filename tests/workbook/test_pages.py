@@ -154,11 +154,15 @@ def test_errors_colours_images_and_streams(tmp_path: Path) -> None:
     error = new_output(
         "error", ename="ValueError", evalue="a < b", traceback=["\x1b[31mred\x1b[0m"]
     )
-    streams = [new_output("stream", name="stdout", text=t) for t in ("one ", "<two>\n")]
+    hatchet = "  <three>\x1b[38;5;196m42\x1b[0m"  # of 256 colours, which have no class
+    lines = ("one ", "<two>\n", hatchet)
+    streams = [new_output("stream", name="stdout", text=text) for text in lines]
     text = body(
         page(tmp_path, cell(*streams), cell(error), cell(shown({"image/png": PIXEL})), cell())
     )
-    assert "one &lt;two&gt;" in text
+    coloured = re.search(r'one &lt;two&gt;\n  &lt;three&gt;<span data-look="(\d+)">42<', text)
+    assert coloured and f'[data-look="{coloured[1]}"]{{color:rgb(255, 0, 0) !important}}' in text
+    assert ' style="' not in text, "the policy would stop it"
     assert "<strong>ValueError</strong>: a &lt; b" in text
     assert '<span class="ansi-red-fg">red</span>' in text
     assert f"data:image/png;base64,{PIXEL}" in text
