@@ -7,8 +7,10 @@ the optimizer: in the iterations without the profiler that is the truth. The pag
 of the same iterations, once as the page scales them and once by one factor for all parts.
 
     python benchmarks/own_program.py CHECKOUT PYTHON --rounds 4 --json FILE
+    python benchmarks/own_program.py CHECKOUT PYTHON --rounds 5 --twin --json FILE
 
-PYTHON is one in which the script runs.
+PYTHON is one in which the script runs. With ``--twin`` the script runs without a stopwatch, in
+turns with ``parameters/seed.yaml``, the same training by our own model; parts are compared.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ SHAPE = [
     *("--data-generation=random", "--arch-embedding-size=" + "-".join(["1000000"] * 8)),
 ]
 UPDATES = "embedding backward and all updates"
-SUMMED = {"embedding backward": UPDATES, "optimizer update": UPDATES, "data forward": "data"}
+SUMMED = {"embedding backward": UPDATES, "data forward": "data"}
 OTHER = "other"
 
 
@@ -103,20 +105,39 @@ def stopwatch(checkout: str, found: str) -> None:
 # ---- beside the page -----------------------------------------------------------------------------
 
 
+def _recorded(checkout: Path, folder: Path, program: list[str]) -> tuple[list[str], Any]:
+    """Record a program (nothing: our own model) at the experiment's shape; command and profile."""
+    from dlrm_workbook.recordings.open import open_recording
+
+    seed = str(Path(__file__).resolve().parent.parent / "parameters" / "seed.yaml")
+    command = ["dlrm", "run", "profile", "-f", seed, "--output-root", str(folder)]
+    command += ["-p", "profiling.engine=torch", "-p", "profiling.probes=false"]
+    command += ["-p", f"profiling.warmup={WARM_UP}", "-p", f"profiling.iterations={RECORDED}"]
+    command += program
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=checkout)
+    return command, open_recording(done.stdout.splitlines()[-1]).profile
+
+
+def one_pair(checkout: Path, python: str, folder: Path) -> tuple[list[str], dict[str, Any]]:
+    """The commands, and each part of the unchanged script and of its twin, ms, as pages have it."""
+    from dlrm_workbook.analysis.reference import at_reference
+
+    commands, figures = [], {}
+    for name, program in (("script", ["--", python, "dlrm_s_pytorch.py", *SHAPE]), ("twin", [])):
+        command, profile = _recorded(checkout, folder, program)
+        commands.append(" ".join(command))
+        figures[f"{name}_ms"] = _page(at_reference(profile))
+    return commands, figures
+
+
 def one_round(checkout: Path, python: str, folder: Path) -> tuple[list[str], dict[str, Any]]:
     """The command, and page, one factor and stopwatch of each part, ms, of one recorded run."""
     from dlrm_workbook.analysis.reference import at_reference
-    from dlrm_workbook.recordings.open import open_recording
 
     found = folder / "stopwatch.json"
-    here = Path(__file__).resolve()
-    seed = str(here.parent.parent / "parameters" / "seed.yaml")
-    command = ["dlrm", "run", "profile", "-f", seed, "--output-root"]
-    command += [str(folder), "-p", "profiling.engine=torch", "-p", "profiling.probes=false"]
-    command += ["-p", f"profiling.warmup={WARM_UP}", "-p", f"profiling.iterations={RECORDED}"]
-    command += ["--", python, str(here), "--inside", str(found), str(checkout), *SHAPE]
-    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, cwd=checkout)
-    profile = open_recording(done.stdout.splitlines()[-1]).profile
+    here = str(Path(__file__).resolve())
+    inside = [python, here, "--inside", str(found), str(checkout), *SHAPE]
+    command, profile = _recorded(checkout, folder, ["--", *inside])
     laps, half = profile.meta["laps_ms"], RECORDED // 2
     begin = SKIPPED + WARM_UP
     timed = json.loads(found.read_text())[begin : begin + 2 * RECORDED]
@@ -142,7 +163,7 @@ def _page(profile: Any) -> dict[str, float]:
     parts: defaultdict[str, float] = defaultdict(float)
     columns = ["component", "phase", "time_ms"]
     for component, phase, ms in attribute(profile)[columns].itertuples(index=False, name=None):
-        name = f"{component} {phase}".strip()
+        name = UPDATES if phase == "update" else f"{component} {phase}".strip()
         parts[SUMMED.get(name, name)] += ms
     return dict(parts)
 
@@ -163,23 +184,29 @@ def main() -> None:
     parser.add_argument("checkout", type=Path)
     parser.add_argument("python")
     parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--twin", action="store_true")
     parser.add_argument("--json", type=Path, required=True)
     asked = parser.parse_args()
     rounds, command = [], [""]
     for _ in range(asked.rounds):
         with tempfile.TemporaryDirectory() as folder:
-            command, figures = one_round(asked.checkout.resolve(), asked.python, Path(folder))
+            one = one_pair if asked.twin else one_round
+            command, figures = one(asked.checkout.resolve(), asked.python, Path(folder))
         rounds.append(figures)
-    parts = [part for part in rounds[0]["stopwatch_ms"] if part in rounds[0]["page_ms"]]
+        print(json.dumps(figures), flush=True)
+    pairs = (
+        [("script", "twin")] if asked.twin else [(n, "stopwatch") for n in ("page", "one_factor")]
+    )
     ratios = {
-        name: {
-            part: [one[f"{name}_ms"][part] / one["stopwatch_ms"][part] for one in rounds]
-            for part in parts
+        f"{above}_over_{below}": {
+            part: [one[f"{above}_ms"][part] / one[f"{below}_ms"][part] for one in rounds]
+            for part in rounds[0][f"{below}_ms"]
+            if all(part in one[f"{name}_ms"] for one in rounds for name in (above, below))
         }
-        for name in ("page", "one_factor")
+        for above, below in pairs
     }
-    document = {"command": " ".join(command), "machine": machine_facts(), "versions": versions()}
-    write_json(asked.json, document | {"rounds": rounds, "over_the_stopwatch": ratios})
+    document = {"command": command, "machine": machine_facts(), "versions": versions()}
+    write_json(asked.json, document | {"rounds": rounds, "ratios": ratios})
 
 
 if __name__ == "__main__":
