@@ -38,7 +38,7 @@ FUNCTIONS = [f"f{i}" for i in range(5000)]
 METRICS, THREADS = 20, 8
 THREAD_COUNTS = (100, 1_000, 10_000)
 LEAVES, SAMPLES = 400, 1_000
-"""Of each of many threads: contexts with values of their own, and samples of its trace."""
+"""Each of many threads has so many contexts with values of its own, and samples of its trace."""
 
 
 def peak_bytes() -> int:
@@ -172,7 +172,7 @@ def write_many_threads(folder: Path, contexts: int, count: int) -> None:
 
 
 def read_times(folder: Path) -> dict[str, Any]:
-    """What three fresh processes need to read a database: one row."""
+    """One row: the time and memory that three fresh processes need to read a database."""
     runs = [fresh("ours", folder) for _ in range(3)]
     row = {
         "measured": time.strftime("%Y-%m-%d"),

@@ -33,8 +33,8 @@ Pair = tuple[str, str]
 LIBRARIES = ("default", "onednn")
 
 PRODUCTS = (*LIBRARIES, "bf16x2")
-"""What ``fp32_matmul: auto`` may become, the nearest to plain fp32's results first. bf16x3 makes
-six products of what bf16x2 makes three, so it is never the fastest."""
+"""``fp32_matmul: auto`` becomes one of these, the nearest to plain fp32's results first. bf16x3
+makes six products of what bf16x2 makes three, so it is never the fastest."""
 
 EQUAL = 0.05
 """Times that differ by no more than this share are equally fast: the earlier candidate is taken."""
@@ -49,7 +49,7 @@ BUDGET_S, MOST_TIMINGS = 0.3, 7
 
 @dataclass(frozen=True)
 class DenseChoice:
-    """What was chosen, and from what.
+    """A choice, and the candidates it was made from.
 
     Attributes:
         pair: the resolved leaves.

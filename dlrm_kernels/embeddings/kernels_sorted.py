@@ -103,7 +103,7 @@ def bits_for(count):
 
 @compiled
 def first_place(job, table, mine, slices):
-    """Where a slice's keys begin: the slices of a table share its region, one behind the other."""
+    """The place of a slice's first key: slices of a table share its region, one by one."""
     indices, starts = field(job, INDICES), field(job, STARTS)
     begin, end = item(starts, table), item(starts, table + 1)
     place = begin

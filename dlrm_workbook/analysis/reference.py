@@ -162,7 +162,7 @@ def _unprofiled_parts(profile: Profile) -> dict[tuple[str, str], float]:
 
 
 def _calm_rows(profile: Profile, count: int) -> Bools:
-    """Which of the ``count`` iterations without a profiler the reference is of."""
+    """Tell which of the ``count`` iterations without a profiler the reference is of."""
     counters = profile.meta.get("counters") or {}
     profiled = counters.get("profiled") or []
     plain = [row for row, under in enumerate(profiled) if not under]

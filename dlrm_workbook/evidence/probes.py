@@ -395,7 +395,7 @@ def interleave(
 
 
 def _settings(parameters: Parameters) -> tuple[Any, ...]:
-    """What :func:`apply_settings` sets."""
+    """The values that :func:`apply_settings` sets."""
     training = parameters.training
     return training.threads, training.fp32_matmul, training.tf32
 
@@ -691,7 +691,7 @@ class _Probes:
         return times
 
     def result(self, candidate: _Candidate) -> dict[str, Any]:
-        """What is known of a change, as :func:`probe_changes` returns it."""
+        """The result of a change, as :func:`probe_changes` returns it."""
         result: dict[str, Any] = {"change": candidate.change, "notices": list(candidate.notices)}
         refused = [candidate.refused]
         refused += [self._refused.get((half, key), "") for half, key in candidate.keys.items()]

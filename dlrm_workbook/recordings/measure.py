@@ -286,7 +286,7 @@ class _Session:
         return python_module("dlrm_workbook", "record", "-f", file, "--output", recording)
 
     def with_advice(self, advise: Advise) -> Profile:
-        """As :meth:`with_torch`; whole steps under the advised changes are timed at once."""
+        """Record like :meth:`with_torch`, and time whole steps under the advised changes."""
         recording = self.folder / "recording"
         asked, answer = (self.folder / "logs" / f"together{end}.json" for end in ("-asked", ""))
         file = self.written("workload.yaml", self.parameters)

@@ -1015,7 +1015,7 @@ def _drawable(value: Any) -> bool:
 
 
 def _thinned(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Of many points in one column of pixels the first, the ends and the last, on whole pixels."""
+    """Keep of a column of pixels the first point, the ends and the last, on whole pixels."""
     if len(points) <= 2 * WIDTH:
         return points
     columns: dict[float, list[float]] = {}

@@ -54,7 +54,7 @@ IN_TEXT = 10
 """Rows of a table for viewers that show plain text only."""
 
 WRAPS = re.compile(r"[\s/–-]")
-"""What browsers end a line at, within a number's text."""
+"""Browsers end a line at these characters, within a number's text."""
 
 INDENT = "\u2003"
 """An em space: HTML would drop ordinary ones."""

@@ -508,7 +508,7 @@ def stacked_iterations(
 
 
 SPAN_GAP = 0.33
-"""Of the height of a lane, what its bars leave free."""
+"""Share of a lane's height that its bars leave free."""
 
 
 def add_spans(

@@ -437,7 +437,7 @@ def test_without_numba_the_message_says_what_to_install(monkeypatch):
 
 
 def notice_of_a_new_process(monkeypatch, cache):
-    """What is noticed where nothing is loaded yet, of the kernel that is compiled most quickly."""
+    """Notices where nothing is loaded yet, of the kernel that is compiled most quickly."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
     # without what this process remembers

@@ -277,7 +277,7 @@ class Evidence:
 
     @cached_property
     def pieces(self) -> pd.DataFrame:
-        """As :func:`segments` of these iterations, with ``ms`` of a mean one: every moment belongs
+        """The :func:`segments` of these iterations, with ``ms`` of a mean one: every moment belongs
         to the GPU's work, or while the GPU is idle to what the host is in."""
         pieces = segments(self.profile)
         pieces = pieces[self.inside(pieces["start_ns"].to_numpy())].reset_index(drop=True)

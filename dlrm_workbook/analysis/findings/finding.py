@@ -299,7 +299,7 @@ PARAMETERS = re.compile(r" \((?:[a-z]+\.[a-z_]+[^()]*)\)")
 
 
 def _felt(evidence: Evidence, contexts: Ints) -> float:
-    """As :func:`felt_share`, of the GPU operations among the contexts; 1 for the host's work."""
+    """The :func:`felt_share` of GPU operations; 1 where the contexts are the host's work."""
     kinds = evidence.profile.contexts["kind"].iloc[contexts]
     on_gpu = evidence.on_gpu and evidence.has_timeline and kinds.isin(["kernel", "copy"]).all()
     return felt_share(evidence.profile, contexts) if on_gpu else 1.0

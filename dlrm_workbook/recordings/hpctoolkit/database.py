@@ -215,7 +215,7 @@ class Database:
 
     @functools.cached_property
     def _plain_ids(self) -> tuple[dict[tuple[str, str], int], dict[tuple[str, str], int]]:
-        """As ``_ids``: in threads, and in summaries."""
+        """Numbers of metrics, like ``_ids``, in threads and in summaries."""
         of_threads = {
             (metric.name, scope): number
             for metric in self.metrics

@@ -92,7 +92,7 @@ def facts(database: Database) -> dict[str, Any]:
 
 
 def _traced(line: TraceLine) -> dict[str, Any]:
-    """What ``facts`` says of one line of the trace."""
+    """The entry of ``facts`` for one line of the trace."""
     times = line.time_ns
     return {
         "profile": line.profile,

@@ -80,7 +80,7 @@ class ModuleRanges:
         self._hooks = []
 
     def take(self) -> list[tuple[str, float]]:
-        """What happened since this was called last, and when, in seconds of ``perf_counter``."""
+        """Return and forget what was noted since the last call, with ``perf_counter``."""
         taken, self._moments, self.calls = self._moments, [], 0
         return taken
 

@@ -140,7 +140,7 @@ class Session:
         self._modules: ModuleRanges | None = None
         self._marks: list[int] = []
         self._moments: dict[str, list[list[tuple[str, float]]]] = {BEFORE: [], PROFILED: []}
-        """What divides each iteration without the profiler, and with it, and when; its end last."""
+        """Moments that divide each iteration, without the profiler and with it; its end is last."""
         self._no_laps: str | None = None
         """Why no laps are timed."""
         self._counted: bool | None = None
