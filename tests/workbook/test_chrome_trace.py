@@ -179,7 +179,8 @@ def test_invalid_events_are_repaired_or_left_out_and_counted(tmp_path: Path) -> 
     path = tmp_path / "trace.json"
     path.write_text('{"traceEvents": [\n' + ",\n".join([*invalid, hopeless, good]) + "\n]}")
     found = read_events(path)
-    assert found.host["name"].tolist() == [*names, "aten::mm", "aten::mm"]
+    shown = [*names[:2], r"a\x01b" + "\tc"]  # control characters are written out
+    assert found.host["name"].tolist() == [*shown, "aten::mm", "aten::mm"]
     assert caution(found, "repaired").startswith("3 events were not valid JSON")
     assert caution(found, "left out").startswith("1 event was not valid JSON")
 

@@ -16,6 +16,7 @@ from databases import NAMES, assert_same, expected_of, folder_of, written
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from dlrm_core.text import visible
 from dlrm_workbook.analysis.gpu import kernel_table
 from dlrm_workbook.recordings.hpctoolkit.database import Database, read_database
 from dlrm_workbook.recordings.hpctoolkit.format import DatabaseError
@@ -181,7 +182,7 @@ def test_what_is_written_is_read(made: dict[str, Any]) -> None:
             minor=made["padding"],
         )
         database = read_database(Path(scratch) / "made.d")
-        assert [f.name for f in database.meta.functions] == tree.functions
+        assert [f.name for f in database.meta.functions] == list(map(visible, tree.functions))
         assert len(database.tree) == tree.first + (~tree.hidden).sum()
         parents = tree.all_parents()[database.tree.context]
         assert (database.tree.context[database.tree.parent[1:]] == parents[1:]).all()
