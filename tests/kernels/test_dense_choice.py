@@ -215,7 +215,7 @@ def test_a_resumed_run_keeps_its_choice_bit_for_bit(monkeypatch, no_tiles, tmp_p
     assert not any("auto" in notice or "settings" in notice for notice in resumed.notices)
     written = json.loads((tmp_path / "c" / "step-00000015" / "checkpoint.json").read_text())
     assert written["parameters"]["training"]["fp32_matmul"] == "onednn"
-    # who fixes another one gets it, and is told
+    # a value that the resumed run fixes replaces the choice, and a notice says so
     fixed = half.with_training(fp32_matmul="default", dense_backend="torch", resume="latest")
     trainer = Trainer(fixed.with_training(max_steps=20), *_checkpoint(fixed))
     assert trainer.parameters.training.fp32_matmul == "default"

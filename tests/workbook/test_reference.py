@@ -147,7 +147,7 @@ def test_parts_of_other_programs_have_the_times_of_their_laps_without_the_profil
 
 
 def test_parts_share_a_lap_as_they_share_its_recording() -> None:
-    # the second lap holds 10 ms of data, the embedding's 20 ms and 10 ms of the MLP
+    # in the second lap data takes 10 ms, the embedding 20 ms and the MLP 10 ms
     scaled = at_reference(with_laps([30.0, 70.0, 100.0], [[10.0, 20.0, 30.0]] * 6))
     found = attribute(scaled).set_index("component")["time_ms"]
     expected = [10 + 5, 10, 30 + 5]
