@@ -60,20 +60,24 @@ lab: $(SET_UP)
 	  --LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate \
 	  --LabApp.default_url=/lab/tree/notebooks $(if $(filter 0,$(shell id -u)),--allow-root)
 
-# the first line begins the file anew, the others add to it
-# (BIN=DIR: of a virtual environment that sees this one's packages and the checkout's)
-BENCH := $(BIN)/python -m dlrm_workbook bench --precision bf16 $(if $(PEER),--peer $(PEER)) \
-  --json benchmarks/results/step.json
+# the first line begins the file anew, the others add to it (BENCH_BIN=DIR: of a virtual
+# environment with what the checkout needs beside this one's packages; RESULTS=DIR: elsewhere)
+RESULTS ?= benchmarks/results
+BENCH_BIN ?= $(BIN)
+BENCH = $(BENCH_BIN)/python -m dlrm_workbook bench --rounds 5 $(if $(PEER),--peer $(PEER))
+STEPS = $(BENCH) --iterations 6 --json $(RESULTS)/step.json
+TURNS = $(STEPS) --precision bf16 --no-plain
+SHAPES := 8x1M-100,8x1M-10,26x100k-10
 
 bench: $(SET_UP)
-	$(BENCH) --shape 8x1M-100,8x1M-10,26x100k-10 --roofline
-	$(BENCH) --shape 8x1M-100,8x1M-10,26x100k-10 --threads 2 --resume
-	$(BENCH) --shape 8x1M-10-b16384 --rounds 3 --resume
-	$(BENCH) --ablation --rounds 3 --resume
-	$(BENCH) --growth batch,tables,dim,pooling --rounds 3 --resume
-	$(BIN)/python -m dlrm_workbook bench --embeddings all --threads 1,2 $(if $(PEER),--peer $(PEER)) \
-	  --json benchmarks/results/embeddings.json
-	$(BIN)/python benchmarks/database.py --json benchmarks/results/database.json
+	$(TURNS) --torchrec --shape $(SHAPES) --roofline
+	$(TURNS) --resume --shape $(SHAPES) --threads 2
+	$(TURNS) --resume --shape 8x1M-10-b16384
+	$(TURNS) --resume --growth batch,tables,dim,pooling
+	$(STEPS) --resume --ablation
+	$(BENCH) --iterations 4 --embeddings all --threads 1,2 --json $(RESULTS)/embeddings.json
+	$(BENCH_BIN)/python benchmarks/database.py --json $(RESULTS)/database.json \
+	  $(if $(HPCANALYSIS),--hpcanalysis $(HPCANALYSIS))
 
 RECORDINGS ?= ../shared/recordings
 

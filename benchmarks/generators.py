@@ -4,7 +4,8 @@
 
 One thread, in turns in one process: the experiment's batch (2048 samples, 8 tables of
 1,000,000 rows, up to 100 indices) by ``facebook_loop`` (the loop over samples that
-facebookresearch/dlrm runs, bit for bit), by ``facebook`` (the same bits, vectorised) and by
+facebookresearch/dlrm runs, bit for bit), by ``facebook`` (the same bits in machine code, and by
+numpy, as where numba is missing) and by
 ``uniform`` (the law without sorting and deduplication). Ratios are of each round; medians,
 lowest and highest are written.
 """
@@ -27,7 +28,9 @@ from dlrm_workbook.processes import settle_allocator
 from dlrm_workbook.turns import CPU, elapsed_ms, rotated, take_turns
 
 LOOP = "facebook_loop"
-GENERATORS = (LOOP, "facebook", "uniform")
+FAST = "facebook"
+NUMPY = "facebook by numpy"
+GENERATORS = (LOOP, NUMPY, FAST, "uniform")
 PARAMETERS = REPOSITORY / "parameters" / "seed.yaml"
 
 
@@ -38,10 +41,8 @@ def measure(rounds: int, batches: int) -> dict[str, Any]:
         ``ms`` (generator to a batch's time, median), ``times_as_fast`` (generator to
         ``low``, ``mid``, ``high`` over the rounds, against the loop), ``rounds``.
     """
-    sources = {
-        name: make_generator(load_parameters(PARAMETERS, [f"data.generator={name}"]), CPU)
-        for name in GENERATORS
-    }
+    sources = {name: _source(FAST if name == NUMPY else name) for name in GENERATORS}
+    sources[NUMPY]._code = None
     for source in sources.values():
         source.next_batch()
     ms: dict[str, list[float]] = {name: [] for name in GENERATORS}
@@ -62,6 +63,10 @@ def measure(rounds: int, batches: int) -> dict[str, Any]:
             for name, r in ratios.items()
         },
     }
+
+
+def _source(generator: str) -> Any:
+    return make_generator(load_parameters(PARAMETERS, [f"data.generator={generator}"]), CPU)
 
 
 def main() -> None:
