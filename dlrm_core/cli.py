@@ -139,12 +139,12 @@ def _infer(parser: argparse.ArgumentParser) -> None:
 TRAIN = Subcommand("train", "train without a notebook", _train, "dlrm_core.commands:train")
 EVALUATE = Subcommand(
     "evaluate",
-    "AUC, log loss and accuracy of a checkpoint on test data",
+    "compute AUC, log loss and accuracy of a checkpoint on test data",
     _evaluate,
     "dlrm_core.commands:evaluate",
 )
 INFER = Subcommand(
-    "infer", "latency of predictions, by batch size", _infer, "dlrm_core.commands:infer"
+    "infer", "measure the latency of predictions by batch size", _infer, "dlrm_core.commands:infer"
 )
 SUBCOMMANDS = (TRAIN, EVALUATE, INFER)
 DESCRIPTION = "Trains a Deep Learning Recommendation Model."

@@ -371,8 +371,9 @@ class TrainingConfig:
         "torch",
         "code of MLPs and interaction: 'torch', or on a CPU with bf16 matrix tiles (Intel AMX) "
         "'fused': kernels of our own, with precision: bf16, or fp32 and fp32_matmul: bf16x2 or "
-        "bf16x3; on a GPU 'fused' is the interaction as one Triton kernel, and matrix products "
-        "padded to what tensor cores want; 'auto': on a CPU whichever is faster at the start",
+        "bf16x3; on another CPU with AVX-512 'fused' is the dot interaction alone; on a GPU "
+        "'fused' is the interaction as one Triton kernel, and matrix products padded to what "
+        "tensor cores want; 'auto': on a CPU whichever is faster at the start",
         choices=("torch", "fused", "auto"),
     )
     embedding_backend: str = setting(

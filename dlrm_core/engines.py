@@ -29,6 +29,10 @@ ENGINES = {
         "dense_choice",
         "training.dense_backend: auto and training.fp32_matmul: auto",
     ),
+    "facebook's random numbers": (
+        "facebook_random",
+        "model.init: facebook and data.generator: facebook",
+    ),
     "matrix tiles": ("tiles.machine", "training.fp32_matmul: bf16x2 and bf16x3"),
     "CUDA graphs": ("cuda_graphs", "training.cuda_graphs: true"),
     "data kernels": ("data_sets", "dlrm data, data.generator: teacher"),
@@ -43,6 +47,14 @@ def find_engine(name: str) -> Any:
     except ModuleNotFoundError:
         return None
     return importlib.import_module(f"{PACKAGE}.{ENGINES[name][0]}")
+
+
+def optional_engine(name: str) -> Any:
+    """The module of an engine; None where its package, or what that compiles with, is missing."""
+    try:
+        return find_engine(name)
+    except ImportError:
+        return None
 
 
 def engine(name: str) -> Any:

@@ -17,6 +17,7 @@ from torch import nn
 from dlrm_core.config import ModelConfig
 from dlrm_core.data.batch import Batch
 from dlrm_core.embeddings import EmbeddingTables
+from dlrm_core.engines import optional_engine
 from dlrm_core.rounding import ROW_DTYPES
 
 
@@ -290,27 +291,48 @@ _CACHED_CHUNK = 1 << 16
 """The same of facebook's stream: 768 KiB of float64 and float32 numbers stay in the second-level
 cache. A table of 1,000,000 x 64 took 0.28 s of CPU time so, and 0.40 to 0.81 s with 2^22."""
 
+_WORTH_AN_ENGINE = 1 << 28
+"""From this many numbers on the engine saves more than loading its compiler takes."""
+
 
 @torch.no_grad()
 def _fill_like_facebook(model: DLRM, random: np.random.RandomState) -> None:
-    for table in model.embeddings.weights:
-        flat = table.view(-1)
-        for start, values in facebook_table(random, *table.shape):
-            flat[start : start + values.numel()].copy_(values)
+    tables = model.embeddings.weights
+    rows, dim = [len(table) for table in tables], tables[0].shape[1]
+    for table, start, values in facebook_tables(random, rows, dim):
+        tables[table].view(-1)[start : start + values.numel()].copy_(values)
     fill_dense_like_facebook(model, random)
 
 
-def facebook_table(
-    random: np.random.RandomState, rows: int, dim: int
-) -> Iterator[tuple[int, torch.Tensor]]:
-    """A table's initial weights in portions: their first place in the flattened table, and they.
+def facebook_tables(
+    random: np.random.RandomState, table_rows: Sequence[int], dim: int
+) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """Initial weights of tables, in portions.
 
     All tables come before the MLPs in facebook's stream.
+
+    Yields:
+        number of the table, first place in the flattened table, and the numbers (n,) float32.
     """
-    bound = np.sqrt(1 / rows)
-    for start in range(0, rows * dim, _CACHED_CHUNK):
-        draws = random.uniform(-bound, bound, min(_CACHED_CHUNK, rows * dim - start))
-        yield start, torch.from_numpy(draws.astype(np.float32))
+    draw = _uniform_of(sum(table_rows) * dim)
+    for table, rows in enumerate(table_rows):
+        bound = float(np.sqrt(1 / rows))
+        for start in range(0, rows * dim, _CACHED_CHUNK):
+            count = min(_CACHED_CHUNK, rows * dim - start)
+            yield table, start, torch.from_numpy(draw(random, bound, count))
+
+
+def _uniform_of(numbers: int) -> Callable[[np.random.RandomState, float, int], np.ndarray]:
+    """Choose what draws so many numbers soonest."""
+    if numbers >= _WORTH_AN_ENGINE:
+        engine = optional_engine("facebook's random numbers")
+        if engine is not None:
+            return engine.uniform
+    return _uniform
+
+
+def _uniform(random: np.random.RandomState, bound: float, count: int) -> np.ndarray:
+    return random.uniform(-bound, bound, count).astype(np.float32)
 
 
 @torch.no_grad()

@@ -1,5 +1,7 @@
 """The dense part by kernels of our own, on a CPU with matrix tiles (``dense_backend: fused``).
 
+Without tiles the dot interaction alone has them (:mod:`dlrm_kernels.interaction_cpu`).
+
 Each part is one node of torch's graph whose backward is written out, so that one process
 (:mod:`dlrm_core.dense`) and ranks, with exchanges in between, call the parts as they call the
 model's own. Products run on tiles (:mod:`dlrm_kernels.tiles`), in bf16 or, for
@@ -22,6 +24,7 @@ from dlrm_core.config import Parameters, TrainingConfig
 from dlrm_core.dense import Layers
 from dlrm_core.memory import DensePeak
 from dlrm_core.model import DLRM, CrossInteraction, DotInteraction
+from dlrm_kernels.native import why_no_numba
 from dlrm_kernels.tiles.machine import why_no_tiles
 
 if TYPE_CHECKING:
@@ -58,16 +61,38 @@ def fuse(model: DLRM, config: TrainingConfig, device: torch.device) -> tuple[Lay
     """Make the fused dense part where it can run here.
 
     Returns:
-        what takes the place of bottom MLP, interaction and top MLP, or the model's own where
-        the fused ones cannot run; notices.
+        what takes the place of bottom MLP, interaction and top MLP; notices. Where the fused
+        ones cannot run, the MLPs are the model's own, and so is the interaction unless
+        :mod:`dlrm_kernels.interaction_cpu` has kernels for it.
     """
     interaction = "dcn" if isinstance(model.interaction, CrossInteraction) else "dot"
     reason = why_not_fused(config, device, interaction)
     if reason:
-        said = f"training.dense_backend: fused has no effect here, torch does it: {reason}"
-        return (model.bottom_mlp, model.interaction, model.top_mlp), [said]
+        return without_tiles(model, config, device, reason)
     fused = FusedDense(model, config)
     return (fused.bottom_mlp, fused.interaction, fused.top_mlp), fused.notices
+
+
+def without_tiles(
+    model: DLRM, config: TrainingConfig, device: torch.device, reason: str
+) -> tuple[Layers, list[str]]:
+    """The model's own layers, their dot interaction by vector instructions where it can be."""
+    layers: Layers = (model.bottom_mlp, model.interaction, model.top_mlp)
+    if isinstance(model.interaction, DotInteraction) and device.type == "cpu":
+        other = why_no_numba()
+        if not other:
+            from dlrm_kernels import interaction_cpu
+
+            dim = model.bottom_mlp.linears[-1].out_features
+            other = interaction_cpu.why_not(dim, config.precision)
+        if not other:
+            notices = interaction_cpu.compile_all()
+            said = f"training.dense_backend: fused computes the interaction only: {reason}"
+            interaction = interaction_cpu.vectorised(model.interaction)
+            return (layers[0], interaction, layers[2]), [said, *notices]
+        reason = f"{reason}; nor can the interaction's kernels: {other}"
+    said = f"training.dense_backend: fused has no effect here, torch does it: {reason}"
+    return layers, [said]
 
 
 class FusedDense:

@@ -25,6 +25,7 @@ from dlrm_core.embeddings import EmbeddingTables
 from dlrm_core.model import DLRM, ClickLoss, fill_dense_with_torch
 from dlrm_core.precision import allow_onednn, set_fp32_matmul
 from dlrm_core.units import counted
+from dlrm_kernels.choices import fastest, notice
 from dlrm_kernels.dense import why_not_fused
 
 Pair = tuple[str, str]
@@ -35,9 +36,6 @@ LIBRARIES = ("default", "onednn")
 PRODUCTS = (*LIBRARIES, "bf16x2")
 """``fp32_matmul: auto`` becomes one of these, the nearest to plain fp32's results first. bf16x3
 makes six products of what bf16x2 makes three, so it is never the fastest."""
-
-EQUAL = 0.05
-"""Times that differ by no more than this share are equally fast: the earlier candidate is taken."""
 
 ROWS = 256
 """Samples of a timing, at most. What a step does once for any number of samples (weights cut into
@@ -109,8 +107,12 @@ def choose(
         else:
             work[pair] = dense_pass(model, training, pair)
     times_ms = time_in_turns(work)
-    chosen = fastest(times_ms)
-    return DenseChoice(chosen, times_ms, describe(asked, chosen, times_ms, refused, training))
+    timed = (
+        f"forward and backward of the dense part, {counted(training.batch_size, 'sample')}, "
+        f"{counted(torch.get_num_threads(), 'thread')}"
+    )
+    said = notice(asked, times_ms, refused, timed, label)
+    return DenseChoice(fastest(times_ms), times_ms, said)
 
 
 def candidates(
@@ -200,31 +202,6 @@ def time_in_turns(
             work[pair]()
             timed[pair].append(1e3 * (clock() - started))
     return {pair: statistics.median(times) for pair, times in timed.items()}
-
-
-def fastest(times_ms: Mapping[Pair, float]) -> Pair:
-    """The first candidate that is as fast as the fastest."""
-    limit = (1 + EQUAL) * min(times_ms.values())
-    return next(pair for pair, time_ms in times_ms.items() if time_ms <= limit)
-
-
-def describe(
-    asked: str,
-    chosen: Pair,
-    times_ms: Mapping[Pair, float],
-    refused: Mapping[Pair, str],
-    training: TrainingConfig,
-) -> str:
-    """The sentence of a run's notices."""
-    others = sorted((pair for pair in times_ms if pair != chosen), key=lambda pair: times_ms[pair])
-    told = [f"{label(pair)} {times_ms[pair]:.1f}" for pair in others]
-    text = (
-        f"{asked}: {label(chosen)}, {'; '.join([f'{times_ms[chosen]:.1f} ms', *told])} "
-        f"(forward and backward of the dense part, {counted(training.batch_size, 'sample')}, "
-        f"{counted(torch.get_num_threads(), 'thread')})"
-    )
-    left_out = "; ".join(f"{label(pair)}: {why}" for pair, why in refused.items())
-    return f"{text}; left out: {left_out}" if left_out else text
 
 
 def label(pair: Pair) -> str:

@@ -383,6 +383,27 @@ def from_bf16(context, shorts):
     return vector(short_vector), generate
 
 
+def to_nearest_bf16(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
+    """Sixteen float32 to the nearest bf16 (ties to even), by integer arithmetic."""
+    bits = builder.bitcast(value, _INTS)
+    odd = builder.and_(builder.lshr(bits, _same(16)), _same(1))
+    near = builder.add(builder.add(bits, _same(0x7FFF)), odd)
+    # a NaN must not be carried over into infinity or zero
+    is_nan = builder.fcmp_unordered("uno", value, value)
+    near = builder.select(is_nan, builder.or_(bits, _same(1 << 22)), near)
+    return builder.trunc(builder.lshr(near, _same(16)), _SHORTS)
+
+
+@intrinsic
+def nearest_bf16(context, value):
+    """Sixteen float32 to the nearest bf16, ties to even."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        return to_nearest_bf16(builder, arguments[0])
+
+    return short_vector(vector), generate
+
+
 @intrinsic
 def from_half(context, shorts):
     """Sixteen fp16 numbers as float32."""

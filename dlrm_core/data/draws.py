@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from dlrm_core.engines import find_engine
+from dlrm_core.engines import optional_engine
 from dlrm_core.errors import InputError
 
 GAMMA = 0x9E3779B97F4A7C15
@@ -68,10 +68,7 @@ def mixed(value: np.ndarray) -> np.ndarray:
 @functools.cache
 def machine_code() -> Any | None:
     """The engine of data sets; None where dlrm_kernels or numba is not installed."""
-    try:
-        return find_engine("data kernels")
-    except ImportError:
-        return None
+    return optional_engine("data kernels")
 
 
 def fill_words(key: int, start: int, out: np.ndarray) -> None:

@@ -37,7 +37,7 @@ from dlrm_core.embeddings import EPSILON, EmbeddingTables
 from dlrm_core.engines import engine
 from dlrm_core.errors import InputError, MissingToolError
 from dlrm_core.machine import peak_memory
-from dlrm_core.model import facebook_table
+from dlrm_core.model import facebook_tables
 
 
 class ShardedTables:
@@ -162,14 +162,15 @@ class ShardedTables:
     @torch.no_grad()
     def fill_like_facebook(self, random: np.random.RandomState) -> None:
         """Draw the weights of one process, bit for bit, and keep those of this rank's shards."""
-        for table, rows in enumerate(self.table_rows):
-            first, rest = 0, torch.empty(0)
-            for _, numbers in facebook_table(random, rows, self.dim):
-                # portions may end within a row
-                numbers = torch.cat([rest, numbers])
-                whole = numbers.numel() // self.dim
-                self._keep(table, first, numbers[: whole * self.dim].view(-1, self.dim))
-                first, rest = first + whole, numbers[whole * self.dim :]
+        first, rest = 0, torch.empty(0)
+        for table, start, numbers in facebook_tables(random, self.table_rows, self.dim):
+            if start == 0:
+                first, rest = 0, torch.empty(0)
+            # portions may end within a row
+            numbers = torch.cat([rest, numbers])
+            whole = numbers.numel() // self.dim
+            self._keep(table, first, numbers[: whole * self.dim].view(-1, self.dim))
+            first, rest = first + whole, numbers[whole * self.dim :]
 
     @torch.no_grad()
     def fill_with_torch(self, random: torch.Generator) -> None:

@@ -31,15 +31,13 @@ from dlrm_core.machine import available_memory
 from dlrm_core.memory import forecast_memory
 from dlrm_core.placement import places_of
 from dlrm_core.rounding import ROW_DTYPES
-from dlrm_core.units import format_bytes
+from dlrm_core.units import counted, format_bytes
+from dlrm_kernels.choices import fastest, notice
 from dlrm_kernels.embeddings.host_tables import PlacedTables, divide
 
 CANDIDATES = ("fused", "fbgemm", "torch")
 """In the order in which equally fast ones are preferred: fused gives the same bits whatever
 the number of threads, fbgemm makes no sparse gradient."""
-
-EQUAL = 0.05
-"""Times that differ by no more than this share are equally fast."""
 
 BUDGET_S = 1.5
 """Seconds for making batches and for rounds, beyond one warm-up and one round of each."""
@@ -200,9 +198,16 @@ def choose(
             timed[name].append(ready[name].time_ms(number + place))
     tables.backend = None
     times_ms = {name: statistics.median(times) for name, times in timed.items()}
-    limit = (1 + EQUAL) * min(times_ms.values())
-    chosen = next(name for name in CANDIDATES if times_ms.get(name, limit + 1) <= limit)
-    return Choice(chosen, times_ms, refused, describe(chosen, times_ms, refused, tables, made))
+    device = tables.weights[0].device
+    where = counted(torch.get_num_threads(), "thread") if device.type == "cpu" else str(device)
+    said = notice(
+        "training.embedding_backend auto",
+        times_ms,
+        refused,
+        f"forward, backward and update, batch of {made[0].offsets.shape[1]:,}, "
+        f"{counted(len(tables.weights), 'table')}, {where}",
+    )
+    return Choice(fastest(times_ms), times_ms, refused, said)
 
 
 class _Contestant:
@@ -235,36 +240,6 @@ class _Contestant:
         self.update.zero_grad(set_to_none=True)
         _wait(self.device)
         return 1e3 * (time.perf_counter() - started)
-
-
-def describe(
-    chosen: str,
-    times_ms: dict[str, float],
-    refused: dict[str, str],
-    tables: EmbeddingTables,
-    made: Sequence[Batch],
-) -> str:
-    """The sentence of a run's notices."""
-    others = ", ".join(
-        f"{name} {time_ms:.1f}"
-        for name, time_ms in sorted(times_ms.items(), key=lambda item: item[1])
-        if name != chosen
-    )
-    weight = tables.weights[0]
-    threads = torch.get_num_threads()
-    where = (
-        f"{threads} thread{'s' if threads != 1 else ''}"
-        if weight.device.type == "cpu"
-        else str(weight.device)
-    )
-    count = len(tables.weights)
-    text = (
-        f"training.embedding_backend auto: {chosen}, {times_ms[chosen]:.1f} ms "
-        f"forward+backward+update{'; ' if others else ''}{others} "
-        f"(batch {made[0].offsets.shape[1]}, {count} table{'s' if count != 1 else ''}, {where})"
-    )
-    left_out = "; ".join(f"{name}: {why}" for name, why in refused.items())
-    return f"{text}; left out: {left_out}" if left_out else text
 
 
 def first_batches(

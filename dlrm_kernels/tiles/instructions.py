@@ -18,7 +18,14 @@ from numba.core.cgutils import get_or_insert_function
 from numba.extending import intrinsic, models, register_model
 
 from dlrm_core.machine import cpu_flags
-from dlrm_kernels.vectors import LANES, loading, pointer_to, storing, vector
+from dlrm_kernels.vectors import (
+    LANES,
+    loading,
+    pointer_to,
+    storing,
+    to_nearest_bf16,
+    vector,
+)
 
 ROW_BYTES = 64
 
@@ -65,17 +72,6 @@ class _Bfloat(ir.Type):
         return hash(_Bfloat)
 
 
-def _to_nearest(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
-    """Sixteen float32 to the nearest bf16 (ties to even), by integer arithmetic."""
-    bits = builder.bitcast(value, _INTS)
-    odd = builder.and_(builder.lshr(bits, _constant(16)), _constant(1))
-    near = builder.add(builder.add(bits, _constant(0x7FFF)), odd)
-    # a NaN must not be carried over into infinity or zero
-    is_nan = builder.fcmp_unordered("uno", value, value)
-    near = builder.select(is_nan, builder.or_(bits, _constant(1 << 22)), near)
-    return builder.trunc(builder.lshr(near, _constant(16)), _SHORTS)
-
-
 @intrinsic
 def halves_of(context, a, b):
     """32 float32 rounded to the nearest bf16, one behind the other."""
@@ -87,7 +83,7 @@ def halves_of(context, a, b):
             name = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
             function = get_or_insert_function(builder.module, kind, name)
             return builder.bitcast(builder.call(function, [high, low]), _INTS)
-        halves = [_to_nearest(builder, value) for value in (low, high)]
+        halves = [to_nearest_bf16(builder, value) for value in (low, high)]
         order = ir.Constant(ir.VectorType(_I32, 2 * LANES), list(range(2 * LANES)))
         return builder.bitcast(builder.shuffle_vector(*halves, order), _INTS)
 

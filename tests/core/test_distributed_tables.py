@@ -7,7 +7,7 @@ import torch
 from dlrm_core.distributed import tables as distributed_tables
 from dlrm_core.distributed.plan import Shard
 from dlrm_core.distributed.tables import ShardedTables
-from dlrm_core.model import facebook_table
+from dlrm_core.model import facebook_tables
 
 ROWS, DIM = (37, 5), 8
 SHARDS = (
@@ -19,18 +19,18 @@ SHARDS = (
 
 @pytest.mark.parametrize("portion", [1, 13, 16, 1000])
 def test_shards_begin_with_their_part_of_one_process_weights(monkeypatch, portion):
-    random = np.random.RandomState(3)
+    portions = list(facebook_tables(np.random.RandomState(3), ROWS, DIM))
     whole = [
-        torch.cat([numbers for _, numbers in facebook_table(random, rows, DIM)]).view(rows, DIM)
-        for rows in ROWS
+        torch.cat([numbers for of, _, numbers in portions if of == table]).view(rows, DIM)
+        for table, rows in enumerate(ROWS)
     ]
 
-    def in_portions(random, rows, dim):
-        for start, numbers in facebook_table(random, rows, dim):
+    def in_portions(random, table_rows, dim):
+        for table, start, numbers in facebook_tables(random, table_rows, dim):
             for place in range(0, numbers.numel(), portion):
-                yield start + place, numbers[place : place + portion]
+                yield table, start + place, numbers[place : place + portion]
 
-    monkeypatch.setattr(distributed_tables, "facebook_table", in_portions)
+    monkeypatch.setattr(distributed_tables, "facebook_tables", in_portions)
     tables = ShardedTables.__new__(ShardedTables)
     tables.table_rows, tables.dim = ROWS, DIM
     tables.local = [(shard, torch.zeros(shard.rows, shard.columns)) for shard in SHARDS]

@@ -13,8 +13,7 @@ from dlrm_core.distributed import step as ranks
 from dlrm_core.errors import InputError
 from dlrm_core.memory import dense_peak
 from dlrm_core.train import Trainer, train
-from dlrm_kernels import dense_choice
-from dlrm_kernels.tiles.machine import why_no_tiles
+from dlrm_kernels import choices, dense_choice
 
 CPU = torch.device("cpu")
 AUTO = {"dense_backend": "auto", "fp32_matmul": "auto"}
@@ -81,7 +80,7 @@ def test_one_slow_moment_does_not_decide():
         MKL: clock.candidate("mkl", 0.02),
         TILES: clock.candidate("tiles", 0.01, 0.01, 0.5, 0.01),
     }
-    assert dense_choice.fastest(dense_choice.time_in_turns(work, clock, 10.0)) == TILES
+    assert choices.fastest(dense_choice.time_in_turns(work, clock, 10.0)) == TILES
 
 
 @pytest.mark.parametrize(
@@ -94,7 +93,7 @@ def test_one_slow_moment_does_not_decide():
     ],
 )
 def test_bf16x2_is_chosen_only_where_it_is_faster_now(times, chosen):
-    assert dense_choice.fastest(times) == chosen
+    assert choices.fastest(times) == chosen
 
 
 @pytest.mark.parametrize(
@@ -179,9 +178,8 @@ def test_the_core_alone_takes_the_plain_ones(monkeypatch):
     assert "dlrm_kernels" in notice
 
 
-def test_real_tiles_that_are_slow_lose_and_the_run_is_the_one_it_chose(tiles, tmp_path):
-    if not why_no_tiles():
-        pytest.skip("this CPU has tiles: who wins is open")
+def test_slow_tiles_lose_and_the_run_is_the_one_it_chose(monkeypatch, tmp_path):
+    use_slow_tiles(monkeypatch.setattr, everywhere=True)
     before = torch.get_rng_state()
     dense.resolve_dense(parameters(**AUTO), CPU)
     assert torch.equal(torch.get_rng_state(), before)

@@ -11,6 +11,7 @@ from dlrm_core.memory import dense_peak
 from dlrm_core.parts import log_spans, parse_span
 from dlrm_core.precision import set_fp32_matmul
 from dlrm_kernels import dense as dense_fused
+from dlrm_kernels import interaction_cpu
 from dlrm_workbook.analysis.work import operator_work
 from dlrm_workbook.evidence.dependence import affected_components, changed_parameters
 from dlrm_workbook.evidence.probes import default_changes
@@ -126,7 +127,8 @@ def test_every_part_keeps_its_range(anywhere):
         assert seen.count((component, "update")) == 1
 
 
-def test_without_tiles_torch_does_it_and_the_run_says_so(nowhere):
+def test_without_tiles_torch_does_it_and_the_run_says_so(nowhere, monkeypatch):
+    monkeypatch.setattr(interaction_cpu, "cpu_flags", set)
     trainer = trainer_of(**BF16X2, batches=3)
     starts = [notice.split(":")[0] for notice in trainer.notices if "no such units" in notice]
     assert set(starts) == {"training.dense_backend", "training.fp32_matmul"}

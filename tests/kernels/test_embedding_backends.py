@@ -377,8 +377,8 @@ def test_auto_takes_the_fastest_and_says_so(monkeypatch, optimizer):
     assert choice.backend == "fbgemm"
     assert choice.times_ms == {"fused": 20.0, "fbgemm": 5.0, "torch": 80.0}
     assert choice.notice == (
-        "training.embedding_backend auto: fbgemm, 5.0 ms forward+backward+update; fused 20.0, "
-        "torch 80.0 (batch 8, 2 tables, 1 thread)"
+        "training.embedding_backend auto: fbgemm, 5.0 ms; fused 20.0; torch 80.0 "
+        "(forward, backward and update, batch of 8, 2 tables, 1 thread)"
     )
 
 

@@ -86,7 +86,9 @@ def assert_nearly_all_bits(found, expected):
 @pytest.mark.parametrize("dim", [64, 20])
 def test_fused_rounds_as_torch_does(name, precision, optimizer, dim):
     # fewer rows than lookups: SGD takes the sum of a row's gradients as well
-    how = (([30, 1, 7], dim, precision, optimizer), {"steps": 2, "bags": 30})
+    # (fewer of both where Triton's interpreter takes seconds for each hundred lookups)
+    count = 12 if name == "gpu" else 30
+    how = (([count, 1, 7], dim, precision, optimizer), {"steps": 2, "bags": count})
     weights, seen = trained(name, *how[0], **how[1])
     expected, others = trained("torch", *how[0], **how[1])
     torch.testing.assert_close(seen, others, rtol=1e-2, atol=1e-2)
