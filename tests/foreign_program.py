@@ -6,11 +6,14 @@
 optimizer, ``fork`` leaves the training to a process of its own, ``two`` trains in two processes,
 ``tiny`` steps an optimizer and does nothing else, ``killed`` ends it by a signal after its steps,
 ``left`` by ``os._exit``, ``asks`` reads standard input first, ``rank1`` fails on that rank,
-``moves`` trains in a folder of its own that is gone when it ends.
+``moves`` trains in a folder of its own that is gone when it ends, ``plain`` does nothing odd.
+Whatever ``HOW`` is, the optimizer does not load torch's compiler, which would take most of the
+program's time.
 """
 
 from __future__ import annotations
 
+import inspect
 import multiprocessing
 import os
 import signal
@@ -32,17 +35,26 @@ def make_batch(random: np.random.Generator) -> tuple[torch.Tensor, torch.Tensor,
     return torch.from_numpy(np.concatenate(bags)), torch.from_numpy(offsets), torch.rand(4000, 1)
 
 
-def train(steps: int, step_optimizer: bool = True) -> None:
+class Uncompiled(torch.optim.SGD):
+    """torch's optimizer without the wrappers that import ``torch._dynamo`` when they are called."""
+
+    add_param_group = inspect.unwrap(torch.optim.SGD.add_param_group)
+    zero_grad = inspect.unwrap(torch.optim.SGD.zero_grad)
+    step = torch.no_grad()(inspect.unwrap(torch.optim.SGD.step))
+
+
+def train(steps: int, how: str = "") -> None:
     random = np.random.default_rng(0)
     table = torch.nn.EmbeddingBag(1000, 32, mode="sum")
     mlp = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
-    optimizer = torch.optim.SGD([*table.parameters(), *mlp.parameters()], lr=0.1)
+    made = Uncompiled if how else torch.optim.SGD
+    optimizer = made([*table.parameters(), *mlp.parameters()], lr=0.1)
     for _ in range(steps):
         indices, offsets, target = make_batch(random)
         loss = torch.nn.functional.mse_loss(mlp(table(indices, offsets)), target)
         optimizer.zero_grad()
         loss.backward()
-        if step_optimizer:
+        if how != "still":
             optimizer.step()
     print("trained")
 
@@ -52,10 +64,10 @@ if __name__ == "__main__":
     print("started in", Path.cwd(), flush=True)
     if how == "fork":
         if os.fork() == 0:
-            train(steps)
+            train(steps, how)
     elif how == "two":
         context = multiprocessing.get_context("spawn")
-        children = [context.Process(target=train, args=(steps,)) for _ in range(2)]
+        children = [context.Process(target=train, args=(steps, how)) for _ in range(2)]
         for child in children:
             child.start()
         for child in children:
@@ -63,7 +75,7 @@ if __name__ == "__main__":
     elif how == "tiny":
         weight = torch.nn.Parameter(torch.zeros(1))
         weight.grad = torch.ones(1)
-        optimizer = torch.optim.SGD([weight], lr=0.1)
+        optimizer = Uncompiled([weight], lr=0.1)
         for _ in range(steps):
             optimizer.step()
     else:
@@ -72,9 +84,9 @@ if __name__ == "__main__":
         if how == "moves":
             with tempfile.TemporaryDirectory() as folder:
                 os.chdir(folder)
-                train(steps)
+                train(steps, how)
         else:
-            train(steps, step_optimizer=how != "still")
+            train(steps, how)
         if how == "killed":
             os.kill(os.getpid(), signal.SIGSEGV)
         if how == "left":

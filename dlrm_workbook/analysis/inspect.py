@@ -97,12 +97,13 @@ def inspect_profile(profile: Profile) -> dict[str, Any]:
     if not names:
         missing["devices"] = "the recording names no device"
     kinds = profile.threads["kind"]
+    more = meta.get("left_out") or {}  # threads that are one row together, and streams
     found: dict[str, Any] = {
         "kind": meta.get("engine"),
         "devices": names or None,
         "ranks": 1,
-        "threads": int(kinds.eq("cpu_thread").sum()),
-        "streams": int(kinds.eq("gpu_stream").sum()),
+        "threads": int(kinds.eq("cpu_thread").sum()) + max(more.get("cpu_thread", 0) - 1, 0),
+        "streams": int(kinds.eq("gpu_stream").sum()) + more.get("gpu_stream", 0),
         "iterations": len(profile.iterations) or meta.get("profiler_steps") or None,
     }
     if found["iterations"] is None:

@@ -232,8 +232,8 @@ def headline(result: TrainingResult) -> str:
         )
     mean = result.mean_ms_per_iteration or result.ms_per_iteration
     return (
-        f"**{result.samples_per_second:,.0f} samples/s**: {milliseconds(mean)} per iteration"
-        f"{split}.\n\nLoss {result.loss:.6f} after {result.iterations:,} iterations "
+        f"**{result.samples_per_second:,.0f} samples/s**: {milliseconds(mean)} per iteration "
+        f"on average{split}.\n\nLoss {result.loss:.6f} after {result.iterations:,} iterations "
         f"({result.status})."
     )
 

@@ -400,7 +400,9 @@ def _least(roofline: pd.DataFrame | None) -> list[Stage]:
     least = None if roofline is None or roofline.empty else least_step(roofline)["least_ms"]
     if roofline is None or not least:
         return []
-    parts = _by_component(roofline[roofline["ceiling_ms"] > 0], "ceiling_ms")
+    # as in least_step, no part takes longer than it was measured to take
+    lowest = roofline["ceiling_ms"].clip(upper=roofline["time_ms"])
+    parts = _by_component(roofline.assign(ceiling_ms=lowest)[lowest > 0], "ceiling_ms")
     return [Stage(LEAST, least, least, least, parts, basis=LIMIT)]
 
 
@@ -598,7 +600,8 @@ def _doubts(
     waited = Evidence(profile, attribution).machine_share("run_queue_ms")
     if waited > WAITED:
         text = (
-            f"the machine was busy: the step's thread had no core in {percent(waited)} of its time"
+            "the machine was busy: the thread of the step had no core "
+            f"in {percent(waited)} of its time"
         )
         doubts.append(("red" if waited > MUCH_WAITED else "amber", text))
     if profile.meta.get("sample"):

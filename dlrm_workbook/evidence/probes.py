@@ -96,7 +96,7 @@ LEAST_OVERLAPS, MOST_OVERLAPS, OVERLAP_SETTLED = 3, 12, 0.025
 """Turns of that in each half, and the relative standard error of the slow-down at which they end:
 a step beside which batches are made is predicted to 8 % at best."""
 
-PROBE_SECONDS = 20.0
+PROBE_SECONDS = 12.0
 """Time for all default candidates together; a change gets its share of it."""
 
 Loop = TypeVar("Loop", "StepLoop", "DataLoop")
@@ -272,17 +272,23 @@ class DataLoop:
         """Make batches in another thread for as long as the context is open.
 
         Yields:
-            The milliseconds of each batch made meanwhile, growing.
+            The milliseconds of each batch made meanwhile, growing. The first, which begins before
+            the context opens, is made beside nothing and is not among them.
         """
         made: list[float] = []
-        stop = threading.Event()
+        stop, ready = threading.Event(), threading.Event()
 
         def produce() -> None:
+            try:
+                self.generator.next_batch()
+            finally:
+                ready.set()
             while not stop.is_set():
                 made.append(elapsed_ms(self.generator.next_batch))
 
         thread = threading.Thread(target=produce, name="dlrm-probe", daemon=True)
         thread.start()
+        ready.wait()
         try:
             yield made
         finally:
@@ -509,7 +515,7 @@ def probe_changes(
     changes: Iterable[Change] | None = None,
     seconds: float = PROBE_SECONDS,
     say: Say = say_nothing,
-    lender: Tables | None = None,
+    lenders: list[Tables] | None = None,
 ) -> dict[str, Any]:
     """Time the parts that each change affects, beside the same parts as they are.
 
@@ -523,7 +529,8 @@ def probe_changes(
         seconds: at most about so long for all of them; building loops and overlapped loading
             come on top.
         say: called before each group of changes is timed.
-        lender: whose tables are trained on instead of new ones, where they are alike.
+        lenders: whose tables are trained on instead of new ones, where they are alike; tables
+            of the same shapes that a change needed are added, for whoever measures next.
 
     Returns:
         ``base``: component to phase to ms, each part alone; ``changes``: for each a dict of
@@ -537,7 +544,7 @@ def probe_changes(
     threads = torch.get_num_threads()
     settle_allocator()
     try:
-        probes = _Probes(parameters, chosen, lender)
+        probes = _Probes(parameters, chosen, lenders)
         say("timing the parts alone", 0, 1)
         probes.begin()
         shares = {half: 1 + len(probes.wanted(half)) for half in PROBED}
@@ -577,14 +584,20 @@ class _Probes:
 
     Attributes:
         candidates: the changes, in the order asked for.
+        keeps: whether tables that a change needed are kept, for whoever measures next.
         alone: runs of the unchanged loops.
         step_ms: about what a step takes, the loops added up.
     """
 
     def __init__(
-        self, parameters: Parameters, changes: Iterable[dict[str, Any]], lender: Tables | None
+        self,
+        parameters: Parameters,
+        changes: Iterable[dict[str, Any]],
+        lenders: list[Tables] | None = None,
     ) -> None:
-        self.parameters, self.lender = parameters, lender
+        self.parameters = parameters
+        self.keeps = lenders is not None
+        self.lenders: list[Tables] = [] if lenders is None else lenders
         self.candidates = [self._candidate(change) for change in changes]
         self.alone: dict[str, list[Times]] = {}
         self.step_ms = 0.0
@@ -620,9 +633,10 @@ class _Probes:
                 if half == "data":
                     self._loops[half] = _ready(DataLoop(self.parameters))
                 else:
-                    if self.lender is None or half == "dense":
+                    lender = next(iter(self.lenders), None)
+                    if lender is None or half == "dense":
                         _require(self.parameters, half)
-                    self._loops[half] = _ready(StepLoop(self.parameters, half, self.lender))
+                    self._loops[half] = _ready(StepLoop(self.parameters, half, lender))
             except InputError as error:
                 self._refused[half, UNCHANGED] = str(error)
             else:
@@ -747,12 +761,20 @@ class _Probes:
         if half == "data":
             return _ready(DataLoop(changed))
         assert isinstance(base, StepLoop)
-        same = [t.shape for t in base.model.embeddings.weights] == [
-            (rows, changed.model.embedding_dim) for rows in base.parameters.model.table_rows
-        ] and (half == "dense" or base.parameters.model.table_rows == changed.model.table_rows)
-        if not same or (half == "sparse" and needs_huge_pages(changed) != base.huge_pages):
+        shapes = [(rows, changed.model.embedding_dim) for rows in base.parameters.model.table_rows]
+        same = [tuple(table.shape) for table in base.model.embeddings.weights] == shapes
+        if half == "sparse":
+            mine, theirs = self.parameters.model, changed.model
+            same &= mine.table_rows == theirs.table_rows
+            same &= mine.embedding_precision == theirs.embedding_precision
+        wanted = needs_huge_pages(reduced(changed, half))
+        lender = next((each for each in (base, *self.lenders) if each.huge_pages == wanted), None)
+        if not same or lender is None:
             _require(changed, half)
-        return _ready(StepLoop(changed, half, tables_from=base))
+        loop = _ready(StepLoop(changed, half, tables_from=lender))
+        if self.keeps and same and lender is None:
+            self.lenders.append(Lent(loop.model, loop.huge_pages))
+        return loop
 
     def _overlap(self, parameters: Parameters) -> dict[str, Any]:
         """How much making batches in a thread slows the halves, and they it."""
@@ -782,13 +804,23 @@ class _Probes:
             ):
                 quiet.append(loop.run())
                 with data.beside() as times:
-                    # the first batch begins while the caches are flushed
-                    loop.run()
-                    beside.append(loop.run())
-                made += times
+                    turn = [loop.run()]
+                    # a batch that takes longer would else be made half beside nothing
+                    while not times and (
+                        len(turn) < MOST_OVERLAPS or time.perf_counter() < deadline
+                    ):
+                        turn.append(loop.run())
+                    # the batch that is being made now ends beside nothing
+                    made += times
+                beside += turn
+            if not made:
+                raise InputError(
+                    f"no batch was finished beside {len(beside)} runs of the {half} half, so what "
+                    "data.loader: prefetch brings was not measured"
+                )
             now, then = medians(quiet), medians(beside)
             slow[half] = {"alone_ms": total(now), "beside_ms": total(then)}
-            made_ms[half] = statistics.median(made) if made else math.nan
+            made_ms[half] = statistics.median(made)
         found = {"data_alone_ms": alone, "data_beside_ms": made_ms, "halves": slow}
         self._overlaps[key] = found
         return found

@@ -44,15 +44,16 @@ from dlrm_workbook.evidence.probes import (
 from dlrm_workbook.processes import settle_allocator
 from dlrm_workbook.turns import CPU, back_and_forth, elapsed_ms, take_turns, waited_ns
 
-LEAST_ROUNDS, ROUNDS, MOST_ROUNDS = 2, 3, 12
+LEAST_ROUNDS, ROUNDS, MOST_ROUNDS = 4, 5, 12
 """Rounds of all steps: at least, where the machine is not too slow for it, and at most."""
 
-TOGETHER_SECONDS = 10.0
+TOGETHER_SECONDS = 6.0
 """After so many rounds no further one begins later than this; after the least number none
 later than twice this."""
 
-TURN_ITERATIONS, TURN_MS = 2, 300.0
-"""A turn counts so many iterations at least, and goes on until they took so long."""
+TURN_MS = 300.0
+"""A turn counts iterations until they took so long, one at least: of the same number of long
+iterations, many short turns leave a narrower range of the rounds' ratios than few long ones."""
 
 TRIES, DISTURBED = 2, 0.05
 """A turn that waited for a core more than this share of its time is repeated, so often in all."""
@@ -100,18 +101,19 @@ class WholeStep:
     def turn(self) -> float:
         """Mean milliseconds of an iteration, its batch included, while the loader keeps pace.
 
-        The loader starts with the turn, so the first iterations wait for it, or find what it
-        made ahead, and are not counted.
+        A loader that works ahead starts with the turn, so the first iterations wait for it, or
+        find what it made ahead, and are not counted. Where the step makes its own batch, the
+        first iteration after another step's turn takes as long as the next ones (docs/whatif.md).
         """
         data = self.parameters.data
-        uncounted = data.prefetch_batches if data.loader == "prefetch" else 1
+        uncounted = data.prefetch_batches if data.loader == "prefetch" else 0
         apply_settings(self.parameters)
         stream = cast("Generator[Batch, None, None]", batches(self.parameters, CPU, self.generator))
         with closing(stream):
             for _ in range(uncounted):
                 self.step(next(stream))
             times: list[float] = []
-            while len(times) < TURN_ITERATIONS or sum(times) < TURN_MS:
+            while sum(times) < TURN_MS:
                 times.append(elapsed_ms(lambda: self.step(next(stream))))
         return sum(times) / len(times)
 
@@ -132,14 +134,14 @@ def time_together(
     parameters: Parameters,
     changes: Sequence[Change],
     seconds: float = TOGETHER_SECONDS,
-    lender: Tables | None = None,
+    lenders: Sequence[Tables] = (),
 ) -> dict[str, Any]:
     """Time the whole step as it is and under each of several changes, in turns.
 
     Args:
         changes: what to time; cumulative, or all of them together.
         seconds: about so long for all rounds, however slow the machine is.
-        lender: whose tables are trained on instead of new ones, where they are alike.
+        lenders: whose tables are trained on instead of new ones, where they are alike.
 
     Returns:
         ``base_ms``, the rounds' times of the step as it is (list); ``stages``, for each change a
@@ -149,10 +151,9 @@ def time_together(
     started = time.perf_counter()
     settle_allocator()
     steps: dict[int, WholeStep] = {}
-    lent = [] if lender is None else [lender]
     stages: list[dict[str, Any]] = [{"change": dict(change)} for change in changes]
     try:
-        steps[-1] = WholeStep(parameters, lent)
+        steps[-1] = WholeStep(parameters, lenders)
     except InputError as error:
         return {
             "base_ms": [],
@@ -162,7 +163,7 @@ def time_together(
     for number, change in enumerate(changes):
         try:
             changed, _ = changed_parameters(parameters, change)
-            steps[number] = WholeStep(changed, [*lent, *steps.values()])
+            steps[number] = WholeStep(changed, [*lenders, *steps.values()])
         except InputError as error:
             stages[number]["refused"] = str(error)
     times: dict[int, list[float]] = {number: [] for number in steps}

@@ -23,8 +23,8 @@ from dlrm_workbook.recordings.hpctoolkit.passes import workload_environment
 from dlrm_workbook.recordings.hpctoolkit.tools import find_tools
 from dlrm_workbook.recordings.open import open_recording
 from dlrm_workbook.recordings.profile import Profile
+from dlrm_workbook.recordings.torch import RECORDED, UNKNOWN_MODEL
 from dlrm_workbook.recordings.torch.chrome_trace import load_json
-from dlrm_workbook.recordings.torch.session import RECORDED, UNKNOWN_MODEL
 from dlrm_workbook.recordings.torch.trace import read_recording
 
 EVIDENCE = ("ceilings", "part_probes", "data_statistics")

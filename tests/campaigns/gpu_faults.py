@@ -41,7 +41,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -131,13 +131,19 @@ def recording(name: str) -> Any:
     if name in DATABASES:
         return DatabaseCopy(DATABASES[name])
     name, _, times = name.partition("*")
-    document = _document(name)
+    document = _repeated(name, int(times)) if times else _document(name)
     events = [
         event | {"args": dict(event["args"])} if event.get("args") else dict(event)
         for event in document["traceEvents"]
     ]
-    trace = Trace(document | {"traceEvents": events})
-    return repeated(trace, int(times)) if times else trace
+    return Trace(document | {"traceEvents": events})
+
+
+@lru_cache(4)
+def _repeated(name: str, times: int) -> dict[str, Any]:
+    """The document of a recording whose iterations come so many times; nobody edits it."""
+    trace = repeated(recording(name), times)
+    return trace.document | {"traceEvents": trace.events}
 
 
 # ---- faults -----------------------------------------------------------------------------

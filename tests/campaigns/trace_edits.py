@@ -106,7 +106,7 @@ class Trace:
                 int(value)
                 for event in self.events
                 for name, value in (event.get("args") or {}).items()
-                if name.lower() in ("correlation", "external id") and isinstance(value, int)
+                if isinstance(value, int) and name.lower() in ("correlation", "external id")
             ),
             default=0,
         )

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 from databases import NAMES, assert_same, expected_of, folder_of, written
 from hypothesis import HealthCheck, given, settings
@@ -18,6 +19,8 @@ from hypothesis import strategies as st
 
 from dlrm_core.text import visible
 from dlrm_workbook.analysis.gpu import kernel_table
+from dlrm_workbook.analysis.inspect import inspect_profile
+from dlrm_workbook.recordings.hpctoolkit import to_profile
 from dlrm_workbook.recordings.hpctoolkit.database import Database, read_database
 from dlrm_workbook.recordings.hpctoolkit.format import DatabaseError
 from dlrm_workbook.recordings.hpctoolkit.metrics import additive
@@ -27,6 +30,7 @@ from dlrm_workbook.recordings.hpctoolkit.views import (
     facts,
     functions_table,
 )
+from tests.gpu_database import made as gpu_database
 from tests.hpctoolkit_tree import FUNCTION, LINE, Tree, random_tree
 from tests.hpctoolkit_writer import Measured, write_database
 
@@ -259,6 +263,60 @@ def test_memory_is_that_of_the_contexts_and_not_of_the_threads(tmp_path: Path) -
         tracemalloc.stop()
     # the index and the trace of a thread are 12 bytes for each of about 1,000 and 2,000
     assert (peaks[220] - peaks[20]) / 200 < 4_000
+
+
+def test_of_more_threads_than_a_page_has_room_for_the_others_are_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    database = read_database(many_threads(tmp_path / "d", 12))
+    every = profile_from_database(database)
+    assert "left_out" not in every.meta and len(every.threads) == 12
+    monkeypatch.setattr(to_profile, "MOST_THREADS", 5)
+    some = profile_from_database(database)
+    some.validate()
+    assert some.threads["name"].iloc[-1] == "7 other threads" and len(some.threads) == 6
+    assert some.meta["left_out"] == {"cpu_thread": 7, "gpu_stream": 0}
+    assert any("The others (7 threads) stand here as one" in each for each in some.meta["cautions"])
+    assert inspect_profile(some)["threads"] == 12
+    # the first of the file, and those with the most time
+    whole = every.values[every.rows("cpu_time_ms", "inclusive") & every.values["context"].eq(0)]
+    time = whole.set_index("profile")["value"]
+    held = [database.threads[0].profile, *time.iloc[1:].nlargest(4).index]
+    assert set(some.threads["profile"].iloc[:5]) == set(held) == set(some.trace["profile"])
+    assert some.meta["main_thread"] == time[held].idxmax()
+    for scope in ("exclusive", "inclusive"):
+        expected = every.value_table("cpu_time_ms", scope)
+        np.testing.assert_allclose(some.value_table("cpu_time_ms", scope), expected, rtol=1e-9)
+        alike = [
+            profile.values[
+                profile.rows("cpu_time_ms", scope) & profile.values["profile"].isin(held)
+            ].reset_index(drop=True)
+            for profile in (some, every)
+        ]
+        pd.testing.assert_frame_equal(*alike)
+
+
+def test_many_values_leave_room_for_fewer_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    database = read_database(many_threads(tmp_path / "d", 12))
+    rows = [database.profiles[t.profile].count + 2000 for t in database.threads]
+    for most, threads in ((sum(rows), 12), (sum(rows) - 1, 11), (3 * max(rows), 3), (1, 1)):
+        monkeypatch.setattr(to_profile, "MOST_ROWS", most)
+        assert len(to_profile.held_threads(database)) == threads
+
+
+def test_streams_with_the_least_work_are_left_out_of_the_timeline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    every = gpu_database(tmp_path / "d")
+    monkeypatch.setattr(to_profile, "MOST_THREADS", 1)
+    some = profile_from_database(read_database(tmp_path / "d"))
+    # stream 7 works 30 microseconds and stream 9 works 15; the second CPU thread has no values
+    assert some.threads["name"].tolist() == ["thread 0", "GPU 0 stream 7", "1 other thread"]
+    assert any("1 of 2 GPU streams" in caution for caution in some.meta["cautions"])
+    for metric in every.metrics["metric"]:
+        pd.testing.assert_series_equal(some.value_table(metric), every.value_table(metric))
 
 
 def test_parts_are_found_by_python_functions_only(tmp_path: Path) -> None:

@@ -195,9 +195,11 @@ def test_its_page_has_the_limits_of_this_machine_at_the_shapes_that_were_seen(
     # 2 m n k and m n to add the bias, of both layers
     flops = 2 * 4000 * (32 * 64 + 64) + 4000 * (64 + 1)
     assert operators.loc["aten::addmm", "flops"].sum() == flops
-    assert operators["ceiling_ms"].isna().mul(operators["time_ms"]).sum() < 0.02 * sum(
-        operators["time_ms"]
-    )
+    # by name, since any other operator takes long where the program is interrupted in it
+    work = ["aten::addmm", "aten::mm", "aten::clamp_min", "aten::threshold_backward", "aten::sum"]
+    work += ["aten::_embedding_bag", "aten::_embedding_bag_dense_backward"]
+    limits = operators.loc[work, "ceiling_ms"]
+    assert limits.notna().all() and limits.groupby(level=0).max().gt(0).all()
     step = least_step(table)
     assert 0 < step["least_ms"] < step["time_ms"]
     (sentence, *_) = doubts(profile, table)
@@ -221,7 +223,7 @@ def test_a_run_folder_opens_as_what_was_measured(measured: tuple[Profile, Path])
     ("arguments", "profiling", "said"),
     [
         (("1",), {}, "stepped its optimizer once only"),
-        (("9",), {"iterations": 10}, "ended after 7 of 22 iterations .* train at least 10"),
+        (("9", "plain"), {"iterations": 10}, "ended after 7 of 22 iterations .* train at least 10"),
         (("5", "fail"), {}, "failed with exit code 3: ran out of luck"),
         (("5", "still"), {}, "without a step of any torch optimizer"),
         (("1000000", "fork"), {"iterations": 100_000}, "background|still training"),
@@ -258,9 +260,9 @@ def test_a_program_that_changes_its_folder_is_measured_where_it_was_asked_to_be(
 
 
 def test_a_program_that_cannot_be_hooked_is_ended_when_its_time_is_up(tmp_path: Path) -> None:
-    words = (sys.executable, "-I", str(PROGRAM), "100000")
+    words = (sys.executable, "-I", str(PROGRAM), "100000", "plain")
     with pytest.raises(InputError, match=r"not stepped any torch optimizer .*python -I"):
-        measure(parameters(tmp_path, *words, timeout_s=5), tmp_path / "run")
+        measure(parameters(tmp_path, *words, timeout_s=3), tmp_path / "run")
 
 
 def test_a_program_that_is_not_there(tmp_path: Path) -> None:
@@ -309,7 +311,8 @@ def test_of_ranks_the_error_of_the_one_that_failed_is_told(tmp_path: Path) -> No
 
 def test_ranks_leave_a_recording_each(tmp_path: Path) -> None:
     words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-port"]
-    words += ["0", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", str(PROGRAM), "100000"]
+    words += ["0", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", str(PROGRAM)]
+    words += ["100000", "plain"]
     profile = measure(parameters(tmp_path, *words), tmp_path / "run")
     time_together(profile, tmp_path / "run")  # as the profile notebook does next
     recording = open_recording(tmp_path / "run")
@@ -340,9 +343,8 @@ def test_hpctoolkit_measures_a_command_beside_its_own_marks(
     recorded = REPOSITORY / "tests/data/hpctoolkit/dlrm-cpu-python.d"
     fake = FakeHPCToolkit(tmp_path / "hpctoolkit", recorded=str(recorded))
     monkeypatch.setenv("PATH", f"{fake.bin}{os.pathsep}{os.environ['PATH']}")
-    given = program(
-        tmp_path, "1000000", engine="hpctoolkit", iterations=3, hpctoolkit_home=str(fake.home)
-    )
+    how = {"engine": "hpctoolkit", "iterations": 3, "hpctoolkit_home": str(fake.home)}
+    given = program(tmp_path, "1000000", "plain", **how)
     profile = measure(given, tmp_path / "run")
     # the passes of our own workload, around the program: alone, times, Python frames
     assert [made["name"] for made in profile.meta["passes"]] == ["unprofiled", "times", "frames"]
@@ -365,7 +367,7 @@ def test_hpctoolkit_measures_a_command_beside_its_own_marks(
 def loop(folder: Path, steps: int, **options: Any) -> int:
     """A loop with a table; how many iterations it did."""
     table = torch.nn.EmbeddingBag(50, 8, mode="sum")
-    indices = torch.arange(50).repeat(4000).view(-1, 100)  # long enough to be measured
+    indices = torch.arange(50).repeat(12000).view(-1, 100)  # long enough on any machine
     done = 0
     with record(folder, **{"ceilings": False} | options) as step:
         for _ in range(steps):
@@ -408,7 +410,8 @@ def test_parts_of_a_model_that_is_no_dlrm_are_its_own_modules(tmp_path: Path) ->
     hooks = torch.nn.modules.module._global_forward_hooks
     with record(tmp_path / "mine", iterations=4, warmup=1, ceilings=False) as step:
         for _ in range(12):
-            tokens = torch.randint(0, 50, (32, 33))
+            # so long that a core taken away by others falls on every part alike
+            tokens = torch.randint(0, 50, (256, 33))
             scores = model(tokens[:, :-1]).flatten(0, 1)
             loss = torch.nn.functional.cross_entropy(scores, tokens[:, 1:].flatten())
             optimizer.zero_grad()
@@ -447,7 +450,8 @@ def _laps_are_whole(recording: Profile) -> None:
 
 
 def test_hooks_cost_too_much_where_iterations_are_short(tmp_path: Path) -> None:
-    model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(50)))
+    # so many that an iteration is far longer than reading the system's counters after it
+    model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(1000)))
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     with record(tmp_path / "mine", iterations=3, warmup=1, ceilings=False) as step:
         for _ in range(12):
@@ -455,7 +459,7 @@ def test_hooks_cost_too_much_where_iterations_are_short(tmp_path: Path) -> None:
             optimizer.step()
             step()
     recording = open_recording(tmp_path / "mine").profile
-    assert "51 calls of modules" in recording.not_measured["laps"]  # 50 layers and the model
+    assert "1001 calls of modules" in recording.not_measured["laps"]  # the layers and the model
     assert "laps_ms" not in recording.meta
 
 
@@ -517,11 +521,11 @@ def test_modules_of_a_dlrm_are_its_parts(tmp_path: Path) -> None:
         def forward(self, dense: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
             return self.gate(self.bot_mlp(dense) * self.emb(indices).cos())
 
-    model, indices = Recommender(), torch.arange(50).repeat(1000).view(-1, 100)
+    model, indices = Recommender(), torch.arange(50).repeat(3000).view(-1, 100)
     with record(tmp_path / "mine", iterations=3, warmup=1) as step:
         for _ in range(10):
-            scores = model(torch.ones(500, 200), indices)
-            torch.nn.functional.mse_loss(scores, torch.zeros(500, 200)).backward()
+            scores = model(torch.ones(1500, 200), indices)
+            torch.nn.functional.mse_loss(scores, torch.zeros(1500, 200)).backward()
             step()
     attribution = attribute(open_recording(tmp_path / "mine").profile)
     parts = set(attribution[["component", "phase"]].itertuples(index=False, name=None))

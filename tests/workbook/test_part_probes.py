@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +22,7 @@ from hypothesis import strategies as st
 from dlrm_core.config import Parameters, parameters_from_sections
 from dlrm_core.errors import InputError
 from dlrm_workbook.analysis.whatif import COVER
-from dlrm_workbook.evidence import probes
+from dlrm_workbook.evidence import probes, together
 from dlrm_workbook.evidence.dependence import (
     affected_components,
     affected_phases,
@@ -34,6 +39,7 @@ from dlrm_workbook.evidence.probes import (
     ratio_errors,
     reduced,
 )
+from dlrm_workbook.evidence.together import WholeStep
 from dlrm_workbook.processes import USER_SETTINGS
 
 TRIALS = 200
@@ -274,7 +280,7 @@ def test_ranges_cover_the_truth_as_often_as_they_say_though_probes_end_early(
     def draw() -> float:
         return SCATTER[law](random, sigma)
 
-    timed = probes._Probes(tiny(), [], None)
+    timed = probes._Probes(tiny(), [])
     timed.step_ms = 300.0
     covered = rounds = 0
     for _ in range(TRIALS):
@@ -337,7 +343,7 @@ def test_probes_come_back_for_the_touched_parts_only(monkeypatch: pytest.MonkeyP
 
 def test_only_what_a_change_affects_keeps_it_in_the_turns() -> None:
     change = {"training.fused_optimizer": True}
-    timed = probes._Probes(tiny(), [change], None)
+    timed = probes._Probes(tiny(), [change])
     key = timed.candidates[0].keys["dense"]
     timed.step_ms = 200.0
 
@@ -404,7 +410,7 @@ def test_loops_that_do_not_fit_together_are_timed_after_one_another(
     monkeypatch.setattr(probes, "interleave", counted)
     changes = [{"model.table_rows": rows} for rows in (60, 70, 99)]
     asked = [probes.changed_parameters(tiny(), each)[0] for each in changes]
-    timing = probes._Probes(tiny(), changes, None)
+    timing = probes._Probes(tiny(), changes)
     timing.begin()
     timing.compare("sparse", 0.1)
     assert built == [60, 70] and timed == [2, 2]
@@ -415,7 +421,7 @@ def test_loops_that_do_not_fit_together_are_timed_after_one_another(
 def test_lent_tables_are_trained_on() -> None:
     owner = StepLoop(tiny(), "sparse")
     lent = probes.Lent(owner.model, owner.huge_pages)
-    timing = probes._Probes(tiny(), [], lent)
+    timing = probes._Probes(tiny(), [], [lent])
     timing.begin()
     loop = timing._loops["sparse"]
     assert isinstance(loop, StepLoop)
@@ -426,6 +432,109 @@ def test_lent_tables_are_trained_on() -> None:
     narrow = tiny(model={"embedding_precision": "bf16"}, training={"embedding_backend": "fused"})
     other = probes.model_for(narrow.model, owner.model, True)
     assert {table.dtype for table in other.embeddings.weights} == {torch.bfloat16}
+
+
+def test_tables_that_a_change_needed_are_kept_for_whole_steps() -> None:
+    owner = StepLoop(tiny(), "sparse")
+    lenders: list[probes.Tables] = [probes.Lent(owner.model, owner.huge_pages)]
+    fused = {"training.embedding_backend": "fused"}
+    larger = {**fused, "model.table_rows": 60}
+    changes: list[dict[str, Any]] = [fused, {**fused, "training.batch_size": 64}, larger]
+    probe_changes(tiny(), changes, seconds=0.1, lenders=lenders)
+    # those in large pages, once; tables of other shapes serve no one else
+    assert [tables.huge_pages for tables in lenders] == [False, True]
+    steps = [WholeStep(tiny(), lenders), WholeStep(changed_parameters(tiny(), fused)[0], lenders)]
+    for step, tables in zip(steps, lenders, strict=True):
+        ours, theirs = (
+            [table.data_ptr() for table in each.model.embeddings.weights] for each in (step, tables)
+        )
+        assert ours == theirs
+
+
+def test_a_turn_counts_every_iteration_but_what_a_loader_made_ahead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(together, "TURN_MS", 0.001)
+    ahead = tiny(data={"loader": "prefetch", "prefetch_batches": 2})
+    for parameters, iterations in ((tiny(), 1), (ahead, 3)):
+        step, run = WholeStep(parameters), 0
+        whole = step.step
+
+        def counted(batch: Any, whole: Any = whole) -> Any:
+            nonlocal run
+            run += 1
+            return whole(batch)
+
+        monkeypatch.setattr(step, "step", counted)
+        assert step.turn() > 0
+        assert run == iterations
+
+
+@pytest.mark.parametrize("batch_s", [0.0, 0.05])
+def test_batches_beside_the_step_are_made_beside_it_from_begin_to_end(
+    monkeypatch: pytest.MonkeyPatch, batch_s: float
+) -> None:
+    loop = probes.DataLoop(tiny())
+    made = loop.generator.next_batch
+
+    def slow() -> Any:
+        time.sleep(batch_s)
+        return made()
+
+    monkeypatch.setattr(loop.generator, "next_batch", slow)
+    with loop.beside() as times:
+        opened = time.perf_counter()
+        while not times:
+            pass
+        waited = 1e3 * (time.perf_counter() - opened)
+    # the batch that is waited for began when the context opened
+    assert 1e3 * batch_s <= times[0] < waited + 5
+
+    def broken() -> Any:
+        raise ValueError("no batch")
+
+    monkeypatch.setattr(loop.generator, "next_batch", broken)
+    monkeypatch.setattr(threading, "excepthook", lambda arguments: None)
+    with loop.beside() as times:
+        assert times == []
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_only_batches_that_ended_beside_the_step_count_as_made_beside_it(
+    monkeypatch: pytest.MonkeyPatch, ends: bool
+) -> None:
+    monkeypatch.setattr(probes, "OVERLAP_SECONDS", 0.0)
+    running: list[float] = []
+    runs_of_a_turn = []
+
+    class Loader:
+        @contextlib.contextmanager
+        def beside(self) -> Iterator[list[float]]:
+            running.clear()
+            self.times: list[float] = []
+            loaders.append(self)
+            yield self.times
+            runs_of_a_turn.append(len(running))
+            self.times.append(1.0)  # ends beside nothing, in a third of the time
+
+    def run() -> Any:
+        running.append(1.0)
+        if ends and len(running) == 5 and loaders:
+            loaders[-1].times.append(3.0)
+        return {"top_mlp": {"forward": 1.0}}
+
+    loaders: list[Any] = []
+    timed = probes._Probes(tiny(), [])
+    timed.alone["data"] = [{"data": {"forward": 1.0}}]
+    monkeypatch.setattr(probes, "DataLoop", lambda parameters: Loader())
+    monkeypatch.setattr(timed, "_base_loop", lambda half: SimpleNamespace(run=run))
+    if ends:
+        found = timed._overlap(tiny(data={"loader": "prefetch"}))
+        assert found["data_beside_ms"] == dict.fromkeys(probes.HALVES, 3.0)
+        assert set(runs_of_a_turn) == {5}
+    else:
+        with pytest.raises(InputError, match=r"no batch was finished beside 36 runs"):
+            timed._overlap(tiny(data={"loader": "prefetch"}))
 
 
 def test_the_default_changes_are_those_that_apply() -> None:

@@ -84,7 +84,7 @@ def skewed_indices(evidence: Evidence, ledger: Ledger) -> Measured | None:
 
 @rule(
     "contended_update",
-    title="Threads fight for hot rows in the '{method}' update",
+    title="Threads update the same hot rows and wait for each other ('{method}')",
     evidence=(
         "{threads} threads write rows of which the hottest gets {hottest:.0%} of a table's "
         "lookups; backward and update of the tables take {share:.0%} of the step.",
@@ -95,7 +95,7 @@ def skewed_indices(evidence: Evidence, ledger: Ledger) -> Measured | None:
     gpu=False,
 )
 def contended_update(evidence: Evidence, ledger: Ledger) -> Measured | None:
-    """Threads fight for hot rows in the update."""
+    """Threads wait for each other at hot rows in the update."""
     method, threads = evidence.parameter("training.embedding_update"), evidence.threads or 1
     if method not in ("atomic", "locked", "naive") or threads < 2:
         return None
@@ -117,7 +117,7 @@ def contended_update(evidence: Evidence, ledger: Ledger) -> Measured | None:
 
 @rule(
     "giant_table",
-    title="Table {table} dwarfs the others: {of_rows:.0%} of all rows",
+    title="Table {table} holds {of_rows:.0%} of all rows",
     evidence=(
         "Table {table} has {rows:,} rows ({gigabytes:.2f} GB), {of_rows:.0%} of all rows; the "
         "median table has {median:,.0f}.",
@@ -131,7 +131,7 @@ def contended_update(evidence: Evidence, ledger: Ledger) -> Measured | None:
     concerns=("embedding",),
 )
 def giant_table(evidence: Evidence, ledger: Ledger) -> Measured | None:
-    """One table dwarfs the others, in bytes or in lookups."""
+    """One table is far larger than the others, in bytes or in lookups."""
     rows = evidence.table_rows
     if len(rows) < 3:
         return None
@@ -165,7 +165,7 @@ def giant_table(evidence: Evidence, ledger: Ledger) -> Measured | None:
 
 @rule(
     "embeddings_memory_bound",
-    title="Embeddings take {share:.0%} of the step, near what memory gives",
+    title="Embeddings take {share:.0%} of the step, near the limit of memory",
     evidence=(
         "Embedding {phase} reaches {reached:.0%} of the ceiling for {limit} ({rate:.1f} GB/s) "
         "measured on this machine.",
@@ -177,7 +177,7 @@ def giant_table(evidence: Evidence, ledger: Ledger) -> Measured | None:
     concerns=("embedding",),
 )
 def bound_by_rows(evidence: Evidence, ledger: Ledger) -> Measured | None:
-    """Most of the step is spent near what memory gives for scattered rows."""
+    """Most of the step is spent near the limit of memory for scattered rows."""
     share = evidence.share("embedding")
     if share < BOUND_SHARE:
         return None

@@ -327,9 +327,11 @@ def _common_figures(evidence: Evidence) -> Measured:
 
 class _Template(string.Formatter):
     def format_field(self, value: Any, format_spec: str) -> str:
-        """As usual, and ``ms`` for milliseconds."""
+        """Write ``ms`` as milliseconds and ``count`` as a count of a mean iteration."""
         if format_spec == "ms":
             return milliseconds(float(value))
+        if format_spec == "count":
+            return f"{value:,.1f}".removesuffix(".0")
         return str(super().format_field(value, format_spec))
 
 

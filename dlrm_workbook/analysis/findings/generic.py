@@ -112,7 +112,7 @@ MEANWHILE = "Meanwhile the step's thread {meanwhile}."
 
 @rule(
     "slower_than_alone",
-    title="{name} takes {ratio:.1f} times as long in the run as alone",
+    title="{name} takes {ratio:.1f}x as much time in the run as alone",
     evidence=(
         "In the run and alone: {times}.",
         "In {worst} the time is in {heaviest}.",
@@ -408,7 +408,7 @@ def _extra_pieces(evidence: Evidence, slow: np.ndarray, steady: np.ndarray) -> t
 
 @rule(
     "slower_later",
-    title="Iterations take {factor:.1f} times as long from iteration {first} of {count} on",
+    title="Iterations are {factor:.1f}x slower from iteration {first} of {count} on",
     evidence=(
         "They took {before:ms} before and {after:ms} since; most of the difference is in {place} "
         "({extra:ms}).",
@@ -477,7 +477,7 @@ def _of_all(finding: Finding, usual: float) -> Finding:
 
 @rule(
     "disturbed_profile",
-    title="The profiled iterations took {times:.1f} times as long as the others",
+    title="The profiled iterations took {times:.1f}x the time of the others",
     evidence=(
         "{recorded:ms} with the profiler, {step:ms} without; recording {calls:,.0f} operators "
         "costs {cost:ms} at most.",

@@ -182,7 +182,7 @@ UNAVOIDABLE_STALLS = ("NONE", "NSEL", "HID", "INV", "OTHR")
 STALL_LIMITS = {"SYNC": "synchronisation", "PIPE": "arithmetic"}
 """Stall reason to the limit that it shows; of all others, memory bandwidth."""
 
-SERIALISED = "PC sampling slowed the launches, so part of this is its own doing."
+SERIALISED = "PC sampling slowed the launches, so it caused part of this time itself."
 UPPER_BOUND = (
     "CUDA graphs were launched, of whose kernels a profiler may record only some: it is an upper "
     "bound."
@@ -944,7 +944,7 @@ def float64(evidence: Evidence, ledger: Ledger) -> Measured | None:
     title="Conversions and copies of layout take {share:.0%} of the step, most by {by}",
     evidence=(
         "Kernels that only convert or copy tensors, to another type or layout, run {time:ms} per "
-        "iteration, in {launches:,.1f} launches: {names}.",
+        "iteration, in {launches:count} launches: {names}.",
     ),
     advice="Convert once and keep the result (weights, constants), let autocast or the model keep "
     "one type, keep the layout that the next operator wants (channels_last, no transposed views "
@@ -962,7 +962,7 @@ def layout_copies(evidence: Evidence, ledger: Ledger) -> Measured | None:
     title="Pointwise operators take {share:.0%} of the step",
     evidence=(
         "Each reads its operands from memory and writes its result back: {time:ms} per iteration "
-        "in {launches:,.1f} launches of {kinds} kernels, most in {names}.",
+        "in {launches:count} launches of {kinds} kernels, most in {names}.",
     ),
     advice="Fuse them, so that values stay in registers from one to the next: compile the model "
     "(training.compile), or use fused operators (torch.nn.functional, a fused optimiser).",

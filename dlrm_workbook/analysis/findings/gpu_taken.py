@@ -61,8 +61,7 @@ REGULAR_GAPS = 6
 
 @rule(
     "slower_gpu",
-    title="The GPU is slower from iteration {first} of {count} on: its kernels take {factor:.1f} "
-    "times as long",
+    title="The GPU is {factor:.1f}x slower from iteration {first} of {count} on",
     evidence=(
         "The same launches of the same kernels take {before:ms} in each earlier iteration and "
         "{after:ms} in each later one; {alike:.0%} of their time is in kernels that became slower "

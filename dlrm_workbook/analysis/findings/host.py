@@ -25,7 +25,7 @@ from dlrm_workbook.recordings.profile import Profile
 LOST_SHARE = 0.05
 """Of the step; below it a remedy gains less than a run's own scatter."""
 
-NO_CORE = "The step's thread was ready but had no core in {queued:.0%} of the time."
+NO_CORE = "The thread of the step was ready to run but had no core in {queued:.0%} of the time."
 PREEMPTED = "It was preempted {switches:,.1f} times per iteration."
 OWN_CODE = "{own:ms} of {part} pass outside every operator."
 

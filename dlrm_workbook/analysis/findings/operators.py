@@ -411,8 +411,8 @@ def _small_batch(evidence: Evidence, size: int, larger: dict[str, float]) -> Mea
         "component": part[0],
         "size": size,
         "evidence": (
-            f"Twice the batch is predicted to take {2.0 / larger['mid']:.2f} times as long, not "
-            f"2: about {fixed:.0%} of the step does not grow with the batch (weights read and "
+            f"Twice the batch is predicted to take {2.0 / larger['mid']:.2f}x the time, not "
+            f"2x: about {fixed:.0%} of the step does not grow with the batch (weights read and "
             f"updated, operators called). Most time is in {part_label(*part)}, "
             f"{milliseconds(float(parts.max()))} of {milliseconds(evidence.total_ms)}.",
         ),

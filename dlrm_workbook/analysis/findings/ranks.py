@@ -122,7 +122,7 @@ def waiting_for_last_rank(evidence: Evidence, ledger: Ledger) -> Measured | None
 
 @rule(
     "load_imbalance",
-    title="Rank {rank} has {times:.2f} times the mean work; the others wait for it",
+    title="Rank {rank} has {times:.2f}x the mean work; the others wait for it",
     evidence=("Busy time per iteration, communication left out: {listed}.",),
     advice="Place tables by their measured time, not by their number or rows; split the largest "
     "table by columns or rows.",
@@ -180,8 +180,13 @@ def replicate_small_tables(evidence: Evidence, ledger: Ledger) -> Measured | Non
 
 
 def _rank_times(evidence: Evidence) -> pd.Series:
-    """Busy milliseconds per iteration of each rank, communication left out; by rank."""
+    """Busy milliseconds per iteration of each rank, communication left out; by rank.
+
+    It is empty where some threads are known as a sum only, which has no rank.
+    """
     profile = evidence.profile
+    if profile.meta.get("left_out"):
+        return pd.Series(dtype=float)
     metric = "gpu_time_ms" if profile.has("gpu_time_ms") else "cpu_time_ms"
     rows = profile.values[profile.rows(metric, "exclusive")]
     talks = profile.contexts["component"].eq("communication").to_numpy()
@@ -285,7 +290,7 @@ def imbalance_findings(record: ScalingRecord) -> Iterable[Finding]:
     yield Finding(
         id="rank_imbalance",
         title=(
-            f"Rank {slowest} has {worst['slowest_ms'] / worst['mean_ms']:.2f} times the mean work "
+            f"Rank {slowest} has {worst['slowest_ms'] / worst['mean_ms']:.2f}x the mean work "
             f"of {worst['ranks']} ranks; the others wait for it"
         ),
         component=str(worst["component"]),

@@ -9,7 +9,7 @@ programs have other names, see :mod:`dlrm_workbook.recordings.hpctoolkit.parts`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -18,6 +18,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from dlrm_core.parts import parse_span
+from dlrm_core.units import counted
 from dlrm_workbook.recordings.hpctoolkit.cautions import (
     cautions_of,
     is_serialised,
@@ -25,7 +26,13 @@ from dlrm_workbook.recordings.hpctoolkit.cautions import (
     sampling_quality,
     without_nonsense,
 )
-from dlrm_workbook.recordings.hpctoolkit.database import AGAIN, CONTRADICTION, FUNCTION, Database
+from dlrm_workbook.recordings.hpctoolkit.database import (
+    AGAIN,
+    CONTRADICTION,
+    FUNCTION,
+    Database,
+    Thread,
+)
 from dlrm_workbook.recordings.hpctoolkit.format import DatabaseError
 from dlrm_workbook.recordings.hpctoolkit.meta import ENTRY, ROOT
 from dlrm_workbook.recordings.hpctoolkit.metrics import (
@@ -42,7 +49,13 @@ from dlrm_workbook.recordings.hpctoolkit.parts import (
     parts_in_order,
 )
 from dlrm_workbook.recordings.hpctoolkit.views import kernel_rows, not_measured
-from dlrm_workbook.recordings.profile import STANDARD_METRICS, Profile, nearest, typed
+from dlrm_workbook.recordings.profile import (
+    STANDARD_METRICS,
+    THREAD_KINDS,
+    Profile,
+    nearest,
+    typed,
+)
 from dlrm_workbook.recordings.repetition import find_iterations
 
 CPU_TIMES = {
@@ -78,6 +91,13 @@ PYTHON_MODULE = "<logical python>"
 
 KINDS = {ROOT: "root", ENTRY: "thread", 0: "function", 1: "loop", 2: "line", 3: "instruction"}
 
+MOST_THREADS, MOST_ROWS = 256, 4_000_000
+"""The tables hold up to so many threads (and streams) one by one, with up to so many values and
+samples together, so that a profile needs the memory of its contexts."""
+LEFT_TO_THE_SUM = 1e-9
+"""A rest of a sum up to this share of it is rounding, once the threads that are held are taken
+off."""
+
 FEW_SAMPLES = 100
 """Fewer samples do not show that files are of different runs."""
 
@@ -95,6 +115,10 @@ def profile_from_database(database: Database, parts: Mapping[str, str] | None = 
     Metrics that do not add up (the sampling period) are left to the database. Contexts of
     several parts are divided; their copies stand behind the database's rows.
 
+    Of more threads than the tables have room for (:func:`held_threads`) the others are one
+    thread, without a trace: their sum. ``meta["left_out"]`` counts them by kind, and
+    ``meta["main_thread"]`` says which thread does most, the sum apart.
+
     ``meta["overlong"]`` lists rows of the trace that last too long, each with its true end.
 
     Args:
@@ -104,7 +128,8 @@ def profile_from_database(database: Database, parts: Mapping[str, str] | None = 
         DatabaseError: the database is damaged.
         InputError: ``parts`` names an unknown part.
     """
-    metrics, values, sources = _values(database)
+    held = held_threads(database)
+    metrics, values, sources = _values(database, held)
     metrics = typed("metrics", metrics)
     reasons = not_measured(database)
     reasons |= {name: why for name, why in WHY_ABSENT.items() if name not in sources}
@@ -115,8 +140,9 @@ def profile_from_database(database: Database, parts: Mapping[str, str] | None = 
         "`dlrm run profile -f FILE -p profiling.engine=torch` does"
     )
     contexts, ours = _contexts(database)
-    threads = typed("threads", [asdict(thread) for thread in database.threads] or None)
-    trace = _trace(database, _time_of_samples(database, values))
+    others, left_out, said = _left_out(database, held, values)
+    threads = typed("threads", [asdict(thread) for thread in [*held, *others]] or None)
+    trace = _trace(database, held, _time_of_samples(database, values))
     notices: list[str] = []
     iterations = None
     overlong: dict[int, int] = {}
@@ -156,7 +182,7 @@ def profile_from_database(database: Database, parts: Mapping[str, str] | None = 
     )
     serialised = quality is not None and is_serialised(trace, contexts, amd)
     cautions = cautions_of(contexts, values, trace, overlong, serialised) + cautions
-    cautions = database.cautions + cautions
+    cautions = database.cautions + said + cautions
     sampled = {"serialised": serialised, "pc_sampling": quality} if quality else {}
     profile = Profile.build(
         contexts=contexts,
@@ -176,6 +202,7 @@ def profile_from_database(database: Database, parts: Mapping[str, str] | None = 
             "cautions": cautions,
             "overlong": list(overlong.items()),
             **sampled,
+            **left_out,
         },
     )
     _refuse_contradictions(database, profile)
@@ -267,7 +294,106 @@ def _parts(
     )
 
 
-def _values(database: Database) -> tuple[pd.DataFrame, pd.DataFrame, dict[str, list[str]]]:
+def held_threads(database: Database) -> list[Thread]:
+    """The threads and streams that a profile holds one by one, in the order of the file.
+
+    These are all, as a rule. Of more than ``MOST_THREADS`` of a kind, or with more than
+    ``MOST_ROWS`` values and samples, they are the first CPU thread and those that were busy
+    longest: on the GPU, then on the CPU.
+
+    Raises:
+        DatabaseError: the database is damaged.
+    """
+    lines = {line.profile: line for line in database.traces}
+    times = [
+        [name for name, known in database.canonical.items() if known == chief]
+        for chief in (*GPU_TIMES, *CPU_TIMES)
+    ]
+
+    def rows(thread: Thread) -> int:
+        line = lines.get(thread.profile)
+        return database.profiles[thread.profile].count + (line.count if line else 0)
+
+    def busy(thread: Thread) -> tuple[float, ...]:
+        if thread.kind == "gpu_stream":
+            line = lines.get(thread.profile)
+            return (float(line.running_ns) if line else 0.0,)
+        root = database.root(thread.profile)
+        return tuple(sum(root.get(name, 0.0) for name in names) for names in times)
+
+    held: set[int] = set()
+    for kind in THREAD_KINDS:
+        threads = [thread for thread in database.threads if thread.kind == kind]
+        if len(threads) > MOST_THREADS or sum(map(rows, threads)) > MOST_ROWS:
+            first = threads[:1] if kind == "cpu_thread" else []
+            threads = first + sorted(threads[len(first) :], key=busy, reverse=True)
+            fit = int((np.cumsum([rows(thread) for thread in threads]) <= MOST_ROWS).sum())
+            threads = threads[: min(max(fit, 1), MOST_THREADS)]
+        held |= {thread.profile for thread in threads}
+    return [thread for thread in database.threads if thread.profile in held]
+
+
+def _left_out(
+    database: Database, held: list[Thread], values: pd.DataFrame
+) -> tuple[list[Thread], dict[str, Any], list[str]]:
+    """(the thread that stands for those not held, what ``meta`` knows of them, what to say)."""
+    kinds = [thread.kind for thread in database.threads]
+    held_kinds = [thread.kind for thread in held]
+    counts = {kind: kinds.count(kind) - held_kinds.count(kind) for kind in THREAD_KINDS}
+    said, each = [], "`dlrm database DATABASE --json`"
+    if streams := counts["gpu_stream"]:
+        said.append(
+            f"{streams:,} of {kinds.count('gpu_stream'):,} GPU streams, those with the least "
+            "work, are not in the timeline: the GPU may have been less idle than it says. "
+            f"{each} lists them."
+        )
+    if not (threads := counts["cpu_thread"]):
+        return [], {"left_out": counts} if said else {}, said
+    cpu = [thread.profile for thread in held if thread.kind == "cpu_thread"]
+    own = values[values["metric"].eq("cpu_time_ms") & values["profile"].isin(cpu)]
+    time = own[own["scope"].eq("exclusive")].groupby("profile")["value"].sum().to_dict()
+    # not the sum, which is of no thread and may have the most time
+    main_thread = max(cpu, key=lambda profile: time.get(profile, 0.0))
+    said.append(
+        f"The {len(cpu):,} busiest of {kinds.count('cpu_thread'):,} CPU threads stand here one by "
+        f"one. The others ({counted(threads, 'thread')}) stand here as one, with the sum of what "
+        f"was measured of them and without a timeline. {each} has the sums of each thread."
+    )
+    # no profile of the file has this number
+    name, number = counted(threads, "other thread"), len(database.profiles)
+    others = Thread(number, "cpu_thread", name, -1, -1)
+    return [others], {"left_out": counts, "main_thread": main_thread}, said
+
+
+def _by_thread(
+    database: Database, held: list[Thread]
+) -> Iterator[tuple[int, tuple[Ints, Ints, Floats]]]:
+    """(profile, its inclusive values) of each thread that is held, then of all others together.
+
+    The others have what the sum over all threads has more than those that are held.
+    """
+    others = sum(thread.kind == "cpu_thread" for thread in database.threads)
+    others -= sum(thread.kind == "cpu_thread" for thread in held)
+    index, row, whole = database.inclusive_values(0)
+    if not others:
+        index, row, whole = index[:0], row[:0], whole[:0]
+    key, left = index * len(database.tree) + row, whole.copy()
+    for thread in held:
+        found = database.inclusive_values(thread.profile)
+        yield thread.profile, found
+        if len(key):
+            theirs = found[0] * len(database.tree) + found[1]
+            place = np.minimum(np.searchsorted(key, theirs), len(key) - 1)
+            known = key[place] == theirs  # cautions say it where the sum lacks a context
+            left[place[known]] -= found[2][known]
+    if len(key):
+        more = np.abs(left) > LEFT_TO_THE_SUM * np.abs(whole)
+        yield len(database.profiles), (index[more], row[more], left[more])
+
+
+def _values(
+    database: Database, held: list[Thread]
+) -> tuple[pd.DataFrame, pd.DataFrame, dict[str, list[str]]]:
     """(metrics, values, standard metric to what it was made of)."""
     canonical = database.canonical
     present: dict[str, list[str]] = {}
@@ -299,15 +425,14 @@ def _values(database: Database) -> tuple[pd.DataFrame, pd.DataFrame, dict[str, l
     ]
     # columns of numbers, named at the end: names are slow to join by the million
     pieces: list[tuple[int, Ints, int, int, npt.NDArray[np.float64]]] = []
-    for thread in database.threads:
-        inclusive = database.inclusive_values(thread.profile)
+    for profile, inclusive in _by_thread(database, held):
         exclusive = database.self_of_sparse(*inclusive)
         for side, (index, row, value) in enumerate((inclusive, exclusive)):
             bounds = np.searchsorted(index, np.arange(len(database.metrics) + 1))
             for place, number, factor in pairs:
                 part = slice(bounds[place], bounds[place + 1])
                 if part.start < part.stop:
-                    pieces.append((thread.profile, row[part], number, side, value[part] * factor))
+                    pieces.append((profile, row[part], number, side, value[part] * factor))
     columns = ["profile", "context", "metric", "scope", "value"]
     if not pieces:
         return pd.DataFrame(rows), pd.DataFrame(columns=columns), standard
@@ -386,12 +511,15 @@ SLEEPS_AFTER = 5
 def _time_of_samples(database: Database, values: pd.DataFrame) -> dict[int, int]:
     """Nanoseconds of processor time behind a sample, for each thread that was sampled."""
     own = values[(values["metric"] == "cpu_time_ms") & (values["scope"] == "exclusive")]
-    time = own.groupby("profile")["value"].sum() * 1e6
-    counts = {line.profile: int((line.context != 0).sum()) for line in database.traces}
-    return {p: int(time[p] / counts[p]) for p in time.index if counts.get(p) and time[p] > 0}
+    time = (own.groupby("profile")["value"].sum() * 1e6).to_dict()
+    lines = [line for line in database.traces if time.get(line.profile, 0) > 0]
+    counts = {line.profile: int((line.context != 0).sum()) for line in lines}
+    return {p: int(time[p] / count) for p, count in counts.items() if count}
 
 
-def _trace(database: Database, sampled: Mapping[int, int]) -> pd.DataFrame | None:
+def _trace(
+    database: Database, held: list[Thread], sampled: Mapping[int, int]
+) -> pd.DataFrame | None:
     """What ran when: an interval a sample, to the next sample; gaps are context 0.
 
     A thread that sleeps takes no sample. hpcrun marks that as not running where the next sample
@@ -399,10 +527,11 @@ def _trace(database: Database, sampled: Mapping[int, int]) -> pd.DataFrame | Non
     every line again.
 
     Args:
+        held: the threads whose lines are read.
         sampled: processor time of a sample (nanoseconds), by thread.
     """
     frames = []
-    threads = {thread.profile for thread in database.threads}
+    threads = {thread.profile for thread in held}
     lines = [line for line in database.traces if line.profile in threads and line.count > 1]
     for line in lines:
         times, context = line.time_ns, line.context[:-1]

@@ -281,6 +281,11 @@ class TraceLine:
         """Time in context 0 between its first and last sample."""
         return int(np.diff(self.time_ns)[self.context[:-1] == 0].sum())
 
+    @property
+    def running_ns(self) -> int:
+        """Time in other contexts between its first and last sample."""
+        return int(np.diff(self.time_ns).sum()) - self.idle_ns
+
 
 def read_traces(path: Path, profiles: int) -> list[TraceLine]:
     """The trace lines of ``trace.db``; ``profiles`` is how many ``profile.db`` has.

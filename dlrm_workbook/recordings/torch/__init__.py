@@ -1,0 +1,10 @@
+"""Recordings by torch.profiler: what makes them needs torch, what reads them does not."""
+
+RECORDED = "recorded"
+"""Key of the line in which a process that records a run says that the folder is whole."""
+
+UNKNOWN_MODEL = "the program is not this workbook's, so its model and its data are not known"
+"""Why a foreign program has no evidence that is found by running parts of the model alone."""
+
+RECORDED_PASS = "torch.profiler"
+"""Name of the pass in which a recording is made."""

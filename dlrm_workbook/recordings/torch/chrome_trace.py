@@ -12,12 +12,10 @@ columns of numbers at once: a trace of a gigabyte needs 300 bytes an event.
 from __future__ import annotations
 
 import contextlib
-import gc
 import gzip
 import json
 import zlib
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -30,6 +28,7 @@ from dlrm_core.errors import InputError
 from dlrm_core.files import MOST_JSON, open_binary
 from dlrm_core.parts import GROUP_PREFIX, SPAN_PREFIX
 from dlrm_core.text import visible
+from dlrm_workbook.processes import without_collection
 from dlrm_workbook.recordings.torch.json_stream import EventStream
 from dlrm_workbook.recordings.torch.shape_work import values_text
 
@@ -225,18 +224,6 @@ def read_events(path: Path, file: IO[bytes] | None = None, packed_bytes: int = 0
         if not stream.has_events:
             raise NoTraceError(f"{path} is no chrome trace: it has no list 'traceEvents'")
         return walk.finish(stream)
-
-
-@contextlib.contextmanager
-def without_collection() -> Iterator[None]:
-    """Pause Python's cycle collector: it made parsing 50,000 events ten times slower."""
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collecting:
-            gc.enable()
 
 
 def load_json(path: Path) -> Any:

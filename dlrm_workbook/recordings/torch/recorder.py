@@ -38,7 +38,8 @@ from dlrm_workbook.evidence.probes import Lent, Tables, needs_huge_pages, probe_
 from dlrm_workbook.evidence.together import time_together
 from dlrm_workbook.machine import machine_facts, memory_limit
 from dlrm_workbook.processes import Say, print_stage, say_nothing, settle_allocator
-from dlrm_workbook.recordings.torch.session import RECORDED, Session
+from dlrm_workbook.recordings.torch import RECORDED
+from dlrm_workbook.recordings.torch.session import Session
 from dlrm_workbook.turns import threads_of
 
 WAIT_S = 0.02
@@ -83,7 +84,7 @@ def record_workload(
     folder: Path,
     progress: Callable[[int, int], object] | None = None,
     say: Say = say_nothing,
-    then: Callable[[Parameters, Tables], object] = lambda parameters, tables: None,
+    then: Callable[[Parameters, list[Tables]], object] = lambda parameters, tables: None,
 ) -> Path:
     """Train under torch.profiler as ``profiling`` says; a recording in a new folder.
 
@@ -91,7 +92,8 @@ def record_workload(
     its dilation. Parts are probed after them, on the tables that were trained.
 
     Args:
-        then: called when the recording is whole, with the parameters as they ran and the tables.
+        then: called when the recording is whole, with the parameters as they ran and the tables
+            that there are: the run's, and those that a probed change needed.
 
     Raises:
         InputError: the run does not fit, the device is not there, or the folder
@@ -129,7 +131,7 @@ def record_workload(
                 times[name] = times.get(name, 0.0) + (end - start) / 1e6
             plain.append(times)
 
-    tables = Lent(trainer.model, needs_huge_pages(parameters))
+    tables: list[Tables] = [Lent(trainer.model, needs_huge_pages(parameters))]
 
     def afterwards() -> dict[str, Any]:
         trainer.close()
@@ -179,7 +181,7 @@ def command_record(arguments: argparse.Namespace) -> int:
     parameters = load_parameters(arguments.file, arguments.parameter)
     folder = Path(arguments.output)
 
-    def then(parameters: Parameters, tables: Tables) -> None:
+    def then(parameters: Parameters, tables: list[Tables]) -> None:
         if arguments.together:
             print(json.dumps({RECORDED: str(folder)}), flush=True)
             asked, answer = arguments.together
@@ -247,13 +249,13 @@ def probed(
     parameters: Parameters,
     missing: dict[str, str],
     say: Say = say_nothing,
-    lender: Tables | None = None,
+    lenders: list[Tables] | None = None,
 ) -> dict[str, Any]:
     """The parts alone, as they are and under changes.
 
     Args:
         missing: what else was not measured, name to reason.
-        lender: whose tables are trained on.
+        lenders: whose tables are trained on; tables that a change needed are added.
 
     Returns:
         ``part_probes`` (:func:`dlrm_workbook.evidence.probes.probe_changes`), where parts are
@@ -263,11 +265,11 @@ def probed(
         return {"not_measured": missing | {"part_probes": NOT_PROBED}}
     if resolve_device(parameters.training).type != "cpu":
         return {"not_measured": missing | {"part_probes": "parts are probed on the CPU only"}}
-    probes = probe_changes(parameters, say=say, lender=lender)
+    probes = probe_changes(parameters, say=say, lenders=lenders)
     return {"part_probes": probes, "not_measured": missing}
 
 
-def answer_changes(asked: Path, answer: Path, parameters: Parameters, tables: Tables) -> None:
+def answer_changes(asked: Path, answer: Path, parameters: Parameters, tables: list[Tables]) -> None:
     """Time whole steps under the changes that whoever reads the recording asks for.
 
     The process that recorded the run waits with its tables until the question is there.
@@ -281,7 +283,7 @@ def answer_changes(asked: Path, answer: Path, parameters: Parameters, tables: Ta
         time.sleep(WAIT_S)
     if changes := read_json(asked):
         print_stage("changes together", 0, 1)
-        write_json(answer, time_together(parameters, changes, lender=tables))
+        write_json(answer, time_together(parameters, changes, lenders=tables))
 
 
 def main(arguments: list[str]) -> int:

@@ -41,13 +41,12 @@ from dlrm_core.files import whole_folder, write_text
 from dlrm_core.parts import PART_PREFIX, STEP_MARK, parse_part
 from dlrm_workbook.evidence.counters import NO_GPU, IterationCounters
 from dlrm_workbook.machine import machine_facts, memory_limit
+from dlrm_workbook.processes import without_collection
+from dlrm_workbook.recordings.torch import RECORDED_PASS, UNKNOWN_MODEL
 from dlrm_workbook.recordings.torch.modules import ModuleRanges
 from dlrm_workbook.recordings.torch.sampling import StackSampler
 
 FORMAT_VERSION = 1
-
-RECORDED = "recorded"
-"""Key of the line in which a process that records a run says that the folder is whole."""
 
 WARM_UP, BEFORE, PROFILED, AFTER, SAMPLED = "warm-up", "before", "profiled", "after", "sampled"
 """Phases of a session, in their order: not measured, timed, recorded, timed, and run with nothing
@@ -55,7 +54,6 @@ but the Python stack sampled."""
 
 MAX_COUNTING_SHARE = 0.005
 """Profiled iterations are counted as long as that takes no larger share of their time."""
-
 
 SHORTEST = 5
 """An iteration of a foreign program must be so many times as long as reading the counters."""
@@ -427,7 +425,7 @@ class Session:
             "passes": [
                 *information.get("passes", []),
                 {
-                    "name": "torch.profiler",
+                    "name": RECORDED_PASS,
                     "iterations": len(measured),
                     "ms_per_iteration": self._all_ms[PROFILED] / len(measured),
                     "unprofiled_ms_per_iteration": plain_all / len(plain) if plain else None,
@@ -520,6 +518,7 @@ class Session:
         return missing
 
 
+@without_collection()
 def key_averages(profiler: profile) -> list[dict[str, Any]]:
     """torch's own averages as plain rows, one per name and input shapes.
 
@@ -545,10 +544,6 @@ def key_averages(profiler: profile) -> list[dict[str, Any]]:
 
 
 # ---- programs that are not ours ----------------------------------------------------------
-
-
-UNKNOWN_MODEL = "the program is not this workbook's, so its model and its data are not known"
-"""Why a foreign program has no evidence that is found by running parts of the model alone."""
 
 
 def rank_of_process() -> tuple[int | None, int]:
