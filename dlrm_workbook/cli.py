@@ -97,7 +97,7 @@ def _bench(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const="all",
         help="instead of steps: forward, backward and update of the embeddings by every back "
-        "end, and the contention study; groups: sgd, rowwise, narrow, adagrad, contention",
+        "end, and the contention study; groups: sgd, rowwise, narrow, reuse, adagrad, contention",
     )
     parser.add_argument(
         "--torchrec", action="store_true", help="TorchRec's DLRM as well, where it is installed"
@@ -249,7 +249,7 @@ SUBCOMMANDS = (
     core.INFER,
     Subcommand(
         "protocols",
-        "throughput and latency by NVIDIA's, facebook's and DeepSpark's protocols",
+        "measure throughput and latency by NVIDIA's, facebook's and DeepSpark's protocols",
         _protocols,
         "dlrm_workbook.studies.protocols.measure:protocols",
     ),
@@ -261,61 +261,62 @@ SUBCOMMANDS = (
     ),
     Subcommand(
         "database",
-        "facts of an HPCToolkit database",
+        "print the facts of an HPCToolkit database",
         _database,
         "dlrm_workbook.recordings.hpctoolkit.views:database",
     ),
     Subcommand(
         "inspect",
-        "what a recording of any kind contains",
+        "print what a recording of any kind contains",
         _inspect,
         "dlrm_workbook.analysis.inspect:command_inspect",
     ),
     Subcommand(
         "export",
-        "a recording of any kind for ui.perfetto.dev or www.speedscope.app",
+        "convert a recording of any kind for ui.perfetto.dev or www.speedscope.app",
         _export,
         "dlrm_workbook.analysis.export:command_export",
     ),
     Subcommand(
         "bench",
-        "interleaved step times: plain, tuned, and a facebookresearch/dlrm checkout",
+        "time steps in turns: plain, tuned, and a facebookresearch/dlrm checkout",
         _bench,
         "dlrm_workbook.studies.bench.command:bench",
     ),
     Subcommand(
         "gpu-check",
-        "on a GPU node: the GPU's results against the CPU's, then a profile",
+        "on a GPU node, compare the GPU's results with the CPU's, then profile",
         _gpu_check,
         "dlrm_workbook.studies.gpu_check.command:gpu_check",
     ),
     Subcommand(
         "capacity",
-        "memory that a run would need, item by item, and where it fits; nothing is run",
+        "list the memory that a run would need, and where it fits; nothing is run",
         _capacity,
         "dlrm_workbook.studies.capacity:command_capacity",
     ),
     Subcommand(
         "stability",
-        "the same training with N seeds: spread of AUC or loss, power, memory",
+        "repeat a training with N seeds: spread of AUC or loss, power, memory",
         _stability,
         "dlrm_workbook.studies.stability.measure:command_stability",
     ),
     Subcommand(
         "data",
-        "data sets: generate, preprocess, inspect, convert, variants",
+        "generate, preprocess, inspect or convert data sets; list published ones",
         _data,
         "dlrm_workbook.datasets.command:data",
     ),
     Subcommand(
         "parameters",
-        "every parameter, its default and its meaning, as Markdown; with --like a parameters file",
+        "print every parameter, its default and its meaning, as Markdown; with --like, a "
+        "parameters file",
         like_command,
         "dlrm_workbook.changes:parameters",
     ),
     Subcommand(
         "doctor",
-        "what this machine has, and what each missing part costs",
+        "print what this machine has, and what each missing part costs",
         _print_json,
         "dlrm_workbook.doctor:doctor",
     ),

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import json
 import os
 import re
@@ -615,6 +616,20 @@ def settle_allocator() -> bool:
     mallopt.argtypes = [ctypes.c_int, ctypes.c_int]
     kept = mallopt(M_MMAP_THRESHOLD, LARGEST_DYNAMIC)
     return bool(kept and mallopt(M_TRIM_THRESHOLD, 2**31 - 1))
+
+
+@contextlib.contextmanager
+def without_collection() -> Iterator[None]:
+    """Pause Python's cycle collector, which searches all objects again and again while many are
+    made: parsing 50,000 events of a trace took 10x the time with it, torch's averages of 45,000
+    recorded events 2.8x."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
 
 
 @contextlib.contextmanager

@@ -19,6 +19,10 @@ from fake_hpctoolkit import FakeHPCToolkit
 from hypothesis import settings
 
 from dlrm_workbook import processes
+from dlrm_workbook.cli import _without_grammars
+
+with _without_grammars():
+    import nbformat  # noqa: F401 (as `dlrm` does: a second less of every test process)
 
 # GPU kernels have CPU tests: Triton's interpreter must be chosen before triton is imported.
 if not torch.cuda.is_available():
@@ -36,11 +40,13 @@ settings.load_profile("project")
 REPOSITORY = Path(__file__).parents[1]
 
 SLOW = (
-    *("quick_chain", "test_own_program", "test_distributed", "test_attacks", "test_benchmark"),
-    *("test_training", "test_bench", "test_recording_pages", "test_embeddings", "test_checkpoints"),
-    *("test_sweep", "test_bench_embeddings", "test_database_fuzz", "test_distributed_failures"),
-    *("test_run_resume", "test_facebook_losses", "test_charts", "test_gpu_embeddings"),
-    *("test_capacity", "test_columns", "test_alignment", "test_dense"),
+    *("quick_chain", "test_own_program", "test_gpu_faults", "test_distributed", "test_attacks"),
+    *("test_benchmark", "test_hpctoolkit_traps", "test_narrow_rows", "test_bench_embeddings"),
+    *("test_sweep", "test_training", "test_embedding_backends", "test_capacity"),
+    *("test_foreign_traces", "test_facebook_losses", "test_gpu_embeddings", "test_disk"),
+    *("test_checkpoints", "test_scaling_page", "test_findings_gpu", "test_verdict_gpu"),
+    *("test_distributed_failures", "test_gpu_check", "test_embeddings", "test_schedules"),
+    *("test_part_probes", "test_explore", "test_columns", "test_hpctoolkit", "test_run_resume"),
 )
 """Groups of tests that take about 10 s or more of a processor, roughly the longest first."""
 

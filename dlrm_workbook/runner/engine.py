@@ -147,7 +147,7 @@ class Watch:
         self.signum = self.signum or signum
         if self._client is None:
             raise KeyboardInterrupt
-        self._client.shutdown_kernel = "immediate"  # a kernel takes seconds to say good-bye
+        self._client.shutdown_kernel = "immediate"
         if again or not self._ready:
             self._signal_kernel(signal.SIGKILL)
         elif self._in_cell:
@@ -211,6 +211,9 @@ class _Client(PapermillNotebookClient):
         ):
             try:
                 self.papermill_execute_cells()
+                # every cell has ended, and wrote what it writes: a kernel that has loaded torch
+                # takes more than a second to end by itself
+                self.shutdown_kernel = "immediate"
             finally:
                 # the last state of progress bars belongs to a partial notebook too
                 self.set_widgets_metadata()

@@ -60,7 +60,7 @@ PLACES = frozenset(
 MAY_BE_EMPTY = frozenset({"host_run"})
 """Places that may be given empty: their notebook has a value of its own, and works without any."""
 
-INPUT_ERRORS = ("InputError", "MissingToolError")
+INPUT_ERRORS = ("InputError", "MissingToolError", "DatabaseError", "NoTraceError")
 
 
 class RunError(RuntimeError):

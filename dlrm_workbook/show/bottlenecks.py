@@ -147,6 +147,7 @@ def call_tree_icicle(tree: pd.DataFrame, unit: str = "ms in a mean iteration") -
         unit: of ``value_ms``, for the title.
     """
     least = tree.attrs.get("smallest_share")
+    tree = _one_root(tree)
     names = [short_name(label, TREE_NAME) for label in tree["label"]]
     full = [
         f"<br>{wrapped(escaped(label), most=2)}" if label != name else ""
@@ -167,9 +168,20 @@ def call_tree_icicle(tree: pd.DataFrame, unit: str = "ms in a mean iteration") -
         list(zip(full, parts, tree["self_ms"], more, strict=True)),
         "%{label}%{customdata[0]}<br>part: %{customdata[1]}<br>%{value:,.3f} ms "
         "(%{percentRoot:.1%}), of it itself %{customdata[2]:,.3f} ms%{customdata[3]}",
-        # plotly's own root above several threads, which is no call
-        root={"color": "rgba(128, 128, 128, 0.25)"},
     )
+
+
+def _one_root(tree: pd.DataFrame) -> pd.DataFrame:
+    """The tree with a box above several threads, which plotly would draw without a name."""
+    roots = tree["parent"] == ""
+    if roots.sum() < 2:
+        return tree
+    name = "all threads"
+    above = tree[roots].head(1).assign(
+        id=name, label=name, component="other", phase="", shapes="", self_ms=0.0,
+        value_ms=tree.loc[roots, "value_ms"].sum(),
+    )  # fmt: skip
+    return pd.concat([above, tree.assign(parent=tree["parent"].mask(roots, name))])
 
 
 def _through(calls: Sequence[str]) -> str:

@@ -23,11 +23,13 @@ from dlrm_core.units import (
     ratio,
 )
 from dlrm_workbook.analysis.findings.finding import Finding
+from dlrm_workbook.analysis.reference import reference
 from dlrm_workbook.analysis.roofline import COPIES, LAUNCHES, Limits, least_step
 from dlrm_workbook.analysis.sentences import FENCE, in_markdown
 from dlrm_workbook.analysis.verdict import compare_command
 from dlrm_workbook.recordings.profile import Profile
-from dlrm_workbook.show.tables import Text, absent, listed
+from dlrm_workbook.recordings.torch import RECORDED_PASS
+from dlrm_workbook.show.tables import MOST_BOUND, Text, absent, listed
 from dlrm_workbook.show.theme import rows_of
 
 
@@ -105,10 +107,19 @@ def cautions(sentences: Sequence[str]) -> Text:
 
 
 def passes(profile: Profile) -> pd.DataFrame:
-    """How the run was measured: ``pass``, ``iteration_ms``, ``dilation`` (NaN: not measured)."""
+    """How the run was measured: ``pass``, ``iteration_ms``, ``dilation`` (NaN: not measured).
+
+    torch's own recording states its usual iteration over the step of the page, as the quality
+    line does (:mod:`dlrm_workbook.analysis.reference`); other passes what they printed.
+    """
     made = pd.DataFrame(
         profile.meta.get("passes", []), columns=["name", "ms_per_iteration", "dilation"]
     )
+    step = reference(profile)
+    recorded = made["name"] == RECORDED_PASS
+    if step is not None and step.unprofiled and recorded.any():
+        made.loc[recorded, "ms_per_iteration"] = step.recorded_ms
+        made.loc[recorded, "dilation"] = step.recorded_ms / step.ms
     return made.rename(columns={"name": "pass", "ms_per_iteration": "iteration_ms"})
 
 
@@ -121,23 +132,18 @@ def not_measured(profile: Profile) -> pd.DataFrame:
 
 def findings_text(
     found: Sequence[Finding],
-    limit: str = "",
     given: Sequence[str] = (),
     recording: Path | None = None,
 ) -> Text:
-    """The findings, worst first, below what limits the step; the limit alone where no rule fires.
+    """Write the findings, worst first; nothing where no rule fires.
 
     Args:
-        limit: a sentence; "" where the page says it already, and then nothing is said without
-            findings.
         given: options that name the parameters of what was explained, for the commands that check
             a change; empty: none is named.
         recording: where it lies, for the command that compares it if there is no change; None:
             none is named.
     """
-    if not found:
-        return Text(f"**No known bottleneck found.** {in_markdown(limit)}" if limit else "")
-    blocks = [in_markdown(limit)] if limit else []
+    blocks = []
     for number, finding in enumerate(found, 1):
         lines = [
             f"### {number}. {in_markdown(finding.title)}",
@@ -153,7 +159,7 @@ def findings_text(
         if finding.predicted_speedup.get("high", 1.0) > 1.0:
             lines.append(f"**Predicted.** {_gain(finding.predicted_speedup)}")
         blocks.append("\n\n".join(lines))
-    if recording is not None and not any(finding.change for finding in found):
+    if found and recording is not None and not any(finding.change for finding in found):
         runs = shlex.quote(f"runs=[{recording}, OTHER]")
         command = f"dlrm run compare -p {runs}"
         blocks.append(f"**To compare.** `{command}` shows another recording beside this one.")
@@ -162,6 +168,8 @@ def findings_text(
 
 def _gain(gain: Mapping[str, float]) -> str:
     low, mid, high = (gain[name] for name in ("low", "mid", "high"))
+    if low <= 1.0 and high > MOST_BOUND:
+        return "Not bounded: next to nothing else takes time in the step."
     if low <= 1.0:  # nobody timed what takes its place: only a bound is known
         return (
             f"At most {ratio(high, figures=2)} faster, if all of this time is saved. How much of "

@@ -56,6 +56,9 @@ IN_TEXT = 10
 WRAPS = re.compile(r"[\s/–-]")
 """Browsers end a line at these characters, within a number's text."""
 
+SENTENCE = 60
+"""Characters from which on a cell's text is read as a sentence."""
+
 INDENT = "\u2003"
 """An em space: HTML would drop ordinary ones."""
 
@@ -592,6 +595,8 @@ class Table:
         kind, behind = ("column", names) if place is None else ("value", values[place : place + 1])
         behind = "".join(behind)
         style = f' style="{look}"' if look else ""
+        if place is None and any(len(row[at]) > SENTENCE for row in self.rows):
+            style += ' class="sentences"'  # wide enough to be read, even where others are cut off
         return style + (f' data-{kind}="{escape(behind)}"' if behind else "")
 
     def _mark(self, at: int, place: int) -> str:

@@ -351,6 +351,21 @@ def test_who_lacks_a_package_is_not_tried_in_every_case(tmp_path):
     assert all("pip install" in case["failures"]["facebook"] for case in done["cases"])
 
 
+def test_torchrec_gets_the_data_of_the_case(monkeypatch):
+    given, run = [], endless(0)
+
+    def torchrec(parameters, iterations, threads):
+        given.append(parameters.data)
+        return run(parameters, iterations, threads)
+
+    monkeypatch.setattr(measure, "run_torchrec", torchrec)
+    cases = growth_cases("pooling")[:3]
+    run_plan(plan(rounds=1, torchrec=True, cases=cases), run=run)
+    tuned = both()["tuned"]
+    assert given == [of_case("tuned", tuned, case).data for case in cases]
+    assert len({data.indices_per_lookup for data in given}) == 3
+
+
 def test_a_case_that_was_cut_short_does_not_fail_another_call():
     cut = {"case": "given", "runs": []}
     good = {**cut, "failures": {}, "losses_agree": True}

@@ -231,7 +231,7 @@ def test_no_name_of_a_recording_runs_as_a_script(tmp_path: Path) -> None:
     table = pd.DataFrame({"function": [name]}).to_html(escape=False)
     outputs = [
         {"text/markdown": Text(f"**{name}**")._repr_markdown_()},
-        {"text/markdown": findings_text([finding], name)._repr_markdown_()},
+        {"text/markdown": findings_text([finding])._repr_markdown_()},
         {"text/html": nodes._repr_html_()},
         {"text/html": table},
         {FIGURE: json.loads(bars.to_json())},

@@ -143,6 +143,19 @@ def test_labels_stay_inside_and_apart(address: str, width: int) -> None:
             assert plot.evaluate(CLASHES) == []
 
 
+@pytest.mark.parametrize("width", [420, 1440])
+def test_drawing_a_figure_moves_nothing_below_it(address: str, width: int) -> None:
+    heights = "[...document.querySelectorAll('figure')].map((place) => place.offsetHeight)"
+    loaded = f"document.addEventListener('DOMContentLoaded', () => {{ window.kept = {heights}; }})"
+    with open_page(address, viewport={"width": width, "height": 900}) as (page, _):
+        page.add_init_script(loaded)
+        page.reload()
+        wait_for_marks(page, 3)
+        page.wait_for_timeout(300)
+        kept = page.evaluate("window.kept")
+        assert len(kept) == 3 and page.evaluate(heights) == pytest.approx(kept, abs=1)
+
+
 def test_a_window_made_narrow_puts_labels_above_the_bars(address: str) -> None:
     with open_page(address, viewport={"width": 1400, "height": 900}) as (page, _):
         wait_for_marks(page, 3)

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 from compare_profiles import PARTS, made_runs, tiny
 from hypothesis import given
@@ -16,8 +17,11 @@ from dlrm_workbook.changes import apply_change, change_steps, change_text, diffe
 from dlrm_workbook.evidence.training import part_times
 from dlrm_workbook.runner.parameters import split_overrides
 from dlrm_workbook.studies.compare.analyse import (
+    NO_PART,
+    OUTSIDE,
     compare_losses,
     compare_settings,
+    iteration_ms,
     round_table,
     speedup,
 )
@@ -126,11 +130,34 @@ def test_rounds_take_the_drift_out() -> None:
 def test_only_the_changed_part_is_told() -> None:
     parts = compare_settings(round_table(made_runs(8, 0.5)), "baseline", "change")
     told = dict(zip(parts["component"], parts["verdict"], strict=True))
-    assert told == {"data": "faster", "top_mlp": "no difference shown"}
+    assert told == {"data": "faster", "top_mlp": "no difference shown", OUTSIDE: NO_PART}
     row = parts[parts["component"] == "data"].iloc[0]
     assert row["low_ms"] < row["difference_ms"] < row["high_ms"] < 0
     one = compare_settings(round_table(made_runs(1, 0.5)), "baseline", "change")
     assert set(one["verdict"]) == {"not known"}, "one round has no scatter to judge by"
+
+
+@given(
+    st.lists(st.tuples(*[st.floats(0.1, 1e3)] * 6), min_size=1, max_size=7),
+)
+def test_parts_add_up_to_the_pair_of_times_whose_ratio_is_the_speedup(
+    rounds: list[tuple[float, ...]],
+) -> None:
+    names = ["round", "setting", "component", "phase", "time_ms"]
+    rows: list[tuple[int, str, str, str, float]] = []
+    for number, times in enumerate(rounds):
+        # the third time lies outside the parts
+        for setting, each in (("baseline", times[:3]), ("change", times[3:])):
+            rows.append((number, setting, "", "", sum(each)))
+            for component, time_ms in zip(("data", "loss"), each[:2], strict=True):
+                rows.append((number, setting, component, "forward", time_ms))
+    table = pd.DataFrame(rows, columns=names)
+    before_ms, after_ms = iteration_ms(table, "baseline", "change")
+    assert before_ms / after_ms == pytest.approx(speedup(table, "baseline", "change").mid)
+    parts = compare_settings(table, "baseline", "change")
+    assert parts["before_ms"].sum() == pytest.approx(before_ms)
+    assert parts["after_ms"].sum() == pytest.approx(after_ms)
+    assert parts["difference_ms"].sum() == pytest.approx(after_ms - before_ms)
 
 
 def test_an_unfinished_round_does_not_count() -> None:

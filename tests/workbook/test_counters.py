@@ -12,6 +12,7 @@ import torch
 
 from dlrm_workbook.evidence.counters import IterationCounters
 from dlrm_workbook.machine import memory_limit
+from dlrm_workbook.turns import threads_of
 
 CPU = torch.device("cpu")
 
@@ -97,14 +98,13 @@ def test_work_of_a_thread_that_has_ended_is_not_lost(counters):
 
 
 def test_torch_s_workers_are_a_pool(counters):
-    if torch.get_num_threads() == 1:
-        pytest.skip("torch has one thread here")
     a = torch.randn(800, 800)
-    counters.start()
-    for _ in range(10):
-        a @ a
-    counters.snapshot(0)
-    counters.snapshot(1)
+    with threads_of(2):
+        counters.start()
+        for _ in range(10):
+            a @ a
+        counters.snapshot(0)
+        counters.snapshot(1)
     columns = counters.columns()
     assert columns["pool_cpu_ms"][0] > columns["other_threads_cpu_ms"][0]
     assert any(row["kind"] == "pool" for row in counters.threads())

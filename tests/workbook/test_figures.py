@@ -157,6 +157,20 @@ def test_a_recording_without_iterations_says_so(profile: Profile) -> None:
     assert drawn.layout.title.text.endswith(unit)
 
 
+def test_icicle_names_the_box_above_several_threads(profile: Profile) -> None:
+    tree = operators.call_tree(profile)
+    other = tree.assign(
+        id="other-" + tree["id"],
+        parent=tree["parent"].where(tree["parent"] == "", "other-" + tree["parent"]),
+    )
+    both = pd.concat([tree, other], ignore_index=True)
+    (icicle,) = figures.call_tree_icicle(both).data
+    assert icicle.labels[0] == "all threads" and list(icicle.parents).count("") == 1
+    roots = both.loc[both["parent"] == "", "value_ms"].sum()
+    assert icicle.values[0] == pytest.approx(roots, rel=1e-6)
+    assert list(icicle.ids[1:]) == both["id"].tolist()
+
+
 def test_icicle_draws_every_row_and_names_it_whole(profile: Profile) -> None:
     tree = operators.call_tree(profile)
     (icicle,) = figures.call_tree_icicle(tree).data

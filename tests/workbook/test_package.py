@@ -126,12 +126,14 @@ def test_the_command_line_starts_without_torch():
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
-def test_a_page_explains_a_profile_without_torch():
-    """Seconds of every page: of torch the analyses need only names, of nbformat nothing."""
+def test_a_page_explains_a_profile_and_a_run_is_profiled_without_torch():
+    """Seconds of every page: of torch the analyses need only names, of nbformat nothing; what is
+    profiled runs in a process of its own."""
     code = """
 import os, sys
 os.environ["PLOTLY_RENDERER"] = "plotly_mimetype"
 import dlrm_workbook.runner.notebook
+from dlrm_workbook.recordings.measure import choose_engine, measure, second_profile
 from dlrm_workbook.show import bottlenecks, gpu, idle, roofline as roofline_figures
 from dlrm_workbook.analysis import findings, idleness, launches, roofline, verdict, whatif
 from dlrm_workbook.show.theme import figure

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -20,6 +21,7 @@ from dlrm_workbook.processes import (
     Progress,
     run_child,
     started,
+    without_collection,
 )
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's help is Linux's")
@@ -172,3 +174,17 @@ def test_of_endless_output_the_begin_and_the_end_are_kept(
     assert len(told) == 1 and told[0].endswith("bytes of output are left out here]")
     assert int(told[0].split()[1].replace(",", "")) > 1_000_000
     assert done.last_words() == "the end"
+
+
+def test_the_collector_is_paused_and_left_as_it_was() -> None:
+    with pytest.raises(KeyError), without_collection():
+        assert not gc.isenabled()
+        raise KeyError
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        with without_collection():
+            pass
+        assert not gc.isenabled(), "whoever has switched it off wants it off"
+    finally:
+        gc.enable()

@@ -16,6 +16,7 @@ from dlrm_workbook.analysis.findings.finding import Finding
 from dlrm_workbook.analysis.verdict import (
     ANOTHER_BATCH,
     INSTEAD,
+    LIMIT,
     PREDICTED,
     TIMED,
     Stage,
@@ -264,3 +265,25 @@ def test_the_quality_line_names_what_spoils_the_figures(profile: Profile) -> Non
     profile.meta["serialised"] = True
     said = quality(profile, attribution, [])
     assert said["level"] == "red" and said["sentence"].index("serialised") < 120
+
+
+def test_the_limits_bar_is_as_long_as_it_says_where_a_ceiling_lies_above_the_measured_time() -> (
+    None
+):
+    profile = made(STEP, {"sections": PARAMETERS})
+    roofline = pd.DataFrame(
+        {
+            "component": ["data", "embedding", "top_mlp", "top_mlp"],
+            "phase": ["forward", "update", "forward", "backward"],
+            "time_ms": [40.0, 20.0, 30.0, 60.0],
+            "ceiling_ms": [10.0, 35.0, 20.0, 70.0],
+            "limit": ["memory", "memory", "compute", "compute"],
+        }
+    )
+    (limit,) = [stage for stage in stages(profile, [], roofline) if stage.basis == LIMIT]
+    assert limit.mid_ms == 10 + 20 + 20 + 60
+    assert limit.parts.set_index("component")["time_ms"].to_dict() == {
+        "data": 10.0,
+        "embedding": 20.0,
+        "top_mlp": 80.0,
+    }

@@ -166,6 +166,23 @@ def test_no_other_run_can_take_a_kernels_ports(place: Path) -> None:
 
 
 @pytest.mark.notebook
+def test_a_kernel_whose_cells_have_ended_is_not_waited_for(place: Path) -> None:
+    pid, late = place / "pid", place / "late"
+    cells = [
+        "# T",
+        "import atexit, os\nfrom pathlib import Path\n"
+        f"atexit.register(Path({str(late)!r}).touch)\n"
+        f"Path({str(pid)!r}).write_text(str(os.getpid()))",
+        "print('the last words')",
+    ]
+    folder = run(place, cells)
+    assert "the last words" in folder.ipynb.read_text()
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid.read_text()), 0)
+    assert not late.exists()
+
+
+@pytest.mark.notebook
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_interruption_keeps_results_and_ends_the_kernel(place: Path, signum: int) -> None:
     pid = place / "pid"

@@ -207,15 +207,41 @@
     }
   }
 
-  const drawn = new Map(); // place to its figure
+  const figures = new Map(); // place to its figure, null where it cannot be read
+  const drawn = new Set(); // places whose figure was drawn or said to be unreadable
   const widths = new Map(); // place to the width it was drawn for
 
-  async function draw(place) {
-    const figure = drawn.get(place);
-    // small panels side by side become illegible: they scroll
+  // Small panels side by side become illegible: they scroll.
+  function needsWidth(figure) {
     const panels = Object.keys(figure.layout || {}).filter((key) => /^xaxis\d+$/.test(key));
-    const beside = panels.some((key) => (figure.layout[key].domain?.[0] ?? 0) > 0);
-    place.style.minWidth = beside ? `${NARROW}px` : "";
+    return panels.some((key) => (figure.layout[key].domain?.[0] ?? 0) > 0);
+  }
+
+  // Keeps the room that a figure will take, folded or not, so that drawing it moves nothing.
+  function reserve(place) {
+    let figure;
+    try {
+      figure = JSON.parse(place.parentElement.querySelector("script").textContent);
+      figures.set(place, figure);
+    } catch (error) {
+      figures.set(place, null);
+      drawn.add(place);
+      return report(place, error);
+    }
+    const most = place.clientWidth || document.querySelector("main").clientWidth;
+    const width = needsWidth(figure) ? Math.max(most, NARROW) : most;
+    const layout = arranged(figure, width);
+    tracesFor(figure, layout, width); // names in the legend make the figure higher
+    const { plotHeight } = layout.meta || {};
+    const height = plotHeight ? plotHeight + layout.margin.t + layout.margin.b : layout.height;
+    place.style.minHeight = `${height}px`;
+    const tree = figure.data.find((trace) => trace.type === "icicle");
+    if (tree) equipTree(place, tree);
+  }
+
+  async function draw(place) {
+    const figure = figures.get(place);
+    place.style.minWidth = needsWidth(figure) ? `${NARROW}px` : "";
     const width = place.clientWidth;
     widths.set(place, width);
     const layout = arranged(figure, width);
@@ -242,13 +268,8 @@
   }
 
   function begin(place) {
-    try {
-      drawn.set(place, JSON.parse(place.parentElement.querySelector("script").textContent));
-    } catch (error) {
-      drawn.set(place, null);
-      return report(place, error);
-    }
-    return redraw(place).then(() => equip(place));
+    drawn.add(place);
+    return redraw(place).then(() => place.on?.("plotly_relayout", () => showDetail(place)));
   }
 
   // Figures in sight first, then the others one by one, so that the page answers meanwhile. What
@@ -273,12 +294,6 @@
   addEventListener("beforeprint", () => waiting().forEach(begin));
 
   // A box to search a call tree, and a way back to the whole of it.
-  function equip(place) {
-    const tree = drawn.get(place).data.find((trace) => trace.type === "icicle");
-    if (tree) equipTree(place, tree);
-    place.on?.("plotly_relayout", () => showDetail(place));
-  }
-
   function equipTree(place, tree) {
     const bar = document.createElement("div");
     bar.className = "chart-tools";
@@ -290,16 +305,17 @@
     said.setAttribute("role", "status");
     bar.append(label, " ", back, " ", said);
     place.before(bar);
-    const at = drawn.get(place).data.indexOf(tree);
+    const at = figures.get(place).data.indexOf(tree);
     const names = tree.labels.map((name, row) => `${tree.customdata?.[row]?.[0] ?? ""} ${name}`
       .replaceAll("<br>", "").replaceAll("&lt;", "<").toLowerCase());
     const ids = tree.ids ?? tree.labels;  // a tree of a reader's own may have no more than these
     const rows = new Map(ids.map((id, row) => [id, row]));
-    const lengths = Array.isArray(tree.values) ? tree.values : place._fullData[at].values;
     let matches = [], next = 0;
 
-    const restyle = (changes) => Plotly.restyle(place, changes, [at]);
+    const restyle = (changes) => drawn.has(place) && Plotly.restyle(place, changes, [at]);
     function search() {
+      if (!place._fullData) return; // not drawn yet
+      const lengths = Array.isArray(tree.values) ? tree.values : place._fullData[at].values;
       const wanted = field.value.trim().toLowerCase();
       matches = wanted ? names.flatMap((name, row) => (name.includes(wanted) ? [row] : [])) : [];
       next = 0;
@@ -343,7 +359,7 @@
 
   // Operators are drawn once the window on the time is short enough to tell them apart.
   function showDetail(place) {
-    const below = drawn.get(place).layout?.meta?.detail_below_ms;
+    const below = figures.get(place).layout?.meta?.detail_below_ms;
     const axis = place._fullLayout?.xaxis;
     if (!below || !axis) return;
     const [low, high] = axis.range;
@@ -354,9 +370,16 @@
     if (traces.length && now !== wanted) Plotly.restyle(place, { visible: wanted }, traces);
   }
 
+  for (const place of document.querySelectorAll("figure .plot")) {
+    try {
+      reserve(place);
+    } catch (error) {
+      console.error(error); // drawing it says on the page what is wrong
+    }
+  }
   drawVisible();
   document.addEventListener("toggle", drawVisible, true);
-  dark.addEventListener("change", () => drawn.forEach((figure, place) => figure && redraw(place)));
+  dark.addEventListener("change", () => widths.forEach((width, place) => redraw(place)));
   let pending = 0;
   new ResizeObserver(() => {
     cancelAnimationFrame(pending);

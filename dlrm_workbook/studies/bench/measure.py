@@ -299,7 +299,7 @@ class _Measurement:
         extra: dict[str, Callable[[], Run]] = {}
         if plan.torchrec:
             # it has no data of its own: it gets ours as fast as we make them
-            given = dataclasses.replace(plain, data=plan.tuned.data)
+            given = dataclasses.replace(plain, data=of_case(PLAIN, plan.tuned, case).data)
             extra[TORCHREC] = lambda: run_torchrec(given, iterations, threads)
         facts = case_facts(case, plain) | {"threads": threads, "iterations": iterations}
         on_cpu = resolve_device(plan.plain.training).type == "cpu"

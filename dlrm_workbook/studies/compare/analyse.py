@@ -18,6 +18,15 @@ from dlrm_workbook.analysis.compare import difference_table, steady_rows
 from dlrm_workbook.intervals import Interval, median_interval, p_value, t_interval
 from dlrm_workbook.studies.compare.measure import TimedRun
 
+OUTSIDE = "outside the parts"
+"""The row of what the parts' means lack to add up to the times whose ratio is the speed-up."""
+
+NO_PART = "no part"
+"""The verdict of that row."""
+
+NOTHING = 1e-6
+"""A share of the iteration that is rounding."""
+
 
 def round_table(runs: Sequence[TimedRun]) -> pd.DataFrame:
     """Mean steady iteration of each run.
@@ -59,14 +68,30 @@ def speedup(table: pd.DataFrame, before: str, after: str, samples: float = 1.0) 
     return median_interval((samples * wide["before"] / wide["after"]).tolist())
 
 
+def iteration_ms(table: pd.DataFrame, before: str, after: str) -> tuple[float, float]:
+    """The one pair of times that a page states: their ratio is that of :func:`speedup`.
+
+    Returns:
+        The rounds' median iteration before the change, and that over the median of the rounds'
+        own ratios, ms.
+
+    Raises:
+        ValueError: no round has both settings.
+    """
+    base = float(whole_rounds(table, before, after)["before"].median())
+    return base, base / speedup(table, before, after).mid
+
+
 def compare_settings(table: pd.DataFrame, before: str, after: str) -> pd.DataFrame:
     """Each part before and after, paired by round; columns as ``compare.compare_parts``.
 
     A slow moment of the machine lengthens everything, so each round's times are first
-    scaled to the mean round by its whole iteration before the change.
+    scaled to the median round by its whole iteration before the change. Times are means over
+    the rounds, and a little of an iteration lies between its parts' clocks. A row
+    :data:`OUTSIDE` holds both, so that the rows add up to :func:`iteration_ms`.
     """
-    whole = whole_rounds(table, before, after)["before"]
-    mood = whole.mean() / whole
+    base, changed = iteration_ms(table, before, after)
+    mood = base / whole_rounds(table, before, after)["before"]
     parts = table[(table["component"] != "") & table["setting"].isin([before, after])]
     rows = []
     for (component, phase), group in parts.groupby(["component", "phase"], sort=False):
@@ -79,7 +104,14 @@ def compare_settings(table: pd.DataFrame, before: str, after: str) -> pd.DataFra
         means = (float(wide[before].mean()), float(wide[after].mean()))
         part = (str(component), str(phase))
         rows.append((*part, *means, t_interval(*estimate), p_value(*estimate)))
-    return difference_table(rows)
+    found = difference_table(rows)
+    rest = (base - found["before_ms"].sum(), changed - found["after_ms"].sum())
+    if found.empty or max(map(abs, rest)) < NOTHING * min(base, changed):
+        return found
+    row = dict(zip(("before_ms", "after_ms"), rest, strict=True))
+    row |= {"component": OUTSIDE, "phase": "", "difference_ms": rest[1] - rest[0]}
+    row |= {"verdict": NO_PART}
+    return pd.concat([found, pd.DataFrame([row])], ignore_index=True)
 
 
 def compare_losses(runs: Sequence[TimedRun], before: str, after: str) -> dict[str, Any]:

@@ -458,7 +458,7 @@ class ChangeComparison(Comparison):
             return
         self.change = flat_change(finding.change)
         self._plan()
-        self._note([f"The change is what the baseline's finding “{finding.title}” advises."])
+        self._note([f"A finding of the baseline advises this change: “{finding.title}”."])
 
     def _profile(
         self, name: str, parameters: Parameters, progress: ProgressCallback | None
@@ -525,13 +525,12 @@ class ChangeComparison(Comparison):
         self.runs = list(runs)
         self.times = in_rounds.round_table(runs)
         for outcome in self.outcomes:
-            wide = in_rounds.whole_rounds(self.times, BASELINE, outcome.after)
             changed = apply_change(self.parameters, outcome.change)
             # time is compared per sample
             samples = changed.training.batch_size / self.parameters.training.batch_size
             outcome.speedup = in_rounds.speedup(self.times, BASELINE, outcome.after, samples)
-            outcome.before_ms = float(wide["before"].median())
-            outcome.after_ms = float(wide["after"].median())
+            pair = in_rounds.iteration_ms(self.times, BASELINE, outcome.after)
+            outcome.before_ms, outcome.after_ms = pair
             outcome.parts = in_rounds.compare_settings(self.times, BASELINE, outcome.after)
             outcome.losses = in_rounds.compare_losses(runs, BASELINE, outcome.after)
         self.save()

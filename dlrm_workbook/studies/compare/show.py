@@ -17,9 +17,13 @@ from dlrm_workbook.changes import change_text
 from dlrm_workbook.intervals import Interval
 from dlrm_workbook.show import theme
 from dlrm_workbook.show.tables import Column, Text, listed
+from dlrm_workbook.studies.compare.analyse import NO_PART
 from dlrm_workbook.studies.compare.comparison import FINISHED, Comparison, Outcome
 
 ENDS = ("mid", "low", "high")
+
+LABEL = 0.4
+"""Room for the text beside a bar, as a share of the longest one."""
 
 TWICE = 1.0
 """A difference of this many doublings has the full colour."""
@@ -102,7 +106,10 @@ def part_differences(parts: pd.DataFrame, per: str = "per iteration") -> go.Figu
         table["difference_ms"].tolist(),
         list(range(len(rows))),
         "",
-        theme.markers([(row.component, row.phase) for row in rows], pale),
+        theme.markers(
+            [("other" if row.verdict == NO_PART else row.component, row.phase) for row in rows],
+            pale,
+        ),
         [
             f"{part_label(row.component, row.phase)}: {row.before_ms:,.3f} ms before, "
             f"{row.after_ms:,.3f} ms after<br>{row.verdict}"
@@ -123,12 +130,17 @@ def part_differences(parts: pd.DataFrame, per: str = "per iteration") -> go.Figu
             xanchor="left" if right else "right",
             xshift=6 if right else -6,
         )
-    left = 1.35 if (table["difference_ms"] < 0).any() else 0.2
-    right = 1.35 if (table["difference_ms"] > 0).any() else 0.2
+    ends = [far if row.difference_ms >= 0 else -far for row, far in zip(rows, reach, strict=True)]
+    # a side takes what its bars reach, and room for the text beside them
+    left, right = (
+        max([side * end for end in ends if side * end > 0], default=-LABEL * longest / 2)
+        + LABEL * longest
+        for side in (-1, 1)
+    )
     result.update_xaxes(
-        title=("ms in a mean iteration" if per == "per iteration" else f"ms {per}")
+        title=("ms in an iteration" if per == "per iteration" else f"ms {per}")
         + ": left is faster, right is slower",
-        range=[-left * longest, right * longest],
+        range=[-left, right],
         zeroline=True,
         zerolinecolor=theme.INK,
     )
