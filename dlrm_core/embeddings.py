@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import inspect
+import mmap
 import sys
-from collections.abc import Callable, Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -16,11 +19,14 @@ from dlrm_core.config import Parameters, TrainingConfig
 from dlrm_core.data.batch import Batch
 from dlrm_core.engines import PACKAGE, engine, find_engine
 from dlrm_core.errors import InputError
+from dlrm_core.machine import numa_nodes
 from dlrm_core.rounding import GROUP_BITS, round_rows, words
 
 _HUGE_PAGE = 1 << 21
 _PAIR_OF_LINES = 128
-_MADV_HUGEPAGE = 14  # linux/mman.h
+_MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 14, 23  # linux/mman.h
+_TOUCHED_AT_ONCE = 1 << 24
+_WORTH_A_THREAD = 1 << 28
 
 Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
 
@@ -125,12 +131,55 @@ def empty_table(
 
 def _advise_huge_pages(weight: torch.Tensor) -> None:
     """Ask for huge pages behind a tensor's memory; where the kernel declines, nothing changes."""
-    begin = -(-weight.data_ptr() // _HUGE_PAGE) * _HUGE_PAGE
-    end = (weight.data_ptr() + weight.nbytes) // _HUGE_PAGE * _HUGE_PAGE
+    begin, end = _whole_pages(weight, _HUGE_PAGE)
     if begin < end:
-        advise = ctypes.CDLL(None).madvise
-        advise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-        advise(begin, end - begin, _MADV_HUGEPAGE)
+        _advise(begin, end, _MADV_HUGEPAGE)
+
+
+def _whole_pages(weight: torch.Tensor, page: int) -> tuple[int, int]:
+    """First and last address of the pages that a tensor fills."""
+    begin, end = weight.data_ptr(), weight.data_ptr() + weight.nbytes
+    return -(-begin // page) * page, end // page * page
+
+
+def _advise(begin: int, end: int, advice: int) -> bool:
+    """Advise the system about memory; whether it took the advice. Other threads run meanwhile."""
+    advise = ctypes.CDLL(None).madvise
+    advise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return bool(advise(begin, end - begin, advice) == 0)
+
+
+@contextlib.contextmanager
+def touched_beside(weights: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Another thread touches the weights' memory, from its end, while the caller fills them.
+
+    The system clears memory at its first touch, which takes longer than drawing the weights. On
+    several NUMA nodes memory lies where it is touched first, so there the caller touches all.
+    """
+    large = sum(weight.nbytes for weight in weights) >= _WORTH_A_THREAD
+    on_cpu = all(weight.device.type == "cpu" for weight in weights)
+    if not (large and on_cpu) or sys.platform != "linux" or len(numa_nodes()) > 1:
+        yield
+        return
+    stop = threading.Event()
+
+    def touch() -> None:
+        for weight in reversed(weights):
+            first, end = _whole_pages(weight, mmap.PAGESIZE)
+            while end > first:
+                begin = max(first, end - _TOUCHED_AT_ONCE)
+                # kernels before 5.14 refuse
+                if stop.is_set() or not _advise(begin, end, _MADV_POPULATE_WRITE):
+                    return
+                end = begin
+
+    thread = threading.Thread(target=touch, name="dlrm-touch", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
 
 
 # torch's own embeddings and optimisers: the oracle that every other back end is held to.

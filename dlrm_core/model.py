@@ -16,7 +16,7 @@ from torch import nn
 
 from dlrm_core.config import ModelConfig
 from dlrm_core.data.batch import Batch
-from dlrm_core.embeddings import EmbeddingTables
+from dlrm_core.embeddings import EmbeddingTables, touched_beside
 from dlrm_core.engines import optional_engine
 from dlrm_core.rounding import ROW_DTYPES
 
@@ -277,11 +277,12 @@ def build_model(
         model = DLRM(config, huge_pages, make_tables)
     if seed is None:
         return model
-    if on_host:
-        _fill_like_facebook(model, np.random.RandomState(seed))
-        return model.to(device)
-    _fill_with_torch(model, torch.Generator(device).manual_seed(seed))
-    return model
+    with touched_beside(model.embeddings.weights):
+        if on_host:
+            _fill_like_facebook(model, np.random.RandomState(seed))
+        else:
+            _fill_with_torch(model, torch.Generator(device).manual_seed(seed))
+    return model.to(device) if on_host else model
 
 
 _CHUNK = 1 << 22

@@ -1,6 +1,10 @@
 """The model and its step against plain formulas and against one loss.backward()."""
 
 import copy
+import mmap
+import sys
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dlrm_core import embeddings
 from dlrm_core.config import parameters_from_sections
 from dlrm_core.data.loader import batches
 from dlrm_core.model import ClickLoss, CrossInteraction, DotInteraction, build_model
@@ -176,3 +181,39 @@ def test_tables_drawn_in_chunks_are_the_stream_drawn_whole(monkeypatch):
     assert all(
         torch.equal(a, b) for a, b in zip(whole.parameters(), chunked.parameters(), strict=True)
     )
+
+
+def resident_bytes():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the system is asked as Linux is")
+@pytest.mark.parametrize("huge_pages", [False, True])
+def test_memory_is_touched_beside_and_from_its_end(huge_pages):
+    page = embeddings._whole_pages(torch.empty(1 << 20), mmap.PAGESIZE)
+    if not embeddings._advise(*page, embeddings._MADV_POPULATE_WRITE):
+        pytest.skip("this kernel touches no memory when it is asked to (before 5.14)")
+    tables = embeddings.empty_tables([1 << 20, 1 << 20], 64, huge_pages)
+    size = sum(table.nbytes for table in tables)
+    before = resident_bytes()
+    tables[1][-1] = 7
+    with embeddings.touched_beside(tables):
+        ends = time.monotonic() + 60
+        while resident_bytes() - before < 0.9 * size and time.monotonic() < ends:
+            time.sleep(0.001)
+    assert resident_bytes() - before >= 0.9 * size
+    assert (tables[1][-1] == 7).all() and not tables[0].any()
+
+
+@pytest.mark.parametrize("init", ["facebook", "torch"])
+def test_touching_beside_changes_no_weight_and_may_be_refused(monkeypatch, init):
+    def weights(least, advice=embeddings._MADV_POPULATE_WRITE):
+        monkeypatch.setattr(embeddings, "_WORTH_A_THREAD", least)
+        monkeypatch.setattr(embeddings, "_MADV_POPULATE_WRITE", advice)
+        config = small(init=init, table_rows=[100_000, 50]).model
+        return build_model(config, 5, torch.device("cpu"), huge_pages=True).state_dict()
+
+    alone = weights(1 << 60)
+    for others in (weights(0), weights(0, advice=-1)):
+        for name, weight in alone.items():
+            assert torch.equal(weight, others[name])
