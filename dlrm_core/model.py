@@ -289,8 +289,12 @@ _CHUNK = 1 << 22
 """Weights drawn at a time: a table drawn whole would need 8 bytes a weight beside its 4."""
 
 _CACHED_CHUNK = 1 << 16
-"""The same of facebook's stream: 768 KiB of float64 and float32 numbers stay in the second-level
-cache. A table of 1,000,000 x 64 took 0.28 s of CPU time so, and 0.40 to 0.81 s with 2^22."""
+"""The same where numpy draws facebook's stream: 512 KiB of float64 stay in the second-level cache.
+A table of 1,000,000 x 64 took 0.28 s of CPU time so, and 0.40 to 0.81 s with 2^22."""
+
+_ENGINES_CHUNK = 1 << 20
+"""The same where the engine draws it, which needs no memory beside: setting the generator's state
+takes 50 microseconds a time."""
 
 _WORTH_AN_ENGINE = 1 << 28
 """From this many numbers on the engine saves more than loading its compiler takes."""
@@ -300,40 +304,55 @@ _WORTH_AN_ENGINE = 1 << 28
 def _fill_like_facebook(model: DLRM, random: np.random.RandomState) -> None:
     tables = model.embeddings.weights
     rows, dim = [len(table) for table in tables], tables[0].shape[1]
-    for table, start, values in facebook_tables(random, rows, dim):
-        tables[table].view(-1)[start : start + values.numel()].copy_(values)
+    in_place = all(table.dtype == torch.float32 and table.is_cpu for table in tables)
+    flat = [table.view(-1) for table in tables]
+    for table, start, values in facebook_tables(random, rows, dim, flat if in_place else None):
+        if not in_place:
+            flat[table][start : start + values.numel()].copy_(values)
     fill_dense_like_facebook(model, random)
 
 
 def facebook_tables(
-    random: np.random.RandomState, table_rows: Sequence[int], dim: int
+    random: np.random.RandomState,
+    table_rows: Sequence[int],
+    dim: int,
+    memory: Sequence[torch.Tensor] | None = None,
 ) -> Iterator[tuple[int, int, torch.Tensor]]:
     """Initial weights of tables, in portions.
 
     All tables come before the MLPs in facebook's stream.
 
+    Args:
+        memory: of the flattened tables, (R d,) float32 each, where they are drawn into; left out,
+            each portion has memory of its own.
+
     Yields:
         number of the table, first place in the flattened table, and the numbers (n,) float32.
     """
-    draw = _uniform_of(sum(table_rows) * dim)
+    draw, chunk = _uniform_of(sum(table_rows) * dim)
     for table, rows in enumerate(table_rows):
         bound = float(np.sqrt(1 / rows))
-        for start in range(0, rows * dim, _CACHED_CHUNK):
-            count = min(_CACHED_CHUNK, rows * dim - start)
-            yield table, start, torch.from_numpy(draw(random, bound, count))
+        for start in range(0, rows * dim, chunk):
+            count = min(chunk, rows * dim - start)
+            out = torch.empty(count) if memory is None else memory[table][start : start + count]
+            draw(random, bound, out.numpy())
+            yield table, start, out
 
 
-def _uniform_of(numbers: int) -> Callable[[np.random.RandomState, float, int], np.ndarray]:
-    """Choose what draws so many numbers soonest."""
+Draw = Callable[[np.random.RandomState, float, np.ndarray], None]
+
+
+def _uniform_of(numbers: int) -> tuple[Draw, int]:
+    """Choose what draws so many numbers soonest, and how many of them at a time."""
     if numbers >= _WORTH_AN_ENGINE:
         engine = optional_engine("facebook's random numbers")
         if engine is not None:
-            return engine.uniform
-    return _uniform
+            return engine.uniform, _ENGINES_CHUNK
+    return _uniform, _CACHED_CHUNK
 
 
-def _uniform(random: np.random.RandomState, bound: float, count: int) -> np.ndarray:
-    return random.uniform(-bound, bound, count).astype(np.float32)
+def _uniform(random: np.random.RandomState, bound: float, out: np.ndarray) -> None:
+    out[:] = random.uniform(-bound, bound, out.size)
 
 
 @torch.no_grad()

@@ -110,12 +110,10 @@ def bags_kernel(draws, bound, fixed, last, progress, offsets, indices):
 BAGS_TYPES = ("void(float64[::1], int64, int64, int64, int64[::1], int64[::1], int64[::1])",)
 
 
-def uniform(random: np.random.RandomState, bound: float, count: int) -> np.ndarray:
-    """Numbers (count,) float32 of U(-bound, bound): ``random``'s next ones, which it moves past."""
-    out = np.empty(count, np.float32)
+def uniform(random: np.random.RandomState, bound: float, out: np.ndarray) -> None:
+    """Fill ``out`` (n,) float32 by U(-bound, bound), which ``random`` moves past."""
     if not _filled(random, -bound, bound + bound, out):
-        return random.uniform(-bound, bound, count).astype(np.float32)
-    return out
+        out[:] = random.uniform(-bound, bound, out.size)
 
 
 def random_sample(random: np.random.RandomState, count: int, kind: type[np.floating]) -> np.ndarray:

@@ -30,7 +30,7 @@ from dlrm_core.machine import (
     terminate_like_interrupt,
 )
 from dlrm_core.parts import log_spans
-from dlrm_core.train import Trainer
+from dlrm_core.train import IMPORTING, Trainer
 from dlrm_kernels.embeddings.choose import resolve_all
 from dlrm_workbook.evidence.ceilings import measure_ceilings, model_shapes
 from dlrm_workbook.evidence.data_statistics import run_statistics
@@ -163,7 +163,8 @@ def record_workload(
 
 def load_profiler() -> None:
     """Import what torch.profiler imports when it starts, for about a second of processor time."""
-    getattr(torch, "_inductor", None)
+    with IMPORTING:
+        getattr(torch, "_inductor", None)
 
 
 def resolved(parameters: Parameters) -> tuple[Parameters, list[str]]:
