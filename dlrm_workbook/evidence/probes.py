@@ -23,6 +23,7 @@ import torch
 from dlrm_core.config import ModelConfig, Parameters
 from dlrm_core.data.loader import make_generator
 from dlrm_core.dense import resolve_dense
+from dlrm_core.embeddings import touched_beside
 from dlrm_core.errors import InputError
 from dlrm_core.machine import available_memory, cpu_flags
 from dlrm_core.memory import forecast_memory, mean_bag_size
@@ -336,15 +337,17 @@ def model_for(config: ModelConfig, tables_from: DLRM | None, huge_pages: bool) -
     """A model with any weights, to be timed: drawing them would take longer than the probe."""
     model = DLRM(config, huge_pages)
     given = list(tables_from.embeddings.weights) if tables_from is not None else []
-    own = list(model.embeddings.weights)
-    with torch.no_grad():
-        for i, table in enumerate(own):
-            alike = i < len(given) and given[i].shape == table.shape
-            if alike and given[i].dtype == table.dtype:
-                table.data = given[i].data
-            else:
-                # written, not lazily zero: untouched pages are all one page
-                table.fill_(1.0 / math.sqrt(table.shape[0]) / 2)
+    fresh = []
+    for i, table in enumerate(model.embeddings.weights):
+        alike = i < len(given) and given[i].shape == table.shape
+        if alike and given[i].dtype == table.dtype:
+            table.data = given[i].data
+        else:
+            fresh.append(table)
+    with torch.no_grad(), touched_beside(fresh):
+        for table in fresh:
+            # written, not lazily zero: untouched pages are all one page
+            table.fill_(1.0 / math.sqrt(table.shape[0]) / 2)
     return model
 
 
