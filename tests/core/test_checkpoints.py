@@ -215,7 +215,7 @@ def test_latest_before_the_first_checkpoint_starts_from_the_beginning(tmp_path, 
     assert result["first_iteration"] == 0 and said in result["notices"]
     again = train(chosen, progress=False)
     assert again.first_iteration == 2 and said not in again.notices
-    with pytest.raises(InputError, match="nowhere: holds no checkpoint"):
+    with pytest.raises(InputError, match="nowhere holds no checkpoint"):
         train(parameters(max_steps=2, resume=str(tmp_path / "nowhere")), progress=False)
 
 

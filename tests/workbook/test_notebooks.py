@@ -285,7 +285,7 @@ def test_a_folder_that_is_given_is_left_to_who_gave_it(tmp_path: Path) -> None:
     again.finish()
     assert latest_run(tmp_path, "profile") == again.folder
     (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match=r"output_folder .*file: cannot be made"):
+    with pytest.raises(InputError, match=r"output_folder .*file cannot be made"):
         notebook_run.start("profile", {}, str(tmp_path / "file"))
 
 

@@ -514,7 +514,27 @@ def test_a_doubt_about_the_figures_comes_before_them(tmp_path: Path) -> None:
         quality = {"level": level, "sentence": "this is a recorded sample"}
         said = {"headline": "**Data takes 27 %**", "quality": quality, "findings": []}
         write_json(tmp_path / "bottlenecks.json", said)
-        assert closing_words(tmp_path).split("\n")[1] == first
+        assert closing_words(tmp_path, 500).split("\n")[1] == first
+
+
+def test_last_sentences_fit_the_terminal_and_commands_stay_whole(tmp_path: Path) -> None:
+    change = {"data.generator": "facebook", "training.fused_optimizer": True}
+    recorded = tmp_path / "profile"
+    write_json(recorded / "run.json", {"command": "dlrm run all -f a-long-name-of-a-file.yaml"})
+    run = {"notebook": "bottlenecks", "parameters": {"profile_run": str(recorded)}}
+    write_json(tmp_path / "run.json", run)
+    said = {
+        "headline": "**Data generation takes 54% of each step.** " * 3,
+        "quality": {"level": "red", "sentence": "other processes kept the machine busy; " * 4},
+        "findings": [{"change": change}],
+    }
+    write_json(tmp_path / "bottlenecks.json", said)
+    *prose, page, command = closing_words(tmp_path, 60).split("\n")
+    assert len(prose) > 6 and max(map(len, prose)) < 60
+    assert page.startswith("Page: file://") and page.endswith("bottlenecks.html")
+    assert command.startswith("Next: dlrm run compare") and len(command) > 60
+    words = " ".join(closing_words(tmp_path, 60).split())
+    assert words == " ".join(closing_words(tmp_path, 1000).split())
 
 
 def test_a_terminal_shows_names_as_they_are(tmp_path: Path) -> None:
@@ -524,7 +544,7 @@ def test_a_terminal_shows_names_as_they_are(tmp_path: Path) -> None:
     name = in_markdown("Iter.__next__ <b> *x*")
     said = {"headline": f"**Most in {name}.** Start with `-p a=1`."}
     write_json(tmp_path / "bottlenecks.json", said)
-    assert "Most in Iter.__next__ <b> *x*. Start with -p a=1." in closing_words(tmp_path)
+    assert "Most in Iter.__next__ <b> *x*. Start with -p a=1." in closing_words(tmp_path, 80)
 
 
 def test_the_next_command_is_for_the_parameters_that_were_explained(tmp_path: Path) -> None:
@@ -541,7 +561,7 @@ def test_the_next_command_is_for_the_parameters_that_were_explained(tmp_path: Pa
     ):
         parameters = {"parameters": {"profile_run": str(explained)}}
         write_json(tmp_path / "run.json", run | parameters)
-        last = closing_words(tmp_path).split("\n")[-1]
+        last = closing_words(tmp_path, 80).split("\n")[-1]
         expected = f"Next: dlrm run compare {given}{change}" if given else "Page: "
         assert last.startswith(expected), last
 
