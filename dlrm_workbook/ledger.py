@@ -164,7 +164,7 @@ def require_same(where: str, begun: Mapping[str, Any], now: Mapping[str, Any], a
         said = f"was begun with {name} {_short(was)}, which is not given now"
     else:
         said = f"was begun with {name} {_short(was)}, but now it is {_short(wanted)}"
-    raise InputError(f"{where}: {said}; {advice}")
+    raise InputError(f"{where} {said}; {advice}")
 
 
 def _first_difference(begun: Any, now: Any, name: str = "") -> tuple[str, Any, Any] | None:

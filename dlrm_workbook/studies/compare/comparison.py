@@ -741,7 +741,7 @@ def start(
         for leaf in SAME_TRAINING:
             wanted.pop(leaf, None)
         if not wanted:
-            raise InputError(f"against {against}: sets nothing otherwise than the parameters")
+            raise InputError(f"against {against} sets nothing otherwise than the parameters")
     return ChangeComparison(parameters, folder, wanted, **measured)
 
 
