@@ -37,6 +37,7 @@ from dlrm_workbook.analysis.attribution import (
 from dlrm_workbook.analysis.context_tree import Bools, Floats, Ints
 from dlrm_workbook.analysis.steady import steady_state
 from dlrm_workbook.recordings.profile import Profile, inclusive_from_exclusive
+from dlrm_workbook.recordings.torch import RECORDED_PASS
 from dlrm_workbook.runs import latest_run
 
 LEAST_ITERATIONS = 5
@@ -437,7 +438,7 @@ def other_times(profile: Profile, folder: Path | None = None) -> pd.DataFrame:
                 "mean of all iterations without a profiler",
                 statistics.fmean(plain),
                 len(plain),
-                "it includes slow and disturbed iterations",
+                "it is a mean, of slow and disturbed iterations too; the step is a median",
             )
         )
     if found.unprofiled:
@@ -450,8 +451,14 @@ def other_times(profile: Profile, folder: Path | None = None) -> pd.DataFrame:
         why = f"it includes {found.left_out} iterations that are warm-up or outliers"
         rows.append((f"mean of all iterations under {tool}", found.recorded_mean_ms, every, why))
     for made in profile.meta.get("passes", []):
-        if tool == "HPCToolkit" and made.get("ms_per_iteration") and made["name"] != "unprofiled":
+        # torch's own recording is in the rows above
+        known = made.get("name") in ("unprofiled", RECORDED_PASS)
+        if made.get("ms_per_iteration") and not known:
             why = "its sampling and hooks cost time"
+            if tool != "HPCToolkit":
+                why = (
+                    "only Python's stack was sampled in these iterations, which ran at another time"
+                )
             count = made.get("iterations")
             rows.append((f"pass {made['name']}", float(made["ms_per_iteration"]), count, why))
     rows += _timed_apart(profile)

@@ -247,6 +247,22 @@ def test_a_profiler_that_was_disturbed_is_still_told() -> None:
     assert "100 ms with the profiler, 20.0 ms without" in said["disturbed_profile"].evidence
 
 
+def test_a_pass_that_samples_the_stack_is_one_of_the_times() -> None:
+    passes = [
+        {"name": "torch.profiler", "iterations": 6, "ms_per_iteration": 100.0},
+        {"name": "Python stack sampled", "iterations": 4, "ms_per_iteration": 108.0},
+    ]
+    profile = recorded(unprofiled_iteration_ms=[90.0] * 5 + [60.0], passes=passes)
+    times = other_times(profile).set_index("what")
+    assert times.index.is_unique and "pass torch.profiler" not in times.index
+    sampled = times.loc["pass Python stack sampled"]
+    assert sampled["time_ms"] == 108 and sampled["iterations"] == 4
+    assert sampled["times_the_step"] == pytest.approx(1.2)
+    # the mean may be the smaller one
+    assert "slow" not in times.loc["the step", "why"]
+    assert times.loc["mean of all iterations without a profiler", "time_ms"] == pytest.approx(85)
+
+
 def test_the_newest_training_run_of_these_parameters_is_one_of_the_times(tmp_path: Path) -> None:
     sections = {"model": {"a": 1}, "data": {}, "training": {"batch_size": 4}}
     folder = tmp_path / "2026-01-01" / "120000-train-x"
