@@ -49,6 +49,9 @@ DISTURBED = 0.05
 PASSES = 3
 """Times that the paces are found; which iterations are steady has settled by then."""
 
+ROUNDING = 0.005
+"""Share by which two sums of a GPU's time may differ and count as the same."""
+
 OTHER_TIMES = ["what", "time_ms", "times_the_step", "iterations", "why"]
 
 
@@ -461,13 +464,30 @@ def other_times(profile: Profile, folder: Path | None = None) -> pd.DataFrame:
                 )
             count = made.get("iterations")
             rows.append((f"pass {made['name']}", float(made["ms_per_iteration"]), count, why))
-    rows += _timed_apart(profile)
+    rows += [*_added_up(profile), *_timed_apart(profile)]
     trained = _trained(folder, profile)
     if trained is not None:
         why = "it is the median iteration of another process that ran earlier"
         rows.append(("the train run", *trained, why))
     table = pd.DataFrame(rows, columns=["what", "time_ms", "iterations", "why"])
     return table.assign(times_the_step=table["time_ms"] / found.ms)[OTHER_TIMES]
+
+
+def _added_up(profile: Profile) -> list[tuple[str, float, float | None, str]]:
+    """Time of a step on all streams of its GPU together, where some of them run at once."""
+    found = attribute(profile)
+    busy = float(found.loc[found["where"].eq("device"), "time_ms"].sum())
+    if not busy or not profile.has("gpu_time_ms"):
+        return []
+    each = profile.value_table("gpu_time_ms").to_numpy()[step_contexts(profile)]
+    total, steps = float(each.sum()) / iteration_count(profile), iteration_count(profile)
+    if total < (1 + ROUNDING) * busy:
+        return []
+    why = (
+        f"kernels and copies run at once on several streams: the GPU is busy for "
+        f"{milliseconds(busy)} of the step; the call tree and the tables of calls add up to this"
+    )
+    return [("GPU time of all streams, added up", total, steps, why)]
 
 
 def _timed_apart(profile: Profile) -> list[tuple[str, float, float | None, str]]:

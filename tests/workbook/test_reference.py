@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from dlrm_core.parts import ITERATION_SPAN, span_name
 from dlrm_workbook.analysis.attribution import (
@@ -22,7 +25,8 @@ from dlrm_workbook.analysis.findings import findings
 from dlrm_workbook.analysis.operators import call_tree, timeline, top_operators
 from dlrm_workbook.analysis.reference import at_reference, other_times, reference, unprofiled_ms
 from dlrm_workbook.analysis.views import flat, of_one_iteration
-from dlrm_workbook.recordings.profile import Profile
+from dlrm_workbook.recordings.foreign import START_UP
+from dlrm_workbook.recordings.profile import Profile, inclusive_from_exclusive
 from tests.finding_profiles import counters, made
 
 PARTS = {("data", "forward"): 40.0, ("embedding", "update"): 20.0, ("top_mlp", "forward"): 40.0}
@@ -245,6 +249,73 @@ def test_a_profiler_that_was_disturbed_is_still_told() -> None:
     scaled = at_reference(profile)
     said = {found.id: found for found in findings(scaled, attribute(scaled))}
     assert "100 ms with the profiler, 20.0 ms without" in said["disturbed_profile"].evidence
+
+
+def test_streams_that_run_at_once_are_one_of_the_times() -> None:
+    profile = recorded(30.0)
+    name = "GPU time of all streams, added up"
+    assert name not in other_times(at_reference(profile))["what"].tolist(), "one stream"
+    other = profile.trace[profile.trace["profile"] == 1].assign(profile=2)
+    values = profile.values[profile.values["metric"] == "gpu_time_ms"].assign(profile=2)
+    second = profile.threads[profile.threads["profile"] == 1].assign(profile=2, thread=3)
+    both = replace(
+        profile,
+        trace=pd.concat([profile.trace, other], ignore_index=True),
+        values=pd.concat([profile.values, values], ignore_index=True),
+        threads=pd.concat([profile.threads, second], ignore_index=True),
+        _known={},
+    )
+    scaled = at_reference(both)
+    said = other_times(scaled).set_index("what").loc[name]
+    assert said["time_ms"] == pytest.approx(60) and "busy for 30.0 ms" in said["why"]
+    tree = call_tree(scaled, "gpu_time_ms")
+    assert tree.loc[tree["parent"] == "", "value_ms"].sum() == pytest.approx(60)
+
+
+@given(
+    times=st.lists(st.floats(0.01, 1e3), min_size=1, max_size=30),
+    data=st.data(),
+)
+@settings(max_examples=60, deadline=None)
+def test_a_call_tree_adds_up_to_the_step_without_what_lies_outside(
+    times: list[float], data: st.DataObject
+) -> None:
+    count = len(times)
+    above = [-1, *(data.draw(st.integers(0, row - 1)) for row in range(1, count))]
+    outside = [data.draw(st.booleans()) and row > 0 for row in range(count)]
+    for row in range(1, count):
+        outside[row] |= outside[above[row]]
+    names = {"shapes": "", "file": "", "line": 0, "module": "", "component": "other"}
+    inclusive = inclusive_from_exclusive(np.array(above), np.array(times))
+    profile = Profile.build(
+        contexts=[
+            {"context": row, "parent": above[row], "kind": "function", "name": f"f{row}"}
+            | names
+            | {"phase": START_UP if outside[row] else ""}
+            for row in range(count)
+        ],
+        metrics=[{"metric": "cpu_time_ms", "unit": "ms", "meaning": "", "source": ""}],
+        values=pd.DataFrame(
+            [
+                (0, row, "cpu_time_ms", scope, each[row])
+                for scope, each in (("exclusive", times), ("inclusive", inclusive))
+                for row in range(count)
+            ],
+            columns=["profile", "context", "metric", "scope", "value"],
+        ),
+        threads=[{"profile": 0, "kind": "cpu_thread", "name": "main", "rank": 0, "thread": 1}],
+        meta={"device": "cpu", "engine": "hpctoolkit"},
+    )
+    step = sum(ms for ms, beyond in zip(times, outside, strict=True) if not beyond)
+    tree = call_tree(profile)
+    assert tree.loc[tree["parent"] == "", "value_ms"].sum() == pytest.approx(step)
+    assert tree["self_ms"].sum() == pytest.approx(step)
+    below = tree.groupby("parent")["value_ms"].sum()
+    for row in tree.itertuples():
+        assert row.value_ms == pytest.approx(row.self_ms + below.get(row.id, 0.0))
+    assert flat(profile, "cpu_time_ms", within=step_contexts(profile))[
+        "exclusive"
+    ].sum() == pytest.approx(step)
 
 
 def test_a_pass_that_samples_the_stack_is_one_of_the_times() -> None:
