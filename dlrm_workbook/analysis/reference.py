@@ -280,6 +280,17 @@ def at_reference(profile: Profile) -> Profile:
     return replace(profile, **tables, values=values, meta=meta, _known={})
 
 
+def all_at_reference(profiles: Mapping[str, Profile]) -> dict[str, Profile]:
+    """Profiles that are compared, each at its reference; as they are where one has none.
+
+    A profiler slows some parts more than others, and each recording by another factor.
+    """
+    found = [reference(profile) for profile in profiles.values()]
+    if not all(each and each.unprofiled for each in found):
+        return dict(profiles)
+    return {name: at_reference(profile) for name, profile in profiles.items()}
+
+
 def _numbered(profile: Profile) -> pd.DataFrame:
     """The iterations under the numbers that the counters of the process give them."""
     counters = profile.meta.get("counters") or {}

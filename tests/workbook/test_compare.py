@@ -231,7 +231,7 @@ def test_a_comparison_names_every_time_of_an_iteration_once(tmp_path: Path) -> N
         steady_rows(run.iteration_ms).sum() for run in compared.runs if run.setting == "baseline"
     )
     assert times["what"].is_unique and times["why"].ne("").all()
-    profiled = times.set_index("what").loc["profile of baseline: its step", "time_ms"]
+    profiled = times.set_index("what").loc["the step in baseline's profile", "time_ms"]
     parts = compared.profile_baseline()
     assert parts["time_ms"].sum() == pytest.approx(profiled)
     for made, row in zip(compared.outcomes, compared.outcome_table().itertuples(), strict=True):

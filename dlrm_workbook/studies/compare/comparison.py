@@ -40,7 +40,12 @@ from dlrm_workbook.analysis.compare import (
 )
 from dlrm_workbook.analysis.ensemble import SWEEP, swept_runs
 from dlrm_workbook.analysis.findings import findings
-from dlrm_workbook.analysis.reference import OTHER_TIMES, at_reference, other_times, reference
+from dlrm_workbook.analysis.reference import (
+    OTHER_TIMES,
+    all_at_reference,
+    at_reference,
+    reference,
+)
 from dlrm_workbook.analysis.sentences import in_markdown
 from dlrm_workbook.analysis.verdict import with_timed
 from dlrm_workbook.analysis.whatif import Prediction, predict_change, prediction
@@ -139,17 +144,6 @@ class Outcome:
         }
 
 
-def _without_profilers(profiles: Mapping[str, Profile]) -> dict[str, Profile]:
-    """All profiles at the pace of their steps without a profiler; as they are where one has none.
-
-    A profiler slows some parts more than others, and each recording by another factor.
-    """
-    found = [reference(profile) for profile in profiles.values()]
-    if not all(each and each.unprofiled for each in found):
-        return dict(profiles)
-    return {name: at_reference(profile) for name, profile in profiles.items()}
-
-
 def _absent(reason: str) -> pd.DataFrame:
     """No table, and why."""
     empty = pd.DataFrame()
@@ -246,7 +240,7 @@ class Comparison:
         return pd.DataFrame(rows)
 
     def other_times(self) -> pd.DataFrame:
-        """The step before the change, and every other time of an iteration on the page.
+        """The step before the change, and that of each profile, which ran at another time.
 
         Returns:
             ``what`` was timed, ``time_ms``, ``times_the_step``, ``iterations`` (how many; NaN
@@ -263,16 +257,10 @@ class Comparison:
             why = f"the median of {len(before)} rounds, each the mean of its steady iterations"
             rows = [("the step before the change", step_ms, count, f"{why}; no profiler")]
         for name, profile in self.profiles.items():
-            times = other_times(at_reference(profile))
-            times.loc[times.index[:1], "what"] = "its step"
-            if self.runs:
-                times.loc[times.index[:1], "why"] += (
-                    "; it ran outside the rounds, and tables of its profile add up to it"
-                )
-            rows += [
-                (f"profile of {name}: {row.what}", row.time_ms, row.iterations, row.why)
-                for row in times.itertuples()
-            ]
+            found = reference(profile)
+            if found is not None:
+                why = f"{found.source}; tables of this profile add up to it"
+                rows.append((f"the step in {name}'s profile", found.ms, found.iterations, why))
         table = pd.DataFrame(rows, columns=["what", "time_ms", "iterations", "why"])
         table["times_the_step"] = table["time_ms"] / step_ms
         return table[OTHER_TIMES]
@@ -585,7 +573,7 @@ class ChangeComparison(Comparison):
         last = self.outcomes[-1]
         changed = apply_change(self.parameters, last.change)
         self.profiles[last.after] = self._profile("changed", changed, progress)
-        self.profiles = _without_profilers(self.profiles)
+        self.profiles = all_at_reference(self.profiles)
         if last.parts is not None and last.parts.empty:
             # no parts by the clock (a GPU): those of the two profiles
             first, other = self.profiles[BASELINE], self.profiles[last.after]
@@ -675,7 +663,7 @@ class RunsComparison(Comparison):
         self.profiles = {label: recording.profile for label, recording in opened.items()}
         self._take_alike()
         if self.per == "per iteration":
-            self.profiles = _without_profilers(self.profiles)
+            self.profiles = all_at_reference(self.profiles)
         self.notices += [
             f"{label} has no times of the host: what it did while the GPU was idle counts as other."
             for label, profile in self.profiles.items()
