@@ -262,10 +262,12 @@ def at_reference(profile: Profile) -> Profile:
     if "reference" in profile.meta:
         return profile
     found = reference(profile)
-    meta = profile.meta | {"reference": None if found is None else asdict(found)}
     if found is None or not found.unprofiled:
+        meta = profile.meta | {"reference": None if found is None else asdict(found)}
         return replace(profile, meta=meta, iterations=_numbered(profile), _known={})
-    paces = _paces(profile, found.ms)
+    paces, steady = _paces(profile, found.ms)
+    found = _of_iterations(found, per_iteration(profile), steady)
+    meta = profile.meta | {"reference": asdict(found)}
     clock = _Clock(profile, paces, found.ms / found.recorded_ms)
     iterations = _numbered(profile)
     tables = {
@@ -302,8 +304,26 @@ def _numbered(profile: Profile) -> pd.DataFrame:
     return profile.iterations.assign(iteration=np.array(sorted(numbers))[order])
 
 
-def _paces(profile: Profile, step_ms: float) -> pd.DataFrame:
-    """``component``, ``phase``, ``where``, ``pace``: time at the reference over recorded time."""
+def _of_iterations(found: Reference, each: pd.DataFrame, steady: Ints) -> Reference:
+    """The reference with what it says of the recording from the iterations that are steady on the
+    page, so that its dilation is theirs."""
+    totals = each.groupby("iteration")["time_ms"].sum()
+    if totals.empty:
+        return found
+    return replace(
+        found,
+        recorded_ms=float(totals.reindex(steady).mean()),
+        recorded_iterations=len(steady),
+        left_out=len(totals) - len(steady),
+    )
+
+
+def _paces(profile: Profile, step_ms: float) -> tuple[pd.DataFrame, Ints]:
+    """Time at the reference over recorded time, by part, and the numbers of steady iterations.
+
+    Returns:
+        ``component``, ``phase``, ``where``, ``pace``; and the iterations (n,).
+    """
     each = per_iteration(profile).set_index(KEYS)
     state = iteration_state(profile)
     numbers = np.sort(each["iteration"].unique())
@@ -316,7 +336,8 @@ def _paces(profile: Profile, step_ms: float) -> pd.DataFrame:
         totals = at_pace.groupby(each["iteration"]).sum()
         # parts at paces of their own may make other iterations the steady ones
         steady = totals.index[steady_state(totals.to_numpy()).steady].to_numpy()
-    return _pace_of_each(_mean_of(each, steady), plain, step_ms).rename("pace").reset_index()
+    pace = _pace_of_each(_mean_of(each, steady), plain, step_ms)
+    return pace.rename("pace").reset_index(), steady
 
 
 def _mean_of(each: pd.DataFrame, iterations: Ints) -> pd.Series:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+from compare_profiles import make_profile
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,6 +19,7 @@ from dlrm_workbook.analysis.attribution import (
     attribute,
     data_against_compute,
     iteration_ms,
+    iteration_state,
     per_iteration,
     step_contexts,
 )
@@ -117,6 +119,25 @@ def test_everything_on_a_page_adds_up_to_the_step_without_a_profiler() -> None:
     drawn = timeline(scaled, 1)
     assert drawn["duration_ms"].tolist() == pytest.approx([40, 10, 40])
     assert at_reference(scaled) is scaled
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_recorded_step_is_that_of_the_iterations_which_are_steady_on_the_page(
+    seed: int,
+) -> None:
+    rng = np.random.default_rng(seed)
+    first, second = ("data", "forward"), ("top_mlp", "forward")
+    # the profiler slows the part whose time is scattered, so the page has other outliers
+    times = {first: rng.lognormal(2, 0.8, 30), second: rng.normal(20, 0.2, 30)}
+    plain = {span_name(*first): 0.1, span_name(*second): 20.0, ITERATION_SPAN: 20.1}
+    more = {"unprofiled_iteration_ms": [20.1] * 6, "unprofiled_parts_ms": [plain] * 6}
+    profile = make_profile(times, more)
+    scaled = at_reference(profile)
+    step, state = reference(scaled), iteration_state(scaled)
+    assert step is not None and state is not None
+    assert step.recorded_iterations == state.steady.sum()
+    assert step.left_out == (~state.steady).sum()
+    assert step.recorded_ms == pytest.approx((times[first] + times[second])[state.steady].mean())
 
 
 def test_parts_that_were_not_timed_alone_share_one_pace() -> None:
