@@ -303,14 +303,18 @@ def finding_table(found: Sequence[Finding]) -> pd.DataFrame:
     Returns:
         ``title``, ``component``, ``share_of_step``, ``change``, ``gain`` (``low``, ``mid``,
         ``high``; of the whole step where that was timed, else predicted; may be empty),
-        ``basis`` (which of them).
+        ``basis`` (which of them, or that it is an upper bound).
     """
     rows = []
     for one in found:
         row: dict[str, Any] = {"title": one.title, "component": one.component}
         row |= {"share_of_step": one.share_of_step, "change": one.change}
         gain = one.timed_speedup or one.predicted_speedup
-        basis = TIMED if one.timed_speedup else "predicted" if gain else ""
+        basis = "predicted" if gain else ""
+        if one.timed_speedup:
+            basis = TIMED
+        elif gain and gain["low"] <= 1.0:
+            basis = "upper bound: all of its time saved"
         rows.append(row | {"gain": gain, "basis": basis})
     columns = ["title", "component", "share_of_step", "change", "gain", "basis"]
     return pd.DataFrame(rows, columns=columns)

@@ -210,11 +210,13 @@ def test_a_timed_change_is_predicted_by_its_whole_step(profile: Profile) -> None
 
 def test_a_change_has_one_gain_wherever_a_page_names_it(profile: Profile) -> None:
     timed_together(profile, (LOOP, [80.0, 80.0, 80.0]))
-    given = [advised("slow_data", LOOP, mid=3.8), advised("precision", BF16), advised("none", {})]
+    bound = {"low": 1.0, "mid": 1.1, "high": 1.2}
+    given = [advised("slow_data", LOOP, mid=3.8), advised("precision", BF16)]
+    given.append(replace(advised("none", {}), predicted_speedup=bound))
     found = findings_timed(profile, given)
     assert [replace(one, timed_speedup={}) for one in found] == given, "their order stays"
     table = finding_table(found)
-    assert table["basis"].tolist() == [TIMED, "predicted", "predicted"]
+    assert table["basis"].tolist() == [TIMED, "predicted", "upper bound: all of its time saved"]
     way = stages(profile, found)
     first = way[1].speedup(way[0].mid_ms)
     assert (
