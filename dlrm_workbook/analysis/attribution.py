@@ -564,7 +564,7 @@ def _step_contexts(profile: Profile, other_threads: bool) -> np.ndarray:
 def _left_out(state: SteadyState, numbers: np.ndarray) -> list[str]:
     """A sentence each for warm-up, stragglers and short iterations, where there are any."""
     said = []
-    usual = f"{milliseconds(state.usual_ms)} usually"
+    usual = f"{milliseconds(state.mean_ms)} usually"
     for why, rows in (
         ("warm-up", state.warm_up),
         ("stragglers", state.stragglers),

@@ -20,7 +20,7 @@ from dlrm_workbook.analysis.attribution import (
 from dlrm_workbook.analysis.context_tree import stretch_at
 from dlrm_workbook.analysis.kernel_names import short_names
 from dlrm_workbook.analysis.lanes import coarsened
-from dlrm_workbook.recordings.profile import Profile
+from dlrm_workbook.recordings.profile import Profile, inclusive_from_exclusive
 
 SMALL = "(small)"
 """Label of what a pruned call tree no longer shows apart."""
@@ -106,12 +106,14 @@ def call_tree(
     contexts, steps = profile.contexts, iteration_count(profile)
     parent, within = contexts["parent"].to_numpy(), step_contexts(profile)
     root = within & ((parent < 0) | ~within[parent])
+    # what lies outside the step, such as start-up, is in no caller's time either
+    own = np.where(within, profile.value_table(metric).to_numpy() / steps, 0.0)
     table = contexts.assign(
         id=contexts["context"].astype(str),
         parent=np.where(root, "", contexts["parent"].astype(str)),
         label=contexts["name"],
-        value_ms=profile.value_table(metric, "inclusive") / steps,
-        self_ms=profile.value_table(metric) / steps,
+        value_ms=inclusive_from_exclusive(parent, own),
+        self_ms=own,
     )
     value = table["value_ms"].to_numpy()
     taken = within & (value > 0)

@@ -37,6 +37,7 @@ from dlrm_workbook.analysis.attribution import (
 from dlrm_workbook.analysis.context_tree import Bools, Floats, Ints
 from dlrm_workbook.analysis.steady import steady_state
 from dlrm_workbook.recordings.profile import Profile, inclusive_from_exclusive
+from dlrm_workbook.recordings.torch import RECORDED_PASS
 from dlrm_workbook.runs import latest_run
 
 LEAST_ITERATIONS = 5
@@ -47,6 +48,9 @@ DISTURBED = 0.05
 
 PASSES = 3
 """Times that the paces are found; which iterations are steady has settled by then."""
+
+ROUNDING = 0.005
+"""Share by which two sums of a GPU's time may differ and count as the same."""
 
 OTHER_TIMES = ["what", "time_ms", "times_the_step", "iterations", "why"]
 
@@ -258,10 +262,12 @@ def at_reference(profile: Profile) -> Profile:
     if "reference" in profile.meta:
         return profile
     found = reference(profile)
-    meta = profile.meta | {"reference": None if found is None else asdict(found)}
     if found is None or not found.unprofiled:
+        meta = profile.meta | {"reference": None if found is None else asdict(found)}
         return replace(profile, meta=meta, iterations=_numbered(profile), _known={})
-    paces = _paces(profile, found.ms)
+    paces, steady = _paces(profile, found.ms)
+    found = _of_iterations(found, per_iteration(profile), steady)
+    meta = profile.meta | {"reference": asdict(found)}
     clock = _Clock(profile, paces, found.ms / found.recorded_ms)
     iterations = _numbered(profile)
     tables = {
@@ -276,6 +282,17 @@ def at_reference(profile: Profile) -> Profile:
     return replace(profile, **tables, values=values, meta=meta, _known={})
 
 
+def all_at_reference(profiles: Mapping[str, Profile]) -> dict[str, Profile]:
+    """Profiles that are compared, each at its reference; as they are where one has none.
+
+    A profiler slows some parts more than others, and each recording by another factor.
+    """
+    found = [reference(profile) for profile in profiles.values()]
+    if not all(each and each.unprofiled for each in found):
+        return dict(profiles)
+    return {name: at_reference(profile) for name, profile in profiles.items()}
+
+
 def _numbered(profile: Profile) -> pd.DataFrame:
     """The iterations under the numbers that the counters of the process give them."""
     counters = profile.meta.get("counters") or {}
@@ -287,8 +304,26 @@ def _numbered(profile: Profile) -> pd.DataFrame:
     return profile.iterations.assign(iteration=np.array(sorted(numbers))[order])
 
 
-def _paces(profile: Profile, step_ms: float) -> pd.DataFrame:
-    """``component``, ``phase``, ``where``, ``pace``: time at the reference over recorded time."""
+def _of_iterations(found: Reference, each: pd.DataFrame, steady: Ints) -> Reference:
+    """The reference with what it says of the recording from the iterations that are steady on the
+    page, so that its dilation is theirs."""
+    totals = each.groupby("iteration")["time_ms"].sum()
+    if totals.empty:
+        return found
+    return replace(
+        found,
+        recorded_ms=float(totals.reindex(steady).mean()),
+        recorded_iterations=len(steady),
+        left_out=len(totals) - len(steady),
+    )
+
+
+def _paces(profile: Profile, step_ms: float) -> tuple[pd.DataFrame, Ints]:
+    """Time at the reference over recorded time, by part, and the numbers of steady iterations.
+
+    Returns:
+        ``component``, ``phase``, ``where``, ``pace``; and the iterations (n,).
+    """
     each = per_iteration(profile).set_index(KEYS)
     state = iteration_state(profile)
     numbers = np.sort(each["iteration"].unique())
@@ -301,7 +336,8 @@ def _paces(profile: Profile, step_ms: float) -> pd.DataFrame:
         totals = at_pace.groupby(each["iteration"]).sum()
         # parts at paces of their own may make other iterations the steady ones
         steady = totals.index[steady_state(totals.to_numpy()).steady].to_numpy()
-    return _pace_of_each(_mean_of(each, steady), plain, step_ms).rename("pace").reset_index()
+    pace = _pace_of_each(_mean_of(each, steady), plain, step_ms)
+    return pace.rename("pace").reset_index(), steady
 
 
 def _mean_of(each: pd.DataFrame, iterations: Ints) -> pd.Series:
@@ -437,7 +473,7 @@ def other_times(profile: Profile, folder: Path | None = None) -> pd.DataFrame:
                 "mean of all iterations without a profiler",
                 statistics.fmean(plain),
                 len(plain),
-                "it includes slow and disturbed iterations",
+                "it is a mean, of slow and disturbed iterations too; the step is a median",
             )
         )
     if found.unprofiled:
@@ -450,17 +486,40 @@ def other_times(profile: Profile, folder: Path | None = None) -> pd.DataFrame:
         why = f"it includes {found.left_out} iterations that are warm-up or outliers"
         rows.append((f"mean of all iterations under {tool}", found.recorded_mean_ms, every, why))
     for made in profile.meta.get("passes", []):
-        if tool == "HPCToolkit" and made.get("ms_per_iteration") and made["name"] != "unprofiled":
+        # torch's own recording is in the rows above
+        known = made.get("name") in ("unprofiled", RECORDED_PASS)
+        if made.get("ms_per_iteration") and not known:
             why = "its sampling and hooks cost time"
+            if tool != "HPCToolkit":
+                why = (
+                    "only Python's stack was sampled in these iterations, which ran at another time"
+                )
             count = made.get("iterations")
             rows.append((f"pass {made['name']}", float(made["ms_per_iteration"]), count, why))
-    rows += _timed_apart(profile)
+    rows += [*_added_up(profile), *_timed_apart(profile)]
     trained = _trained(folder, profile)
     if trained is not None:
         why = "it is the median iteration of another process that ran earlier"
         rows.append(("the train run", *trained, why))
     table = pd.DataFrame(rows, columns=["what", "time_ms", "iterations", "why"])
     return table.assign(times_the_step=table["time_ms"] / found.ms)[OTHER_TIMES]
+
+
+def _added_up(profile: Profile) -> list[tuple[str, float, float | None, str]]:
+    """Time of a step on all streams of its GPU together, where some of them run at once."""
+    found = attribute(profile)
+    busy = float(found.loc[found["where"].eq("device"), "time_ms"].sum())
+    if not busy or not profile.has("gpu_time_ms"):
+        return []
+    each = profile.value_table("gpu_time_ms").to_numpy()[step_contexts(profile)]
+    total, steps = float(each.sum()) / iteration_count(profile), iteration_count(profile)
+    if total < (1 + ROUNDING) * busy:
+        return []
+    why = (
+        f"kernels and copies run at once on several streams: the GPU is busy for "
+        f"{milliseconds(busy)} of the step; the call tree and the tables of calls add up to this"
+    )
+    return [("GPU time of all streams, added up", total, steps, why)]
 
 
 def _timed_apart(profile: Profile) -> list[tuple[str, float, float | None, str]]:

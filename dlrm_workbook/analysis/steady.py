@@ -103,6 +103,11 @@ class SteadyState:
         return ~self.warm_up & ~self.outliers
 
     @property
+    def mean_ms(self) -> float:
+        """Mean steady iteration, which pages name; ``usual_ms`` is the median, to judge by."""
+        return float(self.times_ms[self.steady].mean())
+
+    @property
     def stragglers(self) -> Bools:
         """Which iterations (n,) are outliers that took longer than the usual one."""
         return self.outliers & (self.times_ms > self.usual_ms)
@@ -401,7 +406,7 @@ def _sentences(state: SteadyState, numbers: Sequence[int]) -> list[str]:
         listed = ", ".join(str(numbers[int(row)]) for row in np.flatnonzero(state.outliers))
         return [
             f"{int(state.outliers.sum())} of {count} iterations ({listed}) took "
-            f"{SPLIT_TIMES:g} times the usual {milliseconds(state.usual_ms)} or more; they cost "
+            f"{SPLIT_TIMES:g} times the median iteration or more; they cost "
             f"{state.straggler_share:.1%} of the time. Too few ran to detect a warm-up."
         ]
     if count < LEAST:
@@ -417,8 +422,8 @@ def _sentences(state: SteadyState, numbers: Sequence[int]) -> list[str]:
             many = f"iteration {numbers[0]} is"
         said[0] = (
             f"Warm-up: {many} left out ({milliseconds(warm)} against "
-            f"{milliseconds(state.usual_ms)} afterwards, "
-            f"{signed_percent(warm / state.usual_ms - 1, decimals=0)})."
+            f"{milliseconds(state.mean_ms)} afterwards, "
+            f"{signed_percent(warm / state.mean_ms - 1, decimals=0)})."
         )
     if state.outliers.any():
         said.pop()
@@ -455,8 +460,8 @@ def _sentences(state: SteadyState, numbers: Sequence[int]) -> list[str]:
         )
     share = state.spread_ms / state.usual_ms if state.usual_ms else 0.0
     said.append(
-        f"The median of {int(state.steady.sum())} steady iterations is "
-        f"{milliseconds(state.usual_ms)}, with a spread of {share:.1%}."
+        f"The mean of {int(state.steady.sum())} steady iterations is "
+        f"{milliseconds(state.mean_ms)}, with a spread of {share:.1%}."
     )
     return said
 

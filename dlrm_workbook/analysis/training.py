@@ -196,11 +196,16 @@ def result_facts(result: TrainingResult) -> pd.DataFrame:
     rows: list[tuple[str, Any, str]] = [
         ("iterations", f"{result.iterations:,} ({result.status})", ""),
         ("loss, mean over the last interval", f"{result.loss:.6f}", ""),
-        ("time per iteration, median, data included", result.ms_per_iteration, "ms"),
-        ("the same, mean", result.mean_ms_per_iteration, "ms"),
-        ("of it making data, mean", result.data_ms_per_iteration, "ms"),
-        ("of it computing, mean", result.compute_ms_per_iteration, "ms"),
-        ("throughput, data included", result.samples_per_second, "samples/s"),
+        ("time per iteration, mean, data included", result.mean_ms_per_iteration, "ms"),
+        ("of it making data", result.data_ms_per_iteration, "ms"),
+        ("of it computing", result.compute_ms_per_iteration, "ms"),
+        ("throughput: samples of a batch over that time", result.samples_per_second, "samples/s"),
+        (
+            "another time: the median iteration, which a few slow ones (such as the first) move "
+            "less than the mean; other pages name this run by it",
+            result.ms_per_iteration,
+            "ms",
+        ),
         ("time of everything", result.elapsed_s, "s"),
     ]
     if result.evaluations:

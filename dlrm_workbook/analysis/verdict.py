@@ -286,6 +286,40 @@ def timed(profile: Profile, change: Mapping[str, Any]) -> dict[str, float] | Non
     return None
 
 
+def findings_timed(profile: Profile, found: Sequence[Finding]) -> list[Finding]:
+    """The findings in the same order, with the speed-ups of whole steps under their changes."""
+    return [
+        replace(one, timed_speedup=(one.change and timed(profile, one.change)) or {})
+        for one in found
+    ]
+
+
+def finding_table(found: Sequence[Finding]) -> pd.DataFrame:
+    """A row for each finding, with the one gain that its change has on a page.
+
+    Args:
+        found: what :func:`findings_timed` gives.
+
+    Returns:
+        ``title``, ``component``, ``share_of_step``, ``change``, ``gain`` (``low``, ``mid``,
+        ``high``; of the whole step where that was timed, else predicted; may be empty),
+        ``basis`` (which of them, or that it is an upper bound).
+    """
+    rows = []
+    for one in found:
+        row: dict[str, Any] = {"title": one.title, "component": one.component}
+        row |= {"share_of_step": one.share_of_step, "change": one.change}
+        gain = one.timed_speedup or one.predicted_speedup
+        basis = "predicted" if gain else ""
+        if one.timed_speedup:
+            basis = TIMED
+        elif gain and gain["low"] <= 1.0:
+            basis = "upper bound: all of its time saved"
+        rows.append(row | {"gain": gain, "basis": basis})
+    columns = ["title", "component", "share_of_step", "change", "gain", "basis"]
+    return pd.DataFrame(rows, columns=columns)
+
+
 def with_timed(made: Prediction, profile: Profile) -> Prediction:
     """A prediction as it is, or with the time of the whole step, if the profile timed the change.
 
@@ -299,7 +333,7 @@ def with_timed(made: Prediction, profile: Profile) -> Prediction:
     parts = made.parts.assign(**{name: made.parts[name] * mid / made.mid_ms for name in times})
     said = (
         f"the profile timed whole steps under {_named(made.change)} in turns with the step as it "
-        f"is; parts timed alone said {milliseconds(made.mid_ms)}"
+        f"is; parts timed alone said {ratio(made.speedup['mid'])}"
     )
     made = replace(made, low_ms=low, mid_ms=mid, high_ms=high, parts=parts)
     return replace(made, method=TIMED, notices=[*made.notices, said])

@@ -18,7 +18,7 @@ import mistune
 from dlrm_workbook.analysis.sentences import without_html
 from dlrm_workbook.show.tables import LEVELS, Quality
 
-ROWS = 10  # of a table in verdict.md
+ROWS = 40  # of a table in verdict.md: every part in every phase
 LONGEST = 300  # characters of a headline in run.json
 
 

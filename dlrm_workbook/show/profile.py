@@ -109,17 +109,17 @@ def cautions(sentences: Sequence[str]) -> Text:
 def passes(profile: Profile) -> pd.DataFrame:
     """How the run was measured: ``pass``, ``iteration_ms``, ``dilation`` (NaN: not measured).
 
-    torch's own recording states its usual iteration over the step of the page, as the quality
-    line does (:mod:`dlrm_workbook.analysis.reference`); other passes what they printed.
+    Every dilation is ``iteration_ms`` over the step of the page, as in the quality line
+    (:mod:`dlrm_workbook.analysis.reference`). torch's own recording states its usual iteration.
+    Where no step was timed without a profiler, a pass has the dilation that it measured itself.
     """
     made = pd.DataFrame(
         profile.meta.get("passes", []), columns=["name", "ms_per_iteration", "dilation"]
     )
     step = reference(profile)
-    recorded = made["name"] == RECORDED_PASS
-    if step is not None and step.unprofiled and recorded.any():
-        made.loc[recorded, "ms_per_iteration"] = step.recorded_ms
-        made.loc[recorded, "dilation"] = step.recorded_ms / step.ms
+    if step is not None and step.unprofiled:
+        made.loc[made["name"] == RECORDED_PASS, "ms_per_iteration"] = step.recorded_ms
+        made["dilation"] = made["ms_per_iteration"].astype(float) / step.ms
     return made.rename(columns={"name": "pass", "ms_per_iteration": "iteration_ms"})
 
 
@@ -156,7 +156,13 @@ def findings_text(
             lines.append(f"**To change.** {set_to} (on the command line: `{options}`)")
             if given:
                 lines.append(f"**To check.** `{compare_command(finding.change, given)}`")
-        if finding.predicted_speedup.get("high", 1.0) > 1.0:
+        if timed := finding.timed_speedup:
+            said = f"**Timed as a whole step.** {_gain(timed)}"
+            if finding.predicted_speedup:
+                before = finding.predicted_speedup["mid"]
+                said += f" Parts timed alone had predicted {ratio(before, figures=2)}."
+            lines.append(said)
+        elif finding.predicted_speedup.get("high", 1.0) > 1.0:
             lines.append(f"**Predicted.** {_gain(finding.predicted_speedup)}")
         blocks.append("\n\n".join(lines))
     if found and recording is not None and not any(finding.change for finding in found):

@@ -170,6 +170,7 @@ COLUMNS = {
     "ms_per_iteration": Column("ms per iteration, median", "number"),
     "occupancy_percent": Column("occupancy", "number", unit="%"),
     "of_iteration": Column("share of the iteration", "share"),
+    "gain": Column("speed-up", "gain"),
     "predicted_speedup": Column("predicted speed-up", "gain"),
     "rows_factor": Column("times as many rows", "ratio"),
     "samples_per_second": Column("samples/s", "count"),

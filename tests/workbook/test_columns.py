@@ -249,6 +249,7 @@ def frames_of_steps_timed_together() -> dict[str, pd.DataFrame]:
     named |= {f"{engine}_cost_ms": "NAME_cost_ms" for engine in ("hpctoolkit", "torch")}
     return {
         name_of(verdict.timed_table): verdict.timed_table(profile),
+        name_of(verdict.finding_table): verdict.finding_table([]),
         name_of(compare.engines_side_by_side): both.rename(columns=named),
     }
 
@@ -272,6 +273,7 @@ def frames_of_a_comparison(folder: Path) -> dict[str, pd.DataFrame]:
         Comparison.prediction_table: compared.prediction_table(),
         Comparison.ratio_table: compared.ratio_table().rename(columns=settings),
         Comparison.outcome_table: compared.outcome_table(),
+        Comparison.other_times: compared.other_times(),
         Comparison.difference_table: compared.difference_table().rename(columns=profiles),
         Outcome.part_table: compared.outcomes[0].part_table(),
     }

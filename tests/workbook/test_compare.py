@@ -21,6 +21,7 @@ from dlrm_workbook.analysis.compare import (
     mixed_causes,
     part_estimates,
     ratio_interval,
+    steady_rows,
     step_estimate,
 )
 from dlrm_workbook.analysis.difference_tree import difference_tree, largest_changes
@@ -219,6 +220,28 @@ def change_comparison(tmp_path: Path) -> comparison.ChangeComparison:
     compared.predict()
     compared._judge(runs)
     return compared
+
+
+def test_a_comparison_names_every_time_of_an_iteration_once(tmp_path: Path) -> None:
+    compared = change_comparison(tmp_path)
+    step = compared.outcomes[0].before_ms
+    times = compared.other_times()
+    assert times["time_ms"][0] == step and times["times_the_step"][0] == 1
+    assert times["iterations"][0] == sum(
+        steady_rows(run.iteration_ms).sum() for run in compared.runs if run.setting == "baseline"
+    )
+    assert times["what"].is_unique and times["why"].ne("").all()
+    profiled = times.set_index("what").loc["the step in baseline's profile", "time_ms"]
+    parts = compared.profile_baseline()
+    assert parts["time_ms"].sum() == pytest.approx(profiled)
+    for made, row in zip(compared.outcomes, compared.outcome_table().itertuples(), strict=True):
+        if made.predicted is not None:
+            assert row.predicted_ms / step == pytest.approx(
+                made.predicted.mid_ms / made.predicted.now_ms
+            )
+    assert not {"now_ms", "then_ms", "range"} & set(compare_figures.PREDICTIONS), "of another step"
+    compared.per = "in the whole recording"
+    assert compared.other_times().empty
 
 
 def test_stages_give_frames_and_can_be_run_again(

@@ -12,7 +12,10 @@ from compare_profiles import PARTS, TINY, noisy, saved
 from test_notebooks import run_cells
 
 from dlrm_core.config import Parameters, parameters_from_sections
+from dlrm_workbook.analysis.ensemble import WHOLE
+from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.show.tables import Table, Text
+from dlrm_workbook.studies.sweep.analyse import SweepSummary
 from dlrm_workbook.studies.sweep.plan import PointFailed, Sweep
 
 SIZES = [16, 32, 64, 128, 256]
@@ -60,6 +63,29 @@ class Measured:
         scale = {PARTS[1]: size / 16, PARTS[2]: size / 16}
         profile = noisy(size, scale, {"parameters": of.to_sections()})
         return {"profile": Path(saved(place / "profile", profile))}
+
+
+class MeasuredWithoutProfiler(Measured):
+    """The same, with iterations without a profiler: they took 5 ms."""
+
+    def __call__(self, of: Parameters, place: Path) -> dict[str, Path]:
+        folders = super().__call__(of, place)
+        profile = Profile.load(folders["profile"] / "profile")
+        profile.meta["unprofiled_iteration_ms"] = [5.0] * 20
+        profile.save_meta(folders["profile"] / "profile")
+        return folders
+
+
+def test_the_parts_of_a_sweep_add_up_to_its_points(tmp_path: Path) -> None:
+    parameters = parameters_from_sections(TINY | {"sweep": {"training.batch_size": [16, 64]}})
+    sweep = Sweep.begin(tmp_path, parameters, ["profile"], {}, "dlrm run profile")
+    assert sweep.run(MeasuredWithoutProfiler()) == 0
+    found = SweepSummary(tmp_path)
+    assert found.points["ms_per_iteration"].tolist() == [5.0, 5.0]
+    parts = found.times[found.times["component"] != WHOLE]
+    assert parts.groupby("run")["time_ms"].sum().tolist() == pytest.approx([5.0, 5.0])
+    whole = found.times[found.times["component"] == WHOLE]
+    assert whole["time_ms"].tolist() == pytest.approx([5.0, 5.0])
 
 
 def test_the_sweep_notebook_shows_every_point(tmp_path: Path, drawn: list[go.Figure]) -> None:

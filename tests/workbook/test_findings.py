@@ -130,7 +130,7 @@ def test_json_has_the_documented_keys_and_no_nan() -> None:
     assert set(first) == {
         *("id", "title", "component", "share_of_step", "severity", "limit", "evidence"),
         *("advice", "change", "predicted_speedup", "concerns", "part_of", "counted_above"),
-        *("in_one", "felt"),
+        *("in_one", "felt", "timed_speedup"),
     }
     assert first["severity"] in SEVERITIES and first["limit"] in LIMITS
     assert set(document["attribution"][0]) == {"component", "phase", "time_ms", "share"}

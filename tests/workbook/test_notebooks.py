@@ -366,6 +366,9 @@ def test_a_page_states_one_dilation() -> None:
         assert recorded["dilation"] == pytest.approx(step.recorded_ms / step.ms)
         assert recorded["iteration_ms"] == pytest.approx(step.recorded_ms)
         assert recorded["dilation"] != pytest.approx(of_all["torch.profiler"])
+        every = about.passes(given)
+        stated = (every["iteration_ms"] / step.ms).tolist()
+        assert every["dilation"].tolist() == pytest.approx(stated)
 
 
 def test_notices_are_listed() -> None:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
+from compare_profiles import make_profile
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from dlrm_core.parts import ITERATION_SPAN, span_name
 from dlrm_workbook.analysis.attribution import (
     attribute,
     data_against_compute,
     iteration_ms,
+    iteration_state,
     per_iteration,
     step_contexts,
 )
@@ -22,7 +27,8 @@ from dlrm_workbook.analysis.findings import findings
 from dlrm_workbook.analysis.operators import call_tree, timeline, top_operators
 from dlrm_workbook.analysis.reference import at_reference, other_times, reference, unprofiled_ms
 from dlrm_workbook.analysis.views import flat, of_one_iteration
-from dlrm_workbook.recordings.profile import Profile
+from dlrm_workbook.recordings.foreign import START_UP
+from dlrm_workbook.recordings.profile import Profile, inclusive_from_exclusive
 from tests.finding_profiles import counters, made
 
 PARTS = {("data", "forward"): 40.0, ("embedding", "update"): 20.0, ("top_mlp", "forward"): 40.0}
@@ -113,6 +119,25 @@ def test_everything_on_a_page_adds_up_to_the_step_without_a_profiler() -> None:
     drawn = timeline(scaled, 1)
     assert drawn["duration_ms"].tolist() == pytest.approx([40, 10, 40])
     assert at_reference(scaled) is scaled
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_recorded_step_is_that_of_the_iterations_which_are_steady_on_the_page(
+    seed: int,
+) -> None:
+    rng = np.random.default_rng(seed)
+    first, second = ("data", "forward"), ("top_mlp", "forward")
+    # the profiler slows the part whose time is scattered, so the page has other outliers
+    times = {first: rng.lognormal(2, 0.8, 30), second: rng.normal(20, 0.2, 30)}
+    plain = {span_name(*first): 0.1, span_name(*second): 20.0, ITERATION_SPAN: 20.1}
+    more = {"unprofiled_iteration_ms": [20.1] * 6, "unprofiled_parts_ms": [plain] * 6}
+    profile = make_profile(times, more)
+    scaled = at_reference(profile)
+    step, state = reference(scaled), iteration_state(scaled)
+    assert step is not None and state is not None
+    assert step.recorded_iterations == state.steady.sum()
+    assert step.left_out == (~state.steady).sum()
+    assert step.recorded_ms == pytest.approx((times[first] + times[second])[state.steady].mean())
 
 
 def test_parts_that_were_not_timed_alone_share_one_pace() -> None:
@@ -245,6 +270,89 @@ def test_a_profiler_that_was_disturbed_is_still_told() -> None:
     scaled = at_reference(profile)
     said = {found.id: found for found in findings(scaled, attribute(scaled))}
     assert "100 ms with the profiler, 20.0 ms without" in said["disturbed_profile"].evidence
+
+
+def test_streams_that_run_at_once_are_one_of_the_times() -> None:
+    profile = recorded(30.0)
+    name = "GPU time of all streams, added up"
+    assert name not in other_times(at_reference(profile))["what"].tolist(), "one stream"
+    other = profile.trace[profile.trace["profile"] == 1].assign(profile=2)
+    values = profile.values[profile.values["metric"] == "gpu_time_ms"].assign(profile=2)
+    second = profile.threads[profile.threads["profile"] == 1].assign(profile=2, thread=3)
+    both = replace(
+        profile,
+        trace=pd.concat([profile.trace, other], ignore_index=True),
+        values=pd.concat([profile.values, values], ignore_index=True),
+        threads=pd.concat([profile.threads, second], ignore_index=True),
+        _known={},
+    )
+    scaled = at_reference(both)
+    said = other_times(scaled).set_index("what").loc[name]
+    assert said["time_ms"] == pytest.approx(60) and "busy for 30.0 ms" in said["why"]
+    tree = call_tree(scaled, "gpu_time_ms")
+    assert tree.loc[tree["parent"] == "", "value_ms"].sum() == pytest.approx(60)
+
+
+@given(
+    times=st.lists(st.floats(0.01, 1e3), min_size=1, max_size=30),
+    data=st.data(),
+)
+@settings(max_examples=60, deadline=None)
+def test_a_call_tree_adds_up_to_the_step_without_what_lies_outside(
+    times: list[float], data: st.DataObject
+) -> None:
+    count = len(times)
+    above = [-1, *(data.draw(st.integers(0, row - 1)) for row in range(1, count))]
+    outside = [data.draw(st.booleans()) and row > 0 for row in range(count)]
+    for row in range(1, count):
+        outside[row] |= outside[above[row]]
+    names = {"shapes": "", "file": "", "line": 0, "module": "", "component": "other"}
+    inclusive = inclusive_from_exclusive(np.array(above), np.array(times))
+    profile = Profile.build(
+        contexts=[
+            {"context": row, "parent": above[row], "kind": "function", "name": f"f{row}"}
+            | names
+            | {"phase": START_UP if outside[row] else ""}
+            for row in range(count)
+        ],
+        metrics=[{"metric": "cpu_time_ms", "unit": "ms", "meaning": "", "source": ""}],
+        values=pd.DataFrame(
+            [
+                (0, row, "cpu_time_ms", scope, each[row])
+                for scope, each in (("exclusive", times), ("inclusive", inclusive))
+                for row in range(count)
+            ],
+            columns=["profile", "context", "metric", "scope", "value"],
+        ),
+        threads=[{"profile": 0, "kind": "cpu_thread", "name": "main", "rank": 0, "thread": 1}],
+        meta={"device": "cpu", "engine": "hpctoolkit"},
+    )
+    step = sum(ms for ms, beyond in zip(times, outside, strict=True) if not beyond)
+    tree = call_tree(profile)
+    assert tree.loc[tree["parent"] == "", "value_ms"].sum() == pytest.approx(step)
+    assert tree["self_ms"].sum() == pytest.approx(step)
+    below = tree.groupby("parent")["value_ms"].sum()
+    for row in tree.itertuples():
+        assert row.value_ms == pytest.approx(row.self_ms + below.get(row.id, 0.0))
+    assert flat(profile, "cpu_time_ms", within=step_contexts(profile))[
+        "exclusive"
+    ].sum() == pytest.approx(step)
+
+
+def test_a_pass_that_samples_the_stack_is_one_of_the_times() -> None:
+    passes = [
+        {"name": "torch.profiler", "iterations": 6, "ms_per_iteration": 100.0},
+        {"name": "Python stack sampled", "iterations": 4, "ms_per_iteration": 108.0},
+    ]
+    profile = recorded(unprofiled_iteration_ms=[90.0] * 5 + [60.0], passes=passes)
+    times = other_times(profile).set_index("what")
+    assert times.index.is_unique and "pass torch.profiler" not in times.index
+    sampled = times.loc["pass Python stack sampled"]
+    assert sampled["time_ms"] == 108 and sampled["iterations"] == 4
+    assert sampled["times_the_step"] == pytest.approx(1.2)
+    # the mean may be the smaller one
+    assert "slow" not in times.loc["the step", "why"]
+    assert times.loc["mean of all iterations without a profiler", "time_ms"] == pytest.approx(85)
 
 
 def test_the_newest_training_run_of_these_parameters_is_one_of_the_times(tmp_path: Path) -> None:

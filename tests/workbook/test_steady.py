@@ -168,6 +168,8 @@ def test_the_summary_says_what_was_left_out_and_what_it_costs() -> None:
     assert found.straggler_share == pytest.approx(20 / 210, rel=0.01)
     assert found.steady.sum() == 18
     assert "iteration 0 is left out (100 ms against 10.1 ms" in found.summary
+    assert found.mean_ms == pytest.approx(times[found.steady].mean())
+    assert "The mean of 18 steady iterations is 10.1 ms" in found.summary
     assert "1 of 19 (12)" in found.summary and "cost 9.5% of the time" in found.summary
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from dlrm_workbook.analysis.verdict import (
     combined,
     commands,
     document,
+    finding_table,
+    findings_timed,
     headline,
     quality,
     stages,
@@ -33,6 +36,7 @@ from dlrm_workbook.analysis.whatif import prediction, what_if_table
 from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.recordings.torch.trace import read_trace
 from dlrm_workbook.show.bottlenecks import verdict_bars
+from dlrm_workbook.show.profile import findings_text
 from tests.finding_profiles import made
 from tests.gpu_trace import events, write
 
@@ -202,6 +206,25 @@ def test_a_timed_change_is_predicted_by_its_whole_step(profile: Profile) -> None
         probed.mid_ms / whole.mid_ms
     )
     assert "parts timed alone said" in whole.notices[-1]
+
+
+def test_a_change_has_one_gain_wherever_a_page_names_it(profile: Profile) -> None:
+    timed_together(profile, (LOOP, [80.0, 80.0, 80.0]))
+    bound = {"low": 1.0, "mid": 1.1, "high": 1.2}
+    given = [advised("slow_data", LOOP, mid=3.8), advised("precision", BF16)]
+    given.append(replace(advised("none", {}), predicted_speedup=bound))
+    found = findings_timed(profile, given)
+    assert [replace(one, timed_speedup={}) for one in found] == given, "their order stays"
+    table = finding_table(found)
+    assert table["basis"].tolist() == [TIMED, "predicted", "upper bound: all of its time saved"]
+    way = stages(profile, found)
+    first = way[1].speedup(way[0].mid_ms)
+    assert (
+        table["gain"][0] == pytest.approx(first) and table["gain"][1] == given[1].predicted_speedup
+    )
+    text = findings_text(found).markdown
+    assert "**Timed as a whole step.** 1.2x faster" in text
+    assert "Parts timed alone had predicted 3.8x." in text
 
 
 def test_all_findings_are_on_the_page_and_what_does_not_combine_has_its_command(

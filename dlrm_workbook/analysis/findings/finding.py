@@ -73,11 +73,14 @@ class Finding:
     """Id of a finding ranked above it with which it shares time; "" for none that is known."""
     counted_above: float = 0.0
     """Share of the step (0 to 1), at least, that the findings above it count as well."""
+    timed_speedup: dict[str, float] = field(default_factory=dict)
+    """As ``predicted_speedup``, of whole steps that were timed under ``change``; else empty."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values; the ends of a gain that nothing tells are None."""
         unknown = dict.fromkeys(("low", "mid", "high"))
-        return asdict(self) | {"predicted_speedup": unknown | self.predicted_speedup}
+        gains = {"predicted_speedup": self.predicted_speedup, "timed_speedup": self.timed_speedup}
+        return asdict(self) | {name: unknown | gain for name, gain in gains.items()}
 
 
 def rank(found: Iterable[Finding]) -> list[Finding]:

@@ -287,7 +287,7 @@ def irregular(evidence: Evidence, ledger: Ledger) -> Measured | None:
         "take": "take" if int(slow.sum()) > 1 else "takes",
         "count": len(steps),
         "slow_ms": float(totals[slow].mean()),
-        "usual_ms": state.usual_ms,
+        "usual_ms": state.mean_ms,
         "place": part_label(*part) or "the loop",
         "extra": float(extra.max()),
         "most": f", most of it in {' of '.join(named)}" if named else "",

@@ -35,11 +35,17 @@ from dlrm_workbook.analysis.compare import (
     part_estimates,
     ratio_interval,
     recorded_differences,
+    steady_rows,
     step_estimate,
 )
 from dlrm_workbook.analysis.ensemble import SWEEP, swept_runs
 from dlrm_workbook.analysis.findings import findings
-from dlrm_workbook.analysis.reference import at_reference, reference
+from dlrm_workbook.analysis.reference import (
+    OTHER_TIMES,
+    all_at_reference,
+    at_reference,
+    reference,
+)
 from dlrm_workbook.analysis.sentences import in_markdown
 from dlrm_workbook.analysis.verdict import with_timed
 from dlrm_workbook.analysis.whatif import Prediction, predict_change, prediction
@@ -232,6 +238,32 @@ class Comparison:
                 row[f"measured_{end}"] = getattr(measured, end) if measured else math.nan
             rows.append(row | {"error": outcome.error, "in_range": outcome.in_range})
         return pd.DataFrame(rows)
+
+    def other_times(self) -> pd.DataFrame:
+        """The step before the change, and that of each profile, which ran at another time.
+
+        Returns:
+            ``what`` was timed, ``time_ms``, ``times_the_step``, ``iterations`` (how many; NaN
+            where not known), ``why`` it differs; the step first. Empty where no step is known.
+        """
+        outcome = self.outcomes[0] if self.outcomes else None
+        step_ms = outcome.before_ms if outcome and self.per == "per iteration" else None
+        if not outcome or not step_ms:
+            return _absent("no iterations were timed")
+        rows: list[tuple[Any, ...]] = []
+        if self.runs:
+            before = [run for run in self.runs if run.setting == outcome.before]
+            count = sum(int(steady_rows(run.iteration_ms).sum()) for run in before)
+            why = f"the median of {len(before)} rounds, each the mean of its steady iterations"
+            rows = [("the step before the change", step_ms, count, f"{why}; no profiler")]
+        for name, profile in self.profiles.items():
+            found = reference(profile)
+            if found is not None:
+                why = f"{found.source}; tables of this profile add up to it"
+                rows.append((f"the step in {name}'s profile", found.ms, found.iterations, why))
+        table = pd.DataFrame(rows, columns=["what", "time_ms", "iterations", "why"])
+        table["times_the_step"] = table["time_ms"] / step_ms
+        return table[OTHER_TIMES]
 
     def prediction_table(self) -> pd.DataFrame:
         """What is predicted before anything of the change has run, a row an outcome.
@@ -541,6 +573,7 @@ class ChangeComparison(Comparison):
         last = self.outcomes[-1]
         changed = apply_change(self.parameters, last.change)
         self.profiles[last.after] = self._profile("changed", changed, progress)
+        self.profiles = all_at_reference(self.profiles)
         if last.parts is not None and last.parts.empty:
             # no parts by the clock (a GPU): those of the two profiles
             first, other = self.profiles[BASELINE], self.profiles[last.after]
@@ -629,10 +662,8 @@ class RunsComparison(Comparison):
         opened = {label: open_recording(place) for label, place in self.places.items()}
         self.profiles = {label: recording.profile for label, recording in opened.items()}
         self._take_alike()
-        references = [reference(profile) for profile in self.profiles.values()]
-        if self.per == "per iteration" and all(found and found.unprofiled for found in references):
-            # a profiler slows some parts more than others, and each recording by another factor
-            self.profiles = {name: at_reference(each) for name, each in self.profiles.items()}
+        if self.per == "per iteration":
+            self.profiles = all_at_reference(self.profiles)
         self.notices += [
             f"{label} has no times of the host: what it did while the GPU was idle counts as other."
             for label, profile in self.profiles.items()

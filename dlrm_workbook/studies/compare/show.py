@@ -382,11 +382,14 @@ OUTCOMES: dict[str, str | Column] = {
 }
 PREDICTIONS: dict[str, str | Column] = {
     "change": "change",
-    "now_ms": "now",
-    "then_ms": "then",
-    "range": "range",
     "gain": Column("speed-up", "gain_range", tuple(f"speedup_{e}" for e in ENDS)),
     "method": "from",
+}
+OTHER_TIMES: dict[str, str | Column] = {
+    "what": "",
+    "time_ms": "per iteration",
+    "iterations": "",
+    "why": "why it differs",
 }
 PARTS: dict[str, str | Column] = {
     "part": "",

@@ -20,7 +20,7 @@ from dlrm_workbook.analysis.ensemble import (
     swept_runs,
 )
 from dlrm_workbook.analysis.findings import findings
-from dlrm_workbook.analysis.reference import unprofiled_ms
+from dlrm_workbook.analysis.reference import all_at_reference, unprofiled_ms
 from dlrm_workbook.recordings.open import open_recording
 from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.studies.sweep.plan import Sweep, describe_failures
@@ -54,7 +54,8 @@ class SweepSummary:
         self.sweep = Sweep.open(Path(folder))
         self.failures = describe_failures(self.sweep)
         runs = swept_runs(self.sweep.folder, "profile")
-        self.profiles = {label: open_recording(place).profile for label, place in runs.items()}
+        opened = {label: open_recording(place).profile for label, place in runs.items()}
+        self.profiles = all_at_reference(opened)
         self.points = pd.DataFrame(self._rows(), columns=COLUMNS)
         speed = self.points["samples_per_second"]
         self.points.insert(5, "of_best", speed / speed.max())
@@ -78,7 +79,9 @@ class SweepSummary:
                 ms = unprofiled_ms(profile) or ms
                 top, share = _top(profile)
             if "compare" in folders:
-                ms, gain = _compared(folders["compare"])
+                compared_ms, gain = _compared(folders["compare"])
+                # parts and findings are the profile's, and so is the step that they add up to
+                ms = compared_ms if profile is None else ms
             speed = 1e3 * point.parameters.training.batch_size / ms if ms else math.nan
             found = (ms or math.nan, speed, top, share, gain)
             rows.append((point.number, point.label, row["status"], *found))
