@@ -175,7 +175,7 @@ def test_plain_papermill_runs_one_after_the_other(tmp_path: Path) -> None:
     text = " ".join(outputs(explained, "text/markdown"))
     assert str(measured) in text and "sample" not in text
     # what falls between the parts where others take the core away is nobody's fault
-    assert json.loads((tmp_path / "b" / "bottlenecks.json").read_text())["coverage"] > 0.3
+    assert json.loads((tmp_path / "b" / "bottlenecks.json").read_text())["coverage"] > 0.7
 
 
 @pytest.mark.notebook
@@ -201,7 +201,7 @@ def test_run_all_writes_the_documented_json(quick_chain: Chain) -> None:
         assert "-f FILE" not in (last / file).read_text(), "the options that were typed"
     # of 6 ms of compute 0.2 ms lie between the parts, and what others take the core away for;
     # the seed run has 99.9 %, see the sample
-    assert 0.3 < document["coverage"] <= 1
+    assert 0.9 < document["coverage"] <= 1
     named = {row["component"] for row in document["attribution"] if row["time_ms"] > 0}
     assert {"data", "bottom_mlp", "embedding", "interaction", "top_mlp", "loss"} <= named
     assert document["profiler"] in ("torch", "hpctoolkit")
