@@ -102,6 +102,7 @@ def open_recording(path: Path | str, parts: Mapping[str, str] | None = None) -> 
         return _several(path, _zip_members(path), parts)
     if _is_tar(path):
         return _several(path, _tar_members(path), parts)
+    require_recording(path)  # one sentence for a file that is none, whichever command opens it
     return Recording(path, read_trace(path, parts))
 
 
@@ -148,8 +149,9 @@ def require_recording(path: Path | str) -> None:
     packed = start.startswith((b"\x1f\x8b", b"PK", b"BZh", b"\xfd7zXZ")) or b"ustar" in start[257:]
     text = start.removeprefix(codecs.BOM_UTF8).lstrip()[:1] in (b"{", b"[")
     if not (packed or text or path.name in DATABASE_FILES):
+        begins = f"begins with {start[:8]!r}" if start else "is empty (0 bytes)"
         raise InputError(
-            f"{path} is no recording: it begins with {start[:8]!r}, expected the JSON of a trace, "
+            f"{path} is no recording: it {begins}, expected the JSON of a trace, "
             "packed or not, or an archive of traces"
         )
 

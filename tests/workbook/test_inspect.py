@@ -12,9 +12,10 @@ import pytest
 from databases import NAMES, expected_of, folder_of
 from recordings import SEVERAL, TRACES, expected, recording
 
+from dlrm_core.errors import InputError
 from dlrm_workbook.analysis.inspect import describe, inspect
 from dlrm_workbook.cli import main
-from dlrm_workbook.recordings.open import open_recording
+from dlrm_workbook.recordings.open import open_recording, require_recording
 from dlrm_workbook.samples import SAMPLE
 
 COUNTS = {
@@ -140,3 +141,16 @@ def test_what_is_no_recording_is_one_sentence(
     assert main(["inspect", str(path)]) == 2
     said = capsys.readouterr().err
     assert "odd.bin" in said and "Traceback" not in said and len(said.splitlines()) == 1
+
+
+@pytest.mark.parametrize(("content", "begins"), [(b"x", "begins with b'x'"), (b"", "is empty")])
+def test_both_commands_refuse_it_in_the_same_words(
+    content: bytes, begins: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "trace.json"
+    file.write_bytes(content)
+    with pytest.raises(InputError, match=re.escape(f"{file} is no recording: it {begins}")) as one:
+        open_recording(file)
+    with pytest.raises(InputError) as other:
+        require_recording(file)
+    assert str(one.value) == str(other.value)
