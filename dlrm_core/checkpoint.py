@@ -94,10 +94,10 @@ class Checkpoint:
         """
         saved = self.shapes(file)
         for name in sorted(saved.keys() - targets.keys()):
-            raise InputError(f"{self.folder / file}: holds {name}, which this run does not have")
+            raise InputError(f"{self.folder / file} holds {name}, which this run does not have")
         for name, target in targets.items():
             if name not in saved:
-                raise InputError(f"{self.folder / file}: does not hold {name}, which this run has")
+                raise InputError(f"{self.folder / file} does not hold {name}, which this run has")
             if saved[name] != tuple(target.shape):
                 raise InputError(
                     f"{self.folder / file}: {name} is {_by(saved[name])}, but this run's is "
@@ -242,7 +242,7 @@ def find_checkpoint(given: str, folder: Path | None = None) -> Path:
         return place
     steps = steps_in(place)
     if not steps:
-        raise InputError(f"{place}: holds no checkpoint (no {MANIFEST}, no step-NNNNNNNN)")
+        raise InputError(f"{place} holds no checkpoint (no {MANIFEST}, no step-NNNNNNNN)")
     return place / f"step-{steps[-1]:08d}"
 
 
@@ -255,16 +255,16 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     path = folder / MANIFEST
     manifest = read_json(path)
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise InputError(f"{path}: is no checkpoint of {FORMAT}")
+        raise InputError(f"{path} is no checkpoint of {FORMAT}")
     version = manifest.get("version")
     if not isinstance(version, int) or not 1 <= version <= VERSION:
         raise InputError(
-            f"{path}: has version {shown(version)}, this program reads versions up to {VERSION}"
+            f"{path} has version {shown(version)}, this program reads versions up to {VERSION}"
         )
     digest = manifest.pop("sha256", "")
     if digest != (found := _digest(manifest)):
         raise InputError(
-            f"{path}: has checksum {found[:16]}…, but {called(digest)[:16]}… was written: the file "
+            f"{path} has checksum {found[:16]}…, but {called(digest)[:16]}… was written: the file "
             "is corrupted"
         )
     checkpoint = _checked(folder, manifest)

@@ -805,7 +805,7 @@ def _absolute(folder: str, where: str) -> str:
 def _read_sections(path: Path) -> dict[str, Any]:
     text = read_text(path, MOST_BYTES)
     if not text:
-        raise InputError(f"{path}: is empty, 0 bytes; a file of defaults only holds {{}}")
+        raise InputError(f"{path}: the file is empty (0 bytes); a file of defaults only holds {{}}")
     try:
         tree = read_yaml(text)
     except InputError as error:
@@ -814,7 +814,7 @@ def _read_sections(path: Path) -> dict[str, Any]:
         tree = {}
     if not isinstance(tree, dict):
         raise InputError(
-            f"{path}: is {shown(tree)}, expected the sections title, {', '.join(SECTIONS)}"
+            f"{path} is {shown(tree)}, expected the sections title, {', '.join(SECTIONS)}"
         )
     return tree
 
@@ -908,7 +908,7 @@ def _override(tree: dict[str, Any], override: str) -> None:
     try:
         value = read_yaml(text)
     except InputError as error:
-        raise InputError(f"-p {override}: the value {error}") from None
+        raise InputError(f"-p {override}: {error}") from None
     if section == "sweep":
         # the leaves are those of other sections; dlrm_workbook/studies/sweep/plan.py checks them
         if not dot:

@@ -66,7 +66,7 @@ def engine(name: str) -> Any:
     found = find_engine(name)
     if found is None:
         raise MissingToolError(
-            f"{ENGINES[name][1]}: needs the package {PACKAGE} (the engine {name!r}), which is not "
+            f"{ENGINES[name][1]} needs the package {PACKAGE} (the engine {name!r}), which is not "
             "installed beside dlrm_core; leave the parameter out, or install the whole project"
         )
     return found

@@ -99,7 +99,7 @@ def read_spec(path: Path) -> FeatureSpec:
         file = path / FILE_NAME if path.is_dir() else path
         is_there = file.exists()
     except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror}") from None
+        raise InputError(f"{path} cannot be read: {error.strerror}") from None
     if not is_there:
         raise InputError(
             f"{file}: no such file; a split_binary data set has one (make a data set with "

@@ -54,7 +54,7 @@ def whole_file(path: Path) -> Iterator[IO[bytes]]:
         make_folder(path.parent)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     except OSError as error:
-        raise InputError(f"{path}: cannot be written: {error.strerror}") from None
+        raise InputError(f"{path} cannot be written: {error.strerror}") from None
     try:
         with os.fdopen(handle, "wb") as file:
             yield file
@@ -70,7 +70,7 @@ def whole_file(path: Path) -> Iterator[IO[bytes]]:
         with contextlib.suppress(OSError):
             Path(name).unlink()
         if isinstance(error, OSError) and error.errno in DISK_TROUBLE:
-            raise InputError(f"{path}: cannot be written: {error.strerror}") from None
+            raise InputError(f"{path} cannot be written: {error.strerror}") from None
         raise
 
 
@@ -173,12 +173,12 @@ def open_binary(path: Path) -> Iterator[IO[bytes]]:
         raise InputError(f"{path}: no such file") from None
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
-        raise InputError(f"{path}: cannot be read: {why}") from None
+        raise InputError(f"{path} cannot be read: {why}") from None
     mode = os.fstat(handle).st_mode
     if not stat.S_ISREG(mode):
         os.close(handle)
         what = "a folder" if stat.S_ISDIR(mode) else "no regular file"
-        raise InputError(f"{path}: cannot be read: it is {what}")
+        raise InputError(f"{path} cannot be read: it is {what}")
     with os.fdopen(handle, "rb") as file:
         yield file
 
@@ -196,16 +196,16 @@ def read_text(path: Path, most_bytes: int) -> str:
         try:
             data = file.read(most_bytes + 1)
         except OSError as error:
-            raise InputError(f"{path}: cannot be read: {error.strerror}") from None
+            raise InputError(f"{path} cannot be read: {error.strerror}") from None
         if len(data) > most_bytes:
             size = max(os.fstat(file.fileno()).st_size, len(data))
             raise InputError(
-                f"{path}: is not read: it has {size:,} bytes, expected at most {most_bytes:,}"
+                f"{path} is not read: it has {size:,} bytes, expected at most {most_bytes:,}"
             )
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise InputError(f"{path}: cannot be read as text: {error}") from None
+        raise InputError(f"{path} cannot be read as text: {error}") from None
 
 
 MOST_JSON = 256 << 20
@@ -221,11 +221,11 @@ def read_json(path: Path) -> Any:
     try:
         return json.loads(read_text(path, MOST_JSON))
     except RecursionError:
-        raise InputError(f"{path}: cannot be read as JSON: it is nested too deeply") from None
+        raise InputError(f"{path} cannot be read as JSON: it is nested too deeply") from None
     except InputError:
         raise
     except ValueError as error:
-        raise InputError(f"{path}: cannot be read as JSON: {error}") from None
+        raise InputError(f"{path} cannot be read as JSON: {error}") from None
 
 
 def plain(value: Any) -> Any:
@@ -304,7 +304,7 @@ class JsonLines:
         try:
             yield
         except OSError as error:
-            raise InputError(f"{self._path}: cannot be written: {error.strerror}") from None
+            raise InputError(f"{self._path} cannot be written: {error.strerror}") from None
 
     def __enter__(self) -> JsonLines:
         return self

@@ -278,7 +278,7 @@ def require_same_run(parameters: Parameters, checkpoint: Checkpoint) -> None:
 
 def _refuse(checkpoint: Checkpoint, name: str, before: Any, now: Any) -> None:
     raise InputError(
-        f"{checkpoint.folder}: was written with {name} = {_shown(before)}, but this run has "
+        f"{checkpoint.folder} was written with {name} = {_shown(before)}, but this run has "
         f"{_shown(now)}; to go on they must be the same"
     )
 

@@ -267,7 +267,7 @@ class _Loader(_SafeLoader):
         super().flatten_mapping(node)
         # merges of merges multiply
         if len(node.value) > MOST_VALUES:
-            raise InputError(f"is not read: a mapping merges more than {MOST_VALUES:,} keys")
+            raise InputError(f"a mapping merges more than {MOST_VALUES:,} keys")
 
 
 def _check_size(text: str) -> None:
@@ -283,9 +283,9 @@ def _check_size(text: str) -> None:
         elif isinstance(event, yaml.CollectionEndEvent):
             depth -= 1
         if depth > MOST_DEPTH:
-            raise InputError(f"is not read: it is nested more than {MOST_DEPTH} levels deep")
+            raise InputError(f"it is nested more than {MOST_DEPTH} levels deep")
         if number > MOST_VALUES:
-            raise InputError(f"is not read: it holds more than {MOST_VALUES:,} values")
+            raise InputError(f"it holds more than {MOST_VALUES:,} values")
 
 
 def read_yaml(text: str) -> Any:
@@ -293,7 +293,7 @@ def read_yaml(text: str) -> Any:
 
     Raises:
         InputError: it is not YAML, holds more than data, or gives a key twice. The
-            sentence continues one that names the file or the option.
+            sentence follows a colon behind the name of the file or the option.
     """
     try:
         _check_size(text)
@@ -303,4 +303,4 @@ def read_yaml(text: str) -> Any:
     except _REFUSALS as error:
         why = " ".join(str(error).split()).replace('in "<unicode string>", ', "in ")
         why = why if len(why) <= MOST_REASON else why[:MOST_REASON] + "..."
-        raise InputError(f"is not valid YAML: {why}") from None
+        raise InputError(f"this is not valid YAML: {why}") from None

@@ -122,16 +122,16 @@ def check_file(path: Path, record: Mapping[str, Any]) -> bytes:
         InputError: they are not; naming the file and both numbers.
     """
     if not path.exists():
-        raise InputError(f"{path}: is missing; the checkpoint is not whole")
+        raise InputError(f"{path} is missing; the checkpoint is not whole")
     with open_binary(path) as file:
         size = os.fstat(file.fileno()).st_size
         try:
             header = file.read(record["header_bytes"])
         except OSError as error:
-            raise InputError(f"{path}: cannot be read: {error.strerror}") from None
+            raise InputError(f"{path} cannot be read: {error.strerror}") from None
     if size != record["bytes"]:
         raise InputError(
-            f"{path}: holds {size:,} bytes, but {record['bytes']:,} were written: it is "
+            f"{path} holds {size:,} bytes, but {record['bytes']:,} were written: it is "
             f"{'cut short' if size < record['bytes'] else 'not the same file'}"
         )
     found = zlib.crc32(header)
@@ -222,7 +222,7 @@ class _Stored:
             while into:
                 count = file.readinto(into)
                 if not count:
-                    raise InputError(f"{self._path}: ends within {self._name}: it is cut short")
+                    raise InputError(f"{self._path} ends within {self._name}: it is cut short")
                 into = into[count:]
         return piece
 
@@ -269,7 +269,7 @@ def _stored(path: Path, record: Mapping[str, Any]) -> dict[str, _Stored]:
         place += stored[name].bytes
     if header != _header(stored) or record["bytes"] != len(header) + place:
         raise InputError(
-            f"{path}: does not hold the tensors, types and shapes that {path.parent.name} records "
+            f"{path} does not hold the tensors, types and shapes that {path.parent.name} records "
             "of it: it was written by something else"
         )
     return stored

@@ -63,7 +63,7 @@ def read_change(options: Iterable[str]) -> dict[str, Any]:
         try:
             value = read_yaml(text)
         except InputError as error:
-            raise InputError(f"-p {option}: the value {error}") from None
+            raise InputError(f"-p {option}: {error}") from None
         if leaf:
             change |= flat_change({leaf: value}, f"-p {option}")
         elif isinstance(value, Mapping):

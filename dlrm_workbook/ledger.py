@@ -86,7 +86,7 @@ class Ledger:
                 places = self._places_in(before)
             except (KeyError, TypeError, ValueError, AttributeError):
                 raise InputError(
-                    f"{path}: is no document that can be gone on with; {advice}"
+                    f"{path} is no document that can be gone on with; {advice}"
                 ) from None
             require_same(str(path), begun, work(document), advice)
             self.document, self._places = before, places
@@ -139,7 +139,7 @@ def read_document(path: Path, what: str, **expected: Any) -> dict[str, Any]:
     document = read_json(path)
     if not isinstance(document, dict) or any(document.get(k) != v for k, v in expected.items()):
         wanted = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in expected.items())
-        raise InputError(f"{path}: is no {what} of this version ({wanted})")
+        raise InputError(f"{path} is no {what} of this version ({wanted})")
     return document
 
 
@@ -164,7 +164,7 @@ def require_same(where: str, begun: Mapping[str, Any], now: Mapping[str, Any], a
         said = f"was begun with {name} {_short(was)}, which is not given now"
     else:
         said = f"was begun with {name} {_short(was)}, but now it is {_short(wanted)}"
-    raise InputError(f"{where}: {said}; {advice}")
+    raise InputError(f"{where} {said}; {advice}")
 
 
 def _first_difference(begun: Any, now: Any, name: str = "") -> tuple[str, Any, Any] | None:

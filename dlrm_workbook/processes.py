@@ -298,7 +298,7 @@ def run_child(
         watch.join()
         if watch.log_error is not None:
             raise MeasurementError(
-                f"{stage}: was ended: its output cannot be kept in {stdout}: "
+                f"{stage} was ended: its output cannot be kept in {stdout}: "
                 f"{watch.log_error.strerror}"
             )
         code = process.returncode
@@ -639,5 +639,5 @@ def only_process(folder: Path) -> Iterator[None]:
     Raises:
         InputError: another process is.
     """
-    with locked(folder / ".lock", f"{folder}: is being run by another process"):
+    with locked(folder / ".lock", f"{folder} is being run by another process"):
         yield

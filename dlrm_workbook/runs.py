@@ -122,7 +122,7 @@ class RunFolder:
         """
         handle = os.open(self.path, os.O_RDONLY)
         try:
-            lock_or_refuse(handle, f"{self.path}: is being run by another process")
+            lock_or_refuse(handle, f"{self.path} is being run by another process")
         except InputError:
             os.close(handle)
             raise
@@ -330,9 +330,9 @@ def command_new(arguments: Any) -> int:
     """
     target = Path(arguments.folder).expanduser().absolute()
     if target.exists() and not target.is_dir():
-        raise InputError(f"{target}: is no folder")
+        raise InputError(f"{target} is no folder")
     if target.is_dir() and any(target.iterdir()):
-        raise InputError(f"{target}: is not empty; dlrm new writes only into a new folder")
+        raise InputError(f"{target} is not empty; dlrm new writes only into a new folder")
     for source, suffix in ((PRESETS, ".yaml"), (SHIPPED, ".ipynb")):
         name = "parameters" if source == PRESETS else "notebooks"
         with whole_folder(target / name, "folder") as part:

@@ -151,11 +151,22 @@ def open_page(url: str, *allowed: str, **settings: Any) -> Iterator[tuple[Any, S
         )
         page.on("pageerror", lambda error: seen.console_errors.append(str(error)))
         context.route("**/*", decide)
+        page.add_init_script(RESERVE)
         try:
             page.goto(url)
             yield page, seen
         finally:
             context.close()
+
+
+# What a page keeps free for each figure before it is drawn, and what a drawn one takes.
+RESERVE = """document.addEventListener("DOMContentLoaded", () => {
+  window.reserved = [...document.querySelectorAll("figure .plot")]
+    .map((place) => parseFloat(place.style.minHeight));
+});"""
+GROWN = """() => [...document.querySelectorAll("figure .plot")]
+  .map((place, at) => [at, window.reserved[at], place.offsetHeight])
+  .filter(([, kept, taken]) => !(Math.abs(taken - kept) <= 2))"""
 
 
 def wait_for_marks(page: Any, figures: int, timeout_s: float = 30.0) -> None:
@@ -186,6 +197,8 @@ def check_drawn(page: Any, seen: Seen, figures: int | None = None) -> None:
     if figures is not None:
         assert expected == figures
     wait_for_marks(page, expected)
+    grown = page.evaluate(GROWN)
+    assert grown == [], f"drawing figures of {page.url} moved what is below: {grown}"
     overflow = page.evaluate(
         "() => document.documentElement.scrollWidth - document.documentElement.clientWidth"
     )

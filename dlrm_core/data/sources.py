@@ -205,7 +205,7 @@ def open_source(path: str | Path, format: str, split: str) -> Source:
         return _column_files(path, format, split, _deepspark_files(path, split), {})
     spec = read_spec(path)
     if split not in spec.splits:
-        raise InputError(f"{path}: has no split {split!r}, but {', '.join(spec.splits)}")
+        raise InputError(f"{path} has no split {split!r}, but {', '.join(spec.splits)}")
     return _column_files(path, format, split, spec.splits[split], spec.metadata)
 
 
@@ -218,7 +218,7 @@ def _deepspark_files(path: Path, split: str) -> SplitFiles:
     numbers = sorted(int(match[1]) for match in found if match)
     if numbers != list(range(len(numbers))) or not numbers:
         raise InputError(
-            f"{folder}: has the tables {numbers}, expected cat_0.bin, cat_1.bin, ... without gaps"
+            f"{folder} has the tables {numbers}, expected cat_0.bin, cat_1.bin, ... without gaps"
         )
     label = ColumnFile(folder / "label.bin", ("label",), np.dtype("<f4"))
     tables = tuple(
@@ -230,7 +230,7 @@ def _deepspark_files(path: Path, split: str) -> SplitFiles:
     samples, size = _file_size(label.path) // 4, _file_size(dense)
     if not samples or size % (4 * samples):
         raise InputError(
-            f"{dense}: has {size} bytes, expected a multiple of {4 * samples} (float32, "
+            f"{dense} has {size} bytes, expected a multiple of {4 * samples} (float32, "
             f"{samples} samples in {label.path.name})"
         )
     names = tuple(f"num_{i}" for i in range(size // (4 * samples)))
@@ -241,7 +241,7 @@ def _file_size(path: Path) -> int:
     try:
         return path.stat().st_size
     except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror}") from None
+        raise InputError(f"{path} cannot be read: {error.strerror}") from None
 
 
 def _sample_count(files: Sequence[ColumnFile]) -> int:
@@ -255,7 +255,7 @@ def _sample_count(files: Sequence[ColumnFile]) -> int:
         size = _file_size(file.path)
         if size % file.row_bytes:
             raise InputError(
-                f"{file.path}: has {size} bytes, expected a multiple of {file.row_bytes} "
+                f"{file.path} has {size} bytes, expected a multiple of {file.row_bytes} "
                 f"({len(file.features)} x {file.dtype} a sample): cut short, or of another type"
             )
         counts.append(size // file.row_bytes)
@@ -265,7 +265,7 @@ def _sample_count(files: Sequence[ColumnFile]) -> int:
             usual = max(set(counts), key=counts.count)
             odd, found = (files[0], counts[0]) if count == usual else (file, count)
             raise InputError(
-                f"{odd.path}: has {found} samples ({_file_size(odd.path)} bytes), but the other "
+                f"{odd.path} has {found} samples ({_file_size(odd.path)} bytes), but the other "
                 f"files of the split have {usual} ({usual * odd.row_bytes} bytes)"
             )
     return counts[0]

@@ -185,7 +185,7 @@ def speedscope(ranks: dict[int, Profile], name: str) -> dict[str, Any]:
                 }
             )
     if not profiles:
-        raise InputError(f"{name}: holds no times: {missing_reason(profile, TIMES, 'none')}")
+        raise InputError(f"{name} holds no times: {missing_reason(profile, TIMES, 'none')}")
     shared = {"frames": frames}
     return {"$schema": SPEEDSCOPE, "name": name, "shared": shared, "profiles": profiles}
 
@@ -226,7 +226,7 @@ def _as_text(file: Any, write: Writer, ranks: dict[int, Profile], name: str) -> 
 def _write_perfetto(file: IO[str], ranks: dict[int, Profile], name: str) -> None:
     if all(profile.trace.empty for profile in ranks.values()):
         why = missing_reason(next(iter(ranks.values())), ("trace",), "it has no order of events")
-        raise InputError(f"{name}: holds no timeline ({why}); --to speedscope needs none")
+        raise InputError(f"{name} holds no timeline ({why}); --to speedscope needs none")
     file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
     before = ""
     for event in perfetto(ranks):

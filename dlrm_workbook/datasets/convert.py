@@ -116,7 +116,7 @@ def convert(request: Conversion, target: Path) -> Converted:
     first = parts[0].split
     if request.after == "terabyte" and _shape(first) != (TERABYTE_DENSE, TERABYTE_TABLES):
         raise InputError(
-            f"{request.path}: has {first.dense_features} numerical and {len(first.table_rows)} "
+            f"{request.path} has {first.dense_features} numerical and {len(first.table_rows)} "
             f"categorical features, but terabyte holds {TERABYTE_DENSE} and {TERABYTE_TABLES}"
         )
     asked = dataclasses.asdict(request) | {"path": str(request.path.absolute())}
@@ -151,7 +151,7 @@ def _parts(request: Conversion) -> list[Part]:
         if request.before != "parquet" or not path.exists():
             open_source(path, request.before.replace("parquet", "terabyte"), "train")
         raise InputError(
-            f"{path}: holds no split in the layout {request.before}, expected "
+            f"{path} holds no split in the layout {request.before}, expected "
             "train.parquet or a folder 'train' of such files"
         )
     if request.halve_test and ("val" in names or "test" not in names):
@@ -204,7 +204,7 @@ def _origin(request: Conversion, parts: list[Part]) -> tuple[Path, FeatureSpec] 
     shape = (spec.dense_features, len(spec.table_rows))
     if shape != _shape(parts[0].split):
         raise InputError(
-            f"{file}: has {shape[0]} numerical and {shape[1]} categorical features, but the data "
+            f"{file} has {shape[0]} numerical and {shape[1]} categorical features, but the data "
             f"set has {parts[0].split.dense_features} and {len(parts[0].split.table_rows)}"
         )
     return file, spec

@@ -241,7 +241,7 @@ def _parse(request: Request, place: Workplace) -> None:
         files.finish(done)
     if not done["rows"]:
         place.done = {}  # nothing to go on with
-        raise InputError(f"{request.inputs[0]}: has no lines")
+        raise InputError(f"{request.inputs[0]} has no lines")
     place.note(done | {"parsed": True})
 
 
@@ -338,7 +338,7 @@ def read_pieces(request: Request, done: dict[str, Any]) -> Iterator[Piece]:
                     yield Piece(number, line, row, rows, text, offset)
                     row, line = row + rows, line + rows
         except (OSError, EOFError) as error:
-            raise InputError(f"{path}: cannot be read: {error}") from None
+            raise InputError(f"{path} cannot be read: {error}") from None
         line, offset = 1, 0
 
 
@@ -393,7 +393,7 @@ def _refuse_line(piece: Piece, path: Path, kind: int, row: int, number: int) -> 
     fields = line.count(b"\t") + 1
     if kind in (FEW_FIELDS, MANY_FIELDS) or fields != len(FIELDS):
         hint = " (a test file without labels?)" if fields == len(FIELDS) - 1 else ""
-        raise InputError(f"{where}: has {fields} fields, expected {len(FIELDS)}{hint}")
+        raise InputError(f"{where} has {fields} fields, expected {len(FIELDS)}{hint}")
     wanted = {
         BAD_LABEL: "0 or 1",
         BAD_INTEGER: "a whole number of 32 bits, or nothing",

@@ -87,10 +87,10 @@ def detect(path: Path) -> str:
         return "terabyte"
     if (path / "train" / "label.bin").exists():
         raise InputError(
-            f"{path}: has no {FILE_NAME}, and the same file names are used with other types: say "
+            f"{path} has no {FILE_NAME}, and the same file names are used with other types: say "
             "--format deepspark_dist (int32 and float32) if it is DeepSpark's"
         )
-    raise InputError(f"{path}: holds no data set of the formats {', '.join(FORMATS)}")
+    raise InputError(f"{path} holds no data set of the formats {', '.join(FORMATS)}")
 
 
 def _unfinished(path: Path) -> dict[str, Any]:
@@ -255,7 +255,7 @@ def _text(path: Path) -> dict[str, Any]:
         low = np.minimum(low, np.where(empty, np.iinfo(np.int64).max, wide).min(0))
         high = np.maximum(high, np.where(empty, np.iinfo(np.int64).min, wide).max(0))
     if not rows and not problems:
-        problems.append(f"{path}: has no lines")
+        problems.append(f"{path} has no lines")
     fields = [
         {
             "feature": name,

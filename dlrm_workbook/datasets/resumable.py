@@ -82,7 +82,7 @@ def workplace(target: Path, request: dict[str, Any], command: str) -> Iterator[W
     try:
         make_folder(folder)
     except OSError as error:
-        raise InputError(f"{folder}: cannot be made: {error.strerror}") from None
+        raise InputError(f"{folder} cannot be made: {error.strerror}") from None
     lock = os.open(folder, os.O_RDONLY)
     try:
         lock_or_refuse(lock, f"{folder}: another process is writing it")

@@ -145,7 +145,7 @@ class ParquetSplit:
         path, first = self._files[0]
         for file, other in self._files[1:]:
             if not other.schema_arrow.equals(first.schema_arrow):
-                raise InputError(f"{file}: has other columns or types than {path}")
+                raise InputError(f"{file} has other columns or types than {path}")
         schema = first.schema_arrow
         self._label, self._dense, self._tables = _columns(path, schema.names)
         for names, kinds, expected in (
@@ -211,7 +211,7 @@ class ParquetSplit:
             column = batch.column(name)
             if column.null_count:
                 row = start + column.is_null().to_pylist().index(True)
-                raise InputError(f"{path}: sample {row}, feature {name}: is empty")
+                raise InputError(f"{path}: sample {row}, feature {name} is empty")
             return column.to_numpy(zero_copy_only=False)
 
         labels = values(self._label)
@@ -247,7 +247,7 @@ def _open(file: Path) -> Any:
 def _unreadable(file: Path, error: Exception) -> NoReturn:
     # pyarrow's ArrowInvalid is a ValueError
     reason = (str(error).splitlines() or ["no reason given"])[0][:200]
-    raise InputError(f"{file}: cannot be read as Parquet: {reason}") from None
+    raise InputError(f"{file} cannot be read as Parquet: {reason}") from None
 
 
 def _type(kind: Any) -> np.dtype | None:
@@ -273,14 +273,14 @@ def _columns(file: Path, names: Sequence[str]) -> tuple[str, list[str], list[str
         }
         if sorted(numbered) != list(range(len(numbered))):
             raise InputError(
-                f"{file}: has the columns {', '.join(numbered.values())[:200]}, expected "
+                f"{file} has the columns {', '.join(numbered.values())[:200]}, expected "
                 f"{prefixes.split('|')[0]}_0, _1, ... without gaps"
             )
         found[prefixes] = [numbered[i] for i in range(len(numbered))]
     dense, tables = found["num|int"], found["cat"]
     if "label" not in names or not tables or len(names) != 1 + len(dense) + len(tables):
         raise InputError(
-            f"{file}: has the columns {', '.join(names)[:200]}, expected label, num_0 ... and "
+            f"{file} has the columns {', '.join(names)[:200]}, expected label, num_0 ... and "
             f"cat_0 ..., or _c0 to _c{TERABYTE_COLUMNS - 1}"
         )
     return "label", dense, tables

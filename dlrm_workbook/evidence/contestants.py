@@ -140,7 +140,7 @@ def run_ours(parameters: Parameters, iterations: int, threads: int) -> Run:
 def require_peer(peer: Path) -> None:
     """Refuse a folder that is no facebookresearch/dlrm checkout (InputError)."""
     if not (peer / "dlrm_s_pytorch.py").is_file():
-        raise InputError(f"{peer}: is no facebookresearch/dlrm checkout (no dlrm_s_pytorch.py)")
+        raise InputError(f"{peer} is no facebookresearch/dlrm checkout (no dlrm_s_pytorch.py)")
 
 
 PEER_LINE = re.compile(rb"it (\d+)/\d+ of epoch 0, ([\d.]+) ms/it, loss ([\d.]+)")

@@ -149,7 +149,7 @@ def require_recording(path: Path | str) -> None:
     text = start.removeprefix(codecs.BOM_UTF8).lstrip()[:1] in (b"{", b"[")
     if not (packed or text or path.name in DATABASE_FILES):
         raise InputError(
-            f"{path}: is no recording: it begins with {start[:8]!r}, expected the JSON of a trace, "
+            f"{path} is no recording: it begins with {start[:8]!r}, expected the JSON of a trace, "
             "packed or not, or an archive of traces"
         )
 
@@ -166,7 +166,7 @@ def _traces_in(folder: Path) -> list[Path]:
     if measured is not None:
         database = measured.with_suffix(".database")
         raise InputError(
-            f"{folder}: holds measurements of hpcrun, not a database: run `"
+            f"{folder} holds measurements of hpcrun, not a database: run `"
             f"{shlex.join(['hpcprof', '-o', str(database), str(measured)])}` and give {database}"
         )
     files = sorted(file for file in held if _may_be_trace(file.name) and file.is_file())
@@ -174,7 +174,7 @@ def _traces_in(folder: Path) -> list[Path]:
         files = [file for file in files if file.parent != folder]
     if not files:
         raise InputError(
-            f"{folder}: holds no profile; expected a run folder of the profile notebook, a folder "
+            f"{folder} holds no profile; expected a run folder of the profile notebook, a folder "
             "that dlrm record wrote, an HPCToolkit database, or traces of torch.profiler"
         )
     return files
@@ -333,7 +333,7 @@ def _several(path: Path, members: Iterator[_Member], parts: Mapping[str, str] | 
         worlds.add(events.distributed["world_size"])
         found[rank] = member.name, profile_of(events, parts)
     if not found:
-        raise InputError(f"{path}: holds no trace of torch.profiler")
+        raise InputError(f"{path} holds no trace of torch.profiler")
     cautions = []
     if others:
         listed = ", ".join(others[:5]) + (", ..." if len(others) > 5 else "")

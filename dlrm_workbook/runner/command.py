@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from dlrm_workbook.analysis.verdict import compare_command
 from dlrm_workbook.ledger import require_same
 from dlrm_workbook.processes import only_process
 from dlrm_workbook.runner.parameters import explained_options, split_overrides
+from dlrm_workbook.runner.progress import columns
 from dlrm_workbook.runner.run import CHAIN, Plan, RunError, closed_by_signals, run_notebooks
 from dlrm_workbook.runner.summary import plain_text
 from dlrm_workbook.runs import DEFAULT_OUTPUT_ROOT, RunFolder, claim_run_folder, named_run
@@ -61,13 +63,20 @@ def command_run(arguments: Any) -> int:
         print(f"dlrm run: {error}", file=sys.stderr)
         print(error.folder.path, flush=True)
         return error.code
-    print(closing_words(folder.path), file=sys.stderr)
+    print(closing_words(folder.path, columns(sys.stderr)), file=sys.stderr)
     print(folder.path, flush=True)
     return 0
 
 
-def closing_words(folder: Path) -> str:
-    """What a run found, where its page is and what to type next, as far as there is any."""
+def closing_words(folder: Path, width: int) -> str:
+    """What a run found, where its page is and what to type next, as far as there is any.
+
+    Sentences are wrapped at ``width`` letters; a link and a command stay on a line each.
+    """
+
+    def prose(text: str) -> str:
+        return textwrap.fill(text, width - 1, break_long_words=False, break_on_hyphens=False)
+
     lines = []
     record = read_json(folder / "run.json")
     notebook = record["notebook"]
@@ -75,9 +84,9 @@ def closing_words(folder: Path) -> str:
     found = read_json(said) if said.is_file() else {}
     quality = found.get("quality") or {}
     if quality and quality["level"] != "green":
-        lines += ["", f"Quality of these figures (more on the page): {quality['sentence']}"]
+        lines += ["", prose(f"Quality of these figures (more on the page): {quality['sentence']}")]
     if found.get("headline"):
-        lines += ["", plain_text(found["headline"]), ""]
+        lines += ["", prose(plain_text(found["headline"])), ""]
     lines.append(f"Page: {(folder / f'{notebook}.html').as_uri()}")
     change = next((each["change"] for each in found.get("findings", []) if each["change"]), None)
     given = explained_options(record, folder)
@@ -123,10 +132,10 @@ def unfinished_record(folder: Path, notebook: str, given: Mapping[str, Any]) -> 
     """
     made = RESUMABLE[notebook]
     if not (folder / "run.json").is_file():
-        raise InputError(f"{folder}: is no run folder (it has no run.json)")
+        raise InputError(f"{folder} is no run folder (it has no run.json)")
     record = read_json(folder / "run.json")
     if not isinstance(record, dict) or record.get("notebook") != notebook:
-        raise InputError(f"{folder}: is no run of {notebook}")
+        raise InputError(f"{folder} is no run of {notebook}")
     if record.get("status") == "finished":
         raise InputError(f"{folder}: this {made} has finished; start another")
     advice = f"a {made} is resumed with the parameters it began with"

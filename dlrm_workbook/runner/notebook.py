@@ -102,7 +102,7 @@ def start(
     try:
         given.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError(f"output_folder {given}: cannot be made: {error.strerror}") from None
+        raise InputError(f"output_folder {given} cannot be made: {error.strerror}") from None
     return NotebookRun(parameters, given, root)
 
 

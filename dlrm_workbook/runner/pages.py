@@ -100,7 +100,6 @@ COMPILED_TRACES = {"parcoords", "scattergl", "scatterpolargl", "splom"}
 """Traces for which plotly.js compiles WebGL code from strings, so that the page must allow it."""
 PLOTLY_SHEET = re.compile(r"""\.id="[0-9a-f]{64}",\w+\.textContent='([^'\\]*)'""")
 """A style sheet within plotly.js, which it adds to a page as it is: that of its maps."""
-DEFAULT_HEIGHT = 450  # plotly.js's own, in pixels
 MOST_IMAGE = 32 << 20
 """Bytes of the largest image beside a notebook that its page embeds."""
 ABSENT = re.compile(r"\*?Not measured\b")
@@ -381,7 +380,6 @@ class _Page:
             label=label,
             image=image_html("image/svg+xml", svg, label) if svg else Markup(""),
             title=unescape(plain) or f"Figure {self.figures}",
-            height=int(layout.get("height") or DEFAULT_HEIGHT),
         )
 
     def _quality(self, said: Mapping[str, Any]) -> Output | None:

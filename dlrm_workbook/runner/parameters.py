@@ -59,7 +59,7 @@ def read_notebook(path: Path) -> Any:
         return nbformat.read(path, as_version=4)
     except (OSError, ValueError, nbformat.ValidationError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise InputError(f"{path}: is not a notebook: {reason}") from None
+        raise InputError(f"{path} is not a notebook: {reason}") from None
 
 
 def write_notebook(notebook: Any, path: Path) -> None:
@@ -97,7 +97,7 @@ def declared_parameters(notebook: Path) -> dict[str, dict[str, Any]]:
 
     node = read_notebook(notebook)
     if not any("parameters" in cell.metadata.get("tags", []) for cell in node.cells):
-        raise InputError(f"{notebook}: has no cell tagged 'parameters', so it takes none")
+        raise InputError(f"{notebook} has no cell tagged 'parameters', so it takes none")
     with quiet_papermill():
         found: dict[str, dict[str, Any]] = papermill.inspect_notebook(str(notebook))
     return found
@@ -220,7 +220,7 @@ def _typed(key: str, text: str, declaration: Mapping[str, Any]) -> Any:
     try:
         value = read_yaml(text)
     except InputError as error:
-        raise InputError(f"-p {key}={text}: the value {error}") from None
+        raise InputError(f"-p {key}={text}: {error}") from None
     if kind == "float" and type(value) is int:
         value = float(value)
     expected = {"int": int, "float": float, "bool": bool, "list": list, "dict": dict}

@@ -26,10 +26,16 @@ PLAIN_SECONDS = 30.0
 """Time between two lines about one thing where nobody watches a terminal."""
 
 PLAIN_COLUMNS = 80
+"""Of a log, which nobody can make wider."""
 
 LEAST_SECONDS = 3.0
 LEAST_COUNT = 2
 """No time left is guessed before so long, and before so many are done."""
+
+
+def columns(to: TextIO) -> int:
+    """How many letters a line may have there: the terminal's width, or a log's."""
+    return shutil.get_terminal_size().columns if to.isatty() else PLAIN_COLUMNS
 
 
 class ProgressLine:
@@ -91,7 +97,7 @@ class ProgressLine:
 
     def show(self) -> None:
         """Write what goes on now, as far as it is news."""
-        width = (shutil.get_terminal_size().columns if self._live else PLAIN_COLUMNS) - 1
+        width = columns(self._to) - 1
         what, line = self._line(self._state(), time.time(), width)
         with self._lock:
             if self._live:

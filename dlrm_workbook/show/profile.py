@@ -29,7 +29,7 @@ from dlrm_workbook.analysis.sentences import FENCE, in_markdown
 from dlrm_workbook.analysis.verdict import compare_command
 from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.recordings.torch import RECORDED_PASS
-from dlrm_workbook.show.tables import MOST_BOUND, Text, absent, listed
+from dlrm_workbook.show.tables import MOST_BOUND, NO_GAIN, Text, absent, listed
 from dlrm_workbook.show.theme import rows_of
 
 
@@ -162,7 +162,7 @@ def findings_text(
                 before = finding.predicted_speedup["mid"]
                 said += f" Parts timed alone had predicted {ratio(before, figures=2)}."
             lines.append(said)
-        elif finding.predicted_speedup.get("high", 1.0) > 1.0:
+        elif finding.predicted_speedup.get("high", 1.0) > NO_GAIN:
             lines.append(f"**Predicted.** {_gain(finding.predicted_speedup)}")
         blocks.append("\n\n".join(lines))
     if found and recording is not None and not any(finding.change for finding in found):

@@ -416,6 +416,9 @@ def measure(value: Any, unit: str = "") -> str:
     return known[unit](value) if unit in known else f"{digits(value)} {unit}"
 
 
+NO_GAIN = 1.005
+"""Speed-up below which a bound would read 1.00x."""
+
 MOST_BOUND = 100.0
 """Speed-up above which an upper bound says nothing: a step that does next to nothing else."""
 
@@ -425,6 +428,8 @@ def _gain(gain: Mapping[str, float]) -> str:
     if not gain:
         return NOTHING
     low, mid, high = (gain[name] for name in ("low", "mid", "high"))
+    if high < NO_GAIN:
+        return "next to none"
     if low <= 1.0:
         figures = 2 if high >= 1.1 else 3  # 1.04, not 1.0
         return f"at most {ratio(high, figures=figures)}" if high <= MOST_BOUND else "not bounded"

@@ -395,7 +395,7 @@ def begun(file: Path | None) -> dict[str, Any]:
     for part, name in (("machine", "cpu"), ("versions", "torch"), ("versions", "numpy")):
         was, now = record.get(part, {}).get(name), here[part].get(name)
         if was != now:
-            raise InputError(f"{file}: has kills with {name} {was}, but it is {now} here")
+            raise InputError(f"{file} has kills with {name} {was}, but it is {now} here")
     return {**record, **here}
 
 

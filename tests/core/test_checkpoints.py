@@ -215,7 +215,7 @@ def test_latest_before_the_first_checkpoint_starts_from_the_beginning(tmp_path, 
     assert result["first_iteration"] == 0 and said in result["notices"]
     again = train(chosen, progress=False)
     assert again.first_iteration == 2 and said not in again.notices
-    with pytest.raises(InputError, match="nowhere: holds no checkpoint"):
+    with pytest.raises(InputError, match="nowhere holds no checkpoint"):
         train(parameters(max_steps=2, resume=str(tmp_path / "nowhere")), progress=False)
 
 
@@ -312,7 +312,10 @@ def test_killed_at_random_it_goes_on_to_the_same_bits(tmp_path):
         process.stdout.close()
         kills += 1
         steps = steps_in(tmp_path / "o" / "checkpoint")
-        assert steps and steps[-1] < 400
+        if steps[-1] == 400:  # this process came late to kill it: from the beginning
+            shutil.rmtree(tmp_path / "o")
+            kills = 0
+            continue
         for step in steps:
             whole_checkpoint(tmp_path / "o" / "checkpoint" / f"step-{step:08d}")
     last = tmp_path / "o" / "checkpoint" / "step-00000400"
@@ -334,7 +337,7 @@ def test_a_scheduler_that_ends_the_run_gets_a_checkpoint(tmp_path):
     assert process.stdout is not None
     process.stdout.readline()
     process.send_signal(signal.SIGTERM)
-    last = json.loads(process.communicate(timeout=60)[0].splitlines()[-1])
+    last = json.loads(process.communicate(timeout=200)[0].splitlines()[-1])
     assert process.returncode == 130 and last["status"] == "interrupted"
     (step,) = steps_in(tmp_path / "c")
     assert step == last["iterations"] and last["checkpoint"].endswith(f"{step:08d}")

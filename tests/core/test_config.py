@@ -170,7 +170,7 @@ def test_what_overrides_add_to_is_refused_all_the_same(tmp_path, value):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (b"", ["is empty, 0 bytes"]),
+        (b"", ["the file is empty (0 bytes)"]),
         (
             b"training: {batch_size: 4}\ntraining: {}\n",
             ["training is given twice, in lines 1 and 2"],

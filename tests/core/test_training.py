@@ -126,7 +126,7 @@ def test_the_command_ends_cleanly_when_told_to(tmp_path, number):
     process.stdout.readline()
     process.send_signal(number)
     rest = process.stdout.read()
-    assert process.wait(30) == 130
+    assert process.wait(120) == 130
     last = json.loads(rest.splitlines()[-1])
     assert last["status"] == "interrupted" and last["iterations"] >= 5
     assert json.loads((tmp_path / "out" / "result.json").read_text())["status"] == "interrupted"

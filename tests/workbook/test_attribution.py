@@ -88,7 +88,7 @@ def test_parts_sum_to_the_iteration(measured: Profile) -> None:
     assert set(attribution["where"]) == {"host"}
     each = per_iteration(measured).groupby("iteration")["time_ms"].sum()
     np.testing.assert_allclose(each, wall, rtol=1e-9)
-    assert 0.5 < coverage(attribution) < 1
+    assert 0.3 < coverage(attribution) < 1  # small parts: a core taken away falls between them
 
 
 def test_the_time_of_a_part_is_that_of_its_range(measured: Profile) -> None:

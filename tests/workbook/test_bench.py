@@ -313,7 +313,7 @@ def test_a_benchmark_of_other_settings_is_not_gone_on_with(tmp_path):
     before = file.read_text()
     with pytest.raises(
         InputError,
-        match=r"b\.json: was begun with iterations 2, but now it is 3; leave --resume out",
+        match=r"b\.json was begun with iterations 2, but now it is 3; leave --resume out",
     ):
         run_plan(plan(iterations=3), file, resume=True, run=endless(0))
     other = changed_parameters(both()["tuned"], {"training.fused_optimizer": True})[0]
@@ -331,7 +331,7 @@ def test_a_benchmark_of_other_settings_is_not_gone_on_with(tmp_path):
     document = json.loads(before)
     document["cases"][0]["change"] = {"training.batch_size": 2}
     file.write_text(json.dumps(document))
-    with pytest.raises(InputError, match=r"given: was begun with change\.training\.batch_size 2"):
+    with pytest.raises(InputError, match=r"given was begun with change\.training\.batch_size 2"):
         run_plan(plan(), file, resume=True, run=endless(0))
     file.write_text('{"kind": "something else"}')
     with pytest.raises(InputError, match="no document that can be gone on with"):

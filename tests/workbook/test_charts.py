@@ -8,7 +8,7 @@ from typing import Any
 import nbformat
 import pandas as pd
 import pytest
-from browser import open_page, require_browser, wait_for_marks
+from browser import GROWN, open_page, require_browser, wait_for_marks
 
 from dlrm_workbook.runner.pages import render_html
 from dlrm_workbook.show import bottlenecks as figures
@@ -145,15 +145,22 @@ def test_labels_stay_inside_and_apart(address: str, width: int) -> None:
 
 @pytest.mark.parametrize("width", [420, 1440])
 def test_drawing_a_figure_moves_nothing_below_it(address: str, width: int) -> None:
-    heights = "[...document.querySelectorAll('figure')].map((place) => place.offsetHeight)"
-    loaded = f"document.addEventListener('DOMContentLoaded', () => {{ window.kept = {heights}; }})"
     with open_page(address, viewport={"width": width, "height": 900}) as (page, _):
-        page.add_init_script(loaded)
+        wait_for_marks(page, 3)
+        page.wait_for_timeout(300)
+        assert len(page.evaluate("window.reserved")) == 3 and page.evaluate(GROWN) == []
+
+
+def test_an_address_within_the_page_is_where_the_reader_lands(address: str) -> None:
+    with open_page(address, viewport={"width": 420, "height": 500}) as (page, _):
+        page.evaluate("location.hash = 'figure-3'")
+        page.context.unroute_all()
         page.reload()
         wait_for_marks(page, 3)
         page.wait_for_timeout(300)
-        kept = page.evaluate("window.kept")
-        assert len(kept) == 3 and page.evaluate(heights) == pytest.approx(kept, abs=1)
+        top = "document.getElementById('figure-3').getBoundingClientRect().top"
+        lowest = "document.documentElement.scrollHeight - innerHeight - scrollY"
+        assert page.evaluate(lowest) < 2 or abs(page.evaluate(top)) < 60
 
 
 def test_a_window_made_narrow_puts_labels_above_the_bars(address: str) -> None:

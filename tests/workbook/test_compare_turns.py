@@ -189,7 +189,7 @@ def test_runs_in_turns_are_on_disk_and_not_made_again(tmp_path: Path) -> None:
         # what lies between the parts is microseconds, or a process that was made to wait there
         assert (whole > 0).all() and (whole <= np.multiply(run.iteration_ms, 1.01)).all()
     assert run_in_turns(settings, tmp_path, rounds=1) == runs
-    with pytest.raises(InputError, match=r"rounds.json: was begun with change.training.batch_size"):
+    with pytest.raises(InputError, match=r"rounds.json was begun with change.training.batch_size"):
         run_in_turns(settings | {"change": tiny()}, tmp_path, rounds=1)
     # killed by an earlier version while a line was written: what was whole is kept
     (tmp_path / "rounds.json").unlink()

@@ -203,7 +203,7 @@ def test_parquet_of_others_is_read_in_the_order_of_its_files(tmp_path):
         ({}, {}, "int_0 is float32, which may be counts or features: say --dense counts"),
         ({"label": [0, 2, 1, 0]}, {"counts": True}, "sample 1, feature label: 2, expected 0 or 1"),
         ({"int_0": [0, 1, -1, 0]}, {}, "sample 2, feature int_0: -1, expected a count of 0 or mo"),
-        ({"cat_1": [0, None, 0, 0]}, {"counts": True}, "sample 1, feature cat_1: is empty"),
+        ({"cat_1": [0, None, 0, 0]}, {"counts": True}, "sample 1, feature cat_1 is empty"),
         ({"cat_1": [0, -7, 0, 0]}, {"counts": True}, "sample 1, feature cat_1: row -7, but"),
         ({"cat_1": list("abcd")}, {}, "cat_1 is of type string, expected whole numbers"),
         ({"cat_3": [0] * 4}, {}, "expected cat_0, _1, ... without gaps"),
@@ -248,12 +248,12 @@ def test_what_cannot_be_converted_is_one_sentence(tmp_path, small_data_set, caps
     assert f"{file}: sample 207, feature num_4: 0.5, expected log(x + 1) of a whole count" in said
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "train.parquet").write_bytes(b"PAR1 and no more")
-    assert "train.parquet: cannot be read as Parquet: " in refused(
+    assert "train.parquet cannot be read as Parquet: " in refused(
         tmp_path / "broken", "parquet", "terabyte"
     )
     (source / ORIGIN).write_text((small_data_set / "feature_spec.yaml").read_text())
     said = refused(source, "terabyte", "split_binary")
-    assert f"{ORIGIN}: has 5 numerical and 6 categorical features, but the data set has" in said
+    assert f"{ORIGIN} has 5 numerical and 6 categorical features, but the data set has" in said
 
 
 def test_a_row_beyond_the_table_of_the_specification_is_refused(tmp_path):

@@ -76,16 +76,16 @@ def test_a_file_cut_short_is_named_with_both_numbers(copy, capsys):
     file = copy / "test" / "cat_2.bin"
     whole = file.read_bytes()
     file.write_bytes(whole[:-3])
-    with pytest.raises(InputError, match=r"cat_2.bin: has 2797 bytes, expected a multiple of 4"):
+    with pytest.raises(InputError, match=r"cat_2.bin has 2797 bytes, expected a multiple of 4"):
         open_source(copy, "split_binary", "test")
     file.write_bytes(whole[:-400])
-    words = r"cat_2.bin: has 600 samples \(2400 bytes\), but .* have 700 \(2800 bytes\)"
+    words = r"cat_2.bin has 600 samples \(2400 bytes\), but .* have 700 \(2800 bytes\)"
     with pytest.raises(InputError, match=words):
         open_source(copy, "split_binary", "test")
     assert main(["data", "inspect", str(copy)]) == 1
     assert "PROBLEM" in capsys.readouterr().out
     file.unlink()
-    with pytest.raises(InputError, match=r"cat_2.bin: cannot be read: No such file"):
+    with pytest.raises(InputError, match=r"cat_2.bin cannot be read: No such file"):
         open_source(copy, "split_binary", "test")
 
 

@@ -94,7 +94,7 @@ def test_a_run_whose_disk_fills_up_says_so(tmp_path: Path) -> None:
     folder = Path(done.stdout.strip())
     record = json.loads((folder / "run.json").read_text())
     assert record["status"] == "failed" and LIMITED in record["error"]
-    assert f"{folder.name}/train.ipynb: cannot be written" in record["error"]
+    assert f"{folder.name}/train.ipynb cannot be written" in record["error"]
     assert not (folder / "train.ipynb").exists() and not list(folder.glob(".train*"))
 
 
@@ -110,13 +110,13 @@ def test_what_is_there_stays_where_the_new_does_not_fit(tmp_path: Path) -> None:
         text=True,
         preexec_fn=lambda: limit(1000),
     )
-    assert done.stderr.strip().endswith(f"a.json: cannot be written: {LIMITED}")
+    assert done.stderr.strip().endswith(f"a.json cannot be written: {LIMITED}")
     assert json.loads((tmp_path / "a.json").read_text()) == {"old": 1}
     assert [file.name for file in tmp_path.iterdir()] == ["a.json"]
 
 
 def test_lines_that_do_not_fit_are_told_and_do_not_hide_another_error() -> None:
-    with pytest.raises(InputError, match=rf"/dev/full: cannot be written: {FULL}"):
+    with pytest.raises(InputError, match=rf"/dev/full cannot be written: {FULL}"):
         JsonLines(Path("/dev/full")).write({"a": 1})
     with pytest.raises(ZeroDivisionError), JsonLines(Path("/dev/full")) as lines:
         lines._file.write("x")
@@ -131,7 +131,7 @@ def test_a_silent_child_whose_output_cannot_be_kept_is_ended(
     (tmp_path / "full").symlink_to("/dev/full")
     monkeypatch.setattr(processes, "fresh_path", lambda path: tmp_path / "full")
     code = "import time; print('words', flush=True); time.sleep(600)"
-    with pytest.raises(MeasurementError, match=f"s: was ended: its output cannot .*{FULL}"):
+    with pytest.raises(MeasurementError, match=f"s was ended: its output cannot .*{FULL}"):
         run_child([sys.executable, "-c", code], stage="s", logs=tmp_path)
 
 

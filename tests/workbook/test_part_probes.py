@@ -134,11 +134,13 @@ def test_an_optimiser_touches_the_update_alone() -> None:
 
 def test_the_dense_half_is_stood_for_between_lookup_and_update() -> None:
     loop = StepLoop(tiny(), "sparse")
-    at = loop.flush.taken_ns
+    at, began = loop.flush.taken_ns, time.perf_counter()
     times = loop.run()
-    assert loop.flush.taken_ns > at
+    took_ms = 1e3 * (time.perf_counter() - began)
+    flushed_ms = (loop.flush.taken_ns - at) / 1e6
     # streaming over the buffer is nobody's time
-    assert sum(ms for phases in times.values() for ms in phases.values()) < 1e3
+    counted_ms = sum(ms for phases in times.values() for ms in phases.values())
+    assert flushed_ms > 0 and counted_ms + flushed_ms <= took_ms
     assert loop.step.dense.precision is not None
 
 

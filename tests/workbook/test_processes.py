@@ -28,7 +28,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's he
 
 CHILD = (
     "import sys, time; from dlrm_core.machine import end_with_starter; "
-    "end_with_starter(); print('here', flush=True); time.sleep(60)"
+    "end_with_starter(); print('here', flush=True); time.sleep(600)"
 )
 PARENT = f"""
 import os, subprocess, sys
@@ -56,7 +56,7 @@ def test_a_child_ends_with_its_killed_parent() -> None:
         pid = int(parent.stdout.readline())
         assert is_there(pid)
         parent.kill()
-    ends = time.monotonic() + 10
+    ends = time.monotonic() + 100
     while is_there(pid) and time.monotonic() < ends:
         time.sleep(0.02)
     assert not is_there(pid)
@@ -64,7 +64,7 @@ def test_a_child_ends_with_its_killed_parent() -> None:
 
 def test_a_child_whose_parent_is_gone_already_ends_at_once() -> None:
     other = os.environ | {STARTER: "1"} if os.getpid() != 1 else os.environ | {STARTER: "2"}
-    done = subprocess.run([sys.executable, "-c", CHILD], env=other, timeout=30, check=False)
+    done = subprocess.run([sys.executable, "-c", CHILD], env=other, timeout=200, check=False)
     assert done.returncode == -signal.SIGKILL
 
 
@@ -100,19 +100,29 @@ print("the end", file=sys.stderr)
 
 
 TALKS = """
-import time
+import sys, time
+from pathlib import Path
 from dlrm_workbook.processes import print_stage
+def wait_until_seen(name):
+    while not Path(sys.argv[1], name).exists():
+        time.sleep(0.01)
 print_stage("timing alternatives", 7, 24, "backend=fused")
-time.sleep(1)
+wait_until_seen("7")
 print('{"stage": 3, "done": "x"}', flush=True)
 print('{"iteration": 2, "of": 9}', flush=True)
-time.sleep(1)
+wait_until_seen("2")
 """
 
 
-def test_what_a_child_says_of_its_stage_is_passed_on() -> None:
+def test_what_a_child_says_of_its_stage_is_passed_on(tmp_path: Path) -> None:
     seen: list[Progress] = []
-    run_child([sys.executable, "-c", TALKS], stage="recording", progress=seen.append)
+
+    def note(progress: Progress) -> None:
+        seen.append(progress)
+        (tmp_path / str(progress.iteration)).touch()
+
+    command = [sys.executable, "-c", TALKS, str(tmp_path)]
+    run_child(command, stage="recording", progress=note)
     said = [(each.stage, each.iteration, each.of, each.detail) for each in seen]
     told = list(dict.fromkeys(said))
     assert told[-2:] == [
@@ -159,17 +169,33 @@ def test_of_endless_output_the_begin_and_the_end_are_kept(
     monkeypatch.setattr(processes, "KEPT_OUTPUT", 400_000)
     monkeypatch.setattr(processes, "KEPT_BEGIN", 50_000)
     monkeypatch.setattr(processes, "KEPT_END", 50_000)
+    # what came since the last look is there in full, so each line waits for three looks: the
+    # first may have begun before the line, and before it came through the pipe
     program = (
         "import sys, time\n"
+        "from pathlib import Path\n"
+        "looks = Path(sys.argv[1])\n"
+        "def looked():\n"
+        "    return looks.stat().st_size if looks.exists() else 0\n"
         "for number in range(30):\n"
         f"    print('line', number, 'x' * 100_000, file=sys.{stream}, flush=True)\n"
-        "    time.sleep(0.05)\n"
+        "    begun = looked()\n"
+        "    while looked() < begun + 3:\n"
+        "        time.sleep(0.001)\n"
         f"print('the end', file=sys.{stream})"
     )
-    done = run_child([sys.executable, "-c", program], stage="s", logs=tmp_path)
+    monkeypatch.setattr(processes, "POLL_S", 0.02)
+    looks = tmp_path / "looks"
+
+    def look(progress: Progress) -> None:
+        with looks.open("a") as file:
+            file.write("x")
+
+    command = [sys.executable, "-c", program, str(looks)]
+    done = run_child(command, stage="s", logs=tmp_path, progress=look)
     text = (tmp_path / ("s.out" if stream == "stdout" else "s.err")).read_text()
     assert text.startswith("line 0 ") and text.endswith("the end\n")
-    assert len(text) < 2_000_000  # of 3 MB; what came since the last look is there in full
+    assert len(text) < 2_000_000  # of 3 MB
     told = [line for line in text.splitlines() if line.startswith("[dlrm: ")]
     assert len(told) == 1 and told[0].endswith("bytes of output are left out here]")
     assert int(told[0].split()[1].replace(",", "")) > 1_000_000

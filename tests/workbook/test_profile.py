@@ -138,7 +138,7 @@ def test_unknown_format_version_and_broken_head_are_refused(tmp_path) -> None:
     with pytest.raises(InputError, match="format version 99; this version reads 1"):
         Profile.load(folder)
     head.write_text("{")
-    with pytest.raises(InputError, match=r"profile\.json: cannot be read"):
+    with pytest.raises(InputError, match=r"profile\.json cannot be read"):
         Profile.load(folder)
 
 

@@ -6,6 +6,7 @@ import io
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -51,11 +52,15 @@ def test_what_goes_on_for_long_is_said_again(monkeypatch: pytest.MonkeyPatch) ->
     assert "training 1 of 9" in log.getvalue() and "training 2 of 9" in log.getvalue()
 
 
-def test_the_time_left_is_that_of_what_is_counted_since_it_began() -> None:
-    log = io.StringIO()
+def test_the_time_left_is_that_of_what_is_counted_since_it_began(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    log, now = io.StringIO(), time.time()
+    clocks = SimpleNamespace(time=lambda: now, monotonic=time.monotonic)
+    monkeypatch.setattr(progress, "time", clocks)
     with ProgressLine("train", log).ticking() as line:
         # a resumed run: 80 were done before, 10 since took 20 s, 10 are left
-        told(line, what="training", done=90, total=100, first=80, began=time.time() - 20)
+        told(line, what="training", done=90, total=100, first=80, began=now - 20)
         line.show()
     assert log.getvalue() == "[train] training 90 of 100, 0:20, about 20 s left\n"
 

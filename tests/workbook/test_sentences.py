@@ -77,6 +77,6 @@ def test_no_text_becomes_html_or_a_link(text: str) -> None:
 
 
 def test_a_bound_that_says_nothing_is_not_printed() -> None:
-    bounds = [1.043, 1.6, 553.0]
+    bounds = [1.004, 1.043, 1.6, 553.0]
     said, _ = FORMATS["gain"](pd.Series([{"low": 1.0, "mid": 1.0, "high": at} for at in bounds]))
-    assert list(said) == ["at most 1.04x", "at most 1.6x", "not bounded"]
+    assert list(said) == ["next to none", "at most 1.04x", "at most 1.6x", "not bounded"]

@@ -200,7 +200,7 @@ def test_a_sweep_that_is_killed_is_resumed_to_one_page(tmp_path: Path) -> None:
     file.write_text(yaml.safe_dump(TINY | {"sweep": sweep}, sort_keys=False))
     typed = ("run", "train", "-f", str(file), "--output-root", str(tmp_path / "out"))
     first = dlrm(*typed, cwd=tmp_path)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 200
     records: list[Path] = []
     while time.monotonic() < deadline:
         records = list(tmp_path.glob("out/*/*/sweep.json"))

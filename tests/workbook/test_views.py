@@ -263,8 +263,8 @@ def test_a_large_deep_tree_takes_seconds(tmp_path: Path) -> None:
         )
         for scope, value in both
     )  # fmt: skip
-    began = time.perf_counter()
+    began = time.process_time()  # not the wall clock: others may hold the machine
     top_down(large)
     bottom_up(large)
     assert flat(large)["exclusive"].sum() == pytest.approx(own.sum())
-    assert time.perf_counter() - began < 20  # 1.5 s where nothing else runs
+    assert time.process_time() - began < 20  # 1.5 s

@@ -78,7 +78,7 @@ def test_finished_run_explains_itself(place: Path) -> None:
     assert record["parameters"]["training"]["batch_size"] == 64
     assert record["parameters"]["count"] == 7
     assert record["versions"]["torch"] and record["machine"]["cores"] >= 1
-    assert 0 < record["seconds"] < 60
+    assert 0 < record["seconds"] < 300  # in milliseconds it would be thousands
     started = datetime.fromisoformat(record["started"])
     assert folder.path.parent.parent == place / "out"
     assert folder.path.parent.name == f"{started:%Y-%m-%d}"
@@ -120,11 +120,11 @@ def test_input_error_in_a_cell_is_bad_input(place: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "said"),
     [
-        ("import time\ntime.sleep(60)", "took longer than 2 s"),
+        ("import time\ntime.sleep(600)", "took longer than 6 s"),
         (
-            "import time\nwhile True:\n    try:\n        time.sleep(60)\n"
+            "import time\nwhile True:\n    try:\n        time.sleep(600)\n"
             "    except KeyboardInterrupt:\n        pass",
-            "took longer than 2 s",
+            "took longer than 6 s",
         ),
     ],
     ids=["gives way", "does not give way"],
@@ -134,7 +134,7 @@ def test_cell_that_takes_too_long_is_ended(
 ) -> None:
     monkeypatch.setattr("dlrm_workbook.runner.engine.GRACE_SECONDS", 2.0)
     with pytest.raises(RunError, match=said) as failure:
-        run(place, ["# T", source, "print('later')"], cell_timeout=2.0)
+        run(place, ["# T", source, "print('later')"], cell_timeout=6.0)
     assert saved(failure.value.folder.path)["status"] == "failed"
     assert failure.value.folder.record["failing_cell"]["index"] == 3
     later = nbformat.read(failure.value.folder.ipynb, as_version=4).cells[-1]
@@ -193,7 +193,7 @@ def test_interruption_keeps_results_and_ends_the_kernel(place: Path, signum: int
             "print('kept')",
             "import os, time\nfrom pathlib import Path\n"
             f"Path({str(pid)!r}).write_text(str(os.getpid()))\n"
-            "time.sleep(60)",
+            "time.sleep(600)",
             "print('later')",
         ],
     )
@@ -211,12 +211,12 @@ def test_interruption_keeps_results_and_ends_the_kernel(place: Path, signum: int
         text=True,
         cwd=REPOSITORY,
     )
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 150
     while not pid.exists() or not pid.read_text():
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.1)
     process.send_signal(signum)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=120)
     assert process.returncode == 128 + signum
     assert "Traceback" not in err
     folder = Path(out.splitlines()[-1])
@@ -262,10 +262,15 @@ def test_a_signal_between_the_check_and_the_cell_is_not_lost() -> None:
 def test_a_long_cell_does_not_keep_what_came_before_from_the_disk(place: Path) -> None:
     """The notebook is not written at each of many quick cells, yet soon while one takes long."""
     seen = place / "seen.ipynb"
+    # as long as it takes: a slow write puts off the next one
     look = (
         "import time, shutil, glob\n"
-        "time.sleep(1.5)\n"
-        f"shutil.copy(glob.glob({str(place / 'out')!r} + '/*/*/n.ipynb')[0], {str(seen)!r})"
+        "until = time.monotonic() + 120\n"
+        "while time.monotonic() < until:\n"
+        f"    shutil.copy(glob.glob({str(place / 'out')!r} + '/*/*/n.ipynb')[0], {str(seen)!r})\n"
+        f"    if '\"6\"' in open({str(seen)!r}).read():\n"
+        "        break\n"
+        "    time.sleep(0.1)"
     )
     folder = run(place, ["# T", "1 + 1", "2 + 2", "3 + 3", look])
     on_disk = nbformat.read(seen, as_version=4)
@@ -276,21 +281,25 @@ def test_a_long_cell_does_not_keep_what_came_before_from_the_disk(place: Path) -
     )
 
 
-def test_writing_takes_a_small_share_of_the_time() -> None:
-    writes: list[float] = []
+@pytest.mark.parametrize("takes, between", [(0.005, 0.5), (0.25, 5.0)])
+def test_writing_takes_a_small_share_of_the_time(
+    takes: float, between: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, writes = [1.0], []
+    monkeypatch.setattr(notebook_engine, "time", Namespace(monotonic=lambda: now[0]))
 
     def write() -> None:
-        writes.append(time.monotonic())
-        time.sleep(0.02)
+        writes.append(now[0])
+        now[0] += takes
 
     save = notebook_engine.Saves(write)
-    until = time.monotonic() + 1.1
-    while time.monotonic() < until:
+    for _ in range(2000):
         save()
-    # never two in LEAST_SAVING_SECONDS, and the first at once; the clock is read outside of it
-    assert 2 <= len(writes) <= 3
-    least = 0.9 * notebook_engine.LEAST_SAVING_SECONDS
-    assert min(b - a for a, b in itertools.pairwise(writes)) >= least
+        now[0] += 0.01
+    # the first at once; never two in LEAST_SAVING_SECONDS, nor more than SAVING_SHARE
+    assert writes[0] == 1.0 and len(writes) > 3
+    apart = [b - a for a, b in itertools.pairwise(writes)]
+    assert apart == pytest.approx([between] * len(apart), abs=0.011)
 
 
 def test_all_chains_runs_and_stops_at_the_first_failure(place: Path) -> None:
@@ -514,7 +523,27 @@ def test_a_doubt_about_the_figures_comes_before_them(tmp_path: Path) -> None:
         quality = {"level": level, "sentence": "this is a recorded sample"}
         said = {"headline": "**Data takes 27 %**", "quality": quality, "findings": []}
         write_json(tmp_path / "bottlenecks.json", said)
-        assert closing_words(tmp_path).split("\n")[1] == first
+        assert closing_words(tmp_path, 500).split("\n")[1] == first
+
+
+def test_last_sentences_fit_the_terminal_and_commands_stay_whole(tmp_path: Path) -> None:
+    change = {"data.generator": "facebook", "training.fused_optimizer": True}
+    recorded = tmp_path / "profile"
+    write_json(recorded / "run.json", {"command": "dlrm run all -f a-long-name-of-a-file.yaml"})
+    run = {"notebook": "bottlenecks", "parameters": {"profile_run": str(recorded)}}
+    write_json(tmp_path / "run.json", run)
+    said = {
+        "headline": "**Data generation takes 54% of each step.** " * 3,
+        "quality": {"level": "red", "sentence": "other processes kept the machine busy; " * 4},
+        "findings": [{"change": change}],
+    }
+    write_json(tmp_path / "bottlenecks.json", said)
+    *prose, page, command = closing_words(tmp_path, 60).split("\n")
+    assert len(prose) > 6 and max(map(len, prose)) < 60
+    assert page.startswith("Page: file://") and page.endswith("bottlenecks.html")
+    assert command.startswith("Next: dlrm run compare") and len(command) > 60
+    words = " ".join(closing_words(tmp_path, 60).split())
+    assert words == " ".join(closing_words(tmp_path, 1000).split())
 
 
 def test_a_terminal_shows_names_as_they_are(tmp_path: Path) -> None:
@@ -524,7 +553,7 @@ def test_a_terminal_shows_names_as_they_are(tmp_path: Path) -> None:
     name = in_markdown("Iter.__next__ <b> *x*")
     said = {"headline": f"**Most in {name}.** Start with `-p a=1`."}
     write_json(tmp_path / "bottlenecks.json", said)
-    assert "Most in Iter.__next__ <b> *x*. Start with -p a=1." in closing_words(tmp_path)
+    assert "Most in Iter.__next__ <b> *x*. Start with -p a=1." in closing_words(tmp_path, 80)
 
 
 def test_the_next_command_is_for_the_parameters_that_were_explained(tmp_path: Path) -> None:
@@ -541,7 +570,7 @@ def test_the_next_command_is_for_the_parameters_that_were_explained(tmp_path: Pa
     ):
         parameters = {"parameters": {"profile_run": str(explained)}}
         write_json(tmp_path / "run.json", run | parameters)
-        last = closing_words(tmp_path).split("\n")[-1]
+        last = closing_words(tmp_path, 80).split("\n")[-1]
         expected = f"Next: dlrm run compare {given}{change}" if given else "Page: "
         assert last.startswith(expected), last
 

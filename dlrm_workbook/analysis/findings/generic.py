@@ -462,13 +462,17 @@ def of_all_iterations(found: list[Finding]) -> list[Finding]:
     return [_of_all(each, 1.0 - lost) for each in found]
 
 
+_STEP = re.compile(r"\b(each|the|its|their) step\b")
+
+
 def _of_all(finding: Finding, usual: float) -> Finding:
     if finding.id == "irregular_iterations" or finding.severity != "slows":
         return finding
     saved = {end: (1 - 1 / gain) * usual for end, gain in finding.predicted_speedup.items()}
+    title, named = _STEP.subn("a usual step", finding.title, count=1)
     return replace(
         finding,
-        title=f"{finding.title} (in a usual iteration)",
+        title=title if named else f"{title}, in a usual iteration",
         share_of_step=finding.share_of_step * usual,
         in_one=finding.in_one * usual,
         predicted_speedup={end: 1 / (1 - share) for end, share in saved.items()},

@@ -117,10 +117,10 @@ def read_record(path: Path) -> ScalingRecord:
     """
     document = read_json(path)
     if not isinstance(document, Mapping) or not any(name in document for name in TABLES):
-        raise InputError(f"{path}: is no record of {FORMAT}")
+        raise InputError(f"{path} is no record of {FORMAT}")
     version = document.get("version", VERSION)
     if not isinstance(version, int) or version > VERSION:
-        raise InputError(f"{path}: has version {version}, this program reads up to {VERSION}")
+        raise InputError(f"{path} has version {version}, this program reads up to {VERSION}")
     return record_of(document, str(path))
 
 

@@ -367,7 +367,7 @@ def read_database(path: str | Path) -> Database:
         raise DatabaseError(_no_database(folder))
     meta = read_meta(folder / "meta.db")
     if not (folder / "profile.db").is_file():
-        raise DatabaseError(f"{folder}: has meta.db but no profile.db; run hpcprof again")
+        raise DatabaseError(f"{folder} has meta.db but no profile.db; run hpcprof again")
     profiles = read_profiles(
         folder / "profile.db",
         meta.identifier_kinds,

@@ -238,7 +238,7 @@ def load_json(path: Path) -> Any:
             file = gzip.GzipFile(fileobj=opened) if packed else opened
             data = file.read(MOST_JSON + 1)
             if len(data) > MOST_JSON:
-                raise InputError(f"{path}: is not read: it holds more than {MOST_JSON:,} bytes")
+                raise InputError(f"{path} is not read: it holds more than {MOST_JSON:,} bytes")
             return json.loads(data)
         except (EOFError, zlib.error):
             raise InputError(f"{path} is cut short") from None

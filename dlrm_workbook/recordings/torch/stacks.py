@@ -56,7 +56,7 @@ def sampled_lines(file: Path) -> dict[str, Any]:
         stacks = [[document["frames"][i] for i in stack] for stack in document["stacks"]]
         rows = [(*_own_part(stacks[i]), *_own_line(stacks[i])) for _, i in document["samples"]]
     except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise InputError(f"{file}: is no record of Python stacks: {error!r}") from None
+        raise InputError(f"{file} is no record of Python stacks: {error!r}") from None
     table = pd.DataFrame(rows, columns=LINE).assign(ns=_time_around(moments))
     return {
         "rows": line_rows(table, len(each_ms)),
@@ -118,7 +118,7 @@ def with_stacks(host: pd.DataFrame, file: Path) -> tuple[pd.DataFrame, pd.DataFr
         stacks = [[_label(*document["frames"][i]) for i in stack] for stack in document["stacks"]]
         lines = [_own_line([document["frames"][i] for i in stack]) for stack in document["stacks"]]
     except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise InputError(f"{file}: is no record of Python stacks: {error!r}") from None
+        raise InputError(f"{file} is no record of Python stacks: {error!r}") from None
     seen = host[host["name"].eq(STEP_MARK)].sort_values("start")
     if len(seen):  # the range in which the profiler was stopped has no end of its own
         last = seen["end"].iloc[-1]

@@ -65,6 +65,27 @@
   }
   const lineCount = (text) => String(text).split("<br>").length;
 
+  // Width of a text in pixels, without its tags.
+  const pen = document.createElement("canvas").getContext("2d");
+  function textWidth(text, size) {
+    pen.font = `${size}px ${colour("--sans")}`;
+    return pen.measureText(String(text).replace(/<[^>]*>/g, "")).width;
+  }
+
+  // Height of a legend below its plot: plotly.js sets it in one row, else in columns of the widest.
+  function legendHeight(figure, layout, width) {
+    const { legend, margin } = layout;
+    const names = figure.data.flatMap((trace) =>
+      (trace.name && trace.showlegend !== false ? [trace.name] : []));
+    if (!layout.showlegend || legend?.orientation !== "h" || !names.length) return 0;
+    const size = legend.font?.size ?? layout.font?.size ?? layout.template.layout.font?.size ?? 12;
+    const items = names.map((name) => textWidth(name, size) + 45);
+    const room = width - margin.l - margin.r - 10; // the axis may widen its margin so far
+    const isOneRow = items.reduce((sum, item) => sum + item, 5) < room;
+    const columns = isOneRow ? items.length : Math.max(1, Math.floor(room / Math.max(...items)));
+    return Math.ceil(items.length / columns) * (Math.max(1.3 * size, 16) + 3) + 10;
+  }
+
   // The layout for a width: long titles on several lines, labels of rows above narrow bars.
   function arranged(figure, width) {
     const layout = dress(figure);
@@ -80,17 +101,19 @@
         layout.title.pad = { ...layout.title.pad, t: 16 };
       }
     }
+    let titleLines = 1;
     for (const name of Object.keys(layout).filter((key) => /^xaxis\d*$/.test(key))) {
       const axis = layout[name];
       if (!axis?.title?.text) continue;
       axis.title.text = wrapped(axis.title.text, width - 60, LETTER);
-      layout.height += 16 * (lineCount(axis.title.text) - 1);
+      titleLines = Math.max(titleLines, lineCount(axis.title.text));
     }
+    layout.height += 17 * (titleLines - 1);
     const names = (layout.yaxis?.ticktext || []).flatMap((name) => String(name).split("<br>"));
     const longest = 0.95 * LETTER * Math.max(0, ...names.map((name) => name.length));
     if (width >= NARROW) {
       if (longest > 0.4 * width) labelsAbove(figure, layout, margin, width);
-      return layout;
+      return fitted(figure, layout, width, titleLines);
     }
     if (layout.legend?.x > 1) {
       layout.legend = {
@@ -100,11 +123,22 @@
     }
     if (layout.showlegend) {
       layout.legend = { ...layout.legend, maxheight: 2000 };
-      const entries = figure.data.filter((trace) => trace.name && trace.showlegend !== false);
-      layout.height += 20 * Math.ceil(entries.length / 2);
+      layout.height += legendHeight(figure, layout, width);
     }
     if (figure.data.some((trace) => trace.type === "icicle")) Object.assign(margin, { l: 4, r: 4 });
     labelsAbove(figure, layout, margin, width);
+    return fitted(figure, layout, width, titleLines);
+  }
+
+  // A plot with labels above its bars has a height of its own; around it lie the margins, in which
+  // plotly.js makes room for the axis' title and the legend.
+  function fitted(figure, layout, width, titleLines) {
+    const { plotHeight } = layout.meta || {};
+    if (!plotHeight) return layout;
+    const { margin, template } = layout;
+    const below = (template.layout.margin.b ?? margin.b) + 17 * (titleLines - 1);
+    const bottom = Math.max(margin.b, below + legendHeight(figure, layout, width));
+    layout.height = Math.ceil(plotHeight + margin.t + bottom);
     return layout;
   }
 
@@ -232,9 +266,7 @@
     const width = needsWidth(figure) ? Math.max(most, NARROW) : most;
     const layout = arranged(figure, width);
     tracesFor(figure, layout, width); // names in the legend make the figure higher
-    const { plotHeight } = layout.meta || {};
-    const height = plotHeight ? plotHeight + layout.margin.t + layout.margin.b : layout.height;
-    place.style.minHeight = `${height}px`;
+    place.style.minHeight = `${layout.height}px`;
     const tree = figure.data.find((trace) => trace.type === "icicle");
     if (tree) equipTree(place, tree);
   }
@@ -250,7 +282,10 @@
     const buttons = width < NARROW ? false : "hover";
     await Plotly.react(place, data, { ...layout, width }, { ...CONFIG, displayModeBar: buttons });
     const lacking = layout.meta?.plotHeight - place._fullLayout.yaxis?._length;
-    if (Math.abs(lacking) > 1) await Plotly.relayout(place, { height: layout.height + lacking });
+    // where the estimate of its margins left the plot far too little
+    if (lacking > 0.1 * layout.meta?.plotHeight) {
+      await Plotly.relayout(place, { height: layout.height + lacking });
+    }
     place.style.minHeight = `${place._fullLayout.height}px`;
     await makeRoom(place);
     await turned(place);
@@ -377,6 +412,7 @@
       console.error(error); // drawing it says on the page what is wrong
     }
   }
+  dispatchEvent(new Event("hashchange")); // what the address points to has moved
   drawVisible();
   document.addEventListener("toggle", drawVisible, true);
   dark.addEventListener("change", () => widths.forEach((width, place) => redraw(place)));

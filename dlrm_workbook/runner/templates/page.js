@@ -1,9 +1,11 @@
 "use strict";
-// Opens what is folded for links, for printing and on wide screens; keeps room for figures.
+// Shows code, and opens what is folded for links, for printing and on wide screens.
 (() => {
-  for (const place of document.querySelectorAll("figure .plot")) {
-    place.style.minHeight = `${place.dataset.height}px`;
-  }
+  const code = document.getElementById("show-code");
+  const showCode = () => document.body.classList.toggle("with-code", code.checked);
+  if (code) showCode();
+  code?.addEventListener("change", showCode);
+
   const target = () => document.getElementById(decodeURIComponent(location.hash.slice(1)));
 
   function reveal(element) {

@@ -623,14 +623,14 @@ def _now() -> str:
 def _require_same(parameters: Parameters, profile: Profile, profile_run: str) -> None:
     sections = profile.meta.get("parameters")
     if not sections:
-        raise InputError(f"profile_run {profile_run}: does not say with which parameters it ran")
+        raise InputError(f"profile_run {profile_run} does not say with which parameters it ran")
     measured = parameters_from_sections(sections)
     for leaf, value in difference(parameters, measured).items():
         if leaf in SAME_TRAINING:
             continue
         section, _, name = leaf.partition(".")
         raise InputError(
-            f"profile_run {profile_run}: was measured with {leaf} {value!r}, but the parameters "
+            f"profile_run {profile_run} was measured with {leaf} {value!r}, but the parameters "
             f"say {getattr(getattr(parameters, section), name)!r}"
         )
 
@@ -772,7 +772,7 @@ def start(
         for leaf in SAME_TRAINING:
             wanted.pop(leaf, None)
         if not wanted:
-            raise InputError(f"against {against}: sets nothing otherwise than the parameters")
+            raise InputError(f"against {against} sets nothing otherwise than the parameters")
     return ChangeComparison(parameters, folder, wanted, **measured)
 
 

@@ -183,7 +183,7 @@ class Sweep:
         """
         folder = Path(folder).expanduser().absolute()
         if not (folder / SWEEP).is_file():
-            raise InputError(f"{folder}: is no sweep's folder (it has no {SWEEP})")
+            raise InputError(f"{folder} is no sweep's folder (it has no {SWEEP})")
         record = read_document(folder / SWEEP, "sweep", format_version=FORMAT_VERSION)
         run_json = folder / "run.json"
         if run_json.is_file():
