@@ -466,14 +466,17 @@ def other_times(profile: Profile, folder: Path | None = None) -> pd.DataFrame:
     rows: list[tuple[str, float, float | None, str]] = [
         ("the step", found.ms, found.iterations, found.source)
     ]
-    plain = profile.meta.get("unprofiled_iteration_ms") or []
+    plain, counted = _counted(profile), "; the system's counters are of these"
+    if not plain:
+        plain, counted = profile.meta.get("unprofiled_iteration_ms") or [], ""
     if found.unprofiled and plain:
         rows.append(
             (
                 "mean of all iterations without a profiler",
                 statistics.fmean(plain),
                 len(plain),
-                "it is a mean, of slow and disturbed iterations too; the step is a median",
+                "it is a mean, of slow and disturbed iterations too; the step is a median"
+                + counted,
             )
         )
     if found.unprofiled:
@@ -503,6 +506,13 @@ def other_times(profile: Profile, folder: Path | None = None) -> pd.DataFrame:
         rows.append(("the train run", *trained, why))
     table = pd.DataFrame(rows, columns=["what", "time_ms", "iterations", "why"])
     return table.assign(times_the_step=table["time_ms"] / found.ms)[OTHER_TIMES]
+
+
+def _counted(profile: Profile) -> list[float]:
+    """Wall times, ms, of the iterations without a profiler that the system's counters are of."""
+    counters = profile.meta.get("counters") or {}
+    pairs = zip(counters.get("wall_ms") or [], counters.get("profiled") or [], strict=False)
+    return [wall for wall, profiled in pairs if not profiled]
 
 
 def _added_up(profile: Profile) -> list[tuple[str, float, float | None, str]]:

@@ -24,6 +24,7 @@ from dlrm_workbook.analysis.attribution import (
     step_contexts,
 )
 from dlrm_workbook.analysis.findings import findings
+from dlrm_workbook.analysis.findings.evidence import Evidence
 from dlrm_workbook.analysis.operators import call_tree, timeline, top_operators
 from dlrm_workbook.analysis.reference import at_reference, other_times, reference, unprofiled_ms
 from dlrm_workbook.analysis.views import flat, of_one_iteration
@@ -337,6 +338,17 @@ def test_a_call_tree_adds_up_to_the_step_without_what_lies_outside(
     assert flat(profile, "cpu_time_ms", within=step_contexts(profile))[
         "exclusive"
     ].sum() == pytest.approx(step)
+
+
+def test_the_iterations_that_counters_are_of_are_one_of_the_times() -> None:
+    counted = counters(count=12, wall_ms=95.0, run_queue_ms=40.0)
+    counted["profiled"] = [False] * 12
+    profile = recorded(counters=counted, unprofiled_iteration_ms=[90.0] * 12)
+    wall = Evidence(profile, attribute(profile)).wall_ms
+    times = other_times(at_reference(profile)).set_index("what")
+    named = times.loc["mean of all iterations without a profiler"]
+    assert named["time_ms"] == wall == pytest.approx(95)
+    assert "the system's counters are of these" in named["why"]
 
 
 def test_a_pass_that_samples_the_stack_is_one_of_the_times() -> None:

@@ -201,8 +201,7 @@ PREFETCHER = "prefetch"
     "other_processes",
     title="Other processes keep {busy:.1f} of the machine's cores busy",
     evidence=(
-        "Other processes used {used:ms} of CPU time in each iteration of {wall:ms} ({busy:.2f} "
-        "cores of {cores}).",
+        "Other processes kept {busy:.2f} cores of {cores} busy during the iterations.",
         NO_CORE,
         PREEMPTED,
     ),
@@ -228,7 +227,6 @@ def other_processes(evidence: Evidence, ledger: Ledger) -> Measured | None:
     return {
         "share": min(lost, 1.0),
         "busy": cores,
-        "used": cores * evidence.wall_ms,
         **_without_core(evidence),
     }
 

@@ -50,14 +50,16 @@
     return layout;
   }
 
+  const bare = (text) => String(text).replace(/<[^>]*>/g, ""); // without its tags
+
   // Words of a title on as many lines as it needs.
   function wrapped(text, width, letter) {
     const most = Math.max(12, Math.floor(width / letter));
     return String(text).split("<br>").map((line) => {
       const lines = [""];
-      for (const word of line.split(" ")) {
+      for (const word of line.split(/ (?![^<>]*>)/)) { // not within a tag
         const last = lines[lines.length - 1];
-        if (last && (last + " " + word).length > most) lines.push(word);
+        if (last && bare(last + " " + word).length > most) lines.push(word);
         else lines[lines.length - 1] = last ? last + " " + word : word;
       }
       return lines.join("<br>");
@@ -65,11 +67,11 @@
   }
   const lineCount = (text) => String(text).split("<br>").length;
 
-  // Width of a text in pixels, without its tags.
+  // Width of a text in pixels.
   const pen = document.createElement("canvas").getContext("2d");
   function textWidth(text, size) {
     pen.font = `${size}px ${colour("--sans")}`;
-    return pen.measureText(String(text).replace(/<[^>]*>/g, "")).width;
+    return pen.measureText(bare(text)).width;
   }
 
   // Height of a legend below its plot: plotly.js sets it in one row, else in columns of the widest.
@@ -110,7 +112,7 @@
     }
     layout.height += 17 * (titleLines - 1);
     const names = (layout.yaxis?.ticktext || []).flatMap((name) => String(name).split("<br>"));
-    const longest = 0.95 * LETTER * Math.max(0, ...names.map((name) => name.length));
+    const longest = 0.95 * LETTER * Math.max(0, ...names.map((name) => bare(name).length));
     if (width >= NARROW) {
       if (longest > 0.4 * width) labelsAbove(figure, layout, margin, width);
       return fitted(figure, layout, width, titleLines);
