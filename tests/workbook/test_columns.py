@@ -245,11 +245,13 @@ def frames_of_steps_timed_together() -> dict[str, pd.DataFrame]:
     }
     engines = [noisy(0, meta={"engine": name}) for name in ("hpctoolkit", "torch")]
     both = compare.engines_side_by_side(engines)
+    scaled = reference.at_reference(profile)
+    parts = attribution.attribute(scaled)
     named = {f"{engine}_ms": "NAME_ms" for engine in ("hpctoolkit", "torch")}
     named |= {f"{engine}_cost_ms": "NAME_cost_ms" for engine in ("hpctoolkit", "torch")}
     return {
         name_of(verdict.timed_table): verdict.timed_table(profile),
-        name_of(verdict.finding_table): verdict.finding_table([]),
+        name_of(verdict.finding_table): verdict.finding_table(findings(scaled, parts)),
         name_of(compare.engines_side_by_side): both.rename(columns=named),
     }
 

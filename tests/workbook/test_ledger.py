@@ -70,7 +70,7 @@ def test_other_work_is_refused_with_both_values(tmp_path, other, sentence):
     path = tmp_path / "result.json"
     open_ledger(path).put({"case": "small", "threads": 1})
     before = path.read_text()
-    with pytest.raises(InputError, match=f"result.json: {sentence} another --json$"):
+    with pytest.raises(InputError, match=f"result.json {sentence} another --json$"):
         open_ledger(path, other)
     assert path.read_text() == before
 
@@ -81,7 +81,7 @@ def test_other_work_is_refused_with_both_values(tmp_path, other, sentence):
 def test_a_file_of_something_else_is_refused_and_left(tmp_path, text):
     path = tmp_path / "result.json"
     path.write_text(text)
-    with pytest.raises(InputError, match=r"result\.json: (is no document|cannot be read)"):
+    with pytest.raises(InputError, match=r"result\.json (is no document|cannot be read)"):
         open_ledger(path)
     assert path.read_text() == text
 

@@ -676,7 +676,7 @@ def test_a_file_of_another_kind_is_refused_before_anything_runs(
 ) -> None:
     file = tmp_path / "file.json"
     file.write_text(content)
-    with pytest.raises(InputError, match=r"file\.json: (is no|cannot be read)"):
+    with pytest.raises(InputError, match=r"file\.json (is no|cannot be read)"):
         run_notebooks(
             [notebook],
             REPOSITORY / "parameters" / "quick.yaml",

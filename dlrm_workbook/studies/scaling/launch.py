@@ -153,7 +153,8 @@ def _report(
         return f"the ranks were not done after {timeout_s:g} s and were ended; {behind}"
     code = processes[failed].poll()
     last = _iteration(store, failed)
-    where = "before its first iteration" if not last else f"after iteration {last:,}"
+    # ranks record theirs now and then, so the first may have passed
+    where = f"after iteration {last:,}" if last else "before any of its iterations was recorded"
     return (
         f"rank {failed} of {len(processes)} (host {socket.gethostname()}, process "
         f"{processes[failed].pid}) {how_it_ended(code)} {where}; {behind}"
