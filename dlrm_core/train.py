@@ -61,7 +61,7 @@ T = TypeVar("T")
 STOPPING = "ending after this iteration"
 
 IMPORTING = threading.Lock()
-"""Held by threads that import parts of torch beside the run: two at once may find halves."""
+"""Threads hold it while they import parts of torch beside the run: two at once may find halves."""
 
 
 class TrainingLoop(abc.ABC, Generic[StepT]):

@@ -50,7 +50,7 @@ PASSES = 3
 """Times that the paces are found; which iterations are steady has settled by then."""
 
 ROUNDING = 0.005
-"""Share by which two sums of a GPU's time may differ and count as the same."""
+"""Two sums of a GPU's time that differ by no more than this share count as the same."""
 
 OTHER_TIMES = ["what", "time_ms", "times_the_step", "iterations", "why"]
 

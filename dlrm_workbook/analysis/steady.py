@@ -104,7 +104,7 @@ class SteadyState:
 
     @property
     def mean_ms(self) -> float:
-        """Mean steady iteration, which pages name; ``usual_ms`` is the median, to judge by."""
+        """The mean steady iteration is what pages name; they judge by the median, ``usual_ms``."""
         return float(self.times_ms[self.steady].mean())
 
     @property

@@ -26,7 +26,7 @@ PLAIN_SECONDS = 30.0
 """Time between two lines about one thing where nobody watches a terminal."""
 
 PLAIN_COLUMNS = 80
-"""Of a log, which nobody can make wider."""
+"""A line of a log has so many letters: nobody can make it wider."""
 
 LEAST_SECONDS = 3.0
 LEAST_COUNT = 2
@@ -34,7 +34,7 @@ LEAST_COUNT = 2
 
 
 def columns(to: TextIO) -> int:
-    """How many letters a line may have there: the terminal's width, or a log's."""
+    """Count the letters that a line may have there: by the terminal's width, or a log's."""
     return shutil.get_terminal_size().columns if to.isatty() else PLAIN_COLUMNS
 
 

@@ -417,7 +417,7 @@ def measure(value: Any, unit: str = "") -> str:
 
 
 NO_GAIN = 1.005
-"""Speed-up below which a bound would read 1.00x."""
+"""A bound below this speed-up would read 1.00x."""
 
 MOST_BOUND = 100.0
 """Speed-up above which an upper bound says nothing: a step that does next to nothing else."""
