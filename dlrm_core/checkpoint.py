@@ -94,10 +94,12 @@ class Checkpoint:
         """
         saved = self.shapes(file)
         for name in sorted(saved.keys() - targets.keys()):
-            raise InputError(f"{self.folder / file} holds {name}, which this run does not have")
+            raise InputError(f"{self.folder / file} contains {name}, which this run does not have")
         for name, target in targets.items():
             if name not in saved:
-                raise InputError(f"{self.folder / file} does not hold {name}, which this run has")
+                raise InputError(
+                    f"{self.folder / file} does not contain {name}, which this run has"
+                )
             if saved[name] != tuple(target.shape):
                 raise InputError(
                     f"{self.folder / file}: {name} is {_by(saved[name])}, but this run's is "

@@ -805,7 +805,7 @@ def _absolute(folder: str, where: str) -> str:
 def _read_sections(path: Path) -> dict[str, Any]:
     text = read_text(path, MOST_BYTES)
     if not text:
-        raise InputError(f"{path}: the file is empty (0 bytes); a file of defaults only holds {{}}")
+        raise InputError(f"{path}: the file is empty (0 bytes); for defaults alone write {{}}")
     try:
         tree = read_yaml(text)
     except InputError as error:

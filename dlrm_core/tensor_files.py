@@ -131,7 +131,7 @@ def check_file(path: Path, record: Mapping[str, Any]) -> bytes:
             raise InputError(f"{path} cannot be read: {error.strerror}") from None
     if size != record["bytes"]:
         raise InputError(
-            f"{path} holds {size:,} bytes, but {record['bytes']:,} were written: it is "
+            f"{path} has {size:,} bytes, but {record['bytes']:,} were written: it is "
             f"{'cut short' if size < record['bytes'] else 'not the same file'}"
         )
     found = zlib.crc32(header)

@@ -205,8 +205,8 @@ def test_tensors_of_another_shape_are_refused(written):
     name = "embeddings.tables.2.weight"
     with pytest.raises(InputError, match=r"tables\.2\.weight is 200 x 4, but .* 201 x 4 .*rows\[2"):
         checkpoint.read_into(WEIGHTS, targets | {name: torch.zeros(201, 4)})
-    with pytest.raises(InputError, match=r"does not hold more"):
+    with pytest.raises(InputError, match=r"does not contain more"):
         checkpoint.read_into(WEIGHTS, targets | {"more": torch.zeros(1)})
     del targets[name]
-    with pytest.raises(InputError, match=r"holds embeddings\.tables\.2\.weight, which this run"):
+    with pytest.raises(InputError, match=r"contains embeddings\.tables\.2\.weight, which this run"):
         checkpoint.read_into(WEIGHTS, targets)

@@ -117,7 +117,7 @@ def contended_update(evidence: Evidence, ledger: Ledger) -> Measured | None:
 
 @rule(
     "giant_table",
-    title="Table {table} holds {of_rows:.0%} of all rows",
+    title="Table {table} has {of_rows:.0%} of all rows",
     evidence=(
         "Table {table} has {rows:,} rows ({gigabytes:.2f} GB), {of_rows:.0%} of all rows; the "
         "median table has {median:,.0f}.",
