@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from dlrm_core.config import load_parameters, parameters_from_sections
-from dlrm_core.errors import InputError
+from dlrm_core.errors import InputError, MissingToolError
 from dlrm_workbook.cli import main
 from dlrm_workbook.evidence.contestants import WARMUP, Run, compare, cores_of, describe
 from dlrm_workbook.evidence.dependence import NEUTRAL, changed_leaves, changed_parameters
@@ -341,14 +341,15 @@ def test_a_benchmark_of_other_settings_is_not_gone_on_with(tmp_path):
     assert json.loads(file.read_text())["settings"]["iterations"] == 3, "begun anew"
 
 
-def test_who_lacks_a_package_is_not_tried_in_every_case(tmp_path):
-    (tmp_path / "dlrm_s_pytorch.py").write_text(
-        f"open({str(tmp_path / 'log')!r}, 'a').write('x')\nimport no_such_package_of_anyone"
-    )
-    cases = growth_cases("pooling")[:2]
-    done = run_plan(plan(peer=tmp_path, cases=cases), run=endless(0))
-    assert (tmp_path / "log").read_text() == "x"
-    assert all("pip install" in case["failures"]["facebook"] for case in done["cases"])
+def test_a_package_that_is_lacking_ends_a_benchmark_before_its_first_run(tmp_path, monkeypatch):
+    (tmp_path / "dlrm_s_pytorch.py").write_text("import no_such_package_of_anyone")
+    run = endless(0)
+    with pytest.raises(MissingToolError, match="pip install no_such_package_of_anyone"):
+        run_plan(plan(peer=tmp_path), run=run)
+    monkeypatch.setitem(sys.modules, "torchrec", None)
+    with pytest.raises(MissingToolError, match=r"--torchrec needs torchrec.*pip install"):
+        run_plan(plan(torchrec=True), run=run)
+    assert run.calls == [], "nothing was run"
 
 
 def test_torchrec_gets_the_data_of_the_case(monkeypatch):

@@ -217,8 +217,8 @@ class DatabaseFile:
                 header_size = len(MAGIC) + 6 + 16 * len(sections)
                 if self.size < header_size + FOOTER_BYTES:
                     raise self.error(
-                        f"cut short: {self.size} bytes where the header and footer alone "
-                        f"take {header_size + FOOTER_BYTES}"
+                        f"it is cut short: it has {self.size} bytes, and the header and footer "
+                        f"alone take {header_size + FOOTER_BYTES}"
                     )
                 self.map = mmap.mmap(stream.fileno(), self.size, access=mmap.ACCESS_READ)
         except DatabaseError:
@@ -226,7 +226,7 @@ class DatabaseFile:
         except InputError as problem:
             raise DatabaseError(str(problem)) from None
         except OSError as problem:
-            raise self.error(f"cannot be read: {problem.strerror or problem}") from problem
+            raise self.error(f"it cannot be read: {problem.strerror or problem}") from problem
         self.bytes: npt.NDArray[np.uint8] = np.frombuffer(self.map, np.uint8)
         self.minor_version = self._check_identity(code)
         pairs = np.frombuffer(self.map, "<u8", 2 * len(sections), offset=16).reshape(-1, 2).tolist()
@@ -247,15 +247,16 @@ class DatabaseFile:
         head = bytes(self.map[:16])
         if head[:10] != MAGIC:
             raise self.error(
-                f"not an HPCToolkit database file: it begins with {head[:10]!r}, expected {MAGIC!r}"
+                f"it is no HPCToolkit database file: it begins with {head[:10]!r}, "
+                f"expected {MAGIC!r}"
             )
         if head[14] != MAJOR_VERSION:
             raise self.error(
-                f"format {head[14]}.{head[15]}, and this reader knows format {MAJOR_VERSION}.x; "
+                f"it has format {head[14]}.{head[15]}, and this reader knows {MAJOR_VERSION}.x; "
                 + REPROCESS
             )
         if head[10:14] != code.encode():
-            raise self.error(f"holds the format {head[10:14]!r}, expected {code.encode()!r}")
+            raise self.error(f"it has the format {head[10:14]!r}, expected {code.encode()!r}")
         return head[15]
 
     def _check_whole(self, footer: bytes) -> None:
@@ -263,13 +264,13 @@ class DatabaseFile:
         end = bytes(self.map[-FOOTER_BYTES:])
         if reach + FOOTER_BYTES > self.size:
             raise self.error(
-                f"cut short or damaged: {self.size} bytes where its header states sections up to "
-                f"byte {reach} and {FOOTER_BYTES} bytes of footer follow"
+                f"it is cut short or damaged: it has {self.size} bytes, and its header states "
+                f"sections up to byte {reach}, which {FOOTER_BYTES} bytes of footer follow"
             )
         if end != footer:
             raise self.error(
-                f"cut short or damaged: its {self.size} bytes end with {end!r}, a whole file "
-                f"with {footer!r}; run hpcprof again"
+                f"it is cut short or damaged: its {self.size} bytes end with {end!r}, a whole "
+                f"file ends with {footer!r}; run hpcprof again"
             )
 
     def table(
@@ -286,7 +287,9 @@ class DatabaseFile:
         if count == 0:
             return np.empty(0, kind.dtype)
         if stride < kind.size:
-            raise self.error(f"{what}: a stride of {stride} bytes, at least {kind.size} expected")
+            raise self.error(
+                f"{what} has a stride of {stride} bytes, at least {kind.size} expected"
+            )
         end = pointer + (count - 1) * stride + kind.size
         if end > self.size:
             raise self.error(

@@ -205,8 +205,8 @@ def _rows_at(
     wrong = ~none & ((rest != 0) | (rows >= count))
     if wrong.any():
         raise file.error(
-            f"pointer {int(pointers[np.argmax(wrong)])} to a {what}, and there are {count} "
-            f"of them, {stride} bytes apart from byte {start}"
+            f"it has the pointer {int(pointers[np.argmax(wrong)])} to a {what}, and there are "
+            f"{count} of them, {stride} bytes apart from byte {start}"
         )
     return np.where(none, -1, rows.astype(np.int64))
 
@@ -320,8 +320,8 @@ def _walk(file: f4.DatabaseFile, entries: npt.NDArray[Any]) -> tuple[Ints, Ints,
         for start, size in zip(starts, sizes, strict=True):
             if start % 8 or start + size > limit:
                 raise file.error(
-                    f"children at byte {start}, {size} bytes: not a multiple of 8, or outside "
-                    f"the file's {file.size} bytes"
+                    f"the children at byte {start} take {size} bytes, which is no multiple of 8 or "
+                    f"lies outside the file's {file.size} bytes"
                 )
             at, end = start >> 3, (start + size) >> 3
             before = len(positions)
@@ -344,7 +344,7 @@ def _walk(file: f4.DatabaseFile, entries: npt.NDArray[Any]) -> tuple[Ints, Ints,
             counts.append(len(positions) - before)
             if len(positions) > most:
                 raise file.error(
-                    f"more than {most} contexts in {file.size} bytes: children arrays overlap"
+                    f"its {file.size} bytes have over {most} contexts, so children arrays overlap"
                 )
         starts, sizes, rows = next_starts, next_sizes, next_rows
     number = np.asarray(counts, np.int64)
@@ -366,13 +366,15 @@ def _read_metrics(file: f4.DatabaseFile) -> tuple[list[Metric], dict[str, str]]:
     listed = int(table["instance_count"].sum()) + int(table["summary_count"].sum())
     # Ids are 16 bits wide, so there cannot be more; a bound before any list is built.
     if listed > 2 * 65536:
-        raise file.error(f"{listed} metric scopes and statistics, at most {2 * 65536} have ids")
+        raise file.error(
+            f"it lists {listed} metric scopes and statistics, expected at most {2 * 65536}"
+        )
     scope_head = {name: head[f"scope_{name}"] for name in ("items", "count", "stride")}
 
     def scopes_of(rows: npt.NDArray[Any], what: str) -> list[str]:
         at = _rows_at(file, scope_head, rows["scope"], "propagation scope")
         if (at < 0).any():
-            raise file.error(f"{what} without a propagation scope (pointer 0)")
+            raise file.error(f"{what} has no propagation scope (pointer 0)")
         return [scope_names[i] for i in at.tolist()]
 
     metrics: list[Metric] = []
@@ -404,6 +406,8 @@ def _read_metrics(file: f4.DatabaseFile) -> tuple[list[Metric], dict[str, str]]:
         metrics.append(Metric(name, scopes, statistics))
     for kind, found in ids.items():
         if len(set(found)) != len(found):
-            raise file.error(f"{len(found)} {kind} ids, of which only {len(set(found))} differ")
+            raise file.error(
+                f"it has {len(found)} {kind} ids, of which only {len(set(found))} differ"
+            )
     types = [enumerated(SCOPE_TYPES, kind) for kind in scope_table["type"].tolist()]
     return metrics, dict(zip(scope_names, types, strict=True))

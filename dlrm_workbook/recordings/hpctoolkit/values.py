@@ -65,19 +65,20 @@ class ThreadProfile:
         self._known = known
         self._values_at = block["values"]
         self._index_at, self._index_count = block["index"], block["index_count"]
-        file.table(f4.PROFILE_VALUE, self._values_at, self.count, what=f"{what}: values")
+        file.table(f4.PROFILE_VALUE, self._values_at, self.count, what=f"the values of {what}")
         index = file.table(
-            f4.PROFILE_INDEX, self._index_at, self._index_count, what=f"{what}: index"
+            f4.PROFILE_INDEX, self._index_at, self._index_count, what=f"the index of {what}"
         )
         if (np.diff(index["context"].astype(np.int64)) <= 0).any():
-            raise file.error(f"{what}: its index is not in increasing order")
+            raise file.error(f"the index of {what} does not increase")
         starts = index["start"].astype(np.uint64)
         if (len(starts) and int(starts[-1]) > self.count) or (starts[1:] < starts[:-1]).any():
             raise file.error(
-                f"{what}: its index leads to value {int(starts.max())}, and there are {self.count}"
+                f"the index of {what} leads to value {int(starts.max())}, and there are "
+                f"{self.count}"
             )
         if self.count and (not len(starts) or starts[0] != 0):
-            raise file.error(f"{what}: {self.count} values, and no index entry for the first")
+            raise file.error(f"{what} has {self.count} values and no index entry for the first")
         file.spent(index.nbytes)
 
     @property
@@ -112,7 +113,7 @@ class ThreadProfile:
         wrong = ~known[np.minimum(metric, len(known) - 1)] | (metric >= len(known))
         if wrong.any():
             raise self._file.error(
-                f"profile {self.number} holds values of metric id {int(metric[np.argmax(wrong)])}, "
+                f"profile {self.number} has values of metric id {int(metric[np.argmax(wrong)])}, "
                 "which meta.db does not list"
             )
 
@@ -120,7 +121,9 @@ class ThreadProfile:
         """Refuse values that are no numbers."""
         if not np.isfinite(value).all():
             odd = value[~np.isfinite(value)][0]
-            raise self._file.error(f"profile {self.number} holds the value {odd}, which none has")
+            raise self._file.error(
+                f"profile {self.number} has the value {odd}, which no measurement gives"
+            )
 
     def values(self) -> tuple[Ints, Ints, Floats]:
         """(context ids, metric ids, values), sorted by context, then metric; shape (values,)."""
@@ -204,7 +207,7 @@ def read_profiles(
             identities[pointer] = _identifiers(file, pointer, kinds, number)
             most -= len(identities[pointer])
             if most < 0:
-                raise file.error("more identifiers than its identifier section has room for")
+                raise file.error("it has more identifiers than its identifier section has room for")
         ids = known_statistics if block["flags"] & 1 else known
         profiles.append(ThreadProfile(file, number, block, identities[pointer], ids))
     if not profiles[0].summary:
@@ -236,7 +239,7 @@ def _refuse_overlap(
 def _identifiers(
     file: f4.DatabaseFile, pointer: int, kinds: list[str], number: int
 ) -> tuple[Identifier, ...]:
-    what = f"profile {number}: identifiers"
+    what = f"the identifier list of profile {number}"
     count = file.one(f4.IDENTIFIER_TUPLE, pointer, what)["count"]
     table = file.table(f4.IDENTIFIER, pointer + f4.IDENTIFIERS_OFFSET, count, what=what)
     return tuple(
@@ -312,6 +315,6 @@ def read_traces(path: Path, profiles: int) -> list[TraceLine]:
         line = TraceLine(file, profile, start, count)
         times = line.time_ns
         if count and (times[0] < 0 or (times[1:] < times[:-1]).any()):
-            raise file.error(f"{what}: its times do not increase")
+            raise file.error(f"the times of {what} do not increase")
         lines.append(line)
     return lines

@@ -57,7 +57,7 @@ from dlrm_workbook.studies.bench.cases import (
     why_no_bf16x2,
 )
 from dlrm_workbook.studies.bench.shares import CEILINGS, measure_share
-from dlrm_workbook.studies.bench.torchrec import run_torchrec
+from dlrm_workbook.studies.bench.torchrec import require_torchrec, run_torchrec
 
 SCHEMA = 2
 """Of the document."""
@@ -260,17 +260,20 @@ def run_plan(
         the document that is in ``file``, see docs/benchmark.md.
 
     Raises:
-        InputError: ``file`` cannot be written, or holds a benchmark of other settings.
+        InputError: ``file`` cannot be written, or contains a benchmark of other settings.
+        MissingToolError: a contestant needs a package that is not installed; what was
+            measured before is in ``file``.
     """
+    if plan.torchrec:
+        require_torchrec()
     ledger = open_ledger(plan, file, command, resume)
     measurement = _Measurement(plan, ledger, say, run)
     with cores_of(plan.cores) as cores:
         ledger.document["settings"]["usable_cores"] = cores
         ledger.save()
         for threads in plan.threads:
-            absent: dict[str, str] = {}
             for case in plan.cases:
-                found = measurement.case(case, threads, absent)
+                found = measurement.case(case, threads)
                 floor = [describe_bare(found["bare"])] if "bare" in found else []
                 show("\n".join([describe(found), *floor]))
             if plan.ablation:
@@ -290,8 +293,8 @@ class _Measurement:
     say: Say
     run: Callable[[Parameters, int, int], Run]
 
-    def case(self, case: Case, threads: int, absent: dict[str, str]) -> dict[str, Any]:
-        """One case; who lacks a tool (``absent``) is not tried again."""
+    def case(self, case: Case, threads: int) -> dict[str, Any]:
+        """Run one case with all contestants."""
         plan = self.plan
         ours = {name: of_case(name, given, case) for name, given in plan.contestants.items()}
         iterations = min(plan.iterations, case.iterations or plan.iterations)
@@ -304,7 +307,7 @@ class _Measurement:
         facts = case_facts(case, plain) | {"threads": threads, "iterations": iterations}
         on_cpu = resolve_device(plan.plain.training).type == "cpu"
         bare = plan.bare and on_cpu and case.kind == "shape"
-        return self._compare(facts, ours, plan.peer, extra, absent, bare)
+        return self._compare(facts, ours, plan.peer, extra, bare)
 
     def ablation(self, threads: int) -> dict[str, Any]:
         """The last contestant without each of its options, and the way to it from plain."""
@@ -322,7 +325,7 @@ class _Measurement:
                 "variants": [facts for facts, _ in variants],
             },
         }
-        return self._compare(facts, ours, None, {}, {})
+        return self._compare(facts, ours, None, {})
 
     def _compare(
         self,
@@ -330,7 +333,6 @@ class _Measurement:
         ours: Mapping[str, Parameters],
         peer: Path | None,
         extra: Mapping[str, Callable[[], Run]],
-        absent: dict[str, str],
         bare: bool = False,
     ) -> dict[str, Any]:
         """Run the contestants of a case in turns, keeping each run, and judge them.
@@ -346,7 +348,6 @@ class _Measurement:
             require_same(f"{self.ledger.path}: {case}", begun, now, ADVICE)
         rows: list[Row] = list(before.get("runs") or [])
         floors: list[dict[str, Any]] = list(before.get("bare_rounds") or [])
-        failures = dict(absent)
         kinds = {name: product_kind(given) for name, given in ours.items()}
 
         def keep(row: Row) -> None:
@@ -358,9 +359,10 @@ class _Measurement:
             )
 
         def lost(name: str, error: InputError) -> None:
-            self.say(f"{case}, {threads} threads, {name} FAILED: {error}")
             if isinstance(error, MissingToolError):
-                absent[name] = str(error)
+                # a minute's installation; without it an hour's ratios would be over nobody
+                raise error
+            self.say(f"{case}, {threads} threads, {name} FAILED: {error}")
 
         def time_bare(number: int) -> None:
             if any(one["round"] == number for one in floors):
@@ -383,7 +385,6 @@ class _Measurement:
             run=self.run,
             extra=extra,
             rows=rows,
-            failures=failures,
             on_run=keep,
             on_failure=lost,
             each_round=time_bare if bare else None,

@@ -34,6 +34,13 @@ INSTALL = (
 )
 
 
+def require_torchrec() -> None:
+    """Refuse a benchmark with TorchRec where it is not installed (MissingToolError)."""
+    for name in ("torchrec", "fbgemm_gpu"):
+        if importlib.util.find_spec(name) is None:
+            raise MissingToolError(f"--torchrec needs {name}, which is not installed: {INSTALL}")
+
+
 def run_torchrec(parameters: Parameters, iterations: int, threads: int) -> Run:
     """Train TorchRec's DLRM on the run's data and initial weights, in a fresh process.
 
@@ -41,9 +48,7 @@ def run_torchrec(parameters: Parameters, iterations: int, threads: int) -> Run:
         InputError: TorchRec's DLRM cannot be this model, or the run fails.
         MissingToolError: TorchRec is not installed.
     """
-    for name in ("torchrec", "fbgemm_gpu"):
-        if importlib.util.find_spec(name) is None:
-            raise MissingToolError(f"--torchrec needs {name}, which is not installed: {INSTALL}")
+    require_torchrec()
     require_same_model(parameters)
     sections = parameters.to_sections()
     sections["training"] |= {"batches": iterations + WARMUP, "threads": threads}
