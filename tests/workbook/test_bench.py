@@ -10,12 +10,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from dlrm_core.config import load_parameters, parameters_from_sections
+from dlrm_core.data.loader import make_generator
 from dlrm_core.errors import InputError, MissingToolError
 from dlrm_workbook.cli import main
 from dlrm_workbook.evidence.contestants import WARMUP, Run, compare, cores_of, describe
 from dlrm_workbook.evidence.dependence import NEUTRAL, changed_leaves, changed_parameters
+from dlrm_workbook.evidence.probes import model_for
 from dlrm_workbook.studies.bench import measure
 from dlrm_workbook.studies.bench.bare import (
     ROWS,
@@ -45,6 +48,7 @@ from dlrm_workbook.studies.bench.cases import (
 )
 from dlrm_workbook.studies.bench.command import exit_status
 from dlrm_workbook.studies.bench.measure import Plan, run_plan
+from dlrm_workbook.studies.bench.rows import cache_flush, row_access_ms, why_no_accesses
 
 SMALL = {
     "model": {
@@ -172,6 +176,24 @@ def test_a_peer_that_fails_says_why(tmp_path, program, said):
 def test_counts_that_measure_nothing_are_refused(rounds, iterations):
     with pytest.raises(InputError, match=f"not {rounds} and {iterations}"):
         compare(both(), peer=None, rounds=rounds, iterations=iterations, threads=1)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_bare_accesses_to_rows_change_no_weight(precision):
+    sections = SMALL | {"model": SMALL["model"] | {"embedding_dim": 32, "bottom_mlp": "16-32-32"}}
+    sections["model"]["embedding_precision"] = precision
+    given = parameters_from_sections(sections)
+    assert why_no_accesses(given) == ""
+    tables = model_for(given.model, None, huge_pages=True).embeddings
+    before = [weight.clone() for weight in tables.weights]
+    flush = cache_flush(sum(weight.nbytes for weight in tables.weights))
+    batch = make_generator(given, torch.device("cpu")).next_batch()
+    read, changed = row_access_ms(tables, batch, flush)
+    assert read > 0 and changed > 0
+    for weight, known in zip(tables.weights, before, strict=True):
+        assert torch.equal(weight.view(torch.uint8), known.view(torch.uint8))
+    small = parameters_from_sections(SMALL | {"model": SMALL["model"] | {"embedding_dim": 8}})
+    assert why_no_accesses(small) == "a row has 32 bytes, which 64 do not divide"
 
 
 # ---- cases ----------------------------------------------------------------------

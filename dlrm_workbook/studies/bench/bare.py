@@ -12,27 +12,20 @@ is the process that measures a round.
 
 from __future__ import annotations
 
-import functools
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import numpy as np
 import torch
 
 from dlrm_core.config import Parameters, parameters_from_sections
-from dlrm_core.data.batch import Batch
 from dlrm_core.data.loader import make_generator
-from dlrm_core.embeddings import EmbeddingTables
 from dlrm_core.precision import DTYPES
-from dlrm_core.rounding import ROW_DTYPES
 from dlrm_core.units import milliseconds, percent
 from dlrm_kernels.dense import parts_of, why_not_fused
 from dlrm_workbook.evidence.ceilings import (
     TILE_PARTS,
-    last_level_cache,
     native_precisions,
     time_products,
 )
@@ -41,6 +34,7 @@ from dlrm_workbook.evidence.probes import model_for, reduced
 from dlrm_workbook.intervals import median_interval
 from dlrm_workbook.processes import do_job, run_job, settle_allocator
 from dlrm_workbook.studies.bench.cases import FP32
+from dlrm_workbook.studies.bench.rows import cache_flush, row_access_ms, why_no_accesses
 from dlrm_workbook.studies.bench.shares import (
     fp32_libraries,
     layer_products,
@@ -49,8 +43,6 @@ from dlrm_workbook.studies.bench.shares import (
 )
 from dlrm_workbook.turns import (
     CPU,
-    CacheFlush,
-    elapsed_ms,
     least_and_seconds,
     take_turns,
     threads_of,
@@ -78,104 +70,6 @@ TRUE_FP32 = 3e-7
 OTHER_ORDER = 2.0
 """The bound is this many times the default library's own error, where that is larger (MKL on an AMD
 processor adds up 2048 numbers to 8e-7): other fp32 libraries add up in another order."""
-
-FLUSH_BYTES = (64 << 20, 512 << 20)
-"""Least and most that is streamed over to empty the caches."""
-
-LINE_BYTES = 64
-"""Bytes of a vector and of a cache line."""
-
-PREFETCHES = ((0, 64), (16, 128), (32, 128), (16, 64), (32, 64))
-"""Ways to access rows: lookups ahead of which a row is asked for (0: none is), and the bytes from
-one line asked for to the next; some CPUs bring a line and its neighbour."""
-
-
-# Accesses to rows and nothing else.
-
-
-def cache_flush(table_bytes: int) -> CacheFlush:
-    """What pushes the tables out of the caches, as far as a program can."""
-    least, most = FLUSH_BYTES
-    size = min(max(last_level_cache(CPU) or least, least), most)
-    return CacheFlush(min(size, table_bytes))
-
-
-def row_access_ms(tables: EmbeddingTables, batch: Batch, flush: CacheFlush) -> tuple[float, float]:
-    """Milliseconds of reading every looked-up row, and of reading and writing it.
-
-    Nothing but the accesses, with prefetches and without, whichever is faster: what the
-    machine's memory allows a forward pass and an SGD update at best.
-
-    Args:
-        tables: of rows whose bytes :data:`LINE_BYTES` divide.
-    """
-    best = []
-    for kernel in _row_kernels(tables.weights[0][0].nbytes):
-        times = []
-        for prefetch in PREFETCHES:
-            flush()
-            times.append(
-                elapsed_ms(functools.partial(_over_tables, kernel, tables, batch, prefetch))
-            )
-        best.append(min(times))
-    return best[0], best[1]
-
-
-def _over_tables(
-    kernel: Any, tables: EmbeddingTables, batch: Batch, prefetch: tuple[int, int]
-) -> None:
-    threads, count = torch.get_num_threads(), len(tables.weights)
-
-    def work(table: int) -> None:
-        indices = batch.table_indices(table)
-        kernel(tables.weights[table].data_ptr(), indices.data_ptr(), indices.numel(), *prefetch)
-
-    if threads == 1:
-        for table in range(count):
-            work(table)
-    else:
-        list(_pool(threads).map(work, range(count)))
-
-
-@functools.cache
-def _pool(threads: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(threads)
-
-
-@functools.cache
-def _row_kernels(size: int) -> tuple[Any, Any]:
-    """Kernels that read, and that read and write, rows of so many bytes, as float32 numbers."""
-    from numba import njit
-
-    from dlrm_kernels import vectors as v
-
-    @njit(nogil=True, error_model="numpy")
-    def read(table, indices, count, ahead, step):  # type: ignore[no-untyped-def]
-        total = v.zeros()
-        for i in range(count):
-            if ahead > 0:
-                soon = table + v.load_int(indices + 8 * min(i + ahead, count - 1)) * size
-                for line in range(0, size, step):
-                    v.prefetch(soon + line)
-            p = table + v.load_int(indices + 8 * i) * size
-            for line in range(0, size, 64):
-                total = v.add(total, v.load_vector(p + line))
-        return v.lane_sum(total)
-
-    @njit(nogil=True, error_model="numpy")
-    def change(table, indices, count, ahead, step):  # type: ignore[no-untyped-def]
-        one = v.splat(np.float32(1e-6))
-        for i in range(count):
-            if ahead > 0:
-                soon = table + v.load_int(indices + 8 * min(i + ahead, count - 1)) * size
-                for line in range(0, size, step):
-                    v.prefetch(soon + line)
-            p = table + v.load_int(indices + 8 * i) * size
-            for line in range(0, size, 64):
-                v.store_vector(p + line, v.subtract(v.load_vector(p + line), one))
-        return np.float32(0)
-
-    return read, change
 
 
 # One round, in a process of its own.
@@ -234,10 +128,8 @@ def bare_times(parameters: Parameters, kinds: Sequence[str], threads: int) -> di
         precisions = [name for name in DTYPES if name in {"fp32", "bf16", *kinds}]
         reasons |= {name: emulated[name] for name in precisions if name not in native}
         calls = {name: library_calls(products, name) for name in precisions if name not in reasons}
-        model = parameters.model
-        row_bytes = model.embedding_dim * ROW_DTYPES[model.embedding_precision].itemsize
-        if row_bytes % LINE_BYTES:
-            reasons[ROWS] = f"a row has {row_bytes} bytes, which {LINE_BYTES} do not divide"
+        if why := why_no_accesses(parameters):
+            reasons[ROWS] = why
         else:
             sparse = reduced(parameters, "sparse")
             tables = model_for(sparse.model, None, huge_pages=True).embeddings

@@ -37,9 +37,9 @@ from dlrm_core.units import counted, faster
 from dlrm_workbook.evidence.contestants import environment_of, require_peer, settings
 from dlrm_workbook.ledger import Ledger
 from dlrm_workbook.processes import do_job, run_job
-from dlrm_workbook.studies.bench.bare import cache_flush, row_access_ms
 from dlrm_workbook.studies.bench.cases import thread_counts
 from dlrm_workbook.studies.bench.measure import ADVICE, heading
+from dlrm_workbook.studies.bench.rows import cache_flush, row_access_ms
 from dlrm_workbook.turns import CPU, elapsed_ms, rotated, take_turns
 
 TABLES, ROWS, DIM = 8, 1_000_000, 64

@@ -1,9 +1,8 @@
 """How near a step comes to this machine's limits: each share measured in a fresh process.
 
-The dense part is held against the matrix products it needs, the embeddings against gathering
-as many random rows (the roofline's ceiling,
-:func:`dlrm_workbook.evidence.ceilings.gather_action`). Part and ceiling are timed in turns in
-one process, since a ceiling of another minute is another machine's.
+The dense part is held against the matrix products it needs, the embeddings against bare accesses
+to the rows of their batch (:mod:`dlrm_workbook.studies.bench.rows`). Part and ceiling are timed
+in turns in one process, since a ceiling of another minute is another machine's.
 
     python -m dlrm_workbook.studies.bench.shares JOB RESULT
 
@@ -20,15 +19,11 @@ from typing import Any
 import torch
 
 from dlrm_core.config import Parameters, parameters_from_sections
-from dlrm_core.memory import mean_bag_size
+from dlrm_core.errors import InputError
 from dlrm_core.precision import MAX_RELATIVE_ERROR
-from dlrm_workbook.analysis.work import lookups
 from dlrm_workbook.evidence.ceilings import (
-    GATHER_LOOKUPS,
     PRECISIONS,
-    TABLE_BYTES,
     Product,
-    gather_action,
     model_products,
     native_precisions,
     product_calls,
@@ -37,11 +32,12 @@ from dlrm_workbook.evidence.ceilings import (
 from dlrm_workbook.evidence.contestants import environment_of
 from dlrm_workbook.evidence.probes import StepLoop, Times, apply_settings, medians
 from dlrm_workbook.processes import do_job, run_job, settle_allocator
+from dlrm_workbook.studies.bench.rows import row_access_ms, why_no_accesses
 from dlrm_workbook.turns import CPU, elapsed_ms, least_and_seconds, take_turns, threads_of
 
 CEILINGS = {
-    "dense": "the measured matrix products' time",
-    "embedding": "the time of as many random rows gathered",
+    "dense": "the time of its matrix products",
+    "embedding": "bare accesses to the same rows",
 }
 """Kinds of shares, and what the limit of each is."""
 
@@ -84,39 +80,29 @@ def measure_share(
 
 
 def embedding_share(parameters: Parameters, threads: int, seconds: float) -> dict[str, Any]:
-    """Time the embeddings' forward, backward and update, and a gather of random rows, in turns.
+    """Time the embeddings' forward, backward and update, and bare accesses to rows, in turns.
 
-    The ceiling is the time in which the machine gathers the bytes that any back end must
-    touch at random: a row (4 bytes a number, or 2) per lookup forward, and each different row read
-    and written once for its update. A back end that prefetches better than the gather
-    (torch's embedding_bag) can exceed it.
+    The ceiling is the time in which every looked-up row is read, and read and written, with
+    nothing else done; both begin with caches that hold something else.
+
+    Raises:
+        InputError: the rows are of a size that cannot be accessed line by line.
     """
-    with threads_of(threads), torch.no_grad():
-        row_bytes = parameters.model.row_bytes
-        tables = parameters.model.table_rows
-        rows = max(tables)
-        bag = max(1, round(mean_bag_size(parameters, tables.index(rows))))
-        rows = min(rows, TABLE_BYTES["cpu"] // row_bytes)
-        bags = max(parameters.training.batch_size, -(-GATHER_LOOKUPS // bag))
-        # of as many bytes, in fp32
-        gather = gather_action(torch.ones(rows, max(1, row_bytes // 4)), bags, bag)
-        needed = sum(
-            (table.scattered + 2 * table.unique) * row_bytes for table in lookups(parameters)
-        )
-        with torch.enable_grad():
-            loop = StepLoop(parameters, "sparse")
-            loop.run()
+    if why := why_no_accesses(parameters):
+        raise InputError(f"bare accesses to rows are not measured: {why}")
+    with threads_of(threads):
+        loop = StepLoop(parameters, "sparse")
+        loop.run()
         parts: list[float] = []
         ceilings: list[float] = []
         for _ in take_turns((), 40, enough=least_and_seconds(LEAST_ROUNDS, seconds)):
-            with torch.enable_grad():
-                parts.append(sum(loop.run()["embedding"].values()))
-            gathered = elapsed_ms(gather.call)
-            ceilings.append(gathered * needed / (bags * bag * row_bytes))
+            parts.append(sum(loop.run()["embedding"].values()))
+            batch = loop.generator.next_batch()
+            with torch.no_grad():
+                ceilings.append(sum(row_access_ms(loop.model.embeddings, batch, loop.flush)))
     return {
         "ms": statistics.median(parts),
         "ceiling_ms": statistics.median(ceilings),
-        "gather_gb_per_s": needed / statistics.median(ceilings) / 1e6,
         **_share(ceilings, parts),
         "notices": loop.notices,
     }
