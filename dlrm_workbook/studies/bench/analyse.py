@@ -20,6 +20,7 @@ from dlrm_workbook.ledger import read_document
 from dlrm_workbook.studies.bench.bare import label
 from dlrm_workbook.studies.bench.cases import GOALS
 from dlrm_workbook.studies.bench.measure import SCHEMA
+from dlrm_workbook.studies.bench.shares import CEILINGS, GATHERED
 
 Document = Mapping[str, Any]
 
@@ -219,18 +220,20 @@ def shares(document: Document) -> pd.DataFrame:
     """Shares of this machine's limits.
 
     Returns:
-        ``case``, ``contestant``, ``threads``, ``what``, ``ms``, ``ceiling_ms``, ``share``,
-        ``low``, ``high``, ``reason`` (why it was not measured, else "").
+        ``case``, ``contestant``, ``threads``, ``what``, ``limit`` (what the part is held
+        against), ``ms``, ``ceiling_ms``, ``share``, ``low``, ``high``, ``reason`` (why it was not
+        measured, else "").
     """
     words = ("case", "contestant", "threads", "what")
     numbers = ("ms", "ceiling_ms", "share", "low", "high")
     rows = [
         {name: row[name] for name in words}
+        | {"limit": GATHERED if "gather_gb_per_s" in row else CEILINGS[row["what"]]}
         | {name: row.get(name, np.nan) for name in numbers}
         | {"reason": row.get("reason") or ""}
         for row in document.get("shares", [])
     ]
-    table = pd.DataFrame(rows, columns=[*words, *numbers, "reason"])
+    table = pd.DataFrame(rows, columns=[*words, "limit", *numbers, "reason"])
     table.attrs["not_measured"] = (
         "`dlrm run benchmark -f FILE -p roofline=true`, or `dlrm bench --roofline`, measures it"
     )

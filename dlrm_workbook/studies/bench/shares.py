@@ -41,6 +41,9 @@ CEILINGS = {
 }
 """Kinds of shares, and what the limit of each is."""
 
+GATHERED = "as many random rows gathered by torch's embedding_bag"
+"""What the embeddings were held against before: an older file has the rate (gather_gb_per_s)."""
+
 SECONDS = 6.0
 """Of each share."""
 
