@@ -9,6 +9,7 @@ why, is one table (:func:`other_times`).
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -455,11 +456,12 @@ def other_times(profile: Profile, folder: Path | None = None) -> pd.DataFrame:
 
     Returns:
         ``what`` was timed, ``time_ms``, ``times_the_step``, ``iterations`` (how many; NaN
-        where not known), ``why`` it differs; the step first. Empty where no step is known.
+        where not known), ``why`` it differs; the step first. Where no step is known, times of
+        the whole recording (``times_the_step`` and ``iterations`` NaN); empty if they are one.
     """
     found = reference(profile)
     if found is None:
-        return pd.DataFrame({name: [] for name in OTHER_TIMES})
+        return pd.DataFrame(_of_the_recording(profile), columns=OTHER_TIMES)
     tool = {"torch": "torch.profiler", "hpctoolkit": "HPCToolkit"}.get(
         str(profile.meta.get("engine")), "the profiler"
     )
@@ -506,6 +508,31 @@ def other_times(profile: Profile, folder: Path | None = None) -> pd.DataFrame:
         rows.append(("the train run", *trained, why))
     table = pd.DataFrame(rows, columns=["what", "time_ms", "iterations", "why"])
     return table.assign(times_the_step=table["time_ms"] / found.ms)[OTHER_TIMES]
+
+
+def _of_the_recording(profile: Profile) -> list[tuple[str, float, float, float, str]]:
+    """CPU times of a recording without steps that its tables add up to, where they differ."""
+    if iteration_count(profile) != 1 or not profile.has("cpu_time_ms"):
+        return []
+    parts = attribute(profile)
+    each = profile.value_table("cpu_time_ms").to_numpy()
+    rows: list[tuple[str, float, float, float, str]] = []
+    for what, time_ms, why in (
+        (
+            "parts, on the threads that run the steps",
+            float(parts.loc[parts["where"].eq("host"), "time_ms"].sum()),
+            "start-up is left out, since it is not the step",
+        ),
+        (
+            "call tree and functions, on all threads",
+            float(each[step_contexts(profile)].sum()),
+            "other threads, such as OpenMP's, compute or wait beside those; start-up is left out",
+        ),
+        ("all CPU time of the recording", float(each.sum()), "start-up is included"),
+    ):
+        if not rows or time_ms > (1 + ROUNDING) * rows[-1][1]:
+            rows.append((what, time_ms, math.nan, math.nan, why))
+    return rows if len(rows) > 1 else []
 
 
 def _counted(profile: Profile) -> list[float]:

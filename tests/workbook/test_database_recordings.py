@@ -9,6 +9,8 @@ import pytest
 
 from dlrm_workbook.analysis.attribution import attribute, coverage
 from dlrm_workbook.analysis.gpu import copy_table
+from dlrm_workbook.analysis.reference import other_times
+from dlrm_workbook.analysis.views import flat
 from dlrm_workbook.recordings.hpctoolkit.database import read_database
 from dlrm_workbook.recordings.hpctoolkit.format import DatabaseError
 from dlrm_workbook.recordings.hpctoolkit.to_profile import profile_from_database
@@ -174,6 +176,18 @@ def test_shares_of_the_host_are_of_the_main_thread_after_start_up() -> None:
     assert coverage(parts) > 0.75
     data = parts.set_index("component").loc["data"]
     assert data["where"] == "host" and data["share"] == pytest.approx(0.69, abs=0.01)
+
+
+def test_a_recording_without_steps_names_the_times_that_its_tables_add_up_to() -> None:
+    run = profile("dlrm-h100-host.d")
+    times = other_times(run)
+    parts, functions, every = times["time_ms"]
+    assert parts == pytest.approx(attribute(run)["time_ms"].sum())
+    assert functions == pytest.approx(flat(run, "cpu_time_ms")["exclusive"].sum())
+    # 500 s over all threads, by the independent reader too
+    assert every == pytest.approx(run.value_table("cpu_time_ms").sum()) and 499e3 < every < 501e3
+    assert parts < functions < every
+    assert times["times_the_step"].isna().all() and times["why"].str.len().gt(0).all()
 
 
 @pytest.mark.parametrize("name", ["dlrm-h100-pc.d", "dlrm-h100-host.d"])
