@@ -28,6 +28,7 @@ from dlrm_workbook.studies.bench.bare import judge_bare
 from dlrm_workbook.studies.bench.cases import GROWTH, growth_cases, shape_cases
 from dlrm_workbook.studies.bench.embeddings import GROUPS, KIND, SCHEMA, open_ledger, run_group
 from dlrm_workbook.studies.bench.measure import Plan, run_plan
+from dlrm_workbook.studies.bench.shares import GATHERED
 
 PEER = """
 import sys
@@ -333,6 +334,13 @@ def test_a_benchmark_in_which_nothing_ran_is_no_benchmark(tmp_path: Path) -> Non
     assert found.plan is not None and found.plan.runs == 2
     with pytest.raises(InputError, match=r"nothing was measured: dlrm train: .*memory"):
         found.measure()
+
+
+def test_a_share_says_what_its_part_was_held_against(document: dict[str, Any]) -> None:
+    now = analysis.shares(document)["limit"].tolist()
+    assert now == ["the time of its matrix products", "bare accesses to the same rows"]
+    document["shares"][1]["gather_gb_per_s"] = 3.8  # as files of an older version have it
+    assert analysis.shares(document)["limit"].tolist() == [now[0], GATHERED]
 
 
 @pytest.mark.notebook
