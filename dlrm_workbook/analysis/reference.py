@@ -109,20 +109,16 @@ def unprofiled_ms(profile: Profile) -> float | None:
 
 def _unprofiled(profile: Profile) -> tuple[float, int | None, str] | None:
     """Milliseconds of an iteration without the profiler, of how many, and which they are."""
-    calm = _undisturbed(profile.meta.get("counters") or {})
-    times = (profile.meta.get("counters") or {}).get("wall_ms") or []
+    times = unprofiled_times(profile)
     each = profile.meta.get("unprofiled_iteration_ms") or []
-    if len(calm) >= LEAST_ITERATIONS:
-        said = f"the median of {len(calm)} iterations without a profiler, beside the recording"
-        if len(each) > len(calm):
+    if times:
+        said = f"the median of {len(times)} iterations without a profiler, beside the recording"
+        if len(each) > len(times):
             said += (
-                f" ({len(each) - len(calm)} more were left out: other programs took the core in "
+                f" ({len(each) - len(times)} more were left out: other programs took the core in "
                 f"over {DISTURBED:.0%} of their time)"
             )
-        return statistics.median(times[row] for row in calm), len(calm), said
-    if each:
-        said = f"the median of {len(each)} iterations without a profiler, beside the recording"
-        return statistics.median(each), len(each), said
+        return statistics.median(times), len(times), said
     for made in profile.meta.get("passes", []):
         said = "the median iteration of a run without a profiler"
         if made.get("name") == "unprofiled" and made.get("ms_per_iteration"):
@@ -130,6 +126,15 @@ def _unprofiled(profile: Profile) -> tuple[float, int | None, str] | None:
         if made.get("unprofiled_ms_per_iteration"):
             return float(made["unprofiled_ms_per_iteration"]), None, said
     return None
+
+
+def unprofiled_times(profile: Profile) -> list[float]:
+    """Times of the iterations without a profiler whose median is the step, ms, in run order."""
+    counters = profile.meta.get("counters") or {}
+    calm = _undisturbed(counters)
+    if len(calm) >= LEAST_ITERATIONS:
+        return [counters["wall_ms"][row] for row in calm]
+    return list(profile.meta.get("unprofiled_iteration_ms") or [])
 
 
 def _undisturbed(counters: Mapping[str, list[Any]]) -> list[int]:
