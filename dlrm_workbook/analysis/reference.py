@@ -460,11 +460,12 @@ def other_times(profile: Profile, folder: Path | None = None) -> pd.DataFrame:
 
     Returns:
         ``what`` was timed, ``time_ms``, ``times_the_step``, ``iterations`` (how many; NaN
-        where not known), ``why`` it differs; the step first. Empty where no step is known.
+        where not known), ``why`` it differs; the step first. Where no step is known, the times
+        that the page adds up of the whole recording; empty if it has one.
     """
     found = reference(profile)
     if found is None:
-        return pd.DataFrame({name: [] for name in OTHER_TIMES})
+        return _of_recording(profile)
     tool = {"torch": "torch.profiler", "hpctoolkit": "HPCToolkit"}.get(
         str(profile.meta.get("engine")), "the profiler"
     )
@@ -511,6 +512,30 @@ def other_times(profile: Profile, folder: Path | None = None) -> pd.DataFrame:
         rows.append(("the train run", *trained, why))
     table = pd.DataFrame(rows, columns=["what", "time_ms", "iterations", "why"])
     return table.assign(times_the_step=table["time_ms"] / found.ms)[OTHER_TIMES]
+
+
+def _of_recording(profile: Profile) -> pd.DataFrame:
+    """The CPU times that parts and call tree of a recording without steps add up to."""
+    found, each = attribute(profile), profile.value_table("cpu_time_ms").to_numpy()
+    own = float(found["time_ms"].sum()) if found["where"].eq("host").all() else 0.0
+    called, whole = float(each[step_contexts(profile)].sum()), float(each.sum())
+    rows = [
+        ("the parts", own, "of the main thread, and of those that run parts for it; start-up left out"),
+        (
+            "the call tree",
+            called,
+            "it adds up all threads: those that work for an operator, or wait in it for work, too",
+        ),
+        ("all threads, from beginning to end", whole, "start-up is in it"),
+    ]
+    # a time that does not differ from the one before needs no reason
+    kept = [
+        row
+        for row, before in zip(rows, [0.0, own, called], strict=True)
+        if own > 0 and row[1] > (1 + ROUNDING) * before
+    ]
+    table = pd.DataFrame(kept if len(kept) > 1 else [], columns=["what", "time_ms", "why"])
+    return table.assign(times_the_step=table["time_ms"] / own, iterations=np.nan)[OTHER_TIMES]
 
 
 def _counted(profile: Profile) -> list[float]:

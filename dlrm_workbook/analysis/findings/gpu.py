@@ -534,7 +534,7 @@ def _largest_group(table: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
     "gpu_idle",
     title="The GPU is idle {idle} of the time{few_iterations}{meanwhile}",
     evidence=(
-        "It works {busy:ms} of {total:ms} per iteration and does nothing in {idle_time:ms}.",
+        "It does nothing in {idle_time:ms} of {total:ms} per iteration.",
         "{others}",
         "{few}",
         "{gap}",
@@ -576,7 +576,6 @@ def gpu_idle(evidence: Evidence, ledger: Ledger) -> Measured | None:
         "share": left / evidence.total_ms,
         "idle": upto + _precise(evidence.idle_ms / evidence.total_ms),
         "meanwhile": "",
-        "busy": evidence.device_ms,
         "idle_time": evidence.idle_ms,
         "others": None,
         "few": None,
