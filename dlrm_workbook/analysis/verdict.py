@@ -337,8 +337,8 @@ def with_timed(made: Prediction, profile: Profile) -> Prediction:
     times = ["then_ms", "low_ms", "high_ms"]
     parts = made.parts.assign(**{name: made.parts[name] * mid / made.mid_ms for name in times})
     said = (
-        f"the profile timed whole steps under {_named(made.change)} in turns with the step as it "
-        f"is; parts timed alone said {ratio(made.speedup['mid'])}"
+        f"The profile timed whole steps under {_named(made.change)} in turns with the step as it "
+        f"is; parts timed alone had predicted {ratio(made.speedup['mid'], figures=2)}."
     )
     made = replace(made, low_ms=low, mid_ms=mid, high_ms=high, parts=parts)
     return replace(made, method=TIMED, notices=[*made.notices, said])

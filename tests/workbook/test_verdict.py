@@ -205,7 +205,7 @@ def test_a_timed_change_is_predicted_by_its_whole_step(profile: Profile) -> None
     assert probed.parts["then_ms"].sum() / whole.parts["then_ms"].sum() == pytest.approx(
         probed.mid_ms / whole.mid_ms
     )
-    assert "parts timed alone said" in whole.notices[-1]
+    assert "parts timed alone had predicted" in whole.notices[-1]
 
 
 def test_a_change_has_one_gain_wherever_a_page_names_it(profile: Profile) -> None:

@@ -144,8 +144,8 @@ CHECK: Columns = {
     "range": RANGE,
     "error": Column("error", "signed_share"),
     "in_range": Column("in range", "judged"),
-    "measured_exposed_ms": Column("exposed, measured", "digits", unit="ms"),
-    "predicted_exposed_ms": Column("exposed, predicted", "digits", unit="ms"),
+    "measured_exposed_ms": Column("communication, measured", "digits", unit="ms"),
+    "predicted_exposed_ms": Column("communication, predicted", "digits", unit="ms"),
     "note": Column("note", _kinds),
 }
 
