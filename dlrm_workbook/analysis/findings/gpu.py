@@ -422,8 +422,8 @@ def exposed_communication(evidence: Evidence, ledger: Ledger) -> Measured | None
     "launch_bound",
     title="The GPU is idle {idle:.0%} of the time, most of it waiting for launches{launched_by}",
     evidence=(
-        "There are {launches:,.0f} {what} per iteration of {usual_us:.1f} µs (median){left_out}, and "
-        "a launch takes {launch}; in {share:.0%} of the time the GPU waits in gaps below "
+        "There are {launches:,.0f} {what} per iteration of {usual_us:.1f} µs (median){left_out}, "
+        "and a launch takes {launch}; in {share:.0%} of the time the GPU waits in gaps below "
         "{gap_us:.0f} µs while the host runs operators and launches them.",
         "{most_by}",
         "{doubt}",

@@ -335,7 +335,8 @@ def _limit(record: ScalingRecord, top: Row, ranks: int) -> tuple[str, str]:
     )
     if alone > 0 and float(top["time_ms"]) > WAITING_FACTOR * alone:
         return "load imbalance", (
-            f"{capitalised(moved)}: the rest is waiting for slower ranks, or for a core that ranks share."
+            f"{capitalised(moved)}: the rest is waiting for slower ranks, or for a core that ranks "
+            "share."
         )
     fixed = 1e-3 * (fit.fixed_us if fit else link.alpha_us.mid) * float(top["calls"])
     if alone > 0 and fixed > LATENCY_SHARE * alone:
