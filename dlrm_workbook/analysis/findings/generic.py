@@ -349,7 +349,8 @@ def _by_iteration(evidence: Evidence) -> pd.DataFrame:
     title="{few} of {count} iterations {do} what the others do not: {first}, {share:.0%} of all "
     "time",
     evidence=(
-        "In iterations {which} these take far longer than in the usual one: {longer}.",
+        "In iterations {which} (the first is 1) these take far longer than in the usual one: "
+        "{longer}.",
         "Together that is {extra:ms} in such an iteration.",
     ),
     advice="Look for what happens every few iterations: checkpoints, evaluation, compiling, "
