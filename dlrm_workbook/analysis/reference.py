@@ -520,13 +520,13 @@ def _of_recording(profile: Profile) -> pd.DataFrame:
     own = float(found["time_ms"].sum()) if found["where"].eq("host").all() else 0.0
     called, whole = float(each[step_contexts(profile)].sum()), float(each.sum())
     rows = [
-        ("the parts", own, "of the main thread, and of those that run its parts, without start-up"),
+        ("the parts", own, "they are of the main thread, and of those that run parts for it"),
         (
             "the call tree",
             called,
             "it adds up all threads, those too that work for an operator or wait in it for work",
         ),
-        ("all threads, from beginning to end", whole, "start-up is in it"),
+        ("all threads, from beginning to end", whole, "it holds start-up, which the others do not"),
     ]
     # a time that does not differ from the one before needs no reason
     kept = [
