@@ -647,8 +647,8 @@ def _at_work(evidence: Evidence, builds: bool = False) -> pd.DataFrame:
         "By the Python function that calls these: {callers}.",
     ),
     advice="It does not slow the steps. Record more steps of one run, so that it is a smaller "
-    "share, or shorten what is named here (weights made on the device and in their type, not made on the "
-    "host and converted).",
+    "share, or shorten what is named here (weights made on the device and in their type, not made "
+    "on the host and converted).",
     limit="",
     gpu=False,
 )
