@@ -387,16 +387,10 @@ BACKGROUND = ("communication", "transfer")
 def _kernels_in_turn(profile: Profile, background: bool) -> tuple[Ints, Ints, Ints]:
     """(start, end, context) of the GPU's work without overlaps, in the background or not.
 
-    Of kernels that run at once, the one that started first has the time. Intervals that the
-    recording leaves open until the next one end where they truly did.
+    Of kernels that run at once, the one that started first has the time.
     """
     streams = profile.threads.loc[profile.threads["kind"] == "gpu_stream", "profile"]
-    trace = profile.trace
-    true_end = dict(profile.meta.get("overlong", []))
-    if true_end:
-        ends = trace["end_ns"].copy()
-        ends.loc[list(true_end)] = list(true_end.values())
-        trace = trace.assign(end_ns=ends)
+    trace = true_trace(profile)
     chosen = trace["profile"].isin(streams) & (trace["end_ns"] > trace["start_ns"])
     behind = profile.contexts["component"].isin(BACKGROUND).to_numpy()
     chosen &= behind[trace["context"].to_numpy()] == background
@@ -405,6 +399,16 @@ def _kernels_in_turn(profile: Profile, background: bool) -> tuple[Ints, Ints, In
     start[1:] = np.maximum(start[1:], np.maximum.accumulate(end)[:-1])
     counted = end > start
     return start[counted], end[counted], work["context"].to_numpy()[counted]
+
+
+def true_trace(profile: Profile) -> pd.DataFrame:
+    """The trace, in which intervals that it leaves open until the next one end where they did."""
+    true_end = dict(profile.meta.get("overlong", []))
+    if not true_end:
+        return profile.trace
+    ends = profile.trace["end_ns"].copy()
+    ends.loc[list(true_end)] = list(true_end.values())
+    return profile.trace.assign(end_ns=ends)
 
 
 def _counted_ends(profile: Profile, work: pd.DataFrame) -> Ints:

@@ -11,11 +11,12 @@ out when inclusive values of the same recording are added up.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
 
-from dlrm_workbook.analysis.attribution import iteration_ms
+from dlrm_workbook.analysis.attribution import iteration_ms, true_trace
 from dlrm_workbook.analysis.gpu import copy_table
 from dlrm_workbook.analysis.idleness import gpu_idleness
 from dlrm_workbook.recordings.profile import Profile
@@ -31,7 +32,7 @@ PUBLISHED = (
         "GPU used",
         0.24,
         "% of the time",
-        "one sum of inclusive times over another, of two runs: near the truth by chance",
+        "one sum of inclusive times over another, of two runs: of the right size by chance",
     ),
     (
         "copies in the GPU's time",
@@ -96,7 +97,7 @@ def beside(profile: Profile, host: Profile | None = None) -> pd.DataFrame:
 
 def _measured(profile: Profile, host: Profile | None) -> dict[str, float]:
     """The figures of :data:`PUBLISHED` by the recording, each value counted once."""
-    idle = gpu_idleness(profile)
+    idle = gpu_idleness(replace(profile, trace=true_trace(profile), _known={}))
     copies = copy_table(profile)
     total = float(profile.value_table("gpu_time_ms").sum())
     to_gpu = copies[copies["direction"].str.startswith("host to")] if len(copies) else copies
@@ -123,13 +124,14 @@ def steps(profile: Profile) -> pd.DataFrame:
 
     Returns:
         ``iteration``, ``time_ms``, ``launching_ms`` (from its first operation on the GPU to the
-        end of its last; what is left of the step has none), ``busy_ms`` (all operations, as the
-        trace has them), ``busy_share``.
+        end of its last; what is left of the step has none), ``busy_ms`` (all operations, those
+        that the trace leaves open as long as they took), ``busy_share``.
     """
     table = profile.iterations[["iteration"]].copy()
     table["time_ms"] = iteration_ms(profile)
     streams = profile.threads.loc[profile.threads["kind"] == "gpu_stream", "profile"]
-    work = profile.trace[profile.trace["profile"].isin(streams)]
+    trace = true_trace(profile)
+    work = trace[trace["profile"].isin(streams)]
     # each operation belongs to the step in which it began
     step = np.searchsorted(profile.iterations["start_ns"], work["start_ns"], side="right") - 1
     inside = (step >= 0) & (work["start_ns"] < profile.iterations["end_ns"].iloc[-1]).to_numpy()

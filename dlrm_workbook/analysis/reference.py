@@ -9,7 +9,6 @@ why, is one table (:func:`other_times`).
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -110,20 +109,16 @@ def unprofiled_ms(profile: Profile) -> float | None:
 
 def _unprofiled(profile: Profile) -> tuple[float, int | None, str] | None:
     """Milliseconds of an iteration without the profiler, of how many, and which they are."""
-    calm = _undisturbed(profile.meta.get("counters") or {})
-    times = (profile.meta.get("counters") or {}).get("wall_ms") or []
+    times = unprofiled_times(profile)
     each = profile.meta.get("unprofiled_iteration_ms") or []
-    if len(calm) >= LEAST_ITERATIONS:
-        said = f"the median of {len(calm)} iterations without a profiler, beside the recording"
-        if len(each) > len(calm):
+    if times:
+        said = f"the median of {len(times)} iterations without a profiler, beside the recording"
+        if len(each) > len(times):
             said += (
-                f" ({len(each) - len(calm)} more were left out: other programs took the core in "
+                f" ({len(each) - len(times)} more were left out: other programs took the core in "
                 f"over {DISTURBED:.0%} of their time)"
             )
-        return statistics.median(times[row] for row in calm), len(calm), said
-    if each:
-        said = f"the median of {len(each)} iterations without a profiler, beside the recording"
-        return statistics.median(each), len(each), said
+        return statistics.median(times), len(times), said
     for made in profile.meta.get("passes", []):
         said = "the median iteration of a run without a profiler"
         if made.get("name") == "unprofiled" and made.get("ms_per_iteration"):
@@ -131,6 +126,15 @@ def _unprofiled(profile: Profile) -> tuple[float, int | None, str] | None:
         if made.get("unprofiled_ms_per_iteration"):
             return float(made["unprofiled_ms_per_iteration"]), None, said
     return None
+
+
+def unprofiled_times(profile: Profile) -> list[float]:
+    """Times of the iterations without a profiler whose median is the step, ms, in run order."""
+    counters = profile.meta.get("counters") or {}
+    calm = _undisturbed(counters)
+    if len(calm) >= LEAST_ITERATIONS:
+        return [counters["wall_ms"][row] for row in calm]
+    return list(profile.meta.get("unprofiled_iteration_ms") or [])
 
 
 def _undisturbed(counters: Mapping[str, list[Any]]) -> list[int]:
@@ -456,12 +460,12 @@ def other_times(profile: Profile, folder: Path | None = None) -> pd.DataFrame:
 
     Returns:
         ``what`` was timed, ``time_ms``, ``times_the_step``, ``iterations`` (how many; NaN
-        where not known), ``why`` it differs; the step first. Where no step is known, times of
-        the whole recording (``times_the_step`` and ``iterations`` NaN); empty if they are one.
+        where not known), ``why`` it differs; the step first. Where no step is known, the times
+        that the page adds up of the whole recording; empty if it has one.
     """
     found = reference(profile)
     if found is None:
-        return pd.DataFrame(_of_the_recording(profile), columns=OTHER_TIMES)
+        return _of_recording(profile)
     tool = {"torch": "torch.profiler", "hpctoolkit": "HPCToolkit"}.get(
         str(profile.meta.get("engine")), "the profiler"
     )
@@ -510,29 +514,28 @@ def other_times(profile: Profile, folder: Path | None = None) -> pd.DataFrame:
     return table.assign(times_the_step=table["time_ms"] / found.ms)[OTHER_TIMES]
 
 
-def _of_the_recording(profile: Profile) -> list[tuple[str, float, float, float, str]]:
-    """CPU times of a recording without steps that its tables add up to, where they differ."""
-    if iteration_count(profile) != 1 or not profile.has("cpu_time_ms"):
-        return []
-    parts = attribute(profile)
-    each = profile.value_table("cpu_time_ms").to_numpy()
-    rows: list[tuple[str, float, float, float, str]] = []
-    for what, time_ms, why in (
+def _of_recording(profile: Profile) -> pd.DataFrame:
+    """The CPU times that parts and call tree of a recording without steps add up to."""
+    found, each = attribute(profile), profile.value_table("cpu_time_ms").to_numpy()
+    own = float(found["time_ms"].sum()) if found["where"].eq("host").all() else 0.0
+    called, whole = float(each[step_contexts(profile)].sum()), float(each.sum())
+    rows = [
+        ("the parts", own, "they are of the main thread, and of those that run parts for it"),
         (
-            "parts, on the threads that run the steps",
-            float(parts.loc[parts["where"].eq("host"), "time_ms"].sum()),
-            "start-up is left out, since it is not the step",
+            "the call tree",
+            called,
+            "it adds up all threads, those too that work for an operator or wait in it for work",
         ),
-        (
-            "call tree and functions, on all threads",
-            float(each[step_contexts(profile)].sum()),
-            "other threads, such as OpenMP's, compute or wait beside those; start-up is left out",
-        ),
-        ("all CPU time of the recording", float(each.sum()), "start-up is included"),
-    ):
-        if not rows or time_ms > (1 + ROUNDING) * rows[-1][1]:
-            rows.append((what, time_ms, math.nan, math.nan, why))
-    return rows if len(rows) > 1 else []
+        ("all threads, from beginning to end", whole, "it holds start-up, which the others do not"),
+    ]
+    # a time that does not differ from the one before needs no reason
+    kept = [
+        row
+        for row, before in zip(rows, [0.0, own, called], strict=True)
+        if own > 0 and row[1] > (1 + ROUNDING) * before
+    ]
+    table = pd.DataFrame(kept if len(kept) > 1 else [], columns=["what", "time_ms", "why"])
+    return table.assign(times_the_step=table["time_ms"] / own, iterations=np.nan)[OTHER_TIMES]
 
 
 def _counted(profile: Profile) -> list[float]:

@@ -206,7 +206,7 @@ def result_facts(result: TrainingResult) -> pd.DataFrame:
             result.ms_per_iteration,
             "ms",
         ),
-        ("time of everything", result.elapsed_s, "s"),
+        ("time of the whole loop", result.elapsed_s, "s"),
     ]
     if result.evaluations:
         rows.append(("of it evaluating", result.evaluation_s, "s"))
@@ -218,7 +218,11 @@ def result_facts(result: TrainingResult) -> pd.DataFrame:
     if result.checkpoint is not None:
         rows.append(("last checkpoint", Path(result.checkpoint).name, ""))
     rows += [
-        ("peak memory of the process", result.peak_memory_bytes or None, "bytes"),
+        (
+            "peak memory of the process, Python and its libraries included",
+            result.peak_memory_bytes or None,
+            "bytes",
+        ),
         ("power, mean", _power(result), ""),
         ("device", f"{result.device}, {result.threads} CPU threads", ""),
     ]

@@ -35,10 +35,15 @@ from dlrm_workbook.analysis.findings import (
 )
 from dlrm_workbook.analysis.findings.evidence import Evidence
 from dlrm_workbook.analysis.findings.finding import Finding, plain
-from dlrm_workbook.analysis.reference import Reference, at_reference, reference
+from dlrm_workbook.analysis.reference import (
+    Reference,
+    at_reference,
+    reference,
+    unprofiled_times,
+)
 from dlrm_workbook.analysis.roofline import least_step, profile_parameters
 from dlrm_workbook.analysis.sentences import in_markdown
-from dlrm_workbook.analysis.steady import SteadyState
+from dlrm_workbook.analysis.steady import SteadyState, steady_state
 from dlrm_workbook.analysis.whatif import (
     COVER,
     STEP_ERROR,
@@ -332,8 +337,8 @@ def with_timed(made: Prediction, profile: Profile) -> Prediction:
     times = ["then_ms", "low_ms", "high_ms"]
     parts = made.parts.assign(**{name: made.parts[name] * mid / made.mid_ms for name in times})
     said = (
-        f"the profile timed whole steps under {_named(made.change)} in turns with the step as it "
-        f"is; parts timed alone said {ratio(made.speedup['mid'])}"
+        f"The profile timed whole steps under {_named(made.change)} in turns with the step as it "
+        f"is; parts timed alone had predicted {ratio(made.speedup['mid'], figures=2)}."
     )
     made = replace(made, low_ms=low, mid_ms=mid, high_ms=high, parts=parts)
     return replace(made, method=TIMED, notices=[*made.notices, said])
@@ -611,12 +616,12 @@ def quality(
     """
     doubts = _doubts(profile, attribution, found)
     level = min((level for level, _ in doubts), key=list(GOOD_FOR)[::-1].index, default="green")
-    step, state = reference(profile), iteration_state(profile)
+    step, scatter = reference(profile), _scatter(_unprofiled_state(profile))
     reasons = [text for _, text in doubts]
     if not reasons and step is not None:
         reasons = [f"{counted(step.iterations or 0, 'iteration')} without a profiler"]
-        if state is not None and state.usual_ms:
-            reasons.append(f"spread {percent(state.spread_ms / state.usual_ms)}")
+        if scatter is not None:
+            reasons.append(f"spread {percent(scatter)}")
         reasons.append(f"{ratio(step.recorded_ms / step.ms)} under the profiler")
     return {"level": level, "sentence": f"{GOOD_FOR[level]}: {'; '.join(reasons)}."}
 
@@ -647,6 +652,9 @@ def _doubts(
     elif (dilation := step.recorded_ms / step.ms) > DILATED:
         text = f"the profiled step took {ratio(dilation)} the time of the plain one"
         doubts.append(("red" if dilation > FAR_DILATED else "amber", text))
+    scatter = _scatter(_unprofiled_state(profile))
+    if scatter is not None and scatter > SCATTERED:
+        doubts.append(("amber", f"iterations without a profiler scatter by {percent(scatter)}"))
     rounds = (profile.meta.get("together") or {}).get("base_ms") or []
     if rounds and step is not None and statistics.median(rounds) > SLOWER * step.ms:
         times = statistics.median(rounds) / step.ms
@@ -670,10 +678,23 @@ def _doubts_of_iterations(state: SteadyState) -> list[tuple[str, str]]:
         doubts.append(("amber", f"only {counted(steady, 'steady iteration')}"))
     if count - steady > MANY_LEFT_OUT * count:
         doubts.append(("amber", f"{count - steady} of {count} iterations are warm-up or outliers"))
-    if state.usual_ms and state.spread_ms / state.usual_ms > SCATTERED:
-        spread = percent(state.spread_ms / state.usual_ms)
-        doubts.append(("amber", f"steady iterations scatter by {spread}"))
+    scatter = _scatter(state)
+    if scatter is not None and scatter > SCATTERED:
+        doubts.append(("amber", f"recorded steady iterations scatter by {percent(scatter)}"))
     return doubts
+
+
+def _unprofiled_state(profile: Profile) -> SteadyState | None:
+    """What the iterations that the step is the median of say about each other, where they are
+    known: they scatter on their own, however even the recorded ones are."""
+    step = reference(profile)
+    times = unprofiled_times(profile) if step is not None and step.unprofiled else []
+    return steady_state(times) if times else None
+
+
+def _scatter(state: SteadyState | None) -> float | None:
+    """Spread of the steady iterations as a share of the usual one."""
+    return None if state is None or not state.usual_ms else state.spread_ms / state.usual_ms
 
 
 # ---- the document -----------------------------------------------------------------------------

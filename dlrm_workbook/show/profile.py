@@ -127,7 +127,9 @@ def not_measured(profile: Profile) -> pd.DataFrame:
     """``quantity`` that could not be measured, and the ``reason``."""
     known = sorted(profile.not_measured.items())
     table = pd.DataFrame(known, columns=["quantity", "reason"])
-    return table.assign(quantity=table["quantity"].str.replace("_", " "))
+    # names of HPCToolkit's metrics are as its own tools write them
+    words = [name if ":" in name else name.replace("_", " ") for name in table["quantity"]]
+    return table.assign(quantity=words)
 
 
 def findings_text(

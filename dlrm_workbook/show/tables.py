@@ -578,7 +578,9 @@ class Table:
         if total <= self._most:
             return ""
         left_out = "" if kept == total else f", of which the first {kept:,} are kept here"
-        text = f"{total:,} rows{left_out}; those beyond the first {self._most} are hidden at first"
+        text = f"{total:,} rows{left_out}"
+        if kept > self._most:
+            text += f"; those beyond the first {self._most} are hidden at first"
         if self._file is None:
             return text
         place = f"{self._file.parent.name}/{self._file.name}"

@@ -201,6 +201,9 @@ def test_rows_beyond_the_first_are_kept_and_counted() -> None:
     assert (shown, hidden) == (200, 180)
     assert "300 rows, of which the first 200 are kept here" in foot
     assert rows(40, most=30)[1] == 10
+    shown, hidden, foot = rows(300, most=250)
+    assert (shown, hidden) == (200, 0)
+    assert "300 rows, of which the first 200 are kept here<" in foot, "all that it holds is seen"
 
 
 def test_rows_that_are_left_out_are_in_a_file(tmp_path: Path) -> None:

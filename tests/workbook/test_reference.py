@@ -256,6 +256,24 @@ def test_a_recording_without_steps_has_no_reference() -> None:
     assert other_times(profile).empty
 
 
+def test_a_recording_without_steps_names_the_times_of_its_parts_and_of_all_its_threads() -> None:
+    """14,476 ms stood in the parts and 469,397 ms in the call tree, and no table had both."""
+    profile = made({("other", "", "work"): 5.0, ("other", START_UP, "import"): 4.0})
+    helper = profile.values.assign(profile=1, value=3 * profile.values["value"])
+    threads = profile.threads.iloc[[0, 0]].assign(profile=[0, 1])
+    profile = replace(
+        profile,
+        values=pd.concat([profile.values, helper], ignore_index=True),
+        threads=threads.reset_index(drop=True),
+        meta=profile.meta | {"engine": "hpctoolkit", "main_thread": 0},
+        _known={},
+    )
+    table = other_times(profile)
+    assert table["time_ms"].tolist() == pytest.approx([5.0, 20.0, 36.0])
+    assert table["what"].tolist()[:2] == ["the parts", "the call tree"]
+    assert table["times_the_step"].tolist() == pytest.approx([1.0, 4.0, 7.2])
+
+
 def test_iterations_have_the_numbers_of_the_counters() -> None:
     counted = counters(count=COUNT + 12, wall_ms=90.0, run_queue_ms=0.0)
     counted["iteration"] = list(range(3, COUNT + 15))

@@ -49,6 +49,7 @@ from dlrm_workbook.analysis.findings.finding import (
     rank,
 )
 from dlrm_workbook.analysis.kernel_names import kernel_name
+from dlrm_workbook.recordings.foreign import START_UP
 from dlrm_workbook.recordings.profile import Profile
 
 IDLE_GPU = ("gpu_idle", "launch_bound")
@@ -295,14 +296,14 @@ def limit(profile: Profile, attribution: pd.DataFrame, title: str = "") -> str:
     time = float(top["time_ms"])
     times = f"{milliseconds(time)} of {milliseconds(total)}"
     reached = _reached(evidence, str(top["component"]), str(top["phase"]))
-    whole = "the GPU's time" if busy else evidence.basis
+    whole, per = "the GPU's time" if busy else evidence.basis, evidence.per
+    if whole == "the CPU time":
+        whole = "the main thread's CPU time"
+        per += ", start-up left out" * bool(profile.contexts["phase"].eq(START_UP).any())
     largest = f"{'named ' if evidence.low_coverage else ''}part of {whole}"
-    text = (
-        f"{busy}The largest {largest} is {name}: {times} {evidence.per} "
-        f"({time / total:.0%}){reached}."
-    )
+    text = f"{busy}The largest {largest} is {name}: {times} {per} ({time / total:.0%}){reached}."
     if not busy and f"takes {time / total:.0%} of" in title and name.split()[0] in title.lower():
-        text = f"That is {times} {evidence.per}{reached}."
+        text = f"That is {times} {per}{reached}."
     if evidence.low_coverage:
         kind = "GPU's" if busy else "CPU's"
         text += (

@@ -37,7 +37,7 @@ UPDATE_SHARE = 0.05
     "skewed_indices",
     title="{hottest:.0%} of a table's lookups go to a single row",
     evidence=(
-        "In {hot_tables} of {tables} tables.",
+        "So it is in {hot_tables} of {tables} tables.",
         "Worst, table {table}: {hottest:.0%} of its {lookups:,.0f} lookups per batch fall on one "
         "of {rows:,} rows, where {law} expects {expected:.2%}; only {different:,.0f} different "
         "rows are asked for.",

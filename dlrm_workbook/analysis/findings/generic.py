@@ -349,7 +349,8 @@ def _by_iteration(evidence: Evidence) -> pd.DataFrame:
     title="{few} of {count} iterations {do} what the others do not: {first}, {share:.0%} of all "
     "time",
     evidence=(
-        "In iterations {which} these take far longer than in the usual one: {longer}.",
+        "In iterations {which} (the first is 1) these take far longer than in the usual one: "
+        "{longer}.",
         "Together that is {extra:ms} in such an iteration.",
     ),
     advice="Look for what happens every few iterations: checkpoints, evaluation, compiling, "
@@ -645,8 +646,9 @@ def _at_work(evidence: Evidence, builds: bool = False) -> pd.DataFrame:
         "Most of it: {heaviest}.",
         "By the Python function that calls these: {callers}.",
     ),
-    advice="It does not slow the steps. Record fewer of them less often, or shorten what is named "
-    "here (weights made on the device and in their type, not made on the host and converted).",
+    advice="It does not slow the steps. Record more steps of one run, so that it is a smaller "
+    "share, or shorten what is named here (weights made on the device and in their type, not made "
+    "on the host and converted).",
     limit="",
     gpu=False,
 )

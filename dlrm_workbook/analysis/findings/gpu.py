@@ -422,8 +422,8 @@ def exposed_communication(evidence: Evidence, ledger: Ledger) -> Measured | None
     "launch_bound",
     title="The GPU is idle {idle:.0%} of the time, most of it waiting for launches{launched_by}",
     evidence=(
-        "{launches:,.0f} {what} per iteration of {usual_us:.1f} µs (median){left_out}, and a "
-        "launch takes {launch}; in {share:.0%} of the time the GPU waits in gaps below "
+        "There are {launches:,.0f} {what} per iteration of {usual_us:.1f} µs (median){left_out}, "
+        "and a launch takes {launch}; in {share:.0%} of the time the GPU waits in gaps below "
         "{gap_us:.0f} µs while the host runs operators and launches them.",
         "{most_by}",
         "{doubt}",
@@ -534,7 +534,7 @@ def _largest_group(table: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
     "gpu_idle",
     title="The GPU is idle {idle} of the time{few_iterations}{meanwhile}",
     evidence=(
-        "It works {busy:ms} of {total:ms} per iteration and does nothing in {idle_time:ms}.",
+        "It does nothing in {idle_time:ms} of {total:ms} per iteration.",
         "{others}",
         "{few}",
         "{gap}",
@@ -576,7 +576,6 @@ def gpu_idle(evidence: Evidence, ledger: Ledger) -> Measured | None:
         "share": left / evidence.total_ms,
         "idle": upto + _precise(evidence.idle_ms / evidence.total_ms),
         "meanwhile": "",
-        "busy": evidence.device_ms,
         "idle_time": evidence.idle_ms,
         "others": None,
         "few": None,
@@ -851,7 +850,7 @@ def _precise(share: float) -> str:
 @rule(
     "tensor_cores_unused",
     title="{what} take {share:.0%} of the step and use no tensor cores",
-    evidence=("{time:ms} per iteration in kernels such as {names}.",),
+    evidence=("They take {time:ms} per iteration, in kernels such as {names}.",),
     advice="{units} run on tensor cores, 4 to 16 times the fp32 rate (data sheets in "
     "docs/roofline.md).",
     limit="arithmetic",
@@ -899,7 +898,7 @@ def tensor_cores(evidence: Evidence, ledger: Ledger) -> Measured | None:
 @rule(
     "float64",
     title="Arithmetic in float64 takes {share:.0%} of the step",
-    evidence=("{time:ms} per iteration in {names}.",),
+    evidence=("It takes {time:ms} per iteration, in {names}.",),
     advice="Find what makes float64 (a NumPy array or a Python constant made into a tensor, "
     ".double(), a default type) and make it float32: GPUs compute float64 at a half to a 64th of "
     "the rate of float32, and it takes twice the bytes.",
@@ -1061,7 +1060,7 @@ def occupancy(evidence: Evidence, ledger: Ledger) -> Measured | None:
         "launches of {mean_us:,.1f} µs.",
         "By its operator's shapes {reached:.0%} of that would do at the limits of this GPU's data "
         "sheet.",
-        "Its grid fills {waves:.2f} of the GPU once.",
+        "Its grid fills {waves:.0%} of the GPU.",
         "{unknown}",
     ),
     advice="Look at its shapes and at what calls it: operands that are tiny, strided or padded, "
@@ -1114,7 +1113,7 @@ def heavy_kernel(evidence: Evidence, ledger: Ledger) -> Measured | None:
         "{unknown}",
     ),
     advice="Look at what calls them, at their shapes and types, and whether each iteration needs "
-    "them; compare with another recording of the same model (dlrm compare) if they took less.",
+    "them; compare with another recording of the same model (dlrm run compare) if they took less.",
     limit="",
     gpu=True,
 )

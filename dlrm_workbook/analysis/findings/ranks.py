@@ -248,6 +248,8 @@ def communication_findings(
     if not own:
         return
     top = own[0]
+    # the part also packs what is sent and unpacks what has come
+    packing = float(run["exposed_ms"]) - sum(float(row["exposed_ms"]) for row in own)
     limit, why = _limit(record, top, int(run["ranks"]))
     change, gain, better = _better_sharding(record, parameters, run)
     what = str(top["what"])
@@ -255,8 +257,8 @@ def communication_findings(
     yield Finding(
         id="communication",
         title=(
-            f"{share:.0%} of each iteration on {run['ranks']} ranks is exposed communication, "
-            f"most of it {_named(top)}"
+            f"{share:.0%} of each iteration on {run['ranks']} ranks is communication that nothing "
+            f"hides, above all {_named(top)}"
         ),
         component="communication",
         share_of_step=share,
@@ -267,6 +269,7 @@ def communication_findings(
                 f"{milliseconds(row['time_ms'])} exposed"
                 for row in own[:4]
             )
+            + (f"; packing and unpacking {milliseconds(packing)}" if packing > 0 else "")
             + f". {why}"
         ),
         advice=(better + " " if better else "") + ADVICE.get(key, "Exchange less, or hide it."),
@@ -331,7 +334,10 @@ def _limit(record: ScalingRecord, top: Row, ranks: int) -> tuple[str, str]:
         f"({link.name})"
     )
     if alone > 0 and float(top["time_ms"]) > WAITING_FACTOR * alone:
-        return "load imbalance", f"{capitalised(moved)}: the rest is waiting for slower ranks."
+        return "load imbalance", (
+            f"{capitalised(moved)}: the rest is waiting for slower ranks, or for a core that ranks "
+            "share."
+        )
     fixed = 1e-3 * (fit.fixed_us if fit else link.alpha_us.mid) * float(top["calls"])
     if alone > 0 and fixed > LATENCY_SHARE * alone:
         return "network", f"{capitalised(moved)}, mostly latency: fewer, larger exchanges."

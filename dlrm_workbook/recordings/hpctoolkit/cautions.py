@@ -182,7 +182,8 @@ def cautions_of(
                 why = (
                     f"{len(overlong)} of {len(rows):,} intervals of the trace are too long (up to "
                     f"{longest:.1f} ms; by {mended:.1f} ms together), the others agree. Times of "
-                    "kernels and parts are without that; GPU busy is as the trace has it."
+                    "kernels, parts and steps are without that; what is drawn or summed from the "
+                    "trace itself (timelines, a GPU's idle time, gpu_busy_ms) is not."
                 )
             else:
                 why = (

@@ -11,12 +11,21 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from dlrm_core.parts import part_label
-from dlrm_core.units import faster, milliseconds, percent, ratio, signed_milliseconds, speedup
+from dlrm_core.units import (
+    faster,
+    known_or,
+    milliseconds,
+    percent,
+    ratio,
+    signed_digits,
+    signed_milliseconds,
+    speedup,
+)
 from dlrm_workbook.analysis.sentences import in_markdown
 from dlrm_workbook.changes import change_text
 from dlrm_workbook.intervals import Interval
 from dlrm_workbook.show import theme
-from dlrm_workbook.show.tables import Column, Text, listed
+from dlrm_workbook.show.tables import Column, Text, each_row, listed
 from dlrm_workbook.studies.compare.analyse import NO_PART
 from dlrm_workbook.studies.compare.comparison import FINISHED, Comparison, Outcome
 
@@ -396,7 +405,7 @@ PARTS: dict[str, str | Column] = {
     "before_ms": "before",
     "after_ms": "after",
     "predicted_ms": "predicted",
-    "difference_ms": Column("difference", "signed"),
+    "difference_ms": Column("difference", each_row(lambda ms: known_or(ms, signed_digits))),
     "interval": Column("95% interval", "signed_range", ("low_ms", "high_ms")),
     "verdict": "verdict",
 }

@@ -144,8 +144,8 @@ CHECK: Columns = {
     "range": RANGE,
     "error": Column("error", "signed_share"),
     "in_range": Column("in range", "judged"),
-    "measured_exposed_ms": Column("exposed, measured", "digits", unit="ms"),
-    "predicted_exposed_ms": Column("exposed, predicted", "digits", unit="ms"),
+    "measured_exposed_ms": Column("communication, measured", "digits", unit="ms"),
+    "predicted_exposed_ms": Column("communication, predicted", "digits", unit="ms"),
     "note": Column("note", _kinds),
 }
 
@@ -377,14 +377,14 @@ def _strong_verdict(table: pd.DataFrame, network: str) -> str:
     fast = known[known["mid_ms"] <= known["mid_ms"].min() * 1.01]
     best = rows_of(fast.nsmallest(1, "ranks"))[0]
     text = (
-        f"**Strong scaling over {network} gains up to {best.ranks:,} ranks: "
-        f"{times(best.speedup, figures=2)} faster than one rank.** An iteration takes "
+        f"**Strong scaling over {network} gains up to {best.ranks:,} ranks: predicted "
+        f"{times(best.speedup, figures=2)} faster than one rank.** An iteration would take "
         f"{milliseconds(best.mid_ms)} ({from_to(best.low_ms, best.high_ms)}), of which "
-        f"{percent(best.exposed_share)} is exposed communication."
+        f"{percent(best.exposed_share)} exposed communication."
     )
     half = known[known["efficiency"] >= 0.5]
     if len(half):
-        text += f" Efficiency stays at 50% or more up to {half['ranks'].max():,} ranks."
+        text += f" Its efficiency stays at 50% or more up to {half['ranks'].max():,} ranks."
     return text
 
 
@@ -394,6 +394,6 @@ def _weak_verdict(table: pd.DataFrame) -> str:
         return ""
     last = rows_of(known.nlargest(1, "ranks"))[0]
     return (
-        f"Weak scaling has an efficiency of {percent(last.efficiency)} on {last.ranks:,} ranks "
-        f"({thousands(last.samples_per_second)} samples/s)."
+        f"Weak scaling is predicted to have an efficiency of {percent(last.efficiency)} on "
+        f"{last.ranks:,} ranks ({thousands(last.samples_per_second)} samples/s)."
     )
