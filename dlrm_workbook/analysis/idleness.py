@@ -519,7 +519,8 @@ def idle_blame(profile: Profile, by: str = "function") -> pd.DataFrame:
     lanes = [running(profile, thread) for thread in _charged(profile)]
     lanes = [lane for lane in lanes if len(lane[0])]
     if not lanes:
-        reason = "no CPU thread that launches GPU work has a trace; hpcrun -e CPUTIME -t measures it"
+        reason = "no CPU thread that launches GPU work has a trace; measure with "
+        reason += "hpcrun -e CPUTIME -t"
         return unmeasured(BLAME, missing_reason(profile, ["cpu trace"], reason))
     first, last, span = _span(profile, streams)
     idle_start, idle_end = _idle(profile, streams["profile"].tolist(), first, last)
