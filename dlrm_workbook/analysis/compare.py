@@ -30,6 +30,7 @@ import pandas as pd
 
 from dlrm_core.errors import InputError
 from dlrm_core.parts import part_label
+from dlrm_core.units import milliseconds, signed_milliseconds
 from dlrm_workbook.analysis.attribution import (
     PART,
     in_step_order,
@@ -183,10 +184,10 @@ def _sentence(table: pd.DataFrame, names: list[str]) -> str:
     differ = parts.loc[~parts["agrees"], PART].to_numpy()
     apart = [part_label(str(component), str(phase)) for component, phase in differ]
     total = (
-        f"An iteration takes {whole[f'{first}_ms']:#.3g} ms by {one} and "
-        f"{whole[f'{second}_ms']:#.3g} ms by {other}, "
-        f"{whole['difference_ms']:+.2g} ms where "
-        f"{whole['error_ms']:.2g} ms are within the error"
+        f"An iteration takes {milliseconds(whole[f'{first}_ms'])} by {one} and "
+        f"{milliseconds(whole[f'{second}_ms'])} by {other}: a difference of "
+        f"{signed_milliseconds(whole['difference_ms'])}, where {milliseconds(whole['error_ms'])} "
+        "are within the error"
     )
     if not apart:
         return f"{total}. All {len(parts)} parts agree within the error of both."

@@ -519,7 +519,8 @@ def idle_blame(profile: Profile, by: str = "function") -> pd.DataFrame:
     lanes = [running(profile, thread) for thread in _charged(profile)]
     lanes = [lane for lane in lanes if len(lane[0])]
     if not lanes:
-        reason = "no CPU thread that launches GPU work has a trace; measure CPUTIME with -t"
+        reason = "no CPU thread that launches GPU work has a trace; measure with "
+        reason += "hpcrun -e CPUTIME -t"
         return unmeasured(BLAME, missing_reason(profile, ["cpu trace"], reason))
     first, last, span = _span(profile, streams)
     idle_start, idle_end = _idle(profile, streams["profile"].tolist(), first, last)
@@ -541,9 +542,8 @@ def _streams(profile: Profile) -> pd.DataFrame:
 
 
 def _no_streams(profile: Profile) -> str:
-    return missing_reason(
-        profile, ["GPU times", "gpu_time_ms", "trace"], "no GPU stream has a trace; measure with -t"
-    )
+    reason = "no GPU stream has a trace; measure with hpcrun -t"
+    return missing_reason(profile, ["GPU times", "gpu_time_ms", "trace"], reason)
 
 
 def _span(profile: Profile, streams: pd.DataFrame) -> tuple[int, int, str]:

@@ -196,8 +196,8 @@ def _of_iteration(row: Any) -> str:
 
 def _reached(row: Any) -> str:
     rates = [
-        known_or(row.tflops_per_s, "{:.3g} TFLOP/s".format, ""),
-        known_or(row.gb_per_s, "{:.3g} GB/s".format, ""),
+        known_or(row.tflops_per_s, lambda rate: f"{digits(rate)} TFLOP/s", ""),
+        known_or(row.gb_per_s, lambda rate: f"{digits(rate)} GB/s", ""),
         known_or(row.share_of_ceiling, lambda s: f"{percent(s)} of the data sheet's limit", ""),
     ]
     return ", ".join(filter(None, rates))

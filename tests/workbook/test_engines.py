@@ -79,6 +79,11 @@ def test_equal_runs_agree_in_every_part_and_in_sum() -> None:
     assert "All 3 parts agree" in table.attrs["sentence"]
 
 
+def test_the_sentence_about_two_profilers_writes_long_times_out() -> None:
+    both = [recording(name, (1500.0, 800.0, 900.0), seed=3) for name in ("hpctoolkit", "torch")]
+    assert "e+0" not in engines_side_by_side(both).attrs["sentence"]
+
+
 def test_a_part_that_differs_is_named() -> None:
     slower = recording("torch", (10.0, 4.3, 6.0), seed=2, plain_ms=20.0)
     slower.meta["iteration_ms"] = [20.0] * 5

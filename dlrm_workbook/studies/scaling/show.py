@@ -517,10 +517,11 @@ def imbalance_map(parts: pd.DataFrame) -> go.Figure:
         for row, part in enumerate(above.index):
             for column in range(len(above.columns)):
                 value = float(numbers[row, column])
+                text = f"{value:+,.0f}" if abs(value) >= 10 else f"{value:+.2g}"
                 result.add_annotation(
                     x=column,
                     y=row,
-                    text=f"{value:+.2g}".replace("-", "−") if abs(value) >= 0.005 * most else "·",
+                    text=text.replace("-", "−") if abs(value) >= 0.005 * most else "·",
                     showarrow=False,
                     font={
                         "size": 11,
