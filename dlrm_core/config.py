@@ -81,7 +81,8 @@ class ModelConfig:
     )
     loss: str = setting(
         "mse",
-        "mean squared error (facebook's default), binary cross entropy, or weighted BCE",
+        "'mse': mean squared error (facebook's default); 'bce': binary cross entropy; 'wbce': BCE "
+        "weighted by loss_weights",
         choices=("mse", "bce", "wbce"),
     )
     loss_weights: tuple[float, ...] = setting(
@@ -362,7 +363,7 @@ class TrainingConfig:
     lr_end: float = setting(0.0, "learning rate below which the decay does not go", minimum=0.0)
     optimizer: str = setting(
         "sgd",
-        "of the embeddings: plain 'sgd', 'adagrad', 'rowwise_adagrad' (one accumulator a row), or "
+        "of the embeddings: plain 'sgd', 'adagrad', 'rowwise_adagrad' (one accumulator per row) or "
         "'adam' (of the rows looked up only, torch's SparseAdam); the dense part uses SGD with "
         "sgd, Adam with adam, Adagrad with both others",
         choices=("sgd", "adagrad", "rowwise_adagrad", "adam"),
@@ -379,7 +380,7 @@ class TrainingConfig:
     embedding_backend: str = setting(
         "torch",
         "code of lookups and table updates: 'torch': EmbeddingBag and torch's optimisers, a call "
-        "a table; 'fused': one call for all tables, the update inside backward; 'fbgemm': FBGEMM's "
+        "per table; 'fused': one call for all tables, update inside backward; 'fbgemm': FBGEMM's "
         "(where installed); 'auto': whichever is fastest on the run's own tables and first batches",
         choices=("torch", "fused", "fbgemm", "auto"),
     )
@@ -387,7 +388,7 @@ class TrainingConfig:
         "race_free",
         "with fused on the CPU and SGD, how threads share the update: 'race_free' (each row has "
         "one owner), 'naive' (a sparse gradient applied by one thread), 'atomic' (atomic adds), "
-        "'locked' (a lock a row); the last three are for studying contention",
+        "'locked' (a lock per row); the last three are for studying contention",
         choices=("race_free", "naive", "atomic", "locked"),
     )
     embeddings_on_gpu_bytes: int | None = setting(
@@ -415,7 +416,7 @@ class TrainingConfig:
         minimum=1.0,
     )
     fused_optimizer: bool = setting(
-        False, "one fused kernel for the dense weights' update instead of one call a tensor"
+        False, "one fused kernel for the dense weights' update instead of one call per tensor"
     )
     seed: int = setting(123, "seed of weights and data", minimum=0, maximum=2**32 - 1)
     device: str = setting(
@@ -445,8 +446,8 @@ class TrainingConfig:
     )
     precision: str = setting(
         "fp32",
-        "of the dense part's products and activations (autocast); all weights and their update "
-        "stay fp32, the tables as model.embedding_precision says",
+        "of the dense part's products and activations (autocast): 'fp32', 'bf16' or 'fp16'; all "
+        "weights and their update stay fp32, the tables as model.embedding_precision says",
         choices=("fp32", "bf16", "fp16"),
     )
     loss_scale: float = setting(
@@ -462,7 +463,7 @@ class TrainingConfig:
     lowest_precision: str = setting(
         "bf16",
         "the lowest precision of matrix products that the model's accuracy allows; findings "
-        "propose none below it",
+        "propose none below it: 'fp32', 'bf16' or 'fp16'",
         choices=("fp32", "bf16", "fp16"),
     )
     micro_batch: int | None = setting(
@@ -476,7 +477,7 @@ class TrainingConfig:
     )
     cuda_graphs: bool = setting(
         False,
-        "on a GPU: the whole step as CUDA graphs, one launch a part and phase; needs "
+        "on a GPU: the whole step as CUDA graphs, one launch per part and phase; needs "
         "embedding_backend: fused",
     )
     log_every: int = setting(10, "iterations per line of metrics.jsonl", minimum=1)
@@ -488,8 +489,8 @@ class TrainingConfig:
     )
     evals_per_epoch: int | None = setting(
         None,
-        "evaluations an epoch, in place of eval_every: one every so many batches as an epoch has, "
-        "divided by this and rounded down",
+        "evaluations per epoch, in place of eval_every: one after every B batches, where B is the "
+        "batches of an epoch divided by this, rounded down",
         minimum=1,
     )
     eval_batches: int | None = setting(
@@ -607,7 +608,7 @@ class ProfilingConfig:
         True, "HPCToolkit: recover loops and inlining with hpcstruct before hpcprof"
     )
     structure_limit_mb: int = setting(
-        64, "HPCToolkit: hpcstruct skips binaries larger than this (said in the page)", minimum=1
+        64, "HPCToolkit: hpcstruct skips binaries larger than this (the page says so)", minimum=1
     )
     command: tuple[str, ...] | None = setting(
         None,

@@ -32,8 +32,8 @@ def _run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--resume",
         metavar="FOLDER",
-        help="go on with an unfinished sweep, comparison or scaling measurement: what finished is "
-        "not run again",
+        help="continue an unfinished sweep, comparison or scaling measurement (its folder, or "
+        "latest): what finished is not run again; give the same -f and -p",
     )
     parser.add_argument(
         "--cell-timeout",
@@ -108,7 +108,7 @@ def _bench(parser: argparse.ArgumentParser) -> None:
         help="leave the plain contestant out: a quarter less time; losses are then compared "
         "with the first tuned one's",
     )
-    parser.add_argument("--rounds", type=int, default=5, help="default: %(default)s")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds (default: %(default)s)")
     parser.add_argument(
         "--iterations", type=int, default=8, help="counted iterations a run (default: %(default)s)"
     )
@@ -154,7 +154,7 @@ def _bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--resume",
         action="store_true",
-        help="go on with the benchmark in --json: what it holds is not measured again",
+        help="continue the benchmark in --json: what that file contains is not measured again",
     )
 
 
@@ -180,7 +180,9 @@ def _capacity(parser: argparse.ArgumentParser) -> None:
 def _stability(parser: argparse.ArgumentParser) -> None:
     parameters_file(parser)
     parser.add_argument("--seeds", type=int, default=10, help="runs (default: %(default)s)")
-    parser.add_argument("--first-seed", type=int, default=0, help="default: %(default)s")
+    parser.add_argument(
+        "--first-seed", type=int, default=0, help="seed of the first run (default: %(default)s)"
+    )
     parser.add_argument(
         "--output",
         required=True,
@@ -316,7 +318,7 @@ SUBCOMMANDS = (
     ),
     Subcommand(
         "doctor",
-        "print what this machine has, and what each missing part costs",
+        "print what this machine has, and what cannot be measured or run without each missing part",
         _print_json,
         "dlrm_workbook.doctor:doctor",
     ),
