@@ -301,10 +301,7 @@ def limit(profile: Profile, attribution: pd.DataFrame, title: str = "") -> str:
         whole = "the main thread's CPU time"
         per += ", start-up left out" * bool(profile.contexts["phase"].eq(START_UP).any())
     largest = f"{'named ' if evidence.low_coverage else ''}part of {whole}"
-    text = (
-        f"{busy}The largest {largest} is {name}: {times} {per} "
-        f"({time / total:.0%}){reached}."
-    )
+    text = f"{busy}The largest {largest} is {name}: {times} {per} ({time / total:.0%}){reached}."
     if not busy and f"takes {time / total:.0%} of" in title and name.split()[0] in title.lower():
         text = f"That is {times} {per}{reached}."
     if evidence.low_coverage:
