@@ -408,9 +408,9 @@ def verdict_bars(stages: Sequence[Stage]) -> go.Figure | Text:
     if not stages:
         return Text("")
     names, first = [stage.name for stage in stages], stages[0].mid_ms
-    title = (
-        "From the step to the machine's limit" if len(stages) > 1 else "What the step is made of"
-    )
+    title = "From the step to the machine's limit"
+    if len(stages) == 1:
+        title = f"What {names[0].partition(',')[0]} is made of"
     # a legend of two lines must leave room for a lone bar
     height = VERDICT_FRAME + VERDICT_ROW * max(len(stages), 2)
     if set(stages[0].parts["component"]) - {*COLOURS, IDLE, UNTIMED}:

@@ -258,7 +258,7 @@ def communication_findings(
         id="communication",
         title=(
             f"{share:.0%} of each iteration on {run['ranks']} ranks is communication that nothing "
-            f"hides, above all {_named(top)}"
+            f"hides; the longest is {_named(top)}"
         ),
         component="communication",
         share_of_step=share,
