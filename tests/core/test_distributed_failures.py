@@ -128,8 +128,13 @@ def test_a_stopped_rank_is_named_and_ended_in_time(tmp_path):
     others = set(psutil.Process().children())  # such as torch's compiling processes
     stopped = []
 
+    def is_reported():
+        # the checkpoint is there some time before its line is
+        file = output / "metrics.jsonl"
+        return file.is_file() and '"checkpoint"' in file.read_text()
+
     def stop():
-        wait_until(lambda: steps_in(output / "checkpoint"))
+        wait_until(is_reported)
         for child in psutil.Process().children():
             if child.environ().get("RANK") == "1":
                 stopped.append(child.pid)
