@@ -72,9 +72,10 @@ SHAPES := 8x1M-100,8x1M-10,26x100k-10
 bench: $(SET_UP)
 	$(TURNS) --torchrec --shape $(SHAPES) --roofline
 	$(TURNS) --resume --shape $(SHAPES) --threads 2
-	$(TURNS) --resume --shape 8x1M-10-b16384
+	$(TURNS) --resume --shape 8x1M-10-b16384 --threads 1,2
 	$(TURNS) --resume --growth batch,tables,dim,pooling
 	$(STEPS) --resume --ablation
+	$(BENCH) --iterations 2 --shape 8x1M-10 --precision bf16,fp16 --no-plain --json $(RESULTS)/fp16.json
 	$(BENCH) --iterations 4 --embeddings all --threads 1,2 --json $(RESULTS)/embeddings.json
 	$(BENCH_BIN)/python benchmarks/database.py --json $(RESULTS)/database.json \
 	  $(if $(HPCANALYSIS),--hpcanalysis $(HPCANALYSIS))
