@@ -339,9 +339,9 @@ class Run:
         if interval is not None:
             self.last = interval.loss
             self.bar.say(
+                f"{interval.mean_ms_per_iteration:.1f} ms each, "
                 f"{interval.samples_per_second:,.0f} samples/s, "
-                f"{interval.mean_ms_per_iteration:.1f} ms/iteration "
-                f"(data {interval.data_ms_per_iteration:.1f}), loss {interval.loss:.6f}"
+                f"data {interval.data_ms_per_iteration:.1f} ms, loss {interval.loss:.6f}"
             )
             self._tell(asdict(interval))
 

@@ -228,7 +228,8 @@ class _Client(PapermillNotebookClient):
             if self.watch.stopping:
                 break
             if cell.cell_type == "markdown":
-                self.progress.section(heading(cell.source))
+                if found := heading(cell.source):  # a paragraph is under the heading before it
+                    self.progress.section(found)
             elif cell.cell_type == "code":
                 number += 1
                 self.progress.cells(number, total)
@@ -365,7 +366,6 @@ def kernel_environment() -> dict[str, str]:
 
 
 def heading(markdown: str) -> str:
-    """First heading of a markdown cell, or its first words."""
-    lines = [line.strip() for line in markdown.splitlines() if line.strip()]
-    headings = [line.lstrip("#").strip() for line in lines if line.startswith("#")]
-    return (headings or lines or [""])[0]
+    """First heading of a markdown cell; empty where it has none."""
+    lines = (line.strip() for line in markdown.splitlines())
+    return next((line.lstrip("#").strip() for line in lines if line.startswith("#")), "")

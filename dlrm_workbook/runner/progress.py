@@ -128,7 +128,10 @@ class ProgressLine:
         text = state.get("text") or ""
         room = width - len(first) - len(last) - len(" ()")
         if len(text) > room:
-            text = text[: room - 1] + "…" if room > len("x…") else ""
+            # after a whole statement where one fits, so that no unit is cut from its number
+            end = text.rfind(", ", 0, max(room - len("…"), 0)) + len(", ")
+            end = end if end >= len(", x") else room - len("…")
+            text = text[:end] + "…" if room > len("x…") else ""
         line = first + (f" ({text})" if text else "") + last
         return what, line if len(line) <= width else line[: width - 1] + "…"
 

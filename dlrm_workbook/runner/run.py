@@ -216,20 +216,20 @@ def command_name(command: Sequence[str]) -> str:
 
 
 def recording_name(names: Sequence[str], own: Mapping[str, Any]) -> str:
-    """Name of the runs that explain recordings without a parameters file: the recordings'.
+    """Name of the runs that show what is already measured without a parameters file: its file's.
 
     Args:
         own: the notebooks' own parameters.
 
     Raises:
-        InputError: no recording is given, or a notebook measures: that needs parameters.
+        InputError: no recording or result is given, or a notebook measures: that needs parameters.
     """
-    places = own.get("runs") or [own.get("profile_run")]
+    places = own.get("runs") or [own.get("profile_run") or own.get("results")]
     if not all(places) or any(name in CHAIN[:2] for name in names):
         raise InputError(
-            f"dlrm run {' '.join(names)} needs a parameters file (-f FILE); only a recording that "
-            "is there is explained without one (-p profile_run=PATH, or -p 'runs=[PATH, PATH]' "
-            "for compare)"
+            f"dlrm run {' '.join(names)} needs a parameters file (-f FILE); only what is "
+            "already measured is shown without one (-p profile_run=PATH, -p 'runs=[PATH, PATH]' "
+            "for compare, -p results=FILE for benchmark)"
         )
     stems = (
         re.sub(r"(\.(d|json|gz|tar|tgz|zip|trace|pt))+$", "", Path(p).name)

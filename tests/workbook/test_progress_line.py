@@ -12,6 +12,7 @@ import pytest
 
 from dlrm_core.progress import TOLD_TO
 from dlrm_workbook.runner import progress
+from dlrm_workbook.runner.engine import heading
 from dlrm_workbook.runner.progress import ProgressLine
 
 
@@ -78,10 +79,31 @@ def test_a_terminal_shows_one_line_that_keeps_its_head(
         shown = screen.getvalue().split("\r")[-1]
         assert len(shown) < columns
         assert shown.startswith("[2/3 profile] timing alternatives 7") and "…" in shown
+        assert columns < 80 or "(embedding_backend=fused, …)" in shown
         told(line, what="short")
         line.show()
         assert screen.getvalue().split("\r")[-1] == "[2/3 profile] short".ljust(len(shown))
     assert screen.getvalue().endswith("\r") and "\n" not in screen.getvalue()
+
+
+@pytest.mark.parametrize("columns", range(20, 100))
+def test_a_line_is_never_wider_than_its_terminal(
+    columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    for words in ("790.3 ms each, 2,591 samples/s, loss 0.08", "oneword" * 20, ", ", ""):
+        screen = Terminal()
+        with ProgressLine("train", screen).ticking() as line:
+            told(line, what="training", done=7, total=24, text=words)
+            line.show()
+            shown = screen.getvalue().split("\r")[-1]
+        assert len(shown) < columns and "()" not in shown
+        assert columns < 45 or "790.3 ms" in shown or "790" not in shown
+
+
+def test_a_paragraph_is_under_the_heading_before_it() -> None:
+    assert heading("## What runs\ntext") == "What runs"
+    assert heading("One batch: the dense features.") == ""
 
 
 def test_a_bar_that_is_half_written_is_no_bar() -> None:

@@ -369,6 +369,7 @@ def test_unknown_notebook_missing_tag_and_bad_root_are_refused(place: Path) -> N
         (("bottlenecks",), {"profile_run": "/data/worker0.pt.trace.json.gz"}, "worker0"),
         (("bottlenecks",), {"profile_run": "runs/dlrm-h100-pc.d/"}, "dlrm-h100-pc"),
         (("bottlenecks",), {"profile_run": "a b:c.tar.gz"}, "a_b_c"),
+        (("benchmark",), {"results": "benchmarks/results/step.json"}, "step"),
     ],
 )
 def test_a_recording_names_the_run_that_explains_it(
