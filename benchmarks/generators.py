@@ -23,8 +23,8 @@ import torch
 from dlrm_core.config import load_parameters
 from dlrm_core.data.loader import make_generator
 from dlrm_core.files import write_json
+from dlrm_core.machine import keep_freed_memory
 from dlrm_workbook.machine import REPOSITORY, machine_facts
-from dlrm_workbook.processes import settle_allocator
 from dlrm_workbook.turns import CPU, elapsed_ms, rotated, take_turns
 
 LOOP = "facebook_loop"
@@ -76,7 +76,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    settle_allocator()
+    keep_freed_memory()
     found = measure(arguments.rounds, arguments.batches)
     for name, ratio in found["times_as_fast"].items():
         print(

@@ -14,7 +14,6 @@ started it: at an exception, at Ctrl-C and SIGTERM, and (modules of ours) even a
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import json
 import os
@@ -591,31 +590,6 @@ ALLOCATOR = {
 """Environment of programs whose times are compared: glibc keeps freed memory (bytes). Its
 adaptive thresholds settle elsewhere under hpcrun, and with them an unprofiled run looked 20 %
 slower than a profiled one; fixed on both sides, the comparison is of like with like."""
-
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-"""malloc.h"""
-
-LARGEST_DYNAMIC = 32 << 20
-"""Bytes up to which glibc raises its own threshold on 64-bit systems (malloc(3))."""
-
-USER_SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
-
-
-def settle_allocator() -> bool:
-    """Fix glibc's thresholds in this process where a long plain run would have them.
-
-    Returns:
-        Whether that was done: not with another C library, nor against settings that
-        the environment makes.
-    """
-    if sys.platform != "linux" or any(name in os.environ for name in USER_SETTINGS):
-        return False
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:
-        return False
-    mallopt.argtypes = [ctypes.c_int, ctypes.c_int]
-    kept = mallopt(M_MMAP_THRESHOLD, LARGEST_DYNAMIC)
-    return bool(kept and mallopt(M_TRIM_THRESHOLD, 2**31 - 1))
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ from dlrm_core.data.loader import make_generator
 from dlrm_core.dense import resolve_dense
 from dlrm_core.embeddings import touched_beside
 from dlrm_core.errors import InputError
-from dlrm_core.machine import available_memory, cpu_flags
+from dlrm_core.machine import available_memory, cpu_flags, keep_freed_memory
 from dlrm_core.memory import forecast_memory, mean_bag_size
 from dlrm_core.model import DLRM, ClickLoss
 from dlrm_core.parts import log_spans, parse_span
@@ -42,7 +42,7 @@ from dlrm_workbook.evidence.dependence import (
     changed_parameters,
     signature,
 )
-from dlrm_workbook.processes import Say, say_nothing, settle_allocator
+from dlrm_workbook.processes import Say, say_nothing
 from dlrm_workbook.turns import (
     CPU,
     CacheFlush,
@@ -545,7 +545,7 @@ def probe_changes(
     chosen = default_changes(parameters) if changes is None else [dict(each) for each in changes]
     started = time.perf_counter()
     threads = torch.get_num_threads()
-    settle_allocator()
+    keep_freed_memory()
     try:
         probes = _Probes(parameters, chosen, lenders)
         say("timing the parts alone", 0, 1)

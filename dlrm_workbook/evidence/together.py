@@ -26,7 +26,7 @@ from dlrm_core.data.batch import Batch
 from dlrm_core.data.loader import batches, make_generator
 from dlrm_core.errors import InputError
 from dlrm_core.files import read_json, write_json
-from dlrm_core.machine import available_memory, end_with_starter
+from dlrm_core.machine import available_memory, end_with_starter, keep_freed_memory
 from dlrm_core.memory import forecast_memory
 from dlrm_core.model import DLRM, ClickLoss
 from dlrm_core.rounding import ROW_DTYPES
@@ -41,7 +41,6 @@ from dlrm_workbook.evidence.probes import (
     model_for,
     needs_huge_pages,
 )
-from dlrm_workbook.processes import settle_allocator
 from dlrm_workbook.turns import CPU, back_and_forth, elapsed_ms, take_turns, waited_ns
 
 LEAST_ROUNDS, ROUNDS, MOST_ROUNDS = 4, 5, 12
@@ -149,7 +148,7 @@ def time_together(
         ``threads``; ``seconds`` taken.
     """
     started = time.perf_counter()
-    settle_allocator()
+    keep_freed_memory()
     steps: dict[int, WholeStep] = {}
     stages: list[dict[str, Any]] = [{"change": dict(change)} for change in changes]
     try:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -40,7 +37,6 @@ from dlrm_workbook.evidence.probes import (
     reduced,
 )
 from dlrm_workbook.evidence.together import WholeStep
-from dlrm_workbook.processes import USER_SETTINGS
 
 TRIALS = 200
 """Changes that are probed to see how often a range covers the truth."""
@@ -560,43 +556,3 @@ def test_the_default_changes_are_those_that_apply() -> None:
     assert not any("training.precision" in change for change in kept)
     for change in plain:
         changed_parameters(tiny(data={"generator": "facebook_loop"}), change)
-
-
-CHURN = """
-import ctypes, resource, sys
-from dlrm_workbook.processes import settle_allocator
-print(settle_allocator())
-libc = ctypes.CDLL(None)
-libc.malloc.restype = ctypes.c_void_p
-libc.free.argtypes = [ctypes.c_void_p]
-size = 8 << 20
-
-def faults():
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    blocks = [libc.malloc(size) for _ in range(12)]
-    for block in blocks:
-        ctypes.memset(block, 1, size)
-    for block in blocks:
-        libc.free(block)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-
-faults()
-print(faults())
-"""
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="glibc's allocator")
-@pytest.mark.parametrize(("setting", "settled"), [({}, True), ({TRIM: "65536"}, False)])
-def test_a_settled_allocator_keeps_what_was_freed(setting: dict[str, str], settled: bool) -> None:
-    environment = {k: v for k, v in os.environ.items() if k not in USER_SETTINGS} | setting
-    done = subprocess.run(
-        [sys.executable, "-c", CHURN], env=environment, capture_output=True, text=True, check=True
-    )
-    said, faults = done.stdout.split()
-    assert said == str(settled)
-    pages = 12 * (8 << 20) // os.sysconf("SC_PAGESIZE")
-    if settled:
-        assert int(faults) < 0.1 * pages
-    else:
-        # what the user set stays: the heap is given back, and faults again
-        assert int(faults) > 0.9 * pages

@@ -26,6 +26,7 @@ from dlrm_core.machine import (
     available_memory,
     device_name,
     end_with_starter,
+    keep_freed_memory,
     resolve_device,
     terminate_like_interrupt,
 )
@@ -37,7 +38,7 @@ from dlrm_workbook.evidence.data_statistics import run_statistics
 from dlrm_workbook.evidence.probes import Lent, Tables, needs_huge_pages, probe_changes
 from dlrm_workbook.evidence.together import time_together
 from dlrm_workbook.machine import machine_facts, memory_limit
-from dlrm_workbook.processes import Say, print_stage, say_nothing, settle_allocator
+from dlrm_workbook.processes import Say, print_stage, say_nothing
 from dlrm_workbook.recordings.torch import RECORDED
 from dlrm_workbook.recordings.torch.session import Session
 from dlrm_workbook.turns import threads_of
@@ -101,7 +102,7 @@ def record_workload(
     """
     config = parameters.profiling
     require_new(folder, "recording")
-    settle_allocator()
+    keep_freed_memory()
     # first, so that evidence, run and what the recording says are of one back end
     parameters, chosen = resolved(parameters)
     found = evidence(parameters, say)

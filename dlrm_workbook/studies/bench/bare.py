@@ -21,6 +21,7 @@ import torch
 
 from dlrm_core.config import Parameters, parameters_from_sections
 from dlrm_core.data.loader import make_generator
+from dlrm_core.machine import keep_freed_memory
 from dlrm_core.precision import DTYPES
 from dlrm_core.units import milliseconds, percent
 from dlrm_kernels.dense import parts_of, why_not_fused
@@ -32,7 +33,7 @@ from dlrm_workbook.evidence.ceilings import (
 from dlrm_workbook.evidence.contestants import environment_of
 from dlrm_workbook.evidence.probes import model_for, reduced
 from dlrm_workbook.intervals import median_interval
-from dlrm_workbook.processes import do_job, run_job, settle_allocator
+from dlrm_workbook.processes import do_job, run_job
 from dlrm_workbook.studies.bench.cases import FP32
 from dlrm_workbook.studies.bench.rows import cache_flush, row_access_ms, why_no_accesses
 from dlrm_workbook.studies.bench.shares import (
@@ -117,7 +118,7 @@ def bare_times(parameters: Parameters, kinds: Sequence[str], threads: int) -> di
         the largest relative error of a product), ``waited_share`` (of the time, for a core),
         ``passes``, and ``reasons`` (name to why it was not measured).
     """
-    settle_allocator()
+    keep_freed_memory()
     reasons: dict[str, str] = {}
     with threads_of(threads), torch.no_grad():
         products = layer_products(parameters)

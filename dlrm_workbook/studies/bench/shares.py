@@ -20,6 +20,7 @@ import torch
 
 from dlrm_core.config import Parameters, parameters_from_sections
 from dlrm_core.errors import InputError
+from dlrm_core.machine import keep_freed_memory
 from dlrm_core.precision import MAX_RELATIVE_ERROR
 from dlrm_workbook.evidence.ceilings import (
     PRECISIONS,
@@ -31,7 +32,7 @@ from dlrm_workbook.evidence.ceilings import (
 )
 from dlrm_workbook.evidence.contestants import environment_of
 from dlrm_workbook.evidence.probes import StepLoop, Times, apply_settings, medians
-from dlrm_workbook.processes import do_job, run_job, settle_allocator
+from dlrm_workbook.processes import do_job, run_job
 from dlrm_workbook.studies.bench.rows import row_access_ms, why_no_accesses
 from dlrm_workbook.turns import CPU, elapsed_ms, least_and_seconds, take_turns, threads_of
 
@@ -135,7 +136,7 @@ def dense_share(
         against ``ms``), ``products`` (rows ``part``, ``layer``, ``phase``, ``m``, ``n``,
         ``k``, ``library``, ``ms``, ``best_ms``, ``gflops``), ``notices`` of the step.
     """
-    settle_allocator()
+    keep_freed_memory()
     with threads_of(threads or parameters.training.threads):
         count = torch.get_num_threads()
         training = dataclasses.replace(parameters.training, threads=count)

@@ -1,0 +1,54 @@
+"""What a run asks of the machine."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from dlrm_core.machine import ALLOCATOR_SETTINGS
+
+CHURN = """
+import ctypes, resource, sys
+from dlrm_core.config import TrainingConfig
+from dlrm_core.machine import use_memory
+use_memory(TrainingConfig())  # as every training and prediction does
+libc = ctypes.CDLL(None)
+libc.malloc.restype = ctypes.c_void_p
+libc.free.argtypes = [ctypes.c_void_p]
+size = 8 << 20
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    blocks = [libc.malloc(size) for _ in range(12)]
+    for block in blocks:
+        ctypes.memset(block, 1, size)
+    for block in blocks:
+        libc.free(block)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+faults()
+print(faults())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's allocator")
+@pytest.mark.parametrize(
+    ("setting", "settled"), [({}, True), ({"MALLOC_TRIM_THRESHOLD_": "65536"}, False)]
+)
+def test_a_step_gets_the_memory_that_the_one_before_freed(
+    setting: dict[str, str], settled: bool
+) -> None:
+    environment = {k: v for k, v in os.environ.items() if k not in ALLOCATOR_SETTINGS} | setting
+    done = subprocess.run(
+        [sys.executable, "-c", CHURN], env=environment, capture_output=True, text=True, check=True
+    )
+    faults = done.stdout
+    pages = 12 * (8 << 20) // os.sysconf("SC_PAGESIZE")
+    if settled:
+        assert int(faults) < 0.1 * pages
+    else:
+        # what the user set stays: the heap is given back, and faults again
+        assert int(faults) > 0.9 * pages
