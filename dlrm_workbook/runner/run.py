@@ -42,10 +42,12 @@ from dlrm_workbook.runner.parameters import (
 )
 from dlrm_workbook.runs import (
     DEFAULT_OUTPUT_ROOT,
+    LATEST,
     NOTEBOOKS,
     RunFolder,
     claim_run_folder,
     named_run,
+    runs_of,
 )
 
 CHAIN = ("train", "profile", "bottlenecks")
@@ -56,6 +58,9 @@ PLACES = frozenset(
     | {"record", "results", "against", "peer", "sweep_folder"}
 )
 """Notebooks' own parameters that name files or folders, which must be there."""
+
+MEASURED = {"record": ("scaling", "scaling.json"), "results": ("benchmark", "benchmark.json")}
+"""Parameters that name a file that a notebook has measured: which notebook, which file."""
 
 MAY_BE_EMPTY = frozenset({"host_run"})
 """Places that may be given empty: their notebook has a value of its own, and works without any."""
@@ -224,12 +229,13 @@ def recording_name(names: Sequence[str], own: Mapping[str, Any]) -> str:
     Raises:
         InputError: no recording or result is given, or a notebook measures: that needs parameters.
     """
-    places = own.get("runs") or [own.get("profile_run") or own.get("results")]
+    given = (own.get(key) for key in ("profile_run", "results", "sweep_folder"))
+    places = own.get("runs") or [next(filter(None, given), None)]
     if not all(places) or any(name in CHAIN[:2] for name in names):
         raise InputError(
             f"dlrm run {' '.join(names)} needs a parameters file (-f FILE); only what is "
             "already measured is shown without one (-p profile_run=PATH, -p 'runs=[PATH, PATH]' "
-            "for compare, -p results=FILE for benchmark)"
+            "for compare, -p results=FILE for benchmark, -p sweep_folder=FOLDER for sweep)"
         )
     stems = (
         re.sub(r"(\.(d|json|gz|tar|tgz|zip|trace|pt))+$", "", Path(p).name)
@@ -237,6 +243,22 @@ def recording_name(names: Sequence[str], own: Mapping[str, Any]) -> str:
     )
     text = "-".join(stem[:30] if len(places) > 1 else stem for stem in stems)
     return re.sub(r"[^A-Za-z0-9._+-]+", "_", text)[:60] or "recording"
+
+
+def measured_file(place: str, notebook: str, name: str, root: Path) -> str:
+    """A file that a notebook has measured, given as itself, as its run's folder or as ``latest``.
+
+    Raises:
+        InputError: no finished run of the notebook in ``root`` has one.
+    """
+    if place != LATEST:
+        inside = Path(place).expanduser() / name
+        return str(inside) if inside.is_file() else place
+    found = (run / name for run in runs_of(root, notebook))
+    newest = next((file for file in found if file.is_file()), None)
+    if newest is None:
+        raise InputError(f"{LATEST}: no finished run of {notebook} in {root} has a {name}")
+    return str(newest)
 
 
 def said_of(parameters: Parameters) -> dict[str, Any]:
@@ -291,7 +313,16 @@ class Plan:
                         f"-p {key}= is empty, as of a shell's variable that is not set; expected "
                         "a file or folder (leave the parameter out to have the notebook's choice)"
                     )
-                places = [str(named_run(str(place), notebook, root)) for place in given if place]
+                if key in MEASURED:
+                    places = [measured_file(str(place), *MEASURED[key], root) for place in given]
+                elif key == "sweep_folder" and own[key] == LATEST:
+                    # it brings pandas along, which no other run of this process needs
+                    from dlrm_workbook.studies.sweep.analyse import newest_sweep
+
+                    places = [str(newest_sweep(root))]
+                else:
+                    runs = (named_run(str(place), notebook, root) for place in given if place)
+                    places = [str(run) for run in runs]
                 for place in places:
                     if not Path(place).expanduser().exists():
                         raise InputError(f"-p {key}={place}: there is no such file or folder")

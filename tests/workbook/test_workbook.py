@@ -34,6 +34,7 @@ from dlrm_workbook.runner.run import (
     Plan,
     RunError,
     closed_by_signals,
+    measured_file,
     recording_name,
     run_notebooks,
 )
@@ -370,6 +371,7 @@ def test_unknown_notebook_missing_tag_and_bad_root_are_refused(place: Path) -> N
         (("bottlenecks",), {"profile_run": "runs/dlrm-h100-pc.d/"}, "dlrm-h100-pc"),
         (("bottlenecks",), {"profile_run": "a b:c.tar.gz"}, "a_b_c"),
         (("benchmark",), {"results": "benchmarks/results/step.json"}, "step"),
+        (("sweep",), {"sweep_folder": "outputs/2026-11-23/1-sweep-small"}, "1-sweep-small"),
     ],
 )
 def test_a_recording_names_the_run_that_explains_it(
@@ -384,6 +386,28 @@ def test_only_a_recording_is_explained_without_parameters(
 ) -> None:
     with pytest.raises(InputError, match="needs a parameters file"):
         recording_name(names, own)
+
+
+def test_what_was_measured_is_named_by_its_file_its_run_or_latest(tmp_path: Path) -> None:
+    def run(second: int, notebook: str = "scaling") -> Path:
+        now = datetime(2026, 11, 20, 17, 45, second)
+        folder = claim_run_folder(tmp_path, notebook, "x", parameters={}, command="x", now=now)
+        folder.close("finished")
+        return folder.path
+
+    def found(place: str | Path) -> str:
+        return measured_file(str(place), "scaling", "scaling.json", tmp_path)
+
+    with pytest.raises(InputError, match=r"no finished run of scaling in .* has a scaling\.json"):
+        found("latest")
+    old, new = run(1), run(2)
+    for folder in (old, new):
+        (folder / "scaling.json").write_text("{}")
+    run(3)  # shows what another measured
+    (run(4, "profile") / "scaling.json").write_text("{}")
+    assert found("latest") == str(new / "scaling.json")
+    assert found(old) == found(old / "scaling.json") == str(old / "scaling.json")
+    assert found(tmp_path) == str(tmp_path), "refused by whoever reads it"
 
 
 def test_runs_of_one_second_do_not_collide(tmp_path: Path) -> None:
