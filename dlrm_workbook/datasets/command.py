@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _preprocess_arguments(
         actions.add_parser("preprocess", help="convert Criteo's text (Kaggle, Terabyte)")
     )
-    _inspect_arguments(actions.add_parser("inspect", help="look at every value of a data set"))
+    _inspect_arguments(actions.add_parser("inspect", help="check every value of a data set"))
     _convert_arguments(
         actions.add_parser("convert", help="write a data set in another layout, or as Parquet")
     )
@@ -79,11 +79,9 @@ def _generate_arguments(parser: argparse.ArgumentParser) -> None:
         help="hot rows of each table that have an effect (default: %(default)s)",
     )
     parser.add_argument("--table-rows", metavar="R,R,...", help="with custom: rows of each table")
+    parser.add_argument("--dense-features", type=int, metavar="D", help="with custom (default: 13)")
     parser.add_argument(
-        "--dense-features", type=int, default=13, metavar="D", help="with custom (default: 13)"
-    )
-    parser.add_argument(
-        "--alpha", type=float, default=1.45, help="with custom: the power law (default: 1.45)"
+        "--alpha", type=float, help="with custom: exponent of the power law (default: 1.45)"
     )
     _threads_argument(parser)
 
@@ -91,7 +89,7 @@ def _generate_arguments(parser: argparse.ArgumentParser) -> None:
 def _preprocess_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--layout", required=True, choices=LAYOUTS)
     parser.add_argument(
-        "--input", required=True, nargs="+", metavar="FILE", help="text in order, or .gz"
+        "--input", required=True, nargs="+", metavar="FILE", help="text files in order, .gz too"
     )
     parser.add_argument("--output", required=True, metavar="DIR", help="the data set's folder")
     parser.add_argument(
@@ -99,7 +97,8 @@ def _preprocess_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="categories that came less often become row 0 (default: 1, none; NVIDIA's: 15, 3, 0)",
+        help="categories that occur less often become row 0 (default: 1, none do; NVIDIA's T15 and "
+        "T3 have 15 and 3)",
     )
     parser.add_argument("--max-rows", type=int, metavar="N", help="stop after so many rows")
     parser.add_argument(
@@ -114,7 +113,8 @@ def _preprocess_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=512,
         metavar="MB",
-        help="of hash tables; more disk passes with less, the same result (default: 512)",
+        help="memory of the hash tables; less of it takes more passes over the disk and gives the "
+        "same result (default: 512)",
     )
     _threads_argument(parser)
 
@@ -147,7 +147,8 @@ def _convert_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dense",
         choices=("counts", "features"),
-        help="of others' Parquet: whether training takes log(x + 1) of the numerical columns",
+        help="of Parquet files of other programs: whether the numerical columns are counts x, of "
+        "which training takes log(x + 1), or features as they are",
     )
 
 
@@ -160,7 +161,10 @@ def _variants_arguments(parser: argparse.ArgumentParser) -> None:
         "nothing is measured)",
     )
     parser.add_argument(
-        "--work", default=".", metavar="DIR", help="where, for a while (default: here)"
+        "--work",
+        default=".",
+        metavar="DIR",
+        help="folder in which --measure makes the data sets and removes them (default: here)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON list")
     _threads_argument(parser)
@@ -168,7 +172,10 @@ def _variants_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _threads_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--threads", type=int, metavar="N", help="default: the cores; they change no byte"
+        "--threads",
+        type=int,
+        metavar="N",
+        help="default: the usable cores; the data set is the same with any number",
     )
 
 
@@ -211,8 +218,10 @@ def _teacher(arguments: argparse.Namespace) -> TeacherConfig:
 
 def _variant(arguments: argparse.Namespace) -> Variant:
     if arguments.variant != "custom":
-        if arguments.table_rows:
-            raise InputError(f"--table-rows is for --variant custom, not {arguments.variant}")
+        for name in ("table_rows", "dense_features", "alpha"):
+            if getattr(arguments, name) is not None:
+                flag = "--" + name.replace("_", "-")
+                raise InputError(f"{flag} is for --variant custom, not {arguments.variant}")
         return scaled(VARIANTS[arguments.variant], arguments.scale)
     if arguments.table_rows is None:
         raise InputError("--variant custom needs --table-rows, such as --table-rows 1000,50,3")
@@ -222,8 +231,10 @@ def _variant(arguments: argparse.Namespace) -> Variant:
         raise InputError(
             f"--table-rows is {arguments.table_rows!r}, expected numbers such as 1000,50,3"
         ) from None
-    dense = _at_least("--dense-features", arguments.dense_features, 0)
-    return scaled(Variant("custom", dense, rows, arguments.alpha), arguments.scale)
+    dense, alpha = arguments.dense_features, arguments.alpha
+    dense = _at_least("--dense-features", 13 if dense is None else dense, 0)
+    alpha = 1.45 if alpha is None else alpha
+    return scaled(Variant("custom", dense, rows, alpha), arguments.scale)
 
 
 def parse_samples(text: str | None, scale: float) -> dict[str, int]:

@@ -156,7 +156,8 @@ def _check(request: Request) -> None:
         raise InputError(f"--layout is {request.layout!r}, expected one of {', '.join(LAYOUTS)}")
     for path in request.inputs:
         if not path.is_file():
-            raise InputError(f"--input {path}: no such file")
+            why = " is a folder, expected a text file" if path.is_dir() else ": no such file"
+            raise InputError(f"--input {path}{why}")
     if request.threshold < 1:
         raise InputError(f"--frequency-threshold is {request.threshold}, expected at least 1")
     if request.max_rows is not None and request.max_rows < 2:

@@ -80,6 +80,9 @@ def detect(path: Path) -> str:
     if path.is_file():
         if path.name == FILE_NAME:
             return "split_binary"
+        whole = path.parent.parent
+        if path.suffix == ".bin" and (whole / FILE_NAME).exists():
+            raise InputError(f"{path} is one file of the data set {whole}; give that folder")
         return "terabyte" if path.suffix == ".bin" else "text"
     if (path / FILE_NAME).exists():
         return "split_binary"

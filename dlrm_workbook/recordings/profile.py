@@ -3,7 +3,7 @@
 A profile is a call tree (``contexts``) with numbers on it (``values``, whose
 columns are named in ``metrics``), the threads and GPU streams it was measured
 on (``threads``), what each of them did over time (``trace``) and when each
-training iteration ran (``iterations``). See docs/architecture.md.
+training iteration ran (``iterations``). See docs/profile.md.
 
 What was not measured has no rows in ``values`` and a reason in
 ``meta["not_measured"]``: it is never a zero.

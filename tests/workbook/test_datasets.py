@@ -421,6 +421,8 @@ def test_the_command_generates_and_inspects(tmp_path, capsys):
     assert report["metadata"]["bayes_auc"] == 0.5
     assert main(["data", "inspect", str(target)]) == 0
     assert "all values are in range" in capsys.readouterr().out
+    assert main(["data", "inspect", str(target / "train" / "label.bin")]) == 2
+    assert f"is one file of the data set {target}; give that folder" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -447,6 +449,13 @@ def test_what_cannot_be_generated_is_refused(tmp_path, capsys, extra, words):
 def test_a_variant_of_ones_own_needs_its_tables(tmp_path, capsys):
     assert main(["data", "generate", "--variant", "custom", "--output", str(tmp_path / "s")]) == 2
     assert "--variant custom needs --table-rows" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--table-rows", "--dense-features", "--alpha"])
+def test_a_published_variant_refuses_what_only_custom_takes(tmp_path, capsys, flag):
+    command = ["data", "generate", "--variant", "criteo_t15_synthetic", flag, "2"]
+    assert main([*command, "--output", str(tmp_path / "s")]) == 2
+    assert f"{flag} is for --variant custom, not criteo_t15_synthetic" in capsys.readouterr().err
 
 
 def test_variants_are_computed_and_measured_only_where_asked(tmp_path, capsys):

@@ -246,6 +246,8 @@ def test_what_cannot_be_converted_is_refused(tmp_path, capsys):
     command = ["data", "preprocess", "--layout", "kaggle", "--output", str(tmp_path / "set")]
     assert main([*command, "--input", str(tmp_path / "none")]) == 2
     assert "none: no such file" in capsys.readouterr().err
+    assert main([*command, "--input", str(tmp_path)]) == 2
+    assert f"--input {tmp_path} is a folder" in capsys.readouterr().err
     empty = tmp_path / "empty.txt"
     empty.write_bytes(b"")
     assert main([*command, "--input", str(empty)]) == 2
