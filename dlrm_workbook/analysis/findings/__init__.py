@@ -178,13 +178,13 @@ def ranking(profile: Profile, attribution: pd.DataFrame) -> str:
         if evidence.on_gpu:
             ahead = f"an idle GPU that takes more than any other finding, or {ahead},"
         return (
-            f"{first}, then those whose remedy should save the most time; {ahead} stands before "
+            f"{first}, then those whose remedy should save the most time; {ahead} comes before "
             "these, and a cause before its effects."
         )
     return (
         f"{first}; the others follow by their share of {evidence.basis}, of which idle time that "
         "is spread over the program counts half, and work of the GPU after which it waits for the "
-        "host not at all; a cause stands before its effects, and what promises no gain is last."
+        "host not at all; a cause comes before its effects, and what promises no gain is last."
     )
 
 
