@@ -314,7 +314,8 @@ def _draw_slopes(
             if not overlaps(boxes, taken):
                 break
         taken.extend(boxes)
-        look = {"name": SLOPE, "textangle": -math.degrees(angle)}
+        # plotly.js anchors the box around the turned text, and the text in it meets the line
+        look = {"name": SLOPE, "textangle": -math.degrees(angle), "yshift": -5 if is_under else 5}
         corner = ("right", "top") if is_under else ("left", "bottom")
         look |= dict(zip(("xanchor", "yanchor"), corner, strict=True))
         _annotate(result, at, at + math.log10(rate), text, look)

@@ -234,7 +234,11 @@
       if (note.name !== "slope") return;
       const rise = yaxis._length / (yaxis.range[1] - yaxis.range[0]);
       const run = xaxis._length / (xaxis.range[1] - xaxis.range[0]);
-      changes[`annotations[${at}].textangle`] = (-Math.atan2(rise, run) * 180) / Math.PI;
+      const angle = Math.atan2(rise, run);
+      changes[`annotations[${at}].textangle`] = (-angle * 180) / Math.PI;
+      // the box around the turned text stands at the line: the steeper, the more of the text meets it
+      const away = (16 * Math.sin(angle) ** 2 + 3) / Math.cos(angle);
+      changes[`annotations[${at}].yshift`] = note.yanchor === "bottom" ? away : -away;
     });
     return Object.keys(changes).length ? Plotly.relayout(place, changes) : null;
   }
