@@ -270,6 +270,10 @@ def _add_operators(target: go.Figure, detail: pd.DataFrame, rows: Mapping[str, i
         add_spans(target, spans, rows, name, look, showlegend=number == 0, **hidden)
 
 
+def _calls(count: float) -> str:
+    return "1 call" if count == 1 else f"{count:,.6g} calls"
+
+
 def top_operators(
     operators: pd.DataFrame, count: int = 15, unit: str = "ms in a mean iteration"
 ) -> go.Figure:
@@ -293,7 +297,7 @@ def top_operators(
         [
             f"{wrapped(escaped(row.name))}<br>part: {part_label(row.component, row.phase)}<br>"
             f"{milliseconds(row.time_ms)} ({row.share:.2%})"
-            + (f", {row.calls:,.6g} calls" if row.calls == row.calls else "")
+            + (f", {_calls(row.calls)}" if row.calls == row.calls else "")
             + (f"<br>shapes {wrapped(row.shapes)}" if row.shapes else "")
             for row in rows
         ],

@@ -314,7 +314,8 @@ def _draw_slopes(
             if not overlaps(boxes, taken):
                 break
         taken.extend(boxes)
-        look = {"name": SLOPE, "textangle": -math.degrees(angle)}
+        # plotly.js anchors the box around the turned text, and the text in it meets the line
+        look = {"name": SLOPE, "textangle": -math.degrees(angle), "yshift": -5 if is_under else 5}
         corner = ("right", "top") if is_under else ("left", "bottom")
         look |= dict(zip(("xanchor", "yanchor"), corner, strict=True))
         _annotate(result, at, at + math.log10(rate), text, look)
@@ -464,7 +465,7 @@ def _gap(row: Any) -> str:
     if not math.isfinite(row.ceiling_ms):
         return f"{measured}, least time {NOT_MEASURED}"
     if row.ceiling_ms == 0:
-        return f"{measured}, least 0 ms"
+        return f"{measured}, least time not known"
     least = f"{measured}, least {milliseconds(row.ceiling_ms)}"
     return f"{least} ({percent(row.share_of_ceiling)}): {row.limit}"
 
@@ -491,6 +492,11 @@ CACHE = {
     ),
 }
 """Looks of :func:`dlrm_workbook.analysis.reuse.cache_hits`."""
+
+
+def _size(count: float) -> str:
+    """Bytes at a mark of an axis: ``64 KiB``."""
+    return format_bytes(count).replace(".00 ", " ")
 
 
 def cache_curve(hits: pd.DataFrame, last_level_bytes: float | None = None) -> go.Figure:
@@ -525,6 +531,6 @@ def cache_curve(hits: pd.DataFrame, last_level_bytes: float | None = None) -> go
             showarrow=False,
         )
     marks = hits["cache_bytes"].iloc[:: max(1, len(hits) // 5)]
-    result.update_xaxes(title="size of the cache", **log_axis(list(marks), format_bytes))
+    result.update_xaxes(title="size of the cache", **log_axis(list(marks), _size))
     result.update_yaxes(title="of the lookups", tickformat=".0%", rangemode="tozero")
     return result

@@ -1132,7 +1132,9 @@ def description(spec: Mapping[str, Any]) -> str:
     bars = [t for t in traces if t["type"] == "bar" and any(_drawable(v) for v in _values(t["x"]))]
     if bars:
         said.append(_said_of_bars(bars, layout, notes))
-    points = [words for t in traces if t["type"] == "scatter" for words in _said_of_points(t)]
+    points = [
+        words for t in traces if t["type"] == "scatter" for words in _said_of_points(t, layout)
+    ]
     said.append(_listed(points))
     for trace in traces:
         said.append(
@@ -1200,7 +1202,7 @@ def _said_of_bars(
                 named = _plain(trace.get("name") or "")
                 own.append(named if value in named else f"{named} {value}".strip())
     if not flat:
-        return _listed([_spread(trace, along) for trace in traces])
+        return _listed([_spread(trace, along, layout) for trace in traces])
     items: list[str] = []
     for place, own in rows.items():
         total = notes.get(place, "") if _is_number(place) else ""
@@ -1211,20 +1213,22 @@ def _said_of_bars(
     return _listed(items)
 
 
-def _spread(trace: Mapping[str, Any], letter: str) -> str:
+def _spread(trace: Mapping[str, Any], letter: str, layout: Mapping[str, Any]) -> str:
     """Name of a trace and what its values are like."""
     values, name = _numbers(_values(trace.get(letter))), _plain(trace.get("name") or "")
+    axis = layout.get(f"{letter}axis{str(trace.get(f'{letter}axis') or '')[1:]}") or {}
+    said = percent if str(axis.get("tickformat", "")).endswith("%") else digits
     if not values:
         return name
     if len(values) == 1:
-        return f"{name} {digits(values[0])}"
+        return f"{name} {said(values[0])}"
     return (
-        f"{name} {digits(values[0])} first, {digits(values[-1])} last, between "
-        f"{digits(min(values))} and {digits(max(values))} at {len(values):,} points"
+        f"{name} {said(values[0])} first, {said(values[-1])} last, between "
+        f"{said(min(values))} and {said(max(values))} at {len(values):,} points"
     )
 
 
-def _said_of_points(trace: Mapping[str, Any]) -> list[str]:
+def _said_of_points(trace: Mapping[str, Any], layout: Mapping[str, Any]) -> list[str]:
     xs, ys = _values(trace.get("x")), _values(trace.get("y"))
     if trace.get("hoverinfo") == "skip" or not any(map(_drawable, xs)):
         return []
@@ -1234,7 +1238,7 @@ def _said_of_points(trace: Mapping[str, Any]) -> list[str]:
     if texts and len(ys) <= MOST_SAID:
         # the name and the first value; the rest is in the table
         return [_plain(", ".join(str(text).split("<br>")[:2])) for text in texts]
-    return [_spread(trace, "y")]
+    return [_spread(trace, "y", layout)]
 
 
 def _values_of_text(trace: Mapping[str, Any]) -> list[Any]:

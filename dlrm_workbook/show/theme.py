@@ -121,7 +121,16 @@ TEMPLATE = go.layout.Template(
         "yaxis": _AXIS,
         "bargap": 0.28,
         "colorway": list(COLOURS.values()),
-        "hoverlabel": {"align": "left", "namelength": -1},
+        # plotly.js would write dark grey on the trace's colour, at a contrast of about 3
+        "hoverlabel": {
+            "align": "left",
+            "namelength": -1,
+            "bgcolor": "#ffffff",
+            "bordercolor": INK,
+            "font": {"color": "#1f2328"},
+        },
+        # and light grey buttons on grey, since the paper has no colour of its own
+        "modebar": {"bgcolor": "rgba(0,0,0,0)", "color": INK, "activecolor": FASTER},
         "legend": {"traceorder": "normal"},
     }
 )
@@ -540,9 +549,9 @@ def add_spans(
             # of a bar with a base, plotly's x is where the bar ends
             customdata=spans[["spans", "duration_ms"]].to_numpy(float),
             hovertemplate=(
-                f"%{{{'meta[0]' if 'meta' in text else 'hovertext'}}}"
+                f"%{{y}}<br>%{{{'meta[0]' if 'meta' in text else 'hovertext'}}}"
                 "<br>from %{base:,.3f} ms, %{customdata[1]:,.3f} ms long"
-                "<br>spans joined: %{customdata[0]}<extra>%{y}</extra>"
+                "<br>spans joined: %{customdata[0]}<extra></extra>"
             ),
             # plotly would make the bars of a trace as high as its lanes are far apart
             **{"width": 1 - SPAN_GAP, **text, **more},

@@ -34,7 +34,10 @@ def memory_forecast(forecast: pd.DataFrame) -> go.Figure:
         [row.name for row in rows],
         [row.bytes / MIB for row in rows],
         [f"{digits(row.bytes / MIB)} MiB" for row in rows],
-        [f"{row.name} ({row.shape}): {row.bytes:,} B" for row in rows],
+        [
+            f"{row.name}: {row.bytes:,} B" + (f"<br>shape {row.shape}" if row.shape else "")
+            for row in rows
+        ],
         markers([(row.component, "") for row in rows]),
     )
 

@@ -24,6 +24,7 @@
   // whatever the figure itself sets still wins; traces keep their colours.
   function dress(figure) {
     const text = colour("--text"), grid = colour("--rule"), page = colour("--page");
+    const soft = colour("--soft");
     const layout = structuredClone(figure.layout || {});
     const swapped = JSON.stringify(layout.template || {})
       .replaceAll('"#2a3f5f"', JSON.stringify(text))
@@ -41,6 +42,10 @@
       // automargin widens it where labels need room
       margin: base.margin || { l: 56, r: 24, t: title ? 64 : 36, b: 48 },
       font: { ...base.font, color: text, family: colour("--sans") },
+      hoverlabel: {
+        ...base.hoverlabel, bgcolor: page, bordercolor: soft, font: { color: text },
+      },
+      modebar: { ...base.modebar, color: soft, activecolor: colour("--accent") },
       xaxis: { ...base.xaxis, ...axis },
       yaxis: { ...base.yaxis, ...axis },
     };
@@ -144,7 +149,8 @@
     return layout;
   }
 
-  // On a narrow plot lines are named in the legend: labels along them would meet.
+  // On a narrow plot lines are named in the legend: labels along them would meet. Hover texts
+  // that are wider than the plot would be cut at its edges.
   function tracesFor(figure, layout, width) {
     const data = structuredClone(figure.data);
     // spans of a timeline say how high they are, and labels above them take some of that
@@ -153,6 +159,10 @@
       if (trace.base === undefined || !trace.width) continue;
       trace.width *= scale;
       if (trace.offset) trace.offset *= scale;
+    }
+    for (const trace of width < NARROW ? data : []) {
+      if (!Array.isArray(trace.hovertext)) continue;
+      trace.hovertext = trace.hovertext.map((said) => wrapped(said, width - 60, LETTER));
     }
     const isOnLine = (note) => note.name === "slope" || note.name === "roof";
     if (width >= NARROW || !layout.annotations?.some(isOnLine)) return data;
@@ -205,7 +215,9 @@
         }
         const box = text.getBoundingClientRect();
         if (box.right <= most || box.left <= left) continue;
-        const room = Math.max(most - box.width - left, 0.25 * (most - left));
+        const rest = (most - box.width - left) / (most - left);
+        // a text that never fits must not press all bars flat
+        const room = (rest > 0.05 ? rest : 0.25) * (most - left);
         factor = Math.max(factor, (box.left - left) / room);
       }
       if (factor <= 1.001) return;
@@ -222,7 +234,11 @@
       if (note.name !== "slope") return;
       const rise = yaxis._length / (yaxis.range[1] - yaxis.range[0]);
       const run = xaxis._length / (xaxis.range[1] - xaxis.range[0]);
-      changes[`annotations[${at}].textangle`] = (-Math.atan2(rise, run) * 180) / Math.PI;
+      const angle = Math.atan2(rise, run);
+      changes[`annotations[${at}].textangle`] = (-angle * 180) / Math.PI;
+      // the box around the turned text stands at the line: the steeper, the more of the text meets it
+      const away = (16 * Math.sin(angle) ** 2 + 3) / Math.cos(angle);
+      changes[`annotations[${at}].yshift`] = note.yanchor === "bottom" ? away : -away;
     });
     return Object.keys(changes).length ? Plotly.relayout(place, changes) : null;
   }
