@@ -13,13 +13,12 @@ from dlrm_core.units import milliseconds, percent
 from dlrm_workbook.analysis.idleness import CAUSES, STATES
 from dlrm_workbook.show.theme import (
     COLOURS,
-    INSIDE,
     add_bars,
     add_points,
     figure,
     rows_of,
     stacked_iterations,
-    text_on,
+    text_inside,
 )
 
 CAUSE_COLOURS = {
@@ -91,8 +90,8 @@ def idle_shares(summary: pd.DataFrame) -> go.Figure:
             f"{milliseconds(row.after_sync_ms)}"
         )
         text = [percent(row.share_of_idle) if wide else ""]
-        inside = INSIDE | {"textfont": {"color": text_on(colour)}}
-        add_bars(result, [row.idle_ms], [""], row.cause, colour, hover, text=text, **inside)
+        look = {"text": text, **text_inside(colour)}
+        add_bars(result, [row.idle_ms], [""], row.cause, colour, hover, **look)
     result.update_layout(barmode="stack", bargap=0.3)
     result.update_xaxes(title="ms in a mean iteration")
     result.update_yaxes(visible=False)

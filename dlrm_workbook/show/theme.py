@@ -354,8 +354,13 @@ def label_rows(
     )
 
 
-INSIDE: dict[str, Any] = {"textposition": "inside", "insidetextanchor": "middle", "textangle": 0}
-"""Where the text of a stacked bar stands."""
+def text_inside(colour: str) -> dict[str, Any]:
+    """How the text in a bar of this colour is written; plotly.js would write dark grey or white,
+    at a contrast of about 3."""
+    return {
+        **{"textposition": "inside", "insidetextanchor": "middle", "textangle": 0},
+        "textfont": {"color": text_on(colour)},
+    }
 
 
 def add_bars(
@@ -485,7 +490,7 @@ def stacked_bars(
                 for row, value, part in zip(table.index, values, parts, strict=True)
             ],
             text=[f"{part:.0%}" if (shares or texts) and part >= 0.06 else "" for part in parts],
-            **INSIDE,
+            **text_inside(colour),
         )
     result.update_layout(barmode="stack", bargap=0.22)
     if shares:

@@ -395,6 +395,15 @@ def test_marks_can_be_seen_on_light_and_on_dark(mark: str) -> None:
     assert contrast(MARKS[mark], text_on(MARKS[mark])) >= 4.5
 
 
+def test_shares_can_be_read_in_the_bars_that_they_are_of() -> None:
+    looks = {name: (name, colour) for name, colour in COLOURS.items()}
+    table = pd.DataFrame([dict.fromkeys(COLOURS, 1.0)])
+    drawn = theme.stacked_bars("t", table, looks, "ms", shares=True)
+    assert len(drawn.data) == len(COLOURS)
+    for bar in drawn.data:
+        assert contrast(bar.textfont.color, bar.marker.color) >= 4.5, bar.name
+
+
 def test_text_can_be_read_on_light_and_on_dark() -> None:
     for colours in (LIGHT, DARK):
         assert contrast(colours["text"], colours["page"]) >= 4.5
