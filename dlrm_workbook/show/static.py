@@ -1235,7 +1235,10 @@ def _said_of_points(trace: Mapping[str, Any], layout: Mapping[str, Any]) -> list
     if trace.get("hoverinfo") == "name":
         return [_plain(trace.get("name") or "")]
     texts = _values_of_text(trace)
-    if texts and len(ys) <= MOST_SAID:
+    axis = layout.get(f"yaxis{str(trace.get('yaxis') or '')[1:]}") or {}
+    low, high = axis.get("range") or (0, 1)
+    is_row = bool(axis.get("ticktext")) and low > high  # the height of a point is no value then
+    if texts and (is_row or len(ys) <= MOST_SAID):
         # the name and the first value; the rest is in the table
         return [_plain(", ".join(str(text).split("<br>")[:2])) for text in texts]
     return [_spread(trace, "y", layout)]

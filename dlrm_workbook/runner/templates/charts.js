@@ -153,10 +153,11 @@
   // that are wider than the plot would be cut at its edges.
   function tracesFor(figure, layout, width) {
     const data = structuredClone(figure.data);
-    // spans of a timeline say how high they are, and labels above them take some of that
-    const scale = (1 - layout.bargap) / (1 - figure.layout.bargap);
+    // bars that say how high they are, as spans of a timeline: labels above take some of that
+    const gap = figure.layout.bargap ?? figure.layout.template?.layout?.bargap ?? 0;
+    const scale = (1 - layout.bargap) / (1 - gap);
     for (const trace of layout.meta?.plotHeight ? data : []) {
-      if (trace.base === undefined || !trace.width) continue;
+      if (trace.type !== "bar" || typeof trace.width !== "number") continue;
       trace.width *= scale;
       if (trace.offset) trace.offset *= scale;
     }
@@ -187,15 +188,18 @@
     const rows = axis.ticktext && axis.range
       ? Math.abs(axis.range[0] - axis.range[1]) : names.length;
     const bar = Math.min(26, ((figure.layout.height || 450) / rows) * 0.6);
-    const above = 15 * lines + 10;
-    layout.bargap = above / (bar + above);
+    // points of a row lie above and below its middle
+    const isPoints = figure.data.every((trace) => trace.type === "scatter");
+    const above = 17 * lines + 8 + (isPoints ? 8 : 0);
+    layout.bargap = layout.waterfallgap = above / (bar + above);
     layout.meta = { ...layout.meta, plotHeight: Math.ceil((bar + above) * rows) };
     layout.yaxis = { ...axis, showticklabels: false, automargin: false };
     margin.l = 12;
     const places = axis.tickvals || given;
     layout.annotations = [...(layout.annotations || []), ...names.map((name, at) => ({
       text: name, name: "row", x: 0, xref: "x domain", xanchor: "left", align: "left",
-      y: places[at], yref: "y", yanchor: "bottom", yshift: bar / 2, showarrow: false,
+      y: places[at], yref: "y", yanchor: "bottom", yshift: bar / 2 + (isPoints ? 6 : 0),
+      showarrow: false,
     }))];
   }
 
@@ -203,7 +207,7 @@
   async function makeRoom(place) {
     for (let round = 0; round < 3; round += 1) {
       const full = place._fullLayout, axis = full.xaxis;
-      if (!axis || axis.type !== "linear" || full.xaxis2) return;
+      if (!["linear", "log"].includes(axis?.type) || full.xaxis2) return;
       const frame = place.getBoundingClientRect();
       const left = frame.left + axis._offset, most = frame.right - 3;
       let factor = 1;

@@ -138,7 +138,9 @@ def bars(document: Mapping[str, Any], study: bool = False) -> go.Figure:
             customdata=table[f"{phase}_ms"],
         )
     ends = table["total_ms"] / base
-    theme.add_ends(result, ends, places, list(map(milliseconds, table["total_ms"])))
+    # behind the dotted line, which would cross them
+    behind = ends.clip(lower=1.0)
+    theme.add_ends(result, behind, places, list(map(milliseconds, table["total_ms"])))
     theme.add_headings(result, headings)
     longest = float(ends.max()) if len(table) else 1.0
     theme.mark_one(result, 1.0, headings, max(places, default=0.0))
