@@ -526,7 +526,7 @@ def _of_recording(profile: Profile) -> pd.DataFrame:
             called,
             "it adds up all threads, those too that work for an operator or wait in it for work",
         ),
-        ("all threads, from beginning to end", whole, "it holds start-up, which the others do not"),
+        ("all threads, from beginning to end", whole, "it includes start-up, the others do not"),
     ]
     # a time that does not differ from the one before needs no reason
     kept = [

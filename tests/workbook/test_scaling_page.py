@@ -76,6 +76,8 @@ def verdict(found: scaling.Scaling, strong: pd.DataFrame, weak: pd.DataFrame) ->
     ("asked", "said"),
     [
         ({"ranks": [0]}, r"ranks is \[0\], expected numbers of 1 or more"),
+        ({"ranks": ["a"]}, r"ranks is \['a'\], expected numbers of 1 or more"),
+        ({"memory_gb": -3.0}, "memory_gb is -3.0, expected 0 or more"),
         ({"ranks_per_node": 0}, "ranks_per_node is 0"),
         ({"ranks_per_node": 8}, "inside is empty, but ranks_per_node is 8"),
         ({"between": ""}, "inside and between are empty"),
@@ -169,6 +171,15 @@ def test_one_rank_alone_has_no_findings(tmp_path: Path) -> None:
     found = shown(file)
     said = tables.findings_text(found.findings(), found.record).markdown
     assert said == "Nothing was measured on several ranks: one was asked for."
+
+
+def test_efficiency_is_drawn_of_records_without_runs_or_without_their_scaling(record: Path) -> None:
+    found = shown(record)
+    strong = found.predicted("strong", COUNTS)
+    measured = measured_iterations(found.record).drop(columns="scaling")
+    for table, marks in ((measured, 1), (measured.head(0), 0)):
+        drawn = figures.efficiency_lines({"strong": strong}, table)
+        assert sum("measured" in str(trace.name) for trace in drawn.data) == marks
 
 
 # ---- said and drawn ---------------------------------------------------------------------

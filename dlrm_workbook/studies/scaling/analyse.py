@@ -302,8 +302,10 @@ def start(
     Raises:
         InputError: a name or number cannot be used.
     """
-    if any(count < 1 for count in ranks):
+    if any(type(count) is not int or count < 1 for count in ranks):
         raise InputError(f"ranks is {list(ranks)}, expected numbers of 1 or more")
+    if not memory_gb >= 0:
+        raise InputError(f"memory_gb is {memory_gb}, expected 0 or more")
     if ranks_per_node < 1:
         raise InputError(f"ranks_per_node is {ranks_per_node}, expected at least 1")
     if ranks_per_node > 1 and not inside:

@@ -101,8 +101,9 @@ def efficiency_lines(
     if measured is not None:
         known = _named(measured[measured["efficiency"].notna() & (measured["ranks"] > 1)])
         counts |= set(known["ranks"].astype(int))
+        kinds = known["scaling"] if "scaling" in known else known["ranks"].map(lambda _: "strong")
         for name in tables:
-            own = known[known.get("scaling", "strong") == name]
+            own = known[kinds.eq(name)]
             if own.empty:
                 continue
             theme.add_points(
