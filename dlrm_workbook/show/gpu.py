@@ -178,7 +178,7 @@ def _kernel_hover(row: Any) -> str:
         ("blocks", known_or(row.blocks, digits, "")),
         ("threads per block", known_or(row.threads_per_block, digits, "")),
         ("shared memory per block", known_or(row.shared_memory_bytes, "{:,.0f} B".format, "")),
-        ("occupancy", known_or(row.occupancy_percent, "{:.3g} %".format, "")),
+        ("occupancy", known_or(row.occupancy_percent, "{:.3g}%".format, "")),
         ("waves", known_or(row.waves, digits, "")),
         ("product", " ".join(filter(None, (row.precision, products.get(row.tensor_cores, ""))))),
         ("reached", _reached(row)),
@@ -248,7 +248,7 @@ def stall_bars(stalls: pd.DataFrame, count: int = 12) -> go.Figure:
                 "line": {"width": 1 if issued else 0, "color": INK},
             },
             f"%{{customdata[0]}}<br>{STALLS.get(reason, reason)}<br>"
-            "%{x:.2f} % of all samples, %{customdata[2]} of all stalls<br>"
+            "%{x:.2f}% of all samples, %{customdata[2]} of all stalls<br>"
             "%{customdata[1]:,.3s} warp-cycles",
             customdata=list(zip(*data, strict=True)),
         )

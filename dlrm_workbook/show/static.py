@@ -1167,6 +1167,17 @@ def _notes(layout: Mapping[str, Any]) -> dict[float, str]:
     }
 
 
+def _headings(layout: Mapping[str, Any]) -> dict[float, str]:
+    """What stands above groups of rows, by its place."""
+    return {
+        float(note["y"]): _plain(note["text"])
+        for note in layout.get("annotations") or []
+        if _is_number(note.get("y"))
+        and note.get("yref") in (None, "y")
+        and note.get("xref") == "paper"
+    }
+
+
 def _row_names(layout: Mapping[str, Any], letter: str) -> dict[Any, str]:
     axis = layout.get(f"{letter}axis") or {}
     texts = map(_plain, _values(axis.get("ticktext")))
@@ -1204,12 +1215,16 @@ def _said_of_bars(
     if not flat:
         return _listed([_spread(trace, along, layout) for trace in traces])
     items: list[str] = []
+    headings = _headings(layout)
     for place, own in rows.items():
         total = notes.get(place, "") if _is_number(place) else ""
         name = names.get(place, place if isinstance(place, str) else "")
         # of rows with a total only the first one is described part by part
         parts = ", ".join(own) if not total else f"({', '.join(own)})" if not items else ""
-        items.append(" ".join(filter(None, [name, total, parts])))
+        # the heading of a group stands before its first row
+        above = [at for at in headings if _is_number(place) and at < place]
+        heading = f"{headings.pop(max(above))}:" if above else ""
+        items.append(" ".join(filter(None, [heading, name, total, parts])))
     return _listed(items)
 
 
@@ -1241,7 +1256,17 @@ def _said_of_points(trace: Mapping[str, Any], layout: Mapping[str, Any]) -> list
     if texts and (is_row or len(ys) <= MOST_SAID):
         # the name and the first value; the rest is in the table
         return [_plain(", ".join(str(text).split("<br>")[:2])) for text in texts]
-    return [_spread(trace, "y", layout)]
+    return [_panel(trace, layout) + _spread(trace, "x" if is_row else "y", layout)]
+
+
+def _panel(trace: Mapping[str, Any], layout: Mapping[str, Any]) -> str:
+    """The heading of the panel that a trace is in, if there are several."""
+    if "xaxis2" not in layout:
+        return ""
+    number = int(str(trace.get("xaxis") or "x")[1:] or 1)
+    # plotly puts the headings of panels before all other annotations
+    notes = layout.get("annotations") or []
+    return f"{_plain(notes[number - 1]['text'])}: " if number <= len(notes) else ""
 
 
 def _values_of_text(trace: Mapping[str, Any]) -> list[Any]:

@@ -190,7 +190,7 @@
     const bar = Math.min(26, ((figure.layout.height || 450) / rows) * 0.6);
     // points of a row lie above and below its middle
     const isPoints = figure.data.every((trace) => trace.type === "scatter");
-    const above = 17 * lines + 8 + (isPoints ? 8 : 0);
+    const above = 17 * lines + 8 + (isPoints ? 16 : 0);
     layout.bargap = layout.waterfallgap = above / (bar + above);
     layout.meta = { ...layout.meta, plotHeight: Math.ceil((bar + above) * rows) };
     layout.yaxis = { ...axis, showticklabels: false, automargin: false };

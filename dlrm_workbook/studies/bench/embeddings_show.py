@@ -127,6 +127,7 @@ def bars(document: Mapping[str, Any], study: bool = False) -> go.Figure:
         f"{row.case}, {counted(row.threads, 'thread')}" for row in theme.rows_of(table)
     )
     result = theme.figure(title, 150 + 27 * (len(table) + len(headings)), legend=True)
+    labels = [label(name) for name in table["contestant"]]
     for phase in PHASES:
         theme.add_bars(
             result,
@@ -134,8 +135,8 @@ def bars(document: Mapping[str, Any], study: bool = False) -> go.Figure:
             places,
             phase,
             theme.marker("embedding", phase),
-            f"{phase} %{{customdata:,.2f}} ms",
-            customdata=table[f"{phase}_ms"],
+            f"%{{customdata[1]}}<br>{phase} %{{customdata[0]:,.2f}} of %{{customdata[2]:,.2f}} ms",
+            customdata=list(zip(table[f"{phase}_ms"], labels, table["total_ms"], strict=True)),
         )
     ends = table["total_ms"] / base
     # behind the dotted line, which would cross them
@@ -146,7 +147,7 @@ def bars(document: Mapping[str, Any], study: bool = False) -> go.Figure:
     theme.mark_one(result, 1.0, headings, max(places, default=0.0))
     result.update_layout(barmode="stack", bargap=0.25)
     result.update_xaxes(title=f"time, {name} of the same case is 1", range=[0, 1.35 * longest])
-    theme.label_rows(result, [label(name) for name in table["contestant"]], places)
+    theme.label_rows(result, labels, places)
     return result
 
 

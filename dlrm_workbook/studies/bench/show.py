@@ -429,7 +429,13 @@ def options_dots(without: pd.DataFrame) -> go.Figure:
     for kind in LOOKS:
         rows = without[without["figure"] == kind]
         places = [leaves.index(leaf) for leaf in rows["leaf"]]
-        _add_dots(result, rows, kind, places, lambda row: f"{_gain_of(row)} with it")
+        _add_dots(
+            result,
+            rows,
+            kind,
+            places,
+            lambda row: f"{_gain_of(row)} with {option_label(row.leaf, row.value, row.also)}",
+        )
     theme.mark_one(result)
     options = without.drop_duplicates("leaf")[["leaf", "value", "also"]]
     labels = [theme.lines_of(option_label(*option), 34) for option in theme.rows_of(options)]

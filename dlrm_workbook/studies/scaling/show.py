@@ -10,7 +10,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from dlrm_core.parts import part_label
-from dlrm_core.units import digits, milliseconds, percent, signed_percent, thousands
+from dlrm_core.units import counted, digits, milliseconds, percent, signed_percent, thousands
 from dlrm_workbook.analysis.attribution import IDLE
 from dlrm_workbook.analysis.ranks.communication import kind_label
 from dlrm_workbook.analysis.ranks.links import Link
@@ -37,7 +37,7 @@ def iteration_bars(table: pd.DataFrame, title: str) -> go.Figure:
     result = theme.figure(title, 420, legend=True)
     places = list(range(len(rows)))
     hover = [
-        f"{row.ranks:,} ranks, batch {row.batch_size:,}, {kind_label(row.sharding)}<br>"
+        f"{counted(row.ranks, 'rank')}, batch {row.batch_size:,}, {kind_label(row.sharding)}<br>"
         f"{milliseconds(row.mid_ms)} ({milliseconds(row.low_ms)} to {milliseconds(row.high_ms)})"
         f"<br>{percent(row.exposed_share)} exposed communication"
         f"<br>{thousands(row.samples_per_second)} samples/s"
@@ -355,8 +355,8 @@ def link_curves(check: pd.DataFrame, link: Link) -> go.Figure:
                 result,
                 own["bytes"],
                 1e-3 * fit.fixed_us + 1e-6 * own["bytes"] / fit.gb_per_s,
-                label,
-                f"{label}: {fit.fixed_us:,.0f} µs + bytes / {fit.gb_per_s:.2f} GB/s",
+                f"{label}, fitted",
+                f"{label}, fitted: {fit.fixed_us:,.0f} µs + bytes / {fit.gb_per_s:.2f} GB/s",
                 mode="lines",
                 line={"color": colour, "width": 1.5, "dash": dash},
                 showlegend=False,

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+import shlex
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
 from dlrm_core.parts import COMPONENTS, part_label
-from dlrm_core.units import ratio
-from dlrm_workbook.analysis.ensemble import WHOLE, Curve, short_leaf
+from dlrm_core.units import counted, ratio
+from dlrm_workbook.analysis.ensemble import WHOLE, Curve, short_leaf, swept_runs
+from dlrm_workbook.analysis.sentences import in_markdown
 from dlrm_workbook.show import theme
 from dlrm_workbook.show.tables import Column, Text
 
@@ -23,7 +27,8 @@ def scaling_curves(curves: Sequence[Curve], leaf: str) -> go.Figure:
         curves: what :func:`dlrm_workbook.analysis.ensemble.scaling` gives.
     """
     parts = list(dict.fromkeys(curve.component for curve in curves))
-    held = list(dict.fromkeys(curve.held for curve in curves))
+    held = sorted({curve.held for curve in curves}, key=_in_numbers)
+    curves = sorted(curves, key=lambda curve: held.index(curve.held))
     short = short_leaf(leaf)
     title = f"Time of each part along {short}"
     result, cells = theme.panels(title, list(map(part_label, parts)), 3, legend=len(held) > 1)
@@ -33,7 +38,8 @@ def scaling_curves(curves: Sequence[Curve], leaf: str) -> go.Figure:
             theme.INK if curve.component == WHOLE else theme.COLOURS.get(curve.component, theme.INK)
         )
         look = theme.line_look(colour, held.index(curve.held))
-        said = theme.wrapped(curve.law.sentence(short), 60)
+        said = theme.lines_of(curve.law.sentence(short), 60)
+        name = ", ".join(filter(None, [part_label(curve.component), curve.held]))
         grid = np.geomspace(curve.law.smallest, curve.law.largest, 41)
         fitted = {"mode": "lines", "line": look["line"], "hoverinfo": "skip"}
         theme.add_points(result, grid, curve.law(grid), "", "", at=at, showlegend=False, **fitted)
@@ -42,7 +48,7 @@ def scaling_curves(curves: Sequence[Curve], leaf: str) -> go.Figure:
             curve.x,
             curve.time_ms,
             curve.held or "measured",
-            f"{short} %{{x:,}}: %{{y:,.3f}} ms<br>{said}",
+            f"{name}<br>{short} %{{x:,}}: %{{y:,.3f}} ms<br>{said}",
             at=at,
             mode="markers+text",
             marker=look["marker"],
@@ -64,6 +70,15 @@ def scaling_curves(curves: Sequence[Curve], leaf: str) -> go.Figure:
     result.update_xaxes(title=short, row=cells[-1]["row"] if cells else 1)
     result.update_yaxes(title="ms", col=1)
     return result
+
+
+def _in_numbers(held: str) -> list[tuple[str, float]]:
+    """Sort key of ``dim 32, batch 256``: its numbers by size."""
+    words = re.split(r"(\d+(?:\.\d+)?)", held)
+    return [
+        (text, float(number))
+        for text, number in itertools.zip_longest(words[::2], words[1::2], fillvalue="0")
+    ]
 
 
 def short_setting(label: str) -> str:
@@ -123,9 +138,55 @@ def sweep_verdict(summary: pd.DataFrame, failures: str) -> Text:
             f"{ratio(rates[best] / rates[worst])} faster than {labels[worst]} "
             f"({rates[worst]:,.0f})."
         )
+    if said := _largest_parts(done):
+        lines.append(f"Largest part of the step: {said}.")
     if failures:
         lines.append("```\n" + failures + "\n```")
     return Text("\n\n".join(lines))
+
+
+def _largest_parts(points: pd.DataFrame) -> str:
+    """Which part is the largest at how many points: ``embedding at 4 of 6 points (29% to 41%)``."""
+    known = points[points["top_share"].notna()]
+    said = []
+    for name in known["top"].value_counts().index:
+        shares = known.loc[known["top"] == name, "top_share"]
+        low, high = f"{shares.min():.0%}", f"{shares.max():.0%}"
+        of = f" of {counted(len(known), 'point')}" if not said else ""
+        span = low if low == high else f"{low} to {high}"
+        said.append(f"{part_label(name)} at {len(shares)}{of} ({span})")
+    return ", ".join(said)
+
+
+def sweep_source(folder: Path) -> Text:
+    """Where the sweep's data are."""
+    return Text(
+        in_markdown(
+            f"This page shows the sweep in `{folder}`: `sweep.json`, `summary.json` with the "
+            "numbers of this page, and a folder for each point."
+        )
+    )
+
+
+def point_commands(folder: Path, points: pd.DataFrame) -> Text:
+    """Commands that explain the fastest point, and that show all points side by side."""
+    speeds = points["samples_per_second"]
+    place = "POINT"
+    if speeds.notna().any():
+        best = str(points.loc[speeds.idxmax(), "label"])
+        place = str(swept_runs(folder, "profile").get(best, place))
+    commands = [
+        ["dlrm", "run", "bottlenecks", "-p", f"profile_run={place}"],
+        ["dlrm", "run", "compare", "-p", f"runs=[{folder}]"],
+    ]
+    explain, beside = (shlex.join(words) for words in commands)
+    return Text(
+        in_markdown(
+            f"`{explain}` explains the fastest point: the operator and line of each bottleneck, "
+            "what to change first, what changes gain together, and the hardware limit. "
+            f"`{beside}` shows the points side by side."
+        )
+    )
 
 
 LAWS: dict[str, str | Column] = {
