@@ -148,7 +148,7 @@ def sweep_verdict(summary: pd.DataFrame, failures: str) -> Text:
 def _largest_parts(points: pd.DataFrame) -> str:
     """Which part is the largest at how many points: ``embedding at 4 of 6 points (29% to 41%)``."""
     known = points[points["top_share"].notna()]
-    said = []
+    said: list[str] = []
     for name in known["top"].value_counts().index:
         shares = known.loc[known["top"] == name, "top_share"]
         low, high = f"{shares.min():.0%}", f"{shares.max():.0%}"
