@@ -486,7 +486,7 @@ def stacked_bars(
             colour,
             f"%{{customdata[1]}}{name}: %{{customdata[0]:,.3g}} {unit}, %{{customdata[2]:.1%}}",
             customdata=[
-                (value, f"{escaped(str(row))}: " if str(row) else "", part)
+                (value, f"{escaped(str(row))}<br>" if str(row) else "", part)
                 for row, value, part in zip(table.index, values, parts, strict=True)
             ],
             text=[f"{part:.0%}" if (shares or texts) and part >= 0.06 else "" for part in parts],

@@ -154,6 +154,26 @@ def test_descriptions_state_the_numbers() -> None:
     assert "row 0 alpha 1.00" in words and "and 8 more" in words
 
 
+def test_descriptions_state_headings_of_rows_and_panels() -> None:
+    figure = theme.figure("Times", 200)
+    places, groups = theme.in_groups(["one thread", "one thread", "two threads"])
+    theme.add_bars(figure, [3.0, 4.0, 2.0], places, "", "#1BA876", "")
+    theme.add_ends(figure, [3.0, 4.0, 2.0], places, ["3 ms", "4 ms", "2 ms"])
+    theme.label_rows(figure, ["theirs", "ours", "ours"], places)
+    theme.add_headings(figure, groups)
+    text = said(figure)
+    assert "one thread: theirs 3 ms" in text and "; ours 4 ms; two threads: ours 2 ms." in text
+    goals = theme.figure("Goals", 200)
+    theme.add_points(goals, [0.8, 0.75], [0, 1], "goal", "%{x}")
+    theme.label_rows(goals, ["dense", "embedding"])
+    assert "goal 0.800 first, 0.750 last" in said(goals)
+    grid, cells = theme.panels("Growth", ["batch", "tables"], 2, legend=True)
+    for cell, times in zip(cells, ([1.0, 2.0], [3.0, 5.0]), strict=True):
+        theme.add_points(grid, [1, 2], times, "ours", "", at=cell)
+    assert "batch: ours 1.00 first, 2.00 last" in said(grid)
+    assert "tables: ours 3.00 first, 5.00 last" in said(grid)
+
+
 def test_a_notebook_stores_data_image_and_words(monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[dict[str, Any]] = []
     monkeypatch.setattr("IPython.display.display", lambda data, raw: shown.append(data))

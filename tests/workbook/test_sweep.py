@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 import yaml
 from compare_profiles import TINY
@@ -24,6 +26,7 @@ from dlrm_workbook.analysis.ensemble import swept_runs
 from dlrm_workbook.machine import REPOSITORY
 from dlrm_workbook.runner.index import write_index
 from dlrm_workbook.runs import latest_run
+from dlrm_workbook.studies.sweep import show as figures
 from dlrm_workbook.studies.sweep.analyse import SweepSummary, newest_sweep
 from dlrm_workbook.studies.sweep.plan import PointFailed, Sweep, describe_failures, sweep_points
 
@@ -167,6 +170,21 @@ def test_a_sweep_is_resumed_with_what_it_began_with(tmp_path: Path) -> None:
         sweep.require_same(parameters(), ["profile"], {"change": "{}"})
     with pytest.raises(InputError, match="is no sweep's folder"):
         Sweep.open(tmp_path / "nothing")
+
+
+def test_a_page_says_which_part_is_largest_at_how_many_points() -> None:
+    points = pd.DataFrame(
+        {
+            "label": ["training.batch_size = 8", "training.batch_size = 16", "a", "b"],
+            "status": "finished",
+            "samples_per_second": [10.0, 20.0, 5.0, 4.0],
+            "top": ["data", "embedding", "embedding", ""],
+            "top_share": [0.5, 0.29, 0.405, math.nan],
+        }
+    )
+    said = figures.sweep_verdict(points, "").markdown
+    assert "**batch 16**, 20 samples/s, which is 5.00x faster than b" in said
+    assert "embedding at 2 of 3 points (29% to 40%), data at 1 (50%)." in said
 
 
 def test_two_processes_do_not_run_one_sweep(tmp_path: Path) -> None:
