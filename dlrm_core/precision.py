@@ -118,7 +118,7 @@ def _precision_notices(config: TrainingConfig, device: torch.device) -> list[str
             notices.append(
                 f"training.precision: {name} is emulated on this CPU, which has none of "
                 f"{', '.join(CPU_FLAGS[name])}: numbers are rounded to {name} as asked, but "
-                "products take longer than in fp32, in fp16 up to a hundred times as long"
+                "products take longer than in fp32, some in fp16 more than a hundred times as long"
             )
     for setting, without in (("fp32_matmul", "default"), ("tf32", False)):
         value = getattr(config, setting)

@@ -1156,25 +1156,14 @@ def _listed(items: Sequence[str]) -> str:
     return "; ".join(items[:MOST_SAID]) + (f"; and {rest:,} more" if rest > 0 else "")
 
 
-def _notes(layout: Mapping[str, Any]) -> dict[float, str]:
-    """What is written at the end of each row."""
+def _notes(layout: Mapping[str, Any], across: bool = False) -> dict[float, str]:
+    """What is written at the end of each row; with ``across`` the headings above groups of rows."""
     return {
         float(note["y"]): _plain(note["text"])
         for note in layout.get("annotations") or []
         if _is_number(note.get("y"))
         and note.get("yref") in (None, "y")
-        and note.get("xref") != "paper"
-    }
-
-
-def _headings(layout: Mapping[str, Any]) -> dict[float, str]:
-    """What stands above groups of rows, by its place."""
-    return {
-        float(note["y"]): _plain(note["text"])
-        for note in layout.get("annotations") or []
-        if _is_number(note.get("y"))
-        and note.get("yref") in (None, "y")
-        and note.get("xref") == "paper"
+        and (note.get("xref") == "paper") is across
     }
 
 
@@ -1215,7 +1204,7 @@ def _said_of_bars(
     if not flat:
         return _listed([_spread(trace, along, layout) for trace in traces])
     items: list[str] = []
-    headings = _headings(layout)
+    headings = _notes(layout, across=True)
     for place, own in rows.items():
         total = notes.get(place, "") if _is_number(place) else ""
         name = names.get(place, place if isinstance(place, str) else "")

@@ -159,7 +159,7 @@ def _largest_parts(points: pd.DataFrame) -> str:
 
 
 def sweep_source(folder: Path) -> Text:
-    """Where the sweep's data are."""
+    """A sentence that says where the sweep's data are."""
     return Text(
         in_markdown(
             f"This page shows the sweep in `{folder}`: `sweep.json`, `summary.json` with the "
