@@ -200,7 +200,12 @@ def test_its_page_has_the_limits_of_this_machine_at_the_shapes_that_were_seen(
     work += ["aten::_embedding_bag", "aten::_embedding_bag_dense_backward"]
     limits = operators.loc[work, "ceiling_ms"]
     assert limits.notna().all() and limits.groupby(level=0).max().gt(0).all()
-    step = least_step(table)
+    # a part is unknown where an operator of unknown work was interrupted, so that it took long
+    unknown = table["ceiling_ms"].isna()
+    reasons = operator_limits(profile)[["component", "phase", "reason"]].drop_duplicates()
+    told = table[unknown].merge(reasons[reasons["reason"].ne("")], on=["component", "phase"])
+    assert set(told["component"]) == set(table.loc[unknown, "component"])
+    step = least_step(table[~unknown])
     assert 0 < step["least_ms"] < step["time_ms"]
     (sentence, *_) = doubts(profile, table)
     assert "The recorded shapes tell the work" in sentence and "counts as 0" in sentence
