@@ -122,13 +122,16 @@ def speedup(mid: float, low: float, high: float, *, figures: int = 3) -> str:
 def faster(mid: float, low: float, high: float, *, figures: int = 3) -> str:
     """A speed-up in words: ``1.99x faster (1.95x to 2.23x)``, ``1.25x slower (1.20x to 1.31x)``.
 
-    A range that reaches across 1 stays one of speed-ups: ``1.02x faster (0.97x to 1.08x)``.
+    A range that reaches across 1 stays one of speed-ups: ``1.02x faster (0.97x to 1.08x)``. What
+    differs by less than half a percent is neither: ``1.00x as fast (0.97x to 1.02x)``.
 
     Args:
         mid, low, high: time before over time after; ends that are not finite leave out the range.
         figures: as :func:`ratio` takes them.
     """
-    if mid >= 1 or not mid > 0:
+    if mid > 0 and max(mid, 1 / mid) < 1.005:
+        way, ends = "as fast", (mid, low, high)
+    elif mid >= 1 or not mid > 0:
         way, ends = "faster", (mid, low, high)
     else:
         way, ends = "slower", (1 / mid, 1 / high, 1 / low)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,20 +64,20 @@ def _generate_arguments(parser: argparse.ArgumentParser) -> None:
         default="random",
         help="a fair coin, as NVIDIA's, or a planted model whose best AUC is noted in the metadata",
     )
-    parser.add_argument("--teacher-seed", type=int, default=1, metavar="N")
+    parser.add_argument(
+        "--teacher-seed", type=int, metavar="N", help="with --labels teacher: of its effects (1)"
+    )
     parser.add_argument(
         "--teacher-strength",
         type=float,
-        default=1.38,
         metavar="S",
-        help="standard deviation of the teacher's logit (default: %(default)s, AUC near 0.80)",
+        help="with --labels teacher: standard deviation of the logit (1.38, AUC near 0.80)",
     )
     parser.add_argument(
         "--teacher-rows",
         type=int,
-        default=64,
         metavar="N",
-        help="hot rows of each table that have an effect (default: %(default)s)",
+        help="with --labels teacher: hot rows of each table that have an effect (64)",
     )
     parser.add_argument("--table-rows", metavar="R,R,...", help="with custom: rows of each table")
     parser.add_argument("--dense-features", type=int, metavar="D", help="with custom (default: 13)")
@@ -192,8 +193,7 @@ def data(arguments: argparse.Namespace) -> int:
 
 
 def _generate(arguments: argparse.Namespace) -> int:
-    teacher = _teacher(arguments) if arguments.labels == "teacher" else None
-    law = Law(_variant(arguments), _at_least("--seed", arguments.seed, 0), teacher)
+    law = Law(_variant(arguments), _at_least("--seed", arguments.seed, 0), _teacher(arguments))
     samples = parse_samples(arguments.samples, arguments.scale)
     result = generate(law, samples, Path(arguments.output), _threads(arguments))
     counts = " and ".join(f"{n:,} {split}" for split, n in samples.items())
@@ -206,22 +206,35 @@ def _generate(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _teacher(arguments: argparse.Namespace) -> TeacherConfig:
-    if not 0.0 <= arguments.teacher_strength <= 8.0:
-        raise InputError(f"--teacher-strength is {arguments.teacher_strength:g}, expected 0 to 8")
-    return TeacherConfig(
-        seed=_at_least("--teacher-seed", arguments.teacher_seed, 0),
-        strength=arguments.teacher_strength,
-        rows=_at_least("--teacher-rows", arguments.teacher_rows, 1),
-    )
+def _teacher(arguments: argparse.Namespace) -> TeacherConfig | None:
+    if arguments.labels != "teacher":
+        names = ("teacher_seed", "teacher_strength", "teacher_rows")
+        _refuse_given(arguments, names, f"--labels teacher, not {arguments.labels}")
+        return None
+    given = {
+        "seed": arguments.teacher_seed,
+        "strength": arguments.teacher_strength,
+        "rows": arguments.teacher_rows,
+    }
+    teacher = TeacherConfig(**{name: value for name, value in given.items() if value is not None})
+    if not 0.0 <= teacher.strength <= 8.0:
+        raise InputError(f"--teacher-strength is {teacher.strength:g}, expected 0 to 8")
+    _at_least("--teacher-seed", teacher.seed, 0)
+    _at_least("--teacher-rows", teacher.rows, 1)
+    return teacher
+
+
+def _refuse_given(arguments: argparse.Namespace, names: Sequence[str], wanted: str) -> None:
+    """Flags that would be ignored are refused."""
+    for name in names:
+        if getattr(arguments, name) is not None:
+            raise InputError(f"--{name.replace('_', '-')} is for {wanted}")
 
 
 def _variant(arguments: argparse.Namespace) -> Variant:
     if arguments.variant != "custom":
-        for name in ("table_rows", "dense_features", "alpha"):
-            if getattr(arguments, name) is not None:
-                flag = "--" + name.replace("_", "-")
-                raise InputError(f"{flag} is for --variant custom, not {arguments.variant}")
+        names = ("table_rows", "dense_features", "alpha")
+        _refuse_given(arguments, names, f"--variant custom, not {arguments.variant}")
         return scaled(VARIANTS[arguments.variant], arguments.scale)
     if arguments.table_rows is None:
         raise InputError("--variant custom needs --table-rows, such as --table-rows 1000,50,3")

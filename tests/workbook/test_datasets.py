@@ -451,6 +451,13 @@ def test_a_variant_of_ones_own_needs_its_tables(tmp_path, capsys):
     assert "--variant custom needs --table-rows" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("flag", ["--teacher-seed", "--teacher-strength", "--teacher-rows"])
+def test_labels_by_a_coin_refuse_what_only_a_teacher_takes(tmp_path, capsys, flag):
+    command = ["data", "generate", "--variant", "criteo_t15_synthetic", flag, "2"]
+    assert main([*command, "--output", str(tmp_path / "s")]) == 2
+    assert f"{flag} is for --labels teacher, not random" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("flag", ["--table-rows", "--dense-features", "--alpha"])
 def test_a_published_variant_refuses_what_only_custom_takes(tmp_path, capsys, flag):
     command = ["data", "generate", "--variant", "criteo_t15_synthetic", flag, "2"]

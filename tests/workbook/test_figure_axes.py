@@ -119,6 +119,8 @@ def test_numbers_as_readers_want_them() -> None:
     assert faster(1.99, 1.95, 2.23) == "1.99x faster (1.95x to 2.23x)"
     assert faster(0.8, 0.75, 0.9, figures=2) == "1.2x slower (1.1x to 1.3x)"
     assert faster(2.0, math.nan, math.nan) == "2.00x faster"
+    assert faster(0.997, 0.98, 1.01) == "1.00x as fast (0.98x to 1.01x)"
+    assert faster(1.02, 0.97, 1.08) == "1.02x faster (0.97x to 1.08x)"
 
 
 def test_ranges_are_numbers_and_no_number_is_broken_into_lines() -> None:

@@ -48,7 +48,7 @@ def plan_passes(
     PC sampling serialises kernels (a program 4.9 % idle became 78 % idle), so
     times and stall reasons never come from one run. Python frames cost a hook at
     every Python call, and samples that fall into the hook are lost (parameters/quick.yaml:
-    4 to 12 times as long, its data loop gone from the profile): times with them would call a
+    up to 12 times as long, its data loop gone from the profile): times with them would call a
     GPU idle that waits for the hook. So they get a pass of their own. Parts come from the
     workload's own spans, and those of GPU work, which runs long after its launch, from the
     order of launches (:mod:`dlrm_workbook.recordings.alignment`). The pass for stall reasons,

@@ -110,11 +110,12 @@ GROWTH: dict[str, tuple[int, ...]] = {
 """What grows, and its values."""
 
 
-def growth_cases(names: str) -> list[Case]:
+def growth_cases(names: str, asked: str = "--growth") -> list[Case]:
     """The cases in which one quantity grows and everything else stays.
 
     Args:
         names: comma-separated; the point that they share is one case.
+        asked: what the names were given to, for the error.
 
     Raises:
         InputError: nothing of a name grows.
@@ -122,7 +123,7 @@ def growth_cases(names: str) -> list[Case]:
     chosen = _names(names)
     for name in chosen:
         if name not in GROWTH:
-            raise InputError(f"--growth is '{name}', expected some of {', '.join(GROWTH)}")
+            raise InputError(f"{asked} is '{name}', expected some of {', '.join(GROWTH)}")
     shared = {name: float(BASE_POINT[name]) for name in chosen}
     meaning = ", ".join(f"{name} {value:,}" for name, value in BASE_POINT.items())
     base = Case("base", meaning, _grown("batch", BASE_POINT["batch"]), kind="growth", points=shared)
@@ -146,8 +147,11 @@ def _grown(name: str, value: int) -> Change:
     return {**GROWTH_BASE, **leaf}
 
 
-def shape_cases(names: str) -> list[Case]:
+def shape_cases(names: str, asked: str = "--shape") -> list[Case]:
     """Cases by their names, comma-separated; ``all`` for every one.
+
+    Args:
+        asked: what the names were given to, for the error.
 
     Raises:
         InputError: a name is unknown.
@@ -157,7 +161,7 @@ def shape_cases(names: str) -> list[Case]:
     chosen = _names(names)
     for name in chosen:
         if name not in SHAPES:
-            raise InputError(f"--shape is '{name}', expected all or some of {', '.join(SHAPES)}")
+            raise InputError(f"{asked} is '{name}', expected all or some of {', '.join(SHAPES)}")
     return [SHAPES[name] for name in chosen]
 
 

@@ -575,7 +575,8 @@ def describe(row: Mapping[str, Any]) -> str:
         wanted = next((t["wanted"] for t in row["targets"] if t["against"] == against), None)
         goal = f", wanted {wanted:.1f}x" if wanted else ""
         ends = (ratio["low"], ratio["high"]) if len(row["rounds"]) > 1 else (math.nan, math.nan)
-        lines.append(f"{best} is {faster(ratio['median'], *ends)} than {against}{goal}")
+        gain = faster(ratio["median"], *ends)
+        lines.append(f"{best} is {gain} {'as' if ' as fast' in gain else 'than'} {against}{goal}")
     if share := row["share_of_row_accesses"]:
         lines.append(
             f"{share['total_ms']['median']:.0%} of the pace of bare accesses to the same rows "

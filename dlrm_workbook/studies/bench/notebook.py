@@ -97,7 +97,7 @@ def start(
         document = read_benchmark(file)
         sentence = f"This page shows the benchmark in `{file}`, measured on {document['date']}."
         return Benchmark(sentence, file, None, document, found)
-    cases = [*shape_cases(",".join(shapes)), *growth_cases(",".join(growth))]
+    cases = shape_cases(",".join(shapes), "shapes") + growth_cases(",".join(growth), "growth")
     plan = Plan(
         plain_of(parameters),
         tuned_of(parameters),

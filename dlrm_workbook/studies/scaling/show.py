@@ -92,10 +92,10 @@ def efficiency_lines(
             known["ranks"],
             known["efficiency"],
             f"{name} scaling, predicted",
-            "%{x:,} ranks: %{y:.1%}<br>speed-up over one rank %{customdata[0]:,.1f}x, "
-            "%{customdata[1]}, %{customdata[2]:,.3g} ms",
+            "%{customdata[0]}: %{y:.1%}<br>speed-up over one rank %{customdata[1]:,.1f}x, "
+            "%{customdata[2]}, %{customdata[3]:,.3g} ms",
             cliponaxis=False,
-            customdata=_named(known)[["speedup", "sharding", "mid_ms"]],
+            customdata=_named(known)[["counted", "speedup", "sharding", "mid_ms"]],
             **theme.line_look(colours[name], number),
         )
     if measured is not None:
@@ -144,8 +144,8 @@ def sharding_lines(tables: Mapping[str, pd.DataFrame], best: pd.DataFrame) -> go
             known["ranks"],
             known["mid_ms"],
             "best, tables of different kinds" if name == "best" else kind_label(name),
-            "%{x:,} ranks: %{y:,.3g} ms, %{customdata[0]:,.3g} ms exposed<br>%{customdata[1]}",
-            customdata=_named(known)[["exposed_ms", "sharding"]],
+            "%{customdata[0]}: %{y:,.3g} ms, %{customdata[1]:,.3g} ms exposed<br>%{customdata[2]}",
+            customdata=_named(known)[["counted", "exposed_ms", "sharding"]],
             **look,
         )
     result.update_layout(margin={"b": 110})
@@ -161,8 +161,9 @@ def ranks_axis(counts: Iterable[int]) -> dict[str, Any]:
 
 
 def _named(table: pd.DataFrame) -> pd.DataFrame:
-    """The table with shardings as a reader calls them."""
-    return table.assign(sharding=table["sharding"].map(kind_label))
+    """The table with shardings as a reader calls them, and ranks in words."""
+    counts = [counted(int(count), "rank") for count in table["ranks"]]
+    return table.assign(sharding=table["sharding"].map(kind_label), counted=counts)
 
 
 # Predictions held against what was measured here, and against published throughputs.
