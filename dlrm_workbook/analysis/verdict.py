@@ -46,7 +46,6 @@ from dlrm_workbook.analysis.sentences import in_markdown
 from dlrm_workbook.analysis.steady import SteadyState, steady_state
 from dlrm_workbook.analysis.whatif import (
     COVER,
-    STEP_ERROR,
     Prediction,
     measured_parts,
     prediction,
@@ -55,6 +54,10 @@ from dlrm_workbook.evidence.dependence import changed_parameters
 from dlrm_workbook.intervals import t_quantile
 from dlrm_workbook.processes import ProgressCallback, python_module, run_child
 from dlrm_workbook.recordings.profile import Profile
+
+PROCESS_ERROR = 0.03
+"""Relative error of a ratio of whole steps that one process timed, for another process
+(docs/whatif.md: so wide, the ranges contain 23 of 24 ratios of fresh processes)."""
 
 LEAST = "hardware limit, as configured"
 """Name of the last stage: at the precision and with the back ends of the measured run."""
@@ -270,25 +273,27 @@ def _in_process(
 
 
 def timed(profile: Profile, change: Mapping[str, Any]) -> dict[str, float] | None:
-    """``low``, ``mid``, ``high`` speed-up of the whole step under a change, if it was timed.
+    """``low``, ``mid``, ``high`` speed-up of the whole step under a change, if it was timed."""
+    together = profile.meta.get("together") or {}
+    for stage in together.get("stages") or []:
+        if stage["change"] == plain(dict(change)) and stage.get("ms"):
+            return whole_step_gain(together["base_ms"], stage["ms"])
+    return None
+
+
+def whole_step_gain(base_ms: Sequence[float], then_ms: Sequence[float]) -> dict[str, float]:
+    """``low``, ``mid``, ``high`` speed-up by whole steps that took turns, round by round.
 
     The middle is the geometric mean of the rounds' ratios, the range by Student's t of their
     logarithms, joined with what a whole step in another process is off by.
     """
-    together = profile.meta.get("together") or {}
-    for stage in together.get("stages") or []:
-        if stage["change"] != plain(dict(change)) or not stage.get("ms"):
-            continue
-        pairs = zip(together["base_ms"], stage["ms"], strict=True)
-        logs = [math.log(base / then) for base, then in pairs]
-        error = 0.0
-        if len(logs) > 1:
-            quantile = t_quantile(0.95, len(logs) - 1)
-            error = quantile * statistics.stdev(logs) / math.sqrt(len(logs))
-        middle, reach = statistics.fmean(logs), math.hypot(error, COVER * STEP_ERROR)
-        ends = {"low": middle - reach, "mid": middle, "high": middle + reach}
-        return {end: math.exp(value) for end, value in ends.items()}
-    return None
+    logs = [math.log(base / then) for base, then in zip(base_ms, then_ms, strict=True)]
+    error = 0.0
+    if len(logs) > 1:
+        error = t_quantile(0.95, len(logs) - 1) * statistics.stdev(logs) / math.sqrt(len(logs))
+    middle, reach = statistics.fmean(logs), math.hypot(error, COVER * PROCESS_ERROR)
+    ends = {"low": middle - reach, "mid": middle, "high": middle + reach}
+    return {end: math.exp(value) for end, value in ends.items()}
 
 
 def findings_timed(profile: Profile, found: Sequence[Finding]) -> list[Finding]:

@@ -26,7 +26,6 @@ from dlrm_core.units import (
 )
 from dlrm_workbook.analysis.devices import device
 from dlrm_workbook.show.profile import product_peaks
-from dlrm_workbook.show.static import SLOPE
 from dlrm_workbook.show.tables import Column, each_row
 from dlrm_workbook.show.theme import (
     DASHES,
@@ -58,8 +57,8 @@ HEIGHT = 560
 """Pixels."""
 
 
-WIDTH = 900
-"""What a notebook gives a figure, in pixels; for placing labels only."""
+PLOT_WIDTH = 520
+"""Of a figure in a narrow window, in pixels; for placing labels only: wider ones have more room."""
 
 
 ROOF = "roof"
@@ -92,13 +91,13 @@ class Frame:
             # where the slowest slope meets the highest roof
             x.append(max(roofs.values()) / min(slopes.values()))
         y = [*points["gflops"], *roofs.values()] or [1.0]
-        left, right = math.log10(min(x)) - 0.35, math.log10(max(x)) + 0.5
+        left, right = math.log10(min(x)) - 0.35, math.log10(max(x)) + 0.9
         return cls(left, right, math.log10(min(y)) - 0.35, math.log10(max(y)) + 0.35)
 
     @property
     def width(self) -> float:
         """Of the plot, in pixels."""
-        return WIDTH - 230
+        return PLOT_WIDTH
 
     def pixels(self, x: float, y: float) -> tuple[float, float]:
         across = (x - self.left) / (self.right - self.left) * self.width
@@ -216,14 +215,14 @@ def _roofline(
             "tracegroupgap": 14,
             "traceorder": "grouped",
         },
-        margin={"r": 150},
+        margin={"r": 190},
     )
     roofs, slopes = product_peaks(ceilings), _slopes(ceilings)
     frame = Frame.around(points, roofs, slopes)
     total = float(table["time_ms"].sum())
     taken = [marker_box(row, total, frame) for row in rows_of(points)]
-    _draw_roofs(result, roofs, slopes, frame, taken)
     _draw_slopes(result, roofs, slopes, frame, taken)
+    _draw_roofs(result, roofs, slopes, frame, taken)
     _draw_points(result, points, total, frame, taken, basis)
     _log_axes(result, frame, _unplotted(table))
     return result
@@ -262,7 +261,9 @@ def _draw_roofs(
     for name, rate in sorted(roofs.items(), key=lambda item: -item[1]):
         start = max(10**frame.left, rate / fastest)
         text = f"{name}, {digits(rate)} GFLOP/s"
-        result.add_trace(_line([start, 10**frame.right], [rate, rate], text, "solid"))
+        line = _line([start, 10**frame.right], [rate, rate], text, "solid")
+        # on a narrow page these are in the legend too (charts.js)
+        result.add_trace(line.update(**_heading("matrix products")))
         # roofs of nearly the same height share a label
         if labels and rate > 0.8 * labels[-1][0]:
             labels[-1][1].append(text)
@@ -270,15 +271,35 @@ def _draw_roofs(
             labels.append((rate, [text]))
     for rate, texts in labels:
         text, height = "<br>".join(texts), math.log10(rate)
-        for step in range(20):
+        at, box, side = _roof_label(height, texts, frame, taken)
+        # the roof itself is in the way of other labels
+        y = frame.pixels(at, height)[1]
+        taken += [box, (0, y - 2, frame.width, y + 2)]
+        result.add_annotation(
+            x=at,
+            y=height,
+            text=text,
+            name=ROOF,
+            showarrow=False,
+            font={"size": 12},
+            xanchor="right",
+            yanchor=side,
+        )
+
+
+def _roof_label(
+    height: float, texts: Sequence[str], frame: Frame, taken: Sequence[Box]
+) -> tuple[float, Box, str]:
+    """Right end, box and lower or upper edge of a label along a roof, as far right as is free."""
+    found = []
+    length, tall = LETTER * max(map(len, texts)), 17 * len(texts)
+    for side, (low, high) in {"bottom": (0, tall), "top": (-tall, 0)}.items():
+        for step in range(30):
             at = frame.right - (frame.right - frame.left) * step / 40
             x, y = frame.pixels(at, height)
-            box = (x - LETTER * max(map(len, texts)), y, x, y + 17 * len(texts))
-            if not overlaps([box], taken):
-                break
-        # the roof itself is in the way of other labels
-        taken += [box, (0, y - 2, frame.width, y + 2)]
-        _annotate(result, at, height, text, {"name": ROOF, "xanchor": "right", "yanchor": "bottom"})
+            found.append((at, (x - length, y + low, x, y + high), side))
+    free = [place for place in found if not overlaps([place[1]], taken)]
+    return (free or found)[0]
 
 
 def _draw_slopes(
@@ -289,36 +310,18 @@ def _draw_slopes(
     taken: list[Box],
 ) -> None:
     highest = max(roofs.values(), default=10**frame.top)
-    across, up = frame.pixels(frame.left + 1, frame.bottom + 1)
-    angle = math.atan2(up, across)
     for number, (name, rate) in enumerate(slopes.items(), 1):
-        # between two lines close to each other there is no room
-        is_under = any(rate < other < 2.5 * rate for other in slopes.values())
-        text = f"{name}, {digits(rate)} GB/s"
         x = [max(10**frame.left, 10**frame.bottom / rate), highest / rate]
         dash = DASHES[number % len(DASHES)]
-        result.add_trace(_line(x, [rate * value for value in x], text, dash))
-        low, high = math.log10(x[0]), math.log10(x[1])
-        length = LETTER * len(text)
-        # above the line as far down as there is room for it, else below as far up
-        for step in range(34, 4, -1) if is_under else range(1, 30):
-            at = low + (high - low) * step / 40
-            left, bottom = frame.pixels(at, at + math.log10(rate))
-            side = -1 if is_under else 1
-            boxes = [
-                (cx - 9, cy - 18, cx + 9, cy + 2) if is_under else (cx - 9, cy - 2, cx + 9, cy + 18)
-                for part in range(8)
-                for cx in [left + side * math.cos(angle) * length * part / 7]
-                for cy in [bottom + side * math.sin(angle) * length * part / 7]
-            ]
-            if not overlaps(boxes, taken):
-                break
-        taken.extend(boxes)
-        # plotly.js anchors the box around the turned text, and the text in it meets the line
-        look = {"name": SLOPE, "textangle": -math.degrees(angle), "yshift": -5 if is_under else 5}
-        corner = ("right", "top") if is_under else ("left", "bottom")
-        look |= dict(zip(("xanchor", "yanchor"), corner, strict=True))
-        _annotate(result, at, at + math.log10(rate), text, look)
+        # named in the legend: the angle of a text along it would fit one width of the page only
+        line = _line(x, [rate * value for value in x], f"{name}, {digits(rate)} GB/s", dash)
+        result.add_trace(line.update(showlegend=True, **_heading("bandwidth")))
+        # labels of roofs and parts keep off the line
+        low, high = map(math.log10, x)
+        for step in range(121):
+            at = low + (high - low) * step / 120
+            across, up = frame.pixels(at, at + math.log10(rate))
+            taken.append((across - 3, up - 3, across + 3, up + 3))
 
 
 def _line(x: Sequence[float], y: Sequence[float], name: str, dash: str) -> go.Scatter:
@@ -331,10 +334,6 @@ def _line(x: Sequence[float], y: Sequence[float], name: str, dash: str) -> go.Sc
         hoverinfo="name",
         showlegend=False,
     )
-
-
-def _annotate(result: go.Figure, x: float, y: float, text: str, look: Mapping[str, Any]) -> None:
-    result.add_annotation(x=x, y=y, text=text, showarrow=False, font={"size": 12}, **look)
 
 
 def _draw_points(
@@ -380,8 +379,12 @@ def _draw_points(
 
 def _key(result: go.Figure, name: str, colour: str, symbol: str, group: str) -> None:
     look = {"color": colour, "symbol": symbol, "size": 11}
-    heading: dict[str, Any] = {"legendgroup": group, "legendgrouptitle": {"text": group}}
-    add_points(result, [None], [None], name, "", marker=look, hoverinfo="skip", **heading)
+    add_points(result, [None], [None], name, "", marker=look, hoverinfo="skip", **_heading(group))
+
+
+def _heading(group: str) -> dict[str, Any]:
+    """The group of a trace in the legend."""
+    return {"legendgroup": group, "legendgrouptitle": {"text": group}}
 
 
 def _hover(label: str, row: Any, share: float, basis: str) -> str:

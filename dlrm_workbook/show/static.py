@@ -39,9 +39,6 @@ FAMILY = "system-ui, 'Segoe UI', 'Noto Sans', Helvetica, Arial, sans-serif"
 MOST_SAID = 12
 """Values that a description names; of more it gives the count."""
 
-SLOPE = "slope"
-"""Name of annotations that follow a line of slope 1, however wide the plot is."""
-
 Rows = list[tuple[str, bool]]
 """Lines of a text, and whether each is bold."""
 
@@ -927,16 +924,7 @@ class _Image:
                 vertical={"top": 0.0, "bottom": 1.0}.get(note.get("yanchor", ""), 0.5),
                 size=size,
                 colour=colour,
-                angle=self._slope()
-                if note.get("name") == SLOPE
-                else float(note.get("textangle") or 0),
             )
-
-    def _slope(self) -> float:
-        """Angle of a line of slope 1 between two logarithmic axes, in degrees."""
-        across, up = self._axis("x"), self._axis("y")
-        right = (across.end - across.start) / (across.high - across.low)
-        return math.degrees(math.atan2((up.end - up.start) / (up.high - up.low), right))
 
     def _legend_entries(self) -> list[tuple[str, Mapping[str, Any] | None]]:
         """Name and trace of each entry; a heading has no trace."""

@@ -660,7 +660,9 @@ def icicle(
             **more,
         )
     )
-    result.update_layout(uniformtext={"minsize": 10, "mode": "hide"})
+    # no axis on the left; of a box that was clicked, the path stands between title and tree
+    room = {"l": 4, "r": 4, "t": 70}
+    result.update_layout(uniformtext={"minsize": 10, "mode": "hide"}, margin=room)
     return result
 
 

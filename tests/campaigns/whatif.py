@@ -7,7 +7,8 @@ in fresh processes, two of each; the measured ratio is held against the predicte
     python tests/campaigns/whatif.py --json benchmarks/results/whatif.json --markdown docs/whatif.md
 
 The second set of changes was written after the model of time was finished: it is the
-check on cases that the model has not been made with.
+check on cases that the model has not been made with. The third holds whole steps that a profile
+run times under changes put together, in several processes, against the same runs.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from whatif_cases import CHANGES, SHAPES
+from whatif_cases import CHANGES, SHAPES, STACKS
 
 from dlrm_core.config import Parameters, load_parameters, parameters_from_sections
 from dlrm_core.errors import InputError
@@ -46,6 +47,10 @@ PAIRS = 2
 """Fresh processes of baseline and of change."""
 TURN = 3
 """Iterations counted of a turn."""
+TOGETHER = "together"
+PROCESSES = 3
+"""That time whole steps under changes put together."""
+ENDS = ("low", "mid", "high")
 BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
 
 
@@ -57,7 +62,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=6, help="of baseline and change by turns")
 
-    parser.add_argument("--set", choices=[*CHANGES, "all"], default="all")
+    parser.add_argument("--set", choices=[*CHANGES, TOGETHER, "all"], default="all")
     parser.add_argument("--shape", type=int, choices=range(len(SHAPES)), default=None)
     parser.add_argument("--only", default="", help="changes whose text holds this")
     parser.add_argument("--launcher", default="", help="command put before each measuring process")
@@ -82,6 +87,11 @@ def main() -> None:
             for row in validate(base, wanted, name, options):
                 rows.append(row)
                 write_json(options.json, _document(rows, options))
+        more, changes = STACKS[number]
+        if options.set in (TOGETHER, "all") and (TOGETHER, title) not in {d[:2] for d in done}:
+            base = _parameters(title, sections | more, options.threads)
+            rows += validate_together(base, changes, options)
+            write_json(options.json, _document(rows, options))
     if not rows:
         sys.exit("no change was asked for")
     document = _document(rows, options)
@@ -127,6 +137,25 @@ def validate(
         yield row
 
 
+def validate_together(
+    base: Parameters, changes: list[dict[str, Any]], options: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """Time whole steps under the changes put together, then run each; a row for each time."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = _write(base, Path(folder) / "base.yaml")
+        arguments = ["together", file, json.dumps(changes), str(options.rounds)]
+        rows: list[dict[str, Any]] = _child(arguments, options.launcher)["rows"]
+    for row in rows:
+        print(
+            f"{base.title[:14]:14s} {row['change']:90s} timed {row['predicted_ms']:7.1f} "
+            f"[{row['low_ms']:.1f}, {row['high_ms']:.1f}], measured {row['measured_ms']:7.1f} "
+            f"({row['error']:+.1%}) +- {row['measured_error']:.1%}",
+            file=sys.stderr,
+            flush=True,
+        )
+    return rows
+
+
 def summaries(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     """Per set: number of cases, geometric mean and largest error, share in its range."""
     found = {}
@@ -153,10 +182,11 @@ def markdown(document: dict[str, Any]) -> str:
     titles = {
         "first": "Changes that the model of time was made with",
         "second": "Changes chosen afterwards",
+        TOGETHER: f"Whole steps under changes put together, each timed by {PROCESSES} processes",
     }
     for name, summary in document["summary"].items():
         lines += [
-            f"**{titles[name]}**: {summary['cases']:.0f} changes, geometric mean of the error "
+            f"**{titles[name]}**: {summary['cases']:.0f} predictions, geometric mean of the error "
             f"{summary['geomean_error']:.1%}, worst {summary['worst_error']:.1%}, measured value "
             f"inside the predicted range in {summary['covered']:.0%}.",
             "",
@@ -200,26 +230,14 @@ def child_case(file: str, change: str, rounds: str) -> dict[str, Any]:
         turns = _by_turns([file, changed_file], max(1, int(rounds) // PAIRS))
         before += turns[0]
         after += turns[1]
-    ratios = [b["ms"] / a["ms"] for a, b in zip(before, after, strict=True)]
-    baseline = statistics.median(turn["ms"] for turn in before)
-    ratio = statistics.median(ratios)
-    measured = baseline * ratio
-    low_quartile, _, high_quartile = statistics.quantiles(ratios, n=4)
+    ends = {end: predicted[f"{end}_ms"] / predicted["now_ms"] for end in ("low", "mid", "high")}
+    head = _held_against(ends, before, after)
     # what is predicted is a ratio: the profile and the baseline ran some seconds apart
-    scale = baseline / predicted["now_ms"]
-    low, middle, high = (predicted[f"{end}_ms"] * scale for end in ("low", "mid", "high"))
+    scale = head["baseline_ms"] / predicted["now_ms"]
     return {
         "shape": base.title,
         "change": change_text(json.loads(change)),
-        "baseline_ms": baseline,
-        "predicted_ms": middle,
-        "low_ms": low,
-        "high_ms": high,
-        "measured_ms": measured,
-        "measured_error": 0.93 * (high_quartile - low_quartile) / math.sqrt(len(ratios)) / ratio,
-        "error": middle / measured - 1,
-        "covered": low <= measured <= high,
-        "round_ratios": ratios,
+        **head,
         "profile_now_ms": predicted["now_ms"],
         "probe_seconds": found["seconds"],
         "probe": found["probe"],
@@ -229,6 +247,60 @@ def child_case(file: str, change: str, rounds: str) -> dict[str, Any]:
         "measured_parts": _medians(after),
         "waited": statistics.fmean(turn["waited"] for turn in (*before, *after)),
     }
+
+
+def _held_against(
+    predicted: dict[str, float], before: list[dict[str, Any]], after: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """A predicted ratio of times (``low``, ``mid``, ``high``) beside that of the turns."""
+    ratios = [b["ms"] / a["ms"] for a, b in zip(before, after, strict=True)]
+    baseline = statistics.median(turn["ms"] for turn in before)
+    ratio = statistics.median(ratios)
+    low_quartile, _, high_quartile = statistics.quantiles(ratios, n=4)
+    return {
+        "baseline_ms": baseline,
+        **{f"{'predicted' if end == 'mid' else end}_ms": baseline * predicted[end] for end in ENDS},
+        "measured_ms": baseline * ratio,
+        "measured_error": 0.93 * (high_quartile - low_quartile) / math.sqrt(len(ratios)) / ratio,
+        "error": predicted["mid"] / ratio - 1,
+        "covered": predicted["low"] <= ratio <= predicted["high"],
+        "round_ratios": ratios,
+    }
+
+
+def child_together(file: str, changes: str, rounds: str) -> dict[str, Any]:
+    """Whole steps under changes put together, timed by some processes, then all by turns."""
+    from dlrm_workbook.analysis.verdict import whole_step_gain
+
+    base, folder = load_parameters(file), Path(file).parent
+    stacks: list[dict[str, Any]] = []
+    for change in json.loads(changes):
+        stacks.append({**(stacks[-1] if stacks else {}), **change})
+    files = [file]
+    for number, stack in enumerate(stacks):
+        changed, _ = changed_parameters(base, stack)
+        files.append(_write(changed, folder / f"changed-{number}.yaml"))
+    asked, answer = folder / "asked.json", folder / "answer.json"
+    write_json(asked, stacks)
+    timed = []
+    for _ in range(PROCESSES):
+        module = [sys.executable, "-m", "dlrm_workbook.evidence.together"]
+        subprocess.run([*module, file, str(asked), str(answer)], check=True)
+        timed.append(json.loads(answer.read_text(encoding="utf-8")))
+    turns: list[list[dict[str, Any]]] = [[] for _ in files]
+    for _ in range(PAIRS):
+        for kept, found in zip(turns, _by_turns(files, max(1, int(rounds) // PAIRS)), strict=True):
+            kept += found
+    rows = []
+    for number, stack in enumerate(stacks):
+        for document in timed:
+            base_ms, then_ms = document["base_ms"], document["stages"][number]["ms"]
+            gain = whole_step_gain(base_ms, then_ms)
+            times = {"low": 1 / gain["high"], "mid": 1 / gain["mid"], "high": 1 / gain["low"]}
+            row = {"set": TOGETHER, "shape": base.title, "change": change_text(stack)}
+            row |= _held_against(times, turns[0], turns[number + 1])
+            rows.append(row | {"timed_base_ms": base_ms, "timed_ms": then_ms})
+    return {"rows": rows}
 
 
 def child_predict(file: str, change: str) -> dict[str, Any]:
@@ -378,7 +450,7 @@ def _versions() -> dict[str, str]:
     }
 
 
-CHILDREN = {"case": child_case, "predict": child_predict}
+CHILDREN = {"case": child_case, "predict": child_predict, TOGETHER: child_together}
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["child"]:

@@ -89,3 +89,26 @@ CHANGES: dict[str, list[list[dict[str, Any]]]] = {
         ],
     ],
 }
+
+
+STACKS: list[tuple[dict[str, Any], list[dict[str, Any]]]] = [
+    # of each shape: sections that differ from above, and changes put on top of each other
+    (
+        {"data": {"generator": "facebook_loop", "indices_per_lookup": 100}},
+        [
+            {"data.generator": "facebook"},
+            {"training.precision": "bf16"},
+            {"training.embedding_backend": "fused"},
+        ],
+    ),
+    ({}, [{"training.embedding_backend": "fused"}, {"training.precision": "bf16"}]),
+    (
+        {},
+        [
+            {"data.generator": "facebook"},
+            {"training.fp32_matmul": "onednn"},
+            {"training.embedding_backend": "fused"},
+        ],
+    ),
+]
+"""Changes as a verdict puts them together; whole steps under them are timed by a profile run."""

@@ -344,11 +344,14 @@ def test_the_chart_shows_every_part_that_computes_where_it_is(drawn):
         assert trace.marker.symbol == SYMBOLS[row.phase]
     lines = [trace.name for trace in chart.data if trace.mode == "lines"]
     assert lines == [
-        "fp32, 100 GFLOP/s",
         "cache, 100 GB/s",
         "memory, 20.0 GB/s",
         "random rows, 5.00 GB/s",
+        "fp32, 100 GFLOP/s",
     ]
+    # one name each: slopes in the legend, roofs along their line
+    assert [t.name for t in chart.data if t.mode == "lines" and t.showlegend] == lines[:3]
+    assert [note.text for note in chart.layout.annotations] == lines[3:]
     assert "embedding backward" in chart.layout.xaxis.title.text
     assert roofline_chart(drawn, None).data
 

@@ -165,14 +165,15 @@
       if (!Array.isArray(trace.hovertext)) continue;
       trace.hovertext = trace.hovertext.map((said) => wrapped(said, width - 60, LETTER));
     }
-    const isOnLine = (note) => note.name === "slope" || note.name === "roof";
-    if (width >= NARROW || !layout.annotations?.some(isOnLine)) return data;
-    layout.annotations = layout.annotations.filter((note) => !isOnLine(note));
+    const isRoof = (note) => note.name === "roof";
+    if (width >= NARROW || !layout.annotations?.some(isRoof)) return data;
+    layout.annotations = layout.annotations.filter((note) => !isRoof(note));
     for (const trace of data) {
-      if (trace.hoverinfo !== "name") continue;
-      Object.assign(trace, { showlegend: true, legendgroup: "lines" });
+      if (trace.hoverinfo !== "name" || trace.showlegend) continue;
+      trace.showlegend = true;
       layout.height += 20;
     }
+    layout.height += 20; // the group's name
     return data;
   }
 
@@ -228,23 +229,6 @@
       const [low, high] = axis.range;
       await Plotly.relayout(place, { "xaxis.range": [low, low + (high - low) * factor * 1.01] });
     }
-  }
-
-  // Labels along lines of slope 1 turn with them.
-  function turned(place) {
-    const { xaxis, yaxis, annotations } = place._fullLayout;
-    const changes = {};
-    (annotations || []).forEach((note, at) => {
-      if (note.name !== "slope") return;
-      const rise = yaxis._length / (yaxis.range[1] - yaxis.range[0]);
-      const run = xaxis._length / (xaxis.range[1] - xaxis.range[0]);
-      const angle = Math.atan2(rise, run);
-      changes[`annotations[${at}].textangle`] = (-angle * 180) / Math.PI;
-      // the box around the turned text stands at the line: the steeper, the more of the text meets it
-      const away = (16 * Math.sin(angle) ** 2 + 3) / Math.cos(angle);
-      changes[`annotations[${at}].yshift`] = note.yanchor === "bottom" ? away : -away;
-    });
-    return Object.keys(changes).length ? Plotly.relayout(place, changes) : null;
   }
 
   // Of labels at points or above bars that meet, the first stays; hover texts have the others.
@@ -310,7 +294,6 @@
     }
     place.style.minHeight = `${place._fullLayout.height}px`;
     await makeRoom(place);
-    await turned(place);
     thinOut(place);
   }
 
