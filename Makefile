@@ -92,7 +92,7 @@ examples: $(SET_UP)
 	$(BIN)/dlrm run experiment -p profile_run=$(RECORDINGS)/dlrm-h100-pc.d \
 	  -p host_run=$(RECORDINGS)/dlrm-h100-host.d --output-root $(EXAMPLES)
 	$(BIN)/dlrm run all -f parameters/seed.yaml --output-root $(EXAMPLES)
-	$(BIN)/dlrm run compare -f parameters/seed.yaml -p profile_run=latest -p rounds=4 \
+	$(BIN)/dlrm run compare -f parameters/seed.yaml -p profile_run=latest -p rounds=6 \
 	  -p iterations=8 --output-root $(EXAMPLES)
 	$(BIN)/dlrm run scaling -f parameters/kalamkar_small.yaml --output-root $(EXAMPLES)
 	$(call PUBLISH,experiment-*,experiment.html,experiment.html)

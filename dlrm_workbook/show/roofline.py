@@ -69,6 +69,10 @@ LETTER = 6.6
 """Mean width of a letter of a label, in pixels."""
 
 
+THIN = 6.0
+"""Height of the boxes along lines, in pixels; those of markers and labels are higher."""
+
+
 Box = tuple[float, float, float, float]
 """Left, bottom, right, top, in pixels from the plot's lower left corner."""
 
@@ -91,7 +95,7 @@ class Frame:
             # where the slowest slope meets the highest roof
             x.append(max(roofs.values()) / min(slopes.values()))
         y = [*points["gflops"], *roofs.values()] or [1.0]
-        left, right = math.log10(min(x)) - 0.35, math.log10(max(x)) + 0.9
+        left, right = math.log10(min(x)) - 0.35, math.log10(max(x)) + 1.05
         return cls(left, right, math.log10(min(y)) - 0.35, math.log10(max(y)) + 0.35)
 
     @property
@@ -121,8 +125,8 @@ def label_place(own: Box, label: str, frame: Frame, taken: list[Box]) -> str:
     """Where the label of a marker is free of other labels and markers; '' for none."""
     x, y, radius = (own[0] + own[2]) / 2, (own[1] + own[3]) / 2, (own[2] - own[0]) / 2
     half = LETTER * len(label) / 2
-    # a marker on this one cannot be avoided
-    others = [other for other in taken if not within(own, other)]
+    # a marker on this one cannot be avoided; lines are thin boxes, and can
+    others = [other for other in taken if other[3] - other[1] <= THIN or not within(own, other)]
     for place, (across, up) in _PLACES.items():
         middle, height = x + across * (radius + 4 + half), y + up * (radius + 11)
         box = (middle - half, height - 8, middle + half, height + 8)
@@ -271,7 +275,7 @@ def _draw_roofs(
             labels.append((rate, [text]))
     for rate, texts in labels:
         text, height = "<br>".join(texts), math.log10(rate)
-        at, box, side = _roof_label(height, texts, frame, taken)
+        at, box, side = _roof_label(height, height - math.log10(fastest), texts, frame, taken)
         # the roof itself is in the way of other labels
         y = frame.pixels(at, height)[1]
         taken += [box, (0, y - 2, frame.width, y + 2)]
@@ -288,16 +292,18 @@ def _draw_roofs(
 
 
 def _roof_label(
-    height: float, texts: Sequence[str], frame: Frame, taken: Sequence[Box]
+    height: float, start: float, texts: Sequence[str], frame: Frame, taken: Sequence[Box]
 ) -> tuple[float, Box, str]:
     """Right end, box and lower or upper edge of a label along a roof, as far right as is free."""
+    first = frame.pixels(max(start, frame.left), height)[0]
     found = []
     length, tall = LETTER * max(map(len, texts)), 17 * len(texts)
     for side, (low, high) in {"bottom": (0, tall), "top": (-tall, 0)}.items():
         for step in range(30):
             at = frame.right - (frame.right - frame.left) * step / 40
             x, y = frame.pixels(at, height)
-            found.append((at, (x - length, y + low, x, y + high), side))
+            if step == 0 or x - length >= first:
+                found.append((at, (x - length, y + low, x, y + high), side))
     free = [place for place in found if not overlaps([place[1]], taken)]
     return (free or found)[0]
 
@@ -321,7 +327,8 @@ def _draw_slopes(
         for step in range(121):
             at = low + (high - low) * step / 120
             across, up = frame.pixels(at, at + math.log10(rate))
-            taken.append((across - 3, up - 3, across + 3, up + 3))
+            half = THIN / 2
+            taken.append((across - half, up - half, across + half, up + half))
 
 
 def _line(x: Sequence[float], y: Sequence[float], name: str, dash: str) -> go.Scatter:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 from compare_profiles import PARTS, made_runs, make_profile, noisy, saved, tiny
 
@@ -26,7 +27,9 @@ from dlrm_workbook.analysis.compare import (
 )
 from dlrm_workbook.analysis.difference_tree import difference_tree, largest_changes
 from dlrm_workbook.analysis.ensemble import curves_of_runs, law_table, part_table
+from dlrm_workbook.analysis.whatif import Prediction
 from dlrm_workbook.changes import apply_change
+from dlrm_workbook.intervals import Interval
 from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.show.tables import show
 from dlrm_workbook.show.theme import FASTER, SLOWER, difference_colour
@@ -168,6 +171,26 @@ def test_finished_runs_make_a_whole_document(tmp_path: Path) -> None:
     differing = compared.difference_table()
     rows = show(differing, compare_figures.difference_columns(differing)).rows
     assert rows == [["versions", "torch", "2", "2", "3"]]
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "said"),
+    [
+        (1.9, 2.3, "is inside that range;"),
+        (2.2, 2.5, "is outside that range, but the two ranges overlap: more rounds can settle it;"),
+        (2.3, 2.5, "is outside that range; the predicted time is 16.7% too short."),
+    ],
+)
+def test_a_measured_gain_is_held_against_the_predicted_range(
+    tmp_path: Path, low: float, high: float, said: str
+) -> None:
+    places = [saved(tmp_path / "a", noisy(0)), saved(tmp_path / "b", noisy(1))]
+    compared = comparison.start(tiny(), tmp_path, change={}, runs=places)
+    (outcome,) = compared.outcomes
+    outcome.speedup = Interval(1.81, 2.0, 2.24, 0.95)
+    now = 120.0
+    outcome.predicted = Prediction({}, now, now / high, now / 2.4, now / low, pd.DataFrame(), "")
+    assert said in compare_figures.verdict(compared).markdown
 
 
 def test_finished_runs_are_compared_by_their_steps_without_a_profiler(tmp_path: Path) -> None:

@@ -328,10 +328,16 @@ def _judgement(outcome: Outcome, comparison: Comparison) -> str:
     text += f"; {_basis(measured, comparison)}." if known else "."
     if outcome.predicted is not None and outcome.error is not None:
         gain_range = speedup(*(outcome.predicted.speedup[end] for end in ENDS), figures=2)
-        side = "inside" if outcome.in_range else "outside"
+        ends = outcome.predicted.speedup
+        if outcome.in_range:
+            side = "inside that range"
+        elif measured.low <= ends["high"] and measured.high >= ends["low"]:
+            side = "outside that range, but the two ranges overlap: more rounds can settle it"
+        else:
+            side = "outside that range"
         way = "long" if outcome.error > 0 else "short"
         text += (
-            f" Predicted: {gain_range}. The measured speed-up is {side} that range; the predicted "
+            f" Predicted: {gain_range}. The measured speed-up is {side}; the predicted "
             f"time is {percent(abs(outcome.error))} too {way}."
         )
     elif outcome.reason and comparison.kind == "change":
