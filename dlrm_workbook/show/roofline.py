@@ -58,7 +58,8 @@ HEIGHT = 560
 
 
 PLOT_WIDTH = 520
-"""Of a figure in a narrow window, in pixels; for placing labels only: wider ones have more room."""
+"""A plot in a narrow window is so wide, in pixels; only labels are placed by it, and a wider plot
+has more room for them."""
 
 
 ROOF = "roof"
@@ -294,7 +295,10 @@ def _draw_roofs(
 def _roof_label(
     height: float, start: float, texts: Sequence[str], frame: Frame, taken: Sequence[Box]
 ) -> tuple[float, Box, str]:
-    """Right end, box and lower or upper edge of a label along a roof, as far right as is free."""
+    """The right end of a label along a roof, its box, and which of its edges is at the roof.
+
+    The label is as far right as nothing is in its way, and does not begin before the roof does.
+    """
     first = frame.pixels(max(start, frame.left), height)[0]
     found = []
     length, tall = LETTER * max(map(len, texts)), 17 * len(texts)
@@ -324,10 +328,10 @@ def _draw_slopes(
         result.add_trace(line.update(showlegend=True, **_heading("bandwidth")))
         # labels of roofs and parts keep off the line
         low, high = map(math.log10, x)
+        half = THIN / 2
         for step in range(121):
             at = low + (high - low) * step / 120
             across, up = frame.pixels(at, at + math.log10(rate))
-            half = THIN / 2
             taken.append((across - half, up - half, across + half, up + half))
 
 

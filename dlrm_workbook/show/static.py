@@ -1145,7 +1145,7 @@ def _listed(items: Sequence[str]) -> str:
 
 
 def _notes(layout: Mapping[str, Any], across: bool = False) -> dict[float, str]:
-    """What is written at the end of each row; with ``across`` the headings above groups of rows."""
+    """The texts that a figure has at the end of its rows; ``across``: above groups of rows."""
     return {
         float(note["y"]): _plain(note["text"])
         for note in layout.get("annotations") or []

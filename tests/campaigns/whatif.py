@@ -49,7 +49,7 @@ TURN = 3
 """Iterations counted of a turn."""
 TOGETHER = "together"
 PROCESSES = 3
-"""That time whole steps under changes put together."""
+"""So many processes time whole steps under changes put together."""
 ENDS = ("low", "mid", "high")
 BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
 
@@ -230,7 +230,7 @@ def child_case(file: str, change: str, rounds: str) -> dict[str, Any]:
         turns = _by_turns([file, changed_file], max(1, int(rounds) // PAIRS))
         before += turns[0]
         after += turns[1]
-    ends = {end: predicted[f"{end}_ms"] / predicted["now_ms"] for end in ("low", "mid", "high")}
+    ends = {end: predicted[f"{end}_ms"] / predicted["now_ms"] for end in ENDS}
     head = _held_against(ends, before, after)
     # what is predicted is a ratio: the profile and the baseline ran some seconds apart
     scale = head["baseline_ms"] / predicted["now_ms"]

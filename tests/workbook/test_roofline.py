@@ -36,7 +36,13 @@ from dlrm_workbook.evidence.ceilings import model_products
 from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.recordings.torch.trace import read_trace
 from dlrm_workbook.show.profile import ceilings_frame, roofline_text
-from dlrm_workbook.show.roofline import SYMBOLS, least_time_bars, roofline_chart
+from dlrm_workbook.show.roofline import (
+    LETTER,
+    PLOT_WIDTH,
+    SYMBOLS,
+    least_time_bars,
+    roofline_chart,
+)
 from dlrm_workbook.show.tables import Table, show
 
 MILLION = 1_000_000
@@ -351,7 +357,13 @@ def test_the_chart_shows_every_part_that_computes_where_it_is(drawn):
     ]
     # one name each: slopes in the legend, roofs along their line
     assert [t.name for t in chart.data if t.mode == "lines" and t.showlegend] == lines[:3]
-    assert [note.text for note in chart.layout.annotations] == lines[3:]
+    (note,) = chart.layout.annotations
+    assert note.text == lines[-1]
+    # on its line from end to end: plotly's axes are logarithms
+    (roof,) = (trace for trace in chart.data if trace.name == note.text)
+    left, right = chart.layout.xaxis.range
+    length = LETTER * len(note.text) * (right - left) / PLOT_WIDTH
+    assert math.log10(roof.x[0]) <= note.x - length and note.x <= math.log10(roof.x[1]) + 1e-9
     assert "embedding backward" in chart.layout.xaxis.title.text
     assert roofline_chart(drawn, None).data
 
