@@ -654,7 +654,7 @@ def icicle(
             textfont={"color": [text_on(colour) for colour in colours]},
             tiling={"orientation": "v"},
             maxdepth=7,
-            texttemplate="%{text}<br>%{percentRoot:.0%}",
+            texttemplate="%{text}<br>%{percentRoot:.2~p}",
             pathbar={"visible": True, "side": "top"},
             hovertemplate=f"{hover}<extra></extra>",
             **more,
