@@ -18,11 +18,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from dlrm_core.errors import InputError
-from dlrm_core.files import write_json
-from dlrm_core.machine import ALLOCATOR_SETTINGS
-from dlrm_workbook.machine import REPOSITORY, machine_facts
-from dlrm_workbook.turns import rotated, take_turns
+from dlrm_core.base.errors import InputError
+from dlrm_core.base.files import write_json
+from dlrm_core.base.machine import ALLOCATOR_SETTINGS
+from dlrm_workbook.ground.machine import REPOSITORY, machine_facts
+from dlrm_workbook.ground.turns import rotated, take_turns
 
 SEED, TUNED = (REPOSITORY / "parameters" / f"{name}.yaml" for name in ("seed", "tuned"))
 MANY_TABLES = ("model.tables=26", "model.table_rows=100000", "data.indices_per_lookup=10")

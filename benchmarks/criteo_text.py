@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dlrm_core.data.draws import PowerLaw
+from dlrm_core.data.files.draws import PowerLaw
 from dlrm_workbook.datasets.generate import VARIANTS
 
 BLOCK = 20_000

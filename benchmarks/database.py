@@ -290,7 +290,7 @@ READERS = {
 
 def fresh(reader: str, path: Path) -> dict[str, Any]:
     """The result of a reader in a process of its own."""
-    from dlrm_workbook.processes import run_child  # not above: a reader's memory is measured
+    from dlrm_workbook.ground.processes import run_child  # not above: a reader's memory is measured
 
     done = run_child([sys.executable, __file__, "--run", reader, path], stage=reader, folder=ROOT)
     done.require_success(f"reading with {reader}")
@@ -306,7 +306,7 @@ def against_hatchet(rounds: int) -> dict[str, Any]:
 
 def in_turns(other: str, database: Path, rounds: int) -> dict[str, Any]:
     """Times of another reader and of this one, each in a fresh process, A B B A ..."""
-    from dlrm_workbook.turns import take_turns
+    from dlrm_workbook.ground.turns import take_turns
 
     times: dict[str, list[float]] = {"ours": [], other: []}
     for reader in times:  # files into the page cache, bytecode compiled
@@ -429,7 +429,7 @@ def at_scale(sizes: tuple[int, ...], scratch: Path) -> list[dict[str, Any]]:
 
 def many_threads(contexts: int, scratch: Path, hpcanalysis: bool) -> list[dict[str, Any]]:
     """One row a number of threads; with hpcanalysis' time and memory, once, if asked for."""
-    from dlrm_workbook.processes import MeasurementError
+    from dlrm_workbook.ground.processes import MeasurementError
 
     rows = []
     for count in THREAD_COUNTS:

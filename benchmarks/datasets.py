@@ -30,12 +30,12 @@ from typing import Any
 import numpy as np
 from criteo_text import write_text
 
+from dlrm_core.base.errors import InputError
+from dlrm_core.base.files import read_json, write_json
 from dlrm_core.data.epochs import Epoch
-from dlrm_core.data.samples import SampleBatches, read_batch
-from dlrm_core.data.sources import open_source
-from dlrm_core.errors import InputError
-from dlrm_core.files import read_json, write_json
-from dlrm_workbook.machine import machine_facts, versions
+from dlrm_core.data.files.samples import SampleBatches, read_batch
+from dlrm_core.data.files.sources import open_source
+from dlrm_workbook.ground.machine import machine_facts, versions
 
 Record = dict[str, Any]
 T15 = "--variant criteo_t15_synthetic"

@@ -16,11 +16,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+from dlrm_core.base.files import write_json
 from dlrm_core.config import parameters_from_sections
-from dlrm_core.files import write_json
 from dlrm_core.train import Trainer
-from dlrm_workbook.intervals import p_value, t_interval
-from dlrm_workbook.machine import machine_facts, versions
+from dlrm_workbook.ground.intervals import p_value, t_interval
+from dlrm_workbook.ground.machine import machine_facts, versions
 
 MODEL = {
     "dense_features": 13,

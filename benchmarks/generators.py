@@ -20,12 +20,12 @@ from typing import Any
 
 import torch
 
+from dlrm_core.base.files import write_json
+from dlrm_core.base.machine import keep_freed_memory
 from dlrm_core.config import load_parameters
 from dlrm_core.data.loader import make_generator
-from dlrm_core.files import write_json
-from dlrm_core.machine import keep_freed_memory
-from dlrm_workbook.machine import REPOSITORY, machine_facts
-from dlrm_workbook.turns import CPU, elapsed_ms, rotated, take_turns
+from dlrm_workbook.ground.machine import REPOSITORY, machine_facts
+from dlrm_workbook.ground.turns import CPU, elapsed_ms, rotated, take_turns
 
 LOOP = "facebook_loop"
 FAST = "facebook"

@@ -18,11 +18,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from dlrm_core.base.files import write_json
 from dlrm_core.config import Parameters, parameters_from_sections
-from dlrm_core.files import write_json
 from dlrm_core.train import Trainer
-from dlrm_workbook.machine import machine_facts, versions
-from dlrm_workbook.turns import elapsed_ms, rotated, take_turns
+from dlrm_workbook.ground.machine import machine_facts, versions
+from dlrm_workbook.ground.turns import elapsed_ms, rotated, take_turns
 
 ITERATIONS, WARM_UP, FAR = 1500, 100, 10**6
 

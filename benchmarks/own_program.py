@@ -177,8 +177,8 @@ def _medians(iterations: list[dict[str, list[float]]], place: int) -> dict[str, 
 
 
 def main() -> None:
-    from dlrm_core.files import write_json
-    from dlrm_workbook.machine import machine_facts, versions
+    from dlrm_core.base.files import write_json
+    from dlrm_workbook.ground.machine import machine_facts, versions
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("checkout", type=Path)

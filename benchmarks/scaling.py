@@ -7,7 +7,7 @@ Each configuration is predicted from the link probe and from its parts without o
 and measured on 1, 2 and 4 gloo ranks, all in turns, round by round. ``--cases a,b`` measures
 some of them and keeps the others' results; what was measured lies in ``--folder`` and is not
 measured again. Of what is repeated the faster half counts, in runs and in what they are
-predicted from alike (:mod:`dlrm_workbook.intervals`), as on the scaling page.
+predicted from alike (:mod:`dlrm_workbook.ground.intervals`), as on the scaling page.
 
 With ``--one-process`` a parameters file is trained by one process and by two ranks in turns,
 one thread each, by ``dlrm_core train``.
@@ -25,22 +25,22 @@ from typing import Any
 
 import pandas as pd
 
+from dlrm_core.base.files import plain, read_json, write_json
 from dlrm_core.config import Parameters, load_parameters, parameters_from_sections
-from dlrm_core.files import plain, read_json, write_json
-from dlrm_workbook.analysis.ranks.record import (
+from dlrm_studies.scaling.launch import run_ranks
+from dlrm_studies.scaling.measure import Effort, measure_scaling
+from dlrm_studies.scaling.model.record import (
     exposed_shares,
     imbalance,
     predicted_and_measured,
     record_of,
     typical_error,
 )
-from dlrm_workbook.changes import apply_change
-from dlrm_workbook.intervals import median_interval
-from dlrm_workbook.machine import machine_facts, versions
-from dlrm_workbook.processes import python_module, run_child
-from dlrm_workbook.studies.scaling.launch import run_ranks
-from dlrm_workbook.studies.scaling.measure import Effort, measure_scaling
-from dlrm_workbook.turns import rotated, round_ratios, take_turns
+from dlrm_workbook.analysis.changes import apply_change
+from dlrm_workbook.ground.intervals import median_interval
+from dlrm_workbook.ground.machine import machine_facts, versions
+from dlrm_workbook.ground.processes import python_module, run_child
+from dlrm_workbook.ground.turns import rotated, round_ratios, take_turns
 
 BASE: dict[str, Any] = {
     "title": "Kalamkar's Small with tables of 100,000 rows",

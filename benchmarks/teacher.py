@@ -18,11 +18,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from dlrm_core.errors import InputError
-from dlrm_core.feature_spec import read_spec
-from dlrm_core.files import write_json
-from dlrm_workbook.machine import machine_facts, versions
-from dlrm_workbook.studies.stability.measure import Stability, read_stability
+from dlrm_core.base.errors import InputError
+from dlrm_core.base.files import write_json
+from dlrm_core.data.files.spec import read_spec
+from dlrm_studies.stability.measure import Stability, read_stability
+from dlrm_workbook.ground.machine import machine_facts, versions
 
 PRESET = "parameters/teacher.yaml"
 TABLES = "20000,10000,5000,2000,1000,500,200,50"

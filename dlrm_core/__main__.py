@@ -2,7 +2,7 @@
 
 import sys
 
-from dlrm_core.cli import main
+from dlrm_core.base.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -20,10 +20,18 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from dlrm_core.errors import InputError
-from dlrm_core.files import read_text
+from dlrm_core.base.errors import InputError
+from dlrm_core.base.files import read_text
+from dlrm_core.base.settings import (
+    called,
+    check_text,
+    clash,
+    coerce_section,
+    read_yaml,
+    setting,
+    shown,
+)
 from dlrm_core.parts import parse_part
-from dlrm_core.settings import called, check_text, clash, coerce_section, read_yaml, setting, shown
 
 
 @dataclass(frozen=True)
@@ -666,7 +674,7 @@ class Parameters:
     source: str = ""
     sweep: Mapping[str, Any] = field(default_factory=dict)
     """Leaves and the values that ``dlrm run`` gives them in turn, see
-    dlrm_workbook/studies/sweep/plan.py.
+    dlrm_workbook/trials/sweep/plan.py.
     """
 
     def __post_init__(self) -> None:
@@ -886,7 +894,7 @@ def _with_dataset_shape(tree: Mapping[str, Any]) -> Mapping[str, Any]:
     if "table_rows" in model or not data["path"]:
         return tree
     check_text(data["path"], "data.path")
-    from dlrm_core.feature_spec import read_spec
+    from dlrm_core.data.files.spec import read_spec
 
     spec = read_spec(Path(data["path"]))
     shape = {"table_rows": list(spec.table_rows), "tables": len(spec.table_rows)}
@@ -911,7 +919,7 @@ def _override(tree: dict[str, Any], override: str) -> None:
     except InputError as error:
         raise InputError(f"-p {override}: {error}") from None
     if section == "sweep":
-        # the leaves are those of other sections; dlrm_workbook/studies/sweep/plan.py checks them
+        # the leaves are those of other sections; dlrm_workbook/trials/sweep/plan.py checks them
         if not dot:
             tree["sweep"] = value
             return

@@ -15,11 +15,11 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import nn
 
+from dlrm_core.base.engines import PACKAGE, engine, find_engine
+from dlrm_core.base.errors import InputError
+from dlrm_core.base.machine import numa_nodes
 from dlrm_core.config import Parameters, TrainingConfig
 from dlrm_core.data.batch import Batch
-from dlrm_core.engines import PACKAGE, engine, find_engine
-from dlrm_core.errors import InputError
-from dlrm_core.machine import numa_nodes
 from dlrm_core.rounding import GROUP_BITS, round_rows, words
 
 _HUGE_PAGE = 1 << 21

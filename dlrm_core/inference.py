@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from dlrm_core.base.errors import InputError
 from dlrm_core.data.batch import Batch
-from dlrm_core.errors import InputError
 from dlrm_core.parts import iteration
 from dlrm_core.step import transfer_forward
 

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any, NoReturn
 
+from dlrm_core.base.errors import InputError
+from dlrm_core.base.settings import shown
 from dlrm_core.config import GivenSections, parameters_from_sections
-from dlrm_core.errors import InputError
-from dlrm_core.settings import shown
 
 SCRIPT = "dlrm_s_pytorch.py"
 

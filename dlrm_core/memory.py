@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from dlrm_core.base.engines import engine, find_engine
+from dlrm_core.base.errors import InputError
+from dlrm_core.base.machine import available_memory
+from dlrm_core.base.units import format_bytes
 from dlrm_core.config import Parameters
-from dlrm_core.engines import engine, find_engine
-from dlrm_core.errors import InputError
-from dlrm_core.machine import available_memory
 from dlrm_core.placement import FLOAT_BYTES, Placement, plan_placement
-from dlrm_core.units import format_bytes
 
 if TYPE_CHECKING:
     import torch

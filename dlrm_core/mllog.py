@@ -14,9 +14,9 @@ import time
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from dlrm_core.base.files import JsonLines
 from dlrm_core.config import Parameters
 from dlrm_core.data.epochs import Epoch
-from dlrm_core.files import JsonLines
 
 PREFIX = ":::MLLOG "
 START, STOP, POINT = "INTERVAL_START", "INTERVAL_END", "POINT_IN_TIME"

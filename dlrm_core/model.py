@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import nn
 
+from dlrm_core.base.engines import optional_engine
 from dlrm_core.config import ModelConfig
 from dlrm_core.data.batch import Batch
 from dlrm_core.embeddings import EmbeddingTables, touched_beside
-from dlrm_core.engines import optional_engine
 from dlrm_core.rounding import ROW_DTYPES
 
 

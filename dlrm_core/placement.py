@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from dlrm_core.base.engines import engine
 from dlrm_core.config import Parameters
-from dlrm_core.engines import engine
 
 if TYPE_CHECKING:
     import torch

@@ -18,11 +18,11 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from dlrm_core.base.engines import engine
 from dlrm_core.config import TrainingConfig
 from dlrm_core.data.batch import Batch
 from dlrm_core.dense import DensePart, leaf_of
 from dlrm_core.embeddings import Update, attach, without_compiler
-from dlrm_core.engines import engine
 from dlrm_core.model import DLRM
 from dlrm_core.parts import part
 

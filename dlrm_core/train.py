@@ -21,25 +21,25 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import nn
 
-from dlrm_core.checkpoint import Checkpoint, CheckpointFolder
+from dlrm_core.base.files import JsonLines, locked, write_json
+from dlrm_core.base.machine import StopRequest, resolve_device, stop_requests, use_memory
 from dlrm_core.config import Parameters
 from dlrm_core.data.batch import WHOLE, Batch, Share
 from dlrm_core.data.epochs import Epoch
 from dlrm_core.data.loader import Followed, Generator, Resumable, batches, make_generator
 from dlrm_core.dense import resolve_dense
 from dlrm_core.embeddings import resolve_backend
-from dlrm_core.evaluate import Evaluation, HeldOut, evaluate, predict
-from dlrm_core.files import JsonLines, locked, write_json
-from dlrm_core.machine import StopRequest, resolve_device, stop_requests, use_memory
 from dlrm_core.memory import require_memory
 from dlrm_core.mllog import MLPerfLog
 from dlrm_core.model import DLRM, ClickLoss, build_model
 from dlrm_core.parts import iteration
 from dlrm_core.placement import places_of
-from dlrm_core.precision import set_fp32_products
 from dlrm_core.progress import Bar
-from dlrm_core.reports import Line, Measurements, MeterOf, Run, TrainingResult, metrics_lines
-from dlrm_core.resume import (
+from dlrm_core.run.checkpoint import Checkpoint, CheckpointFolder
+from dlrm_core.run.evaluate import Evaluation, HeldOut, evaluate, predict
+from dlrm_core.run.precision import set_fp32_products
+from dlrm_core.run.reports import Line, Measurements, MeterOf, Run, TrainingResult, metrics_lines
+from dlrm_core.run.resume import (
     changed_settings,
     checkpoint_place,
     checkpoint_to_resume,
@@ -52,7 +52,7 @@ from dlrm_core.resume import (
     weights_of,
     with_choices_of,
 )
-from dlrm_core.schedules import evaluation_period, learning_rate, total_steps
+from dlrm_core.run.schedules import evaluation_period, learning_rate, total_steps
 from dlrm_core.step import Step, TrainingStep, data_forward, optimizer_update, transfer_forward
 
 StepT = TypeVar("StepT", bound=Step)

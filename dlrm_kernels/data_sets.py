@@ -1,7 +1,7 @@
 """Machine code for data sets: the arithmetic of the core's draws, and loops it is given.
 
 numba compiles them once and keeps them on disk between runs. Data sets do without
-(:func:`dlrm_core.data.draws.machine_code`), slowly.
+(:func:`dlrm_core.data.files.draws.machine_code`), slowly.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -16,8 +16,8 @@ from typing import Any
 import numba
 import numpy as np
 
-from dlrm_core.data import draws
-from dlrm_core.data.draws import (
+from dlrm_core.data.files import draws
+from dlrm_core.data.files.draws import (
     EXP2_TERMS,
     GAMMA,
     LOG2_TERMS,

@@ -26,7 +26,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from dlrm_core.machine import cpu_flags
+from dlrm_core.base.machine import cpu_flags
 from dlrm_core.model import DotInteraction
 from dlrm_kernels.native import compile_kernel
 from dlrm_kernels.vectors import (

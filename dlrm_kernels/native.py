@@ -20,8 +20,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from dlrm_core import errors
-from dlrm_core.errors import MissingToolError
+from dlrm_core import rounding
+from dlrm_core.base.errors import MissingToolError
 
 
 @contextlib.contextmanager
@@ -40,7 +40,7 @@ def kernel_cache(folder: Path) -> Iterator[None]:
 
 SOURCES = (
     *sorted(Path(__file__).parent.rglob("*.py")),
-    Path(errors.__file__).with_name("rounding.py"),
+    Path(rounding.__file__),
 )
 """Files that the kernels and their constants are in."""
 

@@ -13,8 +13,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from dlrm_core import cli as core
-from dlrm_core.cli import Subcommand, like_command, parameters_file
+from dlrm_core.base import cli as core
+from dlrm_core.base.cli import Subcommand, like_command, parameters_file
 
 
 def _run(parser: argparse.ArgumentParser) -> None:
@@ -244,7 +244,7 @@ SUBCOMMANDS = (
         "new",
         "copy the notebooks and parameters files into a folder of yours, to edit and run there",
         _new,
-        "dlrm_workbook.runs:command_new",
+        "dlrm_workbook.ground.runs:command_new",
     ),
     replace(core.TRAIN, handler="dlrm_workbook.evidence.training:train"),
     core.EVALUATE,
@@ -253,7 +253,7 @@ SUBCOMMANDS = (
         "protocols",
         "measure throughput and latency by NVIDIA's, facebook's and DeepSpark's protocols",
         _protocols,
-        "dlrm_workbook.studies.protocols.measure:protocols",
+        "dlrm_studies.protocols.measure:protocols",
     ),
     Subcommand(
         "record",
@@ -283,25 +283,25 @@ SUBCOMMANDS = (
         "bench",
         "time steps in turns: plain, tuned, and a facebookresearch/dlrm checkout",
         _bench,
-        "dlrm_workbook.studies.bench.command:bench",
+        "dlrm_studies.bench.command:bench",
     ),
     Subcommand(
         "gpu-check",
         "on a GPU node, compare the GPU's results with the CPU's, then profile",
         _gpu_check,
-        "dlrm_workbook.studies.gpu_check.command:gpu_check",
+        "dlrm_studies.gpu_check.command:gpu_check",
     ),
     Subcommand(
         "capacity",
         "list the memory that a run would need, and where it fits; nothing is run",
         _capacity,
-        "dlrm_workbook.studies.capacity:command_capacity",
+        "dlrm_workbook.trials.capacity:command_capacity",
     ),
     Subcommand(
         "stability",
         "repeat a training with N seeds: spread of AUC or loss, power, memory",
         _stability,
-        "dlrm_workbook.studies.stability.measure:command_stability",
+        "dlrm_studies.stability.measure:command_stability",
     ),
     Subcommand(
         "data",
@@ -314,7 +314,7 @@ SUBCOMMANDS = (
         "print every parameter, its default and its meaning, as Markdown; with --like, a "
         "parameters file",
         like_command,
-        "dlrm_workbook.changes:parameters",
+        "dlrm_workbook.analysis.changes:parameters",
     ),
     Subcommand(
         "doctor",
@@ -359,6 +359,6 @@ def with_command(given: Sequence[str]) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand; its exit code, as :func:`dlrm_core.cli.main` gives it."""
+    """Run one subcommand; its exit code, as :func:`dlrm_core.base.cli.main` gives it."""
     given = with_command(sys.argv[1:] if argv is None else argv)
     return core.main(given, SUBCOMMANDS, DESCRIPTION, _without_grammars)

@@ -16,10 +16,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from dlrm_core.errors import MissingToolError
-from dlrm_core.machine import cpu_flags, numa_nodes, read_text
-from dlrm_core.units import counted
-from dlrm_workbook.machine import machine_facts, memory_limit, nvidia_gpus
+from dlrm_core.base.errors import MissingToolError
+from dlrm_core.base.machine import cpu_flags, numa_nodes, read_text
+from dlrm_core.base.units import counted
+from dlrm_workbook.ground.machine import machine_facts, memory_limit, nvidia_gpus
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 
@@ -213,7 +213,7 @@ def _gpu_counters() -> Part:
 
 
 def _several_ranks() -> Part:
-    from dlrm_core.distributed.plan import INSTALL, missing_packages
+    from dlrm_ranks.plan import INSTALL, missing_packages
 
     missing = missing_packages()
     found = f"missing: {', '.join(missing)}" if missing else "torchrec, fbgemm_gpu"

@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 
 from dlrm_workbook.doctor import find_browser
-from dlrm_workbook.machine import REPOSITORY
+from dlrm_workbook.ground.machine import REPOSITORY
 
 FLAGS = [
     "--no-sandbox",

@@ -10,7 +10,7 @@ import pandas as pd
 
 from dlrm_core.config import Parameters, parameters_from_sections
 from dlrm_workbook.recordings.profile import Profile
-from dlrm_workbook.studies.compare.measure import TimedRun
+from dlrm_workbook.trials.compare.measure import TimedRun
 
 TINY: dict[str, Any] = {
     "model": {

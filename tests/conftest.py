@@ -18,8 +18,8 @@ from browser import open_browser, require_browser
 from fake_hpctoolkit import FakeHPCToolkit
 from hypothesis import settings
 
-from dlrm_workbook import processes
 from dlrm_workbook.cli import _without_grammars
+from dlrm_workbook.ground import processes
 
 with _without_grammars():
     import nbformat  # noqa: F401 (as `dlrm` does: a second less of every test process)

@@ -20,21 +20,21 @@ from pathlib import Path
 import torch
 from slow_tiles import use_slow_tiles
 
-from dlrm_core.checkpoint import read_checkpoint
 from dlrm_core.config import parameters_from_sections
-from dlrm_core.distributed.plan import load_torchrec
-from dlrm_core.distributed.predictor import RankPredictor
-from dlrm_core.distributed.tables import about_rank
-from dlrm_core.distributed.trainer import DistributedTrainer
-from dlrm_core.distributed.watch import Watch
-from dlrm_core.distributed.world import gathered, joined, read_world
 from dlrm_core.embeddings import EmbeddingTables
-from dlrm_core.evaluate import held_out_batches
-from dlrm_core.predictor import Asked
+from dlrm_core.run.checkpoint import read_checkpoint
+from dlrm_core.run.evaluate import held_out_batches
+from dlrm_core.run.predictor import Asked
 from dlrm_kernels.embeddings.fused_cpu import FusedCpu
-from dlrm_workbook.studies.scaling.collectives import TimedCollectives
-from dlrm_workbook.studies.scaling.launch import environment
-from dlrm_workbook.studies.scaling.worker import measure_job
+from dlrm_ranks.plan import load_torchrec
+from dlrm_ranks.predictor import RankPredictor
+from dlrm_ranks.tables import about_rank
+from dlrm_ranks.trainer import DistributedTrainer
+from dlrm_ranks.watch import Watch
+from dlrm_ranks.world import gathered, joined, read_world
+from dlrm_studies.scaling.collectives import TimedCollectives
+from dlrm_studies.scaling.launch import environment
+from dlrm_studies.scaling.worker import measure_job
 
 
 def main():

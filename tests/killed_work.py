@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from dlrm_core.data.teacher import Law, SampleMaker, TeacherConfig, Variant
+from dlrm_core.data.files.teacher import Law, SampleMaker, TeacherConfig, Variant
 from dlrm_workbook.datasets import criteo as preprocessing
 from dlrm_workbook.datasets import generate as generating
 from dlrm_workbook.datasets import resumable

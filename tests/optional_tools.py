@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dlrm_core.errors import MissingToolError
+from dlrm_core.base.errors import MissingToolError
 from dlrm_kernels.embeddings.fbgemm import load_fbgemm
 
 

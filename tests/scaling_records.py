@@ -8,9 +8,9 @@ import numpy as np
 import pandas as pd
 
 from dlrm_core.config import DataConfig, ModelConfig, Parameters, TrainingConfig
-from dlrm_workbook.analysis.ranks.communication import exchanges
-from dlrm_workbook.analysis.ranks.links import ALGORITHMS, steps_and_bytes
-from dlrm_workbook.analysis.ranks.sharding import Plan, make_plan
+from dlrm_studies.scaling.model.communication import exchanges
+from dlrm_studies.scaling.model.links import ALGORITHMS, steps_and_bytes
+from dlrm_studies.scaling.model.sharding import Plan, make_plan
 
 FIXED_MS = {"bottom_mlp": 0.5, "embedding": 1.0, "top_mlp": 1.0, "interaction": 0.3}
 SAMPLE_MS = {"bottom_mlp": 0.004, "embedding": 0.02, "top_mlp": 0.03, "interaction": 0.002}

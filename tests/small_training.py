@@ -4,10 +4,10 @@ from pathlib import Path
 
 import torch
 
-from dlrm_core.checkpoint import Checkpoint, read_checkpoint
 from dlrm_core.config import parameters_from_sections
-from dlrm_core.resume import optimizer_state, weights_of
-from dlrm_core.tensor_files import read_tensors
+from dlrm_core.run.checkpoint import Checkpoint, read_checkpoint
+from dlrm_core.run.resume import optimizer_state, weights_of
+from dlrm_core.run.tensor_files import read_tensors
 from dlrm_core.train import Trainer
 
 SMALL = {

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from dlrm_core.base.engines import optional_engine
 from dlrm_core.data.batch import Batch
 from dlrm_core.data.synthetic import FacebookLoop
-from dlrm_core.engines import optional_engine
 
 _WORTH_AN_ENGINE = 200_000
 """Draws of a batch from which on machine code is loaded, which takes half a second once; numpy

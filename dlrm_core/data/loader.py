@@ -14,14 +14,14 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import numpy as np
 import torch
 
+from dlrm_core.base.errors import InputError
+from dlrm_core.base.settings import LARGEST_INT, shown
 from dlrm_core.config import Parameters
 from dlrm_core.data.batch import WHOLE, Batch, Share
 from dlrm_core.data.epochs import Epoch, RepeatedBatches, Rewound
 from dlrm_core.data.facebook_replay import FacebookReplay
 from dlrm_core.data.staging import CudaCopies, Slot, Staged, Staging
 from dlrm_core.data.synthetic import FacebookLoop, SyntheticBatches
-from dlrm_core.errors import InputError
-from dlrm_core.settings import LARGEST_INT, shown
 
 T = TypeVar("T")
 
@@ -45,7 +45,7 @@ def make_generator(parameters: Parameters, device: torch.device, share: Share = 
     """
     model, data = parameters.model, parameters.data
     if data.one_hot:
-        from dlrm_core.data.samples import make_batches
+        from dlrm_core.data.files.samples import make_batches
 
         return make_batches(parameters, share)
     assert model.dense_features is not None

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from dlrm_core.base.errors import InputError
 from dlrm_core.data.batch import WHOLE, Batch, Share
 from dlrm_core.data.reuse import ReuseLaw
-from dlrm_core.errors import InputError
 
 
 @dataclass(eq=False)

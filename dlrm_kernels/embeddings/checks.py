@@ -7,8 +7,8 @@ import itertools
 import numpy as np
 import torch
 
+from dlrm_core.base.errors import InputError
 from dlrm_core.data.batch import Batch
-from dlrm_core.errors import InputError
 
 NO_FAULT, BAD_INDEX, BAD_OFFSET = 0, 1, 2
 """What a forward kernel notes of a batch that it refuses."""

@@ -21,17 +21,17 @@ from pathlib import Path
 
 import torch
 
+from dlrm_core.base.errors import InputError
+from dlrm_core.base.machine import available_memory
+from dlrm_core.base.units import counted, format_bytes
 from dlrm_core.config import Parameters, TrainingConfig
 from dlrm_core.data.batch import Batch
 from dlrm_core.data.loader import batches
 from dlrm_core.dense import DENSE_CHOICE, resolve_dense
 from dlrm_core.embeddings import EmbeddingTables, Update, attach
-from dlrm_core.errors import InputError
-from dlrm_core.machine import available_memory
 from dlrm_core.memory import forecast_memory
 from dlrm_core.placement import places_of
 from dlrm_core.rounding import ROW_DTYPES
-from dlrm_core.units import counted, format_bytes
 from dlrm_kernels.choices import fastest, notice
 from dlrm_kernels.embeddings.host_tables import PlacedTables, divide
 
@@ -298,9 +298,9 @@ def _wait(device: torch.device) -> None:
 
 def main(arguments: Sequence[str]) -> int:
     """Choose for a parameters file; leaves of ``training`` and notices as a JSON object."""
+    from dlrm_core.base.files import write_json
+    from dlrm_core.base.machine import resolve_device
     from dlrm_core.config import load_parameters
-    from dlrm_core.files import write_json
-    from dlrm_core.machine import resolve_device
 
     file, output = arguments
     parameters = load_parameters(file)

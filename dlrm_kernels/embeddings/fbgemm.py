@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from dlrm_core.base.errors import InputError, MissingToolError
 from dlrm_core.data.batch import Batch
 from dlrm_core.embeddings import (
     EPSILON,
@@ -29,7 +30,6 @@ from dlrm_core.embeddings import (
     EmbeddingTables,
     empty_table,
 )
-from dlrm_core.errors import InputError, MissingToolError
 from dlrm_kernels.embeddings.checks import BAD_INDEX, BAD_OFFSET, check_batch, describe_fault
 
 DISTRIBUTIONS = ("fbgemm-gpu-cpu", "fbgemm-gpu")

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from dlrm_core.base.errors import InputError
 from dlrm_core.data.batch import Batch
 from dlrm_core.embeddings import EPSILON, EmbeddingTables, empty_table
-from dlrm_core.errors import InputError
 from dlrm_kernels.embeddings import kernels as k
 from dlrm_kernels.embeddings import kernels_contended, kernels_narrow, kernels_sorted
 from dlrm_kernels.embeddings.checks import check_batch, describe_fault

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
+from dlrm_core.base.errors import InputError, MissingToolError
 from dlrm_core.data.batch import Batch, extents_of
 from dlrm_core.embeddings import EPSILON, EmbeddingTables
-from dlrm_core.errors import InputError, MissingToolError
 from dlrm_core.rounding import ROW_DTYPES
 from dlrm_kernels.embeddings.checks import (
     BAD_INDEX,

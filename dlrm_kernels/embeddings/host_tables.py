@@ -20,13 +20,13 @@ from typing import Any
 import torch
 from torch.profiler import record_function
 
+from dlrm_core.base.units import format_bytes
 from dlrm_core.config import Parameters, TrainingConfig
 from dlrm_core.data.batch import Batch
 from dlrm_core.embeddings import EmbeddingTables, attach, empty_tables
 from dlrm_core.parts import part
 from dlrm_core.placement import Placement, Places
 from dlrm_core.rounding import ROW_DTYPES
-from dlrm_core.units import format_bytes
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from numba import types
 from numba.core.cgutils import get_or_insert_function
 from numba.extending import intrinsic, models, register_model
 
-from dlrm_core.machine import cpu_flags
+from dlrm_core.base.machine import cpu_flags
 from dlrm_kernels.vectors import (
     LANES,
     loading,

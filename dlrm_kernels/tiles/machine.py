@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dlrm_core.machine import cpu_flags
+from dlrm_core.base.machine import cpu_flags
 from dlrm_kernels.native import why_no_numba
 
 ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA = 158, 0x1023, 18

@@ -20,8 +20,8 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 
+from dlrm_core.base.units import milliseconds
 from dlrm_core.parts import COMPONENTS, ITERATION_SPAN, PHASES, is_iteration_function
-from dlrm_core.units import milliseconds
 from dlrm_workbook.analysis.context_tree import (
     Bools,
     Floats,

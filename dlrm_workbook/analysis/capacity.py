@@ -11,8 +11,8 @@ from typing import Any
 import pandas as pd
 import torch
 
+from dlrm_core.base.machine import available_host_memory, resolve_device
 from dlrm_core.config import Parameters
-from dlrm_core.machine import available_host_memory, resolve_device
 from dlrm_core.memory import (
     PLACES,
     MemoryItem,

@@ -28,9 +28,9 @@ from typing import Any, cast
 import numpy as np
 import pandas as pd
 
-from dlrm_core.errors import InputError
+from dlrm_core.base.errors import InputError
+from dlrm_core.base.units import milliseconds, signed_milliseconds
 from dlrm_core.parts import part_label
-from dlrm_core.units import milliseconds, signed_milliseconds
 from dlrm_workbook.analysis.attribution import (
     PART,
     in_step_order,
@@ -41,9 +41,9 @@ from dlrm_workbook.analysis.attribution import (
 )
 from dlrm_workbook.analysis.context_tree import unmeasured
 from dlrm_workbook.analysis.kernel_names import kernel_name
-from dlrm_workbook.analysis.ranks.traces import device_work, window
+from dlrm_workbook.analysis.rank_traces import device_work, window
 from dlrm_workbook.analysis.steady import LEAST, steady_state
-from dlrm_workbook.intervals import (
+from dlrm_workbook.ground.intervals import (
     CONFIDENCE,
     Interval,
     Numbers,

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dlrm_core.errors import InputError
+from dlrm_core.base.errors import InputError
 
 DATA_SHEET = "data sheet"
 NO_NAME = "the recording names no GPU; `-p profiling.device_name=H100-SXM` (or another) names it"

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from dlrm_core.errors import InputError
-from dlrm_core.files import read_json
+from dlrm_core.base.errors import InputError
+from dlrm_core.base.files import read_json
 from dlrm_core.parts import COMPONENTS
+from dlrm_workbook.analysis.changes import change_text
 from dlrm_workbook.analysis.compare import part_estimates, step_estimate
-from dlrm_workbook.changes import change_text
-from dlrm_workbook.intervals import CONFIDENCE, Interval, t_quantile
+from dlrm_workbook.ground.intervals import CONFIDENCE, Interval, t_quantile
 from dlrm_workbook.recordings.profile import Profile
 
 # ---- how time grows with a parameter: time = a + b x^c, with an interval for the exponent -----

@@ -21,13 +21,13 @@ from typing import IO, Any
 
 import numpy as np
 
-from dlrm_core.errors import InputError
-from dlrm_core.files import whole_file
+from dlrm_core.base.errors import InputError
+from dlrm_core.base.files import whole_file
 from dlrm_core.parts import part_label
 from dlrm_workbook.analysis.context_tree import missing_reason
+from dlrm_workbook.ground.runs import named_run
 from dlrm_workbook.recordings.open import open_recording
 from dlrm_workbook.recordings.profile import Profile
-from dlrm_workbook.runs import named_run
 
 DEEPEST = 100
 """Callers shown of a sample, the innermost ones; Python frameworks nest deeper than one reads."""

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from dlrm_core.errors import InputError
+from dlrm_core.base.errors import InputError
 from dlrm_workbook.analysis.attribution import iteration_count, iteration_state
 from dlrm_workbook.analysis.context_tree import missing_reason, stretch_at, unmeasured
 from dlrm_workbook.analysis.devices import DATA_SHEET

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from dlrm_core.files import plain
+from dlrm_core.base.files import plain
 from dlrm_workbook.analysis.attribution import host_time, in_step_order, step_contexts
+from dlrm_workbook.ground.runs import named_run
 from dlrm_workbook.recordings.open import COMMUNICATION, Recording, open_recording, union_ns
 from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.recordings.torch.chrome_trace import GRAPH_LAUNCH
-from dlrm_workbook.runs import named_run
 
 SUMMED = (
     *("threads", "streams", "gpu_time_ms", "kernels", "communication_kernels", "copies"),

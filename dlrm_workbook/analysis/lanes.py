@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from dlrm_core.errors import InputError
+from dlrm_core.base.errors import InputError
 from dlrm_core.parts import part_label
 from dlrm_workbook.analysis.attribution import PART
 from dlrm_workbook.analysis.context_tree import (

@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from dlrm_core.errors import InputError
-from dlrm_core.files import read_json
+from dlrm_core.base.errors import InputError
+from dlrm_core.base.files import read_json
+from dlrm_core.base.units import milliseconds
 from dlrm_core.parts import ITERATION_SPAN, parse_span
-from dlrm_core.units import milliseconds
 from dlrm_workbook.analysis.attribution import (
     KEYS,
     PART,
@@ -36,9 +36,9 @@ from dlrm_workbook.analysis.attribution import (
 )
 from dlrm_workbook.analysis.context_tree import Bools, Floats, Ints
 from dlrm_workbook.analysis.steady import steady_state
+from dlrm_workbook.ground.runs import latest_run
 from dlrm_workbook.recordings.profile import Profile, inclusive_from_exclusive
 from dlrm_workbook.recordings.torch import RECORDED_PASS
-from dlrm_workbook.runs import latest_run
 
 LEAST_ITERATIONS = 5
 """Undisturbed ones, fewer than which say less than all together."""

@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from dlrm_core.base.errors import InputError
+from dlrm_core.base.units import milliseconds
 from dlrm_core.config import Parameters, parameters_from_sections
-from dlrm_core.errors import InputError
 from dlrm_core.parts import part_label
-from dlrm_core.units import milliseconds
 from dlrm_workbook.analysis.attribution import PART
 from dlrm_workbook.analysis.devices import DATA_SHEET
 from dlrm_workbook.analysis.work import FLOAT_BYTES, lookups, operator_work, part_work

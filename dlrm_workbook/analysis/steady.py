@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from dlrm_core.errors import InputError
-from dlrm_core.units import counted, milliseconds, signed_percent
+from dlrm_core.base.errors import InputError
+from dlrm_core.base.units import counted, milliseconds, signed_percent
 
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]

@@ -20,7 +20,7 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 
-from dlrm_core.errors import InputError
+from dlrm_core.base.errors import InputError
 from dlrm_workbook.analysis.attribution import iteration_count
 from dlrm_workbook.analysis.context_tree import (
     Bools,

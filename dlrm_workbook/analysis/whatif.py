@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from dlrm_core.base.errors import InputError
 from dlrm_core.config import Parameters
-from dlrm_core.errors import InputError
 from dlrm_workbook.analysis.attribution import (
     PART,
     attribute,

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from dlrm_core.config import Parameters
-from dlrm_core.data.draws import half_of_bits, stream_key, words
-from dlrm_core.data.sources import open_source
-from dlrm_core.data.teacher import Law, SampleMaker, TeacherConfig, Variant, sigmoid
+from dlrm_core.data.files.draws import half_of_bits, stream_key, words
+from dlrm_core.data.files.sources import open_source
+from dlrm_core.data.files.teacher import Law, SampleMaker, TeacherConfig, Variant, sigmoid
 
 BINS = 1 << 20
 LIMIT = 16.0
@@ -148,7 +148,7 @@ def teacher_auc(parameters: Parameters) -> float | None:
         InputError: the data set cannot be read.
     """
     # torch, which programs that make data sets do without
-    from dlrm_core.data.samples import TEACHER_SAMPLES, parameters_law
+    from dlrm_core.data.files.samples import TEACHER_SAMPLES, parameters_law
 
     data, training = parameters.data, parameters.training
     samples = training.eval_batches and training.eval_batches * training.batch_size

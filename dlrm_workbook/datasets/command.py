@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dlrm_core.data.sources import FORMATS
-from dlrm_core.data.teacher import Law, TeacherConfig, Variant
-from dlrm_core.errors import InputError
-from dlrm_core.files import plain
+from dlrm_core.base.errors import InputError
+from dlrm_core.base.files import plain
+from dlrm_core.data.files.sources import FORMATS
+from dlrm_core.data.files.teacher import Law, TeacherConfig, Variant
 from dlrm_workbook.datasets.convert import Conversion, convert
 from dlrm_workbook.datasets.criteo import LAYOUTS, Request, preprocess
 from dlrm_workbook.datasets.generate import VARIANTS, generate, scaled

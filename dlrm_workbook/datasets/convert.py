@@ -23,16 +23,16 @@ from typing import Any
 
 import numpy as np
 
-from dlrm_core.data.sources import (
+from dlrm_core.base.errors import InputError
+from dlrm_core.base.files import read_text, write_text
+from dlrm_core.data.files.sources import (
     TERABYTE_COLUMNS,
     TERABYTE_DENSE,
     check_range,
     open_source,
     refuse,
 )
-from dlrm_core.errors import InputError
-from dlrm_core.feature_spec import FILE_NAME, MOST_BYTES, ColumnFile, FeatureSpec, read_spec
-from dlrm_core.files import read_text, write_text
+from dlrm_core.data.files.spec import FILE_NAME, MOST_BYTES, ColumnFile, FeatureSpec, read_spec
 from dlrm_core.progress import Bar
 from dlrm_workbook.datasets.resumable import (
     OpenFiles,

@@ -23,9 +23,9 @@ from typing import IO, Any
 
 import numpy as np
 
-from dlrm_core.errors import InputError
-from dlrm_core.feature_spec import index_dtype, read_spec
-from dlrm_core.files import make_folder, sync_folder
+from dlrm_core.base.errors import InputError
+from dlrm_core.base.files import make_folder, sync_folder
+from dlrm_core.data.files.spec import index_dtype, read_spec
 from dlrm_workbook.datasets.loops import (
     BAD_INTEGER,
     BAD_LABEL,

@@ -1,6 +1,6 @@
 """Synthetic data sets in NVIDIA's layout, at the speed of the disk.
 
-Every value is a function of its place (:mod:`dlrm_core.data.teacher`), so blocks are
+Every value is a function of its place (:mod:`dlrm_core.data.files.teacher`), so blocks are
 made by all threads in any order.
 """
 
@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from dlrm_core.data.teacher import Law, SampleMaker, Variant
-from dlrm_core.errors import InputError
-from dlrm_core.feature_spec import index_dtype
+from dlrm_core.base.errors import InputError
+from dlrm_core.data.files.spec import index_dtype
+from dlrm_core.data.files.teacher import Law, SampleMaker, Variant
 from dlrm_core.progress import Bar
 from dlrm_workbook.datasets.best_auc import best_figures, score_test_set
 from dlrm_workbook.datasets.resumable import (

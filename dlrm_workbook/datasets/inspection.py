@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from dlrm_core.data.sources import FORMATS, Column, Source, check_range, open_source
-from dlrm_core.data.teacher import SampleMaker
-from dlrm_core.errors import InputError
-from dlrm_core.feature_spec import FILE_NAME
-from dlrm_core.files import read_json
+from dlrm_core.base.errors import InputError
+from dlrm_core.base.files import read_json
+from dlrm_core.data.files.sources import FORMATS, Column, Source, check_range, open_source
+from dlrm_core.data.files.spec import FILE_NAME
+from dlrm_core.data.files.teacher import SampleMaker
 from dlrm_workbook.datasets.best_auc import law_of_metadata
 from dlrm_workbook.datasets.criteo import FIELDS, Request, parse_piece, read_pieces
 from dlrm_workbook.datasets.generate import BLOCK

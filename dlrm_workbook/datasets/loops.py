@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from dlrm_core.data.draws import machine_code
+from dlrm_core.data.files.draws import machine_code
 
 DENSE = 13
 TABLES = 26

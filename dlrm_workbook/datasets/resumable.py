@@ -20,10 +20,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from dlrm_core.errors import InputError
-from dlrm_core.files import lock_or_refuse, make_folder, sync_folder
+from dlrm_core.base.errors import InputError
+from dlrm_core.base.files import lock_or_refuse, make_folder, sync_folder
 from dlrm_core.progress import Bar
-from dlrm_workbook.ledger import Ledger
+from dlrm_workbook.ground.ledger import Ledger
 
 T = TypeVar("T")
 NOTE = "progress.json"

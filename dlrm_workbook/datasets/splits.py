@@ -1,6 +1,6 @@
 """Splits of a data set in any layout, read block by block as they are stored.
 
-Beside the layouts that training reads (:mod:`dlrm_core.data.sources`) there is Parquet:
+Beside the layouts that training reads (:mod:`dlrm_core.data.files.sources`) there is Parquet:
 ``SPLIT.parquet``, or a folder ``SPLIT`` of such files in the order of their names, with the
 columns ``label``, ``num_0`` ..., ``cat_0`` ... (TorchRec's ``int_0`` and Criteo's ``_c0`` to
 ``_c39`` are read too). What Parquet cannot say stands in the files' own metadata.
@@ -17,7 +17,8 @@ from typing import Any, NoReturn, Protocol
 
 import numpy as np
 
-from dlrm_core.data.sources import (
+from dlrm_core.base.errors import InputError
+from dlrm_core.data.files.sources import (
     FORMATS,
     TERABYTE_COLUMNS,
     TERABYTE_DENSE,
@@ -28,8 +29,7 @@ from dlrm_core.data.sources import (
     check_range,
     open_source,
 )
-from dlrm_core.errors import InputError
-from dlrm_core.feature_spec import read_spec
+from dlrm_core.data.files.spec import read_spec
 from dlrm_workbook.datasets.vocabulary import forget
 
 LAYOUTS = (*FORMATS, "parquet")

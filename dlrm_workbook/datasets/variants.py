@@ -13,11 +13,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from dlrm_core.data.teacher import Law
-from dlrm_core.errors import InputError
+from dlrm_core.base.errors import InputError
+from dlrm_core.data.files.teacher import Law
 from dlrm_workbook.datasets.criteo import RAW_ROW_BYTES
 from dlrm_workbook.datasets.generate import VARIANTS, bytes_of_sample, generate, scaled
-from dlrm_workbook.processes import run_child
+from dlrm_workbook.ground.processes import run_child
 
 CRITEO_ROWS = 4_373_472_329
 """Lines of Criteo's Terabyte text, 24 days."""

@@ -8,8 +8,8 @@ from typing import Any
 
 import yaml
 
-from dlrm_core.feature_spec import FILE_NAME, index_dtype
-from dlrm_core.files import write_text
+from dlrm_core.base.files import write_text
+from dlrm_core.data.files.spec import FILE_NAME, index_dtype
 
 SPLITS = ("train", "test")
 

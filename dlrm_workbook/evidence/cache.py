@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dlrm_core.data.draws import mixed, uniform
+from dlrm_core.data.files.draws import mixed, uniform
 
 FOLLOWED = 1 << 20
 """Lookups whose stack distances are counted, up to half of them of the most used rows."""

@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dlrm_core.base.machine import available_memory, cpu_flags
+from dlrm_core.base.units import format_bytes
 from dlrm_core.config import Parameters
-from dlrm_core.machine import available_memory, cpu_flags
 from dlrm_core.memory import mean_bag_size
-from dlrm_core.units import format_bytes
 from dlrm_kernels.dense import parts_of, why_not_fused
 from dlrm_kernels.tiles.machine import cpu_caches
-from dlrm_workbook.turns import CPU, Action, best_times_ms, threads_of, waited_ns
+from dlrm_workbook.ground.turns import CPU, Action, best_times_ms, threads_of, waited_ns
 
 if TYPE_CHECKING:
     from dlrm_kernels.tiles.layout import Engine

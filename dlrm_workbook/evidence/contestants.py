@@ -2,7 +2,7 @@
 
 Ours with any parameters, facebookresearch/dlrm, or whatever else yields a :class:`Run`. A
 ratio is the median of the rounds' own ratios with its interval
-(:mod:`dlrm_workbook.turns`); six rounds or more give 95 %. That all train the same is told
+(:mod:`dlrm_workbook.ground.turns`); six rounds or more give 95 %. That all train the same is told
 by the losses of the very runs that are timed.
 """
 
@@ -24,13 +24,13 @@ from typing import Any
 
 import numpy as np
 
+from dlrm_core.base.errors import InputError, MissingToolError
+from dlrm_core.base.files import read_json, write_json
+from dlrm_core.base.units import faster
 from dlrm_core.config import Parameters, parameters_from_sections
-from dlrm_core.errors import InputError, MissingToolError
-from dlrm_core.files import read_json, write_json
-from dlrm_core.units import faster
-from dlrm_workbook.intervals import Interval, median_interval
-from dlrm_workbook.processes import ALLOCATOR, python_module, run_child
-from dlrm_workbook.turns import rotated, round_ratios, take_turns
+from dlrm_workbook.ground.intervals import Interval, median_interval
+from dlrm_workbook.ground.processes import ALLOCATOR, python_module, run_child
+from dlrm_workbook.ground.turns import rotated, round_ratios, take_turns
 
 PEER = "facebook"
 """Name of facebookresearch/dlrm as a contestant."""

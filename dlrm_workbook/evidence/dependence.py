@@ -10,8 +10,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from dlrm_core.base.errors import InputError
 from dlrm_core.config import SECTIONS, Parameters, parameters_from_sections
-from dlrm_core.errors import InputError
 
 Change = Mapping[str, Any]
 """Dotted leaf to value."""

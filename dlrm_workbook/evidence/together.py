@@ -21,17 +21,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+from dlrm_core.base.errors import InputError
+from dlrm_core.base.files import read_json, write_json
+from dlrm_core.base.machine import available_memory, end_with_starter, keep_freed_memory
+from dlrm_core.base.units import format_bytes
 from dlrm_core.config import Parameters, load_parameters
 from dlrm_core.data.batch import Batch
 from dlrm_core.data.loader import batches, make_generator
-from dlrm_core.errors import InputError
-from dlrm_core.files import read_json, write_json
-from dlrm_core.machine import available_memory, end_with_starter, keep_freed_memory
 from dlrm_core.memory import forecast_memory
 from dlrm_core.model import DLRM, ClickLoss
 from dlrm_core.rounding import ROW_DTYPES
 from dlrm_core.step import TrainingStep
-from dlrm_core.units import format_bytes
 from dlrm_kernels.embeddings.choose import resolve
 from dlrm_workbook.evidence.dependence import Change, changed_parameters
 from dlrm_workbook.evidence.probes import (
@@ -41,7 +41,7 @@ from dlrm_workbook.evidence.probes import (
     model_for,
     needs_huge_pages,
 )
-from dlrm_workbook.turns import CPU, back_and_forth, elapsed_ms, take_turns, waited_ns
+from dlrm_workbook.ground.turns import CPU, back_and_forth, elapsed_ms, take_turns, waited_ns
 
 LEAST_ROUNDS, ROUNDS, MOST_ROUNDS = 4, 5, 12
 """Rounds of all steps: at least, where the machine is not too slow for it, and at most."""

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from dlrm_core import commands
 from dlrm_core.parts import ITERATION_SPAN, SpanRow, parse_span
+from dlrm_core.run import commands
 from dlrm_workbook.evidence.counters import IterationCounters
 from dlrm_workbook.evidence.power import power_meter
 

@@ -15,11 +15,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dlrm_core.base.errors import InputError
+from dlrm_core.base.files import read_json
+from dlrm_core.base.settings import shown
 from dlrm_core.config import ProfilingConfig
-from dlrm_core.errors import InputError
-from dlrm_core.files import read_json
-from dlrm_core.settings import shown
-from dlrm_workbook.processes import Completed, MeasurementError, ProgressCallback, run_child
+from dlrm_workbook.ground.processes import Completed, MeasurementError, ProgressCallback, run_child
 from dlrm_workbook.recordings.torch.inject import STARTUP, VARIABLE
 
 STAGE = "command"

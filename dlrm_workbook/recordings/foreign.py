@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from dlrm_core.errors import InputError
+from dlrm_core.base.errors import InputError
 from dlrm_core.parts import GROUP_PREFIX, PART_PREFIX, parse_part, parse_span
 from dlrm_workbook.recordings.profile import nearest
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from dlrm_core.errors import MissingToolError
+from dlrm_core.base.errors import MissingToolError
 
 if TYPE_CHECKING:
     from hatchet import GraphFrame

@@ -12,11 +12,11 @@ from typing import Any
 
 import yaml
 
+from dlrm_core.base.errors import InputError, MissingToolError
+from dlrm_core.base.files import write_json, write_text
 from dlrm_core.config import Parameters, ProfilingConfig
-from dlrm_core.errors import InputError, MissingToolError
-from dlrm_core.files import write_json, write_text
-from dlrm_workbook.machine import machine_facts
-from dlrm_workbook.processes import ProgressCallback, python_module, run_child
+from dlrm_workbook.ground.machine import machine_facts
+from dlrm_workbook.ground.processes import ProgressCallback, python_module, run_child
 from dlrm_workbook.recordings.command import CHANGES_TIMED, environment_of, record_command
 from dlrm_workbook.recordings.hpctoolkit.driver import Measurement
 from dlrm_workbook.recordings.hpctoolkit.passes import workload_environment
@@ -172,7 +172,7 @@ def command_with_hpctoolkit(
 
     The program says when its iterations end; its parts are told by the names in call paths.
     """
-    from dlrm_core.machine import resolve_device
+    from dlrm_core.base.machine import resolve_device
     from dlrm_workbook.recordings.hpctoolkit.database import read_database
     from dlrm_workbook.recordings.hpctoolkit.driver import measure as measure_program
     from dlrm_workbook.recordings.hpctoolkit.spans import with_iterations
@@ -347,7 +347,7 @@ class _Session:
             self.parameters = whole
 
     def with_hpctoolkit(self) -> Profile:
-        from dlrm_core.machine import resolve_device
+        from dlrm_core.base.machine import resolve_device
         from dlrm_workbook.recordings.hpctoolkit.database import read_database
         from dlrm_workbook.recordings.hpctoolkit.driver import measure as measure_program
         from dlrm_workbook.recordings.hpctoolkit.spans import with_spans

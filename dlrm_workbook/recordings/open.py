@@ -20,8 +20,8 @@ from typing import IO, Any
 
 import numpy as np
 
-from dlrm_core.errors import InputError
-from dlrm_core.files import open_binary
+from dlrm_core.base.errors import InputError
+from dlrm_core.base.files import open_binary
 from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.recordings.torch.chrome_trace import NoTraceError, read_events
 from dlrm_workbook.recordings.torch.json_stream import (

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 import pandas as pd
 
-from dlrm_core.errors import InputError
-from dlrm_core.files import read_json, whole_folder, write_text
-from dlrm_core.settings import shown
+from dlrm_core.base.errors import InputError
+from dlrm_core.base.files import read_json, whole_folder, write_text
+from dlrm_core.base.settings import shown
 
 if TYPE_CHECKING:
     from hatchet import GraphFrame

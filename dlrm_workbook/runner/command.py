@@ -12,17 +12,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from dlrm_core.base.errors import InputError
+from dlrm_core.base.files import read_json
 from dlrm_core.config import Parameters, load_parameters
-from dlrm_core.errors import InputError
-from dlrm_core.files import read_json
 from dlrm_workbook.analysis.verdict import compare_command
-from dlrm_workbook.ledger import require_same
-from dlrm_workbook.processes import only_process
+from dlrm_workbook.ground.ledger import require_same
+from dlrm_workbook.ground.processes import only_process
+from dlrm_workbook.ground.runs import DEFAULT_OUTPUT_ROOT, RunFolder, claim_run_folder, named_run
 from dlrm_workbook.runner.parameters import explained_options, split_overrides
 from dlrm_workbook.runner.progress import columns
 from dlrm_workbook.runner.run import CHAIN, Plan, RunError, closed_by_signals, run_notebooks
 from dlrm_workbook.runner.summary import plain_text
-from dlrm_workbook.runs import DEFAULT_OUTPUT_ROOT, RunFolder, claim_run_folder, named_run
 
 RESUMABLE = {"compare": "comparison", "scaling": "measurement"}
 """Notebook to what it makes, where it finds its own rounds in its folder."""
@@ -157,7 +157,7 @@ def run_sweep(
             been run then.
     """
     # only here: it brings pandas along, which no other run of this process needs
-    from dlrm_workbook.studies.sweep.plan import (
+    from dlrm_workbook.trials.sweep.plan import (
         PointFailed,
         Sweep,
         describe_failures,

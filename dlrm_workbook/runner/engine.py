@@ -31,8 +31,8 @@ from papermill.clientwrap import PapermillNotebookClient
 from papermill.engines import Engine, papermill_engines
 from papermill.iorw import LocalHandler, papermill_io
 
-from dlrm_core.files import write_text
-from dlrm_workbook.machine import REPOSITORY
+from dlrm_core.base.files import write_text
+from dlrm_workbook.ground.machine import REPOSITORY
 from dlrm_workbook.runner.progress import ProgressLine
 
 ENGINE = "dlrm"

@@ -16,11 +16,11 @@ from urllib.parse import quote
 import jinja2
 from markupsafe import Markup
 
-from dlrm_core.errors import InputError
-from dlrm_core.files import write_text
-from dlrm_core.units import duration
+from dlrm_core.base.errors import InputError
+from dlrm_core.base.files import write_text
+from dlrm_core.base.units import duration
+from dlrm_workbook.ground.runs import RunFolder, mark_interrupted
 from dlrm_workbook.runner.templating import TEMPLATES, prepare, template_text
-from dlrm_workbook.runs import RunFolder, mark_interrupted
 from dlrm_workbook.show.tables import LEVELS
 
 DAY = re.compile(r"\d{4}-\d{2}-\d{2}")

@@ -16,23 +16,23 @@ from typing import Any
 
 import pandas as pd
 
+from dlrm_core.base.errors import InputError
+from dlrm_core.base.files import read_json
 from dlrm_core.config import Parameters, parameters_from_sections
-from dlrm_core.errors import InputError
-from dlrm_core.files import read_json
 from dlrm_core.progress import Bar
 from dlrm_workbook.analysis.devices import name_device
 from dlrm_workbook.analysis.sentences import in_markdown
-from dlrm_workbook.processes import Progress, ProgressCallback
-from dlrm_workbook.recordings.open import open_recording
-from dlrm_workbook.recordings.profile import Profile
-from dlrm_workbook.runner.parameters import UNKNOWN_FILE, kept_options
-from dlrm_workbook.runs import (
+from dlrm_workbook.ground.processes import Progress, ProgressCallback
+from dlrm_workbook.ground.runs import (
     DEFAULT_OUTPUT_ROOT,
     RunFolder,
     claim_run_folder,
     latest_run,
     runs_of,
 )
+from dlrm_workbook.recordings.open import open_recording
+from dlrm_workbook.recordings.profile import Profile
+from dlrm_workbook.runner.parameters import UNKNOWN_FILE, kept_options
 from dlrm_workbook.samples import SAMPLE, sample_profile
 
 

@@ -37,9 +37,9 @@ from pygments.lexers import get_lexer_by_name  # type: ignore[import-untyped]
 from pygments.util import ClassNotFound  # type: ignore[import-untyped]
 from traitlets.config import Config
 
-from dlrm_core.errors import InputError
-from dlrm_core.files import open_binary, write_text
-from dlrm_core.units import duration
+from dlrm_core.base.errors import InputError
+from dlrm_core.base.files import open_binary, write_text
+from dlrm_core.base.units import duration
 from dlrm_workbook.runner.html_clean import (
     ImageResolver,
     clean_html,

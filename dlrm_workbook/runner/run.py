@@ -1,7 +1,8 @@
 """Runs notebooks: parameters in, a dated folder with notebook, page and run.json out.
 
 papermill executes; :mod:`dlrm_workbook.runner.engine` stops what must be stopped,
-:mod:`dlrm_workbook.runs` keeps the folder honest, :mod:`dlrm_workbook.runner.pages` draws the page.
+:mod:`dlrm_workbook.ground.runs` keeps the folder honest, :mod:`dlrm_workbook.runner.pages` draws
+the page.
 """
 
 from __future__ import annotations
@@ -20,12 +21,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dlrm_core.base.errors import InputError
+from dlrm_core.base.files import read_json, write_json, write_text
+from dlrm_core.base.units import duration
 from dlrm_core.config import GivenSections, Parameters, load_parameters, parameters_from_sections
-from dlrm_core.errors import InputError
-from dlrm_core.files import read_json, write_json, write_text
-from dlrm_core.units import duration
-from dlrm_workbook.changes import apply_change
-from dlrm_workbook.processes import sigterm_as_exit
+from dlrm_workbook.analysis.changes import apply_change
+from dlrm_workbook.ground.processes import sigterm_as_exit
+from dlrm_workbook.ground.runs import (
+    DEFAULT_OUTPUT_ROOT,
+    LATEST,
+    NOTEBOOKS,
+    RunFolder,
+    claim_run_folder,
+    named_run,
+    runs_of,
+)
 from dlrm_workbook.recordings.command import require_program
 from dlrm_workbook.recordings.open import require_recording
 from dlrm_workbook.runner.index import list_runs
@@ -39,15 +49,6 @@ from dlrm_workbook.runner.parameters import (
     read_notebook,
     split_overrides,
     write_notebook,
-)
-from dlrm_workbook.runs import (
-    DEFAULT_OUTPUT_ROOT,
-    LATEST,
-    NOTEBOOKS,
-    RunFolder,
-    claim_run_folder,
-    named_run,
-    runs_of,
 )
 
 CHAIN = ("train", "profile", "bottlenecks")
@@ -105,10 +106,10 @@ def run_notebooks(
         overrides: ``section.leaf=value`` for the sections, ``name=value`` for the
             notebooks' own parameters.
         output_root: where dated folders go; None is
-            :data:`~dlrm_workbook.runs.DEFAULT_OUTPUT_ROOT`.
+            :data:`~dlrm_workbook.ground.runs.DEFAULT_OUTPUT_ROOT`.
         cell_timeout: seconds after which a cell is ended; None or 0 is never.
         command: what the user typed, for run.json.
-        notebooks: folder of the notebooks; None is :data:`~dlrm_workbook.runs.NOTEBOOKS`.
+        notebooks: folder of the notebooks; None is :data:`~dlrm_workbook.ground.runs.NOTEBOOKS`.
 
     Returns:
         The last run folder, status ``finished``.
@@ -317,7 +318,7 @@ class Plan:
                     places = [measured_file(str(place), *MEASURED[key], root) for place in given]
                 elif key == "sweep_folder" and own[key] == LATEST:
                     # it brings pandas along, which no other run of this process needs
-                    from dlrm_workbook.studies.sweep.analyse import newest_sweep
+                    from dlrm_workbook.trials.sweep.analyse import newest_sweep
 
                     places = [str(newest_sweep(root))]
                 else:
@@ -343,11 +344,11 @@ class Plan:
                     require_recording(Path(own[name]).expanduser())
             if own.get("record"):
                 # these bring pandas along, which no other run of this process needs
-                from dlrm_workbook.analysis.ranks.record import read_record
+                from dlrm_studies.scaling.model.record import read_record
 
                 read_record(Path(own["record"]).expanduser())
             if own.get("results"):
-                from dlrm_workbook.studies.bench.analyse import read_benchmark
+                from dlrm_studies.bench.analyse import read_benchmark
 
                 read_benchmark(Path(own["results"]).expanduser())
             if own.get("change"):

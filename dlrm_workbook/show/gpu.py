@@ -11,8 +11,8 @@ from typing import Any
 import pandas as pd
 import plotly.graph_objects as go
 
+from dlrm_core.base.units import digits, known_or, microseconds, milliseconds, percent, whole
 from dlrm_core.parts import parse_span, part_label
-from dlrm_core.units import digits, known_or, microseconds, milliseconds, percent, whole
 from dlrm_workbook.analysis.gpu import ISSUED
 from dlrm_workbook.analysis.idleness import NOBODY
 from dlrm_workbook.analysis.kernel_names import short_names

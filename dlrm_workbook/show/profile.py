@@ -12,8 +12,7 @@ from typing import Any
 
 import pandas as pd
 
-from dlrm_core.parts import part_label
-from dlrm_core.units import (
+from dlrm_core.base.units import (
     digits,
     faster,
     format_bytes,
@@ -22,6 +21,7 @@ from dlrm_core.units import (
     percent,
     ratio,
 )
+from dlrm_core.parts import part_label
 from dlrm_workbook.analysis.findings.finding import Finding
 from dlrm_workbook.analysis.reference import reference
 from dlrm_workbook.analysis.roofline import COPIES, LAUNCHES, Limits, least_step

@@ -1,6 +1,6 @@
 """Figures and column labels of several ranks' traces: DataFrames in, figures out.
 
-The tables come from :mod:`dlrm_workbook.analysis.ranks.traces`.
+The tables come from :mod:`dlrm_workbook.analysis.rank_traces`.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 import pandas as pd
 import plotly.graph_objects as go
 
+from dlrm_core.base.units import NOTHING
 from dlrm_core.parts import part_label
-from dlrm_core.units import NOTHING
 from dlrm_workbook.show.tables import Column, each_row
 from dlrm_workbook.show.theme import COLOURS, stacked_bars
 
@@ -55,7 +55,7 @@ def rank_bars(ranks: pd.DataFrame) -> go.Figure:
     """Each rank's step: GPU at work, communication that nothing hides, idle.
 
     Args:
-        ranks: what :func:`dlrm_workbook.analysis.ranks.traces.rank_table` gives.
+        ranks: what :func:`dlrm_workbook.analysis.rank_traces.rank_table` gives.
     """
     table = pd.DataFrame(
         {

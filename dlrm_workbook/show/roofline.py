@@ -14,8 +14,7 @@ from typing import Any
 import pandas as pd
 import plotly.graph_objects as go
 
-from dlrm_core.parts import part_label
-from dlrm_core.units import (
+from dlrm_core.base.units import (
     NOT_MEASURED,
     NOTHING,
     digits,
@@ -24,6 +23,7 @@ from dlrm_core.units import (
     milliseconds,
     percent,
 )
+from dlrm_core.parts import part_label
 from dlrm_workbook.analysis.devices import device
 from dlrm_workbook.show.profile import product_peaks
 from dlrm_workbook.show.tables import Column, each_row

@@ -20,9 +20,8 @@ from typing import Any, ClassVar
 
 import pandas as pd
 
-from dlrm_core.files import write_text
-from dlrm_core.parts import part_label
-from dlrm_core.units import (
+from dlrm_core.base.files import write_text
+from dlrm_core.base.units import (
     NOT_MEASURED,
     NOTHING,
     digits,
@@ -40,6 +39,7 @@ from dlrm_core.units import (
     whole,
     yes_or_no,
 )
+from dlrm_core.parts import part_label
 from dlrm_workbook.analysis.sentences import in_markdown, without_html
 from dlrm_workbook.show.theme import COLOURS, short_name
 

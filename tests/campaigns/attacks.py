@@ -32,11 +32,11 @@ from typing import Any
 
 import numpy as np
 
+from dlrm_core.base.errors import InputError
 from dlrm_core.config import SECTIONS, load_parameters, parameters_from_sections
-from dlrm_core.errors import InputError
 from dlrm_workbook.analysis.inspect import inspect
 from dlrm_workbook.recordings.open import open_recording
-from dlrm_workbook.studies.sweep.plan import sweep_points
+from dlrm_workbook.trials.sweep.plan import sweep_points
 from tests import fuzz_database, gpu_trace
 from tests.campaigns.checkpoint_edits import Checkpoints
 from tests.sample_notebooks import PAYLOADS

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from dlrm_core.checkpoint import MANIFEST, OPTIMIZER, _digest, read_checkpoint
-from dlrm_core.resume import checkpoint_to_resume
-from dlrm_core.tensor_files import read_tensors, write_tensors
+from dlrm_core.run.checkpoint import MANIFEST, OPTIMIZER, _digest, read_checkpoint
+from dlrm_core.run.resume import checkpoint_to_resume
+from dlrm_core.run.tensor_files import read_tensors, write_tensors
 from tests.small_training import parameters, same_bits, trained
 
 STEP = 7

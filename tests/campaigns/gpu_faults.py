@@ -947,8 +947,8 @@ def _tell(rows: list[dict[str, Any]], run: Callable[..., dict[str, Any]], *what:
 
 
 def _write(path: Path, faults: str, rows: list[dict[str, Any]]) -> None:
-    from dlrm_core.files import write_json
-    from dlrm_workbook.machine import machine_facts, versions
+    from dlrm_core.base.files import write_json
+    from dlrm_workbook.ground.machine import machine_facts, versions
 
     command = " ".join(["python tests/campaigns/gpu_faults.py", *sys.argv[1:]])
     facts: dict[str, Any] = {"machine": machine_facts(), "versions": versions()}

@@ -30,7 +30,7 @@ import mistune
 import nbformat
 from nbformat.sign import NotebookNotary
 
-from dlrm_core.files import write_json
+from dlrm_core.base.files import write_json
 from dlrm_workbook.recordings.hpctoolkit import format as f4
 from tests.browser import jupyter_lab, open_page
 from tests.sample_notebooks import PAYLOADS

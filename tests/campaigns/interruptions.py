@@ -25,7 +25,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from dlrm_core.files import read_json, write_json
+from dlrm_core.base.files import read_json, write_json
 from dlrm_workbook.runner.index import write_index
 
 ROOT = Path(__file__).parents[2]

@@ -32,22 +32,16 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from dlrm_core.checkpoint import (
-    OPTIMIZER,
-    WEIGHTS,
-    find_checkpoint,
-    read_checkpoint,
-    steps_in,
-)
+from dlrm_core.base.errors import InputError
+from dlrm_core.base.files import read_json, write_json
 from dlrm_core.config import Parameters, parameters_from_sections
-from dlrm_core.data.teacher import Law, SampleMaker, TeacherConfig, Variant
-from dlrm_core.errors import InputError
-from dlrm_core.files import read_json, write_json
-from dlrm_core.tensor_files import read_tensors
+from dlrm_core.data.files.teacher import Law, SampleMaker, TeacherConfig, Variant
+from dlrm_core.run.checkpoint import OPTIMIZER, WEIGHTS, find_checkpoint, read_checkpoint, steps_in
+from dlrm_core.run.tensor_files import read_tensors
 from dlrm_workbook.datasets import criteo, generate, resumable
 from dlrm_workbook.datasets.loops import SIGNATURES, compiled
 from dlrm_workbook.datasets.resumable import NOTE
-from dlrm_workbook.machine import machine_facts, versions
+from dlrm_workbook.ground.machine import machine_facts, versions
 
 
 @dataclass

@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dlrm_core.files import read_json, write_json
+from dlrm_core.base.files import read_json, write_json
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "workbook")]
 from test_datasets_kills import write_text  # noqa: E402
@@ -296,7 +296,7 @@ def python(code: str) -> list[str]:
 LEDGER = """
 import sys
 from pathlib import Path
-from dlrm_workbook.ledger import Ledger
+from dlrm_workbook.ground.ledger import Ledger
 ledger = Ledger(Path(sys.argv[1]) / "deep" / "er" / "ledger.json", {"rows": []},
     work=lambda document: {}, entries="rows", key=("n",), advice="")
 for n in range(12):
@@ -318,8 +318,8 @@ CHECKPOINTS = """
 import sys
 from pathlib import Path
 import torch
-from dlrm_core.checkpoint import CheckpointFolder
-from dlrm_core.files import JsonLines
+from dlrm_core.run.checkpoint import CheckpointFolder
+from dlrm_core.base.files import JsonLines
 top = Path(sys.argv[1]) / "run"
 folder = CheckpointFolder(top / "checkpoint", 2)
 sections = {"model": {"tables": 2}}
@@ -336,8 +336,8 @@ with JsonLines(top / "metrics.jsonl") as lines:
 def check_checkpoints(left: Path, announced: list[str], whole: Path) -> list[str]:
     import json
 
-    from dlrm_core.checkpoint import steps_in
-    from dlrm_core.tensor_files import read_tensors
+    from dlrm_core.run.checkpoint import steps_in
+    from dlrm_core.run.tensor_files import read_tensors
 
     folder, faults = left / "run" / "checkpoint", []
     steps = steps_in(folder)
@@ -357,8 +357,8 @@ def check_checkpoints(left: Path, announced: list[str], whole: Path) -> list[str
 RUN = """
 import sys
 from pathlib import Path
-from dlrm_core.files import whole_folder, write_text
-from dlrm_workbook.runs import claim_run_folder
+from dlrm_core.base.files import whole_folder, write_text
+from dlrm_workbook.ground.runs import claim_run_folder
 from dlrm_workbook.samples import sample_profile
 run = claim_run_folder(sys.argv[1], "train", "q", parameters={}, command="x")
 print("claimed", run.path.name, flush=True)

@@ -313,8 +313,8 @@ def write_summary(
     """The table with the machine and the versions it was made on."""
     import torch
 
-    from dlrm_core.files import write_json
-    from dlrm_workbook.machine import machine_facts
+    from dlrm_core.base.files import write_json
+    from dlrm_workbook.ground.machine import machine_facts
 
     faulty = [row for row in rows if row["fault"] != "clean"]
     clean = [row for row in rows if row["fault"] == "clean"]

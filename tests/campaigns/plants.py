@@ -194,7 +194,7 @@ def competing_process(setting: Setting) -> None:
 
 def leak(setting: Setting) -> None:
     """Keeps memory; the limit is simulated so that it is met soon."""
-    import dlrm_workbook.machine as limits
+    import dlrm_workbook.ground.machine as limits
 
     size = int(setting.draw.uniform(0.3, 8.0) * 1e6)
     left = size * setting.draw.randint(200, 2000)

@@ -35,10 +35,10 @@ from typing import Any
 import psutil
 import yaml
 
-from dlrm_core.checkpoint import MANIFEST, WEIGHTS, steps_in
-from dlrm_core.errors import InputError
-from dlrm_core.files import read_json, write_json
-from dlrm_workbook.machine import machine_facts, versions
+from dlrm_core.base.errors import InputError
+from dlrm_core.base.files import read_json, write_json
+from dlrm_core.run.checkpoint import MANIFEST, WEIGHTS, steps_in
+from dlrm_workbook.ground.machine import machine_facts, versions
 from tests.small_terabyte import deepspark, make_terabyte
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -31,13 +31,13 @@ from typing import Any
 import yaml
 from whatif_cases import CHANGES, SHAPES, STACKS
 
+from dlrm_core.base.errors import InputError
+from dlrm_core.base.files import write_json, write_text
 from dlrm_core.config import Parameters, load_parameters, parameters_from_sections
-from dlrm_core.errors import InputError
-from dlrm_core.files import write_json, write_text
-from dlrm_workbook.changes import change_text
+from dlrm_workbook.analysis.changes import change_text
 from dlrm_workbook.evidence.dependence import changed_parameters
-from dlrm_workbook.machine import machine_facts
-from dlrm_workbook.turns import take_turns, waited_ns
+from dlrm_workbook.ground.machine import machine_facts
+from dlrm_workbook.ground.turns import take_turns, waited_ns
 
 GOAL_MEAN, GOAL_WORST, GOAL_COVER = 0.05, 0.15, 0.8
 WARMUP = 3

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlrm_core.auc import AucCounter, QualityMeter
-from dlrm_core.errors import InputError
+from dlrm_core.base.errors import InputError
+from dlrm_core.run.auc import AucCounter, QualityMeter
 
 AWKWARD = [0.0, -0.0, 1.0, -1.0, 0.5, float("inf"), float("-inf"), 1e-45, -1e-45, 3e38]
 SCORES = st.one_of(

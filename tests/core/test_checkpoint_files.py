@@ -13,16 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_training import parameters, trained, whole_checkpoint
 
-from dlrm_core.checkpoint import (
-    MANIFEST,
-    OPTIMIZER,
-    VERSION,
-    WEIGHTS,
-    _digest,
-    read_checkpoint,
-)
-from dlrm_core.errors import InputError
-from dlrm_core.tensor_files import read_tensors, write_tensors
+from dlrm_core.base.errors import InputError
+from dlrm_core.run.checkpoint import MANIFEST, OPTIMIZER, VERSION, WEIGHTS, _digest, read_checkpoint
+from dlrm_core.run.tensor_files import read_tensors, write_tensors
 from dlrm_core.train import train
 
 # ---- the files --------------------------------------------------------------------
@@ -53,7 +46,7 @@ def test_the_library_reads_what_is_streamed(tmp_path_factory, wanted):
 
 
 def test_parts_of_tensors_and_portions_of_rows_are_the_same_bytes(tmp_path, monkeypatch):
-    monkeypatch.setattr("dlrm_core.tensor_files.PIECE_BYTES", 100)
+    monkeypatch.setattr("dlrm_core.run.tensor_files.PIECE_BYTES", 100)
     whole = torch.randn(40, 12)
     tensors = {"strided": whole[:, 3:7], "transposed": whole.T, "column": whole[:, :1][:, 0]}
     record = write_tensors(tmp_path / "x", tensors)
@@ -66,8 +59,8 @@ def test_writing_takes_no_second_copy(tmp_path):
     """Peak resident memory while a table of 256 MiB is saved."""
     code = f"""
 import torch, pathlib
-from dlrm_core.tensor_files import write_tensors
-from dlrm_core.machine import peak_memory
+from dlrm_core.run.tensor_files import write_tensors
+from dlrm_core.base.machine import peak_memory
 table = {{"table": torch.ones(1 << 20, 64)}}
 path = pathlib.Path({str(tmp_path / "x")!r})
 cpu = torch.device("cpu")

@@ -15,7 +15,8 @@ import safetensors.torch
 from optional_tools import needs_fbgemm
 from small_training import learned, parameters, same_bits, trained, whole_checkpoint
 
-from dlrm_core.checkpoint import (
+from dlrm_core.base.errors import InputError
+from dlrm_core.run.checkpoint import (
     OPTIMIZER,
     WEIGHTS,
     CheckpointFolder,
@@ -23,7 +24,6 @@ from dlrm_core.checkpoint import (
     read_checkpoint,
     steps_in,
 )
-from dlrm_core.errors import InputError
 from dlrm_core.train import Trainer, train
 from dlrm_workbook.cli import main
 

@@ -10,8 +10,8 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dlrm_core.base.errors import InputError
 from dlrm_core.config import SECTIONS, Parameters, load_parameters, parameters_from_sections
-from dlrm_core.errors import InputError
 
 PRESETS = sorted((Path(__file__).parents[2] / "parameters").glob("*.yaml"))
 
@@ -339,7 +339,7 @@ def test_any_value_is_taken_or_refused_in_one_sentence(name, value):
 
 
 def test_every_parameter_is_documented():
-    from dlrm_workbook.changes import parameters_table
+    from dlrm_workbook.analysis.changes import parameters_table
 
     document = Path(__file__).parents[2] / "docs" / "parameters.md"
     assert parameters_table() in document.read_text(), (

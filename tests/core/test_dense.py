@@ -5,9 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dlrm_core.base.errors import InputError
 from dlrm_core.config import parameters_from_sections
 from dlrm_core.dense import why_not_compile
-from dlrm_core.errors import InputError
 from dlrm_core.model import DotInteraction
 from dlrm_core.parts import log_spans, parse_span
 from dlrm_core.train import Trainer

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from dlrm_core.base.errors import InputError
 from dlrm_core.config import Parameters, load_parameters
-from dlrm_core.errors import InputError
 from dlrm_core.like import FLAGS, SCRIPT, translated
 from dlrm_core.train import train
 from dlrm_workbook import cli

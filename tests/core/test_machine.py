@@ -8,12 +8,12 @@ import sys
 
 import pytest
 
-from dlrm_core.machine import ALLOCATOR_SETTINGS
+from dlrm_core.base.machine import ALLOCATOR_SETTINGS
 
 CHURN = """
 import ctypes, resource, sys
 from dlrm_core.config import TrainingConfig
-from dlrm_core.machine import use_memory
+from dlrm_core.base.machine import use_memory
 use_memory(TrainingConfig())  # as every training and prediction does
 libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dlrm_core.base.errors import InputError
 from dlrm_core.config import parameters_from_sections
 from dlrm_core.data.batch import Share
 from dlrm_core.data.loader import (
@@ -19,7 +20,6 @@ from dlrm_core.data.loader import (
     plain_state,
     state_from_plain,
 )
-from dlrm_core.errors import InputError
 
 CPU = torch.device("cpu")
 GENERATORS = ["facebook_loop", "facebook", "uniform", "zipf", "reuse"]

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dlrm_core.base.errors import InputError
 from dlrm_core.config import TrainingConfig, parameters_from_sections
-from dlrm_core.errors import InputError
-from dlrm_core.schedules import learning_rate
+from dlrm_core.run.schedules import learning_rate
 from dlrm_core.train import Trainer
 from dlrm_workbook.analysis.training import schedule
 

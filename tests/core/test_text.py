@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from dlrm_core.text import shown_on, visible
+from dlrm_core.base.text import shown_on, visible
 
 
 @pytest.mark.parametrize(

@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from dlrm_core.cli import main
+from dlrm_core.base.cli import main
+from dlrm_core.base.errors import InputError
+from dlrm_core.base.machine import available_memory
 from dlrm_core.config import Parameters, parameters_from_sections
 from dlrm_core.data.facebook_replay import FacebookReplay
-from dlrm_core.errors import InputError
-from dlrm_core.machine import available_memory
 from dlrm_core.memory import forecast_memory, mean_bag_size, require_memory
-from dlrm_core.precision import set_fp32_matmul
+from dlrm_core.run.precision import set_fp32_matmul
 from dlrm_core.train import Trainer, train
 
 ROOT = Path(__file__).parents[2]
@@ -246,7 +246,7 @@ def test_the_onednn_path_is_checked_and_taken_back(monkeypatch):
     assert set_fp32_matmul("default", model, cpu) == []
     notices = set_fp32_matmul("onednn", model, cpu)
     assert notices == [] or "relative error" in notices[0]
-    monkeypatch.setattr("dlrm_core.precision._relative_error", lambda n, m: 3e-3)
+    monkeypatch.setattr("dlrm_core.run.precision._relative_error", lambda n, m: 3e-3)
     (notice,) = set_fp32_matmul("onednn", model, cpu)
     assert "3.0e-03" in notice and "default library" in notice
     assert torch.backends.mkldnn.matmul.fp32_precision == "none"
@@ -265,7 +265,7 @@ def test_losses_do_not_depend_on_the_fast_options():
 
 def test_the_workload_loads_nothing_that_explains_draws_or_compiles(tmp_path):
     code = (
-        "import json, sys\nfrom dlrm_core.cli import main\n"
+        "import json, sys\nfrom dlrm_core.base.cli import main\n"
         "code = main(['train', '-f', sys.argv[1], '-p', 'training.batches=2'])\n"
         "print(json.dumps(sorted(sys.modules)))\nsys.exit(code)"
     )

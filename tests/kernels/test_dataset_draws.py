@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_data_set import SMALL
 
-from dlrm_core.data import draws
-from dlrm_core.data.teacher import Law, SampleMaker, TeacherConfig
-from dlrm_core.feature_spec import index_dtype
+from dlrm_core.data.files import draws
+from dlrm_core.data.files.spec import index_dtype
+from dlrm_core.data.files.teacher import Law, SampleMaker, TeacherConfig
 from dlrm_kernels import data_sets as draw_kernels
 from dlrm_kernels.native import cache_folder
 

@@ -8,12 +8,12 @@ from slow_tiles import use_slow_tiles
 from test_embeddings import parameters
 
 from dlrm_core import dense
+from dlrm_core.base.errors import InputError
 from dlrm_core.config import TrainingConfig
-from dlrm_core.distributed import step as ranks
-from dlrm_core.errors import InputError
 from dlrm_core.memory import dense_peak
 from dlrm_core.train import Trainer, train
 from dlrm_kernels import choices, dense_choice
+from dlrm_ranks import step as ranks
 
 CPU = torch.device("cpu")
 AUTO = {"dense_backend": "auto", "fp32_matmul": "auto"}
@@ -221,7 +221,7 @@ def test_a_resumed_run_keeps_its_choice_bit_for_bit(monkeypatch, no_tiles, tmp_p
 
 
 def _checkpoint(given):
-    from dlrm_core.resume import checkpoint_place, checkpoint_to_resume
+    from dlrm_core.run.resume import checkpoint_place, checkpoint_to_resume
 
     place = checkpoint_place(given.training, None)
     return checkpoint_to_resume(given, place), place

@@ -5,17 +5,17 @@ import torch
 from slow_tiles import use_slow_tiles
 from test_dense import LOSS_TOLERANCE, gradients_after_one_step, losses_of, trainer_of
 
+from dlrm_core.base.errors import InputError
 from dlrm_core.config import TrainingConfig, parameters_from_sections
-from dlrm_core.errors import InputError
 from dlrm_core.memory import dense_peak
 from dlrm_core.parts import log_spans, parse_span
-from dlrm_core.precision import set_fp32_matmul
+from dlrm_core.run.precision import set_fp32_matmul
 from dlrm_kernels import dense as dense_fused
 from dlrm_kernels import interaction_cpu
+from dlrm_studies.bench.shares import dense_share
 from dlrm_workbook.analysis.work import operator_work
 from dlrm_workbook.evidence.dependence import affected_components, changed_parameters
 from dlrm_workbook.evidence.probes import default_changes
-from dlrm_workbook.studies.bench.shares import dense_share
 
 BF16X2 = {"dense_backend": "fused", "fp32_matmul": "bf16x2"}
 BF16X3 = {"dense_backend": "fused", "fp32_matmul": "bf16x3"}

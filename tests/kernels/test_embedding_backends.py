@@ -22,11 +22,11 @@ from test_embeddings import (
     parameters,
 )
 
+from dlrm_core.base.errors import InputError, MissingToolError
+from dlrm_core.base.machine import available_memory
 from dlrm_core.config import TrainingConfig
 from dlrm_core.data.batch import Batch
 from dlrm_core.embeddings import FBGEMM_ROWWISE_ELEMENTS, EmbeddingTables, attach
-from dlrm_core.errors import InputError, MissingToolError
-from dlrm_core.machine import available_memory
 from dlrm_core.train import Trainer, train
 from dlrm_kernels.embeddings import choose
 from dlrm_kernels.embeddings import fbgemm as fbgemm_backend

@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dlrm_core.base.errors import InputError, MissingToolError
 from dlrm_core.config import TrainingConfig, parameters_from_sections
 from dlrm_core.data.batch import Batch
 from dlrm_core.embeddings import EmbeddingTables, RowwiseAdagrad, attach
-from dlrm_core.errors import InputError, MissingToolError
 from dlrm_core.memory import forecast_memory
 from dlrm_core.train import Trainer
 from dlrm_kernels import native

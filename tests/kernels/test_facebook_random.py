@@ -8,8 +8,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dlrm_core import engines
 from dlrm_core import model as core_model
+from dlrm_core.base import engines
 from dlrm_core.data import facebook_replay
 from dlrm_core.data.facebook_replay import FacebookReplay
 from dlrm_core.data.synthetic import FacebookLoop

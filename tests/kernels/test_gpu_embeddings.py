@@ -17,10 +17,10 @@ pytest.importorskip("triton", reason="triton is not installed: the GPU's kernels
 from test_embeddings import config, make_batch, make_tables
 
 import dlrm_kernels.embeddings.fused_gpu as fused_gpu
+from dlrm_core.base.errors import InputError
 from dlrm_core.config import parameters_from_sections
 from dlrm_core.data.batch import Batch, extents_of
 from dlrm_core.embeddings import EmbeddingTables, attach
-from dlrm_core.errors import InputError
 from dlrm_core.memory import forecast_memory
 from dlrm_kernels.embeddings.fused_gpu import FusedGpu, Tiles, in_one, scratch_bytes
 

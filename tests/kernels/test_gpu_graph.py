@@ -14,9 +14,9 @@ pytest.importorskip("triton", reason="triton is not installed: the GPU's kernels
 
 from test_embeddings import make_batch, make_tables
 
+from dlrm_core.base.errors import InputError
 from dlrm_core.config import TrainingConfig, parameters_from_sections
 from dlrm_core.data.batch import Batch
-from dlrm_core.errors import InputError
 from dlrm_core.model import ClickLoss, build_model
 from dlrm_core.parts import log_spans, parse_span
 from dlrm_core.step import TrainingStep, optimizer_of

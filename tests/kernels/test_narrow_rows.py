@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_embeddings import OPTIMIZERS, config, make_batch, parameters
 
+from dlrm_core.base.errors import InputError
 from dlrm_core.config import parameters_from_sections
 from dlrm_core.data.batch import Batch
 from dlrm_core.embeddings import EmbeddingTables, TorchRows, attach
-from dlrm_core.errors import InputError
 from dlrm_core.memory import forecast_memory
 from dlrm_core.rounding import ROW_DTYPES
 from dlrm_core.train import Trainer, train

@@ -24,7 +24,7 @@ import pytest
 from databases import written
 from recordings import RECORDINGS
 
-from dlrm_core.errors import InputError
+from dlrm_core.base.errors import InputError
 from dlrm_workbook.recordings.hpctoolkit.database import read_database
 from dlrm_workbook.recordings.hpctoolkit.to_profile import profile_from_database
 from dlrm_workbook.recordings.open import open_recording, require_recording

@@ -28,9 +28,9 @@ from conftest import Chain
 from sample_notebooks import PAYLOADS, REPORT, write_notebook
 
 from dlrm_workbook.analysis.findings.finding import Finding
+from dlrm_workbook.ground.runs import NOTEBOOKS, RunFolder, latest_run
 from dlrm_workbook.runner.pages import FIGURE, render_html
 from dlrm_workbook.runner.run import CHAIN, run_notebooks
-from dlrm_workbook.runs import NOTEBOOKS, RunFolder, latest_run
 from dlrm_workbook.show.profile import findings_text
 from dlrm_workbook.show.tables import Table, Text, show
 

@@ -15,9 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlrm_core import memory as capacity
+from dlrm_core.base.errors import InputError
+from dlrm_core.base.machine import available_host_memory
+from dlrm_core.base.units import format_bytes
 from dlrm_core.config import Parameters, parameters_from_sections
-from dlrm_core.errors import InputError
-from dlrm_core.machine import available_host_memory
 from dlrm_core.memory import (
     MemoryItem,
     advice,
@@ -30,7 +31,6 @@ from dlrm_core.memory import (
     total_bytes,
 )
 from dlrm_core.model import build_model
-from dlrm_core.units import format_bytes
 from dlrm_workbook import cli
 from dlrm_workbook.analysis.capacity import CUDA_CONTEXT_BYTES, SHEETS, capacity_of, sheet_verdict
 from dlrm_workbook.analysis.devices import device
@@ -343,7 +343,7 @@ def test_advice_for_a_gpu_names_the_share_that_fits():
 def test_limits_of_the_process_count():
     code = (
         "import resource\n"
-        "from dlrm_core.machine import available_host_memory\n"
+        "from dlrm_core.base.machine import available_host_memory\n"
         "resource.setrlimit(resource.{}, (1 << 31, -1))\n"
         "print(available_host_memory())"
     )

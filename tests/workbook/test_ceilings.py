@@ -20,7 +20,7 @@ from dlrm_workbook.evidence.ceilings import (
     stream_actions,
     time_products,
 )
-from dlrm_workbook.turns import Action, best_times_ms
+from dlrm_workbook.ground.turns import Action, best_times_ms
 
 CPU = torch.device("cpu")
 

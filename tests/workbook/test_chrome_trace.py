@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from recordings import TRACES, recording
 
-from dlrm_core.errors import InputError
+from dlrm_core.base.errors import InputError
 from dlrm_workbook.analysis.inspect import inspect
 from dlrm_workbook.recordings.open import open_recording
 from dlrm_workbook.recordings.torch import json_stream

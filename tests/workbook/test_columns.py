@@ -22,6 +22,17 @@ from test_stability import seed_run
 
 from dlrm_core.config import load_parameters, parameters_from_sections
 from dlrm_core.train import Trainer, train
+from dlrm_studies import other_gpu
+from dlrm_studies.bench import analyse as bench
+from dlrm_studies.bench import embeddings_show
+from dlrm_studies.bench import show as bench_show
+from dlrm_studies.bench.bare import judge_bare
+from dlrm_studies.protocols import measure as protocols_run
+from dlrm_studies.protocols import show as protocols
+from dlrm_studies.scaling import analyse as scaling
+from dlrm_studies.scaling.model import choice, communication, links, published, record
+from dlrm_studies.stability import measure as stability
+from dlrm_studies.time_to_train import measure as target
 from dlrm_workbook.analysis import (
     attribution,
     compare,
@@ -34,7 +45,6 @@ from dlrm_workbook.analysis import (
     lanes,
     launches,
     operators,
-    other_gpu,
     python_lines,
     reference,
     reuse,
@@ -44,35 +54,19 @@ from dlrm_workbook.analysis import (
     views,
     whatif,
 )
+from dlrm_workbook.analysis import rank_traces as traces
 from dlrm_workbook.analysis.capacity import Capacity, capacity_here
 from dlrm_workbook.analysis.findings import findings
-from dlrm_workbook.analysis.ranks import (
-    choice,
-    communication,
-    links,
-    published,
-    record,
-    traces,
-)
 from dlrm_workbook.explore import recordings
-from dlrm_workbook.machine import REPOSITORY
+from dlrm_workbook.ground.machine import REPOSITORY
 from dlrm_workbook.recordings.open import open_recording
 from dlrm_workbook.recordings.profile import SCHEMA, Profile
 from dlrm_workbook.runner.index import write_index
 from dlrm_workbook.samples import sample_profile
 from dlrm_workbook.show import profile as about
-from dlrm_workbook.studies.bench import analyse as bench
-from dlrm_workbook.studies.bench import embeddings_show
-from dlrm_workbook.studies.bench import show as bench_show
-from dlrm_workbook.studies.bench.bare import judge_bare
-from dlrm_workbook.studies.compare.comparison import Comparison, Outcome
-from dlrm_workbook.studies.protocols import measure as protocols_run
-from dlrm_workbook.studies.protocols import show as protocols
-from dlrm_workbook.studies.scaling import analyse as scaling
-from dlrm_workbook.studies.stability import measure as stability
-from dlrm_workbook.studies.sweep.analyse import SweepSummary
-from dlrm_workbook.studies.sweep.plan import Sweep
-from dlrm_workbook.studies.time_to_train import measure as target
+from dlrm_workbook.trials.compare.comparison import Comparison, Outcome
+from dlrm_workbook.trials.sweep.analyse import SweepSummary
+from dlrm_workbook.trials.sweep.plan import Sweep
 
 PAGE = REPOSITORY / "docs" / "columns.md"
 

@@ -13,8 +13,9 @@ import pandas as pd
 import pytest
 from compare_profiles import PARTS, made_runs, make_profile, noisy, saved, tiny
 
-from dlrm_core.errors import InputError
+from dlrm_core.base.errors import InputError
 from dlrm_workbook.analysis.attribution import attribute
+from dlrm_workbook.analysis.changes import apply_change
 from dlrm_workbook.analysis.compare import (
     circumstances,
     compare_parts,
@@ -28,16 +29,15 @@ from dlrm_workbook.analysis.compare import (
 from dlrm_workbook.analysis.difference_tree import difference_tree, largest_changes
 from dlrm_workbook.analysis.ensemble import curves_of_runs, law_table, part_table
 from dlrm_workbook.analysis.whatif import Prediction
-from dlrm_workbook.changes import apply_change
-from dlrm_workbook.intervals import Interval
+from dlrm_workbook.ground.intervals import Interval
 from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.show.tables import show
 from dlrm_workbook.show.theme import FASTER, SLOWER, difference_colour
-from dlrm_workbook.studies.compare import comparison
-from dlrm_workbook.studies.compare import measure as compare_measure
-from dlrm_workbook.studies.compare import show as compare_figures
-from dlrm_workbook.studies.compare.measure import TimedRun
-from dlrm_workbook.studies.sweep import show as sweep_figures
+from dlrm_workbook.trials.compare import comparison
+from dlrm_workbook.trials.compare import measure as compare_measure
+from dlrm_workbook.trials.compare import show as compare_figures
+from dlrm_workbook.trials.compare.measure import TimedRun
+from dlrm_workbook.trials.sweep import show as sweep_figures
 
 # ---- finished runs --------------------------------------------------------------
 

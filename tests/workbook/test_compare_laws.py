@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlrm_core.errors import InputError
+from dlrm_core.base.errors import InputError
 from dlrm_workbook.analysis.ensemble import (
     fit_law,
     fitted_curves,
@@ -19,7 +19,7 @@ from dlrm_workbook.analysis.ensemble import (
     scaling,
     settings_table,
 )
-from dlrm_workbook.intervals import (
+from dlrm_workbook.ground.intervals import (
     holm,
     median_interval,
     p_value,

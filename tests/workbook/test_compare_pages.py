@@ -15,8 +15,8 @@ from dlrm_core.config import Parameters, parameters_from_sections
 from dlrm_workbook.analysis.ensemble import WHOLE
 from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.show.tables import Table, Text
-from dlrm_workbook.studies.sweep.analyse import SweepSummary
-from dlrm_workbook.studies.sweep.plan import PointFailed, Sweep
+from dlrm_workbook.trials.sweep.analyse import SweepSummary
+from dlrm_workbook.trials.sweep.plan import PointFailed, Sweep
 
 SIZES = [16, 32, 64, 128, 256]
 

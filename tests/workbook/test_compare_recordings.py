@@ -11,14 +11,14 @@ import pytest
 from recordings import SEVERAL, TRACES, expected, recording
 from test_compare import tiny
 
-from dlrm_core.errors import InputError
+from dlrm_core.base.errors import InputError
 from dlrm_workbook.analysis import compare
 from dlrm_workbook.recordings.open import open_recording
 from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.recordings.torch.trace import read_trace
 from dlrm_workbook.runner.run import recording_name
-from dlrm_workbook.studies.compare import comparison
-from dlrm_workbook.studies.compare import show as shown
+from dlrm_workbook.trials.compare import comparison
+from dlrm_workbook.trials.compare import show as shown
 
 META = "meta-dlrm-a100x8-rank3"
 

@@ -12,11 +12,11 @@ from compare_profiles import PARTS, made_runs, tiny
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlrm_core.errors import InputError
-from dlrm_workbook.changes import apply_change, change_steps, change_text, difference
+from dlrm_core.base.errors import InputError
+from dlrm_workbook.analysis.changes import apply_change, change_steps, change_text, difference
 from dlrm_workbook.evidence.training import part_times
 from dlrm_workbook.runner.parameters import split_overrides
-from dlrm_workbook.studies.compare.analyse import (
+from dlrm_workbook.trials.compare.analyse import (
     NO_PART,
     OUTSIDE,
     compare_losses,
@@ -25,7 +25,7 @@ from dlrm_workbook.studies.compare.analyse import (
     round_table,
     speedup,
 )
-from dlrm_workbook.studies.compare.measure import (
+from dlrm_workbook.trials.compare.measure import (
     TimedRun,
     run_in_turns,
 )

@@ -12,9 +12,9 @@ import torch
 
 from dlrm_workbook.evidence import counters as evidence_counters
 from dlrm_workbook.evidence.counters import IterationCounters
-from dlrm_workbook.machine import memory_limit
-from dlrm_workbook.processes import without_collection
-from dlrm_workbook.turns import threads_of
+from dlrm_workbook.ground.machine import memory_limit
+from dlrm_workbook.ground.processes import without_collection
+from dlrm_workbook.ground.turns import threads_of
 
 CPU = torch.device("cpu")
 

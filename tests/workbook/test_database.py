@@ -17,7 +17,7 @@ from databases import NAMES, assert_same, expected_of, folder_of, written
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dlrm_core.text import visible
+from dlrm_core.base.text import visible
 from dlrm_workbook.analysis.gpu import kernel_table
 from dlrm_workbook.analysis.inspect import inspect_profile
 from dlrm_workbook.recordings.hpctoolkit import to_profile

@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from same_files import assert_same_files
 from small_data_set import ROWS, SMALL
 
+from dlrm_core.base.errors import InputError
 from dlrm_core.config import load_parameters, parameters_from_sections
 from dlrm_core.data.epochs import Epoch
+from dlrm_core.data.files.samples import SampleBatches, evaluation_batches, read_batch
+from dlrm_core.data.files.sources import open_source
+from dlrm_core.data.files.spec import index_dtype
+from dlrm_core.data.files.teacher import Law, SampleMaker
 from dlrm_core.data.loader import make_generator
-from dlrm_core.data.samples import SampleBatches, evaluation_batches, read_batch
-from dlrm_core.data.sources import open_source
-from dlrm_core.data.teacher import Law, SampleMaker
-from dlrm_core.errors import InputError
-from dlrm_core.feature_spec import index_dtype
 from dlrm_workbook.cli import main
 from dlrm_workbook.datasets import generate as generating
 from dlrm_workbook.datasets.generate import VARIANTS, generate, scaled

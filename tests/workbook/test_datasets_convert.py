@@ -10,9 +10,9 @@ import pytest
 import torch
 from same_files import assert_same_files
 
-from dlrm_core.data.samples import read_batch
-from dlrm_core.data.sources import open_source
-from dlrm_core.errors import InputError
+from dlrm_core.base.errors import InputError
+from dlrm_core.data.files.samples import read_batch
+from dlrm_core.data.files.sources import open_source
 from dlrm_workbook.cli import main
 from dlrm_workbook.datasets import splits
 from dlrm_workbook.datasets.convert import ORIGIN, Conversion, convert

@@ -11,9 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from same_files import assert_same_files
 
-from dlrm_core.data.sources import open_source
-from dlrm_core.errors import InputError
-from dlrm_core.feature_spec import read_spec
+from dlrm_core.base.errors import InputError
+from dlrm_core.data.files.sources import open_source
+from dlrm_core.data.files.spec import read_spec
 from dlrm_workbook.cli import main
 from dlrm_workbook.datasets import criteo as preprocess
 from dlrm_workbook.datasets import loops, vocabulary

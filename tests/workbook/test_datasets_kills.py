@@ -84,7 +84,7 @@ def test_two_processes_do_not_write_one_data_set(processes, tmp_path):
     folder = tmp_path / "set.partial"
     folder.mkdir()
     (folder / "progress.json").write_text('{"request": {}, "done": {}}')
-    from dlrm_core.errors import InputError
+    from dlrm_core.base.errors import InputError
     from dlrm_workbook.datasets.resumable import workplace
 
     other = os.open(folder, os.O_RDONLY)

@@ -11,10 +11,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from small_data_set import ROWS
 
-from dlrm_core.data.samples import read_batch
-from dlrm_core.data.sources import open_source
-from dlrm_core.errors import InputError
-from dlrm_core.feature_spec import read_spec
+from dlrm_core.base.errors import InputError
+from dlrm_core.data.files.samples import read_batch
+from dlrm_core.data.files.sources import open_source
+from dlrm_core.data.files.spec import read_spec
 from dlrm_workbook.cli import main
 from dlrm_workbook.datasets.inspection import inspect
 from dlrm_workbook.datasets.write_spec import write_spec

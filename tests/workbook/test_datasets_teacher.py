@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 from small_data_set import ROWS, SMALL
 
 from dlrm_core.config import parameters_from_sections
+from dlrm_core.data.files.samples import evaluation_batches, read_batch
+from dlrm_core.data.files.sources import open_source
+from dlrm_core.data.files.spec import read_spec
+from dlrm_core.data.files.teacher import Law, SampleMaker, TeacherConfig, Variant, sigmoid
 from dlrm_core.data.loader import make_generator
-from dlrm_core.data.samples import evaluation_batches, read_batch
-from dlrm_core.data.sources import open_source
-from dlrm_core.data.teacher import Law, SampleMaker, TeacherConfig, Variant, sigmoid
-from dlrm_core.feature_spec import read_spec
 from dlrm_workbook.datasets import best_auc
 from dlrm_workbook.datasets.best_auc import ScoreHistogram, sampled_logits, teacher_auc
 from dlrm_workbook.datasets.generate import generate

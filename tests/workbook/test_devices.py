@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dlrm_core.errors import InputError
+from dlrm_core.base.errors import InputError
 from dlrm_workbook.analysis.devices import DEVICES, device, device_of, device_of_driver, name_device
 from dlrm_workbook.analysis.roofline import Limits
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from dlrm_core.errors import InputError
-from dlrm_core.files import JsonLines, whole_folder, write_json
-from dlrm_workbook.processes import MeasurementError, run_child
+from dlrm_core.base.errors import InputError
+from dlrm_core.base.files import JsonLines, whole_folder, write_json
+from dlrm_workbook.ground.processes import MeasurementError, run_child
+from dlrm_workbook.ground.runs import GONE, RunFolder, claim_run_folder
 from dlrm_workbook.runner.index import write_index
-from dlrm_workbook.runs import GONE, RunFolder, claim_run_folder
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="/dev/full and limits are Linux's")
 
@@ -100,7 +100,7 @@ def test_a_run_whose_disk_fills_up_says_so(tmp_path: Path) -> None:
 
 def test_what_is_there_stays_where_the_new_does_not_fit(tmp_path: Path) -> None:
     code = (
-        "from pathlib import Path; from dlrm_core.files import write_json\n"
+        "from pathlib import Path; from dlrm_core.base.files import write_json\n"
         f"write_json(Path({str(tmp_path / 'a.json')!r}), 'x' * 5000)"
     )
     write_json(tmp_path / "a.json", {"old": 1})
@@ -126,7 +126,7 @@ def test_lines_that_do_not_fit_are_told_and_do_not_hide_another_error() -> None:
 def test_a_silent_child_whose_output_cannot_be_kept_is_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dlrm_workbook import processes
+    from dlrm_workbook.ground import processes
 
     (tmp_path / "full").symlink_to("/dev/full")
     monkeypatch.setattr(processes, "fresh_path", lambda path: tmp_path / "full")
@@ -147,7 +147,7 @@ def test_a_folder_is_whole_or_absent_where_nobody_may_write(tmp_path: Path) -> N
 
 KILLED = """
 import os, signal, sys
-from dlrm_workbook.runs import claim_run_folder
+from dlrm_workbook.ground.runs import claim_run_folder
 folder = claim_run_folder(sys.argv[1], "train", "q", parameters={}, command="x")
 print(folder.path, flush=True)
 if sys.argv[2] == "killed":

@@ -8,11 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dlrm_core.base.errors import InputError
 from dlrm_core.config import parameters_from_sections
 from dlrm_core.data.loader import make_generator
-from dlrm_core.errors import InputError
-from dlrm_core.evaluate import HeldOut, evaluate, held_out_batches, predict
 from dlrm_core.inference import pool_of, warm_up_steps
+from dlrm_core.run.evaluate import HeldOut, evaluate, held_out_batches, predict
 from dlrm_core.train import Trainer, train
 from dlrm_workbook.analysis import training as runs
 from dlrm_workbook.cli import main

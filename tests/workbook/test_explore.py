@@ -13,7 +13,7 @@ import pytest
 from recordings import SEVERAL, recording
 from test_notebooks import run_cells
 
-from dlrm_core.errors import InputError, MissingToolError
+from dlrm_core.base.errors import InputError, MissingToolError
 from dlrm_workbook.explore import attribute, figures, flat, load_profile, recordings, show
 from dlrm_workbook.recordings.hatchet_frames import LEGIBLE, thicket
 from dlrm_workbook.recordings.profile import Profile

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlrm_core.units import (
+from dlrm_core.base.units import (
     NOTHING,
     counted,
     faster,

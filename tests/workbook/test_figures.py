@@ -14,11 +14,13 @@ import plotly.graph_objects as go
 import pytest
 from gpu_trace import events, write
 
+from dlrm_core.base.units import digits, percent
 from dlrm_core.config import Parameters, parameters_from_sections
 from dlrm_core.parts import COMPONENTS, PHASES
-from dlrm_core.reports import TrainingResult
+from dlrm_core.run.reports import TrainingResult
 from dlrm_core.train import train
-from dlrm_core.units import digits, percent
+from dlrm_studies.bench.show import CONTESTANTS
+from dlrm_studies.scaling.show import EXCHANGE_COLOURS, SHARDING_COLOURS
 from dlrm_workbook.analysis import attribution, operators
 from dlrm_workbook.analysis import training as runs
 from dlrm_workbook.recordings.profile import Profile
@@ -32,8 +34,6 @@ from dlrm_workbook.show.gpu import REASON_COLOURS
 from dlrm_workbook.show.idle import CAUSE_COLOURS, STATE_COLOURS
 from dlrm_workbook.show.tables import Table, show
 from dlrm_workbook.show.theme import COLOURS, PATTERNS, SPAN_GAP, short_name, text_on
-from dlrm_workbook.studies.bench.show import CONTESTANTS
-from dlrm_workbook.studies.scaling.show import EXCHANGE_COLOURS, SHARDING_COLOURS
 
 ITERATIONS = 4
 

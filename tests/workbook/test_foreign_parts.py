@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dlrm_core.base.errors import InputError
 from dlrm_core.config import parameters_from_sections
-from dlrm_core.errors import InputError
 from dlrm_workbook.recordings.foreign import (
     ACCUMULATE,
     MLP,

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlrm_core.errors import InputError
+from dlrm_core.base.errors import InputError
 from dlrm_workbook.analysis import lanes
 from dlrm_workbook.analysis.context_tree import overlap, reason_of, running, union
 from dlrm_workbook.analysis.gpu import (

@@ -18,10 +18,16 @@ from fake_hpctoolkit import processes_naming, run
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dlrm_core.base.errors import InputError
 from dlrm_core.config import ProfilingConfig, parameters_from_sections
-from dlrm_core.errors import InputError
-from dlrm_workbook import processes
-from dlrm_workbook.processes import ALLOCATOR, MeasurementError, Progress, fresh_path, run_child
+from dlrm_workbook.ground import processes
+from dlrm_workbook.ground.processes import (
+    ALLOCATOR,
+    MeasurementError,
+    Progress,
+    fresh_path,
+    run_child,
+)
 from dlrm_workbook.recordings.hpctoolkit.driver import measure
 from dlrm_workbook.recordings.hpctoolkit.tools import find_tools
 from dlrm_workbook.recordings.measure import measure as measure_run
@@ -90,7 +96,7 @@ def test_our_own_steps_are_not_waited_for_on_a_gpu(tmp_path, monkeypatch):
     monkeypatch.setattr("dlrm_workbook.recordings.measure.choose_engine", lambda config: given)
     for device in ("cpu", "cuda"):
         found = torch.device(device)
-        monkeypatch.setattr("dlrm_core.machine.resolve_device", lambda training, d=found: d)
+        monkeypatch.setattr("dlrm_core.base.machine.resolve_device", lambda training, d=found: d)
         with pytest.raises(InputError, match="enough"):
             measure_run(parameters_from_sections({}), tmp_path / device)
     often = [word for command in commands for word in command if "training.log_every=" in word]
@@ -202,7 +208,7 @@ def test_a_caller_that_fails_ends_the_program(fake):
 def test_an_interrupted_measurement_leaves_no_process(fake, tmp_path, number, code):
     script = (
         "import sys\n"
-        "from dlrm_workbook import processes\n"
+        "from dlrm_workbook.ground import processes\n"
         "from dlrm_workbook.recordings.hpctoolkit.driver import measure\n"
         "from dlrm_workbook.recordings.hpctoolkit.tools import find_tools\n"
         "processes.GRACE_S = 0.5\n"

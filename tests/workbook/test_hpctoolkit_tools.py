@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from fake_hpctoolkit import capabilities, run
 
-from dlrm_core.errors import InputError, MissingToolError
+from dlrm_core.base.errors import InputError, MissingToolError
 from dlrm_workbook import doctor
 from dlrm_workbook.recordings.hpctoolkit.passes import Pass, plan_passes
 from dlrm_workbook.recordings.hpctoolkit.tools import (

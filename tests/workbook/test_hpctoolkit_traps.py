@@ -12,8 +12,8 @@ from fake_hpctoolkit import processes_naming, run
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlrm_core.errors import InputError
-from dlrm_workbook.processes import MeasurementError
+from dlrm_core.base.errors import InputError
+from dlrm_workbook.ground.processes import MeasurementError
 from dlrm_workbook.recordings.hpctoolkit import build
 from dlrm_workbook.recordings.hpctoolkit.build import (
     MAGIC,

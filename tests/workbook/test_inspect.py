@@ -12,7 +12,7 @@ import pytest
 from databases import NAMES, expected_of, folder_of
 from recordings import SEVERAL, TRACES, expected, recording
 
-from dlrm_core.errors import InputError
+from dlrm_core.base.errors import InputError
 from dlrm_workbook.analysis.inspect import describe, inspect
 from dlrm_workbook.cli import main
 from dlrm_workbook.recordings.open import open_recording, require_recording

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dlrm_core.errors import InputError
-from dlrm_workbook.ledger import Ledger, require_same
+from dlrm_core.base.errors import InputError
+from dlrm_workbook.ground.ledger import Ledger, require_same
 
 ADVICE = "give another --json"
 SETTINGS = {"iterations": 20, "model": {"rows": (10, 20)}}

@@ -17,19 +17,19 @@ import plotly.graph_objects as go
 import pytest
 from conftest import Chain
 
+from dlrm_core.base.errors import InputError
 from dlrm_core.config import load_parameters, parameters_from_sections
-from dlrm_core.errors import InputError
 from dlrm_workbook.analysis.attribution import attribute, coverage
 from dlrm_workbook.analysis.findings import findings, limit
 from dlrm_workbook.analysis.findings.finding import Finding
 from dlrm_workbook.analysis.reference import at_reference, reference
 from dlrm_workbook.analysis.sentences import in_markdown
-from dlrm_workbook.machine import REPOSITORY
-from dlrm_workbook.processes import Progress
+from dlrm_workbook.ground.machine import REPOSITORY
+from dlrm_workbook.ground.processes import Progress
+from dlrm_workbook.ground.runs import NOTEBOOKS, latest_run
 from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.runner import notebook as notebook_run
 from dlrm_workbook.runner.parameters import assigned_values, declared_parameters
-from dlrm_workbook.runs import NOTEBOOKS, latest_run
 from dlrm_workbook.samples import SAMPLE, sample_profile
 from dlrm_workbook.show import profile as about
 from dlrm_workbook.show.tables import FORMATS, Table, Text, show

@@ -15,7 +15,7 @@ import pytest
 from databases import folder_of
 from recordings import SEVERAL, recording
 
-from dlrm_core.errors import InputError
+from dlrm_core.base.errors import InputError
 from dlrm_workbook.recordings import open as opening
 from dlrm_workbook.recordings.open import open_recording, union_ns
 from dlrm_workbook.runner.notebook import find_profile

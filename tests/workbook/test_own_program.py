@@ -15,8 +15,8 @@ import pytest
 import torch
 from fake_hpctoolkit import FakeHPCToolkit
 
+from dlrm_core.base.errors import InputError
 from dlrm_core.config import Parameters, load_parameters, parameters_from_sections
-from dlrm_core.errors import InputError
 from dlrm_workbook import record
 from dlrm_workbook.analysis.attribution import attribute, coverage
 from dlrm_workbook.analysis.findings import findings
@@ -31,7 +31,7 @@ from dlrm_workbook.analysis.roofline import (
 )
 from dlrm_workbook.analysis.verdict import time_together
 from dlrm_workbook.cli import with_command
-from dlrm_workbook.machine import REPOSITORY
+from dlrm_workbook.ground.machine import REPOSITORY
 from dlrm_workbook.recordings.measure import measure
 from dlrm_workbook.recordings.open import open_recording
 from dlrm_workbook.recordings.profile import Profile

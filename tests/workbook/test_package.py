@@ -69,7 +69,7 @@ def test_the_lock_installs_on_every_python_that_the_readme_names():
 
 def test_torchrec_is_installed_as_its_message_says():
     """It is in no range and no lock: its package declares FBGEMM's CUDA build."""
-    from dlrm_core.distributed.plan import INSTALL
+    from dlrm_ranks.plan import INSTALL
 
     command = "pip install --no-deps torchrec==1.8.0"
     assert command in INSTALL
@@ -232,7 +232,9 @@ def test_what_is_installed_works_without_the_checkout(installed):
     again = dlrm("new", "mein Heft")
     assert again.returncode == 2 and "is not empty" in again.stderr
     assert "Traceback" not in again.stderr
-    where = "from dlrm_workbook.runs import *; print(NOTEBOOKS, DEFAULT_OUTPUT_ROOT, sep='|')"
+    where = (
+        "from dlrm_workbook.ground.runs import *; print(NOTEBOOKS, DEFAULT_OUTPUT_ROOT, sep='|')"
+    )
     for cwd, notebooks, outputs in (
         (place, installed / "site" / "dlrm_workbook" / "notebooks", place / "outputs"),
         (folder, folder / "notebooks", folder / "outputs"),

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 from sample_notebooks import PARAMETERS, PAYLOADS
 
-from dlrm_core.errors import InputError
-from dlrm_core.units import value_text
+from dlrm_core.base.errors import InputError
+from dlrm_core.base.units import value_text
 from dlrm_workbook.runner.html_clean import (
     ATTRIBUTES,
     CSS_PROPERTIES,

@@ -16,8 +16,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dlrm_core.base.errors import InputError
 from dlrm_core.config import Parameters, parameters_from_sections
-from dlrm_core.errors import InputError
 from dlrm_workbook.analysis.whatif import COVER
 from dlrm_workbook.evidence import probes, together
 from dlrm_workbook.evidence.dependence import (

@@ -11,11 +11,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dlrm_core.base.errors import InputError
 from dlrm_core.config import Parameters, parameters_from_sections
 from dlrm_core.data.loader import make_generator, staged
-from dlrm_core.errors import InputError
 from dlrm_core.placement import plan_placement, smallest_first
-from dlrm_core.resume import optimizer_state, weights_of
+from dlrm_core.run.resume import optimizer_state, weights_of
 from dlrm_core.train import Trainer, train
 from dlrm_kernels.embeddings.host_tables import (
     GPU_SPAN,
@@ -303,7 +303,7 @@ LIMITED = """
 import resource
 from pathlib import Path
 from dlrm_core.config import parameters_from_sections
-from dlrm_core.errors import InputError
+from dlrm_core.base.errors import InputError
 from dlrm_core.train import Trainer
 
 def run(**training):

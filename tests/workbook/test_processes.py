@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from dlrm_core.errors import InputError
-from dlrm_core.machine import STARTER, end_with_starter, ending_with_us
-from dlrm_workbook import processes
+from dlrm_core.base.errors import InputError
+from dlrm_core.base.machine import STARTER, end_with_starter, ending_with_us
 from dlrm_workbook.evidence.contestants import environment_of, settings
-from dlrm_workbook.processes import (
+from dlrm_workbook.ground import processes
+from dlrm_workbook.ground.processes import (
     MeasurementError,
     Progress,
     run_child,
@@ -27,12 +27,12 @@ from dlrm_workbook.processes import (
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's help is Linux's")
 
 CHILD = (
-    "import sys, time; from dlrm_core.machine import end_with_starter; "
+    "import sys, time; from dlrm_core.base.machine import end_with_starter; "
     "end_with_starter(); print('here', flush=True); time.sleep(600)"
 )
 PARENT = f"""
 import os, subprocess, sys
-from dlrm_core.machine import ending_with_us
+from dlrm_core.base.machine import ending_with_us
 child = subprocess.Popen(
     [sys.executable, "-c", {CHILD!r}], env=os.environ | ending_with_us(), stdout=subprocess.PIPE
 )
@@ -102,7 +102,7 @@ print("the end", file=sys.stderr)
 TALKS = """
 import sys, time
 from pathlib import Path
-from dlrm_workbook.processes import print_stage
+from dlrm_workbook.ground.processes import print_stage
 def wait_until_seen(name):
     while not Path(sys.argv[1], name).exists():
         time.sleep(0.01)
@@ -141,7 +141,7 @@ def test_the_sentence_about_a_failure(tmp_path: Path) -> None:
     said = sentence("1 / 0", logs=tmp_path)
     assert said.startswith("the run failed with exit code 1: ZeroDivisionError: division by zero")
     assert said.endswith(f"; see {tmp_path / 't.err'}")
-    ours = "from dlrm_core.errors import InputError; raise InputError('no such row')"
+    ours = "from dlrm_core.base.errors import InputError; raise InputError('no such row')"
     assert sentence(ours) == "the run failed with exit code 1: no such row"
     refused = "import sys; print('dlrm train: x is 3', file=sys.stderr); sys.exit(2)"
     assert sentence(refused) == "the run: x is 3"

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dlrm_core.errors import InputError
+from dlrm_core.base.errors import InputError
 from dlrm_workbook.recordings.profile import (
     SCHEMA,
     Profile,

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from recordings import SEVERAL, recording
 
+from dlrm_workbook.analysis import rank_traces as traces
 from dlrm_workbook.analysis.attribution import attribute
 from dlrm_workbook.analysis.findings import findings
-from dlrm_workbook.analysis.ranks import traces
 from dlrm_workbook.recordings.open import open_recording
 from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.recordings.torch.trace import read_trace

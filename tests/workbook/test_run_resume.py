@@ -14,14 +14,14 @@ from pathlib import Path
 import pytest
 import yaml
 
+from dlrm_core.base.errors import InputError
+from dlrm_core.base.files import write_json
 from dlrm_core.config import parameters_from_sections
-from dlrm_core.errors import InputError
-from dlrm_core.files import write_json
-from dlrm_workbook.processes import only_process
+from dlrm_workbook.ground.processes import only_process
+from dlrm_workbook.ground.runs import claim_run_folder
 from dlrm_workbook.runner.command import command_run, unfinished_record
-from dlrm_workbook.runs import claim_run_folder
-from dlrm_workbook.studies.compare import comparison
-from dlrm_workbook.studies.compare.comparison import earlier_try, whole_profile
+from dlrm_workbook.trials.compare import comparison
+from dlrm_workbook.trials.compare.comparison import earlier_try, whole_profile
 
 TINY = {
     "title": "tiny",
@@ -40,7 +40,7 @@ CHANGE = {"training.batch_size": 8}
 PROGRAM = """
 import json, sys
 from pathlib import Path
-from dlrm_workbook.studies.compare import comparison
+from dlrm_workbook.trials.compare import comparison
 from dlrm_core.config import parameters_from_sections
 sections, change, folder = json.loads(sys.argv[1])
 compared = comparison.start(

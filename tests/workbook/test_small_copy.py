@@ -8,7 +8,7 @@ import torch
 from dlrm_core.config import load_parameters
 from dlrm_core.train import Trainer
 from dlrm_workbook.analysis.training import bags, small_copy, weights
-from dlrm_workbook.machine import REPOSITORY
+from dlrm_workbook.ground.machine import REPOSITORY
 
 PRESETS = sorted((REPOSITORY / "parameters").glob("*.yaml"))
 

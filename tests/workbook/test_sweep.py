@@ -19,16 +19,16 @@ import pytest
 import yaml
 from compare_profiles import TINY
 
+from dlrm_core.base.errors import InputError
 from dlrm_core.config import Parameters, load_parameters, parameters_from_sections
-from dlrm_core.errors import InputError
 from dlrm_workbook import cli
 from dlrm_workbook.analysis.ensemble import swept_runs
-from dlrm_workbook.machine import REPOSITORY
+from dlrm_workbook.ground.machine import REPOSITORY
+from dlrm_workbook.ground.runs import latest_run
 from dlrm_workbook.runner.index import write_index
-from dlrm_workbook.runs import latest_run
-from dlrm_workbook.studies.sweep import show as figures
-from dlrm_workbook.studies.sweep.analyse import SweepSummary, newest_sweep
-from dlrm_workbook.studies.sweep.plan import PointFailed, Sweep, describe_failures, sweep_points
+from dlrm_workbook.trials.sweep import show as figures
+from dlrm_workbook.trials.sweep.analyse import SweepSummary, newest_sweep
+from dlrm_workbook.trials.sweep.plan import PointFailed, Sweep, describe_failures, sweep_points
 
 SWEEP = {
     "training.batch_size": [8, 16],

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from small_program import SmallProgram
 from torch.profiler import ProfilerActivity, profile
 
-from dlrm_core.errors import InputError
+from dlrm_core.base.errors import InputError
 from dlrm_workbook.recordings.nesting import innermost, nest, self_times
 from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.recordings.torch.recorder import record

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dlrm_workbook.turns import (
+from dlrm_workbook.ground.turns import (
     CacheFlush,
     back_and_forth,
     elapsed_ms,

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlrm_core.errors import InputError
+from dlrm_core.base.errors import InputError
 from dlrm_workbook.analysis.attribution import step_contexts
 from dlrm_workbook.analysis.context_tree import outermost, reason_of, scopes_of
 from dlrm_workbook.analysis.views import bottom_up, flat, top_down

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dlrm_core.base.errors import InputError
 from dlrm_core.config import Parameters
-from dlrm_core.errors import InputError
 from dlrm_core.parts import ITERATION_SPAN, span_name
 from dlrm_workbook.analysis.devices import device
 from dlrm_workbook.analysis.whatif import (

@@ -18,12 +18,13 @@ import nbformat
 import pytest
 from sample_notebooks import PARAMETERS, write_notebook
 
-from dlrm_core.errors import InputError
-from dlrm_core.files import write_json
+from dlrm_core.base.errors import InputError
+from dlrm_core.base.files import write_json
 from dlrm_workbook import cli
 from dlrm_workbook.analysis.ensemble import SWEEP
 from dlrm_workbook.analysis.sentences import in_markdown
-from dlrm_workbook.machine import REPOSITORY
+from dlrm_workbook.ground.machine import REPOSITORY
+from dlrm_workbook.ground.runs import NOTEBOOKS, claim_run_folder, latest_run, named_run
 from dlrm_workbook.runner import engine as notebook_engine
 from dlrm_workbook.runner import run as workbook
 from dlrm_workbook.runner.command import closing_words
@@ -38,7 +39,6 @@ from dlrm_workbook.runner.run import (
     recording_name,
     run_notebooks,
 )
-from dlrm_workbook.runs import NOTEBOOKS, claim_run_folder, latest_run, named_run
 
 OURS = sorted(NOTEBOOKS.glob("*.ipynb"))
 
@@ -111,7 +111,10 @@ def test_failing_cell_is_named_and_the_partial_notebook_kept(place: Path) -> Non
 
 @pytest.mark.notebook
 def test_input_error_in_a_cell_is_bad_input(place: Path) -> None:
-    cells = ["# T", "from dlrm_core.errors import InputError\nraise InputError('too big: 9 of 8')"]
+    cells = [
+        "# T",
+        "from dlrm_core.base.errors import InputError\nraise InputError('too big: 9 of 8')",
+    ]
     with pytest.raises(RunError, match="too big: 9 of 8") as failure:
         run(place, cells)
     assert failure.value.code == 2
@@ -614,7 +617,7 @@ def test_the_end_of_a_command_does_not_search_what_was_imported() -> None:
 def test_headless_subcommands_need_no_notebook_tools() -> None:
     heavy = ["papermill", "plotly", "nbformat", "nbconvert", "pandas", "IPython", "torch"]
     program = (
-        "import sys\nfrom dlrm_core.cli import parser_of\n"
+        "import sys\nfrom dlrm_core.base.cli import parser_of\n"
         "from dlrm_workbook.cli import SUBCOMMANDS\n"
         "parser_of(SUBCOMMANDS, '', ['train', 'evaluate', 'infer', 'record'])\n"
         f"print([m for m in {heavy} if m in sys.modules])"

@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from dlrm_core.base.units import milliseconds
 from dlrm_core.parts import part_label
-from dlrm_core.units import milliseconds
 from dlrm_workbook.analysis.findings.evidence import Evidence
 from dlrm_workbook.analysis.findings.finding import Finding, Ledger, is_worthwhile, predicted
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from dlrm_core.units import milliseconds
+from dlrm_core.base.units import milliseconds
 from dlrm_workbook.analysis.attribution import parts_at
 from dlrm_workbook.analysis.findings.evidence import Evidence
 from dlrm_workbook.analysis.findings.finding import (

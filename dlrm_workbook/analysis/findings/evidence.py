@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from dlrm_core.base.errors import InputError
+from dlrm_core.base.units import milliseconds
 from dlrm_core.config import Parameters, parameters_from_sections
-from dlrm_core.errors import InputError
 from dlrm_core.parts import SPAN_PREFIX, is_iteration_function
-from dlrm_core.units import milliseconds
 from dlrm_workbook.analysis.attribution import (
     basis,
     by_part,

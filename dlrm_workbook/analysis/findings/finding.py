@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from dlrm_core.errors import InputError
-from dlrm_core.units import milliseconds
+from dlrm_core.base.errors import InputError
+from dlrm_core.base.units import milliseconds
 from dlrm_workbook.analysis.attribution import IDLE
 from dlrm_workbook.analysis.context_tree import Ints
 from dlrm_workbook.analysis.findings.evidence import Evidence, Part

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from dlrm_core.base.units import milliseconds
 from dlrm_core.parts import part_label
-from dlrm_core.units import milliseconds
 from dlrm_workbook.analysis.attribution import (
     PART,
     host_time,

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from dlrm_core.units import milliseconds
+from dlrm_core.base.units import milliseconds
 from dlrm_workbook.analysis.attribution import IDLE, iteration_state, windows
 from dlrm_workbook.analysis.context_tree import overlap, stretch_at, union
 from dlrm_workbook.analysis.findings.evidence import Evidence

@@ -9,8 +9,8 @@ import statistics
 
 import numpy as np
 
+from dlrm_core.base.units import milliseconds
 from dlrm_core.parts import part_label
-from dlrm_core.units import milliseconds
 from dlrm_workbook.analysis.findings.evidence import Evidence, Part
 from dlrm_workbook.analysis.findings.finding import (
     Ledger,

@@ -13,9 +13,9 @@ from typing import Any
 
 import pandas as pd
 
-from dlrm_core.errors import InputError
+from dlrm_core.base.errors import InputError
+from dlrm_core.base.units import milliseconds
 from dlrm_core.parts import part_label
-from dlrm_core.units import milliseconds
 from dlrm_workbook.analysis.findings.evidence import Evidence, Part, heaviest
 from dlrm_workbook.analysis.findings.finding import (
     Finding,

@@ -9,7 +9,7 @@ import struct
 from collections.abc import Callable
 from pathlib import Path
 
-from dlrm_workbook.processes import Completed, MeasurementError, fresh_path
+from dlrm_workbook.ground.processes import Completed, MeasurementError, fresh_path
 from dlrm_workbook.recordings.hpctoolkit.passes import (
     default_jobs,
     hpcprof_command,

@@ -17,9 +17,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from dlrm_core.base.errors import InputError
 from dlrm_core.config import ProfilingConfig
-from dlrm_core.errors import InputError
-from dlrm_workbook.processes import MeasurementError, ProgressCallback, fresh_path, run_child
+from dlrm_workbook.ground.processes import MeasurementError, ProgressCallback, fresh_path, run_child
 from dlrm_workbook.recordings.hpctoolkit.build import (
     DatabaseAborted,
     build_database,

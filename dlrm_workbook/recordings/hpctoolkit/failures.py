@@ -7,7 +7,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from dlrm_workbook.processes import Completed, MeasurementError
+from dlrm_workbook.ground.processes import Completed, MeasurementError
 from dlrm_workbook.recordings.hpctoolkit.passes import Pass
 
 LOST_LIMIT = 0.05

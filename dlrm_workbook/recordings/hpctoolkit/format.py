@@ -23,9 +23,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dlrm_core.errors import InputError
-from dlrm_core.files import open_binary
-from dlrm_core.text import visible
+from dlrm_core.base.errors import InputError
+from dlrm_core.base.files import open_binary
+from dlrm_core.base.text import visible
 
 MAGIC = b"HPCTOOLKIT"
 MAJOR_VERSION = 4

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dlrm_core.errors import InputError
-from dlrm_workbook.processes import ALLOCATOR
+from dlrm_core.base.errors import InputError
+from dlrm_workbook.ground.processes import ALLOCATOR
 from dlrm_workbook.recordings.hpctoolkit.tools import (
     CPU_EVENT,
     GPU_EVENTS,

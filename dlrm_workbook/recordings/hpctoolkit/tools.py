@@ -19,10 +19,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dlrm_core.errors import InputError, MissingToolError
-from dlrm_core.files import read_json
-from dlrm_workbook.machine import output_of
-from dlrm_workbook.processes import MeasurementError, run_child
+from dlrm_core.base.errors import InputError, MissingToolError
+from dlrm_core.base.files import read_json
+from dlrm_workbook.ground.machine import output_of
+from dlrm_workbook.ground.processes import MeasurementError, run_child
 
 SPACK = "spack install hpctoolkit +cuda +python ~viewer ^cuda@12"
 """Without the Python that it is to be built for; CUPTI of CUDA 13 has no PC sampling for it."""

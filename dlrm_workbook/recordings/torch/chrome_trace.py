@@ -24,11 +24,11 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from dlrm_core.errors import InputError
-from dlrm_core.files import MOST_JSON, open_binary
+from dlrm_core.base.errors import InputError
+from dlrm_core.base.files import MOST_JSON, open_binary
+from dlrm_core.base.text import visible
 from dlrm_core.parts import GROUP_PREFIX, SPAN_PREFIX
-from dlrm_core.text import visible
-from dlrm_workbook.processes import without_collection
+from dlrm_workbook.ground.processes import without_collection
 from dlrm_workbook.recordings.torch.json_stream import EventStream
 from dlrm_workbook.recordings.torch.shape_work import values_text
 

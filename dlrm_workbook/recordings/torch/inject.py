@@ -149,7 +149,7 @@ class _Watch:
                 self.end_program()
 
     def begin(self) -> None:
-        from dlrm_core.errors import InputError
+        from dlrm_core.base.errors import InputError
         from dlrm_workbook.recordings.torch.session import begin
 
         options = dict(self.asked["options"])
@@ -162,7 +162,7 @@ class _Watch:
 
     def close(self) -> None:
         """Write the recording."""
-        from dlrm_core.errors import InputError
+        from dlrm_core.base.errors import InputError
 
         assert self.session is not None
         self.over = True
@@ -212,7 +212,7 @@ class _Watch:
 
     def tell(self) -> None:
         """Write how things stand, for the process that started all this."""
-        from dlrm_core.files import write_json
+        from dlrm_core.base.files import write_json
         from dlrm_workbook.recordings.torch.session import rank_of_process
 
         rank, world = rank_of_process()

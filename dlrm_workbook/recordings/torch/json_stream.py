@@ -20,7 +20,7 @@ import zlib
 from collections.abc import Iterator
 from typing import IO, Any
 
-from dlrm_core.errors import InputError
+from dlrm_core.base.errors import InputError
 
 PIECE = 8 << 20
 """Bytes read at a time."""

@@ -20,9 +20,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from dlrm_core.config import Parameters, load_parameters
-from dlrm_core.files import read_json, require_new, write_json
-from dlrm_core.machine import (
+from dlrm_core.base.files import read_json, require_new, write_json
+from dlrm_core.base.machine import (
     available_memory,
     device_name,
     end_with_starter,
@@ -30,6 +29,7 @@ from dlrm_core.machine import (
     resolve_device,
     terminate_like_interrupt,
 )
+from dlrm_core.config import Parameters, load_parameters
 from dlrm_core.parts import log_spans
 from dlrm_core.train import IMPORTING, Trainer
 from dlrm_kernels.embeddings.choose import resolve_all
@@ -37,11 +37,11 @@ from dlrm_workbook.evidence.ceilings import measure_ceilings, model_shapes
 from dlrm_workbook.evidence.data_statistics import run_statistics
 from dlrm_workbook.evidence.probes import Lent, Tables, needs_huge_pages, probe_changes
 from dlrm_workbook.evidence.together import time_together
-from dlrm_workbook.machine import machine_facts, memory_limit
-from dlrm_workbook.processes import Say, print_stage, say_nothing
+from dlrm_workbook.ground.machine import machine_facts, memory_limit
+from dlrm_workbook.ground.processes import Say, print_stage, say_nothing
+from dlrm_workbook.ground.turns import threads_of
 from dlrm_workbook.recordings.torch import RECORDED
 from dlrm_workbook.recordings.torch.session import Session
-from dlrm_workbook.turns import threads_of
 
 WAIT_S = 0.02
 """Seconds between two looks whether changes are asked for."""

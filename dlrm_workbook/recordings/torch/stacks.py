@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from dlrm_core.errors import InputError
+from dlrm_core.base.errors import InputError
 from dlrm_core.parts import STEP_MARK, parse_span
 from dlrm_workbook.recordings.torch.chrome_trace import load_json
 

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from dlrm_core.errors import InputError
+from dlrm_core.base.errors import InputError
 from dlrm_core.parts import ITERATION_SPAN
 from dlrm_workbook.recordings.foreign import ENGINE_PREFIX, PartNames
 from dlrm_workbook.recordings.nesting import innermost, nest, self_times

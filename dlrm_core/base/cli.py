@@ -1,0 +1,260 @@
+"""``python -m dlrm_core``: a table of subcommands, each loaded only when it is called.
+
+What torchrun, profilers and bare GPU nodes start. Only the standard library is imported
+here. The workbook's ``dlrm`` has the same subcommands and more, from a longer table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import contextlib
+import gc
+import importlib
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+from dlrm_core.base.errors import InputError
+from dlrm_core.base.files import DISK_TROUBLE
+from dlrm_core.base.text import shown_on
+
+
+@dataclass(frozen=True)
+class Subcommand:
+    """One row of the table.
+
+    ``handler`` is ``module:function``; the function takes the parsed arguments and
+    returns an exit code (None is 0). It raises InputError for what the user must mend.
+    """
+
+    name: str
+    help: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    handler: str
+
+
+def parameters_file(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
+    """``-f`` or ``--like``, and ``-p``: the parameters of a run."""
+    source = parser.add_mutually_exclusive_group(required=required)
+    source.add_argument(
+        "-f",
+        "--file",
+        metavar="FILE",
+        help="parameters file (YAML), or the name of one that comes with the package, such as seed",
+    )
+    like_command(source)
+    parser.add_argument(
+        "-p",
+        "--parameter",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="override one parameter, such as training.batch_size=4096 (repeatable)",
+    )
+
+
+def like_command(parser: argparse._ActionsContainer) -> None:
+    """``--like``: the parameters that a command of facebookresearch/dlrm stands for."""
+    parser.add_argument(
+        "--like",
+        metavar="COMMAND",
+        help="instead of a file: a command of facebookresearch/dlrm, such as "
+        "'dlrm_s_pytorch.py --mini-batch-size=2048 ...', whose flags are translated",
+    )
+
+
+def _read_like(arguments: argparse.Namespace) -> None:
+    """Put the parameters of ``--like`` in the file's place, and say what had no effect."""
+    if getattr(arguments, "like", None) is None:
+        return
+    from dlrm_core.like import translated
+
+    arguments.file, notes = translated(arguments.like)
+    for note in notes:
+        print(f"dlrm {arguments.subcommand}: --like: {note}", file=sys.stderr)
+
+
+def _train(parser: argparse.ArgumentParser) -> None:
+    parameters_file(parser)
+    parser.add_argument(
+        "--output", metavar="DIR", help="folder for metrics.jsonl (default: none is written)"
+    )
+    parser.add_argument(
+        "--resume",
+        metavar="DIR",
+        help="go on from a checkpoint, a folder of checkpoints, or 'latest' (of the run's own "
+        "folder; none there yet: from the beginning); the same as -p training.resume=DIR",
+    )
+    parser.add_argument(
+        "--spans",
+        action="store_true",
+        help="add to the last line when each part began and ended (ns since the epoch)",
+    )
+    parser.add_argument(
+        "--mllog",
+        metavar="FILE",
+        help="write MLPerf's log of the run, ':::MLLOG' lines",
+    )
+
+
+def _evaluate(parser: argparse.ArgumentParser) -> None:
+    parameters_file(parser)
+    parser.add_argument(
+        "--checkpoint",
+        metavar="DIR",
+        help="a checkpoint or a folder of them, its newest (default: initial weights)",
+    )
+
+
+def _infer(parser: argparse.ArgumentParser) -> None:
+    _evaluate(parser)
+    parser.add_argument(
+        "--batch-sizes",
+        metavar="N,...",
+        help="measure each of these batch sizes (default: training.batch_size)",
+    )
+    parser.add_argument(
+        "--steps", type=int, default=1000, help="steps at each batch size (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="end a batch size's steps after S seconds (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--protocol",
+        choices=("steady", "nvidia"),
+        default="steady",
+        help="'steady': warm-up is found in the latencies; 'nvidia': NVIDIA's benchmark, which "
+        "leaves out the first 10 of 1000 steps (default: %(default)s)",
+    )
+
+
+TRAIN = Subcommand("train", "train without a notebook", _train, "dlrm_core.run.commands:train")
+EVALUATE = Subcommand(
+    "evaluate",
+    "compute AUC, log loss and accuracy of a checkpoint on test data",
+    _evaluate,
+    "dlrm_core.run.commands:evaluate",
+)
+INFER = Subcommand(
+    "infer",
+    "measure the latency of predictions by batch size",
+    _infer,
+    "dlrm_core.run.commands:infer",
+)
+SUBCOMMANDS = (TRAIN, EVALUATE, INFER)
+DESCRIPTION = "Trains a Deep Learning Recommendation Model."
+
+
+def parser_of(
+    subcommands: Sequence[Subcommand], description: str, given: Sequence[str]
+) -> argparse.ArgumentParser:
+    """The command line, built from a table.
+
+    Args:
+        given: the command line's words; only a subcommand among them gets its arguments.
+    """
+    parser = argparse.ArgumentParser(prog="dlrm", description=description)
+    subparsers = parser.add_subparsers(dest="subcommand", required=True, metavar="COMMAND")
+    for row in subcommands:
+        sub = subparsers.add_parser(row.name, help=row.help, description=row.help)
+        if row.name in given:
+            row.add_arguments(sub)
+        sub.set_defaults(handler=row.handler)
+    return parser
+
+
+def main(
+    argv: Sequence[str] | None = None,
+    subcommands: Sequence[Subcommand] = SUBCOMMANDS,
+    description: str = DESCRIPTION,
+    loading: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+) -> int:
+    """Run one subcommand.
+
+    Args:
+        loading: a context in which the subcommand's module is imported.
+
+    Returns:
+        0 when it did what was asked; 1 when it failed, or its output cannot be written; 2 when
+        what the user gave cannot be used (one sentence on standard error); 130 after Ctrl-C.
+    """
+    from dlrm_core.base.machine import end_with_starter
+
+    end_with_starter()
+    sys.stdout, sys.stderr = shown_on(sys.stdout), shown_on(sys.stderr)
+    # at its end Python would search for cycles in all that was imported, which takes seconds
+    atexit.register(gc.freeze)
+    given = list(sys.argv[1:] if argv is None else argv)
+    name = "dlrm"
+    try:
+        arguments = parser_of(subcommands, description, given).parse_args(given)
+        arguments.argv = ["dlrm", *given]
+        name = f"dlrm {arguments.subcommand}"
+        _refuse_empty_places(arguments)
+        module, _, function = arguments.handler.partition(":")
+        with loading():
+            handler = getattr(importlib.import_module(module), function)
+        _read_like(arguments)
+        code = int(handler(arguments) or 0)
+        # here, and not when Python ends, where nobody could say a word about it
+        sys.stdout.flush()
+        return code
+    except InputError as error:
+        _complain(f"{name}: {error}")
+        return 2
+    except KeyboardInterrupt:
+        _complain(f"{name}: interrupted")
+        return 128 + signal.SIGINT
+    except BrokenPipeError:
+        # the reader of our output (head, less) has gone: not an error of ours
+        _forget(sys.stdout)
+        return 128 + signal.SIGPIPE
+    except OSError as error:
+        if error.errno not in DISK_TROUBLE:
+            raise
+        _forget(sys.stdout)
+        where = f"{error.filename}: " if error.filename else "the output "
+        _complain(f"{name}: {where}cannot be written: {error.strerror}")
+        return 1
+
+
+PLACES = frozenset(
+    {"file", "output", "output_root", "resume", "checkpoint", "json", "path", "folder"}
+    | {"peer", "reference", "work"}
+)
+"""Arguments of any subcommand that name a file or folder."""
+
+
+def _refuse_empty_places(arguments: argparse.Namespace) -> None:
+    """Refuse an empty text where a place is named: it would be this folder, or count as left out.
+
+    Raises:
+        InputError: naming the argument.
+    """
+    for name, value in vars(arguments).items():
+        if name in PLACES and value == "":
+            raise InputError(
+                f"{name.replace('_', '-')} is empty, as of a shell's variable that is not set; "
+                "expected a file or folder"
+            )
+
+
+def _complain(sentence: str) -> None:
+    """Print a sentence on standard error, which may be gone or full itself."""
+    try:
+        print(sentence, file=sys.stderr, flush=True)
+    except OSError:
+        _forget(sys.stderr)
+
+
+def _forget(stream: TextIO) -> None:
+    """Give a stream that cannot be written somewhere to flush to: Python tries again at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

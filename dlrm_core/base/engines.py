@@ -1,0 +1,72 @@
+"""How the core finds a faster engine: by its name, when a parameter asks for it.
+
+The core computes everything with torch and numpy. What is faster lies in the package
+``dlrm_kernels``, which imports the core and is never imported by it: a name in
+:data:`ENGINES` leads to its module, loaded at the first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from dlrm_core.base.errors import MissingToolError
+
+PACKAGE = "dlrm_kernels"
+
+ENGINES = {
+    "fused embeddings": ("embeddings.fused_cpu", "training.embedding_backend: fused"),
+    "fused embeddings on a GPU": ("embeddings.fused_gpu", "training.embedding_backend: fused"),
+    "FBGEMM": ("embeddings.fbgemm", "training.embedding_backend: fbgemm"),
+    "choice of back end": ("embeddings.choose", "training.embedding_backend: auto"),
+    "tables in two places": (
+        "embeddings.host_tables",
+        "training.embeddings_on_gpu_bytes",
+    ),
+    "fused dense part": ("dense", "training.dense_backend: fused"),
+    "fused dense part on a GPU": ("interaction_gpu", "training.dense_backend: fused"),
+    "choice of dense part": (
+        "dense_choice",
+        "training.dense_backend: auto and training.fp32_matmul: auto",
+    ),
+    "facebook's random numbers": (
+        "facebook_random",
+        "model.init: facebook and data.generator: facebook",
+    ),
+    "matrix tiles": ("tiles.machine", "training.fp32_matmul: bf16x2 and bf16x3"),
+    "CUDA graphs": ("cuda_graphs", "training.cuda_graphs: true"),
+    "data kernels": ("data_sets", "dlrm data, data.generator: teacher"),
+}
+"""Name of an engine to its module in the package, and what in the parameters asks for it."""
+
+
+def find_engine(name: str) -> Any:
+    """The module of an engine; None where its package is not installed."""
+    try:
+        importlib.import_module(PACKAGE)
+    except ModuleNotFoundError:
+        return None
+    return importlib.import_module(f"{PACKAGE}.{ENGINES[name][0]}")
+
+
+def optional_engine(name: str) -> Any:
+    """The module of an engine; None where its package, or what that compiles with, is missing."""
+    try:
+        return find_engine(name)
+    except ImportError:
+        return None
+
+
+def engine(name: str) -> Any:
+    """The module of an engine.
+
+    Raises:
+        MissingToolError: its package is not installed; naming the parameter that needs it.
+    """
+    found = find_engine(name)
+    if found is None:
+        raise MissingToolError(
+            f"{ENGINES[name][1]} needs the package {PACKAGE} (the engine {name!r}), which is not "
+            "installed beside dlrm_core; leave the parameter out, or install the whole project"
+        )
+    return found

@@ -1,0 +1,306 @@
+"""Typed, documented fields for configuration dataclasses, checked in one place."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import reprlib
+import types
+import typing
+from collections.abc import Hashable, Mapping
+from typing import Any, TypeVar, cast
+
+import yaml
+
+from dlrm_core.base.errors import InputError
+
+Section = TypeVar("Section")
+
+
+def setting(
+    default: Any,
+    meaning: str,
+    *,
+    minimum: float | None = None,
+    maximum: float | None = None,
+    choices: tuple[str, ...] | None = None,
+) -> Any:
+    """A dataclass field with its meaning and the values it may take."""
+    metadata = {"meaning": meaning, "minimum": minimum, "maximum": maximum, "choices": choices}
+    if isinstance(default, dict):
+        return dataclasses.field(default_factory=lambda: dict(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+LARGEST_INT = 2**63 - 1
+"""The largest whole number that tensors, files and JSON readers hold alike."""
+
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 3, 80, 80
+MOST_SHOWN = 200
+"""Characters of a value in a message."""
+
+
+def shown(value: Any) -> str:
+    """A value for a message: its repr, cut where it is long or nested."""
+    if isinstance(value, int) and not -(10**40) < value < 10**40:
+        # Python refuses to write whole numbers of thousands of digits
+        return f"a whole number of about {int(value.bit_length() * math.log10(2)) + 1:,} digits"
+    try:
+        text = _SHORT.repr(value)
+    except ValueError:
+        return f"a {type(value).__name__} with a number of thousands of digits"
+    # a list of long texts is long though each is cut
+    return text if len(text) <= MOST_SHOWN else f"{text[: MOST_SHOWN - 40]}...{text[-37:]}"
+
+
+def called(name: Any) -> str:
+    """A name for a message: as it is written, if it is one and short."""
+    return name if isinstance(name, str) and len(name) <= _SHORT.maxstring else shown(name)
+
+
+def require_count(file: Any, where: str, value: Any, most: int = LARGEST_INT) -> int:
+    """A whole number from 0 to ``most`` that a file says.
+
+    Raises:
+        InputError: naming the file, the field, its value and what was expected.
+    """
+    if type(value) is not int or not 0 <= value <= most:
+        expected = f"a whole number from 0 to {most}" if most != LARGEST_INT else "a whole number"
+        raise InputError(f"{file}: {where} is {shown(value)}, expected {expected}")
+    return value
+
+
+def coerce_section(section: Any, name: str) -> None:
+    """Check every field of a frozen dataclass against its annotation and metadata.
+
+    Values that YAML spells in more than one way are brought to one form: lists
+    and ``"512-512-64"`` become tuples, integers become floats where a float is
+    expected, and so do strings such as ``1e-3``, which YAML 1.1 reads as text.
+
+    Raises:
+        InputError: naming ``section.field``, the value and what was expected.
+    """
+    hints = typing.get_type_hints(type(section))
+    for field in dataclasses.fields(section):
+        where = f"{name}.{field.name}"
+        value = _coerce(getattr(section, field.name), hints[field.name], where)
+        _check_range(value, field.metadata, where)
+        object.__setattr__(section, field.name, value)
+
+
+def section_from(kind: type[Section], given: Any, name: str) -> Section:
+    """A section of settings as a mapping says; a field that it leaves out has its default.
+
+    Args:
+        kind: a dataclass of :func:`setting` fields.
+
+    Raises:
+        InputError: it is no mapping, or names a field that ``kind`` does not have.
+    """
+    if not isinstance(given, Mapping):
+        raise InputError(f"{name} is {shown(given)}, expected names with values")
+    known = [field.name for field in dataclasses.fields(cast(Any, kind))]
+    for leaf in given:
+        if leaf not in known:
+            raise InputError(f"{name}.{called(leaf)} is unknown, expected {' or '.join(known)}")
+    return kind(**given)
+
+
+def clash(name: str, section: Any, one: str, other: str, why: str) -> InputError:
+    """What to raise where two leaves of a section cannot both be as they are.
+
+    Args:
+        name: of the section.
+        one, other: the leaves.
+        why: they cannot, and what can be done.
+    """
+    values = []
+    for leaf in (one, other):
+        value = getattr(section, leaf)
+        said = f"{value:g}" if isinstance(value, float) else shown(value)
+        values.append(f"{name}.{leaf} is {said.lower() if isinstance(value, bool) else said}")
+    return InputError(f"{', but '.join(values)}: {why}")
+
+
+def describe_type(annotation: Any) -> str:
+    """A type as a person says it: 'a whole number', 'a list of whole numbers'..."""
+    if isinstance(annotation, types.UnionType):
+        inner = [a for a in typing.get_args(annotation) if a is not type(None)]
+        return f"{describe_type(inner[0])} or nothing"
+    if typing.get_origin(annotation) is tuple:
+        return f"a list of {describe_type(typing.get_args(annotation)[0]).split(' ', 1)[1]}s"
+    if typing.get_origin(annotation) is Mapping:
+        return "a mapping of text to text"
+    return {
+        bool: "true or false",
+        int: "a whole number",
+        float: "a number",
+        str: "some text",
+    }[annotation]
+
+
+def _coerce(value: Any, annotation: Any, where: str) -> Any:
+    if isinstance(annotation, types.UnionType):
+        if value is None:
+            return None
+        (annotation,) = (a for a in typing.get_args(annotation) if a is not type(None))
+    if typing.get_origin(annotation) is tuple:
+        item = typing.get_args(annotation)[0]
+        if item is str and not isinstance(value, list | tuple):
+            raise InputError(
+                f"{where} is {shown(value)}, expected {describe_type(tuple[str, ...])}"
+            )
+        if isinstance(value, str):
+            value = [_number(word) for word in value.replace(",", "-").split("-")]
+        elif not isinstance(value, list | tuple):
+            value = [value]
+        if not value:
+            raise InputError(f"{where} is empty, expected {describe_type(annotation)}")
+        return tuple(_coerce(v, item, f"{where}[{i}]") for i, v in enumerate(value))
+    if typing.get_origin(annotation) is Mapping:
+        if value is None:
+            return {}
+        if not isinstance(value, dict):
+            raise InputError(f"{where} is {shown(value)}, expected {describe_type(annotation)}")
+        item = typing.get_args(annotation)[1]
+        return {
+            _coerce(k, str, where): _coerce(v, item, f"{where}: {shown(k)}")
+            for k, v in value.items()
+        }
+    if annotation is float and isinstance(value, str):
+        value = _number(value)
+    if annotation is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value) if abs(value) <= LARGEST_INT else math.inf
+    # bool is an int in Python; "batch_size: true" must not mean 1
+    if type(value) is not annotation:
+        raise InputError(f"{where} is {shown(value)}, expected {describe_type(annotation)}")
+    if annotation is int and abs(value) > LARGEST_INT:
+        raise InputError(f"{where} is {shown(value)}, expected at most {LARGEST_INT:,}")
+    if annotation is str:
+        check_text(value, where)
+    if annotation is float and not math.isfinite(value):
+        raise InputError(f"{where} is {value}, expected a finite number")
+    return value
+
+
+MOST_CHARACTERS = 4096
+"""Longest text in a parameters file; Linux has no longer paths."""
+
+
+def check_text(text: str, where: str) -> None:
+    """Refuse a text that no file name, page or terminal takes as it is.
+
+    Raises:
+        InputError: it is too long, or has a character that is none.
+    """
+    if len(text) > MOST_CHARACTERS:
+        raise InputError(
+            f"{where} has {len(text):,} characters, expected at most {MOST_CHARACTERS:,}"
+        )
+    odd = next((c for c in text if (c < " " and c not in "\t\n") or "\ud800" <= c <= "\udfff"), "")
+    if odd:
+        raise InputError(f"{where} is {shown(text)}, expected no character {odd!r}")
+
+
+def _number(word: str) -> Any:
+    for kind in (int, float):
+        try:
+            return kind(word)
+        except ValueError:
+            continue
+    return word
+
+
+def _check_range(value: Any, metadata: Any, where: str) -> None:
+    if value is None or isinstance(value, dict):
+        return
+    if isinstance(value, tuple):
+        for i, item in enumerate(value):
+            _check_range(item, metadata, f"{where}[{i}]" if len(value) > 1 else where)
+        return
+    choices, minimum, maximum = metadata["choices"], metadata["minimum"], metadata["maximum"]
+    if choices is not None and value not in choices:
+        raise InputError(f"{where} is {shown(value)}, expected one of {', '.join(choices)}")
+    if minimum is not None and value < minimum:
+        raise InputError(f"{where} is {value}, expected at least {minimum}")
+    if maximum is not None and value > maximum:
+        raise InputError(f"{where} is {value}, expected at most {maximum}")
+
+
+# YAML as people give it to us: plain data, and every complaint in one sentence.
+
+# what safe_load raises: YAML's own errors; ValueError of a date or a number that is none,
+# OverflowError of one that is too large
+_REFUSALS = (yaml.YAMLError, ValueError, OverflowError)
+
+MOST_DEPTH = 50
+"""Brackets in brackets; libyaml's recursion ends the process at some thousands."""
+MOST_REASON = 300
+"""Characters of YAML's own words in a message."""
+MOST_VALUES = 100_000
+"""Keys and values of a document, and keys of a mapping after merging."""
+
+_SafeLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+class _Loader(_SafeLoader):
+    """The safe loader, but a key given twice is refused."""
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """As yaml's, after a look at the keys that are written in this mapping itself.
+
+        Before merging (``<<``), because a merged mapping may be overridden.
+        """
+        seen: dict[Any, int] = {}
+        for key_node, _ in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":
+                continue
+            key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, Hashable):
+                continue  # yaml's own complaint follows
+            line = key_node.start_mark.line + 1
+            if key in seen:
+                where = f"line {line}" if seen[key] == line else f"lines {seen[key]} and {line}"
+                raise InputError(f"{called(key)} is given twice, in {where}")
+            seen[key] = line
+        super().flatten_mapping(node)
+        # merges of merges multiply
+        if len(node.value) > MOST_VALUES:
+            raise InputError(f"a mapping merges more than {MOST_VALUES:,} keys")
+
+
+def _check_size(text: str) -> None:
+    """Refuse a document before anything is made of it.
+
+    Raises:
+        InputError: it has more brackets in brackets, or values, than any parameters.
+    """
+    depth = 0
+    for number, event in enumerate(yaml.parse(text, Loader=_SafeLoader)):
+        if isinstance(event, yaml.CollectionStartEvent):
+            depth += 1
+        elif isinstance(event, yaml.CollectionEndEvent):
+            depth -= 1
+        if depth > MOST_DEPTH:
+            raise InputError(f"it is nested more than {MOST_DEPTH} levels deep")
+        if number > MOST_VALUES:
+            raise InputError(f"it holds more than {MOST_VALUES:,} values")
+
+
+def read_yaml(text: str) -> Any:
+    """The data of one YAML document; None of an empty one.
+
+    Raises:
+        InputError: it is not YAML, holds more than data, or gives a key twice. The
+            sentence follows a colon behind the name of the file or the option.
+    """
+    try:
+        _check_size(text)
+        return yaml.load(text, Loader=_Loader)  # noqa: S506 (a safe loader's subclass)
+    except InputError:
+        raise
+    except _REFUSALS as error:
+        why = " ".join(str(error).split()).replace('in "<unicode string>", ', "in ")
+        why = why if len(why) <= MOST_REASON else why[:MOST_REASON] + "..."
+        raise InputError(f"this is not valid YAML: {why}") from None

@@ -1,0 +1,224 @@
+"""Predictions on test data: AUC, log loss, accuracy and the loss, and how fast they are made."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from dlrm_core.config import Parameters
+from dlrm_core.data.batch import WHOLE, Batch, Share
+from dlrm_core.data.loader import make_generator
+from dlrm_core.dense import bottom_mlp_forward, interaction_forward, top_mlp_forward
+from dlrm_core.model import DLRM
+from dlrm_core.run.auc import QualityMeter
+from dlrm_core.run.precision import DensePrecision
+from dlrm_core.step import data_forward, embedding_forward, transfer_forward
+
+STREAM_BATCHES = 20
+"""Batches of an evaluation on a stream without end, unless ``training.eval_batches`` is given."""
+
+KEPT_BYTES = 256 << 20
+"""Generated test data is kept between evaluations if it is no larger than this."""
+
+_SEED_STEP = 1 << 31
+"""Added to the seed for test data: no batch of the training is among it."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Quality of a model's predictions on test data, and how fast they were made."""
+
+    iteration: int
+    """Iterations of training behind the model."""
+    samples: int
+    auc: float | None
+    """None where all targets are of one kind."""
+    loss: float
+    """``model.loss``, the mean over samples."""
+    log_loss: float
+    """Mean binary cross entropy, natural logarithm, each clamped at 100 as torch does."""
+    accuracy: float
+    """Share of samples on whose side of 0.5 the prediction is."""
+    click_share: float
+    """Share of targets above 0.5."""
+    seconds: float
+    """Data included."""
+    data_seconds: float
+    samples_per_second: float
+    ms_per_iteration: float
+    """Median of a batch's transfer, forward pass and copy of its predictions to the host; on
+    several ranks of a batch on each."""
+    graded_targets: bool
+    """Some targets are neither 0 nor 1; AUC and accuracy then ask which are above 0.5."""
+
+    def line(self) -> dict[str, object]:
+        """Its line of metrics.jsonl."""
+        return {"kind": "evaluation"} | dataclasses.asdict(self)
+
+    def notices(self) -> list[str]:
+        """What a reader must know about the figures."""
+        said = []
+        if self.graded_targets:
+            said.append(
+                "targets are numbers between 0 and 1 (data.round_targets is false): AUC and "
+                "accuracy are about which of them are above 0.5"
+            )
+        if self.auc is None:
+            said.append(
+                f"there is no AUC: all {self.samples:,} test targets are "
+                f"{'clicks' if self.click_share else 'non-clicks'}"
+            )
+        return said
+
+
+class HeldOut:
+    """The batches of every evaluation, the same ones each time.
+
+    Args:
+        device: where they are made.
+        divide: what becomes of each, as of a training batch; None: nothing.
+        share: which of them this rank predicts.
+    """
+
+    def __init__(
+        self,
+        parameters: Parameters,
+        device: torch.device,
+        divide: Callable[[Batch], Batch] | None = None,
+        share: Share = WHOLE,
+    ) -> None:
+        self._parameters = parameters
+        self._device = device
+        self._divide = divide
+        self._share = share
+        self._kept: list[Batch] | None = None
+
+    def __iter__(self) -> Iterator[Batch]:
+        if self._kept is not None:
+            yield from self._kept
+            return
+        kept: list[Batch] | None = []
+        size = 0
+        count = self._parameters.training.eval_batches
+        for batch in held_out_batches(self._parameters, self._device, count, self._share):
+            if self._divide is not None:
+                batch = self._divide(batch)
+            yield batch
+            size += sum(t.nbytes for t in (batch.dense, batch.indices, batch.offsets))
+            if kept is not None and size <= KEPT_BYTES:
+                kept.append(batch)
+            else:
+                kept = None
+        self._kept = kept
+
+
+def held_out_batches(
+    parameters: Parameters, device: torch.device, count: int | None, share: Share = WHOLE
+) -> Iterator[Batch]:
+    """Test data from its beginning: a test split, or the run's law with a seed of its own.
+
+    Args:
+        count: batches at most; None: all of a data set, 131,072 samples of a teacher,
+            :data:`STREAM_BATCHES` of other streams, which have no end.
+        share: of the ranks each has every R-th batch, as many as the others: the last may have
+            no samples. A stream must be drawn whole for that; of a data set each reads its own.
+    """
+    training = parameters.training
+    if parameters.data.one_hot:
+        from dlrm_core.data.files.samples import evaluation_batches
+
+        yield from evaluation_batches(parameters, count and count * training.batch_size, share)
+        return
+    seed = (training.seed + _SEED_STEP) % (1 << 32)
+    other = dataclasses.replace(
+        parameters,
+        data=dataclasses.replace(parameters.data, samples=None),
+        training=dataclasses.replace(training, seed=seed),
+    )
+    generator = make_generator(other, device)
+    total = count or STREAM_BATCHES
+    for first in range(0, total, share.ranks):
+        for place in range(first, min(first + share.ranks, total)):
+            batch = generator.next_batch()
+            if place == first + share.rank:
+                own = batch
+        yield own if first + share.rank < total else batch.part(0, 0)
+
+
+def predict(model: DLRM, batch: Batch, precision: DensePrecision) -> torch.Tensor:
+    """Click probability (B, 1) float32, part by part as in training, outside of any graph."""
+    with torch.no_grad():
+        pooled, _ = embedding_forward(model, batch)
+        with precision.autocast():
+            x, _ = bottom_mlp_forward(model.bottom_mlp, batch.dense)
+            z, _ = interaction_forward(model.interaction, x, pooled)
+            return top_mlp_forward(model.top_mlp, z)[0]
+
+
+def evaluate(
+    make_predictions: Callable[[Batch], torch.Tensor],
+    loss: nn.Module,
+    batches: Iterable[Batch],
+    device: torch.device,
+    iteration: int = 0,
+    on_batch: Callable[[int], None] = lambda samples: None,
+    agree: Callable[[float], float] = lambda seconds: seconds,
+    together: Callable[
+        [torch.Tensor, torch.Tensor], Sequence[tuple[torch.Tensor, torch.Tensor]]
+    ] = lambda predictions, targets: [(predictions, targets)],
+) -> Evaluation:
+    """Predict all batches; see :class:`Evaluation`.
+
+    Args:
+        make_predictions: click probability (B, 1) of a batch on ``device``.
+        batches: on the host or already on the device.
+        on_batch: called with the samples of each batch.
+        agree: makes of this process's seconds those of all that predict together.
+        together: makes of this process's predictions and targets (B, 1) of a batch those of
+            all processes, batch by batch in their order.
+
+    Raises:
+        InputError: no samples, or a prediction that is not a number.
+    """
+    stream = iter(batches)
+    times_s: list[float] = []
+    data_s = weighted = 0.0
+    started = time.perf_counter()
+    with QualityMeter() as meter:
+        while True:
+            begun = time.perf_counter()
+            try:
+                batch = data_forward(stream)
+            except StopIteration:
+                break
+            made = time.perf_counter()
+            data_s += made - begun
+            if batch.dense.device != device:
+                batch = transfer_forward(batch, device)
+            own = make_predictions(batch)
+            found = []
+            for predictions, targets in together(own, batch.targets.to(own.device)):
+                weighted += float(loss(predictions, targets)) * len(targets)
+                found.append((predictions.cpu().numpy(), targets.cpu().numpy()))
+            times_s.append(time.perf_counter() - made)
+            for scores, clicks in found:
+                meter.add(scores, clicks)
+                on_batch(len(scores))
+        quality = meter.quality()
+        seconds = agree(time.perf_counter() - started)
+        return Evaluation(
+            iteration=iteration,
+            **quality,
+            loss=weighted / quality["samples"],
+            seconds=seconds,
+            data_seconds=data_s,
+            samples_per_second=quality["samples"] / seconds,
+            ms_per_iteration=1e3 * statistics.median(times_s),
+            graded_targets=meter.graded,
+        )

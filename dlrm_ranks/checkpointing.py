@@ -1,0 +1,185 @@
+"""Checkpoints of a run on several ranks: the files of one process, whatever wrote them.
+
+Tables go between ranks and files a few rows at a time, in the single process's format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dlrm_core.run.checkpoint import OPTIMIZER, SQUARES, WEIGHTS, Checkpoint, CheckpointFolder
+from dlrm_core.run.resume import make_room, optimizer_state, weights_of
+from dlrm_core.run.tensor_files import read_part, read_tensors, row_ranges
+from dlrm_ranks.collectives import Collectives
+from dlrm_ranks.plan import Shard
+from dlrm_ranks.step import DistributedStep
+from dlrm_ranks.tables import ShardedTables
+from dlrm_ranks.world import World, agreed
+
+Held = Sequence[tuple[Shard, torch.Tensor]]
+"""This rank's shards and their memory."""
+
+
+def table_name(table: int) -> str:
+    """The name of a table's weight in a model of one process."""
+    return f"embeddings.tables.{table}.weight"
+
+
+class SharedTensor:
+    """A tensor of the files that lies on many ranks: a table's weight, or its Adagrad sums.
+
+    All ranks read it at the same time, the same rows one after the other: rank 0, which writes
+    the files, has the rows then, and the other ranks have sent what they hold of them.
+
+    Args:
+        shape: (R, d), or (R,) for a number a row.
+        sources: the shards that it is read from, on all ranks; of a replicated table rank 0's.
+        held: this rank's shards and their memory.
+    """
+
+    dtype = torch.float32
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        sources: Sequence[Shard],
+        held: Mapping[Shard, torch.Tensor],
+        world: World,
+        collectives: Collectives,
+    ) -> None:
+        self.shape = shape
+        self._sources, self._held = sources, held
+        self._world, self._collectives = world, collectives
+
+    def __getitem__(self, rows: slice) -> torch.Tensor:
+        piece = torch.empty((rows.stop - rows.start, *self.shape[1:]))
+        for shard in self._sources:
+            begin = max(shard.first_row, rows.start)
+            end = min(shard.first_row + shard.rows, rows.stop)
+            own = shard.rank == self._world.rank
+            if begin >= end or not (own or self._world.first):
+                continue
+            place = piece[begin - rows.start : end - rows.start]
+            if len(self.shape) > 1:
+                place = place[:, shard.first_column : shard.first_column + shard.columns]
+            if own:
+                held = self._held[shard][begin - shard.first_row : end - shard.first_row]
+            else:
+                held = torch.empty(place.shape, device=self._world.device)
+                dist.recv(held, shard.rank)
+            if self._world.first:
+                place.copy_(held)
+            else:
+                dist.send(held.contiguous(), 0)
+            self._collectives.note_progress()
+        return piece
+
+
+def shared_tensors(
+    tables: ShardedTables, world: World, collectives: Collectives
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """All tables' weights and all their Adagrad sums (none with SGD) by name, in the files' order.
+
+    The writer of files takes each in place of a tensor.
+    """
+
+    def all_tables(suffix: str, row_shape: tuple[int, ...], held: Held) -> dict[str, Any]:
+        found = {}
+        for table, rows in enumerate(tables.table_rows):
+            sources = [
+                shard
+                for shard in tables.shards
+                if shard.table == table and (shard.kind != "replicated" or shard.rank == 0)
+            ]
+            own = {shard: memory for shard, memory in held if shard.table == table}
+            found[table_name(table) + suffix] = SharedTensor(
+                (rows, *row_shape), sources, own, world, collectives
+            )
+        return found
+
+    weights = all_tables("", (tables.dim,), tables.local)
+    if tables.optimizer == "sgd":
+        return weights, {}
+    row_shape = () if tables.optimizer == "rowwise_adagrad" else (tables.dim,)
+    return weights, all_tables(".sum", row_shape, tables.sums)
+
+
+def save(
+    folder: CheckpointFolder | None,
+    done: int,
+    sections: Mapping[str, Any],
+    step: DistributedStep,
+    state: Mapping[str, Any],
+    world: World,
+    collectives: Collectives,
+) -> Path | None:
+    """Write a checkpoint; rank 0 does, the others send it what they hold.
+
+    Args:
+        folder: rank 0's.
+        done: iterations.
+
+    Returns:
+        the checkpoint's folder on rank 0.
+
+    Raises:
+        InputError: on rank 0, if it cannot be written; the ones before it stay.
+    """
+    weights, sums = shared_tensors(step.tables, world, collectives)
+    there = folder.folder / f"step-{done:08d}" if folder is not None else None
+    if agreed(world, float(there is not None and there.exists())):
+        return there
+    if folder is None:
+        for tensor in [*weights.values(), *sums.values()]:
+            for rows in row_ranges(tensor.shape, tensor.dtype.itemsize):
+                tensor[rows.start : rows.stop]
+        return None
+    dense_state, _ = optimizer_state(step)
+    return folder.save(done, sections, weights | weights_of(step.model), sums | dense_state, state)
+
+
+def restore(
+    checkpoint: Checkpoint,
+    step: DistributedStep,
+    world: World,
+    collectives: Collectives,
+    weights_only: bool = False,
+) -> None:
+    """Fill this rank's weights and sums; all ranks together check every byte of the files.
+
+    Args:
+        weights_only: for predictions: no optimiser's state is read.
+
+    Raises:
+        InputError: a file is corrupted, or of another optimiser.
+    """
+    weights, sums = shared_tensors(step.tables, world, collectives)
+    files = {WEIGHTS: (weights_of(step.model), weights, "", step.tables.local)}
+    if not weights_only:
+        step.dense.precision.skipped = int(checkpoint.state["skipped_steps"])
+        dense_state = make_room(step, checkpoint)
+        if OPTIMIZER in checkpoint.files or dense_state or sums:
+            files[OPTIMIZER] = dense_state, sums, ".sum", step.tables.sums
+    for file, (dense, shared, suffix, held) in files.items():
+        checkpoint.require_same_tensors(file, {**shared, **dense})
+        path, record = checkpoint.folder / file, checkpoint.files[file]
+        # each rank checks some of the tables, all read the dense part
+        checked = dict.fromkeys(sorted(shared)[world.rank :: world.size])
+        read_tensors(path, record, {**dense, **checked}, SQUARES)
+        for shard, memory in held:
+            columns = range(shard.first_column, shard.first_column + shard.columns)
+            for rows in row_ranges(tuple(memory.shape), memory.itemsize):
+                read_part(
+                    path,
+                    record,
+                    table_name(shard.table) + suffix,
+                    memory[rows.start : rows.stop],
+                    range(shard.first_row + rows.start, shard.first_row + rows.stop),
+                    columns if memory.dim() > 1 else None,
+                )
+                collectives.note_progress()

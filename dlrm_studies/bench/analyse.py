@@ -1,0 +1,363 @@
+"""A benchmark's JSON (docs/benchmark.md) as tables: times, ratios, growth, options, shares.
+
+A table that is empty says in ``attrs["not_measured"]`` how to measure what it would hold.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from dlrm_core.base.units import NOT_MEASURED, counted, value_text
+from dlrm_studies.bench.bare import label
+from dlrm_studies.bench.cases import GOALS
+from dlrm_studies.bench.measure import SCHEMA
+from dlrm_studies.bench.shares import CEILINGS, GATHERED
+from dlrm_workbook.evidence.contestants import FIGURES, PEER, ratio
+from dlrm_workbook.ground.intervals import Interval, median_interval
+from dlrm_workbook.ground.ledger import read_document
+
+Document = Mapping[str, Any]
+
+
+def read_benchmark(file: Path) -> dict[str, Any]:
+    """The document of a benchmark.
+
+    Raises:
+        InputError: the file is none of this version's.
+    """
+    return read_document(file, "benchmark", schema=SCHEMA)
+
+
+def judged(document: Document, kind: str) -> list[dict[str, Any]]:
+    """Cases of a kind in which something ran, in the order measured.
+
+    One that was cut short has its runs, but nothing was judged.
+    """
+    return [
+        case for case in document["cases"] if case.get("kind") == kind and case.get("contestants")
+    ]
+
+
+def times(document: Document) -> pd.DataFrame:
+    """Medians of every contestant in every shape.
+
+    Returns:
+        ``case``, ``meaning``, ``threads``, ``contestant``, ``step_ms``, ``step_low_ms``,
+        ``step_high_ms``, ``end_to_end_ms``, ``end_to_end_low_ms``, ``end_to_end_high_ms``
+        (over the rounds, intervals of the median), ``confidence``, ``rounds``,
+        ``samples_per_second`` (end to end).
+    """
+    rows = []
+    for case in judged(document, "shape"):
+        for name in case["contestants"]:
+            runs = [row for row in case["runs"] if row["contestant"] == name]
+            step, whole = (median_interval([row[figure] for row in runs]) for figure in FIGURES)
+            rows.append(
+                (
+                    *(case["case"], case["meaning"], case["threads"], name),
+                    *(step.mid, step.low, step.high, whole.mid, whole.low, whole.high),
+                    *(whole.confidence, len(runs), 1e3 * case["batch_size"] / whole.mid),
+                )
+            )
+    columns = [
+        *("case", "meaning", "threads", "contestant", "step_ms", "step_low_ms", "step_high_ms"),
+        *("end_to_end_ms", "end_to_end_low_ms", "end_to_end_high_ms", "confidence", "rounds"),
+        "samples_per_second",
+    ]
+    return pd.DataFrame(rows, columns=columns)
+
+
+def ratios(document: Document) -> pd.DataFrame:
+    """The speed-up of every contestant over ``against``, from the rounds' own ratios.
+
+    Returns:
+        ``case``, ``threads``, ``contestant``, ``against``, ``figure`` (``step_ms`` or
+        ``end_to_end_ms``), ``mid``, ``low``, ``high``, ``confidence``, ``rounds``, ``goal``
+        (NaN where there is none: goals are against facebookresearch/dlrm, on a CPU with one
+        thread), ``reached`` (None without a goal).
+    """
+    rows = []
+    for case in judged(document, "shape"):
+        has_goals = case["against"] == PEER and case["threads"] == 1
+        goals = GOALS.get(case["case"], {}) if has_goals else {}
+        for name, found in case["ratios"].items():
+            for figure in FIGURES:
+                goal = goals.get(name, {}).get(figure, math.nan)
+                mid = found[figure]["mid"]
+                rows.append(
+                    (
+                        *(case["case"], case["threads"], name, case["against"], figure, mid),
+                        *(found[figure][key] for key in ("low", "high", "confidence", "rounds")),
+                        *(goal, None if math.isnan(goal) else mid >= goal),
+                    )
+                )
+    columns = [
+        *("case", "threads", "contestant", "against", "figure", "mid", "low", "high"),
+        *("confidence", "rounds", "goal", "reached"),
+    ]
+    return pd.DataFrame(rows, columns=columns)
+
+
+def growth(document: Document) -> pd.DataFrame:
+    """Times along batch, tables, dim and pooling.
+
+    Returns:
+        ``quantity``, ``value``, ``threads``, ``contestant``, ``figure``, ``time_ms``; sorted by
+        value.
+    """
+    rows = [
+        (quantity, value, case["threads"], name, figure, found[figure])
+        for case in judged(document, "growth")
+        for quantity, value in case["points"].items()
+        for name, found in case["contestants"].items()
+        for figure in FIGURES
+    ]
+    columns = ["quantity", "value", "threads", "contestant", "figure", "time_ms"]
+    table = pd.DataFrame(rows, columns=columns)
+    table.attrs["not_measured"] = (
+        "`dlrm run benchmark -f FILE -p 'growth=[batch, pooling]'`, or `dlrm bench --growth`, "
+        "measures it"
+    )
+    return table.sort_values("value", kind="stable").reset_index(drop=True)
+
+
+def slopes(table: pd.DataFrame) -> pd.DataFrame:
+    """Mean slope of each curve in the log-log picture: doubling takes 2^slope times as long.
+
+    Args:
+        table: what :func:`growth` gives.
+
+    Returns:
+        ``quantity``, ``threads``, ``contestant``, ``figure``, ``smallest``, ``largest``,
+        ``slope``.
+    """
+    rows = []
+    keys = ["quantity", "threads", "contestant", "figure"]
+    for key, curve in table.groupby(keys, sort=False):
+        first, last = curve.iloc[0], curve.iloc[-1]
+        if len(curve) < 2 or first["value"] == last["value"]:
+            continue
+        slope = math.log(last["time_ms"] / first["time_ms"]) / math.log(
+            last["value"] / first["value"]
+        )
+        rows.append((*key, first["value"], last["value"], slope))
+    return pd.DataFrame(rows, columns=[*keys, "smallest", "largest", "slope"])
+
+
+NO_ABLATION = (
+    "`dlrm run benchmark -f FILE -p ablation=true`, or `dlrm bench --ablation`, measures it"
+)
+
+
+def without(document: Document) -> pd.DataFrame:
+    """What each option brings, with the first count of threads: time without it over time with all.
+
+    Returns:
+        ``leaf``, ``value``, ``also`` (leaves that only work with it and were off too, joined),
+        ``figure``, ``low``, ``mid``, ``high``, ``confidence``: 1.2 means that the run is 1.2x
+        faster with the option than without it; ``time_ms``, once it is added on the way of
+        :func:`ladder` (NaN where that has no such rung).
+    """
+    rows = []
+    for case in judged(document, "ablation")[:1]:
+        for variant in case["ablated"]["variants"]:
+            if variant["kind"] != "without":
+                continue
+            for figure in FIGURES:
+                found = ratio(case["runs"], variant["name"], case["ablated"]["all"], figure)
+                if found is not None:
+                    option = {name: variant[name] for name in ("leaf", "value")}
+                    also = ", ".join(variant.get("also") or [])
+                    rows.append(option | {"also": also, "figure": figure} | found.to_dict())
+    columns = ["leaf", "value", "also", "figure", "low", "mid", "high", "confidence"]
+    rungs = ladder(document)[["leaf", "figure", "time_ms"]]
+    table = pd.DataFrame(rows, columns=columns).merge(rungs, how="left", on=["leaf", "figure"])
+    table.attrs["not_measured"] = NO_ABLATION
+    return table
+
+
+def ladder(document: Document) -> pd.DataFrame:
+    """From the plain contestant to the tuned one, with the first count of threads.
+
+    At each rung there is an option more. Times are those of the plain one's median, divided by
+    the rounds' own ratios, so that a machine that drifts between rounds does not show.
+
+    Returns:
+        ``rung`` (0 is plain), ``leaf`` ("" of plain), ``value``, ``figure``, ``time_ms``,
+        ``low``, ``mid``, ``high`` (speed-up over plain).
+    """
+    rows = []
+    for case in judged(document, "ablation")[:1]:
+        base = case["ablated"]["base"]
+        steps = [v for v in case["ablated"]["variants"] if v["kind"] == "ladder"]
+        if base not in case["contestants"]:
+            continue
+        for figure in FIGURES:
+            plain_ms = case["contestants"][base][figure]
+            one = Interval(1.0, 1.0, 1.0, 1.0)
+            found = [("", None, one)]
+            for step in steps:
+                gain = ratio(case["runs"], base, step["name"], figure)
+                if gain is not None:
+                    found.append((step["leaf"], step["value"], gain))
+            rows += [
+                (rung, leaf, value, figure, plain_ms / gain.mid, gain.low, gain.mid, gain.high)
+                for rung, (leaf, value, gain) in enumerate(found)
+            ]
+    columns = ["rung", "leaf", "value", "figure", "time_ms", "low", "mid", "high"]
+    table = pd.DataFrame(rows, columns=columns)
+    table.attrs["not_measured"] = NO_ABLATION
+    return table
+
+
+def shares(document: Document) -> pd.DataFrame:
+    """Shares of this machine's limits.
+
+    Returns:
+        ``case``, ``contestant``, ``threads``, ``what``, ``limit`` (what the part is held
+        against), ``ms``, ``ceiling_ms``, ``share``, ``low``, ``high``, ``reason`` (why it was not
+        measured, else "").
+    """
+    words = ("case", "contestant", "threads", "what")
+    numbers = ("ms", "ceiling_ms", "share", "low", "high")
+    rows = [
+        {name: row[name] for name in words}
+        | {"limit": GATHERED if "gather_gb_per_s" in row else CEILINGS[row["what"]]}
+        | {name: row.get(name, np.nan) for name in numbers}
+        | {"reason": row.get("reason") or ""}
+        for row in document.get("shares", [])
+    ]
+    table = pd.DataFrame(rows, columns=[*words, "limit", *numbers, "reason"])
+    table.attrs["not_measured"] = (
+        "`dlrm run benchmark -f FILE -p roofline=true`, or `dlrm bench --roofline`, measures it"
+    )
+    return table.astype(dict.fromkeys(numbers, float))
+
+
+def bare(document: Document) -> pd.DataFrame:
+    """Bare products and rows, as each round timed them in turn with the contestants.
+
+    Returns:
+        ``case``, ``threads``, ``work``, ``ms``, ``low``, ``high``, ``confidence`` (median over
+        the rounds and its interval), ``best_ms`` (least of all rounds), ``of_best`` (the share
+        of its best pace that the machine gave, by the median).
+    """
+    rows = [
+        (
+            *(case["case"], case["threads"], label(name)),
+            *(one[key] for key in ("mid", "low", "high", "confidence", "best_ms", "of_best")),
+        )
+        for case in judged(document, "shape")
+        for name, one in (case.get("bare") or {"bare": {}})["bare"].items()
+    ]
+    columns = ["case", "threads", "work", "ms", "low", "high", "confidence", "best_ms", "of_best"]
+    table = pd.DataFrame(rows, columns=columns)
+    table.attrs["not_measured"] = BARE_UNMEASURED
+    return table
+
+
+def reached(document: Document) -> pd.DataFrame:
+    """What share of each contestant's step the bare products and rows take, and their error.
+
+    Returns:
+        ``case``, ``threads``, ``contestant``, ``step_ms``, ``products_ms`` (in the library's
+        fp32, bf16 or fp16), ``rows_ms``, ``share`` with ``low``, ``high`` and ``confidence``
+        (of the rounds' own), ``error`` (largest relative error of its products; NaN where it
+        was not measured).
+    """
+    rows = []
+    for case in judged(document, "shape"):
+        found = case.get("bare") or {"contestants": {}}
+        for name, one in found["contestants"].items():
+            if name not in case["contestants"]:
+                continue
+            share = (one["share"][key] for key in ("mid", "low", "high", "confidence"))
+            error = found["errors"].get(one["kind"])
+            rows.append(
+                (
+                    *(case["case"], case["threads"], name, case["contestants"][name]["step_ms"]),
+                    *(one["products_ms"], one["rows_ms"], *share),
+                    math.nan if error is None else error,
+                )
+            )
+    columns = ["case", "threads", "contestant", "step_ms", "products_ms", "rows_ms", "share"]
+    table = pd.DataFrame(rows, columns=[*columns, "low", "high", "confidence", "error"])
+    table.attrs["not_measured"] = BARE_UNMEASURED
+    return table
+
+
+BARE_UNMEASURED = (
+    "rounds of `dlrm bench` time the bare work of shapes on a CPU; this benchmark has none"
+)
+
+
+def best(document: Document, case: Mapping[str, Any]) -> str:
+    """The contestant of ours that is fastest end to end in a case; empty where none ran."""
+    ours = {
+        name: found["end_to_end_ms"]
+        for name, found in case["contestants"].items()
+        if name in document["settings"]["contestants"]
+    }
+    return min(ours, key=lambda name: ours[name]) if ours else ""
+
+
+def losses(document: Document) -> pd.DataFrame:
+    """Largest difference of each contestant's losses from the reference's.
+
+    Returns:
+        ``case``, ``threads``, ``contestant``, ``reference``, ``iterations`` (compared),
+        ``difference``.
+    """
+    rows = []
+    for case in document["cases"]:
+        count = len(case["runs"][0]["losses"]) if case.get("runs") else 0
+        for name, difference in (case.get("loss_difference") or {}).items():
+            value = math.nan if difference is None else float(difference)
+            reference = case["loss_reference"]
+            rows.append((case["case"], case["threads"], name, reference, count, value))
+    columns = ["case", "threads", "contestant", "reference", "iterations", "difference"]
+    return pd.DataFrame(rows, columns=columns)
+
+
+def conditions(document: Document) -> pd.DataFrame:
+    """How it was measured, equal for all contestants: ``setting`` and ``value``, texts."""
+    settings, machine = document["settings"], document["machine"]
+    cores = settings.get("cores")
+    usable = settings.get("usable_cores", "?")
+    found = {
+        "processor": machine.get("cpu", ""),
+        "cores": f"{cores} of them, each contestant" if cores else f"all {usable}",
+        "memory": f"{machine.get('memory_gib', '?')} GiB",
+        "GPU": ", ".join(machine.get("gpus") or []) or NOT_MEASURED,
+        "software": ", ".join(f"{name} {v}" for name, v in document["versions"].items()),
+        "date": document["date"],
+        "warm-up iterations": str(settings["warmup"]),
+        "counted iterations per run": str(settings["iterations"]),
+    }
+    for threads, environment in settings.get("environment", {}).items():
+        said = ", ".join(f"{name}={value}" for name, value in environment.items())
+        found[f"environment, {counted(int(threads), 'thread')}"] = said
+    for name, change in settings["contestants"].items():
+        said = ", ".join(f"{leaf}: {value_text(value)}" for leaf, value in change.items())
+        found[f"contestant {name}"] = said or "no option for speed"
+    rows = [*found.items(), *(("command", said) for said in document.get("commands", []))]
+    return pd.DataFrame(rows, columns=["setting", "value"])
+
+
+def unfinished(document: Document) -> list[str]:
+    """Sentences on what was asked for and is not there: failures, and what was cut short."""
+    said: list[str] = []
+    for case in document["cases"]:
+        if "contestants" not in case:
+            said.append(f"{case['case']}: cut short after {len(case.get('runs') or [])} runs")
+        for name, reason in (case.get("failures") or {}).items():
+            said.append(f"{name} did not run ({case['case']}): {reason}")
+    for name, reason in (document.get("not_measured") or {}).items():
+        said.append(f"{name.upper() if len(name) < 4 else name}: not measured: {reason}")
+    return list(dict.fromkeys(said))

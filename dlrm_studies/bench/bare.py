@@ -1,0 +1,285 @@
+"""Bare matrix products and bare random rows, timed in every round in turn with the contestants.
+
+A step can hardly be faster than the products of its layers and the accesses to its rows. What
+a shared machine gives to either differs from minute to minute, and a ratio does not show it:
+beside each round's times stand the times of this bare work, so that the results of two
+machines can be compared by the share of it that each contestant reached.
+
+    python -m dlrm_studies.bench.bare JOB RESULT
+
+is the process that measures a round.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from dlrm_core.base.machine import keep_freed_memory
+from dlrm_core.base.units import milliseconds, percent
+from dlrm_core.config import Parameters, parameters_from_sections
+from dlrm_core.data.loader import make_generator
+from dlrm_core.run.precision import DTYPES
+from dlrm_kernels.dense import parts_of, why_not_fused
+from dlrm_studies.bench.cases import FP32
+from dlrm_studies.bench.rows import cache_flush, row_access_ms, why_no_accesses
+from dlrm_studies.bench.shares import (
+    fp32_libraries,
+    layer_products,
+    library_calls,
+    second_call_ms,
+)
+from dlrm_workbook.evidence.ceilings import (
+    TILE_PARTS,
+    native_precisions,
+    time_products,
+)
+from dlrm_workbook.evidence.contestants import environment_of
+from dlrm_workbook.evidence.probes import model_for, reduced
+from dlrm_workbook.ground.intervals import median_interval
+from dlrm_workbook.ground.processes import do_job, run_job
+from dlrm_workbook.ground.turns import CPU, least_and_seconds, take_turns, threads_of, waited_ns
+
+ROWS = "rows"
+"""Name of the bare accesses to rows beside the precisions of products."""
+
+LEAST_PASSES, SECONDS = 3, 2.5
+"""Passes over all products and rows in a round: at least so many, until so many seconds."""
+
+ERROR_SECONDS = 1.0
+"""Time in which products are compared with float64's and the faster fp32 library is chosen."""
+
+SLOW_UNIT = 0.75
+"""Share of its best below which the matrix unit was slow while a benchmark ran."""
+
+BUSY = 0.05
+"""Share of the time waited for a core above which a machine was not quiet."""
+
+TRUE_FP32 = 3e-7
+"""||C - C64|| / ||C64|| of products whose results are true fp32's."""
+
+OTHER_ORDER = 2.0
+"""The bound is this many times the default library's own error, where that is larger (MKL on an AMD
+processor adds up 2048 numbers to 8e-7): other fp32 libraries add up in another order."""
+
+
+# One round, in a process of its own.
+
+
+def product_kind(parameters: Parameters) -> str:
+    """Name of the products that a contestant's dense part is made of, as ceilings have it."""
+    config, interaction = parameters.training, parameters.model.interaction
+    if config.precision != "fp32":
+        return config.precision
+    names = {parts: name for name, parts in TILE_PARTS.items()}
+    tiles = parts_of(config)
+    if tiles and config.dense_backend == "fused" and not why_not_fused(config, CPU, interaction):
+        return names[tiles]
+    return "fp32" if config.fp32_matmul == "default" else "fp32_onednn"
+
+
+def time_round(parameters: Parameters, kinds: Sequence[str], threads: int) -> dict[str, Any]:
+    """One round's bare work in a process of its own, with the contestants' settings.
+
+    Args:
+        kinds: of products (:func:`product_kind`); all of them get their error, those of a
+            library also their time.
+
+    Returns:
+        what :func:`bare_times` does.
+
+    Raises:
+        InputError: the process fails; with what it said last.
+    """
+    job = {"parameters": parameters.to_sections(), "kinds": list(kinds), "threads": threads}
+    found: dict[str, Any] = run_job(
+        __name__, job, stage="bare products and rows", environment=environment_of(threads)
+    )
+    return found
+
+
+def bare_times(parameters: Parameters, kinds: Sequence[str], threads: int) -> dict[str, Any]:
+    """Time the products of the model's layers and the accesses to its rows, in turns, on the CPU.
+
+    Returns:
+        ``ms`` (precision, or ``rows``, to the median of all passes: the sum over the
+        layers' products, forward and backward; every row read, and read and written),
+        ``best_ms`` (the same with every product or access at its least time), ``errors`` (kind to
+        the largest relative error of a product), ``waited_share`` (of the time, for a core),
+        ``passes``, and ``reasons`` (name to why it was not measured).
+    """
+    keep_freed_memory()
+    reasons: dict[str, str] = {}
+    with threads_of(threads), torch.no_grad():
+        products = layer_products(parameters)
+        native, emulated = native_precisions(CPU)
+        measurable = [name for name in kinds if name in native or name in TILE_PARTS]
+        names = list(dict.fromkeys([*measurable, *fp32_libraries()]))
+        rows, _ = time_products(products, names, CPU, ERROR_SECONDS)
+        precisions = [name for name in DTYPES if name in {"fp32", "bf16", *kinds}]
+        reasons |= {name: emulated[name] for name in precisions if name not in native}
+        calls = {name: library_calls(products, name) for name in precisions if name not in reasons}
+        if why := why_no_accesses(parameters):
+            reasons[ROWS] = why
+        else:
+            sparse = reduced(parameters, "sparse")
+            tables = model_for(sparse.model, None, huge_pages=True).embeddings
+            generator = make_generator(sparse, CPU)
+            flush = cache_flush(sum(weight.nbytes for weight in tables.weights))
+        began, waited = time.perf_counter(), waited_ns()
+        passes: dict[str, list[dict[Any, float]]] = {name: [] for name in (*calls, ROWS)}
+        for _ in take_turns((), 20, enough=least_and_seconds(LEAST_PASSES, SECONDS)):
+            for name, chosen in calls.items():
+                times = {shape: second_call_ms(call) for shape, (_, call) in chosen.items()}
+                passes[name].append({p: times[p.shape] for p in products})
+            if ROWS not in reasons:
+                read, changed = row_access_ms(tables, generator.next_batch(), flush)
+                passes[ROWS].append({"read": read, "change": changed})
+        now, seconds = waited_ns(), time.perf_counter() - began
+    taken = {name: each for name, each in passes.items() if each}
+    return {
+        "ms": {
+            n: statistics.median(sum(one.values()) for one in each) for n, each in taken.items()
+        },
+        "best_ms": {
+            name: sum(min(one[key] for one in each) for key in each[0])
+            for name, each in taken.items()
+        },
+        "errors": {
+            name: max(row["relative_error"] for row in rows if row["precision"] == name)
+            for name in dict.fromkeys(row["precision"] for row in rows)
+        },
+        "waited_share": (now - waited) / 1e9 / seconds if waited and now else None,
+        "passes": len(passes["fp32"]),
+        "reasons": reasons,
+    }
+
+
+def measure_job(job: dict[str, Any]) -> dict[str, Any]:
+    """Measure the round that :func:`time_round` asks for."""
+    return bare_times(parameters_from_sections(job["parameters"]), job["kinds"], job["threads"])
+
+
+# What all rounds say.
+
+
+def judge_bare(
+    rounds: Sequence[Mapping[str, Any]],
+    runs: Sequence[Mapping[str, Any]],
+    kinds: Mapping[str, str],
+) -> dict[str, Any]:
+    """Bare work over all rounds, and each contestant's share of it.
+
+    Args:
+        rounds: what :func:`time_round` found, each with its ``round``.
+        runs: the contestants' runs of the same case.
+        kinds: contestant to its kind of products.
+
+    Returns:
+        ``bare`` (precision or ``rows`` to ``low``, ``mid``, ``high``, ``confidence`` of the
+        rounds' times in ms, ``best_ms`` over all rounds and ``of_best``, the best over the
+        middle), ``contestants`` (name to ``kind``, ``precision``, ``products_ms``, ``rows_ms``,
+        ``share``: bare products and rows over its step, an interval of the rounds' own),
+        ``errors`` (kind to the largest), ``waited_share`` (largest of a round), ``reasons``.
+    """
+    names = list(dict.fromkeys(name for one in rounds for name in one.get("ms") or {}))
+    bare: dict[str, Any] = {}
+    for name in names:
+        with_it = [one for one in rounds if name in (one.get("ms") or {})]
+        middle = median_interval([one["ms"][name] for one in with_it])
+        best = min(one["best_ms"][name] for one in with_it)
+        bare[name] = middle.to_dict() | {"best_ms": best, "of_best": best / middle.mid}
+    contestants = {}
+    for name, kind in kinds.items():
+        precision = "fp32" if kind.startswith("fp32") else kind
+        steps = {row["round"]: row["step_ms"] for row in runs if row["contestant"] == name}
+        shares = [
+            (one["ms"][precision] + one["ms"][ROWS]) / steps[one["round"]]
+            for one in rounds
+            if one["round"] in steps and {precision, ROWS} <= set(one.get("ms") or {})
+        ]
+        if shares:
+            contestants[name] = {
+                "kind": kind,
+                "precision": precision,
+                "products_ms": bare[precision]["mid"],
+                "rows_ms": bare[ROWS]["mid"],
+                "share": median_interval(shares).to_dict(),
+            }
+    errors: dict[str, float] = {}
+    for one in rounds:
+        for kind, error in (one.get("errors") or {}).items():
+            errors[kind] = max(error, errors.get(kind, 0.0))
+    waited = [one["waited_share"] for one in rounds if one.get("waited_share") is not None]
+    return {
+        "bare": bare,
+        "contestants": contestants,
+        "errors": errors,
+        "waited_share": max(waited, default=None),
+        "reasons": {name: why for one in rounds for name, why in one.get("reasons", {}).items()},
+    }
+
+
+def describe_bare(found: Mapping[str, Any]) -> str:
+    """What :func:`judge_bare` found, as lines of text."""
+    lines = [
+        f"bare {label(name)}: {milliseconds(one['mid'])}, {milliseconds(one['best_ms'])} at best"
+        for name, one in found["bare"].items()
+    ]
+    lines += [
+        f"bare {one['precision']} products and rows take {percent(one['share']['mid'])} of the "
+        f"step of {name}"
+        for name, one in found["contestants"].items()
+    ]
+    lines += [f"relative error of {kind} products: {e:.1e}" for kind, e in found["errors"].items()]
+    lines += [f"bare {label(name)}: not measured: {why}" for name, why in found["reasons"].items()]
+    return "\n".join([*lines, *cautions(found)])
+
+
+def label(name: str) -> str:
+    """Bare work as a reader calls it."""
+    return "random rows" if name == ROWS else f"{name} products"
+
+
+def rounded_fp32(found: Mapping[str, Any]) -> str:
+    """Why the contestant ``fp32`` is not true fp32; empty if it is, or nobody measured it."""
+    kind = found["contestants"].get(FP32, {"kind": ""})["kind"]
+    error = found["errors"].get(kind, 0.0)
+    limit = max(TRUE_FP32, OTHER_ORDER * found["errors"].get("fp32", 0.0))
+    if error <= limit:
+        return ""
+    return (
+        f"The products of {FP32} have a relative error of {error:.1e}, more than true fp32's "
+        f"{limit:.1e}"
+    )
+
+
+def cautions(found: Mapping[str, Any]) -> list[str]:
+    """Sentences on a matrix unit that was slow, a machine that was busy, and errors too large."""
+    said = []
+    busy = (found["waited_share"] or 0.0) > BUSY
+    unit = found["bare"].get("bf16")
+    # on a busy machine every product is slow, whatever its unit gives
+    if unit is not None and unit["of_best"] < SLOW_UNIT and not busy:
+        said.append(
+            f"The matrix unit gave {percent(unit['of_best'])} of its best: the bare bf16 products "
+            f"took {milliseconds(unit['mid'])}, {milliseconds(unit['best_ms'])} at best, so "
+            "contestants that multiply bf16 numbers are faster on a unit that is not shared"
+        )
+    if rounded := rounded_fp32(found):
+        said.append(rounded)
+    if busy:
+        said.append(
+            f"The machine was not quiet: the bare work waited for a core "
+            f"{percent(found['waited_share'])} of its time, so times and ratios are of a disturbed "
+            "machine"
+        )
+    return said
+
+
+if __name__ == "__main__":
+    do_job(measure_job)

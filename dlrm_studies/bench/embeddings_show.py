@@ -1,0 +1,178 @@
+"""The embedding benchmark's JSON (``dlrm bench --embeddings``) as table and figures."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import plotly.graph_objects as go
+
+from dlrm_core.base.units import NOTHING, counted, milliseconds, percent, ratio, speedup
+from dlrm_studies.bench.embeddings import (
+    FUSED_BF16,
+    KIND,
+    MEMORY,
+    MEMORY_BF16,
+    PHASES,
+    SCHEMA,
+    UPDATES,
+    ours_of,
+)
+from dlrm_workbook.analysis.sentences import FENCE, in_markdown
+from dlrm_workbook.ground.ledger import read_document
+from dlrm_workbook.ground.machine import RESULTS
+from dlrm_workbook.show import theme
+from dlrm_workbook.show.tables import Column, Text, each_row
+
+DEFAULT = RESULTS / "embeddings.json"
+
+LABELS = {
+    "facebook": "facebookresearch/dlrm",
+    "torch": "torch",
+    "fbgemm": "FBGEMM",
+    "fused": "ours, fused",
+    FUSED_BF16: "ours, rows in bf16",
+    MEMORY_BF16: "bare row accesses, bf16",
+    MEMORY: "bare row accesses",
+    "race_free": "race-free",
+}
+
+
+def read_embeddings(text: str = "") -> dict[str, Any] | None:
+    """The document in a file; without a name that in benchmarks/results, None if there is none.
+
+    Raises:
+        InputError: the file is missing, or no embedding benchmark of this version.
+    """
+    if not text and not DEFAULT.is_file():
+        return None
+    file = Path(text).expanduser() if text else DEFAULT
+    return read_document(file, "embedding benchmark", kind=KIND, schema=SCHEMA)
+
+
+def times(document: Mapping[str, Any]) -> pd.DataFrame:
+    """Medians of every contestant in every case.
+
+    Returns:
+        ``case``, ``meaning``, ``threads``, ``contestant``, ``study`` (whether it is one of
+        contention), ``forward_ms``, ``backward_ms``, ``update_ms``, ``total_ms``, and the
+        speed-up of ours over it in the same case: ``mid``, ``low``, ``high`` (over the rounds)
+        and ``goal``; NaN where there is none.
+    """
+    rows = []
+    for case in document["cases"]:
+        goals = {target["against"]: target["wanted"] for target in case.get("targets") or []}
+        for name, found in (case.get("contestants") or {}).items():
+            study = name in UPDATES
+            ours = (case.get("ratios") or {}).get(ours_of(case), {})
+            gain = ours.get(name) or dict.fromkeys(("median", "low", "high"), math.nan)
+            rows.append(
+                (
+                    *(case["case"], case["meaning"], case["threads"], name, study),
+                    *(found[f"{phase}_ms"] for phase in (*PHASES, "total")),
+                    *(gain["median"], gain["low"], gain["high"], goals.get(name, math.nan)),
+                )
+            )
+    columns = ["case", "meaning", "threads", "contestant", "study"]
+    columns += [f"{phase}_ms" for phase in (*PHASES, "total")]
+    return pd.DataFrame(rows, columns=[*columns, "mid", "low", "high", "goal"])
+
+
+def label(name: str) -> str:
+    """A contestant as a reader calls it."""
+    return LABELS.get(name, name)
+
+
+def _gain(mid: float, low: float, high: float) -> str:
+    """Times as fast, with the rounds' range; one round has none."""
+    if math.isnan(mid):
+        return NOTHING
+    return speedup(mid, low, high) if low < high else f"{ratio(mid)} (one round)"
+
+
+TIMES: dict[str, str | Column] = {
+    "meaning": "case",
+    "threads": "threads",
+    "contestant": Column("contestant", each_row(label, words=True)),
+    "forward_ms": "forward",
+    "backward_ms": "backward",
+    "update_ms": "update",
+    "total_ms": "all",
+    "gain": Column("speed-up of ours", each_row(_gain), ("mid", "low", "high")),
+    "goal": Column("goal", "ratio"),
+}
+"""How the table of :func:`times` is shown."""
+
+
+def bars(document: Mapping[str, Any], study: bool = False) -> go.Figure:
+    """Forward, backward and update of each contestant, as multiples of ours in the same case.
+
+    Args:
+        study: the cases of the contention study, with the most threads that were measured,
+            instead of the back ends with the fewest.
+    """
+    table = times(document)
+    table = table[table["study"] == study].reset_index(drop=True)
+    threads = table["threads"].max() if study else table["threads"].min()
+    table = table[table["threads"] == threads].reset_index(drop=True)
+    ours = table[table["contestant"].isin(["fused", "race_free"])]
+    # one count of threads is left
+    base = table["case"].map(ours.set_index("case")["total_ms"])
+    name = "race-free updates" if study else "our fused back end"
+    title = "Ways to share an update between threads" if study else "Embeddings by back end"
+    places, headings = theme.in_groups(
+        f"{row.case}, {counted(row.threads, 'thread')}" for row in theme.rows_of(table)
+    )
+    result = theme.figure(title, 150 + 27 * (len(table) + len(headings)), legend=True)
+    labels = [label(name) for name in table["contestant"]]
+    for phase in PHASES:
+        theme.add_bars(
+            result,
+            table[f"{phase}_ms"] / base,
+            places,
+            phase,
+            theme.marker("embedding", phase),
+            f"%{{customdata[1]}}<br>{phase} %{{customdata[0]:,.2f}} of %{{customdata[2]:,.2f}} ms",
+            customdata=list(zip(table[f"{phase}_ms"], labels, table["total_ms"], strict=True)),
+        )
+    ends = table["total_ms"] / base
+    # behind the dotted line, which would cross them
+    behind = ends.clip(lower=1.0)
+    theme.add_ends(result, behind, places, list(map(milliseconds, table["total_ms"])))
+    theme.add_headings(result, headings)
+    longest = float(ends.max()) if len(table) else 1.0
+    theme.mark_one(result, 1.0, headings, max(places, default=0.0))
+    result.update_layout(barmode="stack", bargap=0.25)
+    result.update_xaxes(title=f"time, {name} of the same case is 1", range=[0, 1.35 * longest])
+    theme.label_rows(result, labels, places)
+    return result
+
+
+def sentences(document: Mapping[str, Any], study: bool = False) -> Text:
+    """The pace of bare accesses, whether all computed the same, who did not run.
+
+    Args:
+        study: of the contention study's cases only.
+    """
+    lines, paces = [], []
+    for case in document["cases"]:
+        if study and not set(case.get("contestants") or ()) & set(UPDATES):
+            continue
+        where = f"{case['meaning']}, {counted(case['threads'], 'thread')}"
+        if share := case.get("share_of_row_accesses"):
+            paces.append(f"{percent(share['total_ms']['median'])} in {case['case']}")
+        if case.get("agree") is False:
+            lines.append(f"- **{where}: not all contestants computed the same.**")
+        for name, why in (case.get("failures") or {}).items():
+            lines.append(f"- {where}: {label(name)} did not run: {in_markdown(why)}.")
+    if paces:
+        lines.append(
+            "- No back end can exceed the pace of bare accesses to the same rows by much; ours "
+            f"reaches {', '.join(paces)}."
+        )
+    commands = [line for line in document["commands"] if not study or "contention" in line]
+    measured = f"- Measured on {document['date']}, {document['machine'].get('cpu', '')}, with:"
+    return Text("\n".join([*dict.fromkeys(lines), measured, "", FENCE, *commands, FENCE]))

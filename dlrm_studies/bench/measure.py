@@ -1,0 +1,436 @@
+"""A benchmark: step times side by side, interleaved, each run in a fresh process.
+
+A plan says who runs what; :func:`run_plan` measures case after case and keeps every run in
+the JSON file as soon as it ends, so that a benchmark that is killed has lost one run, and
+goes on with ``--resume``. docs/benchmark.md describes the file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from dlrm_core.base.errors import InputError, MissingToolError
+from dlrm_core.base.machine import resolve_device
+from dlrm_core.base.units import counted, percent
+from dlrm_core.config import Parameters, parameters_from_sections
+from dlrm_studies.bench.bare import (
+    describe_bare,
+    judge_bare,
+    product_kind,
+    time_round,
+)
+from dlrm_studies.bench.cases import (
+    AS_GIVEN,
+    BF16X2,
+    PLAIN,
+    TORCHREC,
+    Case,
+    ablated,
+    case_facts,
+    of_case,
+    tuned_contestants,
+    why_no_bf16x2,
+)
+from dlrm_studies.bench.shares import CEILINGS, measure_share
+from dlrm_studies.bench.torchrec import require_torchrec, run_torchrec
+from dlrm_workbook.analysis.changes import difference
+from dlrm_workbook.evidence.contestants import (
+    PEER,
+    WARMUP,
+    Row,
+    Run,
+    compare,
+    cores_of,
+    describe,
+    require_peer,
+    run_ours,
+    settings,
+)
+from dlrm_workbook.evidence.probes import reduced
+from dlrm_workbook.ground.ledger import Ledger, require_same
+from dlrm_workbook.ground.machine import machine_facts
+
+SCHEMA = 2
+"""Of the document."""
+
+ADVICE = "leave --resume out or give another --json"
+
+MOST_THREADS = 1024
+"""Of training.threads too: with ever more, the OpenMP library ends the process."""
+
+ABLATION = Case("ablation", "each option switched off alone, and added one by one", {})
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Who runs what, how often.
+
+    Attributes:
+        plain: the reference, for losses and for the peers' shape.
+        tuned: the same training with options for speed.
+        precisions: further contestants: tuned in these.
+        threads: CPU threads; every case runs with each count.
+        cores: every contestant is confined to so many; None is all.
+        ablation: also measure each option of the last contestant on its own.
+        roofline: also measure the shares of this machine's limits.
+        bare: in each round of a shape also time the bare products and rows (CPU).
+        run_plain: the plain contestant runs, too; without it the first tuned one is the
+            reference for losses, facebookresearch/dlrm's among them.
+    """
+
+    plain: Parameters
+    tuned: Parameters
+    precisions: Sequence[str] = ()
+    cases: Sequence[Case] = (AS_GIVEN,)
+    peer: Path | None = None
+    torchrec: bool = False
+    rounds: int = 5
+    iterations: int = 8
+    threads: Sequence[int] = (1,)
+    cores: int | None = None
+    ablation: bool = False
+    roofline: bool = False
+    bare: bool = False
+    run_plain: bool = True
+
+    def __post_init__(self) -> None:
+        if self.rounds < 1 or self.iterations < 1:
+            raise InputError(
+                f"a benchmark needs rounds >= 1 and iterations >= 1, not {self.rounds} and "
+                f"{self.iterations}"
+            )
+        if not self.threads or min(self.threads) < 1 or max(self.threads) > MOST_THREADS:
+            raise InputError(
+                f"threads is {list(self.threads)}, expected counts from 1 to {MOST_THREADS}"
+            )
+        if self.peer is not None:
+            require_peer(self.peer)
+            if self.plain.model.interaction == "dcn":
+                raise InputError(
+                    "model.interaction is 'dcn', but facebookresearch/dlrm has 'dot' and 'cat' "
+                    "only; leave --peer out"
+                )
+            if self.plain.data.multi_hot_sizes is not None:
+                raise InputError(
+                    "data.multi_hot_sizes is given, but facebookresearch/dlrm has bags of one "
+                    "size; leave --peer out"
+                )
+        for case in self.cases:
+            for name, given in self.contestants.items():
+                of_case(name, given, case)
+
+    @property
+    def contestants(self) -> dict[str, Parameters]:
+        """Name to parameters of our own ones; the first is the reference."""
+        plain = {PLAIN: self.plain} if self.run_plain else {}
+        return plain | tuned_contestants(self.tuned, self.precisions)
+
+    @property
+    def runs(self) -> int:
+        """How many processes there are to run, shares of limits aside."""
+        who = len(self.contestants) + (self.peer is not None) + self.torchrec
+        count = len(self.cases) * who
+        if self.ablation:
+            name, last = list(self.contestants.items())[-1]
+            count += 1 + len(ablated(self.plain, last, name))
+        return count * self.rounds * len(self.threads)
+
+
+# The document: every run is in it as soon as it ends.
+
+
+def heading(kind: str, schema: int, command: str) -> dict[str, Any]:
+    """The beginning of a benchmark's document."""
+    return {
+        "kind": kind,
+        "schema": schema,
+        "commands": [command] if command else [],
+        "date": time.strftime("%Y-%m-%d"),
+        "machine": machine_facts(),
+        "versions": {"torch": torch.__version__, "numpy": np.__version__},
+    }
+
+
+def open_ledger(plan: Plan, file: Path | None, command: str, resume: bool) -> Ledger:
+    """A new document, or the one in the file to go on with.
+
+    Raises:
+        InputError: that is of other settings, another machine or other versions.
+    """
+    ours = plan.contestants
+    document = heading("dlrm bench", SCHEMA, command) | {
+        "settings": {
+            "iterations": plan.iterations,
+            "warmup": WARMUP,
+            "cores": plan.cores,
+            "reference": plan.plain.to_sections(),
+            "contestants": {name: difference(plan.plain, given) for name, given in ours.items()},
+            "environment": {str(count): settings(count) for count in plan.threads},
+        },
+        "cases": [],
+        "shares": [],
+        "not_measured": _not_measured(plan),
+    }
+    asked = document["settings"]
+
+    def work(begun: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What must be equal for runs to be compared."""
+        if begun["schema"] != SCHEMA:
+            raise ValueError("another schema")
+        had = begun["settings"]
+        reference = had["reference"]
+        with contextlib.suppress(InputError):
+            # parameters that an earlier version did not have are at their defaults
+            reference = parameters_from_sections(reference).to_sections()
+        return {
+            **{name: had[name] for name in ("iterations", "warmup", "cores")},
+            "reference": reference,
+            # others may join
+            "contestant": {
+                name: had["contestants"].get(name, change)
+                for name, change in asked["contestants"].items()
+            },
+            "processor": begun["machine"].get("cpu"),
+            "versions": begun["versions"],
+        }
+
+    ledger = Ledger(
+        file,
+        document,
+        work=work,
+        entries="cases",
+        key=("case", "threads"),
+        advice=ADVICE,
+        resume=resume,
+    )
+    if ledger.resumed:
+        begun = ledger.document
+        for name in ("contestants", "environment"):
+            asked[name] = begun["settings"][name] | asked[name]
+        commands = list(dict.fromkeys([*begun["commands"], *document["commands"]]))
+        kept = {name: begun[name] for name in ("cases", "shares")}
+        ledger.document |= document | kept | {"commands": commands}
+    return ledger
+
+
+def _not_measured(plan: Plan) -> dict[str, str]:
+    reasons = {}
+    if not torch.cuda.is_available():
+        reasons["gpu"] = "torch sees no GPU on this machine; make gpu-check measures on one"
+    if reason := why_no_bf16x2(plan.tuned):
+        reasons[BF16X2] = reason
+    return reasons
+
+
+# Measuring.
+
+Say = Callable[[str], object]
+
+
+def run_plan(
+    plan: Plan,
+    file: Path | None = None,
+    *,
+    command: str = "",
+    resume: bool = False,
+    say: Say = lambda text: None,
+    show: Say = lambda text: None,
+    run: Callable[[Parameters, int, int], Run] = run_ours,
+) -> dict[str, Any]:
+    """Measure everything.
+
+    Args:
+        file: gets the results as JSON, whole after every run.
+        resume: go on with ``file``: what is in it is not measured again, and cases that
+            are not of this plan stay.
+        say: called with a line a run.
+        show: called with the text of each case that is finished.
+        run: runs one of our own contestants.
+
+    Returns:
+        the document that is in ``file``, see docs/benchmark.md.
+
+    Raises:
+        InputError: ``file`` cannot be written, or contains a benchmark of other settings.
+        MissingToolError: a contestant needs a package that is not installed; what was
+            measured before is in ``file``.
+    """
+    if plan.torchrec:
+        require_torchrec()
+    ledger = open_ledger(plan, file, command, resume)
+    measurement = _Measurement(plan, ledger, say, run)
+    with cores_of(plan.cores) as cores:
+        ledger.document["settings"]["usable_cores"] = cores
+        ledger.save()
+        for threads in plan.threads:
+            for case in plan.cases:
+                found = measurement.case(case, threads)
+                floor = [describe_bare(found["bare"])] if "bare" in found else []
+                show("\n".join([describe(found), *floor]))
+            if plan.ablation:
+                show(describe(measurement.ablation(threads)))
+            if plan.roofline:
+                for share in measurement.shares(threads):
+                    show(describe_share(share))
+    return ledger.document
+
+
+@dataclass(frozen=True)
+class _Measurement:
+    """A plan being run; every run is put into the ledger as it ends."""
+
+    plan: Plan
+    ledger: Ledger
+    say: Say
+    run: Callable[[Parameters, int, int], Run]
+
+    def case(self, case: Case, threads: int) -> dict[str, Any]:
+        """Run one case with all contestants."""
+        plan = self.plan
+        ours = {name: of_case(name, given, case) for name, given in plan.contestants.items()}
+        iterations = min(plan.iterations, case.iterations or plan.iterations)
+        plain = of_case(PLAIN, plan.plain, case)
+        extra: dict[str, Callable[[], Run]] = {}
+        if plan.torchrec:
+            # it has no data of its own: it gets ours as fast as we make them
+            given = dataclasses.replace(plain, data=of_case(PLAIN, plan.tuned, case).data)
+            extra[TORCHREC] = lambda: run_torchrec(given, iterations, threads)
+        facts = case_facts(case, plain) | {"threads": threads, "iterations": iterations}
+        on_cpu = resolve_device(plan.plain.training).type == "cpu"
+        bare = plan.bare and on_cpu and case.kind == "shape"
+        return self._compare(facts, ours, plan.peer, extra, bare)
+
+    def ablation(self, threads: int) -> dict[str, Any]:
+        """The last contestant without each of its options, and the way to it from plain."""
+        plan = self.plan
+        name, tuned = list(plan.contestants.items())[-1]
+        variants = ablated(plan.plain, tuned, name)
+        ours = {PLAIN: plan.plain, name: tuned} | {facts["name"]: p for facts, p in variants}
+        facts = case_facts(ABLATION, plan.plain) | {
+            "kind": "ablation",
+            "threads": threads,
+            "iterations": plan.iterations,
+            "ablated": {
+                "base": PLAIN,
+                "all": name,
+                "variants": [facts for facts, _ in variants],
+            },
+        }
+        return self._compare(facts, ours, None, {})
+
+    def _compare(
+        self,
+        facts: dict[str, Any],
+        ours: Mapping[str, Parameters],
+        peer: Path | None,
+        extra: Mapping[str, Callable[[], Run]],
+        bare: bool = False,
+    ) -> dict[str, Any]:
+        """Run the contestants of a case in turns, keeping each run, and judge them.
+
+        Args:
+            bare: also time the bare products and rows in each round.
+        """
+        case, threads = facts["case"], facts["threads"]
+        before = self.ledger.find(case, threads) or {}
+        if before:
+            names = ("change", "tuned_change", "iterations", "ablated")
+            begun, now = ({name: entry.get(name) for name in names} for entry in (before, facts))
+            require_same(f"{self.ledger.path}: {case}", begun, now, ADVICE)
+        rows: list[Row] = list(before.get("runs") or [])
+        floors: list[dict[str, Any]] = list(before.get("bare_rounds") or [])
+        kinds = {name: product_kind(given) for name, given in ours.items()}
+
+        def keep(row: Row) -> None:
+            self.ledger.put({**before, **facts, "runs": rows, "bare_rounds": floors})
+            self.say(
+                f"{case}, {threads} threads, round {row['round'] + 1}/{self.plan.rounds}, "
+                f"{row['contestant']}: step {row['step_ms']:.1f} ms, end to end "
+                f"{row['end_to_end_ms']:.1f} ms"
+            )
+
+        def lost(name: str, error: InputError) -> None:
+            if isinstance(error, MissingToolError):
+                # a minute's installation; without it an hour's ratios would be over nobody
+                raise error
+            self.say(f"{case}, {threads} threads, {name} FAILED: {error}")
+
+        def time_bare(number: int) -> None:
+            if any(one["round"] == number for one in floors):
+                return
+            try:
+                found = time_round(
+                    next(iter(ours.values())), list(dict.fromkeys(kinds.values())), threads
+                )
+            except InputError as error:
+                found = {"reasons": {"all": str(error)}}
+            floors.append({"round": number} | found)
+            self.say(f"{case}, {threads} threads, round {number + 1}: bare products and rows")
+
+        judged = compare(
+            ours,
+            peer=peer,
+            rounds=self.plan.rounds,
+            iterations=facts["iterations"],
+            threads=threads,
+            run=self.run,
+            extra=extra,
+            rows=rows,
+            on_run=keep,
+            on_failure=lost,
+            each_round=time_bare if bare else None,
+        )
+        if floors:
+            others = [name for name in (PEER, TORCHREC) if name in judged["contestants"]]
+            every = dict.fromkeys(others, "fp32") | kinds
+            judged |= {"bare_rounds": floors, "bare": judge_bare(floors, rows, every)}
+        self.ledger.put(facts | judged)
+        return facts | judged
+
+    def shares(self, threads: int) -> Iterator[dict[str, Any]]:
+        """Shares of this machine's limits, of each tuned contestant; equal halves once."""
+        shares: list[dict[str, Any]] = self.ledger.document["shares"]
+        have = {(row["what"], row["case"], row["contestant"], row["threads"]) for row in shares}
+        seen: list[tuple[str, Parameters]] = []
+        for case in [case for case in self.plan.cases if case.kind == "shape"]:
+            for name, given in self.plan.contestants.items():
+                parameters = of_case(name, given, case)
+                for what in CEILINGS:
+                    half = reduced(parameters, "dense" if what == "dense" else "sparse")
+                    half = dataclasses.replace(half, source="", title="")
+                    if name == PLAIN or (what, half) in seen:
+                        continue
+                    seen.append((what, half))
+                    if (what, case.name, name, threads) in have:
+                        continue
+                    row = {"case": case.name, "contestant": name, "threads": threads, "what": what}
+                    self.say(
+                        f"{case.name}, {threads} threads, {name}: share of the {what} part's limit"
+                    )
+                    try:
+                        row |= measure_share(what, parameters, threads)
+                    except InputError as error:
+                        row |= {"share": None, "reason": str(error)}
+                    shares.append(row)
+                    self.ledger.save()
+                    yield row
+
+
+def describe_share(row: Mapping[str, Any]) -> str:
+    """One share of a measured ceiling, in words."""
+    where = f"{row['case']}, {counted(row['threads'], 'thread')}"
+    if row.get("share") is None:
+        return f"{where}: {row['what']}: not measured: {row.get('reason', '')}"
+    return (
+        f"{where}, {row['contestant']}: {row['what']} part {row['ms']:.1f} ms, "
+        f"{CEILINGS[row['what']]} {row['ceiling_ms']:.1f} ms: {percent(row['share'])} of it"
+    )

@@ -1,0 +1,112 @@
+"""The benchmark of the ``benchmark`` notebook: measured there, or read from a finished file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dlrm_core.base.errors import InputError
+from dlrm_core.config import Parameters
+from dlrm_core.progress import Bar
+from dlrm_studies.bench.analyse import read_benchmark
+from dlrm_studies.bench.cases import (
+    AS_GIVEN,
+    growth_cases,
+    plain_of,
+    precisions_of,
+    shape_cases,
+    tuned_of,
+)
+from dlrm_studies.bench.embeddings_show import DEFAULT, read_embeddings
+from dlrm_studies.bench.measure import Plan, run_plan
+from dlrm_workbook.evidence.contestants import PEER
+
+
+@dataclass
+class Benchmark:
+    """A benchmark's document, once it is there.
+
+    Attributes:
+        sentence: what this page shows.
+        plan: what is to be measured; None of a finished one.
+        file: where the document is, or will be.
+        embeddings: the document of ``dlrm bench --embeddings``, if there is one.
+    """
+
+    sentence: str
+    file: Path
+    plan: Plan | None = None
+    document: dict[str, Any] = field(default_factory=dict)
+    embeddings: dict[str, Any] | None = None
+
+    def measure(self, say: Callable[[str], object] = lambda text: None) -> None:
+        """Run what is to be measured; ``say`` is called with a line a run.
+
+        Raises:
+            InputError: the file cannot be written, or none of our own contestants ran.
+        """
+        if self.plan is None:
+            return
+        self.document = run_plan(self.plan, self.file, say=say)
+        for case in self.document["cases"]:
+            failures = {n: why for n, why in case["failures"].items() if n != PEER}
+            if not case["contestants"]:
+                why = next(iter(failures.values()), "no contestant ran")
+                raise InputError(f"{case['case']}: nothing was measured: {why}")
+
+    def bar(self) -> Bar:
+        """Live progress of :meth:`measure`, over all processes; a line of a step ends one."""
+        total = 0 if self.plan is None else self.plan.runs
+        return Bar("in turns", "run", total, shown=total > 0, counts=lambda text: ": step " in text)
+
+
+def start(
+    parameters: Parameters,
+    folder: Path,
+    *,
+    results: str = "",
+    peer: str = "",
+    precisions: Sequence[str] = (),
+    shapes: Sequence[str] = (),
+    growth: Sequence[str] = (),
+    cores: int = 0,
+    **measured: Any,
+) -> Benchmark:
+    """The benchmark that a notebook's parameters ask for.
+
+    Args:
+        parameters: the tuned contestant, or, if they have no option for speed, the plain one;
+            the other is the same training without, or with, those of tuned.yaml.
+        folder: gets ``benchmark.json``.
+        results: a finished benchmark's JSON; nothing is measured then, and the embeddings'
+            benchmark is the ``embeddings.json`` beside it, if there is one.
+        peer: a facebookresearch/dlrm checkout.
+        shapes: names of shapes; empty: the parameters as they are, unless ``growth`` is given.
+        cores: cores that each contestant is confined to; 0: all.
+        measured: more of :class:`.Plan`.
+
+    Raises:
+        InputError: a name or count cannot be used, or a file is no benchmark.
+    """
+    if results:
+        file = Path(results).expanduser().absolute()
+        beside = file.with_name(DEFAULT.name)
+        found = read_embeddings(str(beside) if beside.is_file() else "")
+        document = read_benchmark(file)
+        sentence = f"This page shows the benchmark in `{file}`, measured on {document['date']}."
+        return Benchmark(sentence, file, None, document, found)
+    cases = shape_cases(",".join(shapes), "shapes") + growth_cases(",".join(growth), "growth")
+    plan = Plan(
+        plain_of(parameters),
+        tuned_of(parameters),
+        precisions_of(precisions),
+        cases or [AS_GIVEN],
+        Path(peer).expanduser() if peer else None,
+        cores=cores or None,
+        bare=True,
+        **measured,
+    )
+    sentence = "Measured now, on this machine: every contestant in turns, in fresh processes."
+    return Benchmark(sentence, folder / "benchmark.json", plan, {}, read_embeddings())

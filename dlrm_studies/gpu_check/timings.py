@@ -1,0 +1,246 @@
+"""How fast is the GPU? Steps, whole iterations, predictions, and a peer beside them.
+
+A step is timed on batches that lie on the device; an iteration makes its batch as well.
+Times are of many steps back to back, waited for at the end: medians of rounds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import statistics
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dlrm_core.config import PRESETS, Parameters, load_parameters, parameters_from_sections
+from dlrm_core.data.batch import Batch
+from dlrm_core.inference import measure_latency, pool_of
+from dlrm_core.train import Trainer
+from dlrm_studies.gpu_check.paths import FUSED, GRAPHS
+from dlrm_studies.published import PUBLISHED
+from dlrm_workbook.evidence.contestants import compare
+from dlrm_workbook.evidence.dependence import changed_parameters
+from dlrm_workbook.ground.turns import elapsed_ms
+
+POOL = 8
+"""Batches that steps are timed on, in turns: more rows than any cache holds."""
+
+WARM_UP, ROUNDS, ROUND_S = 5, 5, 0.25
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain, fp32": {},
+    "plain, tf32": {"tf32": True},
+    "plain, bf16": {"precision": "bf16"},
+    "fused embeddings, fp32": {"embedding_backend": "fused"},
+    "fused, fp32": FUSED,
+    "fused, fp32, graphs": GRAPHS,
+    "fused, tf32, graphs": GRAPHS | {"tf32": True},
+    "fused, bf16": FUSED | {"precision": "bf16"},
+    "fused, bf16, graphs": GRAPHS | {"precision": "bf16"},
+    "fused embeddings, bf16, compile": {
+        "embedding_backend": "fused",
+        "precision": "bf16",
+        "compile": True,
+    },
+}
+"""Options of ``training``; in the order in which one explains the next."""
+
+FAST = VARIANTS["fused, bf16, graphs"]
+
+T15_ROWS = (
+    *(7912889, 33823, 17139, 7339, 20046, 4, 7105, 1382, 63, 5554114, 582469, 245828, 11),
+    *(2209, 10667, 104, 4, 968, 15, 8165896, 2675940, 7156453, 302516, 12022, 97, 35),
+)
+"""Rows of NVIDIA's small model: Criteo's tables, categories seen less than 15 times dropped."""
+
+NVIDIA_SMALL: dict[str, Any] = {
+    "model": {
+        "mlp_sizes": "nvidia",
+        "dense_features": 13,
+        "bottom_mlp": [512, 256, 128],
+        "top_mlp": [1024, 1024, 512, 256, 1],
+        "embedding_dim": 128,
+        "table_rows": list(T15_ROWS),
+        "loss": "bce",
+        "init": "torch",
+    },
+    "data": {
+        "generator": "zipf",
+        "zipf_exponent": 1.45,
+        "indices_per_lookup": 1,
+        "fixed_pooling": True,
+        "round_targets": True,
+        "place": "device",
+    },
+    "training": {"batch_size": 65536, "learning_rate": 0.1, "device": "cuda", "seed": 1},
+}
+"""NVIDIA DeepLearningExamples, DLRM for PyTorch: one-hot, synthetic power law (alpha 1.45)."""
+
+
+def experiment(device: torch.device) -> Parameters:
+    """The experiment's shape; weights and batches made on the device."""
+    seed = load_parameters(PRESETS / "seed.yaml", [f"training.device={device.type}"])
+    data = dataclasses.replace(seed.data, generator="uniform", place="device")
+    return dataclasses.replace(seed, data=data, model=dataclasses.replace(seed.model, init="torch"))
+
+
+def with_options(parameters: Parameters, options: dict[str, Any]) -> Parameters:
+    """The same parameters with other leaves of ``training``."""
+    training = dataclasses.replace(parameters.training, **options)
+    return dataclasses.replace(parameters, training=training)
+
+
+def step_timings(parameters: Parameters) -> Iterator[dict[str, Any]]:
+    """Every variant of a run: a row each (see :func:`timed`), or why it failed."""
+    for name, options in VARIANTS.items():
+        yield {"variant": name} | timed_or_reason(with_options(parameters, options))
+
+
+def host_timings() -> Iterator[dict[str, Any]]:
+    """The experiment with facebook's own stream, made on the host, as it came and prefetched."""
+    seed = load_parameters(PRESETS / "seed.yaml", ["training.device=cuda", "model.init=torch"])
+    fast = with_options(seed, FAST)
+    yield {"variant": "plain, the loop of the experiment"} | timed_or_reason(seed)
+    for name, generator in (("replay", "facebook"), ("uniform", "uniform")):
+        change = {"data.generator": generator, "data.loader": "prefetch"}
+        changed = changed_parameters(fast, change)[0]
+        yield {"variant": f"fused, bf16, graphs, {name} prefetched"} | timed_or_reason(changed)
+
+
+def nvidia_timings() -> Iterator[dict[str, Any]]:
+    """NVIDIA's small model at batch 65536, samples per second beside the published ones."""
+    shape = parameters_from_sections(NVIDIA_SMALL)
+    published = {
+        p.precision: p.samples_per_second
+        for p in PUBLISHED
+        if (p.mode, p.batch, p.hardware) == ("training", 65536, "1 × A100-80GB")
+    }
+    for name in ("plain, tf32", "fused, tf32, graphs", "fused, bf16, graphs"):
+        row = {"variant": name} | timed_or_reason(with_options(shape, VARIANTS[name]))
+        if "end_to_end_ms" in row:
+            row["samples_per_second"] = 1e3 * shape.training.batch_size / row["end_to_end_ms"]
+            reference = published["TF32" if "tf32" in name else "mixed"]
+            row["times_published_a100"] = row["samples_per_second"] / reference
+        yield row
+
+
+def latencies() -> Iterator[dict[str, Any]]:
+    """Predictions at batch 2048 by NVIDIA's protocol, synchronised."""
+    nvidia = parameters_from_sections(NVIDIA_SMALL)
+    models = {"NVIDIA small": nvidia, "experiment": experiment(torch.device("cuda"))}
+    for model, given in models.items():
+        for name in ("plain, tf32", "fused, tf32, graphs", "fused, bf16, graphs"):
+            sized = with_options(given, VARIANTS[name] | {"batch_size": 2048})
+            data = dataclasses.replace(sized.data, place="cpu")
+            row: dict[str, Any] = {"model": model, "variant": name}
+            try:
+                row |= latency(dataclasses.replace(sized, data=data))
+            except Exception as error:  # one variant must not end the others
+                row["failed"] = reason(error)
+            forget()
+            yield row
+
+
+def latency(parameters: Parameters, steps: int = 300, seconds: float = 5.0) -> dict[str, Any]:
+    """Latency of predictions on batches in page-locked memory; see :mod:`dlrm_core.inference`."""
+    trainer = Trainer(parameters)
+    try:
+        pool = pool_of(trainer.batches, steps, pin=trainer.device.type == "cuda")
+        found = measure_latency(
+            trainer.predict, trainer.loss, pool, trainer.device, steps, seconds, "nvidia"
+        )
+    finally:
+        trainer.close()
+    return {"latency_ms": found.percentiles(), "samples_per_second": found.samples_per_second}
+
+
+def peer_timings(peer: Path, rounds: int, iterations: int, threads: int) -> dict[str, Any]:
+    """facebookresearch/dlrm with ``--use-gpu`` beside ours, in turns, each in a fresh process."""
+    seed = load_parameters(PRESETS / "seed.yaml", ["training.device=cuda"])
+    replay = {"data.generator": "facebook", "data.loader": "prefetch"}
+    on_device = {"data.generator": "uniform", "data.place": "device", "model.init": "torch"}
+    fast = {f"training.{name}": value for name, value in FAST.items()}
+    exact = {f"training.{name}": value for name, value in GRAPHS.items()}
+    contestants = {"plain": seed}
+    for name, change in (
+        ("fp32, its data replayed", exact | replay),
+        ("bf16, its data replayed", fast | replay),
+    ):
+        contestants[name] = changed_parameters(seed, change)[0]
+    found = compare(contestants, peer=peer, rounds=rounds, iterations=iterations, threads=threads)
+    # other batches of the same law, so no losses to compare: its end-to-end time is the point
+    made = changed_parameters(seed, fast | on_device)[0]
+    found["bf16, data made on the GPU"] = timed_or_reason(made)
+    return found
+
+
+def timed_or_reason(parameters: Parameters) -> dict[str, Any]:
+    """Times of a run, or ``failed`` with the reason: one variant must not end the others."""
+    try:
+        return timed(parameters)
+    except Exception as error:
+        return {"failed": reason(error)}
+    finally:
+        forget()
+
+
+def timed(parameters: Parameters) -> dict[str, Any]:
+    """Milliseconds of a step and of a whole iteration: median, lowest and highest round."""
+    trainer = Trainer(parameters)
+    step_on = trainer.step
+    try:
+        pool = [own(next(trainer.batches).to(trainer.device)) for _ in range(POOL)]
+        turns = iter(range(1 << 62))
+        step = rounds_ms(lambda: step_on(pool[next(turns) % POOL]), trainer.device)
+        pool.clear()
+        whole = rounds_ms(trainer.iterate, trainer.device)
+        loss = float(trainer.iterate())
+        return {
+            **{f"step_{name}": value for name, value in step.items()},
+            **{f"end_to_end_{name}": value for name, value in whole.items()},
+            "samples_per_second": 1e3 * parameters.training.batch_size / whole["ms"],
+            "loss": loss,
+            "notices": trainer.notices,
+        }
+    finally:
+        trainer.close()
+
+
+def own(batch: Batch) -> Batch:
+    """A copy that stays when a loader uses its buffers again."""
+    extents = None if batch.extents is None else batch.extents.clone()
+    return dataclasses.replace(
+        batch,
+        dense=batch.dense.clone(),
+        indices=batch.indices.clone(),
+        offsets=batch.offsets.clone(),
+        targets=batch.targets.clone(),
+        extents=extents,
+    )
+
+
+def rounds_ms(work: Callable[[], object], device: torch.device) -> dict[str, float]:
+    """Milliseconds per call, back to back, in rounds of about ROUND_S after a warm-up."""
+    for _ in range(WARM_UP):
+        work()
+    once = elapsed_ms(work, 3, device)
+    count = max(3, min(500, round(1e3 * ROUND_S / max(once, 1e-3))))
+    rounds = 2 if once > 1e3 * ROUND_S else ROUNDS
+    times = [elapsed_ms(work, count, device) for _ in range(rounds)]
+    return {"ms": statistics.median(times), "ms_low": min(times), "ms_high": max(times)}
+
+
+def forget() -> None:
+    """Give memory back before the next model: tables take gigabytes."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def reason(error: BaseException) -> str:
+    """An error in one line."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"

@@ -1,0 +1,302 @@
+"""Benchmark protocols by the names of those who publish figures by them.
+
+The same iterations counted in each one's way, so that a figure can be set beside theirs:
+
+* ``steady``: ours. The whole iteration, data included; the warm-up is found in the times;
+* ``nvidia``: DeepLearningExamples, DLRM for PyTorch, ``--max_steps 500
+  --benchmark_warmup_steps 250``: the whole iteration with its wait for data, device waited
+  for, the first half left out;
+* ``facebook``: facebookresearch/dlrm, ``ms/it``: without the making of data, device waited
+  for, from the first iteration on;
+* ``deepspark``: DeepSparkHub, DLRM (``FPS``, printed as ``speed``): samples over the time
+  without the loader's, from the first iteration on, and of that running figure the mean over
+  every 100th iteration. Theirs does not wait for the device; ours does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dlrm_core.base.errors import InputError
+from dlrm_core.base.files import plain, write_json
+from dlrm_core.base.machine import device_name, peak_memory_by_device
+from dlrm_core.config import Parameters, load_parameters
+from dlrm_core.inference import (
+    POOL_BATCHES,
+    latency_of,
+    pool_of,
+    time_predictions,
+    warm_up_steps,
+)
+from dlrm_core.run.commands import as_rank, batch_sizes, started_by_torchrun, time_limit
+from dlrm_core.run.evaluate import held_out_batches
+from dlrm_core.train import Trainer, TrainingLoop
+from dlrm_workbook.evidence.power import power_meter
+from dlrm_workbook.ground.ledger import read_document
+from dlrm_workbook.ground.machine import machine_facts, versions
+from dlrm_workbook.ground.processes import python_module, run_child
+from dlrm_workbook.ground.turns import elapsed_ms
+
+TRAINING = ("steady", "nvidia", "facebook", "deepspark")
+INFERENCE = ("steady", "nvidia")
+DEEPSPARK_PRINTS = 100
+"""DeepSpark's loop prints its running figure every so many iterations."""
+
+Timings = Mapping[str, Any]
+"""Iterations of a training, each waited for, see :func:`time_training`."""
+
+
+def throughput(timings: Timings, protocol: str) -> dict[str, Any]:
+    """One protocol's figure.
+
+    Args:
+        timings: what :func:`time_training` gives.
+
+    Returns:
+        ``protocol``, ``samples_per_second``, ``ms_per_iteration``, ``iterations`` (counted),
+        ``left_out`` (iterations at the beginning that are not), ``data_included``.
+
+    Raises:
+        InputError: no such protocol, or no iteration is left.
+    """
+    if protocol not in TRAINING:
+        raise InputError(f"protocol is {protocol!r}, expected one of {', '.join(TRAINING)}")
+    batch, data, compute = (timings[name] for name in ("batch_size", "data_ms", "compute_ms"))
+    if len(compute) < 2:
+        raise InputError(f"{len(compute)} iterations were timed, expected at least 2")
+    first = 0
+    if protocol == "deepspark":
+        # the mean of the samples a second so far, at every 100th iteration; at the end of fewer
+        ends = range(DEEPSPARK_PRINTS, len(compute) + 1, DEEPSPARK_PRINTS) or [len(compute)]
+        totals = list(itertools.accumulate(compute))
+        mean = batch / statistics.fmean(batch * end / totals[end - 1] for end in ends)
+    else:
+        times = compute
+        if protocol != "facebook":
+            times = [made + computed for made, computed in zip(data, compute, strict=True)]
+            first = len(times) // 2 if protocol == "nvidia" else warm_up_steps(times)
+        mean = statistics.fmean(times[first:])
+    return {
+        "protocol": protocol,
+        "samples_per_second": 1e3 * batch / mean,
+        "ms_per_iteration": mean,
+        "iterations": len(compute) - first,
+        "left_out": first,
+        "data_included": protocol in ("steady", "nvidia"),
+    }
+
+
+def time_training(
+    trainer: TrainingLoop[Any], iterations: int, on_iteration: Callable[[], None] = lambda: None
+) -> Timings:
+    """Train, and wait for the device before and after each iteration.
+
+    Args:
+        on_iteration: called after each.
+
+    Returns:
+        ``batch_size``, and milliseconds of each iteration: ``data_ms`` in which the loop made
+        its batch or waited for it, ``compute_ms`` of transfer, forward, backward, update.
+    """
+    data_ms, compute_ms = [], []
+    for _ in range(iterations):
+        whole_ms = elapsed_ms(trainer.iterate, 1, trainer.device)
+        data_ms.append(min(1e3 * trainer.data_seconds, whole_ms))
+        compute_ms.append(whole_ms - data_ms[-1])
+        on_iteration()
+    size = trainer.parameters.training.batch_size
+    return {"batch_size": size, "data_ms": data_ms, "compute_ms": compute_ms}
+
+
+def measure(
+    trainer: TrainingLoop[Any],
+    iterations: int,
+    batch_sizes: Sequence[int],
+    steps: int = 1000,
+    seconds: float = 10.0,
+) -> dict[str, Any]:
+    """Train for ``iterations``, then predict with the weights that came of it.
+
+    Args:
+        trainer: not used before; on several ranks all must ask, and each has its own clock's
+            figures. It is closed.
+        batch_sizes: of inference; none: it is not measured.
+        steps, seconds: of inference at most, for each batch size; warm-up included.
+
+    Returns:
+        ``training`` (a figure a protocol), ``inference`` (a latency a batch size and protocol),
+        ``timings``, ``power_w``, ``samples_per_joule`` and ``power`` (while training, as in a
+        training's result), ``peak_memory_by_device`` (bytes, of this process), ``device``,
+        ``threads``, ``precision``, ``embedding_backend``, ``notices``.
+
+    Raises:
+        InputError: too few iterations.
+    """
+    try:
+        if iterations < 2:
+            raise InputError(f"iterations is {iterations}, expected at least 2")
+        meter = power_meter(trainer.device).start()
+        timings = time_training(trainer, iterations)
+        power = meter.stop(iterations * timings["batch_size"])
+        latencies = [_inference(trainer, size, steps, seconds) for size in batch_sizes]
+        return {
+            "training": [throughput(timings, protocol) for protocol in TRAINING],
+            "inference": list(itertools.chain(*latencies)),
+            "timings": timings,
+            **power,
+            "peak_memory_by_device": peak_memory_by_device(trainer.device),
+            "device": device_name(trainer.device),
+            "threads": torch.get_num_threads(),
+            "precision": trainer.parameters.training.precision,
+            "embedding_backend": trainer.embedding_backend,
+            "notices": trainer.notices,
+        }
+    finally:
+        trainer.close()
+
+
+def _inference(
+    trainer: TrainingLoop[Any], size: int, steps: int, seconds: float
+) -> list[dict[str, Any]]:
+    """Latencies of one batch size by both protocols, from the same steps, on the test data."""
+    if size < 1:
+        raise InputError(f"batch_sizes has {size}, expected whole numbers above 0")
+    given, device = trainer.parameters, trainer.device
+    parameters = replace(given, training=replace(given.training, batch_size=size))
+    pool = pool_of(held_out_batches(parameters, device, POOL_BATCHES), steps, device.type == "cuda")
+    times = time_predictions(trainer.predict, pool, device, steps, seconds, trainer.agree)
+    rows = []
+    for name in INFERENCE:
+        latency = asdict(latency_of(times, size, len(pool), math.nan, name))
+        del latency["loss"]  # it says nothing of a few iterations' training
+        rows.append({"protocol": name} | latency)
+    return rows
+
+
+# ``dlrm protocols``: one run's figures by the protocols that others publish by.
+
+SCHEMA = 1
+
+RECORD = "protocols.json"
+"""Of a benchmark's folder."""
+
+WHAT = "record of dlrm protocols"
+
+
+def protocols(arguments: argparse.Namespace) -> int:
+    """A line a figure, and with ``--json`` the record; under torchrun rank 0's clock's."""
+    sizes = batch_sizes(arguments.batch_sizes)
+    effort = arguments.iterations, sizes, arguments.steps, time_limit(arguments.seconds)
+    if started_by_torchrun():
+        with as_rank("dlrm protocols"):
+            from dlrm_ranks.trainer import rank_trainer
+            from dlrm_ranks.watch import leave
+
+            parameters = load_parameters(arguments.file, arguments.parameter)
+            with rank_trainer(parameters, "dlrm protocols") as trainer:
+                found = measure(trainer, *effort) | {"ranks": trainer.world.size}
+                if trainer.world.first:
+                    _report(arguments, parameters, found)
+            leave(0)
+    parameters = load_parameters(arguments.file, arguments.parameter)
+    return _report(arguments, parameters, measure(Trainer(parameters), *effort) | {"ranks": 1})
+
+
+def _report(arguments: argparse.Namespace, parameters: Parameters, found: dict[str, Any]) -> int:
+    for notice in found["notices"]:
+        print(notice, file=sys.stderr)
+    print(as_text(found), flush=True)
+    if arguments.json:
+        record = {
+            "schema": SCHEMA,
+            "command": " ".join(["dlrm", *sys.argv[1:]]),
+            "title": parameters.title,
+            "parameters": parameters.to_sections(),
+            "measured": found,
+            "machine": machine_facts(),
+            "versions": versions(),
+        }
+        write_json(Path(arguments.json), plain(record))
+    return 0
+
+
+def measured_or_read(
+    parameters: Parameters,
+    folder: Path,
+    iterations: int,
+    batch_sizes: Sequence[int],
+    results: str = "",
+) -> dict[str, Any] | None:
+    """The record that the ``benchmark`` notebook shows, measured now in a fresh process.
+
+    Args:
+        folder: gets ``protocols.json``.
+        iterations: of training; 0: nothing is measured.
+        batch_sizes: of inference.
+        results: a finished benchmark: nothing is measured, the record beside it is read.
+
+    Returns:
+        None where nothing was measured.
+
+    Raises:
+        InputError: the run cannot be made; the message is the process's own.
+    """
+    if results:
+        beside = Path(results).expanduser().absolute().with_name(RECORD)
+        return read_document(beside, WHAT, schema=SCHEMA) if beside.exists() else None
+    if not iterations:
+        return None
+    # without what belongs to a run of its own
+    training = replace(parameters.training, resume="", checkpoint_every=None, checkpoint_folder="")
+    record, given = folder / RECORD, folder / "protocols-parameters.json"
+    write_json(given, replace(parameters, training=training, sweep={}).to_sections())
+    command = python_module(
+        *("dlrm_workbook", "protocols", "-f", given, "--json", record),
+        *("--iterations", str(iterations), "--seconds", "4"),
+        *("--batch-sizes", ",".join(map(str, batch_sizes))),
+    )
+    run_child(command, stage="protocols").require_success("dlrm protocols")
+    return read_document(record, WHAT, schema=SCHEMA)
+
+
+def as_text(found: Mapping[str, Any]) -> str:
+    """For people."""
+    ranks = found.get("ranks", 1)
+    each = f"{ranks} ranks of " if ranks > 1 else ""
+    lines = [f"{found['device']}, {each}{found['threads']} threads, {found['precision']}"]
+    for one in found["training"]:
+        data = "with data" if one["data_included"] else "without data"
+        lines.append(
+            f"training, {one['protocol']}: {one['samples_per_second']:,.0f} samples/s, "
+            f"{one['ms_per_iteration']:.3f} ms/it {data} ({one['iterations']} iterations, "
+            f"{one['left_out']} left out)"
+        )
+    for one in found["inference"]:
+        lines.append(
+            f"inference, {one['protocol']}, batch {one['batch_size']:,}: "
+            f"{one['samples_per_second']:,.0f} samples/s, mean {one['mean']:.3f}, "
+            f"p50 {one['p50']:.3f}, p90 {one['p90']:.3f}, p95 {one['p95']:.3f}, "
+            f"p99 {one['p99']:.3f} ms ({one['steps']} steps, {one['warm_up_steps']} left out)"
+        )
+    if found["samples_per_joule"] is None:
+        missing = found["power"]["not_measured"].items()
+        reasons = "; ".join(f"{name}: {why}" for name, why in missing)
+        lines.append(f"power: not measured ({reasons})")
+    else:
+        lines.append(
+            f"power: {found['power_w']:,.1f} W, "
+            f"{found['samples_per_joule']:,.1f} samples/s per watt"
+        )
+    for device, size in found["peak_memory_by_device"].items():
+        lines.append(f"peak memory, {device}: {size / 2**20:,.0f} MiB")
+    return "\n".join(lines)

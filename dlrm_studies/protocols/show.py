@@ -1,0 +1,524 @@
+"""Speeds by named protocols, ours beside published ones: tables, their columns, and figures."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pandas as pd
+import plotly.graph_objects as go
+
+from dlrm_core.base.units import (
+    NOT_MEASURED,
+    NOTHING,
+    counted,
+    digits,
+    format_bytes,
+    known_or,
+    thousands,
+)
+from dlrm_studies.published import DEEPSPARK, KALAMKAR, NOT_SAID, NVIDIA, PUBLISHED
+from dlrm_workbook.show import theme
+from dlrm_workbook.show.tables import Column, Text, each_row
+
+COUNTED = {
+    "steady": "ours: whole iterations, warm-up found in the times",
+    "nvidia": "NVIDIA's: whole iterations, the first half left out",
+    "facebook": "facebookresearch/dlrm's ms/it: without the making of data",
+    "deepspark": "DeepSpark's FPS: without the loader's time",
+}
+"""Protocol to what it counts."""
+
+GROUPS = {
+    "ours": "Contestants of this run, whole iterations",
+    "training nvidia": "Training, NVIDIA's protocol",
+    "training deepspark": "Training, DeepSpark's FPS",
+    "training facebook": "Training, ms/it without data",
+    "inference nvidia": "Inference, NVIDIA's protocol, batch 2,048",
+}
+"""What can be compared, by the ``group`` of :func:`speeds`."""
+
+PUBLISHED_BATCH = 2048
+"""Of the published inference."""
+
+# Tables of a record of ``dlrm protocols``, and how they are shown.
+
+
+def training(document: Mapping[str, Any] | None) -> pd.DataFrame:
+    """One training, counted in each protocol's way; without a record no rows.
+
+    Returns:
+        ``protocol``, ``samples_per_second``, ``ms_per_iteration``, ``iterations``,
+        ``left_out``, ``data_included``, ``counts`` (what the protocol counts).
+    """
+    table = pd.DataFrame(document["measured"]["training"] if document else [])
+    table["counts"] = [COUNTED[name] for name in table.get("protocol", [])]
+    table.attrs["not_measured"] = (
+        "`dlrm run benchmark -f FILE -p protocols=60`, or `dlrm protocols`, measures it"
+    )
+    return table
+
+
+def latencies(document: Mapping[str, Any] | None) -> pd.DataFrame:
+    """Latencies by batch size and protocol, ms; without a record no rows.
+
+    Returns:
+        ``protocol``, ``batch_size``, ``mean``, ``p50``, ``p90``, ``p95``, ``p99``,
+        ``samples_per_second``, ``steps``, ``warm_up_steps``.
+    """
+    table = pd.DataFrame(document["measured"]["inference"] if document else [])
+    table.attrs["not_measured"] = (
+        "`dlrm run benchmark -f FILE -p batch_sizes=[1,64,2048]` measures it"
+    )
+    return table
+
+
+def power_and_memory(document: Mapping[str, Any] | None) -> pd.DataFrame:
+    """Power, samples per joule, and memory of each device: ``quantity`` and ``value``, texts."""
+    rows: list[tuple[str, str]] = []
+    if document:
+        measured = document["measured"]
+        for reading in measured["power"]["readings"]:
+            rows.append((f"power, {reading['device']}", f"{reading['power_w']:,.1f} W"))
+        for device, why in measured["power"]["not_measured"].items():
+            rows.append((f"power, {device}", f"{NOT_MEASURED}: {why}"))
+        per_watt = measured["samples_per_joule"]
+        shown = NOT_MEASURED if per_watt is None else f"{per_watt:,.1f}"
+        rows.append(("samples/s per watt", shown))
+        for device, size in measured["peak_memory_by_device"].items():
+            rows.append((f"peak memory, {device}", format_bytes(size)))
+        rows += [
+            ("device", device_of(document)),
+            ("precision", measured["precision"]),
+            ("embeddings' back end", measured["embedding_backend"]),
+            ("command", document["command"]),
+        ]
+    table = pd.DataFrame(rows, columns=["quantity", "value"])
+    table.attrs["not_measured"] = "`dlrm run benchmark -f FILE -p protocols=60` measures it"
+    return table
+
+
+def device_of(document: Mapping[str, Any]) -> str:
+    """The GPU, or the processor and how many of its threads."""
+    measured = document["measured"]
+    if measured["device"] != "cpu":
+        return str(measured["device"])
+    return f"{document['machine'].get('cpu') or 'CPU'}, {counted(measured['threads'], 'thread')}"
+
+
+def speeds(
+    document: Mapping[str, Any] | None,
+    contestants: pd.DataFrame,
+    stability: Mapping[str, Any] | None = None,
+) -> pd.DataFrame:
+    """Our speeds and the published ones, group by group, ours first.
+
+    Args:
+        document: of ``dlrm protocols``, if it was measured.
+        contestants: of a benchmark: ``on``, ``model``, ``samples_per_second``.
+        stability: runs with several seeds, whose mean AUC is ours.
+
+    Returns:
+        ``group`` (a key of :data:`GROUPS`), ``ours``, ``source``, ``on``, ``model``,
+        ``precision``, ``samples_per_second``, ``latency_ms``, ``power_w``, ``memory``,
+        ``auc``, ``minutes_to_train``, ``times_cpu``; what is not known is NaN or empty.
+    """
+    common = {"ours": True, "source": "this run", "precision": ""}
+    rows: list[dict[str, Any]] = [
+        common | {"group": "ours", "on": on, "model": model, "samples_per_second": speed}
+        for on, model, speed in contestants.itertuples(index=False)
+    ]
+    if document:
+        rows += _measured_speeds(document, stability or {}, common)
+    rows += [
+        {
+            "group": f"{p.mode} {p.protocol}",
+            "ours": False,
+            "source": f"{p.source.split()[0]} (other hardware)",
+            "on": p.hardware,
+            "model": p.model + ("" if p.batch is None else f", batch {p.batch:,}"),
+            "precision": "" if p.precision == NOT_SAID else p.precision,
+            "samples_per_second": p.samples_per_second,
+            "latency_ms": p.latency_ms,
+            "power_w": p.power_w,
+            "memory": "" if p.memory_gb is None else f"{p.memory_gb:g} GB per device",
+            "auc": p.auc,
+            "minutes_to_train": p.minutes,
+            "times_cpu": p.times_cpu,
+        }
+        for p in PUBLISHED
+    ]
+    order = list(GROUPS)
+    rows.sort(key=lambda r: (order.index(r["group"]), not r["ours"], -r["samples_per_second"]))
+    columns = [
+        *("group", "ours", "source", "on", "model", "precision", "samples_per_second"),
+        *("latency_ms", "power_w", "memory", "auc", "minutes_to_train", "times_cpu"),
+    ]
+    table = pd.DataFrame(rows, columns=columns)
+    table["memory"] = table["memory"].fillna("")
+    numbers = ("latency_ms", "power_w", "auc", "minutes_to_train", "times_cpu")
+    return table.astype(dict.fromkeys(numbers, float))
+
+
+def _measured_speeds(
+    document: Mapping[str, Any], stability: Mapping[str, Any], common: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    measured, given = document["measured"], document["parameters"]
+    seeded = _same_training(document, stability)
+    memory = ", ".join(
+        f"{format_bytes(size)} ({device})"
+        for device, size in measured["peak_memory_by_device"].items()
+    )
+    common = {
+        **common,
+        "on": device_of(document),
+        "precision": measured["precision"],
+        "memory": memory,
+    }
+    title = document["title"]
+    rows = [
+        common
+        | {
+            "group": f"training {one['protocol']}",
+            "model": f"{title}, batch {given['training']['batch_size']:,}",
+            "samples_per_second": one["samples_per_second"],
+            "power_w": measured["power_w"],
+            "auc": _mean_auc(seeded),
+        }
+        for one in measured["training"]
+    ] + [
+        common
+        | {
+            "group": f"inference {one['protocol']}",
+            "model": f"{title}, batch {one['batch_size']:,}",
+            "samples_per_second": one["samples_per_second"],
+            "latency_ms": one["mean"],
+        }
+        for one in measured["inference"]
+        if one["batch_size"] == PUBLISHED_BATCH
+    ]
+    return [row for row in rows if row["group"] in GROUPS]
+
+
+def _same_training(document: Mapping[str, Any], stability: Mapping[str, Any]) -> Any:
+    """Seeds of the training that was timed (a ``Stability``); None if there are none.
+
+    Another precision, model, or data is another training.
+    """
+    given, precision = document["parameters"], document["measured"]["precision"]
+    for one in stability.values():
+        same = all(one.parameters[section] == given[section] for section in ("model", "data"))
+        if same and one.parameters["training"]["precision"] == precision:
+            return one
+    return None
+
+
+def _mean_auc(seeded: Any) -> float | None:
+    return seeded.spreads["auc"]["mean"] if seeded and "auc" in seeded.spreads else None
+
+
+# DeepSpark's eight columns.
+
+NO_SEEDS = f"{NOT_MEASURED}: -p 'stability={{seeds: 10}}' measures it"
+ONE_PROCESS = f"{NOT_MEASURED}: one process ran; dlrm run scaling measures several"
+NOT_PUBLISHED = "not published"
+
+
+def eight_columns(
+    document: Mapping[str, Any] | None, stability: Mapping[str, Any] | None = None
+) -> pd.DataFrame:
+    """What DeepSpark reports of a run, for ours and for theirs: a row a run.
+
+    Args:
+        document: of ``dlrm protocols``, if it was measured.
+        stability: series of seeds (``Stability``) by label; those of another precision
+            or training than the timed one have rows of their own.
+
+    Returns:
+        ``run``, ``criterion``, ``configuration``, ``samples_per_second`` (DeepSpark's FPS),
+        ``auc``, ``power_w`` (of all devices), ``scalability`` (share of the ideal speed-up),
+        ``memory_bytes`` (of each device), ``stability`` (ours: share of seeds that finished),
+        ``missing`` (name of each of these columns that is NaN, to the reason).
+    """
+    rows: list[dict[str, Any]] = []
+    series = dict(stability or {})
+    if document:
+        seeded = _same_training(document, series)
+        series = {label: one for label, one in series.items() if one is not seeded}
+        rows.append(_timed_run(document, seeded))
+    rows += [_seeded_run(label, one) for label, one in series.items()]
+    for one in PUBLISHED:
+        if one.source != DEEPSPARK:
+            continue
+        batch = "" if one.batch is None else f"batch {one.batch:,}, "
+        row = {
+            "run": f"DeepSpark, {one.hardware}",
+            "criterion": one.criterion or NOT_PUBLISHED,
+            "configuration": one.configuration or f"{batch}precision {NOT_SAID}",
+            "samples_per_second": one.samples_per_second,
+            "auc": one.auc,
+            "power_w": one.power_w,
+            "scalability": one.scalability,
+            "memory_bytes": None if one.memory_gb is None else 1e9 * one.memory_gb,
+            "stability": one.stability,
+        }
+        unknown = [name for name, value in row.items() if value is None]
+        rows.append(row | {"missing": dict.fromkeys(unknown, NOT_PUBLISHED)})
+    table = pd.DataFrame(rows)
+    numbers = ("samples_per_second", "auc", "power_w", "scalability", "memory_bytes", "stability")
+    return table.astype(dict.fromkeys(numbers, float))
+
+
+def _timed_run(document: Mapping[str, Any], seeded: Any) -> dict[str, Any]:
+    """The training of ``dlrm protocols``, with the AUC of its seeds."""
+    measured, training = document["measured"], document["parameters"]["training"]
+    speeds = {one["protocol"]: one["samples_per_second"] for one in measured["training"]}
+    sizes = measured["peak_memory_by_device"]
+    why = "; ".join(f"{name}: {said}" for name, said in measured["power"]["not_measured"].items())
+    found = {
+        "samples_per_second": speeds["deepspark"],
+        "auc": _mean_auc(seeded),
+        "power_w": measured["power_w"],
+        "scalability": None,
+        "memory_bytes": sizes.get("gpu", sizes.get("host")),
+        "stability": _finished_share(seeded),
+    }
+    reasons = {
+        "auc": _why_no_auc(seeded),
+        "power_w": f"{NOT_MEASURED}: {why}" if why else NOT_MEASURED,
+        "scalability": ONE_PROCESS,
+        "memory_bytes": f"{NOT_MEASURED}: the system does not report it",
+        "stability": NO_SEEDS,
+    }
+    torch = document["versions"].get("torch", "")
+    return {
+        "run": f"this run, {device_of(document)}",
+        "criterion": f"{len(measured['timings']['compute_ms'])} iterations timed",
+        "configuration": f"torch {torch}, batch {training['batch_size']:,}, 1 process, "
+        + measured["precision"],
+        **found,
+        "missing": {name: why for name, why in reasons.items() if found[name] is None},
+    }
+
+
+def _seeded_run(label: str, seeded: Any) -> dict[str, Any]:
+    """A series of seeds whose training was not timed by the protocols."""
+    training, spreads = seeded.parameters["training"], seeded.spreads
+    # the device's of a run; the host's where no run used a GPU
+    peaks = [run["peak_memory_by_device"] for run in seeded.finished]
+    sizes = [peak.get("gpu", peak.get("host")) for peak in peaks if peak]
+    rate = spreads.get("samples_per_second")
+    said = f": {rate['mean']:,.0f} samples/s with data" if rate else ""
+    iterations = {run["iterations"] for run in seeded.finished}
+    found = {
+        "samples_per_second": None,
+        "auc": _mean_auc(seeded),
+        "power_w": spreads["power_w"]["mean"] if "power_w" in spreads else None,
+        "scalability": None,
+        "memory_bytes": max(sizes, default=None),
+        "stability": _finished_share(seeded),
+    }
+    unread = {why for run in seeded.runs for why in run["not_measured"].values()}
+    reasons = {
+        "samples_per_second": f"not counted without data{said}",
+        "auc": _why_no_auc(seeded),
+        "power_w": "; ".join([NOT_MEASURED, *sorted(unread)]),
+        "scalability": ONE_PROCESS,
+        "memory_bytes": f"{NOT_MEASURED}: no run reported it",
+        "stability": NO_SEEDS,
+    }
+    return {
+        "run": f"{counted(len(seeded.runs), 'seed')}, {label}",
+        "criterion": " or ".join(f"{count:,} iterations" for count in sorted(iterations))
+        or "no run finished",
+        "configuration": f"batch {training['batch_size']:,}, 1 process, {training['precision']}",
+        **found,
+        "missing": {name: why for name, why in reasons.items() if found[name] is None},
+    }
+
+
+def _finished_share(seeded: Any) -> float | None:
+    return len(seeded.finished) / len(seeded.runs) if seeded and seeded.runs else None
+
+
+def _why_no_auc(seeded: Any) -> str:
+    if seeded is None:
+        return NO_SEEDS
+    return f"{NOT_MEASURED}: no seed finished" if not seeded.finished else f"{NOT_MEASURED}: no AUC"
+
+
+def _or_reason(name: str, label: str, text: Callable[[float], str], unit: str = "") -> Column:
+    """A column of :func:`eight_columns` whose empty cells hold their reason."""
+
+    def cell(value: float, missing: Mapping[str, str]) -> str:
+        return known_or(value, text, missing.get(name, NOTHING))
+
+    return Column(label, each_row(cell, words=True), (name, "missing"), unit)
+
+
+def _gigabytes(size: float) -> str:
+    """In the decimal unit that DeepSpark's figure is read as."""
+    return digits(size / 1e9)
+
+
+EIGHT: dict[str, str | Column] = {
+    "run": "run",
+    "criterion": "convergence criterion",
+    "configuration": "configuration",
+    "performance": _or_reason("samples_per_second", "performance", digits, "samples/s"),
+    "accuracy": _or_reason("auc", "accuracy", "{:.4g}".format, "AUC"),
+    "power": _or_reason("power_w", "power", digits, "W"),
+    "scalability": _or_reason("scalability", "scalability", "{:.2f}".format),
+    "memory": _or_reason("memory_bytes", "memory per device", _gigabytes, "GB"),
+    "stability": _or_reason("stability", "stability", "{:.2f}".format),
+}
+
+
+def _hardware(on: str, precision: str) -> str:
+    return f"{on}, {precision}" if precision else on
+
+
+def _watts(power: float, ours: bool, group: str) -> str:
+    if math.isnan(power):
+        return NOT_MEASURED if ours and group != "ours" else NOTHING
+    return f"{power:,.0f}"
+
+
+def _auc(value: float) -> str:
+    return NOTHING if math.isnan(value) else f"{value:.4g}"
+
+
+def _times(value: float) -> str:
+    return NOTHING if math.isnan(value) else f"{value:g}x"
+
+
+SPEEDS: dict[str, str | Column] = {
+    "group": Column(
+        "counted as",
+        each_row(lambda name: GROUPS[name].removesuffix(", whole iterations"), words=True),
+    ),
+    "source": "source",
+    "hardware": Column("on", each_row(_hardware, words=True), ("on", "precision")),
+    "model": "model",
+    "samples_per_second": Column("samples/s", "digits"),
+    "latency_ms": Column("mean", "digits", unit="ms"),
+    "power": Column("power", each_row(_watts), ("power_w", "ours", "group"), "W"),
+    "memory": "memory",
+    "auc": Column("AUC", each_row(_auc)),
+    "minutes_to_train": Column("time to train", "number", unit="min"),
+    "times_cpu": Column("times the CPUs' speed", each_row(_times)),
+}
+TRAINING: dict[str, str | Column] = {
+    "protocol": "protocol",
+    "counts": "what it counts",
+    "ms_per_iteration": Column("ms/it", "number"),
+    "samples_per_second": Column("samples/s", "digits"),
+    "iterations": "iterations",
+    "left_out": "left out",
+}
+LATENCIES: dict[str, str | Column] = {
+    "batch_size": "batch",
+    "protocol": "protocol",
+    **{name: Column(name, "number", unit="ms") for name in ("mean", "p50", "p90", "p95", "p99")},
+    "samples_per_second": Column("samples/s", "digits"),
+    "steps": "steps",
+    "warm_up_steps": "left out",
+}
+
+
+def sources() -> Text:
+    """Where the published figures are from, in full."""
+    named = "; ".join(dict.fromkeys(one.source for one in PUBLISHED))
+    aucs = [one.auc for one in PUBLISHED if one.source == NVIDIA and one.auc is not None]
+    return Text(
+        f"Published by: {named}. A dash is what a source does not say. NVIDIA's throughputs are "
+        f"means of 1,000 steps; its trainings on Criteo Terabyte end with AUC {min(aucs):g} to "
+        f"{max(aucs):g} in the time to train; its comparison with CPUs is of the extra large model "
+        "and names no precision. Power is of all devices together. DeepSpark does not say how it "
+        f"counts stability. The two figures of {KALAMKAR.split(' (')[0]} could not be checked "
+        "against the paper."
+    )
+
+
+# Figures.
+
+QUANTILES = {"p99": 1.2, "p95": 1.6, "p90": 2.0, "p50": 3.0}
+"""Percentile to the width of its line."""
+
+
+def latency_lines(found: pd.DataFrame) -> go.Figure:
+    """Percentiles of an inference step over its batch size; both axes are logarithmic.
+
+    Args:
+        found: what :func:`latencies` gives.
+    """
+    found = found[found["protocol"] == "nvidia"]
+    result = theme.figure("Latency of a prediction, by batch size", 400, legend=True)
+    sizes = found["batch_size"].tolist()
+    for name, width in QUANTILES.items():
+        hover = f"batch %{{x:,}}: {name} %{{y:.3f}} ms"
+        look = theme.line_look(theme.COLOURS["bottom_mlp"], width=width)
+        theme.add_points(result, sizes, found[name], name, hover, **look)
+    theirs = [one for one in PUBLISHED if one.latency_ms is not None]
+    theme.add_points(
+        result,
+        [one.batch for one in theirs],
+        [one.latency_ms for one in theirs],
+        "published mean, other hardware",
+        "%{customdata}, batch %{x:,}: mean %{y:.2f} ms",
+        marker={"color": theme.COLOURS["other"], "symbol": "diamond", "size": 9},
+        customdata=[f"{one.hardware}, {one.precision}" for one in theirs],
+    )
+    marks = sorted({*sizes, PUBLISHED_BATCH})
+    result.update_xaxes(title="batch size", **theme.log_axis(marks, "{:,}".format))
+    result.update_yaxes(type="log", title="ms", dtick="D2", tickformat="~g")
+    return result
+
+
+def published_bars(found: pd.DataFrame) -> go.Figure:
+    """Ours beside published speeds of other hardware, in groups counted the same way.
+
+    Args:
+        found: what :func:`speeds` gives.
+    """
+    places, headings = theme.in_groups(GROUPS[group] for group in found["group"])
+    placed = found.assign(place=places)
+    height = 190 + 30 * (len(found) + len(headings))
+    result = theme.figure("Samples per second, beside other hardware's", height, legend=True)
+    for ours, name, colour in (
+        (True, "this run, this machine", theme.COLOURS["top_mlp"]),
+        (False, "published: other hardware, mostly other models", theme.COLOURS["other"]),
+    ):
+        rows = placed[placed["ours"] == ours]
+        theme.add_bars(
+            result,
+            rows["samples_per_second"],
+            rows["place"],
+            name,
+            {"color": colour},
+            "%{customdata}: %{x:,.0f} samples/s",
+            width=0.72,
+            text=list(map(thousands, rows["samples_per_second"])),
+            textposition="outside",
+            cliponaxis=False,
+            customdata=rows["on"] + ": " + rows["model"],
+        )
+    values = found["samples_per_second"]
+    first, last = math.floor(math.log10(values.min())), math.log10(values.max()) + 0.7
+    marks = [10.0**power for power in range(first, math.ceil(last))]
+    result.update_xaxes(
+        title="samples per second", range=[first, last], **theme.log_axis(marks, thousands)
+    )
+    theme.label_rows(result, [_label(row) for row in theme.rows_of(found)], places)
+    theme.add_headings(result, headings)
+    return result
+
+
+def _label(row: Any) -> str:
+    if row.ours:
+        return theme.lines_of(
+            f"ours, {row.precision}" if row.precision else f"{row.on}, {row.model}", 40
+        )
+    precision = f", {row.precision}" if row.precision else ""
+    return theme.lines_of(f"{row.on}, {row.model.split(', batch')[0]}{precision}", 40)

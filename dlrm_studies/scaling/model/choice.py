@@ -1,0 +1,406 @@
+"""Which sharding is fastest on so many ranks, and what follows: memory, scaling, slow ranks.
+
+Every sharding by its name is predicted; from the fastest that fits, tables are then changed
+one kind at a time (alike tables together, largest first) as long as the prediction gains.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pandas as pd
+
+from dlrm_core.base.errors import InputError
+from dlrm_core.base.units import counted, format_bytes, milliseconds
+from dlrm_core.config import Parameters
+from dlrm_core.memory import dense_peak
+from dlrm_studies.scaling.model.communication import (
+    FLOAT_BYTES,
+    INDEX_BYTES,
+    dense_parameters,
+    kind_label,
+)
+from dlrm_studies.scaling.model.prediction import Prediction, Setting
+from dlrm_studies.scaling.model.sharding import KINDS, SHARDINGS, Plan, make_plan
+
+# Memory of every rank: weights, optimiser state, gradients, activations, what is exchanged.
+
+STATE_NUMBERS = {"sgd": (0.0, 0), "adagrad": (1.0, 1), "adam": (2.0, 2)}
+"""Optimiser to the numbers it keeps for each of a table's and of the dense part's weights;
+``rowwise_adagrad`` keeps one a row."""
+
+
+def rank_memory(parameters: Parameters, plan: Plan, batch_size: int) -> pd.DataFrame:
+    """Bytes on each rank while an iteration of ``batch_size`` samples over all ranks runs.
+
+    With B samples, R ranks, P dense weights: dense part 4 P of weights, 4 P of gradients and
+    the optimiser's state; activations of B/R samples (:mod:`dlrm_core.memory`); pooled
+    vectors and their gradients, those a rank makes (4 B times its columns) and those it
+    receives (4 B/R T d), each twice; indices of its own samples and of its own tables, 8 bytes
+    each; with replicated tables a dense gradient of their size. What allocators and libraries
+    take is not in it.
+
+    Returns:
+        One row per rank: ``rank``, ``table_bytes``, ``dense_bytes``, ``state_bytes``,
+        ``gradient_bytes``, ``activation_bytes``, ``exchange_bytes``, ``total_bytes``.
+    """
+    ranks, dim = plan.ranks, plan.dim
+    tables = plan.table_bytes()
+    dense = FLOAT_BYTES * dense_parameters(parameters)
+    own = -(-batch_size // ranks)
+    local = replace(parameters, training=replace(parameters.training, batch_size=own))
+    peak = dense_peak(local, gpu=True)
+    made = plan.columns_sent() + dim * len(plan.of_kind("row_wise"))
+    received = own * dim * len(plan.tables)
+    looked_up = sum(plan.lookups)
+    share = _lookups_of_ranks(plan)
+    indices = INDEX_BYTES * (own * (looked_up + len(plan.tables)) + batch_size * share)
+    copies = FLOAT_BYTES * dim * sum(table.rows for table in plan.of_kind("replicated"))
+    frame = pd.DataFrame(
+        {
+            "rank": np.arange(ranks),
+            "table_bytes": tables,
+            "dense_bytes": dense,
+            "state_bytes": _state(parameters, plan, tables, dense),
+            "gradient_bytes": dense + copies,
+            "activation_bytes": peak.activations + peak.gradients,
+            "exchange_bytes": 2 * FLOAT_BYTES * (batch_size * made + received) + indices,
+        }
+    ).astype(np.int64)
+    frame["total_bytes"] = frame.drop(columns="rank").sum(axis=1)
+    return frame
+
+
+def _state(parameters: Parameters, plan: Plan, tables: np.ndarray, dense: int) -> np.ndarray:
+    optimizer = parameters.training.optimizer
+    if optimizer == "rowwise_adagrad":
+        # a number a row; a column slice has as many rows as its table
+        rows = np.zeros(plan.ranks)
+        for table in plan.tables:
+            if table.kind == "replicated":
+                rows += table.rows
+            else:
+                np.add.at(rows, np.asarray(table.ranks), table.shard_rows)
+        return FLOAT_BYTES * rows + dense
+    of_tables, of_dense = STATE_NUMBERS[optimizer]
+    return of_tables * tables + of_dense * dense
+
+
+def _lookups_of_ranks(plan: Plan) -> np.ndarray:
+    """Indices and lengths that each rank gets for one sample of the global batch."""
+    total = np.zeros(plan.ranks)
+    for table in plan.of_kind("table_wise", "column_wise", "row_wise"):
+        count = plan.lookups[table.table]
+        each = (
+            count * table.shard_rows / table.rows + 1
+            if table.kind == "row_wise"
+            else np.full(table.shards, count + 1)
+        )
+        np.add.at(total, np.asarray(table.ranks), each)
+    return total
+
+
+def memory_extremes(
+    parameters: Parameters, plans: Mapping[str, Plan], batch_size: int
+) -> pd.DataFrame:
+    """Memory of the fullest and of the emptiest rank of each plan.
+
+    Args:
+        plans: name to plan.
+
+    Returns:
+        ``sharding``, ``place`` ("fullest: 3", "emptiest: 0", "every rank"), and the columns of
+        :func:`rank_memory`.
+    """
+    tables = []
+    for name, plan in plans.items():
+        ranks = rank_memory(parameters, plan, batch_size)
+        most, least = ranks["total_bytes"].idxmax(), ranks["total_bytes"].idxmin()
+        ends = ranks.loc[[most, least]].assign(place=[f"fullest: {most}", f"emptiest: {least}"])
+        if ends["total_bytes"].nunique() == 1:
+            ends = ends.head(1).assign(place="every rank")
+        tables.append(ends.assign(sharding=name))
+    return pd.concat(tables, ignore_index=True)
+
+
+LEAST_GAIN = 0.01
+"""A change that gains less is not worth a plan with another kind in it."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The fastest plan that fits.
+
+    Attributes:
+        prediction: of that plan; None if none fits.
+        candidates: ``sharding``, ``mid_ms``, ``low_ms``, ``high_ms``, ``exposed_ms``,
+            ``memory_bytes`` (the fullest rank's), ``note`` (why it is out, or what it moves).
+        reason: one sentence.
+    """
+
+    prediction: Prediction | None
+    candidates: pd.DataFrame
+    reason: str
+
+
+def fullest(setting: Setting, plan: Plan, batch: int) -> float:
+    """Bytes of the rank that needs most."""
+    return float(rank_memory(setting.parameters, plan, batch)["total_bytes"].max())
+
+
+def best_sharding(setting: Setting, ranks: int, batch_size: int | None = None) -> Choice:
+    """The fastest sharding on so many ranks, and why.
+
+    Raises:
+        InputError: fewer samples than ranks.
+    """
+    batch = batch_size or setting.parameters.training.batch_size
+    room = math.inf if setting.memory_bytes is None else setting.memory_bytes
+    found: dict[str, Prediction] = {}
+    rows = []
+    for name in SHARDINGS:
+        plan = make_plan(setting.parameters, ranks, name, idle=True)
+        if plan.name != name and name == "mixed":
+            continue  # it came out as one of the others
+        made, needed = setting.predict(plan, batch), fullest(setting, plan, batch)
+        if needed <= room:
+            found[name] = made
+            note = _moved(made)
+        else:
+            note = f"needs {format_bytes(needed)} on one rank, which has {format_bytes(room)}"
+        rows.append(_candidate(name, made, needed, note))
+    if not found:
+        return Choice(None, pd.DataFrame(rows), f"No sharding fits on {ranks} ranks.")
+    best = min(found.values(), key=lambda made: made.mid_ms)
+    plan = _improved(setting, best.plan, batch, room)
+    if plan is not best.plan:
+        best = setting.predict(plan, batch)
+        rows.append(_candidate(_spelt(plan), best, fullest(setting, plan, batch), _moved(best)))
+    return Choice(best, pd.DataFrame(rows), _reason(best, found))
+
+
+def _improved(setting: Setting, best: Plan, batch: int, room: float) -> Plan:
+    """Greedy: the kind of alike tables changed, largest first, while it gains and fits."""
+    if best.ranks == 1:
+        return best
+    least = setting.step_ms(best, batch)
+    groups: dict[tuple[int, float], list[int]] = {}
+    for table in best.tables:
+        groups.setdefault((table.rows, best.lookups[table.table]), []).append(table.table)
+    kinds = [table.kind for table in best.tables]
+    for (rows, _), members in sorted(groups.items(), reverse=True):
+        for kind in KINDS:
+            changed = [kind if t in members else kinds[t] for t in range(len(kinds))]
+            # no copies that are larger than memory by themselves
+            if changed == kinds or (kind == "replicated" and FLOAT_BYTES * rows * best.dim > room):
+                continue
+            plan = make_plan(setting.parameters, best.ranks, changed, idle=True)
+            time = setting.step_ms(plan, batch)
+            if time < (1 - LEAST_GAIN) * least and fullest(setting, plan, batch) <= room:
+                best, least, kinds = plan, time, changed
+    return best
+
+
+def _candidate(name: str, made: Prediction, needed: float, note: str) -> dict[str, object]:
+    times = {each: getattr(made, each) for each in ("mid_ms", "low_ms", "high_ms", "exposed_ms")}
+    return {"sharding": name, **times, "memory_bytes": needed, "note": note}
+
+
+def _spelt(plan: Plan) -> str:
+    counts = {kind: len(plan.of_kind(kind)) for kind in KINDS}
+    return " and ".join(f"{count} {kind_label(kind)}" for kind, count in counts.items() if count)
+
+
+def _moved(made: Prediction) -> str:
+    if made.exchanges.empty:
+        return "nothing is exchanged"
+    most = made.exchanges.nlargest(1, "mid_ms").iloc[0]
+    idle = made.plan.idle_ranks
+    return (f"{_without_table(idle)}; " if idle else "") + (
+        f"longest exchange: {kind_label(most['collective'])} of {most['what']}, "
+        f"{format_bytes(most['bytes'])} per rank, {milliseconds(most['mid_ms'])}"
+    )
+
+
+def _without_table(ranks: int) -> str:
+    return f"{counted(ranks, 'rank')} {'holds' if ranks == 1 else 'hold'} no table"
+
+
+def _reason(best: Prediction, found: dict[str, Prediction]) -> str:
+    if best.ranks == 1:
+        return "One rank has everything: nothing is exchanged."
+    others = {name: made for name, made in found.items() if made is not best}
+    one = len(best.plan.tables) == 1
+    text = (
+        f"{_spelt(best.plan)} {'table takes' if one else 'tables take'} "
+        f"{milliseconds(best.mid_ms)} per iteration, {milliseconds(best.exposed_ms)} of it "
+        "exposed communication"
+    )
+    if others:
+        near = min(others, key=lambda name: others[name].mid_ms)
+        text += (
+            f"; {kind_label(near)}, the next best, takes {milliseconds(others[near].mid_ms)} "
+            f"({milliseconds(others[near].exposed_ms)} exposed)"
+        )
+    if best.plan.idle_ranks:
+        text += f"; {_without_table(best.plan.idle_ranks)}"
+    return text + "."
+
+
+def scaling_table(
+    setting: Setting,
+    rank_counts: Sequence[int],
+    scaling: str = "strong",
+    sharding: str | None = None,
+    batch_size: int | None = None,
+) -> pd.DataFrame:
+    """Predicted iterations on several numbers of ranks.
+
+    Args:
+        scaling: ``strong`` (``batch_size`` over all ranks) or ``weak`` (of each rank).
+        sharding: a name; None: the best on each number.
+
+    Returns:
+        ``ranks``, ``scaling``, ``batch_size`` (over all ranks), ``sharding``, ``low_ms``,
+        ``mid_ms``, ``high_ms``, ``compute_ms``, ``exposed_ms``, ``samples_per_second``,
+        ``exposed_share`` (of the iteration), ``speedup`` (samples per second over those of one
+        rank), ``efficiency`` (speed-up over ranks), ``memory_bytes`` (fullest rank), ``note``
+        (why this sharding), ``why_not`` (why there is no prediction: the other columns are NaN
+        then).
+
+    Raises:
+        InputError: ``scaling`` is neither.
+    """
+    if scaling not in ("strong", "weak"):
+        raise InputError(f"scaling is {scaling!r}, expected strong or weak")
+    base = batch_size or setting.parameters.training.batch_size
+    one = setting.predict(make_plan(setting.parameters, 1, "table_wise"), base)
+    rows = []
+    for ranks in rank_counts:
+        batch = base * ranks if scaling == "weak" else base
+        row: dict[str, object] = {"ranks": ranks, "scaling": scaling, "batch_size": batch}
+        try:
+            made, note = _predicted(setting, ranks, batch, sharding)
+        except InputError as error:
+            rows.append(row | {"note": str(error), "why_not": str(error)})
+            continue
+        speedup = made.samples_per_second / one.samples_per_second
+        rows.append(
+            row
+            | {"sharding": made.plan.name}
+            | {name: getattr(made, name) for name in PREDICTED}
+            | {
+                "exposed_share": made.exposed_ms / made.mid_ms,
+                "speedup": speedup,
+                "efficiency": speedup / ranks,
+                "memory_bytes": fullest(setting, made.plan, batch),
+                "note": note,
+                "why_not": "",
+            }
+        )
+    return pd.DataFrame(rows, columns=SCALING_COLUMNS)
+
+
+PREDICTED = ["low_ms", "mid_ms", "high_ms", "compute_ms", "exposed_ms", "samples_per_second"]
+
+SCALING_COLUMNS = [
+    *("ranks", "scaling", "batch_size", "sharding", *PREDICTED, "exposed_share", "speedup"),
+    *("efficiency", "memory_bytes", "note", "why_not"),
+]
+
+
+def _predicted(
+    setting: Setting, ranks: int, batch: int, sharding: str | None
+) -> tuple[Prediction, str]:
+    if sharding is not None:
+        return setting.predict(make_plan(setting.parameters, ranks, sharding), batch), ""
+    if batch < ranks:
+        raise InputError(f"{batch} samples cannot be divided among {ranks} ranks")
+    choice = best_sharding(setting, ranks, batch)
+    if choice.prediction is None:
+        raise InputError(choice.reason)
+    return choice.prediction, choice.reason
+
+
+# What slow ranks cost: a synchronous step takes as long as its slowest rank.
+
+
+@dataclass(frozen=True)
+class Slowness:
+    """How ranks differ, by chance.
+
+    Attributes:
+        jitter: relative standard deviation of a rank's compute from iteration to iteration
+            (log-normal, of mean 1).
+        hiccups: probability that a rank is held up in an iteration.
+        hiccup: how many times as long its compute takes then.
+    """
+
+    jitter: float = 0.05
+    hiccups: float = 0.0
+    hiccup: float = 2.0
+
+    def __post_init__(self) -> None:
+        for name, low in (("jitter", 0.0), ("hiccups", 0.0), ("hiccup", 1.0)):
+            if getattr(self, name) < low:
+                raise InputError(f"{name} is {getattr(self, name)}, expected at least {low:g}")
+        if self.hiccups > 1:
+            raise InputError(f"hiccups is {self.hiccups}, expected a probability up to 1")
+
+
+def simulate(ranks: int, slowness: Slowness, iterations: int = 400, seed: int = 0) -> np.ndarray:
+    """Compute of each rank in each iteration over that of one that nothing slows.
+
+    Returns:
+        (iterations, ranks), of mean 1 where there are no hiccups.
+    """
+    rng = np.random.default_rng(seed)
+    times = np.ones((iterations, ranks))
+    if slowness.jitter > 0:
+        sigma = np.sqrt(np.log1p(slowness.jitter**2))
+        times = rng.lognormal(-(sigma**2) / 2, sigma, times.shape)
+    if slowness.hiccups > 0:
+        times *= np.where(rng.random(times.shape) < slowness.hiccups, slowness.hiccup, 1.0)
+    return times
+
+
+def straggler_table(
+    compute_ms: Sequence[float],
+    exchange_ms: Sequence[float],
+    rank_counts: Sequence[int],
+    slowness: Slowness,
+    iterations: int = 400,
+    seed: int = 0,
+) -> pd.DataFrame:
+    """What ranks of several numbers wait for each other, each with its own predicted times.
+
+    All ranks compute (:func:`simulate`), then wait for the slowest and exchange.
+
+    Args:
+        compute_ms: of one rank that nothing slows.
+        exchange_ms: exposed time of the collectives once all ranks are there.
+
+    Returns:
+        ``ranks``, ``even_ms`` (no rank slower than another), ``mean_ms``, ``p95_ms``,
+        ``waited_share`` (of the mean iteration, for the slowest rank), ``slowdown`` (mean over
+        even, less 1).
+    """
+    rows = []
+    for compute, exchange, ranks in zip(compute_ms, exchange_ms, rank_counts, strict=True):
+        times = compute * simulate(ranks, slowness, iterations, seed)
+        slowest = times.max(axis=1)
+        mean, even = float(slowest.mean()) + exchange, compute + exchange
+        rows.append(
+            {
+                "ranks": ranks,
+                "even_ms": even,
+                "mean_ms": mean,
+                "p95_ms": float(np.quantile(slowest, 0.95)) + exchange,
+                "waited_share": float((slowest - times.mean(axis=1)).mean()) / mean,
+                "slowdown": mean / even - 1,
+            }
+        )
+    return pd.DataFrame(rows)

@@ -1,0 +1,377 @@
+"""Scaling that others have published, beside what the model predicts for their machines.
+
+Nothing here was measured by us. A prediction starts from the same source's figure for one
+device, at its batch size: how that iteration divides among the parts is taken from a data
+sheet's ceilings, what the host adds from the number of operators; so it tests the model of
+communication as far as published inputs allow, and the table says what was not published.
+Where a source has three sizes, the second row of the largest starts from the other two: what
+the middle one takes beyond the prediction is carried over as a cost of every iteration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from dlrm_core.config import (
+    PRESETS,
+    DataConfig,
+    ModelConfig,
+    Parameters,
+    TrainingConfig,
+    load_parameters,
+)
+from dlrm_studies.published import DEEPSPARK, KALAMKAR
+from dlrm_studies.published import NVIDIA as TF2
+from dlrm_studies.scaling.model.choice import best_sharding
+from dlrm_studies.scaling.model.communication import STUDY
+from dlrm_studies.scaling.model.links import Network, Range, link
+from dlrm_studies.scaling.model.prediction import (
+    ComputeProfile,
+    PartCost,
+    Prediction,
+    Setting,
+    ceiling_profile,
+    published_profile,
+)
+from dlrm_studies.scaling.model.sharding import Plan, make_plan
+from dlrm_workbook.analysis.devices import DATA_SHEET, device
+from dlrm_workbook.analysis.work import part_work
+from dlrm_workbook.datasets.generate import VARIANTS
+
+OPERATOR_US = 10.0
+"""What the host of an eager framework takes to launch an operator; see ``dispatch_us`` and
+``launch_us`` of any profile made on a GPU (docs/gpu.md). 0 to three times as much is the range."""
+
+TORCH = "NVIDIA DeepLearningExamples, PyTorch/Recommendation/DLRM/README.md (729963d)"
+
+XEON = {
+    "device": "Xeon Platinum 8280",
+    "source": DATA_SHEET,
+    # Intel ARK: 28 cores, 2.7 GHz, two AVX-512 FMA units; six channels of DDR4-2933
+    "peak_gflops": {"fp32": 28 * 2.7 * 64},
+    "stream": [{"bytes": 1 << 34, "read_gb_per_s": 140.8, "copy_gb_per_s": 140.8}],
+    "last_level_cache_bytes": 38_500_000,
+}
+
+
+@dataclass(frozen=True)
+class Series:
+    """One machine and precision at several numbers of devices.
+
+    Attributes:
+        rates: devices to samples per second, as printed; None: drawn, but no number printed.
+        batch: samples of an iteration over all devices.
+        assumed: what the source leaves out and the prediction had to take from elsewhere.
+    """
+
+    source: str
+    hardware: str
+    model: str
+    precision: str
+    batch: int
+    rates: Mapping[int, float | None]
+    network: Network
+    ceilings: Mapping[str, Any]
+    assumed: str
+
+
+NVIDIA: tuple[tuple[str, str, str, str, dict[str, dict[int, float | None]]], ...] = (
+    (
+        *(TORCH, "DGX A100", "A100-80GB", "NVLink 3 (A100)"),
+        {"TF32": {1: 2.88e6, 8: 11.4e6}, "mixed": {1: 4.02e6, 8: 16.5e6}},
+    ),
+    (
+        *(TF2, "DGX A100", "A100-80GB", "NVLink 3 (A100)"),
+        {"TF32": {1: 2.84e6, 8: 10.9e6}, "mixed": {1: 4.55e6, 8: 13.8e6}},
+    ),
+    (
+        *(TORCH, "DGX-1", "V100-32GB", "NVLink 2 (V100)"),
+        {"FP32": {1: 0.672e6, 8: 2.88e6}, "mixed": {1: 2.09e6, 8: 6.92e6}},
+    ),
+    (
+        *(TF2, "DGX-1", "V100-32GB", "NVLink 2 (V100)"),
+        {"FP32": {1: 0.663e6, 8: 3.13e6}, "mixed": {1: 2.23e6, 8: 6.31e6}},
+    ),
+    (
+        *(TORCH, "DGX-2", "V100-32GB", "NVLink 2 (V100)"),
+        {
+            "FP32": {1: 0.717e6, 8: 3.33e6, 16: 4.74e6},
+            "mixed": {1: 2.25e6, 8: 7.93e6, 16: 10.8e6},
+        },
+    ),
+    (
+        *(TF2, "DGX-2", "V100-32GB", "NVLink 2 (V100)"),
+        {
+            "FP32": {1: 0.698e6, 8: 3.79e6, 16: 6.43e6},
+            "mixed": {1: 2.44e6, 8: 7.82e6, 16: 10.5e6},
+        },
+    ),
+)
+"""Source, machine, its GPU and their link; precision to :attr:`Series.rates` of the large model."""
+
+
+@cache
+def series() -> tuple[Series, ...]:
+    """Everything published that has a figure for one device and for more."""
+    deepspark = Series(
+        *(DEEPSPARK, "BI-V100", "DeepSpark", "FP32", 2048, {1: 196_958, 8: 346_555}),
+        Network(link("PCIe 4 x16")),
+        device("V100-PCIe").ceilings(),
+        "the cards' links (PCIe 4 x16 taken) and ceilings (a V100's taken for the division among "
+        "parts); the table beside these figures prints a scalability of 0.97, they make 0.22",
+    )
+    study = Series(
+        *(KALAMKAR, "Xeon 8280 socket", "Small", "FP32", 2048),
+        {1: 2048 / 0.038, 2: None, 4: None, 8: None},
+        Network(link("OPA")),
+        XEON,
+        "its scaling was not at hand as numbers: volumes are compared in their own table",
+    )
+    nvidia = [
+        Series(
+            *(source, hardware, "NVIDIA large", precision, 65536, rates),
+            Network(link(joined)),
+            device(kind).ceilings(),
+            f"{joined}: collectives' share of the data sheet's rate; how an iteration of one GPU "
+            "divides among parts; one GPU ran the small model (26 smaller tables)",
+        )
+        for source, hardware, kind, joined, by_precision in NVIDIA
+        for precision, rates in by_precision.items()
+    ]
+    return *nvidia, deepspark, study
+
+
+def published_scaling() -> pd.DataFrame:
+    """All published scaling with our prediction beside each.
+
+    Returns:
+        ``source``, ``hardware``, ``model``, ``precision``, ``devices``, ``batch_size`` (over
+        all), ``published`` and ``predicted`` (with ``_low`` and ``_high``; samples/s),
+        ``error`` (predicted over published, less 1; NaN where no number is printed),
+        ``basis`` ("1" or "1 and 8": devices whose published figures the prediction starts
+        from), ``not_published`` (what had to be assumed), ``number`` (of the source, from 1).
+    """
+    rows: list[dict[str, Any]] = []
+    for each in series():
+        parameters = parameters_of(each)
+        start = _profile(each, parameters)
+        counts = [count for count in each.rates if count > 1]
+        for count in counts:
+            made = _predicted(each, parameters, count, start)
+            rows.append(_row(each, count, made, "1"))
+        if len(counts) > 1 and each.rates[counts[0]] is not None:
+            carried = _carried(each, parameters, counts[0], start)
+            made = _predicted(each, parameters, counts[-1], carried)
+            rows.append(_row(each, counts[-1], made, f"1 and {counts[0]}"))
+    table = pd.DataFrame(rows)
+    return table.assign(number=pd.factorize(table["source"])[0] + 1)
+
+
+def parameters_of(each: Series) -> Parameters:
+    """The model that was run, with the global batch."""
+    precision = {"mixed": "fp16"}.get(each.precision, "fp32")
+    training = TrainingConfig(
+        batch_size=each.batch,
+        precision=precision,
+        tf32=each.precision == "TF32",
+        device="cpu" if each.ceilings is XEON else "cuda",
+        embedding_backend="fused",
+    )
+    one_hot = DataConfig(generator="uniform", indices_per_lookup=1, fixed_pooling=True)
+    if each.model == "Small":
+        study = STUDY[0].parameters(each.batch)
+        return replace(study, training=training)
+    if each.model == "DeepSpark":
+        model = _criteo("deepspark_synthetic", (512, 256, 64), (512, 512, 256, 1))
+    else:
+        model = _criteo("criteo_t3_synthetic", (512, 256, 128), (1024, 1024, 512, 256, 1))
+    return Parameters(model=model, data=one_hot, training=training)
+
+
+def _criteo(variant: str, bottom: tuple[int, ...], top: tuple[int, ...]) -> ModelConfig:
+    return ModelConfig(
+        mlp_sizes="nvidia",
+        dense_features=13,
+        bottom_mlp=bottom,
+        top_mlp=top,
+        embedding_dim=bottom[-1],
+        tables=None,
+        table_rows=VARIANTS[variant].table_rows,
+    )
+
+
+def _profile(each: Series, parameters: Parameters) -> ComputeProfile:
+    """Costs of one device: the published time, of which the host's launches do not shrink."""
+    rate = each.rates[1]
+    assert rate is not None
+    made = published_profile(parameters, each.ceilings, rate, each.source)
+    if parameters.training.device != "cuda":
+        return made
+    # on one device kernels are long enough to hide the launches of the next
+    operators = float(part_work(parameters, device="cuda")["operators"].sum())
+    # from none to three times as much
+    return _with_host(made, PartCost(1e-3 * OPERATOR_US * operators, 0.0, 2.0))
+
+
+def _carried(
+    each: Series, parameters: Parameters, count: int, start: ComputeProfile
+) -> ComputeProfile:
+    """What ``count`` devices took beyond the prediction without a host, as a fixed cost."""
+    rate = each.rates[count]
+    assert rate is not None
+    bare = _with_host(start, PartCost(0.0, 0.0, 2.0))
+    beyond = 1e3 * each.batch / rate - _predicted(each, parameters, count, bare).mid_ms
+    return _with_host(start, PartCost(max(0.0, beyond), 0.0, 0.3))
+
+
+def _with_host(profile: ComputeProfile, cost: PartCost) -> ComputeProfile:
+    """The same with a cost of the host in every iteration."""
+    host = ("other", "forward")
+    return replace(
+        profile, costs={number: {**costs, host: cost} for number, costs in profile.costs.items()}
+    )
+
+
+def _predicted(
+    each: Series, parameters: Parameters, count: int, profile: ComputeProfile
+) -> Prediction:
+    plan = make_plan(parameters, count, "table_wise")
+    return Setting(parameters, each.network, profile).predict(plan, each.batch)
+
+
+def _row(each: Series, count: int, made: Prediction, basis: str) -> dict[str, Any]:
+    published = each.rates[count]
+    mid, low, high = (1e3 * each.batch / ms for ms in (made.mid_ms, made.high_ms, made.low_ms))
+    return {
+        "source": each.source,
+        "hardware": each.hardware,
+        "model": each.model,
+        "precision": each.precision,
+        "devices": count,
+        "batch_size": each.batch,
+        "published": float("nan") if published is None else published,
+        "predicted_low": low,
+        "predicted": mid,
+        "predicted_high": high,
+        "error": float("nan") if published is None else mid / published - 1,
+        "basis": basis,
+        "not_published": each.assumed,
+    }
+
+
+# MLPerf Training v4.0, DLRM-DCNv2: machines that nobody here has, from data sheets alone.
+
+MLPERF_SOURCE = "MLPerf Training v4.0, DLRM-DCNv2, NVIDIA's logs (HugeCTR), steady part"
+
+MLPERF = (
+    ("DGX H200", "H200", 8, 55_296, 16.98e6),
+    ("DGX H100", "H100-SXM", 8, 55_296, 15.67e6),
+    ("8 DGX H100", "H100-SXM", 64, 135_168, 56.0e6),
+    ("16 DGX H100", "H100-SXM", 128, 135_168, 74.1e6),
+)
+"""Machine, its GPU, number of GPUs, samples of an iteration over all, samples per second."""
+
+GPUS_PER_NODE = 8
+
+PROGRAMS: dict[str, dict[str, Any]] = {
+    "as this workbook trains": {},
+    "and 16-bit exchanges": {"number_bytes": 2},
+    "and the next batch ahead": {"ahead": True},
+    "and tables cut inside nodes": {},
+}
+"""What the predicted program does, each beside what those above it do, as ``Setting`` takes it.
+
+The submitted program (NVIDIA-Merlin/HugeCTR, samples/dlrm/train.py) does all four on several
+nodes: ``use_mixed_precision``, ``train_inter_iteration_overlap`` and ``--sharding_plan
+hier_auto``; on one node its tables are on single GPUs or cut, as the best plan found here has
+them.
+"""
+
+
+class NodePlan(Plan):
+    """Whole tables on nodes, the rows of each on all GPUs of its node: all GPUs work alike."""
+
+    def work(self) -> np.ndarray:
+        """As :meth:`Plan.work`."""
+        return np.full(self.ranks, 1.0 / self.ranks)
+
+    def columns_sent(self) -> np.ndarray:
+        """As :meth:`Plan.columns_sent`, after the sums within nodes."""
+        return np.full(self.ranks, self.dim * len(self.tables) / self.ranks)
+
+
+class NodeNetwork(Network):
+    """All-to-all of sums that the GPUs of a node first add up among themselves."""
+
+    def time_ms(self, collective: str, ranks: int, payload: float) -> Range:
+        """As :meth:`Network.time_ms`; the payload is what a GPU sends to other nodes."""
+        if collective != "alltoall" or self.between is None:
+            return super().time_ms(collective, ranks, payload)
+        local = self.ranks_per_node
+        return self.inside.time_ms("reduce_scatter", local, payload * local) + self.between.time_ms(
+            "alltoall", -(-ranks // local), payload
+        )
+
+
+@cache
+def mlperf_scaling() -> pd.DataFrame:
+    """MLPerf's points and their predictions from data sheets, without any figure of a run.
+
+    Returns:
+        ``hardware``, ``devices``, ``batch_size``, ``program`` (what the predicted program does:
+        a row adds one thing to those above it), ``sharding``, ``published``, ``predicted``,
+        ``predicted_low``, ``predicted_high`` (samples/s), ``error`` (predicted over published,
+        less 1), ``compute_ms``, ``exposed_ms`` (of a predicted iteration). The last row of a
+        machine is nearest to the program that was submitted.
+    """
+    rows = []
+    for hardware, gpu, devices, batch, rate in MLPERF:
+        setting = _mlperf_setting(gpu, devices, batch)
+        for program, does in PROGRAMS.items():
+            setting = replace(setting, **does)
+            if program == "and tables cut inside nodes":
+                if devices <= GPUS_PER_NODE:
+                    continue
+                whole = make_plan(setting.parameters, devices, "table_wise", idle=True)
+                plan = NodePlan(whole.ranks, whole.dim, whole.tables, whole.lookups)
+                apart = NodeNetwork(**vars(setting.network))
+                made, name = replace(setting, network=apart).predict(plan, batch), "by node"
+            else:
+                best = best_sharding(setting, devices, batch).prediction
+                assert best is not None
+                made, name = best, best.plan.name
+            rows.append(
+                {
+                    "hardware": hardware,
+                    "devices": devices,
+                    "batch_size": batch,
+                    "program": program,
+                    "sharding": name,
+                    "published": rate,
+                    "predicted_low": 1e3 * batch / made.high_ms,
+                    "predicted": made.samples_per_second,
+                    "predicted_high": 1e3 * batch / made.low_ms,
+                    "error": made.samples_per_second / rate - 1,
+                    "compute_ms": made.compute_ms,
+                    "exposed_ms": made.exposed_ms,
+                }
+            )
+    return pd.DataFrame(rows)
+
+
+def _mlperf_setting(gpu: str, devices: int, batch: int) -> Setting:
+    """The preset of MLPerf's reference in fp16, on GPUs of a data sheet and named links."""
+    preset = load_parameters(str(PRESETS / "mlperf_dcn.yaml"))
+    training = replace(
+        preset.training, batch_size=batch, precision="fp16", device="cuda", fused_optimizer=True
+    )
+    parameters, own = replace(preset, training=training), batch // devices
+    profile = ceiling_profile(parameters, device(gpu).ceilings(), (own // 16, own // 4, own))
+    network = Network(link("NVLink 4 (H100)"), link("InfiniBand NDR"), GPUS_PER_NODE)
+    return Setting(parameters, network, profile, memory_bytes=1e9 * device(gpu).memory_gb)

@@ -1,0 +1,377 @@
+"""What ranks measured of themselves: ``scaling.json`` as tables, and what follows from them.
+
+The record's tables are defined in :mod:`.communication`. At the end every run of a record is
+predicted from its one-rank profile and link probe, beside what it measured.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pandas as pd
+
+from dlrm_core.base.errors import InputError
+from dlrm_core.base.files import read_json
+from dlrm_core.config import Parameters
+from dlrm_studies.scaling.model.links import Link, Network, calibrate
+from dlrm_studies.scaling.model.prediction import ComputeProfile, Setting, measured_profile
+from dlrm_studies.scaling.model.sharding import Plan, make_plan, plan_of_placement
+from dlrm_workbook.analysis.steady import undisturbed
+
+FORMAT = "dlrm-scaling"
+VERSION = 1
+
+TABLES: Mapping[str, tuple[str, ...]] = {
+    "runs": ("run", "ranks", "batch_size", "sharding"),
+    "placement": ("run", "table", "kind", "rank", "rows", "columns"),
+    "iterations": ("run", "rank", "iteration", "time_ms"),
+    "parts": ("run", "rank", "iteration", "component", "phase", "time_ms"),
+    "collectives": ("run", "rank", "iteration", "kind", "what", "bytes", "time_ms", "exposed_ms"),
+    "spans": ("run", "rank", "iteration", "component", "phase", "start_ms", "end_ms"),
+    "link_probe": ("collective", "ranks", "bytes", "time_ms"),
+    "compute_profile": ("concurrent", "batch_size", "component", "phase", "time_ms"),
+}
+"""Table to the columns that it must have where it has rows. ``spans``: when the step's thread
+was in which part, of a few iterations."""
+
+
+@dataclass(frozen=True)
+class ScalingRecord:
+    """The tables of one record; those not measured are empty.
+
+    ``not_measured`` has name to reason.
+    """
+
+    tables: Mapping[str, pd.DataFrame]
+    machine: Mapping[str, Any] = field(default_factory=dict)
+    not_measured: Mapping[str, str] = field(default_factory=dict)
+
+    def __getattr__(self, name: str) -> pd.DataFrame:
+        if name in TABLES:
+            return self.tables[name]
+        raise AttributeError(name)
+
+    def of_run(self, name: str, run: int) -> pd.DataFrame:
+        """The rows of a table that belong to one run."""
+        table = self.tables[name]
+        return table[table["run"] == run]
+
+    def undisturbed(self, name: str) -> pd.DataFrame:
+        """Rows of the faster half of every run's iterations."""
+        keys = ["run", "iteration"]
+        kept = undisturbed(self.tables["iterations"], keys[:1], keys[1])
+        chosen = pd.MultiIndex.from_frame(kept[keys])
+        table = self.tables[name]
+        return table[pd.MultiIndex.from_frame(table[keys]).isin(chosen)]
+
+    @property
+    def reasons(self) -> dict[str, str]:
+        """Every table without rows, with why."""
+        return {
+            name: self.not_measured.get(name, "the record has no rows of it")
+            for name in TABLES
+            if self.tables[name].empty
+        }
+
+
+def record_of(document: Mapping[str, Any], where: str = "scaling record") -> ScalingRecord:
+    """The tables of a document.
+
+    Raises:
+        InputError: a table has rows without a column that it must have.
+    """
+    tables = {}
+    for name, columns in TABLES.items():
+        rows = document.get(name) or []
+        table = pd.DataFrame(rows, columns=None if rows else list(columns))
+        for column in columns:
+            if column not in table.columns:
+                raise InputError(f"{where}: {name} has no {column}, expected {', '.join(columns)}")
+        tables[name] = table
+    _name_gradients(tables["collectives"])
+    return ScalingRecord(
+        tables, document.get("machine") or {}, dict(document.get("not_measured") or {})
+    )
+
+
+def _name_gradients(collectives: pd.DataFrame) -> None:
+    """Name the exchange that autograd begins by itself, in the middle of a part's backward."""
+    kinds = collectives["kind"].isin(["alltoall", "allgather"])
+    collectives.loc[kinds & collectives["what"].eq("other"), "what"] = "pooled gradients"
+
+
+def read_record(path: Path) -> ScalingRecord:
+    """The record in a file.
+
+    Raises:
+        InputError: it cannot be read, is none, or of a newer version.
+    """
+    document = read_json(path)
+    if not isinstance(document, Mapping) or not any(name in document for name in TABLES):
+        raise InputError(f"{path} is no record of {FORMAT}")
+    version = document.get("version", VERSION)
+    if not isinstance(version, int) or version > VERSION:
+        raise InputError(f"{path} has version {version}, this program reads up to {VERSION}")
+    return record_of(document, str(path))
+
+
+def measured_iterations(record: ScalingRecord) -> pd.DataFrame:
+    """Every run's time of an iteration, its speed-up and efficiency.
+
+    An iteration's time is the mean over the ranks: they wait for each other, so one that is
+    longer on a rank is made good by its next one there. A run's time is the mean of its faster
+    half (:mod:`dlrm_workbook.ground.intervals`), its range from the fastest to the upper
+    quartile of all.
+
+    Returns:
+        The columns of ``runs`` and ``low_ms``, ``time_ms``, ``high_ms``, ``iterations``,
+        ``samples_per_second``, ``speedup`` and ``efficiency`` (over ranks) against the run of
+        one rank with the same batch (strong) or the same batch on each rank (weak); NaN without
+        one.
+    """
+    if record.iterations.empty or record.runs.empty:
+        measured = ("low_ms", "time_ms", "high_ms", "iterations")
+        follows = ("samples_per_second", "speedup", "efficiency")
+        return record.runs.reindex(columns=[*record.runs.columns, *measured, *follows]).head(0)
+    each = record.iterations.groupby(["run", "iteration"])["time_ms"].mean()
+    groups = each.groupby(level="run")
+    times = pd.DataFrame(
+        {
+            "low_ms": groups.min(),
+            "time_ms": record.undisturbed("iterations").groupby("run")["time_ms"].mean(),
+            "high_ms": groups.quantile(0.75),
+            "iterations": groups.size(),
+        }
+    )
+    table = record.runs.merge(times, left_on="run", right_index=True, how="left")
+    table["samples_per_second"] = 1e3 * table["batch_size"] / table["time_ms"]
+    base = [_base(table, row) for _, row in table.iterrows()]
+    table["speedup"] = table["samples_per_second"] / np.array(base)
+    table["efficiency"] = table["speedup"] / table["ranks"]
+    return table.reset_index(drop=True)
+
+
+def _base(table: pd.DataFrame, row: pd.Series) -> float:
+    """Samples per second of the one-rank run that a run is compared with."""
+    batch = row["batch_size"]
+    if row.get("scaling") == "weak":
+        batch = batch / row["ranks"]
+    one = table[(table["ranks"] == 1) & (table["batch_size"] == batch)]
+    return float(one["samples_per_second"].iloc[0]) if len(one) else math.nan
+
+
+def shown_iteration(record: ScalingRecord, run: int) -> pd.DataFrame:
+    """One iteration of a run, all ranks in one view: the fastest of those of which spans were kept.
+
+    Returns:
+        ``rank``, ``lane`` ("compute" or "communication"), ``name`` (component, or what is
+        exchanged), ``phase``, ``start_ms``, ``end_ms``: since that rank's iteration began.
+        Empty where no spans were kept.
+    """
+    columns = ["rank", "lane", "name", "phase", "start_ms", "end_ms"]
+    spans = record.of_run("spans", run)
+    if spans.empty:
+        return pd.DataFrame(columns=columns)
+    times = record.of_run("iterations", run).groupby("iteration")["time_ms"].mean()
+    shown = times[times.index.isin(spans["iteration"])].idxmin()
+    own = spans[spans["iteration"] == shown].rename(columns={"component": "name"})
+    exchanged = record.of_run("collectives", run)
+    tables = [own.assign(lane="compute")]
+    if "start_ms" in exchanged.columns:
+        sent = exchanged[exchanged["iteration"] == shown].rename(columns={"what": "name"})
+        ends = sent["start_ms"] + sent["time_ms"]
+        tables.append(sent.assign(lane="communication", phase="", end_ms=ends))
+    return pd.concat([table[columns] for table in tables], ignore_index=True)
+
+
+def parts_by_rank(record: ScalingRecord, run: int) -> pd.DataFrame:
+    """Mean time of each part on each rank: ``rank``, ``component``, ``phase``, ``time_ms``.
+
+    Of the iterations whose mean is the run's time, so that parts add up to it.
+    """
+    rows = record.undisturbed("parts")
+    rows = rows[rows["run"] == run]
+    keys = ["rank", "component", "phase"]
+    count = rows.groupby("rank")["iteration"].nunique().rename("count")
+    total = rows.groupby(keys)["time_ms"].sum().reset_index().join(count, on="rank")
+    total["time_ms"] = total["time_ms"] / total["count"]
+    return total[[*keys, "time_ms"]]
+
+
+def imbalance(record: ScalingRecord) -> pd.DataFrame:
+    """How uneven the ranks' own work is, communication left out.
+
+    Returns:
+        ``run``, ``ranks``, ``slowest_rank``, ``slowest_ms``, ``mean_ms``, ``share``
+        ((slowest − mean) / slowest: what the others wait for), ``component`` (the part in which
+        the slowest rank is furthest above the mean).
+    """
+    rows = []
+    for run in record.runs["run"]:
+        parts = parts_by_rank(record, int(run))
+        own = parts[~parts["component"].isin(["communication"])]
+        busy = own.groupby("rank")["time_ms"].sum()
+        if len(busy) < 2:
+            continue
+        slowest = int(cast(int, busy.idxmax()))
+        wide = own.pivot_table(
+            "time_ms", "component", "rank", aggfunc="sum", fill_value=0.0, observed=True
+        )
+        above = wide[slowest] - wide.mean(axis=1)
+        worst, mean = float(busy.max()), float(busy.mean())
+        rows.append(
+            {
+                "run": int(run),
+                "ranks": len(busy),
+                "slowest_rank": slowest,
+                "slowest_ms": worst,
+                "mean_ms": mean,
+                "share": (worst - mean) / worst if worst > 0 else 0.0,
+                "component": str(above.idxmax()),
+            }
+        )
+    columns = ["run", "ranks", "slowest_rank", "slowest_ms", "mean_ms", "share", "component"]
+    return pd.DataFrame(rows, columns=columns)
+
+
+def exchange_times(record: ScalingRecord) -> pd.DataFrame:
+    """What each exchange of an iteration took, and how much of it was waited for.
+
+    Returns:
+        ``run``, ``ranks``, ``sharding``, ``kind``, ``what``, ``bytes`` (of an iteration, mean
+        over ranks), ``time_ms`` (sum of an iteration's, mean over ranks), ``exposed_ms``,
+        ``hidden_ms``, ``calls`` (of an iteration), ``gb_per_s`` (payload over time), ``share``
+        (exposed time over the run's iteration).
+    """
+    columns = [
+        *("run", "ranks", "sharding", "kind", "what", "bytes", "time_ms", "exposed_ms"),
+        *("hidden_ms", "calls", "gb_per_s", "share"),
+    ]
+    if record.collectives.empty:
+        return pd.DataFrame(columns=columns)
+    keys = ["run", "kind", "what"]
+    rows = record.undisturbed("collectives")
+    counted = rows.groupby("run")[["rank", "iteration"]].apply(lambda t: len(t.drop_duplicates()))
+    sums = rows.groupby(keys)[["bytes", "time_ms", "exposed_ms"]].sum()
+    sums["calls"] = rows.groupby(keys).size()
+    table = sums.reset_index()
+    per = table["run"].map(counted)
+    for name in ("bytes", "time_ms", "exposed_ms", "calls"):
+        table[name] = table[name] / per
+    table["exposed_ms"] = table[["exposed_ms", "time_ms"]].min(axis=1)
+    table["hidden_ms"] = table["time_ms"] - table["exposed_ms"]
+    table["gb_per_s"] = 1e-6 * table["bytes"] / table["time_ms"].where(table["time_ms"] > 0)
+    whole = measured_iterations(record).set_index("run")["time_ms"]
+    table["share"] = table["exposed_ms"] / table["run"].map(whole)
+    return table.merge(record.runs[["run", "ranks", "sharding"]], on="run", how="left")[columns]
+
+
+def exposed_shares(record: ScalingRecord) -> pd.DataFrame:
+    """Part of every run's iteration that is communication nobody hides.
+
+    Returns:
+        ``run``, ``compute_ms``, ``exposed_ms``, ``share``: means over ranks of the parts, and
+        of "communication" among them.
+    """
+    rows = []
+    for run in record.runs["run"]:
+        parts = parts_by_rank(record, int(run))
+        if parts.empty:
+            continue
+        talks = parts["component"].eq("communication")
+        ranks = parts["rank"].nunique()
+        exposed = float(parts.loc[talks, "time_ms"].sum()) / ranks
+        compute = float(parts.loc[~talks, "time_ms"].sum()) / ranks
+        rows.append((int(run), compute, exposed, exposed / (compute + exposed)))
+    return pd.DataFrame(rows, columns=["run", "compute_ms", "exposed_ms", "share"])
+
+
+# Predicted beside measured: every run of a record, from its one-rank profile and link probe.
+
+CHECK_COLUMNS = [
+    *("run", "ranks", "batch_size", "sharding", "measured_ms", "low_ms", "predicted_ms", "high_ms"),
+    *("error", "in_range", "measured_exposed_ms", "predicted_exposed_ms", "note"),
+]
+
+
+def predicted_and_measured(record: ScalingRecord, parameters: Parameters) -> pd.DataFrame:
+    """Every run of two ranks or more, predicted from what was measured apart from it.
+
+    The prediction knows the link probe and the compute profile, which took turns with the runs;
+    nothing of the run itself but its settings. Ranks on CPUs move bytes with the cores that
+    compute, so that nothing is hidden.
+
+    Args:
+        parameters: of the record.
+
+    Returns:
+        ``run``, ``ranks``, ``batch_size``, ``sharding``, ``measured_ms``, ``low_ms``,
+        ``predicted_ms``, ``high_ms``, ``error`` (predicted over measured, less 1),
+        ``in_range``, ``measured_exposed_ms`` and ``predicted_exposed_ms`` (the part
+        "communication": exposed exchanges, packing and unpacking), ``note`` (why there is no
+        prediction).
+
+    Raises:
+        InputError: link probe or compute profile are missing or cannot be used.
+    """
+    for name in ("link_probe", "compute_profile"):
+        if record.tables[name].empty:
+            raise InputError(f"{name} was not measured: {record.reasons[name]}")
+    network = Network(calibrate(record.link_probe, "gloo, measured"))
+    setting = Setting(parameters, network, own_profile(record), hidden=False)
+    exposed = exposed_shares(record).set_index("run")["exposed_ms"]
+    rows = []
+    for run in measured_iterations(record).to_dict("records"):
+        if run["ranks"] < 2:
+            continue
+        measured = float(run["time_ms"])
+        row = {name: run[name] for name in ("run", "ranks", "batch_size", "sharding")} | {
+            "measured_ms": measured,
+            "measured_exposed_ms": exposed.get(run["run"], math.nan),
+        }
+        try:
+            made = setting.predict(_plan(record, parameters, run), int(run["batch_size"]))
+        except InputError as error:
+            rows.append(row | {"note": str(error)})
+            continue
+        rows.append(
+            row
+            | {"low_ms": made.low_ms, "predicted_ms": made.mid_ms, "high_ms": made.high_ms}
+            | {"error": made.mid_ms / measured - 1}
+            | {"in_range": made.low_ms <= measured <= made.high_ms}
+            | {"predicted_exposed_ms": made.communication_ms, "note": "; ".join(made.notices)}
+        )
+    return pd.DataFrame(rows, columns=CHECK_COLUMNS)
+
+
+def own_link(record: ScalingRecord, name: str) -> Link | None:
+    """The link between the record's ranks; None if too little of it was measured."""
+    try:
+        return calibrate(record.link_probe, name) if len(record.link_probe) else None
+    except InputError:
+        return None
+
+
+def own_profile(record: ScalingRecord) -> ComputeProfile:
+    """Costs on one rank, as the record measured them."""
+    return measured_profile(record.compute_profile, "measured here")
+
+
+def _plan(record: ScalingRecord, parameters: Parameters, run: Mapping[Hashable, Any]) -> Plan:
+    """As the run had it, else as its name says."""
+    placed = record.of_run("placement", int(run["run"]))
+    ranks = int(run["ranks"])
+    if not placed.empty:
+        return plan_of_placement(parameters, placed, ranks)
+    return make_plan(parameters, ranks, str(run["sharding"]), idle=True)
+
+
+def typical_error(table: pd.DataFrame) -> float:
+    """Geometric mean of predicted over measured or its reverse, less 1; NaN without runs."""
+    errors = table["error"].dropna()
+    return float(np.expm1(np.abs(np.log1p(errors)).mean())) if len(errors) else float("nan")

@@ -1,0 +1,395 @@
+"""Tables of the scaling page (columns of its DataFrames) and its sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pandas as pd
+
+from dlrm_core.base.units import (
+    NOT_MEASURED,
+    NOTHING,
+    counted,
+    digits,
+    from_to,
+    known_or,
+    milliseconds,
+    percent,
+    signed_percent,
+    thousands,
+)
+from dlrm_core.base.units import ratio as times
+from dlrm_core.config import Parameters
+from dlrm_studies.scaling.model.choice import Choice
+from dlrm_studies.scaling.model.communication import kind_label
+from dlrm_studies.scaling.model.published import GPUS_PER_NODE, MLPERF_SOURCE
+from dlrm_studies.scaling.model.record import ScalingRecord, predicted_and_measured, typical_error
+from dlrm_workbook.analysis.findings.finding import Finding
+from dlrm_workbook.analysis.sentences import in_markdown
+from dlrm_workbook.show.tables import Column, Text, each_row
+from dlrm_workbook.show.theme import rows_of
+
+Columns = dict[str, str | Column]
+
+PLAIN_MS, TUNED_MS = 4288, 38
+"""One iteration of Small on one socket, before and after (Kalamkar et al. 2020)."""
+
+GOAL = 0.10
+"""Geometric mean of errors that predictions of runs on this machine should keep."""
+
+
+def _kinds(values: pd.Series) -> tuple[list[str], bool]:
+    """Shardings, collectives and sentences about them as a reader calls them."""
+    return [kind_label(value) if isinstance(value, str) else NOTHING for value in values], True
+
+
+SHARDING = Column("sharding", _kinds)
+COLLECTIVE = Column("collective", _kinds)
+RANGE = Column("range", "range", ("low_ms", "high_ms"), "ms")
+FULLEST_RANK = Column("fullest rank", "bytes")
+
+STUDY: Columns = {
+    "name": Column("configuration", "text"),
+    "ranks": "most ranks",
+    "quoted_ranks": "quoted",
+    "allreduce_mib": Column("all-reduce", "digits", unit="MiB"),
+    "quoted_allreduce_mib": Column("quoted", "digits", unit="MiB"),
+    "allreduce_error": Column("error", "signed_share"),
+    "alltoall_mib": Column("all-to-all", "digits", unit="MiB"),
+    "quoted_alltoall_mib": Column("quoted", "digits", unit="MiB"),
+    "alltoall_error": Column("error", "signed_share"),
+}
+"""Bytes of the study's three configurations, computed and quoted."""
+
+VOLUMES: Columns = {
+    "sharding": SHARDING,
+    "collective": COLLECTIVE,
+    "what": "what",
+    "phase": "phase",
+    "bytes": "payload per rank",
+    "leaves_bytes": "sent per rank",
+    "total_bytes": "all ranks",
+}
+
+MEMORY: Columns = {
+    "sharding": SHARDING,
+    "place": Column("rank", "text"),
+    "table_bytes": "tables",
+    "dense_bytes": "MLPs",
+    "state_bytes": "optimiser",
+    "gradient_bytes": "gradients",
+    "activation_bytes": "activations",
+    "exchange_bytes": "exchanged",
+    "total_bytes": "total",
+}
+
+LINKS: Columns = {
+    "name": Column("link", "text"),
+    "alpha_us": Column("latency per step", "digits", unit="µs"),
+    "alpha_range": Column("range", "range", ("alpha_us_low", "alpha_us_high"), "µs"),
+    "gb_per_s": Column("rate per rank", "digits", unit="GB/s"),
+    "rate_range": Column("range", "range", ("gb_per_s_low", "gb_per_s_high"), "GB/s"),
+    "source": "source",
+}
+
+_SPEED = each_row(lambda speed: known_or(speed, thousands))
+_SPEEDS = each_row(lambda low, high: from_to(low, high, thousands))
+
+PREDICTED: Columns = {
+    "ranks": "ranks",
+    "batch_size": "batch",
+    "sharding": SHARDING,
+    "mid_ms": Column("time", "digits", unit="ms"),
+    "range": RANGE,
+    "exposed_share": "exposed",
+    "samples_per_second": Column("samples/s", _SPEED),
+    "speedup": Column("speed-up", "ratio"),
+    "efficiency": Column("efficiency", "share"),
+    "memory_bytes": FULLEST_RANK,
+    "why_not": Column("why not", _kinds),
+}
+
+CANDIDATES: Columns = {
+    "sharding": SHARDING,
+    "mid_ms": Column("time", "digits", unit="ms"),
+    "range": RANGE,
+    "exposed_ms": Column("exposed", "digits", unit="ms"),
+    "memory_bytes": FULLEST_RANK,
+    "note": Column("why", _kinds),
+}
+
+MEASURED: Columns = {
+    "ranks": "ranks",
+    "scaling": "scaling",
+    "batch_size": "batch",
+    "sharding": SHARDING,
+    "time_ms": Column("time", "digits", unit="ms"),
+    "range": Column("fastest to upper quartile", "range", ("low_ms", "high_ms"), "ms"),
+    "samples_per_second": Column("samples/s", _SPEED),
+    "speedup": Column("speed-up over 1 rank", "ratio"),
+    "efficiency": Column("efficiency", "share"),
+}
+
+CHECK: Columns = {
+    "ranks": "ranks",
+    "batch_size": "batch",
+    "sharding": SHARDING,
+    "measured_ms": Column("measured", "digits", unit="ms"),
+    "predicted_ms": Column("predicted", "digits", unit="ms"),
+    "range": RANGE,
+    "error": Column("error", "signed_share"),
+    "in_range": Column("in range", "judged"),
+    "measured_exposed_ms": Column("communication, measured", "digits", unit="ms"),
+    "predicted_exposed_ms": Column("communication, predicted", "digits", unit="ms"),
+    "note": Column("note", _kinds),
+}
+
+IMBALANCE: Columns = {
+    "run": "run",
+    "ranks": "ranks",
+    "slowest_rank": "slowest rank",
+    "slowest_ms": "its own work",
+    "mean_ms": "mean",
+    "share": "the others wait",
+    "component": Column("most in", "component"),
+}
+
+EXCHANGES: Columns = {
+    "run": "run",
+    "ranks": "ranks",
+    "sharding": SHARDING,
+    "kind": COLLECTIVE,
+    "what": "what",
+    "bytes": Column("payload per rank", "bytes"),
+    "calls": "calls",
+    "time_ms": "time",
+    "exposed_ms": "exposed",
+    "gb_per_s": Column("GB/s", "digits"),
+    "share": "of the iteration",
+}
+
+STRAGGLERS: Columns = {
+    "ranks": "ranks",
+    "even_ms": "equal ranks",
+    "mean_ms": "mean",
+    "p95_ms": "95th percentile",
+    "waited_share": "waiting for the slowest",
+    "slowdown": Column("slowdown", "signed_share"),
+}
+
+PUBLISHED: Columns = {
+    "hardware": "machine",
+    "devices": "devices",
+    "model": "model",
+    "precision": "precision",
+    "batch_size": "batch",
+    "published": Column("published", _SPEED, unit="samples/s"),
+    "predicted": Column("predicted", _SPEED, unit="samples/s"),
+    "range": Column("range", _SPEEDS, ("predicted_low", "predicted_high"), "samples/s"),
+    "error": Column("error", "signed_share"),
+    "basis": "from devices",
+    "number": "source",
+}
+"""A dash under "published": the source draws the figure and prints no number."""
+
+MLPERF: Columns = {
+    "hardware": "machine",
+    "devices": "GPUs",
+    "batch_size": "batch",
+    "program": Column("predicted program", "text"),
+    "sharding": SHARDING,
+    "published": Column("published", _SPEED, unit="samples/s"),
+    "predicted": Column("predicted", _SPEED, unit="samples/s"),
+    "range": Column("range", _SPEEDS, ("predicted_low", "predicted_high"), "samples/s"),
+    "error": Column("error", "signed_share"),
+    "compute_ms": "computing",
+    "exposed_ms": "exposed communication",
+}
+
+SHARES: Columns = {
+    "component": "part",
+    "share": "share of one rank's iteration here",
+    "study": "the study says",
+}
+
+
+def published_sources(table: pd.DataFrame) -> Text:
+    """Where published figures are from, and what the predictions had to assume."""
+    lines = [f"- [{row.number}] {row.source}" for row in rows_of(table.drop_duplicates("source"))]
+    lines += [
+        f"- Not published for {row.hardware} [{row.number}], so assumed: {row.not_published}."
+        for row in rows_of(table.drop_duplicates("not_published"))
+    ]
+    return Text("\n".join(lines))
+
+
+def published_sentence(table: pd.DataFrame) -> Text:
+    """How near the predictions of other people's machines are."""
+    known = table.dropna(subset=["error"])
+    one, several = known[known["basis"] == "1"], known[known["basis"] != "1"]
+    return Text(
+        f"Predictions of {len(one)} figures from one device's published throughput and data "
+        f"sheets alone are off by {percent(typical_error(one))} (geometric mean); those of "
+        f"{len(several)} figures of sixteen devices, from the figures of one and eight, by "
+        f"{percent(typical_error(several))}. None of this was measured here."
+    )
+
+
+def mlperf_sentence(table: pd.DataFrame) -> Text:
+    """How near predictions of MLPerf's machines are, and what explains the far ones."""
+    first, last = (table.drop_duplicates("hardware", keep=keep) for keep in ("first", "last"))
+    lines = [
+        f"- {own.hardware}: {signed_percent(near.error)} for a program that does what the "
+        f"submitted one says it does, {signed_percent(own.error)} for one that trains as this "
+        "workbook does."
+        for own, near in zip(rows_of(first), rows_of(last), strict=True)
+    ]
+    gains = table["predicted"] / table.groupby("hardware")["predicted"].shift()
+    several = table.assign(gain=gains)[table["devices"] > GPUS_PER_NODE].dropna(subset="gain")
+    most = several.sort_values("gain").drop_duplicates("hardware", keep="last")["program"].unique()
+    lines.append(
+        "- Over several nodes the difference is mostly this: "
+        f"{' and '.join(name.removeprefix('and ') for name in most)}."
+    )
+    return Text(
+        f"Published: {MLPERF_SOURCE}. Predicted from data sheets of the GPUs, NVLink 4 and a port "
+        "of InfiniBand NDR per GPU; no figure of a run is used.\n\n" + "\n".join(lines)
+    )
+
+
+def way_text(rungs: pd.DataFrame, document: Mapping[str, Any] | None) -> Text:
+    """The study's way from 2020's plain program to its tuned one, and ours from today's.
+
+    Args:
+        rungs: the ladder of the benchmark in ``document``, plain to tuned.
+    """
+    study = (
+        f"The study (published, one socket of 28 cores): {PLAIN_MS:,} ms to {TUNED_MS} ms, "
+        f"{times(PLAIN_MS / TUNED_MS)} faster."
+    )
+    if rungs.empty or document is None:
+        return Text(f"{study} Here: {NOT_MEASURED}.")
+    rows = rows_of(rungs[rungs["figure"] == "end_to_end_ms"].sort_values("rung"))
+    first, last = rows[0], rows[-1]
+    return Text(
+        f"{study} Here, on {counted(document['cases'][0]['threads'], 'core')} of an "
+        f"{document['machine'].get('cpu', 'unknown processor')}, today's plain PyTorch takes "
+        f"{digits(first.time_ms)} ms and the options of `kalamkar_small.yaml` "
+        f"{digits(last.time_ms)} ms, {times(last.mid)} faster. Most of the study's gain is no "
+        "longer available because PyTorch has made it its own: EmbeddingBag now sums bags in "
+        "parallel, in compiled kernels (github.com/pytorch/pytorch/issues/31356)."
+    )
+
+
+def choice_text(choice: Choice, ranks: int) -> Text:
+    """The best sharding on so many ranks, and why."""
+    if choice.prediction is None or ranks == 1:
+        return Text(choice.reason)
+    return Text(f"On {ranks:,} ranks, {choice.reason}")
+
+
+def check_sentence(table: pd.DataFrame) -> Text:
+    """How good the predictions of this machine's runs are."""
+    known = table[table["error"].notna()]
+    if known.empty:
+        return Text("No run was predicted.")
+    error = typical_error(known)
+    inside = int(known["in_range"].sum())
+    goal = f"{'within' if error <= GOAL else 'above'} the goal of {GOAL:.0%}"
+    times_in = f"{inside} of {counted(len(known), 'measured time')}"
+    return Text(
+        f"**Predictions of {counted(len(known), 'run')} on this machine are off by "
+        f"{percent(error)} (geometric mean), {goal}; {times_in} "
+        f"{'lies' if inside == 1 else 'lie'} in the predicted range.** The largest error is "
+        f"{signed_percent(max(known['error'].tolist(), key=abs))}."
+    )
+
+
+def findings_text(found: Sequence[Finding], record: ScalingRecord) -> Text:
+    """What the record shows; nothing wrong is a sentence, too."""
+    if not found:
+        if record.parts.empty:
+            why = in_markdown(record.reasons.get("parts"))
+            return Text(f"Nothing was measured on several ranks: {why}.")
+        if not (record.runs["ranks"] > 1).any():
+            return Text("Nothing was measured on several ranks: one was asked for.")
+        return Text(
+            "No run spends 10% of an iteration in exposed communication, and no rank works 10% "
+            "longer than the mean."
+        )
+    paragraphs = []
+    for each in found:
+        text = f"**{in_markdown(each.title)}.** {in_markdown(f'{each.evidence} {each.advice}')}"
+        gain = each.predicted_speedup
+        for name, value in each.change.items():
+            low, high = (times(gain[end], figures=2) for end in ("low", "high"))
+            text += f" (`-p {name}={value}`: {low} to {high} faster)"
+        paragraphs.append(text)
+    return Text("\n\n".join(paragraphs))
+
+
+def not_measured_text(reasons: Mapping[str, str]) -> Text:
+    """What this page lacks, and why; nothing where it lacks nothing."""
+    if not reasons:
+        return Text("")
+    return Text(
+        "\n".join(f"- {name}: {NOT_MEASURED}: {in_markdown(why)}" for name, why in reasons.items())
+    )
+
+
+def launch_text(lines: Mapping[str, Any]) -> Text:
+    """How the same training is started on one node, on several, under Slurm."""
+    titles = {
+        "one_node": "On this node",
+        "each_node": "On every node (FIRST_NODE is the first one's name)",
+        "slurm": "Under Slurm",
+    }
+    listed = [f"{titles[name]}:\n\n```\n{lines[name]}\n```" for name in titles if name in lines]
+    return Text("\n\n".join(listed))
+
+
+def verdict(
+    network: str,
+    strong: pd.DataFrame,
+    weak: pd.DataFrame,
+    record: ScalingRecord,
+    parameters: Parameters,
+) -> Text:
+    """Where scaling stops paying, what limits it there, and how sure that is."""
+    if record.link_probe.empty or record.compute_profile.empty or record.runs.empty:
+        checked = "Predictions were not checked here: no ranks were measured."
+    else:
+        checked = check_sentence(predicted_and_measured(record, parameters)).markdown
+    told = [_strong_verdict(strong, network), _weak_verdict(weak), checked]
+    return Text("\n\n".join(text for text in told if text))
+
+
+def _strong_verdict(table: pd.DataFrame, network: str) -> str:
+    known = table[table["mid_ms"].notna()]
+    if known.empty:
+        return ""
+    # ranks that gain less than a hundredth are nobody's advice
+    fast = known[known["mid_ms"] <= known["mid_ms"].min() * 1.01]
+    best = rows_of(fast.nsmallest(1, "ranks"))[0]
+    text = (
+        f"**Strong scaling over {network} gains up to {best.ranks:,} ranks: predicted "
+        f"{times(best.speedup, figures=2)} faster than one rank.** An iteration would take "
+        f"{milliseconds(best.mid_ms)} ({from_to(best.low_ms, best.high_ms)}), of which "
+        f"{percent(best.exposed_share)} exposed communication."
+    )
+    half = known[known["efficiency"] >= 0.5]
+    if len(half):
+        text += f" Its efficiency stays at 50% or more up to {half['ranks'].max():,} ranks."
+    return text
+
+
+def _weak_verdict(table: pd.DataFrame) -> str:
+    known = table[table["mid_ms"].notna()]
+    if len(known) < 2:
+        return ""
+    last = rows_of(known.nlargest(1, "ranks"))[0]
+    return (
+        f"Weak scaling is predicted to have an efficiency of {percent(last.efficiency)} on "
+        f"{last.ranks:,} ranks ({thousands(last.samples_per_second)} samples/s)."
+    )

@@ -1,0 +1,146 @@
+"""What interleaved runs say: speed-up, parts and losses, compared within each round.
+
+The unit of repetition is the round: runs of one round share the machine's mood, so their
+ratio is free of it, and rounds are repeated processes, so their spread holds what differs
+from one start of the program to the next. Iterations of one process do not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from dlrm_workbook.analysis.compare import difference_table, steady_rows
+from dlrm_workbook.ground.intervals import Interval, median_interval, p_value, t_interval
+from dlrm_workbook.trials.compare.measure import TimedRun
+
+OUTSIDE = "outside the parts"
+"""The row of what the parts' means lack to add up to the times whose ratio is the speed-up."""
+
+NO_PART = "no part"
+"""The verdict of that row."""
+
+NOTHING = 1e-6
+"""A share of the iteration that is rounding."""
+
+
+def round_table(runs: Sequence[TimedRun]) -> pd.DataFrame:
+    """Mean steady iteration of each run.
+
+    Returns:
+        ``round``, ``setting``, ``component``, ``phase``, ``time_ms``; the row with both names
+        empty is the whole iteration, and without stragglers the parts add up to it.
+    """
+    rows: list[tuple[Any, ...]] = []
+    for run in runs:
+        steady = steady_rows(run.iteration_ms)
+        times = np.asarray(run.iteration_ms)[steady]
+        rows.append((run.round, run.setting, "", "", times.mean()))
+        for (component, phase), each in run.parts.items():
+            mean = np.asarray(each)[steady].mean()
+            rows.append((run.round, run.setting, component, phase, mean))
+    return pd.DataFrame(rows, columns=["round", "setting", "component", "phase", "time_ms"])
+
+
+def whole_rounds(table: pd.DataFrame, before: str, after: str) -> pd.DataFrame:
+    """Whole iterations: a row a round that has both, columns ``before`` and ``after``, ms."""
+    whole = table[(table["component"] == "") & table["setting"].isin([before, after])]
+    wide = whole.pivot(index="round", columns="setting", values="time_ms")
+    wide = wide.reindex(columns=[before, after]).dropna()
+    return wide.set_axis(["before", "after"], axis=1)
+
+
+def speedup(table: pd.DataFrame, before: str, after: str, samples: float = 1.0) -> Interval:
+    """Median over rounds of the rounds' own ratios, with its order-statistics interval.
+
+    Args:
+        table: what :func:`round_table` gives.
+        samples: samples of an iteration after over those before: time is compared a sample.
+
+    Raises:
+        ValueError: no round has both settings.
+    """
+    wide = whole_rounds(table, before, after)
+    return median_interval((samples * wide["before"] / wide["after"]).tolist())
+
+
+def iteration_ms(table: pd.DataFrame, before: str, after: str) -> tuple[float, float]:
+    """The one pair of times that a page states: their ratio is that of :func:`speedup`.
+
+    Returns:
+        The rounds' median iteration before the change, and that over the median of the rounds'
+        own ratios, ms.
+
+    Raises:
+        ValueError: no round has both settings.
+    """
+    base = float(whole_rounds(table, before, after)["before"].median())
+    return base, base / speedup(table, before, after).mid
+
+
+def compare_settings(table: pd.DataFrame, before: str, after: str) -> pd.DataFrame:
+    """Each part before and after, paired by round; columns as ``compare.compare_parts``.
+
+    A slow moment of the machine lengthens everything, so each round's times are first
+    scaled to the median round by its whole iteration before the change. Times are means over
+    the rounds, and a little of an iteration lies between its parts' clocks. A row
+    :data:`OUTSIDE` holds both, so that the rows add up to :func:`iteration_ms`.
+    """
+    base, changed = iteration_ms(table, before, after)
+    mood = base / whole_rounds(table, before, after)["before"]
+    parts = table[(table["component"] != "") & table["setting"].isin([before, after])]
+    rows = []
+    for (component, phase), group in parts.groupby(["component", "phase"], sort=False):
+        wide = group.pivot(index="round", columns="setting", values="time_ms")
+        wide = wide.reindex(index=mood.index, columns=[before, after]).fillna(0.0)
+        wide = wide.mul(mood, axis=0)
+        each = (wide[after] - wide[before]).to_numpy()
+        se = float(each.std(ddof=1) / math.sqrt(len(each))) if len(each) > 1 else math.nan
+        estimate = (float(each.mean()), se, len(each) - 1)
+        means = (float(wide[before].mean()), float(wide[after].mean()))
+        part = (str(component), str(phase))
+        rows.append((*part, *means, t_interval(*estimate), p_value(*estimate)))
+    found = difference_table(rows)
+    rest = (base - found["before_ms"].sum(), changed - found["after_ms"].sum())
+    if found.empty or max(map(abs, rest)) < NOTHING * min(base, changed):
+        return found
+    row = dict(zip(("before_ms", "after_ms"), rest, strict=True))
+    row |= {"component": OUTSIDE, "phase": "", "difference_ms": rest[1] - rest[0]}
+    row |= {"verdict": NO_PART}
+    return pd.concat([found, pd.DataFrame([row])], ignore_index=True)
+
+
+def compare_losses(runs: Sequence[TimedRun], before: str, after: str) -> dict[str, Any]:
+    """Whether the change trains the same.
+
+    Returns:
+        ``iterations`` compared, ``equal`` (bit for bit, in every round), ``largest_difference``
+        and ``first_difference`` (iteration from 0, None where equal), ``relative`` (largest
+        difference over the mean loss), and ``repeatable``: setting to whether its own runs agree
+        (None of a single one).
+    """
+    first, second = ([r.losses for r in runs if r.setting == name] for name in (before, after))
+    repeatable = {
+        name: all(losses == series[0] for losses in series[1:]) if len(series) > 1 else None
+        for name, series in ((before, first), (after, second))
+    }
+    if not first or not second:
+        return {"iterations": 0, "equal": None, "repeatable": repeatable}
+    a, b = np.asarray(first[0]), np.asarray(second[0])
+    count = min(len(a), len(b))
+    gap = np.abs(a[:count] - b[:count])
+    differs = np.flatnonzero(~(gap == 0))
+    mean = float(np.abs(a[:count]).mean()) if count else math.nan
+    largest = float(gap.max()) if count else math.nan
+    return {
+        "iterations": count,
+        "equal": not len(differs),
+        "largest_difference": largest,
+        "relative": largest / mean if mean > 0 else math.nan,
+        "first_difference": int(differs[0]) if len(differs) else None,
+        "repeatable": repeatable,
+    }

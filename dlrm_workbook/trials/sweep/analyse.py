@@ -1,0 +1,183 @@
+"""What a sweep found: a row a point, which findings come and go, how the parts grow."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from dlrm_core.base.errors import InputError
+from dlrm_core.base.files import read_json, write_json
+from dlrm_workbook.analysis.attribution import attribute
+from dlrm_workbook.analysis.ensemble import (
+    WHOLE,
+    fitted_curves,
+    law_table,
+    part_table,
+    settings_table,
+    swept_runs,
+)
+from dlrm_workbook.analysis.findings import findings
+from dlrm_workbook.analysis.reference import all_at_reference, unprofiled_ms
+from dlrm_workbook.recordings.open import open_recording
+from dlrm_workbook.recordings.profile import Profile
+from dlrm_workbook.trials.sweep.plan import Sweep, describe_failures
+
+COLUMNS = [
+    *("number", "label", "status", "ms_per_iteration", "samples_per_second"),
+    *("top", "top_share", "speedup"),
+]
+
+
+class SweepSummary:
+    """A sweep's results, read from its folder.
+
+    Attributes:
+        points: a row a point: ``number``, ``label``, ``status``, ``ms_per_iteration`` and
+            ``samples_per_second`` (without a profiler; NaN if not measured), ``of_best`` (its
+            share of the most samples a second), ``top`` and
+            ``top_share`` (the component with the most time), ``speedup`` (measured by
+            ``compare``).
+        times: time of each part at each point, see :func:`~.analysis.ensemble.part_table`.
+        settings: what differs between the points.
+        curves: leaf to fitted laws of the parts; laws: the same as a table.
+        findings: index the rule, a column a point (its number), share of the step or NaN.
+    """
+
+    def __init__(self, folder: Path | str) -> None:
+        """
+        Raises:
+            InputError: the folder holds no sweep, or a profile in it cannot be read.
+        """
+        self.sweep = Sweep.open(Path(folder))
+        self.failures = describe_failures(self.sweep)
+        runs = swept_runs(self.sweep.folder, "profile")
+        opened = {label: open_recording(place).profile for label, place in runs.items()}
+        self.profiles = all_at_reference(opened)
+        self.points = pd.DataFrame(self._rows(), columns=COLUMNS)
+        speed = self.points["samples_per_second"]
+        self.points.insert(5, "of_best", speed / speed.max())
+        trained = swept_runs(self.sweep.folder, "train")
+        self.times = part_table(self.profiles) if self.profiles else _whole_times(trained)
+        sections = {point.label: point.parameters.to_sections() for point in self.sweep.points}
+        measured = list(dict.fromkeys(self.times["run"]))
+        self.settings = settings_table({label: sections[label] for label in measured})
+        self.curves = fitted_curves(self.times, self.settings)
+        self.laws = law_table(self.curves)
+        self.findings = self._findings()
+
+    def _rows(self) -> list[tuple[Any, ...]]:
+        rows = []
+        for point, row in zip(self.sweep.points, self.sweep.rows, strict=True):
+            folders = {name: self.sweep.folder / place for name, place in row["folders"].items()}
+            profile = self.profiles.get(point.label)
+            ms = _trained_ms(folders.get("train"))
+            top, share, gain = "", math.nan, math.nan
+            if profile is not None:
+                ms = unprofiled_ms(profile) or ms
+                top, share = _top(profile)
+            if "compare" in folders:
+                compared_ms, gain = _compared(folders["compare"])
+                # parts and findings are the profile's, and so is the step that they add up to
+                ms = compared_ms if profile is None else ms
+            speed = 1e3 * point.parameters.training.batch_size / ms if ms else math.nan
+            found = (ms or math.nan, speed, top, share, gain)
+            rows.append((point.number, point.label, row["status"], *found))
+        return rows
+
+    def _findings(self) -> pd.DataFrame:
+        numbers = dict(zip(self.points["label"], self.points["number"], strict=True))
+        columns = {}
+        for label, profile in self.profiles.items():
+            found = findings(profile, attribute(profile))
+            columns[numbers[label]] = {f.id.replace("_", " "): f.share_of_step for f in found}
+        table = pd.DataFrame(columns, dtype=float)
+        largest = table.max(axis=1).sort_values(ascending=False)
+        return table.reindex(largest.index)
+
+    def finding_table(self) -> pd.DataFrame:
+        """Which finding is there at which point.
+
+        Returns:
+            ``finding``, ``at N`` of each point (share of the step; NaN where it did not fire),
+            ``along_the_grid`` (``everywhere``, ``appears``, ``disappears``, ``at some points``).
+        """
+        table = self.findings.add_prefix("at ").rename_axis("finding").reset_index()
+        there = self.findings.notna()
+        if len(table):
+            table["along_the_grid"] = [_appearance(row) for row in there.to_numpy().tolist()]
+        return table
+
+    def save(self) -> Path:
+        """Write ``summary.json`` beside ``sweep.json``; its path."""
+        path = self.sweep.folder / "summary.json"
+        write_json(
+            path,
+            {
+                "points": self.points.to_dict("records"),
+                "times": self.times.to_dict("records"),
+                "laws": self.laws.to_dict("records"),
+                "findings": {
+                    str(title): {str(k): v for k, v in shares.items() if not math.isnan(v)}
+                    for title, shares in self.findings.to_dict("index").items()
+                },
+            },
+        )
+        return path
+
+
+def newest_sweep(output_root: Path) -> Path:
+    """The sweep that was begun last.
+
+    Raises:
+        InputError: there is none.
+    """
+    found = sorted(output_root.glob("*/*/sweep.json"))
+    if not found:
+        raise InputError(
+            f"no sweep was found in {output_root}; give one with -p sweep_folder=FOLDER, or run "
+            "one: dlrm run profile -f FILE with a sweep section"
+        )
+    return found[-1].parent
+
+
+def _appearance(there: list[bool]) -> str:
+    if all(there):
+        return "everywhere"
+    if not there[0] and there[-1]:
+        return "appears"
+    return "disappears" if there[0] and not there[-1] else "at some points"
+
+
+def _top(profile: Profile) -> tuple[str, float]:
+    """The component with the most time, and its share of the step."""
+    shares = attribute(profile).groupby("component")["share"].sum()
+    return (str(shares.idxmax()), float(shares.max())) if len(shares) else ("", math.nan)
+
+
+def _trained_ms(folder: Path | None) -> float | None:
+    if folder is None or not (folder / "result.json").is_file():
+        return None
+    value = read_json(folder / "result.json").get("ms_per_iteration")
+    return float(value) if value else None
+
+
+def _compared(folder: Path) -> tuple[float | None, float]:
+    """(baseline's ms an iteration, measured speed-up of the last outcome)."""
+    outcomes = read_json(folder / "compare.json").get("outcomes") or [{}]
+    measured = outcomes[-1].get("measured")
+    if not measured:
+        return None, math.nan
+    return float(measured["before_ms"]), float(measured["speedup"]["mid"])
+
+
+def _whole_times(trained: dict[str, Path]) -> pd.DataFrame:
+    """Time of the whole step where points were trained, not profiled."""
+    rows = [
+        {"run": label, "component": WHOLE, "phase": "", "time_ms": ms, "se_ms": math.nan}
+        for label, folder in trained.items()
+        if (ms := _trained_ms(folder))
+    ]
+    return pd.DataFrame(rows, columns=["run", "component", "phase", "time_ms", "se_ms"])
