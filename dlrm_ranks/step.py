@@ -54,7 +54,7 @@ from dlrm_core.dense import (
 from dlrm_core.embeddings import EmbeddingTables
 from dlrm_core.model import DLRM, ClickLoss, fill_dense_like_facebook, fill_dense_with_torch
 from dlrm_core.parts import part
-from dlrm_core.run.precision import set_fp32_products
+from dlrm_core.precision import set_fp32_products
 from dlrm_core.step import (
     Step,
     bottom_mlp_update,

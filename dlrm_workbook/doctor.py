@@ -18,7 +18,7 @@ from typing import Any
 
 from dlrm_core.base.errors import MissingToolError
 from dlrm_core.base.machine import cpu_flags, numa_nodes, read_text
-from dlrm_core.base.units import counted
+from dlrm_core.base.text import counted
 from dlrm_workbook.ground.machine import machine_facts, memory_limit, nvidia_gpus
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")

@@ -17,14 +17,12 @@ import time
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from dlrm_core.base.errors import InputError
 
 if TYPE_CHECKING:
     import torch
-
-    from dlrm_core.config import TrainingConfig
 
 _STATUS = "/proc/self/status"
 
@@ -37,7 +35,19 @@ ALLOCATOR_SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC
 """Environment variables by which a user sets glibc's allocator; they are left as they are."""
 
 
-def resolve_device(config: TrainingConfig) -> torch.device:
+class MachineSettings(Protocol):
+    """What ``training`` says of the machine."""
+
+    @property
+    def device(self) -> str:
+        """'auto', 'cpu' or 'cuda'."""
+
+    @property
+    def interleave_memory(self) -> bool:
+        """Whether pages are taken from all NUMA nodes in turn."""
+
+
+def resolve_device(config: MachineSettings) -> torch.device:
     """The device that ``training.device`` means on this machine.
 
     Raises:
@@ -65,7 +75,7 @@ def numa_nodes(system: Path = Path("/sys/devices/system/node")) -> dict[int, set
     return {node: cpus for node, cpus in sorted(found.items()) if cpus}
 
 
-def use_memory(config: TrainingConfig) -> list[str]:
+def use_memory(config: MachineSettings) -> list[str]:
     """Take memory as ``training.interleave_memory`` says from now on, and keep what is freed;
     return notices."""
     keep_freed_memory()

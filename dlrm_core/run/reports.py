@@ -1,4 +1,4 @@
-"""One call of the training loop: what is reported, evaluated and kept between iterations."""
+"""What a run of the training loop measures and reports."""
 
 from __future__ import annotations
 
@@ -7,20 +7,16 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from dlrm_core.base.files import JsonLines, write_text
-from dlrm_core.base.machine import device_name, peak_memory, peak_memory_by_device
-from dlrm_core.config import Parameters
 from dlrm_core.data.epochs import Epoch
-from dlrm_core.progress import Bar
 from dlrm_core.run.checkpoint import Checkpoint
-from dlrm_core.run.evaluate import Evaluation
 
 
 @dataclass(frozen=True)
@@ -214,258 +210,6 @@ def due(iteration: int, total: int, period: int | None) -> bool:
 Line = Mapping[str, Any]
 """A line of metrics.jsonl: an :class:`Interval`'s fields, or with ``kind`` an 'evaluation' or a
 'checkpoint'."""
-
-
-class Meter(Protocol):
-    """Measures energy from ``start`` to ``stop``."""
-
-    def start(self) -> Any:
-        """The run begins."""
-
-    def stop(self, samples: int) -> dict[str, Any]:
-        """The run has trained so many samples: ``power_w``, ``samples_per_joule`` and ``power``
-        of :class:`TrainingResult`."""
-
-
-MeterOf = Callable[[torch.device], Meter]
-
-
-class Loop(Protocol):
-    """What a run asks of :class:`dlrm_core.train.TrainingLoop`; its attributes are said there."""
-
-    parameters: Parameters
-    device: torch.device
-    step: Any
-    done: int
-    total: int
-    epoch: Epoch
-    eval_every: int | None
-    notices: list[str]
-    embedding_backend: str
-    writes_checkpoints: bool
-    checkpoint: Path | None
-
-    @property
-    def learning_rate(self) -> float:
-        """Learning rate of the last iteration."""
-
-    def evaluate(self) -> Evaluation:
-        """Predict the held-out data."""
-
-    def save(self) -> Path | None:
-        """Write a checkpoint; where, if this process did."""
-
-
-class Run:
-    """One call of :meth:`dlrm_core.train.TrainingLoop.train`: its events and its outcome."""
-
-    def __init__(
-        self,
-        trainer: Loop,
-        bar: Bar,
-        lines: JsonLines | None,
-        on_line: Callable[[Line], None],
-        meter: MeterOf | None,
-    ) -> None:
-        self.trainer = trainer
-        self.config = trainer.parameters.training
-        self.bar, self.lines, self.on_line = bar, lines, on_line
-        self.first = trainer.done
-        self.measured = Measurements(trainer.device)
-        self.status = "finished"
-        self.last = math.nan
-        self.evaluations: list[Evaluation] = []
-        self.evaluation_lines: list[dict[str, Any]] = []
-        self.notices: list[str] = []
-        self.checkpoint_s = 0.0
-        self.meter = None if meter is None else meter(trainer.device)
-        if self.meter is not None:
-            self.meter.start()
-        if trainer.done >= trainer.total:
-            self.notices.append(
-                f"nothing is left to do: the checkpoint is of iteration {trainer.done:,}, and the "
-                f"run ends at {trainer.total:,} (training.batches, epochs, max_steps)"
-            )
-
-    def next_event(self) -> int:
-        """The next iteration after which something is to be done: a multiple of a period,
-        or the last one."""
-        config, done = self.config, self.trainer.done
-        periods = [config.log_every, self.trainer.eval_every]
-        if self.trainer.writes_checkpoints:
-            periods.append(config.checkpoint_every)
-        after = [done - done % period + period for period in periods if period]
-        return min([self.trainer.total, *after])
-
-    def after_iteration(self, stop: bool) -> bool:
-        """Report, evaluate, write a checkpoint as is due; whether the run ends here."""
-        done, total, config = self.trainer.done, self.trainer.total, self.config
-        self.measured.settle()
-        check = getattr(self.trainer.step.model.embeddings.backend, "check", None)
-        if check is not None:
-            check()  # a GPU tells late that it was asked for a row that is not there
-        if stop or due(done, total, config.log_every):
-            self.report()
-        bad = self.measured.bad_iteration()
-        if bad is not None or not self._weights_are_finite():
-            self.report()
-            self._diverge(bad)
-            return True
-        reached = False
-        if not stop and self._evaluates() and due(done, total, self.trainer.eval_every):
-            reached = self._evaluate()
-        if reached:
-            self.report()
-        if self.trainer.writes_checkpoints and (
-            stop or reached or due(done, total, config.checkpoint_every)
-        ):
-            self._save()
-        if stop:
-            self.status = "interrupted"
-        self.measured.go_on()
-        return stop or reached
-
-    def interrupt(self) -> None:
-        """The run ends here, in the middle of an iteration."""
-        self.status = "interrupted"
-        self.measured.settle()
-        self.report()
-
-    def report(self) -> None:
-        """Close the interval."""
-        interval = self.measured.interval(
-            self.trainer.epoch, self.first, self.trainer.learning_rate
-        )
-        if interval is not None:
-            self.last = interval.loss
-            self.bar.say(
-                f"{interval.mean_ms_per_iteration:.1f} ms each, "
-                f"{interval.samples_per_second:,.0f} samples/s, "
-                f"data {interval.data_ms_per_iteration:.1f} ms, loss {interval.loss:.6f}"
-            )
-            self._tell(asdict(interval))
-
-    def result(self) -> TrainingResult:
-        """What the run amounted to."""
-        measured, trainer, target = self.measured, self.trainer, self.config.auc_target
-        known = [found.auc for found in self.evaluations if found.auc is not None]
-        count, epoch = len(measured.done_ms), trainer.epoch
-        samples = epoch.samples_before(self.first + count) - epoch.samples_before(self.first)
-        notices = trainer.notices + self.notices
-        if self.evaluations:
-            notices += self.evaluations[-1].notices()
-        if self.status == "interrupted":
-            notices.append(self._where_it_ended(self.first + count))
-        return TrainingResult(
-            status=self.status,
-            iterations=count,
-            first_iteration=self.first,
-            samples=samples,
-            loss=self.last,
-            **measured.speed(epoch, self.first),
-            elapsed_s=time.perf_counter() - measured.started,
-            evaluation_s=sum(found.seconds for found in self.evaluations),
-            checkpoint_s=self.checkpoint_s,
-            auc=self.evaluations[-1].auc if self.evaluations else None,
-            best_auc=max(known, default=None),
-            reached_target=None if target is None else max(known, default=-1.0) >= target,
-            checkpoint=str(trainer.checkpoint) if trainer.checkpoint else None,
-            peak_memory_bytes=peak_memory(trainer.device),
-            peak_memory_by_device=peak_memory_by_device(trainer.device),
-            **self._power(samples),
-            device=device_name(trainer.device),
-            threads=torch.get_num_threads(),
-            embedding_backend=trainer.embedding_backend,
-            notices=notices + trainer.step.dense.precision.skipped_notice(self.first + count),
-            iteration_ms=measured.done_ms,
-            data_ms=[1e3 * seconds for seconds in measured.data_s],
-            losses=measured.done_losses,
-            evaluations=self.evaluation_lines,
-        )
-
-    def _power(self, samples: int) -> dict[str, Any]:
-        if self.meter is not None:
-            return self.meter.stop(samples)
-        reason = "no meter was given; dlrm train of dlrm_workbook has one"
-        return {
-            "power_w": None,
-            "samples_per_joule": None,
-            "power": {
-                "energy_j": None,
-                "seconds": None,
-                "readings": [],
-                "not_measured": {"energy": reason},
-            },
-        }
-
-    def _tell(self, line: Line) -> None:
-        """Write a line of metrics.jsonl, and hand it to who asked for lines."""
-        if self.lines is not None:
-            self.lines.write(line)
-        self.on_line(line)
-
-    def _evaluates(self) -> bool:
-        return self.trainer.eval_every is not None or self.config.auc_target is not None
-
-    def _evaluate(self) -> bool:
-        """Evaluate; whether the target is reached."""
-        found = self.trainer.evaluate()
-        self.evaluations.append(found)
-        elapsed_s = time.perf_counter() - self.measured.started
-        self.evaluation_lines.append(found.line() | {"elapsed_s": elapsed_s})
-        self._tell(self.evaluation_lines[-1])
-        target = self.config.auc_target
-        return target is not None and found.auc is not None and found.auc >= target
-
-    def _save(self) -> None:
-        started = time.perf_counter()
-        if self.lines is not None:
-            # who goes on from the checkpoint expects the lines before it
-            self.lines.sync()
-        folder = self.trainer.save()
-        seconds = time.perf_counter() - started
-        self.checkpoint_s += seconds
-        if folder is None:  # another rank wrote it
-            return
-        self._tell(
-            {
-                "kind": "checkpoint",
-                "iteration": self.trainer.done,
-                "folder": str(folder),
-                "seconds": seconds,
-                "bytes": sum(file.stat().st_size for file in folder.iterdir()),
-            }
-        )
-
-    def _where_it_ended(self, iteration: int) -> str:
-        kept = self.trainer.checkpoint
-        begin = f"interrupted after iteration {iteration:,} of {self.trainer.total:,}"
-        if kept is None:
-            return f"{begin}; there is no checkpoint (training.checkpoint_every)"
-        return f"{begin}; --resume {kept} goes on from iteration {int(kept.name[5:]):,}"
-
-    def _weights_are_finite(self) -> bool:
-        """Whether the dense weights are finite: an overflow there shows before the next loss."""
-        if not (self.trainer.writes_checkpoints or self._evaluates()):
-            return True
-        totals = [weight.detach().sum() for weight in self.trainer.step.dense.weights]
-        return bool(torch.stack(totals).isfinite().all())
-
-    def _diverge(self, place: int | None) -> None:
-        """End the run with a sentence that says where and what remains."""
-        self.status = "diverged"
-        if place is None:
-            what = f"the weights are not finite after iteration {self.trainer.done}"
-        else:
-            loss = self.measured.done_losses[place]
-            what = f"the loss is {loss} at iteration {self.first + place + 1}"
-        kept = self.trainer.checkpoint
-        remains = f"the checkpoint {kept} is from before" if kept else "there is no checkpoint"
-        self.notices.append(
-            f"training diverged: {what} (training.learning_rate "
-            f"{self.config.learning_rate:g}, training.precision {self.config.precision}); "
-            f"choose a smaller learning rate; {remains}"
-        )
 
 
 def metrics_lines(path: Path, checkpoint: Checkpoint | None) -> JsonLines:

@@ -33,7 +33,6 @@ from dlrm_core.data.files.sources import (
     refuse,
 )
 from dlrm_core.data.files.spec import FILE_NAME, MOST_BYTES, ColumnFile, FeatureSpec, read_spec
-from dlrm_core.progress import Bar
 from dlrm_workbook.datasets.resumable import (
     OpenFiles,
     Workplace,
@@ -43,6 +42,7 @@ from dlrm_workbook.datasets.resumable import (
 )
 from dlrm_workbook.datasets.splits import ABOUT, BLOCK, Block, Split, open_split, split_names
 from dlrm_workbook.datasets.write_spec import write_spec
+from dlrm_workbook.ground.bar import Bar
 
 ORIGIN = "source_feature_spec.yaml"
 """The feature_spec.yaml of the split_binary data set that others were converted from."""

@@ -22,7 +22,7 @@ import torch
 
 from dlrm_core.base.errors import InputError
 from dlrm_core.base.machine import available_memory, cpu_flags, keep_freed_memory
-from dlrm_core.base.units import format_bytes
+from dlrm_core.base.text import format_bytes
 from dlrm_core.config import ModelConfig, Parameters
 from dlrm_core.data.loader import make_generator
 from dlrm_core.dense import resolve_dense
@@ -30,7 +30,7 @@ from dlrm_core.embeddings import touched_beside
 from dlrm_core.memory import forecast_memory, mean_bag_size
 from dlrm_core.model import DLRM, ClickLoss
 from dlrm_core.parts import log_spans, parse_span
-from dlrm_core.run.precision import set_fp32_products
+from dlrm_core.precision import set_fp32_products
 from dlrm_core.step import TrainingStep
 from dlrm_kernels.embeddings.choose import resolve
 from dlrm_kernels.tiles import machine as tiles

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from dlrm_core import memory as capacity
 from dlrm_core.base.errors import InputError
 from dlrm_core.base.machine import available_host_memory
-from dlrm_core.base.units import format_bytes
+from dlrm_core.base.text import format_bytes
 from dlrm_core.config import Parameters, parameters_from_sections
 from dlrm_core.memory import (
     MemoryItem,
