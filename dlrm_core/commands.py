@@ -24,9 +24,8 @@ from dlrm_core.base.machine import terminate_like_interrupt
 from dlrm_core.config import Parameters, load_parameters
 from dlrm_core.parts import log_spans
 from dlrm_core.predict import Predictor, read_asked
-from dlrm_core.run.reports import Line
+from dlrm_core.run.reports import Line, Observer
 from dlrm_core.run.resume import checkpoint_place, nothing_to_resume
-from dlrm_core.train import Observer
 from dlrm_core.train import train as train_model
 
 EXIT_CODES = {"finished": 0, "diverged": 1, "refused": 2, "interrupted": 128 + signal.SIGINT}

@@ -10,7 +10,6 @@ from __future__ import annotations
 import abc
 import contextlib
 import importlib
-import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch import nn
@@ -26,9 +25,6 @@ from torch import nn
 from dlrm_core.base.files import JsonLines, locked, write_json
 from dlrm_core.base.machine import (
     StopRequest,
-    device_name,
-    peak_memory,
-    peak_memory_by_device,
     resolve_device,
     stop_requests,
     use_memory,
@@ -44,24 +40,12 @@ from dlrm_core.model import DLRM, ClickLoss, build_model
 from dlrm_core.parts import iteration
 from dlrm_core.placement import places_of
 from dlrm_core.precision import set_fp32_products
-from dlrm_core.run.checkpoint import Checkpoint, CheckpointFolder
-from dlrm_core.run.evaluate import Evaluation, HeldOut, evaluate, predict
-from dlrm_core.run.reports import Line, Measurements, TrainingResult, due, metrics_lines
-from dlrm_core.run.resume import (
-    changed_settings,
-    checkpoint_place,
-    checkpoint_to_resume,
-    nothing_to_resume,
-    optimizer_state,
-    restore_position,
-    restore_step,
-    restore_weights,
-    state_of,
-    weights_of,
-    with_choices_of,
-)
-from dlrm_core.run.schedules import evaluation_period, learning_rate, total_steps
 from dlrm_core.step import Step, TrainingStep, data_forward, optimizer_update, transfer_forward
+
+if TYPE_CHECKING:  # loaded where a run needs it
+    from dlrm_core.run.checkpoint import Checkpoint, CheckpointFolder
+    from dlrm_core.run.evaluate import Evaluation
+    from dlrm_core.run.reports import Observer, Report, TrainingResult
 
 StepT = TypeVar("StepT", bound=Step)
 
@@ -69,40 +53,6 @@ STOPPING = "ending after this iteration"
 
 IMPORTING = threading.Lock()
 """Threads hold it while they import parts of torch beside the run: two at once may find halves."""
-
-
-NO_POWER: Mapping[str, Any] = {
-    "power_w": None,
-    "samples_per_joule": None,
-    "power": {
-        "energy_j": None,
-        "seconds": None,
-        "readings": [],
-        "not_measured": {"energy": "no meter was given; dlrm train of dlrm_workbook has one"},
-    },
-}
-"""What :class:`TrainingResult` says of the energy of a run that nobody measured."""
-
-
-class Observer:
-    """Watches a run; the loop calls it as things happen. This one does nothing."""
-
-    def begin(self, loop: TrainingLoop[Any]) -> None:
-        """The run is about to start."""
-
-    def iteration(self, done: int) -> None:
-        """So many iterations are done by this process: 0 before the first, then after each."""
-
-    def line(self, line: Line) -> None:
-        """A line of metrics.jsonl, as it is written."""
-
-    def power(self, samples: int) -> Mapping[str, Any]:
-        """``power_w``, ``samples_per_joule`` and ``power`` of :class:`TrainingResult`, asked for
-        at the end of a run that has trained so many samples."""
-        return NO_POWER
-
-    def end(self, result: TrainingResult) -> None:
-        """The run has ended."""
 
 
 @dataclass
@@ -172,6 +122,12 @@ class TrainingLoop(abc.ABC, Generic[StepT]):
         place: Path | None,
         writes: bool = True,
     ) -> None:
+        from dlrm_core.run.checkpoint import CheckpointFolder
+        from dlrm_core.run.evaluate import HeldOut
+        from dlrm_core.run.reports import Measurements
+        from dlrm_core.run.resume import nothing_to_resume, restore_position
+        from dlrm_core.run.schedules import evaluation_period, learning_rate, total_steps
+
         self.parameters, self.step, self.loss = prepared.parameters, prepared.step, prepared.loss
         self.device, self.notices = prepared.device, prepared.notices
         config, generator = self.parameters.training, feed.generator
@@ -185,7 +141,7 @@ class TrainingLoop(abc.ABC, Generic[StepT]):
         source = self.parameters.data.generator
         self.total = total_steps(config, source, self.epoch)
         self.eval_every = evaluation_period(config, source, self.epoch)
-        self._rate = config.learning_rate
+        self._learning_rate, self._rate = learning_rate, config.learning_rate
         self._folder: CheckpointFolder | None = None
         self._followed: Followed | None = None
         self.checkpoint = checkpoint.folder if checkpoint is not None else None
@@ -248,7 +204,7 @@ class TrainingLoop(abc.ABC, Generic[StepT]):
         self._measured.data_s.append(time.perf_counter() - started)
         if self._followed is not None:
             self._followed.used()
-        rate = learning_rate(self.parameters.training, self.done + 1)
+        rate = self._learning_rate(self.parameters.training, self.done + 1)
         if rate != self._rate:
             self._rate = rate
             optimizer_update(lambda: self.step.set_learning_rate(rate))
@@ -265,15 +221,17 @@ class TrainingLoop(abc.ABC, Generic[StepT]):
             observer: sees the run; None: nobody does.
             lines: metrics.jsonl; None: it is not written.
         """
+        from dlrm_core.run.reports import Observer, Report
+
         # what a caller iterated before, to warm up, is not counted
         self.done = first = self.first
         observer = observer or Observer()
         observer.begin(self)
-        run = _Run(self, observer, lines)
-        self._measured = measured = run.measured
+        report = Report(self.device, first, self.epoch, observer, lines)
+        self._measured = measured = report.measured
         observer.iteration(0)
         measured.mark()
-        event = run.next_event()
+        event = self._next_event()
         with self.stop_requests() as self._stop:
             try:
                 while self.done < self.total:
@@ -282,16 +240,109 @@ class TrainingLoop(abc.ABC, Generic[StepT]):
                     observer.iteration(self.done - first)
                     stop = self.is_to_stop()
                     if self.done == event or stop:
-                        if run.after_iteration(stop):
+                        if self._event(report, stop):
                             break
-                        event = run.next_event()
+                        event = self._next_event()
             except KeyboardInterrupt:
                 if not self.ends_alone:
                     raise
-                run.interrupt()
-        result = run.result()
+                # in the middle of an iteration
+                report.status = "interrupted"
+                measured.settle()
+                report.interval(self.learning_rate)
+        result = self._result(report)
         observer.end(result)
         return result
+
+    def _next_event(self) -> int:
+        """The next iteration after which something is to be done: a multiple of a period,
+        or the last one."""
+        config, done = self.parameters.training, self.done
+        periods = [config.log_every, self.eval_every]
+        if self.writes_checkpoints:
+            periods.append(config.checkpoint_every)
+        after = [done - done % period + period for period in periods if period]
+        return min([self.total, *after])
+
+    def _event(self, report: Report, stop: bool) -> bool:
+        """Report, evaluate, write a checkpoint as is due; whether the run ends here."""
+        config = self.parameters.training
+        report.measured.settle()
+        check = getattr(self.step.model.embeddings.backend, "check", None)
+        if check is not None:
+            check()  # a GPU tells late that it was asked for a row that is not there
+        if stop or self._is_due(config.log_every):
+            report.interval(self.learning_rate)
+        evaluates = self.eval_every is not None or config.auc_target is not None
+        bad = report.measured.bad_iteration()
+        checked = self.writes_checkpoints or evaluates
+        if bad is not None or (checked and not self._weights_are_finite()):
+            report.interval(self.learning_rate)
+            report.status = "diverged"
+            report.notices.append(self._divergence(report, bad))
+            return True
+        reached = False
+        if not stop and evaluates and self._is_due(self.eval_every):
+            evaluation = self.evaluate()
+            report.evaluation(evaluation)
+            auc, target = evaluation.auc, config.auc_target
+            reached = target is not None and auc is not None and auc >= target
+        if reached:
+            report.interval(self.learning_rate)
+        if self.writes_checkpoints and (stop or reached or self._is_due(config.checkpoint_every)):
+            report.checkpoint(self.done, self.save)
+        if stop:
+            report.status = "interrupted"
+        report.measured.go_on()
+        return stop or reached
+
+    def _is_due(self, period: int | None) -> bool:
+        """Whether something of this period is to be done after the last iteration."""
+        return self.done == self.total or (period is not None and self.done % period == 0)
+
+    def _weights_are_finite(self) -> bool:
+        """Whether the dense weights are finite: an overflow there shows before the next loss."""
+        totals = [weight.detach().sum() for weight in self.step.dense.weights]
+        return bool(torch.stack(totals).isfinite().all())
+
+    def _divergence(self, report: Report, place: int | None) -> str:
+        """Where the run diverged and what remains, in a sentence.
+
+        Args:
+            place: of the iteration whose loss is no number; None: it is a weight.
+        """
+        config = self.parameters.training
+        if place is None:
+            what = f"the weights are not finite after iteration {self.done}"
+        else:
+            loss = report.measured.done_losses[place]
+            what = f"the loss is {loss} at iteration {self.first + place + 1}"
+        kept = self.checkpoint
+        remains = f"the checkpoint {kept} is from before" if kept else "there is no checkpoint"
+        return (
+            f"training diverged: {what} (training.learning_rate {config.learning_rate:g}, "
+            f"training.precision {config.precision}); choose a smaller learning rate; {remains}"
+        )
+
+    def _result(self, report: Report) -> TrainingResult:
+        notices = [*self.notices]
+        if self.first >= self.total:
+            notices.append(
+                f"nothing is left to do: the checkpoint is of iteration {self.first:,}, and the "
+                f"run ends at {self.total:,} (training.batches, epochs, max_steps)"
+            )
+        notices += report.all_notices()
+        if report.status == "interrupted":
+            kept = self.checkpoint
+            ended = f"interrupted after iteration {report.done:,} of {self.total:,}"
+            notices.append(
+                f"{ended}; --resume {kept} goes on from iteration {int(kept.name[5:]):,}"
+                if kept
+                else f"{ended}; there is no checkpoint (training.checkpoint_every)"
+            )
+        notices += self.step.dense.precision.skipped_notice(report.done)
+        target = self.parameters.training.auc_target
+        return report.result(target, self.checkpoint, self.embedding_backend, notices)
 
     def stop_requests(self) -> AbstractContextManager[StopRequest]:
         """What notes signals while the loop runs.
@@ -306,6 +357,8 @@ class TrainingLoop(abc.ABC, Generic[StepT]):
 
     def save(self) -> Path | None:
         """Write a checkpoint of the run as it stands; its folder, if this process wrote it."""
+        from dlrm_core.run.resume import state_of
+
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         assert self._followed is not None, "there is a folder for checkpoints"
@@ -320,187 +373,6 @@ class TrainingLoop(abc.ABC, Generic[StepT]):
             close()
         if self._folder is not None:
             self._folder.close()
-
-
-class _Run:
-    """One call of :meth:`TrainingLoop.train`: what happens between iterations, and its outcome."""
-
-    def __init__(
-        self, loop: TrainingLoop[Any], observer: Observer, lines: JsonLines | None
-    ) -> None:
-        self.loop, self.observer, self.lines = loop, observer, lines
-        self.config = loop.parameters.training
-        self.first = loop.done
-        self.measured = Measurements(loop.device)
-        self.status = "finished"
-        self.last = math.nan
-        self.evaluations: list[Evaluation] = []
-        self.evaluation_lines: list[dict[str, Any]] = []
-        self.notices: list[str] = []
-        self.checkpoint_s = 0.0
-        if loop.done >= loop.total:
-            self.notices.append(
-                f"nothing is left to do: the checkpoint is of iteration {loop.done:,}, and the "
-                f"run ends at {loop.total:,} (training.batches, epochs, max_steps)"
-            )
-
-    def next_event(self) -> int:
-        """The next iteration after which something is to be done: a multiple of a period,
-        or the last one."""
-        config, done = self.config, self.loop.done
-        periods = [config.log_every, self.loop.eval_every]
-        if self.loop.writes_checkpoints:
-            periods.append(config.checkpoint_every)
-        after = [done - done % period + period for period in periods if period]
-        return min([self.loop.total, *after])
-
-    def after_iteration(self, stop: bool) -> bool:
-        """Report, evaluate, write a checkpoint as is due; whether the run ends here."""
-        done, total, config = self.loop.done, self.loop.total, self.config
-        self.measured.settle()
-        check = getattr(self.loop.step.model.embeddings.backend, "check", None)
-        if check is not None:
-            check()  # a GPU tells late that it was asked for a row that is not there
-        if stop or due(done, total, config.log_every):
-            self.report()
-        bad = self.measured.bad_iteration()
-        if bad is not None or not self._weights_are_finite():
-            self.report()
-            self._diverge(bad)
-            return True
-        reached = False
-        if not stop and self._evaluates() and due(done, total, self.loop.eval_every):
-            reached = self._evaluate()
-        if reached:
-            self.report()
-        if self.loop.writes_checkpoints and (
-            stop or reached or due(done, total, config.checkpoint_every)
-        ):
-            self._save()
-        if stop:
-            self.status = "interrupted"
-        self.measured.go_on()
-        return stop or reached
-
-    def interrupt(self) -> None:
-        """The run ends here, in the middle of an iteration."""
-        self.status = "interrupted"
-        self.measured.settle()
-        self.report()
-
-    def report(self) -> None:
-        """Close the interval."""
-        interval = self.measured.interval(self.loop.epoch, self.first, self.loop.learning_rate)
-        if interval is not None:
-            self.last = interval.loss
-            self._tell(asdict(interval))
-
-    def result(self) -> TrainingResult:
-        """What the run amounted to."""
-        measured, loop, target = self.measured, self.loop, self.config.auc_target
-        known = [found.auc for found in self.evaluations if found.auc is not None]
-        count, epoch = len(measured.done_ms), loop.epoch
-        samples = epoch.samples_before(self.first + count) - epoch.samples_before(self.first)
-        notices = loop.notices + self.notices
-        if self.evaluations:
-            notices += self.evaluations[-1].notices()
-        if self.status == "interrupted":
-            notices.append(self._where_it_ended(self.first + count))
-        return TrainingResult(
-            status=self.status,
-            iterations=count,
-            first_iteration=self.first,
-            samples=samples,
-            loss=self.last,
-            **measured.speed(epoch, self.first),
-            elapsed_s=time.perf_counter() - measured.started,
-            evaluation_s=sum(found.seconds for found in self.evaluations),
-            checkpoint_s=self.checkpoint_s,
-            auc=self.evaluations[-1].auc if self.evaluations else None,
-            best_auc=max(known, default=None),
-            reached_target=None if target is None else max(known, default=-1.0) >= target,
-            checkpoint=str(loop.checkpoint) if loop.checkpoint else None,
-            peak_memory_bytes=peak_memory(loop.device),
-            peak_memory_by_device=peak_memory_by_device(loop.device),
-            **self.observer.power(samples),
-            device=device_name(loop.device),
-            threads=torch.get_num_threads(),
-            embedding_backend=loop.embedding_backend,
-            notices=notices + loop.step.dense.precision.skipped_notice(self.first + count),
-            iteration_ms=measured.done_ms,
-            data_ms=[1e3 * seconds for seconds in measured.data_s],
-            losses=measured.done_losses,
-            evaluations=self.evaluation_lines,
-        )
-
-    def _tell(self, line: Line) -> None:
-        """Write a line of metrics.jsonl, and show it to the observer."""
-        if self.lines is not None:
-            self.lines.write(line)
-        self.observer.line(line)
-
-    def _evaluates(self) -> bool:
-        return self.loop.eval_every is not None or self.config.auc_target is not None
-
-    def _evaluate(self) -> bool:
-        """Evaluate; whether the target is reached."""
-        found = self.loop.evaluate()
-        self.evaluations.append(found)
-        elapsed_s = time.perf_counter() - self.measured.started
-        self.evaluation_lines.append(found.line() | {"elapsed_s": elapsed_s})
-        self._tell(self.evaluation_lines[-1])
-        target = self.config.auc_target
-        return target is not None and found.auc is not None and found.auc >= target
-
-    def _save(self) -> None:
-        started = time.perf_counter()
-        if self.lines is not None:
-            # who goes on from the checkpoint expects the lines before it
-            self.lines.sync()
-        folder = self.loop.save()
-        seconds = time.perf_counter() - started
-        self.checkpoint_s += seconds
-        if folder is None:  # another rank wrote it
-            return
-        self._tell(
-            {
-                "kind": "checkpoint",
-                "iteration": self.loop.done,
-                "folder": str(folder),
-                "seconds": seconds,
-                "bytes": sum(file.stat().st_size for file in folder.iterdir()),
-            }
-        )
-
-    def _where_it_ended(self, iteration: int) -> str:
-        kept = self.loop.checkpoint
-        begin = f"interrupted after iteration {iteration:,} of {self.loop.total:,}"
-        if kept is None:
-            return f"{begin}; there is no checkpoint (training.checkpoint_every)"
-        return f"{begin}; --resume {kept} goes on from iteration {int(kept.name[5:]):,}"
-
-    def _weights_are_finite(self) -> bool:
-        """Whether the dense weights are finite: an overflow there shows before the next loss."""
-        if not (self.loop.writes_checkpoints or self._evaluates()):
-            return True
-        totals = [weight.detach().sum() for weight in self.loop.step.dense.weights]
-        return bool(torch.stack(totals).isfinite().all())
-
-    def _diverge(self, place: int | None) -> None:
-        """End the run with a sentence that says where and what remains."""
-        self.status = "diverged"
-        if place is None:
-            what = f"the weights are not finite after iteration {self.loop.done}"
-        else:
-            loss = self.measured.done_losses[place]
-            what = f"the loss is {loss} at iteration {self.first + place + 1}"
-        kept = self.loop.checkpoint
-        remains = f"the checkpoint {kept} is from before" if kept else "there is no checkpoint"
-        self.notices.append(
-            f"training diverged: {what} (training.learning_rate "
-            f"{self.config.learning_rate:g}, training.precision {self.config.precision}); "
-            f"choose a smaller learning rate; {remains}"
-        )
 
 
 def prepare_model(
@@ -533,6 +405,8 @@ def prepare_model(
         beside.submit(load_backward)
         model = build_model(parameters.model, seed, device, huge_pages, places.make_tables)
     if checkpoint is not None:
+        from dlrm_core.run.resume import restore_weights
+
         restore_weights(checkpoint, model)
     parameters, chosen = resolve_backend(parameters, device, model.embeddings)
     return parameters, model, places.divide, notices + chosen
@@ -569,6 +443,8 @@ class Trainer(TrainingLoop[TrainingStep]):
         require_memory(parameters, device)
         notices = []
         if checkpoint is not None:
+            from dlrm_core.run.resume import changed_settings, restore_step, with_choices_of
+
             parameters = with_choices_of(checkpoint, parameters)
             notices = changed_settings(parameters, checkpoint)
         parameters, model, divide, chosen = prepare_model(parameters, device, checkpoint)
@@ -597,14 +473,20 @@ class Trainer(TrainingLoop[TrainingStep]):
 
     def evaluate(self) -> Evaluation:
         """Predictions on the held-out data, with the weights as they are."""
+        from dlrm_core.run.evaluate import evaluate
+
         return evaluate(self.predict, self.loss, self.held_out, self.device, self.done)
 
     def predict(self, batch: Batch) -> torch.Tensor:
         """Click probability (B, 1) of a batch on the model's device."""
+        from dlrm_core.run.evaluate import predict
+
         return predict(self.model, batch, self.step.dense.precision)
 
     def write_checkpoint(self, state: Mapping[str, Any]) -> Path:
         """Write the weights and all state; only with a folder for them."""
+        from dlrm_core.run.resume import optimizer_state, weights_of
+
         assert self._folder is not None
         return self._folder.save(
             self.done,
@@ -630,6 +512,9 @@ def train(
         InputError: the device is not there, the run does not fit in memory, the folder
             cannot be written or is another run's, or the checkpoint cannot be resumed.
     """
+    from dlrm_core.run.reports import metrics_lines
+    from dlrm_core.run.resume import checkpoint_place, checkpoint_to_resume
+
     with contextlib.ExitStack() as stack:
         if folder is not None:
             stack.enter_context(only_trainer(folder))

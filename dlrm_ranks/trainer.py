@@ -29,7 +29,7 @@ from dlrm_core.data.loader import make_generator
 from dlrm_core.parts import part
 from dlrm_core.run.checkpoint import Checkpoint
 from dlrm_core.run.evaluate import Evaluation
-from dlrm_core.run.reports import metrics_lines
+from dlrm_core.run.reports import Observer, metrics_lines
 from dlrm_core.run.resume import (
     changed_settings,
     checkpoint_place,
@@ -37,7 +37,7 @@ from dlrm_core.run.resume import (
     nothing_to_resume,
     with_choices_of,
 )
-from dlrm_core.train import STOPPING, Feed, Observer, Prepared, TrainingLoop, only_trainer
+from dlrm_core.train import STOPPING, Feed, Prepared, TrainingLoop, only_trainer
 from dlrm_ranks.checkpointing import restore, save
 from dlrm_ranks.collectives import Collectives
 from dlrm_ranks.plan import (

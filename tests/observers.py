@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from dlrm_core.run.reports import Line
-from dlrm_core.train import Observer
+from dlrm_core.run.reports import Line, Observer
 
 
 class Calling(Observer):

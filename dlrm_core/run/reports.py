@@ -7,7 +7,7 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,10 @@ from typing import Any
 import torch
 
 from dlrm_core.base.files import JsonLines, write_text
+from dlrm_core.base.machine import device_name, peak_memory, peak_memory_by_device
 from dlrm_core.data.epochs import Epoch
 from dlrm_core.run.checkpoint import Checkpoint
+from dlrm_core.run.evaluate import Evaluation
 
 
 @dataclass(frozen=True)
@@ -202,14 +204,181 @@ class Measurements:
         }
 
 
-def due(iteration: int, total: int, period: int | None) -> bool:
-    """Whether something of this period is to be done after an iteration, or at the end."""
-    return iteration == total or (period is not None and iteration % period == 0)
-
-
 Line = Mapping[str, Any]
 """A line of metrics.jsonl: an :class:`Interval`'s fields, or with ``kind`` an 'evaluation' or a
 'checkpoint'."""
+
+
+NO_POWER: Mapping[str, Any] = {
+    "power_w": None,
+    "samples_per_joule": None,
+    "power": {
+        "energy_j": None,
+        "seconds": None,
+        "readings": [],
+        "not_measured": {"energy": "no meter was given; dlrm train of dlrm_workbook has one"},
+    },
+}
+"""What :class:`TrainingResult` says of the energy of a run that nobody measured."""
+
+
+class Observer:
+    """Watches a run; the loop calls it as things happen. This one does nothing."""
+
+    def begin(self, loop: Any) -> None:
+        """The run of a :class:`dlrm_core.train.TrainingLoop` is about to start."""
+
+    def iteration(self, done: int) -> None:
+        """So many iterations are done by this process: 0 before the first, then after each."""
+
+    def line(self, line: Line) -> None:
+        """A line of metrics.jsonl, as it is written."""
+
+    def power(self, samples: int) -> Mapping[str, Any]:
+        """``power_w``, ``samples_per_joule`` and ``power`` of :class:`TrainingResult`, asked for
+        at the end of a run that has trained so many samples."""
+        return NO_POWER
+
+    def end(self, result: TrainingResult) -> None:
+        """The run has ended."""
+
+
+class Report:
+    """One run of a loop, as far as it has come: what it took, and what was told of it.
+
+    Args:
+        device: that the loop computes on.
+        first: iterations done before.
+        epoch: says how many samples each iteration had.
+        observer: is shown each line.
+        lines: metrics.jsonl; None: it is not written.
+
+    Attributes:
+        status: of :class:`TrainingResult`.
+        notices: what a reader must know of the run.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        first: int,
+        epoch: Epoch,
+        observer: Observer,
+        lines: JsonLines | None,
+    ) -> None:
+        self.measured = Measurements(device)
+        self.status = "finished"
+        self.notices: list[str] = []
+        self._device, self._first, self._epoch = device, first, epoch
+        self._observer, self._lines = observer, lines
+        self._loss = math.nan
+        self._evaluations: list[Evaluation] = []
+        self._evaluation_lines: list[dict[str, Any]] = []
+        self._checkpoint_s = 0.0
+
+    @property
+    def done(self) -> int:
+        """Iterations whose time is known, those before this process included."""
+        return self._first + len(self.measured.done_ms)
+
+    def interval(self, rate: float) -> None:
+        """Close the interval, if an iteration was done since the one before.
+
+        Args:
+            rate: learning rate of its last iteration.
+        """
+        interval = self.measured.interval(self._epoch, self._first, rate)
+        if interval is not None:
+            self._loss = interval.loss
+            self._tell(asdict(interval))
+
+    def evaluation(self, found: Evaluation) -> None:
+        """Tell of an evaluation that was made just now."""
+        self._evaluations.append(found)
+        elapsed_s = time.perf_counter() - self.measured.started
+        self._evaluation_lines.append(found.line() | {"elapsed_s": elapsed_s})
+        self._tell(self._evaluation_lines[-1])
+
+    def checkpoint(self, iteration: int, save: Callable[[], Path | None]) -> None:
+        """Have a checkpoint written, and tell of it.
+
+        Args:
+            save: writes it; its folder, or None where another rank wrote it.
+        """
+        started = time.perf_counter()
+        if self._lines is not None:
+            # who goes on from the checkpoint expects the lines before it
+            self._lines.sync()
+        folder = save()
+        seconds = time.perf_counter() - started
+        self._checkpoint_s += seconds
+        if folder is not None:
+            self._tell(
+                {
+                    "kind": "checkpoint",
+                    "iteration": iteration,
+                    "folder": str(folder),
+                    "seconds": seconds,
+                    "bytes": sum(file.stat().st_size for file in folder.iterdir()),
+                }
+            )
+
+    def all_notices(self) -> list[str]:
+        """What a reader must know of the run, and of its last evaluation."""
+        return self.notices + (self._evaluations[-1].notices() if self._evaluations else [])
+
+    def result(
+        self,
+        target: float | None,
+        checkpoint: Path | None,
+        embedding_backend: str,
+        notices: list[str],
+    ) -> TrainingResult:
+        """What the run amounted to.
+
+        Args:
+            target: AUC that was to be reached; None: there was none.
+            checkpoint: the last one that is whole.
+            embedding_backend: the one that was used.
+            notices: what a reader must know.
+        """
+        measured, epoch = self.measured, self._epoch
+        aucs = [evaluation.auc for evaluation in self._evaluations if evaluation.auc is not None]
+        best = max(aucs, default=None)
+        last = self._evaluations[-1] if self._evaluations else None
+        samples = epoch.samples_before(self.done) - epoch.samples_before(self._first)
+        return TrainingResult(
+            status=self.status,
+            iterations=len(measured.done_ms),
+            first_iteration=self._first,
+            samples=samples,
+            loss=self._loss,
+            **measured.speed(epoch, self._first),
+            elapsed_s=time.perf_counter() - measured.started,
+            evaluation_s=sum(evaluation.seconds for evaluation in self._evaluations),
+            checkpoint_s=self._checkpoint_s,
+            auc=last.auc if last else None,
+            best_auc=best,
+            reached_target=None if target is None else best is not None and best >= target,
+            checkpoint=str(checkpoint) if checkpoint else None,
+            peak_memory_bytes=peak_memory(self._device),
+            peak_memory_by_device=peak_memory_by_device(self._device),
+            **self._observer.power(samples),
+            device=device_name(self._device),
+            threads=torch.get_num_threads(),
+            embedding_backend=embedding_backend,
+            notices=notices,
+            iteration_ms=measured.done_ms,
+            data_ms=[1e3 * seconds for seconds in measured.data_s],
+            losses=measured.done_losses,
+            evaluations=self._evaluation_lines,
+        )
+
+    def _tell(self, line: Line) -> None:
+        """Write a line of metrics.jsonl, and show it to the observer."""
+        if self._lines is not None:
+            self._lines.write(line)
+        self._observer.line(line)
 
 
 def metrics_lines(path: Path, checkpoint: Checkpoint | None) -> JsonLines:
