@@ -8,26 +8,23 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import platform
 import resource
 import signal
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Protocol
 
+from dlrm_core.base.engines import engine
 from dlrm_core.base.errors import InputError
 
 if TYPE_CHECKING:
     import torch
 
 _STATUS = "/proc/self/status"
-
-_MPOL_INTERLEAVE = 3  # linux/mempolicy.h
-_NODE_WORDS = 16  # of 64 NUMA nodes each: more than any kernel is built for
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 _LARGEST_THRESHOLD = 32 << 20  # bytes; glibc refuses more, and adapts no further (malloc(3))
@@ -79,7 +76,9 @@ def use_memory(config: MachineSettings) -> list[str]:
     """Take memory as ``training.interleave_memory`` says from now on, and keep what is freed;
     return notices."""
     keep_freed_memory()
-    reason = interleave_memory(numa_nodes()) if config.interleave_memory else ""
+    if not config.interleave_memory:
+        return []
+    reason = engine("interleaved memory").interleave_memory(numa_nodes())
     return [f"training.interleave_memory: true has no effect here: {reason}"] if reason else []
 
 
@@ -102,32 +101,6 @@ def keep_freed_memory() -> bool:
     mallopt.argtypes = [ctypes.c_int, ctypes.c_int]
     kept = mallopt(_M_MMAP_THRESHOLD, _LARGEST_THRESHOLD)
     return bool(kept and mallopt(_M_TRIM_THRESHOLD, 2**31 - 1))
-
-
-def interleave_memory(nodes: Collection[int]) -> str:
-    """Have the kernel take pages from these NUMA nodes in turn.
-
-    The policy holds for pages that this thread, or one that it starts later, is the first to
-    write to; ``numactl --interleave`` sets it for a whole program.
-
-    Returns:
-        why that cannot be done; empty if it is done.
-    """
-    if len(nodes) < 2:
-        return "the CPUs that this process may use are on one NUMA node"
-    number = {"x86_64": 238, "aarch64": 237}.get(platform.machine())  # set_mempolicy
-    if sys.platform != "linux" or number is None:
-        here = f"{sys.platform} on {platform.machine()}"
-        return f"it is made for Linux on x86_64 and aarch64, this is {here}"
-    words = (ctypes.c_uint64 * _NODE_WORDS)()
-    for node in nodes:
-        words[node // 64] |= 1 << node % 64
-    libc = ctypes.CDLL(None, use_errno=True)
-    # the system ignores the last of the bits that it is given
-    bits = ctypes.c_ulong(64 * _NODE_WORDS + 1)
-    if libc.syscall(number, _MPOL_INTERLEAVE, words, bits) == 0:
-        return ""
-    return f"the system refuses it (set_mempolicy: {os.strerror(ctypes.get_errno())})"
 
 
 def _numbers(ranges: str) -> set[int]:
@@ -244,11 +217,6 @@ def die_with_parent() -> None:
     if sys.platform == "linux":
         set_parent_death_signal = 1  # linux/prctl.h
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
-
-
-def ending_with_us() -> Mapping[str, str]:
-    """What to add to the environment of a child that is to end with this process."""
-    return {STARTER: str(os.getpid())}
 
 
 def end_with_starter() -> None:
