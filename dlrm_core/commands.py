@@ -26,7 +26,7 @@ from dlrm_core.parts import log_spans
 from dlrm_core.predict import Predictor, read_asked
 from dlrm_core.run.reports import Line, Observer
 from dlrm_core.run.resume import checkpoint_place, nothing_to_resume
-from dlrm_core.train import train as train_model
+from dlrm_core.train import train
 
 EXIT_CODES = {"finished": 0, "diverged": 1, "refused": 2, "interrupted": 128 + signal.SIGINT}
 
@@ -60,7 +60,7 @@ def _uncounted(prints: bool) -> AbstractContextManager[Callable[[int], None]]:
     return nullcontext(lambda samples: None)
 
 
-def evaluate(arguments: argparse.Namespace, counts: CountsSamples = _uncounted) -> int:
+def command_evaluate(arguments: argparse.Namespace, counts: CountsSamples = _uncounted) -> int:
     """``dlrm evaluate``: the last line is one JSON object; under torchrun that of all ranks."""
 
     def work(predictor: Predictor) -> int:
@@ -110,7 +110,7 @@ def print_line(line: Line) -> None:
     print(json.dumps(plain(line)), flush=True)
 
 
-def train(arguments: argparse.Namespace, observer: Printing | None = None) -> int:
+def command_train(arguments: argparse.Namespace, observer: Printing | None = None) -> int:
     """``dlrm train``: a JSON line per interval, and a last one with the result.
 
     Args:
@@ -140,7 +140,7 @@ def _train_alone(parameters: Parameters, arguments: argparse.Namespace, observer
         stack.enter_context(terminate_like_interrupt())
         if arguments.spans:
             spans["spans"] = stack.enter_context(log_spans())
-        result = train_model(parameters, folder, observer)
+        result = train(parameters, folder, observer)
     for notice in result.notices:
         if notice not in early:
             print(notice, file=sys.stderr)

@@ -290,11 +290,13 @@ SUBCOMMANDS = (
         _new,
         "dlrm_workbook.ground.runs:command_new",
     ),
-    replace(core.TRAIN, add_arguments=_train, handler="dlrm_workbook.evidence.training:train"),
+    replace(
+        core.TRAIN, add_arguments=_train, handler="dlrm_workbook.evidence.training:command_train"
+    ),
     replace(
         core.EVALUATE,
         add_arguments=_evaluate,
-        handler="dlrm_workbook.evidence.training:evaluate",
+        handler="dlrm_workbook.evidence.training:command_evaluate",
     ),
     replace(core.INFER, add_arguments=infer_options),
     Subcommand(

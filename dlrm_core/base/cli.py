@@ -107,18 +107,18 @@ def _infer(parser: argparse.ArgumentParser) -> None:
     function_at("dlrm_workbook.cli:infer_options", "dlrm infer")(parser)
 
 
-TRAIN = Subcommand("train", "train without a notebook", _train, "dlrm_core.commands:train")
+TRAIN = Subcommand("train", "train without a notebook", _train, "dlrm_core.commands:command_train")
 EVALUATE = Subcommand(
     "evaluate",
     "compute AUC, log loss and accuracy of a checkpoint on test data",
     _evaluate,
-    "dlrm_core.commands:evaluate",
+    "dlrm_core.commands:command_evaluate",
 )
 INFER = Subcommand(
     "infer",
     "measure the latency of predictions by batch size",
     _infer,
-    "dlrm_workbook.evidence.latency:infer",
+    "dlrm_workbook.evidence.latency:command_infer",
 )
 SUBCOMMANDS = (TRAIN, EVALUATE, INFER)
 DESCRIPTION = "Trains a Deep Learning Recommendation Model."

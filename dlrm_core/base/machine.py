@@ -66,7 +66,7 @@ def numa_nodes(system: Path = Path("/sys/devices/system/node")) -> dict[int, set
     """CPUs that this process may use, by NUMA node; empty where the kernel names no nodes."""
     allowed = os.sched_getaffinity(0)
     found = {
-        int(folder.name[4:]): _numbers(read_text(folder / "cpulist")) & allowed
+        int(folder.name[4:]): _numbers(kernel_text(folder / "cpulist")) & allowed
         for folder in system.glob("node[0-9]*")
     }
     return {node: cpus for node, cpus in sorted(found.items()) if cpus}
@@ -181,7 +181,7 @@ def available_host_memory() -> int | None:
 
 def number_in(file: str | Path, name: str) -> int | None:
     """The number behind a name in a file of the kernel's, such as ``VmHWM:`` in KiB."""
-    for line in read_text(file).splitlines():
+    for line in kernel_text(file).splitlines():
         if line.startswith(name):
             return int(line.split()[1])
     return None
@@ -189,7 +189,7 @@ def number_in(file: str | Path, name: str) -> int | None:
 
 def cpu_info() -> dict[str, str]:
     """Fields of the first processor in /proc/cpuinfo; empty where there is no such file."""
-    first = read_text("/proc/cpuinfo").split("\n\n", 1)[0]
+    first = kernel_text("/proc/cpuinfo").split("\n\n", 1)[0]
     pairs = (line.partition(":") for line in first.splitlines())
     return {key.strip(): value.strip() for key, _, value in pairs}
 
@@ -200,7 +200,7 @@ def cpu_flags() -> set[str]:
     return set((cpu.get("flags") or cpu.get("Features") or "").split())
 
 
-def read_text(path: str | Path) -> str:
+def kernel_text(path: str | Path) -> str:
     """The text of a small file, stripped; empty where it cannot be read."""
     try:
         return Path(path).read_text(encoding="utf-8").strip()

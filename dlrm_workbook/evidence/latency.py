@@ -205,7 +205,7 @@ def warm_up_steps(times_ms: Sequence[float]) -> int:
 # ``dlrm infer``
 
 
-def infer(arguments: argparse.Namespace) -> int:
+def command_infer(arguments: argparse.Namespace) -> int:
     """``dlrm infer``: a JSON line for each batch size, and a last one with all of them.
 
     Under torchrun all ranks answer each batch together, each a slice of it.

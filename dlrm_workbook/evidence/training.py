@@ -97,7 +97,7 @@ class MeteredRun(Printing):
             self._counters.close()
 
 
-def train(arguments: argparse.Namespace) -> int:
+def command_train(arguments: argparse.Namespace) -> int:
     """``dlrm train``: a JSON line per interval, and a last one with the result."""
     alone = not started_by_torchrun()
     with contextlib.ExitStack() as stack:
@@ -112,12 +112,12 @@ def train(arguments: argparse.Namespace) -> int:
             # a profiler's own threads and signals would be counted as the run's
             counts=arguments.spans and alone and "HPCRUN_EVENT_LIST" not in os.environ,
         )
-        return commands.train(arguments, observer)
+        return commands.command_train(arguments, observer)
 
 
-def evaluate(arguments: argparse.Namespace) -> int:
+def command_evaluate(arguments: argparse.Namespace) -> int:
     """``dlrm evaluate``: the last line is one JSON object; under torchrun that of all ranks."""
-    return commands.evaluate(arguments, _samples_bar)
+    return commands.command_evaluate(arguments, _samples_bar)
 
 
 @contextlib.contextmanager
