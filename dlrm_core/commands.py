@@ -39,6 +39,11 @@ def started_by_torchrun() -> bool:
     return os.environ.keys() >= TORCHRUN
 
 
+def first_rank() -> bool:
+    """Whether this process is the one that writes and prints, alone or of several ranks."""
+    return not started_by_torchrun() or os.environ["RANK"] == "0"
+
+
 @contextlib.contextmanager
 def as_rank(command: str) -> Iterator[None]:
     """End this rank where the block refuses or is interrupted; one of all ranks says why.
@@ -91,7 +96,7 @@ def predict_as_rank(
 
 
 class Printing(Observer):
-    """Prints each line of metrics.jsonl.
+    """Prints each line of metrics.jsonl, on the first rank.
 
     Attributes:
         evidence: what else belongs in the last line of ``dlrm train``.
@@ -102,7 +107,8 @@ class Printing(Observer):
 
     def line(self, line: Line) -> None:
         """Print a line."""
-        print_line(line)
+        if first_rank():
+            print_line(line)
 
 
 def print_line(line: Line) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,8 +20,9 @@ import torch
 import torch.distributed as dist
 
 from dlrm_core.base.errors import InputError
-from dlrm_core.base.files import plain, write_json
+from dlrm_core.base.files import write_json
 from dlrm_core.base.machine import StopRequest, stop_requests
+from dlrm_core.commands import print_line
 from dlrm_core.config import Parameters
 from dlrm_core.data.batch import Batch, Share
 from dlrm_core.data.loader import make_generator
@@ -216,7 +216,7 @@ def train(
             if notice not in early:
                 print(notice, file=sys.stderr)
         if first:
-            _say(result.summary() | {"ranks": ranks})
+            print_line(result.summary() | {"ranks": ranks})
     if result.status != "finished":
         tell_launcher("; ".join(result.notices))
     leave(exit_codes[result.status])
@@ -275,7 +275,3 @@ def _introduce(trainer: DistributedTrainer, early: list[str]) -> None:
     )
     for line in [*early, *holdings]:
         print(line, file=sys.stderr, flush=True)
-
-
-def _say(line: Any) -> None:
-    print(json.dumps(plain(line)), flush=True)

@@ -14,7 +14,7 @@ import numpy as np
 
 from dlrm_core import commands
 from dlrm_core.base.files import JsonLines
-from dlrm_core.commands import Printing, started_by_torchrun
+from dlrm_core.commands import Printing, first_rank, started_by_torchrun
 from dlrm_core.parts import ITERATION_SPAN, SpanRow, parse_span
 from dlrm_core.run.reports import Line, TrainingResult
 from dlrm_core.train import TrainingLoop
@@ -106,8 +106,8 @@ def command_train(arguments: argparse.Namespace) -> int:
             lines = JsonLines(Path(arguments.mllog), prefix=PREFIX)
             mllog = MLPerfLog(stack.enter_context(lines))
         observer = MeteredRun(
-            prints=_first_rank(),
-            shown=_first_rank() and sys.stderr.isatty(),
+            prints=True,
+            shown=first_rank() and sys.stderr.isatty(),
             mllog=mllog,
             # a profiler's own threads and signals would be counted as the run's
             counts=arguments.spans and alone and "HPCRUN_EVENT_LIST" not in os.environ,
@@ -125,10 +125,6 @@ def _samples_bar(prints: bool) -> Iterator[Callable[[int], None]]:
     shown = prints and sys.stderr.isatty()
     with Bar("evaluating", "samples", shown=shown, unit_scale=True) as bar:
         yield bar.add
-
-
-def _first_rank() -> bool:
-    return not started_by_torchrun() or os.environ["RANK"] == "0"
 
 
 def part_times(spans: Sequence[SpanRow], warmup: int) -> dict[tuple[str, str], list[float]]:
