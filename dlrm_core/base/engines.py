@@ -12,7 +12,7 @@ from typing import Any
 
 from dlrm_core.base.errors import MissingToolError
 
-KERNELS, RANKS = "dlrm_kernels", "dlrm_ranks"
+PACKAGE, RANKS = "dlrm_kernels", "dlrm_ranks"
 
 SEVERAL_RANKS = "training on several ranks (torchrun)"
 
@@ -52,7 +52,7 @@ ENGINES = {
 
 def package_of(name: str) -> str:
     """The package that an engine lies in."""
-    return RANKS if name.startswith("several ranks") else KERNELS
+    return RANKS if name.startswith("several ranks") else PACKAGE
 
 
 def find_engine(name: str) -> Any:
@@ -82,7 +82,7 @@ def engine(name: str) -> Any:
     found = find_engine(name)
     if found is None:
         raise MissingToolError(
-            f"{ENGINES[name][1]} needs the package {package_of(name)} (the engine {name!r}), which is not "
-            "installed beside dlrm_core; leave the parameter out, or install the whole project"
+            f"{ENGINES[name][1]} needs the package {package_of(name)} (the engine {name!r}), which is "
+            "not installed beside dlrm_core; leave the parameter out, or install the whole project"
         )
     return found
