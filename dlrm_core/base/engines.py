@@ -82,7 +82,8 @@ def engine(name: str) -> Any:
     found = find_engine(name)
     if found is None:
         raise MissingToolError(
-            f"{ENGINES[name][1]} needs the package {package_of(name)} (the engine {name!r}), which is "
-            "not installed beside dlrm_core; leave the parameter out, or install the whole project"
+            f"{ENGINES[name][1]} needs the package {package_of(name)} (the engine {name!r}), "
+            "which is not installed beside dlrm_core; leave the parameter out, or install the "
+            "whole project"
         )
     return found

@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from dlrm_core.base.engines import engine
 from dlrm_core.base.errors import InputError
 from dlrm_core.base.files import plain, write_json
 from dlrm_core.base.machine import device_name, peak_memory_by_device
@@ -199,15 +200,13 @@ def protocols(arguments: argparse.Namespace) -> int:
     effort = arguments.iterations, sizes, arguments.steps, time_limit(arguments.seconds)
     if started_by_torchrun():
         with as_rank("dlrm protocols"):
-            from dlrm_ranks.trainer import rank_trainer
-            from dlrm_ranks.watch import leave
-
             parameters = load_parameters(arguments.file, arguments.parameter)
-            with rank_trainer(parameters, "dlrm protocols") as trainer:
+            ranks = engine("several ranks: trainer")
+            with ranks.rank_trainer(parameters, "dlrm protocols") as trainer:
                 found = measure(trainer, *effort) | {"ranks": trainer.world.size}
                 if trainer.world.first:
                     _report(arguments, parameters, found)
-            leave(0)
+            engine("several ranks: watch").leave(0)
     parameters = load_parameters(arguments.file, arguments.parameter)
     return _report(arguments, parameters, measure(Trainer(parameters), *effort) | {"ranks": 1})
 

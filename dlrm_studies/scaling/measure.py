@@ -20,13 +20,12 @@ from typing import Any
 import torch
 import yaml
 
+from dlrm_core.base.engines import engine
 from dlrm_core.base.errors import InputError
 from dlrm_core.base.files import plain, read_json, write_json, write_text
 from dlrm_core.base.machine import available_memory
 from dlrm_core.base.units import counted
 from dlrm_core.config import Parameters, load_parameters, parameters_from_sections
-from dlrm_ranks.plan import require_possible, require_torchrec
-from dlrm_ranks.world import threads_of_rank
 from dlrm_studies.scaling.launch import launch_lines, run_ranks
 from dlrm_studies.scaling.model.record import FORMAT, VERSION
 from dlrm_workbook.analysis.changes import difference
@@ -101,16 +100,17 @@ def measure_scaling(
         MissingToolError: TorchRec is not installed.
         RanksFailed: a rank failed; none is left running.
     """
-    require_torchrec()
+    plan = engine("several ranks: plan")
+    plan.require_torchrec()
     effort = effort or Effort()
     if min(ranks) < 1:
         raise InputError(f"ranks is {min(ranks)}, expected at least 1")
-    threads = threads_of_rank(parameters.training, max(ranks))
+    threads = engine("several ranks: world").threads_of_rank(parameters.training, max(ranks))
     stretches = [_stretch(parameters, count, ranks, scalings, effort, threads) for count in ranks]
     runs = [run for stretch in stretches for run in stretch["runs"]]
     for number, run in enumerate(runs):
         run["run"] = number
-        require_possible(parameters_from_sections(run["sections"]), run["ranks"])
+        plan.require_possible(parameters_from_sections(run["sections"]), run["ranks"])
     job = dataclasses.asdict(effort) | {"stretches": stretches}
     found = _launched(job, max(ranks), folder, on_progress)
     record: dict[str, Any] = {"format": FORMAT, "version": VERSION, "machine": machine_facts()}

@@ -21,7 +21,6 @@ import pandas as pd
 
 from dlrm_core.base.units import milliseconds, percent
 from dlrm_core.parts import part_label
-from dlrm_studies.scaling import findings as ranks
 from dlrm_workbook.analysis.attribution import (
     IDLE,
     basis,
@@ -38,6 +37,7 @@ from dlrm_workbook.analysis.findings import (
     gpu_taken,
     host,
     operators,
+    ranks,
 )
 from dlrm_workbook.analysis.findings.evidence import Evidence
 from dlrm_workbook.analysis.findings.finding import (
