@@ -20,7 +20,7 @@ from dlrm_core.data.batch import Batch
 from dlrm_core.inference import measure_latency, pool_of
 from dlrm_core.train import Trainer
 from dlrm_studies.gpu_check.paths import FUSED, GRAPHS
-from dlrm_studies.published import PUBLISHED
+from dlrm_studies.published import published_runs
 from dlrm_workbook.evidence.contestants import compare
 from dlrm_workbook.evidence.dependence import changed_parameters
 from dlrm_workbook.ground.turns import elapsed_ms
@@ -113,16 +113,13 @@ def host_timings() -> Iterator[dict[str, Any]]:
 def nvidia_timings() -> Iterator[dict[str, Any]]:
     """NVIDIA's small model at batch 65536, samples per second beside the published ones."""
     shape = parameters_from_sections(NVIDIA_SMALL)
-    published = {
-        p.precision: p.samples_per_second
-        for p in PUBLISHED
-        if (p.mode, p.batch, p.hardware) == ("training", 65536, "1 × A100-80GB")
-    }
+    same = "mode == 'training' and batch_samples == 65536 and hardware == '1 × A100-80GB'"
+    published = published_runs().query(same).set_index("precision")["samples_per_second"]
     for name in ("plain, tf32", "fused, tf32, graphs", "fused, bf16, graphs"):
         row = {"variant": name} | timed_or_reason(with_options(shape, VARIANTS[name]))
         if "end_to_end_ms" in row:
             row["samples_per_second"] = 1e3 * shape.training.batch_size / row["end_to_end_ms"]
-            reference = published["TF32" if "tf32" in name else "mixed"]
+            reference = float(published["TF32" if "tf32" in name else "mixed"])
             row["times_published_a100"] = row["samples_per_second"] / reference
         yield row
 

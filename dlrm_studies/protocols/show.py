@@ -18,7 +18,7 @@ from dlrm_core.base.units import (
     known_or,
     thousands,
 )
-from dlrm_studies.published import DEEPSPARK, KALAMKAR, NOT_SAID, NVIDIA, PUBLISHED
+from dlrm_studies.published import published_runs
 from dlrm_workbook.show import theme
 from dlrm_workbook.show.tables import Column, Text, each_row
 
@@ -133,32 +133,33 @@ def speeds(
         rows += _measured_speeds(document, stability or {}, common)
     rows += [
         {
-            "group": f"{p.mode} {p.protocol}",
+            "group": f"{run.mode} {run.protocol}",
             "ours": False,
-            "source": f"{p.source.split()[0]} (other hardware)",
-            "on": p.hardware,
-            "model": p.model + ("" if p.batch is None else f", batch {p.batch:,}"),
-            "precision": "" if p.precision == NOT_SAID else p.precision,
-            "samples_per_second": p.samples_per_second,
-            "latency_ms": p.latency_ms,
-            "power_w": p.power_w,
-            "memory": "" if p.memory_gb is None else f"{p.memory_gb:g} GB per device",
-            "auc": p.auc,
-            "minutes_to_train": p.minutes,
-            "times_cpu": p.times_cpu,
+            "source": f"{run.source.split()[0]} (other hardware)",
+            "on": run.hardware,
+            "model": run.model + _if_known(run.batch_samples, ", batch {:,.0f}"),
+            "memory": _if_known(run.memory_gb, "{:g} GB per device"),
+            **{name: getattr(run, name) for name in AS_PUBLISHED},
         }
-        for p in PUBLISHED
+        for run in theme.rows_of(published_runs())
     ]
     order = list(GROUPS)
     rows.sort(key=lambda r: (order.index(r["group"]), not r["ours"], -r["samples_per_second"]))
-    columns = [
-        *("group", "ours", "source", "on", "model", "precision", "samples_per_second"),
-        *("latency_ms", "power_w", "memory", "auc", "minutes_to_train", "times_cpu"),
-    ]
+    columns = ["group", "ours", "source", "on", "model", "memory", *AS_PUBLISHED]
     table = pd.DataFrame(rows, columns=columns)
     table["memory"] = table["memory"].fillna("")
-    numbers = ("latency_ms", "power_w", "auc", "minutes_to_train", "times_cpu")
-    return table.astype(dict.fromkeys(numbers, float))
+    return table.astype(dict.fromkeys(AS_PUBLISHED[1:], float))
+
+
+AS_PUBLISHED = (
+    *("precision", "samples_per_second", "latency_ms", "power_w", "auc", "minutes_to_train"),
+    "times_cpu",
+)
+"""Columns of :func:`published_runs` that :func:`speeds` has too."""
+
+
+def _if_known(value: float, text: str) -> str:
+    return "" if math.isnan(value) else text.format(value)
 
 
 def _measured_speeds(
@@ -248,25 +249,28 @@ def eight_columns(
         series = {label: one for label, one in series.items() if one is not seeded}
         rows.append(_timed_run(document, seeded))
     rows += [_seeded_run(label, one) for label, one in series.items()]
-    for one in PUBLISHED:
-        if one.source != DEEPSPARK:
-            continue
-        batch = "" if one.batch is None else f"batch {one.batch:,}, "
-        row = {
-            "run": f"DeepSpark, {one.hardware}",
-            "criterion": one.criterion or NOT_PUBLISHED,
-            "configuration": one.configuration or f"{batch}precision {NOT_SAID}",
+    theirs = published_runs()
+    for one in theme.rows_of(theirs[theirs["protocol"] == "deepspark"]):
+        batch = _if_known(one.batch_samples, "batch {:,.0f}, ")
+        numbers = {
             "samples_per_second": one.samples_per_second,
             "auc": one.auc,
             "power_w": one.power_w,
             "scalability": one.scalability,
-            "memory_bytes": None if one.memory_gb is None else 1e9 * one.memory_gb,
+            "memory_bytes": 1e9 * one.memory_gb,
             "stability": one.stability,
         }
-        unknown = [name for name, value in row.items() if value is None]
-        rows.append(row | {"missing": dict.fromkeys(unknown, NOT_PUBLISHED)})
+        unknown = [name for name, value in numbers.items() if math.isnan(value)]
+        rows.append(
+            {
+                "run": f"DeepSpark, {one.hardware}",
+                "criterion": one.criterion or NOT_PUBLISHED,
+                "configuration": one.configuration or f"{batch}precision not said",
+                **numbers,
+                "missing": dict.fromkeys(unknown, NOT_PUBLISHED),
+            }
+        )
     table = pd.DataFrame(rows)
-    numbers = ("samples_per_second", "auc", "power_w", "scalability", "memory_bytes", "stability")
     return table.astype(dict.fromkeys(numbers, float))
 
 
@@ -429,14 +433,16 @@ LATENCIES: dict[str, str | Column] = {
 
 def sources() -> Text:
     """Where the published figures are from, in full."""
-    named = "; ".join(dict.fromkeys(one.source for one in PUBLISHED))
-    aucs = [one.auc for one in PUBLISHED if one.source == NVIDIA and one.auc is not None]
+    runs = published_runs()
+    named = "; ".join(runs["source"].unique())
+    aucs = runs.loc[runs["protocol"] == "nvidia", "auc"]
+    study = runs.loc[runs["protocol"] == "facebook", "source"].iloc[0]
     return Text(
         f"Published by: {named}. A dash is what a source does not say. NVIDIA's throughputs are "
-        f"means of 1,000 steps; its trainings on Criteo Terabyte end with AUC {min(aucs):g} to "
-        f"{max(aucs):g} in the time to train; its comparison with CPUs is of the extra large model "
-        "and names no precision. Power is of all devices together. DeepSpark does not say how it "
-        f"counts stability. The two figures of {KALAMKAR.split(' (')[0]} could not be checked "
+        f"means of 1,000 steps; its trainings on Criteo Terabyte end with AUC {aucs.min():g} to "
+        f"{aucs.max():g} in the time to train; its comparison with CPUs is of the extra large "
+        "model and names no precision. Power is of all devices together. DeepSpark does not say how "
+        f"it counts stability. The two figures of {study.split(' (')[0]} could not be checked "
         "against the paper."
     )
 
@@ -460,15 +466,15 @@ def latency_lines(found: pd.DataFrame) -> go.Figure:
         hover = f"batch %{{x:,}}: {name} %{{y:.3f}} ms"
         look = theme.line_look(theme.COLOURS["bottom_mlp"], width=width)
         theme.add_points(result, sizes, found[name], name, hover, **look)
-    theirs = [one for one in PUBLISHED if one.latency_ms is not None]
+    theirs = published_runs().dropna(subset=["latency_ms"])
     theme.add_points(
         result,
-        [one.batch for one in theirs],
-        [one.latency_ms for one in theirs],
+        theirs["batch_samples"],
+        theirs["latency_ms"],
         "published mean, other hardware",
         "%{customdata}, batch %{x:,}: mean %{y:.2f} ms",
         marker={"color": theme.COLOURS["other"], "symbol": "diamond", "size": 9},
-        customdata=[f"{one.hardware}, {one.precision}" for one in theirs],
+        customdata=theirs["hardware"] + ", " + theirs["precision"],
     )
     marks = sorted({*sizes, PUBLISHED_BATCH})
     result.update_xaxes(title="batch size", **theme.log_axis(marks, "{:,}".format))

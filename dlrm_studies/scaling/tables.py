@@ -23,7 +23,7 @@ from dlrm_core.base.units import ratio as times
 from dlrm_core.config import Parameters
 from dlrm_studies.scaling.model.choice import Choice
 from dlrm_studies.scaling.model.communication import kind_label
-from dlrm_studies.scaling.model.published import GPUS_PER_NODE, MLPERF_SOURCE
+from dlrm_studies.scaling.model.published import GPUS_PER_NODE
 from dlrm_studies.scaling.model.record import ScalingRecord, predicted_and_measured, typical_error
 from dlrm_workbook.analysis.findings.finding import Finding
 from dlrm_workbook.analysis.sentences import in_markdown
@@ -253,8 +253,8 @@ def mlperf_sentence(table: pd.DataFrame) -> Text:
         f"{' and '.join(name.removeprefix('and ') for name in most)}."
     )
     return Text(
-        f"Published: {MLPERF_SOURCE}. Predicted from data sheets of the GPUs, NVLink 4 and a port "
-        "of InfiniBand NDR per GPU; no figure of a run is used.\n\n" + "\n".join(lines)
+        f"Published: {table.attrs['source']}. Predicted from data sheets of the GPUs, NVLink 4 and "
+        "a port of InfiniBand NDR per GPU; no figure of a run is used.\n\n" + "\n".join(lines)
     )
 
 

@@ -71,7 +71,7 @@ def refuse_command(arguments: argparse.Namespace) -> int:
     Raises:
         MissingToolError: always.
     """
-    raise _missing(f"dlrm {arguments.subcommand}")
+    raise _missing("this command")
 
 
 def _any_words(parser: argparse.ArgumentParser) -> None:
