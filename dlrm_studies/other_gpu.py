@@ -57,11 +57,11 @@ none of them."""
 SLOW_COPY = 0.5
 """A copy below this share of its link's rate is bound by the host: pageable, or too small."""
 
-SHOWN = ("V100-32GB", "A100-40GB", "A100-80GB", "H100-SXM", "H200", "B200")
+SHOWN_GPUS = ("V100-32GB", "A100-40GB", "A100-80GB", "H100-SXM", "H200", "B200")
 """GPUs that :func:`other_gpus` predicts for."""
 
 KERNELS = ["ms", "launches", "limit", "ratio", "low", "high"]
-PREDICTED = [*PART, "where", "now_ms", "then_ms", "low_ms", "high_ms", "limit"]
+PREDICTED_PARTS = [*PART, "where", "now_ms", "then_ms", "low_ms", "high_ms", "limit"]
 GPUS = ["gpu", "now_ms", "then_ms", "low_ms", "high_ms", "speedup_mid", "speedup_low"]
 GPUS += ["speedup_high", "unchanged"]
 PARTS_HELD = [
@@ -239,7 +239,7 @@ def predict_gpu(profile: Profile, name: str) -> pd.DataFrame:
             limit = str(own.groupby("limit")["ms"].sum().idxmax())
         part |= {end: row["time_ms"] * ratio for end, ratio in scaled.items()}
         rows.append(part | {"limit": limit})
-    table = in_step_order(pd.DataFrame(rows, columns=PREDICTED))
+    table = in_step_order(pd.DataFrame(rows, columns=PREDICTED_PARTS))
     now = recorded_gpu(profile)
     table.attrs["per"] = "per iteration" if marked else "in the whole recording"
     table.attrs["gpu"] = f"{now.name} to {device(name).name}"
@@ -279,7 +279,7 @@ def other_gpus(profile: Profile) -> pd.DataFrame:
         return unmeasured(GPUS, str(error))
     rows, attrs = [], {}
     for gpu in DEVICES:
-        if gpu.name not in SHOWN or gpu.name == now.name:
+        if gpu.name not in SHOWN_GPUS or gpu.name == now.name:
             continue
         try:
             table = predict_gpu(profile, gpu.name)

@@ -14,13 +14,12 @@ import numpy as np
 import pandas as pd
 
 from dlrm_core.base.units import NOT_MEASURED, counted, value_text
-from dlrm_studies.bench.bare import label
+from dlrm_studies.bench.bare import work_label
 from dlrm_studies.bench.cases import GOALS
-from dlrm_studies.bench.measure import SCHEMA
+from dlrm_studies.bench.measure import BENCHMARK
 from dlrm_studies.bench.shares import CEILINGS, GATHERED
 from dlrm_workbook.evidence.contestants import FIGURES, PEER, ratio
 from dlrm_workbook.ground.intervals import Interval, median_interval
-from dlrm_workbook.ground.ledger import read_document
 
 Document = Mapping[str, Any]
 
@@ -31,7 +30,7 @@ def read_benchmark(file: Path) -> dict[str, Any]:
     Raises:
         InputError: the file is none of this version's.
     """
-    return read_document(file, "benchmark", schema=SCHEMA)
+    return BENCHMARK.read(file)
 
 
 def judged(document: Document, kind: str) -> list[dict[str, Any]]:
@@ -250,7 +249,7 @@ def bare(document: Document) -> pd.DataFrame:
     """
     rows = [
         (
-            *(case["case"], case["threads"], label(name)),
+            *(case["case"], case["threads"], work_label(name)),
             *(one[key] for key in ("mid", "low", "high", "confidence", "best_ms", "of_best")),
         )
         for case in judged(document, "shape")

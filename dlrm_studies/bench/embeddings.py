@@ -35,7 +35,7 @@ from dlrm_core.data.synthetic import SyntheticBatches
 from dlrm_core.embeddings import EPSILON, EmbeddingTables, attach, torch_optimizer
 from dlrm_core.rounding import ROW_DTYPES
 from dlrm_studies.bench.cases import thread_counts
-from dlrm_studies.bench.measure import ADVICE, heading
+from dlrm_studies.bench.measure import RESUME_ADVICE, heading
 from dlrm_studies.bench.rows import cache_flush, row_access_ms
 from dlrm_workbook.evidence.contestants import environment_of, require_peer, settings
 from dlrm_workbook.ground.ledger import Ledger
@@ -97,7 +97,7 @@ class EmbeddingCase:
 _SGD = ((FACEBOOK, 5.0), (FBGEMM, 2.7))
 _REUSE = ((FACEBOOK, 6.0), (FBGEMM, 3.5))
 
-GROUPS: dict[str, tuple[EmbeddingCase, ...]] = {
+CASE_GROUPS: dict[str, tuple[EmbeddingCase, ...]] = {
     "sgd": (
         EmbeddingCase("sgd-50", "sgd", 50, targets=_SGD),
         EmbeddingCase("sgd-1", "sgd", 1),
@@ -140,18 +140,18 @@ def groups_of(names: str) -> dict[str, tuple[EmbeddingCase, ...]]:
         InputError: a name is unknown.
     """
     if names == "all":
-        return GROUPS
+        return CASE_GROUPS
     chosen = [name.strip() for name in names.split(",")]
     for name in chosen:
-        if name not in GROUPS:
-            raise InputError(f"--embeddings is '{name}', expected all or {', '.join(GROUPS)}")
-    return {name: GROUPS[name] for name in chosen}
+        if name not in CASE_GROUPS:
+            raise InputError(f"--embeddings is '{name}', expected all or {', '.join(CASE_GROUPS)}")
+    return {name: CASE_GROUPS[name] for name in chosen}
 
 
 # One contestant, in a process of its own.
 
 RATE = 0.1
-WARMUP = 2
+EMBEDDING_WARMUP = 2
 SAMPLED_ROWS, SAMPLED_BAGS = 300, 32
 Phases = tuple[Callable[[], None], Callable[[], None], Callable[[], None]]
 
@@ -244,7 +244,7 @@ def run_case(
     Where ours sorts lookups to update a row once, also of sorting alone (``sort``), which is a
     part of backward.
     """
-    made = batches_of(case, contestant.rows, iterations + WARMUP)
+    made = batches_of(case, contestant.rows, iterations + EMBEDDING_WARMUP)
     contestant.reset(case["optimizer"])
     random = torch.Generator().manual_seed(1)
     # positive: sums without cancellation, so that results can be compared closely
@@ -261,7 +261,7 @@ def run_case(
             phases = contestant.phases(batch, gradients, pooled)
             flush()
             taken = [elapsed_ms(phase) for phase in phases]
-        if number >= WARMUP:
+        if number >= EMBEDDING_WARMUP:
             for phase, time_ms in zip(PHASES, taken, strict=True):
                 times[phase].append(time_ms)
             if contestant.name == FUSED and contestant.update.sorts(batch):
@@ -327,17 +327,19 @@ def bench_embeddings(arguments: argparse.Namespace, command: str) -> int:
     counts = thread_counts(arguments.threads)
     if min(counts) < 1:
         raise InputError(f"--threads is '{arguments.threads}', expected counts from 1 on")
-    ledger = open_ledger(file, arguments.iterations, peer is not None, command, arguments.resume)
+    ledger = open_embedding_ledger(
+        file, arguments.iterations, peer is not None, command, arguments.resume
+    )
     measured: list[dict[str, Any]] = []
     for threads in counts:
         ledger.document["settings"]["environment"][str(threads)] = settings(threads)
         for group in groups_of(arguments.embeddings).values():
             measured += run_group(ledger, group, threads, arguments.rounds, peer)
-    print("\n\n".join(describe(case) for case in measured), flush=True)
+    print("\n\n".join(describe_embeddings(case) for case in measured), flush=True)
     return 0 if all(case["agree"] and not case["failures"] for case in measured) else 1
 
 
-def open_ledger(
+def open_embedding_ledger(
     file: Path | None, iterations: int, with_peer: bool, command: str = "", resume: bool = False
 ) -> Ledger:
     """A new document, or the one in the file to go on with.
@@ -370,7 +372,7 @@ def open_ledger(
         work=work,
         entries="cases",
         key=("case", "threads"),
-        advice=ADVICE,
+        advice=RESUME_ADVICE,
         resume=resume,
     )
     begun = ledger.document
@@ -559,7 +561,7 @@ def ours_of(row: Mapping[str, Any]) -> str:
     return ours if ours in (row.get("contestants") or {}) else "race_free"
 
 
-def describe(row: Mapping[str, Any]) -> str:
+def describe_embeddings(row: Mapping[str, Any]) -> str:
     """A case as a table of text."""
     lines = [f"{row['meaning']}, {counted(row['threads'], 'thread')}"]
     lines.append(f"{'':<12}{'forward':>10}{'backward':>10}{'update':>10}{'all, ms':>10}")
@@ -588,7 +590,7 @@ def describe(row: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def measure_job(job: dict[str, Any]) -> Times:
+def measure_back_end(job: dict[str, Any]) -> Times:
     """Run the cases that :func:`run_process` asks for."""
     torch.set_num_threads(job["threads"])
     contestant = Contestant(job["contestant"], job["peer"], job["rows"])
@@ -600,4 +602,4 @@ def measure_job(job: dict[str, Any]) -> Times:
 
 
 if __name__ == "__main__":
-    do_job(measure_job)
+    do_job(measure_back_end)

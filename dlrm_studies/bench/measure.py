@@ -42,6 +42,7 @@ from dlrm_studies.bench.cases import (
 )
 from dlrm_studies.bench.shares import CEILINGS, measure_share
 from dlrm_studies.bench.torchrec import require_torchrec, run_torchrec
+from dlrm_studies.records import Record
 from dlrm_workbook.analysis.changes import difference
 from dlrm_workbook.evidence.contestants import (
     PEER,
@@ -59,10 +60,9 @@ from dlrm_workbook.evidence.probes import reduced
 from dlrm_workbook.ground.ledger import Ledger, require_same
 from dlrm_workbook.ground.machine import machine_facts
 
-SCHEMA = 2
-"""Of the document."""
+BENCHMARK = Record("benchmark.json", "benchmark", 2)
 
-ADVICE = "leave --resume out or give another --json"
+RESUME_ADVICE = "leave --resume out or give another --json"
 
 MOST_THREADS = 1024
 """Of training.threads too: with ever more, the OpenMP library ends the process."""
@@ -71,7 +71,7 @@ ABLATION = Case("ablation", "each option switched off alone, and added one by on
 
 
 @dataclass(frozen=True)
-class Plan:
+class BenchPlan:
     """Who runs what, how often.
 
     Attributes:
@@ -160,14 +160,14 @@ def heading(kind: str, schema: int, command: str) -> dict[str, Any]:
     }
 
 
-def open_ledger(plan: Plan, file: Path | None, command: str, resume: bool) -> Ledger:
+def open_ledger(plan: BenchPlan, file: Path | None, command: str, resume: bool) -> Ledger:
     """A new document, or the one in the file to go on with.
 
     Raises:
         InputError: that is of other settings, another machine or other versions.
     """
     ours = plan.contestants
-    document = heading("dlrm bench", SCHEMA, command) | {
+    document = heading("dlrm bench", BENCHMARK.schema, command) | {
         "settings": {
             "iterations": plan.iterations,
             "warmup": WARMUP,
@@ -184,7 +184,7 @@ def open_ledger(plan: Plan, file: Path | None, command: str, resume: bool) -> Le
 
     def work(begun: Mapping[str, Any]) -> Mapping[str, Any]:
         """What must be equal for runs to be compared."""
-        if begun["schema"] != SCHEMA:
+        if begun["schema"] != BENCHMARK.schema:
             raise ValueError("another schema")
         had = begun["settings"]
         reference = had["reference"]
@@ -209,7 +209,7 @@ def open_ledger(plan: Plan, file: Path | None, command: str, resume: bool) -> Le
         work=work,
         entries="cases",
         key=("case", "threads"),
-        advice=ADVICE,
+        advice=RESUME_ADVICE,
         resume=resume,
     )
     if ledger.resumed:
@@ -222,7 +222,7 @@ def open_ledger(plan: Plan, file: Path | None, command: str, resume: bool) -> Le
     return ledger
 
 
-def _not_measured(plan: Plan) -> dict[str, str]:
+def _not_measured(plan: BenchPlan) -> dict[str, str]:
     reasons = {}
     if not torch.cuda.is_available():
         reasons["gpu"] = "torch sees no GPU on this machine; make gpu-check measures on one"
@@ -237,7 +237,7 @@ Say = Callable[[str], object]
 
 
 def run_plan(
-    plan: Plan,
+    plan: BenchPlan,
     file: Path | None = None,
     *,
     command: str = "",
@@ -288,7 +288,7 @@ def run_plan(
 class _Measurement:
     """A plan being run; every run is put into the ledger as it ends."""
 
-    plan: Plan
+    plan: BenchPlan
     ledger: Ledger
     say: Say
     run: Callable[[Parameters, int, int], Run]
@@ -345,7 +345,7 @@ class _Measurement:
         if before:
             names = ("change", "tuned_change", "iterations", "ablated")
             begun, now = ({name: entry.get(name) for name in names} for entry in (before, facts))
-            require_same(f"{self.ledger.path}: {case}", begun, now, ADVICE)
+            require_same(f"{self.ledger.path}: {case}", begun, now, RESUME_ADVICE)
         rows: list[Row] = list(before.get("runs") or [])
         floors: list[dict[str, Any]] = list(before.get("bare_rounds") or [])
         kinds = {name: product_kind(given) for name, given in ours.items()}

@@ -20,7 +20,7 @@ from dlrm_studies.bench.cases import (
     tuned_of,
 )
 from dlrm_studies.bench.embeddings_show import DEFAULT, read_embeddings
-from dlrm_studies.bench.measure import Plan, run_plan
+from dlrm_studies.bench.measure import BENCHMARK, BenchPlan, run_plan
 from dlrm_workbook.evidence.contestants import PEER
 
 
@@ -37,7 +37,7 @@ class Benchmark:
 
     sentence: str
     file: Path
-    plan: Plan | None = None
+    plan: BenchPlan | None = None
     document: dict[str, Any] = field(default_factory=dict)
     embeddings: dict[str, Any] | None = None
 
@@ -62,7 +62,7 @@ class Benchmark:
         return Bar("in turns", "run", total, shown=total > 0, counts=lambda text: ": step " in text)
 
 
-def start(
+def start_benchmark(
     parameters: Parameters,
     folder: Path,
     *,
@@ -85,7 +85,7 @@ def start(
         peer: a facebookresearch/dlrm checkout.
         shapes: names of shapes; empty: the parameters as they are, unless ``growth`` is given.
         cores: cores that each contestant is confined to; 0: all.
-        measured: more of :class:`.Plan`.
+        measured: more of :class:`.BenchPlan`.
 
     Raises:
         InputError: a name or count cannot be used, or a file is no benchmark.
@@ -98,7 +98,7 @@ def start(
         sentence = f"This page shows the benchmark in `{file}`, measured on {document['date']}."
         return Benchmark(sentence, file, None, document, found)
     cases = shape_cases(",".join(shapes), "shapes") + growth_cases(",".join(growth), "growth")
-    plan = Plan(
+    plan = BenchPlan(
         plain_of(parameters),
         tuned_of(parameters),
         precisions_of(precisions),
@@ -109,4 +109,4 @@ def start(
         **measured,
     )
     sentence = "Measured now, on this machine: every contestant in turns, in fresh processes."
-    return Benchmark(sentence, folder / "benchmark.json", plan, {}, read_embeddings())
+    return Benchmark(sentence, folder / BENCHMARK.name, plan, {}, read_embeddings())

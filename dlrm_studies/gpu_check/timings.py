@@ -124,7 +124,7 @@ def nvidia_timings() -> Iterator[dict[str, Any]]:
         yield row
 
 
-def latencies() -> Iterator[dict[str, Any]]:
+def prediction_timings() -> Iterator[dict[str, Any]]:
     """Predictions at batch 2048 by NVIDIA's protocol, synchronised."""
     nvidia = parameters_from_sections(NVIDIA_SMALL)
     models = {"NVIDIA small": nvidia, "experiment": experiment(torch.device("cuda"))}

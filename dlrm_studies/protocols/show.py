@@ -413,7 +413,7 @@ SPEEDS: dict[str, str | Column] = {
     "minutes_to_train": Column("time to train", "number", unit="min"),
     "times_cpu": Column("times the CPUs' speed", each_row(_times)),
 }
-TRAINING: dict[str, str | Column] = {
+TRAINING_COLUMNS: dict[str, str | Column] = {
     "protocol": "protocol",
     "counts": "what it counts",
     "ms_per_iteration": Column("ms/it", "number"),
@@ -441,8 +441,8 @@ def sources() -> Text:
         f"Published by: {named}. A dash is what a source does not say. NVIDIA's throughputs are "
         f"means of 1,000 steps; its trainings on Criteo Terabyte end with AUC {aucs.min():g} to "
         f"{aucs.max():g} in the time to train; its comparison with CPUs is of the extra large "
-        "model and names no precision. Power is of all devices together. DeepSpark does not say how "
-        f"it counts stability. The two figures of {study.split(' (')[0]} could not be checked "
+        "model and names no precision. Power is of all devices together. DeepSpark does not say "
+        f"how it counts stability. The two figures of {study.split(' (')[0]} could not be checked "
         "against the paper."
     )
 

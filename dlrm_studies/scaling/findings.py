@@ -32,12 +32,11 @@ WAITING_FACTOR = 2.0
 LATENCY_SHARE = 0.5
 """Share of an exchange's time that does not depend on its bytes: more is latency's."""
 
-LEAST_GAIN = 1.1
+LEAST_SPEEDUP = 1.1
 """A sharding that gains less is not proposed."""
 
-Row = dict[str, Any]
 
-ADVICE = {
+EXCHANGE_ADVICE = {
     "dense gradients": (
         "An all-reduce is as long for any batch: more samples per rank make it a smaller share; "
         "a smaller top MLP makes it shorter."
@@ -102,7 +101,8 @@ def communication_findings(
             + (f"; packing and unpacking {milliseconds(packing)}" if packing > 0 else "")
             + f". {why}"
         ),
-        advice=(better + " " if better else "") + ADVICE.get(key, "Exchange less, or hide it."),
+        advice=(better + " " if better else "")
+        + EXCHANGE_ADVICE.get(key, "Exchange less, or hide it."),
         change=change,
         predicted_speedup=gain or removed(share),
         limit=limit,
@@ -146,11 +146,11 @@ def imbalance_findings(record: ScalingRecord) -> Iterable[Finding]:
     )
 
 
-def _named(row: Row) -> str:
+def _named(row: dict[str, Any]) -> str:
     return f"{kind_label(str(row['kind']))} of {row['what']}"
 
 
-def _limit(record: ScalingRecord, top: Row, ranks: int) -> tuple[str, str]:
+def _limit(record: ScalingRecord, top: dict[str, Any], ranks: int) -> tuple[str, str]:
     """Which limit the exchange meets, and the sentence that says so."""
     link = own_link(record, "measured link")
     if link is None:
@@ -174,12 +174,12 @@ def _limit(record: ScalingRecord, top: Row, ranks: int) -> tuple[str, str]:
     return "network", f"{capitalised(moved)}, mostly bytes: the link's rate is the limit."
 
 
-def _rows(table: pd.DataFrame) -> list[Row]:
-    return cast(list[Row], table.to_dict("records"))
+def _rows(table: pd.DataFrame) -> list[dict[str, Any]]:
+    return cast(list[dict[str, Any]], table.to_dict("records"))
 
 
 def _better_sharding(
-    record: ScalingRecord, parameters: Parameters | None, run: Row
+    record: ScalingRecord, parameters: Parameters | None, run: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, float], str]:
     """A change to a sharding that is predicted to be faster; empty where there is none."""
     link = own_link(record, "measured link")
@@ -199,7 +199,7 @@ def _better_sharding(
         "mid": float(before["mid_ms"] / best["mid_ms"]),
         "high": float(before["mid_ms"] / best["low_ms"]),
     }
-    if gain["mid"] < LEAST_GAIN or best["sharding"] == used:
+    if gain["mid"] < LEAST_SPEEDUP or best["sharding"] == used:
         return {}, {}, ""
     text = (
         f"training.sharding={best['sharding']} is predicted to take "

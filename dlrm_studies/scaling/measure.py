@@ -36,7 +36,7 @@ from dlrm_workbook.ground.processes import only_process, python_module, run_chil
 RECORD = "scaling.json"
 TIMELINE = "ranks.trace.json"
 PARAMETERS = "parameters.yaml"
-MEASURED = Path("rounds/ranks.json")
+ROUNDS_FILE = Path("rounds/ranks.json")
 
 RANKS_TABLES = (
     *("placement", "iterations", "parts", "collectives", "spans"),
@@ -44,8 +44,6 @@ RANKS_TABLES = (
 )
 
 SCALINGS = ("strong", "weak")
-
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -221,7 +219,7 @@ def _launched(
     digest = hashlib.sha256(json.dumps(job, sort_keys=True).encode()).hexdigest()
     with ExitStack() as stack:
         scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="dlrm-scaling-"))
-        file, result = Path(scratch) / "job.json", (folder or Path(scratch)) / MEASURED
+        file, result = Path(scratch) / "job.json", (folder or Path(scratch)) / ROUNDS_FILE
         stack.enter_context(only_process(result.parent))
         kept: dict[str, Any] = read_json(result) if result.exists() else {}
         before = kept["rounds"] if kept.get("digest") == digest else 0
@@ -290,7 +288,7 @@ def _not_measured(record: Mapping[str, Any], ranks: Sequence[int]) -> dict[str, 
 PROFILE_ITERATIONS = 6
 """Of each batch size where this machine's parts are timed without TorchRec."""
 
-WARMUP = 2
+ALONE_WARMUP = 2
 
 
 def timed_alone(
@@ -322,7 +320,7 @@ def parts_of(parameters: Parameters, batch_size: int, folder: Path) -> list[dict
     sections = parameters.to_sections()
     sections["training"] |= {
         "batch_size": batch_size,
-        "batches": WARMUP + PROFILE_ITERATIONS,
+        "batches": ALONE_WARMUP + PROFILE_ITERATIONS,
         "epochs": None,
         "max_steps": None,
         "eval_every": None,
@@ -330,7 +328,7 @@ def parts_of(parameters: Parameters, batch_size: int, folder: Path) -> list[dict
         "auc_target": None,
         "checkpoint_every": None,
         "resume": "",
-        "log_every": WARMUP + PROFILE_ITERATIONS,
+        "log_every": ALONE_WARMUP + PROFILE_ITERATIONS,
     }
     file = folder / f"alone-{batch_size}.yaml"
     file.write_text(yaml.safe_dump(sections), encoding="utf-8")
@@ -340,7 +338,7 @@ def parts_of(parameters: Parameters, batch_size: int, folder: Path) -> list[dict
         timeout_s=parameters.profiling.timeout_s,
     )
     done.require_success(f"one process with a batch of {batch_size}")
-    times = part_times((done.last_object("spans") or {})["spans"], WARMUP)
+    times = part_times((done.last_object("spans") or {})["spans"], ALONE_WARMUP)
     return [
         {"concurrent": 1, "batch_size": batch_size, "iteration": iteration}
         | {"component": component, "phase": phase, "time_ms": time_ms}

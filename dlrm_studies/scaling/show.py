@@ -11,7 +11,7 @@ import plotly.graph_objects as go
 
 from dlrm_core.base.units import counted, digits, milliseconds, percent, signed_percent, thousands
 from dlrm_core.parts import part_label
-from dlrm_studies.scaling.model.communication import kind_label
+from dlrm_studies.scaling.model.communication import MIB, kind_label
 from dlrm_studies.scaling.model.links import Link
 from dlrm_workbook.analysis.attribution import IDLE
 from dlrm_workbook.show import theme
@@ -286,8 +286,6 @@ def _short(source: str) -> str:
 
 
 # Figures of what the scaling model rests on: bytes, links, stragglers.
-
-MIB = 1 << 20
 
 EXCHANGE_COLOURS = {
     "indices": theme.COLOURS["data"],

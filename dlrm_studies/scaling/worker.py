@@ -152,7 +152,7 @@ class PartClock:
 BATCHES = 8
 """Different ones that a measured run takes in turns."""
 
-SHOWN = 3
+SHOWN_ITERATIONS = 3
 """Iterations whose spans are kept, for a timeline of all ranks."""
 
 Row = dict[str, Any]
@@ -357,7 +357,7 @@ def _rows(
                     "start_ms": 1e3 * (record.started - started),
                 }
             )
-        if i >= len(times) - SHOWN:
+        if i >= len(times) - SHOWN_ITERATIONS:
             rows["spans"] += [
                 of_rank
                 | {

@@ -209,7 +209,7 @@ def test_what_the_page_shows(document):
     assert list(latency.data[0].x) == [1, 2048]
     rows = show(found, protocols.LATENCIES).rows
     assert [row[:2] for row in rows[:2]] == [["1", "steady"], ["1", "nvidia"]]
-    training = show(protocols.training(document), protocols.TRAINING)
+    training = show(protocols.training(document), protocols.TRAINING_COLUMNS)
     assert [row[0] for row in training.rows] == list(TRAINING)
     device = dict(protocols.power_and_memory(document).itertuples(index=False))
     assert device["command"].startswith("dlrm") and "peak memory, host" in device

@@ -291,7 +291,7 @@ def scaling_table(
         rows.append(
             row
             | {"sharding": made.plan.name}
-            | {name: getattr(made, name) for name in PREDICTED}
+            | {name: getattr(made, name) for name in PREDICTED_FIGURES}
             | {
                 "exposed_share": made.exposed_ms / made.mid_ms,
                 "speedup": speedup,
@@ -304,10 +304,17 @@ def scaling_table(
     return pd.DataFrame(rows, columns=SCALING_COLUMNS)
 
 
-PREDICTED = ["low_ms", "mid_ms", "high_ms", "compute_ms", "exposed_ms", "samples_per_second"]
+PREDICTED_FIGURES = [
+    "low_ms",
+    "mid_ms",
+    "high_ms",
+    "compute_ms",
+    "exposed_ms",
+    "samples_per_second",
+]
 
 SCALING_COLUMNS = [
-    *("ranks", "scaling", "batch_size", "sharding", *PREDICTED, "exposed_share", "speedup"),
+    *("ranks", "scaling", "batch_size", "sharding", *PREDICTED_FIGURES, "exposed_share", "speedup"),
     *("efficiency", "memory_bytes", "note", "why_not"),
 ]
 
