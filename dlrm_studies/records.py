@@ -25,9 +25,11 @@ class Record:
     what: str
     schema: int = 1
 
-    def write(self, file: Path, fields: Mapping[str, Any]) -> None:
-        """Write a record, with its schema in front."""
-        write_json(file, plain({"schema": self.schema, **fields}))
+    def write(self, file: Path, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Write a record with its schema in front, and return it."""
+        document = {"schema": self.schema, **fields}
+        write_json(file, plain(document))
+        return document
 
     def read(self, file: Path) -> dict[str, Any]:
         """The record in a file.

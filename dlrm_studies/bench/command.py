@@ -24,7 +24,7 @@ from dlrm_studies.bench.cases import (
     tuned_of,
 )
 from dlrm_studies.bench.embeddings import bench_embeddings
-from dlrm_studies.bench.measure import BenchPlan, run_plan
+from dlrm_studies.bench.measure import BenchEffort, BenchPlan, Others, run_plan
 from dlrm_workbook.evidence.contestants import PEER
 from dlrm_workbook.ground.turns import threads_of
 
@@ -95,17 +95,17 @@ def plan_of(arguments: argparse.Namespace) -> BenchPlan:
     return BenchPlan(
         plain,
         tuned,
-        precisions_of(arguments.precision),
+        Others(
+            precisions_of(arguments.precision),
+            Path(arguments.peer) if arguments.peer else None,
+            arguments.torchrec,
+        ),
         cases or ([] if arguments.ablation else [AS_GIVEN]),
-        Path(arguments.peer) if arguments.peer else None,
-        arguments.torchrec,
-        arguments.rounds,
-        arguments.iterations,
-        counts,
-        arguments.cores,
-        arguments.ablation,
-        arguments.roofline,
-        bare=True,
+        BenchEffort(
+            *(arguments.rounds, arguments.iterations, counts, arguments.cores),
+            *(arguments.ablation, arguments.roofline),
+            bare=True,
+        ),
         run_plain=not arguments.no_plain,
     )
 

@@ -85,15 +85,14 @@ def reached_or_read(
         command += ["--mllog", str(place / "mllog.txt")]
     run_child(command, stage="training to the target").require_success("dlrm train")
     result = read_json(place / "result.json")
-    record = {
+    fields = {
         "title": parameters.title,
         "parameters": chosen.to_sections(),
         "target": target.auc,
         "price_per_hour": target.price_per_hour or None,
         "result": {name: result[name] for name in KEPT},
     }
-    TO_TARGET.write(folder / TO_TARGET.name, record)
-    return record
+    return TO_TARGET.write(folder / TO_TARGET.name, fields)
 
 
 def to_target(parameters: Parameters, target: float) -> Parameters:

@@ -30,7 +30,7 @@ from dlrm_studies.bench.embeddings import (
     open_embedding_ledger,
     run_group,
 )
-from dlrm_studies.bench.measure import BenchPlan, run_plan
+from dlrm_studies.bench.measure import BenchEffort, BenchPlan, Others, run_plan
 from dlrm_studies.bench.shares import GATHERED
 from dlrm_workbook.evidence.contestants import WARMUP, Run, ratio
 from dlrm_workbook.runner.run import run_notebooks
@@ -74,13 +74,9 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> str:
     plan = BenchPlan(
         plain,
         tuned,
-        ["bf16"],
+        Others(["bf16"], tmp_path),
         cases,
-        peer=tmp_path,
-        rounds=2,
-        iterations=2,
-        ablation=True,
-        threads=[1, 2],
+        BenchEffort(rounds=2, iterations=2, ablation=True, threads=[1, 2]),
     )
     found = run_plan(plan, command="dlrm bench", run=timed)
     row = {"case": "8x1M-10", "contestant": "fp32", "threads": 1, "what": "dense", "ms": 10.0}
@@ -301,7 +297,7 @@ def test_embeddings_are_shown_as_multiples_of_ours(tmp_path: Path) -> None:
 
 
 def test_figures_of_next_to_nothing_can_be_drawn() -> None:
-    plan = BenchPlan(both()["plain"], both()["tuned"], rounds=1, iterations=1)
+    plan = BenchPlan(both()["plain"], both()["tuned"], effort=BenchEffort(1, 1))
     found = run_plan(plan, run=timed)
     assert len(benchmark_figures.times_bars(analysis.times(found)).data) == 2
     assert benchmark_figures.ratio_dots(analysis.ratios(found)).data[0].x[0] == 1.0
@@ -312,7 +308,7 @@ def test_figures_of_next_to_nothing_can_be_drawn() -> None:
 
 
 def test_a_finished_benchmark_is_shown_with_the_embeddings_beside_it(tmp_path: Path) -> None:
-    plan = BenchPlan(both()["plain"], both()["tuned"], rounds=1, iterations=1)
+    plan = BenchPlan(both()["plain"], both()["tuned"], effort=BenchEffort(1, 1))
     file = tmp_path / "step.json"
     run_plan(plan, file, run=timed)
     beside = {"kind": KIND, "schema": SCHEMA, "cases": [], "date": "now"}
@@ -336,7 +332,7 @@ def test_a_file_that_is_no_benchmark_is_refused(tmp_path: Path) -> None:
 def test_a_benchmark_in_which_nothing_ran_is_no_benchmark(tmp_path: Path) -> None:
     huge = {**SMALL["model"], "table_rows": [10**13]}
     broken = parameters_from_sections(SMALL | {"model": huge})
-    found = benchmark.start_benchmark(broken, tmp_path, rounds=1, iterations=1, roofline=False)
+    found = benchmark.start_benchmark(broken, tmp_path, effort=BenchEffort(1, 1))
     assert found.plan is not None and found.plan.runs == 2
     with pytest.raises(InputError, match=r"nothing was measured: dlrm train: .*memory"):
         found.measure()

@@ -138,7 +138,9 @@ def test_it_is_evaluated_as_the_parameters_say_or_as_mlperf_does():
 
 def test_what_cannot_be_is_refused_before_anything_runs(tmp_path):
     assert reached_or_read(parameters(), tmp_path, Target()) is None
-    assert target_sentence(None) is None and not len(time_to_auc(None)) and not len(auc_by_time(None))
+    assert (
+        target_sentence(None) is None and not len(time_to_auc(None)) and not len(auc_by_time(None))
+    )
     for asked, words in (
         *(({"auc": auc}, r"time_to_train\.auc is .*, expected") for auc in (1.5, -0.1, math.nan)),
         ({"auc": 0.8, "price_per_hour": -1.0}, "price_per_hour is -1.0, expected at least 0"),
