@@ -252,26 +252,31 @@ def eight_columns(
     theirs = published_runs()
     for one in theme.rows_of(theirs[theirs["protocol"] == "deepspark"]):
         batch = _if_known(one.batch_samples, "batch {:,.0f}, ")
-        numbers = {
-            "samples_per_second": one.samples_per_second,
-            "auc": one.auc,
-            "power_w": one.power_w,
-            "scalability": one.scalability,
-            "memory_bytes": 1e9 * one.memory_gb,
-            "stability": one.stability,
-        }
-        unknown = [name for name, value in numbers.items() if math.isnan(value)]
+        figures = one._asdict() | {"memory_bytes": 1e9 * one.memory_gb}
         rows.append(
-            {
-                "run": f"DeepSpark, {one.hardware}",
-                "criterion": one.criterion or NOT_PUBLISHED,
-                "configuration": one.configuration or f"{batch}precision not said",
-                **numbers,
-                "missing": dict.fromkeys(unknown, NOT_PUBLISHED),
-            }
+            _run_row(
+                f"DeepSpark, {one.hardware}",
+                one.criterion or NOT_PUBLISHED,
+                one.configuration or f"{batch}precision not said",
+                {name: (figures[name], NOT_PUBLISHED) for name in OF_A_RUN},
+            )
         )
-    table = pd.DataFrame(rows)
-    return table.astype(dict.fromkeys(numbers, float))
+    return pd.DataFrame(rows).astype(dict.fromkeys(OF_A_RUN, float))
+
+
+OF_A_RUN = ("samples_per_second", "auc", "power_w", "scalability", "memory_bytes", "stability")
+"""Columns of :func:`eight_columns` that are figures."""
+
+FigureOrReason = tuple[float | None, str]
+"""A figure, and the reason that holds where there is none (None or NaN)."""
+
+
+def _run_row(
+    run: str, criterion: str, configuration: str, figures: Mapping[str, FigureOrReason]
+) -> dict[str, Any]:
+    unknown = {n: why for n, (figure, why) in figures.items() if figure is None or figure != figure}
+    row = {"run": run, "criterion": criterion, "configuration": configuration}
+    return row | {name: figure for name, (figure, _) in figures.items()} | {"missing": unknown}
 
 
 def _timed_run(document: Mapping[str, Any], seeded: Any) -> dict[str, Any]:
@@ -279,31 +284,22 @@ def _timed_run(document: Mapping[str, Any], seeded: Any) -> dict[str, Any]:
     measured, training = document["measured"], document["parameters"]["training"]
     speeds = {one["protocol"]: one["samples_per_second"] for one in measured["training"]}
     sizes = measured["peak_memory_by_device"]
-    why = "; ".join(f"{name}: {said}" for name, said in measured["power"]["not_measured"].items())
-    found = {
-        "samples_per_second": speeds["deepspark"],
-        "auc": _mean_auc(seeded),
-        "power_w": measured["power_w"],
-        "scalability": None,
-        "memory_bytes": sizes.get("gpu", sizes.get("host")),
-        "stability": _finished_share(seeded),
-    }
-    reasons = {
-        "auc": _why_no_auc(seeded),
-        "power_w": f"{NOT_MEASURED}: {why}" if why else NOT_MEASURED,
-        "scalability": ONE_PROCESS,
-        "memory_bytes": f"{NOT_MEASURED}: the system does not report it",
-        "stability": NO_SEEDS,
-    }
-    torch = document["versions"].get("torch", "")
-    return {
-        "run": f"this run, {device_of(document)}",
-        "criterion": f"{len(measured['timings']['compute_ms'])} iterations timed",
-        "configuration": f"torch {torch}, batch {training['batch_size']:,}, 1 process, "
-        + measured["precision"],
-        **found,
-        "missing": {name: why for name, why in reasons.items() if found[name] is None},
-    }
+    unread = (f"{name}: {said}" for name, said in measured["power"]["not_measured"].items())
+    return _run_row(
+        f"this run, {device_of(document)}",
+        f"{len(measured['timings']['compute_ms'])} iterations timed",
+        f"torch {document['versions'].get('torch', '')}, batch {training['batch_size']:,}, "
+        f"1 process, {measured['precision']}",
+        {
+            "samples_per_second": (speeds["deepspark"], ""),
+            "power_w": (measured["power_w"], _not_measured("; ".join(unread))),
+            "memory_bytes": (
+                sizes.get("gpu", sizes.get("host")),
+                _not_measured("the system does not report it"),
+            ),
+        }
+        | _of_seeds(seeded),
+    )
 
 
 def _seeded_run(label: str, seeded: Any) -> dict[str, Any]:
@@ -315,41 +311,38 @@ def _seeded_run(label: str, seeded: Any) -> dict[str, Any]:
     rate = spreads.get("samples_per_second")
     said = f": {rate['mean']:,.0f} samples/s with data" if rate else ""
     iterations = {run["iterations"] for run in seeded.finished}
-    found = {
-        "samples_per_second": None,
-        "auc": _mean_auc(seeded),
-        "power_w": spreads["power_w"]["mean"] if "power_w" in spreads else None,
-        "scalability": None,
-        "memory_bytes": max(sizes, default=None),
-        "stability": _finished_share(seeded),
-    }
     unread = {why for run in seeded.runs for why in run["not_measured"].values()}
-    reasons = {
-        "samples_per_second": f"not counted without data{said}",
-        "auc": _why_no_auc(seeded),
-        "power_w": "; ".join([NOT_MEASURED, *sorted(unread)]),
-        "scalability": ONE_PROCESS,
-        "memory_bytes": f"{NOT_MEASURED}: no run reported it",
-        "stability": NO_SEEDS,
-    }
+    return _run_row(
+        f"{counted(len(seeded.runs), 'seed')}, {label}",
+        " or ".join(f"{count:,} iterations" for count in sorted(iterations)) or "no run finished",
+        f"batch {training['batch_size']:,}, 1 process, {training['precision']}",
+        {
+            "samples_per_second": (None, f"not counted without data{said}"),
+            "power_w": (
+                spreads.get("power_w", {}).get("mean"),
+                "; ".join([NOT_MEASURED, *sorted(unread)]),
+            ),
+            "memory_bytes": (max(sizes, default=None), _not_measured("no run reported it")),
+        }
+        | _of_seeds(seeded),
+    )
+
+
+def _of_seeds(seeded: Any) -> dict[str, FigureOrReason]:
+    """What only several runs tell; ``seeded`` is None where there are none."""
+    finished = len(seeded.finished) / len(seeded.runs) if seeded and seeded.runs else None
+    why = NO_SEEDS
+    if seeded is not None:
+        why = _not_measured("no AUC" if seeded.finished else "no seed finished")
     return {
-        "run": f"{counted(len(seeded.runs), 'seed')}, {label}",
-        "criterion": " or ".join(f"{count:,} iterations" for count in sorted(iterations))
-        or "no run finished",
-        "configuration": f"batch {training['batch_size']:,}, 1 process, {training['precision']}",
-        **found,
-        "missing": {name: why for name, why in reasons.items() if found[name] is None},
+        "auc": (_mean_auc(seeded), why),
+        "scalability": (None, ONE_PROCESS),
+        "stability": (finished, NO_SEEDS),
     }
 
 
-def _finished_share(seeded: Any) -> float | None:
-    return len(seeded.finished) / len(seeded.runs) if seeded and seeded.runs else None
-
-
-def _why_no_auc(seeded: Any) -> str:
-    if seeded is None:
-        return NO_SEEDS
-    return f"{NOT_MEASURED}: no seed finished" if not seeded.finished else f"{NOT_MEASURED}: no AUC"
+def _not_measured(why: str) -> str:
+    return f"{NOT_MEASURED}: {why}" if why else NOT_MEASURED
 
 
 def _or_reason(name: str, label: str, text: Callable[[float], str], unit: str = "") -> Column:

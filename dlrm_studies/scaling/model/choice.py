@@ -78,29 +78,22 @@ def _state(parameters: Parameters, plan: Plan, tables: np.ndarray, dense: int) -
     optimizer = parameters.training.optimizer
     if optimizer == "rowwise_adagrad":
         # a number a row; a column slice has as many rows as its table
-        rows = np.zeros(plan.ranks)
-        for table in plan.tables:
-            if table.kind == "replicated":
-                rows += table.rows
-            else:
-                np.add.at(rows, np.asarray(table.ranks), table.shard_rows)
-        return FLOAT_BYTES * rows + dense
+        return FLOAT_BYTES * plan.on_ranks(lambda table: table.shard_rows, *KINDS) + dense
     of_tables, of_dense = STATE_NUMBERS[optimizer]
     return of_tables * tables + of_dense * dense
 
 
 def _lookups_of_ranks(plan: Plan) -> np.ndarray:
     """Indices and lengths that each rank gets for one sample of the global batch."""
-    total = np.zeros(plan.ranks)
-    for table in plan.of_kind("table_wise", "column_wise", "row_wise"):
-        count = plan.lookups[table.table]
-        each = (
-            count * table.shard_rows / table.rows + 1
-            if table.kind == "row_wise"
-            else np.full(table.shards, count + 1)
-        )
-        np.add.at(total, np.asarray(table.ranks), each)
-    return total
+    return plan.on_ranks(
+        # of a row-wise table each owner gets the indices of its rows
+        lambda table: (
+            plan.lookups[table.table]
+            * (table.shard_rows / table.rows if table.kind == "row_wise" else 1)
+            + 1
+        ),
+        *("table_wise", "column_wise", "row_wise"),
+    )
 
 
 def memory_extremes(
