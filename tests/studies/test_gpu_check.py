@@ -25,10 +25,10 @@ from dlrm_studies.gpu_check.command import (
 )
 from dlrm_studies.gpu_check.paths import CHECKED_OPTIONS, check_of, checks, training_error
 from dlrm_studies.gpu_check.timings import (
-    NVIDIA_SMALL,
     VARIANTS,
     experiment,
     latency,
+    nvidia_small,
     timed,
     timed_or_reason,
     with_options,
@@ -215,7 +215,7 @@ def test_latency_is_measured_with_its_percentiles():
 
 
 def test_shapes_and_variants_are_what_they_are_called():
-    nvidia = parameters_from_sections(NVIDIA_SMALL)
+    nvidia = nvidia_small()
     assert sum(nvidia.model.table_rows) == 32_709_138 and len(nvidia.model.table_rows) == 26
     assert nvidia.model.top_widths == (479, 1024, 1024, 512, 256, 1)
     for options in VARIANTS.values():
