@@ -35,7 +35,7 @@ from dlrm_core.data.synthetic import SyntheticBatches
 from dlrm_core.embeddings import EPSILON, EmbeddingTables, attach, torch_optimizer
 from dlrm_core.rounding import ROW_DTYPES
 from dlrm_studies.bench.cases import thread_counts
-from dlrm_studies.bench.measure import RESUME_ADVICE, heading
+from dlrm_studies.bench.measure import heading, ledger_of_cases
 from dlrm_studies.bench.rows import cache_flush, row_access_ms
 from dlrm_workbook.evidence.contestants import environment_of, require_peer, settings
 from dlrm_workbook.ground.ledger import Ledger
@@ -368,18 +368,7 @@ def open_embedding_ledger(
         settings = {n: value for n, value in begun["settings"].items() if n != "environment"}
         return {n: begun[n] for n in ("kind", "schema", "machine", "versions")} | settings
 
-    ledger = Ledger(
-        file,
-        document,
-        work=work,
-        entries="cases",
-        key=("case", "threads"),
-        advice=RESUME_ADVICE,
-        resume=resume,
-    )
-    begun = ledger.document
-    begun["commands"] = list(dict.fromkeys([*begun["commands"], *document["commands"]]))
-    return ledger
+    return ledger_of_cases(file, document, work, resume)
 
 
 def run_group(

@@ -227,6 +227,27 @@ def open_ledger(plan: BenchPlan, file: Path | None, command: str, resume: bool) 
             "versions": begun["versions"],
         }
 
+    ledger = ledger_of_cases(file, document, work, resume)
+    if ledger.resumed:
+        begun = ledger.document
+        for name in ("contestants", "environment"):
+            asked[name] = begun["settings"][name] | asked[name]
+        kept = {name: begun[name] for name in ("cases", "shares", "commands")}
+        ledger.document |= document | kept
+    return ledger
+
+
+def ledger_of_cases(
+    file: Path | None,
+    document: dict[str, Any],
+    work: Callable[[Mapping[str, Any]], Mapping[str, Any]],
+    resume: bool,
+) -> Ledger:
+    """A benchmark's document with its cases, new or in the file to go on with.
+
+    Args:
+        work: what of a document must be equal to go on with it.
+    """
     ledger = Ledger(
         file,
         document,
@@ -236,13 +257,8 @@ def open_ledger(plan: BenchPlan, file: Path | None, command: str, resume: bool) 
         advice=RESUME_ADVICE,
         resume=resume,
     )
-    if ledger.resumed:
-        begun = ledger.document
-        for name in ("contestants", "environment"):
-            asked[name] = begun["settings"][name] | asked[name]
-        commands = list(dict.fromkeys([*begun["commands"], *document["commands"]]))
-        kept = {name: begun[name] for name in ("cases", "shares")}
-        ledger.document |= document | kept | {"commands": commands}
+    begun = ledger.document
+    begun["commands"] = list(dict.fromkeys([*begun["commands"], *document["commands"]]))
     return ledger
 
 
