@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from dlrm_core.base.errors import InputError
-from dlrm_core.base.units import counted, faster
+from dlrm_core.base.text import counted
 from dlrm_core.config import TrainingConfig
 from dlrm_core.data.batch import Batch
 from dlrm_core.data.synthetic import SyntheticBatches
@@ -42,6 +42,7 @@ from dlrm_workbook.evidence.contestants import environment_of, require_peer, set
 from dlrm_workbook.ground.ledger import Ledger
 from dlrm_workbook.ground.processes import do_job, run_job
 from dlrm_workbook.ground.turns import CPU, elapsed_ms, rotated, take_turns
+from dlrm_workbook.ground.units import faster
 
 TABLES, ROWS, DIM = 8, 1_000_000, 64
 """Small of Kalamkar et al. 2020 (arXiv:2005.04680), with minibatch 2048 and 50 lookups a bag;

@@ -20,7 +20,7 @@ import torch
 
 from dlrm_core.base.errors import InputError, MissingToolError
 from dlrm_core.base.machine import resolve_device
-from dlrm_core.base.units import counted, percent
+from dlrm_core.base.text import counted
 from dlrm_core.config import Parameters, parameters_from_sections
 from dlrm_studies.bench.bare import (
     describe_bare,
@@ -59,6 +59,7 @@ from dlrm_workbook.evidence.contestants import (
 from dlrm_workbook.evidence.probes import reduced
 from dlrm_workbook.ground.ledger import Ledger, require_same
 from dlrm_workbook.ground.machine import machine_facts
+from dlrm_workbook.ground.units import percent
 
 SCHEMA = 2
 """Of the document."""

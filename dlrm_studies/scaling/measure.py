@@ -23,7 +23,7 @@ import yaml
 from dlrm_core.base.errors import InputError
 from dlrm_core.base.files import plain, read_json, write_json, write_text
 from dlrm_core.base.machine import available_memory
-from dlrm_core.base.units import counted
+from dlrm_core.base.text import counted
 from dlrm_core.config import Parameters, load_parameters, parameters_from_sections
 from dlrm_core.optimizers import OPTIMIZERS
 from dlrm_ranks.plan import require_possible, require_torchrec

@@ -11,7 +11,6 @@ import pandas as pd
 import torch
 from torch import nn
 
-from dlrm_core.base.units import milliseconds
 from dlrm_core.config import Parameters, parameters_from_sections
 from dlrm_core.data.batch import Batch
 from dlrm_core.parts import part_label
@@ -19,6 +18,7 @@ from dlrm_core.run.reports import TrainingResult
 from dlrm_core.run.schedules import learning_rate
 from dlrm_core.train import Trainer
 from dlrm_kernels.memory import ALWAYS, PLACES, MemoryItem, forecast_memory, total_bytes
+from dlrm_workbook.ground.units import milliseconds
 
 KINDS = {
     "embedding": "embedding",

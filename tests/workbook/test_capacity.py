@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from dlrm_core.base.errors import InputError
 from dlrm_core.base.machine import available_host_memory
-from dlrm_core.base.units import format_bytes
+from dlrm_core.base.text import format_bytes
 from dlrm_core.config import Parameters, parameters_from_sections
 from dlrm_core.model import build_model
 from dlrm_kernels import memory as capacity

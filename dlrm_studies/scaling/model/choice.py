@@ -14,7 +14,7 @@ import numpy as np
 import pandas as pd
 
 from dlrm_core.base.errors import InputError
-from dlrm_core.base.units import counted, format_bytes, milliseconds
+from dlrm_core.base.text import counted, format_bytes
 from dlrm_core.config import Parameters
 from dlrm_core.optimizers import OPTIMIZERS
 from dlrm_kernels.memory import dense_peak
@@ -26,6 +26,7 @@ from dlrm_studies.scaling.model.communication import (
 )
 from dlrm_studies.scaling.model.prediction import Prediction, Setting
 from dlrm_studies.scaling.model.sharding import KINDS, SHARDINGS, Plan, make_plan
+from dlrm_workbook.ground.units import milliseconds
 
 # Memory of every rank: weights, optimiser state, gradients, activations, what is exchanged.
 

@@ -11,11 +11,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dlrm_core.base.units import milliseconds
 from dlrm_core.interactions import INTERACTIONS
 from dlrm_core.parts import part_label
 from dlrm_workbook.analysis.findings.evidence import Evidence
 from dlrm_workbook.analysis.findings.finding import Finding, Ledger, is_worthwhile, predicted
+from dlrm_workbook.ground.units import milliseconds
 
 MAX_RELATIVE_ERROR = 1e-5
 """Of products that may replace fp32; true bf16 makes about 2e-3."""
