@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import argparse
 
-from dlrm_core.base.cli import Subcommand, parameters_file
+from dlrm_core.base.cli import Subcommand
+from dlrm_workbook.ground.options import parameters_file
 
 
 def _protocols(parser: argparse.ArgumentParser) -> None:

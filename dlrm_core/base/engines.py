@@ -8,6 +8,7 @@ never imported by it: a name in :data:`ENGINES` leads to its module, loaded at t
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from typing import Any
 
 from dlrm_core.base.errors import MissingToolError
@@ -31,12 +32,17 @@ ENGINES = {
         "dense_choice",
         "training.dense_backend: auto and training.fp32_matmul: auto",
     ),
+    "rows of 2 bytes": ("embeddings.narrow_rows", "model.embedding_precision: bf16 and fp16"),
+    "pages of tables": ("embeddings.pages", "training.embedding_backend"),
+    "memory forecast": ("memory", "dlrm capacity"),
+    "staging of batches": ("staging", "data.loader: prefetch on a GPU"),
     "facebook's random numbers": (
         "facebook_random",
         "model.init: facebook and data.generator: facebook",
     ),
     "matrix tiles": ("tiles.machine", "training.fp32_matmul: bf16x2 and bf16x3"),
     "CUDA graphs": ("cuda_graphs", "training.cuda_graphs: true"),
+    "interleaved memory": ("numa", "training.interleave_memory: true"),
     "data kernels": ("data_sets", "dlrm data, data.generator: teacher"),
     "several ranks: trainer": ("trainer", SEVERAL_RANKS),
     "several ranks: predictor": ("predictor", SEVERAL_RANKS),
@@ -82,8 +88,27 @@ def engine(name: str) -> Any:
     found = find_engine(name)
     if found is None:
         raise MissingToolError(
-            f"{ENGINES[name][1]} needs the package {package_of(name)} (the engine {name!r}), "
-            "which is not installed beside dlrm_core; leave the parameter out, or install the "
-            "whole project"
+            f"{ENGINES[name][1]} needs the package {package_of(name)} (the engine {name!r}), which "
+            "is not installed beside dlrm_core; leave the parameter out, or install the whole "
+            "project"
         )
     return found
+
+
+def function_at(place: str, needed_by: str) -> Any:
+    """The function at ``module:function``, of whatever package.
+
+    Args:
+        needed_by: the command that calls it.
+
+    Raises:
+        MissingToolError: the package is not installed.
+    """
+    module, _, name = place.partition(":")
+    package = module.partition(".")[0]
+    if importlib.util.find_spec(package) is None:
+        raise MissingToolError(
+            f"{needed_by} needs the package {package}, which is not installed beside dlrm_core; "
+            "install the whole project"
+        )
+    return getattr(importlib.import_module(module), name)

@@ -31,18 +31,20 @@ from dlrm_core.base.engines import engine
 from dlrm_core.base.errors import InputError
 from dlrm_core.base.files import write_json
 from dlrm_core.base.machine import device_name, peak_memory_by_device
+from dlrm_core.commands import as_rank, started_by_torchrun
 from dlrm_core.config import Parameters, load_parameters
-from dlrm_core.inference import (
-    POOL_BATCHES,
-    latency_of,
-    pool_of,
-    time_predictions,
-    warm_up_steps,
-)
-from dlrm_core.run.commands import as_rank, batch_sizes, started_by_torchrun, time_limit
 from dlrm_core.run.evaluate import held_out_batches
 from dlrm_core.train import Trainer, TrainingLoop
 from dlrm_studies.records import Record
+from dlrm_workbook.evidence.latency import (
+    POOL_BATCHES,
+    batch_sizes,
+    latency_of,
+    pool_of,
+    time_limit,
+    time_predictions,
+    warm_up_steps,
+)
 from dlrm_workbook.evidence.power import power_meter
 from dlrm_workbook.ground.machine import machine_facts, versions
 from dlrm_workbook.ground.processes import python_module, run_child

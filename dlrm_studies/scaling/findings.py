@@ -7,7 +7,6 @@ from typing import Any, cast
 
 import pandas as pd
 
-from dlrm_core.base.units import milliseconds
 from dlrm_core.config import Parameters
 from dlrm_core.parts import part_label
 from dlrm_studies.scaling.model.choice import best_sharding
@@ -25,6 +24,7 @@ from dlrm_studies.scaling.model.record import (
 from dlrm_studies.scaling.model.sharding import SHARDINGS
 from dlrm_workbook.analysis.findings.finding import Finding, capitalised, rank, removed
 from dlrm_workbook.analysis.findings.ranks import COMMUNICATION_SHARE, IMBALANCE_SHARE
+from dlrm_workbook.ground.units import milliseconds
 
 WAITING_FACTOR = 2.0
 """An exchange that takes so many times as long as alone waits for ranks, not for the link."""

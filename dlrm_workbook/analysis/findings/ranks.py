@@ -6,12 +6,12 @@ from typing import Any
 
 import pandas as pd
 
-from dlrm_core.base.units import milliseconds
 from dlrm_core.parts import part_label
 from dlrm_workbook.analysis.attribution import iteration_count
 from dlrm_workbook.analysis.findings.evidence import Evidence
 from dlrm_workbook.analysis.findings.finding import Ledger, Measured, bounded, removed, rule
 from dlrm_workbook.analysis.rank_traces import PER_ITERATION, collectives, rank_table
+from dlrm_workbook.ground.units import milliseconds
 
 IMBALANCE_SHARE = 0.1
 """(slowest − mean) / slowest: what all other ranks wait for the slowest one."""
