@@ -52,10 +52,9 @@ def _add_line(
     *,
     mode: str = "lines+markers",
     row: int = 1,
-    width: float = 2.5,
 ) -> None:
     """A column of the table over its iterations; ``hover`` is plotly's template."""
-    look = {"line": {"color": colour, "width": width}, "marker": {"color": colour, "size": 7}}
+    look = {"line": {"color": colour, "width": 2.5}, "marker": {"color": colour, "size": 7}}
     at = {"row": row, "col": 1} if row > 1 else {}
     add_points(target, table["iteration"], table[column], name, hover, at=at, mode=mode, **look)
 
@@ -79,7 +78,8 @@ def loss_curve(iterations: pd.DataFrame, intervals: pd.DataFrame) -> go.Figure:
     """
     result = figure("Loss over the run", 380, legend=True)
     hover = "iteration %{x}: loss %{y:.6f}"
-    _add_line(result, iterations, "loss", "each iteration", COMPUTE, hover, mode="lines", width=1.3)
+    _add_line(result, iterations, "loss", "each iteration", COMPUTE, hover, mode="lines")
+    result.data[0].line.width = 1.3
     name, hover = "mean since the mark before", "up to iteration %{x}: mean loss %{y:.6f}"
     _add_line(result, intervals, "loss", name, COLOURS["optimizer"], hover)
     result.update_xaxes(title="iteration")
