@@ -103,6 +103,17 @@ def outermost(parent: Ints, key: Ints) -> Bools:
     return result
 
 
+def of_streams(profile: Profile, trace: pd.DataFrame | None = None) -> pd.DataFrame:
+    """The rows of the trace that are on a GPU's streams.
+
+    Args:
+        trace: of the profile, where it is not as recorded.
+    """
+    trace = profile.trace if trace is None else trace
+    streams = profile.threads.loc[profile.threads["kind"].eq("gpu_stream"), "profile"]
+    return trace[trace["profile"].isin(streams)]
+
+
 def running(profile: Profile, thread: int) -> tuple[Ints, Ints, Ints]:
     """(start_ns, end_ns, context) of what a thread or stream is in, without overlaps.
 

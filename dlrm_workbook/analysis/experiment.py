@@ -17,6 +17,7 @@ import numpy as np
 import pandas as pd
 
 from dlrm_workbook.analysis.attribution import iteration_ms, true_trace
+from dlrm_workbook.analysis.context_tree import of_streams
 from dlrm_workbook.analysis.gpu import copy_table
 from dlrm_workbook.analysis.idleness import gpu_idleness
 from dlrm_workbook.recordings.profile import Profile
@@ -129,9 +130,7 @@ def steps(profile: Profile) -> pd.DataFrame:
     """
     table = profile.iterations[["iteration"]].copy()
     table["time_ms"] = iteration_ms(profile)
-    streams = profile.threads.loc[profile.threads["kind"] == "gpu_stream", "profile"]
-    trace = true_trace(profile)
-    work = trace[trace["profile"].isin(streams)]
+    work = of_streams(profile, true_trace(profile))
     # each operation belongs to the step in which it began
     step = np.searchsorted(profile.iterations["start_ns"], work["start_ns"], side="right") - 1
     inside = (step >= 0) & (work["start_ns"] < profile.iterations["end_ns"].iloc[-1]).to_numpy()

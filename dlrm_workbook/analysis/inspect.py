@@ -14,6 +14,7 @@ import pandas as pd
 
 from dlrm_core.base.files import plain
 from dlrm_workbook.analysis.attribution import host_time, in_step_order, step_contexts
+from dlrm_workbook.analysis.context_tree import of_streams
 from dlrm_workbook.ground.runs import named_run
 from dlrm_workbook.recordings.open import COMMUNICATION, Recording, open_recording, union_ns
 from dlrm_workbook.recordings.profile import Profile
@@ -131,8 +132,7 @@ def inspect_profile(profile: Profile) -> dict[str, Any]:
 
 def _gpu_times(profile: Profile, missing: dict[str, str]) -> dict[str, Any]:
     """Span, busy time, communication: from the timeline of the GPU's streams."""
-    streams = profile.threads.loc[profile.threads["kind"].eq("gpu_stream"), "profile"]
-    work = profile.trace[profile.trace["profile"].isin(streams)]
+    work = of_streams(profile)
     start, end = work["start_ns"].to_numpy(), work["end_ns"].to_numpy()
     context = work["context"].to_numpy()
     kernels = profile.of_kind("kernel")[context]

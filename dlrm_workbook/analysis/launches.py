@@ -11,7 +11,13 @@ import numpy as np
 import pandas as pd
 
 from dlrm_workbook.analysis.attribution import PART, main_thread
-from dlrm_workbook.analysis.context_tree import missing_reason, reason_of, stretch_at, unmeasured
+from dlrm_workbook.analysis.context_tree import (
+    missing_reason,
+    of_streams,
+    reason_of,
+    stretch_at,
+    unmeasured,
+)
 from dlrm_workbook.recordings.profile import Profile, nearest
 
 DEVICE = ["start_ns", "end_ns", "context", "kind", *PART, "launch_start_ns", "launch_end_ns"]
@@ -45,17 +51,16 @@ def device_operations(profile: Profile) -> pd.DataFrame:
 
 
 def _device_operations(profile: Profile) -> pd.DataFrame:
-    streams = profile.threads.loc[profile.threads["kind"].eq("gpu_stream"), "profile"]
-    trace = profile.trace
-    work = trace[trace["profile"].isin(streams) & (trace["end_ns"] > trace["start_ns"])]
+    trace, work = profile.trace, of_streams(profile)
+    calls = trace.drop(work.index)
+    work = work[work["end_ns"] > work["start_ns"]]
     if work.empty:
         reason = "no GPU stream has a trace"
         return unmeasured(DEVICE, missing_reason(profile, ["gpu_time_ms", "trace"], reason))
     work = work.sort_values(["start_ns", "end_ns"])
     context = work["context"].to_numpy()
     over = np.maximum(profile.contexts["parent"].to_numpy()[context], 0)  # the root has none
-    calls = trace[~trace["profile"].isin(streams) & trace["context"].isin(over)]
-    calls = calls.sort_values(["context", "start_ns"])
+    calls = calls[calls["context"].isin(over)].sort_values(["context", "start_ns"])
     begun = np.full(len(work), UNKNOWN, dtype=np.int64)
     done = begun.copy()
     launches = np.bincount(calls["context"], minlength=len(profile.contexts))

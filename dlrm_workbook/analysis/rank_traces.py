@@ -21,7 +21,7 @@ import numpy as np
 import pandas as pd
 
 from dlrm_workbook.analysis.attribution import PART, as_one, in_step_order, parts_at, segments
-from dlrm_workbook.analysis.context_tree import Floats, Ints, unmeasured
+from dlrm_workbook.analysis.context_tree import Floats, Ints, of_streams, unmeasured
 from dlrm_workbook.recordings.open import COMMUNICATION, union_ns
 from dlrm_workbook.recordings.profile import Profile
 
@@ -97,8 +97,7 @@ def collective_kernels(profile: Profile) -> pd.DataFrame:
     """
     named = profile.which("name", lambda name: bool(COMMUNICATION.search(name)))
     chosen = named & profile.of_kind("kernel")
-    streams = profile.threads.loc[profile.threads["kind"].eq("gpu_stream"), "profile"]
-    trace = profile.trace[profile.trace["profile"].isin(streams)]
+    trace = of_streams(profile)
     trace = trace[chosen[trace["context"].to_numpy()]].sort_values("start_ns", kind="stable")
     table = trace.rename(columns={"profile": "stream"}).reset_index(drop=True)
     said = {context: _described(profile, context) for context in table["context"].unique()}
@@ -445,8 +444,7 @@ def window(profile: Profile, marked: bool) -> tuple[int, int, int]:
 
 def device_work(profile: Profile, first: int, last: int) -> pd.DataFrame:
     """Rows of the GPU's trace within a window, cut at its ends."""
-    streams = profile.threads.loc[profile.threads["kind"].eq("gpu_stream"), "profile"]
-    work = profile.trace[profile.trace["profile"].isin(streams)]
+    work = of_streams(profile)
     work = work[(work["end_ns"] > first) & (work["start_ns"] < last)]
     return work.assign(
         start_ns=work["start_ns"].clip(lower=first), end_ns=work["end_ns"].clip(upper=last)

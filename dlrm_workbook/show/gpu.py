@@ -17,7 +17,7 @@ from dlrm_workbook.analysis.gpu import ISSUED
 from dlrm_workbook.analysis.idleness import NOBODY
 from dlrm_workbook.analysis.kernel_names import short_names
 from dlrm_workbook.recordings.hpctoolkit.metrics import STALLS
-from dlrm_workbook.show.tables import Column, function_name
+from dlrm_workbook.show.tables import Column, columns, function_name
 from dlrm_workbook.show.theme import (
     COLOURS,
     GRID,
@@ -73,49 +73,29 @@ REASON_NAMES = {
 }
 """Stall reason in a legend's few words; the whole meaning is in ``metrics.STALLS``."""
 
-KERNEL_TIMES = {
-    "short_name": "kernel",
-    "part": "",
-    "launches_per_iteration": "",
-    "per_iteration_ms": "",
-    "share_of_step": "",
-    "launches": "launches of the recording",
-    "time_ms": "time of the recording",
-    "share_of_device": "",
-    "mean_us": "",
-}
+KERNEL_TIMES = columns(
+    "short_name part launches_per_iteration per_iteration_ms share_of_step launches time_ms "
+    "share_of_device mean_us",
+    short_name="kernel",
+    launches="launches of the recording",
+    time_ms="time of the recording",
+)
 """Columns of a page's table of kernels' times; full names are in the figure's hover texts."""
 
-KERNEL_LAUNCHES = {
-    "short_name": "kernel",
-    "registers": "",
-    "blocks": "",
-    "threads_per_block": "",
-    "shared_memory_bytes": "",
-    "occupancy_percent": "",
-    "waves": "",
-    "precision": "",
-    "tensor_cores": "",
-    "tflops_per_s": "",
-    "gb_per_s": "",
-    "share_of_ceiling": "",
-}
+KERNEL_LAUNCHES = columns(
+    "short_name registers blocks threads_per_block shared_memory_bytes occupancy_percent waves "
+    "precision tensor_cores tflops_per_s gb_per_s share_of_ceiling",
+    short_name="kernel",
+)
 """Columns of a page's table of what kernels were launched with and what they reached."""
 
-OPERATOR_RATES = {
-    "name": "operator",
-    "shapes": "",
-    "part": "",
-    "mean_us": "",
-    "call_gflop": "",
-    "tflops_per_s": "",
-    "gb_per_s": "",
-    "precision": "",
-    "tensor_cores": "",
-    "limit": "nearest limit",
-    "share_of_ceiling": "",
-    "bytes_are": "bytes counted",
-}
+OPERATOR_RATES = columns(
+    "name shapes part mean_us call_gflop tflops_per_s gb_per_s precision tensor_cores limit "
+    "share_of_ceiling bytes_are",
+    name="operator",
+    limit="nearest limit",
+    bytes_are="bytes counted",
+)
 """Columns of a page's table of operators on the GPU."""
 
 FUNCTION_COLOURS = [COLOURS[name] for name in COLOURS if name != "other"]
@@ -346,12 +326,12 @@ def _line_label(place: str) -> str:
     return place if colon and line.isdigit() and file else function_name(place, 28)
 
 
-OTHER_GPUS: dict[str, str | Column] = {
-    "gpu": "GPU",
-    "now_ms": "as recorded",
-    "then_ms": "predicted",
-    "range": "range",
-    "gain": Column("speed-up", "speedup", ("speedup_mid", "speedup_low", "speedup_high")),
-    "unchanged": Column("of the step unchanged", "share"),
-}
+OTHER_GPUS = columns(
+    "gpu now_ms then_ms range gain unchanged",
+    gpu="GPU",
+    now_ms="as recorded",
+    then_ms="predicted",
+    gain=Column("speed-up", "speedup", ("speedup_mid", "speedup_low", "speedup_high")),
+    unchanged=Column("of the step unchanged", "share"),
+)
 """Columns of the table of other GPUs."""

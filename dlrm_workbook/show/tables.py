@@ -181,6 +181,16 @@ COLUMNS = {
 }
 """What a column's name does not say by itself."""
 
+
+def columns(names: str, **looks: str | Column) -> dict[str, str | Column]:
+    """Columns for :func:`show` in order, their names separated by spaces.
+
+    Args:
+        looks: of those that have another title or format here than everywhere.
+    """
+    return {name: looks.get(name, "") for name in names.split()}
+
+
 UNITS_OF_FRAMES = {"exclusive": "unit", "inclusive": "unit", "launches": "per"}
 """Columns whose unit is an attribute of their frame."""
 
