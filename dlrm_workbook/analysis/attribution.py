@@ -77,7 +77,7 @@ def attribute(profile: Profile) -> pd.DataFrame:
     return table
 
 
-def iteration_ms(profile: Profile) -> Floats:
+def iteration_times_ms(profile: Profile) -> Floats:
     """Wall time of every iteration (n,), ms.
 
     On a GPU an iteration lasts until its last kernel ends or the next one begins.
@@ -87,7 +87,7 @@ def iteration_ms(profile: Profile) -> Floats:
 
 def iteration_state(profile: Profile) -> SteadyState | None:
     """Which of the profile's iterations (in their order) are steady; None without iterations."""
-    return None if profile.iterations.empty else steady_state(iteration_ms(profile))
+    return None if profile.iterations.empty else steady_state(iteration_times_ms(profile))
 
 
 def what_differed(profile: Profile) -> pd.DataFrame:

@@ -79,7 +79,7 @@ def places(parent: Ints) -> tuple[Ints, Ints]:
     return begin, begin + np.array(size, dtype=np.int64)
 
 
-def outermost(parent: Ints, key: Ints) -> Bools:
+def outermost_contexts(parent: Ints, key: Ints) -> Bools:
     """Which contexts (n,) have no context of the same key above them.
 
     Inclusive values of these alone may be summed by key: what a recursive call holds

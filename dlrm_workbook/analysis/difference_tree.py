@@ -13,11 +13,11 @@ from dlrm_workbook.analysis.compare import part_estimates
 from dlrm_workbook.analysis.operators import SMALL
 from dlrm_workbook.recordings.profile import Profile, inclusive_from_exclusive
 
-COLUMNS = [
+TREE_COLUMNS = [
     *("id", "parent", "label", "kind", "component", "phase"),
     *("before_ms", "after_ms", "difference_ms", "self_before_ms", "self_after_ms"),
 ]
-WHOLE = "step"
+ROOT = "step"
 """Label of the root over both trees."""
 
 
@@ -45,7 +45,7 @@ def difference_tree(before: Profile, after: Profile) -> pd.DataFrame:
     on_gpu = before.has("gpu_time_ms") and after.has("gpu_time_ms")
     metric = "gpu_time_ms" if on_gpu else "cpu_time_ms"
     if not (before.has(metric) and after.has(metric)):
-        return pd.DataFrame(columns=COLUMNS)
+        return pd.DataFrame(columns=TREE_COLUMNS)
     by_part = before.meta.get("engine") != after.meta.get("engine")
     sides = [_paths(profile, metric, by_part) for profile in (before, after)]
     tree = _pruned(_union(sides))
@@ -74,7 +74,7 @@ def _paths(profile: Profile, metric: str, by_part: bool) -> pd.DataFrame:
     )
     if by_part:
         return _by_part(table[within])
-    table.loc[top, ["name", "kind"]] = WHOLE, "root"
+    table.loc[top, ["name", "kind"]] = ROOT, "root"
     total = inclusive_from_exclusive(table["above"].to_numpy(), table["self_ms"].to_numpy())
     return table[within & (total > 0)]
 
@@ -84,7 +84,7 @@ def _by_part(table: pd.DataFrame) -> pd.DataFrame:
     parts = table[table["self_ms"] > 0].groupby(PART, as_index=False)["self_ms"].sum()
     names = (parts["component"] + " " + parts["phase"]).str.strip()
     parts = parts.assign(above=0, kind="annotation", name=names)
-    root = {"name": WHOLE, "kind": "root", "component": "other", "phase": "", "above": -1}
+    root = {"name": ROOT, "kind": "root", "component": "other", "phase": "", "above": -1}
     return pd.concat([pd.DataFrame([root | {"self_ms": 0.0}]), parts], ignore_index=True)
 
 
@@ -114,7 +114,7 @@ def _union(sides: Sequence[pd.DataFrame]) -> pd.DataFrame:
 
 def _pruned(table: pd.DataFrame) -> pd.DataFrame:
     if table.empty:
-        return pd.DataFrame(columns=COLUMNS)
+        return pd.DataFrame(columns=TREE_COLUMNS)
     largest = table[["before_ms", "after_ms"]].max(axis=1).to_numpy()
     above = table["above"].to_numpy()
     shown = (above < 0) | (largest >= SMALLEST_SHARE * largest[above < 0].max())
@@ -135,7 +135,7 @@ def _pruned(table: pd.DataFrame) -> pd.DataFrame:
     )
     table = pd.concat([table[shown], small], ignore_index=True)
     table["difference_ms"] = table["after_ms"] - table["before_ms"]
-    return table[COLUMNS]
+    return table[TREE_COLUMNS]
 
 
 def largest_changes(tree: pd.DataFrame) -> pd.DataFrame:

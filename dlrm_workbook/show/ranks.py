@@ -10,10 +10,10 @@ import plotly.graph_objects as go
 
 from dlrm_core.base.units import NOTHING
 from dlrm_core.parts import part_label
-from dlrm_workbook.show.tables import Column, columns, each_row
+from dlrm_workbook.show.tables import Column, chosen_columns, each_row
 from dlrm_workbook.show.theme import COLOURS, stacked_bars
 
-RANKS = columns(
+RANKS = chosen_columns(
     "rank iterations step_ms busy_ms idle_ms compute_ms communication_ms exposed_ms transfer_ms "
     "waiting_ms start_ms last_in others_wait_ms",
     busy_ms="GPU busy",
@@ -24,7 +24,7 @@ RANKS = columns(
     last_in="comes last in",
     others_wait_ms="others wait for it",
 )
-COLLECTIVES = columns(
+COLLECTIVES = chosen_columns(
     "collective kind what ranks elements transfer_us wait_us longest_wait_us last_rank late_us "
     "component where longer_us counted",
     kind="collective",

@@ -32,7 +32,7 @@ HATCH = "rgba(255, 255, 255, 0.75)"
 SIZE = 12.5
 """Height of letters, in pixels."""
 
-LINE = 1.3
+LINE_HEIGHT = 1.3
 """Distance of lines of text, in heights of letters."""
 
 FAMILY = "system-ui, 'Segoe UI', 'Noto Sans', Helvetica, Arial, sans-serif"
@@ -103,7 +103,7 @@ def _plain(text: Any) -> str:
 def _size(text: Any, size: float = SIZE) -> tuple[float, float]:
     """Width and height of a text of several lines, in pixels."""
     rows = _lines(text)
-    return max(_width(line, size, bold) for line, bold in rows), len(rows) * size * LINE
+    return max(_width(line, size, bold) for line, bold in rows), len(rows) * size * LINE_HEIGHT
 
 
 # Marks.
@@ -153,7 +153,7 @@ class _Canvas:
     ) -> None:
         """Write lines; ``vertical`` is where ``y`` is in their height: 0 top, 1 bottom."""
         rows = _lines(text)
-        step = size * LINE
+        step = size * LINE_HEIGHT
         top = y - vertical * step * len(rows)
         look = {
             "font-size": None if size == SIZE else f"{size:g}",
@@ -219,7 +219,7 @@ def _symbol(x: float, y: float, size: float, symbol: str) -> str:
 _DASHES = {"dash": "9 5", "dot": "2 3", "dashdot": "9 4 2 4", "longdash": "14 6"}
 
 
-Box = tuple[float, float, float, float]
+Rectangle = tuple[float, float, float, float]
 """Left, top, right and bottom."""
 
 # Axes.
@@ -261,7 +261,7 @@ class _Axis:
         """The point at two places in pixels, along this axis and along the other one."""
         return (along, aside) if self.is_x else (aside, along)
 
-    def box(self, first: float, last: float, low: float, high: float) -> Box:
+    def box(self, first: float, last: float, low: float, high: float) -> Rectangle:
         """The rectangle from ``first`` to ``last`` along this axis."""
         return (*self.point(first, low), *self.point(last, high))
 
@@ -683,7 +683,7 @@ class _Image:
 
     def _bars(self, across: _Axis, up: _Axis, bars: Sequence[_Bar]) -> None:
         boxes = [self._bar_box(bar, *_along(bar.trace, across, up)) for bar in bars]
-        filled: dict[tuple[tuple[str, Any], ...], list[Box]] = {}
+        filled: dict[tuple[tuple[str, Any], ...], list[Rectangle]] = {}
         hatched: dict[str, list[str]] = {}
         for bar, box in zip(bars, boxes, strict=True):
             same = filled.setdefault(bar.look.paint, [])
@@ -707,7 +707,7 @@ class _Image:
             if bar.text:
                 self._bar_text(bar, box, values.is_x)
 
-    def _bar_box(self, bar: _Bar, values: _Axis, places: _Axis) -> Box:
+    def _bar_box(self, bar: _Bar, values: _Axis, places: _Axis) -> Rectangle:
         """The rectangle of a bar, within the plot."""
         if places.is_category:
             step = (places.end - places.start) / len(places.categories)
@@ -721,7 +721,7 @@ class _Image:
         nearest, furthest = sorted((values.start, values.end))
         return values.box(max(first, nearest), min(max(last, first + 0.4), furthest), low, high)
 
-    def _bar_text(self, bar: _Bar, box: Box, flat: bool) -> None:
+    def _bar_text(self, bar: _Bar, box: Rectangle, flat: bool) -> None:
         left, top, right, bottom = box
         middle, centre = (left + right) / 2, (top + bottom) / 2
         if bar.trace.get("textposition") == "inside":
