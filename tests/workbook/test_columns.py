@@ -212,7 +212,7 @@ def frames_of_training(root: Path) -> dict[str, pd.DataFrame]:
     (root / "trained").mkdir()
     result = train(small, root / "trained")
     return {
-        "training.facts": training.planned_facts(parameters),
+        "training.planned_facts": training.planned_facts(parameters),
         "training.memory_forecast": training.memory_forecast(parameters),
         "training.peak_memory": training.peak_memory(items),
         "training.weights": training.weights(toy.model),
@@ -274,7 +274,7 @@ def frames_of_a_comparison(folder: Path) -> dict[str, pd.DataFrame]:
         Outcome.part_table: compared.outcomes[0].part_table(),
     }
     return {name_of(function): frame for function, frame in made.items()} | {
-        "studies.compare.analyse.round_table": compared.times
+        "trials.compare.analyse.round_table": compared.times
     }
 
 
@@ -288,7 +288,7 @@ def frames_of_a_sweep(folder: Path) -> dict[str, pd.DataFrame]:
     table = found.finding_table()
     points = {name: "at N" for name in table.columns if name.startswith("at ")}
     return {
-        "studies.sweep.analyse.SweepSummary.points": found.points,
+        "trials.sweep.analyse.SweepSummary.points": found.points,
         name_of(SweepSummary.finding_table): table.rename(columns=points),
         name_of(ensemble.law_table): found.laws,
     }
