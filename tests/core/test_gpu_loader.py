@@ -19,6 +19,8 @@ from dlrm_core.data.loader import PrefetchError
 from dlrm_core.data.synthetic import SyntheticBatches, room_for
 from dlrm_kernels.staging import Slot, Staging, staged
 
+CPU = torch.device("cpu")
+
 
 class Streams:
     """Two streams of deferred work; an event is the work that it has to wait for."""
