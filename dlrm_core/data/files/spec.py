@@ -209,9 +209,7 @@ class _Reader:
         # fixed-size numbers only: never let a file choose an object type
         kinds = {str(np.dtype(k)): np.dtype(k) for k in "bBhHiIlLefd?"}
         if str(text) not in kinds:
-            self._fail(
-                f"feature_spec.{name}.dtype is {text!r}, expected one of {', '.join(kinds)}"
-            )
+            self._fail(f"feature_spec.{name}.dtype is {text!r}, expected one of {', '.join(kinds)}")
         return kinds[str(text)]
 
     def _cardinality(self, features: Mapping[str, Any], name: str) -> int:
