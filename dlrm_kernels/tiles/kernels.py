@@ -18,14 +18,12 @@ from dlrm_kernels.tiles.instructions import (
     halves_of,
     last_floats,
     last_pairs,
-    load_integers,
     load_tile,
     lower_halves,
     multiply_tiles,
     release_tiles,
     relu,
     splat_integer,
-    store_integers,
     store_tile,
     transpose_tile,
     upper_halves,
@@ -40,11 +38,13 @@ from dlrm_kernels.vectors import (
     load_first,
     load_float,
     load_vector,
+    load_words,
     multiply,
     prefetch,
     store_first,
     store_float,
     store_vector,
+    store_words,
     subtract,
     take_unit,
     zeros,
@@ -117,12 +117,12 @@ def emit_two(a, b, c, d, parts, pair, rows, columns):
         even, odd = halves_of(a, b), halves_of(c, d)
         if rows != 0:
             place = rows + 2048 * part + 128 * pair
-            store_integers(place, even)
-            store_integers(place + 64, odd)
+            store_words(place, even)
+            store_words(place + 64, odd)
         if columns != 0:
             place = columns + 2048 * part + 64 * pair
-            store_integers(place, first_pairs(even, odd))
-            store_integers(place + 1024, last_pairs(even, odd))
+            store_words(place, first_pairs(even, odd))
+            store_words(place + 1024, last_pairs(even, odd))
         if part + 1 < parts:
             a, b = subtract(a, first_floats(even)), subtract(b, last_floats(even))
             c, d = subtract(c, first_floats(odd)), subtract(d, last_floats(odd))
@@ -324,7 +324,7 @@ def block_by_vectors(left, right, depth, parts, target):
                         acc = load_vector(here)
                         for p in range(16):
                             a = splat_integer(pairs + 4 * p)
-                            b = load_integers(others + 64 * p)
+                            b = load_words(others + 64 * p)
                             acc = add(acc, multiply(lower_halves(a), lower_halves(b)))
                             acc = add(acc, multiply(upper_halves(a), upper_halves(b)))
                         store_vector(here, acc)
