@@ -24,25 +24,31 @@ import torch
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from dlrm_core.base.machine import cpu_flags
 from dlrm_core.model import DotInteraction
 from dlrm_kernels.native import compile_kernel
 from dlrm_kernels.vectors import (
+    F32,
+    FLOATS,
+    I32,
+    I64,
     LANES,
     UNITS,
     add,
+    call,
     compiled,
     enter,
     field,
     from_bf16,
+    instruction,
     item,
     load_first,
     load_first_shorts,
     load_vector,
     nearest_bf16,
     pointer_to,
+    spread,
     store_first,
     store_first_shorts,
     store_vector,
@@ -78,112 +84,93 @@ SAMPLES = 32
     FIELDS,
 ) = range(3, 17)
 
-_I32, _I64, _F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
-_VECTOR, _QUARTER = ir.VectorType(_F32, LANES), ir.VectorType(_F32, HIGH)
+_QUARTER = ir.VectorType(F32, HIGH)
 
 
 def _places(numbers: Sequence[int]) -> ir.Constant:
-    return ir.Constant(ir.VectorType(_I32, len(numbers)), list(numbers))
+    return ir.Constant(ir.VectorType(I32, len(numbers)), list(numbers))
 
 
 def _multiply_add(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, sums: ir.Value) -> None:
     """Add a b to the vector that the address ``sums`` holds, rounding once."""
-    kind = ir.FunctionType(_VECTOR, [_VECTOR] * 3)
-    fma = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fma.v{LANES}f32")
-    builder.store(builder.call(fma, [a, b, builder.load(sums)]), sums)
+    builder.store(call(builder, f"fma.v{LANES}f32", FLOATS, a, b, builder.load(sums)), sums)
 
 
 def _sums(builder: ir.IRBuilder, number: int) -> list[ir.Value]:
     """Make so many vectors of zeros, which the optimiser keeps in registers."""
-    places = [cgutils.alloca_once(builder, _VECTOR) for _ in range(number)]
+    places = [cgutils.alloca_once(builder, FLOATS) for _ in range(number)]
     for place in places:
-        builder.store(ir.Constant(_VECTOR, [0.0] * LANES), place)
+        builder.store(ir.Constant(FLOATS, [0.0] * LANES), place)
     return places
 
 
-@intrinsic
-def multiply_block(context, left, right, row_bytes, chunks, target, target_bytes):
+@instruction(types.void(*[types.int64] * 6))
+def multiply_four(builder, left, right, row_bytes, chunks, target, target_bytes):
     """Products of 4 rows with 4 rows of ``chunks`` times 16 float32, as rows of 4 float32."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        left, right, row_bytes, chunks, target, target_bytes = arguments
-        sums = _sums(builder, HIGH * HIGH)
-        with cgutils.for_range(builder, chunks) as loop:
-            ahead = builder.mul(loop.index, _I64(4 * LANES))
-            a, b = (
-                [_row(builder, builder.add(start, ahead), row_bytes, row) for row in range(HIGH)]
-                for start in (left, right)
-            )
-            for place, total in enumerate(sums):
-                _multiply_add(builder, a[place // HIGH], b[place % HIGH], total)
-        # neighbours are added up four times: lane i holds the sum of vector i in the end
-        vectors = [builder.load(total) for total in sums]
-        even, odd = _places(range(0, 2 * LANES, 2)), _places(range(1, 2 * LANES, 2))
-        while len(vectors) > 1:
-            vectors = [
-                builder.fadd(builder.shuffle_vector(u, v, even), builder.shuffle_vector(u, v, odd))
-                for u, v in zip(vectors[::2], vectors[1::2], strict=True)
-            ]
-        for row in range(HIGH):
-            own = _places(range(HIGH * row, HIGH * (row + 1)))
-            quarter = builder.shuffle_vector(vectors[0], vectors[0], own)
-            place = builder.add(target, builder.mul(target_bytes, _I64(row)))
-            builder.store(quarter, pointer_to(builder, place, _QUARTER), align=4)
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 6), generate
+    sums = _sums(builder, HIGH * HIGH)
+    with cgutils.for_range(builder, chunks) as loop:
+        ahead = builder.mul(loop.index, I64(4 * LANES))
+        a, b = (
+            [_row(builder, builder.add(start, ahead), row_bytes, row) for row in range(HIGH)]
+            for start in (left, right)
+        )
+        for place, total in enumerate(sums):
+            _multiply_add(builder, a[place // HIGH], b[place % HIGH], total)
+    # neighbours are added up four times: lane i holds the sum of vector i in the end
+    vectors = [builder.load(total) for total in sums]
+    even, odd = _places(range(0, 2 * LANES, 2)), _places(range(1, 2 * LANES, 2))
+    while len(vectors) > 1:
+        vectors = [
+            builder.fadd(builder.shuffle_vector(u, v, even), builder.shuffle_vector(u, v, odd))
+            for u, v in zip(vectors[::2], vectors[1::2], strict=True)
+        ]
+    for row in range(HIGH):
+        four = _places(range(HIGH * row, HIGH * (row + 1)))
+        quarter = builder.shuffle_vector(vectors[0], vectors[0], four)
+        place = builder.add(target, builder.mul(target_bytes, I64(row)))
+        builder.store(quarter, pointer_to(builder, place, _QUARTER), align=4)
 
 
 def _row(builder: ir.IRBuilder, start: ir.Value, row_bytes: ir.Value, row: int) -> ir.Value:
-    place = builder.add(start, builder.mul(row_bytes, _I64(row)))
-    return builder.load(pointer_to(builder, place, _VECTOR), align=4)
+    place = builder.add(start, builder.mul(row_bytes, I64(row)))
+    return builder.load(pointer_to(builder, place, FLOATS), align=4)
 
 
 def _weighing(width: int) -> Any:
-    @intrinsic
-    def weigh(context, lower, square_bytes, first, count, rows, row_bytes, target):
+    @instruction(types.void(*[types.int64] * 7))
+    def weigh(builder, lower, square_bytes, first, count, rows, row_bytes, target):
         """Rows ``first`` to ``first`` + 3 of G X + G' X, ``width`` times 16 columns of them.
 
         ``lower`` is G (H, W), ``rows`` the first of the columns in X, ``target`` their place
         in the result, whose rows lie as those of X do.
         """
-
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            lower, square_bytes, first, count, rows, row_bytes, target = arguments
-            sums = _sums(builder, HIGH * width)
-            one = _I64(4)
-            own_rows = builder.add(lower, builder.mul(first, square_bytes))
-            own_columns = builder.add(lower, builder.mul(first, one))
-            beyond = builder.add(first, _I64(HIGH))
-            end = builder.select(builder.icmp_signed("<", beyond, count), beyond, count)
-            # G holds zeros beside and above its triangle
-            for weights, down, along, begin, stop in (
-                (own_rows, square_bytes, one, _I64(0), end),
-                (own_columns, one, square_bytes, first, count),
-            ):
-                with cgutils.for_range_slice(builder, begin, stop, _I64(1)) as (other, _):
-                    start = builder.add(rows, builder.mul(other, row_bytes))
-                    vectors = [_row(builder, start, _I64(4 * LANES), v) for v in range(width)]
-                    at = builder.add(weights, builder.mul(other, along))
-                    for row in range(HIGH):
-                        place = builder.add(at, builder.mul(down, _I64(row)))
-                        number = builder.load(pointer_to(builder, place, _F32), align=4)
-                        single = builder.insert_element(
-                            ir.Constant(_VECTOR, ir.Undefined), number, _I32(0)
-                        )
-                        same = builder.shuffle_vector(single, single, _places([0] * LANES))
-                        for vector, total in zip(
-                            vectors, sums[width * row : width * (row + 1)], strict=True
-                        ):
-                            _multiply_add(builder, same, vector, total)
-            for number, total in enumerate(sums):
-                row, vector = divmod(number, width)
-                place = builder.add(target, builder.mul(row_bytes, builder.add(first, _I64(row))))
-                place = builder.add(place, _I64(4 * LANES * vector))
-                builder.store(builder.load(total), pointer_to(builder, place, _VECTOR), align=4)
-            return context.get_dummy_value()
-
-        return types.void(*[types.int64] * 7), generate
+        sums, one = _sums(builder, HIGH * width), I64(4)
+        block_rows = builder.add(lower, builder.mul(first, square_bytes))
+        block_columns = builder.add(lower, builder.mul(first, one))
+        beyond = builder.add(first, I64(HIGH))
+        end = builder.select(builder.icmp_signed("<", beyond, count), beyond, count)
+        # G holds zeros beside and above its triangle
+        for weights, down, along, begin, stop in (
+            (block_rows, square_bytes, one, I64(0), end),
+            (block_columns, one, square_bytes, first, count),
+        ):
+            with cgutils.for_range_slice(builder, begin, stop, I64(1)) as (other, _):
+                start = builder.add(rows, builder.mul(other, row_bytes))
+                vectors = [_row(builder, start, I64(4 * LANES), v) for v in range(width)]
+                at = builder.add(weights, builder.mul(other, along))
+                for row in range(HIGH):
+                    place = builder.add(at, builder.mul(down, I64(row)))
+                    number = builder.load(pointer_to(builder, place, F32), align=4)
+                    weight = spread(builder, number, FLOATS)
+                    for vector, total in zip(
+                        vectors, sums[width * row : width * (row + 1)], strict=True
+                    ):
+                        _multiply_add(builder, weight, vector, total)
+        for number, total in enumerate(sums):
+            row, vector = divmod(number, width)
+            place = builder.add(target, builder.mul(row_bytes, builder.add(first, I64(row))))
+            place = builder.add(place, I64(4 * LANES * vector))
+            builder.store(builder.load(total), pointer_to(builder, place, FLOATS), align=4)
 
     return weigh
 
@@ -271,7 +258,7 @@ def dot_forward(job):
                 for column in range(0, row + HIGH, HIGH):
                     target = square + row * wide + 4 * column
                     right = features + column * row_bytes
-                    multiply_block(left, right, row_bytes, dim // LANES, target, wide)
+                    multiply_four(left, right, row_bytes, dim // LANES, target, wide)
             z = field(job, Z) + sample * field(job, Z_STRIDE)
             for column in range(0, dim, LANES):
                 store_numbers(z, load_vector(features + 4 * column), LANES, narrow)

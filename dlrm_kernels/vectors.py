@@ -42,6 +42,9 @@ _LONGS, _HALVES = ir.VectorType(I64, LANES), ir.VectorType(ir.HalfType(), LANES)
 compiled = njit(error_model="numpy")
 """Decorates what kernels call. Division by zero gives inf, as in C: nothing here can raise."""
 
+inlined = njit(error_model="numpy", forceinline=True)
+"""The same for what LLVM is to write into each caller, however long it is."""
+
 
 class Lanes(types.Type):
     """Numba's view of sixteen numbers in a register, or in each of several that make one value."""

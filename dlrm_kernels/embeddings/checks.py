@@ -13,6 +13,9 @@ from dlrm_core.data.batch import Batch
 NO_FAULT, BAD_INDEX, BAD_OFFSET = 0, 1, 2
 """What a forward kernel notes of a batch that it refuses."""
 
+ADAGRAD, ROWWISE, SGD = 0, 1, 2
+"""KIND of an update that changes a row once."""
+
 
 def check_batch(batch: Batch, tables: int, device: str = "cpu") -> None:
     """Refuse what the kernels of that kind of device would misread.

@@ -12,10 +12,16 @@ other widths are done 64, 16 and then 1 column at a time.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 from __future__ import annotations
 
+from typing import Any
+
 from dlrm_kernels.embeddings.checks import BAD_INDEX, BAD_OFFSET
 from dlrm_kernels.embeddings.kernels_narrow import (
     FLOAT,
+    Lookups,
+    Share,
     draw_words,
+    fetched,
+    owns,
     subtract_narrow,
     sum_narrow,
     words_bytes,
@@ -29,8 +35,8 @@ from dlrm_kernels.vectors import (
     item,
     load_float,
     load_vector,
+    loads,
     multiply,
-    owner,
     prefetch,
     splat,
     store_float,
@@ -38,38 +44,41 @@ from dlrm_kernels.vectors import (
     store_vector,
     subtract,
     take_unit,
+    vector,
     warm,
-    zeros,
+    zeros_in,
 )
 
 # Fields of a job behind the first three. Addresses unless another unit is given.
-TABLES = 3  # T
-BAGS = 4  # B, bags of each table
-DIM = 5  # d, floats of a row
-WEIGHTS = 6  # T addresses of tables
-ROWS = 7  # T numbers of rows
-INDICES = 8  # all lookups, table after table
-OFFSETS = 9  # T x B, where each bag begins in its table's lookups
-STARTS = 10  # T + 1, where each table's lookups begin
-POOLED = 11  # forward: T x B x d floats
-GRADIENTS = 12  # T addresses of B x d gradients
-STRIDES = 13  # T distances between their rows, bytes
-STATES = 14  # T addresses of optimiser states
-RATES = 15  # two floats: learning rate, epsilon
-PLAN = 16  # UNITS x 3: table, slice, number of slices
-FAULTS = 17  # forward: UNITS x 2: kind of fault (0: none), position
-SCRATCH = 18  # per thread or per lookup, as the kernel says
-AHEAD = 19  # how many lookups ahead a row is prefetched
-KEYS = 20  # sorted kernels: 2 x N int64, or a region a thread
-KIND = 21  # sorted kernels: 0 Adagrad, 1 row-wise Adagrad
-STEP = 22  # bytes from one prefetch of a row to the next
-REGION = 23  # sorted kernels: bytes of a thread's region of keys; 0: the tables have regions
-FORMAT = 24  # of the tables' numbers: kernels_narrow.FLOAT, BF16 or HALF
-SEED = 25  # of the random words by which numbers of 2 bytes are rounded
-UPDATE = 26  # number of updates before this one
-NUMBERS = 27  # T numbers of the tables in the model
-WORDS = 28  # per thread, the random words of a row
-FIELDS = 29
+(
+    TABLES,  # T
+    BAGS,  # B, bags of each table
+    DIM,  # d, floats of a row
+    WEIGHTS,  # T addresses of tables
+    ROWS,  # T numbers of rows
+    INDICES,  # all lookups, table after table
+    OFFSETS,  # T x B, where each bag begins in its table's lookups
+    STARTS,  # T + 1, where each table's lookups begin
+    POOLED,  # forward: T x B x d floats
+    GRADIENTS,  # T addresses of B x d gradients
+    STRIDES,  # T distances between their rows, bytes
+    STATES,  # T addresses of optimiser states
+    RATES,  # two floats: learning rate, epsilon
+    PLAN,  # UNITS x 3: table, slice, number of slices
+    FAULTS,  # forward: UNITS x 2: kind of fault (0: none), position
+    SCRATCH,  # per thread or per lookup, as the kernel says
+    AHEAD,  # how many lookups ahead a row is prefetched
+    KEYS,  # sorted kernels: 2 x N int64, or a region a thread
+    KIND,  # sorted kernels: checks.ADAGRAD, ROWWISE or SGD
+    STEP,  # bytes from one prefetch of a row to the next
+    REGION,  # sorted kernels: bytes of a thread's region of keys; 0: the tables have regions
+    FORMAT,  # of the tables' numbers: kernels_narrow.FLOAT, BF16 or HALF
+    SEED,  # of the random words by which numbers of 2 bytes are rounded
+    UPDATE,  # number of updates before this one
+    NUMBERS,  # T numbers of the tables in the model
+    WORDS,  # per thread, the random words of a row
+    FIELDS,
+) = range(3, 30)
 
 
 @compiled
@@ -82,53 +91,43 @@ def bag_begin(job, table, bag):
     return item(starts, table) + item(field(job, OFFSETS), table * bags + bag)
 
 
-@compiled
-def sum_64(table, size, rows, indices, begin, end, last, out, ahead, step):
-    """64 columns of :func:`sum_bag`.
+def _summing(registers: int) -> Any:
+    """Make the part of :func:`sum_bag` for so many vectors of columns.
 
     A function of its own: in one with the loops over other widths LLVM spent 25 % more
     time in this loop at 50 lookups a bag, and 75 % more at 1.
     """
-    a, b, c, d = zeros(), zeros(), zeros(), zeros()
-    for i in range(begin, end):
-        warm(table + item(indices, min(i + ahead, last)) * size, 256, step)
-        row = item(indices, i)
-        if row < 0 or row >= rows:
-            return i
-        p = table + row * size
-        a = add(a, load_vector(p))
-        b = add(b, load_vector(p + 64))
-        c = add(c, load_vector(p + 128))
-        d = add(d, load_vector(p + 192))
-    store_vector(out, a)
-    store_vector(out + 64, b)
-    store_vector(out + 128, c)
-    store_vector(out + 192, d)
-    return -1
+    zeros, load, line = zeros_in(registers), loads(vector, registers), 64 * registers
+
+    @compiled
+    def sum_columns(table, size, rows, lookups, out):
+        total = zeros()
+        for i in range(lookups.begin, lookups.end):
+            if registers > 1:
+                warm(table + fetched(lookups, i) * size, line, lookups.step)
+            else:
+                prefetch(table + fetched(lookups, i) * size)
+            row = item(lookups.indices, i)
+            if row < 0 or row >= rows:
+                return i
+            total = add(total, load(table + row * size))
+        store_vector(out, total)
+        return -1
+
+    return sum_columns
+
+
+sum_64, sum_16 = _summing(4), _summing(1)
 
 
 @compiled
-def sum_16(table, size, rows, indices, begin, end, last, out, ahead):
-    """16 columns of :func:`sum_bag`."""
-    a = zeros()
-    for i in range(begin, end):
-        prefetch(table + item(indices, min(i + ahead, last)) * size)
-        row = item(indices, i)
-        if row < 0 or row >= rows:
-            return i
-        a = add(a, load_vector(table + row * size))
-    store_vector(out, a)
-    return -1
-
-
-@compiled
-def sum_few(table, size, rows, indices, begin, end, last, out, ahead, count):
+def sum_few(table, size, rows, lookups, out, count):
     """Fewer than 16 columns of :func:`sum_bag`."""
     for k in range(count):
         store_float(out + 4 * k, 0)
-    for i in range(begin, end):
-        prefetch(table + item(indices, min(i + ahead, last)) * size)
-        row = item(indices, i)
+    for i in range(lookups.begin, lookups.end):
+        prefetch(table + fetched(lookups, i) * size)
+        row = item(lookups.indices, i)
         if row < 0 or row >= rows:
             return i
         for k in range(count):
@@ -138,20 +137,17 @@ def sum_few(table, size, rows, indices, begin, end, last, out, ahead, count):
 
 
 @compiled
-def sum_bag(table, rows, dim, indices, begin, end, last, out, ahead, step):
-    """Sum rows ``indices[begin:end]`` into ``out``; the position of a bad index, or -1."""
+def sum_bag(table, rows, dim, lookups, out):
+    """Sum a bag's rows into ``out``; the position of a bad index, or -1."""
     size, column, bad = 4 * dim, 0, -1
     while column + 64 <= dim and bad < 0:
-        at = 4 * column
-        bad = sum_64(table + at, size, rows, indices, begin, end, last, out + at, ahead, step)
+        bad = sum_64(table + 4 * column, size, rows, lookups, out + 4 * column)
         column += 64
     while column + 16 <= dim and bad < 0:
-        at = 4 * column
-        bad = sum_16(table + at, size, rows, indices, begin, end, last, out + at, ahead)
+        bad = sum_16(table + 4 * column, size, rows, lookups, out + 4 * column)
         column += 16
     if column < dim and bad < 0:
-        at, rest = 4 * column, dim - column
-        bad = sum_few(table + at, size, rows, indices, begin, end, last, out + at, ahead, rest)
+        bad = sum_few(table + 4 * column, size, rows, lookups, out + 4 * column, dim - column)
     return bad
 
 
@@ -176,11 +172,11 @@ def pool_bags(job, table, bag, behind, fault):
             store_int(fault, BAD_OFFSET)
             store_int(fault + 8, table * bags + bag)
             return False
-        last = stop - 1
+        lookups = Lookups(indices, begin, end, stop - 1, ahead, step)
         if kind == FLOAT:
-            bad = sum_bag(weights, rows, dim, indices, begin, end, last, out, ahead, step)
+            bad = sum_bag(weights, rows, dim, lookups, out)
         else:
-            bad = sum_narrow(weights, rows, dim, indices, begin, end, last, out, ahead, step, kind)
+            bad = sum_narrow(weights, rows, dim, lookups, out, kind)
         if bad >= 0:
             store_int(fault, BAD_INDEX)
             store_int(fault + 8, bad)
@@ -209,96 +205,83 @@ def forward(job):
         unit = take_unit(job)
 
 
-@compiled
-def subtract_64(table, size, indices, begin, end, last, gradient, rate, ahead, step):
-    """64 columns of :func:`subtract_bag`, all rows ours."""
-    rates = splat(rate)
-    a = multiply(rates, load_vector(gradient))
-    b = multiply(rates, load_vector(gradient + 64))
-    c = multiply(rates, load_vector(gradient + 128))
-    d = multiply(rates, load_vector(gradient + 192))
-    for i in range(begin, end):
-        warm(table + item(indices, min(i + ahead, last)) * size, 256, step)
-        p = table + item(indices, i) * size
-        store_vector(p, subtract(load_vector(p), a))
-        store_vector(p + 64, subtract(load_vector(p + 64), b))
-        store_vector(p + 128, subtract(load_vector(p + 128), c))
-        store_vector(p + 192, subtract(load_vector(p + 192), d))
+def _subtracting(registers: int, shared: bool) -> Any:
+    """Make the part of :func:`subtract_bag` for so many vectors of columns.
+
+    Args:
+        shared: whether some rows may belong to others.
+    """
+    load, line = loads(vector, registers), 64 * registers
+
+    @compiled
+    def subtract_columns(table, size, lookups, gradient, rate, share):
+        change = multiply(splat(rate), load(gradient))
+        for i in range(lookups.begin, lookups.end):
+            soon = fetched(lookups, i)
+            if not shared or owns(share, soon):
+                if registers > 1:
+                    warm(table + soon * size, line, lookups.step)
+                else:
+                    prefetch(table + soon * size)
+            row = item(lookups.indices, i)
+            if not shared or owns(share, row):
+                p = table + row * size
+                store_vector(p, subtract(load(p), change))
+
+    return subtract_columns
+
+
+subtract_64, subtract_64_shared = _subtracting(4, False), _subtracting(4, True)
+subtract_16 = _subtracting(1, True)
 
 
 @compiled
-def subtract_64_shared(
-    table, size, indices, begin, end, last, gradient, rate, ahead, step, mine, slices
-):
-    """64 columns of :func:`subtract_bag`, other rows belong to others."""
-    rates = splat(rate)
-    a = multiply(rates, load_vector(gradient))
-    b = multiply(rates, load_vector(gradient + 64))
-    c = multiply(rates, load_vector(gradient + 128))
-    d = multiply(rates, load_vector(gradient + 192))
-    for i in range(begin, end):
-        soon = item(indices, min(i + ahead, last))
-        if owner(soon, slices) == mine:
-            warm(table + soon * size, 256, step)
-        row = item(indices, i)
-        if owner(row, slices) == mine:
-            p = table + row * size
-            store_vector(p, subtract(load_vector(p), a))
-            store_vector(p + 64, subtract(load_vector(p + 64), b))
-            store_vector(p + 128, subtract(load_vector(p + 128), c))
-            store_vector(p + 192, subtract(load_vector(p + 192), d))
-
-
-@compiled
-def subtract_16(table, size, indices, begin, end, last, gradient, rate, ahead, mine, slices):
-    """16 columns of :func:`subtract_bag`."""
-    a = multiply(splat(rate), load_vector(gradient))
-    for i in range(begin, end):
-        soon = item(indices, min(i + ahead, last))
-        if owner(soon, slices) == mine:
-            prefetch(table + soon * size)
-        row = item(indices, i)
-        if owner(row, slices) == mine:
-            p = table + row * size
-            store_vector(p, subtract(load_vector(p), a))
-
-
-@compiled
-def subtract_few(
-    table, size, indices, begin, end, last, gradient, rate, ahead, mine, slices, count
-):
+def subtract_few(table, size, lookups, gradient, rate, share, count):
     """Fewer than 16 columns of :func:`subtract_bag`."""
-    for i in range(begin, end):
-        soon = item(indices, min(i + ahead, last))
-        if owner(soon, slices) == mine:
+    for i in range(lookups.begin, lookups.end):
+        soon = fetched(lookups, i)
+        if owns(share, soon):
             prefetch(table + soon * size)
-        row = item(indices, i)
-        if owner(row, slices) == mine:
+        row = item(lookups.indices, i)
+        if owns(share, row):
             for k in range(count):
                 p = table + row * size + 4 * k
                 store_float(p, load_float(p) - rate * load_float(gradient + 4 * k))
 
 
 @compiled
-def subtract_bag(table, dim, indices, begin, end, last, gradient, rate, ahead, step, mine, slices):
-    """w[row] -= rate g for each lookup of a bag whose row belongs to slice ``mine``."""
+def subtract_bag(table, dim, lookups, gradient, rate, share):
+    """w[row] -= rate g for each lookup of a bag whose row is of that share."""
     size, column = 4 * dim, 0
     while column + 64 <= dim:
         t, g = table + 4 * column, gradient + 4 * column
-        if slices == 1:
-            subtract_64(t, size, indices, begin, end, last, g, rate, ahead, step)
+        if share.slices == 1:
+            subtract_64(t, size, lookups, g, rate, share)
         else:
-            subtract_64_shared(
-                t, size, indices, begin, end, last, g, rate, ahead, step, mine, slices
-            )
+            subtract_64_shared(t, size, lookups, g, rate, share)
         column += 64
     while column + 16 <= dim:
         t, g = table + 4 * column, gradient + 4 * column
-        subtract_16(t, size, indices, begin, end, last, g, rate, ahead, mine, slices)
+        subtract_16(t, size, lookups, g, rate, share)
         column += 16
     if column < dim:
         t, g, rest = table + 4 * column, gradient + 4 * column, dim - column
-        subtract_few(t, size, indices, begin, end, last, g, rate, ahead, mine, slices, rest)
+        subtract_few(t, size, lookups, g, rate, share, rest)
+
+
+@compiled
+def subtract_scaled(row, gradient, scale, dim):
+    """w -= scale g."""
+    scales, column = splat(scale), 0
+    while column + 16 <= dim:
+        at = 4 * column
+        change = multiply(scales, load_vector(gradient + at))
+        store_vector(row + at, subtract(load_vector(row + at), change))
+        column += 16
+    while column < dim:
+        at = 4 * column
+        store_float(row + at, load_float(row + at) - scale * load_float(gradient + at))
+        column += 1
 
 
 def sgd_owned(job):
@@ -316,24 +299,19 @@ def sgd_owned(job):
     unit = take_unit(job)
     while unit < units:
         table = item(plan, 3 * unit)
-        mine, slices = item(plan, 3 * unit + 1), item(plan, 3 * unit + 2)
+        share = Share(item(plan, 3 * unit + 1), item(plan, 3 * unit + 2))
         weights = item(field(job, WEIGHTS), table)
         gradient, stride = item(field(job, GRADIENTS), table), item(field(job, STRIDES), table)
         last = item(starts, table + 1) - 1
         begin = item(starts, table)
         for bag in range(bags):
             end = bag_begin(job, table, bag + 1)
+            lookups = Lookups(indices, begin, end, last, ahead, step)
             if kind == FLOAT:
-                subtract_bag(
-                    *(weights, dim, indices, begin, end, last, gradient, rate),
-                    *(ahead, step, mine, slices),
-                )
+                subtract_bag(weights, dim, lookups, gradient, rate, share)
             elif begin < end:
                 draw_words(drawn, seed, bag, item(field(job, NUMBERS), table), update, dim)
-                subtract_narrow(
-                    *(weights, dim, indices, begin, end, last, gradient, rate),
-                    *(ahead, step, mine, slices, drawn, kind),
-                )
+                subtract_narrow(weights, dim, lookups, gradient, rate, share, drawn, kind)
             begin = end
             gradient += stride
         unit = take_unit(job)

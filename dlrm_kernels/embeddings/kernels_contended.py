@@ -11,21 +11,7 @@ adds, and so the last bits of a weight, differ from run to run in the last two.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 from __future__ import annotations
 
-from dlrm_kernels.embeddings.kernels import (
-    AHEAD,
-    BAGS,
-    DIM,
-    GRADIENTS,
-    INDICES,
-    RATES,
-    SCRATCH,
-    STARTS,
-    STEP,
-    STRIDES,
-    TABLES,
-    WEIGHTS,
-    bag_begin,
-)
+from dlrm_kernels.embeddings import kernels as k
 from dlrm_kernels.vectors import (
     UNITS,
     atomic_add_float,
@@ -34,12 +20,9 @@ from dlrm_kernels.vectors import (
     item,
     load_float,
     load_vector,
-    multiply,
     peek_lock,
-    splat,
     store_float,
     store_vector,
-    subtract,
     take_unit,
     try_lock,
     unlock,
@@ -53,33 +36,22 @@ LOCK_BYTES = 64
 
 
 @compiled
-def subtract_row(row, gradient, rate, dim):
-    """w -= rate g."""
-    rates = splat(rate)
-    column = 0
-    while column + 16 <= dim:
-        p = row + 4 * column
-        change = multiply(rates, load_vector(gradient + 4 * column))
-        store_vector(p, subtract(load_vector(p), change))
-        column += 16
-    while column < dim:
-        p = row + 4 * column
-        store_float(p, load_float(p) - rate * load_float(gradient + 4 * column))
-        column += 1
+def gradient_of(job, table, bag):
+    """Address of the gradient (d floats) of a bag's pooled vector."""
+    return item(field(job, k.GRADIENTS), table) + bag * item(field(job, k.STRIDES), table)
 
 
 def expand(job):
     """Naive, backward: copy each bag's gradient to every one of its lookups (N x d floats)."""
-    tables, bags, dim = field(job, TABLES), field(job, BAGS), field(job, DIM)
-    units, rows = field(job, UNITS), field(job, SCRATCH)
+    tables, bags, dim = field(job, k.TABLES), field(job, k.BAGS), field(job, k.DIM)
+    units, rows = field(job, UNITS), field(job, k.SCRATCH)
     unit = take_unit(job)
     while unit < units:
         for place in range(tables * bags * unit // units, tables * bags * (unit + 1) // units):
             table = place // bags
             bag = place - table * bags
-            gradient = item(field(job, GRADIENTS), table)
-            gradient += bag * item(field(job, STRIDES), table)
-            for i in range(bag_begin(job, table, bag), bag_begin(job, table, bag + 1)):
+            gradient = gradient_of(job, table, bag)
+            for i in range(k.bag_begin(job, table, bag), k.bag_begin(job, table, bag + 1)):
                 out = rows + 4 * dim * i
                 column = 0
                 while column + 16 <= dim:
@@ -93,35 +65,34 @@ def expand(job):
 
 def apply_serially(job):
     """Naive, update: w[row] -= rate g over the sparse gradient; one unit, so one thread."""
-    dim, ahead, step = field(job, DIM), field(job, AHEAD), field(job, STEP)
-    rate = load_float(field(job, RATES))
-    indices, starts, rows = field(job, INDICES), field(job, STARTS), field(job, SCRATCH)
+    dim, ahead, step = field(job, k.DIM), field(job, k.AHEAD), field(job, k.STEP)
+    rate = load_float(field(job, k.RATES))
+    indices, starts, rows = field(job, k.INDICES), field(job, k.STARTS), field(job, k.SCRATCH)
     if take_unit(job) > 0:
         return
-    for table in range(field(job, TABLES)):
-        weights = item(field(job, WEIGHTS), table)
+    for table in range(field(job, k.TABLES)):
+        weights = item(field(job, k.WEIGHTS), table)
         end = item(starts, table + 1)
         for i in range(item(starts, table), end):
             warm(weights + 4 * dim * item(indices, min(i + ahead, end - 1)), 4 * dim, step)
-            subtract_row(weights + 4 * dim * item(indices, i), rows + 4 * dim * i, rate, dim)
+            k.subtract_scaled(weights + 4 * dim * item(indices, i), rows + 4 * dim * i, rate, dim)
 
 
 def sgd_atomic(job):
     """w[row] -= rate g by one atomic add a float; a unit is a range of bags."""
-    tables, bags, dim = field(job, TABLES), field(job, BAGS), field(job, DIM)
-    units, indices, ahead = field(job, UNITS), field(job, INDICES), field(job, AHEAD)
-    step = field(job, STEP)
-    rate = load_float(field(job, RATES))
+    tables, bags, dim = field(job, k.TABLES), field(job, k.BAGS), field(job, k.DIM)
+    units, indices, ahead = field(job, UNITS), field(job, k.INDICES), field(job, k.AHEAD)
+    step = field(job, k.STEP)
+    rate = load_float(field(job, k.RATES))
     unit = take_unit(job)
     while unit < units:
         for place in range(tables * bags * unit // units, tables * bags * (unit + 1) // units):
             table = place // bags
             bag = place - table * bags
-            weights = item(field(job, WEIGHTS), table)
-            last = item(field(job, STARTS), table + 1) - 1
-            gradient = item(field(job, GRADIENTS), table)
-            gradient += bag * item(field(job, STRIDES), table)
-            for i in range(bag_begin(job, table, bag), bag_begin(job, table, bag + 1)):
+            weights = item(field(job, k.WEIGHTS), table)
+            last = item(field(job, k.STARTS), table + 1) - 1
+            gradient = gradient_of(job, table, bag)
+            for i in range(k.bag_begin(job, table, bag), k.bag_begin(job, table, bag + 1)):
                 warm(weights + 4 * dim * item(indices, min(i + ahead, last)), 4 * dim, step)
                 row = weights + 4 * dim * item(indices, i)
                 for column in range(dim):
@@ -132,26 +103,25 @@ def sgd_atomic(job):
 
 def sgd_locked(job):
     """w[row] -= rate g under the row's lock; a unit is a range of bags."""
-    tables, bags, dim = field(job, TABLES), field(job, BAGS), field(job, DIM)
-    units, indices, ahead = field(job, UNITS), field(job, INDICES), field(job, AHEAD)
-    step = field(job, STEP)
-    rate, locks = load_float(field(job, RATES)), field(job, SCRATCH)
+    tables, bags, dim = field(job, k.TABLES), field(job, k.BAGS), field(job, k.DIM)
+    units, indices, ahead = field(job, UNITS), field(job, k.INDICES), field(job, k.AHEAD)
+    step = field(job, k.STEP)
+    rate, locks = load_float(field(job, k.RATES)), field(job, k.SCRATCH)
     unit = take_unit(job)
     while unit < units:
         for place in range(tables * bags * unit // units, tables * bags * (unit + 1) // units):
             table = place // bags
             bag = place - table * bags
-            weights = item(field(job, WEIGHTS), table)
-            last = item(field(job, STARTS), table + 1) - 1
-            gradient = item(field(job, GRADIENTS), table)
-            gradient += bag * item(field(job, STRIDES), table)
-            for i in range(bag_begin(job, table, bag), bag_begin(job, table, bag + 1)):
+            weights = item(field(job, k.WEIGHTS), table)
+            last = item(field(job, k.STARTS), table + 1) - 1
+            gradient = gradient_of(job, table, bag)
+            for i in range(k.bag_begin(job, table, bag), k.bag_begin(job, table, bag + 1)):
                 warm(weights + 4 * dim * item(indices, min(i + ahead, last)), 4 * dim, step)
                 row = item(indices, i)
                 lock = locks + LOCK_BYTES * ((row * tables + table) & (LOCKS - 1))
                 while try_lock(lock) != 0:
                     while peek_lock(lock) != 0:
                         pass
-                subtract_row(weights + 4 * dim * row, gradient, rate, dim)
+                k.subtract_scaled(weights + 4 * dim * row, gradient, rate, dim)
                 unlock(lock)
         unit = take_unit(job)

@@ -18,10 +18,9 @@ import triton
 import triton.language as tl
 
 from dlrm_core.rounding import GOLDEN, GROUP_BITS, PHILOX_ROUNDS
+from dlrm_kernels.embeddings import checks
 
-SGD, ADAGRAD, ROWWISE = 0, 1, 2
-"""KIND of an update."""
-
+ADAGRAD, ROWWISE = tl.constexpr(checks.ADAGRAD), tl.constexpr(checks.ROWWISE)
 GROUP = tl.constexpr(GROUP_BITS)
 MEMBERS = tl.constexpr((1 << GROUP_BITS) - 1)
 ROUNDS = tl.constexpr(PHILOX_ROUNDS)
@@ -232,20 +231,20 @@ def _update(
     at = (tl.load(places + table) + row * (DIM // VEC)) * VEC
     at = at[:, None] + column[None, :]
     weight = tl.load(reference + at, mask=wanted, other=0.0).to(tl.float32)
-    if KIND == 0:  # SGD
-        change = rate * gradient
-    elif KIND == 1:  # Adagrad
+    if KIND == ADAGRAD:
         state_at = (tl.load(state_places + table) + row * (DIM // VEC)) * VEC
         state_at = state_at[:, None] + column[None, :]
         total = tl.load(states + state_at, mask=wanted, other=0.0) + gradient * gradient
         tl.store(states + state_at, total, mask=wanted)
         change = tl.div_rn(rate * gradient, tl.sqrt_rn(total) + EPSILON)
-    else:  # row-wise Adagrad
+    elif KIND == ROWWISE:
         state_at = tl.load(state_places + table) + row
         squares = tl.sum(tl.where(wanted, gradient * gradient, 0.0), 1) / DIM
         total = tl.load(states + state_at, mask=complete, other=0.0) + squares
         tl.store(states + state_at, total, mask=complete)
         change = gradient * tl.div_rn(rate, tl.sqrt_rn(total) + EPSILON)[:, None]
+    else:
+        change = rate * gradient
     changed = weight - change
     if reference.dtype.element_ty != tl.float32:
         words = _words(seed, tl.load(updates), tl.load(numbers + table), row, column)

@@ -9,6 +9,8 @@ and a member of the group adds its multiple of the golden ratio.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from dlrm_core.rounding import GOLDEN, LANES, MULTIPLIERS, PHILOX_ROUNDS, WEYL, WORDS
 from dlrm_kernels.vectors import (
     add,
@@ -16,13 +18,13 @@ from dlrm_kernels.vectors import (
     compiled,
     from_bf16,
     from_half,
+    inlined,
     item,
     lane_numbers,
     load_first,
     load_first_shorts,
-    load_shorts,
-    load_vector,
     load_words,
+    loads,
     multiply,
     multiply_high,
     multiply_low,
@@ -30,6 +32,7 @@ from dlrm_kernels.vectors import (
     prefetch,
     round_to_bf16,
     round_to_half,
+    short_vector,
     splat,
     splat_word,
     store_first,
@@ -38,13 +41,47 @@ from dlrm_kernels.vectors import (
     store_vector,
     store_words,
     subtract,
+    vector,
     warm,
+    word_vector,
     xor_words,
-    zeros,
+    zeros_in,
 )
 
 FLOAT, BF16, HALF = 0, 1, 2
 """Formats of a table's numbers."""
+
+
+class Lookups(NamedTuple):
+    """Lookups of a bag, and how far before its use a row is fetched."""
+
+    indices: int
+    """Address of all lookups."""
+    begin: int
+    end: int
+    last: int
+    """The table's last lookup."""
+    ahead: int
+    step: int
+
+
+class Share(NamedTuple):
+    """Which of the slices of a table's rows a unit of work owns."""
+
+    mine: int
+    slices: int
+
+
+@compiled
+def fetched(lookups, i):
+    """The row to fetch while that of lookup ``i`` is used."""
+    return item(lookups.indices, min(i + lookups.ahead, lookups.last))
+
+
+@compiled
+def owns(share, row):
+    """Whether a row belongs to a share."""
+    return owner(row, share.slices) == share.mine
 
 
 @compiled
@@ -83,123 +120,116 @@ def widen(shorts, kind):
     return from_half(shorts)
 
 
-@compiled
-def load_narrow(address, count, kind):
-    """The first ``count`` of sixteen numbers, at most, as float32."""
-    if count >= LANES:
-        return widen(load_shorts(address), kind)
-    return widen(load_first_shorts(address, count), kind)
+def _loading(registers: int) -> Any:
+    load = loads(short_vector, registers)
+
+    @compiled
+    def load_narrow(address, count, kind):
+        """So many vectors as float32; of a single one the first ``count``, at most."""
+        if registers > 1 or count >= LANES:
+            return widen(load(address), kind)
+        return widen(load_first_shorts(address, count), kind)
+
+    return load_narrow
+
+
+def _changing(registers: int) -> Any:
+    load = _loading(registers)
+
+    @inlined
+    def change_numbers(address, change, drawn, count, kind):
+        """w - change of the numbers that :func:`_loading` names, rounded by words."""
+        value = subtract(load(address, count, kind), change)
+        if kind == BF16:
+            rounded = round_to_bf16(value, drawn)
+        else:
+            rounded = round_to_half(value, drawn)
+        if registers > 1 or count >= LANES:
+            store_shorts(address, rounded)
+        else:
+            store_first_shorts(address, rounded, count)
+
+    return change_numbers
+
+
+change_64, change_16 = _changing(4), _changing(1)
+
+
+def _summing(registers: int) -> Any:
+    """Make the part of :func:`sum_narrow` for so many vectors of columns."""
+    zeros, load, line = zeros_in(registers), _loading(registers), 32 * registers
+
+    @compiled
+    def sum_columns(table, size, rows, lookups, out, count, kind):
+        total = zeros()
+        for i in range(lookups.begin, lookups.end):
+            if registers > 1:
+                warm(table + fetched(lookups, i) * size, line, lookups.step)
+            else:
+                prefetch(table + fetched(lookups, i) * size)
+            row = item(lookups.indices, i)
+            if row < 0 or row >= rows:
+                return i
+            total = add(total, load(table + row * size, count, kind))
+        if registers > 1:
+            store_vector(out, total)
+        else:
+            store_first(out, total, count)
+        return -1
+
+    return sum_columns
+
+
+sum_narrow_64, sum_narrow_16 = _summing(4), _summing(1)
 
 
 @compiled
-def change_narrow(address, change, drawn, count, kind):
-    """w - change of the first ``count`` of sixteen numbers, at most, rounded by words."""
-    value = subtract(load_narrow(address, count, kind), change)
-    if kind == BF16:
-        rounded = round_to_bf16(value, drawn)
-    else:
-        rounded = round_to_half(value, drawn)
-    if count >= LANES:
-        store_shorts(address, rounded)
-    else:
-        store_first_shorts(address, rounded, count)
-
-
-@compiled
-def sum_narrow_64(table, size, rows, indices, begin, end, last, out, ahead, step, kind):
-    """64 columns of :func:`sum_narrow`."""
-    a, b, c, d = zeros(), zeros(), zeros(), zeros()
-    for i in range(begin, end):
-        warm(table + item(indices, min(i + ahead, last)) * size, 128, step)
-        row = item(indices, i)
-        if row < 0 or row >= rows:
-            return i
-        p = table + row * size
-        a = add(a, widen(load_shorts(p), kind))
-        b = add(b, widen(load_shorts(p + 32), kind))
-        c = add(c, widen(load_shorts(p + 64), kind))
-        d = add(d, widen(load_shorts(p + 96), kind))
-    store_vector(out, a)
-    store_vector(out + 64, b)
-    store_vector(out + 128, c)
-    store_vector(out + 192, d)
-    return -1
-
-
-@compiled
-def sum_narrow_16(table, size, rows, indices, begin, end, last, out, ahead, count, kind):
-    """At most 16 columns of :func:`sum_narrow`."""
-    a = zeros()
-    for i in range(begin, end):
-        prefetch(table + item(indices, min(i + ahead, last)) * size)
-        row = item(indices, i)
-        if row < 0 or row >= rows:
-            return i
-        a = add(a, load_narrow(table + row * size, count, kind))
-    store_first(out, a, count)
-    return -1
-
-
-@compiled
-def sum_narrow(table, rows, dim, indices, begin, end, last, out, ahead, step, kind):
-    """Sum rows ``indices[begin:end]`` into ``out``; the position of a bad index, or -1."""
+def sum_narrow(table, rows, dim, lookups, out, kind):
+    """Sum a bag's rows into ``out``; the position of a bad index, or -1."""
     size, column, bad = 2 * dim, 0, -1
     while column + 64 <= dim and bad < 0:
         t, o = table + 2 * column, out + 4 * column
-        bad = sum_narrow_64(t, size, rows, indices, begin, end, last, o, ahead, step, kind)
+        bad = sum_narrow_64(t, size, rows, lookups, o, LANES, kind)
         column += 64
     while column < dim and bad < 0:
         t, o, count = table + 2 * column, out + 4 * column, min(LANES, dim - column)
-        bad = sum_narrow_16(t, size, rows, indices, begin, end, last, o, ahead, count, kind)
+        bad = sum_narrow_16(t, size, rows, lookups, o, count, kind)
         column += LANES
     return bad
 
 
-@compiled
-def subtract_narrow_64(
-    table, size, indices, begin, end, last, gradient, rate, ahead, step, mine, slices, drawn, kind
-):
-    """64 columns of :func:`subtract_narrow`."""
-    rates = splat(rate)
-    a = multiply(rates, load_vector(gradient))
-    b = multiply(rates, load_vector(gradient + 64))
-    c = multiply(rates, load_vector(gradient + 128))
-    d = multiply(rates, load_vector(gradient + 192))
-    e, f = load_words(drawn), load_words(drawn + 64)
-    g, h = load_words(drawn + 128), load_words(drawn + 192)
-    for i in range(begin, end):
-        soon = item(indices, min(i + ahead, last))
-        if owner(soon, slices) == mine:
-            warm(table + soon * size, 128, step)
-        row = item(indices, i)
-        if owner(row, slices) == mine:
-            p, own = table + row * size, splat_word((i - begin) * GOLDEN)
-            change_narrow(p, a, add_words(e, own), LANES, kind)
-            change_narrow(p + 32, b, add_words(f, own), LANES, kind)
-            change_narrow(p + 64, c, add_words(g, own), LANES, kind)
-            change_narrow(p + 96, d, add_words(h, own), LANES, kind)
+def _subtracting(registers: int) -> Any:
+    """Make the part of :func:`subtract_narrow` for so many vectors of columns."""
+    load, load_drawn = loads(vector, registers), loads(word_vector, registers)
+    change_numbers, line = _changing(registers), 32 * registers
+
+    @compiled
+    def subtract_columns(table, size, lookups, gradient, rate, share, drawn, count, kind):
+        if registers > 1:
+            change = multiply(splat(rate), load(gradient))
+        else:
+            change = multiply(splat(rate), load_first(gradient, count))
+        words = load_drawn(drawn)
+        for i in range(lookups.begin, lookups.end):
+            soon = fetched(lookups, i)
+            if owns(share, soon):
+                if registers > 1:
+                    warm(table + soon * size, line, lookups.step)
+                else:
+                    prefetch(table + soon * size)
+            row = item(lookups.indices, i)
+            if owns(share, row):
+                member = splat_word((i - lookups.begin) * GOLDEN)
+                change_numbers(table + row * size, change, add_words(words, member), count, kind)
+
+    return subtract_columns
+
+
+subtract_narrow_64, subtract_narrow_16 = _subtracting(4), _subtracting(1)
 
 
 @compiled
-def subtract_narrow_16(
-    table, size, indices, begin, end, last, gradient, rate, ahead, mine, slices, drawn, count, kind
-):
-    """At most 16 columns of :func:`subtract_narrow`."""
-    change, base = multiply(splat(rate), load_first(gradient, count)), load_words(drawn)
-    for i in range(begin, end):
-        soon = item(indices, min(i + ahead, last))
-        if owner(soon, slices) == mine:
-            prefetch(table + soon * size)
-        row = item(indices, i)
-        if owner(row, slices) == mine:
-            own = add_words(base, splat_word((i - begin) * GOLDEN))
-            change_narrow(table + row * size, change, own, count, kind)
-
-
-@compiled
-def subtract_narrow(
-    table, dim, indices, begin, end, last, gradient, rate, ahead, step, mine, slices, drawn, kind
-):
+def subtract_narrow(table, dim, lookups, gradient, rate, share, drawn, kind):
     """w[row] -= rate g for each lookup of a bag whose row is ours, rounded after each.
 
     The bag's words are in ``drawn``; a lookup is a member of the bag by its place in it.
@@ -207,26 +237,22 @@ def subtract_narrow(
     size, column = 2 * dim, 0
     while column + 64 <= dim:
         t, g, words = table + 2 * column, gradient + 4 * column, drawn + 4 * column
-        subtract_narrow_64(
-            *(t, size, indices, begin, end, last, g, rate, ahead, step, mine, slices, words, kind)
-        )
+        subtract_narrow_64(t, size, lookups, g, rate, share, words, LANES, kind)
         column += 64
     while column < dim:
         t, g, words = table + 2 * column, gradient + 4 * column, drawn + 4 * column
         count = min(LANES, dim - column)
-        subtract_narrow_16(
-            *(t, size, indices, begin, end, last, g, rate, ahead, mine, slices, words, count, kind)
-        )
+        subtract_narrow_16(t, size, lookups, g, rate, share, words, count, kind)
         column += LANES
 
 
 @compiled
 def change_row(row, gradient, scale, dim, drawn, member, kind):
     """w -= scale g of a whole row, rounded once; ``member`` of the group of ``drawn``."""
-    scales, own, column = splat(scale), splat_word(member * GOLDEN), 0
+    scales, added, column = splat(scale), splat_word(member * GOLDEN), 0
     while column < dim:
         count = min(LANES, dim - column)
         change = multiply(scales, load_first(gradient + 4 * column, count))
-        words = add_words(load_words(drawn + 4 * column), own)
-        change_narrow(row + 2 * column, change, words, count, kind)
+        words = add_words(load_words(drawn + 4 * column), added)
+        change_16(row + 2 * column, change, words, count, kind)
         column += LANES
