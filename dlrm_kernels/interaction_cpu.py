@@ -60,7 +60,7 @@ from dlrm_kernels.vectors import (
 HIGH = 4
 """Features in a block."""
 
-AHEAD = 2
+SAMPLES_AHEAD = 2
 """Samples between the fetching of a row and its use."""
 
 SAMPLES = 32
@@ -209,7 +209,7 @@ def place_of(job, addresses, strides, feature, sample):
 
 
 @compiled
-def own_scratch(job):
+def thread_scratch(job):
     """This thread's X, the gradient of X, and the square, which begins as zeros."""
     features = field(job, SCRATCH) + enter(job) * field(job, SCRATCH_BYTES)
     high = (field(job, COUNT) + HIGH - 1) // HIGH * HIGH
@@ -227,7 +227,7 @@ def gather(job, sample, features):
     for column in range(0, dim, LANES):
         value = load_numbers(first + number_bytes(job) * column, LANES, narrow)
         store_vector(features + 4 * column, value)
-    ahead = AHEAD if sample + AHEAD < field(job, SIZE) else 0
+    ahead = SAMPLES_AHEAD if sample + SAMPLES_AHEAD < field(job, SIZE) else 0
     for feature in range(1, field(job, COUNT)):
         source = place_of(job, FEATURES, STRIDES, feature, sample)
         target = features + 4 * dim * feature
@@ -244,7 +244,7 @@ def square_bytes(job):
 
 def dot_forward(job):
     """Write z (B, d + pairs) from the features."""
-    features, _, square = own_scratch(job)
+    features, _, square = thread_scratch(job)
     dim, count, narrow = field(job, DIM), field(job, COUNT), field(job, NARROW)
     row_bytes, wide = 4 * dim, square_bytes(job)
     while True:
@@ -274,7 +274,7 @@ def dot_forward(job):
 
 def dot_backward(job):
     """Write the gradients of the features from that of z."""
-    features, gradients, square = own_scratch(job)
+    features, gradients, square = thread_scratch(job)
     dim, count, narrow = field(job, DIM), field(job, COUNT), field(job, NARROW)
     row_bytes, wide = 4 * dim, square_bytes(job)
     while True:

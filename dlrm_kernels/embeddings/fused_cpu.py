@@ -211,7 +211,7 @@ class FusedCpu:
     def _make_room_to_sort(
         self, job: _Job, starts: tuple[int, ...], plan: np.ndarray, threads: int
     ) -> None:
-        of_thread = kernels_sorted.scratch_bytes(self._dim) // 8
+        of_thread = kernels_sorted.thread_bytes(self._dim) // 8
         region = key_region(starts, plan, threads)
         keys = threads * region if region else 2 * starts[-1]
         needed = threads * of_thread + keys

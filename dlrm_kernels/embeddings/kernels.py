@@ -6,7 +6,7 @@ many units there are, so results are the same bits for every number of threads.
 
 A row of 64 floats lives in four vector registers while its bag is summed or its
 gradient subtracted; the row some lookups ahead is prefetched meanwhile. Rows of
-other widths are done 64, 16 and then 1 column at a time.
+other widths are done 64 columns at a time, and then at most 16.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -14,38 +14,41 @@ from __future__ import annotations
 
 from typing import Any
 
+from dlrm_core.rounding import GOLDEN
 from dlrm_kernels.embeddings.checks import BAD_INDEX, BAD_OFFSET
 from dlrm_kernels.embeddings.kernels_narrow import (
     FLOAT,
     Lookups,
     Share,
+    changing_numbers,
     draw_words,
     fetched,
+    loading_numbers,
     owns,
-    subtract_narrow,
-    sum_narrow,
+    store_16,
     words_bytes,
 )
 from dlrm_kernels.vectors import (
+    LANES,
     UNITS,
     add,
+    add_words,
     compiled,
     enter,
     field,
     item,
     load_float,
-    load_vector,
     loads,
     multiply,
     prefetch,
     splat,
-    store_float,
+    splat_word,
     store_int,
     store_vector,
     subtract,
     take_unit,
-    vector,
     warm,
+    word_vector,
     zeros_in,
 )
 
@@ -91,16 +94,17 @@ def bag_begin(job, table, bag):
     return item(starts, table) + item(field(job, OFFSETS), table * bags + bag)
 
 
-def _summing(registers: int) -> Any:
-    """Make the part of :func:`sum_bag` for so many vectors of columns.
+def _summing(registers: int, narrow: bool) -> Any:
+    """Make the part of :func:`_bag_sum` for so many vectors of columns.
 
     A function of its own: in one with the loops over other widths LLVM spent 25 % more
     time in this loop at 50 lookups a bag, and 75 % more at 1.
     """
-    zeros, load, line = zeros_in(registers), loads(vector, registers), 64 * registers
+    zeros, load = zeros_in(registers), loading_numbers(registers, narrow)
+    line = registers * LANES * (2 if narrow else 4)
 
     @compiled
-    def sum_columns(table, size, rows, lookups, out):
+    def sum_columns(table, size, rows, lookups, out, count, kind):
         total = zeros()
         for i in range(lookups.begin, lookups.end):
             if registers > 1:
@@ -110,45 +114,37 @@ def _summing(registers: int) -> Any:
             row = item(lookups.indices, i)
             if row < 0 or row >= rows:
                 return i
-            total = add(total, load(table + row * size))
-        store_vector(out, total)
+            total = add(total, load(table + row * size, count, kind))
+        if registers > 1:
+            store_vector(out, total)
+        else:
+            store_16(out, total, count)
         return -1
 
     return sum_columns
 
 
-sum_64, sum_16 = _summing(4), _summing(1)
+def _bag_sum(narrow: bool) -> Any:
+    sum_64, sum_16, number = _summing(4, narrow), _summing(1, narrow), 2 if narrow else 4
+
+    @compiled
+    def sum_bag(table, rows, dim, lookups, out, kind):
+        """Sum a bag's rows into ``out``; the position of a bad index, or -1."""
+        size, column, bad = number * dim, 0, -1
+        while column + 64 <= dim and bad < 0:
+            t, o = table + number * column, out + 4 * column
+            bad = sum_64(t, size, rows, lookups, o, LANES, kind)
+            column += 64
+        while column < dim and bad < 0:
+            t, o, count = table + number * column, out + 4 * column, min(LANES, dim - column)
+            bad = sum_16(t, size, rows, lookups, o, count, kind)
+            column += LANES
+        return bad
+
+    return sum_bag
 
 
-@compiled
-def sum_few(table, size, rows, lookups, out, count):
-    """Fewer than 16 columns of :func:`sum_bag`."""
-    for k in range(count):
-        store_float(out + 4 * k, 0)
-    for i in range(lookups.begin, lookups.end):
-        prefetch(table + fetched(lookups, i) * size)
-        row = item(lookups.indices, i)
-        if row < 0 or row >= rows:
-            return i
-        for k in range(count):
-            p = out + 4 * k
-            store_float(p, load_float(p) + load_float(table + row * size + 4 * k))
-    return -1
-
-
-@compiled
-def sum_bag(table, rows, dim, lookups, out):
-    """Sum a bag's rows into ``out``; the position of a bad index, or -1."""
-    size, column, bad = 4 * dim, 0, -1
-    while column + 64 <= dim and bad < 0:
-        bad = sum_64(table + 4 * column, size, rows, lookups, out + 4 * column)
-        column += 64
-    while column + 16 <= dim and bad < 0:
-        bad = sum_16(table + 4 * column, size, rows, lookups, out + 4 * column)
-        column += 16
-    if column < dim and bad < 0:
-        bad = sum_few(table + 4 * column, size, rows, lookups, out + 4 * column, dim - column)
-    return bad
+sum_floats, sum_narrow = _bag_sum(False), _bag_sum(True)
 
 
 @compiled
@@ -174,7 +170,7 @@ def pool_bags(job, table, bag, behind, fault):
             return False
         lookups = Lookups(indices, begin, end, stop - 1, ahead, step)
         if kind == FLOAT:
-            bad = sum_bag(weights, rows, dim, lookups, out)
+            bad = sum_floats(weights, rows, dim, lookups, out, kind)
         else:
             bad = sum_narrow(weights, rows, dim, lookups, out, kind)
         if bad >= 0:
@@ -205,17 +201,20 @@ def forward(job):
         unit = take_unit(job)
 
 
-def _subtracting(registers: int, shared: bool) -> Any:
-    """Make the part of :func:`subtract_bag` for so many vectors of columns.
+def _subtracting(registers: int, narrow: bool, shared: bool) -> Any:
+    """Make the part of :func:`_bag_subtraction` for so many vectors of columns.
 
     Args:
         shared: whether some rows may belong to others.
     """
-    load, line = loads(vector, registers), 64 * registers
+    load, load_words = loading_numbers(registers, False), loads(word_vector, registers)
+    change_numbers = changing_numbers(registers, narrow)
+    line = registers * LANES * (2 if narrow else 4)
 
     @compiled
-    def subtract_columns(table, size, lookups, gradient, rate, share):
-        change = multiply(splat(rate), load(gradient))
+    def subtract_columns(table, size, lookups, gradient, rate, share, drawn, count, kind):
+        change = multiply(splat(rate), load(gradient, count, FLOAT))
+        words = load_words(drawn)
         for i in range(lookups.begin, lookups.end):
             soon = fetched(lookups, i)
             if not shared or owns(share, soon):
@@ -225,63 +224,61 @@ def _subtracting(registers: int, shared: bool) -> Any:
                     prefetch(table + soon * size)
             row = item(lookups.indices, i)
             if not shared or owns(share, row):
-                p = table + row * size
-                store_vector(p, subtract(load(p), change))
+                member = add_words(words, splat_word((i - lookups.begin) * GOLDEN))
+                change_numbers(table + row * size, change, member, count, kind)
 
     return subtract_columns
 
 
-subtract_64, subtract_64_shared = _subtracting(4, False), _subtracting(4, True)
-subtract_16 = _subtracting(1, True)
+def _bag_subtraction(narrow: bool) -> Any:
+    subtract_64, shared_64 = _subtracting(4, narrow, False), _subtracting(4, narrow, True)
+    subtract_16, number = _subtracting(1, narrow, True), 2 if narrow else 4
+
+    @compiled
+    def subtract_bag(table, dim, lookups, gradient, rate, share, drawn, kind):
+        """w[row] -= rate g for each lookup of a bag whose row is of that share.
+
+        Numbers of 2 bytes are rounded after each. The bag's words are in ``drawn``; a lookup
+        is a member of the bag by its place in it.
+        """
+        size, column = number * dim, 0
+        while column + 64 <= dim:
+            t, g, words = table + number * column, gradient + 4 * column, drawn + 4 * column
+            if share.slices == 1:
+                subtract_64(t, size, lookups, g, rate, share, words, LANES, kind)
+            else:
+                shared_64(t, size, lookups, g, rate, share, words, LANES, kind)
+            column += 64
+        while column < dim:
+            t, g, words = table + number * column, gradient + 4 * column, drawn + 4 * column
+            count = min(LANES, dim - column)
+            subtract_16(t, size, lookups, g, rate, share, words, count, kind)
+            column += LANES
+
+    return subtract_bag
 
 
-@compiled
-def subtract_few(table, size, lookups, gradient, rate, share, count):
-    """Fewer than 16 columns of :func:`subtract_bag`."""
-    for i in range(lookups.begin, lookups.end):
-        soon = fetched(lookups, i)
-        if owns(share, soon):
-            prefetch(table + soon * size)
-        row = item(lookups.indices, i)
-        if owns(share, row):
-            for k in range(count):
-                p = table + row * size + 4 * k
-                store_float(p, load_float(p) - rate * load_float(gradient + 4 * k))
+subtract_floats, subtract_narrow = _bag_subtraction(False), _bag_subtraction(True)
 
 
-@compiled
-def subtract_bag(table, dim, lookups, gradient, rate, share):
-    """w[row] -= rate g for each lookup of a bag whose row is of that share."""
-    size, column = 4 * dim, 0
-    while column + 64 <= dim:
-        t, g = table + 4 * column, gradient + 4 * column
-        if share.slices == 1:
-            subtract_64(t, size, lookups, g, rate, share)
-        else:
-            subtract_64_shared(t, size, lookups, g, rate, share)
-        column += 64
-    while column + 16 <= dim:
-        t, g = table + 4 * column, gradient + 4 * column
-        subtract_16(t, size, lookups, g, rate, share)
-        column += 16
-    if column < dim:
-        t, g, rest = table + 4 * column, gradient + 4 * column, dim - column
-        subtract_few(t, size, lookups, g, rate, share, rest)
+_load_16 = loading_numbers(1, False)
 
 
 @compiled
 def subtract_scaled(row, gradient, scale, dim):
     """w -= scale g."""
-    scales, column = splat(scale), 0
-    while column + 16 <= dim:
-        at = 4 * column
-        change = multiply(scales, load_vector(gradient + at))
-        store_vector(row + at, subtract(load_vector(row + at), change))
-        column += 16
-    while column < dim:
-        at = 4 * column
-        store_float(row + at, load_float(row + at) - scale * load_float(gradient + at))
-        column += 1
+    for column in range(0, dim, LANES):
+        at, count = 4 * column, min(LANES, dim - column)
+        change = multiply(splat(scale), _load_16(gradient + at, count, FLOAT))
+        store_16(row + at, subtract(_load_16(row + at, count, FLOAT), change), count)
+
+
+@compiled
+def copy_numbers(source, target, count):
+    """``count`` floats to another place."""
+    for column in range(0, count, LANES):
+        part = min(LANES, count - column)
+        store_16(target + 4 * column, _load_16(source + 4 * column, part, FLOAT), part)
 
 
 def sgd_owned(job):
@@ -308,7 +305,7 @@ def sgd_owned(job):
             end = bag_begin(job, table, bag + 1)
             lookups = Lookups(indices, begin, end, last, ahead, step)
             if kind == FLOAT:
-                subtract_bag(weights, dim, lookups, gradient, rate, share)
+                subtract_floats(weights, dim, lookups, gradient, rate, share, drawn, kind)
             elif begin < end:
                 draw_words(drawn, seed, bag, item(field(job, NUMBERS), table), update, dim)
                 subtract_narrow(weights, dim, lookups, gradient, rate, share, drawn, kind)

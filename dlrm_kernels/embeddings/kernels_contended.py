@@ -19,10 +19,7 @@ from dlrm_kernels.vectors import (
     field,
     item,
     load_float,
-    load_vector,
     peek_lock,
-    store_float,
-    store_vector,
     take_unit,
     try_lock,
     unlock,
@@ -53,13 +50,7 @@ def expand(job):
             gradient = gradient_of(job, table, bag)
             for i in range(k.bag_begin(job, table, bag), k.bag_begin(job, table, bag + 1)):
                 out = rows + 4 * dim * i
-                column = 0
-                while column + 16 <= dim:
-                    store_vector(out + 4 * column, load_vector(gradient + 4 * column))
-                    column += 16
-                while column < dim:
-                    store_float(out + 4 * column, load_float(gradient + 4 * column))
-                    column += 1
+                k.copy_numbers(gradient, out, dim)
         unit = take_unit(job)
 
 

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 from dlrm_core.rounding import GOLDEN, LANES, MULTIPLIERS, PHILOX_ROUNDS, WEYL, WORDS
 from dlrm_kernels.vectors import (
-    add,
     add_words,
     compiled,
     from_bf16,
@@ -29,7 +28,6 @@ from dlrm_kernels.vectors import (
     multiply_high,
     multiply_low,
     owner,
-    prefetch,
     round_to_bf16,
     round_to_half,
     short_vector,
@@ -42,10 +40,7 @@ from dlrm_kernels.vectors import (
     store_words,
     subtract,
     vector,
-    warm,
-    word_vector,
     xor_words,
-    zeros_in,
 )
 
 FLOAT, BF16, HALF = 0, 1, 2
@@ -120,139 +115,75 @@ def widen(shorts, kind):
     return from_half(shorts)
 
 
-def _loading(registers: int) -> Any:
-    load = loads(short_vector, registers)
+def loading_numbers(registers: int, narrow: bool) -> Any:
+    """Make (address, count, kind): so many vectors of float32 from a row of the tables' numbers.
 
-    @compiled
-    def load_narrow(address, count, kind):
-        """So many vectors as float32; of a single one the first ``count``, at most."""
-        if registers > 1 or count >= LANES:
-            return widen(load(address), kind)
-        return widen(load_first_shorts(address, count), kind)
+    Of a single vector it is the first ``count`` numbers, at most; nothing else is read.
 
-    return load_narrow
-
-
-def _changing(registers: int) -> Any:
-    load = _loading(registers)
+    Args:
+        narrow: whether numbers have 2 bytes, of the format ``kind``.
+    """
+    load = loads(short_vector if narrow else vector, registers)
+    load_part = load_first_shorts if narrow else load_first
 
     @inlined
-    def change_numbers(address, change, drawn, count, kind):
-        """w - change of the numbers that :func:`_loading` names, rounded by words."""
+    def load_numbers(address, count, kind):
+        numbers = load(address) if registers > 1 or count >= LANES else load_part(address, count)
+        return widen(numbers, kind) if narrow else numbers
+
+    return load_numbers
+
+
+@inlined
+def store_16(address, value, count):
+    """The first ``count`` of sixteen float32, at most; nothing else is written."""
+    if count >= LANES:
+        store_vector(address, value)
+    else:
+        store_first(address, value, count)
+
+
+def changing_numbers(registers: int, narrow: bool) -> Any:
+    """Make (address, change, words, count, kind): w - change in the place of those numbers.
+
+    Numbers of 2 bytes are rounded by random words of 32 bits.
+    """
+    load = loading_numbers(registers, narrow)
+
+    @inlined
+    def change_numbers(address, change, words, count, kind):
         value = subtract(load(address, count, kind), change)
-        if kind == BF16:
-            rounded = round_to_bf16(value, drawn)
+        if narrow:
+            rounded = rounded_by(value, words, kind)
+            if registers > 1 or count >= LANES:
+                store_shorts(address, rounded)
+            else:
+                store_first_shorts(address, rounded, count)
+        elif registers > 1:
+            store_vector(address, value)
         else:
-            rounded = round_to_half(value, drawn)
-        if registers > 1 or count >= LANES:
-            store_shorts(address, rounded)
-        else:
-            store_first_shorts(address, rounded, count)
+            store_16(address, value, count)
 
     return change_numbers
 
 
-change_64, change_16 = _changing(4), _changing(1)
+@inlined
+def rounded_by(value, words, kind):
+    """Vectors of float32 as numbers of 2 bytes, up or down by random words."""
+    if kind == BF16:
+        return round_to_bf16(value, words)
+    return round_to_half(value, words)
 
 
-def _summing(registers: int) -> Any:
-    """Make the part of :func:`sum_narrow` for so many vectors of columns."""
-    zeros, load, line = zeros_in(registers), _loading(registers), 32 * registers
-
-    @compiled
-    def sum_columns(table, size, rows, lookups, out, count, kind):
-        total = zeros()
-        for i in range(lookups.begin, lookups.end):
-            if registers > 1:
-                warm(table + fetched(lookups, i) * size, line, lookups.step)
-            else:
-                prefetch(table + fetched(lookups, i) * size)
-            row = item(lookups.indices, i)
-            if row < 0 or row >= rows:
-                return i
-            total = add(total, load(table + row * size, count, kind))
-        if registers > 1:
-            store_vector(out, total)
-        else:
-            store_first(out, total, count)
-        return -1
-
-    return sum_columns
-
-
-sum_narrow_64, sum_narrow_16 = _summing(4), _summing(1)
-
-
-@compiled
-def sum_narrow(table, rows, dim, lookups, out, kind):
-    """Sum a bag's rows into ``out``; the position of a bad index, or -1."""
-    size, column, bad = 2 * dim, 0, -1
-    while column + 64 <= dim and bad < 0:
-        t, o = table + 2 * column, out + 4 * column
-        bad = sum_narrow_64(t, size, rows, lookups, o, LANES, kind)
-        column += 64
-    while column < dim and bad < 0:
-        t, o, count = table + 2 * column, out + 4 * column, min(LANES, dim - column)
-        bad = sum_narrow_16(t, size, rows, lookups, o, count, kind)
-        column += LANES
-    return bad
-
-
-def _subtracting(registers: int) -> Any:
-    """Make the part of :func:`subtract_narrow` for so many vectors of columns."""
-    load, load_drawn = loads(vector, registers), loads(word_vector, registers)
-    change_numbers, line = _changing(registers), 32 * registers
-
-    @compiled
-    def subtract_columns(table, size, lookups, gradient, rate, share, drawn, count, kind):
-        if registers > 1:
-            change = multiply(splat(rate), load(gradient))
-        else:
-            change = multiply(splat(rate), load_first(gradient, count))
-        words = load_drawn(drawn)
-        for i in range(lookups.begin, lookups.end):
-            soon = fetched(lookups, i)
-            if owns(share, soon):
-                if registers > 1:
-                    warm(table + soon * size, line, lookups.step)
-                else:
-                    prefetch(table + soon * size)
-            row = item(lookups.indices, i)
-            if owns(share, row):
-                member = splat_word((i - lookups.begin) * GOLDEN)
-                change_numbers(table + row * size, change, add_words(words, member), count, kind)
-
-    return subtract_columns
-
-
-subtract_narrow_64, subtract_narrow_16 = _subtracting(4), _subtracting(1)
-
-
-@compiled
-def subtract_narrow(table, dim, lookups, gradient, rate, share, drawn, kind):
-    """w[row] -= rate g for each lookup of a bag whose row is ours, rounded after each.
-
-    The bag's words are in ``drawn``; a lookup is a member of the bag by its place in it.
-    """
-    size, column = 2 * dim, 0
-    while column + 64 <= dim:
-        t, g, words = table + 2 * column, gradient + 4 * column, drawn + 4 * column
-        subtract_narrow_64(t, size, lookups, g, rate, share, words, LANES, kind)
-        column += 64
-    while column < dim:
-        t, g, words = table + 2 * column, gradient + 4 * column, drawn + 4 * column
-        count = min(LANES, dim - column)
-        subtract_narrow_16(t, size, lookups, g, rate, share, words, count, kind)
-        column += LANES
+change_64, change_16 = changing_numbers(4, True), changing_numbers(1, True)
 
 
 @compiled
 def change_row(row, gradient, scale, dim, drawn, member, kind):
     """w -= scale g of a whole row, rounded once; ``member`` of the group of ``drawn``."""
-    scales, added, column = splat(scale), splat_word(member * GOLDEN), 0
-    while column < dim:
+    scales, added = splat(scale), splat_word(member * GOLDEN)
+    for column in range(0, dim, LANES):
         count = min(LANES, dim - column)
         change = multiply(scales, load_first(gradient + 4 * column, count))
         words = add_words(load_words(drawn + 4 * column), added)
         change_16(row + 2 * column, change, words, count, kind)
-        column += LANES

@@ -28,7 +28,9 @@ from dlrm_kernels.embeddings.kernels_narrow import (
     change_row,
     draw_words,
     fetched,
+    loading_numbers,
     owns,
+    store_16,
     words_bytes,
 )
 from dlrm_kernels.vectors import (
@@ -43,9 +45,7 @@ from dlrm_kernels.vectors import (
     inlined,
     item,
     lane_sum,
-    load_first,
     load_float,
-    load_vector,
     loads,
     multiply,
     owner,
@@ -54,7 +54,6 @@ from dlrm_kernels.vectors import (
     splat,
     splat_word,
     square_root,
-    store_first,
     store_float,
     store_int,
     store_vector,
@@ -106,10 +105,11 @@ class Marks(NamedTuple):
 
 
 load_64, load_words_64, zeros_64 = loads(vector, 4), loads(word_vector, 4), zeros_in(4)
+load_16 = loading_numbers(1, False)
 
 
 @compiled
-def scratch_bytes(dim):
+def thread_bytes(dim):
     """Bytes of scratch of one thread: counters of the sort, the map of rows, a row's gradient."""
     return 8 * (1 << DIGIT_BITS) + MAP_BYTES + 4 * ((dim + 15) // 16 * 16)
 
@@ -289,25 +289,30 @@ def rowwise_scale(state, mean_square, rates):
     return rates.rate / (np.sqrt(total) + rates.epsilon)
 
 
+@inlined
+def adagrad_change(state, gradient, count, rates):
+    """s += g^2 of at most 16 weights; rate g / (sqrt(s) + eps)."""
+    g = load_16(gradient, count, FLOAT)
+    s = add(load_16(state, count, FLOAT), multiply(g, g))
+    store_16(state, s, count)
+    return divide(multiply(splat(rates.rate), g), add(square_root(s), splat(rates.epsilon)))
+
+
 @compiled
 def adagrad_row(row, state, gradient, dim, rates):
     """s += g^2; w -= rate g / (sqrt(s) + eps), weight by weight."""
-    rate, epsilon, column = splat(rates.rate), splat(rates.epsilon), 0
-    while column + 16 <= dim:
-        at = 4 * column
-        g = load_vector(gradient + at)
-        s = add(load_vector(state + at), multiply(g, g))
-        store_vector(state + at, s)
-        change = divide(multiply(rate, g), add(square_root(s), epsilon))
-        store_vector(row + at, subtract(load_vector(row + at), change))
-        column += 16
-    while column < dim:
-        at = 4 * column
-        h = load_float(gradient + at)
-        t = load_float(state + at) + h * h
-        store_float(state + at, t)
-        store_float(row + at, load_float(row + at) - rates.rate * h / (np.sqrt(t) + rates.epsilon))
-        column += 1
+    for column in range(0, dim, LANES):
+        at, count = 4 * column, min(LANES, dim - column)
+        change = adagrad_change(state + at, gradient + at, count, rates)
+        store_16(row + at, subtract(load_16(row + at, count, FLOAT), change), count)
+
+
+@compiled
+def adagrad_changes(state, gradient, dim, rates):
+    """s += g^2; rate g / (sqrt(s) + eps) in the place of g."""
+    for column in range(0, dim, LANES):
+        at, count = 4 * column, min(LANES, dim - column)
+        store_16(gradient + at, adagrad_change(state + at, gradient + at, count, rates), count)
 
 
 @compiled
@@ -466,20 +471,6 @@ def update_lone_rows(job, table, share, shift, keys, marks, number, out):
 
 
 @compiled
-def adagrad_changes(state, gradient, dim, rates):
-    """s += g^2; rate g / (sqrt(s) + eps) in the place of g."""
-    rate, epsilon, column = splat(rates.rate), splat(rates.epsilon), 0
-    while column < dim:
-        at, count = 4 * column, min(LANES, dim - column)
-        g = load_first(gradient + at, count)
-        s = add(load_first(state + at, count), multiply(g, g))
-        store_first(state + at, s, count)
-        change = divide(multiply(rate, g), add(square_root(s), epsilon))
-        store_first(gradient + at, change, count)
-        column += LANES
-
-
-@compiled
 def rowwise_narrow_64(row, state, run, rates, drawn, member, form):
     """Row-wise Adagrad of a row of 64 numbers of 2 bytes, its gradient in registers throughout.
 
@@ -542,7 +533,7 @@ def sorted_lookups(job, unit, thread, updates):
     """
     plan, starts, region = field(job, k.PLAN), field(job, k.STARTS), field(job, k.REGION)
     table, share = item(plan, 3 * unit), Share(item(plan, 3 * unit + 1), item(plan, 3 * unit + 2))
-    counters = field(job, k.SCRATCH) + thread * scratch_bytes(field(job, k.DIM))
+    counters = field(job, k.SCRATCH) + thread * thread_bytes(field(job, k.DIM))
     slots = counters + 8 * (1 << DIGIT_BITS)
     shift, bits = bits_for(field(job, k.BAGS)), bits_for(item(field(job, k.ROWS), table))
     base, apart = field(job, k.KEYS), 8 * item(starts, field(job, k.TABLES))
@@ -564,7 +555,7 @@ def sorted_lookups(job, unit, thread, updates):
 def adagrad_owned(job):
     """Update every row that was looked up, once; a unit owns rows of a table."""
     thread, shift = enter(job), bits_for(field(job, k.BAGS))
-    out = field(job, k.SCRATCH) + thread * scratch_bytes(field(job, k.DIM))
+    out = field(job, k.SCRATCH) + thread * thread_bytes(field(job, k.DIM))
     out += 8 * (1 << DIGIT_BITS) + MAP_BYTES
     unit = take_unit(job)
     while unit < field(job, UNITS):

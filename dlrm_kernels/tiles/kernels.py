@@ -52,48 +52,52 @@ from dlrm_kernels.vectors import (
 
 # Fields of a job behind the first three (:mod:`dlrm_kernels.vectors`). Addresses unless another
 # unit is given; an address of 0: not wanted.
-SCRATCH = 3  # SCRATCH_BYTES a thread
-SCRATCH_BYTES = 4
-GROUP = 5  # rows of blocks in a unit
-ROW_BLOCKS = 6
-COLUMN_BLOCKS = 7
-ROWS = 8  # of them real, the rest is padding
-COLUMNS = 9
-PARTS = 10  # 1, 2 or 3
-# the operands of a product
-CONFIG = 11  # shapes of the tiles; 0: no tiles, multiply by vector instructions
-LEFT = 12
-RIGHT = 13
-DEPTH = 14  # blocks along the sum
-LEFT_STRIDE = 15  # bytes from one row of blocks to the next
-RIGHT_STRIDE = 16
-# what happens to a block of the result, or of a matrix that is packed
-BIAS = 17  # float32 a column, padded
-RELU = 18  # 0 or 1
-MASK = 19  # rows form of the same shape: where it is not positive, the result is 0
-MASK_PARTS = 20
-SUMS = 21  # ROW_BLOCKS x (32 COLUMN_BLOCKS) float32: sums of each block's columns
-TARGET = 22  # float32, row by row
-TARGET_STRIDE = 23  # bytes
-ACCUMULATE = 24  # 0 or 1: add to the target
-OUT_ROWS = 25  # the result in rows form
-OUT_COLUMNS = 26
-OUT_ROWS_T = 27  # its transpose in rows form
-OUT_COLUMNS_T = 28
-SOURCE = 29  # packing: float32, row by row
-SOURCE_STRIDE = 30
-# the interaction
-FEATURES = 31  # F addresses of float32 (B, d)
-STRIDES = 32  # F distances between their rows, bytes
-COUNT = 33  # F
-DIM = 34  # d
-ITSELF = 35  # 0 or 1: products of a feature with itself too
-GRADIENTS = 36  # F addresses of float32 (B, d), written
-GRADIENT_STRIDES = 37
-DOT_PARTS = 38  # as PARTS, of the features
-FIELDS = 39
+(
+    SCRATCH,  # SCRATCH_BYTES a thread
+    SCRATCH_BYTES,
+    GROUP,  # rows of blocks in a unit
+    ROW_BLOCKS,
+    COLUMN_BLOCKS,
+    ROWS,  # of them real, the rest is padding
+    COLUMNS,
+    PARTS,  # 1, 2 or 3
+    # the operands of a product
+    CONFIG,  # shapes of the tiles; 0: no tiles, multiply by vector instructions
+    LEFT,
+    RIGHT,
+    DEPTH,  # blocks along the sum
+    LEFT_STRIDE,  # bytes from one row of blocks to the next
+    RIGHT_STRIDE,
+    # what happens to a block of the result, or of a matrix that is packed
+    BIAS,  # float32 a column, padded
+    RELU,  # 0 or 1
+    MASK,  # rows form of the same shape: where it is not positive, the result is 0
+    MASK_PARTS,
+    SUMS,  # ROW_BLOCKS x (32 COLUMN_BLOCKS) float32: sums of each block's columns
+    TARGET,  # float32, row by row
+    TARGET_STRIDE,  # bytes
+    ACCUMULATE,  # 0 or 1: add to the target
+    OUT_ROWS,  # the result in rows form
+    OUT_COLUMNS,
+    OUT_ROWS_T,  # its transpose in rows form
+    OUT_COLUMNS_T,
+    SOURCE,  # packing: float32, row by row
+    SOURCE_STRIDE,
+    # the interaction
+    FEATURES,  # F addresses of float32 (B, d)
+    STRIDES,  # F distances between their rows, bytes
+    COUNT,  # F
+    DIM,  # d
+    ITSELF,  # 0 or 1: products of a feature with itself too
+    GRADIENTS,  # F addresses of float32 (B, d), written
+    GRADIENT_STRIDES,
+    DOT_PARTS,  # as PARTS, of the features
+    FIELDS,
+) = range(3, 40)
 
 BLOCK_BYTES = 32 * 32 * 4
+"""A block in float32; in bf16 half of it for each part."""
+
 SCRATCH_LEAST = BLOCK_BYTES + 3 * 2 * 2 * 1024
 """Bytes: a block in float32, and in both forms."""
 

@@ -11,31 +11,8 @@ entry in every precision, and nothing of them leaves the core's own caches.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 from __future__ import annotations
 
+from dlrm_kernels.tiles import kernels as k
 from dlrm_kernels.tiles.instructions import configure_tiles, release_tiles, transpose_tile
-from dlrm_kernels.tiles.kernels import (
-    BLOCK_BYTES,
-    COLUMN_BLOCKS,
-    CONFIG,
-    COUNT,
-    DIM,
-    DOT_PARTS,
-    FEATURES,
-    GRADIENT_STRIDES,
-    GRADIENTS,
-    GROUP,
-    ITSELF,
-    ROW_BLOCKS,
-    ROWS,
-    SCRATCH_LEAST,
-    SOURCE,
-    SOURCE_STRIDE,
-    STRIDES,
-    block_by_tiles,
-    block_by_vectors,
-    emit,
-    emit_block,
-    own_scratch,
-)
 from dlrm_kernels.vectors import (
     UNITS,
     add,
@@ -79,24 +56,24 @@ def clear(place, size):
 @compiled
 def multiply_block(job, left, right, depth, target):
     """``target`` (32 x 32 float32) = sum over ``depth`` blocks of left times right."""
-    if field(job, CONFIG) != 0:
-        block_by_tiles(left, right, depth, field(job, DOT_PARTS), target, 0, 0, (0, 0, 0))
+    if field(job, k.CONFIG) != 0:
+        k.block_by_tiles(left, right, depth, field(job, k.DOT_PARTS), target, 0, 0, (0, 0, 0))
     else:
-        block_by_vectors(left, right, depth, field(job, DOT_PARTS), target)
+        k.block_by_vectors(left, right, depth, field(job, k.DOT_PARTS), target)
 
 
 @compiled
 def gather_block(job, sample, row, column, block):
     """Features 32 row ... of a sample, their columns 32 column ..., zeros beyond them."""
-    height = min(32, field(job, COUNT) - 32 * row)
-    width = min(32, field(job, DIM) - 32 * column)
+    height = min(32, field(job, k.COUNT) - 32 * row)
+    width = min(32, field(job, k.DIM) - 32 * column)
     if (height < 32 and row > 0) or (width < 32 and column > 0):
         # the block held a larger one before; where all are alike its padding stays clear
-        clear(block, BLOCK_BYTES)
-    ahead = AHEAD if sample + AHEAD < field(job, ROWS) else 0
+        clear(block, k.BLOCK_BYTES)
+    ahead = AHEAD if sample + AHEAD < field(job, k.ROWS) else 0
     for r in range(height):
-        stride = item(field(job, STRIDES), 32 * row + r)
-        source = row_of(job, FEATURES, STRIDES, 32 * row + r, sample) + 128 * column
+        stride = item(field(job, k.STRIDES), 32 * row + r)
+        source = row_of(job, k.FEATURES, k.STRIDES, 32 * row + r, sample) + 128 * column
         prefetch(source + ahead * stride)
         prefetch(source + ahead * stride + 4 * (width - 1))
         if width == 32:
@@ -110,14 +87,14 @@ def gather_block(job, sample, row, column, block):
 @compiled
 def pack_features(job, sample, block, left, right):
     """A sample's features as left operand, and transposed as right operand."""
-    size = 2048 * field(job, DOT_PARTS)
-    depth = (field(job, DIM) + 31) // 32
-    for row in range((field(job, COUNT) + 31) // 32):
+    size = 2048 * field(job, k.DOT_PARTS)
+    depth = (field(job, k.DIM) + 31) // 32
+    for row in range((field(job, k.COUNT) + 31) // 32):
         for column in range(depth):
             height = gather_block(job, sample, row, column, block)
             here = (row * depth + column) * size
             pairs = (height + 1) // 2
-            emit_block(block, 128, pairs, field(job, DOT_PARTS), left + here, 0)
+            k.emit_block(block, 128, pairs, field(job, k.DOT_PARTS), left + here, 0)
             for tile in range(here, here + size, 1024):
                 # of a part the second tile holds features 16 to 31
                 if height > 16 or tile % 2048 == 0:
@@ -127,8 +104,8 @@ def pack_features(job, sample, block, left, right):
 @compiled
 def store_products(job, block, row, column, target):
     """Of a block of Z what belongs to the output, to the places of its pairs."""
-    itself = field(job, ITSELF)
-    for r in range(min(32, field(job, COUNT) - 32 * row)):
+    itself = field(job, k.ITSELF)
+    for r in range(min(32, field(job, k.COUNT) - 32 * row)):
         i = 32 * row + r
         count = min(32, i + itself - 32 * column)
         if count > 0:
@@ -138,35 +115,35 @@ def store_products(job, block, row, column, target):
 
 def dot_forward(job):
     """The interaction's output, in the forms wanted."""
-    scratch = own_scratch(job)
-    config = field(job, CONFIG)
+    scratch = k.own_scratch(job)
+    config = field(job, k.CONFIG)
     if config != 0:
         configure_tiles(config)
-    blocks, group, rows = field(job, COLUMN_BLOCKS), field(job, GROUP), field(job, ROWS)
-    dim, features = field(job, DIM), (field(job, COUNT) + 31) // 32
+    blocks, group, rows = field(job, k.COLUMN_BLOCKS), field(job, k.GROUP), field(job, k.ROWS)
+    dim, features = field(job, k.DIM), (field(job, k.COUNT) + 31) // 32
     depth = (dim + 31) // 32
-    panel = 2048 * field(job, DOT_PARTS) * depth
+    panel = 2048 * field(job, k.DOT_PARTS) * depth
     width = 128 * blocks
-    output = scratch + SCRATCH_LEAST
+    output = scratch + k.SCRATCH_LEAST
     block = output + 32 * width
-    products = block + BLOCK_BYTES
-    left = products + BLOCK_BYTES
+    products = block + k.BLOCK_BYTES
+    left = products + k.BLOCK_BYTES
     right = left + features * panel
-    clear(output, 32 * width + 2 * BLOCK_BYTES + 2 * features * panel)
+    clear(output, 32 * width + 2 * k.BLOCK_BYTES + 2 * features * panel)
     unit = take_unit(job)
     while unit < field(job, UNITS):
         begin = unit * group
-        for row in range(begin, min(begin + group, field(job, ROW_BLOCKS))):
+        for row in range(begin, min(begin + group, field(job, k.ROW_BLOCKS))):
             for r in range(min(32, rows - 32 * row)):
                 sample, target = 32 * row + r, output + r * width
-                copy_row(row_of(job, FEATURES, STRIDES, 0, sample), target, dim)
+                copy_row(row_of(job, k.FEATURES, k.STRIDES, 0, sample), target, dim)
                 pack_features(job, sample, block, left, right)
                 for i in range(features):
                     for j in range(i + 1):
                         multiply_block(job, left + i * panel, right + j * panel, depth, products)
                         store_products(job, products, i, j, target + 4 * dim)
             for column in range(blocks):
-                emit(job, output + 128 * column, width, row, column, scratch)
+                k.emit(job, output + 128 * column, width, row, column, scratch)
         unit = take_unit(job)
     if config != 0:
         release_tiles()
@@ -175,7 +152,7 @@ def dot_forward(job):
 @compiled
 def load_triangle(job, pairs, a, b, tile):
     """Tile (a, b) of G: 16 x 16 float32, zeros where the output has no such pair."""
-    itself, features = field(job, ITSELF), field(job, COUNT)
+    itself, features = field(job, k.ITSELF), field(job, k.COUNT)
     for r in range(16):
         i = 16 * a + r
         count = min(16, i + itself - 16 * b) if i < features else 0
@@ -189,7 +166,7 @@ def load_triangle(job, pairs, a, b, tile):
 @compiled
 def add_mirrored(job, pairs, tile, target, stride):
     """G + G', row by row."""
-    tiles = (field(job, COUNT) + 15) // 16
+    tiles = (field(job, k.COUNT) + 15) // 16
     mirrored = tile + 1024
     for a in range(tiles):
         for b in range(a + 1):
@@ -207,10 +184,10 @@ def add_mirrored(job, pairs, tile, target, stride):
 @compiled
 def store_gradients(job, sample, products, row, column, source):
     """A block of (G + G') X to the gradients; F_0 is itself a part of the output too."""
-    width = min(32, field(job, DIM) - 32 * column)
-    for r in range(min(32, field(job, COUNT) - 32 * row)):
+    width = min(32, field(job, k.DIM) - 32 * column)
+    for r in range(min(32, field(job, k.COUNT) - 32 * row)):
         number = 32 * row + r
-        target = row_of(job, GRADIENTS, GRADIENT_STRIDES, number, sample) + 128 * column
+        target = row_of(job, k.GRADIENTS, k.GRADIENT_STRIDES, number, sample) + 128 * column
         here = products + 128 * r
         for start in range(0, width, 16):
             count = min(16, width - start)
@@ -222,20 +199,20 @@ def store_gradients(job, sample, products, row, column, source):
 
 
 def dot_backward(job):
-    """Gradients of all features from the gradient of the interaction's output (SOURCE)."""
-    scratch = own_scratch(job)
-    config = field(job, CONFIG)
+    """Gradients of all features from the gradient of the interaction's output (k.SOURCE)."""
+    scratch = k.own_scratch(job)
+    config = field(job, k.CONFIG)
     if config != 0:
         configure_tiles(config)
-    dim, parts = field(job, DIM), field(job, DOT_PARTS)
-    group, rows = field(job, GROUP), field(job, ROWS)
-    features, columns = (field(job, COUNT) + 31) // 32, (dim + 31) // 32
+    dim, parts = field(job, k.DIM), field(job, k.DOT_PARTS)
+    group, rows = field(job, k.GROUP), field(job, k.ROWS)
+    features, columns = (field(job, k.COUNT) + 31) // 32, (dim + 31) // 32
     size, stride = 2048 * parts, 128 * features
     panel = size * features
-    tile = scratch + SCRATCH_LEAST
+    tile = scratch + k.SCRATCH_LEAST
     block = tile + 2048
-    products = block + BLOCK_BYTES
-    both = products + BLOCK_BYTES
+    products = block + k.BLOCK_BYTES
+    both = products + k.BLOCK_BYTES
     left = both + 32 * features * stride
     right = left + features * panel
     clear(tile, right + columns * panel - tile)
@@ -243,19 +220,19 @@ def dot_backward(job):
     while unit < field(job, UNITS):
         begin = 32 * unit * group
         for sample in range(begin, min(begin + 32 * group, rows)):
-            source = field(job, SOURCE) + sample * field(job, SOURCE_STRIDE)
+            source = field(job, k.SOURCE) + sample * field(job, k.SOURCE_STRIDE)
             add_mirrored(job, source + 4 * dim, tile, both, stride)
             for i in range(features):
-                height = min(32, field(job, COUNT) - 32 * i)
+                height = min(32, field(job, k.COUNT) - 32 * i)
                 for j in range(features):
                     place = left + i * panel + j * size
                     here = both + 32 * i * stride + 128 * j
-                    emit_block(here, stride, (height + 1) // 2, parts, place, 0)
+                    k.emit_block(here, stride, (height + 1) // 2, parts, place, 0)
             for column in range(columns):
                 for j in range(features):
                     gather_block(job, sample, j, column, block)
                     place = right + column * panel + j * size
-                    emit_block(block, 128, 16, parts, 0, place)
+                    k.emit_block(block, 128, 16, parts, 0, place)
                 for i in range(features):
                     here = left + i * panel
                     multiply_block(job, here, right + column * panel, features, products)
