@@ -15,6 +15,7 @@ from __future__ import annotations
 from typing import Any
 
 from dlrm_core.rounding import GOLDEN
+from dlrm_kernels import vectors as v
 from dlrm_kernels.embeddings.checks import BAD_INDEX, BAD_OFFSET
 from dlrm_kernels.embeddings.kernels_narrow import (
     FLOAT,
@@ -27,29 +28,6 @@ from dlrm_kernels.embeddings.kernels_narrow import (
     owns,
     store_16,
     words_bytes,
-)
-from dlrm_kernels.vectors import (
-    LANES,
-    UNITS,
-    add,
-    add_words,
-    compiled,
-    enter,
-    field,
-    item,
-    load_float,
-    loads,
-    multiply,
-    prefetch,
-    splat,
-    splat_word,
-    store_int,
-    store_vector,
-    subtract,
-    take_unit,
-    warm,
-    word_vector,
-    zeros_in,
 )
 
 # Fields of a job behind the first three. Addresses unless another unit is given.
@@ -84,14 +62,14 @@ from dlrm_kernels.vectors import (
 ) = range(3, 30)
 
 
-@compiled
+@v.compiled
 def bag_begin(job, table, bag):
     """Where a bag begins among all lookups; the bag behind the last ends the table."""
-    starts = field(job, STARTS)
-    bags = field(job, BAGS)
+    starts = v.field(job, STARTS)
+    bags = v.field(job, BAGS)
     if bag == bags:
-        return item(starts, table + 1)
-    return item(starts, table) + item(field(job, OFFSETS), table * bags + bag)
+        return v.item(starts, table + 1)
+    return v.item(starts, table) + v.item(v.field(job, OFFSETS), table * bags + bag)
 
 
 def _summing(registers: int, narrow: bool) -> Any:
@@ -100,23 +78,23 @@ def _summing(registers: int, narrow: bool) -> Any:
     A function of its own: in one with the loops over other widths LLVM spent 25 % more
     time in this loop at 50 lookups a bag, and 75 % more at 1.
     """
-    zeros, load = zeros_in(registers), loading_numbers(registers, narrow)
-    line = registers * LANES * (2 if narrow else 4)
+    zeros, load = v.zeros_in(registers), loading_numbers(registers, narrow)
+    line = registers * v.LANES * (2 if narrow else 4)
 
-    @compiled
+    @v.compiled
     def sum_columns(table, size, rows, lookups, out, count, kind):
         total = zeros()
         for i in range(lookups.begin, lookups.end):
             if registers > 1:
-                warm(table + fetched(lookups, i) * size, line, lookups.step)
+                v.warm(table + fetched(lookups, i) * size, line, lookups.step)
             else:
-                prefetch(table + fetched(lookups, i) * size)
-            row = item(lookups.indices, i)
+                v.prefetch(table + fetched(lookups, i) * size)
+            row = v.item(lookups.indices, i)
             if row < 0 or row >= rows:
                 return i
-            total = add(total, load(table + row * size, count, kind))
+            total = v.add(total, load(table + row * size, count, kind))
         if registers > 1:
-            store_vector(out, total)
+            v.store_vector(out, total)
         else:
             store_16(out, total, count)
         return -1
@@ -127,18 +105,18 @@ def _summing(registers: int, narrow: bool) -> Any:
 def _bag_sum(narrow: bool) -> Any:
     sum_64, sum_16, number = _summing(4, narrow), _summing(1, narrow), 2 if narrow else 4
 
-    @compiled
+    @v.compiled
     def sum_bag(table, rows, dim, lookups, out, kind):
         """Sum a bag's rows into ``out``; the position of a bad index, or -1."""
         size, column, bad = number * dim, 0, -1
         while column + 64 <= dim and bad < 0:
             t, o = table + number * column, out + 4 * column
-            bad = sum_64(t, size, rows, lookups, o, LANES, kind)
+            bad = sum_64(t, size, rows, lookups, o, v.LANES, kind)
             column += 64
         while column < dim and bad < 0:
-            t, o, count = table + number * column, out + 4 * column, min(LANES, dim - column)
+            t, o, count = table + number * column, out + 4 * column, min(v.LANES, dim - column)
             bad = sum_16(t, size, rows, lookups, o, count, kind)
-            column += LANES
+            column += v.LANES
         return bad
 
     return sum_bag
@@ -147,26 +125,26 @@ def _bag_sum(narrow: bool) -> Any:
 sum_floats, sum_narrow = _bag_sum(False), _bag_sum(True)
 
 
-@compiled
+@v.compiled
 def pool_bags(job, table, bag, behind, fault):
     """Pool bags ``bag`` to ``behind`` of a table; what is wrong goes to ``fault``."""
-    bags, dim, indices = field(job, BAGS), field(job, DIM), field(job, INDICES)
-    weights, rows = item(field(job, WEIGHTS), table), item(field(job, ROWS), table)
-    ahead, step, kind = field(job, AHEAD), field(job, STEP), field(job, FORMAT)
-    start = item(field(job, STARTS), table)
-    stop = item(field(job, STARTS), table + 1)
-    offsets = field(job, OFFSETS) + 8 * table * bags
-    out = field(job, POOLED) + 4 * dim * (table * bags + bag)
-    begin = start + item(offsets, bag)
+    bags, dim, indices = v.field(job, BAGS), v.field(job, DIM), v.field(job, INDICES)
+    weights, rows = v.item(v.field(job, WEIGHTS), table), v.item(v.field(job, ROWS), table)
+    ahead, step, kind = v.field(job, AHEAD), v.field(job, STEP), v.field(job, FORMAT)
+    start = v.item(v.field(job, STARTS), table)
+    stop = v.item(v.field(job, STARTS), table + 1)
+    offsets = v.field(job, OFFSETS) + 8 * table * bags
+    out = v.field(job, POOLED) + 4 * dim * (table * bags + bag)
+    begin = start + v.item(offsets, bag)
     if begin < start or (bag == 0 and begin != start):
-        store_int(fault, BAD_OFFSET)
-        store_int(fault + 8, table * bags + bag)
+        v.store_int(fault, BAD_OFFSET)
+        v.store_int(fault + 8, table * bags + bag)
         return False
     while bag < behind:
-        end = stop if bag + 1 == bags else start + item(offsets, bag + 1)
+        end = stop if bag + 1 == bags else start + v.item(offsets, bag + 1)
         if begin > end or end > stop:
-            store_int(fault, BAD_OFFSET)
-            store_int(fault + 8, table * bags + bag)
+            v.store_int(fault, BAD_OFFSET)
+            v.store_int(fault + 8, table * bags + bag)
             return False
         lookups = Lookups(indices, begin, end, stop - 1, ahead, step)
         if kind == FLOAT:
@@ -174,8 +152,8 @@ def pool_bags(job, table, bag, behind, fault):
         else:
             bad = sum_narrow(weights, rows, dim, lookups, out, kind)
         if bad >= 0:
-            store_int(fault, BAD_INDEX)
-            store_int(fault + 8, bad)
+            v.store_int(fault, BAD_INDEX)
+            v.store_int(fault + 8, bad)
             return False
         begin = end
         bag += 1
@@ -185,9 +163,9 @@ def pool_bags(job, table, bag, behind, fault):
 
 def forward(job):
     """Pool every bag of every table; a unit is a range of bags."""
-    tables, bags = field(job, TABLES), field(job, BAGS)
-    units, faults = field(job, UNITS), field(job, FAULTS)
-    unit = take_unit(job)
+    tables, bags = v.field(job, TABLES), v.field(job, BAGS)
+    units, faults = v.field(job, v.UNITS), v.field(job, FAULTS)
+    unit = v.take_unit(job)
     while unit < units:
         place = tables * bags * unit // units
         behind = tables * bags * (unit + 1) // units
@@ -198,7 +176,7 @@ def forward(job):
             if not pool_bags(job, table, bag, here, faults + 16 * unit):
                 break
             place += here - bag
-        unit = take_unit(job)
+        unit = v.take_unit(job)
 
 
 def _subtracting(registers: int, narrow: bool, shared: bool) -> Any:
@@ -207,24 +185,24 @@ def _subtracting(registers: int, narrow: bool, shared: bool) -> Any:
     Args:
         shared: whether some rows may belong to others.
     """
-    load, load_words = loading_numbers(registers, False), loads(word_vector, registers)
+    load, load_words = loading_numbers(registers, False), v.loads(v.word_vector, registers)
     change_numbers = changing_numbers(registers, narrow)
-    line = registers * LANES * (2 if narrow else 4)
+    line = registers * v.LANES * (2 if narrow else 4)
 
-    @compiled
+    @v.compiled
     def subtract_columns(table, size, lookups, gradient, rate, share, drawn, count, kind):
-        change = multiply(splat(rate), load(gradient, count, FLOAT))
+        change = v.multiply(v.splat(rate), load(gradient, count, FLOAT))
         words = load_words(drawn)
         for i in range(lookups.begin, lookups.end):
             soon = fetched(lookups, i)
             if not shared or owns(share, soon):
                 if registers > 1:
-                    warm(table + soon * size, line, lookups.step)
+                    v.warm(table + soon * size, line, lookups.step)
                 else:
-                    prefetch(table + soon * size)
-            row = item(lookups.indices, i)
+                    v.prefetch(table + soon * size)
+            row = v.item(lookups.indices, i)
             if not shared or owns(share, row):
-                member = add_words(words, splat_word((i - lookups.begin) * GOLDEN))
+                member = v.add_words(words, v.splat_word((i - lookups.begin) * GOLDEN))
                 change_numbers(table + row * size, change, member, count, kind)
 
     return subtract_columns
@@ -234,7 +212,7 @@ def _bag_subtraction(narrow: bool) -> Any:
     subtract_64, shared_64 = _subtracting(4, narrow, False), _subtracting(4, narrow, True)
     subtract_16, number = _subtracting(1, narrow, True), 2 if narrow else 4
 
-    @compiled
+    @v.compiled
     def subtract_bag(table, dim, lookups, gradient, rate, share, drawn, kind):
         """w[row] -= rate g for each lookup of a bag whose row is of that share.
 
@@ -245,15 +223,15 @@ def _bag_subtraction(narrow: bool) -> Any:
         while column + 64 <= dim:
             t, g, words = table + number * column, gradient + 4 * column, drawn + 4 * column
             if share.slices == 1:
-                subtract_64(t, size, lookups, g, rate, share, words, LANES, kind)
+                subtract_64(t, size, lookups, g, rate, share, words, v.LANES, kind)
             else:
-                shared_64(t, size, lookups, g, rate, share, words, LANES, kind)
+                shared_64(t, size, lookups, g, rate, share, words, v.LANES, kind)
             column += 64
         while column < dim:
             t, g, words = table + number * column, gradient + 4 * column, drawn + 4 * column
-            count = min(LANES, dim - column)
+            count = min(v.LANES, dim - column)
             subtract_16(t, size, lookups, g, rate, share, words, count, kind)
-            column += LANES
+            column += v.LANES
 
     return subtract_bag
 
@@ -264,20 +242,20 @@ subtract_floats, subtract_narrow = _bag_subtraction(False), _bag_subtraction(Tru
 _load_16 = loading_numbers(1, False)
 
 
-@compiled
+@v.compiled
 def subtract_scaled(row, gradient, scale, dim):
     """w -= scale g."""
-    for column in range(0, dim, LANES):
-        at, count = 4 * column, min(LANES, dim - column)
-        change = multiply(splat(scale), _load_16(gradient + at, count, FLOAT))
-        store_16(row + at, subtract(_load_16(row + at, count, FLOAT), change), count)
+    for column in range(0, dim, v.LANES):
+        at, count = 4 * column, min(v.LANES, dim - column)
+        change = v.multiply(v.splat(scale), _load_16(gradient + at, count, FLOAT))
+        store_16(row + at, v.subtract(_load_16(row + at, count, FLOAT), change), count)
 
 
-@compiled
+@v.compiled
 def copy_numbers(source, target, count):
     """``count`` floats to another place."""
-    for column in range(0, count, LANES):
-        part = min(LANES, count - column)
+    for column in range(0, count, v.LANES):
+        part = min(v.LANES, count - column)
         store_16(target + 4 * column, _load_16(source + 4 * column, part, FLOAT), part)
 
 
@@ -287,28 +265,29 @@ def sgd_owned(job):
     Every row's updates are done by one thread in the order of the lookups. Numbers of 2 bytes
     are rounded after each.
     """
-    kind, seed, update = field(job, FORMAT), field(job, SEED), field(job, UPDATE)
-    bags, dim, units = field(job, BAGS), field(job, DIM), field(job, UNITS)
-    starts, indices, plan = field(job, STARTS), field(job, INDICES), field(job, PLAN)
-    ahead, step = field(job, AHEAD), field(job, STEP)
-    rate = load_float(field(job, RATES))
-    drawn = field(job, WORDS) + enter(job) * words_bytes(dim)
-    unit = take_unit(job)
+    kind, seed, update = v.field(job, FORMAT), v.field(job, SEED), v.field(job, UPDATE)
+    bags, dim, units = v.field(job, BAGS), v.field(job, DIM), v.field(job, v.UNITS)
+    starts, indices, plan = v.field(job, STARTS), v.field(job, INDICES), v.field(job, PLAN)
+    ahead, step = v.field(job, AHEAD), v.field(job, STEP)
+    rate = v.load_float(v.field(job, RATES))
+    drawn = v.field(job, WORDS) + v.enter(job) * words_bytes(dim)
+    unit = v.take_unit(job)
     while unit < units:
-        table = item(plan, 3 * unit)
-        share = Share(item(plan, 3 * unit + 1), item(plan, 3 * unit + 2))
-        weights = item(field(job, WEIGHTS), table)
-        gradient, stride = item(field(job, GRADIENTS), table), item(field(job, STRIDES), table)
-        last = item(starts, table + 1) - 1
-        begin = item(starts, table)
+        table = v.item(plan, 3 * unit)
+        share = Share(v.item(plan, 3 * unit + 1), v.item(plan, 3 * unit + 2))
+        weights = v.item(v.field(job, WEIGHTS), table)
+        gradient = v.item(v.field(job, GRADIENTS), table)
+        stride = v.item(v.field(job, STRIDES), table)
+        last = v.item(starts, table + 1) - 1
+        begin = v.item(starts, table)
         for bag in range(bags):
             end = bag_begin(job, table, bag + 1)
             lookups = Lookups(indices, begin, end, last, ahead, step)
             if kind == FLOAT:
                 subtract_floats(weights, dim, lookups, gradient, rate, share, drawn, kind)
             elif begin < end:
-                draw_words(drawn, seed, bag, item(field(job, NUMBERS), table), update, dim)
+                draw_words(drawn, seed, bag, v.item(v.field(job, NUMBERS), table), update, dim)
                 subtract_narrow(weights, dim, lookups, gradient, rate, share, drawn, kind)
             begin = end
             gradient += stride
-        unit = take_unit(job)
+        unit = v.take_unit(job)

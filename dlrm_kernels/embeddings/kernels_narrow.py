@@ -12,36 +12,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from dlrm_core.rounding import GOLDEN, LANES, MULTIPLIERS, PHILOX_ROUNDS, WEYL, WORDS
-from dlrm_kernels.vectors import (
-    add_words,
-    compiled,
-    from_bf16,
-    from_half,
-    inlined,
-    item,
-    lane_numbers,
-    load_first,
-    load_first_shorts,
-    load_words,
-    loads,
-    multiply,
-    multiply_high,
-    multiply_low,
-    owner,
-    round_to_bf16,
-    round_to_half,
-    short_vector,
-    splat,
-    splat_word,
-    store_first,
-    store_first_shorts,
-    store_shorts,
-    store_vector,
-    store_words,
-    subtract,
-    vector,
-    xor_words,
-)
+from dlrm_kernels import vectors as v
 
 FLOAT, BF16, HALF = 0, 1, 2
 """Formats of a table's numbers."""
@@ -67,52 +38,52 @@ class Share(NamedTuple):
     slices: int
 
 
-@compiled
+@v.compiled
 def fetched(lookups, i):
     """The row to fetch while that of lookup ``i`` is used."""
-    return item(lookups.indices, min(i + lookups.ahead, lookups.last))
+    return v.item(lookups.indices, min(i + lookups.ahead, lookups.last))
 
 
-@compiled
+@v.compiled
 def owns(share, row):
     """Whether a row belongs to a share."""
-    return owner(row, share.slices) == share.mine
+    return v.owner(row, share.slices) == share.mine
 
 
-@compiled
+@v.compiled
 def words_bytes(dim):
     """Bytes of the random words of a row."""
     return 4 * ((dim + 63) // 64 * 64)
 
 
-@compiled
+@v.compiled
 def draw_words(out, seed, group, table, update, dim):
     """Philox4x32 of all columns' counters (block, group, table, update) to ``out``."""
     for block in range((dim + 63) // 64):
-        a = add_words(lane_numbers(), splat_word(block * LANES))
-        b, c, d = splat_word(group), splat_word(table), splat_word(update)
-        factor, other_factor = splat_word(MULTIPLIERS[0]), splat_word(MULTIPLIERS[1])
+        a = v.add_words(v.lane_numbers(), v.splat_word(block * LANES))
+        b, c, d = v.splat_word(group), v.splat_word(table), v.splat_word(update)
+        factor, other_factor = v.splat_word(MULTIPLIERS[0]), v.splat_word(MULTIPLIERS[1])
         key, other_key = seed, 0
         for _ in range(PHILOX_ROUNDS):
-            high, low = multiply_high(a, factor), multiply_low(a, factor)
-            a = xor_words(xor_words(multiply_high(c, other_factor), b), splat_word(key))
-            b = multiply_low(c, other_factor)
-            c, d = xor_words(xor_words(high, d), splat_word(other_key)), low
+            high, low = v.multiply_high(a, factor), v.multiply_low(a, factor)
+            a = v.xor_words(v.xor_words(v.multiply_high(c, other_factor), b), v.splat_word(key))
+            b = v.multiply_low(c, other_factor)
+            c, d = v.xor_words(v.xor_words(high, d), v.splat_word(other_key)), low
             key += WEYL[0]
             other_key += WEYL[1]
         at = out + 4 * LANES * WORDS * block
-        store_words(at, a)
-        store_words(at + 64, b)
-        store_words(at + 128, c)
-        store_words(at + 192, d)
+        v.store_words(at, a)
+        v.store_words(at + 64, b)
+        v.store_words(at + 128, c)
+        v.store_words(at + 192, d)
 
 
-@compiled
+@v.compiled
 def widen(shorts, kind):
     """Sixteen numbers of 2 bytes as float32."""
     if kind == BF16:
-        return from_bf16(shorts)
-    return from_half(shorts)
+        return v.from_bf16(shorts)
+    return v.from_half(shorts)
 
 
 def loading_numbers(registers: int, narrow: bool) -> Any:
@@ -123,10 +94,10 @@ def loading_numbers(registers: int, narrow: bool) -> Any:
     Args:
         narrow: whether numbers have 2 bytes, of the format ``kind``.
     """
-    load = loads(short_vector if narrow else vector, registers)
-    load_part = load_first_shorts if narrow else load_first
+    load = v.loads(v.short_vector if narrow else v.vector, registers)
+    load_part = v.load_first_shorts if narrow else v.load_first
 
-    @inlined
+    @v.inlined
     def load_numbers(address, count, kind):
         numbers = load(address) if registers > 1 or count >= LANES else load_part(address, count)
         return widen(numbers, kind) if narrow else numbers
@@ -134,13 +105,13 @@ def loading_numbers(registers: int, narrow: bool) -> Any:
     return load_numbers
 
 
-@inlined
+@v.inlined
 def store_16(address, value, count):
     """The first ``count`` of sixteen float32, at most; nothing else is written."""
     if count >= LANES:
-        store_vector(address, value)
+        v.store_vector(address, value)
     else:
-        store_first(address, value, count)
+        v.store_first(address, value, count)
 
 
 def changing_numbers(registers: int, narrow: bool) -> Any:
@@ -150,40 +121,40 @@ def changing_numbers(registers: int, narrow: bool) -> Any:
     """
     load = loading_numbers(registers, narrow)
 
-    @inlined
+    @v.inlined
     def change_numbers(address, change, words, count, kind):
-        value = subtract(load(address, count, kind), change)
+        value = v.subtract(load(address, count, kind), change)
         if narrow:
             rounded = rounded_by(value, words, kind)
             if registers > 1 or count >= LANES:
-                store_shorts(address, rounded)
+                v.store_shorts(address, rounded)
             else:
-                store_first_shorts(address, rounded, count)
+                v.store_first_shorts(address, rounded, count)
         elif registers > 1:
-            store_vector(address, value)
+            v.store_vector(address, value)
         else:
             store_16(address, value, count)
 
     return change_numbers
 
 
-@inlined
+@v.inlined
 def rounded_by(value, words, kind):
     """Vectors of float32 as numbers of 2 bytes, up or down by random words."""
     if kind == BF16:
-        return round_to_bf16(value, words)
-    return round_to_half(value, words)
+        return v.round_to_bf16(value, words)
+    return v.round_to_half(value, words)
 
 
 change_64, change_16 = changing_numbers(4, True), changing_numbers(1, True)
 
 
-@compiled
+@v.compiled
 def change_row(row, gradient, scale, dim, drawn, member, kind):
     """w -= scale g of a whole row, rounded once; ``member`` of the group of ``drawn``."""
-    scales, added = splat(scale), splat_word(member * GOLDEN)
+    scales, added = v.splat(scale), v.splat_word(member * GOLDEN)
     for column in range(0, dim, LANES):
         count = min(LANES, dim - column)
-        change = multiply(scales, load_first(gradient + 4 * column, count))
-        words = add_words(load_words(drawn + 4 * column), added)
+        change = v.multiply(scales, v.load_first(gradient + 4 * column, count))
+        words = v.add_words(v.load_words(drawn + 4 * column), added)
         change_16(row + 2 * column, change, words, count, kind)

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dlrm_core.rounding import GOLDEN, GROUP_BITS
+from dlrm_kernels import vectors as v
 from dlrm_kernels.embeddings import kernels as k
 from dlrm_kernels.embeddings.checks import ADAGRAD, ROWWISE, SGD
 from dlrm_kernels.embeddings.kernels_narrow import (
@@ -32,37 +33,6 @@ from dlrm_kernels.embeddings.kernels_narrow import (
     owns,
     store_16,
     words_bytes,
-)
-from dlrm_kernels.vectors import (
-    LANES,
-    UNITS,
-    add,
-    add_words,
-    compiled,
-    divide,
-    enter,
-    field,
-    inlined,
-    item,
-    lane_sum,
-    load_float,
-    loads,
-    multiply,
-    owner,
-    prefetch,
-    register_sum,
-    splat,
-    splat_word,
-    square_root,
-    store_float,
-    store_int,
-    store_vector,
-    subtract,
-    take_unit,
-    vector,
-    warm,
-    word_vector,
-    zeros_in,
 )
 
 DIGIT_BITS = 11
@@ -104,17 +74,17 @@ class Marks(NamedTuple):
     bits: int
 
 
-load_64, load_words_64, zeros_64 = loads(vector, 4), loads(word_vector, 4), zeros_in(4)
+load_64, load_words_64, zeros_64 = v.loads(v.vector, 4), v.loads(v.word_vector, 4), v.zeros_in(4)
 load_16 = loading_numbers(1, False)
 
 
-@compiled
+@v.compiled
 def thread_bytes(dim):
     """Bytes of scratch of one thread: counters of the sort, the map of rows, a row's gradient."""
     return 8 * (1 << DIGIT_BITS) + MAP_BYTES + 4 * ((dim + 15) // 16 * 16)
 
 
-@compiled
+@v.compiled
 def bits_for(count):
     """Bits that tell 0 .. count - 1 apart."""
     bits = 0
@@ -123,74 +93,74 @@ def bits_for(count):
     return bits
 
 
-@compiled
+@v.compiled
 def first_place(job, table, share):
     """The place of a slice's first key: slices of a table share its region, one by one."""
-    indices, starts = field(job, k.INDICES), field(job, k.STARTS)
-    begin, end = item(starts, table), item(starts, table + 1)
+    indices, starts = v.field(job, k.INDICES), v.field(job, k.STARTS)
+    begin, end = v.item(starts, table), v.item(starts, table + 1)
     place = begin
     if share.slices > 1:
         for i in range(begin, end):
-            if owner(item(indices, i), share.slices) < share.mine:
+            if v.owner(v.item(indices, i), share.slices) < share.mine:
                 place += 1
     return place
 
 
-@compiled
+@v.compiled
 def comes_again(marks, row):
     """Whether the map of :func:`mark_rows` has a row's slot as taken more than once."""
     slot = row & ((1 << marks.bits) - 1)
-    return (item(marks.slots, slot >> 5) >> (2 * (slot & 31) + 1)) & 1
+    return (v.item(marks.slots, slot >> 5) >> (2 * (slot & 31) + 1)) & 1
 
 
-@compiled
+@v.compiled
 def collect(job, table, share, shift, keys, few, marks):
     """Write the keys of a slice's lookups, bag after bag; their number.
 
     Args:
         few: whether only those that come again are written.
     """
-    indices, count = field(job, k.INDICES), 0
-    for bag in range(field(job, k.BAGS)):
+    indices, count = v.field(job, k.INDICES), 0
+    for bag in range(v.field(job, k.BAGS)):
         for i in range(k.bag_begin(job, table, bag), k.bag_begin(job, table, bag + 1)):
-            row = item(indices, i)
+            row = v.item(indices, i)
             if few and not comes_again(marks, row):
                 continue
             if share.slices == 1 or owns(share, row):
-                store_int(keys + 8 * count, (row << shift) | bag)
+                v.store_int(keys + 8 * count, (row << shift) | bag)
                 count += 1
     return count
 
 
-@compiled
+@v.compiled
 def mark_rows(job, table, share, marks):
     """Note in two bits a slot which rows a slice looks up, and which it looks up again.
 
     Returns:
         Whether few lookups found their slot taken; the map is whole only then.
     """
-    indices, starts = field(job, k.INDICES), field(job, k.STARTS)
-    begin, end = item(starts, table), item(starts, table + 1)
+    indices, starts = v.field(job, k.INDICES), v.field(job, k.STARTS)
+    begin, end = v.item(starts, table), v.item(starts, table + 1)
     mask, again, counted = (1 << marks.bits) - 1, 0, 0
     early = begin + (end - begin) // 8
     for word in range(((1 << marks.bits) + 31) // 32):
-        store_int(marks.slots + 8 * word, 0)
+        v.store_int(marks.slots + 8 * word, 0)
     for i in range(begin, end):
         if i == early and again > FEW * counted:
             return False
-        row = item(indices, i)
+        row = v.item(indices, i)
         if share.slices == 1 or owns(share, row):
             slot = row & mask
             at, shift = marks.slots + 8 * (slot >> 5), 2 * (slot & 31)
-            word = item(at, 0)
+            word = v.item(at, 0)
             taken = (word >> shift) & 1
-            store_int(at, word | ((1 | (taken << 1)) << shift))
+            v.store_int(at, word | ((1 | (taken << 1)) << shift))
             again += taken
             counted += 1
     return again <= FEW * counted
 
 
-@compiled
+@v.compiled
 def sort_keys(keys, other, count, shift, bits, counters):
     """Radix sort of ``count`` keys by ``bits`` bits from ``shift`` up; where the result is."""
     passes = (bits + DIGIT_BITS - 1) // DIGIT_BITS
@@ -201,21 +171,21 @@ def sort_keys(keys, other, count, shift, bits, counters):
     for number in range(passes):
         low = shift + number * width
         for digit in range(mask + 1):
-            store_int(counters + 8 * digit, 0)
+            v.store_int(counters + 8 * digit, 0)
         for i in range(count):
-            slot = counters + 8 * ((item(keys, i) >> low) & mask)
-            store_int(slot, item(slot, 0) + 1)
+            slot = counters + 8 * ((v.item(keys, i) >> low) & mask)
+            v.store_int(slot, v.item(slot, 0) + 1)
         total = 0
         for digit in range(mask + 1):
-            here = item(counters, digit)
-            store_int(counters + 8 * digit, total)
+            here = v.item(counters, digit)
+            v.store_int(counters + 8 * digit, total)
             total += here
         for i in range(count):
-            key = item(keys, i)
+            key = v.item(keys, i)
             slot = counters + 8 * ((key >> low) & mask)
-            place = item(slot, 0)
-            store_int(slot, place + 1)
-            store_int(other + 8 * place, key)
+            place = v.item(slot, 0)
+            v.store_int(slot, place + 1)
+            v.store_int(other + 8 * place, key)
         keys, other = other, keys
     return keys
 
@@ -225,14 +195,14 @@ def _summing(registers: int) -> Any:
 
     The sum stays in registers.
     """
-    zeros, load = zeros_in(registers), loads(vector, registers)
+    zeros, load = v.zeros_in(registers), v.loads(v.vector, registers)
 
-    @inlined
+    @v.inlined
     def sum_columns(run, at):
         total = zeros()
         for i in range(run.begin, run.end):
-            total = add(
-                total, load(run.gradients + at + (item(run.keys, i) & run.mask) * run.stride)
+            total = v.add(
+                total, load(run.gradients + at + (v.item(run.keys, i) & run.mask) * run.stride)
             )
         return total
 
@@ -242,38 +212,38 @@ def _summing(registers: int) -> Any:
 sum_64, sum_16 = _summing(4), _summing(1)
 
 
-@inlined
+@v.inlined
 def squares_of(total):
     """The sum of the squares of a vector, or of several."""
-    return lane_sum(register_sum(multiply(total, total)))
+    return v.lane_sum(v.register_sum(v.multiply(total, total)))
 
 
-@compiled
+@v.compiled
 def sum_few(run, at, out, count):
     """Fewer than 16 columns of :func:`sum_gradients`."""
     squares = np.float32(0)
     for column in range(count):
         one = np.float32(0)
         for i in range(run.begin, run.end):
-            place = run.gradients + at + (item(run.keys, i) & run.mask) * run.stride
-            one += load_float(place + 4 * column)
-        store_float(out + 4 * column, one)
+            place = run.gradients + at + (v.item(run.keys, i) & run.mask) * run.stride
+            one += v.load_float(place + 4 * column)
+        v.store_float(out + 4 * column, one)
         squares += one * one
     return squares
 
 
-@compiled
+@v.compiled
 def sum_gradients(run, dim, out):
     """Sum the gradients of a row's bags into ``out``; its sum of squares."""
     squares, column = np.float32(0), 0
     while column + 64 <= dim:
         whole = sum_64(run, 4 * column)
-        store_vector(out + 4 * column, whole)
+        v.store_vector(out + 4 * column, whole)
         squares += squares_of(whole)
         column += 64
     while column + 16 <= dim:
         total = sum_16(run, 4 * column)
-        store_vector(out + 4 * column, total)
+        v.store_vector(out + 4 * column, total)
         squares += squares_of(total)
         column += 16
     if column < dim:
@@ -281,56 +251,57 @@ def sum_gradients(run, dim, out):
     return squares
 
 
-@compiled
+@v.compiled
 def rowwise_scale(state, mean_square, rates):
     """s += mean(g^2) of a row; rate / (sqrt(s) + eps)."""
-    total = load_float(state) + mean_square
-    store_float(state, total)
+    total = v.load_float(state) + mean_square
+    v.store_float(state, total)
     return rates.rate / (np.sqrt(total) + rates.epsilon)
 
 
-@inlined
+@v.inlined
 def adagrad_change(state, gradient, count, rates):
     """s += g^2 of at most 16 weights; rate g / (sqrt(s) + eps)."""
     g = load_16(gradient, count, FLOAT)
-    s = add(load_16(state, count, FLOAT), multiply(g, g))
+    s = v.add(load_16(state, count, FLOAT), v.multiply(g, g))
     store_16(state, s, count)
-    return divide(multiply(splat(rates.rate), g), add(square_root(s), splat(rates.epsilon)))
+    root = v.add(v.square_root(s), v.splat(rates.epsilon))
+    return v.divide(v.multiply(v.splat(rates.rate), g), root)
 
 
-@compiled
+@v.compiled
 def adagrad_row(row, state, gradient, dim, rates):
     """s += g^2; w -= rate g / (sqrt(s) + eps), weight by weight."""
-    for column in range(0, dim, LANES):
-        at, count = 4 * column, min(LANES, dim - column)
+    for column in range(0, dim, v.LANES):
+        at, count = 4 * column, min(v.LANES, dim - column)
         change = adagrad_change(state + at, gradient + at, count, rates)
-        store_16(row + at, subtract(load_16(row + at, count, FLOAT), change), count)
+        store_16(row + at, v.subtract(load_16(row + at, count, FLOAT), change), count)
 
 
-@compiled
+@v.compiled
 def adagrad_changes(state, gradient, dim, rates):
     """s += g^2; rate g / (sqrt(s) + eps) in the place of g."""
-    for column in range(0, dim, LANES):
-        at, count = 4 * column, min(LANES, dim - column)
+    for column in range(0, dim, v.LANES):
+        at, count = 4 * column, min(v.LANES, dim - column)
         store_16(gradient + at, adagrad_change(state + at, gradient + at, count, rates), count)
 
 
-@compiled
+@v.compiled
 def end_of_row(keys, begin, count, shift):
     """Behind the last of the keys that have the row of ``keys[begin]``."""
-    row, end = item(keys, begin) >> shift, begin + 1
-    while end < count and item(keys, end) >> shift == row:
+    row, end = v.item(keys, begin) >> shift, begin + 1
+    while end < count and v.item(keys, end) >> shift == row:
         end += 1
     return end
 
 
-@compiled
+@v.compiled
 def subtract_scaled_64(row, gradient, scale):
     """w -= scale g of 64 floats, the gradient in registers."""
-    store_vector(row, subtract(load_64(row), multiply(splat(scale), gradient)))
+    v.store_vector(row, v.subtract(load_64(row), v.multiply(v.splat(scale), gradient)))
 
 
-@compiled
+@v.compiled
 def rowwise_64(row, state, run, rates):
     """Row-wise Adagrad of a row of 64 floats, its gradient in registers throughout.
 
@@ -341,32 +312,42 @@ def rowwise_64(row, state, run, rates):
     subtract_scaled_64(row, gradient, scale)
 
 
-@compiled
+@v.compiled
 def rowwise_wide(row, state, run, dim, rates, out):
     """Row-wise Adagrad of a row of any width: s += mean(g^2); w -= rate g / (sqrt(s) + eps)."""
     squares = sum_gradients(run, dim, out)
     k.subtract_scaled(row, out, rowwise_scale(state, squares / np.float32(dim), rates), dim)
 
 
-@compiled
+@v.compiled
 def rates_of(job):
     """Learning rate and epsilon of a job."""
-    return Rates(load_float(field(job, k.RATES)), load_float(field(job, k.RATES) + 4))
+    return Rates(v.load_float(v.field(job, k.RATES)), v.load_float(v.field(job, k.RATES) + 4))
 
 
-@compiled
+@v.compiled
+def table_of(job, table):
+    """Addresses of a table's weights, state and gradients, and bytes from bag to bag of these."""
+    return (
+        v.item(v.field(job, k.WEIGHTS), table),
+        v.item(v.field(job, k.STATES), table),
+        v.item(v.field(job, k.GRADIENTS), table),
+        v.item(v.field(job, k.STRIDES), table),
+    )
+
+
+@v.compiled
 def rowwise_rows(job, table, keys, count, shift, out):
     """Row-wise Adagrad of every row of the sorted keys."""
-    dim, ahead, step = field(job, k.DIM), field(job, k.AHEAD), field(job, k.STEP)
-    weights, states = item(field(job, k.WEIGHTS), table), item(field(job, k.STATES), table)
-    gradients, stride = item(field(job, k.GRADIENTS), table), item(field(job, k.STRIDES), table)
+    dim, ahead, step = v.field(job, k.DIM), v.field(job, k.AHEAD), v.field(job, k.STEP)
+    weights, states, gradients, stride = table_of(job, table)
     rates, mask, size, begin = rates_of(job), (1 << shift) - 1, 4 * dim, 0
     while begin < count:
         end = end_of_row(keys, begin, count, shift)
-        soon = item(keys, min(end + ahead, count - 1)) >> shift
-        warm(weights + soon * size, size, step)
-        prefetch(states + soon * 4)
-        row, run = item(keys, begin) >> shift, Run(keys, begin, end, mask, gradients, stride)
+        soon = v.item(keys, min(end + ahead, count - 1)) >> shift
+        v.warm(weights + soon * size, size, step)
+        v.prefetch(states + soon * 4)
+        row, run = v.item(keys, begin) >> shift, Run(keys, begin, end, mask, gradients, stride)
         if dim == 64:
             rowwise_64(weights + row * size, states + row * 4, run, rates)
         else:
@@ -374,25 +355,24 @@ def rowwise_rows(job, table, keys, count, shift, out):
         begin = end
 
 
-@compiled
+@v.compiled
 def adagrad_rows(job, table, keys, count, shift, out):
     """Adagrad of every row of the sorted keys."""
-    dim, ahead, step = field(job, k.DIM), field(job, k.AHEAD), field(job, k.STEP)
-    weights, states = item(field(job, k.WEIGHTS), table), item(field(job, k.STATES), table)
-    gradients, stride = item(field(job, k.GRADIENTS), table), item(field(job, k.STRIDES), table)
+    dim, ahead, step = v.field(job, k.DIM), v.field(job, k.AHEAD), v.field(job, k.STEP)
+    weights, states, gradients, stride = table_of(job, table)
     rates, mask, size, begin = rates_of(job), (1 << shift) - 1, 4 * dim, 0
     while begin < count:
         end = end_of_row(keys, begin, count, shift)
-        soon = item(keys, min(end + ahead, count - 1)) >> shift
-        warm(weights + soon * size, size, step)
-        warm(states + soon * size, size, step)
-        row, run = item(keys, begin) >> shift, Run(keys, begin, end, mask, gradients, stride)
+        soon = v.item(keys, min(end + ahead, count - 1)) >> shift
+        v.warm(weights + soon * size, size, step)
+        v.warm(states + soon * size, size, step)
+        row, run = v.item(keys, begin) >> shift, Run(keys, begin, end, mask, gradients, stride)
         sum_gradients(run, dim, out)
         adagrad_row(weights + row * size, states + row * size, out, dim, rates)
         begin = end
 
 
-@compiled
+@v.compiled
 def rowwise_lone_64(w, s, g, lookups, share, rates, marks, place, keys, count):
     """Row-wise Adagrad of a bag's lone rows of 64 floats, the bag's gradient in registers.
 
@@ -403,17 +383,17 @@ def rowwise_lone_64(w, s, g, lookups, share, rates, marks, place, keys, count):
         Number of keys, with those of the bag's other rows.
     """
     bag, shift = place
-    gradient = add(zeros_64(), load_64(g))
+    gradient = v.add(zeros_64(), load_64(g))
     mean_square = squares_of(gradient) / np.float32(64)
     for i in range(lookups.begin, lookups.end):
         soon = fetched(lookups, i)
         if share.slices == 1 or owns(share, soon):
-            warm(w + soon * 256, 256, lookups.step)
-            prefetch(s + soon * 4)
-        row = item(lookups.indices, i)
+            v.warm(w + soon * 256, 256, lookups.step)
+            v.prefetch(s + soon * 4)
+        row = v.item(lookups.indices, i)
         if share.slices == 1 or owns(share, row):
             if comes_again(marks, row):
-                store_int(keys + 8 * count, (row << shift) | bag)
+                v.store_int(keys + 8 * count, (row << shift) | bag)
                 count += 1
             else:
                 scale = rowwise_scale(s + row * 4, mean_square, rates)
@@ -421,7 +401,7 @@ def rowwise_lone_64(w, s, g, lookups, share, rates, marks, place, keys, count):
     return count
 
 
-@compiled
+@v.compiled
 def update_lone_rows(job, table, share, shift, keys, marks, number, out):
     """Update the rows whose slot was taken once, bag after bag; the others' keys are written.
 
@@ -433,15 +413,14 @@ def update_lone_rows(job, table, share, shift, keys, marks, number, out):
     Returns:
         Number of keys.
     """
-    dim, kind = field(job, k.DIM), field(job, k.KIND)
-    ahead, step = field(job, k.AHEAD), field(job, k.STEP)
-    indices, last = field(job, k.INDICES), item(field(job, k.STARTS), table + 1) - 1
-    w, s = item(field(job, k.WEIGHTS), table), item(field(job, k.STATES), table)
-    g, stride = item(field(job, k.GRADIENTS), table), item(field(job, k.STRIDES), table)
+    dim, kind = v.field(job, k.DIM), v.field(job, k.KIND)
+    ahead, step = v.field(job, k.AHEAD), v.field(job, k.STEP)
+    indices, last = v.field(job, k.INDICES), v.item(v.field(job, k.STARTS), table + 1) - 1
+    w, s, g, stride = table_of(job, table)
     rates, size, state_size, count = rates_of(job), 4 * dim, 4 * dim, 0
     if kind == ROWWISE:
         state_size = 4
-    for bag in range(field(job, k.BAGS)):
+    for bag in range(v.field(job, k.BAGS)):
         begin, end = k.bag_begin(job, table, bag), k.bag_begin(job, table, bag + 1)
         lookups = Lookups(indices, begin, end, last, ahead, step)
         if kind == ROWWISE and dim == 64:
@@ -449,18 +428,18 @@ def update_lone_rows(job, table, share, shift, keys, marks, number, out):
                 w, s, g + bag * stride, lookups, share, rates, marks, (bag, shift), keys, count
             )
             continue
-        store_int(number, bag)
+        v.store_int(number, bag)
         mean_square = sum_gradients(Run(number, 0, 1, -1, g, stride), dim, out) / np.float32(dim)
         for i in range(begin, end):
             soon = fetched(lookups, i)
             if share.slices == 1 or owns(share, soon):
-                warm(w + soon * size, size, step)
-                warm(s + soon * state_size, state_size, step)
-            row = item(indices, i)
+                v.warm(w + soon * size, size, step)
+                v.warm(s + soon * state_size, state_size, step)
+            row = v.item(indices, i)
             if share.slices > 1 and not owns(share, row):
                 continue
             if comes_again(marks, row):
-                store_int(keys + 8 * count, (row << shift) | bag)
+                v.store_int(keys + 8 * count, (row << shift) | bag)
                 count += 1
             elif kind == ROWWISE:
                 scale = rowwise_scale(s + row * 4, mean_square, rates)
@@ -470,7 +449,7 @@ def update_lone_rows(job, table, share, shift, keys, marks, number, out):
     return count
 
 
-@compiled
+@v.compiled
 def rowwise_narrow_64(row, state, run, rates, drawn, member, form):
     """Row-wise Adagrad of a row of 64 numbers of 2 bytes, its gradient in registers throughout.
 
@@ -478,31 +457,30 @@ def rowwise_narrow_64(row, state, run, rates, drawn, member, form):
     """
     gradient = sum_64(run, 0)
     scale = rowwise_scale(state, squares_of(gradient) / np.float32(64), rates)
-    words = add_words(load_words_64(drawn), splat_word(member * GOLDEN))
-    change_64(row, multiply(splat(scale), gradient), words, LANES, form)
+    words = v.add_words(load_words_64(drawn), v.splat_word(member * GOLDEN))
+    change_64(row, v.multiply(v.splat(scale), gradient), words, v.LANES, form)
 
 
-@compiled
+@v.compiled
 def narrow_rows(job, table, keys, count, shift, thread, out):
     """Update every row of the sorted keys, of 2 bytes a number: summed, changed, rounded once."""
-    dim, kind, form = field(job, k.DIM), field(job, k.KIND), field(job, k.FORMAT)
-    ahead, step, size = field(job, k.AHEAD), field(job, k.STEP), 2 * dim
-    weights, states = item(field(job, k.WEIGHTS), table), item(field(job, k.STATES), table)
-    gradients, stride = item(field(job, k.GRADIENTS), table), item(field(job, k.STRIDES), table)
-    number, update, rates = item(field(job, k.NUMBERS), table), field(job, k.UPDATE), rates_of(job)
-    drawn = field(job, k.WORDS) + thread * words_bytes(dim)
+    dim, kind, form = v.field(job, k.DIM), v.field(job, k.KIND), v.field(job, k.FORMAT)
+    ahead, step, size = v.field(job, k.AHEAD), v.field(job, k.STEP), 2 * dim
+    weights, states, gradients, stride = table_of(job, table)
+    number, update = v.item(v.field(job, k.NUMBERS), table), v.field(job, k.UPDATE)
+    drawn = v.field(job, k.WORDS) + thread * words_bytes(dim)
     state_bytes = 4 * dim if kind == ADAGRAD else 4
-    mask, begin, group = (1 << shift) - 1, 0, -1
+    rates, mask, begin, group = rates_of(job), (1 << shift) - 1, 0, -1
     while begin < count:
         end = end_of_row(keys, begin, count, shift)
-        soon = item(keys, min(end + ahead, count - 1)) >> shift
-        warm(weights + soon * size, size, step)
+        soon = v.item(keys, min(end + ahead, count - 1)) >> shift
+        v.warm(weights + soon * size, size, step)
         if kind != SGD:
-            warm(states + soon * state_bytes, state_bytes, step)
-        row, run = item(keys, begin) >> shift, Run(keys, begin, end, mask, gradients, stride)
+            v.warm(states + soon * state_bytes, state_bytes, step)
+        row, run = v.item(keys, begin) >> shift, Run(keys, begin, end, mask, gradients, stride)
         if row >> GROUP_BITS != group:
             group = row >> GROUP_BITS
-            draw_words(drawn, field(job, k.SEED), group, number, update, dim)
+            draw_words(drawn, v.field(job, k.SEED), group, number, update, dim)
         member, w, s = (
             row & ((1 << GROUP_BITS) - 1),
             weights + row * size,
@@ -521,7 +499,7 @@ def narrow_rows(job, table, keys, count, shift, thread, out):
         change_row(w, out, scale, dim, drawn, member, form)
 
 
-@compiled
+@v.compiled
 def sorted_lookups(job, unit, thread, updates):
     """Sort a unit's lookups by row, less those of lone rows where they are many.
 
@@ -531,19 +509,20 @@ def sorted_lookups(job, unit, thread, updates):
     Returns:
         The sorted keys and their number.
     """
-    plan, starts, region = field(job, k.PLAN), field(job, k.STARTS), field(job, k.REGION)
-    table, share = item(plan, 3 * unit), Share(item(plan, 3 * unit + 1), item(plan, 3 * unit + 2))
-    counters = field(job, k.SCRATCH) + thread * thread_bytes(field(job, k.DIM))
+    plan, starts, region = v.field(job, k.PLAN), v.field(job, k.STARTS), v.field(job, k.REGION)
+    table = v.item(plan, 3 * unit)
+    share = Share(v.item(plan, 3 * unit + 1), v.item(plan, 3 * unit + 2))
+    counters = v.field(job, k.SCRATCH) + thread * thread_bytes(v.field(job, k.DIM))
     slots = counters + 8 * (1 << DIGIT_BITS)
-    shift, bits = bits_for(field(job, k.BAGS)), bits_for(item(field(job, k.ROWS), table))
-    base, apart = field(job, k.KEYS), 8 * item(starts, field(job, k.TABLES))
+    shift, bits = bits_for(v.field(job, k.BAGS)), bits_for(v.item(v.field(job, k.ROWS), table))
+    base, apart = v.field(job, k.KEYS), 8 * v.item(starts, v.field(job, k.TABLES))
     if region > 0:
         # the same memory for table after table: it stays in the cache
-        base += thread * region - 8 * item(starts, table)
+        base += thread * region - 8 * v.item(starts, table)
         apart = region // 2
     keys = base + 8 * first_place(job, table, share)
     marks = Marks(slots, min(bits, MOST_SLOT_BITS))
-    few = field(job, k.FORMAT) == FLOAT and mark_rows(job, table, share, marks)
+    few = v.field(job, k.FORMAT) == FLOAT and mark_rows(job, table, share, marks)
     if few and updates:
         out = slots + MAP_BYTES
         count = update_lone_rows(job, table, share, shift, keys, marks, counters, out)
@@ -554,25 +533,25 @@ def sorted_lookups(job, unit, thread, updates):
 
 def adagrad_owned(job):
     """Update every row that was looked up, once; a unit owns rows of a table."""
-    thread, shift = enter(job), bits_for(field(job, k.BAGS))
-    out = field(job, k.SCRATCH) + thread * thread_bytes(field(job, k.DIM))
+    thread, shift = v.enter(job), bits_for(v.field(job, k.BAGS))
+    out = v.field(job, k.SCRATCH) + thread * thread_bytes(v.field(job, k.DIM))
     out += 8 * (1 << DIGIT_BITS) + MAP_BYTES
-    unit = take_unit(job)
-    while unit < field(job, UNITS):
-        table = item(field(job, k.PLAN), 3 * unit)
+    unit = v.take_unit(job)
+    while unit < v.field(job, v.UNITS):
+        table = v.item(v.field(job, k.PLAN), 3 * unit)
         keys, count = sorted_lookups(job, unit, thread, True)
-        if field(job, k.FORMAT) != FLOAT:
+        if v.field(job, k.FORMAT) != FLOAT:
             narrow_rows(job, table, keys, count, shift, thread, out)
-        elif field(job, k.KIND) == ROWWISE:
+        elif v.field(job, k.KIND) == ROWWISE:
             rowwise_rows(job, table, keys, count, shift, out)
         else:
             adagrad_rows(job, table, keys, count, shift, out)
-        unit = take_unit(job)
+        unit = v.take_unit(job)
 
 
 def sort_alone(job):
     """Sort as :func:`adagrad_owned` does and update no row: what sorting takes, timed apart."""
-    thread, unit = enter(job), take_unit(job)
-    while unit < field(job, UNITS):
+    thread, unit = v.enter(job), v.take_unit(job)
+    while unit < v.field(job, v.UNITS):
         sorted_lookups(job, unit, thread, False)
-        unit = take_unit(job)
+        unit = v.take_unit(job)

@@ -16,31 +16,14 @@ from llvmlite import ir
 from numba import types
 
 from dlrm_core.base.machine import cpu_flags
-from dlrm_kernels.vectors import (
-    FLOATS,
-    I8,
-    I16,
-    I32,
-    I64,
-    INTS,
-    LANES,
-    SHORTS,
-    call,
-    instruction,
-    pointer_to,
-    same,
-    spread,
-    to_nearest_bf16,
-    vector,
-    word_vector,
-)
+from dlrm_kernels import vectors as v
 
 ROW_BYTES = 64
 
 HAS_TILES = {"amx_tile", "amx_bf16"} <= cpu_flags()
 HAS_BF16 = {"avx512f", "avx512_bf16"} <= cpu_flags()
 
-_ALL_SHORTS = ir.VectorType(I16, 2 * LANES)
+_ALL_SHORTS = ir.VectorType(v.I16, 2 * v.LANES)
 
 
 class _Bfloat(ir.Type):
@@ -56,86 +39,86 @@ class _Bfloat(ir.Type):
         return hash(_Bfloat)
 
 
-@instruction(word_vector(vector, vector))
+@v.instruction(v.word_vector(v.vector, v.vector))
 def halves_of(builder, low, high):
     """32 float32 rounded to the nearest bf16, one behind the other."""
     if HAS_BF16:
-        kind = ir.VectorType(_Bfloat(), 2 * LANES)
-        halves = call(builder, "x86.avx512bf16.cvtne2ps2bf16.512", kind, high, low)
-        return builder.bitcast(halves, INTS)
-    halves = [to_nearest_bf16(builder, value) for value in (low, high)]
-    return builder.bitcast(_chosen(builder, *halves, range(2 * LANES)), INTS)
+        kind = ir.VectorType(_Bfloat(), 2 * v.LANES)
+        halves = v.call(builder, "x86.avx512bf16.cvtne2ps2bf16.512", kind, high, low)
+        return builder.bitcast(halves, v.INTS)
+    halves = [v.to_nearest_bf16(builder, value) for value in (low, high)]
+    return builder.bitcast(_chosen(builder, *halves, range(2 * v.LANES)), v.INTS)
 
 
 def _chosen(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, places: Any) -> ir.Value:
     """Lanes of two vectors, by their places in both."""
     places = list(places)
-    return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(I32, len(places)), places))
+    return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(v.I32, len(places)), places))
 
 
 def _floats_of(first: int) -> Any:
-    @instruction(vector(word_vector))
+    @v.instruction(v.vector(v.word_vector))
     def floats(builder, halves):
         shorts = builder.bitcast(halves, _ALL_SHORTS)
-        chosen = _chosen(builder, shorts, shorts, range(first, first + LANES))
-        return builder.bitcast(builder.shl(builder.zext(chosen, INTS), same(16)), FLOATS)
+        chosen = _chosen(builder, shorts, shorts, range(first, first + v.LANES))
+        return builder.bitcast(builder.shl(builder.zext(chosen, v.INTS), v.same(16)), v.FLOATS)
 
     return floats
 
 
-first_floats, last_floats = _floats_of(0), _floats_of(LANES)
+first_floats, last_floats = _floats_of(0), _floats_of(v.LANES)
 """Instructions: the first, the last 16 of 32 bf16 as float32."""
 
 
 def _paired_from(first: int) -> Any:
-    @instruction(word_vector(word_vector, word_vector))
+    @v.instruction(v.word_vector(v.word_vector, v.word_vector))
     def pairs(builder, even, odd):
         rows = [builder.bitcast(row, _ALL_SHORTS) for row in (even, odd)]
-        columns = range(first, first + LANES)
-        places = [place for c in columns for place in (c, 2 * LANES + c)]
-        return builder.bitcast(_chosen(builder, *rows, places), INTS)
+        columns = range(first, first + v.LANES)
+        places = [place for c in columns for place in (c, 2 * v.LANES + c)]
+        return builder.bitcast(_chosen(builder, *rows, places), v.INTS)
 
     return pairs
 
 
-first_pairs, last_pairs = _paired_from(0), _paired_from(LANES)
+first_pairs, last_pairs = _paired_from(0), _paired_from(v.LANES)
 """Instructions: of the first, the last 16 columns of two rows a pair in one lane."""
 
 
-@instruction(vector(word_vector))
+@v.instruction(v.vector(v.word_vector))
 def lower_halves(builder, value):
     """The bf16 in the lower half of each lane, as float32."""
-    return builder.bitcast(builder.shl(value, same(16)), FLOATS)
+    return builder.bitcast(builder.shl(value, v.same(16)), v.FLOATS)
 
 
-@instruction(vector(word_vector))
+@v.instruction(v.vector(v.word_vector))
 def upper_halves(builder, value):
     """The bf16 in the upper half of each lane, as float32."""
-    return builder.bitcast(builder.and_(value, same(-0x10000)), FLOATS)
+    return builder.bitcast(builder.and_(value, v.same(-0x10000)), v.FLOATS)
 
 
-@instruction(word_vector(types.int64))
+@v.instruction(v.word_vector(types.int64))
 def splat_integer(builder, address):
     """The 32-bit integer at an address, sixteen times."""
-    return spread(builder, builder.load(pointer_to(builder, address, I32), align=4), INTS)
+    return v.spread(builder, builder.load(v.pointer_to(builder, address, v.I32), align=4), v.INTS)
 
 
-@instruction(vector(vector))
+@v.instruction(v.vector(v.vector))
 def relu(builder, value):
     """max(x, 0), NaN kept."""
-    zero = ir.Constant(FLOATS, [0.0] * LANES)
+    zero = ir.Constant(v.FLOATS, [0.0] * v.LANES)
     return builder.select(builder.fcmp_ordered("<", value, zero), zero, value)
 
 
-@instruction(vector(vector, types.int64))
+@v.instruction(v.vector(v.vector, types.int64))
 def where_positive(builder, value, address):
     """The lanes for which the bf16 at an address is above zero; 0 elsewhere."""
-    shorts = builder.load(pointer_to(builder, address, SHORTS), align=2)
-    positive = builder.icmp_signed(">", shorts, ir.Constant(SHORTS, [0] * LANES))
-    return builder.select(positive, value, ir.Constant(FLOATS, [0.0] * LANES))
+    shorts = builder.load(v.pointer_to(builder, address, v.SHORTS), align=2)
+    positive = builder.icmp_signed(">", shorts, ir.Constant(v.SHORTS, [0] * v.LANES))
+    return builder.select(positive, value, ir.Constant(v.FLOATS, [0.0] * v.LANES))
 
 
-@instruction(types.void(types.int64, types.int64))
+@v.instruction(types.void(types.int64, types.int64))
 def transpose_tile(builder, source, target):
     """A tile of 16 x 16 32-bit numbers, transposed, to another place.
 
@@ -143,14 +126,14 @@ def transpose_tile(builder, source, target):
     """
 
     def place(base: Any, row: int) -> Any:
-        return pointer_to(builder, builder.add(base, I64(ROW_BYTES * row)), INTS)
+        return v.pointer_to(builder, builder.add(base, v.I64(ROW_BYTES * row)), v.INTS)
 
-    rows = [builder.load(place(source, r), align=4) for r in range(LANES)]
+    rows = [builder.load(place(source, r), align=4) for r in range(v.LANES)]
     for step in (1, 2, 4, 8):
-        lanes = range(LANES)
-        upper = [lane if not lane & step else LANES + lane - step for lane in lanes]
-        lower = [lane + step if not lane & step else LANES + lane for lane in lanes]
-        for r in range(LANES):
+        lanes = range(v.LANES)
+        upper = [lane if not lane & step else v.LANES + lane - step for lane in lanes]
+        lower = [lane + step if not lane & step else v.LANES + lane for lane in lanes]
+        for r in range(v.LANES):
             if not r & step:
                 a, b = rows[r], rows[r + step]
                 rows[r], rows[r + step] = (
@@ -163,21 +146,21 @@ def transpose_tile(builder, source, target):
 
 def _tile_call(builder: ir.IRBuilder, name: str, *arguments: ir.Value) -> None:
     if HAS_TILES:
-        call(builder, f"x86.{name}", ir.VoidType(), *arguments)
+        v.call(builder, f"x86.{name}", ir.VoidType(), *arguments)
 
 
-@instruction(types.void(types.int64))
+@v.instruction(types.void(types.int64))
 def configure_tiles(builder, address):
     """Give this thread's tiles the shapes that the 64 bytes at an address describe."""
-    _tile_call(builder, "ldtilecfg", pointer_to(builder, address, I8))
+    _tile_call(builder, "ldtilecfg", v.pointer_to(builder, address, v.I8))
 
 
 def _on_tiles(name: str, *numbers: int) -> Any:
     """Instruction () that works on tiles of these numbers."""
 
-    @instruction(types.void())
+    @v.instruction(types.void())
     def work(builder):
-        _tile_call(builder, name, *map(I8, numbers))
+        _tile_call(builder, name, *map(v.I8, numbers))
 
     return work
 
@@ -197,9 +180,9 @@ def multiply_tiles(target: int, left: int, right: int) -> Any:
 
 
 def _move_tile(name: str, number: int) -> Any:
-    @instruction(types.void(types.int64, types.int64))
+    @v.instruction(types.void(types.int64, types.int64))
     def move(builder, address, stride):
-        _tile_call(builder, name, I8(number), pointer_to(builder, address, I8), stride)
+        _tile_call(builder, name, v.I8(number), v.pointer_to(builder, address, v.I8), stride)
 
     return move
 
