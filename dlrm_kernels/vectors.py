@@ -364,7 +364,7 @@ nearest_bf16 = instruction(short_vector(vector))(to_nearest_bf16)
 
 @instruction(short_vector(vector, word_vector))
 def round_to_bf16(builder, value, drawn):
-    """float32 as bf16, up or down by words of 32 bits: the law of dlrm_core.rounding."""
+    """float32 as bf16, up or down by words of 32 bits: the law of dlrm_kernels.rounding."""
     moved = builder.add(builder.bitcast(value, INTS), builder.lshr(drawn, same(16)))
     kept = builder.lshr(moved, same(16))
     number = builder.fcmp_ordered("ord", value, value)
@@ -373,7 +373,7 @@ def round_to_bf16(builder, value, drawn):
 
 @instruction(short_vector(vector, word_vector))
 def round_to_half(builder, value, drawn):
-    """float32 as fp16, up or down by words of 32 bits: the law of dlrm_core.rounding."""
+    """float32 as fp16, up or down by words of 32 bits: the law of dlrm_kernels.rounding."""
 
     def least(a: ir.Value, b: ir.Value) -> ir.Value:
         return builder.select(builder.icmp_signed("<", a, b), a, b)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from dlrm_core.rounding import GOLDEN
 from dlrm_kernels import vectors as v
 from dlrm_kernels.embeddings.checks import BAD_INDEX, BAD_OFFSET
 from dlrm_kernels.embeddings.kernels_narrow import (
@@ -29,6 +28,7 @@ from dlrm_kernels.embeddings.kernels_narrow import (
     store_16,
     words_bytes,
 )
+from dlrm_kernels.rounding import GOLDEN
 
 # Fields of a job behind the first three. Addresses unless another unit is given.
 (

@@ -17,8 +17,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dlrm_core.rounding import GOLDEN, GROUP_BITS, PHILOX_ROUNDS
 from dlrm_kernels.embeddings.checks import ADAGRAD, ROWWISE, SGD
+from dlrm_kernels.rounding import GOLDEN, GROUP_BITS, PHILOX_ROUNDS
 
 _ADAGRAD, _ROWWISE, _SGD = (tl.constexpr(kind) for kind in (ADAGRAD, ROWWISE, SGD))
 GROUP_ROW_BITS = tl.constexpr(GROUP_BITS)
@@ -157,7 +157,7 @@ def _add_runs(begins_left, sum_left, begins_right, sum_right):
 
 @triton.jit
 def _words(seed, update, table, row, column):
-    """The random words of rows (n,) and columns (d,), by the law of dlrm_core.rounding."""
+    """The random words of rows (n,) and columns (d,), by the law of dlrm_kernels.rounding."""
     block = (column // 64 * 16 + column % 16)[None, :].to(tl.uint32)
     group = (row >> GROUP_ROW_BITS)[:, None].to(tl.uint32)
     zero = tl.zeros_like(block) + tl.zeros_like(group)

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dlrm_core.rounding import GOLDEN, GROUP_BITS
 from dlrm_kernels import vectors as v
 from dlrm_kernels.embeddings import kernels as k
 from dlrm_kernels.embeddings.checks import ADAGRAD, ROWWISE, SGD
@@ -34,6 +33,7 @@ from dlrm_kernels.embeddings.kernels_narrow import (
     store_16,
     words_bytes,
 )
+from dlrm_kernels.rounding import GOLDEN, GROUP_BITS
 
 DIGIT_BITS = 11
 """Most bits sorted in one pass: 2048 counters fit the first-level cache."""

@@ -14,9 +14,10 @@ import numpy as np
 import pandas as pd
 
 from dlrm_core.base.errors import InputError
-from dlrm_core.base.units import counted, format_bytes, milliseconds
+from dlrm_core.base.text import counted, format_bytes
 from dlrm_core.config import Parameters
-from dlrm_core.memory import dense_peak
+from dlrm_core.optimizers import OPTIMIZERS
+from dlrm_kernels.memory import dense_peak
 from dlrm_studies.scaling.model.communication import (
     FLOAT_BYTES,
     INDEX_BYTES,
@@ -25,19 +26,16 @@ from dlrm_studies.scaling.model.communication import (
 )
 from dlrm_studies.scaling.model.prediction import Prediction, Setting
 from dlrm_studies.scaling.model.sharding import KINDS, SHARDINGS, Plan, make_plan
+from dlrm_workbook.ground.units import milliseconds
 
 # Memory of every rank: weights, optimiser state, gradients, activations, what is exchanged.
-
-STATE_NUMBERS = {"sgd": (0.0, 0), "adagrad": (1.0, 1), "adam": (2.0, 2)}
-"""Optimiser to the numbers it keeps for each of a table's and of the dense part's weights;
-``rowwise_adagrad`` keeps one a row."""
 
 
 def rank_memory(parameters: Parameters, plan: Plan, batch_size: int) -> pd.DataFrame:
     """Bytes on each rank while an iteration of ``batch_size`` samples over all ranks runs.
 
     With B samples, R ranks, P dense weights: dense part 4 P of weights, 4 P of gradients and
-    the optimiser's state; activations of B/R samples (:mod:`dlrm_core.memory`); pooled
+    the optimiser's state; activations of B/R samples (:mod:`dlrm_kernels.memory`); pooled
     vectors and their gradients, those a rank makes (4 B times its columns) and those it
     receives (4 B/R T d), each twice; indices of its own samples and of its own tables, 8 bytes
     each; with replicated tables a dense gradient of their size. What allocators and libraries
@@ -75,32 +73,24 @@ def rank_memory(parameters: Parameters, plan: Plan, batch_size: int) -> pd.DataF
 
 
 def _state(parameters: Parameters, plan: Plan, tables: np.ndarray, dense: int) -> np.ndarray:
-    optimizer = parameters.training.optimizer
-    if optimizer == "rowwise_adagrad":
+    kind = OPTIMIZERS[parameters.training.optimizer]
+    if kind.per_row:
         # a number a row; a column slice has as many rows as its table
-        rows = np.zeros(plan.ranks)
-        for table in plan.tables:
-            if table.kind == "replicated":
-                rows += table.rows
-            else:
-                np.add.at(rows, np.asarray(table.ranks), table.shard_rows)
-        return FLOAT_BYTES * rows + dense
-    of_tables, of_dense = STATE_NUMBERS[optimizer]
-    return of_tables * tables + of_dense * dense
+        return FLOAT_BYTES * plan.on_ranks(lambda table: table.shard_rows, *KINDS) + dense
+    return float(kind.row_state(plan.dim) // plan.dim) * tables + kind.dense_state * dense
 
 
 def _lookups_of_ranks(plan: Plan) -> np.ndarray:
     """Indices and lengths that each rank gets for one sample of the global batch."""
-    total = np.zeros(plan.ranks)
-    for table in plan.of_kind("table_wise", "column_wise", "row_wise"):
-        count = plan.lookups[table.table]
-        each = (
-            count * table.shard_rows / table.rows + 1
-            if table.kind == "row_wise"
-            else np.full(table.shards, count + 1)
-        )
-        np.add.at(total, np.asarray(table.ranks), each)
-    return total
+    return plan.on_ranks(
+        # of a row-wise table each owner gets the indices of its rows
+        lambda table: (
+            plan.lookups[table.table]
+            * (table.shard_rows / table.rows if table.kind == "row_wise" else 1)
+            + 1
+        ),
+        *("table_wise", "column_wise", "row_wise"),
+    )
 
 
 def memory_extremes(
@@ -291,7 +281,7 @@ def scaling_table(
         rows.append(
             row
             | {"sharding": made.plan.name}
-            | {name: getattr(made, name) for name in PREDICTED}
+            | {name: getattr(made, name) for name in PREDICTED_FIGURES}
             | {
                 "exposed_share": made.exposed_ms / made.mid_ms,
                 "speedup": speedup,
@@ -304,10 +294,17 @@ def scaling_table(
     return pd.DataFrame(rows, columns=SCALING_COLUMNS)
 
 
-PREDICTED = ["low_ms", "mid_ms", "high_ms", "compute_ms", "exposed_ms", "samples_per_second"]
+PREDICTED_FIGURES = [
+    "low_ms",
+    "mid_ms",
+    "high_ms",
+    "compute_ms",
+    "exposed_ms",
+    "samples_per_second",
+]
 
 SCALING_COLUMNS = [
-    *("ranks", "scaling", "batch_size", "sharding", *PREDICTED, "exposed_share", "speedup"),
+    *("ranks", "scaling", "batch_size", "sharding", *PREDICTED_FIGURES, "exposed_share", "speedup"),
     *("efficiency", "memory_bytes", "note", "why_not"),
 ]
 

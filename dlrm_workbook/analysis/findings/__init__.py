@@ -19,9 +19,7 @@ from typing import Any
 
 import pandas as pd
 
-from dlrm_core.base.units import milliseconds, percent
 from dlrm_core.parts import part_label
-from dlrm_studies.scaling import findings as ranks
 from dlrm_workbook.analysis.attribution import (
     IDLE,
     basis,
@@ -38,6 +36,7 @@ from dlrm_workbook.analysis.findings import (
     gpu_taken,
     host,
     operators,
+    ranks,
 )
 from dlrm_workbook.analysis.findings.evidence import Evidence
 from dlrm_workbook.analysis.findings.finding import (
@@ -49,6 +48,7 @@ from dlrm_workbook.analysis.findings.finding import (
     rank,
 )
 from dlrm_workbook.analysis.kernel_names import kernel_name
+from dlrm_workbook.ground.units import milliseconds, percent
 from dlrm_workbook.recordings.foreign import START_UP
 from dlrm_workbook.recordings.profile import Profile
 
