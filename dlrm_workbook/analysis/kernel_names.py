@@ -73,10 +73,10 @@ def _repeated(short: dict[str, str]) -> list[str]:
     return [name for name in short if counts[short[name]] > 1]
 
 
-def _cut(found: KernelName) -> KernelName:
-    detail = _shortened(found.detail, 40)
-    short = _shortened(found.short.strip() or "unnamed kernel")
-    return KernelName(short, detail, found.precision, found.tensor_cores, found.is_product)
+def _cut(name: KernelName) -> KernelName:
+    detail = _shortened(name.detail, 40)
+    short = _shortened(name.short.strip() or "unnamed kernel")
+    return KernelName(short, detail, name.precision, name.tensor_cores, name.is_product)
 
 
 def _joined(words: Iterable[str | None], between: str = " ") -> str:
@@ -213,12 +213,12 @@ def _demangled(full: str) -> str:
     path: list[str] = []
     arguments: list[str] = []
     rest, nested = full[begun.end() :], begun[0].startswith("_ZN")
-    while found := _LENGTH.search(rest):
+    while length := _LENGTH.search(rest):
         # the path is what stands side by side; what lies behind are arguments
-        inside = found.start() == 0 and not arguments and (nested or not path)
-        size = int(found[0])
-        word = rest[found.end() : found.end() + size]
-        rest = rest[found.end() :]
+        inside = length.start() == 0 and not arguments and (nested or not path)
+        size = int(length[0])
+        word = rest[length.end() : length.end() + size]
+        rest = rest[length.end() :]
         if len(word) == size and re.fullmatch(r"[A-Za-z_]\w*", word):
             rest = rest[size:]
             if not word.startswith("_GLOBAL__N"):
@@ -298,17 +298,17 @@ def _spoken(words: Iterable[str]) -> str:
 
 def _informative(text: str, most: int) -> list[str]:
     """The first identifiers of template arguments that say what is done."""
-    found = []
+    identifiers = []
     for identifier in re.findall(r"[A-Za-z_]\w*", text):
         bare = identifier.strip("_")
         if bare in _WRAPPERS or bare in _TYPES or bare.startswith(("CUB_", "TensorList")):
             continue
-        if not _words(bare) or bare in found:
+        if not _words(bare) or bare in identifiers:
             continue
-        found.append(bare)
-        if len(found) == most:
+        identifiers.append(bare)
+        if len(identifiers) == most:
             break
-    return found
+    return identifiers
 
 
 def _function(text: str) -> KernelName:
@@ -394,9 +394,9 @@ def _made_for(base: str, family: str, arguments: str, detail: str) -> KernelName
         how.append("strided")
     if family != "elementwise" and detail:
         how.append(detail)
-    found = re.search(r"\b([AB])UnaryFunctor", arguments)
-    if found:
-        how.append("scalar first" if found[1] == "A" else "scalar second")
+    scalar = re.search(r"\b([AB])UnaryFunctor", arguments)
+    if scalar:
+        how.append("scalar first" if scalar[1] == "A" else "scalar second")
     count = re.search(r"[aA]rray<char\s*\*, (\d+)", arguments)
     if count:
         how.append(f"{count[1]} operands")
@@ -451,21 +451,21 @@ _ASKED_TYPES = (
 
 
 def _copied(text: str) -> KernelName | None:
-    found = _COPIED.match(text)
-    if not found:
+    match = _COPIED.match(text)
+    if not match:
         return None
     names = {"HtoD": "host to device", "DtoH": "device to host", "DtoD": "within the device"}
-    where = re.sub(r"[()]", "", found[2])
+    where = re.sub(r"[()]", "", match[2])
     direction = where.split(" ")[0]
     rest = where[len(direction) :].strip()
-    return KernelName(f"{found[1].lower()} {names.get(direction, direction)} {rest}".lower())
+    return KernelName(f"{match[1].lower()} {names.get(direction, direction)} {rest}".lower())
 
 
 def _triton(text: str) -> KernelName | None:
-    found = _TRITON.match(text)
-    if not found:
+    match = _TRITON.match(text)
+    if not match:
         return None
-    words = [word for word in found["rest"].split("_") if word]
+    words = [word for word in match["rest"].split("_") if word]
     if words and words[0] in _TRITON_KINDS:
         words[0] = _TRITON_KINDS[words[0]]
     words = [word for word in words if word != "fused"]
@@ -477,15 +477,15 @@ def _triton(text: str) -> KernelName | None:
 
 
 def _collective(text: str) -> KernelName | None:
-    found = _COLLECTIVE.match(text)
-    if not found:
+    match = _COLLECTIVE.match(text)
+    if not match:
         return None
-    words = found["rest"].split("_")
+    words = match["rest"].split("_")
     what = _COLLECTIVE_WORDS.get(words[0].lower(), _spoken(_words(words[0])))
     rest = [word.lower() if word in ("RING", "TREE", "Sum") else word for word in words[1:]]
     rest.sort(key=lambda word: word not in ("ring", "tree", "NVLS", "COLLNET"))
     rest = ["" if word == "t" else _TYPES.get(word, word) for word in rest]
-    return KernelName(_joined([found[1].lower(), what, *rest]))
+    return KernelName(_joined([match[1].lower(), what, *rest]))
 
 
 def _attention(text: str) -> KernelName | None:
@@ -560,8 +560,8 @@ def _generated(name: str) -> KernelName:
         return _nvjet(tokens)
     if tokens[0] == "Cijk":
         return _tensile(name, tokens)
-    core = next((found for token in tokens if (found := _CORE.match(token))), None)
-    tiles = [found[1] for token in tokens if (found := _TILE.match(token))]
+    core = next((match for token in tokens if (match := _CORE.match(token))), None)
+    tiles = [match[1] for token in tokens if (match := _TILE.match(token))]
     layout = next((token for token in tokens if re.fullmatch(r"[nt]{2,3}", token)), "")
     extra = [t for t in tokens if t in ("relu", "gelu", "bias", "splitK", "winograd")]
     if "xmma" in tokens:

@@ -81,20 +81,22 @@ def _device_operations(profile: Profile) -> pd.DataFrame:
     begun = np.full(len(work), UNTRACED_LAUNCH, dtype=np.int64)
     done = begun.copy()
     launches = np.bincount(calls["context"], minlength=len(profile.contexts))
-    each, rest = np.divmod(np.bincount(over, minlength=len(launches)), np.maximum(launches, 1))
-    told = ((launches > 0) & (rest == 0))[over]
+    operations_per_call, rest = np.divmod(
+        np.bincount(over, minlength=len(launches)), np.maximum(launches, 1)
+    )
+    is_told = ((launches > 0) & (rest == 0))[over]
     turn = pd.Series(over).groupby(over).cumcount().to_numpy()
-    call = (np.cumsum(launches) - launches)[over] + turn // np.maximum(each[over], 1)
-    begun[told] = calls["start_ns"].to_numpy()[call[told]]
-    done[told] = calls["end_ns"].to_numpy()[call[told]]
+    call = (np.cumsum(launches) - launches)[over] + turn // np.maximum(operations_per_call[over], 1)
+    begun[is_told] = calls["start_ns"].to_numpy()[call[is_told]]
+    done[is_told] = calls["end_ns"].to_numpy()[call[is_told]]
     # Merged call paths may be out of order by a stream's lag: nothing starts before its launch.
     wrong = begun > work["start_ns"].to_numpy()
     begun[wrong], done[wrong] = UNTRACED_LAUNCH, UNTRACED_LAUNCH
     done = np.where(done >= 0, np.minimum(done, work["start_ns"].to_numpy()), done)
-    found = work[["start_ns", "end_ns", "context"]].reset_index(drop=True)
-    found[["kind", *PART]] = profile.contexts[["kind", *PART]].to_numpy()[context]
-    found["launch_start_ns"], found["launch_end_ns"] = begun, done
-    return found
+    operations = work[["start_ns", "end_ns", "context"]].reset_index(drop=True)
+    operations[["kind", *PART]] = profile.contexts[["kind", *PART]].to_numpy()[context]
+    operations["launch_start_ns"], operations["launch_end_ns"] = begun, done
+    return operations
 
 
 def launches_by_part(profile: Profile) -> pd.DataFrame:
@@ -136,8 +138,8 @@ def launch_cost_us(profile: Profile, kernels: pd.DataFrame | None = None) -> flo
     if measured:
         return float(measured)
     kernels = _kernels(profile) if kernels is None else kernels
-    known = pd.Series(dtype=float) if kernels.empty else kernels["call_us"].dropna()
-    return float(known.median()) if len(known) else float("nan")
+    call_us = pd.Series(dtype=float) if kernels.empty else kernels["call_us"].dropna()
+    return float(call_us.median()) if len(call_us) else float("nan")
 
 
 def launch_summary(profile: Profile) -> pd.DataFrame:
@@ -193,12 +195,12 @@ def queue_depth(profile: Profile, most: int | None = None) -> pd.DataFrame:
     work = launched_operations(profile)
     if work.empty:
         return unmeasured(DEPTHS, reason_of(work))
-    known = work[work["launch_end_ns"] >= 0]
-    if known.empty:
+    launched = work[work["launch_end_ns"] >= 0]
+    if launched.empty:
         return unmeasured(DEPTHS, "the trace does not say which call launched what")
     first, last = _window(profile, work)
-    begin = np.clip(known["launch_end_ns"].to_numpy(), first, last)
-    end = np.clip(known["end_ns"].to_numpy(), first, last)
+    begin = np.clip(launched["launch_end_ns"].to_numpy(), first, last)
+    end = np.clip(launched["end_ns"].to_numpy(), first, last)
     moment = np.concatenate([[first], begin, end])
     change = np.concatenate([[0], np.ones(len(begin)), -np.ones(len(end))])
     where, index = np.unique(moment, return_inverse=True)
@@ -269,10 +271,10 @@ def _kernels(profile: Profile) -> pd.DataFrame:
         return work
     work = work[work["kind"].eq("kernel")]
     first, last = _window(profile, work)
-    known = work["launch_end_ns"] >= 0
-    call_us = (work["launch_end_ns"] - work["launch_start_ns"]).where(known) / 1e3
+    is_launched = work["launch_end_ns"] >= 0
+    call_us = (work["launch_end_ns"] - work["launch_start_ns"]).where(is_launched) / 1e3
     kernels = work.assign(us=(work["end_ns"] - work["start_ns"]) / 1e3, call_us=call_us)
-    at = work["launch_start_ns"].where(known, work["start_ns"])
+    at = work["launch_start_ns"].where(is_launched, work["start_ns"])
     return kernels[(at >= first) & (at < last)]
 
 
