@@ -358,7 +358,7 @@ def frames_of_a_benchmark() -> dict[str, pd.DataFrame]:
         **{make: make(step) for make in OF_A_BENCHMARK},
         bench.growth: growth,
         bench.slopes: bench.slopes(growth),
-        embeddings_show.times: embeddings_show.times(backends),
+        embeddings_show.embedding_times: embeddings_show.embedding_times(backends),
         bench_show.best_speeds: bench_show.best_speeds(timed),
         protocols.training: protocols.training(told),
         protocols.latencies: protocols.latencies(told),
