@@ -23,20 +23,20 @@ Floats = npt.NDArray[np.float64]
 INSIDE_FUNCTIONS = ("line", "loop", "instruction")
 """Kinds of context that lie within a function; every other kind is a scope of its own."""
 
-NOT_MEASURED = "not_measured"
+WHY_EMPTY = "not_measured"
 """Key in a frame's ``attrs``: why it is empty."""
 
 
 def unmeasured(columns: Sequence[str], reason: str) -> pd.DataFrame:
     """An empty table that says in ``attrs["not_measured"]`` why it is empty."""
     table = pd.DataFrame({name: [] for name in columns})
-    table.attrs[NOT_MEASURED] = reason
+    table.attrs[WHY_EMPTY] = reason
     return table
 
 
 def reason_of(table: pd.DataFrame) -> str:
     """Why a table holds nothing; "" if what it shows was measured."""
-    return str(table.attrs.get(NOT_MEASURED, ""))
+    return str(table.attrs.get(WHY_EMPTY, ""))
 
 
 def missing_reason(profile: Profile, names: Sequence[str], otherwise: str) -> str:

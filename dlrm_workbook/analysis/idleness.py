@@ -360,15 +360,8 @@ def outside_operators(profile: Profile) -> pd.DataFrame:
 
 # ---- copies, communication and data: hidden behind computing, or exposed ------------------
 
-OVERLAP_COLUMNS = [
-    "what",
-    "where",
-    "total_ms",
-    "hidden_ms",
-    "exposed_ms",
-    "exposed_share",
-    "of_iteration",
-]
+OVERLAP_COLUMNS = ["what", "where", "total_ms", "hidden_ms", "exposed_ms", "exposed_share"]
+OVERLAP_COLUMNS += ["of_iteration"]
 
 OVERLAP_KINDS: dict[str, str] = {
     "copies": "copies between host and GPU, and on it",

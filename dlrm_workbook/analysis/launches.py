@@ -20,25 +20,11 @@ from dlrm_workbook.analysis.context_tree import (
 )
 from dlrm_workbook.recordings.profile import Profile, nearest
 
-OPERATION_COLUMNS = [
-    "start_ns",
-    "end_ns",
-    "context",
-    "kind",
-    *PART,
-    "launch_start_ns",
-    "launch_end_ns",
-]
+OPERATION_COLUMNS = ["start_ns", "end_ns", "context", "kind", *PART]
+OPERATION_COLUMNS += ["launch_start_ns", "launch_end_ns"]
 LAUNCH_COLUMNS = [*PART, "launches", "kernel_us", "kernel_ms", "launch_us", "short_share"]
-SUMMARY_COLUMNS = [
-    "launches",
-    "launches_per_s",
-    "kernel_us",
-    "launch_us",
-    "short_share",
-    "queue_depth",
-]
-SUMMARY_COLUMNS += ["empty_share", "launch_bound"]
+SUMMARY_COLUMNS = ["launches", "launches_per_s", "kernel_us", "launch_us", "short_share"]
+SUMMARY_COLUMNS += ["queue_depth", "empty_share", "launch_bound"]
 DEPTHS = ["time_ms", "depth"]
 LOAD_COLUMNS = [*PART, "operators", "operator_us", "part_ms", "dispatch_us", "dispatch_ms"]
 LOAD_COLUMNS += ["dispatch_share"]
@@ -71,9 +57,8 @@ def _device_operations(profile: Profile) -> pd.DataFrame:
     work = work[work["end_ns"] > work["start_ns"]]
     if work.empty:
         reason = "no GPU stream has a trace"
-        return unmeasured(
-            OPERATION_COLUMNS, missing_reason(profile, ["gpu_time_ms", "trace"], reason)
-        )
+        reason = missing_reason(profile, ["gpu_time_ms", "trace"], reason)
+        return unmeasured(OPERATION_COLUMNS, reason)
     work = work.sort_values(["start_ns", "end_ns"])
     context = work["context"].to_numpy()
     over = np.maximum(profile.contexts["parent"].to_numpy()[context], 0)  # the root has none
@@ -81,12 +66,11 @@ def _device_operations(profile: Profile) -> pd.DataFrame:
     begun = np.full(len(work), UNTRACED_LAUNCH, dtype=np.int64)
     done = begun.copy()
     launches = np.bincount(calls["context"], minlength=len(profile.contexts))
-    operations_per_call, rest = np.divmod(
-        np.bincount(over, minlength=len(launches)), np.maximum(launches, 1)
-    )
+    below = np.bincount(over, minlength=len(launches))
+    per_call, rest = np.divmod(below, np.maximum(launches, 1))
     is_told = ((launches > 0) & (rest == 0))[over]
     turn = pd.Series(over).groupby(over).cumcount().to_numpy()
-    call = (np.cumsum(launches) - launches)[over] + turn // np.maximum(operations_per_call[over], 1)
+    call = (np.cumsum(launches) - launches)[over] + turn // np.maximum(per_call[over], 1)
     begun[is_told] = calls["start_ns"].to_numpy()[call[is_told]]
     done[is_told] = calls["end_ns"].to_numpy()[call[is_told]]
     # Merged call paths may be out of order by a stream's lag: nothing starts before its launch.

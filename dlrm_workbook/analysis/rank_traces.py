@@ -31,16 +31,9 @@ COLLECTIVE_COLUMNS = ["collective", "kind", "what", "ranks", "elements", "transf
 COLLECTIVE_COLUMNS += ["longest_wait_us", "last_rank", "late_us", *PART, "where", "longer_us"]
 COLLECTIVE_COLUMNS += ["spread_us", "counted"]
 
-RANK_COLUMNS = [
-    "rank",
-    "iterations",
-    "step_ms",
-    "busy_ms",
-    "idle_ms",
-    "compute_ms",
-    "communication_ms",
-]
-RANK_COLUMNS += ["exposed_ms", "transfer_ms", "waiting_ms", "start_ms", "last_in", "others_wait_ms"]
+RANK_COLUMNS = ["rank", "iterations", "step_ms", "busy_ms", "idle_ms", "compute_ms"]
+RANK_COLUMNS += ["communication_ms", "exposed_ms", "transfer_ms", "waiting_ms", "start_ms"]
+RANK_COLUMNS += ["last_in", "others_wait_ms"]
 
 PART_COLUMNS = [*PART, "mean_ms", "least_ms", "most_ms", "most_rank"]
 
