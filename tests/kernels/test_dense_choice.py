@@ -10,11 +10,13 @@ from test_embeddings import parameters
 from dlrm_core import dense
 from dlrm_core.base.errors import InputError
 from dlrm_core.config import TrainingConfig
+from dlrm_core.interactions import DotInteraction
 from dlrm_core.train import Trainer, train
 from dlrm_kernels import choices, dense_choice
 from dlrm_kernels.memory import dense_peak
 from dlrm_ranks import step as ranks
 
+DOT = DotInteraction(4, 16)
 CPU = torch.device("cpu")
 AUTO = {"dense_backend": "auto", "fp32_matmul": "auto"}
 MKL, ONEDNN, TILES = ("torch", "default"), ("torch", "onednn"), ("fused", "bf16x2")
@@ -111,7 +113,7 @@ def test_bf16x2_is_chosen_only_where_it_is_faster_now(times, chosen):
     ],
 )
 def test_what_is_fixed_stays_fixed(tiles, settings, pairs):
-    found, reason = dense_choice.candidates(TrainingConfig(**settings), "dot", CPU)
+    found, reason = dense_choice.candidates(TrainingConfig(**settings), DOT, CPU)
     assert found == pairs
     assert reason
     for pair in found:  # each can be asked for by name
@@ -120,11 +122,11 @@ def test_what_is_fixed_stays_fixed(tiles, settings, pairs):
 
 def test_without_tiles_the_libraries_race_and_a_gpu_has_one_candidate(no_tiles):
     both = TrainingConfig(**AUTO)
-    pairs, reason = dense_choice.candidates(both, "dot", CPU)
+    pairs, reason = dense_choice.candidates(both, DOT, CPU)
     assert pairs == [MKL, ONEDNN] and "no such units" in reason
-    assert dense_choice.candidates(both, "dot", torch.device("cuda"))[0] == [MKL]
+    assert dense_choice.candidates(both, DOT, torch.device("cuda"))[0] == [MKL]
     fused = TrainingConfig(dense_backend="fused", fp32_matmul="auto")
-    assert dense_choice.candidates(fused, "dot", CPU)[0] == [
+    assert dense_choice.candidates(fused, DOT, CPU)[0] == [
         ("fused", "default"),
         ("fused", "onednn"),
     ]

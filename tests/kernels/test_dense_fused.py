@@ -7,6 +7,7 @@ from test_dense import LOSS_TOLERANCE, gradients_after_one_step, losses_of, trai
 
 from dlrm_core.base.errors import InputError
 from dlrm_core.config import TrainingConfig, parameters_from_sections
+from dlrm_core.interactions import DotInteraction
 from dlrm_core.parts import log_spans, parse_span
 from dlrm_kernels import dense as dense_fused
 from dlrm_kernels import interaction_cpu
@@ -154,11 +155,12 @@ def test_cross_layers_are_left_to_torch_and_the_run_says_so(anywhere):
 
 def test_what_it_cannot_do_is_said():
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    dot = DotInteraction(4, 16)
     fused = TrainingConfig(dense_backend="fused")
-    assert "bf16x2 or bf16x3, not default" in dense_fused.why_not_fused(fused, cpu, "dot")
+    assert "bf16x2 or bf16x3, not default" in dense_fused.why_not_fused(fused, cpu, dot)
     half = TrainingConfig(dense_backend="fused", precision="fp16")
-    assert "no fp16 products" in dense_fused.why_not_fused(half, cpu, "dot")
-    assert "cuda_graphs" in dense_fused.why_not_fused(TrainingConfig(**BF16), gpu, "cat")
+    assert "no fp16 products" in dense_fused.why_not_fused(half, cpu, dot)
+    assert "cuda_graphs" in dense_fused.why_not_fused(TrainingConfig(**BF16), gpu, dot)
     (notice,) = set_fp32_matmul("bf16x2", parameters_from_sections({}).model, gpu)
     assert "bf16x2 has no effect on a GPU" in notice
 
