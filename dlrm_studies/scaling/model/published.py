@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pandas as pd
@@ -106,16 +106,14 @@ def published_series() -> tuple[PublishedSeries, ...]:
     figures = _figures()
     figures = figures[figures["model"].isin(list(ASSUMED))]
     keys = ["source", "hardware", "model", "precision", "batch_samples", "device", "link"]
-    return tuple(
-        PublishedSeries(
-            *named,
-            int(batch),
-            dict(zip(rows["devices"].tolist(), rows["samples_per_second"].tolist(), strict=True)),
-            Network(link(joined)),
-            XEON if kind == XEON["device"] else device(kind).ceilings(),
-        )
-        for (*named, batch, kind, joined), rows in figures.groupby(keys, sort=False)
-    )
+    series = []
+    for key, rows in figures.groupby(keys, sort=False):
+        source, hardware, model, precision, batch, kind, joined = cast(tuple[Any, ...], key)
+        rates = zip(rows["devices"].tolist(), rows["samples_per_second"].tolist(), strict=True)
+        ceilings = XEON if kind == XEON["device"] else device(kind).ceilings()
+        about = (source, hardware, model, precision, int(batch))
+        series.append(PublishedSeries(*about, dict(rates), Network(link(joined)), ceilings))
+    return tuple(series)
 
 
 def published_scaling() -> pd.DataFrame:
