@@ -111,11 +111,11 @@ def measure_scaling(
         run["run"] = number
         plan.require_possible(parameters_from_sections(run["sections"]), run["ranks"])
     job = dataclasses.asdict(effort) | {"stretches": stretches}
-    found = _launched(job, max(ranks), folder, on_progress)
+    tables = _launched(job, max(ranks), folder, on_progress)
     record: dict[str, Any] = {"format": FORMAT, "version": VERSION, "machine": machine_facts()}
-    record |= {"runs": _runs(runs, found, threads)}
-    record |= {name: found[name] for name in RANKS_TABLES}
-    record["notices"] = sorted({row["notice"] for row in found["notices"]})
+    record |= {"runs": _runs(runs, tables, threads)}
+    record |= {name: tables[name] for name in RANKS_TABLES}
+    record["notices"] = sorted({row["notice"] for row in tables["notices"]})
     record["not_measured"] = _not_measured(record, ranks)
     record["parameters"] = parameters.to_sections()
     record["launch"] = _launch(parameters, folder, max(ranks), nodes)
@@ -202,7 +202,7 @@ def _sizes_alone(
     # beside the tables there are batches
     if available is not None and 1.3 * count * table_bytes > available:
         return []
-    batches = [(r, _batch_size(parameters, r, each)) for r in ranks for each in scalings]
+    batches = [(r, _batch_size(parameters, r, scaling)) for r in ranks for scaling in scalings]
     sizes = {max(1, batch // r) for r, batch in batches}
     if len(sizes) == 1:
         sizes |= {max(1, size // 2) for size in sizes}
@@ -248,13 +248,13 @@ def _launched(
 
 
 def _runs(
-    asked: Sequence[dict[str, Any]], found: dict[str, Any], threads: int
+    asked: Sequence[dict[str, Any]], tables: dict[str, Any], threads: int
 ) -> list[dict[str, Any]]:
     """Rows of ``runs``."""
     kinds: dict[int, set[str]] = {}
-    for row in found["placement"]:
+    for row in tables["placement"]:
         kinds.setdefault(row["run"], set()).add(row["kind"])
-    losses = {row["run"]: row["loss"] for row in found["losses"]}
+    losses = {row["run"]: row["loss"] for row in tables["losses"]}
     rows = []
     for run in asked:
         of_run = kinds.get(run["run"], set())
@@ -262,8 +262,8 @@ def _runs(
         about |= {
             "sharding": of_run.pop() if len(of_run) == 1 else "mixed",
             "threads": threads,
-            "backend": found["backend"],
-            "host": found["host"],
+            "backend": tables["backend"],
+            "host": tables["host"],
             "last_loss": losses[run["run"]],
         }
         rows.append(about)
@@ -343,9 +343,9 @@ def parts_of(parameters: Parameters, batch_size: int, folder: Path) -> list[dict
     return [
         {"concurrent": 1, "batch_size": batch_size, "iteration": iteration}
         | {"component": component, "phase": phase, "time_ms": time_ms}
-        for (component, phase), each in times.items()
+        for (component, phase), part_times_ms in times.items()
         if component != "other"
-        for iteration, time_ms in enumerate(each)
+        for iteration, time_ms in enumerate(part_times_ms)
     ]
 
 

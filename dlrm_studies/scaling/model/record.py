@@ -138,8 +138,8 @@ def measured_iterations(record: ScalingRecord) -> pd.DataFrame:
         measured = ("low_ms", "time_ms", "high_ms", "iterations")
         follows = ("samples_per_second", "speedup", "efficiency")
         return record.runs.reindex(columns=[*record.runs.columns, *measured, *follows]).head(0)
-    each = record.iterations.groupby(["run", "iteration"])["time_ms"].mean()
-    groups = each.groupby(level="run")
+    means = record.iterations.groupby(["run", "iteration"])["time_ms"].mean()
+    groups = means.groupby(level="run")
     times = pd.DataFrame(
         {
             "low_ms": groups.min(),
@@ -179,9 +179,9 @@ def shown_iteration(record: ScalingRecord, run: int) -> pd.DataFrame:
         return pd.DataFrame(columns=columns)
     times = record.of_run("iterations", run).groupby("iteration")["time_ms"].mean()
     shown = times[times.index.isin(spans["iteration"])].idxmin()
-    own = spans[spans["iteration"] == shown].rename(columns={"component": "name"})
+    computed = spans[spans["iteration"] == shown].rename(columns={"component": "name"})
     exchanged = record.of_run("collectives", run)
-    tables = [own.assign(lane="compute")]
+    tables = [computed.assign(lane="compute")]
     if "start_ms" in exchanged.columns:
         sent = exchanged[exchanged["iteration"] == shown].rename(columns={"what": "name"})
         ends = sent["start_ms"] + sent["time_ms"]
@@ -214,12 +214,12 @@ def imbalance(record: ScalingRecord) -> pd.DataFrame:
     rows = []
     for run in record.runs["run"]:
         parts = parts_by_rank(record, int(run))
-        own = parts[~parts["component"].isin(["communication"])]
-        busy = own.groupby("rank")["time_ms"].sum()
+        working = parts[~parts["component"].isin(["communication"])]
+        busy = working.groupby("rank")["time_ms"].sum()
         if len(busy) < 2:
             continue
         slowest = int(cast(int, busy.idxmax()))
-        wide = own.pivot_table(
+        wide = working.pivot_table(
             "time_ms", "component", "rank", aggfunc="sum", fill_value=0.0, observed=True
         )
         above = wide[slowest] - wide.mean(axis=1)
@@ -335,16 +335,23 @@ def predicted_and_measured(record: ScalingRecord, parameters: Parameters) -> pd.
             "measured_exposed_ms": exposed.get(run["run"], math.nan),
         }
         try:
-            made = setting.predict(_plan(record, parameters, run), int(run["batch_size"]))
+            prediction = setting.predict(_plan(record, parameters, run), int(run["batch_size"]))
         except InputError as error:
             rows.append(row | {"note": str(error)})
             continue
         rows.append(
             row
-            | {"low_ms": made.low_ms, "predicted_ms": made.mid_ms, "high_ms": made.high_ms}
-            | {"error": made.mid_ms / measured - 1}
-            | {"in_range": made.low_ms <= measured <= made.high_ms}
-            | {"predicted_exposed_ms": made.communication_ms, "note": "; ".join(made.notices)}
+            | {
+                "low_ms": prediction.low_ms,
+                "predicted_ms": prediction.mid_ms,
+                "high_ms": prediction.high_ms,
+            }
+            | {"error": prediction.mid_ms / measured - 1}
+            | {"in_range": prediction.low_ms <= measured <= prediction.high_ms}
+            | {
+                "predicted_exposed_ms": prediction.communication_ms,
+                "note": "; ".join(prediction.notices),
+            }
         )
     return pd.DataFrame(rows, columns=CHECK_COLUMNS)
 
