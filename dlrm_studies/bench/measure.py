@@ -42,7 +42,7 @@ from dlrm_studies.bench.cases import (
 )
 from dlrm_studies.bench.shares import CEILINGS, measure_share
 from dlrm_studies.bench.torchrec import require_torchrec, run_torchrec
-from dlrm_studies.records import Record
+from dlrm_studies.runs import Record
 from dlrm_workbook.analysis.changes import difference
 from dlrm_workbook.evidence.contestants import (
     PEER,

@@ -35,7 +35,7 @@ from dlrm_core.commands import as_rank, started_by_torchrun
 from dlrm_core.config import Parameters, load_parameters
 from dlrm_core.run.evaluate import held_out_batches
 from dlrm_core.train import Trainer, TrainingLoop
-from dlrm_studies.records import Record
+from dlrm_studies.runs import Record, run_of_study
 from dlrm_workbook.evidence.latency import (
     POOL_BATCHES,
     batch_sizes,
@@ -250,10 +250,8 @@ def measured_or_read(
         return PROTOCOLS.beside(results)
     if not iterations:
         return None
-    # without what belongs to a run of its own
-    training = replace(parameters.training, resume="", checkpoint_every=None, checkpoint_folder="")
     record, given = folder / PROTOCOLS.name, folder / "protocols-parameters.json"
-    write_json(given, replace(parameters, training=training, sweep={}).to_sections())
+    write_json(given, run_of_study(parameters).to_sections())
     command = python_module(
         *("dlrm_workbook", "protocols", "-f", given, "--json", record),
         *("--iterations", str(iterations), "--seconds", "4"),

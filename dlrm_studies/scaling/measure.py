@@ -27,6 +27,7 @@ from dlrm_core.base.machine import available_memory
 from dlrm_core.base.text import counted
 from dlrm_core.config import Parameters, load_parameters, parameters_from_sections
 from dlrm_core.optimizers import OPTIMIZERS
+from dlrm_studies.runs import run_of_study
 from dlrm_studies.scaling.launch import launch_lines, run_ranks
 from dlrm_studies.scaling.model.record import FORMAT, VERSION
 from dlrm_workbook.analysis.changes import difference
@@ -176,15 +177,7 @@ def _batch_size(parameters: Parameters, ranks: int, scaling: str) -> int:
 
 def _sections(parameters: Parameters, batch_size: int, threads: int) -> dict[str, Any]:
     """The parameters at a global batch, with the threads of a rank."""
-    sections = parameters.to_sections()
-    sections["training"] |= {
-        "batch_size": batch_size,
-        "threads": threads,
-        "checkpoint_every": None,
-        "checkpoint_folder": "",
-        "resume": "",
-    }
-    return sections
+    return run_of_study(parameters, batch_size=batch_size, threads=threads).to_sections()
 
 
 def _sizes_alone(
@@ -318,21 +311,15 @@ def timed_alone(
 
 def parts_of(parameters: Parameters, batch_size: int, folder: Path) -> list[dict[str, Any]]:
     """Rows of ``compute_profile`` from one process of ``dlrm train`` with its spans."""
-    sections = parameters.to_sections()
-    sections["training"] |= {
-        "batch_size": batch_size,
-        "batches": ALONE_WARMUP + PROFILE_ITERATIONS,
-        "epochs": None,
-        "max_steps": None,
-        "eval_every": None,
-        "evals_per_epoch": None,
-        "auc_target": None,
-        "checkpoint_every": None,
-        "resume": "",
-        "log_every": ALONE_WARMUP + PROFILE_ITERATIONS,
-    }
+    never = ("epochs", "max_steps", "eval_every", "evals_per_epoch", "auc_target")
+    count = ALONE_WARMUP + PROFILE_ITERATIONS
+    alone = run_of_study(
+        parameters,
+        **{"batch_size": batch_size, "batches": count, "log_every": count},
+        **dict.fromkeys(never),
+    )
     file = folder / f"alone-{batch_size}.yaml"
-    file.write_text(yaml.safe_dump(sections), encoding="utf-8")
+    file.write_text(yaml.safe_dump(plain(alone.to_sections())), encoding="utf-8")
     done = run_child(
         python_module("dlrm_workbook", "train", "-f", file, "--spans"),
         stage=f"batch {batch_size:,} alone",

@@ -24,6 +24,7 @@ from dlrm_core.base.errors import InputError
 from dlrm_core.base.files import plain, read_json, write_json
 from dlrm_core.base.settings import coerce_section, setting, shown
 from dlrm_core.config import Parameters, load_parameters
+from dlrm_studies.runs import run_of_study
 from dlrm_workbook.ground.intervals import holm, p_value, t_interval
 from dlrm_workbook.ground.ledger import read_document, require_same
 from dlrm_workbook.ground.processes import python_module, run_child
@@ -138,15 +139,13 @@ def measure_stability(
 def with_seed(parameters: Parameters, seed: int) -> Parameters:
     """The parameters of one run: from the beginning, evaluated at least at the end."""
     training = parameters.training
-    changed = dataclasses.replace(
-        training,
+    return run_of_study(
+        parameters,
         seed=seed,
-        resume="",
-        # of the run's own folder: seeds must not share one
-        checkpoint_folder="",
+        # they lie in the run's own folder
+        checkpoint_every=training.checkpoint_every,
         eval_every=training.eval_every or (None if training.evals_per_epoch else AT_THE_END),
     )
-    return dataclasses.replace(parameters, training=changed, sweep={})
 
 
 def summarise(parameters: Parameters, runs: Sequence[SeedRun]) -> Stability:
