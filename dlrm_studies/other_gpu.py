@@ -366,24 +366,18 @@ def held_against(before: Profile, after: Profile) -> pd.DataFrame:
     one = one.join(ratios[["limit", "ratio", "low", "high"]])
     for end in ("ratio", "low", "high"):
         one[end] *= one["us"]
+    spent = {"before_us": "us", "predicted_us": "ratio", "low_us": "low", "high_us": "high"}
     frames = []
-    for keys in (["kernel", "blocks", "threads"], ["operator", "shapes"]):
-        chosen = "comparable" if "kernel" in keys else "shaped"
-        first, second = one[one[chosen]], other[other[chosen]]
-        mine = first.groupby(keys).agg(
-            limit=("limit", "first"),
-            before_us=("us", "sum"),
-            predicted_us=("ratio", "sum"),
-            low_us=("low", "sum"),
-            high_us=("high", "sum"),
-            calls=("calls", "sum"),
-        )
-        theirs = second.groupby(keys).agg(after_us=("us", "sum"), calls_after=("calls", "sum"))
-        both = mine.join(theirs, how="inner").reset_index()
-        for name in ("before_us", "predicted_us", "low_us", "high_us"):
-            both[name] /= both["calls"]
-        both["after_us"] /= both["calls_after"]
-        frames.append(both)
+    for keys, chosen in (
+        (["kernel", "blocks", "threads"], "comparable"),
+        (["operator", "shapes"], "shaped"),
+    ):
+        first, second = (calls[calls[chosen]].groupby(keys) for calls in (one, other))
+        sums = first[["calls", *spent.values()]].sum().assign(limit=first["limit"].first())
+        both = sums.join(second[["calls", "us"]].sum(), how="inner", rsuffix="_after")
+        per_call = {name: both[column] / both["calls"] for name, column in spent.items()}
+        per_call["after_us"] = both["us_after"] / both["calls_after"]
+        frames.append(both[["limit"]].assign(**per_call).reset_index())
     table = (
         pd.concat(frames, ignore_index=True)
         .reindex(columns=HELD)
