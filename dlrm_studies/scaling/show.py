@@ -45,7 +45,7 @@ def iteration_bars(table: pd.DataFrame, title: str) -> go.Figure:
         for row in rows
     ]
     for name, colour, column in (
-        ("computing", theme.COMPUTE, "compute_ms"),
+        ("computing", theme.COMPUTE_COLOUR, "compute_ms"),
         ("exposed communication", theme.COLOURS["communication"], "exposed_ms"),
     ):
         theme.add_bars(result, places, predicted[column], name, colour, hover, flat=False)

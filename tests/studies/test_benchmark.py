@@ -34,7 +34,7 @@ from dlrm_studies.bench.measure import BenchEffort, BenchPlan, Others, run_plan
 from dlrm_studies.bench.shares import GATHERED
 from dlrm_workbook.evidence.contestants import WARMUP, Run, ratio
 from dlrm_workbook.runner.run import run_notebooks
-from dlrm_workbook.show.tables import Table, Text, show
+from dlrm_workbook.show.tables import Text, TextTable, show
 
 PEER = """
 import sys
@@ -205,7 +205,7 @@ def test_one_round_has_no_interval_and_equal_losses_differ_by_0(document: dict[s
 def cells(frame: pd.DataFrame, columns: Any) -> list[dict[str, str]]:
     """Texts of a table's rows by its titles."""
     table = show(frame, columns)
-    assert isinstance(table, Table)
+    assert isinstance(table, TextTable)
     return [dict(zip(table.columns, row, strict=True)) for row in table.rows]
 
 
@@ -237,7 +237,7 @@ def test_the_notebook_shows_a_finished_benchmark(document: dict[str, Any], tmp_p
         "From plain to tuned, end to end",
         "Growth of the time per iteration, end to end",
     ]
-    tables = [value for value in shown if isinstance(value, Table)]
+    tables = [value for value in shown if isinstance(value, TextTable)]
     assert len(tables) >= 8
     for text in [*(t._repr_html_() for t in tables), *(f.to_json() for f in figures(shown))]:
         assert "nan" not in text.lower()
