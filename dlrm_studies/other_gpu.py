@@ -81,11 +81,11 @@ def recorded_gpu(profile: Profile) -> Device:
             "the recording has no GPU work, so no other GPU can be predicted; "
             "`dlrm run all -f FILE -p training.device=cuda` records a run on a GPU"
         )
-    found = device_of(profile.meta)
-    if found is None:
+    listed = device_of(profile.meta)
+    if listed is None:
         name = profile.meta.get("device_name")
         raise InputError(f"no data sheet of {name} is listed" if name else NO_NAME)
-    return found
+    return listed
 
 
 def kernel_ratios(profile: Profile, name: str) -> pd.DataFrame:
@@ -116,10 +116,10 @@ def kernel_ratios(profile: Profile, name: str) -> pd.DataFrame:
     far = (work["flops"].notna() & (work["least_ms"] < FAR * work["least_of_ms"])).to_numpy()
     sizes = profile.value_table("copy_bytes").to_numpy()[rows]
     memory = now.memory_gb_per_s / then.memory_gb_per_s
-    found = []
+    limits = []
     for row, text in enumerate(map(str, names)):
         if COMMUNICATION.search(text) and is_kernel[row]:
-            found.append(("network", 1.0, 1.0))
+            limits.append(("network", 1.0, 1.0))
         elif is_kernel[row]:
             small = mean_us[row] <= LATENCY_US or blocks[row] < FEW_BLOCKS or far[row]
             least = kernel_name(text)
@@ -127,13 +127,13 @@ def kernel_ratios(profile: Profile, name: str) -> pd.DataFrame:
                 ratios = _product_ratios(now, then, least.precision, least.tensor_cores, work, row)
             else:
                 ratios = ("memory bandwidth", memory, memory)
-            found.append(("latency", 1.0, 1.0) if small else ratios)
+            limits.append(("latency", 1.0, 1.0) if small else ratios)
         else:
             rate = sizes[row] / total[row] / 1e6 if total[row] > 0 else math.nan
-            found.append(_copy_ratios(now, then, text, rate))
-    table["limit"] = [limit for limit, _, _ in found]
-    table["ratio"] = [ratio for _, ratio, _ in found]
-    other = np.array([end for _, _, end in found], dtype=float)
+            limits.append(_copy_ratios(now, then, text, rate))
+    table["limit"] = [limit for limit, _, _ in limits]
+    table["ratio"] = [ratio for _, ratio, _ in limits]
+    other = np.array([end for _, _, end in limits], dtype=float)
     reach = 1 + COVER * _error(table["ratio"].to_numpy())
     reach[table["limit"].eq("latency").to_numpy() & (now.name != then.name)] = LATENCY_RANGE
     table["low"] = np.minimum(table["ratio"] / reach, other)
@@ -156,8 +156,8 @@ def _blocks(profile: Profile) -> Floats:
     total = profile.value_table("GKER:BLKS_ACUMU").to_numpy()
     if profile.meta.get("engine") == "hpctoolkit":
         return np.full(len(launches), np.inf)
-    known = (launches > 0) & (total > 0)
-    return np.where(known, total / np.where(known, launches, 1), np.inf)
+    counted = (launches > 0) & (total > 0)
+    return np.where(counted, total / np.where(counted, launches, 1), np.inf)
 
 
 def _product_ratios(
@@ -217,18 +217,18 @@ def predict_gpu(profile: Profile, name: str) -> pd.DataFrame:
     ratios = kernel_ratios(profile, name)
     marked = len(profile.iterations) > 0
     parts = attribute(profile if marked else as_one(profile))
-    each = ratios.join(profile.contexts[PART])
+    contexts = ratios.join(profile.contexts[PART])
     rows = []
     for row in parts.to_dict("records"):
         part = {key: row[key] for key in (*PART, "where")} | {"now_ms": row["time_ms"]}
-        own = each[each[PART].eq([row[key] for key in PART]).all(axis=1)]
-        spent = own["ms"].sum()
+        of_part = contexts[contexts[PART].eq([row[key] for key in PART]).all(axis=1)]
+        spent = of_part["ms"].sum()
         scaled = {"then_ms": 1.0, "low_ms": 1.0, "high_ms": 1.0}
         limit = ""
         if row["where"] == "device" and spent > 0:
             columns = zip(scaled, ("ratio", "low", "high"), strict=True)
-            scaled = {end: float((own["ms"] * own[c]).sum() / spent) for end, c in columns}
-            limit = str(own.groupby("limit")["ms"].sum().idxmax())
+            scaled = {end: float((of_part["ms"] * of_part[c]).sum() / spent) for end, c in columns}
+            limit = str(of_part.groupby("limit")["ms"].sum().idxmax())
         part |= {end: row["time_ms"] * ratio for end, ratio in scaled.items()}
         rows.append(part | {"limit": limit})
     table = in_step_order(pd.DataFrame(rows, columns=PREDICTED_PARTS))
@@ -240,7 +240,7 @@ def predict_gpu(profile: Profile, name: str) -> pd.DataFrame:
 
 
 def _notices(ratios: pd.DataFrame, table: pd.DataFrame) -> list[str]:
-    said = [
+    notices = [
         "Predicted from data sheets, not measured; the GPU's idle time is the host's and stays."
     ]
     spent = ratios.groupby("limit")["ms"].sum() / ratios["ms"].sum()
@@ -249,11 +249,13 @@ def _notices(ratios: pd.DataFrame, table: pd.DataFrame) -> list[str]:
         ("latency", "kernels too small for a faster GPU to help, taken as unchanged"),
     ):
         if spent.get(limit, 0.0) >= 0.01:
-            said.append(f"{spent[limit]:.0%} of the device time is {why}.")
+            notices.append(f"{spent[limit]:.0%} of the device time is {why}.")
     idle = table.loc[table["where"].ne("device"), "now_ms"].sum() / table["now_ms"].sum()
     if idle >= 0.01:
-        said.append(f"The GPU is idle for {idle:.0%} of the time, which another GPU does not mend.")
-    return said
+        notices.append(
+            f"The GPU is idle for {idle:.0%} of the time, which another GPU does not mend."
+        )
+    return notices
 
 
 def other_gpus(profile: Profile) -> pd.DataFrame:
@@ -286,10 +288,10 @@ def other_gpus(profile: Profile) -> pd.DataFrame:
         rows.append((gpu.name, before, after, low, high, *speedups, unchanged))
     if not rows:
         return unmeasured(GPUS, "no listed GPU has units for the precisions of the recording")
-    found = pd.DataFrame(rows, columns=GPUS).sort_values("then_ms", ignore_index=True)
-    found.attrs["notices"] = attrs["notices"]
-    found.attrs["per"] = attrs["per"]
-    return found
+    table_of_gpus = pd.DataFrame(rows, columns=GPUS).sort_values("then_ms", ignore_index=True)
+    table_of_gpus.attrs["notices"] = attrs["notices"]
+    table_of_gpus.attrs["per"] = attrs["per"]
+    return table_of_gpus
 
 
 def _joined(table: pd.DataFrame) -> tuple[float, float]:
@@ -314,7 +316,7 @@ def parts_held_against(before: Profile, after: Profile) -> pd.DataFrame:
         shapes.
     """
     try:
-        made = predict_gpu(before, recorded_gpu(after).name)
+        predicted_parts = predict_gpu(before, recorded_gpu(after).name)
     except InputError as error:
         return unmeasured(PARTS_HELD, str(error))
     shares = likeness(before, after)
@@ -322,11 +324,15 @@ def parts_held_against(before: Profile, after: Profile) -> pd.DataFrame:
         return unmeasured(
             PARTS_HELD, "the two recordings are not of one program with the same shapes and steps"
         )
-    made = made[made["where"].eq("device") & made["component"].ne("communication")]
-    made = made.rename(columns={"now_ms": "before_ms", "then_ms": "predicted_ms"})
+    predicted_parts = predicted_parts[
+        predicted_parts["where"].eq("device") & predicted_parts["component"].ne("communication")
+    ]
+    predicted_parts = predicted_parts.rename(
+        columns={"now_ms": "before_ms", "then_ms": "predicted_ms"}
+    )
     measured = attribute(after)
     measured = measured[measured["where"].eq("device")].rename(columns={"time_ms": "after_ms"})
-    table = made.merge(measured[[*PART, "after_ms"]], on=PART).reset_index(drop=True)
+    table = predicted_parts.merge(measured[[*PART, "after_ms"]], on=PART).reset_index(drop=True)
     table["error"] = table["predicted_ms"] / table["after_ms"] - 1
     table["in_range"] = table["after_ms"].between(table["low_ms"], table["high_ms"])
     predicted, taken = table["predicted_ms"].sum(), table["after_ms"].sum()
@@ -360,24 +366,18 @@ def held_against(before: Profile, after: Profile) -> pd.DataFrame:
     one = one.join(ratios[["limit", "ratio", "low", "high"]])
     for end in ("ratio", "low", "high"):
         one[end] *= one["us"]
+    spent = {"before_us": "us", "predicted_us": "ratio", "low_us": "low", "high_us": "high"}
     frames = []
-    for keys in (["kernel", "blocks", "threads"], ["operator", "shapes"]):
-        chosen = "comparable" if "kernel" in keys else "shaped"
-        first, second = one[one[chosen]], other[other[chosen]]
-        mine = first.groupby(keys).agg(
-            limit=("limit", "first"),
-            before_us=("us", "sum"),
-            predicted_us=("ratio", "sum"),
-            low_us=("low", "sum"),
-            high_us=("high", "sum"),
-            calls=("calls", "sum"),
-        )
-        theirs = second.groupby(keys).agg(after_us=("us", "sum"), calls_after=("calls", "sum"))
-        both = mine.join(theirs, how="inner").reset_index()
-        for name in ("before_us", "predicted_us", "low_us", "high_us"):
-            both[name] /= both["calls"]
-        both["after_us"] /= both["calls_after"]
-        frames.append(both)
+    for keys, chosen in (
+        (["kernel", "blocks", "threads"], "comparable"),
+        (["operator", "shapes"], "shaped"),
+    ):
+        first, second = (calls[calls[chosen]].groupby(keys) for calls in (one, other))
+        sums = first[["calls", *spent.values()]].sum().assign(limit=first["limit"].first())
+        both = sums.join(second[["calls", "us"]].sum(), how="inner", rsuffix="_after")
+        per_call = {name: both[column] / both["calls"] for name, column in spent.items()}
+        per_call["after_us"] = both["us_after"] / both["calls_after"]
+        frames.append(both[["limit"]].assign(**per_call).reset_index())
     table = (
         pd.concat(frames, ignore_index=True)
         .reindex(columns=HELD)

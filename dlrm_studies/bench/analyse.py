@@ -93,14 +93,17 @@ def ratios(document: Document) -> pd.DataFrame:
     for case in judged(document, "shape"):
         has_goals = case["against"] == PEER and case["threads"] == 1
         goals = GOALS.get(case["case"], {}) if has_goals else {}
-        for name, found in case["ratios"].items():
+        for name, intervals in case["ratios"].items():
             for figure in FIGURES:
                 goal = goals.get(name, {}).get(figure, math.nan)
-                mid = found[figure]["mid"]
+                mid = intervals[figure]["mid"]
                 rows.append(
                     (
                         *(case["case"], case["threads"], name, case["against"], figure, mid),
-                        *(found[figure][key] for key in ("low", "high", "confidence", "rounds")),
+                        *(
+                            intervals[figure][key]
+                            for key in ("low", "high", "confidence", "rounds")
+                        ),
                         *(goal, None if math.isnan(goal) else mid >= goal),
                     )
                 )
@@ -116,10 +119,10 @@ def growth(document: Document) -> pd.DataFrame:
         value.
     """
     rows = [
-        (quantity, value, case["threads"], name, figure, found[figure])
+        (quantity, value, case["threads"], name, figure, figures[figure])
         for case in judged(document, "growth")
         for quantity, value in case["points"].items()
-        for name, found in case["contestants"].items()
+        for name, figures in case["contestants"].items()
         for figure in FIGURES
     ]
     table = _table(
@@ -174,11 +177,11 @@ def without(document: Document) -> pd.DataFrame:
             if variant["kind"] != "without":
                 continue
             for figure in FIGURES:
-                found = ratio(case["runs"], variant["name"], case["ablated"]["all"], figure)
-                if found is not None:
+                gain = ratio(case["runs"], variant["name"], case["ablated"]["all"], figure)
+                if gain is not None:
                     option = {name: variant[name] for name in ("leaf", "value")}
                     also = ", ".join(variant.get("also") or [])
-                    rows.append(option | {"also": also, "figure": figure} | found.to_dict())
+                    rows.append(option | {"also": also, "figure": figure} | gain.to_dict())
     columns = "leaf value also figure low mid high confidence"
     rungs = ladder(document)[["leaf", "figure", "time_ms"]]
     table = _table(rows, columns, NO_ABLATION)
@@ -204,14 +207,14 @@ def ladder(document: Document) -> pd.DataFrame:
         for figure in FIGURES:
             plain_ms = case["contestants"][base][figure]
             one = Interval(1.0, 1.0, 1.0, 1.0)
-            found = [("", None, one)]
+            rungs = [("", None, one)]
             for step in steps:
                 gain = ratio(case["runs"], base, step["name"], figure)
                 if gain is not None:
-                    found.append((step["leaf"], step["value"], gain))
+                    rungs.append((step["leaf"], step["value"], gain))
             rows += [
                 (rung, leaf, value, figure, plain_ms / gain.mid, gain.low, gain.mid, gain.high)
-                for rung, (leaf, value, gain) in enumerate(found)
+                for rung, (leaf, value, gain) in enumerate(rungs)
             ]
     return _table(rows, "rung leaf value figure time_ms low mid high", NO_ABLATION)
 
@@ -272,12 +275,12 @@ def reached(document: Document) -> pd.DataFrame:
     """
     rows = []
     for case in judged(document, "shape"):
-        found = case.get("bare") or {"contestants": {}}
-        for name, one in found["contestants"].items():
+        floor = case.get("bare") or {"contestants": {}}
+        for name, one in floor["contestants"].items():
             if name not in case["contestants"]:
                 continue
             share = (one["share"][key] for key in ("mid", "low", "high", "confidence"))
-            error = found["errors"].get(one["kind"])
+            error = floor["errors"].get(one["kind"])
             rows.append(
                 (
                     *(case["case"], case["threads"], name, case["contestants"][name]["step_ms"]),
@@ -297,8 +300,8 @@ BARE_UNMEASURED = (
 def best(document: Document, case: Mapping[str, Any]) -> str:
     """The contestant of ours that is fastest end to end in a case; empty where none ran."""
     ours = {
-        name: found["end_to_end_ms"]
-        for name, found in case["contestants"].items()
+        name: figures["end_to_end_ms"]
+        for name, figures in case["contestants"].items()
         if name in document["settings"]["contestants"]
     }
     return min(ours, key=lambda name: ours[name]) if ours else ""
@@ -326,7 +329,7 @@ def conditions(document: Document) -> pd.DataFrame:
     settings, machine = document["settings"], document["machine"]
     cores = settings.get("cores")
     usable = settings.get("usable_cores", "?")
-    found = {
+    conditions_by_name = {
         "processor": machine.get("cpu", ""),
         "cores": f"{cores} of them, each contestant" if cores else f"all {usable}",
         "memory": f"{machine.get('memory_gib', '?')} GiB",
@@ -337,23 +340,26 @@ def conditions(document: Document) -> pd.DataFrame:
         "counted iterations per run": str(settings["iterations"]),
     }
     for threads, environment in settings.get("environment", {}).items():
-        said = ", ".join(f"{name}={value}" for name, value in environment.items())
-        found[f"environment, {counted(int(threads), 'thread')}"] = said
+        text = ", ".join(f"{name}={value}" for name, value in environment.items())
+        conditions_by_name[f"environment, {counted(int(threads), 'thread')}"] = text
     for name, change in settings["contestants"].items():
-        said = ", ".join(f"{leaf}: {value_text(value)}" for leaf, value in change.items())
-        found[f"contestant {name}"] = said or "no option for speed"
-    rows = [*found.items(), *(("command", said) for said in document.get("commands", []))]
+        text = ", ".join(f"{leaf}: {value_text(value)}" for leaf, value in change.items())
+        conditions_by_name[f"contestant {name}"] = text or "no option for speed"
+    rows = [
+        *conditions_by_name.items(),
+        *(("command", text) for text in document.get("commands", [])),
+    ]
     return pd.DataFrame(rows, columns=["setting", "value"])
 
 
 def unfinished(document: Document) -> list[str]:
     """Sentences on what was asked for and is not there: failures, and what was cut short."""
-    said: list[str] = []
+    sentences: list[str] = []
     for case in document["cases"]:
         if "contestants" not in case:
-            said.append(f"{case['case']}: cut short after {len(case.get('runs') or [])} runs")
+            sentences.append(f"{case['case']}: cut short after {len(case.get('runs') or [])} runs")
         for name, reason in (case.get("failures") or {}).items():
-            said.append(f"{name} did not run ({case['case']}): {reason}")
+            sentences.append(f"{name} did not run ({case['case']}): {reason}")
     for name, reason in (document.get("not_measured") or {}).items():
-        said.append(f"{name.upper() if len(name) < 4 else name}: not measured: {reason}")
-    return list(dict.fromkeys(said))
+        sentences.append(f"{name.upper() if len(name) < 4 else name}: not measured: {reason}")
+    return list(dict.fromkeys(sentences))

@@ -96,10 +96,10 @@ def time_round(parameters: Parameters, kinds: Sequence[str], threads: int) -> di
         InputError: the process fails; with what it said last.
     """
     job = {"parameters": parameters.to_sections(), "kinds": list(kinds), "threads": threads}
-    found: dict[str, Any] = run_job(
+    times: dict[str, Any] = run_job(
         __name__, job, stage="bare products and rows", environment=environment_of(threads)
     )
-    return found
+    return times
 
 
 def bare_times(parameters: Parameters, kinds: Sequence[str], threads: int) -> dict[str, Any]:
@@ -140,14 +140,14 @@ def bare_times(parameters: Parameters, kinds: Sequence[str], threads: int) -> di
                 read, changed = row_access_ms(tables, generator.next_batch(), flush)
                 passes[ROWS].append({"read": read, "change": changed})
         now, seconds = waited_ns(), time.perf_counter() - began
-    taken = {name: each for name, each in passes.items() if each}
+    taken = {name: rounds for name, rounds in passes.items() if rounds}
     return {
         "ms": {
-            n: statistics.median(sum(one.values()) for one in each) for n, each in taken.items()
+            n: statistics.median(sum(one.values()) for one in rounds) for n, rounds in taken.items()
         },
         "best_ms": {
-            name: sum(min(one[key] for one in each) for key in each[0])
-            for name, each in taken.items()
+            name: sum(min(one[key] for one in rounds) for key in rounds[0])
+            for name, rounds in taken.items()
         },
         "errors": {
             name: max(row["relative_error"] for row in rows if row["precision"] == name)
@@ -224,23 +224,23 @@ def judge_bare(
     }
 
 
-def describe_bare(found: Mapping[str, Any]) -> str:
+def describe_bare(judged: Mapping[str, Any]) -> str:
     """What :func:`judge_bare` found, as lines of text."""
     lines = [
         f"bare {work_label(name)}: {milliseconds(one['mid'])}, "
         f"{milliseconds(one['best_ms'])} at best"
-        for name, one in found["bare"].items()
+        for name, one in judged["bare"].items()
     ]
     lines += [
         f"bare {one['precision']} products and rows take {percent(one['share']['mid'])} of the "
         f"step of {name}"
-        for name, one in found["contestants"].items()
+        for name, one in judged["contestants"].items()
     ]
-    lines += [f"relative error of {kind} products: {e:.1e}" for kind, e in found["errors"].items()]
+    lines += [f"relative error of {kind} products: {e:.1e}" for kind, e in judged["errors"].items()]
     lines += [
-        f"bare {work_label(name)}: not measured: {why}" for name, why in found["reasons"].items()
+        f"bare {work_label(name)}: not measured: {why}" for name, why in judged["reasons"].items()
     ]
-    return "\n".join([*lines, *cautions(found)])
+    return "\n".join([*lines, *cautions(judged)])
 
 
 def work_label(name: str) -> str:
@@ -248,11 +248,11 @@ def work_label(name: str) -> str:
     return "random rows" if name == ROWS else f"{name} products"
 
 
-def rounded_fp32(found: Mapping[str, Any]) -> str:
+def rounded_fp32(judged: Mapping[str, Any]) -> str:
     """Why the contestant ``fp32`` is not true fp32; empty if it is, or nobody measured it."""
-    kind = found["contestants"].get(FP32, {"kind": ""})["kind"]
-    error = found["errors"].get(kind, 0.0)
-    limit = max(TRUE_FP32, OTHER_ORDER * found["errors"].get("fp32", 0.0))
+    kind = judged["contestants"].get(FP32, {"kind": ""})["kind"]
+    error = judged["errors"].get(kind, 0.0)
+    limit = max(TRUE_FP32, OTHER_ORDER * judged["errors"].get("fp32", 0.0))
     if error <= limit:
         return ""
     return (
@@ -261,27 +261,27 @@ def rounded_fp32(found: Mapping[str, Any]) -> str:
     )
 
 
-def cautions(found: Mapping[str, Any]) -> list[str]:
+def cautions(judged: Mapping[str, Any]) -> list[str]:
     """Sentences on a matrix unit that was slow, a machine that was busy, and errors too large."""
-    said = []
-    busy = (found["waited_share"] or 0.0) > BUSY
-    unit = found["bare"].get("bf16")
+    sentences = []
+    busy = (judged["waited_share"] or 0.0) > BUSY
+    unit = judged["bare"].get("bf16")
     # on a busy machine every product is slow, whatever its unit gives
     if unit is not None and unit["of_best"] < SLOW_UNIT and not busy:
-        said.append(
+        sentences.append(
             f"The matrix unit gave {percent(unit['of_best'])} of its best: the bare bf16 products "
             f"took {milliseconds(unit['mid'])}, {milliseconds(unit['best_ms'])} at best, so "
             "contestants that multiply bf16 numbers are faster on a unit that is not shared"
         )
-    if rounded := rounded_fp32(found):
-        said.append(rounded)
+    if rounded := rounded_fp32(judged):
+        sentences.append(rounded)
     if busy:
-        said.append(
+        sentences.append(
             f"The machine was not quiet: the bare work waited for a core "
-            f"{percent(found['waited_share'])} of its time, so times and ratios are of a disturbed "
-            "machine"
+            f"{percent(judged['waited_share'])} of its time, so times and ratios are of a "
+            "disturbed machine"
         )
-    return said
+    return sentences
 
 
 if __name__ == "__main__":

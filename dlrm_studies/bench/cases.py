@@ -234,7 +234,7 @@ def ablated(
     """
     steps = steps_of(plain, tuned)
     on, off = difference(plain, tuned), difference(tuned, plain)
-    found = []
+    variants = []
     for step in steps:
         # alone if that works, else with the one that depends on it
         for other in ((), *(other for other in steps if other != step)):
@@ -242,7 +242,7 @@ def ablated(
             without = _changed(tuned, {name: off[name] for name in (leaf, *also)})
             if without is not None:
                 facts = {"name": f"without {leaf.partition('.')[2]}", "kind": "without"}
-                found.append((facts | {"leaf": leaf, "value": on[leaf], "also": also}, without))
+                variants.append((facts | {"leaf": leaf, "value": on[leaf], "also": also}, without))
                 break
     so_far: dict[str, Any] = {}
     for step in steps:
@@ -253,8 +253,8 @@ def ablated(
         if rung is not None:
             facts = {"name": name if last else f"plain to {leaf.partition('.')[2]}"}
             facts |= {"kind": "ladder", "leaf": leaf}
-            found.append((facts | {"value": on[leaf], "also": also}, rung))
-    return found
+            variants.append((facts | {"value": on[leaf], "also": also}, rung))
+    return variants
 
 
 def steps_of(plain: Parameters, tuned: Parameters) -> list[tuple[str, ...]]:

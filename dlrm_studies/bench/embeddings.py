@@ -250,7 +250,7 @@ def run_case(
     Where ours sorts lookups to update a row once, also of sorting alone (``sort``), which is a
     part of backward.
     """
-    made = batches_of(case, contestant.rows, iterations + EMBEDDING_WARMUP)
+    stream = batches_of(case, contestant.rows, iterations + EMBEDDING_WARMUP)
     contestant.reset(case["optimizer"])
     random = torch.Generator().manual_seed(1)
     # positive: sums without cancellation, so that results can be compared closely
@@ -260,7 +260,7 @@ def run_case(
     flush = cache_flush(sum(weight.nbytes for weight in contestant.tables.weights))
     times: dict[str, list[float]] = {phase: [] for phase in PHASES}
     pooled: list[torch.Tensor] = []
-    for number, batch in enumerate(made):
+    for number, batch in enumerate(stream):
         if contestant.name == MEMORY:
             taken = [*row_access_ms(contestant.tables, batch, flush), 0.0]
         else:
@@ -274,7 +274,7 @@ def run_case(
                 alone = functools.partial(contestant.update.sort_alone, batch)
                 times.setdefault("sort", []).append(elapsed_ms(alone))
     if contestant.name != MEMORY:
-        rows, vectors = _samples(contestant, made[0], pooled)
+        rows, vectors = _samples(contestant, stream[0], pooled)
         np.savez(samples / f"{case['name']}.npz", rows=rows, pooled=vectors)
     return times
 
@@ -411,9 +411,11 @@ def run_group(
                 for entry, case, figures in zip(entries, group, measured, strict=True):
                     entry["failures"].pop(name, None)
                     figures[name] = _medians(times[case.name])
-                    said = f"{case.name}, {threads} threads, round {number + 1}/{rounds}, {name}"
+                    progress = (
+                        f"{case.name}, {threads} threads, round {number + 1}/{rounds}, {name}"
+                    )
                     total = figures[name]["total_ms"]
-                    print(f"{said}: {total:.1f} ms", file=sys.stderr, flush=True)
+                    print(f"{progress}: {total:.1f} ms", file=sys.stderr, flush=True)
             for entry, case, figures in zip(entries, group, measured, strict=True):
                 entry["rounds"].append(figures)
                 entry["differences"].append(differences(Path(folder), case.name, names))
@@ -462,8 +464,8 @@ def run_process(
         "peer": str(peer.absolute()) if peer else None,
         "samples": str(samples),
     }
-    found: Times = run_job(__name__, job, stage=name, environment=environment_of(threads))
-    return found
+    times: Times = run_job(__name__, job, stage=name, environment=environment_of(threads))
+    return times
 
 
 def _medians(times: Mapping[str, Sequence[float]]) -> dict[str, float]:
@@ -495,13 +497,13 @@ def differences(folder: Path, case: str, names: Sequence[str]) -> dict[str, floa
     }
 
 
-def _share(expected: np.ndarray, found: np.ndarray, narrow: bool = False) -> float:
-    if expected.shape != found.shape or not np.isfinite(found).all():
+def _share(expected: np.ndarray, computed: np.ndarray, narrow: bool = False) -> float:
+    if expected.shape != computed.shape or not np.isfinite(computed).all():
         return float("inf")
     allowed = ABSOLUTE + RELATIVE * np.abs(expected)
     if narrow:
         allowed = NARROW_ABSOLUTE + NARROW_RELATIVE * np.abs(expected)
-    return float((np.abs(found - expected) / allowed).max())
+    return float((np.abs(computed - expected) / allowed).max())
 
 
 def judge(row: dict[str, Any], case: EmbeddingCase) -> None:
@@ -534,8 +536,8 @@ def judge(row: dict[str, Any], case: EmbeddingCase) -> None:
         if memory in names and case.ours in names
         else None
     )
-    found = [value for one in row["differences"] for value in one.values()]
-    row["agree"] = bool(found) and max(found) <= 1.0
+    shares = [value for one in row["differences"] for value in one.values()]
+    row["agree"] = bool(shares) and max(shares) <= 1.0
     row["targets"] = [
         {
             "against": against,

@@ -66,14 +66,14 @@ def embedding_times(document: Mapping[str, Any]) -> pd.DataFrame:
     rows = []
     for case in document["cases"]:
         goals = {target["against"]: target["wanted"] for target in case.get("targets") or []}
-        for name, found in (case.get("contestants") or {}).items():
+        for name, figures in (case.get("contestants") or {}).items():
             study = name in UPDATES
             ours = (case.get("ratios") or {}).get(ours_of(case), {})
             gain = ours.get(name) or dict.fromkeys(("median", "low", "high"), math.nan)
             rows.append(
                 (
                     *(case["case"], case["meaning"], case["threads"], name, study),
-                    *(found[f"{phase}_ms"] for phase in (*PHASES, "total")),
+                    *(figures[f"{phase}_ms"] for phase in (*PHASES, "total")),
                     *(gain["median"], gain["low"], gain["high"], goals.get(name, math.nan)),
                 )
             )
@@ -141,8 +141,8 @@ def bars(document: Mapping[str, Any], study: bool = False) -> go.Figure:
         )
     ends = table["total_ms"] / base
     # behind the dotted line, which would cross them
-    behind = ends.clip(lower=1.0)
-    theme.add_ends(result, behind, places, list(map(milliseconds, table["total_ms"])))
+    label_places = ends.clip(lower=1.0)
+    theme.add_ends(result, label_places, places, list(map(milliseconds, table["total_ms"])))
     theme.add_headings(result, headings)
     longest = float(ends.max()) if len(table) else 1.0
     theme.mark_one(result, 1.0, headings, max(places, default=0.0))

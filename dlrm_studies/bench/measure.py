@@ -42,7 +42,7 @@ from dlrm_studies.bench.cases import (
 )
 from dlrm_studies.bench.shares import CEILINGS, measure_share
 from dlrm_studies.bench.torchrec import require_torchrec, run_torchrec
-from dlrm_studies.records import Record
+from dlrm_studies.runs import Record
 from dlrm_workbook.analysis.changes import difference
 from dlrm_workbook.evidence.contestants import (
     PEER,
@@ -316,9 +316,9 @@ def run_plan(
         ledger.save()
         for threads in plan.effort.threads:
             for case in plan.cases:
-                found = measurement.case(case, threads)
-                floor = [describe_bare(found["bare"])] if "bare" in found else []
-                show("\n".join([describe(found), *floor]))
+                results = measurement.case(case, threads)
+                floor = [describe_bare(results["bare"])] if "bare" in results else []
+                show("\n".join([describe(results), *floor]))
             if plan.effort.ablation:
                 show(describe(measurement.ablation(threads)))
             if plan.effort.roofline:
@@ -411,12 +411,12 @@ class _Measurement:
             if any(one["round"] == number for one in floors):
                 return
             try:
-                found = time_round(
+                times = time_round(
                     next(iter(ours.values())), list(dict.fromkeys(kinds.values())), threads
                 )
             except InputError as error:
-                found = {"reasons": {"all": str(error)}}
-            floors.append({"round": number} | found)
+                times = {"reasons": {"all": str(error)}}
+            floors.append({"round": number} | times)
             self.say(f"{case}, {threads} threads, round {number + 1}: bare products and rows")
 
         judged = compare(

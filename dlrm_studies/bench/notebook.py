@@ -90,10 +90,10 @@ def start_benchmark(
     if results:
         file = Path(results).expanduser().absolute()
         beside = file.with_name(DEFAULT.name)
-        found = read_embeddings(str(beside) if beside.is_file() else "")
+        embeddings = read_embeddings(str(beside) if beside.is_file() else "")
         document = read_benchmark(file)
         sentence = f"This page shows the benchmark in `{file}`, measured on {document['date']}."
-        return Benchmark(sentence, file, None, document, found)
+        return Benchmark(sentence, file, None, document, embeddings)
     others = others or Others()
     cases = shape_cases(",".join(shapes), "shapes") + growth_cases(",".join(growth), "growth")
     plan = BenchPlan(

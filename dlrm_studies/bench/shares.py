@@ -73,14 +73,14 @@ def measure_share(
     Raises:
         InputError: the process fails; with what it said last.
     """
-    found: dict[str, Any] = run_job(
+    share: dict[str, Any] = run_job(
         __name__,
         {"what": kind, "parameters": parameters.to_sections(), "seconds": seconds}
         | {"threads": threads},
         stage=f"share of the {kind} part's limit",
         environment=environment_of(threads),
     )
-    return found
+    return share
 
 
 def embedding_share(parameters: Parameters, threads: int, seconds: float) -> dict[str, Any]:
@@ -237,7 +237,7 @@ def _product_rows(
 ) -> list[dict[str, Any]]:
     rows = []
     for product in products:
-        times = [found[product.shape] for found in singles]
+        times = [calls_ms[product.shape] for calls_ms in singles]
         rows.append(
             {name: getattr(product, name) for name in ("part", "layer", "phase", "m", "n", "k")}
             | {
@@ -254,8 +254,8 @@ def measure_part(job: dict[str, Any]) -> dict[str, Any]:
     """Measure the share that :func:`measure_share` asks for."""
     kind, parameters = job["what"], parameters_from_sections(job["parameters"])
     measure = {"dense": dense_share, "embedding": embedding_share}[kind]
-    found = measure(parameters, job["threads"], job["seconds"])
-    kept = {name: value for name, value in found.items() if name not in DETAILS}
+    share = measure(parameters, job["threads"], job["seconds"])
+    kept = {name: value for name, value in share.items() if name not in DETAILS}
     return kept | {"what": kind, "precision": parameters.training.precision}
 
 

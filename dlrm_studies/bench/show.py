@@ -186,13 +186,13 @@ def _case_verdict(document: Document, case: Mapping[str, Any]) -> str:
     where = f"{meaning[:1].upper()}{meaning[1:]}, {counted(case['threads'], 'thread')}"
     if not name or name not in case["ratios"]:
         return f"**{where}**: nothing to compare."
-    found = case["ratios"][name]
-    sure = found["step_ms"]["confidence"]
-    step, whole = (gain_text(found[figure]) for figure in FIGURE_NAMES)
+    intervals = case["ratios"][name]
+    sure = intervals["step_ms"]["confidence"]
+    step, whole = (gain_text(intervals[figure]) for figure in FIGURE_NAMES)
     return (
         f"**{where}: {contestant_label(name)} is {whole} than "
         f"{contestant_label(case['against'])} end to end**, data included, "
-        f"and {step} per step ({certainty(found['step_ms'])}"
+        f"and {step} per step ({certainty(intervals['step_ms'])}"
         f"{'' if sure >= 0.95 else '; six rounds or more give 95%'})."
     )
 
@@ -202,7 +202,7 @@ def _others_verdict(document: Document, cases: Sequence[Mapping[str, Any]]) -> s
     rated = [case["ratios"].get(analyse.best(document, case)) for case in cases]
     reach = []
     for figure, name in (("end_to_end_ms", "end to end"), ("step_ms", "per step")):
-        mids = [found[figure]["mid"] for found in rated if found]
+        mids = [intervals[figure]["mid"] for intervals in rated if intervals]
         if mids:
             ends = [faster(end(mids), math.nan, math.nan) for end in (min, max)]
             reach.append(f"from {ends[0]} to {ends[1]} {name}")
@@ -215,10 +215,10 @@ def _others_verdict(document: Document, cases: Sequence[Mapping[str, Any]]) -> s
 def _cautions(document: Document) -> list[str]:
     """What the machine did not give while each case was measured."""
     return [
-        f"**{_place(case)}:** {said}."
+        f"**{_place(case)}:** {sentence}."
         for case in analyse.judged(document, "shape")
         if case.get("bare")
-        for said in cautions(case["bare"])
+        for sentence in cautions(case["bare"])
     ]
 
 
@@ -276,8 +276,8 @@ def notices(document: Document) -> Text:
     """What contestants said, what failed, what was not measured."""
     lines = [f"- {in_markdown(text)}." for text in analyse.unfinished(document)]
     for case in document["cases"]:
-        for name, said in (case.get("notices") or {}).items():
-            lines += [f"- {contestant_label(name)}: {in_markdown(text)}." for text in said]
+        for name, texts in (case.get("notices") or {}).items():
+            lines += [f"- {contestant_label(name)}: {in_markdown(text)}." for text in texts]
     return Text("\n".join(dict.fromkeys(lines)) or "Everything ran as the parameters say.")
 
 
@@ -539,12 +539,12 @@ def _add_dots(
     rows: pd.DataFrame,
     kind: str,
     places: Sequence[float],
-    said: Callable[[Any], str],
+    sentence_of: Callable[[Any], str],
 ) -> None:
     """Ratios of one kind with their intervals, a little above or below the middle of a row.
 
     Args:
-        said: a row's sentence, without the interval.
+        sentence_of: a row's sentence, without the interval.
     """
     name, colour, symbol, lift = LOOKS[kind]
     theme.add_points(
@@ -553,7 +553,7 @@ def _add_dots(
         [place + lift for place in places],
         name,
         [
-            f"{name}: {said(row)} ({interval_text(row.confidence, row.low, row.high)})"
+            f"{name}: {sentence_of(row)} ({interval_text(row.confidence, row.low, row.high)})"
             for row in theme.rows_of(rows)
         ],
         marker={"color": colour, "size": 11, "symbol": symbol},

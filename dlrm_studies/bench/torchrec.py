@@ -69,20 +69,21 @@ def require_same_model(parameters: Parameters) -> None:
     model, training = parameters.model, parameters.training
     kind = model.interaction_kind
     if not isinstance(kind, DotInteraction | CrossInteraction):
-        known = f"{DotInteraction.kind!r} or {CrossInteraction.kind!r}"
+        interactions = f"{DotInteraction.kind!r} or {CrossInteraction.kind!r}"
         raise InputError(
-            f"model.interaction is {kind.kind!r}, but TorchRec's DLRM is run with {known} only"
+            f"model.interaction is {kind.kind!r}, but TorchRec's DLRM is run with {interactions} "
+            "only"
         )
-    for leaf, found, wanted in (
+    for leaf, value, wanted in (
         ("model.interaction_itself", getattr(kind, "interaction_itself", False), False),
         ("training.precision", training.precision, "fp32"),
     ):
-        if found != wanted:
+        if value != wanted:
             raise InputError(
-                f"{leaf} is {found!r}, but TorchRec's DLRM is run with {wanted!r} only"
+                f"{leaf} is {value!r}, but TorchRec's DLRM is run with {wanted!r} only"
             )
     if not OPTIMIZERS[training.optimizer].fbgemm:
-        able = " or ".join(name for name, each in OPTIMIZERS.items() if each.fbgemm)
+        able = " or ".join(name for name, optimizer in OPTIMIZERS.items() if optimizer.fbgemm)
         raise InputError(
             f"training.optimizer is {training.optimizer!r}, but TorchRec's DLRM is run with "
             f"{able} only"
@@ -148,13 +149,13 @@ class TorchRecStep:
     def _take_weights(self, ours: DLRM) -> None:
         theirs = self.model
         collection = theirs.sparse_arch.embedding_bag_collection
-        for weight, own in zip(
+        for weight, our_weight in zip(
             collection.state_dict().values(), ours.embeddings.weights, strict=True
         ):
-            weight.copy_(own)
+            weight.copy_(our_weight)
         for mlp, arch in ((ours.bottom_mlp, theirs.dense_arch), (ours.top_mlp, theirs.over_arch)):
-            found = [m for m in arch.modules() if isinstance(m, torch.nn.Linear)]
-            for linear, own_linear in zip(found, mlp.linears, strict=True):
+            linears = [m for m in arch.modules() if isinstance(m, torch.nn.Linear)]
+            for linear, own_linear in zip(linears, mlp.linears, strict=True):
                 linear.weight.copy_(own_linear.weight)
                 linear.bias.copy_(own_linear.bias)
         if isinstance(ours.interaction.kind, CrossInteraction):
@@ -183,8 +184,10 @@ class TorchRecStep:
 @torch.no_grad()
 def take_cross_weights(ours: InteractionLayer, theirs: Any) -> None:
     """Copy our cross layers' weights into TorchRec's LowRankCrossNet."""
-    own = ours.weights
-    for layer, (narrow, widen, bias) in enumerate(zip(own[::3], own[1::3], own[2::3], strict=True)):
+    weights = ours.weights
+    for layer, (narrow, widen, bias) in enumerate(
+        zip(weights[::3], weights[1::3], weights[2::3], strict=True)
+    ):
         theirs.V_kernels[layer].copy_(narrow)
         theirs.W_kernels[layer].copy_(widen)
         theirs.bias[layer].copy_(bias)
@@ -224,10 +227,10 @@ def train(sections: dict[str, Any]) -> dict[str, list[float]]:
     for _ in range(training.batches):
         started = time.perf_counter()
         batch = next(stream)
-        made = time.perf_counter()
+        made_at = time.perf_counter()
         losses.append(float(step(batch.to(device))))  # waits for the device
         ended = time.perf_counter()
-        steps.append(1e3 * (ended - made))
+        steps.append(1e3 * (ended - made_at))
         wholes.append(1e3 * (ended - started))
     return {"step_ms": steps, "end_to_end_ms": wholes, "losses": losses}
 

@@ -87,7 +87,7 @@ def gpu_check(arguments: argparse.Namespace) -> int:
 
 def stages(device: torch.device, seed: int, peer: Path | None, target: Path) -> list[Stage]:
     """What a check consists of, the most important first."""
-    found = [
+    planned = [
         Stage("checks", 0.0, lambda: checks(device, seed)),
         Stage("steps", 20.0, lambda: timings.step_timings(timings.experiment(device))),
         Stage("nvidia_small", 20.0, timings.nvidia_timings),
@@ -95,12 +95,12 @@ def stages(device: torch.device, seed: int, peer: Path | None, target: Path) -> 
     ]
     if peer is not None:
         threads = min(8, os.cpu_count() or 1)
-        found.append(Stage("peer", 120.0, lambda: [timings.peer_timings(peer, 1, 15, threads)]))
-    found += [
+        planned.append(Stage("peer", 120.0, lambda: [timings.peer_timings(peer, 1, 15, threads)]))
+    planned += [
         Stage("recordings", 20.0, lambda: recordings(target.with_suffix(""))),
         Stage("host_data", 30.0, timings.host_timings),
     ]
-    return found
+    return planned
 
 
 def run_stages(

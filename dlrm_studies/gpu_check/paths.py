@@ -239,9 +239,9 @@ def embedding_error(device: torch.device, optimizer: str, skew: bool, seed: int)
 def _fused_steps(device: torch.device, optimizer: str, skew: bool, seed: int) -> list[torch.Tensor]:
     ours, batch, gradients = _embedding_case(device, skew, seed, device)
     ours.backend = backend = FusedGpu(ours, optimizer, 0.1)
-    found = _after_two_steps(ours, batch, gradients, backend)
+    outcomes = _after_two_steps(ours, batch, gradients, backend)
     backend.check()
-    return found
+    return outcomes
 
 
 def repeated_error(device: torch.device, seed: int) -> float:

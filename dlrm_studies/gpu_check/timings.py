@@ -134,12 +134,12 @@ def latency(parameters: Parameters, steps: int = 300, seconds: float = 5.0) -> d
     trainer = Trainer(parameters)
     try:
         pool = pool_of(trainer.batches, steps, pin=trainer.device.type == "cuda")
-        found = measure_latency(
+        measured = measure_latency(
             trainer.predict, trainer.loss, pool, trainer.device, steps, seconds, "nvidia"
         )
     finally:
         trainer.close()
-    return {"latency_ms": found.percentiles(), "samples_per_second": found.samples_per_second}
+    return {"latency_ms": measured.percentiles(), "samples_per_second": measured.samples_per_second}
 
 
 def peer_timings(peer: Path, rounds: int, iterations: int, threads: int) -> dict[str, Any]:
@@ -155,11 +155,11 @@ def peer_timings(peer: Path, rounds: int, iterations: int, threads: int) -> dict
         ("bf16, its data replayed", fast | replay),
     ):
         contestants[name] = changed_parameters(seed, change)[0]
-    found = compare(contestants, peer=peer, rounds=rounds, iterations=iterations, threads=threads)
+    row = compare(contestants, peer=peer, rounds=rounds, iterations=iterations, threads=threads)
     # other batches of the same law, so no losses to compare: its end-to-end time is the point
-    made = changed_parameters(seed, fast | on_device)[0]
-    found["bf16, data made on the GPU"] = timed_or_reason(made)
-    return found
+    on_gpu = changed_parameters(seed, fast | on_device)[0]
+    row["bf16, data made on the GPU"] = timed_or_reason(on_gpu)
+    return row
 
 
 def timed_or_reason(parameters: Parameters) -> dict[str, Any]:

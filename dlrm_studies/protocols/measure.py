@@ -35,7 +35,7 @@ from dlrm_core.commands import as_rank, started_by_torchrun
 from dlrm_core.config import Parameters, load_parameters
 from dlrm_core.run.evaluate import held_out_batches
 from dlrm_core.train import Trainer, TrainingLoop
-from dlrm_studies.records import Record
+from dlrm_studies.runs import Record, run_of_study
 from dlrm_workbook.evidence.latency import (
     POOL_BATCHES,
     batch_sizes,
@@ -86,7 +86,7 @@ def throughput(timings: Timings, protocol: str) -> dict[str, Any]:
     else:
         times = compute
         if protocol != "facebook":
-            times = [made + computed for made, computed in zip(data, compute, strict=True)]
+            times = [waited + computed for waited, computed in zip(data, compute, strict=True)]
             first = len(times) // 2 if protocol == "nvidia" else warm_up_steps(times)
         mean = statistics.fmean(times[first:])
     return {
@@ -200,24 +200,24 @@ def protocols(arguments: argparse.Namespace) -> int:
             parameters = load_parameters(arguments.file, arguments.parameter)
             ranks = engine("several ranks: trainer")
             with ranks.rank_trainer(parameters, "dlrm protocols") as trainer:
-                found = measure(trainer, *effort) | {"ranks": trainer.world.size}
+                measured = measure(trainer, *effort) | {"ranks": trainer.world.size}
                 if trainer.world.first:
-                    _report(arguments, parameters, found)
+                    _report(arguments, parameters, measured)
             engine("several ranks: watch").leave(0)
     parameters = load_parameters(arguments.file, arguments.parameter)
     return _report(arguments, parameters, measure(Trainer(parameters), *effort) | {"ranks": 1})
 
 
-def _report(arguments: argparse.Namespace, parameters: Parameters, found: dict[str, Any]) -> int:
-    for notice in found["notices"]:
+def _report(arguments: argparse.Namespace, parameters: Parameters, measured: dict[str, Any]) -> int:
+    for notice in measured["notices"]:
         print(notice, file=sys.stderr)
-    print(as_text(found), flush=True)
+    print(as_text(measured), flush=True)
     if arguments.json:
         fields = {
             "command": " ".join(["dlrm", *sys.argv[1:]]),
             "title": parameters.title,
             "parameters": parameters.to_sections(),
-            "measured": found,
+            "measured": measured,
             "machine": machine_facts(),
             "versions": versions(),
         }
@@ -250,10 +250,8 @@ def measured_or_read(
         return PROTOCOLS.beside(results)
     if not iterations:
         return None
-    # without what belongs to a run of its own
-    training = replace(parameters.training, resume="", checkpoint_every=None, checkpoint_folder="")
     record, given = folder / PROTOCOLS.name, folder / "protocols-parameters.json"
-    write_json(given, replace(parameters, training=training, sweep={}).to_sections())
+    write_json(given, run_of_study(parameters).to_sections())
     command = python_module(
         *("dlrm_workbook", "protocols", "-f", given, "--json", record),
         *("--iterations", str(iterations), "--seconds", "4"),
@@ -263,34 +261,35 @@ def measured_or_read(
     return PROTOCOLS.read(record)
 
 
-def as_text(found: Mapping[str, Any]) -> str:
+def as_text(measured: Mapping[str, Any]) -> str:
     """For people."""
-    ranks = found.get("ranks", 1)
-    each = f"{ranks} ranks of " if ranks > 1 else ""
-    lines = [f"{found['device']}, {each}{found['threads']} threads, {found['precision']}"]
-    for one in found["training"]:
+    ranks = measured.get("ranks", 1)
+    of_each_rank = f"{ranks} ranks of " if ranks > 1 else ""
+    who = f"{measured['device']}, {of_each_rank}{measured['threads']} threads"
+    lines = [f"{who}, {measured['precision']}"]
+    for one in measured["training"]:
         data = "with data" if one["data_included"] else "without data"
         lines.append(
             f"training, {one['protocol']}: {one['samples_per_second']:,.0f} samples/s, "
             f"{one['ms_per_iteration']:.3f} ms/it {data} ({one['iterations']} iterations, "
             f"{one['left_out']} left out)"
         )
-    for one in found["inference"]:
+    for one in measured["inference"]:
         lines.append(
             f"inference, {one['protocol']}, batch {one['batch_size']:,}: "
             f"{one['samples_per_second']:,.0f} samples/s, mean {one['mean']:.3f}, "
             f"p50 {one['p50']:.3f}, p90 {one['p90']:.3f}, p95 {one['p95']:.3f}, "
             f"p99 {one['p99']:.3f} ms ({one['steps']} steps, {one['warm_up_steps']} left out)"
         )
-    if found["samples_per_joule"] is None:
-        missing = found["power"]["not_measured"].items()
+    if measured["samples_per_joule"] is None:
+        missing = measured["power"]["not_measured"].items()
         reasons = "; ".join(f"{name}: {why}" for name, why in missing)
         lines.append(f"power: not measured ({reasons})")
     else:
         lines.append(
-            f"power: {found['power_w']:,.1f} W, "
-            f"{found['samples_per_joule']:,.1f} samples/s per watt"
+            f"power: {measured['power_w']:,.1f} W, "
+            f"{measured['samples_per_joule']:,.1f} samples/s per watt"
         )
-    for device, size in found["peak_memory_by_device"].items():
+    for device, size in measured["peak_memory_by_device"].items():
         lines.append(f"peak memory, {device}: {size / 2**20:,.0f} MiB")
     return "\n".join(lines)

@@ -277,7 +277,7 @@ def _timed_run(document: Mapping[str, Any], seeded: Any) -> dict[str, Any]:
     measured, training = document["measured"], document["parameters"]["training"]
     speeds = {one["protocol"]: one["samples_per_second"] for one in measured["training"]}
     sizes = measured["peak_memory_by_device"]
-    unread = (f"{name}: {said}" for name, said in measured["power"]["not_measured"].items())
+    unread = (f"{name}: {reason}" for name, reason in measured["power"]["not_measured"].items())
     return _run_row(
         f"this run, {device_of(document)}",
         f"{len(measured['timings']['compute_ms'])} iterations timed",
@@ -302,7 +302,7 @@ def _seeded_run(label: str, seeded: Any) -> dict[str, Any]:
     peaks = [run["peak_memory_by_device"] for run in seeded.finished]
     sizes = [peak.get("gpu", peak.get("host")) for peak in peaks if peak]
     rate = spreads.get("samples_per_second")
-    said = f": {rate['mean']:,.0f} samples/s with data" if rate else ""
+    with_data = f": {rate['mean']:,.0f} samples/s with data" if rate else ""
     iterations = {run["iterations"] for run in seeded.finished}
     unread = {why for run in seeded.runs for why in run["not_measured"].values()}
     return _run_row(
@@ -310,7 +310,7 @@ def _seeded_run(label: str, seeded: Any) -> dict[str, Any]:
         " or ".join(f"{count:,} iterations" for count in sorted(iterations)) or "no run finished",
         f"batch {training['batch_size']:,}, 1 process, {training['precision']}",
         {
-            "samples_per_second": (None, f"not counted without data{said}"),
+            "samples_per_second": (None, f"not counted without data{with_data}"),
             "power_w": (
                 spreads.get("power_w", {}).get("mean"),
                 "; ".join([NOT_MEASURED, *sorted(unread)]),
@@ -439,19 +439,19 @@ QUANTILES = {"p99": 1.2, "p95": 1.6, "p90": 2.0, "p50": 3.0}
 """Percentile to the width of its line."""
 
 
-def latency_lines(found: pd.DataFrame) -> go.Figure:
+def latency_lines(table: pd.DataFrame) -> go.Figure:
     """Percentiles of an inference step over its batch size; both axes are logarithmic.
 
     Args:
-        found: what :func:`latencies` gives.
+        table: what :func:`latencies` gives.
     """
-    found = found[found["protocol"] == "nvidia"]
+    table = table[table["protocol"] == "nvidia"]
     result = theme.figure("Latency of a prediction, by batch size", 400, legend=True)
-    sizes = found["batch_size"].tolist()
+    sizes = table["batch_size"].tolist()
     for name, width in QUANTILES.items():
         hover = f"batch %{{x:,}}: {name} %{{y:.3f}} ms"
         look = theme.line_look(theme.COLOURS["bottom_mlp"], width=width)
-        theme.add_points(result, sizes, found[name], name, hover, **look)
+        theme.add_points(result, sizes, table[name], name, hover, **look)
     theirs = published_runs().dropna(subset=["latency_ms"])
     theme.add_points(
         result,
@@ -468,15 +468,15 @@ def latency_lines(found: pd.DataFrame) -> go.Figure:
     return result
 
 
-def published_bars(found: pd.DataFrame) -> go.Figure:
+def published_bars(table: pd.DataFrame) -> go.Figure:
     """Ours beside published speeds of other hardware, in groups counted the same way.
 
     Args:
-        found: what :func:`speeds` gives.
+        table: what :func:`speeds` gives.
     """
-    places, headings = theme.in_groups(GROUPS[group] for group in found["group"])
-    placed = found.assign(place=places)
-    height = 190 + 30 * (len(found) + len(headings))
+    places, headings = theme.in_groups(GROUPS[group] for group in table["group"])
+    placed = table.assign(place=places)
+    height = 190 + 30 * (len(table) + len(headings))
     result = theme.figure("Samples per second, beside other hardware's", height, legend=True)
     for ours, name, colour in (
         (True, "this run, this machine", theme.COLOURS["top_mlp"]),
@@ -496,13 +496,13 @@ def published_bars(found: pd.DataFrame) -> go.Figure:
             cliponaxis=False,
             customdata=rows["on"] + ": " + rows["model"],
         )
-    values = found["samples_per_second"]
+    values = table["samples_per_second"]
     first, last = math.floor(math.log10(values.min())), math.log10(values.max()) + 0.7
     marks = [10.0**power for power in range(first, math.ceil(last))]
     result.update_xaxes(
         title="samples per second", range=[first, last], **theme.log_axis(marks, thousands)
     )
-    theme.label_rows(result, [_label(row) for row in theme.rows_of(found)], places)
+    theme.label_rows(result, [_label(row) for row in theme.rows_of(table)], places)
     theme.add_headings(result, headings)
     return result
 

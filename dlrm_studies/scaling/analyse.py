@@ -126,15 +126,15 @@ class Scaling:
 
     def _ranks(self, say: Callable[[str], None]) -> dict[str, Any]:
         try:
-            made = measure.measure_scaling(
+            document = measure.measure_scaling(
                 self.parameters, self.ranks, self.file.parent, on_progress=say
             )
         except MissingToolError as error:
             names = ("runs", "iterations", "parts", "collectives", "link_probe")
             return {"not_measured": dict.fromkeys(names, str(error))}
-        self.notices = list(made["notices"])
-        self.launch = dict(made.get("launch") or {})
-        return made
+        self.notices = list(document["notices"])
+        self.launch = dict(document.get("launch") or {})
+        return document
 
     # ---- what predictions rest on ---------------------------------------------------------
 
@@ -146,14 +146,14 @@ class Scaling:
     @property
     def links(self) -> pd.DataFrame:
         """Links by name, this machine's first."""
-        own = self.link
-        return links_table((*((own,) if own else ()), *LINKS))
+        own_links = self.link
+        return links_table((*((own_links,) if own_links else ()), *LINKS))
 
     @property
     def link_check(self) -> pd.DataFrame | None:
         """Measured collectives beside what the calibrated link says."""
-        own = self.link
-        return check(self.record.link_probe, own) if own else None
+        own_measured = self.link
+        return check(self.record.link_probe, own_measured) if own_measured else None
 
     @property
     def profile(self) -> ComputeProfile:
@@ -240,11 +240,11 @@ class Scaling:
 
     def stragglers(self, strong: pd.DataFrame, slowness: Slowness) -> pd.DataFrame:
         """What slow ranks cost at each predicted number of ranks."""
-        known = strong[strong["mid_ms"].notna()]
+        predicted = strong[strong["mid_ms"].notna()]
         return straggler_table(
-            known["compute_ms"].tolist(),
-            known["exposed_ms"].tolist(),
-            known["ranks"].tolist(),
+            predicted["compute_ms"].tolist(),
+            predicted["exposed_ms"].tolist(),
+            predicted["ranks"].tolist(),
             slowness,
         )
 
@@ -264,8 +264,8 @@ class Scaling:
         times = pd.DataFrame(rows, columns=["component", "ms"]).groupby("component")["ms"].sum()
         shares = (times[times > 0] / times.sum()).sort_values(ascending=False)
         table = shares.rename("share").reset_index()
-        said = {"embedding": self.study.quoted.embedding_share} if self.study else {}
-        return table.assign(study=[said.get(name, "") for name in table["component"]])
+        quoted = {"embedding": self.study.quoted.embedding_share} if self.study else {}
+        return table.assign(study=[quoted.get(name, "") for name in table["component"]])
 
     def _counts(self, counts: Sequence[int], scaling: str) -> list[int]:
         batch = self.batch_size(scaling)
@@ -335,7 +335,7 @@ def machine_of(
     if ranks_per_node > 1 and not inside:
         raise InputError(
             f"inside is empty, but ranks_per_node is {ranks_per_node}: name the link inside a "
-            f"node ({', '.join(known.name for known in LINKS[:3])}, ...)"
+            f"node ({', '.join(listed.name for listed in LINKS[:3])}, ...)"
         )
     if not inside and not between:
         raise InputError("inside and between are empty: name a link to predict for")

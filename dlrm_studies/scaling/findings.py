@@ -73,12 +73,12 @@ def communication_findings(
     run = _rows(shares.nlargest(1, "share"))[0]
     number, share = int(run["run"]), float(run["share"])
     exchanges = exchange_times(record)
-    own = _rows(exchanges[exchanges["run"] == number].sort_values("exposed_ms", ascending=False))
-    if not own:
+    of_run = _rows(exchanges[exchanges["run"] == number].sort_values("exposed_ms", ascending=False))
+    if not of_run:
         return
-    top = own[0]
+    top = of_run[0]
     # the part also packs what is sent and unpacks what has come
-    packing = float(run["exposed_ms"]) - sum(float(row["exposed_ms"]) for row in own)
+    packing = float(run["exposed_ms"]) - sum(float(row["exposed_ms"]) for row in of_run)
     limit, why = _limit(record, top, int(run["ranks"]))
     change, gain, better = _better_sharding(record, parameters, run)
     what = str(top["what"])
@@ -96,7 +96,7 @@ def communication_findings(
             + "; ".join(
                 f"{_named(row)} {milliseconds(row['exposed_ms'])} of "
                 f"{milliseconds(row['time_ms'])} exposed"
-                for row in own[:4]
+                for row in of_run[:4]
             )
             + (f"; packing and unpacking {milliseconds(packing)}" if packing > 0 else "")
             + f". {why}"

@@ -122,18 +122,18 @@ def _wait(
             return -1 if first is None else first
         if now > look_at:
             look_at = now + TOLD_S
-            told = iteration()
-            if told is not None and told != last:
-                last = told
-                on_iteration(told)
+            count = iteration()
+            if count is not None and count != last:
+                last = count
+                on_iteration(count)
         time.sleep(POLL_S)
 
 
 def _iteration(store: Any, rank: int) -> int | None:
     """The last iteration that a rank told the store."""
     key = engine("several ranks: watch").KEY.format(rank=rank)
-    told: dict[str, int] = json.loads(store.get(key)) if store.check([key]) else {}
-    return told.get("iteration")
+    sign: dict[str, int] = json.loads(store.get(key)) if store.check([key]) else {}
+    return sign.get("iteration")
 
 
 def _report(
@@ -143,21 +143,21 @@ def _report(
     store: Any,
     timeout_s: float,
 ) -> str:
-    said = []
+    last_words = []
     for rank in range(len(processes)):
         lines = (logs / f"{rank}.err").read_text(errors="replace").strip().splitlines()
         if lines and (rank == failed or lines[-1].startswith("dlrm")):
-            said.append(f"rank {rank} said: {lines[-1]}")
-    behind = "; ".join(said) or "none said anything"
+            last_words.append(f"rank {rank} said: {lines[-1]}")
+    words = "; ".join(last_words) or "none said anything"
     if failed < 0:
-        return f"the ranks were not done after {timeout_s:g} s and were ended; {behind}"
+        return f"the ranks were not done after {timeout_s:g} s and were ended; {words}"
     code = processes[failed].poll()
     last = _iteration(store, failed)
     # ranks record theirs now and then, so the first may have passed
     where = f"after iteration {last:,}" if last else "before any of its iterations was recorded"
     return (
         f"rank {failed} of {len(processes)} (host {socket.gethostname()}, process "
-        f"{processes[failed].pid}) {how_it_ended(code)} {where}; {behind}"
+        f"{processes[failed].pid}) {how_it_ended(code)} {where}; {words}"
     )
 
 

@@ -27,6 +27,7 @@ from dlrm_core.base.machine import available_memory
 from dlrm_core.base.text import counted
 from dlrm_core.config import Parameters, load_parameters, parameters_from_sections
 from dlrm_core.optimizers import OPTIMIZERS
+from dlrm_studies.runs import run_of_study
 from dlrm_studies.scaling.launch import launch_lines, run_ranks
 from dlrm_studies.scaling.model.record import FORMAT, VERSION
 from dlrm_workbook.analysis.changes import difference
@@ -111,11 +112,11 @@ def measure_scaling(
         run["run"] = number
         plan.require_possible(parameters_from_sections(run["sections"]), run["ranks"])
     job = dataclasses.asdict(effort) | {"stretches": stretches}
-    found = _launched(job, max(ranks), folder, on_progress)
+    tables = _launched(job, max(ranks), folder, on_progress)
     record: dict[str, Any] = {"format": FORMAT, "version": VERSION, "machine": machine_facts()}
-    record |= {"runs": _runs(runs, found, threads)}
-    record |= {name: found[name] for name in RANKS_TABLES}
-    record["notices"] = sorted({row["notice"] for row in found["notices"]})
+    record |= {"runs": _runs(runs, tables, threads)}
+    record |= {name: tables[name] for name in RANKS_TABLES}
+    record["notices"] = sorted({row["notice"] for row in tables["notices"]})
     record["not_measured"] = _not_measured(record, ranks)
     record["parameters"] = parameters.to_sections()
     record["launch"] = _launch(parameters, folder, max(ranks), nodes)
@@ -176,15 +177,7 @@ def _batch_size(parameters: Parameters, ranks: int, scaling: str) -> int:
 
 def _sections(parameters: Parameters, batch_size: int, threads: int) -> dict[str, Any]:
     """The parameters at a global batch, with the threads of a rank."""
-    sections = parameters.to_sections()
-    sections["training"] |= {
-        "batch_size": batch_size,
-        "threads": threads,
-        "checkpoint_every": None,
-        "checkpoint_folder": "",
-        "resume": "",
-    }
-    return sections
+    return run_of_study(parameters, batch_size=batch_size, threads=threads).to_sections()
 
 
 def _sizes_alone(
@@ -202,7 +195,7 @@ def _sizes_alone(
     # beside the tables there are batches
     if available is not None and 1.3 * count * table_bytes > available:
         return []
-    batches = [(r, _batch_size(parameters, r, each)) for r in ranks for each in scalings]
+    batches = [(r, _batch_size(parameters, r, scaling)) for r in ranks for scaling in scalings]
     sizes = {max(1, batch // r) for r, batch in batches}
     if len(sizes) == 1:
         sizes |= {max(1, size // 2) for size in sizes}
@@ -248,13 +241,13 @@ def _launched(
 
 
 def _runs(
-    asked: Sequence[dict[str, Any]], found: dict[str, Any], threads: int
+    asked: Sequence[dict[str, Any]], tables: dict[str, Any], threads: int
 ) -> list[dict[str, Any]]:
     """Rows of ``runs``."""
     kinds: dict[int, set[str]] = {}
-    for row in found["placement"]:
+    for row in tables["placement"]:
         kinds.setdefault(row["run"], set()).add(row["kind"])
-    losses = {row["run"]: row["loss"] for row in found["losses"]}
+    losses = {row["run"]: row["loss"] for row in tables["losses"]}
     rows = []
     for run in asked:
         of_run = kinds.get(run["run"], set())
@@ -262,8 +255,8 @@ def _runs(
         about |= {
             "sharding": of_run.pop() if len(of_run) == 1 else "mixed",
             "threads": threads,
-            "backend": found["backend"],
-            "host": found["host"],
+            "backend": tables["backend"],
+            "host": tables["host"],
             "last_loss": losses[run["run"]],
         }
         rows.append(about)
@@ -318,21 +311,15 @@ def timed_alone(
 
 def parts_of(parameters: Parameters, batch_size: int, folder: Path) -> list[dict[str, Any]]:
     """Rows of ``compute_profile`` from one process of ``dlrm train`` with its spans."""
-    sections = parameters.to_sections()
-    sections["training"] |= {
-        "batch_size": batch_size,
-        "batches": ALONE_WARMUP + PROFILE_ITERATIONS,
-        "epochs": None,
-        "max_steps": None,
-        "eval_every": None,
-        "evals_per_epoch": None,
-        "auc_target": None,
-        "checkpoint_every": None,
-        "resume": "",
-        "log_every": ALONE_WARMUP + PROFILE_ITERATIONS,
-    }
+    never = ("epochs", "max_steps", "eval_every", "evals_per_epoch", "auc_target")
+    count = ALONE_WARMUP + PROFILE_ITERATIONS
+    alone = run_of_study(
+        parameters,
+        **{"batch_size": batch_size, "batches": count, "log_every": count},
+        **dict.fromkeys(never),
+    )
     file = folder / f"alone-{batch_size}.yaml"
-    file.write_text(yaml.safe_dump(sections), encoding="utf-8")
+    file.write_text(yaml.safe_dump(plain(alone.to_sections())), encoding="utf-8")
     done = run_child(
         python_module("dlrm_workbook", "train", "-f", file, "--spans"),
         stage=f"batch {batch_size:,} alone",
@@ -343,9 +330,9 @@ def parts_of(parameters: Parameters, batch_size: int, folder: Path) -> list[dict
     return [
         {"concurrent": 1, "batch_size": batch_size, "iteration": iteration}
         | {"component": component, "phase": phase, "time_ms": time_ms}
-        for (component, phase), each in times.items()
+        for (component, phase), part_times_ms in times.items()
         if component != "other"
-        for iteration, time_ms in enumerate(each)
+        for iteration, time_ms in enumerate(part_times_ms)
     ]
 
 

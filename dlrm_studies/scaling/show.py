@@ -33,8 +33,8 @@ def iteration_bars(table: pd.DataFrame, title: str) -> go.Figure:
     Args:
         table: what :func:`dlrm_studies.scaling.model.choice.scaling_table` gives.
     """
-    known = table[table["mid_ms"].notna()]
-    rows = theme.rows_of(known)
+    predicted = table[table["mid_ms"].notna()]
+    rows = theme.rows_of(predicted)
     result = theme.figure(title, 420, legend=True)
     places = list(range(len(rows)))
     hover = [
@@ -48,8 +48,8 @@ def iteration_bars(table: pd.DataFrame, title: str) -> go.Figure:
         ("computing", theme.COMPUTE_COLOUR, "compute_ms"),
         ("exposed communication", theme.COLOURS["communication"], "exposed_ms"),
     ):
-        theme.add_bars(result, places, known[column], name, colour, hover, flat=False)
-    ends = theme.error_bars(known["low_ms"], known["mid_ms"], known["high_ms"])
+        theme.add_bars(result, places, predicted[column], name, colour, hover, flat=False)
+    ends = theme.error_bars(predicted["low_ms"], predicted["mid_ms"], predicted["high_ms"])
     result.data[-1].update(error_y=ends)
     for place, row in zip(places, rows, strict=True):
         result.add_annotation(
@@ -60,7 +60,7 @@ def iteration_bars(table: pd.DataFrame, title: str) -> go.Figure:
             showarrow=False,
             yshift=12,
         )
-    top = float(known["high_ms"].max()) if len(known) else 1.0
+    top = float(predicted["high_ms"].max()) if len(predicted) else 1.0
     result.update_layout(barmode="stack", margin={"b": 96})
     result.update_xaxes(
         title="ranks",
@@ -86,36 +86,36 @@ def efficiency_lines(
     colours = {"strong": theme.COLOURS["top_mlp"], "weak": theme.COLOURS["optimizer"]}
     counts: set[int] = set()
     for number, (name, table) in enumerate(tables.items()):
-        known = table[table["efficiency"].notna()]
-        counts |= set(known["ranks"].astype(int))
+        rows = table[table["efficiency"].notna()]
+        counts |= set(rows["ranks"].astype(int))
         theme.add_points(
             result,
-            known["ranks"],
-            known["efficiency"],
+            rows["ranks"],
+            rows["efficiency"],
             f"{name} scaling, predicted",
             "%{customdata[0]}: %{y:.1%}<br>speed-up over one rank %{customdata[1]:,.1f}x, "
             "%{customdata[2]}, %{customdata[3]:,.3g} ms",
             cliponaxis=False,
-            customdata=_named(known)[["counted", "speedup", "sharding", "mid_ms"]],
+            customdata=_named(rows)[["counted", "speedup", "sharding", "mid_ms"]],
             **theme.line_look(colours[name], number),
         )
     if measured is not None:
-        known = _named(measured[measured["efficiency"].notna() & (measured["ranks"] > 1)])
-        counts |= set(known["ranks"].astype(int))
-        kinds = known["scaling"] if "scaling" in known else known["ranks"].map(lambda _: "strong")
+        rows = _named(measured[measured["efficiency"].notna() & (measured["ranks"] > 1)])
+        counts |= set(rows["ranks"].astype(int))
+        kinds = rows["scaling"] if "scaling" in rows else rows["ranks"].map(lambda _: "strong")
         for name in tables:
-            own = known[kinds.eq(name)]
-            if own.empty:
+            of_kind = rows[kinds.eq(name)]
+            if of_kind.empty:
                 continue
             theme.add_points(
                 result,
-                own["ranks"],
-                own["efficiency"],
+                of_kind["ranks"],
+                of_kind["efficiency"],
                 f"{name}, measured here",
                 "%{x} ranks on this machine: %{y:.1%}<br>%{customdata[0]}, batch "
                 "%{customdata[1]:,}",
                 marker={"size": 11, "symbol": "x", "color": colours[name]},
-                customdata=own[["sharding", "batch_size"]],
+                customdata=of_kind[["sharding", "batch_size"]],
             )
     result.update_layout(margin={"b": 96})
     result.update_xaxes(**ranks_axis(sorted(counts)))
@@ -133,20 +133,20 @@ def sharding_lines(tables: Mapping[str, pd.DataFrame], best: pd.DataFrame) -> go
     result = theme.figure("Iteration by sharding", 440, legend=True)
     times: list[float] = []
     for number, (name, table) in enumerate([*tables.items(), ("best", best)]):
-        known = table[table["mid_ms"].notna()]
-        if known.empty:
+        predicted = table[table["mid_ms"].notna()]
+        if predicted.empty:
             continue
-        times += known["mid_ms"].tolist()
+        times += predicted["mid_ms"].tolist()
         look = theme.line_look(SHARDING_COLOURS[name], number, 2.5)
         if name == "best":
             look["line"] |= {"width": 1.5, "dash": "dot"}
         theme.add_points(
             result,
-            known["ranks"],
-            known["mid_ms"],
+            predicted["ranks"],
+            predicted["mid_ms"],
             "best, tables of different kinds" if name == "best" else kind_label(name),
             "%{customdata[0]}: %{y:,.3g} ms, %{customdata[1]:,.3g} ms exposed<br>%{customdata[2]}",
-            customdata=_named(known)[["counted", "exposed_ms", "sharding"]],
+            customdata=_named(predicted)[["counted", "exposed_ms", "sharding"]],
             **look,
         )
     result.update_layout(margin={"b": 110})
@@ -176,17 +176,17 @@ def predicted_measured_dots(table: pd.DataFrame) -> go.Figure:
     Args:
         table: what :func:`dlrm_studies.scaling.model.record.predicted_and_measured` gives.
     """
-    known = table[table["predicted_ms"].notna()]
+    predicted = table[table["predicted_ms"].notna()]
     labels = [
         f"{row.ranks} ranks, batch {row.batch_size:,}, {kind_label(row.sharding)}"
-        for row in theme.rows_of(known)
+        for row in theme.rows_of(predicted)
     ]
-    furthest = max(known[["high_ms", "measured_ms"]].to_numpy(float).ravel(), default=1.0)
+    furthest = max(predicted[["high_ms", "measured_ms"]].to_numpy(float).ravel(), default=1.0)
     return _dots(
         "Predicted and measured iterations",
         labels,
-        known[["low_ms", "predicted_ms", "high_ms"]],
-        ("measured", known["measured_ms"], known["error"]),
+        predicted[["low_ms", "predicted_ms", "high_ms"]],
+        ("measured", predicted["measured_ms"], predicted["error"]),
         milliseconds,
         {"title": "ms per iteration", "range": [0, 1.15 * furthest]},
     )
@@ -198,13 +198,13 @@ def published_dots(table: pd.DataFrame) -> go.Figure:
     Args:
         table: what :func:`dlrm_studies.scaling.model.published.published_scaling` gives.
     """
-    known = table[table["published"].notna()]
+    printed = table[table["published"].notna()]
     labels = [
         f"{row.hardware}, {row.devices} devices, {row.precision}, {_short(row.source)}, "
         f"from {row.basis}"
-        for row in theme.rows_of(known)
+        for row in theme.rows_of(printed)
     ]
-    return _speed_dots("Published throughput, predicted", labels, known)
+    return _speed_dots("Published throughput, predicted", labels, printed)
 
 
 def mlperf_dots(table: pd.DataFrame) -> go.Figure:
@@ -257,14 +257,14 @@ def _dots(
         f"{label}<br>predicted {text(b)}, {text(a)} to {text(c)}"
         for label, a, b, c in zip(labels, low, mid, high, strict=True)
     ]
-    found = [f"{label}<br>{name} {text(v)}" for label, v in zip(labels, values, strict=True)]
+    hover = [f"{label}<br>{name} {text(v)}" for label, v in zip(labels, values, strict=True)]
     talk = theme.COLOURS["communication"]
     diamond = {"symbol": "diamond", "size": 9, "color": talk}
     ring = {"symbol": "circle-open", "size": 11, "color": theme.INK, "line": {"width": 2}}
     span = theme.error_bars(low, mid, high, talk)
     named = "predicted, with range"
     theme.add_points(result, mid, places, named, foretold, marker=diamond, error_x=span)
-    theme.add_points(result, values, places, name, found, marker=ring)
+    theme.add_points(result, values, places, name, hover, marker=ring)
     ends = [max(pair) for pair in zip(high, values, strict=True)]
     theme.add_ends(
         result, ends, places, list(map(signed_percent, errors)), axis.get("type") == "log"
@@ -326,15 +326,15 @@ def link_curves(check: pd.DataFrame, link: Link) -> go.Figure:
     palette = [theme.COLOURS[name] for name in names]
     kinds = list(dict.fromkeys(kind for kind, _ in pairs))
     for kind, ranks in pairs:
-        own = check[(check["collective"] == kind) & (check["ranks"] == ranks)]
+        points = check[(check["collective"] == kind) & (check["ranks"] == ranks)]
         colour = palette[kinds.index(kind) % len(palette)]
         dash = theme.DASHES[sorted({count for _, count in pairs}).index(ranks) % len(theme.DASHES)]
         fit = link.fits.get((kind, ranks))
         label = f"{kind_label(kind)}, {ranks} ranks"
         theme.add_points(
             result,
-            own["bytes"],
-            own["measured_ms"],
+            points["bytes"],
+            points["measured_ms"],
             label,
             f"{label}: %{{x:,}} B in %{{y:,.3g}} ms",
             mode="markers+lines" if fit is None else "markers",
@@ -347,8 +347,8 @@ def link_curves(check: pd.DataFrame, link: Link) -> go.Figure:
         if fit is not None:
             theme.add_points(
                 result,
-                own["bytes"],
-                1e-3 * fit.fixed_us + 1e-6 * own["bytes"] / fit.gb_per_s,
+                points["bytes"],
+                1e-3 * fit.fixed_us + 1e-6 * points["bytes"] / fit.gb_per_s,
                 f"{label}, fitted",
                 f"{label}, fitted: {fit.fixed_us:,.0f} µs + bytes / {fit.gb_per_s:.2f} GB/s",
                 mode="lines",
@@ -368,14 +368,14 @@ def link_curves(check: pd.DataFrame, link: Link) -> go.Figure:
     return result
 
 
-def straggler_lines(table: pd.DataFrame, said: str) -> go.Figure:
+def straggler_lines(table: pd.DataFrame, how: str) -> go.Figure:
     """Iterations with slow ranks, their mean and 95th percentile, over those of equal ranks.
 
     Args:
         table: what :func:`dlrm_studies.scaling.model.choice.straggler_table` gives.
-        said: how ranks differ, for the title.
+        how: how ranks differ, for the title.
     """
-    result = theme.figure(f"What slow ranks cost: {said}", 400, legend=True)
+    result = theme.figure(f"What slow ranks cost: {how}", 400, legend=True)
     for number, (column, name, colour) in enumerate(
         (
             ("mean_ms", "mean", theme.COLOURS["optimizer"]),
@@ -434,10 +434,10 @@ def _lanes(title: str, events: Sequence[tuple[str, str, str, str, float, float]]
     result = theme.figure(title, 180 + 34 * max(len(lanes), 2), legend=True)
     shown: set[str] = set()
     for label, kind, name, phase, start, end in sorted(events, key=lambda event: event[4]):
-        own = kind == "compute"
-        look = theme.markers([(name if own else "communication", phase if own else "")])
-        part = part_label(name) if own else "communication"
-        what = part_label(name, phase) if own else f"{name}, {phase}".removesuffix(", ")
+        computes = kind == "compute"
+        look = theme.markers([(name if computes else "communication", phase if computes else "")])
+        part = part_label(name) if computes else "communication"
+        what = part_label(name, phase) if computes else f"{name}, {phase}".removesuffix(", ")
         theme.add_bars(
             result,
             [end - start],
@@ -447,7 +447,7 @@ def _lanes(title: str, events: Sequence[tuple[str, str, str, str, float, float]]
             f"{what}: {milliseconds(end - start)}<br>from {milliseconds(start)}",
             base=[start],
             legendgroup=part,
-            legendrank=theme.step_order(name)[0] if own else 900,
+            legendrank=theme.step_order(name)[0] if computes else 900,
             showlegend=part not in shown,
         )
         shown.add(part)

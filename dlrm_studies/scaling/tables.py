@@ -226,8 +226,8 @@ def published_sources(table: pd.DataFrame) -> Text:
 
 def published_sentence(table: pd.DataFrame) -> Text:
     """How near the predictions of other people's machines are."""
-    known = table.dropna(subset=["error"])
-    one, several = known[known["basis"] == "1"], known[known["basis"] != "1"]
+    printed = table.dropna(subset=["error"])
+    one, several = printed[printed["basis"] == "1"], printed[printed["basis"] != "1"]
     return Text(
         f"Predictions of {len(one)} figures from one device's published throughput and data "
         f"sheets alone are off by {percent(typical_error(one))} (geometric mean); those of "
@@ -240,10 +240,10 @@ def mlperf_sentence(table: pd.DataFrame) -> Text:
     """How near predictions of MLPerf's machines are, and what explains the far ones."""
     first, last = (table.drop_duplicates("hardware", keep=keep) for keep in ("first", "last"))
     lines = [
-        f"- {own.hardware}: {signed_percent(near.error)} for a program that does what the "
-        f"submitted one says it does, {signed_percent(own.error)} for one that trains as this "
+        f"- {plain.hardware}: {signed_percent(near.error)} for a program that does what the "
+        f"submitted one says it does, {signed_percent(plain.error)} for one that trains as this "
         "workbook does."
-        for own, near in zip(rows_of(first), rows_of(last), strict=True)
+        for plain, near in zip(rows_of(first), rows_of(last), strict=True)
     ]
     gains = table["predicted"] / table.groupby("hardware")["predicted"].shift()
     several = table.assign(gain=gains)[table["devices"] > GPUS_PER_NODE].dropna(subset="gain")
@@ -291,24 +291,24 @@ def choice_text(choice: Choice, ranks: int) -> Text:
 
 def check_sentence(table: pd.DataFrame) -> Text:
     """How good the predictions of this machine's runs are."""
-    known = table[table["error"].notna()]
-    if known.empty:
+    predicted = table[table["error"].notna()]
+    if predicted.empty:
         return Text("No run was predicted.")
-    error = typical_error(known)
-    inside = int(known["in_range"].sum())
+    error = typical_error(predicted)
+    inside = int(predicted["in_range"].sum())
     goal = f"{'within' if error <= GOAL else 'above'} the goal of {GOAL:.0%}"
-    times_in = f"{inside} of {counted(len(known), 'measured time')}"
+    times_in = f"{inside} of {counted(len(predicted), 'measured time')}"
     return Text(
-        f"**Predictions of {counted(len(known), 'run')} on this machine are off by "
+        f"**Predictions of {counted(len(predicted), 'run')} on this machine are off by "
         f"{percent(error)} (geometric mean), {goal}; {times_in} "
         f"{'lies' if inside == 1 else 'lie'} in the predicted range.** The largest error is "
-        f"{signed_percent(max(known['error'].tolist(), key=abs))}."
+        f"{signed_percent(max(predicted['error'].tolist(), key=abs))}."
     )
 
 
-def findings_text(found: Sequence[Finding], record: ScalingRecord) -> Text:
+def findings_text(findings: Sequence[Finding], record: ScalingRecord) -> Text:
     """What the record shows; nothing wrong is a sentence, too."""
-    if not found:
+    if not findings:
         if record.parts.empty:
             why = in_markdown(record.reasons.get("parts"))
             return Text(f"Nothing was measured on several ranks: {why}.")
@@ -319,10 +319,11 @@ def findings_text(found: Sequence[Finding], record: ScalingRecord) -> Text:
             "longer than the mean."
         )
     paragraphs = []
-    for each in found:
-        text = f"**{in_markdown(each.title)}.** {in_markdown(f'{each.evidence} {each.advice}')}"
-        gain = each.predicted_speedup
-        for name, value in each.change.items():
+    for finding in findings:
+        more = in_markdown(f"{finding.evidence} {finding.advice}")
+        text = f"**{in_markdown(finding.title)}.** {more}"
+        gain = finding.predicted_speedup
+        for name, value in finding.change.items():
             low, high = (times(gain[end], figures=2) for end in ("low", "high"))
             text += f" (`-p {name}={value}`: {low} to {high} faster)"
         paragraphs.append(text)
@@ -361,16 +362,16 @@ def scaling_verdict(
         checked = "Predictions were not checked here: no ranks were measured."
     else:
         checked = check_sentence(predicted_and_measured(record, parameters)).markdown
-    told = [_strong_verdict(strong, network), _weak_verdict(weak), checked]
-    return Text("\n\n".join(text for text in told if text))
+    paragraphs = [_strong_verdict(strong, network), _weak_verdict(weak), checked]
+    return Text("\n\n".join(text for text in paragraphs if text))
 
 
 def _strong_verdict(table: pd.DataFrame, network: str) -> str:
-    known = table[table["mid_ms"].notna()]
-    if known.empty:
+    predicted = table[table["mid_ms"].notna()]
+    if predicted.empty:
         return ""
     # ranks that gain less than a hundredth are nobody's advice
-    fast = known[known["mid_ms"] <= known["mid_ms"].min() * 1.01]
+    fast = predicted[predicted["mid_ms"] <= predicted["mid_ms"].min() * 1.01]
     best = rows_of(fast.nsmallest(1, "ranks"))[0]
     text = (
         f"**Strong scaling over {network} gains up to {best.ranks:,} ranks: predicted "
@@ -378,17 +379,17 @@ def _strong_verdict(table: pd.DataFrame, network: str) -> str:
         f"{milliseconds(best.mid_ms)} ({from_to(best.low_ms, best.high_ms)}), of which "
         f"{percent(best.exposed_share)} exposed communication."
     )
-    half = known[known["efficiency"] >= 0.5]
+    half = predicted[predicted["efficiency"] >= 0.5]
     if len(half):
         text += f" Its efficiency stays at 50% or more up to {half['ranks'].max():,} ranks."
     return text
 
 
 def _weak_verdict(table: pd.DataFrame) -> str:
-    known = table[table["mid_ms"].notna()]
-    if len(known) < 2:
+    predicted = table[table["mid_ms"].notna()]
+    if len(predicted) < 2:
         return ""
-    last = rows_of(known.nlargest(1, "ranks"))[0]
+    last = rows_of(predicted.nlargest(1, "ranks"))[0]
     return (
         f"Weak scaling is predicted to have an efficiency of {percent(last.efficiency)} on "
         f"{last.ranks:,} ranks ({thousands(last.samples_per_second)} samples/s)."

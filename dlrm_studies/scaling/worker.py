@@ -184,29 +184,29 @@ class Rank:
     def stretch(self, stretch: dict[str, Any]) -> dict[str, list[Row]]:
         """Rows of one round of a stretch, those of all its ranks."""
         count, alone = stretch["ranks"], stretch["alone"]
-        found: dict[str, list[Row]] = {name: [] for name in (*OF_RUNS, *ROUND_BY_ROUND)}
-        own = self.alone(alone["sections"], alone["sizes"], count) if alone else []
+        rows_of_stretch: dict[str, list[Row]] = {name: [] for name in (*OF_RUNS, *ROUND_BY_ROUND)}
+        rows_alone = self.alone(alone["sections"], alone["sizes"], count) if alone else []
         store = dist.PrefixStore(self.meeting.name(f"group/{count}"), self.meeting.store)
         with first_ranks(self.world, count, store) as some:
-            rows = itertools.chain(*worlds.gathered(some, own))
-            found["compute_profile"] = [{"concurrent": count} | row for row in rows]
+            rows = itertools.chain(*worlds.gathered(some, rows_alone))
+            rows_of_stretch["compute_profile"] = [{"concurrent": count} | row for row in rows]
             if stretch["probe"]:
-                found["link_probe"] = probe_link(some, stretch["probe"])
+                rows_of_stretch["link_probe"] = probe_link(some, stretch["probe"])
             for run in stretch["runs"]:
                 parameters = parameters_from_sections(run["sections"])
                 step = _make_step(parameters, some, self.collectives)
-                made = self.timed(step, parameters, some)
+                measured = self.timed(step, parameters, some)
                 names = ("table", "kind", "rank", "rows", "columns")
-                made["placement"] = [
+                measured["placement"] = [
                     {name: getattr(shard, name) for name in names} for shard in step.tables.shards
                 ]
-                made["notices"] = [{"notice": notice} for notice in step.dense.notices]
+                measured["notices"] = [{"notice": notice} for notice in step.dense.notices]
                 for name in OF_RUNS:
                     # every rank knows the whole placement, and the loss of all
-                    each = worlds.gathered(some, made[name])
-                    whole = each[0] if name in SAME_EVERYWHERE else itertools.chain(*each)
-                    found[name] += [row | {"run": run["run"]} for row in whole]
-        return found
+                    by_rank = worlds.gathered(some, measured[name])
+                    whole = by_rank[0] if name in SAME_EVERYWHERE else itertools.chain(*by_rank)
+                    rows_of_stretch[name] += [row | {"run": run["run"]} for row in whole]
+        return rows_of_stretch
 
     def alone(self, sections: dict[str, Any], sizes: Sequence[int], count: int) -> list[Row]:
         """Parts of one of so many processes of this node that exchange nothing.
@@ -225,9 +225,9 @@ class Rank:
             for size in sizes:
                 training = dataclasses.replace(parameters.training, batch_size=size)
                 sized = dataclasses.replace(parameters, training=training)
-                found = self.timed(step, sized, alone, Company(self.meeting, count))
-                left = {row["iteration"]: row["time_ms"] for row in found["iterations"]}
-                for row in found["parts"]:
+                measured = self.timed(step, sized, alone, Company(self.meeting, count))
+                left = {row["iteration"]: row["time_ms"] for row in measured["iterations"]}
+                for row in measured["parts"]:
                     left[row["iteration"]] -= row["time_ms"]
                 other = {"component": "other", "phase": "forward"}
                 outside = [
@@ -238,7 +238,7 @@ class Rank:
                 rows += [
                     {"process": self.world.rank, "batch_size": size}
                     | {name: row[name] for name in names}
-                    for row in found["parts"] + outside
+                    for row in measured["parts"] + outside
                 ]
         return rows
 
@@ -456,10 +456,10 @@ def measure_job(
     rank = Rank(world, collectives, meeting, job)
     first = job.get("first_round", 0)
     if first and world.first:
-        found = read_json(result)
+        tables_of_job = read_json(result)
     else:
-        found = {name: [] for name in (*OF_RUNS, *ROUND_BY_ROUND)}
-        found |= {"backend": world.backend, "host": world.host}
+        tables_of_job = {name: [] for name in (*OF_RUNS, *ROUND_BY_ROUND)}
+        tables_of_job |= {"backend": world.backend, "host": world.host}
     for turn in range(first, job["rounds"]):
         for stretch in job["stretches"]:
             # who does not take part comes here at once
@@ -467,14 +467,14 @@ def measure_job(
             watch.iteration += 1
             if world.rank < stretch["ranks"]:
                 later = turn * max(job["iterations"], stretch["probe"] + 1)
-                _add(found, rank.stretch(stretch), later)
+                _add(tables_of_job, rank.stretch(stretch), later)
         if world.first:
-            found |= {"rounds": turn + 1, "digest": job.get("digest")}
-            write_json(result, found)
+            tables_of_job |= {"rounds": turn + 1, "digest": job.get("digest")}
+            write_json(result, tables_of_job)
     meeting.of("end", world.size)
 
 
-def _add(found: dict[str, Any], more: dict[str, list[Row]], later: int) -> None:
+def _add(kept: dict[str, Any], more: dict[str, list[Row]], later: int) -> None:
     """Add another round; of some tables the last round's stay.
 
     Args:
@@ -483,8 +483,8 @@ def _add(found: dict[str, Any], more: dict[str, list[Row]], later: int) -> None:
     runs = {row["run"] for row in more["iterations"]}
     for name, rows in more.items():
         if name in LAST_ROUND:
-            found[name] = [row for row in found[name] if row["run"] not in runs]
-        found[name] += [
+            kept[name] = [row for row in kept[name] if row["run"] not in runs]
+        kept[name] += [
             row | {name: row[name] + later for name in ("iteration", "repetition") if name in row}
             for row in rows
         ]

@@ -24,6 +24,7 @@ from dlrm_core.base.errors import InputError
 from dlrm_core.base.files import plain, read_json, write_json
 from dlrm_core.base.settings import coerce_section, setting, shown
 from dlrm_core.config import Parameters, load_parameters
+from dlrm_studies.runs import run_of_study
 from dlrm_workbook.ground.intervals import holm, p_value, t_interval
 from dlrm_workbook.ground.ledger import read_document, require_same
 from dlrm_workbook.ground.processes import python_module, run_child
@@ -138,15 +139,13 @@ def measure_stability(
 def with_seed(parameters: Parameters, seed: int) -> Parameters:
     """The parameters of one run: from the beginning, evaluated at least at the end."""
     training = parameters.training
-    changed = dataclasses.replace(
-        training,
+    return run_of_study(
+        parameters,
         seed=seed,
-        resume="",
-        # of the run's own folder: seeds must not share one
-        checkpoint_folder="",
+        # they lie in the run's own folder
+        checkpoint_every=training.checkpoint_every,
         eval_every=training.eval_every or (None if training.evals_per_epoch else AT_THE_END),
     )
-    return dataclasses.replace(parameters, training=changed, sweep={})
 
 
 def summarise(parameters: Parameters, runs: Sequence[SeedRun]) -> Stability:
@@ -168,7 +167,7 @@ def summarise(parameters: Parameters, runs: Sequence[SeedRun]) -> Stability:
     )
 
 
-def stability_table(found: Mapping[str, Stability]) -> pd.DataFrame:
+def stability_table(series: Mapping[str, Stability]) -> pd.DataFrame:
     """Throughput, power, memory and spread of AUC or loss, a row a series of seeds.
 
     Returns:
@@ -177,7 +176,7 @@ def stability_table(found: Mapping[str, Stability]) -> pd.DataFrame:
         ``metric``, ``mean``, ``sd``, ``least``, ``most`` of the metric.
     """
     rows = []
-    for label, stability in found.items():
+    for label, stability in series.items():
         spreads = stability.spreads
         seeds = f"{len(stability.finished)} of {len(stability.runs)}"
         row: dict[str, Any] = {"run": label, "seeds": seeds}
@@ -225,8 +224,8 @@ def _result(seed: int, place: Path) -> SeedRun | None:
         result = read_json(place / "result.json")
     except InputError:
         return None
-    known = isinstance(result, dict) and {"status", "power", *FIGURES} <= result.keys()
-    return _seed_run(seed, result) if known else None
+    complete = isinstance(result, dict) and {"status", "power", *FIGURES} <= result.keys()
+    return _seed_run(seed, result) if complete else None
 
 
 def _seed_run(seed: int, result: Mapping[str, Any], error: str = "") -> SeedRun:
@@ -307,15 +306,15 @@ def trained_or_read(parameters: Parameters, folder: Path, wanted: Series) -> dic
         InputError: a precision cannot be had here, or a finished result cannot be read.
     """
     if wanted.folder:
-        found = [read_stability(place) for place in wanted.places()]
+        series = [read_stability(place) for place in wanted.places()]
         if (Path(wanted.folder).expanduser() / SUMMARY).is_file():
-            return {found[0].label: found[0]}
-        return {place.name: one for place, one in zip(wanted.places(), found, strict=True)}
+            return {series[0].label: series[0]}
+        return {place.name: one for place, one in zip(wanted.places(), series, strict=True)}
     if not wanted.seeds:
         return {}
     if not wanted.precisions:
-        made = measure_stability(parameters, range(wanted.seeds), folder / "stability")
-        return {made.label: made}
+        stability = measure_stability(parameters, range(wanted.seeds), folder / "stability")
+        return {stability.label: stability}
     return {
         name: measure_stability(one, range(wanted.seeds), folder / "stability" / name)
         for name, one in wanted.variants(parameters).items()
@@ -341,7 +340,7 @@ def with_precision(parameters: Parameters, name: str) -> Parameters:
     return dataclasses.replace(parameters, training=training)
 
 
-def precision_table(found: Mapping[str, Stability]) -> pd.DataFrame:
+def precision_table(series: Mapping[str, Stability]) -> pd.DataFrame:
     """Test whether other precisions train to another AUC (or loss) than the first series.
 
     The same seed has the same data and initial weights in each series, so the differences seed
@@ -349,7 +348,7 @@ def precision_table(found: Mapping[str, Stability]) -> pd.DataFrame:
     for their number (Holm).
 
     Args:
-        found: series by label; the first is the reference. Seeds that finished in both count.
+        series: series by label; the first is the reference. Seeds that finished in both count.
 
     Returns:
         ``run``, ``reference``, ``metric``, ``seeds`` (in both), ``difference`` (mean, run less
@@ -357,9 +356,9 @@ def precision_table(found: Mapping[str, Stability]) -> pd.DataFrame:
         fewer than two seeds; no rows of fewer than two series.
     """
     rows: list[dict[str, Any]] = []
-    labels = list(found)
+    labels = list(series)
     for label in labels[1:]:
-        reference, other = found[labels[0]], found[label]
+        reference, other = series[labels[0]], series[label]
         metric = "auc" if reference.metric == other.metric == "auc" else "loss"
         first, second = (
             {run["seed"]: run[metric] for run in one.finished if run[metric] is not None}
@@ -401,20 +400,24 @@ def command_stability(arguments: argparse.Namespace) -> int:
     parameters = load_parameters(arguments.file, arguments.parameter)
     folder = Path(arguments.output)
     seeds = range(arguments.first_seed, arguments.first_seed + arguments.seeds)
-    found = measure_stability(parameters, seeds, folder, print_run)
-    summary = found.to_json()
+    stability = measure_stability(parameters, seeds, folder, print_run)
+    summary = stability.to_json()
     del summary["runs"], summary["parameters"]
-    summary |= {"finished": len(found.finished), "asked": len(seeds), "file": str(folder / SUMMARY)}
+    summary |= {
+        "finished": len(stability.finished),
+        "asked": len(seeds),
+        "file": str(folder / SUMMARY),
+    }
     print(json.dumps(plain(summary)), flush=True)
-    return 0 if len(found.finished) == len(seeds) else 1
+    return 0 if len(stability.finished) == len(seeds) else 1
 
 
 def print_run(run: SeedRun, number: int, count: int) -> None:
     """A line on standard error: what a run came to."""
     if run["status"] == "failed":
-        said = f"failed: {run['error']}"
+        outcome = f"failed: {run['error']}"
     else:
         quality = f"AUC {run['auc']:.6f}" if run["auc"] is not None else f"loss {run['loss']}"
         speed = run["samples_per_second"]
-        said = f"{run['status']}, {quality}, {f'{speed:,.0f} samples/s' if speed else ''}"
-    print(f"seed {run['seed']} ({number} of {count}): {said}", file=sys.stderr, flush=True)
+        outcome = f"{run['status']}, {quality}, {f'{speed:,.0f} samples/s' if speed else ''}"
+    print(f"seed {run['seed']} ({number} of {count}): {outcome}", file=sys.stderr, flush=True)

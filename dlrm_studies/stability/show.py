@@ -29,23 +29,23 @@ SERIES = ("embedding", "bottom_mlp", "data", "interaction", "communication")
 """Components whose colours series take in turn: here they stand for no part."""
 
 
-def histogram(found: Mapping[str, Stability]) -> go.Figure:
+def histogram(series: Mapping[str, Stability]) -> go.Figure:
     """How many seeds ended with which AUC (or loss), a colour a series, means as lines.
 
     Args:
-        found: a label to its runs, such as ``fp32`` and ``bf16``; of one metric.
+        series: a label to its runs, such as ``fp32`` and ``bf16``; of one metric.
 
     Raises:
         ValueError: series of different metrics.
     """
-    metrics = {stability.metric for stability in found.values()}
+    metrics = {stability.metric for stability in series.values()}
     if len(metrics) > 1:
         raise ValueError(f"one figure cannot show {' and '.join(sorted(metrics))}")
     name = NAMES[next(iter(metrics), "auc")]
-    result = figure(f"{name} over seeds", 380, legend=len(found) > 1)
-    edges = bins([value for stability in found.values() for value in stability.values])
+    result = figure(f"{name} over seeds", 380, legend=len(series) > 1)
+    edges = bins([value for stability in series.values() for value in stability.values])
     middles, width = (edges[:-1] + edges[1:]) / 2, edges[1] - edges[0]
-    for number, (label, stability) in enumerate(found.items()):
+    for number, (label, stability) in enumerate(series.items()):
         values = stability.values
         if not values:
             continue
@@ -60,24 +60,24 @@ def histogram(found: Mapping[str, Stability]) -> go.Figure:
             f"{label}: %{{y}} seeds with {name} from %{{customdata[0]:.6f}} to "
             "%{customdata[1]:.6f}",
             flat=False,
-            width=width / len(found) * 0.92,
-            offset=width * (number / len(found) - 0.5),
+            width=width / len(series) * 0.92,
+            offset=width * (number / len(series) - 0.5),
             customdata=np.stack([edges[:-1], edges[1:]], axis=1),
         )
         mean = statistics.fmean(values)
-        line_colour = colour if len(found) > 1 else INK
+        line_colour = colour if len(series) > 1 else INK
         result.add_vline(x=mean, line={"color": line_colour, "dash": "dash", "width": 1.5})
         result.add_annotation(
             x=mean,
             y=1.0 + 0.07 * number,
             yref="paper",
-            text=f"mean {mean:.5f}" if len(found) == 1 else f"{label} {mean:.5f}",
+            text=f"mean {mean:.5f}" if len(series) == 1 else f"{label} {mean:.5f}",
             showarrow=False,
             xanchor="left",
             yanchor="bottom",
             font={"color": INK, "size": 12},
         )
-    result.update_layout(barmode="overlay", margin={"t": 60 + 24 * len(found)})
+    result.update_layout(barmode="overlay", margin={"t": 60 + 24 * len(series)})
     result.update_xaxes(title=name, tickformat=".5f", nticks=7, separatethousands=False)
     highest = max((max(trace.y) for trace in result.data), default=1)
     every = max(1, math.ceil(highest / 5))  # whole seeds only
@@ -138,33 +138,33 @@ def significance_sentence(table: pd.DataFrame) -> Text:
     Args:
         table: what :func:`.measure.precision_table` gives, at least a row.
     """
-    said = []
+    sentences = []
     for row in rows_of(table):
         pair = f"{in_markdown(str(row.run))} and {in_markdown(str(row.reference))}"
         if math.isnan(row.p_value):
-            said.append(f"{pair}: two seeds in both are needed for a test.")
+            sentences.append(f"{pair}: two seeds in both are needed for a test.")
         elif row.p_value < SIGNIFICANT:
-            said.append(
+            sentences.append(
                 f"{pair}: {row.metric} differs by {row.difference:+.6f} (p = {row.p_value:.3g})."
             )
         else:
             most = max(abs(row.difference_low), abs(row.difference_high))
-            said.append(
+            sentences.append(
                 f"{pair}: no difference in {row.metric} was shown (p = {row.p_value:.2g}); "
                 f"more than {most:.2g} is unlikely."
             )
-    return Text(" ".join(said))
+    return Text(" ".join(sentences))
 
 
-def sentence(found: Mapping[str, Stability]) -> Text:
+def sentence(series: Mapping[str, Stability]) -> Text:
     """What was trained, and how far apart its seeds are."""
-    said = []
-    for label, stability in found.items():
+    spreads = []
+    for label, stability in series.items():
         values = stability.values
         if len(values) > 1:
-            said.append(
+            spreads.append(
                 f"{label}: the largest and the least {NAMES[stability.metric]} of "
                 f"{len(values)} seeds differ by {max(values) - min(values):.5f}"
             )
-    titles = " and ".join(dict.fromkeys(f"*{in_markdown(one.title)}*" for one in found.values()))
-    return Text(f"Trained: {titles}. " + "; ".join(said) + ("." if said else ""))
+    titles = " and ".join(dict.fromkeys(f"*{in_markdown(one.title)}*" for one in series.values()))
+    return Text(f"Trained: {titles}. " + "; ".join(spreads) + ("." if spreads else ""))

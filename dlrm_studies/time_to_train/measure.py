@@ -6,7 +6,7 @@ data, evaluations and checkpoints are in it, loading and initial weights are not
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from dlrm_core.base.errors import InputError
 from dlrm_core.base.files import read_json, write_json
 from dlrm_core.base.settings import coerce_section, setting
 from dlrm_core.config import Parameters
-from dlrm_studies.records import Record
+from dlrm_studies.runs import Record, run_of_study
 from dlrm_workbook.ground.processes import python_module, run_child
 
 TO_TARGET = Record("time_to_train.json", "record of a training to a target")
@@ -100,19 +100,13 @@ def to_target(parameters: Parameters, target: float) -> Parameters:
 
     Where they do not say when to evaluate, it is done as often as MLPerf does.
     """
-    training = replace(
-        parameters.training,
-        auc_target=target,
-        resume="",
-        checkpoint_every=None,
-        checkpoint_folder="",
-    )
+    training, often = parameters.training, {}
     if training.eval_every is None and training.evals_per_epoch is None:
         if parameters.data.generator == "dataset" or parameters.data.samples is not None:
-            training = replace(training, evals_per_epoch=EVALUATIONS)
+            often = {"evals_per_epoch": EVALUATIONS}
         else:
-            training = replace(training, eval_every=max(1, training.batches // EVALUATIONS))
-    return replace(parameters, training=training, sweep={})
+            often = {"eval_every": max(1, training.batches // EVALUATIONS)}
+    return run_of_study(parameters, auc_target=target, **often)
 
 
 def time_to_auc(record: dict[str, Any] | None) -> pd.DataFrame:

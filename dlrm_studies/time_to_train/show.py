@@ -31,21 +31,21 @@ TIME: dict[str, str | Column] = {
 }
 
 
-def auc_curve(found: pd.DataFrame) -> go.Figure:
+def auc_curve(evaluations: pd.DataFrame) -> go.Figure:
     """Test AUC over the time since training began, and the target as a line.
 
     Args:
-        found: what :func:`.measure.auc_by_time` gives, at least a row.
+        evaluations: what :func:`.measure.auc_by_time` gives, at least a row.
     """
-    target = found["target_auc"].iloc[0]
+    target = evaluations["target_auc"].iloc[0]
     result = theme.figure("AUC over the time of training", 340)
     theme.add_points(
         result,
-        found["time_s"],
-        found["auc"],
+        evaluations["time_s"],
+        evaluations["auc"],
         "test AUC",
         "after %{x:.1f} s (iteration %{customdata:,}): AUC %{y:.5f}",
-        customdata=found["iteration"],
+        customdata=evaluations["iteration"],
         **theme.line_look(theme.COLOURS["embedding"]),
     )
     result.add_hline(y=target, line={"color": theme.INK, "dash": "dash", "width": 1.5})
@@ -70,15 +70,15 @@ def target_sentence(record: dict[str, Any] | None) -> Text | None:
         return None
     result, target = record["result"], record["target"]
     took = f"after {duration(result['elapsed_s'])} and {result['samples']:,} samples"
-    said = f"AUC {target:g} was reached {took}."
+    text = f"AUC {target:g} was reached {took}."
     if not result["reached_target"]:
         best = result["best_auc"]
         what = "no evaluation had an AUC" if best is None else f"the best AUC was {best:.5f}"
-        said = f"AUC {target:g} was not reached: {what} when training ended {took}."
+        text = f"AUC {target:g} was not reached: {what} when training ended {took}."
     if result["power"]["energy_j"] is None:
         missing = result["power"]["not_measured"].items()
         why = "; ".join(f"{name}: {reason}" for name, reason in missing)
-        said += f" Energy was not measured ({in_markdown(why)})."
+        text += f" Energy was not measured ({in_markdown(why)})."
     if record["price_per_hour"] is None:
-        said += " Its cost is not known: `time_to_train` takes the machine's `price_per_hour`."
-    return Text(said)
+        text += " Its cost is not known: `time_to_train` takes the machine's `price_per_hour`."
+    return Text(text)

@@ -48,14 +48,14 @@ def rank_memory(parameters: Parameters, plan: Plan, batch_size: int) -> pd.DataF
     ranks, dim = plan.ranks, plan.dim
     tables = plan.table_bytes()
     dense = FLOAT_BYTES * dense_parameters(parameters)
-    own = -(-batch_size // ranks)
-    local = replace(parameters, training=replace(parameters.training, batch_size=own))
+    samples = -(-batch_size // ranks)
+    local = replace(parameters, training=replace(parameters.training, batch_size=samples))
     peak = dense_peak(local, gpu=True)
-    made = plan.columns_sent() + dim * len(plan.of_kind("row_wise"))
-    received = own * dim * len(plan.tables)
+    columns = plan.columns_sent() + dim * len(plan.of_kind("row_wise"))
+    received = samples * dim * len(plan.tables)
     looked_up = sum(plan.lookups)
     share = _lookups_of_ranks(plan)
-    indices = INDEX_BYTES * (own * (looked_up + len(plan.tables)) + batch_size * share)
+    indices = INDEX_BYTES * (samples * (looked_up + len(plan.tables)) + batch_size * share)
     copies = FLOAT_BYTES * dim * sum(table.rows for table in plan.of_kind("replicated"))
     frame = pd.DataFrame(
         {
@@ -65,7 +65,7 @@ def rank_memory(parameters: Parameters, plan: Plan, batch_size: int) -> pd.DataF
             "state_bytes": _state(parameters, plan, tables, dense),
             "gradient_bytes": dense + copies,
             "activation_bytes": peak.activations + peak.gradients,
-            "exchange_bytes": 2 * FLOAT_BYTES * (batch_size * made + received) + indices,
+            "exchange_bytes": 2 * FLOAT_BYTES * (batch_size * columns + received) + indices,
         }
     ).astype(np.int64)
     frame["total_bytes"] = frame.drop(columns="rank").sum(axis=1)
@@ -149,27 +149,27 @@ def best_sharding(setting: Setting, ranks: int, batch_size: int | None = None) -
     """
     batch = batch_size or setting.parameters.training.batch_size
     room = math.inf if setting.memory_bytes is None else setting.memory_bytes
-    found: dict[str, Prediction] = {}
+    fitting: dict[str, Prediction] = {}
     rows = []
     for name in SHARDINGS:
         plan = make_plan(setting.parameters, ranks, name, idle=True)
         if plan.name != name and name == "mixed":
             continue  # it came out as one of the others
-        made, needed = setting.predict(plan, batch), fullest(setting, plan, batch)
+        prediction, needed = setting.predict(plan, batch), fullest(setting, plan, batch)
         if needed <= room:
-            found[name] = made
-            note = _moved(made)
+            fitting[name] = prediction
+            note = _moved(prediction)
         else:
             note = f"needs {format_bytes(needed)} on one rank, which has {format_bytes(room)}"
-        rows.append(_candidate(name, made, needed, note))
-    if not found:
+        rows.append(_candidate(name, prediction, needed, note))
+    if not fitting:
         return Choice(None, pd.DataFrame(rows), f"No sharding fits on {ranks} ranks.")
-    best = min(found.values(), key=lambda made: made.mid_ms)
+    best = min(fitting.values(), key=lambda prediction: prediction.mid_ms)
     plan = _improved(setting, best.plan, batch, room)
     if plan is not best.plan:
         best = setting.predict(plan, batch)
         rows.append(_candidate(_spelt(plan), best, fullest(setting, plan, batch), _moved(best)))
-    return Choice(best, pd.DataFrame(rows), _reason(best, found))
+    return Choice(best, pd.DataFrame(rows), _reason(best, fitting))
 
 
 def _improved(setting: Setting, best: Plan, batch: int, room: float) -> Plan:
@@ -194,8 +194,11 @@ def _improved(setting: Setting, best: Plan, batch: int, room: float) -> Plan:
     return best
 
 
-def _candidate(name: str, made: Prediction, needed: float, note: str) -> dict[str, object]:
-    times = {each: getattr(made, each) for each in ("mid_ms", "low_ms", "high_ms", "exposed_ms")}
+def _candidate(name: str, prediction: Prediction, needed: float, note: str) -> dict[str, object]:
+    times = {
+        figure: getattr(prediction, figure)
+        for figure in ("mid_ms", "low_ms", "high_ms", "exposed_ms")
+    }
     return {"sharding": name, **times, "memory_bytes": needed, "note": note}
 
 
@@ -204,11 +207,11 @@ def _spelt(plan: Plan) -> str:
     return " and ".join(f"{count} {kind_label(kind)}" for kind, count in counts.items() if count)
 
 
-def _moved(made: Prediction) -> str:
-    if made.exchanges.empty:
+def _moved(prediction: Prediction) -> str:
+    if prediction.exchanges.empty:
         return "nothing is exchanged"
-    most = made.exchanges.nlargest(1, "mid_ms").iloc[0]
-    idle = made.plan.idle_ranks
+    most = prediction.exchanges.nlargest(1, "mid_ms").iloc[0]
+    idle = prediction.plan.idle_ranks
     return (f"{_without_table(idle)}; " if idle else "") + (
         f"longest exchange: {kind_label(most['collective'])} of {most['what']}, "
         f"{format_bytes(most['bytes'])} per rank, {milliseconds(most['mid_ms'])}"
@@ -219,10 +222,10 @@ def _without_table(ranks: int) -> str:
     return f"{counted(ranks, 'rank')} {'holds' if ranks == 1 else 'hold'} no table"
 
 
-def _reason(best: Prediction, found: dict[str, Prediction]) -> str:
+def _reason(best: Prediction, fitting: dict[str, Prediction]) -> str:
     if best.ranks == 1:
         return "One rank has everything: nothing is exchanged."
-    others = {name: made for name, made in found.items() if made is not best}
+    others = {name: prediction for name, prediction in fitting.items() if prediction is not best}
     one = len(best.plan.tables) == 1
     text = (
         f"{_spelt(best.plan)} {'table takes' if one else 'tables take'} "
@@ -273,20 +276,20 @@ def scaling_table(
         batch = base * ranks if scaling == "weak" else base
         row: dict[str, object] = {"ranks": ranks, "scaling": scaling, "batch_size": batch}
         try:
-            made, note = _predicted(setting, ranks, batch, sharding)
+            prediction, note = _predicted(setting, ranks, batch, sharding)
         except InputError as error:
             rows.append(row | {"note": str(error), "why_not": str(error)})
             continue
-        speedup = made.samples_per_second / one.samples_per_second
+        speedup = prediction.samples_per_second / one.samples_per_second
         rows.append(
             row
-            | {"sharding": made.plan.name}
-            | {name: getattr(made, name) for name in PREDICTED_FIGURES}
+            | {"sharding": prediction.plan.name}
+            | {name: getattr(prediction, name) for name in PREDICTED_FIGURES}
             | {
-                "exposed_share": made.exposed_ms / made.mid_ms,
+                "exposed_share": prediction.exposed_ms / prediction.mid_ms,
                 "speedup": speedup,
                 "efficiency": speedup / ranks,
-                "memory_bytes": fullest(setting, made.plan, batch),
+                "memory_bytes": fullest(setting, prediction.plan, batch),
                 "note": note,
                 "why_not": "",
             }

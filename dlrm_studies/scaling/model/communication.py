@@ -130,14 +130,14 @@ def volumes(parameters: Parameters, plan: Plan, batch_size: int) -> pd.DataFrame
     away = (plan.ranks - 1) / plan.ranks
     rows = [
         (
-            each.collective,
-            each.what,
-            each.phase,
-            each.payload,
-            each.payload * away * (2 if each.collective == "allreduce" else 1),
-            each.total,
+            exchange.collective,
+            exchange.what,
+            exchange.phase,
+            exchange.payload,
+            exchange.payload * away * (2 if exchange.collective == "allreduce" else 1),
+            exchange.total,
         )
-        for each in exchanges(parameters, plan, batch_size)
+        for exchange in exchanges(parameters, plan, batch_size)
     ]
     return pd.DataFrame(rows, columns=VOLUME_COLUMNS)
 
@@ -164,7 +164,7 @@ def exchanges(parameters: Parameters, plan: Plan, batch: int) -> list[Exchange]:
     # a rank sends what it holds for all samples, and receives every table for its own
     most = FLOAT_BYTES * batch * max(float(columns.max()), float(columns.sum()) / ranks)
     partial = float(FLOAT_BYTES * batch * dim * len(plan.of_kind("row_wise")))
-    found = [
+    every = [
         Exchange("alltoall", "indices", "forward", indices / ranks, indices, 3),
         Exchange("alltoall", "pooled vectors", "forward", most, pooled),
         Exchange("reduce_scatter", "pooled vectors", "forward", partial, partial * ranks),
@@ -173,7 +173,7 @@ def exchanges(parameters: Parameters, plan: Plan, batch: int) -> list[Exchange]:
         Exchange("allreduce", "dense gradients", "backward", dense, dense, buckets),
         Exchange("allreduce", "table gradients", "backward", copies, copies),
     ]
-    return [each for each in found if each.payload > 0]
+    return [exchange for exchange in every if exchange.payload > 0]
 
 
 def _index_numbers(plan: Plan) -> float:
@@ -198,9 +198,9 @@ def volumes_by_sharding(
             plan = make_plan(parameters, ranks, sharding)
         except InputError:
             continue
-        found = volumes(parameters, plan, batch_size)
-        found.insert(0, "sharding", sharding)
-        tables.append(found)
+        table = volumes(parameters, plan, batch_size)
+        table.insert(0, "sharding", sharding)
+        tables.append(table)
     columns = ["sharding", *VOLUME_COLUMNS]
     return pd.concat(tables, ignore_index=True) if tables else pd.DataFrame(columns=columns)
 
@@ -296,26 +296,26 @@ def full_size(parameters: Parameters) -> Parameters:
 
     Recognised by MLPs and width, which the scaled presets keep.
     """
-    found = study_of(parameters)
-    if found is None:
+    study = study_of(parameters)
+    if study is None:
         return parameters
     data = replace(
         parameters.data,
-        indices_per_lookup=found.lookups,
+        indices_per_lookup=study.lookups,
         fixed_pooling=True,
         multi_hot_sizes=None,
     )
-    return replace(parameters, model=found.model, data=data, title=f"{found.name}, full size")
+    return replace(parameters, model=study.model, data=data, title=f"{study.name}, full size")
 
 
 def study_of(parameters: Parameters) -> Study | None:
     """The study's configuration with the same MLPs and width; none has cross layers."""
     model = parameters.model
-    for each in STUDY:
-        own = each.model
-        same = (model.bottom_widths, model.top_mlp) == (own.bottom_widths, own.top_mlp)
-        if same and model.embedding_dim == own.embedding_dim and not model.interaction_kind.layers:
-            return each
+    for study in STUDY:
+        full = study.model
+        same = (model.bottom_widths, model.top_mlp) == (full.bottom_widths, full.top_mlp)
+        if same and model.embedding_dim == full.embedding_dim and not model.interaction_kind.layers:
+            return study
     return None
 
 
@@ -328,21 +328,21 @@ def study_table() -> pd.DataFrame:
         scaling), ``quoted_alltoall_mib``, ``alltoall_error``.
     """
     rows = []
-    for each in STUDY:
-        parameters = each.parameters()
+    for study in STUDY:
+        parameters = study.parameters()
         reduced = allreduce_bytes(parameters) / MIB
-        exchanged = alltoall_bytes(parameters, each.strong_batch) / MIB
+        exchanged = alltoall_bytes(parameters, study.strong_batch) / MIB
         rows.append(
             {
-                "name": each.name,
+                "name": study.name,
                 "ranks": maximum_ranks(parameters, "table_wise"),
-                "quoted_ranks": each.quoted.ranks,
+                "quoted_ranks": study.quoted.ranks,
                 "allreduce_mib": reduced,
-                "quoted_allreduce_mib": each.quoted.allreduce_mib,
-                "allreduce_error": reduced / each.quoted.allreduce_mib - 1,
+                "quoted_allreduce_mib": study.quoted.allreduce_mib,
+                "allreduce_error": reduced / study.quoted.allreduce_mib - 1,
                 "alltoall_mib": exchanged,
-                "quoted_alltoall_mib": each.quoted.alltoall_mib,
-                "alltoall_error": exchanged / each.quoted.alltoall_mib - 1,
+                "quoted_alltoall_mib": study.quoted.alltoall_mib,
+                "alltoall_error": exchanged / study.quoted.alltoall_mib - 1,
             }
         )
     return pd.DataFrame(rows)

@@ -140,11 +140,11 @@ class Link:
             raise InputError(
                 f"collective is {collective!r}, expected one of {', '.join(ALGORITHMS)}"
             )
-        known = [
+        by_algorithm = [
             self.steps_ms(*steps_and_bytes(collective, algorithm, ranks, payload))
             for algorithm in ALGORITHMS[collective]
         ]
-        return min(known, key=lambda time: time.mid)
+        return min(by_algorithm, key=lambda time: time.mid)
 
     def steps_ms(self, steps: float, moved: float) -> Range:
         """Time of so many steps and of so many bytes that leave a rank."""
@@ -275,11 +275,11 @@ def link(name: str) -> Link:
     Raises:
         InputError: no such link is listed, with the closest that is.
     """
-    for known in LINKS:
-        if known.name.lower() == name.strip().lower():
-            return known
-    names = [known.name for known in LINKS]
-    lowered = {known.lower(): known for known in names}
+    for listed in LINKS:
+        if listed.name.lower() == name.strip().lower():
+            return listed
+    names = [listed.name for listed in LINKS]
+    lowered = {listed.lower(): listed for listed in names}
     close = difflib.get_close_matches(name.strip().lower(), lowered, n=1, cutoff=0.4)
     hint = f"did you mean {lowered[close[0]]}?" if close else f"known: {', '.join(names)}"
     raise InputError(f"no link is called {name!r}; {hint}")
@@ -291,11 +291,11 @@ def links_table(links: Sequence[Link]) -> pd.DataFrame:
     ends = ("_low", "", "_high")
     return pd.DataFrame(
         [
-            {"name": known.name}
-            | {f"alpha_us{end}": value for end, value in zip(ends, known.alpha_us, strict=True)}
-            | {f"gb_per_s{end}": value for end, value in zip(ends, known.gb_per_s, strict=True)}
-            | {"measured": known.measured, "source": known.source}
-            for known in links
+            {"name": listed.name}
+            | {f"alpha_us{end}": value for end, value in zip(ends, listed.alpha_us, strict=True)}
+            | {f"gb_per_s{end}": value for end, value in zip(ends, listed.gb_per_s, strict=True)}
+            | {"measured": listed.measured, "source": listed.source}
+            for listed in links
         ]
     )
 
@@ -357,8 +357,8 @@ def _fit(rows: pd.DataFrame, kept: pd.DataFrame) -> Fit | None:
     bounded = means[::-1].cummin()[::-1]
     points = tuple(zip(bounded.index.astype(float), bounded.astype(float), strict=True))
     # what a range must hold are single measurements, the disturbed ones too
-    own = np.log(rows["time_ms"].to_numpy(float) / rows["bytes"].map(means).to_numpy(float))
-    scatter = max(LINK_SCATTER, float(np.expm1(COVER * _deviation(own))))
+    residuals = np.log(rows["time_ms"].to_numpy(float) / rows["bytes"].map(means).to_numpy(float))
+    scatter = max(LINK_SCATTER, float(np.expm1(COVER * _deviation(residuals))))
     return Fit(1e3 * fixed, _rate(slope), scatter, points)
 
 

@@ -74,7 +74,7 @@ def deviation_ms(deviations: Mapping[Part, float], exchanged: Collection[str]) -
         open_variance += sum(left.pop(part, 0.0) ** 2 for part in parts)
         if what in exchanged:
             total, open_variance = total + math.sqrt(open_variance), 0.0
-    return total + math.sqrt(open_variance + sum(each**2 for each in left.values()))
+    return total + math.sqrt(open_variance + sum(deviation**2 for deviation in left.values()))
 
 
 DENSE_BUCKETS = ("top MLP gradients", "cross layers' gradients", "bottom MLP gradients")
@@ -128,11 +128,14 @@ class Schedule:
 
     def wait(self, *names: str) -> None:
         """Wait until these exchanges are done; the time is that of all under way meanwhile."""
-        done = max((each.end_ms for each in self._sent if each.name in names), default=self.end_ms)
-        for each in self._sent:
-            waited = min(done, each.end_ms) - max(self.end_ms, each.start_ms)
+        done = max(
+            (exchange.end_ms for exchange in self._sent if exchange.name in names),
+            default=self.end_ms,
+        )
+        for exchange in self._sent:
+            waited = min(done, exchange.end_ms) - max(self.end_ms, exchange.start_ms)
             if waited > 0:
-                what = "dense gradients" if each.name in DENSE_BUCKETS else each.name
+                what = "dense gradients" if exchange.name in DENSE_BUCKETS else exchange.name
                 self.exposed[what] = self.exposed.get(what, 0.0) + waited
         self.end_ms = max(self.end_ms, done)
 
@@ -157,45 +160,45 @@ def schedule(
             bucket of them leaves.
         cross_share: share of the dense gradients' all-reduce that is the cross layers'.
     """
-    made = Schedule(hidden)
+    laid_out = Schedule(hidden)
 
     def run(*parts: Part) -> None:
         for part in parts:
-            made.compute(part, compute_ms.get(part, 0.0))
+            laid_out.compute(part, compute_ms.get(part, 0.0))
 
     def exchange(what: str, phase: str) -> None:
-        made.send(what, phase, exchange_ms.get((what, phase), 0.0))
+        laid_out.send(what, phase, exchange_ms.get((what, phase), 0.0))
 
     run(("data", "forward"), ("transfer", "forward"), ("communication", "forward"))
     exchange("indices", "forward")
-    made.wait("indices")
+    laid_out.wait("indices")
     run(("embedding", "forward"))
     exchange("pooled vectors", "forward")
     run(("bottom_mlp", "forward"))
-    made.wait("pooled vectors")
+    laid_out.wait("pooled vectors")
     run(("interaction", "forward"), ("top_mlp", "forward"), ("loss", "forward"))
     run(("loss", "backward"))
     dense = exchange_ms.get(("dense gradients", "backward"), 0.0)
     backward = compute_ms.get(("top_mlp", "backward"), 0.0)
     top, bucket = dense * (1 - bottom_share - cross_share), min(1.0, bucket_share)
     # the first bucket leaves when it is full, the last when the last gradient is there
-    made.compute(("top_mlp", "backward"), backward * bucket)
-    made.send("top MLP gradients", "backward", top * (1 - bucket))
-    made.compute(("top_mlp", "backward"), backward * (1 - bucket))
-    made.send("top MLP gradients", "backward", top * bucket)
+    laid_out.compute(("top_mlp", "backward"), backward * bucket)
+    laid_out.send("top MLP gradients", "backward", top * (1 - bucket))
+    laid_out.compute(("top_mlp", "backward"), backward * (1 - bucket))
+    laid_out.send("top MLP gradients", "backward", top * bucket)
     run(("interaction", "backward"))
-    made.send("cross layers' gradients", "backward", dense * cross_share)
+    laid_out.send("cross layers' gradients", "backward", dense * cross_share)
     exchange("pooled gradients", "backward")
     run(("bottom_mlp", "backward"), ("communication", "backward"))
-    made.send("bottom MLP gradients", "backward", dense * bottom_share)
+    laid_out.send("bottom MLP gradients", "backward", dense * bottom_share)
     exchange("table gradients", "backward")
-    made.wait("pooled gradients")
+    laid_out.wait("pooled gradients")
     run(("embedding", "backward"), ("embedding", "update"))
-    made.wait(*DENSE_BUCKETS, "table gradients")
-    done = {(event.name, event.phase) for event in made.events}
+    laid_out.wait(*DENSE_BUCKETS, "table gradients")
+    done = {(event.name, event.phase) for event in laid_out.events}
     rest = [part for part in compute_ms if part not in done]
     run(*sorted(rest, key=lambda part: (COMPONENTS.index(part[0]), part[1])))
-    return made
+    return laid_out
 
 
 # What each part takes on one rank.
@@ -231,8 +234,8 @@ class PartCost:
         """Standard deviation of one iteration's time; 0 where it was not measured."""
         if not self.deviations or samples <= 0:
             return 0.0
-        sizes, each = zip(*self.deviations, strict=True)
-        return float(np.interp(samples, sizes, each))
+        sizes, deviation = zip(*self.deviations, strict=True)
+        return float(np.interp(samples, sizes, deviation))
 
     def time_ms(self, samples: float) -> Range:
         """Time of so many samples."""
@@ -275,8 +278,8 @@ class ComputeProfile:
         """Costs beside so many processes, or the nearest number that is known (and which)."""
         if not self.shares_node:
             concurrent = min(self.costs)
-        known = min(self.costs, key=lambda each: (abs(math.log(each / concurrent)), -each))
-        return known, self.costs[known]
+        nearest = min(self.costs, key=lambda each: (abs(math.log(each / concurrent)), -each))
+        return nearest, self.costs[nearest]
 
     def total_ms(self, samples: float, concurrent: int = 1) -> float:
         """Time of an iteration of one rank alone."""
@@ -329,11 +332,11 @@ def _cost(rows: pd.DataFrame, kept: pd.DataFrame) -> PartCost:
     if not (times > 0).all():
         return PartCost(float(times.mean()), 0.0, LEAST_SCATTER)
     fixed, slope = robust_line(samples, times)
-    each = kept["time_ms"].to_numpy(float)
-    own = np.log(np.maximum(each, 1e-9) / kept["batch_size"].map(means).to_numpy(float))
+    times_ms = kept["time_ms"].to_numpy(float)
+    residuals = np.log(np.maximum(times_ms, 1e-9) / kept["batch_size"].map(means).to_numpy(float))
     # means of few repetitions: their own standard error
-    count = max(1, len(each) // len(means))
-    error = 1.4826 * float(np.median(np.abs(own))) / math.sqrt(count)
+    count = max(1, len(times_ms) // len(means))
+    error = 1.4826 * float(np.median(np.abs(residuals))) / math.sqrt(count)
     points = tuple(zip(samples.tolist(), times.tolist(), strict=True))
     return PartCost(fixed, slope, max(LEAST_SCATTER, COVER * error), points, _deviations(rows))
 
@@ -341,12 +344,12 @@ def _cost(rows: pd.DataFrame, kept: pd.DataFrame) -> PartCost:
 def _deviations(rows: pd.DataFrame) -> tuple[tuple[float, float], ...]:
     """Standard deviation at each batch size: half less one tenth of a normal distribution are
     1.28 of them, and disturbed iterations do not count."""
-    found = []
+    deviations = []
     for size, times in rows.groupby("batch_size")["time_ms"]:
         if len(times) >= 5:
             spread = float(times.quantile(0.5) - times.quantile(0.1)) / 1.28
-            found.append((float(cast(float, size)), spread))
-    return tuple(found)
+            deviations.append((float(cast(float, size)), spread))
+    return tuple(deviations)
 
 
 def steady(profile: ComputeProfile) -> ComputeProfile:
@@ -368,17 +371,17 @@ def ceiling_profile(
     for size in batch_sizes:
         training = replace(parameters.training, batch_size=size)
         times = least_times(replace(parameters, training=training), ceilings, device="cuda")
-        known = times.dropna(subset=["ceiling_ms"])
+        with_ceiling = times.dropna(subset=["ceiling_ms"])
         rows.append(
-            known.assign(concurrent=1, batch_size=size, time_ms=known["ceiling_ms"])[
+            with_ceiling.assign(concurrent=1, batch_size=size, time_ms=with_ceiling["ceiling_ms"])[
                 list(PROFILE_COLUMNS)
             ]
         )
     table = pd.concat(rows, ignore_index=True)
     if table.empty:
         raise InputError("ceilings: no part of the step has one that was measured or is listed")
-    made = measured_profile(table, f"ceilings of {ceilings.get('device', 'this machine')}")
-    wide = made.with_costs(lambda cost: replace(cost, scatter=CEILING_SCATTER))
+    profile = measured_profile(table, f"ceilings of {ceilings.get('device', 'this machine')}")
+    wide = profile.with_costs(lambda cost: replace(cost, scatter=CEILING_SCATTER))
     return replace(wide, shares_node=False, whole_batches=False)
 
 
@@ -397,14 +400,14 @@ def published_profile(
         InputError: no part has a ceiling.
     """
     batch = parameters.training.batch_size
-    made = ceiling_profile(parameters, ceilings, (batch // 16, batch // 4, batch))
-    factor = 1e3 * batch / samples_per_second / made.total_ms(batch)
+    profile = ceiling_profile(parameters, ceilings, (batch // 16, batch // 4, batch))
+    factor = 1e3 * batch / samples_per_second / profile.total_ms(batch)
 
     def scaled(cost: PartCost) -> PartCost:
         points = tuple((size, factor * ms) for size, ms in cost.points)
         return PartCost(factor * cost.fixed_ms, factor * cost.sample_ms, PUBLISHED_SCATTER, points)
 
-    return replace(made.with_costs(scaled), source=source)
+    return replace(profile.with_costs(scaled), source=source)
 
 
 # Time of an iteration on several ranks.
@@ -505,46 +508,50 @@ class Setting:
             InputError: fewer samples than ranks.
         """
         on_node = min(plan.ranks, self.network.ranks_per_node)
-        known, _ = self.profile.at(on_node)
+        processes, _ = self.profile.at(on_node)
         notices = []
-        if self.profile.shares_node and known != on_node:
+        if self.profile.shares_node and processes != on_node:
             notices.append(
-                f"{on_node} ranks share a node; computing was measured beside {known - 1} others "
-                "only"
+                f"{on_node} ranks share a node; computing was measured beside {processes - 1} "
+                "others only"
             )
         compute = self._compute(plan, batch)
         table = self._exchanged(plan, batch)
-        made, low_end, high_end = (
+        laid_out, low_end, high_end = (
             self._laid_out(compute, _times(table, column))
             for column in ("mid_ms", "low_ms", "high_ms")
         )
         rows = [
             (component, phase, "compute", *time) for (component, phase), time in compute.items()
         ]
-        for what, mid in made.exposed.items():
+        for what, mid in laid_out.exposed.items():
             low, high = (end.exposed.get(what, 0.0) for end in (low_end, high_end))
             rows.append(("communication", what, "exposed", min(low, mid), mid, max(mid, high)))
         wait = self._waiting(plan, batch, set(table["what"]))
         if wait > 0:
             rows.append(("communication", WAITING, "exposed", 0.5 * wait, wait, 2 * wait))
         parts = pd.DataFrame(rows, columns=PART_COLUMNS)
-        return Prediction(plan, batch, _total(parts), parts, table, made, tuple(notices))
+        return Prediction(plan, batch, _total(parts), parts, table, laid_out, tuple(notices))
 
     def step_ms(self, plan: Plan, batch: int) -> float:
         """The middle of :meth:`predict` without waiting: what a search among plans compares."""
         times: dict[Part, float] = {}
-        for each in self._exchanges(plan, batch):
-            time = self.network.calls_ms(each.collective, plan.ranks, each.payload, each.calls)
-            times[each.what, each.phase] = times.get((each.what, each.phase), 0.0) + time.mid
+        for exchange in self._exchanges(plan, batch):
+            time = self.network.calls_ms(
+                exchange.collective, plan.ranks, exchange.payload, exchange.calls
+            )
+            times[exchange.what, exchange.phase] = (
+                times.get((exchange.what, exchange.phase), 0.0) + time.mid
+            )
         return self._laid_out(self._compute(plan, batch), times).end_ms
 
     def _compute(self, plan: Plan, batch: int) -> dict[Part, Range]:
         """Each part on the rank that has most of the tables."""
         _, costs = self.profile.at(min(plan.ranks, self.network.ranks_per_node))
         samples = self._samples(plan, batch)
-        own = batch / plan.ranks
+        share = batch / plan.ranks
         return {
-            part: cost.time_ms(samples.get(part[0], own))
+            part: cost.time_ms(samples.get(part[0], share))
             for part, cost in costs.items()
             if not (self.ahead and part[0] in ("data", "transfer"))
         }
@@ -563,22 +570,26 @@ class Setting:
         if plan.ranks < 2:
             return 0.0
         profile = self.profile
-        known, costs = profile.at(min(plan.ranks, self.network.ranks_per_node))
-        samples, own = self._samples(plan, batch), batch / plan.ranks
-        each = {part: cost.deviation_ms(samples.get(part[0], own)) for part, cost in costs.items()}
-        wait = expected_largest(plan.ranks) * deviation_ms(each, exchanged)
+        processes, costs = profile.at(min(plan.ranks, self.network.ranks_per_node))
+        samples, share = self._samples(plan, batch), batch / plan.ranks
+        deviations = {
+            part: cost.deviation_ms(samples.get(part[0], share)) for part, cost in costs.items()
+        }
+        wait = expected_largest(plan.ranks) * deviation_ms(deviations, exchanged)
         if 1 in profile.costs and profile.shares_node:
-            wait *= min(1.0, profile.total_ms(own, 1) / profile.total_ms(own, known))
+            wait *= min(1.0, profile.total_ms(share, 1) / profile.total_ms(share, processes))
         return wait
 
     def _exchanged(self, plan: Plan, batch: int) -> pd.DataFrame:
         rows = [
             (
-                *(each.collective, each.what, each.phase, each.payload),
-                *self.network.calls_ms(each.collective, plan.ranks, each.payload, each.calls),
+                *(exchange.collective, exchange.what, exchange.phase, exchange.payload),
+                *self.network.calls_ms(
+                    exchange.collective, plan.ranks, exchange.payload, exchange.calls
+                ),
                 self.network.limit(plan.ranks),
             )
-            for each in self._exchanges(plan, batch)
+            for exchange in self._exchanges(plan, batch)
         ]
         return pd.DataFrame(rows, columns=EXCHANGE_COLUMNS)
 
@@ -586,9 +597,11 @@ class Setting:
         """What changes hands and is waited for."""
         narrow = self.number_bytes / FLOAT_BYTES
         return [
-            each if each.what == "indices" else replace(each, payload=narrow * each.payload)
-            for each in exchanges(self.parameters, plan, batch)
-            if not (self.ahead and each.what == "indices")
+            exchange
+            if exchange.what == "indices"
+            else replace(exchange, payload=narrow * exchange.payload)
+            for exchange in exchanges(self.parameters, plan, batch)
+            if not (self.ahead and exchange.what == "indices")
         ]
 
     def _laid_out(
@@ -632,7 +645,7 @@ def _total(parts: pd.DataFrame) -> Range:
     def joined(reach: pd.Series) -> float:
         return float(reach.sum() + math.sqrt((reach**2).sum())) / 2 / mid
 
-    own = COVER * MODEL_ERROR
-    down = math.hypot(joined(parts["mid_ms"] - parts["low_ms"]), own / (1 + own))
-    up = math.hypot(joined(parts["high_ms"] - parts["mid_ms"]), own)
+    model_error = COVER * MODEL_ERROR
+    down = math.hypot(joined(parts["mid_ms"] - parts["low_ms"]), model_error / (1 + model_error))
+    up = math.hypot(joined(parts["high_ms"] - parts["mid_ms"]), model_error)
     return Range(mid * max(0.0, 1 - down), mid, mid * (1 + up))

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pandas as pd
@@ -106,16 +106,14 @@ def published_series() -> tuple[PublishedSeries, ...]:
     figures = _figures()
     figures = figures[figures["model"].isin(list(ASSUMED))]
     keys = ["source", "hardware", "model", "precision", "batch_samples", "device", "link"]
-    return tuple(
-        PublishedSeries(
-            *named,
-            int(batch),
-            dict(zip(rows["devices"].tolist(), rows["samples_per_second"].tolist(), strict=True)),
-            Network(link(joined)),
-            XEON if kind == XEON["device"] else device(kind).ceilings(),
-        )
-        for (*named, batch, kind, joined), rows in figures.groupby(keys, sort=False)
-    )
+    series = []
+    for key, rows in figures.groupby(keys, sort=False):
+        source, hardware, model, precision, batch, kind, joined = cast(tuple[Any, ...], key)
+        rates = zip(rows["devices"].tolist(), rows["samples_per_second"].tolist(), strict=True)
+        ceilings = XEON if kind == XEON["device"] else device(kind).ceilings()
+        about = (source, hardware, model, precision, int(batch))
+        series.append(PublishedSeries(*about, dict(rates), Network(link(joined)), ceilings))
+    return tuple(series)
 
 
 def published_scaling() -> pd.DataFrame:
@@ -129,36 +127,36 @@ def published_scaling() -> pd.DataFrame:
         from), ``not_published`` (what had to be assumed), ``number`` (of the source, from 1).
     """
     rows: list[dict[str, Any]] = []
-    for each in published_series():
-        parameters = parameters_of(each)
-        start = _profile(each, parameters)
-        counts = [count for count in each.rates if count > 1]
+    for series in published_series():
+        parameters = parameters_of(series)
+        start = _profile(series, parameters)
+        counts = [count for count in series.rates if count > 1]
         for count in counts:
-            made = _predicted(each, parameters, count, start)
-            rows.append(_row(each, count, made, "1"))
-        if len(counts) > 1 and math.isfinite(each.rates[counts[0]]):
-            carried = _carried(each, parameters, counts[0], start)
-            made = _predicted(each, parameters, counts[-1], carried)
-            rows.append(_row(each, counts[-1], made, f"1 and {counts[0]}"))
+            prediction = _predicted(series, parameters, count, start)
+            rows.append(_row(series, count, prediction, "1"))
+        if len(counts) > 1 and math.isfinite(series.rates[counts[0]]):
+            carried = _carried(series, parameters, counts[0], start)
+            prediction = _predicted(series, parameters, counts[-1], carried)
+            rows.append(_row(series, counts[-1], prediction, f"1 and {counts[0]}"))
     table = pd.DataFrame(rows)
     return table.assign(number=pd.factorize(table["source"])[0] + 1)
 
 
-def parameters_of(each: PublishedSeries) -> Parameters:
+def parameters_of(series: PublishedSeries) -> Parameters:
     """The model that was run, with the global batch."""
-    precision = {"mixed": "fp16"}.get(each.precision, "fp32")
+    precision = {"mixed": "fp16"}.get(series.precision, "fp32")
     training = TrainingConfig(
-        batch_size=each.batch,
+        batch_size=series.batch,
         precision=precision,
-        tf32=each.precision == "TF32",
-        device="cpu" if each.ceilings is XEON else "cuda",
+        tf32=series.precision == "TF32",
+        device="cpu" if series.ceilings is XEON else "cuda",
         embedding_backend="fused",
     )
     one_hot = DataConfig(generator="uniform", indices_per_lookup=1, fixed_pooling=True)
-    if each.model == "Small":
-        study = STUDY[0].parameters(each.batch)
+    if series.model == "Small":
+        study = STUDY[0].parameters(series.batch)
         return replace(study, training=training)
-    if each.model == "DeepSpark":
+    if series.model == "DeepSpark":
         model = _criteo("deepspark_synthetic", (512, 256, 64), (512, 512, 256, 1))
     else:
         model = _criteo("criteo_t3_synthetic", (512, 256, 128), (1024, 1024, 512, 256, 1))
@@ -177,23 +175,26 @@ def _criteo(variant: str, bottom: tuple[int, ...], top: tuple[int, ...]) -> Mode
     )
 
 
-def _profile(each: PublishedSeries, parameters: Parameters) -> ComputeProfile:
+def _profile(series: PublishedSeries, parameters: Parameters) -> ComputeProfile:
     """Costs of one device: the published time, of which the host's launches do not shrink."""
-    made = published_profile(parameters, each.ceilings, each.rates[1], each.source)
+    profile = published_profile(parameters, series.ceilings, series.rates[1], series.source)
     if parameters.training.device != "cuda":
-        return made
+        return profile
     # on one device kernels are long enough to hide the launches of the next
     operators = float(part_work(parameters, device="cuda")["operators"].sum())
     # from none to three times as much
-    return _with_host(made, PartCost(1e-3 * OPERATOR_US * operators, 0.0, 2.0))
+    return _with_host(profile, PartCost(1e-3 * OPERATOR_US * operators, 0.0, 2.0))
 
 
 def _carried(
-    each: PublishedSeries, parameters: Parameters, count: int, start: ComputeProfile
+    series: PublishedSeries, parameters: Parameters, count: int, start: ComputeProfile
 ) -> ComputeProfile:
     """What ``count`` devices took beyond the prediction without a host, as a fixed cost."""
     bare = _with_host(start, PartCost(0.0, 0.0, 2.0))
-    beyond = 1e3 * each.batch / each.rates[count] - _predicted(each, parameters, count, bare).mid_ms
+    beyond = (
+        1e3 * series.batch / series.rates[count]
+        - _predicted(series, parameters, count, bare).mid_ms
+    )
     return _with_host(start, PartCost(max(0.0, beyond), 0.0, 0.3))
 
 
@@ -206,29 +207,31 @@ def _with_host(profile: ComputeProfile, cost: PartCost) -> ComputeProfile:
 
 
 def _predicted(
-    each: PublishedSeries, parameters: Parameters, count: int, profile: ComputeProfile
+    series: PublishedSeries, parameters: Parameters, count: int, profile: ComputeProfile
 ) -> Prediction:
     plan = make_plan(parameters, count, "table_wise")
-    return Setting(parameters, each.network, profile).predict(plan, each.batch)
+    return Setting(parameters, series.network, profile).predict(plan, series.batch)
 
 
-def _row(each: PublishedSeries, count: int, made: Prediction, basis: str) -> dict[str, Any]:
-    published = each.rates[count]
-    mid, low, high = (1e3 * each.batch / ms for ms in (made.mid_ms, made.high_ms, made.low_ms))
+def _row(series: PublishedSeries, count: int, prediction: Prediction, basis: str) -> dict[str, Any]:
+    published = series.rates[count]
+    mid, low, high = (
+        1e3 * series.batch / ms for ms in (prediction.mid_ms, prediction.high_ms, prediction.low_ms)
+    )
     return {
-        "source": each.source,
-        "hardware": each.hardware,
-        "model": each.model,
-        "precision": each.precision,
+        "source": series.source,
+        "hardware": series.hardware,
+        "model": series.model,
+        "precision": series.precision,
         "devices": count,
-        "batch_size": each.batch,
+        "batch_size": series.batch,
         "published": published,
         "predicted_low": low,
         "predicted": mid,
         "predicted_high": high,
         "error": mid / published - 1,
         "basis": basis,
-        "not_published": each.assumed,
+        "not_published": series.assumed,
     }
 
 
@@ -301,11 +304,11 @@ def mlperf_scaling() -> pd.DataFrame:
                 whole = make_plan(setting.parameters, devices, "table_wise", idle=True)
                 plan = NodePlan(whole.ranks, whole.dim, whole.tables, whole.lookups)
                 apart = NodeNetwork(**vars(setting.network))
-                made, name = replace(setting, network=apart).predict(plan, batch), "by node"
+                prediction, name = replace(setting, network=apart).predict(plan, batch), "by node"
             else:
                 best = best_sharding(setting, devices, batch).prediction
                 assert best is not None
-                made, name = best, best.plan.name
+                prediction, name = best, best.plan.name
             rows.append(
                 {
                     "hardware": hardware,
@@ -314,12 +317,12 @@ def mlperf_scaling() -> pd.DataFrame:
                     "program": program,
                     "sharding": name,
                     "published": rate,
-                    "predicted_low": 1e3 * batch / made.high_ms,
-                    "predicted": made.samples_per_second,
-                    "predicted_high": 1e3 * batch / made.low_ms,
-                    "error": made.samples_per_second / rate - 1,
-                    "compute_ms": made.compute_ms,
-                    "exposed_ms": made.exposed_ms,
+                    "predicted_low": 1e3 * batch / prediction.high_ms,
+                    "predicted": prediction.samples_per_second,
+                    "predicted_high": 1e3 * batch / prediction.low_ms,
+                    "error": prediction.samples_per_second / rate - 1,
+                    "compute_ms": prediction.compute_ms,
+                    "exposed_ms": prediction.exposed_ms,
                 }
             )
     table = pd.DataFrame(rows)
@@ -333,7 +336,7 @@ def _mlperf_setting(gpu: str, devices: int, batch: int) -> Setting:
     training = replace(
         preset.training, batch_size=batch, precision="fp16", device="cuda", fused_optimizer=True
     )
-    parameters, own = replace(preset, training=training), batch // devices
-    profile = ceiling_profile(parameters, device(gpu).ceilings(), (own // 16, own // 4, own))
+    parameters, share = replace(preset, training=training), batch // devices
+    profile = ceiling_profile(parameters, device(gpu).ceilings(), (share // 16, share // 4, share))
     network = Network(link("NVLink 4 (H100)"), link("InfiniBand NDR"), GPUS_PER_NODE)
     return Setting(parameters, network, profile, memory_bytes=1e9 * device(gpu).memory_gb)

@@ -10,7 +10,7 @@ import math
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -138,8 +138,8 @@ def measured_iterations(record: ScalingRecord) -> pd.DataFrame:
         measured = ("low_ms", "time_ms", "high_ms", "iterations")
         follows = ("samples_per_second", "speedup", "efficiency")
         return record.runs.reindex(columns=[*record.runs.columns, *measured, *follows]).head(0)
-    each = record.iterations.groupby(["run", "iteration"])["time_ms"].mean()
-    groups = each.groupby(level="run")
+    means = record.iterations.groupby(["run", "iteration"])["time_ms"].mean()
+    groups = means.groupby(level="run")
     times = pd.DataFrame(
         {
             "low_ms": groups.min(),
@@ -179,9 +179,9 @@ def shown_iteration(record: ScalingRecord, run: int) -> pd.DataFrame:
         return pd.DataFrame(columns=columns)
     times = record.of_run("iterations", run).groupby("iteration")["time_ms"].mean()
     shown = times[times.index.isin(spans["iteration"])].idxmin()
-    own = spans[spans["iteration"] == shown].rename(columns={"component": "name"})
+    computed = spans[spans["iteration"] == shown].rename(columns={"component": "name"})
     exchanged = record.of_run("collectives", run)
-    tables = [own.assign(lane="compute")]
+    tables = [computed.assign(lane="compute")]
     if "start_ms" in exchanged.columns:
         sent = exchanged[exchanged["iteration"] == shown].rename(columns={"what": "name"})
         ends = sent["start_ms"] + sent["time_ms"]
@@ -194,13 +194,17 @@ def parts_by_rank(record: ScalingRecord, run: int) -> pd.DataFrame:
 
     Of the iterations whose mean is the run's time, so that parts add up to it.
     """
+    parts = _parts_of_ranks(record)
+    return parts[parts["run"] == run].drop(columns="run").reset_index(drop=True)
+
+
+def _parts_of_ranks(record: ScalingRecord) -> pd.DataFrame:
+    """:func:`parts_by_rank` of all runs, with ``run`` in front."""
     rows = record.undisturbed("parts")
-    rows = rows[rows["run"] == run]
-    keys = ["rank", "component", "phase"]
-    count = rows.groupby("rank")["iteration"].nunique().rename("count")
-    total = rows.groupby(keys)["time_ms"].sum().reset_index().join(count, on="rank")
-    total["time_ms"] = total["time_ms"] / total["count"]
-    return total[[*keys, "time_ms"]]
+    count = rows.groupby(["run", "rank"])["iteration"].nunique().rename("count")
+    keys = ["run", "rank", "component", "phase"]
+    total = rows.groupby(keys)["time_ms"].sum().reset_index().join(count, on=["run", "rank"])
+    return total[keys].assign(time_ms=total["time_ms"] / total["count"])
 
 
 def imbalance(record: ScalingRecord) -> pd.DataFrame:
@@ -211,30 +215,18 @@ def imbalance(record: ScalingRecord) -> pd.DataFrame:
         ((slowest − mean) / slowest: what the others wait for), ``component`` (the part in which
         the slowest rank is furthest above the mean).
     """
+    parts = _parts_of_ranks(record)
+    working = parts[parts["component"] != "communication"]
     rows = []
-    for run in record.runs["run"]:
-        parts = parts_by_rank(record, int(run))
-        own = parts[~parts["component"].isin(["communication"])]
-        busy = own.groupby("rank")["time_ms"].sum()
+    for run, of_run in working.groupby("run"):
+        wide = of_run.pivot_table("time_ms", "component", "rank", aggfunc="sum", fill_value=0.0)
+        busy = wide.sum()
         if len(busy) < 2:
             continue
-        slowest = int(cast(int, busy.idxmax()))
-        wide = own.pivot_table(
-            "time_ms", "component", "rank", aggfunc="sum", fill_value=0.0, observed=True
-        )
-        above = wide[slowest] - wide.mean(axis=1)
-        worst, mean = float(busy.max()), float(busy.mean())
-        rows.append(
-            {
-                "run": int(run),
-                "ranks": len(busy),
-                "slowest_rank": slowest,
-                "slowest_ms": worst,
-                "mean_ms": mean,
-                "share": (worst - mean) / worst if worst > 0 else 0.0,
-                "component": str(above.idxmax()),
-            }
-        )
+        slowest, worst, mean = busy.idxmax(), float(busy.max()), float(busy.mean())
+        share = (worst - mean) / worst if worst > 0 else 0.0
+        most = str((wide[slowest] - wide.mean(axis=1)).idxmax())
+        rows.append((run, len(busy), slowest, worst, mean, share, most))
     columns = ["run", "ranks", "slowest_rank", "slowest_ms", "mean_ms", "share", "component"]
     return pd.DataFrame(rows, columns=columns)
 
@@ -278,17 +270,16 @@ def exposed_shares(record: ScalingRecord) -> pd.DataFrame:
         ``run``, ``compute_ms``, ``exposed_ms``, ``share``: means over ranks of the parts, and
         of "communication" among them.
     """
-    rows = []
-    for run in record.runs["run"]:
-        parts = parts_by_rank(record, int(run))
-        if parts.empty:
-            continue
-        talks = parts["component"].eq("communication")
-        ranks = parts["rank"].nunique()
-        exposed = float(parts.loc[talks, "time_ms"].sum()) / ranks
-        compute = float(parts.loc[~talks, "time_ms"].sum()) / ranks
-        rows.append((int(run), compute, exposed, exposed / (compute + exposed)))
-    return pd.DataFrame(rows, columns=["run", "compute_ms", "exposed_ms", "share"])
+    parts = _parts_of_ranks(record)
+    talks = parts["component"].eq("communication")
+    ranks = parts.groupby("run")["rank"].nunique()
+    exposed, compute = (
+        parts["time_ms"].where(kind, 0.0).groupby(parts["run"]).sum() / ranks
+        for kind in (talks, ~talks)
+    )
+    share = exposed / (compute + exposed)
+    table = pd.DataFrame({"compute_ms": compute, "exposed_ms": exposed, "share": share})
+    return table.reset_index()
 
 
 # Predicted beside measured: every run of a record, from its one-rank profile and link probe.
@@ -335,16 +326,23 @@ def predicted_and_measured(record: ScalingRecord, parameters: Parameters) -> pd.
             "measured_exposed_ms": exposed.get(run["run"], math.nan),
         }
         try:
-            made = setting.predict(_plan(record, parameters, run), int(run["batch_size"]))
+            prediction = setting.predict(_plan(record, parameters, run), int(run["batch_size"]))
         except InputError as error:
             rows.append(row | {"note": str(error)})
             continue
         rows.append(
             row
-            | {"low_ms": made.low_ms, "predicted_ms": made.mid_ms, "high_ms": made.high_ms}
-            | {"error": made.mid_ms / measured - 1}
-            | {"in_range": made.low_ms <= measured <= made.high_ms}
-            | {"predicted_exposed_ms": made.communication_ms, "note": "; ".join(made.notices)}
+            | {
+                "low_ms": prediction.low_ms,
+                "predicted_ms": prediction.mid_ms,
+                "high_ms": prediction.high_ms,
+            }
+            | {"error": prediction.mid_ms / measured - 1}
+            | {"in_range": prediction.low_ms <= measured <= prediction.high_ms}
+            | {
+                "predicted_exposed_ms": prediction.communication_ms,
+                "note": "; ".join(prediction.notices),
+            }
         )
     return pd.DataFrame(rows, columns=CHECK_COLUMNS)
 

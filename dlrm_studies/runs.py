@@ -1,14 +1,26 @@
-"""JSON records of studies, as the ``benchmark`` notebook finds them beside its own."""
+"""Runs that a study makes of somebody's parameters, and the JSON records it keeps of them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from dlrm_core.base.files import plain, write_json
+from dlrm_core.config import Parameters
 from dlrm_workbook.ground.ledger import read_document
+
+
+def run_of_study(parameters: Parameters, **training: Any) -> Parameters:
+    """The parameters of one run of a study: from the beginning, without checkpoints or a sweep.
+
+    Args:
+        training: fields of ``training`` that the study sets, these included.
+    """
+    begins = {"resume": "", "checkpoint_every": None, "checkpoint_folder": ""}
+    changed = replace(parameters.training, **begins | training)
+    return replace(parameters, training=changed, sweep={})
 
 
 @dataclass(frozen=True)
