@@ -374,12 +374,8 @@ def mean_bag_size(parameters: Parameters, table: int) -> float:
     if data.fixed_pooling:
         return float(data.indices_per_lookup)
     bound = min(rows, data.indices_per_lookup)
-    # max(1, round(r k)): sizes 1..k-1 have width 1/k, size k half of that, size 1 the rest
-    sizes = [(j, 1.0 / bound) for j in range(2, bound)]
-    sizes.append((bound, 0.5 / bound if bound > 1 else 1.0))
-    if bound > 1:
-        sizes.append((1, 1.5 / bound))
-    return sum(count * probability for count, probability in sizes)
+    # max(1, round(r k)), r ~ U[0,1): each of 2 to k-1 by 1/k, k by half of that, 1 by the rest
+    return bound / 2 + 1 / (2 * bound)
 
 
 def require_memory(parameters: Parameters, device: torch.device) -> None:

@@ -18,7 +18,6 @@ SKEW = 4.0
 HOT_SHARE = 0.05
 """Of a table's lookups, by one row; below it contention costs nothing that is measurable."""
 
-CONTENDED_SHARE = 0.2
 SMALL_TABLE = 64
 """Rows; in a smaller table each row is hot whatever the law."""
 
@@ -29,7 +28,6 @@ GIANT_LOOKUPS = 0.6
 GIANT_TIMES = 8.0
 """Times the median table."""
 
-BOUND_SHARE = 0.6
 UPDATE_SHARE = 0.05
 
 
@@ -83,39 +81,6 @@ def skewed_indices(evidence: Evidence, ledger: Ledger) -> Measured | None:
 
 
 @rule(
-    "contended_update",
-    title="Threads update the same hot rows and wait for each other ('{method}')",
-    evidence=(
-        "{threads} threads write rows of which the hottest gets {hottest:.0%} of a table's "
-        "lookups; backward and update of the tables take {share:.0%} of the step.",
-    ),
-    advice="Let each row belong to one thread.",
-    limit="synchronisation",
-    component="embedding",
-    gpu=False,
-)
-def contended_update(evidence: Evidence, ledger: Ledger) -> Measured | None:
-    """Threads wait for each other at hot rows in the update."""
-    method, threads = evidence.parameter("training.embedding_update"), evidence.threads or 1
-    if method not in ("atomic", "locked", "naive") or threads < 2:
-        return None
-    if evidence.parameter("training.embedding_backend") != "fused":
-        return None
-    tables = [table for table in evidence.tables if table["rows"] >= SMALL_TABLE]
-    hottest = max((float(table["hottest_share"]) for table in tables), default=0.0)
-    share = _update_share(evidence)
-    if hottest < HOT_SHARE or share < CONTENDED_SHARE:
-        return None
-    return {
-        "share": share,
-        "method": method,
-        "hottest": hottest,
-        "change": {"training.embedding_update": "race_free"},
-        "speedup": bounded(share),
-    }
-
-
-@rule(
     "giant_table",
     title="Table {table} has {of_rows:.0%} of all rows",
     evidence=(
@@ -160,40 +125,6 @@ def giant_table(evidence: Evidence, ledger: Ledger) -> Measured | None:
         "usual": usual or None,
         "speedup": bounded(lost),
         "limit": "load imbalance" if by_lookups is not None else "memory capacity",
-    }
-
-
-@rule(
-    "embeddings_memory_bound",
-    title="Embeddings take {share:.0%} of the step, near the limit of memory",
-    evidence=(
-        "Embedding {phase} reaches {reached:.0%} of the ceiling for {limit} ({rate:.1f} GB/s) "
-        "measured on this machine.",
-    ),
-    advice="Only fewer bytes help: a smaller dimension or pooling factor, rows in lower "
-    "precision, a cache of hot rows, or more memory channels (sharded tables).",
-    limit="random rows",
-    component="embedding",
-    concerns=("embedding",),
-)
-def bound_by_rows(evidence: Evidence, ledger: Ledger) -> Measured | None:
-    """Most of the step is spent near the limit of memory for scattered rows."""
-    share = evidence.share("embedding")
-    if share < BOUND_SHARE:
-        return None
-    parts = evidence.roofline
-    parts = parts[parts["limit"].isin(["random rows", "memory bandwidth"])]
-    near = parts[(parts["component"] == "embedding") & (parts["share_of_ceiling"] >= 0.5)]
-    if near.empty or near["time_ms"].sum() < 0.5 * evidence.time("embedding"):
-        return None
-    top = near.loc[near["time_ms"].idxmax()]
-    return {
-        "share": share,
-        "phase": top["phase"],
-        "reached": top["share_of_ceiling"],
-        "limit": str(top["limit"]),
-        "rate": top["gb_per_s"],
-        "speedup": {"low": 1.0, "mid": 1.0, "high": amdahl(share, 2.0)},
     }
 
 
