@@ -501,7 +501,7 @@ def compare_command(change: Mapping[str, Any], given: Sequence[str]) -> str:
     Args:
         given: the options that say which these are, such as ``-f FILE``.
     """
-    options = [("-p", f"change.{name}={value_text(value)}") for name, value in change.items()]
+    options = [("-p", f"change.{name}={option_value(value)}") for name, value in change.items()]
     return shlex.join(["dlrm", "run", "compare", *given, *itertools.chain(*options)])
 
 
@@ -571,13 +571,13 @@ def _start(found: Sequence[Finding], way: Sequence[Stage]) -> str:
         if worst is None:
             return ""
         change, gain, how = worst.change, worst.predicted_speedup, "estimated"
-    options = " ".join(f"-p {name}={value_text(value)}" for name, value in change.items())
+    options = " ".join(f"-p {name}={option_value(value)}" for name, value in change.items())
     options = options.replace("`", "'")
     mid, low, high = (gain[end] for end in ("mid", "low", "high"))
     return f"Start with `{options}`: {how} {faster(mid, low, high, figures=2)}."
 
 
-def value_text(value: Any) -> str:
+def option_value(value: Any) -> str:
     """A value as one writes it behind ``-p NAME=``."""
     return value if isinstance(value, str) else json.dumps(value).replace(" ", "")
 
