@@ -416,6 +416,11 @@ def largest(by_part: pd.Series) -> Part:
     return str(component), str(phase)
 
 
+def largest_part(rows: pd.DataFrame, column: str) -> Part:
+    """The (component, phase) of which the rows have most of a column."""
+    return largest(rows.groupby(["component", "phase"])[column].sum())
+
+
 def capitalised(text: str) -> str:
     """The text with its first letter large."""
     return text[:1].upper() + text[1:]

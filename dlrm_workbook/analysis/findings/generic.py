@@ -31,6 +31,7 @@ from dlrm_workbook.analysis.findings.evidence import (
     Evidence,
     Part,
     heaviest,
+    listed,
 )
 from dlrm_workbook.analysis.findings.finding import (
     Finding,
@@ -291,8 +292,7 @@ def irregular(evidence: Evidence, ledger: Ledger) -> Measured | None:
         "place": part_label(*part) or "the loop",
         "extra": float(extra.max()),
         "most": f", most of it in {' of '.join(named)}" if named else "",
-        "longer": ", ".join(f"{name} {milliseconds(ms)} more" for name, ms in grown.items())
-        or None,
+        "longer": listed(grown, " more") or None,
         "pieces": more,
         "meanwhile": _meanwhile(evidence),
     }
@@ -385,7 +385,7 @@ def now_and_then(evidence: Evidence, ledger: Ledger) -> Measured | None:
         "count": len(few),
         "which": ", ".join(str(place + 1) for place in np.flatnonzero(few)[:MOST_NUMBERS]),
         "first": str(most.index[0])[:70],
-        "longer": ", ".join(f"{name} {milliseconds(ms)} more" for name, ms in most.items()),
+        "longer": listed(most, " more"),
         "extra": float(by_step[few].mean()),
         "pieces": _extra_pieces(evidence, few, state.steady & ~few),
     }
@@ -706,16 +706,16 @@ def largest_functions(evidence: Evidence, ledger: Ledger) -> Measured | None:
     if times.empty:
         return None
     rows = times.reset_index(name="ms")
-    named = {
-        f"{_short_node(name)}{f' in {part_label(part, phase)}' if part != 'other' else ''}": ms
-        for name, part, phase, ms in rows[["name", *PART, "ms"]].itertuples(index=False)
-    }
+    labels = [
+        f"{_short_node(name)}{f' in {part_label(part, phase)}' if part != 'other' else ''}"
+        for name, part, phase in rows[["name", *PART]].itertuples(index=False)
+    ]
     return {
         "share": float(times.sum()) / evidence.total_ms,
         "component": str(times.index[0][1]),
         "count": "One function" if len(times) == 1 else f"{len(times)} functions",
-        "functions": ", ".join(list(named)[:2]) + (", ..." if len(named) > 2 else ""),
-        "listed": ", ".join(f"{name} {milliseconds(time)}" for name, time in named.items()),
+        "functions": ", ".join(labels[:2]) + (", ..." if len(labels) > 2 else ""),
+        "listed": listed(pd.Series(rows["ms"].to_numpy(), labels)),
         "speedup": {},
     }
 

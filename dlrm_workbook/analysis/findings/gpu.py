@@ -25,7 +25,7 @@ from dlrm_workbook.analysis.attribution import (
     parts_at,
 )
 from dlrm_workbook.analysis.context_tree import overlap, scopes_of, stretch_at, union
-from dlrm_workbook.analysis.findings.evidence import Evidence
+from dlrm_workbook.analysis.findings.evidence import Evidence, listed
 from dlrm_workbook.analysis.findings.finding import (
     Ledger,
     Measured,
@@ -33,6 +33,7 @@ from dlrm_workbook.analysis.findings.finding import (
     bounded,
     capitalised,
     largest,
+    largest_part,
     predicted,
     rule,
 )
@@ -46,7 +47,7 @@ from dlrm_workbook.analysis.findings.where import (
     outermost_row,
     time_by_name,
 )
-from dlrm_workbook.analysis.gpu import kernel_table, sampled_profile, stall_reasons, stall_table
+from dlrm_workbook.analysis.gpu import sampled_profile, stall_reasons, stall_table
 from dlrm_workbook.analysis.idleness import Stretches
 from dlrm_workbook.analysis.kernel_names import kernel_name
 from dlrm_workbook.analysis.launches import device_operations, launch_cost_us
@@ -54,7 +55,6 @@ from dlrm_workbook.analysis.steady import LEAST_OF_SPLIT
 from dlrm_workbook.recordings.hpctoolkit.metrics import STALLS
 from dlrm_workbook.recordings.open import COMMUNICATION
 from dlrm_workbook.recordings.profile import nearest
-from dlrm_workbook.recordings.torch.chrome_trace import GRAPH_LAUNCH
 from dlrm_workbook.recordings.torch.steps import STEP_LABEL
 
 FEW_TIMES = 2.0
@@ -213,9 +213,9 @@ def blocking_launches(evidence: Evidence, ledger: Ledger) -> Measured | None:
     """
     if not evidence.has_timeline or evidence.meta.get("serialised"):
         return None
-    work, trace = evidence.work, evidence.profile.trace
+    work = evidence.work
     kernels = work[work["kind"].eq("kernel") & work["launch_start_ns"].ge(0)]
-    calls = trace[evidence.profile.of_kind("runtime")[trace["context"].to_numpy()]]
+    calls = evidence.spans(evidence.profile.of_kind("runtime"))
     ends = calls.groupby("start_ns")["end_ns"].max()
     returned = ends.reindex(kernels["launch_start_ns"]).to_numpy()
     blocked = returned >= kernels["end_ns"].to_numpy()  # NaN: no
@@ -223,7 +223,7 @@ def blocking_launches(evidence: Evidence, ledger: Ledger) -> Measured | None:
     blocked &= returned - kernels["launch_start_ns"].to_numpy() >= 1e3 * SHORT_KERNEL_US
     if len(kernels) < LEAST_LAUNCHES or blocked.mean() < BLOCKED:
         return None
-    count = 1e6 * max(len(evidence.windows[0]), 1)
+    count = 1e6 * evidence.iterations
     waited = float((returned - kernels["start_ns"].to_numpy())[blocked].sum()) / count
     idle = max(evidence.idle_ms - ledger.idle_ms - _data_ms(evidence, ledger), 0.0)
     lost = min(waited, idle)
@@ -269,10 +269,10 @@ def synchronising(evidence: Evidence, ledger: Ledger) -> Measured | None:
     calls = _with_idle_inside(evidence, calls, around, ledger)
     lost = float(calls["lost_ms"].sum())
     idle = max(idle, lost)
-    count = max(len(evidence.windows[0]), 1)
+    count = evidence.iterations
     if lost < SYNC_SHARE * evidence.total_ms or len(calls) < 0.5 * count:
         return None
-    part = largest(calls.groupby(PART)["lost_ms"].sum())
+    part = largest_part(calls, "lost_ms")
     ledger.explain(lost, part)
     ledger.idle_ms += lost
     ledger.idle_causes.add("synchronisation")
@@ -323,7 +323,7 @@ def copies(evidence: Evidence, ledger: Ledger) -> Measured | None:
     share = alone / evidence.total_ms
     if share < COPY_SHARE:
         return None
-    part = largest(found.groupby(PART)["ms"].sum())
+    part = largest_part(found, "ms")
     ledger.explain(alone, part)
     is_pageable = found["name"].str.contains("Pageable", case=False)
     pageable, size = float(found.loc[is_pageable, "ms"].sum()), float(found["bytes"].sum())
@@ -389,7 +389,7 @@ def exposed_communication(evidence: Evidence, ledger: Ledger) -> Measured | None
     work = evidence.work
     if work.empty:
         return None
-    is_exchange = _is_exchange(evidence)
+    is_exchange = evidence.is_exchange
     exchange = work[is_exchange]
     time, alone = evidence.alone_ms(exchange, work[~is_exchange])
     exposed = alone
@@ -402,8 +402,8 @@ def exposed_communication(evidence: Evidence, ledger: Ledger) -> Measured | None
         .iloc[exchange["context"]]
         .map(lambda name: kernel_name(name).short)
     )
-    length = (exchange["end_ns"] - exchange["start_ns"]) / 1e6 / max(len(evidence.windows[0]), 1)
-    by_kind = length.groupby(names.to_numpy()).agg(["sum", "size"]).nlargest(MOST_NAMES, "sum")
+    length = (exchange["end_ns"] - exchange["start_ns"]) / 1e6 / evidence.iterations
+    by_kind = length.groupby(names.to_numpy()).sum().nlargest(MOST_NAMES)
     return {
         "share": alone / evidence.total_ms,
         "time": time,
@@ -412,7 +412,7 @@ def exposed_communication(evidence: Evidence, ledger: Ledger) -> Measured | None
         "unknown": None
         if len(evidence.ranks) > 1
         else "The recording of one rank does not show how much of it is waiting for another rank.",
-        "kinds": ", ".join(f"{name} {milliseconds(ms)}" for name, ms in by_kind["sum"].items()),
+        "kinds": listed(by_kind),
         "pieces": (exchange["context"], length),
         "speedup": bounded(alone / evidence.total_ms),
     }
@@ -443,7 +443,7 @@ def launch_bound(evidence: Evidence, ledger: Ledger) -> Measured | None:
     lost = float(idle["idle_ms"].sum())
     left = max(0.0, evidence.idle_ms - ledger.idle_ms - _data_ms(evidence, ledger))
     lost = min(lost, left)
-    work = evidence.work[~_is_exchange(evidence)]
+    work = evidence.work[~evidence.is_exchange]
     if not work["kind"].eq("kernel").any() or lost < ONE_LAUNCHER_SHARE * evidence.total_ms:
         return None
     launches = len(work)
@@ -464,14 +464,14 @@ def launch_bound(evidence: Evidence, ledger: Ledger) -> Measured | None:
         # with any other the host waits for the GPU in every update: nothing to capture
         graphs["training.embedding_backend"] = "fused"
     title = {} if lost > 0.5 * evidence.idle_ms else {"title": WAITS_FOR_LAUNCHES}
-    steps = max(len(evidence.windows[0]), 1)
+    steps = evidence.iterations
     # what has no part and is no single operator tells nothing
     by_one = of_launches >= MOST_LAUNCHES and bool(most)
     by_one &= part[0] != "other" or "," not in most
     place = f" in {part_label(*part)}" if part[0] != "other" else ""
     small = "copies by " if own["kind"].eq("copy").mean() > MOST_LAUNCHES else ""
     if not by_one:
-        part = largest(idle.groupby(PART)["idle_ms"].sum())
+        part = largest_part(idle, "idle_ms")
     return {
         "share": lost / evidence.total_ms,
         "component": part[0],
@@ -484,7 +484,7 @@ def launch_bound(evidence: Evidence, ledger: Ledger) -> Measured | None:
         "what": "kernels and copies" if work["kind"].eq("copy").any() else "kernels",
         "usual_us": usual_us,
         "launch": f"{cost:.1f} µs of the host here" if cost == cost else "3 to 10 µs of a host",
-        "left_out": " (collectives left out)" if _is_exchange(evidence).any() else "",
+        "left_out": " (collectives left out)" if evidence.is_exchange.any() else "",
         "gap_us": SHORT_GAPS * launch_us,
         "pieces": (idle["context"], idle["idle_ms"]),
         "doubt": _doubt(evidence),
@@ -571,7 +571,7 @@ def gpu_idle(evidence: Evidence, ledger: Ledger) -> Measured | None:
             made &= unexplained["cause"].eq("data")
         unexplained = unexplained[~made]
     traced = host_is_traced(evidence.profile)
-    upto = "for up to " if _has_graphs(evidence) else ""
+    upto = "for up to " if evidence.has_graphs else ""
     figures: Measured = {
         "share": left / evidence.total_ms,
         "idle": upto + _precise(evidence.idle_ms / evidence.total_ms),
@@ -664,12 +664,11 @@ def _host_meanwhile(evidence: Evidence, idle: pd.DataFrame) -> Measured:
     total = float(idle["idle_ms"].sum())
     by_name = idle.groupby(_host_names(evidence, idle, python=False))["idle_ms"].sum()
     by_name = by_name.nlargest(MOST_NAMES)
-    functions = ", ".join(f"{name} {milliseconds(ms)}" for name, ms in by_name.items())
+    functions = listed(by_name)
     if by_name.iloc[0] < 0.5 * total:  # many operators: what calls them
         main = main_place(evidence.profile, idle["context"], idle["idle_ms"])
         by_name = pd.Series({main: total}) if main else by_name
-    calls = evidence.profile.which("name", lambda name: bool(BLOCKING.match(name)))
-    blocked = calls[idle["context"]] & idle["context"].ge(0).to_numpy()
+    blocked = evidence.named(BLOCKING)[idle["context"]] & idle["context"].ge(0).to_numpy()
     blocked_ms = float(idle.loc[blocked, "idle_ms"].sum())
     figures: Measured = {
         "host": functions,
@@ -701,23 +700,22 @@ def _awaited(evidence: Evidence, idle: pd.DataFrame) -> Measured:
     one is in no operator and no call; none where that is less than half of the idle time."""
     profile = evidence.profile
     # traces of 2021 write ranges as operators
-    ranges = profile.which("name", lambda name: bool(re.match(OWN_RANGES, name)))
-    called = profile.of_kind("operator", "runtime") & ~ranges
+    called = profile.of_kind("operator", "runtime") & ~evidence.named(OWN_RANGES)
     busy = called[idle["context"]] & idle["context"].ge(0)
     waits = union(idle.loc[~busy, "start_ns"].to_numpy(), idle.loc[~busy, "end_ns"].to_numpy())
     exchange = profile.contexts["component"].eq("communication").to_numpy()
     exchange &= profile.of_kind("operator", "annotation")
-    beside = profile.trace[exchange[profile.trace["context"].to_numpy()]]
-    beside = beside[beside["profile"].ne(main_thread(profile))]
-    names = profile.contexts["name"].iloc[beside["context"]].to_numpy()
+    exchanged = evidence.spans(exchange)
+    exchanged = exchanged[exchanged["profile"].ne(main_thread(profile))]
+    names = profile.contexts["name"].iloc[exchanged["context"]].to_numpy()
     times = {
         str(name): float(
             overlap(*waits, *union(rows["start_ns"].to_numpy(), rows["end_ns"].to_numpy())).sum()
         )
-        for name, rows in beside.groupby(names)
+        for name, rows in exchanged.groupby(names)
     }
     longest = max(times, key=lambda name: times[name], default="")
-    time = times.get(longest, 0.0) / 1e6 / max(len(evidence.windows[0]), 1)
+    time = times.get(longest, 0.0) / 1e6 / evidence.iterations
     beside = {"beside": f"{longest} takes {milliseconds(time)} of it on another thread."}
     if time <= 0.5 * float(idle["idle_ms"].sum()):
         return beside if time > LEAST_OF_STEP * evidence.total_ms else {}
@@ -752,12 +750,6 @@ def _copies_below(evidence: Evidence) -> np.ndarray:
     said = contexts["name"].to_numpy(dtype=object).copy()
     said[copied["parent"].to_numpy()] += " (" + copied["name"].to_numpy(dtype=object) + ")"
     return said
-
-
-def _is_exchange(evidence: Evidence) -> pd.Series:
-    """Which rows of ``evidence.work`` are kernels that exchange data between ranks."""
-    named = evidence.profile.which("name", lambda name: bool(COMMUNICATION.search(name)))
-    return evidence.work["kind"].eq("kernel") & named[evidence.work["context"].to_numpy()]
 
 
 def _launching(evidence: Evidence, ledger: Ledger, launch_us: float) -> pd.DataFrame:
@@ -799,7 +791,7 @@ def _long_calls(evidence: Evidence, idle: pd.DataFrame) -> pd.Series:
         length=idle["end_ns"] - idle["start_ns"],
     )[known & ~launches[np.maximum(context, 0)]]
     stays = rows.groupby(["name", "stay"])["length"].sum().groupby("name").agg(["median", "sum"])
-    total = 1e6 * evidence.total_ms * max(len(evidence.windows[0]), 1)
+    total = 1e6 * evidence.total_ms * evidence.iterations
     usual = float(rows.groupby("stay")["length"].sum().median()) if len(rows) else 0.0
     called = set(rows.loc[contexts["kind"].eq("runtime").to_numpy()[rows["context"]], "name"])
     long = stays["median"].gt(max(LONG_STAYS * usual, 1e3 * LEAST_STAY_US))
@@ -830,15 +822,10 @@ def _data_ms(evidence: Evidence, ledger: Ledger) -> float:
     return float(rows.loc[chosen, "time_ms"].sum()) - evidence.feeding_ms
 
 
-def _has_graphs(evidence: Evidence) -> bool:
-    runtime = evidence.profile.contexts.loc[evidence.profile.of_kind("runtime"), "name"]
-    return bool(runtime.str.match(GRAPH_LAUNCH).any())
-
-
 def _doubt(evidence: Evidence) -> str | None:
     """Why idle time and gaps of this recording are not to be taken at their word."""
     said = [SERIALISED] if evidence.meta.get("serialised") else []
-    said += [UPPER_BOUND] if _has_graphs(evidence) else []
+    said += [UPPER_BOUND] if evidence.has_graphs else []
     return " ".join(said) or None
 
 
@@ -858,10 +845,10 @@ def _precise(share: float) -> str:
 )
 def tensor_cores(evidence: Evidence, ledger: Ledger) -> Measured | None:
     """Matrix products in fp32 without tensor cores, on a GPU that has them."""
-    capability = _capability(evidence)
+    capability = evidence.capability
     if capability is not None and capability < 7:
         return None
-    kernels = _kernels(evidence)
+    kernels = evidence.kernels
     slow = kernels[kernels["tensor_cores"].eq("no") & kernels["precision"].isin(["fp32", ""])]
     slow = slow[~slow["kernel"].isin(ledger.device_work)]
     time = float(slow["ms"].sum())
@@ -978,7 +965,7 @@ def _work_of(
     evidence: Evidence, ledger: Ledger, kind: re.Pattern[str], least: float
 ) -> Measured | None:
     """Time and launches of the kernels whose short names match, if they take the share."""
-    kernels = _kernels(evidence)
+    kernels = evidence.kernels
     chosen = kernels[
         kernels["short_name"].str.match(kind) & ~kernels["kernel"].isin(ledger.device_work)
     ]
@@ -1020,7 +1007,7 @@ def _work_of(
 )
 def occupancy(evidence: Evidence, ledger: Ledger) -> Measured | None:
     """Kernels that take much of the step leave most of the GPU's warps empty."""
-    kernels = _kernels(evidence)
+    kernels = evidence.kernels
     low = kernels[kernels["occupancy_percent"] < LOW_OCCUPANCY]
     # products live from registers, not from warps; collectives wait for the network
     low = low[low["tensor_cores"].eq("") & ~low["kernel"].str.contains(COMMUNICATION)]
@@ -1070,7 +1057,7 @@ def occupancy(evidence: Evidence, ledger: Ledger) -> Measured | None:
 )
 def heavy_kernel(evidence: Evidence, ledger: Ledger) -> Measured | None:
     """A kernel takes much of the GPU's time far from its limits, or most of it at unknown ones."""
-    kernels = _kernels(evidence)
+    kernels = evidence.kernels
     # by name: kernels that compute are launched within an exchange's annotation too
     kernels = kernels[~kernels["kernel"].str.contains(COMMUNICATION)]
     kernels = kernels[~kernels["kernel"].isin(ledger.device_work)]
@@ -1124,7 +1111,7 @@ def largest_kernels(evidence: Evidence, ledger: Ledger) -> Measured | None:
     """
     if evidence.is_ours or not evidence.has_timeline:
         return None
-    table = _kernels(evidence)
+    table = evidence.kernels
     table = table[~table["kernel"].str.contains(COMMUNICATION)]
     table = table[~table["kernel"].isin(ledger.device_work)]
     table = table[~table["share_of_ceiling"].ge(NEAR_LIMIT)]
@@ -1134,9 +1121,9 @@ def largest_kernels(evidence: Evidence, ledger: Ledger) -> Measured | None:
         return _kernels_of_one_place(evidence, table)
     chosen = table[table["short_name"].isin(by_name.index)]
     time = min(float(by_name.sum()), evidence.device_ms)
-    part = largest(chosen.groupby(PART)["ms"].sum())
+    part = largest_part(chosen, "ms")
     places = {
-        name: largest(rows.groupby(PART)["ms"].sum())
+        name: largest_part(rows, "ms")
         for name, rows in chosen.groupby(chosen["short_name"].astype(str))
     }
     said = {
@@ -1189,7 +1176,7 @@ def _kernels_of_one_place(evidence: Evidence, table: pd.DataFrame) -> Measured |
         "what": f"Kernels in {name[:70]}",
         "take": "take",
         "kernels": ", ".join(map(str, by_kernel.index[:2])),
-        "listed": ", ".join(f"{each} {milliseconds(ms)}" for each, ms in by_kernel.items()),
+        "listed": listed(by_kernel),
         "pieces": (pieces[0][inside], pieces[1][inside]),
         "unknown": None,
         "speedup": bounded(0.5 * time / evidence.total_ms),
@@ -1216,8 +1203,8 @@ def dominant_place(evidence: Evidence, ledger: Ledger) -> Measured | None:
     if evidence.is_ours or not evidence.has_timeline:
         return None
     profile, pieces = evidence.profile, evidence.pieces
-    exchanges = profile.which("name", lambda name: bool(COMMUNICATION.search(name)))
-    exchange = np.append(exchanges, False)[pieces["context"]] & pieces["where"].eq("device")
+    exchanges = np.append(evidence.named(COMMUNICATION), False)[pieces["context"]]
+    exchange = exchanges & pieces["where"].eq("device")
     rows = pieces[~exchange]
     places = time_by_name(profile, rows["context"], rows["ms"])
     del places["call"]  # of idle time, which another finding tells
@@ -1249,7 +1236,7 @@ def dominant_place(evidence: Evidence, ledger: Ledger) -> Measured | None:
         "busy": float(busy["ms"].sum()),
         "idle": time - float(busy["ms"].sum()),
         "place": f", most in {part_label(*part)}" if part[0] != "other" else "",
-        "kernels": ", ".join(f"{each} {milliseconds(ms)}" for each, ms in kernels.items()) or None,
+        "kernels": listed(kernels) or None,
         "pieces": (own["context"], own["ms"]),
         "speedup": bounded(0.5 * time / evidence.total_ms),
     }
@@ -1273,8 +1260,7 @@ def heavy_copy(evidence: Evidence, ledger: Ledger) -> Measured | None:
     if work.empty:
         return None
     profile = evidence.profile
-    over_link = profile.which("name", lambda name: bool(OVER_LINK.search(name)))
-    found = work[work["kind"].eq("copy") & ~over_link[work["context"]]]
+    found = work[work["kind"].eq("copy") & ~evidence.named(OVER_LINK)[work["context"]]]
     found = found.assign(name=profile.contexts["name"].iloc[found["context"]].to_numpy())
     if found.empty:
         return None
@@ -1287,7 +1273,7 @@ def heavy_copy(evidence: Evidence, ledger: Ledger) -> Measured | None:
     is_set = found["name"].str.contains("memset|<gpu set>", case=False)
     peer = found["name"].str.contains("PtoP|peer", case=False)
     sets = float(length[is_set].sum()) / float(length.sum())
-    steps = max(len(evidence.windows[0]), 1)
+    steps = evidence.iterations
     every = np.bincount(profile.trace["context"], minlength=len(profile.contexts))
     size = profile.value_table("copy_bytes").to_numpy()
     moved = float(np.nan_to_num((size / np.maximum(every, 1))[found["context"]]).sum())
@@ -1334,11 +1320,9 @@ def allocation(evidence: Evidence, ledger: Ledger) -> Measured | None:
     if time < ALLOCATION_SHARE * evidence.total_ms:
         return None
     profile = evidence.profile
-    asked = profile.which("name", lambda name: bool(ALLOCATING.match(name)))
-    trace = profile.trace[asked[profile.trace["context"].to_numpy()]]
-    calls = trace[evidence.inside(trace["start_ns"].to_numpy())]
+    calls = _calls(evidence, ALLOCATING)
     names = profile.contexts["name"].iloc[calls["context"]]
-    part = largest(idle.groupby(PART)["idle_ms"].sum())
+    part = largest_part(idle, "idle_ms")
     ledger.explain(time, part)
     ledger.idle_ms += time
     ledger.idle_causes.add("allocation")
@@ -1346,7 +1330,7 @@ def allocation(evidence: Evidence, ledger: Ledger) -> Measured | None:
         "share": time / evidence.total_ms,
         "component": part[0],
         "names": ", ".join(sorted(names.unique())) or "Calls of the driver",
-        "count": len(calls) / max(len(evidence.windows[0]), 1),
+        "count": len(calls) / evidence.iterations,
         "time": time,
         "place": part_label(*part) or "the loop",
         "doubt": _doubt(evidence),
@@ -1423,37 +1407,25 @@ def _sampling_quality(measured: dict[str, Any]) -> str | None:
 
 def _kernel_ms(evidence: Evidence) -> float:
     """Time of a mean step in which kernels run, no more than the GPU works."""
-    return min(float(_kernels(evidence)["ms"].sum()), evidence.device_ms)
-
-
-def _kernels(evidence: Evidence) -> pd.DataFrame:
-    """As :func:`kernel_table`, with ``ms`` of a mean step."""
-    table = kernel_table(evidence.profile)
-    each = table["time_ms"] / iteration_count(evidence.profile)
-    return table.assign(ms=table["per_iteration_ms"].fillna(each))
-
-
-def _capability(evidence: Evidence) -> int | None:
-    """First figure of the GPU's compute capability."""
-    for device in evidence.meta.get("devices") or []:
-        major = str(device.get("compute") or "").partition(".")[0]
-        if major.isdigit():
-            return int(major)
-    return None
+    return min(float(evidence.kernels["ms"].sum()), evidence.device_ms)
 
 
 def _link_gb_per_s(evidence: Evidence) -> float | None:
-    capability = _capability(evidence)
+    capability = evidence.capability
     return None if capability is None else LINKS_GB_PER_S.get(capability)
+
+
+def _calls(evidence: Evidence, pattern: re.Pattern[str]) -> pd.DataFrame:
+    """Rows of the trace, begun in the iterations, of calls whose name matches."""
+    calls = evidence.spans(evidence.named(pattern))
+    return calls[evidence.inside(calls["start_ns"].to_numpy())]
 
 
 def _synchronising_calls(evidence: Evidence) -> pd.DataFrame:
     """Calls in the step that wait for the GPU: ``start_ns``, ``end_ns``, ``name``,
     ``component``, ``phase``, ``waited_ms`` (of a mean iteration)."""
     profile = evidence.profile
-    waits = profile.which("name", lambda name: bool(SYNC.fullmatch(name)))
-    trace = profile.trace[waits[profile.trace["context"].to_numpy()]]
-    calls = trace[evidence.inside(trace["start_ns"].to_numpy())].reset_index(drop=True)
+    calls = _calls(evidence, SYNC).reset_index(drop=True)
     if calls.empty or not evidence.has_timeline:
         return calls[:0]
     names = profile.contexts[["name", *PART]].iloc[calls["context"]].reset_index(drop=True)
@@ -1543,7 +1515,7 @@ def _with_idle_inside(
     busy = _busy_or_taken(evidence, ledger)
     around = around.drop_duplicates(["start_ns", "end_ns"])
     start, end = around["start_ns"].to_numpy(), around["end_ns"].to_numpy()
-    idle = (end - start - overlap(start, end, *busy)) / 1e6 / max(len(evidence.windows[0]), 1)
+    idle = (end - start - overlap(start, end, *busy)) / 1e6 / evidence.iterations
     inside = pd.Series(idle, index=around["call"]).groupby(level=0).sum()
     return calls.assign(
         lost_ms=np.fmax(calls["lost_ms"], inside.reindex(calls.index)).astype(float)
@@ -1557,9 +1529,8 @@ def _copies(evidence: Evidence) -> pd.DataFrame:
     if work.empty:
         return work
     names = profile.contexts["name"]
-    over_link = profile.which("name", lambda name: bool(OVER_LINK.search(name)))[work["context"]]
-    found = work[work["kind"].eq("copy") & over_link]
-    count = max(len(evidence.windows[0]), 1)
+    found = work[work["kind"].eq("copy") & evidence.named(OVER_LINK)[work["context"]]]
+    count = evidence.iterations
     every = np.bincount(profile.trace["context"], minlength=len(names))[found["context"]]
     size = np.nan_to_num(profile.value_table("copy_bytes").to_numpy())[found["context"]]
     return found.assign(
@@ -1577,13 +1548,12 @@ def _delaying_ms(evidence: Evidence, found: pd.DataFrame, kernels: pd.DataFrame)
     ran = union(kernels["start_ns"].to_numpy(), kernels["end_ns"].to_numpy())
     launched = kernels[kernels["launch_end_ns"] >= 0]
     profile = evidence.profile
-    blocking = profile.which("name", lambda name: bool(BLOCKING.match(name)))
-    calls = profile.trace[blocking[profile.trace["context"].to_numpy()]]
+    calls = evidence.spans(evidence.named(BLOCKING))
     waits = union(
         np.concatenate([launched["launch_end_ns"].to_numpy(), calls["start_ns"].to_numpy()]),
         np.concatenate([launched["start_ns"].to_numpy(), calls["end_ns"].to_numpy()]),
     )
-    count = 1e6 * max(len(evidence.windows[0]), 1)
+    count = 1e6 * evidence.iterations
     if not host_is_traced(profile):
         return float((end - start).sum() - overlap(start, end, *ran).sum()) / count
     hidden_or_free = union(np.concatenate([ran[0], waits[0]]), np.concatenate([ran[1], waits[1]]))
@@ -1591,8 +1561,8 @@ def _delaying_ms(evidence: Evidence, found: pd.DataFrame, kernels: pd.DataFrame)
     return (either - float(overlap(start, end, *ran).sum())) / count
 
 
-ALLOCATING = re.compile(r"(?:cuda|cu|hip)(?:Malloc|Free|Mem(?:Alloc|Free)|Host(?:Alloc|Free))")
+ALLOCATING = re.compile(r"^(?:cuda|cu|hip)(?:Malloc|Free|Mem(?:Alloc|Free)|Host(?:Alloc|Free))")
 """Calls that take memory from the driver or give it back."""
 
-BLOCKING = re.compile(r"(?:cuda|cu|hip)\w*(?:Memcpy|Synchronize)")
+BLOCKING = re.compile(r"^(?:cuda|cu|hip)\w*(?:Memcpy|Synchronize)")
 """Calls in which the host may wait for a copy."""

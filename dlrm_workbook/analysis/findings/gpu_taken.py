@@ -14,16 +14,14 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from dlrm_core.base.units import milliseconds
 from dlrm_workbook.analysis.attribution import IDLE, iteration_state, windows
 from dlrm_workbook.analysis.context_tree import overlap, stretch_at, union
-from dlrm_workbook.analysis.findings.evidence import Evidence
+from dlrm_workbook.analysis.findings.evidence import Evidence, listed
 from dlrm_workbook.analysis.findings.finding import Ledger, Measured, bounded, rule
 from dlrm_workbook.analysis.idleness import Stretches
 from dlrm_workbook.analysis.launches import device_operations
 from dlrm_workbook.analysis.steady import lasting_rise
 from dlrm_workbook.recordings.open import COMMUNICATION
-from dlrm_workbook.recordings.torch.chrome_trace import GRAPH_LAUNCH
 
 SLOWER_TIMES = 1.1
 """Times as long: boost clocks of a GPU at work wander by a few percent, a limit of power or
@@ -43,13 +41,13 @@ WAITING_US = 100.0
 """Work that has been launched begins within 5 to 20 µs on a GPU that is free; ten times that is
 no start-up. NVIDIA's time slices last 1 ms and more."""
 
-WHOLE_GPU = re.compile(r"(?:cu(?:da)?|hip)(?:Device|Ctx)Synchronize")
+WHOLE_GPU = re.compile(r"^(?:cu(?:da)?|hip)(?:Device|Ctx)Synchronize$")
 """Calls that return when all that was launched is done."""
 
-SYNC = re.compile(r"(?:cu(?:da)?|hip)(?:Device|Stream|Event|Ctx)Synchronize\w*")
+SYNC = re.compile(r"^(?:cu(?:da)?|hip)(?:Device|Stream|Event|Ctx)Synchronize\w*$")
 """Calls that wait for the GPU."""
 
-HOST_FUNCTION = re.compile(r"(?:cu(?:da)?|hip)(?:LaunchHostFunc|StreamAddCallback)\w*")
+HOST_FUNCTION = re.compile(r"^(?:cu(?:da)?|hip)(?:LaunchHostFunc|StreamAddCallback)\w*$")
 """Calls that put a function of the host into a stream: later work there waits until it returns."""
 
 MANY_WAITS = 10
@@ -123,7 +121,7 @@ def _same_launches(evidence: Evidence, spans: pd.DataFrame) -> pd.DataFrame:
     nothing = pd.DataFrame()
     if work.empty or len(spans) < 4:
         return nothing
-    exchange = evidence.profile.which("name", lambda name: bool(COMMUNICATION.search(name)))
+    exchange = evidence.named(COMMUNICATION)
     work = work[work["kind"].eq("kernel") & ~exchange[work["context"].to_numpy()]]
     begun = work["launch_start_ns"].where(work["launch_start_ns"] >= 0, work["start_ns"])
     step = stretch_at(spans["start_ns"].to_numpy(), spans["end_ns"].to_numpy(), begun.to_numpy())
@@ -182,7 +180,7 @@ def profiler_overhead(evidence: Evidence, ledger: Ledger) -> Measured | None:
     idle = idle[called]
     start, end = idle["start_ns"].to_numpy(), idle["end_ns"].to_numpy()
     held = overlap(start, end, *union(told["start"].to_numpy(), told["end"].to_numpy()))
-    count = 1e6 * max(len(evidence.windows[0]), 1)
+    count = 1e6 * evidence.iterations
     lost = float(held.sum()) / count
     if lost < LOST_SHARE * evidence.total_ms:
         return None
@@ -192,11 +190,10 @@ def profiler_overhead(evidence: Evidence, ledger: Ledger) -> Measured | None:
     ledger.idle_ms += lost
     within = told[evidence.inside(told["start"].to_numpy())]
     times = ((within["end"] - within["start"]) / count).groupby(within["name"]).sum()
-    named = times.sort_values(ascending=False).items()
     return {
         "share": lost / evidence.total_ms,
         "time": lost,
-        "names": ", ".join(f"{name} {milliseconds(ms)}" for name, ms in named),
+        "names": listed(times.sort_values(ascending=False)),
     }
 
 
@@ -228,14 +225,13 @@ def gpu_taken(evidence: Evidence, ledger: Ledger) -> Measured | None:
         start, end = start[behind], end[behind]
     else:
         calls = ""
-    count = max(len(evidence.windows[0]), 1)
+    count = evidence.iterations
     lost = float((end - start).sum()) / 1e6 / count
     share = lost / evidence.total_ms
     if share < LOST_SHARE or len(start) < 2:
         return None
     period = None if calls else _period_ms(end)
-    runtime = evidence.profile.contexts.loc[evidence.profile.of_kind("runtime"), "name"]
-    if period is None and runtime.str.match(GRAPH_LAUNCH).any():
+    if period is None and evidence.has_graphs:
         return None  # kernels of graphs that were not recorded may run in the gaps
     if period is None and not calls and _while_waiting(evidence, start, end):
         return None  # a program that waits all the time: what it does between is the likelier cause
@@ -288,8 +284,7 @@ def _behind_host_functions(evidence: Evidence, end: Any) -> tuple[Any, str]:
         the gap had been launched already; the names of the calls.
     """
     profile = evidence.profile
-    holds = profile.which("name", lambda name: bool(HOST_FUNCTION.fullmatch(name)))
-    calls = profile.trace[holds[profile.trace["context"].to_numpy()]].sort_values("start_ns")
+    calls = evidence.spans(evidence.named(HOST_FUNCTION)).sort_values("start_ns")
     work = device_operations(profile)
     launched = work["launch_start_ns"].to_numpy()
     row = np.searchsorted(work["start_ns"].to_numpy(), end)
@@ -325,9 +320,7 @@ def _queued_gaps(evidence: Evidence) -> tuple[Any, Any, float]:
 def _while_waiting(evidence: Evidence, start: Any, end: Any) -> bool:
     """Whether the host spends most of the gaps in calls that wait for the GPU, of which there are
     many more than gaps."""
-    profile = evidence.profile
-    waits = profile.which("name", lambda name: bool(SYNC.fullmatch(name)))
-    calls = profile.trace[waits[profile.trace["context"].to_numpy()]]
+    calls = evidence.spans(evidence.named(SYNC))
     calls = calls[evidence.inside(calls["start_ns"].to_numpy())]
     if len(calls) < MANY_WAITS * len(start):
         return False
@@ -338,9 +331,7 @@ def _while_waiting(evidence: Evidence, start: Any, end: Any) -> bool:
 def _waited_out(evidence: Evidence, launched: Any, begin: Any) -> Any:
     """Mark operations (n,) that begin after a call that waits for the whole GPU and was made after
     their launch: the call would have waited for them, so that their launch is not known."""
-    profile = evidence.profile
-    waits = profile.which("name", lambda name: bool(WHOLE_GPU.fullmatch(name)))
-    calls = profile.trace[waits[profile.trace["context"].to_numpy()]].sort_values("start_ns")
+    calls = evidence.spans(evidence.named(WHOLE_GPU)).sort_values("start_ns")
     if calls.empty:
         return np.zeros(len(launched), dtype=bool)
     # the first call after each launch

@@ -19,7 +19,9 @@ from dlrm_core.parts import SPAN_PREFIX
 from dlrm_workbook.recordings.profile import Profile, nearest
 from dlrm_workbook.recordings.torch.steps import STEP_LABEL
 
-OWN_RANGES = rf"^$|^(?:{re.escape(STEP_LABEL)}|ProfilerStep#|Optimizer\.|{re.escape(SPAN_PREFIX)})"
+OWN_RANGES = re.compile(
+    rf"^$|^(?:{re.escape(STEP_LABEL)}|ProfilerStep#|Optimizer\.|{re.escape(SPAN_PREFIX)})"
+)
 """Matches names of ranges that mark no more than a step or a part, and the empty one."""
 
 LEVELS = {
@@ -46,7 +48,7 @@ def levels(profile: Profile) -> dict[str, np.ndarray]:
     """
     parent = profile.contexts["parent"].to_numpy()
     # traces of 2021 write ranges as operators
-    told = ~profile.which("name", lambda name: bool(re.match(OWN_RANGES, name)))
+    told = ~profile.which("name", lambda name: bool(OWN_RANGES.match(name)))
     inner = nearest(parent, profile.of_kind("operator") & told)
     # the call that launched a kernel or a copy says nothing about it
     call = np.where(
