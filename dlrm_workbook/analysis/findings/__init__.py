@@ -34,9 +34,12 @@ from dlrm_workbook.analysis.findings import (
     data,
     embedding,
     generic,
-    gpu,
+    gpu_copies,
+    gpu_idle,
     gpu_taken,
+    gpu_work,
     host,
+    iterations,
     operators,
 )
 from dlrm_workbook.analysis.findings.evidence import Evidence
@@ -88,22 +91,22 @@ RULES: tuple[Rule, ...] = (
     gpu_taken.slower_gpu,
     gpu_taken.gpu_taken,
     gpu_taken.profiler_overhead,
-    gpu.blocking_launches,
-    gpu.synchronising,
-    gpu.allocation,
-    gpu.copies,
-    gpu.exposed_communication,
-    gpu.launch_bound,
-    gpu.gpu_idle,
-    gpu.float64,
-    gpu.tensor_cores,
-    gpu.layout_copies,
-    gpu.pointwise_operators,
-    gpu.occupancy,
-    gpu.stalls,
-    gpu.heavy_kernel,
-    gpu.largest_kernels,
-    gpu.heavy_copy,
+    gpu_idle.blocking_launches,
+    gpu_idle.synchronising,
+    gpu_idle.allocation,
+    gpu_copies.copies,
+    gpu_copies.exposed_communication,
+    gpu_idle.launch_bound,
+    gpu_idle.gpu_idle,
+    gpu_work.float64,
+    gpu_work.tensor_cores,
+    gpu_work.layout_copies,
+    gpu_work.pointwise_operators,
+    gpu_work.occupancy,
+    gpu_work.stalls,
+    gpu_work.heavy_kernel,
+    gpu_work.largest_kernels,
+    gpu_copies.heavy_copy,
     operators.extra_operators,
     host.other_processes,
     host.other_threads,
@@ -126,15 +129,15 @@ RULES: tuple[Rule, ...] = (
     generic.disturbed_profile,
     generic.outside_parts,
     generic.spinning_threads,
-    generic.irregular,
-    generic.slower_later,
-    generic.now_and_then,
+    iterations.irregular,
+    iterations.slower_later,
+    iterations.now_and_then,
     generic.slower_than_alone,
     generic.far_from_ceiling,
     generic.dominant_part,
     generic.start_up,
     generic.largest_functions,
-    gpu.dominant_place,
+    gpu_work.dominant_place,
 )
 """In the order in which they run: what leaves no doubt about its cause comes first."""
 
@@ -152,7 +155,7 @@ def findings(
         return []
     ledger = Ledger(evidence)
     found = [finding for rule in RULES for finding in rule(evidence, ledger)]
-    ranked = rank(generic.of_all_iterations(found))
+    ranked = rank(iterations.of_all_iterations(found))
     by_gain = _by_gain(evidence)
     ranked = ranked if by_gain else _by_share(ranked)
     ranked = _dominant_in_place(ranked)

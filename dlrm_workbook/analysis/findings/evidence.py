@@ -58,6 +58,16 @@ PROFILER_MS = 0.01
 """Most that torch.profiler adds to an operator, with shapes and memory recorded."""
 
 
+MOST_LISTED = 5
+"""Names that a sentence lists of what the host was in, or of kernels."""
+
+SLOWED_LAUNCHES = "PC sampling slowed the launches, so it caused part of this time itself."
+UPPER_BOUND = (
+    "CUDA graphs were launched, of whose kernels a profiler may record only some: it is an upper "
+    "bound."
+)
+
+
 def heaviest(operators: pd.DataFrame, count: int = 4, column: str = "cpu_self_ms") -> str | None:
     """The operators that take most of the time, with their milliseconds; None if none does."""
     top = operators.groupby("name")[column].sum().nlargest(count)
@@ -373,6 +383,13 @@ class Evidence:
         return bool(calls.str.match(GRAPH_LAUNCH).any())
 
     @property
+    def doubt(self) -> str | None:
+        """Why idle time and gaps of this recording are not to be taken at their word."""
+        said = [SLOWED_LAUNCHES] if self.meta.get("serialised") else []
+        said += [UPPER_BOUND] if self.has_graphs else []
+        return " ".join(said) or None
+
+    @property
     def capability(self) -> int | None:
         """First figure of the GPU's compute capability."""
         for device in self.meta.get("devices") or []:
@@ -434,6 +451,23 @@ class Evidence:
     def wall_ms(self) -> float:
         """Mean wall time of the counted iterations, else of the step."""
         return self.counter("wall_ms") or self.step_ms
+
+    @property
+    def meanwhile(self) -> str | None:
+        """A sentence on what the system counted of the step's thread, as far as it is unusual."""
+        counted = []
+        for name, label in (
+            ("run_queue_ms", "waited for a core"),
+            ("blocked_ms", "waited for something else"),
+            ("gc_ms", "collected garbage"),
+        ):
+            share = self.share_of_wall(name)
+            if share >= 0.01:
+                counted.append(f"{label} in {share:.0%} of the time")
+        faults = self.counted("minor_faults")
+        if faults >= 1000:
+            counted.append(f"met {faults:,.0f} page faults per iteration")
+        return f"Meanwhile the step's thread {', '.join(counted)}." if counted else None
 
     def ceiling(self, name: str) -> Any:
         """An entry of the machine's measured ceilings, or None."""

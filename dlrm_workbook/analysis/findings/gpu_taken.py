@@ -34,7 +34,7 @@ a clock slows all that computes, though less what waits for memory."""
 COMPARED = 0.5
 """Least share of the kernels' time in launches that every iteration makes alike."""
 
-LOST_SHARE = 0.05
+TAKEN_SHARE = 0.05
 """Least share of the step that is lost; less is a run's own scatter."""
 
 WAITING_US = 100.0
@@ -46,6 +46,9 @@ WHOLE_GPU = re.compile(r"^(?:cu(?:da)?|hip)(?:Device|Ctx)Synchronize$")
 
 SYNC = re.compile(r"^(?:cu(?:da)?|hip)(?:Device|Stream|Event|Ctx)Synchronize\w*$")
 """Calls that wait for the GPU."""
+
+BLOCKING = re.compile(r"^(?:cuda|cu|hip)\w*(?:Memcpy|Synchronize)")
+"""Calls in which the host may wait for a copy."""
 
 HOST_FUNCTION = re.compile(r"^(?:cu(?:da)?|hip)(?:LaunchHostFunc|StreamAddCallback)\w*$")
 """Calls that put a function of the host into a stream: later work there waits until it returns."""
@@ -99,7 +102,7 @@ def slower_gpu(evidence: Evidence, ledger: Ledger) -> Measured | None:
     if state is not None and state.steady[cut:].any():
         counted = state.steady  # the step that all shares are of
     share = float(extra[counted].sum() / length[counted].sum())
-    if share < LOST_SHARE:
+    if share < TAKEN_SHARE:
         return None
     ledger.slower_from = cut
     return {
@@ -182,7 +185,7 @@ def profiler_overhead(evidence: Evidence, ledger: Ledger) -> Measured | None:
     held = overlap(start, end, *union(told["start"].to_numpy(), told["end"].to_numpy()))
     count = 1e6 * evidence.iterations
     lost = float(held.sum()) / count
-    if lost < LOST_SHARE * evidence.total_ms:
+    if lost < TAKEN_SHARE * evidence.total_ms:
         return None
     most = held > 0.5 * (end - start)
     begun, done = ledger.taken
@@ -228,7 +231,7 @@ def gpu_taken(evidence: Evidence, ledger: Ledger) -> Measured | None:
     count = evidence.iterations
     lost = float((end - start).sum()) / 1e6 / count
     share = lost / evidence.total_ms
-    if share < LOST_SHARE or len(start) < 2:
+    if share < TAKEN_SHARE or len(start) < 2:
         return None
     period = None if calls else _period_ms(end)
     if period is None and evidence.has_graphs:
