@@ -21,15 +21,6 @@ HOT_SHARE = 0.05
 SMALL_TABLE = 64
 """Rows; in a smaller table each row is hot whatever the law."""
 
-GIANT_BYTES = 0.6
-"""Share of all tables' bytes."""
-
-GIANT_LOOKUPS = 0.6
-GIANT_TIMES = 8.0
-"""Times the median table."""
-
-UPDATE_SHARE = 0.05
-
 
 @rule(
     "skewed_indices",
@@ -80,6 +71,12 @@ def skewed_indices(evidence: Evidence, ledger: Ledger) -> Measured | None:
     }
 
 
+GIANT_BYTES = 0.6
+"""Share of all tables' bytes."""
+
+GIANT_LOOKUPS = 0.6
+
+
 @rule(
     "giant_table",
     title="Table {table} has {of_rows:.0%} of all rows",
@@ -126,6 +123,9 @@ def giant_table(evidence: Evidence, ledger: Ledger) -> Measured | None:
         "speedup": bounded(lost),
         "limit": "load imbalance" if by_lookups is not None else "memory capacity",
     }
+
+
+UPDATE_SHARE = 0.05
 
 
 @rule(
@@ -176,6 +176,10 @@ def _expected_hottest(evidence: Evidence, table: Mapping[str, Any]) -> float:
     if abs(a - 1.0) < 1e-9:
         return math.log(2.0) / math.log(rows + 1.0)
     return float((1.0 - 2.0 ** (1.0 - a)) / (1.0 - (rows + 1.0) ** (1.0 - a)))
+
+
+GIANT_TIMES = 8.0
+"""Times the median table."""
 
 
 def _dominant(sizes: list[float] | list[int], least: float) -> int | None:

@@ -23,26 +23,12 @@ from dlrm_workbook.analysis.launches import device_operations
 from dlrm_workbook.analysis.steady import lasting_rise
 from dlrm_workbook.recordings.open import COMMUNICATION
 
-SLOWER_TIMES = 1.1
-"""Times as long: boost clocks of a GPU at work wander by a few percent, a limit of power or
-temperature takes 10 % and more."""
-
 ONE_FACTOR = 0.75
 """Least share of the kernels' time in kernels that become slower by half of the change or more:
 a clock slows all that computes, though less what waits for memory."""
 
-COMPARED = 0.5
-"""Least share of the kernels' time in launches that every iteration makes alike."""
-
 TAKEN_SHARE = 0.05
 """Least share of the step that is lost; less is a run's own scatter."""
-
-WAITING_US = 100.0
-"""Work that has been launched begins within 5 to 20 µs on a GPU that is free; ten times that is
-no start-up. NVIDIA's time slices last 1 ms and more."""
-
-WHOLE_GPU = re.compile(r"^(?:cu(?:da)?|hip)(?:Device|Ctx)Synchronize$")
-"""Calls that return when all that was launched is done."""
 
 SYNC = re.compile(r"^(?:cu(?:da)?|hip)(?:Device|Stream|Event|Ctx)Synchronize\w*$")
 """Calls that wait for the GPU."""
@@ -50,14 +36,10 @@ SYNC = re.compile(r"^(?:cu(?:da)?|hip)(?:Device|Stream|Event|Ctx)Synchronize\w*$
 BLOCKING = re.compile(r"^(?:cuda|cu|hip)\w*(?:Memcpy|Synchronize)")
 """Calls in which the host may wait for a copy."""
 
-HOST_FUNCTION = re.compile(r"^(?:cu(?:da)?|hip)(?:LaunchHostFunc|StreamAddCallback)\w*$")
-"""Calls that put a function of the host into a stream: later work there waits until it returns."""
 
-MANY_WAITS = 10
-"""Such calls to each gap."""
-
-REGULAR_GAPS = 6
-"""Gaps from which on their regularity is judged."""
+SLOWER_TIMES = 1.1
+"""Times as long: boost clocks of a GPU at work wander by a few percent, a limit of power or
+temperature takes 10 % and more."""
 
 
 @rule(
@@ -115,6 +97,10 @@ def slower_gpu(evidence: Evidence, ledger: Ledger) -> Measured | None:
         "alike": alike,
         "lost": float(extra.sum()),
     }
+
+
+COMPARED = 0.5
+"""Least share of the kernels' time in launches that every iteration makes alike."""
 
 
 def _same_launches(evidence: Evidence, spans: pd.DataFrame) -> pd.DataFrame:
@@ -200,6 +186,23 @@ def profiler_overhead(evidence: Evidence, ledger: Ledger) -> Measured | None:
     }
 
 
+_HOST_FUNCTIONS: Measured = {
+    "id": "host_functions",
+    "title": "The GPU does nothing in {share:.0%} of the step because its streams wait for "
+    "functions of the host",
+    "evidence": (
+        "In {count:,.1f} gaps per iteration of {usual:ms} (median) no stream runs anything. The "
+        "work that ends each gap had been launched, behind a call of {calls}.",
+        "Such a call puts a function of the host into a stream, and later work of that stream "
+        "begins only when the function has returned.",
+    ),
+    "advice": "Take the functions out of the streams that compute: wait for an event on another "
+    "thread and do the work there, or put them on a stream of their own that waits for an event.",
+    "limit": "synchronisation",
+}
+"""Sentences that replace those of :func:`gpu_taken` where the recording has the cause."""
+
+
 @rule(
     "gpu_taken",
     title="The GPU does nothing in {share:.0%} of the step although work waits in its queue{whose}",
@@ -259,21 +262,8 @@ def gpu_taken(evidence: Evidence, ledger: Ledger) -> Measured | None:
     return figures | (_HOST_FUNCTIONS | {"calls": calls} if calls else {})
 
 
-_HOST_FUNCTIONS: Measured = {
-    "id": "host_functions",
-    "title": "The GPU does nothing in {share:.0%} of the step because its streams wait for "
-    "functions of the host",
-    "evidence": (
-        "In {count:,.1f} gaps per iteration of {usual:ms} (median) no stream runs anything. The "
-        "work that ends each gap had been launched, behind a call of {calls}.",
-        "Such a call puts a function of the host into a stream, and later work of that stream "
-        "begins only when the function has returned.",
-    ),
-    "advice": "Take the functions out of the streams that compute: wait for an event on another "
-    "thread and do the work there, or put them on a stream of their own that waits for an event.",
-    "limit": "synchronisation",
-}
-"""Sentences that replace those of :func:`gpu_taken` where the recording has the cause."""
+HOST_FUNCTION = re.compile(r"^(?:cu(?:da)?|hip)(?:LaunchHostFunc|StreamAddCallback)\w*$")
+"""Calls that put a function of the host into a stream: later work there waits until it returns."""
 
 
 def _behind_host_functions(evidence: Evidence, end: Any) -> tuple[Any, str]:
@@ -298,6 +288,11 @@ def _behind_host_functions(evidence: Evidence, end: Any) -> tuple[Any, str]:
     return behind & (launched[row] >= 0), ", ".join(names)
 
 
+WAITING_US = 100.0
+"""Work that has been launched begins within 5 to 20 µs on a GPU that is free; ten times that is
+no start-up. NVIDIA's time slices last 1 ms and more."""
+
+
 def _queued_gaps(evidence: Evidence) -> tuple[Any, Any, float]:
     """(start, end, usual start-up) in ns: stretches in which nothing runs on the GPU and work
     that was launched before waits far longer than a start-up takes.
@@ -320,6 +315,10 @@ def _queued_gaps(evidence: Evidence) -> tuple[Any, Any, float]:
     return since[chosen], begin[1:][chosen], start_up
 
 
+MANY_WAITS = 10
+"""Such calls to each gap."""
+
+
 def _while_waiting(evidence: Evidence, start: Any, end: Any) -> bool:
     """Whether the host spends most of the gaps in calls that wait for the GPU, of which there are
     many more than gaps."""
@@ -329,6 +328,10 @@ def _while_waiting(evidence: Evidence, start: Any, end: Any) -> bool:
         return False
     waiting = union(calls["start_ns"].to_numpy(), calls["end_ns"].to_numpy())
     return bool(overlap(start, end, *waiting).sum() > 0.5 * (end - start).sum())
+
+
+WHOLE_GPU = re.compile(r"^(?:cu(?:da)?|hip)(?:Device|Ctx)Synchronize$")
+"""Calls that return when all that was launched is done."""
 
 
 def _waited_out(evidence: Evidence, launched: Any, begin: Any) -> Any:
@@ -342,6 +345,10 @@ def _waited_out(evidence: Evidence, launched: Any, begin: Any) -> Any:
     far = np.iinfo(np.int64).max
     ended = np.append(np.minimum.accumulate(calls["end_ns"].to_numpy()[::-1])[::-1], far)[place]
     return (launched >= 0) & (ended <= begin)
+
+
+REGULAR_GAPS = 6
+"""Gaps from which on their regularity is judged."""
 
 
 def _period_ms(at: np.ndarray) -> float | None:
