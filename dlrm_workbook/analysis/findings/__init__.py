@@ -74,10 +74,10 @@ OF_EFFECT = {"rank_imbalance": 0.0}
 
 HALF = 0.5
 
-SPREAD = 0.5
+SPREAD_WEIGHT = 0.5
 """Factor of a GPU's idle time in the order of findings, where no one place of a program has it."""
 
-SERIALISED = (
+SERIALISED_CAUTION = (
     "Kernels were serialised by PC sampling: times, idleness and overlap of this recording are "
     "distorted. It is for stall reasons; measure times without it (hpcrun -e CPUTIME -e "
     "gpu=nvidia -t)."
@@ -211,7 +211,7 @@ def _weight(finding: Finding) -> float:
     goes before a sum of many."""
     if finding.id not in STARVED:
         return finding.felt * finding.share_of_step
-    return max(SPREAD * finding.share_of_step, finding.in_one)
+    return max(SPREAD_WEIGHT * finding.share_of_step, finding.in_one)
 
 
 def _dominant_in_place(ranked: Sequence[Finding]) -> list[Finding]:
@@ -348,7 +348,7 @@ def cautions(profile: Profile) -> list[str]:
     """Sentences on what in this recording not to take at its word, gravest first."""
     said = [str(sentence) for sentence in profile.meta.get("cautions") or []]
     if profile.meta.get("serialised") and not any("serialised" in text for text in said):
-        said.insert(0, SERIALISED)
+        said.insert(0, SERIALISED_CAUTION)
     return [*said, *filter(None, [host.faults_of_profiler(profile)])]
 
 

@@ -18,7 +18,7 @@ SKEW = 4.0
 HOT_SHARE = 0.05
 """Of a table's lookups, by one row; below it contention costs nothing that is measurable."""
 
-SMALL_TABLE = 64
+FEW_ROWS = 64
 """Rows; in a smaller table each row is hot whatever the law."""
 
 
@@ -45,7 +45,7 @@ def skewed_indices(evidence: Evidence, ledger: Ledger) -> Measured | None:
     hot = []
     for table in evidence.tables:
         expected, share = _expected_hottest(evidence, table), float(table["hottest_share"])
-        if table["rows"] >= SMALL_TABLE and share >= HOT_SHARE and share >= SKEW * expected:
+        if table["rows"] >= FEW_ROWS and share >= HOT_SHARE and share >= SKEW * expected:
             hot.append((share, expected, table))
     if not hot:
         return None

@@ -71,10 +71,10 @@ UPPER_BOUND = (
 def heaviest(operators: pd.DataFrame, count: int = 4, column: str = "cpu_self_ms") -> str | None:
     """The operators that take most of the time, with their milliseconds; None if none does."""
     top = operators.groupby("name")[column].sum().nlargest(count)
-    return listed(top[top > 0]) or None
+    return listed_times(top[top > 0]) or None
 
 
-def listed(times: pd.Series, more: str = "") -> str:
+def listed_times(times: pd.Series, more: str = "") -> str:
     """Names with their milliseconds, in the order given; ``more`` stands behind each."""
     return ", ".join(f"{name} {milliseconds(ms)}{more}" for name, ms in times.items())
 

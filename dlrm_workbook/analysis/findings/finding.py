@@ -17,7 +17,7 @@ from dlrm_core.base.units import milliseconds
 from dlrm_workbook.analysis.attribution import IDLE
 from dlrm_workbook.analysis.context_tree import Ints
 from dlrm_workbook.analysis.findings.evidence import Evidence, Part
-from dlrm_workbook.analysis.findings.where import most_in_one, said
+from dlrm_workbook.analysis.findings.where import most_in_one, place_sentence
 from dlrm_workbook.analysis.idleness import Stretches, felt_share
 from dlrm_workbook.analysis.whatif import prediction
 
@@ -237,7 +237,7 @@ def rule(
     it; ``change``, ``severity`` and ``speedup`` are the finding's. Without ``speedup`` the
     share is waste that can go entirely (:func:`removed`); an empty one says that nothing tells
     the gain. ``pieces`` gives the contexts and the time (ms of a mean step) of the pieces that the
-    share is of, which become a sentence (:func:`~.where.said`).
+    share is of, which become a sentence (:func:`~.where.place_sentence`).
 
     Args:
         gpu: only for runs on a GPU (True) or on a CPU (False).
@@ -258,7 +258,7 @@ def rule(
             in_one, felt = 0.0, 1.0
             if "pieces" in figures:
                 context, ms = figures["pieces"]
-                told.append(said(seen.profile, context, ms, seen.total_ms) or "")
+                told.append(place_sentence(seen.profile, context, ms, seen.total_ms) or "")
                 in_one = most_in_one(seen.profile, context, ms) / seen.total_ms
                 felt = _felt(seen, context) if IDLE not in concerns else 1.0
             remedy = _filled(figures.get("advice", advice), figures) or ""
@@ -266,7 +266,7 @@ def rule(
             if not seen.is_ours:
                 remedy = PARAMETERS.sub("", remedy)
             if seen.on_gpu and not (figures.get("change") and seen.probed):
-                speedup = within(scaled(speedup, felt), felt * share)
+                speedup = capped(partly_felt(speedup, felt), felt * share)
                 if speedup and felt < MOST_FELT:
                     told.append(
                         f"After {1.0 - felt:.0%} of it the GPU waits for the host's next launch: "
@@ -386,12 +386,12 @@ def removed(share: float) -> dict[str, float]:
     }
 
 
-def scaled(speedup: Mapping[str, float], factor: float) -> dict[str, float]:
+def partly_felt(speedup: Mapping[str, float], factor: float) -> dict[str, float]:
     """Speed-ups when only a factor (0 to 1) of the time that each saves is felt."""
     return {end: 1.0 / (1.0 - factor * (1.0 - 1.0 / gain)) for end, gain in speedup.items()}
 
 
-def within(speedup: Mapping[str, float], share: float) -> dict[str, float]:
+def capped(speedup: Mapping[str, float], share: float) -> dict[str, float]:
     """The gains, none above that of the share's time gone entirely."""
     most = 1.0 / max(1.0 - share, 1e-9)
     return {end: min(gain, most) for end, gain in speedup.items()}

@@ -25,7 +25,7 @@ from dlrm_workbook.analysis.findings.evidence import (
     Evidence,
     Part,
     heaviest,
-    listed,
+    listed_times,
 )
 from dlrm_workbook.analysis.findings.finding import (
     Ledger,
@@ -37,12 +37,12 @@ from dlrm_workbook.analysis.findings.finding import (
 from dlrm_workbook.recordings.foreign import node_key
 from dlrm_workbook.recordings.profile import nearest
 
-DOMINANT_SHARE = 0.4
+DOMINANT_PART_SHARE = 0.4
 """Least share of CPU time in one part and phase of a foreign program; less is ordinary for the
 largest."""
 
 
-SLOWER = 1.5
+SLOWER_THAN_ALONE = 1.5
 """Times its probe. Parts take up to 1.5 times theirs in clean runs, since in the run others
 have emptied the caches (measured: tests/campaigns/planted_faults.py)."""
 
@@ -69,7 +69,7 @@ def slower_than_alone(evidence: Evidence, ledger: Ledger) -> Measured | None:
         return None
     alone = parts["alone_ms"].reindex(left.index)
     ratio = (alone + left) / alone.where(alone > 0)
-    slow = left[(ratio >= SLOWER) & (left >= 0.01 * evidence.total_ms)]
+    slow = left[(ratio >= SLOWER_THAN_ALONE) & (left >= 0.01 * evidence.total_ms)]
     slow = slow[[_is_significant(evidence, part) for part in slow.index]]
     slow = slow.sort_values(ascending=False)
     lost = float(slow.sum())
@@ -195,7 +195,7 @@ def outside_parts(evidence: Evidence, ledger: Ledger) -> Measured | None:
     }
 
 
-DISTURBED = 1.4
+DISTURBED_TIMES = 1.4
 """Times what the step and the profiler's greatest cost come to."""
 
 
@@ -217,7 +217,7 @@ def disturbed_profile(evidence: Evidence, ledger: Ledger) -> Measured | None:
     plain, recorded = evidence.step_ms, evidence.recorded_ms
     calls = float(evidence.parts["calls"].sum())
     cost = PROFILER_MS * calls
-    if plain + cost <= 0 or recorded < DISTURBED * (plain + cost):
+    if plain + cost <= 0 or recorded < DISTURBED_TIMES * (plain + cost):
         return None
     times = recorded / plain
     return {"share": 0.0, "times": times, "calls": calls, "cost": cost, "recorded": recorded}
@@ -298,7 +298,7 @@ def dominant_part(evidence: Evidence, ledger: Ledger) -> Measured | None:
     row = int(np.argmax(times.to_numpy()))
     component, phase, function = map(str, times.index[row])
     time = float(times.max())
-    if time - ledger.anywhere_ms < DOMINANT_SHARE * evidence.total_ms:
+    if time - ledger.anywhere_ms < DOMINANT_PART_SHARE * evidence.total_ms:
         return None
     if ledger.is_explained((component, phase)):
         return None
@@ -382,7 +382,7 @@ def start_up(evidence: Evidence, ledger: Ledger) -> Measured | None:
         return None
     table = _at_work(evidence, builds=True)
     time = float(table["time_ms"].sum())
-    if time < DOMINANT_SHARE * evidence.total_ms:
+    if time < DOMINANT_PART_SHARE * evidence.total_ms:
         return None
     itself = heaviest(table, column="time_ms")
     by_caller = _callers(evidence, table)
@@ -397,7 +397,7 @@ def start_up(evidence: Evidence, ledger: Ledger) -> Measured | None:
     }
 
 
-PIECE_SHARE = 0.04
+FUNCTION_SHARE = 0.04
 """Least share of CPU time for a function to be listed among those that no finding names."""
 
 
@@ -427,7 +427,7 @@ def largest_functions(evidence: Evidence, ledger: Ledger) -> Measured | None:
     parts = zip(table["component"], table["phase"], strict=True)
     table = table[[not ledger.is_explained(part) for part in parts]]
     times = table.groupby(["name", *PART])["time_ms"].sum().sort_values(ascending=False)
-    times = times[times >= PIECE_SHARE * evidence.total_ms]
+    times = times[times >= FUNCTION_SHARE * evidence.total_ms]
     told = " ".join(text for _, text in ledger.told).lower()
     names = [str(name) for name in times.index.get_level_values("name")]
     times = times[[_short_node(name).lower() not in told for name in names]]
@@ -443,7 +443,7 @@ def largest_functions(evidence: Evidence, ledger: Ledger) -> Measured | None:
         "component": str(times.index[0][1]),
         "count": "One function" if len(times) == 1 else f"{len(times)} functions",
         "functions": ", ".join(labels[:2]) + (", ..." if len(labels) > 2 else ""),
-        "listed": listed(pd.Series(rows["ms"].to_numpy(), labels)),
+        "listed": listed_times(pd.Series(rows["ms"].to_numpy(), labels)),
         "speedup": {},
     }
 

@@ -13,7 +13,7 @@ from dlrm_workbook.analysis.attribution import (
     host_is_traced,
 )
 from dlrm_workbook.analysis.context_tree import overlap, union
-from dlrm_workbook.analysis.findings.evidence import MOST_LISTED, Evidence, listed
+from dlrm_workbook.analysis.findings.evidence import MOST_LISTED, Evidence, listed_times
 from dlrm_workbook.analysis.findings.finding import (
     Ledger,
     Measured,
@@ -256,7 +256,7 @@ def exposed_communication(evidence: Evidence, ledger: Ledger) -> Measured | None
         "unknown": None
         if len(evidence.ranks) > 1
         else "The recording of one rank does not show how much of it is waiting for another rank.",
-        "kinds": listed(by_kind),
+        "kinds": listed_times(by_kind),
         "pieces": (exchange["context"], length),
         "speedup": bounded(alone / evidence.total_ms),
     }

@@ -23,7 +23,7 @@ from dlrm_workbook.analysis.attribution import (
     main_thread,
 )
 from dlrm_workbook.analysis.context_tree import overlap, scopes_of, stretch_at, union
-from dlrm_workbook.analysis.findings.evidence import MOST_LISTED, Evidence, listed
+from dlrm_workbook.analysis.findings.evidence import MOST_LISTED, Evidence, listed_times
 from dlrm_workbook.analysis.findings.finding import (
     Ledger,
     Measured,
@@ -367,8 +367,8 @@ def launch_bound(evidence: Evidence, ledger: Ledger) -> Measured | None:
     """The GPU idles while the host prepares launches."""
     if not evidence.has_timeline:
         return None
-    launch_us = float(evidence.ceiling("launch_us") or SHORT_KERNEL_US)
-    idle = _launching(evidence, ledger, launch_us)
+    launch_us = _launch_us(evidence)
+    idle = _launching(evidence, ledger)
     lost = float(idle["idle_ms"].sum())
     left = max(0.0, evidence.idle_ms - ledger.idle_ms - _data_ms(evidence, ledger))
     lost = min(lost, left)
@@ -469,13 +469,19 @@ LAUNCHING = ("operators", "launching", "python", "start-up", "copies")
 """Causes of idleness that make up the cost of launching."""
 
 
-def _launching(evidence: Evidence, ledger: Ledger, launch_us: float) -> pd.DataFrame:
+def _launch_us(evidence: Evidence) -> float:
+    """What a launch costs the host, measured where it could be."""
+    return float(evidence.ceiling("launch_us") or SHORT_KERNEL_US)
+
+
+def _launching(evidence: Evidence, ledger: Ledger) -> pd.DataFrame:
     """Rows of ``evidence.idle`` in gaps so short that they are the cost of launching.
 
     Left out are operators that wait for the GPU, and gaps beyond the length of a few launches
     that the host spends for the most part in the body of one Python function, or, where the
     gap is far longer than the usual one, in any one operator or between two of them.
     """
+    launch_us = _launch_us(evidence)
     idle = without(evidence.idle, ledger.taken)
     frames = evidence.profile.of_kind("python")[idle["context"]] & idle["context"].ge(0)
     own = (idle["end_ns"] - idle["start_ns"]).where(idle["cause"].isin(["python", "operators"]), 0)
@@ -577,21 +583,7 @@ def gpu_idle(evidence: Evidence, ledger: Ledger) -> Measured | None:
     left = evidence.idle_ms - explained
     if left < IDLE_SHARE * evidence.total_ms:
         return None
-    unexplained = without(evidence.idle, ledger.taken)
-    if "synchronisation" in ledger.idle_causes:
-        unexplained = unexplained[unexplained["cause"].ne("synchronisation")]
-        unexplained = unexplained[~_in_waits(unexplained, ledger)]
-    if "allocation" in ledger.idle_causes:
-        unexplained = unexplained[unexplained["cause"].ne("allocation")]
-    if "launches" in ledger.idle_causes:
-        launch_us = float(evidence.ceiling("launch_us") or SHORT_KERNEL_US)
-        names = _launching(evidence, ledger, launch_us).index
-        unexplained = unexplained.drop(names, errors="ignore")
-    if _data_ms(evidence, ledger):
-        made = unexplained["component"].eq("data")
-        if evidence.feeding_ms:
-            made &= unexplained["cause"].eq("data")
-        unexplained = unexplained[~made]
+    unexplained = _unexplained(evidence, ledger)
     traced = host_is_traced(evidence.profile)
     upto = "for up to " if evidence.has_graphs else ""
     figures: Measured = {
@@ -624,6 +616,22 @@ def gpu_idle(evidence: Evidence, ledger: Ledger) -> Measured | None:
     figures |= _in_few_iterations(evidence, unexplained, left)
     ledger.explain(left, (str(figures.get("component", "other")), ""))
     return figures
+
+
+def _unexplained(evidence: Evidence, ledger: Ledger) -> pd.DataFrame:
+    """Rows of ``evidence.idle`` whose cause no other finding names."""
+    idle = without(evidence.idle, ledger.taken)
+    idle = idle[~idle["cause"].isin({"synchronisation", "allocation"} & ledger.idle_causes)]
+    if "synchronisation" in ledger.idle_causes:
+        idle = idle[~_in_waits(idle, ledger)]
+    if "launches" in ledger.idle_causes:
+        idle = idle.drop(_launching(evidence, ledger).index, errors="ignore")
+    if _data_ms(evidence, ledger):
+        making = idle["component"].eq("data")
+        if evidence.feeding_ms:
+            making &= idle["cause"].eq("data")
+        idle = idle[~making]
+    return idle
 
 
 FEW_TIMES = 2.0
@@ -683,10 +691,6 @@ def _longest_gap(evidence: Evidence) -> str | None:
     return f"{milliseconds(usual)} of that are one gap in each iteration{where}."
 
 
-TITLE_SHARE = 0.3
-"""Least share of idle time by one function of the host for a title to name it."""
-
-
 def _host_meanwhile(evidence: Evidence, idle: pd.DataFrame) -> Measured:
     """What the host was in while the GPU did nothing: the parts or else the functions."""
     by_part = idle.groupby(PART)["idle_ms"].sum().sort_values(ascending=False)
@@ -694,7 +698,7 @@ def _host_meanwhile(evidence: Evidence, idle: pd.DataFrame) -> Measured:
     total = float(idle["idle_ms"].sum())
     by_name = idle.groupby(_host_names(evidence, idle))["idle_ms"].sum()
     by_name = by_name.nlargest(MOST_LISTED)
-    functions = listed(by_name)
+    functions = listed_times(by_name)
     if by_name.iloc[0] < 0.5 * total:  # many operators: what calls them
         main = main_place(evidence.profile, idle["context"], idle["idle_ms"])
         by_name = pd.Series({main: total}) if main else by_name
@@ -714,15 +718,32 @@ def _host_meanwhile(evidence: Evidence, idle: pd.DataFrame) -> Measured:
         )
         figures["host"] = f"{places}; by function {functions}"
         figures["component"] = str(named.index[0][0])
-    if by_name.iloc[0] > 0.5 * total:
-        figures["meanwhile"] = f", most while the host is in {by_name.index[0][:70]}"
-    elif len(named) and named.iloc[0] > 0.5 * total:
-        figures["meanwhile"] = f", most while the host is in {part_label(*named.index[0])}"
-        if by_name.iloc[0] > TITLE_SHARE * total:
-            figures["meanwhile"] += f", above all {by_name.index[0][:70]}"
-    elif by_name.iloc[0] > TITLE_SHARE * total:
-        figures["meanwhile"] = f", above all while the host is in {by_name.index[0][:70]}"
+    if place := _in_title(by_name / total, named / total):
+        figures["meanwhile"] = place
     return figures | _awaited(evidence, idle)
+
+
+TITLE_SHARE = 0.3
+"""Least share of idle time by one function of the host for a title to name it."""
+
+
+def _in_title(functions: pd.Series, parts: pd.Series) -> str:
+    """Words of a title on where the host is while the GPU is idle; "" if nowhere for long.
+
+    Args:
+        functions: share (0 to 1) of the idle time by function, most first; one at least.
+        parts: the same by named part.
+    """
+    function, of_function = str(functions.index[0])[:70], float(functions.iloc[0])
+    part = part_label(*parts.index[0]) if len(parts) else ""
+    in_part = part != "" and float(parts.iloc[0]) > 0.5
+    if of_function > 0.5:
+        return f", most while the host is in {function}"
+    in_function = of_function > TITLE_SHARE
+    if in_part:
+        above_all = f", above all {function}" if in_function else ""
+        return f", most while the host is in {part}{above_all}"
+    return f", above all while the host is in {function}" if in_function else ""
 
 
 def _awaited(evidence: Evidence, idle: pd.DataFrame) -> Measured:

@@ -16,7 +16,7 @@ import pandas as pd
 
 from dlrm_workbook.analysis.attribution import IDLE, iteration_state, windows
 from dlrm_workbook.analysis.context_tree import overlap, stretch_at, union
-from dlrm_workbook.analysis.findings.evidence import Evidence, listed
+from dlrm_workbook.analysis.findings.evidence import Evidence, listed_times
 from dlrm_workbook.analysis.findings.finding import Ledger, Measured, bounded, rule
 from dlrm_workbook.analysis.idleness import Stretches
 from dlrm_workbook.analysis.launches import device_operations
@@ -182,7 +182,7 @@ def profiler_overhead(evidence: Evidence, ledger: Ledger) -> Measured | None:
     return {
         "share": lost / evidence.total_ms,
         "time": lost,
-        "names": listed(times.sort_values(ascending=False)),
+        "names": listed_times(times.sort_values(ascending=False)),
     }
 
 

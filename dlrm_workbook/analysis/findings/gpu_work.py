@@ -15,7 +15,7 @@ from dlrm_workbook.analysis.attribution import (
     iteration_count,
     parts_at,
 )
-from dlrm_workbook.analysis.findings.evidence import MOST_LISTED, Evidence, listed
+from dlrm_workbook.analysis.findings.evidence import MOST_LISTED, Evidence, listed_times
 from dlrm_workbook.analysis.findings.finding import (
     Ledger,
     Measured,
@@ -28,7 +28,7 @@ from dlrm_workbook.analysis.findings.finding import (
     rule,
 )
 from dlrm_workbook.analysis.findings.where import (
-    LEVELS,
+    PLACE_LEVELS,
     in_place,
     time_by_name,
 )
@@ -433,7 +433,7 @@ def _kernels_of_one_place(evidence: Evidence, table: pd.DataFrame) -> Measured |
         "what": f"Kernels in {name[:70]}",
         "take": "take",
         "kernels": ", ".join(map(str, by_kernel.index[:2])),
-        "listed": listed(by_kernel),
+        "listed": listed_times(by_kernel),
         "pieces": (pieces[0][inside], pieces[1][inside]),
         "unknown": None,
         "speedup": bounded(0.5 * time / evidence.total_ms),
@@ -499,11 +499,11 @@ def dominant_place(evidence: Evidence, ledger: Ledger) -> Measured | None:
         "share": time / evidence.total_ms,
         "component": part[0],
         "name": name[:90],
-        "what": f"the {LEVELS[level].removesuffix(' within it')}",
+        "what": f"the {PLACE_LEVELS[level].removesuffix(' within it')}",
         "busy": float(busy["ms"].sum()),
         "idle": time - float(busy["ms"].sum()),
         "place": f", most in {part_label(*part)}" if part[0] != "other" else "",
-        "kernels": listed(kernels) or None,
+        "kernels": listed_times(kernels) or None,
         "pieces": (own["context"], own["ms"]),
         "speedup": bounded(0.5 * time / evidence.total_ms),
     }

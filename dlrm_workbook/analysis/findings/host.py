@@ -58,7 +58,7 @@ def _without_core(evidence: Evidence) -> Measured:
 FULL_SHARE = 0.9
 """Of what the process may use; TensorBoard's former profiler plugin warned there too."""
 
-LEAST_ITERATIONS = 6
+LEAK_ITERATIONS = 6
 SETTLING = 2
 """Iterations after start or profiler in which buffers may still grow."""
 
@@ -88,7 +88,7 @@ def leak(evidence: Evidence, ledger: Ledger) -> Measured | None:
     if not evidence.on_gpu and "heap_bytes" in (evidence.meta.get("counters") or {}):
         # exact, where resident memory grows in the allocator's own steps
         changes = _levels(evidence, "heap_bytes")[1]
-    if len(changes) < LEAST_ITERATIONS:
+    if len(changes) < LEAK_ITERATIONS:
         return None
     slope, lasting = growth(changes)
     if not lasting or slope < LEAST_GROWTH:

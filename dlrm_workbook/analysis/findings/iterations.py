@@ -18,7 +18,7 @@ from dlrm_workbook.analysis.attribution import (
 from dlrm_workbook.analysis.context_tree import scopes_of, stretch_at
 from dlrm_workbook.analysis.findings.evidence import (
     Evidence,
-    listed,
+    listed_times,
 )
 from dlrm_workbook.analysis.findings.finding import (
     Finding,
@@ -105,7 +105,7 @@ def irregular(evidence: Evidence, ledger: Ledger) -> Measured | None:
         "place": part_label(*part) or "the loop",
         "extra": float(extra.max()),
         "most": f", most of it in {' of '.join(named)}" if named else "",
-        "longer": listed(grown, " more") or None,
+        "longer": listed_times(grown, " more") or None,
         "pieces": more,
         "meanwhile": evidence.meanwhile,
     }
@@ -206,7 +206,7 @@ def now_and_then(evidence: Evidence, ledger: Ledger) -> Measured | None:
         "count": len(few),
         "which": ", ".join(str(place + 1) for place in np.flatnonzero(few)[:MOST_NUMBERS]),
         "first": str(most.index[0])[:70],
-        "longer": listed(most, " more"),
+        "longer": listed_times(most, " more"),
         "extra": float(by_step[few].mean()),
         "pieces": _extra_pieces(evidence, few, state.steady & ~few),
     }

@@ -39,7 +39,7 @@ TINY = 6.0
 
 
 @dataclass(frozen=True)
-class Kind:
+class ExtraKind:
     """What a group of operators that do not belong is."""
 
     names: str
@@ -185,8 +185,8 @@ def _allowed_calls(part: Part, name: str, needed: dict[Part, dict[str, float]]) 
 EXTRA_SHARE = 0.04
 """Of the step, taken by operators that do not belong: half of what a finding is worth."""
 
-KINDS = (
-    Kind(
+EXTRA_KINDS = (
+    ExtraKind(
         r"aten::(isnan|isinf|isfinite|any|all|nan_to_num|is_nonzero|logical_\w+)$",
         "anomaly_checks",
         "Gradients or activations are checked for NaN in every step",
@@ -196,7 +196,7 @@ KINDS = (
         "memory bandwidth",
         unmistakable=True,
     ),
-    Kind(
+    ExtraKind(
         r"aten::(_embedding_bag_dense_backward|embedding_dense_backward)$",
         "dense_gradients",
         "Embedding gradients are dense: whole tables are written and updated in every step",
@@ -205,7 +205,7 @@ KINDS = (
         "memory bandwidth",
         {"training.embedding_backend": "fused"},
     ),
-    Kind(
+    ExtraKind(
         r"aten::(_to_copy|to|type_as|float|double|half|bfloat16)$",
         "conversions",
         "Tensors are converted between precisions or copied",
@@ -213,7 +213,7 @@ KINDS = (
         ".double(), .float(), a missing autocast), or what copies (.clone(), .contiguous()).",
         "memory bandwidth",
     ),
-    Kind(
+    ExtraKind(
         r"aten::(item|_local_scalar_dense|nonzero|unique\w*|_unique2|masked_select)$",
         "readbacks",
         "Results are read back in every step",
@@ -230,7 +230,7 @@ def extra_operators(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
     if extra.empty:
         return
     keys = ["component", "phase"]
-    for kind in KINDS:
+    for kind in EXTRA_KINDS:
         own = extra["name"].str.match(kind.names)
         if not own.any():
             continue
@@ -253,10 +253,10 @@ def extra_operators(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
             yield _extra(evidence, ledger, group, _unnamed_kind(evidence, group, place))
 
 
-def _unnamed_kind(evidence: Evidence, group: pd.DataFrame, place: str) -> Kind:
+def _unnamed_kind(evidence: Evidence, group: pd.DataFrame, place: str) -> ExtraKind:
     """Operators of one part that no kind names: many tiny ones, or a few that take long."""
     if _are_tiny(evidence, group):
-        return Kind(
+        return ExtraKind(
             ".*",
             "tiny_operators",
             f"{group['calls'].sum():,.0f} operators in {place} that the model does not need",
@@ -264,7 +264,7 @@ def _unnamed_kind(evidence: Evidence, group: pd.DataFrame, place: str) -> Kind:
             "costs its dispatch however little it computes.",
             "dispatch",
         )
-    return Kind(
+    return ExtraKind(
         ".*",
         "foreign_operators",
         f"{capitalised(place)} calls operators that the model does not need",
@@ -296,7 +296,7 @@ def _is_led_by(group: pd.DataFrame, names: str) -> bool:
     return bool(group.loc[led, "time_ms"].sum() >= 0.5 * group["time_ms"].sum())
 
 
-def _extra(evidence: Evidence, ledger: Ledger, group: pd.DataFrame, kind: Kind) -> Finding:
+def _extra(evidence: Evidence, ledger: Ledger, group: pd.DataFrame, kind: ExtraKind) -> Finding:
     by_part = group.groupby(["component", "phase"])["time_ms"].sum()
     places = [(str(component), str(phase)) for component, phase in by_part.index]
     total = float(group["time_ms"].sum())

@@ -3,7 +3,7 @@
 A piece of time belongs to a context: a kernel, or what the host is in while the GPU is idle. Above
 it stand a range that the program marks, operators, a Python function and a call of the GPU's
 driver. No level serves for all faults: an evaluation shows in its range, a recomputation in a node
-of autograd, a query of the driver in its call, a slow callback in its function. So all are said.
+of autograd, a query of the driver in its call, a slow callback in its function. So all are named.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ OWN_RANGES = re.compile(
 )
 """Matches names of ranges that mark no more than a step or a part, and the empty one."""
 
-LEVELS = {
+PLACE_LEVELS = {
     "range": "range",
     "outer": "operator",
     "inner": "operator within it",
@@ -41,7 +41,7 @@ MOST_NAMES = 4
 
 
 def levels(profile: Profile) -> dict[str, np.ndarray]:
-    """Row (n,) of what each context lies in on each of ``LEVELS``; -1 where there is none.
+    """Row (n,) of what each context lies in on each of ``PLACE_LEVELS``; -1 where there is none.
 
     The innermost range, Python function and call of the driver, the outermost operator and the
     innermost one. Ranges that torch makes by itself are left out: they say no more than a part.
@@ -79,7 +79,7 @@ def outermost_row(parent: np.ndarray, row: np.ndarray) -> np.ndarray:
 
 
 def time_by_name(profile: Profile, context: Any, ms: Any) -> dict[str, pd.Series]:
-    """Time by name on each of ``LEVELS``, ms, most first; what has no name there is left out.
+    """Time by name on each of ``PLACE_LEVELS``, ms, most first; what has no name there is left out.
 
     Args:
         context: (m,) contexts of pieces of time, -1 for none.
@@ -96,27 +96,27 @@ def time_by_name(profile: Profile, context: Any, ms: Any) -> dict[str, pd.Series
 
 
 def most_in_one(profile: Profile, context: Any, ms: Any) -> float:
-    """The most time (ms) of the pieces, as in :func:`said`, that one name has on any level."""
+    """The most time (ms) of pieces, as in :func:`place_sentence`, that one name has on any level."""
     every = time_by_name(profile, context, ms).values()
     return max((float(times.iloc[0]) for times in every if len(times)), default=0.0)
 
 
 def main_place(profile: Profile, context: Any, ms: Any) -> str:
-    """The name that holds more than half of the time of the pieces, as in :func:`said`; of several
-    the one with the least, which says most; "" where there is none."""
+    """The name that holds more than half of the time of pieces, as in :func:`place_sentence`; of
+    several the one with the least, which says most; "" where there is none."""
     every = pd.concat(list(time_by_name(profile, context, ms).values()))
     held = every[every > 0.5 * float(np.sum(ms))]
     return str(held.idxmin())[:70] if len(held) else ""
 
 
 def in_place(profile: Profile, level: str, name: str) -> np.ndarray:
-    """Which contexts (n,) lie in what has this name on one of ``LEVELS``."""
+    """Which contexts (n,) lie in what has this name on one of ``PLACE_LEVELS``."""
     row = levels(profile)[level]
     named = profile.contexts["name"].eq(name).to_numpy()
     return (row >= 0) & named[np.maximum(row, 0)]
 
 
-def said(profile: Profile, context: Any, ms: Any, step_ms: float) -> str | None:
+def place_sentence(profile: Profile, context: Any, ms: Any, step_ms: float) -> str | None:
     """A sentence that lists the names in which pieces of time lie; None where none has any.
 
     Args:
@@ -132,7 +132,7 @@ def said(profile: Profile, context: Any, ms: Any, step_ms: float) -> str | None:
         times = times[times >= least][:MOST_NAMES]
         listed = ", ".join(f"{_shown(str(name))} {milliseconds(ms)}" for name, ms in times.items())
         if listed and listed != known:
-            told.append(f"by {LEVELS[level]} {'' if told else 'it is '}{listed}")
+            told.append(f"by {PLACE_LEVELS[level]} {'' if told else 'it is '}{listed}")
         known = listed
     return f"B{'; '.join(told)[1:]}." if told else None
 
