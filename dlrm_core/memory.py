@@ -6,7 +6,7 @@ import bisect
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dlrm_core.base.engines import engine, find_engine
 from dlrm_core.base.errors import InputError

@@ -96,7 +96,7 @@ def time_by_name(profile: Profile, context: Any, ms: Any) -> dict[str, pd.Series
 
 
 def most_in_one(profile: Profile, context: Any, ms: Any) -> float:
-    """The most time (ms) of pieces, as in :func:`place_sentence`, that one name has on any level."""
+    """The most time (ms) of pieces (see :func:`place_sentence`) that one name has on any level."""
     every = time_by_name(profile, context, ms).values()
     return max((float(times.iloc[0]) for times in every if len(times)), default=0.0)
 
