@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import functools
 import importlib
 import threading
 import time
@@ -21,6 +22,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import nn
 
+from dlrm_core.base.engines import engine, find_engine, optional_engine
 from dlrm_core.base.files import JsonLines, locked, write_json
 from dlrm_core.base.machine import StopRequest, resolve_device, stop_requests, use_memory
 from dlrm_core.config import Parameters
@@ -29,11 +31,9 @@ from dlrm_core.data.epochs import Epoch
 from dlrm_core.data.loader import Followed, Generator, Resumable, batches, make_generator
 from dlrm_core.dense import resolve_dense
 from dlrm_core.embeddings import resolve_backend
-from dlrm_core.memory import require_memory
 from dlrm_core.mllog import MLPerfLog
 from dlrm_core.model import DLRM, ClickLoss, build_model
 from dlrm_core.parts import iteration
-from dlrm_core.placement import places_of
 from dlrm_core.progress import Bar
 from dlrm_core.run.checkpoint import Checkpoint, CheckpointFolder
 from dlrm_core.run.evaluate import Evaluation, HeldOut, evaluate, predict
@@ -176,7 +176,7 @@ class TrainingLoop(abc.ABC, Generic[StepT]):
     @property
     def learning_rate(self) -> float:
         """Learning rate of the last iteration, from the optimiser that used it."""
-        return float(self.step.top_optimizer.param_groups[0]["lr"])
+        return float(self.step.dense_optimizers[0].param_groups[0]["lr"])
 
     @iteration
     def iterate(self) -> torch.Tensor:
@@ -288,17 +288,28 @@ def prepare_model(
     parameters, chosen_dense = resolve_dense(parameters, device)
     config = parameters.training
     notices += chosen_dense + set_fp32_products(config, parameters.model, device)
-    places = places_of(parameters, device)
-    notices += places.notices
+    make_tables, divide, pages = None, None, optional_engine("pages of tables")
+    if config.embeddings_on_gpu_bytes is not None:
+        places = engine("tables in two places").places_of(parameters, device)
+        make_tables, divide = places.make_tables, places.divide
+        notices += places.notices
+    elif pages is not None and config.embedding_backend != "torch":
+        shape = parameters.model
+        make_tables = functools.partial(
+            pages.tables_on_huge_pages,
+            shape.table_rows,
+            shape.embedding_dim,
+            shape.embedding_precision,
+        )
     seed = config.seed if checkpoint is None else None
-    huge_pages = config.embedding_backend != "torch"
+    touched = None if pages is None else pages.touched_beside
     with ThreadPoolExecutor(1) as beside:
         beside.submit(load_backward)
-        model = build_model(parameters.model, seed, device, huge_pages, places.make_tables)
+        model = build_model(parameters.model, seed, device, make_tables, touched)
     if checkpoint is not None:
         restore_weights(checkpoint, model)
     parameters, chosen = resolve_backend(parameters, device, model.embeddings)
-    return parameters, model, places.divide, notices + chosen
+    return parameters, model, divide, notices + chosen
 
 
 def load_backward() -> None:
@@ -329,13 +340,14 @@ class Trainer(TrainingLoop[TrainingStep]):
         place: Path | None = None,
     ) -> None:
         device = resolve_device(parameters.training)
-        require_memory(parameters, device)
+        if (forecast := find_engine("memory forecast")) is not None:
+            forecast.require_memory(parameters, device)
         notices = []
         if checkpoint is not None:
             parameters = with_choices_of(checkpoint, parameters)
             notices = changed_settings(parameters, checkpoint)
         parameters, model, divide, said = prepare_model(parameters, device, checkpoint)
-        loss = ClickLoss(parameters.model.loss, parameters.model.loss_weights).to(device)
+        loss = ClickLoss.of(parameters.model).to(device)
         step = TrainingStep(model, loss, parameters.training)
         notices += said + step.dense.notices
         notices += getattr(model.embeddings.backend, "notices", [])

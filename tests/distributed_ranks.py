@@ -110,6 +110,7 @@ def train(job, world, collectives, watch):
         overflowed = []
         own = trainer.step._overflowed
         trainer.step._overflowed = lambda gradient: noted(own(gradient), overflowed)
+        layers = trainer.step.dense.layers
         result = trainer.train()
         records = [
             {"kind": r.kind, "what": r.what, "bytes": r.bytes, "done": r.ended is not None}
@@ -120,7 +121,9 @@ def train(job, world, collectives, watch):
             "losses": result.losses,
             "evaluations": result.evaluations,
             "threads": torch.get_num_threads(),
-            "dense_part": type(getattr(trainer.step.dense.top_mlp, "__self__", None)).__name__,
+            "dense_part": type(
+                getattr(layers["top_mlp"], "__self__", None)
+            ).__name__,
             "overflowed": gathered(world, overflowed),
             "skipped": gathered(world, trainer.step.dense.precision.skipped),
             "holdings": trainer.holdings(),

@@ -29,6 +29,10 @@ ENGINES = {
         "dense_choice",
         "training.dense_backend: auto and training.fp32_matmul: auto",
     ),
+    "rows of 2 bytes": ("embeddings.narrow_rows", "model.embedding_precision: bf16 and fp16"),
+    "pages of tables": ("embeddings.pages", "training.embedding_backend"),
+    "memory forecast": ("memory", "dlrm capacity"),
+    "staging of batches": ("staging", "data.loader: prefetch on a GPU"),
     "facebook's random numbers": (
         "facebook_random",
         "model.init: facebook and data.generator: facebook",

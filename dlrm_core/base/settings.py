@@ -32,6 +32,61 @@ def setting(
     return dataclasses.field(default=default, metadata=metadata)
 
 
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """A leaf of a section that belongs to one kind of something.
+
+    Attributes:
+        type: of its value, as a dataclass annotates it.
+        field: its meaning and range, and its default (:func:`setting`).
+        default: what stands for None when the kind is chosen; None where the field's own default
+            is a value. An option that may be None is refused beside another kind.
+    """
+
+    type: Any
+    field: Any
+    default: Any = None
+
+
+def register(kind: Any, base: type, kinds: dict[str, Any], asked: tuple[str, ...]) -> None:
+    """Add a class to the kinds of something by its ``kind``.
+
+    Raises:
+        TypeError: its name is taken, or it leaves out what others will ask for.
+    """
+    missing = [name for name in asked if getattr(kind, name, None) is getattr(base, name, None)]
+    if missing or kind.kind in kinds:
+        reason = f"does not say {', '.join(missing)}" if missing else f"{kind.kind!r} is taken"
+        raise TypeError(f"{kind.__name__}: {reason}")
+    kinds[kind.kind] = kind
+
+
+def with_options(leaf: str, kinds: Mapping[str, Any]) -> typing.Callable[[type], type]:
+    """Decorate a section, before it becomes a dataclass: ``leaf`` chooses among kinds.
+
+    The options of all kinds become leaves behind it.
+    """
+
+    def decorate(section: type) -> type:
+        options = {name: o for kind in kinds.values() for name, o in kind.options.items()}
+        annotations = {}
+        for name, annotation in section.__annotations__.items():
+            annotations[name] = annotation
+            if name == leaf:
+                annotations |= {option: o.type for option, o in options.items()}
+        section.__annotations__ = annotations
+        for name, option in options.items():
+            setattr(section, name, option.field)
+        return section
+
+    return decorate
+
+
+def explained(kinds: Mapping[str, Any]) -> str:
+    """The kinds and what each is, for the meaning of the leaf that chooses among them."""
+    return "; ".join(f"'{name}': {kind.about}" for name, kind in kinds.items())
+
+
 LARGEST_INT = 2**63 - 1
 """The largest whole number that tensors, files and JSON readers hold alike."""
 

@@ -14,13 +14,13 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import numpy as np
 import torch
 
+from dlrm_core.base.engines import engine
 from dlrm_core.base.errors import InputError
 from dlrm_core.base.settings import LARGEST_INT, shown
 from dlrm_core.config import Parameters
 from dlrm_core.data.batch import WHOLE, Batch, Share
 from dlrm_core.data.epochs import Epoch, RepeatedBatches, Rewound
 from dlrm_core.data.facebook_replay import FacebookReplay
-from dlrm_core.data.staging import CudaCopies, Slot, Staged, Staging
 from dlrm_core.data.synthetic import FacebookLoop, SyntheticBatches
 
 T = TypeVar("T")
@@ -102,36 +102,13 @@ def batches(
     if parameters.data.loader == "prefetch":
         ahead = parameters.data.prefetch_batches
         if device.type == "cuda":
-            return staged(make, ahead, CudaCopies(device))
-        return _prefetched(make, ahead)
+            stream: Iterator[Batch] = engine("staging of batches").staged(make, ahead, device)
+            return stream
+        return prefetched(make, ahead)
     return (make() for _ in itertools.count())
 
 
-def staged(make: Callable[[], Batch], ahead: int, copies: CudaCopies) -> Iterator[Batch]:
-    """Batches on the device, made and copied there by a thread while the step computes.
-
-    A batch that was handed over stays as it is until the next one is asked for.
-    """
-    staging = Staging(copies)
-    # those kept ready, one being computed with, one being loaded
-    free: queue.SimpleQueue[Slot] = queue.SimpleQueue()
-    for _ in range(ahead + 2):
-        free.put(Slot())
-    # one slot more than can wait in line, be used and be loaded: never empty for long
-    stream = _prefetched(lambda: staging.load(make(), free.get()), ahead)
-    last: Staged | None = None
-    try:
-        for item in stream:
-            if last is not None:
-                staging.release(last)
-                free.put(last.slot)
-            last = item
-            yield staging.use(item)
-    finally:
-        stream.close()
-
-
-def _prefetched(make: Callable[[], T], ahead: int) -> Generated[T, None, None]:
+def prefetched(make: Callable[[], T], ahead: int) -> Generated[T, None, None]:
     """Make things in a thread, at most ``ahead`` before they are wanted.
 
     numpy's generator, sorting and rounding run outside Python's lock, so the

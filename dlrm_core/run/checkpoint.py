@@ -28,6 +28,7 @@ from dlrm_core.base.errors import InputError
 from dlrm_core.base.files import lock_or_refuse, make_folder, read_json, whole_folder, write_text
 from dlrm_core.base.settings import called, require_count, shown
 from dlrm_core.config import SECTIONS, parameters_from_sections
+from dlrm_core.interactions import INTERACTIONS
 from dlrm_core.run.tensor_files import (
     check_file,
     check_record,
@@ -366,5 +367,7 @@ def _parameter_of(name: str) -> str:
     if table:
         return f"model.table_rows[{table[1]}], model.embedding_dim"
     if name.startswith("interaction"):
-        return "model.dcn_layers, model.dcn_rank"
+        kinds = INTERACTIONS.values()
+        options = [leaf for kind in kinds if kind.layers for leaf in kind.options]
+        return ", ".join(f"model.{leaf}" for leaf in options)
     return "model.bottom_mlp" if name.startswith("bottom_mlp") else "model.top_mlp"

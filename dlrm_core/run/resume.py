@@ -20,6 +20,7 @@ from dlrm_core.config import (
 )
 from dlrm_core.data.loader import Followed, Generator, Resumable, plain_state, state_from_plain
 from dlrm_core.dense import DENSE_CHOICE
+from dlrm_core.interactions import INTERACTIONS
 from dlrm_core.model import DLRM
 from dlrm_core.run.checkpoint import (
     MANIFEST,
@@ -147,9 +148,7 @@ _SHAPE = (
     "embedding_dim",
     "embedding_precision",
     "interaction",
-    "interaction_itself",
-    "dcn_layers",
-    "dcn_rank",
+    *(leaf for kind in INTERACTIONS.values() for leaf in kind.options),
     "bottom_widths",
     "top_widths",
 )

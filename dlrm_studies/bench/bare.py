@@ -72,7 +72,7 @@ processor adds up 2048 numbers to 8e-7): other fp32 libraries add up in another 
 
 def product_kind(parameters: Parameters) -> str:
     """Name of the products that a contestant's dense part is made of, as ceilings have it."""
-    config, interaction = parameters.training, parameters.model.interaction
+    config, interaction = parameters.training, parameters.model.interaction_kind
     if config.precision != "fp32":
         return config.precision
     names = {parts: name for name, parts in TILE_PARTS.items()}

@@ -32,8 +32,9 @@ from dlrm_core.base.units import counted, faster
 from dlrm_core.config import TrainingConfig
 from dlrm_core.data.batch import Batch
 from dlrm_core.data.synthetic import SyntheticBatches
-from dlrm_core.embeddings import EPSILON, EmbeddingTables, attach, torch_optimizer
-from dlrm_core.rounding import ROW_DTYPES
+from dlrm_core.embeddings import ROW_DTYPES, EmbeddingTables, attach, torch_optimizer
+from dlrm_core.optimizers import OPTIMIZERS
+from dlrm_kernels.embeddings.pages import tables_on_huge_pages
 from dlrm_studies.bench.cases import thread_counts
 from dlrm_studies.bench.measure import ADVICE, heading
 from dlrm_studies.bench.rows import cache_flush, row_access_ms
@@ -163,8 +164,11 @@ class Contestant:
         self.name, _, stored = name.partition(" ")
         self.peer = Path(peer) if peer else None
         self.rows = rows
-        huge_pages, dtype = self.name not in (FACEBOOK, TORCH), ROW_DTYPES[stored or "fp32"]
-        self.tables = EmbeddingTables([rows] * TABLES, DIM, huge_pages, dtype=dtype)
+        if self.name in (FACEBOOK, TORCH):
+            dtype = ROW_DTYPES[stored or "fp32"]
+            self.tables = EmbeddingTables([rows] * TABLES, DIM, dtype=dtype)
+        else:
+            self.tables = tables_on_huge_pages([rows] * TABLES, DIM, stored or "fp32")
         self.update: Any = None
 
     def reset(self, optimizer: str) -> None:
@@ -193,10 +197,9 @@ class Contestant:
     def _facebook_optimizer(self, optimizer: str) -> Any:
         """As dlrm_s_pytorch.py makes it: torch's defaults, RWSAdagrad from the checkout."""
         weights = self.tables.weights
-        if optimizer == "sgd":
-            return torch.optim.SGD(weights, lr=RATE)
-        if optimizer == "adagrad":
-            return torch.optim.Adagrad(weights, lr=RATE, eps=EPSILON)
+        if not OPTIMIZERS[optimizer].per_row:
+            name, options = OPTIMIZERS[optimizer].tables
+            return getattr(torch.optim, name)(weights, lr=RATE, **(options | {"foreach": None}))
         if self.peer is None:
             return torch_optimizer(self.tables, optimizer, RATE)
         return _rws_adagrad(self.peer)(weights, lr=RATE)

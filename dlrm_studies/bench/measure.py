@@ -45,6 +45,7 @@ from dlrm_studies.bench.torchrec import require_torchrec, run_torchrec
 from dlrm_workbook.analysis.changes import difference
 from dlrm_workbook.evidence.contestants import (
     PEER,
+    PEER_INTERACTIONS,
     WARMUP,
     Row,
     Run,
@@ -114,9 +115,10 @@ class Plan:
             )
         if self.peer is not None:
             require_peer(self.peer)
-            if self.plain.model.interaction == "dcn":
+            if self.plain.model.interaction not in PEER_INTERACTIONS:
                 raise InputError(
-                    "model.interaction is 'dcn', but facebookresearch/dlrm has 'dot' and 'cat' "
+                    f"model.interaction is {self.plain.model.interaction!r}, but "
+                    f"facebookresearch/dlrm has {' and '.join(map(repr, PEER_INTERACTIONS))} "
                     "only; leave --peer out"
                 )
             if self.plain.data.multi_hot_sizes is not None:

@@ -182,8 +182,7 @@ def _share(ceilings: Sequence[float], parts: Sequence[float]) -> dict[str, Any]:
 
 def layer_products(parameters: Parameters) -> list[Product]:
     """The products of layers: a dot interaction's are batched, and not of one library alone."""
-    is_dot = parameters.model.interaction == "dot"
-    return [p for p in model_products(parameters) if p.part != "interaction" or not is_dot]
+    return [product for product in model_products(parameters) if product.batch == 1]
 
 
 def library_calls(

@@ -16,8 +16,8 @@ from test_embeddings import make_batch
 
 from dlrm_core.data.batch import Batch, extents_of
 from dlrm_core.data.loader import PrefetchError, staged
-from dlrm_core.data.staging import Slot, Staging
 from dlrm_core.data.synthetic import SyntheticBatches, room_for
+from dlrm_kernels.staging import Slot, Staging
 
 
 class Streams:

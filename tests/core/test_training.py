@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from dlrm_core.base.cli import main
 from dlrm_core.base.errors import InputError
 from dlrm_core.base.machine import available_memory
-from dlrm_core.config import Parameters, parameters_from_sections
+from dlrm_core.config import Parameters, mean_bag_size, parameters_from_sections
 from dlrm_core.data.facebook_replay import FacebookReplay
-from dlrm_core.memory import forecast_memory, mean_bag_size, require_memory
 from dlrm_core.run.precision import set_fp32_matmul
 from dlrm_core.train import Trainer, train
+from dlrm_kernels.memory import forecast_memory, require_memory
 
 ROOT = Path(__file__).parents[2]
 SMALL = {
@@ -216,7 +216,7 @@ def test_the_forecast_is_near_what_a_run_takes(tmp_path):
 
 
 def test_a_model_larger_than_memory_is_refused_table_by_table(monkeypatch):
-    monkeypatch.setattr("dlrm_core.memory.available_memory", lambda device: 10**9)
+    monkeypatch.setattr("dlrm_kernels.memory.available_memory", lambda device: 10**9)
     parameters = parameters_from_sections({"model": {"table_rows": [5_000_000, 10, 3_000_000]}})
     with pytest.raises(InputError) as error:
         require_memory(parameters, torch.device("cpu"))

@@ -10,9 +10,9 @@ from test_embeddings import parameters
 from dlrm_core import dense
 from dlrm_core.base.errors import InputError
 from dlrm_core.config import TrainingConfig
-from dlrm_core.memory import dense_peak
 from dlrm_core.train import Trainer, train
 from dlrm_kernels import choices, dense_choice
+from dlrm_kernels.memory import dense_peak
 from dlrm_ranks import step as ranks
 
 CPU = torch.device("cpu")

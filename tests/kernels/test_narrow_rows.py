@@ -9,11 +9,11 @@ from test_embeddings import OPTIMIZERS, config, make_batch, parameters
 from dlrm_core.base.errors import InputError
 from dlrm_core.config import parameters_from_sections
 from dlrm_core.data.batch import Batch
-from dlrm_core.embeddings import EmbeddingTables, TorchRows, attach
-from dlrm_core.memory import forecast_memory
-from dlrm_core.rounding import ROW_DTYPES
+from dlrm_core.embeddings import ROW_DTYPES, EmbeddingTables, attach
 from dlrm_core.train import Trainer, train
 from dlrm_kernels.embeddings.fused_cpu import FusedCpu
+from dlrm_kernels.embeddings.narrow_rows import TorchRows
+from dlrm_kernels.memory import forecast_memory
 
 NARROW = ("bf16", "fp16")
 RATE = 0.1

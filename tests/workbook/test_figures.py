@@ -303,7 +303,7 @@ def test_memory_forecast_joins_tables_of_one_size(parameters: Parameters) -> Non
     names = forecast["name"].tolist()
     assert "embedding tables, 2 of 50 × 8" in names
     assert "embedding table, 1 of 70 × 8" in names
-    from dlrm_core.memory import forecast_memory
+    from dlrm_kernels.memory import forecast_memory
 
     assert forecast["bytes"].sum() == sum(item.bytes for item in forecast_memory(parameters))
 
@@ -312,7 +312,7 @@ def test_forecast_of_many_tables_stays_readable() -> None:
     many = parameters_from_sections({"model": {"table_rows": [10 * n for n in range(1, 41)]}})
     forecast = runs.memory_forecast(many)
     assert len(forecast) < 20
-    from dlrm_core.memory import forecast_memory
+    from dlrm_kernels.memory import forecast_memory
 
     assert forecast["bytes"].sum() == sum(item.bytes for item in forecast_memory(many))
 

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from dlrm_core.base.errors import InputError
 from dlrm_core.config import Parameters, parameters_from_sections
 from dlrm_core.data.loader import make_generator, staged
-from dlrm_core.placement import plan_placement, smallest_first
 from dlrm_core.run.resume import optimizer_state, weights_of
 from dlrm_core.train import Trainer, train
 from dlrm_kernels.embeddings.host_tables import (
@@ -25,6 +24,7 @@ from dlrm_kernels.embeddings.host_tables import (
     divide,
     ranges,
 )
+from dlrm_kernels.placement import plan_placement, smallest_first
 
 ROWS = [300, 50, 400, 20, 50]
 CPU = torch.device("cpu")

@@ -15,6 +15,7 @@ import pandas as pd
 
 from dlrm_core.base.errors import InputError
 from dlrm_core.base.units import milliseconds
+from dlrm_core.interactions import INTERACTIONS
 from dlrm_core.parts import part_label
 from dlrm_workbook.analysis.findings.evidence import Evidence, Part, heaviest
 from dlrm_workbook.analysis.findings.finding import (
@@ -442,7 +443,8 @@ features once, the ceiling counts what they must."""
 )
 def interaction_overhead(evidence: Evidence, ledger: Ledger) -> Measured | None:
     """The interaction takes long for the little that it computes; cross layers compute much."""
-    if evidence.parameter("model.interaction") == "dcn":
+    kind = INTERACTIONS.get(evidence.parameter("model.interaction"))
+    if kind is not None and kind.computes:
         return None
     share = evidence.share("interaction")
     table = evidence.roofline
