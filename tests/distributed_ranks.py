@@ -121,9 +121,7 @@ def train(job, world, collectives, watch):
             "losses": result.losses,
             "evaluations": result.evaluations,
             "threads": torch.get_num_threads(),
-            "dense_part": type(
-                getattr(layers["top_mlp"], "__self__", None)
-            ).__name__,
+            "dense_part": type(getattr(layers["top_mlp"], "__self__", None)).__name__,
             "overflowed": gathered(world, overflowed),
             "skipped": gathered(world, trainer.step.dense.precision.skipped),
             "holdings": trainer.holdings(),

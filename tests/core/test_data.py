@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from dlrm_core.config import LAWS, mean_bag_size, parameters_from_sections
 from dlrm_core.data.batch import Batch
 from dlrm_core.data.facebook_replay import FacebookReplay
-from dlrm_core.data.loader import PrefetchError, prefetched, batches, make_generator
+from dlrm_core.data.loader import PrefetchError, batches, make_generator, prefetched
 from dlrm_core.data.synthetic import FacebookLoop, SyntheticBatches
 
 CPU = torch.device("cpu")
