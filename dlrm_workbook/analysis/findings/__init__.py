@@ -61,18 +61,14 @@ IDLE_GPU = ("gpu_idle", "launch_bound")
 STARVED = ("launch_bound", "gpu_idle", "gpu_idle_otherwise")
 
 EXPLAINS = {
-    "synchronisation": STARVED,
-    "blocking_launches": STARVED,
-    "allocation": STARVED,
-    "profiler_overhead": STARVED,
-    "rank_imbalance": ("exposed_communication", "dominant_place"),
+    "synchronisation": (STARVED, 0.5),
+    "blocking_launches": (STARVED, 0.5),
+    "allocation": (STARVED, 0.5),
+    "profiler_overhead": (STARVED, 0.5),
+    "rank_imbalance": (("exposed_communication", "dominant_place"), 0.0),
 }
-"""Finding of a cause to those that speak of its effects: the cause stands before them."""
-
-OF_EFFECT = {"rank_imbalance": 0.0}
-"""Least share of a cause, in that of the effect; ``HALF`` for all others."""
-
-HALF = 0.5
+"""Finding of a cause to those that speak of its effects, before which it stands if its share is no
+less than this part of the effect's."""
 
 SPREAD_WEIGHT = 0.5
 """Factor of a GPU's idle time in the order of findings, where no one place of a program has it."""
@@ -154,8 +150,8 @@ def findings(
     if evidence.total_ms <= 0:
         return []
     ledger = Ledger(evidence)
-    found = [finding for rule in RULES for finding in rule(evidence, ledger)]
-    ranked = rank(iterations.of_all_iterations(found))
+    unranked = [finding for rule in RULES for finding in rule(evidence, ledger)]
+    ranked = rank(iterations.of_all_iterations(unranked))
     by_gain = _by_gain(evidence)
     ranked = ranked if by_gain else _by_share(ranked)
     ranked = _dominant_in_place(ranked)
@@ -165,8 +161,8 @@ def findings(
         first = sum(finding.severity == "fails" for finding in ranked)
         ranked.remove(largest)
         ranked.insert(first, largest)
-    for cause, effects in EXPLAINS.items():
-        _before(ranked, cause, effects)
+    for cause, (effects, least) in EXPLAINS.items():
+        _before(ranked, cause, effects, least)
     return of_one_step(ranked, _available(evidence), evidence.basis)
 
 
@@ -239,23 +235,17 @@ def _dominant_in_place(ranked: Sequence[Finding]) -> list[Finding]:
     return others
 
 
-def _before(ranked: list[Finding], cause: str, effects: tuple[str, ...]) -> None:
-    """Move the finding of a cause before the first of its effects; in place."""
-    found = next((finding for finding in ranked if finding.id == cause), None)
-    if found is None:
+def _before(ranked: list[Finding], cause: str, effects: tuple[str, ...], least: float) -> None:
+    """Move the finding of a cause before the first of the effects of which it is this part or more;
+    in place."""
+    moved = next((finding for finding in ranked if finding.id == cause), None)
+    if moved is None:
         return
-    most = found.share_of_step / OF_EFFECT.get(cause, HALF) if OF_EFFECT.get(cause, HALF) else 1.0
-    at = next(
-        (
-            place
-            for place, each in enumerate(ranked)
-            if each.id in effects and each.share_of_step <= most
-        ),
-        len(ranked),
-    )
-    if at < ranked.index(found):
-        ranked.remove(found)
-        ranked.insert(at, found)
+    for place, finding in enumerate(ranked[: ranked.index(moved)]):
+        if finding.id in effects and least * finding.share_of_step <= moved.share_of_step:
+            ranked.remove(moved)
+            ranked.insert(place, moved)
+            return
 
 
 def _available(evidence: Evidence) -> dict[str, float]:
@@ -346,10 +336,10 @@ def can_show_bottlenecks(profile: Profile, attribution: pd.DataFrame) -> bool:
 
 def cautions(profile: Profile) -> list[str]:
     """Sentences on what in this recording not to take at its word, gravest first."""
-    said = [str(sentence) for sentence in profile.meta.get("cautions") or []]
-    if profile.meta.get("serialised") and not any("serialised" in text for text in said):
-        said.insert(0, SERIALISED_CAUTION)
-    return [*said, *filter(None, [host.faults_of_profiler(profile)])]
+    sentences = [str(sentence) for sentence in profile.meta.get("cautions") or []]
+    if profile.meta.get("serialised") and not any("serialised" in text for text in sentences):
+        sentences.insert(0, SERIALISED_CAUTION)
+    return [*sentences, *filter(None, [host.faults_of_profiler(profile)])]
 
 
 def _reached(evidence: Evidence, component: str, phase: str) -> str:

@@ -133,9 +133,9 @@ def faster_settings(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
         finding = _faster_setting(evidence, ledger, probe)
         if finding is None:
             continue
-        known = best.get(finding.id)
+        best_so_far = best.get(finding.id)
         gain = finding.predicted_speedup["mid"]
-        if known is None or gain > known.predicted_speedup["mid"]:
+        if best_so_far is None or gain > best_so_far.predicted_speedup["mid"]:
             best[finding.id] = finding
     yield from best.values()
 

@@ -157,14 +157,17 @@ def _faster_generator(
     gain = predicted(evidence, change)
     if then is None or not now:
         return change, gain or bounded(time / total), FASTER_ADVICE
-    made = time * then / now
+    faster_ms = time * then / now
     rest = total - time
-    if evidence.parameter("data.loader") == "synchronous" and made / (rest + made) > DATA_SHARE:
+    if (
+        evidence.parameter("data.loader") == "synchronous"
+        and faster_ms / (rest + faster_ms) > DATA_SHARE
+    ):
         both = predicted(evidence, change | PREFETCH)
         if both is None or gain is None or both["mid"] > 1.02 * gain["mid"]:
-            speedup = both or _overlapped(total, time, made)
+            speedup = both or _overlapped(total, time, faster_ms)
             return change | PREFETCH, speedup, f"{FASTER_ADVICE}; {PREFETCH_ADVICE}"
-    mid = total / (rest + made)
+    mid = total / (rest + faster_ms)
     measured = {"low": 1 + 0.9 * (mid - 1), "mid": mid, "high": max(mid, total / rest)}
     return change, gain or measured, FASTER_ADVICE
 

@@ -146,8 +146,8 @@ def embedding_update(evidence: Evidence, ledger: Ledger) -> Measured | None:
     """The sparse update is a large part of the step, and no probe tells what would replace it."""
     share = evidence.share("embedding", "update")
     backend = evidence.parameter("training.embedding_backend", "torch")
-    told = any("training.embedding_backend" in probe["change"] for probe in evidence.probed)
-    if share <= UPDATE_SHARE or backend != "torch" or told:
+    probed = any("training.embedding_backend" in probe["change"] for probe in evidence.probed)
+    if share <= UPDATE_SHARE or backend != "torch" or probed:
         return None
     column = "gpu_ms" if evidence.profile.has("gpu_time_ms") else "cpu_self_ms"
     return {
@@ -200,12 +200,12 @@ def _table_times(
     """(ms of the table's own operators, ms of the median table's), told apart by shapes."""
     operators = evidence.called[evidence.called["component"] == "embedding"]
     first = operators["shapes"].str.extract(r"\[(\d+), (\d+)\]")
-    found = re.compile(rf"\[{rows[number]}, {dim}\]")
-    own = operators[operators["shapes"].map(lambda text: bool(found.search(text)))]
-    if own.empty or not dim or rows.count(rows[number]) > 1:
+    shape = re.compile(rf"\[{rows[number]}, {dim}\]")
+    of_table = operators[operators["shapes"].map(lambda text: bool(shape.search(text)))]
+    if of_table.empty or not dim or rows.count(rows[number]) > 1:
         return None, None
     width = first[1] == str(dim)
     others = operators[width & first[0].isin([str(r) for r in rows if r != rows[number]])]
-    each = others.groupby(first[0][others.index])["cpu_self_ms"].sum()
-    per = [float(ms) / max(rows.count(int(str(r))), 1) for r, ms in each.items()]
-    return float(own["cpu_self_ms"].sum()), statistics.median(per) if per else None
+    by_rows = others.groupby(first[0][others.index])["cpu_self_ms"].sum()
+    per_table = [float(ms) / max(rows.count(int(str(r))), 1) for r, ms in by_rows.items()]
+    return float(of_table["cpu_self_ms"].sum()), statistics.median(per_table) if per_table else None

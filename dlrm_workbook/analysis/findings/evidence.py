@@ -385,9 +385,9 @@ class Evidence:
     @property
     def doubt(self) -> str | None:
         """Why idle time and gaps of this recording are not to be taken at their word."""
-        said = [SLOWED_LAUNCHES] if self.meta.get("serialised") else []
-        said += [UPPER_BOUND] if self.has_graphs else []
-        return " ".join(said) or None
+        reasons = [SLOWED_LAUNCHES] if self.meta.get("serialised") else []
+        reasons += [UPPER_BOUND] if self.has_graphs else []
+        return " ".join(reasons) or None
 
     @property
     def capability(self) -> int | None:
@@ -507,5 +507,5 @@ class Evidence:
     @cached_property
     def excess_ms(self) -> pd.Series:
         """What each part takes beyond what it takes alone; only parts with a probe."""
-        known = self.parts.dropna(subset=["alone_ms"])
-        return (known["time_ms"] - known["alone_ms"]).clip(lower=0.0)
+        probed = self.parts.dropna(subset=["alone_ms"])
+        return (probed["time_ms"] - probed["alone_ms"]).clip(lower=0.0)

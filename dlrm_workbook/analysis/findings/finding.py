@@ -113,35 +113,35 @@ def of_one_step(
         available: share of the step (0 to 1) by what a finding concerns.
         whole: what the shares are of, in words.
     """
-    told: list[Finding] = []
+    listed: list[Finding] = []
     taken = 0.0
-    for each in ranked:
-        own, partner = 0.0, None
-        for above in told:
-            places = {*above.concerns, *each.concerns}
-            if not above.concerns or not each.concerns or not places <= available.keys():
+    for finding in ranked:
+        twice_share, partner = 0.0, None
+        for above in listed:
+            places = {*above.concerns, *finding.concerns}
+            if not above.concerns or not finding.concerns or not places <= available.keys():
                 continue
             most = sum(available[place] for place in places)
-            twice = above.share_of_step + each.share_of_step - max(most, above.share_of_step)
-            twice = min(twice, each.share_of_step, above.share_of_step)
-            if twice > max(own, SAME):
-                own, partner = twice, above
-        over = taken + each.share_of_step - own - 1.0
-        own += over if over > SAME else 0.0
-        taken += each.share_of_step - own
-        if own > 0:
-            said = f"{own:.0%} of {whole} is counted by findings above as well"
-            if own > each.share_of_step - SAME:
-                said = "All of this time is counted by findings above as well"
-            said += f" (“{partner.title}”)." if partner is not None else "."
-            each = replace(
-                each,
-                evidence=f"{each.evidence} {said}".lstrip(),
+            twice = above.share_of_step + finding.share_of_step - max(most, above.share_of_step)
+            twice = min(twice, finding.share_of_step, above.share_of_step)
+            if twice > max(twice_share, SAME):
+                twice_share, partner = twice, above
+        over = taken + finding.share_of_step - twice_share - 1.0
+        twice_share += over if over > SAME else 0.0
+        taken += finding.share_of_step - twice_share
+        if twice_share > 0:
+            sentence = f"{twice_share:.0%} of {whole} is counted by findings above as well"
+            if twice_share > finding.share_of_step - SAME:
+                sentence = "All of this time is counted by findings above as well"
+            sentence += f" (“{partner.title}”)." if partner is not None else "."
+            finding = replace(
+                finding,
+                evidence=f"{finding.evidence} {sentence}".lstrip(),
                 part_of=partner.id if partner is not None else "",
-                counted_above=own,
+                counted_above=twice_share,
             )
-        told.append(each)
-    return told
+        listed.append(finding)
+    return listed
 
 
 class Ledger:

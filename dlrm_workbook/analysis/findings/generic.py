@@ -428,9 +428,9 @@ def largest_functions(evidence: Evidence, ledger: Ledger) -> Measured | None:
     table = table[[not ledger.is_explained(part) for part in parts]]
     times = table.groupby(["name", *PART])["time_ms"].sum().sort_values(ascending=False)
     times = times[times >= FUNCTION_SHARE * evidence.total_ms]
-    told = " ".join(text for _, text in ledger.told).lower()
+    named_above = " ".join(text for _, text in ledger.told).lower()
     names = [str(name) for name in times.index.get_level_values("name")]
-    times = times[[_short_node(name).lower() not in told for name in names]]
+    times = times[[_short_node(name).lower() not in named_above for name in names]]
     if times.empty:
         return None
     rows = times.reset_index(name="ms")

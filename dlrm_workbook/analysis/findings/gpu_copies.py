@@ -50,20 +50,20 @@ COPY_SHARE = 0.05
 )
 def copies(evidence: Evidence, ledger: Ledger) -> Measured | None:
     """Copies between host and GPU hold the step up: pageable memory, or not overlapped."""
-    found = _copies(evidence)
-    if found.empty:
+    crossing = _copies(evidence)
+    if crossing.empty:
         return None
     kernels = evidence.work[evidence.work["kind"].eq("kernel")]
-    time, alone = evidence.alone_ms(found, kernels)
-    alone = _delaying_ms(evidence, found, kernels)
+    time, alone = evidence.alone_ms(crossing, kernels)
+    alone = _delaying_ms(evidence, crossing, kernels)
     share = alone / evidence.total_ms
     if share < COPY_SHARE:
         return None
-    part = largest_part(found, "ms")
+    part = largest_part(crossing, "ms")
     ledger.explain(alone, part)
-    is_pageable = found["name"].str.contains("Pageable", case=False)
-    pageable, size = float(found.loc[is_pageable, "ms"].sum()), float(found["bytes"].sum())
-    summed = float(found["ms"].sum())
+    is_pageable = crossing["name"].str.contains("Pageable", case=False)
+    pageable, size = float(crossing.loc[is_pageable, "ms"].sum()), float(crossing["bytes"].sum())
+    summed = float(crossing["ms"].sum())
     pinned = [row for row in evidence.ceiling("copy") or [] if row.get("kind") == "pinned"]
     best = max((row["gb_per_s"] for row in pinned), default=None)
     synchronous = evidence.parameter("data.loader") == "synchronous"
@@ -71,11 +71,11 @@ def copies(evidence: Evidence, ledger: Ledger) -> Measured | None:
     change: dict[str, Any] = {}
     if synchronous and not on_device:
         change = {"data.loader": "prefetch"}
-    known = size > 0
+    has_bytes = size > 0
     figures: Measured = {
         "share": share,
         "component": part[0],
-        "megabytes": size / 1e6 if known else None,
+        "megabytes": size / 1e6 if has_bytes else None,
         "time": time,
         "rate": f" ({size / summed / 1e6:.1f} GB/s)",
         "alone": alone,
@@ -83,11 +83,11 @@ def copies(evidence: Evidence, ledger: Ledger) -> Measured | None:
         "pinned": best,
         "link": None if best else _link_gb_per_s(evidence),
         "doubt": evidence.doubt,
-        "pieces": (found["context"], found["ms"]),
+        "pieces": (crossing["context"], crossing["ms"]),
         "change": change,
         "speedup": (predicted(evidence, change) if change else None) or bounded(share),
     }
-    if not known:
+    if not has_bytes:
         figures["evidence"] = (
             "Copies take {time:ms} per iteration, {alone:ms} of it while no kernel runs and work "
             "or the host waits for them; their bytes were not measured.",
@@ -111,13 +111,13 @@ def _copies(evidence: Evidence) -> pd.DataFrame:
     if work.empty:
         return work
     names = profile.contexts["name"]
-    found = work[work["kind"].eq("copy") & evidence.named(OVER_LINK)[work["context"]]]
+    crossing = work[work["kind"].eq("copy") & evidence.named(OVER_LINK)[work["context"]]]
     count = evidence.iterations
-    every = np.bincount(profile.trace["context"], minlength=len(names))[found["context"]]
-    size = np.nan_to_num(profile.value_table("copy_bytes").to_numpy())[found["context"]]
-    return found.assign(
-        name=names.iloc[found["context"]].to_numpy(),
-        ms=(found["end_ns"] - found["start_ns"]) / 1e6 / count,
+    every = np.bincount(profile.trace["context"], minlength=len(names))[crossing["context"]]
+    size = np.nan_to_num(profile.value_table("copy_bytes").to_numpy())[crossing["context"]]
+    return crossing.assign(
+        name=names.iloc[crossing["context"]].to_numpy(),
+        ms=(crossing["end_ns"] - crossing["start_ns"]) / 1e6 / count,
         bytes=size / np.maximum(every, 1) / count,
     )
 
@@ -175,24 +175,24 @@ def heavy_copy(evidence: Evidence, ledger: Ledger) -> Measured | None:
     if work.empty:
         return None
     profile = evidence.profile
-    found = work[work["kind"].eq("copy") & ~evidence.named(OVER_LINK)[work["context"]]]
-    found = found.assign(name=profile.contexts["name"].iloc[found["context"]].to_numpy())
-    if found.empty:
+    staying = work[work["kind"].eq("copy") & ~evidence.named(OVER_LINK)[work["context"]]]
+    staying = staying.assign(name=profile.contexts["name"].iloc[staying["context"]].to_numpy())
+    if staying.empty:
         return None
-    time, alone = evidence.alone_ms(found, work[work["kind"].eq("kernel")])
+    time, alone = evidence.alone_ms(staying, work[work["kind"].eq("kernel")])
     share = alone / evidence.total_ms
     if share < COPY_ON_GPU_SHARE:
         return None
-    length = found["end_ns"] - found["start_ns"]
-    by_name = length.groupby(found["name"]).sum().nlargest(2)
-    is_set = found["name"].str.contains("memset|<gpu set>", case=False)
-    peer = found["name"].str.contains("PtoP|peer", case=False)
+    length = staying["end_ns"] - staying["start_ns"]
+    by_name = length.groupby(staying["name"]).sum().nlargest(2)
+    is_set = staying["name"].str.contains("memset|<gpu set>", case=False)
+    peer = staying["name"].str.contains("PtoP|peer", case=False)
     sets = float(length[is_set].sum()) / float(length.sum())
     steps = evidence.iterations
     every = np.bincount(profile.trace["context"], minlength=len(profile.contexts))
     size = profile.value_table("copy_bytes").to_numpy()
-    moved = float(np.nan_to_num((size / np.maximum(every, 1))[found["context"]]).sum())
-    part = largest(length.groupby([found["component"], found["phase"]]).sum())
+    moved = float(np.nan_to_num((size / np.maximum(every, 1))[staying["context"]]).sum())
+    part = largest(length.groupby([staying["component"], staying["phase"]]).sum())
     ledger.explain(alone, part)
     return {
         "share": share,
@@ -200,11 +200,11 @@ def heavy_copy(evidence: Evidence, ledger: Ledger) -> Measured | None:
         "what": "Memory sets" if sets > 0.9 else "Copies" if sets < 0.1 else "Copies and sets",
         "where": "between GPUs" if float(length[peer].sum()) > 0.5 * length.sum() else "on the GPU",
         "names": ", ".join(str(name) for name in by_name.index),
-        "count": len(found) / steps,
+        "count": len(staying) / steps,
         "time": time,
         "alone": alone,
         "rate": f"; {moved / steps / 1e6:,.1f} MB per iteration" if moved > 0 else "",
-        "pieces": (found["context"], length / 1e6 / steps),
+        "pieces": (staying["context"], length / 1e6 / steps),
         "speedup": bounded(share),
     }
 

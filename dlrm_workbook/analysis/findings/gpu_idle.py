@@ -509,15 +509,15 @@ def _long_calls(evidence: Evidence, idle: pd.DataFrame) -> pd.Series:
     longer at a time than in others, with a listed share of the step."""
     contexts = evidence.profile.contexts
     context = idle["context"].to_numpy()
-    known = context >= 0
+    has_context = context >= 0
     launches = np.zeros(len(contexts), dtype=bool)
     work = contexts["kind"].isin(["kernel", "copy"]) & contexts["parent"].ge(0)
     launches[contexts.loc[work, "parent"]] = True
     rows = idle.assign(
-        name=np.where(known, contexts["name"].to_numpy()[np.maximum(context, 0)], ""),
+        name=np.where(has_context, contexts["name"].to_numpy()[np.maximum(context, 0)], ""),
         stay=idle["context"].ne(idle["context"].shift()).cumsum().to_numpy(),
         length=idle["end_ns"] - idle["start_ns"],
-    )[known & ~launches[np.maximum(context, 0)]]
+    )[has_context & ~launches[np.maximum(context, 0)]]
     stays = rows.groupby(["name", "stay"])["length"].sum().groupby("name").agg(["median", "sum"])
     total = 1e6 * evidence.total_ms * evidence.iterations
     usual = float(rows.groupby("stay")["length"].sum().median()) if len(rows) else 0.0
@@ -650,17 +650,17 @@ def _in_few_iterations(evidence: Evidence, idle: pd.DataFrame, left_ms: float) -
         return {}
     step = np.searchsorted(first, idle["start_ns"].to_numpy(), side="right") - 1
     # the pieces' times are of a mean iteration
-    each = np.bincount(step, idle["idle_ms"] * len(first), minlength=len(first))
-    usual = float(np.median(each))
-    many = each > FEW_TIMES * usual
-    extra = float((each[many] - usual).sum()) / len(first)
-    count = int(many.sum())
+    idle_ms = np.bincount(step, idle["idle_ms"] * len(first), minlength=len(first))
+    usual = float(np.median(idle_ms))
+    slow = idle_ms > FEW_TIMES * usual
+    extra = float((idle_ms[slow] - usual).sum()) / len(first)
+    count = int(slow.sum())
     if not 0 < count <= len(first) / 3 or extra < 0.5 * left_ms:
         return {}
     return {
         "few_iterations": f", most of that in {count} of {len(first)} iterations",
         "few": f"In {'that iteration' if count == 1 else 'those iterations'} it does nothing for "
-        f"{milliseconds(float(each[many].mean()))}, in a usual one for {milliseconds(usual)}: "
+        f"{milliseconds(float(idle_ms[slow].mean()))}, in a usual one for {milliseconds(usual)}: "
         "something that happens now and then, such as a checkpoint, an evaluation or a callback.",
     }
 
@@ -799,9 +799,9 @@ def _copies_below(evidence: Evidence) -> np.ndarray:
     ``cudaMemcpyAsync (Memcpy DtoH (Device -> Pageable))``: for a pageable one the host waits."""
     contexts = evidence.profile.contexts
     copied = contexts[contexts["kind"].eq("copy") & contexts["parent"].ge(0)]
-    said = contexts["name"].to_numpy(dtype=object).copy()
-    said[copied["parent"].to_numpy()] += " (" + copied["name"].to_numpy(dtype=object) + ")"
-    return said
+    names = contexts["name"].to_numpy(dtype=object).copy()
+    names[copied["parent"].to_numpy()] += " (" + copied["name"].to_numpy(dtype=object) + ")"
+    return names
 
 
 def _precise(share: float) -> str:

@@ -159,8 +159,8 @@ def _all_kernels_ms(evidence: Evidence, spans: pd.DataFrame) -> np.ndarray:
 )
 def profiler_overhead(evidence: Evidence, ledger: Ledger) -> Measured | None:
     """The GPU idles because the profiler holds the host up in a call of the GPU's driver."""
-    told = pd.DataFrame(evidence.meta.get("profiler_overhead") or {})
-    if told.empty or not evidence.has_timeline:
+    overhead = pd.DataFrame(evidence.meta.get("profiler_overhead") or {})
+    if overhead.empty or not evidence.has_timeline:
         return None
     idle = without(evidence.idle, ledger.taken)
     context = idle["context"].to_numpy()
@@ -168,7 +168,7 @@ def profiler_overhead(evidence: Evidence, ledger: Ledger) -> Measured | None:
     called = evidence.profile.of_kind("runtime")[context] & (context >= 0)
     idle = idle[called]
     start, end = idle["start_ns"].to_numpy(), idle["end_ns"].to_numpy()
-    held = overlap(start, end, *union(told["start"].to_numpy(), told["end"].to_numpy()))
+    held = overlap(start, end, *union(overhead["start"].to_numpy(), overhead["end"].to_numpy()))
     count = 1e6 * evidence.iterations
     lost = float(held.sum()) / count
     if lost < TAKEN_SHARE * evidence.total_ms:
@@ -177,7 +177,7 @@ def profiler_overhead(evidence: Evidence, ledger: Ledger) -> Measured | None:
     begun, done = ledger.taken
     ledger.taken = union(np.append(begun, start[most]), np.append(done, end[most]))
     ledger.idle_ms += lost
-    within = told[evidence.inside(told["start"].to_numpy())]
+    within = overhead[evidence.inside(overhead["start"].to_numpy())]
     times = ((within["end"] - within["start"]) / count).groupby(within["name"]).sum()
     return {
         "share": lost / evidence.total_ms,

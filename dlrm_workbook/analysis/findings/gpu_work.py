@@ -327,7 +327,7 @@ def heavy_kernel(evidence: Evidence, ledger: Ledger) -> Measured | None:
     ledger.device_work.add(str(worst["kernel"]))
     reached, waves = float(worst["share_of_ceiling"]), float(worst["waves"])
     taken = min(float(worst["ms"]) / evidence.total_ms, 1.0)
-    known = reached == reached
+    has_limit = reached == reached
     return {
         "share": taken,
         "component": str(worst["component"]),
@@ -337,12 +337,12 @@ def heavy_kernel(evidence: Evidence, ledger: Ledger) -> Measured | None:
         "of_device": min(float(worst["ms"]) / evidence.device_ms, 1.0),
         "launches": float(worst["launches"]) / iteration_count(evidence.profile),
         "mean_us": float(worst["mean_us"]),
-        "reached": reached if known else None,
+        "reached": reached if has_limit else None,
         "waves": waves if waves < 1 else None,
         "unknown": None
-        if known or waves < 1
+        if has_limit or waves < 1
         else "The recording does not show how close it is to the GPU's limits.",
-        "speedup": bounded(taken * (1 - reached)) if known else bounded(0.5 * taken),
+        "speedup": bounded(taken * (1 - reached)) if has_limit else bounded(0.5 * taken),
     }
 
 
@@ -383,7 +383,7 @@ def largest_kernels(evidence: Evidence, ledger: Ledger) -> Measured | None:
         name: largest_part(rows, "ms")
         for name, rows in chosen.groupby(chosen["short_name"].astype(str))
     }
-    said = {
+    place_text = {
         name: f" in {part_label(*place)}" if place[0] != "other" else ""
         for name, place in places.items()
     }
@@ -394,7 +394,7 @@ def largest_kernels(evidence: Evidence, ledger: Ledger) -> Measured | None:
         "take": "takes" if len(by_name) == 1 else "take",
         "kernels": ", ".join(map(str, by_name.index[:2])) + (", ..." if len(by_name) > 2 else ""),
         "listed": ", ".join(
-            f"{name} {milliseconds(ms)}{said[str(name)]}" for name, ms in by_name.items()
+            f"{name} {milliseconds(ms)}{place_text[str(name)]}" for name, ms in by_name.items()
         ),
         "pieces": evidence.of_kernels(chosen["kernel"]),
         "unknown": "The recording does not show how close they are to the GPU's limits."

@@ -419,12 +419,12 @@ def _busy_threads(evidence: Evidence) -> list[tuple[str, float]]:
         total = evidence.counted("other_threads_cpu_ms")
         prefetching = evidence.parameter("data.loader") == "prefetch"
         return [("unnamed", total)] if total and not prefetching else []
-    found = [
+    busy = [
         (str(row.get("name") or "unnamed"), float(row.get("cpu_ms_per_iteration") or 0.0))
         for row in rows
         if row.get("kind") in ("python", "other") and PREFETCHER not in str(row.get("name") or "")
     ]
-    return sorted(found, key=lambda row: -row[1])
+    return sorted(busy, key=lambda row: -row[1])
 
 
 # The step's own thread: what it waits for, and what it computes that is no operator.

@@ -133,19 +133,21 @@ def _by_iteration(evidence: Evidence) -> pd.DataFrame:
     contexts = profile.contexts
     # by context first: of a long recording these are few beside its spans
     names = contexts["name"].to_numpy(dtype=object)
-    done = names.copy()
+    work_names = names.copy()
     for row in np.flatnonzero(profile.of_kind("kernel")):
-        done[row] = kernel_name(names[row]).short or names[row]
+        work_names[row] = kernel_name(names[row]).short or names[row]
     for row in np.flatnonzero(profile.of_kind("copy")):
-        done[row] = f"copies ({names[row]})"
+        work_names[row] = f"copies ({names[row]})"
     pieces = idle_pieces(profile)
     pieces = pieces[~pieces["copying"]]
     place = pd.Series(np.arange(len(spans)), index=spans["iteration"])
     host = np.append(names[scopes_of(contexts)], "code outside every operator and range")
-    number, told = pd.factorize(np.concatenate([done, host]))
+    number, names_of_numbers = pd.factorize(np.concatenate([work_names, host]))
     times = pd.DataFrame(
         {
-            "name": number[np.append(work["context"], pieces["context"] % len(host) + len(done))],
+            "name": number[
+                np.append(work["context"], pieces["context"] % len(host) + len(work_names))
+            ],
             "step": np.append(step, place.reindex(pieces["iteration"]).to_numpy()),
             "ms": np.append((work["end_ns"] - work["start_ns"]) / 1e6, pieces["idle_ms"]),
         }
@@ -153,7 +155,7 @@ def _by_iteration(evidence: Evidence) -> pd.DataFrame:
     table = times[times["step"] >= 0].pivot_table(
         "ms", "name", "step", aggfunc="sum", fill_value=0.0
     )
-    table = table.set_axis(pd.Index(told[table.index], name="name")).sort_index()
+    table = table.set_axis(pd.Index(names_of_numbers[table.index], name="name")).sort_index()
     return table.reindex(columns=range(len(spans)), fill_value=0.0)
 
 

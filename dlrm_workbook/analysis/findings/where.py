@@ -48,14 +48,14 @@ def levels(profile: Profile) -> dict[str, np.ndarray]:
     """
     parent = profile.contexts["parent"].to_numpy()
     # traces of 2021 write ranges as operators
-    told = ~profile.which("name", lambda name: bool(OWN_RANGES.match(name)))
-    inner = nearest(parent, profile.of_kind("operator") & told)
+    telling = ~profile.which("name", lambda name: bool(OWN_RANGES.match(name)))
+    inner = nearest(parent, profile.of_kind("operator") & telling)
     # the call that launched a kernel or a copy says nothing about it
     call = np.where(
         profile.of_kind("kernel", "copy"), -1, nearest(parent, profile.of_kind("runtime"))
     )
     return {
-        "range": nearest(parent, profile.of_kind("annotation") & told),
+        "range": nearest(parent, profile.of_kind("annotation") & telling),
         "outer": outermost_row(parent, inner),
         "inner": inner,
         "python": nearest(parent, profile.of_kind("python")),
@@ -69,13 +69,13 @@ def outermost_row(parent: np.ndarray, row: np.ndarray) -> np.ndarray:
     Args:
         row: (n,) row of the nearest marked context at or above each, -1 for none.
     """
-    found = row
+    outermost = row
     while True:
-        over = parent[np.maximum(found, 0)]
-        above = np.where((found >= 0) & (over >= 0), row[np.maximum(over, 0)], -1)
+        over = parent[np.maximum(outermost, 0)]
+        above = np.where((outermost >= 0) & (over >= 0), row[np.maximum(over, 0)], -1)
         if (above < 0).all():
-            return found
-        found = np.where(above >= 0, above, found)
+            return outermost
+        outermost = np.where(above >= 0, above, outermost)
 
 
 def time_by_name(profile: Profile, context: Any, ms: Any) -> dict[str, pd.Series]:
@@ -86,13 +86,13 @@ def time_by_name(profile: Profile, context: Any, ms: Any) -> dict[str, pd.Series
         ms: (m,) their time.
     """
     at, time = np.asarray(context), np.asarray(ms, dtype=float)
-    each = np.bincount(at[at >= 0], time[at >= 0], len(profile.contexts))
+    time_of_context = np.bincount(at[at >= 0], time[at >= 0], len(profile.contexts))
     names = profile.contexts["name"].to_numpy()
-    found = {}
+    times = {}
     for level, row in levels(profile).items():
-        own = pd.Series(each[row >= 0]).groupby(names[row[row >= 0]]).sum()
-        found[level] = own[own > 0].sort_values(ascending=False)
-    return found
+        time_by = pd.Series(time_of_context[row >= 0]).groupby(names[row[row >= 0]]).sum()
+        times[level] = time_by[time_by > 0].sort_values(ascending=False)
+    return times
 
 
 def most_in_one(profile: Profile, context: Any, ms: Any) -> float:
@@ -126,15 +126,15 @@ def place_sentence(profile: Profile, context: Any, ms: Any, step_ms: float) -> s
     """
     total = float(np.sum(ms))
     least = min(LEAST_OF_ALL * total, LEAST_OF_STEP * step_ms)
-    told: list[str] = []
-    known = ""
+    clauses: list[str] = []
+    listed_before = ""
     for level, times in time_by_name(profile, context, ms).items():
         times = times[times >= least][:MOST_NAMES]
         listed = ", ".join(f"{_shown(str(name))} {milliseconds(ms)}" for name, ms in times.items())
-        if listed and listed != known:
-            told.append(f"by {PLACE_LEVELS[level]} {'' if told else 'it is '}{listed}")
-        known = listed
-    return f"B{'; '.join(told)[1:]}." if told else None
+        if listed and listed != listed_before:
+            clauses.append(f"by {PLACE_LEVELS[level]} {'' if clauses else 'it is '}{listed}")
+        listed_before = listed
+    return f"B{'; '.join(clauses)[1:]}." if clauses else None
 
 
 def _shown(name: str) -> str:
