@@ -22,7 +22,7 @@ from dlrm_core.base.engines import PACKAGE, engine, find_engine
 from dlrm_core.config import Parameters, TrainingConfig
 from dlrm_core.model import DLRM, Piece
 from dlrm_core.parts import run_part
-from dlrm_core.run.precision import DensePrecision
+from dlrm_core.precision import DensePrecision
 
 Layer = Callable[..., torch.Tensor]
 """A part of the model, or what stands for it: compiled, or fused kernels."""

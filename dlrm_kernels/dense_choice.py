@@ -19,13 +19,13 @@ from dataclasses import dataclass
 
 import torch
 
-from dlrm_core.base.units import counted
+from dlrm_core.base.text import counted
 from dlrm_core.config import ModelConfig, Parameters, TrainingConfig
 from dlrm_core.dense import DENSE_CHOICE, DensePart
 from dlrm_core.embeddings import EmbeddingTables
 from dlrm_core.interactions import Interaction
 from dlrm_core.model import DLRM, ClickLoss, fill_dense_with_torch
-from dlrm_core.run.precision import allow_onednn, set_fp32_matmul
+from dlrm_core.precision import allow_onednn, set_fp32_matmul
 from dlrm_kernels.choices import fastest, notice
 from dlrm_kernels.dense import why_not_fused
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from dlrm_core.base.engines import engine, find_engine
 from dlrm_core.base.errors import InputError
 from dlrm_core.base.machine import available_memory
-from dlrm_core.base.units import format_bytes
+from dlrm_core.base.text import format_bytes
 from dlrm_core.config import Parameters, mean_bag_size
 from dlrm_core.operations import FLOAT_BYTES, INDEX_BYTES, NUMBER_BYTES
 from dlrm_core.optimizers import OPTIMIZERS

@@ -21,7 +21,7 @@ import torch
 from dlrm_core.base.errors import InputError, MissingToolError
 from dlrm_core.base.machine import available_memory
 from dlrm_core.base.settings import clash
-from dlrm_core.base.units import format_bytes
+from dlrm_core.base.text import format_bytes
 from dlrm_core.config import Parameters, mean_bag_size
 from dlrm_core.embeddings import FBGEMM_LANES, FBGEMM_ROWWISE_ELEMENTS
 from dlrm_core.optimizers import EPSILON, OPTIMIZERS

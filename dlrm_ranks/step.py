@@ -52,8 +52,12 @@ from dlrm_core.dense import (
 from dlrm_core.embeddings import EmbeddingTables
 from dlrm_core.model import DLRM, ClickLoss, Piece, fill_dense_like_facebook, fill_dense_with_torch
 from dlrm_core.parts import part, run_part
-from dlrm_core.run.precision import set_fp32_products
-from dlrm_core.step import Step, optimizer_of, optimizer_update
+from dlrm_core.precision import set_fp32_products
+from dlrm_core.step import (
+    Step,
+    optimizer_of,
+    optimizer_update,
+)
 from dlrm_ranks.collectives import Collectives
 from dlrm_ranks.tables import LocalBatch, ShardedTables
 from dlrm_ranks.world import World, gathered

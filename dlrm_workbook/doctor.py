@@ -16,9 +16,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from dlrm_core.base.engines import RANKS, find_engine
 from dlrm_core.base.errors import MissingToolError
-from dlrm_core.base.machine import cpu_flags, numa_nodes, read_text
-from dlrm_core.base.units import counted
+from dlrm_core.base.machine import cpu_flags, kernel_text, numa_nodes
+from dlrm_core.base.text import counted
 from dlrm_workbook.ground.machine import machine_facts, memory_limit, nvidia_gpus
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
@@ -178,7 +179,7 @@ def _hpctoolkit() -> list[Part]:
 
 def _perf_events() -> Part:
     name = "hardware counters"
-    setting = read_text("/proc/sys/kernel/perf_event_paranoid")
+    setting = kernel_text("/proc/sys/kernel/perf_event_paranoid")
     if not setting:
         cost = "Events such as cycles cannot be sampled; CPU time still can."
         return Part(name, False, "this kernel has no perf events", cost)
@@ -191,7 +192,7 @@ def _perf_events() -> Part:
 
 
 def _ptrace() -> Part:
-    setting = read_text("/proc/sys/kernel/yama/ptrace_scope") or "0"
+    setting = kernel_text("/proc/sys/kernel/yama/ptrace_scope") or "0"
     good = int(setting) <= 1 or os.geteuid() == 0
     cost = "Debuggers and py-spy cannot look into a run that hangs."
     return _part("attaching to processes", good, f"ptrace_scope is {setting}", cost)
@@ -199,7 +200,7 @@ def _ptrace() -> Part:
 
 def _gpu_counters() -> Part:
     name = "GPU counters for users"
-    text = read_text("/proc/driver/nvidia/params")
+    text = kernel_text("/proc/driver/nvidia/params")
     if not text:
         cost = "PC sampling, and so GPU stall reasons, cannot be had."
         return Part(name, False, "there is no NVIDIA driver", cost)
@@ -213,18 +214,19 @@ def _gpu_counters() -> Part:
 
 
 def _several_ranks() -> Part:
-    from dlrm_ranks.plan import INSTALL, missing_packages
-
-    missing = missing_packages()
+    name, cost = "several ranks (TorchRec)", "torchrun, and measuring in dlrm run scaling, need it"
+    plan = find_engine("several ranks: plan")
+    if plan is None:
+        return _part(name, False, f"missing: {RANKS}", f"{cost}.")
+    missing = plan.missing_packages()
     found = f"missing: {', '.join(missing)}" if missing else "torchrec, fbgemm_gpu"
-    cost = f"torchrun, and measuring in dlrm run scaling, need it: {INSTALL}"
-    return _part("several ranks (TorchRec)", not missing, found, cost)
+    return _part(name, not missing, found, f"{cost}: {plan.INSTALL}")
 
 
 def _numa() -> Part:
     """Sockets, NUMA nodes and their CPUs, and how one process's tables are spread over them."""
     topology = Path("/sys/devices/system/cpu").glob("cpu[0-9]*/topology/physical_package_id")
-    sockets = max(1, len({read_text(file) for file in topology}))
+    sockets = max(1, len({kernel_text(file) for file in topology}))
     nodes = numa_nodes()
     found = f"{counted(sockets, 'socket')}, {counted(max(1, len(nodes)), 'NUMA node')}"
     if len(nodes) > 1:

@@ -22,9 +22,9 @@ from slow_tiles import use_slow_tiles
 
 from dlrm_core.config import parameters_from_sections
 from dlrm_core.embeddings import EmbeddingTables
+from dlrm_core.predict import Asked
 from dlrm_core.run.checkpoint import read_checkpoint
 from dlrm_core.run.evaluate import held_out_batches
-from dlrm_core.run.predictor import Asked
 from dlrm_kernels.embeddings.fused_cpu import FusedCpu
 from dlrm_ranks.plan import load_torchrec
 from dlrm_ranks.predictor import RankPredictor

@@ -126,6 +126,49 @@ def require_count(file: Any, where: str, value: Any, most: int = LARGEST_INT) ->
     return value
 
 
+def require_form(file: Any, value: Any, form: Any, where: str = "") -> None:
+    """Refuse what a file says if it is not of the form that is written.
+
+    Args:
+        form: a mapping: exactly these names, each with a value of its form; with ``...`` others
+            too, or any names, all of that form. A list of one form: any number of such values.
+            A tuple: one of these texts. A number: a whole number from 0 to this. A type: a value
+            of it.
+        where: the value's place in the file, names with dots between; '': all of it.
+
+    Raises:
+        InputError: naming the file, the place, the value and what was expected.
+    """
+    place = where or "the file"
+    inside = f"{where}." if where else ""
+    if isinstance(form, Mapping):
+        if not isinstance(value, dict):
+            raise InputError(f"{file}: {place} is {shown(value)}, expected names with values")
+        names = [name for name in form if name is not ...]
+        expected = ", ".join(names)
+        for name in names:
+            if name not in value:
+                raise InputError(f"{file}: {place} has no {name}, expected {expected}")
+        for name, item in value.items():
+            if name not in form and ... not in form:
+                raise InputError(f"{file}: {place} has {called(name)}, expected {expected} only")
+            require_form(file, item, form.get(name, form.get(...)), f"{inside}{called(name)}")
+    elif isinstance(form, list):
+        if not isinstance(value, list):
+            raise InputError(f"{file}: {place} is {shown(value)}, expected a list")
+        for i, item in enumerate(value):
+            require_form(file, item, form[0], f"{where}[{i}]")
+    elif isinstance(form, tuple):
+        if value not in form:
+            raise InputError(
+                f"{file}: {place} is {shown(value)}, expected one of {', '.join(form)}"
+            )
+    elif isinstance(form, int):
+        require_count(file, place, value, form)
+    elif not isinstance(value, form):
+        raise InputError(f"{file}: {place} is {shown(value)}, expected {describe_type(form)}")
+
+
 def coerce_section(section: Any, name: str) -> None:
     """Check every field of a frozen dataclass against its annotation and metadata.
 

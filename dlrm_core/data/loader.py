@@ -9,7 +9,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Generator as Generated
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -19,18 +19,10 @@ from dlrm_core.base.errors import InputError
 from dlrm_core.base.settings import LARGEST_INT, shown
 from dlrm_core.config import Parameters
 from dlrm_core.data.batch import WHOLE, Batch, Share
-from dlrm_core.data.epochs import Epoch, RepeatedBatches, Rewound
-from dlrm_core.data.facebook_replay import FacebookReplay
+from dlrm_core.data.epochs import Epoch, Generator, RepeatedBatches, Rewound
 from dlrm_core.data.synthetic import FacebookLoop, SyntheticBatches
 
 T = TypeVar("T")
-
-
-class Generator(Protocol):
-    """Anything that makes batches."""
-
-    def next_batch(self) -> Batch:
-        """The next batch of the stream."""
 
 
 class PrefetchError(RuntimeError):
@@ -62,6 +54,8 @@ def make_generator(parameters: Parameters, device: torch.device, share: Share = 
     if data.generator == "facebook_loop":
         made = FacebookLoop(*shape, share=share)
     elif data.generator == "facebook":
+        from dlrm_core.data.facebook_replay import FacebookReplay
+
         made = FacebookReplay(*shape, share=share)
     else:
         made = SyntheticBatches(
@@ -147,25 +141,14 @@ def prefetched(make: Callable[[], T], ahead: int) -> Generated[T, None, None]:
         thread.join()
 
 
-@runtime_checkable
-class Resumable(Generator, Protocol):
-    """A stream of batches that can be left and taken up again."""
-
-    def state(self) -> dict[str, Any]:
-        """Where the stream stands: the next batch is the one after this."""
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from where ``state()`` was called, on a generator made alike."""
-
-
 class Followed:
-    """A generator whose position is that of the batches used, not of those made ahead.
+    """A generator whose state is that of the batches used, not of those made ahead.
 
     Args:
         generator: asked for its state after each batch, in the thread that makes batches.
     """
 
-    def __init__(self, generator: Resumable) -> None:
+    def __init__(self, generator: Generator) -> None:
         self._generator = generator
         # appended to by the loader's thread, read by the loop's: a deque allows both
         self._states = collections.deque([generator.state()])
@@ -180,9 +163,14 @@ class Followed:
         """The loop has taken the next batch."""
         self._states.popleft()
 
-    def position(self) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
         """State after the last batch that was used."""
         return self._states[0]
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state; what was made ahead is forgotten."""
+        self._generator.restore(state)
+        self._states = collections.deque([self._generator.state()])
 
 
 def plain_state(state: Any) -> Any:

@@ -16,8 +16,8 @@ from dlrm_core.data.batch import WHOLE, Batch, Share
 from dlrm_core.data.loader import make_generator
 from dlrm_core.dense import predict_rows
 from dlrm_core.model import DLRM, inputs_of
+from dlrm_core.precision import DensePrecision
 from dlrm_core.run.auc import QualityMeter
-from dlrm_core.run.precision import DensePrecision
 from dlrm_core.step import data_forward, transfer_forward
 
 STREAM_BATCHES = 20

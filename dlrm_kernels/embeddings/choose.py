@@ -23,7 +23,7 @@ import torch
 
 from dlrm_core.base.errors import InputError
 from dlrm_core.base.machine import available_memory
-from dlrm_core.base.units import counted, format_bytes
+from dlrm_core.base.text import counted, format_bytes
 from dlrm_core.config import Parameters, TrainingConfig
 from dlrm_core.data.batch import Batch
 from dlrm_core.data.loader import batches

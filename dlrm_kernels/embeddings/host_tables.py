@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.profiler import record_function
 
-from dlrm_core.base.units import format_bytes
+from dlrm_core.base.text import format_bytes
 from dlrm_core.config import Parameters, TrainingConfig
 from dlrm_core.data.batch import Batch
 from dlrm_core.embeddings import ROW_DTYPES, EmbeddingTables, attach

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dlrm_core.base.machine import available_memory, cpu_flags
-from dlrm_core.base.units import format_bytes
+from dlrm_core.base.text import format_bytes
 from dlrm_core.config import Parameters, mean_bag_size
 from dlrm_kernels.dense import parts_of, why_not_fused
 from dlrm_kernels.tiles.machine import cpu_caches

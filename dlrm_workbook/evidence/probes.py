@@ -23,7 +23,7 @@ import torch
 
 from dlrm_core.base.errors import InputError
 from dlrm_core.base.machine import available_memory, cpu_flags, keep_freed_memory
-from dlrm_core.base.units import format_bytes
+from dlrm_core.base.text import format_bytes
 from dlrm_core.config import ModelConfig, Parameters, mean_bag_size
 from dlrm_core.data.loader import make_generator
 from dlrm_core.dense import resolve_dense
@@ -31,7 +31,7 @@ from dlrm_core.interactions import CatInteraction
 from dlrm_core.losses import MeanSquaredError
 from dlrm_core.model import DLRM, ClickLoss
 from dlrm_core.parts import log_spans, parse_span
-from dlrm_core.run.precision import set_fp32_products
+from dlrm_core.precision import set_fp32_products
 from dlrm_core.step import TrainingStep
 from dlrm_kernels.embeddings.choose import resolve
 from dlrm_kernels.embeddings.pages import tables_on_huge_pages, touched_beside

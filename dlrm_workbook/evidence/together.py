@@ -24,7 +24,7 @@ from typing import Any, cast
 from dlrm_core.base.errors import InputError
 from dlrm_core.base.files import read_json, write_json
 from dlrm_core.base.machine import available_memory, end_with_starter, keep_freed_memory
-from dlrm_core.base.units import format_bytes
+from dlrm_core.base.text import format_bytes
 from dlrm_core.config import Parameters, load_parameters
 from dlrm_core.data.batch import Batch
 from dlrm_core.data.loader import batches, make_generator

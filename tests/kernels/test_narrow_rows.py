@@ -197,10 +197,9 @@ def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(
     whole = Trainer(run(batches=6))
     losses = whole.train().losses
     folder = str(tmp_path / "kept")
-    train(run(batches=3, checkpoint_folder=folder, checkpoint_every=3), progress=False)
+    train(run(batches=3, checkpoint_folder=folder, checkpoint_every=3))
     rest = train(
         run(batches=6, checkpoint_folder=folder, checkpoint_every=6, resume="latest"),
-        progress=False,
     )
     assert rest.losses == losses[3:]
 
@@ -208,12 +207,12 @@ def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(
 def test_a_checkpoint_of_another_precision_is_refused(tmp_path):
     sections = parameters(batches=2, checkpoint_every=2, checkpoint_folder=str(tmp_path / "c"))
     sections = sections.to_sections()
-    train(parameters_from_sections(sections), progress=False)
+    train(parameters_from_sections(sections))
     sections["model"]["embedding_precision"] = "bf16"
     sections["training"]["resume"] = "latest"
     said = r"was written with model.embedding_precision = 'fp32', but this run has 'bf16'"
     with pytest.raises(InputError, match=said):
-        train(parameters_from_sections(sections), progress=False)
+        train(parameters_from_sections(sections))
 
 
 @pytest.mark.parametrize(

@@ -290,10 +290,10 @@ def test_a_checkpoint_moves_between_one_place_and_two(tmp_path, first, backend):
 
     folder = str(tmp_path / "checkpoints")
     before = part(max_steps=3, embeddings_on_gpu_bytes=first, checkpoint_folder=folder)
-    train(replace(before, training=replace(before.training, checkpoint_every=3)), progress=False)
+    train(replace(before, training=replace(before.training, checkpoint_every=3)))
     second = 2240 if first is None else None
     rest = part(resume="latest", checkpoint_folder=folder, embeddings_on_gpu_bytes=second)
-    assert train(rest, progress=False).losses == run(given)[0][3:]
+    assert train(rest).losses == run(given)[0][3:]
 
 
 # ---- too large for the host ------------------------------------------------------

@@ -19,9 +19,7 @@ from typing import Any
 
 import pandas as pd
 
-from dlrm_core.base.units import milliseconds, percent
 from dlrm_core.parts import part_label
-from dlrm_studies.scaling import findings as ranks
 from dlrm_workbook.analysis.attribution import (
     IDLE,
     basis,
@@ -41,6 +39,7 @@ from dlrm_workbook.analysis.findings import (
     host,
     iterations,
     operators,
+    ranks,
 )
 from dlrm_workbook.analysis.findings.evidence import Evidence
 from dlrm_workbook.analysis.findings.finding import (
@@ -52,6 +51,7 @@ from dlrm_workbook.analysis.findings.finding import (
     rank,
 )
 from dlrm_workbook.analysis.kernel_names import kernel_name
+from dlrm_workbook.ground.units import milliseconds, percent
 from dlrm_workbook.recordings.foreign import START_UP
 from dlrm_workbook.recordings.profile import Profile
 

@@ -11,12 +11,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dlrm_core.base.units import milliseconds
 from dlrm_core.interactions import INTERACTIONS
 from dlrm_core.parts import part_label
 from dlrm_workbook.analysis.findings.evidence import Evidence
 from dlrm_workbook.analysis.findings.finding import Finding, Ledger, is_worthwhile, predicted
 from dlrm_workbook.analysis.roofline import MAX_RELATIVE_ERROR
+from dlrm_workbook.ground.units import milliseconds
 
 TILE_ERRORS = {"bf16x2": 5e-6, "bf16x3": 2e-7}
 """Relative errors of fp32 products made of bf16 numbers; tests hold the kernels to them."""

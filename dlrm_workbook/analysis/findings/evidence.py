@@ -20,7 +20,6 @@ import numpy as np
 import pandas as pd
 
 from dlrm_core.base.errors import InputError
-from dlrm_core.base.units import milliseconds
 from dlrm_core.config import Parameters, parameters_from_sections
 from dlrm_core.parts import SPAN_PREFIX, is_iteration_function
 from dlrm_workbook.analysis.attribution import (
@@ -38,10 +37,11 @@ from dlrm_workbook.analysis.attribution import (
 from dlrm_workbook.analysis.context_tree import Bools, Ints, overlap, union
 from dlrm_workbook.analysis.gpu import kernel_table
 from dlrm_workbook.analysis.idleness import idle_pieces
-from dlrm_workbook.analysis.launches import device_operations
+from dlrm_workbook.analysis.launches import launched_operations
 from dlrm_workbook.analysis.operators import top_operators
 from dlrm_workbook.analysis.python_lines import python_lines
 from dlrm_workbook.analysis.roofline import roofline
+from dlrm_workbook.ground.units import milliseconds
 from dlrm_workbook.recordings.open import COMMUNICATION
 from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.recordings.torch.chrome_trace import GRAPH_LAUNCH
@@ -326,8 +326,8 @@ class Evidence:
 
     @cached_property
     def work(self) -> pd.DataFrame:
-        """As :func:`device_operations`, begun in these iterations."""
-        work = device_operations(self.profile)
+        """As :func:`launched_operations`, begun in these iterations."""
+        work = launched_operations(self.profile)
         return work[self.inside(work["start_ns"].to_numpy())] if len(work) else work
 
     @cached_property

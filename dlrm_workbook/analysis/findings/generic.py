@@ -11,7 +11,6 @@ import re
 import numpy as np
 import pandas as pd
 
-from dlrm_core.base.units import milliseconds
 from dlrm_core.parts import part_label
 from dlrm_workbook.analysis.attribution import (
     PART,
@@ -34,6 +33,7 @@ from dlrm_workbook.analysis.findings.finding import (
     capitalised,
     rule,
 )
+from dlrm_workbook.ground.units import milliseconds
 from dlrm_workbook.recordings.foreign import node_key
 from dlrm_workbook.recordings.profile import nearest
 

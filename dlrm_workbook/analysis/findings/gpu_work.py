@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from dlrm_core.base.units import milliseconds
 from dlrm_core.parts import part_label
 from dlrm_workbook.analysis.attribution import (
     PART,
@@ -34,6 +33,7 @@ from dlrm_workbook.analysis.findings.where import (
 )
 from dlrm_workbook.analysis.gpu import sampled_profile, stall_reasons, stall_table
 from dlrm_workbook.analysis.kernel_names import kernel_name
+from dlrm_workbook.ground.units import milliseconds
 from dlrm_workbook.recordings.hpctoolkit.metrics import STALLS
 from dlrm_workbook.recordings.open import COMMUNICATION
 from dlrm_workbook.recordings.profile import nearest

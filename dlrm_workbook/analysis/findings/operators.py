@@ -14,7 +14,6 @@ from typing import Any
 import pandas as pd
 
 from dlrm_core.base.errors import InputError
-from dlrm_core.base.units import milliseconds
 from dlrm_core.interactions import INTERACTIONS
 from dlrm_core.parts import part_label
 from dlrm_workbook.analysis.findings.evidence import Evidence, Part, heaviest
@@ -31,6 +30,7 @@ from dlrm_workbook.analysis.findings.finding import (
     rule,
 )
 from dlrm_workbook.analysis.work import operator_work
+from dlrm_workbook.ground.units import milliseconds
 
 MANY = 100
 """Extra calls per iteration from which smallness, not any one operator, is the matter."""

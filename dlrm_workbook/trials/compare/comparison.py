@@ -21,7 +21,6 @@ import pandas as pd
 from dlrm_core.base.errors import InputError
 from dlrm_core.base.files import read_json, write_json
 from dlrm_core.config import Parameters, load_parameters, parameters_from_sections
-from dlrm_core.progress import Bar
 from dlrm_workbook.analysis.attribution import as_one, attribute
 from dlrm_workbook.analysis.changes import (
     apply_change,
@@ -48,7 +47,7 @@ from dlrm_workbook.analysis.compare import (
 from dlrm_workbook.analysis.ensemble import SWEEP, swept_runs
 from dlrm_workbook.analysis.findings import findings
 from dlrm_workbook.analysis.reference import (
-    OTHER_TIMES,
+    TIME_COLUMNS,
     all_at_reference,
     at_reference,
     reference,
@@ -56,6 +55,7 @@ from dlrm_workbook.analysis.reference import (
 from dlrm_workbook.analysis.sentences import in_markdown
 from dlrm_workbook.analysis.verdict import with_timed
 from dlrm_workbook.analysis.whatif import Prediction, predict_change, prediction
+from dlrm_workbook.ground.bar import Bar
 from dlrm_workbook.ground.intervals import Interval
 from dlrm_workbook.ground.machine import versions
 from dlrm_workbook.ground.processes import Progress, ProgressCallback, fresh_path, only_process
@@ -269,7 +269,7 @@ class Comparison:
                 rows.append((f"the step in {name}'s profile", found.ms, found.iterations, why))
         table = pd.DataFrame(rows, columns=["what", "time_ms", "iterations", "why"])
         table["times_the_step"] = table["time_ms"] / step_ms
-        return table[OTHER_TIMES]
+        return table[TIME_COLUMNS]
 
     def prediction_table(self) -> pd.DataFrame:
         """What is predicted before anything of the change has run, a row an outcome.

@@ -22,9 +22,9 @@ from dlrm_core.config import Parameters, load_parameters
 from dlrm_core.data.batch import Batch
 from dlrm_core.embeddings import attach
 from dlrm_core.model import ClickLoss
+from dlrm_core.precision import DensePrecision
 from dlrm_core.run.checkpoint import Checkpoint, find_checkpoint, read_checkpoint
 from dlrm_core.run.evaluate import Evaluation, HeldOut, evaluate, predict
-from dlrm_core.run.precision import DensePrecision
 from dlrm_core.run.resume import require_same_model, with_choices_of
 from dlrm_core.train import prepare_model
 
