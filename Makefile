@@ -95,7 +95,6 @@ examples: $(SET_UP)
 	$(BIN)/dlrm run compare -f parameters/seed.yaml -p profile_run=latest -p rounds=6 \
 	  -p iterations=8 --output-root $(EXAMPLES)
 	$(BIN)/dlrm run scaling -f parameters/kalamkar_small.yaml --output-root $(EXAMPLES)
-	$(call PUBLISH,experiment-*,experiment.html,experiment.html)
 	$(call PUBLISH,experiment-*,experiment.ipynb,experiment.ipynb)
 	$(call PUBLISH,bottlenecks-seed,bottlenecks.ipynb,bottlenecks-seed.ipynb)
 	$(call PUBLISH,bottlenecks-seed,verdict.md,bottlenecks-seed.md)

@@ -3,7 +3,7 @@
     dlrm record -f parameters/seed.yaml -p profiling.iterations=12 --output RECORDING
     python benchmarks/sample.py RECORDING --date 2026-11-21
 
-It replaces dlrm_core/samples/seed-cpu. Record on a quiet machine: the page opened on the
+It replaces dlrm_workbook/samples/seed-cpu. Record on a quiet machine: the page opened on the
 sample shows its counters, ceilings and probes.
 """
 

@@ -6,7 +6,7 @@ import bisect
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dlrm_core.base.engines import engine, find_engine
 from dlrm_core.base.errors import InputError
@@ -410,7 +410,7 @@ def largest_batch(parameters: Parameters, place: str, limit: int, gpu: bool) -> 
     """The largest ``training.batch_size`` that fits; None if not even one sample does."""
 
     def needed(size: int) -> int:
-        changed = _with_training(parameters, batch_size=size)
+        changed = parameters.with_training(batch_size=size)
         return total_bytes(forecast_memory(changed, gpu), place)
 
     return _largest(needed, limit, MOST_SAMPLES)
@@ -437,7 +437,7 @@ def largest_on_gpu(parameters: Parameters, limit: int) -> int | None:
         sums.append(sums[-1] + rows * parameters.model.row_bytes)
 
     def needed(count: int) -> int:
-        changed = _with_training(parameters, embeddings_on_gpu_bytes=sums[count - 1])
+        changed = parameters.with_training(embeddings_on_gpu_bytes=sums[count - 1])
         return total_bytes(forecast_memory(changed, True), "gpu")
 
     found = _largest(needed, limit, len(sums))
@@ -472,13 +472,8 @@ def advice(parameters: Parameters, place: str, limit: int, gpu: bool) -> str:
 
 
 def _host_beside(parameters: Parameters, on_gpu_bytes: int) -> int:
-    changed = _with_training(parameters, embeddings_on_gpu_bytes=on_gpu_bytes)
+    changed = parameters.with_training(embeddings_on_gpu_bytes=on_gpu_bytes)
     return total_bytes(forecast_memory(changed, True), "host")
-
-
-def _with_training(parameters: Parameters, **changes: Any) -> Parameters:
-    training = dataclasses.replace(parameters.training, **changes)
-    return dataclasses.replace(parameters, training=training)
 
 
 def _scaled(parameters: Parameters, factor: float) -> Parameters:

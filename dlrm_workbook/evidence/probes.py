@@ -510,6 +510,8 @@ def default_changes(parameters: Parameters) -> list[dict[str, Any]]:
         changes += _fused_changes(training)
     if training.embedding_backend == "torch":
         changes.append({"training.embedding_backend": "fused"})
+    if training.embedding_update != "race_free":
+        changes.append({"training.embedding_update": "race_free"})
     if not training.fused_optimizer:
         changes.append({"training.fused_optimizer": True})
     rows = training.batch_size

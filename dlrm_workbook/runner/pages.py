@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import base64
 import json
-import math
 import mimetypes
 import os
 import re
@@ -38,7 +37,7 @@ from pygments.util import ClassNotFound  # type: ignore[import-untyped]
 from traitlets.config import Config
 
 from dlrm_core.base.errors import InputError
-from dlrm_core.base.files import open_binary, write_text
+from dlrm_core.base.files import open_binary, plain, write_text
 from dlrm_workbook.ground.units import duration
 from dlrm_workbook.runner.html_clean import (
     ImageResolver,
@@ -77,19 +76,8 @@ def highlighted(source: str, language: str) -> Markup:
 
 def script_json(value: Any) -> str:
     """JSON that may stand inside a script element."""
-    text = json.dumps(_finite(value), separators=(",", ":"), allow_nan=False)
+    text = json.dumps(plain(value), separators=(",", ":"), allow_nan=False)
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
-
-
-def _finite(value: Any) -> Any:
-    """The value with NaN and infinities as null: JSON has no others, and plotly.js draws gaps."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return value
 
 
 FIGURE = "application/vnd.plotly.v1+json"

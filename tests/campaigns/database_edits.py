@@ -95,20 +95,6 @@ class DatabaseCopy:
         """Time of some contexts and what is below them."""
         return float(self.database.column(self.time)[list(rows)].sum())
 
-    def kernels(self) -> list[str]:
-        """Names of the kernels in the trace."""
-        return sorted({name for name, parent in self._traced_names() if "gpu kernel" in parent})
-
-    def _traced_names(self) -> dict[tuple[str, str], list[int]]:
-        """(name, name of what is above) to ids of the contexts in the traces of GPUs."""
-        found: dict[tuple[str, str], list[int]] = {}
-        names, tree = self.database.names, self.database.tree
-        ids = np.unique(np.concatenate([context for _, context in self._gpu_lines()]))
-        for context, row in zip(ids.tolist(), tree.rows(ids).tolist(), strict=True):
-            if row > 0:
-                found.setdefault((names[row], names[tree.parent[row]]), []).append(context)
-        return found
-
     def _gpu_lines(self) -> list[tuple[npt.NDArray[Any], npt.NDArray[Any]]]:
         streams = {t.profile for t in self.database.threads if t.kind == "gpu_stream"}
         return [
@@ -129,32 +115,10 @@ class DatabaseCopy:
 
     # ---- edits --------------------------------------------------------------------------
 
-    def stretch_kernel(self, name: str, loss: float) -> float:
-        """A kernel takes so many microseconds more in all; returns how many times as long."""
-        traced = [
-            context
-            for (own, above), contexts in self._traced_names().items()
-            if own == name and "gpu kernel" in above
-            for context in contexts
-        ]
-        return self._stretch(self.rows(name), tuple(traced), self._kernel_metrics(), loss)
-
     def _kernel_metrics(self) -> tuple[str, ...]:
         """What a kernel that takes longer has more of: time, and samples of its instructions."""
         samples = [m.name for m in self.database.metrics if m.name.startswith("GINS")]
         return ("GPUOP (sec)", "GKER (sec)", *samples)
-
-    def stretch_copies(self, row: int, loss: float) -> float:
-        """The copies of one context hold so many times the bytes, and take as much longer."""
-        name = self.database.names[row]
-        traced = [
-            context
-            for (own, _), contexts in self._traced_names().items()
-            if own.split(" [")[0] == name.split(" [")[0]
-            for context in contexts
-        ]
-        metrics = ("GPUOP (sec)", "GXCOPY (sec)", "GXCOPY:H2D (B)", "GXCOPY:D2H (B)")
-        return self._stretch((row,), tuple(traced), metrics, loss)
 
     def stretch_function(self, name: str, loss: float) -> float:
         """The function of that name with most time takes so many microseconds more: its own

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import random
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from trace_edits import Insertion, Trace
+from database_edits import DatabaseCopy
+from trace_edits import Event, Insertion, Trace
 
 OPEN_ENDED = float("inf")
 
@@ -25,12 +28,20 @@ ADD = (
     "at::detail::Array<char*, 3>)"
 )
 
-DLRM = ("meta", "graphs", "rank0", "rank5*8")
-"""Recordings of such models."""
+FILL = (
+    "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<long>, "
+    "at::detail::Array<char*, 1> >(int, at::native::FillFunctor<long>, "
+    "at::detail::Array<char*, 1>)"
+)
+SORT = (
+    "void cub::DeviceRadixSortOnesweepKernel<cub::DeviceRadixSortPolicy<long, long, int>::"
+    "Policy800, false, long, long, int, int>(int*, int*, int*, long*, long const*, long*, "
+    "long const*, int, int, int)"
+)
 
-IDLE = "idle"
-ELSEWHERE = r"launch_bound|synchronis|cop(y|ies)\b|communicat"
-"""Findings of another cause than a GPU that has nothing to do."""
+OPTIMIZER = r"^Optimizer\.step|## optimizer"
+SMALL = (0.055, 0.11)
+"""What a small plant adds, over the step's own: 5 to 10 % of the longer step."""
 
 
 @dataclass(frozen=True)
@@ -54,12 +65,6 @@ class Fault:
     """Whether a small plant needs only be listed anywhere among the findings."""
 
 
-def each_step(trace: Trace, pattern: str = "") -> Iterator[list[float]]:
-    """The points of each iteration in ranges whose name matches; else in the model's forward."""
-    for step in range(len(trace.steps)):
-        yield (pattern and trace.within(pattern, step)) or trace.model_points(step)
-
-
 def add_copy(
     trace: Trace, at: float, what: str, length: float, rate: float, waits: bool = False
 ) -> None:
@@ -73,15 +78,6 @@ def add_copy(
         (4.0, last if waits else 10.0, trace.runtime_call("cudaMemcpyAsync", number)),
     ]
     trace.insert(Insertion(at, 20.0, host, [(4.0, length, copied)], drains=waits))
-
-
-def add_kernel(trace: Trace, at: float, names: list[str], kernel: str, length: float) -> None:
-    """A kernel of so many microseconds in nested operators, for which the host does not wait."""
-    number = trace.new_id()
-    host = [(1.0 * depth, 20.0 - 2.0 * depth, trace.operator(n)) for depth, n in enumerate(names)]
-    host.append((8.0, 6.0, trace.runtime_call("cudaLaunchKernel", number)))
-    work = trace.gpu_work("kernel", kernel, number)
-    trace.insert(Insertion(at, 24.0, host, [(8.0, length, work)]))
 
 
 def add_tiny_kernels(
@@ -139,3 +135,63 @@ def kernels(trace: Trace, pattern: str) -> list[int]:
         if str(trace.events[row]["cat"]).lower() == "kernel"
         and re.search(pattern, trace.events[row]["name"])
     ]
+
+
+def operator(trace: Trace, name: str, shape: list[int] | None = None, kind: str = "float") -> Event:
+    """An operator on the stepping thread whose recorded inputs are its own."""
+    event = trace.operator(name)
+    args = numbered(event, trace.new_id())["args"]
+    event["args"] = args
+    if shape is not None and "Input Dims" in args:
+        args |= {"Input Dims": [shape], "Input type": [kind]}
+    else:
+        args.pop("Input Dims", None)
+        args.pop("Input type", None)
+    for name in ("Concrete Inputs", "Input Strides"):
+        args.pop(name, None)
+    return event
+
+
+def annotation(trace: Trace, name: str) -> Event:
+    """A range that a program marks, as the recording has its iterations marked."""
+    return trace.operator(name) | {"cat": trace.events[trace.marks[0]]["cat"]}
+
+
+@contextmanager
+def backward(trace: Trace) -> Iterator[None]:
+    """Edits are made on the thread that runs the backward."""
+    own = trace.thread
+    threads = Counter(
+        (trace.events[row]["pid"], trace.events[row]["tid"])
+        for row in trace.operators
+        if re.search(r"Backward\d*$", trace.events[row]["name"])
+    )
+    trace.thread = threads.most_common(1)[0][0]
+    try:
+        yield
+    finally:
+        trace.thread = own
+
+
+def batch_start(trace: Trace, step: int) -> float:
+    """When the batch of an iteration is made ready; its first operator where nothing says."""
+    return (trace.within("copy_batch|load_batch", step) or trace.points(step))[0]
+
+
+def before_optimizer(trace: Trace, step: int) -> float:
+    """When an iteration's update starts; near its end where that is not marked."""
+    return (trace.within(OPTIMIZER, step) or trace.points(step)[-3:])[0]
+
+
+def floats(length: float, rate: float) -> int:
+    """Numbers of 4 bytes that pass in so many microseconds at so many GB/s."""
+    return max(int(length * rate * 1e3 / 4.0), 1)
+
+
+def slower(function: str) -> Plant:
+    """One function takes longer: its instructions and calls, or the kernels that it launched."""
+
+    def plant(database: DatabaseCopy, draw: Draw, loss: float) -> str:
+        return f"{function} takes {database.stretch_function(function, loss):.0f} times as long"
+
+    return plant

@@ -16,9 +16,25 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 
-from gpu_kinds import OPEN_ENDED, Draw, Fault, Plant, add_copy, add_loading, numbered
-from gpu_set_d import before_optimizer, operator
-from gpu_set_f import FILL, SMALL, SORT, annotation, backward, batch_start, floats, slower
+from gpu_kinds import (
+    FILL,
+    OPEN_ENDED,
+    SMALL,
+    SORT,
+    Draw,
+    Fault,
+    Plant,
+    add_copy,
+    add_loading,
+    annotation,
+    backward,
+    batch_start,
+    before_optimizer,
+    floats,
+    numbered,
+    operator,
+    slower,
+)
 from trace_edits import Event, Insertion, Trace
 
 LOOKUPS = r"sparse_arch|EmbeddingBagCollection|ebc"

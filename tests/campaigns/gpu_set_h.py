@@ -11,8 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from gpu_kinds import OPEN_ENDED, Draw, add_tiny_kernels, numbered
-from gpu_set_f import SORT, slower
+from gpu_kinds import OPEN_ENDED, SORT, Draw, add_tiny_kernels, numbered, slower
 from gpu_set_g import (
     OF_WORK,
     add_collective,

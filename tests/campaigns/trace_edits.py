@@ -73,8 +73,6 @@ class Trace:
         self.insertions: list[Insertion] = []
         self.serial = False
         """Whether no two operations of the GPU may overlap."""
-        self.pauses: tuple[float, float] | None = None
-        """(period, length), us: in the last part of each period nothing begins on the GPU."""
         self._index()
 
     def _index(self) -> None:
@@ -474,17 +472,9 @@ class _Replay:
                 start = max(start, self.start[earlier] + float(trace.length[earlier]))
             if trace.serial and self.free:
                 start = max(start, *self.free.values())
-            start = self._after_pause(start)
             self.begun.append(start)
         self.start[row] = start
         self._runs(stream, start, float(trace.length[row]))
-
-    def _after_pause(self, start: float) -> float:
-        """When work that is ready at ``start`` begins: after the pause, if that is in one."""
-        if self.trace.pauses is None:
-            return start
-        period, length = self.trace.pauses
-        return start if start % period < period - length else start - start % period + period
 
     def _runs(self, stream: Any, start: float, length: float) -> None:
         self.free[stream] = max(self.free.get(stream, -1e12), start + length)
@@ -512,7 +502,6 @@ class _Replay:
         for offset, length, event in insertion.device:
             stream = event["pid"], event["tid"]
             begins = max(start + offset + 5.0, self.free.get(stream, -1e12) + 1.0)
-            begins = self._after_pause(begins)
             self.begun.append(begins)
             self._runs(stream, begins, length)
             self.inserted.append((begins, length, event))
@@ -537,7 +526,7 @@ class _Replay:
         for row, event in enumerate(trace.events):
             events.append(self._timed(event, start[row], end[row] - start[row]))
         events += [self._timed(event, begins, length) for begins, length, event in self.inserted]
-        new.events, new.insertions, new.serial, new.pauses = events, [], False, None
+        new.events, new.insertions, new.serial = events, [], False
         new._index()
         return new
 

@@ -7,10 +7,13 @@ import os
 import signal
 import subprocess
 import sys
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from observers import Calling
 
 from dlrm_core.base.cli import main
@@ -240,6 +243,22 @@ def test_mean_bag_size_is_that_of_the_law(rows, lookups):
     replay._fill(20_000 * (lookups + 2))
     _, counts = replay._chain(20_000, min(rows, lookups))
     assert mean_bag_size(parameters, 0) == pytest.approx(counts.mean(), rel=0.02)
+
+
+@given(st.integers(1, 300), st.integers(1, 300))
+def test_mean_bag_size_is_the_sum_over_the_laws_sizes(rows, lookups):
+    bound = min(rows, lookups)
+    # the size of a bag changes where r k passes a half, as numpy and torch round
+    cuts = [0, *(Fraction(2 * j + 1, 2 * bound) for j in range(bound)), 1]
+    mean = Fraction(0)
+    for first, last in itertools.pairwise(cuts):
+        size = max(1, round((first + last) / 2 * bound))
+        mean += size * (last - first)
+    parameters = parameters_from_sections(
+        {"model": {"table_rows": rows}, "data": {"indices_per_lookup": lookups}}
+    )
+    assert mean == Fraction(bound, 2) + Fraction(1, 2 * bound)
+    assert mean_bag_size(parameters, 0) == pytest.approx(float(mean), rel=1e-15)
 
 
 def test_the_onednn_path_is_checked_and_taken_back(monkeypatch):

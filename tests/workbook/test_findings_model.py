@@ -153,18 +153,6 @@ def test_equal_indices_are_found_and_the_law_of_the_data_is_not() -> None:
     assert "skewed_indices" not in found(profile)
 
 
-def test_hot_rows_of_a_contended_update() -> None:
-    profile = step(
-        {("embedding", "backward", "kernel"): (30.0, 1.0)},
-        {"embedding_update": "atomic", "threads": 2},
-        data_statistics=statistics(0.3),
-    )
-    contended = found(profile)["contended_update"]
-    assert contended.change == {"training.embedding_update": "race_free"}
-    profile.meta["parameters"]["training"]["embedding_update"] = "race_free"
-    assert "contended_update" not in found(profile)
-
-
 @pytest.mark.parametrize(
     ("rows", "fires"),
     [
@@ -242,6 +230,19 @@ def test_a_faster_setting_that_was_probed(
         assert "10.0 ms with" in first.evidence and "4.00 ms with" in first.evidence
 
 
+def test_an_update_that_threads_contend_for_was_timed_beside_a_race_free_one() -> None:
+    change = {"training.embedding_update": "race_free"}
+    times = {"base": {"embedding": {"backward": 30.0}}, "parts": {"embedding": {"backward": 12.0}}}
+    profile = step(
+        {("embedding", "backward", "kernel"): (30.0, 1.0)},
+        {"embedding_update": "locked", "threads": 2},
+        part_probes={"base": {}, "changes": [{"change": change, "spread": {}, **times}]},
+    )
+    contended = found(profile)["contended_update"]
+    assert contended.change == change and contended.limit == "synchronisation"
+    assert "30.0 ms with locked, 12.0 ms with race_free" in contended.evidence
+
+
 def test_a_setting_that_is_no_faster_is_silent() -> None:
     profile = step(HEAVY, part_probes=probed({"training.precision": "bf16"}, 10.0, 9.9))
     assert listed(profile) == []
@@ -283,23 +284,6 @@ def test_a_large_part_far_below_its_ceiling(monkeypatch: pytest.MonkeyPatch) -> 
     assert far.component == "top_mlp" and "40.0 ms" in far.evidence
     with_roofline(monkeypatch, ceiling_ms=20.0, share_of_ceiling=0.5)
     assert listed(step(HEAVY, ceilings={"gemm": []})) == []
-
-
-@pytest.mark.parametrize(("reached", "fires"), [(0.8, True), (0.2, False)])
-def test_embeddings_near_what_memory_gives(
-    monkeypatch: pytest.MonkeyPatch, reached: float, fires: bool
-) -> None:
-    with_roofline(
-        monkeypatch,
-        component="embedding",
-        time_ms=80.0,
-        ceiling_ms=80 * reached,
-        share_of_ceiling=reached,
-        limit="random rows",
-    )
-    heavy: Operators = {("embedding", "forward", "aten::_embedding_bag"): (80.0, 4.0)}
-    names = found(step(heavy, ceilings={"gather": []}))
-    assert ("embeddings_memory_bound" in names) == fires
 
 
 def test_code_of_a_part_outside_its_operators() -> None:

@@ -32,9 +32,12 @@ from dlrm_workbook.analysis.findings import (
     data,
     embedding,
     generic,
-    gpu,
+    gpu_copies,
+    gpu_idle,
     gpu_taken,
+    gpu_work,
     host,
+    iterations,
     operators,
     ranks,
 )
@@ -58,23 +61,19 @@ IDLE_GPU = ("gpu_idle", "launch_bound")
 STARVED = ("launch_bound", "gpu_idle", "gpu_idle_otherwise")
 
 EXPLAINS = {
-    "synchronisation": STARVED,
-    "blocking_launches": STARVED,
-    "allocation": STARVED,
-    "profiler_overhead": STARVED,
-    "rank_imbalance": ("exposed_communication", "dominant_place"),
+    "synchronisation": (STARVED, 0.5),
+    "blocking_launches": (STARVED, 0.5),
+    "allocation": (STARVED, 0.5),
+    "profiler_overhead": (STARVED, 0.5),
+    "rank_imbalance": (("exposed_communication", "dominant_place"), 0.0),
 }
-"""Finding of a cause to those that speak of its effects: the cause stands before them."""
+"""Finding of a cause to those that speak of its effects, before which it stands if its share is no
+less than this part of the effect's."""
 
-OF_EFFECT = {"rank_imbalance": 0.0}
-"""Least share of a cause, in that of the effect; ``HALF`` for all others."""
-
-HALF = 0.5
-
-SPREAD = 0.5
+SPREAD_WEIGHT = 0.5
 """Factor of a GPU's idle time in the order of findings, where no one place of a program has it."""
 
-SERIALISED = (
+SERIALISED_CAUTION = (
     "Kernels were serialised by PC sampling: times, idleness and overlap of this recording are "
     "distorted. It is for stall reasons; measure times without it (hpcrun -e CPUTIME -e "
     "gpu=nvidia -t)."
@@ -88,22 +87,22 @@ RULES: tuple[Rule, ...] = (
     gpu_taken.slower_gpu,
     gpu_taken.gpu_taken,
     gpu_taken.profiler_overhead,
-    gpu.blocking_launches,
-    gpu.synchronising,
-    gpu.allocation,
-    gpu.copies,
-    gpu.exposed_communication,
-    gpu.launch_bound,
-    gpu.gpu_idle,
-    gpu.float64,
-    gpu.tensor_cores,
-    gpu.layout_copies,
-    gpu.pointwise_operators,
-    gpu.occupancy,
-    gpu.stalls,
-    gpu.heavy_kernel,
-    gpu.largest_kernels,
-    gpu.heavy_copy,
+    gpu_idle.blocking_launches,
+    gpu_idle.synchronising,
+    gpu_idle.allocation,
+    gpu_copies.copies,
+    gpu_copies.exposed_communication,
+    gpu_idle.launch_bound,
+    gpu_idle.gpu_idle,
+    gpu_work.float64,
+    gpu_work.tensor_cores,
+    gpu_work.layout_copies,
+    gpu_work.pointwise_operators,
+    gpu_work.occupancy,
+    gpu_work.stalls,
+    gpu_work.heavy_kernel,
+    gpu_work.largest_kernels,
+    gpu_copies.heavy_copy,
     operators.extra_operators,
     host.other_processes,
     host.other_threads,
@@ -117,9 +116,7 @@ RULES: tuple[Rule, ...] = (
     host.python_in_part,
     operators.dispatch_bound,
     embedding.skewed_indices,
-    embedding.contended_update,
     embedding.giant_table,
-    embedding.bound_by_rows,
     embedding.embedding_update,
     operators.interaction_overhead,
     changes.faster_settings,
@@ -128,15 +125,15 @@ RULES: tuple[Rule, ...] = (
     generic.disturbed_profile,
     generic.outside_parts,
     generic.spinning_threads,
-    generic.irregular,
-    generic.slower_later,
-    generic.now_and_then,
+    iterations.irregular,
+    iterations.slower_later,
+    iterations.now_and_then,
     generic.slower_than_alone,
     generic.far_from_ceiling,
     generic.dominant_part,
     generic.start_up,
     generic.largest_functions,
-    gpu.dominant_place,
+    gpu_work.dominant_place,
 )
 """In the order in which they run: what leaves no doubt about its cause comes first."""
 
@@ -153,8 +150,8 @@ def findings(
     if evidence.total_ms <= 0:
         return []
     ledger = Ledger(evidence)
-    found = [finding for rule in RULES for finding in rule(evidence, ledger)]
-    ranked = rank(generic.of_all_iterations(found))
+    unranked = [finding for rule in RULES for finding in rule(evidence, ledger)]
+    ranked = rank(iterations.of_all_iterations(unranked))
     by_gain = _by_gain(evidence)
     ranked = ranked if by_gain else _by_share(ranked)
     ranked = _dominant_in_place(ranked)
@@ -164,8 +161,8 @@ def findings(
         first = sum(finding.severity == "fails" for finding in ranked)
         ranked.remove(largest)
         ranked.insert(first, largest)
-    for cause, effects in EXPLAINS.items():
-        _before(ranked, cause, effects)
+    for cause, (effects, least) in EXPLAINS.items():
+        _before(ranked, cause, effects, least)
     return of_one_step(ranked, _available(evidence), evidence.basis)
 
 
@@ -210,7 +207,7 @@ def _weight(finding: Finding) -> float:
     goes before a sum of many."""
     if finding.id not in STARVED:
         return finding.felt * finding.share_of_step
-    return max(SPREAD * finding.share_of_step, finding.in_one)
+    return max(SPREAD_WEIGHT * finding.share_of_step, finding.in_one)
 
 
 def _dominant_in_place(ranked: Sequence[Finding]) -> list[Finding]:
@@ -238,23 +235,17 @@ def _dominant_in_place(ranked: Sequence[Finding]) -> list[Finding]:
     return others
 
 
-def _before(ranked: list[Finding], cause: str, effects: tuple[str, ...]) -> None:
-    """Move the finding of a cause before the first of its effects; in place."""
-    found = next((finding for finding in ranked if finding.id == cause), None)
-    if found is None:
+def _before(ranked: list[Finding], cause: str, effects: tuple[str, ...], least: float) -> None:
+    """Move the finding of a cause before the first of the effects of which it is this part or more;
+    in place."""
+    moved = next((finding for finding in ranked if finding.id == cause), None)
+    if moved is None:
         return
-    most = found.share_of_step / OF_EFFECT.get(cause, HALF) if OF_EFFECT.get(cause, HALF) else 1.0
-    at = next(
-        (
-            place
-            for place, each in enumerate(ranked)
-            if each.id in effects and each.share_of_step <= most
-        ),
-        len(ranked),
-    )
-    if at < ranked.index(found):
-        ranked.remove(found)
-        ranked.insert(at, found)
+    for place, finding in enumerate(ranked[: ranked.index(moved)]):
+        if finding.id in effects and least * finding.share_of_step <= moved.share_of_step:
+            ranked.remove(moved)
+            ranked.insert(place, moved)
+            return
 
 
 def _available(evidence: Evidence) -> dict[str, float]:
@@ -345,10 +336,10 @@ def can_show_bottlenecks(profile: Profile, attribution: pd.DataFrame) -> bool:
 
 def cautions(profile: Profile) -> list[str]:
     """Sentences on what in this recording not to take at its word, gravest first."""
-    said = [str(sentence) for sentence in profile.meta.get("cautions") or []]
-    if profile.meta.get("serialised") and not any("serialised" in text for text in said):
-        said.insert(0, SERIALISED)
-    return [*said, *filter(None, [host.faults_of_profiler(profile)])]
+    sentences = [str(sentence) for sentence in profile.meta.get("cautions") or []]
+    if profile.meta.get("serialised") and not any("serialised" in text for text in sentences):
+        sentences.insert(0, SERIALISED_CAUTION)
+    return [*sentences, *filter(None, [host.faults_of_profiler(profile)])]
 
 
 def _reached(evidence: Evidence, component: str, phase: str) -> str:

@@ -15,15 +15,13 @@ from dlrm_core.interactions import INTERACTIONS
 from dlrm_core.parts import part_label
 from dlrm_workbook.analysis.findings.evidence import Evidence
 from dlrm_workbook.analysis.findings.finding import Finding, Ledger, is_worthwhile, predicted
+from dlrm_workbook.analysis.roofline import MAX_RELATIVE_ERROR
 from dlrm_workbook.ground.units import milliseconds
-
-MAX_RELATIVE_ERROR = 1e-5
-"""Of products that may replace fp32; true bf16 makes about 2e-3."""
 
 TILE_ERRORS = {"bf16x2": 5e-6, "bf16x3": 2e-7}
 """Relative errors of fp32 products made of bf16 numbers; tests hold the kernels to them."""
 
-PRECISIONS = ("fp32", "bf16", "fp16")
+PRECISION_ORDER = ("fp32", "bf16", "fp16")
 """Highest first. ``training.lowest_precision`` names the lowest that may be proposed."""
 
 
@@ -40,7 +38,7 @@ class Setting:
     advice: str
 
 
-DENSE = ("bottom_mlp", "interaction", "top_mlp")
+DENSE_PARTS = ("bottom_mlp", "interaction", "top_mlp")
 
 SETTINGS: dict[str, Setting] = {
     "training.fp32_matmul": Setting(
@@ -52,7 +50,7 @@ SETTINGS: dict[str, Setting] = {
     ),
     "training.precision": Setting(
         "dense_precision",
-        DENSE,
+        DENSE_PARTS,
         "arithmetic",
         "The dense part computes in {now}, where {then} is allowed and faster",
         "Compute the dense part in {then} by autocast; training.lowest_precision says that the "
@@ -60,7 +58,7 @@ SETTINGS: dict[str, Setting] = {
     ),
     "training.dense_backend": Setting(
         "dense_kernels",
-        DENSE,
+        DENSE_PARTS,
         "arithmetic",
         "The dense part takes {share} of the step; fused kernels on matrix tiles are faster",
         "Compute the dense part by fused kernels: operands stay in tiles between products, and "
@@ -90,14 +88,14 @@ SETTINGS: dict[str, Setting] = {
     ),
     "training.compile": Setting(
         "uncompiled",
-        DENSE,
+        DENSE_PARTS,
         "dispatch",
         "The dense part runs operator by operator",
         "Compile the dense part: its pointwise operators merge and fewer are dispatched.",
     ),
     "training.micro_batch": Setting(
         "cache_overflow",
-        DENSE,
+        DENSE_PARTS,
         "memory bandwidth",
         "The dense part's activations overflow the cache",
         "Compute the dense part {then} rows at a time: the same loss, activations that stay "
@@ -112,14 +110,14 @@ SETTINGS: dict[str, Setting] = {
     ),
     "training.cuda_graphs": Setting(
         "launch_bound",
-        (*DENSE, "loss", "embedding"),
+        (*DENSE_PARTS, "loss", "embedding"),
         "launches",
         "The GPU waits for launches",
         "Capture the step in a CUDA graph: one launch instead of one per kernel.",
     ),
     "training.threads": Setting(
         "thread_count",
-        (*DENSE, "embedding"),
+        (*DENSE_PARTS, "embedding"),
         "scheduling",
         "{now} threads per operator are fewer or more than pay here",
         "Run operators on {then} threads.",
@@ -135,9 +133,9 @@ def faster_settings(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
         finding = _faster_setting(evidence, ledger, probe)
         if finding is None:
             continue
-        known = best.get(finding.id)
+        best_so_far = best.get(finding.id)
         gain = finding.predicted_speedup["mid"]
-        if known is None or gain > known.predicted_speedup["mid"]:
+        if best_so_far is None or gain > best_so_far.predicted_speedup["mid"]:
             best[finding.id] = finding
     yield from best.values()
 
@@ -185,7 +183,8 @@ def _is_allowed(evidence: Evidence, name: str, then: Any) -> bool:
     if name == "training.precision":
         lowest = evidence.parameter("training.lowest_precision", "bf16")
         # fp16 keeps less range than bf16: it is only proposed where it is allowed by name
-        return then in PRECISIONS[: PRECISIONS.index(lowest) + 1] if lowest in PRECISIONS else False
+        order = {name: place for place, name in enumerate(PRECISION_ORDER)}
+        return then in order and order[then] <= order.get(lowest, -1)
     if name == "training.fp32_matmul":
         error = TILE_ERRORS.get(then) or _library_error(evidence)
         return error is not None and error <= MAX_RELATIVE_ERROR

@@ -30,12 +30,12 @@ operators of two threads beside a prefetching one on two cores took 1.3 times as
 FASTER = {"facebook_loop": "facebook"}
 """Generator to one that makes the very same batches faster."""
 
-OVERLAP: dict[str, Any] = {"data.loader": "prefetch"}
+PREFETCH: dict[str, Any] = {"data.loader": "prefetch"}
 
-SAID_FASTER = "make the same batches, bit for bit, with vectorised numpy"
-SAID_OVERLAP = "make the next batch on another thread while the step computes"
+FASTER_ADVICE = "make the same batches, bit for bit, with vectorised numpy"
+PREFETCH_ADVICE = "make the next batch on another thread while the step computes"
 
-SAID_ELSEWHERE = (
+FOREIGN_ADVICE = (
     "make batches ahead of the step in other processes or threads (a DataLoader with workers), "
     "whole batches at a time instead of sample by sample, or on the GPU"
 )
@@ -124,19 +124,19 @@ def _most_in(evidence: Evidence) -> str:
 def _remedy(evidence: Evidence, time: float) -> tuple[dict[str, Any], Speedup, str]:
     """(change, speed-up, advice): the least change that takes most of the time away."""
     if not evidence.is_ours:
-        return {}, bounded(time / evidence.total_ms), SAID_ELSEWHERE
+        return {}, bounded(time / evidence.total_ms), FOREIGN_ADVICE
     faster = FASTER.get(evidence.parameter("data.generator"))
     if faster:
         return _faster_generator(evidence, time, {"data.generator": faster})
     total = evidence.total_ms
     share = time / total
     if evidence.parameter("data.loader") == "synchronous":
-        ahead = predicted(evidence, OVERLAP)
+        ahead = predicted(evidence, PREFETCH)
         pays = share > UNAVOIDABLE_SHARE or _has_spare_core(evidence)
         if ahead is None and pays:
-            return OVERLAP, _overlapped(total, time, time, worst=1.0), SAID_OVERLAP
+            return PREFETCH, _overlapped(total, time, time, worst=1.0), PREFETCH_ADVICE
         if ahead is not None and is_worthwhile(ahead) and pays:
-            return OVERLAP, ahead, SAID_OVERLAP
+            return PREFETCH, ahead, PREFETCH_ADVICE
     advice = "no parameter makes these batches faster without changing them"
     if _is_slow(evidence, time):
         advice = (
@@ -156,17 +156,20 @@ def _faster_generator(
     then, now = _probed_ms(evidence, change), evidence.alone("data", "forward")
     gain = predicted(evidence, change)
     if then is None or not now:
-        return change, gain or bounded(time / total), SAID_FASTER
-    made = time * then / now
+        return change, gain or bounded(time / total), FASTER_ADVICE
+    faster_ms = time * then / now
     rest = total - time
-    if evidence.parameter("data.loader") == "synchronous" and made / (rest + made) > DATA_SHARE:
-        both = predicted(evidence, change | OVERLAP)
+    if (
+        evidence.parameter("data.loader") == "synchronous"
+        and faster_ms / (rest + faster_ms) > DATA_SHARE
+    ):
+        both = predicted(evidence, change | PREFETCH)
         if both is None or gain is None or both["mid"] > 1.02 * gain["mid"]:
-            speedup = both or _overlapped(total, time, made)
-            return change | OVERLAP, speedup, f"{SAID_FASTER}; {SAID_OVERLAP}"
-    mid = total / (rest + made)
+            speedup = both or _overlapped(total, time, faster_ms)
+            return change | PREFETCH, speedup, f"{FASTER_ADVICE}; {PREFETCH_ADVICE}"
+    mid = total / (rest + faster_ms)
     measured = {"low": 1 + 0.9 * (mid - 1), "mid": mid, "high": max(mid, total / rest)}
-    return change, gain or measured, SAID_FASTER
+    return change, gain or measured, FASTER_ADVICE
 
 
 def _has_spare_core(evidence: Evidence) -> bool:

@@ -18,19 +18,8 @@ SKEW = 4.0
 HOT_SHARE = 0.05
 """Of a table's lookups, by one row; below it contention costs nothing that is measurable."""
 
-CONTENDED_SHARE = 0.2
-SMALL_TABLE = 64
+FEW_ROWS = 64
 """Rows; in a smaller table each row is hot whatever the law."""
-
-GIANT_BYTES = 0.6
-"""Share of all tables' bytes."""
-
-GIANT_LOOKUPS = 0.6
-GIANT_TIMES = 8.0
-"""Times the median table."""
-
-BOUND_SHARE = 0.6
-UPDATE_SHARE = 0.05
 
 
 @rule(
@@ -56,7 +45,7 @@ def skewed_indices(evidence: Evidence, ledger: Ledger) -> Measured | None:
     hot = []
     for table in evidence.tables:
         expected, share = _expected_hottest(evidence, table), float(table["hottest_share"])
-        if table["rows"] >= SMALL_TABLE and share >= HOT_SHARE and share >= SKEW * expected:
+        if table["rows"] >= FEW_ROWS and share >= HOT_SHARE and share >= SKEW * expected:
             hot.append((share, expected, table))
     if not hot:
         return None
@@ -82,37 +71,10 @@ def skewed_indices(evidence: Evidence, ledger: Ledger) -> Measured | None:
     }
 
 
-@rule(
-    "contended_update",
-    title="Threads update the same hot rows and wait for each other ('{method}')",
-    evidence=(
-        "{threads} threads write rows of which the hottest gets {hottest:.0%} of a table's "
-        "lookups; backward and update of the tables take {share:.0%} of the step.",
-    ),
-    advice="Let each row belong to one thread.",
-    limit="synchronisation",
-    component="embedding",
-    gpu=False,
-)
-def contended_update(evidence: Evidence, ledger: Ledger) -> Measured | None:
-    """Threads wait for each other at hot rows in the update."""
-    method, threads = evidence.parameter("training.embedding_update"), evidence.threads or 1
-    if method not in ("atomic", "locked", "naive") or threads < 2:
-        return None
-    if evidence.parameter("training.embedding_backend") != "fused":
-        return None
-    tables = [table for table in evidence.tables if table["rows"] >= SMALL_TABLE]
-    hottest = max((float(table["hottest_share"]) for table in tables), default=0.0)
-    share = _update_share(evidence)
-    if hottest < HOT_SHARE or share < CONTENDED_SHARE:
-        return None
-    return {
-        "share": share,
-        "method": method,
-        "hottest": hottest,
-        "change": {"training.embedding_update": "race_free"},
-        "speedup": bounded(share),
-    }
+GIANT_BYTES = 0.6
+"""Share of all tables' bytes."""
+
+GIANT_LOOKUPS = 0.6
 
 
 @rule(
@@ -163,38 +125,7 @@ def giant_table(evidence: Evidence, ledger: Ledger) -> Measured | None:
     }
 
 
-@rule(
-    "embeddings_memory_bound",
-    title="Embeddings take {share:.0%} of the step, near the limit of memory",
-    evidence=(
-        "Embedding {phase} reaches {reached:.0%} of the ceiling for {limit} ({rate:.1f} GB/s) "
-        "measured on this machine.",
-    ),
-    advice="Only fewer bytes help: a smaller dimension or pooling factor, rows in lower "
-    "precision, a cache of hot rows, or more memory channels (sharded tables).",
-    limit="random rows",
-    component="embedding",
-    concerns=("embedding",),
-)
-def bound_by_rows(evidence: Evidence, ledger: Ledger) -> Measured | None:
-    """Most of the step is spent near the limit of memory for scattered rows."""
-    share = evidence.share("embedding")
-    if share < BOUND_SHARE:
-        return None
-    parts = evidence.roofline
-    parts = parts[parts["limit"].isin(["random rows", "memory bandwidth"])]
-    near = parts[(parts["component"] == "embedding") & (parts["share_of_ceiling"] >= 0.5)]
-    if near.empty or near["time_ms"].sum() < 0.5 * evidence.time("embedding"):
-        return None
-    top = near.loc[near["time_ms"].idxmax()]
-    return {
-        "share": share,
-        "phase": top["phase"],
-        "reached": top["share_of_ceiling"],
-        "limit": str(top["limit"]),
-        "rate": top["gb_per_s"],
-        "speedup": {"low": 1.0, "mid": 1.0, "high": amdahl(share, 2.0)},
-    }
+UPDATE_SHARE = 0.05
 
 
 @rule(
@@ -215,8 +146,8 @@ def embedding_update(evidence: Evidence, ledger: Ledger) -> Measured | None:
     """The sparse update is a large part of the step, and no probe tells what would replace it."""
     share = evidence.share("embedding", "update")
     backend = evidence.parameter("training.embedding_backend", "torch")
-    told = any("training.embedding_backend" in probe["change"] for probe in evidence.probed)
-    if share <= UPDATE_SHARE or backend != "torch" or told:
+    probed = any("training.embedding_backend" in probe["change"] for probe in evidence.probed)
+    if share <= UPDATE_SHARE or backend != "torch" or probed:
         return None
     column = "gpu_ms" if evidence.profile.has("gpu_time_ms") else "cpu_self_ms"
     return {
@@ -247,6 +178,10 @@ def _expected_hottest(evidence: Evidence, table: Mapping[str, Any]) -> float:
     return float((1.0 - 2.0 ** (1.0 - a)) / (1.0 - (rows + 1.0) ** (1.0 - a)))
 
 
+GIANT_TIMES = 8.0
+"""Times the median table."""
+
+
 def _dominant(sizes: list[float] | list[int], least: float) -> int | None:
     """The one entry that holds ``least`` of the sum and many times the median."""
     total = sum(sizes)
@@ -265,12 +200,12 @@ def _table_times(
     """(ms of the table's own operators, ms of the median table's), told apart by shapes."""
     operators = evidence.called[evidence.called["component"] == "embedding"]
     first = operators["shapes"].str.extract(r"\[(\d+), (\d+)\]")
-    found = re.compile(rf"\[{rows[number]}, {dim}\]")
-    own = operators[operators["shapes"].map(lambda text: bool(found.search(text)))]
-    if own.empty or not dim or rows.count(rows[number]) > 1:
+    shape = re.compile(rf"\[{rows[number]}, {dim}\]")
+    of_table = operators[operators["shapes"].map(lambda text: bool(shape.search(text)))]
+    if of_table.empty or not dim or rows.count(rows[number]) > 1:
         return None, None
     width = first[1] == str(dim)
     others = operators[width & first[0].isin([str(r) for r in rows if r != rows[number]])]
-    each = others.groupby(first[0][others.index])["cpu_self_ms"].sum()
-    per = [float(ms) / max(rows.count(int(str(r))), 1) for r, ms in each.items()]
-    return float(own["cpu_self_ms"].sum()), statistics.median(per) if per else None
+    by_rows = others.groupby(first[0][others.index])["cpu_self_ms"].sum()
+    per_table = [float(ms) / max(rows.count(int(str(r))), 1) for r, ms in by_rows.items()]
+    return float(of_table["cpu_self_ms"].sum()), statistics.median(per_table) if per_table else None

@@ -10,6 +10,7 @@ rule of last resort, so no cause goes unreported because nobody foresaw it.
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections.abc import Iterable, Mapping
 from functools import cached_property
@@ -25,6 +26,7 @@ from dlrm_workbook.analysis.attribution import (
     basis,
     by_part,
     coverage,
+    iteration_count,
     iteration_state,
     parts_at,
     per,
@@ -33,13 +35,16 @@ from dlrm_workbook.analysis.attribution import (
     windows,
 )
 from dlrm_workbook.analysis.context_tree import Bools, Ints, overlap, union
+from dlrm_workbook.analysis.gpu import kernel_table
 from dlrm_workbook.analysis.idleness import idle_pieces
 from dlrm_workbook.analysis.launches import launched_operations
 from dlrm_workbook.analysis.operators import top_operators
 from dlrm_workbook.analysis.python_lines import python_lines
 from dlrm_workbook.analysis.roofline import roofline
 from dlrm_workbook.ground.units import milliseconds
+from dlrm_workbook.recordings.open import COMMUNICATION
 from dlrm_workbook.recordings.profile import Profile
+from dlrm_workbook.recordings.torch.chrome_trace import GRAPH_LAUNCH
 
 Part = tuple[str, str]
 
@@ -53,11 +58,25 @@ PROFILER_MS = 0.01
 """Most that torch.profiler adds to an operator, with shapes and memory recorded."""
 
 
+MOST_LISTED = 5
+"""Names that a sentence lists of what the host was in, or of kernels."""
+
+SLOWED_LAUNCHES = "PC sampling slowed the launches, so it caused part of this time itself."
+UPPER_BOUND = (
+    "CUDA graphs were launched, of whose kernels a profiler may record only some: it is an upper "
+    "bound."
+)
+
+
 def heaviest(operators: pd.DataFrame, count: int = 4, column: str = "cpu_self_ms") -> str | None:
     """The operators that take most of the time, with their milliseconds; None if none does."""
     top = operators.groupby("name")[column].sum().nlargest(count)
-    listed = [f"{name} {milliseconds(ms)}" for name, ms in top.items() if ms > 0]
-    return ", ".join(listed) or None
+    return listed_times(top[top > 0]) or None
+
+
+def listed_times(times: pd.Series, more: str = "") -> str:
+    """Names with their milliseconds, in the order given; ``more`` stands behind each."""
+    return ", ".join(f"{name} {milliseconds(ms)}{more}" for name, ms in times.items())
 
 
 class Evidence:
@@ -267,6 +286,11 @@ class Evidence:
             table = table[table["iteration"].isin(steady)]
         return table["start_ns"].to_numpy(), table["end_ns"].to_numpy()
 
+    @property
+    def iterations(self) -> int:
+        """Number of these iterations, no less than 1."""
+        return max(len(self.windows[0]), 1)
+
     def inside(self, at: Ints) -> Bools:
         """Which moments (n,) lie in these iterations."""
         start, end = self.windows
@@ -282,7 +306,16 @@ class Evidence:
         pieces = segments(self.profile)
         pieces = pieces[self.inside(pieces["start_ns"].to_numpy())].reset_index(drop=True)
         length = pieces["end_ns"] - pieces["start_ns"]
-        return pieces.assign(ms=length / 1e6 / max(len(self.windows[0]), 1))
+        return pieces.assign(ms=length / 1e6 / self.iterations)
+
+    def named(self, pattern: re.Pattern[str]) -> Bools:
+        """Which contexts (n,) have a name in which the pattern is found."""
+        return self.profile.which("name", lambda name: bool(pattern.search(name)))
+
+    def spans(self, chosen: Bools) -> pd.DataFrame:
+        """Rows of the trace that lie in the contexts chosen (n,)."""
+        trace = self.profile.trace
+        return trace[chosen[trace["context"].to_numpy()]]
 
     def of_kernels(self, names: Iterable[str]) -> tuple[Ints, Any]:
         """Contexts and time (ms of a mean step) of the pieces in which kernels of these names run,
@@ -293,7 +326,7 @@ class Evidence:
 
     @cached_property
     def work(self) -> pd.DataFrame:
-        """As :func:`device_operations`, begun in these iterations."""
+        """As :func:`launched_operations`, begun in these iterations."""
         work = launched_operations(self.profile)
         return work[self.inside(work["start_ns"].to_numpy())] if len(work) else work
 
@@ -326,9 +359,44 @@ class Evidence:
         row = np.searchsorted(windows[0], begun, side="right") - 1
         start, end = union(begun, np.minimum(chosen["end_ns"].to_numpy(), windows[1][row]))
         other = union(beside["start_ns"].to_numpy(), beside["end_ns"].to_numpy())
-        count = 1e6 * max(len(self.windows[0]), 1)
+        count = 1e6 * self.iterations
         whole = float((end - start).sum())
         return whole / count, (whole - float(overlap(start, end, *other).sum())) / count
+
+    @cached_property
+    def kernels(self) -> pd.DataFrame:
+        """As :func:`kernel_table`, with ``ms`` of a mean step."""
+        table = kernel_table(self.profile)
+        each = table["time_ms"] / iteration_count(self.profile)
+        return table.assign(ms=table["per_iteration_ms"].fillna(each))
+
+    @property
+    def is_exchange(self) -> pd.Series:
+        """Which rows of :attr:`work` are kernels that exchange data between ranks."""
+        named = self.named(COMMUNICATION)
+        return self.work["kind"].eq("kernel") & named[self.work["context"].to_numpy()]
+
+    @property
+    def has_graphs(self) -> bool:
+        """Whether CUDA graphs were launched, of whose kernels a profiler may record only some."""
+        calls = self.profile.contexts.loc[self.profile.of_kind("runtime"), "name"]
+        return bool(calls.str.match(GRAPH_LAUNCH).any())
+
+    @property
+    def doubt(self) -> str | None:
+        """Why idle time and gaps of this recording are not to be taken at their word."""
+        reasons = [SLOWED_LAUNCHES] if self.meta.get("serialised") else []
+        reasons += [UPPER_BOUND] if self.has_graphs else []
+        return " ".join(reasons) or None
+
+    @property
+    def capability(self) -> int | None:
+        """First figure of the GPU's compute capability."""
+        for device in self.meta.get("devices") or []:
+            major = str(device.get("compute") or "").partition(".")[0]
+            if major.isdigit():
+                return int(major)
+        return None
 
     # ---- probes -------------------------------------------------------------------
 
@@ -384,6 +452,23 @@ class Evidence:
         """Mean wall time of the counted iterations, else of the step."""
         return self.counter("wall_ms") or self.step_ms
 
+    @property
+    def meanwhile(self) -> str | None:
+        """A sentence on what the system counted of the step's thread, as far as it is unusual."""
+        counted = []
+        for name, label in (
+            ("run_queue_ms", "waited for a core"),
+            ("blocked_ms", "waited for something else"),
+            ("gc_ms", "collected garbage"),
+        ):
+            share = self.share_of_wall(name)
+            if share >= 0.01:
+                counted.append(f"{label} in {share:.0%} of the time")
+        faults = self.counted("minor_faults")
+        if faults >= 1000:
+            counted.append(f"met {faults:,.0f} page faults per iteration")
+        return f"Meanwhile the step's thread {', '.join(counted)}." if counted else None
+
     def ceiling(self, name: str) -> Any:
         """An entry of the machine's measured ceilings, or None."""
         return (self.meta.get("ceilings") or {}).get(name)
@@ -422,5 +507,5 @@ class Evidence:
     @cached_property
     def excess_ms(self) -> pd.Series:
         """What each part takes beyond what it takes alone; only parts with a probe."""
-        known = self.parts.dropna(subset=["alone_ms"])
-        return (known["time_ms"] - known["alone_ms"]).clip(lower=0.0)
+        probed = self.parts.dropna(subset=["alone_ms"])
+        return (probed["time_ms"] - probed["alone_ms"]).clip(lower=0.0)

@@ -16,7 +16,7 @@ from dlrm_core.base.errors import InputError
 from dlrm_workbook.analysis.attribution import IDLE
 from dlrm_workbook.analysis.context_tree import Ints
 from dlrm_workbook.analysis.findings.evidence import Evidence, Part
-from dlrm_workbook.analysis.findings.where import most_in_one, said
+from dlrm_workbook.analysis.findings.where import most_in_one, place_sentence
 from dlrm_workbook.analysis.idleness import Stretches, felt_share
 from dlrm_workbook.analysis.whatif import prediction
 from dlrm_workbook.ground.units import milliseconds
@@ -113,35 +113,35 @@ def of_one_step(
         available: share of the step (0 to 1) by what a finding concerns.
         whole: what the shares are of, in words.
     """
-    told: list[Finding] = []
+    listed: list[Finding] = []
     taken = 0.0
-    for each in ranked:
-        own, partner = 0.0, None
-        for above in told:
-            places = {*above.concerns, *each.concerns}
-            if not above.concerns or not each.concerns or not places <= available.keys():
+    for finding in ranked:
+        twice_share, partner = 0.0, None
+        for above in listed:
+            places = {*above.concerns, *finding.concerns}
+            if not above.concerns or not finding.concerns or not places <= available.keys():
                 continue
             most = sum(available[place] for place in places)
-            twice = above.share_of_step + each.share_of_step - max(most, above.share_of_step)
-            twice = min(twice, each.share_of_step, above.share_of_step)
-            if twice > max(own, SAME):
-                own, partner = twice, above
-        over = taken + each.share_of_step - own - 1.0
-        own += over if over > SAME else 0.0
-        taken += each.share_of_step - own
-        if own > 0:
-            said = f"{own:.0%} of {whole} is counted by findings above as well"
-            if own > each.share_of_step - SAME:
-                said = "All of this time is counted by findings above as well"
-            said += f" (“{partner.title}”)." if partner is not None else "."
-            each = replace(
-                each,
-                evidence=f"{each.evidence} {said}".lstrip(),
+            twice = above.share_of_step + finding.share_of_step - max(most, above.share_of_step)
+            twice = min(twice, finding.share_of_step, above.share_of_step)
+            if twice > max(twice_share, SAME):
+                twice_share, partner = twice, above
+        over = taken + finding.share_of_step - twice_share - 1.0
+        twice_share += over if over > SAME else 0.0
+        taken += finding.share_of_step - twice_share
+        if twice_share > 0:
+            sentence = f"{twice_share:.0%} of {whole} is counted by findings above as well"
+            if twice_share > finding.share_of_step - SAME:
+                sentence = "All of this time is counted by findings above as well"
+            sentence += f" (“{partner.title}”)." if partner is not None else "."
+            finding = replace(
+                finding,
+                evidence=f"{finding.evidence} {sentence}".lstrip(),
                 part_of=partner.id if partner is not None else "",
-                counted_above=own,
+                counted_above=twice_share,
             )
-        told.append(each)
-    return told
+        listed.append(finding)
+    return listed
 
 
 class Ledger:
@@ -237,7 +237,7 @@ def rule(
     it; ``change``, ``severity`` and ``speedup`` are the finding's. Without ``speedup`` the
     share is waste that can go entirely (:func:`removed`); an empty one says that nothing tells
     the gain. ``pieces`` gives the contexts and the time (ms of a mean step) of the pieces that the
-    share is of, which become a sentence (:func:`~.where.said`).
+    share is of, which become a sentence (:func:`~.where.place_sentence`).
 
     Args:
         gpu: only for runs on a GPU (True) or on a CPU (False).
@@ -258,7 +258,7 @@ def rule(
             in_one, felt = 0.0, 1.0
             if "pieces" in figures:
                 context, ms = figures["pieces"]
-                told.append(said(seen.profile, context, ms, seen.total_ms) or "")
+                told.append(place_sentence(seen.profile, context, ms, seen.total_ms) or "")
                 in_one = most_in_one(seen.profile, context, ms) / seen.total_ms
                 felt = _felt(seen, context) if IDLE not in concerns else 1.0
             remedy = _filled(figures.get("advice", advice), figures) or ""
@@ -266,7 +266,7 @@ def rule(
             if not seen.is_ours:
                 remedy = PARAMETERS.sub("", remedy)
             if seen.on_gpu and not (figures.get("change") and seen.probed):
-                speedup = within(scaled(speedup, felt), felt * share)
+                speedup = capped(partly_felt(speedup, felt), felt * share)
                 if speedup and felt < MOST_FELT:
                     told.append(
                         f"After {1.0 - felt:.0%} of it the GPU waits for the host's next launch: "
@@ -386,12 +386,12 @@ def removed(share: float) -> dict[str, float]:
     }
 
 
-def scaled(speedup: Mapping[str, float], factor: float) -> dict[str, float]:
+def partly_felt(speedup: Mapping[str, float], factor: float) -> dict[str, float]:
     """Speed-ups when only a factor (0 to 1) of the time that each saves is felt."""
     return {end: 1.0 / (1.0 - factor * (1.0 - 1.0 / gain)) for end, gain in speedup.items()}
 
 
-def within(speedup: Mapping[str, float], share: float) -> dict[str, float]:
+def capped(speedup: Mapping[str, float], share: float) -> dict[str, float]:
     """The gains, none above that of the share's time gone entirely."""
     most = 1.0 / max(1.0 - share, 1e-9)
     return {end: min(gain, most) for end, gain in speedup.items()}
@@ -414,6 +414,11 @@ def largest(by_part: pd.Series) -> Part:
     """The (component, phase) with the largest value of a series indexed by both."""
     component, phase = by_part.index[int(np.argmax(by_part.to_numpy()))]
     return str(component), str(phase)
+
+
+def largest_part(rows: pd.DataFrame, column: str) -> Part:
+    """The (component, phase) of which the rows have most of a column."""
+    return largest(rows.groupby(["component", "phase"])[column].sum())
 
 
 def capitalised(text: str) -> str:

@@ -16,47 +16,30 @@ import pandas as pd
 
 from dlrm_workbook.analysis.attribution import IDLE, iteration_state, windows
 from dlrm_workbook.analysis.context_tree import overlap, stretch_at, union
-from dlrm_workbook.analysis.findings.evidence import Evidence
+from dlrm_workbook.analysis.findings.evidence import Evidence, listed_times
 from dlrm_workbook.analysis.findings.finding import Ledger, Measured, bounded, rule
 from dlrm_workbook.analysis.idleness import Stretches
 from dlrm_workbook.analysis.launches import launched_operations
 from dlrm_workbook.analysis.steady import lasting_rise
-from dlrm_workbook.ground.units import milliseconds
 from dlrm_workbook.recordings.open import COMMUNICATION
-from dlrm_workbook.recordings.torch.chrome_trace import GRAPH_LAUNCH
-
-SLOWER_TIMES = 1.1
-"""Times as long: boost clocks of a GPU at work wander by a few percent, a limit of power or
-temperature takes 10 % and more."""
 
 ONE_FACTOR = 0.75
 """Least share of the kernels' time in kernels that become slower by half of the change or more:
 a clock slows all that computes, though less what waits for memory."""
 
-COMPARED = 0.5
-"""Least share of the kernels' time in launches that every iteration makes alike."""
-
-LOST_SHARE = 0.05
+TAKEN_SHARE = 0.05
 """Least share of the step that is lost; less is a run's own scatter."""
 
-WAITING_US = 100.0
-"""Work that has been launched begins within 5 to 20 µs on a GPU that is free; ten times that is
-no start-up. NVIDIA's time slices last 1 ms and more."""
-
-WHOLE_GPU = re.compile(r"(?:cu(?:da)?|hip)(?:Device|Ctx)Synchronize")
-"""Calls that return when all that was launched is done."""
-
-SYNC = re.compile(r"(?:cu(?:da)?|hip)(?:Device|Stream|Event|Ctx)Synchronize\w*")
+SYNC = re.compile(r"^(?:cu(?:da)?|hip)(?:Device|Stream|Event|Ctx)Synchronize\w*$")
 """Calls that wait for the GPU."""
 
-HOST_FUNCTION = re.compile(r"(?:cu(?:da)?|hip)(?:LaunchHostFunc|StreamAddCallback)\w*")
-"""Calls that put a function of the host into a stream: later work there waits until it returns."""
+BLOCKING = re.compile(r"^(?:cuda|cu|hip)\w*(?:Memcpy|Synchronize)")
+"""Calls in which the host may wait for a copy."""
 
-MANY_WAITS = 10
-"""Such calls to each gap."""
 
-REGULAR_GAPS = 6
-"""Gaps from which on their regularity is judged."""
+SLOWER_TIMES = 1.1
+"""Times as long: boost clocks of a GPU at work wander by a few percent, a limit of power or
+temperature takes 10 % and more."""
 
 
 @rule(
@@ -101,7 +84,7 @@ def slower_gpu(evidence: Evidence, ledger: Ledger) -> Measured | None:
     if state is not None and state.steady[cut:].any():
         counted = state.steady  # the step that all shares are of
     share = float(extra[counted].sum() / length[counted].sum())
-    if share < LOST_SHARE:
+    if share < TAKEN_SHARE:
         return None
     ledger.slower_from = cut
     return {
@@ -116,6 +99,10 @@ def slower_gpu(evidence: Evidence, ledger: Ledger) -> Measured | None:
     }
 
 
+COMPARED = 0.5
+"""Least share of the kernels' time in launches that every iteration makes alike."""
+
+
 def _same_launches(evidence: Evidence, spans: pd.DataFrame) -> pd.DataFrame:
     """Time (ms) of each kernel and call path (rows) in each iteration (columns), of those that
     every iteration launches equally often; empty where these are too little of all."""
@@ -123,7 +110,7 @@ def _same_launches(evidence: Evidence, spans: pd.DataFrame) -> pd.DataFrame:
     nothing = pd.DataFrame()
     if work.empty or len(spans) < 4:
         return nothing
-    exchange = evidence.profile.which("name", lambda name: bool(COMMUNICATION.search(name)))
+    exchange = evidence.named(COMMUNICATION)
     work = work[work["kind"].eq("kernel") & ~exchange[work["context"].to_numpy()]]
     begun = work["launch_start_ns"].where(work["launch_start_ns"] >= 0, work["start_ns"])
     step = stretch_at(spans["start_ns"].to_numpy(), spans["end_ns"].to_numpy(), begun.to_numpy())
@@ -172,8 +159,8 @@ def _all_kernels_ms(evidence: Evidence, spans: pd.DataFrame) -> np.ndarray:
 )
 def profiler_overhead(evidence: Evidence, ledger: Ledger) -> Measured | None:
     """The GPU idles because the profiler holds the host up in a call of the GPU's driver."""
-    told = pd.DataFrame(evidence.meta.get("profiler_overhead") or {})
-    if told.empty or not evidence.has_timeline:
+    overhead = pd.DataFrame(evidence.meta.get("profiler_overhead") or {})
+    if overhead.empty or not evidence.has_timeline:
         return None
     idle = without(evidence.idle, ledger.taken)
     context = idle["context"].to_numpy()
@@ -181,23 +168,39 @@ def profiler_overhead(evidence: Evidence, ledger: Ledger) -> Measured | None:
     called = evidence.profile.of_kind("runtime")[context] & (context >= 0)
     idle = idle[called]
     start, end = idle["start_ns"].to_numpy(), idle["end_ns"].to_numpy()
-    held = overlap(start, end, *union(told["start"].to_numpy(), told["end"].to_numpy()))
-    count = 1e6 * max(len(evidence.windows[0]), 1)
+    held = overlap(start, end, *union(overhead["start"].to_numpy(), overhead["end"].to_numpy()))
+    count = 1e6 * evidence.iterations
     lost = float(held.sum()) / count
-    if lost < LOST_SHARE * evidence.total_ms:
+    if lost < TAKEN_SHARE * evidence.total_ms:
         return None
     most = held > 0.5 * (end - start)
     begun, done = ledger.taken
     ledger.taken = union(np.append(begun, start[most]), np.append(done, end[most]))
     ledger.idle_ms += lost
-    within = told[evidence.inside(told["start"].to_numpy())]
+    within = overhead[evidence.inside(overhead["start"].to_numpy())]
     times = ((within["end"] - within["start"]) / count).groupby(within["name"]).sum()
-    named = times.sort_values(ascending=False).items()
     return {
         "share": lost / evidence.total_ms,
         "time": lost,
-        "names": ", ".join(f"{name} {milliseconds(ms)}" for name, ms in named),
+        "names": listed_times(times.sort_values(ascending=False)),
     }
+
+
+_HOST_FUNCTIONS: Measured = {
+    "id": "host_functions",
+    "title": "The GPU does nothing in {share:.0%} of the step because its streams wait for "
+    "functions of the host",
+    "evidence": (
+        "In {count:,.1f} gaps per iteration of {usual:ms} (median) no stream runs anything. The "
+        "work that ends each gap had been launched, behind a call of {calls}.",
+        "Such a call puts a function of the host into a stream, and later work of that stream "
+        "begins only when the function has returned.",
+    ),
+    "advice": "Take the functions out of the streams that compute: wait for an event on another "
+    "thread and do the work there, or put them on a stream of their own that waits for an event.",
+    "limit": "synchronisation",
+}
+"""Sentences that replace those of :func:`gpu_taken` where the recording has the cause."""
 
 
 @rule(
@@ -228,14 +231,13 @@ def gpu_taken(evidence: Evidence, ledger: Ledger) -> Measured | None:
         start, end = start[behind], end[behind]
     else:
         calls = ""
-    count = max(len(evidence.windows[0]), 1)
+    count = evidence.iterations
     lost = float((end - start).sum()) / 1e6 / count
     share = lost / evidence.total_ms
-    if share < LOST_SHARE or len(start) < 2:
+    if share < TAKEN_SHARE or len(start) < 2:
         return None
     period = None if calls else _period_ms(end)
-    runtime = evidence.profile.contexts.loc[evidence.profile.of_kind("runtime"), "name"]
-    if period is None and runtime.str.match(GRAPH_LAUNCH).any():
+    if period is None and evidence.has_graphs:
         return None  # kernels of graphs that were not recorded may run in the gaps
     if period is None and not calls and _while_waiting(evidence, start, end):
         return None  # a program that waits all the time: what it does between is the likelier cause
@@ -260,21 +262,8 @@ def gpu_taken(evidence: Evidence, ledger: Ledger) -> Measured | None:
     return figures | (_HOST_FUNCTIONS | {"calls": calls} if calls else {})
 
 
-_HOST_FUNCTIONS: Measured = {
-    "id": "host_functions",
-    "title": "The GPU does nothing in {share:.0%} of the step because its streams wait for "
-    "functions of the host",
-    "evidence": (
-        "In {count:,.1f} gaps per iteration of {usual:ms} (median) no stream runs anything. The "
-        "work that ends each gap had been launched, behind a call of {calls}.",
-        "Such a call puts a function of the host into a stream, and later work of that stream "
-        "begins only when the function has returned.",
-    ),
-    "advice": "Take the functions out of the streams that compute: wait for an event on another "
-    "thread and do the work there, or put them on a stream of their own that waits for an event.",
-    "limit": "synchronisation",
-}
-"""Sentences that replace those of :func:`gpu_taken` where the recording has the cause."""
+HOST_FUNCTION = re.compile(r"^(?:cu(?:da)?|hip)(?:LaunchHostFunc|StreamAddCallback)\w*$")
+"""Calls that put a function of the host into a stream: later work there waits until it returns."""
 
 
 def _behind_host_functions(evidence: Evidence, end: Any) -> tuple[Any, str]:
@@ -288,8 +277,7 @@ def _behind_host_functions(evidence: Evidence, end: Any) -> tuple[Any, str]:
         the gap had been launched already; the names of the calls.
     """
     profile = evidence.profile
-    holds = profile.which("name", lambda name: bool(HOST_FUNCTION.fullmatch(name)))
-    calls = profile.trace[holds[profile.trace["context"].to_numpy()]].sort_values("start_ns")
+    calls = evidence.spans(evidence.named(HOST_FUNCTION)).sort_values("start_ns")
     work = launched_operations(profile)
     launched = work["launch_start_ns"].to_numpy()
     row = np.searchsorted(work["start_ns"].to_numpy(), end)
@@ -298,6 +286,11 @@ def _behind_host_functions(evidence: Evidence, end: Any) -> tuple[Any, str]:
     behind = (row > 0) & (np.searchsorted(begun, launched[row]) > earlier)
     names = sorted(set(profile.contexts["name"].iloc[calls["context"]]))
     return behind & (launched[row] >= 0), ", ".join(names)
+
+
+WAITING_US = 100.0
+"""Work that has been launched begins within 5 to 20 µs on a GPU that is free; ten times that is
+no start-up. NVIDIA's time slices last 1 ms and more."""
 
 
 def _queued_gaps(evidence: Evidence) -> tuple[Any, Any, float]:
@@ -322,12 +315,14 @@ def _queued_gaps(evidence: Evidence) -> tuple[Any, Any, float]:
     return since[chosen], begin[1:][chosen], start_up
 
 
+MANY_WAITS = 10
+"""Such calls to each gap."""
+
+
 def _while_waiting(evidence: Evidence, start: Any, end: Any) -> bool:
     """Whether the host spends most of the gaps in calls that wait for the GPU, of which there are
     many more than gaps."""
-    profile = evidence.profile
-    waits = profile.which("name", lambda name: bool(SYNC.fullmatch(name)))
-    calls = profile.trace[waits[profile.trace["context"].to_numpy()]]
+    calls = evidence.spans(evidence.named(SYNC))
     calls = calls[evidence.inside(calls["start_ns"].to_numpy())]
     if len(calls) < MANY_WAITS * len(start):
         return False
@@ -335,12 +330,14 @@ def _while_waiting(evidence: Evidence, start: Any, end: Any) -> bool:
     return bool(overlap(start, end, *waiting).sum() > 0.5 * (end - start).sum())
 
 
+WHOLE_GPU = re.compile(r"^(?:cu(?:da)?|hip)(?:Device|Ctx)Synchronize$")
+"""Calls that return when all that was launched is done."""
+
+
 def _waited_out(evidence: Evidence, launched: Any, begin: Any) -> Any:
     """Mark operations (n,) that begin after a call that waits for the whole GPU and was made after
     their launch: the call would have waited for them, so that their launch is not known."""
-    profile = evidence.profile
-    waits = profile.which("name", lambda name: bool(WHOLE_GPU.fullmatch(name)))
-    calls = profile.trace[waits[profile.trace["context"].to_numpy()]].sort_values("start_ns")
+    calls = evidence.spans(evidence.named(WHOLE_GPU)).sort_values("start_ns")
     if calls.empty:
         return np.zeros(len(launched), dtype=bool)
     # the first call after each launch
@@ -348,6 +345,10 @@ def _waited_out(evidence: Evidence, launched: Any, begin: Any) -> Any:
     far = np.iinfo(np.int64).max
     ended = np.append(np.minimum.accumulate(calls["end_ns"].to_numpy()[::-1])[::-1], far)[place]
     return (launched >= 0) & (ended <= begin)
+
+
+REGULAR_GAPS = 6
+"""Gaps from which on their regularity is judged."""
 
 
 def _period_ms(at: np.ndarray) -> float | None:

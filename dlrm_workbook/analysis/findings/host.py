@@ -58,7 +58,7 @@ def _without_core(evidence: Evidence) -> Measured:
 FULL_SHARE = 0.9
 """Of what the process may use; TensorBoard's former profiler plugin warned there too."""
 
-LEAST_ITERATIONS = 6
+LEAK_ITERATIONS = 6
 SETTLING = 2
 """Iterations after start or profiler in which buffers may still grow."""
 
@@ -88,7 +88,7 @@ def leak(evidence: Evidence, ledger: Ledger) -> Measured | None:
     if not evidence.on_gpu and "heap_bytes" in (evidence.meta.get("counters") or {}):
         # exact, where resident memory grows in the allocator's own steps
         changes = _levels(evidence, "heap_bytes")[1]
-    if len(changes) < LEAST_ITERATIONS:
+    if len(changes) < LEAK_ITERATIONS:
         return None
     slope, lasting = growth(changes)
     if not lasting or slope < LEAST_GROWTH:
@@ -419,12 +419,12 @@ def _busy_threads(evidence: Evidence) -> list[tuple[str, float]]:
         total = evidence.counted("other_threads_cpu_ms")
         prefetching = evidence.parameter("data.loader") == "prefetch"
         return [("unnamed", total)] if total and not prefetching else []
-    found = [
+    busy = [
         (str(row.get("name") or "unnamed"), float(row.get("cpu_ms_per_iteration") or 0.0))
         for row in rows
         if row.get("kind") in ("python", "other") and PREFETCHER not in str(row.get("name") or "")
     ]
-    return sorted(found, key=lambda row: -row[1])
+    return sorted(busy, key=lambda row: -row[1])
 
 
 # The step's own thread: what it waits for, and what it computes that is no operator.

@@ -32,24 +32,6 @@ from dlrm_workbook.analysis.findings.finding import (
 from dlrm_workbook.analysis.work import operator_work
 from dlrm_workbook.ground.units import milliseconds
 
-EXTRA_SHARE = 0.04
-"""Of the step, taken by operators that do not belong: half of what a finding is worth."""
-
-TINY_SHARE = 0.35
-"""Of the step in operators so small, and in Python between them: bound by dispatch."""
-
-LARGER_PAYS = 1.25
-"""Samples per second gained by twice the batch from which the batch is too small: two fifths of
-the step or more are then the same for any batch."""
-
-INTERACTION_SHARE = 0.2
-"""Of the step; the interaction has about 1 % of a DLRM's arithmetic."""
-
-REACHED = 0.15
-"""Of the interaction's ceiling. Ours reaches 0.25 to 0.6 in clean runs
-(tests/campaigns/planted_faults.py): cat, product, selection and conversions each pass over the
-features once, the ceiling counts what they must."""
-
 MANY = 100
 """Extra calls per iteration from which smallness, not any one operator, is the matter."""
 
@@ -57,59 +39,8 @@ TINY = 6.0
 """An operator below this many times the cost of calling one is mostly that cost."""
 
 
-DISPATCH_MS = 2e-3
-"""Of one operator, where it was not measured: 1 to 3 µs on servers of the last years."""
-
-FREE = re.compile(
-    r"aten::(as_strided|t|transpose|view|_unsafe_view|reshape|expand|select|slice|narrow|permute|"
-    r"squeeze|unsqueeze|detach_?|resolve_(conj|neg)|lift_fresh|alias|flatten|unflatten|unbind|split|"
-    r"split_with_sizes|chunk|contiguous|empty|empty_like|empty_strided|new_empty|"
-    r"new_empty_strided|resize_|resize_as_|result_type|to|set_|is_coalesced|_nnz|_?indices|"
-    r"_?values|sparse_dim|dense_dim|broadcast_tensors|record_stream|is_pinned|pin_memory|"
-    r"_coalesced_|expand_as|view_as|numpy_T|mT|T|movedim|swapaxes|linear|matmul|relu_?|"
-    r"embedding_bag|_embedding_bag_forward_only|zeros|ones|zeros_like|ones_like|new_zeros|"
-    r"new_ones|full|full_like|zero_|fill_)"
-)
-"""Views, allocations and wrappers: they compute nothing themselves, or next to nothing."""
-
-NODE = re.compile(r"autograd::|torch::autograd|\w+Backward\d*$|detach_?$|Optimizer\.")
-
-SLACK = 4.0
-"""Calls beyond need that versions of torch make here and there."""
-
-ALIASES = {
-    "relu": ("clamp_min", "clamp_min_", "relu", "threshold"),
-    "index_put": ("_index_put_impl_", "index_put_", "index_put"),
-    "addmm": ("addmm", "linear", "mkldnn_linear", "mm"),
-    "mm": ("mm", "addmm", "matmul"),
-    "add_": ("add_", "add", "_fused_sgd_", "_foreach_add_"),
-    "add": ("add", "add_"),
-    "cat": ("cat", "stack", "copy_"),
-    "sum": ("sum",),
-    "copy_": ("copy_", "clone"),
-    "mse_loss": ("mse_loss", "mean", "sum", "div_", "sub", "pow"),
-}
-"""Operator of the work tables to what torch calls for it."""
-
-USUAL = {
-    "forward": ("copy_", "sub", "sub_", "_to_copy", "mean", "sum", "div_", "clamp", "clamp_"),
-    "backward": (
-        *("copy_", "sum", "add", "add_", "cumsum", "index_add_", "index_select", "sub_", "clone"),
-        *("_to_copy", "mul", "div", "neg", "embedding_sparse_backward"),
-        *("_sparse_coo_tensor_unsafe", "_sparse_coo_tensor_with_dims_and_tensors"),
-        *("_embedding_bag_sparse_backward", "constant_pad_nd", "_index_put_impl_"),
-        "native_batch_norm_backward",
-    ),
-    "update": ("add_", "add", "mul_", "_to_copy", "addcdiv_", "addcmul_", "sqrt", "pow", "copy_"),
-}
-"""Phase to what torch's own implementations call beside the operators that do the work."""
-
-PER_WORK = {"embedding": 80, "data": 1000}
-"""Calls (views and all) that a part may make for an operator that does work; others 25."""
-
-
 @dataclass(frozen=True)
-class Kind:
+class ExtraKind:
     """What a group of operators that do not belong is."""
 
     names: str
@@ -122,50 +53,6 @@ class Kind:
     """The parameter that ends it, if one does."""
     unmistakable: bool = False
     """Named so even if each call is tiny: nothing else calls these operators."""
-
-
-KINDS = (
-    Kind(
-        r"aten::(isnan|isinf|isfinite|any|all|nan_to_num|is_nonzero|logical_\w+)$",
-        "anomaly_checks",
-        "Gradients or activations are checked for NaN in every step",
-        "Switch autograd's anomaly mode (torch.autograd.set_detect_anomaly) and checks of "
-        "values off once the model trains: each check reads a whole tensor and waits for the "
-        "answer.",
-        "memory bandwidth",
-        unmistakable=True,
-    ),
-    Kind(
-        r"aten::(_embedding_bag_dense_backward|embedding_dense_backward)$",
-        "dense_gradients",
-        "Embedding gradients are dense: whole tables are written and updated in every step",
-        "Use sparse gradients (nn.EmbeddingBag(sparse=True)) or the fused backend "
-        "(training.embedding_backend: fused): only the looked-up rows change.",
-        "memory bandwidth",
-        {"training.embedding_backend": "fused"},
-    ),
-    Kind(
-        r"aten::(_to_copy|to|type_as|float|double|half|bfloat16)$",
-        "conversions",
-        "Tensors are converted between precisions or copied",
-        "Keep one precision through the part: find what converts (a float64 constant, "
-        ".double(), .float(), a missing autocast), or what copies (.clone(), .contiguous()).",
-        "memory bandwidth",
-    ),
-    Kind(
-        r"aten::(item|_local_scalar_dense|nonzero|unique\w*|_unique2|masked_select)$",
-        "readbacks",
-        "Results are read back in every step",
-        "Read values back rarely (every training.log_every iterations) and outside the parts.",
-        "synchronisation",
-        unmistakable=True,
-    ),
-)
-
-HELPERS = re.compile(
-    r"aten::(copy_|clone|item|_local_scalar_dense|abs|ne|eq|mul|bitwise_\w+|add_?|fill_|zero_)$"
-)
-"""What the operators of a kind call or are followed by."""
 
 
 def extra_table(evidence: Evidence) -> pd.DataFrame:
@@ -209,6 +96,21 @@ def extra_table(evidence: Evidence) -> pd.DataFrame:
     return table[columns].reset_index(drop=True)
 
 
+ALIASES = {
+    "relu": ("clamp_min", "clamp_min_", "relu", "threshold"),
+    "index_put": ("_index_put_impl_", "index_put_", "index_put"),
+    "addmm": ("addmm", "linear", "mkldnn_linear", "mm"),
+    "mm": ("mm", "addmm", "matmul"),
+    "add_": ("add_", "add", "_fused_sgd_", "_foreach_add_"),
+    "add": ("add", "add_"),
+    "cat": ("cat", "stack", "copy_"),
+    "sum": ("sum",),
+    "copy_": ("copy_", "clone"),
+    "mse_loss": ("mse_loss", "mean", "sum", "div_", "sub", "pow"),
+}
+"""Operator of the work tables to what torch calls for it."""
+
+
 def _needed_calls(work: pd.DataFrame, converted: int) -> dict[Part, dict[str, float]]:
     """(component, phase) to operator name (without ``aten::``) to calls per iteration.
 
@@ -233,6 +135,40 @@ def _needed_calls(work: pd.DataFrame, converted: int) -> dict[Part, dict[str, fl
     return needed
 
 
+FREE = re.compile(
+    r"aten::(as_strided|t|transpose|view|_unsafe_view|reshape|expand|select|slice|narrow|permute|"
+    r"squeeze|unsqueeze|detach_?|resolve_(conj|neg)|lift_fresh|alias|flatten|unflatten|unbind|split|"
+    r"split_with_sizes|chunk|contiguous|empty|empty_like|empty_strided|new_empty|"
+    r"new_empty_strided|resize_|resize_as_|result_type|to|set_|is_coalesced|_nnz|_?indices|"
+    r"_?values|sparse_dim|dense_dim|broadcast_tensors|record_stream|is_pinned|pin_memory|"
+    r"_coalesced_|expand_as|view_as|numpy_T|mT|T|movedim|swapaxes|linear|matmul|relu_?|"
+    r"embedding_bag|_embedding_bag_forward_only|zeros|ones|zeros_like|ones_like|new_zeros|"
+    r"new_ones|full|full_like|zero_|fill_)"
+)
+"""Views, allocations and wrappers: they compute nothing themselves, or next to nothing."""
+
+NODE = re.compile(r"autograd::|torch::autograd|\w+Backward\d*$|detach_?$|Optimizer\.")
+
+SLACK = 4.0
+"""Calls beyond need that versions of torch make here and there."""
+
+USUAL = {
+    "forward": ("copy_", "sub", "sub_", "_to_copy", "mean", "sum", "div_", "clamp", "clamp_"),
+    "backward": (
+        *("copy_", "sum", "add", "add_", "cumsum", "index_add_", "index_select", "sub_", "clone"),
+        *("_to_copy", "mul", "div", "neg", "embedding_sparse_backward"),
+        *("_sparse_coo_tensor_unsafe", "_sparse_coo_tensor_with_dims_and_tensors"),
+        *("_embedding_bag_sparse_backward", "constant_pad_nd", "_index_put_impl_"),
+        "native_batch_norm_backward",
+    ),
+    "update": ("add_", "add", "mul_", "_to_copy", "addcdiv_", "addcmul_", "sqrt", "pow", "copy_"),
+}
+"""Phase to what torch's own implementations call beside the operators that do the work."""
+
+PER_WORK = {"embedding": 80, "data": 1000}
+"""Calls (views and all) that a part may make for an operator that does work; others 25."""
+
+
 def _allowed_calls(part: Part, name: str, needed: dict[Part, dict[str, float]]) -> float:
     """Calls of an operator that a part may make."""
     names = needed.get(part, {"": 0.0})
@@ -247,13 +183,55 @@ def _allowed_calls(part: Part, name: str, needed: dict[Part, dict[str, float]]) 
     return 4.0 if part[0] == "other" else 1.0
 
 
+EXTRA_SHARE = 0.04
+"""Of the step, taken by operators that do not belong: half of what a finding is worth."""
+
+EXTRA_KINDS = (
+    ExtraKind(
+        r"aten::(isnan|isinf|isfinite|any|all|nan_to_num|is_nonzero|logical_\w+)$",
+        "anomaly_checks",
+        "Gradients or activations are checked for NaN in every step",
+        "Switch autograd's anomaly mode (torch.autograd.set_detect_anomaly) and checks of "
+        "values off once the model trains: each check reads a whole tensor and waits for the "
+        "answer.",
+        "memory bandwidth",
+        unmistakable=True,
+    ),
+    ExtraKind(
+        r"aten::(_embedding_bag_dense_backward|embedding_dense_backward)$",
+        "dense_gradients",
+        "Embedding gradients are dense: whole tables are written and updated in every step",
+        "Use sparse gradients (nn.EmbeddingBag(sparse=True)) or the fused backend "
+        "(training.embedding_backend: fused): only the looked-up rows change.",
+        "memory bandwidth",
+        {"training.embedding_backend": "fused"},
+    ),
+    ExtraKind(
+        r"aten::(_to_copy|to|type_as|float|double|half|bfloat16)$",
+        "conversions",
+        "Tensors are converted between precisions or copied",
+        "Keep one precision through the part: find what converts (a float64 constant, "
+        ".double(), .float(), a missing autocast), or what copies (.clone(), .contiguous()).",
+        "memory bandwidth",
+    ),
+    ExtraKind(
+        r"aten::(item|_local_scalar_dense|nonzero|unique\w*|_unique2|masked_select)$",
+        "readbacks",
+        "Results are read back in every step",
+        "Read values back rarely (every training.log_every iterations) and outside the parts.",
+        "synchronisation",
+        unmistakable=True,
+    ),
+)
+
+
 def extra_operators(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
     """Operators are called that the model's shapes do not ask for."""
     extra = extra_table(evidence)
     if extra.empty:
         return
     keys = ["component", "phase"]
-    for kind in KINDS:
+    for kind in EXTRA_KINDS:
         own = extra["name"].str.match(kind.names)
         if not own.any():
             continue
@@ -276,10 +254,10 @@ def extra_operators(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
             yield _extra(evidence, ledger, group, _unnamed_kind(evidence, group, place))
 
 
-def _unnamed_kind(evidence: Evidence, group: pd.DataFrame, place: str) -> Kind:
+def _unnamed_kind(evidence: Evidence, group: pd.DataFrame, place: str) -> ExtraKind:
     """Operators of one part that no kind names: many tiny ones, or a few that take long."""
     if _are_tiny(evidence, group):
-        return Kind(
+        return ExtraKind(
             ".*",
             "tiny_operators",
             f"{group['calls'].sum():,.0f} operators in {place} that the model does not need",
@@ -287,13 +265,17 @@ def _unnamed_kind(evidence: Evidence, group: pd.DataFrame, place: str) -> Kind:
             "costs its dispatch however little it computes.",
             "dispatch",
         )
-    return Kind(
+    return ExtraKind(
         ".*",
         "foreign_operators",
         f"{capitalised(place)} calls operators that the model does not need",
         "Take them out of the step, or merge them into its own operators.",
         "memory bandwidth",
     )
+
+
+DISPATCH_MS = 2e-3
+"""Of one operator, where it was not measured: 1 to 3 µs on servers of the last years."""
 
 
 def _are_tiny(evidence: Evidence, group: pd.DataFrame) -> bool:
@@ -303,13 +285,19 @@ def _are_tiny(evidence: Evidence, group: pd.DataFrame) -> bool:
     return calls >= MANY and float(group["time_ms"].sum()) < 4.0 * TINY * cost * calls
 
 
+HELPERS = re.compile(
+    r"aten::(copy_|clone|item|_local_scalar_dense|abs|ne|eq|mul|bitwise_\w+|add_?|fill_|zero_)$"
+)
+"""What the operators of a kind call or are followed by."""
+
+
 def _is_led_by(group: pd.DataFrame, names: str) -> bool:
     """Whether these operators, with what they call, take most of the group's time."""
     led = group["name"].str.match(names) | group["name"].str.match(HELPERS)
     return bool(group.loc[led, "time_ms"].sum() >= 0.5 * group["time_ms"].sum())
 
 
-def _extra(evidence: Evidence, ledger: Ledger, group: pd.DataFrame, kind: Kind) -> Finding:
+def _extra(evidence: Evidence, ledger: Ledger, group: pd.DataFrame, kind: ExtraKind) -> Finding:
     by_part = group.groupby(["component", "phase"])["time_ms"].sum()
     places = [(str(component), str(phase)) for component, phase in by_part.index]
     total = float(group["time_ms"].sum())
@@ -344,6 +332,14 @@ def _extra(evidence: Evidence, ledger: Ledger, group: pd.DataFrame, kind: Kind) 
         predicted_speedup=speedup,
         limit=kind.limit,
     )
+
+
+TINY_SHARE = 0.35
+"""Of the step in operators so small, and in Python between them: bound by dispatch."""
+
+LARGER_PAYS = 1.25
+"""Samples per second gained by twice the batch from which the batch is too small: two fifths of
+the step or more are then the same for any batch."""
 
 
 @rule(
@@ -422,6 +418,15 @@ def _small_batch(evidence: Evidence, size: int, larger: dict[str, float]) -> Mea
         "speedup": larger,
         "limit": "memory bandwidth",
     }
+
+
+INTERACTION_SHARE = 0.2
+"""Of the step; the interaction has about 1 % of a DLRM's arithmetic."""
+
+REACHED = 0.15
+"""Of the interaction's ceiling. Ours reaches 0.25 to 0.6 in clean runs
+(tests/campaigns/planted_faults.py): cat, product, selection and conversions each pass over the
+features once, the ceiling counts what they must."""
 
 
 @rule(

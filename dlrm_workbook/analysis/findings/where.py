@@ -3,7 +3,7 @@
 A piece of time belongs to a context: a kernel, or what the host is in while the GPU is idle. Above
 it stand a range that the program marks, operators, a Python function and a call of the GPU's
 driver. No level serves for all faults: an evaluation shows in its range, a recomputation in a node
-of autograd, a query of the driver in its call, a slow callback in its function. So all are said.
+of autograd, a query of the driver in its call, a slow callback in its function. So all are named.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ from dlrm_workbook.ground.units import milliseconds
 from dlrm_workbook.recordings.profile import Profile, nearest
 from dlrm_workbook.recordings.torch.steps import STEP_LABEL
 
-OWN_RANGES = rf"^$|^(?:{re.escape(STEP_LABEL)}|ProfilerStep#|Optimizer\.|{re.escape(SPAN_PREFIX)})"
+OWN_RANGES = re.compile(
+    rf"^$|^(?:{re.escape(STEP_LABEL)}|ProfilerStep#|Optimizer\.|{re.escape(SPAN_PREFIX)})"
+)
 """Matches names of ranges that mark no more than a step or a part, and the empty one."""
 
-LEVELS = {
+PLACE_LEVELS = {
     "range": "range",
     "outer": "operator",
     "inner": "operator within it",
@@ -39,21 +41,21 @@ MOST_NAMES = 4
 
 
 def levels(profile: Profile) -> dict[str, np.ndarray]:
-    """Row (n,) of what each context lies in on each of ``LEVELS``; -1 where there is none.
+    """Row (n,) of what each context lies in on each of ``PLACE_LEVELS``; -1 where there is none.
 
     The innermost range, Python function and call of the driver, the outermost operator and the
     innermost one. Ranges that torch makes by itself are left out: they say no more than a part.
     """
     parent = profile.contexts["parent"].to_numpy()
     # traces of 2021 write ranges as operators
-    told = ~profile.which("name", lambda name: bool(re.match(OWN_RANGES, name)))
-    inner = nearest(parent, profile.of_kind("operator") & told)
+    telling = ~profile.which("name", lambda name: bool(OWN_RANGES.match(name)))
+    inner = nearest(parent, profile.of_kind("operator") & telling)
     # the call that launched a kernel or a copy says nothing about it
     call = np.where(
         profile.of_kind("kernel", "copy"), -1, nearest(parent, profile.of_kind("runtime"))
     )
     return {
-        "range": nearest(parent, profile.of_kind("annotation") & told),
+        "range": nearest(parent, profile.of_kind("annotation") & telling),
         "outer": outermost_row(parent, inner),
         "inner": inner,
         "python": nearest(parent, profile.of_kind("python")),
@@ -67,54 +69,54 @@ def outermost_row(parent: np.ndarray, row: np.ndarray) -> np.ndarray:
     Args:
         row: (n,) row of the nearest marked context at or above each, -1 for none.
     """
-    found = row
+    outermost = row
     while True:
-        over = parent[np.maximum(found, 0)]
-        above = np.where((found >= 0) & (over >= 0), row[np.maximum(over, 0)], -1)
+        over = parent[np.maximum(outermost, 0)]
+        above = np.where((outermost >= 0) & (over >= 0), row[np.maximum(over, 0)], -1)
         if (above < 0).all():
-            return found
-        found = np.where(above >= 0, above, found)
+            return outermost
+        outermost = np.where(above >= 0, above, outermost)
 
 
 def time_by_name(profile: Profile, context: Any, ms: Any) -> dict[str, pd.Series]:
-    """Time by name on each of ``LEVELS``, ms, most first; what has no name there is left out.
+    """Time by name on each of ``PLACE_LEVELS``, ms, most first; what has no name there is left out.
 
     Args:
         context: (m,) contexts of pieces of time, -1 for none.
         ms: (m,) their time.
     """
     at, time = np.asarray(context), np.asarray(ms, dtype=float)
-    each = np.bincount(at[at >= 0], time[at >= 0], len(profile.contexts))
+    time_of_context = np.bincount(at[at >= 0], time[at >= 0], len(profile.contexts))
     names = profile.contexts["name"].to_numpy()
-    found = {}
+    times = {}
     for level, row in levels(profile).items():
-        own = pd.Series(each[row >= 0]).groupby(names[row[row >= 0]]).sum()
-        found[level] = own[own > 0].sort_values(ascending=False)
-    return found
+        time_by = pd.Series(time_of_context[row >= 0]).groupby(names[row[row >= 0]]).sum()
+        times[level] = time_by[time_by > 0].sort_values(ascending=False)
+    return times
 
 
 def most_in_one(profile: Profile, context: Any, ms: Any) -> float:
-    """The most time (ms) of the pieces, as in :func:`said`, that one name has on any level."""
+    """The most time (ms) of pieces (see :func:`place_sentence`) that one name has on any level."""
     every = time_by_name(profile, context, ms).values()
     return max((float(times.iloc[0]) for times in every if len(times)), default=0.0)
 
 
 def main_place(profile: Profile, context: Any, ms: Any) -> str:
-    """The name that holds more than half of the time of the pieces, as in :func:`said`; of several
-    the one with the least, which says most; "" where there is none."""
+    """The name that holds more than half of the time of pieces, as in :func:`place_sentence`; of
+    several the one with the least, which says most; "" where there is none."""
     every = pd.concat(list(time_by_name(profile, context, ms).values()))
     held = every[every > 0.5 * float(np.sum(ms))]
     return str(held.idxmin())[:70] if len(held) else ""
 
 
 def in_place(profile: Profile, level: str, name: str) -> np.ndarray:
-    """Which contexts (n,) lie in what has this name on one of ``LEVELS``."""
+    """Which contexts (n,) lie in what has this name on one of ``PLACE_LEVELS``."""
     row = levels(profile)[level]
     named = profile.contexts["name"].eq(name).to_numpy()
     return (row >= 0) & named[np.maximum(row, 0)]
 
 
-def said(profile: Profile, context: Any, ms: Any, step_ms: float) -> str | None:
+def place_sentence(profile: Profile, context: Any, ms: Any, step_ms: float) -> str | None:
     """A sentence that lists the names in which pieces of time lie; None where none has any.
 
     Args:
@@ -124,15 +126,15 @@ def said(profile: Profile, context: Any, ms: Any, step_ms: float) -> str | None:
     """
     total = float(np.sum(ms))
     least = min(LEAST_OF_ALL * total, LEAST_OF_STEP * step_ms)
-    told: list[str] = []
-    known = ""
+    clauses: list[str] = []
+    listed_before = ""
     for level, times in time_by_name(profile, context, ms).items():
         times = times[times >= least][:MOST_NAMES]
         listed = ", ".join(f"{_shown(str(name))} {milliseconds(ms)}" for name, ms in times.items())
-        if listed and listed != known:
-            told.append(f"by {LEVELS[level]} {'' if told else 'it is '}{listed}")
-        known = listed
-    return f"B{'; '.join(told)[1:]}." if told else None
+        if listed and listed != listed_before:
+            clauses.append(f"by {PLACE_LEVELS[level]} {'' if clauses else 'it is '}{listed}")
+        listed_before = listed
+    return f"B{'; '.join(clauses)[1:]}." if clauses else None
 
 
 def _shown(name: str) -> str:

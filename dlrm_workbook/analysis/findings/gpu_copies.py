@@ -1,0 +1,262 @@
+"""What the GPU copies, sets and exchanges while nothing computes."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from dlrm_workbook.analysis.attribution import (
+    PART,
+    host_is_traced,
+)
+from dlrm_workbook.analysis.context_tree import overlap, union
+from dlrm_workbook.analysis.findings.evidence import MOST_LISTED, Evidence, listed_times
+from dlrm_workbook.analysis.findings.finding import (
+    Ledger,
+    Measured,
+    bounded,
+    largest,
+    largest_part,
+    predicted,
+    rule,
+)
+from dlrm_workbook.analysis.findings.gpu_taken import BLOCKING
+from dlrm_workbook.analysis.kernel_names import kernel_name
+
+OVER_LINK = re.compile("HtoD|DtoH|HostToDevice|DeviceToHost|copyin|copyout")
+
+
+COPY_SHARE = 0.05
+
+
+@rule(
+    "copies_not_overlapped",
+    title="Copies that no kernel overlaps take {share:.0%} of the step",
+    evidence=(
+        "Copies of {megabytes:,.1f} MB per iteration take {time:ms}{rate}, {alone:ms} of it while "
+        "no kernel runs and work or the host waits for them.",
+        "{pageable:ms} are from or to pageable memory, which the driver copies twice.",
+        "Pinned copies reach {pinned:.1f} GB/s here.",
+        "Pinned copies over this GPU's link reach about {link:.0f} GB/s (PCIe x16).",
+        "{doubt}",
+    ),
+    advice="The prefetching loader pins its batches, so that copies are asynchronous and run "
+    "beside kernels; uniform and zipf batches can be made on the GPU (data.place: device).",
+    limit="copies",
+    gpu=True,
+)
+def copies(evidence: Evidence, ledger: Ledger) -> Measured | None:
+    """Copies between host and GPU hold the step up: pageable memory, or not overlapped."""
+    crossing = _copies(evidence)
+    if crossing.empty:
+        return None
+    kernels = evidence.work[evidence.work["kind"].eq("kernel")]
+    time, alone = evidence.alone_ms(crossing, kernels)
+    alone = _delaying_ms(evidence, crossing, kernels)
+    share = alone / evidence.total_ms
+    if share < COPY_SHARE:
+        return None
+    part = largest_part(crossing, "ms")
+    ledger.explain(alone, part)
+    is_pageable = crossing["name"].str.contains("Pageable", case=False)
+    pageable, size = float(crossing.loc[is_pageable, "ms"].sum()), float(crossing["bytes"].sum())
+    summed = float(crossing["ms"].sum())
+    pinned = [row for row in evidence.ceiling("copy") or [] if row.get("kind") == "pinned"]
+    best = max((row["gb_per_s"] for row in pinned), default=None)
+    synchronous = evidence.parameter("data.loader") == "synchronous"
+    on_device = evidence.parameter("data.place") == "device"
+    change: dict[str, Any] = {}
+    if synchronous and not on_device:
+        change = {"data.loader": "prefetch"}
+    has_bytes = size > 0
+    figures: Measured = {
+        "share": share,
+        "component": part[0],
+        "megabytes": size / 1e6 if has_bytes else None,
+        "time": time,
+        "rate": f" ({size / summed / 1e6:.1f} GB/s)",
+        "alone": alone,
+        "pageable": None,
+        "pinned": best,
+        "link": None if best else _link_gb_per_s(evidence),
+        "doubt": evidence.doubt,
+        "pieces": (crossing["context"], crossing["ms"]),
+        "change": change,
+        "speedup": (predicted(evidence, change) if change else None) or bounded(share),
+    }
+    if not has_bytes:
+        figures["evidence"] = (
+            "Copies take {time:ms} per iteration, {alone:ms} of it while no kernel runs and work "
+            "or the host waits for them; their bytes were not measured.",
+        )
+    if not evidence.is_ours:
+        figures["advice"] = (
+            "Pin the batches (DataLoader(pin_memory=True)) and copy them ahead with "
+            "non_blocking=True on a stream of their own, or copy fewer bytes."
+        )
+    if pageable > 0.3 * summed:
+        figures["id"] = "pageable_copies"
+        figures["title"] = "Copies from pageable memory take {share:.0%} of the step"
+        figures["pageable"] = pageable
+    return figures
+
+
+def _copies(evidence: Evidence) -> pd.DataFrame:
+    """Copies over the link in the step: rows of ``evidence.work`` with ``name``, ``ms`` and
+    ``bytes`` (0 where not measured), each of a mean iteration."""
+    work, profile = evidence.work, evidence.profile
+    if work.empty:
+        return work
+    names = profile.contexts["name"]
+    crossing = work[work["kind"].eq("copy") & evidence.named(OVER_LINK)[work["context"]]]
+    count = evidence.iterations
+    every = np.bincount(profile.trace["context"], minlength=len(names))[crossing["context"]]
+    size = np.nan_to_num(profile.value_table("copy_bytes").to_numpy())[crossing["context"]]
+    return crossing.assign(
+        name=names.iloc[crossing["context"]].to_numpy(),
+        ms=(crossing["end_ns"] - crossing["start_ns"]) / 1e6 / count,
+        bytes=size / np.maximum(every, 1) / count,
+    )
+
+
+def _delaying_ms(evidence: Evidence, found: pd.DataFrame, kernels: pd.DataFrame) -> float:
+    """Time of copies in a mean step that nothing hides and in which something waits for them:
+    launched work, or the host in a call that copies or synchronises. Where the host and launches
+    are not recorded, all that nothing hides."""
+    start, end = union(found["start_ns"].to_numpy(), found["end_ns"].to_numpy())
+    ran = union(kernels["start_ns"].to_numpy(), kernels["end_ns"].to_numpy())
+    launched = kernels[kernels["launch_end_ns"] >= 0]
+    profile = evidence.profile
+    calls = evidence.spans(evidence.named(BLOCKING))
+    waits = union(
+        np.concatenate([launched["launch_end_ns"].to_numpy(), calls["start_ns"].to_numpy()]),
+        np.concatenate([launched["start_ns"].to_numpy(), calls["end_ns"].to_numpy()]),
+    )
+    count = 1e6 * evidence.iterations
+    if not host_is_traced(profile):
+        return float((end - start).sum() - overlap(start, end, *ran).sum()) / count
+    hidden_or_free = union(np.concatenate([ran[0], waits[0]]), np.concatenate([ran[1], waits[1]]))
+    either = float(overlap(start, end, *hidden_or_free).sum())
+    return (either - float(overlap(start, end, *ran).sum())) / count
+
+
+LINKS_GB_PER_S = {6: 12, 7: 12, 8: 25, 9: 50, 10: 50, 12: 50}
+"""What pinned copies reach over PCIe x16 (generations 3, 4 and 5) by the first figure of the
+compute capability of NVIDIA's GPUs of that time."""
+
+
+def _link_gb_per_s(evidence: Evidence) -> float | None:
+    capability = evidence.capability
+    return None if capability is None else LINKS_GB_PER_S.get(capability)
+
+
+COPY_ON_GPU_SHARE = 0.05
+"""Of the step, by copies or memory sets that stay on GPUs while no kernel runs."""
+
+
+@rule(
+    "heavy_copy",
+    title="{what} {where} take {share:.0%} of the step",
+    evidence=(
+        "{names}: {count:,.0f} per iteration, {time:ms}, {alone:ms} of it while no kernel runs"
+        "{rate}.",
+    ),
+    advice="Avoid them: work in place or on views, write results where they are needed (out=), "
+    "keep the layout that the next operator wants, and clear one large buffer and not many.",
+    limit="memory bandwidth",
+    gpu=True,
+)
+def heavy_copy(evidence: Evidence, ledger: Ledger) -> Measured | None:
+    """Copies and memory sets that never cross the link take much of the step."""
+    work = evidence.work
+    if work.empty:
+        return None
+    profile = evidence.profile
+    staying = work[work["kind"].eq("copy") & ~evidence.named(OVER_LINK)[work["context"]]]
+    staying = staying.assign(name=profile.contexts["name"].iloc[staying["context"]].to_numpy())
+    if staying.empty:
+        return None
+    time, alone = evidence.alone_ms(staying, work[work["kind"].eq("kernel")])
+    share = alone / evidence.total_ms
+    if share < COPY_ON_GPU_SHARE:
+        return None
+    length = staying["end_ns"] - staying["start_ns"]
+    by_name = length.groupby(staying["name"]).sum().nlargest(2)
+    is_set = staying["name"].str.contains("memset|<gpu set>", case=False)
+    peer = staying["name"].str.contains("PtoP|peer", case=False)
+    sets = float(length[is_set].sum()) / float(length.sum())
+    steps = evidence.iterations
+    every = np.bincount(profile.trace["context"], minlength=len(profile.contexts))
+    size = profile.value_table("copy_bytes").to_numpy()
+    moved = float(np.nan_to_num((size / np.maximum(every, 1))[staying["context"]]).sum())
+    part = largest(length.groupby([staying["component"], staying["phase"]]).sum())
+    ledger.explain(alone, part)
+    return {
+        "share": share,
+        "component": part[0],
+        "what": "Memory sets" if sets > 0.9 else "Copies" if sets < 0.1 else "Copies and sets",
+        "where": "between GPUs" if float(length[peer].sum()) > 0.5 * length.sum() else "on the GPU",
+        "names": ", ".join(str(name) for name in by_name.index),
+        "count": len(staying) / steps,
+        "time": time,
+        "alone": alone,
+        "rate": f"; {moved / steps / 1e6:,.1f} MB per iteration" if moved > 0 else "",
+        "pieces": (staying["context"], length / 1e6 / steps),
+        "speedup": bounded(share),
+    }
+
+
+COMMUNICATION_SHARE = 0.1
+
+
+@rule(
+    "exposed_communication",
+    title="Communication that no computing hides takes {share:.0%} of the step",
+    evidence=(
+        "Collectives run {time:ms} per iteration, {exposed:ms} of it while nothing else does: "
+        "{kinds}.",
+        "Up to {waiting:ms} of that is waiting for other ranks, which has a finding of its own.",
+        "{unknown}",
+    ),
+    advice="Start collectives earlier and let them run beside computing (a pipeline over batches, "
+    "larger buckets of gradients), send fewer bytes (bf16, smaller tables replicated), and even "
+    "out the ranks.",
+    limit="network",
+    component="communication",
+    gpu=True,
+)
+def exposed_communication(evidence: Evidence, ledger: Ledger) -> Measured | None:
+    """Collectives hold the step up."""
+    work = evidence.work
+    if work.empty:
+        return None
+    is_exchange = evidence.is_exchange
+    exchange = work[is_exchange]
+    time, alone = evidence.alone_ms(exchange, work[~is_exchange])
+    exposed = alone
+    alone = max(exposed - ledger.waiting_ms, 0.0)
+    if alone < COMMUNICATION_SHARE * evidence.total_ms:
+        return None
+    ledger.explain(alone, ("communication", largest(exchange.groupby(PART).size())[1]))
+    names = (
+        evidence.profile.contexts["name"]
+        .iloc[exchange["context"]]
+        .map(lambda name: kernel_name(name).short)
+    )
+    length = (exchange["end_ns"] - exchange["start_ns"]) / 1e6 / evidence.iterations
+    by_kind = length.groupby(names.to_numpy()).sum().nlargest(MOST_LISTED)
+    return {
+        "share": alone / evidence.total_ms,
+        "time": time,
+        "exposed": exposed,
+        "waiting": min(ledger.waiting_ms, exposed) or None,
+        "unknown": None
+        if len(evidence.ranks) > 1
+        else "The recording of one rank does not show how much of it is waiting for another rank.",
+        "kinds": listed_times(by_kind),
+        "pieces": (exchange["context"], length),
+        "speedup": bounded(alone / evidence.total_ms),
+    }

@@ -1,0 +1,809 @@
+"""Why the GPU idles: what the host does, or waits for, meanwhile.
+
+Idle time is charged to what the host does meanwhile (:mod:`dlrm_workbook.analysis.idleness`).
+Rules with a cause (data, synchronisation, launches) take their part of it first; what is left is
+one finding that names what the host did, or says that it was not measured.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from dlrm_core.parts import part_label
+from dlrm_workbook.analysis.attribution import (
+    IDLE,
+    PART,
+    host_is_traced,
+    main_thread,
+)
+from dlrm_workbook.analysis.context_tree import overlap, scopes_of, stretch_at, union
+from dlrm_workbook.analysis.findings.evidence import MOST_LISTED, Evidence, listed_times
+from dlrm_workbook.analysis.findings.finding import (
+    Ledger,
+    Measured,
+    bounded,
+    largest,
+    largest_part,
+    predicted,
+    rule,
+)
+from dlrm_workbook.analysis.findings.gpu_taken import BLOCKING, SYNC, without
+from dlrm_workbook.analysis.findings.where import (
+    LEAST_OF_STEP,
+    OWN_RANGES,
+    main_place,
+    outermost_row,
+)
+from dlrm_workbook.analysis.idleness import Stretches
+from dlrm_workbook.analysis.launches import launch_cost_us, launched_operations
+from dlrm_workbook.analysis.steady import LEAST_OF_SPLIT
+from dlrm_workbook.ground.units import milliseconds
+from dlrm_workbook.recordings.profile import nearest
+from dlrm_workbook.recordings.torch.steps import STEP_LABEL
+
+MOST_LAUNCHES = 0.5
+"""Share of all launches from which on the operator or part that makes them is named."""
+
+SHORT_KERNEL_US = 10.0
+"""A launch costs 3 to 10 µs of host time (NVIDIA, "Getting started with CUDA graphs",
+2019): kernels shorter than this cannot hide it. The measured launch cost is used where
+there is one."""
+
+SHORT_GAPS = 50.0
+"""Times a launch: gaps up to this length are what calling operators in turn costs (30 to 200 µs
+from one kernel to the next in eager torch); in longer ones the host does something else."""
+
+SYNC_SHARE = 0.03
+
+
+LEAST_KERNELS = 20
+
+BLOCKED = 0.8
+"""Least share of launches that end after their kernels: in recordings of GPUs at work none do."""
+
+
+@rule(
+    "blocking_launches",
+    title="Each launch waits for its kernel: the GPU is idle {share:.0%} of the step in between",
+    evidence=(
+        "{blocked:,.0f} of {launches:,.0f} calls per iteration that launch a kernel return only "
+        "when it has ended; the host waits {waited:ms} in them, and the GPU idles {idle:ms}.",
+    ),
+    advice="Launch without waiting: unset CUDA_LAUNCH_BLOCKING, and leave out debuggers and tools "
+    "that run kernels one at a time.",
+    limit="synchronisation",
+    gpu=True,
+    concerns=(IDLE,),
+)
+def blocking_launches(evidence: Evidence, ledger: Ledger) -> Measured | None:
+    """Launches return when their kernels have ended, so that the host never runs ahead.
+
+    Without it the step would be shorter by the time that the host waits in the calls, but not
+    by more than the GPU is idle.
+    """
+    if not evidence.has_timeline or evidence.meta.get("serialised"):
+        return None
+    work = evidence.work
+    kernels = work[work["kind"].eq("kernel") & work["launch_start_ns"].ge(0)]
+    calls = evidence.spans(evidence.profile.of_kind("runtime"))
+    ends = calls.groupby("start_ns")["end_ns"].max()
+    returned = ends.reindex(kernels["launch_start_ns"]).to_numpy()
+    blocked = returned >= kernels["end_ns"].to_numpy()  # NaN: no
+    # a kernel that is shorter than a launch may end before any call returns
+    blocked &= returned - kernels["launch_start_ns"].to_numpy() >= 1e3 * SHORT_KERNEL_US
+    if len(kernels) < LEAST_KERNELS or blocked.mean() < BLOCKED:
+        return None
+    count = 1e6 * evidence.iterations
+    waited = float((returned - kernels["start_ns"].to_numpy())[blocked].sum()) / count
+    idle = max(evidence.idle_ms - ledger.idle_ms - _data_ms(evidence, ledger), 0.0)
+    lost = min(waited, idle)
+    if lost < SYNC_SHARE * evidence.total_ms:
+        return None
+    ledger.idle_ms += lost
+    return {
+        "share": lost / evidence.total_ms,
+        "component": largest(kernels[blocked].groupby(PART).size())[0],
+        "blocked": 1e6 * blocked.sum() / count,
+        "launches": 1e6 * len(kernels) / count,
+        "waited": waited,
+        "idle": idle,
+    }
+
+
+@rule(
+    "synchronisation",
+    title="The host waits for the GPU {count:,.0f} times in each step",
+    evidence=(
+        "{names} is called {count:,.1f} times per iteration, most in {place}; the host waits "
+        "{waited:ms} in it, and the GPU idles {idle:ms} {during}.",
+        "{reads} read values back.",
+        "{doubt}",
+    ),
+    advice="Do not read values back in the loop (.item(), .cpu(), nonzero, print of a tensor): "
+    "keep losses on the GPU and read them every training.log_every iterations.",
+    limit="synchronisation",
+    gpu=True,
+    concerns=(IDLE,),
+)
+def synchronising(evidence: Evidence, ledger: Ledger) -> Measured | None:
+    """The host waits for the GPU within the step, and the GPU then for the host.
+
+    Without the call the host would go on sooner by what it waits in it, and the GPU would be at
+    work for as much of the idle stretch that follows: the shorter of the two is lost.
+    """
+    calls = _synchronising_calls(evidence)
+    if calls.empty:
+        return None
+    idle, lost = _idle_around(evidence, calls, ledger)
+    around = _operators_around(evidence, calls)
+    calls = _with_idle_inside(evidence, calls, around, ledger)
+    lost = float(calls["lost_ms"].sum())
+    idle = max(idle, lost)
+    count = evidence.iterations
+    if lost < SYNC_SHARE * evidence.total_ms or len(calls) < 0.5 * count:
+        return None
+    part = largest_part(calls, "lost_ms")
+    ledger.explain(lost, part)
+    ledger.idle_ms += lost
+    ledger.idle_causes.add("synchronisation")
+    ledger.waits = union(around["start_ns"].to_numpy(), around["end_ns"].to_numpy())
+    called = evidence.called["name"]
+    reads = sorted(called[called.isin(["aten::_local_scalar_dense", "aten::nonzero"])].unique())
+    return {
+        "share": lost / evidence.total_ms,
+        "component": part[0],
+        "names": ", ".join(sorted(calls["name"].unique())),
+        "count": len(calls) / count,
+        "place": part_label(*part) or "the loop",
+        "waited": float(calls["waited_ms"].sum()),
+        "idle": idle,
+        "during": "during and after it, and in the operators around it"
+        if len(around)
+        else "during and after it",
+        "reads": ", ".join(reads) or None,
+        "doubt": evidence.doubt,
+        "pieces": (calls["context"], calls["lost_ms"]),
+    }
+
+
+def _synchronising_calls(evidence: Evidence) -> pd.DataFrame:
+    """Calls in the step that wait for the GPU: ``start_ns``, ``end_ns``, ``name``,
+    ``component``, ``phase``, ``waited_ms`` (of a mean iteration)."""
+    profile = evidence.profile
+    calls = _calls(evidence, SYNC).reset_index(drop=True)
+    if calls.empty or not evidence.has_timeline:
+        return calls[:0]
+    names = profile.contexts[["name", *PART]].iloc[calls["context"]].reset_index(drop=True)
+    calls = calls[["start_ns", "end_ns", "context"]].join(names)
+    length = calls["end_ns"] - calls["start_ns"]
+    return calls.assign(waited_ms=length / 1e6 / len(evidence.windows[0]))
+
+
+def _idle_around(evidence: Evidence, calls: pd.DataFrame, ledger: Ledger) -> tuple[float, float]:
+    """(idle time from synchronising calls to the next work, that of it the calls cost), ms of a
+    mean iteration; each call gets its part as ``lost_ms``."""
+    busy = _busy_or_taken(evidence, ledger)
+    first, last = evidence.windows
+    start, end = calls["start_ns"].to_numpy(), calls["end_ns"].to_numpy()
+    place = np.searchsorted(busy[0], end)  # the work after each call
+    window_end = last[np.searchsorted(first, start, side="right") - 1]
+    until = np.minimum(np.append(busy[0], window_end.max())[place], window_end)
+    before = np.append(busy[1], start.min())[place - 1]
+    since = np.maximum(before, start)
+    running = stretch_at(*busy, end) >= 0
+    idle = np.where(running, 0, np.maximum(until - since, 0))
+    table = pd.DataFrame({"place": place, "idle": idle, "waited": end - start})
+    groups = table.groupby("place")
+    # calls in one gap share it
+    gap, waited = groups["idle"].transform("max"), groups["waited"].transform("sum")
+    lost = np.minimum(gap, waited) * table["waited"] / waited.where(waited > 0, 1)
+    count = 1e6 * len(first)
+    calls["lost_ms"] = lost.to_numpy() / count
+    return float(groups["idle"].max().sum()) / count, float(calls["lost_ms"].sum())
+
+
+def _busy_or_taken(evidence: Evidence, ledger: Ledger) -> Stretches:
+    """Stretches in which the GPU works, or does nothing for no fault of this program."""
+    begun, done = ledger.taken
+    return union(
+        np.concatenate([evidence.work["start_ns"].to_numpy(), begun]),
+        np.concatenate([evidence.work["end_ns"].to_numpy(), done]),
+    )
+
+
+OF_OPERATOR = 0.15
+"""An operator counts as a wait for the GPU where this share of it, or more, is the wait."""
+
+MOST_BESIDE = 2.0
+"""Calls of an operator that do not wait, to each that does, up to which the operator counts as one
+that waits for the GPU."""
+
+
+def _operators_around(evidence: Evidence, calls: pd.DataFrame) -> pd.DataFrame:
+    """The operators that a wait is a large part of, outermost of those that are little else.
+
+    Returns:
+        ``start_ns``, ``end_ns`` and ``call`` (row of ``calls`` in it), one row per call that
+        lies in such an operator; ``aten::item`` around ``cudaStreamSynchronize``. Where many of
+        an operator's calls wait, its other calls have rows too, with the wait before them.
+    """
+    profile = evidence.profile
+    parent = profile.contexts["parent"].to_numpy()
+    is_operator = profile.contexts["kind"].eq("operator").to_numpy()
+    trace = profile.trace
+    length = (trace["end_ns"] - trace["start_ns"]).to_numpy()
+    total = np.bincount(trace["context"], length, len(parent))
+    inner = nearest(parent, is_operator)
+    waits = np.bincount(calls["context"], calls["end_ns"] - calls["start_ns"], len(parent))
+    rows = []
+    for context in np.unique(calls["context"]):
+        operator = inner[context]
+        if operator < 0:
+            continue
+        above = parent[operator]
+        while above >= 0 and is_operator[above] and waits[context] >= OF_OPERATOR * total[above]:
+            operator, above = above, parent[above]
+        spans = trace[trace["context"].eq(operator)].sort_values("start_ns")
+        own = calls.index[calls["context"].eq(context)]
+        at = np.searchsorted(spans["start_ns"], calls.loc[own, "start_ns"], side="right") - 1
+        start = spans["start_ns"].to_numpy()[np.maximum(at, 0)]
+        end = spans["end_ns"].to_numpy()[np.maximum(at, 0)]
+        waited = (calls.loc[own, "end_ns"] - calls.loc[own, "start_ns"]).to_numpy()
+        inside = (at >= 0) & (calls.loc[own, "end_ns"].to_numpy() <= end)
+        inside &= waited >= OF_OPERATOR * (end - start)
+        rows.append(pd.DataFrame({"start_ns": start, "end_ns": end, "call": own})[inside])
+        others = spans.drop(spans.index[np.unique(at[inside])])
+        others = others[evidence.inside(others["start_ns"].to_numpy())]
+        if inside.any() and len(others) <= MOST_BESIDE * inside.sum():
+            before = np.searchsorted(calls.loc[own, "start_ns"], others["start_ns"]) - 1
+            rows.append(others[["start_ns", "end_ns"]].assign(call=own[np.maximum(before, 0)]))
+    nothing = pd.DataFrame({"start_ns": [], "end_ns": [], "call": []}, dtype=np.int64)
+    return pd.concat([nothing, *rows], ignore_index=True)
+
+
+def _with_idle_inside(
+    evidence: Evidence, calls: pd.DataFrame, around: pd.DataFrame, ledger: Ledger
+) -> pd.DataFrame:
+    """``calls`` whose ``lost_ms`` is no less than the GPU's idle time in the operators around."""
+    busy = _busy_or_taken(evidence, ledger)
+    around = around.drop_duplicates(["start_ns", "end_ns"])
+    start, end = around["start_ns"].to_numpy(), around["end_ns"].to_numpy()
+    idle = (end - start - overlap(start, end, *busy)) / 1e6 / evidence.iterations
+    inside = pd.Series(idle, index=around["call"]).groupby(level=0).sum()
+    return calls.assign(
+        lost_ms=np.fmax(calls["lost_ms"], inside.reindex(calls.index)).astype(float)
+    )
+
+
+ALLOCATION_SHARE = 0.05
+"""Least share of the step that is idle while the host takes or returns memory of the driver."""
+
+ALLOCATING = re.compile(r"^(?:cuda|cu|hip)(?:Malloc|Free|Mem(?:Alloc|Free)|Host(?:Alloc|Free))")
+"""Calls that take memory from the driver or give it back."""
+
+
+@rule(
+    "allocation",
+    title="The GPU is idle {share:.0%} of the step while the host takes or gives back memory",
+    evidence=(
+        "{names}: {count:,.1f} calls per iteration; the GPU idles {time:ms} in them, most in "
+        "{place}.",
+        "{doubt}",
+    ),
+    advice="Keep memory: torch's caching allocator calls the driver only when it has none left, "
+    "when blocks are too split (PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True) or after "
+    "torch.cuda.empty_cache(); a smaller batch or buffers taken once leave it room.",
+    limit="memory capacity",
+    gpu=True,
+    concerns=(IDLE,),
+)
+def allocation(evidence: Evidence, ledger: Ledger) -> Measured | None:
+    """The GPU idles while the host is in calls that allocate or free its memory."""
+    if not evidence.has_timeline:
+        return None
+    idle = without(evidence.idle, ledger.taken)
+    idle = idle[idle["cause"].eq("allocation")]
+    left = evidence.idle_ms - ledger.idle_ms
+    time = min(float(idle["idle_ms"].sum()), max(left, 0.0))
+    if time < ALLOCATION_SHARE * evidence.total_ms:
+        return None
+    profile = evidence.profile
+    calls = _calls(evidence, ALLOCATING)
+    names = profile.contexts["name"].iloc[calls["context"]]
+    part = largest_part(idle, "idle_ms")
+    ledger.explain(time, part)
+    ledger.idle_ms += time
+    ledger.idle_causes.add("allocation")
+    return {
+        "share": time / evidence.total_ms,
+        "component": part[0],
+        "names": ", ".join(sorted(names.unique())) or "Calls of the driver",
+        "count": len(calls) / evidence.iterations,
+        "time": time,
+        "place": part_label(*part) or "the loop",
+        "doubt": evidence.doubt,
+        "pieces": (idle["context"], idle["idle_ms"]),
+    }
+
+
+def _calls(evidence: Evidence, pattern: re.Pattern[str]) -> pd.DataFrame:
+    """Rows of the trace, begun in the iterations, of calls whose name matches."""
+    calls = evidence.spans(evidence.named(pattern))
+    return calls[evidence.inside(calls["start_ns"].to_numpy())]
+
+
+LAUNCH_SHARE = 0.2
+"""Least share of the step in which the GPU waits for launches; below, they keep ahead of it."""
+
+ONE_LAUNCHER_SHARE = 0.1
+"""The same where most launches are those of one operator or part, of kernels shorter than a
+launch: their count alone then says what to change."""
+
+WAITS_FOR_LAUNCHES = "The GPU waits {share:.0%} of the time for launches{launched_by}"
+
+
+@rule(
+    "launch_bound",
+    title="The GPU is idle {idle:.0%} of the time, most of it waiting for launches{launched_by}",
+    evidence=(
+        "There are {launches:,.0f} {what} per iteration of {usual_us:.1f} µs (median){left_out}, "
+        "and a launch takes {launch}; in {share:.0%} of the time the GPU waits in gaps below "
+        "{gap_us:.0f} µs while the host runs operators and launches them.",
+        "{most_by}",
+        "{doubt}",
+    ),
+    advice="Fewer and longer kernels: capture the step in a CUDA graph (training.cuda_graphs), "
+    "compile it, a larger batch, fused embeddings and optimiser.",
+    limit="launches",
+    gpu=True,
+    concerns=(IDLE,),
+)
+def launch_bound(evidence: Evidence, ledger: Ledger) -> Measured | None:
+    """The GPU idles while the host prepares launches."""
+    if not evidence.has_timeline:
+        return None
+    launch_us = _launch_us(evidence)
+    idle = _launching(evidence, ledger)
+    lost = float(idle["idle_ms"].sum())
+    left = max(0.0, evidence.idle_ms - ledger.idle_ms - _data_ms(evidence, ledger))
+    lost = min(lost, left)
+    work = evidence.work[~evidence.is_exchange]
+    if not work["kind"].eq("kernel").any() or lost < ONE_LAUNCHER_SHARE * evidence.total_ms:
+        return None
+    launches = len(work)
+    own, of_launches, most = _main_launcher(evidence, work)
+    part = (str(own["component"].iloc[0]), str(own["phase"].iloc[0]))
+    # the median: a few long kernels elsewhere in the step do not hide what short ones cost
+    usual_us = float((work["end_ns"] - work["start_ns"]).median()) / 1e3
+    if lost < LAUNCH_SHARE * evidence.total_ms or usual_us > 5 * launch_us:
+        # few operators may be bound by launches in a step that otherwise is not
+        own_us = float((own["end_ns"] - own["start_ns"]).median()) / 1e3
+        if of_launches < MOST_LAUNCHES or own_us > launch_us:
+            return None
+    ledger.idle_ms += lost
+    ledger.idle_causes.add("launches")
+    cost = launch_cost_us(evidence.profile)
+    graphs: dict[str, Any] = {"training.cuda_graphs": True}
+    if evidence.parameter("training.embedding_backend", "torch") != "fused":
+        # with any other the host waits for the GPU in every update: nothing to capture
+        graphs["training.embedding_backend"] = "fused"
+    title = {} if lost > 0.5 * evidence.idle_ms else {"title": WAITS_FOR_LAUNCHES}
+    steps = evidence.iterations
+    # what has no part and is no single operator tells nothing
+    by_one = of_launches >= MOST_LAUNCHES and bool(most)
+    by_one &= part[0] != "other" or "," not in most
+    place = f" in {part_label(*part)}" if part[0] != "other" else ""
+    small = "copies by " if own["kind"].eq("copy").mean() > MOST_LAUNCHES else ""
+    if not by_one:
+        part = largest_part(idle, "idle_ms")
+    return {
+        "share": lost / evidence.total_ms,
+        "component": part[0],
+        "launched_by": f" of {small}{most}{place}" if by_one else "",
+        "most_by": f"{len(own) / steps:,.0f} of them are launched by {most}{place}."
+        if by_one
+        else None,
+        "idle": evidence.idle_ms / evidence.total_ms,
+        "launches": launches / steps,
+        "what": "kernels and copies" if work["kind"].eq("copy").any() else "kernels",
+        "usual_us": usual_us,
+        "launch": f"{cost:.1f} µs of the host here" if cost == cost else "3 to 10 µs of a host",
+        "left_out": " (collectives left out)" if evidence.is_exchange.any() else "",
+        "gap_us": SHORT_GAPS * launch_us,
+        "pieces": (idle["context"], idle["idle_ms"]),
+        "doubt": evidence.doubt,
+        "change": {} if evidence.parameter("training.cuda_graphs", False) else graphs,
+        "speedup": predicted(evidence, graphs) or bounded(lost / evidence.total_ms),
+        **title,
+    }
+
+
+def _main_launcher(evidence: Evidence, kernels: pd.DataFrame) -> tuple[pd.DataFrame, float, str]:
+    """Who launches most: one part's operator, or all of one part where it calls several.
+
+    Returns:
+        The rows of ``kernels`` that it launches, their share of all launches, its name: the range
+        that the program marks around most of a part's launches by several operators, or else
+        these operators; "" where no operator launches them.
+    """
+    contexts = evidence.profile.contexts
+    operator = nearest(contexts["parent"].to_numpy(), contexts["kind"].eq("operator").to_numpy())
+    outer = outermost_row(contexts["parent"].to_numpy(), operator)[kernels["context"].to_numpy()]
+    names = np.where(outer >= 0, contexts["name"].to_numpy()[outer], "")
+    table = kernels.assign(by=names)
+    own = _largest_group(table, PART)
+    most = _largest_group(own, ["by"])
+    if len(most) >= MOST_LAUNCHES * len(own) and most["by"].iloc[0]:
+        return most, len(most) / len(kernels), str(most["by"].iloc[0])
+    marked = nearest(contexts["parent"].to_numpy(), evidence.profile.of_kind("annotation"))
+    ranges = contexts["name"].iloc[marked[own["context"]]].where(marked[own["context"]] >= 0, "")
+    # ranges that torch makes by itself say no more than the part does
+    ranges = ranges[~ranges.str.contains(OWN_RANGES)]
+    share = ranges.value_counts() / len(own)
+    if len(share) and share.iloc[0] >= MOST_LAUNCHES:
+        return own, len(own) / len(kernels), f"the range '{str(share.index[0])[:70]}'"
+    listed = own["by"][own["by"].ne("")].value_counts().index[:3]
+    return own, len(own) / len(kernels), ", ".join(map(str, listed))
+
+
+def _largest_group(table: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
+    """The rows of the largest group by some columns."""
+    return max((rows for _, rows in table.groupby(keys, sort=False)), key=len)
+
+
+PYTHON_GAP = 10.0
+"""Times a launch: longer gaps that are mostly one function of Python are no cost of launching."""
+
+FAR_LONGER = 3.0
+"""Times the median gap: in such a gap the host does something that it does not do in others."""
+
+ONE_THING = 1 / 3
+"""Least share of a gap in one operator or function for it to be no cost of launching."""
+
+LAUNCHING = ("operators", "launching", "python", "start-up", "copies")
+"""Causes of idleness that make up the cost of launching."""
+
+
+def _launch_us(evidence: Evidence) -> float:
+    """What a launch costs the host, measured where it could be."""
+    return float(evidence.ceiling("launch_us") or SHORT_KERNEL_US)
+
+
+def _launching(evidence: Evidence, ledger: Ledger) -> pd.DataFrame:
+    """Rows of ``evidence.idle`` in gaps so short that they are the cost of launching.
+
+    Left out are operators that wait for the GPU, and gaps beyond the length of a few launches
+    that the host spends for the most part in the body of one Python function, or, where the
+    gap is far longer than the usual one, in any one operator or between two of them.
+    """
+    launch_us = _launch_us(evidence)
+    idle = without(evidence.idle, ledger.taken)
+    frames = evidence.profile.of_kind("python")[idle["context"]] & idle["context"].ge(0)
+    own = (idle["end_ns"] - idle["start_ns"]).where(idle["cause"].isin(["python", "operators"]), 0)
+    # pieces of one gap follow each other and share its length
+    gap = idle["gap_ns"].ne(idle["gap_ns"].shift()).cumsum()
+    usual = float(idle["gap_ns"].groupby(gap).first().median()) if len(idle) else 0.0
+    stands_out = idle["gap_ns"].gt(FAR_LONGER * usual) | (frames & idle["cause"].eq("python"))
+    by_one = own.where(stands_out, 0).groupby([gap, _doing(evidence, idle)]).transform("sum")
+    longest = by_one.groupby(gap).transform("max")
+    in_one = longest.gt(ONE_THING * idle["gap_ns"]) & idle["gap_ns"].gt(
+        1e3 * PYTHON_GAP * launch_us
+    )
+    short = idle["gap_ns"].lt(1e3 * SHORT_GAPS * launch_us) & ~in_one & ~_long_calls(evidence, idle)
+    return idle[short & idle["cause"].isin(LAUNCHING) & ~_in_waits(idle, ledger)]
+
+
+LONG_STAYS, LEAST_STAY_US = 5.0, 50.0
+"""Times the usual stay of the host in one context, and at least so long, from which on a call or an
+operator is no cost of launching: dispatching an operator takes 2 to 20 µs."""
+
+
+def _long_calls(evidence: Evidence, idle: pd.DataFrame) -> pd.Series:
+    """Rows of ``evidence.idle`` in what is no cost of launching, though gaps are short: a call that
+    launches nothing, or the own body of an operator or a function in which the host stays far
+    longer at a time than in others, with a listed share of the step."""
+    contexts = evidence.profile.contexts
+    context = idle["context"].to_numpy()
+    has_context = context >= 0
+    launches = np.zeros(len(contexts), dtype=bool)
+    work = contexts["kind"].isin(["kernel", "copy"]) & contexts["parent"].ge(0)
+    launches[contexts.loc[work, "parent"]] = True
+    rows = idle.assign(
+        name=np.where(has_context, contexts["name"].to_numpy()[np.maximum(context, 0)], ""),
+        stay=idle["context"].ne(idle["context"].shift()).cumsum().to_numpy(),
+        length=idle["end_ns"] - idle["start_ns"],
+    )[has_context & ~launches[np.maximum(context, 0)]]
+    stays = rows.groupby(["name", "stay"])["length"].sum().groupby("name").agg(["median", "sum"])
+    total = 1e6 * evidence.total_ms * evidence.iterations
+    usual = float(rows.groupby("stay")["length"].sum().median()) if len(rows) else 0.0
+    called = set(rows.loc[contexts["kind"].eq("runtime").to_numpy()[rows["context"]], "name"])
+    long = stays["median"].gt(max(LONG_STAYS * usual, 1e3 * LEAST_STAY_US))
+    long = stays[stays["sum"].gt(LEAST_OF_STEP * total) & (long | stays.index.isin(called))]
+    return rows["name"].isin(long.index).reindex(idle.index, fill_value=False)
+
+
+def _doing(evidence: Evidence, idle: pd.DataFrame) -> np.ndarray:
+    """Row (n,) of the outermost operator that the host is in, or of what else it is in."""
+    contexts = evidence.profile.contexts
+    parent = contexts["parent"].to_numpy()
+    operator = nearest(parent, contexts["kind"].eq("operator").to_numpy())
+    outer = outermost_row(parent, operator)
+    return np.where(outer >= 0, outer, np.arange(len(outer)))[idle["context"].to_numpy()]
+
+
+def _in_waits(idle: pd.DataFrame, ledger: Ledger) -> np.ndarray:
+    """Which rows of ``evidence.idle`` lie in operators that wait for the GPU."""
+    return stretch_at(*ledger.waits, idle["start_ns"].to_numpy()) >= 0
+
+
+def _data_ms(evidence: Evidence, ledger: Ledger) -> float:
+    """Idle time of a mean step that the rule for making batches has explained."""
+    if not ledger.is_explained(("data", "forward")):
+        return 0.0
+    rows = evidence.attribution
+    chosen = rows["component"].eq("data") & rows["where"].eq("host")
+    return float(rows.loc[chosen, "time_ms"].sum()) - evidence.feeding_ms
+
+
+IDLE_SHARE = 0.05
+"""Least share of the step in which the GPU does nothing for no cause that another rule names."""
+
+HOST_UNKNOWN = (
+    "What the host did meanwhile was not measured (hpcrun -e CPUTIME -e gpu=nvidia -t measures it)."
+)
+
+
+@rule(
+    "gpu_idle",
+    title="The GPU is idle {idle} of the time{few_iterations}{meanwhile}",
+    evidence=(
+        "It does nothing in {idle_time:ms} of {total:ms} per iteration.",
+        "{others}",
+        "{few}",
+        "{gap}",
+        "{host_unknown}",
+        "The host meanwhile: {host}.",
+        "{beside}",
+        "In {blocked:ms} of it the host was itself in a call that waits for the GPU.",
+        "{doubt}",
+    ),
+    advice="{remedy}",
+    limit="dispatch",
+    gpu=True,
+    concerns=(IDLE,),
+)
+def gpu_idle(evidence: Evidence, ledger: Ledger) -> Measured | None:
+    """The GPU does nothing, and no rule has said why."""
+    explained = ledger.idle_ms + ledger.late_ms + _data_ms(evidence, ledger)
+    left = evidence.idle_ms - explained
+    if left < IDLE_SHARE * evidence.total_ms:
+        return None
+    unexplained = _unexplained(evidence, ledger)
+    traced = host_is_traced(evidence.profile)
+    upto = "for up to " if evidence.has_graphs else ""
+    figures: Measured = {
+        "share": left / evidence.total_ms,
+        "idle": upto + _precise(evidence.idle_ms / evidence.total_ms),
+        "meanwhile": "",
+        "idle_time": evidence.idle_ms,
+        "others": None,
+        "few": None,
+        "few_iterations": "",
+        "gap": _longest_gap(evidence),
+        "host_unknown": None if traced else HOST_UNKNOWN,
+        "host": None,
+        "beside": None,
+        "blocked": None,
+        "doubt": evidence.doubt,
+        "remedy": "Measure what the host does as well; then shorten it, overlap it with the GPU's "
+        "work (a loader that runs ahead), or move it to the GPU.",
+        # how much of it can go nothing tells: all of it at most
+        "speedup": bounded(left / evidence.total_ms)
+        | {"mid": 1.0 / (1.0 - 0.5 * left / evidence.total_ms)},
+    }
+    if explained > 0.02 * evidence.total_ms:
+        figures["id"] = "gpu_idle_otherwise"
+        figures["title"] = "The GPU is idle {share:.0%} of the step{few_iterations}{meanwhile}"
+        figures["meanwhile"] = " for no single reason"
+        figures["others"] = "The rest of its idle time has findings of its own."
+    if traced and len(unexplained):
+        figures |= _host_meanwhile(evidence, unexplained)
+    figures |= _in_few_iterations(evidence, unexplained, left)
+    ledger.explain(left, (str(figures.get("component", "other")), ""))
+    return figures
+
+
+def _unexplained(evidence: Evidence, ledger: Ledger) -> pd.DataFrame:
+    """Rows of ``evidence.idle`` whose cause no other finding names."""
+    idle = without(evidence.idle, ledger.taken)
+    idle = idle[~idle["cause"].isin({"synchronisation", "allocation"} & ledger.idle_causes)]
+    if "synchronisation" in ledger.idle_causes:
+        idle = idle[~_in_waits(idle, ledger)]
+    if "launches" in ledger.idle_causes:
+        idle = idle.drop(_launching(evidence, ledger).index, errors="ignore")
+    if _data_ms(evidence, ledger):
+        making = idle["component"].eq("data")
+        if evidence.feeding_ms:
+            making &= idle["cause"].eq("data")
+        idle = idle[~making]
+    return idle
+
+
+FEW_TIMES = 2.0
+"""Idle time of an iteration, in that of the usual one, from which on something else happens."""
+
+
+def _in_few_iterations(evidence: Evidence, idle: pd.DataFrame, left_ms: float) -> Measured:
+    """Figures that tell in how many iterations most of the idle time is; none where these are more
+    than a third.
+
+    Args:
+        left_ms: of a mean iteration; not all of its pieces need to be known.
+    """
+    first = evidence.windows[0]
+    if len(first) < LEAST_OF_SPLIT or idle.empty:
+        return {}
+    step = np.searchsorted(first, idle["start_ns"].to_numpy(), side="right") - 1
+    # the pieces' times are of a mean iteration
+    idle_ms = np.bincount(step, idle["idle_ms"] * len(first), minlength=len(first))
+    usual = float(np.median(idle_ms))
+    slow = idle_ms > FEW_TIMES * usual
+    extra = float((idle_ms[slow] - usual).sum()) / len(first)
+    count = int(slow.sum())
+    if not 0 < count <= len(first) / 3 or extra < 0.5 * left_ms:
+        return {}
+    return {
+        "few_iterations": f", most of that in {count} of {len(first)} iterations",
+        "few": f"In {'that iteration' if count == 1 else 'those iterations'} it does nothing for "
+        f"{milliseconds(float(idle_ms[slow].mean()))}, in a usual one for {milliseconds(usual)}: "
+        "something that happens now and then, such as a checkpoint, an evaluation or a callback.",
+    }
+
+
+def _longest_gap(evidence: Evidence) -> str | None:
+    """Where the longest gap of a usual step lies, if it is most of the idle time: between which
+    parts, since what the host does there stands between them."""
+    work = launched_operations(evidence.profile)
+    start, end = work["start_ns"].to_numpy(), work["end_ns"].to_numpy()
+    first = evidence.windows[0]
+    if len(start) < 2 or len(first) < 3:
+        return None
+    begun = np.maximum.accumulate(end)[:-1]
+    length = start[1:] - begun
+    step = np.where(evidence.inside(begun), np.searchsorted(first, begun, side="right") - 1, -1)
+    gaps = pd.DataFrame({"step": step, "length": length}).query("step >= 0")
+    longest = gaps.loc[gaps.groupby("step")["length"].idxmax()]
+    usual = float(longest["length"].median()) / 1e6
+    if usual < 0.5 * evidence.idle_ms:
+        return None
+    label = [part_label(*part) for part in zip(work["component"], work["phase"], strict=True)]
+    row = longest.index.to_numpy()
+    between = Counter((label[i], label[i + 1]) for i in row)
+    (before, after), often = between.most_common(1)[0]
+    where = f", between {before} and {after}" if often > 0.8 * len(row) else ""
+    if where and before.startswith("optimizer") and after.startswith(("transfer", "data")):
+        where += ": where a training loop fetches its next batch"
+    return f"{milliseconds(usual)} of that are one gap in each iteration{where}."
+
+
+def _host_meanwhile(evidence: Evidence, idle: pd.DataFrame) -> Measured:
+    """What the host was in while the GPU did nothing: the parts or else the functions."""
+    by_part = idle.groupby(PART)["idle_ms"].sum().sort_values(ascending=False)
+    named = by_part.drop("other", level="component", errors="ignore")
+    total = float(idle["idle_ms"].sum())
+    by_name = idle.groupby(_host_names(evidence, idle))["idle_ms"].sum()
+    by_name = by_name.nlargest(MOST_LISTED)
+    functions = listed_times(by_name)
+    if by_name.iloc[0] < 0.5 * total:  # many operators: what calls them
+        main = main_place(evidence.profile, idle["context"], idle["idle_ms"])
+        by_name = pd.Series({main: total}) if main else by_name
+    blocked = evidence.named(BLOCKING)[idle["context"]] & idle["context"].ge(0).to_numpy()
+    blocked_ms = float(idle.loc[blocked, "idle_ms"].sum())
+    figures: Measured = {
+        "host": functions,
+        "pieces": (idle["context"], idle["idle_ms"]),
+        "blocked": blocked_ms if blocked_ms > 0.1 * total else None,
+        "remedy": "Shorten what the host does there, overlap it with the GPU's work (a loader "
+        "that runs ahead, launches without waiting), or move it to the GPU.",
+    }
+    if named.sum() > 0.5 * total:
+        places = ", ".join(
+            f"{part_label(str(part[0]), str(part[1]))} {milliseconds(ms)}"
+            for part, ms in zip(named.index[:3], named, strict=False)
+        )
+        figures["host"] = f"{places}; by function {functions}"
+        figures["component"] = str(named.index[0][0])
+    if place := _in_title(by_name / total, named / total):
+        figures["meanwhile"] = place
+    return figures | _awaited(evidence, idle)
+
+
+TITLE_SHARE = 0.3
+"""Least share of idle time by one function of the host for a title to name it."""
+
+
+def _in_title(functions: pd.Series, parts: pd.Series) -> str:
+    """Words of a title on where the host is while the GPU is idle; "" if nowhere for long.
+
+    Args:
+        functions: share (0 to 1) of the idle time by function, most first; one at least.
+        parts: the same by named part.
+    """
+    function, of_function = str(functions.index[0])[:70], float(functions.iloc[0])
+    part = part_label(*parts.index[0]) if len(parts) else ""
+    in_part = part != "" and float(parts.iloc[0]) > 0.5
+    if of_function > 0.5:
+        return f", most while the host is in {function}"
+    in_function = of_function > TITLE_SHARE
+    if in_part:
+        above_all = f", above all {function}" if in_function else ""
+        return f", most while the host is in {part}{above_all}"
+    return f", above all while the host is in {function}" if in_function else ""
+
+
+def _awaited(evidence: Evidence, idle: pd.DataFrame) -> Measured:
+    """Figures that name what the ranks exchange on another thread of the host while the stepping
+    one is in no operator and no call; none where that is less than half of the idle time."""
+    profile = evidence.profile
+    # traces of 2021 write ranges as operators
+    called = profile.of_kind("operator", "runtime") & ~evidence.named(OWN_RANGES)
+    busy = called[idle["context"]] & idle["context"].ge(0)
+    waits = union(idle.loc[~busy, "start_ns"].to_numpy(), idle.loc[~busy, "end_ns"].to_numpy())
+    exchange = profile.contexts["component"].eq("communication").to_numpy()
+    exchange &= profile.of_kind("operator", "annotation")
+    exchanged = evidence.spans(exchange)
+    exchanged = exchanged[exchanged["profile"].ne(main_thread(profile))]
+    names = profile.contexts["name"].iloc[exchanged["context"]].to_numpy()
+    times = {
+        str(name): float(
+            overlap(*waits, *union(rows["start_ns"].to_numpy(), rows["end_ns"].to_numpy())).sum()
+        )
+        for name, rows in exchanged.groupby(names)
+    }
+    longest = max(times, key=lambda name: times[name], default="")
+    time = times.get(longest, 0.0) / 1e6 / evidence.iterations
+    beside = {"beside": f"{longest} takes {milliseconds(time)} of it on another thread."}
+    if time <= 0.5 * float(idle["idle_ms"].sum()):
+        return beside if time > LEAST_OF_STEP * evidence.total_ms else {}
+    return beside | {
+        "meanwhile": f", most while {longest[:70]} runs on another thread of the host",
+        "component": "communication",
+        "limit": "network",
+        "remedy": "Exchange gradients between the GPUs (NCCL), not between the hosts; or send "
+        "fewer bytes, or begin earlier and let the exchange run beside computing.",
+    }
+
+
+NOWHERE = "code outside every operator and range"
+
+
+def _host_names(evidence: Evidence, idle: pd.DataFrame) -> np.ndarray:
+    """The innermost function, operator or range (n,) that the host is in."""
+    contexts = evidence.profile.contexts
+    owner = scopes_of(contexts)
+    context = idle["context"].to_numpy()
+    names = contexts["name"].to_numpy()[owner[np.maximum(context, 0)]]
+    names = np.where(names == "cudaMemcpyAsync", _copies_below(evidence)[context], names)
+    bare = contexts["kind"].isin(["thread", "root"]) | contexts["name"].eq(STEP_LABEL)
+    bare = bare.to_numpy()[owner[np.maximum(context, 0)]]
+    return np.where((context < 0) | bare, NOWHERE, names)
+
+
+def _copies_below(evidence: Evidence) -> np.ndarray:
+    """The call (n,) of each context with the copy that it launches, such as
+    ``cudaMemcpyAsync (Memcpy DtoH (Device -> Pageable))``: for a pageable one the host waits."""
+    contexts = evidence.profile.contexts
+    copied = contexts[contexts["kind"].eq("copy") & contexts["parent"].ge(0)]
+    names = contexts["name"].to_numpy(dtype=object).copy()
+    names[copied["parent"].to_numpy()] += " (" + copied["name"].to_numpy(dtype=object) + ")"
+    return names
+
+
+def _precise(share: float) -> str:
+    """A share with a digit after the point where it is close to all."""
+    return f"{share:.1%}" if share > 0.99 else f"{share:.0%}"

@@ -1,0 +1,590 @@
+"""The GPU at work: which of its units kernels leave unused, and which kernels take most."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from dlrm_core.parts import part_label
+from dlrm_workbook.analysis.attribution import (
+    PART,
+    iteration_count,
+    parts_at,
+)
+from dlrm_workbook.analysis.findings.evidence import MOST_LISTED, Evidence, listed_times
+from dlrm_workbook.analysis.findings.finding import (
+    Ledger,
+    Measured,
+    amdahl,
+    bounded,
+    capitalised,
+    largest,
+    largest_part,
+    predicted,
+    rule,
+)
+from dlrm_workbook.analysis.findings.where import (
+    PLACE_LEVELS,
+    in_place,
+    time_by_name,
+)
+from dlrm_workbook.analysis.gpu import sampled_profile, stall_reasons, stall_table
+from dlrm_workbook.analysis.kernel_names import kernel_name
+from dlrm_workbook.ground.units import milliseconds
+from dlrm_workbook.recordings.hpctoolkit.metrics import STALLS
+from dlrm_workbook.recordings.open import COMMUNICATION
+from dlrm_workbook.recordings.profile import nearest
+
+COPYING = re.compile(
+    r"(?:elementwise )?(?:\w*float\d+ )?copy\b|nchw to|nhwc to|transpose", re.IGNORECASE
+)
+
+LEAST_KINDS = 3
+"""Different kernels that take a twentieth of such time each; fewer are judged one by one."""
+
+KERNEL_SHARE = 0.04
+"""Least share of the step for a kernel to be listed among those that no other finding names."""
+
+
+GEMM_SHARE = 0.05
+
+
+@rule(
+    "tensor_cores_unused",
+    title="{what} take {share:.0%} of the step and use no tensor cores",
+    evidence=("They take {time:ms} per iteration, in kernels such as {names}.",),
+    advice="{units} run on tensor cores, 4 to 16 times the fp32 rate (data sheets in "
+    "docs/roofline.md).",
+    limit="arithmetic",
+    gpu=True,
+)
+def tensor_cores(evidence: Evidence, ledger: Ledger) -> Measured | None:
+    """Matrix products in fp32 without tensor cores, on a GPU that has them."""
+    capability = evidence.capability
+    if capability is not None and capability < 7:
+        return None
+    kernels = evidence.kernels
+    slow = kernels[kernels["tensor_cores"].eq("no") & kernels["precision"].isin(["fp32", ""])]
+    slow = slow[~slow["kernel"].isin(ledger.device_work)]
+    time = float(slow["ms"].sum())
+    share = time / evidence.total_ms
+    if share < GEMM_SHARE:
+        return None
+    lowest = evidence.parameter("training.lowest_precision", "bf16")
+    if evidence.parameter("training.precision", "fp32") == "fp32" and lowest != "fp32":
+        change: dict[str, Any] = {"training.precision": "bf16"}
+    elif not evidence.parameter("training.tf32", False):
+        change = {"training.tf32": True}
+    else:
+        return None
+    guess = {"low": amdahl(share, 1.5), "mid": amdahl(share, 3.0), "high": amdahl(share, 8.0)}
+    volta = capability is not None and capability < 8
+    ledger.device_work |= set(slow["kernel"])
+    return {
+        "share": share,
+        "component": str(slow.groupby("component")["ms"].sum().idxmax()),
+        "time": time,
+        "names": ", ".join(slow.nlargest(2, "ms")["short_name"]),
+        "pieces": evidence.of_kernels(slow["kernel"]),
+        "what": "Convolutions and matrix products"
+        if slow["kernel"].str.contains("conv", case=False).any()
+        else "Matrix products",
+        "units": "fp16 products by autocast"
+        if volta
+        else "bf16 by autocast (training.precision) or TF32 (training.tf32)",
+        "change": {} if volta else change,
+        "speedup": predicted(evidence, change) or guess,
+    }
+
+
+DOUBLE = re.compile(r"\bdouble\b|dgemm|_f64|_d884|float64", re.IGNORECASE)
+
+DOUBLE_OPERATIONS = "operations:fp64"
+
+NO_DOUBLE = re.compile(r"distribution_|pow_tensor_scalar|curand|philox|random", re.IGNORECASE)
+"""Kernels with a scalar or a generator of random numbers in float64, and tensors in fp32."""
+
+DOUBLE_SHARE = 0.03
+
+
+@rule(
+    "float64",
+    title="Arithmetic in float64 takes {share:.0%} of the step",
+    evidence=("It takes {time:ms} per iteration, in {names}.",),
+    advice="Find what makes float64 (a NumPy array or a Python constant made into a tensor, "
+    ".double(), a default type) and make it float32: GPUs compute float64 at a half to a 64th of "
+    "the rate of float32, and it takes twice the bytes.",
+    limit="arithmetic",
+)
+def float64(evidence: Evidence, ledger: Ledger) -> Measured | None:
+    """Kernels or operators compute in float64, which no part of such a model needs."""
+    profile = evidence.profile
+    metric = "gpu_time_ms" if evidence.on_gpu else "cpu_time_ms"
+    chosen = profile.which(
+        "name", lambda name: bool(DOUBLE.search(name)) and not NO_DOUBLE.search(name)
+    )
+    chosen &= profile.of_kind("kernel")
+    if profile.has(DOUBLE_OPERATIONS):
+        chosen |= profile.value_table(DOUBLE_OPERATIONS, "exclusive").gt(0).to_numpy()
+    # of an operator and its kernel the operator counts
+    above = nearest(profile.contexts["parent"].to_numpy(), chosen)
+    parent = profile.contexts["parent"].to_numpy()
+    chosen &= (parent < 0) | (above[np.maximum(parent, 0)] < 0)
+    time = profile.value_table(metric, "inclusive")[chosen] / iteration_count(profile)
+    share = float(time.sum()) / evidence.total_ms
+    if not share >= DOUBLE_SHARE:
+        return None
+    rows = profile.contexts.loc[time.index]
+    part = largest(time.groupby([rows["component"], rows["phase"]]).sum())
+    ledger.explain(float(time.sum()), part)
+    heaviest = time.groupby(rows["name"]).sum().nlargest(2)
+    ledger.device_work |= set(rows["name"])
+    return {
+        "share": share,
+        "component": part[0],
+        "time": float(time.sum()),
+        "names": ", ".join(
+            f"{str(name)[:70]} ({milliseconds(ms)})" for name, ms in heaviest.items()
+        ),
+        "speedup": {"low": 1.0, "mid": amdahl(share, 2.0), "high": amdahl(share, 64.0)},
+    }
+
+
+LAYOUT_SHARE = 0.05
+"""Least share of the step for copies to another type or layout; real recordings: 0 to 2.4 %."""
+
+
+@rule(
+    "layout_copies",
+    title="Conversions and copies of layout take {share:.0%} of the step, most by {by}",
+    evidence=(
+        "Kernels that only convert or copy tensors, to another type or layout, run {time:ms} per "
+        "iteration, in {launches:count} launches: {names}.",
+    ),
+    advice="Convert once and keep the result (weights, constants), let autocast or the model keep "
+    "one type, keep the layout that the next operator wants (channels_last, no transposed views "
+    "that are made contiguous), and make tensors on the GPU in their type.",
+    limit="memory bandwidth",
+    gpu=True,
+)
+def layout_copies(evidence: Evidence, ledger: Ledger) -> Measured | None:
+    """Kernels that copy tensors to another type or layout take much of the step."""
+    return _work_of(evidence, ledger, COPYING, LAYOUT_SHARE)
+
+
+POINTWISE = re.compile("elementwise")
+
+POINTWISE_SHARE = 0.05
+"""Least share of the step for kernels of one operation a value; real recordings: 1 to 14 %."""
+
+
+@rule(
+    "pointwise_operators",
+    title="Pointwise operators take {share:.0%} of the step",
+    evidence=(
+        "Each reads its operands from memory and writes its result back: {time:ms} per iteration "
+        "in {launches:count} launches of {kinds} kernels, most in {names}.",
+    ),
+    advice="Fuse them, so that values stay in registers from one to the next: compile the model "
+    "(training.compile), or use fused operators (torch.nn.functional, a fused optimiser).",
+    limit="memory bandwidth",
+    gpu=True,
+)
+def pointwise_operators(evidence: Evidence, ledger: Ledger) -> Measured | None:
+    """Many kernels that do one operation for each value take much of the step together."""
+    measured = _work_of(evidence, ledger, POINTWISE, POINTWISE_SHARE)
+    return measured if measured is None or measured["kinds"] >= LEAST_KINDS else None
+
+
+def _work_of(
+    evidence: Evidence, ledger: Ledger, kind: re.Pattern[str], least: float
+) -> Measured | None:
+    """Time and launches of the kernels whose short names match, if they take the share."""
+    kernels = evidence.kernels
+    chosen = kernels[
+        kernels["short_name"].str.match(kind) & ~kernels["kernel"].isin(ledger.device_work)
+    ]
+    time = min(float(chosen["ms"].sum()), evidence.device_ms)
+    if time < least * evidence.total_ms:
+        return None
+    by_kernel = chosen.groupby("short_name")["ms"].sum().sort_values(ascending=False)
+    kinds = int(by_kernel.gt(0.05 * by_kernel.sum()).sum())
+    places = chosen.groupby(PART)["ms"].sum()
+    pieces = evidence.of_kernels(chosen["kernel"])
+    operators = time_by_name(evidence.profile, *pieces)["outer"].index
+    if kinds >= LEAST_KINDS or kind is COPYING:
+        ledger.device_work |= set(chosen["kernel"])
+        ledger.explain(time, largest(places))
+    return {
+        "share": time / evidence.total_ms,
+        "component": largest(places)[0],
+        "time": time,
+        "launches": float(chosen["launches"].sum()) / iteration_count(evidence.profile),
+        "kinds": kinds,
+        "names": ", ".join(f"{name} ({milliseconds(ms)})" for name, ms in by_kernel[:3].items()),
+        "by": operators[0] if len(operators) else by_kernel.index[0],
+        "pieces": pieces,
+        "speedup": bounded(time / evidence.total_ms),
+    }
+
+
+LOW_OCCUPANCY = 25.0
+
+OCCUPANCY_SHARE = 0.05
+
+
+@rule(
+    "low_occupancy",
+    title="Kernels of low occupancy take {share:.0%} of the step{most}",
+    evidence=(
+        "{kernel} keeps {occupancy:.0f}% of the warps that fit on a multiprocessor"
+        "{because}; such kernels take {of_kernels:.0%} of all kernels' time.",
+    ),
+    advice="More and smaller blocks (a larger batch), fewer registers or less shared memory per "
+    "block, so that other warps run while one waits for memory.",
+    limit="memory bandwidth",
+    gpu=True,
+)
+def occupancy(evidence: Evidence, ledger: Ledger) -> Measured | None:
+    """Kernels that take much of the step leave most of the GPU's warps empty."""
+    kernels = evidence.kernels
+    low = kernels[kernels["occupancy_percent"] < LOW_OCCUPANCY]
+    # products live from registers, not from warps; collectives wait for the network
+    low = low[low["tensor_cores"].eq("") & ~low["kernel"].str.contains(COMMUNICATION)]
+    low = low[~low["kernel"].isin(ledger.device_work)]
+    share = min(float(low["ms"].sum()), evidence.device_ms) / evidence.total_ms
+    if share < OCCUPANCY_SHARE:
+        return None
+    worst = low.loc[low["ms"].idxmax()]
+    by_name = low.groupby("short_name")["ms"].sum().sort_values(ascending=False)
+    ledger.device_work |= set(low["kernel"])
+    ledger.explain(share * evidence.total_ms, (str(worst["component"]), str(worst["phase"])))
+    properties = [
+        f"{worst[name]:.0f} {label}"
+        for name, label in (("registers", "registers per thread"), ("blocks", "blocks per launch"))
+        if worst[name] == worst[name]
+    ]
+    return {
+        "share": share,
+        "of_kernels": float(low["ms"].sum()) / float(kernels["ms"].sum()),
+        "component": str(worst["component"]),
+        "kernel": str(worst["short_name"]),
+        "pieces": evidence.of_kernels(low["kernel"]),
+        "most": f", most of it {by_name.index[0]}"
+        if float(by_name.iloc[0]) > 0.5 * float(low["ms"].sum())
+        else f", such as {' and '.join(map(str, by_name.index[:2]))}",
+        "occupancy": worst["occupancy_percent"],
+        "because": f" ({', '.join(properties)})" if properties else "",
+        "speedup": bounded(0.5 * share),
+    }
+
+
+HEAVY_SHARE = 0.2
+"""Least share of the GPU's time that one kernel takes."""
+
+HEAVY_STEP_SHARE = 0.1
+
+FAR_FROM_LIMIT = 0.25
+
+UNJUDGED_SHARE = 0.3
+"""Of the step: from here on a kernel is named even if its limits are not known."""
+
+
+@rule(
+    "heavy_kernel",
+    title="One kernel takes {share:.0%} of the step: {kernel}",
+    evidence=(
+        "It takes {time:ms} per iteration, {of_device:.0%} of the GPU's time, in {launches:,.0f} "
+        "launches of {mean_us:,.1f} µs.",
+        "By its operator's shapes {reached:.0%} of that would do at the limits of this GPU's data "
+        "sheet.",
+        "Its grid fills {waves:.0%} of the GPU.",
+        "{unknown}",
+    ),
+    advice="Look at its shapes and at what calls it: operands that are tiny, strided or padded, "
+    "work that could be batched, a library or a data type with faster kernels.",
+    limit="",
+    gpu=True,
+)
+def heavy_kernel(evidence: Evidence, ledger: Ledger) -> Measured | None:
+    """A kernel takes much of the GPU's time far from its limits, or most of it at unknown ones."""
+    kernels = evidence.kernels
+    # by name: kernels that compute are launched within an exchange's annotation too
+    kernels = kernels[~kernels["kernel"].str.contains(COMMUNICATION)]
+    kernels = kernels[~kernels["kernel"].isin(ledger.device_work)]
+    share = kernels["ms"] / evidence.total_ms
+    heavy = (kernels["ms"] >= HEAVY_SHARE * evidence.device_ms) & (share >= HEAVY_STEP_SHARE)
+    far = kernels["share_of_ceiling"].lt(FAR_FROM_LIMIT) | kernels["waves"].lt(FAR_FROM_LIMIT)
+    # products are judged by their units (tensor_cores), as far as their names tell
+    unknown = kernels["share_of_ceiling"].isna() & kernels["tensor_cores"].eq("")
+    chosen = kernels[heavy & (far | (unknown & share.ge(UNJUDGED_SHARE)))]
+    if chosen.empty:
+        return None
+    worst = chosen.loc[chosen["ms"].idxmax()]
+    ledger.device_work.add(str(worst["kernel"]))
+    reached, waves = float(worst["share_of_ceiling"]), float(worst["waves"])
+    taken = min(float(worst["ms"]) / evidence.total_ms, 1.0)
+    has_limit = reached == reached
+    return {
+        "share": taken,
+        "component": str(worst["component"]),
+        "kernel": str(worst["short_name"]),
+        "pieces": evidence.of_kernels([str(worst["kernel"])]),
+        "time": float(worst["ms"]),
+        "of_device": min(float(worst["ms"]) / evidence.device_ms, 1.0),
+        "launches": float(worst["launches"]) / iteration_count(evidence.profile),
+        "mean_us": float(worst["mean_us"]),
+        "reached": reached if has_limit else None,
+        "waves": waves if waves < 1 else None,
+        "unknown": None
+        if has_limit or waves < 1
+        else "The recording does not show how close it is to the GPU's limits.",
+        "speedup": bounded(taken * (1 - reached)) if has_limit else bounded(0.5 * taken),
+    }
+
+
+NEAR_LIMIT = 0.5
+
+
+@rule(
+    "largest_kernels",
+    title="{what} {take} {share:.0%} of the step: {kernels}",
+    evidence=(
+        "Of what the GPU does and no finding above names, these take most: {listed}.",
+        "{unknown}",
+    ),
+    advice="Look at what calls them, at their shapes and types, and whether each iteration needs "
+    "them; compare with another recording of the same model (dlrm run compare) if they took less.",
+    limit="",
+    gpu=True,
+)
+def largest_kernels(evidence: Evidence, ledger: Ledger) -> Measured | None:
+    """The largest pieces of another program's work on the GPU that no rule has named.
+
+    Kernels that are known to reach half of the GPU's limits are left out: there is little to gain.
+    """
+    if evidence.is_ours or not evidence.has_timeline:
+        return None
+    table = evidence.kernels
+    table = table[~table["kernel"].str.contains(COMMUNICATION)]
+    table = table[~table["kernel"].isin(ledger.device_work)]
+    table = table[~table["share_of_ceiling"].ge(NEAR_LIMIT)]
+    by_name = table.groupby("short_name")["ms"].sum().sort_values(ascending=False)
+    by_name = by_name[by_name >= KERNEL_SHARE * evidence.total_ms]
+    if by_name.empty:
+        return _kernels_of_one_place(evidence, table)
+    chosen = table[table["short_name"].isin(by_name.index)]
+    time = min(float(by_name.sum()), evidence.device_ms)
+    part = largest_part(chosen, "ms")
+    places = {
+        name: largest_part(rows, "ms")
+        for name, rows in chosen.groupby(chosen["short_name"].astype(str))
+    }
+    place_text = {
+        name: f" in {part_label(*place)}" if place[0] != "other" else ""
+        for name, place in places.items()
+    }
+    return {
+        "share": time / evidence.total_ms,
+        "component": part[0],
+        "what": "One kernel" if len(by_name) == 1 else f"{len(by_name)} kernels",
+        "take": "takes" if len(by_name) == 1 else "take",
+        "kernels": ", ".join(map(str, by_name.index[:2])) + (", ..." if len(by_name) > 2 else ""),
+        "listed": ", ".join(
+            f"{name} {milliseconds(ms)}{place_text[str(name)]}" for name, ms in by_name.items()
+        ),
+        "pieces": evidence.of_kernels(chosen["kernel"]),
+        "unknown": "The recording does not show how close they are to the GPU's limits."
+        if chosen["share_of_ceiling"].isna().all()
+        else None,
+        "speedup": bounded(0.5 * time / evidence.total_ms),
+    }
+
+
+def _kernels_of_one_place(evidence: Evidence, table: pd.DataFrame) -> Measured | None:
+    """Figures of :func:`largest_kernels` for kernels none of which is large, but all those of one
+    operator, function or range are; None without one.
+
+    Args:
+        table: rows of :func:`_kernels`.
+    """
+    pieces = evidence.of_kernels(table["kernel"])
+    most = {
+        str(times.index[0]): (float(times.iloc[0]), level)
+        for level, times in time_by_name(evidence.profile, *pieces).items()
+        if len(times)
+    }
+    name = max(most, key=lambda each: most[each][0], default="")
+    time, level = most.get(name, (0.0, ""))
+    if time < KERNEL_SHARE * evidence.total_ms:
+        return None
+    inside = in_place(evidence.profile, level, name)[pieces[0]]
+    own = evidence.profile.contexts.iloc[pieces[0][inside]]
+    short = own["name"].map(lambda kernel: kernel_name(kernel).short or kernel)
+    by_kernel = pd.Series(pieces[1][inside]).groupby(short.to_numpy()).sum().nlargest(MOST_LISTED)
+    return {
+        "share": time / evidence.total_ms,
+        "component": largest(
+            pd.Series(pieces[1][inside]).groupby([own[each].to_numpy() for each in PART]).sum()
+        )[0],
+        "what": f"Kernels in {name[:70]}",
+        "take": "take",
+        "kernels": ", ".join(map(str, by_kernel.index[:2])),
+        "listed": listed_times(by_kernel),
+        "pieces": (pieces[0][inside], pieces[1][inside]),
+        "unknown": None,
+        "speedup": bounded(0.5 * time / evidence.total_ms),
+    }
+
+
+DOMINANT_PLACE_SHARE = 0.25
+"""Least share of the step in one range, operator or function for that to be a finding."""
+
+TOLD = 0.5
+"""A finding that takes more than this part of that share and names the place tells it already."""
+
+SAME_PLACE = 0.8
+"""Least part of a name's time for an inner name that has it to be named instead."""
+
+
+@rule(
+    "dominant_place",
+    title="{name} takes {share:.0%} of the step",
+    evidence=(
+        "In {what} {name} the GPU works {busy:ms} and is idle {idle:ms} of {total:ms} per "
+        "iteration{place}.",
+        "Its kernels: {kernels}.",
+        "No rule found why: how short it could be, and what would help, was not measured.",
+    ),
+    advice="Look first at what is named here: what calls it, with which types and shapes, and "
+    "whether each iteration needs it.",
+    limit="",
+    gpu=True,
+)
+def dominant_place(evidence: Evidence, ledger: Ledger) -> Measured | None:
+    """One range, operator or function of another program takes much of the step: the GPU's work in
+    it and the GPU's idle time together, whatever the kernels and the causes are."""
+    if evidence.is_ours or not evidence.has_timeline:
+        return None
+    profile, pieces = evidence.profile, evidence.pieces
+    exchanges = np.append(evidence.named(COMMUNICATION), False)[pieces["context"]]
+    exchange = exchanges & pieces["where"].eq("device")
+    rows = pieces[~exchange]
+    places = time_by_name(profile, rows["context"], rows["ms"])
+    del places["call"]  # of idle time, which another finding tells
+    most = max((float(times.iloc[0]) for times in places.values() if len(times)), default=0.0)
+    if most < DOMINANT_PLACE_SHARE * evidence.total_ms:
+        return None
+    # of nested names with nearly the same time the innermost
+    level = [
+        key for key, times in places.items() if len(times) and times.iloc[0] > SAME_PLACE * most
+    ][-1]
+    name = str(places[level].index[0])
+    if any(share > TOLD * most / evidence.total_ms and name in text for share, text in ledger.told):
+        return None
+    inside = in_place(profile, level, name)
+    own = rows[inside[rows["context"]] & rows["context"].ge(0)]
+    busy = own[own["where"].eq("device")]
+    by_context = busy.groupby("context")["ms"].sum()
+    names = profile.contexts["name"].iloc[by_context.index]
+    short = [kernel_name(kernel).short or kernel for kernel in names]
+    kernels = by_context.groupby(short).sum().nlargest(MOST_LISTED)
+    parts = parts_at(profile, own["context"].to_numpy())
+    part = largest(own["ms"].groupby([parts[each].to_numpy() for each in PART]).sum())
+    time = float(own["ms"].sum())
+    return {
+        "share": time / evidence.total_ms,
+        "component": part[0],
+        "name": name[:90],
+        "what": f"the {PLACE_LEVELS[level].removesuffix(' within it')}",
+        "busy": float(busy["ms"].sum()),
+        "idle": time - float(busy["ms"].sum()),
+        "place": f", most in {part_label(*part)}" if part[0] != "other" else "",
+        "kernels": listed_times(kernels) or None,
+        "pieces": (own["context"], own["ms"]),
+        "speedup": bounded(0.5 * time / evidence.total_ms),
+    }
+
+
+STALL_SHARE = 0.3
+"""Of the samples, by one reason."""
+
+UNAVOIDABLE_STALLS = ("NONE", "NSEL", "HID", "INV", "OTHR")
+
+STALL_LIMITS = {"SYNC": "synchronisation", "PIPE": "arithmetic"}
+"""Stall reason to the limit that it shows; of all others, memory bandwidth."""
+
+
+@rule(
+    "stall",
+    title="{of_samples:.0%} of the GPU's samples are stalls by one reason: {meaning}",
+    evidence=(
+        "{reason}: {of_samples:.0%} of all warp samples, {of_stalls:.0%} of the stalls, most in "
+        "{kernel}{line}.",
+        "{quality}",
+        "Kernels take {kernels:.1%} of the step, so that these stalls are {share:.1%} of it.",
+    ),
+    advice="{remedy}.",
+    limit="memory bandwidth",
+    gpu=True,
+)
+def stalls(evidence: Evidence, ledger: Ledger) -> Measured | None:
+    """One reason stops most warps, by PC samples."""
+    sampled = sampled_profile(evidence.profile)
+    table = stall_table(sampled)
+    if table.empty:
+        return None
+    reasons = stall_reasons(table)
+    reasons = reasons[~reasons["reason"].isin(UNAVOIDABLE_STALLS)]
+    if reasons.empty:
+        return None
+    top = reasons.loc[reasons["share_of_samples"].idxmax()]
+    reason, of_samples = str(top["reason"]), float(top["share_of_samples"])
+    if of_samples < STALL_SHARE:
+        return None
+    kernels = table[table["reason"] == reason]
+    kernel = str(kernels.loc[kernels["warp_cycles"].idxmax(), "kernel"])
+    contexts = evidence.profile.contexts
+    named = contexts[(contexts["name"] == kernel) & (contexts["kind"] == "kernel")]
+    of_step = min(_kernel_ms(evidence) / evidence.total_ms, 1.0)
+    lines = stall_table(sampled, "line")
+    lines = lines[(lines["reason"] == reason) & (lines["kernel"] == kernel) & lines["file"].ne("")]
+    return {
+        "id": f"stall_{reason.lower()}",
+        "share": of_samples * of_step,
+        "kernels": of_step,
+        "of_samples": of_samples,
+        "component": str(named["component"].iloc[0]) if len(named) else "other",
+        "reason": reason,
+        "meaning": STALLS.get(reason, ""),
+        "of_stalls": top["share_of_stalls"],
+        "kernel": kernel_name(kernel).short or kernel[:80],
+        "line": f", at {lines.loc[lines['warp_cycles'].idxmax(), 'place']}" if len(lines) else "",
+        "quality": _sampling_quality(sampled.meta.get("pc_sampling") or {}),
+        "remedy": capitalised(str(top["advice"])),
+        "speedup": bounded(0.3 * of_samples * of_step),
+        "limit": STALL_LIMITS.get(reason, "memory bandwidth"),
+    }
+
+
+def _sampling_quality(measured: dict[str, Any]) -> str | None:
+    """How many samples a stall table stands on; a reason stands where there is no number."""
+    taken, period = measured.get("taken"), measured.get("period_cycles")
+    if not isinstance(taken, float | int):
+        return None
+    text = f"{taken:,.0f} samples"
+    if isinstance(period, float | int):
+        text += f", one in {period:,.0f} cycles"
+    expected, dropped = measured.get("expected"), measured.get("dropped")
+    if isinstance(expected, float | int) and expected:
+        text += f", {min(taken / expected, 1.0):.0%} of those expected"
+    lost = f"{dropped:,.0f}" if isinstance(dropped, float | int) else "not measured"
+    return f"Sampling: {text}; dropped: {lost}."
+
+
+def _kernel_ms(evidence: Evidence) -> float:
+    """Time of a mean step in which kernels run, no more than the GPU works."""
+    return min(float(evidence.kernels["ms"].sum()), evidence.device_ms)

@@ -1,0 +1,303 @@
+"""Iterations that are not like the others: slower ones, some or all from a time on."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from dlrm_core.parts import part_label
+from dlrm_workbook.analysis.attribution import (
+    iteration_state,
+    segments,
+    windows,
+)
+from dlrm_workbook.analysis.context_tree import scopes_of, stretch_at
+from dlrm_workbook.analysis.findings.evidence import (
+    Evidence,
+    listed_times,
+)
+from dlrm_workbook.analysis.findings.finding import (
+    Finding,
+    Ledger,
+    Measured,
+    largest,
+    rule,
+)
+from dlrm_workbook.analysis.findings.where import main_place
+from dlrm_workbook.analysis.idleness import idle_pieces
+from dlrm_workbook.analysis.kernel_names import kernel_name
+from dlrm_workbook.analysis.launches import launched_operations
+from dlrm_workbook.analysis.steady import (
+    LEAST_OF_SPLIT,
+    LEAST_TO_JUDGE,
+    SPLIT_TIMES,
+    lasting_rise,
+    steady_state,
+)
+
+IRREGULAR_SHARE = 0.15
+"""Of the run's time, lost in iterations far above the usual one."""
+
+MOST_GROWN, LEAST_GROWN = 4, 0.05
+"""Names that a sentence lists of what takes longer in slow iterations, and the least share of all
+that does."""
+
+
+ONE_IRREGULAR_SHARE = 0.3
+"""The same of a single iteration: one straggler of ten is chance at four times the usual time."""
+
+GPU_IRREGULAR_SHARE = 0.05
+"""The same of both where a GPU's timeline shows the iterations, enough to judge by their scatter:
+the GPU sets their pace, which other programs on the processor disturb less."""
+
+
+@rule(
+    "irregular_iterations",
+    title="{slow} of {count} iterations {take} far longer than the others{most}",
+    evidence=(
+        "Such an iteration took {slow_ms:ms} (mean), the usual one {usual_ms:ms}; {share:.0%} of "
+        "the run's time is lost so.",
+        "Most of it is in {place} ({extra:ms} more).",
+        "What takes longer there: {longer}.",
+        "{meanwhile}",
+        "Every share of the step here is of all iterations.",
+    ),
+    advice="Look for what happens every few iterations: checkpoints, evaluation, garbage "
+    "collection, refilled buffers, other work on the machine.",
+    limit="scheduling",
+)
+def irregular(evidence: Evidence, ledger: Ledger) -> Measured | None:
+    """Some iterations take far longer than the usual one."""
+    steps = evidence.steps
+    if len(steps) < LEAST_OF_SPLIT:
+        return None
+    totals = steps.sum(axis=1)
+    state = steady_state(totals.to_numpy())
+    slow, share = state.stragglers, state.straggler_share
+    if ledger.slower_from is not None and not slow[: ledger.slower_from].any():
+        return None  # the slow ones are those in which the GPU is slower
+    # a single one may be chance, unless it takes a third of the run
+    least = IRREGULAR_SHARE if int(slow.sum()) > 1 else ONE_IRREGULAR_SHARE
+    if evidence.has_timeline and len(steps) >= LEAST_TO_JUDGE:
+        least = GPU_IRREGULAR_SHARE
+    if share < least:
+        return None
+    ledger.told_slow = True
+    extra = (steps[slow] - steps[state.steady].median()).mean().clip(lower=0.0)
+    part = largest(extra)
+    grown = _grown(evidence, slow, state.steady)
+    by_one = float(totals[slow].mean() - state.usual_ms)
+    more = _extra_pieces(evidence, slow, state.steady)
+    named = [str(name) for name in grown.index[grown > 0.5 * by_one]]
+    named += [name for name in [main_place(evidence.profile, *more)] if name not in (*named, "")]
+    return {
+        "share": share,
+        "component": part[0],
+        "slow": int(slow.sum()),
+        "take": "take" if int(slow.sum()) > 1 else "takes",
+        "count": len(steps),
+        "slow_ms": float(totals[slow].mean()),
+        "usual_ms": state.mean_ms,
+        "place": part_label(*part) or "the loop",
+        "extra": float(extra.max()),
+        "most": f", most of it in {' of '.join(named)}" if named else "",
+        "longer": listed_times(grown, " more") or None,
+        "pieces": more,
+        "meanwhile": evidence.meanwhile,
+    }
+
+
+def _grown(evidence: Evidence, slow: np.ndarray, steady: np.ndarray) -> pd.Series:
+    """Time by which a slow iteration exceeds a steady one, ms by name, most first: kernels, copies
+    and what the host is in while the GPU is idle. Empty without a GPU's timeline."""
+    if not evidence.has_timeline:
+        return pd.Series(dtype=float)
+    table = _by_iteration(evidence)
+    growth = table.loc[:, slow].mean(axis=1) - table.loc[:, steady].mean(axis=1)
+    return growth[growth > LEAST_GROWN * growth.clip(lower=0.0).sum()].nlargest(MOST_GROWN)
+
+
+def _by_iteration(evidence: Evidence) -> pd.DataFrame:
+    """Time (ms) by name (rows) in each iteration (columns, from 0): kernels, copies, and what the
+    host is in while the GPU is idle."""
+    profile = evidence.profile
+    spans = windows(profile)
+    work = launched_operations(profile)
+    step = stretch_at(
+        spans["start_ns"].to_numpy(), spans["end_ns"].to_numpy(), work["start_ns"].to_numpy()
+    )
+    contexts = profile.contexts
+    # by context first: of a long recording these are few beside its spans
+    names = contexts["name"].to_numpy(dtype=object)
+    work_names = names.copy()
+    for row in np.flatnonzero(profile.of_kind("kernel")):
+        work_names[row] = kernel_name(names[row]).short or names[row]
+    for row in np.flatnonzero(profile.of_kind("copy")):
+        work_names[row] = f"copies ({names[row]})"
+    pieces = idle_pieces(profile)
+    pieces = pieces[~pieces["copying"]]
+    place = pd.Series(np.arange(len(spans)), index=spans["iteration"])
+    host = np.append(names[scopes_of(contexts)], "code outside every operator and range")
+    number, names_of_numbers = pd.factorize(np.concatenate([work_names, host]))
+    times = pd.DataFrame(
+        {
+            "name": number[
+                np.append(work["context"], pieces["context"] % len(host) + len(work_names))
+            ],
+            "step": np.append(step, place.reindex(pieces["iteration"]).to_numpy()),
+            "ms": np.append((work["end_ns"] - work["start_ns"]) / 1e6, pieces["idle_ms"]),
+        }
+    )
+    table = times[times["step"] >= 0].pivot_table(
+        "ms", "name", "step", aggfunc="sum", fill_value=0.0
+    )
+    table = table.set_axis(pd.Index(names_of_numbers[table.index], name="name")).sort_index()
+    return table.reindex(columns=range(len(spans)), fill_value=0.0)
+
+
+FAR_MORE, NOW_AND_THEN_SHARE = 3.0, 0.05
+"""Times its usual time in an iteration, and least share of all iterations, for a name whose time
+lies in few of them."""
+
+MOST_NUMBERS = 6
+"""Iterations that a sentence lists."""
+
+
+@rule(
+    "now_and_then",
+    title="{few} of {count} iterations {do} what the others do not: {first}, {share:.0%} of all "
+    "time",
+    evidence=(
+        "In iterations {which} (the first is 1) these take far longer than in the usual one: "
+        "{longer}.",
+        "Together that is {extra:ms} in such an iteration.",
+    ),
+    advice="Look for what happens every few iterations: checkpoints, evaluation, compiling, "
+    "garbage collection, refilled buffers, other work on the machine.",
+    limit="scheduling",
+    gpu=True,
+)
+def now_and_then(evidence: Evidence, ledger: Ledger) -> Measured | None:
+    """Something takes much time in few iterations, though these may not stand out as a whole."""
+    if not evidence.has_timeline or len(evidence.steps) < LEAST_OF_SPLIT:
+        return None
+    state = iteration_state(evidence.profile)
+    table = _by_iteration(evidence)
+    if state is None or table.shape[1] != len(evidence.steps):
+        return None
+    usual = table.median(axis=1)
+    extra = table.sub(usual, axis=0).where(table.gt(FAR_MORE * usual, axis=0), 0.0)
+    by_step = extra.sum()
+    length = evidence.steps.sum(axis=1).to_numpy()
+    few = (by_step > NOW_AND_THEN_SHARE * length.mean()).to_numpy()
+    few &= state.steady | (not ledger.told_slow)
+    few &= ~np.logical_and.accumulate(few)  # the first ones are a warm-up
+    share = float(by_step[few].sum()) / float(length.sum())
+    if not 0 < few.sum() <= len(few) / 3 or share < NOW_AND_THEN_SHARE:
+        return None
+    most = extra.loc[:, few].mean(axis=1).nlargest(MOST_GROWN)
+    most = most[most > LEAST_GROWN * most.sum()]
+    return {
+        "share": share,
+        "few": int(few.sum()),
+        "do": "do" if few.sum() > 1 else "does",
+        "count": len(few),
+        "which": ", ".join(str(place + 1) for place in np.flatnonzero(few)[:MOST_NUMBERS]),
+        "first": str(most.index[0])[:70],
+        "longer": listed_times(most, " more"),
+        "extra": float(by_step[few].mean()),
+        "pieces": _extra_pieces(evidence, few, state.steady & ~few),
+    }
+
+
+def _extra_pieces(evidence: Evidence, slow: np.ndarray, steady: np.ndarray) -> tuple[Any, Any]:
+    """Contexts of the GPU's work and of the host while the GPU is idle (of the host alone, without
+    a GPU's timeline), and the time (ms) that each takes more in a slow iteration than in others."""
+    pieces = segments(evidence.profile)
+    order = windows(evidence.profile)["iteration"]
+    step = pieces["iteration"].map(pd.Series(np.arange(len(order)), index=order)).to_numpy()
+    length = (pieces["end_ns"] - pieces["start_ns"]) / 1e6
+
+    def mean(chosen: np.ndarray) -> pd.Series:
+        return length[chosen[step]].groupby(pieces["context"]).sum() / max(chosen.sum(), 1)
+
+    more = mean(slow).sub(mean(steady), fill_value=0.0)
+    more = more[more > 0]
+    return more.index.to_numpy(), more.to_numpy()
+
+
+@rule(
+    "slower_later",
+    title="Iterations are {factor:.1f}x slower from iteration {first} of {count} on",
+    evidence=(
+        "They took {before:ms} before and {after:ms} since; most of the difference is in {place} "
+        "({extra:ms}).",
+        "{meanwhile}",
+    ),
+    advice="Look for what began then: another program on the machine, a change of the input, "
+    "memory that ran short, a callback that was switched on.",
+    limit="scheduling",
+)
+def slower_later(evidence: Evidence, ledger: Ledger) -> Measured | None:
+    """All iterations from some one on take longer, and it is not the GPU that became slower."""
+    steps = evidence.steps
+    if ledger.slower_from is not None or len(steps) < LEAST_OF_SPLIT:
+        return None
+    totals = steps.sum(axis=1).to_numpy()
+    cut = lasting_rise(totals, SPLIT_TIMES)
+    if cut is None:
+        return None
+    state = steady_state(totals)
+    counted = state.steady if state.steady[cut:].any() else np.ones(len(totals), dtype=bool)
+    extra = np.maximum(totals - np.median(totals[:cut]), 0.0)
+    extra[:cut] = 0.0
+    share = float(extra[counted].sum() / totals[counted].sum())
+    if share < IRREGULAR_SHARE:
+        return None
+    growth = (steps.iloc[cut:].median() - steps.iloc[:cut].median()).clip(lower=0.0)
+    part = largest(growth)
+    return {
+        "share": share,
+        "component": part[0],
+        "factor": float(np.median(totals[cut:]) / np.median(totals[:cut])),
+        "first": cut + 1,
+        "count": len(totals),
+        "before": float(np.median(totals[:cut])),
+        "after": float(np.median(totals[cut:])),
+        "place": part_label(*part) or "the loop",
+        "extra": float(growth.max()),
+        "meanwhile": evidence.meanwhile,
+    }
+
+
+def of_all_iterations(found: list[Finding]) -> list[Finding]:
+    """Findings whose shares have one basis where some iterations take far longer than others.
+
+    Rules look at the usual iterations. What those lose is a smaller share of all of them: of the
+    time that :func:`irregular` has not named.
+    """
+    lost = sum(each.share_of_step for each in found if each.id == "irregular_iterations")
+    if lost <= 0:
+        return found
+    return [_of_all(each, 1.0 - lost) for each in found]
+
+
+_STEP = re.compile(r"\b(each|the|its|their) step\b")
+
+
+def _of_all(finding: Finding, usual: float) -> Finding:
+    if finding.id == "irregular_iterations" or finding.severity != "slows":
+        return finding
+    saved = {end: (1 - 1 / gain) * usual for end, gain in finding.predicted_speedup.items()}
+    title, named = _STEP.subn("a usual step", finding.title, count=1)
+    return replace(
+        finding,
+        title=title if named else f"{title}, in a usual iteration",
+        share_of_step=finding.share_of_step * usual,
+        in_one=finding.in_one * usual,
+        predicted_speedup={end: 1 / (1 - share) for end, share in saved.items()},
+    )
