@@ -20,9 +20,7 @@ import pandas as pd
 
 from dlrm_core.base.errors import InputError
 from dlrm_core.base.units import counted, milliseconds, signed_percent
-
-Floats = npt.NDArray[np.float64]
-Bools = npt.NDArray[np.bool_]
+from dlrm_workbook.ground.arrays import Bools, Floats
 
 FALSE_ALARM = 0.01
 """Chance of each judgement (warm-up, drift, two levels) on a run without any."""

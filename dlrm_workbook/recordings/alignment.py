@@ -20,12 +20,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 
+from dlrm_workbook.ground.arrays import Ints
+from dlrm_workbook.recordings.nesting import stretch_at
 from dlrm_workbook.recordings.profile import Profile
-
-Ints = npt.NDArray[np.int64]
 
 LEAST_MATCHED = 0.9
 """Share of the operations of the iterations that must have a twin."""
@@ -104,11 +103,8 @@ def launching_iteration(profile: Profile, work: pd.DataFrame) -> Ints:
         each, rest = divmod(len(rows), len(begun.get(context, ())) or len(rows) + 1)
         if each and not rest:
             launched[rows.to_numpy()] = np.repeat(begun[context], each)
-    known = launched >= 0
     first, last = (profile.iterations[name].to_numpy() for name in ("start_ns", "end_ns"))
-    found = np.searchsorted(first, launched, side="right") - 1
-    inside = known & (found >= 0) & (launched < last[np.maximum(found, 0)])
-    table = pd.Series(np.where(inside, found, NO_ITERATION)).where(known)
+    table = pd.Series(stretch_at(first, last, launched)).where(launched >= 0)
     stream = work["profile"].to_numpy()
     before, after = table.groupby(stream).ffill(), table.groupby(stream).bfill()
     return np.where(before == after, before, NO_ITERATION).astype(np.int64)
@@ -222,9 +218,8 @@ def _aligned(ours: pd.DataFrame, theirs: pd.DataFrame, begins: Ints, ends: Ints)
         rows = _along(streams[mine], templates[stream], begins)
         found.loc[rows.index, list(rows.columns)] = rows
     # what runs while the host is in an iteration was launched in that one or an earlier one
-    start = found["start_ns"].to_numpy()
-    at = np.searchsorted(begins, start, side="right") - 1
-    late = (found["iteration"] == NO_ITERATION) & (at >= 0) & (start < ends[np.maximum(at, 0)])
+    at = stretch_at(begins, ends, found["start_ns"].to_numpy())
+    late = (found["iteration"] == NO_ITERATION) & (at >= 0)
     found.loc[late, "iteration"] = at[late]
     counted = found[(found["iteration"] != NO_ITERATION) & (found["key"] != MEMORY_SET)]
     lasted = (counted["end_ns"] - counted["start_ns"]).clip(lower=0)
@@ -292,9 +287,7 @@ def _next_iteration(
     return place, first if len(first) >= length / 2 else []
 
 
-def _twins(
-    ours: list[int], theirs: list[int], earliest: list[int]
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+def _twins(ours: list[int], theirs: list[int], earliest: list[int]) -> tuple[Ints, Ints]:
     """Place in ``theirs`` (−1 for none) and iteration of each operation of a stream.
 
     Args:

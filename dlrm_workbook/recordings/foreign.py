@@ -21,14 +21,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from dlrm_core.base.errors import InputError
-from dlrm_core.parts import GROUP_PREFIX, PART_PREFIX, parse_part, parse_span
+from dlrm_core.parts import ITERATION_FUNCTION, parse_part, parse_span
+from dlrm_workbook.ground.arrays import Bools, Ints, Names
+from dlrm_workbook.recordings.marks import GROUP_PREFIX, PART_PREFIX
 from dlrm_workbook.recordings.profile import nearest
-
-Ints = npt.NDArray[np.int64]
-Names = npt.NDArray[np.object_]
 
 MLP = "mlp"
 """Of a name that says MLP, but not whether bottom or top; :func:`mlp_by_order` says which."""
@@ -296,6 +294,27 @@ class PartNames:
         return _UNUSUAL.sub("_", name.removeprefix(GROUP_PREFIX))[:LONGEST_MODULE]
 
 
+_EARLIER_ITERATION_FUNCTION = "iterate"
+_EARLIER_ITERATION_FILES = (("dlrm_core", "training.py"), ("dlrm_core", "training_loop.py"))
+"""Folder and name of the files that held our own iteration while it was called ``iterate``.
+Recordings name them, so this list stays as it is, whatever the files are called today; it is
+complete, since newer recordings have ``ITERATION_FUNCTION``."""
+
+
+def is_iteration_function(name: str, file: str) -> bool:
+    """Whether a profiler's Python function is the one around an iteration of our own step.
+
+    Args:
+        name: with or without the names of the scopes around it.
+        file: path of its source on the machine of the recording. It counts only in recordings
+            from before ``dlrm_iteration``: other programs have functions called ``iterate`` too.
+    """
+    name = name.rpartition(".")[2]
+    if name != _EARLIER_ITERATION_FUNCTION:
+        return name == ITERATION_FUNCTION
+    return tuple(file.split("/")[-2:]) in _EARLIER_ITERATION_FILES
+
+
 def _pattern(text: str) -> Callable[[str], re.Match[str] | None]:
     whole = text if any(mark in text for mark in "*?[") else f"*{text}*"
     return re.compile(fnmatch.translate(whole), re.IGNORECASE).match
@@ -496,9 +515,7 @@ def mlp_by_order(components: Sequence[str], backward: bool) -> list[str]:
     ]
 
 
-def resolve(
-    parent: Ints, named: Sequence[Named | None], code: Ints
-) -> tuple[Names, Names, npt.NDArray[np.bool_]]:
+def resolve(parent: Ints, named: Sequence[Named | None], code: Ints) -> tuple[Names, Names, Bools]:
     """Part and phase of every row of a tree, from the names on the way to its root.
 
     The innermost name that names a component decides. Where none does, the outermost hint
@@ -532,7 +549,7 @@ def resolve(
     return component[name_of(decided)], phase[name_of(spoken)], (strong < 0) & (hint >= 0)
 
 
-def outermost(parent: Ints, marked: npt.NDArray[np.bool_]) -> Ints:
+def outermost(parent: Ints, marked: Bools) -> Ints:
     """Row (n,) of the marked row nearest to the root at or above each, −1 where there is none."""
     inner = nearest(parent, marked)
     above = np.where(parent >= 0, np.append(inner, -1)[parent], -1)

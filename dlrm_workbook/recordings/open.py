@@ -18,10 +18,9 @@ from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
-import numpy as np
-
 from dlrm_core.base.errors import InputError
 from dlrm_core.base.files import open_binary
+from dlrm_workbook.recordings.nesting import union_ns
 from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.recordings.torch.chrome_trace import NoTraceError, read_events
 from dlrm_workbook.recordings.torch.json_stream import (
@@ -383,16 +382,6 @@ def communication_ns(profile: Profile) -> int:
     chosen = kernels & profile.which("name", lambda name: bool(COMMUNICATION.search(name)))
     trace = profile.trace[chosen[profile.trace["context"].to_numpy()]]
     return union_ns(trace["start_ns"].to_numpy(), trace["end_ns"].to_numpy())
-
-
-def union_ns(start: np.ndarray, end: np.ndarray) -> int:
-    """Length of the union of intervals (n,), ns."""
-    if not len(start):
-        return 0
-    order = np.argsort(start, kind="stable")
-    start, reach = start[order], np.maximum.accumulate(end[order])
-    gaps = np.maximum(start[1:] - reach[:-1], 0)
-    return int(reach[-1] - start[0] - gaps.sum())
 
 
 def _length_ns(profile: Profile) -> int:

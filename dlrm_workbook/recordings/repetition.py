@@ -16,8 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-Ints = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
+from dlrm_workbook.ground.arrays import Bools, Ints
 
 LEAST_ITERATIONS = 5
 """Fewer are found in the equal layers of a single step, too."""

@@ -25,7 +25,7 @@ from dlrm_workbook.analysis.attribution import (
     step_contexts,
     windows,
 )
-from dlrm_workbook.analysis.context_tree import scopes_of, stretch_at
+from dlrm_workbook.analysis.context_tree import scopes_of
 from dlrm_workbook.analysis.findings.evidence import (
     PROFILER_MS,
     Evidence,
@@ -53,6 +53,7 @@ from dlrm_workbook.analysis.steady import (
     steady_state,
 )
 from dlrm_workbook.recordings.foreign import node_key
+from dlrm_workbook.recordings.nesting import stretch_at
 from dlrm_workbook.recordings.profile import nearest
 
 SLOWER = 1.5

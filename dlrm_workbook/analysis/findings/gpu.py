@@ -24,7 +24,7 @@ from dlrm_workbook.analysis.attribution import (
     main_thread,
     parts_at,
 )
-from dlrm_workbook.analysis.context_tree import overlap, scopes_of, stretch_at, union
+from dlrm_workbook.analysis.context_tree import scopes_of
 from dlrm_workbook.analysis.findings.evidence import Evidence
 from dlrm_workbook.analysis.findings.finding import (
     Ledger,
@@ -52,6 +52,7 @@ from dlrm_workbook.analysis.kernel_names import kernel_name
 from dlrm_workbook.analysis.launches import device_operations, launch_cost_us
 from dlrm_workbook.analysis.steady import LEAST_OF_SPLIT
 from dlrm_workbook.recordings.hpctoolkit.metrics import STALLS
+from dlrm_workbook.recordings.nesting import overlap, stretch_at, union
 from dlrm_workbook.recordings.open import COMMUNICATION
 from dlrm_workbook.recordings.profile import nearest
 from dlrm_workbook.recordings.torch.chrome_trace import GRAPH_LAUNCH

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from dlrm_workbook.ground.arrays import Floats, Ints
 from dlrm_workbook.recordings.hpctoolkit.format import (
     CONTEXT_INFO,
     REPROCESS,
@@ -36,7 +37,6 @@ from dlrm_workbook.recordings.hpctoolkit.meta import (
     LEXICAL_TYPES,
     RELATIONS,
     ROOT,
-    Ints,
     Meta,
     Metric,
     enumerated,
@@ -50,7 +50,6 @@ from dlrm_workbook.recordings.hpctoolkit.metrics import (
 )
 from dlrm_workbook.recordings.hpctoolkit.values import (
     METRIC_IDS,
-    Floats,
     ThreadProfile,
     TraceLine,
     read_profiles,

@@ -16,9 +16,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from dlrm_workbook.ground.arrays import Bools, Ints
 from dlrm_workbook.recordings.hpctoolkit import format as f4
-
-Ints = npt.NDArray[np.int64]
 
 META_SECTIONS = (
     *("General", "IdNames", "Metrics", "Context"),
@@ -242,7 +241,7 @@ def _read_tree(
 
     # Optional fields come in this order, each in a word of its own (``line`` is a
     # u32, and no other field is short enough to share its word).
-    def optional(present: npt.NDArray[np.bool_], offset: Ints | int) -> npt.NDArray[np.uint64]:
+    def optional(present: Bools, offset: Ints | int) -> npt.NDArray[np.uint64]:
         # An absent field reads word 0 of the file: in bounds, and masked out.
         return np.where(present, words[np.where(present, positions + offset, 0)], np.uint64(0))
 

@@ -23,10 +23,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 
 from dlrm_core.parts import COMPONENTS
+from dlrm_workbook.ground.arrays import Bools, Ints, Names
 from dlrm_workbook.recordings.foreign import (
     ACCUMULATE,
     MLP,
@@ -40,9 +40,6 @@ from dlrm_workbook.recordings.foreign import (
 )
 from dlrm_workbook.recordings.profile import nearest
 
-Ints = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
-Names = npt.NDArray[np.object_]
 Part = tuple[str, str]
 
 OTHER: Part = ("other", "")

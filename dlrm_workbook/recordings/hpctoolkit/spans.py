@@ -31,6 +31,7 @@ from dlrm_workbook.recordings.alignment import (
     device_operations,
 )
 from dlrm_workbook.recordings.hpctoolkit.parts import is_count
+from dlrm_workbook.recordings.nesting import last_ends, stretch_at
 from dlrm_workbook.recordings.profile import (
     SCHEMA,
     Profile,
@@ -78,7 +79,7 @@ def with_spans(
         return profile
     log = _Log(parts, loops)
     samples = profile.trace[["profile", "start_ns", "end_ns", "context"]].copy()
-    samples["span"] = log.span_at(samples["start_ns"].to_numpy())
+    samples["span"] = stretch_at(log.start, log.end, samples["start_ns"].to_numpy())
     # what was noticed was how iterations and parts were told without spans
     meta = {**profile.meta, "spans": len(parts), "notices": []}
     meta.pop("overlong", None)  # of the rows of the trace as it was
@@ -91,10 +92,10 @@ def with_spans(
         samples["span"] >= 0, log.part[np.maximum(samples["span"].to_numpy(), 0)], OUTSIDE
     )
     if len(work):
-        begins = np.array([row[1] for row in every])
         placed = _placed(profile, work, spans, other, meta)
         placed = placed[placed["iteration"] >= warmup]
-        ends = _ends(placed.assign(iteration=placed["iteration"] - warmup), begins[warmup:], ends)
+        row, end = placed["iteration"].to_numpy() - warmup, placed["end_ns"].to_numpy()
+        ends = last_ends(log.loop_start, ends, row, end)
         samples.loc[placed.index, "part"] = log.numbered(placed[["component", "phase"]])
     exclusive = _divided(profile, samples, work.index)
     layout = _Layout(profile, log.names, exclusive, samples)
@@ -128,8 +129,8 @@ def with_iterations(profile: Profile, spans: list[SpanRow]) -> Profile:
         return profile
     begins, ends = (np.array([row[place] for row in loops]) for place in (1, 2))
     if len(work):
-        work["iteration"], _ = launched_in(profile, work, begins, ends)
-        ends = _ends(work, begins, ends)
+        row, _ = launched_in(profile, work, begins, ends)
+        ends = last_ends(begins, ends, row, work["end_ns"].to_numpy())
     meta = {**profile.meta, "notices": []}  # they said how iterations were found
     meta["not_measured"] = {k: v for k, v in profile.not_measured.items() if k != "iterations"}
     iterations = {"iteration": np.arange(len(loops)), "start_ns": begins, "end_ns": ends}
@@ -206,31 +207,14 @@ def launched_in(
     first = len(begins) - len(on_gpu)
     own = on_gpu["start_ns"].to_numpy()
     if len(own) and first >= 0 and (own >= begins[first:] - CLOCK_NS).all():
-        number = np.searchsorted(own, start, side="right") - 1
-        inside = (number >= 0) & (start < on_gpu["end_ns"].to_numpy()[np.maximum(number, 0)])
+        number = stretch_at(own, on_gpu["end_ns"].to_numpy(), start)
         how = "GPU work counts to them by the repeating sequence of its launches"
-        return np.where(inside, number + first, NO_ITERATION), how
-    number = np.searchsorted(begins, start, side="right") - 1
-    inside = (number >= 0) & (start < np.append(begins[1:], ends[-1])[np.maximum(number, 0)])
+        return np.where(number >= 0, number + first, NO_ITERATION), how
     how = (
         "GPU work counts to the one that the host was in when it began, which may be later than "
         "the one that launched it"
     )
-    return np.where(inside, number, NO_ITERATION), how
-
-
-def _ends(work: pd.DataFrame, begins: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """Ends of iterations: that of their last GPU operation, but not after the next one begins.
-
-    Args:
-        work: ``iteration`` and ``end_ns`` of GPU operations.
-        begins, ends: of the iterations on the host.
-    """
-    late = ends.copy()
-    inside = work["iteration"].to_numpy() >= 0
-    np.maximum.at(late, work["iteration"].to_numpy()[inside], work["end_ns"].to_numpy()[inside])
-    late[:-1] = np.minimum(late[:-1], np.maximum(begins[1:], ends[:-1]))
-    return late
+    return stretch_at(begins, np.append(begins[1:], ends[-1]), start), how
 
 
 class _Log:
@@ -245,12 +229,6 @@ class _Log:
         self.end = np.array([row[2] for row in parts])
         self.loop_start = np.array([row[1] for row in loops])
         self.loop_end = np.array([row[2] for row in loops])
-
-    def span_at(self, time_ns: np.ndarray) -> np.ndarray:
-        """Number of the part span that is open at each instant, or -1."""
-        span = np.searchsorted(self.start, time_ns, side="right") - 1
-        inside = (span >= 0) & (time_ns < self.end[np.maximum(span, 0)])
-        return np.where(inside, span, OUTSIDE)
 
     def numbered(self, parts: pd.DataFrame) -> list[int]:
         """Numbers of parts given by ``component`` and ``phase``; new ones are added."""
@@ -451,8 +429,7 @@ class _Layout:
             bounds = np.append(begun, np.iinfo(np.int64).max)[following]
             end[outside] = np.minimum(end[outside], bounds)
         # How deep an interval lies in others of its thread: samples in parts in iterations.
-        loop = np.searchsorted(log.loop_start, start, side="right") - 1
-        in_loop = on_main & (loop >= 0) & (start < log.loop_end[np.maximum(loop, 0)])
+        in_loop = on_main & (stretch_at(log.loop_start, log.loop_end, start) >= 0)
         part_nodes = np.array(self.part_node)[log.part]
         columns = ["profile", "start_ns", "end_ns", "context", "depth"]
         intervals = (

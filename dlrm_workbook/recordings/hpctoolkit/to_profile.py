@@ -19,6 +19,7 @@ import pandas as pd
 
 from dlrm_core.base.units import counted
 from dlrm_core.parts import parse_span
+from dlrm_workbook.ground.arrays import Bools, Floats, Ints, Names
 from dlrm_workbook.recordings.hpctoolkit.cautions import (
     cautions_of,
     is_serialised,
@@ -100,9 +101,6 @@ off."""
 
 FEW_SAMPLES = 100
 """Fewer samples do not show that files are of different runs."""
-
-Ints = npt.NDArray[Any]
-Floats = npt.NDArray[np.float64]
 
 
 def profile_from_database(database: Database, parts: Mapping[str, str] | None = None) -> Profile:
@@ -273,9 +271,7 @@ def _contexts(database: Database) -> tuple[pd.DataFrame, bool]:
     return contexts, bool((component != "other").any())
 
 
-def _parts(
-    database: Database, python: npt.NDArray[np.bool_]
-) -> tuple[npt.NDArray[np.object_], npt.NDArray[np.object_]]:
+def _parts(database: Database, python: Bools) -> tuple[Names, Names]:
     """(component, phase) of every row, from the nearest enclosing part."""
     tree = database.tree
     # Only Python functions: a C++ function that happens to be called so is no part.
@@ -424,7 +420,7 @@ def _values(
         if canonical[metric.name] in sources[name]
     ]
     # columns of numbers, named at the end: names are slow to join by the million
-    pieces: list[tuple[int, Ints, int, int, npt.NDArray[np.float64]]] = []
+    pieces: list[tuple[int, Ints, int, int, Floats]] = []
     for profile, inclusive in _by_thread(database, held):
         exclusive = database.self_of_sparse(*inclusive)
         for side, (index, row, value) in enumerate((inclusive, exclusive)):

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from dlrm_workbook.ground.arrays import Bools, Floats, Ints
 from dlrm_workbook.recordings.hpctoolkit import format as f4
 
 CHUNK = 1 << 20
@@ -24,9 +25,6 @@ CHUNK = 1 << 20
 
 METRIC_IDS = 1 << 16
 """Ids of metrics and statistics are 16 bits wide."""
-
-Ints = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +52,7 @@ class ThreadProfile:
         number: int,
         block: dict[str, int],
         identifiers: tuple[Identifier, ...],
-        known: npt.NDArray[np.bool_],
+        known: Bools,
     ) -> None:
         what = f"profile {number}"
         self.number = number
@@ -215,7 +213,7 @@ def read_profiles(
     return profiles
 
 
-def _listed(ids: list[int]) -> npt.NDArray[np.bool_]:
+def _listed(ids: list[int]) -> Bools:
     """Whether each metric id is listed, up to the last that is; at least of shape (1,)."""
     listed = np.zeros(max(ids, default=0) + 1, np.bool_)
     listed[ids] = True

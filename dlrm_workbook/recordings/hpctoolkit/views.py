@@ -8,9 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 
+from dlrm_workbook.ground.arrays import Bools, Ints
 from dlrm_workbook.recordings.hpctoolkit.database import (
     CHIEF_METRICS,
     FUNCTION,
@@ -19,7 +19,7 @@ from dlrm_workbook.recordings.hpctoolkit.database import (
     relation_names,
     type_names,
 )
-from dlrm_workbook.recordings.hpctoolkit.meta import ENTRY, Ints
+from dlrm_workbook.recordings.hpctoolkit.meta import ENTRY
 from dlrm_workbook.recordings.hpctoolkit.metrics import (
     DERIVATIONS,
     meaning_of,
@@ -136,7 +136,7 @@ def not_measured(database: Database) -> dict[str, str]:
     return reasons
 
 
-def kernel_rows(database: Database) -> npt.NDArray[np.bool_]:
+def kernel_rows(database: Database) -> Bools:
     """Which rows are GPU kernels: functions called by ``<gpu kernel>``.
 
     Where nothing is known below ``<gpu kernel>`` (no PC samples, no GPU binary), the

@@ -27,8 +27,10 @@ import pandas as pd
 from dlrm_core.base.errors import InputError
 from dlrm_core.base.files import MOST_JSON, open_binary
 from dlrm_core.base.text import visible
-from dlrm_core.parts import GROUP_PREFIX, SPAN_PREFIX
+from dlrm_core.parts import SPAN_PREFIX
+from dlrm_workbook.ground.arrays import Floats, Ints
 from dlrm_workbook.ground.processes import without_collection
+from dlrm_workbook.recordings.marks import GROUP_PREFIX
 from dlrm_workbook.recordings.torch.json_stream import EventStream
 from dlrm_workbook.recordings.torch.shape_work import values_text
 
@@ -307,7 +309,7 @@ UNKNOWN = np.iinfo(np.int64).min
 """The whole part of a time that is no number."""
 
 
-def _floats(column: tuple[Any, ...]) -> npt.NDArray[np.float64]:
+def _floats(column: tuple[Any, ...]) -> Floats:
     """Numbers (n,), NaN where a value is none."""
     numbers = _array(column, np.float64)
     return np.array([_number(value) for value in column]) if numbers is None else numbers
@@ -329,7 +331,7 @@ def _number(value: Any) -> float:
         return np.nan
 
 
-def _integers(column: tuple[Any, ...]) -> npt.NDArray[np.int64]:
+def _integers(column: tuple[Any, ...]) -> Ints:
     """Integers (n,), −1 where a value is none."""
     integers = _array(column, np.int64)
     if integers is None:
@@ -339,7 +341,7 @@ def _integers(column: tuple[Any, ...]) -> npt.NDArray[np.int64]:
     return integers
 
 
-def _times(column: tuple[Any, ...]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+def _times(column: tuple[Any, ...]) -> tuple[Ints, Floats]:
     """(whole, fraction) of each: integers stay exact, whatever their size."""
     values = _array(column) if column and type(column[0]) is int else None
     if values is not None and values.dtype == np.int64:
@@ -674,7 +676,7 @@ def _word(part: Any) -> str:
     return str(part).removeprefix("stream ")
 
 
-def _rounded(fraction: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
+def _rounded(fraction: Floats) -> Ints:
     return np.rint(fraction * 1000).astype(np.int64)
 
 

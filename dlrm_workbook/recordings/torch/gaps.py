@@ -18,15 +18,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 
+from dlrm_workbook.ground.arrays import Bools, Ints, Names
 from dlrm_workbook.recordings.foreign import ENGINE_PREFIX
 from dlrm_workbook.recordings.nesting import innermost
 from dlrm_workbook.recordings.profile import nearest
-
-Ints = npt.NDArray[np.int64]
-Names = npt.NDArray[np.object_]
 
 GAP = "between operators"
 """Name of the spans that stand for such time within a longer one of several parts."""
@@ -106,7 +103,7 @@ def _by_neighbours(
     until: Ints,
     part: Ints,
     parts: pd.Index,
-    operates: npt.NDArray[np.bool_],
+    operates: Bools,
     iterations: Sequence[tuple[int, int]],
 ) -> Ints:
     """Part (n,) of stretches that lie between two of the same, −1 where that tells nothing.

@@ -14,10 +14,10 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 
-from dlrm_core.parts import deepest_level, parse_span
+from dlrm_core.parts import parse_span
+from dlrm_workbook.ground.arrays import Bools, Ints, Names
 from dlrm_workbook.recordings.foreign import (
     ACCUMULATE,
     ENGINE_PREFIX,
@@ -32,12 +32,9 @@ from dlrm_workbook.recordings.foreign import (
     outermost,
     resolve,
 )
+from dlrm_workbook.recordings.marks import deepest_level
 from dlrm_workbook.recordings.nesting import innermost, nest
 from dlrm_workbook.recordings.profile import nearest
-
-Bools = npt.NDArray[np.bool_]
-Ints = npt.NDArray[np.int64]
-Names = npt.NDArray[np.object_]
 
 MLPS_INFERRED = (
     "Where names do not distinguish the two MLPs, their order does: the bottom MLP runs before the "

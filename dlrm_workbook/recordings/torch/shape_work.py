@@ -41,9 +41,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 
+from dlrm_workbook.ground.arrays import Bools, Floats, Ints, Names
 from dlrm_workbook.recordings.profile import inclusive_from_exclusive
 
 Kind = tuple[str, int]
@@ -719,7 +719,7 @@ def work_of_call(
     return operations, float(size), operands.pop() if len(operands) == 1 else UNKNOWN
 
 
-def _twins(host: pd.DataFrame, rows: npt.NDArray[np.intp]) -> npt.NDArray[np.object_]:
+def _twins(host: pd.DataFrame, rows: Ints) -> Names:
     """Shapes and types (k,) of the inputs of the backward nodes of the calls in ``rows``.
 
     A call and its node have one sequence number, which the call may have from an operator above
@@ -752,7 +752,7 @@ def _twins(host: pd.DataFrame, rows: npt.NDArray[np.intp]) -> npt.NDArray[np.obj
     return found
 
 
-def _shapes_below(host: pd.DataFrame, rows: npt.NDArray[np.intp]) -> npt.NDArray[np.object_]:
+def _shapes_below(host: pd.DataFrame, rows: Ints) -> Names:
     """Shapes (k,) of the inputs of the first ``aten::to`` that each of the calls in ``rows`` makes.
 
     Of calls with a sparse operand; "" for others.
@@ -780,7 +780,7 @@ def _bare(text: str) -> str:
     return re.sub(r"^(Cudnn|Miopen|Slow|Thnn)(?=Conv)", "", text)
 
 
-def shape_metrics(host: pd.DataFrame, count: int) -> dict[str, npt.NDArray[np.float64]]:
+def shape_metrics(host: pd.DataFrame, count: int) -> dict[str, Floats]:
     """Metrics of each context (count,), of those that occur: see :func:`meaning_of`.
 
     Args:
@@ -820,7 +820,7 @@ def shape_metrics(host: pd.DataFrame, count: int) -> dict[str, npt.NDArray[np.fl
     size = np.array([work[1] if work else np.nan for work in each])[kind]
     precision = np.array([work[2] if work else "" for work in each], dtype=object)[kind]
     context = calls["context"].to_numpy()
-    found: dict[str, npt.NDArray[np.float64]] = {}
+    found: dict[str, Floats] = {}
     for name in sorted(set(precision) - {""}):
         chosen = precision == name
         found[OPERATIONS + name] = np.bincount(context[chosen], operations[chosen], count).astype(
@@ -835,7 +835,7 @@ def shape_metrics(host: pd.DataFrame, count: int) -> dict[str, npt.NDArray[np.fl
     return found
 
 
-def _below(parent: npt.NDArray[np.intp], marked: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+def _below(parent: Ints, marked: Bools) -> Bools:
     """Whether (n,) a span lies below a marked one."""
     found = np.zeros(len(parent), dtype=bool)
     rows, at = np.arange(len(parent)), parent.copy()

@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 
 from dlrm_core.base.errors import InputError
-from dlrm_core.parts import STEP_MARK, parse_span
+from dlrm_core.parts import parse_span
+from dlrm_workbook.ground.arrays import Floats, Ints
+from dlrm_workbook.recordings.marks import STEP_MARK
+from dlrm_workbook.recordings.nesting import overlap, stretch_at
 from dlrm_workbook.recordings.torch.chrome_trace import load_json
 
 _PLUMBING = re.compile(
@@ -72,7 +74,7 @@ def line_rows(samples: pd.DataFrame, iterations: int) -> list[dict[str, Any]]:
     return [{str(name): value for name, value in row.items()} for row in table.to_dict("records")]
 
 
-def _time_around(moments: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+def _time_around(moments: Ints) -> Floats:
     """The time that each sample stands for (n,), ns: up to halfway to its neighbours."""
     if len(moments) < 2:
         return np.zeros(len(moments))
@@ -153,9 +155,7 @@ def _label(file: str, first: int, function: str, line: int) -> tuple[str, str]:
     return f"{file}:{first}", f"{file}({int(line)}): {function}"
 
 
-def _stretches(
-    operators: pd.DataFrame, moments: npt.NDArray[np.int64], marks: npt.NDArray[np.int64]
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+def _stretches(operators: pd.DataFrame, moments: Ints, marks: Ints) -> tuple[Ints, Ints]:
     """From when to when each sample holds (n,).
 
     At least for the operator or the gap that it lies in. Where little but Python runs up to the
@@ -169,7 +169,7 @@ def _stretches(
     # the moments between which Python may hold: all samples and marks, in order
     every = np.sort(np.concatenate([moments, marks]))
     left, right = every[:-1], every[1:]
-    busy = _time_inside(outer, right) - _time_inside(outer, left)
+    busy = overlap(left, right, *outer.T)
     middle = _out_of(outer, (left + right) // 2)
     left_is_mark, right_is_mark = np.isin(left, marks), np.isin(right, marks)
     limit = np.where(left_is_mark, left, np.where(right_is_mark, right, middle))
@@ -187,29 +187,13 @@ def _stretches(
     return begin, np.maximum(begin, end)
 
 
-def _time_inside(
-    outer: npt.NDArray[np.int64], until: npt.NDArray[np.int64]
-) -> npt.NDArray[np.int64]:
-    """Time in operators before each moment (n,), ns."""
-    if not len(outer):
-        return np.zeros(len(until), dtype=np.int64)
-    lengths = np.concatenate([[0], np.cumsum(outer[:, 1] - outer[:, 0])])
-    begun = np.searchsorted(outer[:, 0], until, side="right")
-    last = outer[np.maximum(begun - 1, 0), 1]
-    over = np.where(begun > 0, np.maximum(last - until, 0), 0)
-    return np.asarray(lengths[begun] - over, dtype=np.int64)
-
-
-def _out_of(outer: npt.NDArray[np.int64], at: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def _out_of(outer: Ints, at: Ints) -> Ints:
     """Moments (n,) moved to the end of the operator that they lie in."""
-    if not len(outer):
-        return at
-    place = np.searchsorted(outer[:, 0], at, side="right") - 1
-    end = outer[np.maximum(place, 0), 1]
-    return np.where((place >= 0) & (end > at), end, at)
+    row = stretch_at(*outer.T, at)
+    return np.where(row >= 0, outer[np.maximum(row, 0), 1], at) if len(outer) else at
 
 
-def _outermost(operators: pd.DataFrame) -> npt.NDArray[np.int64]:
+def _outermost(operators: pd.DataFrame) -> Ints:
     """(start, end) of the spans that lie in no other (m, 2), in order."""
     table = operators.sort_values(["start", "end"], ascending=[True, False])
     start, end = table["start"].to_numpy(dtype=np.int64), table["end"].to_numpy(dtype=np.int64)
@@ -219,10 +203,10 @@ def _outermost(operators: pd.DataFrame) -> npt.NDArray[np.int64]:
 
 
 def _spans(
-    begin: npt.NDArray[np.int64],
-    end: npt.NDArray[np.int64],
+    begin: Ints,
+    end: Ints,
     stacks: list[list[tuple[str, str]]],
-    marks: npt.NDArray[np.int64],
+    marks: Ints,
 ) -> list[tuple[int, int, str]]:
     """(start, end, name) of every function of the samples, runs of equal ones joined.
 

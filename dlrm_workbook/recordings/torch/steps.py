@@ -6,11 +6,12 @@ import re
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 
-from dlrm_core.parts import ITERATION_SPAN, STEP_MARK
+from dlrm_core.parts import ITERATION_SPAN
+from dlrm_workbook.ground.arrays import Bools, Ints
 from dlrm_workbook.recordings.foreign import MODULE_PREFIX, PartNames, outermost
+from dlrm_workbook.recordings.marks import STEP_MARK
 from dlrm_workbook.recordings.profile import nearest
 from dlrm_workbook.recordings.repetition import find_iterations
 from dlrm_workbook.recordings.torch.chrome_trace import STEP_PREFIX
@@ -47,7 +48,7 @@ def unnumbered(name: str) -> str:
     return _NUMBER.sub("*", name)
 
 
-def step_marks(host: pd.DataFrame) -> npt.NDArray[np.bool_]:
+def step_marks(host: pd.DataFrame) -> Bools:
     """Which spans (n,) mark an iteration: our own ranges, else the marks between iterations that
     a session made, else the ranges of ``profiler.step()``."""
     for name in (ITERATION_SPAN, STEP_MARK):
@@ -91,7 +92,7 @@ def find_steps(host: pd.DataFrame, device: pd.DataFrame, names: PartNames) -> St
     return _annotated(host, rows, names) or _repeated(host, launched, rows, names)
 
 
-def _annotated(host: pd.DataFrame, rows: npt.NDArray[np.int64], names: PartNames) -> Steps | None:
+def _annotated(host: pd.DataFrame, rows: Ints, names: PartNames) -> Steps | None:
     """The ranges of which one contains nearly all launches, again and again."""
     ranges = host[host["kind"].eq("annotation")]
     if ranges.empty:
@@ -115,9 +116,7 @@ def _annotated(host: pd.DataFrame, rows: npt.NDArray[np.int64], names: PartNames
     return max(found, key=lambda entry: entry[0])[1] if found else None
 
 
-def _repeated(
-    host: pd.DataFrame, launched: pd.DataFrame, rows: npt.NDArray[np.int64], names: PartNames
-) -> Steps:
+def _repeated(host: pd.DataFrame, launched: pd.DataFrame, rows: Ints, names: PartNames) -> Steps:
     """Iterations from the repeating sequence of launches (of operators, without a GPU)."""
     none = Steps([], "", "")
     if not len(rows):
@@ -141,8 +140,8 @@ def _repeated(
 def _is_inner_loop(
     host: pd.DataFrame,
     spans: list[tuple[int, int]],
-    at: npt.NDArray[np.int64],
-    work: npt.NDArray[np.int64],
+    at: Ints,
+    work: Ints,
     names: PartNames,
 ) -> bool:
     """Whether what repeats is a part of one step: an optimizer's loop over parameters, say.

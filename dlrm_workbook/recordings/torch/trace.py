@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 
 from dlrm_core.base.errors import InputError
 from dlrm_core.parts import ITERATION_SPAN
+from dlrm_workbook.ground.arrays import Ints, Names
 from dlrm_workbook.recordings.foreign import ENGINE_PREFIX, PartNames
-from dlrm_workbook.recordings.nesting import innermost, nest, self_times
+from dlrm_workbook.recordings.nesting import innermost, last_ends, nest, self_times, stretch_at
 from dlrm_workbook.recordings.profile import (
     Profile,
     depths,
@@ -36,7 +36,6 @@ from dlrm_workbook.recordings.torch.chrome_trace import (
 )
 from dlrm_workbook.recordings.torch.gaps import fill_gaps
 from dlrm_workbook.recordings.torch.parts import (
-    Names,
     coded,
     foreign_parts,
     has_own_parts,
@@ -359,7 +358,7 @@ class _Builder:
         # without marks, autograd's thread comes last, where another thread works too
         helps &= not marks.any() and sizes[~helps].sum() > sizes.sum() / 10
         rows = np.split(np.argsort(line, kind="stable"), np.cumsum(sizes)[:-1])
-        in_turn: list[npt.NDArray[np.int64]] = []
+        in_turn: list[Ints] = []
         profiles: list[int] = []
         for place in sorted(
             range(len(lines)), key=lambda i: (-marks[i], helps[i], -sizes[i], lines[i])
@@ -420,8 +419,8 @@ class _Builder:
         depth = depths(parent)
         # Level by level: a context is what is called, in the context that calls it.
         context = np.full(len(host), -1)
-        first: list[npt.NDArray[np.int64]] = []
-        above: list[npt.NDArray[np.int64]] = []
+        first: list[Ints] = []
+        above: list[Ints] = []
         made = len(roots)
         order = np.argsort(depth, kind="stable")
         bounds = np.searchsorted(depth[order], np.arange(depth.max(initial=-1) + 2))
@@ -662,13 +661,9 @@ class _Builder:
         if len(self.device) and len(table):
             at = self.device["launcher"].to_numpy()
             begun = np.where(at >= 0, self.host["start"].to_numpy()[at], -1)
-            start = table["start_ns"].to_numpy()
-            which = np.searchsorted(start, begun, side="right") - 1
-            end = table["end_ns"].to_numpy().copy()
-            inside = (which >= 0) & (begun < end[np.maximum(which, 0)])
-            np.maximum.at(end, which[inside], self.device["end"].to_numpy()[inside])
-            end[:-1] = np.minimum(end[:-1], np.maximum(start[1:], table["end_ns"].to_numpy()[:-1]))
-            table["end_ns"] = end
+            spans = table["start_ns"].to_numpy(), table["end_ns"].to_numpy()
+            row = stretch_at(*spans, begun)
+            table["end_ns"] = last_ends(*spans, row, self.device["end"].to_numpy())
         table.insert(0, "iteration", np.arange(len(table)))
         return table
 
