@@ -24,7 +24,7 @@ OFTEN = 8
 """Uses in a sample of about :data:`FOLLOWED` lookups from which a row may count as most used."""
 
 
-def cache_hits(
+def hit_curve(
     lookups: Sequence[Sequence[np.ndarray]], followed: int = FOLLOWED
 ) -> list[dict[str, float]]:
     """Hit rates of one cache for the rows of all tables, by its size.

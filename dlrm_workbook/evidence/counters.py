@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
-NO_GPU = "the run used no GPU; `dlrm run all -f FILE -p training.device=cuda` uses one"
+NO_GPU_USED = "the run used no GPU; `dlrm run all -f FILE -p training.device=cuda` uses one"
 """Reason for everything that only a GPU has."""
 
 PROC = Path("/proc")
@@ -44,7 +44,7 @@ FEW_THREADS_S = 60e-6
 POOL_NAMES = ("pt_", "omp", "OMP")
 """How the names of native worker threads begin, besides the process's own name."""
 
-LEVELS = ("rss_bytes", "heap_bytes", "gpu_allocated_bytes")
+STOCKS = ("rss_bytes", "heap_bytes", "gpu_allocated_bytes")
 """Counters that say how much there is, not how much was added."""
 
 INTEGERS = {
@@ -52,7 +52,7 @@ INTEGERS = {
     "major_faults",
     "voluntary_switches",
     "involuntary_switches",
-    *LEVELS,
+    *STOCKS,
     "read_bytes",
     "written_bytes",
 }
@@ -158,7 +158,7 @@ class IterationCounters:
         """Seconds that each snapshot took."""
         self._device = device if device is not None and device.type == "cuda" else None
         if self._device is None:
-            self._missing("gpu_allocated_bytes", NO_GPU)
+            self._missing("gpu_allocated_bytes", NO_GPU_USED)
         self._own = threading.get_native_id()
         self._page = os.sysconf("SC_PAGE_SIZE")
         self._files: dict[str, int] = {}
@@ -217,7 +217,7 @@ class IterationCounters:
         now = self._read()
         before = self._before or now
         self._rows.append(
-            {name: value - (0 if name in LEVELS else before[name]) for name, value in now.items()}
+            {name: value - (0 if name in STOCKS else before[name]) for name, value in now.items()}
         )
         self._labels.append((iteration, profiled))
         self._ends_ms.append(now["wall_ms"])

@@ -18,7 +18,9 @@ def train(arguments: argparse.Namespace) -> int:
     return commands.train(arguments, power_meter, IterationCounters)
 
 
-def part_times(spans: Sequence[SpanRow], warmup: int) -> dict[tuple[str, str], list[float]]:
+def iteration_part_times(
+    spans: Sequence[SpanRow], warmup: int
+) -> dict[tuple[str, str], list[float]]:
     """Milliseconds of each part in each iteration after warm-up, from a span log.
 
     A part inside another (which does not happen in one thread of the step, but may in a

@@ -29,10 +29,10 @@ from dlrm_workbook.recordings.profile import Profile
 LEAST_MATCHED = 0.9
 """Share of the operations of the iterations that must have a twin."""
 
-CLOCK_NS = 1_000_000
+CLOCKS_APART_NS = 1_000_000
 """How far the clocks of the GPU's trace and of the host may be apart."""
 
-ALIKE = 0.8
+RECOGNISED = 0.8
 """Share of an iteration's operations that must have a twin where it is looked for."""
 MOST_TRIED = 50
 """Places at which an iteration is looked for."""
@@ -67,7 +67,7 @@ def operation_key(kind: str, name: str) -> str:
     return _INTEGER.sub("", name.replace(" ", ""))
 
 
-def device_operations(profile: Profile) -> pd.DataFrame:
+def operations_by_stream(profile: Profile) -> pd.DataFrame:
     """What ran on the GPUs, by stream and in the order of its begin.
 
     Intervals that the recording leaves open until the next one end where they truly did.
@@ -186,7 +186,7 @@ def align_profiles(profile: Profile, other: Profile, begins: Ints, ends: Ints) -
         other: of the same program, with iterations, launches and parts (torch.profiler's).
         begins, ends: of the host's iterations, in order, by the clock of ``profile``.
     """
-    ours, theirs = device_operations(profile), device_operations(other)
+    ours, theirs = operations_by_stream(profile), operations_by_stream(other)
     theirs["iteration"] = launching_iteration(other, theirs)
     parts = other.contexts[["component", "phase"]]
     theirs[["component", "phase"]] = parts.loc[theirs["context"]].to_numpy()
@@ -271,14 +271,14 @@ def _next_iteration(
     """
     length = len(theirs)
     first = align(ours[place : place + 2 * length + 100], theirs, length // 2 + 20) or []
-    if len(first) >= ALIKE * length:
+    if len(first) >= RECOGNISED * length:
         return place, first
     mark = theirs[:3]
     tried = 0
     for later in range(place + 1, len(ours)):
         if ours[later : later + len(mark)] != mark:
             continue
-        found = align(ours[later : later + 2 * length], theirs, int((1 - ALIKE) * length))
+        found = align(ours[later : later + 2 * length], theirs, int((1 - RECOGNISED) * length))
         if found:
             return later, found
         tried += 1
@@ -317,7 +317,7 @@ def _along(rows: pd.DataFrame, template: pd.DataFrame, begins: Ints) -> pd.DataF
     """
     codes, _ = pd.factorize(pd.concat([template["key"], rows["key"]]))
     theirs, ours = codes[: len(template)].tolist(), codes[len(template) :].tolist()
-    possible = np.searchsorted(rows["start_ns"].to_numpy(), begins - CLOCK_NS)
+    possible = np.searchsorted(rows["start_ns"].to_numpy(), begins - CLOCKS_APART_NS)
     twin, iteration = _twins(ours, theirs, possible.tolist())
     back, _ = _twins(ours[::-1], theirs[::-1], [0] * len(begins))
     again = np.where(back >= 0, len(theirs) - 1 - back, -1)[::-1]

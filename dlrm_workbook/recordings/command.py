@@ -25,14 +25,14 @@ from dlrm_workbook.recordings.torch.inject import STARTUP, VARIABLE
 STAGE = "command"
 """Name of the logs of the program's own output: ``logs/command.out`` and ``logs/command.err``."""
 
-CHANGES = (
+INTERVENTION = (
     "The program was not edited. A start-up file on PYTHONPATH hooked the optimizers of torch: an "
     "iteration is what lies between the ends of two steps, so an accumulation of gradients is "
     "one iteration. While it was recorded, hooks around the forward of its modules named their "
     "work and the stack of its Python code was sampled. It was ended once everything was recorded."
 )
 
-CHANGES_TIMED = (
+TIMING_INTERVENTION = (
     "The program was not edited. A start-up file on PYTHONPATH hooked the optimizers of torch to "
     "note when its iterations end, and ended it after the last one that was asked for."
 )
@@ -98,7 +98,7 @@ def _recorded(
         command,
         stage=STAGE,
         logs=folder / "logs",
-        environment=environment_of(os.environ, made, config),
+        environment=recording_environment(os.environ, made, config),
         folder=config.command_folder or None,
         timeout_s=config.timeout_s,
         progress=progress,
@@ -108,7 +108,7 @@ def _recorded(
     if not recorded:
         raise MeasurementError(why_nothing(command, done, processes))
     keep(folder / "recording", made, recorded)
-    notices = [CHANGES]
+    notices = [INTERVENTION]
     if done.exit_code:
         notices.append(f"The command {done.failure()} after it was recorded: {done.last_words()}")
     if len(recorded) < len(processes):
@@ -118,24 +118,30 @@ def _recorded(
     return notices
 
 
-def environment_of(
+def recording_environment(
     base: Mapping[str, str], made: Path, config: ProfilingConfig, times_only: bool = False
 ) -> dict[str, str]:
     """The environment in which a program records itself, or says when its iterations end."""
-    options = {
-        "iterations": config.iterations,
-        "warmup": config.warmup,
-        "unprofiled": config.iterations,
-        "with_stack": config.with_stack,
-        "record_shapes": config.record_shapes,
-        "profile_memory": config.profile_memory,
-        "ceilings": config.probes,
+    asked = {
+        "folder": str(made),
+        "times_only": times_only,
+        "lengths": {
+            "profiled": config.iterations,
+            "warmup": config.warmup,
+            "unprofiled": config.iterations,
+        },
+        "detail": {
+            "with_stack": config.with_stack,
+            "record_shapes": config.record_shapes,
+            "profile_memory": config.profile_memory,
+            "ceilings": config.probes,
+        },
     }
     places = [str(STARTUP), *filter(None, [base.get("PYTHONPATH")])]
     return {
         **base,
         "PYTHONPATH": os.pathsep.join(places),
-        VARIABLE: json.dumps({"folder": str(made), "options": options, "times_only": times_only}),
+        VARIABLE: json.dumps(asked),
     }
 
 

@@ -31,7 +31,7 @@ from dlrm_workbook.recordings.profile import nearest
 MLP = "mlp"
 """Of a name that says MLP, but not whether bottom or top; :func:`mlp_by_order` says which."""
 
-OUTSIDE = "outside"
+NO_STEP = "outside"
 """What no step does, although a step may be the first to need it: libraries are loaded, the
 GPU is set up."""
 
@@ -129,7 +129,7 @@ _FRAMES: dict[str, Named] = {
     "zero_grad": Named("optimizer", "update"),
     "clip_grad_norm_": Named("optimizer", "update"),
     "to_device": Named("transfer", "forward"),
-    "_lazy_init": Named(OUTSIDE),
+    "_lazy_init": Named(NO_STEP),
 }
 """Python functions of facebookresearch/dlrm, NVIDIA's DLRM and torch, by their whole name."""
 
@@ -138,7 +138,7 @@ _FRAME_FILES: tuple[tuple[re.Pattern[str], Named], ...] = (
     (re.compile(r"(^|/)torch/utils/data/"), Named("data", "forward")),
     (re.compile(r"(^|/)torch/nn/modules/loss\.py"), Named("loss", "forward")),
     (re.compile(r"(^|/)torch/nn/modules/sparse\.py"), Named("embedding", "forward")),
-    (re.compile(r"<frozen importlib|^importlib/|/importlib/"), Named(OUTSIDE)),
+    (re.compile(r"<frozen importlib|^importlib/|/importlib/"), Named(NO_STEP)),
     (re.compile(r"(^|/)(dlrm_data_pytorch|data_loader_terabyte|data_utils)\.py"), Named("data")),
 )
 """Files of Python functions whose names are too common to tell anything."""
@@ -215,7 +215,7 @@ _KERNELS: tuple[tuple[re.Pattern[str], Named], ...] = (
 _FUNCTIONS: tuple[tuple[re.Pattern[str], Named], ...] = (
     (
         re.compile(r"^(cu|cuda|hip)(Init|GetDeviceCount|(Device)?PrimaryCtxRetain|CtxCreate)"),
-        Named(OUTSIDE),
+        Named(NO_STEP),
     ),
     # a sparse tensor is the gradient of an embedding table, and is added to it in the update
     (re.compile(r"\badd_(out_)?dense_sparse"), Named("embedding", "update")),
@@ -543,13 +543,13 @@ def resolve(parent: Ints, named: Sequence[Named | None], code: Ints) -> tuple[Na
         return picked
 
     strong = nearest(parent, (has & ~hints)[code[:-1]])
-    hint = outermost(parent, (has & hints)[code[:-1]])
+    hint = outermost_marked(parent, (has & hints)[code[:-1]])
     decided = np.where(strong >= 0, strong, hint)
     spoken = nearest(parent, phased[code[:-1]])
     return component[name_of(decided)], phase[name_of(spoken)], (strong < 0) & (hint >= 0)
 
 
-def outermost(parent: Ints, marked: Bools) -> Ints:
+def outermost_marked(parent: Ints, marked: Bools) -> Ints:
     """Row (n,) of the marked row nearest to the root at or above each, −1 where there is none."""
     inner = nearest(parent, marked)
     above = np.where(parent >= 0, np.append(inner, -1)[parent], -1)

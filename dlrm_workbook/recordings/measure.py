@@ -17,13 +17,20 @@ from dlrm_core.base.files import write_json, write_text
 from dlrm_core.config import Parameters, ProfilingConfig
 from dlrm_workbook.ground.machine import machine_facts
 from dlrm_workbook.ground.processes import ProgressCallback, python_module, run_child
-from dlrm_workbook.recordings.command import CHANGES_TIMED, environment_of, record_command
-from dlrm_workbook.recordings.hpctoolkit.driver import Measurement
+from dlrm_workbook.recordings.command import (
+    TIMING_INTERVENTION,
+    record_command,
+    recording_environment,
+)
+from dlrm_workbook.recordings.hpctoolkit.database import read_database
+from dlrm_workbook.recordings.hpctoolkit.driver import Measurement, measure_program
 from dlrm_workbook.recordings.hpctoolkit.passes import workload_environment
+from dlrm_workbook.recordings.hpctoolkit.spans import with_iterations, with_spans
+from dlrm_workbook.recordings.hpctoolkit.to_profile import profile_from_database
 from dlrm_workbook.recordings.hpctoolkit.tools import find_tools
 from dlrm_workbook.recordings.open import open_recording
 from dlrm_workbook.recordings.profile import Profile
-from dlrm_workbook.recordings.torch import RECORDED, UNKNOWN_MODEL
+from dlrm_workbook.recordings.torch import RECORDED_KEY, UNKNOWN_MODEL
 from dlrm_workbook.recordings.torch.chrome_trace import load_json
 from dlrm_workbook.recordings.torch.trace import read_recording
 
@@ -173,10 +180,6 @@ def command_with_hpctoolkit(
     The program says when its iterations end; its parts are told by the names in call paths.
     """
     from dlrm_core.base.machine import resolve_device
-    from dlrm_workbook.recordings.hpctoolkit.database import read_database
-    from dlrm_workbook.recordings.hpctoolkit.driver import measure as measure_program
-    from dlrm_workbook.recordings.hpctoolkit.spans import with_iterations
-    from dlrm_workbook.recordings.hpctoolkit.to_profile import profile_from_database
 
     config = parameters.profiling
     device = resolve_device(parameters.training)
@@ -189,12 +192,10 @@ def command_with_hpctoolkit(
             device=device.type,
             config=config,
             progress=progress,
-            environment=environment_of(os.environ, Path(made), asked, times_only=True),
-            working_folder=config.command_folder or None,
+            environment=recording_environment(os.environ, Path(made), asked, times_only=True),
         )
-    times = measurement.database("times")
-    assert times is not None
-    profile = profile_from_database(read_database(times), config.parts)
+    profile = profile_of_pass(measurement, "times", config.parts)
+    assert profile is not None
     profile = with_iterations(profile, measurement.passes[0].result.get("spans") or [])
     save_frames(measurement, folder, config.parts)
     passes, notices = passes_of(measurement, folder, iterations)
@@ -208,7 +209,7 @@ def command_with_hpctoolkit(
         "device": device.type,
         "version": measurement.version,
         "passes": passes,
-        "notices": [CHANGES_TIMED, *notices, *profile.meta.get("notices", [])],
+        "notices": [TIMING_INTERVENTION, *notices, *profile.meta.get("notices", [])],
         "not_measured": missing | profile.not_measured | measurement.not_measured,
     }
     return profile
@@ -263,12 +264,7 @@ class _Session:
             return []
         file, output = self.written("logs/auto.yaml", self.parameters), "logs/auto.json"
         command = python_module("dlrm_kernels.embeddings.choose", file, self.folder / output)
-        self.run(
-            "choosing back ends",
-            "choosing back ends",
-            command,
-            like_measured=True,
-        )
+        self.run("choosing back ends", "choosing back ends", command, like_measured=True)
         found = load_json(self.folder / output)
         self.parameters = self.parameters.with_training(**found["training"])
         notices: list[str] = found["notices"]
@@ -348,10 +344,6 @@ class _Session:
 
     def with_hpctoolkit(self) -> Profile:
         from dlrm_core.base.machine import resolve_device
-        from dlrm_workbook.recordings.hpctoolkit.database import read_database
-        from dlrm_workbook.recordings.hpctoolkit.driver import measure as measure_program
-        from dlrm_workbook.recordings.hpctoolkit.spans import with_spans
-        from dlrm_workbook.recordings.hpctoolkit.to_profile import profile_from_database
         from dlrm_workbook.recordings.torch.recorder import information
 
         parameters, config = self.parameters, self.parameters.profiling
@@ -371,15 +363,13 @@ class _Session:
             config=config,
             progress=self.progress,
         )
-        times = measurement.database("times")
-        assert times is not None
-        profile = profile_from_database(read_database(times))
+        profile = profile_of_pass(measurement, "times")
+        assert profile is not None
         timed = measurement.passes[0]
         spans = timed.result.get("spans") or []
-        if device.type != "cpu" and spans and profile.has("gpu_time_ms"):
-            profile = with_spans(profile, spans, config.warmup, self.order_of_launches())
-        else:
-            profile = with_spans(profile, spans, config.warmup)
+        on_gpu = device.type != "cpu" and spans and profile.has("gpu_time_ms")
+        order = self.order_of_launches() if on_gpu else ""
+        profile = with_spans(profile, spans, config.warmup, order)
         save_frames(measurement, self.folder)
         passes, notices = passes_of(measurement, self.folder, iterations)
         notices += profile.meta.get("notices", [])
@@ -431,7 +421,7 @@ class _Dialogue:
 
     def __call__(self, line: bytes) -> None:
         """Take in a line that the process printed."""
-        if self.profile is not None or not line.startswith(f'{{"{RECORDED}"'.encode()):
+        if self.profile is not None or not line.startswith(f'{{"{RECORDED_KEY}"'.encode()):
             return
         changes: list[dict[str, Any]] = []
         try:
@@ -446,18 +436,21 @@ class _Dialogue:
             write_json(self._asked, changes)
 
 
+def profile_of_pass(
+    measurement: Measurement, name: str, parts: Mapping[str, str] | None = None
+) -> Profile | None:
+    """The Profile of one of HPCToolkit's passes; None where that pass was not made."""
+    database = measurement.database(name)
+    return None if database is None else profile_from_database(read_database(database), parts)
+
+
 def save_frames(
     measurement: Measurement, folder: Path, parts: Mapping[str, str] | None = None
 ) -> None:
     """Keep the pass with Python frames in ``profile_python/``, where one was made."""
-    from dlrm_workbook.recordings.hpctoolkit.database import read_database
-    from dlrm_workbook.recordings.hpctoolkit.to_profile import profile_from_database
-
-    frames = measurement.database("frames")
-    if frames is None:
-        return
     try:
-        profile_from_database(read_database(frames), parts).save(folder / "profile_python")
+        if frames := profile_of_pass(measurement, "frames", parts):
+            frames.save(folder / "profile_python")
     except InputError as error:
         # the times are there; a side view must not cost them
         measurement.not_measured["Python frames"] = str(error)

@@ -12,7 +12,7 @@ import re
 import shlex
 import tarfile
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path, PurePosixPath
@@ -20,6 +20,9 @@ from typing import IO, Any
 
 from dlrm_core.base.errors import InputError
 from dlrm_core.base.files import open_binary
+from dlrm_workbook.recordings.hpctoolkit.database import read_database
+from dlrm_workbook.recordings.hpctoolkit.format import DATABASE_FILES
+from dlrm_workbook.recordings.hpctoolkit.to_profile import profile_from_database
 from dlrm_workbook.recordings.nesting import union_ns
 from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.recordings.torch.chrome_trace import NoTraceError, read_events
@@ -30,8 +33,6 @@ from dlrm_workbook.recordings.torch.json_stream import (
     reason,
 )
 from dlrm_workbook.recordings.torch.trace import profile_of, read_recording, read_trace
-
-DATABASE_FILES = ("meta.db", "profile.db", "cct.db", "trace.db")
 
 TRACE_SUFFIXES = (".json", ".json.gz")
 
@@ -106,26 +107,21 @@ def open_recording(path: Path | str, parts: Mapping[str, str] | None = None) -> 
 
 
 def _open_folder(folder: Path, parts: Mapping[str, str] | None) -> Recording:
-    for place in (folder / "profile", folder):
-        if (place / "profile.json").is_file():
-            profile = Profile.load(place)
-            for made in profile.meta.get("passes", []):
-                if made.get("database"):
-                    made["database"] = str(folder.absolute() / str(made["database"]))
-            return Recording(folder, profile)
-        ranks = {rank: Profile.load(found) for rank, found in _of_ranks(place, "profile.json")}
-        if ranks:
-            return of_ranks(folder, ranks)
-    for place in (folder / "recording", folder):
-        if (place / "recording.json").is_file():
-            return Recording(folder, read_recording(place, parts))
-        found = _of_ranks(place, "recording.json")
-        if found:
-            return of_ranks(folder, {rank: read_recording(at, parts) for rank, at in found})
+    kinds: tuple[tuple[str, Callable[[Path], Profile]], ...] = (
+        ("profile", Profile.load),
+        ("recording", lambda place: read_recording(place, parts)),
+    )
+    for kind, read in kinds:
+        for place in (folder / kind, folder):
+            if (place / f"{kind}.json").is_file():
+                profile = read(place)
+                for made in profile.meta.get("passes", []):
+                    if made.get("database"):
+                        made["database"] = str(folder.absolute() / str(made["database"]))
+                return Recording(folder, profile)
+            if found := _of_ranks(place, f"{kind}.json"):
+                return of_ranks(folder, {rank: read(at) for rank, at in found})
     if any((folder / name).is_file() for name in DATABASE_FILES):
-        from dlrm_workbook.recordings.hpctoolkit.database import read_database
-        from dlrm_workbook.recordings.hpctoolkit.to_profile import profile_from_database
-
         return Recording(folder, profile_from_database(read_database(folder), parts))
     return _several(folder, _files(folder, _traces_in(folder)), parts)
 

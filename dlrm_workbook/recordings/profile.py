@@ -70,7 +70,7 @@ SCHEMA: dict[str, dict[str, str]] = {
 
 ``values`` has up to ten million rows of a few names: categories are compared as numbers."""
 
-KINDS = (
+CONTEXT_KINDS = (
     *("root", "thread", "function", "annotation", "operator", "kernel", "copy", "runtime"),
     *("python", "line", "loop", "instruction"),
 )
@@ -167,7 +167,7 @@ def inclusive_from_exclusive(parent: np.ndarray, exclusive: np.ndarray) -> np.nd
     return total
 
 
-Table = TypeVar("Table", pd.DataFrame, np.ndarray)
+_Table = TypeVar("_Table", pd.DataFrame, np.ndarray)
 
 _THREAD = r"thread -?\d+"
 """Beginning of the name of a thread that is named by the system's number of it."""
@@ -240,7 +240,7 @@ class Profile:
         _refuse(context != np.arange(count), "contexts", "'context' must count from 0, row by row")
         _refuse(parent < -1, "contexts", "'parent' must be a context or −1")
         _refuse(parent >= context, "contexts", "a parent must come before its children")
-        _refuse(~self.contexts["kind"].isin(KINDS), "contexts", "'kind' is unknown")
+        _refuse(~self.contexts["kind"].isin(CONTEXT_KINDS), "contexts", "'kind' is unknown")
         known = set(self.metrics["metric"])
         _refuse(~self.values["metric"].isin(known), "values", "'metric' is not in table 'metrics'")
         _refuse(~self.values["scope"].isin(SCOPES), "values", f"'scope' must be one of {SCOPES}")
@@ -277,7 +277,7 @@ class Profile:
             "metrics with values", lambda: set(self.values["metric"].unique())
         )
 
-    def once(self, name: str, make: Callable[[], Table]) -> Table:
+    def once(self, name: str, make: Callable[[], _Table]) -> _Table:
         """A table or column made from this profile: made once, then copied.
 
         Many tables of a page, and each prediction, begin with the same ones. A profile

@@ -26,7 +26,7 @@ PAGEABLE_GB_PER_S = 10.0
 buffer of the driver; pinned memory reaches 12 GB/s on PCIe 3 x16, 25 on PCIe 4, 50 on PCIe 5."""
 LARGE_COPY_BYTES = 1 << 18
 """Mean size of copies from which their speed tells of the link, not of the launch."""
-PRODUCTS = ("gemm", "gemv", "cutlass", "xmma", "nvjet", "cijk", "matmul")
+PRODUCT_KERNELS = ("gemm", "gemv", "cutlass", "xmma", "nvjet", "cijk", "matmul")
 """In lower case, of the names of kernels that multiply matrices."""
 
 
@@ -225,7 +225,7 @@ def _unseen_products(contexts: pd.DataFrame, values: pd.DataFrame) -> list[str]:
     """Whether the forward pass of a part lacks the matrix products that its backward pass has."""
     launched = values[(values["metric"] == "GKER:COUNT") & (values["scope"] == "exclusive")]
     count = np.bincount(launched["context"], launched["value"], minlength=len(contexts))
-    product = contexts["name"].str.lower().str.contains("|".join(PRODUCTS)).to_numpy()
+    product = contexts["name"].str.lower().str.contains("|".join(PRODUCT_KERNELS)).to_numpy()
     lacking = []
     for part in ("bottom_mlp", "top_mlp"):
         mine = contexts["component"].eq(part).to_numpy() & product

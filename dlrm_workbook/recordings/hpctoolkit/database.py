@@ -389,7 +389,7 @@ def read_database(path: str | Path) -> Database:
         absent["cct.db"] = "no index by context; profile.db holds the same values"
     database = Database(folder, meta, profiles, traces, absent)
     refuse_contradictions(database)
-    database.cautions = doubts(database, by_context)
+    database.cautions = contradictions(database, by_context)
     return database
 
 
@@ -428,7 +428,7 @@ def refuse_contradictions(database: Database) -> None:
             )
 
 
-def doubts(database: Database, by_context: npt.NDArray[Any] | None) -> list[str]:
+def contradictions(database: Database, by_context: npt.NDArray[Any] | None) -> list[str]:
     """Sentences about what the files of a database say of each other and cannot both be so.
 
     Args:

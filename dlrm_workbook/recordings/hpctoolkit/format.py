@@ -30,6 +30,13 @@ from dlrm_core.base.text import visible
 MAGIC = b"HPCTOOLKIT"
 MAJOR_VERSION = 4
 FOOTER_BYTES = 8
+
+NEEDED_FILES = ("meta.db", "profile.db", "cct.db")
+"""Without these there is no database."""
+
+DATABASE_FILES = (*NEEDED_FILES, "trace.db")
+"""Of a database measured with ``-t``."""
+
 STRING_BUDGET = 8
 """Names may take this many times the file's size once decoded (they may share bytes)."""
 
@@ -70,7 +77,7 @@ class Record:
         return self.dtype.itemsize
 
 
-def record(name: str, /, **fields: tuple[int, str]) -> Record:
+def _at(name: str, /, **fields: tuple[int, str]) -> Record:
     """A ``Record`` from ``field=(offset, type)``, where type is numpy's (``u8`` = 8 bytes)."""
     types = [np.dtype("<" + kind) for _, kind in fields.values()]
     offsets = [offset for offset, _ in fields.values()]
@@ -82,10 +89,10 @@ def record(name: str, /, **fields: tuple[int, str]) -> Record:
 
 
 # --- meta.db -----------------------------------------------------------------
-GENERAL = record("general properties", title=(0x00, "u8"), description=(0x08, "u8"))
-IDENTIFIER_NAMES = record("identifier names", names=(0x00, "u8"), count=(0x08, "u1"))
-POINTER = record("pointer", pointer=(0x00, "u8"))
-METRICS = record(
+GENERAL = _at("general properties", title=(0x00, "u8"), description=(0x08, "u8"))
+IDENTIFIER_NAMES = _at("identifier names", names=(0x00, "u8"), count=(0x08, "u1"))
+POINTER = _at("pointer", pointer=(0x00, "u8"))
+METRIC_LISTS = _at(
     "performance metrics",
     metrics=(0x00, "u8"),
     count=(0x08, "u4"),
@@ -96,7 +103,7 @@ METRICS = record(
     scope_count=(0x18, "u2"),
     scope_stride=(0x1A, "u1"),
 )
-METRIC = record(
+METRIC = _at(
     "metric",
     name=(0x00, "u8"),
     instances=(0x08, "u8"),
@@ -104,20 +111,20 @@ METRIC = record(
     instance_count=(0x18, "u2"),
     summary_count=(0x1A, "u2"),
 )
-SCOPE_INSTANCE = record("metric scope", scope=(0x00, "u8"), metric_id=(0x08, "u2"))
-SUMMARY = record(
+SCOPE_INSTANCE = _at("metric scope", scope=(0x00, "u8"), metric_id=(0x08, "u2"))
+SUMMARY_STATISTIC = _at(
     "summary statistic",
     scope=(0x00, "u8"),
     formula=(0x08, "u8"),
     combine=(0x10, "u1"),
     metric_id=(0x12, "u2"),
 )
-SCOPE = record("propagation scope", name=(0x00, "u8"), type=(0x08, "u1"), bit=(0x09, "u1"))
+SCOPE = _at("propagation scope", name=(0x00, "u8"), type=(0x08, "u1"), bit=(0x09, "u1"))
 # Modules, files and functions share one form of section header.
-LIST = record("list", items=(0x00, "u8"), count=(0x08, "u4"), stride=(0x0C, "u2"))
-MODULE = record("load module", flags=(0x00, "u4"), path=(0x08, "u8"))
-SOURCE_FILE = record("source file", flags=(0x00, "u4"), path=(0x08, "u8"))
-FUNCTION = record(
+LIST = _at("list", items=(0x00, "u8"), count=(0x08, "u4"), stride=(0x0C, "u2"))
+MODULE = _at("load module", flags=(0x00, "u4"), path=(0x08, "u8"))
+SOURCE_FILE = _at("source file", flags=(0x00, "u4"), path=(0x08, "u8"))
+FUNCTION_ENTRY = _at(
     "function",
     name=(0x00, "u8"),
     module=(0x08, "u8"),
@@ -126,8 +133,8 @@ FUNCTION = record(
     line=(0x20, "u4"),
     flags=(0x24, "u4"),
 )
-CONTEXT_TREE = record("context tree", entries=(0x00, "u8"), count=(0x08, "u2"), stride=(0x0A, "u1"))
-ENTRY_POINT = record(
+CONTEXT_TREE = _at("context tree", entries=(0x00, "u8"), count=(0x08, "u2"), stride=(0x0A, "u1"))
+ENTRY_POINT = _at(
     "entry point",
     children_size=(0x00, "u8"),
     children=(0x08, "u8"),
@@ -135,7 +142,7 @@ ENTRY_POINT = record(
     type=(0x14, "u2"),
     name=(0x18, "u8"),
 )
-CONTEXT = record(
+CONTEXT = _at(
     "context",
     children_size=(0x00, "u8"),
     children=(0x08, "u8"),
@@ -151,8 +158,8 @@ CONTEXT = record(
 
 # --- profile.db --------------------------------------------------------------
 # Lists of profiles and traces state their stride in one byte.
-SHORT_LIST = record("list", items=(0x00, "u8"), count=(0x08, "u4"), stride=(0x0C, "u1"))
-PROFILE = record(
+SHORT_LIST = _at("list", items=(0x00, "u8"), count=(0x08, "u4"), stride=(0x0C, "u1"))
+PROFILE = _at(
     "profile",
     value_count=(0x00, "u8"),
     values=(0x08, "u8"),
@@ -161,11 +168,11 @@ PROFILE = record(
     identifiers=(0x20, "u8"),
     flags=(0x28, "u4"),
 )
-PROFILE_VALUE = record("profile value", metric=(0x0, "u2"), value=(0x2, "f8"))
-PROFILE_INDEX = record("profile index", context=(0x0, "u4"), start=(0x4, "u8"))
-IDENTIFIER_TUPLE = record("identifier tuple", count=(0x0, "u2"))
+PROFILE_VALUE = _at("profile value", metric=(0x0, "u2"), value=(0x2, "f8"))
+PROFILE_INDEX = _at("profile index", context=(0x0, "u4"), start=(0x4, "u8"))
+IDENTIFIER_TUPLE = _at("identifier tuple", count=(0x0, "u2"))
 IDENTIFIERS_OFFSET = 0x08
-IDENTIFIER = record(
+IDENTIFIER = _at(
     "identifier",
     kind=(0x0, "u1"),
     flags=(0x2, "u2"),
@@ -174,7 +181,7 @@ IDENTIFIER = record(
 )
 
 # --- cct.db ----
-CONTEXT_INFO = record(
+CONTEXT_INFO = _at(
     "context info",
     value_count=(0x00, "u8"),
     values=(0x08, "u8"),
@@ -183,7 +190,7 @@ CONTEXT_INFO = record(
 )
 
 # --- trace.db ----------------------------------------------------------------
-TRACES = record(
+TRACES = _at(
     "trace headers",
     items=(0x00, "u8"),
     count=(0x08, "u4"),
@@ -191,8 +198,8 @@ TRACES = record(
     first_ns=(0x10, "u8"),
     last_ns=(0x18, "u8"),
 )
-TRACE = record("trace", profile=(0x00, "u4"), start=(0x08, "u8"), end=(0x10, "u8"))
-TRACE_SAMPLE = record("trace sample", time_ns=(0x0, "u8"), context=(0x8, "u4"))
+TRACE = _at("trace", profile=(0x00, "u4"), start=(0x08, "u8"), end=(0x10, "u8"))
+TRACE_SAMPLE = _at("trace sample", time_ns=(0x0, "u8"), context=(0x8, "u4"))
 
 
 class DatabaseFile:

@@ -161,7 +161,7 @@ def read_meta(path: Path) -> Meta:
     kinds = file.table(f4.POINTER, names["names"], names["count"], what="identifier names")
     module_head, module_table = file.items("Modules", f4.LIST, f4.MODULE)
     file_head, file_table = file.items("Files", f4.LIST, f4.SOURCE_FILE)
-    function_head, function_table = file.items("Functions", f4.LIST, f4.FUNCTION)
+    function_head, function_table = file.items("Functions", f4.LIST, f4.FUNCTION_ENTRY)
 
     def row_in(head: dict[str, int], what: str) -> Callable[[npt.NDArray[Any]], Ints]:
         return lambda pointers: _rows_at(file, head, pointers, what)
@@ -356,7 +356,7 @@ def _walk(file: f4.DatabaseFile, entries: npt.NDArray[Any]) -> tuple[Ints, Ints,
 
 def _read_metrics(file: f4.DatabaseFile) -> tuple[list[Metric], dict[str, str]]:
     """(metrics, scope to its type)."""
-    head = file.header("Metrics", f4.METRICS)
+    head = file.header("Metrics", f4.METRIC_LISTS)
     table = file.table(f4.METRIC, head["metrics"], head["count"], head["metric_stride"], "metrics")
     scope_table = file.table(
         f4.SCOPE, head["scope_items"], head["scope_count"], head["scope_stride"], "scopes"
@@ -387,7 +387,7 @@ def _read_metrics(file: f4.DatabaseFile) -> tuple[list[Metric], dict[str, str]]:
         )
         stride = head["summary_stride"]
         summaries = file.table(
-            f4.SUMMARY, summaries_at, summary_count, stride, f"{what}: statistics"
+            f4.SUMMARY_STATISTIC, summaries_at, summary_count, stride, f"{what}: statistics"
         )
         scopes = dict(zip(scopes_of(instances, what), instances["metric_id"].tolist(), strict=True))
         statistics = tuple(

@@ -25,12 +25,12 @@ import pandas as pd
 
 from dlrm_core.parts import ITERATION_SPAN, SpanRow, parse_span, span_name
 from dlrm_workbook.recordings.alignment import (
-    CLOCK_NS,
+    CLOCKS_APART_NS,
     NO_ITERATION,
     align_profiles,
-    device_operations,
+    operations_by_stream,
 )
-from dlrm_workbook.recordings.hpctoolkit.parts import is_count
+from dlrm_workbook.recordings.hpctoolkit.parts import DETAIL, is_count, scopes
 from dlrm_workbook.recordings.nesting import last_ends, stretch_at
 from dlrm_workbook.recordings.profile import (
     SCHEMA,
@@ -43,13 +43,10 @@ from dlrm_workbook.recordings.profile import (
 INTERPRETER = ("libpython", "python")
 """How the file names of the interpreter's binaries begin."""
 
-DETAIL = ("line", "instruction", "loop")
-"""Kinds of contexts that are places in a function."""
-
-OUTSIDE = -1
+OUTSIDE_SPANS = -1
 """The part of a sample taken outside every span: start-up, the end."""
 
-NO_PART = "GPU work of no part"
+UNPLACED_WORK = "GPU work of no part"
 """Range of the GPU operations of an iteration whose part is not known."""
 
 
@@ -85,11 +82,11 @@ def with_spans(
     meta.pop("overlong", None)  # of the rows of the trace as it was
     meta["not_measured"] = {k: v for k, v in profile.not_measured.items() if k != "iterations"}
     ends = np.array([row[2] for row in loops])
-    work = device_operations(profile)
-    samples.loc[work.index, "span"] = OUTSIDE
+    work = operations_by_stream(profile)
+    samples.loc[work.index, "span"] = OUTSIDE_SPANS
     samples.loc[work.index, "end_ns"] = work["end_ns"]
     samples["part"] = np.where(
-        samples["span"] >= 0, log.part[np.maximum(samples["span"].to_numpy(), 0)], OUTSIDE
+        samples["span"] >= 0, log.part[np.maximum(samples["span"].to_numpy(), 0)], OUTSIDE_SPANS
     )
     if len(work):
         placed = _placed(profile, work, spans, other, meta)
@@ -124,7 +121,7 @@ def with_iterations(profile: Profile, spans: list[SpanRow]) -> Profile:
         profile, spans: as in :func:`with_spans`.
     """
     loops = sorted(row for row in spans if row[0] == ITERATION_SPAN)
-    work = device_operations(profile)
+    work = operations_by_stream(profile)
     if profile.trace.empty or not loops:
         return profile
     begins, ends = (np.array([row[place] for row in loops]) for place in (1, 2))
@@ -163,7 +160,7 @@ def _placed(
                 f"iterations ({found.time_share:.1%} of their time) have a twin there"
             ]
             early = _earliest(found.operations, spans, begins)
-            if early > CLOCK_NS:
+            if early > CLOCKS_APART_NS:
                 said = (
                     f"GPU operations begin up to {early / 1e6:.1f} ms before the host began the "
                     "part that launched them: the clocks differ, or the parts of GPU work are wrong"
@@ -206,7 +203,7 @@ def launched_in(
     on_gpu = profile.iterations.sort_values("start_ns")
     first = len(begins) - len(on_gpu)
     own = on_gpu["start_ns"].to_numpy()
-    if len(own) and first >= 0 and (own >= begins[first:] - CLOCK_NS).all():
+    if len(own) and first >= 0 and (own >= begins[first:] - CLOCKS_APART_NS).all():
         number = stretch_at(own, on_gpu["end_ns"].to_numpy(), start)
         how = "GPU work counts to them by the repeating sequence of its launches"
         return np.where(number >= 0, number + first, NO_ITERATION), how
@@ -235,7 +232,7 @@ class _Log:
         numbers = {name: number for number, name in enumerate(self.names)}
         result = []
         for component, phase in parts.itertuples(index=False):
-            name = NO_PART if component == "other" else span_name(component, phase)
+            name = UNPLACED_WORK if component == "other" else span_name(component, phase)
             result.append(numbers.setdefault(name, len(numbers)))
         self.names = list(numbers)
         return result
@@ -264,8 +261,7 @@ def _divided(profile: Profile, samples: pd.DataFrame, work: pd.Index) -> pd.Data
     has any; where none has (the last sample of a thread has no interval) it is outside.
     """
     parent = profile.contexts["parent"].to_numpy()
-    detail = profile.contexts["kind"].isin(DETAIL).to_numpy()
-    function = nearest(parent, ~detail | (parent < 0))
+    function = scopes(profile.contexts)
     samples = samples.assign(function=function[samples["context"].to_numpy()])
     on_host = samples.drop(index=work)
     keys = ["profile", "function", "part"]
@@ -278,7 +274,7 @@ def _divided(profile: Profile, samples: pd.DataFrame, work: pd.Index) -> pd.Data
     values = values[~of_gpu]
     values = values.assign(function=_sampled_functions(profile, values, counted, function))
     merged = values.merge(counted[[*keys, "weight"]], on=["profile", "function"], how="left")
-    merged["part"] = merged["part"].fillna(OUTSIDE).astype(int)
+    merged["part"] = merged["part"].fillna(OUTSIDE_SPANS).astype(int)
     merged["value"] = merged["value"] * merged["weight"].fillna(1.0)
     columns = ["profile", "context", "metric", "part", "value"]
     return pd.concat([merged[columns], device[columns]], ignore_index=True)
@@ -302,7 +298,7 @@ def _divided_work(values: pd.DataFrame, work: pd.DataFrame, function: np.ndarray
     shares["time"] = (shares["time"] / whole["time"]).where(whole["time"] > 0, shares["number"])
     values = values.assign(function=function[values["context"].to_numpy()])
     merged = values.merge(shares, on="function", how="left")
-    merged["part"] = merged["part"].fillna(OUTSIDE).astype(int)
+    merged["part"] = merged["part"].fillna(OUTSIDE_SPANS).astype(int)
     counts = merged["metric"].astype(object).map(is_count).to_numpy(dtype=bool)
     weight = merged["number"].where(counts, merged["time"]).fillna(1.0)
     return merged.assign(value=merged["value"] * weight)
@@ -347,7 +343,7 @@ class _Layout:
         frames = [self.old.assign(component="other", phase="")]
         # Row of (part, old row) in the new tree; parts from 0, outside last.
         self.row = np.full((len(names) + 1, len(self.old)), -1)
-        self.row[OUTSIDE] = np.arange(len(self.old))
+        self.row[OUTSIDE_SPANS] = np.arange(len(self.old))
         iteration = len(self.old)
         frames.append(_node("annotation", ITERATION_SPAN, 0, "other", ""))
         self.iteration = iteration

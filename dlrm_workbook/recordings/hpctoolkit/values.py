@@ -20,7 +20,7 @@ import numpy.typing as npt
 from dlrm_workbook.ground.arrays import Bools, Floats, Ints
 from dlrm_workbook.recordings.hpctoolkit import format as f4
 
-CHUNK = 1 << 20
+VALUES_AT_ONCE = 1 << 20
 """Values decoded at a time where a whole block is only summed over."""
 
 METRIC_IDS = 1 << 16
@@ -137,8 +137,8 @@ class ThreadProfile:
     def chunks(self) -> Iterator[tuple[int, Ints, Any]]:
         """(number of the first value, metric ids, values f64), ``CHUNK`` at a time."""
         raw = self._raw
-        for start in range(0, self.count, CHUNK):
-            part = raw[start : start + CHUNK]
+        for start in range(0, self.count, VALUES_AT_ONCE):
+            part = raw[start : start + VALUES_AT_ONCE]
             self.check_finite(part["value"])
             yield start, part["metric"].astype(np.int64), part["value"]
             self._file.spent(part.nbytes)

@@ -33,7 +33,7 @@ GPU_KERNEL = "<gpu kernel>"
 TOP_FUNCTIONS = 12
 
 
-def facts(database: Database) -> dict[str, Any]:
+def database_facts(database: Database) -> dict[str, Any]:
     """Counts, sums and traces (``dlrm database PATH --json``); integers exact, sums as numpy
     adds them. The keys are those of the stored expectations that this reader is tested against.
     """
@@ -114,7 +114,7 @@ def _named_sums(profile: Any, names: dict[int, str]) -> dict[str, float]:
     return {names[i]: float(total[i]) for i in np.flatnonzero(number).tolist()}
 
 
-def not_measured(database: Database) -> dict[str, str]:
+def unmeasured_metrics(database: Database) -> dict[str, str]:
     """Metric or derived quantity to the reason why there is no number for it."""
     root = database.root()
     measured = database.measured()
@@ -174,7 +174,7 @@ def functions_table(database: Database, metric: str) -> pd.DataFrame:
     return table.sort_values("value", ascending=False, kind="stable").reset_index(drop=True)
 
 
-def describe(database: Database) -> str:
+def database_summary(database: Database) -> str:
     """A summary to read: metrics, threads, totals, top functions, what is missing."""
     meta, tree = database.meta, database.tree
     root = database.root()
@@ -189,7 +189,7 @@ def describe(database: Database) -> str:
         lines.append(f"  {name:24} {value:>16.6g} {unit_of(name):12} {meaning_of(name)}")
     if not root:
         lines.append("  nothing: no metric has a value")
-    absent = not_measured(database)
+    absent = unmeasured_metrics(database)
     if absent:
         lines += ["", "not measured:"]
         by_reason: dict[str, list[str]] = {}
@@ -239,7 +239,7 @@ def database(arguments: argparse.Namespace) -> int:
     """Print the facts of a database as JSON, or a summary for people."""
     found = read_database(arguments.path)
     if arguments.json:
-        print(json.dumps(facts(found), indent=1, sort_keys=True))
+        print(json.dumps(database_facts(found), indent=1, sort_keys=True))
     else:
-        print(describe(found))
+        print(database_summary(found))
     return 0

@@ -93,7 +93,7 @@ COLLECTIVE = {
 }
 """Arguments of collectives to columns of ``Events.collectives``."""
 
-CHUNK = 100_000
+EVENTS_HELD = 100_000
 """Events that are held as Python objects at most."""
 
 LATEST_YEAR_US = 10**17
@@ -305,7 +305,7 @@ class _Rows:
         return np.concatenate(chunks) if chunks else np.empty(0, dtype=np.int64)
 
 
-UNKNOWN = np.iinfo(np.int64).min
+NO_TIME = np.iinfo(np.int64).min
 """The whole part of a time that is no number."""
 
 
@@ -349,7 +349,7 @@ def _times(column: tuple[Any, ...]) -> tuple[Ints, Floats]:
     numbers = _floats(column)
     known = np.isfinite(numbers) & (np.abs(numbers) < 2.0**62)
     whole = np.floor(np.where(known, numbers, 0))
-    return np.where(known, whole, UNKNOWN).astype(np.int64), np.where(known, numbers - whole, 0)
+    return np.where(known, whole, NO_TIME).astype(np.int64), np.where(known, numbers - whole, 0)
 
 
 _TIMED = {"start": "time", "duration": "time", "line": "number", "name": "number"}
@@ -413,7 +413,7 @@ class _Walk:
             self.malformed += 1
             self.first_malformed = self.first_malformed or error
         self.taken += 1
-        if self.taken % CHUNK == 0:
+        if self.taken % EVENTS_HELD == 0:
             for rows in (self.host, self.device, self.memory, self.marks):
                 rows.pack()
 
@@ -564,9 +564,9 @@ class _Walk:
                     whole, fraction = values
                     if name == "start":
                         limit = 2**62 if nanoseconds else 2**62 // 1000
-                        usable = (whole != UNKNOWN) & (np.abs(whole) < limit)
+                        usable = (whole != NO_TIME) & (np.abs(whole) < limit)
                         lost += int((~usable).sum())
-                    whole = np.where(whole == UNKNOWN, -1, whole)
+                    whole = np.where(whole == NO_TIME, -1, whole)
                     values = whole if nanoseconds else whole * 1000 + _rounded(fraction)
                 elif name == "line":
                     values = lines[values] if len(values) else values.astype(object)

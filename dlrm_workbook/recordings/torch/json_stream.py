@@ -22,7 +22,7 @@ from typing import IO, Any
 
 from dlrm_core.base.errors import InputError
 
-PIECE = 8 << 20
+BYTES_AT_ONCE = 8 << 20
 """Bytes read at a time."""
 
 AHEAD = 1 << 20
@@ -184,7 +184,7 @@ class EventStream:
         pieces, length = [self._text[self._at :]], len(self._text) - self._at
         while not self._ended and length < ahead:
             with self._told():
-                data = self._file.read(PIECE)
+                data = self._file.read(BYTES_AT_ONCE)
             self._read_bytes += len(data)
             suspicious = self._read_bytes > max(UNSUSPICIOUS, MOST_PACKED * self._packed_bytes)
             if suspicious or self._read_bytes > MOST_TEXT:

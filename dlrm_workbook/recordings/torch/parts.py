@@ -23,13 +23,13 @@ from dlrm_workbook.recordings.foreign import (
     ENGINE_PREFIX,
     MLP,
     MODULE_PREFIX,
-    OUTSIDE,
+    NO_STEP,
     PartNames,
     forward_key,
     has_embeddings,
     match_backward,
     node_key,
-    outermost,
+    outermost_marked,
     resolve,
 )
 from dlrm_workbook.recordings.marks import deepest_level
@@ -149,7 +149,7 @@ def foreign_parts(
     """
     spans = _Spans(host, names, flows)
     component, phase, hinted = resolve(spans.cut_at_nodes(), [*spans.named, None], spans.saying)
-    component[component == OUTSIDE] = "other"
+    component[component == NO_STEP] = "other"
     forward = spans.node < 0
     inferred = []
     if spans.recommends and _name_compiled(spans, component, forward, iterations):
@@ -217,7 +217,7 @@ class _Spans:
         self.sequence = host["sequence"].to_numpy() if "sequence" in host else unknown
         self.thread = host["forward_thread"].to_numpy() if "forward_thread" in host else unknown
         is_node = np.array([key is not None for key in self.key], dtype=bool)[self.code]
-        self.node = outermost(self.parent, is_node)
+        self.node = outermost_marked(self.parent, is_node)
         self.modules = self._modules(names)
 
     def _modules(self, names: PartNames) -> Names:
@@ -295,7 +295,7 @@ def _name_compiled(
     of the model follows it (else it holds the top MLP too, and is not told). Changes
     ``component``. Returns whether there were any.
     """
-    block = outermost(spans.parent, forward & spans.compiled)
+    block = outermost_marked(spans.parent, forward & spans.compiled)
     inside = block >= 0
     named = np.unique(block[inside & (component != "other")])
     opaque = inside & ~np.isin(block, named)
@@ -325,7 +325,7 @@ def _seeds(spans: _Spans, component: Names, phase: Names, forward: Bools) -> Boo
     starts = np.sort(spans.start[spans.node == np.arange(len(spans.node))])
     passed = np.sort(spans.start[forward & np.isin(component, MODEL)])
     asked = forward & (component == "other") & (phase == "backward")
-    asked &= outermost(spans.parent, asked & spans.operator) >= 0
+    asked &= outermost_marked(spans.parent, asked & spans.operator) >= 0
     return asked & _follows(passed, starts, spans.start)
 
 
@@ -386,7 +386,7 @@ def _fill_between(
     passing = forward & np.isin(phase, ["", "forward"])
     known = np.flatnonzero(passing & np.isin(component, MODEL))
     unknown = passing & (component == "other")
-    outer = outermost(spans.parent, unknown & spans.operator)
+    outer = outermost_marked(spans.parent, unknown & spans.operator)
     asked = np.flatnonzero(unknown & (outer >= 0))
     if not len(known) or not len(asked):
         return

@@ -40,8 +40,8 @@ from dlrm_workbook.evidence.together import time_together
 from dlrm_workbook.ground.machine import machine_facts, memory_limit
 from dlrm_workbook.ground.processes import Say, print_stage, say_nothing
 from dlrm_workbook.ground.turns import threads_of
-from dlrm_workbook.recordings.torch import RECORDED
-from dlrm_workbook.recordings.torch.session import Session
+from dlrm_workbook.recordings.torch import RECORDED_KEY
+from dlrm_workbook.recordings.torch.session import USUAL_DETAIL, Detail, Lengths, Session
 
 WAIT_S = 0.02
 """Seconds between two looks whether changes are asked for."""
@@ -52,10 +52,11 @@ SAMPLED_ITERATIONS = 3
 """Iterations whose Python stack is sampled, after those that are timed and recorded."""
 
 
-def record(
+def record_iterations(
     run_iteration: Callable[[int], object],
-    iterations: int,
     folder: str | Path,
+    lengths: Lengths,
+    detail: Detail = USUAL_DETAIL,
     afterwards: Callable[[], dict[str, Any]] | None = None,
     **options: Any,
 ) -> Path:
@@ -65,13 +66,14 @@ def record(
         run_iteration: Runs the iteration of that number (from 0, warm-up included)
             under the range ``parts.ITERATION_SPAN``, which it opens itself.
         afterwards: called after the last one; what it finds goes into ``recording.json`` too.
-        folder, options: as :class:`~dlrm_workbook.recordings.torch.session.Session` takes them.
+        folder, lengths, detail, options: as
+            :class:`~dlrm_workbook.recordings.torch.session.Session` takes them.
 
     Raises:
-        InputError: a count is impossible, ``folder`` exists or cannot be written, or
-            the device is a GPU that is not there.
+        InputError: ``folder`` exists or cannot be written, or the device is a GPU that is not
+            there.
     """
-    with Session(folder, iterations, **options) as session:
+    with Session(folder, lengths, detail, **options) as session:
         for number in range(session.total):
             run_iteration(number)
             session.step()
@@ -139,18 +141,13 @@ def record_workload(
         return probed(parameters, missing, say, tables)
 
     try:
-        path = record(
+        path = record_iterations(
             iterate,
-            config.iterations,
             folder,
+            Lengths(config.iterations, config.warmup, config.iterations, SAMPLED_ITERATIONS),
+            Detail(config.with_stack, config.record_shapes, config.profile_memory),
             afterwards,
             device=trainer.device,
-            warmup=config.warmup,
-            unprofiled=config.iterations,
-            sampled=SAMPLED_ITERATIONS,
-            with_stack=config.with_stack,
-            record_shapes=config.record_shapes,
-            profile_memory=config.profile_memory,
             information=information(parameters, trainer.device, trainer.notices)
             | found
             | {"command": "dlrm record", "unprofiled_parts_ms": plain},
@@ -185,7 +182,7 @@ def command_record(arguments: argparse.Namespace) -> int:
 
     def then(parameters: Parameters, tables: list[Tables]) -> None:
         if arguments.together:
-            print(json.dumps({RECORDED: str(folder)}), flush=True)
+            print(json.dumps({RECORDED_KEY: str(folder)}), flush=True)
             asked, answer = arguments.together
             answer_changes(Path(asked), Path(answer), parameters, tables)
 

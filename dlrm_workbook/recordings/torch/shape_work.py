@@ -46,10 +46,10 @@ import pandas as pd
 from dlrm_workbook.ground.arrays import Bools, Floats, Ints, Names
 from dlrm_workbook.recordings.profile import inclusive_from_exclusive
 
-Kind = tuple[str, int]
+ElementType = tuple[str, int]
 """Name of a type and bytes of an element."""
 
-TYPES: dict[str, Kind] = {
+TYPES: dict[str, ElementType] = {
     "float": ("fp32", 4),
     "double": ("fp64", 8),
     "c10::Half": ("fp16", 2),
@@ -67,7 +67,7 @@ TYPES: dict[str, Kind] = {
 }
 """Types of tensors as a trace writes them: to the name of their precision, and bytes."""
 
-UNKNOWN = "unknown"
+UNKNOWN_PRECISION = "unknown"
 """The precision of operands whose types the trace does not have."""
 
 OPERATIONS = "operations:"
@@ -79,7 +79,7 @@ EACH_ONCE, AT_LEAST, ASKED_FOR = "each once", "at least", "asked for"
 """What counted bytes are: of every tensor, of some of them, of rows that may repeat."""
 
 Shape = list[int]
-Amounts = tuple[float, list[tuple[int | Kind, int]]]
+Amounts = tuple[float, list[tuple[int | ElementType, int]]]
 """Operations, and (input whose type counts, or type; elements) of everything read and written."""
 
 _INTEGERS = {"int8", "uint8", "int16", "int32", "int64", "bool"}
@@ -95,7 +95,7 @@ class Call:
     """Concrete inputs as text: ``'[1, 1]'``, ``'False'``, ``''`` for tensors."""
     strides: list[Any] = field(default_factory=list)
     output: Shape | None = None
-    output_kind: Kind | None = None
+    output_kind: ElementType | None = None
     """Shape of the result, where the backward twin gives it."""
     above: list[Any] = field(default_factory=list)
     """Shapes of the inputs of the operator that called this one."""
@@ -115,7 +115,7 @@ class Call:
         ]
         return any(strided) and not all(strided)
 
-    def kind(self, place: int) -> Kind | None:
+    def kind(self, place: int) -> ElementType | None:
         """Type of a tensor; None for what is no tensor or has none."""
         return TYPES.get(self.types[place]) if place < len(self.types) else None
 
@@ -160,7 +160,7 @@ def _product(a: Shape, b: Shape, first: int, added: Shape | None = None) -> Amou
         return None
     result = math.prod(a[:-1]) * b[-1]
     operations = 2.0 * result * a[-1]
-    moved: list[tuple[int | Kind, int]]
+    moved: list[tuple[int | ElementType, int]]
     moved = [(first, math.prod(a)), (first + 1, math.prod(b)), (first, result)]
     if added is not None:
         operations += result
@@ -256,7 +256,7 @@ def _convolution_backward(call: Call) -> Amounts | None:
     if operations is None:
         return None
     into, weights = bool(mask[0]), bool(mask[1])
-    moved: list[tuple[int | Kind, int]] = [(0, call.stored(0))]
+    moved: list[tuple[int | ElementType, int]] = [(0, call.stored(0))]
     if into:
         moved += [(2, math.prod(weight)), (1, math.prod(given))]
     if weights:
@@ -330,7 +330,7 @@ def _broadcast(shapes: list[Shape]) -> Shape | None:
         return None
 
 
-def _promoted(call: Call, operands: list[int], keeps_integers: bool) -> Kind | None:
+def _promoted(call: Call, operands: list[int], keeps_integers: bool) -> ElementType | None:
     """The type of an elementwise result by torch's promotion, where types alone tell it."""
     every = [(call.kind(i), bool(call.shapes[i])) for i in operands]
     kinds = [kind for kind, dimensions in every if kind and dimensions]
@@ -363,7 +363,7 @@ def _elementwise(count: int, integers: bool = False, result: str = "") -> Formul
         if shape is None:
             return None
         keeps = integers and len(operands) == count
-        kind: int | Kind | None = TYPES.get(result) or (
+        kind: int | ElementType | None = TYPES.get(result) or (
             operands[0] if result == "first" else _promoted(call, operands, keeps)
         )
         for place in range(count, len(call.shapes)):
@@ -429,7 +429,7 @@ def _softmax(call: Call) -> Amounts | None:
     kind, wide = call.kind(0), call.value(2)
     if kind is None or (kind[1] == 2 and not isinstance(wide, bool)):
         return None
-    result: int | Kind = TYPES["float"] if kind[1] == 2 and wide else 0
+    result: int | ElementType = TYPES["float"] if kind[1] == 2 and wide else 0
     return 0.0, [(0, call.stored(0)), (result, math.prod(call.shapes[0]))]
 
 
@@ -680,9 +680,9 @@ def work_of_call(
         below: shapes of the ``aten::to`` that it calls.
 
     Of an operator with a sparse input nothing is known, unless it adds it to a table.
-    Of operators in :data:`PRODUCTS` bytes are NaN, and the precision :data:`UNKNOWN`, where types
-    are missing; operands of two precisions have none either. Of those in :data:`TRAFFIC`
-    operations are 0 and the precision is "".
+    Of operators in :data:`PRODUCTS` bytes are NaN, and the precision
+    :data:`UNKNOWN_PRECISION`, where types are missing; operands of two precisions have none
+    either. Of those in :data:`TRAFFIC` operations are 0 and the precision is "".
     """
     formula = FORMULAS.get(name)
     if formula is None:
@@ -711,12 +711,12 @@ def work_of_call(
     moved = [(what, count) for what, count in moved if count]
     known = [call.kind(what) if isinstance(what, int) else what for what, _ in moved]
     if not known or any(kind is None for kind in known):
-        return (operations, math.nan, UNKNOWN) if name in PRODUCTS else None
+        return (operations, math.nan, UNKNOWN_PRECISION) if name in PRODUCTS else None
     size = sum(kind[1] * count for kind, (_, count) in zip(known, moved, strict=True) if kind)
     if not operations:
         return 0.0, float(size), ""
     operands = {kind[0] for kind in known if kind} - _INTEGERS
-    return operations, float(size), operands.pop() if len(operands) == 1 else UNKNOWN
+    return operations, float(size), operands.pop() if len(operands) == 1 else UNKNOWN_PRECISION
 
 
 def _twins(host: pd.DataFrame, rows: Ints) -> Names:
@@ -781,7 +781,7 @@ def _bare(text: str) -> str:
 
 
 def shape_metrics(host: pd.DataFrame, count: int) -> dict[str, Floats]:
-    """Metrics of each context (count,), of those that occur: see :func:`meaning_of`.
+    """Metrics of each context (count,), of those that occur: see :func:`shape_meaning`.
 
     Args:
         host: spans with name, shapes, types, parent (row, −1 for none), context, and where the
@@ -846,7 +846,7 @@ def _below(parent: Ints, marked: Bools) -> Bools:
     return found
 
 
-def meaning_of(metric: str) -> tuple[str, str]:
+def shape_meaning(metric: str) -> tuple[str, str]:
     """(unit, meaning) of a metric that :func:`shape_metrics` gives."""
     if metric == OPERAND_BYTES:
         return "B", "bytes that operators read and write, by their inputs' shapes"

@@ -36,7 +36,7 @@ MOST_OPERATORS = 1 / 3
 """Between two samples with no larger share of operators, Python is what runs."""
 
 
-LINE = ["component", "phase", "function", "file", "at"]
+LINE_COLUMNS = ["component", "phase", "function", "file", "at"]
 """Columns that tell lines apart: the part they run for, and where they are."""
 
 
@@ -59,7 +59,7 @@ def sampled_lines(file: Path) -> dict[str, Any]:
         rows = [(*_own_part(stacks[i]), *_own_line(stacks[i])) for _, i in document["samples"]]
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise InputError(f"{file} is no record of Python stacks: {error!r}") from None
-    table = pd.DataFrame(rows, columns=LINE).assign(ns=_time_around(moments))
+    table = pd.DataFrame(rows, columns=LINE_COLUMNS).assign(ns=_time_around(moments))
     return {
         "rows": line_rows(table, len(each_ms)),
         "ms_per_iteration": sum(each_ms) / max(len(each_ms), 1),
@@ -68,8 +68,8 @@ def sampled_lines(file: Path) -> dict[str, Any]:
 
 
 def line_rows(samples: pd.DataFrame, iterations: int) -> list[dict[str, Any]]:
-    """Samples with the columns :data:`LINE` and ``ns`` added up: ``time_ms`` of an iteration."""
-    table = samples.groupby(LINE)["ns"].sum().reset_index()
+    """Samples with :data:`LINE_COLUMNS` and ``ns`` added up: ``time_ms`` of an iteration."""
+    table = samples.groupby(LINE_COLUMNS)["ns"].sum().reset_index()
     table["time_ms"] = table.pop("ns") / 1e6 / max(iterations, 1)
     return [{str(name): value for name, value in row.items()} for row in table.to_dict("records")]
 
@@ -126,7 +126,7 @@ def with_stacks(host: pd.DataFrame, file: Path) -> tuple[pd.DataFrame, pd.DataFr
         last = seen["end"].iloc[-1]
         host = host[host["start"].lt(last)].assign(end=host["end"].clip(upper=last))
         host["duration"] = host["end"] - host["start"]
-    told = pd.DataFrame([lines[i] for i in samples[:, 1]], columns=LINE[2:])
+    told = pd.DataFrame([lines[i] for i in samples[:, 1]], columns=LINE_COLUMNS[2:])
     told["ns"], told["moment"] = _time_around(samples[:, 0]), samples[:, 0]
     if not len(samples) or len(seen) != len(marks):
         return host.reset_index(drop=True), told.iloc[:0]
@@ -189,7 +189,7 @@ def _stretches(operators: pd.DataFrame, moments: Ints, marks: Ints) -> tuple[Int
 
 def _out_of(outer: Ints, at: Ints) -> Ints:
     """Moments (n,) moved to the end of the operator that they lie in."""
-    row = stretch_at(*outer.T, at)
+    row = stretch_at(outer[:, 0], outer[:, 1], at)
     return np.where(row >= 0, outer[np.maximum(row, 0), 1], at) if len(outer) else at
 
 

@@ -10,7 +10,7 @@ import pandas as pd
 
 from dlrm_core.parts import ITERATION_SPAN
 from dlrm_workbook.ground.arrays import Bools, Ints
-from dlrm_workbook.recordings.foreign import MODULE_PREFIX, PartNames, outermost
+from dlrm_workbook.recordings.foreign import MODULE_PREFIX, PartNames, outermost_marked
 from dlrm_workbook.recordings.marks import STEP_MARK
 from dlrm_workbook.recordings.profile import nearest
 from dlrm_workbook.recordings.repetition import find_iterations
@@ -25,7 +25,7 @@ FEWEST = 3
 CONTAINED = 0.9
 """Share of the launches between the first and the last of them that must lie within them."""
 
-MOST = 0.5
+LEAST_SHARE = 0.5
 """Share of all launches, and of the time of what they launched, that iterations must hold."""
 
 _NUMBER = re.compile(r"\d+")
@@ -87,7 +87,7 @@ def find_steps(host: pd.DataFrame, device: pd.DataFrame, names: PartNames) -> St
     else:
         operator = host["kind"].eq("operator").to_numpy() & host["profile"].eq(0).to_numpy()
         rows = np.flatnonzero(
-            outermost(host["parent"].to_numpy(), operator) == np.arange(len(host))
+            outermost_marked(host["parent"].to_numpy(), operator) == np.arange(len(host))
         )
     return _annotated(host, rows, names) or _repeated(host, launched, rows, names)
 
@@ -108,7 +108,7 @@ def _annotated(host: pd.DataFrame, rows: Ints, names: PartNames) -> Steps | None
             continue
         within = np.searchsorted(launches, [start[0], end[-1]])
         inside = np.searchsorted(launches, end) - np.searchsorted(launches, start)
-        least = max(CONTAINED * (within[1] - within[0]), MOST * len(launches))
+        least = max(CONTAINED * (within[1] - within[0]), LEAST_SHARE * len(launches))
         if (inside > 0).all() and inside.sum() >= least:
             spans = list(zip(start.tolist(), end.tolist(), strict=True))
             preferred = (bool(_STEP_WORDS.search(str(label))), len(start))
@@ -156,7 +156,7 @@ def _is_inner_loop(
     if spans[0][0] == spans[-1][0]:
         return True
     inside = (at >= spans[0][0]) & (at < spans[-1][1])
-    if min(inside.mean(), work[inside].sum() / max(work.sum(), 1)) < MOST:
+    if min(inside.mean(), work[inside].sum() / max(work.sum(), 1)) < LEAST_SHARE:
         return True
     around = host[host["start"].le(spans[0][0]) & host["end"].ge(spans[-1][1])]
     return any(

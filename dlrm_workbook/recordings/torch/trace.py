@@ -28,6 +28,7 @@ from dlrm_workbook.recordings.profile import (
     inclusive_from_exclusive,
     nearest,
 )
+from dlrm_workbook.recordings.torch import RECORDING_VERSION
 from dlrm_workbook.recordings.torch.chrome_trace import (
     STEP_PREFIX,
     Events,
@@ -42,7 +43,7 @@ from dlrm_workbook.recordings.torch.parts import (
     matching,
     own_parts,
 )
-from dlrm_workbook.recordings.torch.shape_work import meaning_of, shape_metrics
+from dlrm_workbook.recordings.torch.shape_work import shape_meaning, shape_metrics
 from dlrm_workbook.recordings.torch.stacks import line_rows, sampled_lines, with_stacks
 from dlrm_workbook.recordings.torch.steps import (
     STEP_LABEL,
@@ -180,7 +181,7 @@ def join_unsteady(names: pd.Series, shapes: pd.Series, iterations: int) -> pd.Se
     return pd.Series(joined[pair], index=shapes.index)
 
 
-METRICS: dict[str, tuple[str, str]] = {
+TRACE_METRICS: dict[str, tuple[str, str]] = {
     "cpu_time_ms": ("ms", "wall time of the span on its CPU thread"),
     "calls": ("", "how often the span was entered"),
     "gpu_time_ms": ("ms", "time of GPU kernels, copies and memory sets, summed over streams"),
@@ -234,9 +235,10 @@ def read_recording(folder: str | Path, parts: Mapping[str, str] | None = None) -
     folder = Path(folder)
     head = load_json(folder / "recording.json")
     version = head.get("format_version") if isinstance(head, dict) else None
-    if version != 1:
+    if version != RECORDING_VERSION:
         raise InputError(
-            f"{folder / 'recording.json'} has format version {version}; this version reads 1"
+            f"{folder / 'recording.json'} has format version {version}; this version reads "
+            f"{RECORDING_VERSION}"
         )
     averages = load_json(folder / "key_averages.json")
     needed = {"name", "shapes", "count", "flops"}
@@ -333,7 +335,7 @@ class _Builder:
         if operations is not None:
             values.append(self.rows("flops", "exclusive", operations, ~np.isnan(operations)))
         names = [*columns, *(["flops"] if operations is not None else [])]
-        said = {name: METRICS.get(name) or meaning_of(name) for name in names}
+        said = {name: TRACE_METRICS.get(name) or shape_meaning(name) for name in names}
         metrics = pd.DataFrame([(name, *said[name], "torch.profiler") for name in names])
         return Profile.build(
             contexts=contexts,
