@@ -19,6 +19,7 @@ import functools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
@@ -56,54 +57,52 @@ class Named:
     hint: bool = False
 
 
-def _any(*words: str) -> re.Pattern[str]:
-    return re.compile("|".join(words), re.IGNORECASE)
+Says = TypeVar("Says", Named, str)
 
 
-_SPOKEN: tuple[tuple[re.Pattern[str], Named], ...] = (
+def _rules(*rules: tuple[str, Says]) -> tuple[tuple[re.Pattern[str], Says], ...]:
+    """Patterns of names and what they say, of which the first that matches counts."""
+    return tuple((re.compile(pattern), says) for pattern, says in rules)
+
+
+def _first(rules: Iterable[tuple[re.Pattern[str], Says]], text: str) -> Says | None:
+    return next((says for pattern, says in rules if pattern.search(text)), None)
+
+
+_SPOKEN = _rules(
     (
-        _any(
-            r"all_?to_?all|all_?2_?all|a2a\b|all_?reduce|all_?gather|reduce_?scatter|nccl|rccl|gloo",
-            r"\bbroadcast\b|broadcast_(coalesced|object)|barrier|data_dist\b|dist_init|dist_data|\bc10d|record_param_comms",
-            r"awaitable|request wait|nowait wait|distributed_?wait|send_recv",
-        ),
+        r"(?i)all_?to_?all|all_?2_?all|a2a\b|all_?reduce|all_?gather|reduce_?scatter|nccl|rccl|gloo|"
+        r"\bbroadcast\b|broadcast_(coalesced|object)|barrier|data_dist\b|dist_init|dist_data|\bc10d|"
+        r"record_param_comms|awaitable|request wait|nowait wait|distributed_?wait|send_recv",
         Named("communication"),
     ),
-    (_any(r"zero_grad|optimi[sz]er|clip_grad|\boptim\b|lr_schedul"), Named("optimizer", "update")),
+    (r"(?i)zero_grad|optimi[sz]er|clip_grad|\boptim\b|lr_schedul", Named("optimizer", "update")),
     (
-        _any(
-            r"copy_batch_to|wait_for_batch|to_device|host_to_device|\bh2d\b|batch_to_gpu",
-            r"pin_memory|prefetch_to",
-        ),
+        r"(?i)copy_batch_to|wait_for_batch|to_device|host_to_device|\bh2d\b|batch_to_gpu|"
+        r"pin_memory|prefetch_to",
         Named("transfer", "forward"),
     ),
     (
-        _any(
-            r"data_?load|load_batch|next_batch|get_batch|make_batch|input_batch|fetch_batch",
-            r"collate|generate_\w*(batch|input|data)|read_batch|\bdata_wait",
-        ),
+        r"(?i)data_?load|load_batch|next_batch|get_batch|make_batch|input_batch|fetch_batch|"
+        r"collate|generate_\w*(batch|input|data)|read_batch|\bdata_wait",
         Named("data", "forward"),
     ),
-    (_any(r"interact|dot_?product_?arch|cross_?net|\bdcn"), Named("interaction")),
+    (r"(?i)interact|dot_?product_?arch|cross_?net|\bdcn", Named("interaction")),
     (
-        _any(r"bot(tom)?_?(mlp|l|model|arch)\b|dense_?(arch|mlp|proj)|bottom_?mlp"),
+        r"(?i)bot(tom)?_?(mlp|l|model|arch)\b|dense_?(arch|mlp|proj)|bottom_?mlp",
         Named("bottom_mlp"),
     ),
-    (_any(r"top_?(mlp|l|model|arch)\b|over_?(arch|mlp)|prediction_?(arch|head)"), Named("top_mlp")),
+    (r"(?i)top_?(mlp|l|model|arch)\b|over_?(arch|mlp)|prediction_?(arch|head)", Named("top_mlp")),
     (
-        _any(
-            r"(?<!get_)loss(?!less)|criterion|cross_?entropy|\bbce|\bauc\b|calibration",
-            r"(?<!sym)(?<!geo)(?<!para)metric",
-        ),
+        r"(?i)(?<!get_)loss(?!less)|criterion|cross_?entropy|\bbce|\bauc\b|calibration|"
+        r"(?<!sym)(?<!geo)(?<!para)metric",
         Named("loss"),
     ),
     # turns queries and keys of an attention by their position, and looks nothing up
-    (_any(r"rotary|\brope\b"), Named("other")),
+    (r"(?i)rotary|\brope\b", Named("other")),
     (
-        _any(
-            r"emb(_|\b|edding|s\b)|sparse_?(arch|feature|lookup)|\bebc\b|pooled|lookup",
-            r"permute_id|id_(score_)?list|split_?table|jagged|\bkjt",
-        ),
+        r"(?i)emb(_|\b|edding|s\b)|sparse_?(arch|feature|lookup)|\bebc\b|pooled|lookup|"
+        r"permute_id|id_(score_)?list|split_?table|jagged|\bkjt",
         Named("embedding"),
     ),
 )
@@ -112,9 +111,9 @@ _SPOKEN: tuple[tuple[re.Pattern[str], Named], ...] = (
 ``metric``: what is computed from the predictions beside the loss (AUC, normalised entropy)
 counts as the loss."""
 
-_PHASES: tuple[tuple[re.Pattern[str], str], ...] = (
-    (_any(r"\bbackward\b|_bwd\b|_bwd_|_bw\b|\bbwd\b|autograd::engine"), "backward"),
-    (_any(r"\bforward\b|_fwd\b|_fwd_|\bfwd\b"), "forward"),
+_PHASES = _rules(
+    (r"(?i)\bbackward\b|_bwd\b|_bwd_|_bw\b|\bbwd\b|autograd::engine", "backward"),
+    (r"(?i)\bforward\b|_fwd\b|_fwd_|\bfwd\b", "forward"),
 )
 
 _FRAMES: dict[str, Named] = {
@@ -133,13 +132,13 @@ _FRAMES: dict[str, Named] = {
 }
 """Python functions of facebookresearch/dlrm, NVIDIA's DLRM and torch, by their whole name."""
 
-_FRAME_FILES: tuple[tuple[re.Pattern[str], Named], ...] = (
-    (re.compile(r"(^|/)torch/(optim/|nn/utils/clip_grad)"), Named("optimizer", "update")),
-    (re.compile(r"(^|/)torch/utils/data/"), Named("data", "forward")),
-    (re.compile(r"(^|/)torch/nn/modules/loss\.py"), Named("loss", "forward")),
-    (re.compile(r"(^|/)torch/nn/modules/sparse\.py"), Named("embedding", "forward")),
-    (re.compile(r"<frozen importlib|^importlib/|/importlib/"), Named(NO_STEP)),
-    (re.compile(r"(^|/)(dlrm_data_pytorch|data_loader_terabyte|data_utils)\.py"), Named("data")),
+_FRAME_FILES = _rules(
+    (r"(^|/)torch/(optim/|nn/utils/clip_grad)", Named("optimizer", "update")),
+    (r"(^|/)torch/utils/data/", Named("data", "forward")),
+    (r"(^|/)torch/nn/modules/loss\.py", Named("loss", "forward")),
+    (r"(^|/)torch/nn/modules/sparse\.py", Named("embedding", "forward")),
+    (r"<frozen importlib|^importlib/|/importlib/", Named(NO_STEP)),
+    (r"(^|/)(dlrm_data_pytorch|data_loader_terabyte|data_utils)\.py", Named("data")),
 )
 """Files of Python functions whose names are too common to tell anything."""
 
@@ -151,76 +150,58 @@ _COLLECTIVES = re.compile(
 _DATA_PARALLEL = re.compile(r"_(pre_forward|post_forward|sync_\w+|distributed_broadcast\w*)$")
 """Methods of DistributedDataParallel that prepare the exchange of gradients or exchange buffers."""
 
-_OPERATORS: tuple[tuple[re.Pattern[str], Named], ...] = (
+_OPERATORS = _rules(
     (
-        re.compile(r"^(c10d::|nccl:|rccl:|gloo:|mpi:|record_param_comms|torch::distributed::)"),
+        r"^(c10d::|nccl:|rccl:|gloo:|mpi:|record_param_comms|torch::distributed::)",
         Named("communication"),
     ),
-    (re.compile(r"^Optimizer\.", re.IGNORECASE), Named("optimizer", "update")),
-    (re.compile(r"^aten::_(fused|foreach)_(adam|sgd|adagrad)", re.I), Named("optimizer", "update")),
-    (re.compile(r"^enumerate\(DataLoader\)"), Named("data", "forward")),
+    (r"(?i)^Optimizer\.", Named("optimizer", "update")),
+    (r"(?i)^aten::_(fused|foreach)_(adam|sgd|adagrad)", Named("optimizer", "update")),
+    (r"^enumerate\(DataLoader\)", Named("data", "forward")),
     (
-        re.compile(r"split_embedding|int_nbit_split|embedding_bounds_check|permute_pooled", re.I),
+        r"(?i)split_embedding|int_nbit_split|embedding_bounds_check|permute_pooled",
         Named("embedding"),
     ),
-    (re.compile(r"^(aten|torchrec)::_?embedding", re.I), Named("embedding", hint=True)),
+    (r"(?i)^(aten|torchrec)::_?embedding", Named("embedding", hint=True)),
     (
-        re.compile(r"^fbgemm::|asynchronous_complete_cumsum|jagged|permute_\d?d?_?sparse", re.I),
+        r"(?i)^fbgemm::|asynchronous_complete_cumsum|jagged|permute_\d?d?_?sparse",
         Named("embedding", hint=True),
     ),
-    (
-        re.compile(r"^aten::\w*(cross_entropy|_loss|loss_)", re.I),
-        Named("loss", hint=True),
-    ),
-    (re.compile(r"attention", re.IGNORECASE), Named("other", hint=True)),
+    (r"(?i)^aten::\w*(cross_entropy|_loss|loss_)", Named("loss", hint=True)),
+    (r"(?i)attention", Named("other", hint=True)),
     # before the model runs, see parts.py: numbers are drawn for a batch
-    (re.compile(r"^aten::(rand|randn|randint|randperm)$"), Named("data", "forward", hint=True)),
-    (
-        re.compile(r"^aten::(bmm|baddbmm|tril_indices|triu_indices)$"),
-        Named("interaction", "", True),
-    ),
-    (re.compile(r"^aten::(linear|addmm|mm|relu_?|sigmoid_?)$"), Named(MLP, "", True)),
+    (r"^aten::(rand|randn|randint|randperm)$", Named("data", "forward", hint=True)),
+    (r"^aten::(bmm|baddbmm|tril_indices|triu_indices)$", Named("interaction", "", True)),
+    (r"^aten::(linear|addmm|mm|relu_?|sigmoid_?)$", Named(MLP, "", True)),
 )
 """Operators. What only hints (``aten::bmm`` in a DLRM) holds where nothing around it knows."""
 
-_NODES: tuple[tuple[re.Pattern[str], str], ...] = (
-    (re.compile(r"embedding|lookup|jagged|pooled|sparsefeature", re.I), "embedding"),
-    (
-        re.compile(r"all_?to_?all|all_?gather|reduce_?scatter|all_?reduce|a2a", re.I),
-        "communication",
-    ),
-    (re.compile(r"loss|crossentropy|binarycross", re.I), "loss"),
-    (re.compile(r"^(bmm|baddbmm|dot\w*interact\w*|interaction\w*|cross\w*)", re.I), "interaction"),
-    (re.compile(r"^(addmm|mm|linear|relu|sigmoid|threshold)$", re.I), MLP),
+_NODES = _rules(
+    (r"(?i)embedding|lookup|jagged|pooled|sparsefeature", "embedding"),
+    (r"(?i)all_?to_?all|all_?gather|reduce_?scatter|all_?reduce|a2a", "communication"),
+    (r"(?i)loss|crossentropy|binarycross", "loss"),
+    (r"(?i)^(bmm|baddbmm|dot\w*interact\w*|interaction\w*|cross\w*)", "interaction"),
+    (r"(?i)^(addmm|mm|linear|relu|sigmoid|threshold)$", MLP),
 )
 """Autograd nodes (their key, see :func:`node_key`) whose own name hints at a part."""
 
-_KERNELS: tuple[tuple[re.Pattern[str], Named], ...] = (
+_KERNELS = _rules(
+    (r"(?i)nccl|rccl|oneccl|mscclpp|nvshmem|all_?reduce_kernel", Named("communication")),
     (
-        re.compile(r"nccl|rccl|oneccl|mscclpp|nvshmem|all_?reduce_kernel", re.I),
-        Named("communication"),
-    ),
-    (
-        re.compile(r"split_embedding\w*|_?embedding_\w*(forward|backward)|rowwise_adagrad", re.I),
+        r"(?i)split_embedding\w*|_?embedding_\w*(forward|backward)|rowwise_adagrad",
         Named("embedding"),
     ),
-    (re.compile(r"EmbeddingBag|embedding_bag", re.I), Named("embedding", hint=True)),
-    (
-        re.compile(r"multi_tensor_apply|FusedAdam|FusedSgd", re.I),
-        Named("optimizer", "update", True),
-    ),
+    (r"(?i)EmbeddingBag|embedding_bag", Named("embedding", hint=True)),
+    (r"(?i)multi_tensor_apply|FusedAdam|FusedSgd", Named("optimizer", "update", True)),
 )
 """Kernels whose name says their part, wherever they were launched from."""
 
-_FUNCTIONS: tuple[tuple[re.Pattern[str], Named], ...] = (
-    (
-        re.compile(r"^(cu|cuda|hip)(Init|GetDeviceCount|(Device)?PrimaryCtxRetain|CtxCreate)"),
-        Named(NO_STEP),
-    ),
+_FUNCTIONS = _rules(
+    (r"^(cu|cuda|hip)(Init|GetDeviceCount|(Device)?PrimaryCtxRetain|CtxCreate)", Named(NO_STEP)),
     # a sparse tensor is the gradient of an embedding table, and is added to it in the update
-    (re.compile(r"\badd_(out_)?dense_sparse"), Named("embedding", "update")),
-    (re.compile(r"wrapper_Sparse(CPU|CUDA|HIP|XPU)_"), Named("embedding")),
-    (re.compile(r"^torch::autograd::Engine::"), Named("", "backward")),
+    (r"\badd_(out_)?dense_sparse", Named("embedding", "update")),
+    (r"wrapper_Sparse(CPU|CUDA|HIP|XPU)_", Named("embedding")),
+    (r"^torch::autograd::Engine::", Named("", "backward")),
 )
 """C++ functions, of which there are many that say nothing."""
 
@@ -327,14 +308,6 @@ def _part(pattern: str, said: str) -> Named:
         raise InputError(f"profiling.parts: {pattern} is {said!r}, {error}") from None
 
 
-def _first(rules: Iterable[tuple[re.Pattern[str], Named]], text: str) -> Named | None:
-    return next((named for pattern, named in rules if pattern.search(text)), None)
-
-
-def _phase(text: str) -> str:
-    return next((phase for pattern, phase in _PHASES if pattern.search(text)), "")
-
-
 def _annotation(name: str, file: str) -> Named | None:
     ours = parse_span(name)
     if ours:
@@ -346,7 +319,7 @@ def _annotation(name: str, file: str) -> Named | None:
         with contextlib.suppress(ValueError):
             return Named(*parse_part(name.removeprefix(PART_PREFIX)))
     words = name.strip("# ")
-    named, phase = _operator(words, ""), _phase(words)
+    named, phase = _operator(words, ""), _first(_PHASES, words) or ""
     if named is None or named.hint:
         named = _first(_SPOKEN, words) or named
     if named is None or named.component == "other":
@@ -362,7 +335,7 @@ def _operator(name: str, file: str) -> Named | None:
 
 
 def _node(key: str) -> Named:
-    component = next((part for pattern, part in _NODES if pattern.search(key)), "")
+    component = _first(_NODES, key) or ""
     return Named(component, "backward", hint=bool(component))
 
 
@@ -381,7 +354,7 @@ def _python(name: str, file: str) -> Named | None:
         return Named("communication") if _COLLECTIVES.match(function) else None
     if re.search(r"(^|/)torch/nn/parallel/distributed\.py$", place):
         return Named("communication") if _DATA_PARALLEL.match(function) else None
-    named = _first(((pattern, n) for pattern, n in _FRAME_FILES), place)
+    named = _first(_FRAME_FILES, place)
     whose = name.rpartition(": ")[2].split(".")
     if named is None and function == "forward" and len(whose) > 1:
         return _module(whose[-2])
@@ -412,9 +385,9 @@ def _function(name: str, file: str) -> Named | None:
     return _node(node) if node is not None else _first(_FUNCTIONS, name)
 
 
-_MODULES: tuple[tuple[re.Pattern[str], Named], ...] = (
-    (re.compile(r"^(Linear|MLP|ReLU|Sigmoid|Perceptron)$"), Named(MLP, "", hint=True)),
-    (re.compile(r"^DistributedDataParallel$|^DLRM"), Named("")),
+_MODULES = _rules(
+    (r"^(Linear|MLP|ReLU|Sigmoid|Perceptron)$", Named(MLP, "", hint=True)),
+    (r"^DistributedDataParallel$|^DLRM", Named("")),
 )
 _BY_KIND: dict[str, Callable[[str, str], Named | None]] = {
     "annotation": _annotation,
