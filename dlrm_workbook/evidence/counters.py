@@ -89,8 +89,8 @@ def without_ours(machine_ms: np.ndarray, process_ms: list[float]) -> list[float]
     """
     lag = MAX_DEBT_TICKS * TICK_MS * (os.cpu_count() or 1)
     rest, left = [], 0.0
-    for busy, own in zip(machine_ms.tolist(), process_ms, strict=True):
-        left = max(left + busy - own, -lag)
+    for busy, process in zip(machine_ms.tolist(), process_ms, strict=True):
+        left = max(left + busy - process, -lag)
         rest.append(max(0.0, left))
         left -= rest[-1]
     return rest
@@ -249,10 +249,10 @@ class IterationCounters:
         moments, tids, used = self._thread_times()
         pool = used[:, [self._kind(tid) == "pool" for tid in tids]].sum(axis=1)
         pool_ms = self._in_iterations(moments, pool) / 1e6
-        known = pool_ms + columns["thread_cpu_ms"]
+        attributed_ms = pool_ms + columns["thread_cpu_ms"]
         columns["pool_cpu_ms"] = pool_ms.tolist()
         columns["other_threads_cpu_ms"] = np.maximum(
-            0.0, columns["process_cpu_ms"] - known
+            0.0, columns["process_cpu_ms"] - attributed_ms
         ).tolist()
         if len(self._system) > 1:
             moments, busy, stolen = np.array(self._system).T
@@ -362,23 +362,23 @@ class IterationCounters:
 
     def _read_last(self) -> None:
         """One reading more, so that every iteration lies between two."""
-        known = len(self._names)
+        before = len(self._names)
         self._due_ms = dict.fromkeys(self._due_ms, 0.0)
         self._read_sparingly(time.perf_counter_ns() / 1e6)
-        if len(self._names) > known:  # is a thread found just now one that stays?
+        if len(self._names) > before:  # is a thread found just now one that stays?
             time.sleep(0.002)
             self._threads.append((time.perf_counter_ns() / 1e6, self._read_clocks()))
 
     def _read_clocks(self) -> dict[int, int]:
-        found = {}
+        clocks = {}
         for tid, clock in list(self._clocks.items()):
             try:
-                found[tid] = time.clock_gettime_ns(clock)
+                clocks[tid] = time.clock_gettime_ns(clock)
             except OSError:  # it has ended
                 del self._clocks[tid]
                 if sum(tid in used for _, used in self._threads[-2:]) < 2:
                     self._fleeting.add(tid)
-        return found
+        return clocks
 
     def _new_threads(self) -> dict[int, int]:
         """Clocks of the threads that were not there before."""

@@ -42,8 +42,8 @@ def iteration_part_times(
         which = int(np.searchsorted(starts, start, side="right")) - 1
         if which < 0 or start >= ends[which]:
             continue
-        own = times.setdefault(part, np.zeros(len(loops)))
-        own[which] += (end - start) / 1e6
+        part_ms = times.setdefault(part, np.zeros(len(loops)))
+        part_ms[which] += (end - start) / 1e6
         while open_parts and open_parts[-1][1] <= start:
             open_parts.pop()
         if open_parts:

@@ -100,9 +100,9 @@ def launching_iteration(profile: Profile, work: pd.DataFrame) -> Ints:
     launched = np.full(len(work), NO_ITERATION, dtype=np.int64)
     order = np.argsort(work["start_ns"].to_numpy(), kind="stable")
     for context, rows in pd.Series(order).groupby(parent[order]):
-        each, rest = divmod(len(rows), len(begun.get(context, ())) or len(rows) + 1)
-        if each and not rest:
-            launched[rows.to_numpy()] = np.repeat(begun[context], each)
+        operations, rest = divmod(len(rows), len(begun.get(context, ())) or len(rows) + 1)
+        if operations and not rest:
+            launched[rows.to_numpy()] = np.repeat(begun[context], operations)
     first, last = (profile.iterations[name].to_numpy() for name in ("start_ns", "end_ns"))
     table = pd.Series(stretch_at(first, last, launched)).where(launched >= 0)
     stream = work["profile"].to_numpy()
@@ -191,14 +191,14 @@ def align_profiles(profile: Profile, other: Profile, begins: Ints, ends: Ints) -
     parts = other.contexts[["component", "phase"]]
     theirs[["component", "phase"]] = parts.loc[theirs["context"]].to_numpy()
     theirs = theirs[theirs["iteration"] != NO_ITERATION].copy()
-    found = _aligned(ours, theirs, begins, ends)
-    if found.reason:
+    alignment = _aligned(ours, theirs, begins, ends)
+    if alignment.reason:
         for table in (ours, theirs):
             # without the arguments of templates and the scopes around the function
             table["key"] = table["key"].str.partition("<")[0].str.rpartition("::")[2]
         by_function = _aligned(ours, theirs, begins, ends)
-        found = found if by_function.reason else by_function
-    return found
+        alignment = alignment if by_function.reason else by_function
+    return alignment
 
 
 def _aligned(ours: pd.DataFrame, theirs: pd.DataFrame, begins: Ints, ends: Ints) -> Alignment:
@@ -207,21 +207,23 @@ def _aligned(ours: pd.DataFrame, theirs: pd.DataFrame, begins: Ints, ends: Ints)
     Args:
         theirs: also ``iteration``, ``component`` and ``phase``.
     """
-    found = ours.assign(iteration=NO_ITERATION, component="other", phase="", matched=False)
+    operations = ours.assign(iteration=NO_ITERATION, component="other", phase="", matched=False)
     if theirs.empty:
-        return Alignment(found, 0.0, 0.0, "torch.profiler's recording has no GPU operation")
+        return Alignment(operations, 0.0, 0.0, "torch.profiler's recording has no GPU operation")
     templates: dict[Any, pd.DataFrame] = {
         stream: _usual_iteration(rows) for stream, rows in theirs.groupby("profile")
     }
-    streams: dict[Any, pd.DataFrame] = dict(iter(found.groupby("profile")))
+    streams: dict[Any, pd.DataFrame] = dict(iter(operations.groupby("profile")))
     for stream, mine in _partners(streams, templates).items():
         rows = _along(streams[mine], templates[stream], begins)
-        found.loc[rows.index, list(rows.columns)] = rows
+        operations.loc[rows.index, list(rows.columns)] = rows
     # what runs while the host is in an iteration was launched in that one or an earlier one
-    at = stretch_at(begins, ends, found["start_ns"].to_numpy())
-    late = (found["iteration"] == NO_ITERATION) & (at >= 0)
-    found.loc[late, "iteration"] = at[late]
-    counted = found[(found["iteration"] != NO_ITERATION) & (found["key"] != MEMORY_SET)]
+    at = stretch_at(begins, ends, operations["start_ns"].to_numpy())
+    late = (operations["iteration"] == NO_ITERATION) & (at >= 0)
+    operations.loc[late, "iteration"] = at[late]
+    counted = operations[
+        (operations["iteration"] != NO_ITERATION) & (operations["key"] != MEMORY_SET)
+    ]
     lasted = (counted["end_ns"] - counted["start_ns"]).clip(lower=0)
     expected = sum((template["key"] != MEMORY_SET).sum() for template in templates.values())
     share = counted["matched"].sum() / max(len(counted), expected * len(begins), 1)
@@ -233,16 +235,16 @@ def _aligned(ours: pd.DataFrame, theirs: pd.DataFrame, begins: Ints, ends: Ints)
             "time, follow in the order of torch.profiler's recording of the same workload; at "
             f"least {LEAST_MATCHED:.0%} of both must"
         )
-        found[["component", "phase"]] = ["other", ""]
-    return Alignment(found, float(share), float(time_share), reason)
+        operations[["component", "phase"]] = ["other", ""]
+    return Alignment(operations, float(share), float(time_share), reason)
 
 
 def _usual_iteration(rows: pd.DataFrame) -> pd.DataFrame:
     """The iteration of a stream whose sequence of operations occurs most, the latest of those."""
-    each = {number: group for number, group in rows.groupby("iteration")}
-    sequences = {number: tuple(group["key"]) for number, group in each.items()}
+    iterations = {number: group for number, group in rows.groupby("iteration")}
+    sequences = {number: tuple(group["key"]) for number, group in iterations.items()}
     count = Counter(sequences.values())
-    return each[max(each, key=lambda number: (count[sequences[number]], number))]
+    return iterations[max(iterations, key=lambda number: (count[sequences[number]], number))]
 
 
 def _partners(ours: dict[int, pd.DataFrame], templates: dict[int, pd.DataFrame]) -> dict[Any, Any]:
@@ -278,9 +280,9 @@ def _next_iteration(
     for later in range(place + 1, len(ours)):
         if ours[later : later + len(mark)] != mark:
             continue
-        found = align(ours[later : later + 2 * length], theirs, int((1 - RECOGNISED) * length))
-        if found:
-            return later, found
+        pairs = align(ours[later : later + 2 * length], theirs, int((1 - RECOGNISED) * length))
+        if pairs:
+            return later, pairs
         tried += 1
         if tried == MOST_TRIED:
             break
@@ -327,11 +329,11 @@ def _along(rows: pd.DataFrame, template: pd.DataFrame, begins: Ints) -> pd.DataF
     part = pd.Series(np.where(matched, pair[np.maximum(twin, 0)], np.nan))
     # no gap is at the end of an iteration, so its neighbours are of the same one
     before, after = part.ffill(), part.bfill()
-    known = matched | ((iteration != NO_ITERATION) & (before == after).to_numpy())
-    told = np.where(known, before.fillna(-1), -1).astype(np.int64)
+    placed = matched | ((iteration != NO_ITERATION) & (before == after).to_numpy())
+    label = np.where(placed, before.fillna(-1), -1).astype(np.int64)
     labels = [*names, ("other", "")]
     result = pd.DataFrame(
-        [labels[number] for number in told.tolist()],
+        [labels[number] for number in label.tolist()],
         columns=["component", "phase"],
         index=rows.index,
     )

@@ -237,7 +237,7 @@ class PartNames:
     """
 
     def __init__(self, parts: Mapping[str, str] | None = None) -> None:
-        self._user = [(_pattern(name), _part(name, said)) for name, said in (parts or {}).items()]
+        self._user = [(_pattern(name), _part(name, part)) for name, part in (parts or {}).items()]
         self.of = functools.cache(self._of)
 
     def says_user(self, name: str) -> bool:
@@ -301,11 +301,11 @@ def _pattern(text: str) -> Callable[[str], re.Match[str] | None]:
     return re.compile(fnmatch.translate(whole), re.IGNORECASE).match
 
 
-def _part(pattern: str, said: str) -> Named:
+def _part(pattern: str, part: str) -> Named:
     try:
-        return Named(*parse_part(said))
+        return Named(*parse_part(part))
     except ValueError as error:
-        raise InputError(f"profiling.parts: {pattern} is {said!r}, {error}") from None
+        raise InputError(f"profiling.parts: {pattern} is {part!r}, {error}") from None
 
 
 def _annotation(name: str, file: str) -> Named | None:
@@ -429,11 +429,11 @@ def node_key(name: str) -> str | None:
         return ACCUMULATE
     if text is name and "autograd" not in name and not re.match(r"\w+Backward\d*$", name):
         return None
-    found = _NODE.search(text)
-    if found is None:
+    match = _NODE.search(text)
+    if match is None:
         # a function of the user's own: named as a class is
         return _key(text) if text is not name else None
-    return _key(found["name"] or found["custom"])
+    return _key(match["name"] or match["custom"])
 
 
 def forward_key(name: str) -> str:

@@ -184,7 +184,7 @@ def command_with_hpctoolkit(
     config = parameters.profiling
     device = resolve_device(parameters.training)
     iterations = config.warmup + config.iterations
-    with tempfile.TemporaryDirectory(prefix="dlrm-processes-") as made:
+    with tempfile.TemporaryDirectory(prefix="dlrm-processes-") as processes_folder:
         asked = replace(config, iterations=iterations)
         measurement = measure_program(
             command,
@@ -192,7 +192,9 @@ def command_with_hpctoolkit(
             device=device.type,
             config=config,
             progress=progress,
-            environment=recording_environment(os.environ, Path(made), asked, times_only=True),
+            environment=recording_environment(
+                os.environ, Path(processes_folder), asked, times_only=True
+            ),
         )
     profile = profile_of_pass(measurement, "times", config.parts)
     assert profile is not None
@@ -265,9 +267,9 @@ class _Session:
         file, output = self.written("logs/auto.yaml", self.parameters), "logs/auto.json"
         command = python_module("dlrm_kernels.embeddings.choose", file, self.folder / output)
         self.run("choosing back ends", "choosing back ends", command, like_measured=True)
-        found = load_json(self.folder / output)
-        self.parameters = self.parameters.with_training(**found["training"])
-        notices: list[str] = found["notices"]
+        choice = load_json(self.folder / output)
+        self.parameters = self.parameters.with_training(**choice["training"])
+        notices: list[str] = choice["notices"]
         return notices
 
     def with_torch(self, name: str = "workload.yaml", recorded: str = "recording") -> Profile:
@@ -373,11 +375,11 @@ class _Session:
         save_frames(measurement, self.folder)
         passes, notices = passes_of(measurement, self.folder, iterations)
         notices += profile.meta.get("notices", [])
-        found = self.evidence(file)
+        evidence = self.evidence(file)
         unprofiled = measurement.unprofiled
         counted = ("counters", "threads_cpu", "counters_cost_ms")
-        missing = found.pop("not_measured", {}) | unprofiled.get("not_measured", {})
-        profile.meta |= information(parameters, device, notices) | found
+        missing = evidence.pop("not_measured", {}) | unprofiled.get("not_measured", {})
+        profile.meta |= information(parameters, device, notices) | evidence
         profile.meta |= {name: unprofiled[name] for name in counted if name in unprofiled}
         profile.meta |= {
             "engine": "hpctoolkit",
@@ -399,8 +401,8 @@ class _Session:
             self.run("the search for evidence", "evidence", command, like_measured=True)
         except InputError as error:
             return {"not_measured": dict.fromkeys(EVIDENCE, str(error))}
-        found: dict[str, Any] = load_json(output)
-        return found
+        evidence: dict[str, Any] = load_json(output)
+        return evidence
 
 
 class _Dialogue:
@@ -469,24 +471,24 @@ def passes_of(
             "dilation": 1.0,
         }
     ]
-    for made in measurement.passes:
+    for measured in measurement.passes:
         passes.append(
             {
-                "name": made.name,
-                "command": " ".join(made.command),
+                "name": measured.name,
+                "command": " ".join(measured.command),
                 "iterations": iterations,
-                "events": list(made.events),
-                "python_frames": made.python_frames,
-                "ms_per_iteration": made.ms_per_iteration,
-                "dilation": made.dilation,
-                "part_dilation": made.part_dilation,
-                "lost_samples": made.lost_samples,
+                "events": list(measured.events),
+                "python_frames": measured.python_frames,
+                "ms_per_iteration": measured.ms_per_iteration,
+                "dilation": measured.dilation,
+                "part_dilation": measured.part_dilation,
+                "lost_samples": measured.lost_samples,
                 # relative, so that a run folder can be moved or mailed
-                "database": os.path.relpath(made.database, folder),
-                "notices": list(made.notices),
+                "database": os.path.relpath(measured.database, folder),
+                "notices": list(measured.notices),
             }
         )
-        notices += [f"pass {made.name}: {notice}" for notice in made.notices]
+        notices += [f"pass {measured.name}: {notice}" for notice in measured.notices]
     return passes, notices
 
 

@@ -114,10 +114,10 @@ def nest(start: Ints, end: Ints, soft: Bools) -> tuple[Ints, Ints, Ints, Ints]:
 
 def self_times(start: Ints, end: Ints, parent: Ints) -> Ints:
     """Time of each span outside its children, ns (n,), for spans that :func:`nest` made."""
-    own = end - start
+    outside = end - start
     inner = parent >= 0
-    np.subtract.at(own, parent[inner], (end - start)[inner])
-    return own
+    np.subtract.at(outside, parent[inner], (end - start)[inner])
+    return outside
 
 
 def innermost(start: Ints, end: Ints, parent: Ints, at: Ints) -> Ints:
@@ -133,8 +133,8 @@ def innermost(start: Ints, end: Ints, parent: Ints, at: Ints) -> Ints:
         return np.full(len(at), -1, dtype=np.int64)
     order = order[np.lexsort((depths(parent)[order], start[order]))]
     # Started last before the moment; if it has ended, one of its ancestors is open.
-    found = np.searchsorted(start[order], at, side="right") - 1
-    span = np.where(found >= 0, order[np.maximum(found, 0)], -1)
+    last_begun = np.searchsorted(start[order], at, side="right") - 1
+    span = np.where(last_begun >= 0, order[np.maximum(last_begun, 0)], -1)
     while (over := (span >= 0) & (end[np.maximum(span, 0)] <= at)).any():
         span[over] = parent[span[over]]
     return span

@@ -115,12 +115,12 @@ def _open_folder(folder: Path, parts: Mapping[str, str] | None) -> Recording:
         for place in (folder / kind, folder):
             if (place / f"{kind}.json").is_file():
                 profile = read(place)
-                for made in profile.meta.get("passes", []):
-                    if made.get("database"):
-                        made["database"] = str(folder.absolute() / str(made["database"]))
+                for measured in profile.meta.get("passes", []):
+                    if measured.get("database"):
+                        measured["database"] = str(folder.absolute() / str(measured["database"]))
                 return Recording(folder, profile)
-            if found := _of_ranks(place, f"{kind}.json"):
-                return of_ranks(folder, {rank: read(at) for rank, at in found})
+            if numbered := _of_ranks(place, f"{kind}.json"):
+                return of_ranks(folder, {rank: read(at) for rank, at in numbered})
     if any((folder / name).is_file() for name in DATABASE_FILES):
         return Recording(folder, profile_from_database(read_database(folder), parts))
     return _several(folder, _files(folder, _traces_in(folder)), parts)
@@ -305,7 +305,7 @@ def _several(path: Path, members: Iterator[_Member], parts: Mapping[str, str] | 
     Raises:
         InputError: there is no trace, one of them cannot be read, or ranks are not distinct.
     """
-    found: dict[int | str, tuple[str, Profile]] = {}
+    profiles: dict[int | str, tuple[str, Profile]] = {}
     others: list[str] = []
     worlds: set[Any] = set()
     for member in members:
@@ -321,31 +321,31 @@ def _several(path: Path, members: Iterator[_Member], parts: Mapping[str, str] | 
         if not isinstance(rank, int):
             named = _RANK.search(PurePosixPath(member.name).name)
             rank = int(named[1]) if named else member.name
-        if rank in found:
+        if rank in profiles:
             raise InputError(
-                f"{path}: {found[rank][0]} and {member.name} are both of rank {rank}; give one "
+                f"{path}: {profiles[rank][0]} and {member.name} are both of rank {rank}; give one "
                 "trace of each rank, or one file"
             )
         events.rank = rank if isinstance(rank, int) else 0
         worlds.add(events.distributed["world_size"])
-        found[rank] = member.name, profile_of(events, parts)
-    if not found:
+        profiles[rank] = member.name, profile_of(events, parts)
+    if not profiles:
         raise InputError(f"{path} holds no trace of torch.profiler")
     cautions = []
     if others:
         listed = ", ".join(others[:5]) + (", ..." if len(others) > 5 else "")
         cautions.append(f"{len(others)} of the files are no traces and were not read: {listed}.")
-    if len(found) == 1:
-        ((_, profile),) = found.values()
+    if len(profiles) == 1:
+        ((_, profile),) = profiles.values()
         cautions += _of_world(1, worlds)
         return Recording(path, profile, cautions=cautions)
-    unknown = [rank for rank in found if isinstance(rank, str)]
+    unknown = [rank for rank in profiles if isinstance(rank, str)]
     if unknown:
         raise InputError(
             f"{path}: {unknown[0]} tells its rank neither inside nor in its name; give one file, "
             "or traces whose names hold rank0, rank1, ..."
         )
-    ranks = {int(rank): found[rank][1] for rank in sorted(found, key=int)}
+    ranks = {int(rank): profiles[rank][1] for rank in sorted(profiles, key=int)}
     cautions += _of_world(len(ranks), worlds)
     return of_ranks(path, ranks, cautions)
 

@@ -241,8 +241,8 @@ class Profile:
         _refuse(parent < -1, "contexts", "'parent' must be a context or −1")
         _refuse(parent >= context, "contexts", "a parent must come before its children")
         _refuse(~self.contexts["kind"].isin(CONTEXT_KINDS), "contexts", "'kind' is unknown")
-        known = set(self.metrics["metric"])
-        _refuse(~self.values["metric"].isin(known), "values", "'metric' is not in table 'metrics'")
+        listed = set(self.metrics["metric"])
+        _refuse(~self.values["metric"].isin(listed), "values", "'metric' is not in table 'metrics'")
         _refuse(~self.values["scope"].isin(SCOPES), "values", f"'scope' must be one of {SCOPES}")
         _refuse(
             self.values["value"].isna(), "values", "'value' must be a number; leave the row out"
@@ -288,10 +288,10 @@ class Profile:
     def _remembered(self, name: str, make: Callable[[], Any]) -> Any:
         """What ``make`` gave when these tables were first asked for it."""
         tables = (self.contexts, self.values, self.trace, self.iterations)
-        known = self._known.get(name)
-        if known is None or any(a is not b for a, b in zip(known[0], tables, strict=True)):
-            known = self._known[name] = (tables, make())
-        return known[1]
+        cached = self._known.get(name)
+        if cached is None or any(a is not b for a, b in zip(cached[0], tables, strict=True)):
+            cached = self._known[name] = (tables, make())
+        return cached[1]
 
     def rows(self, metric: str, scope: str | None = None) -> np.ndarray:
         """Which rows (n,) of ``values`` are of a metric, in one scope or in any."""

@@ -66,15 +66,17 @@ def find_iterations(
     code = codes.astype(np.int64)
     if len(code) < FEWEST_ITERATIONS * FEWEST_LAUNCHES:
         return None
-    found = [pattern for mark in _marks(code) if (pattern := _pattern(code, len(names), mark))]
-    if not found:
+    patterns = [pattern for mark in _marks(code) if (pattern := _pattern(code, len(names), mark))]
+    if not patterns:
         return None
-    most = max(pattern.explained for pattern in found)
-    most_kept = max(pattern.kept.sum() for pattern in found if pattern.explained >= AS_GOOD * most)
+    most = max(pattern.explained for pattern in patterns)
+    most_kept = max(
+        pattern.kept.sum() for pattern in patterns if pattern.explained >= AS_GOOD * most
+    )
     best = min(
         (
             pattern
-            for pattern in found
+            for pattern in patterns
             if pattern.kept.sum() == most_kept and pattern.explained >= REGULAR * most
         ),
         key=lambda pattern: pattern.mark[0],

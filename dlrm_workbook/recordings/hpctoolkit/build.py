@@ -146,7 +146,7 @@ def oversized_binaries(measurements: Path, limit_bytes: int) -> list[Path]:
 
     Read from the ``.hpcrun`` files, so that it is known before hpcstruct starts.
     """
-    found: dict[str, Path] = {}
+    binaries: dict[str, Path] = {}
     named: set[bytes] = set()
     for profile in measurements.glob("*.hpcrun"):
         if profile.stat().st_size == 0:
@@ -159,10 +159,10 @@ def oversized_binaries(measurements: Path, limit_bytes: int) -> list[Path]:
             if path.is_file() and path.stat().st_size > limit_bytes:
                 with path.open("rb") as file:
                     if file.read(4) == b"\x7fELF":
-                        found.setdefault(path.name, path)
+                        binaries.setdefault(path.name, path)
         except (OSError, ValueError):
             continue  # not a path after all
-    return [found[name] for name in sorted(found)]
+    return [binaries[name] for name in sorted(binaries)]
 
 
 def _structure_cache() -> Path | None:

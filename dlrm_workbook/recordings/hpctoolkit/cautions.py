@@ -123,9 +123,9 @@ def overlong_kernels(values: pd.DataFrame, trace: pd.DataFrame) -> dict[int, int
     Returns:
         Index of the row of ``trace`` to its end in nanoseconds.
     """
-    own = values[values["scope"] == "exclusive"]
+    exclusive = values[values["scope"] == "exclusive"]
     time, launches = (
-        own[own["metric"] == name].groupby("context")["value"].sum()
+        exclusive[exclusive["metric"] == name].groupby("context")["value"].sum()
         for name in ("GKER (sec)", "GKER:COUNT")
     )
     ends: dict[int, int] = {}
@@ -156,9 +156,9 @@ def cautions_of(
     serialised: bool,
 ) -> list[str]:
     """Sentences about the times of a recording on a GPU, gravest first."""
-    said = []
+    cautions = []
     if serialised:
-        said.append(
+        cautions.append(
             "Kernels were serialised: PC sampling runs one at a time and makes each launch "
             "slower, so times, idleness and overlap of this recording are distorted. It is for "
             "stall reasons; measure times without it (-e gpu=nvidia)."
@@ -170,7 +170,7 @@ def cautions_of(
         by_trace = float((rows["end_ns"] - rows["start_ns"]).sum()) / 1e6
         metric, count = 1e3 * float(total["GKER (sec)"]), float(total.get("GKER:COUNT", np.nan))
         if abs(len(rows) / count - 1) > DIFFERENT_TIMES:
-            said.append(
+            cautions.append(
                 f"The trace holds {len(rows):,} kernels where {count:,.0f} were launched: it is "
                 "not whole, or not of this run, so busy and idle time and iterations are not to "
                 "be relied on."
@@ -191,13 +191,13 @@ def cautions_of(
                     "launches on average. Times over the whole recording are the metric's; times "
                     "in an iteration, busy and idle time are the trace's."
                 )
-            said.append(
+            cautions.append(
                 f"Two times of the kernels disagree by {abs(by_trace / metric - 1):.0%}: "
                 f"{metric:.1f} ms by the metric (GKER), {by_trace:.1f} ms by the trace: {why}"
             )
-    said += _copy_speed(values)
-    said += _unseen_products(contexts, values)
-    return said
+    cautions += _copy_speed(values)
+    cautions += _unseen_products(contexts, values)
+    return cautions
 
 
 def _copy_speed(values: pd.DataFrame) -> list[str]:

@@ -329,9 +329,9 @@ class DatabaseFile:
         Raises:
             DatabaseError: it starts or runs outside the file.
         """
-        known = self._strings.get(pointer)
-        if known is not None:
-            return known
+        text = self._strings.get(pointer)
+        if text is not None:
+            return text
         limit = self.size - FOOTER_BYTES
         end = self.map.find(b"\0", pointer, limit) if pointer < limit else -1
         if end < 0:

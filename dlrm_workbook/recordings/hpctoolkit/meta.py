@@ -403,10 +403,10 @@ def _read_metrics(file: f4.DatabaseFile) -> tuple[list[Metric], dict[str, str]]:
         ids["metric"] += instances["metric_id"].tolist()
         ids["statistic"] += summaries["metric_id"].tolist()
         metrics.append(Metric(name, scopes, statistics))
-    for kind, found in ids.items():
-        if len(set(found)) != len(found):
+    for kind, numbers in ids.items():
+        if len(set(numbers)) != len(numbers):
             raise file.error(
-                f"it has {len(found)} {kind} ids, of which only {len(set(found))} differ"
+                f"it has {len(numbers)} {kind} ids, of which only {len(set(numbers))} differ"
             )
     types = [enumerated(SCOPE_TYPES, kind) for kind in scope_table["type"].tolist()]
     return metrics, dict(zip(scope_names, types, strict=True))

@@ -121,15 +121,15 @@ def _by_lines(contexts: pd.DataFrame, component: Names, phase: Names) -> None:
     middles = [path(row) for row in begins("interaction")]
     start = nearest(parent, forward & (component == MLP) & (above != MLP))
     for row in begins(MLP):
-        own = path(row)
+        mlp_path = path(row)
         for middle in middles:
-            shared = sum(1 for a, b in zip(own, middle, strict=False) if a == b)
-            if shared == min(len(own), len(middle)):
+            shared = sum(1 for a, b in zip(mlp_path, middle, strict=False) if a == b)
+            if shared == min(len(mlp_path), len(middle)):
                 continue
-            mine, other = own[shared], middle[shared]
+            mine, other = mlp_path[shared], middle[shared]
             if is_line[mine] and is_line[other] and line[mine] != line[other]:
-                told = "bottom_mlp" if line[mine] < line[other] else "top_mlp"
-                component[(component == MLP) & forward & (start == row)] = told
+                which_mlp = "bottom_mlp" if line[mine] < line[other] else "top_mlp"
+                component[(component == MLP) & forward & (start == row)] = which_mlp
                 break
 
 
@@ -141,7 +141,7 @@ def _by_operators(contexts: pd.DataFrame, backward: Bools, component: Names, pha
     spelled = {
         i: [_key("_".join(words[: n + 1])) for n in range(len(words))]
         for i, text in enumerate(texts)
-        if (found := _OPERATOR.match(text)) and (words := found[1].split("_"))
+        if (match := _OPERATOR.match(text)) and (words := match[1].split("_"))
     }
     inside = function & (phase == "forward") & np.isin(component, MODEL_OR_MLP)
     for row in np.flatnonzero(inside & np.isin(number, list(spelled))).tolist():
@@ -154,11 +154,11 @@ def _by_operators(contexts: pd.DataFrame, backward: Bools, component: Names, pha
     unnamed = (component == "other") & (phase == "backward") & (node >= 0)
     for row in np.unique(node[unnamed]).tolist():
         found_key = node_key(names[row]) or ""
-        told = of_operator.get(found_key, set())
+        candidates = of_operator.get(found_key, set())
         if found_key in INTERACTION_NODES:
-            told = told or {"interaction"}
-        if found_key != ACCUMULATE and len(told) == 1:
-            component[unnamed & (node == row)] = next(iter(told))
+            candidates = candidates or {"interaction"}
+        if found_key != ACCUMULATE and len(candidates) == 1:
+            component[unnamed & (node == row)] = next(iter(candidates))
 
 
 def _key(name: str) -> str:
@@ -227,12 +227,12 @@ def by_order(
         if not backward:
             parting |= component == "transfer"
         turn = iteration[mine] * (len(context) + 1) + np.cumsum(parting)[mine]
-        known: dict[tuple[str, ...], list[str]] = {}
+        resolved: dict[tuple[str, ...], list[str]] = {}
         for rows in np.split(mine, np.flatnonzero(np.diff(turn)) + 1):
             names = tuple(component[rows])
-            if names not in known:
-                known[names] = _backward(names) if backward else mlp_by_order(names, False)
-            component[rows] = known[names]
+            if names not in resolved:
+                resolved[names] = _backward(names) if backward else mlp_by_order(names, False)
+            component[rows] = resolved[names]
     return [_part(*pair) for pair in zip(component.tolist(), phase.tolist(), strict=True)]
 
 
@@ -317,8 +317,8 @@ def divide(
     placed = _placed(scope, trace, parts, overlong)
     shares = _shares(placed)
     kept = shares[shares["first"]].set_index("scope")["part"]
-    told = np.flatnonzero(np.isin(scope, kept.index))
-    component[told], phase[told] = zip(*kept[scope[told]], strict=True) if len(told) else OTHER
+    rows = np.flatnonzero(np.isin(scope, kept.index))
+    component[rows], phase[rows] = zip(*kept[scope[rows]], strict=True) if len(rows) else OTHER
     contexts = contexts.assign(component=component, phase=phase)
     copies = shares[~shares["first"]].reset_index(drop=True)
     if copies.empty:
@@ -420,9 +420,9 @@ def _divided_values(
     old = values.rename(columns={"context": "old"})
     old["scope_row"] = scope[old["old"]]
     old = old[old["scope_row"].isin(copies["scope"])]
-    own = old[old["scope"] == "exclusive"]
+    exclusive = old[old["scope"] == "exclusive"]
     shares = copies.rename(columns={"scope": "scope_row"}).reset_index(names="share")
-    moved = own.reset_index(names="row").merge(
+    moved = exclusive.reset_index(names="row").merge(
         shares[["share", "scope_row", "time", "count"]], on="scope_row"
     )
     counted = moved["metric"].map(is_count).to_numpy(dtype=bool)

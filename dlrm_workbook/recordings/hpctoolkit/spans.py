@@ -150,23 +150,23 @@ def _placed(
     if not work["start_ns"].between(begins[0], ends[-1]).any():
         reason = "no GPU operation lies in the time of the iterations: the clocks differ"
     elif isinstance(other, Profile):
-        found = align_profiles(profile, other, begins, ends)
-        reason = found.reason
-        meta["alignment"] = {"share": found.share, "time_share": found.time_share}
+        alignment = align_profiles(profile, other, begins, ends)
+        reason = alignment.reason
+        meta["alignment"] = {"share": alignment.share, "time_share": alignment.time_share}
         if not reason:
             meta["notices"] = [
                 "parts of GPU work come from its order: it was aligned with a torch.profiler "
-                f"recording of the same workload; {found.share:.1%} of the operations of the "
-                f"iterations ({found.time_share:.1%} of their time) have a twin there"
+                f"recording of the same workload; {alignment.share:.1%} of the operations of the "
+                f"iterations ({alignment.time_share:.1%} of their time) have a twin there"
             ]
-            early = _earliest(found.operations, spans, begins)
+            early = _earliest(alignment.operations, spans, begins)
             if early > CLOCKS_APART_NS:
-                said = (
+                caution = (
                     f"GPU operations begin up to {early / 1e6:.1f} ms before the host began the "
                     "part that launched them: the clocks differ, or the parts of GPU work are wrong"
                 )
-                meta["cautions"] = [*meta.get("cautions", []), said]
-            return found.operations
+                meta["cautions"] = [*meta.get("cautions", []), caution]
+            return alignment.operations
     number, how = launched_in(profile, work, begins, ends)
     meta["notices"] = [f"iterations are those of the workload's span log; {how}"]
     meta["not_measured"]["parts of GPU work"] = (
@@ -182,8 +182,8 @@ def _earliest(operations: pd.DataFrame, spans: list[SpanRow], begins: np.ndarray
     parts["iteration"] = np.searchsorted(begins, parts["begun"], side="right") - 1
     keys = ["iteration", "component", "phase"]
     first = parts.groupby(keys)["begun"].min().reset_index()
-    told = operations[operations["matched"]].merge(first, on=keys)
-    return int((told["begun"] - told["start_ns"]).max()) if len(told) else 0
+    matched = operations[operations["matched"]].merge(first, on=keys)
+    return int((matched["begun"] - matched["start_ns"]).max()) if len(matched) else 0
 
 
 def launched_in(
@@ -202,9 +202,9 @@ def launched_in(
     start = work["start_ns"].to_numpy()
     on_gpu = profile.iterations.sort_values("start_ns")
     first = len(begins) - len(on_gpu)
-    own = on_gpu["start_ns"].to_numpy()
-    if len(own) and first >= 0 and (own >= begins[first:] - CLOCKS_APART_NS).all():
-        number = stretch_at(own, on_gpu["end_ns"].to_numpy(), start)
+    gpu_begins = on_gpu["start_ns"].to_numpy()
+    if len(gpu_begins) and first >= 0 and (gpu_begins >= begins[first:] - CLOCKS_APART_NS).all():
+        number = stretch_at(gpu_begins, on_gpu["end_ns"].to_numpy(), start)
         how = "GPU work counts to them by the repeating sequence of its launches"
         return np.where(number >= 0, number + first, NO_ITERATION), how
     how = (
@@ -312,14 +312,14 @@ def _sampled_functions(
     sampled = (counted["profile"] * count + counted["function"]).unique()
     parent = profile.contexts["parent"].to_numpy()
     thread = values["profile"].to_numpy() * count
-    found = function[values["context"].to_numpy()]
-    searched = np.flatnonzero(~np.isin(thread + found, sampled))
+    functions = function[values["context"].to_numpy()]
+    searched = np.flatnonzero(~np.isin(thread + functions, sampled))
     while len(searched):
-        above = parent[found[searched]]
-        found[searched] = np.where(above >= 0, function[np.maximum(above, 0)], -1)
-        searched = searched[found[searched] >= 0]
-        searched = searched[~np.isin(thread[searched] + found[searched], sampled)]
-    return found
+        above = parent[functions[searched]]
+        functions[searched] = np.where(above >= 0, function[np.maximum(above, 0)], -1)
+        searched = searched[functions[searched] >= 0]
+        searched = searched[~np.isin(thread[searched] + functions[searched], sampled)]
+    return functions
 
 
 class _Layout:
@@ -354,15 +354,15 @@ class _Layout:
             self.part_node.append(count)
             rows = used.loc[used["part"] == number, "context"].to_numpy()
             kept = _with_ancestors(rows, parent) & ~skipped
-            own = count + 1  # the interpreter's frames, one node
-            nearest, first = self._merged(kept, own)
+            interpreter = count + 1  # the interpreter's frames, one node
+            nearest, first = self._merged(kept, interpreter)
             frames.append(_node("annotation", name, iteration, component, phase))
             frames.append(_node("python", "Python interpreter", count, component, phase))
             copied = self.old.iloc[first].assign(component=component, phase=phase)
             copied["parent"] = nearest[parent[first]]
             frames.append(copied)
             self.row[number] = nearest
-            count = own + 1 + len(first)
+            count = interpreter + 1 + len(first)
         contexts = pd.concat(frames, ignore_index=True)
         contexts["context"] = np.arange(len(contexts))
         self.contexts = typed("contexts", contexts)
@@ -377,17 +377,17 @@ class _Layout:
         columns = ["kind", "name", "file", "line", "module"]
         what = list(self.old[columns].itertuples(index=False, name=None))
         place = [interpreter] * len(parent)
-        known: dict[tuple[int, tuple[str, ...]], int] = {}
+        numbers: dict[tuple[int, tuple[str, ...]], int] = {}
         first: list[int] = []
         keep = kept.tolist()
         for row, above in enumerate(parent):
             at = place[above] if above >= 0 else interpreter
             if keep[row]:
                 key = (at, what[row])
-                if key not in known:
+                if key not in numbers:
                     first.append(row)
-                    known[key] = interpreter + len(first)
-                at = known[key]
+                    numbers[key] = interpreter + len(first)
+                at = numbers[key]
             place[row] = at
         return np.array(place), first
 
@@ -433,7 +433,7 @@ class _Layout:
             (main, log.start, log.end, part_nodes, 1),
             (main, log.loop_start, log.loop_end, self.iteration, 0),
         )
-        frames = [pd.DataFrame(dict(zip(columns, each, strict=True))) for each in intervals]
+        frames = [pd.DataFrame(dict(zip(columns, cells, strict=True))) for cells in intervals]
         return pd.concat(frames).sort_values(["profile", "start_ns", "depth"], ignore_index=True)
 
 

@@ -233,16 +233,16 @@ def _timeline(
     trace["context"] = _measured_twins(contexts, values)[trace["context"].to_numpy()]
     overlong = overlong_kernels(values, trace)
     work = work_on_gpus(trace, threads)
-    found = find_iterations(*(work[name].to_numpy() for name in ("start_ns", "end_ns", "context")))
-    if not found:
+    spans = find_iterations(*(work[name].to_numpy() for name in ("start_ns", "end_ns", "context")))
+    if not spans:
         why += ", and no sequence of launches on the GPU repeats" if len(work) else ""
         return _Timeline(trace, overlong, None, [], {"iterations": why})
-    iterations = pd.DataFrame(found, columns=["start_ns", "end_ns"])
+    iterations = pd.DataFrame(spans, columns=["start_ns", "end_ns"])
     notice = (
-        f"no iteration is marked in this database: {len(found)} were found from the "
+        f"no iteration is marked in this database: {len(spans)} were found from the "
         "repeating sequence of launches on the GPU"
     )
-    iterations["iteration"] = np.arange(len(found))
+    iterations["iteration"] = np.arange(len(spans))
     return _Timeline(trace, overlong, iterations, [notice], {})
 
 
@@ -343,7 +343,7 @@ def held_threads(database: Database) -> list[Thread]:
     """
     lines = {line.profile: line for line in database.traces}
     times = [
-        [name for name, known in database.canonical.items() if known == chief]
+        [name for name, canonical in database.canonical.items() if canonical == chief]
         for chief in (*GPU_TIMES, *CPU_TIMES)
     ]
 
@@ -377,29 +377,29 @@ def _left_out(
     kinds = [thread.kind for thread in database.threads]
     held_kinds = [thread.kind for thread in held]
     counts = {kind: kinds.count(kind) - held_kinds.count(kind) for kind in THREAD_KINDS}
-    said, each = [], "`dlrm database DATABASE --json`"
+    cautions, command = [], "`dlrm database DATABASE --json`"
     if streams := counts["gpu_stream"]:
-        said.append(
+        cautions.append(
             f"{streams:,} of {kinds.count('gpu_stream'):,} GPU streams, those with the least "
             "work, are not in the timeline: the GPU may have been less idle than it says. "
-            f"{each} lists them."
+            f"{command} lists them."
         )
     if not (threads := counts["cpu_thread"]):
-        return [], {"left_out": counts} if said else {}, said
+        return [], {"left_out": counts} if cautions else {}, cautions
     cpu = [thread.profile for thread in held if thread.kind == "cpu_thread"]
-    own = values[values["metric"].eq("cpu_time_ms") & values["profile"].isin(cpu)]
-    time = own[own["scope"].eq("exclusive")].groupby("profile")["value"].sum().to_dict()
+    cpu_times = values[values["metric"].eq("cpu_time_ms") & values["profile"].isin(cpu)]
+    time = cpu_times[cpu_times["scope"].eq("exclusive")].groupby("profile")["value"].sum().to_dict()
     # not the sum, which is of no thread and may have the most time
     main_thread = max(cpu, key=lambda profile: time.get(profile, 0.0))
-    said.append(
+    cautions.append(
         f"The {len(cpu):,} busiest of {kinds.count('cpu_thread'):,} CPU threads stand here one by "
         f"one. The others ({counted(threads, 'thread')}) stand here as one, with the sum of what "
-        f"was measured of them and without a timeline. {each} has the sums of each thread."
+        f"was measured of them and without a timeline. {command} has the sums of each thread."
     )
     # no profile of the file has this number
     name, number = counted(threads, "other thread"), len(database.profiles)
     others = Thread(number, "cpu_thread", name, -1, -1)
-    return [others], {"left_out": counts, "main_thread": main_thread}, said
+    return [others], {"left_out": counts, "main_thread": main_thread}, cautions
 
 
 def _by_thread(
@@ -416,13 +416,13 @@ def _by_thread(
         index, row, whole = index[:0], row[:0], whole[:0]
     key, left = index * len(database.tree) + row, whole.copy()
     for thread in held:
-        found = database.inclusive_values(thread.profile)
-        yield thread.profile, found
+        inclusive = database.inclusive_values(thread.profile)
+        yield thread.profile, inclusive
         if len(key):
-            theirs = found[0] * len(database.tree) + found[1]
+            theirs = inclusive[0] * len(database.tree) + inclusive[1]
             place = np.minimum(np.searchsorted(key, theirs), len(key) - 1)
-            known = key[place] == theirs  # cautions say it where the sum lacks a context
-            left[place[known]] -= found[2][known]
+            in_sum = key[place] == theirs  # cautions say it where the sum lacks a context
+            left[place[in_sum]] -= inclusive[2][in_sum]
     if len(key):
         more = np.abs(left) > LEFT_TO_THE_SUM * np.abs(whole)
         yield len(database.profiles), (index[more], row[more], left[more])
@@ -449,7 +449,7 @@ def _values(
             "unit": SHARED_METRICS[name][0] if name in standard else unit_of(name),
             "meaning": SHARED_METRICS[name][1] if name in standard else meaning_of(name),
             "source": "HPCToolkit "
-            + ", ".join(each for source in sources[name] for each in present[source]),
+            + ", ".join(listed for source in sources[name] for listed in present[source]),
         }
         for name in order
     ]
@@ -490,7 +490,7 @@ def _values(
             "value": value,
         }
     )
-    several = [name for name in order if sum(len(present[each]) for each in sources[name]) > 1]
+    several = [name for name in order if sum(len(present[listed]) for listed in sources[name]) > 1]
     if several:  # several inputs of one standard metric meet in one row
         mixed = table["metric"].isin(several)
         groups = table[mixed].groupby(columns[:-1], sort=False, observed=True)
@@ -548,8 +548,8 @@ SLEEPS_AFTER = 5
 
 def _time_of_samples(database: Database, values: pd.DataFrame) -> dict[int, int]:
     """Nanoseconds of processor time behind a sample, for each thread that was sampled."""
-    own = values[(values["metric"] == "cpu_time_ms") & (values["scope"] == "exclusive")]
-    time = (own.groupby("profile")["value"].sum() * 1e6).to_dict()
+    exclusive = values[(values["metric"] == "cpu_time_ms") & (values["scope"] == "exclusive")]
+    time = (exclusive.groupby("profile")["value"].sum() * 1e6).to_dict()
     lines = [line for line in database.traces if time.get(line.profile, 0) > 0]
     counts = {line.profile: int((line.context != 0).sum()) for line in lines}
     return {p: int(time[p] / count) for p, count in counts.items() if count}

@@ -52,7 +52,7 @@ class ThreadProfile:
         number: int,
         block: dict[str, int],
         identifiers: tuple[Identifier, ...],
-        known: Bools,
+        listed: Bools,
     ) -> None:
         what = f"profile {number}"
         self.number = number
@@ -60,7 +60,7 @@ class ThreadProfile:
         self.identifiers = identifiers
         self.count = block["value_count"]
         self._file = file
-        self._known = known
+        self._known = listed
         self._values_at = block["values"]
         self._index_at, self._index_count = block["index"], block["index_count"]
         file.table(f4.PROFILE_VALUE, self._values_at, self.count, what=f"the values of {what}")
@@ -107,8 +107,8 @@ class ThreadProfile:
 
     def check(self, metric: Ints) -> None:
         """Refuse metric ids that ``meta.db`` does not list."""
-        known = self._known
-        wrong = ~known[np.minimum(metric, len(known) - 1)] | (metric >= len(known))
+        listed = self._known
+        wrong = ~listed[np.minimum(metric, len(listed) - 1)] | (metric >= len(listed))
         if wrong.any():
             raise self._file.error(
                 f"profile {self.number} has values of metric id {int(metric[np.argmax(wrong)])}, "
@@ -193,7 +193,7 @@ def read_profiles(
     if not len(table):
         raise file.error("it lists no profiles, and the summary profile is always there")
     _refuse_overlap(file, table, f4.PROFILE_VALUE, f4.PROFILE_INDEX)
-    known, known_statistics = _listed(metric_ids), _listed(statistic_ids)
+    metrics, statistics = _listed(metric_ids), _listed(statistic_ids)
     profiles = []
     identities: dict[int, tuple[Identifier, ...]] = {0: ()}
     most = len(file.sections["IdTuples"]) // f4.IDENTIFIER.size + 1
@@ -206,7 +206,7 @@ def read_profiles(
             most -= len(identities[pointer])
             if most < 0:
                 raise file.error("it has more identifiers than its identifier section has room for")
-        ids = known_statistics if block["flags"] & 1 else known
+        ids = statistics if block["flags"] & 1 else metrics
         profiles.append(ThreadProfile(file, number, block, identities[pointer], ids))
     if not profiles[0].summary:
         raise file.error("its first profile is not marked as the summary of the run")

@@ -105,8 +105,8 @@ def _traced(line: TraceLine) -> dict[str, Any]:
 
 def _counts(values: Ints, names: Callable[[Ints], list[str]]) -> dict[str, int]:
     """How often each value occurs, by its name, in alphabetical order."""
-    found, number = np.unique(values, return_counts=True)
-    return dict(sorted(zip(names(found), number.tolist(), strict=True)))
+    distinct, number = np.unique(values, return_counts=True)
+    return dict(sorted(zip(names(distinct), number.tolist(), strict=True)))
 
 
 def _named_sums(profile: Any, names: dict[int, str]) -> dict[str, float]:
@@ -157,9 +157,9 @@ def functions_table(database: Database, metric: str) -> pd.DataFrame:
 
     Columns: ``function``, ``module``, ``value`` (unit of the metric), ``share_percent``.
     """
-    own = database.self_column(metric)
+    exclusive = database.self_column(metric)
     owner = nearest(database.tree.parent, database.tree.lexical_type == FUNCTION)
-    by_row = pd.DataFrame({"owner": owner, "value": own})
+    by_row = pd.DataFrame({"owner": owner, "value": exclusive})
     by_row = by_row[by_row["value"] != 0].groupby("owner")[["value"]].sum().reset_index()
     names, modules = [*database.names, "<outside every function>"], [*database.meta.modules, ""]
     # of row -1 and function -1, which are none, the last
@@ -169,7 +169,7 @@ def functions_table(database: Database, metric: str) -> pd.DataFrame:
     by_row["function"] = [names[row] for row in rows]
     by_row["module"] = [modules[module_of[function_of[row]]] for row in rows]
     table = by_row.groupby(["function", "module"])[["value"]].sum().reset_index()
-    total = own.sum()
+    total = exclusive.sum()
     table["share_percent"] = 100 * table["value"] / total if total else 0.0
     return table.sort_values("value", ascending=False, kind="stable").reset_index(drop=True)
 
@@ -217,10 +217,10 @@ def database_summary(database: Database) -> str:
     for thread in database.threads:
         profile = database.profiles[thread.profile]
         total = database.root(thread.profile)
-        own = ", ".join(f"{name} {total[name]:.6g}" for name in CHIEF_METRICS if name in total)
+        times = ", ".join(f"{name} {total[name]:.6g}" for name in CHIEF_METRICS if name in total)
         lines.append(
             f"  {thread.name:28} {profile.count} values, {traced.get(thread.profile, 0)} trace "
-            f"samples{'; ' + own if own else ''}"
+            f"samples{'; ' + times if times else ''}"
         )
     chief = next((name for name in CHIEF_METRICS if name in root), None) or next(iter(root), None)
     if chief is not None:
@@ -237,9 +237,9 @@ def database_summary(database: Database) -> str:
 
 def database(arguments: argparse.Namespace) -> int:
     """Print the facts of a database as JSON, or a summary for people."""
-    found = read_database(arguments.path)
+    opened = read_database(arguments.path)
     if arguments.json:
-        print(json.dumps(database_facts(found), indent=1, sort_keys=True))
+        print(json.dumps(database_facts(opened), indent=1, sort_keys=True))
     else:
-        print(database_summary(found))
+        print(database_summary(opened))
     return 0

@@ -181,7 +181,7 @@ class Events:
         """What a profile's ``meta`` says of the trace: its GPUs, ranks, clock and cautions."""
         names = pd.Series(self.host["name"].unique(), dtype=object)
         steps = self.host["name"].isin(names[names.str.startswith(STEP_PREFIX)])
-        found: dict[str, Any] = {
+        facts: dict[str, Any] = {
             "devices": self.devices,
             "distributed": self.distributed,
             "clock_ns": self.clock_ns,
@@ -191,13 +191,15 @@ class Events:
         }
         if self.launched_before is not None:
             count, spent = self.launched_before
-            found["launched_before_trace"] = {"count": count, "time_ms": spent / 1e6}
-        own = self.marks[self.marks["name"].isin(PROFILERS_OWN) & self.marks["kind"].eq("overhead")]
-        if len(own):
-            found["profiler_overhead"] = own[["name", "start", "end"]].to_dict("list")
+            facts["launched_before_trace"] = {"count": count, "time_ms": spent / 1e6}
+        overhead = self.marks[
+            self.marks["name"].isin(PROFILERS_OWN) & self.marks["kind"].eq("overhead")
+        ]
+        if len(overhead):
+            facts["profiler_overhead"] = overhead[["name", "start", "end"]].to_dict("list")
         if len(self.device) and self.devices:
-            found["device_name"] = self.devices[0]["name"]
-        return found
+            facts["device_name"] = self.devices[0]["name"]
+        return facts
 
 
 def read_events(path: Path, file: IO[bytes] | None = None, packed_bytes: int = 0) -> Events:
@@ -336,8 +338,8 @@ def _integers(column: tuple[Any, ...]) -> Ints:
     integers = _array(column, np.int64)
     if integers is None:
         numbers = _floats(column)
-        known = np.isfinite(numbers) & (np.abs(numbers) < 2.0**63)
-        integers = np.where(known, np.where(known, numbers, 0), -1).astype(np.int64)
+        finite = np.isfinite(numbers) & (np.abs(numbers) < 2.0**63)
+        integers = np.where(finite, np.where(finite, numbers, 0), -1).astype(np.int64)
     return integers
 
 
@@ -347,9 +349,9 @@ def _times(column: tuple[Any, ...]) -> tuple[Ints, Floats]:
     if values is not None and values.dtype == np.int64:
         return values, np.zeros(len(values))
     numbers = _floats(column)
-    known = np.isfinite(numbers) & (np.abs(numbers) < 2.0**62)
-    whole = np.floor(np.where(known, numbers, 0))
-    return np.where(known, whole, NO_TIME).astype(np.int64), np.where(known, numbers - whole, 0)
+    finite = np.isfinite(numbers) & (np.abs(numbers) < 2.0**62)
+    whole = np.floor(np.where(finite, numbers, 0))
+    return np.where(finite, whole, NO_TIME).astype(np.int64), np.where(finite, numbers - whole, 0)
 
 
 _TIMED = {"start": "time", "duration": "time", "line": "number", "name": "number"}
@@ -525,9 +527,9 @@ class _Walk:
             line = visible(f"{event['pid']}/{event['tid']}")
             self.names[line] = visible(str(event["args"]["name"]))
         elif name in ("process_name", "process_labels"):
-            said = [self.processes.get(str(event["pid"]), ""), *event["args"].values()]
+            words = [self.processes.get(str(event["pid"]), ""), *event["args"].values()]
             self.processes[str(event["pid"])] = " ".join(
-                visible(str(word)) for word in said if word
+                visible(str(word)) for word in words if word
             )
 
     # ---- columns to tables ----------------------------------------------------------
@@ -639,10 +641,10 @@ class _Walk:
         size = self.device.column("bytes").astype(float)
         bandwidth = self.device.column("bandwidth").astype(float)
         duration = whole + fraction
-        known = (bandwidth > 0) & np.isfinite(bandwidth) & (size > 0) & (duration > 0)
-        if known.any():
+        usable = (bandwidth > 0) & np.isfinite(bandwidth) & (size > 0) & (duration > 0)
+        if usable.any():
             # GB/s are bytes a nanosecond
-            factor = float(np.median(size[known] / bandwidth[known] / duration[known]))
+            factor = float(np.median(size[usable] / bandwidth[usable] / duration[usable]))
             return 0.5 < factor < 2, "its copies' sizes and bandwidths agree with that alone"
         starts = [rows.column("start")[0] for rows in (self.host, self.device)]
         first = [int(start[start > 0].min()) for start in starts if (start > 0).any()]
@@ -712,15 +714,15 @@ def _leave_out_strays(frames: list[pd.DataFrame], cautions: _Cautions) -> None:
         gaps = np.diff(start[first:last])
         widest = int(gaps.argmax())
         rest = int(start[last - 1] - start[first]) - int(gaps[widest])
-        before, behind = widest + 1, last - first - widest - 1
+        before, after = widest + 1, last - first - widest - 1
         if gaps[widest] < max(10 * rest, STRAY_NS):
             break
-        if min(before, behind) > max(1, (last - first) // 100):
+        if min(before, after) > max(1, (last - first) // 100):
             break
-        if before < behind:
+        if before < after:
             first += before
         else:
-            last -= behind
+            last -= after
     if last - first < len(start):
         low, high = start[first], start[last - 1]
         for frame in frames:

@@ -217,11 +217,11 @@ class _Watch:
         from dlrm_workbook.recordings.torch.session import rank_of_process
 
         rank, world = rank_of_process()
-        known = {
+        facts = {
             "pid": os.getpid(),
             "argv": sys.orig_argv,
             "rank": rank,
             "world": world,
             "steps": self.steps,
         }
-        write_json(Path(self.asked["folder"]) / f"{os.getpid()}.json", known | self.state)
+        write_json(Path(self.asked["folder"]) / f"{os.getpid()}.json", facts | self.state)

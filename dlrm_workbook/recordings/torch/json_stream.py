@@ -149,11 +149,11 @@ class EventStream:
 
     def _repair(self, text: str, at: int) -> tuple[int, dict[str, Any] | None]:
         """(where an invalid event ends, the event if it could be repaired)."""
-        found = _NEXT_EVENT.search(text, at) or _LAST_EVENT.search(text, at)
-        if found is None:
+        boundary = _NEXT_EVENT.search(text, at) or _LAST_EVENT.search(text, at)
+        if boundary is None:
             self._at = at
             raise self._refusal()
-        end = found.start() + 1
+        end = boundary.start() + 1
         event = text[at:end]
         event = _NAME.sub(lambda name: name[1] + _QUOTE.sub(r"\"", name[2]) + name[3], event)
         event = _ODD_ESCAPE.sub(r"\\\\", _ODD_NUMBER.sub(r"\1NaN", event))

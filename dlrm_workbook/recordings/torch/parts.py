@@ -124,10 +124,10 @@ def own_parts(host: pd.DataFrame) -> tuple[Names, Names]:
         given[asked] = np.where(inside >= 0, ranges[inside], -1)
         root = nearest(parent, parent < 0)
         source = np.where(source >= 0, source, given[root])
-    known = np.append(code, len(names))[source]  # row −1 is the one appended
+    label = np.append(code, len(names))[source]  # row −1 is the one appended
     component = np.array([p[0] if p else "other" for p in part] + ["other"], dtype=object)
     phase = np.array([p[1] if p else "" for p in part] + [""], dtype=object)
-    return component[known], phase[known]
+    return component[label], phase[label]
 
 
 def foreign_parts(
@@ -166,9 +166,10 @@ def foreign_parts(
         _fill_between(spans, component, phase, hinted, forward, iterations)
     # what is no part of a DLRM is a part by its module; so are tables of tokens
     if within.any():
-        told = ["other", MLP] if spans.recommends else NO_RECOMMENDER
-        own = np.isin(component, told) & (within | (component == "embedding"))
-        component[own], hinted[own] = np.where(within, spans.modules, "other")[own], True
+        vague = ["other", MLP] if spans.recommends else NO_RECOMMENDER
+        by_module = np.isin(component, vague) & (within | (component == "embedding"))
+        component[by_module] = np.where(within, spans.modules, "other")[by_module]
+        hinted[by_module] = True
     _backward(spans, component, hinted, iterations)
     component[_seeds(spans, component, phase, forward)] = "loss"
     phase = np.where((phase == "") & (spans.node >= 0), "backward", phase)
@@ -246,17 +247,17 @@ class _Spans:
         above = np.append(nearest(self.parent, called), -1)[self.parent]
         path: dict[int, tuple[str, ...]] = {-1: ()}
         for row in np.flatnonzero(called).tolist():
-            own, outer = classes[self.code[row]], path[int(above[row])]
-            path[row] = outer if own in _HOLDERS else (*outer, own)
-        paths = {found for found in path.values() if found}
-        models = {found[0] for found in paths}
+            called_class, outer = classes[self.code[row]], path[int(above[row])]
+            path[row] = outer if called_class in _HOLDERS else (*outer, called_class)
+        paths = {class_path for class_path in path.values() if class_path}
+        models = {class_path[0] for class_path in paths}
         depth = {model: deepest_level(p for p in paths if p[0] == model) for model in models}
-        groups = {found: found[: depth[found[0]]] for found in paths}
+        groups = {class_path: class_path[: depth[class_path[0]]] for class_path in paths}
         shared = Counter(group[1:] or group for group in set(groups.values()))
         named = np.full(len(self.code), "", dtype=object)
-        for row, found in path.items():
-            if found:
-                group = groups[found]
+        for row, class_path in path.items():
+            if class_path:
+                group = groups[class_path]
                 alone = len(group) > 1 and shared[group[1:]] == 1
                 named[row] = ".".join(group[1:] if alone else group)
         return named
@@ -350,12 +351,12 @@ def _mlps(
         others = forward & np.isin(component, ["embedding", "loss", "optimizer", "data"])
         begins = np.sort(np.concatenate([begins, spans.start[others]]))
     meets = np.sort(spans.start[forward & (component == "interaction") & (phase != "backward")])
-    told = component.copy()
+    named = component.copy()
     if not len(meets):
-        return told
+        return named
     after = _follows(meets, begins, spans.start[here])
-    told[here] = np.where(after, "top_mlp", "bottom_mlp")
-    return told
+    named[here] = np.where(after, "top_mlp", "bottom_mlp")
+    return named
 
 
 def _follows(events: Ints, begins: Ints, at: Ints) -> Bools:
@@ -384,16 +385,16 @@ def _fill_between(
     Both must be of the same forward pass, on the same thread. Changes all three columns.
     """
     passing = forward & np.isin(phase, ["", "forward"])
-    known = np.flatnonzero(passing & np.isin(component, MODEL))
+    with_part = np.flatnonzero(passing & np.isin(component, MODEL))
     unknown = passing & (component == "other")
     outer = outermost_marked(spans.parent, unknown & spans.operator)
     asked = np.flatnonzero(unknown & (outer >= 0))
-    if not len(known) or not len(asked):
+    if not len(with_part) or not len(asked):
         return
     begins = spans.pass_begins(iterations)
     at = spans.start[outer[asked]]
     for profile in np.unique(spans.profile[asked]):
-        rows = known[spans.profile[known] == profile]
+        rows = with_part[spans.profile[with_part] == profile]
         rows = rows[np.argsort(spans.start[rows], kind="stable")]
         chosen = spans.profile[asked] == profile
         if not len(rows):
@@ -406,11 +407,11 @@ def _fill_between(
             begins, spans.start[after], side="right"
         )
         first, last = component[before], component[after]
-        told = np.where(inner & (first == last), first, "other")
+        guess = np.where(inner & (first == last), first, "other")
         for (one, other), part in BETWEEN.items():
-            told[inner & (first == one) & (last == other)] = part
-        component[asked[chosen]] = told
-        hinted[asked[chosen]] = told != "other"
+            guess[inner & (first == one) & (last == other)] = part
+        component[asked[chosen]] = guess
+        hinted[asked[chosen]] = guess != "other"
 
 
 def _backward(
@@ -426,9 +427,9 @@ def _backward(
         return
     twin = _forward_twins(spans, nodes, iterations)
     of_twin = np.where(twin >= 0, component[np.maximum(twin, 0)], "other")
-    own = component[nodes]
-    named = ~hinted[nodes] & (own != "other")
-    part = np.where(named | np.isin(of_twin, ["other", MLP]), own, of_twin)
+    node_part = component[nodes]
+    named = ~hinted[nodes] & (node_part != "other")
+    part = np.where(named | np.isin(of_twin, ["other", MLP]), node_part, of_twin)
     accumulates = np.array([key == ACCUMULATE for key in spans.key], dtype=bool)[spans.code[nodes]]
     follows = (part == "other") & (accumulates | (twin < 0))
     order = np.lexsort((spans.start[nodes], spans.profile[nodes]))
@@ -474,7 +475,7 @@ def _forward_twins(spans: _Spans, nodes: Ints, iterations: Sequence[tuple[int, i
         }
     )
     of_node = of_node[of_node["sequence"] >= 0]
-    made = pd.DataFrame(
+    candidates = pd.DataFrame(
         {
             "row": numbered,
             "profile": spans.profile[numbered],
@@ -482,8 +483,8 @@ def _forward_twins(spans: _Spans, nodes: Ints, iterations: Sequence[tuple[int, i
             "forward_key": spans.keys(numbered, keys),
         }
     )
-    made = made.groupby(["profile", "sequence"]).tail(MOST_ALIKE)
-    pairs = of_node.merge(made, on="sequence")
+    candidates = candidates.groupby(["profile", "sequence"]).tail(MOST_ALIKE)
+    pairs = of_node.merge(candidates, on="sequence")
     pairs = pairs[spans.start[pairs["row"]] <= spans.start[nodes[pairs["node"]]]]
     pairs["alike"] = pairs["key"] == pairs["forward_key"]
     # a node's number is of one forward thread; which one, the names tell
@@ -503,7 +504,7 @@ def _best_twins(pairs: pd.DataFrame, count: int) -> Ints:
 
 def _twins_by_flow(spans: _Spans, nodes: Ints, forward: Ints, keys: Sequence[str]) -> Ints:
     """As :func:`_forward_twins`: a flow leads from an operator to a node."""
-    made = pd.DataFrame(
+    candidates = pd.DataFrame(
         {
             "row": forward,
             "forward": spans.start[forward],
@@ -511,7 +512,7 @@ def _twins_by_flow(spans: _Spans, nodes: Ints, forward: Ints, keys: Sequence[str
             "forward_key": spans.keys(forward, keys),
         }
     )
-    made = made.groupby(["forward", "forward_line"]).tail(MOST_ALIKE)
+    candidates = candidates.groupby(["forward", "forward_line"]).tail(MOST_ALIKE)
     inside = np.flatnonzero(spans.node >= 0)
     of_node = pd.DataFrame(
         {
@@ -523,7 +524,7 @@ def _twins_by_flow(spans: _Spans, nodes: Ints, forward: Ints, keys: Sequence[str
     of_node["key"] = np.array(spans.keys(nodes, spans.key), dtype=object)[of_node["node"]]
     ends = spans.flows.drop_duplicates(["backward", "backward_line"])
     pairs = ends.merge(of_node, on=["backward", "backward_line"])
-    pairs = pairs.merge(made, on=["forward", "forward_line"])
+    pairs = pairs.merge(candidates, on=["forward", "forward_line"])
     pairs["alike"] = pairs["key"] == pairs["forward_key"]
     return _best_twins(pairs, len(nodes))
 

@@ -107,15 +107,15 @@ def record_workload(
     keep_freed_memory()
     # first, so that evidence, run and what the recording says are of one back end
     parameters, chosen = resolved(parameters)
-    found = evidence(parameters, say)
-    missing = found["not_measured"]
+    facts = evidence(parameters, say)
+    missing = facts["not_measured"]
     # one core fills the tables
     with ThreadPoolExecutor(1) as beside:
         statistics = beside.submit(run_statistics, parameters)
         if not parameters.training.compile:  # else the trainer imports the same
             beside.submit(load_profiler)
         trainer = Trainer(parameters)
-    found["data_statistics"] = statistics.result()
+    facts["data_statistics"] = statistics.result()
     trainer.notices[:0] = chosen
     losses: list[torch.Tensor] = []
     plain: list[dict[str, float]] = []
@@ -149,7 +149,7 @@ def record_workload(
             afterwards,
             device=trainer.device,
             information=information(parameters, trainer.device, trainer.notices)
-            | found
+            | facts
             | {"command": "dlrm record", "unprofiled_parts_ms": plain},
             progress=progress,
         )
@@ -228,7 +228,7 @@ def evidence(parameters: Parameters, say: Say = say_nothing) -> dict[str, Any]:
     """
     device = resolve_device(parameters.training)
     missing: dict[str, str] = {}
-    found: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "memory_limit_bytes": torch.cuda.mem_get_info(device)[1]
         if device.type == "cuda"
         else memory_limit(),
@@ -237,11 +237,11 @@ def evidence(parameters: Parameters, say: Say = say_nothing) -> dict[str, Any]:
     }
     if not parameters.profiling.probes:
         missing["ceilings"] = NOT_PROBED
-        return found
+        return facts
     say("measuring this machine's limits", 0, 1)
-    found["ceilings"], late = measure_ceilings(model_shapes(parameters, device), device)
+    facts["ceilings"], late = measure_ceilings(model_shapes(parameters, device), device)
     missing |= late
-    return found
+    return facts
 
 
 def probed(
@@ -290,8 +290,8 @@ def main(arguments: list[str]) -> int:
     end_with_starter()
     file, output = arguments
     parameters = resolved(load_parameters(file))[0]
-    found = {**evidence(parameters, print_stage), "data_statistics": run_statistics(parameters)}
-    write_json(Path(output), found | probed(parameters, found["not_measured"], print_stage))
+    facts = {**evidence(parameters, print_stage), "data_statistics": run_statistics(parameters)}
+    write_json(Path(output), facts | probed(parameters, facts["not_measured"], print_stage))
     return 0
 
 

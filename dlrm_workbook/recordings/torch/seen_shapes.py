@@ -57,11 +57,11 @@ def lookup_of(name: str, shapes: str) -> tuple[int, int, int | None, int] | None
     Args:
         shapes: as :func:`product_of` takes them. Lookups that differ from call to call are None.
     """
-    found = _LOOKUP.match(shapes) if name.startswith("aten::_embedding_bag") else None
-    if found is None:
+    match = _LOOKUP.match(shapes) if name.startswith("aten::_embedding_bag") else None
+    if match is None:
         return None
-    lookups = None if found[3] == "*" else int(found[3])
-    return int(found[1]), int(found[2]), lookups, int(found[4])
+    lookups = None if match[3] == "*" else int(match[3])
+    return int(match[1]), int(match[2]), lookups, int(match[4])
 
 
 def seen_shapes(averages: Iterable[Mapping[str, Any]], threads: int) -> Shapes:

@@ -248,8 +248,8 @@ class Session:
         if self._phase is None:
             return
         self._ended = time.perf_counter()
-        each = self._each[self._phase]
-        each.append((self._ended - self._began) * 1e3)
+        times = self._each[self._phase]
+        times.append((self._ended - self._began) * 1e3)
         self._mark()
         self._take_laps()
         if self._counted is not None:
@@ -257,7 +257,7 @@ class Session:
         self.done += 1
         if self._progress is not None:
             self._progress(self.done, self.total)
-        if len(each) == self._lengths[self._phase]:
+        if len(times) == self._lengths[self._phase]:
             self._end_phase()
             self._begin_phase()
         self._began = time.perf_counter()
@@ -266,7 +266,7 @@ class Session:
 
     def _begin_phase(self) -> None:
         """Begin the first phase that has iterations to come; none where all are done."""
-        left = (phase for phase, each in self._each.items() if len(each) < self._lengths[phase])
+        left = (phase for phase, times in self._each.items() if len(times) < self._lengths[phase])
         self._phase = next(left, None)
         self._counted = False if self._phase in (BEFORE, AFTER) else None
         if self._phase == PROFILED:
@@ -373,20 +373,20 @@ class Session:
 
         An iteration that is divided otherwise is null.
         """
-        found = {
-            phase: [(tuple(what for what, _ in one), [at for _, at in one]) for one in each]
-            for phase, each in self._moments.items()
+        divided = {
+            phase: [(tuple(what for what, _ in one), [at for _, at in one]) for one in iterations]
+            for phase, iterations in self._moments.items()
         }
-        orders = Counter(order for each in found.values() for order, _ in each)
+        orders = Counter(order for iterations in divided.values() for order, _ in iterations)
         if not orders or self._no_laps is not None:
             return None
         usual = orders.most_common(1)[0][0]
         laps = {
             phase: [
                 (np.diff(at) * 1e3).round(6).tolist() if order == usual else None
-                for order, at in each
+                for order, at in iterations
             ]
-            for phase, each in found.items()
+            for phase, iterations in divided.items()
         }
         return {
             "between": list(usual[1:-1]),
@@ -490,23 +490,23 @@ class Session:
                 from dlrm_workbook.recordings.torch.seen_shapes import seen_shapes
 
                 shapes = seen_shapes(averages, torch.get_num_threads())
-                found, missing = measure_ceilings(shapes, self.device)
-                return {"ceilings": found}, missing
+                ceilings, missing = measure_ceilings(shapes, self.device)
+                return {"ceilings": ceilings}, missing
             except Exception as error:  # what is trained is worth more than any figure of ours
                 why = f"measuring them failed: {type(error).__name__}: {error}"
         return {}, {"ceilings": why}
 
     def _sampled_pass(self, plain: list[float]) -> list[dict[str, Any]]:
         """What the iterations cost in which nothing but the stack was sampled."""
-        each = self._each[SAMPLED]
-        if not each:
+        times = self._each[SAMPLED]
+        if not times:
             return []
         return [
             {
                 "name": "Python stack sampled",
-                "iterations": len(each),
-                "ms_per_iteration": self._all_ms[SAMPLED] / len(each),
-                "dilation": statistics.median(each) / statistics.median(plain) if plain else None,
+                "iterations": len(times),
+                "ms_per_iteration": self._all_ms[SAMPLED] / len(times),
+                "dilation": statistics.median(times) / statistics.median(plain) if plain else None,
             }
         ]
 

@@ -137,10 +137,10 @@ class Call:
 
     def numbers(self, place: int, count: int) -> list[int] | None:
         """A list of ``count`` integers; None where the trace has none."""
-        found = self.value(place)
-        if not isinstance(found, list) or len(found) != count:
+        listed = self.value(place)
+        if not isinstance(listed, list) or len(listed) != count:
             return None
-        return found if all(type(number) is int for number in found) else None
+        return listed if all(type(number) is int for number in listed) else None
 
 
 Formula = Callable[[Call], Amounts | None]
@@ -213,10 +213,10 @@ def _linear(call: Call) -> Amounts | None:
         return None
     rows = [math.prod(a[:-1]), a[-1]]
     biased = shapes[2] if len(shapes) > 2 and shapes[2] else None
-    found = _product(rows, weight[::-1], 0, biased)
-    if found and biased:
-        found[1][-1] = (2, math.prod(biased))
-    return found
+    amounts = _product(rows, weight[::-1], 0, biased)
+    if amounts and biased:
+        amounts[1][-1] = (2, math.prod(biased))
+    return amounts
 
 
 def _vector(matrix: Shape, vector: Shape, first: int, added: Shape | None = None) -> Amounts | None:
@@ -709,13 +709,13 @@ def work_of_call(
         return None
     operations, moved = amounts
     moved = [(what, count) for what, count in moved if count]
-    known = [call.kind(what) if isinstance(what, int) else what for what, _ in moved]
-    if not known or any(kind is None for kind in known):
+    types_moved = [call.kind(what) if isinstance(what, int) else what for what, _ in moved]
+    if not types_moved or any(kind is None for kind in types_moved):
         return (operations, math.nan, UNKNOWN_PRECISION) if name in PRODUCTS else None
-    size = sum(kind[1] * count for kind, (_, count) in zip(known, moved, strict=True) if kind)
+    size = sum(kind[1] * count for kind, (_, count) in zip(types_moved, moved, strict=True) if kind)
     if not operations:
         return 0.0, float(size), ""
-    operands = {kind[0] for kind in known if kind} - _INTEGERS
+    operands = {kind[0] for kind in types_moved if kind} - _INTEGERS
     return operations, float(size), operands.pop() if len(operands) == 1 else UNKNOWN_PRECISION
 
 
@@ -725,9 +725,9 @@ def _twins(host: pd.DataFrame, rows: Ints) -> Names:
     A call and its node have one sequence number, which the call may have from an operator above
     it. Two calls or two nodes of one number tell nothing ("").
     """
-    found = np.full(len(rows), "", dtype=object)
+    texts = np.full(len(rows), "", dtype=object)
     if "sequence" not in host or "forward_thread" not in host:
-        return found
+        return texts
     names, parent = host["name"].to_numpy(), host["parent"].to_numpy()
     sequence, forward = host["sequence"].to_numpy(), host["forward_thread"].to_numpy()
     line, shapes = host["line"].to_numpy(), host["shapes"].to_numpy()
@@ -748,8 +748,8 @@ def _twins(host: pd.DataFrame, rows: Ints) -> Names:
         for (_, number), places in calls.items():
             node = by_number.get(number)
             if node is not None and len(places) == 1 and shapes[node]:
-                found[places[0]] = f"{shapes[node]}\n{types[node]}"
-    return found
+                texts[places[0]] = f"{shapes[node]}\n{types[node]}"
+    return texts
 
 
 def _shapes_below(host: pd.DataFrame, rows: Ints) -> Names:
@@ -757,9 +757,9 @@ def _shapes_below(host: pd.DataFrame, rows: Ints) -> Names:
 
     Of calls with a sparse operand; "" for others.
     """
-    found = np.full(len(rows), "", dtype=object)
+    texts = np.full(len(rows), "", dtype=object)
     if "values" not in host:
-        return found
+        return texts
     names, values = host["name"].to_numpy()[rows], host["values"].to_numpy()[rows]
     place = {
         int(row): at
@@ -771,8 +771,8 @@ def _shapes_below(host: pd.DataFrame, rows: Ints) -> Names:
     )
     over, shapes = host["parent"].to_numpy(), host["shapes"].to_numpy()
     for row in inner[::-1]:
-        found[place[int(over[row])]] = shapes[row]
-    return found
+        texts[place[int(over[row])]] = shapes[row]
+    return texts
 
 
 def _bare(text: str) -> str:
@@ -815,35 +815,35 @@ def shape_metrics(host: pd.DataFrame, count: int) -> dict[str, Floats]:
     columns: list[Any] = [calls[name].to_numpy() for name in ("name", "shapes", "types")]
     columns += [values, _twins(host, rows), above, below]
     kind, kinds = pd.factorize(pd.MultiIndex.from_arrays(columns))
-    each = [work_of_call(*(str(text) for text in key)) for key in kinds]
-    operations = np.array([work[0] if work else np.nan for work in each])[kind]
-    size = np.array([work[1] if work else np.nan for work in each])[kind]
-    precision = np.array([work[2] if work else "" for work in each], dtype=object)[kind]
+    works = [work_of_call(*(str(text) for text in key)) for key in kinds]
+    operations = np.array([work[0] if work else np.nan for work in works])[kind]
+    size = np.array([work[1] if work else np.nan for work in works])[kind]
+    precision = np.array([work[2] if work else "" for work in works], dtype=object)[kind]
     context = calls["context"].to_numpy()
-    found: dict[str, Floats] = {}
+    metrics: dict[str, Floats] = {}
     for name in sorted(set(precision) - {""}):
         chosen = precision == name
-        found[OPERATIONS + name] = np.bincount(context[chosen], operations[chosen], count).astype(
+        metrics[OPERATIONS + name] = np.bincount(context[chosen], operations[chosen], count).astype(
             np.float64
         )
     if np.isfinite(size).any():
         total = np.bincount(context, size, count)
-        found[OPERAND_BYTES] = np.where(np.isfinite(total), total, 0.0)
+        metrics[OPERAND_BYTES] = np.where(np.isfinite(total), total, 0.0)
     unclear = np.unique(context[np.isnan(operations)])
-    for column in found.values():
+    for column in metrics.values():
         column[unclear] = 0.0
-    return found
+    return metrics
 
 
 def _below(parent: Ints, marked: Bools) -> Bools:
     """Whether (n,) a span lies below a marked one."""
-    found = np.zeros(len(parent), dtype=bool)
+    below = np.zeros(len(parent), dtype=bool)
     rows, at = np.arange(len(parent)), parent.copy()
     while len(rows):
         rows, at = rows[at >= 0], at[at >= 0]
-        found[rows] |= marked[at]
+        below[rows] |= marked[at]
         at = parent[at]
-    return found
+    return below
 
 
 def shape_meaning(metric: str) -> tuple[str, str]:

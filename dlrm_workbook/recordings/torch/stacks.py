@@ -93,8 +93,8 @@ def _own_line(stack: list[tuple[str, int, str, int]]) -> tuple[str, str, int]:
 
     The line is the innermost one of the program's own, not of a library that it calls.
     """
-    own = [frame for frame in stack if not LIBRARY.search(frame[0])] or stack
-    file, _, function, line = own[-1]
+    program_frames = [frame for frame in stack if not LIBRARY.search(frame[0])] or stack
+    file, _, function, line = program_frames[-1]
     return function, file, int(line)
 
 
@@ -126,15 +126,15 @@ def with_stacks(host: pd.DataFrame, file: Path) -> tuple[pd.DataFrame, pd.DataFr
         last = seen["end"].iloc[-1]
         host = host[host["start"].lt(last)].assign(end=host["end"].clip(upper=last))
         host["duration"] = host["end"] - host["start"]
-    told = pd.DataFrame([lines[i] for i in samples[:, 1]], columns=LINE_COLUMNS[2:])
-    told["ns"], told["moment"] = _time_around(samples[:, 0]), samples[:, 0]
+    sampled = pd.DataFrame([lines[i] for i in samples[:, 1]], columns=LINE_COLUMNS[2:])
+    sampled["ns"], sampled["moment"] = _time_around(samples[:, 0]), samples[:, 0]
     if not len(samples) or len(seen) != len(marks):
-        return host.reset_index(drop=True), told.iloc[:0]
+        return host.reset_index(drop=True), sampled.iloc[:0]
     line = seen["line"].iloc[0]
     # both clocks count nanoseconds; a mark is noted just before its range opens
     offset = int(np.median(seen["start"].to_numpy() - marks))
     moments = samples[:, 0] + offset
-    told["moment"] = moments
+    sampled["moment"] = moments
     main = host[host["line"].eq(line)]
     operators = main[main["kind"].isin(["operator", "runtime"])]
     begin, end = _stretches(operators, moments, marks + offset)
@@ -145,7 +145,7 @@ def with_stacks(host: pd.DataFrame, file: Path) -> tuple[pd.DataFrame, pd.DataFr
     for column in host.columns.difference(spans.columns):
         spans[column] = -1
     spans = spans[host.columns].astype(host.dtypes)
-    return pd.concat([host, spans], ignore_index=True), told
+    return pd.concat([host, spans], ignore_index=True), sampled
 
 
 def _label(file: str, first: int, function: str, line: int) -> tuple[str, str]:

@@ -75,11 +75,11 @@ def find_steps(host: pd.DataFrame, device: pd.DataFrame, names: PartNames) -> St
                 "",
                 "the steps of its optimizer, or its own calls of step()",
             )
-        own = spans["name"].iloc[0] == ITERATION_SPAN
+        is_ours = spans["name"].iloc[0] == ITERATION_SPAN
         return Steps(
             list(zip(spans["start"].tolist(), spans["end"].tolist(), strict=True)),
-            ITERATION_SPAN if own else STEP_LABEL,
-            "its own ranges" if own else "the ranges of profiler.step()",
+            ITERATION_SPAN if is_ours else STEP_LABEL,
+            "its own ranges" if is_ours else "the ranges of profiler.step()",
         )
     launched = device[device["launcher"].ge(0)] if len(device) else device
     if len(launched):
@@ -97,11 +97,11 @@ def _annotated(host: pd.DataFrame, rows: Ints, names: PartNames) -> Steps | None
     ranges = host[host["kind"].eq("annotation")]
     if ranges.empty:
         return None
-    told = {name: names.of("annotation", name) for name in map(str, ranges["name"].unique())}
-    ranges = ranges[[told[str(name)] is None for name in ranges["name"]]]
+    named = {name: names.of("annotation", name) for name in map(str, ranges["name"].unique())}
+    ranges = ranges[[named[str(name)] is None for name in ranges["name"]]]
     launches = np.sort(host["start"].to_numpy()[rows])
     labels = pd.Series([unnumbered(str(name)) for name in ranges["name"]], index=ranges.index)
-    found: list[tuple[tuple[bool, int], Steps]] = []
+    candidates: list[tuple[tuple[bool, int], Steps]] = []
     for (_, label), group in ranges.groupby(["profile", labels.to_numpy()]):
         start, end = (np.sort(group[name].to_numpy()) for name in ("start", "end"))
         if len(start) < FEWEST or (start[1:] < end[:-1]).any():
@@ -112,8 +112,8 @@ def _annotated(host: pd.DataFrame, rows: Ints, names: PartNames) -> Steps | None
         if (inside > 0).all() and inside.sum() >= least:
             spans = list(zip(start.tolist(), end.tolist(), strict=True))
             preferred = (bool(_STEP_WORDS.search(str(label))), len(start))
-            found.append((preferred, Steps(spans, str(label), f"the ranges '{label}'")))
-    return max(found, key=lambda entry: entry[0])[1] if found else None
+            candidates.append((preferred, Steps(spans, str(label), f"the ranges '{label}'")))
+    return max(candidates, key=lambda entry: entry[0])[1] if candidates else None
 
 
 def _repeated(host: pd.DataFrame, launched: pd.DataFrame, rows: Ints, names: PartNames) -> Steps:

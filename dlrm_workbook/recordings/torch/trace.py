@@ -97,18 +97,18 @@ def allocated(memory: pd.DataFrame, host: pd.DataFrame, count: int) -> dict[str,
 
 def curves(memory: pd.DataFrame) -> dict[str, dict[str, Any]]:
     """Device to its peak and its curve of allocated bytes over time."""
-    found = {}
-    known = memory[memory["total"].ge(0)]
-    for device, events in known.sort_values("start").groupby("device"):
+    by_device = {}
+    with_total = memory[memory["total"].ge(0)]
+    for device, events in with_total.sort_values("start").groupby("device"):
         total = events["total"].to_numpy(dtype=np.int64)
         # A point of the curve is the largest of its stretch, so the peak stays.
         cut = np.linspace(0, len(total), min(CURVE_POINTS, len(total)) + 1).astype(int)[:-1]
-        found[str(device)] = {
+        by_device[str(device)] = {
             "peak_bytes": int(total.max()),
             "time_ms": (events["start"].to_numpy()[cut] / 1e6).tolist(),
             "bytes": np.maximum.reduceat(total, cut).tolist(),
         }
-    return found
+    return by_device
 
 
 def matrix_flops(
@@ -121,15 +121,15 @@ def matrix_flops(
         averages: rows of ``key_averages.json``: they have the operations by name and
             shapes, a call's are the mean of those.
     """
-    each = {
+    per_call = {
         (row["name"], row["shapes"]): row["flops"] / row["count"]
         for row in averages or []
         if row["flops"] and row["name"] in FLOP_OPERATORS
     }
-    if not each:
+    if not per_call:
         return None
     pairs = zip(host["name"], host["shapes"], strict=True)
-    calls = np.array([each.get(pair, np.nan) for pair in pairs])
+    calls = np.array([per_call.get(pair, np.nan) for pair in pairs])
     # A context in which one call is unknown is unknown: NaN adds up to NaN.
     called = np.bincount(host["context"], minlength=count) > 0
     return np.where(called, np.bincount(host["context"], calls, count), np.nan)
@@ -302,21 +302,21 @@ class _Builder:
         contexts = self.context_table()
         parent = contexts["parent"].to_numpy()
         count = len(contexts)
-        own = self_times(*(self.host[name].to_numpy() for name in ("start", "end", "parent")))
+        self_ns = self_times(*(self.host[name].to_numpy() for name in ("start", "end", "parent")))
         where = self.host["context"].to_numpy()
         columns = {
-            "cpu_time_ms": np.bincount(where, own / 1e6, count),
+            "cpu_time_ms": np.bincount(where, self_ns / 1e6, count),
             "calls": np.bincount(where, minlength=count).astype(float),
         }
         if len(self.device):
             device = self.device
             where = device["context"].to_numpy()
-            for name, each in (
+            for name, amounts in (
                 ("gpu_time_ms", (device["end"] - device["start"]) / 1e6),
                 ("launches", device["kind"] == "kernel"),
                 ("copy_bytes", device["bytes"].clip(lower=0)),
             ):
-                columns[name] = np.bincount(where, each.to_numpy(dtype=float), count)
+                columns[name] = np.bincount(where, amounts.to_numpy(dtype=float), count)
             copies = device["kind"].eq("copy")
             if copies.any() and device.loc[copies, "bytes"].lt(0).all():
                 del columns["copy_bytes"]
@@ -335,8 +335,8 @@ class _Builder:
         if operations is not None:
             values.append(self.rows("flops", "exclusive", operations, ~np.isnan(operations)))
         names = [*columns, *(["flops"] if operations is not None else [])]
-        said = {name: TRACE_METRICS.get(name) or shape_meaning(name) for name in names}
-        metrics = pd.DataFrame([(name, *said[name], "torch.profiler") for name in names])
+        described = {name: TRACE_METRICS.get(name) or shape_meaning(name) for name in names}
+        metrics = pd.DataFrame([(name, *described[name], "torch.profiler") for name in names])
         return Profile.build(
             contexts=contexts,
             metrics=metrics.set_axis(["metric", "unit", "meaning", "source"], axis=1),
@@ -488,9 +488,9 @@ class _Builder:
         launcher = pd.Series(runtime.index, index=runtime["correlation"])
         operators = host[host["kind"].eq("operator") & host["external"].ge(0)]
         operator = pd.Series(operators.index, index=operators["external"])
-        found = device["correlation"].map(launcher[~launcher.index.duplicated(keep="last")])
+        by_call = device["correlation"].map(launcher[~launcher.index.duplicated(keep="last")])
         by_operator = device["external"].map(operator[~operator.index.duplicated(keep="last")])
-        device["launcher"] = found.fillna(by_operator).fillna(-1).astype("int64")
+        device["launcher"] = by_call.fillna(by_operator).fillna(-1).astype("int64")
 
     def place_device(self) -> None:
         """Hang GPU work below the call that launched it, and name the streams."""
@@ -561,9 +561,13 @@ class _Builder:
             self.part_names.of(kinds[number // len(names)], names[number % len(names)])
             for number in pairs
         ]
-        own = has_own_parts(self.host)
+        is_ours = has_own_parts(self.host)
         for number, says in enumerate(named):
-            if says is None or not says.component or (own and says.component != "communication"):
+            if (
+                says is None
+                or not says.component
+                or (is_ours and says.component != "communication")
+            ):
                 continue
             rows = pair == number
             if says.hint:  # a copy to the GPU within the making of a batch moves that batch
@@ -592,7 +596,7 @@ class _Builder:
         """What kernels were launched with, summed over launches, under HPCToolkit's names."""
         kernels = self.device[self.device["kind"].eq("kernel")]
         where = kernels["context"].to_numpy()
-        each = {
+        properties = {
             name: kernels[column].to_numpy(dtype=float)
             for name, column in (
                 ("GKER:THR_REG_ACUMU", "registers"),
@@ -604,14 +608,14 @@ class _Builder:
         for name, column in (("GKER:BLKS_ACUMU", "grid"), ("GKER:BLK_THR_ACUMU", "block")):
             if column in kernels:
                 code, texts = coded(kernels[column])
-                each[name] = np.array([_product(text) for text in texts] + [np.nan])[code]
+                properties[name] = np.array([_product(text) for text in texts] + [np.nan])[code]
         columns: dict[str, Any] = {}
-        for name, values in each.items():
-            known = np.isfinite(values) & (values >= 0)
-            if known.any():
-                total = np.bincount(where[known], values[known], count)
+        for name, values in properties.items():
+            usable = np.isfinite(values) & (values >= 0)
+            if usable.any():
+                total = np.bincount(where[usable], values[usable], count)
                 # a mean over launches of which some say nothing would be wrong
-                total[where[~known]] = 0
+                total[where[~usable]] = 0
                 columns[name] = total
         if "GKER:FGP_ACT_ACUMU" in columns:
             asked = columns["GKER:FGP_ACT_ACUMU"] > 0
@@ -678,8 +682,8 @@ class _Builder:
         at = samples["moment"].to_numpy()
         span = innermost(begin, end, parent, at)
         operator = nearest(parent, main["kind"].isin(["operator", "runtime"]).to_numpy())
-        each = np.array(self.iterations, dtype=np.int64).reshape(-1, 2)
-        within = (at >= each[:1, 0].sum()) & (at < each[-1:, 1].sum())
+        spans = np.array(self.iterations, dtype=np.int64).reshape(-1, 2)
+        within = (at >= spans[:1, 0].sum()) & (at < spans[-1:, 1].sum())
         outside = within & (np.append(operator, -1)[span] < 0)
         context = np.append(main["context"].to_numpy(), 0)[span][outside]
         chosen = samples[outside].assign(
@@ -687,20 +691,20 @@ class _Builder:
             phase=self.contexts["phase"].to_numpy()[context],
         )
         return {
-            "rows": line_rows(chosen, len(each)),
-            "ms_per_iteration": float(np.diff(each).mean()) / 1e6 if len(each) else 0.0,
+            "rows": line_rows(chosen, len(spans)),
+            "ms_per_iteration": float(np.diff(spans).mean()) / 1e6 if len(spans) else 0.0,
             "operators": False,
         }
 
     def describe(self, meta: dict[str, Any], metrics: list[str]) -> dict[str, Any]:
-        found = self.events.circumstances()
+        facts = self.events.circumstances()
         if self.samples is not None and len(self.samples):
-            found["python_lines"] = self.python_lines(self.samples)
-        found["cautions"] = [*found["cautions"], *self.inferred]
-        found |= {"main_thread": 0, "iterations_from": self.steps.source}
+            facts["python_lines"] = self.python_lines(self.samples)
+        facts["cautions"] = [*facts["cautions"], *self.inferred]
+        facts |= {"main_thread": 0, "iterations_from": self.steps.source}
         if self.steps.label not in ("", ITERATION_SPAN, STEP_LABEL):
-            found["iteration_name"] = self.steps.label
-        meta = {"engine": "torch", "passes": [], **found, **meta}
+            facts["iteration_name"] = self.steps.label
+        meta = {"engine": "torch", "passes": [], **facts, **meta}
         missing = dict(meta.get("not_measured", {}))
         on_gpu = len(self.device) > 0
         meta.setdefault("device", "cuda" if on_gpu else "cpu")
@@ -735,11 +739,11 @@ class _Builder:
         elif len(self.memory):
             meta["not_measured"]["memory"] = "the trace has sizes of allocations, but no totals"
         if len(self.events.collectives) and on_gpu:
-            said = self.device[self.device["collective"].ge(0)]
+            launched = self.device[self.device["collective"].ge(0)]
             meta["collectives"] = {
-                "stream": said["profile"].tolist(),
-                "start_ns": said["start"].tolist(),
-                "row": said["collective"].tolist(),
+                "stream": launched["profile"].tolist(),
+                "start_ns": launched["start"].tolist(),
+                "row": launched["collective"].tolist(),
                 "arguments": self.events.collectives.to_dict("records"),
             }
         return meta
