@@ -25,6 +25,7 @@ import pandas as pd
 from dlrm_core.base.errors import InputError
 from dlrm_core.base.files import read_json, whole_folder, write_text
 from dlrm_core.base.settings import shown
+from dlrm_workbook.ground.arrays import Bools, Ints
 
 if TYPE_CHECKING:
     from hatchet import GraphFrame
@@ -165,6 +166,26 @@ def inclusive_from_exclusive(parent: np.ndarray, exclusive: np.ndarray) -> np.nd
         rows = order[bounds[level] : bounds[level + 1]]
         np.add.at(total, parent[rows], total[rows])
     return total
+
+
+def coded(column: pd.Series) -> tuple[Ints, list[str]]:
+    """(number of each row's text (n,), the texts)."""
+    codes, names = pd.factorize(column)
+    return codes.astype(np.int64), [str(name) for name in names]
+
+
+def coded_pairs(first: pd.Series, second: pd.Series) -> tuple[Ints, list[tuple[str, str]]]:
+    """(number of each row's pair of texts (n,), the pairs)."""
+    (one, ones), (other, others) = coded(first), coded(second)
+    pair, pairs = pd.factorize(one * len(others) + other)
+    texts = [(ones[number // len(others)], others[number % len(others)]) for number in pairs]
+    return pair.astype(np.int64), texts
+
+
+def matching(column: pd.Series, matches: Callable[[str], bool]) -> Bools:
+    """Rows (n,) whose text matches; every distinct text is asked for once."""
+    code, names = coded(column)
+    return np.array([matches(name) for name in names], dtype=bool)[code]
 
 
 _Table = TypeVar("_Table", pd.DataFrame, np.ndarray)
@@ -313,11 +334,7 @@ class Profile:
         asks; so names are numbered once.
         """
 
-        def number() -> tuple[np.ndarray, list[str]]:
-            codes, names = pd.factorize(self.contexts[column])
-            return codes.astype(np.int64), [str(name) for name in names]
-
-        return self._remembered(f"numbers of {column}", number)
+        return self._remembered(f"numbers of {column}", lambda: coded(self.contexts[column]))
 
     def which(self, column: str, matches: Callable[[str], bool]) -> np.ndarray:
         """Contexts (n,) whose ``column`` matches; every distinct name is asked for once."""

@@ -6,7 +6,7 @@ averaged in silence; what one cannot mend is taken out, with the reason.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pandas as pd
@@ -82,11 +82,7 @@ def without_nonsense(
     """
     reasons, cautions = {}, []
     wanted = ("GKER:COUNT", "GKER:BLKS_ACUMU", "GKER:BLK_THR_ACUMU", "GKER:LMEM_ACUMU (B)")
-    rows = values[(values["scope"] == "exclusive") & values["metric"].isin(wanted)]
-    wide = rows.astype({"metric": "object"}).pivot_table(
-        "value", "context", "metric", aggfunc="sum", fill_value=0.0
-    )
-    wide = wide.reindex(columns=list(wanted), fill_value=np.nan)
+    wide = _by_context(values, wanted, absent=np.nan)
     wide = wide[wide["GKER:COUNT"] > 0]
     mean = wide.div(wide["GKER:COUNT"], axis=0)
     blocks, threads = wide["GKER:BLKS_ACUMU"], wide["GKER:BLK_THR_ACUMU"]
@@ -111,6 +107,15 @@ def without_nonsense(
             "launch, more than a kernel can use."
         )
     return values[~values["metric"].isin(list(reasons))], reasons, cautions
+
+
+def _by_context(values: pd.DataFrame, metrics: Sequence[str], absent: float) -> pd.DataFrame:
+    """Exclusive values by context, a column for each metric; one without values is ``absent``."""
+    rows = values[(values["scope"] == "exclusive") & values["metric"].isin(metrics)]
+    wide = rows.astype({"metric": "object"}).pivot_table(
+        "value", "context", "metric", aggfunc="sum", fill_value=0.0
+    )
+    return wide.reindex(columns=list(metrics), fill_value=absent)
 
 
 def overlong_kernels(values: pd.DataFrame, trace: pd.DataFrame) -> dict[int, int]:
@@ -203,11 +208,7 @@ def cautions_of(
 def _copy_speed(values: pd.DataFrame) -> list[str]:
     """What the speed of copies to the GPU tells of the host's memory."""
     wanted = ("GXCOPY:H2D (B)", "GXCOPY:COUNT", "GXCOPY (sec)")
-    rows = values[(values["scope"] == "exclusive") & values["metric"].isin(wanted)]
-    wide = rows.astype({"metric": "object"}).pivot_table(
-        "value", "context", "metric", aggfunc="sum", fill_value=0.0
-    )
-    wide = wide.reindex(columns=list(wanted), fill_value=0.0)
+    wide = _by_context(values, wanted, absent=0.0)
     size, count, seconds = wide[wide[wanted[0]] > 0].sum()
     if not seconds or not count or size < LARGE_COPY_BYTES * count:
         return []

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pandas as pd
@@ -34,7 +34,7 @@ from dlrm_workbook.recordings.foreign import (
 )
 from dlrm_workbook.recordings.marks import deepest_level
 from dlrm_workbook.recordings.nesting import innermost, nest
-from dlrm_workbook.recordings.profile import nearest
+from dlrm_workbook.recordings.profile import coded, coded_pairs, matching, nearest
 
 MLPS_INFERRED = (
     "Where names do not distinguish the two MLPs, their order does: the bottom MLP runs before the "
@@ -78,18 +78,6 @@ _COMPILED = re.compile(r"^(CompiledFunction|Torch-Compiled Region)")
 
 _STACKED = re.compile(r"\[\d+, \d+, \d+\]")
 """Input shapes with a tensor of samples by features by dimension, as an interaction takes."""
-
-
-def coded(column: pd.Series) -> tuple[Ints, list[str]]:
-    """(number of each row's text (n,), the texts)."""
-    codes, names = pd.factorize(column)
-    return codes.astype(np.int64), [str(name) for name in names]
-
-
-def matching(column: pd.Series, matches: Callable[[str], bool]) -> Bools:
-    """Rows (n,) whose text matches; every distinct text is asked for once."""
-    code, names = coded(column)
-    return np.array([matches(name) for name in names], dtype=bool)[code]
 
 
 def has_own_parts(host: pd.DataFrame) -> bool:
@@ -196,11 +184,7 @@ class _Spans:
     def __init__(self, host: pd.DataFrame, names: PartNames, flows: pd.DataFrame) -> None:
         self.flows = flows
         self.line = host["line"].to_numpy(dtype=object)
-        kind, kinds = coded(host["kind"])
-        name, texts = coded(host["name"])
-        pair, pairs = pd.factorize(kind * len(texts) + name)
-        self.code: Ints = pair.astype(np.int64)
-        self.texts = [(kinds[number // len(texts)], texts[number % len(texts)]) for number in pairs]
+        self.code, self.texts = coded_pairs(host["kind"], host["name"])
         self.recommends = has_embeddings(self.texts)
         self.named = [
             names.of(kind, text) if self.recommends else names.of_any_program(kind, text)

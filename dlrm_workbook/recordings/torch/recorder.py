@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import sys
 import time
 from collections.abc import Callable
@@ -17,7 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from dlrm_core.base.files import read_json, require_new, write_json
@@ -37,11 +35,17 @@ from dlrm_workbook.evidence.ceilings import measure_ceilings, model_shapes
 from dlrm_workbook.evidence.data_statistics import run_statistics
 from dlrm_workbook.evidence.probes import Lent, Tables, needs_huge_pages, probe_changes
 from dlrm_workbook.evidence.together import time_together
-from dlrm_workbook.ground.machine import machine_facts, memory_limit
+from dlrm_workbook.ground.machine import memory_limit
 from dlrm_workbook.ground.processes import Say, print_stage, say_nothing
 from dlrm_workbook.ground.turns import threads_of
 from dlrm_workbook.recordings.torch import RECORDED_KEY
-from dlrm_workbook.recordings.torch.session import USUAL_DETAIL, Detail, Lengths, Session
+from dlrm_workbook.recordings.torch.session import (
+    USUAL_DETAIL,
+    Detail,
+    Lengths,
+    Session,
+    circumstances,
+)
 
 WAIT_S = 0.02
 """Seconds between two looks whether changes are asked for."""
@@ -203,13 +207,7 @@ def information(parameters: Parameters, device: torch.device, notices: list[str]
         "title": parameters.title,
         "parameters": parameters.to_sections(),
         "device_name": device_name(device),
-        "threads": torch.get_num_threads(),
-        "machine": machine_facts(),
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "numpy": np.__version__,
-        },
+        **circumstances(),
         "notices": list(notices),
     }
 

@@ -581,6 +581,19 @@ def rank_of_process() -> tuple[int | None, int]:
     return None, 1
 
 
+def circumstances() -> dict[str, Any]:
+    """Threads, machine and versions that a process computes with."""
+    return {
+        "threads": torch.get_num_threads(),
+        "machine": machine_facts(),
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "numpy": np.__version__,
+        },
+    }
+
+
 def begin(folder: Path, lengths: Lengths, detail: Detail) -> Session:
     """Begin to record a program that is not ours, in whose first iterations we are.
 
@@ -595,20 +608,14 @@ def begin(folder: Path, lengths: Lengths, detail: Detail) -> Session:
     used = torch.cuda.is_available() and torch.cuda.is_initialized()
     device = torch.device("cuda", torch.cuda.current_device()) if used else torch.device("cpu")
     limit = torch.cuda.mem_get_info(device)[1] if used else memory_limit()
-    circumstances = {
+    information = {
         "command": " ".join([Path(sys.executable).name, *sys.orig_argv[1:]]),
         "device_name": torch.cuda.get_device_name(device) if used else "CPU",
-        "threads": torch.get_num_threads(),
-        "machine": machine_facts(),
         "memory_limit_bytes": limit,
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "numpy": np.__version__,
-        },
+        **circumstances(),
         "not_measured": dict.fromkeys(("part_probes", "data_statistics"), UNKNOWN_MODEL),
     }
-    session = Session(folder, lengths, detail, device=device, ours=False, information=circumstances)
+    session = Session(folder, lengths, detail, device=device, ours=False, information=information)
     return session.__enter__()
 
 

@@ -24,8 +24,11 @@ from dlrm_workbook.recordings.foreign import ENGINE_PREFIX, PartNames
 from dlrm_workbook.recordings.nesting import innermost, last_ends, nest, self_times, stretch_at
 from dlrm_workbook.recordings.profile import (
     Profile,
+    coded,
+    coded_pairs,
     depths,
     inclusive_from_exclusive,
+    matching,
     nearest,
 )
 from dlrm_workbook.recordings.torch import RECORDING_VERSION
@@ -36,13 +39,7 @@ from dlrm_workbook.recordings.torch.chrome_trace import (
     read_events,
 )
 from dlrm_workbook.recordings.torch.gaps import fill_gaps
-from dlrm_workbook.recordings.torch.parts import (
-    coded,
-    foreign_parts,
-    has_own_parts,
-    matching,
-    own_parts,
-)
+from dlrm_workbook.recordings.torch.parts import foreign_parts, has_own_parts, own_parts
 from dlrm_workbook.recordings.torch.shape_work import shape_meaning, shape_metrics
 from dlrm_workbook.recordings.torch.stacks import line_rows, sampled_lines, with_stacks
 from dlrm_workbook.recordings.torch.steps import (
@@ -157,16 +154,9 @@ def join_unsteady(names: pd.Series, shapes: pd.Series, iterations: int) -> pd.Se
     """
     if iterations < 2:
         return shapes
-    name, texts = coded(names)
-    form, forms = coded(shapes)
-    pair, pairs = pd.factorize(name * len(forms) + form)
+    pair, pairs = coded_pairs(names, shapes)
     counts = np.bincount(pair, minlength=len(pairs))
-    table = pd.DataFrame(
-        {
-            "name": [texts[number // len(forms)] for number in pairs],
-            "shapes": [forms[number % len(forms)] for number in pairs],
-        }
-    )
+    table = pd.DataFrame(pairs, columns=["name", "shapes"])
     rare = table[(counts < iterations) & table["shapes"].ne("").to_numpy()].copy()
     rare["form"] = [_NUMBER.sub("#", text) for text in rare["shapes"]]
     joined = table["shapes"].to_numpy(dtype=object).copy()
@@ -391,17 +381,8 @@ class _Builder:
         """Give every host span its part, its context and its depth."""
         component, phase = self.parts_of_host()
         host = self.host
-        roots = pd.DataFrame(
-            {
-                "parent": -1,
-                "kind": "thread",
-                "name": [thread["name"] for thread in self.threads],
-                "shapes": "",
-                "component": "other",
-                "phase": "",
-                "profile": np.arange(len(self.threads), dtype=np.int64),
-            }
-        )
+        names = [thread["name"] for thread in self.threads]
+        roots = _roots("thread", names, np.arange(len(self.threads), dtype=np.int64))
         code, names = coded(host["name"])
         label, labels = coded(pd.Series([self.label(name) for name in names], dtype=object))
         kind, kinds = coded(host["kind"])
@@ -506,17 +487,7 @@ class _Builder:
         span = device["launcher"].to_numpy()
         component, phase = self.parts_of_device()
         earlier = np.unique(device["profile"].to_numpy()[span < 0])
-        roots = pd.DataFrame(
-            {
-                "parent": -1,
-                "kind": "root",
-                "name": LAUNCHED_BEFORE,
-                "shapes": "",
-                "component": "other",
-                "phase": "",
-                "profile": earlier,
-            }
-        )
+        roots = _roots("root", LAUNCHED_BEFORE, earlier)
         root_of = np.full(len(self.threads), -1)
         root_of[earlier] = len(self.contexts) + np.arange(len(earlier))
         launched_in = np.append(self.host["context"].to_numpy(), -1)[span]
@@ -554,13 +525,8 @@ class _Builder:
             np.append(self.contexts[name].to_numpy(dtype=object), nothing)[context]
             for name, nothing in (("component", "other"), ("phase", ""))
         )
-        kind, kinds = coded(device["kind"])
-        name, names = coded(device["name"])
-        pair, pairs = pd.factorize(kind * len(names) + name)
-        named = [
-            self.part_names.of(kinds[number // len(names)], names[number % len(names)])
-            for number in pairs
-        ]
+        pair, pairs = coded_pairs(device["kind"], device["name"])
+        named = [self.part_names.of(*texts) for texts in pairs]
         is_ours = has_own_parts(self.host)
         for number, says in enumerate(named):
             if (
@@ -747,6 +713,12 @@ class _Builder:
                 "arguments": self.events.collectives.to_dict("records"),
             }
         return meta
+
+
+def _roots(kind: str, names: str | list[str], profiles: Ints) -> pd.DataFrame:
+    """Contexts that nothing calls, one on each of some threads."""
+    columns = {"parent": -1, "kind": kind, "name": names, "shapes": ""}
+    return pd.DataFrame(columns | {"component": "other", "phase": "", "profile": profiles})
 
 
 def _product(text: str) -> float:
