@@ -78,19 +78,19 @@ def record_command(
         InputError: the command cannot be started, failed, trained too little or took too
             long; the message says so and names the file of its output.
     """
-    processes_folder = folder / "processes"
-    processes_folder.mkdir(parents=True)
+    notes = folder / "processes"
+    notes.mkdir(parents=True)
     try:
-        return _recorded(command, config, folder, processes_folder, progress)
+        return _recorded(command, config, folder, notes, progress)
     finally:
-        shutil.rmtree(processes_folder, ignore_errors=True)
+        shutil.rmtree(notes, ignore_errors=True)
 
 
 def _recorded(
     command: Sequence[str],
     config: ProfilingConfig,
     folder: Path,
-    processes_folder: Path,
+    notes: Path,
     progress: ProgressCallback | None,
 ) -> list[str]:
     """As :func:`record_command`; its processes write into ``made``."""
@@ -98,16 +98,16 @@ def _recorded(
         command,
         stage=STAGE,
         logs=folder / "logs",
-        environment=recording_environment(os.environ, processes_folder, config),
+        environment=recording_environment(os.environ, notes, config),
         folder=config.command_folder or None,
         timeout_s=config.timeout_s,
         progress=progress,
     )
-    processes = [read_json(file) for file in sorted(processes_folder.glob("*.json"))]
+    processes = [read_json(file) for file in sorted(notes.glob("*.json"))]
     recorded = [process for process in processes if process["state"] == "recorded"]
     if not recorded:
         raise MeasurementError(why_nothing(command, done, processes))
-    keep(folder / "recording", processes_folder, recorded)
+    keep(folder / "recording", notes, recorded)
     notices = [INTERVENTION]
     if done.exit_code:
         notices.append(f"The command {done.failure()} after it was recorded: {done.last_words()}")
@@ -120,13 +120,13 @@ def _recorded(
 
 def recording_environment(
     base: Mapping[str, str],
-    processes_folder: Path,
+    notes: Path,
     config: ProfilingConfig,
     times_only: bool = False,
 ) -> dict[str, str]:
     """The environment in which a program records itself, or says when its iterations end."""
     asked = {
-        "folder": str(processes_folder),
+        "folder": str(notes),
         "times_only": times_only,
         "lengths": {
             "profiled": config.iterations,
@@ -148,14 +148,14 @@ def recording_environment(
     }
 
 
-def keep(target: Path, processes_folder: Path, recorded: list[dict[str, Any]]) -> None:
+def keep(target: Path, notes: Path, recorded: list[dict[str, Any]]) -> None:
     """Put the recording of one process, or of each rank, where readers look for it.
 
     Raises:
         InputError: several processes trained that are not ranks of one training.
     """
     if len(recorded) == 1 and recorded[0]["rank"] is None:
-        (processes_folder / str(recorded[0]["pid"])).rename(target)
+        (notes / str(recorded[0]["pid"])).rename(target)
         return
     ranks = [process["rank"] for process in recorded]
     if None in ranks or len(set(ranks)) < len(ranks):
@@ -168,7 +168,7 @@ def keep(target: Path, processes_folder: Path, recorded: list[dict[str, Any]]) -
         )
     target.mkdir()
     for process in recorded:
-        (processes_folder / str(process["pid"])).rename(target / f"rank{process['rank']}")
+        (notes / str(process["pid"])).rename(target / f"rank{process['rank']}")
 
 
 def why_nothing(command: Sequence[str], done: Completed, processes: list[dict[str, Any]]) -> str:

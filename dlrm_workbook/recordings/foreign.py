@@ -245,7 +245,7 @@ class PartNames:
         return any(matches(name) for matches, _ in self._user)
 
     def _of(self, kind: str, name: str, file: str = "") -> Named | None:
-        """What a context says by its kind (of ``profile.KINDS``), its name and its file."""
+        """What a context says by its kind (of ``profile.CONTEXT_KINDS``), its name and its file."""
         for matches, named in self._user:
             if matches(name):
                 return named

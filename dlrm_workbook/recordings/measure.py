@@ -99,7 +99,11 @@ def measure(
     if engine != "torch":
         profile = session.with_hpctoolkit()
     else:
-        profile = session.with_torch() if advise is None else session.with_advice(advise)
+        profile = (
+            session.with_torch(session.parameters)
+            if advise is None
+            else session.with_advice(advise)
+        )
     if engine == "both":
         second = session.second(profile)
         second.meta["engine_choice"] = why
@@ -184,7 +188,7 @@ def command_with_hpctoolkit(
     config = parameters.profiling
     device = resolve_device(parameters.training)
     iterations = config.warmup + config.iterations
-    with tempfile.TemporaryDirectory(prefix="dlrm-processes-") as processes_folder:
+    with tempfile.TemporaryDirectory(prefix="dlrm-processes-") as notes:
         asked = replace(config, iterations=iterations)
         measurement = measure_program(
             command,
@@ -192,9 +196,7 @@ def command_with_hpctoolkit(
             device=device.type,
             config=config,
             progress=progress,
-            environment=recording_environment(
-                os.environ, Path(processes_folder), asked, times_only=True
-            ),
+            environment=recording_environment(os.environ, Path(notes), asked, times_only=True),
         )
     profile = profile_of_pass(measurement, "times", config.parts)
     assert profile is not None
@@ -272,9 +274,11 @@ class _Session:
         notices: list[str] = choice["notices"]
         return notices
 
-    def with_torch(self, name: str = "workload.yaml", recorded: str = "recording") -> Profile:
+    def with_torch(
+        self, parameters: Parameters, name: str = "workload.yaml", recorded: str = "recording"
+    ) -> Profile:
         recording = self.folder / recorded
-        file = self.written(name, self.parameters)
+        file = self.written(name, parameters)
         command = self.record_command(file, recording)
         self.run("the recorded run", "torch.profiler", command, like_measured=False)
         return read_recording(recording)
@@ -309,11 +313,10 @@ class _Session:
 
     def second(self, first: Profile) -> Profile:
         """torch's profile of a workload whose machine has been looked at for the first one."""
-        whole = self.parameters
-        profiling = replace(whole.profiling, probes=False)
-        self.parameters = replace(whole, profiling=profiling)
-        second = self.with_torch("workload-torch.yaml")
-        second.meta["parameters"] = whole.to_sections()
+        profiling = replace(self.parameters.profiling, probes=False)
+        parameters = replace(self.parameters, profiling=profiling)
+        second = self.with_torch(parameters, "workload-torch.yaml")
+        second.meta["parameters"] = self.parameters.to_sections()
         reasons = second.not_measured
         for name in EVIDENCE:
             reasons.pop(name, None)
@@ -327,22 +330,19 @@ class _Session:
     def order_of_launches(self) -> Profile | str:
         """A short torch.profiler recording of the workload, for the parts of its GPU work; or why
         there is none."""
-        whole = self.parameters
         profiling = replace(
-            whole.profiling,
+            self.parameters.profiling,
             iterations=ALIGNED_ITERATIONS,
             probes=False,
             with_stack=False,
             record_shapes=False,
             profile_memory=False,
         )
-        self.parameters = replace(whole, profiling=profiling)
+        parameters = replace(self.parameters, profiling=profiling)
         try:
-            return self.with_torch("workload-order.yaml", "recording_order")
+            return self.with_torch(parameters, "workload-order.yaml", "recording_order")
         except InputError as error:  # the times are there; their parts must not cost them
             return f"the torch.profiler recording that would tell it failed: {error}"
-        finally:
-            self.parameters = whole
 
     def with_hpctoolkit(self) -> Profile:
         from dlrm_core.base.machine import resolve_device

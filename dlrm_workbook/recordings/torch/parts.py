@@ -135,31 +135,29 @@ def foreign_parts(
     Returns:
         Component and phase of every span, and a sentence about each part that no name tells.
     """
-    spans = _Spans(host, names, flows)
-    component, phase, hinted = resolve(spans.cut_at_nodes(), [*spans.named, None], spans.saying)
-    component[component == NO_STEP] = "other"
-    forward = spans.node < 0
+    spans = _Spans(host, iterations, names, flows)
+    component, phase, hinted, forward = spans.component, spans.phase, spans.hinted, spans.forward
     inferred = []
-    if spans.recommends and _name_compiled(spans, component, forward, iterations):
+    if spans.recommends and _name_compiled(spans):
         inferred.append(COMPILED_INFERRED)
     if (component == MLP).any():
         inferred.append(MLPS_INFERRED)
-    component[forward] = _mlps(spans, component, phase, forward, iterations)[forward]
+    _place_mlps(spans)
     within = spans.modules != ""
     passed = np.sort(spans.start[forward & (np.isin(component, MODEL) | within)])
     drawn = hinted & (component == "data")
-    drawn &= _follows(passed, spans.pass_begins(iterations), spans.start)
+    drawn &= _follows(passed, spans.pass_begins(), spans.start)
     component[drawn], phase[drawn] = "other", ""
     if spans.recommends:
-        _fill_between(spans, component, phase, hinted, forward, iterations)
+        _fill_between(spans)
     # what is no part of a DLRM is a part by its module; so are tables of tokens
     if within.any():
         vague = ["other", MLP] if spans.recommends else NO_RECOMMENDER
         by_module = np.isin(component, vague) & (within | (component == "embedding"))
         component[by_module] = np.where(within, spans.modules, "other")[by_module]
         hinted[by_module] = True
-    _backward(spans, component, hinted, iterations)
-    component[_seeds(spans, component, phase, forward)] = "loss"
+    _backward(spans)
+    component[_seeds(spans)] = "loss"
     phase = np.where((phase == "") & (spans.node >= 0), "backward", phase)
     silent = (phase == "") & (component != "other")
     phase[silent] = "forward"
@@ -168,9 +166,13 @@ def foreign_parts(
 
 
 class _Spans:
-    """The columns that several steps of the attribution read.
+    """The columns that several steps of the attribution read and change.
 
     Attributes:
+        component, phase, hinted: what is known of each span (n,), as :func:`foreign.resolve` says
+            it. These are what the steps change.
+        forward: which spans (n,) lie in no autograd node.
+        begins: of the iterations, where they are known, in order.
         named: what each distinct pair of kind and name says; ``code`` (n,) is its number.
         key: of each pair, what an autograd node is the backward of; None of other names.
         node: row (n,) of the outermost autograd node around each span, −1 outside of all.
@@ -181,8 +183,15 @@ class _Spans:
         recommends: whether the program looks rows of embedding tables up, as a DLRM does.
     """
 
-    def __init__(self, host: pd.DataFrame, names: PartNames, flows: pd.DataFrame) -> None:
+    def __init__(
+        self,
+        host: pd.DataFrame,
+        iterations: Sequence[tuple[int, int]],
+        names: PartNames,
+        flows: pd.DataFrame,
+    ) -> None:
         self.flows = flows
+        self.begins = np.sort(np.array([start for start, _ in iterations], dtype=np.int64))
         self.line = host["line"].to_numpy(dtype=object)
         self.code, self.texts = coded_pairs(host["kind"], host["name"])
         self.recommends = has_embeddings(self.texts)
@@ -203,7 +212,12 @@ class _Spans:
         self.thread = host["forward_thread"].to_numpy() if "forward_thread" in host else unknown
         is_node = np.array([key is not None for key in self.key], dtype=bool)[self.code]
         self.node = outermost_marked(self.parent, is_node)
+        self.forward = self.node < 0
         self.modules = self._modules(names)
+        self.component, self.phase, self.hinted = resolve(
+            self.cut_at_nodes(), [*self.named, None], self.saying
+        )
+        self.component[self.component == NO_STEP] = "other"
 
     def _modules(self, names: PartNames) -> Names:
         """The part (n,) of the module that each span belongs to, "" outside of all.
@@ -259,27 +273,28 @@ class _Spans:
         """
         return np.where(self.node == np.arange(len(self.node)), -1, self.parent)
 
-    def pass_begins(self, iterations: Sequence[tuple[int, int]]) -> Ints:
+    def nodes(self) -> Ints:
+        """Rows of the outermost autograd nodes, in order."""
+        return np.flatnonzero(self.node == np.arange(len(self.node)))
+
+    def pass_begins(self) -> Ints:
         """When what came before is over (n,) ns: an iteration begins, or a backward node."""
-        nodes = self.node == np.arange(len(self.node))
-        begins = np.array([start for start, _ in iterations], dtype=np.int64)
-        return np.sort(np.concatenate([begins, self.start[nodes]]))
+        return np.sort(np.concatenate([self.begins, self.start[self.nodes()]]))
 
     def keys(self, rows: Ints, of: Sequence[str | None]) -> list[str]:
         """The text of ``of``, by pair of kind and name, for each row."""
         return [of[code] or "" for code in self.code[rows]]
 
 
-def _name_compiled(
-    spans: _Spans, component: Names, forward: Bools, iterations: Sequence[tuple[int, int]]
-) -> bool:
+def _name_compiled(spans: _Spans) -> bool:
     """Say which compiled operators are the interaction; the others are an MLP.
 
     Only those in which no operator has a name of its own are asked. The interaction is the
     first of a pass, after the lookups, that takes samples by features by dimension, if more
-    of the model follows it (else it holds the top MLP too, and is not told). Changes
-    ``component``. Returns whether there were any.
+    of the model follows it (else it holds the top MLP too, and is not told). Returns whether
+    there were any.
     """
+    component, forward = spans.component, spans.forward
     block = outermost_marked(spans.parent, forward & spans.compiled)
     inside = block >= 0
     named = np.unique(block[inside & (component != "other")])
@@ -288,7 +303,7 @@ def _name_compiled(
     lookups = np.flatnonzero(forward & (component == "embedding"))
     if not len(blocks) or not len(lookups):
         return False
-    begins = spans.pass_begins(iterations)
+    begins = spans.pass_begins()
     of_pass = np.searchsorted(begins, spans.start, side="right")
     component[opaque] = MLP
     layers = np.flatnonzero(forward & (component == MLP))
@@ -305,42 +320,38 @@ def _name_compiled(
     return True
 
 
-def _seeds(spans: _Spans, component: Names, phase: Names, forward: Bools) -> Bools:
+def _seeds(spans: _Spans) -> Bools:
     """Operators (n,) inside a backward range before its first node: they begin with the loss."""
-    starts = np.sort(spans.start[spans.node == np.arange(len(spans.node))])
+    component, forward = spans.component, spans.forward
+    starts = np.sort(spans.start[spans.nodes()])
     passed = np.sort(spans.start[forward & np.isin(component, MODEL)])
-    asked = forward & (component == "other") & (phase == "backward")
+    asked = forward & (component == "other") & (spans.phase == "backward")
     asked &= outermost_marked(spans.parent, asked & spans.operator) >= 0
     return asked & _follows(passed, starts, spans.start)
 
 
-def _mlps(
-    spans: _Spans,
-    component: Names,
-    phase: Names,
-    forward: Bools,
-    iterations: Sequence[tuple[int, int]],
-) -> Names:
-    """``component`` with each forward MLP bottom or top: which stands after the interaction?
+def _place_mlps(spans: _Spans) -> None:
+    """Make each forward MLP bottom or top: which stands after the interaction?
 
     An MLP before the first interaction of its pass is the bottom one. A pass begins with an
     iteration, or after a backward node; where no iteration is known, also with a lookup, a
     loss or an update.
     """
+    component, forward = spans.component, spans.forward
     here = forward & (component == MLP)
     if not here.any():
-        return component
-    begins = spans.pass_begins(iterations)
-    if not iterations:
+        return
+    begins = spans.pass_begins()
+    if not len(spans.begins):
         others = forward & np.isin(component, ["embedding", "loss", "optimizer", "data"])
         begins = np.sort(np.concatenate([begins, spans.start[others]]))
-    meets = np.sort(spans.start[forward & (component == "interaction") & (phase != "backward")])
-    named = component.copy()
-    if not len(meets):
-        return named
-    after = _follows(meets, begins, spans.start[here])
-    named[here] = np.where(after, "top_mlp", "bottom_mlp")
-    return named
+    met = forward & (component == "interaction") & (spans.phase != "backward")
+    meets = np.sort(spans.start[met])
+        spans.start[forward & (component == "interaction") & (spans.phase != "backward")]
+    )
+    if len(meets):
+        after = _follows(meets, begins, spans.start[here])
+        component[here] = np.where(after, "top_mlp", "bottom_mlp")
 
 
 def _follows(events: Ints, begins: Ints, at: Ints) -> Bools:
@@ -355,27 +366,21 @@ def _follows(events: Ints, begins: Ints, at: Ints) -> Bools:
     return np.asarray((last >= begun) & (last > np.iinfo(np.int64).min))
 
 
-def _fill_between(
-    spans: _Spans,
-    component: Names,
-    phase: Names,
-    hinted: Bools,
-    forward: Bools,
-    iterations: Sequence[tuple[int, int]],
-) -> None:
+def _fill_between(spans: _Spans) -> None:
     """Give operators that nothing names to the part between whose operators they run.
 
     Between two operators of one part they are that part's; see :data:`BETWEEN` for others.
-    Both must be of the same forward pass, on the same thread. Changes all three columns.
+    Both must be of the same forward pass, on the same thread.
     """
-    passing = forward & np.isin(phase, ["", "forward"])
+    component = spans.component
+    passing = spans.forward & np.isin(spans.phase, ["", "forward"])
     with_part = np.flatnonzero(passing & np.isin(component, MODEL))
     unknown = passing & (component == "other")
     outer = outermost_marked(spans.parent, unknown & spans.operator)
     asked = np.flatnonzero(unknown & (outer >= 0))
     if not len(with_part) or not len(asked):
         return
-    begins = spans.pass_begins(iterations)
+    begins = spans.pass_begins()
     at = spans.start[outer[asked]]
     for profile in np.unique(spans.profile[asked]):
         rows = with_part[spans.profile[with_part] == profile]
@@ -395,21 +400,19 @@ def _fill_between(
         for (one, other), part in BETWEEN.items():
             guess[inner & (first == one) & (last == other)] = part
         component[asked[chosen]] = guess
-        hinted[asked[chosen]] = guess != "other"
+        spans.hinted[asked[chosen]] = guess != "other"
 
 
-def _backward(
-    spans: _Spans, component: Names, hinted: Bools, iterations: Sequence[tuple[int, int]]
-) -> None:
+def _backward(spans: _Spans) -> None:
     """Give each backward node, and what it calls, the part of its forward operator.
 
     A node without one (``AccumulateGrad`` adds a gradient to a parameter's) belongs to the
-    node before it. Changes ``component``.
+    node before it.
     """
-    nodes = np.flatnonzero(spans.node == np.arange(len(spans.node)))
+    component, hinted, nodes = spans.component, spans.hinted, spans.nodes()
     if not len(nodes):
         return
-    twin = _forward_twins(spans, nodes, iterations)
+    twin = _forward_twins(spans, nodes)
     of_twin = np.where(twin >= 0, component[np.maximum(twin, 0)], "other")
     node_part = component[nodes]
     named = ~hinted[nodes] & (node_part != "other")
@@ -434,7 +437,7 @@ def _backward(
         component[undecided] = np.where(after, "bottom_mlp", "top_mlp")
 
 
-def _forward_twins(spans: _Spans, nodes: Ints, iterations: Sequence[tuple[int, int]]) -> Ints:
+def _forward_twins(spans: _Spans, nodes: Ints) -> Ints:
     """Row of the forward operator whose gradient each node computes, −1 where none is known.
 
     By the sequence number that both have: it counts the nodes that a thread makes, and a node
@@ -449,7 +452,7 @@ def _forward_twins(spans: _Spans, nodes: Ints, iterations: Sequence[tuple[int, i
     if not len(numbered) or not (spans.sequence[nodes] >= 0).any():
         if len(spans.flows):
             return _twins_by_flow(spans, nodes, forward, keys)
-        return _twins_by_order(spans, nodes, forward, keys, iterations)
+        return _twins_by_order(spans, nodes, forward, keys)
     of_node = pd.DataFrame(
         {
             "node": np.arange(len(nodes)),
@@ -513,22 +516,15 @@ def _twins_by_flow(spans: _Spans, nodes: Ints, forward: Ints, keys: Sequence[str
     return _best_twins(pairs, len(nodes))
 
 
-def _twins_by_order(
-    spans: _Spans,
-    nodes: Ints,
-    forward: Ints,
-    keys: Sequence[str],
-    iterations: Sequence[tuple[int, int]],
-) -> Ints:
+def _twins_by_order(spans: _Spans, nodes: Ints, forward: Ints, keys: Sequence[str]) -> Ints:
     """As :func:`_forward_twins`: of each key the last operator belongs to the first node."""
     node_keys = spans.keys(nodes, spans.key)
     wanted = set(node_keys) - {ACCUMULATE}
     asked = np.array([key in wanted for key in keys], dtype=bool)[spans.code]
     forward = forward[asked[forward]]
-    begins = np.sort(np.array([start for start, _ in iterations], dtype=np.int64))
     twin = np.full(len(nodes), -1)
-    of_forward = np.searchsorted(begins, spans.start[forward], side="right")
-    of_nodes = np.searchsorted(begins, spans.start[nodes], side="right")
+    of_forward = np.searchsorted(spans.begins, spans.start[forward], side="right")
+    of_nodes = np.searchsorted(spans.begins, spans.start[nodes], side="right")
     for number in np.unique(of_nodes):
         these, those = np.flatnonzero(of_nodes == number), forward[of_forward == number]
         these = these[np.argsort(spans.start[nodes[these]], kind="stable")]
