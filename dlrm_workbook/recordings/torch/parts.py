@@ -347,8 +347,6 @@ def _place_mlps(spans: _Spans) -> None:
         begins = np.sort(np.concatenate([begins, spans.start[others]]))
     met = forward & (component == "interaction") & (spans.phase != "backward")
     meets = np.sort(spans.start[met])
-        spans.start[forward & (component == "interaction") & (spans.phase != "backward")]
-    )
     if len(meets):
         after = _follows(meets, begins, spans.start[here])
         component[here] = np.where(after, "top_mlp", "bottom_mlp")
