@@ -19,8 +19,9 @@ import numpy.typing as npt
 import pandas as pd
 
 from dlrm_core.base.errors import InputError
-from dlrm_core.base.units import counted, milliseconds, signed_percent
+from dlrm_core.base.text import counted
 from dlrm_workbook.ground.arrays import Bools, Floats
+from dlrm_workbook.ground.units import milliseconds, signed_percent
 
 FALSE_ALARM = 0.01
 """Chance of each judgement (warm-up, drift, two levels) on a run without any."""
