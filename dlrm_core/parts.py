@@ -147,23 +147,6 @@ def parse_span(name: str) -> tuple[str, str] | None:
     return None
 
 
-def parse_part(said: str) -> tuple[str, str]:
-    """(component, phase) of a part as a person writes it; the phase may be left out.
-
-    ``embedding backward`` is ``("embedding", "backward")``, ``loss`` is ``("loss", "")``.
-
-    Raises:
-        ValueError: there is no such part; the sentence says what was expected.
-    """
-    component, _, phase = said.partition(" ")
-    if component not in COMPONENTS or phase not in ("", *PHASES):
-        raise ValueError(
-            f"expected one of {', '.join(COMPONENTS)}, with one of {', '.join(PHASES)} after it "
-            "where wanted"
-        )
-    return component, phase
-
-
 def iteration(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate the function that runs one whole iteration, whatever it is called."""
 
