@@ -32,41 +32,24 @@ if TYPE_CHECKING:
 
 SCHEMA: dict[str, dict[str, str]] = {
     "contexts": {
-        "context": "int64",
-        "parent": "int64",
-        "kind": "object",
-        "name": "object",
-        "shapes": "object",
-        "file": "object",
-        "line": "int64",
-        "module": "object",
-        "component": "object",
-        "phase": "object",
+        "context": "int64", "parent": "int64", "kind": "object", "name": "object",
+        "shapes": "object", "file": "object", "line": "int64", "module": "object",
+        "component": "object", "phase": "object",
     },
     "metrics": {"metric": "object", "unit": "object", "meaning": "object", "source": "object"},
     "values": {
-        "profile": "int64",
-        "context": "int64",
-        "metric": "category",
-        "scope": "category",
+        "profile": "int64", "context": "int64", "metric": "category", "scope": "category",
         "value": "float64",
     },
     "threads": {
-        "profile": "int64",
-        "kind": "object",
-        "name": "object",
-        "rank": "int64",
-        "thread": "int64",
+        "profile": "int64", "kind": "object", "name": "object", "rank": "int64", "thread": "int64",
     },
     "trace": {
-        "profile": "int64",
-        "start_ns": "int64",
-        "end_ns": "int64",
-        "context": "int64",
+        "profile": "int64", "start_ns": "int64", "end_ns": "int64", "context": "int64",
         "depth": "int64",
     },
     "iterations": {"iteration": "int64", "start_ns": "int64", "end_ns": "int64"},
-}
+}  # fmt: skip
 """Table to column to dtype; ``object`` and ``category`` columns hold str. Column order is kept.
 
 ``values`` has up to ten million rows of a few names: categories are compared as numbers."""
@@ -463,38 +446,16 @@ def _read_table(file: Path, table: str) -> pd.DataFrame:
     return frame
 
 
-_META = {
-    **dict.fromkeys(
-        [
-            "ceilings",
-            "counters",
-            "data_statistics",
-            "distributed",
-            "launched_before_trace",
-            "machine",
-            "memory",
-            "not_measured",
-            "options",
-            "parameters",
-            "part_probes",
-            "probes",
-            "profiler_overhead",
-            "python_lines",
-            "together",
-            "versions",
-        ],
-        "names with values",
-    ),
-    **dict.fromkeys(
-        ("devices", "passes", "threads_cpu", "unprofiled_parts_ms"), "a list of names with values"
-    ),
-    **dict.fromkeys(("cautions", "notices", "steps_threads"), "a list of texts"),
-    **dict.fromkeys(("iteration_ms", "unprofiled_iteration_ms"), "a list of numbers"),
-    **dict.fromkeys(
-        ["command", "device", "device_name", "engine", "iterations_from", "sample", "title"],
-        "a text",
-    ),
+_META_TEXT = {
+    "names with values": "ceilings counters data_statistics distributed launched_before_trace "
+    "machine memory not_measured options parameters part_probes probes profiler_overhead "
+    "python_lines together versions",
+    "a list of names with values": "devices passes threads_cpu unprofiled_parts_ms",
+    "a list of texts": "cautions notices steps_threads",
+    "a list of numbers": "iteration_ms unprofiled_iteration_ms",
+    "a text": "command device device_name engine iterations_from sample title",
 }
+_META = {name: holds for holds, names in _META_TEXT.items() for name in names.split()}
 """Keys of a profile's ``meta`` and what they hold, in words."""
 
 _HOLDS: dict[str, Callable[[Any], bool]] = {
