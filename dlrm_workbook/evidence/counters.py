@@ -48,13 +48,8 @@ STOCKS = ("rss_bytes", "heap_bytes", "gpu_allocated_bytes")
 """Counters that say how much there is, not how much was added."""
 
 INTEGERS = {
-    "minor_faults",
-    "major_faults",
-    "voluntary_switches",
-    "involuntary_switches",
-    *STOCKS,
-    "read_bytes",
-    "written_bytes",
+    *("minor_faults", "major_faults", "voluntary_switches", "involuntary_switches"),
+    *("read_bytes", "written_bytes", *STOCKS),
 }
 """Columns that are whole numbers."""
 
