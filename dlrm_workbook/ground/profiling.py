@@ -8,24 +8,7 @@ from typing import Any
 
 from dlrm_core.base.errors import InputError
 from dlrm_core.base.settings import called, coerce_section, setting, shown
-from dlrm_core.parts import COMPONENTS, PHASES
-
-
-def parse_part(text: str) -> tuple[str, str]:
-    """(component, phase) of a part as a person writes it; the phase may be left out.
-
-    ``embedding backward`` is ``("embedding", "backward")``, ``loss`` is ``("loss", "")``.
-
-    Raises:
-        ValueError: there is no such part; the sentence says what was expected.
-    """
-    component, _, phase = text.partition(" ")
-    if component not in COMPONENTS or phase not in ("", *PHASES):
-        raise ValueError(
-            f"expected one of {', '.join(COMPONENTS)}, with one of {', '.join(PHASES)} after it "
-            "where wanted"
-        )
-    return component, phase
+from dlrm_workbook.ground.marks import parse_part
 
 
 @dataclass(frozen=True)

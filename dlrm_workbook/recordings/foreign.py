@@ -26,8 +26,7 @@ import numpy as np
 from dlrm_core.base.errors import InputError
 from dlrm_core.parts import ITERATION_FUNCTION, parse_span
 from dlrm_workbook.ground.arrays import Bools, Ints, Names
-from dlrm_workbook.ground.profiling import parse_part
-from dlrm_workbook.recordings.marks import GROUP_PREFIX, PART_PREFIX
+from dlrm_workbook.ground.marks import GROUP_PREFIX, PART_PREFIX, parse_part
 from dlrm_workbook.recordings.profile import nearest
 
 MLP = "mlp"

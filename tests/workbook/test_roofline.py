@@ -33,7 +33,7 @@ from dlrm_workbook.analysis.roofline import (
 )
 from dlrm_workbook.analysis.work import part_work
 from dlrm_workbook.evidence.ceilings import model_products
-from dlrm_workbook.recordings.marks import PART_PREFIX
+from dlrm_workbook.ground.marks import PART_PREFIX
 from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.recordings.torch.trace import read_trace
 from dlrm_workbook.show.profile import ceilings_frame, roofline_text

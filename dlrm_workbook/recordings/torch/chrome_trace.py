@@ -29,8 +29,8 @@ from dlrm_core.base.files import MOST_JSON, open_binary
 from dlrm_core.base.text import visible
 from dlrm_core.parts import SPAN_PREFIX
 from dlrm_workbook.ground.arrays import Floats, Ints
+from dlrm_workbook.ground.marks import GROUP_PREFIX
 from dlrm_workbook.ground.processes import without_collection
-from dlrm_workbook.recordings.marks import GROUP_PREFIX
 from dlrm_workbook.recordings.torch.json_stream import EventStream
 from dlrm_workbook.recordings.torch.shape_work import values_text
 

@@ -18,6 +18,7 @@ import pandas as pd
 
 from dlrm_core.parts import parse_span
 from dlrm_workbook.ground.arrays import Bools, Ints, Names
+from dlrm_workbook.ground.marks import deepest_level
 from dlrm_workbook.recordings.foreign import (
     ACCUMULATE,
     ENGINE_PREFIX,
@@ -32,7 +33,6 @@ from dlrm_workbook.recordings.foreign import (
     outermost_marked,
     resolve,
 )
-from dlrm_workbook.recordings.marks import deepest_level
 from dlrm_workbook.recordings.nesting import innermost, nest
 from dlrm_workbook.recordings.profile import coded, coded_pairs, matching, nearest
 

@@ -41,9 +41,8 @@ from dlrm_core.base.errors import InputError
 from dlrm_core.base.files import whole_folder, write_text
 from dlrm_workbook.evidence.counters import NO_GPU_USED, IterationCounters
 from dlrm_workbook.ground.machine import machine_facts, memory_limit
+from dlrm_workbook.ground.marks import PART_PREFIX, STEP_MARK, parse_part
 from dlrm_workbook.ground.processes import without_collection
-from dlrm_workbook.ground.profiling import parse_part
-from dlrm_workbook.recordings.marks import PART_PREFIX, STEP_MARK
 from dlrm_workbook.recordings.torch import RECORDED_PASS, RECORDING_VERSION, UNKNOWN_MODEL
 from dlrm_workbook.recordings.torch.modules import ModuleRanges
 from dlrm_workbook.recordings.torch.sampling import StackSampler

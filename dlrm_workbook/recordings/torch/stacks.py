@@ -17,7 +17,7 @@ import pandas as pd
 from dlrm_core.base.errors import InputError
 from dlrm_core.parts import parse_span
 from dlrm_workbook.ground.arrays import Floats, Ints
-from dlrm_workbook.recordings.marks import STEP_MARK
+from dlrm_workbook.ground.marks import STEP_MARK
 from dlrm_workbook.recordings.nesting import overlap, stretch_at
 from dlrm_workbook.recordings.torch.chrome_trace import load_json
 

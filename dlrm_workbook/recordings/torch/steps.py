@@ -10,8 +10,8 @@ import pandas as pd
 
 from dlrm_core.parts import ITERATION_SPAN
 from dlrm_workbook.ground.arrays import Bools, Ints
+from dlrm_workbook.ground.marks import STEP_MARK
 from dlrm_workbook.recordings.foreign import MODULE_PREFIX, PartNames, outermost_marked
-from dlrm_workbook.recordings.marks import STEP_MARK
 from dlrm_workbook.recordings.profile import coded, matching, nearest
 from dlrm_workbook.recordings.repetition import find_iterations
 from dlrm_workbook.recordings.torch.chrome_trace import STEP_PREFIX

@@ -2,12 +2,14 @@
 
 Whoever records such a program marks its iterations, its groups of modules and the parts that
 its author names; whoever reads the recording knows these marks again. Our own step has the
-names of :mod:`dlrm_core.parts`. Needs nothing, so that a measured program may import it.
+names of :mod:`dlrm_core.parts`. Needs only the core's names, so that a measured program may import it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+
+from dlrm_core.parts import COMPONENTS, PHASES
 
 STEP_MARK = "dlrm step"
 """Empty range where one iteration ends and the next begins."""
@@ -26,3 +28,20 @@ def deepest_level(paths: Iterable[tuple[str, ...]]) -> int:
     """The longest length at which no more than :data:`MOST_GROUPS` paths end; 2 at least."""
     lengths = sorted(len(path) for path in set(paths))
     return max([2, *(n for n in set(lengths) if sum(x <= n for x in lengths) <= MOST_GROUPS)])
+
+
+def parse_part(text: str) -> tuple[str, str]:
+    """(component, phase) of a part as a person writes it; the phase may be left out.
+
+    ``embedding backward`` is ``("embedding", "backward")``, ``loss`` is ``("loss", "")``.
+
+    Raises:
+        ValueError: there is no such part; the sentence says what was expected.
+    """
+    component, _, phase = text.partition(" ")
+    if component not in COMPONENTS or phase not in ("", *PHASES):
+        raise ValueError(
+            f"expected one of {', '.join(COMPONENTS)}, with one of {', '.join(PHASES)} after it "
+            "where wanted"
+        )
+    return component, phase
