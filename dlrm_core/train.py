@@ -35,11 +35,10 @@ from dlrm_core.config import Parameters
 from dlrm_core.data.batch import WHOLE, Batch, Share
 from dlrm_core.data.epochs import Epoch
 from dlrm_core.data.loader import Followed, Generator, batches, make_generator
-from dlrm_core.dense import resolve_dense
+from dlrm_core.dense import resolve_dense, set_fp32_products
 from dlrm_core.embeddings import resolve_backend
 from dlrm_core.model import DLRM, ClickLoss, build_model
 from dlrm_core.parts import iteration
-from dlrm_core.precision import set_fp32_products
 from dlrm_core.step import Step, TrainingStep, data_forward, optimizer_update, transfer_forward
 
 if TYPE_CHECKING:  # loaded where a run needs it
@@ -396,7 +395,7 @@ def prepare_model(
     notices = use_memory(config)
     parameters, chosen_dense = resolve_dense(parameters, device)
     config = parameters.training
-    notices += chosen_dense + set_fp32_products(config, parameters.model, device)
+    notices += chosen_dense + set_fp32_products(parameters, device)
     make_tables, divide, pages = None, None, optional_engine("pages of tables")
     if config.embeddings_on_gpu_bytes is not None:
         places = engine("tables in two places").places_of(parameters, device)

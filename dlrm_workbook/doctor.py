@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from dlrm_core.base.engines import RANKS, find_engine
 from dlrm_core.base.errors import MissingToolError
 from dlrm_core.base.machine import cpu_flags, kernel_text, numa_nodes
 from dlrm_core.base.text import counted
@@ -213,12 +214,13 @@ def _gpu_counters() -> Part:
 
 
 def _several_ranks() -> Part:
-    from dlrm_ranks.plan import INSTALL, missing_packages
-
-    missing = missing_packages()
+    name, cost = "several ranks (TorchRec)", "torchrun, and measuring in dlrm run scaling, need it"
+    plan = find_engine("several ranks: plan")
+    if plan is None:
+        return _part(name, False, f"missing: {RANKS}", f"{cost}.")
+    missing = plan.missing_packages()
     found = f"missing: {', '.join(missing)}" if missing else "torchrec, fbgemm_gpu"
-    cost = f"torchrun, and measuring in dlrm run scaling, need it: {INSTALL}"
-    return _part("several ranks (TorchRec)", not missing, found, cost)
+    return _part(name, not missing, found, f"{cost}: {plan.INSTALL}")
 
 
 def _numa() -> Part:

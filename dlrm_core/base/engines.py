@@ -32,6 +32,7 @@ ENGINES = {
         "dense_choice",
         "training.dense_backend: auto and training.fp32_matmul: auto",
     ),
+    "fp32 products": ("products", "training.fp32_matmul and training.tf32"),
     "rows of 2 bytes": ("embeddings.narrow_rows", "model.embedding_precision: bf16 and fp16"),
     "pages of tables": ("embeddings.pages", "training.embedding_backend"),
     "memory forecast": ("memory", "dlrm capacity"),

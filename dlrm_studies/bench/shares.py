@@ -21,7 +21,7 @@ import torch
 from dlrm_core.base.errors import InputError
 from dlrm_core.base.machine import keep_freed_memory
 from dlrm_core.config import Parameters, parameters_from_sections
-from dlrm_core.precision import MAX_RELATIVE_ERROR
+from dlrm_kernels.products import MAX_RELATIVE_ERROR
 from dlrm_studies.bench.rows import row_access_ms, why_no_accesses
 from dlrm_workbook.evidence.ceilings import (
     PRECISIONS,
@@ -250,7 +250,7 @@ def _product_rows(
     return rows
 
 
-def measure_job(job: dict[str, Any]) -> dict[str, Any]:
+def measure_part(job: dict[str, Any]) -> dict[str, Any]:
     """Measure the share that :func:`measure_share` asks for."""
     kind, parameters = job["what"], parameters_from_sections(job["parameters"])
     measure = {"dense": dense_share, "embedding": embedding_share}[kind]
@@ -260,4 +260,4 @@ def measure_job(job: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    do_job(measure_job)
+    do_job(measure_part)

@@ -2,7 +2,7 @@
 
 Whoever records such a program marks its iterations, its groups of modules and the parts that
 its author names; whoever reads the recording knows these marks again. Our own step has the
-names of :mod:`dlrm_core.parts`. Needs only the core's names, so that a measured program may import it.
+names of :mod:`dlrm_core.parts`, which alone this needs: a measured program may import it.
 """
 
 from __future__ import annotations
