@@ -24,7 +24,6 @@ import torch
 from torch import nn
 
 from dlrm_core.base.engines import engine, find_engine, optional_engine
-from dlrm_core.base.files import JsonLines, locked, write_json
 from dlrm_core.base.machine import (
     StopRequest,
     resolve_device,
@@ -33,8 +32,6 @@ from dlrm_core.base.machine import (
 )
 from dlrm_core.config import Parameters
 from dlrm_core.data.batch import WHOLE, Batch, Share
-from dlrm_core.data.epochs import Epoch
-from dlrm_core.data.loader import Followed, Generator, batches, make_generator
 from dlrm_core.dense import resolve_dense, set_fp32_products
 from dlrm_core.embeddings import resolve_backend
 from dlrm_core.model import DLRM, ClickLoss, build_model
@@ -42,6 +39,9 @@ from dlrm_core.parts import iteration
 from dlrm_core.step import Step, TrainingStep, data_forward, optimizer_update, transfer_forward
 
 if TYPE_CHECKING:  # loaded where a run needs it
+    from dlrm_core.base.files import JsonLines
+    from dlrm_core.data.epochs import Epoch
+    from dlrm_core.data.loader import Followed, Generator
     from dlrm_core.run.checkpoint import Checkpoint, CheckpointFolder
     from dlrm_core.run.evaluate import Evaluation
     from dlrm_core.run.reports import Observer, Report, TrainingResult
@@ -121,9 +121,11 @@ class TrainingLoop(abc.ABC, Generic[StepT]):
         place: Path | None,
         writes: bool = True,
     ) -> None:
+        from dlrm_core.data.epochs import Epoch
+        from dlrm_core.data.loader import Followed, batches
         from dlrm_core.run.checkpoint import CheckpointFolder
         from dlrm_core.run.evaluate import HeldOut
-        from dlrm_core.run.reports import Measurements
+        from dlrm_core.run.reports import Report
         from dlrm_core.run.resume import nothing_to_resume, restore_position
         from dlrm_core.run.schedules import evaluation_period, learning_rate, total_steps
 
@@ -153,7 +155,7 @@ class TrainingLoop(abc.ABC, Generic[StepT]):
             self.parameters, feed.made_on, generator, feed.divide
         )
         self.held_out = HeldOut(self.parameters, feed.made_on, feed.divide, feed.share)
-        self._measured = Measurements(self.device)
+        self._report = Report(self.device, self.first, self.epoch)
         self._stop = StopRequest()
 
     @abc.abstractmethod
@@ -188,7 +190,7 @@ class TrainingLoop(abc.ABC, Generic[StepT]):
     @property
     def data_seconds(self) -> float:
         """Seconds the last iteration spent making its batch or waiting for it."""
-        return self._measured.data_s[-1]
+        return self._report.data_s[-1]
 
     @property
     def learning_rate(self) -> float:
@@ -200,7 +202,7 @@ class TrainingLoop(abc.ABC, Generic[StepT]):
         """One iteration, data included; its loss, not waited for."""
         started = time.perf_counter()
         batch = self.next_batch()
-        self._measured.data_s.append(time.perf_counter() - started)
+        self._report.data_s.append(time.perf_counter() - started)
         if self._followed is not None:
             self._followed.used()
         rate = self._learning_rate(self.parameters.training, self.done + 1)
@@ -226,16 +228,15 @@ class TrainingLoop(abc.ABC, Generic[StepT]):
         self.done = first = self.first
         observer = observer or Observer()
         observer.begin(self)
-        report = Report(self.device, first, self.epoch, observer, lines)
-        self._measured = measured = report.measured
+        self._report = report = Report(self.device, first, self.epoch, observer, lines)
         observer.iteration(0)
-        measured.mark()
+        report.mark()
         event = self._next_event()
         with self.stop_requests() as self._stop:
             try:
                 while self.done < self.total:
-                    measured.losses.append(self.iterate())
-                    measured.mark()
+                    report.losses.append(self.iterate())
+                    report.mark()
                     observer.iteration(self.done - first)
                     stop = self.is_to_stop()
                     if self.done == event or stop:
@@ -247,7 +248,7 @@ class TrainingLoop(abc.ABC, Generic[StepT]):
                     raise
                 # in the middle of an iteration
                 report.status = "interrupted"
-                measured.settle()
+                report.settle()
                 report.interval(self.learning_rate)
         result = self._result(report)
         observer.end(result)
@@ -266,14 +267,14 @@ class TrainingLoop(abc.ABC, Generic[StepT]):
     def _event(self, report: Report, stop: bool) -> bool:
         """Report, evaluate, write a checkpoint as is due; whether the run ends here."""
         config = self.parameters.training
-        report.measured.settle()
+        report.settle()
         check = getattr(self.step.model.embeddings.backend, "check", None)
         if check is not None:
             check()  # a GPU tells late that it was asked for a row that is not there
         if stop or self._is_due(config.log_every):
             report.interval(self.learning_rate)
         evaluates = self.eval_every is not None or config.auc_target is not None
-        bad = report.measured.bad_iteration()
+        bad = report.bad_iteration()
         checked = self.writes_checkpoints or evaluates
         if bad is not None or (checked and not self._weights_are_finite()):
             report.interval(self.learning_rate)
@@ -292,7 +293,7 @@ class TrainingLoop(abc.ABC, Generic[StepT]):
             report.checkpoint(self.done, self.save)
         if stop:
             report.status = "interrupted"
-        report.measured.go_on()
+        report.go_on()
         return stop or reached
 
     def _is_due(self, period: int | None) -> bool:
@@ -314,7 +315,7 @@ class TrainingLoop(abc.ABC, Generic[StepT]):
         if place is None:
             what = f"the weights are not finite after iteration {self.done}"
         else:
-            loss = report.measured.done_losses[place]
+            loss = report.done_losses[place]
             what = f"the loss is {loss} at iteration {self.first + place + 1}"
         kept = self.checkpoint
         remains = f"the checkpoint {kept} is from before" if kept else "there is no checkpoint"
@@ -449,6 +450,8 @@ class Trainer(TrainingLoop[TrainingStep]):
         checkpoint: Checkpoint | None = None,
         place: Path | None = None,
     ) -> None:
+        from dlrm_core.data.loader import make_generator
+
         device = resolve_device(parameters.training)
         if (forecast := find_engine("memory forecast")) is not None:
             forecast.require_memory(parameters, device)
@@ -523,6 +526,7 @@ def train(
         InputError: the device is not there, the run does not fit in memory, the folder
             cannot be written or is another run's, or the checkpoint cannot be resumed.
     """
+    from dlrm_core.base.files import write_json
     from dlrm_core.run.reports import metrics_lines
     from dlrm_core.run.resume import checkpoint_place, checkpoint_to_resume
 
@@ -549,4 +553,6 @@ def only_trainer(folder: Path) -> AbstractContextManager[None]:
     The lock ends with the process. It holds between hosts only where their file system passes
     locks on.
     """
+    from dlrm_core.base.files import locked
+
     return locked(folder / ".train.lock", f"{folder}: another run is training into this folder")

@@ -86,14 +86,14 @@ def engine(name: str) -> Any:
     Raises:
         MissingToolError: its package is not installed; naming the parameter that needs it.
     """
-    found = find_engine(name)
-    if found is None:
+    module = find_engine(name)
+    if module is None:
         raise MissingToolError(
             f"{ENGINES[name][1]} needs the package {package_of(name)} (the engine {name!r}), which "
             "is not installed beside dlrm_core; leave the parameter out, or install the whole "
             "project"
         )
-    return found
+    return module
 
 
 def function_at(place: str, needed_by: str) -> Any:
