@@ -80,11 +80,11 @@ def read_everything(path: str) -> dict[str, Any]:
     """Read all of a database with this project's reader; seconds and what was read."""
     import dlrm_workbook.recordings.hpctoolkit.database  # noqa: F401
     from dlrm_workbook.recordings.hpctoolkit.database import read_database
-    from dlrm_workbook.recordings.hpctoolkit.views import facts
+    from dlrm_workbook.recordings.hpctoolkit.views import database_facts
 
     start = time.perf_counter()
     database = read_database(path)
-    known = facts(database)  # every value of every thread
+    known = database_facts(database)  # every value of every thread
     for metric in database.metrics:
         database.self_column(metric.name)
     if known["summary_values"] < 1_000_000:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
 COMPONENTS = (
@@ -38,26 +38,8 @@ SPAN_PREFIX = "dlrm::"
 ITERATION_SPAN = "dlrm::iteration"
 """Range around one whole iteration, data included. Its children are the parts."""
 
-STEP_MARK = "dlrm step"
-"""Empty range where one iteration of a program that is not ours ends and the next begins."""
-
-PART_PREFIX = "dlrm part: "
-"""Begins the range that ``record.part`` opens; the part follows, as a person writes it."""
-
-GROUP_PREFIX = "dlrm module: "
-"""Begins the range around a group of modules of a program that is not ours."""
-
-MOST_GROUPS = 12
-"""The modules of one such model are sorted into at most so many groups."""
-
 ITERATION_FUNCTION = "dlrm_iteration"
 """Python function around one whole iteration, for profilers that see only functions."""
-
-_EARLIER_ITERATION_FUNCTION = "iterate"
-_EARLIER_ITERATION_FILES = (("dlrm_core", "training.py"), ("dlrm_core", "training_loop.py"))
-"""Folder and name of the files that held the iteration while it was called ``iterate``.
-Recordings name them, so this list stays as it is, whatever the files are called today; it is
-complete, since newer recordings have ``ITERATION_FUNCTION``."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -165,47 +147,10 @@ def parse_span(name: str) -> tuple[str, str] | None:
     return None
 
 
-def deepest_level(paths: Iterable[tuple[str, ...]]) -> int:
-    """The longest length at which no more than :data:`MOST_GROUPS` paths end; 2 at least."""
-    lengths = sorted(len(path) for path in set(paths))
-    return max([2, *(n for n in set(lengths) if sum(x <= n for x in lengths) <= MOST_GROUPS)])
-
-
-def parse_part(said: str) -> tuple[str, str]:
-    """(component, phase) of a part as a person writes it; the phase may be left out.
-
-    ``embedding backward`` is ``("embedding", "backward")``, ``loss`` is ``("loss", "")``.
-
-    Raises:
-        ValueError: there is no such part; the sentence says what was expected.
-    """
-    component, _, phase = said.partition(" ")
-    if component not in COMPONENTS or phase not in ("", *PHASES):
-        raise ValueError(
-            f"expected one of {', '.join(COMPONENTS)}, with one of {', '.join(PHASES)} after it "
-            "where wanted"
-        )
-    return component, phase
-
-
-def is_iteration_function(name: str, file: str) -> bool:
-    """Whether a profiler's Python function is the one around an iteration.
-
-    Args:
-        name: with or without the names of the scopes around it.
-        file: path of its source on the machine of the recording. It counts only in recordings
-            from before ``dlrm_iteration``: other programs have functions called ``iterate`` too.
-    """
-    name = name.rpartition(".")[2]
-    if name != _EARLIER_ITERATION_FUNCTION:
-        return name == ITERATION_FUNCTION
-    return tuple(file.split("/")[-2:]) in _EARLIER_ITERATION_FILES
-
-
 def iteration(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate the function that runs one whole iteration, whatever it is called."""
 
-    # profilers show this name; it is the one that is_iteration_function knows
+    # profilers show this name, which is ITERATION_FUNCTION
     @functools.wraps(function)
     def dlrm_iteration(*args: P.args, **kwargs: P.kwargs) -> R:
         with span(ITERATION_SPAN):

@@ -16,7 +16,7 @@ from typing import Any
 from dlrm_workbook.ground.profiling import ProfilingConfig
 from dlrm_workbook.recordings.hpctoolkit.driver import (
     Measurement,
-    measure,
+    measure_program,
 )
 from dlrm_workbook.recordings.hpctoolkit.tools import Capabilities, find_tools, probe
 
@@ -280,7 +280,7 @@ class FakeHPCToolkit:
 def run(fake: FakeHPCToolkit, *workload: str, device: str = "cpu", **settings) -> Measurement:
     """Measure the fake workload into a fresh folder beside the tools."""
     tools = find_tools(str(fake.home))
-    return measure(
+    return measure_program(
         fake.workload(*workload),
         fake.home.parent / "run",
         device=device,

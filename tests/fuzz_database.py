@@ -28,7 +28,7 @@ import numpy as np
 from dlrm_workbook.recordings.hpctoolkit.database import read_database
 from dlrm_workbook.recordings.hpctoolkit.format import DatabaseError
 from dlrm_workbook.recordings.hpctoolkit.to_profile import profile_from_database
-from dlrm_workbook.recordings.hpctoolkit.views import describe, facts
+from dlrm_workbook.recordings.hpctoolkit.views import database_facts, database_summary
 from tests.hpctoolkit_tree import random_tree
 from tests.hpctoolkit_writer import Measured, write_database
 
@@ -138,8 +138,8 @@ def _mutate_file(rng: np.random.Generator, data: bytes, other: bytes) -> bytes |
 def exercise(folder: Path) -> None:
     """Read everything there is in a database."""
     database = read_database(folder)
-    json.dumps(facts(database))
-    describe(database)
+    json.dumps(database_facts(database))
+    database_summary(database)
     profile = profile_from_database(database)
     if len(database.tree) < 400:
         profile.to_hatchet()

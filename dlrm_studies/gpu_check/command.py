@@ -29,7 +29,8 @@ from dlrm_studies.gpu_check.timings import FAST, PRESETS
 from dlrm_workbook.evidence.contestants import describe as describe_case
 from dlrm_workbook.evidence.contestants import require_peer
 from dlrm_workbook.ground.machine import machine_facts
-from dlrm_workbook.recordings.torch.recorder import information, record
+from dlrm_workbook.recordings.torch.recorder import information, record_iterations
+from dlrm_workbook.recordings.torch.session import Lengths
 
 BUDGET_S = 450.0
 """Seconds for everything; ``--budget`` sets it."""
@@ -218,13 +219,11 @@ def recordings(folder: Path) -> Iterator[dict[str, Any]]:
         trainer = Trainer(parameters)
         try:
             iterate = trainer.iterate
-            record(
+            record_iterations(
                 lambda iteration, iterate=iterate: iterate(),  # type: ignore[misc]
-                RECORDED,
                 place,
+                Lengths(RECORDED, warmup=3, unprofiled=RECORDED),
                 device=trainer.device,
-                warmup=3,
-                unprofiled=RECORDED,
                 information=information(parameters, trainer.device, trainer.notices),
             )
         finally:

@@ -31,7 +31,7 @@ from dlrm_studies.runs import run_of_study
 from dlrm_studies.scaling.launch import launch_lines, run_ranks
 from dlrm_studies.scaling.model.record import FORMAT, VERSION
 from dlrm_workbook.analysis.changes import difference
-from dlrm_workbook.evidence.training import part_times
+from dlrm_workbook.evidence.training import iteration_part_times
 from dlrm_workbook.ground.machine import machine_facts
 from dlrm_workbook.ground.processes import only_process, python_module, run_child
 
@@ -326,7 +326,7 @@ def parts_of(parameters: Parameters, batch_size: int, folder: Path) -> list[dict
         timeout_s=parameters.profiling.timeout_s,
     )
     done.require_success(f"one process with a batch of {batch_size}")
-    times = part_times((done.last_object("spans") or {})["spans"], ALONE_WARMUP)
+    times = iteration_part_times((done.last_object("spans") or {})["spans"], ALONE_WARMUP)
     return [
         {"concurrent": 1, "batch_size": batch_size, "iteration": iteration}
         | {"component": component, "phase": phase, "time_ms": time_ms}

@@ -20,19 +20,13 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 
-from dlrm_core.parts import COMPONENTS, ITERATION_SPAN, PHASES, is_iteration_function
-from dlrm_workbook.analysis.context_tree import (
-    Bools,
-    Floats,
-    Ints,
-    distinct,
-    of_streams,
-    running,
-    stretch_at,
-)
+from dlrm_core.parts import COMPONENTS, ITERATION_SPAN, PHASES
+from dlrm_workbook.analysis.context_tree import distinct, of_streams, running
 from dlrm_workbook.analysis.steady import SteadyState, steady_state
+from dlrm_workbook.ground.arrays import Bools, Floats, Ints
 from dlrm_workbook.ground.units import milliseconds
-from dlrm_workbook.recordings.foreign import START_UP
+from dlrm_workbook.recordings.foreign import START_UP, is_iteration_function
+from dlrm_workbook.recordings.nesting import stretch_at
 from dlrm_workbook.recordings.profile import Profile
 
 ITERATION_NAMES = (ITERATION_SPAN, "ProfilerStep*")

@@ -10,15 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 
+from dlrm_workbook.ground.arrays import Bools, Ints
 from dlrm_workbook.recordings.nesting import innermost
 from dlrm_workbook.recordings.profile import Profile, nearest
-
-Ints = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
-Floats = npt.NDArray[np.float64]
 
 INSIDE_FUNCTIONS = ("line", "loop", "instruction")
 """Kinds of context that lie within a function; every other kind is a scope of its own."""
@@ -160,37 +156,3 @@ def enclosing(start: Ints, end: Ints) -> Ints:
             parent[row] = stack[-1]
         stack.append(row)
     return parent
-
-
-def stretch_at(start: Ints, end: Ints, at: Ints) -> Ints:
-    """Row (n,) of the disjoint, ordered stretch that each moment lies in; −1 where none."""
-    row = np.searchsorted(start, at, side="right") - 1
-    if not len(start):
-        return row
-    return np.where(at < end[np.maximum(row, 0)], row, -1)
-
-
-def union(start: Ints, end: Ints) -> tuple[Ints, Ints]:
-    """(start, end) of the stretches that any of the intervals covers, in order."""
-    order = np.argsort(start, kind="stable")
-    start, end = start[order], end[order]
-    if not len(start):
-        return start, end
-    reached = np.maximum.accumulate(end)
-    new = np.concatenate([[True], start[1:] > reached[:-1]])
-    last = np.concatenate([new[1:], [True]])
-    return start[new], reached[last]
-
-
-def overlap(start: Ints, end: Ints, first: Ints, last: Ints) -> Floats:
-    """How much (n,) of each interval lies in disjoint, ordered stretches ``first..last``."""
-    if not len(first):
-        return np.zeros(len(start))
-    before = np.concatenate([[0], np.cumsum(last - first)])
-
-    def covered(until: Ints) -> Ints:
-        row = np.searchsorted(first, until, side="right") - 1
-        inside = np.clip(until - first[np.maximum(row, 0)], 0, (last - first)[np.maximum(row, 0)])
-        return np.where(row < 0, 0, before[np.maximum(row, 0)] + inside)
-
-    return (covered(end) - covered(start)).astype(float)

@@ -21,7 +21,7 @@ import pandas as pd
 
 from dlrm_core.base.errors import InputError
 from dlrm_workbook.analysis.attribution import iteration_count, iteration_state
-from dlrm_workbook.analysis.context_tree import missing_reason, stretch_at, unmeasured
+from dlrm_workbook.analysis.context_tree import missing_reason, unmeasured
 from dlrm_workbook.analysis.devices import DATA_SHEET
 from dlrm_workbook.analysis.gpu_limits import kernel_work, yes_no_unknown
 from dlrm_workbook.analysis.kernel_names import kernel_name, short_names
@@ -32,6 +32,7 @@ from dlrm_workbook.recordings.hpctoolkit.metrics import (
     STALLS,
 )
 from dlrm_workbook.recordings.hpctoolkit.to_profile import profile_from_database
+from dlrm_workbook.recordings.nesting import stretch_at
 from dlrm_workbook.recordings.profile import Profile, nearest
 
 KERNEL_KEYS = ["kernel", "module", "component", "phase"]

@@ -22,10 +22,11 @@ import numpy as np
 import pandas as pd
 
 from dlrm_workbook.analysis.attribution import PART
-from dlrm_workbook.analysis.context_tree import Bools, Floats, Ints, missing_reason, unmeasured
+from dlrm_workbook.analysis.context_tree import missing_reason, unmeasured
 from dlrm_workbook.analysis.devices import NO_NAME, Device, device_of
 from dlrm_workbook.analysis.kernel_names import kernel_name, short_names
 from dlrm_workbook.analysis.roofline import ARITHMETIC, MEMORY
+from dlrm_workbook.ground.arrays import Bools, Floats, Ints
 from dlrm_workbook.recordings.open import COMMUNICATION
 from dlrm_workbook.recordings.profile import Profile, nearest
 from dlrm_workbook.recordings.torch.shape_work import OPERAND_BYTES, OPERATIONS, bytes_are

@@ -39,18 +39,16 @@ from dlrm_workbook.analysis.attribution import (
     windows,
 )
 from dlrm_workbook.analysis.context_tree import (
-    Ints,
     distinct,
     missing_reason,
-    overlap,
     reason_of,
     running,
     scopes_of,
-    stretch_at,
-    union,
     unmeasured,
 )
 from dlrm_workbook.analysis.launches import launched_operations
+from dlrm_workbook.ground.arrays import Ints
+from dlrm_workbook.recordings.nesting import overlap, stretch_at, union
 from dlrm_workbook.recordings.profile import Profile, inclusive_from_exclusive, nearest
 
 Stretches = tuple[Ints, Ints]

@@ -19,13 +19,13 @@ from dlrm_core.base.errors import InputError
 from dlrm_core.parts import part_label
 from dlrm_workbook.analysis.attribution import PART
 from dlrm_workbook.analysis.context_tree import (
-    Ints,
     distinct,
     missing_reason,
     running,
     scopes_of,
     unmeasured,
 )
+from dlrm_workbook.ground.arrays import Ints
 from dlrm_workbook.recordings.profile import Profile
 
 LANE = ["lane", "kind", "profile"]

@@ -11,13 +11,8 @@ import numpy as np
 import pandas as pd
 
 from dlrm_workbook.analysis.attribution import PART, main_thread
-from dlrm_workbook.analysis.context_tree import (
-    missing_reason,
-    of_streams,
-    reason_of,
-    stretch_at,
-    unmeasured,
-)
+from dlrm_workbook.analysis.context_tree import missing_reason, of_streams, reason_of, unmeasured
+from dlrm_workbook.recordings.nesting import stretch_at
 from dlrm_workbook.recordings.profile import Profile, nearest
 
 OPERATION_COLUMNS = ["start_ns", "end_ns", "context", "kind", *PART]

@@ -17,9 +17,9 @@ from dlrm_workbook.analysis.attribution import (
     parts_at,
     step_contexts,
 )
-from dlrm_workbook.analysis.context_tree import stretch_at
 from dlrm_workbook.analysis.kernel_names import short_names
 from dlrm_workbook.analysis.lanes import coarsened
+from dlrm_workbook.recordings.nesting import stretch_at
 from dlrm_workbook.recordings.profile import Profile, inclusive_from_exclusive
 
 SMALL = "(small)"

@@ -21,8 +21,10 @@ import numpy as np
 import pandas as pd
 
 from dlrm_workbook.analysis.attribution import PART, as_one, in_step_order, parts_at, segments
-from dlrm_workbook.analysis.context_tree import Floats, Ints, of_streams, unmeasured
-from dlrm_workbook.recordings.open import COMMUNICATION, union_ns
+from dlrm_workbook.analysis.context_tree import of_streams, unmeasured
+from dlrm_workbook.ground.arrays import Floats, Ints
+from dlrm_workbook.recordings.nesting import union_ns
+from dlrm_workbook.recordings.open import COMMUNICATION
 from dlrm_workbook.recordings.profile import Profile
 
 Ranks = Mapping[int, Profile]

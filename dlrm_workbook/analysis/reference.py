@@ -33,8 +33,8 @@ from dlrm_workbook.analysis.attribution import (
     segments,
     step_contexts,
 )
-from dlrm_workbook.analysis.context_tree import Bools, Floats, Ints
 from dlrm_workbook.analysis.steady import steady_state
+from dlrm_workbook.ground.arrays import Bools, Floats, Ints
 from dlrm_workbook.ground.runs import latest_run
 from dlrm_workbook.ground.units import milliseconds
 from dlrm_workbook.recordings.profile import Profile, inclusive_from_exclusive

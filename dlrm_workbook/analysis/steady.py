@@ -20,7 +20,7 @@ import pandas as pd
 
 from dlrm_core.base.errors import InputError
 from dlrm_core.base.text import counted
-from dlrm_workbook.analysis.context_tree import Bools, Floats
+from dlrm_workbook.ground.arrays import Bools, Floats
 from dlrm_workbook.ground.units import milliseconds, signed_percent
 
 FALSE_ALARM = 0.01

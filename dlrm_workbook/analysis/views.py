@@ -23,14 +23,12 @@ import pandas as pd
 from dlrm_core.base.errors import InputError
 from dlrm_workbook.analysis.attribution import iteration_count
 from dlrm_workbook.analysis.context_tree import (
-    Bools,
-    Floats,
-    Ints,
     missing_reason,
     outermost_contexts,
     scopes_of,
     unmeasured,
 )
+from dlrm_workbook.ground.arrays import Bools, Floats, Ints
 from dlrm_workbook.recordings.profile import Profile, depths, inclusive_from_exclusive, nearest
 
 HOT = 0.5

@@ -24,7 +24,7 @@ OFTEN = 8
 """Uses in a sample of about :data:`FOLLOWED` lookups from which a row may count as most used."""
 
 
-def cache_hits(
+def hit_curve(
     lookups: Sequence[Sequence[np.ndarray]], followed: int = FOLLOWED
 ) -> list[dict[str, float]]:
     """Hit rates of one cache for the rows of all tables, by its size.
@@ -60,16 +60,16 @@ def cache_hits(
     distances, weights = distances[last], weights[last]
     _, first, rows = np.unique(keys[last], return_index=True, return_inverse=True)
     left_out = 1.0 - 1.0 / weights[first]
-    found, size = [], LEAST_ROWS
+    rates, size = [], LEAST_ROWS
     while size <= seen:
         hits = distances < size
         share = float(weights[hits].sum() / weights.sum())
         # a row is followed or not as a whole: the variance of Horvitz and Thompson (1952)
         excess = np.bincount(rows, (hits - share) * weights)
         error = float(np.sqrt((left_out * excess**2).sum()) / weights.sum())
-        found.append({"rows": size, "hit_share": share, "error": error})
+        rates.append({"rows": size, "hit_share": share, "error": error})
         size *= 2
-    return found
+    return rates
 
 
 def _keys(batch: Sequence[np.ndarray]) -> np.ndarray:

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
-NO_GPU = "the run used no GPU; `dlrm run all -f FILE -p training.device=cuda` uses one"
+NO_GPU_USED = "the run used no GPU; `dlrm run all -f FILE -p training.device=cuda` uses one"
 """Reason for everything that only a GPU has."""
 
 PROC = Path("/proc")
@@ -44,17 +44,12 @@ FEW_THREADS_S = 60e-6
 POOL_NAMES = ("pt_", "omp", "OMP")
 """How the names of native worker threads begin, besides the process's own name."""
 
-LEVELS = ("rss_bytes", "heap_bytes", "gpu_allocated_bytes")
+STOCKS = ("rss_bytes", "heap_bytes", "gpu_allocated_bytes")
 """Counters that say how much there is, not how much was added."""
 
 INTEGERS = {
-    "minor_faults",
-    "major_faults",
-    "voluntary_switches",
-    "involuntary_switches",
-    *LEVELS,
-    "read_bytes",
-    "written_bytes",
+    *("minor_faults", "major_faults", "voluntary_switches", "involuntary_switches"),
+    *("read_bytes", "written_bytes", *STOCKS),
 }
 """Columns that are whole numbers."""
 
@@ -89,8 +84,8 @@ def without_ours(machine_ms: np.ndarray, process_ms: list[float]) -> list[float]
     """
     lag = MAX_DEBT_TICKS * TICK_MS * (os.cpu_count() or 1)
     rest, left = [], 0.0
-    for busy, own in zip(machine_ms.tolist(), process_ms, strict=True):
-        left = max(left + busy - own, -lag)
+    for busy, process in zip(machine_ms.tolist(), process_ms, strict=True):
+        left = max(left + busy - process, -lag)
         rest.append(max(0.0, left))
         left -= rest[-1]
     return rest
@@ -158,7 +153,7 @@ class IterationCounters:
         """Seconds that each snapshot took."""
         self._device = device if device is not None and device.type == "cuda" else None
         if self._device is None:
-            self._missing("gpu_allocated_bytes", NO_GPU)
+            self._missing("gpu_allocated_bytes", NO_GPU_USED)
         self._own = threading.get_native_id()
         self._page = os.sysconf("SC_PAGE_SIZE")
         self._files: dict[str, int] = {}
@@ -217,7 +212,7 @@ class IterationCounters:
         now = self._read()
         before = self._before or now
         self._rows.append(
-            {name: value - (0 if name in LEVELS else before[name]) for name, value in now.items()}
+            {name: value - (0 if name in STOCKS else before[name]) for name, value in now.items()}
         )
         self._labels.append((iteration, profiled))
         self._ends_ms.append(now["wall_ms"])
@@ -249,10 +244,10 @@ class IterationCounters:
         moments, tids, used = self._thread_times()
         pool = used[:, [self._kind(tid) == "pool" for tid in tids]].sum(axis=1)
         pool_ms = self._in_iterations(moments, pool) / 1e6
-        known = pool_ms + columns["thread_cpu_ms"]
+        attributed_ms = pool_ms + columns["thread_cpu_ms"]
         columns["pool_cpu_ms"] = pool_ms.tolist()
         columns["other_threads_cpu_ms"] = np.maximum(
-            0.0, columns["process_cpu_ms"] - known
+            0.0, columns["process_cpu_ms"] - attributed_ms
         ).tolist()
         if len(self._system) > 1:
             moments, busy, stolen = np.array(self._system).T
@@ -362,23 +357,23 @@ class IterationCounters:
 
     def _read_last(self) -> None:
         """One reading more, so that every iteration lies between two."""
-        known = len(self._names)
+        before = len(self._names)
         self._due_ms = dict.fromkeys(self._due_ms, 0.0)
         self._read_sparingly(time.perf_counter_ns() / 1e6)
-        if len(self._names) > known:  # is a thread found just now one that stays?
+        if len(self._names) > before:  # is a thread found just now one that stays?
             time.sleep(0.002)
             self._threads.append((time.perf_counter_ns() / 1e6, self._read_clocks()))
 
     def _read_clocks(self) -> dict[int, int]:
-        found = {}
+        clocks = {}
         for tid, clock in list(self._clocks.items()):
             try:
-                found[tid] = time.clock_gettime_ns(clock)
+                clocks[tid] = time.clock_gettime_ns(clock)
             except OSError:  # it has ended
                 del self._clocks[tid]
                 if sum(tid in used for _, used in self._threads[-2:]) < 2:
                     self._fleeting.add(tid)
-        return found
+        return clocks
 
     def _new_threads(self) -> dict[int, int]:
         """Clocks of the threads that were not there before."""

@@ -12,7 +12,7 @@ import torch
 from dlrm_core.config import Parameters
 from dlrm_core.data.batch import Batch
 from dlrm_core.data.loader import make_generator
-from dlrm_workbook.evidence.cache import cache_hits
+from dlrm_workbook.evidence.cache import hit_curve
 
 BATCHES = 3
 """How many of a run's first batches are looked at."""
@@ -45,7 +45,7 @@ def batch_statistics(batches: Iterable[Batch], parameters: Parameters) -> dict[s
         a sample), ``unique_rows_per_batch`` and ``hottest_share`` (share of a batch's
         lookups that fall on its most wanted row; 1 / unique rows when all are alike), and over
         all batches together ``lookups``, ``rows_used`` and ``rows_used_once``; ``cache`` as
-        :func:`dlrm_workbook.evidence.cache.cache_hits`.
+        :func:`dlrm_workbook.evidence.cache.hit_curve`.
     """
     seen: list[list[tuple[int, int, int, int]]] = [[] for _ in parameters.model.table_rows]
     lookups: list[list[np.ndarray]] = []
@@ -68,7 +68,7 @@ def batch_statistics(batches: Iterable[Batch], parameters: Parameters) -> dict[s
             | {name: float(values.mean()) for name, values in means.items()}
             | _reuse([indices[table] for indices in lookups])
         )
-    return {"batches": len(lookups), "tables": tables, "cache": cache_hits(lookups)}
+    return {"batches": len(lookups), "tables": tables, "cache": hit_curve(lookups)}
 
 
 def _reuse(lookups: list[np.ndarray]) -> dict[str, int]:

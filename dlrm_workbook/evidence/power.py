@@ -190,7 +190,7 @@ def rapl_counters() -> list[Counter]:
             f"{POWERCAP} has no intel-rapl zone: the kernel has no RAPL driver for this "
             "processor, or a virtual machine hides it"
         )
-    found: list[Counter] = []
+    counters: list[Counter] = []
     denied: list[str] = []
     for zone in zones:
         try:
@@ -202,19 +202,19 @@ def rapl_counters() -> list[Counter]:
         package = zone.name.split(":")[1]
         device = name if name.startswith("package") else f"{name} of package-{package}"
         try:
-            found.append(Rapl(zone, device))
+            counters.append(Rapl(zone, device))
         except PermissionError:
             denied.append(str(zone / "energy_uj"))
         except (OSError, ValueError):
             continue
-    if not found:
+    if not counters:
         raise OSError(
             f"{denied[0]} is readable by root only (since Linux 5.10, against side channels): "
             f"sudo chmod a+r {POWERCAP}/intel-rapl:*/energy_uj"
             if denied
             else f"{POWERCAP}: no zone of a processor package can be read"
         )
-    return found
+    return counters
 
 
 class GpuEnergy:

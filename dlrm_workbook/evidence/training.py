@@ -127,7 +127,9 @@ def _samples_bar(prints: bool) -> Iterator[Callable[[int], None]]:
         yield bar.add
 
 
-def part_times(spans: Sequence[SpanRow], warmup: int) -> dict[tuple[str, str], list[float]]:
+def iteration_part_times(
+    spans: Sequence[SpanRow], warmup: int
+) -> dict[tuple[str, str], list[float]]:
     """Milliseconds of each part in each iteration after warm-up, from a span log.
 
     A part inside another (which does not happen in one thread of the step, but may in a
@@ -149,8 +151,8 @@ def part_times(spans: Sequence[SpanRow], warmup: int) -> dict[tuple[str, str], l
         which = int(np.searchsorted(starts, start, side="right")) - 1
         if which < 0 or start >= ends[which]:
             continue
-        of_part = times.setdefault(part, np.zeros(len(loops)))
-        of_part[which] += (end - start) / 1e6
+        part_ms = times.setdefault(part, np.zeros(len(loops)))
+        part_ms[which] += (end - start) / 1e6
         while open_parts and open_parts[-1][1] <= start:
             open_parts.pop()
         if open_parts:

@@ -8,7 +8,7 @@ from typing import Any
 
 from dlrm_core.base.errors import InputError
 from dlrm_core.base.settings import called, coerce_section, setting, shown
-from dlrm_core.parts import parse_part
+from dlrm_workbook.ground.marks import parse_part
 
 
 @dataclass(frozen=True)

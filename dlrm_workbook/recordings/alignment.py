@@ -20,20 +20,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 
+from dlrm_workbook.ground.arrays import Ints
+from dlrm_workbook.recordings.nesting import stretch_at
 from dlrm_workbook.recordings.profile import Profile
-
-Ints = npt.NDArray[np.int64]
 
 LEAST_MATCHED = 0.9
 """Share of the operations of the iterations that must have a twin."""
 
-CLOCK_NS = 1_000_000
+CLOCKS_APART_NS = 1_000_000
 """How far the clocks of the GPU's trace and of the host may be apart."""
 
-ALIKE = 0.8
+RECOGNISED = 0.8
 """Share of an iteration's operations that must have a twin where it is looked for."""
 MOST_TRIED = 50
 """Places at which an iteration is looked for."""
@@ -68,7 +67,7 @@ def operation_key(kind: str, name: str) -> str:
     return _INTEGER.sub("", name.replace(" ", ""))
 
 
-def device_operations(profile: Profile) -> pd.DataFrame:
+def operations_by_stream(profile: Profile) -> pd.DataFrame:
     """What ran on the GPUs, by stream and in the order of its begin.
 
     Intervals that the recording leaves open until the next one end where they truly did.
@@ -101,14 +100,11 @@ def launching_iteration(profile: Profile, work: pd.DataFrame) -> Ints:
     launched = np.full(len(work), NO_ITERATION, dtype=np.int64)
     order = np.argsort(work["start_ns"].to_numpy(), kind="stable")
     for context, rows in pd.Series(order).groupby(parent[order]):
-        each, rest = divmod(len(rows), len(begun.get(context, ())) or len(rows) + 1)
-        if each and not rest:
-            launched[rows.to_numpy()] = np.repeat(begun[context], each)
-    known = launched >= 0
+        operations, rest = divmod(len(rows), len(begun.get(context, ())) or len(rows) + 1)
+        if operations and not rest:
+            launched[rows.to_numpy()] = np.repeat(begun[context], operations)
     first, last = (profile.iterations[name].to_numpy() for name in ("start_ns", "end_ns"))
-    found = np.searchsorted(first, launched, side="right") - 1
-    inside = known & (found >= 0) & (launched < last[np.maximum(found, 0)])
-    table = pd.Series(np.where(inside, found, NO_ITERATION)).where(known)
+    table = pd.Series(stretch_at(first, last, launched)).where(launched >= 0)
     stream = work["profile"].to_numpy()
     before, after = table.groupby(stream).ffill(), table.groupby(stream).bfill()
     return np.where(before == after, before, NO_ITERATION).astype(np.int64)
@@ -190,19 +186,19 @@ def align_profiles(profile: Profile, other: Profile, begins: Ints, ends: Ints) -
         other: of the same program, with iterations, launches and parts (torch.profiler's).
         begins, ends: of the host's iterations, in order, by the clock of ``profile``.
     """
-    ours, theirs = device_operations(profile), device_operations(other)
+    ours, theirs = operations_by_stream(profile), operations_by_stream(other)
     theirs["iteration"] = launching_iteration(other, theirs)
     parts = other.contexts[["component", "phase"]]
     theirs[["component", "phase"]] = parts.loc[theirs["context"]].to_numpy()
     theirs = theirs[theirs["iteration"] != NO_ITERATION].copy()
-    found = _aligned(ours, theirs, begins, ends)
-    if found.reason:
+    alignment = _aligned(ours, theirs, begins, ends)
+    if alignment.reason:
         for table in (ours, theirs):
             # without the arguments of templates and the scopes around the function
             table["key"] = table["key"].str.partition("<")[0].str.rpartition("::")[2]
         by_function = _aligned(ours, theirs, begins, ends)
-        found = found if by_function.reason else by_function
-    return found
+        alignment = alignment if by_function.reason else by_function
+    return alignment
 
 
 def _aligned(ours: pd.DataFrame, theirs: pd.DataFrame, begins: Ints, ends: Ints) -> Alignment:
@@ -211,22 +207,23 @@ def _aligned(ours: pd.DataFrame, theirs: pd.DataFrame, begins: Ints, ends: Ints)
     Args:
         theirs: also ``iteration``, ``component`` and ``phase``.
     """
-    found = ours.assign(iteration=NO_ITERATION, component="other", phase="", matched=False)
+    operations = ours.assign(iteration=NO_ITERATION, component="other", phase="", matched=False)
     if theirs.empty:
-        return Alignment(found, 0.0, 0.0, "torch.profiler's recording has no GPU operation")
+        return Alignment(operations, 0.0, 0.0, "torch.profiler's recording has no GPU operation")
     templates: dict[Any, pd.DataFrame] = {
         stream: _usual_iteration(rows) for stream, rows in theirs.groupby("profile")
     }
-    streams: dict[Any, pd.DataFrame] = dict(iter(found.groupby("profile")))
+    streams: dict[Any, pd.DataFrame] = dict(iter(operations.groupby("profile")))
     for stream, mine in _partners(streams, templates).items():
         rows = _along(streams[mine], templates[stream], begins)
-        found.loc[rows.index, list(rows.columns)] = rows
+        operations.loc[rows.index, list(rows.columns)] = rows
     # what runs while the host is in an iteration was launched in that one or an earlier one
-    start = found["start_ns"].to_numpy()
-    at = np.searchsorted(begins, start, side="right") - 1
-    late = (found["iteration"] == NO_ITERATION) & (at >= 0) & (start < ends[np.maximum(at, 0)])
-    found.loc[late, "iteration"] = at[late]
-    counted = found[(found["iteration"] != NO_ITERATION) & (found["key"] != MEMORY_SET)]
+    at = stretch_at(begins, ends, operations["start_ns"].to_numpy())
+    late = (operations["iteration"] == NO_ITERATION) & (at >= 0)
+    operations.loc[late, "iteration"] = at[late]
+    counted = operations[
+        (operations["iteration"] != NO_ITERATION) & (operations["key"] != MEMORY_SET)
+    ]
     lasted = (counted["end_ns"] - counted["start_ns"]).clip(lower=0)
     expected = sum((template["key"] != MEMORY_SET).sum() for template in templates.values())
     share = counted["matched"].sum() / max(len(counted), expected * len(begins), 1)
@@ -238,16 +235,16 @@ def _aligned(ours: pd.DataFrame, theirs: pd.DataFrame, begins: Ints, ends: Ints)
             "time, follow in the order of torch.profiler's recording of the same workload; at "
             f"least {LEAST_MATCHED:.0%} of both must"
         )
-        found[["component", "phase"]] = ["other", ""]
-    return Alignment(found, float(share), float(time_share), reason)
+        operations[["component", "phase"]] = ["other", ""]
+    return Alignment(operations, float(share), float(time_share), reason)
 
 
 def _usual_iteration(rows: pd.DataFrame) -> pd.DataFrame:
     """The iteration of a stream whose sequence of operations occurs most, the latest of those."""
-    each = {number: group for number, group in rows.groupby("iteration")}
-    sequences = {number: tuple(group["key"]) for number, group in each.items()}
+    iterations = {number: group for number, group in rows.groupby("iteration")}
+    sequences = {number: tuple(group["key"]) for number, group in iterations.items()}
     count = Counter(sequences.values())
-    return each[max(each, key=lambda number: (count[sequences[number]], number))]
+    return iterations[max(iterations, key=lambda number: (count[sequences[number]], number))]
 
 
 def _partners(ours: dict[int, pd.DataFrame], templates: dict[int, pd.DataFrame]) -> dict[Any, Any]:
@@ -276,25 +273,23 @@ def _next_iteration(
     """
     length = len(theirs)
     first = align(ours[place : place + 2 * length + 100], theirs, length // 2 + 20) or []
-    if len(first) >= ALIKE * length:
+    if len(first) >= RECOGNISED * length:
         return place, first
     mark = theirs[:3]
     tried = 0
     for later in range(place + 1, len(ours)):
         if ours[later : later + len(mark)] != mark:
             continue
-        found = align(ours[later : later + 2 * length], theirs, int((1 - ALIKE) * length))
-        if found:
-            return later, found
+        pairs = align(ours[later : later + 2 * length], theirs, int((1 - RECOGNISED) * length))
+        if pairs:
+            return later, pairs
         tried += 1
         if tried == MOST_TRIED:
             break
     return place, first if len(first) >= length / 2 else []
 
 
-def _twins(
-    ours: list[int], theirs: list[int], earliest: list[int]
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+def _twins(ours: list[int], theirs: list[int], earliest: list[int]) -> tuple[Ints, Ints]:
     """Place in ``theirs`` (−1 for none) and iteration of each operation of a stream.
 
     Args:
@@ -324,7 +319,7 @@ def _along(rows: pd.DataFrame, template: pd.DataFrame, begins: Ints) -> pd.DataF
     """
     codes, _ = pd.factorize(pd.concat([template["key"], rows["key"]]))
     theirs, ours = codes[: len(template)].tolist(), codes[len(template) :].tolist()
-    possible = np.searchsorted(rows["start_ns"].to_numpy(), begins - CLOCK_NS)
+    possible = np.searchsorted(rows["start_ns"].to_numpy(), begins - CLOCKS_APART_NS)
     twin, iteration = _twins(ours, theirs, possible.tolist())
     back, _ = _twins(ours[::-1], theirs[::-1], [0] * len(begins))
     again = np.where(back >= 0, len(theirs) - 1 - back, -1)[::-1]
@@ -334,11 +329,11 @@ def _along(rows: pd.DataFrame, template: pd.DataFrame, begins: Ints) -> pd.DataF
     part = pd.Series(np.where(matched, pair[np.maximum(twin, 0)], np.nan))
     # no gap is at the end of an iteration, so its neighbours are of the same one
     before, after = part.ffill(), part.bfill()
-    known = matched | ((iteration != NO_ITERATION) & (before == after).to_numpy())
-    told = np.where(known, before.fillna(-1), -1).astype(np.int64)
+    placed = matched | ((iteration != NO_ITERATION) & (before == after).to_numpy())
+    label = np.where(placed, before.fillna(-1), -1).astype(np.int64)
     labels = [*names, ("other", "")]
     result = pd.DataFrame(
-        [labels[number] for number in told.tolist()],
+        [labels[number] for number in label.tolist()],
         columns=["component", "phase"],
         index=rows.index,
     )

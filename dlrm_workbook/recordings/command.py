@@ -25,14 +25,14 @@ from dlrm_workbook.recordings.torch.inject import STARTUP, VARIABLE
 STAGE = "command"
 """Name of the logs of the program's own output: ``logs/command.out`` and ``logs/command.err``."""
 
-CHANGES = (
+INTERVENTION = (
     "The program was not edited. A start-up file on PYTHONPATH hooked the optimizers of torch: an "
     "iteration is what lies between the ends of two steps, so an accumulation of gradients is "
     "one iteration. While it was recorded, hooks around the forward of its modules named their "
     "work and the stack of its Python code was sampled. It was ended once everything was recorded."
 )
 
-CHANGES_TIMED = (
+TIMING_INTERVENTION = (
     "The program was not edited. A start-up file on PYTHONPATH hooked the optimizers of torch to "
     "note when its iterations end, and ended it after the last one that was asked for."
 )
@@ -78,19 +78,19 @@ def record_command(
         InputError: the command cannot be started, failed, trained too little or took too
             long; the message says so and names the file of its output.
     """
-    made = folder / "processes"
-    made.mkdir(parents=True)
+    notes = folder / "processes"
+    notes.mkdir(parents=True)
     try:
-        return _recorded(command, config, folder, made, progress)
+        return _recorded(command, config, folder, notes, progress)
     finally:
-        shutil.rmtree(made, ignore_errors=True)
+        shutil.rmtree(notes, ignore_errors=True)
 
 
 def _recorded(
     command: Sequence[str],
     config: ProfilingConfig,
     folder: Path,
-    made: Path,
+    notes: Path,
     progress: ProgressCallback | None,
 ) -> list[str]:
     """As :func:`record_command`; its processes write into ``made``."""
@@ -98,17 +98,17 @@ def _recorded(
         command,
         stage=STAGE,
         logs=folder / "logs",
-        environment=environment_of(os.environ, made, config),
+        environment=recording_environment(os.environ, notes, config),
         folder=config.command_folder or None,
         timeout_s=config.timeout_s,
         progress=progress,
     )
-    processes = [read_json(file) for file in sorted(made.glob("*.json"))]
+    processes = [read_json(file) for file in sorted(notes.glob("*.json"))]
     recorded = [process for process in processes if process["state"] == "recorded"]
     if not recorded:
         raise MeasurementError(why_nothing(command, done, processes))
-    keep(folder / "recording", made, recorded)
-    notices = [CHANGES]
+    keep(folder / "recording", notes, recorded)
+    notices = [INTERVENTION]
     if done.exit_code:
         notices.append(f"The command {done.failure()} after it was recorded: {done.last_words()}")
     if len(recorded) < len(processes):
@@ -118,35 +118,44 @@ def _recorded(
     return notices
 
 
-def environment_of(
-    base: Mapping[str, str], made: Path, config: ProfilingConfig, times_only: bool = False
+def recording_environment(
+    base: Mapping[str, str],
+    notes: Path,
+    config: ProfilingConfig,
+    times_only: bool = False,
 ) -> dict[str, str]:
     """The environment in which a program records itself, or says when its iterations end."""
-    options = {
-        "iterations": config.iterations,
-        "warmup": config.warmup,
-        "unprofiled": config.iterations,
-        "with_stack": config.with_stack,
-        "record_shapes": config.record_shapes,
-        "profile_memory": config.profile_memory,
-        "ceilings": config.probes,
+    asked = {
+        "folder": str(notes),
+        "times_only": times_only,
+        "lengths": {
+            "profiled": config.iterations,
+            "warmup": config.warmup,
+            "unprofiled": config.iterations,
+        },
+        "detail": {
+            "with_stack": config.with_stack,
+            "record_shapes": config.record_shapes,
+            "profile_memory": config.profile_memory,
+            "ceilings": config.probes,
+        },
     }
     places = [str(STARTUP), *filter(None, [base.get("PYTHONPATH")])]
     return {
         **base,
         "PYTHONPATH": os.pathsep.join(places),
-        VARIABLE: json.dumps({"folder": str(made), "options": options, "times_only": times_only}),
+        VARIABLE: json.dumps(asked),
     }
 
 
-def keep(target: Path, made: Path, recorded: list[dict[str, Any]]) -> None:
+def keep(target: Path, notes: Path, recorded: list[dict[str, Any]]) -> None:
     """Put the recording of one process, or of each rank, where readers look for it.
 
     Raises:
         InputError: several processes trained that are not ranks of one training.
     """
     if len(recorded) == 1 and recorded[0]["rank"] is None:
-        (made / str(recorded[0]["pid"])).rename(target)
+        (notes / str(recorded[0]["pid"])).rename(target)
         return
     ranks = [process["rank"] for process in recorded]
     if None in ranks or len(set(ranks)) < len(ranks):
@@ -159,12 +168,12 @@ def keep(target: Path, made: Path, recorded: list[dict[str, Any]]) -> None:
         )
     target.mkdir()
     for process in recorded:
-        (made / str(process["pid"])).rename(target / f"rank{process['rank']}")
+        (notes / str(process["pid"])).rename(target / f"rank{process['rank']}")
 
 
 def why_nothing(command: Sequence[str], done: Completed, processes: list[dict[str, Any]]) -> str:
     """The sentence about a command of which nothing was recorded."""
-    said = f"profiling.command, {shlex.join(command)},"
+    subject = f"profiling.command, {shlex.join(command)},"
     output = f"; its output is in {done.log.parent if done.log else 'logs'}"
     refused = [process["reason"] for process in processes if process["state"] == "refused"]
     if done.timed_out:
@@ -172,27 +181,27 @@ def why_nothing(command: Sequence[str], done: Completed, processes: list[dict[st
         seen = f"done {steps} steps" if processes else "not stepped any torch optimizer"
         hooked = "" if processes else " (python -I and -E ignore the start-up file that sees that)"
         return (
-            f"{said} was still going after {done.seconds:.0f} s (profiling.timeout_s) and had "
+            f"{subject} was still going after {done.seconds:.0f} s (profiling.timeout_s) and had "
             f"{seen}{hooked}{output}"
         )
     if done.exit_code:
-        return f"{said} {done.failure()}: {done.last_words()}{output}"
+        return f"{subject} {done.failure()}: {done.last_words()}{output}"
     if refused:
-        return f"{said} was not recorded: {refused[0]}{output}"
+        return f"{subject} was not recorded: {refused[0]}{output}"
     if not processes:
         return (
-            f"{said} ended after {done.seconds:.1f} s without a step of any torch optimizer "
+            f"{subject} ended after {done.seconds:.1f} s without a step of any torch optimizer "
             "(torch.optim.Optimizer.step), so there is no iteration to measure (what it leaves to "
             f"processes in the background is ended with it){output}"
         )
     training = [process for process in processes if process["state"] == "training"]
     if training:
         return (
-            f"{said} ended while process {training[0]['pid']} was still training: it left by "
+            f"{subject} ended while process {training[0]['pid']} was still training: it left by "
             "os._exit, or was running in the background and was ended with the command; start the "
             f"training itself, in the foreground, and let it return{output}"
         )
     return (
-        f"{said} stepped its optimizer once only, so there is no iteration between two steps to "
+        f"{subject} stepped its optimizer once only, so there is no iteration between two steps to "
         f"measure{output}"
     )

@@ -19,21 +19,20 @@ import functools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from dlrm_core.base.errors import InputError
-from dlrm_core.parts import GROUP_PREFIX, PART_PREFIX, parse_part, parse_span
+from dlrm_core.parts import ITERATION_FUNCTION, parse_span
+from dlrm_workbook.ground.arrays import Bools, Ints, Names
+from dlrm_workbook.ground.marks import GROUP_PREFIX, PART_PREFIX, parse_part
 from dlrm_workbook.recordings.profile import nearest
-
-Ints = npt.NDArray[np.int64]
-Names = npt.NDArray[np.object_]
 
 MLP = "mlp"
 """Of a name that says MLP, but not whether bottom or top; :func:`mlp_by_order` says which."""
 
-OUTSIDE = "outside"
+NO_STEP = "outside"
 """What no step does, although a step may be the first to need it: libraries are loaded, the
 GPU is set up."""
 
@@ -58,54 +57,52 @@ class Named:
     hint: bool = False
 
 
-def _any(*words: str) -> re.Pattern[str]:
-    return re.compile("|".join(words), re.IGNORECASE)
+Says = TypeVar("Says", Named, str)
 
 
-_SPOKEN: tuple[tuple[re.Pattern[str], Named], ...] = (
+def _rules(*rules: tuple[str, Says]) -> tuple[tuple[re.Pattern[str], Says], ...]:
+    """Patterns of names and what they say, of which the first that matches counts."""
+    return tuple((re.compile(pattern), says) for pattern, says in rules)
+
+
+def _first(rules: Iterable[tuple[re.Pattern[str], Says]], text: str) -> Says | None:
+    return next((says for pattern, says in rules if pattern.search(text)), None)
+
+
+_SPOKEN = _rules(
     (
-        _any(
-            r"all_?to_?all|all_?2_?all|a2a\b|all_?reduce|all_?gather|reduce_?scatter|nccl|rccl|gloo",
-            r"\bbroadcast\b|broadcast_(coalesced|object)|barrier|data_dist\b|dist_init|dist_data|\bc10d|record_param_comms",
-            r"awaitable|request wait|nowait wait|distributed_?wait|send_recv",
-        ),
+        r"(?i)all_?to_?all|all_?2_?all|a2a\b|all_?reduce|all_?gather|reduce_?scatter|nccl|rccl|gloo|"
+        r"\bbroadcast\b|broadcast_(coalesced|object)|barrier|data_dist\b|dist_init|dist_data|\bc10d|"
+        r"record_param_comms|awaitable|request wait|nowait wait|distributed_?wait|send_recv",
         Named("communication"),
     ),
-    (_any(r"zero_grad|optimi[sz]er|clip_grad|\boptim\b|lr_schedul"), Named("optimizer", "update")),
+    (r"(?i)zero_grad|optimi[sz]er|clip_grad|\boptim\b|lr_schedul", Named("optimizer", "update")),
     (
-        _any(
-            r"copy_batch_to|wait_for_batch|to_device|host_to_device|\bh2d\b|batch_to_gpu",
-            r"pin_memory|prefetch_to",
-        ),
+        r"(?i)copy_batch_to|wait_for_batch|to_device|host_to_device|\bh2d\b|batch_to_gpu|"
+        r"pin_memory|prefetch_to",
         Named("transfer", "forward"),
     ),
     (
-        _any(
-            r"data_?load|load_batch|next_batch|get_batch|make_batch|input_batch|fetch_batch",
-            r"collate|generate_\w*(batch|input|data)|read_batch|\bdata_wait",
-        ),
+        r"(?i)data_?load|load_batch|next_batch|get_batch|make_batch|input_batch|fetch_batch|"
+        r"collate|generate_\w*(batch|input|data)|read_batch|\bdata_wait",
         Named("data", "forward"),
     ),
-    (_any(r"interact|dot_?product_?arch|cross_?net|\bdcn"), Named("interaction")),
+    (r"(?i)interact|dot_?product_?arch|cross_?net|\bdcn", Named("interaction")),
     (
-        _any(r"bot(tom)?_?(mlp|l|model|arch)\b|dense_?(arch|mlp|proj)|bottom_?mlp"),
+        r"(?i)bot(tom)?_?(mlp|l|model|arch)\b|dense_?(arch|mlp|proj)|bottom_?mlp",
         Named("bottom_mlp"),
     ),
-    (_any(r"top_?(mlp|l|model|arch)\b|over_?(arch|mlp)|prediction_?(arch|head)"), Named("top_mlp")),
+    (r"(?i)top_?(mlp|l|model|arch)\b|over_?(arch|mlp)|prediction_?(arch|head)", Named("top_mlp")),
     (
-        _any(
-            r"(?<!get_)loss(?!less)|criterion|cross_?entropy|\bbce|\bauc\b|calibration",
-            r"(?<!sym)(?<!geo)(?<!para)metric",
-        ),
+        r"(?i)(?<!get_)loss(?!less)|criterion|cross_?entropy|\bbce|\bauc\b|calibration|"
+        r"(?<!sym)(?<!geo)(?<!para)metric",
         Named("loss"),
     ),
     # turns queries and keys of an attention by their position, and looks nothing up
-    (_any(r"rotary|\brope\b"), Named("other")),
+    (r"(?i)rotary|\brope\b", Named("other")),
     (
-        _any(
-            r"emb(_|\b|edding|s\b)|sparse_?(arch|feature|lookup)|\bebc\b|pooled|lookup",
-            r"permute_id|id_(score_)?list|split_?table|jagged|\bkjt",
-        ),
+        r"(?i)emb(_|\b|edding|s\b)|sparse_?(arch|feature|lookup)|\bebc\b|pooled|lookup|"
+        r"permute_id|id_(score_)?list|split_?table|jagged|\bkjt",
         Named("embedding"),
     ),
 )
@@ -114,9 +111,9 @@ _SPOKEN: tuple[tuple[re.Pattern[str], Named], ...] = (
 ``metric``: what is computed from the predictions beside the loss (AUC, normalised entropy)
 counts as the loss."""
 
-_PHASES: tuple[tuple[re.Pattern[str], str], ...] = (
-    (_any(r"\bbackward\b|_bwd\b|_bwd_|_bw\b|\bbwd\b|autograd::engine"), "backward"),
-    (_any(r"\bforward\b|_fwd\b|_fwd_|\bfwd\b"), "forward"),
+_PHASES = _rules(
+    (r"(?i)\bbackward\b|_bwd\b|_bwd_|_bw\b|\bbwd\b|autograd::engine", "backward"),
+    (r"(?i)\bforward\b|_fwd\b|_fwd_|\bfwd\b", "forward"),
 )
 
 _FRAMES: dict[str, Named] = {
@@ -131,17 +128,17 @@ _FRAMES: dict[str, Named] = {
     "zero_grad": Named("optimizer", "update"),
     "clip_grad_norm_": Named("optimizer", "update"),
     "to_device": Named("transfer", "forward"),
-    "_lazy_init": Named(OUTSIDE),
+    "_lazy_init": Named(NO_STEP),
 }
 """Python functions of facebookresearch/dlrm, NVIDIA's DLRM and torch, by their whole name."""
 
-_FRAME_FILES: tuple[tuple[re.Pattern[str], Named], ...] = (
-    (re.compile(r"(^|/)torch/(optim/|nn/utils/clip_grad)"), Named("optimizer", "update")),
-    (re.compile(r"(^|/)torch/utils/data/"), Named("data", "forward")),
-    (re.compile(r"(^|/)torch/nn/modules/loss\.py"), Named("loss", "forward")),
-    (re.compile(r"(^|/)torch/nn/modules/sparse\.py"), Named("embedding", "forward")),
-    (re.compile(r"<frozen importlib|^importlib/|/importlib/"), Named(OUTSIDE)),
-    (re.compile(r"(^|/)(dlrm_data_pytorch|data_loader_terabyte|data_utils)\.py"), Named("data")),
+_FRAME_FILES = _rules(
+    (r"(^|/)torch/(optim/|nn/utils/clip_grad)", Named("optimizer", "update")),
+    (r"(^|/)torch/utils/data/", Named("data", "forward")),
+    (r"(^|/)torch/nn/modules/loss\.py", Named("loss", "forward")),
+    (r"(^|/)torch/nn/modules/sparse\.py", Named("embedding", "forward")),
+    (r"<frozen importlib|^importlib/|/importlib/", Named(NO_STEP)),
+    (r"(^|/)(dlrm_data_pytorch|data_loader_terabyte|data_utils)\.py", Named("data")),
 )
 """Files of Python functions whose names are too common to tell anything."""
 
@@ -153,76 +150,58 @@ _COLLECTIVES = re.compile(
 _DATA_PARALLEL = re.compile(r"_(pre_forward|post_forward|sync_\w+|distributed_broadcast\w*)$")
 """Methods of DistributedDataParallel that prepare the exchange of gradients or exchange buffers."""
 
-_OPERATORS: tuple[tuple[re.Pattern[str], Named], ...] = (
+_OPERATORS = _rules(
     (
-        re.compile(r"^(c10d::|nccl:|rccl:|gloo:|mpi:|record_param_comms|torch::distributed::)"),
+        r"^(c10d::|nccl:|rccl:|gloo:|mpi:|record_param_comms|torch::distributed::)",
         Named("communication"),
     ),
-    (re.compile(r"^Optimizer\.", re.IGNORECASE), Named("optimizer", "update")),
-    (re.compile(r"^aten::_(fused|foreach)_(adam|sgd|adagrad)", re.I), Named("optimizer", "update")),
-    (re.compile(r"^enumerate\(DataLoader\)"), Named("data", "forward")),
+    (r"(?i)^Optimizer\.", Named("optimizer", "update")),
+    (r"(?i)^aten::_(fused|foreach)_(adam|sgd|adagrad)", Named("optimizer", "update")),
+    (r"^enumerate\(DataLoader\)", Named("data", "forward")),
     (
-        re.compile(r"split_embedding|int_nbit_split|embedding_bounds_check|permute_pooled", re.I),
+        r"(?i)split_embedding|int_nbit_split|embedding_bounds_check|permute_pooled",
         Named("embedding"),
     ),
-    (re.compile(r"^(aten|torchrec)::_?embedding", re.I), Named("embedding", hint=True)),
+    (r"(?i)^(aten|torchrec)::_?embedding", Named("embedding", hint=True)),
     (
-        re.compile(r"^fbgemm::|asynchronous_complete_cumsum|jagged|permute_\d?d?_?sparse", re.I),
+        r"(?i)^fbgemm::|asynchronous_complete_cumsum|jagged|permute_\d?d?_?sparse",
         Named("embedding", hint=True),
     ),
-    (
-        re.compile(r"^aten::\w*(cross_entropy|_loss|loss_)", re.I),
-        Named("loss", hint=True),
-    ),
-    (re.compile(r"attention", re.IGNORECASE), Named("other", hint=True)),
+    (r"(?i)^aten::\w*(cross_entropy|_loss|loss_)", Named("loss", hint=True)),
+    (r"(?i)attention", Named("other", hint=True)),
     # before the model runs, see parts.py: numbers are drawn for a batch
-    (re.compile(r"^aten::(rand|randn|randint|randperm)$"), Named("data", "forward", hint=True)),
-    (
-        re.compile(r"^aten::(bmm|baddbmm|tril_indices|triu_indices)$"),
-        Named("interaction", "", True),
-    ),
-    (re.compile(r"^aten::(linear|addmm|mm|relu_?|sigmoid_?)$"), Named(MLP, "", True)),
+    (r"^aten::(rand|randn|randint|randperm)$", Named("data", "forward", hint=True)),
+    (r"^aten::(bmm|baddbmm|tril_indices|triu_indices)$", Named("interaction", "", True)),
+    (r"^aten::(linear|addmm|mm|relu_?|sigmoid_?)$", Named(MLP, "", True)),
 )
 """Operators. What only hints (``aten::bmm`` in a DLRM) holds where nothing around it knows."""
 
-_NODES: tuple[tuple[re.Pattern[str], str], ...] = (
-    (re.compile(r"embedding|lookup|jagged|pooled|sparsefeature", re.I), "embedding"),
-    (
-        re.compile(r"all_?to_?all|all_?gather|reduce_?scatter|all_?reduce|a2a", re.I),
-        "communication",
-    ),
-    (re.compile(r"loss|crossentropy|binarycross", re.I), "loss"),
-    (re.compile(r"^(bmm|baddbmm|dot\w*interact\w*|interaction\w*|cross\w*)", re.I), "interaction"),
-    (re.compile(r"^(addmm|mm|linear|relu|sigmoid|threshold)$", re.I), MLP),
+_NODES = _rules(
+    (r"(?i)embedding|lookup|jagged|pooled|sparsefeature", "embedding"),
+    (r"(?i)all_?to_?all|all_?gather|reduce_?scatter|all_?reduce|a2a", "communication"),
+    (r"(?i)loss|crossentropy|binarycross", "loss"),
+    (r"(?i)^(bmm|baddbmm|dot\w*interact\w*|interaction\w*|cross\w*)", "interaction"),
+    (r"(?i)^(addmm|mm|linear|relu|sigmoid|threshold)$", MLP),
 )
 """Autograd nodes (their key, see :func:`node_key`) whose own name hints at a part."""
 
-_KERNELS: tuple[tuple[re.Pattern[str], Named], ...] = (
+_KERNELS = _rules(
+    (r"(?i)nccl|rccl|oneccl|mscclpp|nvshmem|all_?reduce_kernel", Named("communication")),
     (
-        re.compile(r"nccl|rccl|oneccl|mscclpp|nvshmem|all_?reduce_kernel", re.I),
-        Named("communication"),
-    ),
-    (
-        re.compile(r"split_embedding\w*|_?embedding_\w*(forward|backward)|rowwise_adagrad", re.I),
+        r"(?i)split_embedding\w*|_?embedding_\w*(forward|backward)|rowwise_adagrad",
         Named("embedding"),
     ),
-    (re.compile(r"EmbeddingBag|embedding_bag", re.I), Named("embedding", hint=True)),
-    (
-        re.compile(r"multi_tensor_apply|FusedAdam|FusedSgd", re.I),
-        Named("optimizer", "update", True),
-    ),
+    (r"(?i)EmbeddingBag|embedding_bag", Named("embedding", hint=True)),
+    (r"(?i)multi_tensor_apply|FusedAdam|FusedSgd", Named("optimizer", "update", True)),
 )
 """Kernels whose name says their part, wherever they were launched from."""
 
-_FUNCTIONS: tuple[tuple[re.Pattern[str], Named], ...] = (
-    (
-        re.compile(r"^(cu|cuda|hip)(Init|GetDeviceCount|(Device)?PrimaryCtxRetain|CtxCreate)"),
-        Named(OUTSIDE),
-    ),
+_FUNCTIONS = _rules(
+    (r"^(cu|cuda|hip)(Init|GetDeviceCount|(Device)?PrimaryCtxRetain|CtxCreate)", Named(NO_STEP)),
     # a sparse tensor is the gradient of an embedding table, and is added to it in the update
-    (re.compile(r"\badd_(out_)?dense_sparse"), Named("embedding", "update")),
-    (re.compile(r"wrapper_Sparse(CPU|CUDA|HIP|XPU)_"), Named("embedding")),
-    (re.compile(r"^torch::autograd::Engine::"), Named("", "backward")),
+    (r"\badd_(out_)?dense_sparse", Named("embedding", "update")),
+    (r"wrapper_Sparse(CPU|CUDA|HIP|XPU)_", Named("embedding")),
+    (r"^torch::autograd::Engine::", Named("", "backward")),
 )
 """C++ functions, of which there are many that say nothing."""
 
@@ -258,7 +237,7 @@ class PartNames:
     """
 
     def __init__(self, parts: Mapping[str, str] | None = None) -> None:
-        self._user = [(_pattern(name), _part(name, said)) for name, said in (parts or {}).items()]
+        self._user = [(_pattern(name), _part(name, part)) for name, part in (parts or {}).items()]
         self.of = functools.cache(self._of)
 
     def says_user(self, name: str) -> bool:
@@ -266,7 +245,7 @@ class PartNames:
         return any(matches(name) for matches, _ in self._user)
 
     def _of(self, kind: str, name: str, file: str = "") -> Named | None:
-        """What a context says by its kind (of ``profile.KINDS``), its name and its file."""
+        """What a context says by its kind (of ``profile.CONTEXT_KINDS``), its name and its file."""
         for matches, named in self._user:
             if matches(name):
                 return named
@@ -296,24 +275,37 @@ class PartNames:
         return _UNUSUAL.sub("_", name.removeprefix(GROUP_PREFIX))[:LONGEST_MODULE]
 
 
+_EARLIER_ITERATION_FUNCTION = "iterate"
+_EARLIER_ITERATION_FILES = (("dlrm_core", "training.py"), ("dlrm_core", "training_loop.py"))
+"""Folder and name of the files that held our own iteration while it was called ``iterate``.
+Recordings name them, so this list stays as it is, whatever the files are called today; it is
+complete, since newer recordings have ``ITERATION_FUNCTION``."""
+
+
+def is_iteration_function(name: str, file: str) -> bool:
+    """Whether a profiler's Python function is the one around an iteration of our own step.
+
+    Args:
+        name: with or without the names of the scopes around it.
+        file: path of its source on the machine of the recording. It counts only in recordings
+            from before ``dlrm_iteration``: other programs have functions called ``iterate`` too.
+    """
+    name = name.rpartition(".")[2]
+    if name != _EARLIER_ITERATION_FUNCTION:
+        return name == ITERATION_FUNCTION
+    return tuple(file.split("/")[-2:]) in _EARLIER_ITERATION_FILES
+
+
 def _pattern(text: str) -> Callable[[str], re.Match[str] | None]:
     whole = text if any(mark in text for mark in "*?[") else f"*{text}*"
     return re.compile(fnmatch.translate(whole), re.IGNORECASE).match
 
 
-def _part(pattern: str, said: str) -> Named:
+def _part(pattern: str, part: str) -> Named:
     try:
-        return Named(*parse_part(said))
+        return Named(*parse_part(part))
     except ValueError as error:
-        raise InputError(f"profiling.parts: {pattern} is {said!r}, {error}") from None
-
-
-def _first(rules: Iterable[tuple[re.Pattern[str], Named]], text: str) -> Named | None:
-    return next((named for pattern, named in rules if pattern.search(text)), None)
-
-
-def _phase(text: str) -> str:
-    return next((phase for pattern, phase in _PHASES if pattern.search(text)), "")
+        raise InputError(f"profiling.parts: {pattern} is {part!r}, {error}") from None
 
 
 def _annotation(name: str, file: str) -> Named | None:
@@ -327,7 +319,7 @@ def _annotation(name: str, file: str) -> Named | None:
         with contextlib.suppress(ValueError):
             return Named(*parse_part(name.removeprefix(PART_PREFIX)))
     words = name.strip("# ")
-    named, phase = _operator(words, ""), _phase(words)
+    named, phase = _operator(words, ""), _first(_PHASES, words) or ""
     if named is None or named.hint:
         named = _first(_SPOKEN, words) or named
     if named is None or named.component == "other":
@@ -343,7 +335,7 @@ def _operator(name: str, file: str) -> Named | None:
 
 
 def _node(key: str) -> Named:
-    component = next((part for pattern, part in _NODES if pattern.search(key)), "")
+    component = _first(_NODES, key) or ""
     return Named(component, "backward", hint=bool(component))
 
 
@@ -362,7 +354,7 @@ def _python(name: str, file: str) -> Named | None:
         return Named("communication") if _COLLECTIVES.match(function) else None
     if re.search(r"(^|/)torch/nn/parallel/distributed\.py$", place):
         return Named("communication") if _DATA_PARALLEL.match(function) else None
-    named = _first(((pattern, n) for pattern, n in _FRAME_FILES), place)
+    named = _first(_FRAME_FILES, place)
     whose = name.rpartition(": ")[2].split(".")
     if named is None and function == "forward" and len(whose) > 1:
         return _module(whose[-2])
@@ -393,9 +385,9 @@ def _function(name: str, file: str) -> Named | None:
     return _node(node) if node is not None else _first(_FUNCTIONS, name)
 
 
-_MODULES: tuple[tuple[re.Pattern[str], Named], ...] = (
-    (re.compile(r"^(Linear|MLP|ReLU|Sigmoid|Perceptron)$"), Named(MLP, "", hint=True)),
-    (re.compile(r"^DistributedDataParallel$|^DLRM"), Named("")),
+_MODULES = _rules(
+    (r"^(Linear|MLP|ReLU|Sigmoid|Perceptron)$", Named(MLP, "", hint=True)),
+    (r"^DistributedDataParallel$|^DLRM", Named("")),
 )
 _BY_KIND: dict[str, Callable[[str, str], Named | None]] = {
     "annotation": _annotation,
@@ -437,11 +429,11 @@ def node_key(name: str) -> str | None:
         return ACCUMULATE
     if text is name and "autograd" not in name and not re.match(r"\w+Backward\d*$", name):
         return None
-    found = _NODE.search(text)
-    if found is None:
+    match = _NODE.search(text)
+    if match is None:
         # a function of the user's own: named as a class is
         return _key(text) if text is not name else None
-    return _key(found["name"] or found["custom"])
+    return _key(match["name"] or match["custom"])
 
 
 def forward_key(name: str) -> str:
@@ -496,9 +488,7 @@ def mlp_by_order(components: Sequence[str], backward: bool) -> list[str]:
     ]
 
 
-def resolve(
-    parent: Ints, named: Sequence[Named | None], code: Ints
-) -> tuple[Names, Names, npt.NDArray[np.bool_]]:
+def resolve(parent: Ints, named: Sequence[Named | None], code: Ints) -> tuple[Names, Names, Bools]:
     """Part and phase of every row of a tree, from the names on the way to its root.
 
     The innermost name that names a component decides. Where none does, the outermost hint
@@ -526,13 +516,13 @@ def resolve(
         return picked
 
     strong = nearest(parent, (has & ~hints)[code[:-1]])
-    hint = outermost(parent, (has & hints)[code[:-1]])
+    hint = outermost_marked(parent, (has & hints)[code[:-1]])
     decided = np.where(strong >= 0, strong, hint)
     spoken = nearest(parent, phased[code[:-1]])
     return component[name_of(decided)], phase[name_of(spoken)], (strong < 0) & (hint >= 0)
 
 
-def outermost(parent: Ints, marked: npt.NDArray[np.bool_]) -> Ints:
+def outermost_marked(parent: Ints, marked: Bools) -> Ints:
     """Row (n,) of the marked row nearest to the root at or above each, −1 where there is none."""
     inner = nearest(parent, marked)
     above = np.where(parent >= 0, np.append(inner, -1)[parent], -1)

@@ -102,9 +102,9 @@ def graph_frame(
                 text = text.replace(f"[38;5;{colour}m", f"[38;5;{legible}m")
             return TreeText(text)
 
-        def _like_this(self, found: Any) -> Any:
-            found.__class__ = DeepGraphFrame
-            return found
+        def _like_this(self, frame: Any) -> Any:
+            frame.__class__ = DeepGraphFrame
+            return frame
 
     shapes = contexts["shapes"] if "shapes" in contexts else [""] * len(contexts)
     nodes: list[Any] = []
@@ -146,8 +146,8 @@ def _largest_first(frame: GraphFrame, metric: str) -> GraphFrame:
     values = frame.dataframe[metric].abs().fillna(-1.0)
     value = dict(zip(map(id, nodes), values, strict=True))
 
-    def largest_last(found: list[Any]) -> list[Any]:
-        return sorted(found, key=lambda node: value[id(node)])
+    def largest_last(children: list[Any]) -> list[Any]:
+        return sorted(children, key=lambda node: value[id(node)])
 
     ordered: list[Any] = []
     left = largest_last(graph.roots)

@@ -18,13 +18,20 @@ from dlrm_core.config import Parameters
 from dlrm_workbook.ground.machine import machine_facts
 from dlrm_workbook.ground.processes import ProgressCallback, python_module, run_child
 from dlrm_workbook.ground.profiling import ProfilingConfig
-from dlrm_workbook.recordings.command import CHANGES_TIMED, environment_of, record_command
-from dlrm_workbook.recordings.hpctoolkit.driver import Measurement
+from dlrm_workbook.recordings.command import (
+    TIMING_INTERVENTION,
+    record_command,
+    recording_environment,
+)
+from dlrm_workbook.recordings.hpctoolkit.database import read_database
+from dlrm_workbook.recordings.hpctoolkit.driver import Measurement, measure_program
 from dlrm_workbook.recordings.hpctoolkit.passes import workload_environment
+from dlrm_workbook.recordings.hpctoolkit.spans import with_iterations, with_spans
+from dlrm_workbook.recordings.hpctoolkit.to_profile import profile_from_database
 from dlrm_workbook.recordings.hpctoolkit.tools import find_tools
 from dlrm_workbook.recordings.open import open_recording
 from dlrm_workbook.recordings.profile import Profile
-from dlrm_workbook.recordings.torch import RECORDED, UNKNOWN_MODEL
+from dlrm_workbook.recordings.torch import RECORDED_KEY, UNKNOWN_MODEL
 from dlrm_workbook.recordings.torch.chrome_trace import load_json
 from dlrm_workbook.recordings.torch.trace import read_recording
 
@@ -93,7 +100,11 @@ def measure(
     if engine != "torch":
         profile = session.with_hpctoolkit()
     else:
-        profile = session.with_torch() if advise is None else session.with_advice(advise)
+        profile = (
+            session.with_torch(session.parameters)
+            if advise is None
+            else session.with_advice(advise)
+        )
     if engine == "both":
         second = session.second(profile)
         second.meta["engine_choice"] = why
@@ -174,15 +185,11 @@ def command_with_hpctoolkit(
     The program says when its iterations end; its parts are told by the names in call paths.
     """
     from dlrm_core.base.machine import resolve_device
-    from dlrm_workbook.recordings.hpctoolkit.database import read_database
-    from dlrm_workbook.recordings.hpctoolkit.driver import measure as measure_program
-    from dlrm_workbook.recordings.hpctoolkit.spans import with_iterations
-    from dlrm_workbook.recordings.hpctoolkit.to_profile import profile_from_database
 
     config = parameters.profiling
     device = resolve_device(parameters.training)
     iterations = config.warmup + config.iterations
-    with tempfile.TemporaryDirectory(prefix="dlrm-processes-") as made:
+    with tempfile.TemporaryDirectory(prefix="dlrm-processes-") as notes:
         asked = replace(config, iterations=iterations)
         measurement = measure_program(
             command,
@@ -190,12 +197,10 @@ def command_with_hpctoolkit(
             device=device.type,
             config=config,
             progress=progress,
-            environment=environment_of(os.environ, Path(made), asked, times_only=True),
-            working_folder=config.command_folder or None,
+            environment=recording_environment(os.environ, Path(notes), asked, times_only=True),
         )
-    times = measurement.database("times")
-    assert times is not None
-    profile = profile_from_database(read_database(times), config.parts)
+    profile = profile_of_pass(measurement, "times", config.parts)
+    assert profile is not None
     profile = with_iterations(profile, measurement.passes[0].result.get("spans") or [])
     save_frames(measurement, folder, config.parts)
     passes, notices = passes_of(measurement, folder, iterations)
@@ -209,7 +214,7 @@ def command_with_hpctoolkit(
         "device": device.type,
         "version": measurement.version,
         "passes": passes,
-        "notices": [CHANGES_TIMED, *notices, *profile.meta.get("notices", [])],
+        "notices": [TIMING_INTERVENTION, *notices, *profile.meta.get("notices", [])],
         "not_measured": missing | profile.not_measured | measurement.not_measured,
     }
     return profile
@@ -264,20 +269,17 @@ class _Session:
             return []
         file, output = self.written("logs/auto.yaml", self.parameters), "logs/auto.json"
         command = python_module("dlrm_kernels.embeddings.choose", file, self.folder / output)
-        self.run(
-            "choosing back ends",
-            "choosing back ends",
-            command,
-            like_measured=True,
-        )
-        found = load_json(self.folder / output)
-        self.parameters = self.parameters.with_training(**found["training"])
-        notices: list[str] = found["notices"]
+        self.run("choosing back ends", "choosing back ends", command, like_measured=True)
+        choice = load_json(self.folder / output)
+        self.parameters = self.parameters.with_training(**choice["training"])
+        notices: list[str] = choice["notices"]
         return notices
 
-    def with_torch(self, name: str = "workload.yaml", recorded: str = "recording") -> Profile:
+    def with_torch(
+        self, parameters: Parameters, name: str = "workload.yaml", recorded: str = "recording"
+    ) -> Profile:
         recording = self.folder / recorded
-        file = self.written(name, self.parameters)
+        file = self.written(name, parameters)
         command = self.record_command(file, recording)
         self.run("the recorded run", "torch.profiler", command, like_measured=False)
         return read_recording(recording)
@@ -312,11 +314,10 @@ class _Session:
 
     def second(self, first: Profile) -> Profile:
         """torch's profile of a workload whose machine has been looked at for the first one."""
-        whole = self.parameters
-        profiling = replace(whole.profiling, probes=False)
-        self.parameters = replace(whole, profiling=profiling)
-        second = self.with_torch("workload-torch.yaml")
-        second.meta["parameters"] = whole.to_sections()
+        profiling = replace(self.parameters.profiling, probes=False)
+        parameters = replace(self.parameters, profiling=profiling)
+        second = self.with_torch(parameters, "workload-torch.yaml")
+        second.meta["parameters"] = self.parameters.to_sections()
         reasons = second.not_measured
         for name in EVIDENCE:
             reasons.pop(name, None)
@@ -330,29 +331,22 @@ class _Session:
     def order_of_launches(self) -> Profile | str:
         """A short torch.profiler recording of the workload, for the parts of its GPU work; or why
         there is none."""
-        whole = self.parameters
         profiling = replace(
-            whole.profiling,
+            self.parameters.profiling,
             iterations=ALIGNED_ITERATIONS,
             probes=False,
             with_stack=False,
             record_shapes=False,
             profile_memory=False,
         )
-        self.parameters = replace(whole, profiling=profiling)
+        parameters = replace(self.parameters, profiling=profiling)
         try:
-            return self.with_torch("workload-order.yaml", "recording_order")
+            return self.with_torch(parameters, "workload-order.yaml", "recording_order")
         except InputError as error:  # the times are there; their parts must not cost them
             return f"the torch.profiler recording that would tell it failed: {error}"
-        finally:
-            self.parameters = whole
 
     def with_hpctoolkit(self) -> Profile:
         from dlrm_core.base.machine import resolve_device
-        from dlrm_workbook.recordings.hpctoolkit.database import read_database
-        from dlrm_workbook.recordings.hpctoolkit.driver import measure as measure_program
-        from dlrm_workbook.recordings.hpctoolkit.spans import with_spans
-        from dlrm_workbook.recordings.hpctoolkit.to_profile import profile_from_database
         from dlrm_workbook.recordings.torch.recorder import information
 
         parameters, config = self.parameters, self.parameters.profiling
@@ -372,23 +366,21 @@ class _Session:
             config=config,
             progress=self.progress,
         )
-        times = measurement.database("times")
-        assert times is not None
-        profile = profile_from_database(read_database(times))
+        profile = profile_of_pass(measurement, "times")
+        assert profile is not None
         timed = measurement.passes[0]
         spans = timed.result.get("spans") or []
-        if device.type != "cpu" and spans and profile.has("gpu_time_ms"):
-            profile = with_spans(profile, spans, config.warmup, self.order_of_launches())
-        else:
-            profile = with_spans(profile, spans, config.warmup)
+        on_gpu = device.type != "cpu" and spans and profile.has("gpu_time_ms")
+        order = self.order_of_launches() if on_gpu else ""
+        profile = with_spans(profile, spans, config.warmup, order)
         save_frames(measurement, self.folder)
         passes, notices = passes_of(measurement, self.folder, iterations)
         notices += profile.meta.get("notices", [])
-        found = self.evidence(file)
+        evidence = self.evidence(file)
         unprofiled = measurement.unprofiled
         counted = ("counters", "threads_cpu", "counters_cost_ms")
-        missing = found.pop("not_measured", {}) | unprofiled.get("not_measured", {})
-        profile.meta |= information(parameters, device, notices) | found
+        missing = evidence.pop("not_measured", {}) | unprofiled.get("not_measured", {})
+        profile.meta |= information(parameters, device, notices) | evidence
         profile.meta |= {name: unprofiled[name] for name in counted if name in unprofiled}
         profile.meta |= {
             "engine": "hpctoolkit",
@@ -410,8 +402,8 @@ class _Session:
             self.run("the search for evidence", "evidence", command, like_measured=True)
         except InputError as error:
             return {"not_measured": dict.fromkeys(EVIDENCE, str(error))}
-        found: dict[str, Any] = load_json(output)
-        return found
+        evidence: dict[str, Any] = load_json(output)
+        return evidence
 
 
 class _Dialogue:
@@ -432,7 +424,7 @@ class _Dialogue:
 
     def __call__(self, line: bytes) -> None:
         """Take in a line that the process printed."""
-        if self.profile is not None or not line.startswith(f'{{"{RECORDED}"'.encode()):
+        if self.profile is not None or not line.startswith(f'{{"{RECORDED_KEY}"'.encode()):
             return
         changes: list[dict[str, Any]] = []
         try:
@@ -447,18 +439,21 @@ class _Dialogue:
             write_json(self._asked, changes)
 
 
+def profile_of_pass(
+    measurement: Measurement, name: str, parts: Mapping[str, str] | None = None
+) -> Profile | None:
+    """The Profile of one of HPCToolkit's passes; None where that pass was not made."""
+    database = measurement.database(name)
+    return None if database is None else profile_from_database(read_database(database), parts)
+
+
 def save_frames(
     measurement: Measurement, folder: Path, parts: Mapping[str, str] | None = None
 ) -> None:
     """Keep the pass with Python frames in ``profile_python/``, where one was made."""
-    from dlrm_workbook.recordings.hpctoolkit.database import read_database
-    from dlrm_workbook.recordings.hpctoolkit.to_profile import profile_from_database
-
-    frames = measurement.database("frames")
-    if frames is None:
-        return
     try:
-        profile_from_database(read_database(frames), parts).save(folder / "profile_python")
+        if frames := profile_of_pass(measurement, "frames", parts):
+            frames.save(folder / "profile_python")
     except InputError as error:
         # the times are there; a side view must not cost them
         measurement.not_measured["Python frames"] = str(error)
@@ -477,24 +472,24 @@ def passes_of(
             "dilation": 1.0,
         }
     ]
-    for made in measurement.passes:
+    for measured in measurement.passes:
         passes.append(
             {
-                "name": made.name,
-                "command": " ".join(made.command),
+                "name": measured.name,
+                "command": " ".join(measured.command),
                 "iterations": iterations,
-                "events": list(made.events),
-                "python_frames": made.python_frames,
-                "ms_per_iteration": made.ms_per_iteration,
-                "dilation": made.dilation,
-                "part_dilation": made.part_dilation,
-                "lost_samples": made.lost_samples,
+                "events": list(measured.events),
+                "python_frames": measured.python_frames,
+                "ms_per_iteration": measured.ms_per_iteration,
+                "dilation": measured.dilation,
+                "part_dilation": measured.part_dilation,
+                "lost_samples": measured.lost_samples,
                 # relative, so that a run folder can be moved or mailed
-                "database": os.path.relpath(made.database, folder),
-                "notices": list(made.notices),
+                "database": os.path.relpath(measured.database, folder),
+                "notices": list(measured.notices),
             }
         )
-        notices += [f"pass {made.name}: {notice}" for notice in made.notices]
+        notices += [f"pass {measured.name}: {notice}" for notice in measured.notices]
     return passes, notices
 
 

@@ -5,6 +5,8 @@ nest, the tree is plain. They do not always: torch.profiler with Python stacks
 starts a ``record_function`` range inside the Python call that opens it and ends
 it inside the call that closes it, so those spans overlap (two overlaps a range).
 A tree that subtracts children from parents regardless then has negative times.
+
+Stretches are simpler: disjoint, in order, and so (start, end) of each say everything.
 """
 
 from __future__ import annotations
@@ -13,15 +15,14 @@ import heapq
 
 import numpy as np
 
+from dlrm_workbook.ground.arrays import Bools, Floats, Ints
 from dlrm_workbook.recordings.profile import depths
 
 MOST_CUTS = 8
 """Times that a span is cut to begin later; in the recordings of programs at hand once at most."""
 
 
-def nest(
-    start: np.ndarray, end: np.ndarray, soft: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+def nest(start: Ints, end: Ints, soft: Bools) -> tuple[Ints, Ints, Ints, Ints]:
     """Clip the spans of one thread so that they nest, and find their parents.
 
     Where two spans overlap without nesting, the overlap is taken from one of them:
@@ -111,15 +112,15 @@ def nest(
     )
 
 
-def self_times(start: np.ndarray, end: np.ndarray, parent: np.ndarray) -> np.ndarray:
+def self_times(start: Ints, end: Ints, parent: Ints) -> Ints:
     """Time of each span outside its children, ns (n,), for spans that :func:`nest` made."""
-    own = end - start
+    outside = end - start
     inner = parent >= 0
-    np.subtract.at(own, parent[inner], (end - start)[inner])
-    return own
+    np.subtract.at(outside, parent[inner], (end - start)[inner])
+    return outside
 
 
-def innermost(start: np.ndarray, end: np.ndarray, parent: np.ndarray, at: np.ndarray) -> np.ndarray:
+def innermost(start: Ints, end: Ints, parent: Ints, at: Ints) -> Ints:
     """The innermost span open at each moment: index, −1 where none is open.
 
     Args:
@@ -132,8 +133,67 @@ def innermost(start: np.ndarray, end: np.ndarray, parent: np.ndarray, at: np.nda
         return np.full(len(at), -1, dtype=np.int64)
     order = order[np.lexsort((depths(parent)[order], start[order]))]
     # Started last before the moment; if it has ended, one of its ancestors is open.
-    found = np.searchsorted(start[order], at, side="right") - 1
-    span = np.where(found >= 0, order[np.maximum(found, 0)], -1)
+    last_begun = np.searchsorted(start[order], at, side="right") - 1
+    span = np.where(last_begun >= 0, order[np.maximum(last_begun, 0)], -1)
     while (over := (span >= 0) & (end[np.maximum(span, 0)] <= at)).any():
         span[over] = parent[span[over]]
     return span
+
+
+# ---- stretches ----------------------------------------------------------------------------
+
+
+def stretch_at(start: Ints, end: Ints, at: Ints) -> Ints:
+    """Row (n,) of the disjoint, ordered stretch that each moment lies in; −1 where none."""
+    row = np.searchsorted(start, at, side="right") - 1
+    if not len(start):
+        return row
+    return np.where(at < end[np.maximum(row, 0)], row, -1)
+
+
+def last_ends(begins: Ints, ends: Ints, row: Ints, end: Ints) -> Ints:
+    """Ends of iterations on a GPU: that of their last operation, but not after the next begins.
+
+    Args:
+        begins, ends: of the iterations on the host, in order (n,).
+        row: iteration of each operation (operations,), −1 for none.
+        end: when each operation ended.
+    """
+    late = ends.copy()
+    np.maximum.at(late, row[row >= 0], end[row >= 0])
+    late[:-1] = np.minimum(late[:-1], np.maximum(begins[1:], ends[:-1]))
+    return late
+
+
+def union(start: Ints, end: Ints) -> tuple[Ints, Ints]:
+    """(start, end) of the stretches that any of the intervals covers, in order."""
+    order = np.argsort(start, kind="stable")
+    start, end = start[order], end[order]
+    if not len(start):
+        return start, end
+    reached = np.maximum.accumulate(end)
+    new = np.concatenate([[True], start[1:] > reached[:-1]])
+    last = np.concatenate([new[1:], [True]])
+    return start[new], reached[last]
+
+
+def union_ns(start: Ints, end: Ints) -> int:
+    """Length of the union of intervals (n,), ns."""
+    start, end = union(start, end)
+    return int((end - start).sum())
+
+
+def covered(first: Ints, last: Ints, until: Ints) -> Ints:
+    """How much of the stretches ``first..last`` lies before each moment (n,)."""
+    if not len(first):
+        return np.zeros(len(until), dtype=np.int64)
+    length = last - first
+    before = np.concatenate([[0], np.cumsum(length)])
+    row = np.searchsorted(first, until, side="right") - 1
+    at = np.maximum(row, 0)
+    return np.where(row < 0, 0, before[at] + np.clip(until - first[at], 0, length[at]))
+
+
+def overlap(start: Ints, end: Ints, first: Ints, last: Ints) -> Floats:
+    """How much (n,) of each interval lies in the stretches ``first..last``."""
+    return (covered(first, last, end) - covered(first, last, start)).astype(float)

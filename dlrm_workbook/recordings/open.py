@@ -12,16 +12,18 @@ import re
 import shlex
 import tarfile
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
-import numpy as np
-
 from dlrm_core.base.errors import InputError
 from dlrm_core.base.files import open_binary
+from dlrm_workbook.recordings.hpctoolkit.database import read_database
+from dlrm_workbook.recordings.hpctoolkit.format import DATABASE_FILES
+from dlrm_workbook.recordings.hpctoolkit.to_profile import profile_from_database
+from dlrm_workbook.recordings.nesting import union_ns
 from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.recordings.torch.chrome_trace import NoTraceError, read_events
 from dlrm_workbook.recordings.torch.json_stream import (
@@ -31,8 +33,6 @@ from dlrm_workbook.recordings.torch.json_stream import (
     reason,
 )
 from dlrm_workbook.recordings.torch.trace import profile_of, read_recording, read_trace
-
-DATABASE_FILES = ("meta.db", "profile.db", "cct.db", "trace.db")
 
 TRACE_SUFFIXES = (".json", ".json.gz")
 
@@ -107,26 +107,21 @@ def open_recording(path: Path | str, parts: Mapping[str, str] | None = None) -> 
 
 
 def _open_folder(folder: Path, parts: Mapping[str, str] | None) -> Recording:
-    for place in (folder / "profile", folder):
-        if (place / "profile.json").is_file():
-            profile = Profile.load(place)
-            for made in profile.meta.get("passes", []):
-                if made.get("database"):
-                    made["database"] = str(folder.absolute() / str(made["database"]))
-            return Recording(folder, profile)
-        ranks = {rank: Profile.load(found) for rank, found in _of_ranks(place, "profile.json")}
-        if ranks:
-            return of_ranks(folder, ranks)
-    for place in (folder / "recording", folder):
-        if (place / "recording.json").is_file():
-            return Recording(folder, read_recording(place, parts))
-        found = _of_ranks(place, "recording.json")
-        if found:
-            return of_ranks(folder, {rank: read_recording(at, parts) for rank, at in found})
+    kinds: tuple[tuple[str, Callable[[Path], Profile]], ...] = (
+        ("profile", Profile.load),
+        ("recording", lambda place: read_recording(place, parts)),
+    )
+    for kind, read in kinds:
+        for place in (folder / kind, folder):
+            if (place / f"{kind}.json").is_file():
+                profile = read(place)
+                for measured in profile.meta.get("passes", []):
+                    if measured.get("database"):
+                        measured["database"] = str(folder.absolute() / str(measured["database"]))
+                return Recording(folder, profile)
+            if numbered := _of_ranks(place, f"{kind}.json"):
+                return of_ranks(folder, {rank: read(at) for rank, at in numbered})
     if any((folder / name).is_file() for name in DATABASE_FILES):
-        from dlrm_workbook.recordings.hpctoolkit.database import read_database
-        from dlrm_workbook.recordings.hpctoolkit.to_profile import profile_from_database
-
         return Recording(folder, profile_from_database(read_database(folder), parts))
     return _several(folder, _files(folder, _traces_in(folder)), parts)
 
@@ -310,7 +305,7 @@ def _several(path: Path, members: Iterator[_Member], parts: Mapping[str, str] | 
     Raises:
         InputError: there is no trace, one of them cannot be read, or ranks are not distinct.
     """
-    found: dict[int | str, tuple[str, Profile]] = {}
+    profiles: dict[int | str, tuple[str, Profile]] = {}
     others: list[str] = []
     worlds: set[Any] = set()
     for member in members:
@@ -326,31 +321,31 @@ def _several(path: Path, members: Iterator[_Member], parts: Mapping[str, str] | 
         if not isinstance(rank, int):
             named = _RANK.search(PurePosixPath(member.name).name)
             rank = int(named[1]) if named else member.name
-        if rank in found:
+        if rank in profiles:
             raise InputError(
-                f"{path}: {found[rank][0]} and {member.name} are both of rank {rank}; give one "
+                f"{path}: {profiles[rank][0]} and {member.name} are both of rank {rank}; give one "
                 "trace of each rank, or one file"
             )
         events.rank = rank if isinstance(rank, int) else 0
         worlds.add(events.distributed["world_size"])
-        found[rank] = member.name, profile_of(events, parts)
-    if not found:
+        profiles[rank] = member.name, profile_of(events, parts)
+    if not profiles:
         raise InputError(f"{path} holds no trace of torch.profiler")
     cautions = []
     if others:
         listed = ", ".join(others[:5]) + (", ..." if len(others) > 5 else "")
         cautions.append(f"{len(others)} of the files are no traces and were not read: {listed}.")
-    if len(found) == 1:
-        ((_, profile),) = found.values()
+    if len(profiles) == 1:
+        ((_, profile),) = profiles.values()
         cautions += _of_world(1, worlds)
         return Recording(path, profile, cautions=cautions)
-    unknown = [rank for rank in found if isinstance(rank, str)]
+    unknown = [rank for rank in profiles if isinstance(rank, str)]
     if unknown:
         raise InputError(
             f"{path}: {unknown[0]} tells its rank neither inside nor in its name; give one file, "
             "or traces whose names hold rank0, rank1, ..."
         )
-    ranks = {int(rank): found[rank][1] for rank in sorted(found, key=int)}
+    ranks = {int(rank): profiles[rank][1] for rank in sorted(profiles, key=int)}
     cautions += _of_world(len(ranks), worlds)
     return of_ranks(path, ranks, cautions)
 
@@ -383,16 +378,6 @@ def communication_ns(profile: Profile) -> int:
     chosen = kernels & profile.which("name", lambda name: bool(COMMUNICATION.search(name)))
     trace = profile.trace[chosen[profile.trace["context"].to_numpy()]]
     return union_ns(trace["start_ns"].to_numpy(), trace["end_ns"].to_numpy())
-
-
-def union_ns(start: np.ndarray, end: np.ndarray) -> int:
-    """Length of the union of intervals (n,), ns."""
-    if not len(start):
-        return 0
-    order = np.argsort(start, kind="stable")
-    start, reach = start[order], np.maximum.accumulate(end[order])
-    gaps = np.maximum(start[1:] - reach[:-1], 0)
-    return int(reach[-1] - start[0] - gaps.sum())
 
 
 def _length_ns(profile: Profile) -> int:

@@ -25,52 +25,36 @@ import pandas as pd
 from dlrm_core.base.errors import InputError
 from dlrm_core.base.files import read_json, whole_folder, write_text
 from dlrm_core.base.settings import shown
+from dlrm_workbook.ground.arrays import Bools, Ints
 
 if TYPE_CHECKING:
     from hatchet import GraphFrame
 
 SCHEMA: dict[str, dict[str, str]] = {
     "contexts": {
-        "context": "int64",
-        "parent": "int64",
-        "kind": "object",
-        "name": "object",
-        "shapes": "object",
-        "file": "object",
-        "line": "int64",
-        "module": "object",
-        "component": "object",
-        "phase": "object",
+        "context": "int64", "parent": "int64", "kind": "object", "name": "object",
+        "shapes": "object", "file": "object", "line": "int64", "module": "object",
+        "component": "object", "phase": "object",
     },
     "metrics": {"metric": "object", "unit": "object", "meaning": "object", "source": "object"},
     "values": {
-        "profile": "int64",
-        "context": "int64",
-        "metric": "category",
-        "scope": "category",
+        "profile": "int64", "context": "int64", "metric": "category", "scope": "category",
         "value": "float64",
     },
     "threads": {
-        "profile": "int64",
-        "kind": "object",
-        "name": "object",
-        "rank": "int64",
-        "thread": "int64",
+        "profile": "int64", "kind": "object", "name": "object", "rank": "int64", "thread": "int64",
     },
     "trace": {
-        "profile": "int64",
-        "start_ns": "int64",
-        "end_ns": "int64",
-        "context": "int64",
+        "profile": "int64", "start_ns": "int64", "end_ns": "int64", "context": "int64",
         "depth": "int64",
     },
     "iterations": {"iteration": "int64", "start_ns": "int64", "end_ns": "int64"},
-}
+}  # fmt: skip
 """Table to column to dtype; ``object`` and ``category`` columns hold str. Column order is kept.
 
 ``values`` has up to ten million rows of a few names: categories are compared as numbers."""
 
-KINDS = (
+CONTEXT_KINDS = (
     *("root", "thread", "function", "annotation", "operator", "kernel", "copy", "runtime"),
     *("python", "line", "loop", "instruction"),
 )
@@ -167,7 +151,27 @@ def inclusive_from_exclusive(parent: np.ndarray, exclusive: np.ndarray) -> np.nd
     return total
 
 
-Table = TypeVar("Table", pd.DataFrame, np.ndarray)
+def coded(column: pd.Series) -> tuple[Ints, list[str]]:
+    """(number of each row's text (n,), the texts)."""
+    codes, names = pd.factorize(column)
+    return codes.astype(np.int64), [str(name) for name in names]
+
+
+def coded_pairs(first: pd.Series, second: pd.Series) -> tuple[Ints, list[tuple[str, str]]]:
+    """(number of each row's pair of texts (n,), the pairs)."""
+    (one, ones), (other, others) = coded(first), coded(second)
+    pair, pairs = pd.factorize(one * len(others) + other)
+    texts = [(ones[number // len(others)], others[number % len(others)]) for number in pairs]
+    return pair.astype(np.int64), texts
+
+
+def matching(column: pd.Series, matches: Callable[[str], bool]) -> Bools:
+    """Rows (n,) whose text matches; every distinct text is asked for once."""
+    code, names = coded(column)
+    return np.array([matches(name) for name in names], dtype=bool)[code]
+
+
+_Table = TypeVar("_Table", pd.DataFrame, np.ndarray)
 
 _THREAD = r"thread -?\d+"
 """Beginning of the name of a thread that is named by the system's number of it."""
@@ -240,9 +244,9 @@ class Profile:
         _refuse(context != np.arange(count), "contexts", "'context' must count from 0, row by row")
         _refuse(parent < -1, "contexts", "'parent' must be a context or −1")
         _refuse(parent >= context, "contexts", "a parent must come before its children")
-        _refuse(~self.contexts["kind"].isin(KINDS), "contexts", "'kind' is unknown")
-        known = set(self.metrics["metric"])
-        _refuse(~self.values["metric"].isin(known), "values", "'metric' is not in table 'metrics'")
+        _refuse(~self.contexts["kind"].isin(CONTEXT_KINDS), "contexts", "'kind' is unknown")
+        listed = set(self.metrics["metric"])
+        _refuse(~self.values["metric"].isin(listed), "values", "'metric' is not in table 'metrics'")
         _refuse(~self.values["scope"].isin(SCOPES), "values", f"'scope' must be one of {SCOPES}")
         _refuse(
             self.values["value"].isna(), "values", "'value' must be a number; leave the row out"
@@ -277,7 +281,7 @@ class Profile:
             "metrics with values", lambda: set(self.values["metric"].unique())
         )
 
-    def once(self, name: str, make: Callable[[], Table]) -> Table:
+    def once(self, name: str, make: Callable[[], _Table]) -> _Table:
         """A table or column made from this profile: made once, then copied.
 
         Many tables of a page, and each prediction, begin with the same ones. A profile
@@ -288,10 +292,10 @@ class Profile:
     def _remembered(self, name: str, make: Callable[[], Any]) -> Any:
         """What ``make`` gave when these tables were first asked for it."""
         tables = (self.contexts, self.values, self.trace, self.iterations)
-        known = self._known.get(name)
-        if known is None or any(a is not b for a, b in zip(known[0], tables, strict=True)):
-            known = self._known[name] = (tables, make())
-        return known[1]
+        cached = self._known.get(name)
+        if cached is None or any(a is not b for a, b in zip(cached[0], tables, strict=True)):
+            cached = self._known[name] = (tables, make())
+        return cached[1]
 
     def rows(self, metric: str, scope: str | None = None) -> np.ndarray:
         """Which rows (n,) of ``values`` are of a metric, in one scope or in any."""
@@ -313,11 +317,7 @@ class Profile:
         asks; so names are numbered once.
         """
 
-        def number() -> tuple[np.ndarray, list[str]]:
-            codes, names = pd.factorize(self.contexts[column])
-            return codes.astype(np.int64), [str(name) for name in names]
-
-        return self._remembered(f"numbers of {column}", number)
+        return self._remembered(f"numbers of {column}", lambda: coded(self.contexts[column]))
 
     def which(self, column: str, matches: Callable[[str], bool]) -> np.ndarray:
         """Contexts (n,) whose ``column`` matches; every distinct name is asked for once."""
@@ -446,38 +446,16 @@ def _read_table(file: Path, table: str) -> pd.DataFrame:
     return frame
 
 
-_META = {
-    **dict.fromkeys(
-        [
-            "ceilings",
-            "counters",
-            "data_statistics",
-            "distributed",
-            "launched_before_trace",
-            "machine",
-            "memory",
-            "not_measured",
-            "options",
-            "parameters",
-            "part_probes",
-            "probes",
-            "profiler_overhead",
-            "python_lines",
-            "together",
-            "versions",
-        ],
-        "names with values",
-    ),
-    **dict.fromkeys(
-        ("devices", "passes", "threads_cpu", "unprofiled_parts_ms"), "a list of names with values"
-    ),
-    **dict.fromkeys(("cautions", "notices", "steps_threads"), "a list of texts"),
-    **dict.fromkeys(("iteration_ms", "unprofiled_iteration_ms"), "a list of numbers"),
-    **dict.fromkeys(
-        ["command", "device", "device_name", "engine", "iterations_from", "sample", "title"],
-        "a text",
-    ),
+_META_TEXT = {
+    "names with values": "ceilings counters data_statistics distributed launched_before_trace "
+    "machine memory not_measured options parameters part_probes probes profiler_overhead "
+    "python_lines together versions",
+    "a list of names with values": "devices passes threads_cpu unprofiled_parts_ms",
+    "a list of texts": "cautions notices steps_threads",
+    "a list of numbers": "iteration_ms unprofiled_iteration_ms",
+    "a text": "command device device_name engine iterations_from sample title",
 }
+_META = {name: holds for holds, names in _META_TEXT.items() for name in names.split()}
 """Keys of a profile's ``meta`` and what they hold, in words."""
 
 _HOLDS: dict[str, Callable[[Any], bool]] = {

@@ -16,12 +16,11 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-Ints = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
+from dlrm_workbook.ground.arrays import Bools, Ints
 
-LEAST_ITERATIONS = 5
+FEWEST_ITERATIONS = 5
 """Fewer are found in the equal layers of a single step, too."""
-LEAST_LAUNCHES = 3
+FEWEST_LAUNCHES = 3
 """Fewer launches per iteration are a loop of something else."""
 REGULAR = 0.9
 """A launch belongs to the pattern if this share of iterations has its usual number; one
@@ -40,7 +39,7 @@ RUNS = (1, 2, 4, 8)
 """How many launches in a row are tried as the mark of an iteration."""
 MOST_GROUPS, MOST_MARKS = 12, 4
 """How many numbers of occurrences, and how many marks of each, are tried."""
-DENSE = 20_000_000
+MOST_CELLS = 20_000_000
 """Most cells of a table of stretches by symbols; longer ones are not tried."""
 
 
@@ -65,17 +64,19 @@ def find_iterations(
     start, end = np.asarray(start_ns)[order], np.asarray(end_ns)[order]
     codes, names = pd.factorize(np.asarray(symbol)[order])
     code = codes.astype(np.int64)
-    if len(code) < LEAST_ITERATIONS * LEAST_LAUNCHES:
+    if len(code) < FEWEST_ITERATIONS * FEWEST_LAUNCHES:
         return None
-    found = [pattern for mark in _marks(code) if (pattern := _pattern(code, len(names), mark))]
-    if not found:
+    patterns = [pattern for mark in _marks(code) if (pattern := _pattern(code, len(names), mark))]
+    if not patterns:
         return None
-    most = max(pattern.explained for pattern in found)
-    most_kept = max(pattern.kept.sum() for pattern in found if pattern.explained >= AS_GOOD * most)
+    most = max(pattern.explained for pattern in patterns)
+    most_kept = max(
+        pattern.kept.sum() for pattern in patterns if pattern.explained >= AS_GOOD * most
+    )
     best = min(
         (
             pattern
-            for pattern in found
+            for pattern in patterns
             if pattern.kept.sum() == most_kept and pattern.explained >= REGULAR * most
         ),
         key=lambda pattern: pattern.mark[0],
@@ -118,12 +119,12 @@ def _marks(code: Ints) -> list[Ints]:
             half = length // 2
             pair = run[:-half] * (run.max() + 1) + run[half:]
             run = pd.factorize(pair)[0].astype(np.int64)
-        if len(run) < LEAST_ITERATIONS:
+        if len(run) < FEWEST_ITERATIONS:
             break
         order = np.argsort(run, kind="stable")
         counts = np.bincount(run)
         pieces = np.split(order, np.cumsum(counts)[:-1])
-        enough = (counts >= LEAST_ITERATIONS) & (counts * LEAST_LAUNCHES <= len(code))
+        enough = (counts >= FEWEST_ITERATIONS) & (counts * FEWEST_LAUNCHES <= len(code))
         candidates += [pieces[number] for number in np.flatnonzero(enough)]
     groups: dict[int, list[Ints]] = {}
     for rows in candidates:
@@ -138,7 +139,7 @@ def _marks(code: Ints) -> list[Ints]:
 
 def _pattern(code: Ints, symbols: int, mark: Ints) -> _Pattern | None:
     """The pattern between occurrences of a mark; None where there is no regular one."""
-    if len(mark) * symbols > DENSE:
+    if len(mark) * symbols > MOST_CELLS:
         return None
     stretch = np.repeat(np.arange(len(mark)), np.diff(mark, append=len(code)))
     cells = stretch * symbols + code[mark[0] :]
@@ -146,11 +147,11 @@ def _pattern(code: Ints, symbols: int, mark: Ints) -> _Pattern | None:
     usual = np.median(table, axis=0).astype(np.int64)
     usual[(table == usual).mean(axis=0) < ROUGHLY_REGULAR] = 0
     kept = (table >= usual) @ usual >= ALIKE * usual.sum()
-    if kept.sum() < LEAST_ITERATIONS:
+    if kept.sum() < FEWEST_ITERATIONS:
         return None
     exceptions = (table[kept] != usual).sum(axis=0)
     usual[exceptions > max(1, (1 - REGULAR) * kept.sum())] = 0
-    if usual.sum() < LEAST_LAUNCHES:
+    if usual.sum() < FEWEST_LAUNCHES:
         return None
     long = kept & ((table > usual) @ usual > (1 - ALIKE) * usual.sum())
     plain = kept & ~long

@@ -85,7 +85,7 @@ def poison_database(source: Path, target: Path) -> Path:
     for section, kind, leaf in (
         ("Modules", f4.MODULE, "path"),
         ("Files", f4.SOURCE_FILE, "path"),
-        ("Functions", f4.FUNCTION, "name"),
+        ("Functions", f4.FUNCTION_ENTRY, "name"),
     ):
         head, _ = file.items(section, f4.LIST, kind)
         at = head["items"] + kind.dtype.fields[leaf][1]

@@ -17,9 +17,9 @@ from dlrm_workbook.recordings.alignment import (
     NO_ITERATION,
     align,
     align_profiles,
-    device_operations,
     launching_iteration,
     operation_key,
+    operations_by_stream,
 )
 from dlrm_workbook.recordings.hpctoolkit.database import read_database
 from dlrm_workbook.recordings.hpctoolkit.spans import launched_in, with_spans
@@ -115,7 +115,7 @@ def like_hpctoolkit(
         The profile; ``start_ns``, ``iteration``, ``component``, ``phase`` of each operation in
         order (memory sets that were added: iteration −2).
     """
-    work = device_operations(torch)
+    work = operations_by_stream(torch)
     truth = work.assign(iteration=launching_iteration(torch, work))
     truth[PARTS] = torch.contexts.loc[work["context"], PARTS].to_numpy()
     truth[["kind", "name"]] = torch.contexts.loc[work["context"], ["kind", "name"]].to_numpy()
@@ -380,7 +380,7 @@ def test_repeating_launches_count_to_the_iteration_that_launched_them() -> None:
     begins, ends = (np.array(edges) for edges in zip(*loops, strict=True))
     own = [(g["start_ns"].min(), g["end_ns"].max()) for _, g in mine.groupby("iteration")]
     profile = built(mine, [(0, loops[-1][1])], own[1:])
-    number, _ = launched_in(profile, device_operations(profile), begins, ends)
+    number, _ = launched_in(profile, operations_by_stream(profile), begins, ends)
     truth = mine["iteration"].to_numpy()
     assert (number[truth > 0] == truth[truth > 0]).all()
     assert (number[truth == 0] == NO_ITERATION).all()
@@ -391,7 +391,7 @@ def test_parts_of_the_h100_database_come_back_from_the_order_of_one_iteration() 
     path = recording("dlrm-h100-pc.d")
     known = profile_from_database(read_database(path))
     loops = list(known.iterations[["start_ns", "end_ns"]].itertuples(index=False, name=None))
-    work = device_operations(known).assign(stream=7)
+    work = operations_by_stream(known).assign(stream=7)
     work["iteration"] = np.searchsorted(known.iterations["start_ns"], work["start_ns"], "right") - 1
     for columns in (PARTS, ["kind", "name"]):
         work[columns] = known.contexts.loc[work["context"], columns].to_numpy()

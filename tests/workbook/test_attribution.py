@@ -17,7 +17,7 @@ from small_program import SmallProgram
 from small_training import parameters
 from torch.profiler import ProfilerActivity, profile
 
-from dlrm_core.parts import is_iteration_function, parse_span
+from dlrm_core.parts import parse_span
 from dlrm_core.train import Trainer
 from dlrm_workbook.analysis.attribution import (
     attribute,
@@ -39,6 +39,7 @@ from dlrm_workbook.analysis.operators import (
     top_operators,
 )
 from dlrm_workbook.analysis.steady import steady_state
+from dlrm_workbook.recordings.foreign import is_iteration_function
 from dlrm_workbook.recordings.nesting import nest, self_times
 from dlrm_workbook.recordings.open import open_recording
 from dlrm_workbook.recordings.profile import Profile, inclusive_from_exclusive

@@ -197,7 +197,7 @@ def test_windows_of_any_size_give_the_same(piece: int, ahead: int, packed: bool)
         path = Path(folder) / "trace"
         path.write_bytes(gzip.compress(text.encode()) if packed else text.encode())
         whole = read_events(path)
-        patch.setattr(json_stream, "PIECE", piece)
+        patch.setattr(json_stream, "BYTES_AT_ONCE", piece)
         patch.setattr(json_stream, "AHEAD", ahead)
         found = read_events(path)
     for table in TABLES:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from dlrm_core.base.errors import InputError
 from dlrm_workbook.analysis.changes import apply_change, change_steps, change_text, difference
-from dlrm_workbook.evidence.training import part_times
+from dlrm_workbook.evidence.training import iteration_part_times
 from dlrm_workbook.runner.parameters import split_overrides
 from dlrm_workbook.trials.compare.analyse import (
     NO_PART,
@@ -96,7 +96,7 @@ def test_parts_and_the_rest_add_up_to_the_iteration(lengths: list[list[int]], wa
             now += 1000 * length
         now += 500
         spans.append(("dlrm::iteration", start, now))
-    times = part_times(spans[::-1], warmup)
+    times = iteration_part_times(spans[::-1], warmup)
     left = lengths[warmup:]
     assert bool(times) == bool(left)
     for number, each in enumerate(left):
@@ -110,7 +110,7 @@ def test_a_part_inside_another_counts_to_itself() -> None:
         ("dlrm::top_mlp::forward", 0, 8_000_000),
         ("dlrm::data::forward", 2_000_000, 5_000_000),
     ]
-    times = part_times(spans, 0)
+    times = iteration_part_times(spans, 0)
     assert times == {
         ("top_mlp", "forward"): [5.0],
         ("data", "forward"): [3.0],

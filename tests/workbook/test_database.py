@@ -26,8 +26,8 @@ from dlrm_workbook.recordings.hpctoolkit.format import DatabaseError
 from dlrm_workbook.recordings.hpctoolkit.metrics import additive
 from dlrm_workbook.recordings.hpctoolkit.to_profile import profile_from_database
 from dlrm_workbook.recordings.hpctoolkit.views import (
-    describe,
-    facts,
+    database_facts,
+    database_summary,
     functions_table,
 )
 from tests.gpu_database import made as gpu_database
@@ -55,7 +55,7 @@ def assert_self_adds_up(database: Database) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_facts_equal_those_of_an_independent_reader(name: str) -> None:
-    assert_same(facts(read_database(folder_of(name))), expected_of(name))
+    assert_same(database_facts(read_database(folder_of(name))), expected_of(name))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -95,7 +95,7 @@ def test_pc_sampling_figures() -> None:
         32,
     )
     assert kernel["time_ms"] == pytest.approx(19.386251)
-    text = describe(database)
+    text = database_summary(database)
     assert "kernmain()" in text and "HPCToolkit lists it but does not collect it" in text
 
 
@@ -126,9 +126,9 @@ KINDS_OF_IDS = ("NODE", "RANK", "THREAD")
 
 def test_values_are_the_same_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     database = read_database(folder_of("dlrm-cpu-python"))
-    whole = facts(database), database.column("CPUTIME (sec)")
-    monkeypatch.setattr("dlrm_workbook.recordings.hpctoolkit.values.CHUNK", 97)
-    assert_same(facts(database), whole[0])
+    whole = database_facts(database), database.column("CPUTIME (sec)")
+    monkeypatch.setattr("dlrm_workbook.recordings.hpctoolkit.values.VALUES_AT_ONCE", 97)
+    assert_same(database_facts(database), whole[0])
     np.testing.assert_array_equal(database.column("CPUTIME (sec)"), whole[1])
 
 
@@ -202,8 +202,8 @@ def test_what_is_written_is_read(made: dict[str, Any]) -> None:
             np.testing.assert_array_equal(line.context, measured.trace[1])
         assert len({thread.name for thread in database.threads}) == len(threads)
         assert_self_adds_up(database)
-        json.dumps(facts(database))
-        assert describe(database)
+        json.dumps(database_facts(database))
+        assert database_summary(database)
         if threads:
             profile_from_database(database).validate()
 
@@ -256,9 +256,9 @@ def test_memory_is_that_of_the_contexts_and_not_of_the_threads(tmp_path: Path) -
     peaks = {}
     for count in (20, 220):
         folder = many_threads(tmp_path / str(count), count)
-        facts(read_database(folder))  # what is imported or cached at the first time
+        database_facts(read_database(folder))  # what is imported or cached at the first time
         tracemalloc.start()
-        facts(read_database(folder))
+        database_facts(read_database(folder))
         peaks[count] = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
     # the index and the trace of a thread are 12 bytes for each of about 1,000 and 2,000
@@ -377,4 +377,6 @@ def test_line_contexts_keep_file_and_line(tmp_path: Path) -> None:
 def test_a_copied_database_reads_the_same(tmp_path: Path) -> None:
     source = folder_of("dlrm-cpu-python")
     shutil.copytree(source, tmp_path / source.name)
-    assert facts(read_database(tmp_path / source.name)) == facts(read_database(source))
+    assert database_facts(read_database(tmp_path / source.name)) == database_facts(
+        read_database(source)
+    )

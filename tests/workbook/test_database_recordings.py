@@ -14,7 +14,7 @@ from dlrm_workbook.analysis.views import flat
 from dlrm_workbook.recordings.hpctoolkit.database import read_database
 from dlrm_workbook.recordings.hpctoolkit.format import DatabaseError
 from dlrm_workbook.recordings.hpctoolkit.to_profile import profile_from_database
-from dlrm_workbook.recordings.hpctoolkit.views import facts
+from dlrm_workbook.recordings.hpctoolkit.views import database_facts
 from dlrm_workbook.recordings.profile import Profile
 
 RECORDINGS = Path(__file__).parents[2] / ".." / "shared" / "recordings"
@@ -200,7 +200,7 @@ def test_facts_equal_those_of_an_independent_reader(name: str) -> None:
     expected = json.loads(
         (folder(name).parent / "expected" / f"{name.removesuffix('.d')}.json").read_text()
     )
-    assert_same(facts(read_database(folder(name))), expected)
+    assert_same(database_facts(read_database(folder(name))), expected)
 
 
 def mixed(tmp_path: Path, file: str, other: str) -> Path:

@@ -11,7 +11,7 @@ from dlrm_core.base.errors import InputError
 from dlrm_workbook.recordings.hpctoolkit.database import read_database
 from dlrm_workbook.recordings.hpctoolkit.format import DatabaseError
 from dlrm_workbook.recordings.hpctoolkit.to_profile import profile_from_database
-from dlrm_workbook.recordings.hpctoolkit.views import describe, facts
+from dlrm_workbook.recordings.hpctoolkit.views import database_facts, database_summary
 
 # ---- what is refused, and in which words ------------------------------------------
 
@@ -35,8 +35,8 @@ def test_missing_files_are_reported(name: str, tmp_path: Path) -> None:
     (folder / name).unlink()
     database = read_database(folder)
     assert name in database.absent
-    assert name in describe(database)
-    assert facts(database)["summary_values"] > 0
+    assert name in database_summary(database)
+    assert database_facts(database)["summary_values"] > 0
     profile = profile_from_database(database)
     if name == "trace.db":
         assert "hpcrun -t" in profile.not_measured["trace"]

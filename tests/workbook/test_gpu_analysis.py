@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from dlrm_core.base.errors import InputError
 from dlrm_workbook.analysis import lanes
-from dlrm_workbook.analysis.context_tree import overlap, reason_of, running, union
+from dlrm_workbook.analysis.context_tree import reason_of, running
 from dlrm_workbook.analysis.gpu import (
     STALL_ADVICE,
     copy_table,
@@ -30,6 +30,7 @@ from dlrm_workbook.analysis.views import bottom_up, flat, folded, top_down
 from dlrm_workbook.recordings.hpctoolkit.database import read_database
 from dlrm_workbook.recordings.hpctoolkit.metrics import STALLS, derive
 from dlrm_workbook.recordings.hpctoolkit.to_profile import profile_from_database
+from dlrm_workbook.recordings.nesting import overlap, union
 from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.recordings.torch.trace import read_trace
 from dlrm_workbook.show import gpu as gpu_figures

@@ -29,7 +29,7 @@ from dlrm_workbook.ground.processes import (
     run_child,
 )
 from dlrm_workbook.ground.profiling import ProfilingConfig
-from dlrm_workbook.recordings.hpctoolkit.driver import measure
+from dlrm_workbook.recordings.hpctoolkit.driver import measure_program
 from dlrm_workbook.recordings.hpctoolkit.tools import find_tools
 from dlrm_workbook.recordings.measure import measure as measure_run
 
@@ -92,7 +92,7 @@ def test_our_own_steps_are_not_waited_for_on_a_gpu(tmp_path, monkeypatch):
         commands.append(command)
         raise InputError("enough")
 
-    monkeypatch.setattr("dlrm_workbook.recordings.hpctoolkit.driver.measure", caught)
+    monkeypatch.setattr("dlrm_workbook.recordings.measure.measure_program", caught)
     given = ("hpctoolkit", "as asked")
     monkeypatch.setattr("dlrm_workbook.recordings.measure.choose_engine", lambda config: given)
     for device in ("cpu", "cuda"):
@@ -148,7 +148,7 @@ def test_a_program_without_figures_has_no_dilation(fake):
     # the last interval line still counts as a figure
     assert measured.passes[0].dilation == pytest.approx(1.0)
     tools = find_tools(str(fake.home))
-    mute = measure(["/bin/true"], fake.home.parent / "mute", tools=tools)
+    mute = measure_program(["/bin/true"], fake.home.parent / "mute", tools=tools)
     assert mute.passes[0].dilation is None
     assert any("dilation is unknown" in notice for notice in mute.notices)
 
@@ -156,7 +156,7 @@ def test_a_program_without_figures_has_no_dilation(fake):
 def test_progress_tells_stage_time_and_iteration(fake):
     seen: list[Progress] = []
     fake.behave(modules=["/lib/libone.so"], struct_sleep=0.3)
-    measure(
+    measure_program(
         fake.workload(), fake.home.parent / "run", tools=find_tools(str(fake.home)),
         progress=seen.append,
     )  # fmt: skip
@@ -186,7 +186,7 @@ def test_time_up_ends_a_stubborn_program_and_its_children(fake, monkeypatch):
 
 def test_time_up_without_hpctoolkit(fake, tmp_path):
     with pytest.raises(MeasurementError, match="without HPCToolkit was still running"):
-        measure(
+        measure_program(
             ["/bin/sleep", "600"], tmp_path / "run", tools=find_tools(str(fake.home)),
             config=ProfilingConfig(timeout_s=1),
         )  # fmt: skip
@@ -198,7 +198,7 @@ def test_a_caller_that_fails_ends_the_program(fake):
             raise RuntimeError("the caller's own")
 
     with pytest.raises(RuntimeError, match="the caller's own"):
-        measure(
+        measure_program(
             fake.workload("stubborn"), fake.home.parent / "run",
             tools=find_tools(str(fake.home)), progress=fail,
         )  # fmt: skip
@@ -210,13 +210,14 @@ def test_an_interrupted_measurement_leaves_no_process(fake, tmp_path, number, co
     script = (
         "import sys\n"
         "from dlrm_workbook.ground import processes\n"
-        "from dlrm_workbook.recordings.hpctoolkit.driver import measure\n"
+        "from dlrm_workbook.recordings.hpctoolkit.driver import measure_program\n"
         "from dlrm_workbook.recordings.hpctoolkit.tools import find_tools\n"
         "processes.GRACE_S = 0.5\n"
         "def show(p):\n"
         "    if p.iteration == 7: print('measuring', flush=True)\n"
         "try:\n"
-        "    measure(sys.argv[3:], sys.argv[1], tools=find_tools(sys.argv[2]), progress=show)\n"
+        "    tools = find_tools(sys.argv[2])\n"
+        "    measure_program(sys.argv[3:], sys.argv[1], tools=tools, progress=show)\n"
         "except KeyboardInterrupt:\n"
         "    sys.exit(130)\n"
     )
@@ -286,7 +287,7 @@ def test_a_real_hpctoolkit(tmp_path, monkeypatch):
         "    print(json.dumps({'iteration': i + 1}), flush=True)\n"
         "print(json.dumps({'ms_per_iteration': sorted(times)[25] * 1e3}))\n"
     )
-    measured = measure(
+    measured = measure_program(
         [sys.executable, str(program)],
         tmp_path / "run",
         config=ProfilingConfig(structure_limit_mb=1),

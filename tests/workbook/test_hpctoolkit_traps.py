@@ -16,13 +16,13 @@ from dlrm_core.base.errors import InputError
 from dlrm_workbook.ground.processes import MeasurementError
 from dlrm_workbook.recordings.hpctoolkit import build
 from dlrm_workbook.recordings.hpctoolkit.build import (
-    MAGIC,
+    LOGICAL_MAGIC,
     STAND_IN,
     _mend,
     name_unnamed_modules,
     oversized_binaries,
 )
-from dlrm_workbook.recordings.hpctoolkit.driver import measure
+from dlrm_workbook.recordings.hpctoolkit.driver import measure_program
 from dlrm_workbook.recordings.hpctoolkit.passes import make_safe
 from dlrm_workbook.recordings.hpctoolkit.tools import find_tools
 
@@ -46,10 +46,11 @@ def test_a_program_that_fails_by_itself(fake):
 
 
 def test_a_program_that_is_not_there(fake, tmp_path):
+    tools = find_tools(str(fake.home))
     with pytest.raises(MeasurementError, match="cannot be started: No such file"):
-        measure([str(tmp_path / "none")], tmp_path / "run", tools=find_tools(str(fake.home)))
+        measure_program([str(tmp_path / "none")], tmp_path / "run", tools=tools)
     with pytest.raises(InputError, match="empty"):
-        measure([], tmp_path / "run", tools=find_tools(str(fake.home)))
+        measure_program([], tmp_path / "run", tools=tools)
 
 
 @pytest.mark.parametrize(
@@ -235,7 +236,12 @@ def stanza(number: int, function: bytes, file: bytes, line: int = 1) -> bytes:
 
 
 def test_a_nameless_module_is_named_before_hpcprof_aborts_on_it(fake):
-    data = MAGIC + stanza(1, b"main", b"/a.py") + stanza(2, b"", b"") + stanza(3, b"", b"/b.py")
+    data = (
+        LOGICAL_MAGIC
+        + stanza(1, b"main", b"/a.py")
+        + stanza(2, b"", b"")
+        + stanza(3, b"", b"/b.py")
+    )
     fake.behave(stanzas=data.hex())
     measured = run(fake)
     times, frames = measured.passes
@@ -256,11 +262,11 @@ def test_a_nameless_module_is_named_before_hpcprof_aborts_on_it(fake):
     st.integers(1, 12),
 )  # fmt: skip
 def test_only_nameless_modules_are_named(records, cut):
-    data = MAGIC + b"".join(stanza(*record) for record in records)
+    data = LOGICAL_MAGIC + b"".join(stanza(*record) for record in records)
     mended, count = _mend(data)
     nameless = [not function and not file for _, function, file, _ in records]
     assert count == sum(nameless)
-    assert mended == MAGIC + b"".join(
+    assert mended == LOGICAL_MAGIC + b"".join(
         stanza(number, STAND_IN if unnamed else function, file, line)
         for (number, function, file, line), unnamed in zip(records, nameless, strict=True)
     )
@@ -272,10 +278,12 @@ def test_only_nameless_modules_are_named(records, cut):
 def test_records_that_are_not_understood_stay_as_they_are(tmp_path):
     folder = tmp_path / "logical"
     folder.mkdir()
-    for number, data in enumerate((b"", b"something else", MAGIC + stanza(1, b"", b"")[:-2])):
+    for number, data in enumerate(
+        (b"", b"something else", LOGICAL_MAGIC + stanza(1, b"", b"")[:-2])
+    ):
         (folder / f"python.{number}").write_bytes(data)
     assert name_unnamed_modules(tmp_path) == 0
-    assert (folder / "python.2").read_bytes() == MAGIC + stanza(1, b"", b"")[:-2]
+    assert (folder / "python.2").read_bytes() == LOGICAL_MAGIC + stanza(1, b"", b"")[:-2]
 
 
 def test_a_full_disk_is_no_reason_to_measure_again(fake):
@@ -415,7 +423,7 @@ def test_structure_can_be_left_out(fake):
 def test_hpcstruct_never_sees_an_unsafe_path(fake, tmp_path):
     folder = tmp_path / "my $(run) folder"
     fake.behave(modules=["/lib/one.so"])
-    measured = measure(fake.workload(), folder, tools=find_tools(str(fake.home)))
+    measured = measure_program(fake.workload(), folder, tools=find_tools(str(fake.home)))
     assert [p.name for p in measured.passes] == ["times", "frames"]
     for made in measured.passes:
         assert made.measurements == folder / f"{made.name}.measurements"

@@ -11,7 +11,7 @@ from gpu_trace import _on_gpu, _span
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dlrm_workbook.analysis.context_tree import reason_of, union
+from dlrm_workbook.analysis.context_tree import reason_of
 from dlrm_workbook.analysis.idleness import (
     CAUSES,
     STATES,
@@ -22,6 +22,7 @@ from dlrm_workbook.analysis.idleness import (
     thread_states,
 )
 from dlrm_workbook.analysis.launches import launched_operations
+from dlrm_workbook.recordings.nesting import union
 from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.recordings.torch.trace import read_trace
 from dlrm_workbook.show import idle as idle_figures

@@ -17,7 +17,8 @@ from recordings import SEVERAL, recording
 
 from dlrm_core.base.errors import InputError
 from dlrm_workbook.recordings import open as opening
-from dlrm_workbook.recordings.open import open_recording, union_ns
+from dlrm_workbook.recordings.nesting import union_ns
+from dlrm_workbook.recordings.open import open_recording
 from dlrm_workbook.runner.notebook import find_profile
 
 

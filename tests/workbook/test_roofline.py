@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlrm_core.config import Parameters, parameters_from_sections
-from dlrm_core.parts import COMPONENTS, PART_PREFIX, PHASES
+from dlrm_core.parts import COMPONENTS, PHASES
 from dlrm_workbook.analysis.attribution import attribute
 from dlrm_workbook.analysis.devices import device
 from dlrm_workbook.analysis.roofline import (
@@ -33,6 +33,7 @@ from dlrm_workbook.analysis.roofline import (
 )
 from dlrm_workbook.analysis.work import part_work
 from dlrm_workbook.evidence.ceilings import model_products
+from dlrm_workbook.ground.marks import PART_PREFIX
 from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.recordings.torch.trace import read_trace
 from dlrm_workbook.show.profile import ceilings_frame, roofline_text

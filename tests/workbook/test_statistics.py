@@ -13,7 +13,7 @@ from dlrm_core.data.batch import Batch
 from dlrm_core.data.loader import make_generator
 from dlrm_workbook.analysis.reuse import cache_hit_shares as cache_table
 from dlrm_workbook.analysis.reuse import row_reuse
-from dlrm_workbook.evidence.cache import cache_hits
+from dlrm_workbook.evidence.cache import hit_curve
 from dlrm_workbook.evidence.data_statistics import batch_statistics, run_statistics
 from dlrm_workbook.samples import sample_profile
 from dlrm_workbook.show.roofline import cache_curve
@@ -140,7 +140,7 @@ def lru_hit_share(batches: list[list[np.ndarray]], size: int) -> float:
 @pytest.mark.parametrize("law", ["uniform", "skewed"])
 def test_hit_rates_are_those_of_a_cache(law):
     batches = lookups(law, 700)
-    found = cache_hits(batches)
+    found = hit_curve(batches)
     used = {(table, row) for batch in batches[:-1] for table in (0, 1) for row in batch[table]}
     assert [row["rows"] for row in found] == [2**k for k in range(6, 20) if 2**k <= len(used)]
     for row in found:
@@ -151,9 +151,9 @@ def test_hit_rates_are_those_of_a_cache(law):
 @pytest.mark.parametrize("law", ["uniform", "skewed"])
 def test_hit_rates_of_followed_rows_lie_within_their_error(law):
     batches = lookups(law, 8000)
-    exact = cache_hits(batches)
+    exact = hit_curve(batches)
     for followed in (60_000, 100_000):
-        near = cache_hits(batches, followed)
+        near = hit_curve(batches, followed)
         for row, true in zip(near[1:], exact[1:], strict=False):
             assert row["rows"] == true["rows"] and 0 < row["error"] < 0.05
             assert abs(row["hit_share"] - true["hit_share"]) < 4 * row["error"] + 0.005
@@ -165,7 +165,7 @@ def test_a_row_that_takes_nearly_all_lookups_leaves_room_for_others():
         [np.where(random.random(90_000) < 0.98, 7, random.integers(0, 50_000, 90_000))]
         for _ in range(3)
     ]
-    near, exact = cache_hits(batches, 20_000), cache_hits(batches)
+    near, exact = hit_curve(batches, 20_000), hit_curve(batches)
     for row, true in zip(near, exact, strict=False):
         assert row["hit_share"] == pytest.approx(true["hit_share"], abs=4 * row["error"] + 0.001)
 
@@ -173,10 +173,7 @@ def test_a_row_that_takes_nearly_all_lookups_leaves_room_for_others():
 def test_without_lookups_or_a_batch_before_there_is_no_rate():
     none = np.zeros(0, np.int64)
     assert (
-        cache_hits([])
-        == cache_hits([[none], [none]])
-        == cache_hits(lookups("uniform", 99, 1))
-        == []
+        hit_curve([]) == hit_curve([[none], [none]]) == hit_curve(lookups("uniform", 99, 1)) == []
     )
 
 

@@ -21,7 +21,8 @@ from torch.profiler import ProfilerActivity, profile
 from dlrm_core.base.errors import InputError
 from dlrm_workbook.recordings.nesting import innermost, nest, self_times
 from dlrm_workbook.recordings.profile import Profile
-from dlrm_workbook.recordings.torch.recorder import record
+from dlrm_workbook.recordings.torch.recorder import record_iterations
+from dlrm_workbook.recordings.torch.session import Detail, Lengths
 from dlrm_workbook.recordings.torch.trace import join_unsteady, read_recording, read_trace
 
 spans = st.lists(
@@ -159,13 +160,11 @@ def test_recording_has_flops_times_memory_and_reasons(tmp_path: Path) -> None:
         numbers.append(number)
         program(number)
 
-    folder = record(
+    folder = record_iterations(
         run,
-        4,
         tmp_path / "recording",
-        warmup=1,
-        unprofiled=3,
-        profile_memory=True,
+        Lengths(4, warmup=1, unprofiled=3),
+        Detail(profile_memory=True),
         information={"parameters": {"data": {"generator": "uniform"}}, "command": "dlrm record"},
         progress=lambda done, total: ticks.append((done, total)),
     )
@@ -203,19 +202,19 @@ def test_a_failing_iteration_leaves_no_recording(tmp_path: Path) -> None:
             raise RuntimeError("stop")
 
     with pytest.raises(RuntimeError, match="stop"):
-        record(run, 3, tmp_path / "recording", warmup=1)
+        record_iterations(run, tmp_path / "recording", Lengths(3, warmup=1))
     assert not list(tmp_path.iterdir())
 
 
 def test_impossible_recordings_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="iterations >= 1"):
-        record(print, 0, tmp_path / "r")
+        record_iterations(print, tmp_path / "r", Lengths(0))
     (tmp_path / "r").mkdir()
     with pytest.raises(InputError, match="exists already"):
-        record(print, 1, tmp_path / "r")
+        record_iterations(print, tmp_path / "r", Lengths(1))
     if not torch.cuda.is_available():
         with pytest.raises(InputError, match="torch sees no GPU"):
-            record(print, 1, tmp_path / "s", device="cuda")
+            record_iterations(print, tmp_path / "s", Lengths(1), device="cuda")
 
 
 # ---- GPU work, in traces made by hand ---------------------------------------------

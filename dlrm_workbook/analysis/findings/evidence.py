@@ -21,7 +21,7 @@ import pandas as pd
 
 from dlrm_core.base.errors import InputError
 from dlrm_core.config import Parameters, parameters_from_sections
-from dlrm_core.parts import SPAN_PREFIX, is_iteration_function
+from dlrm_core.parts import SPAN_PREFIX
 from dlrm_workbook.analysis.attribution import (
     basis,
     by_part,
@@ -34,14 +34,16 @@ from dlrm_workbook.analysis.attribution import (
     segments,
     windows,
 )
-from dlrm_workbook.analysis.context_tree import Bools, Ints, overlap, union
 from dlrm_workbook.analysis.gpu import kernel_table
 from dlrm_workbook.analysis.idleness import idle_pieces
 from dlrm_workbook.analysis.launches import launched_operations
 from dlrm_workbook.analysis.operators import top_operators
 from dlrm_workbook.analysis.python_lines import python_lines
 from dlrm_workbook.analysis.roofline import roofline
+from dlrm_workbook.ground.arrays import Bools, Ints
 from dlrm_workbook.ground.units import milliseconds
+from dlrm_workbook.recordings.foreign import is_iteration_function
+from dlrm_workbook.recordings.nesting import overlap, union
 from dlrm_workbook.recordings.open import COMMUNICATION
 from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.recordings.torch.chrome_trace import GRAPH_LAUNCH

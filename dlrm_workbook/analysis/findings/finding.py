@@ -14,11 +14,11 @@ import pandas as pd
 
 from dlrm_core.base.errors import InputError
 from dlrm_workbook.analysis.attribution import IDLE
-from dlrm_workbook.analysis.context_tree import Ints
 from dlrm_workbook.analysis.findings.evidence import Evidence, Part
 from dlrm_workbook.analysis.findings.where import most_in_one, place_sentence
 from dlrm_workbook.analysis.idleness import Stretches, felt_share
 from dlrm_workbook.analysis.whatif import prediction
+from dlrm_workbook.ground.arrays import Ints
 from dlrm_workbook.ground.units import milliseconds
 
 LIMITS = (

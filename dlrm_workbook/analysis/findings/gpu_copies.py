@@ -12,7 +12,6 @@ from dlrm_workbook.analysis.attribution import (
     PART,
     host_is_traced,
 )
-from dlrm_workbook.analysis.context_tree import overlap, union
 from dlrm_workbook.analysis.findings.evidence import MOST_LISTED, Evidence, listed_times
 from dlrm_workbook.analysis.findings.finding import (
     Ledger,
@@ -25,6 +24,7 @@ from dlrm_workbook.analysis.findings.finding import (
 )
 from dlrm_workbook.analysis.findings.gpu_taken import BLOCKING
 from dlrm_workbook.analysis.kernel_names import kernel_name
+from dlrm_workbook.recordings.nesting import overlap, union
 
 OVER_LINK = re.compile("HtoD|DtoH|HostToDevice|DeviceToHost|copyin|copyout")
 

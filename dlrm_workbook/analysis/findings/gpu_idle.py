@@ -21,7 +21,7 @@ from dlrm_workbook.analysis.attribution import (
     host_is_traced,
     main_thread,
 )
-from dlrm_workbook.analysis.context_tree import overlap, scopes_of, stretch_at, union
+from dlrm_workbook.analysis.context_tree import scopes_of
 from dlrm_workbook.analysis.findings.evidence import MOST_LISTED, Evidence, listed_times
 from dlrm_workbook.analysis.findings.finding import (
     Ledger,
@@ -43,6 +43,7 @@ from dlrm_workbook.analysis.idleness import Stretches
 from dlrm_workbook.analysis.launches import launch_cost_us, launched_operations
 from dlrm_workbook.analysis.steady import LEAST_OF_SPLIT
 from dlrm_workbook.ground.units import milliseconds
+from dlrm_workbook.recordings.nesting import overlap, stretch_at, union
 from dlrm_workbook.recordings.profile import nearest
 from dlrm_workbook.recordings.torch.steps import STEP_LABEL
 

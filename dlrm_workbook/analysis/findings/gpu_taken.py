@@ -15,12 +15,12 @@ import numpy as np
 import pandas as pd
 
 from dlrm_workbook.analysis.attribution import IDLE, iteration_state, windows
-from dlrm_workbook.analysis.context_tree import overlap, stretch_at, union
 from dlrm_workbook.analysis.findings.evidence import Evidence, listed_times
 from dlrm_workbook.analysis.findings.finding import Ledger, Measured, bounded, rule
 from dlrm_workbook.analysis.idleness import Stretches
 from dlrm_workbook.analysis.launches import launched_operations
 from dlrm_workbook.analysis.steady import lasting_rise
+from dlrm_workbook.recordings.nesting import overlap, stretch_at, union
 from dlrm_workbook.recordings.open import COMMUNICATION
 
 ONE_FACTOR = 0.75

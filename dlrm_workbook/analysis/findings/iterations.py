@@ -15,7 +15,7 @@ from dlrm_workbook.analysis.attribution import (
     segments,
     windows,
 )
-from dlrm_workbook.analysis.context_tree import scopes_of, stretch_at
+from dlrm_workbook.analysis.context_tree import scopes_of
 from dlrm_workbook.analysis.findings.evidence import (
     Evidence,
     listed_times,
@@ -38,6 +38,7 @@ from dlrm_workbook.analysis.steady import (
     lasting_rise,
     steady_state,
 )
+from dlrm_workbook.recordings.nesting import stretch_at
 
 IRREGULAR_SHARE = 0.15
 """Of the run's time, lost in iterations far above the usual one."""

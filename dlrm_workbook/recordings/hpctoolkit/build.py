@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from dlrm_workbook.ground.processes import Completed, MeasurementError, fresh_path
+from dlrm_workbook.recordings.hpctoolkit.format import NEEDED_FILES
 from dlrm_workbook.recordings.hpctoolkit.passes import (
     default_jobs,
     hpcprof_command,
@@ -18,14 +19,11 @@ from dlrm_workbook.recordings.hpctoolkit.passes import (
 )
 from dlrm_workbook.recordings.hpctoolkit.tools import Tools
 
-Run = Callable[..., Completed]
+RunChild = Callable[..., Completed]
 """``run_child`` with the logs, environment and progress of one measurement."""
 
 STRUCTURE_TIMEOUT_S = 1800.0
 DATABASE_TIMEOUT_S = 1800.0
-
-DATABASE_FILES = ("meta.db", "profile.db", "cct.db")
-"""Without these there is no database; ``trace.db`` only exists with ``-t``."""
 
 MB = 1_000_000
 
@@ -35,7 +33,7 @@ _BINARY = re.compile(rb"^\s*begin .* binary (\S+)")
 # paths of load modules stand in a .hpcrun file as plain strings behind a length
 _PATH = re.compile(rb"/[\x20-\x7e\x80-\xff]{1,4095}")
 
-MAGIC = b"HPCLOGICAL"
+LOGICAL_MAGIC = b"HPCLOGICAL"
 STAND_IN = b"<module of unknown file>"
 
 
@@ -44,7 +42,7 @@ class DatabaseAborted(MeasurementError):
 
 
 def recover_structure(
-    tools: Tools, run: Run, name: str, measurements: Path, limit_mb: int
+    tools: Tools, run: RunChild, name: str, measurements: Path, limit_mb: int
 ) -> list[str]:
     """Run hpcstruct on a measurement directory; never fails, only says what is missing.
 
@@ -100,7 +98,7 @@ def recover_structure(
 
 
 def build_database(
-    tools: Tools, run: Run, name: str, measurements: Path, wanted: Path
+    tools: Tools, run: RunChild, name: str, measurements: Path, wanted: Path
 ) -> tuple[Path, list[str]]:
     """Run hpcprof.
 
@@ -148,7 +146,7 @@ def oversized_binaries(measurements: Path, limit_bytes: int) -> list[Path]:
 
     Read from the ``.hpcrun`` files, so that it is known before hpcstruct starts.
     """
-    found: dict[str, Path] = {}
+    binaries: dict[str, Path] = {}
     named: set[bytes] = set()
     for profile in measurements.glob("*.hpcrun"):
         if profile.stat().st_size == 0:
@@ -161,10 +159,10 @@ def oversized_binaries(measurements: Path, limit_bytes: int) -> list[Path]:
             if path.is_file() and path.stat().st_size > limit_bytes:
                 with path.open("rb") as file:
                     if file.read(4) == b"\x7fELF":
-                        found.setdefault(path.name, path)
+                        binaries.setdefault(path.name, path)
         except (OSError, ValueError):
             continue  # not a path after all
-    return [found[name] for name in sorted(found)]
+    return [binaries[name] for name in sorted(binaries)]
 
 
 def _structure_cache() -> Path | None:
@@ -179,7 +177,7 @@ def _structure_cache() -> Path | None:
 
 
 def _is_database(folder: Path) -> bool:
-    return all((folder / name).is_file() for name in DATABASE_FILES)
+    return all((folder / name).is_file() for name in NEEDED_FILES)
 
 
 def _remove_unfinished(structs: Path) -> None:
@@ -228,11 +226,11 @@ def _mend(data: bytes) -> tuple[bytes, int]:
     Raises:
         struct.error: the file ends inside a stanza.
     """
-    if not data.startswith(MAGIC):
+    if not data.startswith(LOGICAL_MAGIC):
         return data, 0
-    pieces = [MAGIC]
+    pieces = [LOGICAL_MAGIC]
     count = 0
-    position = len(MAGIC)
+    position = len(LOGICAL_MAGIC)
     while position < len(data):
         start, function_at = position, position + 4
         (function_length,) = struct.unpack_from(">I", data, function_at)

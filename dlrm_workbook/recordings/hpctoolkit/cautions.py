@@ -6,7 +6,7 @@ averaged in silence; what one cannot mend is taken out, with the reason.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pandas as pd
@@ -26,7 +26,7 @@ PAGEABLE_GB_PER_S = 10.0
 buffer of the driver; pinned memory reaches 12 GB/s on PCIe 3 x16, 25 on PCIe 4, 50 on PCIe 5."""
 LARGE_COPY_BYTES = 1 << 18
 """Mean size of copies from which their speed tells of the link, not of the launch."""
-PRODUCTS = ("gemm", "gemv", "cutlass", "xmma", "nvjet", "cijk", "matmul")
+PRODUCT_KERNELS = ("gemm", "gemv", "cutlass", "xmma", "nvjet", "cijk", "matmul")
 """In lower case, of the names of kernels that multiply matrices."""
 
 
@@ -82,11 +82,7 @@ def without_nonsense(
     """
     reasons, cautions = {}, []
     wanted = ("GKER:COUNT", "GKER:BLKS_ACUMU", "GKER:BLK_THR_ACUMU", "GKER:LMEM_ACUMU (B)")
-    rows = values[(values["scope"] == "exclusive") & values["metric"].isin(wanted)]
-    wide = rows.astype({"metric": "object"}).pivot_table(
-        "value", "context", "metric", aggfunc="sum", fill_value=0.0
-    )
-    wide = wide.reindex(columns=list(wanted), fill_value=np.nan)
+    wide = _by_context(values, wanted, absent=np.nan)
     wide = wide[wide["GKER:COUNT"] > 0]
     mean = wide.div(wide["GKER:COUNT"], axis=0)
     blocks, threads = wide["GKER:BLKS_ACUMU"], wide["GKER:BLK_THR_ACUMU"]
@@ -113,6 +109,15 @@ def without_nonsense(
     return values[~values["metric"].isin(list(reasons))], reasons, cautions
 
 
+def _by_context(values: pd.DataFrame, metrics: Sequence[str], absent: float) -> pd.DataFrame:
+    """Exclusive values by context, a column for each metric; one without values is ``absent``."""
+    rows = values[(values["scope"] == "exclusive") & values["metric"].isin(metrics)]
+    wide = rows.astype({"metric": "object"}).pivot_table(
+        "value", "context", "metric", aggfunc="sum", fill_value=0.0
+    )
+    return wide.reindex(columns=list(metrics), fill_value=absent)
+
+
 def overlong_kernels(values: pd.DataFrame, trace: pd.DataFrame) -> dict[int, int]:
     """Kernels whose interval in the trace is too long, and when they ended by the metric.
 
@@ -123,9 +128,9 @@ def overlong_kernels(values: pd.DataFrame, trace: pd.DataFrame) -> dict[int, int
     Returns:
         Index of the row of ``trace`` to its end in nanoseconds.
     """
-    own = values[values["scope"] == "exclusive"]
+    exclusive = values[values["scope"] == "exclusive"]
     time, launches = (
-        own[own["metric"] == name].groupby("context")["value"].sum()
+        exclusive[exclusive["metric"] == name].groupby("context")["value"].sum()
         for name in ("GKER (sec)", "GKER:COUNT")
     )
     ends: dict[int, int] = {}
@@ -156,9 +161,9 @@ def cautions_of(
     serialised: bool,
 ) -> list[str]:
     """Sentences about the times of a recording on a GPU, gravest first."""
-    said = []
+    cautions = []
     if serialised:
-        said.append(
+        cautions.append(
             "Kernels were serialised: PC sampling runs one at a time and makes each launch "
             "slower, so times, idleness and overlap of this recording are distorted. It is for "
             "stall reasons; measure times without it (-e gpu=nvidia)."
@@ -170,7 +175,7 @@ def cautions_of(
         by_trace = float((rows["end_ns"] - rows["start_ns"]).sum()) / 1e6
         metric, count = 1e3 * float(total["GKER (sec)"]), float(total.get("GKER:COUNT", np.nan))
         if abs(len(rows) / count - 1) > DIFFERENT_TIMES:
-            said.append(
+            cautions.append(
                 f"The trace holds {len(rows):,} kernels where {count:,.0f} were launched: it is "
                 "not whole, or not of this run, so busy and idle time and iterations are not to "
                 "be relied on."
@@ -191,23 +196,19 @@ def cautions_of(
                     "launches on average. Times over the whole recording are the metric's; times "
                     "in an iteration, busy and idle time are the trace's."
                 )
-            said.append(
+            cautions.append(
                 f"Two times of the kernels disagree by {abs(by_trace / metric - 1):.0%}: "
                 f"{metric:.1f} ms by the metric (GKER), {by_trace:.1f} ms by the trace: {why}"
             )
-    said += _copy_speed(values)
-    said += _unseen_products(contexts, values)
-    return said
+    cautions += _copy_speed(values)
+    cautions += _unseen_products(contexts, values)
+    return cautions
 
 
 def _copy_speed(values: pd.DataFrame) -> list[str]:
     """What the speed of copies to the GPU tells of the host's memory."""
     wanted = ("GXCOPY:H2D (B)", "GXCOPY:COUNT", "GXCOPY (sec)")
-    rows = values[(values["scope"] == "exclusive") & values["metric"].isin(wanted)]
-    wide = rows.astype({"metric": "object"}).pivot_table(
-        "value", "context", "metric", aggfunc="sum", fill_value=0.0
-    )
-    wide = wide.reindex(columns=list(wanted), fill_value=0.0)
+    wide = _by_context(values, wanted, absent=0.0)
     size, count, seconds = wide[wide[wanted[0]] > 0].sum()
     if not seconds or not count or size < LARGE_COPY_BYTES * count:
         return []
@@ -225,7 +226,7 @@ def _unseen_products(contexts: pd.DataFrame, values: pd.DataFrame) -> list[str]:
     """Whether the forward pass of a part lacks the matrix products that its backward pass has."""
     launched = values[(values["metric"] == "GKER:COUNT") & (values["scope"] == "exclusive")]
     count = np.bincount(launched["context"], launched["value"], minlength=len(contexts))
-    product = contexts["name"].str.lower().str.contains("|".join(PRODUCTS)).to_numpy()
+    product = contexts["name"].str.lower().str.contains("|".join(PRODUCT_KERNELS)).to_numpy()
     lacking = []
     for part in ("bottom_mlp", "top_mlp"):
         mine = contexts["component"].eq(part).to_numpy() & product

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from dlrm_workbook.ground.arrays import Floats, Ints
 from dlrm_workbook.recordings.hpctoolkit.format import (
     CONTEXT_INFO,
     REPROCESS,
@@ -36,7 +37,6 @@ from dlrm_workbook.recordings.hpctoolkit.meta import (
     LEXICAL_TYPES,
     RELATIONS,
     ROOT,
-    Ints,
     Meta,
     Metric,
     enumerated,
@@ -50,7 +50,6 @@ from dlrm_workbook.recordings.hpctoolkit.metrics import (
 )
 from dlrm_workbook.recordings.hpctoolkit.values import (
     METRIC_IDS,
-    Floats,
     ThreadProfile,
     TraceLine,
     read_profiles,
@@ -200,13 +199,13 @@ class Database:
         Raises:
             DatabaseError: there is none; the message lists those there are.
         """
-        found = self._metrics.get(name) or self._metrics.get(
+        metric = self._metrics.get(name) or self._metrics.get(
             self._named.get(canonical_name(name), "")
         )
-        if found is None:
+        if metric is None:
             listed = ", ".join(sorted(self._metrics)[:60]) or "none"
             raise DatabaseError(f"{self.path}: no metric '{name}'; it has {listed}")
-        return found
+        return metric
 
     def _ids(self, profile: int) -> dict[tuple[str, str], int]:
         """(metric, scope) to the id of its plain values in a profile."""
@@ -266,9 +265,9 @@ class Database:
         """
         inclusive = self.column(name, profile=profile)
         below = np.bincount(self.tree.parent[1:], inclusive[1:], minlength=len(inclusive))
-        own = inclusive - below
-        own[np.abs(own) <= SELF_ROUNDING * np.abs(inclusive)] = 0.0
-        return own
+        exclusive = inclusive - below
+        exclusive[np.abs(exclusive) <= SELF_ROUNDING * np.abs(inclusive)] = 0.0
+        return exclusive
 
     def inclusive_values(self, profile: int) -> tuple[Ints, Ints, Floats]:
         """(metric index, row, inclusive value) of all metrics in a profile's tree, sparse.
@@ -301,10 +300,10 @@ class Database:
         all_keys = np.concatenate([key, (index * size + above)[has_parent]])
         keys, place = np.unique(all_keys, return_inverse=True)
         parts = np.concatenate([value, -value[has_parent]])
-        own: Floats = np.bincount(place, parts, minlength=len(keys)).astype(np.float64)
+        exclusive: Floats = np.bincount(place, parts, minlength=len(keys)).astype(np.float64)
         scale = np.bincount(place[: len(key)], np.abs(value), minlength=len(keys))
-        keep = np.abs(own) > SELF_ROUNDING * scale
-        return keys[keep] // size, keys[keep] % size, own[keep]
+        keep = np.abs(exclusive) > SELF_ROUNDING * scale
+        return keys[keep] // size, keys[keep] % size, exclusive[keep]
 
     def root(self, profile: int = 0) -> dict[str, float]:
         """Metric to its inclusive value over the whole tree; only metrics with a value."""
@@ -345,8 +344,8 @@ def relation_names(relations: Ints) -> list[str]:
 
 def _each(numbers: Ints, name: Callable[[int], str]) -> list[str]:
     """The name of every number, made once for each that occurs."""
-    found, which = np.unique(numbers, return_inverse=True)
-    names = np.array([name(number) for number in found.tolist()], dtype=object)
+    distinct, which = np.unique(numbers, return_inverse=True)
+    names = np.array([name(number) for number in distinct.tolist()], dtype=object)
     return names[which].tolist()
 
 
@@ -390,7 +389,7 @@ def read_database(path: str | Path) -> Database:
         absent["cct.db"] = "no index by context; profile.db holds the same values"
     database = Database(folder, meta, profiles, traces, absent)
     refuse_contradictions(database)
-    database.cautions = doubts(database, by_context)
+    database.cautions = contradictions(database, by_context)
     return database
 
 
@@ -421,63 +420,65 @@ def refuse_contradictions(database: Database) -> None:
                 f"{value:.6g} in the summary and {of_threads[name]:.6g} over the threads; {AGAIN}"
             )
     for name in (name for name in CHIEF_METRICS if root.get(name)):
-        own = database.self_column(name)
-        if -own.clip(max=0).sum() > CONTRADICTION * np.abs(own).sum():
+        exclusive = database.self_column(name)
+        if -exclusive.clip(max=0).sum() > CONTRADICTION * np.abs(exclusive).sum():
             raise DatabaseError(
                 f"{database.path}: meta.db and profile.db contradict each other: callees have "
                 f"more of {name} than their callers; {AGAIN}"
             )
 
 
-def doubts(database: Database, by_context: npt.NDArray[Any] | None) -> list[str]:
+def contradictions(database: Database, by_context: npt.NDArray[Any] | None) -> list[str]:
     """Sentences about what the files of a database say of each other and cannot both be so.
 
     Args:
         by_context: number of values of each context id in ``cct.db``; None without that file.
     """
-    said = []
+    cautions = []
     summary, threads = database.profiles[0], [p for p in database.profiles if not p.summary]
     in_summary = summary.contexts
     largest = max(int(database.tree.context.max()), int(in_summary.max(initial=0)))
     usual = min(largest, 16 * (len(database.tree) + len(in_summary))) + 1
     numbers = ((p.contexts, np.diff(p.starts, append=p.count)) for p in threads)
-    found, count = _added_up(numbers, usual)
-    if threads and not np.array_equal(found, in_summary):
-        said.append(
-            f"profile.db contradicts itself: its threads have values in {len(found):,} contexts, "
-            f"its summary in {len(in_summary):,}; one of them is damaged."
+    in_threads, count = _added_up(numbers, usual)
+    if threads and not np.array_equal(in_threads, in_summary):
+        cautions.append(
+            f"profile.db contradicts itself: its threads have values in {len(in_threads):,} "
+            f"contexts, its summary in {len(in_summary):,}; one of them is damaged."
         )
     if by_context is not None:
-        most = max(int(database.tree.context.max()), int(found.max(initial=0)))
-        inside = found < len(by_context)
-        known = by_context[found[inside]]
-        elsewhere = np.count_nonzero(by_context) - np.count_nonzero(known)
-        differ = int((count[inside] != known).sum() + np.count_nonzero(count[~inside]) + elsewhere)
+        most = max(int(database.tree.context.max()), int(in_threads.max(initial=0)))
+        inside = in_threads < len(by_context)
+        expected = by_context[in_threads[inside]]
+        elsewhere = np.count_nonzero(by_context) - np.count_nonzero(expected)
+        differ = int(
+            (count[inside] != expected).sum() + np.count_nonzero(count[~inside]) + elsewhere
+        )
         if differ or most >= len(by_context):
-            said.append(
+            cautions.append(
                 f"cct.db is of another run, or damaged: it lists {len(by_context):,} contexts, the "
                 f"other files {most + 1:,}, and the number of values differs in {differ:,}."
             )
     if database.traces:
         contexts = (line.context for line in database.traces)
-        traced, _ = _added_up(((each, np.ones_like(each)) for each in contexts), usual)
+        traced, _ = _added_up(((ids, np.ones_like(ids)) for ids in contexts), usual)
         unknown = int((database.tree.rows(traced) < 0).sum())
         if unknown:
-            said.append(
+            cautions.append(
                 f"{unknown:,} of {len(traced):,} contexts of trace.db are not in meta.db: it is of "
                 "another run, or damaged, so times over the run are not to be relied on."
             )
         lines = sorted(line.profile for line in database.traces)
         if lines != [profile.number for profile in threads]:
-            said.append(
+            cautions.append(
                 f"trace.db has {len(lines):,} lines, of {len(set(lines)):,} of the "
                 f"{len(threads):,} threads and streams in profile.db: nothing is known of when "
                 "the others ran, or it is of another run."
             )
         else:
-            said += _odd_gpu_time(database)
-    said += _odd_points(database)
-    return said
+            cautions += _odd_gpu_time(database)
+    cautions += _odd_points(database)
+    return cautions
 
 
 def _added_up(batches: Iterable[tuple[Ints, Ints]], usual: int) -> tuple[Ints, Ints]:
@@ -493,13 +494,13 @@ def _added_up(batches: Iterable[tuple[Ints, Ints]], usual: int) -> tuple[Ints, I
         low = ids < usual
         occurs[ids[low]] = True
         np.add.at(total, ids[low], numbers[low])
-        for each, number in zip(ids[~low].tolist(), numbers[~low].tolist(), strict=True):
-            beyond[each] += number
-    found = np.flatnonzero(occurs)
+        for context_id, number in zip(ids[~low].tolist(), numbers[~low].tolist(), strict=True):
+            beyond[context_id] += number
+    present = np.flatnonzero(occurs)
     above = sorted(beyond)
     return (
-        np.append(found, np.array(above, np.int64)),
-        np.append(total[found], np.array([beyond[each] for each in above], np.int64)),
+        np.append(present, np.array(above, np.int64)),
+        np.append(total[present], np.array([beyond[context_id] for context_id in above], np.int64)),
     )
 
 

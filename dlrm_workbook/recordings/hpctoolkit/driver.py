@@ -93,7 +93,7 @@ class PassResult:
 
 @dataclass(frozen=True)
 class Measurement:
-    """Everything that one call of ``measure`` found.
+    """Everything that one call of :func:`measure_program` found.
 
     Attributes:
         unprofiled: the workload's final JSON object without HPCToolkit.
@@ -116,7 +116,7 @@ class Measurement:
         return next((p.database for p in self.passes if p.name == name), None)
 
 
-def measure(
+def measure_program(
     command: Sequence[str],
     folder: Path | str,
     *,
@@ -126,7 +126,6 @@ def measure(
     tools: Tools | None = None,
     capabilities: Capabilities | None = None,
     environment: Mapping[str, str] | None = None,
-    working_folder: str | None = None,
 ) -> Measurement:
     """Measure a program: first alone, then once per pass under hpcrun.
 
@@ -142,7 +141,6 @@ def measure(
         progress: called a few times a second with the stage and where it stands.
         tools, capabilities: already found and probed, to save doing it again.
         environment: of the program; None: this process's.
-        working_folder: where the program runs; None: here.
 
     Raises:
         MissingToolError: HPCToolkit is not installed.
@@ -164,7 +162,6 @@ def measure(
         tools,
         progress,
         os.environ if environment is None else environment,
-        working_folder,
     )
     session.notices += capabilities.notices
     session.not_measured |= _reasons(capabilities, device, config)
@@ -188,7 +185,7 @@ def _reasons(capabilities: Capabilities, device: str, config: ProfilingConfig) -
 
 @dataclass
 class _Session:
-    """The state of one ``measure``."""
+    """The state of one :func:`measure_program`."""
 
     command: tuple[str, ...]
     folder: Path
@@ -196,7 +193,6 @@ class _Session:
     tools: Tools
     progress: ProgressCallback | None
     base: Mapping[str, str]
-    working_folder: str | None
     notices: list[str] = field(default_factory=list)
     not_measured: dict[str, str] = field(default_factory=dict)
 
@@ -208,7 +204,7 @@ class _Session:
             run_child,
             logs=self.logs,
             environment=environment,
-            folder=self.working_folder,
+            folder=(self.config.command_folder or None) if self.config.command else None,
             progress=self.progress,
         )
 

@@ -51,14 +51,14 @@ def explain(measured: Pass, run: Completed, measurements: Path) -> Failure | Non
             f"{run.seconds:.0f} s, at iteration {run.iteration}; raise profiling.timeout_s",
         )
     finished = run.last_object("ms_per_iteration") is not None
-    said = f"{run.last_words()}{run.see_log()}"
+    ending = f"{run.last_words()}{run.see_log()}"
     if any(path.stat().st_size for path in measurements.glob("*.hpcrun")):
         if run.exit_code == 0 or finished:
             return None
         return Failure(
             "program",
             f"the program, which runs by itself, {run.failure()} under hpcrun (pass "
-            f"{measured.name}): {said}",
+            f"{measured.name}): {ending}",
         )
     if refused := _REFUSED.search(run.stderr):
         return Failure("event", f"hpcrun refuses an event: {refused.group().strip()[:200]}")
@@ -74,18 +74,18 @@ def explain(measured: Pass, run: Completed, measurements: Path) -> Failure | Non
         return Failure(
             "gpu",
             f"hpcrun {run.failure()} before the program ran, as it does where the GPU cannot "
-            f"be measured: {said}",
+            f"be measured: {ending}",
         )
-    return Failure("program", f"hpcrun {run.failure()} and measured nothing: {said}")
+    return Failure("program", f"hpcrun {run.failure()} and measured nothing: {ending}")
 
 
-def no_space(measurements: Path, said: str) -> str:
+def no_space(measurements: Path, printed: str) -> str:
     """Say in a sentence that there was no room for a measurement; "" if there was.
 
     Measuring again would only fill the disk again.
 
     Args:
-        said: what the tool printed.
+        printed: what the tool printed.
     """
     free = shutil.disk_usage(measurements.parent).free
     if free < LEAST_FREE_BYTES:
@@ -93,10 +93,10 @@ def no_space(measurements: Path, said: str) -> str:
             f"the disk of {measurements.parent} is full: make room, or choose another one with "
             "--output-root"
         )
-    found = _NO_SPACE.search(said)
-    if found is None:
+    match = _NO_SPACE.search(printed)
+    if match is None:
         return ""
-    words = found[0].strip()
+    words = match[0].strip()
     words = words if len(words) <= 250 else f"...{words[-247:]}"  # the end says why
     return f"a disk that the program or HPCToolkit writes to is full: {words}"
 

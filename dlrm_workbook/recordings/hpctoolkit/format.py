@@ -30,6 +30,13 @@ from dlrm_core.base.text import visible
 MAGIC = b"HPCTOOLKIT"
 MAJOR_VERSION = 4
 FOOTER_BYTES = 8
+
+NEEDED_FILES = ("meta.db", "profile.db", "cct.db")
+"""Without these there is no database."""
+
+DATABASE_FILES = (*NEEDED_FILES, "trace.db")
+"""Of a database measured with ``-t``."""
+
 STRING_BUDGET = 8
 """Names may take this many times the file's size once decoded (they may share bytes)."""
 
@@ -70,129 +77,87 @@ class Record:
         return self.dtype.itemsize
 
 
-def record(name: str, /, **fields: tuple[int, str]) -> Record:
-    """A ``Record`` from ``field=(offset, type)``, where type is numpy's (``u8`` = 8 bytes)."""
-    types = [np.dtype("<" + kind) for _, kind in fields.values()]
-    offsets = [offset for offset, _ in fields.values()]
+def _at(name: str, fields: str) -> Record:
+    """A ``Record`` from ``field type offset, ...``; types are numpy's (``u8``: 8 bytes)."""
+    columns = [field.split() for field in fields.split(",")]
+    types = [np.dtype(f"<{kind}") for _, kind, _ in columns]
+    offsets = [int(offset, 16) for _, _, offset in columns]
     size = max(offset + kind.itemsize for offset, kind in zip(offsets, types, strict=True))
+    names = [field for field, _, _ in columns]
     return Record(
         name,
-        np.dtype({"names": list(fields), "formats": types, "offsets": offsets, "itemsize": size}),
+        np.dtype({"names": names, "formats": types, "offsets": offsets, "itemsize": size}),
     )
 
 
 # --- meta.db -----------------------------------------------------------------
-GENERAL = record("general properties", title=(0x00, "u8"), description=(0x08, "u8"))
-IDENTIFIER_NAMES = record("identifier names", names=(0x00, "u8"), count=(0x08, "u1"))
-POINTER = record("pointer", pointer=(0x00, "u8"))
-METRICS = record(
+GENERAL = _at("general properties", "title u8 0x00, description u8 0x08")
+IDENTIFIER_NAMES = _at("identifier names", "names u8 0x00, count u1 0x08")
+POINTER = _at("pointer", "pointer u8 0x00")
+METRIC_LISTS = _at(
     "performance metrics",
-    metrics=(0x00, "u8"),
-    count=(0x08, "u4"),
-    metric_stride=(0x0C, "u1"),
-    instance_stride=(0x0D, "u1"),
-    summary_stride=(0x0E, "u1"),
-    scope_items=(0x10, "u8"),
-    scope_count=(0x18, "u2"),
-    scope_stride=(0x1A, "u1"),
+    "metrics u8 0x00, count u4 0x08, metric_stride u1 0x0C, instance_stride u1 0x0D, "
+    "summary_stride u1 0x0E, scope_items u8 0x10, scope_count u2 0x18, scope_stride u1 0x1A",
 )
-METRIC = record(
+METRIC = _at(
     "metric",
-    name=(0x00, "u8"),
-    instances=(0x08, "u8"),
-    summaries=(0x10, "u8"),
-    instance_count=(0x18, "u2"),
-    summary_count=(0x1A, "u2"),
+    "name u8 0x00, instances u8 0x08, summaries u8 0x10, instance_count u2 0x18, "
+    "summary_count u2 0x1A",
 )
-SCOPE_INSTANCE = record("metric scope", scope=(0x00, "u8"), metric_id=(0x08, "u2"))
-SUMMARY = record(
+SCOPE_INSTANCE = _at("metric scope", "scope u8 0x00, metric_id u2 0x08")
+SUMMARY_STATISTIC = _at(
     "summary statistic",
-    scope=(0x00, "u8"),
-    formula=(0x08, "u8"),
-    combine=(0x10, "u1"),
-    metric_id=(0x12, "u2"),
+    "scope u8 0x00, formula u8 0x08, combine u1 0x10, metric_id u2 0x12",
 )
-SCOPE = record("propagation scope", name=(0x00, "u8"), type=(0x08, "u1"), bit=(0x09, "u1"))
+SCOPE = _at("propagation scope", "name u8 0x00, type u1 0x08, bit u1 0x09")
 # Modules, files and functions share one form of section header.
-LIST = record("list", items=(0x00, "u8"), count=(0x08, "u4"), stride=(0x0C, "u2"))
-MODULE = record("load module", flags=(0x00, "u4"), path=(0x08, "u8"))
-SOURCE_FILE = record("source file", flags=(0x00, "u4"), path=(0x08, "u8"))
-FUNCTION = record(
+LIST = _at("list", "items u8 0x00, count u4 0x08, stride u2 0x0C")
+MODULE = _at("load module", "flags u4 0x00, path u8 0x08")
+SOURCE_FILE = _at("source file", "flags u4 0x00, path u8 0x08")
+FUNCTION_ENTRY = _at(
     "function",
-    name=(0x00, "u8"),
-    module=(0x08, "u8"),
-    offset=(0x10, "u8"),
-    file=(0x18, "u8"),
-    line=(0x20, "u4"),
-    flags=(0x24, "u4"),
+    "name u8 0x00, module u8 0x08, offset u8 0x10, file u8 0x18, line u4 0x20, flags u4 0x24",
 )
-CONTEXT_TREE = record("context tree", entries=(0x00, "u8"), count=(0x08, "u2"), stride=(0x0A, "u1"))
-ENTRY_POINT = record(
+CONTEXT_TREE = _at("context tree", "entries u8 0x00, count u2 0x08, stride u1 0x0A")
+ENTRY_POINT = _at(
     "entry point",
-    children_size=(0x00, "u8"),
-    children=(0x08, "u8"),
-    context=(0x10, "u4"),
-    type=(0x14, "u2"),
-    name=(0x18, "u8"),
+    "children_size u8 0x00, children u8 0x08, context u4 0x10, type u2 0x14, name u8 0x18",
 )
-CONTEXT = record(
+CONTEXT = _at(
     "context",
-    children_size=(0x00, "u8"),
-    children=(0x08, "u8"),
-    context=(0x10, "u4"),
-    flags=(0x14, "u1"),
-    relation=(0x15, "u1"),
-    lexical_type=(0x16, "u1"),
-    flex_words=(0x17, "u1"),
-    propagation=(0x18, "u2"),
-    end=(0x1F, "u1"),
+    "children_size u8 0x00, children u8 0x08, context u4 0x10, flags u1 0x14, "
+    "relation u1 0x15, lexical_type u1 0x16, flex_words u1 0x17, propagation u2 0x18, "
+    "end u1 0x1F",
 )
 """The fixed 32 bytes; ``flex_words`` 8-byte words of optional fields follow."""
 
 # --- profile.db --------------------------------------------------------------
 # Lists of profiles and traces state their stride in one byte.
-SHORT_LIST = record("list", items=(0x00, "u8"), count=(0x08, "u4"), stride=(0x0C, "u1"))
-PROFILE = record(
+SHORT_LIST = _at("list", "items u8 0x00, count u4 0x08, stride u1 0x0C")
+PROFILE = _at(
     "profile",
-    value_count=(0x00, "u8"),
-    values=(0x08, "u8"),
-    index_count=(0x10, "u4"),
-    index=(0x18, "u8"),
-    identifiers=(0x20, "u8"),
-    flags=(0x28, "u4"),
+    "value_count u8 0x00, values u8 0x08, index_count u4 0x10, index u8 0x18, "
+    "identifiers u8 0x20, flags u4 0x28",
 )
-PROFILE_VALUE = record("profile value", metric=(0x0, "u2"), value=(0x2, "f8"))
-PROFILE_INDEX = record("profile index", context=(0x0, "u4"), start=(0x4, "u8"))
-IDENTIFIER_TUPLE = record("identifier tuple", count=(0x0, "u2"))
+PROFILE_VALUE = _at("profile value", "metric u2 0x0, value f8 0x2")
+PROFILE_INDEX = _at("profile index", "context u4 0x0, start u8 0x4")
+IDENTIFIER_TUPLE = _at("identifier tuple", "count u2 0x0")
 IDENTIFIERS_OFFSET = 0x08
-IDENTIFIER = record(
-    "identifier",
-    kind=(0x0, "u1"),
-    flags=(0x2, "u2"),
-    logical=(0x4, "u4"),
-    physical=(0x8, "u8"),
-)
+IDENTIFIER = _at("identifier", "kind u1 0x0, flags u2 0x2, logical u4 0x4, physical u8 0x8")
 
 # --- cct.db ----
-CONTEXT_INFO = record(
+CONTEXT_INFO = _at(
     "context info",
-    value_count=(0x00, "u8"),
-    values=(0x08, "u8"),
-    metric_count=(0x10, "u2"),
-    index=(0x18, "u8"),
+    "value_count u8 0x00, values u8 0x08, metric_count u2 0x10, index u8 0x18",
 )
 
 # --- trace.db ----------------------------------------------------------------
-TRACES = record(
+TRACES = _at(
     "trace headers",
-    items=(0x00, "u8"),
-    count=(0x08, "u4"),
-    stride=(0x0C, "u1"),
-    first_ns=(0x10, "u8"),
-    last_ns=(0x18, "u8"),
+    "items u8 0x00, count u4 0x08, stride u1 0x0C, first_ns u8 0x10, last_ns u8 0x18",
 )
-TRACE = record("trace", profile=(0x00, "u4"), start=(0x08, "u8"), end=(0x10, "u8"))
-TRACE_SAMPLE = record("trace sample", time_ns=(0x0, "u8"), context=(0x8, "u4"))
+TRACE = _at("trace", "profile u4 0x00, start u8 0x08, end u8 0x10")
+TRACE_SAMPLE = _at("trace sample", "time_ns u8 0x0, context u4 0x8")
 
 
 class DatabaseFile:
@@ -322,9 +287,9 @@ class DatabaseFile:
         Raises:
             DatabaseError: it starts or runs outside the file.
         """
-        known = self._strings.get(pointer)
-        if known is not None:
-            return known
+        text = self._strings.get(pointer)
+        if text is not None:
+            return text
         limit = self.size - FOOTER_BYTES
         end = self.map.find(b"\0", pointer, limit) if pointer < limit else -1
         if end < 0:

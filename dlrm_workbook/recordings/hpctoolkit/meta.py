@@ -16,9 +16,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from dlrm_workbook.ground.arrays import Bools, Ints
 from dlrm_workbook.recordings.hpctoolkit import format as f4
-
-Ints = npt.NDArray[np.int64]
 
 META_SECTIONS = (
     *("General", "IdNames", "Metrics", "Context"),
@@ -162,7 +161,7 @@ def read_meta(path: Path) -> Meta:
     kinds = file.table(f4.POINTER, names["names"], names["count"], what="identifier names")
     module_head, module_table = file.items("Modules", f4.LIST, f4.MODULE)
     file_head, file_table = file.items("Files", f4.LIST, f4.SOURCE_FILE)
-    function_head, function_table = file.items("Functions", f4.LIST, f4.FUNCTION)
+    function_head, function_table = file.items("Functions", f4.LIST, f4.FUNCTION_ENTRY)
 
     def row_in(head: dict[str, int], what: str) -> Callable[[npt.NDArray[Any]], Ints]:
         return lambda pointers: _rows_at(file, head, pointers, what)
@@ -242,7 +241,7 @@ def _read_tree(
 
     # Optional fields come in this order, each in a word of its own (``line`` is a
     # u32, and no other field is short enough to share its word).
-    def optional(present: npt.NDArray[np.bool_], offset: Ints | int) -> npt.NDArray[np.uint64]:
+    def optional(present: Bools, offset: Ints | int) -> npt.NDArray[np.uint64]:
         # An absent field reads word 0 of the file: in bounds, and masked out.
         return np.where(present, words[np.where(present, positions + offset, 0)], np.uint64(0))
 
@@ -357,7 +356,7 @@ def _walk(file: f4.DatabaseFile, entries: npt.NDArray[Any]) -> tuple[Ints, Ints,
 
 def _read_metrics(file: f4.DatabaseFile) -> tuple[list[Metric], dict[str, str]]:
     """(metrics, scope to its type)."""
-    head = file.header("Metrics", f4.METRICS)
+    head = file.header("Metrics", f4.METRIC_LISTS)
     table = file.table(f4.METRIC, head["metrics"], head["count"], head["metric_stride"], "metrics")
     scope_table = file.table(
         f4.SCOPE, head["scope_items"], head["scope_count"], head["scope_stride"], "scopes"
@@ -388,7 +387,7 @@ def _read_metrics(file: f4.DatabaseFile) -> tuple[list[Metric], dict[str, str]]:
         )
         stride = head["summary_stride"]
         summaries = file.table(
-            f4.SUMMARY, summaries_at, summary_count, stride, f"{what}: statistics"
+            f4.SUMMARY_STATISTIC, summaries_at, summary_count, stride, f"{what}: statistics"
         )
         scopes = dict(zip(scopes_of(instances, what), instances["metric_id"].tolist(), strict=True))
         statistics = tuple(
@@ -404,10 +403,10 @@ def _read_metrics(file: f4.DatabaseFile) -> tuple[list[Metric], dict[str, str]]:
         ids["metric"] += instances["metric_id"].tolist()
         ids["statistic"] += summaries["metric_id"].tolist()
         metrics.append(Metric(name, scopes, statistics))
-    for kind, found in ids.items():
-        if len(set(found)) != len(found):
+    for kind, numbers in ids.items():
+        if len(set(numbers)) != len(numbers):
             raise file.error(
-                f"it has {len(found)} {kind} ids, of which only {len(set(found))} differ"
+                f"it has {len(numbers)} {kind} ids, of which only {len(set(numbers))} differ"
             )
     types = [enumerated(SCOPE_TYPES, kind) for kind in scope_table["type"].tolist()]
     return metrics, dict(zip(scope_names, types, strict=True))

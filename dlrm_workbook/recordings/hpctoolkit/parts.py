@@ -21,16 +21,17 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 
 from dlrm_core.parts import COMPONENTS
+from dlrm_workbook.ground.arrays import Bools, Ints, Names
 from dlrm_workbook.recordings.foreign import (
     ACCUMULATE,
     MLP,
-    OUTSIDE,
+    NO_STEP,
     START_UP,
     PartNames,
     has_embeddings,
@@ -40,17 +41,13 @@ from dlrm_workbook.recordings.foreign import (
 )
 from dlrm_workbook.recordings.profile import nearest
 
-Ints = npt.NDArray[np.int64]
-Bools = npt.NDArray[np.bool_]
-Names = npt.NDArray[np.object_]
-Part = tuple[str, str]
-
-OTHER: Part = ("other", "")
-MODEL = ("bottom_mlp", "embedding", "interaction", "top_mlp", MLP, "loss")
+OTHER = ("other", "")
+MODEL_OR_MLP = ("bottom_mlp", "embedding", "interaction", "top_mlp", MLP, "loss")
 INTERACTION_NODES = ("index", "cat", "stack", "tril", "triu", "maskedselect", "gather")
 """What joins features and picks their products; no other part of a DLRM has such a node, so
 these are the interaction's where no forward operator says otherwise."""
 DETAIL = ("line", "loop", "instruction")
+"""Kinds of contexts that are places in a function."""
 _OPERATOR = re.compile(r"^at::_ops::(\w+)::(?:call|redispatch)\b")
 
 
@@ -87,7 +84,7 @@ def by_names(contexts: pd.DataFrame, parts: Mapping[str, str] | None = None) -> 
     is_dlrm = has_embeddings((kind, name) for kind, name, _ in distinct)
     named = [(names.of if is_dlrm else names.of_any_program)(*key) for key in distinct]
     component, phase, hinted = resolve(parent, named, code)
-    phase[component == OUTSIDE] = START_UP
+    phase[component == NO_STEP] = START_UP
     # a copy that a backward node makes is a part of that node's work
     backward = np.array([n is not None and n.phase == "backward" for n in named])[code]
     copied = hinted & (component == "transfer") & (nearest(parent, backward) >= 0)
@@ -95,7 +92,7 @@ def by_names(contexts: pd.DataFrame, parts: Mapping[str, str] | None = None) -> 
     # what Python calls outside backward and update is the forward pass
     says = np.array([n is not None and bool(n.component) for n in named])[code]
     called = nearest(parent, says & contexts["kind"].eq("python").to_numpy()) >= 0
-    called &= np.isin(component, [*MODEL, "data", "transfer"])
+    called &= np.isin(component, [*MODEL_OR_MLP, "data", "transfer"])
     phase[called & (phase == "")] = "forward"
     if is_dlrm:
         _by_lines(contexts, component, phase)
@@ -124,15 +121,15 @@ def _by_lines(contexts: pd.DataFrame, component: Names, phase: Names) -> None:
     middles = [path(row) for row in begins("interaction")]
     start = nearest(parent, forward & (component == MLP) & (above != MLP))
     for row in begins(MLP):
-        own = path(row)
+        mlp_path = path(row)
         for middle in middles:
-            shared = sum(1 for a, b in zip(own, middle, strict=False) if a == b)
-            if shared == min(len(own), len(middle)):
+            shared = sum(1 for a, b in zip(mlp_path, middle, strict=False) if a == b)
+            if shared == min(len(mlp_path), len(middle)):
                 continue
-            mine, other = own[shared], middle[shared]
+            mine, other = mlp_path[shared], middle[shared]
             if is_line[mine] and is_line[other] and line[mine] != line[other]:
-                told = "bottom_mlp" if line[mine] < line[other] else "top_mlp"
-                component[(component == MLP) & forward & (start == row)] = told
+                which_mlp = "bottom_mlp" if line[mine] < line[other] else "top_mlp"
+                component[(component == MLP) & forward & (start == row)] = which_mlp
                 break
 
 
@@ -144,9 +141,9 @@ def _by_operators(contexts: pd.DataFrame, backward: Bools, component: Names, pha
     spelled = {
         i: [_key("_".join(words[: n + 1])) for n in range(len(words))]
         for i, text in enumerate(texts)
-        if (found := _OPERATOR.match(text)) and (words := found[1].split("_"))
+        if (match := _OPERATOR.match(text)) and (words := match[1].split("_"))
     }
-    inside = function & (phase == "forward") & np.isin(component, MODEL)
+    inside = function & (phase == "forward") & np.isin(component, MODEL_OR_MLP)
     for row in np.flatnonzero(inside & np.isin(number, list(spelled))).tolist():
         part = MLP if component[row].endswith("mlp") else component[row]
         for key in spelled[number[row]]:
@@ -157,18 +154,18 @@ def _by_operators(contexts: pd.DataFrame, backward: Bools, component: Names, pha
     unnamed = (component == "other") & (phase == "backward") & (node >= 0)
     for row in np.unique(node[unnamed]).tolist():
         found_key = node_key(names[row]) or ""
-        told = of_operator.get(found_key, set())
+        candidates = of_operator.get(found_key, set())
         if found_key in INTERACTION_NODES:
-            told = told or {"interaction"}
-        if found_key != ACCUMULATE and len(told) == 1:
-            component[unnamed & (node == row)] = next(iter(told))
+            candidates = candidates or {"interaction"}
+        if found_key != ACCUMULATE and len(candidates) == 1:
+            component[unnamed & (node == row)] = next(iter(candidates))
 
 
 def _key(name: str) -> str:
     return name.replace("_", "").lower()
 
 
-def device_work(trace: pd.DataFrame, threads: pd.DataFrame) -> pd.DataFrame:
+def work_on_gpus(trace: pd.DataFrame, threads: pd.DataFrame) -> pd.DataFrame:
     """Rows of a trace that ran on a GPU, in the order of their begin."""
     streams = threads.loc[threads["kind"] == "gpu_stream", "profile"]
     return trace[trace["profile"].isin(streams)].sort_values("start_ns", kind="stable")
@@ -187,7 +184,7 @@ def parts_in_order(
     """
     if trace is None:
         return pd.Series([], dtype=object)
-    work = device_work(trace, threads)
+    work = work_on_gpus(trace, threads)
     pieces = [pd.Series(by_order(work, labels, iterations), work.index, dtype=object)]
     speaks = labels.component != "other"
     host = trace[~trace["profile"].isin(work["profile"])]
@@ -198,7 +195,9 @@ def parts_in_order(
     return pd.concat(pieces)
 
 
-def by_order(trace: pd.DataFrame, labels: Labels, iterations: pd.DataFrame | None) -> list[Part]:
+def by_order(
+    trace: pd.DataFrame, labels: Labels, iterations: pd.DataFrame | None
+) -> list[tuple[str, str]]:
     """Part of each operation of a GPU, or of each sample of a thread.
 
     Args:
@@ -214,8 +213,8 @@ def by_order(trace: pd.DataFrame, labels: Labels, iterations: pd.DataFrame | Non
         iteration = np.searchsorted(iterations["start_ns"].to_numpy(), start, side="right")
         # before the first iteration nothing is certain but what is named outright
         unsure = (iteration == 0) & (labels.hinted[context] | (component == "other"))
-        component[unsure], phase[unsure] = OUTSIDE, START_UP
-    model = np.isin(component, MODEL)
+        component[unsure], phase[unsure] = NO_STEP, START_UP
+    model = np.isin(component, MODEL_OR_MLP)
     for backward in (False, True):
         mine = np.flatnonzero((phase == "backward") if backward else model & (phase == "forward"))
         # A pass ends where an iteration does, or where the other pass or a copy comes between;
@@ -228,12 +227,12 @@ def by_order(trace: pd.DataFrame, labels: Labels, iterations: pd.DataFrame | Non
         if not backward:
             parting |= component == "transfer"
         turn = iteration[mine] * (len(context) + 1) + np.cumsum(parting)[mine]
-        known: dict[tuple[str, ...], list[str]] = {}
+        resolved: dict[tuple[str, ...], list[str]] = {}
         for rows in np.split(mine, np.flatnonzero(np.diff(turn)) + 1):
             names = tuple(component[rows])
-            if names not in known:
-                known[names] = _backward(names) if backward else mlp_by_order(names, False)
-            component[rows] = known[names]
+            if names not in resolved:
+                resolved[names] = _backward(names) if backward else mlp_by_order(names, False)
+            component[rows] = resolved[names]
     return [_part(*pair) for pair in zip(component.tolist(), phase.tolist(), strict=True)]
 
 
@@ -277,95 +276,136 @@ def _interaction(components: Sequence[str]) -> tuple[int, int]:
     return int(chosen[0]), int(chosen[-1])
 
 
-def _part(component: str, phase: str) -> Part:
-    if component == OUTSIDE:
+def _part(component: str, phase: str) -> tuple[str, str]:
+    if component == NO_STEP:
         return "other", START_UP
     return (component, phase) if component in COMPONENTS and component != "other" else OTHER
 
 
+class ContextTables(NamedTuple):
+    """Tables of a profile whose contexts may have to be divided."""
+
+    contexts: pd.DataFrame
+    values: pd.DataFrame
+    trace: pd.DataFrame | None
+
+
 def divide(
-    contexts: pd.DataFrame,
-    values: pd.DataFrame,
-    trace: pd.DataFrame | None,
-    labels: Labels,
-    parts: pd.Series,
-    overlong: Mapping[int, int],
-) -> tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame | None, int]:
+    tables: ContextTables, labels: Labels, parts: pd.Series, overlong: Mapping[int, int]
+) -> tuple[ContextTables, int]:
     """The tables with a part for every context, those of several parts divided.
 
     Args:
-        contexts, values, trace: tables of a profile.
         labels: what the names say of each context.
-        parts: part of rows of ``trace``, by their index there.
-        overlong: true end of rows of ``trace`` that last too long.
+        parts: part of rows of the trace, by their index there.
+        overlong: true end of rows of the trace that last too long.
 
     Returns:
-        The three tables, and how many contexts were divided. Copies of contexts stand at the
-        end of the table, so the others keep their numbers. Times and bytes go to the copies as
-        the time in the trace does, counts as the number of operations does.
+        The tables, and how many contexts were divided. Copies of contexts stand at the
+        end of their table, so the others keep their numbers. Times and bytes go to the copies
+        as the time in the trace does, counts as the number of operations does.
     """
+    contexts, values, trace = tables
     component, phase = labels.component.copy(), labels.phase.copy()
     unknown = ~np.isin(component, COMPONENTS) | (component == "other")
-    phase[unknown] = np.where(component[unknown] == OUTSIDE, START_UP, "")
+    phase[unknown] = np.where(component[unknown] == NO_STEP, START_UP, "")
     component[unknown] = "other"
     if trace is None:
-        return contexts.assign(component=component, phase=phase), values, trace, 0
+        return tables._replace(contexts=contexts.assign(component=component, phase=phase)), 0
     parent = contexts["parent"].to_numpy()
-    detail = contexts["kind"].isin(DETAIL).to_numpy()
-    scope = nearest(parent, ~detail | (parent < 0))
+    scope = scopes(contexts)
+    placed = _placed(scope, trace, parts, overlong)
+    shares = _shares(placed)
+    kept = shares[shares["first"]].set_index("scope")["part"]
+    rows = np.flatnonzero(np.isin(scope, kept.index))
+    component[rows], phase[rows] = zip(*kept[scope[rows]], strict=True) if len(rows) else OTHER
+    contexts = contexts.assign(component=component, phase=phase)
+    copies = shares[~shares["first"]].reset_index(drop=True)
+    if copies.empty:
+        return ContextTables(contexts, values, trace), 0
+    block, new = _copies(contexts, scope, copies)
+    divided = ContextTables(
+        pd.concat([contexts, block], ignore_index=True),
+        pd.concat(_divided_values(values, scope, parent, copies, new), ignore_index=True),
+        trace.assign(context=_moved(trace["context"], placed, copies, new)),
+    )
+    return divided, copies["scope"].nunique()
+
+
+def _placed(
+    scope: Ints, trace: pd.DataFrame, parts: pd.Series, overlong: Mapping[int, int]
+) -> pd.DataFrame:
+    """Scope, part and time of the rows of a trace that have a part; the index is the trace's."""
     rows = trace.loc[parts.index]
-    rows["end_ns"] = rows["end_ns"].where(
-        ~rows.index.isin(list(overlong)), pd.Series(overlong).reindex(rows.index, fill_value=0)
-    )
-    placed = pd.DataFrame(
-        {
-            "scope": scope[rows["context"].to_numpy()],
-            "part": parts.to_numpy(),
-            "time": (rows["end_ns"] - rows["start_ns"]).to_numpy(),
-            "count": 1,
-        },
-        index=rows.index,
-    )
+    end = pd.Series(overlong).reindex(rows.index, fill_value=0)
+    end = rows["end_ns"].where(~rows.index.isin(list(overlong)), end)
+    columns = {
+        "scope": scope[rows["context"].to_numpy()],
+        "part": parts.to_numpy(),
+        "time": (end - rows["start_ns"]).to_numpy(),
+        "count": 1,
+    }
+    return pd.DataFrame(columns, index=rows.index)
+
+
+def _shares(placed: pd.DataFrame) -> pd.DataFrame:
+    """Shares of each part of a scope in its ``time`` and ``count``, the ``first`` most time."""
     shares = placed.groupby(["scope", "part"], as_index=False, sort=False)[["time", "count"]].sum()
     shares = shares.sort_values(["scope", "time"], ascending=[True, False], kind="stable")
     shares["first"] = ~shares["scope"].duplicated()
     for name in ("time", "count"):
         total = shares.groupby("scope")[name].transform("sum")
         shares[name] = np.where(total > 0, shares[name] / total.where(total > 0, 1), 0.0)
-    kept = shares[shares["first"]].set_index("scope")["part"]
-    told = np.flatnonzero(np.isin(scope, kept.index))
-    component[told], phase[told] = zip(*kept[scope[told]], strict=True) if len(told) else OTHER
-    contexts = contexts.assign(component=component, phase=phase)
-    copies = shares[~shares["first"]].reset_index(drop=True)
-    if copies.empty:
-        return contexts, values, trace, 0
+    return shares
+
+
+def _copies(
+    contexts: pd.DataFrame, scope: Ints, copies: pd.DataFrame
+) -> tuple[pd.DataFrame, pd.Series]:
+    """The further contexts of scopes that are divided, and the number of each.
+
+    Args:
+        copies: scope and part of each copy.
+
+    Returns:
+        Rows of ``contexts``; new context by number of the copy and old context.
+    """
     members = pd.Series(np.arange(len(scope))).groupby(scope).groups
     copied = pd.DataFrame(
         [(share, row) for share, at in enumerate(copies["scope"]) for row in members[at]],
         columns=["share", "old"],
     )
     copied["new"] = len(contexts) + np.arange(len(copied))
+    new = copied.set_index(["share", "old"])["new"]
     block = contexts.iloc[copied["old"]].copy()
     block["context"] = copied["new"].to_numpy()
     block["component"], block["phase"] = zip(*copies["part"][copied["share"]], strict=True)
     # below a copied context stands its copy, above it the same callers as before
     inner = copied["old"] != copies["scope"][copied["share"]].to_numpy()
-    new = copied.set_index(["share", "old"])["new"]
-    above = parent[copied["old"]]
+    above = contexts["parent"].to_numpy()[copied["old"]]
     above[inner] = new.loc[list(zip(copied["share"][inner], above[inner], strict=True))]
     block["parent"] = above
-    contexts = pd.concat([contexts, block], ignore_index=True)
-    values = pd.concat(_divided_values(values, scope, parent, copies, new), ignore_index=True)
-    # operations go to the copy of their part
-    number = pd.Series(
-        np.arange(len(copies)), index=list(zip(copies["scope"], copies["part"], strict=True))
-    )
+    return block, new
+
+
+def _moved(
+    context: pd.Series, placed: pd.DataFrame, copies: pd.DataFrame, new: pd.Series
+) -> pd.Series:
+    """The contexts of a trace's rows, those of operations at the copy of their part."""
+    parts = zip(copies["scope"], copies["part"], strict=True)
+    number = pd.Series(np.arange(len(copies)), index=list(parts))
     share = pd.Series(zip(placed["scope"], placed["part"], strict=True), placed.index).map(number)
     share = share.dropna().astype(int)
-    context = trace["context"].copy()
+    context = context.copy()
     keys = list(zip(share, context[share.index], strict=True))
     context[share.index] = new.loc[keys].to_numpy()
-    return contexts, values, trace.assign(context=context), copies["scope"].nunique()
+    return context
+
+
+def scopes(contexts: pd.DataFrame) -> Ints:
+    """The function, kernel or range that each context lies in (n,); itself for such and roots."""
+    parent = contexts["parent"].to_numpy()
+    return nearest(parent, ~contexts["kind"].isin(DETAIL).to_numpy() | (parent < 0))
 
 
 def _divided_values(
@@ -380,9 +420,9 @@ def _divided_values(
     old = values.rename(columns={"context": "old"})
     old["scope_row"] = scope[old["old"]]
     old = old[old["scope_row"].isin(copies["scope"])]
-    own = old[old["scope"] == "exclusive"]
+    exclusive = old[old["scope"] == "exclusive"]
     shares = copies.rename(columns={"scope": "scope_row"}).reset_index(names="share")
-    moved = own.reset_index(names="row").merge(
+    moved = exclusive.reset_index(names="row").merge(
         shares[["share", "scope_row", "time", "count"]], on="scope_row"
     )
     counted = moved["metric"].map(is_count).to_numpy(dtype=bool)

@@ -99,13 +99,13 @@ def workload_environment(base: Mapping[str, str]) -> tuple[dict[str, str], list[
         if environment.pop(name, ""):
             notices.append(f"{name} was removed from the environment of the measured runs")
     # hpcrun obeys such variables of a shell beside its own options
-    own = sorted(name for name in environment if name.startswith("HPCRUN_"))
-    for name in own:
+    removed = sorted(name for name in environment if name.startswith("HPCRUN_"))
+    for name in removed:
         del environment[name]
-    if own:
+    if removed:
         notices.append(
-            f"{', '.join(own)} {'was' if len(own) == 1 else 'were'} removed from the environment "
-            "of the measured runs: they change what hpcrun measures"
+            f"{', '.join(removed)} {'was' if len(removed) == 1 else 'were'} removed from the "
+            "environment of the measured runs: they change what hpcrun measures"
         )
     environment.update(ALLOCATOR)
     return environment, notices

@@ -25,12 +25,13 @@ import pandas as pd
 
 from dlrm_core.parts import ITERATION_SPAN, SpanRow, parse_span, span_name
 from dlrm_workbook.recordings.alignment import (
-    CLOCK_NS,
+    CLOCKS_APART_NS,
     NO_ITERATION,
     align_profiles,
-    device_operations,
+    operations_by_stream,
 )
-from dlrm_workbook.recordings.hpctoolkit.parts import is_count
+from dlrm_workbook.recordings.hpctoolkit.parts import DETAIL, is_count, scopes
+from dlrm_workbook.recordings.nesting import last_ends, stretch_at
 from dlrm_workbook.recordings.profile import (
     SCHEMA,
     Profile,
@@ -42,13 +43,10 @@ from dlrm_workbook.recordings.profile import (
 INTERPRETER = ("libpython", "python")
 """How the file names of the interpreter's binaries begin."""
 
-DETAIL = ("line", "instruction", "loop")
-"""Kinds of contexts that are places in a function."""
-
-OUTSIDE = -1
+OUTSIDE_SPANS = -1
 """The part of a sample taken outside every span: start-up, the end."""
 
-NO_PART = "GPU work of no part"
+UNPLACED_WORK = "GPU work of no part"
 """Range of the GPU operations of an iteration whose part is not known."""
 
 
@@ -78,23 +76,23 @@ def with_spans(
         return profile
     log = _Log(parts, loops)
     samples = profile.trace[["profile", "start_ns", "end_ns", "context"]].copy()
-    samples["span"] = log.span_at(samples["start_ns"].to_numpy())
+    samples["span"] = stretch_at(log.start, log.end, samples["start_ns"].to_numpy())
     # what was noticed was how iterations and parts were told without spans
     meta = {**profile.meta, "spans": len(parts), "notices": []}
     meta.pop("overlong", None)  # of the rows of the trace as it was
     meta["not_measured"] = {k: v for k, v in profile.not_measured.items() if k != "iterations"}
     ends = np.array([row[2] for row in loops])
-    work = device_operations(profile)
-    samples.loc[work.index, "span"] = OUTSIDE
+    work = operations_by_stream(profile)
+    samples.loc[work.index, "span"] = OUTSIDE_SPANS
     samples.loc[work.index, "end_ns"] = work["end_ns"]
     samples["part"] = np.where(
-        samples["span"] >= 0, log.part[np.maximum(samples["span"].to_numpy(), 0)], OUTSIDE
+        samples["span"] >= 0, log.part[np.maximum(samples["span"].to_numpy(), 0)], OUTSIDE_SPANS
     )
     if len(work):
-        begins = np.array([row[1] for row in every])
         placed = _placed(profile, work, spans, other, meta)
         placed = placed[placed["iteration"] >= warmup]
-        ends = _ends(placed.assign(iteration=placed["iteration"] - warmup), begins[warmup:], ends)
+        row, end = placed["iteration"].to_numpy() - warmup, placed["end_ns"].to_numpy()
+        ends = last_ends(log.loop_start, ends, row, end)
         samples.loc[placed.index, "part"] = log.numbered(placed[["component", "phase"]])
     exclusive = _divided(profile, samples, work.index)
     layout = _Layout(profile, log.names, exclusive, samples)
@@ -123,13 +121,13 @@ def with_iterations(profile: Profile, spans: list[SpanRow]) -> Profile:
         profile, spans: as in :func:`with_spans`.
     """
     loops = sorted(row for row in spans if row[0] == ITERATION_SPAN)
-    work = device_operations(profile)
+    work = operations_by_stream(profile)
     if profile.trace.empty or not loops:
         return profile
     begins, ends = (np.array([row[place] for row in loops]) for place in (1, 2))
     if len(work):
-        work["iteration"], _ = launched_in(profile, work, begins, ends)
-        ends = _ends(work, begins, ends)
+        row, _ = launched_in(profile, work, begins, ends)
+        ends = last_ends(begins, ends, row, work["end_ns"].to_numpy())
     meta = {**profile.meta, "notices": []}  # they said how iterations were found
     meta["not_measured"] = {k: v for k, v in profile.not_measured.items() if k != "iterations"}
     iterations = {"iteration": np.arange(len(loops)), "start_ns": begins, "end_ns": ends}
@@ -152,23 +150,23 @@ def _placed(
     if not work["start_ns"].between(begins[0], ends[-1]).any():
         reason = "no GPU operation lies in the time of the iterations: the clocks differ"
     elif isinstance(other, Profile):
-        found = align_profiles(profile, other, begins, ends)
-        reason = found.reason
-        meta["alignment"] = {"share": found.share, "time_share": found.time_share}
+        alignment = align_profiles(profile, other, begins, ends)
+        reason = alignment.reason
+        meta["alignment"] = {"share": alignment.share, "time_share": alignment.time_share}
         if not reason:
             meta["notices"] = [
                 "parts of GPU work come from its order: it was aligned with a torch.profiler "
-                f"recording of the same workload; {found.share:.1%} of the operations of the "
-                f"iterations ({found.time_share:.1%} of their time) have a twin there"
+                f"recording of the same workload; {alignment.share:.1%} of the operations of the "
+                f"iterations ({alignment.time_share:.1%} of their time) have a twin there"
             ]
-            early = _earliest(found.operations, spans, begins)
-            if early > CLOCK_NS:
-                said = (
+            early = _earliest(alignment.operations, spans, begins)
+            if early > CLOCKS_APART_NS:
+                caution = (
                     f"GPU operations begin up to {early / 1e6:.1f} ms before the host began the "
                     "part that launched them: the clocks differ, or the parts of GPU work are wrong"
                 )
-                meta["cautions"] = [*meta.get("cautions", []), said]
-            return found.operations
+                meta["cautions"] = [*meta.get("cautions", []), caution]
+            return alignment.operations
     number, how = launched_in(profile, work, begins, ends)
     meta["notices"] = [f"iterations are those of the workload's span log; {how}"]
     meta["not_measured"]["parts of GPU work"] = (
@@ -184,8 +182,8 @@ def _earliest(operations: pd.DataFrame, spans: list[SpanRow], begins: np.ndarray
     parts["iteration"] = np.searchsorted(begins, parts["begun"], side="right") - 1
     keys = ["iteration", "component", "phase"]
     first = parts.groupby(keys)["begun"].min().reset_index()
-    told = operations[operations["matched"]].merge(first, on=keys)
-    return int((told["begun"] - told["start_ns"]).max()) if len(told) else 0
+    matched = operations[operations["matched"]].merge(first, on=keys)
+    return int((matched["begun"] - matched["start_ns"]).max()) if len(matched) else 0
 
 
 def launched_in(
@@ -204,33 +202,16 @@ def launched_in(
     start = work["start_ns"].to_numpy()
     on_gpu = profile.iterations.sort_values("start_ns")
     first = len(begins) - len(on_gpu)
-    own = on_gpu["start_ns"].to_numpy()
-    if len(own) and first >= 0 and (own >= begins[first:] - CLOCK_NS).all():
-        number = np.searchsorted(own, start, side="right") - 1
-        inside = (number >= 0) & (start < on_gpu["end_ns"].to_numpy()[np.maximum(number, 0)])
+    gpu_begins = on_gpu["start_ns"].to_numpy()
+    if len(gpu_begins) and first >= 0 and (gpu_begins >= begins[first:] - CLOCKS_APART_NS).all():
+        number = stretch_at(gpu_begins, on_gpu["end_ns"].to_numpy(), start)
         how = "GPU work counts to them by the repeating sequence of its launches"
-        return np.where(inside, number + first, NO_ITERATION), how
-    number = np.searchsorted(begins, start, side="right") - 1
-    inside = (number >= 0) & (start < np.append(begins[1:], ends[-1])[np.maximum(number, 0)])
+        return np.where(number >= 0, number + first, NO_ITERATION), how
     how = (
         "GPU work counts to the one that the host was in when it began, which may be later than "
         "the one that launched it"
     )
-    return np.where(inside, number, NO_ITERATION), how
-
-
-def _ends(work: pd.DataFrame, begins: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """Ends of iterations: that of their last GPU operation, but not after the next one begins.
-
-    Args:
-        work: ``iteration`` and ``end_ns`` of GPU operations.
-        begins, ends: of the iterations on the host.
-    """
-    late = ends.copy()
-    inside = work["iteration"].to_numpy() >= 0
-    np.maximum.at(late, work["iteration"].to_numpy()[inside], work["end_ns"].to_numpy()[inside])
-    late[:-1] = np.minimum(late[:-1], np.maximum(begins[1:], ends[:-1]))
-    return late
+    return stretch_at(begins, np.append(begins[1:], ends[-1]), start), how
 
 
 class _Log:
@@ -246,18 +227,12 @@ class _Log:
         self.loop_start = np.array([row[1] for row in loops])
         self.loop_end = np.array([row[2] for row in loops])
 
-    def span_at(self, time_ns: np.ndarray) -> np.ndarray:
-        """Number of the part span that is open at each instant, or -1."""
-        span = np.searchsorted(self.start, time_ns, side="right") - 1
-        inside = (span >= 0) & (time_ns < self.end[np.maximum(span, 0)])
-        return np.where(inside, span, OUTSIDE)
-
     def numbered(self, parts: pd.DataFrame) -> list[int]:
         """Numbers of parts given by ``component`` and ``phase``; new ones are added."""
         numbers = {name: number for number, name in enumerate(self.names)}
         result = []
         for component, phase in parts.itertuples(index=False):
-            name = NO_PART if component == "other" else span_name(component, phase)
+            name = UNPLACED_WORK if component == "other" else span_name(component, phase)
             result.append(numbers.setdefault(name, len(numbers)))
         self.names = list(numbers)
         return result
@@ -286,8 +261,7 @@ def _divided(profile: Profile, samples: pd.DataFrame, work: pd.Index) -> pd.Data
     has any; where none has (the last sample of a thread has no interval) it is outside.
     """
     parent = profile.contexts["parent"].to_numpy()
-    detail = profile.contexts["kind"].isin(DETAIL).to_numpy()
-    function = nearest(parent, ~detail | (parent < 0))
+    function = scopes(profile.contexts)
     samples = samples.assign(function=function[samples["context"].to_numpy()])
     on_host = samples.drop(index=work)
     keys = ["profile", "function", "part"]
@@ -300,7 +274,7 @@ def _divided(profile: Profile, samples: pd.DataFrame, work: pd.Index) -> pd.Data
     values = values[~of_gpu]
     values = values.assign(function=_sampled_functions(profile, values, counted, function))
     merged = values.merge(counted[[*keys, "weight"]], on=["profile", "function"], how="left")
-    merged["part"] = merged["part"].fillna(OUTSIDE).astype(int)
+    merged["part"] = merged["part"].fillna(OUTSIDE_SPANS).astype(int)
     merged["value"] = merged["value"] * merged["weight"].fillna(1.0)
     columns = ["profile", "context", "metric", "part", "value"]
     return pd.concat([merged[columns], device[columns]], ignore_index=True)
@@ -324,7 +298,7 @@ def _divided_work(values: pd.DataFrame, work: pd.DataFrame, function: np.ndarray
     shares["time"] = (shares["time"] / whole["time"]).where(whole["time"] > 0, shares["number"])
     values = values.assign(function=function[values["context"].to_numpy()])
     merged = values.merge(shares, on="function", how="left")
-    merged["part"] = merged["part"].fillna(OUTSIDE).astype(int)
+    merged["part"] = merged["part"].fillna(OUTSIDE_SPANS).astype(int)
     counts = merged["metric"].astype(object).map(is_count).to_numpy(dtype=bool)
     weight = merged["number"].where(counts, merged["time"]).fillna(1.0)
     return merged.assign(value=merged["value"] * weight)
@@ -338,14 +312,14 @@ def _sampled_functions(
     sampled = (counted["profile"] * count + counted["function"]).unique()
     parent = profile.contexts["parent"].to_numpy()
     thread = values["profile"].to_numpy() * count
-    found = function[values["context"].to_numpy()]
-    searched = np.flatnonzero(~np.isin(thread + found, sampled))
+    functions = function[values["context"].to_numpy()]
+    searched = np.flatnonzero(~np.isin(thread + functions, sampled))
     while len(searched):
-        above = parent[found[searched]]
-        found[searched] = np.where(above >= 0, function[np.maximum(above, 0)], -1)
-        searched = searched[found[searched] >= 0]
-        searched = searched[~np.isin(thread[searched] + found[searched], sampled)]
-    return found
+        above = parent[functions[searched]]
+        functions[searched] = np.where(above >= 0, function[np.maximum(above, 0)], -1)
+        searched = searched[functions[searched] >= 0]
+        searched = searched[~np.isin(thread[searched] + functions[searched], sampled)]
+    return functions
 
 
 class _Layout:
@@ -369,7 +343,7 @@ class _Layout:
         frames = [self.old.assign(component="other", phase="")]
         # Row of (part, old row) in the new tree; parts from 0, outside last.
         self.row = np.full((len(names) + 1, len(self.old)), -1)
-        self.row[OUTSIDE] = np.arange(len(self.old))
+        self.row[OUTSIDE_SPANS] = np.arange(len(self.old))
         iteration = len(self.old)
         frames.append(_node("annotation", ITERATION_SPAN, 0, "other", ""))
         self.iteration = iteration
@@ -380,15 +354,15 @@ class _Layout:
             self.part_node.append(count)
             rows = used.loc[used["part"] == number, "context"].to_numpy()
             kept = _with_ancestors(rows, parent) & ~skipped
-            own = count + 1  # the interpreter's frames, one node
-            nearest, first = self._merged(kept, own)
+            interpreter = count + 1  # the interpreter's frames, one node
+            nearest, first = self._merged(kept, interpreter)
             frames.append(_node("annotation", name, iteration, component, phase))
             frames.append(_node("python", "Python interpreter", count, component, phase))
             copied = self.old.iloc[first].assign(component=component, phase=phase)
             copied["parent"] = nearest[parent[first]]
             frames.append(copied)
             self.row[number] = nearest
-            count = own + 1 + len(first)
+            count = interpreter + 1 + len(first)
         contexts = pd.concat(frames, ignore_index=True)
         contexts["context"] = np.arange(len(contexts))
         self.contexts = typed("contexts", contexts)
@@ -403,17 +377,17 @@ class _Layout:
         columns = ["kind", "name", "file", "line", "module"]
         what = list(self.old[columns].itertuples(index=False, name=None))
         place = [interpreter] * len(parent)
-        known: dict[tuple[int, tuple[str, ...]], int] = {}
+        numbers: dict[tuple[int, tuple[str, ...]], int] = {}
         first: list[int] = []
         keep = kept.tolist()
         for row, above in enumerate(parent):
             at = place[above] if above >= 0 else interpreter
             if keep[row]:
                 key = (at, what[row])
-                if key not in known:
+                if key not in numbers:
                     first.append(row)
-                    known[key] = interpreter + len(first)
-                at = known[key]
+                    numbers[key] = interpreter + len(first)
+                at = numbers[key]
             place[row] = at
         return np.array(place), first
 
@@ -451,8 +425,7 @@ class _Layout:
             bounds = np.append(begun, np.iinfo(np.int64).max)[following]
             end[outside] = np.minimum(end[outside], bounds)
         # How deep an interval lies in others of its thread: samples in parts in iterations.
-        loop = np.searchsorted(log.loop_start, start, side="right") - 1
-        in_loop = on_main & (loop >= 0) & (start < log.loop_end[np.maximum(loop, 0)])
+        in_loop = on_main & (stretch_at(log.loop_start, log.loop_end, start) >= 0)
         part_nodes = np.array(self.part_node)[log.part]
         columns = ["profile", "start_ns", "end_ns", "context", "depth"]
         intervals = (
@@ -460,7 +433,7 @@ class _Layout:
             (main, log.start, log.end, part_nodes, 1),
             (main, log.loop_start, log.loop_end, self.iteration, 0),
         )
-        frames = [pd.DataFrame(dict(zip(columns, each, strict=True))) for each in intervals]
+        frames = [pd.DataFrame(dict(zip(columns, cells, strict=True))) for cells in intervals]
         return pd.concat(frames).sort_values(["profile", "start_ns", "depth"], ignore_index=True)
 
 

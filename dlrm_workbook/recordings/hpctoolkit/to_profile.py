@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,7 @@ import pandas as pd
 
 from dlrm_core.base.text import counted
 from dlrm_core.parts import parse_span
+from dlrm_workbook.ground.arrays import Bools, Floats, Ints, Names
 from dlrm_workbook.recordings.hpctoolkit.cautions import (
     cautions_of,
     is_serialised,
@@ -34,7 +35,7 @@ from dlrm_workbook.recordings.hpctoolkit.database import (
     Thread,
 )
 from dlrm_workbook.recordings.hpctoolkit.format import DatabaseError
-from dlrm_workbook.recordings.hpctoolkit.meta import ENTRY, ROOT
+from dlrm_workbook.recordings.hpctoolkit.meta import ENTRY, LEXICAL_TYPES, ROOT
 from dlrm_workbook.recordings.hpctoolkit.metrics import (
     COPY_KINDS,
     MEMORY_KINDS,
@@ -43,12 +44,13 @@ from dlrm_workbook.recordings.hpctoolkit.metrics import (
     unit_of,
 )
 from dlrm_workbook.recordings.hpctoolkit.parts import (
+    ContextTables,
     by_names,
-    device_work,
     divide,
     parts_in_order,
+    work_on_gpus,
 )
-from dlrm_workbook.recordings.hpctoolkit.views import kernel_rows, not_measured
+from dlrm_workbook.recordings.hpctoolkit.views import kernel_rows, unmeasured_metrics
 from dlrm_workbook.recordings.profile import (
     STANDARD_METRICS,
     THREAD_KINDS,
@@ -66,12 +68,12 @@ CPU_TIMES = {
 }
 """Metrics that can be ``cpu_time_ms``, best first, and milliseconds per unit."""
 GPU_TIMES = ("GPUOP (sec)", "GKER (sec)", "GXCOPY (sec)", "GMSET (sec)")
-COPY_BYTES = tuple(
+COPY_BYTE_METRICS = tuple(
     f"{family}:{kind} (B)"
     for family, kinds in (("GXCOPY", COPY_KINDS), ("GMSET", MEMORY_KINDS))
     for kind in kinds
 )
-METRICS = STANDARD_METRICS | {
+SHARED_METRICS = STANDARD_METRICS | {
     "launches": ("", "GPU kernels that ran"),
     "copy_bytes": ("B", "bytes of GPU copies and memory sets"),
 }
@@ -86,10 +88,24 @@ WHY_ABSENT = {
 }
 """Standard metric to the reason why a database has none."""
 
+NO_ALLOCATIONS = (
+    "HPCToolkit does not see torch's allocations; "
+    "`dlrm run profile -f FILE -p profiling.engine=torch` does"
+)
+
+DIVIDED = (
+    "call paths belong to several parts (kernels of bottom and top MLP are launched from the same "
+    "place in the backward pass): each part has the share of their time that its operations have "
+    "in the trace"
+)
+
+AMD_LIBRARIES = ("amdgpu", "rocm", "hsa-")
+"""In the names of load modules of programs that compute on AMD's GPUs."""
+
 PYTHON_MODULE = "<logical python>"
 """Load module of the Python frames of ``hpcrun -a python``."""
 
-KINDS = {ROOT: "root", ENTRY: "thread", 0: "function", 1: "loop", 2: "line", 3: "instruction"}
+KIND_OF_TYPE = {ROOT: "root", ENTRY: "thread"} | dict(enumerate(LEXICAL_TYPES))
 
 MOST_THREADS, MOST_ROWS = 256, 4_000_000
 """The tables hold up to so many threads (and streams) one by one, with up to so many values and
@@ -100,9 +116,6 @@ off."""
 
 FEW_SAMPLES = 100
 """Fewer samples do not show that files are of different runs."""
-
-Ints = npt.NDArray[Any]
-Floats = npt.NDArray[np.float64]
 
 
 def profile_from_database(database: Database, parts: Mapping[str, str] | None = None) -> Profile:
@@ -130,83 +143,107 @@ def profile_from_database(database: Database, parts: Mapping[str, str] | None = 
     """
     held = held_threads(database)
     metrics, values, sources = _values(database, held)
-    metrics = typed("metrics", metrics)
-    reasons = not_measured(database)
-    reasons |= {name: why for name, why in WHY_ABSENT.items() if name not in sources}
-    if not database.traces:
-        reasons["trace"] = database.absent.get("trace.db", "trace.db has no trace lines")
-    reasons["allocated_bytes"] = (
-        "HPCToolkit does not see torch's allocations; "
-        "`dlrm run profile -f FILE -p profiling.engine=torch` does"
-    )
     contexts, ours = _contexts(database)
-    others, left_out, said = _left_out(database, held, values)
+    others, left_out, cautions = _left_out(database, held, values)
     threads = typed("threads", [asdict(thread) for thread in [*held, *others]] or None)
-    trace = _trace(database, held, _time_of_samples(database, values))
-    notices: list[str] = []
-    iterations = None
-    overlong: dict[int, int] = {}
-    if trace is not None:
-        trace["context"] = _measured_twins(contexts, values)[trace["context"].to_numpy()]
-        overlong = overlong_kernels(values, trace)
-        work = device_work(trace, threads)
-        found = find_iterations(
-            *(work[name].to_numpy() for name in ("start_ns", "end_ns", "context"))
-        )
-        if found:
-            iterations = pd.DataFrame(found, columns=["start_ns", "end_ns"])
-            iterations["iteration"] = np.arange(len(found))
-            notices.append(
-                f"no iteration is marked in this database: {len(found)} were found from the "
-                "repeating sequence of launches on the GPU"
-            )
-    if iterations is None:
-        reasons["iterations"] = "HPCToolkit does not mark iterations"
-        if trace is not None and len(work):
-            reasons["iterations"] += ", and no sequence of launches on the GPU repeats"
+    timeline = _timeline(database, held, contexts, values, threads)
+    tables, overlong = ContextTables(contexts, values, timeline.trace), timeline.overlong
+    notices = list(timeline.notices)
     if not ours or parts:
         labels = by_names(contexts, parts)
-        order = parts_in_order(trace, threads, labels, iterations)
-        contexts, values, trace, divided = divide(contexts, values, trace, labels, order, overlong)
+        order = parts_in_order(timeline.trace, threads, labels, timeline.iterations)
+        tables, divided = divide(tables, labels, order, overlong)
         if divided:
-            notices.append(
-                f"{divided} call paths belong to several parts (kernels of bottom and top MLP are "
-                "launched from the same place in the backward pass): each part has the share of "
-                "their time that its operations have in the trace"
-            )
+            notices.append(f"{divided} {DIVIDED}")
+    contexts, values, trace = tables
     quality = sampling_quality(database.measured())
-    values, nonsense, cautions = without_nonsense(values, contexts)
-    metrics = metrics[~metrics["metric"].isin(list(nonsense))]
-    amd = any(
-        "amdgpu" in name or "rocm" in name or "hsa-" in name for name in database.meta.modules
-    )
+    values, nonsense, absurd = without_nonsense(values, contexts)
+    amd = any(word in name for name in database.meta.modules for word in AMD_LIBRARIES)
     serialised = quality is not None and is_serialised(trace, contexts, amd)
-    cautions = cautions_of(contexts, values, trace, overlong, serialised) + cautions
-    cautions = database.cautions + said + cautions
-    sampled = {"serialised": serialised, "pc_sampling": quality} if quality else {}
+    cautions = [
+        *database.cautions,
+        *cautions,
+        *cautions_of(contexts, values, trace, overlong, serialised),
+        *absurd,
+    ]
     profile = Profile.build(
         contexts=contexts,
-        metrics=metrics,
+        metrics=metrics[~metrics["metric"].isin(list(nonsense))],
         values=values,
         threads=threads,
         trace=trace,
-        iterations=iterations,
+        iterations=timeline.iterations,
         meta={
             "engine": "hpctoolkit",
             "device": "cuda" if "gpu_time_ms" in sources else "cpu",
             "database": str(database.path),
             "title": database.meta.title,
             "passes": [],
-            "not_measured": reasons | nonsense,
+            "not_measured": _reasons(database, sources) | timeline.reasons | nonsense,
             "notices": notices,
             "cautions": cautions,
             "overlong": list(overlong.items()),
-            **sampled,
+            **({"serialised": serialised, "pc_sampling": quality} if quality else {}),
             **left_out,
         },
     )
     _refuse_contradictions(database, profile)
     return profile
+
+
+def _reasons(database: Database, measured: Collection[str]) -> dict[str, str]:
+    """Why something is not measured, by its name.
+
+    Args:
+        measured: the standard metrics that are.
+    """
+    reasons = unmeasured_metrics(database)
+    reasons |= {name: why for name, why in WHY_ABSENT.items() if name not in measured}
+    if not database.traces:
+        reasons["trace"] = database.absent.get("trace.db", "trace.db has no trace lines")
+    return reasons | {"allocated_bytes": NO_ALLOCATIONS}
+
+
+class _Timeline(NamedTuple):
+    """What ran when, and what follows from that.
+
+    ``overlong`` is the true end of rows of the trace that last too long; ``notices`` and
+    ``reasons`` are how iterations were found, or why there are none.
+    """
+
+    trace: pd.DataFrame | None
+    overlong: dict[int, int]
+    iterations: pd.DataFrame | None
+    notices: list[str]
+    reasons: dict[str, str]
+
+
+def _timeline(
+    database: Database,
+    held: list[Thread],
+    contexts: pd.DataFrame,
+    values: pd.DataFrame,
+    threads: pd.DataFrame,
+) -> _Timeline:
+    """The trace at contexts that have values, and its iterations."""
+    why = "HPCToolkit does not mark iterations"
+    trace = _trace(database, held, _time_of_samples(database, values))
+    if trace is None:
+        return _Timeline(None, {}, None, [], {"iterations": why})
+    trace["context"] = _measured_twins(contexts, values)[trace["context"].to_numpy()]
+    overlong = overlong_kernels(values, trace)
+    work = work_on_gpus(trace, threads)
+    spans = find_iterations(*(work[name].to_numpy() for name in ("start_ns", "end_ns", "context")))
+    if not spans:
+        why += ", and no sequence of launches on the GPU repeats" if len(work) else ""
+        return _Timeline(trace, overlong, None, [], {"iterations": why})
+    iterations = pd.DataFrame(spans, columns=["start_ns", "end_ns"])
+    notice = (
+        f"no iteration is marked in this database: {len(spans)} were found from the "
+        "repeating sequence of launches on the GPU"
+    )
+    iterations["iteration"] = np.arange(len(spans))
+    return _Timeline(trace, overlong, iterations, [notice], {})
 
 
 def _measured_twins(contexts: pd.DataFrame, values: pd.DataFrame) -> Ints:
@@ -231,7 +268,9 @@ def _measured_twins(contexts: pd.DataFrame, values: pd.DataFrame) -> Ints:
 def _contexts(database: Database) -> tuple[pd.DataFrame, bool]:
     """(contexts, whether functions of our own step name their parts)."""
     tree, lexical = database.tree, database.tree.lexical_type
-    kinds = pd.Series(lexical).map(KINDS).fillna("function").to_numpy(dtype=object, copy=True)
+    kinds = (
+        pd.Series(lexical).map(KIND_OF_TYPE).fillna("function").to_numpy(dtype=object, copy=True)
+    )
     functions = database.meta.functions
     # the last of each is of what is not known, −1
     modules = np.array([*database.meta.modules, ""], dtype=object)
@@ -273,9 +312,7 @@ def _contexts(database: Database) -> tuple[pd.DataFrame, bool]:
     return contexts, bool((component != "other").any())
 
 
-def _parts(
-    database: Database, python: npt.NDArray[np.bool_]
-) -> tuple[npt.NDArray[np.object_], npt.NDArray[np.object_]]:
+def _parts(database: Database, python: Bools) -> tuple[Names, Names]:
     """(component, phase) of every row, from the nearest enclosing part."""
     tree = database.tree
     # Only Python functions: a C++ function that happens to be called so is no part.
@@ -306,7 +343,7 @@ def held_threads(database: Database) -> list[Thread]:
     """
     lines = {line.profile: line for line in database.traces}
     times = [
-        [name for name, known in database.canonical.items() if known == chief]
+        [name for name, canonical in database.canonical.items() if canonical == chief]
         for chief in (*GPU_TIMES, *CPU_TIMES)
     ]
 
@@ -340,29 +377,29 @@ def _left_out(
     kinds = [thread.kind for thread in database.threads]
     held_kinds = [thread.kind for thread in held]
     counts = {kind: kinds.count(kind) - held_kinds.count(kind) for kind in THREAD_KINDS}
-    said, each = [], "`dlrm database DATABASE --json`"
+    cautions, command = [], "`dlrm database DATABASE --json`"
     if streams := counts["gpu_stream"]:
-        said.append(
+        cautions.append(
             f"{streams:,} of {kinds.count('gpu_stream'):,} GPU streams, those with the least "
             "work, are not in the timeline: the GPU may have been less idle than it says. "
-            f"{each} lists them."
+            f"{command} lists them."
         )
     if not (threads := counts["cpu_thread"]):
-        return [], {"left_out": counts} if said else {}, said
+        return [], {"left_out": counts} if cautions else {}, cautions
     cpu = [thread.profile for thread in held if thread.kind == "cpu_thread"]
-    own = values[values["metric"].eq("cpu_time_ms") & values["profile"].isin(cpu)]
-    time = own[own["scope"].eq("exclusive")].groupby("profile")["value"].sum().to_dict()
+    cpu_times = values[values["metric"].eq("cpu_time_ms") & values["profile"].isin(cpu)]
+    time = cpu_times[cpu_times["scope"].eq("exclusive")].groupby("profile")["value"].sum().to_dict()
     # not the sum, which is of no thread and may have the most time
     main_thread = max(cpu, key=lambda profile: time.get(profile, 0.0))
-    said.append(
+    cautions.append(
         f"The {len(cpu):,} busiest of {kinds.count('cpu_thread'):,} CPU threads stand here one by "
         f"one. The others ({counted(threads, 'thread')}) stand here as one, with the sum of what "
-        f"was measured of them and without a timeline. {each} has the sums of each thread."
+        f"was measured of them and without a timeline. {command} has the sums of each thread."
     )
     # no profile of the file has this number
     name, number = counted(threads, "other thread"), len(database.profiles)
     others = Thread(number, "cpu_thread", name, -1, -1)
-    return [others], {"left_out": counts, "main_thread": main_thread}, said
+    return [others], {"left_out": counts, "main_thread": main_thread}, cautions
 
 
 def _by_thread(
@@ -379,13 +416,13 @@ def _by_thread(
         index, row, whole = index[:0], row[:0], whole[:0]
     key, left = index * len(database.tree) + row, whole.copy()
     for thread in held:
-        found = database.inclusive_values(thread.profile)
-        yield thread.profile, found
+        inclusive = database.inclusive_values(thread.profile)
+        yield thread.profile, inclusive
         if len(key):
-            theirs = found[0] * len(database.tree) + found[1]
+            theirs = inclusive[0] * len(database.tree) + inclusive[1]
             place = np.minimum(np.searchsorted(key, theirs), len(key) - 1)
-            known = key[place] == theirs  # cautions say it where the sum lacks a context
-            left[place[known]] -= found[2][known]
+            in_sum = key[place] == theirs  # cautions say it where the sum lacks a context
+            left[place[in_sum]] -= inclusive[2][in_sum]
     if len(key):
         more = np.abs(left) > LEFT_TO_THE_SUM * np.abs(whole)
         yield len(database.profiles), (index[more], row[more], left[more])
@@ -409,13 +446,14 @@ def _values(
     rows = [
         {
             "metric": name,
-            "unit": METRICS[name][0] if name in standard else unit_of(name),
-            "meaning": METRICS[name][1] if name in standard else meaning_of(name),
+            "unit": SHARED_METRICS[name][0] if name in standard else unit_of(name),
+            "meaning": SHARED_METRICS[name][1] if name in standard else meaning_of(name),
             "source": "HPCToolkit "
-            + ", ".join(each for source in sources[name] for each in present[source]),
+            + ", ".join(listed for source in sources[name] for listed in present[source]),
         }
         for name in order
     ]
+    metrics = typed("metrics", rows)
     # (metric of the database, metric of the profile, factor), all by number
     pairs = [
         (place, number, SCALE.get(canonical[metric.name], 1.0) if name in standard else 1.0)
@@ -424,7 +462,7 @@ def _values(
         if canonical[metric.name] in sources[name]
     ]
     # columns of numbers, named at the end: names are slow to join by the million
-    pieces: list[tuple[int, Ints, int, int, npt.NDArray[np.float64]]] = []
+    pieces: list[tuple[int, Ints, int, int, Floats]] = []
     for profile, inclusive in _by_thread(database, held):
         exclusive = database.self_of_sparse(*inclusive)
         for side, (index, row, value) in enumerate((inclusive, exclusive)):
@@ -435,7 +473,7 @@ def _values(
                     pieces.append((profile, row[part], number, side, value[part] * factor))
     columns = ["profile", "context", "metric", "scope", "value"]
     if not pieces:
-        return pd.DataFrame(rows), pd.DataFrame(columns=columns), standard
+        return metrics, pd.DataFrame(columns=columns), standard
     value = np.concatenate([piece[4] for piece in pieces])
     sizes = [len(piece[4]) for piece in pieces]
     metric = np.repeat(np.array([piece[2] for piece in pieces], np.int32), sizes)
@@ -452,13 +490,13 @@ def _values(
             "value": value,
         }
     )
-    several = [name for name in order if sum(len(present[each]) for each in sources[name]) > 1]
+    several = [name for name in order if sum(len(present[listed]) for listed in sources[name]) > 1]
     if several:  # several inputs of one standard metric meet in one row
         mixed = table["metric"].isin(several)
         groups = table[mixed].groupby(columns[:-1], sort=False, observed=True)
         summed = groups["value"].sum().reset_index()
         table = pd.concat([table[~mixed], summed], ignore_index=True)
-    return pd.DataFrame(rows), table, standard
+    return metrics, table, standard
 
 
 def _refuse_contradictions(database: Database, profile: Profile) -> None:
@@ -476,7 +514,7 @@ def _refuse_contradictions(database: Database, profile: Profile) -> None:
             f"{database.path}: meta.db and profile.db contradict each other: callees have more of "
             f"{wrong.index[0]} than their callers; {AGAIN}"
         )
-    work = device_work(profile.trace, profile.threads)
+    work = work_on_gpus(profile.trace, profile.threads)
     operations = profile.of_kind("kernel", "copy", "runtime")
     on_gpu = operations[work["context"]]
     if operations.any() and len(on_gpu) >= FEW_SAMPLES and on_gpu.mean() < 0.5:
@@ -499,7 +537,7 @@ def _standard(present: Collection[str]) -> dict[str, list[str]]:
         "gpu_time_ms": gpu[:1] if "GPUOP (sec)" in gpu else gpu,
         "calls": [name for name in GPU_CALLS if name in present],
         "launches": [name for name in ("GKER:COUNT",) if name in present],
-        "copy_bytes": [name for name in COPY_BYTES if name in present],
+        "copy_bytes": [name for name in COPY_BYTE_METRICS if name in present],
     }
     return {name: sources for name, sources in standard.items() if sources}
 
@@ -510,8 +548,8 @@ SLEEPS_AFTER = 5
 
 def _time_of_samples(database: Database, values: pd.DataFrame) -> dict[int, int]:
     """Nanoseconds of processor time behind a sample, for each thread that was sampled."""
-    own = values[(values["metric"] == "cpu_time_ms") & (values["scope"] == "exclusive")]
-    time = (own.groupby("profile")["value"].sum() * 1e6).to_dict()
+    exclusive = values[(values["metric"] == "cpu_time_ms") & (values["scope"] == "exclusive")]
+    time = (exclusive.groupby("profile")["value"].sum() * 1e6).to_dict()
     lines = [line for line in database.traces if time.get(line.profile, 0) > 0]
     counts = {line.profile: int((line.context != 0).sum()) for line in lines}
     return {p: int(time[p] / count) for p, count in counts.items() if count}

@@ -153,8 +153,8 @@ def built_for_python(hpcrun: Path) -> str:
     with contextlib.suppress(InputError, KeyError, TypeError):
         nodes = read_json(prefix / ".spack" / "spec.json")["spec"]["nodes"]
         for node in nodes:
-            if node["name"] == "python" and (found := re.match(r"\d+\.\d+", node["version"])):
-                return found.group()
+            if node["name"] == "python" and (match := re.match(r"\d+\.\d+", node["version"])):
+                return match.group()
     named: set[str] = set()
     for library in sorted(prefix.glob("lib*/**/libhpcrun.so")):
         try:
@@ -177,8 +177,8 @@ def python_of(command: Sequence[str]) -> str:
     if command[0] == sys.executable:
         return THIS_PYTHON
     program = shutil.which(command[0])
-    found = re.fullmatch(r"python(3\.\d+)", Path(program).resolve().name) if program else None
-    return found[1] if found else ""
+    match = re.fullmatch(r"python(3\.\d+)", Path(program).resolve().name) if program else None
+    return match[1] if match else ""
 
 
 def parse_events(listing: str) -> frozenset[str]:
@@ -259,10 +259,10 @@ def torch_cuda_version() -> str:
     The workload loads torch's own CUPTI, so this is the version that counts.
     """
     try:
-        found = importlib.util.find_spec("torch")
+        spec = importlib.util.find_spec("torch")
     except (ImportError, ValueError):
         return ""
-    for folder in (found.submodule_search_locations or ()) if found else ():
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
         try:
             text = (Path(folder) / "version.py").read_text(encoding="utf-8")
         except OSError:
@@ -275,8 +275,8 @@ def torch_cuda_version() -> str:
 def _find(name: str, folder: Path | None) -> Path | None:
     """A program in an installation's folder, or on PATH where none is given."""
     if folder is None:
-        found = shutil.which(name)
-        return Path(found).absolute() if found else None
+        program = shutil.which(name)
+        return Path(program).absolute() if program else None
     # an explicit folder that holds nothing is a mistake to name, not one to paper over
     places = (folder / "bin" / name, folder / name)
     return next((path for path in places if path.is_file() and os.access(path, os.X_OK)), None)

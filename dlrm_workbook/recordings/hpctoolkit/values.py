@@ -17,16 +17,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from dlrm_workbook.ground.arrays import Bools, Floats, Ints
 from dlrm_workbook.recordings.hpctoolkit import format as f4
 
-CHUNK = 1 << 20
+VALUES_AT_ONCE = 1 << 20
 """Values decoded at a time where a whole block is only summed over."""
 
 METRIC_IDS = 1 << 16
 """Ids of metrics and statistics are 16 bits wide."""
-
-Ints = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +52,7 @@ class ThreadProfile:
         number: int,
         block: dict[str, int],
         identifiers: tuple[Identifier, ...],
-        known: npt.NDArray[np.bool_],
+        listed: Bools,
     ) -> None:
         what = f"profile {number}"
         self.number = number
@@ -62,7 +60,7 @@ class ThreadProfile:
         self.identifiers = identifiers
         self.count = block["value_count"]
         self._file = file
-        self._known = known
+        self._known = listed
         self._values_at = block["values"]
         self._index_at, self._index_count = block["index"], block["index_count"]
         file.table(f4.PROFILE_VALUE, self._values_at, self.count, what=f"the values of {what}")
@@ -109,8 +107,8 @@ class ThreadProfile:
 
     def check(self, metric: Ints) -> None:
         """Refuse metric ids that ``meta.db`` does not list."""
-        known = self._known
-        wrong = ~known[np.minimum(metric, len(known) - 1)] | (metric >= len(known))
+        listed = self._known
+        wrong = ~listed[np.minimum(metric, len(listed) - 1)] | (metric >= len(listed))
         if wrong.any():
             raise self._file.error(
                 f"profile {self.number} has values of metric id {int(metric[np.argmax(wrong)])}, "
@@ -139,8 +137,8 @@ class ThreadProfile:
     def chunks(self) -> Iterator[tuple[int, Ints, Any]]:
         """(number of the first value, metric ids, values f64), ``CHUNK`` at a time."""
         raw = self._raw
-        for start in range(0, self.count, CHUNK):
-            part = raw[start : start + CHUNK]
+        for start in range(0, self.count, VALUES_AT_ONCE):
+            part = raw[start : start + VALUES_AT_ONCE]
             self.check_finite(part["value"])
             yield start, part["metric"].astype(np.int64), part["value"]
             self._file.spent(part.nbytes)
@@ -195,7 +193,7 @@ def read_profiles(
     if not len(table):
         raise file.error("it lists no profiles, and the summary profile is always there")
     _refuse_overlap(file, table, f4.PROFILE_VALUE, f4.PROFILE_INDEX)
-    known, known_statistics = _listed(metric_ids), _listed(statistic_ids)
+    metrics, statistics = _listed(metric_ids), _listed(statistic_ids)
     profiles = []
     identities: dict[int, tuple[Identifier, ...]] = {0: ()}
     most = len(file.sections["IdTuples"]) // f4.IDENTIFIER.size + 1
@@ -208,14 +206,14 @@ def read_profiles(
             most -= len(identities[pointer])
             if most < 0:
                 raise file.error("it has more identifiers than its identifier section has room for")
-        ids = known_statistics if block["flags"] & 1 else known
+        ids = statistics if block["flags"] & 1 else metrics
         profiles.append(ThreadProfile(file, number, block, identities[pointer], ids))
     if not profiles[0].summary:
         raise file.error("its first profile is not marked as the summary of the run")
     return profiles
 
 
-def _listed(ids: list[int]) -> npt.NDArray[np.bool_]:
+def _listed(ids: list[int]) -> Bools:
     """Whether each metric id is listed, up to the last that is; at least of shape (1,)."""
     listed = np.zeros(max(ids, default=0) + 1, np.bool_)
     listed[ids] = True

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 
+from dlrm_workbook.ground.arrays import Bools, Ints
 from dlrm_workbook.recordings.hpctoolkit.database import (
     CHIEF_METRICS,
     FUNCTION,
@@ -19,7 +19,7 @@ from dlrm_workbook.recordings.hpctoolkit.database import (
     relation_names,
     type_names,
 )
-from dlrm_workbook.recordings.hpctoolkit.meta import ENTRY, Ints
+from dlrm_workbook.recordings.hpctoolkit.meta import ENTRY
 from dlrm_workbook.recordings.hpctoolkit.metrics import (
     DERIVATIONS,
     meaning_of,
@@ -33,7 +33,7 @@ GPU_KERNEL = "<gpu kernel>"
 TOP_FUNCTIONS = 12
 
 
-def facts(database: Database) -> dict[str, Any]:
+def database_facts(database: Database) -> dict[str, Any]:
     """Counts, sums and traces (``dlrm database PATH --json``); integers exact, sums as numpy
     adds them. The keys are those of the stored expectations that this reader is tested against.
     """
@@ -105,8 +105,8 @@ def _traced(line: TraceLine) -> dict[str, Any]:
 
 def _counts(values: Ints, names: Callable[[Ints], list[str]]) -> dict[str, int]:
     """How often each value occurs, by its name, in alphabetical order."""
-    found, number = np.unique(values, return_counts=True)
-    return dict(sorted(zip(names(found), number.tolist(), strict=True)))
+    distinct, number = np.unique(values, return_counts=True)
+    return dict(sorted(zip(names(distinct), number.tolist(), strict=True)))
 
 
 def _named_sums(profile: Any, names: dict[int, str]) -> dict[str, float]:
@@ -114,7 +114,7 @@ def _named_sums(profile: Any, names: dict[int, str]) -> dict[str, float]:
     return {names[i]: float(total[i]) for i in np.flatnonzero(number).tolist()}
 
 
-def not_measured(database: Database) -> dict[str, str]:
+def unmeasured_metrics(database: Database) -> dict[str, str]:
     """Metric or derived quantity to the reason why there is no number for it."""
     root = database.root()
     measured = database.measured()
@@ -136,7 +136,7 @@ def not_measured(database: Database) -> dict[str, str]:
     return reasons
 
 
-def kernel_rows(database: Database) -> npt.NDArray[np.bool_]:
+def kernel_rows(database: Database) -> Bools:
     """Which rows are GPU kernels: functions called by ``<gpu kernel>``.
 
     Where nothing is known below ``<gpu kernel>`` (no PC samples, no GPU binary), the
@@ -157,9 +157,9 @@ def functions_table(database: Database, metric: str) -> pd.DataFrame:
 
     Columns: ``function``, ``module``, ``value`` (unit of the metric), ``share_percent``.
     """
-    own = database.self_column(metric)
+    exclusive = database.self_column(metric)
     owner = nearest(database.tree.parent, database.tree.lexical_type == FUNCTION)
-    by_row = pd.DataFrame({"owner": owner, "value": own})
+    by_row = pd.DataFrame({"owner": owner, "value": exclusive})
     by_row = by_row[by_row["value"] != 0].groupby("owner")[["value"]].sum().reset_index()
     names, modules = [*database.names, "<outside every function>"], [*database.meta.modules, ""]
     # of row -1 and function -1, which are none, the last
@@ -169,12 +169,12 @@ def functions_table(database: Database, metric: str) -> pd.DataFrame:
     by_row["function"] = [names[row] for row in rows]
     by_row["module"] = [modules[module_of[function_of[row]]] for row in rows]
     table = by_row.groupby(["function", "module"])[["value"]].sum().reset_index()
-    total = own.sum()
+    total = exclusive.sum()
     table["share_percent"] = 100 * table["value"] / total if total else 0.0
     return table.sort_values("value", ascending=False, kind="stable").reset_index(drop=True)
 
 
-def describe(database: Database) -> str:
+def database_summary(database: Database) -> str:
     """A summary to read: metrics, threads, totals, top functions, what is missing."""
     meta, tree = database.meta, database.tree
     root = database.root()
@@ -189,7 +189,7 @@ def describe(database: Database) -> str:
         lines.append(f"  {name:24} {value:>16.6g} {unit_of(name):12} {meaning_of(name)}")
     if not root:
         lines.append("  nothing: no metric has a value")
-    absent = not_measured(database)
+    absent = unmeasured_metrics(database)
     if absent:
         lines += ["", "not measured:"]
         by_reason: dict[str, list[str]] = {}
@@ -217,10 +217,10 @@ def describe(database: Database) -> str:
     for thread in database.threads:
         profile = database.profiles[thread.profile]
         total = database.root(thread.profile)
-        own = ", ".join(f"{name} {total[name]:.6g}" for name in CHIEF_METRICS if name in total)
+        times = ", ".join(f"{name} {total[name]:.6g}" for name in CHIEF_METRICS if name in total)
         lines.append(
             f"  {thread.name:28} {profile.count} values, {traced.get(thread.profile, 0)} trace "
-            f"samples{'; ' + own if own else ''}"
+            f"samples{'; ' + times if times else ''}"
         )
     chief = next((name for name in CHIEF_METRICS if name in root), None) or next(iter(root), None)
     if chief is not None:
@@ -237,9 +237,9 @@ def describe(database: Database) -> str:
 
 def database(arguments: argparse.Namespace) -> int:
     """Print the facts of a database as JSON, or a summary for people."""
-    found = read_database(arguments.path)
+    opened = read_database(arguments.path)
     if arguments.json:
-        print(json.dumps(facts(found), indent=1, sort_keys=True))
+        print(json.dumps(database_facts(opened), indent=1, sort_keys=True))
     else:
-        print(describe(found))
+        print(database_summary(opened))
     return 0

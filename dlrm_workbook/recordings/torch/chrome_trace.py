@@ -27,7 +27,9 @@ import pandas as pd
 from dlrm_core.base.errors import InputError
 from dlrm_core.base.files import MOST_JSON, open_binary
 from dlrm_core.base.text import visible
-from dlrm_core.parts import GROUP_PREFIX, SPAN_PREFIX
+from dlrm_core.parts import SPAN_PREFIX
+from dlrm_workbook.ground.arrays import Floats, Ints
+from dlrm_workbook.ground.marks import GROUP_PREFIX
 from dlrm_workbook.ground.processes import without_collection
 from dlrm_workbook.recordings.torch.json_stream import EventStream
 from dlrm_workbook.recordings.torch.shape_work import values_text
@@ -91,7 +93,7 @@ COLLECTIVE = {
 }
 """Arguments of collectives to columns of ``Events.collectives``."""
 
-CHUNK = 100_000
+EVENTS_HELD = 100_000
 """Events that are held as Python objects at most."""
 
 LATEST_YEAR_US = 10**17
@@ -179,7 +181,7 @@ class Events:
         """What a profile's ``meta`` says of the trace: its GPUs, ranks, clock and cautions."""
         names = pd.Series(self.host["name"].unique(), dtype=object)
         steps = self.host["name"].isin(names[names.str.startswith(STEP_PREFIX)])
-        found: dict[str, Any] = {
+        facts: dict[str, Any] = {
             "devices": self.devices,
             "distributed": self.distributed,
             "clock_ns": self.clock_ns,
@@ -189,13 +191,15 @@ class Events:
         }
         if self.launched_before is not None:
             count, spent = self.launched_before
-            found["launched_before_trace"] = {"count": count, "time_ms": spent / 1e6}
-        own = self.marks[self.marks["name"].isin(PROFILERS_OWN) & self.marks["kind"].eq("overhead")]
-        if len(own):
-            found["profiler_overhead"] = own[["name", "start", "end"]].to_dict("list")
+            facts["launched_before_trace"] = {"count": count, "time_ms": spent / 1e6}
+        overhead = self.marks[
+            self.marks["name"].isin(PROFILERS_OWN) & self.marks["kind"].eq("overhead")
+        ]
+        if len(overhead):
+            facts["profiler_overhead"] = overhead[["name", "start", "end"]].to_dict("list")
         if len(self.device) and self.devices:
-            found["device_name"] = self.devices[0]["name"]
-        return found
+            facts["device_name"] = self.devices[0]["name"]
+        return facts
 
 
 def read_events(path: Path, file: IO[bytes] | None = None, packed_bytes: int = 0) -> Events:
@@ -303,11 +307,11 @@ class _Rows:
         return np.concatenate(chunks) if chunks else np.empty(0, dtype=np.int64)
 
 
-UNKNOWN = np.iinfo(np.int64).min
+NO_TIME = np.iinfo(np.int64).min
 """The whole part of a time that is no number."""
 
 
-def _floats(column: tuple[Any, ...]) -> npt.NDArray[np.float64]:
+def _floats(column: tuple[Any, ...]) -> Floats:
     """Numbers (n,), NaN where a value is none."""
     numbers = _array(column, np.float64)
     return np.array([_number(value) for value in column]) if numbers is None else numbers
@@ -329,25 +333,25 @@ def _number(value: Any) -> float:
         return np.nan
 
 
-def _integers(column: tuple[Any, ...]) -> npt.NDArray[np.int64]:
+def _integers(column: tuple[Any, ...]) -> Ints:
     """Integers (n,), −1 where a value is none."""
     integers = _array(column, np.int64)
     if integers is None:
         numbers = _floats(column)
-        known = np.isfinite(numbers) & (np.abs(numbers) < 2.0**63)
-        integers = np.where(known, np.where(known, numbers, 0), -1).astype(np.int64)
+        finite = np.isfinite(numbers) & (np.abs(numbers) < 2.0**63)
+        integers = np.where(finite, np.where(finite, numbers, 0), -1).astype(np.int64)
     return integers
 
 
-def _times(column: tuple[Any, ...]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+def _times(column: tuple[Any, ...]) -> tuple[Ints, Floats]:
     """(whole, fraction) of each: integers stay exact, whatever their size."""
     values = _array(column) if column and type(column[0]) is int else None
     if values is not None and values.dtype == np.int64:
         return values, np.zeros(len(values))
     numbers = _floats(column)
-    known = np.isfinite(numbers) & (np.abs(numbers) < 2.0**62)
-    whole = np.floor(np.where(known, numbers, 0))
-    return np.where(known, whole, UNKNOWN).astype(np.int64), np.where(known, numbers - whole, 0)
+    finite = np.isfinite(numbers) & (np.abs(numbers) < 2.0**62)
+    whole = np.floor(np.where(finite, numbers, 0))
+    return np.where(finite, whole, NO_TIME).astype(np.int64), np.where(finite, numbers - whole, 0)
 
 
 _TIMED = {"start": "time", "duration": "time", "line": "number", "name": "number"}
@@ -411,7 +415,7 @@ class _Walk:
             self.malformed += 1
             self.first_malformed = self.first_malformed or error
         self.taken += 1
-        if self.taken % CHUNK == 0:
+        if self.taken % EVENTS_HELD == 0:
             for rows in (self.host, self.device, self.memory, self.marks):
                 rows.pack()
 
@@ -523,9 +527,9 @@ class _Walk:
             line = visible(f"{event['pid']}/{event['tid']}")
             self.names[line] = visible(str(event["args"]["name"]))
         elif name in ("process_name", "process_labels"):
-            said = [self.processes.get(str(event["pid"]), ""), *event["args"].values()]
+            words = [self.processes.get(str(event["pid"]), ""), *event["args"].values()]
             self.processes[str(event["pid"])] = " ".join(
-                visible(str(word)) for word in said if word
+                visible(str(word)) for word in words if word
             )
 
     # ---- columns to tables ----------------------------------------------------------
@@ -562,9 +566,9 @@ class _Walk:
                     whole, fraction = values
                     if name == "start":
                         limit = 2**62 if nanoseconds else 2**62 // 1000
-                        usable = (whole != UNKNOWN) & (np.abs(whole) < limit)
+                        usable = (whole != NO_TIME) & (np.abs(whole) < limit)
                         lost += int((~usable).sum())
-                    whole = np.where(whole == UNKNOWN, -1, whole)
+                    whole = np.where(whole == NO_TIME, -1, whole)
                     values = whole if nanoseconds else whole * 1000 + _rounded(fraction)
                 elif name == "line":
                     values = lines[values] if len(values) else values.astype(object)
@@ -637,10 +641,10 @@ class _Walk:
         size = self.device.column("bytes").astype(float)
         bandwidth = self.device.column("bandwidth").astype(float)
         duration = whole + fraction
-        known = (bandwidth > 0) & np.isfinite(bandwidth) & (size > 0) & (duration > 0)
-        if known.any():
+        usable = (bandwidth > 0) & np.isfinite(bandwidth) & (size > 0) & (duration > 0)
+        if usable.any():
             # GB/s are bytes a nanosecond
-            factor = float(np.median(size[known] / bandwidth[known] / duration[known]))
+            factor = float(np.median(size[usable] / bandwidth[usable] / duration[usable]))
             return 0.5 < factor < 2, "its copies' sizes and bandwidths agree with that alone"
         starts = [rows.column("start")[0] for rows in (self.host, self.device)]
         first = [int(start[start > 0].min()) for start in starts if (start > 0).any()]
@@ -674,7 +678,7 @@ def _word(part: Any) -> str:
     return str(part).removeprefix("stream ")
 
 
-def _rounded(fraction: npt.NDArray[np.float64]) -> npt.NDArray[np.int64]:
+def _rounded(fraction: Floats) -> Ints:
     return np.rint(fraction * 1000).astype(np.int64)
 
 
@@ -710,15 +714,15 @@ def _leave_out_strays(frames: list[pd.DataFrame], cautions: _Cautions) -> None:
         gaps = np.diff(start[first:last])
         widest = int(gaps.argmax())
         rest = int(start[last - 1] - start[first]) - int(gaps[widest])
-        before, behind = widest + 1, last - first - widest - 1
+        before, after = widest + 1, last - first - widest - 1
         if gaps[widest] < max(10 * rest, STRAY_NS):
             break
-        if min(before, behind) > max(1, (last - first) // 100):
+        if min(before, after) > max(1, (last - first) // 100):
             break
-        if before < behind:
+        if before < after:
             first += before
         else:
-            last -= behind
+            last -= after
     if last - first < len(start):
         low, high = start[first], start[last - 1]
         for frame in frames:

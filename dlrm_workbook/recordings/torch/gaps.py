@@ -18,15 +18,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 
+from dlrm_workbook.ground.arrays import Bools, Ints, Names
 from dlrm_workbook.recordings.foreign import ENGINE_PREFIX
 from dlrm_workbook.recordings.nesting import innermost
 from dlrm_workbook.recordings.profile import nearest
-
-Ints = npt.NDArray[np.int64]
-Names = npt.NDArray[np.object_]
 
 GAP = "between operators"
 """Name of the spans that stand for such time within a longer one of several parts."""
@@ -71,8 +68,8 @@ def fill_gaps(
     part, parts = pd.factorize(pd.MultiIndex.from_arrays([component[owner], phase[owner]]))
     operates = main["kind"].eq("operator").to_numpy()
     operates = (nearest(parent, operates) >= 0)[owner]
-    told = _by_neighbours(begin, until, part, parts, operates, iterations)
-    told = np.where(told >= 0, told, part)
+    given = _by_neighbours(begin, until, part, parts, operates, iterations)
+    given = np.where(given >= 0, given, part)
     table = list(parts)
     loss, exchange = (
         _number(table, pair) for pair in (("loss", "backward"), ("communication", "backward"))
@@ -87,11 +84,11 @@ def fill_gaps(
         inside = slice(*np.searchsorted(node_start, [call_start, call_end]))
         if not len(node_start[inside]):
             continue  # the nodes run on a thread of the engine's own
-        here = unknown[told] & (begin >= call_start) & (until <= call_end)
-        told[here & (until <= node_start[inside].min())] = loss
+        here = unknown[given] & (begin >= call_start) & (until <= call_end)
+        given[here & (until <= node_start[inside].min())] = loss
         if waits:
-            told[here & (begin >= node_end[inside].max())] = exchange
-    return _with_gaps(host, component, phase, (begin, until, owner), told, table)
+            given[here & (begin >= node_end[inside].max())] = exchange
+    return _with_gaps(host, component, phase, (begin, until, owner), given, table)
 
 
 def _number(table: list[tuple[str, str]], pair: tuple[str, str]) -> int:
@@ -106,7 +103,7 @@ def _by_neighbours(
     until: Ints,
     part: Ints,
     parts: pd.Index,
-    operates: npt.NDArray[np.bool_],
+    operates: Bools,
     iterations: Sequence[tuple[int, int]],
 ) -> Ints:
     """Part (n,) of stretches that lie between two of the same, −1 where that tells nothing.
@@ -115,13 +112,13 @@ def _by_neighbours(
         operates: whether an operator runs during each stretch (n,).
     """
     passing = np.array([name in PASSING for name, _ in parts], dtype=bool)
-    known = np.array([name != "other" for name, _ in parts], dtype=bool)[part]
+    has_part = np.array([name != "other" for name, _ in parts], dtype=bool)[part]
     place = np.arange(len(part))
-    before = np.maximum.accumulate(np.where(known, place, -1))
-    after = np.minimum.accumulate(np.where(known, place, len(part))[::-1])[::-1]
-    inner = ~known & (before >= 0) & (after < len(part))
+    before = np.maximum.accumulate(np.where(has_part, place, -1))
+    after = np.minimum.accumulate(np.where(has_part, place, len(part))[::-1])[::-1]
+    inner = ~has_part & (before >= 0) & (after < len(part))
     before, after = np.maximum(before, 0), np.minimum(after, len(part) - 1)
-    unknown = np.where(known, 0, until - begin)
+    unknown = np.where(has_part, 0, until - begin)
     between = np.bincount(before, unknown, len(part))
     inner &= np.bincount(before, unknown * operates, len(part))[before] <= (
         MOST_UNKNOWN * between[before]
@@ -139,20 +136,20 @@ def _with_gaps(
     component: Names,
     phase: Names,
     stretches: tuple[Ints, Ints, Ints],
-    told: Ints,
+    part: Ints,
     table: list[tuple[str, str]],
 ) -> tuple[pd.DataFrame, Names, Names]:
     """Spans that are wholly one part's get that part; of others, a span of their own is cut."""
     begin, until, owner = stretches
     names, phases = (np.array(column, dtype=object) for column in zip(*table, strict=True))
-    found = pd.DataFrame({"owner": owner, "told": told, "begin": begin, "until": until})
-    found = found[component[owner] == "other"]
-    several = found.groupby("owner")["told"].transform("nunique").to_numpy() > 1
-    whole = found[~several].drop_duplicates("owner")
+    pieces = pd.DataFrame({"owner": owner, "told": part, "begin": begin, "until": until})
+    pieces = pieces[component[owner] == "other"]
+    several = pieces.groupby("owner")["told"].transform("nunique").to_numpy() > 1
+    whole = pieces[~several].drop_duplicates("owner")
     component, phase = component.copy(), phase.copy()
     rows, given = whole["owner"].to_numpy(), whole["told"].to_numpy()
     component[rows], phase[rows] = names[given], phases[given]
-    cut = found[several & (names[found["told"]] != "other")]
+    cut = pieces[several & (names[pieces["told"]] != "other")]
     added = host.iloc[cut["owner"].to_numpy()].assign(
         name=GAP,
         kind="python",

@@ -137,7 +137,7 @@ class _Watch:
             self.end_program()
         elif self.asked.get("times_only"):
             self.moments.append(time.time_ns())
-            if len(self.moments) > self.asked["options"]["iterations"]:
+            if len(self.moments) > self.asked["lengths"]["profiled"]:
                 self.print_times()
                 self.end_program()
         elif self.session is None:
@@ -150,12 +150,13 @@ class _Watch:
 
     def begin(self) -> None:
         from dlrm_core.base.errors import InputError
-        from dlrm_workbook.recordings.torch.session import begin
+        from dlrm_workbook.recordings.torch.session import Detail, Lengths, begin
 
-        options = dict(self.asked["options"])
         place = Path(self.asked["folder"]) / str(os.getpid())
         try:
-            self.session = begin(place, options.pop("iterations"), {}, **options)
+            self.session = begin(
+                place, Lengths(**self.asked["lengths"]), Detail(**self.asked["detail"])
+            )
         except InputError as error:
             self.refuse(error)
             self.end_program()
@@ -216,11 +217,11 @@ class _Watch:
         from dlrm_workbook.recordings.torch.session import rank_of_process
 
         rank, world = rank_of_process()
-        known = {
+        facts = {
             "pid": os.getpid(),
             "argv": sys.orig_argv,
             "rank": rank,
             "world": world,
             "steps": self.steps,
         }
-        write_json(Path(self.asked["folder"]) / f"{os.getpid()}.json", known | self.state)
+        write_json(Path(self.asked["folder"]) / f"{os.getpid()}.json", facts | self.state)

@@ -22,7 +22,7 @@ from typing import IO, Any
 
 from dlrm_core.base.errors import InputError
 
-PIECE = 8 << 20
+BYTES_AT_ONCE = 8 << 20
 """Bytes read at a time."""
 
 AHEAD = 1 << 20
@@ -149,11 +149,11 @@ class EventStream:
 
     def _repair(self, text: str, at: int) -> tuple[int, dict[str, Any] | None]:
         """(where an invalid event ends, the event if it could be repaired)."""
-        found = _NEXT_EVENT.search(text, at) or _LAST_EVENT.search(text, at)
-        if found is None:
+        boundary = _NEXT_EVENT.search(text, at) or _LAST_EVENT.search(text, at)
+        if boundary is None:
             self._at = at
             raise self._refusal()
-        end = found.start() + 1
+        end = boundary.start() + 1
         event = text[at:end]
         event = _NAME.sub(lambda name: name[1] + _QUOTE.sub(r"\"", name[2]) + name[3], event)
         event = _ODD_ESCAPE.sub(r"\\\\", _ODD_NUMBER.sub(r"\1NaN", event))
@@ -184,7 +184,7 @@ class EventStream:
         pieces, length = [self._text[self._at :]], len(self._text) - self._at
         while not self._ended and length < ahead:
             with self._told():
-                data = self._file.read(PIECE)
+                data = self._file.read(BYTES_AT_ONCE)
             self._read_bytes += len(data)
             suspicious = self._read_bytes > max(UNSUSPICIOUS, MOST_PACKED * self._packed_bytes)
             if suspicious or self._read_bytes > MOST_TEXT:

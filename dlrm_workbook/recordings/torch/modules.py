@@ -2,7 +2,7 @@
 
 A model that is no DLRM has no parts of ours, but its author named its modules. Hooks of torch
 that run around every module's forward open a range where a group of modules begins. Groups are
-as fine as a page has room for: at most :data:`~dlrm_core.parts.MOST_GROUPS` names, numbers of
+as fine as a page has room for (:data:`~dlrm_workbook.ground.marks.MOST_GROUPS`), numbers of
 layers left out.
 
 The same hooks are a stopwatch, with the profiler and without: they note when a group of modules
@@ -24,7 +24,8 @@ import torch
 from torch.nn.modules import module as torch_module
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from dlrm_core.parts import GROUP_PREFIX, deepest_level, span
+from dlrm_core.parts import span
+from dlrm_workbook.ground.marks import GROUP_PREFIX, deepest_level
 
 COMPILED = "torch.compile made code of the model, which hooks around its modules would make anew"
 

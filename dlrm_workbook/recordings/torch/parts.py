@@ -11,33 +11,30 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 
-from dlrm_core.parts import deepest_level, parse_span
+from dlrm_core.parts import parse_span
+from dlrm_workbook.ground.arrays import Bools, Ints, Names
+from dlrm_workbook.ground.marks import deepest_level
 from dlrm_workbook.recordings.foreign import (
     ACCUMULATE,
     ENGINE_PREFIX,
     MLP,
     MODULE_PREFIX,
-    OUTSIDE,
+    NO_STEP,
     PartNames,
     forward_key,
     has_embeddings,
     match_backward,
     node_key,
-    outermost,
+    outermost_marked,
     resolve,
 )
 from dlrm_workbook.recordings.nesting import innermost, nest
-from dlrm_workbook.recordings.profile import nearest
-
-Bools = npt.NDArray[np.bool_]
-Ints = npt.NDArray[np.int64]
-Names = npt.NDArray[np.object_]
+from dlrm_workbook.recordings.profile import coded, coded_pairs, matching, nearest
 
 MLPS_INFERRED = (
     "Where names do not distinguish the two MLPs, their order does: the bottom MLP runs before the "
@@ -83,18 +80,6 @@ _STACKED = re.compile(r"\[\d+, \d+, \d+\]")
 """Input shapes with a tensor of samples by features by dimension, as an interaction takes."""
 
 
-def coded(column: pd.Series) -> tuple[Ints, list[str]]:
-    """(number of each row's text (n,), the texts)."""
-    codes, names = pd.factorize(column)
-    return codes.astype(np.int64), [str(name) for name in names]
-
-
-def matching(column: pd.Series, matches: Callable[[str], bool]) -> Bools:
-    """Rows (n,) whose text matches; every distinct text is asked for once."""
-    code, names = coded(column)
-    return np.array([matches(name) for name in names], dtype=bool)[code]
-
-
 def has_own_parts(host: pd.DataFrame) -> bool:
     """Whether the program names its parts as :mod:`dlrm_core.parts` does."""
     names = host.loc[host["kind"].eq("annotation"), "name"].unique()
@@ -127,10 +112,10 @@ def own_parts(host: pd.DataFrame) -> tuple[Names, Names]:
         given[asked] = np.where(inside >= 0, ranges[inside], -1)
         root = nearest(parent, parent < 0)
         source = np.where(source >= 0, source, given[root])
-    known = np.append(code, len(names))[source]  # row −1 is the one appended
+    label = np.append(code, len(names))[source]  # row −1 is the one appended
     component = np.array([p[0] if p else "other" for p in part] + ["other"], dtype=object)
     phase = np.array([p[1] if p else "" for p in part] + [""], dtype=object)
-    return component[known], phase[known]
+    return component[label], phase[label]
 
 
 def foreign_parts(
@@ -150,30 +135,29 @@ def foreign_parts(
     Returns:
         Component and phase of every span, and a sentence about each part that no name tells.
     """
-    spans = _Spans(host, names, flows)
-    component, phase, hinted = resolve(spans.cut_at_nodes(), [*spans.named, None], spans.saying)
-    component[component == OUTSIDE] = "other"
-    forward = spans.node < 0
+    spans = _Spans(host, iterations, names, flows)
+    component, phase, hinted, forward = spans.component, spans.phase, spans.hinted, spans.forward
     inferred = []
-    if spans.recommends and _name_compiled(spans, component, forward, iterations):
+    if spans.recommends and _name_compiled(spans):
         inferred.append(COMPILED_INFERRED)
     if (component == MLP).any():
         inferred.append(MLPS_INFERRED)
-    component[forward] = _mlps(spans, component, phase, forward, iterations)[forward]
+    _place_mlps(spans)
     within = spans.modules != ""
     passed = np.sort(spans.start[forward & (np.isin(component, MODEL) | within)])
     drawn = hinted & (component == "data")
-    drawn &= _follows(passed, spans.pass_begins(iterations), spans.start)
+    drawn &= _follows(passed, spans.pass_begins(), spans.start)
     component[drawn], phase[drawn] = "other", ""
     if spans.recommends:
-        _fill_between(spans, component, phase, hinted, forward, iterations)
+        _fill_between(spans)
     # what is no part of a DLRM is a part by its module; so are tables of tokens
     if within.any():
-        told = ["other", MLP] if spans.recommends else NO_RECOMMENDER
-        own = np.isin(component, told) & (within | (component == "embedding"))
-        component[own], hinted[own] = np.where(within, spans.modules, "other")[own], True
-    _backward(spans, component, hinted, iterations)
-    component[_seeds(spans, component, phase, forward)] = "loss"
+        vague = ["other", MLP] if spans.recommends else NO_RECOMMENDER
+        by_module = np.isin(component, vague) & (within | (component == "embedding"))
+        component[by_module] = np.where(within, spans.modules, "other")[by_module]
+        hinted[by_module] = True
+    _backward(spans)
+    component[_seeds(spans)] = "loss"
     phase = np.where((phase == "") & (spans.node >= 0), "backward", phase)
     silent = (phase == "") & (component != "other")
     phase[silent] = "forward"
@@ -182,9 +166,13 @@ def foreign_parts(
 
 
 class _Spans:
-    """The columns that several steps of the attribution read.
+    """The columns that several steps of the attribution read and change.
 
     Attributes:
+        component, phase, hinted: what is known of each span (n,), as :func:`foreign.resolve` says
+            it. These are what the steps change.
+        forward: which spans (n,) lie in no autograd node.
+        begins: of the iterations, where they are known, in order.
         named: what each distinct pair of kind and name says; ``code`` (n,) is its number.
         key: of each pair, what an autograd node is the backward of; None of other names.
         node: row (n,) of the outermost autograd node around each span, −1 outside of all.
@@ -195,14 +183,17 @@ class _Spans:
         recommends: whether the program looks rows of embedding tables up, as a DLRM does.
     """
 
-    def __init__(self, host: pd.DataFrame, names: PartNames, flows: pd.DataFrame) -> None:
+    def __init__(
+        self,
+        host: pd.DataFrame,
+        iterations: Sequence[tuple[int, int]],
+        names: PartNames,
+        flows: pd.DataFrame,
+    ) -> None:
         self.flows = flows
+        self.begins = np.sort(np.array([start for start, _ in iterations], dtype=np.int64))
         self.line = host["line"].to_numpy(dtype=object)
-        kind, kinds = coded(host["kind"])
-        name, texts = coded(host["name"])
-        pair, pairs = pd.factorize(kind * len(texts) + name)
-        self.code: Ints = pair.astype(np.int64)
-        self.texts = [(kinds[number // len(texts)], texts[number % len(texts)]) for number in pairs]
+        self.code, self.texts = coded_pairs(host["kind"], host["name"])
         self.recommends = has_embeddings(self.texts)
         self.named = [
             names.of(kind, text) if self.recommends else names.of_any_program(kind, text)
@@ -220,8 +211,13 @@ class _Spans:
         self.sequence = host["sequence"].to_numpy() if "sequence" in host else unknown
         self.thread = host["forward_thread"].to_numpy() if "forward_thread" in host else unknown
         is_node = np.array([key is not None for key in self.key], dtype=bool)[self.code]
-        self.node = outermost(self.parent, is_node)
+        self.node = outermost_marked(self.parent, is_node)
+        self.forward = self.node < 0
         self.modules = self._modules(names)
+        self.component, self.phase, self.hinted = resolve(
+            self.cut_at_nodes(), [*self.named, None], self.saying
+        )
+        self.component[self.component == NO_STEP] = "other"
 
     def _modules(self, names: PartNames) -> Names:
         """The part (n,) of the module that each span belongs to, "" outside of all.
@@ -249,17 +245,17 @@ class _Spans:
         above = np.append(nearest(self.parent, called), -1)[self.parent]
         path: dict[int, tuple[str, ...]] = {-1: ()}
         for row in np.flatnonzero(called).tolist():
-            own, outer = classes[self.code[row]], path[int(above[row])]
-            path[row] = outer if own in _HOLDERS else (*outer, own)
-        paths = {found for found in path.values() if found}
-        models = {found[0] for found in paths}
+            called_class, outer = classes[self.code[row]], path[int(above[row])]
+            path[row] = outer if called_class in _HOLDERS else (*outer, called_class)
+        paths = {class_path for class_path in path.values() if class_path}
+        models = {class_path[0] for class_path in paths}
         depth = {model: deepest_level(p for p in paths if p[0] == model) for model in models}
-        groups = {found: found[: depth[found[0]]] for found in paths}
+        groups = {class_path: class_path[: depth[class_path[0]]] for class_path in paths}
         shared = Counter(group[1:] or group for group in set(groups.values()))
         named = np.full(len(self.code), "", dtype=object)
-        for row, found in path.items():
-            if found:
-                group = groups[found]
+        for row, class_path in path.items():
+            if class_path:
+                group = groups[class_path]
                 alone = len(group) > 1 and shared[group[1:]] == 1
                 named[row] = ".".join(group[1:] if alone else group)
         return named
@@ -277,28 +273,29 @@ class _Spans:
         """
         return np.where(self.node == np.arange(len(self.node)), -1, self.parent)
 
-    def pass_begins(self, iterations: Sequence[tuple[int, int]]) -> Ints:
+    def nodes(self) -> Ints:
+        """Rows of the outermost autograd nodes, in order."""
+        return np.flatnonzero(self.node == np.arange(len(self.node)))
+
+    def pass_begins(self) -> Ints:
         """When what came before is over (n,) ns: an iteration begins, or a backward node."""
-        nodes = self.node == np.arange(len(self.node))
-        begins = np.array([start for start, _ in iterations], dtype=np.int64)
-        return np.sort(np.concatenate([begins, self.start[nodes]]))
+        return np.sort(np.concatenate([self.begins, self.start[self.nodes()]]))
 
     def keys(self, rows: Ints, of: Sequence[str | None]) -> list[str]:
         """The text of ``of``, by pair of kind and name, for each row."""
         return [of[code] or "" for code in self.code[rows]]
 
 
-def _name_compiled(
-    spans: _Spans, component: Names, forward: Bools, iterations: Sequence[tuple[int, int]]
-) -> bool:
+def _name_compiled(spans: _Spans) -> bool:
     """Say which compiled operators are the interaction; the others are an MLP.
 
     Only those in which no operator has a name of its own are asked. The interaction is the
     first of a pass, after the lookups, that takes samples by features by dimension, if more
-    of the model follows it (else it holds the top MLP too, and is not told). Changes
-    ``component``. Returns whether there were any.
+    of the model follows it (else it holds the top MLP too, and is not told). Returns whether
+    there were any.
     """
-    block = outermost(spans.parent, forward & spans.compiled)
+    component, forward = spans.component, spans.forward
+    block = outermost_marked(spans.parent, forward & spans.compiled)
     inside = block >= 0
     named = np.unique(block[inside & (component != "other")])
     opaque = inside & ~np.isin(block, named)
@@ -306,7 +303,7 @@ def _name_compiled(
     lookups = np.flatnonzero(forward & (component == "embedding"))
     if not len(blocks) or not len(lookups):
         return False
-    begins = spans.pass_begins(iterations)
+    begins = spans.pass_begins()
     of_pass = np.searchsorted(begins, spans.start, side="right")
     component[opaque] = MLP
     layers = np.flatnonzero(forward & (component == MLP))
@@ -323,42 +320,36 @@ def _name_compiled(
     return True
 
 
-def _seeds(spans: _Spans, component: Names, phase: Names, forward: Bools) -> Bools:
+def _seeds(spans: _Spans) -> Bools:
     """Operators (n,) inside a backward range before its first node: they begin with the loss."""
-    starts = np.sort(spans.start[spans.node == np.arange(len(spans.node))])
+    component, forward = spans.component, spans.forward
+    starts = np.sort(spans.start[spans.nodes()])
     passed = np.sort(spans.start[forward & np.isin(component, MODEL)])
-    asked = forward & (component == "other") & (phase == "backward")
-    asked &= outermost(spans.parent, asked & spans.operator) >= 0
+    asked = forward & (component == "other") & (spans.phase == "backward")
+    asked &= outermost_marked(spans.parent, asked & spans.operator) >= 0
     return asked & _follows(passed, starts, spans.start)
 
 
-def _mlps(
-    spans: _Spans,
-    component: Names,
-    phase: Names,
-    forward: Bools,
-    iterations: Sequence[tuple[int, int]],
-) -> Names:
-    """``component`` with each forward MLP bottom or top: which stands after the interaction?
+def _place_mlps(spans: _Spans) -> None:
+    """Make each forward MLP bottom or top: which stands after the interaction?
 
     An MLP before the first interaction of its pass is the bottom one. A pass begins with an
     iteration, or after a backward node; where no iteration is known, also with a lookup, a
     loss or an update.
     """
+    component, forward = spans.component, spans.forward
     here = forward & (component == MLP)
     if not here.any():
-        return component
-    begins = spans.pass_begins(iterations)
-    if not iterations:
+        return
+    begins = spans.pass_begins()
+    if not len(spans.begins):
         others = forward & np.isin(component, ["embedding", "loss", "optimizer", "data"])
         begins = np.sort(np.concatenate([begins, spans.start[others]]))
-    meets = np.sort(spans.start[forward & (component == "interaction") & (phase != "backward")])
-    told = component.copy()
-    if not len(meets):
-        return told
-    after = _follows(meets, begins, spans.start[here])
-    told[here] = np.where(after, "top_mlp", "bottom_mlp")
-    return told
+    met = forward & (component == "interaction") & (spans.phase != "backward")
+    meets = np.sort(spans.start[met])
+    if len(meets):
+        after = _follows(meets, begins, spans.start[here])
+        component[here] = np.where(after, "top_mlp", "bottom_mlp")
 
 
 def _follows(events: Ints, begins: Ints, at: Ints) -> Bools:
@@ -373,30 +364,24 @@ def _follows(events: Ints, begins: Ints, at: Ints) -> Bools:
     return np.asarray((last >= begun) & (last > np.iinfo(np.int64).min))
 
 
-def _fill_between(
-    spans: _Spans,
-    component: Names,
-    phase: Names,
-    hinted: Bools,
-    forward: Bools,
-    iterations: Sequence[tuple[int, int]],
-) -> None:
+def _fill_between(spans: _Spans) -> None:
     """Give operators that nothing names to the part between whose operators they run.
 
     Between two operators of one part they are that part's; see :data:`BETWEEN` for others.
-    Both must be of the same forward pass, on the same thread. Changes all three columns.
+    Both must be of the same forward pass, on the same thread.
     """
-    passing = forward & np.isin(phase, ["", "forward"])
-    known = np.flatnonzero(passing & np.isin(component, MODEL))
+    component = spans.component
+    passing = spans.forward & np.isin(spans.phase, ["", "forward"])
+    with_part = np.flatnonzero(passing & np.isin(component, MODEL))
     unknown = passing & (component == "other")
-    outer = outermost(spans.parent, unknown & spans.operator)
+    outer = outermost_marked(spans.parent, unknown & spans.operator)
     asked = np.flatnonzero(unknown & (outer >= 0))
-    if not len(known) or not len(asked):
+    if not len(with_part) or not len(asked):
         return
-    begins = spans.pass_begins(iterations)
+    begins = spans.pass_begins()
     at = spans.start[outer[asked]]
     for profile in np.unique(spans.profile[asked]):
-        rows = known[spans.profile[known] == profile]
+        rows = with_part[spans.profile[with_part] == profile]
         rows = rows[np.argsort(spans.start[rows], kind="stable")]
         chosen = spans.profile[asked] == profile
         if not len(rows):
@@ -409,29 +394,27 @@ def _fill_between(
             begins, spans.start[after], side="right"
         )
         first, last = component[before], component[after]
-        told = np.where(inner & (first == last), first, "other")
+        guess = np.where(inner & (first == last), first, "other")
         for (one, other), part in BETWEEN.items():
-            told[inner & (first == one) & (last == other)] = part
-        component[asked[chosen]] = told
-        hinted[asked[chosen]] = told != "other"
+            guess[inner & (first == one) & (last == other)] = part
+        component[asked[chosen]] = guess
+        spans.hinted[asked[chosen]] = guess != "other"
 
 
-def _backward(
-    spans: _Spans, component: Names, hinted: Bools, iterations: Sequence[tuple[int, int]]
-) -> None:
+def _backward(spans: _Spans) -> None:
     """Give each backward node, and what it calls, the part of its forward operator.
 
     A node without one (``AccumulateGrad`` adds a gradient to a parameter's) belongs to the
-    node before it. Changes ``component``.
+    node before it.
     """
-    nodes = np.flatnonzero(spans.node == np.arange(len(spans.node)))
+    component, hinted, nodes = spans.component, spans.hinted, spans.nodes()
     if not len(nodes):
         return
-    twin = _forward_twins(spans, nodes, iterations)
+    twin = _forward_twins(spans, nodes)
     of_twin = np.where(twin >= 0, component[np.maximum(twin, 0)], "other")
-    own = component[nodes]
-    named = ~hinted[nodes] & (own != "other")
-    part = np.where(named | np.isin(of_twin, ["other", MLP]), own, of_twin)
+    node_part = component[nodes]
+    named = ~hinted[nodes] & (node_part != "other")
+    part = np.where(named | np.isin(of_twin, ["other", MLP]), node_part, of_twin)
     accumulates = np.array([key == ACCUMULATE for key in spans.key], dtype=bool)[spans.code[nodes]]
     follows = (part == "other") & (accumulates | (twin < 0))
     order = np.lexsort((spans.start[nodes], spans.profile[nodes]))
@@ -452,7 +435,7 @@ def _backward(
         component[undecided] = np.where(after, "bottom_mlp", "top_mlp")
 
 
-def _forward_twins(spans: _Spans, nodes: Ints, iterations: Sequence[tuple[int, int]]) -> Ints:
+def _forward_twins(spans: _Spans, nodes: Ints) -> Ints:
     """Row of the forward operator whose gradient each node computes, −1 where none is known.
 
     By the sequence number that both have: it counts the nodes that a thread makes, and a node
@@ -467,7 +450,7 @@ def _forward_twins(spans: _Spans, nodes: Ints, iterations: Sequence[tuple[int, i
     if not len(numbered) or not (spans.sequence[nodes] >= 0).any():
         if len(spans.flows):
             return _twins_by_flow(spans, nodes, forward, keys)
-        return _twins_by_order(spans, nodes, forward, keys, iterations)
+        return _twins_by_order(spans, nodes, forward, keys)
     of_node = pd.DataFrame(
         {
             "node": np.arange(len(nodes)),
@@ -477,7 +460,7 @@ def _forward_twins(spans: _Spans, nodes: Ints, iterations: Sequence[tuple[int, i
         }
     )
     of_node = of_node[of_node["sequence"] >= 0]
-    made = pd.DataFrame(
+    candidates = pd.DataFrame(
         {
             "row": numbered,
             "profile": spans.profile[numbered],
@@ -485,8 +468,8 @@ def _forward_twins(spans: _Spans, nodes: Ints, iterations: Sequence[tuple[int, i
             "forward_key": spans.keys(numbered, keys),
         }
     )
-    made = made.groupby(["profile", "sequence"]).tail(MOST_ALIKE)
-    pairs = of_node.merge(made, on="sequence")
+    candidates = candidates.groupby(["profile", "sequence"]).tail(MOST_ALIKE)
+    pairs = of_node.merge(candidates, on="sequence")
     pairs = pairs[spans.start[pairs["row"]] <= spans.start[nodes[pairs["node"]]]]
     pairs["alike"] = pairs["key"] == pairs["forward_key"]
     # a node's number is of one forward thread; which one, the names tell
@@ -506,7 +489,7 @@ def _best_twins(pairs: pd.DataFrame, count: int) -> Ints:
 
 def _twins_by_flow(spans: _Spans, nodes: Ints, forward: Ints, keys: Sequence[str]) -> Ints:
     """As :func:`_forward_twins`: a flow leads from an operator to a node."""
-    made = pd.DataFrame(
+    candidates = pd.DataFrame(
         {
             "row": forward,
             "forward": spans.start[forward],
@@ -514,7 +497,7 @@ def _twins_by_flow(spans: _Spans, nodes: Ints, forward: Ints, keys: Sequence[str
             "forward_key": spans.keys(forward, keys),
         }
     )
-    made = made.groupby(["forward", "forward_line"]).tail(MOST_ALIKE)
+    candidates = candidates.groupby(["forward", "forward_line"]).tail(MOST_ALIKE)
     inside = np.flatnonzero(spans.node >= 0)
     of_node = pd.DataFrame(
         {
@@ -526,27 +509,20 @@ def _twins_by_flow(spans: _Spans, nodes: Ints, forward: Ints, keys: Sequence[str
     of_node["key"] = np.array(spans.keys(nodes, spans.key), dtype=object)[of_node["node"]]
     ends = spans.flows.drop_duplicates(["backward", "backward_line"])
     pairs = ends.merge(of_node, on=["backward", "backward_line"])
-    pairs = pairs.merge(made, on=["forward", "forward_line"])
+    pairs = pairs.merge(candidates, on=["forward", "forward_line"])
     pairs["alike"] = pairs["key"] == pairs["forward_key"]
     return _best_twins(pairs, len(nodes))
 
 
-def _twins_by_order(
-    spans: _Spans,
-    nodes: Ints,
-    forward: Ints,
-    keys: Sequence[str],
-    iterations: Sequence[tuple[int, int]],
-) -> Ints:
+def _twins_by_order(spans: _Spans, nodes: Ints, forward: Ints, keys: Sequence[str]) -> Ints:
     """As :func:`_forward_twins`: of each key the last operator belongs to the first node."""
     node_keys = spans.keys(nodes, spans.key)
     wanted = set(node_keys) - {ACCUMULATE}
     asked = np.array([key in wanted for key in keys], dtype=bool)[spans.code]
     forward = forward[asked[forward]]
-    begins = np.sort(np.array([start for start, _ in iterations], dtype=np.int64))
     twin = np.full(len(nodes), -1)
-    of_forward = np.searchsorted(begins, spans.start[forward], side="right")
-    of_nodes = np.searchsorted(begins, spans.start[nodes], side="right")
+    of_forward = np.searchsorted(spans.begins, spans.start[forward], side="right")
+    of_nodes = np.searchsorted(spans.begins, spans.start[nodes], side="right")
     for number in np.unique(of_nodes):
         these, those = np.flatnonzero(of_nodes == number), forward[of_forward == number]
         these = these[np.argsort(spans.start[nodes[these]], kind="stable")]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import sys
 import time
 from collections.abc import Callable
@@ -17,7 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from dlrm_core.base.files import read_json, require_new, write_json
@@ -37,11 +35,17 @@ from dlrm_workbook.evidence.ceilings import measure_ceilings, model_shapes
 from dlrm_workbook.evidence.data_statistics import run_statistics
 from dlrm_workbook.evidence.probes import Lent, Tables, needs_huge_pages, probe_changes
 from dlrm_workbook.evidence.together import time_together
-from dlrm_workbook.ground.machine import machine_facts, memory_limit
+from dlrm_workbook.ground.machine import memory_limit
 from dlrm_workbook.ground.processes import Say, print_stage, say_nothing
 from dlrm_workbook.ground.turns import threads_of
-from dlrm_workbook.recordings.torch import RECORDED
-from dlrm_workbook.recordings.torch.session import Session
+from dlrm_workbook.recordings.torch import RECORDED_KEY
+from dlrm_workbook.recordings.torch.session import (
+    USUAL_DETAIL,
+    Detail,
+    Lengths,
+    Session,
+    circumstances,
+)
 
 WAIT_S = 0.02
 """Seconds between two looks whether changes are asked for."""
@@ -52,10 +56,11 @@ SAMPLED_ITERATIONS = 3
 """Iterations whose Python stack is sampled, after those that are timed and recorded."""
 
 
-def record(
+def record_iterations(
     run_iteration: Callable[[int], object],
-    iterations: int,
     folder: str | Path,
+    lengths: Lengths,
+    detail: Detail = USUAL_DETAIL,
     afterwards: Callable[[], dict[str, Any]] | None = None,
     **options: Any,
 ) -> Path:
@@ -65,13 +70,14 @@ def record(
         run_iteration: Runs the iteration of that number (from 0, warm-up included)
             under the range ``parts.ITERATION_SPAN``, which it opens itself.
         afterwards: called after the last one; what it finds goes into ``recording.json`` too.
-        folder, options: as :class:`~dlrm_workbook.recordings.torch.session.Session` takes them.
+        folder, lengths, detail, options: as
+            :class:`~dlrm_workbook.recordings.torch.session.Session` takes them.
 
     Raises:
-        InputError: a count is impossible, ``folder`` exists or cannot be written, or
-            the device is a GPU that is not there.
+        InputError: ``folder`` exists or cannot be written, or the device is a GPU that is not
+            there.
     """
-    with Session(folder, iterations, **options) as session:
+    with Session(folder, lengths, detail, **options) as session:
         for number in range(session.total):
             run_iteration(number)
             session.step()
@@ -105,15 +111,15 @@ def record_workload(
     keep_freed_memory()
     # first, so that evidence, run and what the recording says are of one back end
     parameters, chosen = resolved(parameters)
-    found = evidence(parameters, say)
-    missing = found["not_measured"]
+    facts = evidence(parameters, say)
+    missing = facts["not_measured"]
     # one core fills the tables
     with ThreadPoolExecutor(1) as beside:
         statistics = beside.submit(run_statistics, parameters)
         if not parameters.training.compile:  # else the trainer imports the same
             beside.submit(load_profiler)
         trainer = Trainer(parameters)
-    found["data_statistics"] = statistics.result()
+    facts["data_statistics"] = statistics.result()
     trainer.notices[:0] = chosen
     losses: list[torch.Tensor] = []
     plain: list[dict[str, float]] = []
@@ -139,20 +145,15 @@ def record_workload(
         return probed(parameters, missing, say, tables)
 
     try:
-        path = record(
+        path = record_iterations(
             iterate,
-            config.iterations,
             folder,
+            Lengths(config.iterations, config.warmup, config.iterations, SAMPLED_ITERATIONS),
+            Detail(config.with_stack, config.record_shapes, config.profile_memory),
             afterwards,
             device=trainer.device,
-            warmup=config.warmup,
-            unprofiled=config.iterations,
-            sampled=SAMPLED_ITERATIONS,
-            with_stack=config.with_stack,
-            record_shapes=config.record_shapes,
-            profile_memory=config.profile_memory,
             information=information(parameters, trainer.device, trainer.notices)
-            | found
+            | facts
             | {"command": "dlrm record", "unprofiled_parts_ms": plain},
             progress=progress,
         )
@@ -185,7 +186,7 @@ def command_record(arguments: argparse.Namespace) -> int:
 
     def then(parameters: Parameters, tables: list[Tables]) -> None:
         if arguments.together:
-            print(json.dumps({RECORDED: str(folder)}), flush=True)
+            print(json.dumps({RECORDED_KEY: str(folder)}), flush=True)
             asked, answer = arguments.together
             answer_changes(Path(asked), Path(answer), parameters, tables)
 
@@ -206,13 +207,7 @@ def information(parameters: Parameters, device: torch.device, notices: list[str]
         "title": parameters.title,
         "parameters": parameters.to_sections(),
         "device_name": device_name(device),
-        "threads": torch.get_num_threads(),
-        "machine": machine_facts(),
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "numpy": np.__version__,
-        },
+        **circumstances(),
         "notices": list(notices),
     }
 
@@ -231,7 +226,7 @@ def evidence(parameters: Parameters, say: Say = say_nothing) -> dict[str, Any]:
     """
     device = resolve_device(parameters.training)
     missing: dict[str, str] = {}
-    found: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "memory_limit_bytes": torch.cuda.mem_get_info(device)[1]
         if device.type == "cuda"
         else memory_limit(),
@@ -240,11 +235,11 @@ def evidence(parameters: Parameters, say: Say = say_nothing) -> dict[str, Any]:
     }
     if not parameters.profiling.probes:
         missing["ceilings"] = NOT_PROBED
-        return found
+        return facts
     say("measuring this machine's limits", 0, 1)
-    found["ceilings"], late = measure_ceilings(model_shapes(parameters, device), device)
+    facts["ceilings"], late = measure_ceilings(model_shapes(parameters, device), device)
     missing |= late
-    return found
+    return facts
 
 
 def probed(
@@ -293,8 +288,8 @@ def main(arguments: list[str]) -> int:
     end_with_starter()
     file, output = arguments
     parameters = resolved(load_parameters(file))[0]
-    found = {**evidence(parameters, print_stage), "data_statistics": run_statistics(parameters)}
-    write_json(Path(output), found | probed(parameters, found["not_measured"], print_stage))
+    facts = {**evidence(parameters, print_stage), "data_statistics": run_statistics(parameters)}
+    write_json(Path(output), facts | probed(parameters, facts["not_measured"], print_stage))
     return 0
 
 

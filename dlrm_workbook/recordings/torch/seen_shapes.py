@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 MOST_PRODUCTS = 24
 """Products that are timed; those with the most operations."""
 
-COMMON = 1024
+COMMON_SIZE = 1024
 """Each size of the product that is timed for a program which multiplies no matrices."""
 
 LEFT_OPERAND = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1}
 """Operators that multiply matrices, and the place of the left one among their inputs."""
 
-LAYOUTS = {"aten::addmm": ("forward",), "aten::mm": ("backward_input", "backward_weight")}
+PRODUCT_LAYOUTS = {"aten::addmm": ("forward",), "aten::mm": ("backward_input", "backward_weight")}
 """The layouts in which the products of an operator are timed; others have the plain one."""
 
 _LOOKUP = re.compile(r"^\[\[(\d+), (\d+)\], \[(\d+|\*)\], \[(\d+)\](?:, \[\]){4}")
@@ -57,11 +57,11 @@ def lookup_of(name: str, shapes: str) -> tuple[int, int, int | None, int] | None
     Args:
         shapes: as :func:`product_of` takes them. Lookups that differ from call to call are None.
     """
-    found = _LOOKUP.match(shapes) if name.startswith("aten::_embedding_bag") else None
-    if found is None:
+    match = _LOOKUP.match(shapes) if name.startswith("aten::_embedding_bag") else None
+    if match is None:
         return None
-    lookups = None if found[3] == "*" else int(found[3])
-    return int(found[1]), int(found[2]), lookups, int(found[4])
+    lookups = None if match[3] == "*" else int(match[3])
+    return int(match[1]), int(match[2]), lookups, int(match[4])
 
 
 def seen_shapes(averages: Iterable[Mapping[str, Any]], threads: int) -> Shapes:
@@ -83,7 +83,7 @@ def seen_shapes(averages: Iterable[Mapping[str, Any]], threads: int) -> Shapes:
         name, shapes = str(row["name"]), str(row["shapes"])
         if (sizes := product_of(name, shapes)) is not None and min(sizes) > 0:
             batch, m, n, k = sizes
-            for phase in LAYOUTS.get(name, ("backward_input",)):
+            for phase in PRODUCT_LAYOUTS.get(name, ("backward_input",)):
                 product = Product("", -1, phase, m, n, k, batch)
                 seen = operations.get(product, 0.0)
                 operations[product] = seen + float(product.flops) * row["count"]
@@ -93,5 +93,5 @@ def seen_shapes(averages: Iterable[Mapping[str, Any]], threads: int) -> Shapes:
                 tables.append((rows * width, rows, width, max(1, round(lookups / bags)), bags))
     most = sorted(operations, key=lambda product: -operations[product])[:MOST_PRODUCTS]
     _, rows, width, bag, bags = max(tables, default=(0, 0, 0, 1, 1))
-    common = Product("", -1, "forward", COMMON, COMMON, COMMON)
+    common = Product("", -1, "forward", COMMON_SIZE, COMMON_SIZE, COMMON_SIZE)
     return Shapes(most or [common], threads, width, rows, bag, bags)

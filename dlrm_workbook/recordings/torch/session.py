@@ -28,6 +28,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -38,15 +39,13 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from dlrm_core.base.errors import InputError
 from dlrm_core.base.files import whole_folder, write_text
-from dlrm_core.parts import PART_PREFIX, STEP_MARK, parse_part
-from dlrm_workbook.evidence.counters import NO_GPU, IterationCounters
+from dlrm_workbook.evidence.counters import NO_GPU_USED, IterationCounters
 from dlrm_workbook.ground.machine import machine_facts, memory_limit
+from dlrm_workbook.ground.marks import PART_PREFIX, STEP_MARK, parse_part
 from dlrm_workbook.ground.processes import without_collection
-from dlrm_workbook.recordings.torch import RECORDED_PASS, UNKNOWN_MODEL
+from dlrm_workbook.recordings.torch import RECORDED_PASS, RECORDING_VERSION, UNKNOWN_MODEL
 from dlrm_workbook.recordings.torch.modules import ModuleRanges
 from dlrm_workbook.recordings.torch.sampling import StackSampler
-
-FORMAT_VERSION = 1
 
 WARM_UP, BEFORE, PROFILED, AFTER, SAMPLED = "warm-up", "before", "profiled", "after", "sampled"
 """Phases of a session, in their order: not measured, timed, recorded, timed, and run with nothing
@@ -59,14 +58,67 @@ SHORTEST = 5
 """An iteration of a foreign program must be so many times as long as reading the counters."""
 
 
+@dataclass(frozen=True)
+class Lengths:
+    """How many iterations a session has of each kind.
+
+    First ``warmup`` iterations run unmeasured, then ``profiled`` are recorded. Of
+    ``unprofiled`` ones, half run before and half after those, timed without the
+    profiler: against them its dilation is stated, and a machine that slows down or
+    speeds up meanwhile does not pass for it. In ``sampled`` ones at the end the Python
+    stack is sampled, where it is not while recording.
+
+    Raises:
+        InputError: a count is impossible.
+    """
+
+    profiled: int
+    warmup: int = 2
+    unprofiled: int = 0
+    sampled: int = 0
+
+    def __post_init__(self) -> None:
+        if self.profiled < 1 or self.warmup < 0 or self.unprofiled < 0:
+            raise InputError(
+                "a recording needs iterations >= 1, warmup >= 0 and unprofiled >= 0, "
+                f"not {self.profiled}, {self.warmup} and {self.unprofiled}"
+            )
+
+    def of_phases(self) -> dict[str, int]:
+        """How many each phase has, in their order."""
+        return {
+            WARM_UP: self.warmup,
+            BEFORE: self.unprofiled - self.unprofiled // 2,
+            PROFILED: self.profiled,
+            AFTER: self.unprofiled // 2,
+            SAMPLED: self.sampled,
+        }
+
+
+@dataclass(frozen=True)
+class Detail:
+    """What is recorded besides when operators ran.
+
+    Attributes:
+        with_stack, record_shapes, profile_memory: as torch.profiler has them.
+        ceilings: the limits of this machine, measured afterwards at the shapes that were
+            recorded. Where the iterations are ours, that is done elsewhere.
+    """
+
+    with_stack: bool = False
+    record_shapes: bool = True
+    profile_memory: bool = False
+    ceilings: bool = False
+
+
+USUAL_DETAIL = Detail()
+
+
 class Session:
     """Some iterations of a loop, recorded in a new folder.
 
-    First ``warmup`` iterations run unmeasured, then ``iterations`` are recorded. Of
-    ``unprofiled`` ones, half run before and half after those, timed without the
-    profiler: against them its dilation is stated, and a machine that slows down or
-    speeds up meanwhile does not pass for it. After each iteration, with the profiler and
-    without, the system's counters are read (:mod:`dlrm_workbook.evidence.counters`).
+    After each iteration, with the profiler and without, the system's counters are read
+    (:mod:`dlrm_workbook.evidence.counters`).
 
     Args:
         folder: Must not exist. It appears only when whole.
@@ -75,59 +127,36 @@ class Session:
             around groups of modules, times the laps between them with the profiler and
             without, and samples the Python stack while it records, so that what runs
             outside of operators has a name.
-        sampled: Iterations at the end in which the Python stack is sampled, where it is not
-            while recording.
-        ceilings: Measure the limits of this machine afterwards, at the shapes that were
-            recorded. Where the iterations are ours, that is done elsewhere.
         information: Goes into ``recording.json`` as it is: ``parameters``,
             ``machine``, ``versions``, ``probes``, ``command``, ...
         progress: Called with (iterations done, iterations in all) after each.
 
     Raises:
-        InputError: a count is impossible, or ``device`` is a GPU that is not there.
+        InputError: ``device`` is a GPU that is not there.
     """
 
     def __init__(
         self,
         folder: str | Path,
-        iterations: int,
+        lengths: Lengths,
+        detail: Detail = USUAL_DETAIL,
         *,
         device: str | torch.device = "cpu",
-        warmup: int = 2,
-        unprofiled: int = 0,
-        with_stack: bool = False,
-        record_shapes: bool = True,
-        profile_memory: bool = False,
         ours: bool = True,
-        sampled: int = 0,
-        ceilings: bool = False,
         information: dict[str, Any] | None = None,
         progress: Callable[[int, int], object] | None = None,
     ) -> None:
-        if iterations < 1 or warmup < 0 or unprofiled < 0:
-            raise InputError(
-                "a recording needs iterations >= 1, warmup >= 0 and unprofiled >= 0, "
-                f"not {iterations}, {warmup} and {unprofiled}"
-            )
         self.folder, self.device = Path(folder), torch.device(device)
         self.on_gpu = self.device.type == "cuda"
         if self.on_gpu and not torch.cuda.is_available():
             raise InputError(f"cannot record on {self.device}: torch sees no GPU")
-        self._with_stack, self._record_shapes = with_stack, record_shapes
-        self._profile_memory, self._ceilings = profile_memory, ceilings
+        self._detail, self._lengths = detail, lengths.of_phases()
         self.information = dict(information or {})
         self.ours, self._progress = ours, progress
-        self.total = warmup + unprofiled + iterations + sampled
-        self._plan = [
-            (WARM_UP, warmup),
-            (BEFORE, unprofiled - unprofiled // 2),
-            (PROFILED, iterations),
-            (AFTER, unprofiled // 2),
-            (SAMPLED, sampled),
-        ]
+        self.total = sum(self._lengths.values())
         self.done = 0
         """Iterations that have ended."""
-        self._each: dict[str, list[float]] = {phase: [] for phase, _ in self._plan}
+        self._each: dict[str, list[float]] = {phase: [] for phase in self._lengths}
         """Host milliseconds of the iterations of each phase."""
         self._all_ms = dict.fromkeys(self._each, 0.0)
         """Milliseconds of each phase, with the device's work done."""
@@ -187,9 +216,8 @@ class Session:
             if error is not None:
                 raise error  # through what is on the stack, which leaves no folder then
             if not self._each[PROFILED]:
-                counts = dict(self._plan)
                 # two more: those before the session begins, see inject.py
-                needed = counts[WARM_UP] + counts[BEFORE] + 3
+                needed = self._lengths[WARM_UP] + self._lengths[BEFORE] + 3
                 raise InputError(
                     f"the training ended after {self.done} of {self.total} iterations to measure, "
                     f"before one was recorded; train at least {needed}, or lower "
@@ -219,8 +247,8 @@ class Session:
         if self._phase is None:
             return
         self._ended = time.perf_counter()
-        each = self._each[self._phase]
-        each.append((self._ended - self._began) * 1e3)
+        times = self._each[self._phase]
+        times.append((self._ended - self._began) * 1e3)
         self._mark()
         self._take_laps()
         if self._counted is not None:
@@ -228,7 +256,7 @@ class Session:
         self.done += 1
         if self._progress is not None:
             self._progress(self.done, self.total)
-        if len(each) == dict(self._plan)[self._phase]:
+        if len(times) == self._lengths[self._phase]:
             self._end_phase()
             self._begin_phase()
         self._began = time.perf_counter()
@@ -237,9 +265,8 @@ class Session:
 
     def _begin_phase(self) -> None:
         """Begin the first phase that has iterations to come; none where all are done."""
-        self._phase = next(
-            (phase for phase, count in self._plan if len(self._each[phase]) < count), None
-        )
+        left = (phase for phase, times in self._each.items() if len(times) < self._lengths[phase])
+        self._phase = next(left, None)
         self._counted = False if self._phase in (BEFORE, AFTER) else None
         if self._phase == PROFILED:
             self._start_profiler()
@@ -262,7 +289,7 @@ class Session:
         # No waiting in between: work that the GPU does while the host runs ahead
         # would otherwise be profiled as if it could not.
         self._wait()
-        whole = len(self._each[self._phase]) == dict(self._plan)[self._phase]
+        whole = len(self._each[self._phase]) == self._lengths[self._phase]
         total_s = (time.perf_counter() if whole else self._ended) - self._phase_began
         if not self.on_gpu:  # a GPU computes while its host reads counters
             total_s -= sum(self._counters.cost_s) - self._read_before
@@ -288,9 +315,9 @@ class Session:
             activities.append(ProfilerActivity.CUDA)
         self._profiler = profile(
             activities=activities,
-            record_shapes=self._record_shapes,
-            profile_memory=self._profile_memory,
-            with_stack=self._with_stack,
+            record_shapes=self._detail.record_shapes,
+            profile_memory=self._detail.profile_memory,
+            with_stack=self._detail.with_stack,
             with_flops=True,
         )
         if self._modules is not None:
@@ -316,7 +343,7 @@ class Session:
             self._no_laps = "on a GPU the time of a part is that of its kernels"
         elif modules.missing is not None:
             self._no_laps = modules.missing
-        elif dict(self._plan)[WARM_UP] < 1:
+        elif self._lengths[WARM_UP] < 1:
             self._no_laps = "no iteration warmed up, from which their cost would be known"
         else:
             modules.timed = True
@@ -345,20 +372,20 @@ class Session:
 
         An iteration that is divided otherwise is null.
         """
-        found = {
-            phase: [(tuple(what for what, _ in one), [at for _, at in one]) for one in each]
-            for phase, each in self._moments.items()
+        divided = {
+            phase: [(tuple(what for what, _ in one), [at for _, at in one]) for one in iterations]
+            for phase, iterations in self._moments.items()
         }
-        orders = Counter(order for each in found.values() for order, _ in each)
+        orders = Counter(order for iterations in divided.values() for order, _ in iterations)
         if not orders or self._no_laps is not None:
             return None
         usual = orders.most_common(1)[0][0]
         laps = {
             phase: [
                 (np.diff(at) * 1e3).round(6).tolist() if order == usual else None
-                for order, at in each
+                for order, at in iterations
             ]
-            for phase, each in found.items()
+            for phase, iterations in divided.items()
         }
         return {
             "between": list(usual[1:-1]),
@@ -374,7 +401,7 @@ class Session:
         profiler.export_chrome_trace(str(part / "trace.json.gz"))
         averages = key_averages(profiler)
         documents = {
-            "key_averages": {"format_version": FORMAT_VERSION, "rows": averages},
+            "key_averages": {"format_version": RECORDING_VERSION, "rows": averages},
             "recording": self._head(averages),
         }
         if self._sampler is not None:
@@ -392,12 +419,8 @@ class Session:
         information, measured = self.information, self._each[PROFILED]
         plain = self._each[BEFORE] + self._each[AFTER]
         plain_all = self._all_ms[BEFORE] + self._all_ms[AFTER]
-        options = {
-            "with_stack": self._with_stack,
-            "record_shapes": self._record_shapes,
-            "profile_memory": self._profile_memory,
-            "warmup": dict(self._plan)[WARM_UP],
-        }
+        options = asdict(self._detail) | {"warmup": self._lengths[WARM_UP]}
+        del options["ceilings"]
         missing = self._not_measured(averages)
         if self._threads > 1:
             missing["other_threads"] = (
@@ -417,7 +440,7 @@ class Session:
             **information,
             **counted,
             **ceilings,
-            "format_version": FORMAT_VERSION,
+            "format_version": RECORDING_VERSION,
             "engine": "torch",
             "device": str(self.device),
             "torch": torch.__version__,
@@ -452,13 +475,13 @@ class Session:
     ) -> tuple[dict[str, Any], dict[str, str]]:
         """``ceilings`` of this machine at the recorded shapes, and reasons of what is missing."""
         why = None
-        if not self._ceilings:
+        if not self._detail.ceilings:
             why = "the recording was made without them (profiling.probes, or record's ceilings)"
         elif self.on_gpu:
             why = "a GPU's limits are those of its data sheet"
         elif rank_of_process()[1] > 1:
             why = "several ranks share this machine, and what it leaves to one was not measured"
-        elif not self._record_shapes:
+        elif not self._detail.record_shapes:
             why = "input shapes were not recorded (`-p profiling.record_shapes=true` records them)"
         if why is None:
             try:
@@ -466,23 +489,23 @@ class Session:
                 from dlrm_workbook.recordings.torch.seen_shapes import seen_shapes
 
                 shapes = seen_shapes(averages, torch.get_num_threads())
-                found, missing = measure_ceilings(shapes, self.device)
-                return {"ceilings": found}, missing
+                ceilings, missing = measure_ceilings(shapes, self.device)
+                return {"ceilings": ceilings}, missing
             except Exception as error:  # what is trained is worth more than any figure of ours
                 why = f"measuring them failed: {type(error).__name__}: {error}"
         return {}, {"ceilings": why}
 
     def _sampled_pass(self, plain: list[float]) -> list[dict[str, Any]]:
         """What the iterations cost in which nothing but the stack was sampled."""
-        each = self._each[SAMPLED]
-        if not each:
+        times = self._each[SAMPLED]
+        if not times:
             return []
         return [
             {
                 "name": "Python stack sampled",
-                "iterations": len(each),
-                "ms_per_iteration": self._all_ms[SAMPLED] / len(each),
-                "dilation": statistics.median(each) / statistics.median(plain) if plain else None,
+                "iterations": len(times),
+                "ms_per_iteration": self._all_ms[SAMPLED] / len(times),
+                "dilation": statistics.median(times) / statistics.median(plain) if plain else None,
             }
         ]
 
@@ -495,7 +518,7 @@ class Session:
             }
         else:
             absent = ("gpu_time_ms", "launches", "copy_bytes", "gpu_stall_reasons")
-            missing = dict.fromkeys(absent, NO_GPU)
+            missing = dict.fromkeys(absent, NO_GPU_USED)
         if self._modules is not None and self._modules.missing is not None:
             missing["modules"] = self._modules.missing
         if self._no_laps is not None and not self.on_gpu:
@@ -503,11 +526,11 @@ class Session:
                 "parts were not timed without the profiler, so one factor scales them all: "
                 + self._no_laps
             )
-        if not self._record_shapes:
+        if not self._detail.record_shapes:
             missing["shapes"] = (
                 "input shapes were not recorded; `-p profiling.record_shapes=true` records them"
             )
-        if not self._profile_memory:
+        if not self._detail.profile_memory:
             missing["allocated_bytes"] = (
                 "memory was not recorded; `-p profiling.profile_memory=true` records it"
             )
@@ -557,12 +580,21 @@ def rank_of_process() -> tuple[int | None, int]:
     return None, 1
 
 
-def begin(folder: Path, iterations: int, information: dict[str, Any], **options: Any) -> Session:
-    """Begin to record a program that is not ours, in whose first iterations we are.
+def circumstances() -> dict[str, Any]:
+    """Threads, machine and versions that a process computes with."""
+    return {
+        "threads": torch.get_num_threads(),
+        "machine": machine_facts(),
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "numpy": np.__version__,
+        },
+    }
 
-    Args:
-        information: added to what every recording says of its circumstances.
-        options: as :class:`Session` takes them.
+
+def begin(folder: Path, lengths: Lengths, detail: Detail) -> Session:
+    """Begin to record a program that is not ours, in whose first iterations we are.
 
     Raises:
         InputError: the folder exists, or the program is being profiled already.
@@ -575,27 +607,15 @@ def begin(folder: Path, iterations: int, information: dict[str, Any], **options:
     used = torch.cuda.is_available() and torch.cuda.is_initialized()
     device = torch.device("cuda", torch.cuda.current_device()) if used else torch.device("cpu")
     limit = torch.cuda.mem_get_info(device)[1] if used else memory_limit()
-    circumstances = {
+    information = {
         "command": " ".join([Path(sys.executable).name, *sys.orig_argv[1:]]),
         "device_name": torch.cuda.get_device_name(device) if used else "CPU",
-        "threads": torch.get_num_threads(),
-        "machine": machine_facts(),
         "memory_limit_bytes": limit,
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "numpy": np.__version__,
-        },
+        **circumstances(),
         "not_measured": dict.fromkeys(("part_probes", "data_statistics"), UNKNOWN_MODEL),
     }
-    return Session(
-        folder,
-        iterations,
-        device=device,
-        ours=False,
-        information=circumstances | information,
-        **options,
-    ).__enter__()
+    session = Session(folder, lengths, detail, device=device, ours=False, information=information)
+    return session.__enter__()
 
 
 class record:
@@ -646,15 +666,8 @@ class record:
             )
         if self._folder.exists():
             raise InputError(f"{self._folder} exists already; record never writes over a folder")
-        self._options = {
-            "warmup": warmup,
-            "unprofiled": iterations,
-            "record_shapes": record_shapes,
-            "profile_memory": profile_memory,
-            "with_stack": with_stack,
-            "ceilings": ceilings,
-        }
-        self._iterations = iterations
+        self._lengths = Lengths(iterations, warmup, unprofiled=iterations)
+        self._detail = Detail(with_stack, record_shapes, profile_memory, ceilings)
         self._session: Session | None = None
         self._over = False
 
@@ -682,7 +695,7 @@ class record:
         if self._session is None:
             rank, _ = rank_of_process()
             place = self._folder if rank is None else self._folder / f"rank{rank}"
-            self._session = begin(place, self._iterations, {}, **self._options)
+            self._session = begin(place, self._lengths, self._detail)
             return
         self._session.step()
         if self._session.finished:

@@ -41,15 +41,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 
+from dlrm_workbook.ground.arrays import Bools, Floats, Ints, Names
 from dlrm_workbook.recordings.profile import inclusive_from_exclusive
 
-Kind = tuple[str, int]
+ElementType = tuple[str, int]
 """Name of a type and bytes of an element."""
 
-TYPES: dict[str, Kind] = {
+TYPES: dict[str, ElementType] = {
     "float": ("fp32", 4),
     "double": ("fp64", 8),
     "c10::Half": ("fp16", 2),
@@ -67,7 +67,7 @@ TYPES: dict[str, Kind] = {
 }
 """Types of tensors as a trace writes them: to the name of their precision, and bytes."""
 
-UNKNOWN = "unknown"
+UNKNOWN_PRECISION = "unknown"
 """The precision of operands whose types the trace does not have."""
 
 OPERATIONS = "operations:"
@@ -79,7 +79,7 @@ EACH_ONCE, AT_LEAST, ASKED_FOR = "each once", "at least", "asked for"
 """What counted bytes are: of every tensor, of some of them, of rows that may repeat."""
 
 Shape = list[int]
-Amounts = tuple[float, list[tuple[int | Kind, int]]]
+Amounts = tuple[float, list[tuple[int | ElementType, int]]]
 """Operations, and (input whose type counts, or type; elements) of everything read and written."""
 
 _INTEGERS = {"int8", "uint8", "int16", "int32", "int64", "bool"}
@@ -95,7 +95,7 @@ class Call:
     """Concrete inputs as text: ``'[1, 1]'``, ``'False'``, ``''`` for tensors."""
     strides: list[Any] = field(default_factory=list)
     output: Shape | None = None
-    output_kind: Kind | None = None
+    output_kind: ElementType | None = None
     """Shape of the result, where the backward twin gives it."""
     above: list[Any] = field(default_factory=list)
     """Shapes of the inputs of the operator that called this one."""
@@ -115,7 +115,7 @@ class Call:
         ]
         return any(strided) and not all(strided)
 
-    def kind(self, place: int) -> Kind | None:
+    def kind(self, place: int) -> ElementType | None:
         """Type of a tensor; None for what is no tensor or has none."""
         return TYPES.get(self.types[place]) if place < len(self.types) else None
 
@@ -137,10 +137,10 @@ class Call:
 
     def numbers(self, place: int, count: int) -> list[int] | None:
         """A list of ``count`` integers; None where the trace has none."""
-        found = self.value(place)
-        if not isinstance(found, list) or len(found) != count:
+        listed = self.value(place)
+        if not isinstance(listed, list) or len(listed) != count:
             return None
-        return found if all(type(number) is int for number in found) else None
+        return listed if all(type(number) is int for number in listed) else None
 
 
 Formula = Callable[[Call], Amounts | None]
@@ -160,7 +160,7 @@ def _product(a: Shape, b: Shape, first: int, added: Shape | None = None) -> Amou
         return None
     result = math.prod(a[:-1]) * b[-1]
     operations = 2.0 * result * a[-1]
-    moved: list[tuple[int | Kind, int]]
+    moved: list[tuple[int | ElementType, int]]
     moved = [(first, math.prod(a)), (first + 1, math.prod(b)), (first, result)]
     if added is not None:
         operations += result
@@ -213,10 +213,10 @@ def _linear(call: Call) -> Amounts | None:
         return None
     rows = [math.prod(a[:-1]), a[-1]]
     biased = shapes[2] if len(shapes) > 2 and shapes[2] else None
-    found = _product(rows, weight[::-1], 0, biased)
-    if found and biased:
-        found[1][-1] = (2, math.prod(biased))
-    return found
+    amounts = _product(rows, weight[::-1], 0, biased)
+    if amounts and biased:
+        amounts[1][-1] = (2, math.prod(biased))
+    return amounts
 
 
 def _vector(matrix: Shape, vector: Shape, first: int, added: Shape | None = None) -> Amounts | None:
@@ -256,7 +256,7 @@ def _convolution_backward(call: Call) -> Amounts | None:
     if operations is None:
         return None
     into, weights = bool(mask[0]), bool(mask[1])
-    moved: list[tuple[int | Kind, int]] = [(0, call.stored(0))]
+    moved: list[tuple[int | ElementType, int]] = [(0, call.stored(0))]
     if into:
         moved += [(2, math.prod(weight)), (1, math.prod(given))]
     if weights:
@@ -330,7 +330,7 @@ def _broadcast(shapes: list[Shape]) -> Shape | None:
         return None
 
 
-def _promoted(call: Call, operands: list[int], keeps_integers: bool) -> Kind | None:
+def _promoted(call: Call, operands: list[int], keeps_integers: bool) -> ElementType | None:
     """The type of an elementwise result by torch's promotion, where types alone tell it."""
     every = [(call.kind(i), bool(call.shapes[i])) for i in operands]
     kinds = [kind for kind, dimensions in every if kind and dimensions]
@@ -363,7 +363,7 @@ def _elementwise(count: int, integers: bool = False, result: str = "") -> Formul
         if shape is None:
             return None
         keeps = integers and len(operands) == count
-        kind: int | Kind | None = TYPES.get(result) or (
+        kind: int | ElementType | None = TYPES.get(result) or (
             operands[0] if result == "first" else _promoted(call, operands, keeps)
         )
         for place in range(count, len(call.shapes)):
@@ -429,7 +429,7 @@ def _softmax(call: Call) -> Amounts | None:
     kind, wide = call.kind(0), call.value(2)
     if kind is None or (kind[1] == 2 and not isinstance(wide, bool)):
         return None
-    result: int | Kind = TYPES["float"] if kind[1] == 2 and wide else 0
+    result: int | ElementType = TYPES["float"] if kind[1] == 2 and wide else 0
     return 0.0, [(0, call.stored(0)), (result, math.prod(call.shapes[0]))]
 
 
@@ -680,9 +680,9 @@ def work_of_call(
         below: shapes of the ``aten::to`` that it calls.
 
     Of an operator with a sparse input nothing is known, unless it adds it to a table.
-    Of operators in :data:`PRODUCTS` bytes are NaN, and the precision :data:`UNKNOWN`, where types
-    are missing; operands of two precisions have none either. Of those in :data:`TRAFFIC`
-    operations are 0 and the precision is "".
+    Of operators in :data:`PRODUCTS` bytes are NaN, and the precision
+    :data:`UNKNOWN_PRECISION`, where types are missing; operands of two precisions have none
+    either. Of those in :data:`TRAFFIC` operations are 0 and the precision is "".
     """
     formula = FORMULAS.get(name)
     if formula is None:
@@ -709,25 +709,25 @@ def work_of_call(
         return None
     operations, moved = amounts
     moved = [(what, count) for what, count in moved if count]
-    known = [call.kind(what) if isinstance(what, int) else what for what, _ in moved]
-    if not known or any(kind is None for kind in known):
-        return (operations, math.nan, UNKNOWN) if name in PRODUCTS else None
-    size = sum(kind[1] * count for kind, (_, count) in zip(known, moved, strict=True) if kind)
+    types_moved = [call.kind(what) if isinstance(what, int) else what for what, _ in moved]
+    if not types_moved or any(kind is None for kind in types_moved):
+        return (operations, math.nan, UNKNOWN_PRECISION) if name in PRODUCTS else None
+    size = sum(kind[1] * count for kind, (_, count) in zip(types_moved, moved, strict=True) if kind)
     if not operations:
         return 0.0, float(size), ""
-    operands = {kind[0] for kind in known if kind} - _INTEGERS
-    return operations, float(size), operands.pop() if len(operands) == 1 else UNKNOWN
+    operands = {kind[0] for kind in types_moved if kind} - _INTEGERS
+    return operations, float(size), operands.pop() if len(operands) == 1 else UNKNOWN_PRECISION
 
 
-def _twins(host: pd.DataFrame, rows: npt.NDArray[np.intp]) -> npt.NDArray[np.object_]:
+def _twins(host: pd.DataFrame, rows: Ints) -> Names:
     """Shapes and types (k,) of the inputs of the backward nodes of the calls in ``rows``.
 
     A call and its node have one sequence number, which the call may have from an operator above
     it. Two calls or two nodes of one number tell nothing ("").
     """
-    found = np.full(len(rows), "", dtype=object)
+    texts = np.full(len(rows), "", dtype=object)
     if "sequence" not in host or "forward_thread" not in host:
-        return found
+        return texts
     names, parent = host["name"].to_numpy(), host["parent"].to_numpy()
     sequence, forward = host["sequence"].to_numpy(), host["forward_thread"].to_numpy()
     line, shapes = host["line"].to_numpy(), host["shapes"].to_numpy()
@@ -748,18 +748,18 @@ def _twins(host: pd.DataFrame, rows: npt.NDArray[np.intp]) -> npt.NDArray[np.obj
         for (_, number), places in calls.items():
             node = by_number.get(number)
             if node is not None and len(places) == 1 and shapes[node]:
-                found[places[0]] = f"{shapes[node]}\n{types[node]}"
-    return found
+                texts[places[0]] = f"{shapes[node]}\n{types[node]}"
+    return texts
 
 
-def _shapes_below(host: pd.DataFrame, rows: npt.NDArray[np.intp]) -> npt.NDArray[np.object_]:
+def _shapes_below(host: pd.DataFrame, rows: Ints) -> Names:
     """Shapes (k,) of the inputs of the first ``aten::to`` that each of the calls in ``rows`` makes.
 
     Of calls with a sparse operand; "" for others.
     """
-    found = np.full(len(rows), "", dtype=object)
+    texts = np.full(len(rows), "", dtype=object)
     if "values" not in host:
-        return found
+        return texts
     names, values = host["name"].to_numpy()[rows], host["values"].to_numpy()[rows]
     place = {
         int(row): at
@@ -771,8 +771,8 @@ def _shapes_below(host: pd.DataFrame, rows: npt.NDArray[np.intp]) -> npt.NDArray
     )
     over, shapes = host["parent"].to_numpy(), host["shapes"].to_numpy()
     for row in inner[::-1]:
-        found[place[int(over[row])]] = shapes[row]
-    return found
+        texts[place[int(over[row])]] = shapes[row]
+    return texts
 
 
 def _bare(text: str) -> str:
@@ -780,8 +780,8 @@ def _bare(text: str) -> str:
     return re.sub(r"^(Cudnn|Miopen|Slow|Thnn)(?=Conv)", "", text)
 
 
-def shape_metrics(host: pd.DataFrame, count: int) -> dict[str, npt.NDArray[np.float64]]:
-    """Metrics of each context (count,), of those that occur: see :func:`meaning_of`.
+def shape_metrics(host: pd.DataFrame, count: int) -> dict[str, Floats]:
+    """Metrics of each context (count,), of those that occur: see :func:`shape_meaning`.
 
     Args:
         host: spans with name, shapes, types, parent (row, −1 for none), context, and where the
@@ -815,38 +815,38 @@ def shape_metrics(host: pd.DataFrame, count: int) -> dict[str, npt.NDArray[np.fl
     columns: list[Any] = [calls[name].to_numpy() for name in ("name", "shapes", "types")]
     columns += [values, _twins(host, rows), above, below]
     kind, kinds = pd.factorize(pd.MultiIndex.from_arrays(columns))
-    each = [work_of_call(*(str(text) for text in key)) for key in kinds]
-    operations = np.array([work[0] if work else np.nan for work in each])[kind]
-    size = np.array([work[1] if work else np.nan for work in each])[kind]
-    precision = np.array([work[2] if work else "" for work in each], dtype=object)[kind]
+    works = [work_of_call(*(str(text) for text in key)) for key in kinds]
+    operations = np.array([work[0] if work else np.nan for work in works])[kind]
+    size = np.array([work[1] if work else np.nan for work in works])[kind]
+    precision = np.array([work[2] if work else "" for work in works], dtype=object)[kind]
     context = calls["context"].to_numpy()
-    found: dict[str, npt.NDArray[np.float64]] = {}
+    metrics: dict[str, Floats] = {}
     for name in sorted(set(precision) - {""}):
         chosen = precision == name
-        found[OPERATIONS + name] = np.bincount(context[chosen], operations[chosen], count).astype(
+        metrics[OPERATIONS + name] = np.bincount(context[chosen], operations[chosen], count).astype(
             np.float64
         )
     if np.isfinite(size).any():
         total = np.bincount(context, size, count)
-        found[OPERAND_BYTES] = np.where(np.isfinite(total), total, 0.0)
+        metrics[OPERAND_BYTES] = np.where(np.isfinite(total), total, 0.0)
     unclear = np.unique(context[np.isnan(operations)])
-    for column in found.values():
+    for column in metrics.values():
         column[unclear] = 0.0
-    return found
+    return metrics
 
 
-def _below(parent: npt.NDArray[np.intp], marked: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+def _below(parent: Ints, marked: Bools) -> Bools:
     """Whether (n,) a span lies below a marked one."""
-    found = np.zeros(len(parent), dtype=bool)
+    below = np.zeros(len(parent), dtype=bool)
     rows, at = np.arange(len(parent)), parent.copy()
     while len(rows):
         rows, at = rows[at >= 0], at[at >= 0]
-        found[rows] |= marked[at]
+        below[rows] |= marked[at]
         at = parent[at]
-    return found
+    return below
 
 
-def meaning_of(metric: str) -> tuple[str, str]:
+def shape_meaning(metric: str) -> tuple[str, str]:
     """(unit, meaning) of a metric that :func:`shape_metrics` gives."""
     if metric == OPERAND_BYTES:
         return "B", "bytes that operators read and write, by their inputs' shapes"

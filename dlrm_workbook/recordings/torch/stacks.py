@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 
 from dlrm_core.base.errors import InputError
-from dlrm_core.parts import STEP_MARK, parse_span
+from dlrm_core.parts import parse_span
+from dlrm_workbook.ground.arrays import Floats, Ints
+from dlrm_workbook.ground.marks import STEP_MARK
+from dlrm_workbook.recordings.nesting import overlap, stretch_at
 from dlrm_workbook.recordings.torch.chrome_trace import load_json
 
 _PLUMBING = re.compile(
@@ -34,7 +36,7 @@ MOST_OPERATORS = 1 / 3
 """Between two samples with no larger share of operators, Python is what runs."""
 
 
-LINE = ["component", "phase", "function", "file", "at"]
+LINE_COLUMNS = ["component", "phase", "function", "file", "at"]
 """Columns that tell lines apart: the part they run for, and where they are."""
 
 
@@ -57,7 +59,7 @@ def sampled_lines(file: Path) -> dict[str, Any]:
         rows = [(*_own_part(stacks[i]), *_own_line(stacks[i])) for _, i in document["samples"]]
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise InputError(f"{file} is no record of Python stacks: {error!r}") from None
-    table = pd.DataFrame(rows, columns=LINE).assign(ns=_time_around(moments))
+    table = pd.DataFrame(rows, columns=LINE_COLUMNS).assign(ns=_time_around(moments))
     return {
         "rows": line_rows(table, len(each_ms)),
         "ms_per_iteration": sum(each_ms) / max(len(each_ms), 1),
@@ -66,13 +68,13 @@ def sampled_lines(file: Path) -> dict[str, Any]:
 
 
 def line_rows(samples: pd.DataFrame, iterations: int) -> list[dict[str, Any]]:
-    """Samples with the columns :data:`LINE` and ``ns`` added up: ``time_ms`` of an iteration."""
-    table = samples.groupby(LINE)["ns"].sum().reset_index()
+    """Samples with :data:`LINE_COLUMNS` and ``ns`` added up: ``time_ms`` of an iteration."""
+    table = samples.groupby(LINE_COLUMNS)["ns"].sum().reset_index()
     table["time_ms"] = table.pop("ns") / 1e6 / max(iterations, 1)
     return [{str(name): value for name, value in row.items()} for row in table.to_dict("records")]
 
 
-def _time_around(moments: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+def _time_around(moments: Ints) -> Floats:
     """The time that each sample stands for (n,), ns: up to halfway to its neighbours."""
     if len(moments) < 2:
         return np.zeros(len(moments))
@@ -91,8 +93,8 @@ def _own_line(stack: list[tuple[str, int, str, int]]) -> tuple[str, str, int]:
 
     The line is the innermost one of the program's own, not of a library that it calls.
     """
-    own = [frame for frame in stack if not LIBRARY.search(frame[0])] or stack
-    file, _, function, line = own[-1]
+    program_frames = [frame for frame in stack if not LIBRARY.search(frame[0])] or stack
+    file, _, function, line = program_frames[-1]
     return function, file, int(line)
 
 
@@ -124,15 +126,15 @@ def with_stacks(host: pd.DataFrame, file: Path) -> tuple[pd.DataFrame, pd.DataFr
         last = seen["end"].iloc[-1]
         host = host[host["start"].lt(last)].assign(end=host["end"].clip(upper=last))
         host["duration"] = host["end"] - host["start"]
-    told = pd.DataFrame([lines[i] for i in samples[:, 1]], columns=LINE[2:])
-    told["ns"], told["moment"] = _time_around(samples[:, 0]), samples[:, 0]
+    sampled = pd.DataFrame([lines[i] for i in samples[:, 1]], columns=LINE_COLUMNS[2:])
+    sampled["ns"], sampled["moment"] = _time_around(samples[:, 0]), samples[:, 0]
     if not len(samples) or len(seen) != len(marks):
-        return host.reset_index(drop=True), told.iloc[:0]
+        return host.reset_index(drop=True), sampled.iloc[:0]
     line = seen["line"].iloc[0]
     # both clocks count nanoseconds; a mark is noted just before its range opens
     offset = int(np.median(seen["start"].to_numpy() - marks))
     moments = samples[:, 0] + offset
-    told["moment"] = moments
+    sampled["moment"] = moments
     main = host[host["line"].eq(line)]
     operators = main[main["kind"].isin(["operator", "runtime"])]
     begin, end = _stretches(operators, moments, marks + offset)
@@ -143,7 +145,7 @@ def with_stacks(host: pd.DataFrame, file: Path) -> tuple[pd.DataFrame, pd.DataFr
     for column in host.columns.difference(spans.columns):
         spans[column] = -1
     spans = spans[host.columns].astype(host.dtypes)
-    return pd.concat([host, spans], ignore_index=True), told
+    return pd.concat([host, spans], ignore_index=True), sampled
 
 
 def _label(file: str, first: int, function: str, line: int) -> tuple[str, str]:
@@ -153,9 +155,7 @@ def _label(file: str, first: int, function: str, line: int) -> tuple[str, str]:
     return f"{file}:{first}", f"{file}({int(line)}): {function}"
 
 
-def _stretches(
-    operators: pd.DataFrame, moments: npt.NDArray[np.int64], marks: npt.NDArray[np.int64]
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+def _stretches(operators: pd.DataFrame, moments: Ints, marks: Ints) -> tuple[Ints, Ints]:
     """From when to when each sample holds (n,).
 
     At least for the operator or the gap that it lies in. Where little but Python runs up to the
@@ -169,7 +169,7 @@ def _stretches(
     # the moments between which Python may hold: all samples and marks, in order
     every = np.sort(np.concatenate([moments, marks]))
     left, right = every[:-1], every[1:]
-    busy = _time_inside(outer, right) - _time_inside(outer, left)
+    busy = overlap(left, right, *outer.T)
     middle = _out_of(outer, (left + right) // 2)
     left_is_mark, right_is_mark = np.isin(left, marks), np.isin(right, marks)
     limit = np.where(left_is_mark, left, np.where(right_is_mark, right, middle))
@@ -187,29 +187,13 @@ def _stretches(
     return begin, np.maximum(begin, end)
 
 
-def _time_inside(
-    outer: npt.NDArray[np.int64], until: npt.NDArray[np.int64]
-) -> npt.NDArray[np.int64]:
-    """Time in operators before each moment (n,), ns."""
-    if not len(outer):
-        return np.zeros(len(until), dtype=np.int64)
-    lengths = np.concatenate([[0], np.cumsum(outer[:, 1] - outer[:, 0])])
-    begun = np.searchsorted(outer[:, 0], until, side="right")
-    last = outer[np.maximum(begun - 1, 0), 1]
-    over = np.where(begun > 0, np.maximum(last - until, 0), 0)
-    return np.asarray(lengths[begun] - over, dtype=np.int64)
-
-
-def _out_of(outer: npt.NDArray[np.int64], at: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def _out_of(outer: Ints, at: Ints) -> Ints:
     """Moments (n,) moved to the end of the operator that they lie in."""
-    if not len(outer):
-        return at
-    place = np.searchsorted(outer[:, 0], at, side="right") - 1
-    end = outer[np.maximum(place, 0), 1]
-    return np.where((place >= 0) & (end > at), end, at)
+    row = stretch_at(outer[:, 0], outer[:, 1], at)
+    return np.where(row >= 0, outer[np.maximum(row, 0), 1], at) if len(outer) else at
 
 
-def _outermost(operators: pd.DataFrame) -> npt.NDArray[np.int64]:
+def _outermost(operators: pd.DataFrame) -> Ints:
     """(start, end) of the spans that lie in no other (m, 2), in order."""
     table = operators.sort_values(["start", "end"], ascending=[True, False])
     start, end = table["start"].to_numpy(dtype=np.int64), table["end"].to_numpy(dtype=np.int64)
@@ -219,10 +203,10 @@ def _outermost(operators: pd.DataFrame) -> npt.NDArray[np.int64]:
 
 
 def _spans(
-    begin: npt.NDArray[np.int64],
-    end: npt.NDArray[np.int64],
+    begin: Ints,
+    end: Ints,
     stacks: list[list[tuple[str, str]]],
-    marks: npt.NDArray[np.int64],
+    marks: Ints,
 ) -> list[tuple[int, int, str]]:
     """(start, end, name) of every function of the samples, runs of equal ones joined.
 

@@ -6,15 +6,15 @@ import re
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 
-from dlrm_core.parts import ITERATION_SPAN, STEP_MARK
-from dlrm_workbook.recordings.foreign import MODULE_PREFIX, PartNames, outermost
-from dlrm_workbook.recordings.profile import nearest
+from dlrm_core.parts import ITERATION_SPAN
+from dlrm_workbook.ground.arrays import Bools, Ints
+from dlrm_workbook.ground.marks import STEP_MARK
+from dlrm_workbook.recordings.foreign import MODULE_PREFIX, PartNames, outermost_marked
+from dlrm_workbook.recordings.profile import coded, matching, nearest
 from dlrm_workbook.recordings.repetition import find_iterations
 from dlrm_workbook.recordings.torch.chrome_trace import STEP_PREFIX
-from dlrm_workbook.recordings.torch.parts import coded, matching
 
 STEP_LABEL = "ProfilerStep*"
 
@@ -24,7 +24,7 @@ FEWEST = 3
 CONTAINED = 0.9
 """Share of the launches between the first and the last of them that must lie within them."""
 
-MOST = 0.5
+LEAST_SHARE = 0.5
 """Share of all launches, and of the time of what they launched, that iterations must hold."""
 
 _NUMBER = re.compile(r"\d+")
@@ -47,7 +47,7 @@ def unnumbered(name: str) -> str:
     return _NUMBER.sub("*", name)
 
 
-def step_marks(host: pd.DataFrame) -> npt.NDArray[np.bool_]:
+def step_marks(host: pd.DataFrame) -> Bools:
     """Which spans (n,) mark an iteration: our own ranges, else the marks between iterations that
     a session made, else the ranges of ``profiler.step()``."""
     for name in (ITERATION_SPAN, STEP_MARK):
@@ -74,11 +74,11 @@ def find_steps(host: pd.DataFrame, device: pd.DataFrame, names: PartNames) -> St
                 "",
                 "the steps of its optimizer, or its own calls of step()",
             )
-        own = spans["name"].iloc[0] == ITERATION_SPAN
+        is_ours = spans["name"].iloc[0] == ITERATION_SPAN
         return Steps(
             list(zip(spans["start"].tolist(), spans["end"].tolist(), strict=True)),
-            ITERATION_SPAN if own else STEP_LABEL,
-            "its own ranges" if own else "the ranges of profiler.step()",
+            ITERATION_SPAN if is_ours else STEP_LABEL,
+            "its own ranges" if is_ours else "the ranges of profiler.step()",
         )
     launched = device[device["launcher"].ge(0)] if len(device) else device
     if len(launched):
@@ -86,38 +86,36 @@ def find_steps(host: pd.DataFrame, device: pd.DataFrame, names: PartNames) -> St
     else:
         operator = host["kind"].eq("operator").to_numpy() & host["profile"].eq(0).to_numpy()
         rows = np.flatnonzero(
-            outermost(host["parent"].to_numpy(), operator) == np.arange(len(host))
+            outermost_marked(host["parent"].to_numpy(), operator) == np.arange(len(host))
         )
     return _annotated(host, rows, names) or _repeated(host, launched, rows, names)
 
 
-def _annotated(host: pd.DataFrame, rows: npt.NDArray[np.int64], names: PartNames) -> Steps | None:
+def _annotated(host: pd.DataFrame, rows: Ints, names: PartNames) -> Steps | None:
     """The ranges of which one contains nearly all launches, again and again."""
     ranges = host[host["kind"].eq("annotation")]
     if ranges.empty:
         return None
-    told = {name: names.of("annotation", name) for name in map(str, ranges["name"].unique())}
-    ranges = ranges[[told[str(name)] is None for name in ranges["name"]]]
+    named = {name: names.of("annotation", name) for name in map(str, ranges["name"].unique())}
+    ranges = ranges[[named[str(name)] is None for name in ranges["name"]]]
     launches = np.sort(host["start"].to_numpy()[rows])
     labels = pd.Series([unnumbered(str(name)) for name in ranges["name"]], index=ranges.index)
-    found: list[tuple[tuple[bool, int], Steps]] = []
+    candidates: list[tuple[tuple[bool, int], Steps]] = []
     for (_, label), group in ranges.groupby(["profile", labels.to_numpy()]):
         start, end = (np.sort(group[name].to_numpy()) for name in ("start", "end"))
         if len(start) < FEWEST or (start[1:] < end[:-1]).any():
             continue
         within = np.searchsorted(launches, [start[0], end[-1]])
         inside = np.searchsorted(launches, end) - np.searchsorted(launches, start)
-        least = max(CONTAINED * (within[1] - within[0]), MOST * len(launches))
+        least = max(CONTAINED * (within[1] - within[0]), LEAST_SHARE * len(launches))
         if (inside > 0).all() and inside.sum() >= least:
             spans = list(zip(start.tolist(), end.tolist(), strict=True))
             preferred = (bool(_STEP_WORDS.search(str(label))), len(start))
-            found.append((preferred, Steps(spans, str(label), f"the ranges '{label}'")))
-    return max(found, key=lambda entry: entry[0])[1] if found else None
+            candidates.append((preferred, Steps(spans, str(label), f"the ranges '{label}'")))
+    return max(candidates, key=lambda entry: entry[0])[1] if candidates else None
 
 
-def _repeated(
-    host: pd.DataFrame, launched: pd.DataFrame, rows: npt.NDArray[np.int64], names: PartNames
-) -> Steps:
+def _repeated(host: pd.DataFrame, launched: pd.DataFrame, rows: Ints, names: PartNames) -> Steps:
     """Iterations from the repeating sequence of launches (of operators, without a GPU)."""
     none = Steps([], "", "")
     if not len(rows):
@@ -141,8 +139,8 @@ def _repeated(
 def _is_inner_loop(
     host: pd.DataFrame,
     spans: list[tuple[int, int]],
-    at: npt.NDArray[np.int64],
-    work: npt.NDArray[np.int64],
+    at: Ints,
+    work: Ints,
     names: PartNames,
 ) -> bool:
     """Whether what repeats is a part of one step: an optimizer's loop over parameters, say.
@@ -157,7 +155,7 @@ def _is_inner_loop(
     if spans[0][0] == spans[-1][0]:
         return True
     inside = (at >= spans[0][0]) & (at < spans[-1][1])
-    if min(inside.mean(), work[inside].sum() / max(work.sum(), 1)) < MOST:
+    if min(inside.mean(), work[inside].sum() / max(work.sum(), 1)) < LEAST_SHARE:
         return True
     around = host[host["start"].le(spans[0][0]) & host["end"].ge(spans[-1][1])]
     return any(

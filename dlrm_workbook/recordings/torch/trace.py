@@ -15,19 +15,23 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 
 from dlrm_core.base.errors import InputError
 from dlrm_core.parts import ITERATION_SPAN
+from dlrm_workbook.ground.arrays import Ints, Names
 from dlrm_workbook.recordings.foreign import ENGINE_PREFIX, PartNames
-from dlrm_workbook.recordings.nesting import innermost, nest, self_times
+from dlrm_workbook.recordings.nesting import innermost, last_ends, nest, self_times, stretch_at
 from dlrm_workbook.recordings.profile import (
     Profile,
+    coded,
+    coded_pairs,
     depths,
     inclusive_from_exclusive,
+    matching,
     nearest,
 )
+from dlrm_workbook.recordings.torch import RECORDING_VERSION
 from dlrm_workbook.recordings.torch.chrome_trace import (
     STEP_PREFIX,
     Events,
@@ -35,15 +39,8 @@ from dlrm_workbook.recordings.torch.chrome_trace import (
     read_events,
 )
 from dlrm_workbook.recordings.torch.gaps import fill_gaps
-from dlrm_workbook.recordings.torch.parts import (
-    Names,
-    coded,
-    foreign_parts,
-    has_own_parts,
-    matching,
-    own_parts,
-)
-from dlrm_workbook.recordings.torch.shape_work import meaning_of, shape_metrics
+from dlrm_workbook.recordings.torch.parts import foreign_parts, has_own_parts, own_parts
+from dlrm_workbook.recordings.torch.shape_work import shape_meaning, shape_metrics
 from dlrm_workbook.recordings.torch.stacks import line_rows, sampled_lines, with_stacks
 from dlrm_workbook.recordings.torch.steps import (
     STEP_LABEL,
@@ -97,18 +94,18 @@ def allocated(memory: pd.DataFrame, host: pd.DataFrame, count: int) -> dict[str,
 
 def curves(memory: pd.DataFrame) -> dict[str, dict[str, Any]]:
     """Device to its peak and its curve of allocated bytes over time."""
-    found = {}
-    known = memory[memory["total"].ge(0)]
-    for device, events in known.sort_values("start").groupby("device"):
+    by_device = {}
+    with_total = memory[memory["total"].ge(0)]
+    for device, events in with_total.sort_values("start").groupby("device"):
         total = events["total"].to_numpy(dtype=np.int64)
         # A point of the curve is the largest of its stretch, so the peak stays.
         cut = np.linspace(0, len(total), min(CURVE_POINTS, len(total)) + 1).astype(int)[:-1]
-        found[str(device)] = {
+        by_device[str(device)] = {
             "peak_bytes": int(total.max()),
             "time_ms": (events["start"].to_numpy()[cut] / 1e6).tolist(),
             "bytes": np.maximum.reduceat(total, cut).tolist(),
         }
-    return found
+    return by_device
 
 
 def matrix_flops(
@@ -121,15 +118,15 @@ def matrix_flops(
         averages: rows of ``key_averages.json``: they have the operations by name and
             shapes, a call's are the mean of those.
     """
-    each = {
+    per_call = {
         (row["name"], row["shapes"]): row["flops"] / row["count"]
         for row in averages or []
         if row["flops"] and row["name"] in FLOP_OPERATORS
     }
-    if not each:
+    if not per_call:
         return None
     pairs = zip(host["name"], host["shapes"], strict=True)
-    calls = np.array([each.get(pair, np.nan) for pair in pairs])
+    calls = np.array([per_call.get(pair, np.nan) for pair in pairs])
     # A context in which one call is unknown is unknown: NaN adds up to NaN.
     called = np.bincount(host["context"], minlength=count) > 0
     return np.where(called, np.bincount(host["context"], calls, count), np.nan)
@@ -157,16 +154,9 @@ def join_unsteady(names: pd.Series, shapes: pd.Series, iterations: int) -> pd.Se
     """
     if iterations < 2:
         return shapes
-    name, texts = coded(names)
-    form, forms = coded(shapes)
-    pair, pairs = pd.factorize(name * len(forms) + form)
+    pair, pairs = coded_pairs(names, shapes)
     counts = np.bincount(pair, minlength=len(pairs))
-    table = pd.DataFrame(
-        {
-            "name": [texts[number // len(forms)] for number in pairs],
-            "shapes": [forms[number % len(forms)] for number in pairs],
-        }
-    )
+    table = pd.DataFrame(pairs, columns=["name", "shapes"])
     rare = table[(counts < iterations) & table["shapes"].ne("").to_numpy()].copy()
     rare["form"] = [_NUMBER.sub("#", text) for text in rare["shapes"]]
     joined = table["shapes"].to_numpy(dtype=object).copy()
@@ -181,7 +171,7 @@ def join_unsteady(names: pd.Series, shapes: pd.Series, iterations: int) -> pd.Se
     return pd.Series(joined[pair], index=shapes.index)
 
 
-METRICS: dict[str, tuple[str, str]] = {
+TRACE_METRICS: dict[str, tuple[str, str]] = {
     "cpu_time_ms": ("ms", "wall time of the span on its CPU thread"),
     "calls": ("", "how often the span was entered"),
     "gpu_time_ms": ("ms", "time of GPU kernels, copies and memory sets, summed over streams"),
@@ -235,9 +225,10 @@ def read_recording(folder: str | Path, parts: Mapping[str, str] | None = None) -
     folder = Path(folder)
     head = load_json(folder / "recording.json")
     version = head.get("format_version") if isinstance(head, dict) else None
-    if version != 1:
+    if version != RECORDING_VERSION:
         raise InputError(
-            f"{folder / 'recording.json'} has format version {version}; this version reads 1"
+            f"{folder / 'recording.json'} has format version {version}; this version reads "
+            f"{RECORDING_VERSION}"
         )
     averages = load_json(folder / "key_averages.json")
     needed = {"name", "shapes", "count", "flops"}
@@ -301,21 +292,21 @@ class _Builder:
         contexts = self.context_table()
         parent = contexts["parent"].to_numpy()
         count = len(contexts)
-        own = self_times(*(self.host[name].to_numpy() for name in ("start", "end", "parent")))
+        self_ns = self_times(*(self.host[name].to_numpy() for name in ("start", "end", "parent")))
         where = self.host["context"].to_numpy()
         columns = {
-            "cpu_time_ms": np.bincount(where, own / 1e6, count),
+            "cpu_time_ms": np.bincount(where, self_ns / 1e6, count),
             "calls": np.bincount(where, minlength=count).astype(float),
         }
         if len(self.device):
             device = self.device
             where = device["context"].to_numpy()
-            for name, each in (
+            for name, amounts in (
                 ("gpu_time_ms", (device["end"] - device["start"]) / 1e6),
                 ("launches", device["kind"] == "kernel"),
                 ("copy_bytes", device["bytes"].clip(lower=0)),
             ):
-                columns[name] = np.bincount(where, each.to_numpy(dtype=float), count)
+                columns[name] = np.bincount(where, amounts.to_numpy(dtype=float), count)
             copies = device["kind"].eq("copy")
             if copies.any() and device.loc[copies, "bytes"].lt(0).all():
                 del columns["copy_bytes"]
@@ -334,8 +325,8 @@ class _Builder:
         if operations is not None:
             values.append(self.rows("flops", "exclusive", operations, ~np.isnan(operations)))
         names = [*columns, *(["flops"] if operations is not None else [])]
-        said = {name: METRICS.get(name) or meaning_of(name) for name in names}
-        metrics = pd.DataFrame([(name, *said[name], "torch.profiler") for name in names])
+        described = {name: TRACE_METRICS.get(name) or shape_meaning(name) for name in names}
+        metrics = pd.DataFrame([(name, *described[name], "torch.profiler") for name in names])
         return Profile.build(
             contexts=contexts,
             metrics=metrics.set_axis(["metric", "unit", "meaning", "source"], axis=1),
@@ -359,7 +350,7 @@ class _Builder:
         # without marks, autograd's thread comes last, where another thread works too
         helps &= not marks.any() and sizes[~helps].sum() > sizes.sum() / 10
         rows = np.split(np.argsort(line, kind="stable"), np.cumsum(sizes)[:-1])
-        in_turn: list[npt.NDArray[np.int64]] = []
+        in_turn: list[Ints] = []
         profiles: list[int] = []
         for place in sorted(
             range(len(lines)), key=lambda i: (-marks[i], helps[i], -sizes[i], lines[i])
@@ -390,17 +381,8 @@ class _Builder:
         """Give every host span its part, its context and its depth."""
         component, phase = self.parts_of_host()
         host = self.host
-        roots = pd.DataFrame(
-            {
-                "parent": -1,
-                "kind": "thread",
-                "name": [thread["name"] for thread in self.threads],
-                "shapes": "",
-                "component": "other",
-                "phase": "",
-                "profile": np.arange(len(self.threads), dtype=np.int64),
-            }
-        )
+        names = [thread["name"] for thread in self.threads]
+        roots = _roots("thread", names, np.arange(len(self.threads), dtype=np.int64))
         code, names = coded(host["name"])
         label, labels = coded(pd.Series([self.label(name) for name in names], dtype=object))
         kind, kinds = coded(host["kind"])
@@ -420,8 +402,8 @@ class _Builder:
         depth = depths(parent)
         # Level by level: a context is what is called, in the context that calls it.
         context = np.full(len(host), -1)
-        first: list[npt.NDArray[np.int64]] = []
-        above: list[npt.NDArray[np.int64]] = []
+        first: list[Ints] = []
+        above: list[Ints] = []
         made = len(roots)
         order = np.argsort(depth, kind="stable")
         bounds = np.searchsorted(depth[order], np.arange(depth.max(initial=-1) + 2))
@@ -487,9 +469,9 @@ class _Builder:
         launcher = pd.Series(runtime.index, index=runtime["correlation"])
         operators = host[host["kind"].eq("operator") & host["external"].ge(0)]
         operator = pd.Series(operators.index, index=operators["external"])
-        found = device["correlation"].map(launcher[~launcher.index.duplicated(keep="last")])
+        by_call = device["correlation"].map(launcher[~launcher.index.duplicated(keep="last")])
         by_operator = device["external"].map(operator[~operator.index.duplicated(keep="last")])
-        device["launcher"] = found.fillna(by_operator).fillna(-1).astype("int64")
+        device["launcher"] = by_call.fillna(by_operator).fillna(-1).astype("int64")
 
     def place_device(self) -> None:
         """Hang GPU work below the call that launched it, and name the streams."""
@@ -505,17 +487,7 @@ class _Builder:
         span = device["launcher"].to_numpy()
         component, phase = self.parts_of_device()
         earlier = np.unique(device["profile"].to_numpy()[span < 0])
-        roots = pd.DataFrame(
-            {
-                "parent": -1,
-                "kind": "root",
-                "name": LAUNCHED_BEFORE,
-                "shapes": "",
-                "component": "other",
-                "phase": "",
-                "profile": earlier,
-            }
-        )
+        roots = _roots("root", LAUNCHED_BEFORE, earlier)
         root_of = np.full(len(self.threads), -1)
         root_of[earlier] = len(self.contexts) + np.arange(len(earlier))
         launched_in = np.append(self.host["context"].to_numpy(), -1)[span]
@@ -553,16 +525,15 @@ class _Builder:
             np.append(self.contexts[name].to_numpy(dtype=object), nothing)[context]
             for name, nothing in (("component", "other"), ("phase", ""))
         )
-        kind, kinds = coded(device["kind"])
-        name, names = coded(device["name"])
-        pair, pairs = pd.factorize(kind * len(names) + name)
-        named = [
-            self.part_names.of(kinds[number // len(names)], names[number % len(names)])
-            for number in pairs
-        ]
-        own = has_own_parts(self.host)
+        pair, pairs = coded_pairs(device["kind"], device["name"])
+        named = [self.part_names.of(*texts) for texts in pairs]
+        is_ours = has_own_parts(self.host)
         for number, says in enumerate(named):
-            if says is None or not says.component or (own and says.component != "communication"):
+            if (
+                says is None
+                or not says.component
+                or (is_ours and says.component != "communication")
+            ):
                 continue
             rows = pair == number
             if says.hint:  # a copy to the GPU within the making of a batch moves that batch
@@ -591,7 +562,7 @@ class _Builder:
         """What kernels were launched with, summed over launches, under HPCToolkit's names."""
         kernels = self.device[self.device["kind"].eq("kernel")]
         where = kernels["context"].to_numpy()
-        each = {
+        properties = {
             name: kernels[column].to_numpy(dtype=float)
             for name, column in (
                 ("GKER:THR_REG_ACUMU", "registers"),
@@ -603,14 +574,14 @@ class _Builder:
         for name, column in (("GKER:BLKS_ACUMU", "grid"), ("GKER:BLK_THR_ACUMU", "block")):
             if column in kernels:
                 code, texts = coded(kernels[column])
-                each[name] = np.array([_product(text) for text in texts] + [np.nan])[code]
+                properties[name] = np.array([_product(text) for text in texts] + [np.nan])[code]
         columns: dict[str, Any] = {}
-        for name, values in each.items():
-            known = np.isfinite(values) & (values >= 0)
-            if known.any():
-                total = np.bincount(where[known], values[known], count)
+        for name, values in properties.items():
+            usable = np.isfinite(values) & (values >= 0)
+            if usable.any():
+                total = np.bincount(where[usable], values[usable], count)
                 # a mean over launches of which some say nothing would be wrong
-                total[where[~known]] = 0
+                total[where[~usable]] = 0
                 columns[name] = total
         if "GKER:FGP_ACT_ACUMU" in columns:
             asked = columns["GKER:FGP_ACT_ACUMU"] > 0
@@ -662,13 +633,9 @@ class _Builder:
         if len(self.device) and len(table):
             at = self.device["launcher"].to_numpy()
             begun = np.where(at >= 0, self.host["start"].to_numpy()[at], -1)
-            start = table["start_ns"].to_numpy()
-            which = np.searchsorted(start, begun, side="right") - 1
-            end = table["end_ns"].to_numpy().copy()
-            inside = (which >= 0) & (begun < end[np.maximum(which, 0)])
-            np.maximum.at(end, which[inside], self.device["end"].to_numpy()[inside])
-            end[:-1] = np.minimum(end[:-1], np.maximum(start[1:], table["end_ns"].to_numpy()[:-1]))
-            table["end_ns"] = end
+            spans = table["start_ns"].to_numpy(), table["end_ns"].to_numpy()
+            row = stretch_at(*spans, begun)
+            table["end_ns"] = last_ends(*spans, row, self.device["end"].to_numpy())
         table.insert(0, "iteration", np.arange(len(table)))
         return table
 
@@ -681,8 +648,8 @@ class _Builder:
         at = samples["moment"].to_numpy()
         span = innermost(begin, end, parent, at)
         operator = nearest(parent, main["kind"].isin(["operator", "runtime"]).to_numpy())
-        each = np.array(self.iterations, dtype=np.int64).reshape(-1, 2)
-        within = (at >= each[:1, 0].sum()) & (at < each[-1:, 1].sum())
+        spans = np.array(self.iterations, dtype=np.int64).reshape(-1, 2)
+        within = (at >= spans[:1, 0].sum()) & (at < spans[-1:, 1].sum())
         outside = within & (np.append(operator, -1)[span] < 0)
         context = np.append(main["context"].to_numpy(), 0)[span][outside]
         chosen = samples[outside].assign(
@@ -690,20 +657,20 @@ class _Builder:
             phase=self.contexts["phase"].to_numpy()[context],
         )
         return {
-            "rows": line_rows(chosen, len(each)),
-            "ms_per_iteration": float(np.diff(each).mean()) / 1e6 if len(each) else 0.0,
+            "rows": line_rows(chosen, len(spans)),
+            "ms_per_iteration": float(np.diff(spans).mean()) / 1e6 if len(spans) else 0.0,
             "operators": False,
         }
 
     def describe(self, meta: dict[str, Any], metrics: list[str]) -> dict[str, Any]:
-        found = self.events.circumstances()
+        facts = self.events.circumstances()
         if self.samples is not None and len(self.samples):
-            found["python_lines"] = self.python_lines(self.samples)
-        found["cautions"] = [*found["cautions"], *self.inferred]
-        found |= {"main_thread": 0, "iterations_from": self.steps.source}
+            facts["python_lines"] = self.python_lines(self.samples)
+        facts["cautions"] = [*facts["cautions"], *self.inferred]
+        facts |= {"main_thread": 0, "iterations_from": self.steps.source}
         if self.steps.label not in ("", ITERATION_SPAN, STEP_LABEL):
-            found["iteration_name"] = self.steps.label
-        meta = {"engine": "torch", "passes": [], **found, **meta}
+            facts["iteration_name"] = self.steps.label
+        meta = {"engine": "torch", "passes": [], **facts, **meta}
         missing = dict(meta.get("not_measured", {}))
         on_gpu = len(self.device) > 0
         meta.setdefault("device", "cuda" if on_gpu else "cpu")
@@ -738,14 +705,20 @@ class _Builder:
         elif len(self.memory):
             meta["not_measured"]["memory"] = "the trace has sizes of allocations, but no totals"
         if len(self.events.collectives) and on_gpu:
-            said = self.device[self.device["collective"].ge(0)]
+            launched = self.device[self.device["collective"].ge(0)]
             meta["collectives"] = {
-                "stream": said["profile"].tolist(),
-                "start_ns": said["start"].tolist(),
-                "row": said["collective"].tolist(),
+                "stream": launched["profile"].tolist(),
+                "start_ns": launched["start"].tolist(),
+                "row": launched["collective"].tolist(),
                 "arguments": self.events.collectives.to_dict("records"),
             }
         return meta
+
+
+def _roots(kind: str, names: str | list[str], profiles: Ints) -> pd.DataFrame:
+    """Contexts that nothing calls, one on each of some threads."""
+    columns = {"parent": -1, "kind": kind, "name": names, "shapes": ""}
+    return pd.DataFrame(columns | {"component": "other", "phase": "", "profile": profiles})
 
 
 def _product(text: str) -> float:

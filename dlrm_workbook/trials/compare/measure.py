@@ -22,7 +22,7 @@ import yaml
 from dlrm_core.base.errors import InputError
 from dlrm_core.base.files import read_json, write_text
 from dlrm_core.config import Parameters, parameters_from_sections
-from dlrm_workbook.evidence.training import part_times
+from dlrm_workbook.evidence.training import iteration_part_times
 from dlrm_workbook.ground.ledger import Ledger
 from dlrm_workbook.ground.processes import ProgressCallback, python_module, run_child
 from dlrm_workbook.ground.turns import back_and_forth, take_turns
@@ -180,7 +180,7 @@ def _run(
         round=number,
         place=place,
         iteration_ms=result["iteration_ms"][warmup:],
-        parts=part_times(recorded, warmup),
+        parts=iteration_part_times(recorded, warmup),
         losses=result["losses"],
         peak_memory_bytes=result["peak_memory_bytes"],
         threads=result["threads"],
