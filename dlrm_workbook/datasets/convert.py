@@ -41,7 +41,7 @@ from dlrm_workbook.datasets.resumable import (
     progress_bar,
     workplace,
 )
-from dlrm_workbook.datasets.splits import ABOUT, BLOCK, Block, Split, open_split, split_names
+from dlrm_workbook.datasets.splits import ABOUT, ROW_GROUP, Block, Split, open_split, split_names
 from dlrm_workbook.datasets.write_spec import write_spec
 
 ORIGIN = "source_feature_spec.yaml"
@@ -54,7 +54,7 @@ class Conversion:
 
     Attributes:
         path: of the data set; of terabyte also one .bin file.
-        before: its layout, of :data:`dlrm_workbook.datasets.splits.LAYOUTS`.
+        before: its layout, of :data:`dlrm_workbook.datasets.splits.CONVERTED_LAYOUTS`.
         after: the layout wanted.
         halve_test: make the second half of the test split the split ``val``, as facebook's
             writer of terabyte does.
@@ -90,7 +90,7 @@ class Converted:
 
 
 @dataclass(frozen=True)
-class Part:
+class SplitRange:
     """A split of the new data set: samples ``start`` to ``stop`` of one of the old."""
 
     name: str
@@ -144,7 +144,7 @@ def _shape(split: Split) -> tuple[int, int]:
     return split.dense_features, len(split.table_rows)
 
 
-def _parts(request: Conversion) -> list[Part]:
+def _parts(request: Conversion) -> list[SplitRange]:
     path = request.path
     names = split_names(path, request.before) if path.exists() else []
     if not names:
@@ -156,7 +156,7 @@ def _parts(request: Conversion) -> list[Part]:
         )
     if request.halve_test and ("val" in names or "test" not in names):
         raise InputError(f"--halve-test: {path} has the splits {', '.join(names)}")
-    parts: list[Part] = []
+    parts: list[SplitRange] = []
     for name in names:
         split = open_split(path, request.before, name, request.counts)
         if parts and _shape(split) != _shape(parts[0].split):
@@ -164,12 +164,12 @@ def _parts(request: Conversion) -> list[Part]:
         middle = split.samples
         if request.halve_test and name == "test":
             middle = -(-split.samples // 2)
-            parts.append(Part("val", split, middle, split.samples))
-        parts.append(Part(name, split, 0, middle))
+            parts.append(SplitRange("val", split, middle, split.samples))
+        parts.append(SplitRange(name, split, 0, middle))
     return parts
 
 
-def _write(request: Conversion, parts: list[Part], place: Workplace) -> int:
+def _write(request: Conversion, parts: list[SplitRange], place: Workplace) -> int:
     """Write all splits into a workplace, and count the dense values that lost digits."""
     origin = _origin(request, parts)
     spec = None
@@ -190,7 +190,7 @@ def _write(request: Conversion, parts: list[Part], place: Workplace) -> int:
     return int(done["lost"])
 
 
-def _origin(request: Conversion, parts: list[Part]) -> tuple[Path, FeatureSpec] | None:
+def _origin(request: Conversion, parts: list[SplitRange]) -> tuple[Path, FeatureSpec] | None:
     """The feature_spec.yaml that a data set has or was converted from.
 
     Raises:
@@ -211,7 +211,10 @@ def _origin(request: Conversion, parts: list[Part]) -> tuple[Path, FeatureSpec] 
 
 
 def _specification(
-    request: Conversion, parts: list[Part], folder: Path, origin: tuple[Path, FeatureSpec] | None
+    request: Conversion,
+    parts: list[SplitRange],
+    folder: Path,
+    origin: tuple[Path, FeatureSpec] | None,
 ) -> FeatureSpec:
     """Write the feature_spec.yaml of the new data set: the one it comes from, if there is one."""
     names = [part.name for part in parts]
@@ -233,7 +236,7 @@ def _specification(
     return read_spec(folder)
 
 
-def _largest_rows(parts: list[Part]) -> tuple[int, ...]:
+def _largest_rows(parts: list[SplitRange]) -> tuple[int, ...]:
     """The largest row of each table and one more: as many rows as it must have."""
     rows = np.zeros(len(parts[0].split.table_rows), np.int64)
     with progress_bar("counting rows", "samples", sum(p.stop - p.start for p in parts)) as bar:
@@ -245,7 +248,7 @@ def _largest_rows(parts: list[Part]) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class Output:
+class SplitFile:
     """A file of a split: one value or several a sample, all of a type.
 
     Attributes:
@@ -263,7 +266,9 @@ class Output:
     rows: int | None = None
 
 
-def _files(layout: str, part: Part, spec: FeatureSpec | None, folder: Path) -> list[Output]:
+def _files(
+    layout: str, part: SplitRange, spec: FeatureSpec | None, folder: Path
+) -> list[SplitFile]:
     """The files of a split in a layout of plain files."""
 
     def path_of(file: ColumnFile) -> str:
@@ -271,33 +276,33 @@ def _files(layout: str, part: Part, spec: FeatureSpec | None, folder: Path) -> l
 
     int32, float32 = np.dtype("<i4"), np.dtype("<f4")
     if layout == "terabyte":
-        return [Output(f"terabyte_processed_{part.name}.bin", "all", int32)]
+        return [SplitFile(f"terabyte_processed_{part.name}.bin", "all", int32)]
     if spec is None:
         tables = [
-            Output(f"{part.name}/cat_{t}.bin", "table", int32, table=t)
+            SplitFile(f"{part.name}/cat_{t}.bin", "table", int32, table=t)
             for t in range(len(part.split.table_rows))
         ]
-        dense = [Output(f"{part.name}/numerical.bin", "dense", float32)]
+        dense = [SplitFile(f"{part.name}/numerical.bin", "dense", float32)]
         return [
-            Output(f"{part.name}/label.bin", "label", float32),
+            SplitFile(f"{part.name}/label.bin", "label", float32),
             *(dense if part.split.dense_features else []),
             *tables,
         ]
     files = spec.splits[part.name]
     label = np.dtype(np.uint8) if files.label.dtype == bool else files.label.dtype
-    outputs = [Output(path_of(files.label), "label", label)]
+    outputs = [SplitFile(path_of(files.label), "label", label)]
     if files.numerical is not None:
         dtype = files.numerical.dtype
-        outputs.append(Output(path_of(files.numerical), "dense", dtype, counts=False))
+        outputs.append(SplitFile(path_of(files.numerical), "dense", dtype, counts=False))
     for t, file in enumerate(files.tables):
-        outputs.append(Output(path_of(file), "table", file.dtype, table=t, rows=file.rows))
+        outputs.append(SplitFile(path_of(file), "table", file.dtype, table=t, rows=file.rows))
     if len({output.path for output in outputs}) < len(outputs):
         raise InputError(f"{folder / FILE_NAME}: two features of {part.name} have the same file")
     return outputs
 
 
 def _write_files(
-    place: Workplace, part: Part, outputs: list[Output], done: dict[str, Any], bar: Bar
+    place: Workplace, part: SplitRange, outputs: list[SplitFile], done: dict[str, Any], bar: Bar
 ) -> None:
     with OpenFiles(place, place.folder, [output.path for output in outputs]) as files:
         for block in part.split.blocks(part.start + done[part.name], part.stop):
@@ -313,7 +318,7 @@ def _write_files(
         files.finish(done)
 
 
-def _values(block: Block, output: Output, split: Split) -> tuple[np.ndarray, int]:
+def _values(block: Block, output: SplitFile, split: Split) -> tuple[np.ndarray, int]:
     """The values that a block puts into a file, and how many of them lost digits."""
     if output.kind == "label":
         return block.labels.astype(output.dtype), 0
@@ -332,7 +337,7 @@ def _values(block: Block, output: Output, split: Split) -> tuple[np.ndarray, int
     return whole, lost
 
 
-def _dense(block: Block, output: Output, split: Split) -> tuple[np.ndarray, int]:
+def _dense(block: Block, output: SplitFile, split: Split) -> tuple[np.ndarray, int]:
     """Dense values (B, D) of a block as a file holds them, and how many lost digits.
 
     Raises:
@@ -377,7 +382,7 @@ def _refuse_first(wrong: np.ndarray, block: Block, split: Split, wanted: str) ->
 
 
 def _write_parquet(
-    place: Workplace, part: Part, spec: FeatureSpec | None, done: dict[str, Any], bar: Bar
+    place: Workplace, part: SplitRange, spec: FeatureSpec | None, done: dict[str, Any], bar: Bar
 ) -> None:
     """Write ``SPLIT.parquet``: what is begun after a kill is written from its beginning."""
     import pyarrow as pa
@@ -401,7 +406,7 @@ def _write_parquet(
         for block in split.blocks(part.start, part.stop):
             columns = [block.labels, *block.dense.T, *(v.astype(np.int32) for v in block.tables)]
             arrays = [pa.array(np.ascontiguousarray(column)) for column in columns]
-            writer.write_batch(pa.record_batch(arrays, schema=schema), row_group_size=BLOCK)
+            writer.write_batch(pa.record_batch(arrays, schema=schema), row_group_size=ROW_GROUP)
             bar.add(len(block.labels))
     done[part.name] = part.stop - part.start
     place.note(done)

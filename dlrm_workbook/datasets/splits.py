@@ -32,9 +32,9 @@ from dlrm_core.data.files.sources import (
 from dlrm_core.data.files.spec import read_spec
 from dlrm_workbook.datasets.vocabulary import forget
 
-LAYOUTS = (*FORMATS, "parquet")
-NAMES = ("train", "test", "val")
-BLOCK = 1 << 17
+CONVERTED_LAYOUTS = (*FORMATS, "parquet")
+SPLIT_NAMES = ("train", "test", "val")
+ROW_GROUP = 1 << 17
 """Samples read at a time, and of a row group in Parquet."""
 
 ANY_ROW = int(np.iinfo(np.int32).max)
@@ -107,8 +107,8 @@ class FileSplit:
     def blocks(self, start: int, stop: int) -> Iterator[Block]:
         """See :class:`Split`."""
         source = self._source
-        for at in range(start, stop, BLOCK):
-            end = min(at + BLOCK, stop)
+        for at in range(start, stop, ROW_GROUP):
+            end = min(at + ROW_GROUP, stop)
             tables = [column.values[at:end] for column in source.tables]
             for column, values in zip(source.tables, tables, strict=True):
                 check_range(column, values, at, column.rows or ANY_ROW)
@@ -196,7 +196,7 @@ class ParquetSplit:
         """Samples of a row group, which begins ``at`` a sample, from ``start`` to ``stop``."""
         names = [self._label, *self._dense, *self._tables]
         try:
-            for batch in file.iter_batches(BLOCK, [group], names):
+            for batch in file.iter_batches(ROW_GROUP, [group], names):
                 first, last = max(at, start), min(at + batch.num_rows, stop)
                 if first < last:
                     yield self._block(path, batch.slice(first - at, last - first), first)
@@ -309,18 +309,18 @@ def _about(file: Path, metadata: Any, tables: int) -> dict[str, Any]:
 
 
 def split_names(path: Path, layout: str) -> list[str]:
-    """Names of a data set's splits, those of :data:`NAMES` first and in their order."""
+    """Names of a data set's splits, those of :data:`SPLIT_NAMES` first and in their order."""
     if layout == "split_binary":
         found = set(read_spec(path).splits)
     elif layout == "parquet":
-        found = {name for name in NAMES if _parquet_files(path, name)}
+        found = {name for name in SPLIT_NAMES if _parquet_files(path, name)}
     elif layout == "deepspark_dist":
-        found = {name for name in NAMES if (path / name).is_dir()}
+        found = {name for name in SPLIT_NAMES if (path / name).is_dir()}
     elif path.is_file():
         found = {path.stem.removeprefix("terabyte_processed_")}
     else:
-        found = {name for name in NAMES if (path / f"terabyte_processed_{name}.bin").exists()}
-    return [name for name in NAMES if name in found] + sorted(found - set(NAMES))
+        found = {name for name in SPLIT_NAMES if (path / f"terabyte_processed_{name}.bin").exists()}
+    return [name for name in SPLIT_NAMES if name in found] + sorted(found - set(SPLIT_NAMES))
 
 
 def _parquet_files(path: Path, split: str) -> list[Path]:
@@ -332,7 +332,7 @@ def open_split(path: Path, layout: str, name: str, counts: bool | None = None) -
     """One split of a data set in any layout.
 
     Args:
-        layout: one of :data:`LAYOUTS`.
+        layout: one of :data:`CONVERTED_LAYOUTS`.
         counts: whether Parquet's dense values are counts; None: as its files say.
 
     Raises:

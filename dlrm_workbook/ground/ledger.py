@@ -20,7 +20,7 @@ from dlrm_core.base.files import plain, read_json, write_json
 
 ABSENT = object()
 """In place of a value where one of two documents has none."""
-SHOWN = 80
+VALUE_LENGTH = 80
 """Characters of a value in a sentence."""
 
 
@@ -189,4 +189,4 @@ def _text(key: Any) -> str:
 
 def _short(value: Any) -> str:
     text = json.dumps(value)
-    return text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."
+    return text if len(text) <= VALUE_LENGTH else text[: VALUE_LENGTH - 3] + "..."

@@ -27,7 +27,7 @@ from dlrm_workbook.runner.summary import plain_text
 RESUMABLE = {"compare": "comparison", "scaling": "measurement"}
 """Notebook to what it makes, where it finds its own rounds in its folder."""
 
-SUMMARY = "sweep"
+SWEEP_NAME = "sweep"
 """Name of the notebook of a sweep's summary page."""
 
 
@@ -44,7 +44,7 @@ def command_run(arguments: Any) -> int:
     # another program is not trained by the notebook that trains our model
     chain = CHAIN[1:] if parameters.profiling.command else CHAIN
     names = chain if arguments.notebook == "all" else (arguments.notebook,)
-    swept = bool(parameters.sweep) and names != (SUMMARY,)
+    swept = bool(parameters.sweep) and names != (SWEEP_NAME,)
     try:
         if arguments.resume and not swept and arguments.notebook in RESUMABLE:
             folder = resume_notebook(arguments, parameters, own)
@@ -177,15 +177,17 @@ def run_sweep(
             plan.check(point.parameters)
         except InputError as error:
             raise InputError(f"sweep point {point.number} ({point.label}): {error}") from None
-    summary = Plan.of([SUMMARY], {})
+    summary = Plan.of([SWEEP_NAME], {})
     typed = shlex.join(arguments.argv)
     if arguments.resume:
-        sweep = Sweep.open(named_run(arguments.resume, SUMMARY, root, finished=False))
+        sweep = Sweep.open(named_run(arguments.resume, SWEEP_NAME, root, finished=False))
         sweep.require_same(parameters, names, own)
         folder = RunFolder.reopen(sweep.folder, read_json(sweep.folder / "run.json"))
     else:
         given = parameters.to_sections() | {"sweep": dict(parameters.sweep)}
-        folder = claim_run_folder(root, SUMMARY, parameters.preset, parameters=given, command=typed)
+        folder = claim_run_folder(
+            root, SWEEP_NAME, parameters.preset, parameters=given, command=typed
+        )
         sweep = Sweep.begin(folder.path, parameters, names, own, typed)
 
     runs = [folder]
@@ -223,9 +225,9 @@ def run_sweep(
             again = shlex.join([*arguments.argv, *resume])
             print(f"dlrm run: the sweep was interrupted; go on with: {again}", file=sys.stderr)
         else:
-            given = summary.given(SUMMARY, parameters, {}) | {"sweep_folder": str(folder.path)}
+            given = summary.given(SWEEP_NAME, parameters, {}) | {"sweep_folder": str(folder.path)}
             try:
-                summary.execute(SUMMARY, folder, given, None)
+                summary.execute(SWEEP_NAME, folder, given, None)
                 if left:
                     # the page is there, but the folder must not pass for that of a whole sweep
                     folder.close("failed", error=left)

@@ -102,7 +102,7 @@ PLOTLY_SHEET = re.compile(r"""\.id="[0-9a-f]{64}",\w+\.textContent='([^'\\]*)'""
 """A style sheet within plotly.js, which it adds to a page as it is: that of its maps."""
 MOST_IMAGE = 32 << 20
 """Bytes of the largest image beside a notebook that its page embeds."""
-ABSENT = re.compile(r"\*?Not measured\b")
+REASON = re.compile(r"\*?Not measured\b")
 """How a sentence begins that stands in place of a figure or table."""
 INDEX = "../../index.html"
 """Address of the list of all runs as seen from a page, if there is one."""
@@ -301,7 +301,7 @@ class _Page:
         if self._explained and _is_empty_table(outputs):
             return True
         text = _lone_text(outputs)
-        if text is None or not ABSENT.match(text):
+        if text is None or not REASON.match(text):
             return False
         again = text in self._absent
         self._absent.add(text)
@@ -323,7 +323,7 @@ class _Page:
             rendered.reason = Markup(escape(STOPPED))
         rendered.outputs = [shown for o in cell.outputs if (shown := self._output(o))]
         text = _lone_text(cell.outputs)
-        if text is not None and ABSENT.match(text):
+        if text is not None and REASON.match(text):
             rendered.reason = _reason(rendered.outputs[0].html)
         return rendered
 

@@ -17,11 +17,11 @@ from dlrm_workbook.analysis.changes import apply_change, change_steps, change_te
 from dlrm_workbook.evidence.training import part_times
 from dlrm_workbook.runner.parameters import split_overrides
 from dlrm_workbook.trials.compare.analyse import (
-    NO_PART,
-    OUTSIDE,
+    NOT_A_PART,
+    REST,
     compare_losses,
     compare_settings,
-    iteration_ms,
+    pair_of_times_ms,
     round_table,
     speedup,
 )
@@ -130,7 +130,7 @@ def test_rounds_take_the_drift_out() -> None:
 def test_only_the_changed_part_is_told() -> None:
     parts = compare_settings(round_table(made_runs(8, 0.5)), "baseline", "change")
     told = dict(zip(parts["component"], parts["verdict"], strict=True))
-    assert told == {"data": "faster", "top_mlp": "no difference shown", OUTSIDE: NO_PART}
+    assert told == {"data": "faster", "top_mlp": "no difference shown", REST: NOT_A_PART}
     row = parts[parts["component"] == "data"].iloc[0]
     assert row["low_ms"] < row["difference_ms"] < row["high_ms"] < 0
     one = compare_settings(round_table(made_runs(1, 0.5)), "baseline", "change")
@@ -152,7 +152,7 @@ def test_parts_add_up_to_the_pair_of_times_whose_ratio_is_the_speedup(
             for component, time_ms in zip(("data", "loss"), each[:2], strict=True):
                 rows.append((number, setting, component, "forward", time_ms))
     table = pd.DataFrame(rows, columns=names)
-    before_ms, after_ms = iteration_ms(table, "baseline", "change")
+    before_ms, after_ms = pair_of_times_ms(table, "baseline", "change")
     assert before_ms / after_ms == pytest.approx(speedup(table, "baseline", "change").mid)
     parts = compare_settings(table, "baseline", "change")
     assert parts["before_ms"].sum() == pytest.approx(before_ms)

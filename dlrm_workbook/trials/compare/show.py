@@ -26,7 +26,7 @@ from dlrm_workbook.analysis.sentences import in_markdown
 from dlrm_workbook.ground.intervals import Interval
 from dlrm_workbook.show import theme
 from dlrm_workbook.show.tables import Column, Text, each_row, listed
-from dlrm_workbook.trials.compare.analyse import NO_PART
+from dlrm_workbook.trials.compare.analyse import NOT_A_PART
 from dlrm_workbook.trials.compare.comparison import FINISHED, Comparison, Outcome
 
 ENDS = ("mid", "low", "high")
@@ -116,7 +116,7 @@ def part_differences(parts: pd.DataFrame, per: str = "per iteration") -> go.Figu
         list(range(len(rows))),
         "",
         theme.markers(
-            [("other" if row.verdict == NO_PART else row.component, row.phase) for row in rows],
+            [("other" if row.verdict == NOT_A_PART else row.component, row.phase) for row in rows],
             pale,
         ),
         [
@@ -296,7 +296,7 @@ def waterfall(outcomes: Sequence[Outcome]) -> go.Figure:
     return result
 
 
-def verdict(comparison: Comparison) -> Text:
+def outcome_text(comparison: Comparison) -> Text:
     """What came out, in a sentence or two an outcome."""
     blocks = [_judgement(outcome, comparison) for outcome in comparison.outcomes]
     if comparison.mixed:
@@ -385,7 +385,7 @@ def losses_text(comparison: Comparison) -> Text:
     return Text("\n".join(lines) or f"*Not measured: {FINISHED}.*")
 
 
-OUTCOMES: dict[str, str | Column] = {
+OUTCOME_TITLES: dict[str, str | Column] = {
     "change": "change",
     "before_ms": "before",
     "predicted_ms": "predicted",
@@ -395,18 +395,18 @@ OUTCOMES: dict[str, str | Column] = {
     "error": Column("error of predicted time", "signed_share"),
     "in_range": Column("in range", "judged"),
 }
-PREDICTIONS: dict[str, str | Column] = {
+PREDICTION_TITLES: dict[str, str | Column] = {
     "change": "change",
     "gain": Column("speed-up", "gain_range", tuple(f"speedup_{e}" for e in ENDS)),
     "method": "from",
 }
-OTHER_TIMES: dict[str, str | Column] = {
+OTHER_TIME_TITLES: dict[str, str | Column] = {
     "what": "",
     "time_ms": "per iteration",
     "iterations": "",
     "why": "why it differs",
 }
-PARTS: dict[str, str | Column] = {
+PART_TITLES: dict[str, str | Column] = {
     "part": "",
     "before_ms": "before",
     "after_ms": "after",
@@ -415,7 +415,7 @@ PARTS: dict[str, str | Column] = {
     "interval": Column("95% interval", "signed_range", ("low_ms", "high_ms")),
     "verdict": "verdict",
 }
-CHANGES: dict[str, str | Column] = {
+CALL_TITLES: dict[str, str | Column] = {
     "label": "call",
     "path": Column("called by", "callers"),
     "part": "",
@@ -424,7 +424,7 @@ CHANGES: dict[str, str | Column] = {
     "difference_ms": Column("difference", "signed"),
     "state": "",
 }
-RECORDED: dict[str, str | Column] = {
+RECORDED_TITLES: dict[str, str | Column] = {
     "part": "",
     "device_ms_before": Column("device before", "number", unit="ms"),
     "device_ms_after": Column("device after", "number", unit="ms"),
@@ -435,7 +435,7 @@ RECORDED: dict[str, str | Column] = {
     "launches_before": Column("launches before", "number"),
     "launches_after": Column("launches after", "number"),
 }
-DEVICE: dict[str, str | Column] = {
+DEVICE_TITLES: dict[str, str | Column] = {
     "operator": Column("operator", "function"),
     "part": "",
     "before_ms": "before",
@@ -446,7 +446,7 @@ DEVICE: dict[str, str | Column] = {
     "kernel_before": Column("longest kernel before", "function"),
     "kernel_after": Column("longest kernel after", "function"),
 }
-PARTS_HELD: dict[str, str | Column] = {
+PART_HELD_TITLES: dict[str, str | Column] = {
     "part": "",
     "before_ms": "before",
     "predicted_ms": "predicted",
@@ -455,7 +455,7 @@ PARTS_HELD: dict[str, str | Column] = {
     "error": Column("error", "signed_share"),
     "in_range": Column("in range", "judged"),
 }
-HELD: dict[str, str | Column] = {
+KERNEL_HELD_TITLES: dict[str, str | Column] = {
     "operator": Column("operator", "function"),
     "kernel": Column("or kernel", "function"),
     "shapes": "",

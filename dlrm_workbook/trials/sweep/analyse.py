@@ -25,7 +25,7 @@ from dlrm_workbook.recordings.open import open_recording
 from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.trials.sweep.plan import Sweep, describe_failures
 
-COLUMNS = [
+POINT_COLUMNS = [
     *("number", "label", "status", "ms_per_iteration", "samples_per_second"),
     *("top", "top_share", "speedup"),
 ]
@@ -56,7 +56,7 @@ class SweepSummary:
         runs = swept_runs(self.sweep.folder, "profile")
         opened = {label: open_recording(place).profile for label, place in runs.items()}
         self.profiles = all_at_reference(opened)
-        self.points = pd.DataFrame(self._rows(), columns=COLUMNS)
+        self.points = pd.DataFrame(self._rows(), columns=POINT_COLUMNS)
         speed = self.points["samples_per_second"]
         self.points.insert(5, "of_best", speed / speed.max())
         trained = swept_runs(self.sweep.folder, "train")
