@@ -41,7 +41,15 @@ from dlrm_workbook.datasets.resumable import (
     progress_bar,
     workplace,
 )
-from dlrm_workbook.datasets.splits import ABOUT, ROW_GROUP, Block, Split, open_split, split_names
+from dlrm_workbook.datasets.splits import (
+    ABOUT,
+    ANY_ROW,
+    ROW_GROUP,
+    Block,
+    Split,
+    open_split,
+    split_names,
+)
 from dlrm_workbook.datasets.write_spec import write_spec
 
 ORIGIN = "source_feature_spec.yaml"
@@ -114,9 +122,9 @@ def convert(request: Conversion, target: Path) -> Converted:
         raise InputError(f"--from and --to are both {request.before}, expected two layouts")
     parts = _parts(request)
     first = parts[0].split
-    if request.after == "terabyte" and _shape(first) != (TERABYTE_DENSE, TERABYTE_TABLES):
+    if request.after == "terabyte" and first.shape != (TERABYTE_DENSE, TERABYTE_TABLES):
         raise InputError(
-            f"{request.path} has {first.dense_features} numerical and {len(first.table_rows)} "
+            f"{request.path} has {first.shape[0]} numerical and {first.shape[1]} "
             f"categorical features, but terabyte holds {TERABYTE_DENSE} and {TERABYTE_TABLES}"
         )
     asked = dataclasses.asdict(request) | {"path": str(request.path.absolute())}
@@ -124,24 +132,20 @@ def convert(request: Conversion, target: Path) -> Converted:
     lost = 0
     with workplace(target, asked, "dlrm data convert") as place:
         if place is not None:
-            wide = 4 * (1 + sum(_shape(first)))
+            wide = 4 * (1 + sum(first.shape))
             need_space(place.folder, wide * sum(samples.values()))
             lost = _write(request, parts, place)
     return Converted(
         folder=target,
         samples=samples,
         bytes=sum(file.stat().st_size for file in target.rglob("*") if file.is_file()),
-        values=sum(samples.values()) * first.dense_features,
+        values=sum(samples.values()) * len(first.dense),
         lost=lost,
         seconds=time.perf_counter() - started,
     )
 
 
 TERABYTE_TABLES = TERABYTE_COLUMNS - 1 - TERABYTE_DENSE
-
-
-def _shape(split: Split) -> tuple[int, int]:
-    return split.dense_features, len(split.table_rows)
 
 
 def _parts(request: Conversion) -> list[SplitRange]:
@@ -159,7 +163,7 @@ def _parts(request: Conversion) -> list[SplitRange]:
     parts: list[SplitRange] = []
     for name in names:
         split = open_split(path, request.before, name, request.counts)
-        if parts and _shape(split) != _shape(parts[0].split):
+        if parts and split.shape != parts[0].split.shape:
             raise InputError(f"{path}: {name} has other features than {parts[0].name}")
         middle = split.samples
         if request.halve_test and name == "test":
@@ -201,11 +205,11 @@ def _origin(request: Conversion, parts: list[SplitRange]) -> tuple[Path, Feature
     if not file.exists():
         return None
     spec = read_spec(file)
-    shape = (spec.dense_features, len(spec.table_rows))
-    if shape != _shape(parts[0].split):
+    shape, there = (spec.dense_features, len(spec.table_rows)), parts[0].split.shape
+    if shape != there:
         raise InputError(
             f"{file} has {shape[0]} numerical and {shape[1]} categorical features, but the data "
-            f"set has {parts[0].split.dense_features} and {len(parts[0].split.table_rows)}"
+            f"set has {there[0]} and {there[1]}"
         )
     return file, spec
 
@@ -232,13 +236,13 @@ def _specification(
         "numerical": numerical,
     }
     rows = [count or 1 for count in known]
-    write_spec(folder, parts[0].split.dense_features, rows, metadata, names)
+    write_spec(folder, len(parts[0].split.dense), rows, metadata, names)
     return read_spec(folder)
 
 
 def _largest_rows(parts: list[SplitRange]) -> tuple[int, ...]:
     """The largest row of each table and one more: as many rows as it must have."""
-    rows = np.zeros(len(parts[0].split.table_rows), np.int64)
+    rows = np.zeros(len(parts[0].split.tables), np.int64)
     with progress_bar("counting rows", "samples", sum(p.stop - p.start for p in parts)) as bar:
         for part in parts:
             for block in part.split.blocks(part.start, part.stop):
@@ -280,12 +284,12 @@ def _files(
     if spec is None:
         tables = [
             SplitFile(f"{part.name}/cat_{t}.bin", "table", int32, table=t)
-            for t in range(len(part.split.table_rows))
+            for t in range(len(part.split.tables))
         ]
         dense = [SplitFile(f"{part.name}/numerical.bin", "dense", float32)]
         return [
             SplitFile(f"{part.name}/label.bin", "label", float32),
-            *(dense if part.split.dense_features else []),
+            *(dense if part.split.dense else []),
             *tables,
         ]
     files = spec.splits[part.name]
@@ -325,14 +329,14 @@ def _values(block: Block, output: SplitFile, split: Split) -> tuple[np.ndarray, 
     if output.kind == "dense":
         return _dense(block, output, split)
     if output.kind == "table":
-        values, column = block.tables[output.table], split.table_column(output.table)
-        check_range(column, values, block.start, output.rows or int(np.iinfo(np.int32).max))
+        values, column = block.tables[output.table], split.tables[output.table]
+        check_range(column, values, block.start, output.rows or ANY_ROW)
         return values.astype(output.dtype), 0
     dense, lost = _dense(block, output, split)
     whole = np.empty((len(block.labels), TERABYTE_COLUMNS), output.dtype)
     whole[:, 0], whole[:, 1 : 1 + TERABYTE_DENSE] = block.labels, dense
     for t, values in enumerate(block.tables):
-        check_range(split.table_column(t), values, block.start, int(np.iinfo(np.int32).max))
+        check_range(split.tables[t], values, block.start, ANY_ROW)
         whole[:, 1 + TERABYTE_DENSE + t] = values
     return whole, lost
 
@@ -378,7 +382,7 @@ def _feature(counts: np.ndarray) -> np.ndarray:
 def _refuse_first(wrong: np.ndarray, block: Block, split: Split, wanted: str) -> None:
     if wrong.any():
         row, feature = map(int, np.unravel_index(int(wrong.argmax()), wrong.shape))
-        refuse(split.dense_column(feature), block.start + row, block.dense[row, feature], wanted)
+        refuse(split.dense[feature], block.start + row, block.dense[row, feature], wanted)
 
 
 def _write_parquet(
@@ -392,8 +396,8 @@ def _write_parquet(
     if done[part.name] == part.stop - part.start and done[part.name]:
         return
     rows = split.table_rows if spec is None else spec.table_rows
-    names = [f"num_{i}" for i in range(split.dense_features)]
-    tables = [f"cat_{t}" for t in range(len(split.table_rows))]
+    names = [f"num_{i}" for i in range(len(split.dense))]
+    tables = [f"cat_{t}" for t in range(len(split.tables))]
     fields = [
         ("label", pa.uint8()),
         *((name, pa.from_numpy_dtype(split.dense_type)) for name in names),
