@@ -1,8 +1,9 @@
-"""Parameters: four validated sections that say everything about a run.
+"""Parameters: validated sections that say everything about a run.
 
-A parameters file (YAML) has the sections ``model``, ``data``, ``training``,
-``profiling`` and a ``title``. Each section is a frozen dataclass; a value that cannot
-work is refused when the dataclass is built, before anything runs.
+A parameters file (YAML) has the sections ``model``, ``data``, ``training``, a ``title``, and
+those of other packages (:data:`OWNERS`). Each section is a frozen dataclass; a value that cannot
+work is refused when the dataclass is built, before anything runs. Options of a kind of
+interaction, loss or optimiser are declared and checked by its class.
 
 Sources: the model's shape and its names follow Naumov et al. 2019
 (arXiv:1906.00091); defaults are those of the experiment, the shape of
@@ -11,11 +12,14 @@ facebookresearch/dlrm ``bench/dlrm_s_benchmark.sh``.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import difflib
+import functools
+import importlib
 import itertools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -27,16 +31,25 @@ from dlrm_core.base.settings import (
     check_text,
     clash,
     coerce_section,
+    explained,
     read_yaml,
     setting,
     shown,
+    with_options,
 )
-from dlrm_core.parts import parse_part
+from dlrm_core.interactions import INTERACTIONS, Interaction
+from dlrm_core.losses import LOSSES
+from dlrm_core.optimizers import OPTIMIZERS
 
 
 @dataclass(frozen=True)
+@with_options("loss", LOSSES)
+@with_options("interaction", INTERACTIONS)
 class ModelConfig:
-    """Shape of the DLRM: bottom MLP, embedding tables, interaction, top MLP."""
+    """Shape of the DLRM: bottom MLP, embedding tables, interaction, top MLP.
+
+    Options of interactions and losses are leaves of it as well.
+    """
 
     mlp_sizes: str = setting(
         "facebook",
@@ -72,30 +85,8 @@ class ModelConfig:
     table_rows: tuple[int, ...] = setting(
         (1_000_000,), "rows of each table: one number for all, or a list", minimum=1
     )
-    interaction: str = setting(
-        "dot",
-        "'dot': pairwise dot products; 'cat': concatenation; 'dcn': concatenation and the low-rank "
-        "cross layers of DCNv2, as in MLPerf's DLRM-DCNv2",
-        choices=("dot", "cat", "dcn"),
-    )
-    interaction_itself: bool = setting(
-        False, "with dot: include each feature's product with itself"
-    )
-    dcn_layers: int | None = setting(
-        None, "with dcn: number of cross layers; left out, MLPerf's 3", minimum=1
-    )
-    dcn_rank: int | None = setting(
-        None, "with dcn: rank of a cross layer's matrix; left out, MLPerf's 512", minimum=1
-    )
-    loss: str = setting(
-        "mse",
-        "'mse': mean squared error (facebook's default); 'bce': binary cross entropy; 'wbce': BCE "
-        "weighted by loss_weights",
-        choices=("mse", "bce", "wbce"),
-    )
-    loss_weights: tuple[float, ...] = setting(
-        (1.0, 1.0), "with wbce: weights of the targets 0 and 1", minimum=0.0
-    )
+    interaction: str = setting("dot", explained(INTERACTIONS), choices=tuple(INTERACTIONS))
+    loss: str = setting("mse", explained(LOSSES), choices=tuple(LOSSES))
     loss_threshold: float = setting(
         0.0, "clamp predictions to [t, 1-t] when 0 < t < 1", minimum=0.0, maximum=1.0
     )
@@ -146,17 +137,10 @@ class ModelConfig:
             raise InputError(
                 f"model.top_mlp ends in {self.top_mlp[-1]}, expected 1 (one click probability)"
             )
-        for leaf, default in (("dcn_layers", 3), ("dcn_rank", 512)):
-            if self.interaction == "dcn" and getattr(self, leaf) is None:
-                object.__setattr__(self, leaf, default)
-            elif self.interaction != "dcn" and getattr(self, leaf) is not None:
-                why = "only dcn has cross layers; leave it out"
-                raise clash("model", self, leaf, "interaction", why)
-        if len(self.loss_weights) != 2:
-            raise InputError(
-                f"model.loss_weights has {len(self.loss_weights)} numbers, expected 2 "
-                "(for the targets 0 and 1)"
-            )
+        for leaf, default in INTERACTIONS[self.interaction].check(self).items():
+            object.__setattr__(self, leaf, default)
+        for loss in LOSSES.values():
+            loss.check(self)
 
     @property
     def bottom_widths(self) -> tuple[int, ...]:
@@ -166,18 +150,12 @@ class ModelConfig:
             return self.bottom_mlp
         return (self.dense_features, *self.bottom_mlp)
 
-    @property
-    def interaction_width(self) -> int:
-        """Width of the interaction's output, the input of the top MLP.
-
-        dot: F(F-1)/2 + d (or F(F+1)/2 + d with products with itself); cat and dcn: F d;
-        F = number of tables + 1, d = embedding_dim (Naumov et al., section 2).
-        """
-        features = len(self.table_rows) + 1
-        if self.interaction != "dot":
-            return features * self.embedding_dim
-        pairs = features * (features + (1 if self.interaction_itself else -1)) // 2
-        return pairs + self.embedding_dim
+    @functools.cached_property
+    def interaction_kind(self) -> Interaction:
+        """The interaction of this model's features."""
+        kind = INTERACTIONS[self.interaction]
+        options = {leaf: getattr(self, leaf) for leaf in kind.options}
+        return kind(len(self.table_rows) + 1, self.embedding_dim, **options)
 
     @property
     def row_bytes(self) -> int:
@@ -186,31 +164,27 @@ class ModelConfig:
 
     @property
     def top_widths(self) -> tuple[int, ...]:
-        """Widths of the top MLP, input included."""
-        return (self.interaction_width, *self.top_mlp)
+        """Widths of the top MLP, its input, the interaction's width, included."""
+        return (self.interaction_kind.width, *self.top_mlp)
 
     @property
-    def cross_widths(self) -> tuple[int, ...]:
-        """Widths between the cross layers' matrix products, two a layer: F d, rank, F d, ...
+    def weight_sizes(self) -> dict[str, list[int]]:
+        """Numbers of each weight and bias of the dense part's parts, in the optimiser's order.
 
-        Every second product has a bias. Without cross layers there are no widths.
+        A part without weights is not listed.
         """
-        if self.dcn_layers is None or self.dcn_rank is None:
-            return ()
-        width = self.interaction_width
-        return (width, *(self.dcn_rank, width) * self.dcn_layers)
+        sizes = {
+            part: [size for n, m in itertools.pairwise(widths) for size in (n * m, m)]
+            for part, widths in (("bottom_mlp", self.bottom_widths), ("top_mlp", self.top_widths))
+        }
+        if own := [weight.size for weight in self.interaction_kind.weights()]:
+            sizes["interaction"] = own
+        return sizes
 
     @property
     def dense_weights(self) -> dict[str, int]:
-        """How many weights and biases each part of the dense part has; none: it is not listed."""
-        counts = {
-            part: sum(n * m + m for n, m in itertools.pairwise(widths))
-            for part, widths in (("bottom_mlp", self.bottom_widths), ("top_mlp", self.top_widths))
-        }
-        if cross := self.cross_widths:
-            biases = cross[0] * (len(cross) // 2)
-            counts["interaction"] = biases + sum(n * m for n, m in itertools.pairwise(cross))
-        return counts
+        """How many weights and biases each part of the dense part has."""
+        return {part: sum(sizes) for part, sizes in self.weight_sizes.items()}
 
 
 LAWS = ("uniform", "zipf", "reuse")
@@ -327,10 +301,20 @@ class DataConfig:
             why = "batches made on the device need no prefetching; choose loader: synchronous"
             raise clash("data", self, "place", "loader", why)
 
+    @staticmethod
+    def located(section: Mapping[str, Any], absolute: Callable[[str, str], str]) -> dict[str, str]:
+        """The section's folders as absolute paths, ``absolute(leaf, folder)``."""
+        path = section.get("path")
+        return {"path": absolute("path", path)} if isinstance(path, str) and path else {}
+
     @property
     def one_hot(self) -> bool:
         """Every bag holds one row, as in Criteo's data."""
         return self.generator in ("dataset", "teacher")
+
+
+TABLE_ENGINES = {"fused": "fused embeddings", "fbgemm": "FBGEMM"}
+"""``training.embedding_backend`` to the engine that updates the tables then."""
 
 
 @dataclass(frozen=True)
@@ -371,10 +355,9 @@ class TrainingConfig:
     lr_end: float = setting(0.0, "learning rate below which the decay does not go", minimum=0.0)
     optimizer: str = setting(
         "sgd",
-        "of the embeddings: plain 'sgd', 'adagrad', 'rowwise_adagrad' (one accumulator per row) or "
-        "'adam' (of the rows looked up only, torch's SparseAdam); the dense part uses SGD with "
-        "sgd, Adam with adam, Adagrad with both others",
-        choices=("sgd", "adagrad", "rowwise_adagrad", "adam"),
+        f"of the embeddings: {explained(OPTIMIZERS)}; the dense part uses "
+        + ", ".join(f"{kind.dense} with {name}" for name, kind in OPTIMIZERS.items()),
+        choices=tuple(OPTIMIZERS),
     )
     dense_backend: str = setting(
         "torch",
@@ -530,15 +513,17 @@ class TrainingConfig:
     def __post_init__(self) -> None:
         coerce_section(self, "training")
         self._check_schedule()
-        if self.optimizer == "adam" and self.embedding_backend not in ("torch", "auto"):
-            why = "Adam of the rows looked up exists in 'torch' only"
+        kind, backend = OPTIMIZERS[self.optimizer], TABLE_ENGINES.get(self.embedding_backend, "")
+        if backend and backend not in kind.engines:
+            why = f"{kind.tables[0]}, its update of tables, exists in 'torch' only"
             raise self._clash("optimizer", "embedding_backend", why)
         if self.embedding_update != "race_free" and self.embedding_backend != "fused":
             why = "only 'fused' has more than one update"
             raise self._clash("embedding_update", "embedding_backend", why)
-        if self.embedding_update != "race_free" and self.optimizer != "sgd":
-            why = "an Adagrad needs a row's whole gradient, so only 'race_free' can do it; the "
-            raise self._clash("embedding_update", "optimizer", why + "others are for 'sgd'")
+        if self.embedding_update != "race_free" and not kind.adds:
+            able = ", ".join(repr(name) for name, each in OPTIMIZERS.items() if each.adds)
+            why = "it needs a row's whole gradient, so only 'race_free' can do it; the others are "
+            raise self._clash("embedding_update", "optimizer", f"{why}for {able}")
         if self.fp32_matmul.startswith("bf16") and self.dense_backend != "fused":
             raise self._clash("fp32_matmul", "dense_backend", "only 'fused' has such products")
         both = "both replace the parts' kernels; choose one of them"
@@ -587,95 +572,34 @@ class TrainingConfig:
         return clash("training", self, one, other, why)
 
 
-@dataclass(frozen=True)
-class ProfilingConfig:
-    """How the run is measured."""
+SECTIONS: dict[str, type] = {"model": ModelConfig, "data": DataConfig, "training": TrainingConfig}
+"""The core's sections, and those of :data:`OWNERS` that are installed."""
 
-    engine: str = setting(
-        "auto",
-        "'torch': torch.profiler; 'hpctoolkit': hpcrun, hpcstruct, hpcprof; 'auto': HPCToolkit "
-        "when hpcrun is found, else torch (the page says which); 'both': HPCToolkit and then "
-        "torch, side by side",
-        choices=("auto", "torch", "hpctoolkit", "both"),
-    )
-    warmup: int = setting(3, "iterations before measuring", minimum=0)
-    iterations: int = setting(20, "iterations measured", minimum=1)
-    record_shapes: bool = setting(True, "torch: operator input shapes")
-    profile_memory: bool = setting(True, "torch: allocations per operator")
-    with_stack: bool = setting(False, "torch: Python call stacks (larger traces, more overhead)")
-    hpctoolkit_home: str = setting(
-        "", "folder of an HPCToolkit installation; empty: HPCTOOLKIT_HOME, then PATH"
-    )
-    python_frames: bool = setting(
-        True, "HPCToolkit: Python frames in call paths (-a python), where it offers them"
-    )
-    pc_sampling: bool = setting(
-        True, "HPCToolkit on a GPU: a second pass with PC sampling for stall reasons"
-    )
-    structure: bool = setting(
-        True, "HPCToolkit: recover loops and inlining with hpcstruct before hpcprof"
-    )
-    structure_limit_mb: int = setting(
-        64, "HPCToolkit: hpcstruct skips binaries larger than this (the page says so)", minimum=1
-    )
-    command: tuple[str, ...] | None = setting(
-        None,
-        "measure this program in place of the workbook's own training: its words, as "
-        "[python, train.py, --epochs, '1'], run without a shell; it must step optimizers of torch",
-    )
-    command_folder: str = setting(
-        "", "folder in which profiling.command runs; empty: where dlrm run is started"
-    )
-    parts: Mapping[str, str] = setting(
-        {},
-        "recordings of other programs: pattern of names (of ranges, modules, functions, operators "
-        'or kernels) to their part, as {"*my_tower*": bottom_mlp, Pool: embedding backward}; '
-        "goes before what the names say themselves",
-    )
-    device_name: str = setting(
-        "",
-        "recordings that name no GPU: which one it is, as its driver names it ('NVIDIA H100 80GB "
-        "HBM3') or short (H100-SXM), so that its data sheet gives the limits",
-    )
-    probes: bool = setting(
-        True,
-        "before measuring, time what this machine can do at best (products, bandwidth, random "
-        "rows, launches) and what alternatives to each part take; false leaves both out",
-    )
-    timeout_s: int = setting(3600, "seconds after which one measured run is ended", minimum=1)
+OWNERS = {"profiling": ("dlrm_workbook.ground.profiling", "ProfilingConfig")}
+"""Sections of other packages: module and dataclass, found by name. Where a package is missing, its
+section is kept as the file has it."""
 
-    def __post_init__(self) -> None:
-        coerce_section(self, "profiling")
-        for pattern, said in self.parts.items():
-            try:
-                parse_part(said)
-            except ValueError as error:
-                where = f"profiling.parts: {called(pattern)} is {shown(said)}"
-                raise InputError(f"{where}, {error}") from None
+NAMES = ("model", "data", "training", *OWNERS)
+"""All sections, also of packages that are not installed."""
 
-
-SECTIONS: dict[str, type] = {
-    "model": ModelConfig,
-    "data": DataConfig,
-    "training": TrainingConfig,
-    "profiling": ProfilingConfig,
-}
+for _name, (_module, _class) in OWNERS.items():
+    with contextlib.suppress(ModuleNotFoundError):
+        SECTIONS[_name] = getattr(importlib.import_module(_module), _class)
 
 
 @dataclass(frozen=True)
 class Parameters:
-    """A whole run: the four sections, a title, and the file they came from."""
+    """A whole run: its sections, a title, and the file they came from."""
 
     title: str = "DLRM"
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
-    profiling: ProfilingConfig = field(default_factory=ProfilingConfig)
+    profiling: Any = field(default_factory=SECTIONS.get("profiling", dict))
+    """The workbook's; without it what the file has."""
     source: str = ""
     sweep: Mapping[str, Any] = field(default_factory=dict)
-    """Leaves and the values that ``dlrm run`` gives them in turn, see
-    dlrm_workbook/trials/sweep/plan.py.
-    """
+    """Leaves and the values that the workbook gives them in turn; it checks them."""
 
     def __post_init__(self) -> None:
         sizes, tables = self.data.multi_hot_sizes, len(self.model.table_rows)
@@ -696,9 +620,7 @@ class Parameters:
         if self.model.embedding_precision == "fp32":
             return
         reasons = {
-            "optimizer": "Adam's update has no stochastic rounding; choose sgd or an Adagrad"
-            if training.optimizer == "adam"
-            else "",
+            "optimizer": OPTIMIZERS[training.optimizer].why_no_rounding,
             "embedding_backend": "its kernels do not round as a resumed run must; choose torch, "
             "fused or auto"
             if training.embedding_backend == "fbgemm"
@@ -721,13 +643,14 @@ class Parameters:
     def to_sections(self) -> dict[str, Any]:
         """Plain dicts, lists and scalars: what YAML, JSON and papermill carry."""
         sections: dict[str, Any] = {"title": self.title}
-        for name in SECTIONS:
+        for name in NAMES:
             section = getattr(self, name)
+            leaves = section
+            if name in SECTIONS:
+                leaves = {f.name: getattr(section, f.name) for f in fields(section)}
             sections[name] = {
-                f.name: list(value)
-                if isinstance(value := getattr(section, f.name), tuple)
-                else value
-                for f in fields(section)
+                leaf: list(value) if isinstance(value, tuple) else value
+                for leaf, value in leaves.items()
             }
         return sections
 
@@ -735,6 +658,18 @@ class Parameters:
     def preset(self) -> str:
         """Short name for folders: the file's stem, or 'parameters'."""
         return Path(self.source).stem if self.source else "parameters"
+
+
+def mean_bag_size(parameters: Parameters, table: int) -> float:
+    """Expected indices per bag of a table, before facebook's deduplication."""
+    data, rows = parameters.data, parameters.model.table_rows[table]
+    if data.multi_hot_sizes is not None:
+        return float(data.multi_hot_sizes[table])
+    if data.fixed_pooling:
+        return float(data.indices_per_lookup)
+    bound = min(rows, data.indices_per_lookup)
+    # max(1, round(r k)), r ~ U[0,1): each of 2 to k-1 by 1/k, k by half of that, 1 by the rest
+    return bound / 2 + 1 / (2 * bound)
 
 
 @dataclass(frozen=True)
@@ -767,16 +702,12 @@ def load_parameters(
         tree = _read_sections(preset_file(path)) if path is not None else {}
     for override in overrides:
         _override(tree, override)
-    data = tree.get("data")
-    if isinstance(data, dict) and isinstance(data.get("path"), str) and data["path"]:
-        # notebooks run in folders of their own
-        tree["data"] = data | {"path": _absolute(data["path"], f"{path}: data.path")}
-    profiling = tree.get("profiling")
-    if isinstance(profiling, dict) and profiling.get("command"):
-        folder = profiling.get("command_folder", "")
-        if isinstance(folder, str):
-            place = _absolute(folder or ".", f"{path}: profiling.command_folder")
-            tree["profiling"] = profiling | {"command_folder": place}
+    for name, kind in SECTIONS.items():
+        section = tree.get(name)
+        if isinstance(section, dict) and hasattr(kind, "located"):
+            # notebooks run in folders of their own
+            absolute = functools.partial(_absolute, f"{path}: {name}")
+            tree[name] = section | kind.located(section, absolute)
     return parameters_from_sections(tree, source=str(path or ""))
 
 
@@ -804,11 +735,11 @@ def preset_file(given: str | os.PathLike[str]) -> Path:
     return ours
 
 
-def _absolute(folder: str, where: str) -> str:
+def _absolute(section: str, leaf: str, folder: str) -> str:
     try:
         return str(Path(folder).expanduser().absolute())
     except RuntimeError:
-        raise InputError(f"{where} is {shown(folder)}: no such user's folder") from None
+        raise InputError(f"{section}.{leaf} is {shown(folder)}: no such user's folder") from None
 
 
 def _read_sections(path: Path) -> dict[str, Any]:
@@ -823,7 +754,7 @@ def _read_sections(path: Path) -> dict[str, Any]:
         tree = {}
     if not isinstance(tree, dict):
         raise InputError(
-            f"{path} is {shown(tree)}, expected the sections title, {', '.join(SECTIONS)}"
+            f"{path} is {shown(tree)}, expected the sections title, {', '.join(NAMES)}"
         )
     return tree
 
@@ -843,18 +774,22 @@ def parameters_from_sections(tree: Mapping[str, Any], source: str = "") -> Param
     """
     try:
         for name in tree:
-            if name not in SECTIONS and name not in ("title", "sweep"):
-                raise InputError(_unknown(name, ["title", *SECTIONS, "sweep"], "section"))
+            if name not in NAMES and name not in ("title", "sweep"):
+                raise InputError(_unknown(name, ["title", *NAMES, "sweep"], "section"))
         title = tree.get("title", "DLRM")
         if not isinstance(title, str):
             raise InputError(f"title is {shown(title)}, expected text")
         check_text(title, "title")
         tree = _with_dataset_shape(tree)
         built: dict[str, Any] = {}
-        for name, kind in SECTIONS.items():
+        for name in NAMES:
             section = {} if tree.get(name) is None else tree[name]
             if not isinstance(section, Mapping):
                 raise InputError(f"{name} is {shown(section)}, expected a section of parameters")
+            kind = SECTIONS.get(name)
+            if kind is None:
+                built[name] = dict(section)
+                continue
             known = [f.name for f in fields(kind)]
             for leaf, value in section.items():
                 full = f"{name}.{called(leaf)}"
@@ -912,18 +847,18 @@ def _override(tree: dict[str, Any], override: str) -> None:
     if section == "title":
         tree["title"] = text
         return
-    if section not in SECTIONS and section != "sweep":
-        raise InputError(f"-p {override}: " + _unknown(name.strip(), list(SECTIONS), "section"))
+    if section not in NAMES and section != "sweep":
+        raise InputError(f"-p {override}: " + _unknown(name.strip(), list(NAMES), "section"))
     try:
         value = read_yaml(text)
     except InputError as error:
         raise InputError(f"-p {override}: {error}") from None
     if section == "sweep":
-        # the leaves are those of other sections; dlrm_workbook/trials/sweep/plan.py checks them
+        # the leaves are those of other sections; the workbook checks them
         if not dot:
             tree["sweep"] = value
             return
-    else:
+    elif section in SECTIONS:
         known = [f"{section}.{f.name}" for f in fields(SECTIONS[section])]
         if f"{section}.{leaf}" not in known:
             raise InputError(f"-p {override}: " + _unknown(f"{section}.{leaf}", known, "parameter"))

@@ -1,6 +1,7 @@
-"""The dense part of a step: bottom MLP, interaction, top MLP and loss, forward and backward.
+"""The dense part of a step: the model's pieces behind the embeddings, and the loss.
 
-The graph is cut where one part hands over to the next (see :mod:`dlrm_core.step`).
+The graph is cut where one piece hands over to the next (:class:`Cuts`, and see
+:mod:`dlrm_core.step`).
 The options of ``training`` that make it faster act here: ``precision``,
 ``micro_batch``, ``compile``; with ``dense_backend: fused`` the package ``dlrm_kernels`` has
 layers that take the place of the model's. What each brings: docs/precision.md.
@@ -10,22 +11,24 @@ Shapes: B samples, D dense features, T tables, d embedding width.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 
 from dlrm_core.base.engines import PACKAGE, engine, find_engine
 from dlrm_core.config import Parameters, TrainingConfig
-from dlrm_core.model import DLRM
-from dlrm_core.parts import part
-from dlrm_core.run.precision import DensePrecision
+from dlrm_core.model import DLRM, Piece
+from dlrm_core.parts import run_part
+from dlrm_core.precision import DensePrecision
 
 Layer = Callable[..., torch.Tensor]
 """A part of the model, or what stands for it: compiled, or fused kernels."""
 
-Layers = tuple[Layer, Layer, Layer]
-"""Bottom MLP, interaction, top MLP."""
+Layers = dict[str, Layer]
+"""What takes the place of the model's own layers, by part."""
 
 DENSE_CHOICE = ("dense_backend", "fp32_matmul")
 """Leaves of ``training`` that are chosen together where one of them is ``auto``."""
@@ -47,15 +50,73 @@ def resolve_dense(parameters: Parameters, device: torch.device) -> tuple[Paramet
     return parameters.with_training(**leaves), [f"{said}; {PACKAGE}, which chooses, is not there"]
 
 
+Values = dict[str, Any]
+"""What the pieces take and give, by the names of :attr:`~dlrm_core.model.DLRM.pieces`: a tensor
+(B, ...), or a list of them."""
+
+
+class Cuts:
+    """Forward piece by piece, each from leaves of its own, and backward the other way.
+
+    A piece gives the next one the values of its result as the start of a new graph; handing over
+    is its time too. Its backward starts from the gradients that have arrived there.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[str, tuple[Any, Any]] = {}
+
+    def forward(self, piece: Piece, values: Values) -> None:
+        """Run a piece on what it takes of ``values``, and add the leaves of what it gives."""
+
+        def work() -> tuple[Any, Any]:
+            result = piece.run(*(values[name] for name in piece.takes))
+            return result, leaf_of(result)
+
+        made = run_part(piece.component, "forward", work)
+        self._made[piece.gives] = made
+        values[piece.gives] = made[1]
+
+    def backward(
+        self, piece: Piece, beside: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
+    ) -> None:
+        """Run a piece's backward.
+
+        Args:
+            beside: tensors and their gradients from which autograd starts as well.
+        """
+        results, leaves = map(_listed, self._made.pop(piece.gives))
+        tensors = [*(tensor for tensor, _ in beside), *results]
+        gradients = [*(gradient for _, gradient in beside), *(leaf.grad for leaf in leaves)]
+        run_part(piece.component, "backward", lambda: torch.autograd.backward(tensors, gradients))
+
+
+class Around:
+    """What somebody does before and after pieces of the dense part; by itself nothing.
+
+    Several ranks exchange gradients and pooled vectors so.
+    """
+
+    def before(self, piece: Piece, values: Values) -> None:
+        """Called before a piece's forward, which may still change what it takes."""
+
+    def beside(self, piece: Piece) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
+        """Called before a piece's backward: where that is to start as well."""
+        return ()
+
+    def after(self, piece: Piece) -> None:
+        """Called after a piece's backward."""
+
+
 class DensePart:
     """Forward and backward of everything but the embeddings.
 
     Args:
-        model: whose MLPs and interaction are used; their weights get gradients.
+        model: whose pieces are run; their weights get gradients.
         loss: predictions (B, 1), targets (B, 1) to a scalar.
         config: the options above.
 
     Attributes:
+        pieces: those of the model that take no lookups, with fused or compiled layers in place.
         precision: type of the products, loss scale.
         notices: options that have no effect here, and why.
     """
@@ -67,15 +128,23 @@ class DensePart:
         self.loss = loss
         self.micro_batch = config.micro_batch
         self.weights = model.dense_weights()
-        layers: Layers = (model.bottom_mlp, model.interaction, model.top_mlp)
+        layers: Layers = {}
         if config.dense_backend == "fused":
             gpu = " on a GPU" if weight.device.type == "cuda" else ""
             kernels = engine(f"fused dense part{gpu}")
             layers, notices = kernels.fuse(model, config, weight.device)
             self.notices += notices
-        self.bottom_mlp, self.interaction, self.top_mlp = layers
+        pieces = model.dense_pieces
         if config.compile:
-            self._compile(weight.device)
+            layers = self._compiled(pieces, weight.device)
+        self.pieces = [
+            piece._replace(run=layers.get(piece.component, piece.run)) for piece in pieces
+        ]
+
+    @property
+    def layers(self) -> Layers:
+        """What runs each part."""
+        return {piece.component: piece.run for piece in self.pieces}
 
     def __call__(
         self,
@@ -100,7 +169,7 @@ class DensePart:
         rows = min(self.micro_batch or size, size)
         with self.precision.autocast():
             if rows == size:
-                return self._rows(dense, pooled, targets, share)
+                return self.rows({"dense": dense, "pooled": pooled}, targets, share)
             gradients = [torch.zeros_like(vector) for vector in pooled]
             losses = []
             for start in range(0, size, rows):
@@ -110,50 +179,77 @@ class DensePart:
                     # backward adds to it in place: no copying together afterwards
                     leaf.grad = gradient[chunk]
                 part = (chunk.stop - start) / size
-                loss = self._rows(dense[chunk], leaves, targets[chunk], part * share)
-                losses.append(part * loss)
+                values = {"dense": dense[chunk], "pooled": leaves}
+                losses.append(part * self.rows(values, targets[chunk], part * share))
         for vector, gradient in zip(pooled, gradients, strict=True):
             vector.grad = gradient
         return torch.stack(losses).sum()
 
-    def _rows(
-        self,
-        dense: torch.Tensor,
-        pooled: Sequence[torch.Tensor],
-        targets: torch.Tensor,
-        share: float,
+    def rows(
+        self, values: Values, targets: torch.Tensor, share: float, around: Around | None = None
     ) -> torch.Tensor:
-        """Forward and backward of some rows, whose loss counts ``share`` of the batch's."""
-        x, x_leaf = bottom_mlp_forward(self.bottom_mlp, dense)
-        z, z_leaf = interaction_forward(self.interaction, x_leaf, pooled)
-        p, p_leaf = top_mlp_forward(self.top_mlp, z_leaf)
-        # CPU threads of autograd's own would take the work out of the functions below
+        """Forward and backward of some rows, whose loss counts ``share`` of the batch's.
+
+        Args:
+            values: what the first pieces take.
+            around: called before and after pieces.
+        """
+        around, cuts = around or Around(), Cuts()
+        for piece in self.pieces:
+            around.before(piece, values)
+            cuts.forward(piece, values)
+        # CPU threads of autograd's own would take the work out of the parts' functions
         with self.precision.full(), torch.autograd.set_multithreading_enabled(False):
-            loss = loss_forward(self.loss, p_leaf, targets)
-            loss_backward(loss, self.precision.scale * share)
-            top_mlp_backward(p, p_leaf)
-            interaction_backward(z, z_leaf)
-            bottom_mlp_backward(x, x_leaf)
+            predictions = values[self.pieces[-1].gives]
+            loss = run_part("loss", "forward", lambda: self.loss(predictions, targets))
+            scale = self.precision.scale * share
+            run_part("loss", "backward", lambda: loss.backward(torch.full_like(loss, scale)))
+            for piece in reversed(self.pieces):
+                cuts.backward(piece, around.beside(piece))
+                around.after(piece)
         return loss.detach()
 
-    def _compile(self, device: torch.device) -> None:
+    def _compiled(self, pieces: Sequence[Piece], device: torch.device) -> Layers:
+        """Each layer compiled on its own, so that its time stays its own."""
         reason = why_not_compile(device)
         if reason:
             self.notices.append(
                 f"training.compile: torch.compile does not work here, the parts run as they are: "
                 f"{reason}"
             )
-            return
-        # each on its own, so that its time stays its own; dynamic shapes would be slower, and
-        # a batch has at most two (the last micro-batch may be smaller)
-        self.bottom_mlp = torch.compile(self.bottom_mlp, dynamic=False)
-        self.interaction = torch.compile(self.interaction, dynamic=False)
-        self.top_mlp = torch.compile(self.top_mlp, dynamic=False)
+            return {}
+        # dynamic shapes would be slower, and a batch has at most two (the last micro-batch may be
+        # smaller)
+        return {piece.component: torch.compile(piece.run, dynamic=False) for piece in pieces}
 
 
-def leaf_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values as the start of a new graph."""
-    return tensor.detach().requires_grad_()
+def predict_rows(
+    pieces: Sequence[Piece], values: Values, around: Callable[[Piece, Values], None] | None = None
+) -> torch.Tensor:
+    """Click probability (B, 1) float32, piece by piece as in training, outside of any graph.
+
+    Args:
+        around: called before each piece, which may still change what it takes.
+    """
+    for piece in pieces:
+        if around is not None:
+            around(piece, values)
+        inputs = [values[name] for name in piece.takes]
+        work = functools.partial(piece.run, *inputs)
+        values[piece.gives] = run_part(piece.component, "forward", work)
+    result: torch.Tensor = values[pieces[-1].gives]
+    return result
+
+
+def leaf_of(value: Any) -> Any:
+    """The same values, of a tensor or a list of them, as the start of a new graph."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().requires_grad_()
+    return [leaf_of(tensor) for tensor in value]
+
+
+def _listed(value: Any) -> list[torch.Tensor]:
+    return [value] if isinstance(value, torch.Tensor) else list(value)
 
 
 def why_not_compile(device: torch.device) -> str:
@@ -167,49 +263,3 @@ def why_not_compile(device: torch.device) -> str:
 
 def _trial(x: torch.Tensor) -> torch.Tensor:
     return torch.relu(x) * 2.0
-
-
-@part("bottom_mlp", "forward")
-def bottom_mlp_forward(bottom_mlp: Layer, dense: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Its result, and the leaf that the next part starts from: handing over is its time too."""
-    x = bottom_mlp(dense)
-    return x, leaf_of(x)
-
-
-@part("interaction", "forward")
-def interaction_forward(
-    interaction: Layer, x: torch.Tensor, pooled: Sequence[torch.Tensor]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    z = interaction(x, pooled)
-    return z, leaf_of(z)
-
-
-@part("top_mlp", "forward")
-def top_mlp_forward(top_mlp: Layer, z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    p = top_mlp(z)
-    return p, leaf_of(p)
-
-
-@part("loss", "forward")
-def loss_forward(loss: nn.Module, p: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return loss(p, targets)
-
-
-@part("loss", "backward")
-def loss_backward(loss: torch.Tensor, scale: float) -> None:
-    loss.backward(torch.full_like(loss, scale))
-
-
-@part("top_mlp", "backward")
-def top_mlp_backward(p: torch.Tensor, p_leaf: torch.Tensor) -> None:
-    p.backward(p_leaf.grad)
-
-
-@part("interaction", "backward")
-def interaction_backward(z: torch.Tensor, z_leaf: torch.Tensor) -> None:
-    z.backward(z_leaf.grad)
-
-
-@part("bottom_mlp", "backward")
-def bottom_mlp_backward(x: torch.Tensor, x_leaf: torch.Tensor) -> None:
-    x.backward(x_leaf.grad)

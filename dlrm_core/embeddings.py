@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import functools
 import inspect
-import mmap
-import sys
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -17,16 +12,12 @@ from torch import nn
 
 from dlrm_core.base.engines import PACKAGE, engine, find_engine
 from dlrm_core.base.errors import InputError
-from dlrm_core.base.machine import numa_nodes
 from dlrm_core.config import Parameters, TrainingConfig
 from dlrm_core.data.batch import Batch
-from dlrm_core.rounding import GROUP_BITS, round_rows, words
+from dlrm_core.optimizers import EPSILON, OPTIMIZERS
 
-_HUGE_PAGE = 1 << 21
-_PAIR_OF_LINES = 128
-_MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 14, 23  # linux/mman.h
-_TOUCHED_AT_ONCE = 1 << 24
-_WORTH_A_THREAD = 1 << 28
+ROW_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""``model.embedding_precision`` to the type of the tables' numbers."""
 
 Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
 
@@ -58,13 +49,9 @@ class EmbeddingTables(nn.Module):
     back end, the weights are the same parameters under the same names.
 
     Args:
-        huge_pages: lay the tables one behind the other and ask the system for 2 MiB pages
-            (Linux, CPU): random rows then miss the address cache less, and a back end that
-            wants all tables in one piece can use them where they are. Before the weights
-            are filled it costs nothing.
         memory: where the weights are to lie, (R, d) each; left out, on the device that torch
             allocates on.
-        dtype: of the weights that are allocated (:data:`dlrm_core.rounding.ROW_DTYPES`).
+        dtype: of the weights that are allocated (:data:`ROW_DTYPES`).
 
     Attributes:
         numbers: of the tables in the whole model, where these are some of its tables.
@@ -74,13 +61,12 @@ class EmbeddingTables(nn.Module):
         self,
         table_rows: Sequence[int],
         dim: int,
-        huge_pages: bool = False,
         memory: Sequence[torch.Tensor] | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
         if memory is None:
-            memory = empty_tables(table_rows, dim, huge_pages, dtype)
+            memory = [torch.empty(rows, dim, dtype=dtype) for rows in table_rows]
         self.numbers = tuple(range(len(memory)))
         self.tables = nn.ModuleList(
             # the weights are filled by the caller; the default filling costs seconds a table
@@ -107,85 +93,7 @@ class EmbeddingTables(nn.Module):
         ]
 
 
-def empty_tables(
-    table_rows: Sequence[int], dim: int, huge_pages: bool, dtype: torch.dtype = torch.float32
-) -> list[torch.Tensor]:
-    """Memory for tables (R, d), in one piece where huge pages are asked for."""
-    if not huge_pages:
-        return [torch.empty(rows, dim, dtype=dtype) for rows in table_rows]
-    return list(empty_table(sum(table_rows), dim, huge_pages, dtype).split(list(table_rows)))
-
-
-def empty_table(
-    rows: int, dim: int, huge_pages: bool, dtype: torch.dtype = torch.float32
-) -> torch.Tensor:
-    """Memory for a table (rows, dim), on huge pages where asked for and offered."""
-    if not huge_pages or torch.empty(0).device.type != "cpu" or sys.platform != "linux":
-        return torch.empty(rows, dim, dtype=dtype)
-    memory = torch.empty(rows * dim + _PAIR_OF_LINES // dtype.itemsize, dtype=dtype)
-    _advise_huge_pages(memory)
-    # a row of 64 floats is then two aligned pairs of cache lines, which CPUs fetch together
-    skipped = -memory.data_ptr() % _PAIR_OF_LINES // dtype.itemsize
-    return memory[skipped : skipped + rows * dim].view(rows, dim)
-
-
-def _advise_huge_pages(weight: torch.Tensor) -> None:
-    """Ask for huge pages behind a tensor's memory; where the kernel declines, nothing changes."""
-    begin, end = _whole_pages(weight, _HUGE_PAGE)
-    if begin < end:
-        _advise(begin, end, _MADV_HUGEPAGE)
-
-
-def _whole_pages(weight: torch.Tensor, page: int) -> tuple[int, int]:
-    """First and last address of the pages that a tensor fills."""
-    begin, end = weight.data_ptr(), weight.data_ptr() + weight.nbytes
-    return -(-begin // page) * page, end // page * page
-
-
-def _advise(begin: int, end: int, advice: int) -> bool:
-    """Advise the system about memory; whether it took the advice. Other threads run meanwhile."""
-    advise = ctypes.CDLL(None).madvise
-    advise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    return bool(advise(begin, end - begin, advice) == 0)
-
-
-@contextlib.contextmanager
-def touched_beside(weights: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Another thread touches the weights' memory, from its end, while the caller fills them.
-
-    The system clears memory at its first touch, which takes longer than drawing the weights. On
-    several NUMA nodes memory lies where it is touched first, so there the caller touches all.
-    """
-    large = sum(weight.nbytes for weight in weights) >= _WORTH_A_THREAD
-    on_cpu = all(weight.device.type == "cpu" for weight in weights)
-    if not (large and on_cpu) or sys.platform != "linux" or len(numa_nodes()) > 1:
-        yield
-        return
-    stop = threading.Event()
-
-    def touch() -> None:
-        for weight in reversed(weights):
-            first, end = _whole_pages(weight, mmap.PAGESIZE)
-            while end > first:
-                begin = max(first, end - _TOUCHED_AT_ONCE)
-                # kernels before 5.14 refuse
-                if stop.is_set() or not _advise(begin, end, _MADV_POPULATE_WRITE):
-                    return
-                end = begin
-
-    thread = threading.Thread(target=touch, name="dlrm-touch", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        thread.join()
-
-
 # torch's own embeddings and optimisers: the oracle that every other back end is held to.
-
-EPSILON = 1e-10
-"""Added to the root in both Adagrads: torch's default, and facebook's for row-wise Adagrad."""
 
 FBGEMM_LANES = 4
 """FBGEMM, which also updates the tables on several ranks, works on multiples of this width."""
@@ -243,117 +151,12 @@ def torch_optimizer(
     tables: EmbeddingTables, optimizer: str, learning_rate: float
 ) -> torch.optim.Optimizer:
     """torch's optimiser of the tables, for their sparse gradients."""
-    weights = tables.weights
-    if optimizer == "rowwise_adagrad":
-        return without_compiler(RowwiseAdagrad)(weights, learning_rate)
-    # foreach and fused variants refuse sparse gradients
-    if optimizer == "adagrad":
-        adagrad = without_compiler(torch.optim.Adagrad)
-        return adagrad(weights, learning_rate, eps=EPSILON, foreach=False)
-    if optimizer == "adam":
-        return without_compiler(torch.optim.SparseAdam)(weights, learning_rate)
-    return without_compiler(torch.optim.SGD)(weights, learning_rate, foreach=False)
-
-
-class TorchRows:
-    """Lookups and updates of rows of 2 bytes a number by torch's operators, the oracle of others.
-
-    Each row that a batch looked up is updated once, with the float32 sum of its gradients.
-
-    Args:
-        tables: bfloat16 or float16; Adagrad's state is laid out beside them.
-        optimizer: 'sgd', 'adagrad' or 'rowwise_adagrad'.
-        seed: of the random numbers.
-
-    Attributes:
-        states: for each table Adagrad's (R, d), or row-wise Adagrad's (R, 1), sums of squares.
-        updates: number of updates so far, which random numbers depend on.
-    """
-
-    name = "torch"
-
-    def __init__(
-        self, tables: EmbeddingTables, optimizer: str, learning_rate: float, seed: int
-    ) -> None:
-        self.optimizer, self.learning_rate = optimizer, learning_rate
-        self.seed, self.updates = seed, 0
-        self._tables = tables
-        width = {"sgd": 0, "adagrad": tables.weights[0].shape[1], "rowwise_adagrad": 1}[optimizer]
-        self.states = [
-            torch.zeros(weight.shape[0] if width else 0, width, device=weight.device)
-            for weight in tables.weights
-        ]
-        self._anchor = torch.zeros(0, requires_grad=True)
-        self._made: list[tuple[int, torch.Tensor, torch.Tensor]] = []
-
-    def forward(self, tables: EmbeddingTables, batch: Batch) -> list[torch.Tensor]:
-        """T pooled vectors, each (B, d) float32."""
-        return list(_NarrowLookup.apply(self._anchor, self, tables, batch))
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget gradients that have not been applied."""
-        self._made.clear()
-
-    @torch.no_grad()
-    def step(self) -> None:
-        """Update every row that has a gradient."""
-        if not self._made:
-            return
-        for table, rows, gradient in self._made:
-            self._update(table, rows, gradient)
-        self.updates += 1
-        self._made.clear()
-
-    def note(self, batch: Batch, gradients: tuple[torch.Tensor, ...]) -> None:
-        """Keep, for each table, the rows of a batch (n,) and their float32 gradients (n, d)."""
-        for table, gradient in enumerate(gradients):
-            ends = torch.tensor([len(batch.table_indices(table))], device=gradient.device)
-            sizes = torch.diff(torch.cat([batch.offsets[table], ends]))
-            rows, place = torch.unique(batch.table_indices(table), return_inverse=True)
-            bags = torch.repeat_interleave(torch.arange(len(sizes), device=sizes.device), sizes)
-            total = torch.zeros(len(rows), gradient.shape[1], device=gradient.device)
-            self._made.append((table, rows, total.index_add_(0, place, gradient.float()[bags])))
-
-    def _update(self, table: int, rows: torch.Tensor, gradient: torch.Tensor) -> None:
-        weight = self._tables.weights[table]
-        change = self.learning_rate * gradient
-        if self.optimizer != "sgd":
-            by_row = self.optimizer == "rowwise_adagrad"
-            squares = gradient.square()
-            total = self.states[table].index_add_(
-                0, rows, squares.mean(dim=1, keepdim=True) if by_row else squares
-            )
-            root = total[rows].sqrt() + EPSILON
-            change = gradient * (self.learning_rate / root) if by_row else change / root
-        groups, members = rows >> GROUP_BITS, rows & ((1 << GROUP_BITS) - 1)
-        number = self._tables.numbers[table]
-        drawn = words(self.seed, self.updates, number, groups, members, weight.shape[1])
-        weight[rows] = round_rows(weight[rows].float() - change, drawn, weight.dtype)
-
-
-class _NarrowLookup(torch.autograd.Function):
-    """Pooling as a node of torch's graph whose backward notes the rows' gradients."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, anchor: torch.Tensor, backend: TorchRows, tables: EmbeddingTables, batch: Batch
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.rest = (backend, batch)
-        pooled = []
-        for t, weight in enumerate(tables.weights):
-            rows = weight[batch.table_indices(t)].float()
-            each = torch.arange(len(rows), device=rows.device)
-            pooled.append(
-                torch.nn.functional.embedding_bag(each, rows, batch.offsets[t], mode="sum")
-            )
-        return tuple(pooled)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, ...]:
-        backend, batch = ctx.rest
-        backend.note(batch, gradients)
-        return None, None, None, None
+    name, options = OPTIMIZERS[optimizer].tables
+    kind = getattr(torch.optim, name, None) or globals()[name]
+    made: torch.optim.Optimizer = without_compiler(kind)(
+        tables.weights, lr=learning_rate, **options
+    )
+    return made
 
 
 # Which code looks rows up and updates them: ``training.embedding_backend``.
@@ -373,13 +176,13 @@ def attach(tables: EmbeddingTables, config: TrainingConfig) -> Update:
     tables.backend = tables.own_backend(config)
     if tables.backend is not None:
         return tables.backend
+    if backend == "torch" and tables.weights[0].dtype.itemsize > 2:
+        return torch_optimizer(tables, config.optimizer, rate)
     if backend == "torch":
-        if tables.weights[0].dtype.itemsize > 2:
-            return torch_optimizer(tables, config.optimizer, rate)
-        rows = TorchRows(tables, config.optimizer, rate, config.seed)
-        tables.backend = rows
-        return rows
-    if backend == "fbgemm":
+        tables.backend = engine("rows of 2 bytes").TorchRows(
+            tables, config.optimizer, rate, config.seed
+        )
+    elif backend == "fbgemm":
         tables.backend = engine("FBGEMM").Fbgemm(tables, config.optimizer, rate)
     elif backend != "fused":
         raise ValueError(f"embedding_backend {backend!r} names no one back end")

@@ -6,9 +6,11 @@ F = T + 1 features that interact.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,8 +19,9 @@ from torch import nn
 from dlrm_core.base.engines import optional_engine
 from dlrm_core.config import ModelConfig
 from dlrm_core.data.batch import Batch
-from dlrm_core.embeddings import EmbeddingTables, touched_beside
-from dlrm_core.rounding import ROW_DTYPES
+from dlrm_core.embeddings import ROW_DTYPES, EmbeddingTables
+from dlrm_core.interactions import Interaction
+from dlrm_core.losses import LOSSES
 
 
 class Probability(nn.Module):
@@ -60,45 +63,55 @@ class MLP(nn.Sequential):
         return [layer for layer in self if isinstance(layer, nn.Linear)]
 
 
-class DotInteraction(nn.Module):
-    """Pairwise dot products of all features, beside the bottom MLP's output.
-
-    x (B, d) and T pooled vectors (B, d) give (B, d + F(F-1)/2), or
-    (B, d + F(F+1)/2) with each feature's product with itself, all in x's precision.
-    The products come in the order of facebookresearch/dlrm: row by row of the lower
-    triangle.
+class InteractionLayer(nn.Module):
+    """The weights and index tensors of an interaction, and what runs it.
 
     Attributes:
-        kernel: takes the place of the operations below, given x, the pooled vectors and
-            ``itself`` (``training.dense_backend: fused`` on a GPU); None: nothing does.
+        kind: the interaction (:mod:`dlrm_core.interactions`).
+        kernel: takes the place of its operations, given x and the pooled vectors
+            (``training.dense_backend: fused`` on a GPU); None: nothing does.
     """
 
     pairs: torch.Tensor
     lower: torch.Tensor
     mirror: torch.Tensor
 
-    def __init__(self, features: int, itself: bool) -> None:
+    def __init__(self, kind: Interaction) -> None:
         super().__init__()
-        rows, columns = torch.tril_indices(features, features, offset=0 if itself else -1)
-        count = len(rows)
-        # where no pair is: the column of zeros behind the gradients of all pairs
-        lower = torch.full((features, features), count)
-        lower[rows, columns] = torch.arange(count)
-        mirror = lower.clone()
-        mirror[columns, rows] = torch.arange(count)
-        self.itself = itself
+        self.kind = kind
         self.kernel: Callable[..., torch.Tensor] | None = None
-        self.register_buffer("pairs", rows * features + columns, persistent=False)
-        self.register_buffer("lower", lower.flatten(), persistent=False)
-        self.register_buffer("mirror", mirror.flatten(), persistent=False)
+        for weight in kind.weights():
+            *path, name = weight.name.split(".")
+            place: nn.Module = self
+            for step in path:
+                if step not in dict(place.named_children()):
+                    place.add_module(step, nn.Module())
+                place = place.get_submodule(step)
+            start = torch.ones if weight.start == "ones" else torch.zeros
+            place.register_parameter(name, nn.Parameter(start(weight.shape)))
+        for name, places in kind.indices().items():
+            self.register_buffer(name, torch.as_tensor(places).to(_device()), persistent=False)
+
+    @property
+    def weights(self) -> list[nn.Parameter]:
+        """Its weights, in the order in which the kind lists them."""
+        return list(self.parameters())
+
+    def pair_products(self, features: torch.Tensor) -> torch.Tensor:
+        """Chosen products of features (B, F, d) with each other, as (B, pairs)."""
+        products: torch.Tensor = _PairProducts.apply(features, self)
+        return products
 
     def forward(self, x: torch.Tensor, pooled: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The top MLP's input (B, width) from x (B, d) and T pooled vectors (B, d)."""
         if self.kernel is not None:
-            return self.kernel(x, pooled, self.itself)
-        size, dim = x.shape
-        features = _side_by_side(x, pooled).view(size, -1, dim)  # (B, F, d)
-        products = _PairProducts.apply(features, self)
-        return torch.cat([x, products], dim=1)
+            return self.kernel(x, pooled)
+        return self.kind.forward(self, x, pooled)
+
+
+def _device() -> torch.device:
+    """The device that torch allocates on."""
+    return torch.empty(0).device
 
 
 class _PairProducts(torch.autograd.Function):
@@ -112,24 +125,24 @@ class _PairProducts(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, features: torch.Tensor, indices: DotInteraction) -> torch.Tensor:
+    def forward(ctx: Any, features: torch.Tensor, layer: InteractionLayer) -> torch.Tensor:
         ctx.save_for_backward(features)
-        ctx.indices = indices
+        ctx.layer = layer
         products = torch.bmm(features, features.transpose(1, 2))  # (B, F, F)
-        return _gather(products.flatten(1), indices.pairs)
+        return _gather(products.flatten(1), layer.pairs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
         (features,) = ctx.saved_tensors
         size, count, _ = features.shape
         exact = features.dtype in (torch.float32, torch.float64)
-        index = ctx.indices.lower if exact else ctx.indices.mirror
+        index = ctx.layer.lower if exact else ctx.layer.mirror
         padded = nn.functional.pad(gradients[0], (0, 1))  # (B, pairs + 1)
         placed = _gather(padded, index).view(size, count, count)
         if exact:
             gradient = torch.bmm(placed, features)
             return gradient.baddbmm_(placed.transpose(1, 2), features), None
-        if ctx.indices.itself:
+        if ctx.layer.kind.interaction_itself:
             # G and G^T meet on the diagonal
             placed.diagonal(dim1=1, dim2=2).mul_(2.0)
         return torch.bmm(placed, features), None
@@ -142,86 +155,57 @@ def _gather(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return values.index_select(1, index)
 
 
-def _side_by_side(x: torch.Tensor, pooled: Sequence[torch.Tensor]) -> torch.Tensor:
-    """(B, d) and T times (B, d) to (B, F d), in x's precision."""
-    return torch.cat([x, *(vector.to(x.dtype) for vector in pooled)], dim=1)
-
-
-class CatInteraction(nn.Module):
-    """Concatenation: x (B, d) and T pooled vectors (B, d) give (B, F d) in x's precision."""
-
-    def forward(self, x: torch.Tensor, pooled: Sequence[torch.Tensor]) -> torch.Tensor:
-        return _side_by_side(x, pooled)
-
-
-class CrossInteraction(nn.Module):
-    """Cross layers of low rank r over all features side by side (DCNv2).
-
-    x (B, d) and T pooled vectors (B, d) give (B, F d) in x's precision:
-    x_{l+1} = x_0 * (W_l (V_l x_l) + b_l) + x_l, with x_0 all features, V_l (r, F d),
-    W_l (F d, r), and * by elements. Source: Wang et al. 2021, arXiv:2008.13535, section 3;
-    TorchRec has it as LowRankCrossNet.
+class ClickLoss(nn.Module):
+    """Loss of predictions p (B, 1) against targets t (B, 1): a scalar, the mean over samples.
 
     Args:
-        widths: between the products, F d, r, F d, ..., F d.
-    """
-
-    def __init__(self, widths: Sequence[int]) -> None:
-        super().__init__()
-        self.products = nn.ModuleList(
-            nn.Linear(n, m, bias=product % 2 == 1)
-            for product, (n, m) in enumerate(itertools.pairwise(widths))
-        )
-        for widen in self.linears[1::2]:
-            nn.init.zeros_(widen.bias)
-
-    @property
-    def linears(self) -> list[nn.Linear]:
-        """V and W of each layer, in the order in which they are applied."""
-        return [product for product in self.products if isinstance(product, nn.Linear)]
-
-    def forward(self, x: torch.Tensor, pooled: Sequence[torch.Tensor]) -> torch.Tensor:
-        first = crossed = _side_by_side(x, pooled)
-        for narrow, widen in zip(self.linears[::2], self.linears[1::2], strict=True):
-            crossed = (first * widen(narrow(crossed))).add_(crossed)
-        return crossed
-
-
-class ClickLoss(nn.Module):
-    """Loss of predictions p (B, 1) against targets t (B, 1): a scalar.
-
-    'mse' (facebook's default), 'bce', or 'wbce': BCE weighted by
-    ``weights[int(t)]``; always the mean over samples.
+        kind: one of :data:`dlrm_core.losses.LOSSES`.
+        weights: of the targets 0 and 1, for the kinds that use them.
     """
 
     weights: torch.Tensor
 
     def __init__(self, kind: str, weights: Sequence[float]) -> None:
         super().__init__()
-        self.kind = kind
+        self.kind = LOSSES[kind]
         # float64, as facebook's: its weighted loss is computed in double precision
         self.register_buffer(
             "weights", torch.tensor(weights, dtype=torch.float64), persistent=False
         )
 
+    @classmethod
+    def of(cls, model: Any) -> ClickLoss:
+        """The loss that the parameters of a model name."""
+        return cls(model.loss, model.loss_weights)
+
     def forward(self, predictions: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        if self.kind == "mse":
-            return nn.functional.mse_loss(predictions, targets)
-        if self.kind == "bce":
-            return nn.functional.binary_cross_entropy(predictions, targets)
-        weights = self.weights[targets.long().view(-1)].view_as(targets)
-        losses = nn.functional.binary_cross_entropy(predictions, targets, reduction="none")
-        return (weights * losses).mean()
+        """The loss of a batch."""
+        return self.kind.forward(predictions, targets, self.weights)
+
+
+class Piece(NamedTuple):
+    """One piece of the model: a part, what computes it, what that takes and what it gives."""
+
+    component: str
+    run: Callable[..., Any]
+    takes: tuple[str, ...]
+    gives: str
+
+
+def inputs_of(batch: Batch) -> dict[str, Any]:
+    """What the first pieces take."""
+    return {"batch": batch, "dense": batch.dense}
 
 
 class DLRM(nn.Module):
-    """Bottom MLP and embeddings, their interaction, and the top MLP."""
+    """Bottom MLP and embeddings, their interaction, and the top MLP.
+
+    :attr:`pieces` is the order of the model: training steps, evaluation, ranks and CUDA graphs
+    run those, whatever they are.
+    """
 
     def __init__(
-        self,
-        config: ModelConfig,
-        huge_pages: bool = False,
-        make_tables: Callable[[], EmbeddingTables] | None = None,
+        self, config: ModelConfig, make_tables: Callable[[], EmbeddingTables] | None = None
     ) -> None:
         super().__init__()
         self.embeddings = (
@@ -230,26 +214,43 @@ class DLRM(nn.Module):
             else EmbeddingTables(
                 config.table_rows,
                 config.embedding_dim,
-                huge_pages,
                 dtype=ROW_DTYPES[config.embedding_precision],
             )
         )
         self.bottom_mlp = MLP(config.bottom_widths)
-        self.interaction: nn.Module
-        if config.interaction == "dot":
-            self.interaction = DotInteraction(len(config.table_rows) + 1, config.interaction_itself)
-        elif config.interaction == "dcn":
-            self.interaction = CrossInteraction(config.cross_widths)
-        else:
-            self.interaction = CatInteraction()
+        self.interaction = InteractionLayer(config.interaction_kind)
         self.top_mlp = MLP(config.top_widths, Probability(config.loss_threshold))
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """The pieces in their order; the last gives the click probability (B, 1) float32.
+
+        dense (B, D); pooled T x (B, d); x (B, d); z (B, top_widths[0]).
+        """
+        return [
+            Piece("embedding", self.embeddings, ("batch",), "pooled"),
+            Piece("bottom_mlp", self.bottom_mlp, ("dense",), "x"),
+            Piece("interaction", self.interaction, ("x", "pooled"), "z"),
+            Piece("top_mlp", self.top_mlp, ("z",), "probability"),
+        ]
+
+    @property
+    def lookups(self) -> list[Piece]:
+        """The pieces that take a batch's lookups: whole batches, never rows of them."""
+        return [piece for piece in self.pieces if "batch" in piece.takes]
+
+    @property
+    def dense_pieces(self) -> list[Piece]:
+        """The pieces behind the lookups, which take rows of a batch as well."""
+        return [piece for piece in self.pieces if "batch" not in piece.takes]
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Click probability (B, 1) float32."""
-        x = self.bottom_mlp(batch.dense)  # (B, d)
-        pooled = self.embeddings(batch)  # T x (B, d)
-        z = self.interaction(x, pooled)  # (B, top_widths[0])
-        return self.top_mlp(z)
+        values = inputs_of(batch)
+        for piece in self.pieces:
+            values[piece.gives] = piece.run(*(values[name] for name in piece.takes))
+        result: torch.Tensor = values[self.pieces[-1].gives]
+        return result
 
     def dense_weights(self) -> list[nn.Parameter]:
         """Weights and biases of everything but the tables."""
@@ -261,23 +262,25 @@ def build_model(
     config: ModelConfig,
     seed: int | None,
     device: torch.device,
-    huge_pages: bool = False,
     make_tables: Callable[[], EmbeddingTables] | None = None,
+    beside: Callable[[Sequence[torch.Tensor]], AbstractContextManager[None]] | None = None,
 ) -> DLRM:
     """A DLRM with initial weights, on the device; without a seed its memory is left as it is.
 
     W ~ N(0, 2/(m+n)), b ~ N(0, 1/m), E ~ U(+-sqrt(1/rows)), by facebook's own
-    numpy stream (embeddings, bottom MLP, top MLP) or by torch on the device. Cross layers
-    come after these, their W and V by the same law, their biases 0, as TorchRec has them.
-    ``huge_pages`` asks for 2 MiB pages behind the tables (see EmbeddingTables);
-    ``make_tables`` makes others in their place.
+    numpy stream (embeddings, bottom MLP, top MLP) or by torch on the device. An interaction's
+    weights come after these, matrices by the same law.
+
+    Args:
+        make_tables: makes the tables; left out, they are torch's own.
+        beside: open while the tables' weights are filled.
     """
     on_host = config.init == "facebook"
     with torch.device("cpu" if on_host and seed is not None else device):
-        model = DLRM(config, huge_pages, make_tables)
+        model = DLRM(config, make_tables)
     if seed is None:
         return model
-    with touched_beside(model.embeddings.weights):
+    with beside(model.embeddings.weights) if beside is not None else contextlib.nullcontext():
         if on_host:
             _fill_like_facebook(model, np.random.RandomState(seed))
         else:
@@ -358,23 +361,22 @@ def _uniform(random: np.random.RandomState, bound: float, out: np.ndarray) -> No
 @torch.no_grad()
 def fill_dense_like_facebook(model: DLRM, random: np.random.RandomState) -> None:
     """Initial weights of the dense part, from a stream that stands behind the tables."""
-    for linear, draws_bias in _linears(model):
-        m, n = linear.weight.shape
-        weight = random.normal(0.0, np.sqrt(2 / (m + n)), (m, n)).astype(np.float32)
-        linear.weight.copy_(torch.from_numpy(weight))
-        if draws_bias:
-            bias = random.normal(0.0, np.sqrt(1 / m), m).astype(np.float32)
-            linear.bias.copy_(torch.from_numpy(bias))
+    for weight, variance in _drawn(model):
+        shape = tuple(weight.shape)
+        values = random.normal(0.0, np.sqrt(variance), shape).astype(np.float32)
+        weight.copy_(torch.from_numpy(values))
 
 
-def _linears(model: DLRM) -> Iterator[tuple[nn.Linear, bool]]:
-    """Linear layers in the order of their initial weights, and whether their biases are drawn."""
+def _drawn(model: DLRM) -> Iterator[tuple[torch.Tensor, float]]:
+    """Dense weights in the order in which they are drawn, and their variances."""
     for mlp in (model.bottom_mlp, model.top_mlp):
         for linear in mlp.linears:
-            yield linear, True
-    if isinstance(model.interaction, CrossInteraction):
-        for linear in model.interaction.linears:
-            yield linear, False
+            yield linear.weight, 2 / sum(linear.weight.shape)
+            yield linear.bias, 1 / len(linear.bias)
+    layer = model.interaction
+    for weight, own in zip(layer.weights, layer.kind.weights(), strict=True):
+        if own.start == "normal":
+            yield weight, 2 / sum(own.shape)
 
 
 @torch.no_grad()
@@ -404,8 +406,5 @@ def fill_table_with_torch(table: torch.Tensor, random: torch.Generator) -> None:
 @torch.no_grad()
 def fill_dense_with_torch(model: DLRM, random: torch.Generator) -> None:
     """Initial weights of the dense part, from a generator that stands behind the tables."""
-    for linear, draws_bias in _linears(model):
-        m, n = linear.weight.shape
-        linear.weight.normal_(0.0, (2 / (m + n)) ** 0.5, generator=random)
-        if draws_bias:
-            linear.bias.normal_(0.0, (1 / m) ** 0.5, generator=random)
+    for weight, variance in _drawn(model):
+        weight.normal_(0.0, variance**0.5, generator=random)

@@ -214,6 +214,24 @@ def iteration(function: Callable[P, R]) -> Callable[P, R]:
     return dlrm_iteration
 
 
+def run_part(component: str, phase: str, work: Callable[[], R]) -> R:
+    """Do some work as ``phase`` of ``component``, in a function and a range of its name."""
+    result: R = _runner(component, phase)(work)
+    return result
+
+
+@functools.cache
+def _runner(component: str, phase: str) -> Callable[[Callable[[], Any]], Any]:
+    def run(work: Callable[[], Any]) -> Any:
+        return work()
+
+    name = function_name(component, phase)
+    # profilers show the name that the code itself has
+    run.__code__ = run.__code__.replace(co_name=name, co_qualname=name)
+    run.__name__ = run.__qualname__ = name
+    return part(component, phase)(run)
+
+
 def part(component: str, phase: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorate the function that does ``phase`` of ``component``.
 

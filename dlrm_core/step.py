@@ -12,6 +12,7 @@ dense part's are in :mod:`dlrm_core.dense`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
@@ -21,10 +22,11 @@ from torch import nn
 from dlrm_core.base.engines import engine
 from dlrm_core.config import TrainingConfig
 from dlrm_core.data.batch import Batch
-from dlrm_core.dense import DensePart, leaf_of
-from dlrm_core.embeddings import Update, attach, without_compiler
-from dlrm_core.model import DLRM
-from dlrm_core.parts import part
+from dlrm_core.dense import Cuts, DensePart
+from dlrm_core.embeddings import attach, without_compiler
+from dlrm_core.model import DLRM, inputs_of
+from dlrm_core.optimizers import OPTIMIZERS
+from dlrm_core.parts import part, run_part
 
 R = TypeVar("R")
 
@@ -35,31 +37,42 @@ class Step:
     Attributes:
         model: trained in place.
         dense: the dense part; its ``notices`` and ``precision`` tell what it could not do.
-        embedding_optimizer: updates the tables: an optimiser of torch, or what has a
-            ``learning_rate``.
-        interaction_optimizer: None where the interaction has no weights.
+        optimizers: of each part with weights, in the order of their updates: optimisers of
+            torch, or of the embeddings what has a ``learning_rate``.
     """
 
     model: DLRM
     dense: DensePart
-    bottom_optimizer: torch.optim.Optimizer
-    top_optimizer: torch.optim.Optimizer
-    interaction_optimizer: torch.optim.Optimizer | None
-    embedding_optimizer: Any
+    optimizers: dict[str, Any]
+
+    @property
+    def embedding_optimizer(self) -> Any:
+        """What updates the tables."""
+        return self.optimizers["embedding"]
 
     @property
     def dense_optimizers(self) -> list[torch.optim.Optimizer]:
-        """What updates everything but the tables."""
-        each = (self.bottom_optimizer, self.interaction_optimizer, self.top_optimizer)
-        return [optimizer for optimizer in each if optimizer is not None]
+        """What updates everything but the tables, in the model's order."""
+        parts = ("bottom_mlp", "interaction", "top_mlp")
+        return [self.optimizers[name] for name in parts if name in self.optimizers]
 
-    @property
-    def _optimizers(self) -> list[Any]:
-        return [*self.dense_optimizers, self.embedding_optimizer]
+    def make_dense_optimizers(self, make: Callable[..., torch.optim.Optimizer]) -> None:
+        """Give each dense part with weights an optimiser of its own.
+
+        So the time of an update is its part's. No optimiser here has state that this would split.
+
+        Args:
+            make: as :func:`optimizer_of`.
+        """
+        device = self.model.top_mlp.linears[0].weight.device
+        for piece in reversed(self.dense.pieces):
+            weights = list(getattr(self.model, piece.component).parameters())
+            if weights:
+                self.optimizers[piece.component] = make(weights, device)
 
     def set_learning_rate(self, rate: float) -> None:
         """Learning rate of all updates from the next one on (schedules)."""
-        for optimizer in self._optimizers:
+        for optimizer in self.optimizers.values():
             if not isinstance(optimizer, torch.optim.Optimizer):
                 optimizer.learning_rate = rate
                 continue
@@ -70,7 +83,7 @@ class Step:
                     group["lr"] = rate
 
     def _drop_gradients(self) -> None:
-        for optimizer in self._optimizers:
+        for optimizer in self.optimizers.values():
             optimizer.zero_grad(set_to_none=True)
 
 
@@ -85,23 +98,19 @@ class TrainingStep(Step):
     def __init__(self, model: DLRM, loss: nn.Module, config: TrainingConfig) -> None:
         self.model = model
         self.dense = DensePart(model, loss, config)
-        self.embedding_optimizer = attach(model.embeddings, config)
+        self.optimizers = {}
+        tables = attach(model.embeddings, config)
         # of the dense part: tables may lie elsewhere
         device = model.top_mlp.linears[0].weight.device
-        backend = model.embeddings.backend
         self._graph: Callable[[Batch], torch.Tensor] | None = None
         if config.cuda_graphs:
-            graphs = engine("CUDA graphs")
+            graphs, backend = engine("CUDA graphs"), model.embeddings.backend
             self._graph, reason = graphs.step_graph(self.run, config, device, backend)
             if reason:
                 self.dense.notices.append(f"training.cuda_graphs: true was ignored: {reason}")
         make = optimizer_of if self._graph is None else graphs.captured_optimizer
-        # A part's weights are updated by its own optimiser, so that the time of
-        # the update is that part's. No optimiser here has state that this would split.
-        self.bottom_optimizer = make(config, model.bottom_mlp.parameters(), device)
-        self.top_optimizer = make(config, model.top_mlp.parameters(), device)
-        own = list(model.interaction.parameters())
-        self.interaction_optimizer = make(config, own, device) if own else None
+        self.make_dense_optimizers(functools.partial(make, config))
+        self.optimizers["embedding"] = tables
 
     def __call__(self, batch: Batch) -> torch.Tensor:
         """Train on a batch that is already on the model's device; its loss, detached."""
@@ -110,26 +119,26 @@ class TrainingStep(Step):
     def run(self, batch: Batch) -> torch.Tensor:
         """The same, operation by operation, without a captured graph."""
         optimizer_update(self._drop_gradients)
-        pooled, leaves = embedding_forward(self.model, batch)
-        loss = self.dense(batch.dense, leaves, batch.targets)
-        if not self._unscale(leaves):
+        values, cuts = inputs_of(batch), Cuts()
+        for piece in self.model.lookups:
+            cuts.forward(piece, values)
+        loss = self.dense(batch.dense, values["pooled"], batch.targets)
+        if not self._unscale(values["pooled"]):
             return loss
-        # CPU threads of autograd's own would take the work out of the function below
+        # CPU threads of autograd's own would take the work out of the part's function
         with torch.autograd.set_multithreading_enabled(False):
-            embedding_backward(pooled, leaves)
-        top_mlp_update(self.top_optimizer)
-        if self.interaction_optimizer is not None:
-            interaction_update(self.interaction_optimizer)
-        embedding_update(self.embedding_optimizer)
-        bottom_mlp_update(self.bottom_optimizer)
+            for piece in reversed(self.model.lookups):
+                cuts.backward(piece)
+        for component, optimizer in self.optimizers.items():
+            run_part(component, "update", optimizer.step)
         return loss
 
     def _unscale(self, leaves: list[torch.Tensor]) -> bool:
         """Undo fp16's loss scale; False if a gradient overflowed and the step is to be skipped."""
         if self.dense.precision.scale == 1.0:
             return True
-        found = [leaf.grad for leaf in (*leaves, *self.dense.weights)]
-        gradients = [gradient for gradient in found if gradient is not None]
+        arrived = [leaf.grad for leaf in (*leaves, *self.dense.weights)]
+        gradients = [gradient for gradient in arrived if gradient is not None]
         return optimizer_update(lambda: self._unscaled(gradients))
 
     def _unscaled(self, gradients: list[torch.Tensor]) -> bool:
@@ -144,15 +153,12 @@ def optimizer_of(
     config: TrainingConfig, weights: Iterable[nn.Parameter], device: torch.device
 ) -> torch.optim.Optimizer:
     """The optimiser of dense weights that belongs to ``training.optimizer``."""
-    fused = config.fused_optimizer or None
-    if config.optimizer == "sgd":
-        return without_compiler(torch.optim.SGD)(weights, lr=config.learning_rate, fused=fused)
-    if config.optimizer == "adam":
-        return without_compiler(torch.optim.Adam)(weights, lr=config.learning_rate, fused=fused)
-    # row-wise state makes sense for tables only: their dense companion is plain Adagrad,
-    # which torch fuses on the CPU only
-    fused = fused if device.type == "cpu" else None
-    return without_compiler(torch.optim.Adagrad)(weights, lr=config.learning_rate, fused=fused)
+    kind = OPTIMIZERS[config.optimizer]
+    fused = (config.fused_optimizer and device.type in kind.fused_on) or None
+    made: torch.optim.Optimizer = without_compiler(getattr(torch.optim, kind.dense))(
+        weights, lr=config.learning_rate, fused=fused
+    )
+    return made
 
 
 @part("data", "forward")
@@ -167,39 +173,7 @@ def transfer_forward(batch: Batch, device: torch.device) -> Batch:
     return batch.to(device)
 
 
-@part("embedding", "forward")
-def embedding_forward(model: DLRM, batch: Batch) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Pooled vectors of each table, and the leaves that the dense part starts from."""
-    pooled = model.embeddings(batch)
-    return pooled, [leaf_of(vector) for vector in pooled]
-
-
 @part("optimizer", "update")
 def optimizer_update(work: Callable[[], R]) -> R:
     """What an optimiser does that is no update of weights: gradients dropped or unscaled."""
     return work()
-
-
-@part("embedding", "backward")
-def embedding_backward(pooled: list[torch.Tensor], leaves: list[torch.Tensor]) -> None:
-    torch.autograd.backward(pooled, [leaf.grad for leaf in leaves])
-
-
-@part("top_mlp", "update")
-def top_mlp_update(optimizer: torch.optim.Optimizer) -> None:
-    optimizer.step()
-
-
-@part("interaction", "update")
-def interaction_update(optimizer: torch.optim.Optimizer) -> None:
-    optimizer.step()
-
-
-@part("embedding", "update")
-def embedding_update(optimizer: Update) -> None:
-    optimizer.step()
-
-
-@part("bottom_mlp", "update")
-def bottom_mlp_update(optimizer: torch.optim.Optimizer) -> None:
-    optimizer.step()

@@ -2,61 +2,52 @@
 
 :class:`TrainingLoop` is what one process and each of several ranks do alike around their
 steps; :class:`Trainer` is one process with its model, wherever its tables lie, and its data.
+Who wants to see, measure or log a run gives it an :class:`Observer`.
 """
 
 from __future__ import annotations
 
 import abc
 import contextlib
+import functools
 import importlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch import nn
 
+from dlrm_core.base.engines import engine, find_engine, optional_engine
 from dlrm_core.base.files import JsonLines, locked, write_json
-from dlrm_core.base.machine import StopRequest, resolve_device, stop_requests, use_memory
+from dlrm_core.base.machine import (
+    StopRequest,
+    resolve_device,
+    stop_requests,
+    use_memory,
+)
 from dlrm_core.config import Parameters
 from dlrm_core.data.batch import WHOLE, Batch, Share
 from dlrm_core.data.epochs import Epoch
-from dlrm_core.data.loader import Followed, Generator, Resumable, batches, make_generator
+from dlrm_core.data.loader import Followed, Generator, batches, make_generator
 from dlrm_core.dense import resolve_dense
 from dlrm_core.embeddings import resolve_backend
-from dlrm_core.memory import require_memory
-from dlrm_core.mllog import MLPerfLog
 from dlrm_core.model import DLRM, ClickLoss, build_model
 from dlrm_core.parts import iteration
-from dlrm_core.placement import places_of
-from dlrm_core.progress import Bar
-from dlrm_core.run.checkpoint import Checkpoint, CheckpointFolder
-from dlrm_core.run.evaluate import Evaluation, HeldOut, evaluate, predict
-from dlrm_core.run.precision import set_fp32_products
-from dlrm_core.run.reports import Line, Measurements, MeterOf, Run, TrainingResult, metrics_lines
-from dlrm_core.run.resume import (
-    changed_settings,
-    checkpoint_place,
-    checkpoint_to_resume,
-    nothing_to_resume,
-    optimizer_state,
-    restore_position,
-    restore_step,
-    restore_weights,
-    state_of,
-    weights_of,
-    with_choices_of,
-)
-from dlrm_core.run.schedules import evaluation_period, learning_rate, total_steps
+from dlrm_core.precision import set_fp32_products
 from dlrm_core.step import Step, TrainingStep, data_forward, optimizer_update, transfer_forward
 
+if TYPE_CHECKING:  # loaded where a run needs it
+    from dlrm_core.run.checkpoint import Checkpoint, CheckpointFolder
+    from dlrm_core.run.evaluate import Evaluation
+    from dlrm_core.run.reports import Observer, Report, TrainingResult
+
 StepT = TypeVar("StepT", bound=Step)
-T = TypeVar("T")
 
 STOPPING = "ending after this iteration"
 
@@ -64,20 +55,49 @@ IMPORTING = threading.Lock()
 """Threads hold it while they import parts of torch beside the run: two at once may find halves."""
 
 
+@dataclass
+class Prepared(Generic[StepT]):
+    """What a loop trains, ready to iterate.
+
+    Attributes:
+        parameters: with every choice made.
+        device: of the dense part.
+        notices: what a reader must know of the run so far.
+    """
+
+    parameters: Parameters
+    step: StepT
+    loss: nn.Module
+    device: torch.device
+    notices: list[str]
+
+
+@dataclass
+class Feed:
+    """Where a loop's batches come from.
+
+    Attributes:
+        generator: at its beginning; the loop brings it to where a checkpoint left it.
+        made_on: the device that batches are made on, or copied to.
+        divide: what becomes of each batch before it is copied anywhere; None: nothing.
+        share: which of the held-out batches this process predicts.
+    """
+
+    generator: Generator
+    made_on: torch.device
+    divide: Callable[[Batch], Batch] | None = None
+    share: Share = WHOLE
+
+
 class TrainingLoop(abc.ABC, Generic[StepT]):
     """A step and its batches, ready to iterate; what a batch and a step are, subclasses say.
 
     Args:
-        parameters: with every choice made.
-        device: of the dense part.
-        notices: what a reader must know of the run so far.
-        generator: of batches, at its beginning; brought to where the checkpoint left it.
+        prepared: what is trained.
+        feed: its batches.
         checkpoint: that the step was restored from.
         place: folder for checkpoints; None: none are written.
         writes: whether this process is the one that writes them.
-        made_on: where batches are made; ``device`` unless told.
-        divide: what becomes of each batch before it is copied anywhere; None: nothing.
-        share: which of the held-out batches this process predicts.
 
     Attributes:
         first: iterations behind the weights at the beginning: the checkpoint's.
@@ -96,34 +116,32 @@ class TrainingLoop(abc.ABC, Generic[StepT]):
 
     def __init__(
         self,
-        parameters: Parameters,
-        step: StepT,
-        loss: nn.Module,
-        device: torch.device,
-        notices: list[str],
-        generator: Generator,
+        prepared: Prepared[StepT],
+        feed: Feed,
         checkpoint: Checkpoint | None,
         place: Path | None,
-        *,
         writes: bool = True,
-        made_on: torch.device | None = None,
-        divide: Callable[[Batch], Batch] | None = None,
-        share: Share = WHOLE,
     ) -> None:
-        config = parameters.training
-        self.parameters, self.step, self.loss = parameters, step, loss
-        self.device, self.notices = device, notices
+        from dlrm_core.run.checkpoint import CheckpointFolder
+        from dlrm_core.run.evaluate import HeldOut
+        from dlrm_core.run.reports import Measurements
+        from dlrm_core.run.resume import nothing_to_resume, restore_position
+        from dlrm_core.run.schedules import evaluation_period, learning_rate, total_steps
+
+        self.parameters, self.step, self.loss = prepared.parameters, prepared.step, prepared.loss
+        self.device, self.notices = prepared.device, prepared.notices
+        config, generator = self.parameters.training, feed.generator
         self.embedding_backend = config.embedding_backend
         if checkpoint is not None:
             restore_position(checkpoint, generator)
         else:
-            self.notices = [*nothing_to_resume(config, place), *notices]
+            self.notices = [*nothing_to_resume(config, place), *self.notices]
         self.done = self.first = checkpoint.step if checkpoint is not None else 0
         self.epoch: Epoch = getattr(generator, "epoch", Epoch(None, config.batch_size))
-        source = parameters.data.generator
+        source = self.parameters.data.generator
         self.total = total_steps(config, source, self.epoch)
         self.eval_every = evaluation_period(config, source, self.epoch)
-        self._rate = config.learning_rate
+        self._learning_rate, self._rate = learning_rate, config.learning_rate
         self._folder: CheckpointFolder | None = None
         self._followed: Followed | None = None
         self.checkpoint = checkpoint.folder if checkpoint is not None else None
@@ -131,12 +149,12 @@ class TrainingLoop(abc.ABC, Generic[StepT]):
         if place is not None:
             if writes:
                 self._folder = CheckpointFolder(place, config.keep_checkpoints, self.done)
-            if isinstance(generator, Resumable):
-                generator = self._followed = Followed(generator)
-        place_of_data = made_on or device
-        self.batches: Iterator[Batch] = batches(parameters, place_of_data, generator, divide)
-        self.held_out = HeldOut(parameters, place_of_data, divide, share)
-        self._measured = Measurements(device)
+            generator = self._followed = Followed(generator)
+        self.batches: Iterator[Batch] = batches(
+            self.parameters, feed.made_on, generator, feed.divide
+        )
+        self.held_out = HeldOut(self.parameters, feed.made_on, feed.divide, feed.share)
+        self._measured = Measurements(self.device)
         self._stop = StopRequest()
 
     @abc.abstractmethod
@@ -176,7 +194,7 @@ class TrainingLoop(abc.ABC, Generic[StepT]):
     @property
     def learning_rate(self) -> float:
         """Learning rate of the last iteration, from the optimiser that used it."""
-        return float(self.step.top_optimizer.param_groups[0]["lr"])
+        return float(self.step.dense_optimizers[0].param_groups[0]["lr"])
 
     @iteration
     def iterate(self) -> torch.Tensor:
@@ -186,7 +204,7 @@ class TrainingLoop(abc.ABC, Generic[StepT]):
         self._measured.data_s.append(time.perf_counter() - started)
         if self._followed is not None:
             self._followed.used()
-        rate = learning_rate(self.parameters.training, self.done + 1)
+        rate = self._learning_rate(self.parameters.training, self.done + 1)
         if rate != self._rate:
             self._rate = rate
             optimizer_update(lambda: self.step.set_learning_rate(rate))
@@ -195,48 +213,136 @@ class TrainingLoop(abc.ABC, Generic[StepT]):
         return loss
 
     def train(
-        self,
-        on_line: Callable[[Line], None] = lambda line: None,
-        on_iteration: Callable[[int], None] = lambda iteration: None,
-        meter: MeterOf | None = None,
-        lines: JsonLines | None = None,
-        progress: bool = False,
+        self, observer: Observer | None = None, lines: JsonLines | None = None
     ) -> TrainingResult:
         """Run all iterations; Ctrl-C or SIGTERM ends the run early and keeps what was computed.
 
         Args:
-            on_line: called with each line of metrics.jsonl, as it is written.
-            on_iteration: called with the number of iterations done by this process: with 0
-                before the first, then after each.
-            meter: measures the run's energy; None: nobody does.
+            observer: sees the run; None: nobody does.
             lines: metrics.jsonl; None: it is not written.
-            progress: show a progress bar.
         """
+        from dlrm_core.run.reports import Observer, Report
+
         # what a caller iterated before, to warm up, is not counted
         self.done = first = self.first
-        bar = Bar("training", "it", self.total, shown=progress, done=first)
-        run = Run(self, bar, lines, on_line, meter)
-        self._measured = measured = run.measured
-        on_iteration(0)
+        observer = observer or Observer()
+        observer.begin(self)
+        report = Report(self.device, first, self.epoch, observer, lines)
+        self._measured = measured = report.measured
+        observer.iteration(0)
         measured.mark()
-        event = run.next_event()
-        with bar, self.stop_requests() as self._stop:
+        event = self._next_event()
+        with self.stop_requests() as self._stop:
             try:
                 while self.done < self.total:
                     measured.losses.append(self.iterate())
                     measured.mark()
-                    bar.add(1)
-                    on_iteration(self.done - first)
+                    observer.iteration(self.done - first)
                     stop = self.is_to_stop()
                     if self.done == event or stop:
-                        if run.after_iteration(stop):
+                        if self._event(report, stop):
                             break
-                        event = run.next_event()
+                        event = self._next_event()
             except KeyboardInterrupt:
                 if not self.ends_alone:
                     raise
-                run.interrupt()
-        return run.result()
+                # in the middle of an iteration
+                report.status = "interrupted"
+                measured.settle()
+                report.interval(self.learning_rate)
+        result = self._result(report)
+        observer.end(result)
+        return result
+
+    def _next_event(self) -> int:
+        """The next iteration after which something is to be done: a multiple of a period,
+        or the last one."""
+        config, done = self.parameters.training, self.done
+        periods = [config.log_every, self.eval_every]
+        if self.writes_checkpoints:
+            periods.append(config.checkpoint_every)
+        after = [done - done % period + period for period in periods if period]
+        return min([self.total, *after])
+
+    def _event(self, report: Report, stop: bool) -> bool:
+        """Report, evaluate, write a checkpoint as is due; whether the run ends here."""
+        config = self.parameters.training
+        report.measured.settle()
+        check = getattr(self.step.model.embeddings.backend, "check", None)
+        if check is not None:
+            check()  # a GPU tells late that it was asked for a row that is not there
+        if stop or self._is_due(config.log_every):
+            report.interval(self.learning_rate)
+        evaluates = self.eval_every is not None or config.auc_target is not None
+        bad = report.measured.bad_iteration()
+        checked = self.writes_checkpoints or evaluates
+        if bad is not None or (checked and not self._weights_are_finite()):
+            report.interval(self.learning_rate)
+            report.status = "diverged"
+            report.notices.append(self._divergence(report, bad))
+            return True
+        reached = False
+        if not stop and evaluates and self._is_due(self.eval_every):
+            evaluation = self.evaluate()
+            report.evaluation(evaluation)
+            auc, target = evaluation.auc, config.auc_target
+            reached = target is not None and auc is not None and auc >= target
+        if reached:
+            report.interval(self.learning_rate)
+        if self.writes_checkpoints and (stop or reached or self._is_due(config.checkpoint_every)):
+            report.checkpoint(self.done, self.save)
+        if stop:
+            report.status = "interrupted"
+        report.measured.go_on()
+        return stop or reached
+
+    def _is_due(self, period: int | None) -> bool:
+        """Whether something of this period is to be done after the last iteration."""
+        return self.done == self.total or (period is not None and self.done % period == 0)
+
+    def _weights_are_finite(self) -> bool:
+        """Whether the dense weights are finite: an overflow there shows before the next loss."""
+        totals = [weight.detach().sum() for weight in self.step.dense.weights]
+        return bool(torch.stack(totals).isfinite().all())
+
+    def _divergence(self, report: Report, place: int | None) -> str:
+        """Where the run diverged and what remains, in a sentence.
+
+        Args:
+            place: of the iteration whose loss is no number; None: it is a weight.
+        """
+        config = self.parameters.training
+        if place is None:
+            what = f"the weights are not finite after iteration {self.done}"
+        else:
+            loss = report.measured.done_losses[place]
+            what = f"the loss is {loss} at iteration {self.first + place + 1}"
+        kept = self.checkpoint
+        remains = f"the checkpoint {kept} is from before" if kept else "there is no checkpoint"
+        return (
+            f"training diverged: {what} (training.learning_rate {config.learning_rate:g}, "
+            f"training.precision {config.precision}); choose a smaller learning rate; {remains}"
+        )
+
+    def _result(self, report: Report) -> TrainingResult:
+        notices = [*self.notices]
+        if self.first >= self.total:
+            notices.append(
+                f"nothing is left to do: the checkpoint is of iteration {self.first:,}, and the "
+                f"run ends at {self.total:,} (training.batches, epochs, max_steps)"
+            )
+        notices += report.all_notices()
+        if report.status == "interrupted":
+            kept = self.checkpoint
+            ended = f"interrupted after iteration {report.done:,} of {self.total:,}"
+            notices.append(
+                f"{ended}; --resume {kept} goes on from iteration {int(kept.name[5:]):,}"
+                if kept
+                else f"{ended}; there is no checkpoint (training.checkpoint_every)"
+            )
+        notices += self.step.dense.precision.skipped_notice(report.done)
+        target = self.parameters.training.auc_target
+        return report.result(target, self.checkpoint, self.embedding_backend, notices)
 
     def stop_requests(self) -> AbstractContextManager[StopRequest]:
         """What notes signals while the loop runs.
@@ -251,9 +357,12 @@ class TrainingLoop(abc.ABC, Generic[StepT]):
 
     def save(self) -> Path | None:
         """Write a checkpoint of the run as it stands; its folder, if this process wrote it."""
+        from dlrm_core.run.resume import state_of
+
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        written = self.write_checkpoint(state_of(self.step, self._followed, self.done))
+        assert self._followed is not None, "there is a folder for checkpoints"
+        written = self.write_checkpoint(state_of(self.step, self._followed))
         self.checkpoint = written or self.checkpoint
         return written
 
@@ -288,17 +397,30 @@ def prepare_model(
     parameters, chosen_dense = resolve_dense(parameters, device)
     config = parameters.training
     notices += chosen_dense + set_fp32_products(config, parameters.model, device)
-    places = places_of(parameters, device)
-    notices += places.notices
+    make_tables, divide, pages = None, None, optional_engine("pages of tables")
+    if config.embeddings_on_gpu_bytes is not None:
+        places = engine("tables in two places").places_of(parameters, device)
+        make_tables, divide = places.make_tables, places.divide
+        notices += places.notices
+    elif pages is not None and config.embedding_backend != "torch":
+        shape = parameters.model
+        make_tables = functools.partial(
+            pages.tables_on_huge_pages,
+            shape.table_rows,
+            shape.embedding_dim,
+            shape.embedding_precision,
+        )
     seed = config.seed if checkpoint is None else None
-    huge_pages = config.embedding_backend != "torch"
+    touched = None if pages is None else pages.touched_beside
     with ThreadPoolExecutor(1) as beside:
         beside.submit(load_backward)
-        model = build_model(parameters.model, seed, device, huge_pages, places.make_tables)
+        model = build_model(parameters.model, seed, device, make_tables, touched)
     if checkpoint is not None:
+        from dlrm_core.run.resume import restore_weights
+
         restore_weights(checkpoint, model)
     parameters, chosen = resolve_backend(parameters, device, model.embeddings)
-    return parameters, model, places.divide, notices + chosen
+    return parameters, model, divide, notices + chosen
 
 
 def load_backward() -> None:
@@ -329,28 +451,26 @@ class Trainer(TrainingLoop[TrainingStep]):
         place: Path | None = None,
     ) -> None:
         device = resolve_device(parameters.training)
-        require_memory(parameters, device)
+        if (forecast := find_engine("memory forecast")) is not None:
+            forecast.require_memory(parameters, device)
         notices = []
         if checkpoint is not None:
+            from dlrm_core.run.resume import changed_settings, restore_step, with_choices_of
+
             parameters = with_choices_of(checkpoint, parameters)
             notices = changed_settings(parameters, checkpoint)
-        parameters, model, divide, said = prepare_model(parameters, device, checkpoint)
-        loss = ClickLoss(parameters.model.loss, parameters.model.loss_weights).to(device)
+        parameters, model, divide, chosen = prepare_model(parameters, device, checkpoint)
+        loss = ClickLoss.of(parameters.model).to(device)
         step = TrainingStep(model, loss, parameters.training)
-        notices += said + step.dense.notices
+        notices += chosen + step.dense.notices
         notices += getattr(model.embeddings.backend, "notices", [])
         if checkpoint is not None:
             restore_step(checkpoint, step)
         super().__init__(
-            parameters,
-            step,
-            loss,
-            device,
-            notices,
-            make_generator(parameters, device),
+            Prepared(parameters, step, loss, device, notices),
+            Feed(make_generator(parameters, device), device, divide),
             checkpoint,
             place,
-            divide=divide,
         )
         # with data made on the device there is nothing to copy
         self._transfers = device.type == "cuda" and parameters.data.place == "cpu"
@@ -365,14 +485,20 @@ class Trainer(TrainingLoop[TrainingStep]):
 
     def evaluate(self) -> Evaluation:
         """Predictions on the held-out data, with the weights as they are."""
+        from dlrm_core.run.evaluate import evaluate
+
         return evaluate(self.predict, self.loss, self.held_out, self.device, self.done)
 
     def predict(self, batch: Batch) -> torch.Tensor:
         """Click probability (B, 1) of a batch on the model's device."""
+        from dlrm_core.run.evaluate import predict
+
         return predict(self.model, batch, self.step.dense.precision)
 
     def write_checkpoint(self, state: Mapping[str, Any]) -> Path:
         """Write the weights and all state; only with a folder for them."""
+        from dlrm_core.run.resume import optimizer_state, weights_of
+
         assert self._folder is not None
         return self._folder.save(
             self.done,
@@ -384,13 +510,7 @@ class Trainer(TrainingLoop[TrainingStep]):
 
 
 def train(
-    parameters: Parameters,
-    folder: Path | None = None,
-    progress: bool = True,
-    on_line: Callable[[Line], None] = lambda line: None,
-    on_iteration: Callable[[int], None] = lambda iteration: None,
-    meter: MeterOf | None = None,
-    mllog: MLPerfLog | None = None,
+    parameters: Parameters, folder: Path | None = None, observer: Observer | None = None
 ) -> TrainingResult:
     """Train as the parameters say, from the beginning or from a checkpoint.
 
@@ -398,13 +518,15 @@ def train(
         folder: gets ``metrics.jsonl`` (a line per interval, evaluation and checkpoint,
             written as it happens), ``result.json`` (written whole, at the end) and
             checkpoints where no other place is given for them.
-        progress, on_line, on_iteration, meter: see :meth:`TrainingLoop.train`.
-        mllog: MLPerf's log of the run; None: none is written.
+        observer: sees the run; None: nobody does.
 
     Raises:
         InputError: the device is not there, the run does not fit in memory, the folder
             cannot be written or is another run's, or the checkpoint cannot be resumed.
     """
+    from dlrm_core.run.reports import metrics_lines
+    from dlrm_core.run.resume import checkpoint_place, checkpoint_to_resume
+
     with contextlib.ExitStack() as stack:
         if folder is not None:
             stack.enter_context(only_trainer(folder))
@@ -416,25 +538,10 @@ def train(
         if folder is not None:
             # a run that is refused leaves the lines of the one before
             lines = stack.enter_context(metrics_lines(folder / "metrics.jsonl", checkpoint))
-        if mllog is not None:
-            mllog.begin(trainer)
-            on_line, on_iteration = both(on_line, mllog.line), both(on_iteration, mllog.iteration)
-        result = trainer.train(on_line, on_iteration, meter, lines, progress)
-        if mllog is not None:
-            mllog.end(bool(result.reached_target))
+        result = trainer.train(observer, lines)
         if folder is not None:
             write_json(folder / "result.json", asdict(result))
     return result
-
-
-def both(one: Callable[[T], None], other: Callable[[T], None]) -> Callable[[T], None]:
-    """Call one function and then the other."""
-
-    def call(value: T) -> None:
-        one(value)
-        other(value)
-
-    return call
 
 
 def only_trainer(folder: Path) -> AbstractContextManager[None]:

@@ -20,7 +20,8 @@ import torch
 from dlrm_core.config import TrainingConfig
 from dlrm_core.data.batch import Batch
 from dlrm_core.embeddings import Backend
-from dlrm_core.parts import COMPONENTS, PHASES, capturing, function_name, part
+from dlrm_core.optimizers import OPTIMIZERS
+from dlrm_core.parts import capturing, part, run_part
 from dlrm_kernels.embeddings.fused_gpu import FusedGpu
 from dlrm_kernels.embeddings.host_tables import SplitTables
 
@@ -119,7 +120,7 @@ class StepGraph:
         self._backend = backend
         self._recorder = recorder
         self._static: Batch | None = None
-        self._pieces: list[tuple[Callable[[Captured], None], Captured]] = []
+        self._pieces: list[tuple[str, str, Captured]] = []
         self._loss = torch.empty(0)
 
     def __call__(self, batch: Batch) -> torch.Tensor:
@@ -130,8 +131,8 @@ class StepGraph:
             return self._run(batch)
         self._backend.raise_if_seen()
         transfer_forward(self._static, batch, self._backend)
-        for replay, graph in self._pieces:
-            replay(graph)
+        for component, phase, graph in self._pieces:
+            run_part(component, phase, graph.replay)
         # the next replay writes over it
         return self._loss.clone()
 
@@ -167,7 +168,7 @@ class StepGraph:
             return
         with self._recorder.capture() as graph:
             yield
-        self._pieces.append((REPLAYS[component, phase], graph))
+        self._pieces.append((component, phase, graph))
 
 
 def static_batch(batch: Batch) -> Batch:
@@ -201,31 +202,16 @@ def transfer_forward(static: Batch, batch: Batch, backend: FusedGpu) -> None:
     )
 
 
-def _replay_of(component: str, phase: str) -> Callable[[Captured], None]:
-    """A function called ``component_phase``, as profilers want it, that launches a graph."""
-
-    def replay(graph: Captured) -> None:
-        graph.replay()
-
-    name = function_name(component, phase)
-    replay.__code__ = replay.__code__.replace(co_name=name, co_qualname=name)
-    replay.__name__ = replay.__qualname__ = name
-    return part(component, phase)(replay)
-
-
-REPLAYS = {(c, p): _replay_of(c, p) for c in COMPONENTS for p in PHASES}
-
-
 def captured_optimizer(
     config: TrainingConfig, weights: Iterable[torch.nn.Parameter], device: torch.device
 ) -> torch.optim.Optimizer:
     """The dense weights' optimiser for a captured step: it reads its rate on the device."""
     rate = torch.tensor(config.learning_rate, device=device)
-    if config.optimizer == "sgd":
-        return torch.optim.SGD(weights, lr=rate, fused=True)
-    if config.optimizer == "adam":
-        return torch.optim.Adam(weights, lr=rate, fused=True)
-    return DeviceAdagrad(weights, rate)
+    kind = OPTIMIZERS[config.optimizer]
+    if "cuda" not in kind.fused_on:
+        return DeviceAdagrad(weights, rate)
+    made: torch.optim.Optimizer = getattr(torch.optim, kind.dense)(weights, lr=rate, fused=True)
+    return made
 
 
 class DeviceAdagrad(torch.optim.Optimizer):

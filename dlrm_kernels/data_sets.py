@@ -114,7 +114,7 @@ ROWS_TYPES = tuple(
 
 
 def fill_words(key: int, start: int, out: np.ndarray) -> None:
-    """As :func:`draws.words`, into ``out`` (uint64, contiguous)."""
+    """As :func:`draws.stream_words`, into ``out`` (uint64, contiguous)."""
     compiled(words_kernel, WORDS_TYPES)(_first(key, start), out)
 
 

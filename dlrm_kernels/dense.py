@@ -22,8 +22,9 @@ import torch
 
 from dlrm_core.config import Parameters, TrainingConfig
 from dlrm_core.dense import Layers
-from dlrm_core.memory import DensePeak
-from dlrm_core.model import DLRM, CrossInteraction, DotInteraction
+from dlrm_core.interactions import DotInteraction, Interaction
+from dlrm_core.model import DLRM
+from dlrm_kernels.memory import DensePeak
 from dlrm_kernels.native import why_no_numba
 from dlrm_kernels.tiles.machine import why_no_tiles
 
@@ -41,10 +42,10 @@ def parts_of(config: TrainingConfig) -> int:
     return PARTS.get(config.fp32_matmul, 0) if config.precision == "fp32" else 0
 
 
-def why_not_fused(config: TrainingConfig, device: torch.device, interaction: str) -> str:
+def why_not_fused(config: TrainingConfig, device: torch.device, interaction: Interaction) -> str:
     """Why the fused dense part cannot run here with this interaction; empty if it can."""
-    if interaction == "dcn":
-        return "it has no cross layers (model.interaction: dcn)"
+    if "fused dense part" not in interaction.engines:
+        return f"it has no {interaction.layers} (model.interaction: {interaction.kind})"
     if device.type != "cpu":
         return "it is for CPUs; on a GPU there is training.cuda_graphs"
     if not parts_of(config):
@@ -61,24 +62,27 @@ def fuse(model: DLRM, config: TrainingConfig, device: torch.device) -> tuple[Lay
     """Make the fused dense part where it can run here.
 
     Returns:
-        what takes the place of bottom MLP, interaction and top MLP; notices. Where the fused
-        ones cannot run, the MLPs are the model's own, and so is the interaction unless
-        :mod:`dlrm_kernels.interaction_cpu` has kernels for it.
+        what takes the place of the model's layers, by part; notices. Where the fused ones
+        cannot run, only the interaction may have a replacement
+        (:mod:`dlrm_kernels.interaction_cpu`).
     """
-    interaction = "dcn" if isinstance(model.interaction, CrossInteraction) else "dot"
-    reason = why_not_fused(config, device, interaction)
+    reason = why_not_fused(config, device, model.interaction.kind)
     if reason:
         return without_tiles(model, config, device, reason)
     fused = FusedDense(model, config)
-    return (fused.bottom_mlp, fused.interaction, fused.top_mlp), fused.notices
+    return {
+        "bottom_mlp": fused.bottom_mlp,
+        "interaction": fused.interaction,
+        "top_mlp": fused.top_mlp,
+    }, fused.notices
 
 
 def without_tiles(
     model: DLRM, config: TrainingConfig, device: torch.device, reason: str
 ) -> tuple[Layers, list[str]]:
-    """The model's own layers, their dot interaction by vector instructions where it can be."""
-    layers: Layers = (model.bottom_mlp, model.interaction, model.top_mlp)
-    if isinstance(model.interaction, DotInteraction) and device.type == "cpu":
+    """The dot interaction by vector instructions where it can be; nothing else is replaced."""
+    kind = model.interaction.kind
+    if isinstance(kind, DotInteraction) and device.type == "cpu":
         other = why_no_numba()
         if not other:
             from dlrm_kernels import interaction_cpu
@@ -88,11 +92,10 @@ def without_tiles(
         if not other:
             notices = interaction_cpu.compile_all()
             said = f"training.dense_backend: fused computes the interaction only: {reason}"
-            interaction = interaction_cpu.vectorised(model.interaction)
-            return (layers[0], interaction, layers[2]), [said, *notices]
+            return {"interaction": interaction_cpu.vectorised(kind)}, [said, *notices]
         reason = f"{reason}; nor can the interaction's kernels: {other}"
     said = f"training.dense_backend: fused has no effect here, torch does it: {reason}"
-    return layers, [said]
+    return {}, [said]
 
 
 class FusedDense:
@@ -141,9 +144,9 @@ class FusedDense:
     def interact(self, features: list[torch.Tensor]) -> None:
         """Write the interaction's output into the top MLP's input."""
         target = self.top.input(features[0].shape[0])
-        if isinstance(self.model.interaction, DotInteraction):
-            itself = self.model.interaction.itself
-            self.engine.dot_forward(features, itself, self.parts, target)
+        kind = self.model.interaction.kind
+        if isinstance(kind, DotInteraction):
+            self.engine.dot_forward(features, kind.interaction_itself, self.parts, target)
         else:
             self.engine.pack(torch.cat(features, dim=1), self.parts, target)
 
@@ -152,8 +155,9 @@ class FusedDense:
     ) -> tuple[torch.Tensor, ...]:
         """Compute the gradients of all features, given that of the interaction's output."""
         gradients = torch.empty(len(features), *features[0].shape).unbind()
-        if isinstance(self.model.interaction, DotInteraction):
-            itself = self.model.interaction.itself
+        kind = self.model.interaction.kind
+        if isinstance(kind, DotInteraction):
+            itself = kind.interaction_itself
             self.engine.dot_backward(dz, features, itself, self.parts, gradients)
         else:
             columns = dz.split(features[0].shape[1], dim=1)

@@ -19,12 +19,13 @@ from dataclasses import dataclass
 
 import torch
 
-from dlrm_core.base.units import counted
+from dlrm_core.base.text import counted
 from dlrm_core.config import ModelConfig, Parameters, TrainingConfig
 from dlrm_core.dense import DENSE_CHOICE, DensePart
 from dlrm_core.embeddings import EmbeddingTables
+from dlrm_core.interactions import Interaction
 from dlrm_core.model import DLRM, ClickLoss, fill_dense_with_torch
-from dlrm_core.run.precision import allow_onednn, set_fp32_matmul
+from dlrm_core.precision import allow_onednn, set_fp32_matmul
 from dlrm_kernels.choices import fastest, notice
 from dlrm_kernels.dense import why_not_fused
 
@@ -77,7 +78,9 @@ def resolve(parameters: Parameters, device: torch.device) -> tuple[Parameters, l
 
 def possible(parameters: Parameters) -> list[Parameters]:
     """The parameters with each candidate for a CPU in place of ``auto``."""
-    pairs, _ = candidates(parameters.training, parameters.model.interaction, torch.device("cpu"))
+    pairs, _ = candidates(
+        parameters.training, parameters.model.interaction_kind, torch.device("cpu")
+    )
     return [
         parameters.with_training(**dict(zip(DENSE_CHOICE, pair, strict=True))) for pair in pairs
     ]
@@ -95,7 +98,7 @@ def choose(
     """
     open_leaves = [leaf for leaf in DENSE_CHOICE if getattr(training, leaf) == "auto"]
     asked = ", ".join(f"training.{leaf} auto" for leaf in open_leaves)
-    pairs, reason = candidates(training, model.interaction, device)
+    pairs, reason = candidates(training, model.interaction_kind, device)
     if len(pairs) == 1:
         return DenseChoice(pairs[0], {}, f"{asked}: {label(pairs[0])}; {reason}")
     refused: dict[Pair, str] = {}
@@ -116,7 +119,7 @@ def choose(
 
 
 def candidates(
-    training: TrainingConfig, interaction: str, device: torch.device
+    training: TrainingConfig, interaction: Interaction, device: torch.device
 ) -> tuple[list[Pair], str]:
     """The pairs that can run here with what is not ``auto``; why there is only one, if so."""
     backend, product = training.dense_backend, training.fp32_matmul
@@ -143,7 +146,7 @@ def candidates(
 
 
 def why_not_with(
-    training: TrainingConfig, pair: Pair, interaction: str, device: torch.device
+    training: TrainingConfig, pair: Pair, interaction: Interaction, device: torch.device
 ) -> str:
     """Why the fused dense part cannot be a candidate; empty if it can."""
     if training.compile:
@@ -163,7 +166,7 @@ def dense_pass(model: ModelConfig, training: TrainingConfig, pair: Pair) -> Call
     config = dataclasses.replace(
         training, dense_backend=backend, fp32_matmul=product, compile=False
     )
-    part = DensePart(stand_in, ClickLoss(model.loss, model.loss_weights), config)
+    part = DensePart(stand_in, ClickLoss.of(model), config)
     rows = training.batch_size
     dense = torch.rand(rows, model.bottom_widths[0], generator=random)
     pooled = [

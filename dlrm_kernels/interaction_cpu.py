@@ -1,9 +1,9 @@
 """The dot interaction by vector instructions, for a CPU with AVX-512 and without matrix tiles.
 
-The plain one (:class:`dlrm_core.model.DotInteraction`) is its oracle. That writes all features
-side by side in x's type, all their products and then the chosen ones; here a sample's features
-and products stay in the core's first cache. Features, products and sums are float32 whatever
-the type of x, so that pooled vectors are not rounded.
+The plain one (:class:`dlrm_core.interactions.DotInteraction`) is its oracle. That writes all
+features side by side in x's type, all their products and then the chosen ones; here a sample's
+features and products stay in the core's first cache. Features, products and sums are float32
+whatever the type of x, so that pooled vectors are not rounded.
 
 With X (F, d) a sample's features and G the gradient of the lower triangle of X X', backward
 computes G X + G' X. A block of both products is four features high.
@@ -27,7 +27,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from dlrm_core.base.machine import cpu_flags
-from dlrm_core.model import DotInteraction
+from dlrm_core.interactions import DotInteraction
 from dlrm_kernels.native import compile_kernel
 from dlrm_kernels.vectors import (
     LANES,
@@ -353,7 +353,7 @@ def vectorised(interaction: DotInteraction) -> Callable[..., torch.Tensor]:
     """
 
     def interact(x: torch.Tensor, pooled: Sequence[torch.Tensor]) -> torch.Tensor:
-        return _Dot.apply(interaction.itself, x, *pooled)
+        return _Dot.apply(interaction.interaction_itself, x, *pooled)
 
     return interact
 

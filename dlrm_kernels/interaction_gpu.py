@@ -1,6 +1,6 @@
 """The dot interaction on a GPU as one kernel forward and one backward.
 
-The plain one (:class:`dlrm_core.model.DotInteraction`) is its oracle. That writes all
+The plain one (:class:`dlrm_core.interactions.DotInteraction`) is its oracle. That writes all
 features side by side, all their products and then the chosen ones, 2 B F d + B F^2
 numbers more than this, which reads each feature once and writes z.
 
@@ -9,14 +9,16 @@ Shapes: B samples, T tables, d embedding width, F = T + 1 features.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from dlrm_core.config import TrainingConfig
-from dlrm_core.dense import Layer, Layers
-from dlrm_core.model import DLRM, DotInteraction
+from dlrm_core.dense import Layers
+from dlrm_core.interactions import DotInteraction
+from dlrm_core.model import DLRM
 from dlrm_kernels.embeddings.fused_gpu import in_one
 from dlrm_kernels.padded_linear import MULTIPLE, PaddedMLP, padded
 
@@ -47,26 +49,28 @@ def fuse(model: DLRM, config: TrainingConfig, device: torch.device) -> tuple[Lay
     """Make the interaction one kernel, and products on tensor cores of factors of even widths.
 
     Returns:
-        what takes the place of bottom MLP, interaction and top MLP; notices.
+        what takes the place of the model's layers, by part; notices.
     """
-    notices, fused = [], isinstance(model.interaction, DotInteraction)
-    if isinstance(model.interaction, DotInteraction):
-        features, dim = len(model.embeddings.weights) + 1, model.bottom_mlp.linears[-1].out_features
-        reason = why_not(features, dim, device)
+    notices: list[str] = []
+    layers: Layers = {}
+    kind = model.interaction.kind
+    fused = isinstance(kind, DotInteraction)
+    if isinstance(kind, DotInteraction):
+        reason = why_not(kind.features, kind.dim, device)
         fused = not reason
-        model.interaction.kernel = dot_interaction if fused else None
+        itself = kind.interaction_itself
+        kernel = functools.partial(dot_interaction, itself=itself)
+        model.interaction.kernel = kernel if fused else None
         if reason:
             notices.append(
                 f"training.dense_backend: fused leaves the interaction to torch: {reason}"
             )
-    bottom_mlp: Layer = model.bottom_mlp
-    top_mlp: Layer = model.top_mlp
     if config.precision != "fp32" or config.tf32:
         if model.bottom_mlp.linears[0].in_features % MULTIPLE:
-            bottom_mlp = PaddedMLP(model.bottom_mlp, with_room=False)
+            layers["bottom_mlp"] = PaddedMLP(model.bottom_mlp, with_room=False)
         if model.top_mlp.linears[0].in_features % MULTIPLE:
-            top_mlp = PaddedMLP(model.top_mlp, with_room=fused)
-    return (bottom_mlp, model.interaction, top_mlp), notices
+            layers["top_mlp"] = PaddedMLP(model.top_mlp, with_room=fused)
+    return layers, notices
 
 
 def dot_interaction(

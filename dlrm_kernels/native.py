@@ -20,8 +20,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from dlrm_core import rounding
 from dlrm_core.base.errors import MissingToolError
+from dlrm_kernels import rounding
 
 
 @contextlib.contextmanager

@@ -426,7 +426,7 @@ def _with_sign(builder: ir.IRBuilder, bits: ir.Value, kept: ir.Value) -> ir.Valu
 
 @intrinsic
 def round_to_bf16(context, value, drawn):
-    """float32 as bf16, up or down by words of 32 bits: the law of dlrm_core.rounding."""
+    """float32 as bf16, up or down by words of 32 bits: the law of dlrm_kernels.rounding."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         bits = builder.bitcast(arguments[0], _INTS)
@@ -440,7 +440,7 @@ def round_to_bf16(context, value, drawn):
 
 @intrinsic
 def round_to_half(context, value, drawn):
-    """float32 as fp16, up or down by words of 32 bits: the law of dlrm_core.rounding."""
+    """float32 as fp16, up or down by words of 32 bits: the law of dlrm_kernels.rounding."""
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         def least(a: ir.Value, b: ir.Value) -> ir.Value:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dlrm_core.optimizers import OPTIMIZERS
 from dlrm_core.run.checkpoint import OPTIMIZER, SQUARES, WEIGHTS, Checkpoint, CheckpointFolder
 from dlrm_core.run.resume import make_room, optimizer_state, weights_of
 from dlrm_core.run.tensor_files import read_part, read_tensors, row_ranges
@@ -103,9 +104,10 @@ def shared_tensors(
         return found
 
     weights = all_tables("", (tables.dim,), tables.local)
-    if tables.optimizer == "sgd":
+    kind = OPTIMIZERS[tables.optimizer]
+    if not kind.row_state(tables.dim):
         return weights, {}
-    row_shape = () if tables.optimizer == "rowwise_adagrad" else (tables.dim,)
+    row_shape = () if kind.per_row else (tables.dim,)
     return weights, all_tables(".sum", row_shape, tables.sums)
 
 

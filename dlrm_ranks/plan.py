@@ -21,10 +21,10 @@ import torch
 from dlrm_core.base.errors import InputError, MissingToolError
 from dlrm_core.base.machine import available_memory
 from dlrm_core.base.settings import clash
-from dlrm_core.base.units import format_bytes
-from dlrm_core.config import Parameters
-from dlrm_core.embeddings import EPSILON, FBGEMM_LANES, FBGEMM_ROWWISE_ELEMENTS
-from dlrm_core.memory import mean_bag_size
+from dlrm_core.base.text import format_bytes
+from dlrm_core.config import Parameters, mean_bag_size
+from dlrm_core.embeddings import FBGEMM_LANES, FBGEMM_ROWWISE_ELEMENTS
+from dlrm_core.optimizers import EPSILON, OPTIMIZERS
 from dlrm_ranks.world import World, least
 
 INSTALL = (
@@ -149,10 +149,11 @@ def require_possible(parameters: Parameters, ranks: int) -> None:
             f"training.batch_size is {training.batch_size}, but there are {ranks} ranks: the "
             f"global batch is cut into equal slices, so choose a multiple of {ranks}"
         )
-    if training.optimizer == "adam":
+    if not OPTIMIZERS[training.optimizer].fbgemm:
+        able = [name for name, kind in OPTIMIZERS.items() if kind.fbgemm]
         raise InputError(
-            "training.optimizer is 'adam', but FBGEMM, which updates the tables on several "
-            "ranks, has it on no CPU: choose sgd, adagrad or rowwise_adagrad"
+            f"training.optimizer is {training.optimizer!r}, but FBGEMM, which updates the tables "
+            f"on several ranks, has it on no CPU: choose {', '.join(able[:-1])} or {able[-1]}"
         )
     if parameters.model.embedding_precision != "fp32":
         raise InputError(
@@ -180,7 +181,7 @@ def require_shape(parameters: Parameters) -> None:
             f"model.embedding_dim is {model.embedding_dim}, but FBGEMM, which TorchRec uses, "
             f"works on multiples of {FBGEMM_LANES} only"
         )
-    if training.sharding == "column_wise" and training.optimizer == "rowwise_adagrad":
+    if training.sharding == "column_wise" and OPTIMIZERS[training.optimizer].per_row:
         why = "its one sum a row needs the whole row's gradient on one rank; choose another of both"
         raise clash("training", training, "sharding", "optimizer", why)
     if training.sharding == "column_wise" and model.embedding_dim < 2 * FBGEMM_LANES:
@@ -208,7 +209,8 @@ def kinds_of(parameters: Parameters) -> list[tuple[str, ...]]:
     free: tuple[str, ...] = (training.sharding,)
     if training.sharding == "auto":
         free = ("table_wise", "row_wise", "replicated")
-        if training.optimizer != "rowwise_adagrad" and model.embedding_dim >= 2 * FBGEMM_LANES:
+        cut = model.embedding_dim >= 2 * FBGEMM_LANES
+        if cut and not OPTIMIZERS[training.optimizer].per_row:
             free = (*free, "column_wise")
     small = training.replicated_bytes
     return [
@@ -252,14 +254,9 @@ def make_sharder(parameters: Parameters) -> Any:
         def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
             return ["dense" if sharding_type == "data_parallel" else "fused"]
 
-    kinds = api.EmbOptimType
     return Sharder(
         fused_params={
-            "optimizer": {
-                "sgd": kinds.EXACT_SGD,
-                "adagrad": kinds.EXACT_ADAGRAD,
-                "rowwise_adagrad": kinds.EXACT_ROWWISE_ADAGRAD,
-            }[training.optimizer],
+            "optimizer": getattr(api.EmbOptimType, OPTIMIZERS[training.optimizer].fbgemm),
             "learning_rate": training.learning_rate,
             "eps": EPSILON,
             # a wrong index is refused, never replaced by row 0
@@ -333,7 +330,7 @@ def shards_of(plan: Any, table_rows: Iterable[int], dim: int, world: World) -> l
 
 
 def _require_right_sums(parameters: Parameters, shards: list[Shard]) -> None:
-    if parameters.training.optimizer != "rowwise_adagrad":
+    if not OPTIMIZERS[parameters.training.optimizer].per_row:
         return
     for shard in shards:
         if shard.rows * shard.columns > FBGEMM_ROWWISE_ELEMENTS:

@@ -17,8 +17,8 @@ from torch import nn
 
 from dlrm_core.base.machine import device_name
 from dlrm_core.data.batch import Batch, Share
+from dlrm_core.predict import Asked, Predictor
 from dlrm_core.run.evaluate import Evaluation, HeldOut, evaluate
-from dlrm_core.run.predictor import Asked, Predictor
 from dlrm_ranks.checkpointing import restore
 from dlrm_ranks.collectives import Collectives
 from dlrm_ranks.plan import require_shape, require_torchrec

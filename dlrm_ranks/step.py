@@ -28,6 +28,8 @@ loss: tables change inside embedding backward, so all ranks must know before it 
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -40,28 +42,21 @@ from dlrm_core.base.machine import use_memory
 from dlrm_core.config import Parameters, TrainingConfig
 from dlrm_core.dense import (
     DENSE_CHOICE,
+    Around,
     DensePart,
-    bottom_mlp_forward,
-    interaction_backward,
-    interaction_forward,
+    Values,
     leaf_of,
-    loss_backward,
-    loss_forward,
+    predict_rows,
     resolve_dense,
-    top_mlp_backward,
-    top_mlp_forward,
 )
 from dlrm_core.embeddings import EmbeddingTables
-from dlrm_core.model import DLRM, ClickLoss, fill_dense_like_facebook, fill_dense_with_torch
-from dlrm_core.parts import part
-from dlrm_core.run.precision import set_fp32_products
+from dlrm_core.model import DLRM, ClickLoss, Piece, fill_dense_like_facebook, fill_dense_with_torch
+from dlrm_core.parts import part, run_part
+from dlrm_core.precision import set_fp32_products
 from dlrm_core.step import (
     Step,
-    bottom_mlp_update,
-    interaction_update,
     optimizer_of,
     optimizer_update,
-    top_mlp_update,
 )
 from dlrm_ranks.collectives import Collectives
 from dlrm_ranks.tables import LocalBatch, ShardedTables
@@ -150,22 +145,27 @@ class DistributedStep(Step):
         collectives: Collectives,
     ) -> None:
         self.model = model
-        self.tables = self.embedding_optimizer = tables
+        self.tables = tables
         self.dense = DensePart(model, loss, config)
-        self._ranks = ranks
-        self._collectives = collectives
-        device = model.top_mlp.linears[0].weight.device
-        self.bottom_optimizer = optimizer_of(config, model.bottom_mlp.parameters(), device)
-        self.top_optimizer = optimizer_of(config, model.top_mlp.parameters(), device)
+        self.ranks = ranks
+        self.collectives = collectives
+        self.optimizers = {}
+        self.make_dense_optimizers(functools.partial(optimizer_of, config))
         scale = self.dense.precision.scale
-        self._top = Bucket(list(model.top_mlp.parameters()), collectives, scale)
-        own = list(model.interaction.parameters())
-        self.interaction_optimizer = optimizer_of(config, own, device) if own else None
-        self._interaction = Bucket(own, collectives, scale) if own else None
-        self._scaled = scale != 1.0
+        self.scaled = scale != 1.0
         # the loss of all ranks, how many were asked to stop and, in fp16, how many overflowed
-        numbers = 3 if self._scaled else 2
-        self._bottom = Bucket(list(model.bottom_mlp.parameters()), collectives, scale, numbers)
+        last, numbers = self.dense.pieces[0].component, 3 if self.scaled else 2
+        self.buckets = {
+            component: Bucket(
+                list(getattr(model, component).parameters()),
+                collectives,
+                scale,
+                numbers if component == last else 0,
+            )
+            for component in self.optimizers
+        }
+        self._last = self.buckets[last]
+        self.optimizers["embedding"] = tables
 
     def __call__(self, batch: LocalBatch, stop: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """Train on a batch.
@@ -184,68 +184,43 @@ class DistributedStep(Step):
             work = self._in_micro_batches if self.dense.micro_batch else self._dense_part
             loss, gradient = work(batch, sent)
         numbers = [loss, loss.new_tensor(float(stop))]
-        if self._scaled:
+        if self.scaled:
             numbers.append(optimizer_update(lambda: self._overflowed(gradient)))
-        self._bottom.numbers.copy_(torch.stack(numbers))
-        communication_backward(self._bottom.send)
-        if self._scaled:
-            communication_backward(self._bottom.receive)
-            if self.dense.precision.skips(self._bottom.numbers[2] > 0):
-                self._receive_rest()
+        self._last.numbers.copy_(torch.stack(numbers))
+        communication_backward(self._last.send)
+        if self.scaled:
+            communication_backward(self._last.receive)
+            if self.dense.precision.skips(self._last.numbers[2] > 0):
+                for bucket in self.buckets.values():
+                    # what a skipped step has sent and will not use
+                    communication_backward(bucket.receive)
                 return self._result()
         with torch.autograd.set_multithreading_enabled(False):
             embedding_backward(sums, leaves)
         embedding_update(self.tables)
-        communication_backward(self._top.receive)
-        top_mlp_update(self.top_optimizer)
-        if self._interaction is not None and self.interaction_optimizer is not None:
-            communication_backward(self._interaction.receive)
-            interaction_update(self.interaction_optimizer)
-        communication_backward(self._bottom.receive)
-        bottom_mlp_update(self.bottom_optimizer)
+        for component, bucket in self.buckets.items():
+            communication_backward(bucket.receive)
+            run_part(component, "update", self.optimizers[component].step)
         return self._result()
 
     def _result(self) -> tuple[torch.Tensor, torch.Tensor]:
-        numbers = self._bottom.numbers.clone()
+        numbers = self._last.numbers.clone()
         return numbers[0], numbers[1]
 
     def _overflowed(self, pooled_gradient: torch.Tensor) -> torch.Tensor:
         """Whether a gradient of this rank's samples is infinite or no number: 0 or 1."""
-        found = [weight.grad for weight in self.dense.weights]
-        gradients = [pooled_gradient, *(gradient for gradient in found if gradient is not None)]
+        arrived = [weight.grad for weight in self.dense.weights]
+        gradients = [pooled_gradient, *(gradient for gradient in arrived if gradient is not None)]
         return self.dense.precision.overflowed(gradients).float()
-
-    def _receive_rest(self) -> None:
-        """Wait for the buckets that a skipped step has sent and will not use."""
-        communication_backward(self._top.receive)
-        if self._interaction is not None:
-            communication_backward(self._interaction.receive)
 
     def _dense_part(self, batch: LocalBatch, sent: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """The loss, this rank's share of it, and the gradient (b, T d) of the pooled vectors."""
-        dense = self.dense
-        x, x_leaf = bottom_mlp_forward(dense.bottom_mlp, batch.dense)
-        pooled = communication_forward(lambda: self.tables.receive_pooled(sent))
-        pooled_leaf = leaf_of(pooled)
-        vectors = self.tables.by_table(pooled_leaf)
-        z, z_leaf = interaction_forward(dense.interaction, x_leaf, vectors)
-        p, p_leaf = top_mlp_forward(dense.top_mlp, z_leaf)
-        with dense.precision.full(), torch.autograd.set_multithreading_enabled(False):
-            loss = loss_forward(dense.loss, p_leaf, batch.targets)
-            loss_backward(loss, dense.precision.scale / self._ranks)
-            top_mlp_backward(p, p_leaf)
-            communication_backward(self._top.send)
-            interaction_backward(z, z_leaf)
-            if self._interaction is not None:
-                communication_backward(self._interaction.send)
-            gradient = pooled_leaf.grad
-            assert gradient is not None
-            if self._scaled:
-                # in fp32, by who has the samples; what is infinite stays so
-                optimizer_update(lambda: dense.precision.unscale([gradient]))
-            with self._collectives.about("pooled gradients"):
-                bottom_mlp_backward(x, x_leaf, pooled, gradient)
-        return loss.detach().float() / self._ranks, gradient
+        exchanges = _Exchanges(self, sent)
+        with self.collectives.about("pooled gradients"):
+            loss = self.dense.rows(
+                {"dense": batch.dense}, batch.targets, 1.0 / self.ranks, exchanges
+            )
+        return loss.float() / self.ranks, exchanges.gradient()
 
     def _in_micro_batches(self, batch: LocalBatch, sent: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """As :meth:`_dense_part`, some rows at a time: no exchange overlaps with them."""
@@ -253,20 +228,20 @@ class DistributedStep(Step):
         pooled = communication_forward(lambda: self.tables.receive_pooled(sent))
         pooled_leaf = leaf_of(pooled)
         vectors = self.tables.by_table(pooled_leaf)
-        leaves = [leaf_of(vector) for vector in vectors]
-        loss = dense(batch.dense, leaves, batch.targets, 1.0 / self._ranks)
-        communication_backward(self._top.send)
-        if self._interaction is not None:
-            communication_backward(self._interaction.send)
+        leaves = leaf_of(vectors)
+        loss = dense(batch.dense, leaves, batch.targets, 1.0 / self.ranks)
+        for bucket in self.buckets.values():
+            if bucket is not self._last:
+                communication_backward(bucket.send)
         with dense.precision.full(), torch.autograd.set_multithreading_enabled(False):
             torch.autograd.backward(vectors, [leaf.grad for leaf in leaves])
             gradient = pooled_leaf.grad
             assert gradient is not None
-            if self._scaled:
+            if self.scaled:
                 optimizer_update(lambda: dense.precision.unscale([gradient]))
-            with self._collectives.about("pooled gradients"):
+            with self.collectives.about("pooled gradients"):
                 communication_backward(lambda: pooled.backward(gradient))
-        return loss.float() / self._ranks, gradient
+        return loss.float() / self.ranks, gradient
 
     def predict(self, batch: LocalBatch) -> torch.Tensor:
         """Click probability (b, 1) float32 of this rank's samples; all ranks must ask.
@@ -279,14 +254,63 @@ class DistributedStep(Step):
             )
             _, leaves = embedding_forward(self.tables, context, received)
             sent = communication_forward(lambda: self.tables.send_pooled(context, leaves))
-            with self.dense.precision.autocast():
-                x, _ = bottom_mlp_forward(self.model.bottom_mlp, batch.dense)
+            if not batch.size:
                 pooled = communication_forward(lambda: self.tables.receive_pooled(sent))
-                if not batch.size:
-                    return pooled.new_empty(0, 1)
-                vectors = self.tables.by_table(pooled[: batch.size])
-                z, _ = interaction_forward(self.model.interaction, x, vectors)
-                return top_mlp_forward(self.model.top_mlp, z)[0]
+                return pooled.new_empty(0, 1)
+            exchanges = _Exchanges(self, sent, batch.size)
+            with self.dense.precision.autocast():
+                return predict_rows(
+                    self.model.dense_pieces, {"dense": batch.dense}, exchanges.before
+                )
+
+
+class _Exchanges(Around):
+    """What is exchanged beside the dense part: pooled vectors, their and the weights' gradients.
+
+    Args:
+        sent: pooled vectors under way.
+        size: samples of theirs that count.
+    """
+
+    def __init__(self, step: DistributedStep, sent: Any, size: int | None = None) -> None:
+        self._step, self._sent, self._size = step, sent, size
+        self._pooled = self._leaf = torch.empty(0)
+
+    def gradient(self) -> torch.Tensor:
+        """The gradient (b, T d) of the pooled vectors."""
+        assert self._leaf.grad is not None
+        return self._leaf.grad
+
+    def before(self, piece: Piece, values: Values) -> None:
+        """Wait for the pooled vectors where a piece takes them."""
+        if "pooled" not in piece.takes or "pooled" in values:
+            return
+        tables = self._step.tables
+        self._pooled = communication_forward(lambda: tables.receive_pooled(self._sent))
+        self._leaf = leaf_of(self._pooled)
+        rows = self._leaf if self._size is None else self._leaf[: self._size]
+        values["pooled"] = tables.by_table(rows)
+
+    def beside(self, piece: Piece) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
+        """The first piece's backward runs while pooled gradients are under way.
+
+        Autograd runs what was done last first, and that piece's forward lay between the sending
+        and the receiving of pooled vectors.
+        """
+        if piece != self._step.dense.pieces[0]:
+            return ()
+        return [(self._pooled, self.gradient())]
+
+    def after(self, piece: Piece) -> None:
+        """Send the gradients of a piece's weights; those of the first go with the loss."""
+        step = self._step
+        if piece == step.dense.pieces[0]:
+            return
+        if piece.component in step.buckets:
+            communication_backward(step.buckets[piece.component].send)
+        if "pooled" in piece.takes and step.scaled:
+            # in fp32, by who has the samples; what is infinite stays so
+            optimizer_update(lambda: step.dense.precision.unscale([self.gradient()]))
 
 
 def resolve_together(parameters: Parameters, world: World) -> tuple[Parameters, list[str]]:
@@ -317,7 +341,7 @@ def make_step(parameters: Parameters, world: World, collectives: Collectives) ->
         # its tables are elsewhere
         DLRM(model, make_tables=lambda: EmbeddingTables([], dim)).to(world.device),
         tables,
-        ClickLoss(model.loss, model.loss_weights).to(world.device),
+        ClickLoss.of(model).to(world.device),
         config,
         world.size,
         collectives,
@@ -357,15 +381,6 @@ def embedding_forward(
     tables: ShardedTables, context: Any, received: Any
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     return tables.look_up(context, received)
-
-
-@part("bottom_mlp", "backward")
-def bottom_mlp_backward(
-    x: torch.Tensor, x_leaf: torch.Tensor, pooled: torch.Tensor, pooled_gradient: torch.Tensor
-) -> None:
-    """The MLP between the sending and the receiving of pooled gradients: autograd runs what
-    was done last first, and the MLP's forward lay between their counterparts."""
-    torch.autograd.backward([pooled, x], [pooled_gradient, x_leaf.grad])
 
 
 @part("embedding", "backward")

@@ -25,8 +25,9 @@ from dlrm_core.base.errors import InputError, MissingToolError
 from dlrm_core.base.machine import peak_memory
 from dlrm_core.config import Parameters, TrainingConfig
 from dlrm_core.data.batch import Batch
-from dlrm_core.embeddings import EPSILON, EmbeddingTables
+from dlrm_core.embeddings import EmbeddingTables
 from dlrm_core.model import facebook_tables
+from dlrm_core.optimizers import EPSILON, OPTIMIZERS
 from dlrm_ranks.collectives import Collectives
 from dlrm_ranks.plan import (
     FLOAT_BYTES,
@@ -61,6 +62,7 @@ class ShardedTables:
         self.dim = model.embedding_dim
         self.table_rows = model.table_rows
         self.optimizer = training.optimizer
+        self.kind = OPTIMIZERS[training.optimizer]
         self._collectives = collectives
         collection, sharder = make_collection(parameters), make_sharder(parameters)
         plan = make_plan(parameters, world, collection, sharder)
@@ -131,11 +133,11 @@ class ShardedTables:
 
     def _apply(self, table: int, weight: torch.Tensor, gradient: torch.Tensor) -> None:
         # rows that were not looked up have gradients of 0 and stay as they are
-        if self.optimizer == "sgd":
+        if not self.kind.row_state(self.dim):
             weight.add_(gradient, alpha=-self._learning_rate)
             return
         total = self._own_sums[table]
-        if self.optimizer == "rowwise_adagrad":
+        if self.kind.per_row:
             total.add_(gradient.square().mean(dim=1))
             scale = (self._learning_rate / (total.sqrt() + EPSILON))[:, None]
             weight.sub_(gradient * scale)
@@ -201,7 +203,7 @@ class ShardedTables:
                     raise MissingToolError("it has no tables of several widths")
                 held = EmbeddingTables([], memory[0].shape[1], memory=memory)
                 own = kernels.FusedCpu(held, self.optimizer, training.learning_rate)
-                if self.optimizer != "sgd":
+                if self.kind.row_state(self.dim):
                     # FBGEMM's, which checkpoints read and write; a shard may have no rows
                     width = own.states[0].shape[1]
                     found = [states[0] for states in kernel.split_optimizer_states()]
@@ -258,7 +260,7 @@ class ShardedTables:
 
     def _optimizer_sums(self) -> list[tuple[Shard, torch.Tensor]]:
         self._own_sums: dict[int, torch.Tensor] = {}
-        if self.optimizer == "sgd":
+        if not self.kind.row_state(self.dim):
             return []
         found: list[tuple[Shard, torch.Tensor]] = []
         by_place = {(s.table, s.first_row, s.first_column): s for s, _ in self.local}
@@ -271,7 +273,7 @@ class ShardedTables:
                     found.append((shard, piece.tensor.detach()))
         for shard, weight in self.local:
             if shard.kind == "replicated":
-                size = weight.shape[:1] if self.optimizer == "rowwise_adagrad" else weight.shape
+                size = weight.shape[:1] if self.kind.per_row else weight.shape
                 self._own_sums[shard.table] = torch.zeros(size, device=weight.device)
                 found.append((shard, self._own_sums[shard.table]))
         return found

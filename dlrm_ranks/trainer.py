@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,15 +20,16 @@ import torch
 import torch.distributed as dist
 
 from dlrm_core.base.errors import InputError
-from dlrm_core.base.files import plain, write_json
+from dlrm_core.base.files import write_json
 from dlrm_core.base.machine import StopRequest, stop_requests
+from dlrm_core.commands import print_line
 from dlrm_core.config import Parameters
 from dlrm_core.data.batch import Batch, Share
 from dlrm_core.data.loader import make_generator
 from dlrm_core.parts import part
 from dlrm_core.run.checkpoint import Checkpoint
 from dlrm_core.run.evaluate import Evaluation
-from dlrm_core.run.reports import MeterOf, metrics_lines
+from dlrm_core.run.reports import Observer, metrics_lines
 from dlrm_core.run.resume import (
     changed_settings,
     checkpoint_place,
@@ -37,7 +37,7 @@ from dlrm_core.run.resume import (
     nothing_to_resume,
     with_choices_of,
 )
-from dlrm_core.train import STOPPING, TrainingLoop, only_trainer
+from dlrm_core.train import STOPPING, Feed, Prepared, TrainingLoop, only_trainer
 from dlrm_ranks.checkpointing import restore, save
 from dlrm_ranks.collectives import Collectives
 from dlrm_ranks.plan import (
@@ -96,17 +96,11 @@ class DistributedTrainer(TrainingLoop[DistributedStep]):
         self._predictions = RankPredictions(step, world, parameters.model.table_rows)
         share = Share(world.rank, world.size)
         super().__init__(
-            parameters,
-            step,
-            step.dense.loss,
-            world.device,
-            notices,
-            make_generator(parameters, HOST, share),
+            Prepared(parameters, step, step.dense.loss, world.device, notices),
+            Feed(make_generator(parameters, HOST, share), HOST, share=share),
             checkpoint,
             place,
             writes=world.first,
-            made_on=HOST,
-            share=share,
         )
         self.embedding_backend = self.tables.backend
         self._stops = 0.0
@@ -176,13 +170,13 @@ def train(
     parameters: Parameters,
     arguments: argparse.Namespace,
     exit_codes: Mapping[str, int],
-    meter: MeterOf | None,
+    observer: Observer,
 ) -> NoReturn:
     """Train as one rank, and end the process; prints what ``dlrm train`` prints, on rank 0.
 
     Args:
         exit_codes: of the process, by the run's status.
-        meter: measures the energy that this rank's machine uses; None: nobody does.
+        observer: sees this rank's run; the first rank's prints its lines.
 
     Raises:
         InputError: as :func:`dlrm_core.train.train`, on every rank that finds it.
@@ -192,7 +186,7 @@ def train(
     parameters, left_out = with_whole_batches(parameters)
     if arguments.spans:
         raise InputError("--spans is for a run of one process; see docs/scaling.md")
-    if arguments.mllog:
+    if getattr(arguments, "mllog", None):
         raise InputError("--mllog is for a run of one process; see docs/training.md")
     folder = Path(arguments.output) if arguments.output else None
     place = checkpoint_place(parameters.training, folder)
@@ -211,12 +205,7 @@ def train(
         lines, first = None, world.first
         if folder is not None and first:
             lines = stack.enter_context(metrics_lines(folder / "metrics.jsonl", checkpoint))
-        result = trainer.train(
-            on_line=lambda line: _say(line) if first else None,
-            meter=meter,
-            lines=lines,
-            progress=first and sys.stderr.isatty(),
-        )
+        result = trainer.train(observer, lines)
         ranks = gathered(
             world,
             about_rank(world, trainer.tables) | {"ms_per_iteration": result.ms_per_iteration},
@@ -227,7 +216,7 @@ def train(
             if notice not in early:
                 print(notice, file=sys.stderr)
         if first:
-            _say(result.summary() | {"ranks": ranks})
+            print_line(result.summary() | {"ranks": ranks})
     if result.status != "finished":
         tell_launcher("; ".join(result.notices))
     leave(exit_codes[result.status])
@@ -286,7 +275,3 @@ def _introduce(trainer: DistributedTrainer, early: list[str]) -> None:
     )
     for line in [*early, *holdings]:
         print(line, file=sys.stderr, flush=True)
-
-
-def _say(line: Any) -> None:
-    print(json.dumps(plain(line)), flush=True)

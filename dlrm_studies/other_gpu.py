@@ -29,7 +29,6 @@ import numpy as np
 import pandas as pd
 
 from dlrm_core.base.errors import InputError
-from dlrm_core.base.units import milliseconds
 from dlrm_workbook.analysis.attribution import PART, as_one, attribute, in_step_order
 from dlrm_workbook.analysis.compare import SAME_PROGRAM, device_contexts, likeness
 from dlrm_workbook.analysis.context_tree import Floats, unmeasured
@@ -37,6 +36,7 @@ from dlrm_workbook.analysis.devices import DEVICES, NO_NAME, Device, device, dev
 from dlrm_workbook.analysis.gpu_limits import kernel_work, peak_tflops
 from dlrm_workbook.analysis.kernel_names import kernel_name
 from dlrm_workbook.analysis.whatif import COVER, MODEL_ERROR, ROOFLINE_ERROR
+from dlrm_workbook.ground.units import milliseconds
 from dlrm_workbook.recordings.open import COMMUNICATION
 from dlrm_workbook.recordings.profile import Profile, nearest
 

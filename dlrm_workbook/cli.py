@@ -14,7 +14,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from dlrm_core.base import cli as core
-from dlrm_core.base.cli import Subcommand, like_command, parameters_file
+from dlrm_core.base.cli import Subcommand
+from dlrm_workbook.ground.options import like_option, parameters_file, read_like
 
 
 def _run(parser: argparse.ArgumentParser) -> None:
@@ -41,6 +42,49 @@ def _run(parser: argparse.ArgumentParser) -> None:
         default=7200.0,
         metavar="S",
         help="end a cell that takes longer than S seconds (default: %(default)g; 0: never)",
+    )
+
+
+def _train(parser: argparse.ArgumentParser) -> None:
+    parameters_file(parser)
+    core.train_options(parser)
+    parser.add_argument(
+        "--mllog",
+        metavar="FILE",
+        help="write MLPerf's log of the run, ':::MLLOG' lines",
+    )
+
+
+def _evaluate(parser: argparse.ArgumentParser) -> None:
+    parameters_file(parser)
+    core.checkpoint_option(parser)
+
+
+def infer_options(parser: argparse.ArgumentParser) -> None:
+    """Options of ``infer``."""
+    parameters_file(parser)
+    core.checkpoint_option(parser)
+    parser.add_argument(
+        "--batch-sizes",
+        metavar="N,...",
+        help="measure each of these batch sizes (default: training.batch_size)",
+    )
+    parser.add_argument(
+        "--steps", type=int, default=1000, help="steps at each batch size (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="end a batch size's steps after S seconds (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--protocol",
+        choices=("steady", "nvidia"),
+        default="steady",
+        help="'steady': warm-up is found in the latencies; 'nvidia': NVIDIA's benchmark, which "
+        "leaves out the first 10 of 1000 steps (default: %(default)s)",
     )
 
 
@@ -246,9 +290,15 @@ SUBCOMMANDS = (
         _new,
         "dlrm_workbook.ground.runs:command_new",
     ),
-    replace(core.TRAIN, handler="dlrm_workbook.evidence.training:train"),
-    core.EVALUATE,
-    core.INFER,
+    replace(
+        core.TRAIN, add_arguments=_train, handler="dlrm_workbook.evidence.training:command_train"
+    ),
+    replace(
+        core.EVALUATE,
+        add_arguments=_evaluate,
+        handler="dlrm_workbook.evidence.training:command_evaluate",
+    ),
+    replace(core.INFER, add_arguments=infer_options),
     Subcommand(
         "protocols",
         "measure throughput and latency by NVIDIA's, facebook's and DeepSpark's protocols",
@@ -313,7 +363,7 @@ SUBCOMMANDS = (
         "parameters",
         "print every parameter, its default and its meaning, as Markdown; with --like, a "
         "parameters file",
-        like_command,
+        like_option,
         "dlrm_workbook.analysis.changes:parameters",
     ),
     Subcommand(
@@ -329,6 +379,14 @@ DESCRIPTION = (
     "Runs a Deep Learning Recommendation Model, profiles it, and says with evidence what limits "
     "its speed."
 )
+
+
+@contextlib.contextmanager
+def _opened(arguments: argparse.Namespace) -> Iterator[None]:
+    """Read ``--like``, then import what the block imports without grammars that nothing reads."""
+    with _without_grammars():
+        yield
+    read_like(arguments)
 
 
 @contextlib.contextmanager
@@ -361,4 +419,4 @@ def with_command(given: Sequence[str]) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand; its exit code, as :func:`dlrm_core.base.cli.main` gives it."""
     given = with_command(sys.argv[1:] if argv is None else argv)
-    return core.main(given, SUBCOMMANDS, DESCRIPTION, _without_grammars)
+    return core.main(given, SUBCOMMANDS, DESCRIPTION, _opened)

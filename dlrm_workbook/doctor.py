@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from dlrm_core.base.errors import MissingToolError
-from dlrm_core.base.machine import cpu_flags, numa_nodes, read_text
-from dlrm_core.base.units import counted
+from dlrm_core.base.machine import cpu_flags, kernel_text, numa_nodes
+from dlrm_core.base.text import counted
 from dlrm_workbook.ground.machine import machine_facts, memory_limit, nvidia_gpus
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
@@ -178,7 +178,7 @@ def _hpctoolkit() -> list[Equipment]:
 
 def _perf_events() -> Equipment:
     name = "hardware counters"
-    setting = read_text("/proc/sys/kernel/perf_event_paranoid")
+    setting = kernel_text("/proc/sys/kernel/perf_event_paranoid")
     if not setting:
         cost = "Events such as cycles cannot be sampled; CPU time still can."
         return Equipment(name, False, "this kernel has no perf events", cost)
@@ -191,7 +191,7 @@ def _perf_events() -> Equipment:
 
 
 def _ptrace() -> Equipment:
-    setting = read_text("/proc/sys/kernel/yama/ptrace_scope") or "0"
+    setting = kernel_text("/proc/sys/kernel/yama/ptrace_scope") or "0"
     good = int(setting) <= 1 or os.geteuid() == 0
     cost = "Debuggers and py-spy cannot look into a run that hangs."
     return _part("attaching to processes", good, f"ptrace_scope is {setting}", cost)
@@ -199,7 +199,7 @@ def _ptrace() -> Equipment:
 
 def _gpu_counters() -> Equipment:
     name = "GPU counters for users"
-    text = read_text("/proc/driver/nvidia/params")
+    text = kernel_text("/proc/driver/nvidia/params")
     if not text:
         cost = "PC sampling, and so GPU stall reasons, cannot be had."
         return Equipment(name, False, "there is no NVIDIA driver", cost)
@@ -224,7 +224,7 @@ def _several_ranks() -> Equipment:
 def _numa() -> Equipment:
     """Sockets, NUMA nodes and their CPUs, and how one process's tables are spread over them."""
     topology = Path("/sys/devices/system/cpu").glob("cpu[0-9]*/topology/physical_package_id")
-    sockets = max(1, len({read_text(file) for file in topology}))
+    sockets = max(1, len({kernel_text(file) for file in topology}))
     nodes = numa_nodes()
     found = f"{counted(sockets, 'socket')}, {counted(max(1, len(nodes)), 'NUMA node')}"
     if len(nodes) > 1:

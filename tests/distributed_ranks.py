@@ -22,9 +22,9 @@ from slow_tiles import use_slow_tiles
 
 from dlrm_core.config import parameters_from_sections
 from dlrm_core.embeddings import EmbeddingTables
+from dlrm_core.predict import Asked
 from dlrm_core.run.checkpoint import read_checkpoint
 from dlrm_core.run.evaluate import held_out_batches
-from dlrm_core.run.predictor import Asked
 from dlrm_kernels.embeddings.fused_cpu import FusedCpu
 from dlrm_ranks.plan import load_torchrec
 from dlrm_ranks.predictor import RankPredictor
@@ -110,6 +110,7 @@ def train(job, world, collectives, watch):
         overflowed = []
         own = trainer.step._overflowed
         trainer.step._overflowed = lambda gradient: noted(own(gradient), overflowed)
+        layers = trainer.step.dense.layers
         result = trainer.train()
         records = [
             {"kind": r.kind, "what": r.what, "bytes": r.bytes, "done": r.ended is not None}
@@ -120,7 +121,7 @@ def train(job, world, collectives, watch):
             "losses": result.losses,
             "evaluations": result.evaluations,
             "threads": torch.get_num_threads(),
-            "dense_part": type(getattr(trainer.step.dense.top_mlp, "__self__", None)).__name__,
+            "dense_part": type(getattr(layers["top_mlp"], "__self__", None)).__name__,
             "overflowed": gathered(world, overflowed),
             "skipped": gathered(world, trainer.step.dense.precision.skipped),
             "holdings": trainer.holdings(),

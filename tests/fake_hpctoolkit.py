@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from dlrm_core.config import ProfilingConfig
+from dlrm_workbook.ground.profiling import ProfilingConfig
 from dlrm_workbook.recordings.hpctoolkit.driver import (
     Measurement,
     measure,

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import argparse
 import atexit
-import contextlib
 import gc
-import importlib
 import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TextIO
 
+from dlrm_core.base.engines import function_at
 from dlrm_core.base.errors import InputError
 from dlrm_core.base.files import DISK_TROUBLE
 from dlrm_core.base.text import shown_on
@@ -37,16 +37,25 @@ class Subcommand:
     handler: str
 
 
-def parameters_file(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
-    """``-f`` or ``--like``, and ``-p``: the parameters of a run."""
-    source = parser.add_mutually_exclusive_group(required=required)
-    source.add_argument(
+def parameters_file(parser: argparse.ArgumentParser) -> None:
+    """``-f`` and ``-p``: the parameters of a run."""
+    file_option(parser, required=True)
+    parameter_option(parser)
+
+
+def file_option(parser: argparse._ActionsContainer, required: bool = False) -> None:
+    """``-f``: a parameters file."""
+    parser.add_argument(
         "-f",
         "--file",
         metavar="FILE",
+        required=required,
         help="parameters file (YAML), or the name of one that comes with the package, such as seed",
     )
-    like_command(source)
+
+
+def parameter_option(parser: argparse.ArgumentParser) -> None:
+    """``-p``: values in place of the file's."""
     parser.add_argument(
         "-p",
         "--parameter",
@@ -57,29 +66,8 @@ def parameters_file(parser: argparse.ArgumentParser, *, required: bool = True) -
     )
 
 
-def like_command(parser: argparse._ActionsContainer) -> None:
-    """``--like``: the parameters that a command of facebookresearch/dlrm stands for."""
-    parser.add_argument(
-        "--like",
-        metavar="COMMAND",
-        help="instead of a file: a command of facebookresearch/dlrm, such as "
-        "'dlrm_s_pytorch.py --mini-batch-size=2048 ...', whose flags are translated",
-    )
-
-
-def _read_like(arguments: argparse.Namespace) -> None:
-    """Put the parameters of ``--like`` in the file's place, and say what had no effect."""
-    if getattr(arguments, "like", None) is None:
-        return
-    from dlrm_core.like import translated
-
-    arguments.file, notes = translated(arguments.like)
-    for note in notes:
-        print(f"dlrm {arguments.subcommand}: --like: {note}", file=sys.stderr)
-
-
-def _train(parser: argparse.ArgumentParser) -> None:
-    parameters_file(parser)
+def train_options(parser: argparse.ArgumentParser) -> None:
+    """Options of ``train`` beside its parameters."""
     parser.add_argument(
         "--output", metavar="DIR", help="folder for metrics.jsonl (default: none is written)"
     )
@@ -94,15 +82,10 @@ def _train(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="add to the last line when each part began and ended (ns since the epoch)",
     )
-    parser.add_argument(
-        "--mllog",
-        metavar="FILE",
-        help="write MLPerf's log of the run, ':::MLLOG' lines",
-    )
 
 
-def _evaluate(parser: argparse.ArgumentParser) -> None:
-    parameters_file(parser)
+def checkpoint_option(parser: argparse.ArgumentParser) -> None:
+    """``--checkpoint``: whose weights predict."""
     parser.add_argument(
         "--checkpoint",
         metavar="DIR",
@@ -110,44 +93,32 @@ def _evaluate(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _train(parser: argparse.ArgumentParser) -> None:
+    parameters_file(parser)
+    train_options(parser)
+
+
+def _evaluate(parser: argparse.ArgumentParser) -> None:
+    parameters_file(parser)
+    checkpoint_option(parser)
+
+
 def _infer(parser: argparse.ArgumentParser) -> None:
-    _evaluate(parser)
-    parser.add_argument(
-        "--batch-sizes",
-        metavar="N,...",
-        help="measure each of these batch sizes (default: training.batch_size)",
-    )
-    parser.add_argument(
-        "--steps", type=int, default=1000, help="steps at each batch size (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--seconds",
-        type=float,
-        default=60.0,
-        metavar="S",
-        help="end a batch size's steps after S seconds (default: %(default)g)",
-    )
-    parser.add_argument(
-        "--protocol",
-        choices=("steady", "nvidia"),
-        default="steady",
-        help="'steady': warm-up is found in the latencies; 'nvidia': NVIDIA's benchmark, which "
-        "leaves out the first 10 of 1000 steps (default: %(default)s)",
-    )
+    function_at("dlrm_workbook.cli:infer_options", "dlrm infer")(parser)
 
 
-TRAIN = Subcommand("train", "train without a notebook", _train, "dlrm_core.run.commands:train")
+TRAIN = Subcommand("train", "train without a notebook", _train, "dlrm_core.commands:command_train")
 EVALUATE = Subcommand(
     "evaluate",
     "compute AUC, log loss and accuracy of a checkpoint on test data",
     _evaluate,
-    "dlrm_core.run.commands:evaluate",
+    "dlrm_core.commands:command_evaluate",
 )
 INFER = Subcommand(
     "infer",
     "measure the latency of predictions by batch size",
     _infer,
-    "dlrm_core.run.commands:infer",
+    "dlrm_workbook.evidence.latency:command_infer",
 )
 SUBCOMMANDS = (TRAIN, EVALUATE, INFER)
 DESCRIPTION = "Trains a Deep Learning Recommendation Model."
@@ -175,12 +146,13 @@ def main(
     argv: Sequence[str] | None = None,
     subcommands: Sequence[Subcommand] = SUBCOMMANDS,
     description: str = DESCRIPTION,
-    loading: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+    opened: Callable[[argparse.Namespace], AbstractContextManager[Any]] = nullcontext,
 ) -> int:
     """Run one subcommand.
 
     Args:
-        loading: a context in which the subcommand's module is imported.
+        opened: makes of the arguments, which it may complete, a context in which the
+            subcommand's module is imported.
 
     Returns:
         0 when it did what was asked; 1 when it failed, or its output cannot be written; 2 when
@@ -199,10 +171,8 @@ def main(
         arguments.argv = ["dlrm", *given]
         name = f"dlrm {arguments.subcommand}"
         _refuse_empty_places(arguments)
-        module, _, function = arguments.handler.partition(":")
-        with loading():
-            handler = getattr(importlib.import_module(module), function)
-        _read_like(arguments)
+        with opened(arguments):
+            handler = function_at(arguments.handler, name)
         code = int(handler(arguments) or 0)
         # here, and not when Python ends, where nobody could say a word about it
         sys.stdout.flush()

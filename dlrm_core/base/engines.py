@@ -1,18 +1,21 @@
 """How the core finds a faster engine: by its name, when a parameter asks for it.
 
 The core computes everything with torch and numpy. What is faster lies in the package
-``dlrm_kernels``, which imports the core and is never imported by it: a name in
-:data:`ENGINES` leads to its module, loaded at the first use.
+``dlrm_kernels``, what trains on several ranks in ``dlrm_ranks``; both import the core and are
+never imported by it: a name in :data:`ENGINES` leads to its module, loaded at the first use.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from typing import Any
 
 from dlrm_core.base.errors import MissingToolError
 
-PACKAGE = "dlrm_kernels"
+PACKAGE, RANKS = "dlrm_kernels", "dlrm_ranks"
+
+SEVERAL_RANKS = "training on several ranks (torchrun)"
 
 ENGINES = {
     "fused embeddings": ("embeddings.fused_cpu", "training.embedding_backend: fused"),
@@ -29,24 +32,43 @@ ENGINES = {
         "dense_choice",
         "training.dense_backend: auto and training.fp32_matmul: auto",
     ),
+    "rows of 2 bytes": ("embeddings.narrow_rows", "model.embedding_precision: bf16 and fp16"),
+    "pages of tables": ("embeddings.pages", "training.embedding_backend"),
+    "memory forecast": ("memory", "dlrm capacity"),
+    "staging of batches": ("staging", "data.loader: prefetch on a GPU"),
     "facebook's random numbers": (
         "facebook_random",
         "model.init: facebook and data.generator: facebook",
     ),
     "matrix tiles": ("tiles.machine", "training.fp32_matmul: bf16x2 and bf16x3"),
     "CUDA graphs": ("cuda_graphs", "training.cuda_graphs: true"),
+    "interleaved memory": ("numa", "training.interleave_memory: true"),
     "data kernels": ("data_sets", "dlrm data, data.generator: teacher"),
+    "several ranks: trainer": ("trainer", SEVERAL_RANKS),
+    "several ranks: predictor": ("predictor", SEVERAL_RANKS),
+    "several ranks: watch": ("watch", SEVERAL_RANKS),
+    "several ranks: plan": ("plan", SEVERAL_RANKS),
+    "several ranks: step": ("step", SEVERAL_RANKS),
+    "several ranks: tables": ("tables", SEVERAL_RANKS),
+    "several ranks: world": ("world", SEVERAL_RANKS),
+    "several ranks: collectives": ("collectives", SEVERAL_RANKS),
 }
-"""Name of an engine to its module in the package, and what in the parameters asks for it."""
+"""Name of an engine to its module in its package, and what in the parameters asks for it."""
+
+
+def package_of(name: str) -> str:
+    """The package that an engine lies in."""
+    return RANKS if name.startswith("several ranks") else PACKAGE
 
 
 def find_engine(name: str) -> Any:
     """The module of an engine; None where its package is not installed."""
+    package = package_of(name)
     try:
-        importlib.import_module(PACKAGE)
+        importlib.import_module(package)
     except ModuleNotFoundError:
         return None
-    return importlib.import_module(f"{PACKAGE}.{ENGINES[name][0]}")
+    return importlib.import_module(f"{package}.{ENGINES[name][0]}")
 
 
 def optional_engine(name: str) -> Any:
@@ -66,7 +88,27 @@ def engine(name: str) -> Any:
     found = find_engine(name)
     if found is None:
         raise MissingToolError(
-            f"{ENGINES[name][1]} needs the package {PACKAGE} (the engine {name!r}), which is not "
-            "installed beside dlrm_core; leave the parameter out, or install the whole project"
+            f"{ENGINES[name][1]} needs the package {package_of(name)} (the engine {name!r}), which "
+            "is not installed beside dlrm_core; leave the parameter out, or install the whole "
+            "project"
         )
     return found
+
+
+def function_at(place: str, needed_by: str) -> Any:
+    """The function at ``module:function``, of whatever package.
+
+    Args:
+        needed_by: the command that calls it.
+
+    Raises:
+        MissingToolError: the package is not installed.
+    """
+    module, _, name = place.partition(":")
+    package = module.partition(".")[0]
+    if importlib.util.find_spec(package) is None:
+        raise MissingToolError(
+            f"{needed_by} needs the package {package}, which is not installed beside dlrm_core; "
+            "install the whole project"
+        )
+    return getattr(importlib.import_module(module), name)

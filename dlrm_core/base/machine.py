@@ -8,28 +8,23 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import platform
 import resource
 import signal
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
+from dlrm_core.base.engines import engine
 from dlrm_core.base.errors import InputError
 
 if TYPE_CHECKING:
     import torch
 
-    from dlrm_core.config import TrainingConfig
-
 _STATUS = "/proc/self/status"
-
-_MPOL_INTERLEAVE = 3  # linux/mempolicy.h
-_NODE_WORDS = 16  # of 64 NUMA nodes each: more than any kernel is built for
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 _LARGEST_THRESHOLD = 32 << 20  # bytes; glibc refuses more, and adapts no further (malloc(3))
@@ -37,7 +32,19 @@ ALLOCATOR_SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC
 """Environment variables by which a user sets glibc's allocator; they are left as they are."""
 
 
-def resolve_device(config: TrainingConfig) -> torch.device:
+class MachineSettings(Protocol):
+    """What ``training`` says of the machine."""
+
+    @property
+    def device(self) -> str:
+        """'auto', 'cpu' or 'cuda'."""
+
+    @property
+    def interleave_memory(self) -> bool:
+        """Whether pages are taken from all NUMA nodes in turn."""
+
+
+def resolve_device(config: MachineSettings) -> torch.device:
     """The device that ``training.device`` means on this machine.
 
     Raises:
@@ -59,17 +66,19 @@ def numa_nodes(system: Path = Path("/sys/devices/system/node")) -> dict[int, set
     """CPUs that this process may use, by NUMA node; empty where the kernel names no nodes."""
     allowed = os.sched_getaffinity(0)
     found = {
-        int(folder.name[4:]): _numbers(read_text(folder / "cpulist")) & allowed
+        int(folder.name[4:]): _numbers(kernel_text(folder / "cpulist")) & allowed
         for folder in system.glob("node[0-9]*")
     }
     return {node: cpus for node, cpus in sorted(found.items()) if cpus}
 
 
-def use_memory(config: TrainingConfig) -> list[str]:
+def use_memory(config: MachineSettings) -> list[str]:
     """Take memory as ``training.interleave_memory`` says from now on, and keep what is freed;
     return notices."""
     keep_freed_memory()
-    reason = interleave_memory(numa_nodes()) if config.interleave_memory else ""
+    if not config.interleave_memory:
+        return []
+    reason = engine("interleaved memory").interleave_memory(numa_nodes())
     return [f"training.interleave_memory: true has no effect here: {reason}"] if reason else []
 
 
@@ -92,32 +101,6 @@ def keep_freed_memory() -> bool:
     mallopt.argtypes = [ctypes.c_int, ctypes.c_int]
     kept = mallopt(_M_MMAP_THRESHOLD, _LARGEST_THRESHOLD)
     return bool(kept and mallopt(_M_TRIM_THRESHOLD, 2**31 - 1))
-
-
-def interleave_memory(nodes: Collection[int]) -> str:
-    """Have the kernel take pages from these NUMA nodes in turn.
-
-    The policy holds for pages that this thread, or one that it starts later, is the first to
-    write to; ``numactl --interleave`` sets it for a whole program.
-
-    Returns:
-        why that cannot be done; empty if it is done.
-    """
-    if len(nodes) < 2:
-        return "the CPUs that this process may use are on one NUMA node"
-    number = {"x86_64": 238, "aarch64": 237}.get(platform.machine())  # set_mempolicy
-    if sys.platform != "linux" or number is None:
-        here = f"{sys.platform} on {platform.machine()}"
-        return f"it is made for Linux on x86_64 and aarch64, this is {here}"
-    words = (ctypes.c_uint64 * _NODE_WORDS)()
-    for node in nodes:
-        words[node // 64] |= 1 << node % 64
-    libc = ctypes.CDLL(None, use_errno=True)
-    # the system ignores the last of the bits that it is given
-    bits = ctypes.c_ulong(64 * _NODE_WORDS + 1)
-    if libc.syscall(number, _MPOL_INTERLEAVE, words, bits) == 0:
-        return ""
-    return f"the system refuses it (set_mempolicy: {os.strerror(ctypes.get_errno())})"
 
 
 def _numbers(ranges: str) -> set[int]:
@@ -198,7 +181,7 @@ def available_host_memory() -> int | None:
 
 def number_in(file: str | Path, name: str) -> int | None:
     """The number behind a name in a file of the kernel's, such as ``VmHWM:`` in KiB."""
-    for line in read_text(file).splitlines():
+    for line in kernel_text(file).splitlines():
         if line.startswith(name):
             return int(line.split()[1])
     return None
@@ -206,7 +189,7 @@ def number_in(file: str | Path, name: str) -> int | None:
 
 def cpu_info() -> dict[str, str]:
     """Fields of the first processor in /proc/cpuinfo; empty where there is no such file."""
-    first = read_text("/proc/cpuinfo").split("\n\n", 1)[0]
+    first = kernel_text("/proc/cpuinfo").split("\n\n", 1)[0]
     pairs = (line.partition(":") for line in first.splitlines())
     return {key.strip(): value.strip() for key, _, value in pairs}
 
@@ -217,7 +200,7 @@ def cpu_flags() -> set[str]:
     return set((cpu.get("flags") or cpu.get("Features") or "").split())
 
 
-def read_text(path: str | Path) -> str:
+def kernel_text(path: str | Path) -> str:
     """The text of a small file, stripped; empty where it cannot be read."""
     try:
         return Path(path).read_text(encoding="utf-8").strip()
@@ -234,11 +217,6 @@ def die_with_parent() -> None:
     if sys.platform == "linux":
         set_parent_death_signal = 1  # linux/prctl.h
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
-
-
-def ending_with_us() -> Mapping[str, str]:
-    """What to add to the environment of a child that is to end with this process."""
-    return {STARTER: str(os.getpid())}
 
 
 def end_with_starter() -> None:

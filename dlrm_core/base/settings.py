@@ -32,6 +32,61 @@ def setting(
     return dataclasses.field(default=default, metadata=metadata)
 
 
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """A leaf of a section that belongs to one kind of something.
+
+    Attributes:
+        type: of its value, as a dataclass annotates it.
+        field: its meaning and range, and its default (:func:`setting`).
+        default: what stands for None when the kind is chosen; None where the field's own default
+            is a value. An option that may be None is refused beside another kind.
+    """
+
+    type: Any
+    field: Any
+    default: Any = None
+
+
+def register(kind: Any, base: type, kinds: dict[str, Any], asked: tuple[str, ...]) -> None:
+    """Add a class to the kinds of something by its ``kind``.
+
+    Raises:
+        TypeError: its name is taken, or it leaves out what others will ask for.
+    """
+    missing = [name for name in asked if getattr(kind, name, None) is getattr(base, name, None)]
+    if missing or kind.kind in kinds:
+        reason = f"does not say {', '.join(missing)}" if missing else f"{kind.kind!r} is taken"
+        raise TypeError(f"{kind.__name__}: {reason}")
+    kinds[kind.kind] = kind
+
+
+def with_options(leaf: str, kinds: Mapping[str, Any]) -> typing.Callable[[type], type]:
+    """Decorate a section, before it becomes a dataclass: ``leaf`` chooses among kinds.
+
+    The options of all kinds become leaves behind it.
+    """
+
+    def decorate(section: type) -> type:
+        options = {name: o for kind in kinds.values() for name, o in kind.options.items()}
+        annotations = {}
+        for name, annotation in section.__annotations__.items():
+            annotations[name] = annotation
+            if name == leaf:
+                annotations |= {option: o.type for option, o in options.items()}
+        section.__annotations__ = annotations
+        for name, option in options.items():
+            setattr(section, name, option.field)
+        return section
+
+    return decorate
+
+
+def explained(kinds: Mapping[str, Any]) -> str:
+    """The kinds and what each is, for the meaning of the leaf that chooses among them."""
+    return "; ".join(f"'{name}': {kind.about}" for name, kind in kinds.items())
+
+
 LARGEST_INT = 2**63 - 1
 """The largest whole number that tensors, files and JSON readers hold alike."""
 
@@ -69,6 +124,49 @@ def require_count(file: Any, where: str, value: Any, most: int = LARGEST_INT) ->
         expected = f"a whole number from 0 to {most}" if most != LARGEST_INT else "a whole number"
         raise InputError(f"{file}: {where} is {shown(value)}, expected {expected}")
     return value
+
+
+def require_form(file: Any, value: Any, form: Any, where: str = "") -> None:
+    """Refuse what a file says if it is not of the form that is written.
+
+    Args:
+        form: a mapping: exactly these names, each with a value of its form; with ``...`` others
+            too, or any names, all of that form. A list of one form: any number of such values.
+            A tuple: one of these texts. A number: a whole number from 0 to this. A type: a value
+            of it.
+        where: the value's place in the file, names with dots between; '': all of it.
+
+    Raises:
+        InputError: naming the file, the place, the value and what was expected.
+    """
+    place = where or "the file"
+    inside = f"{where}." if where else ""
+    if isinstance(form, Mapping):
+        if not isinstance(value, dict):
+            raise InputError(f"{file}: {place} is {shown(value)}, expected names with values")
+        names = [name for name in form if name is not ...]
+        expected = ", ".join(names)
+        for name in names:
+            if name not in value:
+                raise InputError(f"{file}: {place} has no {name}, expected {expected}")
+        for name, item in value.items():
+            if name not in form and ... not in form:
+                raise InputError(f"{file}: {place} has {called(name)}, expected {expected} only")
+            require_form(file, item, form.get(name, form.get(...)), f"{inside}{called(name)}")
+    elif isinstance(form, list):
+        if not isinstance(value, list):
+            raise InputError(f"{file}: {place} is {shown(value)}, expected a list")
+        for i, item in enumerate(value):
+            require_form(file, item, form[0], f"{where}[{i}]")
+    elif isinstance(form, tuple):
+        if value not in form:
+            raise InputError(
+                f"{file}: {place} is {shown(value)}, expected one of {', '.join(form)}"
+            )
+    elif isinstance(form, int):
+        require_count(file, place, value, form)
+    elif not isinstance(value, form):
+        raise InputError(f"{file}: {place} is {shown(value)}, expected {describe_type(form)}")
 
 
 def coerce_section(section: Any, name: str) -> None:

@@ -49,3 +49,17 @@ def shown_on(stream: TextIO) -> Any:
     if stream.errors == "strict":
         stream.reconfigure(errors="backslashreplace")
     return _Terminal(stream) if stream.isatty() else stream
+
+
+def counted(count: int, noun: str) -> str:
+    """``1 thread``, ``2 threads``."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def format_bytes(count: float) -> str:
+    """Bytes with a binary unit: ``1.50 GiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.2f} {unit}"
+        count /= 1024
+    return f"{count:.2f} TiB"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from dlrm_core.data.batch import Batch
 
@@ -58,17 +58,25 @@ class Epoch:
         return passed * whole + place * self.batch_size
 
 
-class Rewound(Protocol):
-    """A generator that can be left and taken up again, and makes batches of any size."""
+@runtime_checkable
+class Generator(Protocol):
+    """A stream of batches that can be left and taken up again."""
+
+    def next_batch(self) -> Batch:
+        """The next batch of the stream."""
+
+    def state(self) -> dict[str, Any]:
+        """Where the stream stands: the next batch is the one after this."""
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from where ``state()`` was called, on a generator made alike."""
+
+
+class Rewound(Generator, Protocol):
+    """A generator that makes batches of any size."""
 
     def next_batch(self, size: int | None = None) -> Batch:
         """The next batch of the stream; None: of the usual size."""
-
-    def state(self) -> dict[str, Any]:
-        """The stream's position, which ``restore`` takes."""
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state."""
 
 
 class RepeatedBatches:
@@ -95,7 +103,7 @@ class RepeatedBatches:
         return batch
 
     def state(self) -> dict[str, Any]:
-        """The stream's position (see :class:`dlrm_core.data.loader.Resumable`)."""
+        """The stream's position (see :class:`Generator`)."""
         return {"batches": self.taken, "stream": self._generator.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:

@@ -9,28 +9,20 @@ import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Generator as Generated
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
+from dlrm_core.base.engines import engine
 from dlrm_core.base.errors import InputError
 from dlrm_core.base.settings import LARGEST_INT, shown
 from dlrm_core.config import Parameters
 from dlrm_core.data.batch import WHOLE, Batch, Share
-from dlrm_core.data.epochs import Epoch, RepeatedBatches, Rewound
-from dlrm_core.data.facebook_replay import FacebookReplay
-from dlrm_core.data.staging import CudaCopies, Slot, Staged, Staging
+from dlrm_core.data.epochs import Epoch, Generator, RepeatedBatches, Rewound
 from dlrm_core.data.synthetic import FacebookLoop, SyntheticBatches
 
 T = TypeVar("T")
-
-
-class Generator(Protocol):
-    """Anything that makes batches."""
-
-    def next_batch(self) -> Batch:
-        """The next batch of the stream."""
 
 
 class PrefetchError(RuntimeError):
@@ -62,6 +54,8 @@ def make_generator(parameters: Parameters, device: torch.device, share: Share = 
     if data.generator == "facebook_loop":
         made = FacebookLoop(*shape, share=share)
     elif data.generator == "facebook":
+        from dlrm_core.data.facebook_replay import FacebookReplay
+
         made = FacebookReplay(*shape, share=share)
     else:
         made = SyntheticBatches(
@@ -102,36 +96,13 @@ def batches(
     if parameters.data.loader == "prefetch":
         ahead = parameters.data.prefetch_batches
         if device.type == "cuda":
-            return staged(make, ahead, CudaCopies(device))
-        return _prefetched(make, ahead)
+            stream: Iterator[Batch] = engine("staging of batches").staged(make, ahead, device)
+            return stream
+        return prefetched(make, ahead)
     return (make() for _ in itertools.count())
 
 
-def staged(make: Callable[[], Batch], ahead: int, copies: CudaCopies) -> Iterator[Batch]:
-    """Batches on the device, made and copied there by a thread while the step computes.
-
-    A batch that was handed over stays as it is until the next one is asked for.
-    """
-    staging = Staging(copies)
-    # those kept ready, one being computed with, one being loaded
-    free: queue.SimpleQueue[Slot] = queue.SimpleQueue()
-    for _ in range(ahead + 2):
-        free.put(Slot())
-    # one slot more than can wait in line, be used and be loaded: never empty for long
-    stream = _prefetched(lambda: staging.load(make(), free.get()), ahead)
-    last: Staged | None = None
-    try:
-        for item in stream:
-            if last is not None:
-                staging.release(last)
-                free.put(last.slot)
-            last = item
-            yield staging.use(item)
-    finally:
-        stream.close()
-
-
-def _prefetched(make: Callable[[], T], ahead: int) -> Generated[T, None, None]:
+def prefetched(make: Callable[[], T], ahead: int) -> Generated[T, None, None]:
     """Make things in a thread, at most ``ahead`` before they are wanted.
 
     numpy's generator, sorting and rounding run outside Python's lock, so the
@@ -170,25 +141,14 @@ def _prefetched(make: Callable[[], T], ahead: int) -> Generated[T, None, None]:
         thread.join()
 
 
-@runtime_checkable
-class Resumable(Generator, Protocol):
-    """A stream of batches that can be left and taken up again."""
-
-    def state(self) -> dict[str, Any]:
-        """Where the stream stands: the next batch is the one after this."""
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from where ``state()`` was called, on a generator made alike."""
-
-
 class Followed:
-    """A generator whose position is that of the batches used, not of those made ahead.
+    """A generator whose state is that of the batches used, not of those made ahead.
 
     Args:
         generator: asked for its state after each batch, in the thread that makes batches.
     """
 
-    def __init__(self, generator: Resumable) -> None:
+    def __init__(self, generator: Generator) -> None:
         self._generator = generator
         # appended to by the loader's thread, read by the loop's: a deque allows both
         self._states = collections.deque([generator.state()])
@@ -203,9 +163,14 @@ class Followed:
         """The loop has taken the next batch."""
         self._states.popleft()
 
-    def position(self) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
         """State after the last batch that was used."""
         return self._states[0]
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state; what was made ahead is forgotten."""
+        self._generator.restore(state)
+        self._states = collections.deque([self._generator.state()])
 
 
 def plain_state(state: Any) -> Any:

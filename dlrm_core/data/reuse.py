@@ -45,10 +45,10 @@ and over lookups; the fit leaves at most 0.0004 in any bin.
 TAIL = 18_250
 """Lookups of a window that fall on all other rows of the table."""
 
-WHOLE = 300_000
+FULL_ROWS = 300_000
 """Rows from which a table has room for all classes and a tail of rows that rarely come twice.
 
-A smaller table is a smaller copy: as many lookups per row, thus a window of rows / WHOLE of
+A smaller table is a smaller copy: as many lookups per row, thus a window of rows / FULL_ROWS of
 :data:`WINDOW`.
 """
 
@@ -69,7 +69,7 @@ class ReuseLaw:
 
     def __init__(self, rows: int) -> None:
         counts, lookups = np.array(CLASSES).T
-        ends = np.floor(min(1.0, rows / WHOLE) * counts.cumsum()).astype(np.int64)
+        ends = np.floor(min(1.0, rows / FULL_ROWS) * counts.cumsum()).astype(np.int64)
         self.begins = np.minimum(np.append(0, ends), rows - 1)
         self.sizes = np.maximum(np.append(ends, rows) - self.begins, 1)
         lookups = np.append(lookups, TAIL)

@@ -17,7 +17,7 @@ import json
 import platform
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -26,11 +26,12 @@ import torch
 
 from dlrm_core.base.errors import InputError
 from dlrm_core.base.files import lock_or_refuse, make_folder, read_json, whole_folder, write_text
-from dlrm_core.base.settings import called, require_count, shown
+from dlrm_core.base.settings import LARGEST_INT, called, require_count, require_form, shown
 from dlrm_core.config import SECTIONS, parameters_from_sections
+from dlrm_core.interactions import INTERACTIONS
 from dlrm_core.run.tensor_files import (
+    RECORD,
     check_file,
-    check_record,
     dtype_name,
     read_tensors,
     write_tensors,
@@ -275,6 +276,28 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     return checkpoint
 
 
+_ANYTHING: Mapping[Any, Any] = {...: object}
+
+_FORM: Mapping[Any, Any] = {
+    "format": str,
+    "version": int,
+    "step": LARGEST_INT,
+    "written": str,
+    "versions": _ANYTHING,
+    # without its rows a model would be that of the data set as it is now
+    "parameters": dict.fromkeys(SECTIONS, _ANYTHING)
+    | {"title": object, "model": {"table_rows": object, ...: object}},
+    "state": {
+        "position": _ANYTHING,
+        "counts": _ANYTHING,
+        "loss_scale": object,
+        "skipped_steps": LARGEST_INT,
+    },
+    "files": {...: RECORD},
+}
+"""The form of a manifest without its checksum."""
+
+
 def _checked(folder: Path, manifest: Mapping[str, Any]) -> Checkpoint:
     """A manifest whose values are of the types, and in the ranges, that are written.
 
@@ -284,72 +307,32 @@ def _checked(folder: Path, manifest: Mapping[str, Any]) -> Checkpoint:
         InputError: naming the file, the field, its value and what was expected.
     """
     path = folder / MANIFEST
-    _require_keys(path, "the file", manifest, _KEYS)
-    step = require_count(path, "step", manifest["step"])
+    require_form(path, manifest, _FORM)
+    step, state, files = manifest["step"], manifest["state"], manifest["files"]
     named = _NAME.fullmatch(folder.name)
     if named and int(named[1]) != step:
         raise InputError(f"{path}: step is {step}, but the folder is named {folder.name}")
-    _mapping(path, "versions", manifest["versions"])
-    if not isinstance(manifest["written"], str):
-        raise InputError(f"{path}: written is {shown(manifest['written'])}, expected a time")
-    sections = _require_keys(path, "parameters", manifest["parameters"], ("title", *SECTIONS))
-    for name in SECTIONS:
-        # without its rows a model would be that of the data set as it is now
-        keys = ("table_rows",) if name == "model" else ()
-        _require_keys(path, f"parameters.{name}", sections[name], keys, others=True)
-    parameters = parameters_from_sections(sections, f"{path}: parameters")
-
-    state = _require_keys(path, "state", manifest["state"], _STATE)
+    training = parameters_from_sections(manifest["parameters"], f"{path}: parameters").training
     skipped = require_count(path, "state.skipped_steps", state["skipped_steps"], step)
-    training = parameters.training
     scale = training.loss_scale if training.precision == "fp16" else 1.0
     if isinstance(state["loss_scale"], bool) or state["loss_scale"] != scale:
         raise InputError(
             f"{path}: state.loss_scale is {shown(state['loss_scale'])}, but its parameters say "
             f"{scale:g}"
         )
-    _mapping(path, "state.position", state["position"])
-
-    files = _mapping(path, "files", manifest["files"])
     if WEIGHTS not in files or files.keys() - {WEIGHTS, OPTIMIZER}:
         raise InputError(
             f"{path}: files are {shown(list(files))}, expected {WEIGHTS} and, where the optimizer "
             f"has state, {OPTIMIZER}"
         )
-    for name, record in files.items():
-        check_record(folder / name, record)
-    for name, count in _mapping(path, "state.counts", state["counts"]).items():
+    for name, count in state["counts"].items():
         where = f"state.counts: {called(name)}"
         if name not in files[WEIGHTS]["tensors"]:
             raise InputError(f"{path}: {where} is no weight of {WEIGHTS}")
         # torch's optimisers count in floats
         whole = int(count) if type(count) is float and count.is_integer() else count
         require_count(path, where, whole, step - skipped)
-    return Checkpoint(folder, step, sections, state, files)
-
-
-_KEYS = ("format", "version", "step", "written", "versions", "parameters", "state", "files")
-_STATE = ("position", "counts", "loss_scale", "skipped_steps")
-
-
-def _mapping(path: Path, where: str, value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise InputError(f"{path}: {where} is {shown(value)}, expected names with values")
-    return value
-
-
-def _require_keys(
-    path: Path, where: str, value: Any, keys: Iterable[str], others: bool = False
-) -> dict[str, Any]:
-    """A mapping with these keys, and with others only where that is said."""
-    found = _mapping(path, where, value)
-    for key in keys:
-        if key not in found:
-            raise InputError(f"{path}: {where} has no {key}, expected {', '.join(keys)}")
-    for key in () if others else found:
-        if key not in keys:
-            raise InputError(f"{path}: {where} has {called(key)}, expected {', '.join(keys)} only")
-    return found
+    return Checkpoint(folder, step, manifest["parameters"], state, files)
 
 
 def _digest(manifest: Mapping[str, Any]) -> str:
@@ -366,5 +349,7 @@ def _parameter_of(name: str) -> str:
     if table:
         return f"model.table_rows[{table[1]}], model.embedding_dim"
     if name.startswith("interaction"):
-        return "model.dcn_layers, model.dcn_rank"
+        kinds = INTERACTIONS.values()
+        options = [leaf for kind in kinds if kind.layers for leaf in kind.options]
+        return ", ".join(f"model.{leaf}" for leaf in options)
     return "model.bottom_mlp" if name.startswith("bottom_mlp") else "model.top_mlp"

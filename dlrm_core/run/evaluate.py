@@ -14,11 +14,11 @@ from torch import nn
 from dlrm_core.config import Parameters
 from dlrm_core.data.batch import WHOLE, Batch, Share
 from dlrm_core.data.loader import make_generator
-from dlrm_core.dense import bottom_mlp_forward, interaction_forward, top_mlp_forward
-from dlrm_core.model import DLRM
+from dlrm_core.dense import predict_rows
+from dlrm_core.model import DLRM, inputs_of
+from dlrm_core.precision import DensePrecision
 from dlrm_core.run.auc import QualityMeter
-from dlrm_core.run.precision import DensePrecision
-from dlrm_core.step import data_forward, embedding_forward, transfer_forward
+from dlrm_core.step import data_forward, transfer_forward
 
 STREAM_BATCHES = 20
 """Batches of an evaluation on a stream without end, unless ``training.eval_batches`` is given."""
@@ -153,12 +153,11 @@ def held_out_batches(
 
 def predict(model: DLRM, batch: Batch, precision: DensePrecision) -> torch.Tensor:
     """Click probability (B, 1) float32, part by part as in training, outside of any graph."""
+    values = inputs_of(batch)
     with torch.no_grad():
-        pooled, _ = embedding_forward(model, batch)
+        predict_rows(model.lookups, values)
         with precision.autocast():
-            x, _ = bottom_mlp_forward(model.bottom_mlp, batch.dense)
-            z, _ = interaction_forward(model.interaction, x, pooled)
-            return top_mlp_forward(model.top_mlp, z)[0]
+            return predict_rows(model.dense_pieces, values)
 
 
 def evaluate(

@@ -1,4 +1,4 @@
-"""One call of the training loop: what is reported, evaluated and kept between iterations."""
+"""What a run of the training loop measures and reports."""
 
 from __future__ import annotations
 
@@ -10,15 +10,13 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from dlrm_core.base.files import JsonLines, write_text
 from dlrm_core.base.machine import device_name, peak_memory, peak_memory_by_device
-from dlrm_core.config import Parameters
 from dlrm_core.data.epochs import Epoch
-from dlrm_core.progress import Bar
 from dlrm_core.run.checkpoint import Checkpoint
 from dlrm_core.run.evaluate import Evaluation
 
@@ -206,266 +204,181 @@ class Measurements:
         }
 
 
-def due(iteration: int, total: int, period: int | None) -> bool:
-    """Whether something of this period is to be done after an iteration, or at the end."""
-    return iteration == total or (period is not None and iteration % period == 0)
-
-
 Line = Mapping[str, Any]
 """A line of metrics.jsonl: an :class:`Interval`'s fields, or with ``kind`` an 'evaluation' or a
 'checkpoint'."""
 
 
-class Meter(Protocol):
-    """Measures energy from ``start`` to ``stop``."""
-
-    def start(self) -> Any:
-        """The run begins."""
-
-    def stop(self, samples: int) -> dict[str, Any]:
-        """The run has trained so many samples: ``power_w``, ``samples_per_joule`` and ``power``
-        of :class:`TrainingResult`."""
-
-
-MeterOf = Callable[[torch.device], Meter]
-
-
-class Loop(Protocol):
-    """What a run asks of :class:`dlrm_core.train.TrainingLoop`; its attributes are said there."""
-
-    parameters: Parameters
-    device: torch.device
-    step: Any
-    done: int
-    total: int
-    epoch: Epoch
-    eval_every: int | None
-    notices: list[str]
-    embedding_backend: str
-    writes_checkpoints: bool
-    checkpoint: Path | None
-
-    @property
-    def learning_rate(self) -> float:
-        """Learning rate of the last iteration."""
-
-    def evaluate(self) -> Evaluation:
-        """Predict the held-out data."""
-
-    def save(self) -> Path | None:
-        """Write a checkpoint; where, if this process did."""
+NO_POWER: Mapping[str, Any] = {
+    "power_w": None,
+    "samples_per_joule": None,
+    "power": {
+        "energy_j": None,
+        "seconds": None,
+        "readings": [],
+        "not_measured": {"energy": "no meter was given; dlrm train of dlrm_workbook has one"},
+    },
+}
+"""What :class:`TrainingResult` says of the energy of a run that nobody measured."""
 
 
-class Run:
-    """One call of :meth:`dlrm_core.train.TrainingLoop.train`: its events and its outcome."""
+class Observer:
+    """Watches a run; the loop calls it as things happen. This one does nothing."""
+
+    def begin(self, loop: Any) -> None:
+        """The run of a :class:`dlrm_core.train.TrainingLoop` is about to start."""
+
+    def iteration(self, done: int) -> None:
+        """So many iterations are done by this process: 0 before the first, then after each."""
+
+    def line(self, line: Line) -> None:
+        """A line of metrics.jsonl, as it is written."""
+
+    def power(self, samples: int) -> Mapping[str, Any]:
+        """``power_w``, ``samples_per_joule`` and ``power`` of :class:`TrainingResult`, asked for
+        at the end of a run that has trained so many samples."""
+        return NO_POWER
+
+    def end(self, result: TrainingResult) -> None:
+        """The run has ended."""
+
+
+class Report:
+    """One run of a loop, as far as it has come: what it took, and what was told of it.
+
+    Args:
+        device: that the loop computes on.
+        first: iterations done before.
+        epoch: says how many samples each iteration had.
+        observer: is shown each line.
+        lines: metrics.jsonl; None: it is not written.
+
+    Attributes:
+        status: of :class:`TrainingResult`.
+        notices: what a reader must know of the run.
+    """
 
     def __init__(
         self,
-        trainer: Loop,
-        bar: Bar,
+        device: torch.device,
+        first: int,
+        epoch: Epoch,
+        observer: Observer,
         lines: JsonLines | None,
-        on_line: Callable[[Line], None],
-        meter: MeterOf | None,
     ) -> None:
-        self.trainer = trainer
-        self.config = trainer.parameters.training
-        self.bar, self.lines, self.on_line = bar, lines, on_line
-        self.first = trainer.done
-        self.measured = Measurements(trainer.device)
+        self.measured = Measurements(device)
         self.status = "finished"
-        self.last = math.nan
-        self.evaluations: list[Evaluation] = []
-        self.evaluation_lines: list[dict[str, Any]] = []
         self.notices: list[str] = []
-        self.checkpoint_s = 0.0
-        self.meter = None if meter is None else meter(trainer.device)
-        if self.meter is not None:
-            self.meter.start()
-        if trainer.done >= trainer.total:
-            self.notices.append(
-                f"nothing is left to do: the checkpoint is of iteration {trainer.done:,}, and the "
-                f"run ends at {trainer.total:,} (training.batches, epochs, max_steps)"
-            )
+        self._device, self._first, self._epoch = device, first, epoch
+        self._observer, self._lines = observer, lines
+        self._loss = math.nan
+        self._evaluations: list[Evaluation] = []
+        self._evaluation_lines: list[dict[str, Any]] = []
+        self._checkpoint_s = 0.0
 
-    def next_event(self) -> int:
-        """The next iteration after which something is to be done: a multiple of a period,
-        or the last one."""
-        config, done = self.config, self.trainer.done
-        periods = [config.log_every, self.trainer.eval_every]
-        if self.trainer.writes_checkpoints:
-            periods.append(config.checkpoint_every)
-        after = [done - done % period + period for period in periods if period]
-        return min([self.trainer.total, *after])
+    @property
+    def done(self) -> int:
+        """Iterations whose time is known, those before this process included."""
+        return self._first + len(self.measured.done_ms)
 
-    def after_iteration(self, stop: bool) -> bool:
-        """Report, evaluate, write a checkpoint as is due; whether the run ends here."""
-        done, total, config = self.trainer.done, self.trainer.total, self.config
-        self.measured.settle()
-        check = getattr(self.trainer.step.model.embeddings.backend, "check", None)
-        if check is not None:
-            check()  # a GPU tells late that it was asked for a row that is not there
-        if stop or due(done, total, config.log_every):
-            self.report()
-        bad = self.measured.bad_iteration()
-        if bad is not None or not self._weights_are_finite():
-            self.report()
-            self._diverge(bad)
-            return True
-        reached = False
-        if not stop and self._evaluates() and due(done, total, self.trainer.eval_every):
-            reached = self._evaluate()
-        if reached:
-            self.report()
-        if self.trainer.writes_checkpoints and (
-            stop or reached or due(done, total, config.checkpoint_every)
-        ):
-            self._save()
-        if stop:
-            self.status = "interrupted"
-        self.measured.go_on()
-        return stop or reached
+    def interval(self, rate: float) -> None:
+        """Close the interval, if an iteration was done since the one before.
 
-    def interrupt(self) -> None:
-        """The run ends here, in the middle of an iteration."""
-        self.status = "interrupted"
-        self.measured.settle()
-        self.report()
-
-    def report(self) -> None:
-        """Close the interval."""
-        interval = self.measured.interval(
-            self.trainer.epoch, self.first, self.trainer.learning_rate
-        )
+        Args:
+            rate: learning rate of its last iteration.
+        """
+        interval = self.measured.interval(self._epoch, self._first, rate)
         if interval is not None:
-            self.last = interval.loss
-            self.bar.say(
-                f"{interval.mean_ms_per_iteration:.1f} ms each, "
-                f"{interval.samples_per_second:,.0f} samples/s, "
-                f"data {interval.data_ms_per_iteration:.1f} ms, loss {interval.loss:.6f}"
-            )
+            self._loss = interval.loss
             self._tell(asdict(interval))
 
-    def result(self) -> TrainingResult:
-        """What the run amounted to."""
-        measured, trainer, target = self.measured, self.trainer, self.config.auc_target
-        known = [found.auc for found in self.evaluations if found.auc is not None]
-        count, epoch = len(measured.done_ms), trainer.epoch
-        samples = epoch.samples_before(self.first + count) - epoch.samples_before(self.first)
-        notices = trainer.notices + self.notices
-        if self.evaluations:
-            notices += self.evaluations[-1].notices()
-        if self.status == "interrupted":
-            notices.append(self._where_it_ended(self.first + count))
+    def evaluation(self, found: Evaluation) -> None:
+        """Tell of an evaluation that was made just now."""
+        self._evaluations.append(found)
+        elapsed_s = time.perf_counter() - self.measured.started
+        self._evaluation_lines.append(found.line() | {"elapsed_s": elapsed_s})
+        self._tell(self._evaluation_lines[-1])
+
+    def checkpoint(self, iteration: int, save: Callable[[], Path | None]) -> None:
+        """Have a checkpoint written, and tell of it.
+
+        Args:
+            save: writes it; its folder, or None where another rank wrote it.
+        """
+        started = time.perf_counter()
+        if self._lines is not None:
+            # who goes on from the checkpoint expects the lines before it
+            self._lines.sync()
+        folder = save()
+        seconds = time.perf_counter() - started
+        self._checkpoint_s += seconds
+        if folder is not None:
+            self._tell(
+                {
+                    "kind": "checkpoint",
+                    "iteration": iteration,
+                    "folder": str(folder),
+                    "seconds": seconds,
+                    "bytes": sum(file.stat().st_size for file in folder.iterdir()),
+                }
+            )
+
+    def all_notices(self) -> list[str]:
+        """What a reader must know of the run, and of its last evaluation."""
+        return self.notices + (self._evaluations[-1].notices() if self._evaluations else [])
+
+    def result(
+        self,
+        target: float | None,
+        checkpoint: Path | None,
+        embedding_backend: str,
+        notices: list[str],
+    ) -> TrainingResult:
+        """What the run amounted to.
+
+        Args:
+            target: AUC that was to be reached; None: there was none.
+            checkpoint: the last one that is whole.
+            embedding_backend: the one that was used.
+            notices: what a reader must know.
+        """
+        measured, epoch = self.measured, self._epoch
+        aucs = [evaluation.auc for evaluation in self._evaluations if evaluation.auc is not None]
+        best = max(aucs, default=None)
+        last = self._evaluations[-1] if self._evaluations else None
+        samples = epoch.samples_before(self.done) - epoch.samples_before(self._first)
         return TrainingResult(
             status=self.status,
-            iterations=count,
-            first_iteration=self.first,
+            iterations=len(measured.done_ms),
+            first_iteration=self._first,
             samples=samples,
-            loss=self.last,
-            **measured.speed(epoch, self.first),
+            loss=self._loss,
+            **measured.speed(epoch, self._first),
             elapsed_s=time.perf_counter() - measured.started,
-            evaluation_s=sum(found.seconds for found in self.evaluations),
-            checkpoint_s=self.checkpoint_s,
-            auc=self.evaluations[-1].auc if self.evaluations else None,
-            best_auc=max(known, default=None),
-            reached_target=None if target is None else max(known, default=-1.0) >= target,
-            checkpoint=str(trainer.checkpoint) if trainer.checkpoint else None,
-            peak_memory_bytes=peak_memory(trainer.device),
-            peak_memory_by_device=peak_memory_by_device(trainer.device),
-            **self._power(samples),
-            device=device_name(trainer.device),
+            evaluation_s=sum(evaluation.seconds for evaluation in self._evaluations),
+            checkpoint_s=self._checkpoint_s,
+            auc=last.auc if last else None,
+            best_auc=best,
+            reached_target=None if target is None else best is not None and best >= target,
+            checkpoint=str(checkpoint) if checkpoint else None,
+            peak_memory_bytes=peak_memory(self._device),
+            peak_memory_by_device=peak_memory_by_device(self._device),
+            **self._observer.power(samples),
+            device=device_name(self._device),
             threads=torch.get_num_threads(),
-            embedding_backend=trainer.embedding_backend,
-            notices=notices + trainer.step.dense.precision.skipped_notice(self.first + count),
+            embedding_backend=embedding_backend,
+            notices=notices,
             iteration_ms=measured.done_ms,
             data_ms=[1e3 * seconds for seconds in measured.data_s],
             losses=measured.done_losses,
-            evaluations=self.evaluation_lines,
+            evaluations=self._evaluation_lines,
         )
-
-    def _power(self, samples: int) -> dict[str, Any]:
-        if self.meter is not None:
-            return self.meter.stop(samples)
-        reason = "no meter was given; dlrm train of dlrm_workbook has one"
-        return {
-            "power_w": None,
-            "samples_per_joule": None,
-            "power": {
-                "energy_j": None,
-                "seconds": None,
-                "readings": [],
-                "not_measured": {"energy": reason},
-            },
-        }
 
     def _tell(self, line: Line) -> None:
-        """Write a line of metrics.jsonl, and hand it to who asked for lines."""
-        if self.lines is not None:
-            self.lines.write(line)
-        self.on_line(line)
-
-    def _evaluates(self) -> bool:
-        return self.trainer.eval_every is not None or self.config.auc_target is not None
-
-    def _evaluate(self) -> bool:
-        """Evaluate; whether the target is reached."""
-        found = self.trainer.evaluate()
-        self.evaluations.append(found)
-        elapsed_s = time.perf_counter() - self.measured.started
-        self.evaluation_lines.append(found.line() | {"elapsed_s": elapsed_s})
-        self._tell(self.evaluation_lines[-1])
-        target = self.config.auc_target
-        return target is not None and found.auc is not None and found.auc >= target
-
-    def _save(self) -> None:
-        started = time.perf_counter()
-        if self.lines is not None:
-            # who goes on from the checkpoint expects the lines before it
-            self.lines.sync()
-        folder = self.trainer.save()
-        seconds = time.perf_counter() - started
-        self.checkpoint_s += seconds
-        if folder is None:  # another rank wrote it
-            return
-        self._tell(
-            {
-                "kind": "checkpoint",
-                "iteration": self.trainer.done,
-                "folder": str(folder),
-                "seconds": seconds,
-                "bytes": sum(file.stat().st_size for file in folder.iterdir()),
-            }
-        )
-
-    def _where_it_ended(self, iteration: int) -> str:
-        kept = self.trainer.checkpoint
-        begin = f"interrupted after iteration {iteration:,} of {self.trainer.total:,}"
-        if kept is None:
-            return f"{begin}; there is no checkpoint (training.checkpoint_every)"
-        return f"{begin}; --resume {kept} goes on from iteration {int(kept.name[5:]):,}"
-
-    def _weights_are_finite(self) -> bool:
-        """Whether the dense weights are finite: an overflow there shows before the next loss."""
-        if not (self.trainer.writes_checkpoints or self._evaluates()):
-            return True
-        totals = [weight.detach().sum() for weight in self.trainer.step.dense.weights]
-        return bool(torch.stack(totals).isfinite().all())
-
-    def _diverge(self, place: int | None) -> None:
-        """End the run with a sentence that says where and what remains."""
-        self.status = "diverged"
-        if place is None:
-            what = f"the weights are not finite after iteration {self.trainer.done}"
-        else:
-            loss = self.measured.done_losses[place]
-            what = f"the loss is {loss} at iteration {self.first + place + 1}"
-        kept = self.trainer.checkpoint
-        remains = f"the checkpoint {kept} is from before" if kept else "there is no checkpoint"
-        self.notices.append(
-            f"training diverged: {what} (training.learning_rate "
-            f"{self.config.learning_rate:g}, training.precision {self.config.precision}); "
-            f"choose a smaller learning rate; {remains}"
-        )
+        """Write a line of metrics.jsonl, and show it to the observer."""
+        if self._lines is not None:
+            self._lines.write(line)
+        self._observer.line(line)
 
 
 def metrics_lines(path: Path, checkpoint: Checkpoint | None) -> JsonLines:

@@ -18,8 +18,9 @@ from dlrm_core.config import (
     TrainingConfig,
     parameters_from_sections,
 )
-from dlrm_core.data.loader import Followed, Generator, Resumable, plain_state, state_from_plain
+from dlrm_core.data.loader import Generator, plain_state, state_from_plain
 from dlrm_core.dense import DENSE_CHOICE
+from dlrm_core.interactions import INTERACTIONS
 from dlrm_core.model import DLRM
 from dlrm_core.run.checkpoint import (
     MANIFEST,
@@ -147,9 +148,7 @@ _SHAPE = (
     "embedding_dim",
     "embedding_precision",
     "interaction",
-    "interaction_itself",
-    "dcn_layers",
-    "dcn_rank",
+    *(leaf for kind in INTERACTIONS.values() for leaf in kind.options),
     "bottom_widths",
     "top_widths",
 )
@@ -355,17 +354,11 @@ def restore_position(checkpoint: Checkpoint, generator: Generator) -> None:
     """
     position = checkpoint.state["position"]
     try:
-        if isinstance(generator, Resumable):
-            state = state_from_plain(position, generator.state())
-            # a data set's stream is where its batches were taken to
-            if state.get("batches", checkpoint.step) != checkpoint.step:
-                raise InputError(f"{state['batches']} batches, but step is {checkpoint.step}")
-            generator.restore(state)
-            return
-        if position != {"batches_used": checkpoint.step}:
-            raise InputError(f"{shown(position)}, but step is {checkpoint.step}")
-        for _ in range(checkpoint.step):
-            generator.next_batch()
+        state = state_from_plain(position, generator.state())
+        # a data set's stream is where its batches were taken to
+        if state.get("batches", checkpoint.step) != checkpoint.step:
+            raise InputError(f"{state['batches']} batches, but step is {checkpoint.step}")
+        generator.restore(state)
     except (InputError, KeyError, TypeError, ValueError, RuntimeError) as error:
         raise InputError(
             f"{checkpoint.folder / MANIFEST}: state.position does not fit this run's generator: "
@@ -373,12 +366,11 @@ def restore_position(checkpoint: Checkpoint, generator: Generator) -> None:
         ) from None
 
 
-def state_of(step: Step, followed: Followed | None, done: int) -> Mapping[str, Any]:
+def state_of(step: Step, generator: Generator) -> Mapping[str, Any]:
     """All state of a run that is no tensor, as plain numbers."""
     precision = step.dense.precision
-    position = plain_state(followed.position()) if followed else {"batches_used": done}
     return {
-        "position": position,
+        "position": plain_state(generator.state()),
         "counts": optimizer_state(step)[1],
         "loss_scale": precision.scale,
         "skipped_steps": precision.skipped,

@@ -21,7 +21,7 @@ import torch
 
 from dlrm_core.base.errors import InputError
 from dlrm_core.base.files import open_binary
-from dlrm_core.base.settings import LARGEST_INT, called, require_count, shown
+from dlrm_core.base.settings import LARGEST_INT
 
 LARGEST = sys.float_info.max
 """The largest finite value."""
@@ -81,38 +81,15 @@ def dtype_name(dtype: torch.dtype) -> str:
     return _NAMES[dtype]
 
 
-def check_record(path: Path, record: Any) -> None:
-    """Refuse a record of a file that :func:`write_tensors` cannot have returned.
-
-    Raises:
-        InputError: naming the file, the entry and its value.
-    """
-    where = "the record of this file"
-    tensors = record.get("tensors") if isinstance(record, dict) else None
-    if not isinstance(tensors, dict) or set(record) != {*_SIZES, "tensors"}:
-        expected = ", ".join((*_SIZES, "tensors"))
-        raise InputError(f"{path}: {where} is {shown(record)}, expected {expected}")
-    for name, most in _SIZES.items():
-        require_count(path, f"{where}: {name}", record[name], most)
-    for name, about in tensors.items():
-        own = f"{where}: {called(name)}"
-        if not isinstance(about, dict) or set(about) != {"dtype", "shape", "crc32"}:
-            raise InputError(f"{path}: {own} is {shown(about)}, expected dtype, shape, crc32")
-        if not isinstance(about["dtype"], str) or about["dtype"] not in _DTYPES:
-            raise InputError(
-                f"{path}: {own}: dtype is {shown(about['dtype'])}, expected one of "
-                f"{', '.join(_DTYPES)}"
-            )
-        if not isinstance(about["shape"], list):
-            raise InputError(f"{path}: {own}: shape is {shown(about['shape'])}, expected sizes")
-        for size in about["shape"]:
-            require_count(path, f"{own}: a size of its shape", size)
-        require_count(path, f"{own}: crc32", about["crc32"], _CRC32)
-
-
 _CRC32 = 2**32 - 1
-_SIZES = {"bytes": LARGEST_INT, "header_bytes": 1 << 30, "header_crc32": _CRC32}
-"""Numbers of a record beside its tensors, and the largest that they may be."""
+
+RECORD: Mapping[Any, Any] = {
+    "bytes": LARGEST_INT,
+    "header_bytes": 1 << 30,
+    "header_crc32": _CRC32,
+    "tensors": {...: {"dtype": tuple(_DTYPES), "shape": [LARGEST_INT], "crc32": _CRC32}},
+}
+"""The form (:func:`dlrm_core.base.settings.require_form`) of what :func:`write_tensors` returns."""
 
 
 def check_file(path: Path, record: Mapping[str, Any]) -> bytes:

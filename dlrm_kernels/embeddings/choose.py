@@ -23,17 +23,17 @@ import torch
 
 from dlrm_core.base.errors import InputError
 from dlrm_core.base.machine import available_memory
-from dlrm_core.base.units import counted, format_bytes
+from dlrm_core.base.text import counted, format_bytes
 from dlrm_core.config import Parameters, TrainingConfig
 from dlrm_core.data.batch import Batch
 from dlrm_core.data.loader import batches
 from dlrm_core.dense import DENSE_CHOICE, resolve_dense
 from dlrm_core.embeddings import EmbeddingTables, Update, attach
-from dlrm_core.memory import forecast_memory
-from dlrm_core.placement import places_of
-from dlrm_core.rounding import ROW_DTYPES
+from dlrm_core.optimizers import OPTIMIZERS
 from dlrm_kernels.choices import fastest, notice
-from dlrm_kernels.embeddings.host_tables import PlacedTables, divide
+from dlrm_kernels.embeddings.host_tables import PlacedTables, divide, places_of
+from dlrm_kernels.embeddings.pages import tables_on_huge_pages
+from dlrm_kernels.memory import forecast_memory
 
 CANDIDATES = ("fused", "fbgemm", "torch")
 """In the order in which equally fast ones are preferred: fused gives the same bits whatever
@@ -49,9 +49,6 @@ HOPELESS = 2.0
 
 FLUSH_BYTES = 64 << 20
 """Streamed over before each timing, so that nobody finds in the cache what another loaded."""
-
-LARGE_STATE = ("adagrad", "adam")
-"""Optimisers with state as large as the tables: one candidate's at a time."""
 
 LEAST_RATE = 1e-300
 """Learning rate for torch's SparseAdam, which refuses 0: it is 0 in float32."""
@@ -91,16 +88,17 @@ def resolve(
     if parameters.training.embedding_backend != "auto":
         return parameters, []
     if tables is None:
-        make_tables = places_of(parameters, device).make_tables
+        make_tables = None
+        if parameters.training.embeddings_on_gpu_bytes is not None:
+            make_tables = places_of(parameters, device).make_tables
         with torch.device(device):
             tables = (
                 make_tables()
                 if make_tables is not None
-                else EmbeddingTables(
+                else tables_on_huge_pages(
                     parameters.model.table_rows,
                     parameters.model.embedding_dim,
-                    huge_pages=True,
-                    dtype=ROW_DTYPES[parameters.model.embedding_precision],
+                    parameters.model.embedding_precision,
                 )
             )
         with torch.no_grad():
@@ -166,6 +164,7 @@ def choose(
     failures: list[Exception] = []
     timed: dict[str, list[float]] = {}
     ready: dict[str, _Contestant] = {}
+    kind = OPTIMIZERS[config.optimizer]
     for place, name in enumerate(CANDIDATES):
         if name in refused:
             continue
@@ -173,7 +172,8 @@ def choose(
             contestant = _Contestant(name, tables, config, made)
             contestant.time_ms(place)  # compiles, loads libraries, touches memory
             timed[name] = [contestant.time_ms(place + 1)]
-            if config.optimizer in LARGE_STATE:
+            # state as large as the tables: one candidate's at a time
+            if kind.row_state(tables.weights[0].shape[1]) >= tables.weights[0].shape[1]:
                 timed[name] += [contestant.time_ms(place + number) for number in (2, 3)]
             else:
                 ready[name] = contestant
@@ -216,7 +216,7 @@ class _Contestant:
     def __init__(
         self, name: str, tables: EmbeddingTables, config: TrainingConfig, made: Sequence[Batch]
     ) -> None:
-        rate = LEAST_RATE if config.optimizer == "adam" else 0.0
+        rate = 0.0 if OPTIMIZERS[config.optimizer].takes_zero_rate else LEAST_RATE
         still = dataclasses.replace(config, embedding_backend=name, learning_rate=rate, lr_end=0.0)
         self.tables, self.made = tables, made
         self.update: Update = attach(tables, still)

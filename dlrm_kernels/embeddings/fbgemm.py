@@ -23,14 +23,10 @@ import torch
 
 from dlrm_core.base.errors import InputError, MissingToolError
 from dlrm_core.data.batch import Batch
-from dlrm_core.embeddings import (
-    EPSILON,
-    FBGEMM_LANES,
-    FBGEMM_ROWWISE_ELEMENTS,
-    EmbeddingTables,
-    empty_table,
-)
+from dlrm_core.embeddings import FBGEMM_LANES, FBGEMM_ROWWISE_ELEMENTS, EmbeddingTables
+from dlrm_core.optimizers import EPSILON, OPTIMIZERS
 from dlrm_kernels.embeddings.checks import BAD_INDEX, BAD_OFFSET, check_batch, describe_fault
+from dlrm_kernels.embeddings.pages import empty_table
 
 DISTRIBUTIONS = ("fbgemm-gpu-cpu", "fbgemm-gpu")
 """The packages that provide ``fbgemm_gpu``: for the CPU, and for CUDA (which has both)."""
@@ -61,9 +57,9 @@ class Fbgemm:
         weights = tables.weights
         _check_tables(weights)
         self.notices: list[str] = []
-        if optimizer == "rowwise_adagrad":
+        self._optimizer = OPTIMIZERS[optimizer]
+        if self._optimizer.per_row:
             _check_rowwise(weights)
-        self._optimizer = optimizer
         self._dim = weights[0].shape[1]
         self._rows = [weight.shape[0] for weight in weights]
         self._api = load_fbgemm(weights[0].device)
@@ -123,7 +119,7 @@ class Fbgemm:
         with quiet_logging():
             return api.Module(
                 [(rows, self._dim, *place) for rows in self._rows],
-                optimizer=api.OPTIMIZERS[self._optimizer],
+                optimizer=getattr(api.Optimizers, self._optimizer.fbgemm),
                 learning_rate=learning_rate,
                 eps=EPSILON,
                 # a wrong index is refused, never replaced by row 0
@@ -138,7 +134,7 @@ class Fbgemm:
         memory = one_piece(weights)
         if memory is None:
             memory = empty_table(total, self._dim, huge_pages=True).view(-1)
-        width = {"sgd": 0, "adagrad": self._dim, "rowwise_adagrad": 1}[self._optimizer]
+        width = self._optimizer.row_state(self._dim)
         if width == 0:
             return {"weights": memory}
         state = empty_table(total, width, huge_pages=True).zero_().view(-1)
@@ -156,7 +152,7 @@ class Fbgemm:
         self._known = tuple(weight.data_ptr() for weight in weights)
 
     def _states(self) -> list[torch.Tensor]:
-        if self._optimizer == "sgd":
+        if not self._optimizer.row_state(self._dim):
             return [torch.empty(0, 0) for _ in self._rows]
         found = self._module.split_optimizer_states()
         return [state[0].view(rows, -1) for state, rows in zip(found, self._rows, strict=True)]
@@ -260,11 +256,7 @@ def load_fbgemm(device: torch.device) -> SimpleNamespace:
         Location=common.EmbeddingLocation,
         Compute=training.ComputeDevice,
         BoundsCheck=common.BoundsCheckMode,
-        OPTIMIZERS={
-            "sgd": EmbOptimType.EXACT_SGD,
-            "adagrad": EmbOptimType.EXACT_ADAGRAD,
-            "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
-        },
+        Optimizers=EmbOptimType,
     )
 
 

@@ -20,10 +20,12 @@ import torch
 
 from dlrm_core.base.errors import InputError
 from dlrm_core.data.batch import Batch
-from dlrm_core.embeddings import EPSILON, EmbeddingTables, empty_table
+from dlrm_core.embeddings import EmbeddingTables
+from dlrm_core.optimizers import EPSILON, OPTIMIZERS
 from dlrm_kernels.embeddings import kernels as k
 from dlrm_kernels.embeddings import kernels_contended, kernels_narrow, kernels_sorted
 from dlrm_kernels.embeddings.checks import check_batch, describe_fault
+from dlrm_kernels.embeddings.pages import empty_table
 from dlrm_kernels.native import compile_kernel, require_numba
 from dlrm_kernels.vectors import ENTERED, NEXT_UNIT, UNITS
 
@@ -89,7 +91,7 @@ class FusedCpu:
         self._rows = np.empty(0, np.int64)
         self._dim = 0
         self._check_tables(tables)
-        width = {"sgd": 0, "adagrad": self._dim, "rowwise_adagrad": 1}[optimizer]
+        width = OPTIMIZERS[optimizer].row_state(self._dim)
         self.states = [
             empty_table(weight.shape[0] if width else 0, width, huge_pages=True).zero_()
             for weight in tables.weights
@@ -203,7 +205,7 @@ class FusedCpu:
         Both Adagrads need the sum. With SGD it is taken of rows of 2 bytes where a table has
         fewer rows than lookups: a row that is looked up often would be rounded as often.
         """
-        if self.optimizer != "sgd":
+        if not OPTIMIZERS[self.optimizer].adds:
             return np.ones(len(self._rows), bool)
         narrow = self._format != kernels_narrow.FLOAT
         return narrow & (np.diff(np.array(starts, np.int64)) > self._rows)
@@ -232,7 +234,7 @@ class FusedCpu:
             return [k.forward, CONTENDED["naive"], kernels_contended.apply_serially]
         if self.update != "race_free":
             return [k.forward, CONTENDED[self.update]]
-        if self.optimizer != "sgd":
+        if not OPTIMIZERS[self.optimizer].adds:
             return [k.forward, kernels_sorted.adagrad_owned]
         narrow = self._format != kernels_narrow.FLOAT
         return [k.forward, k.sgd_owned, *([kernels_sorted.adagrad_owned] if narrow else [])]

@@ -20,8 +20,8 @@ import torch
 
 from dlrm_core.base.errors import InputError, MissingToolError
 from dlrm_core.data.batch import Batch, extents_of
-from dlrm_core.embeddings import EPSILON, EmbeddingTables
-from dlrm_core.rounding import ROW_DTYPES
+from dlrm_core.embeddings import ROW_DTYPES, EmbeddingTables
+from dlrm_core.optimizers import EPSILON, OPTIMIZERS
 from dlrm_kernels.embeddings.checks import (
     BAD_INDEX,
     BAD_OFFSET,
@@ -118,7 +118,7 @@ class FusedGpu:
         self._rates = torch.full((1,), learning_rate, device=self.device)
         self._learning_rate = learning_rate
         self._known: tuple[int, ...] = ()
-        width = {"sgd": 0, "adagrad": weights[0].shape[1], "rowwise_adagrad": 1}[optimizer]
+        width = OPTIMIZERS[optimizer].row_state(weights[0].shape[1])
         self.states = [
             torch.zeros(weight.shape[0] if width else 0, width, device=self.device)
             for weight in weights
@@ -342,7 +342,7 @@ class FusedGpu:
         )
         self._vector = wide if aligned else 1
         self._places = self._distances(addresses, self._vector * self.dtype.itemsize)
-        by_row = self.optimizer == "rowwise_adagrad"
+        by_row = OPTIMIZERS[self.optimizer].per_row
         self._state_places = self._distances(states, 4 if by_row else 4 * self._vector)
         self._known = addresses
 

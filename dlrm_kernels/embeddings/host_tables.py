@@ -1,7 +1,7 @@
 """Tables in two places: some beside the dense part on the GPU, the others with the CPU.
 
 Tables beyond ``training.embeddings_on_gpu_bytes`` stay in host memory
-(:mod:`dlrm_core.memory`). Their rows never move: the CPU looks them up while the GPU looks
+(:mod:`dlrm_kernels.memory`). Their rows never move: the CPU looks them up while the GPU looks
 up its own, all their pooled vectors cross in one copy from page-locked memory, and all
 gradients come back in one. Both sides may be the CPU, which tests use and which rehearses
 a run.
@@ -20,13 +20,13 @@ from typing import Any
 import torch
 from torch.profiler import record_function
 
-from dlrm_core.base.units import format_bytes
+from dlrm_core.base.text import format_bytes
 from dlrm_core.config import Parameters, TrainingConfig
 from dlrm_core.data.batch import Batch
-from dlrm_core.embeddings import EmbeddingTables, attach, empty_tables
+from dlrm_core.embeddings import ROW_DTYPES, EmbeddingTables, attach
 from dlrm_core.parts import part
-from dlrm_core.placement import Placement, Places
-from dlrm_core.rounding import ROW_DTYPES
+from dlrm_kernels.embeddings.pages import empty_tables
+from dlrm_kernels.placement import Placement, Places, plan_placement
 
 
 @dataclass(frozen=True)
@@ -111,8 +111,11 @@ class PlacedTables(EmbeddingTables):
         return tables
 
 
-def places_of(parameters: Parameters, placement: Placement, device: torch.device) -> Places:
-    """Tables in two places, for :func:`dlrm_core.placement.places_of`."""
+def places_of(parameters: Parameters, device: torch.device) -> Places:
+    """Where ``training.embeddings_on_gpu_bytes`` has the tables lie."""
+    placement = plan_placement(parameters, device.type == "cuda")
+    if not placement.split:
+        return Places()
     model = parameters.model
     return Places(
         notices=(_notice(parameters, placement, device),),

@@ -17,7 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dlrm_core.rounding import GOLDEN, GROUP_BITS, PHILOX_ROUNDS
+from dlrm_kernels.rounding import GOLDEN, GROUP_BITS, PHILOX_ROUNDS
 
 SGD, ADAGRAD, ROWWISE = 0, 1, 2
 """KIND of an update."""
@@ -158,7 +158,7 @@ def _add_runs(begins_left, sum_left, begins_right, sum_right):
 
 @triton.jit
 def _words(seed, update, table, row, column):
-    """The random words of rows (n,) and columns (d,), by the law of dlrm_core.rounding."""
+    """The random words of rows (n,) and columns (d,), by the law of dlrm_kernels.rounding."""
     block = (column // 64 * 16 + column % 16)[None, :].to(tl.uint32)
     group = (row >> GROUP)[:, None].to(tl.uint32)
     zero = tl.zeros_like(block) + tl.zeros_like(group)

@@ -2,14 +2,14 @@
 
 What :mod:`dlrm_kernels.embeddings.kernels` and ``kernels_sorted`` do with a row of float32
 is done here with one of bf16 or fp16. The law of the random words is that of
-:mod:`dlrm_core.rounding`: a block of words is drawn once for a group of rows or for a bag,
+:mod:`dlrm_kernels.rounding`: a block of words is drawn once for a group of rows or for a bag,
 and a member of the group adds its multiple of the golden ratio.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 from __future__ import annotations
 
-from dlrm_core.rounding import GOLDEN, LANES, MULTIPLIERS, PHILOX_ROUNDS, WEYL, WORDS
+from dlrm_kernels.rounding import GOLDEN, LANES, MULTIPLIERS, PHILOX_ROUNDS, WEYL, WORDS
 from dlrm_kernels.vectors import (
     add,
     add_words,

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from dlrm_core.rounding import GOLDEN, GROUP_BITS
 from dlrm_kernels.embeddings.kernels import (
     AHEAD,
     BAGS,
@@ -49,6 +48,7 @@ from dlrm_kernels.embeddings.kernels_narrow import (
     draw_words,
     words_bytes,
 )
+from dlrm_kernels.rounding import GOLDEN, GROUP_BITS
 from dlrm_kernels.vectors import (
     LANES,
     UNITS,

@@ -2,7 +2,7 @@
 
 Of features F_0 (the bottom MLP's output) to F_T, each (B, d) float32: beside F_0 all
 products F_i . F_j, j < i (or j <= i), row by row of the lower triangle, as in
-:class:`dlrm_core.model.DotInteraction`. With X (F, d) a sample's features, forward is
+:class:`dlrm_core.interactions.DotInteraction`. With X (F, d) a sample's features, forward is
 Z = X X', backward (G + G') X with G the gradient of the lower triangle of Z. Both are
 products of blocks as in :mod:`dlrm_kernels.tiles.kernels`, of at least two bf16 numbers an
 entry in every precision, and nothing of them leaves the core's own caches.

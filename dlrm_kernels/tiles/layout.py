@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from dlrm_core.embeddings import empty_table
+from dlrm_kernels.embeddings.pages import empty_table
 from dlrm_kernels.native import compile_kernel
 from dlrm_kernels.tiles import kernels as k
 from dlrm_kernels.tiles.kernels_interaction import dot_backward, dot_forward

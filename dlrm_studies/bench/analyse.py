@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from dlrm_core.base.units import NOT_MEASURED, counted, value_text
+from dlrm_core.base.text import counted
 from dlrm_studies.bench.bare import label
 from dlrm_studies.bench.cases import GOALS
 from dlrm_studies.bench.measure import SCHEMA
@@ -21,6 +21,7 @@ from dlrm_studies.bench.shares import CEILINGS, GATHERED
 from dlrm_workbook.evidence.contestants import FIGURES, PEER, ratio
 from dlrm_workbook.ground.intervals import Interval, median_interval
 from dlrm_workbook.ground.ledger import read_document
+from dlrm_workbook.ground.units import NOT_MEASURED, value_text
 
 Document = Mapping[str, Any]
 

@@ -20,10 +20,9 @@ from typing import Any
 import torch
 
 from dlrm_core.base.machine import keep_freed_memory
-from dlrm_core.base.units import milliseconds, percent
 from dlrm_core.config import Parameters, parameters_from_sections
 from dlrm_core.data.loader import make_generator
-from dlrm_core.run.precision import DTYPES
+from dlrm_core.precision import DTYPES
 from dlrm_kernels.dense import parts_of, why_not_fused
 from dlrm_studies.bench.cases import FP32
 from dlrm_studies.bench.rows import cache_flush, row_access_ms, why_no_accesses
@@ -43,6 +42,7 @@ from dlrm_workbook.evidence.probes import model_for, reduced
 from dlrm_workbook.ground.intervals import median_interval
 from dlrm_workbook.ground.processes import do_job, run_job
 from dlrm_workbook.ground.turns import CPU, least_and_seconds, take_turns, threads_of, waited_ns
+from dlrm_workbook.ground.units import milliseconds, percent
 
 ROWS = "rows"
 """Name of the bare accesses to rows beside the precisions of products."""
@@ -72,7 +72,7 @@ processor adds up 2048 numbers to 8e-7): other fp32 libraries add up in another 
 
 def product_kind(parameters: Parameters) -> str:
     """Name of the products that a contestant's dense part is made of, as ceilings have it."""
-    config, interaction = parameters.training, parameters.model.interaction
+    config, interaction = parameters.training, parameters.model.interaction_kind
     if config.precision != "fp32":
         return config.precision
     names = {parts: name for name, parts in TILE_PARTS.items()}

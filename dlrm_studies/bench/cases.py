@@ -322,7 +322,7 @@ def why_no_bf16x2(tuned: Parameters) -> str:
     if tuned.training.fp32_matmul != "bf16x2":
         return ""
     device = resolve_device(tuned.training)
-    return why_not_fused(tuned.training, device, tuned.model.interaction)
+    return why_not_fused(tuned.training, device, tuned.model.interaction_kind)
 
 
 def precisions_of(text: str | Sequence[str]) -> list[str]:

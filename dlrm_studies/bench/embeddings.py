@@ -28,12 +28,13 @@ import torch
 from torch import nn
 
 from dlrm_core.base.errors import InputError
-from dlrm_core.base.units import counted, faster
+from dlrm_core.base.text import counted
 from dlrm_core.config import TrainingConfig
 from dlrm_core.data.batch import Batch
 from dlrm_core.data.synthetic import SyntheticBatches
-from dlrm_core.embeddings import EPSILON, EmbeddingTables, attach, torch_optimizer
-from dlrm_core.rounding import ROW_DTYPES
+from dlrm_core.embeddings import ROW_DTYPES, EmbeddingTables, attach, torch_optimizer
+from dlrm_core.optimizers import OPTIMIZERS
+from dlrm_kernels.embeddings.pages import tables_on_huge_pages
 from dlrm_studies.bench.cases import thread_counts
 from dlrm_studies.bench.measure import ADVICE, heading
 from dlrm_studies.bench.rows import cache_flush, row_access_ms
@@ -41,6 +42,7 @@ from dlrm_workbook.evidence.contestants import environment_of, require_peer, set
 from dlrm_workbook.ground.ledger import Ledger
 from dlrm_workbook.ground.processes import do_job, run_job
 from dlrm_workbook.ground.turns import CPU, elapsed_ms, rotated, take_turns
+from dlrm_workbook.ground.units import faster
 
 TABLES, ROWS, DIM = 8, 1_000_000, 64
 """Small of Kalamkar et al. 2020 (arXiv:2005.04680), with minibatch 2048 and 50 lookups a bag;
@@ -163,8 +165,11 @@ class Contestant:
         self.name, _, stored = name.partition(" ")
         self.peer = Path(peer) if peer else None
         self.rows = rows
-        huge_pages, dtype = self.name not in (FACEBOOK, TORCH), ROW_DTYPES[stored or "fp32"]
-        self.tables = EmbeddingTables([rows] * TABLES, DIM, huge_pages, dtype=dtype)
+        if self.name in (FACEBOOK, TORCH):
+            dtype = ROW_DTYPES[stored or "fp32"]
+            self.tables = EmbeddingTables([rows] * TABLES, DIM, dtype=dtype)
+        else:
+            self.tables = tables_on_huge_pages([rows] * TABLES, DIM, stored or "fp32")
         self.update: Any = None
 
     def reset(self, optimizer: str) -> None:
@@ -193,10 +198,9 @@ class Contestant:
     def _facebook_optimizer(self, optimizer: str) -> Any:
         """As dlrm_s_pytorch.py makes it: torch's defaults, RWSAdagrad from the checkout."""
         weights = self.tables.weights
-        if optimizer == "sgd":
-            return torch.optim.SGD(weights, lr=RATE)
-        if optimizer == "adagrad":
-            return torch.optim.Adagrad(weights, lr=RATE, eps=EPSILON)
+        if not OPTIMIZERS[optimizer].per_row:
+            name, options = OPTIMIZERS[optimizer].tables
+            return getattr(torch.optim, name)(weights, lr=RATE, **(options | {"foreach": None}))
         if self.peer is None:
             return torch_optimizer(self.tables, optimizer, RATE)
         return _rws_adagrad(self.peer)(weights, lr=RATE)

@@ -10,7 +10,7 @@ from typing import Any
 import pandas as pd
 import plotly.graph_objects as go
 
-from dlrm_core.base.units import NOTHING, counted, milliseconds, percent, ratio, speedup
+from dlrm_core.base.text import counted
 from dlrm_studies.bench.embeddings import (
     FUSED_BF16,
     KIND,
@@ -24,6 +24,7 @@ from dlrm_studies.bench.embeddings import (
 from dlrm_workbook.analysis.sentences import FENCE, in_markdown
 from dlrm_workbook.ground.ledger import read_document
 from dlrm_workbook.ground.machine import RESULTS
+from dlrm_workbook.ground.units import NOTHING, milliseconds, percent, ratio, speedup
 from dlrm_workbook.show import theme
 from dlrm_workbook.show.tables import Column, Text, each_row
 

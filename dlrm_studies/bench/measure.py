@@ -20,7 +20,7 @@ import torch
 
 from dlrm_core.base.errors import InputError, MissingToolError
 from dlrm_core.base.machine import resolve_device
-from dlrm_core.base.units import counted, percent
+from dlrm_core.base.text import counted
 from dlrm_core.config import Parameters, parameters_from_sections
 from dlrm_studies.bench.bare import (
     describe_bare,
@@ -45,6 +45,7 @@ from dlrm_studies.bench.torchrec import require_torchrec, run_torchrec
 from dlrm_workbook.analysis.changes import difference
 from dlrm_workbook.evidence.contestants import (
     PEER,
+    PEER_INTERACTIONS,
     WARMUP,
     Row,
     Run,
@@ -58,6 +59,7 @@ from dlrm_workbook.evidence.contestants import (
 from dlrm_workbook.evidence.probes import reduced
 from dlrm_workbook.ground.ledger import Ledger, require_same
 from dlrm_workbook.ground.machine import machine_facts
+from dlrm_workbook.ground.units import percent
 
 SCHEMA = 2
 """Of the document."""
@@ -114,9 +116,10 @@ class Plan:
             )
         if self.peer is not None:
             require_peer(self.peer)
-            if self.plain.model.interaction == "dcn":
+            if self.plain.model.interaction not in PEER_INTERACTIONS:
                 raise InputError(
-                    "model.interaction is 'dcn', but facebookresearch/dlrm has 'dot' and 'cat' "
+                    f"model.interaction is {self.plain.model.interaction!r}, but "
+                    f"facebookresearch/dlrm has {' and '.join(map(repr, PEER_INTERACTIONS))} "
                     "only; leave --peer out"
                 )
             if self.plain.data.multi_hot_sizes is not None:

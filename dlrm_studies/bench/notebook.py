@@ -9,7 +9,6 @@ from typing import Any
 
 from dlrm_core.base.errors import InputError
 from dlrm_core.config import Parameters
-from dlrm_core.progress import Bar
 from dlrm_studies.bench.analyse import read_benchmark
 from dlrm_studies.bench.cases import (
     AS_GIVEN,
@@ -22,6 +21,7 @@ from dlrm_studies.bench.cases import (
 from dlrm_studies.bench.embeddings_show import DEFAULT, read_embeddings
 from dlrm_studies.bench.measure import Plan, run_plan
 from dlrm_workbook.evidence.contestants import PEER
+from dlrm_workbook.ground.bar import Bar
 
 
 @dataclass

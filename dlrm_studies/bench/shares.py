@@ -21,7 +21,7 @@ import torch
 from dlrm_core.base.errors import InputError
 from dlrm_core.base.machine import keep_freed_memory
 from dlrm_core.config import Parameters, parameters_from_sections
-from dlrm_core.run.precision import MAX_RELATIVE_ERROR
+from dlrm_core.precision import MAX_RELATIVE_ERROR
 from dlrm_studies.bench.rows import row_access_ms, why_no_accesses
 from dlrm_workbook.evidence.ceilings import (
     PRECISIONS,
@@ -182,8 +182,7 @@ def _share(ceilings: Sequence[float], parts: Sequence[float]) -> dict[str, Any]:
 
 def layer_products(parameters: Parameters) -> list[Product]:
     """The products of layers: a dot interaction's are batched, and not of one library alone."""
-    is_dot = parameters.model.interaction == "dot"
-    return [p for p in model_products(parameters) if p.part != "interaction" or not is_dot]
+    return [product for product in model_products(parameters) if product.batch == 1]
 
 
 def library_calls(

@@ -11,9 +11,14 @@ from typing import Any
 import pandas as pd
 import plotly.graph_objects as go
 
-from dlrm_core.base.units import (
+from dlrm_core.base.text import counted
+from dlrm_studies.bench import analyse
+from dlrm_studies.bench.bare import cautions
+from dlrm_studies.bench.cases import BF16X2, FP32, GROWTH, PLAIN, TORCHREC
+from dlrm_workbook.analysis.sentences import in_markdown
+from dlrm_workbook.evidence.contestants import PEER, certainty, difference_text, gain_text
+from dlrm_workbook.ground.units import (
     NOTHING,
-    counted,
     digits,
     faster,
     milliseconds,
@@ -22,11 +27,6 @@ from dlrm_core.base.units import (
     signed_milliseconds,
     value_text,
 )
-from dlrm_studies.bench import analyse
-from dlrm_studies.bench.bare import cautions
-from dlrm_studies.bench.cases import BF16X2, FP32, GROWTH, PLAIN, TORCHREC
-from dlrm_workbook.analysis.sentences import in_markdown
-from dlrm_workbook.evidence.contestants import PEER, certainty, difference_text, gain_text
 from dlrm_workbook.show import theme
 from dlrm_workbook.show.static import text_on
 from dlrm_workbook.show.tables import Column, Text, each_row

@@ -23,8 +23,9 @@ from dlrm_core.base.machine import resolve_device
 from dlrm_core.config import Parameters, parameters_from_sections
 from dlrm_core.data.batch import Batch
 from dlrm_core.data.loader import batches
-from dlrm_core.embeddings import EPSILON
-from dlrm_core.model import DLRM, ClickLoss, CrossInteraction, Probability, build_model
+from dlrm_core.interactions import CrossInteraction, DotInteraction
+from dlrm_core.model import DLRM, ClickLoss, InteractionLayer, Probability, build_model
+from dlrm_core.optimizers import OPTIMIZERS
 from dlrm_workbook.evidence.contestants import WARMUP, Run, environment_of
 from dlrm_workbook.ground.processes import do_job, run_job
 
@@ -66,22 +67,25 @@ def run_torchrec(parameters: Parameters, iterations: int, threads: int) -> Run:
 def require_same_model(parameters: Parameters) -> None:
     """Refuse what TorchRec's DLRM cannot be (InputError)."""
     model, training = parameters.model, parameters.training
-    if model.interaction == "cat":
+    kind = model.interaction_kind
+    if not isinstance(kind, DotInteraction | CrossInteraction):
+        known = f"{DotInteraction.kind!r} or {CrossInteraction.kind!r}"
         raise InputError(
-            "model.interaction is 'cat', but TorchRec's DLRM is run with 'dot' or 'dcn' only"
+            f"model.interaction is {kind.kind!r}, but TorchRec's DLRM is run with {known} only"
         )
     for leaf, found, wanted in (
-        ("model.interaction_itself", model.interaction_itself, False),
+        ("model.interaction_itself", getattr(kind, "interaction_itself", False), False),
         ("training.precision", training.precision, "fp32"),
     ):
         if found != wanted:
             raise InputError(
                 f"{leaf} is {found!r}, but TorchRec's DLRM is run with {wanted!r} only"
             )
-    if training.optimizer not in ("sgd", "adagrad", "rowwise_adagrad"):
+    if not OPTIMIZERS[training.optimizer].fbgemm:
+        able = " or ".join(name for name, each in OPTIMIZERS.items() if each.fbgemm)
         raise InputError(
-            f"training.optimizer is {training.optimizer!r}, but TorchRec's DLRM is run with sgd, "
-            "adagrad or rowwise_adagrad only"
+            f"training.optimizer is {training.optimizer!r}, but TorchRec's DLRM is run with "
+            f"{able} only"
         )
     if model.embedding_dim % 4:
         raise InputError(
@@ -119,9 +123,10 @@ class TorchRecStep:
             optimizer_kwargs={"lr": training.learning_rate, **options},
             device=device,
         )
-        cross = {}
-        if model.interaction == "dcn":
-            cross = {"dcn_num_layers": model.dcn_layers, "dcn_low_rank_dim": model.dcn_rank}
+        cross, interaction = {}, model.interaction_kind
+        if isinstance(interaction, CrossInteraction):
+            cross["dcn_num_layers"] = interaction.dcn_layers
+            cross["dcn_low_rank_dim"] = interaction.dcn_rank
         self.model = (dlrm.DLRM_DCN if cross else dlrm.DLRM)(
             tables,
             dense_in_features=model.bottom_widths[0],
@@ -134,10 +139,10 @@ class TorchRecStep:
         archs = (self.model.dense_arch, self.model.inter_arch, self.model.over_arch)
         dense = [weight for arch in archs for weight in arch.parameters()]
         # as in our own step: Adagrad of the dense part has torch's defaults
-        dense_kind = torch.optim.SGD if training.optimizer == "sgd" else torch.optim.Adagrad
+        dense_kind = getattr(torch.optim, OPTIMIZERS[training.optimizer].dense)
         self.optimizer = dense_kind(dense, lr=training.learning_rate)
         self.probability = Probability(model.loss_threshold)
-        self.loss = ClickLoss(model.loss, model.loss_weights).to(device)
+        self.loss = ClickLoss.of(model).to(device)
 
     @torch.no_grad()
     def _take_weights(self, ours: DLRM) -> None:
@@ -152,7 +157,7 @@ class TorchRecStep:
             for linear, own_linear in zip(found, mlp.linears, strict=True):
                 linear.weight.copy_(own_linear.weight)
                 linear.bias.copy_(own_linear.bias)
-        if isinstance(ours.interaction, CrossInteraction):
+        if isinstance(ours.interaction.kind, CrossInteraction):
             take_cross_weights(ours.interaction, theirs.inter_arch.crossnet)
             return
         first = next(m for m in theirs.over_arch.modules() if isinstance(m, torch.nn.Linear))
@@ -176,14 +181,13 @@ class TorchRecStep:
 
 
 @torch.no_grad()
-def take_cross_weights(ours: CrossInteraction, theirs: Any) -> None:
+def take_cross_weights(ours: InteractionLayer, theirs: Any) -> None:
     """Copy our cross layers' weights into TorchRec's LowRankCrossNet."""
-    for layer, (narrow, widen) in enumerate(
-        zip(ours.linears[::2], ours.linears[1::2], strict=True)
-    ):
-        theirs.V_kernels[layer].copy_(narrow.weight)
-        theirs.W_kernels[layer].copy_(widen.weight)
-        theirs.bias[layer].copy_(widen.bias)
+    own = ours.weights
+    for layer, (narrow, widen, bias) in enumerate(zip(own[::3], own[1::3], own[2::3], strict=True)):
+        theirs.V_kernels[layer].copy_(narrow)
+        theirs.W_kernels[layer].copy_(widen)
+        theirs.bias[layer].copy_(bias)
 
 
 def pair_order(features: int) -> torch.Tensor:
@@ -198,11 +202,13 @@ def pair_order(features: int) -> torch.Tensor:
 
 
 def _optimizer(name: str) -> tuple[Any, dict[str, Any]]:
-    if name == "rowwise_adagrad":
+    kind, options = OPTIMIZERS[name].tables
+    options = {leaf: value for leaf, value in options.items() if leaf != "foreach"}
+    if OPTIMIZERS[name].per_row:
         from torchrec.optim import RowWiseAdagrad
 
-        return RowWiseAdagrad, {"eps": EPSILON}
-    return (torch.optim.Adagrad, {"eps": EPSILON}) if name == "adagrad" else (torch.optim.SGD, {})
+        return RowWiseAdagrad, options
+    return getattr(torch.optim, kind), options
 
 
 def train(sections: dict[str, Any]) -> dict[str, list[float]]:

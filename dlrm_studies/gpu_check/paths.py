@@ -19,7 +19,8 @@ from dlrm_core.config import LAWS, Parameters, TrainingConfig, parameters_from_s
 from dlrm_core.data.batch import Batch
 from dlrm_core.data.synthetic import SyntheticBatches
 from dlrm_core.embeddings import EmbeddingTables, attach
-from dlrm_core.model import DotInteraction
+from dlrm_core.interactions import DotInteraction
+from dlrm_core.model import InteractionLayer
 from dlrm_core.train import Trainer
 from dlrm_kernels.embeddings.fused_gpu import FusedGpu
 from dlrm_kernels.interaction_gpu import dot_interaction
@@ -271,7 +272,7 @@ def interaction_error(device: torch.device, dtype: torch.dtype, itself: bool, se
     size, tables, dim = (3, 5, 12) if device.type == "cpu" else (333, 26, 128)
     random = torch.Generator().manual_seed(seed)
     vectors = [torch.randn(size, dim, generator=random).to(dtype) for _ in range(tables + 1)]
-    plain = DotInteraction(tables + 1, itself)
+    plain = InteractionLayer(DotInteraction(tables + 1, dim, interaction_itself=itself))
     results = []
     for where, kind, interaction in (
         (device, dtype, lambda x, pooled: dot_interaction(x, pooled, itself)),

@@ -17,12 +17,12 @@ import torch
 
 from dlrm_core.config import PRESETS, Parameters, load_parameters, parameters_from_sections
 from dlrm_core.data.batch import Batch
-from dlrm_core.inference import measure_latency, pool_of
 from dlrm_core.train import Trainer
 from dlrm_studies.gpu_check.paths import FUSED, GRAPHS
 from dlrm_studies.published import PUBLISHED
 from dlrm_workbook.evidence.contestants import compare
 from dlrm_workbook.evidence.dependence import changed_parameters
+from dlrm_workbook.evidence.latency import measure_latency, pool_of
 from dlrm_workbook.ground.turns import elapsed_ms
 
 POOL = 8
@@ -145,7 +145,7 @@ def latencies() -> Iterator[dict[str, Any]]:
 
 
 def latency(parameters: Parameters, steps: int = 300, seconds: float = 5.0) -> dict[str, Any]:
-    """Latency of predictions on batches in page-locked memory; see :mod:`dlrm_core.inference`."""
+    """Latency of predictions on batches in page-locked memory, as ``dlrm infer`` measures it."""
     trainer = Trainer(parameters)
     try:
         pool = pool_of(trainer.batches, steps, pin=trainer.device.type == "cuda")

@@ -30,17 +30,19 @@ import torch
 from dlrm_core.base.errors import InputError
 from dlrm_core.base.files import plain, write_json
 from dlrm_core.base.machine import device_name, peak_memory_by_device
+from dlrm_core.commands import as_rank, started_by_torchrun
 from dlrm_core.config import Parameters, load_parameters
-from dlrm_core.inference import (
+from dlrm_core.run.evaluate import held_out_batches
+from dlrm_core.train import Trainer, TrainingLoop
+from dlrm_workbook.evidence.latency import (
     POOL_BATCHES,
+    batch_sizes,
     latency_of,
     pool_of,
+    time_limit,
     time_predictions,
     warm_up_steps,
 )
-from dlrm_core.run.commands import as_rank, batch_sizes, started_by_torchrun, time_limit
-from dlrm_core.run.evaluate import held_out_batches
-from dlrm_core.train import Trainer, TrainingLoop
 from dlrm_workbook.evidence.power import power_meter
 from dlrm_workbook.ground.ledger import read_document
 from dlrm_workbook.ground.machine import machine_facts, versions

@@ -9,16 +9,9 @@ from typing import Any
 import pandas as pd
 import plotly.graph_objects as go
 
-from dlrm_core.base.units import (
-    NOT_MEASURED,
-    NOTHING,
-    counted,
-    digits,
-    format_bytes,
-    known_or,
-    thousands,
-)
+from dlrm_core.base.text import counted, format_bytes
 from dlrm_studies.published import DEEPSPARK, KALAMKAR, NOT_SAID, NVIDIA, PUBLISHED
+from dlrm_workbook.ground.units import NOT_MEASURED, NOTHING, digits, known_or, thousands
 from dlrm_workbook.show import theme
 from dlrm_workbook.show.tables import Column, Text, each_row
 

@@ -17,7 +17,6 @@ import pandas as pd
 from dlrm_core.base.errors import InputError, MissingToolError
 from dlrm_core.base.files import read_json, write_json
 from dlrm_core.config import Parameters
-from dlrm_core.progress import Bar
 from dlrm_studies.scaling import measure
 from dlrm_studies.scaling.findings import scaling_findings
 from dlrm_studies.scaling.measure import Effort
@@ -42,6 +41,7 @@ from dlrm_studies.scaling.model.record import (
 from dlrm_studies.scaling.model.sharding import SHARDINGS, make_plan, maximum_ranks
 from dlrm_workbook.analysis.devices import device
 from dlrm_workbook.analysis.findings.finding import Finding
+from dlrm_workbook.ground.bar import Bar
 from dlrm_workbook.ground.machine import RESULTS
 
 RANKS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)

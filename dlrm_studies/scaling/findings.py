@@ -12,7 +12,6 @@ from typing import Any, cast
 
 import pandas as pd
 
-from dlrm_core.base.units import milliseconds
 from dlrm_core.config import Parameters
 from dlrm_core.parts import part_label
 from dlrm_studies.scaling.model.choice import best_sharding
@@ -41,6 +40,7 @@ from dlrm_workbook.analysis.findings.finding import (
     rule,
 )
 from dlrm_workbook.analysis.rank_traces import PER_ITERATION, collectives, rank_table
+from dlrm_workbook.ground.units import milliseconds
 
 IMBALANCE_SHARE = 0.1
 """(slowest − mean) / slowest: what all other ranks wait for the slowest one."""

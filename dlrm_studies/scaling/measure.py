@@ -23,8 +23,9 @@ import yaml
 from dlrm_core.base.errors import InputError
 from dlrm_core.base.files import plain, read_json, write_json, write_text
 from dlrm_core.base.machine import available_memory
-from dlrm_core.base.units import counted
+from dlrm_core.base.text import counted
 from dlrm_core.config import Parameters, load_parameters, parameters_from_sections
+from dlrm_core.optimizers import OPTIMIZERS
 from dlrm_ranks.plan import require_possible, require_torchrec
 from dlrm_ranks.world import threads_of_rank
 from dlrm_studies.scaling.launch import launch_lines, run_ranks
@@ -198,7 +199,7 @@ def _sizes_alone(
     """
     model, available = parameters.model, available_memory(torch.device("cpu"))
     table_bytes = 4 * sum(model.table_rows) * model.embedding_dim
-    if parameters.training.optimizer != "sgd":
+    if OPTIMIZERS[parameters.training.optimizer].row_state(model.embedding_dim):
         table_bytes *= 2
     # beside the tables there are batches
     if available is not None and 1.3 * count * table_bytes > available:

@@ -9,11 +9,12 @@ from typing import Any
 import pandas as pd
 import plotly.graph_objects as go
 
-from dlrm_core.base.units import counted, digits, milliseconds, percent, signed_percent, thousands
+from dlrm_core.base.text import counted
 from dlrm_core.parts import part_label
 from dlrm_studies.scaling.model.communication import kind_label
 from dlrm_studies.scaling.model.links import Link
 from dlrm_workbook.analysis.attribution import IDLE
+from dlrm_workbook.ground.units import digits, milliseconds, percent, signed_percent, thousands
 from dlrm_workbook.show import theme
 
 SHARDING_COLOURS = {

@@ -7,10 +7,17 @@ from typing import Any
 
 import pandas as pd
 
-from dlrm_core.base.units import (
+from dlrm_core.base.text import counted
+from dlrm_core.config import Parameters
+from dlrm_studies.scaling.model.choice import Choice
+from dlrm_studies.scaling.model.communication import kind_label
+from dlrm_studies.scaling.model.published import GPUS_PER_NODE, MLPERF_SOURCE
+from dlrm_studies.scaling.model.record import ScalingRecord, predicted_and_measured, typical_error
+from dlrm_workbook.analysis.findings.finding import Finding
+from dlrm_workbook.analysis.sentences import in_markdown
+from dlrm_workbook.ground.units import (
     NOT_MEASURED,
     NOTHING,
-    counted,
     digits,
     from_to,
     known_or,
@@ -19,14 +26,7 @@ from dlrm_core.base.units import (
     signed_percent,
     thousands,
 )
-from dlrm_core.base.units import ratio as times
-from dlrm_core.config import Parameters
-from dlrm_studies.scaling.model.choice import Choice
-from dlrm_studies.scaling.model.communication import kind_label
-from dlrm_studies.scaling.model.published import GPUS_PER_NODE, MLPERF_SOURCE
-from dlrm_studies.scaling.model.record import ScalingRecord, predicted_and_measured, typical_error
-from dlrm_workbook.analysis.findings.finding import Finding
-from dlrm_workbook.analysis.sentences import in_markdown
+from dlrm_workbook.ground.units import ratio as times
 from dlrm_workbook.show.tables import Column, Text, each_row
 from dlrm_workbook.show.theme import rows_of
 

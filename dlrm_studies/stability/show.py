@@ -15,9 +15,9 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from dlrm_core.base.units import known_or
 from dlrm_studies.stability.measure import NAMES, Stability
 from dlrm_workbook.analysis.sentences import in_markdown
+from dlrm_workbook.ground.units import known_or
 from dlrm_workbook.show.tables import Column, Text, each_row
 from dlrm_workbook.show.theme import COLOURS, INK, add_bars, figure, rows_of
 

@@ -7,8 +7,8 @@ from typing import Any
 import pandas as pd
 import plotly.graph_objects as go
 
-from dlrm_core.base.units import duration
 from dlrm_workbook.analysis.sentences import in_markdown
+from dlrm_workbook.ground.units import duration
 from dlrm_workbook.show import theme
 from dlrm_workbook.show.tables import Column, Text
 

@@ -20,7 +20,6 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 
-from dlrm_core.base.units import milliseconds
 from dlrm_core.parts import COMPONENTS, ITERATION_SPAN, PHASES, is_iteration_function
 from dlrm_workbook.analysis.context_tree import (
     Bools,
@@ -31,6 +30,7 @@ from dlrm_workbook.analysis.context_tree import (
     stretch_at,
 )
 from dlrm_workbook.analysis.steady import SteadyState, steady_state
+from dlrm_workbook.ground.units import milliseconds
 from dlrm_workbook.recordings.foreign import START_UP
 from dlrm_workbook.recordings.profile import Profile
 

@@ -1,6 +1,6 @@
 """Does a model fit: here, and on GPUs of which only the data sheet is known.
 
-What is needed comes from :func:`dlrm_core.memory.forecast_memory`; nothing is allocated.
+What is needed comes from :func:`dlrm_kernels.memory.forecast_memory`; nothing is allocated.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 from dlrm_core.base.machine import available_host_memory, resolve_device
 from dlrm_core.config import Parameters
-from dlrm_core.memory import (
+from dlrm_kernels.memory import (
     PLACES,
     MemoryItem,
     forecast_memory,

@@ -29,7 +29,6 @@ import numpy as np
 import pandas as pd
 
 from dlrm_core.base.errors import InputError
-from dlrm_core.base.units import milliseconds, signed_milliseconds
 from dlrm_core.parts import part_label
 from dlrm_workbook.analysis.attribution import (
     PART,
@@ -53,6 +52,7 @@ from dlrm_workbook.ground.intervals import (
     t_interval,
     welch_degrees,
 )
+from dlrm_workbook.ground.units import milliseconds, signed_milliseconds
 from dlrm_workbook.recordings.profile import Profile, nearest
 
 WHOLE = "iteration"

@@ -20,7 +20,6 @@ import pandas as pd
 
 from dlrm_core.base.errors import InputError
 from dlrm_core.base.files import read_json
-from dlrm_core.base.units import milliseconds
 from dlrm_core.parts import ITERATION_SPAN, parse_span
 from dlrm_workbook.analysis.attribution import (
     KEYS,
@@ -37,6 +36,7 @@ from dlrm_workbook.analysis.attribution import (
 from dlrm_workbook.analysis.context_tree import Bools, Floats, Ints
 from dlrm_workbook.analysis.steady import steady_state
 from dlrm_workbook.ground.runs import latest_run
+from dlrm_workbook.ground.units import milliseconds
 from dlrm_workbook.recordings.profile import Profile, inclusive_from_exclusive
 from dlrm_workbook.recordings.torch import RECORDED_PASS
 

@@ -20,12 +20,12 @@ import numpy as np
 import pandas as pd
 
 from dlrm_core.base.errors import InputError
-from dlrm_core.base.units import milliseconds
 from dlrm_core.config import Parameters, parameters_from_sections
 from dlrm_core.parts import part_label
 from dlrm_workbook.analysis.attribution import PART
 from dlrm_workbook.analysis.devices import DATA_SHEET
 from dlrm_workbook.analysis.work import FLOAT_BYTES, lookups, operator_work, part_work
+from dlrm_workbook.ground.units import milliseconds
 from dlrm_workbook.recordings.profile import Profile, nearest
 from dlrm_workbook.recordings.torch.seen_shapes import lookup_of, product_of
 from dlrm_workbook.recordings.torch.shape_work import (

@@ -19,7 +19,8 @@ import numpy.typing as npt
 import pandas as pd
 
 from dlrm_core.base.errors import InputError
-from dlrm_core.base.units import counted, milliseconds, signed_percent
+from dlrm_core.base.text import counted
+from dlrm_workbook.ground.units import milliseconds, signed_percent
 
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]

@@ -11,14 +11,14 @@ import pandas as pd
 import torch
 from torch import nn
 
-from dlrm_core.base.units import milliseconds
 from dlrm_core.config import Parameters, parameters_from_sections
 from dlrm_core.data.batch import Batch
-from dlrm_core.memory import ALWAYS, PLACES, MemoryItem, forecast_memory, total_bytes
 from dlrm_core.parts import part_label
 from dlrm_core.run.reports import TrainingResult
 from dlrm_core.run.schedules import learning_rate
 from dlrm_core.train import Trainer
+from dlrm_kernels.memory import ALWAYS, PLACES, MemoryItem, forecast_memory, total_bytes
+from dlrm_workbook.ground.units import milliseconds
 
 KINDS = {
     "embedding": "embedding",
@@ -53,9 +53,7 @@ def facts(parameters: Parameters) -> pd.DataFrame:
     bag = f"{bag} each" if data.fixed_pooling else f"up to {bag}"
     if sizes := data.multi_hot_sizes:
         bag = f"{min(sizes)} to {max(sizes)} by table, {sum(sizes)} a sample"
-    weights, kind = model.dense_weights, model.interaction
-    if model.cross_widths:
-        kind += f", {model.dcn_layers} cross layers of rank {model.dcn_rank}"
+    weights, kind = model.dense_weights, model.interaction_kind.described()
     known = {
         "bottom MLP": " → ".join(map(str, model.bottom_widths)),
         "top MLP": " → ".join(map(str, model.top_widths)),

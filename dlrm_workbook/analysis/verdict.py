@@ -23,7 +23,7 @@ import yaml
 
 from dlrm_core.base.errors import InputError
 from dlrm_core.base.files import read_json, write_json, write_text
-from dlrm_core.base.units import counted, faster, from_to, milliseconds, percent, ratio
+from dlrm_core.base.text import counted
 from dlrm_core.config import Parameters
 from dlrm_workbook.analysis.attribution import IDLE, attribute, coverage, iteration_state
 from dlrm_workbook.analysis.findings import (
@@ -53,6 +53,7 @@ from dlrm_workbook.analysis.whatif import (
 from dlrm_workbook.evidence.dependence import changed_parameters
 from dlrm_workbook.ground.intervals import t_quantile
 from dlrm_workbook.ground.processes import ProgressCallback, python_module, run_child
+from dlrm_workbook.ground.units import faster, from_to, milliseconds, percent, ratio
 from dlrm_workbook.recordings.profile import Profile
 
 PROCESS_ERROR = 0.03

@@ -21,6 +21,7 @@ import pandas as pd
 
 from dlrm_core.base.errors import InputError
 from dlrm_core.config import Parameters
+from dlrm_core.interactions import INTERACTIONS
 from dlrm_workbook.analysis.attribution import (
     PART,
     attribute,
@@ -72,9 +73,7 @@ KNOWN_BY_WORK = frozenset(
         "model.tables",
         "model.table_rows",
         "model.interaction",
-        "model.interaction_itself",
-        "model.dcn_layers",
-        "model.dcn_rank",
+        *(f"model.{leaf}" for kind in INTERACTIONS.values() for leaf in kind.options),
     }
 )
 """Leaves whose effect is in the operations and bytes of the parts."""

@@ -13,8 +13,7 @@ N_t lookups a batch in table t.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -23,13 +22,10 @@ import pandas as pd
 
 from dlrm_core.config import Parameters
 from dlrm_core.data.reuse import ReuseLaw
+from dlrm_core.losses import LOSSES
+from dlrm_core.operations import FLOAT_BYTES, INDEX_BYTES, NUMBER_BYTES, Operations, Work
+from dlrm_core.optimizers import OPTIMIZERS, rows_work
 from dlrm_workbook.analysis.attribution import PART, in_step_order
-
-FLOAT_BYTES = 4
-INDEX_BYTES = 8
-"""torch's indices are int64."""
-
-ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 TILE_PARTS = {"bf16x2": 2, "bf16x3": 3}
 """bf16 numbers that stand for one fp32 number in the fused dense part."""
@@ -97,43 +93,9 @@ def is_fused(parameters: Parameters) -> bool:
     possible = training.precision == "bf16" or (
         training.precision == "fp32" and training.fp32_matmul in TILE_PARTS
     )
-    possible &= parameters.model.interaction != "dcn" and training.device != "cuda"
+    known = "fused dense part" in parameters.model.interaction_kind.engines
+    possible &= known and training.device != "cuda"
     return training.dense_backend == "fused" and possible
-
-
-@dataclass(frozen=True)
-class Work:
-    """One operator of an iteration. All amounts are of one execution.
-
-    ``read_bytes`` and ``written_bytes`` are the operator's operands, each tensor once;
-    ``gather_bytes`` of those read lie in rows scattered over a table.
-    """
-
-    component: str
-    phase: str
-    operator: str
-    """As torch names it, without ``aten::``."""
-    count: int
-    """Executions in an iteration."""
-    flops: float
-    read_bytes: float
-    written_bytes: float
-    gather_bytes: float = 0.0
-    layer: int = -1
-    """Of matrix products: the layer of its MLP, input side first."""
-    product: str = ""
-    """Of matrix products: ``forward``, ``backward_input`` or ``backward_weight``."""
-    batch: int = 0
-    m: int = 0
-    n: int = 0
-    k: int = 0
-    """Of matrix products: ``batch`` times (m, k) by (k, n)."""
-    table: int = -1
-    """Of lookups: which table."""
-    merged: bool = False
-    """Not a call of its own: one call does this for all tables."""
-    on_link: bool = False
-    """Moves over the link between host and device, not through memory alone."""
 
 
 # ---- lookups -----------------------------------------------------------------------------
@@ -254,80 +216,18 @@ def _zipf_chances(rows: int, exponent: float) -> np.ndarray:
 # ---- operators ------------------------------------------------------------------------
 
 
-class _Step:
-    """Collects the operators of an iteration, for one part and phase at a time."""
+class _Step(Operations):
+    """Collects the operators of an iteration."""
 
     def __init__(self, parameters: Parameters) -> None:
+        training = parameters.training
+        super().__init__(NUMBER_BYTES[training.precision], widens=training.device != "cuda")
         self.parameters = parameters
-        self.model, self.training = parameters.model, parameters.training
-        self.dim, self.features = self.model.embedding_dim, len(self.model.table_rows) + 1
+        self.model, self.training = parameters.model, training
+        self.optimizer = OPTIMIZERS[training.optimizer]
+        self.interaction, self.loss = self.model.interaction_kind, LOSSES[self.model.loss]
+        self.dim, self.features = self.interaction.dim, self.interaction.features
         self.mlps = {"top_mlp": self.model.top_widths, "bottom_mlp": self.model.bottom_widths}
-        self.weights = {part: _weights(widths) for part, widths in self.mlps.items()}
-        if cross := self.model.cross_widths:
-            self.weights["interaction"] = _cross_weights(cross)
-        self.work: list[Work] = []
-        self._part = ("other", "", 1)
-
-    @contextmanager
-    def part(self, component: str, phase: str, count: int = 1) -> Iterator[None]:
-        """What is added inside belongs to this part and runs ``count`` times."""
-        before, self._part = self._part, (component, phase, count)
-        try:
-            yield
-        finally:
-            self._part = before
-
-    def add(self, operator: str, read: float, written: float, **more: Any) -> None:
-        """An operator that reads and writes so many bytes; ``more`` attributes of Work."""
-        component, phase, count = self._part
-        flops = float(more.pop("flops", 0.0))
-        row = Work(component, phase, operator, count, flops, float(read), float(written), **more)
-        self.work.append(row)
-
-    def cast(self, elements: float, before: int, after: int) -> None:
-        """A copy in another precision: bytes of an element before and after."""
-        self.add("_to_copy", elements * before, elements * after)
-
-    def pointwise(self, operator: str, elements: float, operands: int, element: int) -> None:
-        """One operation an element; ``operands`` tensors in, one out."""
-        self.add(operator, operands * elements * element, elements * element, flops=elements)
-
-    def product(
-        self,
-        operator: str,
-        product: str,
-        m: int,
-        n: int,
-        k: int,
-        element: int,
-        *,
-        batch: int = 1,
-        layer: int = 0,
-        bias: bool = False,
-        symmetric: bool = False,
-        accumulate: bool = False,
-    ) -> None:
-        """A matrix product, ``batch`` times (m, k) by (k, n): 2 m n k operations each.
-
-        Args:
-            element: bytes of an element.
-            bias: a vector (n,) is added.
-            symmetric: the second operand is the first one transposed, read once.
-            accumulate: the result is added to what is there.
-        """
-        operands = m * k + (0 if symmetric else k * n) + (m * n if accumulate else 0)
-        self.add(
-            operator,
-            element * (batch * operands + (n if bias else 0)),
-            element * batch * m * n,
-            flops=2.0 * batch * m * n * k,  # as torch counts: adding the bias is free
-            layer=layer,
-            product=product,
-            batch=batch,
-            m=m,
-            n=n,
-            k=k,
-        )
 
     # ---- data, loss, updates of the dense weights -------------------------------------
 
@@ -345,49 +245,21 @@ class _Step:
                 self.add("copy_batch", total, total, on_link=True)
 
     def loss_forward(self, rows: int, count: int) -> None:
-        kind, four = self.model.loss, FLOAT_BYTES
+        """Add the loss's forward, ``count`` times of so many rows."""
         with self.part("loss", "forward", count):
-            if kind in ("mse", "bce"):
-                name = {"mse": "mse_loss", "bce": "binary_cross_entropy"}[kind]
-                self.add(name, 2 * rows * four, four, flops=3 * rows)
-                return
-            # the weights of the two targets are float64, and so is what follows from them
-            self.add("_to_copy", rows * four, rows * INDEX_BYTES)
-            self.add("index", rows * (8 + INDEX_BYTES), rows * 8)  # a weight a sample
-            self.add("binary_cross_entropy", 2 * rows * four, rows * four, flops=3 * rows)
-            self.add("mul", rows * (8 + four), rows * 8, flops=rows)
-            self.add("mean", rows * 8, 8, flops=rows)
+            self.loss.forward_work(self, rows)
 
     def loss_backward(self, rows: int, count: int) -> None:
-        kind, four = self.model.loss, FLOAT_BYTES
+        """Add the loss's backward."""
         with self.part("loss", "backward", count):
-            if kind in ("mse", "bce"):
-                name = {"mse": "mse_loss_backward", "bce": "binary_cross_entropy_backward"}[kind]
-                self.add("full_like", 0, four)
-                self.add(name, 2 * rows * four + four, rows * four, flops=3 * rows)
-                return
-            self.add("full_like", 0, 8)
-            self.add("div", 8, rows * 8, flops=rows)
-            self.add("mul", rows * 16, rows * 8, flops=rows)
-            self.add("_to_copy", rows * 8, rows * four)
-            self.add("binary_cross_entropy_backward", 3 * rows * four, rows * four, flops=3 * rows)
+            self.loss.backward_work(self, rows)
 
     def dense_updates(self) -> None:
-        """SGD: w −= η g. Adagrad: s += g², w −= η g / (√s + ε)."""
+        """Add the updates of the dense weights, part by part."""
         fused = self.training.fused_optimizer
-        for part, sizes in self.weights.items():
+        for part, sizes in self.model.weight_sizes.items():
             with self.part(part, "update"):
-                for size in [sum(sizes)] if fused else sizes:
-                    whole = size * FLOAT_BYTES
-                    if "adagrad" not in self.training.optimizer:
-                        self.add("add_", 2 * whole, whole, flops=2 * size)
-                    elif fused:
-                        self.add("_fused_adagrad_", 3 * whole, 2 * whole, flops=7 * size)
-                    else:
-                        self.add("addcmul_", 2 * whole, whole, flops=2 * size)
-                        self.add("sqrt", whole, whole, flops=size)
-                        self.add("add_", whole, whole, flops=size)
-                        self.add("addcdiv_", 3 * whole, whole, flops=3 * size)
+                self.optimizer.dense_work(self, [sum(sizes)] if fused else sizes, fused)
 
     # ---- embedding tables ---------------------------------------------------------------
 
@@ -413,7 +285,7 @@ class _Step:
                     if narrow:
                         self._rounded_update(table)
                     else:
-                        self._sparse_update(table)
+                        self.optimizer.table_work(self, table, self.dim)
 
     def _pooled(self, table: Lookups, fused: bool) -> None:
         """A row a lookup, an index each, an offset a bag; one pooled vector a bag.
@@ -458,68 +330,13 @@ class _Step:
         """
         values, indices = table.unique * self.dim, table.unique * INDEX_BYTES
         rows, gradient = table.unique * self.model.row_bytes, values * FLOAT_BYTES
-        width = {"sgd": 0, "adagrad": self.dim, "rowwise_adagrad": 1}[self.training.optimizer]
-        if width:
+        if width := self.optimizer.row_state(self.dim):
             self.add("pow", gradient, gradient, flops=values)
-            self._add_rows("index_add_", table, table.unique, table.unique, width)
+            rows_work(self, "index_add_", table, table.unique, table.unique, width)
         self.add("index", rows + indices, rows, gather_bytes=rows, table=table.table)
         self.cast(values, self.model.row_bytes // self.dim, FLOAT_BYTES)
         self.add("sub", 2 * gradient, gradient, flops=2 * values)
         self.add("index_put_", gradient + indices, rows, table=table.table)
-
-    def _sparse_update(self, table: Lookups) -> None:
-        """Adds the sparse gradient row by row; Adagrad first merges rows that occur twice."""
-        if self.training.optimizer == "sgd":
-            self._add_rows("add_", table, table.count, table.scattered, self.dim)
-            return
-        rows, values, vector = table.unique, table.unique * self.dim, self.dim * FLOAT_BYTES
-        merged = rows * vector
-        self.add(
-            "_coalesce",
-            table.count * (vector + INDEX_BYTES),
-            rows * (vector + INDEX_BYTES),
-            flops=table.count * self.dim,
-            table=table.table,
-        )
-        self.add("pow", merged, merged, flops=values)
-        if self.training.optimizer == "rowwise_adagrad":
-            self._rowwise_adagrad(table)
-            return
-        # s += g²; w −= η g / (√s + ε), on the rows that have a gradient
-        self._add_rows("add_", table, rows, rows, self.dim)
-        read = merged + rows * INDEX_BYTES
-        self.add("sparse_mask", read, merged, gather_bytes=merged, table=table.table)
-        self.add("sqrt_", merged, merged, flops=values)
-        self.add("add_", merged, merged, flops=values)
-        self.add("div", 2 * merged, merged, flops=values)
-        self._add_rows("add_", table, rows, rows, self.dim)
-
-    def _rowwise_adagrad(self, table: Lookups) -> None:
-        """s += mean(g²), one number a row; w −= η g / (√s + ε)."""
-        rows, values = table.unique, table.unique * self.dim
-        merged, scalars = values * FLOAT_BYTES, rows * FLOAT_BYTES
-        self.add("mean", merged, scalars, flops=values)
-        self._add_rows("index_add_", table, rows, rows, 1)
-        read = scalars + rows * INDEX_BYTES
-        self.add("index", read, scalars, gather_bytes=scalars, table=table.table)
-        for operator in ("sqrt", "add", "reciprocal", "mul"):
-            self.add(operator, scalars, scalars, flops=rows)
-        self.add("mul", merged + scalars, merged, flops=values)
-        self._add_rows("index_add_", table, rows, rows, self.dim)
-
-    def _add_rows(
-        self, operator: str, table: Lookups, rows: float, scattered: float, width: int
-    ) -> None:
-        """Reads an index, a gradient and a row of the table, and writes the row."""
-        values = rows * width * FLOAT_BYTES
-        self.add(
-            operator,
-            2 * values + rows * INDEX_BYTES,
-            values,
-            flops=2 * rows * width,
-            gather_bytes=scattered * width * FLOAT_BYTES,
-            table=table.table,
-        )
 
     def _fused_update(self, table: Lookups) -> None:
         """Each row that was looked up is read and written once, with its optimiser's state.
@@ -528,8 +345,8 @@ class _Step:
         size of the lookups is written.
         """
         size, vector = self.training.batch_size, self.dim * FLOAT_BYTES
-        states = {"sgd": 0, "adagrad": vector, "rowwise_adagrad": FLOAT_BYTES}
-        rows = table.unique * (self.model.row_bytes + states[self.training.optimizer])
+        state = FLOAT_BYTES * self.optimizer.row_state(self.dim)
+        rows = table.unique * (self.model.row_bytes + state)
         self.add(
             "fused_update",
             size * vector + (table.count + size) * INDEX_BYTES + rows,
@@ -541,26 +358,12 @@ class _Step:
         )
 
 
-def _weights(widths: tuple[int, ...]) -> list[int]:
-    """Elements of each weight and bias, in the optimiser's order."""
-    return [size for n, m in itertools.pairwise(widths) for size in (n * m, m)]
-
-
-def _cross_weights(widths: tuple[int, ...]) -> list[int]:
-    """Elements of each cross layer's weights and bias, in the optimiser's order."""
-    sizes = []
-    for product, (n, m) in enumerate(itertools.pairwise(widths)):
-        sizes += [n * m, m] if product % 2 else [n * m]
-    return sizes
-
-
 class _TorchDense:
     """The MLPs and the interaction as torch's own operators run them."""
 
     def __init__(self, step: _Step) -> None:
         self.step, self.model = step, step.model
-        self.element = ELEMENT_BYTES[step.training.precision]
-        self.narrow = self.element != FLOAT_BYTES
+        self.element, self.narrow = step.element, step.narrow
         self.clamped = 0.0 < self.model.loss_threshold < 1.0
 
     def iteration(self) -> None:
@@ -602,7 +405,7 @@ class _TorchDense:
 
     def _whole_batch(self, pieces: int) -> None:
         """What is done once however many pieces a batch has, and what only pieces need."""
-        for part, sizes in self.step.weights.items():
+        for part, sizes in self.model.weight_sizes.items():
             if self.narrow:
                 with self.step.part(part, "forward"):
                     # autocast keeps a weight's copy until the step is done
@@ -622,7 +425,7 @@ class _TorchDense:
             if self.narrow and layer == 0 and not top:
                 # what reaches the top MLP is narrow already
                 step.cast(rows * n, FLOAT_BYTES, element)
-            step.product("addmm", "forward", rows, m, n, element, layer=layer, bias=True)
+            step.product("addmm", "forward", (rows, m, n), layer=layer, bias=True)
             if not (top and layer == len(widths) - 2):
                 step.pointwise("relu", rows * m, 1, element)
                 continue
@@ -648,96 +451,24 @@ class _TorchDense:
             else:
                 step.pointwise("threshold_backward", rows * m, 2, element)
             if layer > 0 or top:
-                step.product("mm", "backward_input", rows, n, m, element, layer=layer)
-            step.product("mm", "backward_weight", m, n, rows, element, layer=layer)
-            # the bias's gradient
-            step.add("sum", rows * m * element, m * element, flops=rows * m)
-            if self.narrow:
-                step.cast(n * m, element, FLOAT_BYTES)
-                step.cast(m, element, FLOAT_BYTES)
+                step.product("mm", "backward_input", (rows, n, m), layer=layer)
+            step.weight_gradients(rows, m, n, layer, bias=True)
 
     def _interaction_forward(self, rows: int) -> None:
-        """Products of pairs of features, then what is kept of them."""
+        """All features in one, then what the interaction makes of them."""
         step, element, dim, features = self.step, self.element, self.step.dim, self.step.features
         if self.narrow:
             for _ in range(features - 1):
                 step.cast(rows * dim, FLOAT_BYTES, element)
         whole = rows * features * dim * element
         step.add("cat", whole, whole)
-        if self.model.interaction == "dcn":
-            self._cross_forward(rows)
-        if self.model.interaction != "dot":
-            return
-        pairs = self.model.interaction_width - dim
-        shape = (features, features, dim, element)
-        step.product("bmm", "forward", *shape, batch=rows, symmetric=True)
-        self._gathered(rows, features * features, pairs)
-        out = rows * (dim + pairs) * element
-        step.add("cat", out, out)
-
-    def _gathered(self, rows: int, source: int, wanted: int) -> None:
-        """``wanted`` of ``source`` columns by an index; a CPU widens 2-byte numbers first."""
-        widened = self.narrow and self.step.training.device != "cuda"
-        wide = FLOAT_BYTES if widened else self.element
-        if widened:
-            self.step.cast(rows * source, self.element, wide)
-        least = rows * min(source, wanted) * wide
-        self.step.add("index_select", least + wanted * INDEX_BYTES, rows * wanted * wide)
-        if widened:
-            self.step.cast(rows * wanted, wide, self.element)
+        step.interaction.forward_work(step, rows)
 
     def _interaction_backward(self, rows: int) -> None:
         """The gradients of the features, and of each table's vectors in one piece."""
-        step, element, dim, features = self.step, self.element, self.step.dim, self.step.features
-        vector = rows * dim * element
-        if self.model.interaction == "dot":
-            pairs = self.model.interaction_width - dim
-            # the gradients of the pairs at their place in (B, F, F), zeros elsewhere
-            picked = rows * pairs * element
-            step.add("constant_pad_nd", picked, picked + rows * element)
-            self._gathered(rows, pairs + 1, features * features)
-            if self.narrow and self.model.interaction_itself:
-                step.pointwise("mul_", rows * features, 1, element)
-            shape = (features, dim, features, element)
-            step.product("bmm", "backward_input", *shape, batch=rows)
-            if not self.narrow:
-                step.product("baddbmm_", "backward_input", *shape, batch=rows, accumulate=True)
-            # x goes to the interaction's output as it is, too
-            step.add("add", 2 * vector, vector, flops=rows * dim)
-        else:
-            if self.model.interaction == "dcn":
-                self._cross_backward(rows)
-            if rows > 1:
-                step.add("copy_", vector, vector)
-        for _ in range(features - 1):
+        self.step.interaction.backward_work(self.step, rows)
+        for _ in range(self.step.features - 1):
             self._table_gradient(rows)
-
-    def _cross_forward(self, rows: int) -> None:
-        """x_0 (W (V x) + b) + x, layer by layer: V narrows to the rank, W widens again."""
-        step, element, widths = self.step, self.element, self.model.cross_widths
-        for layer in range(0, len(widths) - 1, 2):
-            width, rank = widths[layer : layer + 2]
-            step.product("mm", "forward", rows, rank, width, element, layer=layer)
-            step.product("addmm", "forward", rows, width, rank, element, layer=layer + 1, bias=True)
-            step.pointwise("mul", rows * width, 2, element)
-            step.pointwise("add_", rows * width, 2, element)
-
-    def _cross_backward(self, rows: int) -> None:
-        """Two products for each forward one; the gradients of x_0 and of each x are added up."""
-        step, element, widths = self.step, self.element, self.model.cross_widths
-        for layer in reversed(range(0, len(widths) - 1, 2)):
-            width, rank = widths[layer : layer + 2]
-            for operator in ("mul", "mul", "add", "add"):
-                step.pointwise(operator, rows * width, 2, element)
-            for product, n, m in ((layer + 1, rank, width), (layer, width, rank)):
-                step.product("mm", "backward_input", rows, n, m, element, layer=product)
-                step.product("mm", "backward_weight", m, n, rows, element, layer=product)
-                if self.narrow:
-                    step.cast(n * m, element, FLOAT_BYTES)
-            # the bias's gradient
-            step.add("sum", rows * width * element, width * element, flops=rows * width)
-            if self.narrow:
-                step.cast(width, element, FLOAT_BYTES)
 
     def _table_gradient(self, rows: int) -> None:
         """The gradient of one table's vectors: a slice of the features', made contiguous."""
@@ -784,8 +515,9 @@ class _FusedDense:
             self._mlp_forward(rows, model.bottom_widths)
         with step.part("interaction", "forward", count):
             read = rows * step.features * step.dim * FLOAT_BYTES
-            written = 2 * rows * model.interaction_width * self.element
-            step.add("fused_interaction", read, written, flops=self._interaction_flops(rows))
+            written = 2 * rows * step.interaction.width * self.element
+            flops = rows * step.interaction.needed_flops
+            step.add("fused_interaction", read, written, flops=flops)
         with step.part("top_mlp", "forward", count):
             self._mlp_forward(rows, model.top_widths)
             step.pointwise("sigmoid", rows, 1, FLOAT_BYTES)
@@ -798,21 +530,15 @@ class _FusedDense:
             self._mlp_backward(rows, model.top_widths, needs_input=True)
         with step.part("interaction", "backward", count):
             features = rows * step.features * step.dim
-            read = (features + rows * model.interaction_width) * FLOAT_BYTES
-            flops = 2 * self._interaction_flops(rows)
+            read = (features + rows * step.interaction.width) * FLOAT_BYTES
+            flops = 2 * rows * step.interaction.needed_flops
             step.add("fused_interaction_backward", read, features * FLOAT_BYTES, flops=flops)
         with step.part("bottom_mlp", "backward", count):
             self._mlp_backward(rows, model.bottom_widths, needs_input=False)
 
-    def _interaction_flops(self, rows: int) -> float:
-        if self.model.interaction == "cat":
-            return 0.0
-        return 2.0 * rows * (self.model.interaction_width - self.step.dim) * self.step.dim
-
     def _mlp_forward(self, rows: int, widths: tuple[int, ...]) -> None:
         for layer, (n, m) in enumerate(itertools.pairwise(widths)):
-            shape = (rows, m, n, self.element)
-            self.step.product("fused_product", "forward", *shape, layer=layer, bias=True)
+            self._product("forward", (rows, m, n), layer, bias=True)
 
     def _mlp_backward(self, rows: int, widths: tuple[int, ...], needs_input: bool) -> None:
         step, element = self.step, self.element
@@ -821,5 +547,12 @@ class _FusedDense:
         for layer in reversed(range(len(widths) - 1)):
             n, m = widths[layer], widths[layer + 1]
             if layer > 0 or needs_input:
-                step.product("fused_product", "backward_input", rows, n, m, element, layer=layer)
-            step.product("fused_product", "backward_weight", m, n, rows, element, layer=layer)
+                self._product("backward_input", (rows, n, m), layer)
+            self._product("backward_weight", (m, n, rows), layer)
+
+    def _product(
+        self, product: str, shape: tuple[int, int, int], layer: int, bias: bool = False
+    ) -> None:
+        self.step.product(
+            "fused_product", product, shape, element=self.element, layer=layer, bias=bias
+        )

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from dlrm_core.config import Parameters
-from dlrm_core.data.files.draws import half_of_bits, stream_key, words
+from dlrm_core.data.files.draws import half_of_bits, stream_key, stream_words
 from dlrm_core.data.files.sources import open_source
 from dlrm_core.data.files.teacher import Law, SampleMaker, TeacherConfig, Variant, sigmoid
 
@@ -98,13 +98,12 @@ def sampled_logits(maker: SampleMaker, key: int, start: int, count: int) -> np.n
     """The teacher's logits of samples of the data's law, drawn from streams of their own."""
     assert maker.teacher is not None
     lut = half_of_bits()
-    columns = [
-        lut[(words(stream_key(key, "dense", j), start, count) >> np.uint64(48)).astype(np.intp)]
-        for j in range(maker.dense_features)
-    ]
+    keys = [stream_key(key, "dense", j) for j in range(maker.dense_features)]
+    bits = [stream_words(column, start, count) >> np.uint64(48) for column in keys]
+    columns = [lut[of_column.astype(np.intp)] for of_column in bits]
     dense = np.stack(columns, axis=1) if columns else np.empty((count, 0), np.float16)
     rows = [
-        law.draw(words(stream_key(key, "rows", t), start, count))
+        law.draw(stream_words(stream_key(key, "rows", t), start, count))
         if t in maker.teacher.effects
         else np.zeros(count, np.int64)
         for t, law in enumerate(maker.laws)

@@ -32,8 +32,7 @@ from dlrm_core.data.files.sources import (
     open_source,
     refuse,
 )
-from dlrm_core.data.files.spec import FILE_NAME, MOST_BYTES, ColumnFile, FeatureSpec, read_spec
-from dlrm_core.progress import Bar
+from dlrm_core.data.files.spec import FILE_NAME, MOST_SPEC_BYTES, ColumnFile, FeatureSpec, read_spec
 from dlrm_workbook.datasets.resumable import (
     OpenFiles,
     Workplace,
@@ -51,6 +50,7 @@ from dlrm_workbook.datasets.splits import (
     split_names,
 )
 from dlrm_workbook.datasets.write_spec import write_spec
+from dlrm_workbook.ground.bar import Bar
 
 ORIGIN = "source_feature_spec.yaml"
 """The feature_spec.yaml of the split_binary data set that others were converted from."""
@@ -180,7 +180,7 @@ def _write(request: Conversion, parts: list[SplitRange], place: Workplace) -> in
     if request.after == "split_binary":
         spec = _specification(request, parts, place.folder, origin)
     elif origin is not None:
-        write_text(place.folder / ORIGIN, read_text(origin[0], MOST_BYTES))
+        write_text(place.folder / ORIGIN, read_text(origin[0], MOST_SPEC_BYTES))
     done = {"lost": 0} | dict.fromkeys((part.name for part in parts), 0) | place.done
     total = sum(part.stop - part.start for part in parts)
     before = sum(done[part.name] for part in parts)
@@ -223,7 +223,7 @@ def _specification(
     """Write the feature_spec.yaml of the new data set: the one it comes from, if there is one."""
     names = [part.name for part in parts]
     if origin is not None and sorted(origin[1].splits) == sorted(names):
-        write_text(folder / FILE_NAME, read_text(origin[0], MOST_BYTES))
+        write_text(folder / FILE_NAME, read_text(origin[0], MOST_SPEC_BYTES))
         return read_spec(folder)
     known = parts[0].split.table_rows if origin is None else origin[1].table_rows
     if None in known:

@@ -17,7 +17,6 @@ import numpy as np
 from dlrm_core.base.errors import InputError
 from dlrm_core.data.files.spec import index_dtype
 from dlrm_core.data.files.teacher import Law, SampleMaker, Variant
-from dlrm_core.progress import Bar
 from dlrm_workbook.datasets.best_auc import best_figures, score_test_set
 from dlrm_workbook.datasets.resumable import (
     OpenFiles,
@@ -28,6 +27,7 @@ from dlrm_workbook.datasets.resumable import (
     workplace,
 )
 from dlrm_workbook.datasets.write_spec import SPLITS, write_spec
+from dlrm_workbook.ground.bar import Bar
 
 KEPT_ROWS = 100
 """Tables of at most so many rows keep them when a variant is scaled down."""

@@ -22,7 +22,7 @@ import numpy as np
 
 from dlrm_core.base.errors import InputError
 from dlrm_core.base.files import lock_or_refuse, make_folder, sync_folder
-from dlrm_core.progress import Bar
+from dlrm_workbook.ground.bar import Bar
 from dlrm_workbook.ground.ledger import Ledger
 
 T = TypeVar("T")

@@ -88,7 +88,7 @@ def _sizes(bytes_a_sample: int, samples: int, beside: int) -> dict[str, Any]:
 def _model(preset: str) -> tuple[int, float]:
     """Parameters of a preset's model, and GiB that training it takes on one GPU."""
     from dlrm_core.config import load_parameters
-    from dlrm_core.memory import forecast_memory, total_bytes
+    from dlrm_kernels.memory import forecast_memory, total_bytes
 
     parameters = load_parameters(f"{preset}.yaml")
     model = parameters.model

@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dlrm_core.base.machine import available_memory, cpu_flags
-from dlrm_core.base.units import format_bytes
-from dlrm_core.config import Parameters
-from dlrm_core.memory import mean_bag_size
+from dlrm_core.base.text import format_bytes
+from dlrm_core.config import Parameters, mean_bag_size
 from dlrm_kernels.dense import parts_of, why_not_fused
 from dlrm_kernels.tiles.machine import cpu_caches
 from dlrm_workbook.ground.turns import CPU, Action, best_times_ms, threads_of, waited_ns
@@ -109,7 +108,6 @@ def model_products(parameters: Parameters) -> list[Product]:
     found = []
     for part, widths in (
         ("bottom_mlp", model.bottom_widths),
-        ("interaction", model.cross_widths),
         ("top_mlp", model.top_widths),
     ):
         for layer, (n, m) in enumerate(itertools.pairwise(widths)):
@@ -117,16 +115,16 @@ def model_products(parameters: Parameters) -> list[Product]:
             if part != "bottom_mlp" or layer > 0:  # nobody asks for the dense features' gradient
                 found.append(Product(part, layer, "backward_input", size, n, m))
             found.append(Product(part, layer, "backward_weight", m, n, size))
-    if model.interaction == "dot":
-        features, dim = len(model.table_rows) + 1, model.embedding_dim
-        found.append(Product("interaction", 0, "forward", features, features, dim, size))
-        found.append(Product("interaction", 0, "backward_input", features, dim, features, size))
+    found += [
+        Product("interaction", work.layer, work.product, work.m, work.n, work.k, work.batch)
+        for work in model.interaction_kind.products(size)
+    ]
     return found
 
 
 def tile_precision(parameters: Parameters, device: torch.device) -> str | None:
     """Name of the tile kernels' products, where the run's dense part multiplies by them."""
-    training, interaction = parameters.training, parameters.model.interaction
+    training, interaction = parameters.training, parameters.model.interaction_kind
     if training.dense_backend != "fused" or why_not_fused(training, device, interaction):
         return None
     names = {parts: name for name, parts in TILE_PARTS.items()}

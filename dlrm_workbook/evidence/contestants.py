@@ -26,14 +26,18 @@ import numpy as np
 
 from dlrm_core.base.errors import InputError, MissingToolError
 from dlrm_core.base.files import read_json, write_json
-from dlrm_core.base.units import faster
 from dlrm_core.config import Parameters, parameters_from_sections
+from dlrm_core.interactions import CatInteraction, DotInteraction
 from dlrm_workbook.ground.intervals import Interval, median_interval
 from dlrm_workbook.ground.processes import ALLOCATOR, python_module, run_child
 from dlrm_workbook.ground.turns import rotated, round_ratios, take_turns
+from dlrm_workbook.ground.units import faster
 
 PEER = "facebook"
 """Name of facebookresearch/dlrm as a contestant."""
+
+PEER_INTERACTIONS = (DotInteraction.kind, CatInteraction.kind)
+"""Kinds of interactions that it has."""
 
 BESIDE = "beside the contestants"
 """The turn in each round that is no contestant's."""

@@ -12,6 +12,8 @@ from typing import Any
 
 from dlrm_core.base.errors import InputError
 from dlrm_core.config import SECTIONS, Parameters, parameters_from_sections
+from dlrm_core.interactions import INTERACTIONS
+from dlrm_core.losses import LOSSES
 
 Change = Mapping[str, Any]
 """Dotted leaf to value."""
@@ -67,11 +69,9 @@ ACCOUNTED = {
     "model.tables",
     "model.table_rows",
     "model.interaction",
-    "model.interaction_itself",
-    "model.dcn_layers",
-    "model.dcn_rank",
+    *(f"model.{leaf}" for kind in INTERACTIONS.values() for leaf in kind.options),
     "model.loss",
-    "model.loss_weights",
+    *(f"model.{leaf}" for kind in LOSSES.values() for leaf in kind.options),
     "model.loss_threshold",
     "data.generator",
     "data.indices_per_lookup",
@@ -89,9 +89,9 @@ ACCOUNTED = {
 def changed_parameters(parameters: Parameters, change: Change) -> tuple[Parameters, list[str]]:
     """The parameters after a change, and what had to change along with it.
 
-    The bottom MLP ends in the embedding width, a list of rows has an entry a table, and only
-    dcn has cross layers, so ``model.embedding_dim``, ``model.tables`` and ``model.interaction``
-    take those along.
+    The bottom MLP ends in the embedding width, a list of rows has an entry a table, and kinds
+    have options of their own, so ``model.embedding_dim``, ``model.tables`` and
+    ``model.interaction`` take those along.
 
     Raises:
         InputError: a leaf is unknown, or the changed parameters cannot work.
@@ -114,11 +114,11 @@ def changed_parameters(parameters: Parameters, change: Change) -> tuple[Paramete
             f"model.bottom_mlp ends in {change['model.embedding_dim']} too, "
             "since the interaction needs it"
         )
-    if change.get("model.interaction", "dcn") != "dcn" and parameters.model.cross_widths:
-        for leaf in ("dcn_layers", "dcn_rank"):
-            if f"model.{leaf}" not in change:
-                model[leaf] = None
-        notices.append("model.dcn_layers and model.dcn_rank are left out: only dcn has them")
+    before = parameters.model.interaction_kind
+    own = [f"model.{leaf}" for leaf in before.left_out()]
+    if change.get("model.interaction", before.kind) != before.kind and own:
+        model |= {name.removeprefix("model."): None for name in own if name not in change}
+        notices.append(f"{' and '.join(own)} are left out: only {before.kind} has them")
     counts_input = model["mlp_sizes"] == "facebook"
     if "model.bottom_mlp" in change and "model.dense_features" not in change and counts_input:
         model["dense_features"] = None
@@ -198,13 +198,13 @@ def signature(parameters: Parameters, component: str) -> tuple[Any, ...]:
     if component == "bottom_mlp":
         return (*dense, *update, model.bottom_widths)
     if component == "interaction":
-        kind = (model.interaction, model.interaction == "dot" and model.interaction_itself)
-        cross = (*update, model.cross_widths) if model.cross_widths else ()
-        return (*dense, len(model.table_rows), model.embedding_dim, *kind, *cross)
+        kind = model.interaction_kind
+        own = update if kind.weights() else ()
+        return (*dense, kind.features, kind.dim, *kind.key, *own)
     if component == "top_mlp":
         return (*dense, *update, model.top_widths, model.loss_threshold)
     if component == "loss":
-        return (*dense, model.loss, model.loss_weights)
+        return (*dense, model.loss, *_leaves(model, tuple(LOSSES[model.loss].options)))
     if component == "embedding":
         return (*_leaves(training, EMBEDDING_ENGINE), *bags, model.embedding_dim, law, skew)
     if component == "optimizer":

@@ -8,6 +8,7 @@ are known well enough.
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 import threading
@@ -22,17 +23,19 @@ import torch
 
 from dlrm_core.base.errors import InputError
 from dlrm_core.base.machine import available_memory, cpu_flags, keep_freed_memory
-from dlrm_core.base.units import format_bytes
-from dlrm_core.config import ModelConfig, Parameters
+from dlrm_core.base.text import format_bytes
+from dlrm_core.config import ModelConfig, Parameters, mean_bag_size
 from dlrm_core.data.loader import make_generator
 from dlrm_core.dense import resolve_dense
-from dlrm_core.embeddings import touched_beside
-from dlrm_core.memory import forecast_memory, mean_bag_size
+from dlrm_core.interactions import CatInteraction
+from dlrm_core.losses import MeanSquaredError
 from dlrm_core.model import DLRM, ClickLoss
 from dlrm_core.parts import log_spans, parse_span
-from dlrm_core.run.precision import set_fp32_products
+from dlrm_core.precision import set_fp32_products
 from dlrm_core.step import TrainingStep
 from dlrm_kernels.embeddings.choose import resolve
+from dlrm_kernels.embeddings.pages import tables_on_huge_pages, touched_beside
+from dlrm_kernels.memory import forecast_memory
 from dlrm_kernels.tiles import machine as tiles
 from dlrm_workbook.evidence.ceilings import BF16_FLAGS, last_level_cache
 from dlrm_workbook.evidence.dependence import (
@@ -160,16 +163,16 @@ def reduced(parameters: Parameters, half: str) -> Parameters:
             dense_backend="torch",
             fused_optimizer=False,
         )
+        without: dict[str, Any] = dict.fromkeys(model.interaction_kind.left_out())
         model = replace(
             model,
             mlp_sizes="facebook",
             dense_features=1,
             bottom_mlp=(1, model.embedding_dim),
             top_mlp=(1,),
-            interaction="cat",
-            dcn_layers=None,
-            dcn_rank=None,
-            loss="mse",
+            interaction=CatInteraction.kind,
+            loss=MeanSquaredError.kind,
+            **without,
         )
         law = "facebook" if data.generator == "facebook_loop" else data.generator
         data = replace(data, generator=law, loader="synchronous", place="cpu")
@@ -187,10 +190,11 @@ def half_bytes(parameters: Parameters, half: str) -> int:
         tables = range(len(model.table_rows))
         lookups = sum(size * mean_bag_size(parameters, t) for t in tables)
         return int(lookups * model.embedding_dim * 4 * 4)
-    widths = (model.bottom_widths, model.cross_widths, model.top_widths)
+    widths = (model.bottom_widths, model.top_widths)
     weights = sum(model.dense_weights.values())
+    own = [work.n for work in model.interaction_kind.products(1) if work.product == "forward"]
     features = len(model.table_rows) + 1
-    values = sum(map(sum, widths)) + features * (features + model.embedding_dim)
+    values = sum(map(sum, widths)) + sum(own) + features * (features + model.embedding_dim)
     return 4 * (2 * size * values + 3 * weights)
 
 
@@ -228,7 +232,7 @@ class StepLoop:
         self.model: DLRM = model_for(self.parameters.model, lent, self.huge_pages)
         self.parameters, chosen = resolve(self.parameters, CPU, self.model.embeddings)
         self.notices += chosen
-        loss = ClickLoss(self.parameters.model.loss, self.parameters.model.loss_weights)
+        loss = ClickLoss.of(self.parameters.model)
         self.step = TrainingStep(self.model, loss, self.parameters.training)
         self.notices += self.step.dense.notices
         other = "sparse" if half == "dense" else "dense"
@@ -335,7 +339,10 @@ def needs_huge_pages(parameters: Parameters) -> bool:
 
 def model_for(config: ModelConfig, tables_from: DLRM | None, huge_pages: bool) -> DLRM:
     """A model with any weights, to be timed: drawing them would take longer than the probe."""
-    model = DLRM(config, huge_pages)
+    on_pages = functools.partial(
+        tables_on_huge_pages, config.table_rows, config.embedding_dim, config.embedding_precision
+    )
+    model = DLRM(config, on_pages if huge_pages else None)
     given = list(tables_from.embeddings.weights) if tables_from is not None else []
     fresh = []
     for i, table in enumerate(model.embeddings.weights):
@@ -499,8 +506,8 @@ def default_changes(parameters: Parameters) -> list[dict[str, Any]]:
     may_round = training.precision == "fp32" and training.lowest_precision != "fp32"
     if may_round and cpu_flags() & set(BF16_FLAGS):
         changes.append({"training.precision": "bf16"})
-    # the fused dense part has no cross layers
-    changes += [] if parameters.model.cross_widths else _fused_changes(training)
+    if "fused dense part" in parameters.model.interaction_kind.engines:
+        changes += _fused_changes(training)
     if training.embedding_backend == "torch":
         changes.append({"training.embedding_backend": "fused"})
     if not training.fused_optimizer:

@@ -24,15 +24,15 @@ from typing import Any, cast
 from dlrm_core.base.errors import InputError
 from dlrm_core.base.files import read_json, write_json
 from dlrm_core.base.machine import available_memory, end_with_starter, keep_freed_memory
-from dlrm_core.base.units import format_bytes
+from dlrm_core.base.text import format_bytes
 from dlrm_core.config import Parameters, load_parameters
 from dlrm_core.data.batch import Batch
 from dlrm_core.data.loader import batches, make_generator
-from dlrm_core.memory import forecast_memory
+from dlrm_core.embeddings import ROW_DTYPES
 from dlrm_core.model import DLRM, ClickLoss
-from dlrm_core.rounding import ROW_DTYPES
 from dlrm_core.step import TrainingStep
 from dlrm_kernels.embeddings.choose import resolve
+from dlrm_kernels.memory import forecast_memory
 from dlrm_workbook.evidence.dependence import Change, changed_parameters
 from dlrm_workbook.evidence.probes import (
     MEMORY_SHARE,
@@ -80,7 +80,7 @@ class WholeStep:
             parameters.model, None if lender is None else lender.model, self.huge_pages
         )
         self.parameters, _ = resolve(self.parameters, CPU, self.model.embeddings)
-        loss = ClickLoss(parameters.model.loss, parameters.model.loss_weights)
+        loss = ClickLoss.of(parameters.model)
         self.step = TrainingStep(self.model, loss, self.parameters.training)
         self.generator = make_generator(self.parameters, CPU)
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dlrm_core.base.machine import cpu_flags, cpu_info, number_in, read_text
+from dlrm_core.base.machine import cpu_flags, cpu_info, kernel_text, number_in
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 """The folder that the packages lie in: of a checkout, or of an installation."""
@@ -114,7 +114,7 @@ def memory_limit(root: Path = Path("/")) -> int | None:
     """
     total_kib = number_in(root / "proc/meminfo", "MemTotal:")
     found = [] if total_kib is None else [1024 * total_kib]
-    for line in read_text(root / "proc/self/cgroup").splitlines():
+    for line in kernel_text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers not in ("", "memory") and "memory" not in controllers.split(","):
             continue
@@ -125,7 +125,7 @@ def memory_limit(root: Path = Path("/")) -> int | None:
         for group in (within, *within.parents):
             if not group.is_relative_to(place):
                 break
-            limit = read_text(group / name)
+            limit = kernel_text(group / name)
             found += [int(limit)] if limit.isdigit() else []  # "max" where there is none
     space = resource.getrlimit(resource.RLIMIT_AS)[0]
     if space != resource.RLIM_INFINITY:

@@ -32,7 +32,7 @@ from typing import IO, Any, NoReturn, Protocol
 
 from dlrm_core.base.errors import InputError
 from dlrm_core.base.files import locked, plain, read_json, write_json
-from dlrm_core.base.machine import STARTER, end_with_starter, ending_with_us
+from dlrm_core.base.machine import STARTER, end_with_starter
 
 POLL_S = 0.25
 """Seconds between two looks at a running child."""
@@ -193,6 +193,11 @@ class Completed:
 
 _PROGRESS = re.compile(r"\d+%\||\d+(\.\d+)?(it|s)/(s|it)\b|^\{.*\}$")
 """Bars as tqdm draws them, and lines of JSON."""
+
+
+def ending_with_us() -> Mapping[str, str]:
+    """What to add to the environment of a child that is to end with this process."""
+    return {STARTER: str(os.getpid())}
 
 
 def python_module(module: str, *arguments: str | os.PathLike[str]) -> list[str]:

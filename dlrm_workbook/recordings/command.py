@@ -18,8 +18,8 @@ from typing import Any
 from dlrm_core.base.errors import InputError
 from dlrm_core.base.files import read_json
 from dlrm_core.base.settings import shown
-from dlrm_core.config import ProfilingConfig
 from dlrm_workbook.ground.processes import Completed, MeasurementError, ProgressCallback, run_child
+from dlrm_workbook.ground.profiling import ProfilingConfig
 from dlrm_workbook.recordings.torch.inject import STARTUP, VARIABLE
 
 STAGE = "command"

@@ -14,9 +14,10 @@ import yaml
 
 from dlrm_core.base.errors import InputError, MissingToolError
 from dlrm_core.base.files import write_json, write_text
-from dlrm_core.config import Parameters, ProfilingConfig
+from dlrm_core.config import Parameters
 from dlrm_workbook.ground.machine import machine_facts
 from dlrm_workbook.ground.processes import LineReader, ProgressCallback, python_module, run_child
+from dlrm_workbook.ground.profiling import ProfilingConfig
 from dlrm_workbook.recordings.command import CHANGES_TIMED, environment_of, record_command
 from dlrm_workbook.recordings.hpctoolkit.driver import Measurement
 from dlrm_workbook.recordings.hpctoolkit.passes import workload_environment

@@ -18,8 +18,8 @@ from markupsafe import Markup
 
 from dlrm_core.base.errors import InputError
 from dlrm_core.base.files import write_text
-from dlrm_core.base.units import duration
 from dlrm_workbook.ground.runs import RunFolder, mark_interrupted
+from dlrm_workbook.ground.units import duration
 from dlrm_workbook.runner.templating import TEMPLATES, prepare, template_text
 from dlrm_workbook.show.tables import LEVELS
 

@@ -19,9 +19,9 @@ import pandas as pd
 from dlrm_core.base.errors import InputError
 from dlrm_core.base.files import read_json
 from dlrm_core.config import Parameters, parameters_from_sections
-from dlrm_core.progress import Bar
 from dlrm_workbook.analysis.devices import name_device
 from dlrm_workbook.analysis.sentences import in_markdown
+from dlrm_workbook.ground.bar import Bar
 from dlrm_workbook.ground.processes import Progress, ProgressCallback
 from dlrm_workbook.ground.runs import (
     DEFAULT_OUTPUT_ROOT,

@@ -39,7 +39,7 @@ from traitlets.config import Config
 
 from dlrm_core.base.errors import InputError
 from dlrm_core.base.files import open_binary, write_text
-from dlrm_core.base.units import duration
+from dlrm_workbook.ground.units import duration
 from dlrm_workbook.runner.html_clean import (
     ImageResolver,
     clean_html,

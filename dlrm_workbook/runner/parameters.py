@@ -21,14 +21,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from dlrm_core.base.cli import parameters_file
 from dlrm_core.base.errors import InputError
 from dlrm_core.base.files import read_json, write_text
 from dlrm_core.base.settings import read_yaml
-from dlrm_core.base.units import value_text
 from dlrm_core.config import SECTIONS
 from dlrm_workbook.analysis.changes import read_change
 from dlrm_workbook.analysis.ensemble import SWEEP
+from dlrm_workbook.ground.options import parameters_file
+from dlrm_workbook.ground.units import value_text
 
 SET_BY_RUNNER = ("output_folder",)
 """Notebook parameters that only the runner gives a value."""

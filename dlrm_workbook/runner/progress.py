@@ -3,7 +3,7 @@
 A terminal shows one line, written anew every second and cut to its width at the end, never at
 the head. Anything else (a log, CI) gets a plain line whenever something else begins, and one
 every :data:`PLAIN_SECONDS` while it goes on. What a cell is busy with comes from the bar that it
-holds (:class:`dlrm_core.progress.Bar`), which writes its state to a file of ours.
+holds (:class:`dlrm_workbook.ground.bar.Bar`), which writes its state to a file of ours.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-from dlrm_core.progress import TOLD_TO
+from dlrm_workbook.ground.bar import TOLD_TO
 
 PLAIN_SECONDS = 30.0
 """Time between two lines about one thing where nobody watches a terminal."""

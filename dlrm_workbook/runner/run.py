@@ -23,7 +23,6 @@ from typing import Any
 
 from dlrm_core.base.errors import InputError
 from dlrm_core.base.files import read_json, write_json, write_text
-from dlrm_core.base.units import duration
 from dlrm_core.config import GivenSections, Parameters, load_parameters, parameters_from_sections
 from dlrm_workbook.analysis.changes import apply_change
 from dlrm_workbook.ground.processes import sigterm_as_exit
@@ -36,6 +35,7 @@ from dlrm_workbook.ground.runs import (
     named_run,
     runs_of,
 )
+from dlrm_workbook.ground.units import duration
 from dlrm_workbook.recordings.command import require_program
 from dlrm_workbook.recordings.open import require_recording
 from dlrm_workbook.runner.index import list_runs

@@ -15,10 +15,10 @@ from typing import Any
 import pandas as pd
 import plotly.graph_objects as go
 
-from dlrm_core.base.units import digits, from_to, milliseconds, percent, ratio
 from dlrm_core.parts import part_label
 from dlrm_workbook.analysis.attribution import IDLE
 from dlrm_workbook.analysis.verdict import PREDICTED, Stage
+from dlrm_workbook.ground.units import digits, from_to, milliseconds, percent, ratio
 from dlrm_workbook.show.tables import Text
 from dlrm_workbook.show.theme import (
     COLOURS,

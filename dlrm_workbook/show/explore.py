@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 import plotly.graph_objects as go
 
-from dlrm_core.base.units import digits, percent
 from dlrm_core.parts import part_label
+from dlrm_workbook.ground.units import digits, percent
 from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.show.tables import function_name
 from dlrm_workbook.show.theme import colour_of, components_of, ranked_bars, rows_of

@@ -11,11 +11,11 @@ from typing import Any
 import pandas as pd
 import plotly.graph_objects as go
 
-from dlrm_core.base.units import digits, known_or, microseconds, milliseconds, percent, whole
 from dlrm_core.parts import parse_span, part_label
 from dlrm_workbook.analysis.gpu import ISSUED
 from dlrm_workbook.analysis.idleness import NOBODY
 from dlrm_workbook.analysis.kernel_names import short_names
+from dlrm_workbook.ground.units import digits, known_or, microseconds, milliseconds, percent, whole
 from dlrm_workbook.recordings.hpctoolkit.metrics import STALLS
 from dlrm_workbook.show.tables import Column, function_name
 from dlrm_workbook.show.theme import (

@@ -9,8 +9,8 @@ from __future__ import annotations
 import pandas as pd
 import plotly.graph_objects as go
 
-from dlrm_core.base.units import milliseconds, percent
 from dlrm_workbook.analysis.idleness import CAUSES, STATES
+from dlrm_workbook.ground.units import milliseconds, percent
 from dlrm_workbook.show.theme import (
     COLOURS,
     add_bars,

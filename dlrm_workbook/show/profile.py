@@ -12,21 +12,14 @@ from typing import Any
 
 import pandas as pd
 
-from dlrm_core.base.units import (
-    digits,
-    faster,
-    format_bytes,
-    microseconds,
-    milliseconds,
-    percent,
-    ratio,
-)
+from dlrm_core.base.text import format_bytes
 from dlrm_core.parts import part_label
 from dlrm_workbook.analysis.findings.finding import Finding
 from dlrm_workbook.analysis.reference import reference
 from dlrm_workbook.analysis.roofline import COPIES, LAUNCHES, Limits, least_step
 from dlrm_workbook.analysis.sentences import FENCE, in_markdown
 from dlrm_workbook.analysis.verdict import compare_command
+from dlrm_workbook.ground.units import digits, faster, microseconds, milliseconds, percent, ratio
 from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.recordings.torch import RECORDED_PASS
 from dlrm_workbook.show.tables import MOST_BOUND, NO_GAIN, Text, absent, listed

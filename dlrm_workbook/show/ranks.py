@@ -8,8 +8,8 @@ from __future__ import annotations
 import pandas as pd
 import plotly.graph_objects as go
 
-from dlrm_core.base.units import NOTHING
 from dlrm_core.parts import part_label
+from dlrm_workbook.ground.units import NOTHING
 from dlrm_workbook.show.tables import Column, each_row
 from dlrm_workbook.show.theme import COLOURS, stacked_bars
 

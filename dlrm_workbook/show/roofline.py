@@ -14,17 +14,10 @@ from typing import Any
 import pandas as pd
 import plotly.graph_objects as go
 
-from dlrm_core.base.units import (
-    NOT_MEASURED,
-    NOTHING,
-    digits,
-    format_bytes,
-    from_to,
-    milliseconds,
-    percent,
-)
+from dlrm_core.base.text import format_bytes
 from dlrm_core.parts import part_label
 from dlrm_workbook.analysis.devices import device
+from dlrm_workbook.ground.units import NOT_MEASURED, NOTHING, digits, from_to, milliseconds, percent
 from dlrm_workbook.show.profile import product_peaks
 from dlrm_workbook.show.tables import Column, each_row
 from dlrm_workbook.show.theme import (

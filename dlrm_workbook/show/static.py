@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from dlrm_core.base.units import digits, percent
+from dlrm_workbook.ground.units import digits, percent
 
 WIDTH = 900
 """Width of an image, in pixels."""

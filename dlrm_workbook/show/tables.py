@@ -21,12 +21,14 @@ from typing import Any, ClassVar
 import pandas as pd
 
 from dlrm_core.base.files import write_text
-from dlrm_core.base.units import (
+from dlrm_core.base.text import format_bytes
+from dlrm_core.parts import part_label
+from dlrm_workbook.analysis.sentences import in_markdown, without_html
+from dlrm_workbook.ground.units import (
     NOT_MEASURED,
     NOTHING,
     digits,
     duration,
-    format_bytes,
     from_to,
     known_or,
     milliseconds,
@@ -39,8 +41,6 @@ from dlrm_core.base.units import (
     whole,
     yes_or_no,
 )
-from dlrm_core.parts import part_label
-from dlrm_workbook.analysis.sentences import in_markdown, without_html
 from dlrm_workbook.show.theme import COLOURS, short_name
 
 EMPTY = '<p class="absent">Nothing to list.</p>'

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pandas as pd
 import plotly.graph_objects as go
 
-from dlrm_core.base.units import digits
+from dlrm_workbook.ground.units import digits
 from dlrm_workbook.show.theme import (
     COLOURS,
     COMPUTE,

@@ -8,7 +8,7 @@ import json
 import pandas as pd
 
 from dlrm_core.base.files import plain
-from dlrm_core.base.units import format_bytes
+from dlrm_core.base.text import format_bytes
 from dlrm_core.config import load_parameters
 from dlrm_workbook.analysis.capacity import CUDA_CONTEXT_BYTES, Capacity, capacity_here
 from dlrm_workbook.show.tables import Table, Text, show

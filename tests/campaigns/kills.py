@@ -32,6 +32,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from observers import Calling
+
 from dlrm_core.base.errors import InputError
 from dlrm_core.base.files import read_json, write_json
 from dlrm_core.config import Parameters, parameters_from_sections
@@ -136,7 +138,7 @@ def start_training(parameters: Parameters, output: Path, announced: int) -> int:
         if line.get("kind") == "checkpoint":
             os.write(announced, f"{line['iteration']}\n".encode())
 
-    return forked(lambda: train(parameters, output, progress=False, on_line=announce))
+    return forked(lambda: train(parameters, output, observer=Calling(announce)))
 
 
 def resumed(parameters: Parameters, place: Path) -> Parameters:

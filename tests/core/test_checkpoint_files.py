@@ -135,7 +135,7 @@ def test_a_corrupted_checkpoint_is_not_resumed(written, tmp_path):
 
     copy = damaged(written, tmp_path, OPTIMIZER, flip_last)
     with pytest.raises(InputError, match=r"optimizer\.safetensors: .* has checksum"):
-        train(parameters(optimizer="adagrad", resume=str(copy)), progress=False)
+        train(parameters(optimizer="adagrad", resume=str(copy)))
 
 
 def test_checkpoints_are_written_and_read_without_the_library(tmp_path, monkeypatch):
@@ -187,7 +187,7 @@ def test_another_run_is_refused_with_both_values(written, changes, words):
     } | changes["training"]
     model, data = changes.get("model"), changes.get("data")
     with pytest.raises(InputError) as error:
-        train(parameters(data, model, **changes["training"]), progress=False)
+        train(parameters(data, model, **changes["training"]))
     for word in words:
         assert word in str(error.value)
 

@@ -12,6 +12,7 @@ import time
 
 import pytest
 import safetensors.torch
+from observers import Calling
 from optional_tools import needs_fbgemm
 from small_training import learned, parameters, same_bits, trained, whole_checkpoint
 
@@ -133,7 +134,7 @@ def test_auto_goes_on_with_the_back_end_that_began(tmp_path):
 def test_old_checkpoints_go_once_newer_ones_are_whole(tmp_path):
     chosen = parameters(checkpoint_every=2, keep_checkpoints=3, checkpoint_folder=str(tmp_path))
     seen = []
-    result = train(chosen, progress=False, on_line=seen.append)
+    result = train(chosen, observer=Calling(seen.append))
     assert steps_in(tmp_path) == [8, 10, 12]
     assert result.checkpoint == str(tmp_path / "step-00000012")
     assert [line["iteration"] for line in seen if "kind" not in line] == [4, 8, 12]
@@ -153,26 +154,26 @@ def test_what_a_killed_run_left_is_removed(tmp_path):
 
 def test_two_runs_do_not_train_into_one_folder(tmp_path):
     """The second is refused before it touches what the first has written."""
-    first = train(parameters(), tmp_path, progress=False)
+    first = train(parameters(), tmp_path)
     written = (tmp_path / "metrics.jsonl").read_bytes()
     begun = []
 
     def again(line):
         begun.append(line)
         with pytest.raises(InputError, match="another run is training into this folder"):
-            train(parameters(), tmp_path, progress=False)
+            train(parameters(), tmp_path)
 
-    train(parameters(), tmp_path, progress=False, on_line=again)
+    train(parameters(), tmp_path, observer=Calling(again))
     assert begun and (tmp_path / "metrics.jsonl").read_bytes().count(b"\n") == written.count(b"\n")
     # the lock ends with the run
-    assert train(parameters(), tmp_path, progress=False).losses == first.losses
+    assert train(parameters(), tmp_path).losses == first.losses
 
 
 def test_a_refused_run_leaves_the_metrics_of_the_one_before(tmp_path):
-    train(parameters(checkpoint_every=4), tmp_path, progress=False)
+    train(parameters(checkpoint_every=4), tmp_path)
     written = (tmp_path / "metrics.jsonl").read_bytes()
     with pytest.raises(InputError, match="go on from it"):
-        train(parameters(checkpoint_every=4), tmp_path, progress=False)
+        train(parameters(checkpoint_every=4), tmp_path)
     assert written and (tmp_path / "metrics.jsonl").read_bytes() == written
 
 
@@ -186,19 +187,17 @@ def test_two_runs_do_not_share_a_folder(tmp_path):
 
 def test_a_new_run_does_not_mix_with_an_old_one(tmp_path):
     chosen = parameters(checkpoint_folder=str(tmp_path), max_steps=4)
-    train(chosen, progress=False)
+    train(chosen)
     with pytest.raises(InputError, match=r"checkpoint of step 4, but .* from the beginning"):
-        train(chosen, progress=False)
+        train(chosen)
     done = train(
         dataclasses.replace(
             chosen, training=dataclasses.replace(chosen.training, resume="latest", max_steps=6)
         ),
-        progress=False,
     )
     assert done.first_iteration == 4 and done.iterations == 2 and steps_in(tmp_path) == [4, 6]
     again = train(
         dataclasses.replace(chosen, training=dataclasses.replace(chosen.training, resume="latest")),
-        progress=False,
     )
     assert again.iterations == 0 and any("nothing is left to do" in n for n in again.notices)
 
@@ -213,10 +212,10 @@ def test_latest_before_the_first_checkpoint_starts_from_the_beginning(tmp_path, 
     assert capsys.readouterr().err.count(said) == 1
     result = json.loads((output / "result.json").read_text())
     assert result["first_iteration"] == 0 and said in result["notices"]
-    again = train(chosen, progress=False)
+    again = train(chosen)
     assert again.first_iteration == 2 and said not in again.notices
     with pytest.raises(InputError, match="nowhere holds no checkpoint"):
-        train(parameters(max_steps=2, resume=str(tmp_path / "nowhere")), progress=False)
+        train(parameters(max_steps=2, resume=str(tmp_path / "nowhere")))
 
 
 @pytest.mark.parametrize(
@@ -230,16 +229,16 @@ def test_what_cannot_be_found_is_said(given, message):
 
 def test_checkpoints_without_a_place_are_refused():
     with pytest.raises(InputError, match=r"checkpoint_every is 3, but there is no folder"):
-        train(parameters(checkpoint_every=3), progress=False)
+        train(parameters(checkpoint_every=3))
 
 
 def test_metrics_go_on_from_the_checkpoint(tmp_path):
     options = {"checkpoint_every": 3, "log_every": 2}
-    train(parameters(max_steps=5, **options), tmp_path, progress=False)
+    train(parameters(max_steps=5, **options), tmp_path)
     shutil.rmtree(tmp_path / "checkpoint" / "step-00000005")
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"iteration": 5, "lo')  # a line that a kill cut short
-    train(parameters(resume="latest", **options), tmp_path, progress=False)
+    train(parameters(resume="latest", **options), tmp_path)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     intervals = [line["iteration"] for line in lines if "kind" not in line]
     checkpoints = [line["iteration"] for line in lines if line.get("kind") == "checkpoint"]
@@ -249,7 +248,7 @@ def test_metrics_go_on_from_the_checkpoint(tmp_path):
 @pytest.mark.parametrize("rate", [1e30, 1e18])
 def test_divergence_keeps_the_checkpoint_from_before(tmp_path, rate):
     steady = parameters(model={"loss": "mse"}, max_steps=4, checkpoint_folder=str(tmp_path))
-    train(steady, progress=False)
+    train(steady)
     wild = parameters(
         model={"loss": "mse"},
         batches=300,
@@ -258,7 +257,7 @@ def test_divergence_keeps_the_checkpoint_from_before(tmp_path, rate):
         checkpoint_folder=str(tmp_path),
         checkpoint_every=1,
     )
-    result = train(wild, progress=False)
+    result = train(wild)
     assert result.status == "diverged" and result.first_iteration == 4
     (said,) = [notice for notice in result.notices if notice.startswith("training diverged")]
     assert "nan" in said or "not finite" in said

@@ -80,7 +80,7 @@ def test_interaction_width(interaction, itself, expected):
     parameters = parameters_from_sections(
         {"model": {"interaction": interaction, "interaction_itself": itself}}
     )
-    assert parameters.model.interaction_width == expected
+    assert parameters.model.interaction_kind.width == expected
 
 
 @pytest.mark.parametrize(

@@ -97,3 +97,16 @@ def test_an_engine_that_is_not_there_is_one_sentence(core):
     sentence = done.stderr.strip().splitlines()[-1]
     assert "training.embedding_backend: fused" in sentence and "dlrm_kernels" in sentence
     assert "Traceback" not in done.stderr
+
+
+def test_what_the_workbook_has_is_one_sentence(core):
+    done = run(core, "infer")
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    sentence = "dlrm infer needs the package dlrm_workbook, which is not installed"
+    assert sentence in done.stderr.strip().splitlines()[-1]
+
+
+def test_the_core_evaluates_alone(core):
+    done = run(core, "evaluate", "-p", "training.embedding_backend=torch")
+    assert done.returncode == 0, done.stderr
+    assert 0.0 <= json.loads(done.stdout.splitlines()[-1])["auc"] <= 1.0

@@ -9,12 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dlrm_core.config import LAWS, parameters_from_sections
+from dlrm_core.config import LAWS, mean_bag_size, parameters_from_sections
 from dlrm_core.data.batch import Batch
 from dlrm_core.data.facebook_replay import FacebookReplay
-from dlrm_core.data.loader import PrefetchError, _prefetched, batches, make_generator
+from dlrm_core.data.loader import PrefetchError, batches, make_generator, prefetched
 from dlrm_core.data.synthetic import FacebookLoop, SyntheticBatches
-from dlrm_core.memory import mean_bag_size
 
 CPU = torch.device("cpu")
 
@@ -160,7 +159,7 @@ def test_each_table_has_bags_of_its_own_size(generator):
     assert_same(*both)
 
 
-def test_prefetched_batches_are_the_synchronous_ones_and_the_thread_ends():
+def testprefetched_batches_are_the_synchronous_ones_and_the_thread_ends():
     sections = {
         "model": {"bottom_mlp": "4-2", "embedding_dim": 2, "table_rows": 50},
         "data": {"indices_per_lookup": 5},
@@ -181,7 +180,7 @@ def test_a_failure_in_the_background_reaches_the_loop():
         def next_batch(self) -> Batch:
             raise MemoryError("no room")
 
-    stream = _prefetched(Broken().next_batch, ahead=1)
+    stream = prefetched(Broken().next_batch, ahead=1)
     with pytest.raises(PrefetchError, match="no room"):
         next(stream)
 

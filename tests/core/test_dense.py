@@ -4,11 +4,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from interaction_layers import dot_layer
 
 from dlrm_core.base.errors import InputError
 from dlrm_core.config import parameters_from_sections
 from dlrm_core.dense import why_not_compile
-from dlrm_core.model import DotInteraction
 from dlrm_core.parts import log_spans, parse_span
 from dlrm_core.train import Trainer
 
@@ -74,7 +74,7 @@ def test_the_interaction_is_plain_indexing(size, tables, dim, itself, seed):
     random = torch.Generator().manual_seed(seed)
     vectors = [torch.randn(size, dim, generator=random) for _ in range(tables + 1)]
     results = []
-    fast = DotInteraction(tables + 1, itself)
+    fast = dot_layer(tables + 1, itself)
     for interaction in (fast, lambda x, pooled: plain_interaction(x, pooled, itself)):
         leaves = [vector.clone().requires_grad_() for vector in vectors]
         z = interaction(leaves[0], leaves[1:])
@@ -97,7 +97,7 @@ def test_the_interaction_in_low_precision_is_near_the_exact_one(itself, dtype):
     for low in (True, False):
         leaves = [vector.clone().requires_grad_() for vector in vectors]
         x = leaves[0].to(dtype) if low else leaves[0]
-        interaction = DotInteraction(6, itself)
+        interaction = dot_layer(6, itself)
         z = interaction(x, leaves[1:])
         assert z.dtype == (dtype if low else torch.float32)
         z.backward(gradient.to(z.dtype))

@@ -17,7 +17,7 @@ SEED = Path(__file__).parents[2] / "parameters" / "seed.yaml"
 def test_losses_equal_those_printed_by_dlrm_s_pytorch(name, generator):
     sections = RUNS[name]["parameters"]
     sections = sections | {"data": sections["data"] | {"generator": generator}}
-    result = train(parameters_from_sections(sections), progress=False)
+    result = train(parameters_from_sections(sections))
     # printed with six decimals
     assert result.losses[:20] == pytest.approx(RUNS[name]["losses"][:20], abs=1e-5)
     # Another processor's matrix library rounds otherwise, and training carries it on: on

@@ -15,9 +15,11 @@ from hypothesis import strategies as st
 from test_embeddings import make_batch
 
 from dlrm_core.data.batch import Batch, extents_of
-from dlrm_core.data.loader import PrefetchError, staged
-from dlrm_core.data.staging import Slot, Staging
+from dlrm_core.data.loader import PrefetchError
 from dlrm_core.data.synthetic import SyntheticBatches, room_for
+from dlrm_kernels.staging import Slot, Staging, staged
+
+CPU = torch.device("cpu")
 
 
 class Streams:
@@ -163,7 +165,7 @@ class Counting:
 
 def test_a_thread_stages_batches_in_order_and_uses_its_buffers_again():
     streams = Streams(1, eager=True)
-    stream = staged(Counting().next_batch, 2, streams)
+    stream = staged(Counting().next_batch, 2, CPU, streams)
     for number in range(20):
         batch = next(stream)
         assert all(map(torch.equal, content(batch), content(batch_of(number))))
@@ -174,14 +176,14 @@ def test_a_thread_stages_batches_in_order_and_uses_its_buffers_again():
 
 
 def test_what_goes_wrong_in_the_thread_is_told():
-    stream = staged(Counting(error_at=3).next_batch, 2, Streams(1, eager=True))
+    stream = staged(Counting(error_at=3).next_batch, 2, CPU, Streams(1, eager=True))
     with pytest.raises(PrefetchError, match="the file has ended"):
         for _ in range(10):
             next(stream)
 
 
 def test_an_abandoned_stream_ends_its_thread():
-    stream = staged(Counting().next_batch, 1, Streams(1, eager=True))
+    stream = staged(Counting().next_batch, 1, CPU, Streams(1, eager=True))
     next(stream)
     stream.close()
     assert not any(t.name == "dlrm-prefetch" for t in threading.enumerate())

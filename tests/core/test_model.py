@@ -2,6 +2,7 @@
 
 import copy
 import ctypes
+import functools
 import mmap
 import sys
 import time
@@ -12,12 +13,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from interaction_layers import cross_layer, dot_layer
 
-from dlrm_core import embeddings
 from dlrm_core.config import parameters_from_sections
 from dlrm_core.data.loader import batches
-from dlrm_core.model import ClickLoss, CrossInteraction, DotInteraction, build_model
+from dlrm_core.model import ClickLoss, build_model
 from dlrm_core.train import Trainer
+from dlrm_kernels.embeddings import pages
 
 SHAPE = {"bottom_mlp": "16-32-8", "top_mlp": "32-16-1", "embedding_dim": 8}
 
@@ -36,7 +38,7 @@ def small(**model):
 def test_dot_interaction_is_every_pair_once(itself):
     size, features, dim = 5, 4, 3
     vectors = torch.randn(features, size, dim, dtype=torch.float64)
-    result = DotInteraction(features, itself)(vectors[0], list(vectors[1:]))
+    result = dot_layer(features, itself)(vectors[0], list(vectors[1:]))
     expected = [vectors[0]]
     for i in range(features):
         for j in range(i + (1 if itself else 0)):
@@ -55,8 +57,7 @@ def test_dot_interaction_is_every_pair_once(itself):
 )
 def test_cross_layers_are_the_papers_formula(size, features, dim, layers, rank, seed):
     torch.manual_seed(seed)
-    width = features * dim
-    cross = CrossInteraction((width, *(rank, width) * layers)).double()
+    cross = cross_layer(features, dim, layers, rank).double()
     for weight in cross.parameters():
         torch.nn.init.normal_(weight)
     vectors = torch.randn(features, size, dim, dtype=torch.float64)
@@ -191,16 +192,16 @@ def resident_bytes():
 @pytest.mark.skipif(sys.platform != "linux", reason="the system is asked as Linux is")
 @pytest.mark.parametrize("huge_pages", [False, True])
 def test_memory_is_touched_beside_and_from_its_end(huge_pages):
-    page = embeddings._whole_pages(torch.empty(1 << 20), mmap.PAGESIZE)
-    if not embeddings._advise(*page, embeddings._MADV_POPULATE_WRITE):
+    page = pages._whole_pages(torch.empty(1 << 20), mmap.PAGESIZE)
+    if not pages._advise(*page, pages._MADV_POPULATE_WRITE):
         pytest.skip("this kernel touches no memory when it is asked to (before 5.14)")
     # memory that earlier tests have freed would be taken again: it has been touched before
     getattr(ctypes.CDLL(None), "malloc_trim", lambda pad: None)(0)
-    tables = embeddings.empty_tables([1 << 20, 1 << 20], 64, huge_pages)
+    tables = pages.empty_tables([1 << 20, 1 << 20], 64, huge_pages)
     size = sum(table.nbytes for table in tables)
     before = resident_bytes()
     tables[1][-1] = 7
-    with embeddings.touched_beside(tables):
+    with pages.touched_beside(tables):
         ends = time.monotonic() + 60
         while resident_bytes() - before < 0.9 * size and time.monotonic() < ends:
             time.sleep(0.001)
@@ -210,11 +211,15 @@ def test_memory_is_touched_beside_and_from_its_end(huge_pages):
 
 @pytest.mark.parametrize("init", ["facebook", "torch"])
 def test_touching_beside_changes_no_weight_and_may_be_refused(monkeypatch, init):
-    def weights(least, advice=embeddings._MADV_POPULATE_WRITE):
-        monkeypatch.setattr(embeddings, "_WORTH_A_THREAD", least)
-        monkeypatch.setattr(embeddings, "_MADV_POPULATE_WRITE", advice)
+    def weights(least, advice=pages._MADV_POPULATE_WRITE):
+        monkeypatch.setattr(pages, "_WORTH_A_THREAD", least)
+        monkeypatch.setattr(pages, "_MADV_POPULATE_WRITE", advice)
         config = small(init=init, table_rows=[100_000, 50]).model
-        return build_model(config, 5, torch.device("cpu"), huge_pages=True).state_dict()
+        tables = functools.partial(
+            pages.tables_on_huge_pages, config.table_rows, config.embedding_dim
+        )
+        cpu = torch.device("cpu")
+        return build_model(config, 5, cpu, tables, pages.touched_beside).state_dict()
 
     alone = weights(1 << 60)
     for others in (weights(0), weights(0, advice=-1)):

@@ -14,7 +14,7 @@ from dlrm_core.config import parameters_from_sections
 from dlrm_core.data.batch import Share
 from dlrm_core.data.loader import (
     Followed,
-    Resumable,
+    Generator,
     batches,
     make_generator,
     plain_state,
@@ -90,7 +90,7 @@ def test_a_restored_stream_goes_on_bit_for_bit(generator, fixed, asked, size):
     """``asked``: after which batches the state is asked for; the last always."""
     chosen = parameters(generator, fixed, size=size)
     stream = make_generator(chosen, CPU)
-    assert isinstance(stream, Resumable)
+    assert isinstance(stream, Generator)
     for ask in asked:
         stream.next_batch()
         if ask:
@@ -152,7 +152,7 @@ def test_batches_made_ahead_are_not_lost(generator, loader):
     for _ in range(6):
         next(stream)
         followed.used()
-        states.append(through_json(followed.position()))
+        states.append(through_json(followed.state()))
     stream.close()
     plain = make_generator(chosen, CPU)
     for state in states:
@@ -173,7 +173,7 @@ def test_what_following_costs_does_not_grow():
         followed.used()
     assert len(followed._states) == 1 and len(generator._marks) <= 3
     draws_of_a_batch = generator._total / 60
-    assert followed.position()["skip"] <= 2 * draws_of_a_batch
+    assert followed.state()["skip"] <= 2 * draws_of_a_batch
 
 
 @pytest.mark.parametrize("generator", ["facebook", "uniform", "teacher"])

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from dlrm_core import precision as module
 from dlrm_core.base.machine import cpu_flags
 from dlrm_core.config import Parameters, TrainingConfig
-from dlrm_core.run import precision as module
-from dlrm_core.run.precision import CPU_FLAGS, DensePrecision, set_fp32_matmul, set_tf32
+from dlrm_core.precision import CPU_FLAGS, DensePrecision, set_fp32_matmul, set_tf32
 
 CPU = torch.device("cpu")
 

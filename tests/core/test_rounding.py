@@ -6,7 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dlrm_core.rounding import ROW_DTYPES, philox, round_rows, words
+from dlrm_core.embeddings import ROW_DTYPES
+from dlrm_kernels.rounding import philox, round_rows, words
 
 NARROW = (torch.bfloat16, torch.float16)
 

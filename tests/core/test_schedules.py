@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from observers import Calling
 
 from dlrm_core.base.errors import InputError
 from dlrm_core.config import TrainingConfig, parameters_from_sections
@@ -172,7 +173,7 @@ def test_every_update_obeys_the_schedule(backend, optimizer):
     def note(done):
         seen.append([weight.detach().clone() for weight in weights])
 
-    trainer.train(said.append, note)
+    trainer.train(Calling(said.append, note))
     assert [interval["learning_rate"] for interval in said] == [
         learning_rate(chosen.training, step) for step in range(1, 15)
     ]

@@ -11,15 +11,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from observers import Calling
 
 from dlrm_core.base.cli import main
 from dlrm_core.base.errors import InputError
 from dlrm_core.base.machine import available_memory
-from dlrm_core.config import Parameters, parameters_from_sections
+from dlrm_core.config import Parameters, mean_bag_size, parameters_from_sections
 from dlrm_core.data.facebook_replay import FacebookReplay
-from dlrm_core.memory import forecast_memory, mean_bag_size, require_memory
-from dlrm_core.run.precision import set_fp32_matmul
+from dlrm_core.precision import set_fp32_matmul
 from dlrm_core.train import Trainer, train
+from dlrm_kernels.memory import forecast_memory, require_memory
 
 ROOT = Path(__file__).parents[2]
 SMALL = {
@@ -55,7 +56,7 @@ def run(*arguments, **options):
 
 def test_results_add_up(tmp_path):
     seen = []
-    result = train(small(), tmp_path / "out", on_line=seen.append, progress=False)
+    result = train(small(), tmp_path / "out", observer=Calling(seen.append))
     assert result.status == "finished" and result.iterations == 25
     assert [interval["iteration"] for interval in seen] == [10, 20, 25]
     assert len(result.losses) == len(result.iteration_ms) == len(result.data_ms) == 25
@@ -87,7 +88,7 @@ def test_ctrl_c_keeps_what_was_computed():
         if iteration == 13:
             raise KeyboardInterrupt
 
-    result = trainer.train(on_iteration=stop)
+    result = trainer.train(Calling(iteration=stop))
     assert result.status == "interrupted"
     assert result.iterations == len(result.losses) == len(result.data_ms) == 13
     assert math.isfinite(result.loss)
@@ -107,7 +108,7 @@ def iter_raising(error):
 
 
 def test_divergence_ends_the_run():
-    result = train(small(learning_rate=1e30, batches=200), progress=False)
+    result = train(small(learning_rate=1e30, batches=200))
     assert result.status == "diverged" and result.iterations < 200
 
 
@@ -213,7 +214,7 @@ def test_the_forecast_is_near_what_a_run_takes(tmp_path):
 
 
 def test_a_model_larger_than_memory_is_refused_table_by_table(monkeypatch):
-    monkeypatch.setattr("dlrm_core.memory.available_memory", lambda device: 10**9)
+    monkeypatch.setattr("dlrm_kernels.memory.available_memory", lambda device: 10**9)
     parameters = parameters_from_sections({"model": {"table_rows": [5_000_000, 10, 3_000_000]}})
     with pytest.raises(InputError) as error:
         require_memory(parameters, torch.device("cpu"))
@@ -246,7 +247,7 @@ def test_the_onednn_path_is_checked_and_taken_back(monkeypatch):
     assert set_fp32_matmul("default", model, cpu) == []
     notices = set_fp32_matmul("onednn", model, cpu)
     assert notices == [] or "relative error" in notices[0]
-    monkeypatch.setattr("dlrm_core.run.precision._relative_error", lambda n, m: 3e-3)
+    monkeypatch.setattr("dlrm_core.precision._relative_error", lambda n, m: 3e-3)
     (notice,) = set_fp32_matmul("onednn", model, cpu)
     assert "3.0e-03" in notice and "default library" in notice
     assert torch.backends.mkldnn.matmul.fp32_precision == "none"
@@ -255,10 +256,10 @@ def test_the_onednn_path_is_checked_and_taken_back(monkeypatch):
 
 
 def test_losses_do_not_depend_on_the_fast_options():
-    plain = train(small(), progress=False).losses
+    plain = train(small()).losses
     sections = small(fused_optimizer=True, fp32_matmul="onednn").to_sections()
     sections["data"] |= {"loader": "prefetch"}
-    fast = train(parameters_from_sections(sections), progress=False).losses
+    fast = train(parameters_from_sections(sections)).losses
     set_fp32_matmul("default", Parameters().model, torch.device("cpu"))
     assert fast == pytest.approx(plain, abs=1e-5)
 
@@ -275,5 +276,11 @@ def test_the_workload_loads_nothing_that_explains_draws_or_compiles(tmp_path):
     )
     modules = json.loads(done.stdout.splitlines()[-1])
     loaded = {name.partition(".")[0] for name in modules}
-    assert not loaded & {"pandas", "plotly", "papermill", "dlrm_kernels", "dlrm_workbook"}
+    assert not loaded & {"pandas", "plotly", "papermill", "numba", "triton"}
+    beside = {name for name in modules if name.startswith(("dlrm_kernels.", "dlrm_workbook."))}
+    assert beside <= {
+        *("dlrm_kernels.memory", "dlrm_kernels.placement", "dlrm_kernels.embeddings"),
+        *("dlrm_kernels.embeddings.pages", "dlrm_workbook.ground"),
+        "dlrm_workbook.ground.profiling",
+    }
     assert "torch._dynamo" not in modules, "torch's compiler: a second of every process"

@@ -25,18 +25,18 @@ def test_machine_code_draws_the_bits_that_numpy_draws(rows, alpha, key, start, c
     law = draws.PowerLaw.of(rows, alpha)
     found = np.empty(count, index_dtype(rows))
     draw_kernels.fill_rows(law, key, start, found)
-    expected = law.draw(draws.words(key, start, count))
+    expected = law.draw(draws.stream_words(key, start, count))
     assert np.array_equal(found, expected)
     assert count == 0 or (expected.min() >= 0 and expected.max() < rows)
     bits = np.empty(count, np.uint64)
     draw_kernels.fill_words(key, start, bits)
-    assert np.array_equal(bits, draws.words(key, start, count))
+    assert np.array_equal(bits, draws.stream_words(key, start, count))
 
 
 @pytest.mark.parametrize("rows", [4, 1000, 8165896, 292775614])
 @pytest.mark.parametrize("alpha", [0.0, 0.9, 1.0, 1.45])
 def test_rows_are_those_of_nvidias_formula(rows, alpha):
-    bits = draws.words(11, 0, 50_000)
+    bits = draws.stream_words(11, 0, 50_000)
     u, g = draws.uniform(bits), 1.0 - alpha
     if alpha == 1.0:
         exact = (rows + 1.0) ** u
@@ -56,7 +56,7 @@ def test_rows_come_as_often_as_the_law_says(rows):
     law, count = draws.PowerLaw.of(rows, 1.45), 400_000
     chances = law.chances(rows)
     assert chances.sum() == pytest.approx(1.0)
-    seen = np.bincount(law.draw(draws.words(5, 0, count)), minlength=rows)
+    seen = np.bincount(law.draw(draws.stream_words(5, 0, count)), minlength=rows)
     # Kolmogorov-Smirnov: passed once in a thousand seeds; this one is fixed
     assert np.abs(np.cumsum(seen) / count - np.cumsum(chances)).max() < 1.95 / np.sqrt(count)
     assert seen.argmax() == 0
@@ -108,7 +108,7 @@ def test_a_damaged_cache_of_machine_code_is_no_failure(tmp_path, monkeypatch):
         draw_kernels.compiled.cache_clear()
         out = np.empty(4, np.uint64)
         draw_kernels.fill_words(0, 0, out)
-        assert np.array_equal(out, draws.words(0, 0, 4))
+        assert np.array_equal(out, draws.stream_words(0, 0, 4))
         files = [file for file in tmp_path.rglob("*") if file.is_file()]
         assert files
         for file in files:

@@ -10,9 +10,9 @@ from test_embeddings import parameters
 from dlrm_core import dense
 from dlrm_core.base.errors import InputError
 from dlrm_core.config import TrainingConfig
-from dlrm_core.memory import dense_peak
 from dlrm_core.train import Trainer, train
 from dlrm_kernels import choices, dense_choice
+from dlrm_kernels.memory import dense_peak
 from dlrm_ranks import step as ranks
 
 CPU = torch.device("cpu")
@@ -183,14 +183,14 @@ def test_slow_tiles_lose_and_the_run_is_the_one_it_chose(monkeypatch, tmp_path):
     before = torch.get_rng_state()
     dense.resolve_dense(parameters(**AUTO), CPU)
     assert torch.equal(torch.get_rng_state(), before)
-    result = train(parameters(**AUTO), tmp_path, progress=False)
+    result = train(parameters(**AUTO), tmp_path)
     (notice,) = [n for n in result.notices if n.startswith("training.dense_backend auto")]
     assert notice in json.loads((tmp_path / "result.json").read_text())["notices"]
     assert "fused with fp32_matmul bf16x2" in notice.split(": torch with")[1]
     found, _ = dense.resolve_dense(parameters(**AUTO), CPU)
     assert found.training.dense_backend == "torch"
     named = {leaf: getattr(found.training, leaf) for leaf in dense.DENSE_CHOICE}
-    assert train(parameters(**named), progress=False).losses == result.losses
+    assert train(parameters(**named)).losses == result.losses
 
 
 def times_for(first):
@@ -199,16 +199,16 @@ def times_for(first):
 
 def test_a_resumed_run_keeps_its_choice_bit_for_bit(monkeypatch, no_tiles, tmp_path):
     monkeypatch.setattr(dense_choice, "time_in_turns", times_for(ONEDNN))
-    whole = train(parameters(**AUTO), progress=False)
+    whole = train(parameters(**AUTO))
     half = parameters(
         **AUTO, max_steps=6, checkpoint_every=6, checkpoint_folder=str(tmp_path / "c")
     )
-    begun = train(half, progress=False)
+    begun = train(half)
     # the machine gives something else today
     dense_choice.choose.cache_clear()
     monkeypatch.setattr(dense_choice, "time_in_turns", times_for(MKL))
     again = half.with_training(max_steps=None, resume="latest")
-    resumed = train(again, progress=False)
+    resumed = train(again)
     assert begun.losses + resumed.losses == whole.losses
     assert not any("auto" in notice or "settings" in notice for notice in resumed.notices)
     written = json.loads((tmp_path / "c" / "step-00000015" / "checkpoint.json").read_text())

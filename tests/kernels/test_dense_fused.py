@@ -7,11 +7,11 @@ from test_dense import LOSS_TOLERANCE, gradients_after_one_step, losses_of, trai
 
 from dlrm_core.base.errors import InputError
 from dlrm_core.config import TrainingConfig, parameters_from_sections
-from dlrm_core.memory import dense_peak
 from dlrm_core.parts import log_spans, parse_span
-from dlrm_core.run.precision import set_fp32_matmul
+from dlrm_core.precision import set_fp32_matmul
 from dlrm_kernels import dense as dense_fused
 from dlrm_kernels import interaction_cpu
+from dlrm_kernels.memory import dense_peak
 from dlrm_studies.bench.shares import dense_share
 from dlrm_workbook.analysis.work import operator_work
 from dlrm_workbook.evidence.dependence import affected_components, changed_parameters
@@ -104,7 +104,7 @@ class Exchange(torch.autograd.Function):
 def test_pooled_gradients_are_under_way_while_the_bottom_mlp_runs_backward(anywhere, monkeypatch):
     """On ranks pooled vectors are sent before its forward, and received after it."""
     trainer, log = trainer_of(**BF16X2), []
-    batch, bottom_mlp = next(trainer.batches), trainer.step.dense.bottom_mlp
+    batch, bottom_mlp = next(trainer.batches), trainer.step.dense.layers["bottom_mlp"]
     vectors = torch.zeros(len(batch.dense), 16, requires_grad=True)
     sent = Exchange.apply(vectors, "gradients received", log)
     x = bottom_mlp(batch.dense)
@@ -214,7 +214,7 @@ def test_a_change_to_it_touches_the_dense_part_and_is_proposed(anywhere, monkeyp
 def test_the_forecast_of_its_memory_is_what_it_takes(anywhere, options):
     trainer = trainer_of(**options)
     trainer.iterate()
-    found = trainer.step.dense.top_mlp.__self__
+    found = trainer.step.dense.layers["top_mlp"].__self__
     taken = sum(mlp.arena.taken_bytes for mlp in (found.bottom, found.top))
     # gradients of weights are an item of their own in the forecast
     taken -= sum(weight.grad.nbytes for weight in trainer.step.dense.weights)

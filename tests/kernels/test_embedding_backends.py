@@ -430,14 +430,14 @@ def test_choosing_changes_no_bit_of_the_weights(optimizer, huge_pages):
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_run_that_chooses_is_the_run_it_chose(monkeypatch, tmp_path, optimizer):
     given = parameters(embedding_backend="auto", optimizer=optimizer, learning_rate=0.05)
-    result = train(given, tmp_path, progress=False)
+    result = train(given, tmp_path)
     name = result.embedding_backend
     assert name in choose.CANDIDATES
     assert json.loads((tmp_path / "result.json").read_text())["embedding_backend"] == name
     (notice,) = [n for n in result.notices if n.startswith("training.embedding_backend auto: ")]
     assert notice.startswith(f"training.embedding_backend auto: {name}, ")
     same = parameters(embedding_backend=name, optimizer=optimizer, learning_rate=0.05)
-    assert train(same, progress=False).losses == result.losses
+    assert train(same).losses == result.losses
 
 
 def test_what_does_not_fit_is_left_out(monkeypatch):

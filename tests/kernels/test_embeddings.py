@@ -13,11 +13,12 @@ from dlrm_core.base.errors import InputError, MissingToolError
 from dlrm_core.config import TrainingConfig, parameters_from_sections
 from dlrm_core.data.batch import Batch
 from dlrm_core.embeddings import EmbeddingTables, RowwiseAdagrad, attach
-from dlrm_core.memory import forecast_memory
 from dlrm_core.train import Trainer
 from dlrm_kernels import native
 from dlrm_kernels.embeddings.fused_cpu import FusedCpu, share_out
 from dlrm_kernels.embeddings.kernels_contended import apply_serially
+from dlrm_kernels.embeddings.pages import tables_on_huge_pages
+from dlrm_kernels.memory import forecast_memory
 
 DENSE = (16 * 32 + 32) + (32 * 8 + 8) + (14 * 32 + 32) + (32 * 16 + 16) + (16 + 1)
 """Weights of the MLPs of ``parameters()``: bottom 16-32-8, top 14-32-16-1."""
@@ -53,7 +54,7 @@ def make_batch(rows, bags, largest, seed, skew=False):
 
 
 def make_tables(rows, dim, seed=0, huge_pages=False):
-    tables = EmbeddingTables(rows, dim, huge_pages)
+    tables = tables_on_huge_pages(rows, dim) if huge_pages else EmbeddingTables(rows, dim)
     random = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for weight in tables.weights:

@@ -21,8 +21,8 @@ from dlrm_core.base.errors import InputError
 from dlrm_core.config import parameters_from_sections
 from dlrm_core.data.batch import Batch, extents_of
 from dlrm_core.embeddings import EmbeddingTables, attach
-from dlrm_core.memory import forecast_memory
 from dlrm_kernels.embeddings.fused_gpu import FusedGpu, Tiles, in_one, scratch_bytes
+from dlrm_kernels.memory import forecast_memory
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad")

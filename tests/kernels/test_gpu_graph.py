@@ -98,7 +98,7 @@ def step_of(**training):
     model = build_model(parameters.model, 3, CPU)
     step = TrainingStep(model, ClickLoss("mse", (1.0, 1.0)), parameters.training)
     backend = FusedGpu(model.embeddings, parameters.training.optimizer, 0.1)
-    model.embeddings.backend = step.embedding_optimizer = backend
+    model.embeddings.backend = step.optimizers["embedding"] = backend
     return step
 
 
@@ -245,9 +245,10 @@ def test_captured_optimisers_read_their_rate_where_graphs_can(optimizer):
 def test_a_new_rate_is_written_into_the_tensor():
     step = step_of()
     weights = step.model.bottom_mlp.parameters()
-    step.bottom_optimizer = captured_optimizer(TrainingConfig(), weights, CPU)
-    rate = step.bottom_optimizer.param_groups[0]["lr"]
+    captured = captured_optimizer(TrainingConfig(), weights, CPU)
+    step.optimizers["bottom_mlp"] = captured
+    rate = captured.param_groups[0]["lr"]
     step.set_learning_rate(0.25)
-    assert step.bottom_optimizer.param_groups[0]["lr"] is rate and float(rate) == 0.25
-    assert step.top_optimizer.param_groups[0]["lr"] == 0.25
+    assert captured.param_groups[0]["lr"] is rate and float(rate) == 0.25
+    assert step.optimizers["top_mlp"].param_groups[0]["lr"] == 0.25
     assert step.embedding_optimizer.learning_rate == 0.25

@@ -1,6 +1,7 @@
 """The GPU's interaction kernels against the plain interaction, run by Triton's interpreter."""
 
 import dataclasses
+from functools import partial
 
 import pytest
 import torch
@@ -9,8 +10,10 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="triton is not installed: the GPU's kernels cannot run")
 
+from interaction_layers import dot_layer
+
 from dlrm_core.config import ModelConfig, TrainingConfig
-from dlrm_core.model import DLRM, MLP, DotInteraction, Probability
+from dlrm_core.model import DLRM, MLP, Probability
 from dlrm_kernels.embeddings.fused_gpu import in_one
 from dlrm_kernels.interaction_gpu import MAX_DIM, MAX_FEATURES, dot_interaction, fuse, why_not
 from dlrm_kernels.padded_linear import PaddedMLP
@@ -27,8 +30,8 @@ def difference(a, b):
 def assert_same(vectors, itself, dtype, pooled_dtype):
     results = []
     for fused in (True, False):
-        interaction = DotInteraction(len(vectors), itself).to(DEVICE)
-        interaction.kernel = dot_interaction if fused else None
+        interaction = dot_layer(len(vectors), itself).to(DEVICE)
+        interaction.kernel = partial(dot_interaction, itself=itself) if fused else None
         x = vectors[0].to(dtype).requires_grad_()
         pooled = [vector.to(pooled_dtype).requires_grad_() for vector in vectors[1:]]
         z = interaction(x, pooled)
@@ -65,7 +68,7 @@ def test_features_may_be_views_of_wider_tensors(itself):
     vectors = [wide[:, 12 * i : 12 * i + 12] for i in (3, 1, 0, 2)]
     assert_same([v.contiguous() for v in vectors], itself, torch.float32, torch.float32)
     x = vectors[0].detach().requires_grad_()
-    plain = DotInteraction(4, itself).to(DEVICE)(x, vectors[1:])
+    plain = dot_layer(4, itself).to(DEVICE)(x, vectors[1:])
     fused = dot_interaction(x, vectors[1:], itself)
     assert difference(fused.detach(), plain.detach()) < 1e-6
     # a gradient as a later part may hand it over: every second column of something
@@ -120,10 +123,10 @@ def test_the_fused_dense_part_pads_where_tensor_cores_multiply(precision, monkey
     config = dataclasses.replace(config, table_rows=(5, 3))
     model = DLRM(config).to(DEVICE)
     training = TrainingConfig(precision=precision)
-    (bottom_mlp, _, top_mlp), _ = fuse(model, training, DEVICE)
-    assert model.interaction.kernel is dot_interaction
-    padded = [isinstance(mlp, PaddedMLP) for mlp in (bottom_mlp, top_mlp)]
-    assert padded == [precision != "fp32"] * 2
+    layers, _ = fuse(model, training, DEVICE)
+    assert model.interaction.kernel.func is dot_interaction
+    padded = [name for name, layer in layers.items() if isinstance(layer, PaddedMLP)]
+    assert padded == (["bottom_mlp", "top_mlp"] if precision != "fp32" else [])
 
 
 def test_an_empty_batch_has_empty_products():

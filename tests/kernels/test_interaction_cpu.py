@@ -4,9 +4,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from interaction_layers import dot_layer
 from test_dense import LOSS_TOLERANCE, losses_of, trainer_of
 
-from dlrm_core.model import DotInteraction
 from dlrm_kernels import interaction_cpu
 
 BF16 = {"dense_backend": "fused", "precision": "bf16"}
@@ -45,8 +45,8 @@ def test_vectors_make_the_plain_interaction(size, tables, dim, itself, dtype):
     random = torch.Generator().manual_seed(size + 100 * tables + 10_000 * dim)
     vectors = [torch.randn(size, dim, generator=random) for _ in range(tables + 1)]
     vectors[0] = vectors[0].to(dtype).float()
-    plain = DotInteraction(tables + 1, itself)
-    fused = results_of(interaction_cpu.vectorised(plain), vectors, dtype)
+    plain = dot_layer(tables + 1, itself)
+    fused = results_of(interaction_cpu.vectorised(plain.kind), vectors, dtype)
     exact = results_of(plain, [vector.double() for vector in vectors], torch.float64)
     for a, b in zip(fused, exact, strict=True):
         # products are never rounded but when they are written; z's gradient was rounded before
@@ -64,7 +64,7 @@ def test_rows_may_lie_apart_and_columns_too(threads):
     wide = [torch.randn(100, 40, generator=random) for _ in range(6)]
     apart = [vector[:, 3:19] for vector in wide]
     apart[0] = torch.randn(16, 100, generator=random).t()
-    interact = interaction_cpu.vectorised(DotInteraction(6, False))
+    interact = interaction_cpu.vectorised(dot_layer(6, False).kind)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -82,7 +82,7 @@ def test_rows_may_lie_apart_and_columns_too(threads):
 @needs_vectors
 def test_values_beyond_range_pass_through():
     """Infinity and NaN of one sample stay in that sample; bf16 keeps both."""
-    interact = interaction_cpu.vectorised(DotInteraction(3, False))
+    interact = interaction_cpu.vectorised(dot_layer(3, False).kind)
     vectors = [torch.ones(3, 16) for _ in range(3)]
     vectors[1][1, 2], vectors[2][2, 5] = torch.inf, torch.nan
     z = interact(vectors[0].bfloat16(), vectors[1:])[:, 16:].float()

@@ -9,11 +9,11 @@ from test_embeddings import OPTIMIZERS, config, make_batch, parameters
 from dlrm_core.base.errors import InputError
 from dlrm_core.config import parameters_from_sections
 from dlrm_core.data.batch import Batch
-from dlrm_core.embeddings import EmbeddingTables, TorchRows, attach
-from dlrm_core.memory import forecast_memory
-from dlrm_core.rounding import ROW_DTYPES
+from dlrm_core.embeddings import ROW_DTYPES, EmbeddingTables, attach
 from dlrm_core.train import Trainer, train
 from dlrm_kernels.embeddings.fused_cpu import FusedCpu
+from dlrm_kernels.embeddings.narrow_rows import TorchRows
+from dlrm_kernels.memory import forecast_memory
 
 NARROW = ("bf16", "fp16")
 RATE = 0.1
@@ -197,10 +197,9 @@ def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(
     whole = Trainer(run(batches=6))
     losses = whole.train().losses
     folder = str(tmp_path / "kept")
-    train(run(batches=3, checkpoint_folder=folder, checkpoint_every=3), progress=False)
+    train(run(batches=3, checkpoint_folder=folder, checkpoint_every=3))
     rest = train(
         run(batches=6, checkpoint_folder=folder, checkpoint_every=6, resume="latest"),
-        progress=False,
     )
     assert rest.losses == losses[3:]
 
@@ -208,12 +207,12 @@ def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(
 def test_a_checkpoint_of_another_precision_is_refused(tmp_path):
     sections = parameters(batches=2, checkpoint_every=2, checkpoint_folder=str(tmp_path / "c"))
     sections = sections.to_sections()
-    train(parameters_from_sections(sections), progress=False)
+    train(parameters_from_sections(sections))
     sections["model"]["embedding_precision"] = "bf16"
     sections["training"]["resume"] = "latest"
     said = r"was written with model.embedding_precision = 'fp32', but this run has 'bf16'"
     with pytest.raises(InputError, match=said):
-        train(parameters_from_sections(sections), progress=False)
+        train(parameters_from_sections(sections))
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from interaction_layers import dot_layer
 
-from dlrm_core.model import DotInteraction
 from dlrm_kernels.tiles import machine
 from dlrm_kernels.tiles.layout import (
     BLOCK,
@@ -168,7 +168,7 @@ def test_the_interaction_is_the_plain_one(size, tables, dim, itself, parts, tile
     random = torch.Generator().manual_seed(seed)
     wide = [torch.randn(size, dim + 3, generator=random) for _ in range(tables + 1)]
     leaves = [vector[:, :dim].double().requires_grad_() for vector in wide]
-    z = DotInteraction(tables + 1, itself)(leaves[0], leaves[1:])
+    z = dot_layer(tables + 1, itself)(leaves[0], leaves[1:])
     values = [vector[:, :dim] for vector in wide]  # rows further apart than d
     form = Tiled.empty(blocks_of(size), blocks_of(z.shape[1]), parts)
     engine.dot_forward(values, itself, parts, Result(rows=form))

@@ -18,9 +18,9 @@ from dlrm_core.base.errors import InputError, MissingToolError
 from dlrm_core.config import load_parameters, parameters_from_sections
 from dlrm_core.data.loader import make_generator
 from dlrm_core.model import build_model
+from dlrm_core.predict import Asked, Predictor
 from dlrm_core.run.checkpoint import OPTIMIZER, WEIGHTS, read_checkpoint
 from dlrm_core.run.evaluate import held_out_batches
-from dlrm_core.run.predictor import Asked, Predictor
 from dlrm_core.train import Trainer
 from dlrm_ranks.plan import require_possible, with_whole_batches
 from dlrm_studies.scaling import measure as scaling

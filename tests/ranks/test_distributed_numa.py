@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from dlrm_core.base.machine import interleave_memory, numa_nodes, use_memory
+from dlrm_core.base.machine import numa_nodes, use_memory
 from dlrm_core.config import TrainingConfig
+from dlrm_kernels.numa import interleave_memory
 from dlrm_ranks.world import nodes_of_rank
 
 needs_two = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one CPU only")
@@ -35,7 +36,7 @@ assert ranks.bound(place) == place
 
 INTERLEAVED = """
 import ctypes, mmap, sys, threading
-from dlrm_core.base.machine import interleave_memory
+from dlrm_kernels.numa import interleave_memory
 
 reason = interleave_memory([0, 0])
 if reason:

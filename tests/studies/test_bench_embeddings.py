@@ -10,11 +10,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from interaction_layers import cross_layer
 
 from dlrm_core.base.errors import InputError, MissingToolError
 from dlrm_core.config import parameters_from_sections
 from dlrm_core.data.loader import batches
-from dlrm_core.model import ClickLoss, CrossInteraction, build_model
+from dlrm_core.model import ClickLoss, build_model
 from dlrm_core.step import TrainingStep
 from dlrm_studies.bench import embeddings as bench
 from dlrm_studies.bench import torchrec as bench_torchrec
@@ -252,9 +253,9 @@ def test_cross_layers_and_their_gradients_are_torchrecs(size, features, dim, lay
 
     torch.manual_seed(size)
     width = features * dim
-    ours = CrossInteraction((width, *(rank, width) * layers))
-    for linear in ours.linears[1::2]:
-        torch.nn.init.normal_(linear.bias)
+    ours = cross_layer(features, dim, layers, rank)
+    for weight in ours.weights:
+        torch.nn.init.normal_(weight)
     theirs = LowRankCrossNet(width, layers, rank)
     bench_torchrec.take_cross_weights(ours, theirs)
     leaves = [torch.randn(size, dim, requires_grad=True) for _ in range(features)]
@@ -262,8 +263,7 @@ def test_cross_layers_and_their_gradients_are_torchrecs(size, features, dim, lay
     torch.testing.assert_close(z, expected, rtol=1e-5, atol=1e-5)
     inputs = [*leaves, *theirs.V_kernels, *theirs.W_kernels, *theirs.bias]
     theirs_gradients = torch.autograd.grad(expected.square().mean(), inputs)
-    narrow, widen = ours.linears[::2], ours.linears[1::2]
-    weights = [*(v.weight for v in narrow), *(w.weight for w in widen), *(w.bias for w in widen)]
+    weights = [weight for place in range(3) for weight in ours.weights[place::3]]
     for one, other in zip(
         torch.autograd.grad(z.square().mean(), [*leaves, *weights]), theirs_gradients, strict=True
     ):
@@ -278,7 +278,7 @@ def test_a_training_with_cross_layers_is_that_of_torchrecs_dlrm_dcn(optimizer):
     model = build_model(chosen.model, chosen.training.seed, cpu)
     theirs = bench_torchrec.TorchRecStep(chosen, model, cpu)
     assert type(theirs.model).__name__ == "DLRM_DCN"
-    loss = ClickLoss(chosen.model.loss, chosen.model.loss_weights)
+    loss = ClickLoss.of(chosen.model)
     ours, stream = TrainingStep(model, loss, chosen.training), batches(chosen, cpu)
     losses = []
     for _ in range(20):

@@ -14,12 +14,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dlrm_core import memory as capacity
 from dlrm_core.base.errors import InputError
 from dlrm_core.base.machine import available_host_memory
-from dlrm_core.base.units import format_bytes
+from dlrm_core.base.text import format_bytes
 from dlrm_core.config import Parameters, parameters_from_sections
-from dlrm_core.memory import (
+from dlrm_core.model import build_model
+from dlrm_kernels import memory as capacity
+from dlrm_kernels.memory import (
     MemoryItem,
     advice,
     dense_peak,
@@ -30,7 +31,6 @@ from dlrm_core.memory import (
     require_memory,
     total_bytes,
 )
-from dlrm_core.model import build_model
 from dlrm_workbook import cli
 from dlrm_workbook.analysis.capacity import CUDA_CONTEXT_BYTES, SHEETS, capacity_of, sheet_verdict
 from dlrm_workbook.analysis.devices import device
@@ -320,7 +320,7 @@ def test_the_largest_is_the_last_that_fits(rows, batch, power, gpu):
 
 
 def test_a_refusal_says_both_numbers_the_difference_and_what_would_fit(monkeypatch):
-    monkeypatch.setattr("dlrm_core.memory.available_memory", lambda device: 500 * 2**20)
+    monkeypatch.setattr("dlrm_kernels.memory.available_memory", lambda device: 500 * 2**20)
     given = parameters({"table_rows": 1_000_000})
     needed = total_bytes(forecast_memory(given))
     with pytest.raises(InputError) as error:

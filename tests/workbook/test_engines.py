@@ -7,9 +7,9 @@ import pandas as pd
 import pytest
 
 from dlrm_core.base.errors import InputError, MissingToolError
-from dlrm_core.config import ProfilingConfig
 from dlrm_core.parts import ITERATION_SPAN, span_name
 from dlrm_workbook.analysis.compare import engines_side_by_side
+from dlrm_workbook.ground.profiling import ProfilingConfig
 from dlrm_workbook.recordings.measure import TORCH_FOLDER, choose_engine, second_profile
 from dlrm_workbook.recordings.profile import Profile
 

@@ -7,16 +7,17 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from observers import Calling
 
 from dlrm_core.base.errors import InputError
 from dlrm_core.config import parameters_from_sections
 from dlrm_core.data.loader import make_generator
-from dlrm_core.inference import pool_of, warm_up_steps
 from dlrm_core.run.evaluate import HeldOut, evaluate, held_out_batches, predict
 from dlrm_core.train import Trainer, train
 from dlrm_workbook.analysis import training as runs
 from dlrm_workbook.cli import main
 from dlrm_workbook.datasets.best_auc import teacher_auc
+from dlrm_workbook.evidence.latency import pool_of, warm_up_steps
 from dlrm_workbook.show import (
     train as training_figures,
 )
@@ -121,7 +122,7 @@ def test_targets_of_one_kind_and_graded_ones_are_said():
 
 def test_evaluations_come_when_due_and_a_target_ends_the_run(tmp_path):
     every = []
-    result = train(teacher(eval_every=50), tmp_path, progress=False, on_line=every.append)
+    result = train(teacher(eval_every=50), tmp_path, observer=Calling(every.append))
     lines = [line for line in every if "kind" in line]
     assert [line["iteration"] for line in lines] == [50, 100, 120]
     assert result.evaluations == lines and result.auc == lines[-1]["auc"]
@@ -130,17 +131,17 @@ def test_evaluations_come_when_due_and_a_target_ends_the_run(tmp_path):
     written = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert written == every
     target = (aucs[0] + aucs[1]) / 2
-    early = train(teacher(eval_every=50, auc_target=target), progress=False)
+    early = train(teacher(eval_every=50, auc_target=target))
     assert early.iterations == 100 and early.reached_target and early.status == "finished"
     assert early.loss == pytest.approx(np.mean(early.losses[80:100]))
-    late = train(teacher(auc_target=1.0, batches=20), progress=False)
+    late = train(teacher(auc_target=1.0, batches=20))
     assert late.iterations == 20 and late.reached_target is False
     assert [line["iteration"] for line in late.evaluations] == [20]
 
 
 def test_evaluating_changes_nothing_of_the_training():
-    plain = train(teacher(batches=60), progress=False)
-    evaluated = train(teacher(batches=60, eval_every=7), progress=False)
+    plain = train(teacher(batches=60))
+    evaluated = train(teacher(batches=60, eval_every=7))
     assert plain.losses == evaluated.losses
     # nor does it count as an iteration's time
     assert evaluated.evaluation_s > 0 and len(evaluated.iteration_ms) == 60
@@ -161,7 +162,6 @@ def test_precisions_agree_in_auc():
                 auc_target=1.0,
                 eval_batches=64,
             ),
-            progress=False,
         ).auc
         for precision in ("fp32", "bf16", "fp16")
     }
@@ -191,24 +191,24 @@ def test_a_stream_without_end_has_no_epochs():
 
 def test_evaluations_come_so_often_an_epoch_and_short_batches_count_by_their_samples():
     data = {"samples": 11 * 256 + 100, "drop_last": False}
-    result = train(teacher(data=data, epochs=2, evals_per_epoch=4, eval_batches=1), progress=False)
+    result = train(teacher(data=data, epochs=2, evals_per_epoch=4, eval_batches=1))
     # 12 batches, the last of 100 samples: an evaluation every 3
     assert [line["iteration"] for line in result.evaluations] == list(range(3, 25, 3))
     assert result.samples == 2 * data["samples"]
     rate = 1e3 * result.samples / sum(result.iteration_ms)
     assert result.samples_per_second == pytest.approx(rate)
-    few = train(teacher(data=data, epochs=1, evals_per_epoch=20, eval_batches=1), progress=False)
+    few = train(teacher(data=data, epochs=1, evals_per_epoch=20, eval_batches=1))
     assert len(few.evaluations) == 12
-    whole = train(teacher(data=data | {"drop_last": True}, epochs=2), progress=False)
+    whole = train(teacher(data=data | {"drop_last": True}, epochs=2))
     assert (whole.iterations, whole.samples) == (22, 22 * 256)
 
 
 def test_a_run_goes_on_in_the_middle_of_an_epoch_that_ends_in_a_short_batch(tmp_path):
     data = {"samples": 3 * 256 + 7, "drop_last": False}
-    straight = train(teacher(data=data, epochs=3), progress=False)
+    straight = train(teacher(data=data, epochs=3))
     asked = {"data": data, "epochs": 3, "checkpoint_every": 4}
-    train(teacher(**asked, max_steps=5), tmp_path, progress=False)
-    resumed = train(teacher(**asked, resume="latest"), tmp_path, progress=False)
+    train(teacher(**asked, max_steps=5), tmp_path)
+    resumed = train(teacher(**asked, resume="latest"), tmp_path)
     assert resumed.first_iteration == 5 and resumed.losses == straight.losses[5:]
     assert resumed.samples == straight.samples - (3 * 256 + 7) - 256
 
@@ -248,7 +248,7 @@ def test_a_pool_holds_full_batches_only():
 def checkpointed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     chosen = teacher(checkpoint_every=60, auc_target=1.0)
-    result = train(chosen, folder, progress=False)
+    result = train(chosen, folder)
     path = folder / "p.yaml"
     path.write_text(json.dumps(chosen.to_sections()))
     return path, folder / "checkpoint", result
@@ -346,7 +346,7 @@ def test_predictions_are_the_models_in_every_precision():
 
 def test_the_page_shows_quality_and_schedule(tmp_path):
     chosen = teacher(eval_every=40, auc_target=0.95, lr_warmup_steps=30, checkpoint_every=60)
-    result = train(chosen, tmp_path, progress=False)
+    result = train(chosen, tmp_path)
     intervals = runs.intervals(tmp_path)
     evaluations = runs.evaluations(tmp_path)
     assert list(intervals["iteration"]) == [40, 80, 120] and "kind" not in intervals
@@ -372,6 +372,6 @@ def test_the_page_shows_quality_and_schedule(tmp_path):
 
 
 def test_a_page_without_evaluations_and_schedule(tmp_path):
-    train(teacher(batches=20), tmp_path, progress=False)
+    train(teacher(batches=20), tmp_path)
     assert not len(runs.evaluations(tmp_path))
     assert not len(runs.schedule(teacher(), 20))

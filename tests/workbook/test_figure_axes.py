@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlrm_core.base.units import (
+from dlrm_core.base.text import counted
+from dlrm_workbook.ground.units import (
     NOTHING,
-    counted,
     faster,
     from_to,
     known_or,

@@ -14,7 +14,6 @@ import plotly.graph_objects as go
 import pytest
 from gpu_trace import events, write
 
-from dlrm_core.base.units import digits, percent
 from dlrm_core.config import Parameters, parameters_from_sections
 from dlrm_core.parts import COMPONENTS, PHASES
 from dlrm_core.run.reports import TrainingResult
@@ -23,6 +22,7 @@ from dlrm_studies.bench.show import CONTESTANTS
 from dlrm_studies.scaling.show import EXCHANGE_COLOURS, SHARDING_COLOURS
 from dlrm_workbook.analysis import attribution, operators
 from dlrm_workbook.analysis import training as runs
+from dlrm_workbook.ground.units import digits, percent
 from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.recordings.torch.recorder import record_workload
 from dlrm_workbook.recordings.torch.trace import read_recording, read_trace
@@ -76,7 +76,7 @@ def trained(
     parameters: Parameters, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[TrainingResult, pd.DataFrame]:
     folder = tmp_path_factory.mktemp("training")
-    result = train(parameters, folder, progress=False)
+    result = train(parameters, folder)
     return result, runs.intervals(folder)
 
 
@@ -303,7 +303,7 @@ def test_memory_forecast_joins_tables_of_one_size(parameters: Parameters) -> Non
     names = forecast["name"].tolist()
     assert "embedding tables, 2 of 50 × 8" in names
     assert "embedding table, 1 of 70 × 8" in names
-    from dlrm_core.memory import forecast_memory
+    from dlrm_kernels.memory import forecast_memory
 
     assert forecast["bytes"].sum() == sum(item.bytes for item in forecast_memory(parameters))
 
@@ -312,7 +312,7 @@ def test_forecast_of_many_tables_stays_readable() -> None:
     many = parameters_from_sections({"model": {"table_rows": [10 * n for n in range(1, 41)]}})
     forecast = runs.memory_forecast(many)
     assert len(forecast) < 20
-    from dlrm_core.memory import forecast_memory
+    from dlrm_kernels.memory import forecast_memory
 
     assert forecast["bytes"].sum() == sum(item.bytes for item in forecast_memory(many))
 

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dlrm_core.base.errors import InputError
-from dlrm_core.config import ProfilingConfig, parameters_from_sections
+from dlrm_core.config import parameters_from_sections
 from dlrm_workbook.ground import processes
 from dlrm_workbook.ground.processes import (
     ALLOCATOR,
@@ -28,6 +28,7 @@ from dlrm_workbook.ground.processes import (
     fresh_path,
     run_child,
 )
+from dlrm_workbook.ground.profiling import ProfilingConfig
 from dlrm_workbook.recordings.hpctoolkit.driver import measure
 from dlrm_workbook.recordings.hpctoolkit.tools import find_tools
 from dlrm_workbook.recordings.measure import measure as measure_run

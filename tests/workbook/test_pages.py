@@ -20,7 +20,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 from sample_notebooks import PARAMETERS, PAYLOADS
 
 from dlrm_core.base.errors import InputError
-from dlrm_core.base.units import value_text
+from dlrm_workbook.ground.units import value_text
 from dlrm_workbook.runner.html_clean import (
     ATTRIBUTES,
     CSS_PROPERTIES,

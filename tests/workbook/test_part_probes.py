@@ -107,7 +107,10 @@ def test_cross_layers_are_the_interactions_alone() -> None:
     fused = changed_parameters(base, {"training.fused_optimizer": True})[0]
     assert affected_phases(base, fused, "interaction") == {"update"}
     dot, notices = changed_parameters(base, {"model.interaction": "dot"})
-    assert dot.model.cross_widths == () and "are left out: only dcn has them" in notices[0]
+    assert (
+        dot.model.interaction_kind.weights() == []
+        and "are left out: only dcn has them" in notices[0]
+    )
     assert changed_parameters(dot, {"model.interaction": "dcn"})[0].model.dcn_rank == 512
     with pytest.raises(InputError, match="only dcn has cross layers"):
         changed_parameters(dot, {"model.dcn_rank": 4})

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from dlrm_core.base.errors import InputError
 from dlrm_core.config import Parameters, parameters_from_sections
 from dlrm_core.data.loader import make_generator, staged
-from dlrm_core.placement import plan_placement, smallest_first
 from dlrm_core.run.resume import optimizer_state, weights_of
 from dlrm_core.train import Trainer, train
 from dlrm_kernels.embeddings.host_tables import (
@@ -25,6 +24,7 @@ from dlrm_kernels.embeddings.host_tables import (
     divide,
     ranges,
 )
+from dlrm_kernels.placement import plan_placement, smallest_first
 
 ROWS = [300, 50, 400, 20, 50]
 CPU = torch.device("cpu")
@@ -290,10 +290,10 @@ def test_a_checkpoint_moves_between_one_place_and_two(tmp_path, first, backend):
 
     folder = str(tmp_path / "checkpoints")
     before = part(max_steps=3, embeddings_on_gpu_bytes=first, checkpoint_folder=folder)
-    train(replace(before, training=replace(before.training, checkpoint_every=3)), progress=False)
+    train(replace(before, training=replace(before.training, checkpoint_every=3)))
     second = 2240 if first is None else None
     rest = part(resume="latest", checkpoint_folder=folder, embeddings_on_gpu_bytes=second)
-    assert train(rest, progress=False).losses == run(given)[0][3:]
+    assert train(rest).losses == run(given)[0][3:]
 
 
 # ---- too large for the host ------------------------------------------------------

@@ -227,6 +227,7 @@ def test_a_gpu_that_nvml_does_not_know_is_said(monkeypatch):
 def test_a_run_says_its_power_or_why_not():
     from dlrm_core.config import parameters_from_sections
     from dlrm_core.train import train
+    from dlrm_workbook.evidence.training import MeteredRun
 
     result = train(
         parameters_from_sections(
@@ -240,8 +241,7 @@ def test_a_run_says_its_power_or_why_not():
                 "training": {"batch_size": 4, "batches": 2, "device": "cpu"},
             }
         ),
-        progress=False,
-        meter=power_meter,
+        observer=MeteredRun(shown=False),
     )
     if result.power_w is None:
         assert result.samples_per_joule is None

@@ -13,12 +13,13 @@ from pathlib import Path
 import pytest
 
 from dlrm_core.base.errors import InputError
-from dlrm_core.base.machine import STARTER, end_with_starter, ending_with_us
+from dlrm_core.base.machine import STARTER, end_with_starter
 from dlrm_workbook.evidence.contestants import environment_of, settings
 from dlrm_workbook.ground import processes
 from dlrm_workbook.ground.processes import (
     MeasurementError,
     Progress,
+    ending_with_us,
     run_child,
     started,
     without_collection,
@@ -32,7 +33,7 @@ CHILD = (
 )
 PARENT = f"""
 import os, subprocess, sys
-from dlrm_core.base.machine import ending_with_us
+from dlrm_workbook.ground.processes import ending_with_us
 child = subprocess.Popen(
     [sys.executable, "-c", {CHILD!r}], env=os.environ | ending_with_us(), stdout=subprocess.PIPE
 )

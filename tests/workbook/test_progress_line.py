@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from dlrm_core.progress import TOLD_TO
+from dlrm_workbook.ground.bar import TOLD_TO
 from dlrm_workbook.runner import progress
 from dlrm_workbook.runner.engine import heading
 from dlrm_workbook.runner.progress import ProgressLine

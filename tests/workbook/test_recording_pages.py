@@ -13,9 +13,9 @@ from browser import PHONE, check_drawn, open_page, require_browser
 from conftest import Chain
 from recordings import SEVERAL, TRACES, recording
 
-from dlrm_core.base.units import ratio
 from dlrm_workbook.ground.machine import REPOSITORY
 from dlrm_workbook.ground.runs import RunFolder
+from dlrm_workbook.ground.units import ratio
 from dlrm_workbook.runner.run import run_notebooks
 
 pytestmark = [pytest.mark.browser, pytest.mark.notebook, pytest.mark.usefixtures("browser")]

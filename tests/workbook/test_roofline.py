@@ -155,7 +155,7 @@ def test_a_part_of_products_is_bound_by_their_measured_times():
         roofline(profile_of(parameters, ceilings=machine(parameters)), all_parts(parameters))
     )
     top = table.loc[("top_mlp", "forward")]
-    width = parameters.model.interaction_width
+    width = parameters.model.interaction_kind.width
     products = 2 * 1024 * (width * 256 + 256)
     assert top["limit"] == "arithmetic"
     # activations and their dispatch come on top of the products

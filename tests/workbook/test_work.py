@@ -156,7 +156,7 @@ def _bytes(tensors: list[Any]) -> int:
 def run_step(parameters: Parameters, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
     """One training step counted; its operators and the batch."""
     model = build_model(parameters.model, 1, CPU)
-    loss = ClickLoss(parameters.model.loss, parameters.model.loss_weights)
+    loss = ClickLoss.of(parameters.model)
     step = TrainingStep(model, loss, parameters.training)
     stream = batches(parameters, CPU)
     step(next(stream))
@@ -282,7 +282,7 @@ def test_any_shape_has_the_work_of_a_real_step(
 def test_products_have_the_operations_that_torch_counts(changes):
     parameters = small(**changes)
     model = build_model(parameters.model, 1, CPU)
-    loss = ClickLoss(parameters.model.loss, parameters.model.loss_weights)
+    loss = ClickLoss.of(parameters.model)
     step = TrainingStep(model, loss, parameters.training)
     stream = batches(parameters, CPU)
     with FlopCounterMode(display=False) as counter:

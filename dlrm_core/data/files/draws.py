@@ -52,7 +52,7 @@ def stream_key(*parts: int | str) -> int:
     return key
 
 
-def words(key: int, start: int, count: int) -> np.ndarray:
+def stream_words(key: int, start: int, count: int) -> np.ndarray:
     """64 random bits for each of the places start, start + 1, ...: (count,) uint64."""
     places = np.arange(count, dtype=np.uint64)
     return mixed(places * np.uint64(GAMMA) + np.uint64((key + GAMMA * (start + 1)) & MASK))
@@ -75,7 +75,7 @@ def fill_words(key: int, start: int, out: np.ndarray) -> None:
     """As :func:`words`, into ``out`` (uint64, contiguous), in machine code where there is any."""
     code = machine_code()
     if code is None:
-        out[:] = words(key, start, out.size)
+        out[:] = stream_words(key, start, out.size)
     else:
         code.fill_words(key, start, out)
 
@@ -156,7 +156,7 @@ class PowerLaw:
         """Rows of consecutive samples into ``out`` (int8, int16 or int32, contiguous)."""
         code = machine_code()
         if code is None:
-            out[:] = self.draw(words(key, start, out.size))
+            out[:] = self.draw(stream_words(key, start, out.size))
         else:
             code.fill_rows(self, key, start, out)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -63,7 +63,7 @@ class SampleBatches:
         """The place in the stream, as a checkpoint keeps it."""
         return {"batches": self.taken}
 
-    def restore(self, state: dict[str, int]) -> None:
+    def restore(self, state: Mapping[str, int]) -> None:
         """Go on from a state: the next batches are those that followed it."""
         self.taken = int(state["batches"])
 

@@ -20,7 +20,7 @@ from dlrm_core.base.files import read_text
 from dlrm_core.base.settings import read_yaml
 
 FILE_NAME = "feature_spec.yaml"
-MOST_BYTES = 1_000_000
+MOST_SPEC_BYTES = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def read_spec(path: Path) -> FeatureSpec:
             f"{file}: no such file; a split_binary data set has one (make a data set with "
             "'dlrm data generate'; without feature_spec.yaml name the format)"
         )
-    text = read_text(file, MOST_BYTES)
+    text = read_text(file, MOST_SPEC_BYTES)
     try:
         tree = read_yaml(text)
     except InputError as error:

@@ -29,8 +29,8 @@ from dlrm_core.data.files.draws import (
     fill_words,
     half_of_bits,
     stream_key,
+    stream_words,
     uniform,
-    words,
 )
 from dlrm_core.data.files.spec import index_dtype
 
@@ -109,7 +109,8 @@ class Teacher:
         ]
         total = sum(weights) or 1.0
         parts = [math.sqrt(weight / total) * config.strength for weight in weights]
-        signs = uniform(words(stream_key(config.seed, "dense"), 0, dense_features)) * 2.0 - 1.0
+        bits = stream_words(stream_key(config.seed, "dense"), 0, dense_features)
+        signs = uniform(bits) * 2.0 - 1.0
         norm = math.sqrt(float((signs * signs).sum()) / 12.0) if dense_features else 1.0
         self.dense_weights = signs * (parts[0] / norm)
         self.effects = {
@@ -126,7 +127,7 @@ class Teacher:
     def _effect(self, name: tuple[str, int], law: PowerLaw, scale: float) -> np.ndarray:
         """Effect of each hot row and, last, of all others: mean 0, standard deviation scale."""
         hot = min(self.config.rows, law.rows)
-        values = uniform(words(stream_key(self.config.seed, *name), 0, hot)) * 2.0 - 1.0
+        values = uniform(stream_words(stream_key(self.config.seed, *name), 0, hot)) * 2.0 - 1.0
         chances = law.chances(hot)
         values = np.append(values, 0.0)
         chances = np.append(chances, max(0.0, 1.0 - float(chances.sum())))
@@ -197,8 +198,9 @@ class SampleMaker:
     def labels(self, start: int, count: int, logits: np.ndarray | None) -> np.ndarray:
         """Clicks (count,) bool: by the teacher's logits, or by a fair coin."""
         if self.teacher is not None and logits is not None:
-            return self.teacher.click(logits, words(self._keys["label"], start, count))
-        bits = words(self._keys["label"], start // 64, (start + count + 63) // 64 - start // 64)
+            return self.teacher.click(logits, stream_words(self._keys["label"], start, count))
+        first, end = start // 64, (start + count + 63) // 64
+        bits = stream_words(self._keys["label"], first, end - first)
         flips = np.unpackbits(bits.astype("<u8", copy=False).view(np.uint8), bitorder="little")
         return flips[start % 64 :][:count].view(bool)
 

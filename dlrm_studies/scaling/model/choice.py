@@ -14,9 +14,10 @@ import numpy as np
 import pandas as pd
 
 from dlrm_core.base.errors import InputError
-from dlrm_core.base.units import counted, format_bytes, milliseconds
+from dlrm_core.base.text import counted, format_bytes
 from dlrm_core.config import Parameters
-from dlrm_core.memory import dense_peak
+from dlrm_core.optimizers import OPTIMIZERS
+from dlrm_kernels.memory import dense_peak
 from dlrm_studies.scaling.model.communication import (
     FLOAT_BYTES,
     INDEX_BYTES,
@@ -25,19 +26,16 @@ from dlrm_studies.scaling.model.communication import (
 )
 from dlrm_studies.scaling.model.prediction import Prediction, Setting
 from dlrm_studies.scaling.model.sharding import KINDS, SHARDINGS, Plan, make_plan
+from dlrm_workbook.ground.units import milliseconds
 
 # Memory of every rank: weights, optimiser state, gradients, activations, what is exchanged.
-
-STATE_NUMBERS = {"sgd": (0.0, 0), "adagrad": (1.0, 1), "adam": (2.0, 2)}
-"""Optimiser to the numbers it keeps for each of a table's and of the dense part's weights;
-``rowwise_adagrad`` keeps one a row."""
 
 
 def rank_memory(parameters: Parameters, plan: Plan, batch_size: int) -> pd.DataFrame:
     """Bytes on each rank while an iteration of ``batch_size`` samples over all ranks runs.
 
     With B samples, R ranks, P dense weights: dense part 4 P of weights, 4 P of gradients and
-    the optimiser's state; activations of B/R samples (:mod:`dlrm_core.memory`); pooled
+    the optimiser's state; activations of B/R samples (:mod:`dlrm_kernels.memory`); pooled
     vectors and their gradients, those a rank makes (4 B times its columns) and those it
     receives (4 B/R T d), each twice; indices of its own samples and of its own tables, 8 bytes
     each; with replicated tables a dense gradient of their size. What allocators and libraries
@@ -75,8 +73,8 @@ def rank_memory(parameters: Parameters, plan: Plan, batch_size: int) -> pd.DataF
 
 
 def _state(parameters: Parameters, plan: Plan, tables: np.ndarray, dense: int) -> np.ndarray:
-    optimizer = parameters.training.optimizer
-    if optimizer == "rowwise_adagrad":
+    kind = OPTIMIZERS[parameters.training.optimizer]
+    if kind.per_row:
         # a number a row; a column slice has as many rows as its table
         rows = np.zeros(plan.ranks)
         for table in plan.tables:
@@ -85,8 +83,7 @@ def _state(parameters: Parameters, plan: Plan, tables: np.ndarray, dense: int) -
             else:
                 np.add.at(rows, np.asarray(table.ranks), table.shard_rows)
         return FLOAT_BYTES * rows + dense
-    of_tables, of_dense = STATE_NUMBERS[optimizer]
-    return of_tables * tables + of_dense * dense
+    return float(kind.row_state(plan.dim) // plan.dim) * tables + kind.dense_state * dense
 
 
 def _lookups_of_ranks(plan: Plan) -> np.ndarray:

@@ -307,7 +307,7 @@ def study_of(parameters: Parameters) -> Study | None:
     for each in STUDY:
         own = each.model
         same = (model.bottom_widths, model.top_mlp) == (own.bottom_widths, own.top_mlp)
-        if same and model.embedding_dim == own.embedding_dim and not model.cross_widths:
+        if same and model.embedding_dim == own.embedding_dim and not model.interaction_kind.layers:
             return each
     return None
 

@@ -18,8 +18,7 @@ import numpy as np
 import pandas as pd
 
 from dlrm_core.base.errors import InputError
-from dlrm_core.config import Parameters
-from dlrm_core.memory import mean_bag_size
+from dlrm_core.config import Parameters, mean_bag_size
 
 KINDS = ("table_wise", "row_wise", "column_wise", "replicated")
 

@@ -19,7 +19,6 @@ from typing import Any
 
 import pandas as pd
 
-from dlrm_core.base.units import milliseconds, percent
 from dlrm_core.parts import part_label
 from dlrm_studies.scaling import findings as ranks
 from dlrm_workbook.analysis.attribution import (
@@ -49,6 +48,7 @@ from dlrm_workbook.analysis.findings.finding import (
     rank,
 )
 from dlrm_workbook.analysis.kernel_names import kernel_name
+from dlrm_workbook.ground.units import milliseconds, percent
 from dlrm_workbook.recordings.foreign import START_UP
 from dlrm_workbook.recordings.profile import Profile
 

@@ -11,10 +11,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from dlrm_core.base.units import milliseconds
+from dlrm_core.interactions import INTERACTIONS
 from dlrm_core.parts import part_label
 from dlrm_workbook.analysis.findings.evidence import Evidence
 from dlrm_workbook.analysis.findings.finding import Finding, Ledger, is_worthwhile, predicted
+from dlrm_workbook.ground.units import milliseconds
 
 MAX_RELATIVE_ERROR = 1e-5
 """Of products that may replace fp32; true bf16 makes about 2e-3."""
@@ -156,10 +157,11 @@ def _faster_setting(evidence: Evidence, ledger: Ledger, probe: Mapping[str, Any]
     if speedup is None or not is_worthwhile(speedup):
         return None
     components, layers = setting.components, "the MLPs"
-    if evidence.parameter("model.interaction") == "dcn":
+    kind = INTERACTIONS.get(evidence.parameter("model.interaction"))
+    if kind is not None and kind.layers:
         # layers between those of the MLPs
         components += ("interaction",) if components[:2] == ("bottom_mlp", "top_mlp") else ()
-        layers = "MLPs and cross layers"
+        layers = f"MLPs and {kind.layers}"
     measured = [component for component in components if evidence.time(component) > 0]
     share = sum(evidence.share(component) for component in measured)
     now = evidence.parameter(name, "default")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from dlrm_core.base.units import milliseconds
 from dlrm_workbook.analysis.attribution import parts_at
 from dlrm_workbook.analysis.findings.evidence import Evidence
 from dlrm_workbook.analysis.findings.finding import (
@@ -17,6 +16,7 @@ from dlrm_workbook.analysis.findings.finding import (
     predicted,
     rule,
 )
+from dlrm_workbook.ground.units import milliseconds
 
 DATA_SHARE = 0.05
 """Data generation above this share of the step is a finding; the same limit as

@@ -19,7 +19,6 @@ import numpy as np
 import pandas as pd
 
 from dlrm_core.base.errors import InputError
-from dlrm_core.base.units import milliseconds
 from dlrm_core.config import Parameters, parameters_from_sections
 from dlrm_core.parts import SPAN_PREFIX, is_iteration_function
 from dlrm_workbook.analysis.attribution import (
@@ -39,6 +38,7 @@ from dlrm_workbook.analysis.launches import device_operations
 from dlrm_workbook.analysis.operators import top_operators
 from dlrm_workbook.analysis.python_lines import python_lines
 from dlrm_workbook.analysis.roofline import roofline
+from dlrm_workbook.ground.units import milliseconds
 from dlrm_workbook.recordings.profile import Profile
 
 Part = tuple[str, str]

@@ -13,13 +13,13 @@ import numpy as np
 import pandas as pd
 
 from dlrm_core.base.errors import InputError
-from dlrm_core.base.units import milliseconds
 from dlrm_workbook.analysis.attribution import IDLE
 from dlrm_workbook.analysis.context_tree import Ints
 from dlrm_workbook.analysis.findings.evidence import Evidence, Part
 from dlrm_workbook.analysis.findings.where import most_in_one, said
 from dlrm_workbook.analysis.idleness import Stretches, felt_share
 from dlrm_workbook.analysis.whatif import prediction
+from dlrm_workbook.ground.units import milliseconds
 
 LIMITS = (
     "launches",

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from dlrm_core.base.units import milliseconds
 from dlrm_core.parts import part_label
 from dlrm_workbook.analysis.attribution import (
     PART,
@@ -52,6 +51,7 @@ from dlrm_workbook.analysis.steady import (
     lasting_rise,
     steady_state,
 )
+from dlrm_workbook.ground.units import milliseconds
 from dlrm_workbook.recordings.foreign import node_key
 from dlrm_workbook.recordings.profile import nearest
 

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from dlrm_core.base.units import milliseconds
 from dlrm_core.parts import part_label
 from dlrm_workbook.analysis.attribution import (
     IDLE,
@@ -51,6 +50,7 @@ from dlrm_workbook.analysis.idleness import Stretches
 from dlrm_workbook.analysis.kernel_names import kernel_name
 from dlrm_workbook.analysis.launches import device_operations, launch_cost_us
 from dlrm_workbook.analysis.steady import LEAST_OF_SPLIT
+from dlrm_workbook.ground.units import milliseconds
 from dlrm_workbook.recordings.hpctoolkit.metrics import STALLS
 from dlrm_workbook.recordings.open import COMMUNICATION
 from dlrm_workbook.recordings.profile import nearest

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from dlrm_core.base.units import milliseconds
 from dlrm_workbook.analysis.attribution import IDLE, iteration_state, windows
 from dlrm_workbook.analysis.context_tree import overlap, stretch_at, union
 from dlrm_workbook.analysis.findings.evidence import Evidence
@@ -22,6 +21,7 @@ from dlrm_workbook.analysis.findings.finding import Ledger, Measured, bounded, r
 from dlrm_workbook.analysis.idleness import Stretches
 from dlrm_workbook.analysis.launches import device_operations
 from dlrm_workbook.analysis.steady import lasting_rise
+from dlrm_workbook.ground.units import milliseconds
 from dlrm_workbook.recordings.open import COMMUNICATION
 from dlrm_workbook.recordings.torch.chrome_trace import GRAPH_LAUNCH
 

@@ -9,7 +9,6 @@ import statistics
 
 import numpy as np
 
-from dlrm_core.base.units import milliseconds
 from dlrm_core.parts import part_label
 from dlrm_workbook.analysis.findings.evidence import Evidence, Part
 from dlrm_workbook.analysis.findings.finding import (
@@ -20,6 +19,7 @@ from dlrm_workbook.analysis.findings.finding import (
     removed,
     rule,
 )
+from dlrm_workbook.ground.units import milliseconds
 from dlrm_workbook.recordings.profile import Profile
 
 LOST_SHARE = 0.05

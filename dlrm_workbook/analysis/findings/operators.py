@@ -14,7 +14,7 @@ from typing import Any
 import pandas as pd
 
 from dlrm_core.base.errors import InputError
-from dlrm_core.base.units import milliseconds
+from dlrm_core.interactions import INTERACTIONS
 from dlrm_core.parts import part_label
 from dlrm_workbook.analysis.findings.evidence import Evidence, Part, heaviest
 from dlrm_workbook.analysis.findings.finding import (
@@ -30,6 +30,7 @@ from dlrm_workbook.analysis.findings.finding import (
     rule,
 )
 from dlrm_workbook.analysis.work import operator_work
+from dlrm_workbook.ground.units import milliseconds
 
 EXTRA_SHARE = 0.04
 """Of the step, taken by operators that do not belong: half of what a finding is worth."""
@@ -437,7 +438,8 @@ def _small_batch(evidence: Evidence, size: int, larger: dict[str, float]) -> Mea
 )
 def interaction_overhead(evidence: Evidence, ledger: Ledger) -> Measured | None:
     """The interaction takes long for the little that it computes; cross layers compute much."""
-    if evidence.parameter("model.interaction") == "dcn":
+    kind = INTERACTIONS.get(evidence.parameter("model.interaction"))
+    if kind is not None and kind.computes:
         return None
     share = evidence.share("interaction")
     table = evidence.roofline

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from dlrm_core.base.units import milliseconds
 from dlrm_core.parts import SPAN_PREFIX
+from dlrm_workbook.ground.units import milliseconds
 from dlrm_workbook.recordings.profile import Profile, nearest
 from dlrm_workbook.recordings.torch.steps import STEP_LABEL
 

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from dlrm_core.base.errors import InputError
-from dlrm_core.config import ProfilingConfig
 from dlrm_workbook.ground.processes import MeasurementError, ProgressCallback, fresh_path, run_child
+from dlrm_workbook.ground.profiling import ProfilingConfig
 from dlrm_workbook.recordings.hpctoolkit.build import (
     DatabaseAborted,
     build_database,

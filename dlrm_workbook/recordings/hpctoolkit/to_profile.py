@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from dlrm_core.base.units import counted
+from dlrm_core.base.text import counted
 from dlrm_core.parts import parse_span
 from dlrm_workbook.recordings.hpctoolkit.cautions import (
     cautions_of,

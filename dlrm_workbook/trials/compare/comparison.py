@@ -21,7 +21,6 @@ import pandas as pd
 from dlrm_core.base.errors import InputError
 from dlrm_core.base.files import read_json, write_json
 from dlrm_core.config import Parameters, load_parameters, parameters_from_sections
-from dlrm_core.progress import Bar
 from dlrm_workbook.analysis.attribution import as_one, attribute
 from dlrm_workbook.analysis.changes import (
     apply_change,
@@ -56,6 +55,7 @@ from dlrm_workbook.analysis.reference import (
 from dlrm_workbook.analysis.sentences import in_markdown
 from dlrm_workbook.analysis.verdict import with_timed
 from dlrm_workbook.analysis.whatif import Prediction, predict_change, prediction
+from dlrm_workbook.ground.bar import Bar
 from dlrm_workbook.ground.intervals import Interval
 from dlrm_workbook.ground.machine import versions
 from dlrm_workbook.ground.processes import Progress, ProgressCallback, fresh_path, only_process

@@ -10,7 +10,11 @@ from typing import Any
 import pandas as pd
 import plotly.graph_objects as go
 
-from dlrm_core.base.units import (
+from dlrm_core.parts import part_label
+from dlrm_workbook.analysis.changes import change_text
+from dlrm_workbook.analysis.sentences import in_markdown
+from dlrm_workbook.ground.intervals import Interval
+from dlrm_workbook.ground.units import (
     faster,
     known_or,
     milliseconds,
@@ -20,10 +24,6 @@ from dlrm_core.base.units import (
     signed_milliseconds,
     speedup,
 )
-from dlrm_core.parts import part_label
-from dlrm_workbook.analysis.changes import change_text
-from dlrm_workbook.analysis.sentences import in_markdown
-from dlrm_workbook.ground.intervals import Interval
 from dlrm_workbook.show import theme
 from dlrm_workbook.show.tables import Column, Text, each_row, listed
 from dlrm_workbook.trials.compare.analyse import NOT_A_PART

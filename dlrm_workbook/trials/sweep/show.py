@@ -12,10 +12,11 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
-from dlrm_core.base.units import counted, ratio
+from dlrm_core.base.text import counted
 from dlrm_core.parts import COMPONENTS, part_label
 from dlrm_workbook.analysis.ensemble import WHOLE, Curve, short_leaf, swept_runs
 from dlrm_workbook.analysis.sentences import in_markdown
+from dlrm_workbook.ground.units import ratio
 from dlrm_workbook.show import theme
 from dlrm_workbook.show.tables import Column, Text
 

@@ -23,9 +23,6 @@ from __future__ import annotations
 
 import torch
 
-ROW_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""``model.embedding_precision`` to the type of the tables' numbers."""
-
 GROUP_BITS = 8
 """Rows ``r`` with the same ``r >> 8`` are a group, of which ``r & 255`` is the member."""
 

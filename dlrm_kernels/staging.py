@@ -14,13 +14,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+import queue
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from dlrm_core.data.batch import Batch, extents_of
+from dlrm_core.data.loader import prefetched
 
 ALIGNMENT = 256
 """Bytes: each tensor in a buffer begins at a multiple, as an allocation of its own would."""
@@ -158,3 +160,29 @@ def _views(
         buffer[place : place + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         for tensor, place in zip(tensors, places, strict=False)
     ]
+
+
+def staged(
+    make: Callable[[], Batch], ahead: int, device: torch.device, copies: CudaCopies | None = None
+) -> Iterator[Batch]:
+    """Batches on the device, made and copied there by a thread while the step computes.
+
+    A batch that was handed over stays as it is until the next one is asked for.
+    """
+    staging = Staging(copies or CudaCopies(device))
+    # those kept ready, one being computed with, one being loaded
+    free: queue.SimpleQueue[Slot] = queue.SimpleQueue()
+    for _ in range(ahead + 2):
+        free.put(Slot())
+    # one slot more than can wait in line, be used and be loaded: never empty for long
+    stream = prefetched(lambda: staging.load(make(), free.get()), ahead)
+    last: Staged | None = None
+    try:
+        for item in stream:
+            if last is not None:
+                staging.release(last)
+                free.put(last.slot)
+            last = item
+            yield staging.use(item)
+    finally:
+        stream.close()

@@ -175,8 +175,9 @@ def set_fp32_matmul(choice: str, model: ModelConfig, device: torch.device) -> li
     notices = []
     if choice.startswith("bf16"):
         reason = engine("matrix tiles").why_no_tiles() if device.type == "cpu" else ""
-        if device.type == "cpu" and model.interaction == "dcn":
-            reason = "the fused dense part has no cross layers (model.interaction: dcn)"
+        kind = model.interaction_kind
+        if device.type == "cpu" and "fused dense part" not in kind.engines:
+            reason = f"the fused dense part has no {kind.layers} (model.interaction: {kind.kind})"
         if not reason and device.type == "cpu":
             return []
         if reason:
@@ -221,9 +222,10 @@ def _largest_layer(model: ModelConfig) -> tuple[int, int]:
     """Input and output width of the linear layer with the most weights."""
     layers = [
         pair
-        for widths in (model.bottom_widths, model.cross_widths, model.top_widths)
+        for widths in (model.bottom_widths, model.top_widths)
         for pair in itertools.pairwise(widths)
     ]
+    layers += [w.shape[::-1] for w in model.interaction_kind.weights() if len(w.shape) == 2]
     return max(layers, key=lambda layer: layer[0] * layer[1])
 
 

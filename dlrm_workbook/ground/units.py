@@ -28,26 +28,12 @@ def whole(value: float) -> str:
     return f"{value:,.0f}"
 
 
-def counted(count: int, noun: str) -> str:
-    """``1 thread``, ``2 threads``."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
-
-
 def thousands(count: float, unit: str = "") -> str:
     """With a decimal prefix and three digits that count: ``13.8 M``, ``27.2 kB``."""
     for prefix, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if count >= size:
             return f"{count / size:.3g} {prefix}{unit}"
     return f"{count:.3g} {unit}".rstrip()
-
-
-def format_bytes(count: float) -> str:
-    """Bytes with a binary unit: ``1.50 GiB``."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(count) < 1024:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.2f} {unit}"
-        count /= 1024
-    return f"{count:.2f} TiB"
 
 
 def milliseconds(time: float) -> str:

@@ -11,15 +11,14 @@ from typing import TYPE_CHECKING, Any
 from dlrm_core.base.engines import engine, find_engine
 from dlrm_core.base.errors import InputError
 from dlrm_core.base.machine import available_memory
-from dlrm_core.base.units import format_bytes
-from dlrm_core.config import Parameters
-from dlrm_core.placement import FLOAT_BYTES, Placement, plan_placement
+from dlrm_core.base.text import format_bytes
+from dlrm_core.config import Parameters, mean_bag_size
+from dlrm_core.operations import FLOAT_BYTES, INDEX_BYTES, NUMBER_BYTES
+from dlrm_core.optimizers import OPTIMIZERS
+from dlrm_kernels.placement import Placement, plan_placement
 
 if TYPE_CHECKING:
     import torch
-
-NUMBER_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-"""``training.precision`` to the bytes of an activation."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ def dense_peak(parameters: Parameters, gpu: bool = False) -> DensePeak:
     which live longer than the dense part runs. With ``training.compile`` a part keeps no
     more than this.
     """
-    model, training = parameters.model, parameters.training
+    model, training, kind = parameters.model, parameters.training, parameters.model.interaction_kind
     rows = min(training.batch_size, training.micro_batch or training.batch_size)
     if training.dense_backend == "auto" and not gpu:
         chooser = find_engine("choice of dense part")
@@ -56,35 +55,21 @@ def dense_peak(parameters: Parameters, gpu: bool = False) -> DensePeak:
         import torch
 
         kernels = engine("fused dense part")
-        if not kernels.why_not_fused(training, torch.device("cpu"), model.interaction):
+        if not kernels.why_not_fused(training, torch.device("cpu"), kind):
             peak: DensePeak = kernels.fused_peak(parameters, rows)
             return peak
     n = NUMBER_BYTES[training.precision]
-    bottom, cross, top = model.bottom_widths, model.cross_widths, model.top_widths
-    dim, features = model.embedding_dim, len(model.table_rows) + 1
+    bottom, top, z = model.bottom_widths, model.top_widths, kind.width
     # autocast saves the input that it has cast; in fp32 it is the batch's own tensor
-    bottom_kept = sum(bottom[1:]) + (bottom[0] if n < 4 else 0)
-    wide = features * dim
-    pairs = model.interaction_width - dim if model.interaction == "dot" else 0
-    square = features * features if model.interaction == "dot" else 0
-    z = model.interaction_width
-    # concatenation is its own result; a cross layer keeps its factor and both products' inputs
-    kept = 0 if model.interaction == "cat" else wide
-    kept += sum(cross[1:]) + sum(cross[2:-1:2])
-
-    # a CPU widens what it gathers from 2-byte numbers
-    half = (square + pairs) * (4 // n) if n < 4 and not gpu else 0
+    bottom_kept = sum(bottom[1:]) + (bottom[0] if n < FLOAT_BYTES else 0)
+    kept, forward, backward = kind.memory(n, widens=n < FLOAT_BYTES and not gpu)
     moments = [
-        DensePeak(bottom_kept + kept + z, square + pairs + half, "interaction forward"),
+        DensePeak(bottom_kept + kept + z, forward, "interaction forward"),
         *(
             DensePeak(bottom_kept + kept + z + acts, gradients, "top MLP backward")
             for acts, gradients in _mlp_backward(top)
         ),
-        DensePeak(
-            bottom_kept + kept + z,
-            z + (pairs + 1) + square + wide + half if square else z + (2 if cross else 1) * wide,
-            "interaction backward",
-        ),
+        DensePeak(bottom_kept + kept + z, backward, "interaction backward"),
         *(
             DensePeak(acts + z, gradients + z, "bottom MLP backward")
             for acts, gradients in _mlp_backward(bottom)
@@ -107,7 +92,6 @@ def _mlp_backward(widths: Sequence[int]) -> list[tuple[int, int]]:
     return moments
 
 
-INDEX_BYTES = 8
 SORTED_LOOKUP_BYTES = 28
 """Of a GPU's fused update: 4 + 8 for key and place, twice, and 4 for the bag."""
 
@@ -134,9 +118,6 @@ CUBLAS_BYTES = 32 << 20
 
 WORD_TEMPORARIES = 8
 """Arrays of 8 bytes a number alive while torch's operators round a table's rows."""
-
-TABLE_COPIES = {"sgd": 0, "rowwise_adagrad": 2, "adagrad": 3, "adam": 6}
-"""Copies of a table's sparse gradient that torch's optimisers make: coalesced, squared..."""
 
 INITIAL_CHUNK = 1 << 16
 """Weights drawn at a time (:mod:`dlrm_core.model`): 20 bytes each in facebook's stream."""
@@ -210,16 +191,21 @@ def _tables(parameters: Parameters, placement: Placement, where: str) -> Iterato
 def _mlps(parameters: Parameters, where: str) -> Iterator[MemoryItem]:
     model = parameters.model
     number = NUMBER_BYTES[parameters.training.precision]
-    widths = {
-        "bottom_mlp": ("bottom MLP", model.bottom_widths),
-        "interaction": ("cross layers", model.cross_widths),
-        "top_mlp": ("top MLP", model.top_widths),
+    own = [weight.shape for weight in model.interaction_kind.weights()]
+    described = {
+        "bottom_mlp": ("bottom MLP", "-".join(map(str, model.bottom_widths))),
+        "interaction": (model.interaction_kind.layers, ", ".join(map(_by, own))),
+        "top_mlp": ("top MLP", "-".join(map(str, model.top_widths))),
     }
     for part, weights in model.dense_weights.items():
-        name, shape = widths[part][0], "-".join(map(str, widths[part][1]))
+        name, shape = described[part]
         copied = number if number < FLOAT_BYTES else 0
         yield MemoryItem(f"{name} weights", shape, weights * (FLOAT_BYTES + copied), where)
         yield MemoryItem(f"{name} gradients", shape, weights * FLOAT_BYTES, where)
+
+
+def _by(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape))
 
 
 def _dense(parameters: Parameters, placement: Placement, where: str) -> Iterator[MemoryItem]:
@@ -287,20 +273,18 @@ def _optimizer(parameters: Parameters, placement: Placement, where: str) -> Iter
     Adagrad keeps R d 4 of sums a table and as much as the dense weights, Adam twice that;
     row-wise Adagrad R 4 a table.
     """
-    model, optimizer = parameters.model, parameters.training.optimizer
-    if optimizer == "sgd":
+    model, kind = parameters.model, OPTIMIZERS[parameters.training.optimizer]
+    width = kind.row_state(model.embedding_dim)
+    if not width and not kind.dense_state:
         return
-    width = 1 if optimizer == "rowwise_adagrad" else model.embedding_dim
-    number = FLOAT_BYTES * (2 if optimizer == "adam" else 1)
     dense = sum(model.dense_weights.values())
     beside = range(len(model.table_rows)) if where == "host" else placement.on_gpu
     rows = sum(model.table_rows[t] for t in beside)
-    yield MemoryItem(
-        "optimiser state", f"{rows:,} x {width}, {dense:,}", number * (rows * width + dense), where
-    )
+    size = FLOAT_BYTES * (rows * width + kind.dense_state * dense)
+    yield MemoryItem("optimiser state", f"{rows:,} x {width}, {dense:,}", size, where)
     if where != "host" and placement.on_host:
         rows = sum(model.table_rows[t] for t in placement.on_host)
-        size = number * rows * width
+        size = FLOAT_BYTES * rows * width
         yield MemoryItem("optimiser state of the host", f"{rows:,} x {width}", size, "host")
 
 
@@ -322,7 +306,8 @@ def _embedding_update(
     counts = [size * mean_bag_size(parameters, t) for t in tables]
     looked_up = sum(counts)
     backend, narrow = training.embedding_backend, model.embedding_precision != "fp32"
-    sorts = training.optimizer != "sgd" or place == "gpu" or narrow
+    kind = OPTIMIZERS[training.optimizer]
+    sorts = not kind.adds or place == "gpu" or narrow
 
     def item(name: str, shape: str, count: float) -> MemoryItem:
         shape = f"{round(looked_up):,} x {shape}"
@@ -337,7 +322,7 @@ def _embedding_update(
     elif backend == "torch":
         row = dim * FLOAT_BYTES + INDEX_BYTES
         yield item("sparse embedding gradients", str(dim), looked_up * row)
-        if (copies := TABLE_COPIES[training.optimizer]) > 0:
+        if (copies := kind.table_copies) > 0:
             yield item("temporaries of one table's update", str(dim), copies * max(counts) * row)
     elif training.embedding_update == "naive":
         yield item("sparse embedding gradients", str(dim), looked_up * dim * FLOAT_BYTES)
@@ -364,22 +349,6 @@ def _workspace(parameters: Parameters, made_anew: int, gpu: bool) -> Iterator[Me
     share = f"{ALLOCATOR_SHARE:.0%} of {format_bytes(made_anew)}"
     size = int(ALLOCATOR_SHARE * made_anew)
     yield MemoryItem("freed pieces in the C library's heap", share, size, "host")
-
-
-def mean_bag_size(parameters: Parameters, table: int) -> float:
-    """Expected indices per bag of a table, before facebook's deduplication."""
-    data, rows = parameters.data, parameters.model.table_rows[table]
-    if data.multi_hot_sizes is not None:
-        return float(data.multi_hot_sizes[table])
-    if data.fixed_pooling:
-        return float(data.indices_per_lookup)
-    bound = min(rows, data.indices_per_lookup)
-    # max(1, round(r k)): sizes 1..k-1 have width 1/k, size k half of that, size 1 the rest
-    sizes = [(j, 1.0 / bound) for j in range(2, bound)]
-    sizes.append((bound, 0.5 / bound if bound > 1 else 1.0))
-    if bound > 1:
-        sizes.append((1, 1.5 / bound))
-    return sum(count * probability for count, probability in sizes)
 
 
 def require_memory(parameters: Parameters, device: torch.device) -> None:

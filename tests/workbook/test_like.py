@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from observers import Calling
 
 from dlrm_core.base.errors import InputError
 from dlrm_core.config import Parameters, load_parameters
-from dlrm_core.like import FLAGS, SCRIPT, translated
 from dlrm_core.train import train
 from dlrm_workbook import cli
+from dlrm_workbook.ground.facebook import FLAGS, SCRIPT, translated
 
 ROOT = Path(__file__).parents[2]
 NAMES = (ROOT / "tests" / "data" / "dlrm_s_pytorch_flags.txt").read_text().split()
@@ -138,13 +139,13 @@ def test_the_experiments_command_gives_the_parameters_of_seed_yaml() -> None:
 
 def test_epochs_of_random_data_begin_again_and_end_in_a_short_batch_as_the_scripts_do() -> None:
     command = like(RUNS["epochs"]["arguments"])
-    result = train(command, progress=False)
+    result = train(command)
     # five batches of 96, one of 20, and all of them again
     assert result.samples == 2 * command.data.samples == 2 * 500
     assert result.losses == pytest.approx(RUNS["epochs"]["losses"], abs=1e-5)
     lines: list[Any] = []
     rarely = like(RUNS["epochs"]["arguments"], "training.log_every=6")
-    train(rarely, progress=False, on_line=lines.append)
+    train(rarely, observer=Calling(lines.append))
     # a mean over samples, not over batches
     printed = RUNS["epochs"]["losses_of_six"]
     assert [line["loss"] for line in lines] == pytest.approx(printed, abs=1e-6)
@@ -152,7 +153,7 @@ def test_epochs_of_random_data_begin_again_and_end_in_a_short_batch_as_the_scrip
 
 @pytest.mark.parametrize("name", ["small", "bce", "wbce"])
 def test_a_command_trains_here_to_the_losses_that_the_script_printed(name: str) -> None:
-    result = train(like(RUNS[name]["arguments"], "training.max_steps=3"), progress=False)
+    result = train(like(RUNS[name]["arguments"], "training.max_steps=3"))
     assert result.losses == pytest.approx(RUNS[name]["losses"][:3], abs=1e-5)
 
 

@@ -16,15 +16,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from dlrm_core.base.engines import find_engine
 from dlrm_core.base.machine import device_name, resolve_device
 from dlrm_core.config import Parameters, load_parameters
 from dlrm_core.data.batch import Batch
 from dlrm_core.embeddings import attach
-from dlrm_core.memory import require_memory
 from dlrm_core.model import ClickLoss
+from dlrm_core.precision import DensePrecision
 from dlrm_core.run.checkpoint import Checkpoint, find_checkpoint, read_checkpoint
 from dlrm_core.run.evaluate import Evaluation, HeldOut, evaluate, predict
-from dlrm_core.run.precision import DensePrecision
 from dlrm_core.run.resume import require_same_model, with_choices_of
 from dlrm_core.train import prepare_model
 
@@ -87,7 +87,9 @@ class Predictor:
         training = parameters.training
         self.device = resolve_device(training)
         largest = dataclasses.replace(training, batch_size=largest_batch or training.batch_size)
-        require_memory(dataclasses.replace(parameters, training=largest), self.device)
+        if (forecast := find_engine("memory forecast")) is not None:
+            largest_run = dataclasses.replace(parameters, training=largest)
+            forecast.require_memory(largest_run, self.device)
         self.parameters, model, self._divide, said = prepare_model(
             parameters, self.device, self.checkpoint
         )
@@ -96,8 +98,7 @@ class Predictor:
         self._precision = DensePrecision(self.parameters.training, self.device)
         self.notices = asked.notices + said + self._precision.notices
         self.notices += getattr(model.embeddings.backend, "notices", [])
-        shape = parameters.model
-        self.loss: nn.Module = ClickLoss(shape.loss, shape.loss_weights).to(self.device)
+        self.loss: nn.Module = ClickLoss.of(self.parameters.model).to(self.device)
 
     def predict(self, batch: Batch) -> torch.Tensor:
         """Click probability (B, 1) of a batch on the device."""

@@ -12,23 +12,13 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from dlrm_core.base.files import JsonLines
-from dlrm_core.config import Parameters
-from dlrm_core.data.epochs import Epoch
+from dlrm_core.train import TrainingLoop
 
 PREFIX = ":::MLLOG "
 START, STOP, POINT = "INTERVAL_START", "INTERVAL_END", "POINT_IN_TIME"
-
-
-class Logged(Protocol):
-    """The attributes that the log reads of a :class:`dlrm_core.train.TrainingLoop`."""
-
-    parameters: Parameters
-    epoch: Epoch
-    first: int
-    total: int
 
 
 class MLPerfLog:
@@ -48,7 +38,7 @@ class MLPerfLog:
         """When the next epoch begins, if it is not logged yet."""
         self._write(START, "init_start")
 
-    def begin(self, loop: Logged) -> None:
+    def begin(self, loop: TrainingLoop[Any]) -> None:
         """Log the settings of a run that is about to start."""
         parameters, training = loop.parameters, loop.parameters.training
         self._batches, self._first = loop.epoch.batches or loop.total, loop.first
@@ -107,7 +97,10 @@ class MLPerfLog:
     ) -> None:
         frame = inspect.currentframe()
         caller = frame.f_back if frame is not None else None
-        where = {"file": "dlrm_core/mllog.py", "lineno": caller.f_lineno if caller else 0}
+        where = {
+            "file": "dlrm_workbook/evidence/mllog.py",
+            "lineno": caller.f_lineno if caller else 0,
+        }
         line = {
             "namespace": "",
             "time_ms": int(1e3 * (time.time() if at is None else at)),

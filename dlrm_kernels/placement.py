@@ -6,16 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from dlrm_core.base.engines import engine
 from dlrm_core.config import Parameters
 
 if TYPE_CHECKING:
-    import torch
-
     from dlrm_core.data.batch import Batch
     from dlrm_core.embeddings import EmbeddingTables
-
-FLOAT_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -76,12 +71,3 @@ class Places:
     notices: tuple[str, ...] = ()
     make_tables: Callable[[], EmbeddingTables] | None = None
     divide: Callable[[Batch], Batch] | None = None
-
-
-def places_of(parameters: Parameters, device: torch.device) -> Places:
-    """Where ``training.embeddings_on_gpu_bytes`` has the tables lie."""
-    placement = plan_placement(parameters, device.type == "cuda")
-    if not placement.split:
-        return Places()
-    places: Places = engine("tables in two places").places_of(parameters, placement, device)
-    return places

@@ -8,6 +8,7 @@ finds the warm-up in the latencies.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import statistics
 import time
@@ -19,8 +20,11 @@ import torch
 from torch import nn
 
 from dlrm_core.base.errors import InputError
+from dlrm_core.commands import predict_as_rank, print_line, started_by_torchrun
 from dlrm_core.data.batch import Batch
 from dlrm_core.parts import iteration
+from dlrm_core.predict import Predictor, read_asked
+from dlrm_core.run.evaluate import held_out_batches
 from dlrm_core.step import transfer_forward
 
 Predict = Callable[[Batch], torch.Tensor]
@@ -196,3 +200,93 @@ def warm_up_steps(times_ms: Sequence[float]) -> int:
     error = np.maximum(squares - shifted**2 / left, 0.0) / left**2
     # of places that differ by rounding only, the first
     return _GROUP * int(np.argmax(error <= error.min() + 1e-12 * error[0]))
+
+
+# ``dlrm infer``
+
+
+def command_infer(arguments: argparse.Namespace) -> int:
+    """``dlrm infer``: a JSON line for each batch size, and a last one with all of them.
+
+    Under torchrun all ranks answer each batch together, each a slice of it.
+    """
+    sizes = batch_sizes(arguments.batch_sizes)
+    if arguments.steps < 1:
+        raise InputError(f"--steps is {arguments.steps}, expected at least 1")
+    time_limit(arguments.seconds)
+
+    def work(predictor: Predictor) -> int:
+        return _infer(predictor, arguments, sizes)
+
+    if started_by_torchrun():
+        return predict_as_rank(arguments, "dlrm infer", work)
+    return work(Predictor(read_asked(arguments), max(sizes, default=0)))
+
+
+def _infer(predictor: Predictor, arguments: argparse.Namespace, sizes: list[int]) -> int:
+    measured = []
+    for size in sizes or [predictor.parameters.training.batch_size]:
+        training = dataclasses.replace(predictor.parameters.training, batch_size=size)
+        parameters = dataclasses.replace(predictor.parameters, training=training)
+        stream = held_out_batches(parameters, predictor.device, POOL_BATCHES)
+        pool = pool_of(stream, arguments.steps, pin=predictor.device.type == "cuda")
+        latency = measure_latency(
+            predictor.predict,
+            predictor.loss,
+            pool,
+            predictor.device,
+            arguments.steps,
+            arguments.seconds,
+            arguments.protocol,
+            predictor.agree,
+        )
+        measured.append(latency)
+        if predictor.prints:
+            print_line(dataclasses.asdict(latency))
+    first = measured[0]
+    line = {
+        "protocol": arguments.protocol,
+        "batch_size": first.batch_size,
+        "samples_per_second": first.samples_per_second,
+        "ms_per_iteration": first.p50,
+        "loss": first.loss,
+        "latency_ms": first.percentiles(),
+        "batch_sizes": [
+            dataclasses.asdict(latency) | {"latency_ms": latency.percentiles()}
+            for latency in measured
+        ],
+    }
+    line |= predictor.facts([])
+    if predictor.prints:
+        print_line(line)
+    return 0
+
+
+def time_limit(seconds: float) -> float:
+    """``--seconds``, checked.
+
+    Raises:
+        InputError: it is no positive number.
+    """
+    if not seconds > 0:
+        raise InputError(f"--seconds is {seconds:g}, expected a number above 0")
+    return seconds
+
+
+def batch_sizes(given: str | None) -> list[int]:
+    """Batch sizes of ``--batch-sizes``.
+
+    Raises:
+        InputError: one is no whole number above 0.
+    """
+    if not given:
+        return []
+    try:
+        sizes = [int(word) for word in given.split(",")]
+    except ValueError:
+        sizes = [0]
+    if min(sizes) < 1:
+        raise InputError(
+            f"--batch-sizes is {given!r}, expected whole numbers above 0, as 1,64,2048"
+        )
+    return sizes

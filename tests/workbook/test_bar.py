@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dlrm_core.progress import TOLD_TO, Bar
+from dlrm_workbook.ground.bar import TOLD_TO, Bar
 
 
 def test_texts_are_shown_and_those_that_end_something_are_counted(
@@ -60,7 +60,7 @@ def test_a_bar_that_another_process_draws_says_where_it_is(
 ) -> None:
     told = tmp_path / "bar.json"
     monkeypatch.setenv(TOLD_TO, str(told))
-    monkeypatch.setattr("dlrm_core.progress.TELL_SECONDS", 0.0)
+    monkeypatch.setattr("dlrm_workbook.ground.bar.TELL_SECONDS", 0.0)
     with Bar("training", "it", 10, done=4) as bar:
         bar.show(7, "loss 0.08")
         state = json.loads(told.read_text())

@@ -1,0 +1,154 @@
+"""The headless subcommands that run the workload: train, evaluate.
+
+They import no notebook or plotting package, so they start fast, run on a bare
+GPU node, and are what profilers are put around.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, NoReturn
+
+from dlrm_core.base.engines import engine
+from dlrm_core.base.files import plain
+from dlrm_core.base.machine import terminate_like_interrupt
+from dlrm_core.config import Parameters, load_parameters
+from dlrm_core.parts import log_spans
+from dlrm_core.predict import Predictor, read_asked
+from dlrm_core.run.reports import Line, Observer
+from dlrm_core.run.resume import checkpoint_place, nothing_to_resume
+from dlrm_core.train import train
+
+EXIT_CODES = {"finished": 0, "diverged": 1, "refused": 2, "interrupted": 128 + signal.SIGINT}
+
+TORCHRUN = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+"""Variables of a process that torchrun started as one of several ranks."""
+
+
+def started_by_torchrun() -> bool:
+    """Whether this process is one of several ranks."""
+    return os.environ.keys() >= TORCHRUN
+
+
+def first_rank() -> bool:
+    """Whether this process is the one that writes and prints, alone or of several ranks."""
+    return not started_by_torchrun() or os.environ["RANK"] == "0"
+
+
+@contextlib.contextmanager
+def as_rank(command: str) -> Iterator[None]:
+    """End this rank where the block refuses or is interrupted; one of all ranks says why.
+
+    Args:
+        command: as it is named in sentences.
+    """
+    said_once = engine("several ranks: watch").said_once
+    ends = EXIT_CODES["refused"], EXIT_CODES["interrupted"]
+    with said_once(*ends, command), terminate_like_interrupt():
+        yield
+
+
+CountsSamples = Callable[[bool], AbstractContextManager[Callable[[int], None]]]
+"""Told whether this process prints, a context with what is called with each batch's samples."""
+
+
+def _uncounted(prints: bool) -> AbstractContextManager[Callable[[int], None]]:
+    return nullcontext(lambda samples: None)
+
+
+def command_evaluate(arguments: argparse.Namespace, counts: CountsSamples = _uncounted) -> int:
+    """``dlrm evaluate``: the last line is one JSON object; under torchrun that of all ranks."""
+
+    def work(predictor: Predictor) -> int:
+        with counts(predictor.prints) as on_batch:
+            found = predictor.evaluate(on_batch)
+        line = dataclasses.asdict(found) | predictor.facts(found.notices())
+        if predictor.prints:
+            print_line(line)
+        return 0
+
+    if started_by_torchrun():
+        return predict_as_rank(arguments, "dlrm evaluate", work)
+    return work(Predictor(read_asked(arguments)))
+
+
+def predict_as_rank(
+    arguments: argparse.Namespace, command: str, work: Callable[[Predictor], int]
+) -> NoReturn:
+    """Do a command's work with the other ranks, and end the process.
+
+    Args:
+        command: as it is named in sentences.
+    """
+    with as_rank(command):
+        asked = read_asked(arguments)
+        engine("several ranks: predictor").run_as_rank(asked, command, work)
+    raise AssertionError("a rank ends in run_as_rank")
+
+
+class Printing(Observer):
+    """Prints each line of metrics.jsonl, on the first rank.
+
+    Attributes:
+        evidence: what else belongs in the last line of ``dlrm train``.
+    """
+
+    def __init__(self) -> None:
+        self.evidence: dict[str, Any] = {}
+
+    def line(self, line: Line) -> None:
+        """Print a line."""
+        if first_rank():
+            print_line(line)
+
+
+def print_line(line: Line) -> None:
+    """Print one JSON object on a line of its own, at once."""
+    print(json.dumps(plain(line)), flush=True)
+
+
+def command_train(arguments: argparse.Namespace, observer: Printing | None = None) -> int:
+    """``dlrm train``: a JSON line per interval, and a last one with the result.
+
+    Args:
+        observer: prints the lines, and sees the run; on several ranks each has its own.
+    """
+    observer = observer or Printing()
+    if started_by_torchrun():
+        with as_rank("dlrm train"):
+            parameters = _parameters_to_train(arguments)
+            trainer = engine("several ranks: trainer")
+            trainer.train(parameters, arguments, EXIT_CODES, observer)
+    return _train_alone(_parameters_to_train(arguments), arguments, observer)
+
+
+def _parameters_to_train(arguments: argparse.Namespace) -> Parameters:
+    given = [f"training.resume={arguments.resume}"] if arguments.resume else []
+    return load_parameters(arguments.file, [*arguments.parameter, *given])
+
+
+def _train_alone(parameters: Parameters, arguments: argparse.Namespace, observer: Printing) -> int:
+    folder = Path(arguments.output) if arguments.output else None
+    early = nothing_to_resume(parameters.training, checkpoint_place(parameters.training, folder))
+    for notice in early:  # at once: who waits for the end may never see it
+        print(notice, file=sys.stderr, flush=True)
+    spans: dict[str, Any] = {}
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(terminate_like_interrupt())
+        if arguments.spans:
+            spans["spans"] = stack.enter_context(log_spans())
+        result = train(parameters, folder, observer)
+    for notice in result.notices:
+        if notice not in early:
+            print(notice, file=sys.stderr)
+    print_line(result.summary() | spans | observer.evidence)
+    return EXIT_CODES[result.status]

@@ -1,0 +1,180 @@
+"""What a training minimises: one class a kind (``model.loss``).
+
+A kind says itself: its options, what it computes, and the operators of a step. Nothing but
+:meth:`Loss.forward` needs torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from dlrm_core.base.errors import InputError
+from dlrm_core.base.settings import Option, register, setting
+from dlrm_core.operations import FLOAT_BYTES, INDEX_BYTES, Operations
+
+if TYPE_CHECKING:
+    import torch
+
+DOUBLE_BYTES = 8
+
+
+class Loss:
+    """A loss of predictions p (B, 1) against targets t (B, 1): the mean over samples, a scalar.
+
+    Class attributes:
+        kind: its name, the value of ``model.loss``.
+        about: what it is, in a few words of ``dlrm parameters``.
+        options: leaves of ``model`` that are its own.
+    """
+
+    kind: ClassVar[str]
+    about: ClassVar[str]
+    options: ClassVar[Mapping[str, Option]] = {}
+
+    def __init_subclass__(cls) -> None:
+        """Register the kind; TypeError where it leaves something out."""
+        register(cls, Loss, LOSSES, ("kind", "about", "forward", "forward_work", "backward_work"))
+
+    @staticmethod
+    def check(model: Any) -> None:
+        """Check the options of ``model`` that are this kind's.
+
+        Raises:
+            InputError: naming the leaf, its value and what was expected.
+        """
+
+    @staticmethod
+    def forward(
+        predictions: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """The loss of a batch; ``weights`` (2,) float64 are those of the targets 0 and 1."""
+        raise NotImplementedError
+
+    @staticmethod
+    def forward_work(ops: Operations, rows: int) -> None:
+        """Add the operators of forward for so many samples."""
+        raise NotImplementedError
+
+    @staticmethod
+    def backward_work(ops: Operations, rows: int) -> None:
+        """Add the operators of backward for so many samples."""
+        raise NotImplementedError
+
+
+LOSSES: dict[str, type[Loss]] = {}
+"""The kinds by their names, in the order in which they are explained."""
+
+
+def _forward(ops: Operations, rows: int, name: str) -> None:
+    ops.add(name, 2 * rows * FLOAT_BYTES, FLOAT_BYTES, flops=3 * rows)
+
+
+def _backward(ops: Operations, rows: int, name: str) -> None:
+    ops.add("full_like", 0, FLOAT_BYTES)
+    read = 2 * rows * FLOAT_BYTES + FLOAT_BYTES
+    ops.add(f"{name}_backward", read, rows * FLOAT_BYTES, flops=3 * rows)
+
+
+class MeanSquaredError(Loss):
+    """Mean of (p - t)^2, facebook's default."""
+
+    kind = "mse"
+    about = "mean squared error (facebook's default)"
+
+    @staticmethod
+    def forward(
+        predictions: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """The mean squared error."""
+        from torch.nn.functional import mse_loss
+
+        return mse_loss(predictions, targets)
+
+    @staticmethod
+    def forward_work(ops: Operations, rows: int) -> None:
+        """One operator."""
+        _forward(ops, rows, "mse_loss")
+
+    @staticmethod
+    def backward_work(ops: Operations, rows: int) -> None:
+        """One operator, and the gradient 1 that it starts from."""
+        _backward(ops, rows, "mse_loss")
+
+
+class BinaryCrossEntropy(Loss):
+    """Mean of -t log p - (1 - t) log(1 - p)."""
+
+    kind = "bce"
+    about = "binary cross entropy"
+
+    @staticmethod
+    def forward(
+        predictions: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """The binary cross entropy."""
+        from torch.nn.functional import binary_cross_entropy
+
+        return binary_cross_entropy(predictions, targets)
+
+    @staticmethod
+    def forward_work(ops: Operations, rows: int) -> None:
+        """One operator."""
+        _forward(ops, rows, "binary_cross_entropy")
+
+    @staticmethod
+    def backward_work(ops: Operations, rows: int) -> None:
+        """One operator, and the gradient 1 that it starts from."""
+        _backward(ops, rows, "binary_cross_entropy")
+
+
+class WeightedBinaryCrossEntropy(Loss):
+    """Binary cross entropy, each sample weighted by its target: facebook's ``wbce``."""
+
+    kind = "wbce"
+    about = "BCE weighted by loss_weights"
+    options: ClassVar = {
+        "loss_weights": Option(
+            tuple[float, ...],
+            setting((1.0, 1.0), "with wbce: weights of the targets 0 and 1", minimum=0.0),
+        )
+    }
+
+    @staticmethod
+    def check(model: Any) -> None:
+        """There are two targets, 0 and 1."""
+        if len(model.loss_weights) != 2:
+            raise InputError(
+                f"model.loss_weights has {len(model.loss_weights)} numbers, expected 2 "
+                "(for the targets 0 and 1)"
+            )
+
+    @staticmethod
+    def forward(
+        predictions: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        """The mean of weights[int(t)] times the cross entropy, in double precision."""
+        from torch.nn.functional import binary_cross_entropy
+
+        chosen = weights[targets.long().view(-1)].view_as(targets)
+        return (chosen * binary_cross_entropy(predictions, targets, reduction="none")).mean()
+
+    @staticmethod
+    def forward_work(ops: Operations, rows: int) -> None:
+        """The weights of the two targets are float64, and so is what follows from them."""
+        four, eight = rows * FLOAT_BYTES, rows * DOUBLE_BYTES
+        ops.add("_to_copy", four, rows * INDEX_BYTES)
+        ops.add("index", eight + rows * INDEX_BYTES, eight)  # a weight a sample
+        ops.add("binary_cross_entropy", 2 * four, four, flops=3 * rows)
+        ops.add("mul", eight + four, eight, flops=rows)
+        ops.add("mean", eight, DOUBLE_BYTES, flops=rows)
+
+    @staticmethod
+    def backward_work(ops: Operations, rows: int) -> None:
+        """The mean's gradient in float64, the cross entropy's in float32."""
+        four, eight = rows * FLOAT_BYTES, rows * DOUBLE_BYTES
+        ops.add("full_like", 0, DOUBLE_BYTES)
+        ops.add("div", DOUBLE_BYTES, eight, flops=rows)
+        ops.add("mul", 2 * eight, eight, flops=rows)
+        ops.add("_to_copy", eight, four)
+        ops.add("binary_cross_entropy_backward", 3 * four, four, flops=3 * rows)

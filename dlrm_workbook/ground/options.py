@@ -1,0 +1,37 @@
+"""Options of commands that take the parameters of a run: a file, or a command of facebook's."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from dlrm_core.base.cli import file_option, parameter_option
+
+
+def parameters_file(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
+    """``-f`` or ``--like``, and ``-p``: the parameters of a run."""
+    source = parser.add_mutually_exclusive_group(required=required)
+    file_option(source)
+    like_option(source)
+    parameter_option(parser)
+
+
+def like_option(parser: argparse._ActionsContainer) -> None:
+    """``--like``: the parameters that a command of facebookresearch/dlrm stands for."""
+    parser.add_argument(
+        "--like",
+        metavar="COMMAND",
+        help="instead of a file: a command of facebookresearch/dlrm, such as "
+        "'dlrm_s_pytorch.py --mini-batch-size=2048 ...', whose flags are translated",
+    )
+
+
+def read_like(arguments: argparse.Namespace) -> None:
+    """Put the parameters of ``--like`` in the file's place, and print what had no effect."""
+    if getattr(arguments, "like", None) is None:
+        return
+    from dlrm_workbook.ground.facebook import translated
+
+    arguments.file, notes = translated(arguments.like)
+    for note in notes:
+        print(f"dlrm {arguments.subcommand}: --like: {note}", file=sys.stderr)

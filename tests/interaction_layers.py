@@ -1,0 +1,14 @@
+"""Layers of interactions by themselves, without a model around them."""
+
+from __future__ import annotations
+
+from dlrm_core.interactions import CrossInteraction, DotInteraction
+from dlrm_core.model import InteractionLayer
+
+
+def dot_layer(features: int, itself: bool, dim: int = 1) -> InteractionLayer:
+    return InteractionLayer(DotInteraction(features, dim, interaction_itself=itself))
+
+
+def cross_layer(features: int, dim: int, layers: int, rank: int) -> InteractionLayer:
+    return InteractionLayer(CrossInteraction(features, dim, dcn_layers=layers, dcn_rank=rank))
