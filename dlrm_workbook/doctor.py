@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from dlrm_core.base.engines import find_engine
 from dlrm_core.base.errors import MissingToolError
 from dlrm_core.base.machine import cpu_flags, kernel_text, numa_nodes
 from dlrm_core.base.text import counted
@@ -213,11 +214,11 @@ def _gpu_counters() -> Equipment:
 
 
 def _several_ranks() -> Equipment:
-    from dlrm_ranks.plan import INSTALL, missing_packages
-
-    missing = missing_packages()
+    plan = find_engine("several ranks: plan")
+    missing = plan.missing_packages() if plan else ["dlrm_ranks"]
     found = f"missing: {', '.join(missing)}" if missing else "torchrec, fbgemm_gpu"
-    cost = f"torchrun, and measuring in dlrm run scaling, need it: {INSTALL}"
+    install = plan.INSTALL if plan else "it comes with this package's repository"
+    cost = f"torchrun, and measuring in dlrm run scaling, need it: {install}"
     return _part("several ranks (TorchRec)", not missing, found, cost)
 
 
