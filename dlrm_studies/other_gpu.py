@@ -57,23 +57,15 @@ none of them."""
 SLOW_COPY = 0.5
 """A copy below this share of its link's rate is bound by the host: pageable, or too small."""
 
-SHOWN = ("V100-32GB", "A100-40GB", "A100-80GB", "H100-SXM", "H200", "B200")
+SHOWN_GPUS = ("V100-32GB", "A100-40GB", "A100-80GB", "H100-SXM", "H200", "B200")
 """GPUs that :func:`other_gpus` predicts for."""
 
 KERNELS = ["ms", "launches", "limit", "ratio", "low", "high"]
-PREDICTED = [*PART, "where", "now_ms", "then_ms", "low_ms", "high_ms", "limit"]
+PREDICTED_PARTS = [*PART, "where", "now_ms", "then_ms", "low_ms", "high_ms", "limit"]
 GPUS = ["gpu", "now_ms", "then_ms", "low_ms", "high_ms", "speedup_mid", "speedup_low"]
 GPUS += ["speedup_high", "unchanged"]
-PARTS_HELD = [
-    *PART,
-    "before_ms",
-    "predicted_ms",
-    "low_ms",
-    "high_ms",
-    "after_ms",
-    "error",
-    "in_range",
-]
+PARTS_HELD = [*PART, "before_ms", "predicted_ms", "low_ms", "high_ms", "after_ms"]
+PARTS_HELD += ["error", "in_range"]
 HELD = ["operator", "kernel", "shapes", "limit", "before_us", "predicted_us", "low_us", "high_us"]
 HELD += ["after_us", "error", "in_range"]
 
@@ -239,7 +231,7 @@ def predict_gpu(profile: Profile, name: str) -> pd.DataFrame:
             limit = str(own.groupby("limit")["ms"].sum().idxmax())
         part |= {end: row["time_ms"] * ratio for end, ratio in scaled.items()}
         rows.append(part | {"limit": limit})
-    table = in_step_order(pd.DataFrame(rows, columns=PREDICTED))
+    table = in_step_order(pd.DataFrame(rows, columns=PREDICTED_PARTS))
     now = recorded_gpu(profile)
     table.attrs["per"] = "per iteration" if marked else "in the whole recording"
     table.attrs["gpu"] = f"{now.name} to {device(name).name}"
@@ -279,7 +271,7 @@ def other_gpus(profile: Profile) -> pd.DataFrame:
         return unmeasured(GPUS, str(error))
     rows, attrs = [], {}
     for gpu in DEVICES:
-        if gpu.name not in SHOWN or gpu.name == now.name:
+        if gpu.name not in SHOWN_GPUS or gpu.name == now.name:
             continue
         try:
             table = predict_gpu(profile, gpu.name)
@@ -289,15 +281,9 @@ def other_gpus(profile: Profile) -> pd.DataFrame:
         before, after = float(table["now_ms"].sum()), float(table["then_ms"].sum())
         low, high = _joined(table)
         same = table["then_ms"].eq(table["now_ms"]) & table["now_ms"].gt(0)
-        ends = {"speedup_mid": before / after, "speedup_low": before / high}
-        rows.append(
-            {"gpu": gpu.name, "now_ms": before, "then_ms": after, "low_ms": low, "high_ms": high}
-            | ends
-            | {
-                "speedup_high": before / low,
-                "unchanged": float(table.loc[same, "now_ms"].sum()) / before,
-            }
-        )
+        speedups = before / after, before / high, before / low
+        unchanged = float(table.loc[same, "now_ms"].sum()) / before
+        rows.append((gpu.name, before, after, low, high, *speedups, unchanged))
     if not rows:
         return unmeasured(GPUS, "no listed GPU has units for the precisions of the recording")
     found = pd.DataFrame(rows, columns=GPUS).sort_values("then_ms", ignore_index=True)
@@ -337,8 +323,7 @@ def parts_held_against(before: Profile, after: Profile) -> pd.DataFrame:
             PARTS_HELD, "the two recordings are not of one program with the same shapes and steps"
         )
     made = made[made["where"].eq("device") & made["component"].ne("communication")]
-    made = made.rename(columns={"now_ms": "before_ms"})
-    made = made.rename(columns={"then_ms": "predicted_ms"})
+    made = made.rename(columns={"now_ms": "before_ms", "then_ms": "predicted_ms"})
     measured = attribute(after)
     measured = measured[measured["where"].eq("device")].rename(columns={"time_ms": "after_ms"})
     table = made.merge(measured[[*PART, "after_ms"]], on=PART).reset_index(drop=True)

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from dlrm_core.base.engines import find_engine
+from dlrm_core.base.engines import RANKS, find_engine
 from dlrm_core.base.errors import MissingToolError
 from dlrm_core.base.machine import cpu_flags, kernel_text, numa_nodes
 from dlrm_core.base.text import counted
@@ -214,12 +214,13 @@ def _gpu_counters() -> Equipment:
 
 
 def _several_ranks() -> Equipment:
+    name, cost = "several ranks (TorchRec)", "torchrun, and measuring in dlrm run scaling, need it"
     plan = find_engine("several ranks: plan")
-    missing = plan.missing_packages() if plan else ["dlrm_ranks"]
+    if plan is None:
+        return _part(name, False, f"missing: {RANKS}", f"{cost}.")
+    missing = plan.missing_packages()
     found = f"missing: {', '.join(missing)}" if missing else "torchrec, fbgemm_gpu"
-    install = plan.INSTALL if plan else "it comes with this package's repository"
-    cost = f"torchrun, and measuring in dlrm run scaling, need it: {install}"
-    return _part("several ranks (TorchRec)", not missing, found, cost)
+    return _part(name, not missing, found, f"{cost}: {plan.INSTALL}")
 
 
 def _numa() -> Equipment:

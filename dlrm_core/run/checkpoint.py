@@ -31,9 +31,9 @@ from dlrm_core.config import SECTIONS, parameters_from_sections
 from dlrm_core.interactions import INTERACTIONS
 from dlrm_core.run.tensor_files import (
     RECORD,
-    check_file,
     dtype_name,
     read_tensors,
+    stored_tensors,
     write_tensors,
 )
 
@@ -272,7 +272,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         )
     checkpoint = _checked(folder, manifest)
     for name, record in checkpoint.files.items():
-        check_file(folder / name, record)
+        stored_tensors(folder / name, record)
     return checkpoint
 
 

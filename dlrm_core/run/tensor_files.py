@@ -92,18 +92,24 @@ RECORD: Mapping[Any, Any] = {
 """The form (:func:`dlrm_core.base.settings.require_form`) of what :func:`write_tensors` returns."""
 
 
-def check_file(path: Path, record: Mapping[str, Any]) -> bytes:
-    """The header of a file whose size and header are what was written.
+def stored_tensors(path: Path, record: Mapping[str, Any]) -> dict[str, _Stored]:
+    """The tensors of a file whose size and header are those that its record calls for.
 
     Raises:
-        InputError: they are not; naming the file and both numbers.
+        InputError: they are not; naming the file.
     """
     if not path.exists():
         raise InputError(f"{path} is missing; the checkpoint is not whole")
+    stored = {name: _Stored(path, name, about) for name, about in record["tensors"].items()}
+    header = _header(stored)
+    place = len(header)
+    for tensor in stored.values():
+        tensor.begin = place
+        place += tensor.bytes
     with open_binary(path) as file:
         size = os.fstat(file.fileno()).st_size
         try:
-            header = file.read(record["header_bytes"])
+            begin = file.read(len(header))
         except OSError as error:
             raise InputError(f"{path} cannot be read: {error.strerror}") from None
     if size != record["bytes"]:
@@ -111,13 +117,12 @@ def check_file(path: Path, record: Mapping[str, Any]) -> bytes:
             f"{path} has {size:,} bytes, but {record['bytes']:,} were written: it is "
             f"{'cut short' if size < record['bytes'] else 'not the same file'}"
         )
-    found = zlib.crc32(header)
-    if found != record["header_crc32"]:
+    if begin != header or place != size:
         raise InputError(
-            f"{path}: its header has checksum {found:08x}, but {record['header_crc32']:08x} was "
-            "written: the file is corrupted"
+            f"{path} does not begin with the tensors, types and shapes that {path.parent.name} "
+            "records of it: the file is corrupted, or was written by something else"
         )
-    return header
+    return stored
 
 
 def read_tensors(
@@ -137,7 +142,7 @@ def read_tensors(
         InputError: the file is corrupted, or a value is not finite, or negative where it cannot
             be; what has been copied until then stays.
     """
-    stored = _stored(path, record)
+    stored = stored_tensors(path, record)
     with ThreadPoolExecutor(2) as workers:
         jobs = [
             workers.submit(
@@ -169,7 +174,7 @@ def read_part(
     Raises:
         InputError: the file is missing or cut short.
     """
-    source = _stored(path, record)[name]
+    source = stored_tensors(path, record)[name]
     with torch.no_grad():
         piece = source.read(rows)
         target.copy_(piece if columns is None else piece[:, columns.start : columns.stop])
@@ -178,8 +183,10 @@ def read_part(
 class _Stored:
     """A tensor in a file: ``about`` is what its record says of it, ``begin`` its first byte."""
 
-    def __init__(self, path: Path, name: str, about: Mapping[str, Any], begin: int) -> None:
-        self._path, self._name, self._begin = path, name, begin
+    begin = 0
+
+    def __init__(self, path: Path, name: str, about: Mapping[str, Any]) -> None:
+        self._path, self._name = path, name
         self.dtype: torch.dtype = _DTYPES[about["dtype"]]
         self.shape = tuple(about["shape"])
 
@@ -195,7 +202,7 @@ class _Stored:
         into = memoryview(_bytes_of(piece))
         row_bytes = math.prod(self.shape[1:]) * piece.element_size()
         with self._path.open("rb", buffering=0) as file:
-            file.seek(self._begin + rows.start * row_bytes)
+            file.seek(self.begin + rows.start * row_bytes)
             while into:
                 count = file.readinto(into)
                 if not count:
@@ -232,24 +239,6 @@ class _Stored:
                 f"{self._path}: {self._name} has values from {odd[0]:g} to {odd[1]:g}, expected "
                 f"{wanted}"
             )
-
-
-def _stored(path: Path, record: Mapping[str, Any]) -> dict[str, _Stored]:
-    """The tensors of a file whose header is the one that its record calls for.
-
-    Raises:
-        InputError: it is another one; naming the file.
-    """
-    header, place, stored = check_file(path, record), 0, {}
-    for name, about in record["tensors"].items():
-        stored[name] = _Stored(path, name, about, len(header) + place)
-        place += stored[name].bytes
-    if header != _header(stored) or record["bytes"] != len(header) + place:
-        raise InputError(
-            f"{path} does not hold the tensors, types and shapes that {path.parent.name} records "
-            "of it: it was written by something else"
-        )
-    return stored
 
 
 def _header(tensors: Mapping[str, Any]) -> bytes:

@@ -6,7 +6,7 @@ A table that is empty says in ``attrs["not_measured"]`` how to measure what it w
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,12 @@ import numpy as np
 import pandas as pd
 
 from dlrm_core.base.text import counted
-from dlrm_studies.bench.bare import label
+from dlrm_studies.bench.bare import work_label
 from dlrm_studies.bench.cases import GOALS
-from dlrm_studies.bench.measure import SCHEMA
+from dlrm_studies.bench.measure import BENCHMARK
 from dlrm_studies.bench.shares import CEILINGS, GATHERED
 from dlrm_workbook.evidence.contestants import FIGURES, PEER, ratio
 from dlrm_workbook.ground.intervals import Interval, median_interval
-from dlrm_workbook.ground.ledger import read_document
 from dlrm_workbook.ground.units import NOT_MEASURED, value_text
 
 Document = Mapping[str, Any]
@@ -32,7 +31,7 @@ def read_benchmark(file: Path) -> dict[str, Any]:
     Raises:
         InputError: the file is none of this version's.
     """
-    return read_document(file, "benchmark", schema=SCHEMA)
+    return BENCHMARK.read(file)
 
 
 def judged(document: Document, kind: str) -> list[dict[str, Any]]:
@@ -43,6 +42,14 @@ def judged(document: Document, kind: str) -> list[dict[str, Any]]:
     return [
         case for case in document["cases"] if case.get("kind") == kind and case.get("contestants")
     ]
+
+
+def _table(rows: Sequence[Any], columns: str, not_measured: str = "") -> pd.DataFrame:
+    """Rows under names of columns, and what measures them where there are none."""
+    table = pd.DataFrame(rows, columns=columns.split())
+    if not_measured:
+        table.attrs["not_measured"] = not_measured
+    return table
 
 
 def times(document: Document) -> pd.DataFrame:
@@ -66,12 +73,11 @@ def times(document: Document) -> pd.DataFrame:
                     *(whole.confidence, len(runs), 1e3 * case["batch_size"] / whole.mid),
                 )
             )
-    columns = [
-        *("case", "meaning", "threads", "contestant", "step_ms", "step_low_ms", "step_high_ms"),
-        *("end_to_end_ms", "end_to_end_low_ms", "end_to_end_high_ms", "confidence", "rounds"),
-        "samples_per_second",
-    ]
-    return pd.DataFrame(rows, columns=columns)
+    return _table(
+        rows,
+        "case meaning threads contestant step_ms step_low_ms step_high_ms end_to_end_ms "
+        "end_to_end_low_ms end_to_end_high_ms confidence rounds samples_per_second",
+    )
 
 
 def ratios(document: Document) -> pd.DataFrame:
@@ -98,11 +104,8 @@ def ratios(document: Document) -> pd.DataFrame:
                         *(goal, None if math.isnan(goal) else mid >= goal),
                     )
                 )
-    columns = [
-        *("case", "threads", "contestant", "against", "figure", "mid", "low", "high"),
-        *("confidence", "rounds", "goal", "reached"),
-    ]
-    return pd.DataFrame(rows, columns=columns)
+    columns = "case threads contestant against figure mid low high confidence rounds goal reached"
+    return _table(rows, columns)
 
 
 def growth(document: Document) -> pd.DataFrame:
@@ -119,11 +122,11 @@ def growth(document: Document) -> pd.DataFrame:
         for name, found in case["contestants"].items()
         for figure in FIGURES
     ]
-    columns = ["quantity", "value", "threads", "contestant", "figure", "time_ms"]
-    table = pd.DataFrame(rows, columns=columns)
-    table.attrs["not_measured"] = (
+    table = _table(
+        rows,
+        "quantity value threads contestant figure time_ms",
         "`dlrm run benchmark -f FILE -p 'growth=[batch, pooling]'`, or `dlrm bench --growth`, "
-        "measures it"
+        "measures it",
     )
     return table.sort_values("value", kind="stable").reset_index(drop=True)
 
@@ -176,11 +179,10 @@ def without(document: Document) -> pd.DataFrame:
                     option = {name: variant[name] for name in ("leaf", "value")}
                     also = ", ".join(variant.get("also") or [])
                     rows.append(option | {"also": also, "figure": figure} | found.to_dict())
-    columns = ["leaf", "value", "also", "figure", "low", "mid", "high", "confidence"]
+    columns = "leaf value also figure low mid high confidence"
     rungs = ladder(document)[["leaf", "figure", "time_ms"]]
-    table = pd.DataFrame(rows, columns=columns).merge(rungs, how="left", on=["leaf", "figure"])
-    table.attrs["not_measured"] = NO_ABLATION
-    return table
+    table = _table(rows, columns, NO_ABLATION)
+    return table.merge(rungs, how="left", on=["leaf", "figure"])
 
 
 def ladder(document: Document) -> pd.DataFrame:
@@ -211,10 +213,7 @@ def ladder(document: Document) -> pd.DataFrame:
                 (rung, leaf, value, figure, plain_ms / gain.mid, gain.low, gain.mid, gain.high)
                 for rung, (leaf, value, gain) in enumerate(found)
             ]
-    columns = ["rung", "leaf", "value", "figure", "time_ms", "low", "mid", "high"]
-    table = pd.DataFrame(rows, columns=columns)
-    table.attrs["not_measured"] = NO_ABLATION
-    return table
+    return _table(rows, "rung leaf value figure time_ms low mid high", NO_ABLATION)
 
 
 def shares(document: Document) -> pd.DataFrame:
@@ -234,9 +233,10 @@ def shares(document: Document) -> pd.DataFrame:
         | {"reason": row.get("reason") or ""}
         for row in document.get("shares", [])
     ]
-    table = pd.DataFrame(rows, columns=[*words, "limit", *numbers, "reason"])
-    table.attrs["not_measured"] = (
-        "`dlrm run benchmark -f FILE -p roofline=true`, or `dlrm bench --roofline`, measures it"
+    table = _table(
+        rows,
+        "case contestant threads what limit ms ceiling_ms share low high reason",
+        "`dlrm run benchmark -f FILE -p roofline=true`, or `dlrm bench --roofline`, measures it",
     )
     return table.astype(dict.fromkeys(numbers, float))
 
@@ -251,16 +251,14 @@ def bare(document: Document) -> pd.DataFrame:
     """
     rows = [
         (
-            *(case["case"], case["threads"], label(name)),
+            *(case["case"], case["threads"], work_label(name)),
             *(one[key] for key in ("mid", "low", "high", "confidence", "best_ms", "of_best")),
         )
         for case in judged(document, "shape")
         for name, one in (case.get("bare") or {"bare": {}})["bare"].items()
     ]
-    columns = ["case", "threads", "work", "ms", "low", "high", "confidence", "best_ms", "of_best"]
-    table = pd.DataFrame(rows, columns=columns)
-    table.attrs["not_measured"] = BARE_UNMEASURED
-    return table
+    columns = "case threads work ms low high confidence best_ms of_best"
+    return _table(rows, columns, BARE_UNMEASURED)
 
 
 def reached(document: Document) -> pd.DataFrame:
@@ -287,10 +285,8 @@ def reached(document: Document) -> pd.DataFrame:
                     math.nan if error is None else error,
                 )
             )
-    columns = ["case", "threads", "contestant", "step_ms", "products_ms", "rows_ms", "share"]
-    table = pd.DataFrame(rows, columns=[*columns, "low", "high", "confidence", "error"])
-    table.attrs["not_measured"] = BARE_UNMEASURED
-    return table
+    columns = "case threads contestant step_ms products_ms rows_ms share low high confidence error"
+    return _table(rows, columns, BARE_UNMEASURED)
 
 
 BARE_UNMEASURED = (
@@ -322,8 +318,7 @@ def losses(document: Document) -> pd.DataFrame:
             value = math.nan if difference is None else float(difference)
             reference = case["loss_reference"]
             rows.append((case["case"], case["threads"], name, reference, count, value))
-    columns = ["case", "threads", "contestant", "reference", "iterations", "difference"]
-    return pd.DataFrame(rows, columns=columns)
+    return _table(rows, "case threads contestant reference iterations difference")
 
 
 def conditions(document: Document) -> pd.DataFrame:

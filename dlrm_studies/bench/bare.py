@@ -159,7 +159,7 @@ def bare_times(parameters: Parameters, kinds: Sequence[str], threads: int) -> di
     }
 
 
-def measure_job(job: dict[str, Any]) -> dict[str, Any]:
+def measure_round(job: dict[str, Any]) -> dict[str, Any]:
     """Measure the round that :func:`time_round` asks for."""
     return bare_times(parameters_from_sections(job["parameters"]), job["kinds"], job["threads"])
 
@@ -227,7 +227,8 @@ def judge_bare(
 def describe_bare(found: Mapping[str, Any]) -> str:
     """What :func:`judge_bare` found, as lines of text."""
     lines = [
-        f"bare {label(name)}: {milliseconds(one['mid'])}, {milliseconds(one['best_ms'])} at best"
+        f"bare {work_label(name)}: {milliseconds(one['mid'])}, "
+        f"{milliseconds(one['best_ms'])} at best"
         for name, one in found["bare"].items()
     ]
     lines += [
@@ -236,11 +237,13 @@ def describe_bare(found: Mapping[str, Any]) -> str:
         for name, one in found["contestants"].items()
     ]
     lines += [f"relative error of {kind} products: {e:.1e}" for kind, e in found["errors"].items()]
-    lines += [f"bare {label(name)}: not measured: {why}" for name, why in found["reasons"].items()]
+    lines += [
+        f"bare {work_label(name)}: not measured: {why}" for name, why in found["reasons"].items()
+    ]
     return "\n".join([*lines, *cautions(found)])
 
 
-def label(name: str) -> str:
+def work_label(name: str) -> str:
     """Bare work as a reader calls it."""
     return "random rows" if name == ROWS else f"{name} products"
 
@@ -282,4 +285,4 @@ def cautions(found: Mapping[str, Any]) -> list[str]:
 
 
 if __name__ == "__main__":
-    do_job(measure_job)
+    do_job(measure_round)

@@ -24,7 +24,7 @@ from dlrm_studies.bench.cases import (
     tuned_of,
 )
 from dlrm_studies.bench.embeddings import bench_embeddings
-from dlrm_studies.bench.measure import Plan, run_plan
+from dlrm_studies.bench.measure import BenchEffort, BenchPlan, Others, run_plan
 from dlrm_workbook.evidence.contestants import PEER
 from dlrm_workbook.ground.turns import threads_of
 
@@ -71,7 +71,7 @@ def exit_status(cases: Sequence[Mapping[str, Any]]) -> int:
     return 0 if fine else 1
 
 
-def plan_of(arguments: argparse.Namespace) -> Plan:
+def plan_of(arguments: argparse.Namespace) -> BenchPlan:
     """The plan that the command line asks for.
 
     Raises:
@@ -92,20 +92,20 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
     counts = thread_counts(arguments.threads)
     tuned = settled(tuned, counts[0])
     cases = [*shape_cases(arguments.shape or ""), *growth_cases(arguments.growth or "")]
-    return Plan(
+    return BenchPlan(
         plain,
         tuned,
-        precisions_of(arguments.precision),
+        Others(
+            precisions_of(arguments.precision),
+            Path(arguments.peer) if arguments.peer else None,
+            arguments.torchrec,
+        ),
         cases or ([] if arguments.ablation else [AS_GIVEN]),
-        Path(arguments.peer) if arguments.peer else None,
-        arguments.torchrec,
-        arguments.rounds,
-        arguments.iterations,
-        counts,
-        arguments.cores,
-        arguments.ablation,
-        arguments.roofline,
-        bare=True,
+        BenchEffort(
+            *(arguments.rounds, arguments.iterations, counts, arguments.cores),
+            *(arguments.ablation, arguments.roofline),
+            bare=True,
+        ),
         run_plain=not arguments.no_plain,
     )
 

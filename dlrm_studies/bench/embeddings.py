@@ -36,7 +36,7 @@ from dlrm_core.embeddings import ROW_DTYPES, EmbeddingTables, attach, torch_opti
 from dlrm_core.optimizers import OPTIMIZERS
 from dlrm_kernels.embeddings.pages import tables_on_huge_pages
 from dlrm_studies.bench.cases import thread_counts
-from dlrm_studies.bench.measure import ADVICE, heading
+from dlrm_studies.bench.measure import heading, ledger_of_cases
 from dlrm_studies.bench.rows import cache_flush, row_access_ms
 from dlrm_workbook.evidence.contestants import environment_of, require_peer, settings
 from dlrm_workbook.ground.ledger import Ledger
@@ -73,7 +73,6 @@ class EmbeddingCase:
         reuse: rows are used again as often as in production tables, whatever ``skew`` says.
         contestants: back ends, or updates of ``fused``.
         targets: contestant to the speed-up over it that ``ours`` is to reach.
-        ours: the contestant that the ratios are about, where it runs.
     """
 
     name: str
@@ -84,7 +83,11 @@ class EmbeddingCase:
     contestants: tuple[str, ...] = BACK_ENDS
     targets: tuple[tuple[str, float], ...] = ()
     reuse: bool = False
-    ours: str = FUSED
+
+    @property
+    def ours(self) -> str:
+        """The contestant that the ratios are about, where it runs."""
+        return FUSED_BF16 if FUSED_BF16 in self.contestants else FUSED
 
     @property
     def meaning(self) -> str:
@@ -99,7 +102,7 @@ class EmbeddingCase:
 _SGD = ((FACEBOOK, 5.0), (FBGEMM, 2.7))
 _REUSE = ((FACEBOOK, 6.0), (FBGEMM, 3.5))
 
-GROUPS: dict[str, tuple[EmbeddingCase, ...]] = {
+CASE_GROUPS: dict[str, tuple[EmbeddingCase, ...]] = {
     "sgd": (
         EmbeddingCase("sgd-50", "sgd", 50, targets=_SGD),
         EmbeddingCase("sgd-1", "sgd", 1),
@@ -112,10 +115,9 @@ GROUPS: dict[str, tuple[EmbeddingCase, ...]] = {
         EmbeddingCase("rowwise-50-skewed", "rowwise_adagrad", 50, skew=SKEW),
     ),
     "narrow": (
-        EmbeddingCase("sgd-50-bf16", "sgd", 50, 2048, None, NARROW, _SGD, ours=FUSED_BF16),
+        EmbeddingCase("sgd-50-bf16", "sgd", 50, 2048, None, NARROW, _SGD),
         EmbeddingCase(
-            *("rowwise-50-bf16", "rowwise_adagrad", 50, 2048, None, NARROW, ((FACEBOOK, 6.0),)),
-            ours=FUSED_BF16,
+            "rowwise-50-bf16", "rowwise_adagrad", 50, 2048, None, NARROW, ((FACEBOOK, 6.0),)
         ),
     ),
     "reuse": (
@@ -142,18 +144,18 @@ def groups_of(names: str) -> dict[str, tuple[EmbeddingCase, ...]]:
         InputError: a name is unknown.
     """
     if names == "all":
-        return GROUPS
+        return CASE_GROUPS
     chosen = [name.strip() for name in names.split(",")]
     for name in chosen:
-        if name not in GROUPS:
-            raise InputError(f"--embeddings is '{name}', expected all or {', '.join(GROUPS)}")
-    return {name: GROUPS[name] for name in chosen}
+        if name not in CASE_GROUPS:
+            raise InputError(f"--embeddings is '{name}', expected all or {', '.join(CASE_GROUPS)}")
+    return {name: CASE_GROUPS[name] for name in chosen}
 
 
 # One contestant, in a process of its own.
 
 RATE = 0.1
-WARMUP = 2
+EMBEDDING_WARMUP = 2
 SAMPLED_ROWS, SAMPLED_BAGS = 300, 32
 Phases = tuple[Callable[[], None], Callable[[], None], Callable[[], None]]
 
@@ -248,7 +250,7 @@ def run_case(
     Where ours sorts lookups to update a row once, also of sorting alone (``sort``), which is a
     part of backward.
     """
-    made = batches_of(case, contestant.rows, iterations + WARMUP)
+    made = batches_of(case, contestant.rows, iterations + EMBEDDING_WARMUP)
     contestant.reset(case["optimizer"])
     random = torch.Generator().manual_seed(1)
     # positive: sums without cancellation, so that results can be compared closely
@@ -265,7 +267,7 @@ def run_case(
             phases = contestant.phases(batch, gradients, pooled)
             flush()
             taken = [elapsed_ms(phase) for phase in phases]
-        if number >= WARMUP:
+        if number >= EMBEDDING_WARMUP:
             for phase, time_ms in zip(PHASES, taken, strict=True):
                 times[phase].append(time_ms)
             if contestant.name == FUSED and contestant.update.sorts(batch):
@@ -331,17 +333,19 @@ def bench_embeddings(arguments: argparse.Namespace, command: str) -> int:
     counts = thread_counts(arguments.threads)
     if min(counts) < 1:
         raise InputError(f"--threads is '{arguments.threads}', expected counts from 1 on")
-    ledger = open_ledger(file, arguments.iterations, peer is not None, command, arguments.resume)
+    ledger = open_embedding_ledger(
+        file, arguments.iterations, peer is not None, command, arguments.resume
+    )
     measured: list[dict[str, Any]] = []
     for threads in counts:
         ledger.document["settings"]["environment"][str(threads)] = settings(threads)
         for group in groups_of(arguments.embeddings).values():
             measured += run_group(ledger, group, threads, arguments.rounds, peer)
-    print("\n\n".join(describe(case) for case in measured), flush=True)
+    print("\n\n".join(describe_embeddings(case) for case in measured), flush=True)
     return 0 if all(case["agree"] and not case["failures"] for case in measured) else 1
 
 
-def open_ledger(
+def open_embedding_ledger(
     file: Path | None, iterations: int, with_peer: bool, command: str = "", resume: bool = False
 ) -> Ledger:
     """A new document, or the one in the file to go on with.
@@ -368,18 +372,7 @@ def open_ledger(
         settings = {n: value for n, value in begun["settings"].items() if n != "environment"}
         return {n: begun[n] for n in ("kind", "schema", "machine", "versions")} | settings
 
-    ledger = Ledger(
-        file,
-        document,
-        work=work,
-        entries="cases",
-        key=("case", "threads"),
-        advice=ADVICE,
-        resume=resume,
-    )
-    begun = ledger.document
-    begun["commands"] = list(dict.fromkeys([*begun["commands"], *document["commands"]]))
-    return ledger
+    return ledger_of_cases(file, document, work, resume)
 
 
 def run_group(
@@ -563,7 +556,7 @@ def ours_of(row: Mapping[str, Any]) -> str:
     return ours if ours in (row.get("contestants") or {}) else "race_free"
 
 
-def describe(row: Mapping[str, Any]) -> str:
+def describe_embeddings(row: Mapping[str, Any]) -> str:
     """A case as a table of text."""
     lines = [f"{row['meaning']}, {counted(row['threads'], 'thread')}"]
     lines.append(f"{'':<12}{'forward':>10}{'backward':>10}{'update':>10}{'all, ms':>10}")
@@ -592,7 +585,7 @@ def describe(row: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def measure_job(job: dict[str, Any]) -> Times:
+def measure_back_end(job: dict[str, Any]) -> Times:
     """Run the cases that :func:`run_process` asks for."""
     torch.set_num_threads(job["threads"])
     contestant = Contestant(job["contestant"], job["peer"], job["rows"])
@@ -604,4 +597,4 @@ def measure_job(job: dict[str, Any]) -> Times:
 
 
 if __name__ == "__main__":
-    do_job(measure_job)
+    do_job(measure_back_end)

@@ -54,7 +54,7 @@ def read_embeddings(text: str = "") -> dict[str, Any] | None:
     return read_document(file, "embedding benchmark", kind=KIND, schema=SCHEMA)
 
 
-def times(document: Mapping[str, Any]) -> pd.DataFrame:
+def embedding_times(document: Mapping[str, Any]) -> pd.DataFrame:
     """Medians of every contestant in every case.
 
     Returns:
@@ -82,7 +82,7 @@ def times(document: Mapping[str, Any]) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=[*columns, "mid", "low", "high", "goal"])
 
 
-def label(name: str) -> str:
+def back_end_label(name: str) -> str:
     """A contestant as a reader calls it."""
     return LABELS.get(name, name)
 
@@ -94,10 +94,10 @@ def _gain(mid: float, low: float, high: float) -> str:
     return speedup(mid, low, high) if low < high else f"{ratio(mid)} (one round)"
 
 
-TIMES: dict[str, str | Column] = {
+EMBEDDING_TIMES: dict[str, str | Column] = {
     "meaning": "case",
     "threads": "threads",
-    "contestant": Column("contestant", each_row(label, words=True)),
+    "contestant": Column("contestant", each_row(back_end_label, words=True)),
     "forward_ms": "forward",
     "backward_ms": "backward",
     "update_ms": "update",
@@ -105,7 +105,7 @@ TIMES: dict[str, str | Column] = {
     "gain": Column("speed-up of ours", each_row(_gain), ("mid", "low", "high")),
     "goal": Column("goal", "ratio"),
 }
-"""How the table of :func:`times` is shown."""
+"""How the table of :func:`embedding_times` is shown."""
 
 
 def bars(document: Mapping[str, Any], study: bool = False) -> go.Figure:
@@ -115,7 +115,7 @@ def bars(document: Mapping[str, Any], study: bool = False) -> go.Figure:
         study: the cases of the contention study, with the most threads that were measured,
             instead of the back ends with the fewest.
     """
-    table = times(document)
+    table = embedding_times(document)
     table = table[table["study"] == study].reset_index(drop=True)
     threads = table["threads"].max() if study else table["threads"].min()
     table = table[table["threads"] == threads].reset_index(drop=True)
@@ -128,7 +128,7 @@ def bars(document: Mapping[str, Any], study: bool = False) -> go.Figure:
         f"{row.case}, {counted(row.threads, 'thread')}" for row in theme.rows_of(table)
     )
     result = theme.figure(title, 150 + 27 * (len(table) + len(headings)), legend=True)
-    labels = [label(name) for name in table["contestant"]]
+    labels = [back_end_label(name) for name in table["contestant"]]
     for phase in PHASES:
         theme.add_bars(
             result,
@@ -168,7 +168,7 @@ def sentences(document: Mapping[str, Any], study: bool = False) -> Text:
         if case.get("agree") is False:
             lines.append(f"- **{where}: not all contestants computed the same.**")
         for name, why in (case.get("failures") or {}).items():
-            lines.append(f"- {where}: {label(name)} did not run: {in_markdown(why)}.")
+            lines.append(f"- {where}: {back_end_label(name)} did not run: {in_markdown(why)}.")
     if paces:
         lines.append(
             "- No back end can exceed the pace of bare accesses to the same rows by much; ours "

@@ -42,6 +42,7 @@ from dlrm_studies.bench.cases import (
 )
 from dlrm_studies.bench.shares import CEILINGS, measure_share
 from dlrm_studies.bench.torchrec import require_torchrec, run_torchrec
+from dlrm_studies.records import Record
 from dlrm_workbook.analysis.changes import difference
 from dlrm_workbook.evidence.contestants import (
     PEER,
@@ -61,10 +62,9 @@ from dlrm_workbook.ground.ledger import Ledger, require_same
 from dlrm_workbook.ground.machine import machine_facts
 from dlrm_workbook.ground.units import percent
 
-SCHEMA = 2
-"""Of the document."""
+BENCHMARK = Record("benchmark.json", "benchmark", 2)
 
-ADVICE = "leave --resume out or give another --json"
+RESUME_ADVICE = "leave --resume out or give another --json"
 
 MOST_THREADS = 1024
 """Of training.threads too: with ever more, the OpenMP library ends the process."""
@@ -73,28 +73,17 @@ ABLATION = Case("ablation", "each option switched off alone, and added one by on
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Who runs what, how often.
+class BenchEffort:
+    """How much is measured.
 
     Attributes:
-        plain: the reference, for losses and for the peers' shape.
-        tuned: the same training with options for speed.
-        precisions: further contestants: tuned in these.
         threads: CPU threads; every case runs with each count.
         cores: every contestant is confined to so many; None is all.
         ablation: also measure each option of the last contestant on its own.
         roofline: also measure the shares of this machine's limits.
         bare: in each round of a shape also time the bare products and rows (CPU).
-        run_plain: the plain contestant runs, too; without it the first tuned one is the
-            reference for losses, facebookresearch/dlrm's among them.
     """
 
-    plain: Parameters
-    tuned: Parameters
-    precisions: Sequence[str] = ()
-    cases: Sequence[Case] = (AS_GIVEN,)
-    peer: Path | None = None
-    torchrec: bool = False
     rounds: int = 5
     iterations: int = 8
     threads: Sequence[int] = (1,)
@@ -102,7 +91,6 @@ class Plan:
     ablation: bool = False
     roofline: bool = False
     bare: bool = False
-    run_plain: bool = True
 
     def __post_init__(self) -> None:
         if self.rounds < 1 or self.iterations < 1:
@@ -114,8 +102,44 @@ class Plan:
             raise InputError(
                 f"threads is {list(self.threads)}, expected counts from 1 to {MOST_THREADS}"
             )
-        if self.peer is not None:
-            require_peer(self.peer)
+
+
+@dataclass(frozen=True)
+class Others:
+    """Contestants beside the plain and the tuned one.
+
+    Attributes:
+        precisions: tuned in these.
+        peer: a facebookresearch/dlrm checkout.
+        torchrec: TorchRec's DLRM.
+    """
+
+    precisions: Sequence[str] = ()
+    peer: Path | None = None
+    torchrec: bool = False
+
+
+@dataclass(frozen=True)
+class BenchPlan:
+    """Who runs what, how often.
+
+    Attributes:
+        plain: the reference, for losses and for the peers' shape.
+        tuned: the same training with options for speed.
+        run_plain: the plain contestant runs, too; without it the first tuned one is the
+            reference for losses, facebookresearch/dlrm's among them.
+    """
+
+    plain: Parameters
+    tuned: Parameters
+    others: Others = Others()
+    cases: Sequence[Case] = (AS_GIVEN,)
+    effort: BenchEffort = BenchEffort()
+    run_plain: bool = True
+
+    def __post_init__(self) -> None:
+        if self.others.peer is not None:
+            require_peer(self.others.peer)
             if self.plain.model.interaction not in PEER_INTERACTIONS:
                 raise InputError(
                     f"model.interaction is {self.plain.model.interaction!r}, but "
@@ -135,17 +159,17 @@ class Plan:
     def contestants(self) -> dict[str, Parameters]:
         """Name to parameters of our own ones; the first is the reference."""
         plain = {PLAIN: self.plain} if self.run_plain else {}
-        return plain | tuned_contestants(self.tuned, self.precisions)
+        return plain | tuned_contestants(self.tuned, self.others.precisions)
 
     @property
     def runs(self) -> int:
         """How many processes there are to run, shares of limits aside."""
-        who = len(self.contestants) + (self.peer is not None) + self.torchrec
+        who = len(self.contestants) + (self.others.peer is not None) + self.others.torchrec
         count = len(self.cases) * who
-        if self.ablation:
+        if self.effort.ablation:
             name, last = list(self.contestants.items())[-1]
             count += 1 + len(ablated(self.plain, last, name))
-        return count * self.rounds * len(self.threads)
+        return count * self.effort.rounds * len(self.effort.threads)
 
 
 # The document: every run is in it as soon as it ends.
@@ -163,21 +187,21 @@ def heading(kind: str, schema: int, command: str) -> dict[str, Any]:
     }
 
 
-def open_ledger(plan: Plan, file: Path | None, command: str, resume: bool) -> Ledger:
+def open_ledger(plan: BenchPlan, file: Path | None, command: str, resume: bool) -> Ledger:
     """A new document, or the one in the file to go on with.
 
     Raises:
         InputError: that is of other settings, another machine or other versions.
     """
     ours = plan.contestants
-    document = heading("dlrm bench", SCHEMA, command) | {
+    document = heading("dlrm bench", BENCHMARK.schema, command) | {
         "settings": {
-            "iterations": plan.iterations,
+            "iterations": plan.effort.iterations,
             "warmup": WARMUP,
-            "cores": plan.cores,
+            "cores": plan.effort.cores,
             "reference": plan.plain.to_sections(),
             "contestants": {name: difference(plan.plain, given) for name, given in ours.items()},
-            "environment": {str(count): settings(count) for count in plan.threads},
+            "environment": {str(count): settings(count) for count in plan.effort.threads},
         },
         "cases": [],
         "shares": [],
@@ -187,7 +211,7 @@ def open_ledger(plan: Plan, file: Path | None, command: str, resume: bool) -> Le
 
     def work(begun: Mapping[str, Any]) -> Mapping[str, Any]:
         """What must be equal for runs to be compared."""
-        if begun["schema"] != SCHEMA:
+        if begun["schema"] != BENCHMARK.schema:
             raise ValueError("another schema")
         had = begun["settings"]
         reference = had["reference"]
@@ -206,26 +230,42 @@ def open_ledger(plan: Plan, file: Path | None, command: str, resume: bool) -> Le
             "versions": begun["versions"],
         }
 
+    ledger = ledger_of_cases(file, document, work, resume)
+    if ledger.resumed:
+        begun = ledger.document
+        for name in ("contestants", "environment"):
+            asked[name] = begun["settings"][name] | asked[name]
+        kept = {name: begun[name] for name in ("cases", "shares", "commands")}
+        ledger.document |= document | kept
+    return ledger
+
+
+def ledger_of_cases(
+    file: Path | None,
+    document: dict[str, Any],
+    work: Callable[[Mapping[str, Any]], Mapping[str, Any]],
+    resume: bool,
+) -> Ledger:
+    """A benchmark's document with its cases, new or in the file to go on with.
+
+    Args:
+        work: what of a document must be equal to go on with it.
+    """
     ledger = Ledger(
         file,
         document,
         work=work,
         entries="cases",
         key=("case", "threads"),
-        advice=ADVICE,
+        advice=RESUME_ADVICE,
         resume=resume,
     )
-    if ledger.resumed:
-        begun = ledger.document
-        for name in ("contestants", "environment"):
-            asked[name] = begun["settings"][name] | asked[name]
-        commands = list(dict.fromkeys([*begun["commands"], *document["commands"]]))
-        kept = {name: begun[name] for name in ("cases", "shares")}
-        ledger.document |= document | kept | {"commands": commands}
+    begun = ledger.document
+    begun["commands"] = list(dict.fromkeys([*begun["commands"], *document["commands"]]))
     return ledger
 
 
-def _not_measured(plan: Plan) -> dict[str, str]:
+def _not_measured(plan: BenchPlan) -> dict[str, str]:
     reasons = {}
     if not torch.cuda.is_available():
         reasons["gpu"] = "torch sees no GPU on this machine; make gpu-check measures on one"
@@ -240,7 +280,7 @@ Say = Callable[[str], object]
 
 
 def run_plan(
-    plan: Plan,
+    plan: BenchPlan,
     file: Path | None = None,
     *,
     command: str = "",
@@ -267,21 +307,21 @@ def run_plan(
         MissingToolError: a contestant needs a package that is not installed; what was
             measured before is in ``file``.
     """
-    if plan.torchrec:
+    if plan.others.torchrec:
         require_torchrec()
     ledger = open_ledger(plan, file, command, resume)
     measurement = _Measurement(plan, ledger, say, run)
-    with cores_of(plan.cores) as cores:
+    with cores_of(plan.effort.cores) as cores:
         ledger.document["settings"]["usable_cores"] = cores
         ledger.save()
-        for threads in plan.threads:
+        for threads in plan.effort.threads:
             for case in plan.cases:
                 found = measurement.case(case, threads)
                 floor = [describe_bare(found["bare"])] if "bare" in found else []
                 show("\n".join([describe(found), *floor]))
-            if plan.ablation:
+            if plan.effort.ablation:
                 show(describe(measurement.ablation(threads)))
-            if plan.roofline:
+            if plan.effort.roofline:
                 for share in measurement.shares(threads):
                     show(describe_share(share))
     return ledger.document
@@ -291,7 +331,7 @@ def run_plan(
 class _Measurement:
     """A plan being run; every run is put into the ledger as it ends."""
 
-    plan: Plan
+    plan: BenchPlan
     ledger: Ledger
     say: Say
     run: Callable[[Parameters, int, int], Run]
@@ -300,17 +340,17 @@ class _Measurement:
         """Run one case with all contestants."""
         plan = self.plan
         ours = {name: of_case(name, given, case) for name, given in plan.contestants.items()}
-        iterations = min(plan.iterations, case.iterations or plan.iterations)
+        iterations = min(plan.effort.iterations, case.iterations or plan.effort.iterations)
         plain = of_case(PLAIN, plan.plain, case)
         extra: dict[str, Callable[[], Run]] = {}
-        if plan.torchrec:
+        if plan.others.torchrec:
             # it has no data of its own: it gets ours as fast as we make them
             given = dataclasses.replace(plain, data=of_case(PLAIN, plan.tuned, case).data)
             extra[TORCHREC] = lambda: run_torchrec(given, iterations, threads)
         facts = case_facts(case, plain) | {"threads": threads, "iterations": iterations}
         on_cpu = resolve_device(plan.plain.training).type == "cpu"
-        bare = plan.bare and on_cpu and case.kind == "shape"
-        return self._compare(facts, ours, plan.peer, extra, bare)
+        bare = plan.effort.bare and on_cpu and case.kind == "shape"
+        return self._compare(facts, ours, plan.others.peer, extra, bare)
 
     def ablation(self, threads: int) -> dict[str, Any]:
         """The last contestant without each of its options, and the way to it from plain."""
@@ -321,7 +361,7 @@ class _Measurement:
         facts = case_facts(ABLATION, plan.plain) | {
             "kind": "ablation",
             "threads": threads,
-            "iterations": plan.iterations,
+            "iterations": plan.effort.iterations,
             "ablated": {
                 "base": PLAIN,
                 "all": name,
@@ -348,7 +388,7 @@ class _Measurement:
         if before:
             names = ("change", "tuned_change", "iterations", "ablated")
             begun, now = ({name: entry.get(name) for name in names} for entry in (before, facts))
-            require_same(f"{self.ledger.path}: {case}", begun, now, ADVICE)
+            require_same(f"{self.ledger.path}: {case}", begun, now, RESUME_ADVICE)
         rows: list[Row] = list(before.get("runs") or [])
         floors: list[dict[str, Any]] = list(before.get("bare_rounds") or [])
         kinds = {name: product_kind(given) for name, given in ours.items()}
@@ -356,7 +396,7 @@ class _Measurement:
         def keep(row: Row) -> None:
             self.ledger.put({**before, **facts, "runs": rows, "bare_rounds": floors})
             self.say(
-                f"{case}, {threads} threads, round {row['round'] + 1}/{self.plan.rounds}, "
+                f"{case}, {threads} threads, round {row['round'] + 1}/{self.plan.effort.rounds}, "
                 f"{row['contestant']}: step {row['step_ms']:.1f} ms, end to end "
                 f"{row['end_to_end_ms']:.1f} ms"
             )
@@ -382,7 +422,7 @@ class _Measurement:
         judged = compare(
             ours,
             peer=peer,
-            rounds=self.plan.rounds,
+            rounds=self.plan.effort.rounds,
             iterations=facts["iterations"],
             threads=threads,
             run=self.run,

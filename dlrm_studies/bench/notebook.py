@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from dlrm_studies.bench.cases import (
     tuned_of,
 )
 from dlrm_studies.bench.embeddings_show import DEFAULT, read_embeddings
-from dlrm_studies.bench.measure import Plan, run_plan
+from dlrm_studies.bench.measure import BENCHMARK, BenchEffort, BenchPlan, Others, run_plan
 from dlrm_workbook.evidence.contestants import PEER
 from dlrm_workbook.ground.bar import Bar
 
@@ -37,7 +37,7 @@ class Benchmark:
 
     sentence: str
     file: Path
-    plan: Plan | None = None
+    plan: BenchPlan | None = None
     document: dict[str, Any] = field(default_factory=dict)
     embeddings: dict[str, Any] | None = None
 
@@ -62,17 +62,15 @@ class Benchmark:
         return Bar("in turns", "run", total, shown=total > 0, counts=lambda text: ": step " in text)
 
 
-def start(
+def start_benchmark(
     parameters: Parameters,
     folder: Path,
     *,
     results: str = "",
-    peer: str = "",
-    precisions: Sequence[str] = (),
+    others: Others | None = None,
     shapes: Sequence[str] = (),
     growth: Sequence[str] = (),
-    cores: int = 0,
-    **measured: Any,
+    effort: BenchEffort | None = None,
 ) -> Benchmark:
     """The benchmark that a notebook's parameters ask for.
 
@@ -82,10 +80,9 @@ def start(
         folder: gets ``benchmark.json``.
         results: a finished benchmark's JSON; nothing is measured then, and the embeddings'
             benchmark is the ``embeddings.json`` beside it, if there is one.
-        peer: a facebookresearch/dlrm checkout.
+        others: contestants beside these two.
         shapes: names of shapes; empty: the parameters as they are, unless ``growth`` is given.
-        cores: cores that each contestant is confined to; 0: all.
-        measured: more of :class:`.Plan`.
+        effort: how much is measured; the bare work of each round always is.
 
     Raises:
         InputError: a name or count cannot be used, or a file is no benchmark.
@@ -97,16 +94,14 @@ def start(
         document = read_benchmark(file)
         sentence = f"This page shows the benchmark in `{file}`, measured on {document['date']}."
         return Benchmark(sentence, file, None, document, found)
+    others = others or Others()
     cases = shape_cases(",".join(shapes), "shapes") + growth_cases(",".join(growth), "growth")
-    plan = Plan(
+    plan = BenchPlan(
         plain_of(parameters),
         tuned_of(parameters),
-        precisions_of(precisions),
+        replace(others, precisions=precisions_of(others.precisions)),
         cases or [AS_GIVEN],
-        Path(peer).expanduser() if peer else None,
-        cores=cores or None,
-        bare=True,
-        **measured,
+        replace(effort or BenchEffort(), bare=True),
     )
     sentence = "Measured now, on this machine: every contestant in turns, in fresh processes."
-    return Benchmark(sentence, folder / "benchmark.json", plan, {}, read_embeddings())
+    return Benchmark(sentence, folder / BENCHMARK.name, plan, {}, read_embeddings())

@@ -250,7 +250,7 @@ def _product_rows(
     return rows
 
 
-def measure_job(job: dict[str, Any]) -> dict[str, Any]:
+def measure_part(job: dict[str, Any]) -> dict[str, Any]:
     """Measure the share that :func:`measure_share` asks for."""
     kind, parameters = job["what"], parameters_from_sections(job["parameters"])
     measure = {"dense": dense_share, "embedding": embedding_share}[kind]
@@ -260,4 +260,4 @@ def measure_job(job: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    do_job(measure_job)
+    do_job(measure_part)

@@ -13,6 +13,7 @@ import plotly.graph_objects as go
 
 from dlrm_core.base.text import counted
 from dlrm_studies.bench import analyse
+from dlrm_studies.bench.analyse import Document
 from dlrm_studies.bench.bare import cautions
 from dlrm_studies.bench.cases import BF16X2, FP32, GROWTH, PLAIN, TORCHREC
 from dlrm_workbook.analysis.sentences import in_markdown
@@ -32,8 +33,6 @@ from dlrm_workbook.show.static import text_on
 from dlrm_workbook.show.tables import Column, Text, each_row
 
 FIGURE_NAMES = {"step_ms": "step", "end_to_end_ms": "end to end"}
-
-Document = Mapping[str, Any]
 
 
 def contestant_label(name: str) -> str:
@@ -444,7 +443,7 @@ def options_dots(without: pd.DataFrame) -> go.Figure:
     return result
 
 
-def ladder(rungs: pd.DataFrame) -> go.Figure:
+def ladder_waterfall(rungs: pd.DataFrame) -> go.Figure:
     """End-to-end time from the plain contestant to the tuned one, an option more at each row.
 
     Args:

@@ -91,7 +91,7 @@ def stages(device: torch.device, seed: int, peer: Path | None, target: Path) -> 
         Stage("checks", 0.0, lambda: checks(device, seed)),
         Stage("steps", 20.0, lambda: timings.step_timings(timings.experiment(device))),
         Stage("nvidia_small", 20.0, timings.nvidia_timings),
-        Stage("latencies", 15.0, timings.latencies),
+        Stage("latencies", 15.0, timings.prediction_timings),
     ]
     if peer is not None:
         threads = min(8, os.cpu_count() or 1)
@@ -132,7 +132,7 @@ def run_stages(
         try:
             for row in stage.rows():
                 rows.append(row)
-                print(f"  {describe(row)}", flush=True)
+                print(f"  {describe_row(row)}", flush=True)
                 write_json(target, results)
                 if clock() - started > budget_s:
                     results["skipped"][stage.name] = (
@@ -147,7 +147,7 @@ def run_stages(
         timings.forget()
 
 
-def describe(row: dict[str, Any]) -> str:
+def describe_row(row: dict[str, Any]) -> str:
     """One row as a line of text."""
     if "ok" in row:
         verdict = "ok" if row["ok"] else "WRONG"

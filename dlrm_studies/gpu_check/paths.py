@@ -37,7 +37,7 @@ SIZE = 512
 FUSED = {"embedding_backend": "fused", "dense_backend": "fused"}
 GRAPHS = FUSED | {"cuda_graphs": True}
 
-OPTIONS: dict[str, tuple[dict[str, Any], float]] = {
+CHECKED_OPTIONS: dict[str, tuple[dict[str, Any], float]] = {
     "tf32": ({"tf32": True}, 1e-2),
     "bf16": ({"precision": "bf16"}, LOW),
     "fp16": ({"precision": "fp16"}, LOW),
@@ -73,7 +73,7 @@ def checks(device: torch.device, seed: int) -> Iterator[Check]:
         yield check_of(f"20 steps, {interaction}, {loss}", error, TOLERANCE)
     prefetched = {"loader": "prefetch", "generator": "facebook"}
     runs: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], float]] = [
-        *((name, options, {}, {}, bound) for name, (options, bound) in OPTIONS.items()),
+        *((name, options, {}, {}, bound) for name, (options, bound) in CHECKED_OPTIONS.items()),
         # a gradient of almost nothing moves a weight by a whole step, up or down
         ("CUDA graphs, adagrad", GRAPHS, {"optimizer": "adagrad"}, {}, 2e-2),
         ("CUDA graphs, rowwise_adagrad", GRAPHS, {"optimizer": "rowwise_adagrad"}, {}, 2e-2),

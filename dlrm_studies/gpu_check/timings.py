@@ -15,11 +15,10 @@ from typing import Any
 
 import torch
 
-from dlrm_core.config import PRESETS, Parameters, load_parameters, parameters_from_sections
+from dlrm_core.config import PRESETS, DataConfig, Parameters, TrainingConfig, load_parameters
 from dlrm_core.data.batch import Batch
 from dlrm_core.train import Trainer
 from dlrm_studies.gpu_check.paths import FUSED, GRAPHS
-from dlrm_studies.published import PUBLISHED
 from dlrm_workbook.evidence.contestants import compare
 from dlrm_workbook.evidence.dependence import changed_parameters
 from dlrm_workbook.evidence.latency import measure_latency, pool_of
@@ -50,34 +49,21 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 FAST = VARIANTS["fused, bf16, graphs"]
 
-T15_ROWS = (
-    *(7912889, 33823, 17139, 7339, 20046, 4, 7105, 1382, 63, 5554114, 582469, 245828, 11),
-    *(2209, 10667, 104, 4, 968, 15, 8165896, 2675940, 7156453, 302516, 12022, 97, 35),
-)
-"""Rows of NVIDIA's small model: Criteo's tables, categories seen less than 15 times dropped."""
 
-NVIDIA_SMALL: dict[str, Any] = {
-    "model": {
-        "mlp_sizes": "nvidia",
-        "dense_features": 13,
-        "bottom_mlp": [512, 256, 128],
-        "top_mlp": [1024, 1024, 512, 256, 1],
-        "embedding_dim": 128,
-        "table_rows": list(T15_ROWS),
-        "loss": "bce",
-        "init": "torch",
-    },
-    "data": {
-        "generator": "zipf",
-        "zipf_exponent": 1.45,
-        "indices_per_lookup": 1,
-        "fixed_pooling": True,
-        "round_targets": True,
-        "place": "device",
-    },
-    "training": {"batch_size": 65536, "learning_rate": 0.1, "device": "cuda", "seed": 1},
-}
-"""NVIDIA DeepLearningExamples, DLRM for PyTorch: one-hot, synthetic power law (alpha 1.45)."""
+def nvidia_small() -> Parameters:
+    """NVIDIA DeepLearningExamples, DLRM for PyTorch: one-hot, synthetic power law (alpha 1.45)."""
+    return Parameters(
+        model=load_parameters(PRESETS / "nvidia_t15.yaml").model,
+        data=DataConfig(
+            generator="zipf",
+            zipf_exponent=1.45,
+            indices_per_lookup=1,
+            fixed_pooling=True,
+            round_targets=True,
+            place="device",
+        ),
+        training=TrainingConfig(batch_size=65536, learning_rate=0.1, device="cuda", seed=1),
+    )
 
 
 def experiment(device: torch.device) -> Parameters:
@@ -112,25 +98,24 @@ def host_timings() -> Iterator[dict[str, Any]]:
 
 def nvidia_timings() -> Iterator[dict[str, Any]]:
     """NVIDIA's small model at batch 65536, samples per second beside the published ones."""
-    shape = parameters_from_sections(NVIDIA_SMALL)
-    published = {
-        p.precision: p.samples_per_second
-        for p in PUBLISHED
-        if (p.mode, p.batch, p.hardware) == ("training", 65536, "1 × A100-80GB")
-    }
+    # it brings pandas along, which a check must not need before anything else is measured
+    from dlrm_studies.published import published_runs
+
+    shape = nvidia_small()
+    same = "mode == 'training' and batch_samples == 65536 and hardware == '1 × A100-80GB'"
+    published = published_runs().query(same).set_index("precision")["samples_per_second"]
     for name in ("plain, tf32", "fused, tf32, graphs", "fused, bf16, graphs"):
         row = {"variant": name} | timed_or_reason(with_options(shape, VARIANTS[name]))
         if "end_to_end_ms" in row:
             row["samples_per_second"] = 1e3 * shape.training.batch_size / row["end_to_end_ms"]
-            reference = published["TF32" if "tf32" in name else "mixed"]
+            reference = float(published["TF32" if "tf32" in name else "mixed"])
             row["times_published_a100"] = row["samples_per_second"] / reference
         yield row
 
 
-def latencies() -> Iterator[dict[str, Any]]:
+def prediction_timings() -> Iterator[dict[str, Any]]:
     """Predictions at batch 2048 by NVIDIA's protocol, synchronised."""
-    nvidia = parameters_from_sections(NVIDIA_SMALL)
-    models = {"NVIDIA small": nvidia, "experiment": experiment(torch.device("cuda"))}
+    models = {"NVIDIA small": nvidia_small(), "experiment": experiment(torch.device("cuda"))}
     for model, given in models.items():
         for name in ("plain, tf32", "fused, tf32, graphs", "fused, bf16, graphs"):
             sized = with_options(given, VARIANTS[name] | {"batch_size": 2048})

@@ -27,13 +27,15 @@ from typing import Any
 
 import torch
 
+from dlrm_core.base.engines import engine
 from dlrm_core.base.errors import InputError
-from dlrm_core.base.files import plain, write_json
+from dlrm_core.base.files import write_json
 from dlrm_core.base.machine import device_name, peak_memory_by_device
 from dlrm_core.commands import as_rank, started_by_torchrun
 from dlrm_core.config import Parameters, load_parameters
 from dlrm_core.run.evaluate import held_out_batches
 from dlrm_core.train import Trainer, TrainingLoop
+from dlrm_studies.records import Record
 from dlrm_workbook.evidence.latency import (
     POOL_BATCHES,
     batch_sizes,
@@ -44,7 +46,6 @@ from dlrm_workbook.evidence.latency import (
     warm_up_steps,
 )
 from dlrm_workbook.evidence.power import power_meter
-from dlrm_workbook.ground.ledger import read_document
 from dlrm_workbook.ground.machine import machine_facts, versions
 from dlrm_workbook.ground.processes import python_module, run_child
 from dlrm_workbook.ground.turns import elapsed_ms
@@ -187,12 +188,7 @@ def _inference(
 
 # ``dlrm protocols``: one run's figures by the protocols that others publish by.
 
-SCHEMA = 1
-
-RECORD = "protocols.json"
-"""Of a benchmark's folder."""
-
-WHAT = "record of dlrm protocols"
+PROTOCOLS = Record("protocols.json", "record of dlrm protocols")
 
 
 def protocols(arguments: argparse.Namespace) -> int:
@@ -201,15 +197,13 @@ def protocols(arguments: argparse.Namespace) -> int:
     effort = arguments.iterations, sizes, arguments.steps, time_limit(arguments.seconds)
     if started_by_torchrun():
         with as_rank("dlrm protocols"):
-            from dlrm_ranks.trainer import rank_trainer
-            from dlrm_ranks.watch import leave
-
             parameters = load_parameters(arguments.file, arguments.parameter)
-            with rank_trainer(parameters, "dlrm protocols") as trainer:
+            ranks = engine("several ranks: trainer")
+            with ranks.rank_trainer(parameters, "dlrm protocols") as trainer:
                 found = measure(trainer, *effort) | {"ranks": trainer.world.size}
                 if trainer.world.first:
                     _report(arguments, parameters, found)
-            leave(0)
+            engine("several ranks: watch").leave(0)
     parameters = load_parameters(arguments.file, arguments.parameter)
     return _report(arguments, parameters, measure(Trainer(parameters), *effort) | {"ranks": 1})
 
@@ -219,8 +213,7 @@ def _report(arguments: argparse.Namespace, parameters: Parameters, found: dict[s
         print(notice, file=sys.stderr)
     print(as_text(found), flush=True)
     if arguments.json:
-        record = {
-            "schema": SCHEMA,
+        fields = {
             "command": " ".join(["dlrm", *sys.argv[1:]]),
             "title": parameters.title,
             "parameters": parameters.to_sections(),
@@ -228,7 +221,7 @@ def _report(arguments: argparse.Namespace, parameters: Parameters, found: dict[s
             "machine": machine_facts(),
             "versions": versions(),
         }
-        write_json(Path(arguments.json), plain(record))
+        PROTOCOLS.write(Path(arguments.json), fields)
     return 0
 
 
@@ -254,13 +247,12 @@ def measured_or_read(
         InputError: the run cannot be made; the message is the process's own.
     """
     if results:
-        beside = Path(results).expanduser().absolute().with_name(RECORD)
-        return read_document(beside, WHAT, schema=SCHEMA) if beside.exists() else None
+        return PROTOCOLS.beside(results)
     if not iterations:
         return None
     # without what belongs to a run of its own
     training = replace(parameters.training, resume="", checkpoint_every=None, checkpoint_folder="")
-    record, given = folder / RECORD, folder / "protocols-parameters.json"
+    record, given = folder / PROTOCOLS.name, folder / "protocols-parameters.json"
     write_json(given, replace(parameters, training=training, sweep={}).to_sections())
     command = python_module(
         *("dlrm_workbook", "protocols", "-f", given, "--json", record),
@@ -268,7 +260,7 @@ def measured_or_read(
         *("--batch-sizes", ",".join(map(str, batch_sizes))),
     )
     run_child(command, stage="protocols").require_success("dlrm protocols")
-    return read_document(record, WHAT, schema=SCHEMA)
+    return PROTOCOLS.read(record)
 
 
 def as_text(found: Mapping[str, Any]) -> str:

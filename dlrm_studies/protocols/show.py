@@ -10,7 +10,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from dlrm_core.base.text import counted, format_bytes
-from dlrm_studies.published import DEEPSPARK, KALAMKAR, NOT_SAID, NVIDIA, PUBLISHED
+from dlrm_studies.published import published_runs
 from dlrm_workbook.ground.units import NOT_MEASURED, NOTHING, digits, known_or, thousands
 from dlrm_workbook.show import theme
 from dlrm_workbook.show.tables import Column, Text, each_row
@@ -126,32 +126,33 @@ def speeds(
         rows += _measured_speeds(document, stability or {}, common)
     rows += [
         {
-            "group": f"{p.mode} {p.protocol}",
+            "group": f"{run.mode} {run.protocol}",
             "ours": False,
-            "source": f"{p.source.split()[0]} (other hardware)",
-            "on": p.hardware,
-            "model": p.model + ("" if p.batch is None else f", batch {p.batch:,}"),
-            "precision": "" if p.precision == NOT_SAID else p.precision,
-            "samples_per_second": p.samples_per_second,
-            "latency_ms": p.latency_ms,
-            "power_w": p.power_w,
-            "memory": "" if p.memory_gb is None else f"{p.memory_gb:g} GB per device",
-            "auc": p.auc,
-            "minutes_to_train": p.minutes,
-            "times_cpu": p.times_cpu,
+            "source": f"{run.source.split()[0]} (other hardware)",
+            "on": run.hardware,
+            "model": run.model + _if_known(run.batch_samples, ", batch {:,.0f}"),
+            "memory": _if_known(run.memory_gb, "{:g} GB per device"),
+            **{name: getattr(run, name) for name in AS_PUBLISHED},
         }
-        for p in PUBLISHED
+        for run in theme.rows_of(published_runs())
     ]
     order = list(GROUPS)
     rows.sort(key=lambda r: (order.index(r["group"]), not r["ours"], -r["samples_per_second"]))
-    columns = [
-        *("group", "ours", "source", "on", "model", "precision", "samples_per_second"),
-        *("latency_ms", "power_w", "memory", "auc", "minutes_to_train", "times_cpu"),
-    ]
+    columns = ["group", "ours", "source", "on", "model", "memory", *AS_PUBLISHED]
     table = pd.DataFrame(rows, columns=columns)
     table["memory"] = table["memory"].fillna("")
-    numbers = ("latency_ms", "power_w", "auc", "minutes_to_train", "times_cpu")
-    return table.astype(dict.fromkeys(numbers, float))
+    return table.astype(dict.fromkeys(AS_PUBLISHED[1:], float))
+
+
+AS_PUBLISHED = (
+    *("precision", "samples_per_second", "latency_ms", "power_w", "auc", "minutes_to_train"),
+    "times_cpu",
+)
+"""Columns of :func:`published_runs` that :func:`speeds` has too."""
+
+
+def _if_known(value: float, text: str) -> str:
+    return "" if math.isnan(value) else text.format(value)
 
 
 def _measured_speeds(
@@ -241,26 +242,34 @@ def eight_columns(
         series = {label: one for label, one in series.items() if one is not seeded}
         rows.append(_timed_run(document, seeded))
     rows += [_seeded_run(label, one) for label, one in series.items()]
-    for one in PUBLISHED:
-        if one.source != DEEPSPARK:
-            continue
-        batch = "" if one.batch is None else f"batch {one.batch:,}, "
-        row = {
-            "run": f"DeepSpark, {one.hardware}",
-            "criterion": one.criterion or NOT_PUBLISHED,
-            "configuration": one.configuration or f"{batch}precision {NOT_SAID}",
-            "samples_per_second": one.samples_per_second,
-            "auc": one.auc,
-            "power_w": one.power_w,
-            "scalability": one.scalability,
-            "memory_bytes": None if one.memory_gb is None else 1e9 * one.memory_gb,
-            "stability": one.stability,
-        }
-        unknown = [name for name, value in row.items() if value is None]
-        rows.append(row | {"missing": dict.fromkeys(unknown, NOT_PUBLISHED)})
-    table = pd.DataFrame(rows)
-    numbers = ("samples_per_second", "auc", "power_w", "scalability", "memory_bytes", "stability")
-    return table.astype(dict.fromkeys(numbers, float))
+    theirs = published_runs()
+    for one in theme.rows_of(theirs[theirs["protocol"] == "deepspark"]):
+        batch = _if_known(one.batch_samples, "batch {:,.0f}, ")
+        figures = one._asdict() | {"memory_bytes": 1e9 * one.memory_gb}
+        rows.append(
+            _run_row(
+                f"DeepSpark, {one.hardware}",
+                one.criterion or NOT_PUBLISHED,
+                one.configuration or f"{batch}precision not said",
+                {name: (figures[name], NOT_PUBLISHED) for name in OF_A_RUN},
+            )
+        )
+    return pd.DataFrame(rows).astype(dict.fromkeys(OF_A_RUN, float))
+
+
+OF_A_RUN = ("samples_per_second", "auc", "power_w", "scalability", "memory_bytes", "stability")
+"""Columns of :func:`eight_columns` that are figures."""
+
+FigureOrReason = tuple[float | None, str]
+"""A figure, and the reason that holds where there is none (None or NaN)."""
+
+
+def _run_row(
+    run: str, criterion: str, configuration: str, figures: Mapping[str, FigureOrReason]
+) -> dict[str, Any]:
+    unknown = {n: why for n, (figure, why) in figures.items() if figure is None or figure != figure}
+    row = {"run": run, "criterion": criterion, "configuration": configuration}
+    return row | {name: figure for name, (figure, _) in figures.items()} | {"missing": unknown}
 
 
 def _timed_run(document: Mapping[str, Any], seeded: Any) -> dict[str, Any]:
@@ -268,31 +277,22 @@ def _timed_run(document: Mapping[str, Any], seeded: Any) -> dict[str, Any]:
     measured, training = document["measured"], document["parameters"]["training"]
     speeds = {one["protocol"]: one["samples_per_second"] for one in measured["training"]}
     sizes = measured["peak_memory_by_device"]
-    why = "; ".join(f"{name}: {said}" for name, said in measured["power"]["not_measured"].items())
-    found = {
-        "samples_per_second": speeds["deepspark"],
-        "auc": _mean_auc(seeded),
-        "power_w": measured["power_w"],
-        "scalability": None,
-        "memory_bytes": sizes.get("gpu", sizes.get("host")),
-        "stability": _finished_share(seeded),
-    }
-    reasons = {
-        "auc": _why_no_auc(seeded),
-        "power_w": f"{NOT_MEASURED}: {why}" if why else NOT_MEASURED,
-        "scalability": ONE_PROCESS,
-        "memory_bytes": f"{NOT_MEASURED}: the system does not report it",
-        "stability": NO_SEEDS,
-    }
-    torch = document["versions"].get("torch", "")
-    return {
-        "run": f"this run, {device_of(document)}",
-        "criterion": f"{len(measured['timings']['compute_ms'])} iterations timed",
-        "configuration": f"torch {torch}, batch {training['batch_size']:,}, 1 process, "
-        + measured["precision"],
-        **found,
-        "missing": {name: why for name, why in reasons.items() if found[name] is None},
-    }
+    unread = (f"{name}: {said}" for name, said in measured["power"]["not_measured"].items())
+    return _run_row(
+        f"this run, {device_of(document)}",
+        f"{len(measured['timings']['compute_ms'])} iterations timed",
+        f"torch {document['versions'].get('torch', '')}, batch {training['batch_size']:,}, "
+        f"1 process, {measured['precision']}",
+        {
+            "samples_per_second": (speeds["deepspark"], ""),
+            "power_w": (measured["power_w"], _not_measured("; ".join(unread))),
+            "memory_bytes": (
+                sizes.get("gpu", sizes.get("host")),
+                _not_measured("the system does not report it"),
+            ),
+        }
+        | _of_seeds(seeded),
+    )
 
 
 def _seeded_run(label: str, seeded: Any) -> dict[str, Any]:
@@ -304,41 +304,38 @@ def _seeded_run(label: str, seeded: Any) -> dict[str, Any]:
     rate = spreads.get("samples_per_second")
     said = f": {rate['mean']:,.0f} samples/s with data" if rate else ""
     iterations = {run["iterations"] for run in seeded.finished}
-    found = {
-        "samples_per_second": None,
-        "auc": _mean_auc(seeded),
-        "power_w": spreads["power_w"]["mean"] if "power_w" in spreads else None,
-        "scalability": None,
-        "memory_bytes": max(sizes, default=None),
-        "stability": _finished_share(seeded),
-    }
     unread = {why for run in seeded.runs for why in run["not_measured"].values()}
-    reasons = {
-        "samples_per_second": f"not counted without data{said}",
-        "auc": _why_no_auc(seeded),
-        "power_w": "; ".join([NOT_MEASURED, *sorted(unread)]),
-        "scalability": ONE_PROCESS,
-        "memory_bytes": f"{NOT_MEASURED}: no run reported it",
-        "stability": NO_SEEDS,
-    }
+    return _run_row(
+        f"{counted(len(seeded.runs), 'seed')}, {label}",
+        " or ".join(f"{count:,} iterations" for count in sorted(iterations)) or "no run finished",
+        f"batch {training['batch_size']:,}, 1 process, {training['precision']}",
+        {
+            "samples_per_second": (None, f"not counted without data{said}"),
+            "power_w": (
+                spreads.get("power_w", {}).get("mean"),
+                "; ".join([NOT_MEASURED, *sorted(unread)]),
+            ),
+            "memory_bytes": (max(sizes, default=None), _not_measured("no run reported it")),
+        }
+        | _of_seeds(seeded),
+    )
+
+
+def _of_seeds(seeded: Any) -> dict[str, FigureOrReason]:
+    """What only several runs tell; ``seeded`` is None where there are none."""
+    finished = len(seeded.finished) / len(seeded.runs) if seeded and seeded.runs else None
+    why = NO_SEEDS
+    if seeded is not None:
+        why = _not_measured("no AUC" if seeded.finished else "no seed finished")
     return {
-        "run": f"{counted(len(seeded.runs), 'seed')}, {label}",
-        "criterion": " or ".join(f"{count:,} iterations" for count in sorted(iterations))
-        or "no run finished",
-        "configuration": f"batch {training['batch_size']:,}, 1 process, {training['precision']}",
-        **found,
-        "missing": {name: why for name, why in reasons.items() if found[name] is None},
+        "auc": (_mean_auc(seeded), why),
+        "scalability": (None, ONE_PROCESS),
+        "stability": (finished, NO_SEEDS),
     }
 
 
-def _finished_share(seeded: Any) -> float | None:
-    return len(seeded.finished) / len(seeded.runs) if seeded and seeded.runs else None
-
-
-def _why_no_auc(seeded: Any) -> str:
-    if seeded is None:
-        return NO_SEEDS
-    return f"{NOT_MEASURED}: no seed finished" if not seeded.finished else f"{NOT_MEASURED}: no AUC"
+def _not_measured(why: str) -> str:
+    return f"{NOT_MEASURED}: {why}" if why else NOT_MEASURED
 
 
 def _or_reason(name: str, label: str, text: Callable[[float], str], unit: str = "") -> Column:
@@ -402,7 +399,7 @@ SPEEDS: dict[str, str | Column] = {
     "minutes_to_train": Column("time to train", "number", unit="min"),
     "times_cpu": Column("times the CPUs' speed", each_row(_times)),
 }
-TRAINING: dict[str, str | Column] = {
+TRAINING_COLUMNS: dict[str, str | Column] = {
     "protocol": "protocol",
     "counts": "what it counts",
     "ms_per_iteration": Column("ms/it", "number"),
@@ -422,14 +419,16 @@ LATENCIES: dict[str, str | Column] = {
 
 def sources() -> Text:
     """Where the published figures are from, in full."""
-    named = "; ".join(dict.fromkeys(one.source for one in PUBLISHED))
-    aucs = [one.auc for one in PUBLISHED if one.source == NVIDIA and one.auc is not None]
+    runs = published_runs()
+    named = "; ".join(runs["source"].unique())
+    aucs = runs.loc[runs["protocol"] == "nvidia", "auc"]
+    study = runs.loc[runs["protocol"] == "facebook", "source"].iloc[0]
     return Text(
         f"Published by: {named}. A dash is what a source does not say. NVIDIA's throughputs are "
-        f"means of 1,000 steps; its trainings on Criteo Terabyte end with AUC {min(aucs):g} to "
-        f"{max(aucs):g} in the time to train; its comparison with CPUs is of the extra large model "
-        "and names no precision. Power is of all devices together. DeepSpark does not say how it "
-        f"counts stability. The two figures of {KALAMKAR.split(' (')[0]} could not be checked "
+        f"means of 1,000 steps; its trainings on Criteo Terabyte end with AUC {aucs.min():g} to "
+        f"{aucs.max():g} in the time to train; its comparison with CPUs is of the extra large "
+        "model and names no precision. Power is of all devices together. DeepSpark does not say "
+        f"how it counts stability. The two figures of {study.split(' (')[0]} could not be checked "
         "against the paper."
     )
 
@@ -453,15 +452,15 @@ def latency_lines(found: pd.DataFrame) -> go.Figure:
         hover = f"batch %{{x:,}}: {name} %{{y:.3f}} ms"
         look = theme.line_look(theme.COLOURS["bottom_mlp"], width=width)
         theme.add_points(result, sizes, found[name], name, hover, **look)
-    theirs = [one for one in PUBLISHED if one.latency_ms is not None]
+    theirs = published_runs().dropna(subset=["latency_ms"])
     theme.add_points(
         result,
-        [one.batch for one in theirs],
-        [one.latency_ms for one in theirs],
+        theirs["batch_samples"],
+        theirs["latency_ms"],
         "published mean, other hardware",
         "%{customdata}, batch %{x:,}: mean %{y:.2f} ms",
         marker={"color": theme.COLOURS["other"], "symbol": "diamond", "size": 9},
-        customdata=[f"{one.hardware}, {one.precision}" for one in theirs],
+        customdata=theirs["hardware"] + ", " + theirs["precision"],
     )
     marks = sorted({*sizes, PUBLISHED_BATCH})
     result.update_xaxes(title="batch size", **theme.log_axis(marks, "{:,}".format))

@@ -51,30 +51,49 @@ WAY = RESULTS / "kalamkar_small.json"
 --ablation --json`` of this file recorded it."""
 
 
+@dataclass(frozen=True)
+class Machine:
+    """What is predicted for.
+
+    Attributes:
+        network: what joins its ranks.
+        gpu: whose data sheet stands in for a measured profile; "" for none.
+        memory_bytes: of one rank; None: no limit.
+    """
+
+    network: Network
+    gpu: str = ""
+    memory_bytes: float | None = None
+
+
 @dataclass
 class Scaling:
     """One page's record and predictions.
 
     Attributes:
         parameters: as they are, scaled to fit where the preset is.
-        whole: the study's full size of them, else the same.
-        network: what is predicted for.
-        gpu: whose data sheet stands in for a measured profile; "" for none.
         ranks: numbers of ranks to measure on this node; empty: none.
         file: where the record is, or will be.
     """
 
     parameters: Parameters
-    whole: Parameters
-    network: Network
-    gpu: str
+    machine: Machine
     ranks: tuple[int, ...]
     file: Path
     finished: bool = False
-    memory_bytes: float | None = None
     record: ScalingRecord = field(default_factory=lambda: record_of({}))
     launch: dict[str, str] = field(default_factory=dict)
     notices: list[str] = field(default_factory=list)
+
+    @property
+    def network(self) -> Network:
+        """What joins the ranks that are predicted."""
+        return self.machine.network
+
+    @property
+    def whole(self) -> Parameters:
+        """The study's full size of the parameters, else the same."""
+        return full_size(self.parameters)
 
     # ---- measuring ------------------------------------------------------------------------
 
@@ -91,7 +110,7 @@ class Scaling:
         document: dict[str, Any] = {}
         if self.ranks:
             document = self._ranks(say)
-        if not document.get("compute_profile") and not self.gpu:
+        if not document.get("compute_profile") and not self.machine.gpu:
             say("one process alone")
             document |= {
                 "compute_profile": measure.timed_alone(self.parameters, self.file.parent, say)
@@ -143,8 +162,8 @@ class Scaling:
         Raises:
             InputError: nothing was measured and no GPU is named.
         """
-        if self.gpu:
-            return ceiling_profile(self.predicts, device(self.gpu).ceilings())
+        if self.machine.gpu:
+            return ceiling_profile(self.predicts, device(self.machine.gpu).ceilings())
         if self.record.compute_profile.empty:
             raise InputError(
                 "compute profile: not measured, and gpu is empty; name a GPU of a data sheet, or "
@@ -157,18 +176,18 @@ class Scaling:
         """What predictions for the network named by the page are made from."""
         # whoever moves the bytes there, it is not the cores that compute
         profile = replace(steady(self.profile), shares_node=False)
-        if self.network.ranks_per_node > 1 and not self.gpu:
+        if self.network.ranks_per_node > 1 and not self.machine.gpu:
             profile = self.profile
-        return Setting(self.predicts, self.network, profile, memory_bytes=self.memory_bytes)
+        return Setting(self.predicts, self.network, profile, memory_bytes=self.machine.memory_bytes)
 
     @property
     def predicts(self) -> Parameters:
         """What is predicted: a data sheet knows no limit of size, so there the study's own."""
-        return self.whole if self.gpu else self.parameters
+        return self.whole if self.machine.gpu else self.parameters
 
     def batch_size(self, scaling: str) -> int:
         """Of all ranks (strong) or of each (weak): the study's where its full size is predicted."""
-        if not self.gpu or self.study is None:
+        if not self.machine.gpu or self.study is None:
             return self.parameters.training.batch_size
         weak = scaling == "weak"
         return self.study.weak_batch_per_rank if weak else self.study.strong_batch
@@ -184,7 +203,7 @@ class Scaling:
     def shown_ranks(self) -> int:
         """Ranks of the tables of bytes and memory: the study's, else eight at most."""
         most = maximum_ranks(self.whole, "table_wise")
-        return min(8, most) if self.study is None else self.study.quoted_ranks
+        return min(8, most) if self.study is None else self.study.quoted.ranks
 
     @property
     def _whole_batch(self) -> int:
@@ -245,7 +264,7 @@ class Scaling:
         times = pd.DataFrame(rows, columns=["component", "ms"]).groupby("component")["ms"].sum()
         shares = (times[times > 0] / times.sum()).sort_values(ascending=False)
         table = shares.rename("share").reset_index()
-        said = {"embedding": self.study.embedding_share} if self.study else {}
+        said = {"embedding": self.study.quoted.embedding_share} if self.study else {}
         return table.assign(study=[said.get(name, "") for name in table["component"]])
 
     def _counts(self, counts: Sequence[int], scaling: str) -> list[int]:
@@ -270,11 +289,7 @@ def start(
     *,
     record: str = "",
     ranks: Sequence[int] = (1, 2, 4),
-    inside: str = "",
-    between: str = "OPA",
-    ranks_per_node: int = 1,
-    gpu: str = "",
-    memory_gb: float = 0.0,
+    **machine: Any,
 ) -> Scaling:
     """The page that a notebook's parameters ask for.
 
@@ -282,6 +297,29 @@ def start(
         folder: gets ``scaling.json``.
         record: a finished record to show instead of measuring.
         ranks: numbers of ranks to measure on this node.
+        machine: what is predicted for, as :func:`machine_of` takes it.
+
+    Raises:
+        InputError: a name or number cannot be used.
+    """
+    if any(type(count) is not int or count < 1 for count in ranks):
+        raise InputError(f"ranks is {list(ranks)}, expected numbers of 1 or more")
+    predicted = machine_of(**machine)
+    file = Path(record).expanduser().absolute() if record else folder / measure.RECORD
+    return Scaling(parameters, predicted, tuple(sorted(set(ranks))), file, finished=bool(record))
+
+
+def machine_of(
+    *,
+    inside: str = "",
+    between: str = "OPA",
+    ranks_per_node: int = 1,
+    gpu: str = "",
+    memory_gb: float = 0.0,
+) -> Machine:
+    """The machine of a notebook's parameters.
+
+    Args:
         inside: link inside a node; needed where a node has several ranks.
         between: link between nodes; empty: one node has all ranks.
         gpu: predict for this GPU by its data sheet instead of this machine's measured parts.
@@ -290,8 +328,6 @@ def start(
     Raises:
         InputError: a name or number cannot be used.
     """
-    if any(type(count) is not int or count < 1 for count in ranks):
-        raise InputError(f"ranks is {list(ranks)}, expected numbers of 1 or more")
     if not memory_gb >= 0:
         raise InputError(f"memory_gb is {memory_gb}, expected 0 or more")
     if ranks_per_node < 1:
@@ -309,9 +345,4 @@ def start(
         outer = link(between)
         network = Network(link(inside) if inside else outer, outer, ranks_per_node)
     memory = 1e9 * (memory_gb or (device(gpu).memory_gb if gpu else 0.0))
-    file = Path(record).expanduser().absolute() if record else folder / "scaling.json"
-    return Scaling(
-        *(parameters, full_size(parameters), network, gpu, tuple(sorted(set(ranks))), file),
-        finished=bool(record),
-        memory_bytes=memory or None,
-    )
+    return Machine(network, gpu, memory or None)

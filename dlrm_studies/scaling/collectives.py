@@ -7,12 +7,18 @@ import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from dlrm_ranks.collectives import Collectives, NotedWork
+from dlrm_core.base.engines import engine
+
+if TYPE_CHECKING:
+    from dlrm_ranks.collectives import Collectives, NotedWork
+else:
+    _ranks = engine("several ranks: collectives")
+    Collectives, NotedWork = _ranks.Collectives, _ranks.NotedWork
 
 _KINDS = {
     # function: its kind, and where its payload is: position and name of the argument

@@ -20,8 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dlrm_ranks.plan import require_torchrec
-from dlrm_ranks.watch import EXIT_LOST, KEY
+from dlrm_core.base.engines import engine
 from dlrm_workbook.ground.processes import Command, started
 
 GRACE_S = 5.0
@@ -56,7 +55,7 @@ def run_ranks(
         RanksFailed: a rank failed or the time was over; none is left running.
         MissingToolError: TorchRec is not installed.
     """
-    require_torchrec()
+    engine("several ranks: plan").require_torchrec()
     import torch.distributed as dist
 
     store = dist.TCPStore(
@@ -99,6 +98,7 @@ def _wait(
     on_iteration: Callable[[int], None],
 ) -> int | None:
     """Wait for all; the rank that failed first, -1 if the time was over, None if none did."""
+    lost = engine("several ranks: watch").EXIT_LOST
     first: int | None = None
     grace_until = until
     last, look_at = None, time.monotonic() + TOLD_S
@@ -111,9 +111,9 @@ def _wait(
             if bad:
                 first = (killed or bad)[0]
                 grace_until = min(until, time.monotonic() + GRACE_S)
-        elif codes[first] == EXIT_LOST:
+        elif codes[first] == lost:
             # it only tells of another one; that may have ended since
-            others = [r for r, code in enumerate(codes) if code and code != EXIT_LOST]
+            others = [r for r, code in enumerate(codes) if code and code != lost]
             first = others[0] if others else first
         if all(code is not None for code in codes):
             return first
@@ -131,7 +131,7 @@ def _wait(
 
 def _iteration(store: Any, rank: int) -> int | None:
     """The last iteration that a rank told the store."""
-    key = KEY.format(rank=rank)
+    key = engine("several ranks: watch").KEY.format(rank=rank)
     told: dict[str, int] = json.loads(store.get(key)) if store.check([key]) else {}
     return told.get("iteration")
 

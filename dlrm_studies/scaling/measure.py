@@ -20,14 +20,13 @@ from typing import Any
 import torch
 import yaml
 
+from dlrm_core.base.engines import engine
 from dlrm_core.base.errors import InputError
 from dlrm_core.base.files import plain, read_json, write_json, write_text
 from dlrm_core.base.machine import available_memory
 from dlrm_core.base.text import counted
 from dlrm_core.config import Parameters, load_parameters, parameters_from_sections
 from dlrm_core.optimizers import OPTIMIZERS
-from dlrm_ranks.plan import require_possible, require_torchrec
-from dlrm_ranks.world import threads_of_rank
 from dlrm_studies.scaling.launch import launch_lines, run_ranks
 from dlrm_studies.scaling.model.record import FORMAT, VERSION
 from dlrm_workbook.analysis.changes import difference
@@ -38,7 +37,7 @@ from dlrm_workbook.ground.processes import only_process, python_module, run_chil
 RECORD = "scaling.json"
 TIMELINE = "ranks.trace.json"
 PARAMETERS = "parameters.yaml"
-MEASURED = Path("rounds/ranks.json")
+ROUNDS_FILE = Path("rounds/ranks.json")
 
 RANKS_TABLES = (
     *("placement", "iterations", "parts", "collectives", "spans"),
@@ -46,8 +45,6 @@ RANKS_TABLES = (
 )
 
 SCALINGS = ("strong", "weak")
-
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -102,16 +99,17 @@ def measure_scaling(
         MissingToolError: TorchRec is not installed.
         RanksFailed: a rank failed; none is left running.
     """
-    require_torchrec()
+    plan = engine("several ranks: plan")
+    plan.require_torchrec()
     effort = effort or Effort()
     if min(ranks) < 1:
         raise InputError(f"ranks is {min(ranks)}, expected at least 1")
-    threads = threads_of_rank(parameters.training, max(ranks))
+    threads = engine("several ranks: world").threads_of_rank(parameters.training, max(ranks))
     stretches = [_stretch(parameters, count, ranks, scalings, effort, threads) for count in ranks]
     runs = [run for stretch in stretches for run in stretch["runs"]]
     for number, run in enumerate(runs):
         run["run"] = number
-        require_possible(parameters_from_sections(run["sections"]), run["ranks"])
+        plan.require_possible(parameters_from_sections(run["sections"]), run["ranks"])
     job = dataclasses.asdict(effort) | {"stretches": stretches}
     found = _launched(job, max(ranks), folder, on_progress)
     record: dict[str, Any] = {"format": FORMAT, "version": VERSION, "machine": machine_facts()}
@@ -222,7 +220,7 @@ def _launched(
     digest = hashlib.sha256(json.dumps(job, sort_keys=True).encode()).hexdigest()
     with ExitStack() as stack:
         scratch = stack.enter_context(tempfile.TemporaryDirectory(prefix="dlrm-scaling-"))
-        file, result = Path(scratch) / "job.json", (folder or Path(scratch)) / MEASURED
+        file, result = Path(scratch) / "job.json", (folder or Path(scratch)) / ROUNDS_FILE
         stack.enter_context(only_process(result.parent))
         kept: dict[str, Any] = read_json(result) if result.exists() else {}
         before = kept["rounds"] if kept.get("digest") == digest else 0
@@ -291,7 +289,7 @@ def _not_measured(record: Mapping[str, Any], ranks: Sequence[int]) -> dict[str, 
 PROFILE_ITERATIONS = 6
 """Of each batch size where this machine's parts are timed without TorchRec."""
 
-WARMUP = 2
+ALONE_WARMUP = 2
 
 
 def timed_alone(
@@ -323,7 +321,7 @@ def parts_of(parameters: Parameters, batch_size: int, folder: Path) -> list[dict
     sections = parameters.to_sections()
     sections["training"] |= {
         "batch_size": batch_size,
-        "batches": WARMUP + PROFILE_ITERATIONS,
+        "batches": ALONE_WARMUP + PROFILE_ITERATIONS,
         "epochs": None,
         "max_steps": None,
         "eval_every": None,
@@ -331,7 +329,7 @@ def parts_of(parameters: Parameters, batch_size: int, folder: Path) -> list[dict
         "auc_target": None,
         "checkpoint_every": None,
         "resume": "",
-        "log_every": WARMUP + PROFILE_ITERATIONS,
+        "log_every": ALONE_WARMUP + PROFILE_ITERATIONS,
     }
     file = folder / f"alone-{batch_size}.yaml"
     file.write_text(yaml.safe_dump(sections), encoding="utf-8")
@@ -341,7 +339,7 @@ def parts_of(parameters: Parameters, batch_size: int, folder: Path) -> list[dict
         timeout_s=parameters.profiling.timeout_s,
     )
     done.require_success(f"one process with a batch of {batch_size}")
-    times = part_times((done.last_object("spans") or {})["spans"], WARMUP)
+    times = part_times((done.last_object("spans") or {})["spans"], ALONE_WARMUP)
     return [
         {"concurrent": 1, "batch_size": batch_size, "iteration": iteration}
         | {"component": component, "phase": phase, "time_ms": time_ms}

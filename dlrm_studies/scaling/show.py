@@ -11,7 +11,7 @@ import plotly.graph_objects as go
 
 from dlrm_core.base.text import counted
 from dlrm_core.parts import part_label
-from dlrm_studies.scaling.model.communication import kind_label
+from dlrm_studies.scaling.model.communication import MIB, kind_label
 from dlrm_studies.scaling.model.links import Link
 from dlrm_workbook.analysis.attribution import IDLE
 from dlrm_workbook.ground.units import digits, milliseconds, percent, signed_percent, thousands
@@ -45,7 +45,7 @@ def iteration_bars(table: pd.DataFrame, title: str) -> go.Figure:
         for row in rows
     ]
     for name, colour, column in (
-        ("computing", theme.COMPUTE, "compute_ms"),
+        ("computing", theme.COMPUTE_COLOUR, "compute_ms"),
         ("exposed communication", theme.COLOURS["communication"], "exposed_ms"),
     ):
         theme.add_bars(result, places, known[column], name, colour, hover, flat=False)
@@ -204,18 +204,7 @@ def published_dots(table: pd.DataFrame) -> go.Figure:
         f"from {row.basis}"
         for row in theme.rows_of(known)
     ]
-    ranges = known[["predicted_low", "predicted", "predicted_high"]]
-    shown = [*known["published"], *ranges.to_numpy().ravel()]
-    ends = [math.log10(0.85 * min(shown, default=1e6)), math.log10(1.45 * max(shown, default=1e7))]
-    return _dots(
-        "Published throughput, predicted",
-        labels,
-        ranges,
-        ("published", known["published"], known["error"]),
-        lambda speed: f"{speed:,.0f} samples/s",
-        {"title": "samples per second", "range": ends}
-        | theme.log_axis(theme.log_ticks(shown), thousands),
-    )
+    return _speed_dots("Published throughput, predicted", labels, known)
 
 
 def mlperf_dots(table: pd.DataFrame) -> go.Figure:
@@ -225,11 +214,16 @@ def mlperf_dots(table: pd.DataFrame) -> go.Figure:
         table: what :func:`dlrm_studies.scaling.model.published.mlperf_scaling` gives.
     """
     labels = [f"{row.hardware}: {row.program}" for row in theme.rows_of(table)]
+    return _speed_dots("MLPerf's DLRM-DCNv2, predicted from data sheets", labels, table)
+
+
+def _speed_dots(title: str, labels: Sequence[str], table: pd.DataFrame) -> go.Figure:
+    """Published samples per second and their predictions, on a logarithmic axis."""
     ranges = table[["predicted_low", "predicted", "predicted_high"]]
     shown = [*table["published"], *ranges.to_numpy().ravel()]
-    ends = [math.log10(0.85 * min(shown)), math.log10(1.45 * max(shown))]
+    ends = [math.log10(0.85 * min(shown, default=1e6)), math.log10(1.45 * max(shown, default=1e7))]
     return _dots(
-        "MLPerf's DLRM-DCNv2, predicted from data sheets",
+        title,
         labels,
         ranges,
         ("published", table["published"], table["error"]),
@@ -287,8 +281,6 @@ def _short(source: str) -> str:
 
 
 # Figures of what the scaling model rests on: bytes, links, stragglers.
-
-MIB = 1 << 20
 
 EXCHANGE_COLOURS = {
     "indices": theme.COLOURS["data"],

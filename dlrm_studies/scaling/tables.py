@@ -11,7 +11,7 @@ from dlrm_core.base.text import counted
 from dlrm_core.config import Parameters
 from dlrm_studies.scaling.model.choice import Choice
 from dlrm_studies.scaling.model.communication import kind_label
-from dlrm_studies.scaling.model.published import GPUS_PER_NODE, MLPERF_SOURCE
+from dlrm_studies.scaling.model.published import GPUS_PER_NODE
 from dlrm_studies.scaling.model.record import ScalingRecord, predicted_and_measured, typical_error
 from dlrm_workbook.analysis.findings.finding import Finding
 from dlrm_workbook.analysis.sentences import in_markdown
@@ -49,7 +49,7 @@ COLLECTIVE = Column("collective", _kinds)
 RANGE = Column("range", "range", ("low_ms", "high_ms"), "ms")
 FULLEST_RANK = Column("fullest rank", "bytes")
 
-STUDY: Columns = {
+STUDY_COLUMNS: Columns = {
     "name": Column("configuration", "text"),
     "ranks": "most ranks",
     "quoted_ranks": "quoted",
@@ -62,7 +62,7 @@ STUDY: Columns = {
 }
 """Bytes of the study's three configurations, computed and quoted."""
 
-VOLUMES: Columns = {
+VOLUMES_COLUMNS: Columns = {
     "sharding": SHARDING,
     "collective": COLLECTIVE,
     "what": "what",
@@ -72,7 +72,7 @@ VOLUMES: Columns = {
     "total_bytes": "all ranks",
 }
 
-MEMORY: Columns = {
+MEMORY_COLUMNS: Columns = {
     "sharding": SHARDING,
     "place": Column("rank", "text"),
     "table_bytes": "tables",
@@ -84,7 +84,7 @@ MEMORY: Columns = {
     "total_bytes": "total",
 }
 
-LINKS: Columns = {
+LINKS_COLUMNS: Columns = {
     "name": Column("link", "text"),
     "alpha_us": Column("latency per step", "digits", unit="µs"),
     "alpha_range": Column("range", "range", ("alpha_us_low", "alpha_us_high"), "µs"),
@@ -96,7 +96,7 @@ LINKS: Columns = {
 _SPEED = each_row(lambda speed: known_or(speed, thousands))
 _SPEEDS = each_row(lambda low, high: from_to(low, high, thousands))
 
-PREDICTED: Columns = {
+PREDICTED_COLUMNS: Columns = {
     "ranks": "ranks",
     "batch_size": "batch",
     "sharding": SHARDING,
@@ -110,7 +110,7 @@ PREDICTED: Columns = {
     "why_not": Column("why not", _kinds),
 }
 
-CANDIDATES: Columns = {
+CANDIDATES_COLUMNS: Columns = {
     "sharding": SHARDING,
     "mid_ms": Column("time", "digits", unit="ms"),
     "range": RANGE,
@@ -119,7 +119,7 @@ CANDIDATES: Columns = {
     "note": Column("why", _kinds),
 }
 
-MEASURED: Columns = {
+MEASURED_COLUMNS: Columns = {
     "ranks": "ranks",
     "scaling": "scaling",
     "batch_size": "batch",
@@ -131,7 +131,7 @@ MEASURED: Columns = {
     "efficiency": Column("efficiency", "share"),
 }
 
-CHECK: Columns = {
+PREDICTED_AND_MEASURED: Columns = {
     "ranks": "ranks",
     "batch_size": "batch",
     "sharding": SHARDING,
@@ -145,7 +145,7 @@ CHECK: Columns = {
     "note": Column("note", _kinds),
 }
 
-IMBALANCE: Columns = {
+IMBALANCE_COLUMNS: Columns = {
     "run": "run",
     "ranks": "ranks",
     "slowest_rank": "slowest rank",
@@ -155,7 +155,7 @@ IMBALANCE: Columns = {
     "component": Column("most in", "component"),
 }
 
-EXCHANGES: Columns = {
+EXCHANGES_COLUMNS: Columns = {
     "run": "run",
     "ranks": "ranks",
     "sharding": SHARDING,
@@ -169,7 +169,7 @@ EXCHANGES: Columns = {
     "share": "of the iteration",
 }
 
-STRAGGLERS: Columns = {
+STRAGGLERS_COLUMNS: Columns = {
     "ranks": "ranks",
     "even_ms": "equal ranks",
     "mean_ms": "mean",
@@ -178,7 +178,7 @@ STRAGGLERS: Columns = {
     "slowdown": Column("slowdown", "signed_share"),
 }
 
-PUBLISHED: Columns = {
+PUBLISHED_COLUMNS: Columns = {
     "hardware": "machine",
     "devices": "devices",
     "model": "model",
@@ -193,7 +193,7 @@ PUBLISHED: Columns = {
 }
 """A dash under "published": the source draws the figure and prints no number."""
 
-MLPERF: Columns = {
+MLPERF_COLUMNS: Columns = {
     "hardware": "machine",
     "devices": "GPUs",
     "batch_size": "batch",
@@ -207,7 +207,7 @@ MLPERF: Columns = {
     "exposed_ms": "exposed communication",
 }
 
-SHARES: Columns = {
+SHARES_COLUMNS: Columns = {
     "component": "part",
     "share": "share of one rank's iteration here",
     "study": "the study says",
@@ -253,8 +253,8 @@ def mlperf_sentence(table: pd.DataFrame) -> Text:
         f"{' and '.join(name.removeprefix('and ') for name in most)}."
     )
     return Text(
-        f"Published: {MLPERF_SOURCE}. Predicted from data sheets of the GPUs, NVLink 4 and a port "
-        "of InfiniBand NDR per GPU; no figure of a run is used.\n\n" + "\n".join(lines)
+        f"Published: {table.attrs['source']}. Predicted from data sheets of the GPUs, NVLink 4 and "
+        "a port of InfiniBand NDR per GPU; no figure of a run is used.\n\n" + "\n".join(lines)
     )
 
 
@@ -349,7 +349,7 @@ def launch_text(lines: Mapping[str, Any]) -> Text:
     return Text("\n\n".join(listed))
 
 
-def verdict(
+def scaling_verdict(
     network: str,
     strong: pd.DataFrame,
     weak: pd.DataFrame,

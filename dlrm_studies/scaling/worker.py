@@ -23,11 +23,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
+from dlrm_core.base.engines import engine
 from dlrm_core.base.errors import InputError
 from dlrm_core.base.files import read_json, write_json
 from dlrm_core.base.machine import end_with_starter
@@ -36,12 +37,17 @@ from dlrm_core.data.batch import Share
 from dlrm_core.data.loader import make_generator
 from dlrm_core.model import fill_dense_with_torch
 from dlrm_core.parts import capturing
-from dlrm_ranks.plan import with_whole_batches
-from dlrm_ranks.step import DistributedStep, make_step
-from dlrm_ranks.tables import LocalBatch, local_batch
-from dlrm_ranks.watch import Watch, leave
-from dlrm_ranks.world import World, gathered, launcher_store, read_world
 from dlrm_studies.scaling.collectives import TimedCollectives
+
+if TYPE_CHECKING:
+    from dlrm_ranks.step import DistributedStep
+    from dlrm_ranks.tables import LocalBatch
+    from dlrm_ranks.watch import Watch
+    from dlrm_ranks.world import World
+
+plan, steps, tables, watches, worlds = (
+    engine(f"several ranks: {name}") for name in ("plan", "step", "tables", "watch", "world")
+)
 
 # Where processes of one node wait for each other.
 
@@ -146,7 +152,7 @@ class PartClock:
 BATCHES = 8
 """Different ones that a measured run takes in turns."""
 
-SHOWN = 3
+SHOWN_ITERATIONS = 3
 """Iterations whose spans are kept, for a timeline of all ranks."""
 
 Row = dict[str, Any]
@@ -182,7 +188,7 @@ class Rank:
         own = self.alone(alone["sections"], alone["sizes"], count) if alone else []
         store = dist.PrefixStore(self.meeting.name(f"group/{count}"), self.meeting.store)
         with first_ranks(self.world, count, store) as some:
-            rows = itertools.chain(*gathered(some, own))
+            rows = itertools.chain(*worlds.gathered(some, own))
             found["compute_profile"] = [{"concurrent": count} | row for row in rows]
             if stretch["probe"]:
                 found["link_probe"] = probe_link(some, stretch["probe"])
@@ -197,7 +203,7 @@ class Rank:
                 made["notices"] = [{"notice": notice} for notice in step.dense.notices]
                 for name in OF_RUNS:
                     # every rank knows the whole placement, and the loss of all
-                    each = gathered(some, made[name])
+                    each = worlds.gathered(some, made[name])
                     whole = each[0] if name in SAME_EVERYWHERE else itertools.chain(*each)
                     found[name] += [row | {"run": run["run"]} for row in whole]
         return found
@@ -298,7 +304,7 @@ def _make_step(
     world: World,
     collectives: TimedCollectives,
 ) -> DistributedStep:
-    step = make_step(parameters, world, collectives)
+    step = steps.make_step(parameters, world, collectives)
     # of the right size is enough: what is measured does not depend on them
     generator = torch.Generator(world.device).manual_seed(parameters.training.seed)
     with torch.no_grad():
@@ -312,7 +318,7 @@ def _make_step(
 
 
 def _batches(parameters: Parameters, world: World, count: int) -> list[LocalBatch]:
-    parameters, _ = with_whole_batches(parameters)
+    parameters, _ = plan.with_whole_batches(parameters)
     data = parameters.data
     if data.generator == "facebook_loop":
         # the same stream bit for bit, made faster
@@ -321,7 +327,7 @@ def _batches(parameters: Parameters, world: World, count: int) -> list[LocalBatc
         )
     generator = make_generator(parameters, torch.device("cpu"), Share(world.rank, world.size))
     rows = parameters.model.table_rows
-    return [local_batch(generator.next_batch(), world, rows) for _ in range(count)]
+    return [tables.local_batch(generator.next_batch(), world, rows) for _ in range(count)]
 
 
 def _rows(
@@ -351,7 +357,7 @@ def _rows(
                     "start_ms": 1e3 * (record.started - started),
                 }
             )
-        if i >= len(times) - SHOWN:
+        if i >= len(times) - SHOWN_ITERATIONS:
             rows["spans"] += [
                 of_rank
                 | {
@@ -430,9 +436,9 @@ def main(arguments: Sequence[str]) -> int:
     """Measure what the job asks for."""
     job, result = read_json(Path(arguments[0])), Path(arguments[1])
     first = parameters_from_sections(job["stretches"][0]["runs"][0]["sections"])
-    world, collectives = read_world(first.training), TimedCollectives()
+    world, collectives = worlds.read_world(first.training), TimedCollectives()
     end_with_starter()
-    watch = Watch(world, collectives, first.training.rank_timeout_s)
+    watch = watches.Watch(world, collectives, first.training.rank_timeout_s)
     with collectives.installed(), watch:
         measure_job(job, result, world, collectives, watch)
     return 0
@@ -446,7 +452,7 @@ def measure_job(
     Args:
         world: of all ranks; they have not joined yet.
     """
-    meeting = Meeting(launcher_store(), collectives)
+    meeting = Meeting(worlds.launcher_store(), collectives)
     rank = Rank(world, collectives, meeting, job)
     first = job.get("first_round", 0)
     if first and world.first:
@@ -517,7 +523,7 @@ def first_ranks(world: World, count: int, store: dist.Store) -> Iterator[World]:
 
 if __name__ == "__main__":
     try:
-        leave(main(sys.argv[1:]))
+        watches.leave(main(sys.argv[1:]))
     except InputError as error:
         print(f"dlrm scaling: {error}", file=sys.stderr)
         sys.exit(2)

@@ -29,7 +29,7 @@ from dlrm_workbook.ground.ledger import read_document, require_same
 from dlrm_workbook.ground.processes import python_module, run_child
 
 SUMMARY = "stability.json"
-VERSION = 1
+STABILITY_VERSION = 1
 
 AT_THE_END = 2**31 - 1
 """``training.eval_every`` of a run that evaluates only once, at its end."""
@@ -82,7 +82,7 @@ class Stability:
 
     def to_json(self) -> dict[str, Any]:
         """As stability.json has it."""
-        return {"version": VERSION, **asdict(self)}
+        return {"version": STABILITY_VERSION, **asdict(self)}
 
 
 def read_stability(path: Path) -> Stability:
@@ -92,7 +92,7 @@ def read_stability(path: Path) -> Stability:
         InputError: it is not there, or is something else.
     """
     file = path / SUMMARY if path.is_dir() else path
-    tree = read_document(file, "result of dlrm stability", version=VERSION)
+    tree = read_document(file, "result of dlrm stability", version=STABILITY_VERSION)
     del tree["version"]
     return Stability(**tree)
 

@@ -14,17 +14,14 @@ import numpy as np
 import pandas as pd
 
 from dlrm_core.base.errors import InputError
-from dlrm_core.base.files import plain, read_json, write_json
+from dlrm_core.base.files import read_json, write_json
 from dlrm_core.base.settings import coerce_section, setting
 from dlrm_core.config import Parameters
-from dlrm_workbook.ground.ledger import read_document
+from dlrm_studies.records import Record
 from dlrm_workbook.ground.processes import python_module, run_child
 
-RECORD = "time_to_train.json"
-"""File of a benchmark's folder."""
+TO_TARGET = Record("time_to_train.json", "record of a training to a target")
 
-SCHEMA = 1
-WHAT = "record of a training to a target"
 EVALUATIONS = 20
 """MLPerf's evaluations an epoch; of a stream without end, those of the whole run."""
 
@@ -58,7 +55,7 @@ class Target:
             )
 
 
-def trained_or_read(
+def reached_or_read(
     parameters: Parameters, folder: Path, target: Target, results: str = ""
 ) -> dict[str, Any] | None:
     """The record that the ``benchmark`` notebook shows, of a training in a fresh process.
@@ -77,8 +74,7 @@ def trained_or_read(
         InputError: the training did not end well; the message is the process's own.
     """
     if results:
-        beside = Path(results).expanduser().absolute().with_name(RECORD)
-        return read_document(beside, WHAT, schema=SCHEMA) if beside.exists() else None
+        return TO_TARGET.beside(results)
     if not target.auc:
         return None
     chosen, place = to_target(parameters, target.auc), folder / "time_to_train"
@@ -89,16 +85,14 @@ def trained_or_read(
         command += ["--mllog", str(place / "mllog.txt")]
     run_child(command, stage="training to the target").require_success("dlrm train")
     result = read_json(place / "result.json")
-    record = {
-        "schema": SCHEMA,
+    fields = {
         "title": parameters.title,
         "parameters": chosen.to_sections(),
         "target": target.auc,
         "price_per_hour": target.price_per_hour or None,
         "result": {name: result[name] for name in KEPT},
     }
-    write_json(folder / RECORD, plain(record))
-    return record
+    return TO_TARGET.write(folder / TO_TARGET.name, fields)
 
 
 def to_target(parameters: Parameters, target: float) -> Parameters:

@@ -12,7 +12,7 @@ from dlrm_workbook.ground.units import duration
 from dlrm_workbook.show import theme
 from dlrm_workbook.show.tables import Column, Text
 
-UNMEASURED = (
+NO_TARGET = (
     "Not measured: `dlrm run benchmark -f FILE -p 'time_to_train={auc: 0.8025}'` trains until the "
     "test AUC reaches it."
 )
@@ -64,7 +64,7 @@ def auc_curve(found: pd.DataFrame) -> go.Figure:
     return result
 
 
-def sentence(record: dict[str, Any] | None) -> Text | None:
+def target_sentence(record: dict[str, Any] | None) -> Text | None:
     """Say whether the target was reached, and name what could not be measured."""
     if record is None:
         return None

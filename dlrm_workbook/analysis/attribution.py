@@ -26,6 +26,7 @@ from dlrm_workbook.analysis.context_tree import (
     Floats,
     Ints,
     distinct,
+    of_streams,
     running,
     stretch_at,
 )
@@ -76,7 +77,7 @@ def attribute(profile: Profile) -> pd.DataFrame:
     return table
 
 
-def iteration_ms(profile: Profile) -> Floats:
+def iteration_times_ms(profile: Profile) -> Floats:
     """Wall time of every iteration (n,), ms.
 
     On a GPU an iteration lasts until its last kernel ends or the next one begins.
@@ -86,7 +87,7 @@ def iteration_ms(profile: Profile) -> Floats:
 
 def iteration_state(profile: Profile) -> SteadyState | None:
     """Which of the profile's iterations (in their order) are steady; None without iterations."""
-    return None if profile.iterations.empty else steady_state(iteration_ms(profile))
+    return None if profile.iterations.empty else steady_state(iteration_times_ms(profile))
 
 
 def what_differed(profile: Profile) -> pd.DataFrame:
@@ -151,10 +152,8 @@ def windows(profile: Profile) -> pd.DataFrame:
     """
     if len(profile.iterations):
         return profile.iterations.sort_values("start_ns")
-    work = profile.trace
-    if profile.meta.get("engine") != "torch":
-        streams = profile.threads.loc[profile.threads["kind"].eq("gpu_stream"), "profile"]
-        work = work[work["profile"].isin(streams)]
+    is_torch = profile.meta.get("engine") == "torch"
+    work = profile.trace if is_torch else of_streams(profile)
     if work.empty or work["end_ns"].max() <= work["start_ns"].min():
         return profile.iterations
     whole = {"iteration": 0, "start_ns": work["start_ns"].min(), "end_ns": work["end_ns"].max()}
@@ -389,12 +388,10 @@ def _kernels_in_turn(profile: Profile, background: bool) -> tuple[Ints, Ints, In
 
     Of kernels that run at once, the one that started first has the time.
     """
-    streams = profile.threads.loc[profile.threads["kind"] == "gpu_stream", "profile"]
-    trace = true_trace(profile)
-    chosen = trace["profile"].isin(streams) & (trace["end_ns"] > trace["start_ns"])
-    behind = profile.contexts["component"].isin(BACKGROUND).to_numpy()
-    chosen &= behind[trace["context"].to_numpy()] == background
-    work = trace[chosen].sort_values("start_ns")
+    work = of_streams(profile, true_trace(profile))
+    is_background = profile.contexts["component"].isin(BACKGROUND).to_numpy()
+    chosen = is_background[work["context"].to_numpy()] == background
+    work = work[chosen & (work["end_ns"] > work["start_ns"])].sort_values("start_ns")
     start, end = work["start_ns"].to_numpy().copy(), _counted_ends(profile, work)
     start[1:] = np.maximum(start[1:], np.maximum.accumulate(end)[:-1])
     counted = end > start

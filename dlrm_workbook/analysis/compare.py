@@ -40,8 +40,8 @@ from dlrm_workbook.analysis.attribution import (
 )
 from dlrm_workbook.analysis.context_tree import unmeasured
 from dlrm_workbook.analysis.kernel_names import kernel_name
-from dlrm_workbook.analysis.rank_traces import device_work, window
-from dlrm_workbook.analysis.steady import LEAST, steady_state
+from dlrm_workbook.analysis.rank_traces import window, work_within
+from dlrm_workbook.analysis.steady import LEAST_TO_JUDGE, steady_state
 from dlrm_workbook.ground.intervals import (
     CONFIDENCE,
     Interval,
@@ -58,7 +58,7 @@ from dlrm_workbook.recordings.profile import Profile, nearest
 WHOLE = "iteration"
 """``component`` of the row for the iteration as a whole."""
 
-FALSE_ALARM = 0.05
+PART_ALARM = 0.05
 """Chance that any part of two equal recordings is said to differ."""
 
 
@@ -106,7 +106,7 @@ def engines_side_by_side(profiles: Sequence[Profile]) -> pd.DataFrame:
     error = np.sqrt(a["error_ms"] ** 2 + b["error_ms"] ** 2 + between**2)
     table["difference_ms"] = b["ms"] - a["ms"]
     # standard errors that none of so many normal deviations exceeds in 95 % (Bonferroni)
-    deviations = statistics.NormalDist().inv_cdf(1 - FALSE_ALARM / (2 * max(len(table), 1)))
+    deviations = statistics.NormalDist().inv_cdf(1 - PART_ALARM / (2 * max(len(table), 1)))
     table["error_ms"] = error * deviations
     table["agrees"] = table["difference_ms"].abs() <= table["error_ms"]
     result = in_step_order(table.reset_index())
@@ -203,7 +203,7 @@ def _sentence(table: pd.DataFrame, names: list[str]) -> str:
 def steady_rows(times_ms: Values) -> np.ndarray:
     """Which iterations (n,) stand for a run: neither warm-up nor outliers; all of a short one."""
     times = np.asarray(times_ms, dtype=float)
-    if len(times) < LEAST:
+    if len(times) < LEAST_TO_JUDGE:
         return np.ones(len(times), dtype=bool)
     steady = np.asarray(steady_state(times).steady)
     return steady if steady.sum() >= 2 else np.ones(len(times), dtype=bool)
@@ -287,7 +287,7 @@ def compare_parts(before: pd.DataFrame, after: pd.DataFrame) -> pd.DataFrame:
     Returns:
         ``component``, ``phase``, ``before_ms``, ``after_ms``, ``difference_ms``, ``low_ms``,
         ``high_ms`` (95 %; NaN where unknown), ``p`` (corrected for the number of parts),
-        ``verdict`` (see :func:`verdict`); a part that a run does not have counts as 0 ms.
+        ``verdict`` (see :func:`verdict_of_part`); a part that a run does not have counts as 0 ms.
     """
     table = before.merge(after, on=PART, how="outer", suffixes=("_a", "_b"))
     rows = []
@@ -323,13 +323,15 @@ def difference_table(
             "low_ms": [row[4].low for row in rows],
             "high_ms": [row[4].high for row in rows],
             "p": corrected,
-            "verdict": [verdict(row[4].mid, p) for row, p in zip(rows, corrected, strict=True)],
+            "verdict": [
+                verdict_of_part(row[4].mid, p) for row, p in zip(rows, corrected, strict=True)
+            ],
         }
     )
     return in_step_order(table)
 
 
-def verdict(difference: float, p: float) -> str:
+def verdict_of_part(difference: float, p: float) -> str:
     """``slower``, ``faster``, ``no difference shown``, or ``not known`` without repetitions."""
     if not math.isfinite(p):
         return "not known"
@@ -419,7 +421,7 @@ def mixed_causes(differences: pd.DataFrame) -> str:
 
 # ---- two recordings of any programs -------------------------------------------------------
 
-RECORDED = ["device_ms", "host_ms", "idle_ms", "launches"]
+RECORDED_COLUMNS = ["device_ms", "host_ms", "idle_ms", "launches"]
 
 SAME_PROGRAM = 0.5
 """Share of operator calls in common below which two recordings are not of one program: two ranks
@@ -448,7 +450,7 @@ def device_contexts(profile: Profile) -> pd.DataFrame:
         table = table[table["ms"].gt(0) | table["launches"].gt(0)]
         return table / count
     first, last, _ = window(profile, len(profile.iterations) > 0)
-    work = device_work(profile, first, last)
+    work = work_within(profile, first, last)
     spent = (work["end_ns"] - work["start_ns"]) / 1e6
     kernels = pd.Series(profile.of_kind("kernel")[work["context"].to_numpy()], work.index)
     table = pd.DataFrame({"context": work["context"], "ms": spent, "launches": kernels})
@@ -482,7 +484,7 @@ def recorded_parts(profile: Profile) -> pd.DataFrame:
         pd.concat(frames, axis=1) if frames else pd.DataFrame(index=pd.MultiIndex.from_tuples([]))
     )
     measured = table.columns
-    table = table.fillna(0.0).reindex(columns=RECORDED).rename_axis(PART)
+    table = table.fillna(0.0).reindex(columns=RECORDED_COLUMNS).rename_axis(PART)
     table = table[table[measured].gt(0).any(axis=1)]
     return in_step_order(table.reset_index())
 
@@ -499,11 +501,11 @@ def recorded_differences(before: Profile, after: Profile) -> pd.DataFrame:
     }
     table = tables["before"].join(tables["after"], how="outer")
     for side in sides:
-        for name in RECORDED:
+        for name in RECORDED_COLUMNS:
             column = f"{name}_{side}"
             if tables[side][column].notna().any():
                 table[column] = table[column].fillna(0.0)
-    ordered = [f"{name}_{side}" for name in RECORDED for side in sides]
+    ordered = [f"{name}_{side}" for name in RECORDED_COLUMNS for side in sides]
     return in_step_order(table[ordered].reset_index())
 
 

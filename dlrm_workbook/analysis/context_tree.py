@@ -79,7 +79,7 @@ def places(parent: Ints) -> tuple[Ints, Ints]:
     return begin, begin + np.array(size, dtype=np.int64)
 
 
-def outermost(parent: Ints, key: Ints) -> Bools:
+def outermost_contexts(parent: Ints, key: Ints) -> Bools:
     """Which contexts (n,) have no context of the same key above them.
 
     Inclusive values of these alone may be summed by key: what a recursive call holds
@@ -101,6 +101,17 @@ def outermost(parent: Ints, key: Ints) -> Bools:
     result[order] = True
     result[order[1:]] = (begin[order] + shift)[1:] >= reached[:-1]
     return result
+
+
+def of_streams(profile: Profile, trace: pd.DataFrame | None = None) -> pd.DataFrame:
+    """The rows of the trace that are on a GPU's streams.
+
+    Args:
+        trace: of the profile, where it is not as recorded.
+    """
+    trace = profile.trace if trace is None else trace
+    streams = profile.threads.loc[profile.threads["kind"].eq("gpu_stream"), "profile"]
+    return trace[trace["profile"].isin(streams)]
 
 
 def running(profile: Profile, thread: int) -> tuple[Ints, Ints, Ints]:

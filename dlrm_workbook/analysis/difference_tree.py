@@ -11,13 +11,13 @@ import pandas as pd
 from dlrm_workbook.analysis.attribution import PART, iteration_count, step_contexts
 from dlrm_workbook.analysis.compare import part_estimates
 from dlrm_workbook.analysis.operators import SMALL
-from dlrm_workbook.recordings.profile import Profile, depths, inclusive_from_exclusive
+from dlrm_workbook.recordings.profile import Profile, inclusive_from_exclusive
 
-COLUMNS = [
+TREE_COLUMNS = [
     *("id", "parent", "label", "kind", "component", "phase"),
     *("before_ms", "after_ms", "difference_ms", "self_before_ms", "self_after_ms"),
 ]
-WHOLE = "step"
+ROOT = "step"
 """Label of the root over both trees."""
 
 
@@ -45,7 +45,7 @@ def difference_tree(before: Profile, after: Profile) -> pd.DataFrame:
     on_gpu = before.has("gpu_time_ms") and after.has("gpu_time_ms")
     metric = "gpu_time_ms" if on_gpu else "cpu_time_ms"
     if not (before.has(metric) and after.has(metric)):
-        return pd.DataFrame(columns=COLUMNS)
+        return pd.DataFrame(columns=TREE_COLUMNS)
     by_part = before.meta.get("engine") != after.meta.get("engine")
     sides = [_paths(profile, metric, by_part) for profile in (before, after)]
     tree = _pruned(_union(sides))
@@ -57,89 +57,64 @@ def difference_tree(before: Profile, after: Profile) -> pd.DataFrame:
 
 
 def _paths(profile: Profile, metric: str, by_part: bool) -> pd.DataFrame:
-    """Contexts of the step with time: ``depth``, ``above`` (row), ``name`` and so on, ``self``."""
+    """Contexts of the step with time, callers first.
+
+    Returns:
+        ``name``, ``kind``, ``component``, ``phase``, ``above`` (index of the caller; −1 above the
+        root), ``self_ms``. Iterations and threads are one root: which one it was does not matter.
+    """
     if by_part and metric == "cpu_time_ms":
-        return _by_part(part_estimates(profile).rename(columns={"time_ms": "self"}))
-    own = profile.value_table(metric).to_numpy() / iteration_count(profile)
+        return _by_part(part_estimates(profile).rename(columns={"time_ms": "self_ms"}))
+    self_ms = profile.value_table(metric).to_numpy() / iteration_count(profile)
     within = step_contexts(profile, other_threads=False)
     parent = profile.contexts["parent"].to_numpy()
     top = within & ((parent < 0) | ~within[np.maximum(parent, 0)])
-    table = profile.contexts[["name", "kind", *PART]].copy()
-    table["above"] = np.where(within & ~top, parent, -1)
-    table["self"] = np.where(within, own, 0.0)
+    table = profile.contexts[["name", "kind", *PART]].assign(
+        above=np.where(within & ~top, parent, -1), self_ms=np.where(within, self_ms, 0.0)
+    )
     if by_part:
         return _by_part(table[within])
-    # iterations and threads are one node: which one it was does not matter here
-    table["name"] = np.where(top, WHOLE, table["name"])
-    table["kind"] = np.where(top, "root", table["kind"])
-    table["total"] = inclusive_from_exclusive(table["above"].to_numpy(), table["self"].to_numpy())
-    rows = np.flatnonzero(within & (table["total"] > 0).to_numpy())
-    # the last place is for −1, above the roots
-    row = np.full(len(table) + 1, -1)
-    row[rows] = np.arange(len(rows))
-    table = table.iloc[rows].assign(above=row[table["above"].to_numpy()[rows]])
-    return table.assign(depth=depths(table["above"].to_numpy())).reset_index(drop=True)
+    table.loc[top, ["name", "kind"]] = ROOT, "root"
+    total = inclusive_from_exclusive(table["above"].to_numpy(), table["self_ms"].to_numpy())
+    return table[within & (total > 0)]
 
 
 def _by_part(table: pd.DataFrame) -> pd.DataFrame:
-    """The parts alone, each a tree of one node."""
-    kept = table[table["self"] > 0]
-    parts = kept.groupby(PART, as_index=False)["self"].sum()
+    """The parts alone, below a root without time of its own."""
+    parts = table[table["self_ms"] > 0].groupby(PART, as_index=False)["self_ms"].sum()
     names = (parts["component"] + " " + parts["phase"]).str.strip()
-    return parts.assign(above=-1, kind="annotation", name=names, depth=0)
+    parts = parts.assign(above=0, kind="annotation", name=names)
+    root = {"name": ROOT, "kind": "root", "component": "other", "phase": "", "above": -1}
+    return pd.concat([pd.DataFrame([root | {"self_ms": 0.0}]), parts], ignore_index=True)
 
 
-def _union(sides: list[pd.DataFrame]) -> pd.DataFrame:
-    """One node a path; level by level, so that deep trees need no recursion."""
-    nodes: list[pd.DataFrame] = []
-    count = 0
-    place = [np.full(len(side), -1) for side in sides]
-    deepest = max((int(side["depth"].max()) for side in sides if len(side)), default=-1)
-    for level in range(deepest + 1):
-        pieces = []
-        for number, side in enumerate(sides):
-            rows = np.flatnonzero(side["depth"].to_numpy() == level)
-            above = side["above"].to_numpy()[rows]
-            found = side.iloc[rows].assign(
-                node_above=np.where(above >= 0, place[number][above], -1), side=number, row=rows
-            )
-            pieces.append(found)
-        together = pd.concat(pieces, ignore_index=True)
-        keys = together.groupby(["node_above", "name", "kind"], sort=False).ngroup().to_numpy()
-        together["node"] = keys + count
-        for number in range(len(sides)):
-            of = together[together["side"] == number]
-            place[number][of["row"].to_numpy()] = of["node"].to_numpy()
-        first = together.groupby("node", sort=True).first()
-        for number, column in enumerate(("self_before_ms", "self_after_ms")):
-            of = together[together["side"] == number]
-            first[column] = of.groupby("node")["self"].sum().reindex(first.index).fillna(0.0)
-        nodes.append(first.reset_index())
-        count += len(first)
-    if not nodes:
-        return pd.DataFrame(columns=[*COLUMNS, "above"])
-    table = pd.concat(nodes, ignore_index=True)
-    table["above"] = table["node_above"].astype(int)
-    table = _one_root(table)
+def _union(sides: Sequence[pd.DataFrame]) -> pd.DataFrame:
+    """One node for each path of names, callers first, with the time of both sides."""
+    nodes: dict[tuple[int, str, str], int] = {}
+    parts: list[tuple[str, str]] = []
+    self_ms: list[list[float]] = []
+    for number, side in enumerate(sides):
+        node_of = {-1: -1}
+        columns = ["above", "name", "kind", "component", "phase", "self_ms"]
+        for row, above, name, kind, *part, time_ms in side[columns].itertuples(name=None):
+            node = nodes.setdefault((node_of[above], name, kind), len(nodes))
+            if node == len(parts):
+                parts.append((part[0], part[1]))
+                self_ms.append([0.0, 0.0])
+            self_ms[node][number] += time_ms
+            node_of[row] = node
+    table = pd.DataFrame(list(nodes), columns=["above", "name", "kind"])
+    table[PART] = pd.DataFrame(parts, columns=PART)
+    table[["self_before_ms", "self_after_ms"]] = np.array(self_ms).reshape(-1, 2)
+    above = table["above"].to_numpy(dtype=np.int64)
     for name in ("before_ms", "after_ms"):
-        own = table[f"self_{name}"].to_numpy()
-        table[name] = inclusive_from_exclusive(table["above"].to_numpy(), own)
+        table[name] = inclusive_from_exclusive(above, table[f"self_{name}"].to_numpy())
     return table
-
-
-def _one_root(table: pd.DataFrame) -> pd.DataFrame:
-    """The same nodes under one root, whatever the step was in each run."""
-    if table["above"].eq(-1).sum() == 1:
-        return table
-    root = {"name": WHOLE, "kind": "root", "component": "other", "phase": "", "above": -1}
-    root |= {"self_before_ms": 0.0, "self_after_ms": 0.0}
-    below = table.assign(above=table["above"] + 1)
-    return pd.concat([pd.DataFrame([root]), below], ignore_index=True)
 
 
 def _pruned(table: pd.DataFrame) -> pd.DataFrame:
     if table.empty:
-        return pd.DataFrame(columns=COLUMNS)
+        return pd.DataFrame(columns=TREE_COLUMNS)
     largest = table[["before_ms", "after_ms"]].max(axis=1).to_numpy()
     above = table["above"].to_numpy()
     shown = (above < 0) | (largest >= SMALLEST_SHARE * largest[above < 0].max())
@@ -160,7 +135,7 @@ def _pruned(table: pd.DataFrame) -> pd.DataFrame:
     )
     table = pd.concat([table[shown], small], ignore_index=True)
     table["difference_ms"] = table["after_ms"] - table["before_ms"]
-    return table[COLUMNS]
+    return table[TREE_COLUMNS]
 
 
 def largest_changes(tree: pd.DataFrame) -> pd.DataFrame:

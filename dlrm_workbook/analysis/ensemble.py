@@ -35,10 +35,10 @@ FLOOR = 0.02
 KNOWN = 3
 """How many residuals the known noise counts for."""
 
-FLAT = 0.1
+FLAT_SLOPE = 0.1
 """Mean slope below which growth within the noise counts as none."""
 
-LEAST = 4
+LEAST_SIZES = 4
 """Distinct sizes that three unknowns need before they can be tested."""
 
 OPEN = 2.0
@@ -141,9 +141,9 @@ def fit_law(
     least = float(squares.min())
     variance = (least + KNOWN * noise**2) / freedom
     slack = variance * t_quantile(0.5 + CONFIDENCE / 2, freedom) ** 2
-    if total - least <= 2 * slack and abs(slope) < FLAT:
+    if total - least <= 2 * slack and abs(slope) < FLAT_SLOPE:
         return Law(constant, 0.0, 0.0, none, math.nan, "constant", slope, *ends)
-    if distinct < LEAST:
+    if distinct < LEAST_SIZES:
         _, a, b = _solve(u, times, 1.0)
         return Law(a, b / scale, 1.0, none, math.nan, "unsettled", slope, *ends)
     start = float(EXPONENTS[squares.argmin()])
@@ -227,7 +227,7 @@ def _size(value: float) -> str:
 
 # ---- tables of many runs ------------------------------------------------------------------------
 
-WHOLE = "step"
+WHOLE_STEP = "step"
 """Component of the row that holds the whole iteration."""
 
 SHORT = {
@@ -257,7 +257,7 @@ def part_table(profiles: Mapping[str, Profile]) -> pd.DataFrame:
         parts = part_estimates(profile)[["component", "phase", "time_ms", "se_ms"]]
         time, se, _ = step_estimate(profile)
         whole = pd.DataFrame(
-            {"component": [WHOLE], "phase": [""], "time_ms": [time], "se_ms": [se]}
+            {"component": [WHOLE_STEP], "phase": [""], "time_ms": [time], "se_ms": [se]}
         )
         pieces.append(pd.concat([whole, parts]).assign(run=name))
     columns = ["run", "component", "phase", "time_ms", "se_ms"]
@@ -388,7 +388,7 @@ def scaling(times: pd.DataFrame, settings: pd.DataFrame, leaf: str) -> list[Curv
         law = fit_law(group["x"].tolist(), group["time_ms"].tolist(), error)
         points = group["x"].to_numpy(), group["time_ms"].to_numpy()
         curves.append(Curve(str(component), str(text), *points, law))
-    order = {name: number for number, name in enumerate((WHOLE, *COMPONENTS))}
+    order = {name: number for number, name in enumerate((WHOLE_STEP, *COMPONENTS))}
     return sorted(curves, key=lambda curve: order.get(curve.component, len(order)))
 
 

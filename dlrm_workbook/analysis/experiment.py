@@ -16,7 +16,8 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 
-from dlrm_workbook.analysis.attribution import iteration_ms, true_trace
+from dlrm_workbook.analysis.attribution import iteration_times_ms, true_trace
+from dlrm_workbook.analysis.context_tree import of_streams
 from dlrm_workbook.analysis.gpu import copy_table
 from dlrm_workbook.analysis.idleness import gpu_idleness
 from dlrm_workbook.recordings.profile import Profile
@@ -128,10 +129,8 @@ def steps(profile: Profile) -> pd.DataFrame:
         that the trace leaves open as long as they took), ``busy_share``.
     """
     table = profile.iterations[["iteration"]].copy()
-    table["time_ms"] = iteration_ms(profile)
-    streams = profile.threads.loc[profile.threads["kind"] == "gpu_stream", "profile"]
-    trace = true_trace(profile)
-    work = trace[trace["profile"].isin(streams)]
+    table["time_ms"] = iteration_times_ms(profile)
+    work = of_streams(profile, true_trace(profile))
     # each operation belongs to the step in which it began
     step = np.searchsorted(profile.iterations["start_ns"], work["start_ns"], side="right") - 1
     inside = (step >= 0) & (work["start_ns"] < profile.iterations["end_ns"].iloc[-1]).to_numpy()

@@ -42,13 +42,13 @@ KERNELS = [
     *("registers", "blocks", "threads_per_block", "shared_memory_bytes", "occupancy_percent"),
     *("waves", "precision", "tensor_cores", "tflops_per_s", "gb_per_s", "share_of_ceiling"),
 ]
-COPIES = ["direction", "memory", "count", "bytes", "time_ms", "gb_per_s", "share_of_link"]
+COPY_COLUMNS = ["direction", "memory", "count", "bytes", "time_ms", "gb_per_s", "share_of_link"]
 STALL_KEYS = {"kernel": ["kernel"], "line": ["kernel", "file", "line", "place"]}
 STALL_VALUES = ["reason", "warp_cycles", "share_of_stalls", "share_of_samples"]
 
 NO_SAMPLES = "no PC sample was taken; HPCToolkit takes them with `hpcrun -e gpu=nvidia,pc`"
 
-SERIALISED = "kernels serialised by PC sampling"
+SERIALISED_KERNELS = "kernels serialised by PC sampling"
 
 ISSUED = "NONE"
 """The "reason" of samples that found a warp issuing: no stall."""
@@ -151,7 +151,7 @@ def kernel_table(profile: Profile) -> pd.DataFrame:
     ]
     table = table[KERNELS]
     if profile.meta.get("serialised"):
-        table.attrs["caution"] = SERIALISED
+        table.attrs["caution"] = SERIALISED_KERNELS
     return table
 
 
@@ -285,13 +285,13 @@ def copy_table(profile: Profile) -> pd.DataFrame:
         reason = missing_reason(
             profile, ["copy_bytes", "GPU times", "GXCOPY (sec)"], "no GPU copy was measured"
         )
-        return unmeasured(COPIES, reason)
+        return unmeasured(COPY_COLUMNS, reason)
     keys = ["direction", "memory"]
     rows["bytes"] = rows["bytes"].where(rows["bytes"] > 0)
     table = rows.groupby(keys, as_index=False)[["count", "bytes", "time_ms"]].sum(min_count=1)
     table["gb_per_s"] = table["bytes"] / table["time_ms"].where(table["time_ms"] > 0) / 1e6
     table["share_of_link"] = table["gb_per_s"] / table["direction"].map(_link_rates(profile))
-    return table.sort_values("time_ms", ascending=False, ignore_index=True)[COPIES]
+    return table.sort_values("time_ms", ascending=False, ignore_index=True)[COPY_COLUMNS]
 
 
 def _link_rates(profile: Profile) -> dict[str, float]:

@@ -25,17 +25,16 @@ from dlrm_workbook.analysis.attribution import PART
 from dlrm_workbook.analysis.context_tree import Bools, Floats, Ints, missing_reason, unmeasured
 from dlrm_workbook.analysis.devices import NO_NAME, Device, device_of
 from dlrm_workbook.analysis.kernel_names import kernel_name, short_names
+from dlrm_workbook.analysis.roofline import ARITHMETIC, MEMORY
 from dlrm_workbook.recordings.open import COMMUNICATION
 from dlrm_workbook.recordings.profile import Profile, nearest
 from dlrm_workbook.recordings.torch.shape_work import OPERAND_BYTES, OPERATIONS, bytes_are
 
-ARITHMETIC = "arithmetic"
-MEMORY = "memory bandwidth"
-CACHE = "cache"
+CACHE_BANDWIDTH = "cache"
 """The limit of what asks for its bytes faster than memory gives them."""
 
 OPERATOR_KEYS = ["name", "shapes", *PART, "precision"]
-OPERATORS = [
+RATE_COLUMNS = [
     *OPERATOR_KEYS,
     *("calls", "gpu_ms", "mean_us", "call_gflop", "call_bytes", "bytes_are"),
     *("intensity_flop_per_byte", "tflops_per_s", "gb_per_s", "tensor_cores"),
@@ -93,11 +92,11 @@ def operator_rates(profile: Profile) -> pd.DataFrame:
     """
     work = _Work(profile)
     if not work.known.any() or not profile.has("gpu_time_ms"):
-        return unmeasured(OPERATORS, _why_no_work(profile))
+        return unmeasured(RATE_COLUMNS, _why_no_work(profile))
     contexts = profile.contexts
     rows = np.flatnonzero(work.known & (work.gpu_ms > 0))
     if not len(rows):
-        return unmeasured(OPERATORS, "no kernel below an operator of known work was recorded")
+        return unmeasured(RATE_COLUMNS, "no kernel below an operator of known work was recorded")
     table = contexts[["name", "shapes", *PART]].iloc[rows].reset_index(drop=True)
     table["precision"] = work.precision[rows]
     table["calls"] = work.calls[rows]
@@ -139,7 +138,7 @@ def operator_rates(profile: Profile) -> pd.DataFrame:
     table["limit"] = [limit for limit, _, _ in limits]
     table["least_us"] = [least for _, least, _ in limits]
     table["share_of_ceiling"] = [share for _, _, share in limits]
-    table = table.sort_values("gpu_ms", ascending=False, ignore_index=True)[OPERATORS]
+    table = table.sort_values("gpu_ms", ascending=False, ignore_index=True)[RATE_COLUMNS]
     table.attrs |= device_attributes(profile, gpu)
     return table
 
@@ -267,7 +266,7 @@ def _least(
         # no GPU computes faster than it can: the precision or the sheet is another
         return "", math.nan, math.nan
     if least > micros:
-        return CACHE, math.nan, math.nan
+        return CACHE_BANDWIDTH, math.nan, math.nan
     return limit, least, least / micros
 
 

@@ -32,7 +32,7 @@ from dlrm_workbook.analysis.attribution import (
     PART,
     by_part,
     host_is_traced,
-    iteration_ms,
+    iteration_times_ms,
     parts_at,
     per_iteration,
     segments,
@@ -50,7 +50,7 @@ from dlrm_workbook.analysis.context_tree import (
     union,
     unmeasured,
 )
-from dlrm_workbook.analysis.launches import device_operations
+from dlrm_workbook.analysis.launches import launched_operations
 from dlrm_workbook.recordings.profile import Profile, inclusive_from_exclusive, nearest
 
 Stretches = tuple[Ints, Ints]
@@ -89,7 +89,7 @@ _WAITING = ("synchronisation", "copies", "allocation")
 _LATENCY = 3.0
 """Launched work that waits longer than so many usual start-ups waits for something else."""
 
-IDLE = ["iteration", "cause", "idle_ms", "after_sync_ms"]
+IDLE_COLUMNS = ["iteration", "cause", "idle_ms", "after_sync_ms"]
 PIECES = ["iteration", "start_ns", "end_ns", "idle_ms", "cause", "copying", "after_sync"]
 PIECES += ["gap_ns", "context"]
 BY_CAUSE = ["cause", "meaning", "idle_ms", "share_of_idle", "share_of_iteration", "after_sync_ms"]
@@ -106,14 +106,14 @@ def idle_causes(profile: Profile) -> pd.DataFrame:
     """
     if profile.iterations.empty and len(windows(profile)):
         reason = "the profile does not say when its iterations ran"
-        return unmeasured(IDLE, missing_reason(profile, ["iterations"], reason))
+        return unmeasured(IDLE_COLUMNS, missing_reason(profile, ["iterations"], reason))
     pieces = idle_pieces(profile)
     if reason_of(pieces):
-        return unmeasured(IDLE, reason_of(pieces))
+        return unmeasured(IDLE_COLUMNS, reason_of(pieces))
     pieces["after_sync_ms"] = pieces["idle_ms"].where(pieces["after_sync"], 0.0)
     pieces["cause"] = pd.Categorical(pieces["cause"], list(CAUSES))
     times = pieces.groupby(["iteration", "cause"], observed=True)[["idle_ms", "after_sync_ms"]]
-    return times.sum().reset_index().astype({"cause": object})[IDLE]
+    return times.sum().reset_index().astype({"cause": object})[IDLE_COLUMNS]
 
 
 def idle_by_cause(profile: Profile, each: pd.DataFrame) -> pd.DataFrame:
@@ -132,7 +132,7 @@ def idle_by_cause(profile: Profile, each: pd.DataFrame) -> pd.DataFrame:
     table = each.groupby("cause", as_index=False)[["idle_ms", "after_sync_ms"]].sum()
     total = table["idle_ms"].sum()
     table["share_of_idle"] = table["idle_ms"] / total if total else np.nan
-    table["share_of_iteration"] = table["idle_ms"] / iteration_ms(profile).sum()
+    table["share_of_iteration"] = table["idle_ms"] / iteration_times_ms(profile).sum()
     table[["idle_ms", "after_sync_ms"]] /= count
     table["meaning"] = table["cause"].map(CAUSES)
     return table.sort_values("idle_ms", ascending=False, ignore_index=True)[BY_CAUSE]
@@ -149,7 +149,7 @@ def idle_pieces(profile: Profile) -> pd.DataFrame:
         in which nothing runs), ``context`` (what the host is in; −1 for nothing known). Empty,
         with the reason in ``attrs["not_measured"]``, without a GPU trace.
     """
-    work = device_operations(profile)
+    work = launched_operations(profile)
     if work.empty:
         return unmeasured(PIECES, reason_of(work))
     iterations = windows(profile)
@@ -211,7 +211,7 @@ def felt_share(profile: Profile, contexts: Ints) -> float:
     Args:
         contexts: (n,) of kernels and copies.
     """
-    work = device_operations(profile)
+    work = launched_operations(profile)
     chosen = work[work["context"].isin(contexts)]
     if chosen.empty:
         return 1.0
@@ -292,7 +292,7 @@ STATES: dict[str, str] = {
 }
 
 THREAD = ["iteration", "profiled", "state", "time_ms"]
-OUTSIDE = [*PART, "part_ms", "operators_ms", "outside_ms", "outside_share"]
+OUTSIDE_COLUMNS = [*PART, "part_ms", "operators_ms", "outside_ms", "outside_share"]
 
 
 def thread_states(profile: Profile) -> pd.DataFrame:
@@ -344,7 +344,7 @@ def outside_operators(profile: Profile) -> pd.DataFrame:
     kinds = profile.contexts["kind"]
     if not kinds.eq("operator").any() or profile.iterations.empty:
         reason = "operators are not traced (HPCToolkit samples functions)"
-        return unmeasured(OUTSIDE, missing_reason(profile, ["operators"], reason))
+        return unmeasured(OUTSIDE_COLUMNS, missing_reason(profile, ["operators"], reason))
     pieces = segments(profile, device=False)
     context = pieces["context"].to_numpy()
     inside = nearest(profile.contexts["parent"].to_numpy(), kinds.eq("operator").to_numpy())
@@ -355,14 +355,22 @@ def outside_operators(profile: Profile) -> pd.DataFrame:
     table = pd.DataFrame({"part_ms": part_ms, **times})
     table = by_part(profile, pieces["context"], table).reset_index()
     table["outside_share"] = table["outside_ms"] / table["part_ms"]
-    return table.sort_values("outside_ms", ascending=False, ignore_index=True)[OUTSIDE]
+    return table.sort_values("outside_ms", ascending=False, ignore_index=True)[OUTSIDE_COLUMNS]
 
 
 # ---- copies, communication and data: hidden behind computing, or exposed ------------------
 
-OVERLAP = ["what", "where", "total_ms", "hidden_ms", "exposed_ms", "exposed_share", "of_iteration"]
+OVERLAP_COLUMNS = [
+    "what",
+    "where",
+    "total_ms",
+    "hidden_ms",
+    "exposed_ms",
+    "exposed_share",
+    "of_iteration",
+]
 
-KINDS: dict[str, str] = {
+OVERLAP_KINDS: dict[str, str] = {
     "copies": "copies between host and GPU, and on it",
     "communication": "exchange between ranks",
     "data": "making batches",
@@ -375,24 +383,26 @@ def overlaps(profile: Profile) -> pd.DataFrame:
     """Copies, communication and making data against computing, in a mean iteration.
 
     Returns:
-        ``what`` (of ``KINDS``), ``where`` (``device``, ``host`` or ``other threads``),
+        ``what`` (of ``OVERLAP_KINDS``), ``where`` (``device``, ``host`` or ``other threads``),
         ``total_ms``, ``hidden_ms`` (while something is computed), ``exposed_ms`` (the rest;
         the two add up), ``exposed_share`` and ``of_iteration`` (exposed time as a share of the
         iteration); most exposed first. What did not occur has no row. Empty, with the reason,
         where nothing of the kind ran or the profile does not say when its iterations ran.
     """
     if profile.iterations.empty or profile.trace.empty:
-        return unmeasured(OVERLAP, "the profile does not say when its iterations ran")
-    work = device_operations(profile)
+        return unmeasured(OVERLAP_COLUMNS, "the profile does not say when its iterations ran")
+    work = launched_operations(profile)
     rows = _on_gpu(profile, work) if len(work) else _on_cpu(profile)
     rows = [row for row in rows if row["total_ms"] > 0]
     if not rows:
-        return unmeasured(OVERLAP, "nothing was copied, exchanged or made in the iterations")
+        return unmeasured(
+            OVERLAP_COLUMNS, "nothing was copied, exchanged or made in the iterations"
+        )
     table = pd.DataFrame(rows)
     table["hidden_ms"] = table["total_ms"] - table["exposed_ms"]
     table["exposed_share"] = table["exposed_ms"] / table["total_ms"]
-    table["of_iteration"] = table["exposed_ms"] / iteration_ms(profile).mean()
-    return table.sort_values("exposed_ms", ascending=False, ignore_index=True)[OVERLAP]
+    table["of_iteration"] = table["exposed_ms"] / iteration_times_ms(profile).mean()
+    return table.sort_values("exposed_ms", ascending=False, ignore_index=True)[OVERLAP_COLUMNS]
 
 
 def _on_gpu(profile: Profile, work: pd.DataFrame) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ import pandas as pd
 
 from dlrm_core.base.files import plain
 from dlrm_workbook.analysis.attribution import host_time, in_step_order, step_contexts
+from dlrm_workbook.analysis.context_tree import of_streams
 from dlrm_workbook.ground.runs import named_run
 from dlrm_workbook.recordings.open import COMMUNICATION, Recording, open_recording, union_ns
 from dlrm_workbook.recordings.profile import Profile
@@ -31,15 +32,15 @@ OWN = (
 )
 """Figures that every rank has for itself."""
 
-NO_GPU = "no work of a GPU is recorded"
+NO_GPU_WORK = "no work of a GPU is recorded"
 NO_TIMELINE = "the recording has no timeline of the GPU"
 
 
-WHOLE = "the whole recording"
+WHOLE_RECORDING = "the whole recording"
 """What times and shares here are of; those of a page are of steady iterations."""
 
 
-def inspect(recording: Recording) -> dict[str, Any]:
+def inspect_recording(recording: Recording) -> dict[str, Any]:
     """The facts of a recording.
 
     Returns:
@@ -89,7 +90,7 @@ def inspect(recording: Recording) -> dict[str, Any]:
 
 
 def inspect_profile(profile: Profile) -> dict[str, Any]:
-    """The facts of one rank, see :func:`inspect`."""
+    """The facts of one rank, see :func:`inspect_recording`."""
     meta = profile.meta
     missing: dict[str, str] = {}
     names = [row["name"] for row in meta.get("devices") or [] if row.get("name")]
@@ -120,7 +121,7 @@ def inspect_profile(profile: Profile) -> dict[str, Any]:
     found["steps_thread"] = ", ".join(threads) or None
     if not threads:
         missing["steps_thread"] = "no ProfilerStep ranges are recorded"
-    found["share_of"] = WHOLE
+    found["share_of"] = WHOLE_RECORDING
     found["attribution"], found["coverage"] = _summed(_by_part(profile))
     if found["coverage"] is None:
         missing["coverage"] = "no time is recorded"
@@ -131,8 +132,7 @@ def inspect_profile(profile: Profile) -> dict[str, Any]:
 
 def _gpu_times(profile: Profile, missing: dict[str, str]) -> dict[str, Any]:
     """Span, busy time, communication: from the timeline of the GPU's streams."""
-    streams = profile.threads.loc[profile.threads["kind"].eq("gpu_stream"), "profile"]
-    work = profile.trace[profile.trace["profile"].isin(streams)]
+    work = of_streams(profile)
     start, end = work["start_ns"].to_numpy(), work["end_ns"].to_numpy()
     context = work["context"].to_numpy()
     kernels = profile.of_kind("kernel")[context]
@@ -149,7 +149,7 @@ def _gpu_times(profile: Profile, missing: dict[str, str]) -> dict[str, Any]:
         "communication_kernels": int(exchanges.sum()),
     }
     if work.empty:
-        why = NO_TIMELINE if profile.has("gpu_time_ms") else NO_GPU
+        why = NO_TIMELINE if profile.has("gpu_time_ms") else NO_GPU_WORK
         found = dict.fromkeys(found)
         missing |= dict.fromkeys(found, why)
     return found
@@ -159,7 +159,7 @@ def _counts(profile: Profile, missing: dict[str, str]) -> dict[str, Any]:
     """Sum of durations, kernels, copies and launches of graphs."""
     found: dict[str, Any] = dict.fromkeys(("gpu_time_ms", "kernels", "copies", "graph_launches"))
     if not profile.has("gpu_time_ms"):
-        why = profile.not_measured.get("gpu_time_ms", NO_GPU)
+        why = profile.not_measured.get("gpu_time_ms", NO_GPU_WORK)
         missing |= dict.fromkeys(found, why)
         return found
     found["gpu_time_ms"] = float(profile.value_table("gpu_time_ms").sum())
@@ -219,11 +219,11 @@ def _summed(rows: pd.DataFrame) -> tuple[list[Any], float | None]:
 def command_inspect(arguments: argparse.Namespace) -> int:
     """``dlrm inspect PATH``: print what a recording holds."""
     recording = open_recording(named_run(arguments.path, "profile"))
-    found = inspect(recording)
+    found = inspect_recording(recording)
     if arguments.json:
         print(json.dumps(plain(found), indent=1))
     else:
-        print(describe(recording, found))
+        print(facts_as_text(recording, found))
     return 0
 
 
@@ -246,12 +246,12 @@ LABELS = {
     "graph_launches": "launches of CUDA graphs",
     "launched_before_trace": "GPU operations without a recorded launch",
     "launched_before_trace_ms": "their time, ms",
-    "coverage": f"time in named parts, of {WHOLE}",
+    "coverage": f"time in named parts, of {WHOLE_RECORDING}",
 }
 """What the text output says, in this order."""
 
 
-def describe(recording: Recording, found: dict[str, Any]) -> str:
+def facts_as_text(recording: Recording, found: dict[str, Any]) -> str:
     """The facts as text for people."""
     lines = [f"{recording.path}: {found['kind']}", ""]
     lines += _figures(found)
@@ -262,7 +262,7 @@ def describe(recording: Recording, found: dict[str, Any]) -> str:
             for share in attribution["time_ms"]
             / attribution.groupby("device")["time_ms"].transform("sum")
         ]
-        lines += ["", f"Time in {WHOLE}, ms:"]
+        lines += ["", f"Time in {WHOLE_RECORDING}, ms:"]
         lines.append(attribution.to_string(index=False, float_format=lambda x: f"{x:,.3f}"))
     if "per_rank" in found:
         table = pd.DataFrame(found["per_rank"])[

@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-LIMIT = 60
+LONGEST_NAME = 60
 """Characters of a short name."""
 
 
@@ -30,7 +30,7 @@ class KernelName:
     """What the name of a kernel says."""
 
     short: str
-    """At most :data:`LIMIT` characters: ``cutlass tf32 tensorop gemm 64x64 nt``."""
+    """At most :data:`LONGEST_NAME` characters: ``cutlass tf32 tensorop gemm 64x64 nt``."""
     detail: str = ""
     """What tells it from others of the same short name: ``32x6, align1``."""
     precision: str = ""
@@ -67,7 +67,7 @@ def short_names(full: Iterable[str]) -> dict[str, str]:
     for name in _repeated(short):
         counts[short[name]] += 1
         number = f" #{counts[short[name]]}"
-        short[name] = _shortened(short[name], LIMIT - len(number)) + number
+        short[name] = _shortened(short[name], LONGEST_NAME - len(number)) + number
     return short
 
 
@@ -82,7 +82,7 @@ def _cut(found: KernelName) -> KernelName:
     return KernelName(short, detail, found.precision, found.tensor_cores, found.is_product)
 
 
-def _shortened(text: str, limit: int = LIMIT) -> str:
+def _shortened(text: str, limit: int = LONGEST_NAME) -> str:
     return text if len(text) <= limit else text[: limit - 1].rstrip(" ,_") + "…"
 
 
@@ -478,7 +478,7 @@ def _triton(text: str) -> KernelName | None:
     product = "template" in words[:1] and any(word in ("mm", "bmm", "addmm") for word in words)
     number = f" #{words.pop()}" if words and words[-1].isdigit() else ""
     name = " ".join(["triton", *words])
-    return KernelName(_shortened(name, LIMIT - len(number)) + number, is_product=product)
+    return KernelName(_shortened(name, LONGEST_NAME - len(number)) + number, is_product=product)
 
 
 def _collective(text: str) -> KernelName | None:

@@ -30,8 +30,8 @@ from dlrm_workbook.recordings.profile import Profile
 
 LANE = ["lane", "kind", "profile"]
 SPANS = [*LANE, "label", *PART, "start_ms", "duration_ms", "spans"]
-SUMMARY = [*LANE, "rank", "spans", "start_ms", "end_ms", "running_ms", "running_share"]
-SUMMARY += ["largest", "largest_share"]
+LANE_COLUMNS = [*LANE, "rank", "spans", "start_ms", "end_ms", "running_ms", "running_share"]
+LANE_COLUMNS += ["largest", "largest_share"]
 
 MOST_SPANS, MOST_OF_ALL = 200, 3000
 """Rows of a lane, and of all lanes; where a trace has more spans, time is cut into bins."""
@@ -103,7 +103,7 @@ def trace_summary(profile: Profile, by: str = "component") -> pd.DataFrame:
     """
     trace = profile.trace
     if trace.empty:
-        return unmeasured(SUMMARY, _why(profile))
+        return unmeasured(LANE_COLUMNS, _why(profile))
     first, last = int(trace["start_ns"].min()), int(trace["end_ns"].max())
     label, names = _labels(profile, by)
     rows = []
@@ -125,7 +125,7 @@ def trace_summary(profile: Profile, by: str = "component") -> pd.DataFrame:
                 "largest_share": held[largest] / total if total else np.nan,
             }
         )
-    return pd.DataFrame(rows, columns=SUMMARY)
+    return pd.DataFrame(rows, columns=LANE_COLUMNS)
 
 
 def _why(profile: Profile) -> str:

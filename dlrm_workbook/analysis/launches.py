@@ -11,18 +11,39 @@ import numpy as np
 import pandas as pd
 
 from dlrm_workbook.analysis.attribution import PART, main_thread
-from dlrm_workbook.analysis.context_tree import missing_reason, reason_of, stretch_at, unmeasured
+from dlrm_workbook.analysis.context_tree import (
+    missing_reason,
+    of_streams,
+    reason_of,
+    stretch_at,
+    unmeasured,
+)
 from dlrm_workbook.recordings.profile import Profile, nearest
 
-DEVICE = ["start_ns", "end_ns", "context", "kind", *PART, "launch_start_ns", "launch_end_ns"]
-LAUNCHES = [*PART, "launches", "kernel_us", "kernel_ms", "launch_us", "short_share"]
-SUMMARY = ["launches", "launches_per_s", "kernel_us", "launch_us", "short_share", "queue_depth"]
-SUMMARY += ["empty_share", "launch_bound"]
+OPERATION_COLUMNS = [
+    "start_ns",
+    "end_ns",
+    "context",
+    "kind",
+    *PART,
+    "launch_start_ns",
+    "launch_end_ns",
+]
+LAUNCH_COLUMNS = [*PART, "launches", "kernel_us", "kernel_ms", "launch_us", "short_share"]
+SUMMARY_COLUMNS = [
+    "launches",
+    "launches_per_s",
+    "kernel_us",
+    "launch_us",
+    "short_share",
+    "queue_depth",
+]
+SUMMARY_COLUMNS += ["empty_share", "launch_bound"]
 DEPTHS = ["time_ms", "depth"]
-OPERATORS = [*PART, "operators", "operator_us", "part_ms", "dispatch_us", "dispatch_ms"]
-OPERATORS += ["dispatch_share"]
+LOAD_COLUMNS = [*PART, "operators", "operator_us", "part_ms", "dispatch_us", "dispatch_ms"]
+LOAD_COLUMNS += ["dispatch_share"]
 
-UNKNOWN = -1
+UNTRACED_LAUNCH = -1
 """Launch time of device work whose launch is not in the trace."""
 
 BOUND = 0.5
@@ -30,7 +51,7 @@ BOUND = 0.5
 less than one is queued. Then the host's launching sets the pace, whatever the kernels do."""
 
 
-def device_operations(profile: Profile) -> pd.DataFrame:
+def launched_operations(profile: Profile) -> pd.DataFrame:
     """Kernels, copies and memory sets with the call that launched each, in order of start.
 
     A call path that launches n times has n calls and n (or c n, for a graph of c kernels)
@@ -45,18 +66,19 @@ def device_operations(profile: Profile) -> pd.DataFrame:
 
 
 def _device_operations(profile: Profile) -> pd.DataFrame:
-    streams = profile.threads.loc[profile.threads["kind"].eq("gpu_stream"), "profile"]
-    trace = profile.trace
-    work = trace[trace["profile"].isin(streams) & (trace["end_ns"] > trace["start_ns"])]
+    trace, work = profile.trace, of_streams(profile)
+    calls = trace.drop(work.index)
+    work = work[work["end_ns"] > work["start_ns"]]
     if work.empty:
         reason = "no GPU stream has a trace"
-        return unmeasured(DEVICE, missing_reason(profile, ["gpu_time_ms", "trace"], reason))
+        return unmeasured(
+            OPERATION_COLUMNS, missing_reason(profile, ["gpu_time_ms", "trace"], reason)
+        )
     work = work.sort_values(["start_ns", "end_ns"])
     context = work["context"].to_numpy()
     over = np.maximum(profile.contexts["parent"].to_numpy()[context], 0)  # the root has none
-    calls = trace[~trace["profile"].isin(streams) & trace["context"].isin(over)]
-    calls = calls.sort_values(["context", "start_ns"])
-    begun = np.full(len(work), UNKNOWN, dtype=np.int64)
+    calls = calls[calls["context"].isin(over)].sort_values(["context", "start_ns"])
+    begun = np.full(len(work), UNTRACED_LAUNCH, dtype=np.int64)
     done = begun.copy()
     launches = np.bincount(calls["context"], minlength=len(profile.contexts))
     each, rest = np.divmod(np.bincount(over, minlength=len(launches)), np.maximum(launches, 1))
@@ -67,7 +89,7 @@ def _device_operations(profile: Profile) -> pd.DataFrame:
     done[told] = calls["end_ns"].to_numpy()[call[told]]
     # Merged call paths may be out of order by a stream's lag: nothing starts before its launch.
     wrong = begun > work["start_ns"].to_numpy()
-    begun[wrong], done[wrong] = UNKNOWN, UNKNOWN
+    begun[wrong], done[wrong] = UNTRACED_LAUNCH, UNTRACED_LAUNCH
     done = np.where(done >= 0, np.minimum(done, work["start_ns"].to_numpy()), done)
     found = work[["start_ns", "end_ns", "context"]].reset_index(drop=True)
     found[["kind", *PART]] = profile.contexts[["kind", *PART]].to_numpy()[context]
@@ -86,7 +108,7 @@ def launches_by_part(profile: Profile) -> pd.DataFrame:
     """
     kernels = _kernels(profile)
     if kernels.empty:
-        return unmeasured(LAUNCHES, reason_of(kernels) or "no kernel ran")
+        return unmeasured(LAUNCH_COLUMNS, reason_of(kernels) or "no kernel ran")
     cost = launch_cost_us(profile, kernels)
     count = max(len(profile.iterations), 1)
     kernels = kernels.assign(short=kernels["us"] < cost if cost == cost else np.nan)
@@ -99,7 +121,7 @@ def launches_by_part(profile: Profile) -> pd.DataFrame:
     )
     table["launches"] /= count
     table["kernel_ms"] /= 1e3 * count
-    table = table.sort_values("launches", ascending=False, ignore_index=True)[LAUNCHES]
+    table = table.sort_values("launches", ascending=False, ignore_index=True)[LAUNCH_COLUMNS]
     table.attrs["per"] = _per(profile)
     return table
 
@@ -131,7 +153,7 @@ def launch_summary(profile: Profile) -> pd.DataFrame:
     """
     kernels = _kernels(profile)
     if kernels.empty:
-        return unmeasured(SUMMARY, reason_of(kernels) or "no kernel ran")
+        return unmeasured(SUMMARY_COLUMNS, reason_of(kernels) or "no kernel ran")
     count = max(len(profile.iterations), 1)
     cost = launch_cost_us(profile, kernels)
     first, last = _window(profile, kernels)
@@ -153,7 +175,7 @@ def launch_summary(profile: Profile) -> pd.DataFrame:
         "empty_share": empty,
         "launch_bound": bool(short > BOUND and mean < 1),
     }
-    summary = pd.DataFrame([row], columns=SUMMARY)
+    summary = pd.DataFrame([row], columns=SUMMARY_COLUMNS)
     summary.attrs["per"] = _per(profile)
     return summary
 
@@ -168,7 +190,7 @@ def queue_depth(profile: Profile, most: int | None = None) -> pd.DataFrame:
         ``time_ms`` (from the first iteration's start; each row holds until the next),
         ``depth``. Empty, with the reason, without launches in the trace.
     """
-    work = device_operations(profile)
+    work = launched_operations(profile)
     if work.empty:
         return unmeasured(DEPTHS, reason_of(work))
     known = work[work["launch_end_ns"] >= 0]
@@ -207,7 +229,7 @@ def operator_load(profile: Profile) -> pd.DataFrame:
     spans = outermost_operators(profile)
     if spans.empty:
         reason = "no operators are traced (HPCToolkit samples functions)"
-        return unmeasured(OPERATORS, missing_reason(profile, ["operators"], reason))
+        return unmeasured(LOAD_COLUMNS, missing_reason(profile, ["operators"], reason))
     count = max(len(profile.iterations), 1)
     dispatch = (profile.meta.get("ceilings") or {}).get("dispatch_us") or float("nan")
     spans = spans.assign(us=(spans["end_ns"] - spans["start_ns"]) / 1e3)
@@ -219,7 +241,7 @@ def operator_load(profile: Profile) -> pd.DataFrame:
     table["dispatch_us"] = float(dispatch)
     table["dispatch_ms"] = table["operators"] * table["dispatch_us"] / 1e3
     table["dispatch_share"] = (table["dispatch_ms"] / table["part_ms"]).clip(upper=1)
-    return table.sort_values("operators", ascending=False, ignore_index=True)[OPERATORS]
+    return table.sort_values("operators", ascending=False, ignore_index=True)[LOAD_COLUMNS]
 
 
 def outermost_operators(profile: Profile) -> pd.DataFrame:
@@ -242,7 +264,7 @@ def outermost_operators(profile: Profile) -> pd.DataFrame:
 
 def _kernels(profile: Profile) -> pd.DataFrame:
     """Kernels launched in the iterations, with ``us`` and ``call_us``."""
-    work = device_operations(profile)
+    work = launched_operations(profile)
     if work.empty:
         return work
     work = work[work["kind"].eq("kernel")]

@@ -18,7 +18,7 @@ from dlrm_workbook.recordings.profile import Profile
 
 LINES = ["component", "phase", "function", "line", "time_ms", "share"]
 
-MOSTLY = 0.5
+MOSTLY_OUTSIDE = 0.5
 """Share of a part's time outside of operators from which on its lines are told, where samples
 do not know operators."""
 
@@ -39,7 +39,7 @@ def python_lines(profile: Profile) -> pd.DataFrame:
         return unmeasured(LINES, missing_reason(profile, ["python_lines"], reason))
     if sampled["operators"]:
         outside = outside_operators(profile)
-        table = table.merge(outside.loc[outside["outside_share"].gt(MOSTLY), PART], on=PART)
+        table = table.merge(outside.loc[outside["outside_share"].gt(MOSTLY_OUTSIDE), PART], on=PART)
     table["line"] = [
         f"{PurePath(file).name}:{at}" for file, at in zip(table["file"], table["at"], strict=True)
     ]

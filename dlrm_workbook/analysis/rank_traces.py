@@ -21,20 +21,28 @@ import numpy as np
 import pandas as pd
 
 from dlrm_workbook.analysis.attribution import PART, as_one, in_step_order, parts_at, segments
-from dlrm_workbook.analysis.context_tree import Floats, Ints, unmeasured
+from dlrm_workbook.analysis.context_tree import Floats, Ints, of_streams, unmeasured
 from dlrm_workbook.recordings.open import COMMUNICATION, union_ns
 from dlrm_workbook.recordings.profile import Profile
 
 Ranks = Mapping[int, Profile]
 
-COLLECTIVES = ["collective", "kind", "what", "ranks", "elements", "transfer_us", "wait_us"]
-COLLECTIVES += ["longest_wait_us", "last_rank", "late_us", *PART, "where", "longer_us"]
-COLLECTIVES += ["spread_us", "counted"]
+COLLECTIVE_COLUMNS = ["collective", "kind", "what", "ranks", "elements", "transfer_us", "wait_us"]
+COLLECTIVE_COLUMNS += ["longest_wait_us", "last_rank", "late_us", *PART, "where", "longer_us"]
+COLLECTIVE_COLUMNS += ["spread_us", "counted"]
 
-RANKS = ["rank", "iterations", "step_ms", "busy_ms", "idle_ms", "compute_ms", "communication_ms"]
-RANKS += ["exposed_ms", "transfer_ms", "waiting_ms", "start_ms", "last_in", "others_wait_ms"]
+RANK_COLUMNS = [
+    "rank",
+    "iterations",
+    "step_ms",
+    "busy_ms",
+    "idle_ms",
+    "compute_ms",
+    "communication_ms",
+]
+RANK_COLUMNS += ["exposed_ms", "transfer_ms", "waiting_ms", "start_ms", "last_in", "others_wait_ms"]
 
-PARTS = [*PART, "mean_ms", "least_ms", "most_ms", "most_rank"]
+PART_COLUMNS = [*PART, "mean_ms", "least_ms", "most_ms", "most_rank"]
 
 _KINDS = (
     (re.compile(r"all_?gather", re.I), "all-gather"),
@@ -59,7 +67,7 @@ TOGETHER_NS = 10**6
 the median, the sequences are not of the same collectives."""
 
 LEAST_SPREAD_US = 100.0
-SPREAD = 0.1
+SPREAD_SHARE = 0.1
 """A collective's waiting is counted if its ends lie within this, or within a tenth of its
 longest time."""
 
@@ -97,8 +105,7 @@ def collective_kernels(profile: Profile) -> pd.DataFrame:
     """
     named = profile.which("name", lambda name: bool(COMMUNICATION.search(name)))
     chosen = named & profile.of_kind("kernel")
-    streams = profile.threads.loc[profile.threads["kind"].eq("gpu_stream"), "profile"]
-    trace = profile.trace[profile.trace["profile"].isin(streams)]
+    trace = of_streams(profile)
     trace = trace[chosen[trace["context"].to_numpy()]].sort_values("start_ns", kind="stable")
     table = trace.rename(columns={"profile": "stream"}).reset_index(drop=True)
     said = {context: _described(profile, context) for context in table["context"].unique()}
@@ -278,13 +285,13 @@ def collectives(ranks: Ranks) -> pd.DataFrame:
         ``attrs["waits"]``: (rows, ranks) µs, NaN for ranks that took no part.
     """
     if len(ranks) < 2:
-        return unmeasured(COLLECTIVES, ONE)
+        return unmeasured(COLLECTIVE_COLUMNS, ONE)
     order = list(ranks)
     sets, alone = matched(ranks)
     if not sets:
         any_kernels = sum(alone.values())
         table = unmeasured(
-            COLLECTIVES,
+            COLLECTIVE_COLUMNS,
             "the ranks' collectives do not match one by one"
             if any_kernels
             else "no communication kernels are recorded",
@@ -302,7 +309,7 @@ def collectives(ranks: Ranks) -> pd.DataFrame:
         table["wait_us"], table["longest_wait_us"] = np.nanmean(wait, axis=1), np.nanmax(wait, 1)
         table["spread_us"] = _spread_us(end[:, there])
         met = table["spread_us"] <= np.maximum(
-            LEAST_SPREAD_US, SPREAD * np.nanmax(duration, axis=1)
+            LEAST_SPREAD_US, SPREAD_SHARE * np.nanmax(duration, axis=1)
         )
         table["counted"] = met & table["kind"].isin(LEVEL)
         table.loc[0, "counted"] = False
@@ -318,7 +325,7 @@ def collectives(ranks: Ranks) -> pd.DataFrame:
     sequence = np.argsort(found["at_ns"].to_numpy(), kind="stable")
     found = found.iloc[sequence].reset_index(drop=True)
     found.insert(0, "collective", np.arange(len(found)))
-    found = found[COLLECTIVES]
+    found = found[COLLECTIVE_COLUMNS]
     found.attrs["unmatched"] = alone
     found.attrs["waits"] = np.concatenate(waits)[sequence]
     found.attrs["starts"] = np.concatenate([start for _, start, _ in sets])[sequence]
@@ -402,7 +409,7 @@ def rank_table(ranks: Ranks, matches: pd.DataFrame | None = None) -> pd.DataFram
         waiting for it there). NaN where not measured. ``attrs["per"]``.
     """
     if len(ranks) < 2:
-        return unmeasured(RANKS, ONE)
+        return unmeasured(RANK_COLUMNS, ONE)
     matches = collectives(ranks) if matches is None else matches
     marked = all(len(profile.iterations) for profile in ranks.values())
     rows = []
@@ -428,7 +435,7 @@ def rank_table(ranks: Ranks, matches: pd.DataFrame | None = None) -> pd.DataFram
             row |= {name: value / 1e3 / count for name, value in sums.items()}
             row |= {"last_in": int(late.sum()), "others_wait_ms": others.sum() / 1e3 / count}
         rows.append(row)
-    table = pd.DataFrame(rows).reindex(columns=RANKS)
+    table = pd.DataFrame(rows).reindex(columns=RANK_COLUMNS)
     table.attrs["per"] = PER_ITERATION if marked else "in the whole recording"
     return table
 
@@ -443,10 +450,9 @@ def window(profile: Profile, marked: bool) -> tuple[int, int, int]:
     return first, last, length
 
 
-def device_work(profile: Profile, first: int, last: int) -> pd.DataFrame:
+def work_within(profile: Profile, first: int, last: int) -> pd.DataFrame:
     """Rows of the GPU's trace within a window, cut at its ends."""
-    streams = profile.threads.loc[profile.threads["kind"].eq("gpu_stream"), "profile"]
-    work = profile.trace[profile.trace["profile"].isin(streams)]
+    work = of_streams(profile)
     work = work[(work["end_ns"] > first) & (work["start_ns"] < last)]
     return work.assign(
         start_ns=work["start_ns"].clip(lower=first), end_ns=work["end_ns"].clip(upper=last)
@@ -455,7 +461,7 @@ def device_work(profile: Profile, first: int, last: int) -> pd.DataFrame:
 
 def _gpu_ms(profile: Profile, first: int, last: int, count: int) -> dict[str, float]:
     """``busy_ms``, ``compute_ms``, ``communication_ms``, ``exposed_ms``; NaN without a GPU."""
-    work = device_work(profile, first, last)
+    work = work_within(profile, first, last)
     names = ("busy_ms", "compute_ms", "communication_ms", "exposed_ms")
     if work.empty:
         return dict.fromkeys(names, np.nan)
@@ -471,7 +477,7 @@ def _gpu_ms(profile: Profile, first: int, last: int, count: int) -> dict[str, fl
     return dict(zip(names, (busy, compute, communication, busy - rest), strict=True))
 
 
-def part_table(ranks: Ranks) -> pd.DataFrame:
+def parts_over_ranks(ranks: Ranks) -> pd.DataFrame:
     """Device time of each part over the ranks, per iteration where every rank has iterations.
 
     Durations of kernels and copies are summed, so that what runs at once counts twice.
@@ -482,19 +488,19 @@ def part_table(ranks: Ranks) -> pd.DataFrame:
         ``attrs["each"]``: the same, a column a rank.
     """
     if len(ranks) < 2:
-        return unmeasured(PARTS, ONE)
+        return unmeasured(PART_COLUMNS, ONE)
     marked = all(len(profile.iterations) for profile in ranks.values())
     columns = {}
     for rank, profile in ranks.items():
         first, last, _ = window(profile, marked)
-        work = device_work(profile, first, last)
+        work = work_within(profile, first, last)
         part = parts_at(profile, work["context"].to_numpy())
         part["ms"] = (work["end_ns"] - work["start_ns"]).to_numpy() / 1e6
         count = len(profile.iterations) if marked else 1
         columns[rank] = part.groupby(PART)["ms"].sum() / count
     each = pd.DataFrame(columns).fillna(0.0)
     if each.empty:
-        return unmeasured(PARTS, "no work of a GPU is recorded")
+        return unmeasured(PART_COLUMNS, "no work of a GPU is recorded")
     table = pd.DataFrame(
         {
             "mean_ms": each.mean(axis=1),

@@ -40,10 +40,10 @@ from dlrm_workbook.ground.units import milliseconds
 from dlrm_workbook.recordings.profile import Profile, inclusive_from_exclusive
 from dlrm_workbook.recordings.torch import RECORDED_PASS
 
-LEAST_ITERATIONS = 5
+LEAST_UNDISTURBED = 5
 """Undisturbed ones, fewer than which say less than all together."""
 
-DISTURBED = 0.05
+DISTURBED_SHARE = 0.05
 """Share of an iteration spent waiting for a core above which others disturbed it."""
 
 PASSES = 3
@@ -52,7 +52,7 @@ PASSES = 3
 ROUNDING = 0.005
 """Two sums of a GPU's time that differ by no more than this share count as the same."""
 
-OTHER_TIMES = ["what", "time_ms", "times_the_step", "iterations", "why"]
+TIME_COLUMNS = ["what", "time_ms", "times_the_step", "iterations", "why"]
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def _unprofiled(profile: Profile) -> tuple[float, int | None, str] | None:
         if len(each) > len(times):
             said += (
                 f" ({len(each) - len(times)} more were left out: other programs took the core in "
-                f"over {DISTURBED:.0%} of their time)"
+                f"over {DISTURBED_SHARE:.0%} of their time)"
             )
         return statistics.median(times), len(times), said
     for made in profile.meta.get("passes", []):
@@ -132,7 +132,7 @@ def unprofiled_times(profile: Profile) -> list[float]:
     """Times of the iterations without a profiler whose median is the step, ms, in run order."""
     counters = profile.meta.get("counters") or {}
     calm = _undisturbed(counters)
-    if len(calm) >= LEAST_ITERATIONS:
+    if len(calm) >= LEAST_UNDISTURBED:
         return [counters["wall_ms"][row] for row in calm]
     return list(profile.meta.get("unprofiled_iteration_ms") or [])
 
@@ -145,7 +145,7 @@ def _undisturbed(counters: Mapping[str, list[Any]]) -> list[int]:
     return [
         row
         for row, (profiled, wall, waited) in enumerate(zip(*columns, strict=False))
-        if not profiled and wall and waited is not None and waited < DISTURBED * wall
+        if not profiled and wall and waited is not None and waited < DISTURBED_SHARE * wall
     ]
 
 
@@ -176,7 +176,7 @@ def _calm_rows(profile: Profile, count: int) -> Bools:
     profiled = counters.get("profiled") or []
     plain = [row for row, under in enumerate(profiled) if not under]
     calm = _undisturbed(counters)
-    if len(calm) < LEAST_ITERATIONS or len(plain) != count:
+    if len(calm) < LEAST_UNDISTURBED or len(plain) != count:
         return np.ones(count, dtype=bool)
     return np.isin(plain, calm)
 
@@ -511,7 +511,7 @@ def other_times(profile: Profile, folder: Path | None = None) -> pd.DataFrame:
         why = "it is the median iteration of another process that ran earlier"
         rows.append(("the train run", *trained, why))
     table = pd.DataFrame(rows, columns=["what", "time_ms", "iterations", "why"])
-    return table.assign(times_the_step=table["time_ms"] / found.ms)[OTHER_TIMES]
+    return table.assign(times_the_step=table["time_ms"] / found.ms)[TIME_COLUMNS]
 
 
 def _of_recording(profile: Profile) -> pd.DataFrame:
@@ -535,7 +535,7 @@ def _of_recording(profile: Profile) -> pd.DataFrame:
         if own > 0 and row[1] > (1 + ROUNDING) * before
     ]
     table = pd.DataFrame(kept if len(kept) > 1 else [], columns=["what", "time_ms", "why"])
-    return table.assign(times_the_step=table["time_ms"] / own, iterations=np.nan)[OTHER_TIMES]
+    return table.assign(times_the_step=table["time_ms"] / own, iterations=np.nan)[TIME_COLUMNS]
 
 
 def _counted(profile: Profile) -> list[float]:

@@ -20,10 +20,8 @@ import pandas as pd
 
 from dlrm_core.base.errors import InputError
 from dlrm_core.base.text import counted
+from dlrm_workbook.analysis.context_tree import Bools, Floats
 from dlrm_workbook.ground.units import milliseconds, signed_percent
-
-Floats = npt.NDArray[np.float64]
-Bools = npt.NDArray[np.bool_]
 
 FALSE_ALARM = 0.01
 """Chance of each judgement (warm-up, drift, two levels) on a run without any."""
@@ -32,7 +30,7 @@ STRAGGLER_ALARM = 0.025
 """The same of stragglers, and of short iterations, where scatter has exponential tails; far less
 where it is normal."""
 
-LEAST = 8
+LEAST_TO_JUDGE = 8
 """Fewer iterations than this cannot tell a warm-up or a straggler from chance."""
 
 LEAST_OF_SPLIT = 4
@@ -161,7 +159,7 @@ def steady_state(times_ms: npt.ArrayLike) -> SteadyState:
     times = np.asarray(times_ms, dtype=np.float64).ravel()
     if not len(times) or not np.isfinite(times).all() or (times < 0).any():
         raise InputError(f"iteration times must be finite and not negative, not {times[:5]} ...")
-    if len(times) < LEAST:
+    if len(times) < LEAST_TO_JUDGE:
         slow = _split(times)
         usual = float(np.median(times[~slow]))
         spread = _spread(times[~slow], usual)
@@ -197,7 +195,7 @@ def steady_state(times_ms: npt.ArrayLike) -> SteadyState:
 def _changes(times: Floats) -> tuple[int, int | None]:
     """(first iteration after the warm-up, iteration of a later lasting change or None)."""
     first, last = 0, len(times)
-    while last - first >= LEAST:
+    while last - first >= LEAST_TO_JUDGE:
         cut = _change_point(times[first:last])
         if cut is None:
             break
@@ -237,7 +235,7 @@ def _past_slow_beginning(times: Floats, first: int) -> int:
 
     They are too few for their ranks to tell, but of a size that the rest does not have.
     """
-    while (count := len(times) - first) >= LEAST:
+    while (count := len(times) - first) >= LEAST_TO_JUDGE:
         most = min(MOST_SLOW, count // 3)
         beyond = 0
         for size in range(1, most + 1):
@@ -336,7 +334,7 @@ def _gamma_quantile(odds: float, known: int) -> float:
 
 def _drift(times: Floats) -> float | None:
     """Change over all of ``times`` as a share of their median, where its trend is no chance."""
-    if len(times) < LEAST:
+    if len(times) < LEAST_TO_JUDGE:
         return None
     place = np.linspace(0, len(times) - 1, min(len(times), MOST_PAIRED)).astype(int)
     times = times[place]
@@ -354,7 +352,7 @@ def _drift(times: Floats) -> float | None:
 def _two_levels(times: Floats) -> tuple[float, float] | None:
     """The medians of two groups, each a fifth or more, where the times gather in two."""
     count = len(times)
-    if count < 2 * LEAST:
+    if count < 2 * LEAST_TO_JUDGE:
         return None
     ordered = np.sort(times)
     away = ordered - ordered.mean()
@@ -403,17 +401,17 @@ def _correlation_factor(residual: Floats) -> float:
 
 def _sentences(state: SteadyState, numbers: Sequence[int]) -> list[str]:
     count = len(state.times_ms)
-    if count < LEAST and state.outliers.any():
+    if count < LEAST_TO_JUDGE and state.outliers.any():
         listed = ", ".join(str(numbers[int(row)]) for row in np.flatnonzero(state.outliers))
         return [
             f"{int(state.outliers.sum())} of {count} iterations ({listed}) took "
             f"{SPLIT_TIMES:g} times the median iteration or more; they cost "
             f"{state.straggler_share:.1%} of the time. Too few ran to detect a warm-up."
         ]
-    if count < LEAST:
+    if count < LEAST_TO_JUDGE:
         return [
             f"Only {counted(count, 'iteration')}: too few to detect warm-up or stragglers "
-            f"({LEAST} are needed)."
+            f"({LEAST_TO_JUDGE} are needed)."
         ]
     said = ["No warm-up is left in the measured iterations.", "No outliers."]
     if state.first:

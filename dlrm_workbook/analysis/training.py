@@ -20,7 +20,7 @@ from dlrm_core.train import Trainer
 from dlrm_kernels.memory import ALWAYS, PLACES, MemoryItem, forecast_memory, total_bytes
 from dlrm_workbook.ground.units import milliseconds
 
-KINDS = {
+ALLOCATED_BY = {
     "embedding": "embedding",
     "sparse embedding": "embedding",
     "bottom MLP": "bottom_mlp",
@@ -45,7 +45,7 @@ SCHEDULE_PLACES = 400
 """Iterations at which a planned learning rate is shown."""
 
 
-def facts(parameters: Parameters) -> pd.DataFrame:
+def planned_facts(parameters: Parameters) -> pd.DataFrame:
     """What is going to run: ``what``, ``value`` (words)."""
     model, data, training = parameters.model, parameters.data, parameters.training
     rows = model.table_rows
@@ -175,7 +175,7 @@ def memory_forecast(
         kinds = pd.concat([kinds[: SHOWN_TABLES - 1], pd.DataFrame([small])])
     result = pd.concat([kinds, table[~is_table]], ignore_index=True)
     result["component"] = [
-        next((part for start, part in KINDS.items() if name.startswith(start)), "other")
+        next((part for start, part in ALLOCATED_BY.items() if name.startswith(start)), "other")
         for name in result["name"]
     ]
     result = result.sort_values("bytes", ascending=False, kind="stable", ignore_index=True)
@@ -227,7 +227,7 @@ def result_facts(result: TrainingResult) -> pd.DataFrame:
     return pd.DataFrame(rows, columns=["what", "value", "unit"])
 
 
-def headline(result: TrainingResult) -> str:
+def speed_headline(result: TrainingResult) -> str:
     """How fast the run trained, what an iteration took and the loss, in Markdown."""
     if result.ms_per_iteration is None or result.samples_per_second is None:
         return f"**{result.iterations:,} iterations ({result.status}): too few to time.**"

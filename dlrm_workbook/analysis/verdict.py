@@ -1,9 +1,9 @@
 """The page's first answer: what limits the run, how far its changes would take it, how sure.
 
 The advised changes are taken one on top of the other, best first. What the step takes with all
-changes up to one was timed as a whole step (:func:`time_together`) or is predicted from parts
-timed alone (:mod:`.whatif`), down to the least time that the machine's measured ceilings allow
-(:mod:`.roofline`).
+changes up to one was timed as a whole step (:func:`time_changes_together`) or is predicted from
+parts timed alone (:mod:`.whatif`), down to the least time that the machine's measured ceilings
+allow (:mod:`.roofline`).
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ PROCESS_ERROR = 0.03
 """Relative error of a ratio of whole steps that one process timed, for another process
 (docs/whatif.md: so wide, the ranges contain 23 of 24 ratios of fresh processes)."""
 
-LEAST = "hardware limit, as configured"
+HARDWARE_LIMIT = "hardware limit, as configured"
 """Name of the last stage: at the precision and with the back ends of the measured run."""
 
 NOW, TIMED, PREDICTED = "the step", "timed as a whole step", "predicted from parts timed alone"
-LIMIT = "ceilings of this machine"
+BY_CEILINGS = "ceilings of this machine"
 INSTEAD, ESTIMATED, UNKNOWN = "not combined", "estimated by its rule", "not predicted"
 """How the time of a stage is known; the last three are of changes that are not on the way."""
 
@@ -79,7 +79,7 @@ DILATED, FAR_DILATED = 1.15, 1.5
 """Times an iteration takes under the profiler, above which parts' shares begin to shift, and
 above which they say little."""
 
-SLOWER = 1.2
+SLOWER_TOGETHER = 1.2
 """Times the step, beside which the changes were timed together, above which the machine was
 another then."""
 
@@ -110,8 +110,8 @@ class Stage:
     change: dict[str, Any] = field(default_factory=dict)
     """All parameters changed up to here; of a change that is not on the way, its own."""
     basis: str = NOW
-    """How the time is known: ``NOW``, ``TIMED``, ``PREDICTED``, ``LIMIT``, or, of a change that
-    is not on the way, ``INSTEAD``, ``ESTIMATED`` or ``UNKNOWN``."""
+    """How the time is known: ``NOW``, ``TIMED``, ``PREDICTED``, ``BY_CEILINGS``, or, of a change
+    that is not on the way, ``INSTEAD``, ``ESTIMATED`` or ``UNKNOWN``."""
     note: str = ""
     """Why a change is not on the way."""
 
@@ -180,7 +180,7 @@ def _named(change: Mapping[str, Any]) -> str:
 # ---- whole steps, timed -----------------------------------------------------------------------
 
 
-def time_together(
+def time_changes_together(
     profile: Profile, folder: Path, progress: ProgressCallback | None = None
 ) -> pd.DataFrame:
     """Time the step under the advised changes, all up to each one, in turns with the step as is.
@@ -230,11 +230,11 @@ def advised_changes(profile: Profile) -> list[dict[str, Any]]:
     return changes
 
 
-UNTIMED = "nobody timed any; `dlrm run profile -f FILE` times those of our own training"
+NOBODY_TIMED = "nobody timed any; `dlrm run profile -f FILE` times those of our own training"
 
 
 def timed_table(profile: Profile) -> pd.DataFrame:
-    """The whole steps that were timed in turns; as :func:`time_together` returns it."""
+    """The whole steps that were timed in turns; as :func:`time_changes_together` returns it."""
     together = profile.meta.get("together") or {}
     rows: list[dict[str, Any]] = []
     for stage in [{"change": {}, "ms": together.get("base_ms")}, *together.get("stages", [])]:
@@ -247,7 +247,7 @@ def timed_table(profile: Profile) -> pd.DataFrame:
     columns = ["change", "iteration_ms", "rounds", "speedup_low", "speedup_mid", "speedup_high"]
     table = pd.DataFrame(rows, columns=columns)
     if table.empty:
-        table.attrs["not_measured"] = profile.not_measured.get("together", UNTIMED)
+        table.attrs["not_measured"] = profile.not_measured.get("together", NOBODY_TIMED)
     return table
 
 
@@ -448,7 +448,7 @@ def _least(roofline: pd.DataFrame | None) -> list[Stage]:
     # as in least_step, no part takes longer than it was measured to take
     lowest = roofline["ceiling_ms"].clip(upper=roofline["time_ms"])
     parts = _by_component(roofline.assign(ceiling_ms=lowest)[lowest > 0], "ceiling_ms")
-    return [Stage(LEAST, least, least, least, parts, basis=LIMIT)]
+    return [Stage(HARDWARE_LIMIT, least, least, least, parts, basis=BY_CEILINGS)]
 
 
 def _recorded_parts(profile: Profile) -> pd.DataFrame:
@@ -509,7 +509,7 @@ def compare_command(change: Mapping[str, Any], given: Sequence[str]) -> str:
 # ---- the headline -----------------------------------------------------------------------------
 
 
-def verdict(
+def verdict_text(
     profile: Profile,
     attribution: pd.DataFrame,
     findings: Sequence[Finding],
@@ -546,7 +546,7 @@ def headline(findings: Sequence[Finding], way: Sequence[Stage], limit_sentence: 
         limit_sentence: what :func:`dlrm_workbook.analysis.findings.limit` gives.
     """
     hardware = ""
-    if way and way[-1].basis == LIMIT:
+    if way and way[-1].basis == BY_CEILINGS:
         limit_ms = way[-1].mid_ms
         moved = any(stage.on_the_way and stage.mid_ms < limit_ms for stage in way)
         hardware = (
@@ -662,7 +662,7 @@ def _doubts(
     if scatter is not None and scatter > SCATTERED:
         doubts.append(("amber", f"iterations without a profiler scatter by {percent(scatter)}"))
     rounds = (profile.meta.get("together") or {}).get("base_ms") or []
-    if rounds and step is not None and statistics.median(rounds) > SLOWER * step.ms:
+    if rounds and step is not None and statistics.median(rounds) > SLOWER_TOGETHER * step.ms:
         times = statistics.median(rounds) / step.ms
         text = f"while the changes were timed together, the step took {ratio(times)} its time"
         doubts.append(("red" if times > FAR_DILATED else "amber", text))
@@ -723,7 +723,7 @@ def document(
     """
     step = reference(profile)
     more = {
-        "headline": verdict(profile, attribution, found, way),
+        "headline": verdict_text(profile, attribution, found, way),
         "quality": quality(profile, attribution, found),
         "reference": None if step is None else vars(step),
         "together": _together(way),

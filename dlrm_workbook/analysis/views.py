@@ -27,7 +27,7 @@ from dlrm_workbook.analysis.context_tree import (
     Floats,
     Ints,
     missing_reason,
-    outermost,
+    outermost_contexts,
     scopes_of,
     unmeasured,
 )
@@ -38,10 +38,10 @@ HOT = 0.5
 
 PLACE = ["kind", "name", "file", "line", "module", "component", "phase"]
 TOP_DOWN = ["context", "parent", "depth", *PLACE, "inclusive", "exclusive", "small", "share", "hot"]
-FUNCTION = ["name", "kind", "file", "module"]
-BOTTOM_UP = ["id", "parent", "depth", *FUNCTION, "exclusive", "inclusive", "share"]
-FLAT: dict[str, list[str]] = {
-    "function": FUNCTION,
+FUNCTION_COLUMNS = ["name", "kind", "file", "module"]
+BOTTOM_UP = ["id", "parent", "depth", *FUNCTION_COLUMNS, "exclusive", "inclusive", "share"]
+FLAT_COLUMNS: dict[str, list[str]] = {
+    "function": FUNCTION_COLUMNS,
     "file": ["file"],
     "module": ["module"],
     "line": ["file", "line"],
@@ -125,7 +125,7 @@ def of_one_iteration(profile: Profile) -> Profile:
     return replace(profile, values=values, _known={})
 
 
-CHAIN = 0.999
+LINK_SHARE = 0.999
 """A callee with this share of its caller is the next link of a chain of calls."""
 
 
@@ -150,7 +150,7 @@ def folded(view: pd.DataFrame, most: int = 40) -> pd.DataFrame:
         context
         for context, parent in rows
         if callees[parent] == 1
-        and value.get(parent, np.inf) * CHAIN <= value[context]
+        and value.get(parent, np.inf) * LINK_SHARE <= value[context]
         and part[parent] == part[context]
     }
     # the last link of a chain stays: it is where the calls part again, or end
@@ -201,13 +201,13 @@ def bottom_up(
     contexts = profile.contexts
     parent = contexts["parent"].to_numpy()
     scope = scopes_of(contexts)
-    key, first = _numbered(contexts, FLAT["function"])
+    key, first = _numbered(contexts, FLAT_COLUMNS["function"])
     key = key[scope]
     own = _sums(scope, own, len(scope))
     is_scope = scope == np.arange(len(scope))
     reached = np.zeros(len(own))
     if inclusive is not None:
-        reached = np.where(outermost(parent, np.where(is_scope, key, -1)), inclusive, 0.0)
+        reached = np.where(outermost_contexts(parent, np.where(is_scope, key, -1)), inclusive, 0.0)
     total = own.sum()
     by_key = np.bincount(key, own, len(first))
     largest = np.argsort(-by_key, kind="stable")[:count]
@@ -240,7 +240,7 @@ def bottom_up(
         offset += int(keep.sum())
     table = pd.concat(levels, ignore_index=True)
     table.insert(0, "id", np.arange(len(table)))
-    names = contexts.loc[first[table.pop("key")], FUNCTION].reset_index(drop=True)
+    names = contexts.loc[first[table.pop("key")], FUNCTION_COLUMNS].reset_index(drop=True)
     table = pd.concat([table, names], axis=1)
     table["share"] = table["exclusive"] / total if total else np.nan
     if inclusive is None:
@@ -274,24 +274,24 @@ def flat(
     Raises:
         InputError: ``by`` is unknown.
     """
-    if by not in FLAT:
-        raise InputError(f"a flat view is by {', '.join(FLAT)}, not by '{by}'")
+    if by not in FLAT_COLUMNS:
+        raise InputError(f"a flat view is by {', '.join(FLAT_COLUMNS)}, not by '{by}'")
     own, inclusive = _values(profile, metric, within)
     if own is None:
-        return unmeasured([*FLAT[by], *VALUES], _why(profile, metric))
+        return unmeasured([*FLAT_COLUMNS[by], *VALUES], _why(profile, metric))
     contexts = profile.contexts
     scope = scopes_of(contexts)
     where = scope if by in ("function", "module") else _source(contexts)
-    key, first = _numbered(contexts, FLAT[by])
+    key, first = _numbered(contexts, FLAT_COLUMNS[by])
     key = key[where]
-    table = contexts.loc[first, FLAT[by]].reset_index(drop=True)
+    table = contexts.loc[first, FLAT_COLUMNS[by]].reset_index(drop=True)
     table["exclusive"] = np.bincount(key, own, len(first))
     table["inclusive"] = np.nan
     whole = own.sum()
     if inclusive is not None:
         # A thread is no function and lies in no file: it only holds what runs on it.
         inside = ~contexts["kind"].isin(["root", "thread"]).to_numpy()
-        once = outermost(contexts["parent"].to_numpy(), np.where(inside, key, -1))
+        once = outermost_contexts(contexts["parent"].to_numpy(), np.where(inside, key, -1))
         table["inclusive"] = np.bincount(key[once], inclusive[once], len(first))
     table["share"] = table["exclusive"] / whole if whole else np.nan
     table["inclusive_share"] = table["inclusive"] / whole if whole else np.nan

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dlrm_core.base.files import JsonLines
+from dlrm_core.interactions import CrossInteraction
 from dlrm_core.train import TrainingLoop
 
 PREFIX = ":::MLLOG "
@@ -44,7 +45,7 @@ class MLPerfLog:
         self._batches, self._first = loop.epoch.batches or loop.total, loop.first
         known = {
             "submission_benchmark": "dlrm_dcnv2"
-            if parameters.model.interaction == "dcn"
+            if parameters.model.interaction == CrossInteraction.kind
             else "dlrm",
             "seed": training.seed,
             "global_batch_size": training.batch_size,

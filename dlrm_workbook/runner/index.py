@@ -21,7 +21,7 @@ from dlrm_core.base.files import write_text
 from dlrm_workbook.ground.runs import RunFolder, mark_interrupted
 from dlrm_workbook.ground.units import duration
 from dlrm_workbook.runner.templating import TEMPLATES, prepare, template_text
-from dlrm_workbook.show.tables import LEVELS
+from dlrm_workbook.show.tables import QUALITY_LEVELS
 
 DAY = re.compile(r"\d{4}-\d{2}-\d{2}")
 FIRST = 50
@@ -52,7 +52,7 @@ def write_index(root: Path) -> Path:
     page = environment.get_template("index.html.j2").render(
         rows=rows,
         first=FIRST,
-        levels=LEVELS,
+        levels=QUALITY_LEVELS,
         left_out=len(folders) - len(rows),
         style=Markup(template_text("page.css")),
         script=Markup(template_text("tables.js")),

@@ -56,7 +56,7 @@ from dlrm_workbook.runner.parameters import (
 )
 from dlrm_workbook.runner.sections import Cell, Heading, Output, arrange
 from dlrm_workbook.runner.templating import TEMPLATES, prepare, template_text
-from dlrm_workbook.show.tables import EMPTY, LEVELS, Quality
+from dlrm_workbook.show.tables import EMPTY, QUALITY_LEVELS, Quality
 from dlrm_workbook.show.theme import plotly_js
 
 
@@ -203,7 +203,7 @@ def _prepared(nb: Any, resources: Any) -> tuple[Any, Any]:
         "chain": chain_links(run, resources["name"], resources["place"]),
         "index": INDEX if (resources["place"] / INDEX).is_file() else "",
         "files": [name for name in files if (resources["place"] / name).exists()],
-        "levels": LEVELS,
+        "levels": QUALITY_LEVELS,
     }
     return nb, resources
 
@@ -385,7 +385,7 @@ class _Page:
     def _quality(self, said: Mapping[str, Any]) -> Output | None:
         level = said.get("level")
         words = self._markdown(str(said.get("sentence", "")), {})
-        return Output("quality", words, label=level) if level in LEVELS else None
+        return Output("quality", words, label=level) if level in QUALITY_LEVELS else None
 
     def _widget_text(self, model: str) -> str:
         """What a widget says, as text: tqdm's bar is boxes around pieces of HTML."""

@@ -35,6 +35,7 @@ from dlrm_workbook.ground.runs import (
     named_run,
     runs_of,
 )
+from dlrm_workbook.ground.studies import require_study, study
 from dlrm_workbook.ground.units import duration
 from dlrm_workbook.recordings.command import require_program
 from dlrm_workbook.recordings.open import require_recording
@@ -290,7 +291,10 @@ class Plan:
 
         Raises:
             InputError: no such notebook, or none of them takes a parameter.
+            MissingToolError: a notebook's study is not installed.
         """
+        for name in names:
+            require_study(name)
         paths = {name: find_notebook(name, notebooks or NOTEBOOKS) for name in names}
         declared = {name: declared_parameters(path) for name, path in paths.items()}
         return cls(paths, declared, own_parameters(own, declared))
@@ -343,14 +347,9 @@ class Plan:
                 if own.get(name):
                     require_recording(Path(own[name]).expanduser())
             if own.get("record"):
-                # these bring pandas along, which no other run of this process needs
-                from dlrm_studies.scaling.model.record import read_record
-
-                read_record(Path(own["record"]).expanduser())
+                study("scaling").read_record(Path(own["record"]).expanduser())
             if own.get("results"):
-                from dlrm_studies.bench.analyse import read_benchmark
-
-                read_benchmark(Path(own["results"]).expanduser())
+                study("benchmark").read_benchmark(Path(own["results"]).expanduser())
             if own.get("change"):
                 apply_change(parameters, own["change"])
 

@@ -16,7 +16,7 @@ from typing import Any
 import mistune
 
 from dlrm_workbook.analysis.sentences import without_html
-from dlrm_workbook.show.tables import LEVELS, Quality
+from dlrm_workbook.show.tables import QUALITY_LEVELS, Quality
 
 MOST_ROWS = 40  # of a table in verdict.md: every part in every phase
 LONGEST = 300  # characters of a headline in run.json
@@ -67,7 +67,7 @@ def summarise(nb: Any) -> Summary:
                 headlines.append(data["text/markdown"].strip())
             if "quality" in tags and Quality.MIME in data:
                 said = data[Quality.MIME]
-                if said.get("level") in LEVELS:
+                if said.get("level") in QUALITY_LEVELS:
                     summary.level, summary.sentence = said["level"], str(said.get("sentence", ""))
             if "summary" in tags and "<table" in data.get("text/html", ""):
                 rows = table_rows(data["text/html"])
@@ -96,7 +96,7 @@ def verdict_markdown(
     if summary.headline:
         parts.append(without_html(summary.headline))
     if summary.level:
-        parts.append(f"**{LEVELS[summary.level]}.** {without_html(summary.sentence)}")
+        parts.append(f"**{QUALITY_LEVELS[summary.level]}.** {without_html(summary.sentence)}")
     for section, (titles, *rows) in summary.tables:
         parts += [f"## {without_html(section)}", markdown_table([titles, *rows[:MOST_ROWS]])]
         if len(rows) > MOST_ROWS:

@@ -22,7 +22,7 @@ from dlrm_workbook.ground.units import digits, from_to, milliseconds, percent, r
 from dlrm_workbook.show.tables import Text
 from dlrm_workbook.show.theme import (
     COLOURS,
-    COMPUTE,
+    COMPUTE_COLOUR,
     INK,
     OUTLINE,
     SPAN_GAP,
@@ -35,7 +35,6 @@ from dlrm_workbook.show.theme import (
     colour_of,
     components_of,
     error_bars,
-    escaped,
     figure,
     icicle,
     label_rows,
@@ -43,6 +42,7 @@ from dlrm_workbook.show.theme import (
     mark_one,
     markers,
     paled,
+    plotly_text,
     ranked_bars,
     rows_of,
     short_name,
@@ -114,7 +114,7 @@ def _part_bars(title: str, unit: str, table: pd.DataFrame, pale: bool) -> go.Fig
     )
 
 
-def data_against_compute(split: pd.DataFrame) -> go.Figure:
+def data_bar(split: pd.DataFrame) -> go.Figure:
     """One bar: making data, moving it, computing, in a mean iteration.
 
     Args:
@@ -128,7 +128,7 @@ def data_against_compute(split: pd.DataFrame) -> go.Figure:
         for name, colour in (
             ("data", COLOURS["data"]),
             ("transfer", COLOURS["transfer"]),
-            ("compute", COMPUTE),
+            ("compute", COMPUTE_COLOUR),
             ("idle", COLOURS["other"]),
         )
         if (time := float(means.get(f"{name}_ms", 0.0))) > 0
@@ -150,7 +150,7 @@ def call_tree_icicle(tree: pd.DataFrame, unit: str = "ms in a mean iteration") -
     tree = _one_root(tree)
     names = [short_name(label, TREE_NAME) for label in tree["label"]]
     full = [
-        f"<br>{wrapped(escaped(label), most=2)}" if label != name else ""
+        f"<br>{wrapped(plotly_text(label), most=2)}" if label != name else ""
         for label, name in zip(tree["label"], names, strict=True)
     ]
     through = map(_through, tree["through"])
@@ -189,7 +189,7 @@ def _through(calls: Sequence[str]) -> str:
     names = [short_name(call, 26) for call in calls]
     if len(names) > 7:
         names = [*names[:3], f"… {len(names) - 6} more …", *names[-3:]]
-    way = wrapped(escaped(" › ".join(names)))
+    way = wrapped(plotly_text(" › ".join(names)))
     return f"<br>through {way}" if names else ""
 
 
@@ -231,7 +231,7 @@ def iteration_timeline(spans: pd.DataFrame, detail: pd.DataFrame | None = None) 
     # overlay: a bar is where its base says, whatever else is in the row
     result.update_layout(barmode="overlay", bargap=SPAN_GAP)
     result.update_xaxes(title="ms since the iteration began")
-    label_rows(result, list(map(escaped, lanes)))
+    label_rows(result, list(map(plotly_text, lanes)))
     return result
 
 
@@ -274,7 +274,7 @@ def _calls(count: float) -> str:
     return "1 call" if count == 1 else f"{count:,.6g} calls"
 
 
-def top_operators(
+def operator_bars(
     operators: pd.DataFrame, count: int = 15, unit: str = "ms in a mean iteration"
 ) -> go.Figure:
     """The operators (or kernels) that take the most time themselves.
@@ -295,7 +295,7 @@ def top_operators(
         table["time_ms"].tolist(),
         [f"{milliseconds(row.time_ms)}  ({percent(row.share)})" for row in rows],
         [
-            f"{wrapped(escaped(row.name))}<br>part: {part_label(row.component, row.phase)}<br>"
+            f"{wrapped(plotly_text(row.name))}<br>part: {part_label(row.component, row.phase)}<br>"
             f"{milliseconds(row.time_ms)} ({row.share:.2%})"
             + (f", {_calls(row.calls)}" if row.calls == row.calls else "")
             + (f"<br>shapes {wrapped(row.shapes)}" if row.shapes else "")
@@ -339,7 +339,7 @@ def memory_by_part(memory: pd.DataFrame) -> go.Figure:
     )
 
 
-def memory_curve(curve: pd.DataFrame) -> go.Figure:
+def memory_line(curve: pd.DataFrame) -> go.Figure:
     """Memory held through torch over the recording.
 
     Args:
@@ -389,7 +389,8 @@ def _add_steps(target: go.Figure, steps: Sequence[str], parts: pd.DataFrame) -> 
             continue
         lengths = times[component].reindex(steps, fill_value=0.0)
         hover = [
-            f"{escaped(step)}<br>{label}: {milliseconds(time)}" for step, time in lengths.items()
+            f"{plotly_text(step)}<br>{label}: {milliseconds(time)}"
+            for step, time in lengths.items()
         ]
         key = component not in unkeyed
         add_bars(target, lengths, list(range(len(steps))), label, colour, hover, showlegend=key)

@@ -18,7 +18,7 @@ from dlrm_workbook.show.theme import colour_of, components_of, ranked_bars, rows
 if TYPE_CHECKING:
     import ipywidgets
 
-MOST = 15
+MOST_BARS = 15
 """Bars that a view is drawn with, the first rows."""
 
 
@@ -29,7 +29,7 @@ def flat_bars(view: pd.DataFrame, part: str) -> go.Figure:
         view: what :func:`dlrm_workbook.analysis.views.flat` gives, with rows.
         part: the component that it is of, for title and colour.
     """
-    rows = rows_of(view[view["exclusive"] > 0].head(MOST))
+    rows = rows_of(view[view["exclusive"] > 0].head(MOST_BARS))
     metric, unit = view.attrs["metric"], view.attrs["unit"]
     texts = [f"{digits(row.exclusive)} {unit} ({percent(row.share)})" for row in rows]
     names = [function_name(row.name) for row in rows]

@@ -17,7 +17,7 @@ from dlrm_workbook.analysis.idleness import NOBODY
 from dlrm_workbook.analysis.kernel_names import short_names
 from dlrm_workbook.ground.units import digits, known_or, microseconds, milliseconds, percent, whole
 from dlrm_workbook.recordings.hpctoolkit.metrics import STALLS
-from dlrm_workbook.show.tables import Column, function_name
+from dlrm_workbook.show.tables import Column, chosen_columns, function_name
 from dlrm_workbook.show.theme import (
     COLOURS,
     GRID,
@@ -27,10 +27,10 @@ from dlrm_workbook.show.theme import (
     add_bars,
     add_part_spans,
     add_spans,
-    escaped,
     figure,
     label_rows,
     markers,
+    plotly_text,
     ranked_bars,
     rows_of,
     stacked_bars,
@@ -73,49 +73,29 @@ REASON_NAMES = {
 }
 """Stall reason in a legend's few words; the whole meaning is in ``metrics.STALLS``."""
 
-KERNEL_TIMES = {
-    "short_name": "kernel",
-    "part": "",
-    "launches_per_iteration": "",
-    "per_iteration_ms": "",
-    "share_of_step": "",
-    "launches": "launches of the recording",
-    "time_ms": "time of the recording",
-    "share_of_device": "",
-    "mean_us": "",
-}
+KERNEL_TIMES = chosen_columns(
+    "short_name part launches_per_iteration per_iteration_ms share_of_step launches time_ms "
+    "share_of_device mean_us",
+    short_name="kernel",
+    launches="launches of the recording",
+    time_ms="time of the recording",
+)
 """Columns of a page's table of kernels' times; full names are in the figure's hover texts."""
 
-KERNEL_LAUNCHES = {
-    "short_name": "kernel",
-    "registers": "",
-    "blocks": "",
-    "threads_per_block": "",
-    "shared_memory_bytes": "",
-    "occupancy_percent": "",
-    "waves": "",
-    "precision": "",
-    "tensor_cores": "",
-    "tflops_per_s": "",
-    "gb_per_s": "",
-    "share_of_ceiling": "",
-}
+KERNEL_LAUNCHES = chosen_columns(
+    "short_name registers blocks threads_per_block shared_memory_bytes occupancy_percent waves "
+    "precision tensor_cores tflops_per_s gb_per_s share_of_ceiling",
+    short_name="kernel",
+)
 """Columns of a page's table of what kernels were launched with and what they reached."""
 
-OPERATOR_RATES = {
-    "name": "operator",
-    "shapes": "",
-    "part": "",
-    "mean_us": "",
-    "call_gflop": "",
-    "tflops_per_s": "",
-    "gb_per_s": "",
-    "precision": "",
-    "tensor_cores": "",
-    "limit": "nearest limit",
-    "share_of_ceiling": "",
-    "bytes_are": "bytes counted",
-}
+OPERATOR_RATES = chosen_columns(
+    "name shapes part mean_us call_gflop tflops_per_s gb_per_s precision tensor_cores limit "
+    "share_of_ceiling bytes_are",
+    name="operator",
+    limit="nearest limit",
+    bytes_are="bytes counted",
+)
 """Columns of a page's table of operators on the GPU."""
 
 FUNCTION_COLOURS = [COLOURS[name] for name in COLOURS if name != "other"]
@@ -184,7 +164,7 @@ def _kernel_hover(row: Any) -> str:
         ("reached", _reached(row)),
     )
     lines = [f"{name}: {text}" for name, text in known if text]
-    return "<br>".join([wrapped(escaped(row.kernel)), *lines])
+    return "<br>".join([wrapped(plotly_text(row.kernel)), *lines])
 
 
 def _of_iteration(row: Any) -> str:
@@ -285,7 +265,7 @@ def lane_timeline(spans: pd.DataFrame, title: str = "Threads and GPU streams") -
     result.update_layout(barmode="overlay", bargap=SPAN_GAP)
     last = float((spans["start_ms"] + spans["duration_ms"]).max())
     result.update_xaxes(title="ms since the trace began", range=[0, last * 1.005])
-    label_rows(result, list(map(escaped, lanes)))
+    label_rows(result, list(map(plotly_text, lanes)))
     return result
 
 
@@ -324,7 +304,7 @@ def blame_bars(blame: pd.DataFrame, count: int = 12) -> go.Figure:
         [row.blamed_ms for row in rows],
         [f"{milliseconds(row.blamed_ms)}  ({percent(row.share)})" for row in rows],
         [
-            f"{wrapped(escaped(row.name))}<br>part: {part}<br>{milliseconds(row.blamed_ms)} "
+            f"{wrapped(plotly_text(row.name))}<br>part: {part}<br>{milliseconds(row.blamed_ms)} "
             f"({row.share:.2%})" + (f"<br>{row.file}" if row.file else "")
             for row, part in zip(rows, parts, strict=True)
         ],
@@ -346,12 +326,12 @@ def _line_label(place: str) -> str:
     return place if colon and line.isdigit() and file else function_name(place, 28)
 
 
-OTHER_GPUS: dict[str, str | Column] = {
-    "gpu": "GPU",
-    "now_ms": "as recorded",
-    "then_ms": "predicted",
-    "range": "range",
-    "gain": Column("speed-up", "speedup", ("speedup_mid", "speedup_low", "speedup_high")),
-    "unchanged": Column("of the step unchanged", "share"),
-}
+OTHER_GPUS = chosen_columns(
+    "gpu now_ms then_ms range gain unchanged",
+    gpu="GPU",
+    now_ms="as recorded",
+    then_ms="predicted",
+    gain=Column("speed-up", "speedup", ("speedup_mid", "speedup_low", "speedup_high")),
+    unchanged=Column("of the step unchanged", "share"),
+)
 """Columns of the table of other GPUs."""

@@ -55,7 +55,7 @@ def idle_each(causes: pd.DataFrame) -> go.Figure:
     return stacked_iterations(title, causes, "cause", "idle_ms", looks)
 
 
-def thread_states(states: pd.DataFrame) -> go.Figure:
+def thread_state_bars(states: pd.DataFrame) -> go.Figure:
     """What the iterating thread did in each iteration, stacked.
 
     Args:
@@ -98,7 +98,7 @@ def idle_shares(summary: pd.DataFrame) -> go.Figure:
     return result
 
 
-def queue_depth(depth: pd.DataFrame) -> go.Figure:
+def queue_line(depth: pd.DataFrame) -> go.Figure:
     """Operations launched and not finished, over time; at 0 the GPU has nothing to do.
 
     Args:

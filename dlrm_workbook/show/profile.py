@@ -44,13 +44,13 @@ HOW = {
 """Measurement to how it is made, where a profile gives no reason for its absence."""
 
 
-def missing(profile: Profile, name: str) -> Text:
+def missing_text(profile: Profile, name: str) -> Text:
     """The sentence in the place of a figure that cannot be drawn."""
     reason = profile.not_measured.get(name) or HOW.get(name, "the profile does not contain it")
     return Text(f"*Not measured: {in_markdown(reason)}.*")
 
 
-def commands(lines: Sequence[str]) -> Text:
+def commands_text(lines: Sequence[str]) -> Text:
     """Commands that measure what was not measured; nothing where nothing is left."""
     if not lines:
         return Text("")
@@ -64,7 +64,7 @@ def no_roofline(reason: str) -> Text:
     return Text(f"*Not measured: no roofline, {in_markdown(reason)}.*")
 
 
-def facts(profile: Profile) -> pd.DataFrame:
+def recording_facts(profile: Profile) -> pd.DataFrame:
     """What was measured, with what, on which machine: ``what``, ``value`` (words)."""
     meta = profile.meta
     machine, versions = meta.get("machine") or {}, meta.get("versions") or {}
@@ -90,7 +90,7 @@ def facts(profile: Profile) -> pd.DataFrame:
     )
 
 
-def cautions(sentences: Sequence[str]) -> Text:
+def cautions_text(sentences: Sequence[str]) -> Text:
     """What in a recording is not to be taken at its word; nothing where nothing is."""
     if not sentences:
         return Text("")
@@ -116,7 +116,7 @@ def passes(profile: Profile) -> pd.DataFrame:
     return made.rename(columns={"name": "pass", "ms_per_iteration": "iteration_ms"})
 
 
-def not_measured(profile: Profile) -> pd.DataFrame:
+def unmeasured_frame(profile: Profile) -> pd.DataFrame:
     """``quantity`` that could not be measured, and the ``reason``."""
     known = sorted(profile.not_measured.items())
     table = pd.DataFrame(known, columns=["quantity", "reason"])
@@ -214,7 +214,7 @@ def launch_text(summary: pd.DataFrame) -> Text:
 
 # The roofline: the ceilings of a machine, and how near to them the step is.
 
-PRECISIONS = {
+PRECISION_NAMES = {
     "fp32": "fp32",
     "fp32_onednn": "fp32 by oneDNN",
     "fp32_bf16x2": "fp32 as bf16x2 on tiles",
@@ -233,12 +233,12 @@ _WHILE = {LAUNCHES: "launching kernels", COPIES: "copying"}
 def product_peaks(ceilings: Mapping[str, Any]) -> dict[str, float]:
     """Precision, as a reader calls it, to the best rate of its matrix products, GFLOP/s."""
     limits = Limits(ceilings)
-    peaks = {name: rate for name in PRECISIONS if (rate := limits.peak_gflops([name]))}
+    peaks = {name: rate for name in PRECISION_NAMES if (rate := limits.peak_gflops([name]))}
     # another library for the same precision is worth a line only where it is the faster one
-    for name in PRECISIONS:
+    for name in PRECISION_NAMES:
         if peaks.get(name, 0.0) <= peaks.get(name.partition("_")[0], 0.0) and "_" in name:
             peaks.pop(name, None)
-    return {PRECISIONS[name]: rate for name, rate in peaks.items()}
+    return {PRECISION_NAMES[name]: rate for name, rate in peaks.items()}
 
 
 def ceilings_frame(ceilings: Mapping[str, Any] | None) -> pd.DataFrame:

@@ -120,17 +120,19 @@ def label_place(own: Box, label: str, frame: Frame, taken: list[Box]) -> str:
     x, y, radius = (own[0] + own[2]) / 2, (own[1] + own[3]) / 2, (own[2] - own[0]) / 2
     half = LETTER * len(label) / 2
     # a marker on this one cannot be avoided; lines are thin boxes, and can
-    others = [other for other in taken if other[3] - other[1] <= THIN or not within(own, other)]
+    others = [
+        other for other in taken if other[3] - other[1] <= THIN or not covers_middle(own, other)
+    ]
     for place, (across, up) in _PLACES.items():
         middle, height = x + across * (radius + 4 + half), y + up * (radius + 11)
         box = (middle - half, height - 8, middle + half, height + 8)
-        if box[2] < frame.width and not overlaps([box], others):
+        if box[2] < frame.width and not any_overlap([box], others):
             taken.append(box)
             return place
     return ""
 
 
-def within(a: Box, b: Box) -> bool:
+def covers_middle(a: Box, b: Box) -> bool:
     """Whether the middle of either lies in the other."""
     boxes = ((a, b), (b, a))
     return any(
@@ -148,14 +150,14 @@ def marker_box(row: Any, total_ms: float, frame: Frame) -> Box:
     return x - radius, y - radius, x + radius, y + radius
 
 
-def overlaps(boxes: Sequence[Box], others: Sequence[Box]) -> bool:
+def any_overlap(boxes: Sequence[Box], others: Sequence[Box]) -> bool:
     """Whether any of the boxes covers some of the others."""
     return any(
         a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3] for a in boxes for b in others
     )
 
 
-SYMBOLS = {"forward": "circle", "backward": "diamond", "update": "square"}
+PHASE_SYMBOLS = {"forward": "circle", "backward": "diamond", "update": "square"}
 """Phase to the shape of its marker."""
 
 
@@ -301,7 +303,7 @@ def _roof_label(
             x, y = frame.pixels(at, height)
             if step == 0 or x - length >= first:
                 found.append((at, (x - length, y + low, x, y + high), side))
-    free = [place for place in found if not overlaps([place[1]], taken)]
+    free = [place for place in found if not any_overlap([place[1]], taken)]
     return (free or found)[0]
 
 
@@ -369,7 +371,7 @@ def _draw_points(
             showlegend=False,
             marker={
                 "color": colour_of(row.component),
-                "symbol": SYMBOLS.get(row.phase, "circle"),
+                "symbol": PHASE_SYMBOLS.get(row.phase, "circle"),
                 "size": own[2] - own[0],
                 "opacity": 0.88,
                 "line": {"width": 1, "color": "rgba(255, 255, 255, 0.7)"},
@@ -377,8 +379,8 @@ def _draw_points(
         )
     for component in sorted(dict.fromkeys(points["component"]), key=step_order):
         _key(result, part_label(component), colour_of(component), "circle", "part")
-    for phase in sorted(set(points["phase"]) & set(SYMBOLS), key=list(SYMBOLS).index):
-        _key(result, phase, INK, SYMBOLS[phase], "phase")
+    for phase in sorted(set(points["phase"]) & set(PHASE_SYMBOLS), key=list(PHASE_SYMBOLS).index):
+        _key(result, phase, INK, PHASE_SYMBOLS[phase], "phase")
 
 
 def _key(result: go.Figure, name: str, colour: str, symbol: str, group: str) -> None:
@@ -498,7 +500,7 @@ CACHE = {
         ("low", "high"),
     ),
 }
-"""Looks of :func:`dlrm_workbook.analysis.reuse.cache_hits`."""
+"""Looks of :func:`dlrm_workbook.analysis.reuse.cache_hit_shares`."""
 
 
 def _size(count: float) -> str:
@@ -510,7 +512,7 @@ def cache_curve(hits: pd.DataFrame, last_level_bytes: float | None = None) -> go
     """Share of the lookups that a cache answers, over its size.
 
     Args:
-        hits: what :func:`dlrm_workbook.analysis.reuse.cache_hits` gives.
+        hits: what :func:`dlrm_workbook.analysis.reuse.cache_hit_shares` gives.
         last_level_bytes: size of the machine's last-level cache, marked if it is in sight.
     """
     result = figure("Lookups that a cache of rows answers (least recently used)", 340)

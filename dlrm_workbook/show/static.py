@@ -32,7 +32,7 @@ HATCH = "rgba(255, 255, 255, 0.75)"
 SIZE = 12.5
 """Height of letters, in pixels."""
 
-LINE = 1.3
+LINE_HEIGHT = 1.3
 """Distance of lines of text, in heights of letters."""
 
 FAMILY = "system-ui, 'Segoe UI', 'Noto Sans', Helvetica, Arial, sans-serif"
@@ -103,7 +103,7 @@ def _plain(text: Any) -> str:
 def _size(text: Any, size: float = SIZE) -> tuple[float, float]:
     """Width and height of a text of several lines, in pixels."""
     rows = _lines(text)
-    return max(_width(line, size, bold) for line, bold in rows), len(rows) * size * LINE
+    return max(_width(line, size, bold) for line, bold in rows), len(rows) * size * LINE_HEIGHT
 
 
 # Marks.
@@ -131,13 +131,14 @@ class _Canvas:
             commands.append(f"V{y}" if x == left else f"H{x}" if y == top else f"L{x} {y}")
         self.path("".join(commands), **look)
 
-    def _add(self, tag: str, look: Mapping[str, Any]) -> None:
-        said = "".join(
+    def _add(self, tag: str, look: Mapping[str, Any], content: str = "") -> None:
+        attributes = "".join(
             f' {name}="{f"{v:.4g}" if isinstance(v, float) else escape(str(v))}"'
             for name, v in look.items()
             if v is not None
         )
-        self.elements.append(f"<{tag}{said}/>")
+        end = f">{escape(content)}</{tag}>" if content else "/>"
+        self.elements.append(f"<{tag}{attributes}{end}")
 
     def text(
         self,
@@ -148,26 +149,23 @@ class _Canvas:
         anchor: str = "start",
         vertical: float = 0.5,
         size: float = SIZE,
-        colour: str | None = None,
-        angle: float = 0.0,
+        **look: Any,
     ) -> None:
         """Write lines; ``vertical`` is where ``y`` is in their height: 0 top, 1 bottom."""
         rows = _lines(text)
-        step = size * LINE
+        step = size * LINE_HEIGHT
         top = y - vertical * step * len(rows)
-        turn = f' transform="rotate({_short(angle)} {_short(x)} {_short(y)})"' if angle else ""
+        look = {
+            "font-size": None if size == SIZE else f"{size:g}",
+            "text-anchor": None if anchor == "start" else anchor,
+            **look,
+        }
         for number, (line, bold) in enumerate(rows):
-            if not line.strip():
-                continue
-            base = top + step * number + 0.5 * step + 0.36 * size
-            self.elements.append(
-                f'<text x="{_short(x)}" y="{_short(base)}"'
-                + (f' font-size="{size:g}"' if size != SIZE else "")
-                + (f' text-anchor="{anchor}"' if anchor != "start" else "")
-                + (f' fill="{colour}"' if colour else "")
-                + (' font-weight="600"' if bold else "")
-                + f"{turn}>{escape(line)}</text>"
-            )
+            if line.strip():
+                base = top + step * number + 0.5 * step + 0.36 * size
+                place = {"x": _short(x), "y": _short(base)}
+                weight = {"font-weight": 600 if bold else None}
+                self._add("text", {**place, **look, **weight}, line)
 
 
 def _rectangle(left: float, top: float, right: float, bottom: float) -> str:
@@ -221,6 +219,9 @@ def _symbol(x: float, y: float, size: float, symbol: str) -> str:
 _DASHES = {"dash": "9 5", "dot": "2 3", "dashdot": "9 4 2 4", "longdash": "14 6"}
 
 
+Rectangle = tuple[float, float, float, float]
+"""Left, top, right and bottom."""
+
 # Axes.
 
 
@@ -251,6 +252,18 @@ class _Axis:
     @property
     def hidden(self) -> bool:
         return self.given.get("visible") is False
+
+    @property
+    def is_x(self) -> bool:
+        return self.name[0] == "x"
+
+    def point(self, along: float, aside: float) -> tuple[float, float]:
+        """The point at two places in pixels, along this axis and along the other one."""
+        return (along, aside) if self.is_x else (aside, along)
+
+    def box(self, first: float, last: float, low: float, high: float) -> Rectangle:
+        """The rectangle from ``first`` to ``last`` along this axis."""
+        return (*self.point(first, low), *self.point(last, high))
 
     def take(self, values: Iterable[Any]) -> None:
         """Widen the range, or learn categories."""
@@ -313,8 +326,8 @@ class _Axis:
                 s * 10.0**p for p in range(math.floor(low), math.ceil(high) + 1) for s in steps
             ]
             return [(m, f"{m:,g}") for m in marks if low <= math.log10(m) <= high]
-        each = 75 if self.name[0] == "x" else 42
-        count = max(2, min(int(self.given.get("nticks") or 9), int(room / each)))
+        width = 75 if self.is_x else 42
+        count = max(2, min(int(self.given.get("nticks") or 9), int(room / width)))
         step = self.given.get("dtick") or _round_step((high - low) / count)
         marks = [
             k * step
@@ -342,51 +355,120 @@ def _round_step(step: float) -> float:
 # Bars, once for all their kinds.
 
 
+@dataclass(frozen=True)
+class _BarLook:
+    """How a bar is painted: one value of each property that plotly takes for one bar or all."""
+
+    colour: Any
+    opacity: float
+    edge: Any
+    edge_width: float
+    pattern: str
+    ink: str
+
+    @property
+    def paint(self) -> tuple[tuple[str, Any], ...]:
+        """Attributes of its rectangle; bars that have the same are drawn as one path."""
+        edge = {"stroke": self.edge, "stroke-width": float(self.edge_width)}
+        return tuple(
+            {**_fill(self.colour, self.opacity), **(edge if self.edge_width else {})}.items()
+        )
+
+
+def _bar_looks(trace: Mapping[str, Any], count: int) -> list[_BarLook]:
+    """Looks of the first bars of a trace."""
+    marker = trace.get("marker") or {}
+    line, pattern = marker.get("line") or {}, marker.get("pattern") or {}
+    columns = (
+        _each(marker.get("color"), count, "#888888"),
+        _each(marker.get("opacity"), count, 1.0),
+        _each(line.get("color"), count),
+        _each(line.get("width"), count, 0),
+        _each(pattern.get("shape"), count, ""),
+        _each(pattern.get("fgcolor"), count, HATCH),
+    )
+    return list(itertools.starmap(_BarLook, zip(*columns, strict=True)))
+
+
 @dataclass
 class _Bar:
     """A bar in its axes' units."""
 
     trace: Mapping[str, Any]
-    index: int
+    look: _BarLook
     place: Any
     offset: float
     width: float
     start: float
     end: float
+    error: tuple[float, float]
+    text: str
+    ink: str
 
 
 def _stack(traces: Sequence[Mapping[str, Any]], layout: Mapping[str, Any]) -> list[_Bar]:
     """Begin and end of each bar of a plot."""
     bars = [t for t in traces if t["type"] == "bar" and t.get("visible") in (None, True)]
     mode, gap = layout.get("barmode", "group"), float(layout.get("bargap", 0.28))
-    flat = [t.get("orientation") == "h" for t in bars]
-    places = [
-        _values(t.get("y" if is_flat else "x")) for t, is_flat in zip(bars, flat, strict=True)
-    ]
+    letters = [("x", "y") if t.get("orientation") == "h" else ("y", "x") for t in bars]
+    places = [_values(t.get(aside)) for t, (_, aside) in zip(bars, letters, strict=True)]
     numbers = sorted({float(p) for own in places for p in own if _is_number(p)})
     between = min((b - a for a, b in itertools.pairwise(numbers)), default=1.0)
     drawn = [t for t, own in zip(bars, places, strict=True) if any(p is not None for p in own)]
     share = 1.0 / max(len(drawn), 1) if mode == "group" else 1.0
     reached: dict[tuple[Any, bool], float] = {}
     result = []
-    for trace, is_flat, own in zip(bars, flat, places, strict=True):
-        lengths = _values(trace.get("x" if is_flat else "y"))
-        bases = _each(trace.get("base"), len(lengths))
-        widths = _each(trace.get("width"), len(lengths), between * (1 - gap) * share)
+    for trace, (along, _), own in zip(bars, letters, places, strict=True):
+        lengths = _values(trace.get(along))
         number = drawn.index(trace) if trace in drawn else 0
-        middle = between * (1 - gap) * ((number + 0.5) * share - 0.5)
-        offsets = _each(trace.get("offset"), len(lengths))
-        for index, (place, length) in enumerate(zip(own, lengths, strict=False)):
+        middle = between * (1 - gap) * ((number + 0.5) * share - 0.5) if mode == "group" else 0.0
+        count = len(lengths)
+        looks = _bar_looks(trace, count)
+        inks = _each((trace.get("textfont") or {}).get("color"), count)
+        columns = (
+            _each(trace.get("base"), count),
+            _each(trace.get("width"), count, between * (1 - gap) * share),
+            _each(trace.get("offset"), count),
+            looks,
+            _errors(trace.get(f"error_{along}"), count),
+            _each(trace.get("text"), count, ""),
+            [ink or _ink(str(look.colour)) for ink, look in zip(inks, looks, strict=True)],
+        )
+        for place, length, base, width, offset, look, *rest in zip(
+            own, lengths, *columns, strict=False
+        ):
             if place is None or not _is_number(length):
                 continue
-            width, offset = widths[index], offsets[index]
-            centre = (middle if mode == "group" else 0.0) if offset is None else offset + width / 2
-            start = bases[index] if bases[index] is not None else 0.0
-            if mode in ("stack", "relative") and bases[index] is None:
+            centre = middle if offset is None else offset + width / 2
+            start = base if base is not None else 0.0
+            if mode in ("stack", "relative") and base is None:
                 start = reached.get((place, length < 0), 0.0)
                 reached[place, length < 0] = start + length
-            result.append(_Bar(trace, index, place, centre, width, start, start + length))
+            result.append(_Bar(trace, look, place, centre, width, start, start + length, *rest))
     return result
+
+
+def _as_bars(trace: Mapping[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """A waterfall as bars from one level to the next, and the lines between them as shapes."""
+    along, aside = ("x", "y") if trace.get("orientation") == "h" else ("y", "x")
+    places = _values(trace[aside])
+    level, steps, lines = 0.0, [], []
+    for value, measure in zip(_values(trace[along]), _values(trace["measure"]), strict=True):
+        start = level if measure == "relative" else 0.0
+        level = start + value
+        kind = "increasing" if value >= 0 else "decreasing"
+        kind = kind if measure == "relative" else "totals"
+        steps.append(
+            (start, value, ((trace.get(kind) or {}).get("marker") or {}).get("color", TEXT))
+        )
+    starts, lengths, colours = zip(*steps, strict=True)
+    for (before, place), start in zip(itertools.pairwise(places), starts[1:], strict=True):
+        ends = {f"{along}0": start, f"{along}1": start}
+        ends |= {f"{aside}0": before + 0.36, f"{aside}1": place - 0.36}
+        refs = {f"{letter}ref": trace.get(f"{letter}axis", letter) for letter in "xy"}
+        lines.append({**ends, **refs, "line": {"color": GRID}})
+    bars = {"type": "bar", "base": starts, along: lengths, "marker": {"color": colours}}
+    return {**trace, **bars}, lines
 
 
 def _fill(colour: Any, opacity: float = 1.0) -> dict[str, Any]:
@@ -400,12 +482,17 @@ def _fill(colour: Any, opacity: float = 1.0) -> dict[str, Any]:
 
 def _stroke(colour: Any) -> dict[str, Any]:
     """Lines of a pattern."""
-    own = _fill(colour)
+    ink = _fill(colour)
+    stroke = {"stroke": ink["fill"], "stroke-opacity": ink["fill-opacity"]}
+    return {"fill": "none", **stroke, "stroke-width": 1.5}
+
+
+def _line_look(line: Mapping[str, Any], width: float) -> dict[str, Any]:
+    """Attributes of a line as a trace or a shape has it; ``width`` where it has none."""
     return {
-        "fill": "none",
-        "stroke": own["fill"],
-        "stroke-opacity": own["fill-opacity"],
-        "stroke-width": 1.5,
+        "stroke": line.get("color", TEXT),
+        "stroke-width": float(line.get("width", width)),
+        "stroke-dasharray": _DASHES.get(line.get("dash", "")),
     }
 
 
@@ -427,7 +514,13 @@ class _Image:
 
     def __init__(self, spec: Mapping[str, Any]) -> None:
         self.layout: Mapping[str, Any] = spec.get("layout", {})
-        self.traces: list[Mapping[str, Any]] = list(spec.get("data", []))
+        self.traces: list[Mapping[str, Any]] = []
+        self.shapes: list[Mapping[str, Any]] = list(self.layout.get("shapes") or [])
+        for trace in spec.get("data", []):
+            if trace["type"] == "waterfall":
+                trace, lines = _as_bars(trace)
+                self.shapes += lines
+            self.traces.append(trace)
         self.canvas = _Canvas()
         self.height = float(self.layout.get("height") or 450)
         self.axes: dict[str, _Axis] = {}
@@ -436,24 +529,20 @@ class _Image:
             if trace["type"] != "icicle":
                 key = str(trace.get("xaxis", "x")), str(trace.get("yaxis", "y"))
                 self.plots.setdefault(key, []).append(trace)
-        self.bars = {key: _stack(own, self.layout) for key, own in self.plots.items()}
+        self.bars = {key: _stack(traces, self.layout) for key, traces in self.plots.items()}
 
     def svg(self) -> str:
         self._learn()
         self._place()
         self._title()
+        draws = {"scatter": self._points, "heatmap": self._heatmap}
         for (x, y), traces in self.plots.items():
             across, up = self._axis(x), self._axis(y)
             self._grid(across, up)
             self._bars(across, up, self.bars[x, y])
             for trace in traces:
-                draw = {
-                    "scatter": self._points,
-                    "heatmap": self._heatmap,
-                    "waterfall": self._waterfall,
-                }.get(trace["type"])
-                if draw and trace.get("visible") in (None, True):
-                    draw(trace, across, up)
+                if trace["type"] in draws and trace.get("visible") in (None, True):
+                    draws[trace["type"]](trace, across, up)
         for trace in self.traces:
             if trace["type"] == "icicle":
                 self._icicle(trace)
@@ -482,37 +571,25 @@ class _Image:
         for (x, y), traces in self.plots.items():
             across, up = self._axis(x), self._axis(y)
             for bar in self.bars[x, y]:
-                flat = bar.trace.get("orientation") == "h"
-                values, places = (across, up) if flat else (up, across)
+                values, places = _along(bar.trace, across, up)
                 values.from_zero = values.from_zero or bar.trace.get("base") is None
                 values.take([bar.start, bar.end] if not values.is_log else [bar.end])
-                ends = (bar.offset - bar.width / 2, bar.offset + bar.width / 2)
-                if places.given.get("type") == "category" and not isinstance(bar.place, str):
+                if isinstance(bar.place, str):
+                    places.take([bar.place])
+                elif places.given.get("type") == "category":
                     places.take([f"{bar.place:g}"])
                 else:
-                    is_text = isinstance(bar.place, str)
-                    places.take([bar.place] if is_text else [bar.place + end for end in ends])
+                    places.take(bar.place + bar.offset + side * bar.width / 2 for side in (-1, 1))
             for trace in traces:
-                kind = trace["type"]
-                if kind == "waterfall":
-                    steps = _waterfall_steps(trace)
-                    up.from_zero = True
-                    up.take([end for step in steps for end in step[:2]])
-                    across.take([p + end for p in _values(trace["x"]) for end in (-0.5, 0.5)])
-                elif kind == "heatmap":
-                    across.take(_values(trace["x"]))
-                    up.take(_values(trace["y"]))
-                elif kind == "scatter":
-                    for axis, letter in ((across, "x"), (up, "y")):
-                        found = _values(trace.get(letter))
-                        errors = _errors(trace.get(f"error_{letter}"), len(found))
-                        axis.take(found)
-                        axis.take(
-                            end
-                            for value, (low, high) in zip(found, errors, strict=True)
-                            if _is_number(value)
-                            for end in (value - low, value + high)
-                        )
+                if trace["type"] not in ("scatter", "heatmap"):
+                    continue
+                for axis, letter in ((across, "x"), (up, "y")):
+                    held = _values(trace.get(letter))
+                    axis.take(held)
+                    errors = _errors(trace.get(f"error_{letter}"), len(held))
+                    for value, (down, rise) in zip(held, errors, strict=True):
+                        if _is_number(value):
+                            axis.take((value - down, value + rise))
         for axis in self.axes.values():
             axis.settle()
         for axis in list(self.axes.values()):
@@ -531,10 +608,10 @@ class _Image:
             if axis.hidden:
                 continue
             texts = [text for _, text in axis.ticks(600)]
-            if axis.name[0] == "y" and float((axis.given.get("domain") or [0, 1])[0]) >= 0:
+            if not axis.is_x and float((axis.given.get("domain") or [0, 1])[0]) >= 0:
                 wide = max((_size(text)[0] for text in texts), default=0.0)
                 left = max(left, wide + 14 + (24 if axis.title else 0))
-            elif axis.name[0] == "x":
+            elif axis.is_x:
                 high = max((_size(text)[1] for text in texts), default=0.0)
                 below = max(below, high + 8 + (_size(axis.title)[1] + 6 if axis.title else 0))
         self.left, self.right = min(left, 0.45 * WIDTH), WIDTH - 24.0
@@ -545,7 +622,7 @@ class _Image:
         self.bottom = max(self.bottom, self.top + 40)
         for axis in self.axes.values():
             low, high = axis.given.get("domain") or [0, 1]
-            if axis.name[0] == "x":
+            if axis.is_x:
                 width = self.right - self.left
                 axis.start, axis.end = self.left + low * width, self.left + high * width
             else:
@@ -559,154 +636,124 @@ class _Image:
             self.canvas.text(4, 22, f"<b>{text}</b>", size=15)
 
     def _grid(self, across: _Axis, up: _Axis) -> None:
-        left, right = sorted((across.start, across.end))
-        top, bottom = sorted((up.start, up.end))
-        look = {"stroke": GRID}
-        for axis in (across, up):
+        for axis, other in ((across, up), (up, across)):
             if axis.hidden:
                 continue
-            is_x = axis.name[0] == "x"
-            lowest = not is_x or not any(
-                a.name[0] == "x"
-                and a is not axis
-                and a.given.get("showticklabels") is not False
-                and a.given.get("matches") == axis.name
-                and a.start == axis.start
-                for a in self.axes.values()
-            )
-            for value, text in axis.ticks(abs(axis.end - axis.start)):
+            first, last = sorted((axis.start, axis.end))
+            low, high = sorted((other.start, other.end))
+
+            def line(place: float, colour: str, axis: _Axis, ends: tuple[float, float]) -> None:
+                self.canvas.line([axis.point(place, end) for end in ends], stroke=colour)
+
+            ticks = axis.ticks(last - first)
+            for value, text in ticks:
                 place = axis.at(value)
-                low, high = (left, right) if is_x else (top, bottom)
-                if not low - 0.5 <= place <= high + 0.5:
+                if not first - 0.5 <= place <= last + 0.5:
                     continue
                 if axis.given.get("showgrid") is not False and not axis.is_category:
-                    ends = (
-                        [(place, top), (place, bottom)] if is_x else [(left, place), (right, place)]
-                    )
-                    self.canvas.line(ends, **look)
-                if is_x and lowest:
-                    self.canvas.text(place, bottom + 5, text, anchor="middle", vertical=0)
-                elif not is_x:
-                    self.canvas.text(left - 8, place, text, anchor="end")
-            if axis.title and is_x:
-                high = max((_size(text)[1] for _, text in axis.ticks(600)), default=0.0)
-                self.canvas.text(
-                    (left + right) / 2, bottom + 10 + high, axis.title, anchor="middle", vertical=0
-                )
+                    line(place, GRID, axis, (low, high))
+                if not axis.is_x:
+                    self.canvas.text(low - 8, place, text, anchor="end")
+                elif self._is_lowest(axis):
+                    self.canvas.text(place, high + 5, text, anchor="middle", vertical=0)
+            middle = (first + last) / 2
+            if axis.title and axis.is_x:
+                tall = max((_size(text)[1] for _, text in axis.ticks(600)), default=0.0)
+                self.canvas.text(middle, high + 10 + tall, axis.title, anchor="middle", vertical=0)
             elif axis.title:
-                at = (14.0, (top + bottom) / 2)
-                self.canvas.text(*at, axis.title, anchor="middle", angle=-90.0)
-            if (not is_x and axis.low <= 0 <= axis.high) or (is_x and axis.low < 0 < axis.high):
-                zero = axis.at(0.0)
-                ends = [(zero, top), (zero, bottom)] if is_x else [(left, zero), (right, zero)]
-                if (
-                    axis.given.get("zeroline") is not False
-                    and not axis.is_log
-                    and not axis.is_category
-                ):
-                    self.canvas.line(ends, stroke=axis.given.get("zerolinecolor", GRID))
+                turn = f"rotate(-90 14 {_short(middle)})"
+                self.canvas.text(14.0, middle, axis.title, anchor="middle", transform=turn)
+            inside = axis.low < 0 < axis.high if axis.is_x else axis.low <= 0 <= axis.high
+            plain = not axis.is_log and not axis.is_category
+            if inside and plain and axis.given.get("zeroline") is not False:
+                line(axis.at(0.0), axis.given.get("zerolinecolor", GRID), axis, (low, high))
+
+    def _is_lowest(self, axis: _Axis) -> bool:
+        """Whether no axis below this one has the same labels."""
+        return not any(
+            other.is_x
+            and other is not axis
+            and other.given.get("showticklabels") is not False
+            and other.given.get("matches") == axis.name
+            and other.start == axis.start
+            for other in self.axes.values()
+        )
 
     # Marks of traces.
 
     def _bars(self, across: _Axis, up: _Axis, bars: Sequence[_Bar]) -> None:
-        filled: dict[tuple[Any, ...], list[list[float]]] = {}
-        hatched: dict[Any, list[str]] = {}
-        texts: list[tuple[_Bar, tuple[float, float, float, float], str, bool]] = []
-        for bar in bars:
-            trace, index = bar.trace, bar.index
-            flat = trace.get("orientation") == "h"
-            values, places = (across, up) if flat else (up, across)
-            if places.is_category:
-                middle = places.at(bar.place) + 0.0
-                half = bar.width / 2 * abs(places.end - places.start) / len(places.categories)
-                low, high = middle - half, middle + half
-                shift = bar.offset * (places.end - places.start) / len(places.categories)
-                low, high = low + shift, high + shift
+        boxes = [self._bar_box(bar, *_along(bar.trace, across, up)) for bar in bars]
+        filled: dict[tuple[tuple[str, Any], ...], list[Rectangle]] = {}
+        hatched: dict[str, list[str]] = {}
+        for bar, box in zip(bars, boxes, strict=True):
+            same = filled.setdefault(bar.look.paint, [])
+            if bar.trace.get("base") is not None and same and _touches(same[-1], box):
+                same[-1] = (*same[-1][:2], max(same[-1][2], box[2]), same[-1][3])
             else:
-                ends = (bar.place + bar.offset + side * bar.width / 2 for side in (-1, 1))
-                low, high = sorted(map(places.at, ends))
-            start = values.at(bar.start) if not values.is_log or bar.start > 0 else values.start
-            end = values.at(bar.end)
-            first, last = sorted((start, end))
-            last = max(last, first + 0.4)
-            edges = sorted((values.start, values.end))
-            first, last = max(first, edges[0]), min(last, edges[1])
-            box = (first, low, last, high) if flat else (low, first, high, last)
-            look = trace.get("marker") or {}
-            count = index + 1
-            colour = _each(look.get("color"), count, "#888888")[index]
-            opacity = float(_each(look.get("opacity"), count, 1.0)[index])
-            line = look.get("line") or {}
-            width = float(_each(line.get("width"), count, 0)[index] or 0)
-            stroke = _each(line.get("color"), count)[index] if width else None
-            own = filled.setdefault((colour, opacity, stroke, width), [])
-            if trace.get("base") is not None and own and _touches(own[-1], box):
-                own[-1][2] = max(own[-1][2], box[2])
-            else:
-                own.append(list(box))
-            pattern = (look.get("pattern") or {}).get("shape")
-            shape = _each(pattern, count, "")[index]
-            if shape and box[2] - box[0] > 3:
-                ink = _each((look.get("pattern") or {}).get("fgcolor"), count, HATCH)[index]
-                hatched.setdefault(ink, []).append(_hatch(*box, shape))
-            text = _each(trace.get("text"), count, "")[index]
-            if text:
-                texts.append((bar, box, text, flat))
-            self._bar_error(bar, values, (low + high) / 2, flat)
-        for (colour, opacity, stroke, width), boxes in filled.items():
-            edge = {"stroke": stroke, "stroke-width": width} if stroke else {}
-            self.canvas.path(
-                "".join(_rectangle(*box) for box in boxes), **_fill(colour, opacity), **edge
-            )
+                same.append(box)
+            if bar.look.pattern and box[2] - box[0] > 3:
+                hatched.setdefault(bar.look.ink, []).append(_hatch(*box, bar.look.pattern))
+        for paint, same in filled.items():
+            self.canvas.path("".join(_rectangle(*box) for box in same), **dict(paint))
         for ink, commands in hatched.items():
             self.canvas.path("".join(commands), **_stroke(ink))
-        for text_of in texts:
-            self._bar_text(*text_of)
+        for bar, box in zip(bars, boxes, strict=True):
+            values, _ = _along(bar.trace, across, up)
+            middle = (box[1] + box[3]) / 2 if values.is_x else (box[0] + box[2]) / 2
+            given = bar.trace.get(f"error_{values.name[0]}") or {}
+            low, high = bar.error
+            error = (min(low, bar.end) if bar.end > 0 else low, high)  # no bar is shorter than 0
+            self._whisker(values, bar.end, middle, error, given)
+            if bar.text:
+                self._bar_text(bar, box, values.is_x)
 
-    def _bar_text(
-        self, bar: _Bar, box: tuple[float, float, float, float], text: str, flat: bool
-    ) -> None:
-        left, top, right, bottom = box
-        inside = bar.trace.get("textposition") == "inside"
-        if inside:
-            width, height = _size(text)
-            if width <= right - left and height <= bottom - top:
-                colours = (bar.trace.get("textfont") or {}).get("color")
-                fill = _each((bar.trace.get("marker") or {}).get("color"), bar.index + 1)[bar.index]
-                colour = _each(colours, bar.index + 1, _ink(str(fill)))[bar.index]
-                at = ((left + right) / 2, (top + bottom) / 2)
-                self.canvas.text(*at, text, anchor="middle", colour=colour)
-        elif flat and bar.end >= bar.start:
-            self.canvas.text(right + 5, (top + bottom) / 2, text)
-        elif flat:
-            self.canvas.text(left - 5, (top + bottom) / 2, text, anchor="end")
+    def _bar_box(self, bar: _Bar, values: _Axis, places: _Axis) -> Rectangle:
+        """The rectangle of a bar, within the plot."""
+        if places.is_category:
+            step = (places.end - places.start) / len(places.categories)
+            middle = places.at(bar.place) + bar.offset * step
+            low, high = (middle + side * bar.width / 2 * abs(step) for side in (-1, 1))
         else:
-            self.canvas.text((left + right) / 2, top - 4, text, anchor="middle", vertical=1)
+            ends = (bar.place + bar.offset + side * bar.width / 2 for side in (-1, 1))
+            low, high = sorted(map(places.at, ends))
+        start = values.at(bar.start) if not values.is_log or bar.start > 0 else values.start
+        first, last = sorted((start, values.at(bar.end)))
+        nearest, furthest = sorted((values.start, values.end))
+        return values.box(max(first, nearest), min(max(last, first + 0.4), furthest), low, high)
 
-    def _bar_error(self, bar: _Bar, values: _Axis, middle: float, flat: bool) -> None:
-        given = bar.trace.get("error_x" if flat else "error_y")
-        if not given:
-            return
-        low, high = _errors(given, bar.index + 1)[bar.index]
-        if low or high:
-            ends = [values.at(max(bar.end - low, 1e-12)), values.at(bar.end + high)]
-            self._whisker(ends, middle, flat, given)
+    def _bar_text(self, bar: _Bar, box: Rectangle, flat: bool) -> None:
+        left, top, right, bottom = box
+        middle, centre = (left + right) / 2, (top + bottom) / 2
+        if bar.trace.get("textposition") == "inside":
+            width, height = _size(bar.text)
+            if width <= right - left and height <= bottom - top:
+                self.canvas.text(middle, centre, bar.text, anchor="middle", fill=bar.ink)
+        elif flat and bar.end >= bar.start:
+            self.canvas.text(right + 5, centre, bar.text)
+        elif flat:
+            self.canvas.text(left - 5, centre, bar.text, anchor="end")
+        else:
+            self.canvas.text(middle, top - 4, bar.text, anchor="middle", vertical=1)
 
     def _whisker(
-        self, ends: Sequence[float], middle: float, flat: bool, given: Mapping[str, Any]
+        self,
+        axis: _Axis,
+        value: float,
+        aside: float,
+        error: tuple[float, float],
+        given: Mapping[str, Any],
     ) -> None:
+        """An error bar along an axis; nothing where both its lengths are 0."""
+        low, high = error
+        if not low and not high:
+            return
+        ends = [axis.at(value - low) if not axis.is_log or value > low else axis.start]
+        ends.append(axis.at(value + high))
         cap = float(given.get("width", 4))
-
-        def point(along: float, aside: float) -> tuple[float, float]:
-            return (along, middle + aside) if flat else (middle + aside, along)
-
-        look = {
-            "stroke": given.get("color", TEXT),
-            "stroke-width": float(given.get("thickness", 2)),
-        }
-        self.canvas.line([point(ends[0], 0), point(ends[1], 0)], **look)
+        look = _line_look({"color": TEXT, **given, "width": given.get("thickness", 2)}, 2)
+        self.canvas.line([axis.point(end, aside) for end in ends], **look)
         for end in ends:
-            self.canvas.line([point(end, -cap), point(end, cap)], **look)
+            self.canvas.line([axis.point(end, aside - cap), axis.point(end, aside + cap)], **look)
 
     def _points(self, trace: Mapping[str, Any], across: _Axis, up: _Axis) -> None:
         xs, ys = _values(trace.get("x")), _values(trace.get("y"))
@@ -714,58 +761,39 @@ class _Image:
             (across.at(x), up.at(y)) if x is not None and _drawable(y) and _drawable(x) else None
             for x, y in zip(xs, ys, strict=False)
         ]
-        mode, line, look = (
-            trace.get("mode", "lines"),
-            trace.get("line") or {},
-            trace.get("marker") or {},
-        )
+        mode, look, count = trace.get("mode", "lines"), trace.get("marker") or {}, len(points)
         if "lines" in mode:
-            drawn = [point for point in points if point]
-            if line.get("shape") == "hv":
-                drawn = (
-                    [
-                        corner
-                        for (a, b), (c, _) in zip(drawn, [*drawn[1:], drawn[-1]], strict=True)
-                        for corner in ((a, b), (c, b))
-                    ]
-                    if drawn
-                    else []
-                )
-            drawn = _thinned(drawn)
-            colour = line.get("color", TEXT)
-            if drawn and trace.get("fill") == "tozeroy":
-                floor = up.at(0.0)
-                ring = [(drawn[0][0], floor), *drawn, (drawn[-1][0], floor)]
-                self.canvas.line(ring, **_fill(colour, 0.4), stroke="none")
-            if len(drawn) > 1:
-                dash = _DASHES.get(line.get("dash", ""))
-                width = float(line.get("width", 2))
-                self.canvas.line(
-                    drawn, stroke=colour, **{"stroke-width": width, "stroke-dasharray": dash}
-                )
-        count = len(points)
-        for axis, letter in ((across, "x"), (up, "y")):
-            given = trace.get(f"error_{letter}")
-            values = xs if letter == "x" else ys
-            for value, point, (low, high) in zip(
-                values, points, _errors(given, count), strict=False
-            ):
-                if point and given and (low or high):
-                    ends = [axis.at(value - low) if not axis.is_log or value > low else axis.start]
-                    ends.append(axis.at(value + high))
-                    self._whisker(
-                        ends, point[1] if letter == "x" else point[0], letter == "x", given
-                    )
+            self._line(trace, [point for point in points if point], up.at(0.0))
+        for axis, values in ((across, xs), (up, ys)):
+            given = trace.get(f"error_{axis.name[0]}") or {}
+            for value, point, error in zip(values, points, _errors(given, count), strict=False):
+                if point:
+                    self._whisker(axis, value, point[1 if axis.is_x else 0], error, given)
         if "markers" in mode:
             self._markers(points, look)
         if "text" in mode:
+            texts = _each(trace.get("text"), count, "")
             places = _each(trace.get("textposition"), count, "top center")
             reach = [float(size or 6) / 2 + 4 for size in _each(look.get("size"), count, 6)]
-            for point, text, place, far in zip(
-                points, _each(trace.get("text"), count, ""), places, reach, strict=True
-            ):
+            for point, text, place, far in zip(points, texts, places, reach, strict=True):
                 if point and text:
                     self._point_text(point, text, str(place), far)
+
+    def _line(
+        self, trace: Mapping[str, Any], points: Sequence[tuple[float, float]], floor: float
+    ) -> None:
+        """The line of a trace through points, and the area down to ``floor`` where it has one."""
+        line = trace.get("line") or {}
+        if line.get("shape") == "hv" and points:
+            following = [*points[1:], points[-1]]
+            pairs = zip(points, following, strict=True)
+            points = [corner for (a, b), (c, _) in pairs for corner in ((a, b), (c, b))]
+        drawn = _thinned(list(points))
+        if drawn and trace.get("fill") == "tozeroy":
+            ring = [(drawn[0][0], floor), *drawn, (drawn[-1][0], floor)]
+            self.canvas.line(ring, **_fill(line.get("color", TEXT), 0.4), stroke="none")
+        if len(drawn) > 1:
+            self.canvas.line(drawn, **_line_look(line, 2))
 
     def _markers(
         self, points: Sequence[tuple[float, float] | None], look: Mapping[str, Any]
@@ -815,27 +843,6 @@ class _Image:
                     )
                     self.canvas.path(box, fill=_mix(scale, (value - low) / ((high - low) or 1)))
 
-    def _waterfall(self, trace: Mapping[str, Any], across: _Axis, up: _Axis) -> None:
-        flat = trace.get("orientation") == "h"
-        values, places = (across, up) if flat else (up, across)
-        steps = _waterfall_steps(trace)
-        marks = _values(trace["y" if flat else "x"])
-        texts = _each(trace.get("text"), len(steps), "")
-        last: float | None = None
-        for (start, end, kind), place, text in zip(steps, marks, texts, strict=True):
-            look = (trace.get(kind) or {}).get("marker") or {}
-            low, high = sorted(places.at(place + side * 0.36) for side in (-1, 1))
-            first, final = sorted((values.at(start), values.at(end)))
-            box = (first, low, final, high) if flat else (low, first, high, final)
-            self.canvas.path(_rectangle(*box), **_fill(look.get("color", TEXT)))
-            if last is not None:
-                ends = [(values.at(start), last), (values.at(start), low)]
-                self.canvas.line(ends if flat else [(b, a) for a, b in ends], stroke=GRID)
-            last = high
-            bar = _Bar(trace, 0, place, 0.0, 1.0, start, end)
-            if text:
-                self._bar_text(bar, box, str(text), flat)
-
     # Boxes of a call tree.
 
     def _icicle(self, trace: Mapping[str, Any]) -> None:
@@ -871,7 +878,7 @@ class _Image:
                 width, height = _size(text, 11.5)
                 if width < high - low - 4 and height < tall - 2:
                     at = ((low + high) / 2, top + tall * (level + 0.5))
-                    self.canvas.text(*at, text, anchor="middle", size=11.5, colour=ink[name])
+                    self.canvas.text(*at, text, anchor="middle", size=11.5, fill=ink[name])
                     break
 
     # What stands over and beside the plots.
@@ -888,16 +895,15 @@ class _Image:
         return axis.at(value)
 
     def _shapes(self) -> None:
-        for shape in self.layout.get("shapes") or []:
-            line = shape.get("line") or {}
-            xs = [self._where(shape.get("xref"), "x", shape[end]) for end in ("x0", "x1")]
-            ys = [self._where(shape.get("yref"), "y", shape[end]) for end in ("y0", "y1")]
-            look = {
-                "stroke": line.get("color", TEXT),
-                "stroke-width": float(line.get("width", 1)),
-                "stroke-dasharray": _DASHES.get(line.get("dash", "")),
-            }
-            self.canvas.line(zip(xs, ys, strict=True), **look)
+        for shape in self.shapes:
+            ends = [
+                tuple(
+                    self._where(shape.get(f"{letter}ref"), letter, shape[f"{letter}{end}"])
+                    for letter in "xy"
+                )
+                for end in (0, 1)
+            ]
+            self.canvas.line([(x, y) for x, y in ends], **_line_look(shape.get("line") or {}, 1))
 
     def _annotations(self) -> None:
         for note in self.layout.get("annotations") or []:
@@ -914,16 +920,14 @@ class _Image:
             y = at[1] - float(note.get("yshift") or 0)
             anchors = {"left": "start", "right": "end", "center": "middle"}
             font = note.get("font") or {}
-            size = float(font.get("size") or SIZE)
-            colour = font.get("color")
             self.canvas.text(
                 x,
                 y,
                 note.get("text", ""),
                 anchor=anchors.get(note.get("xanchor", "center"), "middle"),
                 vertical={"top": 0.0, "bottom": 1.0}.get(note.get("yanchor", ""), 0.5),
-                size=size,
-                colour=colour,
+                size=float(font.get("size") or SIZE),
+                fill=font.get("color"),
             )
 
     def _legend_entries(self) -> list[tuple[str, Mapping[str, Any] | None]]:
@@ -971,31 +975,28 @@ class _Image:
             if trace is None:
                 self.canvas.text(x, y, name)
                 continue
-            look = trace.get("marker") or {}
             if trace["type"] == "bar":
                 box = (x, y - 6, x + 20, y + 6)
-                colour = _each(look.get("color"), 1)[0]
-                edge = look.get("line") or {}
-                has_edge = _each(edge.get("width"), 1, 0)[0]
-                stroke = {"stroke": _each(edge.get("color"), 1)[0]} if has_edge else {}
-                self.canvas.path(_rectangle(*box), **_fill(colour), **stroke)
-                shape = _each((look.get("pattern") or {}).get("shape"), 1, "")[0]
-                if shape:
-                    self.canvas.path(_hatch(*box, shape), **_stroke(HATCH))
+                (look,) = _bar_looks(trace, 1)
+                self.canvas.path(_rectangle(*box), **dict(look.paint))
+                if look.pattern:
+                    self.canvas.path(_hatch(*box, look.pattern), **_stroke(look.ink))
             else:
-                line = trace.get("line") or {}
-                if "lines" in trace.get("mode", "lines"):
-                    dash = {"stroke-dasharray": _DASHES.get(line.get("dash", ""))}
-                    width = {"stroke-width": float(line.get("width", 2))}
-                    self.canvas.line(
-                        [(x, y), (x + 24, y)], stroke=line.get("color", TEXT), **dash, **width
-                    )
-                if "markers" in trace.get("mode", "lines"):
-                    first = {key: _each(look.get(key), 1)[0] for key in ("color", "symbol")}
-                    small = min(float(_each(look.get("size"), 1, 8)[0]), 11.0)
-                    own = {**look, **{k: v for k, v in first.items() if v}, "size": small}
-                    self._markers([(x + 12, y)], own)
+                mode, marker = trace.get("mode", "lines"), trace.get("marker") or {}
+                if "lines" in mode:
+                    line = _line_look(trace.get("line") or {}, 2)
+                    self.canvas.line([(x, y), (x + 24, y)], **line)
+                if "markers" in mode:
+                    first = {key: _each(marker.get(key), 1)[0] for key in ("color", "symbol")}
+                    size = min(float(_each(marker.get("size"), 1, 8)[0]), 11.0)
+                    first = {key: value for key, value in first.items() if value}
+                    self._markers([(x + 12, y)], {**marker, **first, "size": size})
             self.canvas.text(x + 30, y, name)
+
+
+def _along(trace: Mapping[str, Any], across: _Axis, up: _Axis) -> tuple[_Axis, _Axis]:
+    """The axis along which the bars of a trace are long, and the one of their places."""
+    return (across, up) if trace.get("orientation") == "h" else (up, across)
 
 
 def _drawable(value: Any) -> bool:
@@ -1024,22 +1025,6 @@ def _errors(given: Mapping[str, Any] | None, count: int) -> list[tuple[float, fl
     up = _each(given.get("array"), count, 0.0)
     down = up if given.get("arrayminus") is None else _each(given.get("arrayminus"), count, 0.0)
     return [(float(a or 0), float(b or 0)) for a, b in zip(down, up, strict=True)]
-
-
-def _waterfall_steps(trace: Mapping[str, Any]) -> list[tuple[float, float, str]]:
-    """Start, end and kind of each step."""
-    flat = trace.get("orientation") == "h"
-    level, steps = 0.0, []
-    values = _values(trace["x" if flat else "y"])
-    for value, measure in zip(values, _values(trace["measure"]), strict=True):
-        if measure == "relative":
-            kind = "increasing" if value >= 0 else "decreasing"
-            steps.append((level, level + value, kind))
-            level += value
-        else:
-            level = value
-            steps.append((0.0, level, "totals"))
-    return steps
 
 
 def _dice(

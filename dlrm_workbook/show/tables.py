@@ -181,6 +181,16 @@ COLUMNS = {
 }
 """What a column's name does not say by itself."""
 
+
+def chosen_columns(names: str, **looks: str | Column) -> dict[str, str | Column]:
+    """Columns for :func:`show` in order, their names separated by spaces.
+
+    Args:
+        looks: of those that have another title or format here than everywhere.
+    """
+    return {name: looks.get(name, "") for name in names.split()}
+
+
 UNITS_OF_FRAMES = {"exclusive": "unit", "inclusive": "unit", "launches": "per"}
 """Columns whose unit is an attribute of their frame."""
 
@@ -205,7 +215,7 @@ def show(
     most: int = FIRST,
     instead: Text | None = None,
     whole: Path | None = None,
-) -> Table | Text:
+) -> TextTable | Text:
     """The frame as a table; in its place ``instead`` or the reason, if it has no rows.
 
     Args:
@@ -222,7 +232,7 @@ def show(
         InputError: ``whole`` cannot be written.
     """
     if frame.empty:
-        return instead or (absent(frame) if _reason(frame) else Table([], []))
+        return instead or (absent(frame) if _reason(frame) else TextTable([], []))
     chosen = _default_columns(frame) if columns is None else columns
     rows = frame.head(BESIDE if whole else KEPT)
     titles: list[str] = []
@@ -254,7 +264,7 @@ def show(
     if file is not None:
         write_csv(file, frame)
     total = len(frame)
-    return Table(titles, cells, words, marks, exact=exact, most=most, total=total, file=file)
+    return TextTable(titles, cells, words, marks, exact=exact, most=most, total=total, file=file)
 
 
 def write_csv(path: Path, frame: pd.DataFrame) -> None:
@@ -403,7 +413,7 @@ def _settings(change: str | Mapping[str, Any]) -> str:
     return ", ".join(f"{name}: {value}" for name, value in change.items())
 
 
-def measure(value: Any, unit: str = "") -> str:
+def measure_text(value: Any, unit: str = "") -> str:
     """A value with its unit: ``measure(0.5, "share")`` is ``50.0%``; words as they are."""
     if _missing(value):
         return NOT_MEASURED
@@ -456,7 +466,7 @@ FORMATS: dict[str, Formatter] = {
     "judged": _each(yes_or_no, words=True),
     "line": _each(lambda line: str(line) if line else NOTHING),
     "loss": _each("{:.6f}".format),
-    "measure": each_row(measure, words=True),
+    "measure": each_row(measure_text, words=True),
     "measured": each_row(lambda value: known_or(value, digits, NOT_MEASURED)),
     "number": lambda values: (column(values), False),
     "operator": each_row(_operator, words=True),
@@ -517,7 +527,7 @@ def signed(values: Sequence[float] | pd.Series) -> list[str]:
     return cells
 
 
-class Table:
+class TextTable:
     """Rows of text, shown by notebooks as a table; numbers to the right, words to the left.
 
     Args:
@@ -633,7 +643,7 @@ class Text:
         return self.markdown
 
 
-LEVELS = {"green": "Reliable", "amber": "Use with care", "red": "Unreliable"}
+QUALITY_LEVELS = {"green": "Reliable", "amber": "Use with care", "red": "Unreliable"}
 """Level of a :class:`Quality` to the words that stand before its sentence."""
 
 
@@ -642,7 +652,7 @@ class Quality:
     """What the figures of a page are good for; pages show it as one line below the headline.
 
     Attributes:
-        level: a key of :data:`LEVELS`.
+        level: a key of :data:`QUALITY_LEVELS`.
         sentence: Markdown without headings that says why, and what the figures can be used for.
     """
 
@@ -652,12 +662,14 @@ class Quality:
     MIME: ClassVar[str] = "application/vnd.dlrm.quality+json"
 
     def __post_init__(self) -> None:
-        if self.level not in LEVELS:
-            raise ValueError(f"level is {self.level!r}, expected one of {', '.join(LEVELS)}")
+        if self.level not in QUALITY_LEVELS:
+            raise ValueError(
+                f"level is {self.level!r}, expected one of {', '.join(QUALITY_LEVELS)}"
+            )
         object.__setattr__(self, "sentence", without_html(self.sentence))
 
     def _repr_mimebundle_(self, **_: object) -> dict[str, Any]:
-        text = f"**{LEVELS[self.level]}.** {self.sentence}"
+        text = f"**{QUALITY_LEVELS[self.level]}.** {self.sentence}"
         data = {"level": self.level, "sentence": self.sentence}
         return {self.MIME: data, "text/markdown": text, "text/plain": text}
 

@@ -79,7 +79,7 @@ def components_of(held: Iterable[str], *apart: str) -> list[str]:
 PATTERNS = {"forward": "", "backward": "/", "update": "x"}
 """Phase to the pattern over the component's colour."""
 
-COMPUTE = "#6F8FAF"
+COMPUTE_COLOUR = "#6F8FAF"
 """All that is not data, where the parts are not told apart."""
 
 INK = "#767B82"
@@ -88,7 +88,7 @@ INK = "#767B82"
 SLOWER, SAME, FASTER = "#C8402F", "#8A8F96", "#2F74B5"
 """Ends and middle of the scale of differences; apart for readers with colour deficiencies."""
 
-PREDICTED = "#8D5FC0"
+PREDICTED_COLOUR = "#8D5FC0"
 """What was foretold, beside what was measured."""
 
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x")
@@ -294,7 +294,7 @@ def plotly_js() -> str:
     return str(get_plotlyjs()).replace("</script", "<\\/script")
 
 
-def escaped(text: str) -> str:
+def plotly_text(text: str) -> str:
     """A name as plotly.js draws it: neither tags nor entities in it are read."""
     return text.replace("&", "&amp;").replace("<", "&lt;")
 
@@ -320,13 +320,13 @@ WATERFALL: dict[str, Any] = {
 
 # Axes: labelled rows, rows in groups, round numbers on a logarithmic scale.
 
-Numbers = Sequence[float] | pd.Series
+Lengths = Sequence[float] | pd.Series
 
 
 def lines_of(text: str, width: int) -> str:
     """A label broken into lines between words; a longer word keeps a line of its own."""
     pieces = textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
-    return "<br>".join(escaped(piece) for piece in pieces)
+    return "<br>".join(plotly_text(piece) for piece in pieces)
 
 
 def label_rows(
@@ -365,7 +365,7 @@ def text_inside(colour: str) -> dict[str, Any]:
 
 def add_bars(
     target: go.Figure,
-    x: Numbers,
+    x: Lengths,
     y: Sequence[Any] | pd.Series,
     name: str,
     look: str | dict[str, Any],
@@ -486,7 +486,7 @@ def stacked_bars(
             colour,
             f"%{{customdata[1]}}{name}: %{{customdata[0]:,.3g}} {unit}, %{{customdata[2]:.1%}}",
             customdata=[
-                (value, f"{escaped(str(row))}<br>" if str(row) else "", part)
+                (value, f"{plotly_text(str(row))}<br>" if str(row) else "", part)
                 for row, value, part in zip(table.index, values, parts, strict=True)
             ],
             text=[f"{part:.0%}" if (shares or texts) and part >= 0.06 else "" for part in parts],
@@ -540,7 +540,7 @@ def add_spans(
         rows: lane to its place, as :func:`label_rows` labels it.
         more: properties of plotly's trace.
     """
-    labels = [wrapped(escaped(label)) for label in spans["label"]]
+    labels = [wrapped(plotly_text(label)) for label in spans["label"]]
     # one text for all spans, since thousands of the same one make a large notebook
     text = {"meta": labels[:1]} if len(set(labels)) == 1 else {"hovertext": labels}
     target.add_trace(
@@ -549,7 +549,7 @@ def add_spans(
             x=spans["duration_ms"],
             y=spans["lane"].map(rows).to_numpy(),
             orientation="h",
-            name=escaped(name),
+            name=plotly_text(name),
             marker=look,
             # of a bar with a base, plotly's x is where the bar ends
             customdata=spans[["spans", "duration_ms"]].to_numpy(float),
@@ -634,7 +634,7 @@ def icicle(
         if float(widths[row.id]) < least:
             widths[row.id] = np.nextafter(np.float32(least), np.float32(np.inf))
         children[row.parent] = children.get(row.parent, 0.0) + float(widths[row.id])
-    labels = [escaped(short_name(label, TREE_NAME)) for label in tree["label"]]
+    labels = [plotly_text(short_name(label, TREE_NAME)) for label in tree["label"]]
     result = figure(title, height)
     result.add_trace(
         go.Icicle(
@@ -697,7 +697,7 @@ def add_headings(target: go.Figure, groups: Iterable[tuple[float, str]]) -> None
 
 def add_ends(
     target: go.Figure,
-    ends: Numbers,
+    ends: Lengths,
     places: Sequence[float] | Sequence[str],
     texts: Sequence[str],
     log: bool = False,
@@ -733,7 +733,7 @@ def mark_one(
 
 
 def error_bars(
-    low: Numbers, mid: Numbers, high: Numbers, colour: str = INK, thickness: float = 1.5
+    low: Lengths, mid: Lengths, high: Lengths, colour: str = INK, thickness: float = 1.5
 ) -> dict[str, Any]:
     """``error_x`` or ``error_y`` from ``low`` to ``high``; no bar where an end is not known."""
     beyond = [_reach(end - middle) for end, middle in zip(high, mid, strict=True)]

@@ -8,7 +8,7 @@ import plotly.graph_objects as go
 from dlrm_workbook.ground.units import digits
 from dlrm_workbook.show.theme import (
     COLOURS,
-    COMPUTE,
+    COMPUTE_COLOUR,
     INK,
     add_bars,
     add_points,
@@ -21,7 +21,7 @@ from dlrm_workbook.show.theme import (
 MIB = 1 << 20
 
 
-def memory_forecast(forecast: pd.DataFrame) -> go.Figure:
+def memory_bars(forecast: pd.DataFrame) -> go.Figure:
     """What a run will allocate, largest on top.
 
     Args:
@@ -52,10 +52,9 @@ def _add_line(
     *,
     mode: str = "lines+markers",
     row: int = 1,
-    width: float = 2.5,
 ) -> None:
     """A column of the table over its iterations; ``hover`` is plotly's template."""
-    look = {"line": {"color": colour, "width": width}, "marker": {"color": colour, "size": 7}}
+    look = {"line": {"color": colour, "width": 2.5}, "marker": {"color": colour, "size": 7}}
     at = {"row": row, "col": 1} if row > 1 else {}
     add_points(target, table["iteration"], table[column], name, hover, at=at, mode=mode, **look)
 
@@ -79,7 +78,8 @@ def loss_curve(iterations: pd.DataFrame, intervals: pd.DataFrame) -> go.Figure:
     """
     result = figure("Loss over the run", 380, legend=True)
     hover = "iteration %{x}: loss %{y:.6f}"
-    _add_line(result, iterations, "loss", "each iteration", COMPUTE, hover, mode="lines", width=1.3)
+    _add_line(result, iterations, "loss", "each iteration", COMPUTE_COLOUR, hover, mode="lines")
+    result.data[0].line.width = 1.3
     name, hover = "mean since the mark before", "up to iteration %{x}: mean loss %{y:.6f}"
     _add_line(result, intervals, "loss", name, COLOURS["optimizer"], hover)
     result.update_xaxes(title="iteration")
@@ -97,7 +97,7 @@ def learning_rate(planned: pd.DataFrame, intervals: pd.DataFrame) -> go.Figure:
     result = figure("Learning rate", 320, legend=True)
     hover = "iteration %{x:,}: learning rate %{y:.4g}"
     used = "used by the last update of an interval"
-    _add_line(result, planned, "learning_rate", "planned", COMPUTE, hover, mode="lines")
+    _add_line(result, planned, "learning_rate", "planned", COMPUTE_COLOUR, hover, mode="lines")
     colour = COLOURS["optimizer"]
     _add_line(result, intervals, "learning_rate", used, colour, hover, mode="markers")
     result.update_xaxes(title="iteration")
@@ -137,7 +137,7 @@ def learning_curve(
                 col=1,
             )
     for table, name, colour in (
-        (intervals, "loss on training data, mean of an interval", COMPUTE),
+        (intervals, "loss on training data, mean of an interval", COMPUTE_COLOUR),
         (evaluations, "loss on test data", COLOURS["loss"]),
     ):
         hover = f"iteration %{{x:,}}: {name} %{{y:.5f}}"
@@ -154,7 +154,7 @@ def training_speed(intervals: pd.DataFrame) -> go.Figure:
     """
     result = _two_rows("Speed over the run", "ms per iteration", "samples per second")
     for column, name, colour in (
-        ("compute_ms_per_iteration", "compute", COMPUTE),
+        ("compute_ms_per_iteration", "compute", COMPUTE_COLOUR),
         ("data_ms_per_iteration", "data", COLOURS["data"]),
     ):
         hover = f"up to iteration %{{x}}: {name} %{{y:,.2f}} ms"

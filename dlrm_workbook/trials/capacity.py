@@ -11,7 +11,7 @@ from dlrm_core.base.files import plain
 from dlrm_core.base.text import format_bytes
 from dlrm_core.config import load_parameters
 from dlrm_workbook.analysis.capacity import CUDA_CONTEXT_BYTES, Capacity, capacity_here
-from dlrm_workbook.show.tables import Table, Text, show
+from dlrm_workbook.show.tables import Text, TextTable, show
 
 LARGEST_SHOWN = 30
 """Lines of the forecast that are printed; smaller items are summed."""
@@ -30,7 +30,7 @@ def command_capacity(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def items_table(found: Capacity) -> Table | Text:
+def items_table(found: Capacity) -> TextTable | Text:
     """The largest items, each with where it lies and when it is alive."""
     items = pd.DataFrame([vars(item) for item in found.items])
     items = items.sort_values("bytes", ascending=False, kind="stable")

@@ -34,7 +34,7 @@ import numpy as np
 
 from dlrm_core.base.errors import InputError
 from dlrm_core.config import SECTIONS, load_parameters, parameters_from_sections
-from dlrm_workbook.analysis.inspect import inspect
+from dlrm_workbook.analysis.inspect import inspect_recording
 from dlrm_workbook.recordings.open import open_recording
 from dlrm_workbook.trials.sweep.plan import sweep_points
 from tests import fuzz_database, gpu_trace
@@ -211,7 +211,7 @@ def trace_file(rng: random.Random, folder: Path) -> Path:
 
 def read_recording(path: Path) -> None:
     """Read a recording as ``dlrm inspect`` does."""
-    json.dumps(inspect(open_recording(path)))
+    json.dumps(inspect_recording(open_recording(path)))
 
 
 # ---- checkpoints ----------------------------------------------------------------------

@@ -6,7 +6,7 @@ import torch
 
 from dlrm_core.config import parameters_from_sections
 from dlrm_core.data.loader import make_generator
-from dlrm_core.data.reuse import WHOLE, WINDOW, ReuseLaw
+from dlrm_core.data.reuse import FULL_ROWS, WINDOW, ReuseLaw
 
 # embedding_bag/2022/locality_stats.txt of facebookresearch/dlrm_datasets, first file: shares of
 # the rows and of the lookups by how often a row comes up, (0, 1], (1, 2], (2, 4], ... 32768+
@@ -42,7 +42,7 @@ def test_a_window_has_the_published_histograms(rows):
 
 
 def test_a_smaller_table_is_a_smaller_copy():
-    counts = drawn(WHOLE // 10, WINDOW // 10)
+    counts = drawn(FULL_ROWS // 10, WINDOW // 10)
     assert counts.mean() == pytest.approx(12.7, rel=0.03)
     assert (counts == 1).mean() == pytest.approx(0.342, abs=0.02)
     assert (counts == 1).sum() / counts.sum() == pytest.approx(0.027, abs=0.002)
@@ -56,7 +56,7 @@ def test_expected_figures_are_those_of_draws(rows):
 
 
 def test_draws_at_the_ends_stay_in_the_table():
-    for rows in (1, 3, 1000, WHOLE, 2**31):
+    for rows in (1, 3, 1000, FULL_ROWS, 2**31):
         edges = torch.from_numpy(np.append(ReuseLaw(rows).shares.cumsum()[:-1], 1.0 - 2.0**-53))
         found = ReuseLaw(rows).rows(torch.cat([torch.zeros(1, dtype=torch.float64), edges]))
         assert found.min() == 0 and found.max() <= rows - 1
@@ -67,7 +67,7 @@ def test_a_batch_of_the_generator_has_the_share_of_different_rows():
     """The source's batch, a quarter of it: 1,783,203 / 4 lookups in a table."""
     parameters = parameters_from_sections(
         {
-            "model": {"bottom_mlp": "2-4", "embedding_dim": 4, "table_rows": [WHOLE // 4, 7]},
+            "model": {"bottom_mlp": "2-4", "embedding_dim": 4, "table_rows": [FULL_ROWS // 4, 7]},
             "data": {"generator": "reuse", "indices_per_lookup": 14, "fixed_pooling": True},
             "training": {"batch_size": WINDOW // 4 // 14, "seed": 3},
         }

@@ -43,7 +43,7 @@ from dlrm_studies.bench.cases import (
     why_no_bf16x2,
 )
 from dlrm_studies.bench.command import exit_status
-from dlrm_studies.bench.measure import Plan, run_plan
+from dlrm_studies.bench.measure import BenchEffort, BenchPlan, Others, run_plan
 from dlrm_studies.bench.rows import cache_flush, row_access_ms, why_no_accesses
 from dlrm_workbook.cli import main
 from dlrm_workbook.evidence.contestants import WARMUP, Run, compare, cores_of, describe
@@ -232,7 +232,7 @@ def with_tiles(monkeypatch):
 
 def test_goals_are_of_shapes_and_contestants_that_exist(with_tiles):
     seed = load_parameters("parameters/seed.yaml")
-    names = set(Plan(seed, tuned_of(seed), ["bf16"]).contestants)
+    names = set(BenchPlan(seed, tuned_of(seed), Others(["bf16"])).contestants)
     for shape, goals in GOALS.items():
         assert shape in SHAPES and set(goals) <= names
 
@@ -254,7 +254,10 @@ def test_tuning_keeps_the_law_of_the_data():
 def test_an_option_of_a_shape_is_for_the_tuned_ones_alone():
     (case,) = shape_cases("8x1M-10-b16384")
     seed = load_parameters("parameters/seed.yaml")
-    found = {n: of_case(n, p, case) for n, p in Plan(seed, seed, ["bf16"]).contestants.items()}
+    found = {
+        n: of_case(n, p, case)
+        for n, p in BenchPlan(seed, seed, Others(["bf16"])).contestants.items()
+    }
     assert {n: p.training.micro_batch for n, p in found.items()} == {
         "plain": None,
         "fp32": 4096,
@@ -265,7 +268,7 @@ def test_an_option_of_a_shape_is_for_the_tuned_ones_alone():
 
 def test_every_option_is_switched_off_once_and_the_ladder_leads_to_tuned():
     seed = load_parameters("parameters/seed.yaml")
-    tuned = Plan(seed, tuned_of(seed), ["bf16"]).contestants["bf16"]
+    tuned = BenchPlan(seed, tuned_of(seed), Others(["bf16"])).contestants["bf16"]
     leaves = [leaf for leaf in changed_leaves(seed, tuned) if leaf not in NEUTRAL]
     variants = ablated(seed, tuned, "bf16")
     # the fused dense part's products and itself are one step
@@ -291,7 +294,12 @@ def test_every_option_is_switched_off_once_and_the_ladder_leads_to_tuned():
 
 def plan(**changes):
     given = {"rounds": 2, "iterations": 2, "plain": both()["plain"], "tuned": both()["tuned"]}
-    return Plan(**{**given, **changes})
+    given |= changes
+    groups = {
+        group: kind(**{name: given.pop(name) for name in vars(kind()) if name in given})
+        for group, kind in (("others", Others), ("effort", BenchEffort))
+    }
+    return BenchPlan(**given, **groups)
 
 
 def endless(count):

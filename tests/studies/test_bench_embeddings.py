@@ -19,7 +19,7 @@ from dlrm_core.model import ClickLoss, build_model
 from dlrm_core.step import TrainingStep
 from dlrm_studies.bench import embeddings as bench
 from dlrm_studies.bench import torchrec as bench_torchrec
-from dlrm_studies.bench.embeddings import GROUPS, UPDATES, EmbeddingCase, groups_of
+from dlrm_studies.bench.embeddings import CASE_GROUPS, UPDATES, EmbeddingCase, groups_of
 from dlrm_workbook.evidence.contestants import run_ours
 
 CASE = EmbeddingCase("small", "sgd", 3, 16, targets=(("facebook", 5.0),))
@@ -50,7 +50,7 @@ TOTALS = {"facebook": 100.0, "torch": 90.0, "fbgemm": 50.0, "fused": 20.0, "memo
 
 
 def test_everyone_takes_a_turn_at_being_first_and_ratios_are_of_rounds():
-    ledger, order = bench.open_ledger(None, 4, False), []
+    ledger, order = bench.open_embedding_ledger(None, 4, False), []
     bench.run_group(ledger, [CASE], 1, 5, run=fake_run(TOTALS, order))
     assert [order[5 * n] for n in range(5)] == ["facebook", "torch", "fbgemm", "fused", "memory"]
     (row,) = ledger.entries
@@ -60,29 +60,29 @@ def test_everyone_takes_a_turn_at_being_first_and_ratios_are_of_rounds():
     assert row["share_of_row_accesses"]["total_ms"]["median"] == pytest.approx(0.75)
     assert row["targets"] == [{"against": "facebook", "wanted": 5.0, "reached": 5.0}]
     assert row["agree"] and not row["failures"]
-    text = bench.describe(row)
+    text = bench.describe_embeddings(row)
     assert "fused is 5.00x faster (5.00x to 5.00x) than facebook, wanted 5.0x" in text
     assert "75% of the pace of bare accesses" in text
 
 
 def test_rows_in_two_bytes_are_held_against_bare_accesses_of_as_many():
-    case = GROUPS["narrow"][0]
+    case = CASE_GROUPS["narrow"][0]
     totals = {"facebook": 100.0, "fbgemm": 50.0, "fused": 20.0, "memory": 15.0}
     totals |= {"fused bf16": 12.5, "memory bf16": 10.0}
     near, far = np.full((3, 2), 1.02, np.float32), np.full((3, 2), 1.06, np.float32)
     for rows, same in ((near, True), (far, False)):
-        ledger = bench.open_ledger(None, 4, False)
+        ledger = bench.open_embedding_ledger(None, 4, False)
         bench.run_group(ledger, [case], 1, 1, run=fake_run(totals, results={"fused bf16": rows}))
         (row,) = ledger.entries
         assert row["agree"] is same
     assert row["share_of_row_accesses"]["total_ms"]["median"] == pytest.approx(0.8)
     assert [target["reached"] for target in row["targets"]] == [8.0, 4.0]
     assert "memory bf16" not in row["ratios"]["fused bf16"]
-    assert "fused bf16 is 8.00x faster than facebook, wanted 5.0x" in bench.describe(row)
+    assert "fused bf16 is 8.00x faster than facebook, wanted 5.0x" in bench.describe_embeddings(row)
 
 
 def test_a_machine_that_slows_down_does_not_change_the_ratio():
-    ledger = bench.open_ledger(None, 4, False)
+    ledger = bench.open_embedding_ledger(None, 4, False)
     for rounds, slower in ((1, 1.0), (2, 3.0), (3, 9.0)):
         slow = {name: time_ms * slower for name, time_ms in TOTALS.items()}
         bench.run_group(ledger, [CASE], 1, rounds, run=fake_run(slow))
@@ -91,19 +91,19 @@ def test_a_machine_that_slows_down_does_not_change_the_ratio():
 
 def test_going_on_measures_only_the_rounds_that_lack(tmp_path):
     file, order = tmp_path / "e.json", []
-    ledger = bench.open_ledger(file, 4, False)
+    ledger = bench.open_embedding_ledger(file, 4, False)
     bench.run_group(ledger, [CASE], 1, 2, run=fake_run(TOTALS, order))
-    again = bench.open_ledger(file, 4, False, resume=True)
+    again = bench.open_embedding_ledger(file, 4, False, resume=True)
     bench.run_group(again, [CASE], 1, 3, run=fake_run(TOTALS, order))
     assert len(order) == 15
     bench.run_group(again, [CASE], 2, 1, run=fake_run(TOTALS, order))
     assert [(row["threads"], len(row["rounds"])) for row in again.entries] == [(1, 3), (2, 1)]
     with pytest.raises(InputError, match="was begun with iterations 4, but now it is 8"):
-        bench.open_ledger(file, 8, False, resume=True)
+        bench.open_embedding_ledger(file, 8, False, resume=True)
     written = json.loads(file.read_text())
     file.write_text(json.dumps(written | {"versions": {"torch": "1.0"}}))
     with pytest.raises(InputError, match=r"was begun with versions\.torch"):
-        bench.open_ledger(file, 4, False, resume=True)
+        bench.open_embedding_ledger(file, 4, False, resume=True)
 
 
 @pytest.mark.parametrize(
@@ -116,12 +116,12 @@ def test_going_on_measures_only_the_rounds_that_lack(tmp_path):
     ],
 )
 def test_who_computes_something_else_is_found(found, same):
-    ledger = bench.open_ledger(None, 4, False)
+    ledger = bench.open_embedding_ledger(None, 4, False)
     run = fake_run(TOTALS, results={"fused": found})
     bench.run_group(ledger, [CASE], 1, 1, run=run)
     (row,) = ledger.entries
     assert row["agree"] is same
-    assert ("NOT the same results" in bench.describe(row)) is not same
+    assert ("NOT the same results" in bench.describe_embeddings(row)) is not same
 
 
 def test_one_lost_step_of_a_row_is_no_rounding():
@@ -131,27 +131,27 @@ def test_one_lost_step_of_a_row_is_no_rounding():
 
 
 def test_who_fails_is_named_and_the_others_are_compared():
-    ledger = bench.open_ledger(None, 4, False)
+    ledger = bench.open_embedding_ledger(None, 4, False)
     totals = TOTALS | {"fbgemm": InputError("pip install fbgemm-gpu-cpu")}
     bench.run_group(ledger, [CASE], 1, 2, run=fake_run(totals))
     (row,) = ledger.entries
     assert row["failures"] == {"fbgemm": "pip install fbgemm-gpu-cpu"}
     assert "fbgemm" not in row["contestants"] and "fbgemm" not in row["ratios"]["fused"]
-    assert "fbgemm did not run: pip install" in bench.describe(row)
+    assert "fbgemm did not run: pip install" in bench.describe_embeddings(row)
 
 
 def test_the_contention_study_compares_the_papers_updates():
-    study = GROUPS["contention"]
+    study = CASE_GROUPS["contention"]
     assert all(case.contestants == UPDATES == tuple(case.contestants) for case in study)
     assert {case.skew is None for case in study} == {True, False}
     assert {case.reuse for case in study} == {True, False}
-    ledger = bench.open_ledger(None, 4, False)
+    ledger = bench.open_embedding_ledger(None, 4, False)
     totals = {"naive": 60.0, "atomic": 90.0, "locked": 30.0, "race_free": 10.0}
     bench.run_group(ledger, study[:1], 2, 1, run=fake_run(totals))
     (row,) = ledger.entries
     assert row["ratios"]["race_free"]["atomic"]["median"] == pytest.approx(9.0)
     assert row["share_of_row_accesses"] is None
-    assert "race_free is 6.00x" in bench.describe(row)
+    assert "race_free is 6.00x" in bench.describe_embeddings(row)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_unknown_groups_are_refused(names, message):
 
 
 def test_groups_share_their_contestants_and_names_are_one_cases_only():
-    names = [case.name for group in GROUPS.values() for case in group]
+    names = [case.name for group in CASE_GROUPS.values() for case in group]
     assert len(names) == len(set(names))
     for group in groups_of("all").values():
         assert len({case.contestants for case in group}) == 1
@@ -189,7 +189,7 @@ def test_real_contestants_compute_the_same(monkeypatch):
     ]
     group = [dataclasses.replace(case, contestants=tuple(names)) for case in group]
     monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
-    ledger = bench.open_ledger(None, 2, False)
+    ledger = bench.open_embedding_ledger(None, 2, False)
     bench.run_group(ledger, group, 1, 1)
     for row in ledger.entries:
         assert row["agree"] and not row["failures"]
@@ -197,7 +197,7 @@ def test_real_contestants_compute_the_same(monkeypatch):
         assert all(figures["total_ms"] > 0 for figures in row["contestants"].values())
         sorts = {name for name, figures in row["contestants"].items() if "sort_ms" in figures}
         assert sorts == ({"fused"} if row["optimizer"] == "rowwise_adagrad" else set())
-        assert ("sorting alone, timed apart: " in bench.describe(row)) is bool(sorts)
+        assert ("sorting alone, timed apart: " in bench.describe_embeddings(row)) is bool(sorts)
         assert row["differences"][0].keys() == set(names) - {"facebook", "memory"}
 
 

@@ -23,12 +23,18 @@ from dlrm_studies.bench import notebook as benchmark
 from dlrm_studies.bench import show as benchmark_figures
 from dlrm_studies.bench.bare import judge_bare
 from dlrm_studies.bench.cases import GROWTH, growth_cases, shape_cases
-from dlrm_studies.bench.embeddings import GROUPS, KIND, SCHEMA, open_ledger, run_group
-from dlrm_studies.bench.measure import Plan, run_plan
+from dlrm_studies.bench.embeddings import (
+    CASE_GROUPS,
+    KIND,
+    SCHEMA,
+    open_embedding_ledger,
+    run_group,
+)
+from dlrm_studies.bench.measure import BenchEffort, BenchPlan, Others, run_plan
 from dlrm_studies.bench.shares import GATHERED
 from dlrm_workbook.evidence.contestants import WARMUP, Run, ratio
 from dlrm_workbook.runner.run import run_notebooks
-from dlrm_workbook.show.tables import Table, Text, show
+from dlrm_workbook.show.tables import Text, TextTable, show
 
 PEER = """
 import sys
@@ -65,16 +71,12 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> str:
         }
     )
     cases = [*shape_cases("8x1M-10,26x100k-10"), *growth_cases("batch,pooling")]
-    plan = Plan(
+    plan = BenchPlan(
         plain,
         tuned,
-        ["bf16"],
+        Others(["bf16"], tmp_path),
         cases,
-        peer=tmp_path,
-        rounds=2,
-        iterations=2,
-        ablation=True,
-        threads=[1, 2],
+        BenchEffort(rounds=2, iterations=2, ablation=True, threads=[1, 2]),
     )
     found = run_plan(plan, command="dlrm bench", run=timed)
     row = {"case": "8x1M-10", "contestant": "fp32", "threads": 1, "what": "dense", "ms": 10.0}
@@ -203,7 +205,7 @@ def test_one_round_has_no_interval_and_equal_losses_differ_by_0(document: dict[s
 def cells(frame: pd.DataFrame, columns: Any) -> list[dict[str, str]]:
     """Texts of a table's rows by its titles."""
     table = show(frame, columns)
-    assert isinstance(table, Table)
+    assert isinstance(table, TextTable)
     return [dict(zip(table.columns, row, strict=True)) for row in table.rows]
 
 
@@ -235,7 +237,7 @@ def test_the_notebook_shows_a_finished_benchmark(document: dict[str, Any], tmp_p
         "From plain to tuned, end to end",
         "Growth of the time per iteration, end to end",
     ]
-    tables = [value for value in shown if isinstance(value, Table)]
+    tables = [value for value in shown if isinstance(value, TextTable)]
     assert len(tables) >= 8
     for text in [*(t._repr_html_() for t in tables), *(f.to_json() for f in figures(shown))]:
         assert "nan" not in text.lower()
@@ -257,15 +259,15 @@ def embeddings_of(scale: dict[str, float], threads: int = 1) -> dict[str, Any]:
         times = {key: [scale[name]] for key in ("forward", "backward", "update")}
         return {case.name: times for case in group}
 
-    ledger = open_ledger(None, 1, False, "dlrm bench")
+    ledger = open_embedding_ledger(None, 1, False, "dlrm bench")
     for name in ("sgd", "contention"):
-        run_group(ledger, GROUPS[name], threads, 2, run=run)
+        run_group(ledger, CASE_GROUPS[name], threads, 2, run=run)
     return ledger.document
 
 
 def gain_of(document: dict[str, Any]) -> str:
     """The speed-up of ours over the first contestant of the first case."""
-    rows = cells(embedding_results.times(document), embedding_results.TIMES)
+    rows = cells(embedding_results.embedding_times(document), embedding_results.EMBEDDING_TIMES)
     return rows[0]["speed-up of ours"]
 
 
@@ -276,7 +278,7 @@ def test_embeddings_are_shown_as_multiples_of_ours(tmp_path: Path) -> None:
     assert sum(trace.x[0] for trace in backs.data) == pytest.approx(6.0)
     assert backs.layout.yaxis.ticktext[:2] == ("facebookresearch/dlrm", "torch")
     assert sum(trace.x[0] for trace in study.data) == pytest.approx(7.0)
-    first = cells(embedding_results.times(document), embedding_results.TIMES)[0]
+    first = cells(embedding_results.embedding_times(document), embedding_results.EMBEDDING_TIMES)[0]
     assert first["contestant"] == "facebookresearch/dlrm" and first["goal"] == "5.00x"
     assert gain_of(document).startswith("6.00x")
     gain = document["cases"][0]["ratios"]["fused"]["facebook"]
@@ -295,7 +297,7 @@ def test_embeddings_are_shown_as_multiples_of_ours(tmp_path: Path) -> None:
 
 
 def test_figures_of_next_to_nothing_can_be_drawn() -> None:
-    plan = Plan(both()["plain"], both()["tuned"], rounds=1, iterations=1)
+    plan = BenchPlan(both()["plain"], both()["tuned"], effort=BenchEffort(1, 1))
     found = run_plan(plan, run=timed)
     assert len(benchmark_figures.times_bars(analysis.times(found)).data) == 2
     assert benchmark_figures.ratio_dots(analysis.ratios(found)).data[0].x[0] == 1.0
@@ -306,12 +308,12 @@ def test_figures_of_next_to_nothing_can_be_drawn() -> None:
 
 
 def test_a_finished_benchmark_is_shown_with_the_embeddings_beside_it(tmp_path: Path) -> None:
-    plan = Plan(both()["plain"], both()["tuned"], rounds=1, iterations=1)
+    plan = BenchPlan(both()["plain"], both()["tuned"], effort=BenchEffort(1, 1))
     file = tmp_path / "step.json"
     run_plan(plan, file, run=timed)
     beside = {"kind": KIND, "schema": SCHEMA, "cases": [], "date": "now"}
     (tmp_path / "embeddings.json").write_text(json.dumps(beside))
-    found = benchmark.start(both()["plain"], tmp_path, results=str(file))
+    found = benchmark.start_benchmark(both()["plain"], tmp_path, results=str(file))
     assert found.embeddings == beside and found.plan is None
     assert found.document["cases"][0]["contestants"]
 
@@ -320,9 +322,9 @@ def test_a_file_that_is_no_benchmark_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "x.json"
     file.write_text('{"schema": 1}')
     with pytest.raises(InputError, match="no benchmark of this version"):
-        benchmark.start(both()["plain"], tmp_path, results=str(file))
+        benchmark.start_benchmark(both()["plain"], tmp_path, results=str(file))
     with pytest.raises(InputError, match="no such file"):
-        benchmark.start(both()["plain"], tmp_path, results=str(tmp_path / "none.json"))
+        benchmark.start_benchmark(both()["plain"], tmp_path, results=str(tmp_path / "none.json"))
     with pytest.raises(InputError, match="no such file"):
         embedding_results.read_embeddings(str(tmp_path / "none.json"))
 
@@ -330,7 +332,7 @@ def test_a_file_that_is_no_benchmark_is_refused(tmp_path: Path) -> None:
 def test_a_benchmark_in_which_nothing_ran_is_no_benchmark(tmp_path: Path) -> None:
     huge = {**SMALL["model"], "table_rows": [10**13]}
     broken = parameters_from_sections(SMALL | {"model": huge})
-    found = benchmark.start(broken, tmp_path, rounds=1, iterations=1, roofline=False)
+    found = benchmark.start_benchmark(broken, tmp_path, effort=BenchEffort(1, 1))
     assert found.plan is not None and found.plan.runs == 2
     with pytest.raises(InputError, match=r"nothing was measured: dlrm train: .*memory"):
         found.measure()

@@ -41,7 +41,7 @@ from dlrm_studies.scaling.model.published import (
     mlperf_scaling,
     parameters_of,
     published_scaling,
-    series,
+    published_series,
 )
 from dlrm_studies.scaling.model.record import (
     exchange_times,
@@ -432,7 +432,7 @@ def test_settings_say_what_a_program_exchanges_and_waits_for() -> None:
 
 
 def test_a_published_profile_takes_the_published_time() -> None:
-    each = series()[0]
+    each = published_series()[0]
     base = parameters_of(each)
     made = published_profile(base, each.ceilings, 2.88e6, "x")
     assert made.total_ms(65536) == pytest.approx(65536 / 2880)

@@ -18,17 +18,17 @@ from dlrm_core.config import parameters_from_sections
 from dlrm_studies.gpu_check.command import (
     Stage,
     all_well,
-    describe,
+    describe_row,
     gpu_check,
     run_stages,
     stages,
 )
-from dlrm_studies.gpu_check.paths import OPTIONS, check_of, checks, training_error
+from dlrm_studies.gpu_check.paths import CHECKED_OPTIONS, check_of, checks, training_error
 from dlrm_studies.gpu_check.timings import (
-    NVIDIA_SMALL,
     VARIANTS,
     experiment,
     latency,
+    nvidia_small,
     timed,
     timed_or_reason,
     with_options,
@@ -58,15 +58,15 @@ def tiny(**training):
 
 def test_every_check_passes_on_the_cpu_itself(monkeypatch):
     # torch.compile has a test of its own, and takes as long as all of these
-    monkeypatch.delitem(OPTIONS, "torch.compile")
+    monkeypatch.delitem(CHECKED_OPTIONS, "torch.compile")
     monkeypatch.setattr(paths, "SIZE", 64)
     # on a CPU the fused dense part is other code, with tests of its own
-    for name, (options, bound) in list(OPTIONS.items()):
-        monkeypatch.setitem(OPTIONS, name, (options | {"dense_backend": "torch"}, bound))
+    for name, (options, bound) in list(CHECKED_OPTIONS.items()):
+        monkeypatch.setitem(CHECKED_OPTIONS, name, (options | {"dense_backend": "torch"}, bound))
     monkeypatch.setattr(paths, "GRAPHS", paths.GRAPHS | {"dense_backend": "torch"})
-    monkeypatch.setitem(OPTIONS, "micro-batches", ({"micro_batch": 20}, 1e-4))
+    monkeypatch.setitem(CHECKED_OPTIONS, "micro-batches", ({"micro_batch": 20}, 1e-4))
     found = list(checks(CPU, seed=4))
-    assert len({row["name"] for row in found}) == len(found) >= 6 + len(OPTIONS) + 14
+    assert len({row["name"] for row in found}) == len(found) >= 6 + len(CHECKED_OPTIONS) + 14
     for row in found:
         assert row["ok"], row
 
@@ -80,7 +80,7 @@ def test_the_checks_see_a_device_that_computes_something_else(monkeypatch):
 
     monkeypatch.setattr(paths, "small", wrong)
     monkeypatch.setattr(paths, "SIZE", 64)
-    for options, bound in (OPTIONS["fused"], OPTIONS["bf16"]):
+    for options, bound in (CHECKED_OPTIONS["fused"], CHECKED_OPTIONS["bf16"]):
         assert not check_of("", training_error(CPU, 5, {}, options), bound)["ok"]
 
 
@@ -180,13 +180,13 @@ def test_steps_and_iterations_are_timed(loader):
     row = timed(dataclasses.replace(parameters, data=data))
     assert 0 < row["step_ms_low"] <= row["step_ms"] <= row["step_ms_high"]
     assert row["samples_per_second"] == pytest.approx(16e3 / row["end_to_end_ms"])
-    assert "ms per step" in describe({"variant": "x"} | row)
+    assert "ms per step" in describe_row({"variant": "x"} | row)
 
 
 def test_a_variant_that_fails_says_why_and_ends_alone():
     row = timed_or_reason(tiny(device="cuda"))
     assert row["failed"].startswith("InputError: training.device is 'cuda'")
-    assert "FAILED" in describe({"variant": "x"} | row)
+    assert "FAILED" in describe_row({"variant": "x"} | row)
 
 
 def test_a_comparison_is_told_as_dlrm_bench_tells_it():
@@ -195,7 +195,7 @@ def test_a_comparison_is_told_as_dlrm_bench_tells_it():
 
     fast = tiny(precision="bf16")
     row = compare({"a": tiny(), "b": fast}, peer=None, rounds=1, iterations=2, threads=1, run=run)
-    assert "b is 1.00x" in describe(row) and all_well({"checks": [row], "failed": {}})
+    assert "b is 1.00x" in describe_row(row) and all_well({"checks": [row], "failed": {}})
 
 
 def test_the_check_needs_only_what_a_gpu_node_has():
@@ -211,11 +211,11 @@ def test_the_check_needs_only_what_a_gpu_node_has():
 def test_latency_is_measured_with_its_percentiles():
     row = latency(tiny(), steps=30, seconds=5.0)
     assert 0 < row["latency_ms"]["p50"] <= row["latency_ms"]["p99"]
-    assert "p99" in describe({"model": "m", "variant": "v"} | row)
+    assert "p99" in describe_row({"model": "m", "variant": "v"} | row)
 
 
 def test_shapes_and_variants_are_what_they_are_called():
-    nvidia = parameters_from_sections(NVIDIA_SMALL)
+    nvidia = nvidia_small()
     assert sum(nvidia.model.table_rows) == 32_709_138 and len(nvidia.model.table_rows) == 26
     assert nvidia.model.top_widths == (479, 1024, 1024, 512, 256, 1)
     for options in VARIANTS.values():

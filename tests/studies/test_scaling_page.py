@@ -66,7 +66,7 @@ def shown(record: Path, **asked: Any) -> scaling.Scaling:
 
 def verdict(found: scaling.Scaling, strong: pd.DataFrame, weak: pd.DataFrame) -> str:
     given = (found.network.name, strong, weak, found.record, found.parameters)
-    return tables.verdict(*given).markdown
+    return tables.scaling_verdict(*given).markdown
 
 
 # ---- what is asked for ------------------------------------------------------------------
@@ -223,20 +223,20 @@ def test_every_table_and_figure_of_a_record(record: Path) -> None:
     )
 
     shown_tables = [
-        show(study_table(), tables.STUDY),
-        show(found.volumes(4), tables.VOLUMES),
-        show(found.memory(4), tables.MEMORY),
-        show(found.links, tables.LINKS),
-        show(strong, tables.PREDICTED),
-        show(choice.candidates, tables.CANDIDATES),
-        show(measured, tables.MEASURED),
-        show(checked, tables.CHECK),
-        show(imbalance(found.record), tables.IMBALANCE),
-        show(exchange_times(found.record), tables.EXCHANGES),
-        show(slow, tables.STRAGGLERS),
-        show(published, tables.PUBLISHED),
-        show(mlperf_scaling(), tables.MLPERF),
-        show(found.shares(), tables.SHARES),
+        show(study_table(), tables.STUDY_COLUMNS),
+        show(found.volumes(4), tables.VOLUMES_COLUMNS),
+        show(found.memory(4), tables.MEMORY_COLUMNS),
+        show(found.links, tables.LINKS_COLUMNS),
+        show(strong, tables.PREDICTED_COLUMNS),
+        show(choice.candidates, tables.CANDIDATES_COLUMNS),
+        show(measured, tables.MEASURED_COLUMNS),
+        show(checked, tables.PREDICTED_AND_MEASURED),
+        show(imbalance(found.record), tables.IMBALANCE_COLUMNS),
+        show(exchange_times(found.record), tables.EXCHANGES_COLUMNS),
+        show(slow, tables.STRAGGLERS_COLUMNS),
+        show(published, tables.PUBLISHED_COLUMNS),
+        show(mlperf_scaling(), tables.MLPERF_COLUMNS),
+        show(found.shares(), tables.SHARES_COLUMNS),
     ]
     for table in shown_tables:
         assert table.rows and all(len(row) == len(table.columns) for row in table.rows)
@@ -256,7 +256,7 @@ def test_what_cannot_be_predicted_is_a_row_with_its_reason(record: Path) -> None
     found = shown(record, memory_gb=0.001)
     strong = found.predicted("strong", (1, 2))
     assert strong["mid_ms"].isna().all()
-    rows = show(strong, tables.PREDICTED).rows
+    rows = show(strong, tables.PREDICTED_COLUMNS).rows
     assert all("No sharding fits" in row[-1] for row in rows)
     assert figures.iteration_bars(strong, "none").data is not None
     assert "Nothing can be predicted" not in (verdict(found, strong, strong))

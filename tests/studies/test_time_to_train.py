@@ -15,11 +15,11 @@ from dlrm_studies.time_to_train.measure import (
     EVALUATIONS,
     Target,
     auc_by_time,
+    reached_or_read,
     time_to_auc,
     to_target,
-    trained_or_read,
 )
-from dlrm_studies.time_to_train.show import auc_curve, sentence
+from dlrm_studies.time_to_train.show import auc_curve, target_sentence
 from dlrm_workbook.cli import main
 
 SECTIONS = {
@@ -53,7 +53,7 @@ def log_of(file) -> list[dict]:
 def reached(tmp_path_factory):
     """A training that reaches its target, and its folder."""
     folder = tmp_path_factory.mktemp("reached")
-    return trained_or_read(parameters(), folder, Target(0.75, 3.6, True)), folder
+    return reached_or_read(parameters(), folder, Target(0.75, 3.6, True)), folder
 
 
 def test_the_time_to_a_target_is_that_of_all_until_the_evaluation_that_reached_it(reached):
@@ -70,11 +70,11 @@ def test_the_time_to_a_target_is_that_of_all_until_the_evaluation_that_reached_i
     result = json.loads((folder / "time_to_train" / "result.json").read_text())
     energy = result["power"]["energy_j"]
     assert math.isnan(row.energy_j) if energy is None else row.energy_j == energy
-    assert "AUC 0.75 was reached after" in sentence(record).markdown
+    assert "AUC 0.75 was reached after" in target_sentence(record).markdown
     assert list(auc_curve(way).data[0].y) == way["auc"].tolist()
     # the record beside a finished benchmark is shown again
     finished = str(folder / "benchmark.json")
-    assert trained_or_read(parameters(), folder, Target(), finished) == record
+    assert reached_or_read(parameters(), folder, Target(), finished) == record
 
 
 def test_mlperfs_log_has_the_order_that_its_rules_ask_for(reached):
@@ -120,10 +120,10 @@ def test_epochs_in_the_log_are_passes_over_the_data(tmp_path):
 
 
 def test_a_target_that_is_not_reached_is_said(tmp_path):
-    record = trained_or_read(parameters(batches=5, eval_every=5), tmp_path, Target(1.0))
+    record = reached_or_read(parameters(batches=5, eval_every=5), tmp_path, Target(1.0))
     (row,) = time_to_auc(record).itertuples()
     assert not row.reached and row.iterations == 5 and math.isnan(row.cost)
-    said = sentence(record).markdown
+    said = target_sentence(record).markdown
     assert re.search(r"AUC 1 was not reached: the best AUC was 0\.\d{5} when training ended", said)
     assert "price_per_hour" in said
 
@@ -137,8 +137,10 @@ def test_it_is_evaluated_as_the_parameters_say_or_as_mlperf_does():
 
 
 def test_what_cannot_be_is_refused_before_anything_runs(tmp_path):
-    assert trained_or_read(parameters(), tmp_path, Target()) is None
-    assert sentence(None) is None and not len(time_to_auc(None)) and not len(auc_by_time(None))
+    assert reached_or_read(parameters(), tmp_path, Target()) is None
+    assert (
+        target_sentence(None) is None and not len(time_to_auc(None)) and not len(auc_by_time(None))
+    )
     for asked, words in (
         *(({"auc": auc}, r"time_to_train\.auc is .*, expected") for auc in (1.5, -0.1, math.nan)),
         ({"auc": 0.8, "price_per_hour": -1.0}, "price_per_hour is -1.0, expected at least 0"),

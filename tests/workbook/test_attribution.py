@@ -23,7 +23,7 @@ from dlrm_workbook.analysis.attribution import (
     attribute,
     coverage,
     data_against_compute,
-    iteration_ms,
+    iteration_times_ms,
     per_iteration,
     segments,
     step_contexts,
@@ -50,7 +50,7 @@ def measured(request, tmp_path_factory) -> Profile:
     """A run of which no iteration is left out: what else the machine runs may slow some."""
     for _ in range(5):
         run = _run(request.param, tmp_path_factory.mktemp("trace") / "trace.json.gz")
-        if steady_state(iteration_ms(run)).steady.all():
+        if steady_state(iteration_times_ms(run)).steady.all():
             break
     return run
 
@@ -82,7 +82,7 @@ def times(attribution: pd.DataFrame) -> dict[tuple[str, str, str], float]:
 
 def test_parts_sum_to_the_iteration(measured: Profile) -> None:
     attribution = attribute(measured)
-    wall = iteration_ms(measured)
+    wall = iteration_times_ms(measured)
     assert attribution["time_ms"].sum() == pytest.approx(wall.mean(), rel=1e-9)
     assert attribution["share"].sum() == pytest.approx(1)
     assert set(attribution["where"]) == {"host"}
@@ -106,7 +106,7 @@ def test_data_against_compute_adds_up(measured: Profile) -> None:
     table = data_against_compute(measured)
     assert table.columns.tolist() == ["iteration", "data_ms", "transfer_ms", "compute_ms"]
     total = table[["data_ms", "transfer_ms", "compute_ms"]].sum(axis=1)
-    np.testing.assert_allclose(total, iteration_ms(measured), rtol=1e-9)
+    np.testing.assert_allclose(total, iteration_times_ms(measured), rtol=1e-9)
     assert (table["data_ms"] > 0).all()
     assert (table["transfer_ms"] == 0).all()
 
@@ -276,7 +276,7 @@ def test_top_operators_hold_all_of_the_step(measured: Profile) -> None:
     table = top_operators(measured, count=10_000)
     assert table["share"].sum() == pytest.approx(1)
     assert table["share"].is_monotonic_decreasing
-    wall = iteration_ms(measured).mean()
+    wall = iteration_times_ms(measured).mean()
     assert table["cpu_self_ms"].sum() == pytest.approx(wall, rel=1e-9)
     assert table["gpu_ms"].isna().all()
     assert table["gflops_per_second"].isna().all()  # a plain trace has no FLOPs
@@ -297,7 +297,7 @@ def test_pruned_call_trees_keep_their_sums(measured: Profile, smallest_share: fl
     tree = call_tree(measured, smallest_share=smallest_share)
     assert tree["id"].is_unique
     assert set(tree["parent"]) - {""} <= set(tree["id"])
-    wall = iteration_ms(measured).mean()
+    wall = iteration_times_ms(measured).mean()
     assert tree.loc[tree["parent"] == "", "value_ms"].sum() == pytest.approx(wall, rel=1e-9)
     children = tree.groupby("parent")["value_ms"].sum()
     for row in tree[tree["label"] != SMALL].itertuples():
@@ -338,7 +338,7 @@ def test_timeline_lies_inside_its_iterations(measured: Profile) -> None:
         "loss backward",
         "optimizer update",
     ]
-    wall = iteration_ms(measured)[0]
+    wall = iteration_times_ms(measured)[0]
     assert (first["start_ms"] + first["duration_ms"] <= wall).all()
 
 
@@ -419,7 +419,7 @@ def test_attribution_is_of_the_steady_iterations_and_says_so(disturbed: Profile)
     assert slow.startswith("1 of 30 iterations are stragglers and left out (17; up to 45")
     kept = np.ones(30, dtype=bool)
     kept[[0, 1, 2, 17]] = False
-    wall = iteration_ms(disturbed)
+    wall = iteration_times_ms(disturbed)
     assert steady["time_ms"].sum() == pytest.approx(wall[kept].mean(), rel=1e-9)
 
 

@@ -32,7 +32,7 @@ from dlrm_workbook.ground.runs import NOTEBOOKS, RunFolder, latest_run
 from dlrm_workbook.runner.pages import FIGURE, render_html
 from dlrm_workbook.runner.run import CHAIN, run_notebooks
 from dlrm_workbook.show.profile import findings_text
-from dlrm_workbook.show.tables import Table, Text, show
+from dlrm_workbook.show.tables import Text, TextTable, show
 
 pytestmark = [pytest.mark.browser, pytest.mark.notebook, pytest.mark.usefixtures("browser")]
 
@@ -225,7 +225,7 @@ def test_no_name_of_a_recording_runs_as_a_script(tmp_path: Path) -> None:
         evidence=f"Evidence of {name}",
         advice=f"In `libfoo {name}.so`: {name}",
     )
-    nodes = Table(["function", "module"], [[name, f"lib{name}.so"]])
+    nodes = TextTable(["function", "module"], [[name, f"lib{name}.so"]])
     bars = go.Figure(go.Bar(x=[f"f {name}", "g"], y=[3, 9], name=name, hovertext=[name, name]))
     bars.update_layout(title=name, xaxis_title=name, showlegend=True)
     table = pd.DataFrame({"function": [name]}).to_html(escape=False)

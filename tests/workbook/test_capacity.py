@@ -34,7 +34,7 @@ from dlrm_kernels.memory import (
 from dlrm_workbook import cli
 from dlrm_workbook.analysis.capacity import CUDA_CONTEXT_BYTES, SHEETS, capacity_of, sheet_verdict
 from dlrm_workbook.analysis.devices import device
-from dlrm_workbook.show.tables import Table, show
+from dlrm_workbook.show.tables import TextTable, show
 
 T15_ROWS = [
     7912889, 33823, 17139, 7339, 20046, 4, 7105, 1382, 63, 5554114, 582469, 245828, 11, 2209,
@@ -368,7 +368,7 @@ def test_the_report_holds_together_and_is_json():
     assert all(v.source.startswith("https://") for v in found.verdicts[2:])
     assert json.loads(json.dumps(found.to_json()))["verdicts"][1]["target"] == "this GPU"
     shown = show(found.table())
-    assert isinstance(shown, Table)
+    assert isinstance(shown, TextTable)
     fits = shown.columns.index("fits")
     assert [row[fits] for row in shown.rows[1:3]] == ["no", "yes"]
     assert "4,186,769,664" in str(show(found.weights()))

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from recordings import TRACES, recording
 
 from dlrm_core.base.errors import InputError
-from dlrm_workbook.analysis.inspect import inspect
+from dlrm_workbook.analysis.inspect import inspect_recording
 from dlrm_workbook.recordings.open import open_recording
 from dlrm_workbook.recordings.torch import json_stream
 from dlrm_workbook.recordings.torch.chrome_trace import Events, NoTraceError, read_events
@@ -31,7 +31,7 @@ def read(folder: Path, events: list[Any], **beside: Any) -> Events:
 
 
 def facts(folder: Path) -> dict[str, Any]:
-    return inspect(open_recording(folder / "trace.json"))
+    return inspect_recording(open_recording(folder / "trace.json"))
 
 
 def on_gpu(name: str, start: float, duration: Any, correlation: int = 1, **more: Any) -> Any:
@@ -283,7 +283,7 @@ def test_nothing_in_an_event_crashes_the_reader(data: Any) -> None:
         path = Path(folder) / "trace.json"
         path.write_text(json.dumps({"traceEvents": events}))
         try:
-            json.dumps(inspect(open_recording(path)))
+            json.dumps(inspect_recording(open_recording(path)))
         except InputError as error:
             assert "\n" not in str(error)
 

@@ -119,7 +119,7 @@ OF_A_PROFILE: list[Callable[[Profile], pd.DataFrame]] = [
     idleness.overlaps,
     idleness.gpu_idleness,
     idleness.idle_blame,
-    reuse.cache_hits,
+    reuse.cache_hit_shares,
     reuse.row_reuse,
     launches.launches_by_part,
     launches.launch_summary,
@@ -129,9 +129,9 @@ OF_A_PROFILE: list[Callable[[Profile], pd.DataFrame]] = [
     whatif.what_if_parts,
     verdict.timed_table,
     other_gpu.other_gpus,
-    about.facts,
+    about.recording_facts,
     about.passes,
-    about.not_measured,
+    about.unmeasured_frame,
 ]
 
 
@@ -193,7 +193,7 @@ def frames_of_ranks(ranks: Mapping[int, Profile]) -> dict[str, pd.DataFrame]:
     return {
         name_of(traces.collectives): matches,
         name_of(traces.rank_table): traces.rank_table(ranks, matches),
-        name_of(traces.part_table): traces.part_table(ranks),
+        name_of(traces.parts_over_ranks): traces.parts_over_ranks(ranks),
     }
 
 
@@ -212,7 +212,7 @@ def frames_of_training(root: Path) -> dict[str, pd.DataFrame]:
     (root / "trained").mkdir()
     result = train(small, root / "trained")
     return {
-        "training.facts": training.facts(parameters),
+        "training.planned_facts": training.planned_facts(parameters),
         "training.memory_forecast": training.memory_forecast(parameters),
         "training.peak_memory": training.peak_memory(items),
         "training.weights": training.weights(toy.model),
@@ -274,7 +274,7 @@ def frames_of_a_comparison(folder: Path) -> dict[str, pd.DataFrame]:
         Outcome.part_table: compared.outcomes[0].part_table(),
     }
     return {name_of(function): frame for function, frame in made.items()} | {
-        "studies.compare.analyse.round_table": compared.times
+        "trials.compare.analyse.round_table": compared.times
     }
 
 
@@ -288,7 +288,7 @@ def frames_of_a_sweep(folder: Path) -> dict[str, pd.DataFrame]:
     table = found.finding_table()
     points = {name: "at N" for name in table.columns if name.startswith("at ")}
     return {
-        "studies.sweep.analyse.SweepSummary.points": found.points,
+        "trials.sweep.analyse.SweepSummary.points": found.points,
         name_of(SweepSummary.finding_table): table.rename(columns=points),
         name_of(ensemble.law_table): found.laws,
     }
@@ -358,7 +358,7 @@ def frames_of_a_benchmark() -> dict[str, pd.DataFrame]:
         **{make: make(step) for make in OF_A_BENCHMARK},
         bench.growth: growth,
         bench.slopes: bench.slopes(growth),
-        embeddings_show.times: embeddings_show.times(backends),
+        embeddings_show.embedding_times: embeddings_show.embedding_times(backends),
         bench_show.best_speeds: bench_show.best_speeds(timed),
         protocols.training: protocols.training(told),
         protocols.latencies: protocols.latencies(told),
@@ -416,7 +416,7 @@ def test_every_column_is_listed_and_no_listed_one_is_dead(tmp_path: Path) -> Non
     # no stack was sampled; only the heads of the page are read; the profile is our own program's
     unmeasured |= {"python_lines.python_lines", "index.html", "roofline.operator_limits"}
     # tests/workbook/test_statistics.py has them with rows
-    unmeasured |= {"reuse.cache_hits", "reuse.row_reuse"}
+    unmeasured |= {"reuse.cache_hit_shares", "reuse.row_reuse"}
     assert empty <= unmeasured | {"difference_tree.largest_changes"}
 
 

@@ -12,9 +12,9 @@ from compare_profiles import PARTS, TINY, noisy, saved
 from test_notebooks import run_cells
 
 from dlrm_core.config import Parameters, parameters_from_sections
-from dlrm_workbook.analysis.ensemble import WHOLE
+from dlrm_workbook.analysis.ensemble import WHOLE_STEP
 from dlrm_workbook.recordings.profile import Profile
-from dlrm_workbook.show.tables import Table, Text
+from dlrm_workbook.show.tables import Text, TextTable
 from dlrm_workbook.trials.sweep.analyse import SweepSummary
 from dlrm_workbook.trials.sweep.plan import PointFailed, Sweep
 
@@ -44,12 +44,12 @@ def test_the_compare_notebook_of_finished_runs(tmp_path: Path, drawn: list[go.Fi
     ]
     texts = " ".join(v.markdown for v in shown if isinstance(v, Text))
     assert "finished runs are compared; `dlrm run compare" in texts and "x slower" in texts
-    tables = [v for v in shown if isinstance(v, Table)]
+    tables = [v for v in shown if isinstance(v, TextTable)]
     assert len(tables) >= 3 and not drawn
     assert any("slower" in row for table in tables for row in table.rows)
     assert json.loads((out / "compare.json").read_text())["status"] == "finished"
     for value in shown:
-        if isinstance(value, Table):
+        if isinstance(value, TextTable):
             assert "nan" not in value._repr_html_().lower()
 
 
@@ -82,9 +82,9 @@ def test_the_parts_of_a_sweep_add_up_to_its_points(tmp_path: Path) -> None:
     assert sweep.run(MeasuredWithoutProfiler()) == 0
     found = SweepSummary(tmp_path)
     assert found.points["ms_per_iteration"].tolist() == [5.0, 5.0]
-    parts = found.times[found.times["component"] != WHOLE]
+    parts = found.times[found.times["component"] != WHOLE_STEP]
     assert parts.groupby("run")["time_ms"].sum().tolist() == pytest.approx([5.0, 5.0])
-    whole = found.times[found.times["component"] == WHOLE]
+    whole = found.times[found.times["component"] == WHOLE_STEP]
     assert whole["time_ms"].tolist() == pytest.approx([5.0, 5.0])
 
 

@@ -21,7 +21,7 @@ from dlrm_workbook.evidence.latency import pool_of, warm_up_steps
 from dlrm_workbook.show import (
     train as training_figures,
 )
-from dlrm_workbook.show.tables import Table, show
+from dlrm_workbook.show.tables import TextTable, show
 
 CPU = torch.device("cpu")
 TEACHER = {
@@ -361,11 +361,11 @@ def test_the_page_shows_quality_and_schedule(tmp_path):
     assert rates.data[0].y[0] == pytest.approx(0.5 / 30) and set(rates.data[1].y) == {0.5}
     for known in (None, best):
         table = show(runs.evaluations(tmp_path, known), ["auc", "below_best", "log_loss"])
-        assert isinstance(table, Table)
+        assert isinstance(table, TextTable)
         assert len(table.rows) == 3 and table.rows[-1][0] == f"{result.auc:.5f}"
         assert (f"{best - result.auc:.5f}" in table.rows[-1]) is bool(known)
     shown = show(runs.result_facts(result))
-    assert isinstance(shown, Table)
+    assert isinstance(shown, TextTable)
     facts = dict(shown.rows)
     assert facts["last checkpoint"] == "step-00000120"
     assert f"{result.auc:.5f}" in facts["AUC of the last evaluation"]

@@ -19,7 +19,7 @@ from dlrm_workbook.recordings.hatchet_frames import LEGIBLE, thicket
 from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.samples import SAMPLE, sample_profile
 from dlrm_workbook.show.explore import flat_bars, selectors
-from dlrm_workbook.show.tables import Table, Text
+from dlrm_workbook.show.tables import Text, TextTable
 
 KINDS = {
     "a run of ours": str(SAMPLE),
@@ -42,7 +42,7 @@ def test_five_lines_are_a_notebook() -> None:
     profile = load_profile(SAMPLE)
     parts = attribute(profile)
     assert parts["share"].sum() == pytest.approx(1)
-    assert isinstance(show(parts), Table)
+    assert isinstance(show(parts), TextTable)
     assert isinstance(figures.attribution_bars(parts), go.Figure)
     tree = profile.to_hatchet().tree(render_header=False)
     # shown as it is where it is the value of a cell

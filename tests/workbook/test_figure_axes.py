@@ -25,7 +25,7 @@ from dlrm_workbook.ground.units import (
     thousands,
     yes_or_no,
 )
-from dlrm_workbook.show.tables import BESIDE, Column, Table, Text, column, draw, show, signed
+from dlrm_workbook.show.tables import BESIDE, Column, Text, TextTable, column, draw, show, signed
 from dlrm_workbook.show.theme import (
     COLOURS,
     add_ends,
@@ -124,7 +124,7 @@ def test_numbers_as_readers_want_them() -> None:
 
 
 def test_ranges_are_numbers_and_no_number_is_broken_into_lines() -> None:
-    html = Table(
+    html = TextTable(
         ["range", "gain", "what"],
         [("8.51 to 15.1", "0.95x (0.87x to 1.02x)", "a to b"), (NOTHING, "1.00x", "2 ranks")],
         words=[False, False, True],
@@ -136,13 +136,13 @@ def test_ranges_are_numbers_and_no_number_is_broken_into_lines() -> None:
 
 
 def test_tables_align_numbers_and_escape_words() -> None:
-    table = Table(["name", "ms"], [("<b>", "1,234.5"), ("a", "1 to 2")], words=[True, False])
+    table = TextTable(["name", "ms"], [("<b>", "1,234.5"), ("a", "1 to 2")], words=[True, False])
     html = table._repr_html_()
     assert "&lt;b&gt;" in html and "<b>" not in html
     assert "<td>1,234.5</td>" in html, "browsers break no line within a number"
     assert '<td style="white-space: nowrap">1 to 2</td>' in html
     assert '<td style="text-align: left">a</td>' in html
-    assert Table(["a"], [])._repr_html_().count("Nothing") == 1
+    assert TextTable(["a"], [])._repr_html_().count("Nothing") == 1
     assert "1,234.5" in repr(table)
 
 
@@ -161,14 +161,14 @@ def test_a_frame_is_shown_by_the_names_of_its_columns() -> None:
         }
     )
     shown = show(frame)
-    assert isinstance(shown, Table)
+    assert isinstance(shown, TextTable)
     titles = ["part", "time (ms)", "share", "agrees", "calls", "table", "gap (µs)"]
     assert shown.columns == titles, "what was measured in no row is left out"
     first = ["embedding forward", "1.5", "10.0%", "yes", "3", "12 B", "1.000"]
     assert shown.rows == [first, ["data", "2,000.2", "<0.1%", "no", "4,000", "1.00 GiB", NOTHING]]
     assert f'<span style="color: {COLOURS["data"]}">■</span>&nbsp;data' in shown._repr_html_()
     chosen = show(frame, {"share": "of all", "time_ms": Column("took", "digits")})
-    assert isinstance(chosen, Table)
+    assert isinstance(chosen, TextTable)
     assert (chosen.columns, chosen.rows[0]) == (["of all", "took (ms)"], ["10.0%", "1.50"])
 
 

@@ -32,7 +32,7 @@ from dlrm_workbook.show import static, theme
 from dlrm_workbook.show import train as training_figures
 from dlrm_workbook.show.gpu import REASON_COLOURS
 from dlrm_workbook.show.idle import CAUSE_COLOURS, STATE_COLOURS
-from dlrm_workbook.show.tables import Table, show
+from dlrm_workbook.show.tables import TextTable, show
 from dlrm_workbook.show.theme import COLOURS, PATTERNS, SPAN_GAP, short_name, text_on
 
 ITERATIONS = 4
@@ -84,9 +84,9 @@ def all_figures(profile: Profile) -> dict[str, go.Figure]:
     return {
         "attribution": figures.attribution_bars(attribution.attribute(profile)),
         "icicle": figures.call_tree_icicle(operators.call_tree(profile)),
-        "operators": figures.top_operators(operators.top_operators(profile)),
+        "operators": figures.operator_bars(operators.top_operators(profile)),
         "timeline": figures.iteration_timeline(operators.timeline(profile)),
-        "data": figures.data_against_compute(attribution.data_against_compute(profile)),
+        "data": figures.data_bar(attribution.data_against_compute(profile)),
         "iterations": figures.iteration_times(attribution.per_iteration(profile)),
     }
 
@@ -211,20 +211,20 @@ def test_icicle_of_rounded_values_is_still_drawn() -> None:
 
 def test_operators_are_ranked_and_keep_their_shapes(profile: Profile) -> None:
     table = operators.top_operators(profile)
-    drawn = figures.top_operators(table, count=10)
+    drawn = figures.operator_bars(table, count=10)
     (bars,) = drawn.data
     assert len(bars.x) == 10 == len(drawn.layout.yaxis.ticktext)
     assert list(bars.x) == sorted(bars.x, reverse=True)
     assert list(bars.marker.color) == expected_colours(table.head(10))
     # which operators take the most of a model this small differs from run to run
-    (every,) = figures.top_operators(table, count=len(table)).data
+    (every,) = figures.operator_bars(table, count=len(table)).data
     shown = " ".join(every.hovertext)
     assert "aten::" in shown and "shapes [" in shown
     assert "CPU" in drawn.layout.xaxis.title.text
 
 
 def test_gpu_operators_are_ranked_by_gpu_time(gpu_profile: Profile) -> None:
-    drawn = figures.top_operators(operators.top_operators(gpu_profile))
+    drawn = figures.operator_bars(operators.top_operators(gpu_profile))
     (bars,) = drawn.data
     assert "GPU" in drawn.layout.xaxis.title.text
     assert min(bars.x) > 0, "what took no GPU time is not drawn"
@@ -255,7 +255,7 @@ def test_timeline_of_a_gpu_has_a_lane_a_stream(gpu_profile: Profile) -> None:
 
 def test_data_against_compute_adds_up(profile: Profile) -> None:
     split = attribution.data_against_compute(profile)
-    drawn = figures.data_against_compute(split)
+    drawn = figures.data_bar(split)
     total = split[["data_ms", "transfer_ms", "compute_ms"]].sum(axis=1).mean()
     assert sum(bar.x[0] for bar in drawn.data) == pytest.approx(total)
     assert [bar.name.split()[0] for bar in drawn.data] == ["data", "compute"]
@@ -270,14 +270,14 @@ def test_iteration_times_stack_parts_in_the_order_of_a_step(profile: Profile) ->
     stacked = np.zeros(ITERATIONS)
     for bar in drawn.data:
         stacked[list(bar.x)] += bar.y
-    assert stacked == pytest.approx(attribution.iteration_ms(profile))
+    assert stacked == pytest.approx(attribution.iteration_times_ms(profile))
 
 
 def test_memory_figures(profile: Profile) -> None:
     table = operators.memory(profile)
     (bars,) = figures.memory_by_part(table).data
     assert list(bars.x) == sorted(table["allocated_mb"], reverse=True)
-    drawn = figures.memory_curve(operators.memory_curve(profile))
+    drawn = figures.memory_line(operators.memory_curve(profile))
     assert len(drawn.data[0].x) > 10
     assert "MB" in drawn.layout.yaxis.title.text and "ms" in drawn.layout.xaxis.title.text
 
@@ -298,7 +298,7 @@ def test_training_figures(trained: tuple[TrainingResult, pd.DataFrame]) -> None:
 
 def test_memory_forecast_joins_tables_of_one_size(parameters: Parameters) -> None:
     forecast = runs.memory_forecast(parameters)
-    (bars,) = training_figures.memory_forecast(forecast).data
+    (bars,) = training_figures.memory_bars(forecast).data
     assert list(bars.x) == sorted(bars.x, reverse=True)
     names = forecast["name"].tolist()
     assert "embedding tables, 2 of 50 × 8" in names
@@ -373,12 +373,12 @@ MARKS = {
     **{f"bytes: {name}": colour for name, colour in EXCHANGE_COLOURS.items()},
     **{f"sharding: {name}": colour for name, colour in SHARDING_COLOURS.items()},
     **{f"contestant: {name}": colour for name, colour in CONTESTANTS.items()},
-    "compute": theme.COMPUTE,
+    "compute": theme.COMPUTE_COLOUR,
     "ink": theme.INK,
     "slower": theme.SLOWER,
     "same": theme.SAME,
     "faster": theme.FASTER,
-    "predicted": theme.PREDICTED,
+    "predicted": theme.PREDICTED_COLOUR,
 }
 PAGE = (TEMPLATES / "page.css").read_text()
 LIGHT, DARK = (
@@ -451,5 +451,5 @@ def test_the_table_of_intervals_says_which_figures_add_up() -> None:
     row |= {"compute_ms_per_iteration": 14.0}
     shown = show(pd.DataFrame([row]), [name for name in row if "ms" in name])
     # the median leaves out the first, slow iteration that the means of its two shares hold
-    assert isinstance(shown, Table) and shown.rows[0] == ["24.50", "20.00", "14.00"]
+    assert isinstance(shown, TextTable) and shown.rows[0] == ["24.50", "20.00", "14.00"]
     assert [*shown.columns] == ["ms per iteration, median", "mean data (ms)", "mean compute (ms)"]

@@ -33,7 +33,7 @@ from dlrm_workbook.recordings.hpctoolkit.to_profile import profile_from_database
 from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.recordings.torch.trace import read_trace
 from dlrm_workbook.show import gpu as gpu_figures
-from dlrm_workbook.show.tables import INDENT, Table, Text, show
+from dlrm_workbook.show.tables import INDENT, Text, TextTable, show
 
 SHARED = Path(__file__).parents[3] / "shared" / "hpctoolkit-databases"
 
@@ -348,7 +348,7 @@ def test_figures_and_tables_show_the_numbers(made: Profile, traced: Profile) -> 
             *(show(flat(profile, by=by)) for by in ("function", "line")),
             *(show(flat(profile, by=by)) for by in ("file", "module")),
         ):
-            assert isinstance(table, Table)
+            assert isinstance(table, TextTable)
             assert table.rows
             assert "nan" not in repr(table)
     assert "registers per thread" in show(kernel_table(made)).columns
@@ -361,12 +361,12 @@ def test_stalls_are_drawn_as_shares_of_all_samples(made: Profile) -> None:
         assert sum(sum(trace.x) for trace in figure.data) == pytest.approx(100)
         assert figure.data[-1].name == "issuing, no stall"
         assert len(figure.layout.yaxis.ticktext) == rows
-    assert isinstance(show(stall_table(made)), Table)
+    assert isinstance(show(stall_table(made)), TextTable)
 
 
 def test_chains_of_calls_are_one_row() -> None:
     view = top_down(real("loops-cuda-nvidiapc-t"), "GINS")
     table = show(folded(view), ["call"])
-    assert isinstance(table, Table)
+    assert isinstance(table, TextTable)
     calls = [row[0].strip(INDENT) for row in table.rows]
     assert calls == ["▸ <root>", "▸ … 7 calls … kernmain", "▸ func2"]

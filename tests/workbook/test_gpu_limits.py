@@ -30,7 +30,7 @@ from dlrm_workbook.recordings.torch.shape_work import work_of_call
 from dlrm_workbook.recordings.torch.trace import profile_of
 from dlrm_workbook.show import gpu as gpu_figures
 from dlrm_workbook.show.roofline import operator_roofline
-from dlrm_workbook.show.tables import Table, show
+from dlrm_workbook.show.tables import TextTable, show
 
 EXPECTED = TRACES / "bert-small-h100-expected"
 
@@ -260,10 +260,10 @@ def test_a_page_names_the_data_sheet_and_shows_what_is_known() -> None:
     figure = operator_roofline(rates)
     assert "data sheet of H100-SXM" in figure.layout.title.text
     table, kernels = show(rates, gpu_figures.OPERATOR_RATES), kernel_table(profile)
-    assert isinstance(table, Table) and "nan" not in repr(table)
+    assert isinstance(table, TextTable) and "nan" not in repr(table)
     for columns in (gpu_figures.KERNEL_TIMES, gpu_figures.KERNEL_LAUNCHES):
         shown = show(kernels, columns)
-        assert isinstance(shown, Table) and "nan" not in repr(shown)
+        assert isinstance(shown, TextTable) and "nan" not in repr(shown)
         assert len(shown.columns) >= 8
     bars = gpu_figures.kernel_bars(kernels).data[0]
     assert "cutlass bf16 tensorop gemm 32x32 tn" in str(bars.customdata) + str(

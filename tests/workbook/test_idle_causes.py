@@ -21,7 +21,7 @@ from dlrm_workbook.analysis.idleness import (
     outside_operators,
     thread_states,
 )
-from dlrm_workbook.analysis.launches import device_operations
+from dlrm_workbook.analysis.launches import launched_operations
 from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.recordings.torch.trace import read_trace
 from dlrm_workbook.show import idle as idle_figures
@@ -147,7 +147,7 @@ def test_causes_add_up_to_the_time_without_a_kernel(tmp_path_factory, kernels, c
         for row, (start, length) in enumerate(kernels)
     ]
     profile = read(tmp_path_factory.mktemp("trace"), events)
-    work = device_operations(profile)
+    work = launched_operations(profile)
     start, end = union(work["start_ns"].to_numpy(), work["end_ns"].to_numpy())
     each = idle_causes(profile).groupby("iteration")["idle_ms"].sum()
     for row in profile.iterations.itertuples():

@@ -27,7 +27,7 @@ from dlrm_workbook.runner.summary import (
     summarise,
     verdict_markdown,
 )
-from dlrm_workbook.show.tables import Quality, Table
+from dlrm_workbook.show.tables import Quality, TextTable
 
 
 def make_run(root: Path, name: str, day: str = "2026-11-22", **record: object) -> Path:
@@ -186,7 +186,7 @@ def notebook(
 
 
 def test_verdict_holds_headline_quality_tables_and_machine() -> None:
-    table = Table(
+    table = TextTable(
         ["finding", "step (ms)"], [["a|b `c` <i>", "1,234.5"], ["d", "–"]], words=[True, False]
     )
     summary = summarise(

@@ -13,7 +13,7 @@ from databases import NAMES, expected_of, folder_of
 from recordings import SEVERAL, TRACES, expected, recording
 
 from dlrm_core.base.errors import InputError
-from dlrm_workbook.analysis.inspect import describe, inspect
+from dlrm_workbook.analysis.inspect import facts_as_text, inspect_recording
 from dlrm_workbook.cli import main
 from dlrm_workbook.recordings.open import open_recording, require_recording
 from dlrm_workbook.samples import SAMPLE
@@ -56,14 +56,14 @@ def agree(found: dict[str, Any], truth: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", TRACES)
 def test_a_trace_holds_what_its_raw_events_say(name: str) -> None:
-    found = inspect(open_recording(recording(TRACES[name])))
+    found = inspect_recording(open_recording(recording(TRACES[name])))
     assert found["kind"] == "torch" and found["ranks"] == 1 and "per_rank" not in found
     agree(found, expected(name))
 
 
 def test_an_archive_holds_every_rank() -> None:
     opened = open_recording(recording(SEVERAL))
-    found = inspect(opened)
+    found = inspect_recording(opened)
     truth = {one["distributed"]["rank"]: one for one in expected("torchrec-dlrm-v100x8").values()}
     assert [one["rank"] for one in found["per_rank"]] == sorted(truth) == list(opened.ranks)
     for one in found["per_rank"]:
@@ -80,7 +80,7 @@ def test_an_archive_holds_every_rank() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_database_holds_what_its_metrics_say(name: str) -> None:
     truth = expected_of(name)
-    found = inspect(open_recording(folder_of(name)))
+    found = inspect_recording(open_recording(folder_of(name)))
     sums = truth["summary_root"]
     assert found["kind"] == "hpctoolkit"
 
@@ -98,7 +98,7 @@ def test_a_database_holds_what_its_metrics_say(name: str) -> None:
 
 
 def test_the_experiment_on_its_h100() -> None:
-    found = inspect(open_recording(recording("dlrm-h100-pc.d")))
+    found = inspect_recording(open_recording(recording("dlrm-h100-pc.d")))
     assert (found["kernels"], found["streams"]) == (7400, 1)
     assert found["copies"] == 1315, "1,015 copies and 300 memsets"
     assert found["gpu_time_ms"] == pytest.approx(139.8, abs=0.05)
@@ -125,11 +125,11 @@ def test_the_command_prints_json_and_text(
 
 def test_a_run_without_gpu_says_so() -> None:
     recorded = open_recording(SAMPLE)
-    found = inspect(recorded)
+    found = inspect_recording(recorded)
     assert found["gpu_time_ms"] is None and found["kernels"] is None
     assert found["not_measured"]["kernels"]
     assert found["coverage"] > 0.9 and {row["device"] for row in found["attribution"]} == {"cpu"}
-    assert "Not measured:" in describe(recorded, found)
+    assert "Not measured:" in facts_as_text(recorded, found)
 
 
 @pytest.mark.parametrize("content", [b"", b"\x00" * 600, b"\x7fELF\x02\x01", b'{"nodes": []}'])

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_foreign_traces import BERT, GRAPHS, META, RESNET, V100, events_of
 
-from dlrm_workbook.analysis.kernel_names import LIMIT, kernel_name, short_names
+from dlrm_workbook.analysis.kernel_names import LONGEST_NAME, kernel_name, short_names
 from dlrm_workbook.recordings.hpctoolkit.database import read_database
 from dlrm_workbook.recordings.hpctoolkit.to_profile import profile_from_database
 
@@ -163,7 +163,7 @@ def test_kernels_of_real_recordings_are_told_apart(recording: str) -> None:
     full = kernels_of(recording)
     short = short_names(full)
     assert set(short) == set(full)
-    assert all(0 < len(name) <= LIMIT for name in short.values())
+    assert all(0 < len(name) <= LONGEST_NAME for name in short.values())
     assert len(set(short.values())) == len(full)
     # those that only a number tells apart are few
     numbered = [n for n in short.values() if re.search(r" #\d+$", n) and "triton" not in n]
@@ -177,16 +177,16 @@ def test_kernels_of_real_recordings_are_told_apart(recording: str) -> None:
 
 @given(st.text(max_size=200))
 def test_any_text_gets_a_name(text: str) -> None:
-    assert 0 < len(kernel_name(text).short) <= LIMIT
+    assert 0 < len(kernel_name(text).short) <= LONGEST_NAME
 
 
 @given(st.text(alphabet="ab<>(),:{}[] _1#~&*", max_size=120))
 def test_brackets_that_do_not_match_do_no_harm(text: str) -> None:
-    assert 0 < len(kernel_name(f"void at::native::{text}").short) <= LIMIT
+    assert 0 < len(kernel_name(f"void at::native::{text}").short) <= LONGEST_NAME
 
 
 @given(st.lists(st.text(min_size=1, max_size=90), unique=True, max_size=30))
 def test_no_two_kernels_have_one_short_name(names: list[str]) -> None:
     short = short_names(names)
     assert len(set(short.values())) == len(names)
-    assert all(len(name) <= LIMIT for name in short.values())
+    assert all(len(name) <= LONGEST_NAME for name in short.values())

@@ -12,9 +12,9 @@ from gpu_trace import _on_gpu, _span
 
 from dlrm_workbook.analysis.context_tree import reason_of
 from dlrm_workbook.analysis.launches import (
-    device_operations,
     launch_cost_us,
     launch_summary,
+    launched_operations,
     launches_by_part,
     operator_load,
     outermost_operators,
@@ -36,7 +36,7 @@ def drawn(tmp_path: Path) -> Profile:
 
 
 def test_each_operation_finds_its_launch(drawn: Profile) -> None:
-    work = device_operations(drawn)
+    work = launched_operations(drawn)
     base = drawn.iterations["start_ns"][0]
     found = (work[["launch_start_ns", "launch_end_ns"]] - base) / 1e3
     assert found.to_numpy().tolist() == [[25, 30], [33, 35], [43, 50], [60.5, 61]]
@@ -58,7 +58,7 @@ def repeated(kernel_us: float, launch_us: float, count: int = 40) -> list:
 
 
 def test_repeated_launches_are_matched_in_order(tmp_path: Path) -> None:
-    work = device_operations(read(tmp_path, repeated(2.0, 6.0)))
+    work = launched_operations(read(tmp_path, repeated(2.0, 6.0)))
     assert (work["launch_end_ns"] > 0).all()
     assert (work["start_ns"] - work["launch_end_ns"]).to_numpy() == pytest.approx(2000, abs=1)
 
@@ -141,5 +141,5 @@ def test_without_a_gpu_the_reason_is_given(tmp_path: Path) -> None:
         assert table.empty and reason_of(table)
     lost = [e for e in gpu_trace.events() if not str(e.get("cat")).startswith("cuda")]
     unknown = read(tmp_path, [e | {"args": {**e.get("args", {}), "External id": -1}} for e in lost])
-    assert (device_operations(unknown)["launch_end_ns"] == -1).all()
+    assert (launched_operations(unknown)["launch_end_ns"] == -1).all()
     assert "which call launched" in reason_of(queue_depth(unknown))

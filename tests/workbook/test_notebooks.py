@@ -32,7 +32,7 @@ from dlrm_workbook.runner import notebook as notebook_run
 from dlrm_workbook.runner.parameters import assigned_values, declared_parameters
 from dlrm_workbook.samples import SAMPLE, sample_profile
 from dlrm_workbook.show import profile as about
-from dlrm_workbook.show.tables import FORMATS, Table, Text, show
+from dlrm_workbook.show.tables import FORMATS, Text, TextTable, show
 
 NAMES = ("train", "profile", "bottlenecks")
 WRITTEN = (*NAMES, "compare", "sweep", "benchmark", "scaling")
@@ -345,19 +345,19 @@ def test_a_finding_without_remedy_is_shown_too() -> None:
     bare = Finding("x", "X holds it", "loss", 0.5, "measured", "nothing yet")
     assert "To change" not in about.findings_text([bare]).markdown
     table = show(pd.DataFrame([vars(bare)]), ["title", "component", "change", "predicted_speedup"])
-    assert isinstance(table, Table) and table.rows == [["X holds it", "loss"]]
+    assert isinstance(table, TextTable) and table.rows == [["X holds it", "loss"]]
 
 
 def test_what_was_not_measured_has_its_reason() -> None:
     profile = sample_profile()
-    assert "the run used no GPU" in repr(show(about.not_measured(profile)))
-    assert "the run used no GPU" in about.missing(profile, "gpu_time_ms").markdown
+    assert "the run used no GPU" in repr(show(about.unmeasured_frame(profile)))
+    assert "the run used no GPU" in about.missing_text(profile, "gpu_time_ms").markdown
     profile.meta["not_measured"] = {}
     everything = Text("Everything was measured.")
-    assert show(about.not_measured(profile), instead=everything) is everything
+    assert show(about.unmeasured_frame(profile), instead=everything) is everything
     profile.meta["passes"] = [{"name": "p", "ms_per_iteration": None, "dilation": None}]
     passes = show(about.passes(profile))
-    assert isinstance(passes, Table) and passes.rows == [["p", "not measured", "not measured"]]
+    assert isinstance(passes, TextTable) and passes.rows == [["p", "not measured", "not measured"]]
 
 
 def test_a_page_states_one_dilation() -> None:
@@ -407,7 +407,7 @@ def test_bottlenecks_of_a_profile_without_trace_and_memory(tmp_path: Path) -> No
     texts = [value.markdown for value in shown if isinstance(value, Text)]
     assert texts.count("*Not measured: no iterations marked.*") == 4
     assert texts.count("*Not measured: not by hpcrun.*") == 2
-    tables = [value._repr_html_() for value in shown if isinstance(value, Table)]
+    tables = [value._repr_html_() for value in shown if isinstance(value, TextTable)]
     assert len(tables) > 8
     for text in [*tables, *(figure.to_json() for figure in figures)]:
         assert "nan" not in text.lower()

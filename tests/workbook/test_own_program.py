@@ -29,7 +29,7 @@ from dlrm_workbook.analysis.roofline import (
     operator_limits,
     roofline,
 )
-from dlrm_workbook.analysis.verdict import time_together
+from dlrm_workbook.analysis.verdict import time_changes_together
 from dlrm_workbook.cli import with_command
 from dlrm_workbook.ground.machine import REPOSITORY
 from dlrm_workbook.recordings.measure import measure
@@ -139,7 +139,7 @@ def test_whole_steps_are_timed_by_the_process_that_recorded_the_run(tmp_path: Pa
     saved = Profile.load(tmp_path / "run" / "profile")
     assert saved.meta["together"] == profile.meta["together"]
     # and not once more
-    timed = time_together(profile, tmp_path / "run")
+    timed = time_changes_together(profile, tmp_path / "run")
     assert timed["rounds"].tolist() == [rounds, rounds]
     assert not (tmp_path / "run" / "logs" / "together.yaml").exists()
 
@@ -150,7 +150,7 @@ def test_a_refused_advice_is_a_reason_and_a_failing_one_an_error(tmp_path: Path)
 
     profile = measure(parameters_from_sections(OWN), tmp_path / "refused", advise=refuse)
     assert profile.not_measured["together"] == "nothing to change here"
-    assert time_together(profile, tmp_path / "refused").empty
+    assert time_changes_together(profile, tmp_path / "refused").empty
 
     def fail(profile: Profile) -> list[dict[str, Any]]:
         raise ZeroDivisionError("a rule's fault")
@@ -319,7 +319,7 @@ def test_ranks_leave_a_recording_each(tmp_path: Path) -> None:
     words += ["0", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", str(PROGRAM)]
     words += ["100000", "plain"]
     profile = measure(parameters(tmp_path, *words), tmp_path / "run")
-    time_together(profile, tmp_path / "run")  # as the profile notebook does next
+    time_changes_together(profile, tmp_path / "run")  # as the profile notebook does next
     recording = open_recording(tmp_path / "run")
     assert sorted(recording.ranks) == [0, 1]
     assert all(len(profile.iterations) == 4 for profile in recording.ranks.values())

@@ -18,6 +18,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).parents[2]
+PACKAGES = ("dlrm_core", "dlrm_kernels", "dlrm_ranks", "dlrm_workbook", "dlrm_studies")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 LOCK = {
     canonicalize_name(requirement.name): requirement
@@ -154,7 +155,7 @@ def test_the_command_line_leaves_the_modules_as_they_are():
 
 def test_what_runs_a_module_stands_last_in_it():
     """What is defined below it does not exist yet when the module runs as a program."""
-    for package in ("dlrm_core", "dlrm_kernels", "dlrm_workbook"):
+    for package in PACKAGES:
         for path in sorted((ROOT / package).rglob("*.py")):
             body = ast.parse(path.read_text(encoding="utf-8")).body
             runs = [
@@ -175,7 +176,7 @@ def installed(tmp_path_factory):
     top = tmp_path_factory.mktemp("Ort für Räder")
     source = top / "source"
     source.mkdir()
-    names = ["dlrm_core", "dlrm_kernels", "dlrm_workbook", "notebooks", "parameters", "benchmarks"]
+    names = [*PACKAGES, "notebooks", "parameters", "benchmarks"]
     for name in names:  # a build writes beside its sources
         leave = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=leave)
@@ -198,9 +199,10 @@ def test_a_wheel_holds_notebooks_and_parameters_once(installed):
     found = {p.name for p in (site / "dlrm_workbook" / "notebooks").iterdir()}
     assert found == in_checkout("notebooks")
     assert {p.name for p in site.iterdir() if p.name.startswith("dlrm")} == {
-        *("dlrm_core", "dlrm_kernels", "dlrm_workbook"),
+        *PACKAGES,
         f"dlrm_workbook-{PROJECT['version']}.dist-info",
     }
+    assert [path for path in (site / "dlrm_studies").rglob("published.csv") if path.stat().st_size]
     assert not [path for path in site.rglob("*") if path.is_symlink()]
 
 

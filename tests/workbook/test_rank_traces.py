@@ -149,7 +149,7 @@ def test_ranks_of_the_recording_add_up(eight: Any) -> None:
     both = table[["transfer_ms", "waiting_ms", "start_ms"]].sum(axis=1)
     assert (both - table["communication_ms"]).abs().max() < 0.02, "that is all communication"
     assert table["last_in"].to_dict() == {0: 0, 1: 0, 2: 0, 3: 0, 4: 1, 5: 2, 6: 0, 7: 4}
-    parts = traces.part_table(eight.ranks)
+    parts = traces.parts_over_ranks(eight.ranks)
     assert parts.attrs["each"][0].sum() == pytest.approx(6.851, abs=0.001)
 
 
@@ -206,7 +206,7 @@ def test_ranks_without_a_gpu_have_no_collectives(tmp_path: Path) -> None:
     assert table.empty and "no communication kernels" in table.attrs["not_measured"]
     by_rank = traces.rank_table(ranks, table)
     assert by_rank["busy_ms"].isna().all() and by_rank["waiting_ms"].isna().all()
-    assert traces.part_table(ranks).empty
+    assert traces.parts_over_ranks(ranks).empty
     assert traces.collectives({0: ranks[0]}).attrs["not_measured"] == traces.ONE
 
 

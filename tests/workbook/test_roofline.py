@@ -38,12 +38,12 @@ from dlrm_workbook.recordings.torch.trace import read_trace
 from dlrm_workbook.show.profile import ceilings_frame, roofline_text
 from dlrm_workbook.show.roofline import (
     LETTER,
+    PHASE_SYMBOLS,
     PLOT_WIDTH,
-    SYMBOLS,
     least_time_bars,
     roofline_chart,
 )
-from dlrm_workbook.show.tables import Table, show
+from dlrm_workbook.show.tables import TextTable, show
 
 MILLION = 1_000_000
 
@@ -347,7 +347,7 @@ def test_the_chart_shows_every_part_that_computes_where_it_is(drawn):
     for row in computing.itertuples():
         trace = shown[f"{row.component.replace('_mlp', ' MLP')} {row.phase}"]
         assert trace.x[0] == row.intensity_flop_per_byte and trace.y[0] == row.gflops
-        assert trace.marker.symbol == SYMBOLS[row.phase]
+        assert trace.marker.symbol == PHASE_SYMBOLS[row.phase]
     lines = [trace.name for trace in chart.data if trace.mode == "lines"]
     assert lines == [
         "cache, 100 GB/s",
@@ -374,14 +374,14 @@ def test_bars_and_tables_give_the_figures(drawn):
     assert max(measured.x) == drawn["time_ms"].max()
     assert all(low <= time for low, time in zip(least.x, measured.x, strict=True))
     table = show(drawn.sort_values("time_ms", ascending=False))
-    assert isinstance(table, Table) and len(table.rows) == len(drawn)
+    assert isinstance(table, TextTable) and len(table.rows) == len(drawn)
     assert [row[0] for row in table.rows] == list(bars.layout.yaxis.ticktext)
     ceilings = show(ceilings_frame(machine(model())))
-    assert isinstance(ceilings, Table)
+    assert isinstance(ceilings, TextTable)
     assert ["random rows of 128 B in 122.07 MiB", "5.00 GB/s"] in ceilings.rows
     assert ceilings_frame(None).empty
     assert ceilings_frame(device("H200").ceilings()).attrs["source"] == "data sheet"
-    assert set(drawn["component"]) <= set(COMPONENTS) and set(SYMBOLS) == set(PHASES)
+    assert set(drawn["component"]) <= set(COMPONENTS) and set(PHASE_SYMBOLS) == set(PHASES)
 
 
 def test_cross_layers_are_on_the_roofline_and_further_ones_cost_as_much() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from dlrm_core.config import parameters_from_sections
 from dlrm_core.data.batch import Batch
 from dlrm_core.data.loader import make_generator
-from dlrm_workbook.analysis.reuse import cache_hits as cache_table
+from dlrm_workbook.analysis.reuse import cache_hit_shares as cache_table
 from dlrm_workbook.analysis.reuse import row_reuse
 from dlrm_workbook.evidence.cache import cache_hits
 from dlrm_workbook.evidence.data_statistics import batch_statistics, run_statistics

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlrm_core.base.errors import InputError
-from dlrm_workbook.analysis.steady import LEAST, steady_state
+from dlrm_workbook.analysis.steady import LEAST_TO_JUDGE, steady_state
 
 NOISES = {
     "normal": lambda random, n: random.normal(size=n),
@@ -180,7 +180,7 @@ def test_equal_times_and_few_iterations() -> None:
     few = steady_state([100.0, 1.0, 1.0])
     assert few.steady.all() and "too few" in few.summary
     assert np.isinf(few.threshold_ms)
-    assert steady_state([1.0] * (LEAST - 1) + [9.0]).outliers[-1]
+    assert steady_state([1.0] * (LEAST_TO_JUDGE - 1) + [9.0]).outliers[-1]
 
 
 @pytest.mark.parametrize("times", [[], [1.0, np.nan], [1.0, -1.0], [np.inf]])

@@ -16,8 +16,8 @@ from dlrm_workbook.analysis.attribution import attribute
 from dlrm_workbook.analysis.findings.finding import Finding
 from dlrm_workbook.analysis.verdict import (
     ANOTHER_BATCH,
+    BY_CEILINGS,
     INSTEAD,
-    LIMIT,
     PREDICTED,
     TIMED,
     Stage,
@@ -318,7 +318,7 @@ def test_the_limits_bar_is_as_long_as_it_says_where_a_ceiling_lies_above_the_mea
             "limit": ["memory", "memory", "compute", "compute"],
         }
     )
-    (limit,) = [stage for stage in stages(profile, [], roofline) if stage.basis == LIMIT]
+    (limit,) = [stage for stage in stages(profile, [], roofline) if stage.basis == BY_CEILINGS]
     assert limit.mid_ms == 10 + 20 + 20 + 60
     assert limit.parts.set_index("component")["time_ms"].to_dict() == {
         "data": 10.0,

@@ -26,7 +26,7 @@ from dlrm_workbook.analysis.attribution import (
 from dlrm_workbook.analysis.findings import bottlenecks_json, findings, limit
 from dlrm_workbook.analysis.findings.finding import Finding
 from dlrm_workbook.analysis.idleness import gpu_idleness
-from dlrm_workbook.analysis.verdict import quality, verdict
+from dlrm_workbook.analysis.verdict import quality, verdict_text
 from dlrm_workbook.recordings.open import open_recording
 from dlrm_workbook.recordings.profile import Profile
 
@@ -70,7 +70,7 @@ def told(profile: Profile) -> tuple[list[Finding], dict[str, Any]]:
 def check_bounds(profile: Profile) -> None:
     """What holds of any recording: shares within the whole, gains within their shares."""
     found, document = told(profile)
-    text = verdict(profile, attribute(profile), found, [])
+    text = verdict_text(profile, attribute(profile), found, [])
     assert sum(row["share"] for row in document["attribution"]) == pytest.approx(1)
     for finding in found:
         assert 0 <= finding.share_of_step <= 1, finding.title
@@ -304,11 +304,11 @@ def test_cautions_of_the_reader_reach_the_document(trace: Trace) -> None:
 def test_what_cannot_show_a_bottleneck_does_not_say_that_there_is_none() -> None:
     unnamed = made({("other", "", "main"): 100.0})
     del unnamed.meta["parameters"]
-    text = verdict(unnamed, attribute(unnamed), [], [])
+    text = verdict_text(unnamed, attribute(unnamed), [], [])
     assert "No known bottleneck" not in text and "cannot show" in text
     assert "main" in text  # the largest name without a part
     named = made({("top_mlp", "forward", "aten::mm"): 100.0})
-    assert "No known bottleneck" in verdict(named, attribute(named), [], [])
+    assert "No known bottleneck" in verdict_text(named, attribute(named), [], [])
 
 
 def test_a_slow_callback_now_and_then_takes_no_more_than_the_step(tmp_path: Path) -> None:
@@ -468,7 +468,7 @@ def test_a_part_that_takes_most_of_another_programs_time_is_named_with_its_calle
         assert found[0].title == "Interaction forward takes 60% of the CPU time"
         assert "bmm 60.0 ms" in found[0].evidence and "was not measured" in found[0].evidence
         assert document["findings"][0]["predicted_speedup"] == dict.fromkeys(["low", "mid", "high"])
-        text = verdict(profile, attribute(profile), found, [])
+        text = verdict_text(profile, attribute(profile), found, [])
         assert "No known bottleneck" not in text and "faster" not in text
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from dlrm_core.base.errors import InputError
 from dlrm_workbook.analysis.attribution import step_contexts
-from dlrm_workbook.analysis.context_tree import outermost, reason_of, scopes_of
+from dlrm_workbook.analysis.context_tree import outermost_contexts, reason_of, scopes_of
 from dlrm_workbook.analysis.views import bottom_up, flat, top_down
 from dlrm_workbook.recordings.hpctoolkit.database import read_database
 from dlrm_workbook.recordings.hpctoolkit.to_profile import profile_from_database
@@ -171,7 +171,7 @@ def test_views_equal_plain_loops(profile: Profile) -> None:
     name = [profile.contexts["name"][r] for r in scopes]
     key = np.array([ord(n) - 97 for n in name])
     once = [all(name[r] != name[row] for r in path(row)[1:]) for row in range(len(parent))]
-    assert outermost(np.array(parent), key).tolist() == once
+    assert outermost_contexts(np.array(parent), key).tolist() == once
     marked = np.array(line)
     expected = [next((r for r in path(row) if line[r]), -1) for row in range(len(parent))]
     assert nearest(np.array(parent), marked).tolist() == expected

@@ -27,7 +27,7 @@ from dlrm_workbook.analysis.whatif import (
 )
 from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.show.bottlenecks import what_if_bars
-from dlrm_workbook.show.tables import Table, Text, show
+from dlrm_workbook.show.tables import Text, TextTable, show
 
 PARTS = {
     ("data", "forward"): 10.0,
@@ -393,7 +393,7 @@ def test_the_table_ranks_by_speed_and_keeps_what_cannot_be_told() -> None:
     ranges = figure.data[-1]
     assert list(ranges.x) == pytest.approx([125 / 1.923, 175.0], rel=1e-3)
     shown = show(table, ["change", "mid_ms", "range", "predicted", "note"])
-    assert isinstance(shown, Table)
+    assert isinstance(shown, TextTable)
     assert shown.rows[2][-1].endswith("it needs 9 GiB") and shown.rows[2][1:4] == ["–"] * 3
     # a range without end must not flatten the other bars; where it ends is written
     table.loc[1, "speedup_low"] = 0.001

@@ -76,28 +76,21 @@ def _state(parameters: Parameters, plan: Plan, tables: np.ndarray, dense: int) -
     kind = OPTIMIZERS[parameters.training.optimizer]
     if kind.per_row:
         # a number a row; a column slice has as many rows as its table
-        rows = np.zeros(plan.ranks)
-        for table in plan.tables:
-            if table.kind == "replicated":
-                rows += table.rows
-            else:
-                np.add.at(rows, np.asarray(table.ranks), table.shard_rows)
-        return FLOAT_BYTES * rows + dense
+        return FLOAT_BYTES * plan.on_ranks(lambda table: table.shard_rows, *KINDS) + dense
     return float(kind.row_state(plan.dim) // plan.dim) * tables + kind.dense_state * dense
 
 
 def _lookups_of_ranks(plan: Plan) -> np.ndarray:
     """Indices and lengths that each rank gets for one sample of the global batch."""
-    total = np.zeros(plan.ranks)
-    for table in plan.of_kind("table_wise", "column_wise", "row_wise"):
-        count = plan.lookups[table.table]
-        each = (
-            count * table.shard_rows / table.rows + 1
-            if table.kind == "row_wise"
-            else np.full(table.shards, count + 1)
-        )
-        np.add.at(total, np.asarray(table.ranks), each)
-    return total
+    return plan.on_ranks(
+        # of a row-wise table each owner gets the indices of its rows
+        lambda table: (
+            plan.lookups[table.table]
+            * (table.shard_rows / table.rows if table.kind == "row_wise" else 1)
+            + 1
+        ),
+        *("table_wise", "column_wise", "row_wise"),
+    )
 
 
 def memory_extremes(
@@ -288,7 +281,7 @@ def scaling_table(
         rows.append(
             row
             | {"sharding": made.plan.name}
-            | {name: getattr(made, name) for name in PREDICTED}
+            | {name: getattr(made, name) for name in PREDICTED_FIGURES}
             | {
                 "exposed_share": made.exposed_ms / made.mid_ms,
                 "speedup": speedup,
@@ -301,10 +294,17 @@ def scaling_table(
     return pd.DataFrame(rows, columns=SCALING_COLUMNS)
 
 
-PREDICTED = ["low_ms", "mid_ms", "high_ms", "compute_ms", "exposed_ms", "samples_per_second"]
+PREDICTED_FIGURES = [
+    "low_ms",
+    "mid_ms",
+    "high_ms",
+    "compute_ms",
+    "exposed_ms",
+    "samples_per_second",
+]
 
 SCALING_COLUMNS = [
-    *("ranks", "scaling", "batch_size", "sharding", *PREDICTED, "exposed_share", "speedup"),
+    *("ranks", "scaling", "batch_size", "sharding", *PREDICTED_FIGURES, "exposed_share", "speedup"),
     *("efficiency", "memory_bytes", "note", "why_not"),
 ]
 

@@ -240,7 +240,7 @@ class Network:
 
 # Links by name, with their vendors' rates and what libraries make of them.
 
-REACHED = Range(0.5, 0.78, 0.95)
+SHEET_SHARE = Range(0.5, 0.78, 0.95)
 """Share of a data sheet's rate that a collective gets."""
 
 _NCCL = "latency: NCCL src/graph/tuning.cc (hwLat)"
@@ -251,7 +251,7 @@ _CPU_NET = Range(1.0, 9.6, 20.0)
 
 
 def _named(name: str, alpha: Range, sheet_gb_per_s: float, source: str) -> Link:
-    return Link(name, alpha, REACHED.times(sheet_gb_per_s), f"{source}; {_NCCL}")
+    return Link(name, alpha, SHEET_SHARE.times(sheet_gb_per_s), f"{source}; {_NCCL}")
 
 
 LINKS = (
@@ -311,7 +311,7 @@ COVER = 1.64
 """Half width of a range in standard deviations: nine of ten of a normal distribution. The
 deviation itself is 1.4826 times the median residual, which disturbed runs do not widen."""
 
-LEAST_SCATTER = 0.05
+LINK_SCATTER = 0.05
 """No link is known better than this: two probes of one machine differ as much."""
 
 
@@ -358,7 +358,7 @@ def _fit(rows: pd.DataFrame, kept: pd.DataFrame) -> Fit | None:
     points = tuple(zip(bounded.index.astype(float), bounded.astype(float), strict=True))
     # what a range must hold are single measurements, the disturbed ones too
     own = np.log(rows["time_ms"].to_numpy(float) / rows["bytes"].map(means).to_numpy(float))
-    scatter = max(LEAST_SCATTER, float(np.expm1(COVER * _deviation(own))))
+    scatter = max(LINK_SCATTER, float(np.expm1(COVER * _deviation(own))))
     return Fit(1e3 * fixed, _rate(slope), scatter, points)
 
 
@@ -423,7 +423,7 @@ def _common(rows: pd.DataFrame) -> tuple[Range, Range]:
     step_ms, byte_ms = robust_least_squares(forms, times)
     predicted = forms @ np.array([step_ms, byte_ms])
     ratio = np.log(times / np.maximum(predicted, 1e-12))
-    wide = max(1 + LEAST_SCATTER, float(np.exp(COVER * _deviation(ratio))))
+    wide = max(1 + LINK_SCATTER, float(np.exp(COVER * _deviation(ratio))))
     alpha_us, rate = 1e3 * float(step_ms), _rate(float(byte_ms))
     return (
         Range(alpha_us / wide, alpha_us, alpha_us * wide),

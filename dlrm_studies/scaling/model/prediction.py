@@ -436,9 +436,7 @@ class Prediction:
 
     plan: Plan
     batch_size: int
-    low_ms: float
-    mid_ms: float
-    high_ms: float
+    time_ms: Range
     parts: pd.DataFrame
     exchanges: pd.DataFrame
     schedule: Schedule
@@ -447,6 +445,18 @@ class Prediction:
     @property
     def ranks(self) -> int:
         return self.plan.ranks
+
+    @property
+    def low_ms(self) -> float:
+        return self.time_ms.low
+
+    @property
+    def mid_ms(self) -> float:
+        return self.time_ms.mid
+
+    @property
+    def high_ms(self) -> float:
+        return self.time_ms.high
 
     @property
     def compute_ms(self) -> float:
@@ -518,7 +528,7 @@ class Setting:
         if wait > 0:
             rows.append(("communication", WAITING, "exposed", 0.5 * wait, wait, 2 * wait))
         parts = pd.DataFrame(rows, columns=PART_COLUMNS)
-        return Prediction(plan, batch, *_total(parts), parts, table, made, tuple(notices))
+        return Prediction(plan, batch, _total(parts), parts, table, made, tuple(notices))
 
     def step_ms(self, plan: Plan, batch: int) -> float:
         """The middle of :meth:`predict` without waiting: what a search among plans compares."""

@@ -1,18 +1,21 @@
 """Scaling that others have published, beside what the model predicts for their machines.
 
 Nothing here was measured by us. A prediction starts from the same source's figure for one
-device, at its batch size: how that iteration divides among the parts is taken from a data
-sheet's ceilings, what the host adds from the number of operators; so it tests the model of
-communication as far as published inputs allow, and the table says what was not published.
+device (``published.csv``), at its batch size: how that iteration divides among the parts is
+taken from a data sheet's ceilings, what the host adds from the number of operators; so it tests
+the model of communication as far as published inputs allow, and the table says what was not
+published.
 Where a source has three sizes, the second row of the largest starts from the other two: what
 the middle one takes beyond the prediction is carried over as a cost of every iteration.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,8 +29,7 @@ from dlrm_core.config import (
     TrainingConfig,
     load_parameters,
 )
-from dlrm_studies.published import DEEPSPARK, KALAMKAR
-from dlrm_studies.published import NVIDIA as TF2
+from dlrm_studies.published import read_published
 from dlrm_studies.scaling.model.choice import best_sharding
 from dlrm_studies.scaling.model.communication import STUDY
 from dlrm_studies.scaling.model.links import Network, Range, link
@@ -48,8 +50,6 @@ OPERATOR_US = 10.0
 """What the host of an eager framework takes to launch an operator; see ``dispatch_us`` and
 ``launch_us`` of any profile made on a GPU (docs/gpu.md). 0 to three times as much is the range."""
 
-TORCH = "NVIDIA DeepLearningExamples, PyTorch/Recommendation/DLRM/README.md (729963d)"
-
 XEON = {
     "device": "Xeon Platinum 8280",
     "source": DATA_SHEET,
@@ -60,12 +60,22 @@ XEON = {
 }
 
 
+ASSUMED = {
+    "NVIDIA large": "{link}: collectives' share of the data sheet's rate; how an iteration of one "
+    "GPU divides among parts; one GPU ran the small model (26 smaller tables)",
+    "DeepSpark": "the cards' links ({link} taken) and ceilings (a V100's taken for the division "
+    "among parts); the table beside these figures prints a scalability of 0.97, they make 0.22",
+    "Small": "its scaling was not at hand as numbers: volumes are compared in their own table",
+}
+"""Model to what its source leaves out and the prediction had to take from elsewhere."""
+
+
 @dataclass(frozen=True)
-class Series:
+class PublishedSeries:
     """One machine and precision at several numbers of devices.
 
     Attributes:
-        rates: devices to samples per second, as printed; None: drawn, but no number printed.
+        rates: devices to samples per second, as printed; NaN: drawn, but no number printed.
         batch: samples of an iteration over all devices.
         assumed: what the source leaves out and the prediction had to take from elsewhere.
     """
@@ -75,76 +85,37 @@ class Series:
     model: str
     precision: str
     batch: int
-    rates: Mapping[int, float | None]
+    rates: Mapping[int, float]
     network: Network
     ceilings: Mapping[str, Any]
-    assumed: str
 
-
-NVIDIA: tuple[tuple[str, str, str, str, dict[str, dict[int, float | None]]], ...] = (
-    (
-        *(TORCH, "DGX A100", "A100-80GB", "NVLink 3 (A100)"),
-        {"TF32": {1: 2.88e6, 8: 11.4e6}, "mixed": {1: 4.02e6, 8: 16.5e6}},
-    ),
-    (
-        *(TF2, "DGX A100", "A100-80GB", "NVLink 3 (A100)"),
-        {"TF32": {1: 2.84e6, 8: 10.9e6}, "mixed": {1: 4.55e6, 8: 13.8e6}},
-    ),
-    (
-        *(TORCH, "DGX-1", "V100-32GB", "NVLink 2 (V100)"),
-        {"FP32": {1: 0.672e6, 8: 2.88e6}, "mixed": {1: 2.09e6, 8: 6.92e6}},
-    ),
-    (
-        *(TF2, "DGX-1", "V100-32GB", "NVLink 2 (V100)"),
-        {"FP32": {1: 0.663e6, 8: 3.13e6}, "mixed": {1: 2.23e6, 8: 6.31e6}},
-    ),
-    (
-        *(TORCH, "DGX-2", "V100-32GB", "NVLink 2 (V100)"),
-        {
-            "FP32": {1: 0.717e6, 8: 3.33e6, 16: 4.74e6},
-            "mixed": {1: 2.25e6, 8: 7.93e6, 16: 10.8e6},
-        },
-    ),
-    (
-        *(TF2, "DGX-2", "V100-32GB", "NVLink 2 (V100)"),
-        {
-            "FP32": {1: 0.698e6, 8: 3.79e6, 16: 6.43e6},
-            "mixed": {1: 2.44e6, 8: 7.82e6, 16: 10.5e6},
-        },
-    ),
-)
-"""Source, machine, its GPU and their link; precision to :attr:`Series.rates` of the large model."""
+    @property
+    def assumed(self) -> str:
+        return ASSUMED[self.model].format(link=self.network.name)
 
 
 @cache
-def series() -> tuple[Series, ...]:
+def _figures() -> pd.DataFrame:
+    """``published.csv`` of this folder: a row a machine, precision and number of devices."""
+    return read_published(Path(__file__).with_name("published.csv"))
+
+
+@cache
+def published_series() -> tuple[PublishedSeries, ...]:
     """Everything published that has a figure for one device and for more."""
-    deepspark = Series(
-        *(DEEPSPARK, "BI-V100", "DeepSpark", "FP32", 2048, {1: 196_958, 8: 346_555}),
-        Network(link("PCIe 4 x16")),
-        device("V100-PCIe").ceilings(),
-        "the cards' links (PCIe 4 x16 taken) and ceilings (a V100's taken for the division among "
-        "parts); the table beside these figures prints a scalability of 0.97, they make 0.22",
-    )
-    study = Series(
-        *(KALAMKAR, "Xeon 8280 socket", "Small", "FP32", 2048),
-        {1: 2048 / 0.038, 2: None, 4: None, 8: None},
-        Network(link("OPA")),
-        XEON,
-        "its scaling was not at hand as numbers: volumes are compared in their own table",
-    )
-    nvidia = [
-        Series(
-            *(source, hardware, "NVIDIA large", precision, 65536, rates),
+    figures = _figures()
+    figures = figures[figures["model"].isin(list(ASSUMED))]
+    keys = ["source", "hardware", "model", "precision", "batch_samples", "device", "link"]
+    return tuple(
+        PublishedSeries(
+            *named,
+            int(batch),
+            dict(zip(rows["devices"].tolist(), rows["samples_per_second"].tolist(), strict=True)),
             Network(link(joined)),
-            device(kind).ceilings(),
-            f"{joined}: collectives' share of the data sheet's rate; how an iteration of one GPU "
-            "divides among parts; one GPU ran the small model (26 smaller tables)",
+            XEON if kind == XEON["device"] else device(kind).ceilings(),
         )
-        for source, hardware, kind, joined, by_precision in NVIDIA
-        for precision, rates in by_precision.items()
-    ]
-    return *nvidia, deepspark, study
+        for (*named, batch, kind, joined), rows in figures.groupby(keys, sort=False)
+    )
 
 
 def published_scaling() -> pd.DataFrame:
@@ -158,14 +129,14 @@ def published_scaling() -> pd.DataFrame:
         from), ``not_published`` (what had to be assumed), ``number`` (of the source, from 1).
     """
     rows: list[dict[str, Any]] = []
-    for each in series():
+    for each in published_series():
         parameters = parameters_of(each)
         start = _profile(each, parameters)
         counts = [count for count in each.rates if count > 1]
         for count in counts:
             made = _predicted(each, parameters, count, start)
             rows.append(_row(each, count, made, "1"))
-        if len(counts) > 1 and each.rates[counts[0]] is not None:
+        if len(counts) > 1 and math.isfinite(each.rates[counts[0]]):
             carried = _carried(each, parameters, counts[0], start)
             made = _predicted(each, parameters, counts[-1], carried)
             rows.append(_row(each, counts[-1], made, f"1 and {counts[0]}"))
@@ -173,7 +144,7 @@ def published_scaling() -> pd.DataFrame:
     return table.assign(number=pd.factorize(table["source"])[0] + 1)
 
 
-def parameters_of(each: Series) -> Parameters:
+def parameters_of(each: PublishedSeries) -> Parameters:
     """The model that was run, with the global batch."""
     precision = {"mixed": "fp16"}.get(each.precision, "fp32")
     training = TrainingConfig(
@@ -206,11 +177,9 @@ def _criteo(variant: str, bottom: tuple[int, ...], top: tuple[int, ...]) -> Mode
     )
 
 
-def _profile(each: Series, parameters: Parameters) -> ComputeProfile:
+def _profile(each: PublishedSeries, parameters: Parameters) -> ComputeProfile:
     """Costs of one device: the published time, of which the host's launches do not shrink."""
-    rate = each.rates[1]
-    assert rate is not None
-    made = published_profile(parameters, each.ceilings, rate, each.source)
+    made = published_profile(parameters, each.ceilings, each.rates[1], each.source)
     if parameters.training.device != "cuda":
         return made
     # on one device kernels are long enough to hide the launches of the next
@@ -220,13 +189,11 @@ def _profile(each: Series, parameters: Parameters) -> ComputeProfile:
 
 
 def _carried(
-    each: Series, parameters: Parameters, count: int, start: ComputeProfile
+    each: PublishedSeries, parameters: Parameters, count: int, start: ComputeProfile
 ) -> ComputeProfile:
     """What ``count`` devices took beyond the prediction without a host, as a fixed cost."""
-    rate = each.rates[count]
-    assert rate is not None
     bare = _with_host(start, PartCost(0.0, 0.0, 2.0))
-    beyond = 1e3 * each.batch / rate - _predicted(each, parameters, count, bare).mid_ms
+    beyond = 1e3 * each.batch / each.rates[count] - _predicted(each, parameters, count, bare).mid_ms
     return _with_host(start, PartCost(max(0.0, beyond), 0.0, 0.3))
 
 
@@ -239,13 +206,13 @@ def _with_host(profile: ComputeProfile, cost: PartCost) -> ComputeProfile:
 
 
 def _predicted(
-    each: Series, parameters: Parameters, count: int, profile: ComputeProfile
+    each: PublishedSeries, parameters: Parameters, count: int, profile: ComputeProfile
 ) -> Prediction:
     plan = make_plan(parameters, count, "table_wise")
     return Setting(parameters, each.network, profile).predict(plan, each.batch)
 
 
-def _row(each: Series, count: int, made: Prediction, basis: str) -> dict[str, Any]:
+def _row(each: PublishedSeries, count: int, made: Prediction, basis: str) -> dict[str, Any]:
     published = each.rates[count]
     mid, low, high = (1e3 * each.batch / ms for ms in (made.mid_ms, made.high_ms, made.low_ms))
     return {
@@ -255,27 +222,17 @@ def _row(each: Series, count: int, made: Prediction, basis: str) -> dict[str, An
         "precision": each.precision,
         "devices": count,
         "batch_size": each.batch,
-        "published": float("nan") if published is None else published,
+        "published": published,
         "predicted_low": low,
         "predicted": mid,
         "predicted_high": high,
-        "error": float("nan") if published is None else mid / published - 1,
+        "error": mid / published - 1,
         "basis": basis,
         "not_published": each.assumed,
     }
 
 
 # MLPerf Training v4.0, DLRM-DCNv2: machines that nobody here has, from data sheets alone.
-
-MLPERF_SOURCE = "MLPerf Training v4.0, DLRM-DCNv2, NVIDIA's logs (HugeCTR), steady part"
-
-MLPERF = (
-    ("DGX H200", "H200", 8, 55_296, 16.98e6),
-    ("DGX H100", "H100-SXM", 8, 55_296, 15.67e6),
-    ("8 DGX H100", "H100-SXM", 64, 135_168, 56.0e6),
-    ("16 DGX H100", "H100-SXM", 128, 135_168, 74.1e6),
-)
-"""Machine, its GPU, number of GPUs, samples of an iteration over all, samples per second."""
 
 GPUS_PER_NODE = 8
 
@@ -328,10 +285,13 @@ def mlperf_scaling() -> pd.DataFrame:
         a row adds one thing to those above it), ``sharding``, ``published``, ``predicted``,
         ``predicted_low``, ``predicted_high`` (samples/s), ``error`` (predicted over published,
         less 1), ``compute_ms``, ``exposed_ms`` (of a predicted iteration). The last row of a
-        machine is nearest to the program that was submitted.
+        machine is nearest to the program that was submitted. ``attrs["source"]``.
     """
+    figures = _figures()
+    figures = figures[figures["model"] == "DLRM-DCNv2"]
+    names = ["hardware", "device", "devices", "batch_samples", "samples_per_second"]
     rows = []
-    for hardware, gpu, devices, batch, rate in MLPERF:
+    for hardware, gpu, devices, batch, rate in figures[names].itertuples(index=False):
         setting = _mlperf_setting(gpu, devices, batch)
         for program, does in PROGRAMS.items():
             setting = replace(setting, **does)
@@ -362,7 +322,9 @@ def mlperf_scaling() -> pd.DataFrame:
                     "exposed_ms": made.exposed_ms,
                 }
             )
-    return pd.DataFrame(rows)
+    table = pd.DataFrame(rows)
+    table.attrs["source"] = figures["source"].iloc[0]
+    return table
 
 
 def _mlperf_setting(gpu: str, devices: int, batch: int) -> Setting:

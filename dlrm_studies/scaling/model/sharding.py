@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -96,12 +96,22 @@ class Plan:
         """The tables of these kinds."""
         return [table for table in self.tables if table.kind in kinds]
 
+    def on_ranks(
+        self, amount: Callable[[TablePlan], float | np.ndarray], *kinds: str
+    ) -> np.ndarray:
+        """Sum over the tables of some kinds of an amount of each shard, by rank: shape (ranks,).
+
+        Args:
+            amount: of a table's every shard, or of each.
+        """
+        total = np.zeros(self.ranks)
+        for table in self.of_kind(*kinds):
+            np.add.at(total, np.asarray(table.ranks), amount(table))
+        return total
+
     def columns_sent(self) -> np.ndarray:
         """Columns of pooled vectors that each rank makes for all samples: shape (ranks,)."""
-        total = np.zeros(self.ranks)
-        for table in self.of_kind(*_EXCHANGED):
-            np.add.at(total, np.asarray(table.ranks), table.columns)
-        return total
+        return self.on_ranks(lambda table: table.columns, *_EXCHANGED)
 
     def work(self) -> np.ndarray:
         """Table work on each rank over that of one rank that has all tables: shape (ranks,).
@@ -111,18 +121,17 @@ class Plan:
         replicated table's work is shared by all (each rank looks up its own samples); a
         row-wise table's lookups by the rows a rank holds, as if they were spread evenly.
         """
-        total = np.zeros(self.ranks)
-        for table in self.tables:
+
+        def cost(table: TablePlan) -> float | np.ndarray:
             count = self.lookups[table.table]
             if table.kind == "replicated":
-                total += lookup_cost(count, table.dim) / self.ranks
-            elif table.kind == "row_wise":
-                own = count * table.shard_rows / table.rows
-                np.add.at(total, np.asarray(table.ranks), lookup_cost(own, table.dim))
-            else:
-                np.add.at(total, np.asarray(table.ranks), lookup_cost(count, table.columns))
+                return lookup_cost(count, table.dim) / self.ranks
+            if table.kind == "row_wise":
+                return lookup_cost(count * table.shard_rows / table.rows, table.dim)
+            return lookup_cost(count, table.columns)
+
         every = sum(self.costs())
-        return total / every if every > 0 else total
+        return self.on_ranks(cost, *KINDS) / (every if every > 0 else 1.0)
 
     def costs(self) -> list[float]:
         """:func:`lookup_cost` of each whole table."""
@@ -130,14 +139,8 @@ class Plan:
 
     def table_bytes(self) -> np.ndarray:
         """Bytes of weights on each rank, shape (ranks,)."""
-        total = np.zeros(self.ranks, dtype=np.int64)
-        for table in self.tables:
-            size = table.shard_rows * table.columns * 4
-            if table.kind == "replicated":
-                total += table.rows * table.dim * 4
-            else:
-                np.add.at(total, np.asarray(table.ranks), size)
-        return total
+        sizes = self.on_ranks(lambda table: table.shard_rows * table.columns * 4, *KINDS)
+        return sizes.astype(np.int64)
 
 
 _EXCHANGED = ("table_wise", "column_wise")

@@ -20,7 +20,6 @@ from typing import Any
 import pandas as pd
 
 from dlrm_core.parts import part_label
-from dlrm_studies.scaling import findings as ranks
 from dlrm_workbook.analysis.attribution import (
     IDLE,
     basis,
@@ -37,6 +36,7 @@ from dlrm_workbook.analysis.findings import (
     gpu_taken,
     host,
     operators,
+    ranks,
 )
 from dlrm_workbook.analysis.findings.evidence import Evidence
 from dlrm_workbook.analysis.findings.finding import (

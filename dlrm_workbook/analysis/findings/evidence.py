@@ -34,7 +34,7 @@ from dlrm_workbook.analysis.attribution import (
 )
 from dlrm_workbook.analysis.context_tree import Bools, Ints, overlap, union
 from dlrm_workbook.analysis.idleness import idle_pieces
-from dlrm_workbook.analysis.launches import device_operations
+from dlrm_workbook.analysis.launches import launched_operations
 from dlrm_workbook.analysis.operators import top_operators
 from dlrm_workbook.analysis.python_lines import python_lines
 from dlrm_workbook.analysis.roofline import roofline
@@ -294,7 +294,7 @@ class Evidence:
     @cached_property
     def work(self) -> pd.DataFrame:
         """As :func:`device_operations`, begun in these iterations."""
-        work = device_operations(self.profile)
+        work = launched_operations(self.profile)
         return work[self.inside(work["start_ns"].to_numpy())] if len(work) else work
 
     @cached_property

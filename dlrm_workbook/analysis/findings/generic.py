@@ -43,10 +43,10 @@ from dlrm_workbook.analysis.findings.finding import (
 from dlrm_workbook.analysis.findings.where import main_place
 from dlrm_workbook.analysis.idleness import idle_pieces
 from dlrm_workbook.analysis.kernel_names import kernel_name
-from dlrm_workbook.analysis.launches import device_operations
+from dlrm_workbook.analysis.launches import launched_operations
 from dlrm_workbook.analysis.steady import (
-    LEAST,
     LEAST_OF_SPLIT,
+    LEAST_TO_JUDGE,
     SPLIT_TIMES,
     lasting_rise,
     steady_state,
@@ -268,7 +268,7 @@ def irregular(evidence: Evidence, ledger: Ledger) -> Measured | None:
         return None  # the slow ones are those in which the GPU is slower
     # a single one may be chance, unless it takes a third of the run
     least = IRREGULAR_SHARE if int(slow.sum()) > 1 else ONE_IRREGULAR_SHARE
-    if evidence.has_timeline and len(steps) >= LEAST:
+    if evidence.has_timeline and len(steps) >= LEAST_TO_JUDGE:
         least = GPU_IRREGULAR_SHARE
     if share < least:
         return None
@@ -313,7 +313,7 @@ def _by_iteration(evidence: Evidence) -> pd.DataFrame:
     host is in while the GPU is idle."""
     profile = evidence.profile
     spans = windows(profile)
-    work = device_operations(profile)
+    work = launched_operations(profile)
     step = stretch_at(
         spans["start_ns"].to_numpy(), spans["end_ns"].to_numpy(), work["start_ns"].to_numpy()
     )

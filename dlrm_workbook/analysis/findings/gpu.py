@@ -48,7 +48,7 @@ from dlrm_workbook.analysis.findings.where import (
 from dlrm_workbook.analysis.gpu import kernel_table, sampled_profile, stall_reasons, stall_table
 from dlrm_workbook.analysis.idleness import Stretches
 from dlrm_workbook.analysis.kernel_names import kernel_name
-from dlrm_workbook.analysis.launches import device_operations, launch_cost_us
+from dlrm_workbook.analysis.launches import launch_cost_us, launched_operations
 from dlrm_workbook.analysis.steady import LEAST_OF_SPLIT
 from dlrm_workbook.ground.units import milliseconds
 from dlrm_workbook.recordings.hpctoolkit.metrics import STALLS
@@ -634,7 +634,7 @@ def _in_few_iterations(evidence: Evidence, idle: pd.DataFrame, left_ms: float) -
 def _longest_gap(evidence: Evidence) -> str | None:
     """Where the longest gap of a usual step lies, if it is most of the idle time: between which
     parts, since what the host does there stands between them."""
-    work = device_operations(evidence.profile)
+    work = launched_operations(evidence.profile)
     start, end = work["start_ns"].to_numpy(), work["end_ns"].to_numpy()
     first = evidence.windows[0]
     if len(start) < 2 or len(first) < 3:

@@ -19,7 +19,7 @@ from dlrm_workbook.analysis.context_tree import overlap, stretch_at, union
 from dlrm_workbook.analysis.findings.evidence import Evidence
 from dlrm_workbook.analysis.findings.finding import Ledger, Measured, bounded, rule
 from dlrm_workbook.analysis.idleness import Stretches
-from dlrm_workbook.analysis.launches import device_operations
+from dlrm_workbook.analysis.launches import launched_operations
 from dlrm_workbook.analysis.steady import lasting_rise
 from dlrm_workbook.ground.units import milliseconds
 from dlrm_workbook.recordings.open import COMMUNICATION
@@ -119,7 +119,7 @@ def slower_gpu(evidence: Evidence, ledger: Ledger) -> Measured | None:
 def _same_launches(evidence: Evidence, spans: pd.DataFrame) -> pd.DataFrame:
     """Time (ms) of each kernel and call path (rows) in each iteration (columns), of those that
     every iteration launches equally often; empty where these are too little of all."""
-    work = device_operations(evidence.profile)
+    work = launched_operations(evidence.profile)
     nothing = pd.DataFrame()
     if work.empty or len(spans) < 4:
         return nothing
@@ -142,7 +142,7 @@ def _same_launches(evidence: Evidence, spans: pd.DataFrame) -> pd.DataFrame:
 
 def _all_kernels_ms(evidence: Evidence, spans: pd.DataFrame) -> np.ndarray:
     """Time (n,) in which the GPU works in each iteration, ms."""
-    work = device_operations(evidence.profile)
+    work = launched_operations(evidence.profile)
     start, end = union(work["start_ns"].to_numpy(), work["end_ns"].to_numpy())
     reached = np.concatenate([[0], np.cumsum(end - start)])
 
@@ -290,7 +290,7 @@ def _behind_host_functions(evidence: Evidence, end: Any) -> tuple[Any, str]:
     profile = evidence.profile
     holds = profile.which("name", lambda name: bool(HOST_FUNCTION.fullmatch(name)))
     calls = profile.trace[holds[profile.trace["context"].to_numpy()]].sort_values("start_ns")
-    work = device_operations(profile)
+    work = launched_operations(profile)
     launched = work["launch_start_ns"].to_numpy()
     row = np.searchsorted(work["start_ns"].to_numpy(), end)
     begun = calls["start_ns"].to_numpy()
@@ -306,7 +306,7 @@ def _queued_gaps(evidence: Evidence) -> tuple[Any, Any, float]:
 
     Of all that waits, what was launched first depends on nothing that has yet to run.
     """
-    work = device_operations(evidence.profile)
+    work = launched_operations(evidence.profile)
     begin, done = work["start_ns"].to_numpy(), work["end_ns"].to_numpy()
     launched = work["launch_end_ns"].to_numpy()
     launched = np.where(_waited_out(evidence, launched, begin), -1, launched)

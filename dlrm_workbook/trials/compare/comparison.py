@@ -47,7 +47,7 @@ from dlrm_workbook.analysis.compare import (
 from dlrm_workbook.analysis.ensemble import SWEEP, swept_runs
 from dlrm_workbook.analysis.findings import findings
 from dlrm_workbook.analysis.reference import (
-    OTHER_TIMES,
+    TIME_COLUMNS,
     all_at_reference,
     at_reference,
     reference,
@@ -269,7 +269,7 @@ class Comparison:
                 rows.append((f"the step in {name}'s profile", found.ms, found.iterations, why))
         table = pd.DataFrame(rows, columns=["what", "time_ms", "iterations", "why"])
         table["times_the_step"] = table["time_ms"] / step_ms
-        return table[OTHER_TIMES]
+        return table[TIME_COLUMNS]
 
     def prediction_table(self) -> pd.DataFrame:
         """What is predicted before anything of the change has run, a row an outcome.

@@ -46,7 +46,7 @@ def speedups(outcomes: Sequence[Outcome]) -> go.Figure:
     predicted = [(row - 0.13, o.predicted.speedup) for row, o in enumerate(shown) if o.predicted]
     measured = [(row + 0.13, o.speedup.to_dict()) for row, o in enumerate(shown) if o.speedup]
     for name, gains, colour, symbol, side in (
-        ("predicted", predicted, theme.PREDICTED, "diamond", "top"),
+        ("predicted", predicted, theme.PREDICTED_COLOUR, "diamond", "top"),
         ("measured", measured, theme.COLOURS["top_mlp"], "circle", "bottom"),
     ):
         if not gains:
@@ -182,7 +182,7 @@ def difference_icicle(tree: pd.DataFrame) -> go.Figure:
         [theme.difference_colour(_doublings(r.before_ms, r.after_ms, total) / TWICE) for r in rows],
         [
             (
-                theme.wrapped(theme.escaped(row.label)),
+                theme.wrapped(theme.plotly_text(row.label)),
                 part_label(row.component, row.phase),
                 row.before_ms,
                 row.difference_ms,
@@ -286,8 +286,13 @@ def waterfall(outcomes: Sequence[Outcome]) -> go.Figure:
                 f"{labels[at]}<br>predicted {milliseconds(mid)}"
                 for (at, _), mid in zip(predicted, mids, strict=True)
             ],
-            marker={"color": theme.PREDICTED, "size": 12, "symbol": "diamond", "line": outline},
-            error_y=theme.error_bars(lows, mids, highs, theme.PREDICTED, 2),
+            marker={
+                "color": theme.PREDICTED_COLOUR,
+                "size": 12,
+                "symbol": "diamond",
+                "line": outline,
+            },
+            error_y=theme.error_bars(lows, mids, highs, theme.PREDICTED_COLOUR, 2),
         )
     result.update_xaxes(
         tickmode="array", tickvals=list(range(len(labels))), ticktext=labels, showgrid=False

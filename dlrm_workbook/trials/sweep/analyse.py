@@ -12,7 +12,7 @@ from dlrm_core.base.errors import InputError
 from dlrm_core.base.files import read_json, write_json
 from dlrm_workbook.analysis.attribution import attribute
 from dlrm_workbook.analysis.ensemble import (
-    WHOLE,
+    WHOLE_STEP,
     fitted_curves,
     law_table,
     part_table,
@@ -176,7 +176,7 @@ def _compared(folder: Path) -> tuple[float | None, float]:
 def _whole_times(trained: dict[str, Path]) -> pd.DataFrame:
     """Time of the whole step where points were trained, not profiled."""
     rows = [
-        {"run": label, "component": WHOLE, "phase": "", "time_ms": ms, "se_ms": math.nan}
+        {"run": label, "component": WHOLE_STEP, "phase": "", "time_ms": ms, "se_ms": math.nan}
         for label, folder in trained.items()
         if (ms := _trained_ms(folder))
     ]

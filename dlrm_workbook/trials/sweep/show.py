@@ -14,7 +14,7 @@ import plotly.graph_objects as go
 
 from dlrm_core.base.text import counted
 from dlrm_core.parts import COMPONENTS, part_label
-from dlrm_workbook.analysis.ensemble import WHOLE, Curve, short_leaf, swept_runs
+from dlrm_workbook.analysis.ensemble import WHOLE_STEP, Curve, short_leaf, swept_runs
 from dlrm_workbook.analysis.sentences import in_markdown
 from dlrm_workbook.ground.units import ratio
 from dlrm_workbook.show import theme
@@ -36,7 +36,9 @@ def scaling_curves(curves: Sequence[Curve], leaf: str) -> go.Figure:
     for curve in curves:
         at = cells[parts.index(curve.component)]
         colour = (
-            theme.INK if curve.component == WHOLE else theme.COLOURS.get(curve.component, theme.INK)
+            theme.INK
+            if curve.component == WHOLE_STEP
+            else theme.COLOURS.get(curve.component, theme.INK)
         )
         look = theme.line_look(colour, held.index(curve.held))
         said = theme.lines_of(curve.law.sentence(short), 60)
@@ -116,7 +118,7 @@ def parts_by_point(times: pd.DataFrame) -> go.Figure:
     Args:
         times: what :func:`dlrm_workbook.analysis.ensemble.part_table` gives.
     """
-    table = times[times["component"] != WHOLE].groupby(["run", "component"], sort=False)
+    table = times[times["component"] != WHOLE_STEP].groupby(["run", "component"], sort=False)
     spent = table["time_ms"].sum().unstack(fill_value=0).reindex(list(dict.fromkeys(times["run"])))
     spent = spent.rename(index=short_setting)
     looks = {name: (part_label(name), theme.COLOURS[name]) for name in COMPONENTS}

@@ -1,0 +1,168 @@
+"""What ranks wait for each other, as the profiles of several ranks show it by themselves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pandas as pd
+
+from dlrm_core.parts import part_label
+from dlrm_workbook.analysis.attribution import iteration_count
+from dlrm_workbook.analysis.findings.evidence import Evidence
+from dlrm_workbook.analysis.findings.finding import Ledger, Measured, bounded, removed, rule
+from dlrm_workbook.analysis.rank_traces import PER_ITERATION, collectives, rank_table
+from dlrm_workbook.ground.units import milliseconds
+
+IMBALANCE_SHARE = 0.1
+"""(slowest − mean) / slowest: what all other ranks wait for the slowest one."""
+
+COMMUNICATION_SHARE = 0.1
+"""TensorBoard's former profiler plugin warned at the same share of communication."""
+
+REPLICATED_BYTES = 8 << 20
+"""Up to this size a table is worth a copy on every rank."""
+
+
+@rule(
+    "rank_imbalance",
+    title="Ranks wait {share:.0%} of their step for the last one to arrive, most for rank {rank}",
+    evidence=(
+        "In {counted} matched collectives ranks spend {waiting:ms} {per} waiting and at most "
+        "{transfer:ms} transferring, of a step of {mean:ms} (means over {count} ranks).",
+        "Rank {rank} comes last in {last_in} of them, for which the others wait {caused:ms} {per}.",
+        "Before those, what it did longer than the others is above all {part} on the {where} "
+        "({longer:ms} {per}).",
+        "Not counted: {start:ms} {per} in collectives before which the ranks may not have begun "
+        "together, or whose ends do not meet.",
+        "{single}",
+    ),
+    advice="Make the ranks arrive together: spread tables by their measured time, give each rank's "
+    "process its own cores, and look at what the late rank does differently there.",
+    limit="load imbalance",
+    component="communication",
+)
+def waiting_for_last_rank(evidence: Evidence, ledger: Ledger) -> Measured | None:
+    """Ranks wait in collectives until the last one arrives; of the traces of several ranks."""
+    if len(evidence.ranks) < 2:
+        return None
+    matches = collectives(evidence.ranks)
+    table = rank_table(evidence.ranks, matches)
+    if matches.empty or not matches["counted"].any():
+        return None
+    step, waiting = float(table["step_ms"].mean()), float(table["waiting_ms"].mean())
+    share = waiting / step if step > 0 else 0.0
+    late = table.loc[table["others_wait_ms"].idxmax()]
+    if share < IMBALANCE_SHARE or not late["last_in"]:
+        return None
+    per = str(table.attrs["per"])
+    count = int(table["iterations"].min()) if per == PER_ITERATION else 1
+    own = matches[matches["counted"] & matches["last_rank"].eq(late["rank"])]
+    longer = (
+        own[own["component"].ne("")].groupby(["component", "phase", "where"])["longer_us"].sum()
+    )
+    longer = longer / 1e3 / count
+    most: Any = longer.idxmax() if len(longer) else (None, "", None)
+    part, phase, where = most
+    start = float(table["start_ms"].mean())
+    this = [number for number, profile in evidence.ranks.items() if profile is evidence.profile]
+    own_waiting = table.loc[table["rank"].isin(this), "waiting_ms"]
+    ledger.waiting_ms = float(own_waiting.fillna(0.0).sum())
+    if int(late["rank"]) in this:
+        # of this rank's idle time, what the others wait for: told once
+        ledger.late_ms = float(late["others_wait_ms"])
+    return {
+        "share": share,
+        "rank": int(late["rank"]),
+        "counted": int(matches["counted"].sum()),
+        "count": len(table),
+        "waiting": waiting,
+        "transfer": float(table["transfer_ms"].mean()),
+        "mean": step,
+        "per": per,
+        "last_in": int(late["last_in"]),
+        "caused": float(late["others_wait_ms"]),
+        "part": part and part_label(str(part), str(phase)),
+        "where": {"host": "processor", "device": "GPU"}.get(str(where)),
+        "longer": float(longer.max()) if len(longer) else None,
+        "start": start if start > 0 else None,
+        "single": None
+        if table["iterations"].min() > 1
+        else "One step is recorded: how unevenly the ranks came to it is a part of this.",
+        "speedup": bounded(share),
+    }
+
+
+@rule(
+    "load_imbalance",
+    title="Rank {rank} has {times:.2f}x the mean work; the others wait for it",
+    evidence=("Busy time per iteration, communication left out: {listed}.",),
+    advice="Place tables by their measured time, not by their number or rows; split the largest "
+    "table by columns or rows.",
+    limit="load imbalance",
+    component="communication",
+)
+def load_imbalance(evidence: Evidence, ledger: Ledger) -> Measured | None:
+    """One rank has more to do than the others, who wait for it."""
+    busy = _rank_times(evidence)
+    if len(busy) < 2:
+        return None
+    worst, mean = float(busy.max()), float(busy.mean())
+    share = (worst - mean) / worst if worst > 0 else 0.0
+    if share < IMBALANCE_SHARE:
+        return None
+    listed = ", ".join(f"rank {rank} {milliseconds(float(ms))}" for rank, ms in busy.items())
+    return {
+        "share": share,
+        "rank": int(busy.idxmax()),
+        "times": worst / mean,
+        "listed": listed,
+    }
+
+
+@rule(
+    "replicate_small_tables",
+    title="{small} of {tables} tables are small enough to be on every rank",
+    evidence=(
+        "Communication takes {share:.0%} of the step; {small} tables of at most {most} MiB "
+        "({megabytes:.1f} MB in all) are {part:.0%} of what is exchanged.",
+    ),
+    advice="Replicate them (data parallel): their gradients are smaller than their lookups, and "
+    "each rank then looks up its own samples.",
+    limit="copies",
+    component="communication",
+)
+def replicate_small_tables(evidence: Evidence, ledger: Ledger) -> Measured | None:
+    """Small tables are exchanged though a copy on every rank would cost nothing."""
+    rows, dim = evidence.table_rows, evidence.parameter("model.embedding_dim", 0)
+    share = evidence.share("communication")
+    small = [count for count in rows if 4 * count * dim <= REPLICATED_BYTES]
+    ranks = evidence.profile.threads["rank"].nunique()
+    if ranks < 2 or not small or share < COMMUNICATION_SHARE:
+        return None
+    part = len(small) / len(rows)
+    return {
+        "share": share,
+        "small": len(small),
+        "tables": len(rows),
+        "most": REPLICATED_BYTES >> 20,
+        "megabytes": 4e-6 * dim * sum(small),
+        "part": part,
+        "speedup": removed(share * part * 0.8),
+    }
+
+
+def _rank_times(evidence: Evidence) -> pd.Series:
+    """Busy milliseconds per iteration of each rank, communication left out; by rank.
+
+    It is empty where some threads are known as a sum only, which has no rank.
+    """
+    profile = evidence.profile
+    if profile.meta.get("left_out"):
+        return pd.Series(dtype=float)
+    metric = "gpu_time_ms" if profile.has("gpu_time_ms") else "cpu_time_ms"
+    rows = profile.values[profile.rows(metric, "exclusive")]
+    talks = profile.contexts["component"].eq("communication").to_numpy()
+    rows = rows[~talks[rows["context"]]]
+    rank = profile.threads.set_index("profile")["rank"]
+    total = rows.groupby(rows["profile"].map(rank))["value"].sum()
+    return total / iteration_count(profile)

@@ -1,0 +1,107 @@
+"""The two wings, found by name: no studies in the workbook, and no ranks by their name."""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dlrm_core.base import engines
+from dlrm_core.base.errors import MissingToolError
+from dlrm_workbook.ground import studies
+from dlrm_workbook.samples import __file__ as samples
+
+ROOT = Path(__file__).parents[2]
+SAMPLE = str(Path(samples).parent / "seed-cpu")
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """Runs a command where neither studies nor ranks can be imported."""
+    hidden = tmp_path_factory.mktemp("hidden")
+    names = ("dlrm_studies", "dlrm_ranks")
+    lines = ["import sys", *(f"sys.modules[{name!r}] = None" for name in names)]
+    (hidden / "sitecustomize.py").write_text("\n".join(lines))
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(hidden), str(ROOT)])}
+
+    def dlrm(*words):
+        command = [sys.executable, "-m", "dlrm_workbook", *words]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, cwd=hidden)
+
+    return dlrm
+
+
+def test_what_needs_a_study_says_so_in_one_sentence(alone):
+    asked = [[name, "-f", "seed", "--json", "x.json"] for name in studies.COMMANDS]
+    asked += [["run", name, "-f", "seed"] for name in ("scaling", "benchmark")]
+    for words in asked:
+        done = alone(*words)
+        (sentence,) = done.stderr.strip().splitlines()
+        assert done.returncode == 2 and "needs the package dlrm_studies" in sentence, words
+    listed = alone("--help")
+    assert listed.returncode == 0 and all(name in listed.stdout for name in studies.COMMANDS)
+
+
+def test_everything_else_works_without_studies(alone, tmp_path):
+    for words in (["capacity", "-f", "seed", "--json"], ["inspect", SAMPLE, "--json"]):
+        done = alone(*words)
+        assert done.returncode == 0 and json.loads(done.stdout), done.stderr
+    doctor = alone("doctor", "--json")
+    assert "dlrm_ranks" in doctor.stdout and "Traceback" not in doctor.stderr
+    root = ["--output-root", str(tmp_path)]
+    explained = alone("run", "bottlenecks", "-p", f"profile_run={SAMPLE}", *root)
+    assert explained.returncode == 0, explained.stderr
+    page = Path(explained.stdout.splitlines()[-1], "bottlenecks.html").read_text()
+    assert "needs the package dlrm_studies" in page
+
+
+def test_studies_register_what_the_workbook_names():
+    assert {row.name for row in studies.study("commands").SUBCOMMANDS} == set(studies.COMMANDS)
+    for name in studies.STUDIES:
+        assert studies.study(name).__name__.startswith(studies.PACKAGE)
+
+
+def test_a_missing_package_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "dlrm_studies", None)
+    with pytest.raises(MissingToolError, match="dlrm run scaling needs the package dlrm_studies"):
+        studies.require_study("scaling")
+    studies.require_study("train")
+    monkeypatch.setitem(sys.modules, "dlrm_ranks", None)
+    with pytest.raises(MissingToolError, match=r"training on several ranks .* dlrm_ranks"):
+        engines.engine("several ranks: plan")
+
+
+def imported(path):
+    """Modules that a file imports when it runs; what only a type checker reads is left out."""
+    waiting = [ast.parse(path.read_text(encoding="utf-8"))]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module or ""
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            waiting += node.orelse
+        else:
+            waiting += ast.iter_child_nodes(node)
+
+
+@pytest.mark.parametrize(
+    ("wing", "rooms"),
+    [
+        ("dlrm_ranks", ("dlrm_core", "dlrm_kernels", "dlrm_workbook", "dlrm_studies")),
+        ("dlrm_studies", ("dlrm_core", "dlrm_kernels", "dlrm_workbook", "dlrm_ranks")),
+    ],
+)
+def test_nobody_imports_a_wing_by_its_name(wing, rooms):
+    found = [
+        f"{path.relative_to(ROOT)}: {name}"
+        for room in rooms
+        for path in sorted((ROOT / room).rglob("*.py"))
+        for name in imported(path)
+        if name.split(".")[0] == wing
+    ]
+    assert not found
