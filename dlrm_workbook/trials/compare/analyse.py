@@ -54,7 +54,7 @@ def whole_rounds(table: pd.DataFrame, before: str, after: str) -> pd.DataFrame:
     return wide.set_axis(["before", "after"], axis=1)
 
 
-def speedup(table: pd.DataFrame, before: str, after: str, samples: float = 1.0) -> Interval:
+def gain(table: pd.DataFrame, before: str, after: str, samples: float = 1.0) -> Interval:
     """Median over rounds of the rounds' own ratios, with its order-statistics interval.
 
     Args:
@@ -69,7 +69,7 @@ def speedup(table: pd.DataFrame, before: str, after: str, samples: float = 1.0) 
 
 
 def pair_of_times_ms(table: pd.DataFrame, before: str, after: str) -> tuple[float, float]:
-    """The one pair of times that a page states: their ratio is that of :func:`speedup`.
+    """The one pair of times that a page states: their ratio is that of :func:`gain`.
 
     Returns:
         The rounds' median iteration before the change, and that over the median of the rounds'
@@ -79,7 +79,7 @@ def pair_of_times_ms(table: pd.DataFrame, before: str, after: str) -> tuple[floa
         ValueError: no round has both settings.
     """
     base = float(whole_rounds(table, before, after)["before"].median())
-    return base, base / speedup(table, before, after).mid
+    return base, base / gain(table, before, after).mid
 
 
 def compare_settings(table: pd.DataFrame, before: str, after: str) -> pd.DataFrame:

@@ -566,7 +566,7 @@ class ChangeComparison(Comparison):
             changed = apply_change(self.parameters, outcome.change)
             # time is compared per sample
             samples = changed.training.batch_size / self.parameters.training.batch_size
-            outcome.speedup = in_rounds.speedup(self.times, BASELINE, outcome.after, samples)
+            outcome.speedup = in_rounds.gain(self.times, BASELINE, outcome.after, samples)
             pair = in_rounds.pair_of_times_ms(self.times, BASELINE, outcome.after)
             outcome.before_ms, outcome.after_ms = pair
             outcome.parts = in_rounds.compare_settings(self.times, BASELINE, outcome.after)
