@@ -305,16 +305,16 @@ def _about(file: Path, metadata: Any, tables: int) -> dict[str, Any]:
 def split_names(path: Path, layout: str) -> list[str]:
     """Names of a data set's splits, those of :data:`SPLIT_NAMES` first and in their order."""
     if layout == "split_binary":
-        found = set(read_spec(path).splits)
+        names = set(read_spec(path).splits)
     elif layout == "parquet":
-        found = {name for name in SPLIT_NAMES if _parquet_files(path, name)}
+        names = {name for name in SPLIT_NAMES if _parquet_files(path, name)}
     elif layout == "deepspark_dist":
-        found = {name for name in SPLIT_NAMES if (path / name).is_dir()}
+        names = {name for name in SPLIT_NAMES if (path / name).is_dir()}
     elif path.is_file():
-        found = {path.stem.removeprefix("terabyte_processed_")}
+        names = {path.stem.removeprefix("terabyte_processed_")}
     else:
-        found = {name for name in SPLIT_NAMES if (path / f"terabyte_processed_{name}.bin").exists()}
-    return [name for name in SPLIT_NAMES if name in found] + sorted(found - set(SPLIT_NAMES))
+        names = {name for name in SPLIT_NAMES if (path / f"terabyte_processed_{name}.bin").exists()}
+    return [name for name in SPLIT_NAMES if name in names] + sorted(names - set(SPLIT_NAMES))
 
 
 def _parquet_files(path: Path, split: str) -> list[Path]:

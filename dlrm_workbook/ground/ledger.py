@@ -159,12 +159,12 @@ def require_same(where: str, begun: Mapping[str, Any], now: Mapping[str, Any], a
         return
     name, was, wanted = difference
     if was is ABSENT:
-        said = f"was begun without {name}, but now it is {_short(wanted)}"
+        text = f"was begun without {name}, but now it is {_short(wanted)}"
     elif wanted is ABSENT:
-        said = f"was begun with {name} {_short(was)}, which is not given now"
+        text = f"was begun with {name} {_short(was)}, which is not given now"
     else:
-        said = f"was begun with {name} {_short(was)}, but now it is {_short(wanted)}"
-    raise InputError(f"{where} {said}; {advice}")
+        text = f"was begun with {name} {_short(was)}, but now it is {_short(wanted)}"
+    raise InputError(f"{where} {text}; {advice}")
 
 
 def _first_difference(begun: Any, now: Any, name: str = "") -> tuple[str, Any, Any] | None:
@@ -173,9 +173,9 @@ def _first_difference(begun: Any, now: Any, name: str = "") -> tuple[str, Any, A
         return None if begun == now else (name, begun, now)
     for inner in dict.fromkeys([*now, *begun]):
         path = f"{name}.{inner}" if name else inner
-        found = _first_difference(begun.get(inner, ABSENT), now.get(inner, ABSENT), path)
-        if found is not None:
-            return found
+        difference = _first_difference(begun.get(inner, ABSENT), now.get(inner, ABSENT), path)
+        if difference is not None:
+            return difference
     return None
 
 

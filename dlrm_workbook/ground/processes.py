@@ -185,8 +185,8 @@ class Completed:
             )
         if self.exit_code == 2:
             # the child's own sentence, without the name of its command
-            said = re.split(r"(?:^|\n)dlrm [a-z-]+: ", self.stderr)[-1].strip()
-            raise InputError(f"{what}: {said or self.last_words()}")
+            refusal = re.split(r"(?:^|\n)dlrm [a-z-]+: ", self.stderr)[-1].strip()
+            raise InputError(f"{what}: {refusal or self.last_words()}")
         if self.exit_code != 0:
             raise MeasurementError(f"{what} {self.failure()}: {self.last_words()}{self.see_log()}")
 

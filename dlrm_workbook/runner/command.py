@@ -80,8 +80,8 @@ def closing_words(folder: Path, width: int) -> str:
     lines = []
     record = read_json(folder / "run.json")
     notebook = record["notebook"]
-    said = folder / "bottlenecks.json"
-    found = read_json(said) if said.is_file() else {}
+    bottlenecks_json = folder / "bottlenecks.json"
+    found = read_json(bottlenecks_json) if bottlenecks_json.is_file() else {}
     quality = found.get("quality") or {}
     if quality and quality["level"] != "green":
         lines += ["", prose(f"Quality of these figures (more on the page): {quality['sentence']}")]
@@ -130,15 +130,15 @@ def unfinished_record(folder: Path, notebook: str, given: Mapping[str, Any]) -> 
     Raises:
         InputError: there is no such run, it has finished, or it began otherwise.
     """
-    made = RESUMABLE[notebook]
+    result = RESUMABLE[notebook]
     if not (folder / "run.json").is_file():
         raise InputError(f"{folder} is no run folder (it has no run.json)")
     record = read_json(folder / "run.json")
     if not isinstance(record, dict) or record.get("notebook") != notebook:
         raise InputError(f"{folder} is no run of {notebook}")
     if record.get("status") == "finished":
-        raise InputError(f"{folder}: this {made} has finished; start another")
-    advice = f"a {made} is resumed with the parameters it began with"
+        raise InputError(f"{folder}: this {result} has finished; start another")
+    advice = f"a {result} is resumed with the parameters it began with"
     require_same(str(folder), record.get("parameters") or {}, given, advice)
     return record
 

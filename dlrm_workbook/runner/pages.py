@@ -137,8 +137,8 @@ def render_html(
     nb = read_notebook(ipynb)
     if short:
         title = next((cell for cell in nb.cells if cell.cell_type == "markdown"), None)
-        said = f"What was computed is in the notebook, `{ipynb.name}`; this page leaves it out."
-        nb.cells = [*([title] if title else []), new_markdown_cell(said)]
+        note = f"What was computed is in the notebook, `{ipynb.name}`; this page leaves it out."
+        nb.cells = [*([title] if title else []), new_markdown_cell(note)]
     resources = {"run": run or {}, "folder": ipynb.parent, "name": ipynb.stem, "place": html.parent}
     text, _ = PageExporter().from_notebook_node(nb, resources)
     write_text(html, text)
@@ -486,8 +486,8 @@ class _MarkdownRenderer(mistune.HTMLRenderer):
 def _reason(html: str) -> Markup:
     """What a sentence says behind ``Not measured``."""
     inner = re.sub(r"^\s*<p>(?:<em>)?|(?:</em>)?</p>\s*$", "", str(html))
-    said = re.sub(r"^Not measured:\s*", "", inner)
-    return Markup(said[:1].upper() + said[1:])
+    reason = re.sub(r"^Not measured:\s*", "", inner)
+    return Markup(reason[:1].upper() + reason[1:])
 
 
 def _lone_text(outputs: list[Any]) -> str | None:

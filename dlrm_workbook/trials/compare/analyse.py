@@ -98,20 +98,21 @@ def compare_settings(table: pd.DataFrame, before: str, after: str) -> pd.DataFra
         wide = group.pivot(index="round", columns="setting", values="time_ms")
         wide = wide.reindex(index=mood.index, columns=[before, after]).fillna(0.0)
         wide = wide.mul(mood, axis=0)
-        each = (wide[after] - wide[before]).to_numpy()
-        se = float(each.std(ddof=1) / math.sqrt(len(each))) if len(each) > 1 else math.nan
-        estimate = (float(each.mean()), se, len(each) - 1)
+        differences = (wide[after] - wide[before]).to_numpy()
+        count = len(differences)
+        se = float(differences.std(ddof=1) / math.sqrt(count)) if count > 1 else math.nan
+        estimate = (float(differences.mean()), se, count - 1)
         means = (float(wide[before].mean()), float(wide[after].mean()))
         part = (str(component), str(phase))
         rows.append((*part, *means, t_interval(*estimate), p_value(*estimate)))
-    found = difference_table(rows)
-    rest = (base - found["before_ms"].sum(), changed - found["after_ms"].sum())
-    if found.empty or max(map(abs, rest)) < ROUNDING_SHARE * min(base, changed):
-        return found
+    parts_table = difference_table(rows)
+    rest = (base - parts_table["before_ms"].sum(), changed - parts_table["after_ms"].sum())
+    if parts_table.empty or max(map(abs, rest)) < ROUNDING_SHARE * min(base, changed):
+        return parts_table
     row = dict(zip(("before_ms", "after_ms"), rest, strict=True))
     row |= {"component": REST, "phase": "", "difference_ms": rest[1] - rest[0]}
     row |= {"verdict": NOT_A_PART}
-    return pd.concat([found, pd.DataFrame([row])], ignore_index=True)
+    return pd.concat([parts_table, pd.DataFrame([row])], ignore_index=True)
 
 
 def compare_losses(runs: Sequence[TimedRun], before: str, after: str) -> dict[str, Any]:

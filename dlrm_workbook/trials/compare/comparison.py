@@ -376,15 +376,15 @@ def earlier_try(folder: Path) -> dict[str, Any]:
     done = len(document.get("rounds") or [])
     stopped = "This comparison was stopped"
     runs = f" ({done} runs in turns)" if done else ""
-    said = [f"{stopped} and gone on with; what had finished was not run again{runs}."]
+    sentences = [f"{stopped} and gone on with; what had finished was not run again{runs}."]
     now, before = versions(), document.get("versions") or {}
     changed = [name for name in before if now.get(name) != before[name]]
     if changed and done:
         other = f"{changed[0]} {before[changed[0]]}, now {now.get(changed[0])}"
-        said.append(f"Rounds of one comparison were made with other versions: {other}.")
+        sentences.append(f"Rounds of one comparison were made with other versions: {other}.")
     notices = document.get("notices") or []
-    kept = [text for text in notices if text not in said and not text.startswith(stopped)]
-    return document | {"notices": kept + said}
+    kept = [text for text in notices if text not in sentences and not text.startswith(stopped)]
+    return document | {"notices": kept + sentences}
 
 
 def whole_profile(folder: Path, name: str) -> Path | None:
@@ -464,12 +464,12 @@ class ChangeComparison(Comparison):
             raise InputError(
                 f"change: {change_text(self.change)} is what the parameters say already"
             )
-        made = change_steps(self.parameters, self.change) if self.stepwise else [self.change]
+        steps = change_steps(self.parameters, self.change) if self.stepwise else [self.change]
         # a setting's name names files, so no odd characters
-        names = ["change"] if len(made) == 1 else [f"step-{n}" for n in range(1, len(made) + 1)]
+        names = ["change"] if len(steps) == 1 else [f"step-{n}" for n in range(1, len(steps) + 1)]
         self.outcomes = [
             Outcome(BASELINE, name, dict(step), None, NOT_YET, None)
-            for name, step in zip(names, made, strict=True)
+            for name, step in zip(names, steps, strict=True)
         ]
 
     def profile_baseline(self, progress: ProgressCallback | None = None) -> pd.DataFrame:
@@ -502,9 +502,9 @@ class ChangeComparison(Comparison):
         self, name: str, parameters: Parameters, progress: ProgressCallback | None
     ) -> Profile:
         """Measure a profile in a folder of that name, or take the one an earlier try made."""
-        made = whole_profile(self.folder, name)
-        if made is not None:
-            return open_recording(made).profile
+        finished = whole_profile(self.folder, name)
+        if finished is not None:
+            return open_recording(finished).profile
         return measure(parameters, fresh_path(self.folder / name), progress=progress)
 
     def predict(self) -> pd.DataFrame:

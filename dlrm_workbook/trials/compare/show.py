@@ -315,10 +315,10 @@ def _judgement(outcome: Outcome, comparison: Comparison) -> str:
     measured = outcome.speedup
     if outcome.doubt:
         times = [milliseconds(time or math.nan) for time in (outcome.after_ms, outcome.before_ms)]
-        said = (
+        times_text = (
             f"**{what}: {times[0]} {comparison.per}, {in_markdown(outcome.before)}: {times[1]}.**"
         )
-        return f"{said} {in_markdown(outcome.doubt)}"
+        return f"{times_text} {in_markdown(outcome.doubt)}"
     if measured is None:
         return f"**{what}**: not measured yet."
     gain = faster(measured.mid, measured.low, measured.high)
@@ -329,8 +329,8 @@ def _judgement(outcome: Outcome, comparison: Comparison) -> str:
     else:
         saved = 1 - 1 / measured.mid
         text = f"**{what}: {gain}**, {percent(abs(saved))} {'less' if saved > 0 else 'more'} time"
-    known = comparison.kind == "change" or math.isfinite(measured.low)
-    text += f"; {_basis(measured, comparison)}." if known else "."
+    repeated = comparison.kind == "change" or math.isfinite(measured.low)
+    text += f"; {_basis(measured, comparison)}." if repeated else "."
     if outcome.predicted is not None and outcome.error is not None:
         gain_range = speedup(*(outcome.predicted.speedup[end] for end in ENDS), figures=2)
         ends = outcome.predicted.speedup
