@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from dlrm_core.base.errors import InputError
 from dlrm_core.config import Parameters, parameters_from_sections
-from dlrm_core.data.loader import make_generator, staged
+from dlrm_core.data.loader import make_generator
 from dlrm_core.run.resume import optimizer_state, weights_of
 from dlrm_core.train import Trainer, train
 from dlrm_kernels.embeddings.host_tables import (
@@ -25,6 +25,7 @@ from dlrm_kernels.embeddings.host_tables import (
     ranges,
 )
 from dlrm_kernels.placement import plan_placement, smallest_first
+from dlrm_kernels.staging import staged
 
 ROWS = [300, 50, 400, 20, 50]
 CPU = torch.device("cpu")
@@ -155,7 +156,7 @@ def test_a_loader_for_gpus_keeps_the_hosts_lookups():
     placement = plan_placement(given, gpu=True)
     source = make_generator(given, CPU)
     plain = make_generator(given, CPU)
-    stream = staged(lambda: divide(source.next_batch(), placement), 2, HostCopies())
+    stream = staged(lambda: divide(source.next_batch(), placement), 2, CPU, HostCopies())
     for _ in range(6):
         found, expected = next(stream), divide(plain.next_batch(), placement)
         assert torch.equal(found.indices, expected.indices)
