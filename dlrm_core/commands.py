@@ -70,8 +70,8 @@ def command_evaluate(arguments: argparse.Namespace, counts: CountsSamples = _unc
 
     def work(predictor: Predictor) -> int:
         with counts(predictor.prints) as on_batch:
-            found = predictor.evaluate(on_batch)
-        line = dataclasses.asdict(found) | predictor.facts(found.notices())
+            evaluation = predictor.evaluate(on_batch)
+        line = dataclasses.asdict(evaluation) | predictor.facts(evaluation.notices())
         if predictor.prints:
             print_line(line)
         return 0

@@ -55,6 +55,17 @@ Values = dict[str, Any]
 (B, ...), or a list of them."""
 
 
+def set_fp32_products(parameters: Parameters, device: torch.device) -> list[str]:
+    """Set how this process multiplies fp32 numbers; what was fallen back to or has no effect."""
+    training, name = parameters.training, "fp32 products"
+    as_torch_does = training.fp32_matmul == "default" and not training.tf32
+    products = find_engine(name) if as_torch_does else engine(name)
+    if products is None:
+        return []
+    notices: list[str] = products.set_fp32_products(training, parameters.model, device)
+    return notices
+
+
 class Cuts:
     """Forward piece by piece, each from leaves of its own, and backward the other way.
 

@@ -90,13 +90,13 @@ class Predictor:
         if (forecast := find_engine("memory forecast")) is not None:
             largest_run = dataclasses.replace(parameters, training=largest)
             forecast.require_memory(largest_run, self.device)
-        self.parameters, model, self._divide, said = prepare_model(
+        self.parameters, model, self._divide, notices = prepare_model(
             parameters, self.device, self.checkpoint
         )
         self._model = model.eval()
         attach(model.embeddings, self.parameters.training)
         self._precision = DensePrecision(self.parameters.training, self.device)
-        self.notices = asked.notices + said + self._precision.notices
+        self.notices = asked.notices + notices + self._precision.notices
         self.notices += getattr(model.embeddings.backend, "notices", [])
         self.loss: nn.Module = ClickLoss.of(self.parameters.model).to(self.device)
 

@@ -35,11 +35,10 @@ from dlrm_core.config import Parameters
 from dlrm_core.data.batch import WHOLE, Batch, Share
 from dlrm_core.data.epochs import Epoch
 from dlrm_core.data.loader import Followed, Generator, batches, make_generator
-from dlrm_core.dense import resolve_dense
+from dlrm_core.dense import resolve_dense, set_fp32_products
 from dlrm_core.embeddings import resolve_backend
 from dlrm_core.model import DLRM, ClickLoss, build_model
 from dlrm_core.parts import iteration
-from dlrm_core.precision import set_fp32_products
 from dlrm_core.step import Step, TrainingStep, data_forward, optimizer_update, transfer_forward
 
 if TYPE_CHECKING:  # loaded where a run needs it
@@ -124,7 +123,7 @@ class TrainingLoop(abc.ABC, Generic[StepT]):
     ) -> None:
         from dlrm_core.run.checkpoint import CheckpointFolder
         from dlrm_core.run.evaluate import HeldOut
-        from dlrm_core.run.reports import Measurements
+        from dlrm_core.run.reports import Report
         from dlrm_core.run.resume import nothing_to_resume, restore_position
         from dlrm_core.run.schedules import evaluation_period, learning_rate, total_steps
 
@@ -154,7 +153,7 @@ class TrainingLoop(abc.ABC, Generic[StepT]):
             self.parameters, feed.made_on, generator, feed.divide
         )
         self.held_out = HeldOut(self.parameters, feed.made_on, feed.divide, feed.share)
-        self._measured = Measurements(self.device)
+        self._report = Report(self.device, self.first, self.epoch)
         self._stop = StopRequest()
 
     @abc.abstractmethod
@@ -189,7 +188,7 @@ class TrainingLoop(abc.ABC, Generic[StepT]):
     @property
     def data_seconds(self) -> float:
         """Seconds the last iteration spent making its batch or waiting for it."""
-        return self._measured.data_s[-1]
+        return self._report.data_s[-1]
 
     @property
     def learning_rate(self) -> float:
@@ -201,7 +200,7 @@ class TrainingLoop(abc.ABC, Generic[StepT]):
         """One iteration, data included; its loss, not waited for."""
         started = time.perf_counter()
         batch = self.next_batch()
-        self._measured.data_s.append(time.perf_counter() - started)
+        self._report.data_s.append(time.perf_counter() - started)
         if self._followed is not None:
             self._followed.used()
         rate = self._learning_rate(self.parameters.training, self.done + 1)
@@ -227,16 +226,15 @@ class TrainingLoop(abc.ABC, Generic[StepT]):
         self.done = first = self.first
         observer = observer or Observer()
         observer.begin(self)
-        report = Report(self.device, first, self.epoch, observer, lines)
-        self._measured = measured = report.measured
+        self._report = report = Report(self.device, first, self.epoch, observer, lines)
         observer.iteration(0)
-        measured.mark()
+        report.mark()
         event = self._next_event()
         with self.stop_requests() as self._stop:
             try:
                 while self.done < self.total:
-                    measured.losses.append(self.iterate())
-                    measured.mark()
+                    report.losses.append(self.iterate())
+                    report.mark()
                     observer.iteration(self.done - first)
                     stop = self.is_to_stop()
                     if self.done == event or stop:
@@ -248,7 +246,7 @@ class TrainingLoop(abc.ABC, Generic[StepT]):
                     raise
                 # in the middle of an iteration
                 report.status = "interrupted"
-                measured.settle()
+                report.settle()
                 report.interval(self.learning_rate)
         result = self._result(report)
         observer.end(result)
@@ -267,14 +265,14 @@ class TrainingLoop(abc.ABC, Generic[StepT]):
     def _event(self, report: Report, stop: bool) -> bool:
         """Report, evaluate, write a checkpoint as is due; whether the run ends here."""
         config = self.parameters.training
-        report.measured.settle()
+        report.settle()
         check = getattr(self.step.model.embeddings.backend, "check", None)
         if check is not None:
             check()  # a GPU tells late that it was asked for a row that is not there
         if stop or self._is_due(config.log_every):
             report.interval(self.learning_rate)
         evaluates = self.eval_every is not None or config.auc_target is not None
-        bad = report.measured.bad_iteration()
+        bad = report.bad_iteration()
         checked = self.writes_checkpoints or evaluates
         if bad is not None or (checked and not self._weights_are_finite()):
             report.interval(self.learning_rate)
@@ -293,7 +291,7 @@ class TrainingLoop(abc.ABC, Generic[StepT]):
             report.checkpoint(self.done, self.save)
         if stop:
             report.status = "interrupted"
-        report.measured.go_on()
+        report.go_on()
         return stop or reached
 
     def _is_due(self, period: int | None) -> bool:
@@ -315,7 +313,7 @@ class TrainingLoop(abc.ABC, Generic[StepT]):
         if place is None:
             what = f"the weights are not finite after iteration {self.done}"
         else:
-            loss = report.measured.done_losses[place]
+            loss = report.done_losses[place]
             what = f"the loss is {loss} at iteration {self.first + place + 1}"
         kept = self.checkpoint
         remains = f"the checkpoint {kept} is from before" if kept else "there is no checkpoint"
@@ -396,7 +394,7 @@ def prepare_model(
     notices = use_memory(config)
     parameters, chosen_dense = resolve_dense(parameters, device)
     config = parameters.training
-    notices += chosen_dense + set_fp32_products(config, parameters.model, device)
+    notices += chosen_dense + set_fp32_products(parameters, device)
     make_tables, divide, pages = None, None, optional_engine("pages of tables")
     if config.embeddings_on_gpu_bytes is not None:
         places = engine("tables in two places").places_of(parameters, device)

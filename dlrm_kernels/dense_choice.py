@@ -25,9 +25,9 @@ from dlrm_core.dense import DENSE_CHOICE, DensePart
 from dlrm_core.embeddings import EmbeddingTables
 from dlrm_core.interactions import Interaction
 from dlrm_core.model import DLRM, ClickLoss, fill_dense_with_torch
-from dlrm_core.precision import allow_onednn, set_fp32_matmul
 from dlrm_kernels.choices import fastest, notice
 from dlrm_kernels.dense import why_not_fused
+from dlrm_kernels.products import allow_onednn, set_fp32_matmul
 
 Pair = tuple[str, str]
 """Values of ``training.dense_backend`` and ``training.fp32_matmul``, chosen together."""

@@ -62,21 +62,21 @@ class SharedTensor:
         for shard in self._sources:
             begin = max(shard.first_row, rows.start)
             end = min(shard.first_row + shard.rows, rows.stop)
-            own = shard.rank == self._world.rank
-            if begin >= end or not (own or self._world.first):
+            is_ours = shard.rank == self._world.rank
+            if begin >= end or not (is_ours or self._world.first):
                 continue
             place = piece[begin - rows.start : end - rows.start]
             if len(self.shape) > 1:
                 place = place[:, shard.first_column : shard.first_column + shard.columns]
-            if own:
-                held = self._held[shard][begin - shard.first_row : end - shard.first_row]
+            if is_ours:
+                rows_of_shard = self._held[shard][begin - shard.first_row : end - shard.first_row]
             else:
-                held = torch.empty(place.shape, device=self._world.device)
-                dist.recv(held, shard.rank)
+                rows_of_shard = torch.empty(place.shape, device=self._world.device)
+                dist.recv(rows_of_shard, shard.rank)
             if self._world.first:
-                place.copy_(held)
+                place.copy_(rows_of_shard)
             else:
-                dist.send(held.contiguous(), 0)
+                dist.send(rows_of_shard.contiguous(), 0)
             self._collectives.note_progress()
         return piece
 
@@ -90,18 +90,18 @@ def shared_tensors(
     """
 
     def all_tables(suffix: str, row_shape: tuple[int, ...], held: Held) -> dict[str, Any]:
-        found = {}
+        tensors = {}
         for table, rows in enumerate(tables.table_rows):
             sources = [
                 shard
                 for shard in tables.shards
                 if shard.table == table and (shard.kind != "replicated" or shard.rank == 0)
             ]
-            own = {shard: memory for shard, memory in held if shard.table == table}
-            found[table_name(table) + suffix] = SharedTensor(
-                (rows, *row_shape), sources, own, world, collectives
+            ours = {shard: memory for shard, memory in held if shard.table == table}
+            tensors[table_name(table) + suffix] = SharedTensor(
+                (rows, *row_shape), sources, ours, world, collectives
             )
-        return found
+        return tensors
 
     weights = all_tables("", (tables.dim,), tables.local)
     kind = OPTIMIZERS[tables.optimizer]

@@ -103,19 +103,19 @@ def load_torchrec() -> Any:
     # FBGEMM's dense lookup has no autograd kernel of its own name; its gradient is tested here
     warnings.filterwarnings("ignore", message=".*autograd kernel was not registered.*")
     logging.getLogger().addFilter(_no_sharding_spec)
-    found = SimpleNamespace()
+    api = SimpleNamespace()
     try:
         for module, names in _NAMES.items():
             loaded = importlib.import_module(module)
             for name in names:
-                setattr(found, name, getattr(loaded, name))
+                setattr(api, name, getattr(loaded, name))
     except (ImportError, AttributeError, OSError) as error:
         raise MissingToolError(
             f"TorchRec cannot be loaded ({' '.join(str(error).split())}): {INSTALL}"
         ) from error
     # the loss is divided by the number of ranks before backward, so gradients must not be
-    found.set_gradient_division(False)
-    return found
+    api.set_gradient_division(False)
+    return api
 
 
 def _no_sharding_spec(record: logging.LogRecord) -> bool:
@@ -199,8 +199,10 @@ def with_whole_batches(parameters: Parameters) -> tuple[Parameters, list[str]]:
     """
     if parameters.data.drop_last:
         return parameters, []
-    said = "data.drop_last: false has no effect on several ranks: they share whole batches equally"
-    return replace(parameters, data=replace(parameters.data, drop_last=True)), [said]
+    notice = (
+        "data.drop_last: false has no effect on several ranks: they share whole batches equally"
+    )
+    return replace(parameters, data=replace(parameters.data, drop_last=True)), [notice]
 
 
 def kinds_of(parameters: Parameters) -> list[tuple[str, ...]]:
@@ -308,25 +310,27 @@ def make_plan(parameters: Parameters, world: World, collection: Any, sharder: An
             f"(training.sharding {parameters.training.sharding}): "
             f"{str(error).strip().splitlines()[0]}"
         ) from None
-    found = plan.get_plan_for_module("")
-    _require_right_sums(parameters, shards_of(found, model.table_rows, model.embedding_dim, world))
-    return found
+    of_tables = plan.get_plan_for_module("")
+    _require_right_sums(
+        parameters, shards_of(of_tables, model.table_rows, model.embedding_dim, world)
+    )
+    return of_tables
 
 
 def shards_of(plan: Any, table_rows: Iterable[int], dim: int, world: World) -> list[Shard]:
     """Every rank's shards, by table."""
-    found = []
+    shards = []
     for t, rows in enumerate(table_rows):
         of_table = plan[f"t{t}"]
         kind = OUR_NAMES[of_table.sharding_type]
         if kind == "replicated":
-            found += [Shard(t, kind, rank, 0, rows, 0, dim) for rank in range(world.size)]
+            shards += [Shard(t, kind, rank, 0, rows, 0, dim) for rank in range(world.size)]
             continue
         for piece in of_table.sharding_spec.shards:
             (first_row, first_column), (height, width) = piece.shard_offsets, piece.shard_sizes
             rank = int(piece.placement.rank())
-            found.append(Shard(t, kind, rank, first_row, height, first_column, width))
-    return found
+            shards.append(Shard(t, kind, rank, first_row, height, first_column, width))
+    return shards
 
 
 def _require_right_sums(parameters: Parameters, shards: list[Shard]) -> None:
@@ -345,9 +349,9 @@ def describe(shards: list[Shard], processes: Sequence[str]) -> list[str]:
     """A line a rank, whose process is named: what it holds."""
     lines = []
     for rank, process in enumerate(processes):
-        own = [shard for shard in shards if shard.rank == rank]
-        size = sum(FLOAT_BYTES * shard.rows * shard.columns for shard in own)
-        tables = "; ".join(_named(own)) or "no table"
+        of_rank = [shard for shard in shards if shard.rank == rank]
+        size = sum(FLOAT_BYTES * shard.rows * shard.columns for shard in of_rank)
+        tables = "; ".join(_named(of_rank)) or "no table"
         lines.append(f"rank {rank} ({process}) holds {format_bytes(size)}: {tables}")
     return lines
 

@@ -41,9 +41,9 @@ class RankPredictions:
         """Click probability (B, 1) of a batch that all ranks have, each predicting its slice."""
         share = Share(self._world.rank, self._world.size)
         room = -(-batch.size // share.ranks)
-        own = self._predict(batch.part(*share.samples(batch.size)), room)
-        padded = own.new_zeros(room, 1)
-        padded[: len(own)] = own
+        slice_scores = self._predict(batch.part(*share.samples(batch.size)), room)
+        padded = slice_scores.new_zeros(room, 1)
+        padded[: len(slice_scores)] = slice_scores
         parts = [torch.empty_like(padded) for _ in range(share.ranks)]
         dist.all_gather(parts, padded)
         return torch.cat(parts)[: batch.size]

@@ -48,11 +48,11 @@ from dlrm_core.dense import (
     leaf_of,
     predict_rows,
     resolve_dense,
+    set_fp32_products,
 )
 from dlrm_core.embeddings import EmbeddingTables
 from dlrm_core.model import DLRM, ClickLoss, Piece, fill_dense_like_facebook, fill_dense_with_torch
 from dlrm_core.parts import part, run_part
-from dlrm_core.precision import set_fp32_products
 from dlrm_core.step import (
     Step,
     optimizer_of,
@@ -335,7 +335,7 @@ def make_step(parameters: Parameters, world: World, collectives: Collectives) ->
     parameters, chosen = resolve_together(parameters, world)
     config, notices = config_of_rank(parameters.training)
     notices += chosen + use_memory(config)
-    notices += set_fp32_products(config, model, world.device)
+    notices += set_fp32_products(replace(parameters, training=config), world.device)
     tables = ShardedTables(parameters, world, collectives)
     step = DistributedStep(
         # its tables are elsewhere

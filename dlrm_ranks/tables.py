@@ -201,15 +201,15 @@ class ShardedTables:
                 memory = kernel.split_embedding_weights()
                 if len({weight.shape[1] for weight in memory}) > 1:
                     raise MissingToolError("it has no tables of several widths")
-                held = EmbeddingTables([], memory[0].shape[1], memory=memory)
-                own = kernels.FusedCpu(held, self.optimizer, training.learning_rate)
+                tables = EmbeddingTables([], memory[0].shape[1], memory=memory)
+                fused = kernels.FusedCpu(tables, self.optimizer, training.learning_rate)
                 if self.kind.row_state(self.dim):
                     # FBGEMM's, which checkpoints read and write; a shard may have no rows
-                    width = own.states[0].shape[1]
-                    found = [states[0] for states in kernel.split_optimizer_states()]
-                    own.states = [state.view(len(state), width) for state in found]
-                kernel.forward = functools.partial(_fused_lookup, own, held)
-                self._own.append(own)
+                    width = fused.states[0].shape[1]
+                    sums = [states[0] for states in kernel.split_optimizer_states()]
+                    fused.states = [state.view(len(state), width) for state in sums]
+                kernel.forward = functools.partial(_fused_lookup, fused, tables)
+                self._own.append(fused)
         except MissingToolError as error:
             self.notices.append(
                 f"training.embedding_backend: {training.embedding_backend} cannot be had, FBGEMM "
@@ -241,7 +241,7 @@ class ShardedTables:
         self, rank: int
     ) -> tuple[list[tuple[Shard, torch.Tensor]], dict[int, torch.Tensor]]:
         """This rank's shards with their memory, and the weights of the replicated tables."""
-        own = {
+        shards = {
             (shard.table, shard.first_row, shard.first_column): shard
             for shard in self.shards
             if shard.rank == rank
@@ -252,10 +252,10 @@ class ShardedTables:
             if hasattr(value, "local_shards"):
                 for piece in value.local_shards():
                     row, column = piece.metadata.shard_offsets
-                    local.append((own[table, row, column], piece.tensor.detach()))
+                    local.append((shards[table, row, column], piece.tensor.detach()))
             else:
                 replicated[table] = value.detach()
-                local.append((own[table, 0, 0], replicated[table]))
+                local.append((shards[table, 0, 0], replicated[table]))
         return local, replicated
 
     def _optimizer_sums(self) -> list[tuple[Shard, torch.Tensor]]:
@@ -338,12 +338,12 @@ def local_batch(
     if room > batch.size:
         lengths = torch.nn.functional.pad(lengths, (0, room - batch.size))
     for t, rows in enumerate(table_rows):
-        own = batch.table_indices(t)
-        if own.numel() and (int(own.min()) < 0 or int(own.max()) >= rows):
-            wrong = int(((own < 0) | (own >= rows)).nonzero()[0])
+        asked = batch.table_indices(t)
+        if asked.numel() and (int(asked.min()) < 0 or int(asked.max()) >= rows):
+            wrong = int(((asked < 0) | (asked >= rows)).nonzero()[0])
             raise InputError(
                 f"embedding table {t} has {rows:,} rows, but lookup {wrong} of rank "
-                f"{world.rank}'s samples asks for row {int(own[wrong])}, expected 0 to {rows - 1}"
+                f"{world.rank}'s samples asks for row {int(asked[wrong])}, expected 0 to {rows - 1}"
             )
     lookups = load_torchrec().KeyedJaggedTensor(
         keys=[f"f{t}" for t in range(len(table_rows))],
@@ -357,7 +357,7 @@ def local_batch(
 
 def about_rank(world: World, tables: ShardedTables) -> dict[str, Any]:
     """A rank's entry in a command's last line and in ``result.json``."""
-    own = [shard for shard, _ in tables.local]
+    shards = [shard for shard, _ in tables.local]
     return {
         "rank": world.rank,
         "host": world.host,
@@ -365,9 +365,9 @@ def about_rank(world: World, tables: ShardedTables) -> dict[str, Any]:
         "device": str(world.device),
         "threads": world.threads,
         "peak_memory_bytes": peak_memory(world.device),
-        "table_bytes": sum(FLOAT_BYTES * shard.rows * shard.columns for shard in own),
+        "table_bytes": sum(FLOAT_BYTES * shard.rows * shard.columns for shard in shards),
         "shards": [
             {name: value for name, value in asdict(shard).items() if name != "rank"}
-            for shard in own
+            for shard in shards
         ],
     }

@@ -108,8 +108,8 @@ class DistributedTrainer(TrainingLoop[DistributedStep]):
     def holdings(self) -> list[str]:
         """A line a rank: who it is, and which tables it has; every rank must ask."""
         bound = f", bound to {self.world.bound_to}" if self.world.bound_to else ""
-        own = f"host {self.world.host}, process {os.getpid()}{bound}"
-        return describe(self.tables.shards, gathered(self.world, own))
+        process = f"host {self.world.host}, process {os.getpid()}{bound}"
+        return describe(self.tables.shards, gathered(self.world, process))
 
     def next_batch(self) -> LocalBatch:
         """This rank's slice of the next global batch."""
@@ -130,8 +130,8 @@ class DistributedTrainer(TrainingLoop[DistributedStep]):
 
     def stop_requests(self) -> AbstractContextManager[StopRequest]:
         """What notes signals while the loop runs, for the next exchange."""
-        said = f"{STOPPING}, with a checkpoint" if self.writes_checkpoints else STOPPING
-        return stop_requests(True, said if self.world.first else "", REPEATED_S)
+        notice = f"{STOPPING}, with a checkpoint" if self.writes_checkpoints else STOPPING
+        return stop_requests(True, notice if self.world.first else "", REPEATED_S)
 
     def is_to_stop(self) -> bool:
         """Whether any rank was asked to stop before the iteration just done."""
@@ -193,8 +193,8 @@ def train(
     checkpoint = checkpoint_to_resume(parameters, place)
     early = nothing_to_resume(parameters.training, place)
     with contextlib.ExitStack() as stack:
-        met = watched_ranks(parameters.training, "dlrm train")
-        world, collectives, watch = stack.enter_context(met)
+        meeting = watched_ranks(parameters.training, "dlrm train")
+        world, collectives, watch = stack.enter_context(meeting)
         if folder is not None and world.first:
             stack.enter_context(only_trainer(folder))
         require_same_start(gathered(world, checkpoint.step if checkpoint else 0))
@@ -231,10 +231,10 @@ def rank_trainer(parameters: Parameters, command: str) -> Iterator[DistributedTr
     """
     require_torchrec()
     require_possible(parameters, int(os.environ["WORLD_SIZE"]))
-    parameters, said = with_whole_batches(parameters)
+    parameters, left_out = with_whole_batches(parameters)
     with watched_ranks(parameters.training, command) as (world, collectives, watch):
         trainer = DistributedTrainer(parameters, world, collectives, watch=watch)
-        trainer.notices += said
+        trainer.notices += left_out
         yield trainer
 
 

@@ -325,9 +325,9 @@ class Watch:
         )
 
     def _look(self) -> Lost | None:
-        found = self._store.multi_get([KEY.format(rank=rank) for rank in self._signs])
+        texts = self._store.multi_get([KEY.format(rank=rank) for rank in self._signs])
         now = self._last_store_s = time.monotonic()
-        for sign, text in zip(self._signs.values(), found, strict=True):
+        for sign, text in zip(self._signs.values(), texts, strict=True):
             told = json.loads(text)
             if told != sign.told:
                 sign.new_at = now

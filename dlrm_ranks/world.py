@@ -111,15 +111,15 @@ def bound(world: World) -> World:
     Memory follows: the kernel takes pages from the node of the CPU that first writes to them.
     """
     nodes = numa_nodes() if world.device.type == "cpu" else {}
-    own = nodes_of_rank(list(nodes), world.local_rank, world.local_size)
-    if not own:
+    of_rank = nodes_of_rank(list(nodes), world.local_rank, world.local_size)
+    if not of_rank:
         return world
-    cpus = set().union(*(nodes[node] for node in own))
+    cpus = set().union(*(nodes[node] for node in of_rank))
     for thread in Path("/proc/self/task").iterdir():
         with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
             os.sched_setaffinity(int(thread.name), cpus)
-    named = ", ".join(map(str, own))
-    return replace(world, bound_to=f"NUMA {'node' if len(own) == 1 else 'nodes'} {named}")
+    named = ", ".join(map(str, of_rank))
+    return replace(world, bound_to=f"NUMA {'node' if len(of_rank) == 1 else 'nodes'} {named}")
 
 
 @contextlib.contextmanager
@@ -176,13 +176,13 @@ def gathered(world: World, value: Any) -> list[Any]:
 
 def agreed(world: World, value: float) -> float:
     """A number that rank 0 decides."""
-    told = torch.tensor([value], dtype=torch.float64, device=world.device)
-    dist.broadcast(told, 0)
-    return float(told)
+    decided = torch.tensor([value], dtype=torch.float64, device=world.device)
+    dist.broadcast(decided, 0)
+    return float(decided)
 
 
 def least(world: World, value: int) -> int:
     """The smallest of what the ranks say."""
-    told = torch.tensor([value], dtype=torch.int64, device=world.device)
-    dist.all_reduce(told, dist.ReduceOp.MIN)
-    return int(told)
+    smallest = torch.tensor([value], dtype=torch.int64, device=world.device)
+    dist.all_reduce(smallest, dist.ReduceOp.MIN)
+    return int(smallest)

@@ -32,6 +32,7 @@ ENGINES = {
         "dense_choice",
         "training.dense_backend: auto and training.fp32_matmul: auto",
     ),
+    "fp32 products": ("products", "training.fp32_matmul and training.tf32"),
     "rows of 2 bytes": ("embeddings.narrow_rows", "model.embedding_precision: bf16 and fp16"),
     "pages of tables": ("embeddings.pages", "training.embedding_backend"),
     "memory forecast": ("memory", "dlrm capacity"),
@@ -85,14 +86,14 @@ def engine(name: str) -> Any:
     Raises:
         MissingToolError: its package is not installed; naming the parameter that needs it.
     """
-    found = find_engine(name)
-    if found is None:
+    module = find_engine(name)
+    if module is None:
         raise MissingToolError(
             f"{ENGINES[name][1]} needs the package {package_of(name)} (the engine {name!r}), which "
             "is not installed beside dlrm_core; leave the parameter out, or install the whole "
             "project"
         )
-    return found
+    return module
 
 
 def function_at(place: str, needed_by: str) -> Any:

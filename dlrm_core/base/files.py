@@ -80,9 +80,9 @@ def make_folder(folder: Path) -> None:
     while not folder.exists():
         missing.append(folder)
         folder = folder.parent
-    for each in reversed(missing):
-        each.mkdir(exist_ok=True)
-        sync_folder(each.parent)
+    for new in reversed(missing):
+        new.mkdir(exist_ok=True)
+        sync_folder(new.parent)
     if not folder.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
 
@@ -262,11 +262,11 @@ def locked(file: Path, refusal: str) -> Iterator[None]:
     """
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        held = file.open("a")
+        lock = file.open("a")
     except OSError as error:
         raise InputError(f"{file.parent} cannot be written: {error.strerror}") from None
-    with held:
-        lock_or_refuse(held.fileno(), refusal)
+    with lock:
+        lock_or_refuse(lock.fileno(), refusal)
         yield
 
 

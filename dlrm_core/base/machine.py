@@ -65,11 +65,11 @@ def resolve_device(config: MachineSettings) -> torch.device:
 def numa_nodes(system: Path = Path("/sys/devices/system/node")) -> dict[int, set[int]]:
     """CPUs that this process may use, by NUMA node; empty where the kernel names no nodes."""
     allowed = os.sched_getaffinity(0)
-    found = {
+    nodes = {
         int(folder.name[4:]): _numbers(kernel_text(folder / "cpulist")) & allowed
         for folder in system.glob("node[0-9]*")
     }
-    return {node: cpus for node, cpus in sorted(found.items()) if cpus}
+    return {node: cpus for node, cpus in sorted(nodes.items()) if cpus}
 
 
 def use_memory(config: MachineSettings) -> list[str]:
@@ -133,10 +133,10 @@ def peak_memory_by_device(device: torch.device) -> dict[str, int]:
     """:func:`peak_memory` of the host, and of the GPU that a run uses; what is known."""
     import torch
 
-    found = {"host": peak_memory(torch.device("cpu"))}
+    peaks = {"host": peak_memory(torch.device("cpu"))}
     if device.type == "cuda":
-        found["gpu"] = peak_memory(device)
-    return {name: size for name, size in found.items() if size is not None}
+        peaks["gpu"] = peak_memory(device)
+    return {name: size for name, size in peaks.items() if size is not None}
 
 
 def available_memory(device: torch.device) -> int | None:
@@ -155,7 +155,7 @@ def available_host_memory() -> int | None:
     container the former is the whole machine's) and of the process's own limits (ulimit).
     """
     free_kib = number_in("/proc/meminfo", "MemAvailable:")
-    found = [] if free_kib is None else [1024 * free_kib]
+    bounds = [] if free_kib is None else [1024 * free_kib]
     for limit, used in (
         ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
         (
@@ -168,15 +168,15 @@ def available_host_memory() -> int | None:
             # "used" counts the page cache, which the kernel gives back on demand
             statistics = Path(used).with_name("memory.stat").read_text().splitlines()
             counted = dict(line.split()[:2] for line in statistics)
-            found.append(left + int(counted.get("inactive_file", 0)))
+            bounds.append(left + int(counted.get("inactive_file", 0)))
         except (OSError, ValueError):
             continue
     for kind, name in ((resource.RLIMIT_AS, "VmSize:"), (resource.RLIMIT_DATA, "VmData:")):
         most = resource.getrlimit(kind)[0]
         used_kib = number_in(_STATUS, name)
         if most != resource.RLIM_INFINITY and used_kib is not None:
-            found.append(most - used_kib * 1024)
-    return max(0, min(found)) if found else None
+            bounds.append(most - used_kib * 1024)
+    return max(0, min(bounds)) if bounds else None
 
 
 def number_in(file: str | Path, name: str) -> int | None:

@@ -198,10 +198,10 @@ def section_from(kind: type[Section], given: Any, name: str) -> Section:
     """
     if not isinstance(given, Mapping):
         raise InputError(f"{name} is {shown(given)}, expected names with values")
-    known = [field.name for field in dataclasses.fields(cast(Any, kind))]
+    leaves = [field.name for field in dataclasses.fields(cast(Any, kind))]
     for leaf in given:
-        if leaf not in known:
-            raise InputError(f"{name}.{called(leaf)} is unknown, expected {' or '.join(known)}")
+        if leaf not in leaves:
+            raise InputError(f"{name}.{called(leaf)} is unknown, expected {' or '.join(leaves)}")
     return kind(**given)
 
 
@@ -216,8 +216,8 @@ def clash(name: str, section: Any, one: str, other: str, why: str) -> InputError
     values = []
     for leaf in (one, other):
         value = getattr(section, leaf)
-        said = f"{value:g}" if isinstance(value, float) else shown(value)
-        values.append(f"{name}.{leaf} is {said.lower() if isinstance(value, bool) else said}")
+        text = f"{value:g}" if isinstance(value, float) else shown(value)
+        values.append(f"{name}.{leaf} is {text.lower() if isinstance(value, bool) else text}")
     return InputError(f"{', but '.join(values)}: {why}")
 
 

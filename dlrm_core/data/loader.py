@@ -50,15 +50,15 @@ def make_generator(parameters: Parameters, device: torch.device, share: Share = 
         data.round_targets,
         parameters.training.seed,
     )
-    made: Rewound
+    stream: Rewound
     if data.generator == "facebook_loop":
-        made = FacebookLoop(*shape, share=share)
+        stream = FacebookLoop(*shape, share=share)
     elif data.generator == "facebook":
         from dlrm_core.data.facebook_replay import FacebookReplay
 
-        made = FacebookReplay(*shape, share=share)
+        stream = FacebookReplay(*shape, share=share)
     else:
-        made = SyntheticBatches(
+        stream = SyntheticBatches(
             *shape,
             share=share,
             multi_hot_sizes=data.multi_hot_sizes,
@@ -71,9 +71,9 @@ def make_generator(parameters: Parameters, device: torch.device, share: Share = 
             and parameters.training.embedding_backend == "fused",
         )
     if data.samples is None:
-        return made
+        return stream
     epoch = Epoch(data.samples, parameters.training.batch_size, data.drop_last)
-    return RepeatedBatches(made, epoch)
+    return RepeatedBatches(stream, epoch)
 
 
 def batches(

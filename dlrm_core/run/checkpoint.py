@@ -213,8 +213,8 @@ def steps_in(folder: Path) -> list[int]:
     """Steps of the checkpoints in a folder, oldest first; empty if there is no such folder."""
     if not folder.is_dir():
         return []
-    found = (_NAME.fullmatch(entry.name) for entry in folder.iterdir())
-    return sorted(int(match[1]) for match in found if match)
+    matches = (_NAME.fullmatch(entry.name) for entry in folder.iterdir())
+    return sorted(int(match[1]) for match in matches if match)
 
 
 def holds_checkpoint(folder: Path) -> bool:

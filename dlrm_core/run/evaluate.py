@@ -63,18 +63,18 @@ class Evaluation:
 
     def notices(self) -> list[str]:
         """What a reader must know about the figures."""
-        said = []
+        notices = []
         if self.graded_targets:
-            said.append(
+            notices.append(
                 "targets are numbers between 0 and 1 (data.round_targets is false): AUC and "
                 "accuracy are about which of them are above 0.5"
             )
         if self.auc is None:
-            said.append(
+            notices.append(
                 f"there is no AUC: all {self.samples:,} test targets are "
                 f"{'clicks' if self.click_share else 'non-clicks'}"
             )
-        return said
+        return notices
 
 
 class HeldOut:
@@ -147,8 +147,8 @@ def held_out_batches(
         for place in range(first, min(first + share.ranks, total)):
             batch = generator.next_batch()
             if place == first + share.rank:
-                own = batch
-        yield own if first + share.rank < total else batch.part(0, 0)
+                of_rank = batch
+        yield of_rank if first + share.rank < total else batch.part(0, 0)
 
 
 def predict(model: DLRM, batch: Batch, precision: DensePrecision) -> torch.Tensor:
@@ -196,17 +196,17 @@ def evaluate(
                 batch = data_forward(stream)
             except StopIteration:
                 break
-            made = time.perf_counter()
-            data_s += made - begun
+            batch_ready = time.perf_counter()
+            data_s += batch_ready - begun
             if batch.dense.device != device:
                 batch = transfer_forward(batch, device)
-            own = make_predictions(batch)
-            found = []
-            for predictions, targets in together(own, batch.targets.to(own.device)):
+            predicted = make_predictions(batch)
+            scored = []
+            for predictions, targets in together(predicted, batch.targets.to(predicted.device)):
                 weighted += float(loss(predictions, targets)) * len(targets)
-                found.append((predictions.cpu().numpy(), targets.cpu().numpy()))
-            times_s.append(time.perf_counter() - made)
-            for scores, clicks in found:
+                scored.append((predictions.cpu().numpy(), targets.cpu().numpy()))
+            times_s.append(time.perf_counter() - batch_ready)
+            for scores, clicks in scored:
                 meter.add(scores, clicks)
                 on_batch(len(scores))
         quality = meter.quality()

@@ -8,7 +8,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -104,106 +104,6 @@ class TrainingResult:
         return {name: value for name, value in asdict(self).items() if name not in lists}
 
 
-@dataclass
-class Measurements:
-    """Times and losses of the iterations done, on a GPU without waiting for it.
-
-    Attributes:
-        data_s: seconds in which each iteration made or waited for its batch.
-        losses: of each iteration, as tensors until :meth:`settle`.
-        done_ms: of each settled iteration.
-        done_losses: as many.
-    """
-
-    device: torch.device
-    data_s: list[float] = field(default_factory=list)
-    losses: list[torch.Tensor] = field(default_factory=list)
-    done_ms: list[float] = field(default_factory=list)
-    done_losses: list[float] = field(default_factory=list)
-    _marks: list[Any] = field(default_factory=list)
-    _reported: int = 0
-    _examined: int = 0
-    started: float = field(default_factory=time.perf_counter)
-
-    def mark(self) -> None:
-        """An iteration ends here, or the first begins."""
-        if self.device.type != "cuda":
-            self._marks.append(time.perf_counter())
-            return
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        self._marks.append(event)
-
-    def settle(self) -> None:
-        """Wait for the device; time and loss of every iteration so far are then known."""
-        on_device = self.device.type == "cuda"
-        if on_device:
-            torch.cuda.synchronize(self.device)
-        fresh = self._marks[:-1], self._marks[1:]
-        for before, after in zip(*fresh, strict=True):
-            self.done_ms.append(before.elapsed_time(after) if on_device else (after - before) * 1e3)
-        if len(self._marks) > 1:
-            # an iteration that was cut short has a loss without a mark
-            whole = self.losses[: len(self._marks) - 1]
-            self.done_losses += torch.stack(whole).tolist()
-            del self._marks[:-1]
-        self.losses.clear()
-        del self.data_s[len(self.done_ms) :]
-
-    def go_on(self) -> None:
-        """The time since the last mark was for something else."""
-        if self._marks:
-            self._marks.pop()
-        self.mark()
-
-    def bad_iteration(self) -> int | None:
-        """Place of the first iteration, settled since the last call, whose loss is no number."""
-        begin, self._examined = self._examined, len(self.done_losses)
-        fresh = range(begin, len(self.done_losses))
-        return next((i for i in fresh if not math.isfinite(self.done_losses[i])), None)
-
-    def interval(self, epoch: Epoch, before: int, rate: float) -> Interval | None:
-        """What was settled since the interval before; None if nothing was.
-
-        Args:
-            epoch: says how many samples each iteration had.
-            before: iterations done before this process.
-            rate: learning rate of the last iteration.
-        """
-        if len(self.done_ms) == self._reported:
-            return None
-        losses = self.done_losses[self._reported :]
-        sizes = [epoch.size(before + self._reported + i) for i in range(len(losses))]
-        speed = self.speed(epoch, before, self._reported)
-        self._reported = len(self.done_ms)
-        return Interval(
-            iteration=before + len(self.done_ms),
-            loss=statistics.fmean(losses, sizes if len({*sizes}) > 1 else None),
-            **speed,
-            elapsed_s=time.perf_counter() - self.started,
-            learning_rate=rate,
-        )
-
-    def speed(self, epoch: Epoch, before: int, first: int = 0) -> dict[str, Any]:
-        """Speed of the iterations from the ``first`` on, by the names of
-        :class:`TrainingResult`; NaN where there are none."""
-        samples = epoch.samples_before(before + len(self.done_ms))
-        samples -= epoch.samples_before(before + first)
-        times = self.done_ms[first:] or [math.nan]
-        data, mean = (
-            1e3 * statistics.fmean(self.data_s[first:] or [math.nan]),
-            statistics.fmean(times),
-        )
-        return {
-            "ms_per_iteration": statistics.median(times),
-            "mean_ms_per_iteration": mean,
-            "data_ms_per_iteration": data,
-            # NaN first: max keeps it
-            "compute_ms_per_iteration": max(mean - data, 0.0),
-            "samples_per_second": 1e3 * samples / sum(times),
-        }
-
-
 Line = Mapping[str, Any]
 """A line of metrics.jsonl: an :class:`Interval`'s fields, or with ``kind`` an 'evaluation' or a
 'checkpoint'."""
@@ -244,16 +144,22 @@ class Observer:
 
 
 class Report:
-    """One run of a loop, as far as it has come: what it took, and what was told of it.
+    """One run of a loop, as far as it has come: what iterations took, and what was told of it.
+
+    On a GPU nothing waits for the device until :meth:`settle`.
 
     Args:
         device: that the loop computes on.
         first: iterations done before.
         epoch: says how many samples each iteration had.
-        observer: is shown each line.
+        observer: is shown each line; None: nobody is.
         lines: metrics.jsonl; None: it is not written.
 
     Attributes:
+        data_s: seconds in which each iteration made or waited for its batch.
+        losses: of each iteration, as tensors until :meth:`settle`.
+        done_ms: of each settled iteration.
+        done_losses: as many.
         status: of :class:`TrainingResult`.
         notices: what a reader must know of the run.
     """
@@ -263,14 +169,20 @@ class Report:
         device: torch.device,
         first: int,
         epoch: Epoch,
-        observer: Observer,
-        lines: JsonLines | None,
+        observer: Observer | None = None,
+        lines: JsonLines | None = None,
     ) -> None:
-        self.measured = Measurements(device)
+        self.data_s: list[float] = []
+        self.losses: list[torch.Tensor] = []
+        self.done_ms: list[float] = []
+        self.done_losses: list[float] = []
         self.status = "finished"
         self.notices: list[str] = []
         self._device, self._first, self._epoch = device, first, epoch
-        self._observer, self._lines = observer, lines
+        self._observer, self._lines = observer or Observer(), lines
+        self._marks: list[Any] = []
+        self._reported = self._examined = 0
+        self._started = time.perf_counter()
         self._loss = math.nan
         self._evaluations: list[Evaluation] = []
         self._evaluation_lines: list[dict[str, Any]] = []
@@ -278,24 +190,91 @@ class Report:
 
     @property
     def done(self) -> int:
-        """Iterations whose time is known, those before this process included."""
-        return self._first + len(self.measured.done_ms)
+        """Iterations whose time is known, those before this run included."""
+        return self._first + len(self.done_ms)
+
+    def mark(self) -> None:
+        """An iteration ends here, or the first begins."""
+        if self._device.type != "cuda":
+            self._marks.append(time.perf_counter())
+            return
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._marks.append(event)
+
+    def settle(self) -> None:
+        """Wait for the device; time and loss of every iteration so far are then known."""
+        on_device = self._device.type == "cuda"
+        if on_device:
+            torch.cuda.synchronize(self._device)
+        fresh = self._marks[:-1], self._marks[1:]
+        for before, after in zip(*fresh, strict=True):
+            self.done_ms.append(before.elapsed_time(after) if on_device else (after - before) * 1e3)
+        if len(self._marks) > 1:
+            # an iteration that was cut short has a loss without a mark
+            whole = self.losses[: len(self._marks) - 1]
+            self.done_losses += torch.stack(whole).tolist()
+            del self._marks[:-1]
+        self.losses.clear()
+        del self.data_s[len(self.done_ms) :]
+
+    def go_on(self) -> None:
+        """The time since the last mark was for something else."""
+        if self._marks:
+            self._marks.pop()
+        self.mark()
+
+    def bad_iteration(self) -> int | None:
+        """Place of the first iteration, settled since the last call, whose loss is no number."""
+        begin, self._examined = self._examined, len(self.done_losses)
+        fresh = range(begin, len(self.done_losses))
+        return next((i for i in fresh if not math.isfinite(self.done_losses[i])), None)
 
     def interval(self, rate: float) -> None:
-        """Close the interval, if an iteration was done since the one before.
+        """Tell of what was settled since the interval before, if anything was.
 
         Args:
-            rate: learning rate of its last iteration.
+            rate: learning rate of the last iteration.
         """
-        interval = self.measured.interval(self._epoch, self._first, rate)
-        if interval is not None:
-            self._loss = interval.loss
-            self._tell(asdict(interval))
+        begin, self._reported = self._reported, len(self.done_ms)
+        losses = self.done_losses[begin:]
+        if not losses:
+            return
+        sizes = [self._epoch.size(self._first + begin + i) for i in range(len(losses))]
+        self._loss = statistics.fmean(losses, sizes if len({*sizes}) > 1 else None)
+        line = Interval(
+            iteration=self.done,
+            loss=self._loss,
+            **self._speed(begin),
+            elapsed_s=time.perf_counter() - self._started,
+            learning_rate=rate,
+        )
+        self._tell(asdict(line))
+
+    def _speed(self, begin: int = 0) -> dict[str, Any]:
+        """Speed of the iterations from the ``begin``-th on, by the names of
+        :class:`TrainingResult`; NaN where there are none."""
+        times = self.done_ms[begin:] or [math.nan]
+        mean = statistics.fmean(times)
+        data = 1e3 * statistics.fmean(self.data_s[begin:] or [math.nan])
+        return {
+            "ms_per_iteration": statistics.median(times),
+            "mean_ms_per_iteration": mean,
+            "data_ms_per_iteration": data,
+            # NaN first: max keeps it
+            "compute_ms_per_iteration": max(mean - data, 0.0),
+            "samples_per_second": 1e3 * self._samples(begin) / sum(times),
+        }
+
+    def _samples(self, begin: int = 0) -> int:
+        """Samples of the iterations from the ``begin``-th on."""
+        before = self._epoch.samples_before(self._first + begin)
+        return self._epoch.samples_before(self.done) - before
 
     def evaluation(self, found: Evaluation) -> None:
         """Tell of an evaluation that was made just now."""
         self._evaluations.append(found)
-        elapsed_s = time.perf_counter() - self.measured.started
+        elapsed_s = time.perf_counter() - self._started
         self._evaluation_lines.append(found.line() | {"elapsed_s": elapsed_s})
         self._tell(self._evaluation_lines[-1])
 
@@ -342,19 +321,18 @@ class Report:
             embedding_backend: the one that was used.
             notices: what a reader must know.
         """
-        measured, epoch = self.measured, self._epoch
         aucs = [evaluation.auc for evaluation in self._evaluations if evaluation.auc is not None]
         best = max(aucs, default=None)
         last = self._evaluations[-1] if self._evaluations else None
-        samples = epoch.samples_before(self.done) - epoch.samples_before(self._first)
+        samples = self._samples()
         return TrainingResult(
             status=self.status,
-            iterations=len(measured.done_ms),
+            iterations=len(self.done_ms),
             first_iteration=self._first,
             samples=samples,
             loss=self._loss,
-            **measured.speed(epoch, self._first),
-            elapsed_s=time.perf_counter() - measured.started,
+            **self._speed(),
+            elapsed_s=time.perf_counter() - self._started,
             evaluation_s=sum(evaluation.seconds for evaluation in self._evaluations),
             checkpoint_s=self._checkpoint_s,
             auc=last.auc if last else None,
@@ -368,9 +346,9 @@ class Report:
             threads=torch.get_num_threads(),
             embedding_backend=embedding_backend,
             notices=notices,
-            iteration_ms=measured.done_ms,
-            data_ms=[1e3 * seconds for seconds in measured.data_s],
-            losses=measured.done_losses,
+            iteration_ms=self.done_ms,
+            data_ms=[1e3 * seconds for seconds in self.data_s],
+            losses=self.done_losses,
             evaluations=self._evaluation_lines,
         )
 

@@ -117,25 +117,25 @@ def _torch_weights(
 def _backend_sums(step: Step) -> dict[str, torch.Tensor]:
     """Adagrads' sums of a back end that keeps them itself."""
     names = {weight: name for name, weight in step.model.named_parameters()}
-    found: dict[str, torch.Tensor] = {}
+    sums: dict[str, torch.Tensor] = {}
     for update in _embedding_updates(step):
         states = getattr(update, "states", None)
         if states is None:
             continue
         tables = step.model.embeddings.weights
-        for _, side, own in getattr(step.embedding_optimizer, "sides", ()):
-            if own is update:
+        for _, side, of_side in getattr(step.embedding_optimizer, "sides", ()):
+            if of_side is update:
                 tables = side.weights
         for weight, state in zip(tables, states, strict=True):
             if state.numel():
-                found[f"{names[weight]}.sum"] = _flat(state)
-    return found
+                sums[f"{names[weight]}.sum"] = _flat(state)
+    return sums
 
 
 def _embedding_updates(step: Step) -> list[Any]:
     """What updates the tables: one, or one a side where tables lie in two places."""
     update = step.embedding_optimizer
-    return [own for _, _, own in getattr(update, "sides", ())] or [update]
+    return [of_side for _, _, of_side in getattr(update, "sides", ())] or [update]
 
 
 def _flat(state: torch.Tensor) -> torch.Tensor:

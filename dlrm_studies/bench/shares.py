@@ -21,7 +21,7 @@ import torch
 from dlrm_core.base.errors import InputError
 from dlrm_core.base.machine import keep_freed_memory
 from dlrm_core.config import Parameters, parameters_from_sections
-from dlrm_core.precision import MAX_RELATIVE_ERROR
+from dlrm_kernels.products import MAX_RELATIVE_ERROR
 from dlrm_studies.bench.rows import row_access_ms, why_no_accesses
 from dlrm_workbook.evidence.ceilings import (
     PRECISIONS,

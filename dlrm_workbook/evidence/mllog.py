@@ -43,7 +43,7 @@ class MLPerfLog:
         """Log the settings of a run that is about to start."""
         parameters, training = loop.parameters, loop.parameters.training
         self._batches, self._first = loop.epoch.batches or loop.total, loop.first
-        known = {
+        settings = {
             "submission_benchmark": "dlrm_dcnv2"
             if parameters.model.interaction == CrossInteraction.kind
             else "dlrm",
@@ -55,8 +55,8 @@ class MLPerfLog:
             "opt_learning_rate_decay_steps": training.lr_decay_steps,
         }
         if loop.epoch.samples is not None:
-            known["train_samples"] = loop.epoch.samples
-        for key, value in known.items():
+            settings["train_samples"] = loop.epoch.samples
+        for key, value in settings.items():
             self._write(POINT, key, value)
 
     def iteration(self, done: int) -> None:

@@ -31,11 +31,11 @@ from dlrm_core.interactions import CatInteraction
 from dlrm_core.losses import MeanSquaredError
 from dlrm_core.model import DLRM, ClickLoss
 from dlrm_core.parts import log_spans, parse_span
-from dlrm_core.precision import set_fp32_products
 from dlrm_core.step import TrainingStep
 from dlrm_kernels.embeddings.choose import resolve
 from dlrm_kernels.embeddings.pages import tables_on_huge_pages, touched_beside
 from dlrm_kernels.memory import forecast_memory
+from dlrm_kernels.products import set_fp32_products
 from dlrm_kernels.tiles import machine as tiles
 from dlrm_workbook.evidence.ceilings import BF16_FLAGS, last_level_cache
 from dlrm_workbook.evidence.dependence import (

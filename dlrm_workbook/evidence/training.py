@@ -149,8 +149,8 @@ def part_times(spans: Sequence[SpanRow], warmup: int) -> dict[tuple[str, str], l
         which = int(np.searchsorted(starts, start, side="right")) - 1
         if which < 0 or start >= ends[which]:
             continue
-        own = times.setdefault(part, np.zeros(len(loops)))
-        own[which] += (end - start) / 1e6
+        of_part = times.setdefault(part, np.zeros(len(loops)))
+        of_part[which] += (end - start) / 1e6
         while open_parts and open_parts[-1][1] <= start:
             open_parts.pop()
         if open_parts:

@@ -224,8 +224,8 @@ def translated(command: str) -> tuple[GivenSections, list[str]]:
     try:
         parameters_from_sections(sections.tree)
     except InputError as error:
-        said = re.sub(r"\w+\.\w+", lambda name: _FLAG_OF.get(name[0], name[0]), str(error))
-        raise InputError(f"--like: {said}") from None
+        message = re.sub(r"\w+\.\w+", lambda name: _FLAG_OF.get(name[0], name[0]), str(error))
+        raise InputError(f"--like: {message}") from None
     return sections, notes
 
 

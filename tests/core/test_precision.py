@@ -6,7 +6,9 @@ import torch
 from dlrm_core import precision as module
 from dlrm_core.base.machine import cpu_flags
 from dlrm_core.config import Parameters, TrainingConfig
-from dlrm_core.precision import CPU_FLAGS, DensePrecision, set_fp32_matmul, set_tf32
+from dlrm_core.precision import CPU_FLAGS, DensePrecision
+from dlrm_kernels import products
+from dlrm_kernels.products import set_fp32_matmul, set_tf32
 
 CPU = torch.device("cpu")
 
@@ -49,7 +51,7 @@ def test_flags_are_those_of_the_kernel():
 
 def test_a_cpu_that_rounds_large_products_only_is_found_out(monkeypatch):
     """Small layers may be computed exactly where larger ones are rounded."""
-    monkeypatch.setattr(module, "_relative_error", lambda n, m: 1e-7 if n < 512 else 2e-3)
+    monkeypatch.setattr(products, "_relative_error", lambda n, m: 1e-7 if n < 512 else 2e-3)
     model = Parameters().model.__class__(
         bottom_mlp=(8, 4), embedding_dim=4, top_mlp=(8, 1), table_rows=(3,), tables=1
     )

@@ -18,9 +18,9 @@ from dlrm_core.base.errors import InputError
 from dlrm_core.base.machine import available_memory
 from dlrm_core.config import Parameters, mean_bag_size, parameters_from_sections
 from dlrm_core.data.facebook_replay import FacebookReplay
-from dlrm_core.precision import set_fp32_matmul
 from dlrm_core.train import Trainer, train
 from dlrm_kernels.memory import forecast_memory, require_memory
+from dlrm_kernels.products import set_fp32_matmul
 
 ROOT = Path(__file__).parents[2]
 SMALL = {
@@ -247,7 +247,7 @@ def test_the_onednn_path_is_checked_and_taken_back(monkeypatch):
     assert set_fp32_matmul("default", model, cpu) == []
     notices = set_fp32_matmul("onednn", model, cpu)
     assert notices == [] or "relative error" in notices[0]
-    monkeypatch.setattr("dlrm_core.precision._relative_error", lambda n, m: 3e-3)
+    monkeypatch.setattr("dlrm_kernels.products._relative_error", lambda n, m: 3e-3)
     (notice,) = set_fp32_matmul("onednn", model, cpu)
     assert "3.0e-03" in notice and "default library" in notice
     assert torch.backends.mkldnn.matmul.fp32_precision == "none"

@@ -8,10 +8,10 @@ from test_dense import LOSS_TOLERANCE, gradients_after_one_step, losses_of, trai
 from dlrm_core.base.errors import InputError
 from dlrm_core.config import TrainingConfig, parameters_from_sections
 from dlrm_core.parts import log_spans, parse_span
-from dlrm_core.precision import set_fp32_matmul
 from dlrm_kernels import dense as dense_fused
 from dlrm_kernels import interaction_cpu
 from dlrm_kernels.memory import dense_peak
+from dlrm_kernels.products import set_fp32_matmul
 from dlrm_studies.bench.shares import dense_share
 from dlrm_workbook.analysis.work import operator_work
 from dlrm_workbook.evidence.dependence import affected_components, changed_parameters

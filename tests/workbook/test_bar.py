@@ -7,7 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from small_training import parameters
 
+from dlrm_core.train import train
+from dlrm_workbook.evidence.training import MeteredRun
 from dlrm_workbook.ground.bar import TOLD_TO, Bar
 
 
@@ -78,3 +81,12 @@ def test_a_bar_goes_on_when_nobody_can_be_told(
     monkeypatch.setenv(TOLD_TO, str(tmp_path / "gone" / "bar.json"))
     with Bar("training", "it", 10) as bar:
         bar.add(3)
+
+
+def test_a_training_shows_its_figures_behind_the_bar(capsys: pytest.CaptureFixture[str]) -> None:
+    train(parameters(max_steps=4), observer=MeteredRun(prints=True))
+    printed = capsys.readouterr()
+    assert "training" in printed.err and "4/" in printed.err and "samples/s" in printed.err
+    lines = [json.loads(line) for line in printed.out.splitlines()]
+    assert lines[-1]["iteration"] == 4
+    assert f"loss {lines[-1]['loss']:.6f}" in printed.err

@@ -54,8 +54,8 @@ class SampleBatches:
         if self._order_seed is not None and full is not None and place < full:
             place = int(_permutation(full, self._order_seed, passed)[place])
         start = place * self.epoch.batch_size
-        first, behind = self._share.samples(self.epoch.size(self.taken))
-        batch = self._read(start + first, start + behind)
+        first, end = self._share.samples(self.epoch.size(self.taken))
+        batch = self._read(start + first, start + end)
         self.taken += 1
         return batch
 

@@ -207,10 +207,10 @@ class _Reader:
     def _dtype(self, features: Mapping[str, Any], name: str) -> np.dtype:
         text = self._mapping(features.get(name), f"feature_spec.{name}").get("dtype")
         # fixed-size numbers only: never let a file choose an object type
-        known = {str(np.dtype(k)): np.dtype(k) for k in "bBhHiIlLefd?"}
-        if str(text) not in known:
-            self._fail(f"feature_spec.{name}.dtype is {text!r}, expected one of {', '.join(known)}")
-        return known[str(text)]
+        kinds = {str(np.dtype(k)): np.dtype(k) for k in "bBhHiIlLefd?"}
+        if str(text) not in kinds:
+            self._fail(f"feature_spec.{name}.dtype is {text!r}, expected one of {', '.join(kinds)}")
+        return kinds[str(text)]
 
     def _cardinality(self, features: Mapping[str, Any], name: str) -> int:
         rows = features[name].get("cardinality")
