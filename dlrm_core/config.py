@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 from dlrm_core.base.errors import InputError
-from dlrm_core.base.files import read_text
 from dlrm_core.base.settings import (
     called,
     check_text,
@@ -743,6 +742,8 @@ def _absolute(section: str, leaf: str, folder: str) -> str:
 
 
 def _read_sections(path: Path) -> dict[str, Any]:
+    from dlrm_core.base.files import read_text
+
     text = read_text(path, MOST_BYTES)
     if not text:
         raise InputError(f"{path}: the file is empty (0 bytes); for defaults alone write {{}}")

@@ -24,7 +24,6 @@ import torch
 from torch import nn
 
 from dlrm_core.base.engines import engine, find_engine, optional_engine
-from dlrm_core.base.files import JsonLines, locked, write_json
 from dlrm_core.base.machine import (
     StopRequest,
     resolve_device,
@@ -33,8 +32,6 @@ from dlrm_core.base.machine import (
 )
 from dlrm_core.config import Parameters
 from dlrm_core.data.batch import WHOLE, Batch, Share
-from dlrm_core.data.epochs import Epoch
-from dlrm_core.data.loader import Followed, Generator, batches, make_generator
 from dlrm_core.dense import resolve_dense, set_fp32_products
 from dlrm_core.embeddings import resolve_backend
 from dlrm_core.model import DLRM, ClickLoss, build_model
@@ -42,6 +39,9 @@ from dlrm_core.parts import iteration
 from dlrm_core.step import Step, TrainingStep, data_forward, optimizer_update, transfer_forward
 
 if TYPE_CHECKING:  # loaded where a run needs it
+    from dlrm_core.base.files import JsonLines
+    from dlrm_core.data.epochs import Epoch
+    from dlrm_core.data.loader import Followed, Generator
     from dlrm_core.run.checkpoint import Checkpoint, CheckpointFolder
     from dlrm_core.run.evaluate import Evaluation
     from dlrm_core.run.reports import Observer, Report, TrainingResult
@@ -121,6 +121,8 @@ class TrainingLoop(abc.ABC, Generic[StepT]):
         place: Path | None,
         writes: bool = True,
     ) -> None:
+        from dlrm_core.data.epochs import Epoch
+        from dlrm_core.data.loader import Followed, batches
         from dlrm_core.run.checkpoint import CheckpointFolder
         from dlrm_core.run.evaluate import HeldOut
         from dlrm_core.run.reports import Report
@@ -448,6 +450,8 @@ class Trainer(TrainingLoop[TrainingStep]):
         checkpoint: Checkpoint | None = None,
         place: Path | None = None,
     ) -> None:
+        from dlrm_core.data.loader import make_generator
+
         device = resolve_device(parameters.training)
         if (forecast := find_engine("memory forecast")) is not None:
             forecast.require_memory(parameters, device)
@@ -522,6 +526,7 @@ def train(
         InputError: the device is not there, the run does not fit in memory, the folder
             cannot be written or is another run's, or the checkpoint cannot be resumed.
     """
+    from dlrm_core.base.files import write_json
     from dlrm_core.run.reports import metrics_lines
     from dlrm_core.run.resume import checkpoint_place, checkpoint_to_resume
 
@@ -548,4 +553,6 @@ def only_trainer(folder: Path) -> AbstractContextManager[None]:
     The lock ends with the process. It holds between hosts only where their file system passes
     locks on.
     """
+    from dlrm_core.base.files import locked
+
     return locked(folder / ".train.lock", f"{folder}: another run is training into this folder")

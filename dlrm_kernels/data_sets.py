@@ -29,7 +29,7 @@ from dlrm_core.data.files.draws import (
 )
 from dlrm_kernels.native import cache_folder, kernel_cache
 
-SOURCES = tuple(Path(str(file)) for file in (__file__, draws.__file__))
+DRAW_SOURCES = tuple(Path(str(file)) for file in (__file__, draws.__file__))
 """Files of the constants that are compiled in."""
 
 # The arithmetic of ``draws`` in machine code, several rows a vector instruction.
@@ -115,12 +115,12 @@ ROWS_TYPES = tuple(
 
 def fill_words(key: int, start: int, out: np.ndarray) -> None:
     """As :func:`draws.stream_words`, into ``out`` (uint64, contiguous)."""
-    compiled(words_kernel, WORDS_TYPES)(_first(key, start), out)
+    compiled_loop(words_kernel, WORDS_TYPES)(_first(key, start), out)
 
 
 def fill_rows(law: PowerLaw, key: int, start: int, out: np.ndarray) -> None:
     """Rows of consecutive samples into ``out`` (int8, int16 or int32, contiguous)."""
-    draw = compiled(rows_kernel, ROWS_TYPES)
+    draw = compiled_loop(rows_kernel, ROWS_TYPES)
     draw(_first(key, start), law.alpha == 1.0, law.scale, law.slope, law.rows - 1, out)
 
 
@@ -129,7 +129,7 @@ def _first(key: int, start: int) -> np.uint64:
 
 
 @functools.cache
-def compiled(function: Callable[..., Any], types: tuple[str, ...]) -> Callable[..., Any]:
+def compiled_loop(function: Callable[..., Any], types: tuple[str, ...]) -> Callable[..., Any]:
     """Machine code of a loop for some types of its arguments, which frees Python's lock.
 
     Args:
@@ -138,7 +138,7 @@ def compiled(function: Callable[..., Any], types: tuple[str, ...]) -> Callable[.
         types: numba's signatures.
     """
     make = functools.partial(numba.njit, list(types), nogil=True, error_model="numpy")
-    folder, _ = cache_folder("datasets", (*SOURCES, Path(function.__code__.co_filename)))
+    folder, _ = cache_folder("datasets", (*DRAW_SOURCES, Path(function.__code__.co_filename)))
     if folder is not None:
         # whatever a damaged file makes pickle raise: compile anew
         with contextlib.suppress(Exception), kernel_cache(folder):

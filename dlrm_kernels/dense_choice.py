@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from dlrm_core.dense import DENSE_CHOICE, DensePart
 from dlrm_core.embeddings import EmbeddingTables
 from dlrm_core.interactions import Interaction
 from dlrm_core.model import DLRM, ClickLoss, fill_dense_with_torch
-from dlrm_kernels.choices import fastest, notice
+from dlrm_kernels.choices import fastest, notice, time_in_turns
 from dlrm_kernels.dense import why_not_fused
 from dlrm_kernels.products import allow_onednn, set_fp32_matmul
 
@@ -38,12 +37,12 @@ PRODUCTS = (*LIBRARIES, "bf16x2")
 """``fp32_matmul: auto`` becomes one of these, the nearest to plain fp32's results first. bf16x3
 makes six products of what bf16x2 makes three, so it is never the fastest."""
 
-ROWS = 256
+TIMED_SAMPLES = 256
 """Samples of a timing, at most. What a step does once for any number of samples (weights cut into
 tiles) counts more here than in a batch, so a close race goes to the libraries."""
 
-BUDGET_S, MOST_TIMINGS = 0.3, 7
-"""Seconds of timings after one warm-up and one timing of each candidate, and timings of each."""
+BUDGET_S = 0.3
+"""Seconds of timings after one warm-up of each candidate; each is timed once at least."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,7 @@ def resolve(parameters: Parameters, device: torch.device) -> tuple[Parameters, l
         TrainingConfig(dense_backend=training.dense_backend, fp32_matmul=training.fp32_matmul),
         precision=training.precision,
         compile=training.compile,
-        batch_size=min(ROWS, training.batch_size, training.micro_batch or ROWS),
+        batch_size=min(TIMED_SAMPLES, training.batch_size, training.micro_batch or TIMED_SAMPLES),
     )
     choice = choose(parameters.model, asked, device, torch.get_num_threads())
     leaves = dict(zip(DENSE_CHOICE, choice.pair, strict=True))
@@ -109,7 +108,7 @@ def choose(
             refused[pair] = notices[0].partition(": ")[2]
         else:
             work[pair] = dense_pass(model, training, pair)
-    times_ms = time_in_turns(work)
+    times_ms = time_passes(work)
     timed = (
         f"forward and backward of the dense part, {counted(training.batch_size, 'sample')}, "
         f"{counted(torch.get_num_threads(), 'thread')}"
@@ -184,27 +183,26 @@ def dense_pass(model: ModelConfig, training: TrainingConfig, pair: Pair) -> Call
     return run
 
 
-def time_in_turns(
+def time_passes(
     work: Mapping[Pair, Callable[[], object]],
     clock: Callable[[], float] = time.perf_counter,
     budget_s: float = BUDGET_S,
 ) -> dict[Pair, float]:
-    """Median milliseconds of each candidate; the first of a round is the last of the next.
+    """Median milliseconds of each candidate, timed in turns.
 
     Each is run once before, which is not counted: it compiles, or loads what was compiled.
     """
-    timed: dict[Pair, list[float]] = {pair: [] for pair in work}
+
+    def time_ms(run: Callable[[], object], turn: int = 0) -> float:
+        started = clock()
+        run()
+        return 1e3 * (clock() - started)
+
     for run in work.values():
         run()
-    began = clock()
-    for number in range(MOST_TIMINGS):
-        if number and clock() - began > budget_s:
-            break
-        for pair in list(work)[:: -1 if number % 2 else 1]:
-            started = clock()
-            work[pair]()
-            timed[pair].append(1e3 * (clock() - started))
-    return {pair: statistics.median(times) for pair, times in timed.items()}
+    ends = clock() + budget_s
+    timings = {pair: functools.partial(time_ms, run) for pair, run in work.items()}
+    return time_in_turns(timings, {pair: [timings[pair](0)] for pair in work}, ends, clock)
 
 
 def label(pair: Pair) -> str:

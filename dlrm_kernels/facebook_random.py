@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from dlrm_kernels.data_sets import compiled
+from dlrm_kernels.data_sets import compiled_loop
 
-WORDS = 624
+STATE_WORDS = 624
 """Words of the generator's state (Matsumoto and Nishimura 1998, ACM TOMACS 8(1), 3-30)."""
 
 _1, _7, _11, _15, _18 = (np.uint32(bits) for bits in (1, 7, 11, 15, 18))
@@ -29,11 +29,11 @@ def uniform_kernel(state, place, low, width, out):
 
     Each number takes two words: 27 bits of the first and 26 of the second, as numpy does it.
     """
-    words = np.empty(WORDS, np.uint32)
+    words = np.empty(STATE_WORDS, np.uint32)
     pairs = words.view(np.uint64)
     done = 0
     while done < out.size:
-        if place == WORDS:
+        if place == STATE_WORDS:
             # two loops: each can be done several words at a time
             for i in range(227):
                 y = (state[i] & _UPPER) | (state[i + 1] & _LOWER)
@@ -44,14 +44,14 @@ def uniform_kernel(state, place, low, width, out):
             y = (state[623] & _UPPER) | (state[0] & _LOWER)
             state[623] = state[396] ^ (y >> _1) ^ (_TWIST * (y & _1))
             place = 0
-        for i in range(WORDS):
+        for i in range(STATE_WORDS):
             # numba makes 64 bits of a shifted word; cut again, twice as many fit in a register
             x = np.uint32(state[i] ^ (state[i] >> _11))
             x = np.uint32(x ^ (np.uint32(x << _7) & _MASK_7))
             x = np.uint32(x ^ (np.uint32(x << _15) & _MASK_15))
             words[i] = x ^ (x >> _18)
         first = place // 2
-        count = min(WORDS // 2 - first, out.size - done)
+        count = min(STATE_WORDS // 2 - first, out.size - done)
         for i in range(count):
             pair = pairs[first + i]
             whole = ((pair & _UPPER_27) << _21) | (pair >> _38)
@@ -131,7 +131,7 @@ def _filled(random: np.random.RandomState, low: float, width: float, out: np.nda
     if twister["pos"] % 2:
         # numbers of one word were drawn before
         return False
-    kernel = compiled(uniform_kernel, UNIFORM_TYPES)
+    kernel = compiled_loop(uniform_kernel, UNIFORM_TYPES)
     twister["pos"] = kernel(twister["key"], twister["pos"], low, width, out)
     random.set_state(state)
     return True
@@ -157,4 +157,6 @@ def fill_bags(
         offsets: (B,) int64; where each bag begins.
         indices: int64, room for every row that can be drawn.
     """
-    compiled(bags_kernel, BAGS_TYPES)(draws, bound, fixed, rows - 1, progress, offsets, indices)
+    compiled_loop(bags_kernel, BAGS_TYPES)(
+        draws, bound, fixed, rows - 1, progress, offsets, indices
+    )

@@ -24,37 +24,16 @@ import torch
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic
 
 from dlrm_core.base.machine import cpu_flags
 from dlrm_core.interactions import DotInteraction
+from dlrm_kernels import vectors as v
 from dlrm_kernels.native import compile_kernel
-from dlrm_kernels.vectors import (
-    LANES,
-    UNITS,
-    add,
-    compiled,
-    enter,
-    field,
-    from_bf16,
-    item,
-    load_first,
-    load_first_shorts,
-    load_vector,
-    nearest_bf16,
-    pointer_to,
-    store_first,
-    store_first_shorts,
-    store_vector,
-    take_unit,
-    warm,
-    zeros,
-)
 
 HIGH = 4
 """Features in a block."""
 
-AHEAD = 2
+SAMPLES_AHEAD = 2
 """Samples between the fetching of a row and its use."""
 
 SAMPLES = 32
@@ -78,112 +57,93 @@ SAMPLES = 32
     FIELDS,
 ) = range(3, 17)
 
-_I32, _I64, _F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
-_VECTOR, _QUARTER = ir.VectorType(_F32, LANES), ir.VectorType(_F32, HIGH)
+_QUARTER = ir.VectorType(v.F32, HIGH)
 
 
 def _places(numbers: Sequence[int]) -> ir.Constant:
-    return ir.Constant(ir.VectorType(_I32, len(numbers)), list(numbers))
+    return ir.Constant(ir.VectorType(v.I32, len(numbers)), list(numbers))
 
 
 def _multiply_add(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, sums: ir.Value) -> None:
     """Add a b to the vector that the address ``sums`` holds, rounding once."""
-    kind = ir.FunctionType(_VECTOR, [_VECTOR] * 3)
-    fma = cgutils.get_or_insert_function(builder.module, kind, f"llvm.fma.v{LANES}f32")
-    builder.store(builder.call(fma, [a, b, builder.load(sums)]), sums)
+    builder.store(v.call(builder, f"fma.v{v.LANES}f32", v.FLOATS, a, b, builder.load(sums)), sums)
 
 
 def _sums(builder: ir.IRBuilder, number: int) -> list[ir.Value]:
     """Make so many vectors of zeros, which the optimiser keeps in registers."""
-    places = [cgutils.alloca_once(builder, _VECTOR) for _ in range(number)]
+    places = [cgutils.alloca_once(builder, v.FLOATS) for _ in range(number)]
     for place in places:
-        builder.store(ir.Constant(_VECTOR, [0.0] * LANES), place)
+        builder.store(ir.Constant(v.FLOATS, [0.0] * v.LANES), place)
     return places
 
 
-@intrinsic
-def multiply_block(context, left, right, row_bytes, chunks, target, target_bytes):
+@v.instruction(types.void(*[types.int64] * 6))
+def multiply_four(builder, left, right, row_bytes, chunks, target, target_bytes):
     """Products of 4 rows with 4 rows of ``chunks`` times 16 float32, as rows of 4 float32."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        left, right, row_bytes, chunks, target, target_bytes = arguments
-        sums = _sums(builder, HIGH * HIGH)
-        with cgutils.for_range(builder, chunks) as loop:
-            ahead = builder.mul(loop.index, _I64(4 * LANES))
-            a, b = (
-                [_row(builder, builder.add(start, ahead), row_bytes, row) for row in range(HIGH)]
-                for start in (left, right)
-            )
-            for place, total in enumerate(sums):
-                _multiply_add(builder, a[place // HIGH], b[place % HIGH], total)
-        # neighbours are added up four times: lane i holds the sum of vector i in the end
-        vectors = [builder.load(total) for total in sums]
-        even, odd = _places(range(0, 2 * LANES, 2)), _places(range(1, 2 * LANES, 2))
-        while len(vectors) > 1:
-            vectors = [
-                builder.fadd(builder.shuffle_vector(u, v, even), builder.shuffle_vector(u, v, odd))
-                for u, v in zip(vectors[::2], vectors[1::2], strict=True)
-            ]
-        for row in range(HIGH):
-            own = _places(range(HIGH * row, HIGH * (row + 1)))
-            quarter = builder.shuffle_vector(vectors[0], vectors[0], own)
-            place = builder.add(target, builder.mul(target_bytes, _I64(row)))
-            builder.store(quarter, pointer_to(builder, place, _QUARTER), align=4)
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 6), generate
+    sums = _sums(builder, HIGH * HIGH)
+    with cgutils.for_range(builder, chunks) as loop:
+        ahead = builder.mul(loop.index, v.I64(4 * v.LANES))
+        a, b = (
+            [_row(builder, builder.add(start, ahead), row_bytes, row) for row in range(HIGH)]
+            for start in (left, right)
+        )
+        for place, total in enumerate(sums):
+            _multiply_add(builder, a[place // HIGH], b[place % HIGH], total)
+    # neighbours are added up four times: lane i holds the sum of vector i in the end
+    vectors = [builder.load(total) for total in sums]
+    even, odd = _places(range(0, 2 * v.LANES, 2)), _places(range(1, 2 * v.LANES, 2))
+    while len(vectors) > 1:
+        vectors = [
+            builder.fadd(builder.shuffle_vector(a, b, even), builder.shuffle_vector(a, b, odd))
+            for a, b in zip(vectors[::2], vectors[1::2], strict=True)
+        ]
+    for row in range(HIGH):
+        four = _places(range(HIGH * row, HIGH * (row + 1)))
+        quarter = builder.shuffle_vector(vectors[0], vectors[0], four)
+        place = builder.add(target, builder.mul(target_bytes, v.I64(row)))
+        builder.store(quarter, v.pointer_to(builder, place, _QUARTER), align=4)
 
 
 def _row(builder: ir.IRBuilder, start: ir.Value, row_bytes: ir.Value, row: int) -> ir.Value:
-    place = builder.add(start, builder.mul(row_bytes, _I64(row)))
-    return builder.load(pointer_to(builder, place, _VECTOR), align=4)
+    place = builder.add(start, builder.mul(row_bytes, v.I64(row)))
+    return builder.load(v.pointer_to(builder, place, v.FLOATS), align=4)
 
 
 def _weighing(width: int) -> Any:
-    @intrinsic
-    def weigh(context, lower, square_bytes, first, count, rows, row_bytes, target):
+    @v.instruction(types.void(*[types.int64] * 7))
+    def weigh(builder, lower, square_bytes, first, count, rows, row_bytes, target):
         """Rows ``first`` to ``first`` + 3 of G X + G' X, ``width`` times 16 columns of them.
 
         ``lower`` is G (H, W), ``rows`` the first of the columns in X, ``target`` their place
         in the result, whose rows lie as those of X do.
         """
-
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            lower, square_bytes, first, count, rows, row_bytes, target = arguments
-            sums = _sums(builder, HIGH * width)
-            one = _I64(4)
-            own_rows = builder.add(lower, builder.mul(first, square_bytes))
-            own_columns = builder.add(lower, builder.mul(first, one))
-            beyond = builder.add(first, _I64(HIGH))
-            end = builder.select(builder.icmp_signed("<", beyond, count), beyond, count)
-            # G holds zeros beside and above its triangle
-            for weights, down, along, begin, stop in (
-                (own_rows, square_bytes, one, _I64(0), end),
-                (own_columns, one, square_bytes, first, count),
-            ):
-                with cgutils.for_range_slice(builder, begin, stop, _I64(1)) as (other, _):
-                    start = builder.add(rows, builder.mul(other, row_bytes))
-                    vectors = [_row(builder, start, _I64(4 * LANES), v) for v in range(width)]
-                    at = builder.add(weights, builder.mul(other, along))
-                    for row in range(HIGH):
-                        place = builder.add(at, builder.mul(down, _I64(row)))
-                        number = builder.load(pointer_to(builder, place, _F32), align=4)
-                        single = builder.insert_element(
-                            ir.Constant(_VECTOR, ir.Undefined), number, _I32(0)
-                        )
-                        same = builder.shuffle_vector(single, single, _places([0] * LANES))
-                        for vector, total in zip(
-                            vectors, sums[width * row : width * (row + 1)], strict=True
-                        ):
-                            _multiply_add(builder, same, vector, total)
-            for number, total in enumerate(sums):
-                row, vector = divmod(number, width)
-                place = builder.add(target, builder.mul(row_bytes, builder.add(first, _I64(row))))
-                place = builder.add(place, _I64(4 * LANES * vector))
-                builder.store(builder.load(total), pointer_to(builder, place, _VECTOR), align=4)
-            return context.get_dummy_value()
-
-        return types.void(*[types.int64] * 7), generate
+        sums, one = _sums(builder, HIGH * width), v.I64(4)
+        block_rows = builder.add(lower, builder.mul(first, square_bytes))
+        block_columns = builder.add(lower, builder.mul(first, one))
+        beyond = builder.add(first, v.I64(HIGH))
+        end = builder.select(builder.icmp_signed("<", beyond, count), beyond, count)
+        # G holds zeros beside and above its triangle
+        for weights, down, along, begin, stop in (
+            (block_rows, square_bytes, one, v.I64(0), end),
+            (block_columns, one, square_bytes, first, count),
+        ):
+            with cgutils.for_range_slice(builder, begin, stop, v.I64(1)) as (other, _):
+                start = builder.add(rows, builder.mul(other, row_bytes))
+                vectors = [_row(builder, start, v.I64(4 * v.LANES), i) for i in range(width)]
+                at = builder.add(weights, builder.mul(other, along))
+                for row in range(HIGH):
+                    place = builder.add(at, builder.mul(down, v.I64(row)))
+                    number = builder.load(v.pointer_to(builder, place, v.F32), align=4)
+                    weight = v.spread(builder, number, v.FLOATS)
+                    for vector, total in zip(
+                        vectors, sums[width * row : width * (row + 1)], strict=True
+                    ):
+                        _multiply_add(builder, weight, vector, total)
+        for number, total in enumerate(sums):
+            row, vector = divmod(number, width)
+            place = builder.add(target, builder.mul(row_bytes, builder.add(first, v.I64(row))))
+            place = builder.add(place, v.I64(4 * v.LANES * vector))
+            builder.store(builder.load(total), v.pointer_to(builder, place, v.FLOATS), align=4)
 
     return weigh
 
@@ -192,118 +152,119 @@ weigh_64, weigh_16 = _weighing(4), _weighing(1)
 """Instructions: 64, 16 columns of the features' gradients."""
 
 
-@compiled
+@v.compiled
 def load_numbers(address, count, narrow):
     """The first ``count`` of sixteen numbers, zeros behind them."""
     if narrow == 1:
-        return from_bf16(load_first_shorts(address, count))
-    return load_first(address, count)
+        return v.from_bf16(v.load_first_shorts(address, count))
+    return v.load_first(address, count)
 
 
-@compiled
+@v.compiled
 def store_numbers(address, value, count, narrow):
     """The first ``count`` of sixteen numbers, bf16 to nearest."""
     if narrow == 1:
-        store_first_shorts(address, nearest_bf16(value), count)
+        v.store_first_shorts(address, v.nearest_bf16(value), count)
     else:
-        store_first(address, value, count)
+        v.store_first(address, value, count)
 
 
-@compiled
+@v.compiled
 def number_bytes(job):
     """Bytes of a number of x and z."""
-    return 4 - 2 * field(job, NARROW)
+    return 4 - 2 * v.field(job, NARROW)
 
 
-@compiled
+@v.compiled
 def place_of(job, addresses, strides, feature, sample):
     """Return the address of a sample's feature, or of its gradient."""
-    return item(field(job, addresses), feature) + sample * item(field(job, strides), feature)
+    stride = v.item(v.field(job, strides), feature)
+    return v.item(v.field(job, addresses), feature) + sample * stride
 
 
-@compiled
-def own_scratch(job):
+@v.compiled
+def thread_scratch(job):
     """This thread's X, the gradient of X, and the square, which begins as zeros."""
-    features = field(job, SCRATCH) + enter(job) * field(job, SCRATCH_BYTES)
-    high = (field(job, COUNT) + HIGH - 1) // HIGH * HIGH
-    size = 4 * high * field(job, DIM)
-    for line in range(features, features + field(job, SCRATCH_BYTES), 64):
-        store_vector(line, zeros())
+    features = v.field(job, SCRATCH) + v.enter(job) * v.field(job, SCRATCH_BYTES)
+    high = (v.field(job, COUNT) + HIGH - 1) // HIGH * HIGH
+    size = 4 * high * v.field(job, DIM)
+    for line in range(features, features + v.field(job, SCRATCH_BYTES), 64):
+        v.store_vector(line, v.zeros())
     return features, features + size, features + 2 * size
 
 
-@compiled
+@v.compiled
 def gather(job, sample, features):
     """Write a sample's X."""
-    dim, narrow = field(job, DIM), field(job, NARROW)
+    dim, narrow = v.field(job, DIM), v.field(job, NARROW)
     first = place_of(job, FEATURES, STRIDES, 0, sample)
-    for column in range(0, dim, LANES):
-        value = load_numbers(first + number_bytes(job) * column, LANES, narrow)
-        store_vector(features + 4 * column, value)
-    ahead = AHEAD if sample + AHEAD < field(job, SIZE) else 0
-    for feature in range(1, field(job, COUNT)):
+    for column in range(0, dim, v.LANES):
+        value = load_numbers(first + number_bytes(job) * column, v.LANES, narrow)
+        v.store_vector(features + 4 * column, value)
+    ahead = SAMPLES_AHEAD if sample + SAMPLES_AHEAD < v.field(job, SIZE) else 0
+    for feature in range(1, v.field(job, COUNT)):
         source = place_of(job, FEATURES, STRIDES, feature, sample)
         target = features + 4 * dim * feature
-        warm(source + ahead * item(field(job, STRIDES), feature), 4 * dim, 64)
-        for column in range(0, dim, LANES):
-            store_vector(target + 4 * column, load_vector(source + 4 * column))
+        v.warm(source + ahead * v.item(v.field(job, STRIDES), feature), 4 * dim, 64)
+        for column in range(0, dim, v.LANES):
+            v.store_vector(target + 4 * column, v.load_vector(source + 4 * column))
 
 
-@compiled
+@v.compiled
 def square_bytes(job):
     """Bytes of a row of the square."""
-    return (field(job, COUNT) + LANES - 1) // LANES * LANES * 4
+    return (v.field(job, COUNT) + v.LANES - 1) // v.LANES * v.LANES * 4
 
 
 def dot_forward(job):
     """Write z (B, d + pairs) from the features."""
-    features, _, square = own_scratch(job)
-    dim, count, narrow = field(job, DIM), field(job, COUNT), field(job, NARROW)
+    features, _, square = thread_scratch(job)
+    dim, count, narrow = v.field(job, DIM), v.field(job, COUNT), v.field(job, NARROW)
     row_bytes, wide = 4 * dim, square_bytes(job)
     while True:
-        unit = take_unit(job)
-        if unit >= field(job, UNITS):
+        unit = v.take_unit(job)
+        if unit >= v.field(job, v.UNITS):
             break
-        for sample in range(unit * SAMPLES, min(field(job, SIZE), (unit + 1) * SAMPLES)):
+        for sample in range(unit * SAMPLES, min(v.field(job, SIZE), (unit + 1) * SAMPLES)):
             gather(job, sample, features)
             for row in range(0, count, HIGH):
                 left = features + row * row_bytes
                 for column in range(0, row + HIGH, HIGH):
                     target = square + row * wide + 4 * column
                     right = features + column * row_bytes
-                    multiply_block(left, right, row_bytes, dim // LANES, target, wide)
-            z = field(job, Z) + sample * field(job, Z_STRIDE)
-            for column in range(0, dim, LANES):
-                store_numbers(z, load_vector(features + 4 * column), LANES, narrow)
-                z += LANES * number_bytes(job)
+                    multiply_four(left, right, row_bytes, dim // v.LANES, target, wide)
+            z = v.field(job, Z) + sample * v.field(job, Z_STRIDE)
+            for column in range(0, dim, v.LANES):
+                store_numbers(z, v.load_vector(features + 4 * column), v.LANES, narrow)
+                z += v.LANES * number_bytes(job)
             for row in range(count):
-                pairs = row + field(job, DIAGONAL)
-                for column in range(0, pairs, LANES):
-                    value = load_vector(square + row * wide + 4 * column)
+                pairs = row + v.field(job, DIAGONAL)
+                for column in range(0, pairs, v.LANES):
+                    value = v.load_vector(square + row * wide + 4 * column)
                     place = z + column * number_bytes(job)
-                    store_numbers(place, value, min(LANES, pairs - column), narrow)
+                    store_numbers(place, value, min(v.LANES, pairs - column), narrow)
                 z += pairs * number_bytes(job)
 
 
 def dot_backward(job):
     """Write the gradients of the features from that of z."""
-    features, gradients, square = own_scratch(job)
-    dim, count, narrow = field(job, DIM), field(job, COUNT), field(job, NARROW)
+    features, gradients, square = thread_scratch(job)
+    dim, count, narrow = v.field(job, DIM), v.field(job, COUNT), v.field(job, NARROW)
     row_bytes, wide = 4 * dim, square_bytes(job)
     while True:
-        unit = take_unit(job)
-        if unit >= field(job, UNITS):
+        unit = v.take_unit(job)
+        if unit >= v.field(job, v.UNITS):
             break
-        for sample in range(unit * SAMPLES, min(field(job, SIZE), (unit + 1) * SAMPLES)):
+        for sample in range(unit * SAMPLES, min(v.field(job, SIZE), (unit + 1) * SAMPLES)):
             gather(job, sample, features)
-            given = field(job, Z) + sample * field(job, Z_STRIDE)
+            given = v.field(job, Z) + sample * v.field(job, Z_STRIDE)
             place = given + dim * number_bytes(job)
             for row in range(count):
-                pairs = row + field(job, DIAGONAL)
-                for column in range(0, pairs, LANES):
+                pairs = row + v.field(job, DIAGONAL)
+                for column in range(0, pairs, v.LANES):
                     here = place + column * number_bytes(job)
-                    value = load_numbers(here, min(LANES, pairs - column), narrow)
-                    store_vector(square + row * wide + 4 * column, value)
+                    value = load_numbers(here, min(v.LANES, pairs - column), narrow)
+                    v.store_vector(square + row * wide + 4 * column, value)
                 place += pairs * number_bytes(job)
             for row in range(0, count, HIGH):
                 column = 0
@@ -314,18 +275,18 @@ def dot_backward(job):
                 while column < dim:
                     source, target = features + 4 * column, gradients + 4 * column
                     weigh_16(square, wide, row, count, source, row_bytes, target)
-                    column += LANES
+                    column += v.LANES
             first = place_of(job, GRADIENTS, GRADIENT_STRIDES, 0, sample)
-            for column in range(0, dim, LANES):
+            for column in range(0, dim, v.LANES):
                 # x also went straight into z
-                straight = load_numbers(given + number_bytes(job) * column, LANES, narrow)
-                value = add(load_vector(gradients + 4 * column), straight)
-                store_numbers(first + number_bytes(job) * column, value, LANES, narrow)
+                straight = load_numbers(given + number_bytes(job) * column, v.LANES, narrow)
+                value = v.add(v.load_vector(gradients + 4 * column), straight)
+                store_numbers(first + number_bytes(job) * column, value, v.LANES, narrow)
             for feature in range(1, count):
                 target = place_of(job, GRADIENTS, GRADIENT_STRIDES, feature, sample)
                 source = gradients + row_bytes * feature
-                for column in range(0, dim, LANES):
-                    store_vector(target + 4 * column, load_vector(source + 4 * column))
+                for column in range(0, dim, v.LANES):
+                    v.store_vector(target + 4 * column, v.load_vector(source + 4 * column))
 
 
 def why_not(dim: int, precision: str) -> str:
@@ -333,8 +294,8 @@ def why_not(dim: int, precision: str) -> str:
     missing = {"avx512f", "avx512bw", "avx512vl"} - cpu_flags()
     if missing:
         return f"this CPU has no {', '.join(sorted(missing))}"
-    if dim % LANES:
-        return f"embeddings of width {dim}, the kernels take multiples of {LANES}"
+    if dim % v.LANES:
+        return f"embeddings of width {dim}, the kernels take multiples of {v.LANES}"
     if precision not in ("fp32", "bf16"):
         return f"the kernels compute in fp32 or bf16, not {precision}"
     return ""
@@ -400,12 +361,12 @@ def _run(
     assert z.dtype == features[0].dtype and z.dtype in (torch.float32, torch.bfloat16)
     units = -(-size // SAMPLES)
     threads = max(1, min(torch.get_num_threads(), units))
-    high, wide = -(-count // HIGH) * HIGH, -(-count // LANES) * LANES
+    high, wide = -(-count // HIGH) * HIGH, -(-count // v.LANES) * v.LANES
     own = 4 * high * (2 * dim + wide)
     scratch = np.empty(threads * own + 64, np.int8)
     tensors = [_addresses(features), _addresses(gradients)]
     job = np.zeros(FIELDS, np.int64)
-    job[[UNITS, SIZE, DIM, COUNT]] = units, size, dim, count
+    job[[v.UNITS, SIZE, DIM, COUNT]] = units, size, dim, count
     job[[DIAGONAL, NARROW]] = itself, z.dtype == torch.bfloat16
     job[[FEATURES, STRIDES]] = [array.ctypes.data for array in tensors[0]]
     job[[GRADIENTS, GRADIENT_STRIDES]] = [array.ctypes.data for array in tensors[1]]

@@ -1,9 +1,9 @@
 """What numba does not offer and a gather needs: prefetch, 16-float vectors, atomics; and jobs.
 
-Each function is one LLVM instruction (or a few) on raw addresses: an address is an
-``int64``, a vector sixteen float32 side by side (one AVX-512 register, two AVX2 or
-four NEON registers). They work inside ``numba.njit`` code only, and nothing here
-checks an address: :mod:`dlrm_kernels.embeddings.fused_cpu` does, before any is used.
+Each instruction is one of LLVM (or a few) on raw addresses: an address is an ``int64``, a
+vector sixteen float32 side by side (one AVX-512 register, two AVX2 or four NEON registers).
+They work inside ``numba.njit`` code only, and nothing here checks an address:
+:mod:`dlrm_kernels.embeddings.fused_cpu` does, before any is used.
 
 A kernel is one C function ``void kernel(int64 job)``: ``job`` is the address of a block of
 int64 fields, so that any thread pool can run it. Every thread that enters takes units of
@@ -14,6 +14,8 @@ work by an atomic counter until none is left.
 # the type checker sees untyped decorators: numba has no stubs
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 from dlrm_kernels.native import require_numba
@@ -29,69 +31,98 @@ from numba.extending import intrinsic, models, register_model
 LANES = 16
 """float32 numbers in a vector."""
 
-_I8, _I32, _I64, _F32 = ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()
-_I16, _HALF = ir.IntType(16), ir.HalfType()
-_VECTOR, _INTS = ir.VectorType(_F32, LANES), ir.VectorType(_I32, LANES)
-_SHORTS, _HALVES = ir.VectorType(_I16, LANES), ir.VectorType(_HALF, LANES)
-_LONGS = ir.VectorType(_I64, LANES)
+I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+F32 = ir.FloatType()
+FLOATS, INTS = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)
+SHORTS = ir.VectorType(I16, LANES)
+"""LLVM's types."""
 
+_LONGS, _HALVES = ir.VectorType(I64, LANES), ir.VectorType(ir.HalfType(), LANES)
 
 compiled = njit(error_model="numpy")
 """Decorates what kernels call. Division by zero gives inf, as in C: nothing here can raise."""
 
-
-class Vector(types.Type):
-    """Numba's view of sixteen float32 in registers."""
-
-    def __init__(self) -> None:
-        super().__init__(name="float32x16")
+inlined = njit(error_model="numpy", forceinline=True)
+"""The same for what LLVM is to write into each caller, however long it is."""
 
 
-vector = Vector()
+class Lanes(types.Type):
+    """Numba's view of sixteen numbers in a register, or in each of several that make one value."""
+
+    def __init__(self, register: ir.VectorType, registers: int = 1) -> None:
+        self.register, self.registers = register, registers
+        self.bytes = LANES * (2 if register == SHORTS else 4)
+        super().__init__(name=f"{registers} x {register}")
 
 
-@register_model(Vector)
-class VectorModel(models.PrimitiveModel):
-    """Kept as one LLVM vector, so that the optimiser puts it in registers."""
+@register_model(Lanes)
+class LanesModel(models.PrimitiveModel):
+    """Kept as LLVM's vectors, so that the optimiser puts them in registers."""
 
-    def __init__(self, manager: Any, kind: Any) -> None:
-        super().__init__(manager, kind, _VECTOR)
-
-
-class Words(types.Type):
-    """Numba's view of sixteen words of 32 bits in registers."""
-
-    def __init__(self) -> None:
-        super().__init__(name="int32x16")
+    def __init__(self, manager: Any, kind: Lanes) -> None:
+        several = ir.ArrayType(kind.register, kind.registers)
+        super().__init__(manager, kind, several if kind.registers > 1 else kind.register)
 
 
-word_vector = Words()
+vector, word_vector, short_vector = Lanes(FLOATS), Lanes(INTS), Lanes(SHORTS)
+"""Sixteen float32; words of 32 bits; bits of bf16 or fp16 numbers."""
 
 
-@register_model(Words)
-class WordsModel(models.PrimitiveModel):
-    """Kept as one LLVM vector of int32."""
+def instruction(signature: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Decorate ``emit(builder, *values)``, which writes an instruction in LLVM's language.
 
-    def __init__(self, manager: Any, kind: Any) -> None:
-        super().__init__(manager, kind, _INTS)
+    Where a value has several registers it is written for each of them: values of one register
+    are the same for all, and the address that is loaded from or stored to moves on.
+
+    Args:
+        signature: numba's types, of one register.
+    """
+
+    def decorate(emit: Callable[..., Any]) -> Any:
+        @functools.wraps(emit)
+        def typing(context: Any, *kinds: Any) -> Any:
+            given, result = list(signature.args), signature.return_type
+            lanes = [kind for kind in (result, *kinds) if isinstance(kind, Lanes)]
+            registers = max([kind.registers for kind in lanes], default=1)
+            for place, kind in enumerate(kinds):
+                if isinstance(kind, Lanes):
+                    given[place] = kind
+            if isinstance(result, Lanes):
+                result = Lanes(result.register, registers)
+            step = lanes[0].bytes if lanes else 0
+
+            def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+                results = []
+                for number in range(registers):
+                    each = zip(given, values, strict=True)
+                    one = (_in_register(builder, *pair, number, step) for pair in each)
+                    results.append(emit(builder, *one))
+                if results[0] is None:
+                    return context.get_dummy_value()
+                return results[0] if registers == 1 else _in_one(builder, results)
+
+            return result(*given), generate
+
+        return intrinsic(typing)
+
+    return decorate
 
 
-class Shorts(types.Type):
-    """Numba's view of the bits of sixteen bf16 or fp16 numbers in registers."""
+def _in_register(
+    builder: ir.IRBuilder, kind: Any, value: ir.Value, number: int, step: int
+) -> ir.Value:
+    """What stands for a value where an instruction is written for one of several registers."""
+    if isinstance(kind, Lanes) and kind.registers > 1:
+        return builder.extract_value(value, number)
+    return builder.add(value, I64(number * step)) if kind == types.int64 and number else value
 
-    def __init__(self) -> None:
-        super().__init__(name="int16x16")
 
-
-short_vector = Shorts()
-
-
-@register_model(Shorts)
-class ShortsModel(models.PrimitiveModel):
-    """Kept as one LLVM vector of int16."""
-
-    def __init__(self, manager: Any, kind: Any) -> None:
-        super().__init__(manager, kind, _SHORTS)
+def _in_one(builder: ir.IRBuilder, results: list[ir.Value]) -> ir.Value:
+    """Registers as one value."""
+    whole = ir.Constant(ir.ArrayType(results[0].type, len(results)), ir.Undefined)
+    for number, result in enumerate(results):
+        whole = builder.insert_value(whole, result, number)
+    return whole
 
 
 def pointer_to(builder: ir.IRBuilder, address: ir.Value, kind: ir.Type) -> ir.Value:
@@ -99,442 +130,306 @@ def pointer_to(builder: ir.IRBuilder, address: ir.Value, kind: ir.Type) -> ir.Va
     return builder.inttoptr(address, kind.as_pointer())
 
 
-@intrinsic
-def prefetch(context, address):
+def same(number: int) -> ir.Constant:
+    """The same word of 32 bits in all lanes."""
+    return ir.Constant(INTS, [number] * LANES)
+
+
+def spread(builder: ir.IRBuilder, number: ir.Value, kind: ir.VectorType) -> ir.Value:
+    """The same number in all lanes of a vector."""
+    one = builder.insert_element(ir.Constant(kind, ir.Undefined), number, I32(0))
+    return builder.shuffle_vector(one, ir.Constant(kind, ir.Undefined), same(0))
+
+
+def call(builder: ir.IRBuilder, name: str, result: ir.Type, *arguments: ir.Value) -> ir.Value:
+    """Call an intrinsic function of LLVM."""
+    kind = ir.FunctionType(result, [argument.type for argument in arguments])
+    return builder.call(get_or_insert_function(builder.module, kind, f"llvm.{name}"), arguments)
+
+
+# Memory.
+
+
+@instruction(types.void(types.int64))
+def prefetch(builder, address):
     """Begin to load the cache line at an address."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        pointer = pointer_to(builder, arguments[0], _I8)
-        kind = ir.FunctionType(ir.VoidType(), [pointer.type, _I32, _I32, _I32])
-        function = get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-        # 0: to read; locality 3: into every cache level; 1: data, not instructions
-        builder.call(function, [pointer, _I32(0), _I32(3), _I32(1)])
-        return context.get_dummy_value()
-
-    return types.void(types.int64), generate
+    # 0: to read; locality 3: into every cache level; 1: data, not instructions
+    place = pointer_to(builder, address, I8)
+    call(builder, "prefetch.p0", ir.VoidType(), place, I32(0), I32(3), I32(1))
 
 
-def loading(kind: ir.Type, alignment: int) -> Any:
-    """Code of an intrinsic (address): a value of that type from memory."""
+def loading(kind: Any, llvm: ir.Type, alignment: int) -> Any:
+    """Instruction (address): a value, which need not be aligned to more than ``alignment``."""
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.load(pointer_to(builder, arguments[0], kind), align=alignment)
+    @instruction(kind(types.int64))
+    def load(builder, address):
+        return builder.load(pointer_to(builder, address, llvm), align=alignment)
 
-    return generate
-
-
-def storing(kind: ir.Type, alignment: int) -> Any:
-    """Code of an intrinsic (address, value): the value to memory."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        builder.store(arguments[1], pointer_to(builder, arguments[0], kind), align=alignment)
-        return context.get_dummy_value()
-
-    return generate
+    return load
 
 
-@intrinsic
-def load_vector(context, address):
-    """Sixteen float32 from an address that need not be aligned to more than a float."""
-    return vector(types.int64), loading(_VECTOR, 4)
+def storing(kind: Any, llvm: ir.Type, alignment: int) -> Any:
+    """Instruction (address, value): the value to memory."""
+
+    @instruction(types.void(types.int64, kind))
+    def store(builder, address, value):
+        builder.store(value, pointer_to(builder, address, llvm), align=alignment)
+
+    return store
 
 
-@intrinsic
-def store_vector(context, address, value):
-    """Sixteen float32 to an address that need not be aligned to more than a float."""
-    return types.void(types.int64, vector), storing(_VECTOR, 4)
+_MEMORY = {
+    types.int64: (I64, 8),
+    types.float32: (F32, 4),
+    vector: (FLOATS, 4),
+    word_vector: (INTS, 4),
+    short_vector: (SHORTS, 2),
+}
+"""LLVM's type of a value in memory, and the bytes to which it is aligned at least."""
+
+load_int, load_float, load_vector, load_words, load_shorts = (
+    loading(kind, *_MEMORY[kind]) for kind in _MEMORY
+)
+store_int, store_float, store_vector, store_words, store_shorts = (
+    storing(kind, *_MEMORY[kind]) for kind in _MEMORY
+)
+
+
+def loads(kind: Lanes, registers: int) -> Any:
+    """Instruction (address): so many registers from memory."""
+    return loading(Lanes(kind.register, registers), *_MEMORY[kind])
 
 
 def _first_lanes(builder: ir.IRBuilder, count: ir.Value) -> ir.Value:
     """Lanes 0 to count - 1, as a mask."""
-    counts = _same_lanes(builder, builder.trunc(count, _I32))
-    return builder.icmp_signed("<", ir.Constant(_INTS, list(range(LANES))), counts)
+    counts = spread(builder, builder.trunc(count, I32), INTS)
+    return builder.icmp_signed("<", ir.Constant(INTS, list(range(LANES))), counts)
 
 
-def _same_lanes(builder: ir.IRBuilder, word: ir.Value) -> ir.Value:
-    """The same word of 32 bits in all lanes."""
-    one = builder.insert_element(ir.Constant(_INTS, ir.Undefined), word, _I32(0))
-    same = ir.Constant(_INTS, [0] * LANES)
-    return builder.shuffle_vector(one, ir.Constant(_INTS, ir.Undefined), same)
+def _loading_first(kind: Lanes, name: str) -> Any:
+    llvm, alignment = _MEMORY[kind]
+
+    @instruction(kind(types.int64, types.int64))
+    def load_first(builder, address, count):
+        place, mask = pointer_to(builder, address, llvm), _first_lanes(builder, count)
+        nothing = ir.Constant(llvm, [0] * LANES)
+        return call(builder, f"masked.load.{name}.p0", llvm, place, I32(alignment), mask, nothing)
+
+    return load_first
 
 
-def _loading_first(kind: ir.VectorType, name: str, alignment: int) -> Any:
-    """Code of an intrinsic (address, count): the first lanes from memory, zeros behind them."""
+def _storing_first(kind: Lanes, name: str) -> Any:
+    llvm, alignment = _MEMORY[kind]
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        pointer = pointer_to(builder, arguments[0], kind)
-        mask = _first_lanes(builder, arguments[1])
-        call = ir.FunctionType(kind, [pointer.type, _I32, mask.type, kind])
-        function = get_or_insert_function(builder.module, call, f"llvm.masked.load.{name}.p0")
-        nothing = ir.Constant(kind, [0] * LANES)
-        return builder.call(function, [pointer, _I32(alignment), mask, nothing])
+    @instruction(types.void(types.int64, kind, types.int64))
+    def store_first(builder, address, value, count):
+        place, mask = pointer_to(builder, address, llvm), _first_lanes(builder, count)
+        arguments = (value, place, I32(alignment), mask)
+        call(builder, f"masked.store.{name}.p0", ir.VoidType(), *arguments)
 
-    return generate
+    return store_first
 
 
-def _storing_first(kind: ir.VectorType, name: str, alignment: int) -> Any:
-    """Code of an intrinsic (address, value, count): the first lanes to memory."""
+load_first, load_first_shorts = (
+    _loading_first(vector, "v16f32"),
+    _loading_first(short_vector, "v16i16"),
+)
+"""(address, count): the first ``count`` lanes, zeros behind them; nothing else is read."""
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        pointer = pointer_to(builder, arguments[0], kind)
-        mask = _first_lanes(builder, arguments[2])
-        call = ir.FunctionType(ir.VoidType(), [kind, pointer.type, _I32, mask.type])
-        function = get_or_insert_function(builder.module, call, f"llvm.masked.store.{name}.p0")
-        builder.call(function, [arguments[1], pointer, _I32(alignment), mask])
-        return context.get_dummy_value()
+store_first, store_first_shorts = (
+    _storing_first(vector, "v16f32"),
+    _storing_first(short_vector, "v16i16"),
+)
+"""(address, value, count): the first ``count`` lanes; nothing else is written."""
 
-    return generate
-
-
-@intrinsic
-def load_first(context, address, count):
-    """The first ``count`` of sixteen float32, zeros behind them; nothing else is read."""
-    return vector(types.int64, types.int64), _loading_first(_VECTOR, "v16f32", 4)
+# Vectors of float32, and of words of 32 bits.
 
 
-@intrinsic
-def store_first(context, address, value, count):
-    """The first ``count`` lanes to an address; nothing else is written."""
-    return types.void(types.int64, vector, types.int64), _storing_first(_VECTOR, "v16f32", 4)
+def zeros_in(registers: int) -> Any:
+    """Instruction (): zeros in so many registers."""
+
+    @instruction(Lanes(FLOATS, registers)())
+    def zeros(builder):
+        return ir.Constant(FLOATS, [0.0] * LANES)
+
+    return zeros
 
 
-@intrinsic
-def load_float(context, address):
-    """One float32."""
-    return types.float32(types.int64), loading(_F32, 4)
+zeros = zeros_in(1)
 
 
-@intrinsic
-def store_float(context, address, value):
-    """One float32."""
-    return types.void(types.int64, types.float32), storing(_F32, 4)
-
-
-@intrinsic
-def load_int(context, address):
-    """One int64."""
-    return types.int64(types.int64), loading(_I64, 8)
-
-
-@intrinsic
-def store_int(context, address, value):
-    """One int64."""
-    return types.void(types.int64, types.int64), storing(_I64, 8)
-
-
-@intrinsic
-def zeros(context):
-    """Sixteen zeros."""
-    return vector(), lambda context, builder, signature, arguments: ir.Constant(
-        _VECTOR, [0.0] * LANES
-    )
-
-
-@intrinsic
-def splat(context, value):
-    """Sixteen times the same float32."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        one = builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), arguments[0], _I32(0))
-        lanes = ir.Constant(ir.VectorType(_I32, LANES), [0] * LANES)
-        return builder.shuffle_vector(one, ir.Constant(_VECTOR, ir.Undefined), lanes)
-
-    return vector(types.float32), generate
-
-
-def _arithmetic(operation: str) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return getattr(builder, operation)(*arguments)
-
-    return generate
-
-
-@intrinsic
-def add(context, a, b):
-    """a + b, lane by lane."""
-    return vector(vector, vector), _arithmetic("fadd")
-
-
-@intrinsic
-def subtract(context, a, b):
-    """a - b, lane by lane."""
-    return vector(vector, vector), _arithmetic("fsub")
-
-
-@intrinsic
-def multiply(context, a, b):
-    """a b, lane by lane."""
-    return vector(vector, vector), _arithmetic("fmul")
-
-
-@intrinsic
-def divide(context, a, b):
-    """a / b, lane by lane."""
-    return vector(vector, vector), _arithmetic("fdiv")
-
-
-@intrinsic
-def square_root(context, a):
-    """The square root of each lane."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        kind = ir.FunctionType(_VECTOR, [_VECTOR])
-        name = f"llvm.sqrt.v{LANES}f32"
-        return builder.call(get_or_insert_function(builder.module, kind, name), arguments)
-
-    return vector(vector), generate
-
-
-# Words of 32 bits, and numbers of 2 bytes.
-
-
-@intrinsic
-def load_words(context, address):
-    """Sixteen words of 32 bits."""
-    return word_vector(types.int64), loading(_INTS, 4)
-
-
-@intrinsic
-def store_words(context, address, value):
-    """Sixteen words of 32 bits."""
-    return types.void(types.int64, word_vector), storing(_INTS, 4)
-
-
-@intrinsic
-def splat_word(context, value):
-    """Sixteen times the low 32 bits of an integer."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return _same_lanes(builder, builder.trunc(arguments[0], _I32))
-
-    return word_vector(types.int64), generate
-
-
-@intrinsic
-def lane_numbers(context):
+@instruction(word_vector())
+def lane_numbers(builder):
     """The words 0 to 15."""
-    return word_vector(), lambda context, builder, signature, arguments: ir.Constant(
-        _INTS, list(range(LANES))
-    )
+    return ir.Constant(INTS, list(range(LANES)))
 
 
-@intrinsic
-def add_words(context, a, b):
-    """a + b modulo 2^32, lane by lane."""
-    return word_vector(word_vector, word_vector), _arithmetic("add")
+@instruction(vector(types.float32))
+def splat(builder, value):
+    """Sixteen times the same float32."""
+    return spread(builder, value, FLOATS)
 
 
-@intrinsic
-def xor_words(context, a, b):
-    """Bits that differ, lane by lane."""
-    return word_vector(word_vector, word_vector), _arithmetic("xor")
+@instruction(word_vector(types.int64))
+def splat_word(builder, value):
+    """Sixteen times the low 32 bits of an integer."""
+    return spread(builder, builder.trunc(value, I32), INTS)
 
 
-@intrinsic
-def multiply_low(context, a, b):
-    """The low 32 bits of a b, lane by lane."""
-    return word_vector(word_vector, word_vector), _arithmetic("mul")
+def _by_lanes(kind: Lanes, operation: str) -> Any:
+    @instruction(kind(kind, kind))
+    def operate(builder, a, b):
+        return getattr(builder, operation)(a, b)
+
+    return operate
 
 
-@intrinsic
-def multiply_high(context, a, b):
+add, subtract, multiply, divide = (
+    _by_lanes(vector, operation) for operation in ("fadd", "fsub", "fmul", "fdiv")
+)
+"""a + b, a - b, a b and a / b, lane by lane."""
+
+add_words, xor_words, multiply_low = (
+    _by_lanes(word_vector, operation) for operation in ("add", "xor", "mul")
+)
+"""a + b and a b modulo 2^32 and the bits that differ, lane by lane."""
+
+
+@instruction(word_vector(word_vector, word_vector))
+def multiply_high(builder, a, b):
     """The high 32 bits of a b without signs, lane by lane."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        wide = [builder.zext(argument, _LONGS) for argument in arguments]
-        shift = ir.Constant(_LONGS, [32] * LANES)
-        return builder.trunc(builder.lshr(builder.mul(*wide), shift), _INTS)
-
-    return word_vector(word_vector, word_vector), generate
+    product = builder.mul(builder.zext(a, _LONGS), builder.zext(b, _LONGS))
+    return builder.trunc(builder.lshr(product, ir.Constant(_LONGS, [32] * LANES)), INTS)
 
 
-@intrinsic
-def load_shorts(context, address):
-    """The bits of sixteen numbers of 2 bytes."""
-    return short_vector(types.int64), loading(_SHORTS, 2)
+@instruction(vector(vector))
+def square_root(builder, a):
+    """The square root of each lane."""
+    return call(builder, "sqrt.v16f32", FLOATS, a)
 
 
-@intrinsic
-def store_shorts(context, address, value):
-    """The bits of sixteen numbers of 2 bytes."""
-    return types.void(types.int64, short_vector), storing(_SHORTS, 2)
+@instruction(types.float32(vector))
+def lane_sum(builder, a):
+    """The sum of the lanes, always in the same order: neighbours first, as a tree."""
+    return _tree_sum(builder, [builder.extract_element(a, I32(i)) for i in range(LANES)])
 
 
-@intrinsic
-def load_first_shorts(context, address, count):
-    """The first ``count`` of sixteen numbers of 2 bytes; nothing else is read."""
-    return short_vector(types.int64, types.int64), _loading_first(_SHORTS, "v16i16", 2)
+def _tree_sum(builder: ir.IRBuilder, terms: list[ir.Value]) -> ir.Value:
+    while len(terms) > 1:
+        terms = [builder.fadd(a, b) for a, b in zip(terms[::2], terms[1::2], strict=True)]
+    return terms[0]
 
 
 @intrinsic
-def store_first_shorts(context, address, value, count):
-    """The first ``count`` lanes to an address; nothing else is written."""
-    return types.void(types.int64, short_vector, types.int64), _storing_first(_SHORTS, "v16i16", 2)
+def register_sum(context, whole):
+    """The sum of a value's registers, lane by lane: neighbours first, as a tree."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        if whole.registers == 1:
+            return values[0]
+        terms = [builder.extract_value(values[0], i) for i in range(whole.registers)]
+        return _tree_sum(builder, terms)
+
+    return vector(whole), generate
 
 
-@intrinsic
-def from_bf16(context, shorts):
+# Numbers of 2 bytes.
+
+
+@instruction(vector(short_vector))
+def from_bf16(builder, shorts):
     """Sixteen bf16 numbers as float32."""
+    return builder.bitcast(builder.shl(builder.zext(shorts, INTS), same(16)), FLOATS)
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        wide = builder.shl(builder.zext(arguments[0], _INTS), ir.Constant(_INTS, [16] * LANES))
-        return builder.bitcast(wide, _VECTOR)
 
-    return vector(short_vector), generate
+@instruction(vector(short_vector))
+def from_half(builder, shorts):
+    """Sixteen fp16 numbers as float32."""
+    return builder.fpext(builder.bitcast(shorts, _HALVES), FLOATS)
 
 
 def to_nearest_bf16(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
     """Sixteen float32 to the nearest bf16 (ties to even), by integer arithmetic."""
-    bits = builder.bitcast(value, _INTS)
-    odd = builder.and_(builder.lshr(bits, _same(16)), _same(1))
-    near = builder.add(builder.add(bits, _same(0x7FFF)), odd)
+    bits = builder.bitcast(value, INTS)
+    odd = builder.and_(builder.lshr(bits, same(16)), same(1))
+    near = builder.add(builder.add(bits, same(0x7FFF)), odd)
     # a NaN must not be carried over into infinity or zero
     is_nan = builder.fcmp_unordered("uno", value, value)
-    near = builder.select(is_nan, builder.or_(bits, _same(1 << 22)), near)
-    return builder.trunc(builder.lshr(near, _same(16)), _SHORTS)
+    near = builder.select(is_nan, builder.or_(bits, same(1 << 22)), near)
+    return builder.trunc(builder.lshr(near, same(16)), SHORTS)
 
 
-@intrinsic
-def nearest_bf16(context, value):
-    """Sixteen float32 to the nearest bf16, ties to even."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return to_nearest_bf16(builder, arguments[0])
-
-    return short_vector(vector), generate
+nearest_bf16 = instruction(short_vector(vector))(to_nearest_bf16)
 
 
-@intrinsic
-def from_half(context, shorts):
-    """Sixteen fp16 numbers as float32."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.fpext(builder.bitcast(arguments[0], _HALVES), _VECTOR)
-
-    return vector(short_vector), generate
-
-
-def _same(number: int) -> ir.Constant:
-    return ir.Constant(_INTS, [number] * LANES)
-
-
-def _with_sign(builder: ir.IRBuilder, bits: ir.Value, kept: ir.Value) -> ir.Value:
-    """Words ``kept`` of 15 bits as shorts, with the signs of float32 ``bits``."""
-    sign = builder.and_(builder.lshr(bits, _same(16)), _same(0x8000))
-    return builder.trunc(builder.or_(kept, sign), _SHORTS)
-
-
-@intrinsic
-def round_to_bf16(context, value, drawn):
+@instruction(short_vector(vector, word_vector))
+def round_to_bf16(builder, value, drawn):
     """float32 as bf16, up or down by words of 32 bits: the law of dlrm_kernels.rounding."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        bits = builder.bitcast(arguments[0], _INTS)
-        moved = builder.add(bits, builder.lshr(arguments[1], _same(16)))
-        kept = builder.lshr(moved, _same(16))
-        number = builder.fcmp_ordered("ord", arguments[0], arguments[0])
-        return builder.trunc(builder.select(number, kept, _same(0x7FC0)), _SHORTS)
-
-    return short_vector(vector, word_vector), generate
+    moved = builder.add(builder.bitcast(value, INTS), builder.lshr(drawn, same(16)))
+    kept = builder.lshr(moved, same(16))
+    number = builder.fcmp_ordered("ord", value, value)
+    return builder.trunc(builder.select(number, kept, same(0x7FC0)), SHORTS)
 
 
-@intrinsic
-def round_to_half(context, value, drawn):
+@instruction(short_vector(vector, word_vector))
+def round_to_half(builder, value, drawn):
     """float32 as fp16, up or down by words of 32 bits: the law of dlrm_kernels.rounding."""
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        def least(a: ir.Value, b: ir.Value) -> ir.Value:
-            return builder.select(builder.icmp_signed("<", a, b), a, b)
+    def least(a: ir.Value, b: ir.Value) -> ir.Value:
+        return builder.select(builder.icmp_signed("<", a, b), a, b)
 
-        def most(a: ir.Value, b: ir.Value) -> ir.Value:
-            return builder.select(builder.icmp_signed(">", a, b), a, b)
+    def most(a: ir.Value, b: ir.Value) -> ir.Value:
+        return builder.select(builder.icmp_signed(">", a, b), a, b)
 
-        bits = builder.bitcast(arguments[0], _INTS)
-        size = builder.and_(bits, _same(0x7FFFFFFF))
-        exponent = builder.lshr(size, _same(23))
-        dropped = most(builder.sub(_same(126), exponent), _same(13))
-        beyond = least(most(builder.sub(dropped, _same(31)), _same(0)), _same(31))
-        digits = builder.or_(builder.and_(size, _same(0x7FFFFF)), _same(0x800000))
-        below = builder.icmp_signed("<", exponent, _same(113))
-        normal = builder.sub(size, _same(112 << 23))
-        mantissa = builder.select(below, builder.lshr(digits, beyond), normal)
-        dropped = least(dropped, _same(31))
-        random = builder.lshr(arguments[1], builder.sub(_same(32), dropped))
-        kept = least(builder.lshr(builder.add(mantissa, random), dropped), _same(0x7C00))
-        number = builder.fcmp_ordered("ord", arguments[0], arguments[0])
-        return _with_sign(builder, bits, builder.select(number, kept, _same(0x7E00)))
-
-    return short_vector(vector, word_vector), generate
-
-
-@intrinsic
-def lane_sum(context, a):
-    """The sum of the lanes, always in the same order: neighbours first, as a tree."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        lanes = [builder.extract_element(arguments[0], _I32(i)) for i in range(LANES)]
-        while len(lanes) > 1:
-            lanes = [builder.fadd(a, b) for a, b in zip(lanes[::2], lanes[1::2], strict=True)]
-        return lanes[0]
-
-    return types.float32(vector), generate
+    bits = builder.bitcast(value, INTS)
+    size = builder.and_(bits, same(0x7FFFFFFF))
+    exponent = builder.lshr(size, same(23))
+    dropped = most(builder.sub(same(126), exponent), same(13))
+    beyond = least(most(builder.sub(dropped, same(31)), same(0)), same(31))
+    digits = builder.or_(builder.and_(size, same(0x7FFFFF)), same(0x800000))
+    below = builder.icmp_signed("<", exponent, same(113))
+    normal = builder.sub(size, same(112 << 23))
+    mantissa = builder.select(below, builder.lshr(digits, beyond), normal)
+    dropped = least(dropped, same(31))
+    random = builder.lshr(drawn, builder.sub(same(32), dropped))
+    kept = least(builder.lshr(builder.add(mantissa, random), dropped), same(0x7C00))
+    number = builder.fcmp_ordered("ord", value, value)
+    kept = builder.select(number, kept, same(0x7E00))
+    sign = builder.and_(builder.lshr(bits, same(16)), same(0x8000))
+    return builder.trunc(builder.or_(kept, sign), SHORTS)
 
 
-@intrinsic
-def atomic_add_int(context, address, value):
+# What threads share.
+
+
+@instruction(types.int64(types.int64, types.int64))
+def atomic_add_int(builder, address, value):
     """Add to an int64 that other threads add to as well; its value before."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        pointer = pointer_to(builder, arguments[0], _I64)
-        return builder.atomic_rmw("add", pointer, arguments[1], "monotonic")
-
-    return types.int64(types.int64, types.int64), generate
+    return builder.atomic_rmw("add", pointer_to(builder, address, I64), value, "monotonic")
 
 
-@intrinsic
-def atomic_add_float(context, address, value):
+@instruction(types.void(types.int64, types.float32))
+def atomic_add_float(builder, address, value):
     """Add to a float32 that other threads add to as well (a compare-and-swap loop on x86)."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        pointer = pointer_to(builder, arguments[0], _F32)
-        builder.atomic_rmw("fadd", pointer, arguments[1], "monotonic")
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.float32), generate
+    builder.atomic_rmw("fadd", pointer_to(builder, address, F32), value, "monotonic")
 
 
-@intrinsic
-def try_lock(context, address):
+@instruction(types.int64(types.int64))
+def try_lock(builder, address):
     """Set an int64 to 1; its value before: 0 means that the lock is now ours."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        pointer = pointer_to(builder, arguments[0], _I64)
-        return builder.atomic_rmw("xchg", pointer, _I64(1), "acquire")
-
-    return types.int64(types.int64), generate
+    return builder.atomic_rmw("xchg", pointer_to(builder, address, I64), I64(1), "acquire")
 
 
-@intrinsic
-def peek_lock(context, address):
+@instruction(types.int64(types.int64))
+def peek_lock(builder, address):
     """What a lock holds just now."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        pointer = pointer_to(builder, arguments[0], _I64)
-        return builder.load_atomic(pointer, "monotonic", 8)
-
-    return types.int64(types.int64), generate
+    return builder.load_atomic(pointer_to(builder, address, I64), "monotonic", 8)
 
 
-@intrinsic
-def unlock(context, address):
+@instruction(types.void(types.int64))
+def unlock(builder, address):
     """Give a lock back: what was written under it is seen by the next holder."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        pointer = pointer_to(builder, arguments[0], _I64)
-        builder.store_atomic(_I64(0), pointer, "release", 8)
-        return context.get_dummy_value()
-
-    return types.void(types.int64), generate
+    builder.store_atomic(I64(0), pointer_to(builder, address, I64), "release", 8)
 
 
 # The fields that every job has, and how threads share its work.

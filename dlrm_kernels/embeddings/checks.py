@@ -1,17 +1,22 @@
-"""What a batch must be before its addresses go to machine code, and what is wrong with it."""
+"""What back ends with kernels share: checks before addresses go to machine code, torch's node."""
 
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 import torch
 
 from dlrm_core.base.errors import InputError
 from dlrm_core.data.batch import Batch
+from dlrm_core.embeddings import EmbeddingTables
 
 NO_FAULT, BAD_INDEX, BAD_OFFSET = 0, 1, 2
 """What a forward kernel notes of a batch that it refuses."""
+
+ADAGRAD, ROWWISE, SGD = 0, 1, 2
+"""KIND of an update that changes a row once."""
 
 
 def check_batch(batch: Batch, tables: int, device: str = "cpu") -> None:
@@ -72,3 +77,34 @@ def describe_values(
         f"batch.offsets of embedding table {table} is {value} at sample {place}, expected offsets "
         f"that begin with 0, do not fall and stay below or at its {lookups}lookups"
     )
+
+
+def check_rows(table: int, weight: torch.Tensor) -> None:
+    """Refuse a table whose rows do not lie one behind the other."""
+    if not weight.is_contiguous():
+        raise InputError(
+            f"embedding table {table} has strides {tuple(weight.stride())}, expected "
+            f"({weight.shape[1]}, 1): its rows one behind the other"
+        )
+
+
+class Lookup(torch.autograd.Function):
+    """Pooling as a node of torch's graph whose backward updates the tables."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: torch.Tensor, backend: Any, tables: EmbeddingTables, batch: Batch
+    ) -> tuple[torch.Tensor, ...]:
+        pooled = backend.pool(tables, batch)
+        # saved, so that torch notices indices changed in place before backward
+        ctx.save_for_backward(batch.indices, batch.offsets)
+        ctx.rest = (backend, tables, backend.extents(batch))
+        return tuple(pooled[t] for t in range(pooled.shape[0]))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, ...]:
+        indices, offsets = ctx.saved_tensors
+        backend, tables, extents = ctx.rest
+        backend.backpropagate(tables, indices, offsets, extents, list(gradients))
+        return None, None, None, None

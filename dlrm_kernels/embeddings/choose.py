@@ -12,7 +12,6 @@ dense part's back end too, for runs that other tools measure: all of them then g
 from __future__ import annotations
 
 import dataclasses
-import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -30,7 +29,7 @@ from dlrm_core.data.loader import batches
 from dlrm_core.dense import DENSE_CHOICE, resolve_dense
 from dlrm_core.embeddings import EmbeddingTables, Update, attach
 from dlrm_core.optimizers import OPTIMIZERS
-from dlrm_kernels.choices import fastest, notice
+from dlrm_kernels.choices import fastest, notice, time_in_turns
 from dlrm_kernels.embeddings.host_tables import PlacedTables, divide, places_of
 from dlrm_kernels.embeddings.pages import tables_on_huge_pages
 from dlrm_kernels.memory import forecast_memory
@@ -42,10 +41,7 @@ the number of threads, fbgemm makes no sparse gradient."""
 BUDGET_S = 1.5
 """Seconds for making batches and for rounds, beyond one warm-up and one round of each."""
 
-MAX_BATCHES, MAX_ROUNDS = 4, 7
-
-HOPELESS = 2.0
-"""A candidate this many times slower than the best is not timed again."""
+MAX_BATCHES = 4
 
 FLUSH_BYTES = 64 << 20
 """Streamed over before each timing, so that nobody finds in the cache what another loaded."""
@@ -188,16 +184,10 @@ def choose(
             "training.embedding_backend is 'auto', but none works here: "
             + "; ".join(f"{name}: {why}" for name, why in refused.items())
         )
-    for number in range(2, MAX_ROUNDS + 1):
-        best = min(min(times) for times in timed.values())
-        near = [name for name in ready if min(timed[name]) <= HOPELESS * best]
-        if len(near) < 2 or time.perf_counter() - started > budget_s:
-            break
-        for place, name in enumerate(near):
-            # another batch than the one before: its rows are in the cache
-            timed[name].append(ready[name].time_ms(number + place))
+    # each time with another batch than the one before, whose rows are in the cache
+    timings = {name: contestant.time_ms for name, contestant in ready.items()}
+    times_ms = time_in_turns(timings, timed, started + budget_s)
     tables.backend = None
-    times_ms = {name: statistics.median(times) for name, times in timed.items()}
     device = tables.weights[0].device
     where = counted(torch.get_num_threads(), "thread") if device.type == "cpu" else str(device)
     said = notice(

@@ -24,7 +24,7 @@ from dlrm_core.embeddings import EmbeddingTables
 from dlrm_core.optimizers import EPSILON, OPTIMIZERS
 from dlrm_kernels.embeddings import kernels as k
 from dlrm_kernels.embeddings import kernels_contended, kernels_narrow, kernels_sorted
-from dlrm_kernels.embeddings.checks import check_batch, describe_fault
+from dlrm_kernels.embeddings.checks import Lookup, check_batch, check_rows, describe_fault
 from dlrm_kernels.embeddings.pages import empty_table
 from dlrm_kernels.native import compile_kernel, require_numba
 from dlrm_kernels.vectors import ENTERED, NEXT_UNIT, UNITS
@@ -113,7 +113,7 @@ class FusedCpu:
         Raises:
             InputError: an index outside its table, or a batch laid out otherwise.
         """
-        return list(_Lookup.apply(self._anchor, self, tables, batch))
+        return list(Lookup.apply(self._anchor, self, tables, batch))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients that ``naive`` has made and not applied."""
@@ -144,6 +144,10 @@ class FusedCpu:
             kind, place = faults[faults[:, 0] != 0][0]
             raise InputError(describe_fault(int(kind), int(place), batch, self._rows))
         return pooled
+
+    def extents(self, batch: Batch) -> tuple[int, ...]:
+        """Where each table's lookups begin, and where the last ends."""
+        return batch.table_starts
 
     def backpropagate(
         self,
@@ -213,7 +217,7 @@ class FusedCpu:
     def _make_room_to_sort(
         self, job: _Job, starts: tuple[int, ...], plan: np.ndarray, threads: int
     ) -> None:
-        of_thread = kernels_sorted.scratch_bytes(self._dim) // 8
+        of_thread = kernels_sorted.thread_bytes(self._dim) // 8
         region = key_region(starts, plan, threads)
         keys = threads * region if region else 2 * starts[-1]
         needed = threads * of_thread + keys
@@ -254,11 +258,7 @@ class FusedCpu:
                     f"embedding table {t} is {weight.dtype} on {weight.device}; "
                     f"the fused back end of the CPU works on {allowed[0]} on cpu"
                 )
-            if not weight.is_contiguous():
-                raise InputError(
-                    f"embedding table {t} has strides {tuple(weight.stride())}, expected "
-                    f"({weight.shape[1]}, 1): its rows one behind the other"
-                )
+            check_rows(t, weight)
         self._weights = np.array(addresses, np.int64)
         self._rows = np.array([weight.shape[0] for weight in weights], np.int64)
         self._dim = weights[0].shape[1]
@@ -316,28 +316,6 @@ class _Job:
         self.fields[[NEXT_UNIT, ENTERED]] = 0  # a job may be run more than once
         self.fields[UNITS] = units
         compile_kernel(kernel)[0](self.fields.ctypes.data, max(1, min(threads, units)))
-
-
-class _Lookup(torch.autograd.Function):
-    """Pooling as a node of torch's graph whose backward updates the tables."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, anchor: torch.Tensor, backend: FusedCpu, tables: EmbeddingTables, batch: Batch
-    ) -> tuple[torch.Tensor, ...]:
-        pooled = backend.pool(tables, batch)
-        # saved, so that torch notices indices changed in place before backward
-        ctx.save_for_backward(batch.indices, batch.offsets)
-        ctx.rest = (backend, tables, batch.table_starts)
-        return tuple(pooled[t] for t in range(pooled.shape[0]))
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, ...]:
-        indices, offsets = ctx.saved_tensors
-        backend, tables, starts = ctx.rest
-        backend.backpropagate(tables, indices, offsets, starts, list(gradients))
-        return None, None, None, None
 
 
 @functools.cache

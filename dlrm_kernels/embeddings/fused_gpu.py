@@ -14,7 +14,6 @@ Shapes: B samples, T tables of R rows, d embedding width, N lookups of a batch.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -25,7 +24,9 @@ from dlrm_core.optimizers import EPSILON, OPTIMIZERS
 from dlrm_kernels.embeddings.checks import (
     BAD_INDEX,
     BAD_OFFSET,
+    Lookup,
     check_batch,
+    check_rows,
     describe_values,
 )
 
@@ -158,7 +159,7 @@ class FusedGpu:
         Raises:
             InputError: a batch laid out otherwise; or what an earlier batch asked for.
         """
-        return list(_Lookup.apply(self._anchor, self, tables, batch))
+        return list(Lookup.apply(self._anchor, self, tables, batch))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Nothing is kept between backward and step."""
@@ -314,11 +315,7 @@ class FusedGpu:
                     f"embedding table {t} is {weight.dtype} on {weight.device}; the fused back "
                     f"end works on {self.dtype} tables that are all on one device ({self.device})"
                 )
-            if not weight.is_contiguous():
-                raise InputError(
-                    f"embedding table {t} has strides {tuple(weight.stride())}, expected "
-                    f"({weight.shape[1]}, 1): its rows one behind the other"
-                )
+            check_rows(t, weight)
         if dim > MAX_DIM:
             raise InputError(
                 f"model.embedding_dim is {dim}, but the fused back end of the GPU holds rows of "
@@ -350,27 +347,6 @@ class FusedGpu:
         """(T,) int64: how many times ``unit`` bytes each address is from the first."""
         away = [(address - addresses[0]) // unit for address in addresses]
         return torch.tensor(away, device=self.device)
-
-
-class _Lookup(torch.autograd.Function):
-    """Pooling as a node of torch's graph whose backward updates the tables."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, anchor: torch.Tensor, backend: FusedGpu, tables: EmbeddingTables, batch: Batch
-    ) -> tuple[torch.Tensor, ...]:
-        pooled = backend.pool(tables, batch)
-        # saved, so that torch notices indices changed in place before backward
-        ctx.save_for_backward(batch.indices, batch.offsets, backend.extents(batch))
-        ctx.rest = (backend, tables)
-        return tuple(pooled[t] for t in range(pooled.shape[0]))
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, ...]:
-        backend, tables = ctx.rest
-        backend.backpropagate(tables, *ctx.saved_tensors, list(gradients))
-        return None, None, None, None
 
 
 def in_one(tensors: list[torch.Tensor]) -> tuple[torch.Tensor, int, int]:

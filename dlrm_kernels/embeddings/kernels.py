@@ -6,184 +6,154 @@ many units there are, so results are the same bits for every number of threads.
 
 A row of 64 floats lives in four vector registers while its bag is summed or its
 gradient subtracted; the row some lookups ahead is prefetched meanwhile. Rows of
-other widths are done 64, 16 and then 1 column at a time.
+other widths are done 64 columns at a time, and then at most 16.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 from __future__ import annotations
 
+from typing import Any
+
+from dlrm_kernels import vectors as v
 from dlrm_kernels.embeddings.checks import BAD_INDEX, BAD_OFFSET
 from dlrm_kernels.embeddings.kernels_narrow import (
     FLOAT,
+    Lookups,
+    Share,
+    changing_numbers,
     draw_words,
-    subtract_narrow,
-    sum_narrow,
+    fetched,
+    loading_numbers,
+    owns,
+    store_16,
     words_bytes,
 )
-from dlrm_kernels.vectors import (
-    UNITS,
-    add,
-    compiled,
-    enter,
-    field,
-    item,
-    load_float,
-    load_vector,
-    multiply,
-    owner,
-    prefetch,
-    splat,
-    store_float,
-    store_int,
-    store_vector,
-    subtract,
-    take_unit,
-    warm,
-    zeros,
-)
+from dlrm_kernels.rounding import GOLDEN
 
 # Fields of a job behind the first three. Addresses unless another unit is given.
-TABLES = 3  # T
-BAGS = 4  # B, bags of each table
-DIM = 5  # d, floats of a row
-WEIGHTS = 6  # T addresses of tables
-ROWS = 7  # T numbers of rows
-INDICES = 8  # all lookups, table after table
-OFFSETS = 9  # T x B, where each bag begins in its table's lookups
-STARTS = 10  # T + 1, where each table's lookups begin
-POOLED = 11  # forward: T x B x d floats
-GRADIENTS = 12  # T addresses of B x d gradients
-STRIDES = 13  # T distances between their rows, bytes
-STATES = 14  # T addresses of optimiser states
-RATES = 15  # two floats: learning rate, epsilon
-PLAN = 16  # UNITS x 3: table, slice, number of slices
-FAULTS = 17  # forward: UNITS x 2: kind of fault (0: none), position
-SCRATCH = 18  # per thread or per lookup, as the kernel says
-AHEAD = 19  # how many lookups ahead a row is prefetched
-KEYS = 20  # sorted kernels: 2 x N int64, or a region a thread
-KIND = 21  # sorted kernels: 0 Adagrad, 1 row-wise Adagrad
-STEP = 22  # bytes from one prefetch of a row to the next
-REGION = 23  # sorted kernels: bytes of a thread's region of keys; 0: the tables have regions
-FORMAT = 24  # of the tables' numbers: kernels_narrow.FLOAT, BF16 or HALF
-SEED = 25  # of the random words by which numbers of 2 bytes are rounded
-UPDATE = 26  # number of updates before this one
-NUMBERS = 27  # T numbers of the tables in the model
-WORDS = 28  # per thread, the random words of a row
-FIELDS = 29
+(
+    TABLES,  # T
+    BAGS,  # B, bags of each table
+    DIM,  # d, floats of a row
+    WEIGHTS,  # T addresses of tables
+    ROWS,  # T numbers of rows
+    INDICES,  # all lookups, table after table
+    OFFSETS,  # T x B, where each bag begins in its table's lookups
+    STARTS,  # T + 1, where each table's lookups begin
+    POOLED,  # forward: T x B x d floats
+    GRADIENTS,  # T addresses of B x d gradients
+    STRIDES,  # T distances between their rows, bytes
+    STATES,  # T addresses of optimiser states
+    RATES,  # two floats: learning rate, epsilon
+    PLAN,  # UNITS x 3: table, slice, number of slices
+    FAULTS,  # forward: UNITS x 2: kind of fault (0: none), position
+    SCRATCH,  # per thread or per lookup, as the kernel says
+    AHEAD,  # how many lookups ahead a row is prefetched
+    KEYS,  # sorted kernels: 2 x N int64, or a region a thread
+    KIND,  # sorted kernels: checks.ADAGRAD, ROWWISE or SGD
+    STEP,  # bytes from one prefetch of a row to the next
+    REGION,  # sorted kernels: bytes of a thread's region of keys; 0: the tables have regions
+    FORMAT,  # of the tables' numbers: kernels_narrow.FLOAT, BF16 or HALF
+    SEED,  # of the random words by which numbers of 2 bytes are rounded
+    UPDATE,  # number of updates before this one
+    NUMBERS,  # T numbers of the tables in the model
+    WORDS,  # per thread, the random words of a row
+    FIELDS,
+) = range(3, 30)
 
 
-@compiled
+@v.compiled
 def bag_begin(job, table, bag):
     """Where a bag begins among all lookups; the bag behind the last ends the table."""
-    starts = field(job, STARTS)
-    bags = field(job, BAGS)
+    starts = v.field(job, STARTS)
+    bags = v.field(job, BAGS)
     if bag == bags:
-        return item(starts, table + 1)
-    return item(starts, table) + item(field(job, OFFSETS), table * bags + bag)
+        return v.item(starts, table + 1)
+    return v.item(starts, table) + v.item(v.field(job, OFFSETS), table * bags + bag)
 
 
-@compiled
-def sum_64(table, size, rows, indices, begin, end, last, out, ahead, step):
-    """64 columns of :func:`sum_bag`.
+def _summing(registers: int, narrow: bool) -> Any:
+    """Make the part of :func:`_bag_sum` for so many vectors of columns.
 
     A function of its own: in one with the loops over other widths LLVM spent 25 % more
     time in this loop at 50 lookups a bag, and 75 % more at 1.
     """
-    a, b, c, d = zeros(), zeros(), zeros(), zeros()
-    for i in range(begin, end):
-        warm(table + item(indices, min(i + ahead, last)) * size, 256, step)
-        row = item(indices, i)
-        if row < 0 or row >= rows:
-            return i
-        p = table + row * size
-        a = add(a, load_vector(p))
-        b = add(b, load_vector(p + 64))
-        c = add(c, load_vector(p + 128))
-        d = add(d, load_vector(p + 192))
-    store_vector(out, a)
-    store_vector(out + 64, b)
-    store_vector(out + 128, c)
-    store_vector(out + 192, d)
-    return -1
+    zeros, load = v.zeros_in(registers), loading_numbers(registers, narrow)
+    line = registers * v.LANES * (2 if narrow else 4)
+
+    @v.compiled
+    def sum_columns(table, size, rows, lookups, out, count, kind):
+        total = zeros()
+        for i in range(lookups.begin, lookups.end):
+            if registers > 1:
+                v.warm(table + fetched(lookups, i) * size, line, lookups.step)
+            else:
+                v.prefetch(table + fetched(lookups, i) * size)
+            row = v.item(lookups.indices, i)
+            if row < 0 or row >= rows:
+                return i
+            total = v.add(total, load(table + row * size, count, kind))
+        if registers > 1:
+            v.store_vector(out, total)
+        else:
+            store_16(out, total, count)
+        return -1
+
+    return sum_columns
 
 
-@compiled
-def sum_16(table, size, rows, indices, begin, end, last, out, ahead):
-    """16 columns of :func:`sum_bag`."""
-    a = zeros()
-    for i in range(begin, end):
-        prefetch(table + item(indices, min(i + ahead, last)) * size)
-        row = item(indices, i)
-        if row < 0 or row >= rows:
-            return i
-        a = add(a, load_vector(table + row * size))
-    store_vector(out, a)
-    return -1
+def _bag_sum(narrow: bool) -> Any:
+    sum_64, sum_16, number = _summing(4, narrow), _summing(1, narrow), 2 if narrow else 4
+
+    @v.compiled
+    def sum_bag(table, rows, dim, lookups, out, kind):
+        """Sum a bag's rows into ``out``; the position of a bad index, or -1."""
+        size, column, bad = number * dim, 0, -1
+        while column + 64 <= dim and bad < 0:
+            t, o = table + number * column, out + 4 * column
+            bad = sum_64(t, size, rows, lookups, o, v.LANES, kind)
+            column += 64
+        while column < dim and bad < 0:
+            t, o, count = table + number * column, out + 4 * column, min(v.LANES, dim - column)
+            bad = sum_16(t, size, rows, lookups, o, count, kind)
+            column += v.LANES
+        return bad
+
+    return sum_bag
 
 
-@compiled
-def sum_few(table, size, rows, indices, begin, end, last, out, ahead, count):
-    """Fewer than 16 columns of :func:`sum_bag`."""
-    for k in range(count):
-        store_float(out + 4 * k, 0)
-    for i in range(begin, end):
-        prefetch(table + item(indices, min(i + ahead, last)) * size)
-        row = item(indices, i)
-        if row < 0 or row >= rows:
-            return i
-        for k in range(count):
-            p = out + 4 * k
-            store_float(p, load_float(p) + load_float(table + row * size + 4 * k))
-    return -1
+sum_floats, sum_narrow = _bag_sum(False), _bag_sum(True)
 
 
-@compiled
-def sum_bag(table, rows, dim, indices, begin, end, last, out, ahead, step):
-    """Sum rows ``indices[begin:end]`` into ``out``; the position of a bad index, or -1."""
-    size, column, bad = 4 * dim, 0, -1
-    while column + 64 <= dim and bad < 0:
-        at = 4 * column
-        bad = sum_64(table + at, size, rows, indices, begin, end, last, out + at, ahead, step)
-        column += 64
-    while column + 16 <= dim and bad < 0:
-        at = 4 * column
-        bad = sum_16(table + at, size, rows, indices, begin, end, last, out + at, ahead)
-        column += 16
-    if column < dim and bad < 0:
-        at, rest = 4 * column, dim - column
-        bad = sum_few(table + at, size, rows, indices, begin, end, last, out + at, ahead, rest)
-    return bad
-
-
-@compiled
+@v.compiled
 def pool_bags(job, table, bag, behind, fault):
     """Pool bags ``bag`` to ``behind`` of a table; what is wrong goes to ``fault``."""
-    bags, dim, indices = field(job, BAGS), field(job, DIM), field(job, INDICES)
-    weights, rows = item(field(job, WEIGHTS), table), item(field(job, ROWS), table)
-    ahead, step, kind = field(job, AHEAD), field(job, STEP), field(job, FORMAT)
-    start = item(field(job, STARTS), table)
-    stop = item(field(job, STARTS), table + 1)
-    offsets = field(job, OFFSETS) + 8 * table * bags
-    out = field(job, POOLED) + 4 * dim * (table * bags + bag)
-    begin = start + item(offsets, bag)
+    bags, dim, indices = v.field(job, BAGS), v.field(job, DIM), v.field(job, INDICES)
+    weights, rows = v.item(v.field(job, WEIGHTS), table), v.item(v.field(job, ROWS), table)
+    ahead, step, kind = v.field(job, AHEAD), v.field(job, STEP), v.field(job, FORMAT)
+    start = v.item(v.field(job, STARTS), table)
+    stop = v.item(v.field(job, STARTS), table + 1)
+    offsets = v.field(job, OFFSETS) + 8 * table * bags
+    out = v.field(job, POOLED) + 4 * dim * (table * bags + bag)
+    begin = start + v.item(offsets, bag)
     if begin < start or (bag == 0 and begin != start):
-        store_int(fault, BAD_OFFSET)
-        store_int(fault + 8, table * bags + bag)
+        v.store_int(fault, BAD_OFFSET)
+        v.store_int(fault + 8, table * bags + bag)
         return False
     while bag < behind:
-        end = stop if bag + 1 == bags else start + item(offsets, bag + 1)
+        end = stop if bag + 1 == bags else start + v.item(offsets, bag + 1)
         if begin > end or end > stop:
-            store_int(fault, BAD_OFFSET)
-            store_int(fault + 8, table * bags + bag)
+            v.store_int(fault, BAD_OFFSET)
+            v.store_int(fault + 8, table * bags + bag)
             return False
-        last = stop - 1
+        lookups = Lookups(indices, begin, end, stop - 1, ahead, step)
         if kind == FLOAT:
-            bad = sum_bag(weights, rows, dim, indices, begin, end, last, out, ahead, step)
+            bad = sum_floats(weights, rows, dim, lookups, out, kind)
         else:
-            bad = sum_narrow(weights, rows, dim, indices, begin, end, last, out, ahead, step, kind)
+            bad = sum_narrow(weights, rows, dim, lookups, out, kind)
         if bad >= 0:
-            store_int(fault, BAD_INDEX)
-            store_int(fault + 8, bad)
+            v.store_int(fault, BAD_INDEX)
+            v.store_int(fault + 8, bad)
             return False
         begin = end
         bag += 1
@@ -193,9 +163,9 @@ def pool_bags(job, table, bag, behind, fault):
 
 def forward(job):
     """Pool every bag of every table; a unit is a range of bags."""
-    tables, bags = field(job, TABLES), field(job, BAGS)
-    units, faults = field(job, UNITS), field(job, FAULTS)
-    unit = take_unit(job)
+    tables, bags = v.field(job, TABLES), v.field(job, BAGS)
+    units, faults = v.field(job, v.UNITS), v.field(job, FAULTS)
+    unit = v.take_unit(job)
     while unit < units:
         place = tables * bags * unit // units
         behind = tables * bags * (unit + 1) // units
@@ -206,99 +176,87 @@ def forward(job):
             if not pool_bags(job, table, bag, here, faults + 16 * unit):
                 break
             place += here - bag
-        unit = take_unit(job)
+        unit = v.take_unit(job)
 
 
-@compiled
-def subtract_64(table, size, indices, begin, end, last, gradient, rate, ahead, step):
-    """64 columns of :func:`subtract_bag`, all rows ours."""
-    rates = splat(rate)
-    a = multiply(rates, load_vector(gradient))
-    b = multiply(rates, load_vector(gradient + 64))
-    c = multiply(rates, load_vector(gradient + 128))
-    d = multiply(rates, load_vector(gradient + 192))
-    for i in range(begin, end):
-        warm(table + item(indices, min(i + ahead, last)) * size, 256, step)
-        p = table + item(indices, i) * size
-        store_vector(p, subtract(load_vector(p), a))
-        store_vector(p + 64, subtract(load_vector(p + 64), b))
-        store_vector(p + 128, subtract(load_vector(p + 128), c))
-        store_vector(p + 192, subtract(load_vector(p + 192), d))
+def _subtracting(registers: int, narrow: bool, shared: bool) -> Any:
+    """Make the part of :func:`_bag_subtraction` for so many vectors of columns.
+
+    Args:
+        shared: whether some rows may belong to others.
+    """
+    load, load_words = loading_numbers(registers, False), v.loads(v.word_vector, registers)
+    change_numbers = changing_numbers(registers, narrow)
+    line = registers * v.LANES * (2 if narrow else 4)
+
+    @v.compiled
+    def subtract_columns(table, size, lookups, gradient, rate, share, drawn, count, kind):
+        change = v.multiply(v.splat(rate), load(gradient, count, FLOAT))
+        words = load_words(drawn)
+        for i in range(lookups.begin, lookups.end):
+            soon = fetched(lookups, i)
+            if not shared or owns(share, soon):
+                if registers > 1:
+                    v.warm(table + soon * size, line, lookups.step)
+                else:
+                    v.prefetch(table + soon * size)
+            row = v.item(lookups.indices, i)
+            if not shared or owns(share, row):
+                member = v.add_words(words, v.splat_word((i - lookups.begin) * GOLDEN))
+                change_numbers(table + row * size, change, member, count, kind)
+
+    return subtract_columns
 
 
-@compiled
-def subtract_64_shared(
-    table, size, indices, begin, end, last, gradient, rate, ahead, step, mine, slices
-):
-    """64 columns of :func:`subtract_bag`, other rows belong to others."""
-    rates = splat(rate)
-    a = multiply(rates, load_vector(gradient))
-    b = multiply(rates, load_vector(gradient + 64))
-    c = multiply(rates, load_vector(gradient + 128))
-    d = multiply(rates, load_vector(gradient + 192))
-    for i in range(begin, end):
-        soon = item(indices, min(i + ahead, last))
-        if owner(soon, slices) == mine:
-            warm(table + soon * size, 256, step)
-        row = item(indices, i)
-        if owner(row, slices) == mine:
-            p = table + row * size
-            store_vector(p, subtract(load_vector(p), a))
-            store_vector(p + 64, subtract(load_vector(p + 64), b))
-            store_vector(p + 128, subtract(load_vector(p + 128), c))
-            store_vector(p + 192, subtract(load_vector(p + 192), d))
+def _bag_subtraction(narrow: bool) -> Any:
+    subtract_64, shared_64 = _subtracting(4, narrow, False), _subtracting(4, narrow, True)
+    subtract_16, number = _subtracting(1, narrow, True), 2 if narrow else 4
+
+    @v.compiled
+    def subtract_bag(table, dim, lookups, gradient, rate, share, drawn, kind):
+        """w[row] -= rate g for each lookup of a bag whose row is of that share.
+
+        Numbers of 2 bytes are rounded after each. The bag's words are in ``drawn``; a lookup
+        is a member of the bag by its place in it.
+        """
+        size, column = number * dim, 0
+        while column + 64 <= dim:
+            t, g, words = table + number * column, gradient + 4 * column, drawn + 4 * column
+            if share.slices == 1:
+                subtract_64(t, size, lookups, g, rate, share, words, v.LANES, kind)
+            else:
+                shared_64(t, size, lookups, g, rate, share, words, v.LANES, kind)
+            column += 64
+        while column < dim:
+            t, g, words = table + number * column, gradient + 4 * column, drawn + 4 * column
+            count = min(v.LANES, dim - column)
+            subtract_16(t, size, lookups, g, rate, share, words, count, kind)
+            column += v.LANES
+
+    return subtract_bag
 
 
-@compiled
-def subtract_16(table, size, indices, begin, end, last, gradient, rate, ahead, mine, slices):
-    """16 columns of :func:`subtract_bag`."""
-    a = multiply(splat(rate), load_vector(gradient))
-    for i in range(begin, end):
-        soon = item(indices, min(i + ahead, last))
-        if owner(soon, slices) == mine:
-            prefetch(table + soon * size)
-        row = item(indices, i)
-        if owner(row, slices) == mine:
-            p = table + row * size
-            store_vector(p, subtract(load_vector(p), a))
+subtract_floats, subtract_narrow = _bag_subtraction(False), _bag_subtraction(True)
 
 
-@compiled
-def subtract_few(
-    table, size, indices, begin, end, last, gradient, rate, ahead, mine, slices, count
-):
-    """Fewer than 16 columns of :func:`subtract_bag`."""
-    for i in range(begin, end):
-        soon = item(indices, min(i + ahead, last))
-        if owner(soon, slices) == mine:
-            prefetch(table + soon * size)
-        row = item(indices, i)
-        if owner(row, slices) == mine:
-            for k in range(count):
-                p = table + row * size + 4 * k
-                store_float(p, load_float(p) - rate * load_float(gradient + 4 * k))
+_load_16 = loading_numbers(1, False)
 
 
-@compiled
-def subtract_bag(table, dim, indices, begin, end, last, gradient, rate, ahead, step, mine, slices):
-    """w[row] -= rate g for each lookup of a bag whose row belongs to slice ``mine``."""
-    size, column = 4 * dim, 0
-    while column + 64 <= dim:
-        t, g = table + 4 * column, gradient + 4 * column
-        if slices == 1:
-            subtract_64(t, size, indices, begin, end, last, g, rate, ahead, step)
-        else:
-            subtract_64_shared(
-                t, size, indices, begin, end, last, g, rate, ahead, step, mine, slices
-            )
-        column += 64
-    while column + 16 <= dim:
-        t, g = table + 4 * column, gradient + 4 * column
-        subtract_16(t, size, indices, begin, end, last, g, rate, ahead, mine, slices)
-        column += 16
-    if column < dim:
-        t, g, rest = table + 4 * column, gradient + 4 * column, dim - column
-        subtract_few(t, size, indices, begin, end, last, g, rate, ahead, mine, slices, rest)
+@v.compiled
+def subtract_scaled(row, gradient, scale, dim):
+    """w -= scale g."""
+    for column in range(0, dim, v.LANES):
+        at, count = 4 * column, min(v.LANES, dim - column)
+        change = v.multiply(v.splat(scale), _load_16(gradient + at, count, FLOAT))
+        store_16(row + at, v.subtract(_load_16(row + at, count, FLOAT), change), count)
+
+
+@v.compiled
+def copy_numbers(source, target, count):
+    """``count`` floats to another place."""
+    for column in range(0, count, v.LANES):
+        part = min(v.LANES, count - column)
+        store_16(target + 4 * column, _load_16(source + 4 * column, part, FLOAT), part)
 
 
 def sgd_owned(job):
@@ -307,33 +265,29 @@ def sgd_owned(job):
     Every row's updates are done by one thread in the order of the lookups. Numbers of 2 bytes
     are rounded after each.
     """
-    kind, seed, update = field(job, FORMAT), field(job, SEED), field(job, UPDATE)
-    bags, dim, units = field(job, BAGS), field(job, DIM), field(job, UNITS)
-    starts, indices, plan = field(job, STARTS), field(job, INDICES), field(job, PLAN)
-    ahead, step = field(job, AHEAD), field(job, STEP)
-    rate = load_float(field(job, RATES))
-    drawn = field(job, WORDS) + enter(job) * words_bytes(dim)
-    unit = take_unit(job)
+    kind, seed, update = v.field(job, FORMAT), v.field(job, SEED), v.field(job, UPDATE)
+    bags, dim, units = v.field(job, BAGS), v.field(job, DIM), v.field(job, v.UNITS)
+    starts, indices, plan = v.field(job, STARTS), v.field(job, INDICES), v.field(job, PLAN)
+    ahead, step = v.field(job, AHEAD), v.field(job, STEP)
+    rate = v.load_float(v.field(job, RATES))
+    drawn = v.field(job, WORDS) + v.enter(job) * words_bytes(dim)
+    unit = v.take_unit(job)
     while unit < units:
-        table = item(plan, 3 * unit)
-        mine, slices = item(plan, 3 * unit + 1), item(plan, 3 * unit + 2)
-        weights = item(field(job, WEIGHTS), table)
-        gradient, stride = item(field(job, GRADIENTS), table), item(field(job, STRIDES), table)
-        last = item(starts, table + 1) - 1
-        begin = item(starts, table)
+        table = v.item(plan, 3 * unit)
+        share = Share(v.item(plan, 3 * unit + 1), v.item(plan, 3 * unit + 2))
+        weights = v.item(v.field(job, WEIGHTS), table)
+        gradient = v.item(v.field(job, GRADIENTS), table)
+        stride = v.item(v.field(job, STRIDES), table)
+        last = v.item(starts, table + 1) - 1
+        begin = v.item(starts, table)
         for bag in range(bags):
             end = bag_begin(job, table, bag + 1)
+            lookups = Lookups(indices, begin, end, last, ahead, step)
             if kind == FLOAT:
-                subtract_bag(
-                    *(weights, dim, indices, begin, end, last, gradient, rate),
-                    *(ahead, step, mine, slices),
-                )
+                subtract_floats(weights, dim, lookups, gradient, rate, share, drawn, kind)
             elif begin < end:
-                draw_words(drawn, seed, bag, item(field(job, NUMBERS), table), update, dim)
-                subtract_narrow(
-                    *(weights, dim, indices, begin, end, last, gradient, rate),
-                    *(ahead, step, mine, slices, drawn, kind),
-                )
+                draw_words(drawn, seed, bag, v.item(v.field(job, NUMBERS), table), update, dim)
+                subtract_narrow(weights, dim, lookups, gradient, rate, share, drawn, kind)
             begin = end
             gradient += stride
-        unit = take_unit(job)
+        unit = v.take_unit(job)

@@ -11,40 +11,8 @@ adds, and so the last bits of a weight, differ from run to run in the last two.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 from __future__ import annotations
 
-from dlrm_kernels.embeddings.kernels import (
-    AHEAD,
-    BAGS,
-    DIM,
-    GRADIENTS,
-    INDICES,
-    RATES,
-    SCRATCH,
-    STARTS,
-    STEP,
-    STRIDES,
-    TABLES,
-    WEIGHTS,
-    bag_begin,
-)
-from dlrm_kernels.vectors import (
-    UNITS,
-    atomic_add_float,
-    compiled,
-    field,
-    item,
-    load_float,
-    load_vector,
-    multiply,
-    peek_lock,
-    splat,
-    store_float,
-    store_vector,
-    subtract,
-    take_unit,
-    try_lock,
-    unlock,
-    warm,
-)
+from dlrm_kernels import vectors as v
+from dlrm_kernels.embeddings import kernels as k
 
 LOCKS = 1 << 14
 """Locks of all rows together, each on a cache line of its own."""
@@ -52,106 +20,87 @@ LOCKS = 1 << 14
 LOCK_BYTES = 64
 
 
-@compiled
-def subtract_row(row, gradient, rate, dim):
-    """w -= rate g."""
-    rates = splat(rate)
-    column = 0
-    while column + 16 <= dim:
-        p = row + 4 * column
-        change = multiply(rates, load_vector(gradient + 4 * column))
-        store_vector(p, subtract(load_vector(p), change))
-        column += 16
-    while column < dim:
-        p = row + 4 * column
-        store_float(p, load_float(p) - rate * load_float(gradient + 4 * column))
-        column += 1
+@v.compiled
+def gradient_of(job, table, bag):
+    """Address of the gradient (d floats) of a bag's pooled vector."""
+    return v.item(v.field(job, k.GRADIENTS), table) + bag * v.item(v.field(job, k.STRIDES), table)
 
 
 def expand(job):
     """Naive, backward: copy each bag's gradient to every one of its lookups (N x d floats)."""
-    tables, bags, dim = field(job, TABLES), field(job, BAGS), field(job, DIM)
-    units, rows = field(job, UNITS), field(job, SCRATCH)
-    unit = take_unit(job)
+    tables, bags, dim = v.field(job, k.TABLES), v.field(job, k.BAGS), v.field(job, k.DIM)
+    units, rows = v.field(job, v.UNITS), v.field(job, k.SCRATCH)
+    unit = v.take_unit(job)
     while unit < units:
         for place in range(tables * bags * unit // units, tables * bags * (unit + 1) // units):
             table = place // bags
             bag = place - table * bags
-            gradient = item(field(job, GRADIENTS), table)
-            gradient += bag * item(field(job, STRIDES), table)
-            for i in range(bag_begin(job, table, bag), bag_begin(job, table, bag + 1)):
+            gradient = gradient_of(job, table, bag)
+            for i in range(k.bag_begin(job, table, bag), k.bag_begin(job, table, bag + 1)):
                 out = rows + 4 * dim * i
-                column = 0
-                while column + 16 <= dim:
-                    store_vector(out + 4 * column, load_vector(gradient + 4 * column))
-                    column += 16
-                while column < dim:
-                    store_float(out + 4 * column, load_float(gradient + 4 * column))
-                    column += 1
-        unit = take_unit(job)
+                k.copy_numbers(gradient, out, dim)
+        unit = v.take_unit(job)
 
 
 def apply_serially(job):
     """Naive, update: w[row] -= rate g over the sparse gradient; one unit, so one thread."""
-    dim, ahead, step = field(job, DIM), field(job, AHEAD), field(job, STEP)
-    rate = load_float(field(job, RATES))
-    indices, starts, rows = field(job, INDICES), field(job, STARTS), field(job, SCRATCH)
-    if take_unit(job) > 0:
+    dim, ahead, step = v.field(job, k.DIM), v.field(job, k.AHEAD), v.field(job, k.STEP)
+    rate = v.load_float(v.field(job, k.RATES))
+    indices, starts, rows = v.field(job, k.INDICES), v.field(job, k.STARTS), v.field(job, k.SCRATCH)
+    if v.take_unit(job) > 0:
         return
-    for table in range(field(job, TABLES)):
-        weights = item(field(job, WEIGHTS), table)
-        end = item(starts, table + 1)
-        for i in range(item(starts, table), end):
-            warm(weights + 4 * dim * item(indices, min(i + ahead, end - 1)), 4 * dim, step)
-            subtract_row(weights + 4 * dim * item(indices, i), rows + 4 * dim * i, rate, dim)
+    for table in range(v.field(job, k.TABLES)):
+        weights = v.item(v.field(job, k.WEIGHTS), table)
+        end = v.item(starts, table + 1)
+        for i in range(v.item(starts, table), end):
+            v.warm(weights + 4 * dim * v.item(indices, min(i + ahead, end - 1)), 4 * dim, step)
+            k.subtract_scaled(weights + 4 * dim * v.item(indices, i), rows + 4 * dim * i, rate, dim)
 
 
 def sgd_atomic(job):
     """w[row] -= rate g by one atomic add a float; a unit is a range of bags."""
-    tables, bags, dim = field(job, TABLES), field(job, BAGS), field(job, DIM)
-    units, indices, ahead = field(job, UNITS), field(job, INDICES), field(job, AHEAD)
-    step = field(job, STEP)
-    rate = load_float(field(job, RATES))
-    unit = take_unit(job)
+    tables, bags, dim = v.field(job, k.TABLES), v.field(job, k.BAGS), v.field(job, k.DIM)
+    units, indices, ahead = v.field(job, v.UNITS), v.field(job, k.INDICES), v.field(job, k.AHEAD)
+    step = v.field(job, k.STEP)
+    rate = v.load_float(v.field(job, k.RATES))
+    unit = v.take_unit(job)
     while unit < units:
         for place in range(tables * bags * unit // units, tables * bags * (unit + 1) // units):
             table = place // bags
             bag = place - table * bags
-            weights = item(field(job, WEIGHTS), table)
-            last = item(field(job, STARTS), table + 1) - 1
-            gradient = item(field(job, GRADIENTS), table)
-            gradient += bag * item(field(job, STRIDES), table)
-            for i in range(bag_begin(job, table, bag), bag_begin(job, table, bag + 1)):
-                warm(weights + 4 * dim * item(indices, min(i + ahead, last)), 4 * dim, step)
-                row = weights + 4 * dim * item(indices, i)
+            weights = v.item(v.field(job, k.WEIGHTS), table)
+            last = v.item(v.field(job, k.STARTS), table + 1) - 1
+            gradient = gradient_of(job, table, bag)
+            for i in range(k.bag_begin(job, table, bag), k.bag_begin(job, table, bag + 1)):
+                v.warm(weights + 4 * dim * v.item(indices, min(i + ahead, last)), 4 * dim, step)
+                row = weights + 4 * dim * v.item(indices, i)
                 for column in range(dim):
-                    change = rate * load_float(gradient + 4 * column)
-                    atomic_add_float(row + 4 * column, -change)
-        unit = take_unit(job)
+                    change = rate * v.load_float(gradient + 4 * column)
+                    v.atomic_add_float(row + 4 * column, -change)
+        unit = v.take_unit(job)
 
 
 def sgd_locked(job):
     """w[row] -= rate g under the row's lock; a unit is a range of bags."""
-    tables, bags, dim = field(job, TABLES), field(job, BAGS), field(job, DIM)
-    units, indices, ahead = field(job, UNITS), field(job, INDICES), field(job, AHEAD)
-    step = field(job, STEP)
-    rate, locks = load_float(field(job, RATES)), field(job, SCRATCH)
-    unit = take_unit(job)
+    tables, bags, dim = v.field(job, k.TABLES), v.field(job, k.BAGS), v.field(job, k.DIM)
+    units, indices, ahead = v.field(job, v.UNITS), v.field(job, k.INDICES), v.field(job, k.AHEAD)
+    step = v.field(job, k.STEP)
+    rate, locks = v.load_float(v.field(job, k.RATES)), v.field(job, k.SCRATCH)
+    unit = v.take_unit(job)
     while unit < units:
         for place in range(tables * bags * unit // units, tables * bags * (unit + 1) // units):
             table = place // bags
             bag = place - table * bags
-            weights = item(field(job, WEIGHTS), table)
-            last = item(field(job, STARTS), table + 1) - 1
-            gradient = item(field(job, GRADIENTS), table)
-            gradient += bag * item(field(job, STRIDES), table)
-            for i in range(bag_begin(job, table, bag), bag_begin(job, table, bag + 1)):
-                warm(weights + 4 * dim * item(indices, min(i + ahead, last)), 4 * dim, step)
-                row = item(indices, i)
+            weights = v.item(v.field(job, k.WEIGHTS), table)
+            last = v.item(v.field(job, k.STARTS), table + 1) - 1
+            gradient = gradient_of(job, table, bag)
+            for i in range(k.bag_begin(job, table, bag), k.bag_begin(job, table, bag + 1)):
+                v.warm(weights + 4 * dim * v.item(indices, min(i + ahead, last)), 4 * dim, step)
+                row = v.item(indices, i)
                 lock = locks + LOCK_BYTES * ((row * tables + table) & (LOCKS - 1))
-                while try_lock(lock) != 0:
-                    while peek_lock(lock) != 0:
+                while v.try_lock(lock) != 0:
+                    while v.peek_lock(lock) != 0:
                         pass
-                subtract_row(weights + 4 * dim * row, gradient, rate, dim)
-                unlock(lock)
-        unit = take_unit(job)
+                k.subtract_scaled(weights + 4 * dim * row, gradient, rate, dim)
+                v.unlock(lock)
+        unit = v.take_unit(job)

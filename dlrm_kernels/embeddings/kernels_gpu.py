@@ -17,12 +17,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from dlrm_kernels.embeddings.checks import ADAGRAD, ROWWISE, SGD
 from dlrm_kernels.rounding import GOLDEN, GROUP_BITS, PHILOX_ROUNDS
 
-SGD, ADAGRAD, ROWWISE = 0, 1, 2
-"""KIND of an update."""
-
-GROUP = tl.constexpr(GROUP_BITS)
+_ADAGRAD, _ROWWISE, _SGD = (tl.constexpr(kind) for kind in (ADAGRAD, ROWWISE, SGD))
+GROUP_ROW_BITS = tl.constexpr(GROUP_BITS)
 MEMBERS = tl.constexpr((1 << GROUP_BITS) - 1)
 ROUNDS = tl.constexpr(PHILOX_ROUNDS)
 STRIDE = tl.constexpr(GOLDEN)
@@ -160,7 +159,7 @@ def _add_runs(begins_left, sum_left, begins_right, sum_right):
 def _words(seed, update, table, row, column):
     """The random words of rows (n,) and columns (d,), by the law of dlrm_kernels.rounding."""
     block = (column // 64 * 16 + column % 16)[None, :].to(tl.uint32)
-    group = (row >> GROUP)[:, None].to(tl.uint32)
+    group = (row >> GROUP_ROW_BITS)[:, None].to(tl.uint32)
     zero = tl.zeros_like(block) + tl.zeros_like(group)
     a, b, c, d = tl.philox(
         seed,
@@ -205,14 +204,9 @@ def _to_half(value, word):
 
 @triton.jit
 def _update(
-    reference,
-    places,
-    states,
-    state_places,
+    tables,
     rates,
-    seed,
-    updates,
-    numbers,
+    random,
     key,
     gradient,
     complete,
@@ -224,6 +218,8 @@ def _update(
     KIND: tl.constexpr,
 ):
     """Apply a row's whole gradient to it, once; rows in parallel."""
+    reference, places, states, state_places = tables
+    seed, updates, numbers = random
     rate = tl.load(rates)
     key = tl.where(complete, key, 0)
     table = key >> ROW_BITS
@@ -232,15 +228,16 @@ def _update(
     at = (tl.load(places + table) + row * (DIM // VEC)) * VEC
     at = at[:, None] + column[None, :]
     weight = tl.load(reference + at, mask=wanted, other=0.0).to(tl.float32)
-    if KIND == 0:  # SGD
+    if KIND == _SGD:
         change = rate * gradient
-    elif KIND == 1:  # Adagrad
+    elif KIND == _ADAGRAD:
         state_at = (tl.load(state_places + table) + row * (DIM // VEC)) * VEC
         state_at = state_at[:, None] + column[None, :]
         total = tl.load(states + state_at, mask=wanted, other=0.0) + gradient * gradient
         tl.store(states + state_at, total, mask=wanted)
         change = tl.div_rn(rate * gradient, tl.sqrt_rn(total) + EPSILON)
-    else:  # row-wise Adagrad
+    else:
+        tl.static_assert(KIND == _ROWWISE)
         state_at = tl.load(state_places + table) + row
         squares = tl.sum(tl.where(wanted, gradient * gradient, 0.0), 1) / DIM
         total = tl.load(states + state_at, mask=complete, other=0.0) + squares
@@ -328,24 +325,10 @@ def settle_runs(
     ends = key != after
     entered = key == came
     complete = valid & ends & (entered == 0)
+    tables, random = (reference, places, states, state_places), (seed, updates, numbers)
     _update(
-        reference,
-        places,
-        states,
-        state_places,
-        rates,
-        seed,
-        updates,
-        numbers,
-        key,
-        gradient,
-        complete,
-        column,
-        EPSILON,
-        ROW_BITS,
-        DIM,
-        VEC,
-        KIND,
+        *(tables, rates, random, key, gradient, complete, column),
+        *(EPSILON, ROW_BITS, DIM, VEC, KIND),
     )
     # for the next level
     goes_on = valid & (lane == TILE - 1) & (ends == 0)

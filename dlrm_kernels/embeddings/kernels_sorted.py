@@ -13,72 +13,27 @@ and every row's sum has one order: the bits do not depend on the number of threa
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import numpy as np
 
-from dlrm_kernels.embeddings.kernels import (
-    AHEAD,
-    BAGS,
-    DIM,
-    FORMAT,
-    GRADIENTS,
-    INDICES,
-    KEYS,
-    KIND,
-    NUMBERS,
-    PLAN,
-    RATES,
-    REGION,
-    ROWS,
-    SCRATCH,
-    SEED,
-    STARTS,
-    STATES,
-    STEP,
-    STRIDES,
-    TABLES,
-    UPDATE,
-    WEIGHTS,
-    WORDS,
-    bag_begin,
-)
+from dlrm_kernels import vectors as v
+from dlrm_kernels.embeddings import kernels as k
+from dlrm_kernels.embeddings.checks import ADAGRAD, ROWWISE, SGD
 from dlrm_kernels.embeddings.kernels_narrow import (
     FLOAT,
-    change_narrow,
+    Lookups,
+    Share,
+    change_64,
     change_row,
     draw_words,
+    fetched,
+    loading_numbers,
+    owns,
+    store_16,
     words_bytes,
 )
 from dlrm_kernels.rounding import GOLDEN, GROUP_BITS
-from dlrm_kernels.vectors import (
-    LANES,
-    UNITS,
-    add,
-    add_words,
-    compiled,
-    divide,
-    enter,
-    field,
-    item,
-    lane_sum,
-    load_first,
-    load_float,
-    load_vector,
-    load_words,
-    multiply,
-    owner,
-    prefetch,
-    splat,
-    splat_word,
-    square_root,
-    store_first,
-    store_float,
-    store_int,
-    store_vector,
-    subtract,
-    take_unit,
-    warm,
-    zeros,
-)
 
 DIGIT_BITS = 11
 """Most bits sorted in one pass: 2048 counters fit the first-level cache."""
@@ -92,16 +47,44 @@ MAP_BYTES = (2 << MOST_SLOT_BITS) // 8
 FEW = 0.5
 """Share of a unit's lookups that may find their slot taken, for the others to be done unsorted."""
 
-ADAGRAD, ROWWISE, SGD = 0, 1, 2
+
+class Run(NamedTuple):
+    """Sorted keys of one row, and the gradients of the bags that they name."""
+
+    keys: int
+    begin: int
+    end: int
+    mask: int
+    """Of a key's bits those of the bag."""
+    gradients: int
+    stride: int
 
 
-@compiled
-def scratch_bytes(dim):
+class Rates(NamedTuple):
+    """Learning rate and epsilon."""
+
+    rate: float
+    epsilon: float
+
+
+class Marks(NamedTuple):
+    """The map of :func:`mark_rows`, and the bits of a slot's number."""
+
+    slots: int
+    bits: int
+
+
+load_64, load_words_64, zeros_64 = v.loads(v.vector, 4), v.loads(v.word_vector, 4), v.zeros_in(4)
+load_16 = loading_numbers(1, False)
+
+
+@v.compiled
+def thread_bytes(dim):
     """Bytes of scratch of one thread: counters of the sort, the map of rows, a row's gradient."""
     return 8 * (1 << DIGIT_BITS) + MAP_BYTES + 4 * ((dim + 15) // 16 * 16)
 
 
-@compiled
+@v.compiled
 def bits_for(count):
     """Bits that tell 0 .. count - 1 apart."""
     bits = 0
@@ -110,74 +93,74 @@ def bits_for(count):
     return bits
 
 
-@compiled
-def first_place(job, table, mine, slices):
+@v.compiled
+def first_place(job, table, share):
     """The place of a slice's first key: slices of a table share its region, one by one."""
-    indices, starts = field(job, INDICES), field(job, STARTS)
-    begin, end = item(starts, table), item(starts, table + 1)
+    indices, starts = v.field(job, k.INDICES), v.field(job, k.STARTS)
+    begin, end = v.item(starts, table), v.item(starts, table + 1)
     place = begin
-    if slices > 1:
+    if share.slices > 1:
         for i in range(begin, end):
-            if owner(item(indices, i), slices) < mine:
+            if v.owner(v.item(indices, i), share.slices) < share.mine:
                 place += 1
     return place
 
 
-@compiled
-def comes_again(slots, row, bits):
+@v.compiled
+def comes_again(marks, row):
     """Whether the map of :func:`mark_rows` has a row's slot as taken more than once."""
-    slot = row & ((1 << bits) - 1)
-    return (item(slots, slot >> 5) >> (2 * (slot & 31) + 1)) & 1
+    slot = row & ((1 << marks.bits) - 1)
+    return (v.item(marks.slots, slot >> 5) >> (2 * (slot & 31) + 1)) & 1
 
 
-@compiled
-def collect(job, table, mine, slices, shift, keys, few, slots, bits):
+@v.compiled
+def collect(job, table, share, shift, keys, few, marks):
     """Write the keys of a slice's lookups, bag after bag; their number.
 
     Args:
         few: whether only those that come again are written.
     """
-    indices, count = field(job, INDICES), 0
-    for bag in range(field(job, BAGS)):
-        for i in range(bag_begin(job, table, bag), bag_begin(job, table, bag + 1)):
-            row = item(indices, i)
-            if few and not comes_again(slots, row, bits):
+    indices, count = v.field(job, k.INDICES), 0
+    for bag in range(v.field(job, k.BAGS)):
+        for i in range(k.bag_begin(job, table, bag), k.bag_begin(job, table, bag + 1)):
+            row = v.item(indices, i)
+            if few and not comes_again(marks, row):
                 continue
-            if slices == 1 or owner(row, slices) == mine:
-                store_int(keys + 8 * count, (row << shift) | bag)
+            if share.slices == 1 or owns(share, row):
+                v.store_int(keys + 8 * count, (row << shift) | bag)
                 count += 1
     return count
 
 
-@compiled
-def mark_rows(job, table, mine, slices, slots, bits):
+@v.compiled
+def mark_rows(job, table, share, marks):
     """Note in two bits a slot which rows a slice looks up, and which it looks up again.
 
     Returns:
         Whether few lookups found their slot taken; the map is whole only then.
     """
-    indices, starts = field(job, INDICES), field(job, STARTS)
-    begin, end = item(starts, table), item(starts, table + 1)
-    mask, again, counted = (1 << bits) - 1, 0, 0
+    indices, starts = v.field(job, k.INDICES), v.field(job, k.STARTS)
+    begin, end = v.item(starts, table), v.item(starts, table + 1)
+    mask, again, counted = (1 << marks.bits) - 1, 0, 0
     early = begin + (end - begin) // 8
-    for word in range(((1 << bits) + 31) // 32):
-        store_int(slots + 8 * word, 0)
+    for word in range(((1 << marks.bits) + 31) // 32):
+        v.store_int(marks.slots + 8 * word, 0)
     for i in range(begin, end):
         if i == early and again > FEW * counted:
             return False
-        row = item(indices, i)
-        if slices == 1 or owner(row, slices) == mine:
+        row = v.item(indices, i)
+        if share.slices == 1 or owns(share, row):
             slot = row & mask
-            at, shift = slots + 8 * (slot >> 5), 2 * (slot & 31)
-            word = item(at, 0)
+            at, shift = marks.slots + 8 * (slot >> 5), 2 * (slot & 31)
+            word = v.item(at, 0)
             taken = (word >> shift) & 1
-            store_int(at, word | ((1 | (taken << 1)) << shift))
+            v.store_int(at, word | ((1 | (taken << 1)) << shift))
             again += taken
             counted += 1
     return again <= FEW * counted
 
 
-@compiled
+@v.compiled
 def sort_keys(keys, other, count, shift, bits, counters):
     """Radix sort of ``count`` keys by ``bits`` bits from ``shift`` up; where the result is."""
     passes = (bits + DIGIT_BITS - 1) // DIGIT_BITS
@@ -188,254 +171,238 @@ def sort_keys(keys, other, count, shift, bits, counters):
     for number in range(passes):
         low = shift + number * width
         for digit in range(mask + 1):
-            store_int(counters + 8 * digit, 0)
+            v.store_int(counters + 8 * digit, 0)
         for i in range(count):
-            slot = counters + 8 * ((item(keys, i) >> low) & mask)
-            store_int(slot, item(slot, 0) + 1)
+            slot = counters + 8 * ((v.item(keys, i) >> low) & mask)
+            v.store_int(slot, v.item(slot, 0) + 1)
         total = 0
         for digit in range(mask + 1):
-            here = item(counters, digit)
-            store_int(counters + 8 * digit, total)
+            here = v.item(counters, digit)
+            v.store_int(counters + 8 * digit, total)
             total += here
         for i in range(count):
-            key = item(keys, i)
+            key = v.item(keys, i)
             slot = counters + 8 * ((key >> low) & mask)
-            place = item(slot, 0)
-            store_int(slot, place + 1)
-            store_int(other + 8 * place, key)
+            place = v.item(slot, 0)
+            v.store_int(slot, place + 1)
+            v.store_int(other + 8 * place, key)
         keys, other = other, keys
     return keys
 
 
-@compiled
-def sum_64(keys, begin, end, mask, gradients, stride, out):
-    """64 columns of :func:`sum_gradients` (functions of their own: see kernels.sum_64)."""
-    a, b, c, d = zeros(), zeros(), zeros(), zeros()
-    for i in range(begin, end):
-        p = gradients + (item(keys, i) & mask) * stride
-        a = add(a, load_vector(p))
-        b = add(b, load_vector(p + 64))
-        c = add(c, load_vector(p + 128))
-        d = add(d, load_vector(p + 192))
-    store_vector(out, a)
-    store_vector(out + 64, b)
-    store_vector(out + 128, c)
-    store_vector(out + 192, d)
-    low = add(multiply(a, a), multiply(b, b))
-    return lane_sum(add(low, add(multiply(c, c), multiply(d, d))))
+def _summing(registers: int) -> Any:
+    """Make the part of :func:`sum_gradients` for so many vectors of columns.
+
+    The sum stays in registers.
+    """
+    zeros, load = v.zeros_in(registers), v.loads(v.vector, registers)
+
+    @v.inlined
+    def sum_columns(run, at):
+        total = zeros()
+        for i in range(run.begin, run.end):
+            total = v.add(
+                total, load(run.gradients + at + (v.item(run.keys, i) & run.mask) * run.stride)
+            )
+        return total
+
+    return sum_columns
 
 
-@compiled
-def sum_16(keys, begin, end, mask, gradients, stride, out):
-    """16 columns of :func:`sum_gradients`."""
-    a = zeros()
-    for i in range(begin, end):
-        a = add(a, load_vector(gradients + (item(keys, i) & mask) * stride))
-    store_vector(out, a)
-    return lane_sum(multiply(a, a))
+sum_64, sum_16 = _summing(4), _summing(1)
 
 
-@compiled
-def sum_few(keys, begin, end, mask, gradients, stride, out, count):
+@v.inlined
+def squares_of(total):
+    """The sum of the squares of a vector, or of several."""
+    return v.lane_sum(v.register_sum(v.multiply(total, total)))
+
+
+@v.compiled
+def sum_few(run, at, out, count):
     """Fewer than 16 columns of :func:`sum_gradients`."""
     squares = np.float32(0)
-    for k in range(count):
+    for column in range(count):
         one = np.float32(0)
-        for i in range(begin, end):
-            one += load_float(gradients + (item(keys, i) & mask) * stride + 4 * k)
-        store_float(out + 4 * k, one)
+        for i in range(run.begin, run.end):
+            place = run.gradients + at + (v.item(run.keys, i) & run.mask) * run.stride
+            one += v.load_float(place + 4 * column)
+        v.store_float(out + 4 * column, one)
         squares += one * one
     return squares
 
 
-@compiled
-def sum_gradients(keys, begin, end, mask, gradients, stride, dim, out):
-    """Sum the gradients of the bags of ``keys[begin:end]`` into ``out``; its sum of squares."""
+@v.compiled
+def sum_gradients(run, dim, out):
+    """Sum the gradients of a row's bags into ``out``; its sum of squares."""
     squares, column = np.float32(0), 0
     while column + 64 <= dim:
-        at = 4 * column
-        squares += sum_64(keys, begin, end, mask, gradients + at, stride, out + at)
+        whole = sum_64(run, 4 * column)
+        v.store_vector(out + 4 * column, whole)
+        squares += squares_of(whole)
         column += 64
     while column + 16 <= dim:
-        at = 4 * column
-        squares += sum_16(keys, begin, end, mask, gradients + at, stride, out + at)
+        total = sum_16(run, 4 * column)
+        v.store_vector(out + 4 * column, total)
+        squares += squares_of(total)
         column += 16
     if column < dim:
-        at = 4 * column
-        squares += sum_few(keys, begin, end, mask, gradients + at, stride, out + at, dim - column)
+        squares += sum_few(run, 4 * column, out + 4 * column, dim - column)
     return squares
 
 
-@compiled
-def adagrad_row(row, state, gradient, dim, rate, epsilon):
+@v.compiled
+def rowwise_scale(state, mean_square, rates):
+    """s += mean(g^2) of a row; rate / (sqrt(s) + eps)."""
+    total = v.load_float(state) + mean_square
+    v.store_float(state, total)
+    return rates.rate / (np.sqrt(total) + rates.epsilon)
+
+
+@v.inlined
+def adagrad_change(state, gradient, count, rates):
+    """s += g^2 of at most 16 weights; rate g / (sqrt(s) + eps)."""
+    g = load_16(gradient, count, FLOAT)
+    s = v.add(load_16(state, count, FLOAT), v.multiply(g, g))
+    store_16(state, s, count)
+    root = v.add(v.square_root(s), v.splat(rates.epsilon))
+    return v.divide(v.multiply(v.splat(rates.rate), g), root)
+
+
+@v.compiled
+def adagrad_row(row, state, gradient, dim, rates):
     """s += g^2; w -= rate g / (sqrt(s) + eps), weight by weight."""
-    rates, epsilons = splat(rate), splat(epsilon)
-    column = 0
-    while column + 16 <= dim:
-        at = 4 * column
-        g = load_vector(gradient + at)
-        s = add(load_vector(state + at), multiply(g, g))
-        store_vector(state + at, s)
-        change = divide(multiply(rates, g), add(square_root(s), epsilons))
-        store_vector(row + at, subtract(load_vector(row + at), change))
-        column += 16
-    while column < dim:
-        at = 4 * column
-        h = load_float(gradient + at)
-        t = load_float(state + at) + h * h
-        store_float(state + at, t)
-        store_float(row + at, load_float(row + at) - rate * h / (np.sqrt(t) + epsilon))
-        column += 1
+    for column in range(0, dim, v.LANES):
+        at, count = 4 * column, min(v.LANES, dim - column)
+        change = adagrad_change(state + at, gradient + at, count, rates)
+        store_16(row + at, v.subtract(load_16(row + at, count, FLOAT), change), count)
 
 
-@compiled
-def subtract_scaled(row, gradient, scale, dim):
-    """w -= scale g."""
-    scales, column = splat(scale), 0
-    while column + 16 <= dim:
-        at = 4 * column
-        change = multiply(scales, load_vector(gradient + at))
-        store_vector(row + at, subtract(load_vector(row + at), change))
-        column += 16
-    while column < dim:
-        at = 4 * column
-        store_float(row + at, load_float(row + at) - scale * load_float(gradient + at))
-        column += 1
+@v.compiled
+def adagrad_changes(state, gradient, dim, rates):
+    """s += g^2; rate g / (sqrt(s) + eps) in the place of g."""
+    for column in range(0, dim, v.LANES):
+        at, count = 4 * column, min(v.LANES, dim - column)
+        store_16(gradient + at, adagrad_change(state + at, gradient + at, count, rates), count)
 
 
-@compiled
+@v.compiled
 def end_of_row(keys, begin, count, shift):
     """Behind the last of the keys that have the row of ``keys[begin]``."""
-    row, end = item(keys, begin) >> shift, begin + 1
-    while end < count and item(keys, end) >> shift == row:
+    row, end = v.item(keys, begin) >> shift, begin + 1
+    while end < count and v.item(keys, end) >> shift == row:
         end += 1
     return end
 
 
-@compiled
-def rowwise_64(row, state, keys, begin, end, mask, gradients, stride, rate, epsilon):
+@v.compiled
+def subtract_scaled_64(row, gradient, scale):
+    """w -= scale g of 64 floats, the gradient in registers."""
+    v.store_vector(row, v.subtract(load_64(row), v.multiply(v.splat(scale), gradient)))
+
+
+@v.compiled
+def rowwise_64(row, state, run, rates):
     """Row-wise Adagrad of a row of 64 floats, its gradient in registers throughout.
 
     The same operations in the same order as for other widths.
     """
-    a, b, c, d = zeros(), zeros(), zeros(), zeros()
-    for i in range(begin, end):
-        p = gradients + (item(keys, i) & mask) * stride
-        a = add(a, load_vector(p))
-        b = add(b, load_vector(p + 64))
-        c = add(c, load_vector(p + 128))
-        d = add(d, load_vector(p + 192))
-    low = add(multiply(a, a), multiply(b, b))
-    squares = lane_sum(add(low, add(multiply(c, c), multiply(d, d))))
-    total = load_float(state) + squares / np.float32(64)
-    store_float(state, total)
-    scales = splat(rate / (np.sqrt(total) + epsilon))
-    store_vector(row, subtract(load_vector(row), multiply(scales, a)))
-    store_vector(row + 64, subtract(load_vector(row + 64), multiply(scales, b)))
-    store_vector(row + 128, subtract(load_vector(row + 128), multiply(scales, c)))
-    store_vector(row + 192, subtract(load_vector(row + 192), multiply(scales, d)))
+    gradient = sum_64(run, 0)
+    scale = rowwise_scale(state, squares_of(gradient) / np.float32(64), rates)
+    subtract_scaled_64(row, gradient, scale)
 
 
-@compiled
-def rowwise_wide(row, state, keys, begin, end, mask, gradients, stride, dim, rate, epsilon, out):
+@v.compiled
+def rowwise_wide(row, state, run, dim, rates, out):
     """Row-wise Adagrad of a row of any width: s += mean(g^2); w -= rate g / (sqrt(s) + eps)."""
-    squares = sum_gradients(keys, begin, end, mask, gradients, stride, dim, out)
-    total = load_float(state) + squares / np.float32(dim)
-    store_float(state, total)
-    subtract_scaled(row, out, rate / (np.sqrt(total) + epsilon), dim)
+    squares = sum_gradients(run, dim, out)
+    k.subtract_scaled(row, out, rowwise_scale(state, squares / np.float32(dim), rates), dim)
 
 
-@compiled
-def rowwise_rows(
-    weights, states, keys, count, shift, gradients, stride, dim, rate, epsilon, out, ahead, step
-):
+@v.compiled
+def rates_of(job):
+    """Learning rate and epsilon of a job."""
+    return Rates(v.load_float(v.field(job, k.RATES)), v.load_float(v.field(job, k.RATES) + 4))
+
+
+@v.compiled
+def table_of(job, table):
+    """Addresses of a table's weights, state and gradients, and bytes from bag to bag of these."""
+    return (
+        v.item(v.field(job, k.WEIGHTS), table),
+        v.item(v.field(job, k.STATES), table),
+        v.item(v.field(job, k.GRADIENTS), table),
+        v.item(v.field(job, k.STRIDES), table),
+    )
+
+
+@v.compiled
+def rowwise_rows(job, table, keys, count, shift, out):
     """Row-wise Adagrad of every row of the sorted keys."""
-    mask, size, begin = (1 << shift) - 1, 4 * dim, 0
+    dim, ahead, step = v.field(job, k.DIM), v.field(job, k.AHEAD), v.field(job, k.STEP)
+    weights, states, gradients, stride = table_of(job, table)
+    rates, mask, size, begin = rates_of(job), (1 << shift) - 1, 4 * dim, 0
     while begin < count:
         end = end_of_row(keys, begin, count, shift)
-        soon = item(keys, min(end + ahead, count - 1)) >> shift
-        warm(weights + soon * size, size, step)
-        prefetch(states + soon * 4)
-        row = item(keys, begin) >> shift
-        w, s = weights + row * size, states + row * 4
+        soon = v.item(keys, min(end + ahead, count - 1)) >> shift
+        v.warm(weights + soon * size, size, step)
+        v.prefetch(states + soon * 4)
+        row, run = v.item(keys, begin) >> shift, Run(keys, begin, end, mask, gradients, stride)
         if dim == 64:
-            rowwise_64(w, s, keys, begin, end, mask, gradients, stride, rate, epsilon)
+            rowwise_64(weights + row * size, states + row * 4, run, rates)
         else:
-            rowwise_wide(w, s, keys, begin, end, mask, gradients, stride, dim, rate, epsilon, out)
+            rowwise_wide(weights + row * size, states + row * 4, run, dim, rates, out)
         begin = end
 
 
-@compiled
-def adagrad_rows(
-    weights, states, keys, count, shift, gradients, stride, dim, rate, epsilon, out, ahead, step
-):
+@v.compiled
+def adagrad_rows(job, table, keys, count, shift, out):
     """Adagrad of every row of the sorted keys."""
-    mask, size, begin = (1 << shift) - 1, 4 * dim, 0
+    dim, ahead, step = v.field(job, k.DIM), v.field(job, k.AHEAD), v.field(job, k.STEP)
+    weights, states, gradients, stride = table_of(job, table)
+    rates, mask, size, begin = rates_of(job), (1 << shift) - 1, 4 * dim, 0
     while begin < count:
         end = end_of_row(keys, begin, count, shift)
-        soon = item(keys, min(end + ahead, count - 1)) >> shift
-        warm(weights + soon * size, size, step)
-        warm(states + soon * size, size, step)
-        sum_gradients(keys, begin, end, mask, gradients, stride, dim, out)
-        row = item(keys, begin) >> shift
-        adagrad_row(weights + row * size, states + row * size, out, dim, rate, epsilon)
+        soon = v.item(keys, min(end + ahead, count - 1)) >> shift
+        v.warm(weights + soon * size, size, step)
+        v.warm(states + soon * size, size, step)
+        row, run = v.item(keys, begin) >> shift, Run(keys, begin, end, mask, gradients, stride)
+        sum_gradients(run, dim, out)
+        adagrad_row(weights + row * size, states + row * size, out, dim, rates)
         begin = end
 
 
-@compiled
-def rowwise_lone_64(
-    w,
-    s,
-    indices,
-    begin,
-    end,
-    last,
-    g,
-    rate,
-    epsilon,
-    slots,
-    bits,
-    ahead,
-    step,
-    mine,
-    slices,
-    bag,
-    shift,
-    keys,
-    count,
-):
+@v.compiled
+def rowwise_lone_64(w, s, g, lookups, share, rates, marks, place, keys, count):
     """Row-wise Adagrad of a bag's lone rows of 64 floats, the bag's gradient in registers.
+
+    Args:
+        place: the bag's number, and the bits that a key has for one.
 
     Returns:
         Number of keys, with those of the bag's other rows.
     """
-    a, b = add(zeros(), load_vector(g)), add(zeros(), load_vector(g + 64))
-    c, d = add(zeros(), load_vector(g + 128)), add(zeros(), load_vector(g + 192))
-    low = add(multiply(a, a), multiply(b, b))
-    squares = lane_sum(add(low, add(multiply(c, c), multiply(d, d)))) / np.float32(64)
-    for i in range(begin, end):
-        soon = item(indices, min(i + ahead, last))
-        if slices == 1 or owner(soon, slices) == mine:
-            warm(w + soon * 256, 256, step)
-            prefetch(s + soon * 4)
-        row = item(indices, i)
-        if slices == 1 or owner(row, slices) == mine:
-            if comes_again(slots, row, bits):
-                store_int(keys + 8 * count, (row << shift) | bag)
+    bag, shift = place
+    gradient = v.add(zeros_64(), load_64(g))
+    mean_square = squares_of(gradient) / np.float32(64)
+    for i in range(lookups.begin, lookups.end):
+        soon = fetched(lookups, i)
+        if share.slices == 1 or owns(share, soon):
+            v.warm(w + soon * 256, 256, lookups.step)
+            v.prefetch(s + soon * 4)
+        row = v.item(lookups.indices, i)
+        if share.slices == 1 or owns(share, row):
+            if comes_again(marks, row):
+                v.store_int(keys + 8 * count, (row << shift) | bag)
                 count += 1
             else:
-                total = load_float(s + row * 4) + squares
-                store_float(s + row * 4, total)
-                scales, p = splat(rate / (np.sqrt(total) + epsilon)), w + row * 256
-                store_vector(p, subtract(load_vector(p), multiply(scales, a)))
-                store_vector(p + 64, subtract(load_vector(p + 64), multiply(scales, b)))
-                store_vector(p + 128, subtract(load_vector(p + 128), multiply(scales, c)))
-                store_vector(p + 192, subtract(load_vector(p + 192), multiply(scales, d)))
+                scale = rowwise_scale(s + row * 4, mean_square, rates)
+                subtract_scaled_64(w + row * 256, gradient, scale)
     return count
 
 
-@compiled
-def update_lone_rows(job, table, mine, slices, shift, keys, slots, bits, number, out):
+@v.compiled
+def update_lone_rows(job, table, share, shift, keys, marks, number, out):
     """Update the rows whose slot was taken once, bag after bag; the others' keys are written.
 
     A lone row gets the bits that it would get if it were sorted.
@@ -446,135 +413,93 @@ def update_lone_rows(job, table, mine, slices, shift, keys, slots, bits, number,
     Returns:
         Number of keys.
     """
-    dim, kind, ahead, step = field(job, DIM), field(job, KIND), field(job, AHEAD), field(job, STEP)
-    indices, last = field(job, INDICES), item(field(job, STARTS), table + 1) - 1
-    w, s = item(field(job, WEIGHTS), table), item(field(job, STATES), table)
-    g, stride = item(field(job, GRADIENTS), table), item(field(job, STRIDES), table)
-    rate, epsilon = load_float(field(job, RATES)), load_float(field(job, RATES) + 4)
-    size, state_size, count = 4 * dim, 4 * dim, 0
+    dim, kind = v.field(job, k.DIM), v.field(job, k.KIND)
+    ahead, step = v.field(job, k.AHEAD), v.field(job, k.STEP)
+    indices, last = v.field(job, k.INDICES), v.item(v.field(job, k.STARTS), table + 1) - 1
+    w, s, g, stride = table_of(job, table)
+    rates, size, state_size, count = rates_of(job), 4 * dim, 4 * dim, 0
     if kind == ROWWISE:
         state_size = 4
-    for bag in range(field(job, BAGS)):
-        begin, end = bag_begin(job, table, bag), bag_begin(job, table, bag + 1)
+    for bag in range(v.field(job, k.BAGS)):
+        begin, end = k.bag_begin(job, table, bag), k.bag_begin(job, table, bag + 1)
+        lookups = Lookups(indices, begin, end, last, ahead, step)
         if kind == ROWWISE and dim == 64:
             count = rowwise_lone_64(
-                w, s, indices, begin, end, last, g + bag * stride, rate, epsilon, slots, bits,
-                ahead, step, mine, slices, bag, shift, keys, count,
-            )  # fmt: skip
+                w, s, g + bag * stride, lookups, share, rates, marks, (bag, shift), keys, count
+            )
             continue
-        store_int(number, bag)
-        squares = sum_gradients(number, 0, 1, -1, g, stride, dim, out) / np.float32(dim)
+        v.store_int(number, bag)
+        mean_square = sum_gradients(Run(number, 0, 1, -1, g, stride), dim, out) / np.float32(dim)
         for i in range(begin, end):
-            soon = item(indices, min(i + ahead, last))
-            if slices == 1 or owner(soon, slices) == mine:
-                warm(w + soon * size, size, step)
-                warm(s + soon * state_size, state_size, step)
-            row = item(indices, i)
-            if slices > 1 and owner(row, slices) != mine:
+            soon = fetched(lookups, i)
+            if share.slices == 1 or owns(share, soon):
+                v.warm(w + soon * size, size, step)
+                v.warm(s + soon * state_size, state_size, step)
+            row = v.item(indices, i)
+            if share.slices > 1 and not owns(share, row):
                 continue
-            if comes_again(slots, row, bits):
-                store_int(keys + 8 * count, (row << shift) | bag)
+            if comes_again(marks, row):
+                v.store_int(keys + 8 * count, (row << shift) | bag)
                 count += 1
             elif kind == ROWWISE:
-                total = load_float(s + row * 4) + squares
-                store_float(s + row * 4, total)
-                subtract_scaled(w + row * size, out, rate / (np.sqrt(total) + epsilon), dim)
+                scale = rowwise_scale(s + row * 4, mean_square, rates)
+                k.subtract_scaled(w + row * size, out, scale, dim)
             else:
-                adagrad_row(w + row * size, s + row * size, out, dim, rate, epsilon)
+                adagrad_row(w + row * size, s + row * size, out, dim, rates)
     return count
 
 
-@compiled
-def adagrad_changes(state, gradient, dim, rate, epsilon):
-    """s += g^2; rate g / (sqrt(s) + eps) in the place of g."""
-    rates, epsilons, column = splat(rate), splat(epsilon), 0
-    while column < dim:
-        at, count = 4 * column, min(LANES, dim - column)
-        g = load_first(gradient + at, count)
-        s = add(load_first(state + at, count), multiply(g, g))
-        store_first(state + at, s, count)
-        change = divide(multiply(rates, g), add(square_root(s), epsilons))
-        store_first(gradient + at, change, count)
-        column += LANES
-
-
-@compiled
-def rowwise_narrow_64(
-    row, state, keys, begin, end, mask, gradients, stride, rate, epsilon, drawn, member, form
-):
+@v.compiled
+def rowwise_narrow_64(row, state, run, rates, drawn, member, form):
     """Row-wise Adagrad of a row of 64 numbers of 2 bytes, its gradient in registers throughout.
 
     The same operations in the same order as for other widths.
     """
-    a, b, c, d = zeros(), zeros(), zeros(), zeros()
-    for i in range(begin, end):
-        p = gradients + (item(keys, i) & mask) * stride
-        a = add(a, load_vector(p))
-        b = add(b, load_vector(p + 64))
-        c = add(c, load_vector(p + 128))
-        d = add(d, load_vector(p + 192))
-    low = add(multiply(a, a), multiply(b, b))
-    squares = lane_sum(add(low, add(multiply(c, c), multiply(d, d))))
-    total = load_float(state) + squares / np.float32(64)
-    store_float(state, total)
-    scales, own = splat(rate / (np.sqrt(total) + epsilon)), splat_word(member * GOLDEN)
-    words = drawn
-    change_narrow(row, multiply(scales, a), add_words(load_words(words), own), LANES, form)
-    change_narrow(
-        row + 32, multiply(scales, b), add_words(load_words(words + 64), own), LANES, form
-    )
-    change_narrow(
-        row + 64, multiply(scales, c), add_words(load_words(words + 128), own), LANES, form
-    )
-    change_narrow(
-        row + 96, multiply(scales, d), add_words(load_words(words + 192), own), LANES, form
-    )
+    gradient = sum_64(run, 0)
+    scale = rowwise_scale(state, squares_of(gradient) / np.float32(64), rates)
+    words = v.add_words(load_words_64(drawn), v.splat_word(member * GOLDEN))
+    change_64(row, v.multiply(v.splat(scale), gradient), words, v.LANES, form)
 
 
-@compiled
+@v.compiled
 def narrow_rows(job, table, keys, count, shift, thread, out):
     """Update every row of the sorted keys, of 2 bytes a number: summed, changed, rounded once."""
-    dim, kind, form = field(job, DIM), field(job, KIND), field(job, FORMAT)
-    ahead, step, size = field(job, AHEAD), field(job, STEP), 2 * dim
-    w, states = item(field(job, WEIGHTS), table), item(field(job, STATES), table)
-    gradients, stride = item(field(job, GRADIENTS), table), item(field(job, STRIDES), table)
-    rate, epsilon = load_float(field(job, RATES)), load_float(field(job, RATES) + 4)
-    number, update = item(field(job, NUMBERS), table), field(job, UPDATE)
-    drawn = field(job, WORDS) + thread * words_bytes(dim)
+    dim, kind, form = v.field(job, k.DIM), v.field(job, k.KIND), v.field(job, k.FORMAT)
+    ahead, step, size = v.field(job, k.AHEAD), v.field(job, k.STEP), 2 * dim
+    weights, states, gradients, stride = table_of(job, table)
+    number, update = v.item(v.field(job, k.NUMBERS), table), v.field(job, k.UPDATE)
+    drawn = v.field(job, k.WORDS) + thread * words_bytes(dim)
     state_bytes = 4 * dim if kind == ADAGRAD else 4
-    mask, begin, group = (1 << shift) - 1, 0, -1
+    rates, mask, begin, group = rates_of(job), (1 << shift) - 1, 0, -1
     while begin < count:
         end = end_of_row(keys, begin, count, shift)
-        soon = item(keys, min(end + ahead, count - 1)) >> shift
-        warm(w + soon * size, size, step)
+        soon = v.item(keys, min(end + ahead, count - 1)) >> shift
+        v.warm(weights + soon * size, size, step)
         if kind != SGD:
-            warm(states + soon * state_bytes, state_bytes, step)
-        row = item(keys, begin) >> shift
+            v.warm(states + soon * state_bytes, state_bytes, step)
+        row, run = v.item(keys, begin) >> shift, Run(keys, begin, end, mask, gradients, stride)
         if row >> GROUP_BITS != group:
             group = row >> GROUP_BITS
-            draw_words(drawn, field(job, SEED), group, number, update, dim)
-        member, state = row & ((1 << GROUP_BITS) - 1), states + row * state_bytes
-        if kind == ROWWISE and dim == 64:
-            rowwise_narrow_64(
-                w + row * size, state, keys, begin, end, mask, gradients, stride, rate, epsilon,
-                drawn, member, form,
-            )  # fmt: skip
-            begin = end
-            continue
-        squares = sum_gradients(keys, begin, end, mask, gradients, stride, dim, out)
-        scale = rate
-        if kind == ROWWISE:
-            total = load_float(state) + squares / np.float32(dim)
-            store_float(state, total)
-            scale = rate / (np.sqrt(total) + epsilon)
-        elif kind == ADAGRAD:
-            adagrad_changes(state, out, dim, rate, epsilon)
-            scale = np.float32(1)
-        change_row(w + row * size, out, scale, dim, drawn, member, form)
+            draw_words(drawn, v.field(job, k.SEED), group, number, update, dim)
+        member, w, s = (
+            row & ((1 << GROUP_BITS) - 1),
+            weights + row * size,
+            states + row * state_bytes,
+        )
         begin = end
+        if kind == ROWWISE and dim == 64:
+            rowwise_narrow_64(w, s, run, rates, drawn, member, form)
+            continue
+        squares, scale = sum_gradients(run, dim, out), rates.rate
+        if kind == ROWWISE:
+            scale = rowwise_scale(s, squares / np.float32(dim), rates)
+        elif kind == ADAGRAD:
+            adagrad_changes(s, out, dim, rates)
+            scale = np.float32(1)
+        change_row(w, out, scale, dim, drawn, member, form)
 
 
-@compiled
+@v.compiled
 def sorted_lookups(job, unit, thread, updates):
     """Sort a unit's lookups by row, less those of lone rows where they are many.
 
@@ -584,54 +509,49 @@ def sorted_lookups(job, unit, thread, updates):
     Returns:
         The sorted keys and their number.
     """
-    plan, starts = field(job, PLAN), field(job, STARTS)
-    table, mine, slices = item(plan, 3 * unit), item(plan, 3 * unit + 1), item(plan, 3 * unit + 2)
-    counters = field(job, SCRATCH) + thread * scratch_bytes(field(job, DIM))
+    plan, starts, region = v.field(job, k.PLAN), v.field(job, k.STARTS), v.field(job, k.REGION)
+    table = v.item(plan, 3 * unit)
+    share = Share(v.item(plan, 3 * unit + 1), v.item(plan, 3 * unit + 2))
+    counters = v.field(job, k.SCRATCH) + thread * thread_bytes(v.field(job, k.DIM))
     slots = counters + 8 * (1 << DIGIT_BITS)
-    shift, bits = bits_for(field(job, BAGS)), bits_for(item(field(job, ROWS), table))
-    base, apart, region = field(job, KEYS), 8 * item(starts, field(job, TABLES)), field(job, REGION)
+    shift, bits = bits_for(v.field(job, k.BAGS)), bits_for(v.item(v.field(job, k.ROWS), table))
+    base, apart = v.field(job, k.KEYS), 8 * v.item(starts, v.field(job, k.TABLES))
     if region > 0:
         # the same memory for table after table: it stays in the cache
-        base += thread * region - 8 * item(starts, table)
+        base += thread * region - 8 * v.item(starts, table)
         apart = region // 2
-    keys = base + 8 * first_place(job, table, mine, slices)
-    low = min(bits, MOST_SLOT_BITS)
-    few = field(job, FORMAT) == FLOAT and mark_rows(job, table, mine, slices, slots, low)
+    keys = base + 8 * first_place(job, table, share)
+    marks = Marks(slots, min(bits, MOST_SLOT_BITS))
+    few = v.field(job, k.FORMAT) == FLOAT and mark_rows(job, table, share, marks)
     if few and updates:
         out = slots + MAP_BYTES
-        count = update_lone_rows(job, table, mine, slices, shift, keys, slots, low, counters, out)
+        count = update_lone_rows(job, table, share, shift, keys, marks, counters, out)
     else:
-        count = collect(job, table, mine, slices, shift, keys, few, slots, low)
+        count = collect(job, table, share, shift, keys, few, marks)
     return sort_keys(keys, keys + apart, count, shift, bits, counters), count
 
 
 def adagrad_owned(job):
     """Update every row that was looked up, once; a unit owns rows of a table."""
-    dim, units, plan = field(job, DIM), field(job, UNITS), field(job, PLAN)
-    ahead, kind, step = field(job, AHEAD), field(job, KIND), field(job, STEP)
-    rate, epsilon = load_float(field(job, RATES)), load_float(field(job, RATES) + 4)
-    thread = enter(job)
-    out = field(job, SCRATCH) + thread * scratch_bytes(dim) + 8 * (1 << DIGIT_BITS) + MAP_BYTES
-    shift = bits_for(field(job, BAGS))
-    unit = take_unit(job)
-    while unit < units:
-        table = item(plan, 3 * unit)
-        w, s = item(field(job, WEIGHTS), table), item(field(job, STATES), table)
-        g, stride = item(field(job, GRADIENTS), table), item(field(job, STRIDES), table)
-        keys, n = sorted_lookups(job, unit, thread, True)
-        if field(job, FORMAT) != FLOAT:
-            narrow_rows(job, table, keys, n, shift, thread, out)
-        elif kind == ROWWISE:
-            rowwise_rows(w, s, keys, n, shift, g, stride, dim, rate, epsilon, out, ahead, step)
+    thread, shift = v.enter(job), bits_for(v.field(job, k.BAGS))
+    out = v.field(job, k.SCRATCH) + thread * thread_bytes(v.field(job, k.DIM))
+    out += 8 * (1 << DIGIT_BITS) + MAP_BYTES
+    unit = v.take_unit(job)
+    while unit < v.field(job, v.UNITS):
+        table = v.item(v.field(job, k.PLAN), 3 * unit)
+        keys, count = sorted_lookups(job, unit, thread, True)
+        if v.field(job, k.FORMAT) != FLOAT:
+            narrow_rows(job, table, keys, count, shift, thread, out)
+        elif v.field(job, k.KIND) == ROWWISE:
+            rowwise_rows(job, table, keys, count, shift, out)
         else:
-            adagrad_rows(w, s, keys, n, shift, g, stride, dim, rate, epsilon, out, ahead, step)
-        unit = take_unit(job)
+            adagrad_rows(job, table, keys, count, shift, out)
+        unit = v.take_unit(job)
 
 
 def sort_alone(job):
     """Sort as :func:`adagrad_owned` does and update no row: what sorting takes, timed apart."""
-    units, thread = field(job, UNITS), enter(job)
-    unit = take_unit(job)
-    while unit < units:
+    thread, unit = v.enter(job), v.take_unit(job)
+    while unit < v.field(job, v.UNITS):
         sorted_lookups(job, unit, thread, False)
-        unit = take_unit(job)
+        unit = v.take_unit(job)

@@ -14,49 +14,16 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.core.cgutils import get_or_insert_function
-from numba.extending import intrinsic, models, register_model
 
 from dlrm_core.base.machine import cpu_flags
-from dlrm_kernels.vectors import (
-    LANES,
-    loading,
-    pointer_to,
-    storing,
-    to_nearest_bf16,
-    vector,
-)
+from dlrm_kernels import vectors as v
 
 ROW_BYTES = 64
 
 HAS_TILES = {"amx_tile", "amx_bf16"} <= cpu_flags()
 HAS_BF16 = {"avx512f", "avx512_bf16"} <= cpu_flags()
 
-_I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
-_INTS, _FLOATS = ir.VectorType(_I32, LANES), ir.VectorType(ir.FloatType(), LANES)
-_SHORTS, _ALL_SHORTS = ir.VectorType(_I16, LANES), ir.VectorType(_I16, 2 * LANES)
-
-
-class Integers(types.Type):
-    """Numba's view of sixteen 32-bit integers in registers."""
-
-    def __init__(self) -> None:
-        super().__init__(name="int32x16")
-
-
-integers = Integers()
-
-
-@register_model(Integers)
-class IntegersModel(models.PrimitiveModel):
-    """Kept as one LLVM vector, so that the optimiser puts it in registers."""
-
-    def __init__(self, manager: Any, kind: Any) -> None:
-        super().__init__(manager, kind, _INTS)
-
-
-def _constant(value: int) -> ir.Constant:
-    return ir.Constant(_INTS, [value] * LANES)
+_ALL_SHORTS = ir.VectorType(v.I16, 2 * v.LANES)
 
 
 class _Bfloat(ir.Type):
@@ -72,211 +39,150 @@ class _Bfloat(ir.Type):
         return hash(_Bfloat)
 
 
-@intrinsic
-def halves_of(context, a, b):
+@v.instruction(v.word_vector(v.vector, v.vector))
+def halves_of(builder, low, high):
     """32 float32 rounded to the nearest bf16, one behind the other."""
+    if HAS_BF16:
+        kind = ir.VectorType(_Bfloat(), 2 * v.LANES)
+        halves = v.call(builder, "x86.avx512bf16.cvtne2ps2bf16.512", kind, high, low)
+        return builder.bitcast(halves, v.INTS)
+    halves = [v.to_nearest_bf16(builder, value) for value in (low, high)]
+    return builder.bitcast(_chosen(builder, *halves, range(2 * v.LANES)), v.INTS)
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        low, high = arguments
-        if HAS_BF16:
-            kind = ir.FunctionType(ir.VectorType(_Bfloat(), 2 * LANES), [_FLOATS, _FLOATS])
-            name = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
-            function = get_or_insert_function(builder.module, kind, name)
-            return builder.bitcast(builder.call(function, [high, low]), _INTS)
-        halves = [to_nearest_bf16(builder, value) for value in (low, high)]
-        order = ir.Constant(ir.VectorType(_I32, 2 * LANES), list(range(2 * LANES)))
-        return builder.bitcast(builder.shuffle_vector(*halves, order), _INTS)
 
-    return integers(vector, vector), generate
+def _chosen(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, places: Any) -> ir.Value:
+    """Lanes of two vectors, by their places in both."""
+    places = list(places)
+    return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(v.I32, len(places)), places))
 
 
 def _floats_of(first: int) -> Any:
-    @intrinsic
-    def floats(context, halves):
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            shorts = builder.bitcast(arguments[0], _ALL_SHORTS)
-            places = ir.Constant(_INTS, list(range(first, first + LANES)))
-            chosen = builder.shuffle_vector(shorts, shorts, places)
-            wide = builder.shl(builder.zext(chosen, _INTS), _constant(16))
-            return builder.bitcast(wide, _FLOATS)
-
-        return vector(integers), generate
+    @v.instruction(v.vector(v.word_vector))
+    def floats(builder, halves):
+        shorts = builder.bitcast(halves, _ALL_SHORTS)
+        chosen = _chosen(builder, shorts, shorts, range(first, first + v.LANES))
+        return builder.bitcast(builder.shl(builder.zext(chosen, v.INTS), v.same(16)), v.FLOATS)
 
     return floats
 
 
-first_floats, last_floats = _floats_of(0), _floats_of(LANES)
+first_floats, last_floats = _floats_of(0), _floats_of(v.LANES)
 """Instructions: the first, the last 16 of 32 bf16 as float32."""
 
 
 def _paired_from(first: int) -> Any:
-    @intrinsic
-    def pairs(context, even, odd):
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            rows = [builder.bitcast(row, _ALL_SHORTS) for row in arguments]
-            columns = range(first, first + LANES)
-            order = [place for c in columns for place in (c, 2 * LANES + c)]
-            places = ir.Constant(ir.VectorType(_I32, 2 * LANES), order)
-            return builder.bitcast(builder.shuffle_vector(*rows, places), _INTS)
-
-        return integers(integers, integers), generate
+    @v.instruction(v.word_vector(v.word_vector, v.word_vector))
+    def pairs(builder, even, odd):
+        rows = [builder.bitcast(row, _ALL_SHORTS) for row in (even, odd)]
+        columns = range(first, first + v.LANES)
+        places = [place for c in columns for place in (c, 2 * v.LANES + c)]
+        return builder.bitcast(_chosen(builder, *rows, places), v.INTS)
 
     return pairs
 
 
-first_pairs, last_pairs = _paired_from(0), _paired_from(LANES)
+first_pairs, last_pairs = _paired_from(0), _paired_from(v.LANES)
 """Instructions: of the first, the last 16 columns of two rows a pair in one lane."""
 
 
-@intrinsic
-def lower_halves(context, value):
+@v.instruction(v.vector(v.word_vector))
+def lower_halves(builder, value):
     """The bf16 in the lower half of each lane, as float32."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        return builder.bitcast(builder.shl(arguments[0], _constant(16)), _FLOATS)
-
-    return vector(integers), generate
+    return builder.bitcast(builder.shl(value, v.same(16)), v.FLOATS)
 
 
-@intrinsic
-def upper_halves(context, value):
+@v.instruction(v.vector(v.word_vector))
+def upper_halves(builder, value):
     """The bf16 in the upper half of each lane, as float32."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        kept = builder.and_(arguments[0], _constant(-0x10000))
-        return builder.bitcast(kept, _FLOATS)
-
-    return vector(integers), generate
+    return builder.bitcast(builder.and_(value, v.same(-0x10000)), v.FLOATS)
 
 
-@intrinsic
-def load_integers(context, address):
-    """Sixteen 32-bit integers."""
-    return integers(types.int64), loading(_INTS, 4)
-
-
-@intrinsic
-def store_integers(context, address, value):
-    """Sixteen 32-bit integers."""
-    return types.void(types.int64, integers), storing(_INTS, 4)
-
-
-@intrinsic
-def splat_integer(context, address):
+@v.instruction(v.word_vector(types.int64))
+def splat_integer(builder, address):
     """The 32-bit integer at an address, sixteen times."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        one = builder.load(pointer_to(builder, arguments[0], _I32), align=4)
-        first = builder.insert_element(ir.Constant(_INTS, ir.Undefined), one, _I32(0))
-        return builder.shuffle_vector(first, ir.Constant(_INTS, ir.Undefined), _constant(0))
-
-    return integers(types.int64), generate
+    return v.spread(builder, builder.load(v.pointer_to(builder, address, v.I32), align=4), v.INTS)
 
 
-@intrinsic
-def relu(context, value):
+@v.instruction(v.vector(v.vector))
+def relu(builder, value):
     """max(x, 0), NaN kept."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        zero = ir.Constant(_FLOATS, [0.0] * LANES)
-        negative = builder.fcmp_ordered("<", arguments[0], zero)
-        return builder.select(negative, zero, arguments[0])
-
-    return vector(vector), generate
+    zero = ir.Constant(v.FLOATS, [0.0] * v.LANES)
+    return builder.select(builder.fcmp_ordered("<", value, zero), zero, value)
 
 
-@intrinsic
-def where_positive(context, value, address):
+@v.instruction(v.vector(v.vector, types.int64))
+def where_positive(builder, value, address):
     """The lanes for which the bf16 at an address is above zero; 0 elsewhere."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        shorts = builder.load(pointer_to(builder, arguments[1], _SHORTS), align=2)
-        positive = builder.icmp_signed(">", shorts, ir.Constant(_SHORTS, [0] * LANES))
-        return builder.select(positive, arguments[0], ir.Constant(_FLOATS, [0.0] * LANES))
-
-    return vector(vector, types.int64), generate
+    shorts = builder.load(v.pointer_to(builder, address, v.SHORTS), align=2)
+    positive = builder.icmp_signed(">", shorts, ir.Constant(v.SHORTS, [0] * v.LANES))
+    return builder.select(positive, value, ir.Constant(v.FLOATS, [0.0] * v.LANES))
 
 
-@intrinsic
-def transpose_tile(context, source, target):
+@v.instruction(types.void(types.int64, types.int64))
+def transpose_tile(builder, source, target):
     """A tile of 16 x 16 32-bit numbers, transposed, to another place.
 
     Eklundh's method: blocks of 1, 2, 4 and 8 rows change places with their mirror images.
     """
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        def place(base: Any, row: int) -> Any:
-            return pointer_to(builder, builder.add(base, _I64(ROW_BYTES * row)), _INTS)
+    def place(base: Any, row: int) -> Any:
+        return v.pointer_to(builder, builder.add(base, v.I64(ROW_BYTES * row)), v.INTS)
 
-        rows = [builder.load(place(arguments[0], r), align=4) for r in range(LANES)]
-        for step in (1, 2, 4, 8):
-            lanes = range(LANES)
-            upper = [lane if not lane & step else LANES + lane - step for lane in lanes]
-            lower = [lane + step if not lane & step else LANES + lane for lane in lanes]
-            for r in range(LANES):
-                if not r & step:
-                    a, b = rows[r], rows[r + step]
-                    for k, chosen in ((r, upper), (r + step, lower)):
-                        rows[k] = builder.shuffle_vector(a, b, ir.Constant(_INTS, chosen))
-        for r, row in enumerate(rows):
-            builder.store(row, place(arguments[1], r), align=4)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), generate
+    rows = [builder.load(place(source, r), align=4) for r in range(v.LANES)]
+    for step in (1, 2, 4, 8):
+        lanes = range(v.LANES)
+        upper = [lane if not lane & step else v.LANES + lane - step for lane in lanes]
+        lower = [lane + step if not lane & step else v.LANES + lane for lane in lanes]
+        for r in range(v.LANES):
+            if not r & step:
+                a, b = rows[r], rows[r + step]
+                rows[r], rows[r + step] = (
+                    _chosen(builder, a, b, upper),
+                    _chosen(builder, a, b, lower),
+                )
+    for r, row in enumerate(rows):
+        builder.store(row, place(target, r), align=4)
 
 
-def _call(builder: ir.IRBuilder, name: str, *arguments: ir.Value) -> None:
+def _tile_call(builder: ir.IRBuilder, name: str, *arguments: ir.Value) -> None:
     if HAS_TILES:
-        kind = ir.FunctionType(ir.VoidType(), [argument.type for argument in arguments])
-        function = get_or_insert_function(builder.module, kind, f"llvm.x86.{name}")
-        builder.call(function, arguments)
+        v.call(builder, f"x86.{name}", ir.VoidType(), *arguments)
 
 
-@intrinsic
-def configure_tiles(context, address):
+@v.instruction(types.void(types.int64))
+def configure_tiles(builder, address):
     """Give this thread's tiles the shapes that the 64 bytes at an address describe."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        _call(builder, "ldtilecfg", pointer_to(builder, arguments[0], _I8))
-        return context.get_dummy_value()
-
-    return types.void(types.int64), generate
+    _tile_call(builder, "ldtilecfg", v.pointer_to(builder, address, v.I8))
 
 
-@intrinsic
-def release_tiles(context):
-    """Give this thread's tiles back: a thread that has them takes longer to switch."""
+def _on_tiles(name: str, *numbers: int) -> Any:
+    """Instruction () that works on tiles of these numbers."""
 
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        _call(builder, "tilerelease")
-        return context.get_dummy_value()
+    @v.instruction(types.void())
+    def work(builder):
+        _tile_call(builder, name, *map(v.I8, numbers))
 
-    return types.void(), generate
+    return work
+
+
+release_tiles = _on_tiles("tilerelease")
+"""Gives this thread's tiles back: a thread that has them takes longer to switch."""
 
 
 def clear_tile(number: int) -> Any:
     """Instruction: zeros to a tile."""
+    return _on_tiles("tilezero", number)
 
-    @intrinsic
-    def clear(context):
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            _call(builder, "tilezero", _I8(number))
-            return context.get_dummy_value()
 
-        return types.void(), generate
-
-    return clear
+def multiply_tiles(target: int, left: int, right: int) -> Any:
+    """Instruction: add the product of two bf16 tiles to a float32 tile (TDPBF16PS)."""
+    return _on_tiles("tdpbf16ps", target, left, right)
 
 
 def _move_tile(name: str, number: int) -> Any:
-    @intrinsic
-    def move(context, address, stride):
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            pointer = pointer_to(builder, arguments[0], _I8)
-            _call(builder, name, _I8(number), pointer, arguments[1])
-            return context.get_dummy_value()
-
-        return types.void(types.int64, types.int64), generate
+    @v.instruction(types.void(types.int64, types.int64))
+    def move(builder, address, stride):
+        _tile_call(builder, name, v.I8(number), v.pointer_to(builder, address, v.I8), stride)
 
     return move
 
@@ -289,17 +195,3 @@ def load_tile(number: int) -> Any:
 def store_tile(number: int) -> Any:
     """Instruction (address, bytes between rows): a tile to memory."""
     return _move_tile("tilestored64", number)
-
-
-def multiply_tiles(target: int, left: int, right: int) -> Any:
-    """Instruction: add the product of two bf16 tiles to a float32 tile (TDPBF16PS)."""
-
-    @intrinsic
-    def multiply(context):
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            _call(builder, "tdpbf16ps", _I8(target), _I8(left), _I8(right))
-            return context.get_dummy_value()
-
-        return types.void(), generate
-
-    return multiply

@@ -10,6 +10,7 @@ ReLU, mask, sums, and the forms wanted of it.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 from __future__ import annotations
 
+from dlrm_kernels import vectors as v
 from dlrm_kernels.tiles.instructions import (
     clear_tile,
     configure_tiles,
@@ -18,82 +19,66 @@ from dlrm_kernels.tiles.instructions import (
     halves_of,
     last_floats,
     last_pairs,
-    load_integers,
     load_tile,
     lower_halves,
     multiply_tiles,
     release_tiles,
     relu,
     splat_integer,
-    store_integers,
     store_tile,
     transpose_tile,
     upper_halves,
     where_positive,
 )
-from dlrm_kernels.vectors import (
-    UNITS,
-    add,
-    compiled,
-    enter,
-    field,
-    load_first,
-    load_float,
-    load_vector,
-    multiply,
-    prefetch,
-    store_first,
-    store_float,
-    store_vector,
-    subtract,
-    take_unit,
-    zeros,
-)
 
 # Fields of a job behind the first three (:mod:`dlrm_kernels.vectors`). Addresses unless another
 # unit is given; an address of 0: not wanted.
-SCRATCH = 3  # SCRATCH_BYTES a thread
-SCRATCH_BYTES = 4
-GROUP = 5  # rows of blocks in a unit
-ROW_BLOCKS = 6
-COLUMN_BLOCKS = 7
-ROWS = 8  # of them real, the rest is padding
-COLUMNS = 9
-PARTS = 10  # 1, 2 or 3
-# the operands of a product
-CONFIG = 11  # shapes of the tiles; 0: no tiles, multiply by vector instructions
-LEFT = 12
-RIGHT = 13
-DEPTH = 14  # blocks along the sum
-LEFT_STRIDE = 15  # bytes from one row of blocks to the next
-RIGHT_STRIDE = 16
-# what happens to a block of the result, or of a matrix that is packed
-BIAS = 17  # float32 a column, padded
-RELU = 18  # 0 or 1
-MASK = 19  # rows form of the same shape: where it is not positive, the result is 0
-MASK_PARTS = 20
-SUMS = 21  # ROW_BLOCKS x (32 COLUMN_BLOCKS) float32: sums of each block's columns
-TARGET = 22  # float32, row by row
-TARGET_STRIDE = 23  # bytes
-ACCUMULATE = 24  # 0 or 1: add to the target
-OUT_ROWS = 25  # the result in rows form
-OUT_COLUMNS = 26
-OUT_ROWS_T = 27  # its transpose in rows form
-OUT_COLUMNS_T = 28
-SOURCE = 29  # packing: float32, row by row
-SOURCE_STRIDE = 30
-# the interaction
-FEATURES = 31  # F addresses of float32 (B, d)
-STRIDES = 32  # F distances between their rows, bytes
-COUNT = 33  # F
-DIM = 34  # d
-ITSELF = 35  # 0 or 1: products of a feature with itself too
-GRADIENTS = 36  # F addresses of float32 (B, d), written
-GRADIENT_STRIDES = 37
-DOT_PARTS = 38  # as PARTS, of the features
-FIELDS = 39
+(
+    SCRATCH,  # SCRATCH_BYTES a thread
+    SCRATCH_BYTES,
+    GROUP,  # rows of blocks in a unit
+    ROW_BLOCKS,
+    COLUMN_BLOCKS,
+    ROWS,  # of them real, the rest is padding
+    COLUMNS,
+    PARTS,  # 1, 2 or 3
+    # the operands of a product
+    CONFIG,  # shapes of the tiles; 0: no tiles, multiply by vector instructions
+    LEFT,
+    RIGHT,
+    DEPTH,  # blocks along the sum
+    LEFT_STRIDE,  # bytes from one row of blocks to the next
+    RIGHT_STRIDE,
+    # what happens to a block of the result, or of a matrix that is packed
+    BIAS,  # float32 a column, padded
+    RELU,  # 0 or 1
+    MASK,  # rows form of the same shape: where it is not positive, the result is 0
+    MASK_PARTS,
+    SUMS,  # ROW_BLOCKS x (32 COLUMN_BLOCKS) float32: sums of each block's columns
+    TARGET,  # float32, row by row
+    TARGET_STRIDE,  # bytes
+    ACCUMULATE,  # 0 or 1: add to the target
+    OUT_ROWS,  # the result in rows form
+    OUT_COLUMNS,
+    OUT_ROWS_T,  # its transpose in rows form
+    OUT_COLUMNS_T,
+    SOURCE,  # packing: float32, row by row
+    SOURCE_STRIDE,
+    # the interaction
+    FEATURES,  # F addresses of float32 (B, d)
+    STRIDES,  # F distances between their rows, bytes
+    COUNT,  # F
+    DIM,  # d
+    ITSELF,  # 0 or 1: products of a feature with itself too
+    GRADIENTS,  # F addresses of float32 (B, d), written
+    GRADIENT_STRIDES,
+    DOT_PARTS,  # as PARTS, of the features
+    FIELDS,
+) = range(3, 40)
 
 BLOCK_BYTES = 32 * 32 * 4
+"""A block in float32; in bf16 half of it for each part."""
+
 SCRATCH_LEAST = BLOCK_BYTES + 3 * 2 * 2 * 1024
 """Bytes: a block in float32, and in both forms."""
 
@@ -104,48 +89,48 @@ _multiply00, _multiply01 = multiply_tiles(0, 4, 6), multiply_tiles(1, 4, 7)
 _multiply10, _multiply11 = multiply_tiles(2, 5, 6), multiply_tiles(3, 5, 7)
 
 
-@compiled
+@v.compiled
 def own_scratch(job):
     """This thread's part of the scratch memory."""
-    return field(job, SCRATCH) + enter(job) * field(job, SCRATCH_BYTES)
+    return v.field(job, SCRATCH) + v.enter(job) * v.field(job, SCRATCH_BYTES)
 
 
-@compiled
+@v.compiled
 def emit_two(a, b, c, d, parts, pair, rows, columns):
     """Two rows (a, b) and (c, d) of a block in rows form, in columns form; 0: not wanted."""
     for part in range(parts):
         even, odd = halves_of(a, b), halves_of(c, d)
         if rows != 0:
             place = rows + 2048 * part + 128 * pair
-            store_integers(place, even)
-            store_integers(place + 64, odd)
+            v.store_words(place, even)
+            v.store_words(place + 64, odd)
         if columns != 0:
             place = columns + 2048 * part + 64 * pair
-            store_integers(place, first_pairs(even, odd))
-            store_integers(place + 1024, last_pairs(even, odd))
+            v.store_words(place, first_pairs(even, odd))
+            v.store_words(place + 1024, last_pairs(even, odd))
         if part + 1 < parts:
-            a, b = subtract(a, first_floats(even)), subtract(b, last_floats(even))
-            c, d = subtract(c, first_floats(odd)), subtract(d, last_floats(odd))
+            a, b = v.subtract(a, first_floats(even)), v.subtract(b, last_floats(even))
+            c, d = v.subtract(c, first_floats(odd)), v.subtract(d, last_floats(odd))
 
 
-@compiled
+@v.compiled
 def emit_block(source, stride, pairs, parts, rows, columns):
     """The first pairs of rows of a block of float32, in the forms wanted (0: not)."""
     for pair in range(pairs):
         here = source + 2 * pair * stride
-        a, b = load_vector(here), load_vector(here + 64)
-        c, d = load_vector(here + stride), load_vector(here + stride + 64)
+        a, b = v.load_vector(here), v.load_vector(here + 64)
+        c, d = v.load_vector(here + stride), v.load_vector(here + stride + 64)
         emit_two(a, b, c, d, parts, pair, rows, columns)
 
 
-@compiled
+@v.compiled
 def places_wanted(job, row, column, scratch):
     """Where a block's forms go: rows, columns (0: not wanted), and their transposes."""
-    size = 2048 * field(job, PARTS)
-    here = (row * field(job, COLUMN_BLOCKS) + column) * size
-    mirrored = (column * field(job, ROW_BLOCKS) + row) * size
-    rows, rows_t = field(job, OUT_ROWS), field(job, OUT_ROWS_T)
-    columns, columns_t = field(job, OUT_COLUMNS), field(job, OUT_COLUMNS_T)
+    size = 2048 * v.field(job, PARTS)
+    here = (row * v.field(job, COLUMN_BLOCKS) + column) * size
+    mirrored = (column * v.field(job, ROW_BLOCKS) + row) * size
+    rows, rows_t = v.field(job, OUT_ROWS), v.field(job, OUT_ROWS_T)
+    columns, columns_t = v.field(job, OUT_COLUMNS), v.field(job, OUT_COLUMNS_T)
     spare = scratch + BLOCK_BYTES
     if rows != 0:
         rows += here
@@ -163,7 +148,7 @@ def places_wanted(job, row, column, scratch):
     )
 
 
-@compiled
+@v.compiled
 def transpose_forms(parts, places):
     """The transposes wanted, from the forms just written."""
     rows, columns, columns_t, rows_t = places
@@ -175,47 +160,47 @@ def transpose_forms(parts, places):
             transpose_tile(columns + tile, rows_t + tile)
 
 
-@compiled
+@v.compiled
 def emit(job, source, stride, row, column, scratch):
     """A block of float32 in the forms that the job wants."""
     places = places_wanted(job, row, column, scratch)
-    emit_block(source, stride, 16, field(job, PARTS), places[0], places[1])
-    transpose_forms(field(job, PARTS), places)
+    emit_block(source, stride, 16, v.field(job, PARTS), places[0], places[1])
+    transpose_forms(v.field(job, PARTS), places)
 
 
-@compiled
+@v.compiled
 def store_row(job, a, b, row, column, r):
     """A row of a block to the float32 target, without padding."""
     place = 32 * row + r
-    if place < field(job, ROWS):
-        target = field(job, TARGET) + place * field(job, TARGET_STRIDE) + 128 * column
-        width = field(job, COLUMNS) - 32 * column
+    if place < v.field(job, ROWS):
+        target = v.field(job, TARGET) + place * v.field(job, TARGET_STRIDE) + 128 * column
+        width = v.field(job, COLUMNS) - 32 * column
         low, high = min(16, width), max(0, min(16, width - 16))
-        if field(job, ACCUMULATE) != 0:
-            a = add(a, load_first(target, low))
-            b = add(b, load_first(target + 64, high))
-        store_first(target, a, low)
-        store_first(target + 64, b, high)
+        if v.field(job, ACCUMULATE) != 0:
+            a = v.add(a, v.load_first(target, low))
+            b = v.add(b, v.load_first(target + 64, high))
+        v.store_first(target, a, low)
+        v.store_first(target + 64, b, high)
 
 
-@compiled
+@v.compiled
 def finish(job, block, row, column, scratch):
     """Bias, ReLU, mask and column sums of a block of float32; then target and forms."""
-    bias, mask, sums = field(job, BIAS), field(job, MASK), field(job, SUMS)
-    rectify, target = field(job, RELU) != 0, field(job, TARGET)
-    parts, columns = field(job, PARTS), field(job, COLUMN_BLOCKS)
+    bias, mask, sums = v.field(job, BIAS), v.field(job, MASK), v.field(job, SUMS)
+    rectify, target = v.field(job, RELU) != 0, v.field(job, TARGET)
+    parts, columns = v.field(job, PARTS), v.field(job, COLUMN_BLOCKS)
     places = places_wanted(job, row, column, scratch)
-    low, high, sum_low, sum_high = zeros(), zeros(), zeros(), zeros()
+    low, high, sum_low, sum_high = v.zeros(), v.zeros(), v.zeros(), v.zeros()
     if bias != 0:
-        low, high = load_vector(bias + 128 * column), load_vector(bias + 128 * column + 64)
+        low, high = v.load_vector(bias + 128 * column), v.load_vector(bias + 128 * column + 64)
     if mask != 0:
-        mask += (row * columns + column) * 2048 * field(job, MASK_PARTS)
+        mask += (row * columns + column) * 2048 * v.field(job, MASK_PARTS)
     for pair in range(16):
         here = block + 256 * pair
-        a, b = load_vector(here), load_vector(here + 64)
-        c, d = load_vector(here + 128), load_vector(here + 192)
+        a, b = v.load_vector(here), v.load_vector(here + 64)
+        c, d = v.load_vector(here + 128), v.load_vector(here + 192)
         if bias != 0:
-            a, b, c, d = add(a, low), add(b, high), add(c, low), add(d, high)
+            a, b, c, d = v.add(a, low), v.add(b, high), v.add(c, low), v.add(d, high)
         if rectify:
             a, b, c, d = relu(a), relu(b), relu(c), relu(d)
         if mask != 0:
@@ -223,19 +208,19 @@ def finish(job, block, row, column, scratch):
             a, b = where_positive(a, place), where_positive(b, place + 32)
             c, d = where_positive(c, place + 64), where_positive(d, place + 96)
         if sums != 0:
-            sum_low, sum_high = add(add(sum_low, a), c), add(add(sum_high, b), d)
+            sum_low, sum_high = v.add(v.add(sum_low, a), c), v.add(v.add(sum_high, b), d)
         if target != 0:
             store_row(job, a, b, row, column, 2 * pair)
             store_row(job, c, d, row, column, 2 * pair + 1)
         emit_two(a, b, c, d, parts, pair, places[0], places[1])
     if sums != 0:
         place = sums + 128 * (row * columns + column)
-        store_vector(place, sum_low)
-        store_vector(place + 64, sum_high)
+        v.store_vector(place, sum_low)
+        v.store_vector(place + 64, sum_high)
     transpose_forms(parts, places)
 
 
-@compiled
+@v.compiled
 def multiply_quarters():
     """The loaded tiles' products, added to the four quarters of a block."""
     _multiply00()
@@ -244,17 +229,17 @@ def multiply_quarters():
     _multiply11()
 
 
-@compiled
+@v.compiled
 def fetch(place, size):
     """Begin to load ``size`` bytes; nothing at address 0. Returns what comes behind them."""
     if place != 0:
         for line in range(0, size, 64):
-            prefetch(place + line)
+            v.prefetch(place + line)
         place += size
     return place
 
 
-@compiled
+@v.compiled
 def block_by_tiles(left, right, depth, parts, target, coming, share, forms):
     """``target`` (32 x 32 float32) = sum over ``depth`` blocks of left times right.
 
@@ -308,11 +293,11 @@ def block_by_tiles(left, right, depth, parts, target, coming, share, forms):
     _store3(target + 2112, 128)
 
 
-@compiled
+@v.compiled
 def block_by_vectors(left, right, depth, parts, target):
     """The same without tiles: slow, so that the rest can be tested on any CPU."""
     for place in range(0, BLOCK_BYTES, 64):
-        store_vector(target + place, zeros())
+        v.store_vector(target + place, v.zeros())
     for _ in range(depth):
         for total in range(parts - 1, -1, -1):
             for i in range(total + 1):
@@ -321,51 +306,51 @@ def block_by_vectors(left, right, depth, parts, target):
                     for half in range(2):
                         others = right + 2048 * (total - i) + 1024 * half
                         here = target + 128 * row + 64 * half
-                        acc = load_vector(here)
+                        acc = v.load_vector(here)
                         for p in range(16):
                             a = splat_integer(pairs + 4 * p)
-                            b = load_integers(others + 64 * p)
-                            acc = add(acc, multiply(lower_halves(a), lower_halves(b)))
-                            acc = add(acc, multiply(upper_halves(a), upper_halves(b)))
-                        store_vector(here, acc)
+                            b = v.load_words(others + 64 * p)
+                            acc = v.add(acc, v.multiply(lower_halves(a), lower_halves(b)))
+                            acc = v.add(acc, v.multiply(upper_halves(a), upper_halves(b)))
+                        v.store_vector(here, acc)
         left += 2048 * parts
         right += 2048 * parts
 
 
-@compiled
+@v.compiled
 def load_block(job, row, column, block):
     """A block of the float32 source, zeros where the matrix ends."""
-    stride = field(job, SOURCE_STRIDE)
-    height = min(32, field(job, ROWS) - 32 * row)
-    width = min(32, field(job, COLUMNS) - 32 * column)
-    base = field(job, SOURCE) + 32 * row * stride + 128 * column
+    stride = v.field(job, SOURCE_STRIDE)
+    height = min(32, v.field(job, ROWS) - 32 * row)
+    width = min(32, v.field(job, COLUMNS) - 32 * column)
+    base = v.field(job, SOURCE) + 32 * row * stride + 128 * column
     for r in range(32):
         target = block + 128 * r
         if r < height and width == 32:
-            store_vector(target, load_vector(base + r * stride))
-            store_vector(target + 64, load_vector(base + r * stride + 64))
+            v.store_vector(target, v.load_vector(base + r * stride))
+            v.store_vector(target + 64, v.load_vector(base + r * stride + 64))
         else:
-            store_vector(target, zeros())
-            store_vector(target + 64, zeros())
+            v.store_vector(target, v.zeros())
+            v.store_vector(target + 64, v.zeros())
             if r < height:
                 for c in range(0, 4 * width, 4):
-                    store_float(target + c, load_float(base + r * stride + c))
+                    v.store_float(target + c, v.load_float(base + r * stride + c))
 
 
-@compiled
+@v.compiled
 def places_of_forms(job, row, column):
     """Where a block's forms and its mask lie: rows, columns or transpose, mask; 0 if not wanted."""
-    size = 2048 * field(job, PARTS)
-    here = row * field(job, COLUMN_BLOCKS) + column
-    mirrored = column * field(job, ROW_BLOCKS) + row
-    rows, mask = field(job, OUT_ROWS), field(job, MASK)
-    other = field(job, OUT_COLUMNS)
+    size = 2048 * v.field(job, PARTS)
+    here = row * v.field(job, COLUMN_BLOCKS) + column
+    mirrored = column * v.field(job, ROW_BLOCKS) + row
+    rows, mask = v.field(job, OUT_ROWS), v.field(job, MASK)
+    other = v.field(job, OUT_COLUMNS)
     if other == 0:
-        other = field(job, OUT_ROWS_T)
+        other = v.field(job, OUT_ROWS_T)
     return (
         rows + here * size if rows != 0 else 0,
         other + mirrored * size if other != 0 else 0,
-        mask + here * 2048 * field(job, MASK_PARTS) if mask != 0 else 0,
+        mask + here * 2048 * v.field(job, MASK_PARTS) if mask != 0 else 0,
     )
 
 
@@ -376,23 +361,23 @@ def product(job):
     operand goes by.
     """
     scratch = own_scratch(job)
-    config = field(job, CONFIG)
+    config = v.field(job, CONFIG)
     if config != 0:
         configure_tiles(config)
-    left, right = field(job, LEFT), field(job, RIGHT)
-    depth, parts, group = field(job, DEPTH), field(job, PARTS), field(job, GROUP)
-    columns, stride = field(job, COLUMN_BLOCKS), field(job, RIGHT_STRIDE)
-    unit = take_unit(job)
-    while unit < field(job, UNITS):
+    left, right = v.field(job, LEFT), v.field(job, RIGHT)
+    depth, parts, group = v.field(job, DEPTH), v.field(job, PARTS), v.field(job, GROUP)
+    columns, stride = v.field(job, COLUMN_BLOCKS), v.field(job, RIGHT_STRIDE)
+    unit = v.take_unit(job)
+    while unit < v.field(job, v.UNITS):
         begin = unit * group
-        end = min(begin + group, field(job, ROW_BLOCKS))
+        end = min(begin + group, v.field(job, ROW_BLOCKS))
         # of the next right panel each row of blocks fetches a part, a share of it a step
         share = 64 * ((32 * parts + end - begin - 1) // (end - begin))
         for column in range(columns):
             b = right + column * stride
             following = b + stride if column + 1 < columns else b
             for row in range(begin, end):
-                a = left + row * field(job, LEFT_STRIDE)
+                a = left + row * v.field(job, LEFT_STRIDE)
                 if config != 0:
                     coming = following + (row - begin) * share * depth
                     forms = places_of_forms(job, row, column)
@@ -400,7 +385,7 @@ def product(job):
                 else:
                     block_by_vectors(a, b, depth, parts, scratch)
                 finish(job, scratch, row, column, scratch)
-        unit = take_unit(job)
+        unit = v.take_unit(job)
     if config != 0:
         release_tiles()
 
@@ -408,12 +393,12 @@ def product(job):
 def pack(job):
     """A float32 matrix in the forms wanted, after mask and sums."""
     scratch = own_scratch(job)
-    group = field(job, GROUP)
-    unit = take_unit(job)
-    while unit < field(job, UNITS):
+    group = v.field(job, GROUP)
+    unit = v.take_unit(job)
+    while unit < v.field(job, v.UNITS):
         begin = unit * group
-        for row in range(begin, min(begin + group, field(job, ROW_BLOCKS))):
-            for column in range(field(job, COLUMN_BLOCKS)):
+        for row in range(begin, min(begin + group, v.field(job, ROW_BLOCKS))):
+            for column in range(v.field(job, COLUMN_BLOCKS)):
                 load_block(job, row, column, scratch)
                 finish(job, scratch, row, column, scratch)
-        unit = take_unit(job)
+        unit = v.take_unit(job)

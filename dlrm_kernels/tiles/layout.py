@@ -25,8 +25,6 @@ from dlrm_kernels.tiles.machine import cpu_caches, tile_config, why_no_tiles
 from dlrm_kernels.vectors import UNITS
 
 BLOCK = 32
-BLOCK_BYTES = 4 * BLOCK * BLOCK
-"""A block in float32; in bf16 half of it for each part."""
 
 LINE_BYTES = 64
 
@@ -94,7 +92,7 @@ class Tiled:
     @classmethod
     def empty(cls, panels: int, depth: int, parts: int, arena: Arena | None = None) -> Tiled:
         """Memory for a matrix of so many blocks."""
-        size = panels * depth * parts * BLOCK_BYTES // 2
+        size = panels * depth * parts * k.BLOCK_BYTES // 2
         memory = (arena or Arena(size)).take(size).view(torch.int16)
         return cls(memory, panels, depth, parts)
 
@@ -106,7 +104,7 @@ class Tiled:
     @property
     def panel_bytes(self) -> int:
         """Bytes of a row of blocks (rows form) or of a column of blocks."""
-        return self.depth * self.parts * BLOCK_BYTES // 2
+        return self.depth * self.parts * k.BLOCK_BYTES // 2
 
 
 @dataclass
@@ -156,7 +154,7 @@ class Engine:
                 f"left has {left.depth} blocks of {left.parts} parts along the sum, right "
                 f"{right.depth} of {right.parts}"
             )
-        block_bytes = left.parts * BLOCK_BYTES // 2
+        block_bytes = left.parts * k.BLOCK_BYTES // 2
         pieces = range(0, left.depth, DEPTH_BYTES // block_bytes)
         if len(pieces) > 1 and not _is_sum_only(result):
             # what follows needs the whole sum
@@ -187,8 +185,8 @@ class Engine:
         width = dim + count * (count + (1 if itself else -1)) // 2
         job = self._job((size, width), parts, result)
         kept = self._features(job, features, itself, parts)
-        panels = 2 * blocks_of(count) * blocks_of(dim) * int(job[k.DOT_PARTS]) * BLOCK_BYTES // 2
-        job[k.SCRATCH_BYTES] += BLOCK_BYTES * (blocks_of(width) + 2) + panels
+        panels = 2 * blocks_of(count) * blocks_of(dim) * int(job[k.DOT_PARTS]) * k.BLOCK_BYTES // 2
+        job[k.SCRATCH_BYTES] += k.BLOCK_BYTES * (blocks_of(width) + 2) + panels
         self._run(dot_forward, job, most=4)
         del kept
 
@@ -208,9 +206,9 @@ class Engine:
         places = _addresses(gradients)
         job[k.GRADIENTS], job[k.GRADIENT_STRIDES] = (array.ctypes.data for array in places)
         blocks, columns = blocks_of(len(features)), blocks_of(features[0].shape[1])
-        panels = blocks * (blocks + columns) * int(job[k.DOT_PARTS]) * BLOCK_BYTES // 2
-        tiles = BLOCK_BYTES // 2
-        job[k.SCRATCH_BYTES] += tiles + BLOCK_BYTES * (2 + blocks * blocks) + panels
+        panels = blocks * (blocks + columns) * int(job[k.DOT_PARTS]) * k.BLOCK_BYTES // 2
+        tiles = k.BLOCK_BYTES // 2
+        job[k.SCRATCH_BYTES] += tiles + k.BLOCK_BYTES * (2 + blocks * blocks) + panels
         self._run(dot_backward, job, most=4)
         del kept, places
 

@@ -172,6 +172,6 @@ def compiled(loop: Callable[..., Any]) -> Callable[..., Any]:
     """The machine code of one of this module's loops, or the loop itself where there is none."""
     engine = machine_code()
     if engine is not None:
-        return engine.compiled(loop, SIGNATURES[loop])
+        return engine.compiled_loop(loop, SIGNATURES[loop])
     # numpy's scalars warn of the overflow that hashing rests on
     return np.errstate(over="ignore")(loop)

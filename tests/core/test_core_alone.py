@@ -110,3 +110,13 @@ def test_the_core_evaluates_alone(core):
     done = run(core, "evaluate", "-p", "training.embedding_backend=torch")
     assert done.returncode == 0, done.stderr
     assert 0.0 <= json.loads(done.stdout.splitlines()[-1])["auc"] <= 1.0
+
+
+def test_the_loop_loads_few_modules_of_the_core():
+    """What a newcomer has to read of it: the path, and what stands below."""
+    code = (
+        "import sys, dlrm_core.train\n"
+        "print(*(name for name in sys.modules if name.split('.')[0] == 'dlrm_core'))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert len(done.stdout.split()) <= 20, done.stdout

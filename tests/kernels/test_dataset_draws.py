@@ -105,7 +105,7 @@ def test_a_damaged_cache_of_machine_code_is_no_failure(tmp_path, monkeypatch):
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
     for _ in range(2):
         cache_folder.cache_clear()
-        draw_kernels.compiled.cache_clear()
+        draw_kernels.compiled_loop.cache_clear()
         out = np.empty(4, np.uint64)
         draw_kernels.fill_words(0, 0, out)
         assert np.array_equal(out, draws.stream_words(0, 0, 4))
@@ -114,4 +114,4 @@ def test_a_damaged_cache_of_machine_code_is_no_failure(tmp_path, monkeypatch):
         for file in files:
             file.write_bytes(b"rubbish")
     cache_folder.cache_clear()
-    draw_kernels.compiled.cache_clear()
+    draw_kernels.compiled_loop.cache_clear()

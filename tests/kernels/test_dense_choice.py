@@ -59,10 +59,10 @@ class Clock:
 def test_candidates_take_turns_and_the_first_call_does_not_count():
     clock = Clock()
     work = {MKL: clock.candidate("mkl", 9.0, 0.02), TILES: clock.candidate("tiles", 5.0, 0.01)}
-    times = dense_choice.time_in_turns(work, clock, budget_s=10.0)
+    times = dense_choice.time_passes(work, clock, budget_s=10.0)
     assert times == {MKL: pytest.approx(20.0), TILES: pytest.approx(10.0)}
     rounds = clock.order[2:]
-    assert len(rounds) == 2 * dense_choice.MOST_TIMINGS
+    assert len(rounds) == 2 * choices.MOST_TIMINGS
     assert rounds[:6] == ["mkl", "tiles", "tiles", "mkl", "mkl", "tiles"]
 
 
@@ -70,7 +70,7 @@ def test_candidates_take_turns_and_the_first_call_does_not_count():
 def test_timing_ends_with_its_budget_but_times_each_once(seconds, timings):
     clock = Clock()
     work = {pair: clock.candidate(pair, seconds) for pair in (MKL, ONEDNN)}
-    dense_choice.time_in_turns(work, clock, budget_s=0.3)
+    dense_choice.time_passes(work, clock, budget_s=0.3)
     assert clock.order.count(MKL) == clock.order.count(ONEDNN) == 1 + timings
 
 
@@ -80,7 +80,7 @@ def test_one_slow_moment_does_not_decide():
         MKL: clock.candidate("mkl", 0.02),
         TILES: clock.candidate("tiles", 0.01, 0.01, 0.5, 0.01),
     }
-    assert choices.fastest(dense_choice.time_in_turns(work, clock, 10.0)) == TILES
+    assert choices.fastest(dense_choice.time_passes(work, clock, 10.0)) == TILES
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_a_choice_is_made_once_a_process_and_says_what_was_timed(monkeypatch, ti
         asked.append(list(work))
         return dict.fromkeys(work, 20.0) | {TILES: 9.5}
 
-    monkeypatch.setattr(dense_choice, "time_in_turns", times)
+    monkeypatch.setattr(dense_choice, "time_passes", times)
     given = parameters(**AUTO)
     for _ in range(2):
         found, (notice,) = dense.resolve_dense(given, CPU)
@@ -198,7 +198,7 @@ def times_for(first):
 
 
 def test_a_resumed_run_keeps_its_choice_bit_for_bit(monkeypatch, no_tiles, tmp_path):
-    monkeypatch.setattr(dense_choice, "time_in_turns", times_for(ONEDNN))
+    monkeypatch.setattr(dense_choice, "time_passes", times_for(ONEDNN))
     whole = train(parameters(**AUTO))
     half = parameters(
         **AUTO, max_steps=6, checkpoint_every=6, checkpoint_folder=str(tmp_path / "c")
@@ -206,7 +206,7 @@ def test_a_resumed_run_keeps_its_choice_bit_for_bit(monkeypatch, no_tiles, tmp_p
     begun = train(half)
     # the machine gives something else today
     dense_choice.choose.cache_clear()
-    monkeypatch.setattr(dense_choice, "time_in_turns", times_for(MKL))
+    monkeypatch.setattr(dense_choice, "time_passes", times_for(MKL))
     again = half.with_training(max_steps=None, resume="latest")
     resumed = train(again)
     assert begun.losses + resumed.losses == whole.losses
@@ -230,7 +230,7 @@ def _checkpoint(given):
 def test_ranks_take_rank_0s_choice(monkeypatch):
     said = [{"dense_backend": "torch", "fp32_matmul": "onednn"}, ["rank 0 says why"]]
     monkeypatch.setattr(ranks, "gathered", lambda world, own: [said, own])
-    monkeypatch.setattr(dense_choice, "time_in_turns", times_for(MKL))
+    monkeypatch.setattr(dense_choice, "time_passes", times_for(MKL))
     world = type("World", (), {"device": CPU})()
     found, notices = ranks.resolve_together(parameters(**AUTO), world)
     assert found.training.fp32_matmul == "onednn" and notices == ["rank 0 says why"]
