@@ -60,15 +60,15 @@ def attribute(profile: Profile) -> pd.DataFrame:
         what, :func:`basis` says). Rows in the order of a step. Empty if nothing was measured.
         ``attrs["left_out"]`` says which iterations were left out and why (list of str).
     """
-    each = per_iteration(profile)
+    iteration_parts = per_iteration(profile)
     left_out: list[str] = []
     state = iteration_state(profile)
     if state is not None:
         numbers = profile.iterations["iteration"].to_numpy()
-        each = each[each["iteration"].isin(numbers[state.steady])]
+        iteration_parts = iteration_parts[iteration_parts["iteration"].isin(numbers[state.steady])]
         left_out = _left_out(state, numbers)
-    count = max(each["iteration"].nunique(), 1)
-    table = each.groupby(KEYS, as_index=False, sort=False)[["time_ms"]].sum()
+    count = max(iteration_parts["iteration"].nunique(), 1)
+    table = iteration_parts.groupby(KEYS, as_index=False, sort=False)[["time_ms"]].sum()
     table["time_ms"] /= count
     total = table["time_ms"].sum()
     table["share"] = table["time_ms"] / total if total > 0 else np.nan
@@ -191,19 +191,21 @@ def device_beside_host(profile: Profile) -> pd.DataFrame:
         a GPU.
     """
     columns = [*PART, "device_ms", "host_ms", "idle_ms"]
-    each = per_iteration(profile)
-    if profile.trace.empty or not each["where"].eq("device").any():
+    iteration_parts = per_iteration(profile)
+    if profile.trace.empty or not iteration_parts["where"].eq("device").any():
         return pd.DataFrame({name: [] for name in columns})
     state = iteration_state(profile)
     if state is not None:
         steady = profile.iterations["iteration"].to_numpy()[state.steady]
-        each = each[each["iteration"].isin(steady)]
-    count = each["iteration"].nunique()
-    table = each.pivot_table("time_ms", PART, "where", aggfunc="sum", fill_value=0.0) / count
+        iteration_parts = iteration_parts[iteration_parts["iteration"].isin(steady)]
+    count = iteration_parts["iteration"].nunique()
+    table = (
+        iteration_parts.pivot_table("time_ms", PART, "where", aggfunc="sum", fill_value=0.0) / count
+    )
     table = table.reindex(columns=["device", "host", IDLE], fill_value=0.0)
     table["idle_ms"] = table["host"] + table[IDLE]
     pieces = segments(profile, device=False)
-    pieces = pieces[pieces["iteration"].isin(each["iteration"])]
+    pieces = pieces[pieces["iteration"].isin(iteration_parts["iteration"])]
     length = (pieces["end_ns"] - pieces["start_ns"]) / 1e6 / count
     host = by_part(profile, pieces["context"], pd.DataFrame({"host_ms": length}))
     table = table.rename(columns={"device": "device_ms"}).join(host, how="outer").fillna(0.0)
@@ -233,9 +235,9 @@ def _numbered_parts(profile: Profile) -> tuple[Ints, pd.DataFrame]:
 
     Millions of spans are grouped by numbers in a fraction of the time that names take.
     """
-    each = pd.concat([profile.contexts[PART], pd.DataFrame([["other", ""]], columns=PART)])
-    number = each.groupby(PART, sort=False).ngroup().to_numpy().astype(np.int64)
-    return number, each.drop_duplicates().reset_index(drop=True)
+    parts = pd.concat([profile.contexts[PART], pd.DataFrame([["other", ""]], columns=PART)])
+    number = parts.groupby(PART, sort=False).ngroup().to_numpy().astype(np.int64)
+    return number, parts.drop_duplicates().reset_index(drop=True)
 
 
 def coverage(attribution: pd.DataFrame) -> float:
@@ -283,10 +285,10 @@ def data_against_compute(profile: Profile) -> pd.DataFrame:
         ``iteration``, ``data_ms``, ``transfer_ms``, ``compute_ms`` (all but those two), and
         ``idle_ms`` where a GPU idled and the host was not measured.
     """
-    each = per_iteration(profile)
+    iteration_parts = per_iteration(profile)
     apart = ["data", "transfer", IDLE]
-    kind = each["component"].where(each["component"].isin(apart), "compute")
-    table = each.groupby(["iteration", kind])["time_ms"].sum().unstack().fillna(0.0)
+    kind = iteration_parts["component"].where(iteration_parts["component"].isin(apart), "compute")
+    table = iteration_parts.groupby(["iteration", kind])["time_ms"].sum().unstack().fillna(0.0)
     names = ["data", "transfer", "compute", *([IDLE] if IDLE in table else [])]
     table = table.reindex(columns=names, fill_value=0.0)
     return table.add_suffix("_ms").rename_axis(columns=None).reset_index()
@@ -342,12 +344,12 @@ def _segments(profile: Profile, device: bool) -> pd.DataFrame:
     # the row −1 of what is appended stands for outside of every span
     owner = np.append(host_context, -1)[stretch_at(host_start, host_end, begin)]
     for start, end, context in helpers:
-        found = np.append(context, -1)[stretch_at(start, end, begin)]
-        owner = np.where(_waits(profile)[owner] & (found >= 0), found, owner)
+        running_context = np.append(context, -1)[stretch_at(start, end, begin)]
+        owner = np.where(_waits(profile)[owner] & (running_context >= 0), running_context, owner)
     kernel = np.full(len(begin), -1)
     for start, end, context in busy:
-        found = np.append(context, -1)[stretch_at(start, end, begin)]
-        kernel = np.where(kernel >= 0, kernel, found)
+        running_context = np.append(context, -1)[stretch_at(start, end, begin)]
+        kernel = np.where(kernel >= 0, kernel, running_context)
     return pd.DataFrame(
         {
             "iteration": iterations["iteration"].to_numpy()[which],
@@ -426,8 +428,8 @@ def _counted_ends(profile: Profile, work: pd.DataFrame) -> Ints:
         ordered = np.sort(length[rows])
         # all longer than the k shortest get what the metric leaves for each of them
         left = metric[one] - np.append(0.0, np.cumsum(ordered)[:-1])
-        each = left / np.arange(len(rows), 0, -1)
-        longest = each[np.argmax(each <= ordered)]
+        mean_left = left / np.arange(len(rows), 0, -1)
+        longest = mean_left[np.argmax(mean_left <= ordered)]
         end[rows] = start[rows] + np.minimum(length[rows], longest).astype(np.int64)
     return end
 
@@ -564,7 +566,7 @@ def _step_contexts(profile: Profile, other_threads: bool) -> np.ndarray:
 
 def _left_out(state: SteadyState, numbers: np.ndarray) -> list[str]:
     """A sentence each for warm-up, stragglers and short iterations, where there are any."""
-    said = []
+    sentences = []
     usual = f"{milliseconds(state.mean_ms)} usually"
     for why, rows in (
         ("warm-up", state.warm_up),
@@ -577,11 +579,11 @@ def _left_out(state: SteadyState, numbers: np.ndarray) -> list[str]:
             times = state.times_ms[rows]
             short = f"from {milliseconds(times.min())}"
             end = short if why == "short" else f"up to {milliseconds(times.max())}"
-            said.append(
+            sentences.append(
                 f"{len(listed)} of {len(numbers)} iterations are {why} and left out ({shown}; "
                 f"{end} against {usual})"
             )
-    return said
+    return sentences
 
 
 def host_time(profile: Profile) -> pd.Series:
@@ -590,15 +592,17 @@ def host_time(profile: Profile) -> pd.Series:
     Where no iteration is marked in a sampled profile, these are the main thread and those of
     which parts take most (autograd's); OpenMP's workers run, or spin, beside them.
     """
-    own = profile.values[profile.rows("cpu_time_ms", "exclusive")]
+    exclusive = profile.values[profile.rows("cpu_time_ms", "exclusive")]
     sampled = profile.meta.get("engine") == "hpctoolkit" and not profile.meta.get("spans")
-    if sampled and len(own) and not iteration_contexts(profile).any():
-        named = profile.contexts["component"].ne("other").to_numpy()[own["context"]]
-        share = own["value"].where(named, 0.0).groupby(own["profile"]).sum()
-        share = share / own.groupby("profile")["value"].sum()
+    if sampled and len(exclusive) and not iteration_contexts(profile).any():
+        named = profile.contexts["component"].ne("other").to_numpy()[exclusive["context"]]
+        share = exclusive["value"].where(named, 0.0).groupby(exclusive["profile"]).sum()
+        share = share / exclusive.groupby("profile")["value"].sum()
         threads = {main_thread(profile), *share.index[share > 0.5]}
-        own = own[own["profile"].isin(threads)]
-        total = np.bincount(own["context"], own["value"], minlength=len(profile.contexts))
+        exclusive = exclusive[exclusive["profile"].isin(threads)]
+        total = np.bincount(
+            exclusive["context"], exclusive["value"], minlength=len(profile.contexts)
+        )
         return pd.Series(total, profile.contexts.index)
     return profile.value_table("cpu_time_ms")
 

@@ -98,8 +98,8 @@ def engines_side_by_side(profiles: Sequence[Profile]) -> pd.DataFrame:
     index = first.index.union(second.index)
     table = pd.DataFrame(index=index)
     for name, estimate in estimates.items():
-        own = estimate.reindex(index)
-        table[f"{name}_ms"], table[f"{name}_cost_ms"] = own["ms"], own["cost_ms"]
+        side = estimate.reindex(index)
+        table[f"{name}_ms"], table[f"{name}_cost_ms"] = side["ms"], side["cost_ms"]
     a, b = (estimate.reindex(index).fillna(0.0) for estimate in (first, second))
     plain = (_plain_and_profiled(profile)[0] for profile in named.values())
     between = _between_runs(*plain) * (a["ms"] + b["ms"]) / 2
@@ -145,7 +145,7 @@ def _plain_and_profiled(profile: Profile) -> tuple[float, float]:
     under = profile.meta.get("iteration_ms")
     if without and under:
         return statistics.median(without), statistics.median(under)
-    passes = {made.get("name"): made for made in profile.meta.get("passes", [])}
+    passes = {measured.get("name"): measured for measured in profile.meta.get("passes", [])}
     times = passes.get("times", {}).get("ms_per_iteration")
     plain = passes.get("unprofiled", {}).get("ms_per_iteration")
     return float(plain or "nan"), float(times or "nan")
@@ -211,8 +211,8 @@ def steady_rows(times_ms: Values) -> np.ndarray:
 
 def iteration_parts(profile: Profile) -> pd.DataFrame:
     """Milliseconds of each part (columns: component, phase) in each steady iteration (rows)."""
-    each = per_iteration(profile)
-    table = each.pivot_table(
+    times = per_iteration(profile)
+    table = times.pivot_table(
         index="iteration", columns=PART, values="time_ms", aggfunc="sum", fill_value=0.0
     )
     return table[steady_rows(table.sum(axis=1).to_numpy(dtype=float))]
@@ -353,9 +353,9 @@ def ratio_interval(
     se = math.hypot(*relative)
     degrees = welch_degrees(relative[0], before[2], relative[1], after[2])
     middle = math.log(samples * before[0] / after[0]) if min(before[0], after[0]) > 0 else math.nan
-    found = t_interval(middle, se, degrees)
-    low, mid, high = (math.exp(value) for value in (found.low, found.mid, found.high))
-    return Interval(low, mid, high, found.confidence)
+    interval = t_interval(middle, se, degrees)
+    low, mid, high = (math.exp(value) for value in (interval.low, interval.mid, interval.high))
+    return Interval(low, mid, high, interval.confidence)
 
 
 def circumstances(profile: Profile) -> dict[str, dict[str, Any]]:
@@ -476,8 +476,8 @@ def recorded_parts(profile: Profile) -> pd.DataFrame:
         host = host / iteration_count(profile)
         frames.append(parts.assign(host_ms=host).dropna().groupby(PART)[["host_ms"]].sum())
     if len(profile.trace) and profile.threads["kind"].eq("gpu_stream").any():
-        each = per_iteration(profile)
-        idle = each[each["where"].eq("host")]
+        part_times = per_iteration(profile)
+        idle = part_times[part_times["where"].eq("host")]
         count = max(len(profile.iterations), 1)
         frames.append(idle.groupby(PART)[["time_ms"]].sum().set_axis(["idle_ms"], axis=1) / count)
     table = (
@@ -546,8 +546,8 @@ def _by_operator(profile: Profile) -> pd.DataFrame:
     label = np.where(operator[row] >= 0, names[operator[row]], kernels)
     table = device.join(contexts[PART]).assign(operator=label, kernel=kernels)
     table = table.sort_values("ms", ascending=False, kind="stable")
-    each = table.groupby(["operator", *PART], as_index=False)
-    return each.agg({"ms": "sum", "launches": "sum", "kernel": "first"})
+    groups = table.groupby(["operator", *PART], as_index=False)
+    return groups.agg({"ms": "sum", "launches": "sum", "kernel": "first"})
 
 
 def likeness(before: Profile, after: Profile) -> tuple[float, float] | None:

@@ -23,26 +23,26 @@ Floats = npt.NDArray[np.float64]
 INSIDE_FUNCTIONS = ("line", "loop", "instruction")
 """Kinds of context that lie within a function; every other kind is a scope of its own."""
 
-NOT_MEASURED = "not_measured"
+WHY_EMPTY = "not_measured"
 """Key in a frame's ``attrs``: why it is empty."""
 
 
 def unmeasured(columns: Sequence[str], reason: str) -> pd.DataFrame:
     """An empty table that says in ``attrs["not_measured"]`` why it is empty."""
     table = pd.DataFrame({name: [] for name in columns})
-    table.attrs[NOT_MEASURED] = reason
+    table.attrs[WHY_EMPTY] = reason
     return table
 
 
 def reason_of(table: pd.DataFrame) -> str:
     """Why a table holds nothing; "" if what it shows was measured."""
-    return str(table.attrs.get(NOT_MEASURED, ""))
+    return str(table.attrs.get(WHY_EMPTY, ""))
 
 
 def missing_reason(profile: Profile, names: Sequence[str], otherwise: str) -> str:
     """The profile's own reason for the first of ``names`` that has one."""
-    known = profile.not_measured
-    return next((known[name] for name in names if known.get(name)), otherwise)
+    reasons = profile.not_measured
+    return next((reasons[name] for name in names if reasons.get(name)), otherwise)
 
 
 def scopes_of(contexts: pd.DataFrame) -> Ints:
@@ -50,9 +50,9 @@ def scopes_of(contexts: pd.DataFrame) -> Ints:
 
     Itself for what is no line, loop or instruction, and for those outside every function.
     """
-    own = ~contexts["kind"].isin(INSIDE_FUNCTIONS).to_numpy()
-    found = nearest(contexts["parent"].to_numpy(), own)
-    return np.where(found < 0, np.arange(len(found)), found)
+    is_scope = ~contexts["kind"].isin(INSIDE_FUNCTIONS).to_numpy()
+    scope = nearest(contexts["parent"].to_numpy(), is_scope)
+    return np.where(scope < 0, np.arange(len(scope)), scope)
 
 
 def places(parent: Ints) -> tuple[Ints, Ints]:
@@ -131,8 +131,8 @@ def _running(trace: pd.DataFrame, thread: int) -> pd.DataFrame:
     if len(start) > 1 and (start[1:] < end[:-1]).any():
         cuts = distinct([start, end])
         open_span = innermost(start, end, enclosing(start, end), cuts[:-1])
-        found = open_span >= 0
-        start, end, context = cuts[:-1][found], cuts[1:][found], context[open_span[found]]
+        covered = open_span >= 0
+        start, end, context = cuts[:-1][covered], cuts[1:][covered], context[open_span[covered]]
     return pd.DataFrame({"start_ns": start, "end_ns": end, "context": context})
 
 

@@ -168,10 +168,10 @@ def largest_changes(tree: pd.DataFrame) -> pd.DataFrame:
             at = above[at]
         names = (row["label"], row["component"], row["phase"])
         state, lacks = _state(row, sampled, elsewhere)
-        own = [row["self_before_ms"], row["self_after_ms"]]
+        self_ms = [row["self_before_ms"], row["self_after_ms"]]
         if lacks is not None:
-            own[lacks] = np.nan
-        rows.append((path[::-1], *names, *own, own[1] - own[0], state))
+            self_ms[lacks] = np.nan
+        rows.append((path[::-1], *names, *self_ms, self_ms[1] - self_ms[0], state))
     columns = ["path", *_CALL, "before_ms", "after_ms", "difference_ms", "state"]
     return pd.DataFrame(rows, columns=columns)
 

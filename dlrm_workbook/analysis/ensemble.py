@@ -401,7 +401,7 @@ def fitted_curves(times: pd.DataFrame, settings: pd.DataFrame) -> dict[str, list
     """
     axes = numeric_axes(settings) if len(settings) > 2 else []
     curves = {leaf: scaling(times, settings, leaf) for leaf in axes}
-    return {leaf: found for leaf, found in curves.items() if found}
+    return {leaf: fits for leaf, fits in curves.items() if fits}
 
 
 def curves_of_runs(profiles: Mapping[str, Profile]) -> dict[str, list[Curve]]:
@@ -437,7 +437,7 @@ def law_table(curves: Mapping[str, Sequence[Curve]]) -> pd.DataFrame:
             "kind": curve.law.kind,
             "sentence": curve.law.sentence(short_leaf(leaf)),
         }
-        for leaf, found in curves.items()
-        for curve in found
+        for leaf, fits in curves.items()
+        for curve in fits
     ]
     return pd.DataFrame(rows)

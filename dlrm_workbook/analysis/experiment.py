@@ -103,21 +103,21 @@ def _measured(profile: Profile, host: Profile | None) -> dict[str, float]:
     total = float(profile.value_table("gpu_time_ms").sum())
     to_gpu = copies[copies["direction"].str.startswith("host to")] if len(copies) else copies
     launches = "GKER:COUNT" if profile.has("GKER:COUNT") else "launches"
-    found = {
+    figures = {
         "kernel launches": float(profile.value_table(launches).sum()),
         "time of GPU operations": total / 1e3,
     }
     if len(to_gpu):
-        found["copied to the GPU"] = float(to_gpu["bytes"].sum()) / 1e9
+        figures["copied to the GPU"] = float(to_gpu["bytes"].sum()) / 1e9
         time_ms = float(to_gpu["time_ms"].sum())
-        found["speed of copies"] = found["copied to the GPU"] / (time_ms / 1e3)
-        found["copies in the GPU's time"] = 100 * float(copies["time_ms"].sum()) / total
+        figures["speed of copies"] = figures["copied to the GPU"] / (time_ms / 1e3)
+        figures["copies in the GPU's time"] = 100 * float(copies["time_ms"].sum()) / total
     if len(idle):
         busy, span = float(idle["busy_ms"].sum()), float(idle["span_ms"].sum())
-        found["GPU used"] = 100 * busy / span
+        figures["GPU used"] = 100 * busy / span
     if host is not None:
-        found["time on CPU threads"] = float(host.value_table("cpu_time_ms").sum()) / 1e3
-    return found
+        figures["time on CPU threads"] = float(host.value_table("cpu_time_ms").sum()) / 1e3
+    return figures
 
 
 def steps(profile: Profile) -> pd.DataFrame:
@@ -137,7 +137,7 @@ def steps(profile: Profile) -> pd.DataFrame:
     first, last = work["start_ns"][inside], work["end_ns"][inside]
     reach = last.groupby(step[inside]).max() - first.groupby(step[inside]).min()
     table["launching_ms"] = reach.reindex(range(len(table))).to_numpy() / 1e6
-    each = (work["end_ns"] - work["start_ns"]).to_numpy() / 1e6
-    table["busy_ms"] = np.bincount(step[inside], each[inside], minlength=len(table))
+    length_ms = (work["end_ns"] - work["start_ns"]).to_numpy() / 1e6
+    table["busy_ms"] = np.bincount(step[inside], length_ms[inside], minlength=len(table))
     table["busy_share"] = table["busy_ms"] / table["time_ms"]
     return table

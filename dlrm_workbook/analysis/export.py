@@ -73,10 +73,10 @@ def perfetto(ranks: dict[int, Profile]) -> Iterator[dict[str, Any]]:
             by_calls = sampled and kind == "cpu_thread"
             spans = _flame(profile, rows) if by_calls else _as_they_are(rows)
             for context, start, end in spans:
-                said = {"part": parts[context], "kind": kinds[context]}
+                arguments = {"part": parts[context], "kind": kinds[context]}
                 if shapes[context]:
-                    said["shapes"] = shapes[context]
-                yield _event(rank, lane, names[context], start, end, begin, said)
+                    arguments["shapes"] = shapes[context]
+                yield _event(rank, lane, names[context], start, end, begin, arguments)
 
 
 def _named(what: str, rank: int, lane: int, name: str) -> dict[str, Any]:
@@ -90,10 +90,10 @@ def _event(
     start_ns: int,
     end_ns: int,
     begin_ns: int,
-    said: dict[str, str] | None = None,
+    arguments: dict[str, str] | None = None,
 ) -> dict[str, Any]:
     times = {"ts": (start_ns - begin_ns) / 1e3, "dur": (end_ns - start_ns) / 1e3}
-    return {"ph": "X", "name": name, "pid": rank, "tid": lane, **times, "args": said or {}}
+    return {"ph": "X", "name": name, "pid": rank, "tid": lane, **times, "args": arguments or {}}
 
 
 def _as_they_are(rows: Any) -> Iterator[tuple[int, int, int]]:
@@ -163,15 +163,15 @@ def speedscope(ranks: dict[int, Profile], name: str) -> dict[str, Any]:
         for metric in TIMES:
             if not profile.has(metric):
                 continue
-            own = profile.value_table(metric).to_numpy()
+            exclusive = profile.value_table(metric).to_numpy()
             samples, weights = [], []
-            for context in np.flatnonzero(own > 0).tolist():
+            for context in np.flatnonzero(exclusive > 0).tolist():
                 stack, at = [], context
                 while at >= 0:
                     stack.append(numbered[at])
                     at = int(parent[at])
                 samples.append(stack[::-1])
-                weights.append(float(own[context]))
+                weights.append(float(exclusive[context]))
             which = f"rank {rank}, " if len(ranks) > 1 else ""
             profiles.append(
                 {

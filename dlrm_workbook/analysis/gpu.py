@@ -116,15 +116,15 @@ def kernel_table(profile: Profile) -> pd.DataFrame:
 
     launches = column(count)
     table = values[KERNEL_KEYS].assign(launches=launches, time_ms=column(time) * scale)
-    each = launches.where(launches > 0)
-    table["mean_us"] = 1e3 * table["time_ms"] / each
+    launched = launches.where(launches > 0)
+    table["mean_us"] = 1e3 * table["time_ms"] / launched
     table["share_of_device"] = table["time_ms"] / _device_ms(profile, table["time_ms"].sum())
-    table["registers"] = column("GKER:THR_REG_ACUMU") / each
-    table["blocks"] = column("GKER:BLKS_ACUMU") / each
-    table["threads_per_block"] = column("GKER:BLK_THR_ACUMU") / each
+    table["registers"] = column("GKER:THR_REG_ACUMU") / launched
+    table["blocks"] = column("GKER:BLKS_ACUMU") / launched
+    table["threads_per_block"] = column("GKER:BLK_THR_ACUMU") / launched
     memory = [n for n in ("GKER:STMEM_ACUMU (B)", "GKER:DYMEM_ACUMU (B)") if n in values]
     if memory:
-        table["shared_memory_bytes"] = values[memory].sum(axis=1) / each
+        table["shared_memory_bytes"] = values[memory].sum(axis=1) / launched
     else:
         table["shared_memory_bytes"] = np.nan
     most = column("GKER:FGP_MAX_ACUMU")
@@ -143,11 +143,11 @@ def kernel_table(profile: Profile) -> pd.DataFrame:
     table = table[table["time_ms"].gt(0) | table["launches"].gt(0)]
     table = table.sort_values("time_ms", ascending=False, ignore_index=True)
     short = short_names(table["kernel"])
-    said = [kernel_name(name) for name in table["kernel"]]
+    kernel_names = [kernel_name(name) for name in table["kernel"]]
     table["short_name"] = table["kernel"].map(short)
-    table["precision"] = [name.precision for name in said]
+    table["precision"] = [name.precision for name in kernel_names]
     table["tensor_cores"] = [
-        yes_no_unknown(name.tensor_cores) if name.is_product else "" for name in said
+        yes_no_unknown(name.tensor_cores) if name.is_product else "" for name in kernel_names
     ]
     table = table[KERNELS]
     if profile.meta.get("serialised"):
@@ -184,8 +184,8 @@ def waves(kernel: Mapping[str, Any], device: Mapping[str, Any]) -> float:
     names = ("blocks", "threads_per_block", "registers", "shared_memory_bytes")
     blocks, threads, registers, memory = (_number(kernel.get(name)) for name in names)
     most = BLOCKS_PER_SM.get(str(device.get("compute")))
-    known = (sms, threads_per_sm, registers_per_sm, shared, blocks, threads, registers, memory)
-    if most is None or math.isnan(sum(known)) or min(sms, threads) <= 0:
+    facts = (sms, threads_per_sm, registers_per_sm, shared, blocks, threads, registers, memory)
+    if most is None or math.isnan(sum(facts)) or min(sms, threads) <= 0:
         return math.nan
     warps = math.ceil(threads / WARP)
     fits = [most, threads_per_sm // (WARP * warps)]
@@ -222,9 +222,9 @@ def _per_iteration(profile: Profile) -> pd.DataFrame:
     count = iteration_count(profile)
     state = iteration_state(profile)
     if state is None:
-        known = count > 1  # of a sampled pass, whose iterations were counted beside it
+        is_counted = count > 1  # of a sampled pass, whose iterations were counted beside it
         kernels = contexts.loc[profile.of_kind("kernel"), keys].drop_duplicates()
-        part = 1.0 / count if known else np.nan
+        part = 1.0 / count if is_counted else np.nan
         return kernels.assign(
             launches_per_iteration=part, per_iteration_ms=part, share_of_step=np.nan
         )
@@ -337,17 +337,17 @@ def stall_table(profile: Profile, by: str = "kernel") -> pd.DataFrame:
     where = where.assign(metric=rows["metric"].to_numpy(), value=rows["value"].to_numpy())
     keys = STALL_KEYS[by]
     wide = where.pivot_table("value", keys, "metric", aggfunc="sum", fill_value=0.0)
-    found = [name for name in stalls if name in wide]
-    counted = [name for name in found if name not in ("GINS:STL_NONE", "GINS:STL_HID")]
+    measured = [name for name in stalls if name in wide]
+    counted = [name for name in measured if name not in ("GINS:STL_NONE", "GINS:STL_HID")]
     any_stall = wide["GINS:STL_ANY"] if "GINS:STL_ANY" in wide else wide[counted].sum(axis=1)
     if "GINS" not in wide:
         wide["GINS"] = any_stall + wide.get("GINS:STL_NONE", 0.0)
     if "GINS:STL_NONE" not in wide:
         # Warps that were not stalled issued; this release does not count them apart.
         wide["GINS:STL_NONE"] = wide["GINS"] - any_stall
-        found.append("GINS:STL_NONE")
+        measured.append("GINS:STL_NONE")
     samples = wide["GINS"].sum()
-    table = wide[found].melt(ignore_index=False, var_name="reason", value_name="warp_cycles")
+    table = wide[measured].melt(ignore_index=False, var_name="reason", value_name="warp_cycles")
     table = table.reset_index()
     table["reason"] = table["reason"].str.removeprefix("GINS:STL_")
     table = table[table["warp_cycles"] > 0]
@@ -385,9 +385,9 @@ def sampled_profile(profile: Profile) -> Profile:
     PC sampling destroys timing, so the driver measures stalls in a pass of their own
     and ``meta["passes"]`` says where its database is. If it is gone, this profile.
     """
-    for made in profile.meta.get("passes", []):
-        folder = Path(str(made.get("database") or ""))
-        if made.get("name") == "stalls" and (folder / "meta.db").is_file():
+    for measured in profile.meta.get("passes", []):
+        folder = Path(str(measured.get("database") or ""))
+        if measured.get("name") == "stalls" and (folder / "meta.db").is_file():
             return profile_from_database(read_database(folder))
     return profile
 
@@ -415,10 +415,10 @@ def _sampled_places(profile: Profile) -> pd.DataFrame:
     at = nearest(parent, kind.isin(["line", "loop", "function", "kernel"]).to_numpy())
     at = np.where(at < 0, np.arange(len(at)), at)
     names = contexts["name"].to_numpy()
-    found = contexts.iloc[at]
-    is_place = found["kind"].isin(["line", "loop"]).to_numpy() & found["file"].ne("").to_numpy()
-    file = np.where(is_place, found["file"].to_numpy(), "")
-    line = np.where(is_place, found["line"].to_numpy(), 0)
+    places = contexts.iloc[at]
+    is_place = places["kind"].isin(["line", "loop"]).to_numpy() & places["file"].ne("").to_numpy()
+    file = np.where(is_place, places["file"].to_numpy(), "")
+    line = np.where(is_place, places["line"].to_numpy(), 0)
     base = pd.Series(file).str.rpartition("/")[2]
     place = np.where(is_place, base + ":" + pd.Series(line).astype(str), names[at])
     return pd.DataFrame(
@@ -436,9 +436,9 @@ def _torch_copies(profile: Profile) -> pd.DataFrame:
     contexts = profile.contexts
     chosen = contexts["kind"].eq("copy").to_numpy()
     name = contexts["name"][chosen]
-    found = name.str.extract(r"(?:Memcpy|Copy) ?(\w+)")[0].map(COPY_NAMES).map(COPY_KINDS)
+    kind = name.str.extract(r"(?:Memcpy|Copy) ?(\w+)")[0].map(COPY_NAMES).map(COPY_KINDS)
     memory = name.str.extract(r"(?i)(pageable|pinned)")[0].str.lower().fillna("")
-    direction = found.where(~name.str.startswith("Memset"), "memory set").fillna(name)
+    direction = kind.where(~name.str.startswith("Memset"), "memory set").fillna(name)
     return pd.DataFrame(
         {
             "direction": direction,

@@ -300,14 +300,14 @@ class _Work:
         contexts = profile.contexts
         count = len(contexts)
         metrics = [str(m) for m in profile.metrics["metric"] if str(m).startswith(OPERATIONS)]
-        each = {m: profile.value_table(m).fillna(0.0).to_numpy() for m in metrics}
-        flops: Floats = sum(each.values(), np.zeros(count))
+        operations = {m: profile.value_table(m).fillna(0.0).to_numpy() for m in metrics}
+        flops: Floats = sum(operations.values(), np.zeros(count))
         self.flops = np.where(flops > 0, flops, np.nan)
         size = profile.value_table(OPERAND_BYTES).to_numpy()
         self.bytes: Floats = np.where(size > 0, size, np.nan)
         self.known: Bools = (flops > 0) | (size > 0)
         self.precision = np.where(flops > 0, "unknown", "").astype(object)
-        for metric, column in each.items():
+        for metric, column in operations.items():
             # operands of several precisions in one context have none
             alone = (column > 0) & (column == flops)
             self.precision[alone] = metric.removeprefix(OPERATIONS)
@@ -350,9 +350,9 @@ class _Work:
                 continue
             if any(_TRANSFORMED.search(str(names[k])) for k in below):
                 self.transformed.add(operator)
-            found = {_arithmetic(kinds[k], str(self.precision[operator]), gpu) for k in main}
-            uses = {cores for _, cores in found}
-            precisions = {precision for precision, _ in found}
+            arithmetic = {_arithmetic(kinds[k], str(self.precision[operator]), gpu) for k in main}
+            uses = {cores for _, cores in arithmetic}
+            precisions = {precision for precision, _ in arithmetic}
             self.tensor_cores[operator] = yes_no_unknown(uses.pop() if len(uses) == 1 else None)
             if len(precisions) == 1:
                 self.precision[operator] = precisions.pop()

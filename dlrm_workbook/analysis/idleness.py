@@ -116,20 +116,20 @@ def idle_causes(profile: Profile) -> pd.DataFrame:
     return times.sum().reset_index().astype({"cause": object})[IDLE_COLUMNS]
 
 
-def idle_by_cause(profile: Profile, each: pd.DataFrame) -> pd.DataFrame:
+def idle_by_cause(profile: Profile, causes: pd.DataFrame) -> pd.DataFrame:
     """Idle time of a mean iteration by cause, most first.
 
     Args:
-        each: what :func:`idle_causes` gave of the profile.
+        causes: what :func:`idle_causes` gave of the profile.
 
     Returns:
         ``cause``, ``meaning``, ``idle_ms``, ``share_of_idle`` (adds up to 1),
         ``share_of_iteration``, ``after_sync_ms``. Empty, with the reason, like its source.
     """
-    if each.empty:
-        return unmeasured(BY_CAUSE, reason_of(each) or "no GPU was idle")
+    if causes.empty:
+        return unmeasured(BY_CAUSE, reason_of(causes) or "no GPU was idle")
     count = len(profile.iterations)
-    table = each.groupby("cause", as_index=False)[["idle_ms", "after_sync_ms"]].sum()
+    table = causes.groupby("cause", as_index=False)[["idle_ms", "after_sync_ms"]].sum()
     total = table["idle_ms"].sum()
     table["share_of_idle"] = table["idle_ms"] / total if total else np.nan
     table["share_of_iteration"] = table["idle_ms"] / iteration_times_ms(profile).sum()
@@ -319,14 +319,14 @@ def thread_states(profile: Profile) -> pd.DataFrame:
         states["blocked"] = wall - computing - states["waiting for a core"]
     else:
         states["off core"] = wall - computing
-    each = pd.DataFrame(
+    state_times = pd.DataFrame(
         {
             "iteration": columns.get("iteration", range(len(wall))),
             "profiled": columns.get("profiled", True),
             **states,
         }
     )
-    table = each.melt(["iteration", "profiled"], var_name="state", value_name="time_ms")
+    table = state_times.melt(["iteration", "profiled"], var_name="state", value_name="time_ms")
     return table.sort_values("iteration", kind="stable", ignore_index=True)[THREAD]
 
 
@@ -360,15 +360,8 @@ def outside_operators(profile: Profile) -> pd.DataFrame:
 
 # ---- copies, communication and data: hidden behind computing, or exposed ------------------
 
-OVERLAP_COLUMNS = [
-    "what",
-    "where",
-    "total_ms",
-    "hidden_ms",
-    "exposed_ms",
-    "exposed_share",
-    "of_iteration",
-]
+OVERLAP_COLUMNS = ["what", "where", "total_ms", "hidden_ms", "exposed_ms", "exposed_share"]
+OVERLAP_COLUMNS += ["of_iteration"]
 
 OVERLAP_KINDS: dict[str, str] = {
     "copies": "copies between host and GPU, and on it",
@@ -429,10 +422,10 @@ def _on_gpu(profile: Profile, work: pd.DataFrame) -> list[dict[str, Any]]:
 
 def _on_cpu(profile: Profile) -> list[dict[str, Any]]:
     """On a CPU the iterating thread hides nothing; other threads hide all of theirs."""
-    own = per_iteration(profile).groupby("component")["time_ms"].sum() / len(profile.iterations)
+    part_ms = per_iteration(profile).groupby("component")["time_ms"].sum() / len(profile.iterations)
     rows = []
     for what in ("data", "communication"):
-        exposed = float(own.get(what, 0.0))
+        exposed = float(part_ms.get(what, 0.0))
         rows.append({"what": what, "where": "host", "total_ms": exposed, "exposed_ms": exposed})
     loader = ((profile.meta.get("parameters") or {}).get("data") or {}).get("loader")
     if loader not in (None, "synchronous"):
@@ -594,10 +587,10 @@ def _share_out(
     length = length[length > 0]
     contexts = [_context_at(lane, moments) for lane in lanes]
     active = np.sum([context >= 0 for context in contexts], axis=0)
-    each = length / np.maximum(active, 1)
+    share_ns = length / np.maximum(active, 1)
     blamed = np.zeros(count + 1)
     for context in contexts:
-        blamed[:count] += np.bincount(context[context >= 0], each[context >= 0], count)
+        blamed[:count] += np.bincount(context[context >= 0], share_ns[context >= 0], count)
     blamed[count] = length[active == 0].sum()
     return blamed
 

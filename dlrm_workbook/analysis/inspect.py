@@ -58,34 +58,36 @@ def inspect_recording(recording: Recording) -> dict[str, Any]:
         same, each with ``rank``; times that do not add up are then None above it.
     """
     if not recording.ranks:
-        found = inspect_profile(recording.profile)
-        found["cautions"] = recording.cautions + found["cautions"]
-        return found
-    each = [{"rank": rank} | inspect_profile(one) for rank, one in recording.ranks.items()]
-    whole = {name: each[0][name] for name in each[0] if name != "rank"}
-    whole["devices"] = list(dict.fromkeys(name for one in each for name in one["devices"] or []))
-    whole["ranks"] = len(each)
+        facts = inspect_profile(recording.profile)
+        facts["cautions"] = recording.cautions + facts["cautions"]
+        return facts
+    rank_facts = [{"rank": rank} | inspect_profile(one) for rank, one in recording.ranks.items()]
+    whole = {name: rank_facts[0][name] for name in rank_facts[0] if name != "rank"}
+    whole["devices"] = list(
+        dict.fromkeys(name for one in rank_facts for name in one["devices"] or [])
+    )
+    whole["ranks"] = len(rank_facts)
     missing = {name: why for name, why in whole["not_measured"].items() if name not in OWN}
     for name in SUMMED:
-        values = [one[name] for one in each]
-        known = all(value is not None for value in values)
-        whole[name] = sum(values) if known else None
-        if not known:
+        values = [one[name] for one in rank_facts]
+        is_whole = all(value is not None for value in values)
+        whole[name] = sum(values) if is_whole else None
+        if not is_whole:
             missing.setdefault(name, "not every rank has it; see per_rank")
     for name in OWN:
         whole[name] = None
         missing[name] = "each rank has its own; see per_rank"
-    counts = {one["iterations"] for one in each}
+    counts = {one["iterations"] for one in rank_facts}
     whole["iterations"] = counts.pop() if len(counts) == 1 else None
     if counts:
         missing["iterations"] = "the ranks differ; see per_rank"
-    rows = pd.DataFrame([row for one in each for row in one["attribution"]])
+    rows = pd.DataFrame([row for one in rank_facts for row in one["attribution"]])
     whole["attribution"], whole["coverage"] = _summed(rows)
     whole["cautions"] = recording.cautions + [
-        f"Rank {one['rank']}: {caution}" for one in each for caution in one["cautions"]
+        f"Rank {one['rank']}: {caution}" for one in rank_facts for caution in one["cautions"]
     ]
     whole["not_measured"] = {name: why for name, why in missing.items() if whole[name] is None}
-    whole["per_rank"] = each
+    whole["per_rank"] = rank_facts
     return whole
 
 
@@ -99,7 +101,7 @@ def inspect_profile(profile: Profile) -> dict[str, Any]:
         missing["devices"] = "the recording names no device"
     kinds = profile.threads["kind"]
     more = meta.get("left_out") or {}  # threads that are one row together, and streams
-    found: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "kind": meta.get("engine"),
         "devices": names or None,
         "ranks": 1,
@@ -107,27 +109,27 @@ def inspect_profile(profile: Profile) -> dict[str, Any]:
         "streams": int(kinds.eq("gpu_stream").sum()) + more.get("gpu_stream", 0),
         "iterations": len(profile.iterations) or meta.get("profiler_steps") or None,
     }
-    if found["iterations"] is None:
+    if facts["iterations"] is None:
         why = profile.not_measured.get("iterations")
         missing["iterations"] = why or "no steps are marked, and none repeat"
-    found |= _gpu_times(profile, missing)
-    found |= _counts(profile, missing)
+    facts |= _gpu_times(profile, missing)
+    facts |= _counts(profile, missing)
     before = meta.get("launched_before_trace")
     for name, key in (("launched_before_trace", "count"), ("launched_before_trace_ms", "time_ms")):
-        found[name] = before[key] if before else None
+        facts[name] = before[key] if before else None
         if before is None:
             missing[name] = "no launches are recorded to compare with"
     threads = meta.get("steps_threads") or []
-    found["steps_thread"] = ", ".join(threads) or None
+    facts["steps_thread"] = ", ".join(threads) or None
     if not threads:
         missing["steps_thread"] = "no ProfilerStep ranges are recorded"
-    found["share_of"] = WHOLE_RECORDING
-    found["attribution"], found["coverage"] = _summed(_by_part(profile))
-    if found["coverage"] is None:
+    facts["share_of"] = WHOLE_RECORDING
+    facts["attribution"], facts["coverage"] = _summed(_by_part(profile))
+    if facts["coverage"] is None:
         missing["coverage"] = "no time is recorded"
-    found["cautions"] = [str(caution) for caution in meta.get("cautions", [])]
-    found["not_measured"] = missing
-    return found
+    facts["cautions"] = [str(caution) for caution in meta.get("cautions", [])]
+    facts["not_measured"] = missing
+    return facts
 
 
 def _gpu_times(profile: Profile, missing: dict[str, str]) -> dict[str, Any]:
@@ -140,7 +142,7 @@ def _gpu_times(profile: Profile, missing: dict[str, str]) -> dict[str, Any]:
     exchanges &= kernels
     compute = union_ns(start[kernels & ~exchanges], end[kernels & ~exchanges])
     communication = union_ns(start[exchanges], end[exchanges])
-    found: dict[str, Any] = {
+    times: dict[str, Any] = {
         "gpu_span_ms": (int(end.max()) - int(start.min())) / 1e6 if len(work) else None,
         "gpu_busy_ms": union_ns(start, end) / 1e6,
         "compute_ms": compute / 1e6,
@@ -150,19 +152,19 @@ def _gpu_times(profile: Profile, missing: dict[str, str]) -> dict[str, Any]:
     }
     if work.empty:
         why = NO_TIMELINE if profile.has("gpu_time_ms") else NO_GPU_WORK
-        found = dict.fromkeys(found)
-        missing |= dict.fromkeys(found, why)
-    return found
+        times = dict.fromkeys(times)
+        missing |= dict.fromkeys(times, why)
+    return times
 
 
 def _counts(profile: Profile, missing: dict[str, str]) -> dict[str, Any]:
     """Sum of durations, kernels, copies and launches of graphs."""
-    found: dict[str, Any] = dict.fromkeys(("gpu_time_ms", "kernels", "copies", "graph_launches"))
+    counts: dict[str, Any] = dict.fromkeys(("gpu_time_ms", "kernels", "copies", "graph_launches"))
     if not profile.has("gpu_time_ms"):
         why = profile.not_measured.get("gpu_time_ms", NO_GPU_WORK)
-        missing |= dict.fromkeys(found, why)
-        return found
-    found["gpu_time_ms"] = float(profile.value_table("gpu_time_ms").sum())
+        missing |= dict.fromkeys(counts, why)
+        return counts
+    counts["gpu_time_ms"] = float(profile.value_table("gpu_time_ms").sum())
     if profile.meta.get("engine") == "hpctoolkit":
         for name, metrics in (
             ("kernels", ["GKER:COUNT"]),
@@ -170,11 +172,11 @@ def _counts(profile: Profile, missing: dict[str, str]) -> dict[str, Any]:
         ):
             counted = [metric for metric in metrics if profile.has(metric)]
             total = sum(float(profile.value_table(metric).sum()) for metric in counted)
-            found[name] = round(total) if counted else None
+            counts[name] = round(total) if counted else None
             if not counted:
                 missing[name] = f"the database has no {' or '.join(metrics)}"
         missing["graph_launches"] = "HPCToolkit does not record launches of graphs"
-        return found
+        return counts
     calls = profile.value_table("calls").to_numpy()
     launches = profile.contexts["name"].str.match(GRAPH_LAUNCH).to_numpy()
     for name, chosen in (
@@ -182,8 +184,8 @@ def _counts(profile: Profile, missing: dict[str, str]) -> dict[str, Any]:
         ("copies", profile.of_kind("copy")),
         ("graph_launches", launches & profile.of_kind("runtime")),
     ):
-        found[name] = round(calls[chosen].sum())
-    return found
+        counts[name] = round(calls[chosen].sum())
+    return counts
 
 
 def _by_part(profile: Profile) -> pd.DataFrame:
@@ -219,11 +221,11 @@ def _summed(rows: pd.DataFrame) -> tuple[list[Any], float | None]:
 def command_inspect(arguments: argparse.Namespace) -> int:
     """``dlrm inspect PATH``: print what a recording holds."""
     recording = open_recording(named_run(arguments.path, "profile"))
-    found = inspect_recording(recording)
+    facts = inspect_recording(recording)
     if arguments.json:
-        print(json.dumps(plain(found), indent=1))
+        print(json.dumps(plain(facts), indent=1))
     else:
-        print(facts_as_text(recording, found))
+        print(facts_as_text(recording, facts))
     return 0
 
 
@@ -251,11 +253,11 @@ LABELS = {
 """What the text output says, in this order."""
 
 
-def facts_as_text(recording: Recording, found: dict[str, Any]) -> str:
+def facts_as_text(recording: Recording, facts: dict[str, Any]) -> str:
     """The facts as text for people."""
-    lines = [f"{recording.path}: {found['kind']}", ""]
-    lines += _figures(found)
-    attribution = pd.DataFrame(found["attribution"])
+    lines = [f"{recording.path}: {facts['kind']}", ""]
+    lines += _figures(facts)
+    attribution = pd.DataFrame(facts["attribution"])
     if len(attribution):
         attribution["share"] = [
             f"{share:.1%}"
@@ -264,38 +266,38 @@ def facts_as_text(recording: Recording, found: dict[str, Any]) -> str:
         ]
         lines += ["", f"Time in {WHOLE_RECORDING}, ms:"]
         lines.append(attribution.to_string(index=False, float_format=lambda x: f"{x:,.3f}"))
-    if "per_rank" in found:
-        table = pd.DataFrame(found["per_rank"])[
+    if "per_rank" in facts:
+        table = pd.DataFrame(facts["per_rank"])[
             [
                 *("rank", "iterations", "kernels", "copies", "gpu_span_ms", "gpu_busy_ms"),
                 *("compute_ms", "communication_ms", "overlap_ms"),
             ]
         ]
         lines += ["", "Rank by rank:", table.to_string(index=False), "", recording.sentence]
-    if found["cautions"]:
-        lines += ["", "Cautions:", *(f"- {caution}" for caution in found["cautions"])]
+    if facts["cautions"]:
+        lines += ["", "Cautions:", *(f"- {caution}" for caution in facts["cautions"])]
     return "\n".join(lines)
 
 
-def _figures(found: dict[str, Any]) -> list[str]:
+def _figures(facts: dict[str, Any]) -> list[str]:
     """A line a figure; at the end what is not measured, a line a reason."""
     lines = []
     absent: dict[str, list[str]] = {}
     for name, label in LABELS.items():
-        value = found[name]
+        value = facts[name]
         if value is None:
-            reason = found["not_measured"].get(name, "not recorded")
+            reason = facts["not_measured"].get(name, "not recorded")
             absent.setdefault(reason, []).append(label)
             continue
         if name == "coverage":
-            said = f"{value:.1%}"
+            text = f"{value:.1%}"
         elif isinstance(value, float | np.floating):
-            said = f"{value:,.3f}"
+            text = f"{value:,.3f}"
         elif isinstance(value, list):
-            said = ", ".join(value)
+            text = ", ".join(value)
         else:
-            said = f"{value:,}" if isinstance(value, int) else str(value)
-        lines.append(f"  {label:44} {said}")
+            text = f"{value:,}" if isinstance(value, int) else str(value)
+        lines.append(f"  {label:44} {text}")
     if absent:
         lines += ["", "Not measured:"]
         lines += [f"- {', '.join(labels)}: {reason}" for reason, labels in absent.items()]

@@ -45,11 +45,8 @@ class KernelName:
 def kernel_name(full: str) -> KernelName:
     """What the full name of a kernel says; never fails, an unknown one is put in words."""
     text = _demangled(full.strip())
-    for rule in (_copied, _triton, _collective, _product, _attention):
-        found = rule(text)
-        if found is not None:
-            return _cut(found)
-    return _cut(_function(text))
+    rules = (_copied, _triton, _collective, _product, _attention, _function)
+    return _cut(next(name for rule in rules if (name := rule(text)) is not None))
 
 
 def short_names(full: Iterable[str]) -> dict[str, str]:
@@ -62,7 +59,7 @@ def short_names(full: Iterable[str]) -> dict[str, str]:
     short = {name: kernel_name(name).short for name in names}
     for name in _repeated(short):
         detail = kernel_name(name).detail
-        short[name] = _shortened(", ".join(filter(None, (short[name], detail))))
+        short[name] = _shortened(_joined((short[name], detail), ", "))
     counts: Counter[str] = Counter()
     for name in _repeated(short):
         counts[short[name]] += 1
@@ -76,10 +73,15 @@ def _repeated(short: dict[str, str]) -> list[str]:
     return [name for name in short if counts[short[name]] > 1]
 
 
-def _cut(found: KernelName) -> KernelName:
-    detail = _shortened(found.detail, 40)
-    short = _shortened(found.short.strip() or "unnamed kernel")
-    return KernelName(short, detail, found.precision, found.tensor_cores, found.is_product)
+def _cut(name: KernelName) -> KernelName:
+    detail = _shortened(name.detail, 40)
+    short = _shortened(name.short.strip() or "unnamed kernel")
+    return KernelName(short, detail, name.precision, name.tensor_cores, name.is_product)
+
+
+def _joined(words: Iterable[str | None], between: str = " ") -> str:
+    """The words that there are, as one text."""
+    return between.join(filter(None, words))
 
 
 def _shortened(text: str, limit: int = LONGEST_NAME) -> str:
@@ -93,27 +95,25 @@ _CLONE = re.compile(r"\s*\[clone [^\]]*\]|\.kd$|\.intern\.\d+|^static |^__global
 _RETURNS = re.compile(r"^(void|std::enable_if<.*?>::type) ")
 _OPENING, _CLOSING = "<([{", ">)]}"
 
-_TYPES = {
-    "float": "fp32",
-    "double": "fp64",
-    "half": "fp16",
-    "half2": "fp16",
-    "Half": "fp16",
-    "half_t": "fp16",
-    "BFloat16": "bf16",
-    "nv_bfloat16": "bf16",
-    "bfloat16_t": "bf16",
-    "bfloat16": "bf16",
-    "long": "int64",
-    "int64_t": "int64",
-    "int": "int32",
-    "int32_t": "int32",
-    "short": "int16",
-    "char": "int8",
-    "int8_t": "int8",
-    "bool": "bool",
-    "complex": "complex",
-}
+
+def _by_spelling(table: str) -> dict[str, str]:
+    """Each spelling to what it is called: the first word of its line of a table."""
+    lines = (line.split() for line in table.strip().splitlines())
+    return {spelling: called for called, *spellings in lines for spelling in spellings}
+
+
+_TYPES = _by_spelling("""
+fp32     float
+fp64     double
+fp16     half half2 Half half_t
+bf16     BFloat16 nv_bfloat16 bfloat16_t bfloat16
+int64    long int64_t
+int32    int int32_t
+int16    short
+int8     char int8_t
+bool     bool
+complex  complex
+""")
 """C++ types, without their leading underscores, to the names that torch's users know."""
 
 _WRAPPERS_TEXT = """
@@ -170,19 +170,19 @@ _PHRASES = tuple(
 )
 """Phrases in the words of a name to what they are called."""
 
-_LIBRARIES = {
-    "cudnn": "cudnn",
-    "cask_cudnn": "cudnn",
-    "cub": "cub",
-    "cublasLt": "cublasLt",
-    "cublas": "cublas",
-    "fbgemm_gpu": "FBGEMM",
-    "thrust": "thrust",
-    "cutlass": "cutlass",
-    "miopen": "MIOpen",
-    "torchrec": "torchrec",
-    "apex": "apex",
-}
+_LIBRARIES = _by_spelling("""
+cudnn     cudnn cask_cudnn
+cub       cub
+cublasLt  cublasLt
+cublas    cublas
+FBGEMM    fbgemm_gpu
+thrust    thrust
+cutlass   cutlass
+MIOpen    miopen
+torchrec  torchrec
+apex      apex
+flash     pytorch_flash
+""")
 """Namespaces that a short name begins with."""
 
 _FBGEMM = re.compile(r"split_embedding|dense_embedding_codegen|bounds_check_indices|permute_pooled")
@@ -213,12 +213,12 @@ def _demangled(full: str) -> str:
     path: list[str] = []
     arguments: list[str] = []
     rest, nested = full[begun.end() :], begun[0].startswith("_ZN")
-    while found := _LENGTH.search(rest):
+    while length := _LENGTH.search(rest):
         # the path is what stands side by side; what lies behind are arguments
-        inside = found.start() == 0 and not arguments and (nested or not path)
-        size = int(found[0])
-        word = rest[found.end() : found.end() + size]
-        rest = rest[found.end() :]
+        inside = length.start() == 0 and not arguments and (nested or not path)
+        size = int(length[0])
+        word = rest[length.end() : length.end() + size]
+        rest = rest[length.end() :]
         if len(word) == size and re.fullmatch(r"[A-Za-z_]\w*", word):
             rest = rest[size:]
             if not word.startswith("_GLOBAL__N"):
@@ -298,17 +298,17 @@ def _spoken(words: Iterable[str]) -> str:
 
 def _informative(text: str, most: int) -> list[str]:
     """The first identifiers of template arguments that say what is done."""
-    found = []
+    identifiers = []
     for identifier in re.findall(r"[A-Za-z_]\w*", text):
         bare = identifier.strip("_")
         if bare in _WRAPPERS or bare in _TYPES or bare.startswith(("CUB_", "TensorList")):
             continue
-        if not _words(bare) or bare in found:
+        if not _words(bare) or bare in identifiers:
             continue
-        found.append(bare)
-        if len(found) == most:
+        identifiers.append(bare)
+        if len(identifiers) == most:
             break
-    return found
+    return identifiers
 
 
 def _function(text: str) -> KernelName:
@@ -320,8 +320,6 @@ def _function(text: str) -> KernelName:
     base, _, rest = path[-1].partition("<")
     arguments = rest.rpartition(">")[0] or rest
     library = next((_LIBRARIES[name] for name in path[:-1] if name in _LIBRARIES), "")
-    if "pytorch_flash" in path[:-1]:
-        library = "flash"
     if _FBGEMM.search(base):
         library = "FBGEMM"
     detail = _detail(arguments)
@@ -339,7 +337,7 @@ def _function(text: str) -> KernelName:
         words += [w for n in _informative(arguments, 1) for w in _words(n)]
     short = _spoken(words).replace("index reduce reduce", "index")
     kind = _type(arguments) if library == "cub" else _floating(arguments) or _type(arguments)
-    short = " ".join(filter(None, (library, short, "" if kind in ("", "fp32") else kind)))
+    short = _joined((library, short, "" if kind == "fp32" else kind))
     return KernelName(short or base or text, detail)
 
 
@@ -358,7 +356,7 @@ def _detail(arguments: str) -> str:
             types.append(kind)
     types = [] if types == ["fp32"] else types
     flags = f"flags {flags}" if len(flags) > 1 else ""
-    return ", ".join(filter(None, (" ".join(types), " ".join(sizes), flags)))
+    return _joined((" ".join(types), " ".join(sizes), flags), ", ")
 
 
 def _fbgemm_words(words: list[str]) -> list[str]:
@@ -386,7 +384,7 @@ def _made_for(base: str, family: str, arguments: str, detail: str) -> KernelName
         what += " scalar"
     kind = _type(arguments)
     bare = what.split(" ")[0] in _BARE
-    short = " ".join(filter(None, ("" if bare else family, what, "" if kind == "fp32" else kind)))
+    short = _joined(("" if bare else family, what, "" if kind == "fp32" else kind))
     how = []
     if re.match(r"vectorized", base):
         how.append(f"vector {arguments.split(',')[0]}")
@@ -396,9 +394,9 @@ def _made_for(base: str, family: str, arguments: str, detail: str) -> KernelName
         how.append("strided")
     if family != "elementwise" and detail:
         how.append(detail)
-    found = re.search(r"\b([AB])UnaryFunctor", arguments)
-    if found:
-        how.append("scalar first" if found[1] == "A" else "scalar second")
+    scalar = re.search(r"\b([AB])UnaryFunctor", arguments)
+    if scalar:
+        how.append("scalar first" if scalar[1] == "A" else "scalar second")
     count = re.search(r"[aA]rray<char\s*\*, (\d+)", arguments)
     if count:
         how.append(f"{count[1]} operands")
@@ -418,16 +416,13 @@ _TRITON_KINDS = {
     "spl": "split scan",
 }
 _COLLECTIVE = re.compile(r"^(?:void )?(nccl|rccl|oneccl)(?:Dev)?(?:Kernel)?_?(?P<rest>\w+)", re.I)
-_COLLECTIVE_WORDS = {
-    "allreduce": "all-reduce",
-    "allgather": "all-gather",
-    "reducescatter": "reduce-scatter",
-    "sendrecv": "send/receive",
-    "alltoall": "all-to-all",
-    "broadcast": "broadcast",
-    "reduce": "reduce",
-    "generic": "generic",
-}
+_COLLECTIVE_WORDS = _by_spelling("""
+all-reduce      allreduce
+all-gather      allgather
+reduce-scatter  reducescatter
+send/receive    sendrecv
+all-to-all      alltoall
+""")
 _SEEMS_PRODUCT = re.compile(
     r"gemm|gemv|cudnn_\d|\bsyrk|\bCijk_|nvjet|xmma|(?:tensorop|simt)_\w*(?:fprop|dgrad|wgrad)|"
     r"convolve|winograd|\bdot_kernel|(?:fprop|dgrad|wgrad)|gcn\w*conv|igemm|wgmma",
@@ -456,21 +451,21 @@ _ASKED_TYPES = (
 
 
 def _copied(text: str) -> KernelName | None:
-    found = _COPIED.match(text)
-    if not found:
+    match = _COPIED.match(text)
+    if not match:
         return None
     names = {"HtoD": "host to device", "DtoH": "device to host", "DtoD": "within the device"}
-    where = re.sub(r"[()]", "", found[2])
+    where = re.sub(r"[()]", "", match[2])
     direction = where.split(" ")[0]
     rest = where[len(direction) :].strip()
-    return KernelName(f"{found[1].lower()} {names.get(direction, direction)} {rest}".lower())
+    return KernelName(f"{match[1].lower()} {names.get(direction, direction)} {rest}".lower())
 
 
 def _triton(text: str) -> KernelName | None:
-    found = _TRITON.match(text)
-    if not found:
+    match = _TRITON.match(text)
+    if not match:
         return None
-    words = [word for word in found["rest"].split("_") if word]
+    words = [word for word in match["rest"].split("_") if word]
     if words and words[0] in _TRITON_KINDS:
         words[0] = _TRITON_KINDS[words[0]]
     words = [word for word in words if word != "fused"]
@@ -482,15 +477,15 @@ def _triton(text: str) -> KernelName | None:
 
 
 def _collective(text: str) -> KernelName | None:
-    found = _COLLECTIVE.match(text)
-    if not found:
+    match = _COLLECTIVE.match(text)
+    if not match:
         return None
-    words = found["rest"].split("_")
+    words = match["rest"].split("_")
     what = _COLLECTIVE_WORDS.get(words[0].lower(), _spoken(_words(words[0])))
     rest = [word.lower() if word in ("RING", "TREE", "Sum") else word for word in words[1:]]
     rest.sort(key=lambda word: word not in ("ring", "tree", "NVLS", "COLLNET"))
     rest = ["" if word == "t" else _TYPES.get(word, word) for word in rest]
-    return KernelName(" ".join(filter(None, [found[1].lower(), what, *rest])))
+    return KernelName(_joined([match[1].lower(), what, *rest]))
 
 
 def _attention(text: str) -> KernelName | None:
@@ -555,7 +550,7 @@ def _cutlass_template(signature: str) -> KernelName:
     precision = _operands(signature)
     words = ["cutlass", precision, "tensorop" if uses else "simt" if uses is False else ""]
     words += ["gemm", f"{tile[1]}x{tile[2]}" if tile else ""]
-    return KernelName(" ".join(filter(None, words)), "", precision, uses, True)
+    return KernelName(_joined(words), "", precision, uses, True)
 
 
 def _generated(name: str) -> KernelName:
@@ -565,8 +560,8 @@ def _generated(name: str) -> KernelName:
         return _nvjet(tokens)
     if tokens[0] == "Cijk":
         return _tensile(name, tokens)
-    core = next((found for token in tokens if (found := _CORE.match(token))), None)
-    tiles = [found[1] for token in tokens if (found := _TILE.match(token))]
+    core = next((match for token in tokens if (match := _CORE.match(token))), None)
+    tiles = [match[1] for token in tokens if (match := _TILE.match(token))]
     layout = next((token for token in tokens if re.fullmatch(r"[nt]{2,3}", token)), "")
     extra = [t for t in tokens if t in ("relu", "gelu", "bias", "splitK", "winograd")]
     if "xmma" in tokens:
@@ -603,7 +598,7 @@ def _generated(name: str) -> KernelName:
     used = {*extra, layout, tokens[0]}
     more = [*tiles[1:], *sliced]
     more += [t for t in tokens if t in _VARIANTS and t not in used]
-    return KernelName(" ".join(filter(None, words)), ", ".join(more), precision, uses, True)
+    return KernelName(_joined(words), ", ".join(more), precision, uses, True)
 
 
 _VARIANTS = ("interior", "small", "medium", "large", "stridedB", "xregs", "exp", "nhwc", "segment")
@@ -616,7 +611,7 @@ def _nvjet(tokens: list[str]) -> KernelName:
     layout = tokens[-1] if re.fullmatch(r"[NT]{3}", tokens[-1]) else ""
     words = ["nvjet", precision, "gemm", *tiles[:1], layout.lower()]
     rest = [t for t in tokens[1:] if t not in (*tiles[:1], layout)]
-    return KernelName(" ".join(filter(None, words)), " ".join(rest), precision, True, True)
+    return KernelName(_joined(words), " ".join(rest), precision, True, True)
 
 
 def _tensile(name: str, tokens: list[str]) -> KernelName:
@@ -628,4 +623,4 @@ def _tensile(name: str, tokens: list[str]) -> KernelName:
     words = ["Tensile", kinds.get(types[:1], ""), "gemm", tile[1] if tile else ""]
     layout = "".join(tokens[1:3])
     precision = kinds.get(types[:1], "")
-    return KernelName(" ".join(filter(None, words)), layout, precision, uses, True)
+    return KernelName(_joined(words), layout, precision, uses, True)

@@ -152,12 +152,12 @@ def _labels(profile: Profile, by: str) -> tuple[Ints, pd.DataFrame]:
         names = contexts[PART].drop_duplicates().reset_index(drop=True)
         label = [part_label(component, phase) for component, phase in names.to_numpy()]
         return number, names.assign(label=label)
-    number, found = pd.factorize(contexts["name"].to_numpy()[scopes_of(contexts)])
+    number, labels = pd.factorize(contexts["name"].to_numpy()[scopes_of(contexts)])
     # a function's colour is that of the part that it is most often seen in
     part = contexts[PART].assign(number=number)
     part = part.value_counts().reset_index().drop_duplicates("number").sort_values("number")
     part = part[PART].reset_index(drop=True)
-    return number.astype(np.int64), part.assign(label=found)
+    return number.astype(np.int64), part.assign(label=labels)
 
 
 def _largest(code: Ints, length: Ints, names: pd.DataFrame) -> tuple[Ints, pd.DataFrame]:

@@ -20,25 +20,11 @@ from dlrm_workbook.analysis.context_tree import (
 )
 from dlrm_workbook.recordings.profile import Profile, nearest
 
-OPERATION_COLUMNS = [
-    "start_ns",
-    "end_ns",
-    "context",
-    "kind",
-    *PART,
-    "launch_start_ns",
-    "launch_end_ns",
-]
+OPERATION_COLUMNS = ["start_ns", "end_ns", "context", "kind", *PART]
+OPERATION_COLUMNS += ["launch_start_ns", "launch_end_ns"]
 LAUNCH_COLUMNS = [*PART, "launches", "kernel_us", "kernel_ms", "launch_us", "short_share"]
-SUMMARY_COLUMNS = [
-    "launches",
-    "launches_per_s",
-    "kernel_us",
-    "launch_us",
-    "short_share",
-    "queue_depth",
-]
-SUMMARY_COLUMNS += ["empty_share", "launch_bound"]
+SUMMARY_COLUMNS = ["launches", "launches_per_s", "kernel_us", "launch_us", "short_share"]
+SUMMARY_COLUMNS += ["queue_depth", "empty_share", "launch_bound"]
 DEPTHS = ["time_ms", "depth"]
 LOAD_COLUMNS = [*PART, "operators", "operator_us", "part_ms", "dispatch_us", "dispatch_ms"]
 LOAD_COLUMNS += ["dispatch_share"]
@@ -71,9 +57,8 @@ def _device_operations(profile: Profile) -> pd.DataFrame:
     work = work[work["end_ns"] > work["start_ns"]]
     if work.empty:
         reason = "no GPU stream has a trace"
-        return unmeasured(
-            OPERATION_COLUMNS, missing_reason(profile, ["gpu_time_ms", "trace"], reason)
-        )
+        reason = missing_reason(profile, ["gpu_time_ms", "trace"], reason)
+        return unmeasured(OPERATION_COLUMNS, reason)
     work = work.sort_values(["start_ns", "end_ns"])
     context = work["context"].to_numpy()
     over = np.maximum(profile.contexts["parent"].to_numpy()[context], 0)  # the root has none
@@ -81,20 +66,21 @@ def _device_operations(profile: Profile) -> pd.DataFrame:
     begun = np.full(len(work), UNTRACED_LAUNCH, dtype=np.int64)
     done = begun.copy()
     launches = np.bincount(calls["context"], minlength=len(profile.contexts))
-    each, rest = np.divmod(np.bincount(over, minlength=len(launches)), np.maximum(launches, 1))
-    told = ((launches > 0) & (rest == 0))[over]
+    below = np.bincount(over, minlength=len(launches))
+    per_call, rest = np.divmod(below, np.maximum(launches, 1))
+    is_told = ((launches > 0) & (rest == 0))[over]
     turn = pd.Series(over).groupby(over).cumcount().to_numpy()
-    call = (np.cumsum(launches) - launches)[over] + turn // np.maximum(each[over], 1)
-    begun[told] = calls["start_ns"].to_numpy()[call[told]]
-    done[told] = calls["end_ns"].to_numpy()[call[told]]
+    call = (np.cumsum(launches) - launches)[over] + turn // np.maximum(per_call[over], 1)
+    begun[is_told] = calls["start_ns"].to_numpy()[call[is_told]]
+    done[is_told] = calls["end_ns"].to_numpy()[call[is_told]]
     # Merged call paths may be out of order by a stream's lag: nothing starts before its launch.
     wrong = begun > work["start_ns"].to_numpy()
     begun[wrong], done[wrong] = UNTRACED_LAUNCH, UNTRACED_LAUNCH
     done = np.where(done >= 0, np.minimum(done, work["start_ns"].to_numpy()), done)
-    found = work[["start_ns", "end_ns", "context"]].reset_index(drop=True)
-    found[["kind", *PART]] = profile.contexts[["kind", *PART]].to_numpy()[context]
-    found["launch_start_ns"], found["launch_end_ns"] = begun, done
-    return found
+    operations = work[["start_ns", "end_ns", "context"]].reset_index(drop=True)
+    operations[["kind", *PART]] = profile.contexts[["kind", *PART]].to_numpy()[context]
+    operations["launch_start_ns"], operations["launch_end_ns"] = begun, done
+    return operations
 
 
 def launches_by_part(profile: Profile) -> pd.DataFrame:
@@ -136,8 +122,8 @@ def launch_cost_us(profile: Profile, kernels: pd.DataFrame | None = None) -> flo
     if measured:
         return float(measured)
     kernels = _kernels(profile) if kernels is None else kernels
-    known = pd.Series(dtype=float) if kernels.empty else kernels["call_us"].dropna()
-    return float(known.median()) if len(known) else float("nan")
+    call_us = pd.Series(dtype=float) if kernels.empty else kernels["call_us"].dropna()
+    return float(call_us.median()) if len(call_us) else float("nan")
 
 
 def launch_summary(profile: Profile) -> pd.DataFrame:
@@ -193,12 +179,12 @@ def queue_depth(profile: Profile, most: int | None = None) -> pd.DataFrame:
     work = launched_operations(profile)
     if work.empty:
         return unmeasured(DEPTHS, reason_of(work))
-    known = work[work["launch_end_ns"] >= 0]
-    if known.empty:
+    launched = work[work["launch_end_ns"] >= 0]
+    if launched.empty:
         return unmeasured(DEPTHS, "the trace does not say which call launched what")
     first, last = _window(profile, work)
-    begin = np.clip(known["launch_end_ns"].to_numpy(), first, last)
-    end = np.clip(known["end_ns"].to_numpy(), first, last)
+    begin = np.clip(launched["launch_end_ns"].to_numpy(), first, last)
+    end = np.clip(launched["end_ns"].to_numpy(), first, last)
     moment = np.concatenate([[first], begin, end])
     change = np.concatenate([[0], np.ones(len(begin)), -np.ones(len(end))])
     where, index = np.unique(moment, return_inverse=True)
@@ -269,10 +255,10 @@ def _kernels(profile: Profile) -> pd.DataFrame:
         return work
     work = work[work["kind"].eq("kernel")]
     first, last = _window(profile, work)
-    known = work["launch_end_ns"] >= 0
-    call_us = (work["launch_end_ns"] - work["launch_start_ns"]).where(known) / 1e3
+    is_launched = work["launch_end_ns"] >= 0
+    call_us = (work["launch_end_ns"] - work["launch_start_ns"]).where(is_launched) / 1e3
     kernels = work.assign(us=(work["end_ns"] - work["start_ns"]) / 1e3, call_us=call_us)
-    at = work["launch_start_ns"].where(known, work["start_ns"])
+    at = work["launch_start_ns"].where(is_launched, work["start_ns"])
     return kernels[(at >= first) & (at < last)]
 
 

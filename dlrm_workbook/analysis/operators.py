@@ -107,13 +107,13 @@ def call_tree(
     parent, within = contexts["parent"].to_numpy(), step_contexts(profile)
     root = within & ((parent < 0) | ~within[parent])
     # what lies outside the step, such as start-up, is in no caller's time either
-    own = np.where(within, profile.value_table(metric).to_numpy() / steps, 0.0)
+    self_ms = np.where(within, profile.value_table(metric).to_numpy() / steps, 0.0)
     table = contexts.assign(
         id=contexts["context"].astype(str),
         parent=np.where(root, "", contexts["parent"].astype(str)),
         label=contexts["name"],
-        value_ms=inclusive_from_exclusive(parent, own),
-        self_ms=own,
+        value_ms=inclusive_from_exclusive(parent, self_ms),
+        self_ms=self_ms,
     )
     value = table["value_ms"].to_numpy()
     taken = within & (value > 0)
@@ -203,10 +203,10 @@ def _coarse(spans: pd.DataFrame) -> pd.DataFrame:
     first = int(spans["start_ns"].min())
     start, end = (spans[name].to_numpy() - first for name in ("start_ns", "end_ns"))
     code = parts.ngroup().to_numpy().astype(np.int64)
-    made = coarsened(start, end, code, int(end.max()), MOST_SPANS)
-    rows = parts.head(1).iloc[made["code"]].reset_index(drop=True)
-    begin = first + made["start"]
-    return rows.assign(start_ns=begin, end_ns=begin + made["length"], spans=made["spans"])
+    coarse = coarsened(start, end, code, int(end.max()), MOST_SPANS)
+    rows = parts.head(1).iloc[coarse["code"]].reset_index(drop=True)
+    begin = first + coarse["start"]
+    return rows.assign(start_ns=begin, end_ns=begin + coarse["length"], spans=coarse["spans"])
 
 
 def operator_spans(profile: Profile, iterations: int = 3, most: int = 400) -> pd.DataFrame:

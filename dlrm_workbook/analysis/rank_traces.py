@@ -31,16 +31,9 @@ COLLECTIVE_COLUMNS = ["collective", "kind", "what", "ranks", "elements", "transf
 COLLECTIVE_COLUMNS += ["longest_wait_us", "last_rank", "late_us", *PART, "where", "longer_us"]
 COLLECTIVE_COLUMNS += ["spread_us", "counted"]
 
-RANK_COLUMNS = [
-    "rank",
-    "iterations",
-    "step_ms",
-    "busy_ms",
-    "idle_ms",
-    "compute_ms",
-    "communication_ms",
-]
-RANK_COLUMNS += ["exposed_ms", "transfer_ms", "waiting_ms", "start_ms", "last_in", "others_wait_ms"]
+RANK_COLUMNS = ["rank", "iterations", "step_ms", "busy_ms", "idle_ms", "compute_ms"]
+RANK_COLUMNS += ["communication_ms", "exposed_ms", "transfer_ms", "waiting_ms", "start_ms"]
+RANK_COLUMNS += ["last_in", "others_wait_ms"]
 
 PART_COLUMNS = [*PART, "mean_ms", "least_ms", "most_ms", "most_rank"]
 
@@ -108,9 +101,9 @@ def collective_kernels(profile: Profile) -> pd.DataFrame:
     trace = of_streams(profile)
     trace = trace[chosen[trace["context"].to_numpy()]].sort_values("start_ns", kind="stable")
     table = trace.rename(columns={"profile": "stream"}).reset_index(drop=True)
-    said = {context: _described(profile, context) for context in table["context"].unique()}
+    descriptions = {context: _described(profile, context) for context in table["context"].unique()}
     for place, column in enumerate(("kind", "what", "elements")):
-        table[column] = [said[context][place] for context in table["context"]]
+        table[column] = [descriptions[context][place] for context in table["context"]]
     table["group"] = ""
     given = profile.meta.get("collectives") or {}
     rows = {
@@ -184,10 +177,10 @@ def matched(ranks: Ranks) -> tuple[list[tuple[pd.DataFrame, Ints, Ints]], dict[i
         first = left.pop(0)
         joined: list[tuple[_Channel, int]] = [(first, 0)]
         for rank in order:
-            found = _partner(first, [one for one in left if one.rank == rank])
-            if rank != first.rank and found is not None:
-                joined.append(found)
-                left.remove(found[0])
+            partner = _partner(first, [one for one in left if one.rank == rank])
+            if rank != first.rank and partner is not None:
+                joined.append(partner)
+                left.remove(partner[0])
         if len(joined) == 1:
             alone[first.rank] += len(first.table)
             continue
@@ -226,16 +219,16 @@ def _channels(rank: int, profile: Profile) -> Iterator[_Channel]:
 
 def _partner(first: _Channel, others: list[_Channel]) -> tuple[_Channel, int] | None:
     """The channel of another rank that is of the same collectives, and its shift; or None."""
-    found = [
+    candidates = [
         (residual, place, shift)
         for place, other in enumerate(others)
         if other.key == first.key
         for residual, shift in [_aligned(first.table, other.table)]
         if residual <= TOGETHER_NS
     ]
-    if not found:
+    if not candidates:
         return None
-    _, place, shift = min(found)
+    _, place, shift = min(candidates)
     return others[place], shift
 
 
@@ -321,15 +314,15 @@ def collectives(ranks: Ranks) -> pd.DataFrame:
         table["at_ns"] = end[:, np.flatnonzero(there)[0]]
         frames.append(table)
         waits.append(wait)
-    found = pd.concat(frames, ignore_index=True)
-    sequence = np.argsort(found["at_ns"].to_numpy(), kind="stable")
-    found = found.iloc[sequence].reset_index(drop=True)
-    found.insert(0, "collective", np.arange(len(found)))
-    found = found[COLLECTIVE_COLUMNS]
-    found.attrs["unmatched"] = alone
-    found.attrs["waits"] = np.concatenate(waits)[sequence]
-    found.attrs["starts"] = np.concatenate([start for _, start, _ in sets])[sequence]
-    return found
+    matches = pd.concat(frames, ignore_index=True)
+    sequence = np.argsort(matches["at_ns"].to_numpy(), kind="stable")
+    matches = matches.iloc[sequence].reset_index(drop=True)
+    matches.insert(0, "collective", np.arange(len(matches)))
+    matches = matches[COLLECTIVE_COLUMNS]
+    matches.attrs["unmatched"] = alone
+    matches.attrs["waits"] = np.concatenate(waits)[sequence]
+    matches.attrs["starts"] = np.concatenate([start for _, start, _ in sets])[sequence]
+    return matches
 
 
 def _spread_us(end: Ints) -> Floats:
@@ -379,7 +372,7 @@ def _explain(
         place: busy[place].between(end[:-1, place], np.maximum(start[1:, place], end[:-1, place]))
         for place in there
     }
-    every = sorted({part for each in spent.values() for part in each.columns})
+    every = sorted({part for durations in spent.values() for part in durations.columns})
     if not every:
         return
     cube = np.stack([spent[p].reindex(columns=every, fill_value=0.0).to_numpy() for p in there])
@@ -498,18 +491,18 @@ def parts_over_ranks(ranks: Ranks) -> pd.DataFrame:
         part["ms"] = (work["end_ns"] - work["start_ns"]).to_numpy() / 1e6
         count = len(profile.iterations) if marked else 1
         columns[rank] = part.groupby(PART)["ms"].sum() / count
-    each = pd.DataFrame(columns).fillna(0.0)
-    if each.empty:
+    rank_ms = pd.DataFrame(columns).fillna(0.0)
+    if rank_ms.empty:
         return unmeasured(PART_COLUMNS, "no work of a GPU is recorded")
     table = pd.DataFrame(
         {
-            "mean_ms": each.mean(axis=1),
-            "least_ms": each.min(axis=1),
-            "most_ms": each.max(axis=1),
-            "most_rank": each.idxmax(axis=1),
+            "mean_ms": rank_ms.mean(axis=1),
+            "least_ms": rank_ms.min(axis=1),
+            "most_ms": rank_ms.max(axis=1),
+            "most_rank": rank_ms.idxmax(axis=1),
         }
     )
     table = in_step_order(table.rename_axis(index=PART).reset_index())
     table.attrs["per"] = PER_ITERATION if marked else "in the whole recording"
-    table.attrs["each"] = each
+    table.attrs["each"] = rank_ms
     return table

@@ -103,28 +103,28 @@ class Reference:
 
 def unprofiled_ms(profile: Profile) -> float | None:
     """Median time of an iteration without the profiler, data included; None if unknown."""
-    known = _unprofiled(profile)
-    return None if known is None else known[0]
+    plain = _unprofiled(profile)
+    return None if plain is None else plain[0]
 
 
 def _unprofiled(profile: Profile) -> tuple[float, int | None, str] | None:
     """Milliseconds of an iteration without the profiler, of how many, and which they are."""
     times = unprofiled_times(profile)
-    each = profile.meta.get("unprofiled_iteration_ms") or []
+    every_ms = profile.meta.get("unprofiled_iteration_ms") or []
     if times:
-        said = f"the median of {len(times)} iterations without a profiler, beside the recording"
-        if len(each) > len(times):
-            said += (
-                f" ({len(each) - len(times)} more were left out: other programs took the core in "
-                f"over {DISTURBED_SHARE:.0%} of their time)"
+        source = f"the median of {len(times)} iterations without a profiler, beside the recording"
+        if len(every_ms) > len(times):
+            source += (
+                f" ({len(every_ms) - len(times)} more were left out: other programs took the core "
+                f"in over {DISTURBED_SHARE:.0%} of their time)"
             )
-        return statistics.median(times), len(times), said
-    for made in profile.meta.get("passes", []):
-        said = "the median iteration of a run without a profiler"
-        if made.get("name") == "unprofiled" and made.get("ms_per_iteration"):
-            return float(made["ms_per_iteration"]), None, said
-        if made.get("unprofiled_ms_per_iteration"):
-            return float(made["unprofiled_ms_per_iteration"]), None, said
+        return statistics.median(times), len(times), source
+    for measured in profile.meta.get("passes", []):
+        source = "the median iteration of a run without a profiler"
+        if measured.get("name") == "unprofiled" and measured.get("ms_per_iteration"):
+            return float(measured["ms_per_iteration"]), None, source
+        if measured.get("unprofiled_ms_per_iteration"):
+            return float(measured["unprofiled_ms_per_iteration"]), None, source
     return None
 
 
@@ -152,22 +152,22 @@ def _undisturbed(counters: Mapping[str, list[Any]]) -> list[int]:
 def _unprofiled_parts(profile: Profile) -> dict[tuple[str, str], float]:
     """Median of each part, ms, over the iterations without a profiler that the reference is of;
     ``("other", "")`` is what an iteration takes beyond its parts. Empty where not timed."""
-    each = profile.meta.get("unprofiled_parts_ms") or []
-    if not each or ITERATION_SPAN not in each[0]:
+    part_times = profile.meta.get("unprofiled_parts_ms") or []
+    if not part_times or ITERATION_SPAN not in part_times[0]:
         table = _parts_by_laps(profile)
         medians = table[_calm_rows(profile, len(table))].median().dropna()
         return dict(zip(medians.index.tolist(), medians.tolist(), strict=True))
-    table = pd.DataFrame(each).fillna(0.0)
+    table = pd.DataFrame(part_times).fillna(0.0)
     table = table[_calm_rows(profile, len(table))]
     parts = [str(name) for name in table if parse_span(str(name)) is not None]
     # not the median iteration less the parts' medians: those do not add up
     rest = (table[ITERATION_SPAN] - table[parts].sum(axis=1)).clip(lower=0.0)
-    known: dict[tuple[str, str], float] = {("other", ""): float(rest.median())}
+    medians_ms: dict[tuple[str, str], float] = {("other", ""): float(rest.median())}
     for name in parts:
         part = parse_span(name)
         assert part is not None
-        known[part] = float(table[name].median())
-    return known
+        medians_ms[part] = float(table[name].median())
+    return medians_ms
 
 
 def _calm_rows(profile: Profile, count: int) -> Bools:
@@ -226,8 +226,8 @@ def reference(profile: Profile) -> Reference | None:
     serialised, it is the recorded iteration.
     """
     if "reference" in profile.meta:
-        found = profile.meta["reference"]
-        return None if found is None else Reference(**found)
+        stored = profile.meta["reference"]
+        return None if stored is None else Reference(**stored)
     attribution = attribute(profile)
     recorded = float(attribution["time_ms"].sum()) if len(attribution) else 0.0
     counted = len(profile.iterations) > 0 or iteration_count(profile) > 1
@@ -247,10 +247,10 @@ def reference(profile: Profile) -> Reference | None:
     on_gpu = attribution["where"].eq("device")
     busy = float(attribution.loc[on_gpu, "time_ms"].sum())
     if plain is None or plain[0] <= busy:
-        said = f"the mean of {steady} steady iterations of the recording"
+        source = f"the mean of {steady} steady iterations of the recording"
         if steady == 1:
-            said = "the one steady iteration of the recording"
-        return Reference(recorded, steady, said, False, **under)
+            source = "the one steady iteration of the recording"
+        return Reference(recorded, steady, source, False, **under)
     laps = 0 if _parts_by_laps(profile).empty else len(profile.meta["laps_ms"]["between"]) + 1
     return Reference(*plain, True, **under, laps=0 if busy else laps)
 
@@ -266,14 +266,14 @@ def at_reference(profile: Profile) -> Profile:
     """
     if "reference" in profile.meta:
         return profile
-    found = reference(profile)
-    if found is None or not found.unprofiled:
-        meta = profile.meta | {"reference": None if found is None else asdict(found)}
+    step = reference(profile)
+    if step is None or not step.unprofiled:
+        meta = profile.meta | {"reference": None if step is None else asdict(step)}
         return replace(profile, meta=meta, iterations=_numbered(profile), _known={})
-    paces, steady = _paces(profile, found.ms)
-    found = _of_iterations(found, per_iteration(profile), steady)
-    meta = profile.meta | {"reference": asdict(found)}
-    clock = _Clock(profile, paces, found.ms / found.recorded_ms)
+    paces, steady = _paces(profile, step.ms)
+    step = _of_iterations(step, per_iteration(profile), steady)
+    meta = profile.meta | {"reference": asdict(step)}
+    clock = _Clock(profile, paces, step.ms / step.recorded_ms)
     iterations = _numbered(profile)
     tables = {
         name: table.assign(start_ns=clock(table["start_ns"]), end_ns=clock(table["end_ns"]))
@@ -283,7 +283,7 @@ def at_reference(profile: Profile) -> Profile:
         rows, ends = zip(*profile.meta["overlong"], strict=True)
         true_ends = clock(pd.Series(ends, dtype="int64")).tolist()
         meta["overlong"] = [list(pair) for pair in zip(rows, true_ends, strict=True)]
-    values = _scaled_values(profile, paces, found)
+    values = _scaled_values(profile, paces, step)
     return replace(profile, **tables, values=values, meta=meta, _known={})
 
 
@@ -292,8 +292,8 @@ def all_at_reference(profiles: Mapping[str, Profile]) -> dict[str, Profile]:
 
     A profiler slows some parts more than others, and each recording by another factor.
     """
-    found = [reference(profile) for profile in profiles.values()]
-    if not all(each and each.unprofiled for each in found):
+    references = [reference(profile) for profile in profiles.values()]
+    if not all(step and step.unprofiled for step in references):
         return dict(profiles)
     return {name: at_reference(profile) for name, profile in profiles.items()}
 
@@ -309,14 +309,14 @@ def _numbered(profile: Profile) -> pd.DataFrame:
     return profile.iterations.assign(iteration=np.array(sorted(numbers))[order])
 
 
-def _of_iterations(found: Reference, each: pd.DataFrame, steady: Ints) -> Reference:
+def _of_iterations(step: Reference, part_times: pd.DataFrame, steady: Ints) -> Reference:
     """The reference with what it says of the recording from the iterations that are steady on the
     page, so that its dilation is theirs."""
-    totals = each.groupby("iteration")["time_ms"].sum()
+    totals = part_times.groupby("iteration")["time_ms"].sum()
     if totals.empty:
-        return found
+        return step
     return replace(
-        found,
+        step,
         recorded_ms=float(totals.reindex(steady).mean()),
         recorded_iterations=len(steady),
         left_out=len(totals) - len(steady),
@@ -329,27 +329,27 @@ def _paces(profile: Profile, step_ms: float) -> tuple[pd.DataFrame, Ints]:
     Returns:
         ``component``, ``phase``, ``where``, ``pace``; and the iterations (n,).
     """
-    each = per_iteration(profile).set_index(KEYS)
+    part_times = per_iteration(profile).set_index(KEYS)
     state = iteration_state(profile)
-    numbers = np.sort(each["iteration"].unique())
+    numbers = np.sort(part_times["iteration"].unique())
     steady = numbers if state is None else profile.iterations["iteration"].to_numpy()[state.steady]
     plain = _unprofiled_parts(profile)
     for _ in range(PASSES):
-        usual = _mean_of(each, steady)
+        usual = _mean_of(part_times, steady)
         pace = _pace_of_each(usual, plain, step_ms)
-        at_pace = each["time_ms"] * pace.reindex(each.index)
-        totals = at_pace.groupby(each["iteration"]).sum()
+        at_pace = part_times["time_ms"] * pace.reindex(part_times.index)
+        totals = at_pace.groupby(part_times["iteration"]).sum()
         # parts at paces of their own may make other iterations the steady ones
         steady = totals.index[steady_state(totals.to_numpy()).steady].to_numpy()
-    pace = _pace_of_each(_mean_of(each, steady), plain, step_ms)
+    pace = _pace_of_each(_mean_of(part_times, steady), plain, step_ms)
     return pace.rename("pace").reset_index(), steady
 
 
-def _mean_of(each: pd.DataFrame, iterations: Ints) -> pd.Series:
+def _mean_of(part_times: pd.DataFrame, iterations: Ints) -> pd.Series:
     """Mean time of each part (rows as in ``each``) in some iterations, ms."""
-    chosen = each[each["iteration"].isin(iterations)]
+    chosen = part_times[part_times["iteration"].isin(iterations)]
     total = chosen.groupby(level=list(KEYS), sort=False)["time_ms"].sum()
-    return total.reindex(each.index.unique()).fillna(0.0) / len(iterations)
+    return total.reindex(part_times.index.unique()).fillna(0.0) / len(iterations)
 
 
 def _pace_of_each(
@@ -401,24 +401,24 @@ class _Clock:
         return np.asarray(np.rint(moved).astype(np.int64) + self.origin)
 
 
-def _scaled_values(profile: Profile, paces: pd.DataFrame, found: Reference) -> pd.DataFrame:
+def _scaled_values(profile: Profile, paces: pd.DataFrame, step: Reference) -> pd.DataFrame:
     """The profile's values with CPU times that add up to the reference over its iterations."""
     values = profile.values
     rows = profile.rows("cpu_time_ms")
     if not rows.any():
         return values
     if paces["where"].eq("device").any():
-        scaled = values["value"].where(~rows, values["value"] * found.ms / found.recorded_mean_ms)
+        scaled = values["value"].where(~rows, values["value"] * step.ms / step.recorded_mean_ms)
         return values.assign(value=scaled)
-    own = profile.rows("cpu_time_ms", "exclusive")
-    factor = _value_factors(profile, paces, found, values[own])
+    exclusive = profile.rows("cpu_time_ms", "exclusive")
+    factor = _value_factors(profile, paces, step, values[exclusive])
     value = values["value"].to_numpy().copy()
-    value[own] *= factor[values["context"].to_numpy()[own]]
+    value[exclusive] *= factor[values["context"].to_numpy()[exclusive]]
     parent = profile.contexts["parent"].to_numpy()
     inclusive = profile.rows("cpu_time_ms", "inclusive")
     thread, context = values["profile"].to_numpy(), values["context"].to_numpy()
     for one in np.unique(thread[inclusive]):
-        here = own & (thread == one)
+        here = exclusive & (thread == one)
         total = np.bincount(context[here], value[here], minlength=len(parent))
         into = inclusive & (thread == one)
         value[into] = inclusive_from_exclusive(parent, total)[context[into]]
@@ -426,7 +426,7 @@ def _scaled_values(profile: Profile, paces: pd.DataFrame, found: Reference) -> p
 
 
 def _value_factors(
-    profile: Profile, paces: pd.DataFrame, found: Reference, own: pd.DataFrame
+    profile: Profile, paces: pd.DataFrame, step: Reference, exclusive: pd.DataFrame
 ) -> Floats:
     """What the CPU time of each context (n,) is multiplied by.
 
@@ -435,16 +435,16 @@ def _value_factors(
     """
     steady = attribute(profile).merge(paces, on=KEYS)
     then = (steady["time_ms"] * steady["pace"]).groupby([steady[name] for name in PART]).sum()
-    then *= found.ms / then.sum()
-    inside = step_contexts(profile, other_threads=False)[own["context"].to_numpy()]
-    mine = own[inside & own["profile"].eq(main_thread(profile)).to_numpy()]
+    then *= step.ms / then.sum()
+    inside = step_contexts(profile, other_threads=False)[exclusive["context"].to_numpy()]
+    mine = exclusive[inside & exclusive["profile"].eq(main_thread(profile)).to_numpy()]
     parts = profile.contexts[PART]
     mine = mine.join(parts, on="context")
     now = mine.groupby(PART)["value"].sum() / iteration_count(profile)
     ratio = then / now.where(now > 0)
-    overall = found.ms / now.sum() if now.sum() > 0 else 1.0
-    known = ratio.reindex(pd.MultiIndex.from_frame(parts)).to_numpy(dtype=float)
-    return np.where(np.isfinite(known), known, overall)
+    overall = step.ms / now.sum() if now.sum() > 0 else 1.0
+    factors = ratio.reindex(pd.MultiIndex.from_frame(parts)).to_numpy(dtype=float)
+    return np.where(np.isfinite(factors), factors, overall)
 
 
 # ---- the other times ----------------------------------------------------------------------------
@@ -463,19 +463,19 @@ def other_times(profile: Profile, folder: Path | None = None) -> pd.DataFrame:
         where not known), ``why`` it differs; the step first. Where no step is known, the times
         that the page adds up of the whole recording; empty if it has one.
     """
-    found = reference(profile)
-    if found is None:
+    step = reference(profile)
+    if step is None:
         return _of_recording(profile)
     tool = {"torch": "torch.profiler", "hpctoolkit": "HPCToolkit"}.get(
         str(profile.meta.get("engine")), "the profiler"
     )
     rows: list[tuple[str, float, float | None, str]] = [
-        ("the step", found.ms, found.iterations, found.source)
+        ("the step", step.ms, step.iterations, step.source)
     ]
     plain, counted = _counted(profile), "; the system's counters are of these"
     if not plain:
         plain, counted = profile.meta.get("unprofiled_iteration_ms") or [], ""
-    if found.unprofiled and plain:
+    if step.unprofiled and plain:
         rows.append(
             (
                 "mean of all iterations without a profiler",
@@ -485,42 +485,44 @@ def other_times(profile: Profile, folder: Path | None = None) -> pd.DataFrame:
                 + counted,
             )
         )
-    if found.unprofiled:
+    if step.unprofiled:
         why = "the profiler costs time, and these iterations ran at another time"
         rows.append(
-            (f"steady iteration under {tool}", found.recorded_ms, found.recorded_iterations, why)
+            (f"steady iteration under {tool}", step.recorded_ms, step.recorded_iterations, why)
         )
-    if found.left_out:
-        every = found.recorded_iterations + found.left_out
-        why = f"it includes {found.left_out} iterations that are warm-up or outliers"
-        rows.append((f"mean of all iterations under {tool}", found.recorded_mean_ms, every, why))
-    for made in profile.meta.get("passes", []):
+    if step.left_out:
+        every = step.recorded_iterations + step.left_out
+        why = f"it includes {step.left_out} iterations that are warm-up or outliers"
+        rows.append((f"mean of all iterations under {tool}", step.recorded_mean_ms, every, why))
+    for measured in profile.meta.get("passes", []):
         # torch's own recording is in the rows above
-        known = made.get("name") in ("unprofiled", RECORDED_PASS)
-        if made.get("ms_per_iteration") and not known:
+        is_listed = measured.get("name") in ("unprofiled", RECORDED_PASS)
+        if measured.get("ms_per_iteration") and not is_listed:
             why = "its sampling and hooks cost time"
             if tool != "HPCToolkit":
                 why = (
                     "only Python's stack was sampled in these iterations, which ran at another time"
                 )
-            count = made.get("iterations")
-            rows.append((f"pass {made['name']}", float(made["ms_per_iteration"]), count, why))
+            count = measured.get("iterations")
+            rows.append(
+                (f"pass {measured['name']}", float(measured["ms_per_iteration"]), count, why)
+            )
     rows += [*_added_up(profile), *_timed_apart(profile)]
     trained = _trained(folder, profile)
     if trained is not None:
         why = "it is the median iteration of another process that ran earlier"
         rows.append(("the train run", *trained, why))
     table = pd.DataFrame(rows, columns=["what", "time_ms", "iterations", "why"])
-    return table.assign(times_the_step=table["time_ms"] / found.ms)[TIME_COLUMNS]
+    return table.assign(times_the_step=table["time_ms"] / step.ms)[TIME_COLUMNS]
 
 
 def _of_recording(profile: Profile) -> pd.DataFrame:
     """The CPU times that parts and call tree of a recording without steps add up to."""
-    found, each = attribute(profile), profile.value_table("cpu_time_ms").to_numpy()
-    own = float(found["time_ms"].sum()) if found["where"].eq("host").all() else 0.0
-    called, whole = float(each[step_contexts(profile)].sum()), float(each.sum())
+    parts, context_ms = attribute(profile), profile.value_table("cpu_time_ms").to_numpy()
+    parts_ms = float(parts["time_ms"].sum()) if parts["where"].eq("host").all() else 0.0
+    called, whole = float(context_ms[step_contexts(profile)].sum()), float(context_ms.sum())
     rows = [
-        ("the parts", own, "they are of the main thread, and of those that run parts for it"),
+        ("the parts", parts_ms, "they are of the main thread, and of those that run parts for it"),
         (
             "the call tree",
             called,
@@ -531,11 +533,11 @@ def _of_recording(profile: Profile) -> pd.DataFrame:
     # a time that does not differ from the one before needs no reason
     kept = [
         row
-        for row, before in zip(rows, [0.0, own, called], strict=True)
-        if own > 0 and row[1] > (1 + ROUNDING) * before
+        for row, before in zip(rows, [0.0, parts_ms, called], strict=True)
+        if parts_ms > 0 and row[1] > (1 + ROUNDING) * before
     ]
     table = pd.DataFrame(kept if len(kept) > 1 else [], columns=["what", "time_ms", "why"])
-    return table.assign(times_the_step=table["time_ms"] / own, iterations=np.nan)[TIME_COLUMNS]
+    return table.assign(times_the_step=table["time_ms"] / parts_ms, iterations=np.nan)[TIME_COLUMNS]
 
 
 def _counted(profile: Profile) -> list[float]:
@@ -547,12 +549,12 @@ def _counted(profile: Profile) -> list[float]:
 
 def _added_up(profile: Profile) -> list[tuple[str, float, float | None, str]]:
     """Time of a step on all streams of its GPU together, where some of them run at once."""
-    found = attribute(profile)
-    busy = float(found.loc[found["where"].eq("device"), "time_ms"].sum())
+    parts = attribute(profile)
+    busy = float(parts.loc[parts["where"].eq("device"), "time_ms"].sum())
     if not busy or not profile.has("gpu_time_ms"):
         return []
-    each = profile.value_table("gpu_time_ms").to_numpy()[step_contexts(profile)]
-    total, steps = float(each.sum()) / iteration_count(profile), iteration_count(profile)
+    context_ms = profile.value_table("gpu_time_ms").to_numpy()[step_contexts(profile)]
+    total, steps = float(context_ms.sum()) / iteration_count(profile), iteration_count(profile)
     if total < (1 + ROUNDING) * busy:
         return []
     why = (

@@ -33,8 +33,8 @@ def row_reuse(profile: Profile) -> pd.DataFrame:
     table["lookups_per_row"] = table["lookups"] / used
     table["used_once_share"] = table["rows_used_once"] / used
     table["used_once_lookups_share"] = table["rows_used_once"] / table["lookups"].where(used > 0)
-    each = table["lookups_per_batch"]
-    table["unique_share"] = table["unique_rows_per_batch"] / each.where(each > 0)
+    batch_lookups = table["lookups_per_batch"]
+    table["unique_share"] = table["unique_rows_per_batch"] / batch_lookups.where(batch_lookups > 0)
     table = table[REUSE_COLUMNS]
     table.attrs["batches"] = statistics["batches"]
     return table

@@ -65,5 +65,5 @@ def _outside_code(line: str, change: Callable[[str], str]) -> str:
     return "".join([*pieces, change(line[at:])])
 
 
-def _entity(found: re.Match[str]) -> str:
-    return f"&#{ord(found[0])};"
+def _entity(character: re.Match[str]) -> str:
+    return f"&#{ord(character[0])};"

@@ -241,9 +241,9 @@ def _past_slow_beginning(times: Floats, first: int) -> int:
         for size in range(1, most + 1):
             rest = times[first + size :]
             usual = float(np.median(rest))
-            mean, known = _mean_excess(rest - usual)
+            mean, values = _mean_excess(rest - usual)
             # each of `size` values exceeds the median by chance 1/2, and it by x means by exp(-x)
-            reach = _gamma_quantile(0.5**size * most / FALSE_ALARM, known) / size * mean
+            reach = _gamma_quantile(0.5**size * most / FALSE_ALARM, values) / size * mean
             if times[first : first + size].min() > usual + max(reach, STRAGGLER_LEAST * usual):
                 beyond = size
         if not beyond:
@@ -300,8 +300,8 @@ def _thresholds(times: Floats) -> tuple[float, float]:
     usual = float(np.median(times))
 
     def reach(away: Floats) -> float:
-        mean, known = _mean_excess(away)
-        by_chance = mean * _gamma_quantile(len(times) // 2 / STRAGGLER_ALARM, known)
+        mean, values = _mean_excess(away)
+        by_chance = mean * _gamma_quantile(len(times) // 2 / STRAGGLER_ALARM, values)
         return max(by_chance, STRAGGLER_LEAST * usual)
 
     return usual + reach(times - usual), max(usual - reach(usual - times), 0.0)
@@ -316,17 +316,17 @@ def _mean_excess(away: Floats) -> tuple[float, int]:
     half = len(away) // 2
     above = np.sort(away)[-half:]
     unknown = math.ceil(_CENSORED * half)
-    known = half - unknown
-    mean = (above[:known].sum() + unknown * above[known - 1]) / known
-    return max(float(mean), float(np.finfo(float).tiny)), known
+    values = half - unknown
+    mean = (above[:values].sum() + unknown * above[values - 1]) / values
+    return max(float(mean), float(np.finfo(float).tiny)), values
 
 
-def _gamma_quantile(odds: float, known: int) -> float:
+def _gamma_quantile(odds: float, values: int) -> float:
     """How many means an exponential value exceeds once in ``odds``.
 
     P(x > q mean) = (1 + q / n)^-n where the mean was estimated from n values.
     """
-    return known * max(odds ** (1 / known) - 1, 0.0)
+    return values * max(odds ** (1 / values) - 1, 0.0)
 
 
 # ---- drift, levels, spread -------------------------------------------------------------
@@ -413,19 +413,19 @@ def _sentences(state: SteadyState, numbers: Sequence[int]) -> list[str]:
             f"Only {counted(count, 'iteration')}: too few to detect warm-up or stragglers "
             f"({LEAST_TO_JUDGE} are needed)."
         ]
-    said = ["No warm-up is left in the measured iterations.", "No outliers."]
+    sentences = ["No warm-up is left in the measured iterations.", "No outliers."]
     if state.first:
         warm = float(np.median(state.times_ms[: state.first]))
         many = f"the first {state.first} iterations are"
         if state.first == 1:
             many = f"iteration {numbers[0]} is"
-        said[0] = (
+        sentences[0] = (
             f"Warm-up: {many} left out ({milliseconds(warm)} against "
             f"{milliseconds(state.mean_ms)} afterwards, "
             f"{signed_percent(warm / state.mean_ms - 1, decimals=0)})."
         )
     if state.outliers.any():
-        said.pop()
+        sentences.pop()
     for name, rows, how in (
         (
             "Stragglers",
@@ -438,31 +438,31 @@ def _sentences(state: SteadyState, numbers: Sequence[int]) -> list[str]:
         places = [str(numbers[int(row)]) for row in np.flatnonzero(rows)]
         if places:
             listed = ", ".join(places[:8]) + (", …" if len(places) > 8 else "")
-            said.append(f"{name}: {len(places)} of {count - state.first} ({listed}) {how}.")
+            sentences.append(f"{name}: {len(places)} of {count - state.first} ({listed}) {how}.")
     if state.shift is not None:
         before = float(np.median(state.times_ms[state.first : state.shift]))
         after = float(np.median(state.times_ms[state.shift :]))
-        said.append(
+        sentences.append(
             f"From iteration {numbers[state.shift]} on, iterations take {milliseconds(after)} "
             f"instead of {milliseconds(before)}: something changed during the measurement."
         )
     if state.drift is not None:
-        said.append(
+        sentences.append(
             f"The time drifts by {signed_percent(state.drift)} from the first to the last steady "
             "iteration."
         )
     if state.levels_ms is not None:
         low, high = state.levels_ms
-        said.append(
+        sentences.append(
             f"The iterations cluster around two times, {milliseconds(low)} and "
             f"{milliseconds(high)}: they do not all do the same, or the machine has two speeds."
         )
     share = state.spread_ms / state.usual_ms if state.usual_ms else 0.0
-    said.append(
+    sentences.append(
         f"The mean of {int(state.steady.sum())} steady iterations is "
         f"{milliseconds(state.mean_ms)}, with a spread of {share:.1%}."
     )
-    return said
+    return sentences
 
 
 # ---- a shared machine's slow periods ---------------------------------------------------------

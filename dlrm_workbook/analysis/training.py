@@ -54,7 +54,7 @@ def planned_facts(parameters: Parameters) -> pd.DataFrame:
     if sizes := data.multi_hot_sizes:
         bag = f"{min(sizes)} to {max(sizes)} by table, {sum(sizes)} a sample"
     weights, kind = model.dense_weights, model.interaction_kind.described()
-    known = {
+    words = {
         "bottom MLP": " → ".join(map(str, model.bottom_widths)),
         "top MLP": " → ".join(map(str, model.top_widths)),
         "embedding tables": f"{len(rows)} tables, {sum(rows):,} rows in all, "
@@ -68,7 +68,7 @@ def planned_facts(parameters: Parameters) -> pd.DataFrame:
         "optimizer": f"{training.optimizer}, learning rate {training.learning_rate:g}",
         "device": training.device,
     }
-    return pd.DataFrame(known.items(), columns=["what", "value"])
+    return pd.DataFrame(words.items(), columns=["what", "value"])
 
 
 def small_copy(parameters: Parameters) -> Parameters:
@@ -265,8 +265,8 @@ def evaluations(folder: Path, best: float | None = None) -> pd.DataFrame:
     Args:
         best: the best AUC that any model can have there; it gives the column ``below_best``.
     """
-    found = [line for line in _lines(folder) if line.get("kind") == "evaluation"]
-    table = pd.DataFrame(found).drop(columns="kind", errors="ignore")
+    lines = [line for line in _lines(folder) if line.get("kind") == "evaluation"]
+    table = pd.DataFrame(lines).drop(columns="kind", errors="ignore")
     return table.assign(below_best=best - table["auc"]) if best and len(table) else table
 
 

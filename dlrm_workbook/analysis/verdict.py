@@ -134,14 +134,14 @@ class Stage:
 # ---- which changes go together ----------------------------------------------------------------
 
 
-def combined(parameters: Parameters, found: Sequence[Finding]) -> list[dict[str, Any]]:
+def combined(parameters: Parameters, findings: Sequence[Finding]) -> list[dict[str, Any]]:
     """The advised changes on top of each other, worst finding first: all up to each one.
 
     Changes that take the place of an earlier one, or do not go with those before, are left out.
     """
     result: list[dict[str, Any]] = []
     taken: dict[str, Any] = {}
-    for finding in found:
+    for finding in findings:
         if taken | finding.change != taken and not _why_apart(parameters, taken, finding.change):
             taken = taken | finding.change
             result.append(taken)
@@ -154,11 +154,11 @@ def _why_apart(
     """Why a change is not put on top of those taken; "" where it is."""
     if "training.batch_size" in change:
         return ANOTHER_BATCH
-    theirs, own = (
-        {name: value for name, value in each.items() if name in DENSE_CHOICE}
-        for each in (taken, change)
+    theirs, ours = (
+        {name: value for name, value in choice.items() if name in DENSE_CHOICE}
+        for choice in (taken, change)
     )
-    if theirs and own and own | theirs != own:
+    if theirs and ours and ours | theirs != ours:
         return f"takes the place of {_named(theirs)}"
     again = [name for name in change if name in taken and taken[name] != change[name]]
     if again:
@@ -269,8 +269,8 @@ def _in_process(
         timeout_s=parameters.profiling.timeout_s,
         progress=progress,
     ).require_success("timing the changes together")
-    found: dict[str, Any] = read_json(answer)
-    return found
+    together: dict[str, Any] = read_json(answer)
+    return together
 
 
 def timed(profile: Profile, change: Mapping[str, Any]) -> dict[str, float] | None:
@@ -342,12 +342,12 @@ def with_timed(made: Prediction, profile: Profile) -> Prediction:
     low, mid, high = (made.now_ms / gain[end] for end in ("high", "mid", "low"))
     times = ["then_ms", "low_ms", "high_ms"]
     parts = made.parts.assign(**{name: made.parts[name] * mid / made.mid_ms for name in times})
-    said = (
+    notice = (
         f"The profile timed whole steps under {_named(made.change)} in turns with the step as it "
         f"is; parts timed alone had predicted {ratio(made.speedup['mid'], figures=2)}."
     )
     made = replace(made, low_ms=low, mid_ms=mid, high_ms=high, parts=parts)
-    return replace(made, method=TIMED, notices=[*made.notices, said])
+    return replace(made, method=TIMED, notices=[*made.notices, notice])
 
 
 # ---- the way ----------------------------------------------------------------------------------
@@ -412,15 +412,15 @@ def _stage(
     """The step after a finding's change on top of those taken, as well as it is known."""
     change = {**taken, **finding.change}
     name = f"{'or' if why_apart else '+'} {_named(finding.change)}"
-    made, note = None, why_apart
+    predicted, note = None, why_apart
     try:
-        made = prediction(profile, change)
+        predicted = prediction(profile, change)
     except InputError as error:
         note = note or str(error)
     gain = None if why_apart else timed(profile, change)
     basis = TIMED
-    if gain is None and made is not None:
-        gain, basis = made.speedup, INSTEAD if why_apart else PREDICTED
+    if gain is None and predicted is not None:
+        gain, basis = predicted.speedup, INSTEAD if why_apart else PREDICTED
     elif gain is None and finding.predicted_speedup:
         gain, basis = finding.predicted_speedup, ESTIMATED
     if gain is None:
@@ -428,11 +428,11 @@ def _stage(
         return Stage(name, nan, nan, nan, _whole(nan), dict(finding.change), UNKNOWN, note)
     low, mid, high = (now_ms / gain[end] for end in ("high", "mid", "low"))
     parts = _whole(mid)
-    if made is not None:
-        parts = _by_component(made.parts, "then_ms")
+    if predicted is not None:
+        parts = _by_component(predicted.parts, "then_ms")
         parts["time_ms"] *= mid / parts["time_ms"].sum()
-    own = change if basis in (TIMED, PREDICTED) else dict(finding.change)
-    return Stage(name, low, mid, high, parts, own, basis, note)
+    stage_change = change if basis in (TIMED, PREDICTED) else dict(finding.change)
+    return Stage(name, low, mid, high, parts, stage_change, basis, note)
 
 
 def _whole(time_ms: float) -> pd.DataFrame:
@@ -502,7 +502,7 @@ def compare_command(change: Mapping[str, Any], given: Sequence[str]) -> str:
     Args:
         given: the options that say which these are, such as ``-f FILE``.
     """
-    options = [("-p", f"change.{name}={value_text(value)}") for name, value in change.items()]
+    options = [("-p", f"change.{name}={option_text(value)}") for name, value in change.items()]
     return shlex.join(["dlrm", "run", "compare", *given, *itertools.chain(*options)])
 
 
@@ -555,30 +555,30 @@ def headline(findings: Sequence[Finding], way: Sequence[Stage], limit_sentence: 
         )
     if not findings:
         return f"**No known bottleneck found.** {in_markdown(limit_sentence)} {hardware}".rstrip()
-    said = [_start(findings, way), _all_together(way), hardware]
-    second = " ".join(filter(None, said))
+    sentences = [_start(findings, way), _all_together(way), hardware]
+    second = " ".join(filter(None, sentences))
     text = f"**{in_markdown(findings[0].title)}.** {in_markdown(limit_sentence)}"
     return text + (f"\n\n{second}" if second else "")
 
 
-def _start(found: Sequence[Finding], way: Sequence[Stage]) -> str:
+def _start(findings: Sequence[Finding], way: Sequence[Stage]) -> str:
     """What to change first, and what it brings; "" where no parameter helps."""
     first = next((stage for stage in way if stage.on_the_way), None)
     if first is not None:
         change, gain = first.change, first.speedup(way[0].mid_ms)
         how = "timed" if first.basis == TIMED else "predicted"
     else:
-        worst = next((one for one in found if one.change and one.predicted_speedup), None)
+        worst = next((one for one in findings if one.change and one.predicted_speedup), None)
         if worst is None:
             return ""
         change, gain, how = worst.change, worst.predicted_speedup, "estimated"
-    options = " ".join(f"-p {name}={value_text(value)}" for name, value in change.items())
+    options = " ".join(f"-p {name}={option_text(value)}" for name, value in change.items())
     options = options.replace("`", "'")
     mid, low, high = (gain[end] for end in ("mid", "low", "high"))
     return f"Start with `{options}`: {how} {faster(mid, low, high, figures=2)}."
 
 
-def value_text(value: Any) -> str:
+def option_text(value: Any) -> str:
     """A value as one writes it behind ``-p NAME=``."""
     return value if isinstance(value, str) else json.dumps(value).replace(" ", "")
 

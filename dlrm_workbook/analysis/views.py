@@ -80,22 +80,22 @@ def top_down(
         ``attrs["not_measured"]``, if ``metric`` was not measured.
     """
     columns = [*TOP_DOWN, *(f"{name} (inc)" for name in also)]
-    own, inclusive = _values(profile, metric, within)
-    if own is None or inclusive is None:
-        return unmeasured(columns, _why(profile, metric, own is not None))
+    exclusive, inclusive = _values(profile, metric, within)
+    if exclusive is None or inclusive is None:
+        return unmeasured(columns, _why(profile, metric, exclusive is not None))
     contexts = profile.contexts
     parent = contexts["parent"].to_numpy()
     owner = scopes_of(contexts)
     joined = owner != np.arange(len(owner))
     above = np.where(parent >= 0, owner[parent], -1)
     above[joined] = -1
-    own = _sums(owner, own, len(owner))
+    exclusive = _sums(owner, exclusive, len(owner))
     others = {}
     for name in also:
         whole = _values(profile, name, within)[1]
-        others[f"{name} (inc)"] = np.full(len(own), np.nan) if whole is None else whole
+        others[f"{name} (inc)"] = np.full(len(exclusive), np.nan) if whole is None else whole
     root = ~joined & (above < 0)
-    shown = np.zeros(len(own), dtype=bool)
+    shown = np.zeros(len(exclusive), dtype=bool)
     for column in (inclusive, *others.values()):
         least = smallest_share * np.nansum(np.abs(column[root]))
         shown |= (np.abs(column) >= np.where(root, 0, least)) & (column != 0) & ~np.isnan(column)
@@ -103,14 +103,14 @@ def top_down(
     # A callee's share is at most its caller's, so what is shown hangs together.
     hidden = ~joined & ~shown & (above >= 0)
     hidden[hidden] = shown[above[hidden]]
-    small = np.bincount(above[hidden], inclusive[hidden], len(own))
+    small = np.bincount(above[hidden], inclusive[hidden], len(exclusive))
     rows = _walk(np.flatnonzero(shown), above, inclusive)
     total = inclusive[root].sum()
     table = contexts.loc[rows, ["context", *PLACE]].assign(
         parent=above[rows],
         depth=depths(above)[rows],
         inclusive=inclusive[rows],
-        exclusive=own[rows],
+        exclusive=exclusive[rows],
         small=small[rows],
         share=inclusive[rows] / total if total else np.nan,
         hot=_hot_path(rows, above, inclusive)[rows],
@@ -195,29 +195,31 @@ def bottom_up(
         ``inclusive`` is NaN for metrics without inclusive values. Empty, with the reason
         in ``attrs["not_measured"]``, if ``metric`` was not measured.
     """
-    own, inclusive = _values(profile, metric, within)
-    if own is None:
+    exclusive, inclusive = _values(profile, metric, within)
+    if exclusive is None:
         return unmeasured(BOTTOM_UP, _why(profile, metric))
     contexts = profile.contexts
     parent = contexts["parent"].to_numpy()
     scope = scopes_of(contexts)
     key, first = _numbered(contexts, FLAT_COLUMNS["function"])
     key = key[scope]
-    own = _sums(scope, own, len(scope))
+    exclusive = _sums(scope, exclusive, len(scope))
     is_scope = scope == np.arange(len(scope))
-    reached = np.zeros(len(own))
+    reached = np.zeros(len(exclusive))
     if inclusive is not None:
         reached = np.where(outermost_contexts(parent, np.where(is_scope, key, -1)), inclusive, 0.0)
-    total = own.sum()
-    by_key = np.bincount(key, own, len(first))
+    total = exclusive.sum()
+    by_key = np.bincount(key, exclusive, len(first))
     largest = np.argsort(-by_key, kind="stable")[:count]
     largest = largest[by_key[largest] != 0]
     rank = np.full(len(first), -1)
     rank[largest] = np.arange(len(largest))
 
-    at = np.flatnonzero(((own != 0) | (reached != 0)) & (rank[key] >= 0))
+    at = np.flatnonzero(((exclusive != 0) | (reached != 0)) & (rank[key] >= 0))
     chain = rank[key[at]]  # the row of the table that a context belongs to, level by level
-    levels = [_level(0, -np.ones(len(largest), np.int64), largest, chain, own[at], reached[at])]
+    levels = [
+        _level(0, -np.ones(len(largest), np.int64), largest, chain, exclusive[at], reached[at])
+    ]
     offset, caller = len(largest), at
     top = contexts["kind"].eq("root").to_numpy()
     for depth in range(1, callers + 1):
@@ -228,8 +230,10 @@ def bottom_up(
         if not len(at):
             break
         pair = chain * len(first) + key[caller]
-        found, number = np.unique(pair, return_inverse=True)
-        level = _level(depth, found // len(first), found % len(first), number, own[at], reached[at])
+        pairs, number = np.unique(pair, return_inverse=True)
+        level = _level(
+            depth, pairs // len(first), pairs % len(first), number, exclusive[at], reached[at]
+        )
         whole = by_key[largest[_functions(levels, level["parent"].to_numpy())]]
         keep = np.abs(level["exclusive"].to_numpy()) >= smallest_share * np.abs(whole)
         renumbered = np.where(keep, offset + np.cumsum(keep) - 1, -1)
@@ -276,8 +280,8 @@ def flat(
     """
     if by not in FLAT_COLUMNS:
         raise InputError(f"a flat view is by {', '.join(FLAT_COLUMNS)}, not by '{by}'")
-    own, inclusive = _values(profile, metric, within)
-    if own is None:
+    exclusive, inclusive = _values(profile, metric, within)
+    if exclusive is None:
         return unmeasured([*FLAT_COLUMNS[by], *VALUES], _why(profile, metric))
     contexts = profile.contexts
     scope = scopes_of(contexts)
@@ -285,9 +289,9 @@ def flat(
     key, first = _numbered(contexts, FLAT_COLUMNS[by])
     key = key[where]
     table = contexts.loc[first, FLAT_COLUMNS[by]].reset_index(drop=True)
-    table["exclusive"] = np.bincount(key, own, len(first))
+    table["exclusive"] = np.bincount(key, exclusive, len(first))
     table["inclusive"] = np.nan
-    whole = own.sum()
+    whole = exclusive.sum()
     if inclusive is not None:
         # A thread is no function and lies in no file: it only holds what runs on it.
         inside = ~contexts["kind"].isin(["root", "thread"]).to_numpy()
@@ -307,14 +311,14 @@ def _values(
     if not profile.has(metric):
         return None, None
     has_inclusive = bool(profile.rows(metric, "inclusive").any())
-    own = profile.value_table(metric, "exclusive").to_numpy(copy=True)
+    exclusive = profile.value_table(metric, "exclusive").to_numpy(copy=True)
     if within is not None:
-        own[~within] = 0.0
+        exclusive[~within] = 0.0
     if not has_inclusive:
-        return own, None
+        return exclusive, None
     if within is not None:
-        return own, inclusive_from_exclusive(profile.contexts["parent"].to_numpy(), own)
-    return own, profile.value_table(metric, "inclusive").to_numpy()
+        return exclusive, inclusive_from_exclusive(profile.contexts["parent"].to_numpy(), exclusive)
+    return exclusive, profile.value_table(metric, "inclusive").to_numpy()
 
 
 def _sums(group: Ints, value: Floats, count: int) -> Floats:
@@ -338,8 +342,8 @@ def _described(table: pd.DataFrame, profile: Profile, metric: str, total: float)
 def _source(contexts: pd.DataFrame) -> Ints:
     """The context (n,) whose file and line say where each context is in the sources."""
     has = contexts["kind"].ne("instruction").to_numpy() | contexts["file"].ne("").to_numpy()
-    found = nearest(contexts["parent"].to_numpy(), has)
-    return np.where(found < 0, np.arange(len(found)), found)
+    source = nearest(contexts["parent"].to_numpy(), has)
+    return np.where(source < 0, np.arange(len(source)), source)
 
 
 def _numbered(contexts: pd.DataFrame, columns: list[str]) -> tuple[Ints, Ints]:
@@ -348,8 +352,8 @@ def _numbered(contexts: pd.DataFrame, columns: list[str]) -> tuple[Ints, Ints]:
     keys = [name for name in columns if name != "kind"]
     number = np.zeros(len(contexts), dtype=np.int64)
     for name in keys:
-        codes, found = pd.factorize(contexts[name])
-        number = pd.factorize(number * max(len(found), 1) + codes)[0].astype(np.int64)
+        codes, values = pd.factorize(contexts[name])
+        number = pd.factorize(number * max(len(values), 1) + codes)[0].astype(np.int64)
     return number, np.unique(number, return_index=True)[1].astype(np.int64)
 
 
@@ -357,10 +361,10 @@ def _walk(rows: Ints, parent: Ints, value: Floats) -> Ints:
     """``rows`` reordered: callers before callees, of callees the largest value first."""
     ordered = rows[np.argsort(-value[rows], kind="stable")].tolist()
     above = parent[ordered].tolist()
-    known = set(ordered)
+    listed = set(ordered)
     children: dict[int, list[int]] = {}
     for row, over in zip(ordered, above, strict=True):
-        children.setdefault(over if over in known else -1, []).append(row)
+        children.setdefault(over if over in listed else -1, []).append(row)
     result: list[int] = []
     stack = children.get(-1, [])[::-1]
     while stack:
@@ -385,7 +389,7 @@ def _hot_path(rows: Ints, above: Ints, inclusive: Floats) -> Bools:
 
 
 def _level(
-    depth: int, parent: Ints, key: Ints, number: Ints, own: Floats, reached: Floats
+    depth: int, parent: Ints, key: Ints, number: Ints, exclusive: Floats, reached: Floats
 ) -> pd.DataFrame:
     """Rows of one depth of the bottom-up view."""
     return pd.DataFrame(
@@ -393,7 +397,7 @@ def _level(
             "depth": depth,
             "parent": parent,
             "key": key,
-            "exclusive": np.bincount(number, own, len(key)),
+            "exclusive": np.bincount(number, exclusive, len(key)),
             "inclusive": np.bincount(number, reached, len(key)),
         }
     )

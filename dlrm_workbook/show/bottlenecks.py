@@ -193,13 +193,13 @@ def _through(calls: Sequence[str]) -> str:
     return f"<br>through {way}" if names else ""
 
 
-def iteration_times(each: pd.DataFrame) -> go.Figure:
+def iteration_times(part_times: pd.DataFrame) -> go.Figure:
     """Time of every iteration, stacked by part in the order of a step.
 
     Args:
-        each: ``iteration``, ``component``, ``time_ms``.
+        part_times: ``iteration``, ``component``, ``time_ms``.
     """
-    table = each.groupby(["component", "iteration"])["time_ms"].sum().reset_index()
+    table = part_times.groupby(["component", "iteration"])["time_ms"].sum().reset_index()
     parts = components_of(table["component"], IDLE)
     looks = {name: (part_label(name), colour_of(name), "") for name in parts}
     looks[IDLE] = ("GPU idle, host not measured", COLOURS["other"], "")
@@ -422,14 +422,14 @@ def verdict_bars(stages: Sequence[Stage]) -> go.Figure | Text:
         height += MODULE_KEYS_HEIGHT
     result = figure(title, height, legend=True)
     _add_steps(result, names, pd.concat([_drawn(s, stages).assign(step=s.name) for s in stages]))
-    known = [stage.mid_ms if stage.mid_ms == stage.mid_ms else 0.0 for stage in stages]
+    lengths = [stage.mid_ms if stage.mid_ms == stage.mid_ms else 0.0 for stage in stages]
     texts = [f"<b>{milliseconds(first)}</b>"] + [_end_of(stage, first) for stage in stages[1:]]
-    add_ends(result, known, list(range(len(stages))), texts)
+    add_ends(result, lengths, list(range(len(stages))), texts)
     unit = {"the step, as measured": "ms per iteration, without a profiler"}.get(
         names[0], "ms of the whole recording" if names[0] == "the recording" else "ms per iteration"
     )
     room = 1.55 if len(stages) > 1 else 1.15  # texts of changes are longer than a time alone
-    result.update_xaxes(title=unit, range=[0, room * max(known)])
+    result.update_xaxes(title=unit, range=[0, room * max(lengths)])
     label_rows(result, [lines_of(name, 46) for name in names])
     return result
 
@@ -468,18 +468,18 @@ def what_if_bars(table: pd.DataFrame, parts: pd.DataFrame) -> go.Figure | Text:
         table: what :func:`dlrm_workbook.analysis.whatif.what_if_table` gives.
         parts: what :func:`dlrm_workbook.analysis.whatif.what_if_parts` gives.
     """
-    known = table[table["mid_ms"].notna()]
-    if known.empty:
+    predicted = table[table["mid_ms"].notna()]
+    if predicted.empty:
         return Text(
             "*Not measured: no change was probed; `dlrm run profile -f FILE -p "
             "profiling.probes=true` probes changes of our own training.*"
         )
-    names, now = [AS_IT_IS, *known["change"]], float(known["now_ms"].iloc[0])
+    names, now = [AS_IT_IS, *predicted["change"]], float(predicted["now_ms"].iloc[0])
     title = "Predicted time of a step after each change"
     result = figure(title, 160 + STEP_ROW * len(names), legend=True)
     _add_steps(result, names, parts.rename(columns={"change": "step"}))
-    middle = now / known["speedup_mid"]
-    least, highest = now / known["speedup_high"], now / known["speedup_low"]
+    middle = now / predicted["speedup_mid"]
+    least, highest = now / predicted["speedup_high"], now / predicted["speedup_low"]
     # one change of which little is known must not flatten all the others
     furthest = FURTHEST * max(now, float(middle.max()))
     most = highest.clip(upper=furthest)
@@ -493,7 +493,7 @@ def what_if_bars(table: pd.DataFrame, parts: pd.DataFrame) -> go.Figure | Text:
     texts = [milliseconds(now)] + [
         f"{milliseconds(time)}  ({ratio(gain)})"
         + (f", up to {milliseconds(end)} →" if end > furthest else "")
-        for time, gain, end in zip(middle, known["speedup_mid"], highest, strict=True)
+        for time, gain, end in zip(middle, predicted["speedup_mid"], highest, strict=True)
     ]
     add_ends(result, ends, list(range(len(names))), texts)
     mark_one(result, now)

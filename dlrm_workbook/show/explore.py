@@ -85,8 +85,8 @@ def selectors(
     part.observe(redraw, "value")
     metric.observe(redraw, "value")
     # a page has no kernel: there this sentence is what is left of the lists
-    said = ipywidgets.Label("Choose a run, a part and a metric (in JupyterLab).")
-    return ipywidgets.VBox([said, ipywidgets.HBox([run, part, metric]), shown])
+    hint = ipywidgets.Label("Choose a run, a part and a metric (in JupyterLab).")
+    return ipywidgets.VBox([hint, ipywidgets.HBox([run, part, metric]), shown])
 
 
 def _set(choice: ipywidgets.Dropdown, options: list[str]) -> None:

@@ -147,7 +147,7 @@ def _middle_cut(name: str, limit: int) -> str:
 def _kernel_hover(row: Any) -> str:
     """A kernel's full name and all that is known of it, line by line."""
     products = {"yes": "on tensor cores", "no": "without tensor cores", "unknown": ""}
-    known = (
+    facts = (
         ("part", part_label(row.component, row.phase)),
         (
             "launches",
@@ -163,7 +163,7 @@ def _kernel_hover(row: Any) -> str:
         ("product", " ".join(filter(None, (row.precision, products.get(row.tensor_cores, ""))))),
         ("reached", _reached(row)),
     )
-    lines = [f"{name}: {text}" for name, text in known if text]
+    lines = [f"{name}: {text}" for name, text in facts if text]
     return "<br>".join([wrapped(plotly_text(row.kernel)), *lines])
 
 

@@ -73,7 +73,7 @@ def recording_facts(profile: Profile) -> pd.DataFrame:
     training = parameters.get("training") or {}
     rows = model.get("table_rows") or [0]
     count = len(profile.iterations)
-    known = {
+    words = {
         "run": meta.get("title"),
         "batch": training and f"{training.get('batch_size', 0):,} samples",
         "tables": model and f"{len(rows)}, {sum(rows):,} rows in all",
@@ -86,7 +86,7 @@ def recording_facts(profile: Profile) -> pd.DataFrame:
         "software": ", ".join(f"{name} {version}" for name, version in versions.items()),
     }
     return pd.DataFrame(
-        [(name, str(value)) for name, value in known.items() if value], columns=["what", "value"]
+        [(name, str(value)) for name, value in words.items() if value], columns=["what", "value"]
     )
 
 
@@ -106,20 +106,20 @@ def passes(profile: Profile) -> pd.DataFrame:
     (:mod:`dlrm_workbook.analysis.reference`). torch's own recording states its usual iteration.
     Where no step was timed without a profiler, a pass has the dilation that it measured itself.
     """
-    made = pd.DataFrame(
+    table = pd.DataFrame(
         profile.meta.get("passes", []), columns=["name", "ms_per_iteration", "dilation"]
     )
     step = reference(profile)
     if step is not None and step.unprofiled:
-        made.loc[made["name"] == RECORDED_PASS, "ms_per_iteration"] = step.recorded_ms
-        made["dilation"] = made["ms_per_iteration"].astype(float) / step.ms
-    return made.rename(columns={"name": "pass", "ms_per_iteration": "iteration_ms"})
+        table.loc[table["name"] == RECORDED_PASS, "ms_per_iteration"] = step.recorded_ms
+        table["dilation"] = table["ms_per_iteration"].astype(float) / step.ms
+    return table.rename(columns={"name": "pass", "ms_per_iteration": "iteration_ms"})
 
 
 def unmeasured_frame(profile: Profile) -> pd.DataFrame:
     """``quantity`` that could not be measured, and the ``reason``."""
-    known = sorted(profile.not_measured.items())
-    table = pd.DataFrame(known, columns=["quantity", "reason"])
+    reasons = sorted(profile.not_measured.items())
+    table = pd.DataFrame(reasons, columns=["quantity", "reason"])
     # names of HPCToolkit's metrics are as its own tools write them
     words = [name if ":" in name else name.replace("_", " ") for name in table["quantity"]]
     return table.assign(quantity=words)
@@ -152,11 +152,11 @@ def findings_text(
             if given:
                 lines.append(f"**To check.** `{compare_command(finding.change, given)}`")
         if timed := finding.timed_speedup:
-            said = f"**Timed as a whole step.** {_gain(timed)}"
+            sentence = f"**Timed as a whole step.** {_gain(timed)}"
             if finding.predicted_speedup:
                 before = finding.predicted_speedup["mid"]
-                said += f" Parts timed alone had predicted {ratio(before, figures=2)}."
-            lines.append(said)
+                sentence += f" Parts timed alone had predicted {ratio(before, figures=2)}."
+            lines.append(sentence)
         elif finding.predicted_speedup.get("high", 1.0) > NO_GAIN:
             lines.append(f"**Predicted.** {_gain(finding.predicted_speedup)}")
         blocks.append("\n\n".join(lines))
@@ -243,30 +243,30 @@ def product_peaks(ceilings: Mapping[str, Any]) -> dict[str, float]:
 
 def ceilings_frame(ceilings: Mapping[str, Any] | None) -> pd.DataFrame:
     """The machine's ceilings: ``ceiling``, ``value``, ``unit``; ``attrs["source"]`` says whence."""
-    known = ceilings or {}
+    measured = ceilings or {}
     rows: list[tuple[str, float, str]] = [
         (f"matrix products, {label}, at best", rate, "GFLOP/s")
-        for label, rate in product_peaks(known).items()
+        for label, rate in product_peaks(measured).items()
     ]
-    for row in sorted(known.get("stream") or [], key=lambda row: row.get("bytes") or 0):
+    for row in sorted(measured.get("stream") or [], key=lambda row: row.get("bytes") or 0):
         rows += [
             (f"streaming {format_bytes(row['bytes'])}, {kind}", row[f"{kind}_gb_per_s"], "GB/s")
             for kind in ("read", "copy", "triad")
             if row.get(f"{kind}_gb_per_s")
         ]
-    for row in known.get("gather") or []:
+    for row in measured.get("gather") or []:
         what = f"random rows of {row['row_bytes']:,} B in {format_bytes(row['table_bytes'])}"
         rows.append((what, row["gb_per_s"], "GB/s"))
     for name, label in (("dispatch_us", "one torch operator"), ("launch_us", "one launch")):
-        if known.get(name):
-            rows.append((label, known[name], "µs"))
-    for row in known.get("copy") or []:
+        if measured.get(name):
+            rows.append((label, measured[name], "µs"))
+    for row in measured.get("copy") or []:
         way = {"h2d": "to the GPU", "d2h": "from the GPU"}.get(row["direction"], row["direction"])
         rows.append((f"copy {way}, {row['kind']}", row["gb_per_s"], "GB/s"))
-    if cache := known.get("last_level_cache_bytes"):
+    if cache := measured.get("last_level_cache_bytes"):
         rows.append(("last-level cache", cache, "bytes"))
     table = pd.DataFrame(rows, columns=["ceiling", "value", "unit"])
-    table.attrs["source"] = "measured" if Limits(known).measured else str(known["source"])
+    table.attrs["source"] = "measured" if Limits(measured).measured else str(measured["source"])
     return table
 
 

@@ -115,13 +115,17 @@ _PLACES = {
 }
 
 
-def label_place(own: Box, label: str, frame: Frame, taken: list[Box]) -> str:
+def label_place(marker: Box, label: str, frame: Frame, taken: list[Box]) -> str:
     """Where the label of a marker is free of other labels and markers; '' for none."""
-    x, y, radius = (own[0] + own[2]) / 2, (own[1] + own[3]) / 2, (own[2] - own[0]) / 2
+    x, y, radius = (
+        (marker[0] + marker[2]) / 2,
+        (marker[1] + marker[3]) / 2,
+        (marker[2] - marker[0]) / 2,
+    )
     half = LETTER * len(label) / 2
     # a marker on this one cannot be avoided; lines are thin boxes, and can
     others = [
-        other for other in taken if other[3] - other[1] <= THIN or not covers_middle(own, other)
+        other for other in taken if other[3] - other[1] <= THIN or not covers_middle(marker, other)
     ]
     for place, (across, up) in _PLACES.items():
         middle, height = x + across * (radius + 4 + half), y + up * (radius + 11)
@@ -295,16 +299,16 @@ def _roof_label(
     The label is as far right as nothing is in its way, and does not begin before the roof does.
     """
     first = frame.pixels(max(start, frame.left), height)[0]
-    found = []
+    places = []
     length, tall = LETTER * max(map(len, texts)), 17 * len(texts)
     for side, (low, high) in {"bottom": (0, tall), "top": (-tall, 0)}.items():
         for step in range(30):
             at = frame.right - (frame.right - frame.left) * step / 40
             x, y = frame.pixels(at, height)
             if step == 0 or x - length >= first:
-                found.append((at, (x - length, y + low, x, y + high), side))
-    free = [place for place in found if not any_overlap([place[1]], taken)]
-    return (free or found)[0]
+                places.append((at, (x - length, y + low, x, y + high), side))
+    free = [place for place in places if not any_overlap([place[1]], taken)]
+    return (free or places)[0]
 
 
 def _draw_slopes(
@@ -354,9 +358,9 @@ def _draw_points(
     rows = sorted(rows_of(points), key=lambda row: -row.time_ms)
     for row in rows:
         share = row.time_ms / total_ms if total_ms > 0 else 0.0
-        part, own = part_label(row.component, row.phase), marker_box(row, total_ms, frame)
+        part, box = part_label(row.component, row.phase), marker_box(row, total_ms, frame)
         label = getattr(row, "label", part)
-        place = label_place(own, label, frame, taken) if share >= LABELLED_SHARE else ""
+        place = label_place(box, label, frame, taken) if share >= LABELLED_SHARE else ""
         add_points(
             result,
             [row.intensity_flop_per_byte],
@@ -372,7 +376,7 @@ def _draw_points(
             marker={
                 "color": colour_of(row.component),
                 "symbol": PHASE_SYMBOLS.get(row.phase, "circle"),
-                "size": own[2] - own[0],
+                "size": box[2] - box[0],
                 "opacity": 0.88,
                 "line": {"width": 1, "color": "rgba(255, 255, 255, 0.7)"},
             },

@@ -412,13 +412,17 @@ def _stack(traces: Sequence[Mapping[str, Any]], layout: Mapping[str, Any]) -> li
     mode, gap = layout.get("barmode", "group"), float(layout.get("bargap", 0.28))
     letters = [("x", "y") if t.get("orientation") == "h" else ("y", "x") for t in bars]
     places = [_values(t.get(aside)) for t, (_, aside) in zip(bars, letters, strict=True)]
-    numbers = sorted({float(p) for own in places for p in own if _is_number(p)})
+    numbers = sorted({float(p) for bar_places in places for p in bar_places if _is_number(p)})
     between = min((b - a for a, b in itertools.pairwise(numbers)), default=1.0)
-    drawn = [t for t, own in zip(bars, places, strict=True) if any(p is not None for p in own)]
+    drawn = [
+        t
+        for t, bar_places in zip(bars, places, strict=True)
+        if any(p is not None for p in bar_places)
+    ]
     share = 1.0 / max(len(drawn), 1) if mode == "group" else 1.0
     reached: dict[tuple[Any, bool], float] = {}
     result = []
-    for trace, (along, _), own in zip(bars, letters, places, strict=True):
+    for trace, (along, _), bar_places in zip(bars, letters, places, strict=True):
         lengths = _values(trace.get(along))
         number = drawn.index(trace) if trace in drawn else 0
         middle = between * (1 - gap) * ((number + 0.5) * share - 0.5) if mode == "group" else 0.0
@@ -435,7 +439,7 @@ def _stack(traces: Sequence[Mapping[str, Any]], layout: Mapping[str, Any]) -> li
             [ink or _ink(str(look.colour)) for ink, look in zip(inks, looks, strict=True)],
         )
         for place, length, base, width, offset, look, *rest in zip(
-            own, lengths, *columns, strict=False
+            bar_places, lengths, *columns, strict=False
         ):
             if place is None or not _is_number(length):
                 continue
@@ -473,10 +477,10 @@ def _as_bars(trace: Mapping[str, Any]) -> tuple[dict[str, Any], list[dict[str, A
 
 def _fill(colour: Any, opacity: float = 1.0) -> dict[str, Any]:
     """A fill as attributes that every viewer knows: no ``rgba``."""
-    found = re.fullmatch(r"rgba\((\d+), ?(\d+), ?(\d+), ?([\d.]+)\)", str(colour))
-    if found:
-        red, green, blue = (int(found[n]) for n in (1, 2, 3))
-        colour, opacity = f"#{red:02X}{green:02X}{blue:02X}", opacity * float(found[4])
+    match = re.fullmatch(r"rgba\((\d+), ?(\d+), ?(\d+), ?([\d.]+)\)", str(colour))
+    if match:
+        red, green, blue = (int(match[n]) for n in (1, 2, 3))
+        colour, opacity = f"#{red:02X}{green:02X}{blue:02X}", opacity * float(match[4])
     return {"fill": str(colour), "fill-opacity": None if opacity >= 1 else round(opacity, 3)}
 
 
@@ -812,11 +816,11 @@ class _Image:
             if not isinstance(colour, str):
                 continue
             if hollow:
-                own = {"fill": "none", "stroke": colour, "stroke-width": max(width, 2.0)}
+                paint = {"fill": "none", "stroke": colour, "stroke-width": max(width, 2.0)}
             else:
-                own = _fill(colour, float(look.get("opacity", 1) or 1))
-                own |= {"stroke": "#ffffff", "stroke-width": width} if edge and width else {}
-            self.canvas.path("".join(commands), **own)
+                paint = _fill(colour, float(look.get("opacity", 1) or 1))
+                paint |= {"stroke": "#ffffff", "stroke-width": width} if edge and width else {}
+            self.canvas.path("".join(commands), **paint)
 
     def _point_text(self, point: tuple[float, float], text: str, place: str, far: float) -> None:
         x, y = point
@@ -870,11 +874,11 @@ class _Image:
             if high - low >= 0.3:
                 filled.setdefault(colours[name], []).append(box)
         edge = {"stroke": "#808080", "stroke-width": 0.7}
-        for colour, own in filled.items():
-            self.canvas.path("".join(own), **_fill(colour), **edge)
+        for colour, boxes_of_colour in filled.items():
+            self.canvas.path("".join(boxes_of_colour), **_fill(colour), **edge)
         for name, low, high, level in boxes:
-            said = f"{texts[name]}<br>{values[name] / whole:.0%}"
-            for text in (said, texts[name]):
+            with_share = f"{texts[name]}<br>{values[name] / whole:.0%}"
+            for text in (with_share, texts[name]):
                 width, height = _size(text, 11.5)
                 if width < high - low - 4 and height < tall - 2:
                     at = ((low + high) / 2, top + tall * (level + 0.5))
@@ -1011,10 +1015,10 @@ def _thinned(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
     for x, y in points:
         columns.setdefault(float(round(x)), []).append(float(round(y)))
     kept = []
-    for x, own in columns.items():
-        first = own.index(min(own)) < own.index(max(own))
-        ends = (min(own), max(own)) if first else (max(own), min(own))
-        kept += [(x, y) for y, _ in itertools.groupby((own[0], *ends, own[-1]))]
+    for x, heights in columns.items():
+        first = heights.index(min(heights)) < heights.index(max(heights))
+        ends = (min(heights), max(heights)) if first else (max(heights), min(heights))
+        kept += [(x, y) for y, _ in itertools.groupby((heights[0], *ends, heights[-1]))]
     return kept
 
 
@@ -1099,18 +1103,18 @@ def description(spec: Mapping[str, Any]) -> str:
     """
     layout = spec.get("layout", {})
     title = layout.get("title") or {}
-    said = [_plain((title.get("text") or "") if isinstance(title, Mapping) else title)]
+    sentences = [_plain((title.get("text") or "") if isinstance(title, Mapping) else title)]
     notes = _notes(layout)
     traces = [t for t in spec.get("data", []) if t.get("visible") in (None, True)]
     bars = [t for t in traces if t["type"] == "bar" and any(_drawable(v) for v in _values(t["x"]))]
     if bars:
-        said.append(_said_of_bars(bars, layout, notes))
+        sentences.append(_said_of_bars(bars, layout, notes))
     points = [
         words for t in traces if t["type"] == "scatter" for words in _said_of_points(t, layout)
     ]
-    said.append(_listed(points))
+    sentences.append(_listed(points))
     for trace in traces:
-        said.append(
+        sentences.append(
             {
                 "icicle": _said_of_boxes,
                 "waterfall": _said_of_steps,
@@ -1120,8 +1124,8 @@ def description(spec: Mapping[str, Any]) -> str:
     for name in ("xaxis", "yaxis"):
         axis = _Axis(name, layout.get(name) or {})
         if axis.title and not axis.hidden:
-            said.append(f"{'Across' if name == 'xaxis' else 'Up'}: {_plain(axis.title)}")
-    return " ".join(f"{sentence.rstrip('.')}." for sentence in said if sentence)
+            sentences.append(f"{'Across' if name == 'xaxis' else 'Up'}: {_plain(axis.title)}")
+    return " ".join(f"{sentence.rstrip('.')}." for sentence in sentences if sentence)
 
 
 def _listed(items: Sequence[str]) -> str:
@@ -1170,19 +1174,19 @@ def _said_of_bars(
             value = (
                 _plain(text) if outside and text else digits(length) if _is_number(length) else ""
             )
-            own = rows.setdefault(place, [])
+            words = rows.setdefault(place, [])
             if value and length:
                 named = _plain(trace.get("name") or "")
-                own.append(named if value in named else f"{named} {value}".strip())
+                words.append(named if value in named else f"{named} {value}".strip())
     if not flat:
         return _listed([_spread(trace, along, layout) for trace in traces])
     items: list[str] = []
     headings = _notes(layout, across=True)
-    for place, own in rows.items():
+    for place, words in rows.items():
         total = notes.get(place, "") if _is_number(place) else ""
         name = names.get(place, place if isinstance(place, str) else "")
         # of rows with a total only the first one is described part by part
-        parts = ", ".join(own) if not total else f"({', '.join(own)})" if not items else ""
+        parts = ", ".join(words) if not total else f"({', '.join(words)})" if not items else ""
         # the heading of a group stands before its first row
         above = [at for at in headings if _is_number(place) and at < place]
         heading = f"{headings.pop(max(above))}:" if above else ""
@@ -1194,14 +1198,14 @@ def _spread(trace: Mapping[str, Any], letter: str, layout: Mapping[str, Any]) ->
     """Name of a trace and what its values are like."""
     values, name = _numbers(_values(trace.get(letter))), _plain(trace.get("name") or "")
     axis = layout.get(f"{letter}axis{str(trace.get(f'{letter}axis') or '')[1:]}") or {}
-    said = percent if str(axis.get("tickformat", "")).endswith("%") else digits
+    text_of = percent if str(axis.get("tickformat", "")).endswith("%") else digits
     if not values:
         return name
     if len(values) == 1:
-        return f"{name} {said(values[0])}"
+        return f"{name} {text_of(values[0])}"
     return (
-        f"{name} {said(values[0])} first, {said(values[-1])} last, between "
-        f"{said(min(values))} and {said(max(values))} at {len(values):,} points"
+        f"{name} {text_of(values[0])} first, {text_of(values[-1])} last, between "
+        f"{text_of(min(values))} and {text_of(max(values))} at {len(values):,} points"
     )
 
 

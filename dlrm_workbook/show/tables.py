@@ -402,7 +402,7 @@ def _base(path: object) -> str:
 
 def _shapes(text: str) -> str:
     """Shapes without those of scalars: ``2048×64, 3 of 64×64``; ``*`` is any."""
-    shapes = (found.replace(", ", "×") for found in re.findall(r"\[([\d*, ]+)\]", text))
+    shapes = (sizes.replace(", ", "×") for sizes in re.findall(r"\[([\d*, ]+)\]", text))
     groups = ((shape, len(list(same))) for shape, same in itertools.groupby(shapes))
     return ", ".join(shape if count == 1 else f"{count} of {shape}" for shape, count in groups)
 
@@ -419,11 +419,11 @@ def measure_text(value: Any, unit: str = "") -> str:
         return NOT_MEASURED
     if isinstance(value, str):
         return value
-    known: dict[str, Callable[[Any], str]] = {
+    texts: dict[str, Callable[[Any], str]] = {
         **{"ms": milliseconds, "s": duration, "bytes": format_bytes},
         **{"share": percent, "": value_text},
     }
-    return known[unit](value) if unit in known else f"{digits(value)} {unit}"
+    return texts[unit](value) if unit in texts else f"{digits(value)} {unit}"
 
 
 NO_GAIN = 1.005

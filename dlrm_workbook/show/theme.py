@@ -156,10 +156,10 @@ class Figure(go.Figure):
         """What a notebook stores, by MIME type: plotly's JSON with the description of its numbers
         in ``layout.meta``, an SVG image for viewers without plotly.js, and the description."""
         spec = _compact(json.loads(self.to_json()))
-        said = description(spec)
-        spec["layout"]["meta"] = {**(spec["layout"].get("meta") or {}), "description": said}
+        words = description(spec)
+        spec["layout"]["meta"] = {**(spec["layout"].get("meta") or {}), "description": words}
         spec["config"] = CONFIG
-        return {FIGURE_TYPE: spec, "image/svg+xml": image(spec), "text/plain": said}
+        return {FIGURE_TYPE: spec, "image/svg+xml": image(spec), "text/plain": words}
 
     def _ipython_display_(self) -> None:
         if os.environ.get("PLOTLY_RENDERER", DATA_RENDERER) != DATA_RENDERER:
