@@ -69,17 +69,17 @@ def counted(names: list[str]) -> Iterator[Room]:
 
     core = [name for name in python if name.startswith("dlrm_core/")]
     model = [name for name in core if not name.startswith("dlrm_core/data/files/")]
-    yield Room("dlrm_core without data/files", "lines", lines(model), 8_640, 6_000)
+    yield Room("dlrm_core without data/files", "lines", lines(model), 8_650, 6_000)
     starts = tuple(f"dlrm_core/{module}{end}" for module in PATH for end in (".py", "/"))
     path = [name for name in core if name.startswith(starts)]
-    yield Room("the path through dlrm_core", "lines", lines(path), 3_590, 3_200)
+    yield Room("the path through dlrm_core", "lines", lines(path), 3_600, 3_200)
     yield Room("the path through dlrm_core, in files,", "files", len(path), 10, 10)
     yield room("dlrm_core/data/files", 1_250, 1_250)
-    yield room("dlrm_kernels", 9_040, 7_800)
+    yield room("dlrm_kernels", 8_480, 7_800)
     yield room("dlrm_ranks", 2_440, 2_300)
-    yield room("dlrm_workbook", 51_970, 50_000)
+    yield room("dlrm_workbook", 51_960, 50_000)
     yield room("dlrm_studies", 12_430, 10_600)
-    yield room("tests", 47_730, 46_000)
+    yield room("tests", 47_740, 46_000)
 
     notebooks = {name: cells(name) for name in names if name.startswith("notebooks/")}
     largest = notebooks.pop("notebooks/bottlenecks.ipynb")
