@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from dlrm_core.base.errors import MissingToolError
-from dlrm_kernels import rounding
 
 
 @contextlib.contextmanager
@@ -38,10 +37,7 @@ def kernel_cache(folder: Path) -> Iterator[None]:
         config.CACHE_DIR = before
 
 
-SOURCES = (
-    *sorted(Path(__file__).parent.rglob("*.py")),
-    Path(rounding.__file__),
-)
+SOURCES = tuple(sorted(Path(__file__).parent.rglob("*.py")))
 """Files that the kernels and their constants are in."""
 
 

@@ -26,7 +26,7 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stab
 
 
 @dataclass(frozen=True)
-class Part:
+class Equipment:
     """One thing that may be there.
 
     Attributes:
@@ -63,7 +63,7 @@ def doctor(arguments: Any) -> int:
     return 0
 
 
-def examine() -> list[Part]:
+def examine() -> list[Equipment]:
     """Look for every part that something in the workbook needs."""
     *torch_and_gpu, power = _with_torch()
     return [
@@ -91,26 +91,26 @@ def find_browser() -> str | None:
     return next((path for name in BROWSERS if (path := shutil.which(name))), None)
 
 
-def _part(name: str, present: bool, found: str, cost: str = "") -> Part:
+def _part(name: str, present: bool, found: str, cost: str = "") -> Equipment:
     """A part that costs something only where it is missing."""
-    return Part(name, present, found, "" if present else cost)
+    return Equipment(name, present, found, "" if present else cost)
 
 
-def _python() -> Part:
+def _python() -> Equipment:
     found = f"{platform.python_version()} ({sys.executable})"
     cost = "Nothing runs: Python 3.11 or newer is needed."
     return _part("Python", sys.version_info >= (3, 11), found, cost)
 
 
-def _with_torch() -> list[Part]:
+def _with_torch() -> list[Equipment]:
     """torch, and what is looked up through it: CUDA, the GPU, and energy counters at the end."""
     lost = "No model can be run."
     try:
         import torch
     except (ImportError, OSError) as error:
-        return [Part(name, False, str(error), lost) for name in ("torch", "Energy counters")]
+        return [Equipment(name, False, str(error), lost) for name in ("torch", "Energy counters")]
     threads = f"{torch.get_num_threads()} threads in an operator"
-    parts = [Part("torch", True, f"{torch.__version__}, {threads}")]
+    parts = [Equipment("torch", True, f"{torch.__version__}, {threads}")]
     lost = "Runs use the CPU; GPU times, idleness and kernels are not measured."
     built = torch.version.cuda
     found = built or "this torch is built for CPU only"
@@ -132,14 +132,14 @@ def _with_torch() -> list[Part]:
     return [*parts, _part("Energy counters", not missing, "; ".join(lines), lost)]
 
 
-def _fast_cpu() -> Part:
+def _fast_cpu() -> Equipment:
     flags = cpu_flags()
     found = ", ".join(flag for flag in ("amx_bf16", "avx512_bf16", "bf16") if flag in flags)
     cost = "bfloat16 on this CPU is emulated and slower than fp32."
     return _part("bfloat16 in hardware (CPU)", bool(found), found or "no such instructions", cost)
 
 
-def _hpctoolkit() -> list[Part]:
+def _hpctoolkit() -> list[Equipment]:
     """What the measurement itself would find and could measure; see :mod:`.hpctoolkit.tools`."""
     from dlrm_workbook.recordings.hpctoolkit.tools import find_tools, probe
 
@@ -160,8 +160,8 @@ def _hpctoolkit() -> list[Part]:
         cost = (
             "Profiles come from torch.profiler: no native call paths, loops or GPU stall reasons."
         )
-        absent = Part("HPCToolkit (hpcrun)", False, str(error), cost)
-        return [absent, *(Part(row, False, "no HPCToolkit", rows[row][1]) for row in rows)]
+        absent = Equipment("HPCToolkit (hpcrun)", False, str(error), cost)
+        return [absent, *(Equipment(row, False, "no HPCToolkit", rows[row][1]) for row in rows)]
     found = probe(tools)
     present = {
         "GPU times": found.gpu_event,
@@ -169,7 +169,7 @@ def _hpctoolkit() -> list[Part]:
         "Python frames": tools.python and f"built for Python {tools.python}",
     }
     notices = "; ".join(("", *found.notices))
-    parts = [Part("HPCToolkit (hpcrun)", True, f"{tools.hpcrun} {tools.version}{notices}")]
+    parts = [Equipment("HPCToolkit (hpcrun)", True, f"{tools.hpcrun} {tools.version}{notices}")]
     for row, (what, cost) in rows.items():
         why = found.not_measured.get(what)
         offers = present[what] or "built for a Python that nothing tells"
@@ -177,12 +177,12 @@ def _hpctoolkit() -> list[Part]:
     return parts
 
 
-def _perf_events() -> Part:
+def _perf_events() -> Equipment:
     name = "hardware counters"
     setting = kernel_text("/proc/sys/kernel/perf_event_paranoid")
     if not setting:
         cost = "Events such as cycles cannot be sampled; CPU time still can."
-        return Part(name, False, "this kernel has no perf events", cost)
+        return Equipment(name, False, "this kernel has no perf events", cost)
     cost = (
         "Events such as cycles cannot be sampled, only CPU time; "
         "sysctl kernel.perf_event_paranoid=2 permits them."
@@ -191,19 +191,19 @@ def _perf_events() -> Part:
     return _part(name, good, f"perf_event_paranoid is {setting}", cost)
 
 
-def _ptrace() -> Part:
+def _ptrace() -> Equipment:
     setting = kernel_text("/proc/sys/kernel/yama/ptrace_scope") or "0"
     good = int(setting) <= 1 or os.geteuid() == 0
     cost = "Debuggers and py-spy cannot look into a run that hangs."
     return _part("attaching to processes", good, f"ptrace_scope is {setting}", cost)
 
 
-def _gpu_counters() -> Part:
+def _gpu_counters() -> Equipment:
     name = "GPU counters for users"
     text = kernel_text("/proc/driver/nvidia/params")
     if not text:
         cost = "PC sampling, and so GPU stall reasons, cannot be had."
-        return Part(name, False, "there is no NVIDIA driver", cost)
+        return Equipment(name, False, "there is no NVIDIA driver", cost)
     cost = (
         "PC sampling is refused: stall reasons need the driver option "
         "NVreg_RestrictProfilingToAdminUsers=0."
@@ -213,7 +213,7 @@ def _gpu_counters() -> Part:
     return _part(name, open_to_all or os.geteuid() == 0, found, cost)
 
 
-def _several_ranks() -> Part:
+def _several_ranks() -> Equipment:
     name, cost = "several ranks (TorchRec)", "torchrun, and measuring in dlrm run scaling, need it"
     plan = find_engine("several ranks: plan")
     if plan is None:
@@ -223,7 +223,7 @@ def _several_ranks() -> Part:
     return _part(name, not missing, found, f"{cost}: {plan.INSTALL}")
 
 
-def _numa() -> Part:
+def _numa() -> Equipment:
     """Sockets, NUMA nodes and their CPUs, and how one process's tables are spread over them."""
     topology = Path("/sys/devices/system/cpu").glob("cpu[0-9]*/topology/physical_package_id")
     sockets = max(1, len({kernel_text(file) for file in topology}))
@@ -235,10 +235,10 @@ def _numa() -> Part:
             f" ({each}); torchrun's ranks on CPUs are bound to them; the tables of one process "
             "lie on the node that fills them: -p training.interleave_memory=true spreads them"
         )
-    return Part("NUMA", True, found)
+    return Equipment("NUMA", True, found)
 
 
-def _notebook_tools() -> Part:
+def _notebook_tools() -> Equipment:
     wanted = ("papermill", "plotly", "nbclient", "jupyterlab", "pandas", "pyarrow", "hatchet")
     missing = [name for name in wanted if importlib.util.find_spec(name) is None]
     found = f"missing: {', '.join(missing)}" if missing else ", ".join(wanted)
@@ -246,14 +246,14 @@ def _notebook_tools() -> Part:
     return _part("notebook packages", not missing, found, cost)
 
 
-def _browser() -> Part:
+def _browser() -> Equipment:
     path = find_browser()
     found = path or "none on the PATH, DLRM_BROWSER is not set"
     cost = "Pages are still made and open in any browser; browser tests are skipped."
     return _part("browser (Chromium)", path is not None, found, cost)
 
 
-def _memory() -> Part:
+def _memory() -> Equipment:
     """Whether the experiment's own model fits: 8 tables of a million rows of 64 floats, twice."""
     total = (memory_limit() or 0) / 2**30
     cost = "The experiment's tables take 2 GiB and a profiled run about twice that."

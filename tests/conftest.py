@@ -40,13 +40,15 @@ settings.load_profile("project")
 REPOSITORY = Path(__file__).parents[1]
 
 SLOW = (
-    *("quick_chain", "test_own_program", "test_gpu_faults", "test_distributed", "test_attacks"),
-    *("test_benchmark", "test_hpctoolkit_traps", "test_narrow_rows", "test_bench_embeddings"),
-    *("test_sweep", "test_training", "test_embedding_backends", "test_capacity"),
-    *("test_foreign_traces", "test_facebook_losses", "test_gpu_embeddings", "test_disk"),
-    *("test_checkpoints", "test_scaling_page", "test_findings_gpu", "test_verdict_gpu"),
-    *("test_distributed_failures", "test_gpu_check", "test_embeddings", "test_schedules"),
-    *("test_part_probes", "test_explore", "test_columns", "test_hpctoolkit", "test_run_resume"),
+    *("test_distributed", "quick_chain", "test_own_program", "test_workbook", "test_attacks"),
+    *("test_capacity", "test_distributed_failures", "test_benchmark", "test_hpctoolkit_traps"),
+    *("test_narrow_rows", "test_bench_embeddings", "test_whatif", "test_evaluation"),
+    *("test_hpctoolkit", "test_sweep", "test_training", "test_embedding_backends"),
+    *("test_foreign_traces", "test_facebook_losses", "test_gpu_embeddings", "test_datasets"),
+    *("test_run_resume", "test_disk", "test_checkpoints", "test_scaling_page"),
+    *("test_findings_gpu", "test_verdict_gpu", "test_compare_turns", "test_gpu_faults"),
+    *("test_gpu_check", "test_embeddings", "test_schedules", "test_part_probes"),
+    *("test_explore", "test_columns"),
 )
 """Groups of tests that take about 10 s or more of a processor, roughly the longest first."""
 

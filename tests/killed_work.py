@@ -27,7 +27,7 @@ def make_set(target: Path) -> None:
 def convert_text(target: Path) -> None:
     """Preprocess, with a note after every few pieces, and hash tables that overflow."""
     resumable.SYNC_BYTES = 20_000
-    preprocessing.PIECE = 8_000
+    preprocessing.PIECE_BYTES = 8_000
     text = target.parent / "text.txt"
     request = Request("kaggle", [text], 2, threads=2, memory=1 << 10)
     preprocess(request, target)

@@ -213,7 +213,6 @@ def _train(parameters: Parameters, seed: int, place: Path) -> SeedRun:
         python_module("dlrm_workbook", "train", "-f", file, "--output", place),
         stage="run",
         logs=place,
-        grace_s=30.0,
     )
     return _result(seed, place) or _seed_run(seed, {}, done.last_words())
 

@@ -45,7 +45,7 @@ from dlrm_workbook.analysis.steady import LEAST_TO_JUDGE, steady_state
 from dlrm_workbook.ground.intervals import (
     CONFIDENCE,
     Interval,
-    Numbers,
+    Values,
     holm,
     p_value,
     standard_error,
@@ -200,7 +200,7 @@ def _sentence(table: pd.DataFrame, names: list[str]) -> str:
 # ---- two runs, part by part ---------------------------------------------------------------
 
 
-def steady_rows(times_ms: Numbers) -> np.ndarray:
+def steady_rows(times_ms: Values) -> np.ndarray:
     """Which iterations (n,) stand for a run: neither warm-up nor outliers; all of a short one."""
     times = np.asarray(times_ms, dtype=float)
     if len(times) < LEAST_TO_JUDGE:

@@ -13,11 +13,11 @@ from dlrm_core.data.files.sources import open_source
 from dlrm_core.data.files.teacher import Law, SampleMaker, TeacherConfig, Variant, sigmoid
 
 BINS = 1 << 20
-LIMIT = 16.0
-"""Logits are counted in BINS equal bins of [-LIMIT, LIMIT]."""
+LARGEST_LOGIT = 16.0
+"""Logits are counted in BINS equal bins of [-LARGEST_LOGIT, LARGEST_LOGIT]."""
 ROUNDS, SAMPLES = 16, 1 << 17
 """Independent estimates of the best figures, and the samples of each."""
-AT_ONCE = 1 << 16
+SAMPLES_AT_ONCE = 1 << 16
 """Samples scored at a time."""
 
 
@@ -36,7 +36,7 @@ class ScoreHistogram:
 
     def add(self, logits: np.ndarray, clicks: np.ndarray) -> None:
         """Count scores with their labels (bool), or chances of a click (float)."""
-        places = ((logits + LIMIT) * (BINS / (2 * LIMIT))).astype(np.int64)
+        places = ((logits + LARGEST_LOGIT) * (BINS / (2 * LARGEST_LOGIT))).astype(np.int64)
         places = np.clip(places, 0, BINS - 1)
         weights = clicks.astype(np.float64)
         # bincount over the bins that occur: a whole histogram a block would be slow
@@ -78,8 +78,8 @@ def best_figures(law: Law) -> dict[str, Any]:
     for number in range(ROUNDS):
         histogram = ScoreHistogram()
         key = stream_key(law.teacher.seed, "best", number)
-        for start in range(0, SAMPLES, AT_ONCE):
-            logits = sampled_logits(maker, key, start, min(AT_ONCE, SAMPLES - start))
+        for start in range(0, SAMPLES, SAMPLES_AT_ONCE):
+            logits = sampled_logits(maker, key, start, min(SAMPLES_AT_ONCE, SAMPLES - start))
             histogram.add(logits, sigmoid(logits))
         aucs.append(histogram.auc()[0])
         losses.append(histogram.log_loss())
@@ -114,8 +114,8 @@ def sampled_logits(maker: SampleMaker, key: int, start: int, count: int) -> np.n
 def score_test_set(law: Law, samples: int) -> ScoreHistogram:
     """The teacher's scores against the labels of the test set, all of them."""
     maker, histogram = SampleMaker(law, "test"), ScoreHistogram()
-    for start in range(0, samples, AT_ONCE):
-        labels, _, _, logits = maker.block(start, min(AT_ONCE, samples - start))
+    for start in range(0, samples, SAMPLES_AT_ONCE):
+        labels, _, _, logits = maker.block(start, min(SAMPLES_AT_ONCE, samples - start))
         assert logits is not None
         histogram.add(logits, labels)
     return histogram

@@ -14,10 +14,10 @@ from dlrm_core.base.files import plain
 from dlrm_core.data.files.sources import FORMATS
 from dlrm_core.data.files.teacher import Law, TeacherConfig, Variant
 from dlrm_workbook.datasets.convert import Conversion, convert
-from dlrm_workbook.datasets.criteo import LAYOUTS, Request, preprocess
-from dlrm_workbook.datasets.generate import VARIANTS, generate, scaled
-from dlrm_workbook.datasets.inspection import inspect
-from dlrm_workbook.datasets.splits import LAYOUTS as LAYOUTS_TO_CONVERT
+from dlrm_workbook.datasets.criteo import TEXT_LAYOUTS, Request, preprocess
+from dlrm_workbook.datasets.generate import VARIANTS, generate, scaled_variant
+from dlrm_workbook.datasets.inspection import examine_data
+from dlrm_workbook.datasets.splits import CONVERTED_LAYOUTS as LAYOUTS_TO_CONVERT
 from dlrm_workbook.datasets.variants import variants
 
 NVIDIA_SAMPLES = 32768 * 1024
@@ -88,7 +88,7 @@ def _generate_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _preprocess_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--layout", required=True, choices=LAYOUTS)
+    parser.add_argument("--layout", required=True, choices=TEXT_LAYOUTS)
     parser.add_argument(
         "--input", required=True, nargs="+", metavar="FILE", help="text files in order, .gz too"
     )
@@ -235,7 +235,7 @@ def _variant(arguments: argparse.Namespace) -> Variant:
     if arguments.variant != "custom":
         names = ("table_rows", "dense_features", "alpha")
         _refuse_given(arguments, names, f"--variant custom, not {arguments.variant}")
-        return scaled(VARIANTS[arguments.variant], arguments.scale)
+        return scaled_variant(VARIANTS[arguments.variant], arguments.scale)
     if arguments.table_rows is None:
         raise InputError("--variant custom needs --table-rows, such as --table-rows 1000,50,3")
     try:
@@ -247,7 +247,7 @@ def _variant(arguments: argparse.Namespace) -> Variant:
     dense, alpha = arguments.dense_features, arguments.alpha
     dense = _at_least("--dense-features", 13 if dense is None else dense, 0)
     alpha = 1.45 if alpha is None else alpha
-    return scaled(Variant("custom", dense, rows, alpha), arguments.scale)
+    return scaled_variant(Variant("custom", dense, rows, alpha), arguments.scale)
 
 
 def parse_samples(text: str | None, scale: float) -> dict[str, int]:
@@ -314,7 +314,7 @@ def _convert(arguments: argparse.Namespace) -> int:
 
 
 def _inspect(arguments: argparse.Namespace) -> int:
-    report = inspect(Path(arguments.path), arguments.format, arguments.verify)
+    report = examine_data(Path(arguments.path), arguments.format, arguments.verify)
     print(json.dumps(plain(report)) if arguments.json else as_text(report), flush=True)
     return 1 if report["problems"] else 0
 

@@ -40,7 +40,15 @@ from dlrm_workbook.datasets.resumable import (
     progress_bar,
     workplace,
 )
-from dlrm_workbook.datasets.splits import ABOUT, BLOCK, Block, Split, open_split, split_names
+from dlrm_workbook.datasets.splits import (
+    ABOUT,
+    ANY_ROW,
+    ROW_GROUP,
+    Block,
+    Split,
+    open_split,
+    split_names,
+)
 from dlrm_workbook.datasets.write_spec import write_spec
 from dlrm_workbook.ground.bar import Bar
 
@@ -54,7 +62,7 @@ class Conversion:
 
     Attributes:
         path: of the data set; of terabyte also one .bin file.
-        before: its layout, of :data:`dlrm_workbook.datasets.splits.LAYOUTS`.
+        before: its layout, of :data:`dlrm_workbook.datasets.splits.CONVERTED_LAYOUTS`.
         after: the layout wanted.
         halve_test: make the second half of the test split the split ``val``, as facebook's
             writer of terabyte does.
@@ -90,7 +98,7 @@ class Converted:
 
 
 @dataclass(frozen=True)
-class Part:
+class SplitRange:
     """A split of the new data set: samples ``start`` to ``stop`` of one of the old."""
 
     name: str
@@ -114,9 +122,9 @@ def convert(request: Conversion, target: Path) -> Converted:
         raise InputError(f"--from and --to are both {request.before}, expected two layouts")
     parts = _parts(request)
     first = parts[0].split
-    if request.after == "terabyte" and _shape(first) != (TERABYTE_DENSE, TERABYTE_TABLES):
+    if request.after == "terabyte" and first.shape != (TERABYTE_DENSE, TERABYTE_TABLES):
         raise InputError(
-            f"{request.path} has {first.dense_features} numerical and {len(first.table_rows)} "
+            f"{request.path} has {first.shape[0]} numerical and {first.shape[1]} "
             f"categorical features, but terabyte holds {TERABYTE_DENSE} and {TERABYTE_TABLES}"
         )
     asked = dataclasses.asdict(request) | {"path": str(request.path.absolute())}
@@ -124,14 +132,14 @@ def convert(request: Conversion, target: Path) -> Converted:
     lost = 0
     with workplace(target, asked, "dlrm data convert") as place:
         if place is not None:
-            wide = 4 * (1 + sum(_shape(first)))
+            wide = 4 * (1 + sum(first.shape))
             need_space(place.folder, wide * sum(samples.values()))
             lost = _write(request, parts, place)
     return Converted(
         folder=target,
         samples=samples,
         bytes=sum(file.stat().st_size for file in target.rglob("*") if file.is_file()),
-        values=sum(samples.values()) * first.dense_features,
+        values=sum(samples.values()) * len(first.dense),
         lost=lost,
         seconds=time.perf_counter() - started,
     )
@@ -140,11 +148,7 @@ def convert(request: Conversion, target: Path) -> Converted:
 TERABYTE_TABLES = TERABYTE_COLUMNS - 1 - TERABYTE_DENSE
 
 
-def _shape(split: Split) -> tuple[int, int]:
-    return split.dense_features, len(split.table_rows)
-
-
-def _parts(request: Conversion) -> list[Part]:
+def _parts(request: Conversion) -> list[SplitRange]:
     path = request.path
     names = split_names(path, request.before) if path.exists() else []
     if not names:
@@ -156,20 +160,20 @@ def _parts(request: Conversion) -> list[Part]:
         )
     if request.halve_test and ("val" in names or "test" not in names):
         raise InputError(f"--halve-test: {path} has the splits {', '.join(names)}")
-    parts: list[Part] = []
+    parts: list[SplitRange] = []
     for name in names:
         split = open_split(path, request.before, name, request.counts)
-        if parts and _shape(split) != _shape(parts[0].split):
+        if parts and split.shape != parts[0].split.shape:
             raise InputError(f"{path}: {name} has other features than {parts[0].name}")
         middle = split.samples
         if request.halve_test and name == "test":
             middle = -(-split.samples // 2)
-            parts.append(Part("val", split, middle, split.samples))
-        parts.append(Part(name, split, 0, middle))
+            parts.append(SplitRange("val", split, middle, split.samples))
+        parts.append(SplitRange(name, split, 0, middle))
     return parts
 
 
-def _write(request: Conversion, parts: list[Part], place: Workplace) -> int:
+def _write(request: Conversion, parts: list[SplitRange], place: Workplace) -> int:
     """Write all splits into a workplace, and count the dense values that lost digits."""
     origin = _origin(request, parts)
     spec = None
@@ -190,7 +194,7 @@ def _write(request: Conversion, parts: list[Part], place: Workplace) -> int:
     return int(done["lost"])
 
 
-def _origin(request: Conversion, parts: list[Part]) -> tuple[Path, FeatureSpec] | None:
+def _origin(request: Conversion, parts: list[SplitRange]) -> tuple[Path, FeatureSpec] | None:
     """The feature_spec.yaml that a data set has or was converted from.
 
     Raises:
@@ -201,17 +205,20 @@ def _origin(request: Conversion, parts: list[Part]) -> tuple[Path, FeatureSpec] 
     if not file.exists():
         return None
     spec = read_spec(file)
-    shape = (spec.dense_features, len(spec.table_rows))
-    if shape != _shape(parts[0].split):
+    shape, there = (spec.dense_features, len(spec.table_rows)), parts[0].split.shape
+    if shape != there:
         raise InputError(
             f"{file} has {shape[0]} numerical and {shape[1]} categorical features, but the data "
-            f"set has {parts[0].split.dense_features} and {len(parts[0].split.table_rows)}"
+            f"set has {there[0]} and {there[1]}"
         )
     return file, spec
 
 
 def _specification(
-    request: Conversion, parts: list[Part], folder: Path, origin: tuple[Path, FeatureSpec] | None
+    request: Conversion,
+    parts: list[SplitRange],
+    folder: Path,
+    origin: tuple[Path, FeatureSpec] | None,
 ) -> FeatureSpec:
     """Write the feature_spec.yaml of the new data set: the one it comes from, if there is one."""
     names = [part.name for part in parts]
@@ -229,13 +236,13 @@ def _specification(
         "numerical": numerical,
     }
     rows = [count or 1 for count in known]
-    write_spec(folder, parts[0].split.dense_features, rows, metadata, names)
+    write_spec(folder, len(parts[0].split.dense), rows, metadata, names)
     return read_spec(folder)
 
 
-def _largest_rows(parts: list[Part]) -> tuple[int, ...]:
+def _largest_rows(parts: list[SplitRange]) -> tuple[int, ...]:
     """The largest row of each table and one more: as many rows as it must have."""
-    rows = np.zeros(len(parts[0].split.table_rows), np.int64)
+    rows = np.zeros(len(parts[0].split.tables), np.int64)
     with progress_bar("counting rows", "samples", sum(p.stop - p.start for p in parts)) as bar:
         for part in parts:
             for block in part.split.blocks(part.start, part.stop):
@@ -245,7 +252,7 @@ def _largest_rows(parts: list[Part]) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class Output:
+class SplitFile:
     """A file of a split: one value or several a sample, all of a type.
 
     Attributes:
@@ -263,7 +270,9 @@ class Output:
     rows: int | None = None
 
 
-def _files(layout: str, part: Part, spec: FeatureSpec | None, folder: Path) -> list[Output]:
+def _files(
+    layout: str, part: SplitRange, spec: FeatureSpec | None, folder: Path
+) -> list[SplitFile]:
     """The files of a split in a layout of plain files."""
 
     def path_of(file: ColumnFile) -> str:
@@ -271,33 +280,33 @@ def _files(layout: str, part: Part, spec: FeatureSpec | None, folder: Path) -> l
 
     int32, float32 = np.dtype("<i4"), np.dtype("<f4")
     if layout == "terabyte":
-        return [Output(f"terabyte_processed_{part.name}.bin", "all", int32)]
+        return [SplitFile(f"terabyte_processed_{part.name}.bin", "all", int32)]
     if spec is None:
         tables = [
-            Output(f"{part.name}/cat_{t}.bin", "table", int32, table=t)
-            for t in range(len(part.split.table_rows))
+            SplitFile(f"{part.name}/cat_{t}.bin", "table", int32, table=t)
+            for t in range(len(part.split.tables))
         ]
-        dense = [Output(f"{part.name}/numerical.bin", "dense", float32)]
+        dense = [SplitFile(f"{part.name}/numerical.bin", "dense", float32)]
         return [
-            Output(f"{part.name}/label.bin", "label", float32),
-            *(dense if part.split.dense_features else []),
+            SplitFile(f"{part.name}/label.bin", "label", float32),
+            *(dense if part.split.dense else []),
             *tables,
         ]
     files = spec.splits[part.name]
     label = np.dtype(np.uint8) if files.label.dtype == bool else files.label.dtype
-    outputs = [Output(path_of(files.label), "label", label)]
+    outputs = [SplitFile(path_of(files.label), "label", label)]
     if files.numerical is not None:
         dtype = files.numerical.dtype
-        outputs.append(Output(path_of(files.numerical), "dense", dtype, counts=False))
+        outputs.append(SplitFile(path_of(files.numerical), "dense", dtype, counts=False))
     for t, file in enumerate(files.tables):
-        outputs.append(Output(path_of(file), "table", file.dtype, table=t, rows=file.rows))
+        outputs.append(SplitFile(path_of(file), "table", file.dtype, table=t, rows=file.rows))
     if len({output.path for output in outputs}) < len(outputs):
         raise InputError(f"{folder / FILE_NAME}: two features of {part.name} have the same file")
     return outputs
 
 
 def _write_files(
-    place: Workplace, part: Part, outputs: list[Output], done: dict[str, Any], bar: Bar
+    place: Workplace, part: SplitRange, outputs: list[SplitFile], done: dict[str, Any], bar: Bar
 ) -> None:
     with OpenFiles(place, place.folder, [output.path for output in outputs]) as files:
         for block in part.split.blocks(part.start + done[part.name], part.stop):
@@ -313,26 +322,26 @@ def _write_files(
         files.finish(done)
 
 
-def _values(block: Block, output: Output, split: Split) -> tuple[np.ndarray, int]:
+def _values(block: Block, output: SplitFile, split: Split) -> tuple[np.ndarray, int]:
     """The values that a block puts into a file, and how many of them lost digits."""
     if output.kind == "label":
         return block.labels.astype(output.dtype), 0
     if output.kind == "dense":
         return _dense(block, output, split)
     if output.kind == "table":
-        values, column = block.tables[output.table], split.table_column(output.table)
-        check_range(column, values, block.start, output.rows or int(np.iinfo(np.int32).max))
+        values, column = block.tables[output.table], split.tables[output.table]
+        check_range(column, values, block.start, output.rows or ANY_ROW)
         return values.astype(output.dtype), 0
     dense, lost = _dense(block, output, split)
     whole = np.empty((len(block.labels), TERABYTE_COLUMNS), output.dtype)
     whole[:, 0], whole[:, 1 : 1 + TERABYTE_DENSE] = block.labels, dense
     for t, values in enumerate(block.tables):
-        check_range(split.table_column(t), values, block.start, int(np.iinfo(np.int32).max))
+        check_range(split.tables[t], values, block.start, ANY_ROW)
         whole[:, 1 + TERABYTE_DENSE + t] = values
     return whole, lost
 
 
-def _dense(block: Block, output: Output, split: Split) -> tuple[np.ndarray, int]:
+def _dense(block: Block, output: SplitFile, split: Split) -> tuple[np.ndarray, int]:
     """Dense values (B, D) of a block as a file holds them, and how many lost digits.
 
     Raises:
@@ -373,11 +382,11 @@ def _feature(counts: np.ndarray) -> np.ndarray:
 def _refuse_first(wrong: np.ndarray, block: Block, split: Split, wanted: str) -> None:
     if wrong.any():
         row, feature = map(int, np.unravel_index(int(wrong.argmax()), wrong.shape))
-        refuse(split.dense_column(feature), block.start + row, block.dense[row, feature], wanted)
+        refuse(split.dense[feature], block.start + row, block.dense[row, feature], wanted)
 
 
 def _write_parquet(
-    place: Workplace, part: Part, spec: FeatureSpec | None, done: dict[str, Any], bar: Bar
+    place: Workplace, part: SplitRange, spec: FeatureSpec | None, done: dict[str, Any], bar: Bar
 ) -> None:
     """Write ``SPLIT.parquet``: what is begun after a kill is written from its beginning."""
     import pyarrow as pa
@@ -387,8 +396,8 @@ def _write_parquet(
     if done[part.name] == part.stop - part.start and done[part.name]:
         return
     rows = split.table_rows if spec is None else spec.table_rows
-    names = [f"num_{i}" for i in range(split.dense_features)]
-    tables = [f"cat_{t}" for t in range(len(split.table_rows))]
+    names = [f"num_{i}" for i in range(len(split.dense))]
+    tables = [f"cat_{t}" for t in range(len(split.tables))]
     fields = [
         ("label", pa.uint8()),
         *((name, pa.from_numpy_dtype(split.dense_type)) for name in names),
@@ -401,7 +410,7 @@ def _write_parquet(
         for block in split.blocks(part.start, part.stop):
             columns = [block.labels, *block.dense.T, *(v.astype(np.int32) for v in block.tables)]
             arrays = [pa.array(np.ascontiguousarray(column)) for column in columns]
-            writer.write_batch(pa.record_batch(arrays, schema=schema), row_group_size=BLOCK)
+            writer.write_batch(pa.record_batch(arrays, schema=schema), row_group_size=ROW_GROUP)
             bar.add(len(block.labels))
     done[part.name] = part.stop - part.start
     place.note(done)

@@ -29,7 +29,7 @@ from dlrm_core.data.files.spec import index_dtype, read_spec
 from dlrm_workbook.datasets.loops import (
     BAD_INTEGER,
     BAD_LABEL,
-    DENSE,
+    COUNTS,
     FEW_FIELDS,
     HEX_VALUES,
     MANY_FIELDS,
@@ -42,24 +42,24 @@ from dlrm_workbook.datasets.loops import (
 from dlrm_workbook.datasets.resumable import (
     OpenFiles,
     Workplace,
-    in_order,
     need_space,
     progress_bar,
+    threaded,
     workplace,
 )
 from dlrm_workbook.datasets.vocabulary import build_vocabulary, number_column
 from dlrm_workbook.datasets.write_spec import SPLITS, write_spec
 
-LAYOUTS = {"kaggle": 1 / 7, "terabyte": 1 / 24}
+TEXT_LAYOUTS = {"kaggle": 1 / 7, "terabyte": 1 / 24}
 """Share of the rows, from the end, that are the test split: the last day."""
-PIECE = 4 << 20
+PIECE_BYTES = 4 << 20
 """Bytes of text parsed at a time."""
 ROWS_AT_ONCE = 1 << 18
 """Rows of a category column read at a time."""
-FIELDS = ["label", *(f"I{i + 1}" for i in range(DENSE)), *(f"C{i + 1}" for i in range(TABLES))]
+FIELDS = ["label", *(f"I{i + 1}" for i in range(COUNTS)), *(f"C{i + 1}" for i in range(TABLES))]
 LABEL, NUMERICAL, MISSING_BITS = "label.bin", "numerical.bin", "missing.bin"
 
-RAW_ROW_BYTES = 1 + 2 * DENSE + 4 + 4 * TABLES
+RAW_ROW_BYTES = 1 + 2 * COUNTS + 4 + 4 * TABLES
 """Bytes of a row on the disk while categories are not numbered yet."""
 
 
@@ -99,7 +99,7 @@ class Request:
     @property
     def fraction(self) -> float:
         """Share of the test split."""
-        return LAYOUTS[self.layout] if self.test_fraction is None else self.test_fraction
+        return TEXT_LAYOUTS[self.layout] if self.test_fraction is None else self.test_fraction
 
 
 @dataclass(frozen=True)
@@ -152,8 +152,10 @@ def preprocess(request: Request, target: Path) -> Preprocessed:
 
 
 def _check(request: Request) -> None:
-    if request.layout not in LAYOUTS:
-        raise InputError(f"--layout is {request.layout!r}, expected one of {', '.join(LAYOUTS)}")
+    if request.layout not in TEXT_LAYOUTS:
+        raise InputError(
+            f"--layout is {request.layout!r}, expected one of {', '.join(TEXT_LAYOUTS)}"
+        )
     for path in request.inputs:
         if not path.is_file():
             why = " is a folder, expected a text file" if path.is_dir() else ": no such file"
@@ -182,7 +184,7 @@ def _work(request: Request, place: Workplace, size: int) -> None:
             "left to train on"
         )
     _split_column(place.folder, LABEL, 1, rows, rows - test)
-    _split_column(place.folder, NUMERICAL, 2 * DENSE, rows, rows - test)
+    _split_column(place.folder, NUMERICAL, 2 * COUNTS, rows, rows - test)
     done = dict(place.done)
     # table to (categories kept, categories there were)
     features = {int(t): tuple(v) for t, v in done.pop("features", {}).items()}
@@ -195,7 +197,7 @@ def _work(request: Request, place: Workplace, size: int) -> None:
         )
 
     with progress_bar("numbering categories", "features", TABLES, len(features)) as bar:
-        for table, kept, different in in_order(convert, left, request.threads, request.threads):
+        for table, kept, different in threaded(convert, left, request.threads, request.threads):
             features[table] = (kept, different)
             place.note(done | {"features": {str(t): list(v) for t, v in features.items()}})
             (place.folder / "raw" / f"cat_{table}.u32").unlink(missing_ok=True)
@@ -213,7 +215,7 @@ def _work(request: Request, place: Workplace, size: int) -> None:
         "row_0": "missing, or rarer than the threshold",
     }
     table_rows = [features[t][0] + 1 for t in range(TABLES)]
-    write_spec(place.folder, DENSE, table_rows, metadata)
+    write_spec(place.folder, COUNTS, table_rows, metadata)
 
 
 def _parse(request: Request, place: Workplace) -> None:
@@ -233,7 +235,7 @@ def _parse(request: Request, place: Workplace) -> None:
         OpenFiles(place, place.folder / "raw", names) as files,
     ):
         pieces = read_pieces(request, done)
-        for piece, clicks in in_order(parse, pieces, request.threads, 2 * request.threads):
+        for piece, clicks in threaded(parse, pieces, request.threads, 2 * request.threads):
             done["file"], done["offset"] = piece.file, piece.end
             done["line"], done["rows"] = piece.line + piece.rows, piece.row + piece.rows
             done["clicks"] += clicks
@@ -317,13 +319,13 @@ def read_pieces(request: Request, done: dict[str, Any]) -> Iterator[Piece]:
                 file.seek(offset)
                 rest = b""
                 while True:
-                    block = file.read(PIECE)
+                    block = file.read(PIECE_BYTES)
                     text = rest + block
                     if block:
                         cut = text.rfind(b"\n") + 1
                         text, rest = text[:cut], text[cut:]
                         if not text:
-                            _refuse_endless_line(path, line, rest, PIECE)
+                            _refuse_endless_line(path, line, rest, PIECE_BYTES)
                             continue
                     elif text:
                         # a last line without its newline
@@ -364,7 +366,7 @@ def parse_piece(piece: Piece, path: Path) -> tuple[np.ndarray, np.ndarray, np.nd
     """
     rows = piece.rows
     labels = np.empty(rows, np.uint8)
-    numbers = np.empty((rows, DENSE), np.int32)
+    numbers = np.empty((rows, COUNTS), np.int32)
     categories = np.empty((TABLES, rows), np.uint32)
     missing = np.empty(rows, np.uint32)
     fault = np.zeros(4, np.int64)

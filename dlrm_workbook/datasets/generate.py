@@ -21,15 +21,15 @@ from dlrm_workbook.datasets.best_auc import best_figures, score_test_set
 from dlrm_workbook.datasets.resumable import (
     OpenFiles,
     Workplace,
-    in_order,
     need_space,
     progress_bar,
+    threaded,
     workplace,
 )
 from dlrm_workbook.datasets.write_spec import SPLITS, write_spec
 from dlrm_workbook.ground.bar import Bar
 
-SMALL_TABLE = 100
+KEPT_ROWS = 100
 """Tables of at most so many rows keep them when a variant is scaled down."""
 
 
@@ -60,7 +60,7 @@ VARIANTS = {
 }
 
 
-def scaled(variant: Variant, scale: float) -> Variant:
+def scaled_variant(variant: Variant, scale: float) -> Variant:
     """The same variant with ``scale`` times the rows in every table above 100 rows.
 
     Raises:
@@ -69,7 +69,7 @@ def scaled(variant: Variant, scale: float) -> Variant:
     if not 0.0 < scale <= 1.0:
         raise InputError(f"--scale is {scale:g}, expected a number above 0 and at most 1")
     rows = tuple(
-        r if r <= SMALL_TABLE else max(SMALL_TABLE, round(r * scale)) for r in variant.table_rows
+        r if r <= KEPT_ROWS else max(KEPT_ROWS, round(r * scale)) for r in variant.table_rows
     )
     return dataclasses.replace(variant, table_rows=rows)
 
@@ -116,7 +116,9 @@ def generate(law: Law, samples: dict[str, int], target: Path, threads: int) -> G
         ) as bar:
             for split in SPLITS:
                 _write_split(place, law, split, samples[split], done, threads, bar)
-        write_spec(place.folder, variant.dense_features, variant.table_rows, describe(law, samples))
+        write_spec(
+            place.folder, variant.dense_features, variant.table_rows, metadata_of(law, samples)
+        )
     seconds = time.perf_counter() - started
     return Generated(target, total, total - written_before, seconds)
 
@@ -151,14 +153,14 @@ def _write_split(
             return count, sum(array.nbytes for array in arrays)
 
         starts = range(done[split], samples, BLOCK)
-        for count, size in in_order(make, starts, threads, 3 * threads):
+        for count, size in threaded(make, starts, threads, 3 * threads):
             done[split] += count
             bar.add(count)
             files.written(size, done)
         files.finish(done)
 
 
-def describe(law: Law, samples: dict[str, int]) -> dict[str, Any]:
+def metadata_of(law: Law, samples: dict[str, int]) -> dict[str, Any]:
     """What the data set's ``metadata`` say: how it was made and, with a teacher, the best AUC.
 
     ``teacher_auc_on_test`` is the teacher's own AUC on the labels of this very test set, and

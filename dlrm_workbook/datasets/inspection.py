@@ -17,7 +17,7 @@ from dlrm_core.data.files.teacher import SampleMaker
 from dlrm_workbook.datasets.best_auc import law_of_metadata
 from dlrm_workbook.datasets.criteo import FIELDS, Request, parse_piece, read_pieces
 from dlrm_workbook.datasets.generate import BLOCK
-from dlrm_workbook.datasets.loops import DENSE, MISSING, TABLES
+from dlrm_workbook.datasets.loops import COUNTS, MISSING, TABLES
 from dlrm_workbook.datasets.resumable import NOTE
 from dlrm_workbook.datasets.splits import split_names
 from dlrm_workbook.datasets.vocabulary import forget
@@ -27,7 +27,7 @@ MOST_DISTINCT = 1 << 29
 """Tables of more rows have their different rows not counted: a byte a row is needed."""
 
 
-def inspect(path: Path, format: str | None = None, verify: bool = False) -> dict[str, Any]:
+def examine_data(path: Path, format: str | None = None, verify: bool = False) -> dict[str, Any]:
     """Look at every value of a data set.
 
     Args:
@@ -241,8 +241,8 @@ def _text(path: Path) -> dict[str, Any]:
     """Criteo's text: lines, clicks, missing fields, ranges of the integers."""
     problems: list[str] = []
     rows, clicks, size = 0, 0, 0
-    missing = np.zeros(DENSE + TABLES, np.int64)
-    low, high = np.full(DENSE, np.iinfo(np.int64).max), np.full(DENSE, np.iinfo(np.int64).min)
+    missing = np.zeros(COUNTS + TABLES, np.int64)
+    low, high = np.full(COUNTS, np.iinfo(np.int64).max), np.full(COUNTS, np.iinfo(np.int64).min)
     start = {"file": 0, "offset": 0, "line": 1, "rows": 0}
     for piece in read_pieces(Request("kaggle", [path], 1), start):
         try:
@@ -252,8 +252,8 @@ def _text(path: Path) -> dict[str, Any]:
             break
         rows, clicks, size = rows + piece.rows, clicks + int(labels.sum()), size + len(piece.text)
         empty = numbers == MISSING
-        missing[:DENSE] += empty.sum(0)
-        missing[DENSE:] += [int(np.count_nonzero(bits & np.uint32(1 << t))) for t in range(TABLES)]
+        missing[:COUNTS] += empty.sum(0)
+        missing[COUNTS:] += [int(np.count_nonzero(bits & np.uint32(1 << t))) for t in range(TABLES)]
         wide = numbers.astype(np.int64)
         low = np.minimum(low, np.where(empty, np.iinfo(np.int64).max, wide).min(0))
         high = np.maximum(high, np.where(empty, np.iinfo(np.int64).min, wide).max(0))
@@ -263,8 +263,8 @@ def _text(path: Path) -> dict[str, Any]:
         {
             "feature": name,
             "missing_share": float(missing[i]) / rows if rows else None,
-            "minimum": int(low[i]) if i < DENSE and low[i] <= high[i] else None,
-            "maximum": int(high[i]) if i < DENSE and low[i] <= high[i] else None,
+            "minimum": int(low[i]) if i < COUNTS and low[i] <= high[i] else None,
+            "maximum": int(high[i]) if i < COUNTS and low[i] <= high[i] else None,
         }
         for i, name in enumerate(FIELDS[1:])
     ]

@@ -14,7 +14,7 @@ import numpy as np
 
 from dlrm_core.data.files.draws import machine_code
 
-DENSE = 13
+COUNTS = 13
 TABLES = 26
 MISSING = -(2**31)
 """Stands for an empty integer field; the files hold no such number."""
@@ -50,7 +50,7 @@ def parse_lines(data, rows, hex_values, labels, numbers, categories, missing, fa
             return
         labels[r] = c - ZERO
         p += 2
-        for j in range(DENSE):
+        for j in range(COUNTS):
             c = data[p]
             if c == TAB:
                 numbers[r, j] = MISSING
@@ -85,7 +85,7 @@ def parse_lines(data, rows, hex_values, labels, numbers, categories, missing, fa
                 p += 1
             c = data[p]
             if digits > 8 or c != (TAB if t < TABLES - 1 else NEWLINE):
-                fault[0], fault[2], fault[3] = BAD_CATEGORY, 1 + DENSE + t, first
+                fault[0], fault[2], fault[3] = BAD_CATEGORY, 1 + COUNTS + t, first
                 if c in (NEWLINE, RETURN):
                     fault[0] = FEW_FIELDS
                 elif c == TAB and digits <= 8:

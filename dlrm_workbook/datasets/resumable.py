@@ -180,7 +180,7 @@ class OpenFiles:
             os.close(handle)
 
 
-def in_order(
+def threaded(
     work: Callable[[Any], T], items: Iterable[Any], threads: int, ahead: int
 ) -> Iterator[T]:
     """Results of ``work`` in the order of the items, ``threads`` at a time.

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import json
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -32,9 +33,9 @@ from dlrm_core.data.files.sources import (
 from dlrm_core.data.files.spec import read_spec
 from dlrm_workbook.datasets.vocabulary import forget
 
-LAYOUTS = (*FORMATS, "parquet")
-NAMES = ("train", "test", "val")
-BLOCK = 1 << 17
+CONVERTED_LAYOUTS = (*FORMATS, "parquet")
+SPLIT_NAMES = ("train", "test", "val")
+ROW_GROUP = 1 << 17
 """Samples read at a time, and of a row group in Parquet."""
 
 ANY_ROW = int(np.iinfo(np.int32).max)
@@ -61,23 +62,34 @@ class Block:
     tables: list[np.ndarray]
 
 
-class Split(Protocol):
+class Split(ABC):
     """One split of a data set.
 
     Attributes:
         samples: number of samples.
         counts: whether training takes log(x + 1) of dense values; else they are features.
         dense_type: of dense values as stored.
-        dense_features: number D of them.
-        table_rows: of each of the T tables; None where nothing says.
+        dense: file and name of each of the D dense features, without values.
+        tables: of the T categorical features too; their rows are None where nothing says.
     """
 
     samples: int
     counts: bool
     dense_type: np.dtype
-    dense_features: int
-    table_rows: tuple[int | None, ...]
+    dense: Sequence[Column]
+    tables: Sequence[Column]
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Numbers D and T of its features."""
+        return len(self.dense), len(self.tables)
+
+    @property
+    def table_rows(self) -> tuple[int | None, ...]:
+        """Rows of each of the T tables; None where nothing says."""
+        return tuple(column.rows for column in self.tables)
+
+    @abstractmethod
     def blocks(self, start: int, stop: int) -> Iterator[Block]:
         """Samples ``start`` to ``stop`` in order, every value checked.
 
@@ -85,14 +97,8 @@ class Split(Protocol):
             InputError: naming file, sample, feature, value and what was expected.
         """
 
-    def dense_column(self, feature: int) -> Column:
-        """Name and file of a dense feature, for messages; without values."""
 
-    def table_column(self, table: int) -> Column:
-        """Name and file of a categorical feature, for messages; without values."""
-
-
-class FileSplit:
+class FileSplit(Split):
     """A split that training can read."""
 
     def __init__(self, source: Source) -> None:
@@ -101,14 +107,15 @@ class FileSplit:
         self.counts = source.counts
         dense = source.dense
         self.dense_type = np.dtype(np.float32) if dense is None else dense.dtype
-        self.dense_features = len(source.dense_names)
-        self.table_rows = tuple(column.rows for column in source.tables)
+        names = source.dense_names
+        self.dense = [Column(source.dense_file, name, np.empty(0)) for name in names]
+        self.tables = source.tables
 
     def blocks(self, start: int, stop: int) -> Iterator[Block]:
         """See :class:`Split`."""
         source = self._source
-        for at in range(start, stop, BLOCK):
-            end = min(at + BLOCK, stop)
+        for at in range(start, stop, ROW_GROUP):
+            end = min(at + ROW_GROUP, stop)
             tables = [column.values[at:end] for column in source.tables]
             for column, values in zip(source.tables, tables, strict=True):
                 check_range(column, values, at, column.rows or ANY_ROW)
@@ -120,16 +127,8 @@ class FileSplit:
             yield Block(at, labels, dense, tables)
             forget(source.dense, *(column.values for column in (source.label, *source.tables)))
 
-    def dense_column(self, feature: int) -> Column:
-        """See :class:`Split`."""
-        return Column(self._source.dense_file, self._source.dense_names[feature], np.empty(0))
 
-    def table_column(self, table: int) -> Column:
-        """See :class:`Split`."""
-        return self._source.tables[table]
-
-
-class ParquetSplit:
+class ParquetSplit(Split):
     """A split in Parquet.
 
     Args:
@@ -147,37 +146,40 @@ class ParquetSplit:
             if not other.schema_arrow.equals(first.schema_arrow):
                 raise InputError(f"{file} has other columns or types than {path}")
         schema = first.schema_arrow
-        self._label, self._dense, self._tables = _columns(path, schema.names)
+        self._label, dense, tables = _columns(path, schema.names)
         for names, kinds, expected in (
             ([self._label], "biuf", "numbers"),
-            (self._dense, "iuf", "numbers"),
-            (self._tables, "iu", "whole numbers"),
+            (dense, "iuf", "numbers"),
+            (tables, "iu", "whole numbers"),
         ):
             for name in names:
                 kind = _type(schema.field(name).type)
                 if kind is None or kind.kind not in kinds:
                     found = schema.field(name).type
                     raise InputError(f"{path}: {name} is of type {found}, expected {expected}")
-        about = _about(path, schema.metadata, len(self._tables))
-        types = {_type(schema.field(name).type) for name in self._dense}
+        about = _about(path, schema.metadata, len(tables))
+        types = {kind for name in dense if (kind := _type(schema.field(name).type))}
         if len(types) > 1:
-            raise InputError(f"{path}: {self._dense[0]} ... are of different types, expected one")
-        self.dense_type = next(iter(types)) or np.dtype(np.float32) if types else np.dtype("f4")
-        self.dense_features = len(self._dense)
+            raise InputError(f"{path}: {dense[0]} ... are of different types, expected one")
+        self.dense_type = types.pop() if types else np.dtype(np.float32)
+        self.dense = [Column(path, name, np.empty(0)) for name in dense]
         self.samples = sum(file.metadata.num_rows for _, file in self._files)
-        self.table_rows = about.get("table_rows") or (None,) * len(self._tables)
+        rows = about.get("table_rows") or [None] * len(tables)
+        self.tables = [
+            Column(path, name, np.empty(0), count) for name, count in zip(tables, rows, strict=True)
+        ]
         self.counts = self._are_counts(path, about.get("counts") if counts is None else counts)
 
     def _are_counts(self, path: Path, said: bool | None) -> bool:
-        if said is not None or not self._dense:
+        if said is not None or not self.dense:
             return bool(said)
         if self.dense_type.kind in "iu":
             return True
         if self.dense_type == np.float16:
             return False
         raise InputError(
-            f"{path}: {self._dense[0]} is {self.dense_type}, which may be counts or features: say "
-            "--dense counts (training takes log(x + 1)) or --dense features"
+            f"{path}: {self.dense[0].name} is {self.dense_type}, which may be counts or features: "
+            "say --dense counts (training takes log(x + 1)) or --dense features"
         )
 
     def blocks(self, start: int, stop: int) -> Iterator[Block]:
@@ -194,9 +196,9 @@ class ParquetSplit:
         self, path: Path, file: Any, group: int, at: int, start: int, stop: int
     ) -> Iterator[Block]:
         """Samples of a row group, which begins ``at`` a sample, from ``start`` to ``stop``."""
-        names = [self._label, *self._dense, *self._tables]
+        names = [self._label, *(column.name for column in (*self.dense, *self.tables))]
         try:
-            for batch in file.iter_batches(BLOCK, [group], names):
+            for batch in file.iter_batches(ROW_GROUP, [group], names):
                 first, last = max(at, start), min(at + batch.num_rows, stop)
                 if first < last:
                     yield self._block(path, batch.slice(first - at, last - first), first)
@@ -216,22 +218,14 @@ class ParquetSplit:
 
         labels = values(self._label)
         check_labels(Column(path, self._label, labels), labels, start)
-        dense = np.empty((batch.num_rows, len(self._dense)), self.dense_type)
-        for i, name in enumerate(self._dense):
-            dense[:, i] = values(name)
-        check_dense(path, self._dense, dense, start, self.counts)
-        tables = [values(name) for name in self._tables]
-        for name, rows, column in zip(self._tables, self.table_rows, tables, strict=True):
-            check_range(Column(path, name, column), column, start, rows or ANY_ROW)
+        dense = np.empty((batch.num_rows, len(self.dense)), self.dense_type)
+        for i, column in enumerate(self.dense):
+            dense[:, i] = values(column.name)
+        check_dense(path, [column.name for column in self.dense], dense, start, self.counts)
+        tables = [values(column.name) for column in self.tables]
+        for column, rows in zip(self.tables, tables, strict=True):
+            check_range(replace(column, file=path), rows, start, column.rows or ANY_ROW)
         return Block(start, labels.astype(np.uint8), dense, tables)
-
-    def dense_column(self, feature: int) -> Column:
-        """See :class:`Split`."""
-        return Column(self._files[0][0], self._dense[feature], np.empty(0))
-
-    def table_column(self, table: int) -> Column:
-        """See :class:`Split`."""
-        return Column(self._files[0][0], self._tables[table], np.empty(0))
 
 
 def _open(file: Path) -> Any:
@@ -309,18 +303,18 @@ def _about(file: Path, metadata: Any, tables: int) -> dict[str, Any]:
 
 
 def split_names(path: Path, layout: str) -> list[str]:
-    """Names of a data set's splits, those of :data:`NAMES` first and in their order."""
+    """Names of a data set's splits, those of :data:`SPLIT_NAMES` first and in their order."""
     if layout == "split_binary":
-        found = set(read_spec(path).splits)
+        names = set(read_spec(path).splits)
     elif layout == "parquet":
-        found = {name for name in NAMES if _parquet_files(path, name)}
+        names = {name for name in SPLIT_NAMES if _parquet_files(path, name)}
     elif layout == "deepspark_dist":
-        found = {name for name in NAMES if (path / name).is_dir()}
+        names = {name for name in SPLIT_NAMES if (path / name).is_dir()}
     elif path.is_file():
-        found = {path.stem.removeprefix("terabyte_processed_")}
+        names = {path.stem.removeprefix("terabyte_processed_")}
     else:
-        found = {name for name in NAMES if (path / f"terabyte_processed_{name}.bin").exists()}
-    return [name for name in NAMES if name in found] + sorted(found - set(NAMES))
+        names = {name for name in SPLIT_NAMES if (path / f"terabyte_processed_{name}.bin").exists()}
+    return [name for name in SPLIT_NAMES if name in names] + sorted(names - set(SPLIT_NAMES))
 
 
 def _parquet_files(path: Path, split: str) -> list[Path]:
@@ -332,7 +326,7 @@ def open_split(path: Path, layout: str, name: str, counts: bool | None = None) -
     """One split of a data set in any layout.
 
     Args:
-        layout: one of :data:`LAYOUTS`.
+        layout: one of :data:`CONVERTED_LAYOUTS`.
         counts: whether Parquet's dense values are counts; None: as its files say.
 
     Raises:

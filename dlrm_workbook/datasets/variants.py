@@ -16,7 +16,7 @@ from typing import Any
 from dlrm_core.base.errors import InputError
 from dlrm_core.data.files.teacher import Law
 from dlrm_workbook.datasets.criteo import RAW_ROW_BYTES
-from dlrm_workbook.datasets.generate import VARIANTS, bytes_of_sample, generate, scaled
+from dlrm_workbook.datasets.generate import VARIANTS, bytes_of_sample, generate, scaled_variant
 from dlrm_workbook.ground.processes import run_child
 
 CRITEO_ROWS = 4_373_472_329
@@ -30,7 +30,7 @@ PRESETS = {
 }
 """The parameters file that trains on each."""
 
-MEASURED = ("share_made", "made_gb", "making_s", "making_peak_mib")
+MEASURED_COLUMNS = ("share_made", "made_gb", "making_s", "making_peak_mib")
 
 
 def variants(samples: int, share: float | None, folder: Path, threads: int) -> list[dict[str, Any]]:
@@ -72,7 +72,7 @@ def variants(samples: int, share: float | None, folder: Path, threads: int) -> l
                 {"data_set": text, "made_by": "preprocess", **about}
                 | _sizes(size, CRITEO_ROWS, RAW_ROW_BYTES)
                 | {"training_gib": training}
-                | dict.fromkeys(MEASURED)
+                | dict.fromkeys(MEASURED_COLUMNS)
             )
     return rows
 
@@ -101,7 +101,7 @@ def _measured(
 ) -> dict[str, Any]:
     """Make a share of a data set in a process of its own, and remove it."""
     if share is None:
-        return dict.fromkeys(MEASURED)
+        return dict.fromkeys(MEASURED_COLUMNS)
     target = folder / f"{name}.measured"
     try:
         words = [name, share, max(9, round(samples * share)), target, threads]
@@ -116,9 +116,9 @@ def _measured(
             shutil.rmtree(path, ignore_errors=True)
 
 
-def main(name: str, share: str, samples: str, target: str, threads: str) -> None:
+def make_and_time(name: str, share: str, samples: str, target: str, threads: str) -> None:
     """Make a data set and print what that took, as JSON."""
-    variant = scaled(VARIANTS[name], float(share))
+    variant = scaled_variant(VARIANTS[name], float(share))
     test = int(samples) // 9
     counts = {"train": int(samples) - test, "test": test}
     started = time.perf_counter()
@@ -135,4 +135,4 @@ def main(name: str, share: str, samples: str, target: str, threads: str) -> None
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    make_and_time(*sys.argv[1:])

@@ -24,13 +24,13 @@ from dlrm_workbook.datasets.loops import compiled, count_keys, insert_keys, look
 
 Blocks = Callable[[], Iterator[tuple[np.ndarray, np.ndarray]]]
 """A column read from its beginning: blocks of keys (uint32) and of missing bits (uint32)."""
-COMMON = 1 << 16
-"""Counts from here on are sorted in memory: at most N / COMMON categories have one."""
+COMMON_COUNT = 1 << 16
+"""Counts from here on are sorted in memory: at most N / COMMON_COUNT categories have one."""
 SLOT_BYTES = 12
 MERGE_ENTRIES = 1 << 20
 
 
-class Table:
+class HashTable:
     """An open hash table from uint32 to int64 (0: empty), at most half full."""
 
     def __init__(self, slots: int) -> None:
@@ -78,7 +78,7 @@ def build_vocabulary(
 def _count(blocks: Blocks, bit: int, memory: int, scratch: Path) -> list[tuple[Path, Path]]:
     """Sorted runs of (key, count) on disk."""
     count, insert = compiled(count_keys), compiled(insert_keys)
-    table = Table(1 << 10)
+    table = HashTable(1 << 10)
     runs: list[tuple[Path, Path]] = []
     most = max(1 << 10, 1 << ((memory // SLOT_BYTES).bit_length() - 1))
     state = np.zeros(2, np.int64)
@@ -93,11 +93,11 @@ def _count(blocks: Blocks, bit: int, memory: int, scratch: Path) -> list[tuple[P
                 break
             keys, counts = table.entries()
             if table.slots < most:
-                table = Table(min(most, table.slots * 4))
+                table = HashTable(min(most, table.slots * 4))
                 insert(keys, counts, table.shift, table.keys, table.values)
             else:
                 runs.append(_write_run(scratch, len(runs), keys, counts))
-                table = Table(most)
+                table = HashTable(most)
                 state[1] = 0
     return [*runs, _write_run(scratch, len(runs), *table.entries())]
 
@@ -116,7 +116,7 @@ def _merge(
 ) -> tuple[tuple[Path, Path], np.ndarray, int]:
     """Runs added up: the kept entries by rising key, how many have each count, and all there were.
 
-    The last place of the histogram is for counts of COMMON and above.
+    The last place of the histogram is for counts of COMMON_COUNT and above.
     """
     mapped = [(_map(k, np.uint32), _map(c, np.int64)) for k, c in runs]
     total = sum(len(keys) for keys, _ in mapped)
@@ -124,7 +124,7 @@ def _merge(
     at_once = max(1024, min(MERGE_ENTRIES, memory // 64))
     parts = max(1, -(-total // at_once))
     edges = [(part << 32) // parts for part in range(parts + 1)]
-    histogram = np.zeros(COMMON + 1, np.int64)
+    histogram = np.zeros(COMMON_COUNT + 1, np.int64)
     different = 0
     kept = scratch / "kept.keys", scratch / "kept.counts"
     with kept[0].open("wb") as keys_file, kept[1].open("wb") as counts_file:
@@ -134,7 +134,7 @@ def _merge(
             different += len(keys)
             chosen = counts >= threshold
             keys, counts = keys[chosen], counts[chosen]
-            histogram += np.bincount(np.minimum(counts, COMMON), minlength=COMMON + 1)
+            histogram += np.bincount(np.minimum(counts, COMMON_COUNT), minlength=COMMON_COUNT + 1)
             keys_file.write(keys.data)
             counts_file.write(counts.data)
     return kept, histogram, different
@@ -176,7 +176,7 @@ def _number(
     for start in range(0, size, MERGE_ENTRIES):
         keys = np.array(all_keys[start : start + MERGE_ENTRIES])
         counts = np.array(all_counts[start : start + MERGE_ENTRIES])
-        is_common = counts >= COMMON
+        is_common = counts >= COMMON_COUNT
         common.append((keys[is_common], counts[is_common]))
         keys, counts = keys[~is_common], counts[~is_common]
         order = np.argsort(counts, kind="stable")
@@ -236,7 +236,7 @@ def number_column(
         for first in range(0, max(1, len(categories)), at_once):
             some = np.array(categories[first : first + at_once])
             forget(categories)
-            table = Table(2 * len(some))
+            table = HashTable(2 * len(some))
             rows = np.arange(first + 1, first + 1 + len(some), dtype=np.int64)
             insert(some, rows, table.shift, table.keys, table.values)
             place = 0

@@ -17,9 +17,9 @@ import numpy.typing as npt
 
 CONFIDENCE = 0.95
 
-Numbers = Sequence[float] | npt.NDArray[np.float64]
+Values = Sequence[float] | npt.NDArray[np.float64]
 
-BLOCK = 3
+ITERATIONS_TOGETHER = 3
 """Neighbouring iterations that count as one observation."""
 
 
@@ -41,7 +41,7 @@ class Interval:
         return asdict(self)
 
 
-def median_interval(values: Numbers, confidence: float = CONFIDENCE) -> Interval:
+def median_interval(values: Values, confidence: float = CONFIDENCE) -> Interval:
     """The median and two of the values that enclose the true one.
 
     With n values the j-th smallest and j-th largest enclose the median with probability
@@ -69,7 +69,7 @@ def median_interval(values: Numbers, confidence: float = CONFIDENCE) -> Interval
     )
 
 
-def standard_error(values: Numbers) -> tuple[float, float]:
+def standard_error(values: Values) -> tuple[float, float]:
     """(standard error of the mean, degrees of freedom); NaN and 0 of fewer than two values.
 
     Neighbouring iterations are alike (a busy moment spans several), so from 12 values on the
@@ -79,8 +79,8 @@ def standard_error(values: Numbers) -> tuple[float, float]:
     x = np.asarray(values, dtype=float)
     if len(x) < 2:
         return math.nan, 0.0
-    if len(x) >= 4 * BLOCK:
-        blocks = min(10, len(x) // BLOCK)
+    if len(x) >= 4 * ITERATIONS_TOGETHER:
+        blocks = min(10, len(x) // ITERATIONS_TOGETHER)
         x = np.array([block.mean() for block in np.array_split(x, blocks)])
     return float(x.std(ddof=1) / math.sqrt(len(x))), float(len(x) - 1)
 
@@ -113,7 +113,7 @@ def p_value(difference: float, standard_error: float, degrees: float) -> float:
     return 2 * (1 - t_cdf(abs(difference) / standard_error, degrees))
 
 
-def holm(p_values: Numbers) -> list[float]:
+def holm(p_values: Values) -> list[float]:
     """p-values of one family, corrected so that one false alarm in the family has p at most."""
     p = np.asarray(p_values, dtype=float)
     known = np.flatnonzero(np.isfinite(p))

@@ -20,7 +20,7 @@ from dlrm_core.base.files import plain, read_json, write_json
 
 ABSENT = object()
 """In place of a value where one of two documents has none."""
-SHOWN = 80
+VALUE_LENGTH = 80
 """Characters of a value in a sentence."""
 
 
@@ -159,12 +159,12 @@ def require_same(where: str, begun: Mapping[str, Any], now: Mapping[str, Any], a
         return
     name, was, wanted = difference
     if was is ABSENT:
-        said = f"was begun without {name}, but now it is {_short(wanted)}"
+        text = f"was begun without {name}, but now it is {_short(wanted)}"
     elif wanted is ABSENT:
-        said = f"was begun with {name} {_short(was)}, which is not given now"
+        text = f"was begun with {name} {_short(was)}, which is not given now"
     else:
-        said = f"was begun with {name} {_short(was)}, but now it is {_short(wanted)}"
-    raise InputError(f"{where} {said}; {advice}")
+        text = f"was begun with {name} {_short(was)}, but now it is {_short(wanted)}"
+    raise InputError(f"{where} {text}; {advice}")
 
 
 def _first_difference(begun: Any, now: Any, name: str = "") -> tuple[str, Any, Any] | None:
@@ -173,9 +173,9 @@ def _first_difference(begun: Any, now: Any, name: str = "") -> tuple[str, Any, A
         return None if begun == now else (name, begun, now)
     for inner in dict.fromkeys([*now, *begun]):
         path = f"{name}.{inner}" if name else inner
-        found = _first_difference(begun.get(inner, ABSENT), now.get(inner, ABSENT), path)
-        if found is not None:
-            return found
+        difference = _first_difference(begun.get(inner, ABSENT), now.get(inner, ABSENT), path)
+        if difference is not None:
+            return difference
     return None
 
 
@@ -189,4 +189,4 @@ def _text(key: Any) -> str:
 
 def _short(value: Any) -> str:
     text = json.dumps(value)
-    return text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."
+    return text if len(text) <= VALUE_LENGTH else text[: VALUE_LENGTH - 3] + "..."

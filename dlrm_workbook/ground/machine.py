@@ -135,17 +135,17 @@ def memory_limit(root: Path = Path("/")) -> int | None:
 
 def versions() -> dict[str, str]:
     """Versions of Python, the packages that matter, and the commit of this repository."""
-    found = {"python": platform.python_version()}
+    numbers = {"python": platform.python_version()}
     for name in VERSIONS_OF:
         try:
-            found[name] = importlib.metadata.version(name)
+            numbers[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
     commit = _git("rev-parse", "--short=12", "HEAD")
     if commit:
         changed = _git("status", "--porcelain", "--untracked-files=no")
-        found["commit"] = commit + ("+changes" if changed else "")
-    return found
+        numbers["commit"] = commit + ("+changes" if changed else "")
+    return numbers
 
 
 def _git(*arguments: str) -> str:

@@ -88,6 +88,9 @@ class Progress:
 
 ProgressCallback = Callable[[Progress], None]
 
+LineReader = Callable[[bytes], str | None]
+"""Gets a line of a child's output; returns what the child is busy with, if the line says so."""
+
 
 class Say(Protocol):
     """Told what a long piece of work does, and how many of how many it has done."""
@@ -182,8 +185,8 @@ class Completed:
             )
         if self.exit_code == 2:
             # the child's own sentence, without the name of its command
-            said = re.split(r"(?:^|\n)dlrm [a-z-]+: ", self.stderr)[-1].strip()
-            raise InputError(f"{what}: {said or self.last_words()}")
+            refusal = re.split(r"(?:^|\n)dlrm [a-z-]+: ", self.stderr)[-1].strip()
+            raise InputError(f"{what}: {refusal or self.last_words()}")
         if self.exit_code != 0:
             raise MeasurementError(f"{what} {self.failure()}: {self.last_words()}{self.see_log()}")
 
@@ -243,10 +246,8 @@ def run_child(
     environment: Mapping[str, str] | None = None,
     folder: Path | str | None = None,
     timeout_s: float | None = None,
-    grace_s: float | None = None,
     progress: ProgressCallback | None = None,
-    on_line: Callable[[bytes], None] | None = None,
-    detail: re.Pattern[bytes] | None = None,
+    on_line: LineReader | None = None,
 ) -> Completed:
     """Run a program to its end, with live progress, and keep what it printed.
 
@@ -257,10 +258,8 @@ def run_child(
         environment: the program's whole environment; None: this process's.
         folder: where it runs; None: here.
         timeout_s: seconds after which its process group is ended; None: no limit.
-        grace_s: seconds it has to end by itself after SIGTERM; None: ``GRACE_S``.
         progress: called a few times a second.
         on_line: gets each line of its standard output as it comes, in a thread of its own.
-        detail: its first group in a line of output is what the program is busy with.
 
     Raises:
         MeasurementError: the program cannot be started, or its output cannot be kept.
@@ -276,7 +275,7 @@ def run_child(
         # appended to, so that what is cut out of them leaves no hole
         out, err = (stack.enter_context(p.open("ab", buffering=0)) for p in (stdout, stderr))
         left_out = dict.fromkeys((stdout, stderr), 0)
-        watch = _Watch(stage, on_line, detail)
+        watch = _Watch(stage, on_line)
         with started(
             command,
             stage=stage,
@@ -284,7 +283,6 @@ def run_child(
             stderr=err,
             environment=environment,
             folder=folder,
-            grace_s=grace_s,
         ) as process:
             watch.follow(process.stdout, out)
             while process.poll() is None:
@@ -414,13 +412,12 @@ class _Watch:
     def __init__(
         self,
         stage: str,
-        on_line: Callable[[bytes], None] | None = None,
-        detail: re.Pattern[bytes] | None = None,
+        on_line: LineReader | None = None,
     ) -> None:
         self.iteration: int | None = None
         self.log_error: OSError | None = None
         """Why the child's output could not be kept."""
-        self._stage, self._on_line, self._pattern = stage, on_line, detail
+        self._stage, self._on_line = stage, on_line
         self._detail = ""
         self._said: tuple[str, int | None, int | None, str] = ("", None, None, "")
         """Stage, done, of and detail, as the child itself told them last."""
@@ -467,10 +464,8 @@ class _Watch:
 
     def note(self, line: bytes) -> None:
         """Take in a line; a program may print anything."""
-        if self._on_line is not None:
-            self._on_line(line)
-        if self._pattern is not None and (match := self._pattern.search(line)):
-            self._detail = match.group(1).decode("utf-8", "replace")
+        if self._on_line is not None and (detail := self._on_line(line)):
+            self._detail = detail
             self._news.set()
         elif b'"iteration"' in line or b'"stage"' in line:
             said = _json_object(line) or {}
@@ -533,25 +528,22 @@ def _signal_group(group: int, number: signal.Signals) -> None:
 def _group_ends(process: subprocess.Popen[bytes], within_s: float) -> bool:
     """Wait until the leader is reaped and no member lives; False when time is up."""
     deadline = time.monotonic() + within_s
-    while process.poll() is None or _members(process.pid):
+    while process.poll() is None or _has_members(process.pid):
         if time.monotonic() >= deadline:
             return False
         time.sleep(0.05)
     return True
 
 
-def _members(group: int) -> list[int]:
-    """Living processes of a group. Zombies do not count: they only await their parent."""
-    members = []
+def _has_members(group: int) -> bool:
+    """Whether a process of a group lives. Zombies do not count: they only await their parent."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
+        with contextlib.suppress(OSError):  # it ended meanwhile
             # "pid (name) state ppid pgrp ..."; the name may hold spaces and brackets
-            fields = stat.read_bytes().rpartition(b")")[2].split()
-        except OSError:
-            continue  # it ended meanwhile
-        if int(fields[2]) == group and fields[0] not in (b"Z", b"X"):
-            members.append(int(stat.parent.name))
-    return members
+            state, _, process_group = stat.read_bytes().rpartition(b")")[2].split()[:3]
+            if int(process_group) == group and state not in (b"Z", b"X"):
+                return True
+    return False
 
 
 @contextlib.contextmanager

@@ -206,9 +206,9 @@ def best_times_ms(
             if used > budget_s * (OVERRUN if done < LEAST_ROUNDS else 1.0):
                 return best, failed
             if done < LEAST_ROUNDS or spent[key] < budget_s / len(best):
-                found = _sample(actions[key], device, calls[key])
-                spent[key] += found * calls[key] / 1e3
-                best[key] = min(best[key], found)
+                sample_ms = _sample(actions[key], device, calls[key])
+                spent[key] += sample_ms * calls[key] / 1e3
+                best[key] = min(best[key], sample_ms)
     return best, failed
 
 

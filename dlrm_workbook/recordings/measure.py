@@ -16,7 +16,7 @@ from dlrm_core.base.errors import InputError, MissingToolError
 from dlrm_core.base.files import write_json, write_text
 from dlrm_core.config import Parameters
 from dlrm_workbook.ground.machine import machine_facts
-from dlrm_workbook.ground.processes import ProgressCallback, python_module, run_child
+from dlrm_workbook.ground.processes import LineReader, ProgressCallback, python_module, run_child
 from dlrm_workbook.ground.profiling import ProfilingConfig
 from dlrm_workbook.recordings.command import (
     TIMING_INTERVENTION,
@@ -240,7 +240,7 @@ class _Session:
         stage: str,
         command: list[str],
         like_measured: bool,
-        on_line: Callable[[bytes], None] | None = None,
+        on_line: LineReader | None = None,
     ) -> None:
         """Run a child to its end.
 

@@ -27,7 +27,7 @@ from dlrm_workbook.runner.summary import plain_text
 RESUMABLE = {"compare": "comparison", "scaling": "measurement"}
 """Notebook to what it makes, where it finds its own rounds in its folder."""
 
-SUMMARY = "sweep"
+SWEEP_NAME = "sweep"
 """Name of the notebook of a sweep's summary page."""
 
 
@@ -44,7 +44,7 @@ def command_run(arguments: Any) -> int:
     # another program is not trained by the notebook that trains our model
     chain = CHAIN[1:] if parameters.profiling.command else CHAIN
     names = chain if arguments.notebook == "all" else (arguments.notebook,)
-    swept = bool(parameters.sweep) and names != (SUMMARY,)
+    swept = bool(parameters.sweep) and names != (SWEEP_NAME,)
     try:
         if arguments.resume and not swept and arguments.notebook in RESUMABLE:
             folder = resume_notebook(arguments, parameters, own)
@@ -80,8 +80,8 @@ def closing_words(folder: Path, width: int) -> str:
     lines = []
     record = read_json(folder / "run.json")
     notebook = record["notebook"]
-    said = folder / "bottlenecks.json"
-    found = read_json(said) if said.is_file() else {}
+    bottlenecks_json = folder / "bottlenecks.json"
+    found = read_json(bottlenecks_json) if bottlenecks_json.is_file() else {}
     quality = found.get("quality") or {}
     if quality and quality["level"] != "green":
         lines += ["", prose(f"Quality of these figures (more on the page): {quality['sentence']}")]
@@ -130,15 +130,15 @@ def unfinished_record(folder: Path, notebook: str, given: Mapping[str, Any]) -> 
     Raises:
         InputError: there is no such run, it has finished, or it began otherwise.
     """
-    made = RESUMABLE[notebook]
+    result = RESUMABLE[notebook]
     if not (folder / "run.json").is_file():
         raise InputError(f"{folder} is no run folder (it has no run.json)")
     record = read_json(folder / "run.json")
     if not isinstance(record, dict) or record.get("notebook") != notebook:
         raise InputError(f"{folder} is no run of {notebook}")
     if record.get("status") == "finished":
-        raise InputError(f"{folder}: this {made} has finished; start another")
-    advice = f"a {made} is resumed with the parameters it began with"
+        raise InputError(f"{folder}: this {result} has finished; start another")
+    advice = f"a {result} is resumed with the parameters it began with"
     require_same(str(folder), record.get("parameters") or {}, given, advice)
     return record
 
@@ -177,15 +177,17 @@ def run_sweep(
             plan.check(point.parameters)
         except InputError as error:
             raise InputError(f"sweep point {point.number} ({point.label}): {error}") from None
-    summary = Plan.of([SUMMARY], {})
+    summary = Plan.of([SWEEP_NAME], {})
     typed = shlex.join(arguments.argv)
     if arguments.resume:
-        sweep = Sweep.open(named_run(arguments.resume, SUMMARY, root, finished=False))
+        sweep = Sweep.open(named_run(arguments.resume, SWEEP_NAME, root, finished=False))
         sweep.require_same(parameters, names, own)
         folder = RunFolder.reopen(sweep.folder, read_json(sweep.folder / "run.json"))
     else:
         given = parameters.to_sections() | {"sweep": dict(parameters.sweep)}
-        folder = claim_run_folder(root, SUMMARY, parameters.preset, parameters=given, command=typed)
+        folder = claim_run_folder(
+            root, SWEEP_NAME, parameters.preset, parameters=given, command=typed
+        )
         sweep = Sweep.begin(folder.path, parameters, names, own, typed)
 
     runs = [folder]
@@ -223,9 +225,9 @@ def run_sweep(
             again = shlex.join([*arguments.argv, *resume])
             print(f"dlrm run: the sweep was interrupted; go on with: {again}", file=sys.stderr)
         else:
-            given = summary.given(SUMMARY, parameters, {}) | {"sweep_folder": str(folder.path)}
+            given = summary.given(SWEEP_NAME, parameters, {}) | {"sweep_folder": str(folder.path)}
             try:
-                summary.execute(SUMMARY, folder, given, None)
+                summary.execute(SWEEP_NAME, folder, given, None)
                 if left:
                     # the page is there, but the folder must not pass for that of a whole sweep
                     folder.close("failed", error=left)

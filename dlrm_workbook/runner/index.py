@@ -100,7 +100,7 @@ def _row(folder: Path) -> dict[str, Any] | None:
     seconds: Any = record.get("seconds")
     quality = record.get("quality")
     # a foreign file may say anything
-    known = isinstance(seconds, int | float) and 0 <= seconds < 1e9
+    timed = isinstance(seconds, int | float) and 0 <= seconds < 1e9
     return {
         "when": f"{folder.parent.name} {_clock(folder.name)}",
         "notebook": notebook,
@@ -108,8 +108,8 @@ def _row(folder: Path) -> dict[str, Any] | None:
         "status": str(record.get("status", "")),
         "level": str(quality.get("level", "")) if isinstance(quality, dict) else "",
         "headline": str(said or "")[:400],
-        "seconds": seconds if known else "",
-        "took": duration(seconds) if known else "",
+        "seconds": seconds if timed else "",
+        "took": duration(seconds) if timed else "",
         "links": {
             name: f"{address}/{quote(file)}" for name, file in names.items() if file in there
         },
@@ -118,5 +118,5 @@ def _row(folder: Path) -> dict[str, Any] | None:
 
 def _clock(name: str) -> str:
     """Time of day from a folder's name; empty where it does not begin with one."""
-    found = re.match(r"(\d\d)(\d\d)(\d\d)-", name)
-    return ":".join(found.groups()) if found else ""
+    time_of_day = re.match(r"(\d\d)(\d\d)(\d\d)-", name)
+    return ":".join(time_of_day.groups()) if time_of_day else ""

@@ -53,12 +53,12 @@ class NotebookRun:
         recording says it was made with.
         """
         sections = source.profile.meta.get("parameters") or {}
-        said = {**sections, "profile_run": str(source.folder or "")}
+        explained = {**sections, "profile_run": str(source.folder or "")}
         if self.claimed is not None:
-            self.claimed.record_parameters(said)
+            self.claimed.record_parameters(explained)
         elif (self.folder / "run.json").is_file():
             record = read_json(self.folder / "run.json")
-            RunFolder(self.folder, record).record_parameters(said)
+            RunFolder(self.folder, record).record_parameters(explained)
 
     def finish(self) -> str:
         """Close a folder that this notebook claimed; a sentence that says where results are."""

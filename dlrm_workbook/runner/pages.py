@@ -90,7 +90,7 @@ PLOTLY_SHEET = re.compile(r"""\.id="[0-9a-f]{64}",\w+\.textContent='([^'\\]*)'""
 """A style sheet within plotly.js, which it adds to a page as it is: that of its maps."""
 MOST_IMAGE = 32 << 20
 """Bytes of the largest image beside a notebook that its page embeds."""
-ABSENT = re.compile(r"\*?Not measured\b")
+REASON = re.compile(r"\*?Not measured\b")
 """How a sentence begins that stands in place of a figure or table."""
 INDEX = "../../index.html"
 """Address of the list of all runs as seen from a page, if there is one."""
@@ -125,8 +125,8 @@ def render_html(
     nb = read_notebook(ipynb)
     if short:
         title = next((cell for cell in nb.cells if cell.cell_type == "markdown"), None)
-        said = f"What was computed is in the notebook, `{ipynb.name}`; this page leaves it out."
-        nb.cells = [*([title] if title else []), new_markdown_cell(said)]
+        note = f"What was computed is in the notebook, `{ipynb.name}`; this page leaves it out."
+        nb.cells = [*([title] if title else []), new_markdown_cell(note)]
     resources = {"run": run or {}, "folder": ipynb.parent, "name": ipynb.stem, "place": html.parent}
     text, _ = PageExporter().from_notebook_node(nb, resources)
     write_text(html, text)
@@ -289,7 +289,7 @@ class _Page:
         if self._explained and _is_empty_table(outputs):
             return True
         text = _lone_text(outputs)
-        if text is None or not ABSENT.match(text):
+        if text is None or not REASON.match(text):
             return False
         again = text in self._absent
         self._absent.add(text)
@@ -311,7 +311,7 @@ class _Page:
             rendered.reason = Markup(escape(STOPPED))
         rendered.outputs = [shown for o in cell.outputs if (shown := self._output(o))]
         text = _lone_text(cell.outputs)
-        if text is not None and ABSENT.match(text):
+        if text is not None and REASON.match(text):
             rendered.reason = _reason(rendered.outputs[0].html)
         return rendered
 
@@ -474,8 +474,8 @@ class _MarkdownRenderer(mistune.HTMLRenderer):
 def _reason(html: str) -> Markup:
     """What a sentence says behind ``Not measured``."""
     inner = re.sub(r"^\s*<p>(?:<em>)?|(?:</em>)?</p>\s*$", "", str(html))
-    said = re.sub(r"^Not measured:\s*", "", inner)
-    return Markup(said[:1].upper() + said[1:])
+    reason = re.sub(r"^Not measured:\s*", "", inner)
+    return Markup(reason[:1].upper() + reason[1:])
 
 
 def _lone_text(outputs: list[Any]) -> str | None:

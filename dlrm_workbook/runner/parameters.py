@@ -41,9 +41,9 @@ def find_notebook(name: str, notebooks: Path) -> Path:
         InputError: there is none of that name; the message lists those there are.
     """
     path = notebooks / f"{name}.ipynb"
-    known = sorted(p.stem for p in notebooks.glob("*.ipynb"))
-    if name not in known:
-        raise InputError(f"no notebook {name!r} in {notebooks}; known: {', '.join(known)}, all")
+    names = sorted(p.stem for p in notebooks.glob("*.ipynb"))
+    if name not in names:
+        raise InputError(f"no notebook {name!r} in {notebooks}; known: {', '.join(names)}, all")
     return path
 
 
@@ -99,8 +99,8 @@ def declared_parameters(notebook: Path) -> dict[str, dict[str, Any]]:
     if not any("parameters" in cell.metadata.get("tags", []) for cell in node.cells):
         raise InputError(f"{notebook} has no cell tagged 'parameters', so it takes none")
     with quiet_papermill():
-        found: dict[str, dict[str, Any]] = papermill.inspect_notebook(str(notebook))
-    return found
+        declared: dict[str, dict[str, Any]] = papermill.inspect_notebook(str(notebook))
+    return declared
 
 
 def split_overrides(overrides: Iterable[str]) -> tuple[list[str], dict[str, str]]:

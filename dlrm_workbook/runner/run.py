@@ -256,8 +256,8 @@ def measured_file(place: str, notebook: str, name: str, root: Path) -> str:
     if place != LATEST:
         inside = Path(place).expanduser() / name
         return str(inside) if inside.is_file() else place
-    found = (run / name for run in runs_of(root, notebook))
-    newest = next((file for file in found if file.is_file()), None)
+    files = (run / name for run in runs_of(root, notebook))
+    newest = next((file for file in files if file.is_file()), None)
     if newest is None:
         raise InputError(f"{LATEST}: no finished run of {notebook} in {root} has a {name}")
     return str(newest)
@@ -446,11 +446,11 @@ def _finish(folder: RunFolder, notebook: Path, watch: Any, problem: str) -> None
     folder.take_recorded_parameters()
     # the page shows the outcome; artifacts can be listed only once the page is there
     outcome = folder.record | fields | {"status": status, "seconds": folder.elapsed()}
-    page_problem, said = _publish(folder, outcome)
+    page_problem, summary = _publish(folder, outcome)
     if page_problem and not problem:
         status, fields["error"] = "failed", f"{notebook.name}: {page_problem}"
     try:
-        folder.close(status, **fields, **said)
+        folder.close(status, **fields, **summary)
     except InputError as error:
         # run.json says "running" still; the next command sees that nobody runs there
         status, fields["error"] = "failed", fields.get("error", f"{notebook.name}: {error}")
@@ -466,8 +466,8 @@ def recorded_notices(folder: Path) -> dict[str, list[str]]:
     """
     for name in ("result.json", "profile/profile.json"):
         with contextlib.suppress(InputError, AttributeError):
-            found = read_json(folder / name)
-            if said := found.get("meta", found).get("notices"):
+            document = read_json(folder / name)
+            if said := document.get("meta", document).get("notices"):
                 return {"notices": [str(notice) for notice in said]}
     return {}
 
@@ -518,8 +518,8 @@ def failing_cell(ipynb: Path, executed_index: int | None) -> dict[str, Any] | No
     if index is not None:
         name, lines = errors[index][-1].ename, _lines(errors[index][-1].evalue)
         # what a user must mend is said first, with details below it
-        said = 0 if name in INPUT_ERRORS else -1
-        error = f"{name}: {lines[said]}" if lines else name
+        place = 0 if name in INPUT_ERRORS else -1
+        error = f"{name}: {lines[place]}" if lines else name
     elif executed_index is not None:
         before = sum(not _papermills_own(cell) for cell in nb.cells[:executed_index])
         index, error = min(before, len(cells) - 1), "the cell left no error message"

@@ -15,7 +15,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-NOTHING = Markup("")
+NO_MARKUP = Markup("")
 SHORT_PRINT = 3  # lines of printed text that are hidden with the code
 HEADING = re.compile(r'\s*<h(\d) id="([^"]*)">(.*?)</h\1>', re.DOTALL)
 
@@ -45,11 +45,11 @@ class Output:
     """
 
     kind: str
-    html: Markup = NOTHING
+    html: Markup = NO_MARKUP
     anchor: str = ""
     label: str = ""
     title: str = ""
-    image: Markup = NOTHING
+    image: Markup = NO_MARKUP
     height: int = 0
     lines: int = 0
 
@@ -90,11 +90,11 @@ class Cell:
     """
 
     kind: str
-    html: Markup = NOTHING
-    code: Markup = NOTHING
+    html: Markup = NO_MARKUP
+    code: Markup = NO_MARKUP
     took: str = ""
     failed: bool = False
-    reason: Markup = NOTHING
+    reason: Markup = NO_MARKUP
     fold: str = ""
     tags: frozenset[str] = frozenset()
     headings: list[Heading] = field(default_factory=list)
@@ -128,7 +128,7 @@ class Section:
     """
 
     level: int = 0
-    title: Markup = NOTHING
+    title: Markup = NO_MARKUP
     anchor: str = ""
     closed: bool = False
     parts: list[Cell | Section] = field(default_factory=list)
@@ -152,7 +152,7 @@ class Section:
 
 
 @dataclass
-class Plan:
+class PagePlan:
     """What the template shows, from the top down.
 
     Attributes:
@@ -171,7 +171,7 @@ class Plan:
     has_code: bool
 
 
-def arrange(cells: Iterable[Cell]) -> Plan:
+def arrange(cells: Iterable[Cell]) -> PagePlan:
     """Cells of a notebook in the order of its page."""
     cells = list(cells)
     intro = _cut_intro(cells)
@@ -187,7 +187,7 @@ def arrange(cells: Iterable[Cell]) -> Plan:
     absent: dict[Markup, list[Markup]] = {}
     _leave_out(body, absent)
     code = [cell for cell in body.cells() if cell.kind == "code"]
-    return Plan(
+    return PagePlan(
         intro=intro,
         headline=masthead["headline"],
         quality=masthead["quality"],
@@ -204,7 +204,7 @@ def _cut_intro(cells: list[Cell]) -> Markup:
     """The text between the page's title and the next heading, taken out of its cell."""
     cell = next((cell for cell in cells if cell.kind == "intro"), None)
     if cell is None:
-        return NOTHING
+        return NO_MARKUP
     heading = HEADING.search(cell.html)
     end = heading.start() if heading else len(cell.html)
     intro, cell.html = Markup(cell.html[:end].strip()), Markup(cell.html[end:])

@@ -18,7 +18,7 @@ import mistune
 from dlrm_workbook.analysis.sentences import without_html
 from dlrm_workbook.show.tables import QUALITY_LEVELS, Quality
 
-ROWS = 40  # of a table in verdict.md: every part in every phase
+MOST_ROWS = 40  # of a table in verdict.md: every part in every phase
 LONGEST = 300  # characters of a headline in run.json
 
 
@@ -88,22 +88,22 @@ def verdict_markdown(
         files: names of what lies beside it, for links.
     """
     title = str((run.get("parameters") or {}).get("title") or "")
-    heading = escaped(": ".join(part for part in (summary.title, title) if part) or "Run")
+    heading = as_markdown(": ".join(part for part in (summary.title, title) if part) or "Run")
     parts = [f"# {heading}"]
     if run.get("status") not in (None, "finished"):
-        parts.append(f"**This run is not complete ({escaped(str(run['status']))}).** "
-                     f"{escaped(str(run.get('error', '')))}".strip())  # fmt: skip
+        parts.append(f"**This run is not complete ({as_markdown(str(run['status']))}).** "
+                     f"{as_markdown(str(run.get('error', '')))}".strip())  # fmt: skip
     if summary.headline:
         parts.append(without_html(summary.headline))
     if summary.level:
         parts.append(f"**{QUALITY_LEVELS[summary.level]}.** {without_html(summary.sentence)}")
     for section, (titles, *rows) in summary.tables:
-        parts += [f"## {without_html(section)}", markdown_table([titles, *rows[:ROWS]])]
-        if len(rows) > ROWS:
-            parts.append(f"The first {ROWS} of {len(rows):,} rows.")
+        parts += [f"## {without_html(section)}", markdown_table([titles, *rows[:MOST_ROWS]])]
+        if len(rows) > MOST_ROWS:
+            parts.append(f"The first {MOST_ROWS} of {len(rows):,} rows.")
     parts += ["## Run", markdown_table([["what", "value"], *map(list, facts)])]
     if files:
-        parts.append(" · ".join(f"[{escaped(name)}]({name})" for name in files))
+        parts.append(" · ".join(f"[{as_markdown(name)}]({name})" for name in files))
     return "\n\n".join(parts) + "\n"
 
 
@@ -116,12 +116,12 @@ def markdown_table(rows: Sequence[Sequence[str]]) -> str:
         return bool(cells) and all(re.match(r"[<+−-]?\d", cell) for cell in cells)
 
     marks = ["---:" if is_number(at) else "---" for at in range(len(titles))]
-    lines = [[escaped(cell) for cell in row] for row in rows]
+    lines = [[as_markdown(cell) for cell in row] for row in rows]
     lines.insert(1, marks)
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def escaped(text: str) -> str:
+def as_markdown(text: str) -> str:
     """Text that Markdown shows as it is, in one line."""
     text = re.sub(r"([\\`*\[\]<>|~$&#!])", r"\\\1", " ".join(text.split()))
     # within a word an underscore is one

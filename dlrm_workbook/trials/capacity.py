@@ -13,7 +13,7 @@ from dlrm_core.config import load_parameters
 from dlrm_workbook.analysis.capacity import CUDA_CONTEXT_BYTES, Capacity, capacity_here
 from dlrm_workbook.show.tables import Text, TextTable, show
 
-SHOWN = 30
+LARGEST_SHOWN = 30
 """Lines of the forecast that are printed; smaller items are summed."""
 
 
@@ -34,10 +34,10 @@ def items_table(found: Capacity) -> TextTable | Text:
     """The largest items, each with where it lies and when it is alive."""
     items = pd.DataFrame([vars(item) for item in found.items])
     items = items.sort_values("bytes", ascending=False, kind="stable")
-    rest = items[SHOWN:]
+    rest = items[LARGEST_SHOWN:]
     if len(rest):
         smaller = {"name": f"{len(rest)} smaller items", "bytes": rest["bytes"].sum()}
-        items = pd.concat([items[:SHOWN], pd.DataFrame([smaller])])
+        items = pd.concat([items[:LARGEST_SHOWN], pd.DataFrame([smaller])])
     items = items.rename(columns={"name": "what"})
     return show(items, {"what": "", "shape": "", "bytes": "size", "place": "where", "when": ""})
 

@@ -251,7 +251,7 @@ def make_set(target: Path) -> None:
 def convert_text(target: Path) -> None:
     """Preprocess; a note after every few pieces, and hash tables that overflow to disk."""
     resumable.SYNC_BYTES = 60_000
-    criteo.PIECE = 40_000
+    criteo.PIECE_BYTES = 40_000
     text = target.parent / "text.txt"
     request = criteo.Request("kaggle", [text], 2, threads=2, memory=1 << 13)
     criteo.preprocess(request, target)

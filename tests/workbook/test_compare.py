@@ -131,7 +131,7 @@ def test_a_call_without_samples_is_not_gone() -> None:
     gone, new = lines.loc["aten::data_forward"], lines.loc["aten::top_mlp_backward"]
     assert gone["state"] == "no samples after" and np.isnan(gone["after_ms"])
     assert new["state"] == "no samples before" and np.isnan(new["before_ms"])
-    rows = show(changes, compare_figures.CHANGES).rows
+    rows = show(changes, compare_figures.CALL_TITLES).rows
     assert ["5.000", "–", "no samples after"] in [row[3:] for row in rows]
 
 
@@ -157,7 +157,7 @@ def test_trees_of_two_profilers_meet_in_the_parts() -> None:
 def test_finished_runs_make_a_whole_document(tmp_path: Path) -> None:
     places = [saved(tmp_path / "a", noisy(0)), saved(tmp_path / "b", noisy(1, {PARTS[0]: 2.0}))]
     places.append(saved(tmp_path / "c", noisy(2, meta={"versions": {"torch": "3"}})))
-    compared = comparison.start(tiny(), tmp_path, change={}, runs=places)
+    compared = comparison.comparison_of(tiny(), tmp_path, change={}, runs=places)
     document = json.loads(compared.finish().read_text())
     assert document["kind"] == "runs" and document["status"] == "finished"
     first = document["outcomes"][0]
@@ -165,7 +165,7 @@ def test_finished_runs_make_a_whole_document(tmp_path: Path) -> None:
     assert first["measured"]["speedup"]["mid"] == pytest.approx(9 / 13, rel=0.05)
     assert {"component": "data", "verdict": "slower"}.items() <= first["parts"][0].items()
     assert "mixes causes" in document["mixed_causes"]
-    said = compare_figures.verdict(compared).markdown
+    said = compare_figures.outcome_text(compared).markdown
     assert "1.44x slower (1.4" in said and "mixes causes" in said
     assert len(compared.outcome_table()) == 2
     differing = compared.difference_table()
@@ -185,12 +185,12 @@ def test_a_measured_gain_is_held_against_the_predicted_range(
     tmp_path: Path, low: float, high: float, said: str
 ) -> None:
     places = [saved(tmp_path / "a", noisy(0)), saved(tmp_path / "b", noisy(1))]
-    compared = comparison.start(tiny(), tmp_path, change={}, runs=places)
+    compared = comparison.comparison_of(tiny(), tmp_path, change={}, runs=places)
     (outcome,) = compared.outcomes
     outcome.speedup = Interval(1.81, 2.0, 2.24, 0.95)
     now = 120.0
     outcome.predicted = Prediction({}, now, now / high, now / 2.4, now / low, pd.DataFrame(), "")
-    assert said in compare_figures.verdict(compared).markdown
+    assert said in compare_figures.outcome_text(compared).markdown
 
 
 def test_finished_runs_are_compared_by_their_steps_without_a_profiler(tmp_path: Path) -> None:
@@ -198,36 +198,38 @@ def test_finished_runs_are_compared_by_their_steps_without_a_profiler(tmp_path: 
     alone = {"unprofiled_iteration_ms": [5.0] * 8}
     pairs = [("a", noisy(0, {PARTS[0]: 2.0}, meta=alone)), ("b", noisy(1, meta=alone))]
     places = [saved(tmp_path / name, profile) for name, profile in pairs]
-    compared = comparison.start(tiny(), tmp_path, change={}, runs=places)
+    compared = comparison.comparison_of(tiny(), tmp_path, change={}, runs=places)
     outcome = compared.outcomes[0]
     assert (outcome.before_ms, outcome.after_ms) == pytest.approx((5.0, 5.0), rel=1e-3)
-    assert "no difference shown" in compare_figures.verdict(compared).markdown
+    assert "no difference shown" in compare_figures.outcome_text(compared).markdown
     # without such a time on both sides, the recordings are all there is
     places[1] = saved(tmp_path / "c", noisy(1))
-    compared = comparison.start(tiny(), tmp_path, change={}, runs=places)
+    compared = comparison.comparison_of(tiny(), tmp_path, change={}, runs=places)
     assert compared.outcomes[0].before_ms == pytest.approx(13, rel=0.05)
 
 
 def test_what_contradicts_itself_is_refused(tmp_path: Path) -> None:
     place = saved(tmp_path / "a", noisy(0))
     with pytest.raises(InputError, match="give one of them"):
-        comparison.start(tiny(), tmp_path, change={"training.seed": 1}, runs=[place])
+        comparison.comparison_of(tiny(), tmp_path, change={"training.seed": 1}, runs=[place])
     with pytest.raises(InputError, match="expected at least two"):
-        comparison.start(tiny(), tmp_path, change={}, runs=[place])
+        comparison.comparison_of(tiny(), tmp_path, change={}, runs=[place])
     with pytest.raises(InputError, match="is what the parameters say already"):
-        comparison.start(tiny(), tmp_path, change={"training.batch_size": 16})
+        comparison.comparison_of(tiny(), tmp_path, change={"training.batch_size": 16})
     other = apply_change(tiny(), {"training.batch_size": 64})
     with pytest.raises(InputError, match=r"measured with training.batch_size 16, but .* say 64"):
-        comparison.start(other, tmp_path, change={"data.generator": "zipf"}, profile_run=place)
+        comparison.comparison_of(
+            other, tmp_path, change={"data.generator": "zipf"}, profile_run=place
+        )
     with pytest.raises(InputError, match="rounds is 0"):
-        comparison.start(tiny(), tmp_path, change={"data.generator": "zipf"}, rounds=0)
+        comparison.comparison_of(tiny(), tmp_path, change={"data.generator": "zipf"}, rounds=0)
 
 
 def change_comparison(tmp_path: Path) -> comparison.ChangeComparison:
     """A change that was run in three rounds, without having run anything."""
     place = saved(tmp_path / "a", noisy(0))
     change = {"data.generator": "zipf", "training.batch_size": 32}
-    compared = comparison.start(
+    compared = comparison.comparison_of(
         tiny(), tmp_path, change=change, profile_run=place, steps=True, rounds=3
     )
     assert isinstance(compared, comparison.ChangeComparison)
@@ -262,7 +264,9 @@ def test_a_comparison_names_every_time_of_an_iteration_once(tmp_path: Path) -> N
             assert row.predicted_ms / step == pytest.approx(
                 made.predicted.mid_ms / made.predicted.now_ms
             )
-    assert not {"now_ms", "then_ms", "range"} & set(compare_figures.PREDICTIONS), "of another step"
+    assert not {"now_ms", "then_ms", "range"} & set(compare_figures.PREDICTION_TITLES), (
+        "of another step"
+    )
     compared.per = "in the whole recording"
     assert compared.other_times().empty
 
@@ -287,7 +291,9 @@ def test_stages_give_frames_and_can_be_run_again(
     monkeypatch.setattr(comparison, "measure", measured)
     monkeypatch.setattr(compare_measure, "_run", timed)
     change = {"data.generator": "zipf"}
-    compared = comparison.start(tiny(), tmp_path, change=change, profile_run=place, rounds=2)
+    compared = comparison.comparison_of(
+        tiny(), tmp_path, change=change, profile_run=place, rounds=2
+    )
     assert compared.profile_baseline().equals(attribute(compared.profiles["baseline"]))
     predictions = compared.predict()
     at = json.loads((tmp_path / "compare.json").read_text())["predicted_at"]
@@ -319,7 +325,7 @@ def test_a_change_is_judged_a_sample(tmp_path: Path) -> None:
         assert (outcome.predicted is None) == bool(outcome.reason)
         if outcome.predicted is not None:
             assert outcome.error is not None
-    said = compare_figures.verdict(compared).markdown
+    said = compare_figures.outcome_text(compared).markdown
     assert "75.0% confidence" in said and "six rounds" in said
 
 
@@ -358,11 +364,11 @@ def test_figures_and_tables_draw_what_there_is(tmp_path: Path) -> None:
     laws = show(law_table(curves), sweep_figures.LAWS)
     assert any("linear in batch" in " ".join(row) for row in laws.rows)  # type: ignore[union-attr]
     shown = [
-        show(compared.outcomes[0].part_table(), compare_figures.PARTS),
+        show(compared.outcomes[0].part_table(), compare_figures.PART_TITLES),
         show(compared.ratio_table()),
-        show(largest_changes(tree), compare_figures.CHANGES),
-        show(compared.prediction_table(), compare_figures.PREDICTIONS),
-        show(compared.outcome_table(), compare_figures.OUTCOMES),
+        show(largest_changes(tree), compare_figures.CALL_TITLES),
+        show(compared.prediction_table(), compare_figures.PREDICTION_TITLES),
+        show(compared.outcome_table(), compare_figures.OUTCOME_TITLES),
     ]
     assert all(table.rows for table in shown)
 

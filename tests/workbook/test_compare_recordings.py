@@ -65,10 +65,10 @@ def test_programs_are_alike_by_their_operators(meta: Profile, ranks: dict[int, P
 
 def test_different_programs_make_no_speed_up(tmp_path: Path) -> None:
     runs = [str(recording(TRACES[META])), str(recording(SEVERAL))]
-    compared = comparison.start(tiny(), tmp_path, change={}, runs=runs)
+    compared = comparison.comparison_of(tiny(), tmp_path, change={}, runs=runs)
     (outcome,) = compared.outcomes
     assert outcome.speedup is None and "different programs" in outcome.doubt
-    said = shown.verdict(compared).markdown
+    said = shown.outcome_text(compared).markdown
     assert "12.5 ms per iteration" in said and "77.5 ms" in said and "x faster" not in said
     assert "this is rank 7" in compared.sentence
     document = json.loads(compared.finish().read_text())
@@ -95,10 +95,10 @@ def test_recordings_of_one_program_have_a_ratio(tmp_path: Path) -> None:
             event["dur"] *= 2
             event["ts"] = gpu_trace.BASE_US + 2 * (event["ts"] - gpu_trace.BASE_US)
     runs = [write(tmp_path, "slow", slow), write(tmp_path, "fast", gpu_trace.events())]
-    compared = comparison.start(tiny(), tmp_path / "out", change={}, runs=runs)
+    compared = comparison.comparison_of(tiny(), tmp_path / "out", change={}, runs=runs)
     (outcome,) = compared.outcomes
     assert outcome.speedup is not None and outcome.speedup.mid == pytest.approx(2.0)
-    assert "2.00x faster" in shown.verdict(compared).markdown
+    assert "2.00x faster" in shown.outcome_text(compared).markdown
     table = compared.recorded_table()
     assert table["device_ms_before"].sum() == pytest.approx(0.14)
     assert table["device_ms_after"].sum() == pytest.approx(0.07)
@@ -109,11 +109,11 @@ def test_whole_recordings_are_compared_where_one_has_no_iterations(tmp_path: Pat
     unmarked = write(tmp_path, "unmarked", renamed(gpu_trace.events()))
     assert read_trace(unmarked).iterations.empty
     runs = [write(tmp_path, "marked", gpu_trace.events()), unmarked]
-    compared = comparison.start(tiny(), tmp_path / "out", change={}, runs=runs)
+    compared = comparison.comparison_of(tiny(), tmp_path / "out", change={}, runs=runs)
     assert compared.per == "in the whole recording"
     (outcome,) = compared.outcomes
     assert outcome.speedup is None and outcome.before_ms == pytest.approx(0.1)
-    said = shown.verdict(compared).markdown
+    said = shown.outcome_text(compared).markdown
     assert "in the whole recording" in said and "unmarked" in said
     figure = shown.part_differences(outcome.parts, compared.per)
     assert "whole recording" in figure.layout.xaxis.title.text

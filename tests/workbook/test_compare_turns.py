@@ -17,13 +17,13 @@ from dlrm_workbook.analysis.changes import apply_change, change_steps, change_te
 from dlrm_workbook.evidence.training import iteration_part_times
 from dlrm_workbook.runner.parameters import split_overrides
 from dlrm_workbook.trials.compare.analyse import (
-    NO_PART,
-    OUTSIDE,
+    NOT_A_PART,
+    REST,
     compare_losses,
     compare_settings,
-    iteration_ms,
+    gain,
+    pair_of_times_ms,
     round_table,
-    speedup,
 )
 from dlrm_workbook.trials.compare.measure import (
     TimedRun,
@@ -120,17 +120,17 @@ def test_a_part_inside_another_counts_to_itself() -> None:
 
 def test_rounds_take_the_drift_out() -> None:
     table = round_table(made_runs(8, 2.0))
-    found = speedup(table, "baseline", "change")
+    found = gain(table, "baseline", "change")
     assert found.contains(10 / 14) and found.high - found.low < 0.06
     assert found.confidence >= 0.95
-    twice = speedup(table, "baseline", "change", samples=2.0)
+    twice = gain(table, "baseline", "change", samples=2.0)
     assert twice.mid == pytest.approx(2 * found.mid)
 
 
 def test_only_the_changed_part_is_told() -> None:
     parts = compare_settings(round_table(made_runs(8, 0.5)), "baseline", "change")
     told = dict(zip(parts["component"], parts["verdict"], strict=True))
-    assert told == {"data": "faster", "top_mlp": "no difference shown", OUTSIDE: NO_PART}
+    assert told == {"data": "faster", "top_mlp": "no difference shown", REST: NOT_A_PART}
     row = parts[parts["component"] == "data"].iloc[0]
     assert row["low_ms"] < row["difference_ms"] < row["high_ms"] < 0
     one = compare_settings(round_table(made_runs(1, 0.5)), "baseline", "change")
@@ -152,8 +152,8 @@ def test_parts_add_up_to_the_pair_of_times_whose_ratio_is_the_speedup(
             for component, time_ms in zip(("data", "loss"), each[:2], strict=True):
                 rows.append((number, setting, component, "forward", time_ms))
     table = pd.DataFrame(rows, columns=names)
-    before_ms, after_ms = iteration_ms(table, "baseline", "change")
-    assert before_ms / after_ms == pytest.approx(speedup(table, "baseline", "change").mid)
+    before_ms, after_ms = pair_of_times_ms(table, "baseline", "change")
+    assert before_ms / after_ms == pytest.approx(gain(table, "baseline", "change").mid)
     parts = compare_settings(table, "baseline", "change")
     assert parts["before_ms"].sum() == pytest.approx(before_ms)
     assert parts["after_ms"].sum() == pytest.approx(after_ms)
@@ -163,7 +163,7 @@ def test_parts_add_up_to_the_pair_of_times_whose_ratio_is_the_speedup(
 def test_an_unfinished_round_does_not_count() -> None:
     runs = made_runs(3, 2.0)[:-1]
     table = round_table(runs)
-    assert speedup(table, "baseline", "change").confidence == pytest.approx(0.5)
+    assert gain(table, "baseline", "change").confidence == pytest.approx(0.5)
 
 
 def test_losses_are_compared_bit_for_bit() -> None:

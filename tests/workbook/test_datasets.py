@@ -26,8 +26,8 @@ from dlrm_core.data.files.teacher import Law, SampleMaker
 from dlrm_core.data.loader import make_generator
 from dlrm_workbook.cli import main
 from dlrm_workbook.datasets import generate as generating
-from dlrm_workbook.datasets.generate import VARIANTS, generate, scaled
-from dlrm_workbook.datasets.inspection import inspect
+from dlrm_workbook.datasets.generate import VARIANTS, generate, scaled_variant
+from dlrm_workbook.datasets.inspection import examine_data
 
 CPU = torch.device("cpu")
 
@@ -46,13 +46,13 @@ def test_the_variants_are_nvidias():
     assert sum(t15.table_rows) == 32_709_138 and len(t15.table_rows) == 26
     assert sum(VARIANTS["criteo_t3_synthetic"].table_rows) == 177_944_291
     assert sum(VARIANTS["criteo_t0_synthetic"].table_rows) == 882_774_575
-    small = scaled(t15, 0.01)
+    small = scaled_variant(t15, 0.01)
     assert small.table_rows[0] == 79129
     # small tables keep their rows, no table is larger than it was
     assert small.table_rows[5] == 4
     assert all(a <= b for a, b in zip(small.table_rows, t15.table_rows, strict=True))
     with pytest.raises(InputError, match=r"--scale is 1.5"):
-        scaled(t15, 1.5)
+        scaled_variant(t15, 1.5)
 
 
 @given(st.integers(1, 2**31 - 2))
@@ -109,7 +109,7 @@ def test_an_interrupted_data_set_is_gone_on_with_not_begun_anew(made, tmp_path, 
     )
     assert differing.tolist() == [100]
     assert result.bytes_written_now < result.bytes
-    problems = inspect(result.folder, verify=True)["problems"]
+    problems = examine_data(result.folder, verify=True)["problems"]
     assert len(problems) == 1 and "train/label.bin: sample 100, feature label" in problems[0]
 
 
@@ -300,7 +300,7 @@ def test_terabyte_files_are_rows_of_forty_integers(rows_of_ints, tmp_path):
     for path in (tmp_path, tmp_path / "terabyte_processed_val.bin"):
         source = open_source(path, "terabyte", "val")
         assert_reads(read_batch(source, [50] * 26, 20, 150), rows_of_ints[20:150])
-    assert inspect(tmp_path)["splits"]["val"]["samples"] == 200
+    assert examine_data(tmp_path)["splits"]["val"]["samples"] == 200
     with pytest.raises(InputError, match=r"train.bin: sample \d+, feature cat_3: row \d+, but"):
         read_batch(open_source(tmp_path, "terabyte", "train"), [50, 50, 50, 9, *[50] * 22], 0, 200)
 
@@ -322,7 +322,7 @@ def test_deepsparks_variant_needs_its_name(rows_of_ints, tmp_path, capsys):
     for table in range(26):
         rows_of_ints[:, 14 + table].tofile(tmp_path / "train" / f"cat_{table}.bin")
     with pytest.raises(InputError, match=r"say --format deepspark_dist"):
-        inspect(tmp_path)
+        examine_data(tmp_path)
     with pytest.raises(InputError, match=r"feature_spec.yaml: no such file"):
         open_source(tmp_path, "split_binary", "train")
     source = open_source(tmp_path, "deepspark_dist", "train")

@@ -24,7 +24,7 @@ ROWS = [50 + t for t in range(26)]
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
     """Splits of these tests are several blocks."""
-    monkeypatch.setattr(splits, "BLOCK", 128)
+    monkeypatch.setattr(splits, "ROW_GROUP", 128)
 
 
 def terabyte(folder: Path, most: int = 2**24, sizes=(("train", 700), ("test", 301), ("val", 129))):

@@ -18,14 +18,14 @@ from dlrm_workbook.cli import main
 from dlrm_workbook.datasets import criteo as preprocess
 from dlrm_workbook.datasets import loops, vocabulary
 from dlrm_workbook.datasets.criteo import Request
-from dlrm_workbook.datasets.inspection import inspect
+from dlrm_workbook.datasets.inspection import examine_data
 
 
 @pytest.fixture(autouse=True, scope="module")
 def small_pieces():
     """The small texts here still come in several pieces."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(preprocess, "PIECE", 2500)
+        patch.setattr(preprocess, "PIECE_BYTES", 2500)
         yield
 
 
@@ -152,7 +152,7 @@ def test_little_memory_gives_the_same_bytes(tmp_path, monkeypatch, threshold):
         vocabulary, "_merge", lambda r, *rest: runs.append(len(r)) or merge(r, *rest)
     )
     monkeypatch.setattr(vocabulary, "MERGE_ENTRIES", 64)
-    monkeypatch.setattr(preprocess, "PIECE", 700)
+    monkeypatch.setattr(preprocess, "PIECE_BYTES", 700)
     # hash tables of 1024 slots: several runs on disk, several passes to look up
     little = run(tmp_path, rows, threshold, name="little", memory=1 << 10).folder
     assert max(runs) > 1
@@ -161,7 +161,7 @@ def test_little_memory_gives_the_same_bytes(tmp_path, monkeypatch, threshold):
 
 
 def test_common_categories_are_sorted_with_the_rare_ones(tmp_path, monkeypatch):
-    monkeypatch.setattr(vocabulary, "COMMON", 4)
+    monkeypatch.setattr(vocabulary, "COMMON_COUNT", 4)
     rows = random_rows(400, 9, different=60)
     check(run(tmp_path, rows, 2).folder, rows, 2)
 
@@ -227,7 +227,7 @@ def test_a_bad_line_is_named_with_file_line_and_field(tmp_path, line, words):
     with pytest.raises(InputError, match=rf"train.txt: line 51\b.*{words}"):
         preprocess.preprocess(request, tmp_path / "set")
     assert not (tmp_path / "set").exists()
-    (problem,) = inspect(file)["problems"]
+    (problem,) = examine_data(file)["problems"]
     with pytest.raises(InputError, match=words):
         raise InputError(problem)
 
@@ -237,7 +237,7 @@ def test_a_bad_line_is_named_with_file_line_and_field(tmp_path, line, words):
 def test_rubbish_is_refused_in_one_sentence(text, prefix, tmp_path_factory):
     file = tmp_path_factory.getbasetemp() / "rubbish.txt"
     file.write_bytes((GOOD + b"\n") * prefix + text)
-    problems = inspect(file)["problems"]
+    problems = examine_data(file)["problems"]
     assert len(problems) <= 1
     assert all("rubbish.txt" in problem and "\n" not in problem for problem in problems)
 
@@ -276,9 +276,9 @@ def test_the_command_converts_and_says_what_it_did(tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == str(target) and lines[0].startswith("171 train and 29 test samples")
     check(target, random_rows(200, 6), 3)
-    report = inspect(target)
+    report = examine_data(target)
     assert report["problems"] == [] and report["metadata"]["frequency_threshold"] == 3
-    text = inspect(file)
+    text = examine_data(file)
     assert text["splits"]["all"]["samples"] == 200
     rates = [report["splits"][split]["click_rate"] for split in ("train", "test")]
     assert text["splits"]["all"]["click_rate"] == pytest.approx(

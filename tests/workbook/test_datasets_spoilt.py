@@ -16,7 +16,7 @@ from dlrm_core.data.files.samples import read_batch
 from dlrm_core.data.files.sources import open_source
 from dlrm_core.data.files.spec import read_spec
 from dlrm_workbook.cli import main
-from dlrm_workbook.datasets.inspection import inspect
+from dlrm_workbook.datasets.inspection import examine_data
 from dlrm_workbook.datasets.write_spec import write_spec
 
 
@@ -57,7 +57,7 @@ def test_a_bad_value_is_named_with_file_row_and_feature(copy, file, dtype, place
     source = open_source(copy, "split_binary", "train")
     with pytest.raises(InputError, match=words):
         read_batch(source, ROWS, 0, 3000)
-    problems = inspect(copy)["problems"]
+    problems = examine_data(copy)["problems"]
     assert len(problems) == 1
     with pytest.raises(InputError, match=words):
         raise InputError(problems[0])
@@ -93,16 +93,16 @@ def test_all_files_cut_alike_are_found_by_the_metadata(copy):
     for file in (copy / "test").iterdir():
         data = file.read_bytes()
         file.write_bytes(data[: len(data) // 700 * 500])
-    (problem,) = inspect(copy)["problems"]
+    (problem,) = examine_data(copy)["problems"]
     assert "split test has 500 samples, but its metadata say 700" in problem
 
 
 def test_a_value_changed_within_its_range_is_found_by_making_the_set_again(copy):
-    assert inspect(copy, verify=True)["problems"] == []
+    assert examine_data(copy, verify=True)["problems"] == []
     values = np.fromfile(copy / "train" / "cat_0.bin", "i2")
     patch(copy / "train" / "cat_0.bin", "i2", 2000, (values[2000] + 1) % 1000)
-    assert inspect(copy)["problems"] == []
-    (problem,) = inspect(copy, verify=True)["problems"]
+    assert examine_data(copy)["problems"] == []
+    (problem,) = examine_data(copy, verify=True)["problems"]
     assert (
         f"sample 2000, feature cat_0.bin: {(values[2000] + 1) % 1000}, but it was made as"
         in problem
@@ -154,19 +154,19 @@ def test_rubbish_is_refused_in_one_sentence(data, tmp_path_factory):
 
 def test_a_data_set_that_is_not_there_or_not_finished_says_so(tmp_path):
     with pytest.raises(InputError, match=r"no such data set"):
-        inspect(tmp_path / "none")
+        examine_data(tmp_path / "none")
     partial = tmp_path / "some.partial"
     partial.mkdir()
     note = {"request": {}, "done": {"train": 5}}
     (partial / "progress.json").write_text(json.dumps(note))
     with pytest.raises(InputError, match=r"not finished"):
-        inspect(tmp_path / "some")
-    report = inspect(partial)
+        examine_data(tmp_path / "some")
+    report = examine_data(partial)
     assert report["format"] == "unfinished" and "'train': 5" not in str(report["splits"])
     assert '"train": 5' in report["problems"][0]
     (tmp_path / "empty").mkdir()
     with pytest.raises(InputError, match=r"holds no data set"):
-        inspect(tmp_path / "empty")
+        examine_data(tmp_path / "empty")
 
 
 @pytest.mark.parametrize("loader", ["synchronous", "prefetch"])

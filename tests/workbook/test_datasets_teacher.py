@@ -16,7 +16,7 @@ from dlrm_core.data.loader import make_generator
 from dlrm_workbook.datasets import best_auc
 from dlrm_workbook.datasets.best_auc import ScoreHistogram, sampled_logits, teacher_auc
 from dlrm_workbook.datasets.generate import generate
-from dlrm_workbook.datasets.inspection import inspect
+from dlrm_workbook.datasets.inspection import examine_data
 
 CPU = torch.device("cpu")
 
@@ -97,7 +97,7 @@ def test_the_metadata_carry_the_best_auc_and_the_stream_is_the_data_set(tmp_path
     histogram = ScoreHistogram()
     histogram.add(scores, batch.targets[:, 0].numpy())
     assert histogram.auc()[0] == pytest.approx(metadata["teacher_auc_on_test"], abs=1e-12)
-    assert inspect(folder, verify=True)["problems"] == []
+    assert examine_data(folder, verify=True)["problems"] == []
     # the same law without files
     parameters = parameters_from_sections(
         {

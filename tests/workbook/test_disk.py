@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import signal
 import subprocess
@@ -25,6 +26,8 @@ QUICK = ["-f", "quick", "-p", "training.batches=4", "-p", "training.batch_size=3
 FULL = "No space left on device"
 LIMITED = "File too large"
 """What the system says of a file that grows beyond RLIMIT_FSIZE."""
+NO_BYTECODE = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
+"""Under such a limit bytecode would be cut short too, and break whoever imports it next."""
 
 
 def limit(size: int) -> None:
@@ -37,6 +40,7 @@ def dlrm(*words: str, size: int | None = None, **streams: Any) -> subprocess.Com
         [sys.executable, "-m", "dlrm_workbook", *words],
         text=True,
         cwd=ROOT,
+        env=NO_BYTECODE,
         check=False,
         timeout=120,
         preexec_fn=None if size is None else lambda: limit(size),
@@ -108,6 +112,7 @@ def test_what_is_there_stays_where_the_new_does_not_fit(tmp_path: Path) -> None:
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,
+        env=NO_BYTECODE,
         preexec_fn=lambda: limit(1000),
     )
     assert done.stderr.strip().endswith(f"a.json cannot be written: {LIMITED}")

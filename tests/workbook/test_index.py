@@ -20,7 +20,7 @@ from sample_notebooks import PAYLOADS
 
 from dlrm_workbook.runner.index import write_index
 from dlrm_workbook.runner.summary import (
-    escaped,
+    as_markdown,
     markdown_table,
     plain_text,
     shortened,
@@ -260,4 +260,4 @@ def test_a_headline_is_cut_at_a_sentence() -> None:
     assert shortened("One two. All together: three.", 27) == "One two. All together: …"
     assert shortened("One two three four five", 12) == "One two …"
     assert plain_text("**a** `b` _c_\n\nd &amp; e") == "a b c d & e"
-    assert escaped("embedding_bag _x") == r"embedding_bag \_x"
+    assert as_markdown("embedding_bag _x") == r"embedding_bag \_x"

@@ -43,7 +43,7 @@ from pathlib import Path
 from dlrm_workbook.trials.compare import comparison
 from dlrm_core.config import parameters_from_sections
 sections, change, folder = json.loads(sys.argv[1])
-compared = comparison.start(
+compared = comparison.comparison_of(
     parameters_from_sections(sections), Path(folder), change=change, rounds=1
 )
 compared.profile_baseline()
@@ -90,7 +90,7 @@ def test_what_had_finished_is_not_done_again(tmp_path: Path) -> None:
 
 
 def resumed(folder: Path) -> comparison.Comparison:
-    return comparison.start(parameters_from_sections(TINY), folder, change=CHANGE, rounds=1)
+    return comparison.comparison_of(parameters_from_sections(TINY), folder, change=CHANGE, rounds=1)
 
 
 def test_a_profile_cut_short_is_made_anew_beside_it(tmp_path: Path) -> None:

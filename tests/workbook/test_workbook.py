@@ -62,6 +62,17 @@ def saved(folder: Path) -> dict:
     return json.loads((folder / "run.json").read_text())
 
 
+OF_THE_KERNEL = (
+    "import atexit, os\nfrom ipykernel.kernelapp import IPKernelApp\nfrom pathlib import Path\n"
+    "place, app = Path(output_folder).parents[2], IPKernelApp.instance()\n"
+    "(place / 'ends').write_text(f'{app.transport} {app.ip}')\n"
+    "atexit.register((place / 'late').touch)\n"
+    "(place / 'pid').write_text(str(os.getpid()))",
+    "print('the last words')",
+)
+"""Cells that note how a kernel is spoken to, who it is, and whether it ends by itself."""
+
+
 @pytest.mark.notebook
 def test_finished_run_explains_itself(place: Path) -> None:
     cells = [
@@ -70,8 +81,10 @@ def test_finished_run_explains_itself(place: Path) -> None:
         "assert training['batch_size'] == 64 and training['batches'] == 5",
         f"assert sys.executable == {sys.executable!r}, sys.executable",
         "from pathlib import Path\nPath(output_folder, 'made.txt').write_text('x')",
+        *OF_THE_KERNEL,
     ]
     folder = run(place, cells, "training.batch_size=64", "count=7", "rate=2", "word=5")
+    assert_ended_at_once(place)
     record = saved(folder.path)
     assert record == folder.record
     assert record["status"] == "finished"
@@ -86,6 +99,22 @@ def test_finished_run_explains_itself(place: Path) -> None:
     assert folder.path.name == f"{started:%H%M%S}-n-p"
     assert latest_run(place / "out", "n") == folder.path
     assert not list(folder.path.glob(".*")), "no temporary file is left"
+
+    assert "the last words" in folder.ipynb.read_text()
+    first = (place / "ends").read_text().split()
+    run(place, ["# T", *OF_THE_KERNEL])
+    second = (place / "ends").read_text().split()
+    if sys.platform == "linux":  # names of sockets without files: no other run can take them
+        assert first[0] == second[0] == "ipc"
+        assert first[1].startswith("@dlrm-") and second[1].startswith("@dlrm-")
+        assert first[1] != second[1]
+
+
+def assert_ended_at_once(place: Path) -> None:
+    """A kernel whose cells have ended is not waited for."""
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((place / "pid").read_text()), 0)
+    assert not (place / "late").exists()
 
 
 @pytest.mark.notebook
@@ -151,39 +180,6 @@ def test_kernel_that_dies_is_a_failed_run(place: Path) -> None:
         run(place, ["# T", "import os\nos.kill(os.getpid(), 9)"])
     assert saved(failure.value.folder.path)["status"] == "failed"
     assert failure.value.folder.html.exists()
-
-
-@pytest.mark.notebook
-@pytest.mark.skipif(sys.platform != "linux", reason="names of sockets without files are Linux's")
-def test_no_other_run_can_take_a_kernels_ports(place: Path) -> None:
-    cells = [
-        "# T",
-        "from ipykernel.kernelapp import IPKernelApp\nfrom pathlib import Path\n"
-        "app = IPKernelApp.instance()\n"
-        "Path(output_folder, 'ends.txt').write_text(f'{app.transport} {app.ip}')",
-    ]
-    ends = [run(place, cells).path / "ends.txt" for _ in range(2)]
-    first, second = (end.read_text().split() for end in ends)
-    assert first[0] == second[0] == "ipc"
-    assert first[1].startswith("@dlrm-") and second[1].startswith("@dlrm-")
-    assert first[1] != second[1]
-
-
-@pytest.mark.notebook
-def test_a_kernel_whose_cells_have_ended_is_not_waited_for(place: Path) -> None:
-    pid, late = place / "pid", place / "late"
-    cells = [
-        "# T",
-        "import atexit, os\nfrom pathlib import Path\n"
-        f"atexit.register(Path({str(late)!r}).touch)\n"
-        f"Path({str(pid)!r}).write_text(str(os.getpid()))",
-        "print('the last words')",
-    ]
-    folder = run(place, cells)
-    assert "the last words" in folder.ipynb.read_text()
-    with pytest.raises(ProcessLookupError):
-        os.kill(int(pid.read_text()), 0)
-    assert not late.exists()
 
 
 @pytest.mark.notebook

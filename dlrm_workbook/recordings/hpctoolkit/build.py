@@ -70,7 +70,7 @@ def recover_structure(
             hpcstruct_command(tools, measurements, _structure_cache(), default_jobs()),
             stage=f"{name}: hpcstruct",
             timeout_s=STRUCTURE_TIMEOUT_S,
-            detail=_BINARY,
+            on_line=_binary_in,
         )
     except MeasurementError as error:
         return [f"{error}: {lost}"]
@@ -95,6 +95,12 @@ def recover_structure(
     elif not any(structs.glob("*.hpcstruct")):
         notices.append(f"hpcstruct wrote nothing ({done.last_words()}): {lost}")
     return notices
+
+
+def _binary_in(line: bytes) -> str | None:
+    """The binary that hpcstruct begins to read, where a line of its output says so."""
+    begun = _BINARY.search(line)
+    return begun[1].decode("utf-8", "replace") if begun else None
 
 
 def build_database(

@@ -18,13 +18,13 @@ from dlrm_workbook.analysis.compare import difference_table, steady_rows
 from dlrm_workbook.ground.intervals import Interval, median_interval, p_value, t_interval
 from dlrm_workbook.trials.compare.measure import TimedRun
 
-OUTSIDE = "outside the parts"
+REST = "outside the parts"
 """The row of what the parts' means lack to add up to the times whose ratio is the speed-up."""
 
-NO_PART = "no part"
+NOT_A_PART = "no part"
 """The verdict of that row."""
 
-NOTHING = 1e-6
+ROUNDING_SHARE = 1e-6
 """A share of the iteration that is rounding."""
 
 
@@ -54,7 +54,7 @@ def whole_rounds(table: pd.DataFrame, before: str, after: str) -> pd.DataFrame:
     return wide.set_axis(["before", "after"], axis=1)
 
 
-def speedup(table: pd.DataFrame, before: str, after: str, samples: float = 1.0) -> Interval:
+def gain(table: pd.DataFrame, before: str, after: str, samples: float = 1.0) -> Interval:
     """Median over rounds of the rounds' own ratios, with its order-statistics interval.
 
     Args:
@@ -68,8 +68,8 @@ def speedup(table: pd.DataFrame, before: str, after: str, samples: float = 1.0) 
     return median_interval((samples * wide["before"] / wide["after"]).tolist())
 
 
-def iteration_ms(table: pd.DataFrame, before: str, after: str) -> tuple[float, float]:
-    """The one pair of times that a page states: their ratio is that of :func:`speedup`.
+def pair_of_times_ms(table: pd.DataFrame, before: str, after: str) -> tuple[float, float]:
+    """The one pair of times that a page states: their ratio is that of :func:`gain`.
 
     Returns:
         The rounds' median iteration before the change, and that over the median of the rounds'
@@ -79,7 +79,7 @@ def iteration_ms(table: pd.DataFrame, before: str, after: str) -> tuple[float, f
         ValueError: no round has both settings.
     """
     base = float(whole_rounds(table, before, after)["before"].median())
-    return base, base / speedup(table, before, after).mid
+    return base, base / gain(table, before, after).mid
 
 
 def compare_settings(table: pd.DataFrame, before: str, after: str) -> pd.DataFrame:
@@ -88,9 +88,9 @@ def compare_settings(table: pd.DataFrame, before: str, after: str) -> pd.DataFra
     A slow moment of the machine lengthens everything, so each round's times are first
     scaled to the median round by its whole iteration before the change. Times are means over
     the rounds, and a little of an iteration lies between its parts' clocks. A row
-    :data:`OUTSIDE` holds both, so that the rows add up to :func:`iteration_ms`.
+    :data:`REST` holds both, so that the rows add up to :func:`pair_of_times_ms`.
     """
-    base, changed = iteration_ms(table, before, after)
+    base, changed = pair_of_times_ms(table, before, after)
     mood = base / whole_rounds(table, before, after)["before"]
     parts = table[(table["component"] != "") & table["setting"].isin([before, after])]
     rows = []
@@ -98,20 +98,21 @@ def compare_settings(table: pd.DataFrame, before: str, after: str) -> pd.DataFra
         wide = group.pivot(index="round", columns="setting", values="time_ms")
         wide = wide.reindex(index=mood.index, columns=[before, after]).fillna(0.0)
         wide = wide.mul(mood, axis=0)
-        each = (wide[after] - wide[before]).to_numpy()
-        se = float(each.std(ddof=1) / math.sqrt(len(each))) if len(each) > 1 else math.nan
-        estimate = (float(each.mean()), se, len(each) - 1)
+        differences = (wide[after] - wide[before]).to_numpy()
+        count = len(differences)
+        se = float(differences.std(ddof=1) / math.sqrt(count)) if count > 1 else math.nan
+        estimate = (float(differences.mean()), se, count - 1)
         means = (float(wide[before].mean()), float(wide[after].mean()))
         part = (str(component), str(phase))
         rows.append((*part, *means, t_interval(*estimate), p_value(*estimate)))
-    found = difference_table(rows)
-    rest = (base - found["before_ms"].sum(), changed - found["after_ms"].sum())
-    if found.empty or max(map(abs, rest)) < NOTHING * min(base, changed):
-        return found
+    parts_table = difference_table(rows)
+    rest = (base - parts_table["before_ms"].sum(), changed - parts_table["after_ms"].sum())
+    if parts_table.empty or max(map(abs, rest)) < ROUNDING_SHARE * min(base, changed):
+        return parts_table
     row = dict(zip(("before_ms", "after_ms"), rest, strict=True))
-    row |= {"component": OUTSIDE, "phase": "", "difference_ms": rest[1] - rest[0]}
-    row |= {"verdict": NO_PART}
-    return pd.concat([found, pd.DataFrame([row])], ignore_index=True)
+    row |= {"component": REST, "phase": "", "difference_ms": rest[1] - rest[0]}
+    row |= {"verdict": NOT_A_PART}
+    return pd.concat([parts_table, pd.DataFrame([row])], ignore_index=True)
 
 
 def compare_losses(runs: Sequence[TimedRun], before: str, after: str) -> dict[str, Any]:

@@ -65,7 +65,7 @@ from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.trials.compare import analyse as in_rounds
 from dlrm_workbook.trials.compare.measure import ROUNDS, TimedRun, run_in_turns
 
-RECORD = "compare.json"
+COMPARISON_FILE = "compare.json"
 
 FINISHED = (
     "finished runs are compared; `dlrm run compare -f FILE -p change.LEAF=VALUE` predicts a change "
@@ -73,8 +73,8 @@ FINISHED = (
 )
 """Why runs that had finished before have neither predictions nor rounds."""
 
-PREDICTED = ["change", "now_ms", "then_ms", "low_ms", "high_ms"]
-PREDICTED += ["speedup_low", "speedup_mid", "speedup_high", "method"]
+PREDICTION_COLUMNS = ["change", "now_ms", "then_ms", "low_ms", "high_ms"]
+PREDICTION_COLUMNS += ["speedup_low", "speedup_mid", "speedup_high", "method"]
 
 
 @dataclass
@@ -291,7 +291,7 @@ class Comparison:
                 row |= {"low_ms": made.low_ms, "high_ms": made.high_ms}
                 row |= {f"speedup_{end}": made.speedup[end] for end in ("low", "mid", "high")}
             rows.append(row)
-        return pd.DataFrame(rows, columns=PREDICTED)
+        return pd.DataFrame(rows, columns=PREDICTION_COLUMNS)
 
     def ratio_table(self) -> pd.DataFrame:
         """Mean steady iteration of each setting in each round, and the rounds' own ratios.
@@ -354,7 +354,7 @@ class Comparison:
             "written": datetime.now().astimezone().isoformat(),
             **self._extra(),
         }
-        path = self.folder / RECORD
+        path = self.folder / COMPARISON_FILE
         # numpy's scalars as JSON has them
         write_json(path, json.loads(json.dumps(document, default=lambda value: value.item())))
         return path
@@ -370,21 +370,21 @@ def earlier_try(folder: Path) -> dict[str, Any]:
     Raises:
         InputError: it cannot be read.
     """
-    if not (folder / RECORD).is_file():
+    if not (folder / COMPARISON_FILE).is_file():
         return {}
-    document: dict[str, Any] = read_json(folder / RECORD)
+    document: dict[str, Any] = read_json(folder / COMPARISON_FILE)
     done = len(document.get("rounds") or [])
     stopped = "This comparison was stopped"
     runs = f" ({done} runs in turns)" if done else ""
-    said = [f"{stopped} and gone on with; what had finished was not run again{runs}."]
+    sentences = [f"{stopped} and gone on with; what had finished was not run again{runs}."]
     now, before = versions(), document.get("versions") or {}
     changed = [name for name in before if now.get(name) != before[name]]
     if changed and done:
         other = f"{changed[0]} {before[changed[0]]}, now {now.get(changed[0])}"
-        said.append(f"Rounds of one comparison were made with other versions: {other}.")
+        sentences.append(f"Rounds of one comparison were made with other versions: {other}.")
     notices = document.get("notices") or []
-    kept = [text for text in notices if text not in said and not text.startswith(stopped)]
-    return document | {"notices": kept + said}
+    kept = [text for text in notices if text not in sentences and not text.startswith(stopped)]
+    return document | {"notices": kept + sentences}
 
 
 def whole_profile(folder: Path, name: str) -> Path | None:
@@ -464,12 +464,12 @@ class ChangeComparison(Comparison):
             raise InputError(
                 f"change: {change_text(self.change)} is what the parameters say already"
             )
-        made = change_steps(self.parameters, self.change) if self.stepwise else [self.change]
+        steps = change_steps(self.parameters, self.change) if self.stepwise else [self.change]
         # a setting's name names files, so no odd characters
-        names = ["change"] if len(made) == 1 else [f"step-{n}" for n in range(1, len(made) + 1)]
+        names = ["change"] if len(steps) == 1 else [f"step-{n}" for n in range(1, len(steps) + 1)]
         self.outcomes = [
             Outcome(BASELINE, name, dict(step), None, NOT_YET, None)
-            for name, step in zip(names, made, strict=True)
+            for name, step in zip(names, steps, strict=True)
         ]
 
     def profile_baseline(self, progress: ProgressCallback | None = None) -> pd.DataFrame:
@@ -502,9 +502,9 @@ class ChangeComparison(Comparison):
         self, name: str, parameters: Parameters, progress: ProgressCallback | None
     ) -> Profile:
         """Measure a profile in a folder of that name, or take the one an earlier try made."""
-        made = whole_profile(self.folder, name)
-        if made is not None:
-            return open_recording(made).profile
+        finished = whole_profile(self.folder, name)
+        if finished is not None:
+            return open_recording(finished).profile
         return measure(parameters, fresh_path(self.folder / name), progress=progress)
 
     def predict(self) -> pd.DataFrame:
@@ -566,8 +566,8 @@ class ChangeComparison(Comparison):
             changed = apply_change(self.parameters, outcome.change)
             # time is compared per sample
             samples = changed.training.batch_size / self.parameters.training.batch_size
-            outcome.speedup = in_rounds.speedup(self.times, BASELINE, outcome.after, samples)
-            pair = in_rounds.iteration_ms(self.times, BASELINE, outcome.after)
+            outcome.speedup = in_rounds.gain(self.times, BASELINE, outcome.after, samples)
+            pair = in_rounds.pair_of_times_ms(self.times, BASELINE, outcome.after)
             outcome.before_ms, outcome.after_ms = pair
             outcome.parts = in_rounds.compare_settings(self.times, BASELINE, outcome.after)
             outcome.losses = in_rounds.compare_losses(runs, BASELINE, outcome.after)
@@ -748,7 +748,7 @@ class RunsComparison(Comparison):
         return {"runs": {label: str(place) for label, place in self.places.items()}}
 
 
-def start(
+def comparison_of(
     parameters: Parameters,
     folder: Path,
     *,

@@ -27,8 +27,8 @@ from dlrm_workbook.ground.ledger import Ledger
 from dlrm_workbook.ground.processes import ProgressCallback, python_module, run_child
 from dlrm_workbook.ground.turns import back_and_forth, take_turns
 
-RECORD = "rounds.json"
-EARLIER_RECORD = "rounds.jsonl"
+ROUNDS_FILE = "rounds.json"
+EARLIER_ROUNDS_FILE = "rounds.jsonl"
 """Where earlier versions kept the runs, one a line."""
 
 ROUNDS = 6
@@ -127,14 +127,14 @@ def _ledger(folder: Path, settings: Mapping[str, Any]) -> Ledger:
         InputError: they are of other settings, or no such runs.
     """
     ledger = Ledger(
-        folder / RECORD,
+        folder / ROUNDS_FILE,
         {"settings": settings, "runs": []},
         work=lambda document: document["settings"],
         entries="runs",
         key=("round", "setting"),
         advice="compare in another folder",
     )
-    earlier = folder / EARLIER_RECORD
+    earlier = folder / EARLIER_ROUNDS_FILE
     if not ledger.resumed and earlier.is_file():
         for line in earlier.read_text(encoding="utf-8").splitlines():
             # the last line may have been cut short by a kill

@@ -26,7 +26,7 @@ from dlrm_workbook.ground.units import (
 )
 from dlrm_workbook.show import theme
 from dlrm_workbook.show.tables import Column, Text, each_row, listed
-from dlrm_workbook.trials.compare.analyse import NO_PART
+from dlrm_workbook.trials.compare.analyse import NOT_A_PART
 from dlrm_workbook.trials.compare.comparison import FINISHED, Comparison, Outcome
 
 ENDS = ("mid", "low", "high")
@@ -116,7 +116,7 @@ def part_differences(parts: pd.DataFrame, per: str = "per iteration") -> go.Figu
         list(range(len(rows))),
         "",
         theme.markers(
-            [("other" if row.verdict == NO_PART else row.component, row.phase) for row in rows],
+            [("other" if row.verdict == NOT_A_PART else row.component, row.phase) for row in rows],
             pale,
         ),
         [
@@ -301,7 +301,7 @@ def waterfall(outcomes: Sequence[Outcome]) -> go.Figure:
     return result
 
 
-def verdict(comparison: Comparison) -> Text:
+def outcome_text(comparison: Comparison) -> Text:
     """What came out, in a sentence or two an outcome."""
     blocks = [_judgement(outcome, comparison) for outcome in comparison.outcomes]
     if comparison.mixed:
@@ -315,10 +315,10 @@ def _judgement(outcome: Outcome, comparison: Comparison) -> str:
     measured = outcome.speedup
     if outcome.doubt:
         times = [milliseconds(time or math.nan) for time in (outcome.after_ms, outcome.before_ms)]
-        said = (
+        times_text = (
             f"**{what}: {times[0]} {comparison.per}, {in_markdown(outcome.before)}: {times[1]}.**"
         )
-        return f"{said} {in_markdown(outcome.doubt)}"
+        return f"{times_text} {in_markdown(outcome.doubt)}"
     if measured is None:
         return f"**{what}**: not measured yet."
     gain = faster(measured.mid, measured.low, measured.high)
@@ -329,8 +329,8 @@ def _judgement(outcome: Outcome, comparison: Comparison) -> str:
     else:
         saved = 1 - 1 / measured.mid
         text = f"**{what}: {gain}**, {percent(abs(saved))} {'less' if saved > 0 else 'more'} time"
-    known = comparison.kind == "change" or math.isfinite(measured.low)
-    text += f"; {_basis(measured, comparison)}." if known else "."
+    repeated = comparison.kind == "change" or math.isfinite(measured.low)
+    text += f"; {_basis(measured, comparison)}." if repeated else "."
     if outcome.predicted is not None and outcome.error is not None:
         gain_range = speedup(*(outcome.predicted.speedup[end] for end in ENDS), figures=2)
         ends = outcome.predicted.speedup
@@ -390,7 +390,7 @@ def losses_text(comparison: Comparison) -> Text:
     return Text("\n".join(lines) or f"*Not measured: {FINISHED}.*")
 
 
-OUTCOMES: dict[str, str | Column] = {
+OUTCOME_TITLES: dict[str, str | Column] = {
     "change": "change",
     "before_ms": "before",
     "predicted_ms": "predicted",
@@ -400,18 +400,18 @@ OUTCOMES: dict[str, str | Column] = {
     "error": Column("error of predicted time", "signed_share"),
     "in_range": Column("in range", "judged"),
 }
-PREDICTIONS: dict[str, str | Column] = {
+PREDICTION_TITLES: dict[str, str | Column] = {
     "change": "change",
     "gain": Column("speed-up", "gain_range", tuple(f"speedup_{e}" for e in ENDS)),
     "method": "from",
 }
-OTHER_TIMES: dict[str, str | Column] = {
+OTHER_TIME_TITLES: dict[str, str | Column] = {
     "what": "",
     "time_ms": "per iteration",
     "iterations": "",
     "why": "why it differs",
 }
-PARTS: dict[str, str | Column] = {
+PART_TITLES: dict[str, str | Column] = {
     "part": "",
     "before_ms": "before",
     "after_ms": "after",
@@ -420,7 +420,7 @@ PARTS: dict[str, str | Column] = {
     "interval": Column("95% interval", "signed_range", ("low_ms", "high_ms")),
     "verdict": "verdict",
 }
-CHANGES: dict[str, str | Column] = {
+CALL_TITLES: dict[str, str | Column] = {
     "label": "call",
     "path": Column("called by", "callers"),
     "part": "",
@@ -429,7 +429,7 @@ CHANGES: dict[str, str | Column] = {
     "difference_ms": Column("difference", "signed"),
     "state": "",
 }
-RECORDED: dict[str, str | Column] = {
+RECORDED_TITLES: dict[str, str | Column] = {
     "part": "",
     "device_ms_before": Column("device before", "number", unit="ms"),
     "device_ms_after": Column("device after", "number", unit="ms"),
@@ -440,7 +440,7 @@ RECORDED: dict[str, str | Column] = {
     "launches_before": Column("launches before", "number"),
     "launches_after": Column("launches after", "number"),
 }
-DEVICE: dict[str, str | Column] = {
+DEVICE_TITLES: dict[str, str | Column] = {
     "operator": Column("operator", "function"),
     "part": "",
     "before_ms": "before",
@@ -451,7 +451,7 @@ DEVICE: dict[str, str | Column] = {
     "kernel_before": Column("longest kernel before", "function"),
     "kernel_after": Column("longest kernel after", "function"),
 }
-PARTS_HELD: dict[str, str | Column] = {
+PART_HELD_TITLES: dict[str, str | Column] = {
     "part": "",
     "before_ms": "before",
     "predicted_ms": "predicted",
@@ -460,7 +460,7 @@ PARTS_HELD: dict[str, str | Column] = {
     "error": Column("error", "signed_share"),
     "in_range": Column("in range", "judged"),
 }
-HELD: dict[str, str | Column] = {
+KERNEL_HELD_TITLES: dict[str, str | Column] = {
     "operator": Column("operator", "function"),
     "kernel": Column("or kernel", "function"),
     "shapes": "",

@@ -25,7 +25,7 @@ from dlrm_workbook.recordings.open import open_recording
 from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.trials.sweep.plan import Sweep, describe_failures
 
-COLUMNS = [
+POINT_COLUMNS = [
     *("number", "label", "status", "ms_per_iteration", "samples_per_second"),
     *("top", "top_share", "speedup"),
 ]
@@ -56,7 +56,7 @@ class SweepSummary:
         runs = swept_runs(self.sweep.folder, "profile")
         opened = {label: open_recording(place).profile for label, place in runs.items()}
         self.profiles = all_at_reference(opened)
-        self.points = pd.DataFrame(self._rows(), columns=COLUMNS)
+        self.points = pd.DataFrame(self._rows(), columns=POINT_COLUMNS)
         speed = self.points["samples_per_second"]
         self.points.insert(5, "of_best", speed / speed.max())
         trained = swept_runs(self.sweep.folder, "train")
@@ -83,16 +83,16 @@ class SweepSummary:
                 # parts and findings are the profile's, and so is the step that they add up to
                 ms = compared_ms if profile is None else ms
             speed = 1e3 * point.parameters.training.batch_size / ms if ms else math.nan
-            found = (ms or math.nan, speed, top, share, gain)
-            rows.append((point.number, point.label, row["status"], *found))
+            measured = (ms or math.nan, speed, top, share, gain)
+            rows.append((point.number, point.label, row["status"], *measured))
         return rows
 
     def _findings(self) -> pd.DataFrame:
         numbers = dict(zip(self.points["label"], self.points["number"], strict=True))
         columns = {}
         for label, profile in self.profiles.items():
-            found = findings(profile, attribute(profile))
-            columns[numbers[label]] = {f.id.replace("_", " "): f.share_of_step for f in found}
+            fired = findings(profile, attribute(profile))
+            columns[numbers[label]] = {f.id.replace("_", " "): f.share_of_step for f in fired}
         table = pd.DataFrame(columns, dtype=float)
         largest = table.max(axis=1).sort_values(ascending=False)
         return table.reindex(largest.index)
@@ -134,13 +134,13 @@ def newest_sweep(output_root: Path) -> Path:
     Raises:
         InputError: there is none.
     """
-    found = sorted(output_root.glob("*/*/sweep.json"))
-    if not found:
+    sweeps = sorted(output_root.glob("*/*/sweep.json"))
+    if not sweeps:
         raise InputError(
             f"no sweep was found in {output_root}; give one with -p sweep_folder=FOLDER, or run "
             "one: dlrm run profile -f FILE with a sweep section"
         )
-    return found[-1].parent
+    return sweeps[-1].parent
 
 
 def _appearance(there: list[bool]) -> str:

@@ -29,7 +29,7 @@ from dlrm_workbook.ground.machine import versions
 from dlrm_workbook.ground.processes import only_process
 from dlrm_workbook.ground.runs import GONE, mark_interrupted
 
-FORMAT_VERSION = 1
+SWEEP_VERSION = 1
 MOST_POINTS = 10_000
 
 RunPoint = Callable[[Parameters, Path], Mapping[str, Path]]
@@ -156,7 +156,7 @@ class Sweep:
         """
         points = sweep_points(parameters)
         record = {
-            "format_version": FORMAT_VERSION,
+            "format_version": SWEEP_VERSION,
             "status": "running",
             "preset": parameters.preset,
             "notebooks": list(notebooks),
@@ -184,7 +184,7 @@ class Sweep:
         folder = Path(folder).expanduser().absolute()
         if not (folder / SWEEP).is_file():
             raise InputError(f"{folder} is no sweep's folder (it has no {SWEEP})")
-        record = read_document(folder / SWEEP, "sweep", format_version=FORMAT_VERSION)
+        record = read_document(folder / SWEEP, "sweep", format_version=SWEEP_VERSION)
         run_json = folder / "run.json"
         if run_json.is_file():
             status = mark_interrupted(run_json, read_json(run_json)).get("status")
