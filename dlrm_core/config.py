@@ -36,7 +36,7 @@ from dlrm_core.base.settings import (
     shown,
     with_options,
 )
-from dlrm_core.interactions import INTERACTIONS, Interaction
+from dlrm_core.interactions import INTERACTIONS, Interaction, Weight
 from dlrm_core.losses import LOSSES
 from dlrm_core.optimizers import OPTIMIZERS
 
@@ -172,12 +172,20 @@ class ModelConfig:
 
         A part without weights is not listed.
         """
+        return self._sizes(self.interaction_kind.weights())
+
+    @property
+    def narrowed_sizes(self) -> dict[str, list[int]]:
+        """:attr:`weight_sizes` of those weights that autocast copies in a narrow precision."""
+        return self._sizes([w for w in self.interaction_kind.weights() if w.narrowed])
+
+    def _sizes(self, of_interaction: Sequence[Weight]) -> dict[str, list[int]]:
         sizes = {
             part: [size for n, m in itertools.pairwise(widths) for size in (n * m, m)]
             for part, widths in (("bottom_mlp", self.bottom_widths), ("top_mlp", self.top_widths))
         }
-        if own := [weight.size for weight in self.interaction_kind.weights()]:
-            sizes["interaction"] = own
+        if of_interaction:
+            sizes["interaction"] = [weight.size for weight in of_interaction]
         return sizes
 
     @property

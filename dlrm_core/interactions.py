@@ -30,12 +30,14 @@ if TYPE_CHECKING:
 class Weight:
     """A weight: its dotted name in the layer, its shape, and its initial values.
 
-    ``start`` is 'normal', N(0, 2 / (m + n)) for a shape (m, n), 'zeros' or 'ones'.
+    ``start`` is 'normal', N(0, 2 / (m + n)) for a shape (m, n), 'zeros' or 'ones'. ``narrowed``:
+    autocast makes a copy of it in the products' precision; of a norm's weights it makes none.
     """
 
     name: str
     shape: tuple[int, ...]
     start: str = "normal"
+    narrowed: bool = True
 
     @property
     def size(self) -> int:

@@ -199,8 +199,9 @@ def _mlps(parameters: Parameters, where: str) -> Iterator[MemoryItem]:
     }
     for part, weights in model.dense_weights.items():
         name, shape = described[part]
-        copied = number if number < FLOAT_BYTES else 0
-        yield MemoryItem(f"{name} weights", shape, weights * (FLOAT_BYTES + copied), where)
+        narrowed = sum(model.narrowed_sizes.get(part, ()))
+        copied = number * narrowed if number < FLOAT_BYTES else 0
+        yield MemoryItem(f"{name} weights", shape, weights * FLOAT_BYTES + copied, where)
         yield MemoryItem(f"{name} gradients", shape, weights * FLOAT_BYTES, where)
 
 

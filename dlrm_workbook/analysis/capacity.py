@@ -69,7 +69,8 @@ class Capacity:
     """Everything ``dlrm capacity`` says."""
 
     parameters: dict[str, int]
-    """Number of weights: ``tables``, ``mlps``, ``cross_layers``, ``all``."""
+    """Number of weights: ``tables``, ``mlps``, the interaction's own layers by what they are called
+    (``cross_layers``), ``all``."""
     items: tuple[MemoryItem, ...]
     """For a run on this machine: on its GPU if there is one and it is asked for."""
     needed_bytes: dict[str, int]
@@ -88,12 +89,11 @@ class Capacity:
 
     def weights(self) -> pd.DataFrame:
         """``what``, ``value``, ``unit``: how many weights the model has, what a run needs."""
-        rows = [
-            ("weights in tables", self.parameters["tables"], ""),
-            ("weights in MLPs", self.parameters["mlps"], ""),
-        ]
-        if self.parameters["cross_layers"]:
-            rows.append(("weights in cross layers", self.parameters["cross_layers"], ""))
+        rows: list[tuple[str, int, str]] = []
+        for name, count in self.parameters.items():
+            if name != "all":
+                called = "MLPs" if name == "mlps" else name.replace("_", " ")
+                rows.append((f"weights in {called}", count, ""))
         places = {"gpu": "GPU memory", "host": "host memory"}
         rows += [
             (f"{places.get(place, place)} that a run needs at most", size, "bytes")
@@ -126,13 +126,15 @@ def capacity_of(parameters: Parameters, gpu_bytes: int | None = None) -> Capacit
     items = forecast_memory(parameters, here)
     tables = sum(model.table_rows) * model.embedding_dim
     dense = model.dense_weights
-    mlps, cross = dense["bottom_mlp"] + dense["top_mlp"], dense.get("interaction", 0)
+    counts = {"tables": tables, "mlps": dense["bottom_mlp"] + dense["top_mlp"]}
+    if layers := model.interaction_kind.layers:
+        counts[layers.replace(" ", "_")] = dense["interaction"]
     verdicts = [_verdict(parameters, "host", "this host", available_host_memory(), here)]
     if here:
         verdicts.append(_verdict(parameters, "gpu", "this GPU", gpu_bytes, True))
     verdicts += [sheet_verdict(parameters, device(name)) for name in SHEETS]
     return Capacity(
-        {"tables": tables, "mlps": mlps, "cross_layers": cross, "all": tables + mlps + cross},
+        counts | {"all": sum(counts.values())},
         tuple(items),
         {place: total_bytes(items, place) for place in PLACES},
         tuple(verdicts),

@@ -13,6 +13,7 @@ from torch import nn
 
 from dlrm_core.config import Parameters, parameters_from_sections
 from dlrm_core.data.batch import Batch
+from dlrm_core.interactions import INTERACTIONS
 from dlrm_core.parts import part_label
 from dlrm_core.run.reports import TrainingResult
 from dlrm_core.run.schedules import learning_rate
@@ -24,7 +25,7 @@ ALLOCATED_BY = {
     "embedding": "embedding",
     "sparse embedding": "embedding",
     "bottom MLP": "bottom_mlp",
-    "cross layers": "interaction",
+    **{kind.layers: "interaction" for kind in INTERACTIONS.values() if kind.layers},
     "top MLP": "top_mlp",
     "batches": "data",
     "making a batch": "data",

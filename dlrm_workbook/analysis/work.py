@@ -405,17 +405,16 @@ class _TorchDense:
 
     def _whole_batch(self, pieces: int) -> None:
         """What is done once however many pieces a batch has, and what only pieces need."""
-        for part, sizes in self.model.weight_sizes.items():
-            if self.narrow:
-                with self.step.part(part, "forward"):
-                    # autocast keeps a weight's copy until the step is done
-                    for size in sizes:
-                        self.step.cast(size, FLOAT_BYTES, self.element)
-            if pieces > 1:
-                with self.step.part(part, "backward", pieces - 1):
-                    # weight gradients are added to those of the first piece
-                    for size in sizes:
-                        self.step.pointwise("add_", size, 2, FLOAT_BYTES)
+        for part, sizes in self.model.narrowed_sizes.items() if self.narrow else ():
+            with self.step.part(part, "forward"):
+                # autocast keeps a weight's copy until the step is done
+                for size in sizes:
+                    self.step.cast(size, FLOAT_BYTES, self.element)
+        for part, sizes in self.model.weight_sizes.items() if pieces > 1 else ():
+            with self.step.part(part, "backward", pieces - 1):
+                # weight gradients are added to those of the first piece
+                for size in sizes:
+                    self.step.pointwise("add_", size, 2, FLOAT_BYTES)
 
     def _mlp_forward(self, rows: int, top: bool) -> None:
         """(B, n) times (n, m) plus bias, and the activation, layer by layer."""

@@ -276,7 +276,7 @@ class _Operands:
         m, n, k, batch = product.m, product.n, product.k, product.batch
         if batch > 1:
             left = self._matrix("left", (batch, m, k), dtype)
-            if product.phase == "forward":  # features by their own transpose
+            if product.phase == "forward" and m == n:  # features by their own transpose
                 return left, left.transpose(1, 2)
             return left, self._matrix("right", (batch, k, n), dtype)
         if product.phase == "forward":  # x W^T

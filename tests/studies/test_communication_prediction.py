@@ -135,11 +135,11 @@ def test_an_exchange_hides_behind_the_bottom_mlp_only_as_far_as_that_lasts() -> 
 def test_cross_layers_gradients_hide_behind_the_bottom_mlps_backward() -> None:
     compute = {("interaction", "backward"): 4.0, ("bottom_mlp", "backward"): 3.0}
     dense = {("dense gradients", "backward"): 10.0}
-    made = schedule(compute, dense, bottom_share=0.1, cross_share=0.5)
+    made = schedule(compute, dense, bottom_share=0.1, interaction_share=0.5)
     sent = {e.name: (e.start_ms, e.end_ms) for e in made.events if e.lane == "communication"}
     # the top MLP's 4 ms run beside the interaction, the cross layers' 5 beside the bottom MLP
     assert sent["top MLP gradients"] == pytest.approx((0.0, 4.0))
-    assert sent["cross layers' gradients"] == pytest.approx((4.0, 9.0))
+    assert sent["interaction gradients"] == pytest.approx((4.0, 9.0))
     assert sent["bottom MLP gradients"] == pytest.approx((9.0, 10.0))
     assert made.exposed == {"dense gradients": pytest.approx(3.0)}
     assert made.end_ms == pytest.approx(10.0)

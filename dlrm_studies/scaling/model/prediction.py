@@ -77,7 +77,7 @@ def deviation_ms(deviations: Mapping[Part, float], exchanged: Collection[str]) -
     return total + math.sqrt(open_variance + sum(deviation**2 for deviation in left.values()))
 
 
-DENSE_BUCKETS = ("top MLP gradients", "cross layers' gradients", "bottom MLP gradients")
+DENSE_BUCKETS = ("top MLP gradients", "interaction gradients", "bottom MLP gradients")
 """Exchanges that together are the dense gradients' all-reduce, in the order of their start."""
 
 
@@ -146,7 +146,7 @@ def schedule(
     hidden: bool = True,
     bottom_share: float = 0.5,
     bucket_share: float = 1.0,
-    cross_share: float = 0.0,
+    interaction_share: float = 0.0,
 ) -> Schedule:
     """Lay one iteration out on the two lanes.
 
@@ -158,7 +158,7 @@ def schedule(
         bottom_share: share of the dense gradients' all-reduce that is the bottom MLP's.
         bucket_share: share of the top MLP's gradients that must be there before the first
             bucket of them leaves.
-        cross_share: share of the dense gradients' all-reduce that is the cross layers'.
+        interaction_share: share of the dense gradients' all-reduce that is the interaction's.
     """
     laid_out = Schedule(hidden)
 
@@ -180,14 +180,14 @@ def schedule(
     run(("loss", "backward"))
     dense = exchange_ms.get(("dense gradients", "backward"), 0.0)
     backward = compute_ms.get(("top_mlp", "backward"), 0.0)
-    top, bucket = dense * (1 - bottom_share - cross_share), min(1.0, bucket_share)
+    top, bucket = dense * (1 - bottom_share - interaction_share), min(1.0, bucket_share)
     # the first bucket leaves when it is full, the last when the last gradient is there
     laid_out.compute(("top_mlp", "backward"), backward * bucket)
     laid_out.send("top MLP gradients", "backward", top * (1 - bucket))
     laid_out.compute(("top_mlp", "backward"), backward * (1 - bucket))
     laid_out.send("top MLP gradients", "backward", top * bucket)
     run(("interaction", "backward"))
-    laid_out.send("cross layers' gradients", "backward", dense * cross_share)
+    laid_out.send("interaction gradients", "backward", dense * interaction_share)
     exchange("pooled gradients", "backward")
     run(("bottom_mlp", "backward"), ("communication", "backward"))
     laid_out.send("bottom MLP gradients", "backward", dense * bottom_share)
