@@ -11,6 +11,7 @@ Shapes: B samples, T tables, d embedding width, F = T + 1 features.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -388,3 +389,150 @@ class CrossInteraction(CatInteraction):
         """A layer keeps its factor and both products' inputs."""
         inner = self.width * (2 * self.dcn_layers - 1) + self.dcn_rank * self.dcn_layers
         return self.width + inner, 0, 3 * self.width
+
+
+class WukongInteraction(Interaction):
+    """Wukong's layers, factorisation machines beside linear compressions: width (n_F + n_L) d.
+
+    Each makes n_F + n_L vectors of n vectors X (n, d), the first one of the features:
+
+        X' = LN(concat(FMB(X), LCB(X)) + R X)          R (n_F + n_L, n); where square, identity
+        LCB(X) = L X                                   L (n_L, n)
+        FMB(X) = reshape(MLP(LN(flatten(X (X^T Y)))))  Y (n, k); MLP n k - h - n_F d with ReLU
+
+    X (X^T Y) is the optimised X X^T Y, n k d operations and not n n d. Source: Zhang et al. 2024,
+    arXiv:2403.02545, section 3: its interaction stack, FMB, LCB, and optimised FM.
+    """
+
+    kind = "wukong"
+    about = "stacked factorisation machines beside linear compressions, as in Meta's Wukong"
+    options: ClassVar = {
+        f"wukong_{name}": Option(
+            int | None,
+            setting(None, f"with wukong: {meaning}; left out, {default}", minimum=1),
+            default,
+        )
+        for name, meaning, default in (
+            ("layers", "number of layers", 4),
+            ("fmb", "vectors out of a layer's factorisation machine block", 32),
+            ("lcb", "vectors out of a layer's linear compression block", 32),
+            ("rank", "rank k of a layer's factorisation machine X X^T Y", 24),
+            ("hidden", "width of the hidden layer behind a factorisation machine", 512),
+        )
+    }
+    layers = "Wukong layers"
+    computes = True
+    wukong_layers: int
+    wukong_fmb: int
+    wukong_lcb: int
+    wukong_rank: int
+    wukong_hidden: int
+
+    @property
+    def counts(self) -> list[int]:
+        """Vectors a sample that go into each layer, and that come out of the last."""
+        return [self.features, *[self.wukong_fmb + self.wukong_lcb] * self.wukong_layers]
+
+    @property
+    def width(self) -> int:
+        """Numbers a sample that go into the top MLP."""
+        return self.counts[-1] * self.dim
+
+    def described(self) -> str:
+        """The kind, how many layers, and what they are made of."""
+        blocks = f"{self.wukong_fmb} + {self.wukong_lcb} vectors, rank {self.wukong_rank}"
+        return f"{self.kind}, {self.wukong_layers} layers of {blocks}, hidden {self.wukong_hidden}"
+
+    def weights(self) -> list[Weight]:
+        """Of each layer the matrices, a bias behind those of the MLP, and those of the norms."""
+        made = []
+        for layer, (n, m) in enumerate(itertools.pairwise(self.counts)):
+            for name, out, inside, biased in self._matrices(n, m):
+                made.append(Weight(f"blocks.{layer}.{name}.weight", (out, inside)))
+                if biased:
+                    made.append(Weight(f"blocks.{layer}.{name}.bias", (out,), "zeros"))
+            for name, size in (("flat_norm", n * self.wukong_rank), ("norm", self.dim)):
+                for leaf, start in ((f"{name}.weight", "ones"), (f"{name}.bias", "zeros")):
+                    made.append(Weight(f"blocks.{layer}.{leaf}", (size,), start, narrowed=False))
+        return made
+
+    def forward(
+        self, layer: InteractionLayer, x: torch.Tensor, pooled: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        """Layer by layer; where autocast has norms in float32, their results are cast back."""
+        import torch
+        from torch.nn.functional import layer_norm, linear, relu
+
+        size, dim, weights = len(x), self.dim, iter(layer.weights)
+        vectors = side_by_side(x, pooled).view(size, self.features, dim)
+        for n, m in itertools.pairwise(self.counts):
+            own = itertools.islice(weights, 10 + (n != m))
+            factors, hidden, hidden_bias, machine, machine_bias, compression, *others = own
+            *project, flat_scale, flat_shift, scale, shift = others
+            across = vectors.transpose(1, 2).contiguous()  # (B, d, n): products mix vectors
+            flat = torch.bmm(vectors, linear(across, factors)).flatten(1)
+            flat = layer_norm(flat, flat.shape[1:], flat_scale, flat_shift).to(x.dtype)
+            flat = relu(linear(flat, hidden, hidden_bias), inplace=True)
+            fmb = linear(flat, machine, machine_bias).view(size, -1, dim)
+            lcb = linear(across, compression).transpose(1, 2)
+            residual = vectors if n == m else linear(across, project[0]).transpose(1, 2)
+            joined = torch.cat([fmb, lcb], dim=1).add_(residual)
+            vectors = layer_norm(joined, (dim,), scale, shift).to(x.dtype)
+        return vectors.flatten(1)
+
+    def forward_work(self, ops: Operations, rows: int) -> None:
+        """A product for each matrix, one of batches, and two norms a layer."""
+        rank, dim = self.wukong_rank, self.dim
+        for layer, (n, m) in enumerate(itertools.pairwise(self.counts)):
+            if dim > 1:
+                ops.add("clone", rows * n * dim * ops.element, rows * n * dim * ops.element)
+            for place, (_, out, inside, biased) in enumerate(self._matrices(n, m), 6 * layer):
+                operator, count = ("addmm", rows) if biased else ("mm", rows * dim)
+                ops.product(operator, "forward", (count, out, inside), layer=place, bias=biased)
+            ops.product("bmm", "forward", (n, rank, dim), batch=rows, layer=6 * layer + 5)
+            ops.norm(rows, n * rank)
+            ops.pointwise("relu", rows * self.wukong_hidden, 1, ops.element)
+            ops.add("cat", rows * m * dim * ops.element, rows * m * dim * ops.element)
+            ops.pointwise("add_", rows * m * dim, 2, ops.element)
+            ops.norm(rows * m, dim)
+
+    def backward_work(self, ops: Operations, rows: int) -> None:
+        """Two products for each forward one; X, in four places, has its gradients added up."""
+        rank, dim = self.wukong_rank, self.dim
+        for layer, (n, m) in reversed([*enumerate(itertools.pairwise(self.counts))]):
+            ops.norm(rows * m, dim, backward=True)
+            for place, (name, out, inside, biased) in enumerate(self._matrices(n, m), 6 * layer):
+                count = rows if biased else rows * dim
+                if name in ("compression", "residual") and rows > 1 and dim > 1:
+                    ops.add("clone", count * out * ops.element, count * out * ops.element)
+                ops.product("mm", "backward_input", (count, inside, out), layer=place)
+                ops.weight_gradients(count, out, inside, place, bias=biased)
+            ops.pointwise("threshold_backward", rows * self.wukong_hidden, 2, ops.element)
+            ops.norm(rows, n * rank, backward=True)
+            for shape in ((n, dim, rank), (dim, rank, n)):
+                ops.product("bmm", "backward_input", shape, batch=rows, layer=6 * layer + 5)
+            for _ in range(3):
+                ops.pointwise("add", rows * n * dim, 2, ops.element)
+        if rows > 1:
+            ops.add("copy_", rows * dim * ops.element, rows * dim * ops.element)
+
+    def memory(self, number: int, widens: bool) -> tuple[int, int, int]:
+        """Inputs of products and norms; a GPU's autocast keeps those of norms in float32."""
+        rank, dim, float32 = self.wukong_rank, self.dim, FLOAT_BYTES // number
+        wide, m, kept = 1 if widens else float32, self.counts[-1], 0
+        for n in self.counts[:-1]:
+            kept += (2 * n + rank) * dim + (1 + wide) * n * rank + self.wukong_hidden
+            kept += wide * m * dim + 2 * (1 + m) * float32  # each norm's mean and deviation
+        return kept, 2 * m * dim, 2 * m * dim + 2 * max(self.counts) * (dim + rank)
+
+    def _matrices(self, n: int, m: int) -> list[tuple[str, int, int, bool]]:
+        """Those of a layer, n vectors to m: name, outputs, inputs, whether it has a bias."""
+        hidden = self.wukong_hidden
+        residual = [] if n == m else [("residual", m, n, False)]
+        return [
+            ("factors", self.wukong_rank, n, False),
+            ("hidden", hidden, n * self.wukong_rank, True),
+            ("machine", self.wukong_fmb * self.dim, hidden, True),
+            ("compression", self.wukong_lcb, n, False),
+            *residual,
+        ]
