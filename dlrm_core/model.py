@@ -184,7 +184,11 @@ class ClickLoss(nn.Module):
 
 
 class Piece(NamedTuple):
-    """One piece of the model: a part, what computes it, what that takes and what it gives."""
+    """One piece of the model: its part, what computes it, what that takes and what it gives.
+
+    ``component`` is one of :data:`~dlrm_core.parts.COMPONENTS`, and the attribute of
+    :class:`DLRM` that has the piece's weights.
+    """
 
     component: str
     run: Callable[..., Any]

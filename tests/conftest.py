@@ -48,7 +48,7 @@ SLOW = (
     *("test_run_resume", "test_disk", "test_checkpoints", "test_scaling_page"),
     *("test_findings_gpu", "test_verdict_gpu", "test_compare_turns", "test_gpu_faults"),
     *("test_gpu_check", "test_embeddings", "test_schedules", "test_part_probes"),
-    *("test_explore", "test_columns"),
+    *("test_explore", "test_columns", "test_wukong"),
 )
 """Groups of tests that take about 10 s or more of a processor, roughly the longest first."""
 

@@ -30,6 +30,7 @@ from dlrm_core.dense import resolve_dense
 from dlrm_core.interactions import CatInteraction
 from dlrm_core.losses import MeanSquaredError
 from dlrm_core.model import DLRM, ClickLoss
+from dlrm_core.operations import FLOAT_BYTES
 from dlrm_core.parts import log_spans, parse_span
 from dlrm_core.step import TrainingStep
 from dlrm_kernels.embeddings.choose import resolve
@@ -192,9 +193,9 @@ def half_bytes(parameters: Parameters, half: str) -> int:
         return int(lookups * model.embedding_dim * 4 * 4)
     widths = (model.bottom_widths, model.top_widths)
     weights = sum(model.dense_weights.values())
-    own = [work.n for work in model.interaction_kind.products(1) if work.product == "forward"]
     features = len(model.table_rows) + 1
-    values = sum(map(sum, widths)) + sum(own) + features * (features + model.embedding_dim)
+    kept, _, _ = model.interaction_kind.memory(FLOAT_BYTES, widens=False)
+    values = sum(map(sum, widths)) + kept + features * (features + model.embedding_dim)
     return 4 * (2 * size * values + 3 * weights)
 
 
