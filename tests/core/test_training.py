@@ -299,7 +299,7 @@ def test_the_workload_loads_nothing_that_explains_draws_or_compiles(tmp_path):
     beside = {name for name in modules if name.startswith(("dlrm_kernels.", "dlrm_workbook."))}
     assert beside <= {
         *("dlrm_kernels.memory", "dlrm_kernels.placement", "dlrm_kernels.embeddings"),
-        *("dlrm_kernels.embeddings.pages", "dlrm_workbook.ground"),
-        "dlrm_workbook.ground.profiling",
+        *("dlrm_kernels.embeddings.pages", "dlrm_kernels.products", "dlrm_workbook.ground"),
+        *("dlrm_workbook.ground.marks", "dlrm_workbook.ground.profiling"),
     }
     assert "torch._dynamo" not in modules, "torch's compiler: a second of every process"
