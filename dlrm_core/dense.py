@@ -101,7 +101,7 @@ class Cuts:
         run_part(piece.component, "backward", lambda: torch.autograd.backward(tensors, gradients))
 
 
-class Around:
+class PieceHooks:
     """What somebody does before and after pieces of the dense part; by itself nothing.
 
     Several ranks exchange gradients and pooled vectors so.
@@ -197,7 +197,7 @@ class DensePart:
         return torch.stack(losses).sum()
 
     def rows(
-        self, values: Values, targets: torch.Tensor, share: float, around: Around | None = None
+        self, values: Values, targets: torch.Tensor, share: float, around: PieceHooks | None = None
     ) -> torch.Tensor:
         """Forward and backward of some rows, whose loss counts ``share`` of the batch's.
 
@@ -205,7 +205,7 @@ class DensePart:
             values: what the first pieces take.
             around: called before and after pieces.
         """
-        around, cuts = around or Around(), Cuts()
+        around, cuts = around or PieceHooks(), Cuts()
         for piece in self.pieces:
             around.before(piece, values)
             cuts.forward(piece, values)

@@ -19,7 +19,7 @@ from dlrm_core.optimizers import EPSILON, OPTIMIZERS
 ROW_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """``model.embedding_precision`` to the type of the tables' numbers."""
 
-Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
+TorchOptimizer = TypeVar("TorchOptimizer", bound=torch.optim.Optimizer)
 
 
 class Update(Protocol):
@@ -134,7 +134,7 @@ class RowwiseAdagrad(torch.optim.Optimizer):
 
 
 @functools.cache
-def without_compiler(optimizer: type[Optimizer]) -> type[Optimizer]:
+def without_compiler(optimizer: type[TorchOptimizer]) -> type[TorchOptimizer]:
     """A torch optimiser that does not load torch's compiler; nothing else differs.
 
     torch's methods import ``torch._dynamo`` when they are first called, to keep the compiler

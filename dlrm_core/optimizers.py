@@ -19,7 +19,7 @@ from dlrm_core.operations import FLOAT_BYTES, INDEX_BYTES, Operations
 EPSILON = 1e-10
 """Added to the root in both Adagrads: torch's default, and facebook's for row-wise Adagrad."""
 
-ENGINES = frozenset(
+UPDATING_ENGINES = frozenset(
     {"fused embeddings", "fused embeddings on a GPU", "FBGEMM", "several ranks: tables"}
 )
 """Those that update tables, of which a kind names the ones that know it."""
@@ -64,7 +64,7 @@ class Optimizer:
             needs a row's whole gradient.
         takes_zero_rate: whether torch's optimiser of tables can be made with a rate of 0.
         why_no_rounding: why rows of 2 bytes a number cannot be updated; empty if they can.
-        engines: those of :data:`ENGINES` that know it.
+        engines: those of :data:`UPDATING_ENGINES` that know it.
         fbgemm: its name in FBGEMM; empty where it has none.
     """
 
@@ -79,7 +79,7 @@ class Optimizer:
     adds: ClassVar[bool] = False
     takes_zero_rate: ClassVar[bool] = True
     why_no_rounding: ClassVar[str] = ""
-    engines: ClassVar[frozenset[str]] = ENGINES
+    engines: ClassVar[frozenset[str]] = UPDATING_ENGINES
     fbgemm: ClassVar[str] = ""
 
     def __init_subclass__(cls) -> None:
@@ -219,7 +219,7 @@ class Adagrad(Optimizer):
         rows_work(ops, "add_", table, rows, rows, dim)
 
 
-class RowwiseAdagrad(Adagrad):
+class AdagradByRow(Adagrad):
     """s += mean(g^2), one number a row; w -= rate g / (sqrt(s) + eps).
 
     A row's state makes sense for tables only: the dense weights follow plain Adagrad.

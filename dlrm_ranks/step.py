@@ -42,8 +42,8 @@ from dlrm_core.base.machine import use_memory
 from dlrm_core.config import Parameters, TrainingConfig
 from dlrm_core.dense import (
     DENSE_CHOICE,
-    Around,
     DensePart,
+    PieceHooks,
     Values,
     leaf_of,
     predict_rows,
@@ -264,7 +264,7 @@ class DistributedStep(Step):
                 )
 
 
-class _Exchanges(Around):
+class _Exchanges(PieceHooks):
     """What is exchanged beside the dense part: pooled vectors, their and the weights' gradients.
 
     Args:

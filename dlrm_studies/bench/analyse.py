@@ -18,7 +18,7 @@ from dlrm_studies.bench.bare import work_label
 from dlrm_studies.bench.cases import GOALS
 from dlrm_studies.bench.measure import BENCHMARK
 from dlrm_studies.bench.shares import CEILINGS, GATHERED
-from dlrm_workbook.evidence.contestants import FIGURES, PEER, ratio
+from dlrm_workbook.evidence.contestants import FIGURES, PEER, round_ratio
 from dlrm_workbook.ground.intervals import Interval, median_interval
 from dlrm_workbook.ground.units import NOT_MEASURED, value_text
 
@@ -177,7 +177,7 @@ def without(document: Document) -> pd.DataFrame:
             if variant["kind"] != "without":
                 continue
             for figure in FIGURES:
-                gain = ratio(case["runs"], variant["name"], case["ablated"]["all"], figure)
+                gain = round_ratio(case["runs"], variant["name"], case["ablated"]["all"], figure)
                 if gain is not None:
                     option = {name: variant[name] for name in ("leaf", "value")}
                     also = ", ".join(variant.get("also") or [])
@@ -209,7 +209,7 @@ def ladder(document: Document) -> pd.DataFrame:
             one = Interval(1.0, 1.0, 1.0, 1.0)
             rungs = [("", None, one)]
             for step in steps:
-                gain = ratio(case["runs"], base, step["name"], figure)
+                gain = round_ratio(case["runs"], base, step["name"], figure)
                 if gain is not None:
                     rungs.append((step["leaf"], step["value"], gain))
             rows += [

@@ -54,8 +54,16 @@ LIMIT_WORDS = {
 }
 """Limit to what the machine spends its time on there."""
 
-COLUMNS = [*PART, "time_ms", "flops", "bytes", "intensity_flop_per_byte", "gflops", "gb_per_s"]
-COLUMNS += ["ceiling", "ceiling_ms", "share_of_ceiling", "limit"]
+ROOFLINE_COLUMNS = [
+    *PART,
+    "time_ms",
+    "flops",
+    "bytes",
+    "intensity_flop_per_byte",
+    "gflops",
+    "gb_per_s",
+]
+ROOFLINE_COLUMNS += ["ceiling", "ceiling_ms", "share_of_ceiling", "limit"]
 
 BUSY_SHARE = 0.05
 """Of measuring the ceilings, spent waiting for a core: above it they are not the machine's."""
@@ -293,7 +301,7 @@ def roofline(profile: Profile, attribution: pd.DataFrame) -> pd.DataFrame:
     """
     parameters = parameters_of(profile)
     if attribution.empty or (parameters is None and missing(profile)):
-        return pd.DataFrame({name: [] for name in COLUMNS})
+        return pd.DataFrame({name: [] for name in ROOFLINE_COLUMNS})
     table = attribution.groupby(PART, as_index=False, sort=False)[["time_ms"]].sum()
     if parameters is None:
         return _with_rates(_seen_parts(profile, table))
@@ -317,7 +325,7 @@ def _with_rates(table: pd.DataFrame) -> pd.DataFrame:
     table["gflops"] = table["flops"] / time / 1e6
     table["gb_per_s"] = table["bytes"] / time / 1e6
     table["share_of_ceiling"] = table["ceiling_ms"] / time
-    return table[COLUMNS]
+    return table[ROOFLINE_COLUMNS]
 
 
 def missing(profile: Profile) -> str | None:

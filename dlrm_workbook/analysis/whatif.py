@@ -81,7 +81,7 @@ KNOWN_BY_WORK = frozenset(
 WAITS = ("Synchronize", "cudaStreamWaitEvent", "cudaEventQuery", "_local_scalar_dense")
 """In the names of calls in which the host waits for the GPU."""
 
-COLUMNS = [*PART, "now_ms", "then_ms", "low_ms", "high_ms", "method"]
+CHANGED_COLUMNS = [*PART, "now_ms", "then_ms", "low_ms", "high_ms", "method"]
 
 PREDICTED = ["change", "now_ms", "low_ms", "mid_ms", "high_ms", "speedup_low", "speedup_mid"]
 PREDICTED += ["speedup_high", "method", "note"]
@@ -586,7 +586,7 @@ def _then(table: pd.DataFrame) -> pd.DataFrame:
     table["then_ms"] = table["now_ms"] * table["ratio"]
     table["low_ms"] = table["then_ms"] / (1 + COVER * table["error"])
     table["high_ms"] = table["then_ms"] * (1 + COVER * table["error"])
-    return table[COLUMNS]
+    return table[CHANGED_COLUMNS]
 
 
 def total(

@@ -27,7 +27,7 @@ from dlrm_core.operations import FLOAT_BYTES, INDEX_BYTES, NUMBER_BYTES, Operati
 from dlrm_core.optimizers import OPTIMIZERS, rows_work
 from dlrm_workbook.analysis.attribution import PART, in_step_order
 
-TILE_PARTS = {"bf16x2": 2, "bf16x3": 3}
+FUSED_PARTS = {"bf16x2": 2, "bf16x3": 3}
 """bf16 numbers that stand for one fp32 number in the fused dense part."""
 
 AMOUNTS = ["flops", "read_bytes", "written_bytes", "gather_bytes"]
@@ -91,7 +91,7 @@ def is_fused(parameters: Parameters) -> bool:
     """Whether the parameters ask for the fused dense part and it can do what they ask."""
     training = parameters.training
     possible = training.precision == "bf16" or (
-        training.precision == "fp32" and training.fp32_matmul in TILE_PARTS
+        training.precision == "fp32" and training.fp32_matmul in FUSED_PARTS
     )
     known = "fused dense part" in parameters.model.interaction_kind.engines
     possible &= known and training.device != "cuda"
@@ -488,7 +488,7 @@ class _FusedDense:
     def __init__(self, step: _Step) -> None:
         self.step, self.model = step, step.model
         bf16 = step.training.precision == "bf16"
-        self.element = 2 if bf16 else 2 * TILE_PARTS[step.training.fp32_matmul]
+        self.element = 2 if bf16 else 2 * FUSED_PARTS[step.training.fp32_matmul]
         """Bytes of an entry of an operand."""
 
     def iteration(self) -> None:

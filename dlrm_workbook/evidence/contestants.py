@@ -340,7 +340,7 @@ def judge(
         if name == against or not shared:
             continue
         for kind in FIGURES:
-            interval = ratio(rows, against, name, kind)
+            interval = round_ratio(rows, against, name, kind)
             assert interval is not None
             ratios.setdefault(name, {})[kind] = interval.to_dict() | {"rounds": len(shared)}
     return {
@@ -368,7 +368,7 @@ def judge(
     }
 
 
-def ratio(rows: Sequence[Row], base: str, name: str, kind: str) -> Interval | None:
+def round_ratio(rows: Sequence[Row], base: str, name: str, kind: str) -> Interval | None:
     """The speed-up of ``name`` over ``base``; None where no round has both."""
     base_ms, other_ms = (
         {row["round"]: float(row[kind]) for row in rows if row["contestant"] == who}

@@ -91,7 +91,7 @@ TRIES, DISTURBED = 3, 0.05
 CACHE_BYTES = 32 << 20
 """Last-level cache, assumed where the system names none."""
 
-MEMORY_SHARE = 0.6
+PROBE_MEMORY_SHARE = 0.6
 """Share of the available memory that probes may use."""
 
 OVERLAP_SECONDS = 5.0
@@ -453,7 +453,7 @@ def ratio_errors(before: list[Times], after: list[Times]) -> dict[str, dict[str,
 
 def _total_error(before: list[Times], after: list[Times]) -> float:
     """Relative standard error of the ratio of whole runs."""
-    return math.hypot(*(median_error([total(run) for run in runs]) for runs in (before, after)))
+    return math.hypot(*(median_error([sum_ms(run) for run in runs]) for runs in (before, after)))
 
 
 def joint_error_ms(
@@ -484,7 +484,7 @@ def _values(runs: list[Times], component: str, phase: str) -> list[float]:
     return [run.get(component, {}).get(phase, 0.0) for run in runs]
 
 
-def total(times: Mapping[str, Mapping[str, float]]) -> float:
+def sum_ms(times: Mapping[str, Mapping[str, float]]) -> float:
     """All parts together, ms."""
     return sum(ms for phases in times.values() for ms in phases.values())
 
@@ -653,7 +653,7 @@ class _Probes:
             except InputError as error:
                 self._refused[half, UNCHANGED] = str(error)
             else:
-                self.step_ms += total(self._loops[half].run())
+                self.step_ms += sum_ms(self._loops[half].run())
 
     def compare(self, half: str, seconds: float) -> None:
         """Time a loop as it is and under every change that affects it."""
@@ -691,7 +691,7 @@ class _Probes:
 
     def _settled(self, half: str, key: str, before: list[Times], after: list[Times]) -> bool:
         """Whether the predictions that rest on these runs would get no better with more."""
-        now, then = (statistics.median(map(total, runs)) for runs in (before, after))
+        now, then = (statistics.median(map(sum_ms, runs)) for runs in (before, after))
         changed_ms = max(self.step_ms - now, 0.0) + then
         users = [each for each in self.candidates if each.keys.get(half) == key]
 
@@ -832,7 +832,7 @@ class _Probes:
                     "data.loader: prefetch brings was not measured"
                 )
             now, then = medians(quiet), medians(beside)
-            slow[half] = {"alone_ms": total(now), "beside_ms": total(then)}
+            slow[half] = {"alone_ms": sum_ms(now), "beside_ms": sum_ms(then)}
             made_ms[half] = statistics.median(made)
         found = {"data_alone_ms": alone, "data_beside_ms": made_ms, "halves": slow}
         self._overlaps[key] = found
@@ -860,10 +860,10 @@ def _require(parameters: Parameters, half: str) -> None:
     """Refuse to build a half that would not fit beside what is built already."""
     needed = sum(item.bytes for item in forecast_memory(reduced(parameters, half)))
     available = available_memory(CPU)
-    if available is not None and needed > MEMORY_SHARE * available:
+    if available is not None and needed > PROBE_MEMORY_SHARE * available:
         raise InputError(
             f"probing the {half} half needs {format_bytes(needed)}, more than "
-            f"{MEMORY_SHARE:.0%} of the {format_bytes(available)} available"
+            f"{PROBE_MEMORY_SHARE:.0%} of the {format_bytes(available)} available"
         )
 
 

@@ -35,7 +35,7 @@ from dlrm_kernels.embeddings.choose import resolve
 from dlrm_kernels.memory import forecast_memory
 from dlrm_workbook.evidence.dependence import Change, changed_parameters
 from dlrm_workbook.evidence.probes import (
-    MEMORY_SHARE,
+    PROBE_MEMORY_SHARE,
     Tables,
     apply_settings,
     model_for,
@@ -187,10 +187,10 @@ def _require(parameters: Parameters) -> None:
     """Refuse a step that would not fit beside what is there already."""
     needed = sum(item.bytes for item in forecast_memory(parameters))
     available = available_memory(CPU)
-    if available is not None and needed > MEMORY_SHARE * available:
+    if available is not None and needed > PROBE_MEMORY_SHARE * available:
         raise InputError(
-            f"timing the whole step needs {format_bytes(needed)}, more than {MEMORY_SHARE:.0%} "
-            f"of the {format_bytes(available)} available"
+            f"timing the whole step needs {format_bytes(needed)}, more than "
+            f"{PROBE_MEMORY_SHARE:.0%} of the {format_bytes(available)} available"
         )
 
 

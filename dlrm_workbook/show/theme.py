@@ -320,7 +320,7 @@ WATERFALL: dict[str, Any] = {
 
 # Axes: labelled rows, rows in groups, round numbers on a logarithmic scale.
 
-Lengths = Sequence[float] | pd.Series
+BarEnds = Sequence[float] | pd.Series
 
 
 def lines_of(text: str, width: int) -> str:
@@ -365,7 +365,7 @@ def text_inside(colour: str) -> dict[str, Any]:
 
 def add_bars(
     target: go.Figure,
-    x: Lengths,
+    x: BarEnds,
     y: Sequence[Any] | pd.Series,
     name: str,
     look: str | dict[str, Any],
@@ -697,7 +697,7 @@ def add_headings(target: go.Figure, groups: Iterable[tuple[float, str]]) -> None
 
 def add_ends(
     target: go.Figure,
-    ends: Lengths,
+    ends: BarEnds,
     places: Sequence[float] | Sequence[str],
     texts: Sequence[str],
     log: bool = False,
@@ -733,7 +733,7 @@ def mark_one(
 
 
 def error_bars(
-    low: Lengths, mid: Lengths, high: Lengths, colour: str = INK, thickness: float = 1.5
+    low: BarEnds, mid: BarEnds, high: BarEnds, colour: str = INK, thickness: float = 1.5
 ) -> dict[str, Any]:
     """``error_x`` or ``error_y`` from ``low`` to ``high``; no bar where an end is not known."""
     beyond = [_reach(end - middle) for end, middle in zip(high, mid, strict=True)]

@@ -21,7 +21,7 @@ from dlrm_workbook.analysis.attribution import attribute
 from dlrm_workbook.analysis.devices import device
 from dlrm_workbook.analysis.roofline import (
     ARITHMETIC,
-    COLUMNS,
+    ROOFLINE_COLUMNS,
     ROWS,
     Limits,
     doubts,
@@ -237,7 +237,7 @@ def test_what_was_not_measured_is_said_and_never_zero():
 def test_without_a_model_there_is_no_roofline():
     empty = Profile.build(contexts=None, metrics=None, values=None, threads=None, meta={})
     table = roofline(empty, all_parts(model()))
-    assert table.empty and list(table.columns) == COLUMNS
+    assert table.empty and list(table.columns) == ROOFLINE_COLUMNS
     assert "does not say which model" in str(missing(empty))
     odd = Profile.build(
         contexts=None,

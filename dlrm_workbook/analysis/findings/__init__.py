@@ -3,7 +3,7 @@
 A rule looks at the evidence (:class:`Evidence`: a profile, its attribution, the system's
 counters, probes of each part alone, the machine's ceilings) and either finds something or is
 silent; nothing wrong is an empty list and a sentence (:func:`limit`). Rules run from the most
-specific to the most general, and each enters what time it explains into a :class:`Ledger`, so
+specific to the most general, and each enters what time it explains into a :class:`Causes`, so
 that a general rule speaks only of what no other has explained. What each rule looks at, its
 threshold and why: docs/findings.md.
 
@@ -43,8 +43,8 @@ from dlrm_workbook.analysis.findings import (
 )
 from dlrm_workbook.analysis.findings.evidence import Evidence
 from dlrm_workbook.analysis.findings.finding import (
+    Causes,
     Finding,
-    Ledger,
     Rule,
     of_one_step,
     plain,
@@ -149,7 +149,7 @@ def findings(
     evidence = Evidence(profile, attribution, ranks)
     if evidence.total_ms <= 0:
         return []
-    ledger = Ledger(evidence)
+    ledger = Causes(evidence)
     unranked = [finding for rule in RULES for finding in rule(evidence, ledger)]
     ranked = rank(iterations.of_all_iterations(unranked))
     by_gain = _by_gain(evidence)

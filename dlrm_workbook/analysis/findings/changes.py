@@ -14,7 +14,7 @@ from typing import Any
 from dlrm_core.interactions import INTERACTIONS
 from dlrm_core.parts import part_label
 from dlrm_workbook.analysis.findings.evidence import Evidence
-from dlrm_workbook.analysis.findings.finding import Finding, Ledger, is_worthwhile, predicted
+from dlrm_workbook.analysis.findings.finding import Causes, Finding, is_worthwhile, predicted
 from dlrm_workbook.analysis.roofline import MAX_RELATIVE_ERROR
 from dlrm_workbook.ground.units import milliseconds
 
@@ -126,7 +126,7 @@ SETTINGS: dict[str, Setting] = {
 """Leaf to what it means; a setting that changes what is computed is not listed."""
 
 
-def faster_settings(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
+def faster_settings(evidence: Evidence, ledger: Causes) -> Iterable[Finding]:
     """Settings that were probed beside the run and are faster: the best of each kind."""
     best: dict[str, Finding] = {}
     for probe in evidence.probed:
@@ -140,7 +140,7 @@ def faster_settings(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
     yield from best.values()
 
 
-def _faster_setting(evidence: Evidence, ledger: Ledger, probe: Mapping[str, Any]) -> Finding | None:
+def _faster_setting(evidence: Evidence, ledger: Causes, probe: Mapping[str, Any]) -> Finding | None:
     change = dict(probe.get("change") or {})
     name, then = next(iter(change.items()), ("", None))
     setting = SETTINGS.get(name)

@@ -8,7 +8,7 @@ from typing import Any
 from dlrm_workbook.analysis.attribution import parts_at
 from dlrm_workbook.analysis.findings.evidence import Evidence
 from dlrm_workbook.analysis.findings.finding import (
-    Ledger,
+    Causes,
     Measured,
     bounded,
     capitalised,
@@ -60,7 +60,7 @@ Speedup = dict[str, float]
     component="data",
     concerns=("data",),
 )
-def data_generation(evidence: Evidence, ledger: Ledger) -> Measured | None:
+def data_generation(evidence: Evidence, ledger: Causes) -> Measured | None:
     """Making a batch, or waiting for it, holds up the step."""
     total, time = evidence.total_ms, evidence.time("data") - evidence.feeding_ms
     share = time / total

@@ -10,7 +10,7 @@ from typing import Any
 
 from dlrm_core.data.reuse import ReuseLaw
 from dlrm_workbook.analysis.findings.evidence import Evidence, heaviest
-from dlrm_workbook.analysis.findings.finding import Ledger, Measured, amdahl, bounded, rule
+from dlrm_workbook.analysis.findings.finding import Causes, Measured, amdahl, bounded, rule
 
 SKEW = 4.0
 """Times as often as the generator's law expects is the hottest row asked for."""
@@ -40,7 +40,7 @@ FEW_ROWS = 64
     component="embedding",
     concerns=("embedding",),
 )
-def skewed_indices(evidence: Evidence, ledger: Ledger) -> Measured | None:
+def skewed_indices(evidence: Evidence, ledger: Causes) -> Measured | None:
     """One row, or a few, get most of a table's lookups."""
     hot = []
     for table in evidence.tables:
@@ -92,7 +92,7 @@ GIANT_LOOKUPS = 0.6
     component="embedding",
     concerns=("embedding",),
 )
-def giant_table(evidence: Evidence, ledger: Ledger) -> Measured | None:
+def giant_table(evidence: Evidence, ledger: Causes) -> Measured | None:
     """One table is far larger than the others, in bytes or in lookups."""
     rows = evidence.table_rows
     if len(rows) < 3:
@@ -142,7 +142,7 @@ UPDATE_SHARE = 0.05
     component="embedding",
     concerns=("embedding",),
 )
-def embedding_update(evidence: Evidence, ledger: Ledger) -> Measured | None:
+def embedding_update(evidence: Evidence, ledger: Causes) -> Measured | None:
     """The sparse update is a large part of the step, and no probe tells what would replace it."""
     share = evidence.share("embedding", "update")
     backend = evidence.parameter("training.embedding_backend", "torch")

@@ -144,7 +144,7 @@ def of_one_step(
     return listed
 
 
-class Ledger:
+class Causes:
     """Milliseconds of a mean iteration that rules have explained, so that none is blamed twice.
 
     A cause without a place (another process on the cores) explains a little of every
@@ -210,7 +210,7 @@ class Ledger:
         return left
 
 
-Rule = Callable[[Evidence, Ledger], Iterable[Finding]]
+Rule = Callable[[Evidence, Causes], Iterable[Finding]]
 """Looks at the evidence, enters what it explains into the ledger, yields findings."""
 
 Measured = dict[str, Any]
@@ -227,7 +227,7 @@ def rule(
     component: str = "other",
     gpu: bool | None = None,
     concerns: tuple[str, ...] = (),
-) -> Callable[[Callable[[Evidence, Ledger], Measured | None]], Rule]:
+) -> Callable[[Callable[[Evidence, Causes], Measured | None]], Rule]:
     """Make a rule of a function that measures, and of sentences about what it measured.
 
     The function returns None where it finds nothing. Its figures fill the templates, with
@@ -244,8 +244,8 @@ def rule(
         concerns: what the share is time of, see :class:`Finding`.
     """
 
-    def made(measure: Callable[[Evidence, Ledger], Measured | None]) -> Rule:
-        def run(seen: Evidence, ledger: Ledger) -> Iterator[Finding]:
+    def made(measure: Callable[[Evidence, Causes], Measured | None]) -> Rule:
+        def run(seen: Evidence, ledger: Causes) -> Iterator[Finding]:
             if gpu is not None and gpu != seen.on_gpu:
                 return
             measured = measure(seen, ledger)

@@ -27,7 +27,7 @@ from dlrm_workbook.analysis.findings.evidence import (
     listed_times,
 )
 from dlrm_workbook.analysis.findings.finding import (
-    Ledger,
+    Causes,
     Measured,
     bounded,
     capitalised,
@@ -62,7 +62,7 @@ WORTH_SHARE = 0.08
     "extra work, tensors that left the cache.",
     limit="memory bandwidth",
 )
-def slower_than_alone(evidence: Evidence, ledger: Ledger) -> Measured | None:
+def slower_than_alone(evidence: Evidence, ledger: Causes) -> Measured | None:
     """Parts take much longer in the run than alone, and nothing explains it."""
     left, parts = ledger.left_ms, evidence.parts
     if left.empty:
@@ -124,7 +124,7 @@ SPINNING_SHARE = 0.2
     "(OMP_WAIT_POLICY=PASSIVE).",
     limit="scheduling",
 )
-def spinning_threads(evidence: Evidence, ledger: Ledger) -> Measured | None:
+def spinning_threads(evidence: Evidence, ledger: Causes) -> Measured | None:
     """Threads of OpenMP burn CPU time without work, in a sampled recording of all threads."""
     profile = evidence.profile
     rows = profile.values[profile.rows("cpu_time_ms", "exclusive")]
@@ -172,7 +172,7 @@ OWN_LOOP_MS, OWN_TABLE_MS = 1.0, 0.05
     "checkpoints, callbacks. Do it every training.log_every iterations.",
     limit="dispatch",
 )
-def outside_parts(evidence: Evidence, ledger: Ledger) -> Measured | None:
+def outside_parts(evidence: Evidence, ledger: Causes) -> Measured | None:
     """Time of the iteration that is in no part of the model."""
     if evidence.share("other") > 0.98 or ledger.is_explained(("other", "")):
         return None
@@ -212,7 +212,7 @@ DISTURBED_TIMES = 1.4
     limit="scheduling",
     gpu=False,
 )
-def disturbed_profile(evidence: Evidence, ledger: Ledger) -> Measured | None:
+def disturbed_profile(evidence: Evidence, ledger: Causes) -> Measured | None:
     """The profiled iterations took far longer than a profiler can make them."""
     plain, recorded = evidence.step_ms, evidence.recorded_ms
     calls = float(evidence.parts["calls"].sum())
@@ -236,7 +236,7 @@ FAR_SHARE = 0.3
     "accesses, and a library that misses the machine's instructions.",
     limit="",
 )
-def far_from_ceiling(evidence: Evidence, ledger: Ledger) -> Measured | None:
+def far_from_ceiling(evidence: Evidence, ledger: Causes) -> Measured | None:
     """A large part reaches little of what the machine allows, alone as in the run."""
     table = evidence.roofline
     if table.empty:
@@ -283,7 +283,7 @@ def far_from_ceiling(evidence: Evidence, ledger: Ledger) -> Measured | None:
     limit="",
     gpu=False,
 )
-def dominant_part(evidence: Evidence, ledger: Ledger) -> Measured | None:
+def dominant_part(evidence: Evidence, ledger: Causes) -> Measured | None:
     """One part of another program, or one function in no part, takes much of the CPU's time.
 
     Of our own programs, probes and ceilings tell more.
@@ -376,7 +376,7 @@ def _at_work(evidence: Evidence, builds: bool = False) -> pd.DataFrame:
     limit="",
     gpu=False,
 )
-def start_up(evidence: Evidence, ledger: Ledger) -> Measured | None:
+def start_up(evidence: Evidence, ledger: Causes) -> Measured | None:
     """Building the model takes much of a recording that does not say when its iterations ran."""
     if not _is_sampled(evidence) or len(evidence.profile.iterations):
         return None
@@ -413,7 +413,7 @@ FUNCTION_SHARE = 0.04
     limit="",
     gpu=False,
 )
-def largest_functions(evidence: Evidence, ledger: Ledger) -> Measured | None:
+def largest_functions(evidence: Evidence, ledger: Causes) -> Measured | None:
     """Python functions, or nodes of autograd, that take much of a sampled program, each by what it
     and all that it calls in no other such function take."""
     if not _is_sampled(evidence):

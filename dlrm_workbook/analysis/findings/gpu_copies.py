@@ -14,7 +14,7 @@ from dlrm_workbook.analysis.attribution import (
 )
 from dlrm_workbook.analysis.findings.evidence import MOST_LISTED, Evidence, listed_times
 from dlrm_workbook.analysis.findings.finding import (
-    Ledger,
+    Causes,
     Measured,
     bounded,
     largest,
@@ -48,7 +48,7 @@ COPY_SHARE = 0.05
     limit="copies",
     gpu=True,
 )
-def copies(evidence: Evidence, ledger: Ledger) -> Measured | None:
+def copies(evidence: Evidence, ledger: Causes) -> Measured | None:
     """Copies between host and GPU hold the step up: pageable memory, or not overlapped."""
     crossing = _copies(evidence)
     if crossing.empty:
@@ -169,7 +169,7 @@ COPY_ON_GPU_SHARE = 0.05
     limit="memory bandwidth",
     gpu=True,
 )
-def heavy_copy(evidence: Evidence, ledger: Ledger) -> Measured | None:
+def heavy_copy(evidence: Evidence, ledger: Causes) -> Measured | None:
     """Copies and memory sets that never cross the link take much of the step."""
     work = evidence.work
     if work.empty:
@@ -209,7 +209,7 @@ def heavy_copy(evidence: Evidence, ledger: Ledger) -> Measured | None:
     }
 
 
-COMMUNICATION_SHARE = 0.1
+EXCHANGE_ALONE_SHARE = 0.1
 
 
 @rule(
@@ -228,7 +228,7 @@ COMMUNICATION_SHARE = 0.1
     component="communication",
     gpu=True,
 )
-def exposed_communication(evidence: Evidence, ledger: Ledger) -> Measured | None:
+def exposed_communication(evidence: Evidence, ledger: Causes) -> Measured | None:
     """Collectives hold the step up."""
     work = evidence.work
     if work.empty:
@@ -238,7 +238,7 @@ def exposed_communication(evidence: Evidence, ledger: Ledger) -> Measured | None
     time, alone = evidence.alone_ms(exchange, work[~is_exchange])
     exposed = alone
     alone = max(exposed - ledger.waiting_ms, 0.0)
-    if alone < COMMUNICATION_SHARE * evidence.total_ms:
+    if alone < EXCHANGE_ALONE_SHARE * evidence.total_ms:
         return None
     ledger.explain(alone, ("communication", largest(exchange.groupby(PART).size())[1]))
     names = (

@@ -24,7 +24,7 @@ from dlrm_workbook.analysis.attribution import (
 from dlrm_workbook.analysis.context_tree import scopes_of
 from dlrm_workbook.analysis.findings.evidence import MOST_LISTED, Evidence, listed_times
 from dlrm_workbook.analysis.findings.finding import (
-    Ledger,
+    Causes,
     Measured,
     bounded,
     largest,
@@ -81,7 +81,7 @@ BLOCKED = 0.8
     gpu=True,
     concerns=(IDLE,),
 )
-def blocking_launches(evidence: Evidence, ledger: Ledger) -> Measured | None:
+def blocking_launches(evidence: Evidence, ledger: Causes) -> Measured | None:
     """Launches return when their kernels have ended, so that the host never runs ahead.
 
     Without it the step would be shorter by the time that the host waits in the calls, but not
@@ -131,7 +131,7 @@ def blocking_launches(evidence: Evidence, ledger: Ledger) -> Measured | None:
     gpu=True,
     concerns=(IDLE,),
 )
-def synchronising(evidence: Evidence, ledger: Ledger) -> Measured | None:
+def synchronising(evidence: Evidence, ledger: Causes) -> Measured | None:
     """The host waits for the GPU within the step, and the GPU then for the host.
 
     Without the call the host would go on sooner by what it waits in it, and the GPU would be at
@@ -185,7 +185,7 @@ def _synchronising_calls(evidence: Evidence) -> pd.DataFrame:
     return calls.assign(waited_ms=length / 1e6 / len(evidence.windows[0]))
 
 
-def _idle_around(evidence: Evidence, calls: pd.DataFrame, ledger: Ledger) -> tuple[float, float]:
+def _idle_around(evidence: Evidence, calls: pd.DataFrame, ledger: Causes) -> tuple[float, float]:
     """(idle time from synchronising calls to the next work, that of it the calls cost), ms of a
     mean iteration; each call gets its part as ``lost_ms``."""
     busy = _busy_or_taken(evidence, ledger)
@@ -208,7 +208,7 @@ def _idle_around(evidence: Evidence, calls: pd.DataFrame, ledger: Ledger) -> tup
     return float(groups["idle"].max().sum()) / count, float(calls["lost_ms"].sum())
 
 
-def _busy_or_taken(evidence: Evidence, ledger: Ledger) -> Stretches:
+def _busy_or_taken(evidence: Evidence, ledger: Causes) -> Stretches:
     """Stretches in which the GPU works, or does nothing for no fault of this program."""
     begun, done = ledger.taken
     return union(
@@ -268,7 +268,7 @@ def _operators_around(evidence: Evidence, calls: pd.DataFrame) -> pd.DataFrame:
 
 
 def _with_idle_inside(
-    evidence: Evidence, calls: pd.DataFrame, around: pd.DataFrame, ledger: Ledger
+    evidence: Evidence, calls: pd.DataFrame, around: pd.DataFrame, ledger: Causes
 ) -> pd.DataFrame:
     """``calls`` whose ``lost_ms`` is no less than the GPU's idle time in the operators around."""
     busy = _busy_or_taken(evidence, ledger)
@@ -303,7 +303,7 @@ ALLOCATING = re.compile(r"^(?:cuda|cu|hip)(?:Malloc|Free|Mem(?:Alloc|Free)|Host(
     gpu=True,
     concerns=(IDLE,),
 )
-def allocation(evidence: Evidence, ledger: Ledger) -> Measured | None:
+def allocation(evidence: Evidence, ledger: Causes) -> Measured | None:
     """The GPU idles while the host is in calls that allocate or free its memory."""
     if not evidence.has_timeline:
         return None
@@ -364,7 +364,7 @@ WAITS_FOR_LAUNCHES = "The GPU waits {share:.0%} of the time for launches{launche
     gpu=True,
     concerns=(IDLE,),
 )
-def launch_bound(evidence: Evidence, ledger: Ledger) -> Measured | None:
+def launch_bound(evidence: Evidence, ledger: Causes) -> Measured | None:
     """The GPU idles while the host prepares launches."""
     if not evidence.has_timeline:
         return None
@@ -475,7 +475,7 @@ def _launch_us(evidence: Evidence) -> float:
     return float(evidence.ceiling("launch_us") or SHORT_KERNEL_US)
 
 
-def _launching(evidence: Evidence, ledger: Ledger) -> pd.DataFrame:
+def _launching(evidence: Evidence, ledger: Causes) -> pd.DataFrame:
     """Rows of ``evidence.idle`` in gaps so short that they are the cost of launching.
 
     Left out are operators that wait for the GPU, and gaps beyond the length of a few launches
@@ -537,12 +537,12 @@ def _doing(evidence: Evidence, idle: pd.DataFrame) -> np.ndarray:
     return np.where(outer >= 0, outer, np.arange(len(outer)))[idle["context"].to_numpy()]
 
 
-def _in_waits(idle: pd.DataFrame, ledger: Ledger) -> np.ndarray:
+def _in_waits(idle: pd.DataFrame, ledger: Causes) -> np.ndarray:
     """Which rows of ``evidence.idle`` lie in operators that wait for the GPU."""
     return stretch_at(*ledger.waits, idle["start_ns"].to_numpy()) >= 0
 
 
-def _data_ms(evidence: Evidence, ledger: Ledger) -> float:
+def _data_ms(evidence: Evidence, ledger: Causes) -> float:
     """Idle time of a mean step that the rule for making batches has explained."""
     if not ledger.is_explained(("data", "forward")):
         return 0.0
@@ -578,7 +578,7 @@ HOST_UNKNOWN = (
     gpu=True,
     concerns=(IDLE,),
 )
-def gpu_idle(evidence: Evidence, ledger: Ledger) -> Measured | None:
+def gpu_idle(evidence: Evidence, ledger: Causes) -> Measured | None:
     """The GPU does nothing, and no rule has said why."""
     explained = ledger.idle_ms + ledger.late_ms + _data_ms(evidence, ledger)
     left = evidence.idle_ms - explained
@@ -619,7 +619,7 @@ def gpu_idle(evidence: Evidence, ledger: Ledger) -> Measured | None:
     return figures
 
 
-def _unexplained(evidence: Evidence, ledger: Ledger) -> pd.DataFrame:
+def _unexplained(evidence: Evidence, ledger: Causes) -> pd.DataFrame:
     """Rows of ``evidence.idle`` whose cause no other finding names."""
     idle = without(evidence.idle, ledger.taken)
     idle = idle[~idle["cause"].isin({"synchronisation", "allocation"} & ledger.idle_causes)]

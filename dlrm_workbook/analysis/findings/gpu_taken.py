@@ -16,7 +16,7 @@ import pandas as pd
 
 from dlrm_workbook.analysis.attribution import IDLE, iteration_state, windows
 from dlrm_workbook.analysis.findings.evidence import Evidence, listed_times
-from dlrm_workbook.analysis.findings.finding import Ledger, Measured, bounded, rule
+from dlrm_workbook.analysis.findings.finding import Causes, Measured, bounded, rule
 from dlrm_workbook.analysis.idleness import Stretches
 from dlrm_workbook.analysis.launches import launched_operations
 from dlrm_workbook.analysis.steady import lasting_rise
@@ -59,7 +59,7 @@ temperature takes 10 % and more."""
     limit="scheduling",
     gpu=True,
 )
-def slower_gpu(evidence: Evidence, ledger: Ledger) -> Measured | None:
+def slower_gpu(evidence: Evidence, ledger: Causes) -> Measured | None:
     """From some iteration on all kernels take longer by one factor."""
     spans = windows(evidence.profile)
     times = _same_launches(evidence, spans)
@@ -157,7 +157,7 @@ def _all_kernels_ms(evidence: Evidence, spans: pd.DataFrame) -> np.ndarray:
     gpu=True,
     concerns=(IDLE,),
 )
-def profiler_overhead(evidence: Evidence, ledger: Ledger) -> Measured | None:
+def profiler_overhead(evidence: Evidence, ledger: Causes) -> Measured | None:
     """The GPU idles because the profiler holds the host up in a call of the GPU's driver."""
     overhead = pd.DataFrame(evidence.meta.get("profiler_overhead") or {})
     if overhead.empty or not evidence.has_timeline:
@@ -219,7 +219,7 @@ _HOST_FUNCTIONS: Measured = {
     gpu=True,
     concerns=(IDLE,),
 )
-def gpu_taken(evidence: Evidence, ledger: Ledger) -> Measured | None:
+def gpu_taken(evidence: Evidence, ledger: Causes) -> Measured | None:
     """The GPU idles while launched work waits in its queue: somebody else has it."""
     if not evidence.has_timeline or evidence.meta.get("serialised"):
         return None

@@ -16,7 +16,7 @@ from dlrm_workbook.analysis.attribution import (
 )
 from dlrm_workbook.analysis.findings.evidence import MOST_LISTED, Evidence, listed_times
 from dlrm_workbook.analysis.findings.finding import (
-    Ledger,
+    Causes,
     Measured,
     amdahl,
     bounded,
@@ -61,7 +61,7 @@ GEMM_SHARE = 0.05
     limit="arithmetic",
     gpu=True,
 )
-def tensor_cores(evidence: Evidence, ledger: Ledger) -> Measured | None:
+def tensor_cores(evidence: Evidence, ledger: Causes) -> Measured | None:
     """Matrix products in fp32 without tensor cores, on a GPU that has them."""
     capability = evidence.capability
     if capability is not None and capability < 7:
@@ -119,7 +119,7 @@ DOUBLE_SHARE = 0.03
     "the rate of float32, and it takes twice the bytes.",
     limit="arithmetic",
 )
-def float64(evidence: Evidence, ledger: Ledger) -> Measured | None:
+def float64(evidence: Evidence, ledger: Causes) -> Measured | None:
     """Kernels or operators compute in float64, which no part of such a model needs."""
     profile = evidence.profile
     metric = "gpu_time_ms" if evidence.on_gpu else "cpu_time_ms"
@@ -170,7 +170,7 @@ LAYOUT_SHARE = 0.05
     limit="memory bandwidth",
     gpu=True,
 )
-def layout_copies(evidence: Evidence, ledger: Ledger) -> Measured | None:
+def layout_copies(evidence: Evidence, ledger: Causes) -> Measured | None:
     """Kernels that copy tensors to another type or layout take much of the step."""
     return _work_of(evidence, ledger, COPYING, LAYOUT_SHARE)
 
@@ -193,14 +193,14 @@ POINTWISE_SHARE = 0.05
     limit="memory bandwidth",
     gpu=True,
 )
-def pointwise_operators(evidence: Evidence, ledger: Ledger) -> Measured | None:
+def pointwise_operators(evidence: Evidence, ledger: Causes) -> Measured | None:
     """Many kernels that do one operation for each value take much of the step together."""
     measured = _work_of(evidence, ledger, POINTWISE, POINTWISE_SHARE)
     return measured if measured is None or measured["kinds"] >= LEAST_KINDS else None
 
 
 def _work_of(
-    evidence: Evidence, ledger: Ledger, kind: re.Pattern[str], least: float
+    evidence: Evidence, ledger: Causes, kind: re.Pattern[str], least: float
 ) -> Measured | None:
     """Time and launches of the kernels whose short names match, if they take the share."""
     kernels = evidence.kernels
@@ -248,7 +248,7 @@ OCCUPANCY_SHARE = 0.05
     limit="memory bandwidth",
     gpu=True,
 )
-def occupancy(evidence: Evidence, ledger: Ledger) -> Measured | None:
+def occupancy(evidence: Evidence, ledger: Causes) -> Measured | None:
     """Kernels that take much of the step leave most of the GPU's warps empty."""
     kernels = evidence.kernels
     low = kernels[kernels["occupancy_percent"] < LOW_OCCUPANCY]
@@ -309,7 +309,7 @@ UNJUDGED_SHARE = 0.3
     limit="",
     gpu=True,
 )
-def heavy_kernel(evidence: Evidence, ledger: Ledger) -> Measured | None:
+def heavy_kernel(evidence: Evidence, ledger: Causes) -> Measured | None:
     """A kernel takes much of the GPU's time far from its limits, or most of it at unknown ones."""
     kernels = evidence.kernels
     # by name: kernels that compute are launched within an exchange's annotation too
@@ -361,7 +361,7 @@ NEAR_LIMIT = 0.5
     limit="",
     gpu=True,
 )
-def largest_kernels(evidence: Evidence, ledger: Ledger) -> Measured | None:
+def largest_kernels(evidence: Evidence, ledger: Causes) -> Measured | None:
     """The largest pieces of another program's work on the GPU that no rule has named.
 
     Kernels that are known to reach half of the GPU's limits are left out: there is little to gain.
@@ -464,7 +464,7 @@ SAME_PLACE = 0.8
     limit="",
     gpu=True,
 )
-def dominant_place(evidence: Evidence, ledger: Ledger) -> Measured | None:
+def dominant_place(evidence: Evidence, ledger: Causes) -> Measured | None:
     """One range, operator or function of another program takes much of the step: the GPU's work in
     it and the GPU's idle time together, whatever the kernels and the causes are."""
     if evidence.is_ours or not evidence.has_timeline:
@@ -531,7 +531,7 @@ STALL_LIMITS = {"SYNC": "synchronisation", "PIPE": "arithmetic"}
     limit="memory bandwidth",
     gpu=True,
 )
-def stalls(evidence: Evidence, ledger: Ledger) -> Measured | None:
+def stalls(evidence: Evidence, ledger: Causes) -> Measured | None:
     """One reason stops most warps, by PC samples."""
     sampled = sampled_profile(evidence.profile)
     table = stall_table(sampled)

@@ -12,7 +12,7 @@ import numpy as np
 from dlrm_core.parts import part_label
 from dlrm_workbook.analysis.findings.evidence import Evidence, Part
 from dlrm_workbook.analysis.findings.finding import (
-    Ledger,
+    Causes,
     Measured,
     bounded,
     largest,
@@ -30,12 +30,12 @@ PREEMPTED = "It was preempted {switches:,.1f} times per iteration."
 OWN_CODE = "{own:ms} of {part} pass outside every operator."
 
 
-def excess_share(evidence: Evidence, ledger: Ledger) -> float:
+def excess_share(evidence: Evidence, ledger: Causes) -> float:
     """Share of the step that parts take beyond what they take alone, still unexplained."""
     return float(ledger.left_ms.sum()) / evidence.total_ms
 
 
-def blocked_share(evidence: Evidence, ledger: Ledger) -> float:
+def blocked_share(evidence: Evidence, ledger: Causes) -> float:
     """Share of the wall in which the step's thread waits, for its batch not counted."""
     blocked = evidence.share_of_wall("blocked_ms")
     waits_for_data = evidence.parameter("data.loader") == "prefetch"
@@ -82,7 +82,7 @@ FAR = 1_000_000
     "their graph (use .detach() or .item()), a cache without an end, a hook.",
     limit="memory capacity",
 )
-def leak(evidence: Evidence, ledger: Ledger) -> Measured | None:
+def leak(evidence: Evidence, ledger: Causes) -> Measured | None:
     """Memory grows from iteration to iteration."""
     levels, changes = _levels(evidence, _memory_counter(evidence))
     if not evidence.on_gpu and "heap_bytes" in (evidence.meta.get("counters") or {}):
@@ -119,7 +119,7 @@ def leak(evidence: Evidence, ledger: Ledger) -> Measured | None:
     "embedding dimension; a larger bag or one more process and the run is ended.",
     limit="memory capacity",
 )
-def nearly_full(evidence: Evidence, ledger: Ledger) -> Measured | None:
+def nearly_full(evidence: Evidence, ledger: Causes) -> Measured | None:
     """The process uses nearly all memory that it may."""
     levels, limit = _levels(evidence, _memory_counter(evidence))[0], _memory_limit(evidence)
     peak = float(levels.max()) if len(levels) else 0.0
@@ -209,7 +209,7 @@ PREFETCHER = "prefetch"
     "time in this profile was taken on a machine that was shared.",
     limit="scheduling",
 )
-def other_processes(evidence: Evidence, ledger: Ledger) -> Measured | None:
+def other_processes(evidence: Evidence, ledger: Causes) -> Measured | None:
     """Processes beside ours use the cores."""
     cores = evidence.machine_share("other_processes_cpu_ms")
     queued = evidence.share_of_wall("run_queue_ms")
@@ -244,7 +244,7 @@ def other_processes(evidence: Evidence, ledger: Ledger) -> Measured | None:
     "runs: it takes a core, and Python's lock if it runs Python.",
     limit="scheduling",
 )
-def other_threads(evidence: Evidence, ledger: Ledger) -> Measured | None:
+def other_threads(evidence: Evidence, ledger: Causes) -> Measured | None:
     """Threads of our own process that are not the step's compute beside it."""
     busy, cores = _busy_threads(evidence), _busy_cores(evidence)
     blocked = blocked_share(evidence, ledger)
@@ -280,7 +280,7 @@ def other_threads(evidence: Evidence, ledger: Ledger) -> Measured | None:
     component="data",
     gpu=False,
 )
-def crowding_loader(evidence: Evidence, ledger: Ledger) -> Measured | None:
+def crowding_loader(evidence: Evidence, ledger: Causes) -> Measured | None:
     """The thread that makes batches ahead takes a core that operators need."""
     threads, cores = evidence.threads, evidence.cores
     if evidence.parameter("data.loader") != "prefetch":
@@ -318,7 +318,7 @@ def crowding_loader(evidence: Evidence, ledger: Ledger) -> Measured | None:
     "its threads get less than the cores they believe to have.",
     limit="scheduling",
 )
-def waiting_for_cores(evidence: Evidence, ledger: Ledger) -> Measured | None:
+def waiting_for_cores(evidence: Evidence, ledger: Causes) -> Measured | None:
     """The step's thread waits for a core, and nobody else is known to have it."""
     queued = evidence.share_of_wall("run_queue_ms")
     threads, cores = evidence.threads, evidence.cores
@@ -359,7 +359,7 @@ def waiting_for_cores(evidence: Evidence, ledger: Ledger) -> Measured | None:
     limit="arithmetic",
     gpu=False,
 )
-def too_few_threads(evidence: Evidence, ledger: Ledger) -> Measured | None:
+def too_few_threads(evidence: Evidence, ledger: Causes) -> Measured | None:
     """Cores of the machine have nothing to do."""
     threads, cores = evidence.threads, evidence.cores
     if threads is None or cores is None or threads >= cores:
@@ -455,7 +455,7 @@ WRITTEN_BYTES = 4096
     "or freeze and disable the collector while training (gc.freeze, gc.disable).",
     limit="dispatch",
 )
-def collecting_garbage(evidence: Evidence, ledger: Ledger) -> Measured | None:
+def collecting_garbage(evidence: Evidence, ledger: Causes) -> Measured | None:
     """Python's cyclic garbage collector runs in the loop."""
     share = evidence.share_of_wall("gc_ms")
     if share < GC_SHARE:
@@ -475,7 +475,7 @@ def collecting_garbage(evidence: Evidence, ledger: Ledger) -> Measured | None:
     advice="Take files out of the step: write less often, without fsync, or from another thread.",
     limit="synchronisation",
 )
-def storage_in_loop(evidence: Evidence, ledger: Ledger) -> Measured | None:
+def storage_in_loop(evidence: Evidence, ledger: Causes) -> Measured | None:
     """The loop writes to or reads from storage and waits for it."""
     written, read = evidence.counted("written_bytes"), evidence.counted("read_bytes")
     blocked = blocked_share(evidence, ledger)
@@ -508,7 +508,7 @@ def storage_in_loop(evidence: Evidence, ledger: Ledger) -> Measured | None:
     "{where}, and take it out of the step.",
     limit="synchronisation",
 )
-def waiting(evidence: Evidence, ledger: Ledger) -> Measured | None:
+def waiting(evidence: Evidence, ledger: Causes) -> Measured | None:
     """The step's thread sleeps or waits for something that is no core."""
     blocked = blocked_share(evidence, ledger) - ledger.explained_ms / evidence.total_ms
     part, place_ms = _waiting_part(evidence)
@@ -540,7 +540,7 @@ def waiting(evidence: Evidence, ledger: Ledger) -> Measured | None:
     "(THP_MEM_ALLOC_ENABLE=1).",
     limit="memory bandwidth",
 )
-def page_faults(evidence: Evidence, ledger: Ledger) -> Measured | None:
+def page_faults(evidence: Evidence, ledger: Causes) -> Measured | None:
     """Memory is given back to the system and asked for again, iteration by iteration."""
     minor, major = evidence.counted("minor_faults"), evidence.counted("major_faults")
     wall = evidence.wall_ms
@@ -610,7 +610,7 @@ def faults_of_profiler(profile: Profile) -> str | None:
     limit="dispatch",
     gpu=False,
 )
-def python_in_part(evidence: Evidence, ledger: Ledger) -> Measured | None:
+def python_in_part(evidence: Evidence, ledger: Causes) -> Measured | None:
     """Code of a part's own computes, outside every operator, where parts only call operators."""
     usual = 2.0 * PYTHON_MS * (5.0 + evidence.parts["calls"])
     own = (evidence.parts["python_ms"] - usual).dropna()

@@ -21,8 +21,8 @@ from dlrm_workbook.analysis.findings.evidence import (
     listed_times,
 )
 from dlrm_workbook.analysis.findings.finding import (
+    Causes,
     Finding,
-    Ledger,
     Measured,
     largest,
     rule,
@@ -71,7 +71,7 @@ the GPU sets their pace, which other programs on the processor disturb less."""
     "collection, refilled buffers, other work on the machine.",
     limit="scheduling",
 )
-def irregular(evidence: Evidence, ledger: Ledger) -> Measured | None:
+def irregular(evidence: Evidence, ledger: Causes) -> Measured | None:
     """Some iterations take far longer than the usual one."""
     steps = evidence.steps
     if len(steps) < LEAST_OF_SPLIT:
@@ -182,7 +182,7 @@ MOST_NUMBERS = 6
     limit="scheduling",
     gpu=True,
 )
-def now_and_then(evidence: Evidence, ledger: Ledger) -> Measured | None:
+def now_and_then(evidence: Evidence, ledger: Causes) -> Measured | None:
     """Something takes much time in few iterations, though these may not stand out as a whole."""
     if not evidence.has_timeline or len(evidence.steps) < LEAST_OF_SPLIT:
         return None
@@ -243,7 +243,7 @@ def _extra_pieces(evidence: Evidence, slow: np.ndarray, steady: np.ndarray) -> t
     "memory that ran short, a callback that was switched on.",
     limit="scheduling",
 )
-def slower_later(evidence: Evidence, ledger: Ledger) -> Measured | None:
+def slower_later(evidence: Evidence, ledger: Causes) -> Measured | None:
     """All iterations from some one on take longer, and it is not the GPU that became slower."""
     steps = evidence.steps
     if ledger.slower_from is not None or len(steps) < LEAST_OF_SPLIT:

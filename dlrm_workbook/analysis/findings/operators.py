@@ -18,8 +18,8 @@ from dlrm_core.interactions import INTERACTIONS
 from dlrm_core.parts import part_label
 from dlrm_workbook.analysis.findings.evidence import Evidence, Part, heaviest
 from dlrm_workbook.analysis.findings.finding import (
+    Causes,
     Finding,
-    Ledger,
     Measured,
     bounded,
     capitalised,
@@ -225,7 +225,7 @@ EXTRA_KINDS = (
 )
 
 
-def extra_operators(evidence: Evidence, ledger: Ledger) -> Iterable[Finding]:
+def extra_operators(evidence: Evidence, ledger: Causes) -> Iterable[Finding]:
     """Operators are called that the model's shapes do not ask for."""
     extra = extra_table(evidence)
     if extra.empty:
@@ -297,7 +297,7 @@ def _is_led_by(group: pd.DataFrame, names: str) -> bool:
     return bool(group.loc[led, "time_ms"].sum() >= 0.5 * group["time_ms"].sum())
 
 
-def _extra(evidence: Evidence, ledger: Ledger, group: pd.DataFrame, kind: ExtraKind) -> Finding:
+def _extra(evidence: Evidence, ledger: Causes, group: pd.DataFrame, kind: ExtraKind) -> Finding:
     by_part = group.groupby(["component", "phase"])["time_ms"].sum()
     places = [(str(component), str(phase)) for component, phase in by_part.index]
     total = float(group["time_ms"].sum())
@@ -357,7 +357,7 @@ the step or more are then the same for any batch."""
     limit="dispatch",
     gpu=False,
 )
-def dispatch_bound(evidence: Evidence, ledger: Ledger) -> Measured | None:
+def dispatch_bound(evidence: Evidence, ledger: Causes) -> Measured | None:
     """The whole step is made of operators too small for what calling one costs."""
     dispatch = evidence.dispatch_ms
     if dispatch is None:
@@ -441,7 +441,7 @@ features once, the ceiling counts what they must."""
     limit="memory bandwidth",
     component="interaction",
 )
-def interaction_overhead(evidence: Evidence, ledger: Ledger) -> Measured | None:
+def interaction_overhead(evidence: Evidence, ledger: Causes) -> Measured | None:
     """The interaction takes long for the little that it computes; cross layers compute much."""
     kind = INTERACTIONS.get(evidence.parameter("model.interaction"))
     if kind is not None and kind.computes:

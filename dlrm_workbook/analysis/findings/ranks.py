@@ -9,7 +9,7 @@ import pandas as pd
 from dlrm_core.parts import part_label
 from dlrm_workbook.analysis.attribution import iteration_count
 from dlrm_workbook.analysis.findings.evidence import Evidence
-from dlrm_workbook.analysis.findings.finding import Ledger, Measured, bounded, removed, rule
+from dlrm_workbook.analysis.findings.finding import Causes, Measured, bounded, removed, rule
 from dlrm_workbook.analysis.rank_traces import PER_ITERATION, collectives, rank_table
 from dlrm_workbook.ground.units import milliseconds
 
@@ -41,7 +41,7 @@ REPLICATED_BYTES = 8 << 20
     limit="load imbalance",
     component="communication",
 )
-def waiting_for_last_rank(evidence: Evidence, ledger: Ledger) -> Measured | None:
+def waiting_for_last_rank(evidence: Evidence, ledger: Causes) -> Measured | None:
     """Ranks wait in collectives until the last one arrives; of the traces of several ranks."""
     if len(evidence.ranks) < 2:
         return None
@@ -101,7 +101,7 @@ def waiting_for_last_rank(evidence: Evidence, ledger: Ledger) -> Measured | None
     limit="load imbalance",
     component="communication",
 )
-def load_imbalance(evidence: Evidence, ledger: Ledger) -> Measured | None:
+def load_imbalance(evidence: Evidence, ledger: Causes) -> Measured | None:
     """One rank has more to do than the others, who wait for it."""
     busy = _rank_times(evidence)
     if len(busy) < 2:
@@ -131,7 +131,7 @@ def load_imbalance(evidence: Evidence, ledger: Ledger) -> Measured | None:
     limit="copies",
     component="communication",
 )
-def replicate_small_tables(evidence: Evidence, ledger: Ledger) -> Measured | None:
+def replicate_small_tables(evidence: Evidence, ledger: Causes) -> Measured | None:
     """Small tables are exchanged though a copy on every rank would cost nothing."""
     rows, dim = evidence.table_rows, evidence.parameter("model.embedding_dim", 0)
     share = evidence.share("communication")

@@ -44,7 +44,7 @@ from dlrm_workbook.recordings.torch.session import (
     Detail,
     Lengths,
     Session,
-    circumstances,
+    recorded_circumstances,
 )
 
 WAIT_S = 0.02
@@ -207,7 +207,7 @@ def information(parameters: Parameters, device: torch.device, notices: list[str]
         "title": parameters.title,
         "parameters": parameters.to_sections(),
         "device_name": device_name(device),
-        **circumstances(),
+        **recorded_circumstances(),
         "notices": list(notices),
     }
 

@@ -580,7 +580,7 @@ def rank_of_process() -> tuple[int | None, int]:
     return None, 1
 
 
-def circumstances() -> dict[str, Any]:
+def recorded_circumstances() -> dict[str, Any]:
     """Threads, machine and versions that a process computes with."""
     return {
         "threads": torch.get_num_threads(),
@@ -611,7 +611,7 @@ def begin(folder: Path, lengths: Lengths, detail: Detail) -> Session:
         "command": " ".join([Path(sys.executable).name, *sys.orig_argv[1:]]),
         "device_name": torch.cuda.get_device_name(device) if used else "CPU",
         "memory_limit_bytes": limit,
-        **circumstances(),
+        **recorded_circumstances(),
         "not_measured": dict.fromkeys(("part_probes", "data_statistics"), UNKNOWN_MODEL),
     }
     session = Session(folder, lengths, detail, device=device, ours=False, information=information)
