@@ -74,7 +74,7 @@ class SyntheticBatches(_BagLaw):
         self._limits = torch.tensor(self._rooms, device=device)
 
     def state(self) -> dict[str, Any]:
-        """Where the stream stands (see :class:`dlrm_core.data.loader.Resumable`)."""
+        """Where the stream stands (see :class:`dlrm_core.data.epochs.Generator`)."""
         return {"random": self.random.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -244,7 +244,7 @@ class FacebookLoop(_BagLaw):
         self.random = np.random.RandomState(self.seed)
 
     def state(self) -> dict[str, Any]:
-        """Where the stream stands (see :class:`dlrm_core.data.loader.Resumable`)."""
+        """Where the stream stands (see :class:`dlrm_core.data.epochs.Generator`)."""
         return {"random": self.random.get_state(legacy=False), "skip": 0}
 
     def restore(self, state: Mapping[str, Any]) -> None:
