@@ -122,6 +122,9 @@ def touched(name: str, inputs: list[Any], outputs: list[Any]) -> tuple[int, int]
     if name == "_fused_adagrad_":  # weights, gradients and sums; weights and sums written
         whole = _bytes([tensor for tensor in inputs if tensor.dim()])
         return whole, whole * 2 // 3
+    if name == "_fused_adam_":  # weights, gradients and two means; all but gradients written
+        whole = _bytes([tensor for tensor in inputs if tensor.dim()])
+        return whole, whole * 3 // 4
     if name == "copy_":  # what was there is not read
         return _bytes(inputs[1:]), written
     if name == "index":  # as many elements of the source as come out
@@ -209,6 +212,8 @@ CASES: list[dict[str, Any]] = [
     {"training__optimizer": "adagrad"},
     {"training__optimizer": "rowwise_adagrad"},
     {"training__optimizer": "adagrad", "training__fused_optimizer": True},
+    {"training__optimizer": "adam"},
+    {"training__optimizer": "adam", "training__fused_optimizer": True},
     {"training__micro_batch": 4, "training__precision": "bf16"},
     DCN,
     {"data__multi_hot_sizes": [3, 1]},
