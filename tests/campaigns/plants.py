@@ -26,8 +26,9 @@ import numpy as np
 import torch
 
 import dlrm_core.step as step_module
+from dlrm_core import parts
 from dlrm_core.data import loader
-from dlrm_core.parts import function_name, iteration, part
+from dlrm_core.parts import iteration
 
 MODEL_PARTS = (
     ("bottom_mlp", "forward"),
@@ -65,20 +66,18 @@ class Setting:
 
 def insert(place: tuple[str, str], extra: Callable[[Any], Any]) -> None:
     """Do something more in the function of a part; ``extra`` gets and gives its result."""
-    name = function_name(*place)
-    holders = [
-        module
-        for path, module in list(sys.modules.items())
-        if path.startswith("dlrm_") and hasattr(getattr(module, name, None), "__wrapped__")
-    ]
-    original = getattr(holders[0], name).__wrapped__
+    original = parts._runner
 
-    def with_extra(*args: Any, **more: Any) -> Any:
-        return extra(original(*args, **more))
+    def with_extra(work: Callable[[], Any]) -> Any:
+        return extra(work())
 
-    with_extra.__name__ = name
-    for module in holders:
-        setattr(module, name, part(*place)(with_extra))
+    with_extra.__name__ = parts.function_name(*place)
+    patched = parts.part(*place)(with_extra)
+
+    def runner(component: str, phase: str) -> Any:
+        return patched if (component, phase) == place else original(component, phase)
+
+    parts._runner = runner  # type: ignore[assignment]
 
 
 def wrap_generator(change: Callable[[Any], Any]) -> None:
