@@ -74,7 +74,7 @@ class Cuts:
     """
 
     def __init__(self) -> None:
-        self._made: dict[str, tuple[Any, Any]] = {}
+        self._cut: dict[str, tuple[Any, Any]] = {}
 
     def forward(self, piece: Piece, values: Values) -> None:
         """Run a piece on what it takes of ``values``, and add the leaves of what it gives."""
@@ -83,9 +83,9 @@ class Cuts:
             result = piece.run(*(values[name] for name in piece.takes))
             return result, leaf_of(result)
 
-        made = run_part(piece.component, "forward", work)
-        self._made[piece.gives] = made
-        values[piece.gives] = made[1]
+        result, leaf = run_part(piece.component, "forward", work)
+        self._cut[piece.gives] = result, leaf
+        values[piece.gives] = leaf
 
     def backward(
         self, piece: Piece, beside: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
@@ -95,7 +95,7 @@ class Cuts:
         Args:
             beside: tensors and their gradients from which autograd starts as well.
         """
-        results, leaves = map(_listed, self._made.pop(piece.gives))
+        results, leaves = map(_listed, self._cut.pop(piece.gives))
         tensors = [*(tensor for tensor, _ in beside), *results]
         gradients = [*(gradient for _, gradient in beside), *(leaf.grad for leaf in leaves)]
         run_part(piece.component, "backward", lambda: torch.autograd.backward(tensors, gradients))

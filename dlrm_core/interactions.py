@@ -444,17 +444,17 @@ class WukongInteraction(Interaction):
         return f"{self.kind}, {self.wukong_layers} layers of {blocks}, hidden {self.wukong_hidden}"
 
     def weights(self) -> list[Weight]:
-        """Of each layer the matrices, a bias behind those of the MLP, and those of the norms."""
-        made = []
+        """The matrices of each layer, a bias behind those of the MLP, and those of the norms."""
+        listed = []
         for layer, (n, m) in enumerate(itertools.pairwise(self.counts)):
             for name, out, inside, biased in self._matrices(n, m):
-                made.append(Weight(f"blocks.{layer}.{name}.weight", (out, inside)))
+                listed.append(Weight(f"blocks.{layer}.{name}.weight", (out, inside)))
                 if biased:
-                    made.append(Weight(f"blocks.{layer}.{name}.bias", (out,), "zeros"))
+                    listed.append(Weight(f"blocks.{layer}.{name}.bias", (out,), "zeros"))
             for name, size in (("flat_norm", n * self.wukong_rank), ("norm", self.dim)):
                 for leaf, start in ((f"{name}.weight", "ones"), (f"{name}.bias", "zeros")):
-                    made.append(Weight(f"blocks.{layer}.{leaf}", (size,), start, narrowed=False))
-        return made
+                    listed.append(Weight(f"blocks.{layer}.{leaf}", (size,), start, narrowed=False))
+        return listed
 
     def forward(
         self, layer: InteractionLayer, x: torch.Tensor, pooled: Sequence[torch.Tensor]
@@ -466,8 +466,8 @@ class WukongInteraction(Interaction):
         size, dim, weights = len(x), self.dim, iter(layer.weights)
         vectors = side_by_side(x, pooled).view(size, self.features, dim)
         for n, m in itertools.pairwise(self.counts):
-            own = itertools.islice(weights, 10 + (n != m))
-            factors, hidden, hidden_bias, machine, machine_bias, compression, *others = own
+            of_layer = itertools.islice(weights, 10 + (n != m))
+            factors, hidden, hidden_bias, machine, machine_bias, compression, *others = of_layer
             *project, flat_scale, flat_shift, scale, shift = others
             across = vectors.transpose(1, 2).contiguous()  # (B, d, n): products mix vectors
             flat = torch.bmm(vectors, linear(across, factors)).flatten(1)

@@ -25,16 +25,18 @@ class Loss:
     Class attributes:
         kind: its name, the value of ``model.loss``.
         about: what it is, in a few words of ``dlrm parameters``.
+        operator: of torch, which computes it; a kind of several operators overrides the methods.
         options: leaves of ``model`` that are its own.
     """
 
     kind: ClassVar[str]
     about: ClassVar[str]
+    operator: ClassVar[str]
     options: ClassVar[Mapping[str, Option]] = {}
 
     def __init_subclass__(cls) -> None:
         """Register the kind; TypeError where it leaves something out."""
-        register(cls, Loss, LOSSES, ("kind", "about", "forward", "forward_work", "backward_work"))
+        register(cls, Loss, LOSSES, ("kind", "about", "operator"))
 
     @staticmethod
     def check(model: Any) -> None:
@@ -44,36 +46,31 @@ class Loss:
             InputError: naming the leaf, its value and what was expected.
         """
 
-    @staticmethod
+    @classmethod
     def forward(
-        predictions: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor
+        cls, predictions: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
         """The loss of a batch; ``weights`` (2,) float64 are those of the targets 0 and 1."""
-        raise NotImplementedError
+        from torch.nn import functional
 
-    @staticmethod
-    def forward_work(ops: Operations, rows: int) -> None:
+        loss: torch.Tensor = getattr(functional, cls.operator)(predictions, targets)
+        return loss
+
+    @classmethod
+    def forward_work(cls, ops: Operations, rows: int) -> None:
         """Add the operators of forward for so many samples."""
-        raise NotImplementedError
+        ops.add(cls.operator, 2 * rows * FLOAT_BYTES, FLOAT_BYTES, flops=3 * rows)
 
-    @staticmethod
-    def backward_work(ops: Operations, rows: int) -> None:
-        """Add the operators of backward for so many samples."""
-        raise NotImplementedError
+    @classmethod
+    def backward_work(cls, ops: Operations, rows: int) -> None:
+        """Add the operators of backward, and the gradient 1 that it starts from."""
+        ops.add("full_like", 0, FLOAT_BYTES)
+        read = 2 * rows * FLOAT_BYTES + FLOAT_BYTES
+        ops.add(f"{cls.operator}_backward", read, rows * FLOAT_BYTES, flops=3 * rows)
 
 
 LOSSES: dict[str, type[Loss]] = {}
 """The kinds by their names, in the order in which they are explained."""
-
-
-def _forward(ops: Operations, rows: int, name: str) -> None:
-    ops.add(name, 2 * rows * FLOAT_BYTES, FLOAT_BYTES, flops=3 * rows)
-
-
-def _backward(ops: Operations, rows: int, name: str) -> None:
-    ops.add("full_like", 0, FLOAT_BYTES)
-    read = 2 * rows * FLOAT_BYTES + FLOAT_BYTES
-    ops.add(f"{name}_backward", read, rows * FLOAT_BYTES, flops=3 * rows)
 
 
 class MeanSquaredError(Loss):
@@ -81,25 +78,7 @@ class MeanSquaredError(Loss):
 
     kind = "mse"
     about = "mean squared error (facebook's default)"
-
-    @staticmethod
-    def forward(
-        predictions: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor
-    ) -> torch.Tensor:
-        """The mean squared error."""
-        from torch.nn.functional import mse_loss
-
-        return mse_loss(predictions, targets)
-
-    @staticmethod
-    def forward_work(ops: Operations, rows: int) -> None:
-        """One operator."""
-        _forward(ops, rows, "mse_loss")
-
-    @staticmethod
-    def backward_work(ops: Operations, rows: int) -> None:
-        """One operator, and the gradient 1 that it starts from."""
-        _backward(ops, rows, "mse_loss")
+    operator = "mse_loss"
 
 
 class BinaryCrossEntropy(Loss):
@@ -107,25 +86,7 @@ class BinaryCrossEntropy(Loss):
 
     kind = "bce"
     about = "binary cross entropy"
-
-    @staticmethod
-    def forward(
-        predictions: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor
-    ) -> torch.Tensor:
-        """The binary cross entropy."""
-        from torch.nn.functional import binary_cross_entropy
-
-        return binary_cross_entropy(predictions, targets)
-
-    @staticmethod
-    def forward_work(ops: Operations, rows: int) -> None:
-        """One operator."""
-        _forward(ops, rows, "binary_cross_entropy")
-
-    @staticmethod
-    def backward_work(ops: Operations, rows: int) -> None:
-        """One operator, and the gradient 1 that it starts from."""
-        _backward(ops, rows, "binary_cross_entropy")
+    operator = "binary_cross_entropy"
 
 
 class WeightedBinaryCrossEntropy(Loss):
@@ -133,6 +94,7 @@ class WeightedBinaryCrossEntropy(Loss):
 
     kind = "wbce"
     about = "BCE weighted by loss_weights"
+    operator = "binary_cross_entropy"
     options: ClassVar = {
         "loss_weights": Option(
             tuple[float, ...],
@@ -149,9 +111,9 @@ class WeightedBinaryCrossEntropy(Loss):
                 "(for the targets 0 and 1)"
             )
 
-    @staticmethod
+    @classmethod
     def forward(
-        predictions: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor
+        cls, predictions: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
         """The mean of weights[int(t)] times the cross entropy, in double precision."""
         from torch.nn.functional import binary_cross_entropy
@@ -159,8 +121,8 @@ class WeightedBinaryCrossEntropy(Loss):
         chosen = weights[targets.long().view(-1)].view_as(targets)
         return (chosen * binary_cross_entropy(predictions, targets, reduction="none")).mean()
 
-    @staticmethod
-    def forward_work(ops: Operations, rows: int) -> None:
+    @classmethod
+    def forward_work(cls, ops: Operations, rows: int) -> None:
         """The weights of the two targets are float64, and so is what follows from them."""
         four, eight = rows * FLOAT_BYTES, rows * DOUBLE_BYTES
         ops.add("_to_copy", four, rows * INDEX_BYTES)
@@ -169,8 +131,8 @@ class WeightedBinaryCrossEntropy(Loss):
         ops.add("mul", eight + four, eight, flops=rows)
         ops.add("mean", eight, DOUBLE_BYTES, flops=rows)
 
-    @staticmethod
-    def backward_work(ops: Operations, rows: int) -> None:
+    @classmethod
+    def backward_work(cls, ops: Operations, rows: int) -> None:
         """The mean's gradient in float64, the cross entropy's in float32."""
         four, eight = rows * FLOAT_BYTES, rows * DOUBLE_BYTES
         ops.add("full_like", 0, DOUBLE_BYTES)

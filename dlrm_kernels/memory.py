@@ -191,10 +191,10 @@ def _tables(parameters: Parameters, placement: Placement, where: str) -> Iterato
 def _mlps(parameters: Parameters, where: str) -> Iterator[MemoryItem]:
     model = parameters.model
     number = NUMBER_BYTES[parameters.training.precision]
-    own = [weight.shape for weight in model.interaction_kind.weights()]
+    shapes = [weight.shape for weight in model.interaction_kind.weights()]
     described = {
         "bottom_mlp": ("bottom MLP", "-".join(map(str, model.bottom_widths))),
-        "interaction": (model.interaction_kind.layers, ", ".join(map(_by, own))),
+        "interaction": (model.interaction_kind.layers, ", ".join(map(_by, shapes))),
         "top_mlp": ("top MLP", "-".join(map(str, model.top_widths))),
     }
     for part, weights in model.dense_weights.items():

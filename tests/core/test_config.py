@@ -12,6 +12,9 @@ from hypothesis import strategies as st
 
 from dlrm_core.base.errors import InputError
 from dlrm_core.config import SECTIONS, Parameters, load_parameters, parameters_from_sections
+from dlrm_core.interactions import INTERACTIONS, DotInteraction, Interaction
+from dlrm_core.losses import LOSSES, Loss
+from dlrm_core.optimizers import OPTIMIZERS, Optimizer
 
 PRESETS = sorted((Path(__file__).parents[2] / "parameters").glob("*.yaml"))
 
@@ -345,3 +348,30 @@ def test_every_parameter_is_documented():
     assert parameters_table() in document.read_text(), (
         "docs/parameters.md is out of date; see its first lines"
     )
+
+
+def test_a_kind_that_leaves_something_out_fails_where_it_is_defined():
+    with pytest.raises(TypeError, match="Half: does not say width, forward, forward_work"):
+
+        class Half(Interaction):
+            kind = "half"
+            about = "half of one"
+
+    with pytest.raises(TypeError, match="'dot' is taken"):
+
+        class Again(DotInteraction):
+            pass
+
+    with pytest.raises(TypeError, match="does not say operator"):
+
+        class NoLoss(Loss):
+            kind = "none"
+            about = "nothing"
+
+    with pytest.raises(TypeError, match="does not say dense, tables"):
+
+        class NoUpdate(Optimizer):
+            kind = "none"
+            about = "nothing"
+
+    assert "half" not in INTERACTIONS and "none" not in {*LOSSES, *OPTIMIZERS}
