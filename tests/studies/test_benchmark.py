@@ -32,7 +32,7 @@ from dlrm_studies.bench.embeddings import (
 )
 from dlrm_studies.bench.measure import BenchEffort, BenchPlan, Others, run_plan
 from dlrm_studies.bench.shares import GATHERED
-from dlrm_workbook.evidence.contestants import WARMUP, Run, ratio
+from dlrm_workbook.evidence.contestants import WARMUP, Run, round_ratio
 from dlrm_workbook.runner.run import run_notebooks
 from dlrm_workbook.show.tables import Text, TextTable, show
 
@@ -152,10 +152,10 @@ def test_a_machine_that_drifts_between_rounds_does_not_change_a_ratio(
         for number, (speed, _) in enumerate(rounds)
         for name in "ab"
     ]
-    found = ratio(rows, "a", "b", "step_ms")
+    found = round_ratio(rows, "a", "b", "step_ms")
     assert found is not None
     assert found.low == pytest.approx(truth) and found.high == pytest.approx(truth)
-    inverse = ratio(rows, "b", "a", "step_ms")
+    inverse = round_ratio(rows, "b", "a", "step_ms")
     assert inverse is not None and inverse.mid == pytest.approx(1 / truth)
 
 
