@@ -23,27 +23,23 @@ import yaml
 
 from dlrm_core.base.errors import InputError
 from dlrm_core.base.files import read_json, write_json, write_text
-from dlrm_core.base.text import counted
 from dlrm_core.config import Parameters
-from dlrm_workbook.analysis.attribution import IDLE, attribute, coverage, iteration_state
+from dlrm_workbook.analysis.attribution import IDLE, attribute
 from dlrm_workbook.analysis.findings import (
     bottlenecks_json,
     can_show_bottlenecks,
-    cautions,
     findings,
     limit,
 )
-from dlrm_workbook.analysis.findings.evidence import Evidence
 from dlrm_workbook.analysis.findings.finding import Finding, plain
+from dlrm_workbook.analysis.quality import quality
 from dlrm_workbook.analysis.reference import (
     Reference,
     at_reference,
     reference,
-    unprofiled_times,
 )
 from dlrm_workbook.analysis.roofline import least_step, profile_parameters
 from dlrm_workbook.analysis.sentences import in_markdown
-from dlrm_workbook.analysis.steady import SteadyState, steady_state
 from dlrm_workbook.analysis.whatif import (
     COVER,
     Prediction,
@@ -53,7 +49,7 @@ from dlrm_workbook.analysis.whatif import (
 from dlrm_workbook.evidence.dependence import changed_parameters
 from dlrm_workbook.ground.intervals import t_quantile
 from dlrm_workbook.ground.processes import ProgressCallback, python_module, run_child
-from dlrm_workbook.ground.units import faster, from_to, milliseconds, percent, ratio
+from dlrm_workbook.ground.units import faster, from_to, milliseconds, ratio
 from dlrm_workbook.recordings.profile import Profile
 
 PROCESS_ERROR = 0.03
@@ -74,26 +70,6 @@ DENSE_CHOICE = frozenset(
 """Leaves that each choose how the products of the MLPs are computed: one takes another's place."""
 
 ANOTHER_BATCH = "another batch is another step: compare its time per sample"
-
-DILATED, FAR_DILATED = 1.15, 1.5
-"""Times an iteration takes under the profiler, above which parts' shares begin to shift, and
-above which they say little."""
-
-SLOWER_TOGETHER = 1.2
-"""Times the step, beside which the changes were timed together, above which the machine was
-another then."""
-
-WAITED, MUCH_WAITED = 0.02, 0.1
-"""Share of the iterations' time in which their thread had no core."""
-
-SCATTERED = 0.05
-"""Spread of the steady iterations, above which a single measurement says little."""
-
-FEW = 8
-"""Iterations, fewer than which cannot tell a warm-up or outliers."""
-
-MANY_LEFT_OUT = 0.2
-"""Share of the recorded iterations that are warm-up or outliers."""
 
 
 @dataclass(frozen=True)
@@ -597,110 +573,6 @@ def _all_together(way: Sequence[Stage]) -> str:
         f"{milliseconds(now)} to {milliseconds(last.mid_ms)} "
         f"({from_to(last.low_ms, last.high_ms)}), {how}."
     )
-
-
-# ---- what the figures are good for ------------------------------------------------------------
-
-GOOD_FOR = {
-    "green": "Times, shares and gains can be used as they stand",
-    "amber": "Shares and the order of the findings can be used; small differences cannot",
-    "red": "Some times of this page cannot be used",
-}
-
-
-def quality(
-    profile: Profile, attribution: pd.DataFrame, found: Sequence[Finding]
-) -> dict[str, str]:
-    """What the figures of a page are good for.
-
-    Args:
-        profile: at its reference.
-        found: the findings of ``profile``.
-
-    Returns:
-        ``level`` (``green``, ``amber`` or ``red``) and ``sentence``, Markdown, with the reasons.
-    """
-    doubts = _doubts(profile, attribution, found)
-    level = min((level for level, _ in doubts), key=list(GOOD_FOR)[::-1].index, default="green")
-    step, scatter = reference(profile), _scatter(_unprofiled_state(profile))
-    reasons = [text for _, text in doubts]
-    if not reasons and step is not None:
-        reasons = [f"{counted(step.iterations or 0, 'iteration')} without a profiler"]
-        if scatter is not None:
-            reasons.append(f"spread {percent(scatter)}")
-        reasons.append(f"{ratio(step.recorded_ms / step.ms)} under the profiler")
-    return {"level": level, "sentence": f"{GOOD_FOR[level]}: {'; '.join(reasons)}."}
-
-
-def _doubts(
-    profile: Profile, attribution: pd.DataFrame, found: Sequence[Finding]
-) -> list[tuple[str, str]]:
-    """(level, reason) of everything that the figures suffer from, the worst first."""
-    step, state = reference(profile), iteration_state(profile)
-    doubts: list[tuple[str, str]] = []
-    if profile.meta.get("serialised"):
-        doubts.append(("red", "kernels were serialised by PC sampling"))
-    if any(finding.id == "disturbed_profile" for finding in found):
-        doubts.append(("red", "something else used the machine while the profiler was on"))
-    waited = Evidence(profile, attribution).machine_share("run_queue_ms")
-    if waited > WAITED:
-        text = (
-            "the machine was busy: the thread of the step had no core "
-            f"in {percent(waited)} of its time"
-        )
-        doubts.append(("red" if waited > MUCH_WAITED else "amber", text))
-    if profile.meta.get("sample"):
-        doubts.append(("amber", "this is a recorded sample, not a run of this machine"))
-    if step is None:
-        doubts.append(("amber", "the recording marks no steps, so shares are of all of it"))
-    elif not step.unprofiled:
-        doubts.append(("amber", "what the profiler cost was not measured"))
-    elif (dilation := step.recorded_ms / step.ms) > DILATED:
-        text = f"the profiled step took {ratio(dilation)} the time of the plain one"
-        doubts.append(("red" if dilation > FAR_DILATED else "amber", text))
-    scatter = _scatter(_unprofiled_state(profile))
-    if scatter is not None and scatter > SCATTERED:
-        doubts.append(("amber", f"iterations without a profiler scatter by {percent(scatter)}"))
-    rounds = (profile.meta.get("together") or {}).get("base_ms") or []
-    if rounds and step is not None and statistics.median(rounds) > SLOWER_TOGETHER * step.ms:
-        times = statistics.median(rounds) / step.ms
-        text = f"while the changes were timed together, the step took {ratio(times)} its time"
-        doubts.append(("red" if times > FAR_DILATED else "amber", text))
-    if state is not None:
-        doubts += _doubts_of_iterations(state)
-    named = coverage(attribution)
-    if named < 0.9:
-        doubts.append(("amber", f"{percent(1 - named)} of the time is in no named part"))
-    if several := cautions(profile):
-        doubts.append(("amber", f"{counted(len(several), 'caution')} below"))
-    return sorted(doubts, key=lambda doubt: list(GOOD_FOR)[::-1].index(doubt[0]))
-
-
-def _doubts_of_iterations(state: SteadyState) -> list[tuple[str, str]]:
-    """Doubts about too few iterations, many left out, and scatter."""
-    steady, count = int(state.steady.sum()), len(state.times_ms)
-    doubts = []
-    if steady < FEW:
-        doubts.append(("amber", f"only {counted(steady, 'steady iteration')}"))
-    if count - steady > MANY_LEFT_OUT * count:
-        doubts.append(("amber", f"{count - steady} of {count} iterations are warm-up or outliers"))
-    scatter = _scatter(state)
-    if scatter is not None and scatter > SCATTERED:
-        doubts.append(("amber", f"recorded steady iterations scatter by {percent(scatter)}"))
-    return doubts
-
-
-def _unprofiled_state(profile: Profile) -> SteadyState | None:
-    """What the iterations that the step is the median of say about each other, where they are
-    known: they scatter on their own, however even the recorded ones are."""
-    step = reference(profile)
-    times = unprofiled_times(profile) if step is not None and step.unprofiled else []
-    return steady_state(times) if times else None
-
-
-def _scatter(state: SteadyState | None) -> float | None:
-    """Spread of the steady iterations as a share of the usual one."""
-    return None if state is None or not state.usual_ms else state.spread_ms / state.usual_ms
 
 
 # ---- the document -----------------------------------------------------------------------------

@@ -1,0 +1,181 @@
+"""What the figures of a page are good for.
+
+A doubt counts where it could change what the page concludes: which finding comes first, that
+there is one, that there is none, or how long the step takes. What a measurement suffers from is
+expressed as a share of the step by which its shares may be off; a finding that is larger by more
+than that stands, however noisy the machine was.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import pandas as pd
+
+from dlrm_core.base.text import counted
+from dlrm_workbook.analysis.attribution import coverage, iteration_state
+from dlrm_workbook.analysis.findings.evidence import Evidence
+from dlrm_workbook.analysis.findings.finding import Finding
+from dlrm_workbook.analysis.reference import Reference, reference, unprofiled_times
+from dlrm_workbook.analysis.sentences import in_markdown
+from dlrm_workbook.analysis.steady import SteadyState, steady_state
+from dlrm_workbook.ground.units import percent, ratio
+from dlrm_workbook.recordings.profile import Profile
+
+GOOD_FOR = {
+    "green": "Times, shares and gains can be used as they stand",
+    "amber": "Use with care",
+    "red": "Do not use before measuring again",
+}
+
+HIDDEN, USELESS = 0.1, 0.3
+"""Shares of the step: a bottleneck that may hide behind a doubt, and an error of shares that
+spoils every conclusion."""
+
+SLOWER_TOGETHER, FAR_SLOWER = 1.2, 1.5
+"""Times the step that the changes were timed beside was as long as the page's: from the first on
+its gains are those of another machine, from the second on they mean nothing."""
+
+FEW = 8
+"""Steady iterations, fewer than which cannot tell a warm-up or outliers."""
+
+MANY_LEFT_OUT = 0.2
+"""Share of the recorded iterations that are warm-up or outliers."""
+
+
+@dataclass(frozen=True)
+class Doubt:
+    """Something that a conclusion of the page suffers from: how much, what, and which."""
+
+    level: str
+    reason: str
+    conclusion: str
+
+
+def quality(
+    profile: Profile, attribution: pd.DataFrame, findings: Sequence[Finding]
+) -> dict[str, str]:
+    """What the figures of a page are good for.
+
+    Args:
+        profile: at its reference.
+        findings: those of ``profile``, worst first.
+
+    Returns:
+        ``level`` (``green``, ``amber`` or ``red``) and ``sentence``, Markdown: each doubt with the
+        conclusion that it may change; where there is none, what the step was measured by.
+    """
+    doubts = list(_doubts(profile, attribution, findings))
+    levels = list(GOOD_FOR)
+    level = max((doubt.level for doubt in doubts), key=levels.index, default="green")
+    by_conclusion: dict[str, list[str]] = {}
+    for doubt in sorted(doubts, key=lambda doubt: -levels.index(doubt.level)):
+        by_conclusion.setdefault(doubt.conclusion, []).append(doubt.reason)
+    reasons = [f"{why}, since {' and '.join(what)}" for why, what in by_conclusion.items()]
+    step = reference(profile)
+    if not reasons and step is not None:
+        reasons = [f"{counted(step.iterations or 0, 'iteration')} without a profiler"]
+        if (scatter := _scatter(_unprofiled_state(profile))) is not None:
+            reasons.append(f"spread {percent(scatter)}")
+        reasons.append(f"{ratio(step.recorded_ms / step.ms)} under the profiler")
+    return {"level": level, "sentence": f"{GOOD_FOR[level]}: {'; '.join(reasons)}."}
+
+
+def _doubts(
+    profile: Profile, attribution: pd.DataFrame, findings: Sequence[Finding]
+) -> Iterator[Doubt]:
+    """Every doubt that may change a conclusion."""
+    step, state = reference(profile), iteration_state(profile)
+    if profile.meta.get("serialised"):
+        why = "kernels were serialised by PC sampling"
+        yield Doubt("red", why, "times, idle time and overlap are distorted")
+    if profile.meta.get("sample"):
+        why = "this is a recorded sample"
+        yield Doubt("amber", why, "another machine may show something else")
+    if step is None:
+        yield Doubt("amber", "the recording marks no steps", "shares are of all of it")
+    for share, reason in _errors(profile, attribution, step):
+        if (changed := _changed(share, findings)) is not None:
+            yield Doubt(changed[0], reason, changed[1])
+    rounds = (profile.meta.get("together") or {}).get("base_ms") or []
+    if rounds and step is not None and statistics.median(rounds) > SLOWER_TOGETHER * step.ms:
+        times = statistics.median(rounds) / step.ms
+        why = f"while the changes were timed together, the step took {ratio(times)} its time"
+        yield Doubt("red" if times > FAR_SLOWER else "amber", why, "gains may differ")
+    if state is not None:
+        yield from _doubts_of_iterations(state)
+
+
+def _errors(
+    profile: Profile, attribution: pd.DataFrame, step: Reference | None
+) -> Iterator[tuple[float, str]]:
+    """Shares of the step (0 to 1) by which shares of parts may be off, each with its reason."""
+    evidence = Evidence(profile, attribution)
+    waited = evidence.machine_share("run_queue_ms")
+    if waited:
+        yield waited, f"the thread of the step had no core in {percent(waited)} of its time"
+    if step is not None and not step.unprofiled:
+        if not evidence.on_gpu:  # kernels keep their times under a profiler
+            yield HIDDEN, "what the profiler cost was not measured"
+    elif step is not None and not step.laps and (dilation := step.recorded_ms / step.ms) > 1:
+        why = f"the profiled step took {ratio(dilation)} the time of the plain one"
+        yield 1 - 1 / dilation, why
+    plain = _unprofiled_state(profile)
+    if (scatter := _scatter(plain)) is not None and plain is not None:
+        why = f"iterations without a profiler scatter by {percent(scatter)}"
+        yield scatter / math.sqrt(max(int(plain.steady.sum()), 1)), why
+    if "lines" not in profile.meta:  # else what no part names has a line
+        unnamed = 1 - coverage(attribution)
+        yield unnamed, f"{percent(unnamed)} of the time is in no named part"
+
+
+def _changed(error: float, findings: Sequence[Finding]) -> tuple[str, str] | None:
+    """The level of an error of shares, and the conclusion that it may change; None for none."""
+    slows = [_saved(finding) for finding in findings if finding.severity == "slows"]
+    if not slows:
+        if error < HIDDEN:
+            return None
+        hidden = f"a bottleneck of up to {error:.0%} of the step may not show"
+        return ("red" if error > USELESS else "amber"), hidden
+    first = next(finding for finding in findings if finding.severity == "slows")
+    title = f"“{in_markdown(first.title)}”"
+    if error >= max(slows[0], USELESS):
+        return "red", f"{title} may be wrong"
+    if error >= slows[0]:
+        return "amber", f"{title} may be wrong"
+    if error > HIDDEN / 2 and 0 <= slows[0] - max(slows[1:], default=0.0) < error:
+        return "amber", f"{title} may not be the largest"
+    return None
+
+
+def _saved(finding: Finding) -> float:
+    """The share of the step that the remedy of a finding should save, or that it takes."""
+    gain = finding.predicted_speedup.get("mid")
+    return 1 - 1 / gain if gain else finding.share_of_step
+
+
+def _doubts_of_iterations(state: SteadyState) -> Iterator[Doubt]:
+    """Doubts about too few iterations, and many left out."""
+    steady, count = int(state.steady.sum()), len(state.times_ms)
+    if steady < FEW:
+        why = f"there are only {counted(steady, 'steady iteration')}"
+        yield Doubt("amber", why, "a warm-up cannot be told from the usual step")
+    if count - steady > MANY_LEFT_OUT * count:
+        why = f"{count - steady} of {count} iterations are warm-up or outliers"
+        yield Doubt("amber", why, "the usual step is not the run")
+
+
+def _unprofiled_state(profile: Profile) -> SteadyState | None:
+    """What the iterations that the step is the median of say about each other, where they are
+    known: they scatter on their own, however even the recorded ones are."""
+    step = reference(profile)
+    times = unprofiled_times(profile) if step is not None and step.unprofiled else []
+    return steady_state(times) if times else None
+
+
+def _scatter(state: SteadyState | None) -> float | None:
+    """Spread of the steady iterations as a share of the usual one."""
+    return None if state is None or not state.usual_ms else state.spread_ms / state.usual_ms
