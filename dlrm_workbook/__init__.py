@@ -1,23 +1,29 @@
 """Everything about a run: measure, read recordings, explain, predict, compare, draw, publish.
 
-One name is for programs that are not ours: :class:`record`, by which a training loop records
-itself (docs/your-own-model.md).
+Two names are for everybody: :func:`explain`, which answers for any run or recording, and
+:class:`record`, by which a training loop that is not ours records itself
+(docs/your-own-model.md).
 """
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dlrm_workbook.recordings.torch.session import record
+    from dlrm_workbook.report import explain
 
-__all__ = ["record"]
+__all__ = ["explain", "record"]
+
+_HOMES = {
+    "explain": "dlrm_workbook.report",
+    "record": "dlrm_workbook.recordings.torch.session",
+}
 
 
 def __getattr__(name: str) -> Any:
     # not imported before it is asked for: most of the workbook starts without torch
-    if name == "record":
-        from dlrm_workbook.recordings.torch.session import record
-
-        return record
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
