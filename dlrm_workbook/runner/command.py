@@ -83,10 +83,10 @@ def closing_words(folder: Path, width: int) -> str:
     bottlenecks_json = folder / "bottlenecks.json"
     found = read_json(bottlenecks_json) if bottlenecks_json.is_file() else {}
     quality = found.get("quality") or {}
-    if quality and quality["level"] != "green":
-        lines += ["", prose(f"Quality of these figures (more on the page): {quality['sentence']}")]
     if found.get("headline"):
         lines += ["", prose(plain_text(found["headline"])), ""]
+    if quality and quality["level"] != "green":
+        lines += [prose(f"How sure (more on the page): {quality['sentence']}"), ""]
     lines.append(f"Page: {(folder / f'{notebook}.html').as_uri()}")
     change = next((each["change"] for each in found.get("findings", []) if each["change"]), None)
     given = explained_options(record, folder)
