@@ -1045,8 +1045,9 @@ def _dice(
     whole = max(whole, values.get("", 0.0))
     if not whole or level >= deepest:
         return
+    scale = (right - left) / whole
     for name in sorted(names, key=lambda one: -values[one]):
-        width = (right - left) * values[name] / whole
+        width = scale * values[name]
         yield name, left, left + width, level
         inner = below.get(name, [])
         used = sum(values[one] for one in inner) / values[name] if values[name] else 0.0

@@ -137,8 +137,6 @@ class Events:
     """forward, forward_line, backward, backward_line: when an operator ran, and its backward."""
     collectives: pd.DataFrame
     """The distinct arguments of collectives, see :data:`COLLECTIVE`."""
-    processes: dict[str, str] = field(default_factory=dict)
-    """Process to its name and labels."""
     header: dict[str, Any] = field(default_factory=dict)
     """What the trace says beside its events."""
     clock_ns: int = 0
@@ -373,7 +371,6 @@ class _Walk:
         self.lines, self.texts, self.groups = _Numbered(), _Numbered(), _Numbered()
         self.texts[""]  # number 0
         self.names: dict[str, str] = {}
-        self.processes: dict[str, str] = {}
         self.folded: dict[Any, str] = {}
         self.flow_ends: dict[Any, dict[str, tuple[Any, int]]] = {}
         self.host = _Rows(
@@ -522,15 +519,9 @@ class _Walk:
         )
 
     def _name(self, event: dict[str, Any]) -> None:
-        name = event["name"]
-        if name == "thread_name":
+        if event["name"] == "thread_name":
             line = visible(f"{event['pid']}/{event['tid']}")
             self.names[line] = visible(str(event["args"]["name"]))
-        elif name in ("process_name", "process_labels"):
-            words = [self.processes.get(str(event["pid"]), ""), *event["args"].values()]
-            self.processes[str(event["pid"])] = " ".join(
-                visible(str(word)) for word in words if word
-            )
 
     # ---- columns to tables ----------------------------------------------------------
 
@@ -625,7 +616,6 @@ class _Walk:
             marks,
             self._flows(lines, zero, nanoseconds),
             pd.DataFrame(list(self.groups), columns=list(COLLECTIVE.values())),
-            self.processes,
             stream.header,
             zero + (base if isinstance(base, int) and abs(base) < 2**62 else 0),
         )
