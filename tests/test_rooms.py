@@ -18,8 +18,8 @@ PATH += ("step", "train")
 KINDS = ("interactions", "losses", "optimizers", "operations")
 """Where kinds describe themselves: who adds one reads the file that it goes into."""
 
-MADE = ("docs/parameters.md",)
-"""Documents that ``dlrm`` prints: ``test_every_parameter_is_documented`` compares them."""
+MADE = ("docs/results.md",)
+"""Documents that ``benchmarks/results.py`` writes from what was measured; its test compares them."""
 
 
 class Room(NamedTuple):
