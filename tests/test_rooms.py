@@ -19,7 +19,7 @@ KINDS = ("interactions", "losses", "optimizers", "operations")
 """Where kinds describe themselves: who adds one reads the file that it goes into."""
 
 MADE = ("docs/results.md",)
-"""Documents that ``benchmarks/results.py`` writes from what was measured; its test compares them."""
+"""Documents that ``benchmarks/page.py`` writes from measured files; a test compares them."""
 
 
 class Room(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 from dataclasses import fields
 
 import pytest
@@ -12,6 +13,7 @@ from dlrm_workbook import cli, describe
 from dlrm_workbook.analysis.devices import DEVICES
 from dlrm_workbook.analysis.findings import RULES, gpu_idle
 from dlrm_workbook.ground.facebook import FLAGS
+from dlrm_workbook.ground.machine import REPOSITORY
 from dlrm_workbook.help import TOPICS
 
 NAMES = {
@@ -55,3 +57,9 @@ def test_what_is_not_there_is_one_sentence(capsys: pytest.CaptureFixture[str]) -
     assert "did you mean columns?" in capsys.readouterr().err
     assert cli.main(["help", "columns", "no_such"]) == 2
     assert "nothing of columns is called 'no_such'" in capsys.readouterr().err
+
+
+def test_the_page_of_results_is_made_of_the_files_of_this_checkout() -> None:
+    page = runpy.run_path(str(REPOSITORY / "benchmarks" / "page.py"))
+    told = "docs/results.md is out of date: python benchmarks/page.py"
+    assert page["PAGE"].read_text(encoding="utf-8") == page["page"](), told
