@@ -229,6 +229,8 @@ def flat(document: Document, prefix: str = "") -> Iterable[tuple[str, object]]:
             yield from flat(value, f"{prefix}{name}.")
         elif isinstance(value, int | float) and not isinstance(value, bool):
             yield f"{prefix}{name}", value
+        elif name in ("faults", "left_over"):
+            yield f"{prefix}{name}", len(value)
 
 
 def figures(document: Document) -> str:
@@ -305,9 +307,10 @@ def sections() -> Iterable[tuple[str, str, str]]:
     yield (
         "Embeddings: forward, backward and update",
         f"{measured('embeddings')} A case is the optimiser and the lookups per bag of a batch of "
-        "2,048 (8 tables of 1,000,000 rows, 64 wide); `skewed`: rows by a power law (1.45); `reuse`: "
-        "rows used again as in production; `bf16`: ours stores rows in 2 bytes. *memory* only reads "
-        "and writes the same rows. The last-level cache is flushed before each iteration.",
+        "2,048 (8 tables of 1,000,000 rows, 64 wide); `skewed`: rows by a power law (1.45); "
+        "`reuse`: rows used again as in production; `bf16`: ours stores rows in 2 bytes. *memory* "
+        "only reads and writes the same rows. The last-level cache is flushed before each "
+        "iteration.",
         embeddings("embeddings", study=False),
     )
     yield (
@@ -335,19 +338,19 @@ def sections() -> Iterable[tuple[str, str, str]]:
     )
     yield (
         "Faults planted in trainings on a CPU",
-        f"{measured('planted_faults')} Trials that other programs disturbed are left out. The files "
-        "are in the order in which they were run; after the second a rule was changed because of "
-        "its alarm. In the third one fault had no finding, and another trial, ended after 100 s, is "
-        "not counted.",
+        f"{measured('planted_faults')} Trials that other programs disturbed are left out. The "
+        "files are in the order in which they were run; after the second a rule was changed because "
+        "of its alarm. In the third one fault had no finding, and another trial, ended after 100 s, "
+        "is not counted.",
         planted(),
     )
     yield (
         "Faults planted in recordings of GPUs",
         "The sets' letters say in which order they were run. B, C, D, F, G and H are by authors "
         "who had not read the rules; the file of a set is its first run, before a rule was changed "
-        "because of it, so it shows what the rules do with unforeseen faults. The "
-        "other files repeat faults that the rules were changed for; of set A (`gpu_faults`) the first "
-        "run was not kept: 68 of 83 large ones first, 16 of 20 small ones, 1 false alarm in 30.",
+        "because of it, so it shows what the rules do with unforeseen faults. The other files "
+        "repeat faults that the rules were changed for; of set A (`gpu_faults`) the first run was "
+        "not kept: 68 of 83 large ones first, 16 of 20 small ones, 1 false alarm in 30.",
         gpu_faults(),
     )
     own = read("own_program")
