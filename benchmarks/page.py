@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from dlrm_studies.bench import analyse
-from dlrm_studies.bench.embeddings_show import embedding_times
 from dlrm_workbook.evidence.contestants import FIGURES
 
 ROOT = Path(__file__).parents[1]
@@ -98,14 +97,11 @@ def steps(name: str) -> str:
 
 
 def shares(name: str) -> str:
-    document = analyse.read_benchmark(RESULTS / f"{name}.json")
-    rows = analyse.shares(document)
-    columns = ["case", "contestant", "threads", "what", "limit", "ms", "ceiling_ms"]
-    percent = (f"{share:.0%}" if share == share else "" for share in rows["share"])
-    cells = ([*row, share] for row, share in zip(rows[columns].to_numpy(), percent, strict=True))
-    return table(
-        "shape, contestant, threads, part, held against, part (ms), limit (ms), share", cells
-    )
+    """Parts beside bare products and rows, timed in turns in one process."""
+    columns = {"shape": "case", "contestant": "contestant", "threads": "threads", "part": "what"}
+    columns |= {"part (ms)": "ms", "limit (ms)": "ceiling_ms"}
+    share = {"share": lambda row: f"{row['share']:.0%}" if "share" in row else ""}
+    return picked(read(name)["shares"], columns | share)
 
 
 def growth() -> str:
@@ -128,17 +124,26 @@ def options(name: str) -> str:
 
 def embeddings(name: str, study: bool) -> str:
     """A row for each case: ms of every contestant, and the speed-up of ours over each."""
-    times = embedding_times(read(name))
-    times = times[times["study"].eq(study)]
-    contestants = list(dict.fromkeys(times["contestant"]))
-    beaten = [one for one in contestants if times[times["contestant"].eq(one)]["mid"].notna().any()]
+    cases = [case for case in read(name)["cases"] if case["case"].startswith(STUDY) == study]
+    contestants = list(dict.fromkeys(one for case in cases for one in case["contestants"]))
+    beaten = [one for one in contestants if one not in (*OURS, "memory", "memory bf16")]
     rows = []
-    for key, case in times.groupby(["case", "threads"], sort=False):
-        one = case.set_index("contestant").reindex(contestants)
-        gains = one.loc[beaten, ["mid", "low", "high"]].to_numpy()
-        rows.append([*key, *one["total_ms"], *(interval(*gain) for gain in gains)])
+    for case in cases:
+        times = [case["contestants"].get(one, {}).get("total_ms") for one in contestants]
+        ours = next(one for one in OURS if one in case["contestants"])
+        goals = {one["against"]: f", goal {one['wanted']:g}" for one in case.get("targets") or []}
+        gains = {one: case["ratios"][ours].get(one) for one in beaten}
+        shown = [
+            gain and interval(gain["median"], gain["low"], gain["high"]) + goals.get(one, "")
+            for one, gain in gains.items()
+        ]
+        rows.append([case["case"], case["threads"], *times, *shown])
     faster = [f"faster than {one}" for one in beaten]
     return table(", ".join(["case", "threads", *contestants, *faster]), rows)
+
+
+STUDY = "contention"
+OURS = ("fused bf16", "fused", "race_free")
 
 
 def what_if() -> str:
@@ -285,7 +290,12 @@ def sections() -> Iterable[tuple[str, str, str]]:
         "products.",
         steps("step"),
     )
-    yield "Parts against the limits of the machine", "From `step.json`.", shares("step")
+    yield (
+        "Parts against the limits of the machine",
+        "From `step.json`: the dense part beside its matrix products, the embeddings beside bare "
+        "accesses to the rows of their batch, in turns in one process.",
+        shares("step"),
+    )
     yield (
         "How the speed-up of a step and of an iteration grows with size",
         "From `step.json`: over facebookresearch/dlrm, from batch 2,048, 8 tables of 250,000 "
@@ -295,7 +305,8 @@ def sections() -> Iterable[tuple[str, str, str]]:
     yield "What each option brings", "From `step.json`.", options("step")
     yield (
         "A processor with matrix tiles",
-        f"{measured('step_xeon_amx')} An earlier version, which did not time the bare work.",
+        f"{measured('step_xeon_amx')} An earlier version, which did not time the bare work "
+        "and held embeddings against random rows gathered by torch's embedding_bag.",
         f"{steps('step_xeon_amx')}\n\n{shares('step_xeon_amx')}",
     )
     yield (
@@ -339,9 +350,8 @@ def sections() -> Iterable[tuple[str, str, str]]:
     yield (
         "Faults planted in trainings on a CPU",
         f"{measured('planted_faults')} Trials that other programs disturbed are left out. The "
-        "files are in the order in which they were run; after the second a rule was changed because "
-        "of its alarm. In the third one fault had no finding, and another trial, ended after 100 s, "
-        "is not counted.",
+        "files are in the order of their runs; after the second a rule was changed because of its "
+        "alarm. In the third one fault had no finding; a trial ended after 100 s is not counted.",
         planted(),
     )
     yield (
