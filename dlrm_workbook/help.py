@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import difflib
 import inspect
 import re
 import sys
@@ -27,19 +26,13 @@ from dlrm_workbook.analysis.changes import parameters_table
 from dlrm_workbook.analysis.devices import DEVICES
 from dlrm_workbook.analysis.findings import RULES
 from dlrm_workbook.ground.facebook import FLAGS
+from dlrm_workbook.show.tables import Text
 
 COLUMNS = Path(__file__).parent / "show" / "columns.md"
 """Tables and their columns; a test compares it with frames of real recordings."""
 
 
-class Page(str):
-    """Markdown: a notebook renders it, a terminal prints it as it is."""
-
-    def _repr_markdown_(self) -> str:
-        return str(self)
-
-
-def describe(topic: str = "", word: str = "") -> Page:
+def describe(topic: str = "", word: str = "") -> Text:
     """What a topic says, as Markdown; without a topic the list of topics.
 
     Args:
@@ -51,19 +44,17 @@ def describe(topic: str = "", word: str = "") -> Page:
     """
     if not topic:
         rows = [f"| `{name}` | {about} |" for name, (about, _) in TOPICS.items()]
-        return Page(_table("| `dlrm help` | prints |", rows))
+        return Text(_table("| `dlrm help` | prints |", rows))
     if topic not in TOPICS:
-        close = difflib.get_close_matches(topic, TOPICS, n=1)
-        hint = f"did you mean {close[0]}?" if close else f"expected one of {', '.join(TOPICS)}"
-        raise InputError(f"no topic {topic!r}; {hint}")
+        raise InputError(f"no topic {topic!r}; expected one of {', '.join(TOPICS)}")
     document = TOPICS[topic][1]()
     if not word:
-        return Page(document)
+        return Text(document)
     sections = re.split(r"^(?=##? )", document, flags=re.MULTILINE)
     chosen = [text for section in sections if (text := _chosen(section, word.lower().strip("`")))]
     if not chosen:
         raise InputError(f"nothing of {topic} is called {word!r}; dlrm help {topic} prints all")
-    return Page("\n\n".join(chosen))
+    return Text("\n\n".join(chosen))
 
 
 def _chosen(section: str, word: str) -> str:

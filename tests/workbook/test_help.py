@@ -32,18 +32,18 @@ NAMES = {
 def test_a_topic_describes_every_name_by_itself(
     topic: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert f"| `{topic}` |" in describe()
-    whole = describe(topic)
+    assert f"| `{topic}` |" in describe().markdown
+    whole = describe(topic).markdown
     for name in NAMES[topic]:
         assert f"`{name}`" in whole
-        assert f"`{name}`" in describe(topic, name)
+        assert f"`{name}`" in describe(topic, name).markdown
     word = NAMES[topic][0].lstrip("-")
     assert cli.main(["help", topic, word]) == 0
-    assert capsys.readouterr().out == f"{describe(topic, word)}\n"
+    assert capsys.readouterr().out == f"{describe(topic, word)!r}\n"
 
 
 def test_a_rule_is_described_by_what_it_looks_at_and_the_thresholds_that_it_uses() -> None:
-    whole = describe("findings")
+    whole = describe("findings").markdown
     sections = re.split(r"^## ", whole, flags=re.MULTILINE)[1:]
     assert len(sections) == len(RULES)
     for section in sections:
@@ -54,7 +54,7 @@ def test_a_rule_is_described_by_what_it_looks_at_and_the_thresholds_that_it_uses
 
 def test_what_is_not_there_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["help", "colums"]) == 2
-    assert "did you mean columns?" in capsys.readouterr().err
+    assert "no topic 'colums'; expected one of columns, " in capsys.readouterr().err
     assert cli.main(["help", "columns", "no_such"]) == 2
     assert "nothing of columns is called 'no_such'" in capsys.readouterr().err
 
