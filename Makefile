@@ -79,6 +79,7 @@ bench: $(SET_UP)
 	$(BENCH) --iterations 4 --embeddings all --threads 1,2 --json $(RESULTS)/embeddings.json
 	$(BENCH_BIN)/python benchmarks/database.py --json $(RESULTS)/database.json \
 	  $(if $(HPCANALYSIS),--hpcanalysis $(HPCANALYSIS))
+	$(BENCH_BIN)/python benchmarks/page.py
 
 RECORDINGS ?= ../shared/recordings
 

@@ -207,8 +207,8 @@ class DataConfig:
         "'facebook_loop': facebookresearch/dlrm's per-sample Python loop; 'facebook': the same "
         "stream bit for bit, vectorised; 'uniform', 'zipf', 'reuse': the same bag law without "
         "deduplication, indices uniform, by a power law, or used again as often as in production "
-        "tables (docs/embeddings.md), on CPU or GPU; 'dataset': the files in path; 'teacher': "
-        "rows by the power law and labels of a planted model (docs/datasets.md)",
+        "tables (docs/datasets.md), on CPU or GPU; 'dataset': the files in path; 'teacher': "
+        "rows by the power law and labels of a planted model",
         choices=("facebook_loop", "facebook", *LAWS, "dataset", "teacher"),
     )
     path: str = setting(

@@ -4,7 +4,7 @@ The graph is cut where one piece hands over to the next (:class:`Cuts`, and see
 :mod:`dlrm_core.step`).
 The options of ``training`` that make it faster act here: ``precision``,
 ``micro_batch``, ``compile``; with ``dense_backend: fused`` the package ``dlrm_kernels`` has
-layers that take the place of the model's. What each brings: docs/precision.md.
+layers that take the place of the model's. What each brings: docs/training.md.
 
 Shapes: B samples, D dense features, T tables, d embedding width.
 """

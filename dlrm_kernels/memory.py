@@ -103,7 +103,7 @@ PLACES = ("gpu", "host")
 
 LIBRARIES_BYTES = 48 << 20
 """Resident once torch and its libraries have run a step, beyond what importing them takes;
-the median of ten shapes on a Xeon (docs/capacity.md)."""
+the median of ten shapes on a Xeon (docs/training.md)."""
 
 NUMBA_BYTES = 96 << 20
 """As much again with compiled kernels: numba and LLVM."""
@@ -328,7 +328,7 @@ def _embedding_update(
     elif training.embedding_update == "naive":
         yield item("sparse embedding gradients", str(dim), looked_up * dim * FLOAT_BYTES)
     elif place == "gpu" and backend != "fbgemm":
-        # docs/gpu.md; a tile of 4096 numbers leaves at most two rows over, an eighth above that
+        # a tile of 4096 numbers leaves at most two rows over, an eighth above that
         rows = 2.25 * looked_up / max(8, min(64, 4096 // dim))
         needed = looked_up * SORTED_LOOKUP_BYTES + rows * dim * FLOAT_BYTES
         yield item("sorted lookups", "keys, order, sums", needed)

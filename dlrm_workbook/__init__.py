@@ -1,8 +1,8 @@
 """Everything about a run: measure, read recordings, explain, predict, compare, draw, publish.
 
-Two names are for everybody: :func:`explain`, which answers for any run or recording, and
-:class:`record`, by which a training loop that is not ours records itself
-(docs/your-own-model.md).
+Three names are for everybody: :func:`explain`, which answers for any run or recording,
+:func:`describe`, which says what columns, parameters and findings mean, and :class:`record`, by
+which a training loop that is not ours records itself (docs/your-own-model.md).
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dlrm_workbook.help import describe
     from dlrm_workbook.recordings.torch.session import record
     from dlrm_workbook.report import explain
 
-__all__ = ["explain", "record"]
+__all__ = ["describe", "explain", "record"]
 
 _HOMES = {
+    "describe": "dlrm_workbook.help",
     "explain": "dlrm_workbook.report",
     "record": "dlrm_workbook.recordings.torch.session",
 }

@@ -128,6 +128,19 @@ def _inspect(parser: argparse.ArgumentParser) -> None:
     _print_json(parser)
 
 
+def _help(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "topic", nargs="?", default="", metavar="TOPIC", help="left out: the topics are listed"
+    )
+    parser.add_argument(
+        "name",
+        nargs="?",
+        default="",
+        metavar="NAME",
+        help="only what is called so: a table, a column, a parameter, a rule, a command",
+    )
+
+
 def _export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "path",
@@ -205,6 +218,12 @@ SUBCOMMANDS = (
         "generate, preprocess, inspect or convert data sets; list published ones",
         _data,
         "dlrm_workbook.datasets.command:data",
+    ),
+    Subcommand(
+        "help",
+        "describe columns, parameters, findings, commands, flags, presets or GPUs, as Markdown",
+        _help,
+        "dlrm_workbook.help:command_help",
     ),
     Subcommand(
         "parameters",

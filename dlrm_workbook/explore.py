@@ -1,7 +1,7 @@
 """The names that a notebook of one's own begins with, by one import that stays as it is.
 
-The functions live in the rooms of the workbook, which may be rebuilt; docs/explore.md shows
-what to do with them, docs/columns.md what the columns of their tables are.
+The functions live in the rooms of the workbook, which may be rebuilt; docs/pages.md shows
+what to do with them, ``dlrm help columns`` what the columns of their tables are.
 """
 
 from dlrm_workbook.analysis.attribution import attribute

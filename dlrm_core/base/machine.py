@@ -87,7 +87,7 @@ def keep_freed_memory() -> bool:
 
     By default it gives the end of its heap back as soon as more than twice its threshold is free
     there: a step with a batch of 2,048 then asks for up to 70 MB of pages again, and the system
-    clears each, which takes up to a tenth of a step (docs/benchmark.md).
+    clears each, which takes up to a tenth of a step (docs/results.md).
 
     Returns:
         Whether that was done: not with another C library, nor against settings that

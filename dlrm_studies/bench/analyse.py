@@ -1,4 +1,4 @@
-"""A benchmark's JSON (docs/benchmark.md) as tables: times, ratios, growth, options, shares.
+"""A benchmark's JSON as tables: times, ratios, growth, options, shares.
 
 A table that is empty says in ``attrs["not_measured"]`` how to measure what it would hold.
 """

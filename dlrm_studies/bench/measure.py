@@ -2,7 +2,10 @@
 
 A plan says who runs what; :func:`run_plan` measures case after case and keeps every run in
 the JSON file as soon as it ends, so that a benchmark that is killed has lost one run, and
-goes on with ``--resume``. docs/benchmark.md describes the file.
+goes on with ``--resume``.
+
+Its ``cases`` (``kind``: ``shape``, ``growth``, ``ablation``) have ``runs``, from which all else is
+computed: ``contestants`` (medians), ``ratios`` over ``against``, ``loss_difference``, ``bare``.
 """
 
 from __future__ import annotations
@@ -300,7 +303,7 @@ def run_plan(
         run: runs one of our own contestants.
 
     Returns:
-        the document that is in ``file``, see docs/benchmark.md.
+        the document that is in ``file``.
 
     Raises:
         InputError: ``file`` cannot be written, or contains a benchmark of other settings.

@@ -1,7 +1,7 @@
 """Many runs as plain tables: what was set in each, how long each part took, by which law.
 
 Tables and not a package's objects, so that a thousand runs are a thousand rows. For Hatchet
-and Thicket there is ``Profile.to_hatchet()`` of each run (docs/compare.md shows how).
+and Thicket there is ``Profile.to_hatchet()`` of each run (docs/pages.md shows how).
 """
 
 from __future__ import annotations

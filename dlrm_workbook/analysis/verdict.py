@@ -54,7 +54,7 @@ from dlrm_workbook.recordings.profile import Profile
 
 PROCESS_ERROR = 0.03
 """Relative error of a ratio of whole steps that one process timed, for another process
-(docs/whatif.md: so wide, the ranges contain 23 of 24 ratios of fresh processes)."""
+(docs/results.md: so wide, the ranges contain 23 of 24 ratios of fresh processes)."""
 
 HARDWARE_LIMIT = "hardware limit, as configured"
 """Name of the last stage: at the precision and with the back ends of the measured run."""

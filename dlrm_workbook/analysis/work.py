@@ -3,8 +3,7 @@
 Every operator that computes or moves data is a row of :func:`operator_work`, with the
 arithmetic it must do and the bytes of the tensors that go into it and come out of it;
 views cost nothing and are left out. :func:`part_work` sums them by part and phase.
-Formulas and sources: docs/roofline.md. Tests hold them against the operators that torch
-really runs.
+Tests hold them against the operators that torch really runs.
 
 Notation: B samples, d embedding width, T tables, F = T + 1 features, P pairs of features,
 N_t lookups a batch in table t.

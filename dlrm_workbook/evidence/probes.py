@@ -1,6 +1,6 @@
 """Parts of the training step alone, before and after a change: what a prediction rests on.
 
-The step is run in two halves (docs/whatif.md): the *dense* half is the real step on tables
+The step is run in two halves (docs/reliability.md): the *dense* half is the real step on tables
 of one row, the *sparse* half the real step with MLPs of one layer. Making batches is timed by
 itself, and beside the halves where a thread makes them. Loops take turns until their times
 are known well enough.

@@ -1,7 +1,7 @@
 """``--like``: the command line of facebookresearch/dlrm's ``dlrm_s_pytorch.py`` as parameters.
 
 :data:`FLAGS` says of every flag which parameter it becomes, or why it is refused, or why it
-changes nothing here; ``docs/facebook.md`` prints the same table. A flag that is left out has
+changes nothing here; ``dlrm help flags`` prints them. A flag that is left out has
 the script's default, not ours. Nothing of the command is run.
 
 Source: the argument parser of ``dlrm_s_pytorch.py`` at commit 090956e, and what that script

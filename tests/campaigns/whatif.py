@@ -4,7 +4,8 @@ For each change one process records a profile of the baseline and probes the cha
 never runs the changed step. Then baseline and change run by turns, some iterations each,
 in fresh processes, two of each; the measured ratio is held against the predicted one.
 
-    python tests/campaigns/whatif.py --json benchmarks/results/whatif.json --markdown docs/whatif.md
+    python tests/campaigns/whatif.py --json benchmarks/results/whatif.json
+    python benchmarks/page.py       # its table in docs/results.md
 
 The second set of changes was written after the model of time was finished: it is the
 check on cases that the model has not been made with. The third holds whole steps that a profile
@@ -51,14 +52,12 @@ TOGETHER = "together"
 PROCESSES = 3
 """So many processes time whole steps under changes put together."""
 ENDS = ("low", "mid", "high")
-BEGIN, END = "<!-- table: begin -->", "<!-- table: end -->"
 
 
 def main() -> None:
     """Run what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--json", type=Path, default=Path("benchmarks/results/whatif.json"))
-    parser.add_argument("--markdown", type=Path, default=None)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=6, help="of baseline and change by turns")
 
@@ -95,9 +94,7 @@ def main() -> None:
     if not rows:
         sys.exit("no change was asked for")
     document = _document(rows, options)
-    if options.markdown is not None:
-        put_table(options.markdown, document)
-    print(markdown(document))
+    print(json.dumps(document["summary"], indent=1))
 
 
 def _document(rows: list[dict[str, Any]], options: argparse.Namespace) -> dict[str, Any]:
@@ -169,48 +166,6 @@ def summaries(rows: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
             "covered": statistics.fmean(row["covered"] for row in some),
         }
     return found
-
-
-def markdown(document: dict[str, Any]) -> str:
-    """The table of the documentation."""
-    machine, versions = document["machine"], document["versions"]
-    lines = [
-        f"{machine['cpu']}, {machine['usable_cores']} cores, {document['threads']} thread(s); "
-        f"Python {versions['python']}, torch {versions['torch']}, numpy {versions['numpy']}.",
-        "",
-    ]
-    titles = {
-        "first": "Changes that the model of time was made with",
-        "second": "Changes chosen afterwards",
-        TOGETHER: f"Whole steps under changes put together, each timed by {PROCESSES} processes",
-    }
-    for name, summary in document["summary"].items():
-        lines += [
-            f"**{titles[name]}**: {summary['cases']:.0f} predictions, geometric mean of the error "
-            f"{summary['geomean_error']:.1%}, worst {summary['worst_error']:.1%}, measured value "
-            f"inside the predicted range in {summary['covered']:.0%}.",
-            "",
-            "| shape | change | before, ms | predicted, ms | range | measured, ms | error |",
-            "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
-        ]
-        for row in document["cases"]:
-            if row["set"] != name:
-                continue
-            lines.append(
-                f"| {row['shape'].partition(':')[0]} | {row['change']} | {row['baseline_ms']:.1f} "
-                f"| {row['predicted_ms']:.1f} | {row['low_ms']:.1f} to {row['high_ms']:.1f} "
-                f"| {row['measured_ms']:.1f} | {row['error']:+.1%} |"
-            )
-        lines.append("")
-    return "\n".join(lines)
-
-
-def put_table(file: Path, document: dict[str, Any]) -> None:
-    """Write the table between the marks of a document."""
-    text = file.read_text(encoding="utf-8")
-    head, _, rest = text.partition(BEGIN)
-    _, _, tail = rest.partition(END)
-    write_text(file, f"{head}{BEGIN}\n{markdown(document)}\n{END}{tail}")
 
 
 # ---- processes ------------------------------------------------------------------

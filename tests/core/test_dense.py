@@ -30,7 +30,7 @@ SECTIONS = {
     },
 }
 LOSS_TOLERANCE = {"bf16": 2e-3, "fp16": 5e-4}
-"""Largest difference from fp32's loss over 20 steps: docs/precision.md."""
+"""Largest difference from fp32's loss over 20 steps: docs/training.md."""
 
 
 def trainer_of(model=None, **training):

@@ -104,7 +104,7 @@ def test_products_are_as_exact_as_their_parts_allow(engine, parts, shape):
 
 
 def test_two_parts_stay_below_the_error_accepted_of_fp32_products(engine):
-    """Of fp32 products 1e-5 is accepted (docs/precision.md); three parts are like fp32's own."""
+    """Of fp32 products 1e-5 is accepted (docs/training.md); three parts are like fp32's own."""
     torch.manual_seed(0)
     left, right = torch.randn(64, 256), torch.randn(256, 64)
     exact = left.double() @ right.double()

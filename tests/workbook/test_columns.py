@@ -1,4 +1,4 @@
-"""docs/columns.md lists the columns that frames of real recordings have, and no others."""
+"""``dlrm help columns`` lists the columns of frames of real recordings, and no others."""
 
 from __future__ import annotations
 
@@ -59,6 +59,7 @@ from dlrm_workbook.analysis.capacity import Capacity, capacity_here
 from dlrm_workbook.analysis.findings import findings
 from dlrm_workbook.explore import recordings
 from dlrm_workbook.ground.machine import REPOSITORY
+from dlrm_workbook.help import COLUMNS
 from dlrm_workbook.recordings.open import open_recording
 from dlrm_workbook.recordings.profile import SCHEMA, Profile
 from dlrm_workbook.runner.index import write_index
@@ -67,8 +68,6 @@ from dlrm_workbook.show import profile as about
 from dlrm_workbook.trials.compare.comparison import Comparison, Outcome
 from dlrm_workbook.trials.sweep.analyse import SweepSummary
 from dlrm_workbook.trials.sweep.plan import Sweep
-
-PAGE = REPOSITORY / "docs" / "columns.md"
 
 OF_A_BENCHMARK: list[Callable[[Mapping[str, Any]], pd.DataFrame]] = [
     bench.times,
@@ -139,7 +138,7 @@ def listed() -> dict[str, set[str]]:
     """Each table's name to its columns, as the page has them."""
     tables: dict[str, set[str]] = {}
     name = ""
-    for line in PAGE.read_text(encoding="utf-8").splitlines():
+    for line in COLUMNS.read_text(encoding="utf-8").splitlines():
         if heading := re.fullmatch(r"#+ `([\w.]+)`", line):
             name = heading[1]
             tables[name] = set()
@@ -422,7 +421,7 @@ def test_every_column_is_listed_and_no_listed_one_is_dead(tmp_path: Path) -> Non
 
 def test_numbers_name_their_unit_or_are_of_a_known_kind() -> None:
     """Every time, size and rate says its unit where the page lists it."""
-    text = PAGE.read_text(encoding="utf-8")
+    text = COLUMNS.read_text(encoding="utf-8")
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.strip("|").split(" | ")]
         names = re.findall(r"`([^`]+)`", cells[0]) if line.startswith("| `") else []
@@ -434,7 +433,7 @@ def test_numbers_name_their_unit_or_are_of_a_known_kind() -> None:
 
 
 def test_metrics_of_the_engines_are_named() -> None:
-    text = PAGE.read_text(encoding="utf-8")
+    text = COLUMNS.read_text(encoding="utf-8")
     for metric in sample_profile().metrics["metric"]:
         assert f"`{metric}`" in text
 

@@ -126,7 +126,7 @@ def test_text_after_a_flag_of_type_bool_means_true_as_in_the_script() -> None:
 
 
 def test_the_experiments_command_gives_the_parameters_of_seed_yaml() -> None:
-    document = (ROOT / "docs" / "facebook.md").read_text(encoding="utf-8")
+    document = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
     command = re.search(r"python (dlrm_s_pytorch\.py(?:[^\n]*\\\n)+[^\n]*)", document)
     assert command
     ours = load_parameters(ROOT / "parameters" / "seed.yaml").to_sections()
@@ -211,17 +211,3 @@ def test_parameters_of_a_command_can_be_saved(
     file = tmp_path / "mine.yaml"
     file.write_text(capsys.readouterr().out)
     assert load_parameters(file).to_sections() == like(RUNS["wbce"]["arguments"]).to_sections()
-
-
-def test_the_documents_table_is_this_one() -> None:
-    document = (ROOT / "docs" / "facebook.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| `(--[\w-]+)` \| (.*) \|$", document, re.MULTILINE)
-    said = {
-        flag.name: f"`{flag.parameter}`"
-        if flag.parameter
-        else f"refused: {flag.refused}"
-        if flag.refused
-        else f"no effect: {flag.unused}"
-        for flag in FLAGS
-    }
-    assert dict(rows) == said

@@ -217,6 +217,7 @@ def test_what_is_installed_works_without_the_checkout(installed):
         return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
 
     assert "copy the notebooks" in dlrm("--help").stdout
+    assert "`short_name`" in dlrm("help", "columns", "kernel_table").stdout
     assert "| `batch_size`" in dlrm("parameters").stdout
     missing = dlrm("train", "-f", "none")
     assert missing.returncode == 2 and "known: deepspark" in missing.stderr

@@ -92,7 +92,7 @@ FIRST_SCREEN = "(place) => place.getBoundingClientRect().bottom <= innerHeight"
 
 
 def check_ten_answers(folder: Path) -> None:
-    """Assert that the page answers the questions of docs/commands.md where it says so."""
+    """Assert that the page answers the questions of docs/pages.md where it says so."""
     document = json.loads((folder / "bottlenecks.json").read_text())
     headline = re.sub(r"[*`\s]+", " ", document["headline"]).strip()
     first, last = document["findings"][0], document["stages"][-1]["name"]

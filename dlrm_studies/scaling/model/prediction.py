@@ -211,7 +211,7 @@ LEAST_SCATTER = 0.03
 """A part's time differs as much between two processes of one program."""
 
 CEILING_SCATTER = 0.5
-"""A step takes up to half as long again as its ceilings allow, at best (docs/roofline.md)."""
+"""A step takes up to half as long again as its ceilings allow, at best."""
 
 PUBLISHED_SCATTER = 0.15
 """A published throughput of one batch size, divided among parts by a data sheet."""

@@ -48,7 +48,7 @@ from dlrm_workbook.datasets.generate import VARIANTS
 
 OPERATOR_US = 10.0
 """What the host of an eager framework takes to launch an operator; see ``dispatch_us`` and
-``launch_us`` of any profile made on a GPU (docs/gpu.md). 0 to three times as much is the range."""
+``launch_us`` of any profile made on a GPU; 0 to three times as much is the range."""
 
 XEON = {
     "device": "Xeon Platinum 8280",
