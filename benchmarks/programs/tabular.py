@@ -7,15 +7,15 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-CITIES = [f"city-{i:04d}" for i in range(2000)]
-HASH_ROWS = 4096
+NUM_CITIES = 2000
+TABLE_ROWS = 4096
 
 
 class Houses(Dataset):
     def __init__(self, rows, seed):
         rng = np.random.default_rng(seed)
         self.features = rng.standard_normal((rows, 96)).astype(np.float32)
-        self.city = rng.integers(0, len(CITIES), (rows, 4))
+        self.city = rng.integers(0, NUM_CITIES, (rows, 8))
         self.prices = self.features[:, :8].sum(1) + rng.standard_normal(rows).astype(np.float32)
 
     def __len__(self):
@@ -48,7 +48,7 @@ class Batches:
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.city = nn.EmbeddingBag(HASH_ROWS, 32, mode="mean")
+        self.city = nn.EmbeddingBag(TABLE_ROWS, 32, mode="mean")
         self.body = nn.Sequential(
             nn.Linear(128, 768), nn.SiLU(), nn.Linear(768, 768), nn.SiLU(), nn.Linear(768, 1)
         )
