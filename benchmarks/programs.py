@@ -42,7 +42,7 @@ CLEAN_SHARE = 0.1
 LIMIT_S = 900
 """After so many seconds one run of ``dlrm`` is ended, and counts as wrong."""
 
-STOPWATCH = f'''
+STOPWATCH = f"""
 import json, os, time
 if "STOPWATCH" in os.environ:
     from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -59,7 +59,7 @@ if "STOPWATCH" in os.environ:
             os._exit(0)
 
     register_optimizer_step_post_hook(note)
-'''
+"""
 """A ``sitecustomize.py``: it notes the end of each optimizer step and ends the program."""
 
 
@@ -274,9 +274,11 @@ def judged(name: str, root: Path) -> dict[str, Any]:
 
 def judge(names: Sequence[str], root: Path, output: Path) -> None:
     """Judge programs one after the other; rows of earlier runs stay where not judged again."""
-    rows = {row["program"]: row for row in json.loads(output.read_text())} if (
-        output.is_file()
-    ) else {}
+    rows = (
+        {row["program"]: row for row in json.loads(output.read_text())}
+        if (output.is_file())
+        else {}
+    )
     for name in names:
         row = rows[name] = judged(name, root)
         output.write_text(json.dumps(list(rows.values()), indent=1) + "\n", encoding="utf-8")

@@ -15,7 +15,7 @@ NUM_CLASSES = 400
 class Basket(nn.Module):
     def __init__(self, num_items, dim, num_classes):
         super().__init__()
-        self.history = nn.EmbeddingBag(num_items, dim, mode="sum", sparse=True, padding_idx=0)
+        self.history = nn.EmbeddingBag(num_items, dim, mode="sum", sparse=True)
         self.context = nn.Linear(24, dim)
         self.head = nn.Sequential(
             nn.Linear(2 * dim, 640), nn.ReLU(), nn.Linear(640, 640), nn.ReLU()
