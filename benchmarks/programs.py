@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import json
 import os
 import re
@@ -125,7 +126,12 @@ def run(words: Sequence[str], folder: Path, limit_s: float, **variables: str) ->
             printed, _ = process.communicate(timeout=limit_s)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGTERM)
-            printed, _ = process.communicate()
+            printed = f"ended after {limit_s:.0f} s"
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                printed, _ = process.communicate(timeout=30)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
     return process.returncode, printed
 
 
@@ -316,6 +322,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="turns of the stopwatch")
     parser.add_argument("--json", type=Path, help="where the result goes")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     unknown = set(options.names) - set(table())
     if unknown:
         parser.error(f"no program is called {', '.join(sorted(unknown))}")
