@@ -111,8 +111,8 @@ def listing(profile: Profile, file: str, function: str) -> pd.DataFrame:
         return unmeasured(LISTING, "the source of this function was not recorded")
     by_line = chosen.groupby("line")[["time_ms", "share_of_step"]].sum()
     by_line = by_line.reindex(list(rows), fill_value=0.0)
-    columns = (list(rows), list(rows.values()), by_line["time_ms"], by_line["share_of_step"])
-    return pd.DataFrame({n: list(c) for n, c in zip(LISTING, columns, strict=True)})
+    times = {"time_ms": by_line["time_ms"].tolist(), "share": by_line["share_of_step"].tolist()}
+    return pd.DataFrame({"line": list(rows), "source": list(rows.values())} | times)
 
 
 def hottest(profile: Profile) -> pd.DataFrame:
@@ -123,7 +123,7 @@ def hottest(profile: Profile) -> pd.DataFrame:
     """
     table = functions(profile)
     if reason_of(table):
-        return table
+        return unmeasured(LISTING, reason_of(table))
     table = table[table["file"].ne("") & table["thread"].eq(MAIN) & table["time_ms"].gt(0)]
     for row in table.head(1).to_dict("records"):
         rows = listing(profile, row["file"], row["function"])
@@ -212,7 +212,7 @@ def _moments(profile: Profile) -> pd.DataFrame:
         table = rows.rename(columns={"profile": "thread", "value": "ms"})
         table["ms"] /= iteration_count(profile)
         return table[["thread", "context", "ms"]].assign(iteration=0)
-    spans = [profile.iterations[name].to_numpy() for name in ("start_ns", "end_ns")]
+    spans = profile.iterations["start_ns"].to_numpy(), profile.iterations["end_ns"].to_numpy()
     streams = of_streams(profile).assign(profile=-2)
     gpu = running(_replaced(profile, streams), -2) if len(streams) else None
     parts = []
@@ -330,26 +330,26 @@ class _Lines:
         table["own_ms"] = table["ms"] * table["own"]
         table["back_ms"] = table["own_ms"] * table["built"].ge(0)
         grouped = table.groupby(keys, sort=False)
-        result = grouped[["own_ms", "back_ms", "ms"]].sum() / self.count
-        result.columns = ["time_ms", "backward_ms", "inclusive_ms"]
+        result: pd.DataFrame = grouped[["own_ms", "back_ms", "ms"]].sum() / self.count
+        result.columns = pd.Index(["time_ms", "backward_ms", "inclusive_ms"])
         for column in ("role", "frame"):  # the one with the most time, for a frame its own first
             weight = table["ms"] * (1e-6 + table["own"] if column == "frame" else 1.0)
             sums = table.assign(weight=weight).groupby([*keys, column])["weight"].sum()
-            sums = sums.sort_values().reset_index(column)
-            result[column] = sums.groupby(level=keys)[column].last()
-        seen = table.groupby([*keys, "iteration"])["samples"].sum().unstack(fill_value=0.0)
+            ranked = sums.sort_values().reset_index(column)
+            result[column] = ranked.groupby(level=keys)[column].last()
+        seen = table.groupby([*keys, "iteration"])["samples"].sum().unstack(fill_value=0)
         result["in_iterations"] = pd.Series(self._presence(seen.to_numpy()), index=seen.index)
-        own = table.groupby([*keys, "iteration"])["own_ms"].sum().unstack(fill_value=0.0)
+        own = table.groupby([*keys, "iteration"])["own_ms"].sum().unstack(fill_value=0)
         own = own.reindex(columns=range(self.count), fill_value=0.0)
         result["growth_ms"] = pd.Series(growth(own.to_numpy()), index=own.index)
         result = result.reset_index().sort_values("time_ms", ascending=False, kind="stable")
-        frames = [self.frames[f] if f >= 0 else ("", 0, "", 0) for f in result["frame"]]
-        result["function"] = [frame[2] for frame in frames]
-        result["line"] = [frame[3] for frame in frames]
+        result["function"] = [self.frames[f][2] if f >= 0 else "" for f in result["frame"]]
+        result["line"] = [self.frames[f][3] if f >= 0 else 0 for f in result["frame"]]
         result["thread"] = [self.known["threads"][thread] for thread in result["thread"]]
         result["share_of_step"] = result["time_ms"] / self.step_ms
         result["inclusive_share"] = result["inclusive_ms"] / self.step_ms
-        result.loc[result["file"].eq(""), ["role", "in_iterations"]] = ["around", 1.0]
+        for column, value in (("role", "around"), ("in_iterations", 1.0)):
+            result.loc[result["file"].eq(""), column] = value
         calls = {(file, line): n for file, line, n in self.counted.get("calls", [])}
         places = _places(result)
         result["calls"] = [float(calls.get(at, np.nan)) for at in places]
@@ -548,8 +548,10 @@ def _operators(
     unsure = [at not in places for at in _places(table)]
     table = pd.concat([exact[[*keys, "ms"]], table[unsure]])
     table = table.sort_values("ms", ascending=False).groupby(keys[:2]).head(MOST_OPERATORS)
-    groups = table[table["ms"] > 0].groupby(keys[:2], sort=False)["name"]
-    return {(str(file), int(at)): ", ".join(group) for (file, at), group in groups}
+    named: dict[Place, list[str]] = {}
+    for row in table[table["ms"] > 0].to_dict("records"):
+        named.setdefault((row["file"], row["line"]), []).append(row["name"])
+    return {at: ", ".join(names) for at, names in named.items()}
 
 
 def _places(table: pd.DataFrame) -> list[Place]:

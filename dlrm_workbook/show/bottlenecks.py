@@ -120,7 +120,12 @@ def source_margin(listing: pd.DataFrame) -> go.Figure:
         {"color": COMPUTE_COLOUR, "line": {"width": 0}},
         row=18,
     )
-    look = {"mode": "text", "text": code, "textposition": "middle right", "textfont": CODE_FONT}
+    look: dict[str, Any] = {
+        "mode": "text",
+        "text": code,
+        "textposition": "middle right",
+        "textfont": CODE_FONT,
+    }
     add_points(result, [1.4 * largest] * len(code), table.index, "", "", hoverinfo="skip", **look)
     result.update_xaxes(range=[0, 7 * largest], showticklabels=False, showgrid=False)
     return result

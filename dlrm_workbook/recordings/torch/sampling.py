@@ -164,8 +164,8 @@ class StackSampler:
                 for thread, other in frames.items():
                     row = (now, thread, self._number(other), self._computed_ns(thread))
                     self._others.append(row)
-            frame = other = None
-            frames.clear()  # would keep alive what their functions hold
+                    del other
+            del frame, frames  # would keep alive what their functions hold
 
     def _number(self, frame: FrameType) -> int:
         return self._stacks.setdefault(self._stack(frame), len(self._stacks))
