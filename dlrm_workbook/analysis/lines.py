@@ -29,7 +29,7 @@ from dlrm_workbook.analysis.step_source import Source
 from dlrm_workbook.ground.arrays import Floats
 from dlrm_workbook.recordings.nesting import stretch_at
 from dlrm_workbook.recordings.profile import Profile, nearest
-from dlrm_workbook.recordings.torch.lines import MAIN, mark_of
+from dlrm_workbook.recordings.torch.lines import MAIN, mark_of, role_of
 from dlrm_workbook.recordings.torch.sampling import is_user_code
 
 LINES = ["file", "line", "function", "source", "thread", "role", "time_ms", "backward_ms"]
@@ -170,15 +170,23 @@ def _of_contexts(profile: Profile) -> dict[str, Any] | None:
     paths: dict[tuple[tuple[int, str], ...], int] = {}
     number = np.zeros(len(contexts), dtype=np.int64)
     held: list[tuple[tuple[int, str], ...]] = []
-    line = contexts["line"].to_numpy()
+    line, kind = contexts["line"].to_numpy(), contexts["kind"].to_numpy(dtype=object)
+    roles = [role_of(*part) for part in zip(contexts["component"], contexts["phase"], strict=True)]
+    functions_of: list[str] = []
     for row, over in enumerate(contexts["parent"].tolist()):
         path = held[over] if over >= 0 else ()
+        function = functions_of[over] if over >= 0 else ""
         if users[row]:
-            frame = (str(files[row]), 0, str(names[row]), int(line[row]))
-            path = (*path, (frames.setdefault(frame, len(frames)), ""))
+            inner = kind[row] == "line"  # within the function above it
+            function = function if inner else str(names[row])
+            frame = (str(files[row]), 0, function, int(line[row]))
+            path = (*path[: len(path) - inner], (frames.setdefault(frame, len(frames)), ""))
         elif path and is_python[row] and (mark := mark_of(f"{files[row]}:{names[row]}")):
             path = (*path[:-1], (path[-1][0], f" {mark}"))
         held.append(path)
+        functions_of.append(function)
+        if path and roles[row]:
+            path = (*path[:-1], (path[-1][0], roles[row] + path[-1][1]))
         number[row] = paths.setdefault(path, len(paths))
     times = _moments(profile)
     times["path"] = number[times.pop("context")]
@@ -196,6 +204,7 @@ def _of_contexts(profile: Profile) -> dict[str, Any] | None:
         "times": times.to_dict("list"),
         "iteration_ms": ms.tolist(),
         "counted": {"missing": "a trace does not say how often a line runs"},
+        "exact": False,
         "sources": [],
     }
 
@@ -342,6 +351,7 @@ class _Lines:
         own = table.groupby([*keys, "iteration"])["own_ms"].sum().unstack(fill_value=0)
         own = own.reindex(columns=range(self.count), fill_value=0.0)
         result["growth_ms"] = pd.Series(growth(own.to_numpy()), index=own.index)
+        result = result.drop([key for key in result.index if key[0] == "" and key[2] > 0])
         result = result.reset_index().sort_values("time_ms", ascending=False, kind="stable")
         result["function"] = [self.frames[f][2] if f >= 0 else "" for f in result["frame"]]
         result["line"] = [self.frames[f][3] if f >= 0 else 0 for f in result["frame"]]
@@ -418,7 +428,7 @@ class _Roles:
                 key = self._instance(path, depth)
                 self.built.setdefault(key, set()).add(self.frames[frame][3])
         self.steps: dict[tuple[Any, ...], tuple[set[int], set[int]]] = {}
-        for path in paths:
+        for path in paths if table.known.get("exact", True) else []:
             self._learn(path)
 
     def _instance(self, path: Path, depth: int) -> tuple[Any, ...]:

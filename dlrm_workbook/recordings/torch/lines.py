@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +30,10 @@ from dlrm_workbook.recordings.torch.stacks import time_around
 
 MARKS = {
     "ours": re.compile(r"/dlrm_workbook/"),
-    "optimizer": re.compile(r"/torch/optim/|\.zero_grad$"),
-    "module": re.compile(r"/torch/nn/modules/module\.py:.*_call_impl$"),
-    "backward": re.compile(r"/torch/(_tensor|autograd/(__init__|graph))\.py:"),
-    "loader": re.compile(r"/torch/utils/data/"),
+    "optimizer": re.compile(r"(?:^|/)torch/optim/|\.zero_grad$"),
+    "module": re.compile(r"(?:^|/)torch/nn/modules/module\.py:.*_call_impl$"),
+    "backward": re.compile(r"(?:^|/)torch/(_tensor|autograd/(__init__|graph))\.py:"),
+    "loader": re.compile(r"(?:^|/)torch/utils/data/"),
 }
 """What a library's function (FILE:NAME) says of the user's line that called it."""
 
@@ -136,7 +137,8 @@ class _Paths:
             if (over[0], over[2]) == (file, around):
                 path[-1] = (self.number(file, over[1], around, line), mark)
                 return
-        role = _role(parse_span(function.rpartition(".")[2]))
+        part = parse_span(function.rpartition(".")[2])
+        role = role_of(*part) if part else ""
         path.append((self.number(file, first, function, line), role))
 
     def of_stack(self, stack: Sequence[Sequence[Any]]) -> int:
@@ -151,18 +153,19 @@ class _Paths:
         return self.paths.setdefault(tuple(path), len(self.paths))
 
 
+@cache
 def mark_of(function: str) -> str:
     """What a library's function (FILE:NAME) does, "" where that is nothing of :data:`MARKS`."""
     return next((name for name, at in MARKS.items() if at.search(function)), "")
 
 
-def _role(part: tuple[str, str] | None) -> str:
-    """The role of a function of our own step, "" of another's."""
-    if part is None:
-        return ""
-    if part[0] in ("data", "transfer"):
+def role_of(component: str, phase: str) -> str:
+    """The role of a part of the step, "" of none."""
+    if component in ("data", "transfer"):
         return "batch"
-    return "optimizer" if "optimizer" in part or "update" in part else "model"
+    if component == "optimizer" or phase == "update":
+        return "optimizer"
+    return "" if component == "other" else "model"
 
 
 def _main_times(iterations: Ints, samples: Ints) -> pd.DataFrame:
