@@ -87,6 +87,7 @@ LINES = chosen_columns(
     share_of_step=Column("of the step, itself"),
     operators=Column("operators below", "text"),
     calls=Column("runs per iteration", "number"),
+    growth_ms=Column("grows per iteration", "nonzero", unit="ms"),
 )
 """Columns of the table of the user's lines."""
 

@@ -128,6 +128,10 @@ class LineCounter:
             "batch": [(c.co_filename, c.co_firstlineno, c.co_qualname) for c in self._batch],
         }
 
+    def codes(self) -> list[CodeType]:
+        """The user's functions that ran."""
+        return list(dict.fromkeys(code for code, _, _ in self._runs))
+
     # ---- the trace function -----------------------------------------------------------
 
     def _called(self, frame: FrameType, event: str, _: Any) -> Any:

@@ -137,9 +137,7 @@ class _Paths:
             if (over[0], over[2]) == (file, around):
                 path[-1] = (self.number(file, over[1], around, line), mark)
                 return
-        part = parse_span(function.rpartition(".")[2])
-        role = role_of(*part) if part else ""
-        path.append((self.number(file, first, function, line), role))
+        path.append((self.number(file, first, function, line), ""))
 
     def of_stack(self, stack: Sequence[Sequence[Any]]) -> int:
         """The path of a stack, outermost frame first."""
@@ -150,6 +148,10 @@ class _Paths:
             elif path and (mark := mark_of(f"{file}:{function}")):
                 frame, marks = path[-1]
                 path[-1] = (frame, f"{marks.partition(' ')[0]} {mark}")
+            part = parse_span(str(function).rpartition(".")[2])
+            if path and part:
+                frame, marks = path[-1]
+                path[-1] = (frame, f"{role_of(*part)} {marks.partition(' ')[2]}")
         return self.paths.setdefault(tuple(path), len(self.paths))
 
 

@@ -444,7 +444,7 @@ class Session:
             "counted": self._counter.document()
             if self._each[COUNTED]
             else {"missing": "the program ended before an iteration whose lines are counted"},
-            "sources": sources(sampler.user_functions()),
+            "sources": sources([*sampler.codes(), *self._counter.codes()]),
         }
 
     def _head(self, averages: list[dict[str, Any]]) -> dict[str, Any]:
@@ -665,7 +665,8 @@ class record:
 
     Call ``step()`` at the end of each iteration. The first iteration and ``warmup`` more are
     not measured; ``iterations`` are recorded with torch.profiler, and as many, half of them
-    before and half after, are timed without it. After that the loop runs on as it would. The
+    before and half after, are timed without it; in as many the stacks of all threads are
+    sampled, and in one more lines are counted. After that the loop runs on as it would. The
     folder is then there: ``dlrm run bottlenecks -p profile_run=runs/mine``. Of several ranks
     each writes a folder of its own inside. Needs torch and numpy only.
 
