@@ -450,7 +450,8 @@ class _Roles:
                 continue
             if inner is not None:
                 wanted = source.passed(line, inner[0], inner[1], wanted or set())
-            step = source.step(line, wanted, self.built.get(key, set()))
+            methods = self.texts.methods(file, function.rpartition(".")[0])
+            step = source.step(line, wanted, self.built.get(key, set()), methods)
             model |= step.model
             batch |= step.batch - model
             wanted = step.parameters
@@ -494,6 +495,9 @@ class _Texts:
 
     def __init__(self, known: dict[str, Any] | None) -> None:
         self._blocks = [(str(f), int(n), str(t)) for f, n, t in (known or {}).get("sources", [])]
+        self._functions = {
+            (str(f), int(n), str(name)) for f, n, name, _ in (known or {}).get("frames", [])
+        }
         self._parsed: dict[tuple[str, int], Source | None] = {}
 
     def function(self, file: str, line: int) -> dict[int, str]:
@@ -508,6 +512,16 @@ class _Texts:
 
     def line(self, file: str, line: int) -> str:
         return self.function(file, line).get(line, "")
+
+    def methods(self, file: str, owner: str) -> dict[str, set[str]]:
+        """Attributes that the methods of a class bind, by the name that calls one, ``self.x``."""
+        bound: dict[str, set[str]] = {}
+        for name, first, function in self._functions:
+            if owner and name == file and function.rpartition(".")[0] == owner:
+                source = self.source(file, first)
+                called = f"self.{function.rpartition('.')[2]}"
+                bound[called] = source.attributes() if source else set()
+        return bound
 
     def source(self, file: str, first: int) -> Source | None:
         """The parsed function that begins at a line; None where its text is not known."""
