@@ -284,3 +284,20 @@ def node_times(
     )
     operators = ran.groupby(["path", "name"])["ns"].sum().reset_index()
     return {"backward": table.to_dict("list"), "operators": operators.to_dict("list")}
+
+
+def missing_of_lines(sampled: dict[str, Any]) -> dict[str, str]:
+    """What is not known of lines, name to reason."""
+    missing = {}
+    if reason := sampled["counted"].get("missing"):
+        missing["lines.calls"] = f"how often lines run was not counted: {reason}"
+    if "backward" not in sampled:
+        missing["lines.backward"] = "the backward pass is in the line that calls it: " + (
+            reason or "iterations build different numbers of nodes"
+        )
+    if sampled["profiled"]:
+        missing["lines.unprofiled"] = (
+            "the program ended before lines were sampled without the profiler, so their shares "
+            "are those of iterations under it"
+        )
+    return missing
