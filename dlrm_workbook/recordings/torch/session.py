@@ -288,6 +288,8 @@ class Session:
             self._sampler = StackSampler(threading.get_ident(), usual_s)
             self._sampler.start()
         elif self._phase == SAMPLED:
+            if self._modules is not None:
+                self._modules.stop()
             self._line_sampler = StackSampler(threading.get_ident(), usual_s, others=True)
             self._line_sampler.start()
         self._wait()
@@ -371,7 +373,7 @@ class Session:
 
     def _take_laps(self) -> None:
         """Keep the laps of the iteration that ended; after the warm-up time none that cost much."""
-        if self._modules is None or self._no_laps is not None:
+        if self._modules is None or self._no_laps is not None or self._phase in (SAMPLED, COUNTED):
             return
         calls, moments = self._modules.calls, self._modules.take()
         if self._phase == WARM_UP:
