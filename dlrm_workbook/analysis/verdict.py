@@ -33,6 +33,7 @@ from dlrm_workbook.analysis.findings import (
 )
 from dlrm_workbook.analysis.findings.finding import Finding, plain
 from dlrm_workbook.analysis.quality import quality
+from dlrm_workbook.analysis.lines import lines
 from dlrm_workbook.analysis.reference import (
     Reference,
     at_reference,
@@ -614,6 +615,7 @@ def document(
         ],
         "roofline": roofline.to_dict("records"),
         "what_if": changes.to_dict("records"),
+        "lines": lines(profile).to_dict("records"),
     }
     return bottlenecks_json(profile, attribution, found) | dict(plain(more))
 

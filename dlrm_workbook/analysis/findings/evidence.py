@@ -37,8 +37,8 @@ from dlrm_workbook.analysis.attribution import (
 from dlrm_workbook.analysis.gpu import kernel_table
 from dlrm_workbook.analysis.idleness import idle_pieces
 from dlrm_workbook.analysis.launches import launched_operations
+from dlrm_workbook.analysis.lines import lines, place
 from dlrm_workbook.analysis.operators import top_operators
-from dlrm_workbook.analysis.python_lines import python_lines
 from dlrm_workbook.analysis.roofline import roofline
 from dlrm_workbook.ground.arrays import Bools, Ints
 from dlrm_workbook.ground.units import milliseconds
@@ -201,17 +201,19 @@ class Evidence:
 
     @cached_property
     def lines(self) -> pd.DataFrame:
-        """Time by line of Python, see :func:`~dlrm_workbook.analysis.python_lines.python_lines`."""
-        return python_lines(self.profile)
+        """Time by line of the user's code, see :func:`dlrm_workbook.analysis.lines.lines`."""
+        return lines(self.profile)
 
-    def said_lines(self, component: str, phase: str | None = None) -> str | None:
-        """The lines that take most of a part's Python time, as a sentence lists them."""
-        chosen = self.lines["component"].eq(component)
-        if phase is not None:
-            chosen &= self.lines["phase"].eq(phase)
+    def said_lines(self, component: str) -> str | None:
+        """The lines that take most of making a batch (``data``), or most of what is in no named
+        part (``other``), as a sentence lists them; None of other parts, whose lines are not told
+        apart."""
+        role = {"data": "batch", "other": "around"}.get(component, "")
+        chosen = self.lines[self.lines["role"].eq(role) & self.lines["file"].ne("")]
         listed = [
-            f"{row['line']} in {row['function']} ({milliseconds(float(row['time_ms']))})"
-            for _, row in self.lines[chosen].head(MOST_LINES).iterrows()
+            f"{place(row['file'], row['line'])} in {row['function']} "
+            f"({milliseconds(float(row['time_ms']))})"
+            for row in chosen[chosen["time_ms"].gt(0)].head(MOST_LINES).to_dict("records")
         ]
         return ", ".join(listed) or None
 

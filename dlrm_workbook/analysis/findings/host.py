@@ -632,7 +632,7 @@ def python_in_part(evidence: Evidence, ledger: Causes) -> Measured | None:
         "share": share,
         "name": part_label(*part) if part[0] != "other" else "no named part",
         "own": float(evidence.parts["python_ms"][part]),
-        "lines": evidence.said_lines(*part),
+        "lines": evidence.said_lines(part[0]),
         "whole": float(evidence.parts["traced_ms"][part]),
         "component": part[0],
     }
