@@ -369,7 +369,7 @@ def test_what_few_iterations_do_is_told_though_they_take_no_longer(
     assert (named is not None) == (len(sorted_in) == 1)
     if named is not None:
         assert named.title.startswith("1 of 7 iterations does what the others do not: radix sort")
-        assert "In iterations 4 " in named.evidence
+        assert "iterations 4 (counted" in named.evidence
         assert named.share_of_step == pytest.approx(0.5 / 7, abs=0.01)
 
 

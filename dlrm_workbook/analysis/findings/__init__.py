@@ -126,8 +126,6 @@ RULES: tuple[Rule, ...] = (
     generic.outside_parts,
     generic.spinning_threads,
     iterations.irregular,
-    iterations.slower_later,
-    iterations.now_and_then,
     generic.slower_than_alone,
     generic.far_from_ceiling,
     generic.dominant_part,

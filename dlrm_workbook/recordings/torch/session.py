@@ -46,6 +46,7 @@ from dlrm_workbook.ground.processes import without_collection
 from dlrm_workbook.recordings.torch import RECORDED_PASS, RECORDING_VERSION, UNKNOWN_MODEL
 from dlrm_workbook.recordings.torch.modules import ModuleRanges
 from dlrm_workbook.recordings.torch.sampling import StackSampler
+from dlrm_workbook.recordings.torch.seen_model import SeenModel
 
 WARM_UP, BEFORE, PROFILED, AFTER, SAMPLED = "warm-up", "before", "profiled", "after", "sampled"
 """Phases of a session, in their order: not measured, timed, recorded, timed, and run with nothing
@@ -165,6 +166,7 @@ class Session:
         self._profiler: profile | None = None
         self._sampler: StackSampler | None = None
         self._modules: ModuleRanges | None = None
+        self._seen: SeenModel | None = None
         self._marks: list[int] = []
         self._moments: dict[str, list[list[tuple[str, float]]]] = {BEFORE: [], PROFILED: []}
         """Moments that divide each iteration, without the profiler and with it; its end is last."""
@@ -194,6 +196,9 @@ class Session:
         if not self.ours:
             self._modules = ModuleRanges()
             self._start_laps(self._modules)
+            if self._modules.missing is None and self._lengths[WARM_UP] > 0:
+                self._seen = SeenModel(self._modules.roots)
+                self._seen.start()  # in the first iteration, which is not measured
         self._begin_phase()
         return self
 
@@ -211,8 +216,9 @@ class Session:
         """
         with self._stack:
             self._end_phase()
-            if self._modules is not None:
-                self._modules.stop()
+            for hooked in (self._modules, self._seen):
+                if hooked is not None:
+                    hooked.stop()
             if error is not None:
                 raise error  # through what is on the stack, which leaves no folder then
             if not self._each[PROFILED]:
@@ -250,6 +256,8 @@ class Session:
         times = self._each[self._phase]
         times.append((self._ended - self._began) * 1e3)
         self._mark()
+        if self._seen is not None:
+            self._seen.stop()
         self._take_laps()
         if self._counted is not None:
             self._counters.snapshot(self.done, profiled=self._counted)
@@ -466,6 +474,8 @@ class Session:
         }
         if laps := self._laps_document():
             head["laps_ms"] = laps
+        if self._seen is not None:
+            head["seen_model"] = self._seen.document()
         if self.on_gpu:
             head["gpu_peak_allocated_bytes"] = torch.cuda.max_memory_allocated(self.device)
         return head
@@ -521,6 +531,8 @@ class Session:
             missing = dict.fromkeys(absent, NO_GPU_USED)
         if self._modules is not None and self._modules.missing is not None:
             missing["modules"] = self._modules.missing
+        if self._modules is not None and self._seen is None:
+            missing["seen_model"] = self._modules.missing or "no iteration warmed up"
         if self._no_laps is not None and not self.on_gpu:
             missing["laps"] = (
                 "parts were not timed without the profiler, so one factor scales them all: "
