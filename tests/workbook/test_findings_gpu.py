@@ -331,7 +331,7 @@ def test_a_range_with_much_of_the_step_is_named_whatever_its_kernels_are(trace: 
             at = begin + 410 + 30 * i
             trace.host("cpu_op", f"aten::step_{i}", at - 1, at + 28)
             trace.launch(at, f"sm90_kind{i}", at + 3, at + 28)
-    place = found(trace.read())["dominant_place"]
+    place = found(trace.read())["largest_place"]
     assert place.title == "## evaluate ## takes 50% of the step"
     assert "the GPU works 0.400 ms and is idle 0.0980 ms" in place.evidence
     assert "By range it is ## evaluate ##" in place.evidence

@@ -148,7 +148,7 @@ def test_the_experiments_host_makes_data() -> None:
 def test_building_the_tables_is_start_up_and_no_dominant_part() -> None:
     found, _ = told(real("python"))  # 56% are in embedding forward, nearly all of it create_emb
     assert [finding.id for finding in found][:2] == ["data_generation", "start_up"]
-    assert "dominant_part" not in {finding.id for finding in found}
+    assert "largest_place" not in {finding.id for finding in found}
     assert "create_emb" in found[1].evidence and found[1].predicted_speedup == {}
 
 
@@ -459,7 +459,7 @@ def test_a_part_that_takes_most_of_another_programs_time_is_named_with_its_calle
     profile.contexts.loc[1, "parent"] = 0
     found, document = told(profile)
     # below 40 % a function is listed without a claim that it dominates
-    assert [finding.id for finding in found] == ["dominant_part" if first else "largest_functions"]
+    assert [finding.id for finding in found] == ["largest_place" if first else "largest_functions"]
     if not first:
         assert "dot_pairs in interaction forward" in found[0].title
         assert found[0].share_of_step == pytest.approx(0.35, abs=0.001)

@@ -65,7 +65,7 @@ EXPLAINS = {
     "blocking_launches": (STARVED, 0.5),
     "allocation": (STARVED, 0.5),
     "profiler_overhead": (STARVED, 0.5),
-    "rank_imbalance": (("exposed_communication", "dominant_place"), 0.0),
+    "rank_imbalance": (("exposed_communication", "largest_place"), 0.0),
 }
 """Finding of a cause to those that speak of its effects, before which it stands if its share is no
 less than this part of the effect's."""
@@ -127,11 +127,8 @@ RULES: tuple[Rule, ...] = (
     generic.spinning_threads,
     iterations.irregular,
     generic.slower_than_alone,
-    generic.far_from_ceiling,
-    generic.dominant_part,
     generic.start_up,
-    generic.largest_functions,
-    gpu_work.dominant_place,
+    generic.largest_place,
 )
 """In the order in which they run: what leaves no doubt about its cause comes first."""
 
@@ -212,7 +209,9 @@ def _dominant_in_place(ranked: Sequence[Finding]) -> list[Finding]:
     """The findings without a dominant part of which another tells half; it comes first of those
     that slow the step if more of it than any of them takes is left when all others are taken off.
     """
-    dominant = next((each for each in ranked if each.id == "dominant_part"), None)
+    dominant = next(
+        (each for each in ranked if each.id == "largest_place" and not each.predicted_speedup), None
+    )
     if dominant is None:
         return list(ranked)
     others = [each for each in ranked if each is not dominant]

@@ -17,9 +17,11 @@ from dlrm_workbook.analysis.attribution import (
     host_time,
     iteration_count,
     main_thread,
+    parts_at,
     step_contexts,
 )
 from dlrm_workbook.analysis.findings.evidence import (
+    MOST_LISTED,
     PROFILER_MS,
     Evidence,
     Part,
@@ -31,10 +33,14 @@ from dlrm_workbook.analysis.findings.finding import (
     Measured,
     bounded,
     capitalised,
+    largest,
     rule,
 )
+from dlrm_workbook.analysis.findings.where import PLACE_LEVELS, in_place, time_by_name
+from dlrm_workbook.analysis.kernel_names import kernel_name
 from dlrm_workbook.ground.units import milliseconds
 from dlrm_workbook.recordings.foreign import node_key
+from dlrm_workbook.recordings.open import COMMUNICATION
 from dlrm_workbook.recordings.profile import nearest
 
 DOMINANT_PART_SHARE = 0.4
@@ -223,73 +229,92 @@ def disturbed_profile(evidence: Evidence, ledger: Causes) -> Measured | None:
     return {"share": 0.0, "times": times, "calls": calls, "cost": cost, "recorded": recorded}
 
 
-CEILING_SHARE = 0.08
+PLACE_SHARE = 0.25
+"""Least share of the step with a GPU in one range, operator or function for it to be named."""
 
-FAR_SHARE = 0.3
+FUNCTION_SHARE = 0.04
+"""Least share of CPU time for a function to be listed among those that no finding names."""
+
+TOLD = 0.5
+"""A finding that takes more than this part of that share and names the place tells it already."""
+
+SAME_PLACE = 0.8
+"""Least part of a name's time for an inner name that has it to be named instead."""
 
 
 @rule(
-    "far_from_ceiling",
-    title="{name} reaches {reached:.0%} of what this machine allows",
-    evidence=("It takes {time:ms}; the ceilings measured here for {limit} allow {ceiling:ms}.",),
-    advice="Look at its operators for work that the model does not need, strided or tiny "
-    "accesses, and a library that misses the machine's instructions.",
+    "largest_place",
+    title="{name} {takes} {share:.0%} of the step",
+    evidence=(
+        "In {what} the GPU works {busy:ms} and is idle {idle:ms} of {total:ms} per "
+        "iteration{place}.",
+        "{itself} takes {time:ms} of {total:ms} per iteration, without what builds the model.",
+        "Its kernels: {kernels}.",
+        "Most of it: {heaviest}.",
+        "By the Python function that calls these: {callers}.",
+        "Of the sampled time that no finding above names, these take most: {listed}.",
+        "No rule found why: how short it could be, and what would help, was not measured.",
+    ),
+    advice="Look first at what is named here: what calls it, with which types, shapes and "
+    "threads, and whether each iteration needs it.",
     limit="",
 )
-def far_from_ceiling(evidence: Evidence, ledger: Causes) -> Measured | None:
-    """A large part reaches little of what the machine allows, alone as in the run."""
-    table = evidence.roofline
-    if table.empty:
+def largest_place(evidence: Evidence, ledger: Causes) -> Measured | None:
+    """Where no rule knows why: the range, operator, function or part of another program in which
+    most time passes. Of our own programs, probes and ceilings tell more."""
+    if evidence.is_ours:
         return None
-    table = table[~table["component"].isin(["data", "other", "transfer"])]
-    table = table[table["ceiling_ms"] > 0]  # what is Python's in another program has no limit
-    table = table.assign(lost_ms=table["time_ms"] - table["ceiling_ms"])
-    table = table[(table["share_of_ceiling"] < CEILING_SHARE) & table["lost_ms"].gt(0)]
-    parts = zip(table["component"], table["phase"], strict=True)
-    table = table[[not ledger.is_explained((str(name), str(phase))) for name, phase in parts]]
-    if table.empty:
+    measured = _place_on_gpu(evidence, ledger) if evidence.has_timeline else None
+    if measured is None and _is_sampled(evidence) and not evidence.on_gpu:
+        measured = _sampled_place(evidence, ledger) or _sampled_functions(evidence, ledger)
+    nothing = ("what", "itself", "kernels", "heaviest", "callers", "listed")
+    return measured and {"takes": "takes", **dict.fromkeys(nothing), "busy": 0, **measured}
+
+
+def _place_on_gpu(evidence: Evidence, ledger: Causes) -> Measured | None:
+    """The GPU's work in one range, operator or function and the GPU's idle time there together,
+    whatever the kernels and the causes are; exchanges between ranks are left out."""
+    profile, pieces = evidence.profile, evidence.pieces
+    exchanges = np.append(evidence.named(COMMUNICATION), False)[pieces["context"]]
+    rows = pieces[~(exchanges & pieces["where"].eq("device"))]
+    places = time_by_name(profile, rows["context"], rows["ms"])
+    del places["call"]  # of idle time, which another finding tells
+    most = max((float(times.iloc[0]) for times in places.values() if len(times)), default=0.0)
+    if most < PLACE_SHARE * evidence.total_ms:
         return None
-    worst = table.loc[table["lost_ms"].idxmax()]
-    lost = (float(worst["lost_ms"]) - ledger.explained_ms) / evidence.total_ms
-    if lost < FAR_SHARE:
+    # of nested names with nearly the same time the innermost
+    level = [
+        key for key, times in places.items() if len(times) and times.iloc[0] > SAME_PLACE * most
+    ][-1]
+    name = str(places[level].index[0])
+    if any(share > TOLD * most / evidence.total_ms and name in text for share, text in ledger.told):
         return None
+    inside = in_place(profile, level, name)
+    own = rows[inside[rows["context"]] & rows["context"].ge(0)]
+    busy = own[own["where"].eq("device")]
+    by_context = busy.groupby("context")["ms"].sum()
+    names = profile.contexts["name"].iloc[by_context.index]
+    short = [kernel_name(kernel).short or kernel for kernel in names]
+    kernels = by_context.groupby(short).sum().nlargest(MOST_LISTED)
+    parts = parts_at(profile, own["context"].to_numpy())
+    part = largest(own["ms"].groupby([parts[each].to_numpy() for each in PART]).sum())
+    time = float(own["ms"].sum())
     return {
-        "share": float(worst["time_ms"]) / evidence.total_ms,
-        "component": str(worst["component"]),
-        "name": capitalised(part_label(str(worst["component"]), str(worst["phase"]))),
-        "reached": worst["share_of_ceiling"],
-        "time": worst["time_ms"],
-        "ceiling": worst["ceiling_ms"],
-        "limit": str(worst["limit"]),
-        "speedup": {
-            "low": 1.0,
-            "mid": 1.0 / (1.0 - 0.4 * lost),
-            "high": 1.0 / max(1.0 - lost, 0.02),
-        },
+        "share": time / evidence.total_ms,
+        "component": part[0],
+        "name": name[:90],
+        "what": f"the {PLACE_LEVELS[level].removesuffix(' within it')} {name[:90]}",
+        "busy": float(busy["ms"].sum()),
+        "idle": time - float(busy["ms"].sum()),
+        "place": f", most in {part_label(*part)}" if part[0] != "other" else "",
+        "kernels": listed_times(kernels) or None,
+        "pieces": (own["context"], own["ms"]),
+        "speedup": bounded(0.5 * time / evidence.total_ms),
     }
 
 
-@rule(
-    "dominant_part",
-    title="{name} takes {share:.0%} of the step",
-    evidence=(
-        "{what} takes {time:ms} of {total:ms} per iteration, without what builds the model.",
-        "Most of it: {heaviest}.",
-        "By the Python function that calls these: {callers}.",
-        "No rule found why: how short it could be, and what would help, was not measured.",
-    ),
-    advice="Look first at the functions named here: what they compute, with which types, shapes "
-    "and threads, and whether each iteration needs it.",
-    limit="",
-    gpu=False,
-)
-def dominant_part(evidence: Evidence, ledger: Causes) -> Measured | None:
-    """One part of another program, or one function in no part, takes much of the CPU's time.
-
-    Of our own programs, probes and ceilings tell more.
-    """
-    if not _is_sampled(evidence):
-        return None  # without parts, another finding names the largest function
+def _sampled_place(evidence: Evidence, ledger: Causes) -> Measured | None:
+    """One part, or one function in no part, that takes much of the CPU's time."""
     table = _at_work(evidence)
     groups = ["component", "phase", "function"]
     times = table.groupby(groups)["time_ms"].sum()
@@ -311,10 +336,44 @@ def dominant_part(evidence: Evidence, ledger: Causes) -> Measured | None:
         "component": component,
         "concerns": (component,) if component != "other" else (),
         "name": name,
-        "what": f"{name} (samples in no named part)" if component == "other" else "It",
+        "itself": f"{name} (samples in no named part)" if component == "other" else "It",
         "time": time,
         "heaviest": itself,
         "callers": callers if callers != itself else None,
+        "speedup": {},
+    }
+
+
+def _sampled_functions(evidence: Evidence, ledger: Causes) -> Measured | None:
+    """Python functions, or nodes of autograd, that take much of a sampled program, each by what it
+    and all that it calls in no other such function take."""
+    contexts = evidence.profile.contexts
+    table = _at_work(evidence)
+    marked = evidence.profile.of_kind("python")
+    marked |= evidence.profile.which("name", lambda name: node_key(name) is not None)
+    above = nearest(contexts["parent"].to_numpy(), marked)[table.index]
+    table = table.assign(name=contexts["name"].to_numpy()[above])[above >= 0]
+    parts = zip(table["component"], table["phase"], strict=True)
+    table = table[[not ledger.is_explained(part) for part in parts]]
+    times = table.groupby(["name", *PART])["time_ms"].sum().sort_values(ascending=False)
+    times = times[times >= FUNCTION_SHARE * evidence.total_ms]
+    named_above = " ".join(text for _, text in ledger.told).lower()
+    names = [str(name) for name in times.index.get_level_values("name")]
+    times = times[[_short_node(name).lower() not in named_above for name in names]]
+    if times.empty:
+        return None
+    rows = times.reset_index(name="ms")
+    labels = [
+        f"{_short_node(name)}{f' in {part_label(part, phase)}' if part != 'other' else ''}"
+        for name, part, phase in rows[["name", *PART]].itertuples(index=False)
+    ]
+    return {
+        "id": "largest_functions",
+        "share": float(times.sum()) / evidence.total_ms,
+        "component": str(times.index[0][1]),
+        "name": ", ".join(labels[:2]) + (", ..." if len(labels) > 2 else ""),
+        "takes": "takes" if len(labels) == 1 else "take",
+        "listed": listed_times(pd.Series(rows["ms"].to_numpy(), labels)),
         "speedup": {},
     }
 
@@ -393,57 +452,6 @@ def start_up(evidence: Evidence, ledger: Causes) -> Measured | None:
         "most": str(by_caller.groupby("name")["time_ms"].sum().idxmax()),
         "heaviest": itself,
         "callers": callers if callers != itself else None,
-        "speedup": {},
-    }
-
-
-FUNCTION_SHARE = 0.04
-"""Least share of CPU time for a function to be listed among those that no finding names."""
-
-
-@rule(
-    "largest_functions",
-    title="{count} take {share:.0%} of the step: {functions}",
-    evidence=(
-        "Of the sampled time that no finding above names, these take most: {listed}.",
-        "How short they could be was not measured.",
-    ),
-    advice="Look at what calls them, with which types, shapes and threads, and whether each "
-    "iteration needs it.",
-    limit="",
-    gpu=False,
-)
-def largest_functions(evidence: Evidence, ledger: Causes) -> Measured | None:
-    """Python functions, or nodes of autograd, that take much of a sampled program, each by what it
-    and all that it calls in no other such function take."""
-    if not _is_sampled(evidence):
-        return None
-    contexts = evidence.profile.contexts
-    table = _at_work(evidence)
-    marked = evidence.profile.of_kind("python")
-    marked |= evidence.profile.which("name", lambda name: node_key(name) is not None)
-    above = nearest(contexts["parent"].to_numpy(), marked)[table.index]
-    table = table.assign(name=contexts["name"].to_numpy()[above])[above >= 0]
-    parts = zip(table["component"], table["phase"], strict=True)
-    table = table[[not ledger.is_explained(part) for part in parts]]
-    times = table.groupby(["name", *PART])["time_ms"].sum().sort_values(ascending=False)
-    times = times[times >= FUNCTION_SHARE * evidence.total_ms]
-    named_above = " ".join(text for _, text in ledger.told).lower()
-    names = [str(name) for name in times.index.get_level_values("name")]
-    times = times[[_short_node(name).lower() not in named_above for name in names]]
-    if times.empty:
-        return None
-    rows = times.reset_index(name="ms")
-    labels = [
-        f"{_short_node(name)}{f' in {part_label(part, phase)}' if part != 'other' else ''}"
-        for name, part, phase in rows[["name", *PART]].itertuples(index=False)
-    ]
-    return {
-        "share": float(times.sum()) / evidence.total_ms,
-        "component": str(times.index[0][1]),
-        "count": "One function" if len(times) == 1 else f"{len(times)} functions",
-        "functions": ", ".join(labels[:2]) + (", ..." if len(labels) > 2 else ""),
-        "listed": listed_times(pd.Series(rows["ms"].to_numpy(), labels)),
         "speedup": {},
     }
 

@@ -12,7 +12,6 @@ from dlrm_core.parts import part_label
 from dlrm_workbook.analysis.attribution import (
     PART,
     iteration_count,
-    parts_at,
 )
 from dlrm_workbook.analysis.findings.evidence import MOST_LISTED, Evidence, listed_times
 from dlrm_workbook.analysis.findings.finding import (
@@ -27,7 +26,6 @@ from dlrm_workbook.analysis.findings.finding import (
     rule,
 )
 from dlrm_workbook.analysis.findings.where import (
-    PLACE_LEVELS,
     in_place,
     time_by_name,
 )
@@ -436,75 +434,6 @@ def _kernels_of_one_place(evidence: Evidence, table: pd.DataFrame) -> Measured |
         "listed": listed_times(by_kernel),
         "pieces": (pieces[0][inside], pieces[1][inside]),
         "unknown": None,
-        "speedup": bounded(0.5 * time / evidence.total_ms),
-    }
-
-
-DOMINANT_PLACE_SHARE = 0.25
-"""Least share of the step in one range, operator or function for that to be a finding."""
-
-TOLD = 0.5
-"""A finding that takes more than this part of that share and names the place tells it already."""
-
-SAME_PLACE = 0.8
-"""Least part of a name's time for an inner name that has it to be named instead."""
-
-
-@rule(
-    "dominant_place",
-    title="{name} takes {share:.0%} of the step",
-    evidence=(
-        "In {what} {name} the GPU works {busy:ms} and is idle {idle:ms} of {total:ms} per "
-        "iteration{place}.",
-        "Its kernels: {kernels}.",
-        "No rule found why: how short it could be, and what would help, was not measured.",
-    ),
-    advice="Look first at what is named here: what calls it, with which types and shapes, and "
-    "whether each iteration needs it.",
-    limit="",
-    gpu=True,
-)
-def dominant_place(evidence: Evidence, ledger: Causes) -> Measured | None:
-    """One range, operator or function of another program takes much of the step: the GPU's work in
-    it and the GPU's idle time together, whatever the kernels and the causes are."""
-    if evidence.is_ours or not evidence.has_timeline:
-        return None
-    profile, pieces = evidence.profile, evidence.pieces
-    exchanges = np.append(evidence.named(COMMUNICATION), False)[pieces["context"]]
-    exchange = exchanges & pieces["where"].eq("device")
-    rows = pieces[~exchange]
-    places = time_by_name(profile, rows["context"], rows["ms"])
-    del places["call"]  # of idle time, which another finding tells
-    most = max((float(times.iloc[0]) for times in places.values() if len(times)), default=0.0)
-    if most < DOMINANT_PLACE_SHARE * evidence.total_ms:
-        return None
-    # of nested names with nearly the same time the innermost
-    level = [
-        key for key, times in places.items() if len(times) and times.iloc[0] > SAME_PLACE * most
-    ][-1]
-    name = str(places[level].index[0])
-    if any(share > TOLD * most / evidence.total_ms and name in text for share, text in ledger.told):
-        return None
-    inside = in_place(profile, level, name)
-    own = rows[inside[rows["context"]] & rows["context"].ge(0)]
-    busy = own[own["where"].eq("device")]
-    by_context = busy.groupby("context")["ms"].sum()
-    names = profile.contexts["name"].iloc[by_context.index]
-    short = [kernel_name(kernel).short or kernel for kernel in names]
-    kernels = by_context.groupby(short).sum().nlargest(MOST_LISTED)
-    parts = parts_at(profile, own["context"].to_numpy())
-    part = largest(own["ms"].groupby([parts[each].to_numpy() for each in PART]).sum())
-    time = float(own["ms"].sum())
-    return {
-        "share": time / evidence.total_ms,
-        "component": part[0],
-        "name": name[:90],
-        "what": f"the {PLACE_LEVELS[level].removesuffix(' within it')}",
-        "busy": float(busy["ms"].sum()),
-        "idle": time - float(busy["ms"].sum()),
-        "place": f", most in {part_label(*part)}" if part[0] != "other" else "",
-        "kernels": listed_times(kernels) or None,
-        "pieces": (own["context"], own["ms"]),
         "speedup": bounded(0.5 * time / evidence.total_ms),
     }
 
