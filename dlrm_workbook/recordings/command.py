@@ -132,6 +132,7 @@ def recording_environment(
             "profiled": config.iterations,
             "warmup": config.warmup,
             "unprofiled": config.iterations,
+            "sampled": config.iterations,
         },
         "detail": {
             "with_stack": config.with_stack,

@@ -11,9 +11,15 @@ Needs Python alone: programs that are measured have what they have.
 
 from __future__ import annotations
 
+import contextlib
+import inspect
+import linecache
+import os
+import re
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from types import CodeType, FrameType
 from typing import Any
 
@@ -23,6 +29,47 @@ INTERVALS_S = (0.0005, 0.002)
 SAMPLES = 100
 """Wanted in an iteration, within those limits."""
 
+MOST_SOURCE = 400_000
+"""Characters of source text that a recording keeps."""
+
+_LIBRARY = re.compile(
+    r"/(?:site|dist)-packages/|/lib/python3\.\d+/|/dlrm_(?:workbook|kernels|ranks|studies)/|"
+    r"^<(?!string>|stdin>|ipython-|cell)"
+)
+"""Files that are no code of the user's: libraries, and what measures."""
+
+
+def is_user_code(file: str, function: str) -> bool:
+    """Whether a function is the user's own: in no library, not Python's, not what measures it.
+
+    Code without a file (``exec``, ``python -c``, a notebook's cell) is the user's, except for the
+    methods that Python writes itself, such as the ``__init__`` of a dataclass.
+    """
+    generated = file == "<string>" and function.rpartition(".")[2].startswith("__")
+    return not _LIBRARY.search(file) and not generated
+
+
+def sources(functions: Iterable[tuple[str, int]]) -> list[tuple[str, int, str]]:
+    """Source text of functions as (file, first line, text), :data:`MOST_SOURCE` in all.
+
+    Args:
+        functions: (file, first line) of each; 0 or 1 of the code of a whole file.
+    """
+    texts: list[tuple[str, int, str]] = []
+    left = MOST_SOURCE
+    for file, first in functions:
+        rows = linecache.getlines(file)
+        if first > 1:
+            # a file that was changed meanwhile may end in the middle of anything
+            with contextlib.suppress(Exception):
+                rows = inspect.getblock(rows[first - 1 :])
+        text = "".join(rows)
+        if text and len(text) <= left:
+            left -= len(text)
+            texts.append((file, max(first, 1), text))
+    return texts
+
+
 Stack = tuple[int, ...]
 """Innermost first, two numbers a frame: the ``id`` of what is run, and the place in its
 instructions. Code itself is slow to hash, and its lines are slow to look up, for long functions a
@@ -30,18 +77,24 @@ tenth of a millisecond; the watched thread waits meanwhile."""
 
 
 class StackSampler:
-    """Samples the Python stack of one thread between :meth:`start` and :meth:`stop`.
+    """Samples Python stacks between :meth:`start` and :meth:`stop`.
 
     Args:
         thread: whose stack is read, as ``threading.get_ident()`` names it.
         iteration_s: how long an iteration takes, about; None where that is not known.
+        others: whether the stacks of all other threads are read too.
     """
 
-    def __init__(self, thread: int, iteration_s: float | None = None) -> None:
-        self._watched = thread
+    def __init__(
+        self, thread: int, iteration_s: float | None = None, *, others: bool = False
+    ) -> None:
+        self._watched, self._reads_others = thread, others
         least, most = INTERVALS_S
         self.interval_s = min(max((iteration_s or 0.0) / SAMPLES, least), most)
         self._samples: list[tuple[int, int]] = []
+        self._others: list[tuple[int, int, int, int]] = []
+        self._threads: dict[int, tuple[str, int | None]] = {}
+        """Name of each other thread, and the open file that says how long it has run."""
         self._stacks: dict[Stack, int] = {}
         self._codes: dict[int, CodeType] = {}
         self._over = threading.Event()
@@ -58,12 +111,17 @@ class StackSampler:
         self._over.set()
         self._thread.join()
         sys.setswitchinterval(self._usual_s)
+        for _, file in self._threads.values():
+            if file is not None:
+                os.close(file)
 
     def document(self) -> dict[str, Any]:
         """Everything sampled, as JSON holds it.
 
         ``frames`` are (file, first line of the function, function, line), ``stacks`` numbers of
         frames, outermost first, and ``samples`` (nanoseconds of ``time.perf_counter_ns``, stack).
+        ``others`` are samples of other threads: (nanoseconds, thread, stack, nanoseconds that the
+        thread has computed so far or -1), ``threads`` their names.
         """
         frames: dict[tuple[int, int], int] = {}
         lines = {number: _lines(code) for number, code in self._codes.items()}
@@ -82,17 +140,50 @@ class StackSampler:
             ],
             "stacks": stacks,
             "samples": self._samples,
+            "threads": {number: name for number, (name, _) in self._threads.items()},
+            "others": self._others,
         }
+
+    def user_functions(self) -> list[tuple[str, int]]:
+        """(file, first line) of the user's functions among those sampled."""
+        codes = self._codes.values()
+        seen = [c for c in codes if is_user_code(c.co_filename, c.co_qualname)]
+        # of the code of a file, the whole file
+        return [(c.co_filename, c.co_firstlineno * (c.co_name != "<module>")) for c in seen]
 
     def _run(self) -> None:
         while not self._over.wait(self.interval_s):
-            frame = sys._current_frames().get(self._watched)
+            frames = sys._current_frames()
             now = time.perf_counter_ns()
+            frame = frames.pop(self._watched, None)
             if frame is None:
                 return  # the thread has ended
-            stack = self._stack(frame)
-            del frame  # would keep alive what its function holds
-            self._samples.append((now, self._stacks.setdefault(stack, len(self._stacks))))
+            self._samples.append((now, self._number(frame)))
+            if self._reads_others:
+                frames.pop(threading.get_ident(), None)
+                for thread, other in frames.items():
+                    row = (now, thread, self._number(other), self._computed_ns(thread))
+                    self._others.append(row)
+            frame = other = None
+            frames.clear()  # would keep alive what their functions hold
+
+    def _number(self, frame: FrameType) -> int:
+        return self._stacks.setdefault(self._stack(frame), len(self._stacks))
+
+    def _computed_ns(self, thread: int) -> int:
+        """Nanoseconds that a thread has been on a core; -1 where the system does not say."""
+        if thread not in self._threads:
+            alive = {one.ident: one for one in threading.enumerate()}
+            known, file = alive.get(thread), None
+            if known is not None:
+                with contextlib.suppress(OSError):
+                    file = os.open(f"/proc/self/task/{known.native_id}/schedstat", os.O_RDONLY)
+            self._threads[thread] = (known.name if known else f"thread {thread}", file)
+        file = self._threads[thread][1]
+        try:
+            return -1 if file is None else int(os.pread(file, 64, 0).split()[0])
+        except (OSError, ValueError, IndexError):
+            return -1  # it has just ended
 
     def _stack(self, frame: FrameType | None) -> Stack:
         rows: list[int] = []

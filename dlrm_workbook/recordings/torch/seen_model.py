@@ -7,20 +7,18 @@ They look for :data:`MOST_S` in all. Whatever fails in them leaves the program a
 
 from __future__ import annotations
 
-import os
 import sys
-import sysconfig
 import threading
 import time
 from collections.abc import Iterable
-from functools import cache
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
 from torch.nn.modules import module as torch_module
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from dlrm_workbook.recordings.torch.sampling import is_user_code
 
 MOST_S = 0.2
 """Seconds after which nothing more is looked at."""
@@ -73,13 +71,14 @@ class SeenModel:
     def document(self) -> dict[str, Any]:
         """Everything seen, as JSON holds it.
 
-        ``tables`` have ``name``, ``rows``, ``dim``, ``bytes`` (of an element), ``calls``, and of the
-        first of these ``lookups``, how many of their rows are ``unique``, and the share (0 to 1)
-        ``hottest`` of ``hottest_row``, None where they were not counted; ``bag``, ``gradient``
-        ("dense", "sparse" or None), ``optimizer`` (row of ``optimizers``, or None). ``products`` have ``name``, ``rows``, ``inputs``, ``outputs`` and
-        ``zeros`` (share of the operand's elements, 0 to 1). ``optimizers`` have ``class``,
-        ``options``, ``tensors``, ``elements``. Each has the ``file``, ``line`` and ``function``
-        of the program that calls it.
+        ``tables`` have ``name``, ``rows``, ``dim``, ``bytes`` (of an element), ``calls``, and of
+        the first call ``lookups``, how many different rows they ask for (``unique``) and the share
+        (0 to 1) ``hottest`` of ``hottest_row``, None where that was not counted; ``bag``,
+        ``gradient`` ("dense", "sparse" or None) and ``optimizer`` (row of ``optimizers``).
+        ``products`` have ``name``, ``rows``, ``inputs``, ``outputs`` and ``zeros`` (share of the
+        operand's elements). ``optimizers`` have ``class``, ``options``, ``tensors``,
+        ``elements``. Each has the ``file``, ``line`` and ``function`` of the program's that
+        calls it.
         """
         return {
             "tables": list(self._tables.values()),
@@ -171,17 +170,9 @@ def _captures() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
-@cache
-def _is_library(file: str) -> bool:
-    """Whether a file is torch's, Python's, a package's or ours: no line of the program."""
-    folders = {sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")}
-    folders |= {str(Path(torch.__file__).parent), str(Path(__file__).parents[2])}
-    return file.startswith("<") or file.startswith(tuple(each + os.sep for each in folders))
-
-
 def _line(frame: FrameType | None) -> dict[str, Any]:
     """``file``, ``line`` and ``function`` of the innermost frame of the program itself."""
-    while frame is not None and _is_library(frame.f_code.co_filename):
+    while frame is not None and not is_user_code(frame.f_code.co_filename, frame.f_code.co_name):
         frame = frame.f_back
     if frame is None:
         return {"file": "", "line": 0, "function": ""}

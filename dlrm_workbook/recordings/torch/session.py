@@ -12,7 +12,9 @@ The folder that it leaves holds
 * ``key_averages.json``: per operator and shapes, with the FLOPs that no trace has,
 * ``recording.json``: iteration times, the system's counters of each iteration, dilation,
   circumstances, what was not measured,
-* ``python.json``: the Python stacks sampled meanwhile, or in some iterations after it.
+* ``python.json``: the Python stacks of a foreign program, sampled meanwhile,
+* ``lines.json``: the stacks of all threads, sampled in iterations without the profiler, and what
+  :mod:`~dlrm_workbook.recordings.torch.counting` saw in the last iteration.
 """
 
 from __future__ import annotations
@@ -44,13 +46,15 @@ from dlrm_workbook.ground.machine import machine_facts, memory_limit
 from dlrm_workbook.ground.marks import PART_PREFIX, STEP_MARK, parse_part
 from dlrm_workbook.ground.processes import without_collection
 from dlrm_workbook.recordings.torch import RECORDED_PASS, RECORDING_VERSION, UNKNOWN_MODEL
+from dlrm_workbook.recordings.torch.counting import LineCounter
 from dlrm_workbook.recordings.torch.modules import ModuleRanges
-from dlrm_workbook.recordings.torch.sampling import StackSampler
+from dlrm_workbook.recordings.torch.sampling import StackSampler, sources
 from dlrm_workbook.recordings.torch.seen_model import SeenModel
 
 WARM_UP, BEFORE, PROFILED, AFTER, SAMPLED = "warm-up", "before", "profiled", "after", "sampled"
-"""Phases of a session, in their order: not measured, timed, recorded, timed, and run with nothing
-but the Python stack sampled."""
+COUNTED = "counted"
+"""Phases of a session, in their order: not measured, timed, recorded, timed, run with nothing
+but Python stacks sampled, and one iteration whose lines are counted."""
 
 MAX_COUNTING_SHARE = 0.005
 """Profiled iterations are counted as long as that takes no larger share of their time."""
@@ -66,8 +70,8 @@ class Lengths:
     First ``warmup`` iterations run unmeasured, then ``profiled`` are recorded. Of
     ``unprofiled`` ones, half run before and half after those, timed without the
     profiler: against them its dilation is stated, and a machine that slows down or
-    speeds up meanwhile does not pass for it. In ``sampled`` ones at the end the Python
-    stack is sampled, where it is not while recording.
+    speeds up meanwhile does not pass for it. In ``sampled`` ones after those the Python
+    stacks are sampled, and then the lines of one are counted.
 
     Raises:
         InputError: a count is impossible.
@@ -93,6 +97,7 @@ class Lengths:
             PROFILED: self.profiled,
             AFTER: self.unprofiled // 2,
             SAMPLED: self.sampled,
+            COUNTED: min(self.sampled, 1),
         }
 
 
@@ -165,6 +170,10 @@ class Session:
         self._began = self._ended = self._phase_began = self._read_before = 0.0
         self._profiler: profile | None = None
         self._sampler: StackSampler | None = None
+        self._line_sampler: StackSampler | None = None
+        self._counter = LineCounter()
+        self._sampled_ns: list[tuple[int, int]] = []
+        """When each sampled iteration began and ended, ``perf_counter_ns``."""
         self._modules: ModuleRanges | None = None
         self._seen: SeenModel | None = None
         self._marks: list[int] = []
@@ -253,8 +262,11 @@ class Session:
         if self._phase is None:
             return
         self._ended = time.perf_counter()
+        self._counter.stop()
         times = self._each[self._phase]
         times.append((self._ended - self._began) * 1e3)
+        if self._phase == SAMPLED:
+            self._sampled_ns.append((round(self._began * 1e9), round(self._ended * 1e9)))
         self._mark()
         if self._seen is not None:
             self._seen.stop()
@@ -278,22 +290,28 @@ class Session:
         self._counted = False if self._phase in (BEFORE, AFTER) else None
         if self._phase == PROFILED:
             self._start_profiler()
-        if self._phase == (SAMPLED if self.ours else PROFILED):
-            plain = self._each[BEFORE]
-            usual_s = statistics.median(plain) / 1e3 if plain else None
+        plain = self._each[BEFORE]
+        usual_s = statistics.median(plain) / 1e3 if plain else None
+        if self._phase == PROFILED and not self.ours:
             self._sampler = StackSampler(threading.get_ident(), usual_s)
             self._sampler.start()
+        elif self._phase == SAMPLED:
+            self._line_sampler = StackSampler(threading.get_ident(), usual_s, others=True)
+            self._line_sampler.start()
         self._wait()
         self._read_before = sum(self._counters.cost_s)
         if self._counted is not None:
             self._counters.start()
         self._mark()
         self._phase_began = self._ended = self._began = time.perf_counter()
+        if self._phase == COUNTED:
+            self._counter.start(sys._getframe())
 
     def _end_phase(self) -> None:
         """Note how long a phase took, whole or cut short; end the profiler after its own."""
         if self._phase is None:
             return
+        self._counter.stop()
         # No waiting in between: work that the GPU does while the host runs ahead
         # would otherwise be profiled as if it could not.
         self._wait()
@@ -302,8 +320,10 @@ class Session:
         if not self.on_gpu:  # a GPU computes while its host reads counters
             total_s -= sum(self._counters.cost_s) - self._read_before
         self._all_ms[self._phase] = total_s * 1e3
-        if self._sampler is not None:
+        if self._sampler is not None and self._phase == PROFILED:
             self._sampler.stop()
+        if self._line_sampler is not None and self._phase == SAMPLED:
+            self._line_sampler.stop()
         if self._modules is not None and self._phase == PROFILED:
             self._modules.ranges = False
         if self._phase == PROFILED and self._profiler is not None:
@@ -415,13 +435,25 @@ class Session:
         if self._sampler is not None:
             documents["python"] = self._sampler.document() | {
                 "marks": self._marks,
-                "iteration_ms": self._each[SAMPLED if self.ours else PROFILED],
+                "iteration_ms": self._each[PROFILED],
             }
+        if self._line_sampler is not None and self._sampled_ns:
+            documents["lines"] = self._lines_document(self._line_sampler)
         for name, document in documents.items():
-            indent = None if name == "python" else 1
+            indent = None if name in ("python", "lines") else 1
             write_text(
                 part / f"{name}.json", json.dumps(document, indent=indent, default=str) + "\n"
             )
+
+    def _lines_document(self, sampler: StackSampler) -> dict[str, Any]:
+        """What tells the user's lines: samples of all threads, counts and source text."""
+        return sampler.document() | {
+            "iterations": self._sampled_ns,
+            "counted": self._counter.document()
+            if self._each[COUNTED]
+            else {"missing": "the program ended before an iteration whose lines are counted"},
+            "sources": sources(sampler.user_functions()),
+        }
 
     def _head(self, averages: list[dict[str, Any]]) -> dict[str, Any]:
         information, measured = self.information, self._each[PROFILED]
@@ -678,7 +710,7 @@ class record:
             )
         if self._folder.exists():
             raise InputError(f"{self._folder} exists already; record never writes over a folder")
-        self._lengths = Lengths(iterations, warmup, unprofiled=iterations)
+        self._lengths = Lengths(iterations, warmup, unprofiled=iterations, sampled=iterations)
         self._detail = Detail(with_stack, record_shapes, profile_memory, ceilings)
         self._session: Session | None = None
         self._over = False

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from dlrm_core.base.errors import InputError
-from dlrm_core.parts import parse_span
 from dlrm_workbook.ground.arrays import Floats, Ints
 from dlrm_workbook.ground.marks import STEP_MARK
 from dlrm_workbook.recordings.nesting import overlap, stretch_at
@@ -27,54 +25,11 @@ _PLUMBING = re.compile(
 )
 """Files whose functions only hand on to others, and our own."""
 
-LIBRARY = re.compile(
-    r"/(?:site|dist)-packages/|/lib/python3\.\d+/|^<|/dlrm_workbook/(?:recordings|evidence)/"
-)
-"""Files that are no code of the program's own: libraries, and what measures it."""
-
 MOST_OPERATORS = 1 / 3
 """Between two samples with no larger share of operators, Python is what runs."""
 
 
-LINE_COLUMNS = ["component", "phase", "function", "file", "at"]
-"""Columns that tell lines apart: the part they run for, and where they are."""
-
-
-def sampled_lines(file: Path) -> dict[str, Any]:
-    """Time by part and line of our own workload, whose functions name its parts.
-
-    Returns:
-        ``rows`` of ``component``, ``phase``, ``function``, ``file``, ``at`` (the line) and
-        ``time_ms`` of a mean iteration; ``ms_per_iteration``; ``operators``: True, the time of
-        operators that the lines call is in theirs.
-
-    Raises:
-        InputError: the file holds no stacks.
-    """
-    document = load_json(file)
-    try:
-        each_ms = [float(ms) for ms in document["iteration_ms"]]
-        moments = np.array([moment for moment, _ in document["samples"]], dtype=np.int64)
-        stacks = [[document["frames"][i] for i in stack] for stack in document["stacks"]]
-        rows = [(*_own_part(stacks[i]), *_own_line(stacks[i])) for _, i in document["samples"]]
-    except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise InputError(f"{file} is no record of Python stacks: {error!r}") from None
-    table = pd.DataFrame(rows, columns=LINE_COLUMNS).assign(ns=_time_around(moments))
-    return {
-        "rows": line_rows(table, len(each_ms)),
-        "ms_per_iteration": sum(each_ms) / max(len(each_ms), 1),
-        "operators": True,
-    }
-
-
-def line_rows(samples: pd.DataFrame, iterations: int) -> list[dict[str, Any]]:
-    """Samples with :data:`LINE_COLUMNS` and ``ns`` added up: ``time_ms`` of an iteration."""
-    table = samples.groupby(LINE_COLUMNS)["ns"].sum().reset_index()
-    table["time_ms"] = table.pop("ns") / 1e6 / max(iterations, 1)
-    return [{str(name): value for name, value in row.items()} for row in table.to_dict("records")]
-
-
-def _time_around(moments: Ints) -> Floats:
+def time_around(moments: Ints) -> Floats:
     """The time that each sample stands for (n,), ns: up to halfway to its neighbours."""
     if len(moments) < 2:
         return np.zeros(len(moments))
@@ -83,32 +38,13 @@ def _time_around(moments: Ints) -> Floats:
     return np.diff(np.concatenate([[first], middle, [last]]))
 
 
-def _own_part(stack: list[tuple[str, int, str, int]]) -> tuple[str, str]:
-    parts = (parse_span(function.rpartition(".")[2]) for _, _, function, _ in reversed(stack))
-    return next(filter(None, parts), ("other", ""))
-
-
-def _own_line(stack: list[tuple[str, int, str, int]]) -> tuple[str, str, int]:
-    """(function, file, line) of a stack, outermost first.
-
-    The line is the innermost one of the program's own, not of a library that it calls.
-    """
-    program_frames = [frame for frame in stack if not LIBRARY.search(frame[0])] or stack
-    file, _, function, line = program_frames[-1]
-    return function, file, int(line)
-
-
-def with_stacks(host: pd.DataFrame, file: Path) -> tuple[pd.DataFrame, pd.DataFrame]:
-    """The host's spans with those that samples of the stack tell, and the samples.
+def with_stacks(host: pd.DataFrame, file: Path) -> pd.DataFrame:
+    """The host's spans up to the last mark, with those that samples of the stack tell.
 
     Args:
         host: see :class:`~dlrm_workbook.recordings.torch.chrome_trace.Events`.
         file: what :meth:`~dlrm_workbook.recordings.torch.sampling.StackSampler.document` says,
             and ``marks``: the moments of the marks between iterations on the samples' clock.
-
-    Returns:
-        The spans up to the last mark, and of each sample ``moment`` (on the trace's clock),
-        ``ns`` that it stands for, ``function``, ``file`` and ``at`` of the program's own line.
 
     Raises:
         InputError: the file does not hold that.
@@ -118,7 +54,6 @@ def with_stacks(host: pd.DataFrame, file: Path) -> tuple[pd.DataFrame, pd.DataFr
         marks = np.array(document["marks"], dtype=np.int64)
         samples = np.array(document["samples"], dtype=np.int64).reshape(-1, 2)
         stacks = [[_label(*document["frames"][i]) for i in stack] for stack in document["stacks"]]
-        lines = [_own_line([document["frames"][i] for i in stack]) for stack in document["stacks"]]
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise InputError(f"{file} is no record of Python stacks: {error!r}") from None
     seen = host[host["name"].eq(STEP_MARK)].sort_values("start")
@@ -134,7 +69,6 @@ def with_stacks(host: pd.DataFrame, file: Path) -> tuple[pd.DataFrame, pd.DataFr
     # both clocks count nanoseconds; a mark is noted just before its range opens
     offset = int(np.median(seen["start"].to_numpy() - marks))
     moments = samples[:, 0] + offset
-    sampled["moment"] = moments
     main = host[host["line"].eq(line)]
     operators = main[main["kind"].isin(["operator", "runtime"])]
     begin, end = _stretches(operators, moments, marks + offset)
@@ -145,7 +79,7 @@ def with_stacks(host: pd.DataFrame, file: Path) -> tuple[pd.DataFrame, pd.DataFr
     for column in host.columns.difference(spans.columns):
         spans[column] = -1
     spans = spans[host.columns].astype(host.dtypes)
-    return pd.concat([host, spans], ignore_index=True), sampled
+    return pd.concat([host, spans], ignore_index=True)
 
 
 def _label(file: str, first: int, function: str, line: int) -> tuple[str, str]:

@@ -29,7 +29,6 @@ from dlrm_workbook.recordings.profile import (
     depths,
     inclusive_from_exclusive,
     matching,
-    nearest,
 )
 from dlrm_workbook.recordings.torch import RECORDING_VERSION
 from dlrm_workbook.recordings.torch.chrome_trace import (
@@ -39,9 +38,10 @@ from dlrm_workbook.recordings.torch.chrome_trace import (
     read_events,
 )
 from dlrm_workbook.recordings.torch.gaps import fill_gaps
+from dlrm_workbook.recordings.torch.lines import backward_times, read_lines
 from dlrm_workbook.recordings.torch.parts import foreign_parts, has_own_parts, own_parts
 from dlrm_workbook.recordings.torch.shape_work import shape_meaning, shape_metrics
-from dlrm_workbook.recordings.torch.stacks import line_rows, sampled_lines, with_stacks
+from dlrm_workbook.recordings.torch.stacks import with_stacks
 from dlrm_workbook.recordings.torch.steps import (
     STEP_LABEL,
     Steps,
@@ -242,21 +242,18 @@ def read_recording(folder: str | Path, parts: Mapping[str, str] | None = None) -
     meta = {key: value for key, value in head.items() if key != "format_version"}
     events = read_events(folder / "trace.json.gz")
     stacks = folder / "python.json"
-    if stacks.is_file() and has_own_parts(events.host):
-        meta["python_lines"] = sampled_lines(stacks)
-    elif stacks.is_file():
-        events.host, samples = with_stacks(events.host, stacks)
-        return _Builder(events, PartNames(parts), samples).build(meta, rows)
+    if stacks.is_file():
+        events.host = with_stacks(events.host, stacks)
+    if (sampled := read_lines(folder)) is not None:
+        meta["lines"] = sampled
     return _Builder(events, PartNames(parts)).build(meta, rows)
 
 
 class _Builder:
     """Holds the tables while they grow; one per trace."""
 
-    def __init__(
-        self, events: Events, names: PartNames, samples: pd.DataFrame | None = None
-    ) -> None:
-        self.events, self.samples = events, samples
+    def __init__(self, events: Events, names: PartNames) -> None:
+        self.events = events
         self.host, self.device, self.memory = events.host, events.device, events.memory
         self.names, self.rank = events.names, events.rank
         self.part_names = names
@@ -641,31 +638,10 @@ class _Builder:
 
     # ---- circumstances -------------------------------------------------------------
 
-    def python_lines(self, samples: pd.DataFrame) -> dict[str, Any]:
-        """Time by part and line that passes outside of operators, see :func:`sampled_lines`."""
-        main = self.host[self.host["profile"].eq(0)]
-        begin, end, parent = (main[name].to_numpy() for name in ("start", "end", "parent"))
-        at = samples["moment"].to_numpy()
-        span = innermost(begin, end, parent, at)
-        operator = nearest(parent, main["kind"].isin(["operator", "runtime"]).to_numpy())
-        spans = np.array(self.iterations, dtype=np.int64).reshape(-1, 2)
-        within = (at >= spans[:1, 0].sum()) & (at < spans[-1:, 1].sum())
-        outside = within & (np.append(operator, -1)[span] < 0)
-        context = np.append(main["context"].to_numpy(), 0)[span][outside]
-        chosen = samples[outside].assign(
-            component=self.contexts["component"].to_numpy()[context],
-            phase=self.contexts["phase"].to_numpy()[context],
-        )
-        return {
-            "rows": line_rows(chosen, len(spans)),
-            "ms_per_iteration": float(np.diff(spans).mean()) / 1e6 if len(spans) else 0.0,
-            "operators": False,
-        }
-
     def describe(self, meta: dict[str, Any], metrics: list[str]) -> dict[str, Any]:
         facts = self.events.circumstances()
-        if self.samples is not None and len(self.samples):
-            facts["python_lines"] = self.python_lines(self.samples)
+        if sampled := meta.get("lines"):
+            sampled["backward"] = backward_times(self.host, self.device, self.iterations, sampled)
         facts["cautions"] = [*facts["cautions"], *self.inferred]
         facts |= {"main_thread": 0, "iterations_from": self.steps.source}
         if self.steps.label not in ("", ITERATION_SPAN, STEP_LABEL):

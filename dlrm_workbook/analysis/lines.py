@@ -1,0 +1,508 @@
+"""Every moment of a step by the line of the user's code that it belongs to.
+
+A moment belongs to the innermost frame of the user's: what a library does is in the line that
+calls it. Time of the backward pass is in the lines that built its nodes, in proportion to the
+times of these; time of an optimizer in the line that calls its step. Where a GPU ran, a moment
+belongs to the line that launched what runs, and idle time to the line that the host was in.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import PurePath
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from dlrm_workbook.analysis.attribution import iteration_count, main_thread
+from dlrm_workbook.analysis.context_tree import (
+    distinct,
+    missing_reason,
+    of_streams,
+    running,
+    unmeasured,
+)
+from dlrm_workbook.analysis.step_source import Source
+from dlrm_workbook.ground.arrays import Floats
+from dlrm_workbook.recordings.nesting import stretch_at
+from dlrm_workbook.recordings.profile import Profile, nearest
+from dlrm_workbook.recordings.torch.lines import MAIN, mark_of
+from dlrm_workbook.recordings.torch.sampling import is_user_code
+
+LINES = ["file", "line", "function", "source", "thread", "role", "time_ms", "backward_ms"]
+LINES += ["inclusive_ms", "share_of_step", "inclusive_share", "calls", "operators"]
+LINES += ["in_iterations", "growth_ms"]
+FUNCTIONS = [name for name in LINES if name not in ("source", "calls", "operators")]
+LISTING = ["line", "source", "time_ms", "share"]
+
+ROLES = ("model", "optimizer", "batch", "around")
+
+BATCH_WORDS = ("batch", "collate", "loader", "sample", "dataset", "fetch")
+"""In names of functions that make batches, where nothing better tells which do."""
+
+LEAST_SAMPLES = 5
+"""Samples of a line from which on it is told in how many iterations it runs."""
+
+LEAST_ITERATIONS, SURE = 8, 4.0
+"""Iterations, and standard errors of the slope, from which on a line's time is said to grow."""
+
+MOST_OPERATORS = 3
+"""Operators named below a line."""
+
+Path = Sequence[tuple[int, str]]
+
+
+def lines(profile: Profile) -> pd.DataFrame:
+    """Time by line of the user's code, most first.
+
+    Returns:
+        One row per ``file``, ``line`` and ``thread`` (``main``: the one that runs the steps), with
+        ``function``, ``source`` (its text, "" unknown), ``role`` (``model``, ``optimizer``,
+        ``batch``: making it, ``around``: everything else), ``time_ms`` itself, of a mean iteration
+        at the pace of the page's step, ``backward_ms`` (of it), ``inclusive_ms`` (with the user's
+        functions below it), ``share_of_step`` and ``inclusive_share``, ``calls`` (per iteration;
+        NaN not counted), ``operators`` (the largest below it), ``in_iterations`` (0 to 1: in which
+        share of them it runs; NaN unknown), ``growth_ms`` (from one iteration to the next; 0 where
+        that is not significant). Shares of the main thread add up to 1; ``file`` "" is what is in
+        no line of the user's. Of other threads it is the time that they computed. Empty, with the
+        reason, where no stack is known.
+    """
+    return _table(profile, "line")
+
+
+def functions(profile: Profile) -> pd.DataFrame:
+    """As :func:`lines`, by function; ``line`` is the one with the most time in it."""
+    return _table(profile, "function")
+
+
+def listing(profile: Profile, file: str, function: str) -> pd.DataFrame:
+    """The source of a function with the time of each line beside it.
+
+    Returns:
+        ``line``, ``source`` (with its indentation), ``time_ms`` and ``share`` (of the step), of
+        all threads together; 0 where no time was seen. Empty where the source is not known.
+    """
+    table = lines(profile)
+    chosen = table[table["file"].eq(file) & table["function"].eq(function)]
+    text = _Texts(_known(profile))
+    rows = text.function(file, int(chosen["line"].min())) if len(chosen) else {}
+    if not rows:
+        return unmeasured(LISTING, "the source of this function was not recorded")
+    by_line = chosen.groupby("line")[["time_ms", "share_of_step"]].sum()
+    by_line = by_line.reindex(list(rows), fill_value=0.0)
+    columns = (list(rows), list(rows.values()), by_line["time_ms"], by_line["share_of_step"])
+    return pd.DataFrame({n: list(c) for n, c in zip(LISTING, columns, strict=True)})
+
+
+def place(file: str, line: int) -> str:
+    """FILE:LINE, as a sentence names a line."""
+    return f"{PurePath(file).name}:{line}"
+
+
+# ---- where the moments come from --------------------------------------------------------------
+
+
+def _known(profile: Profile) -> dict[str, Any] | None:
+    """Moments by path, as ``Profile.meta["lines"]`` holds them, of any recording."""
+    sampled = profile.meta.get("lines")
+    if sampled and profile.device != "cuda":
+        return dict(sampled)
+    from_contexts = _of_contexts(profile)
+    return from_contexts or (dict(sampled) if sampled else None)
+
+
+def _of_contexts(profile: Profile) -> dict[str, Any] | None:
+    """As :func:`_known`, from Python frames in the call paths of a recording; None without any."""
+    contexts = profile.contexts
+    kinds = contexts["kind"].isin(["python", "function", "line"]).to_numpy()
+    names = contexts["name"].str.rpartition(": ")[2].to_numpy(dtype=object)
+    files = contexts["file"].to_numpy(dtype=object)
+    is_python = kinds & (contexts["kind"].eq("python") | contexts["file"].str.endswith(".py"))
+    users = np.zeros(len(contexts), dtype=bool)
+    rows = np.flatnonzero(is_python & (files != ""))
+    users[rows] = [is_user_code(files[row], names[row]) for row in rows.tolist()]
+    if not users.any():
+        return None
+    frames: dict[tuple[str, int, str, int], int] = {}
+    paths: dict[tuple[tuple[int, str], ...], int] = {}
+    number = np.zeros(len(contexts), dtype=np.int64)
+    held: list[tuple[tuple[int, str], ...]] = []
+    line = contexts["line"].to_numpy()
+    for row, over in enumerate(contexts["parent"].tolist()):
+        path = held[over] if over >= 0 else ()
+        if users[row]:
+            frame = (str(files[row]), 0, str(names[row]), int(line[row]))
+            path = (*path, (frames.setdefault(frame, len(frames)), ""))
+        elif path and is_python[row] and (mark := mark_of(f"{files[row]}:{names[row]}")):
+            path = (*path[:-1], (path[-1][0], f" {mark}"))
+        held.append(path)
+        number[row] = paths.setdefault(path, len(paths))
+    times = _moments(profile)
+    times["path"] = number[times.pop("context")]
+    keys = ["iteration", "thread", "path"]
+    times = times.groupby(keys)["ms"].sum().reset_index().assign(samples=0)
+    threads = profile.threads.set_index("profile")["name"]
+    main = main_thread(profile)
+    order = [main, *sorted(set(times["thread"]) - {main})]
+    times["thread"] = [order.index(thread) for thread in times["thread"]]
+    ms = times[times["thread"].eq(0)].groupby("iteration")["ms"].sum()
+    return {
+        "frames": list(frames),
+        "paths": list(paths),
+        "threads": [MAIN, *(str(threads[thread]) for thread in order[1:])],
+        "times": times.to_dict("list"),
+        "iteration_ms": ms.tolist(),
+        "counted": {"missing": "a trace does not say how often a line runs"},
+        "sources": [],
+    }
+
+
+def _moments(profile: Profile) -> pd.DataFrame:
+    """``iteration``, ``thread``, ``context`` and ``ms`` of each stretch of the recording.
+
+    On the main thread of a run on a GPU a stretch belongs to what the GPU runs, if it runs
+    anything. Without a trace, all values are of one iteration.
+    """
+    main = main_thread(profile)
+    if profile.trace.empty or profile.iterations.empty:
+        rows = profile.values[profile.rows("cpu_time_ms", "exclusive")]
+        table = rows.rename(columns={"profile": "thread", "value": "ms"})
+        table["ms"] /= iteration_count(profile)
+        return table[["thread", "context", "ms"]].assign(iteration=0)
+    spans = [profile.iterations[name].to_numpy() for name in ("start_ns", "end_ns")]
+    streams = of_streams(profile).assign(profile=-2)
+    gpu = running(_replaced(profile, streams), -2) if len(streams) else None
+    parts = []
+    for thread in profile.threads.loc[profile.threads["kind"].eq("cpu_thread"), "profile"]:
+        start, end, context = running(profile, int(thread))
+        edges = [*spans, start, end]
+        on_gpu = gpu is not None and thread == main
+        if gpu is not None and on_gpu:
+            edges += [gpu[0], gpu[1]]
+        cuts = distinct(edges)
+        begin = cuts[:-1]
+        row = np.append(context, -1)[stretch_at(start, end, begin)]
+        if gpu is not None and on_gpu:
+            busy = np.append(gpu[2], -1)[stretch_at(gpu[0], gpu[1], begin)]
+            row = np.where(busy >= 0, busy, row)
+        table = pd.DataFrame(
+            {
+                "iteration": stretch_at(*spans, begin),
+                "thread": thread,
+                "context": row,
+                "ms": np.diff(cuts) / 1e6,
+            }
+        )
+        seen = table["context"].ge(0) if thread != main else True
+        parts.append(table[table["iteration"].ge(0) & seen])
+    table = pd.concat(parts, ignore_index=True)
+    root = int(np.flatnonzero(profile.contexts["parent"].lt(0))[0])
+    return table.assign(context=table["context"].where(table["context"].ge(0), root))
+
+
+def _replaced(profile: Profile, trace: pd.DataFrame) -> Profile:
+    return Profile(
+        profile.contexts, profile.metrics, profile.values, profile.threads, trace,
+        profile.iterations,
+    )  # fmt: skip
+
+
+# ---- the table -----------------------------------------------------------------------------
+
+
+def _table(profile: Profile, by: str) -> pd.DataFrame:
+    columns = LINES if by == "line" else FUNCTIONS
+    known = _known(profile)
+    if known is None or not known["iteration_ms"]:
+        reason = "no stack of Python code was sampled, and the recording has no Python frames"
+        return unmeasured(columns, missing_reason(profile, ["lines"], reason))
+    table = profile.once(f"lines by {by}", lambda: _Lines(known).table(by))
+    if by == "line":
+        operators = _operators(profile)
+        pairs = zip(table["file"], table["line"], strict=True)
+        table["operators"] = [operators.get(pair, "") for pair in pairs]
+    if step := profile.meta.get("reference"):  # sampling costs time of its own
+        pace = step["ms"] / np.mean(known["iteration_ms"])
+        for name in ("time_ms", "backward_ms", "inclusive_ms", "growth_ms"):
+            table[name] *= pace
+    return table[columns]
+
+
+class _Lines:
+    """Moments by path, and the tables made of them."""
+
+    def __init__(self, known: dict[str, Any]) -> None:
+        self.known = known
+        self.frames = [tuple(frame) for frame in known["frames"]]
+        self.paths = [[(int(f), str(mark)) for f, mark in path] for path in known["paths"]]
+        self.times = pd.DataFrame(known["times"])
+        self.count = len(known["iteration_ms"])
+        self.step_ms = float(np.mean(known["iteration_ms"]))
+        self.counted = known["counted"]
+        self.texts = _Texts(known)
+        self.roles = _Roles(self)
+
+    @cached_property
+    def moments(self) -> pd.DataFrame:
+        """Columns ``iteration``, ``thread``, ``path``, ``built`` (the path that built what
+        runs backward, -1 for none), ``ms`` and ``samples``."""
+        times = self.times.assign(built=-1)
+        backward = pd.DataFrame(self.known.get("backward") or {"path": [], "ns": []})
+        if backward["ns"].sum() <= 0:
+            return times
+        runs = np.array([self._runs_backward(path) for path in self.paths])[times["path"]]
+        shares = backward.assign(part=backward["ns"] / backward["ns"].sum())
+        divided = times[runs & times["thread"].eq(0)].drop(columns="built")
+        divided = divided.merge(shares[["path", "part"]].rename(columns={"path": "built"}), "cross")
+        for name in ("ms", "samples"):
+            divided[name] = divided[name] * divided["part"]
+        kept = times[~(runs & times["thread"].eq(0).to_numpy())]
+        return pd.concat([kept, divided.drop(columns="part")], ignore_index=True)
+
+    @staticmethod
+    def _runs_backward(path: Path) -> bool:
+        return bool(path) and path[-1][1].endswith("backward")
+
+    def table(self, by: str) -> pd.DataFrame:
+        """Rows of :func:`lines` or :func:`functions`, without operators, at the samples' pace."""
+        moments = self.moments
+        pairs = moments[["path", "built"]].drop_duplicates()
+        rows = []
+        for path, built in pairs.itertuples(index=False):
+            frames = [frame for frame, _ in self.paths[path]]
+            if built >= 0:
+                frames += [frame for frame, _ in self.paths[built]]
+            if "ours" in str(self.paths[path][-1:]):
+                frames = []
+            held = {self._key(frame, by): frame for frame in frames} or {("", 0): -1}
+            last = self._key(frames[-1], by) if frames else ("", 0)
+            role = self.roles.of(self.paths[path])
+            for key, frame in held.items():
+                rows.append((path, built, *key, frame, key == last, role))
+        names = ["path", "built", "file", "number", "frame", "own", "role"]
+        table = moments.merge(pd.DataFrame(rows, columns=names), on=["path", "built"])
+        keys = ["file", "number", "thread"]
+        table["own_ms"] = table["ms"] * table["own"]
+        table["back_ms"] = table["own_ms"] * table["built"].ge(0)
+        grouped = table.groupby(keys, sort=False)
+        result = grouped[["own_ms", "back_ms", "ms"]].sum() / self.count
+        result.columns = ["time_ms", "backward_ms", "inclusive_ms"]
+        by_role = table.assign(weight=table["own_ms"] + 1e-9 * table["ms"])
+        by_role = by_role.groupby([*keys, "role"])["weight"].sum().sort_values()
+        result["role"] = by_role.reset_index("role").groupby(level=keys)["role"].last()
+        by_frame = table.assign(weight=table["own_ms"] + 1e-9 * table["ms"])
+        by_frame = by_frame.groupby([*keys, "frame"])["weight"].sum().sort_values()
+        frame = by_frame.reset_index("frame").groupby(level=keys)["frame"].last()
+        result["frame"] = frame
+        seen = table.groupby([*keys, "iteration"])["samples"].sum().unstack(fill_value=0.0)
+        result["in_iterations"] = pd.Series(self._presence(seen.to_numpy()), index=seen.index)
+        own = table.groupby([*keys, "iteration"])["own_ms"].sum().unstack(fill_value=0.0)
+        own = own.reindex(columns=range(self.count), fill_value=0.0)
+        result["growth_ms"] = pd.Series(growth(own.to_numpy()), index=own.index)
+        result = result.reset_index().sort_values("time_ms", ascending=False, kind="stable")
+        frames = [self.frames[f] if f >= 0 else ("", 0, "", 0) for f in result["frame"]]
+        result["function"] = [frame[2] for frame in frames]
+        result["line"] = [frame[3] for frame in frames]
+        result["thread"] = [self.known["threads"][thread] for thread in result["thread"]]
+        result["share_of_step"] = result["time_ms"] / self.step_ms
+        result["inclusive_share"] = result["inclusive_ms"] / self.step_ms
+        result.loc[result["file"].eq(""), ["role", "in_iterations"]] = ["around", 1.0]
+        calls = {(file, line): n for file, line, n in self.counted.get("calls", [])}
+        places = list(zip(result["file"], result["line"], strict=True))
+        result["calls"] = [float(calls.get(at, np.nan)) for at in places]
+        result.loc[result["thread"].ne(MAIN), "calls"] = np.nan
+        result["source"] = [self.texts.line(*at).strip() for at in places]
+        return result.reset_index(drop=True)
+
+    def _key(self, frame: int, by: str) -> tuple[str, int]:
+        file, first, _, line = self.frames[frame]
+        return (file, line) if by == "line" or not first else (file, first)
+
+    def _presence(self, samples: Floats) -> Floats:
+        """In which share of the iterations each line (n, iterations) runs; NaN where few samples
+        say nothing.
+
+        A short line is missed by the samples of some iterations in which it runs: as often as
+        the number of samples where it is seen implies.
+        """
+        seen = (samples > 0).sum(axis=1)
+        total = samples.sum(axis=1)
+        mean = np.maximum(total / np.maximum(seen, 1), 1.0)
+        rate = mean.copy()
+        for _ in range(40):  # rate / (1 - exp(-rate)) is the mean where there is any
+            rate = mean * -np.expm1(-rate)
+        share = seen / np.maximum(self.count * -np.expm1(-rate), 1e-9)
+        return np.where(total < LEAST_SAMPLES, np.nan, np.minimum(share, 1.0))
+
+
+def growth(series: Floats) -> Floats:
+    """Slope of each row (n, iterations) by least squares; 0 where it is not significant."""
+    count = series.shape[1]
+    if count < LEAST_ITERATIONS:
+        return np.zeros(len(series))
+    at = np.arange(count) - (count - 1) / 2
+    slope = series @ at / (at @ at)
+    rest = series - series.mean(axis=1, keepdims=True) - np.outer(slope, at)
+    error = np.sqrt((rest**2).sum(axis=1) / (count - 2) / (at @ at))
+    return np.where(np.abs(slope) > SURE * error, slope, 0.0)
+
+
+# ---- roles -----------------------------------------------------------------------------------
+
+
+class _Roles:
+    """What the line of a path is for.
+
+    A step function is one that calls ``backward``, or is above it, called from where it was seen
+    there. Its source tells which of its lines make the batch and which are the model; what is
+    below these is so too.
+    """
+
+    def __init__(self, table: _Lines) -> None:
+        self.frames, self.texts = table.frames, table.texts
+        counted = table.counted
+        self.batch_functions = {(file, first) for file, first, _ in counted.get("batch", [])}
+        paths = [table.paths[number] for number in counted.get("backward", [])]
+        paths += [path for path in table.paths if table._runs_backward(path)]
+        built = [table.paths[number] for _, _, number in counted.get("built", [])]
+        built += [path for path in table.paths if any(m.endswith("module") for _, m in path)]
+        self.built: dict[tuple[Any, ...], set[int]] = {}
+        for path in built:
+            for depth, (frame, _) in enumerate(path):
+                key = self._instance(path, depth)
+                self.built.setdefault(key, set()).add(self.frames[frame][3])
+        self.steps: dict[tuple[Any, ...], tuple[set[int], set[int]]] = {}
+        for path in paths:
+            self._learn(path)
+
+    def _instance(self, path: Path, depth: int) -> tuple[Any, ...]:
+        """A function as it is called in a path: the lines above it, and itself."""
+        file, first, function, _ = self.frames[path[depth][0]]
+        return (*(self.frames[frame] for frame, _ in path[:depth]), (file, first, function))
+
+    def _learn(self, path: Path) -> None:
+        wanted: set[str] | None = None
+        inner: tuple[str, Source] | None = None
+        for depth in range(len(path) - 1, -1, -1):
+            file, first, function, line = self.frames[path[depth][0]]
+            key = self._instance(path, depth)
+            batch, model = self.steps.setdefault(key, (set(), set()))
+            model.add(line)
+            source = self.texts.source(file, first)
+            if source is None:
+                inner, wanted = None, set()
+                continue
+            if inner is not None:
+                wanted = source.passed(line, inner[0], inner[1], wanted or set())
+            step = source.step(line, wanted, self.built.get(key, set()))
+            model |= step.model
+            batch |= step.batch - model
+            wanted = step.parameters
+            inner = (function.rpartition(".")[2], source)
+
+    def of(self, path: Path) -> str:
+        """The role of the innermost line of a path."""
+        if not path:
+            return "around"
+        marks = [mark.partition(" ")[2] for _, mark in path]
+        given = [mark.partition(" ")[0] for _, mark in path if mark.partition(" ")[0]]
+        if given:  # a part of our own step
+            return given[-1]
+        below = [self.frames[frame][2].endswith(".step") for frame, _ in path[1:]] + [True]
+        if any(m == "optimizer" and ends for m, ends in zip(marks, below, strict=True)):
+            return "optimizer"
+        if "loader" in marks:
+            return "batch"
+        if "backward" in marks:
+            return "model"
+        module = marks.index("module") if "module" in marks else len(path)
+        making = (self.frames[frame][:2] in self.batch_functions for frame, _ in path[: module + 1])
+        for depth in range(len(path) - 1, -1, -1):
+            step = self.steps.get(self._instance(path, depth))
+            if step is not None:
+                line = self.frames[path[depth][0]][3]
+                if line in step[0]:
+                    return "batch"
+                if line in step[1]:
+                    making = (
+                        self.frames[frame][:2] in self.batch_functions
+                        for frame, _ in path[depth + 1 : module + 1]
+                    )
+                    return "batch" if any(making) else "model"
+                return "around"
+        if any(making):
+            return "batch"
+        if module < len(path) and not self.steps:
+            return "model"
+        names = " ".join(self.frames[frame][2].lower() for frame, _ in path)
+        return "batch" if any(word in names for word in BATCH_WORDS) else "around"
+
+
+class _Texts:
+    """Source text of the user's functions, as it was when they were recorded."""
+
+    def __init__(self, known: dict[str, Any] | None) -> None:
+        self._blocks = [(str(f), int(n), str(t)) for f, n, t in (known or {}).get("sources", [])]
+        self._parsed: dict[tuple[str, int], Source | None] = {}
+
+    def function(self, file: str, line: int) -> dict[int, str]:
+        """The lines, by number, of the innermost known function around a line."""
+        best: dict[int, str] = {}
+        for name, first, text in self._blocks:
+            rows = text.splitlines()
+            if name == file and first <= line < first + len(rows):
+                if not best or len(rows) < len(best):
+                    best = dict(enumerate(rows, first))
+        return best
+
+    def line(self, file: str, line: int) -> str:
+        return self.function(file, line).get(line, "")
+
+    def source(self, file: str, first: int) -> Source | None:
+        """The parsed function that begins at a line; None where its text is not known."""
+        key = (file, max(first, 1))
+        if key not in self._parsed:
+            text = next((text for *at, text in self._blocks if tuple(at) == key), None)
+            try:
+                self._parsed[key] = Source(text, key[1]) if text else None
+            except (SyntaxError, ValueError, RecursionError):
+                self._parsed[key] = None
+        return self._parsed[key]
+
+
+def _operators(profile: Profile) -> dict[tuple[str, int], str]:
+    """The largest operators below each (file, line), as text."""
+    contexts = profile.contexts
+    python = contexts["kind"].eq("python") & contexts["file"].ne("")
+    names = contexts["name"].str.rpartition(": ")[2]
+    users = python.to_numpy().copy()
+    rows = np.flatnonzero(users)
+    users[rows] = [is_user_code(contexts["file"][r], names[r]) for r in rows.tolist()]
+    line = nearest(contexts["parent"].to_numpy(), users)
+    metric = "gpu_time_ms" if profile.has("gpu_time_ms") else "cpu_time_ms"
+    ms = profile.value_table(metric).to_numpy()
+    kinds = ["kernel", "copy"] if metric == "gpu_time_ms" else ["operator"]
+    chosen = contexts["kind"].isin(kinds).to_numpy() & (line >= 0)
+    table = pd.DataFrame(
+        {
+            "file": contexts["file"].to_numpy()[line[chosen]],
+            "line": contexts["line"].to_numpy()[line[chosen]],
+            "name": contexts["name"].to_numpy()[chosen],
+            "ms": ms[chosen],
+        }
+    )
+    sums = table.groupby(["file", "line", "name"])["ms"].sum().sort_values(ascending=False)
+    sums = sums[sums > 0].reset_index()
+    head = sums.groupby(["file", "line"], sort=False).head(MOST_OPERATORS)
+    return {
+        (str(file), int(number)): ", ".join(group["name"])
+        for (file, number), group in head.groupby(["file", "line"], sort=False)
+    }
+
+
+def is_missing(value: float) -> bool:
+    """Whether a number of the table is not known."""
+    return math.isnan(value)

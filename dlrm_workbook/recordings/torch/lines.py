@@ -1,0 +1,235 @@
+"""What a recording knows of the user's lines, as ``Profile.meta["lines"]`` keeps it.
+
+A sampled stack becomes a path: the user's frames in it, outermost first, each with what the
+libraries below it do before the next one (:data:`MARKS`). The backward pass runs in no line of
+the user's: its nodes are numbered in the order in which the forward pass built them, and the
+counted iteration (:mod:`dlrm_workbook.recordings.torch.counting`) saw which path built which.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from dlrm_core.base.errors import InputError
+from dlrm_core.parts import parse_span
+from dlrm_workbook.ground.arrays import Ints
+from dlrm_workbook.recordings.foreign import node_key, outermost_marked
+from dlrm_workbook.recordings.nesting import stretch_at
+from dlrm_workbook.recordings.profile import matching
+from dlrm_workbook.recordings.torch.chrome_trace import load_json
+from dlrm_workbook.recordings.torch.sampling import is_user_code
+from dlrm_workbook.recordings.torch.stacks import time_around
+
+MARKS = {
+    "ours": re.compile(r"/dlrm_workbook/"),
+    "optimizer": re.compile(r"/torch/optim/|\.zero_grad$"),
+    "module": re.compile(r"/torch/nn/modules/module\.py:.*_call_impl$"),
+    "backward": re.compile(r"/torch/(_tensor|autograd/(__init__|graph))\.py:"),
+    "loader": re.compile(r"/torch/utils/data/"),
+}
+"""What a library's function (FILE:NAME) says of the user's line that called it."""
+
+MAIN = "main"
+"""Name of the thread that runs the steps."""
+
+Frame = tuple[str, int, str, int]
+"""File, first line of the function, function, line."""
+
+
+def read_lines(folder: Path) -> dict[str, Any] | None:
+    """The samples of a recording by path; None where no stack was sampled.
+
+    Returns:
+        ``frames`` (file, first line, function, line); ``paths``, each a list of (frame, mark);
+        ``threads``, the names, :data:`MAIN` first; ``times``: columns ``iteration``, ``thread``,
+        ``path``, ``ms`` and ``samples``; ``iteration_ms``; ``counted``, with ``built`` and
+        ``backward`` as paths; ``sources``: (file, first line, text); ``profiled``: whether the
+        profiler ran meanwhile.
+
+    Raises:
+        InputError: a file holds no stacks.
+    """
+    file = folder / "lines.json"
+    profiled = not file.is_file()
+    if profiled:
+        file = folder / "python.json"  # of a program that ended before lines were sampled
+        if not file.is_file():
+            return None
+    document = load_json(file)
+    try:
+        marks = document.get("marks", [])
+        iterations = np.array(
+            document.get("iterations") or list(zip(marks, marks[1:], strict=False)),
+            dtype=np.int64,
+        ).reshape(-1, 2)
+        table = _Paths()
+        path_of = np.array(
+            [table.of_stack([document["frames"][i] for i in s]) for s in document["stacks"]],
+            dtype=np.int64,
+        )
+        main = np.array(document["samples"], dtype=np.int64).reshape(-1, 2)
+        parts = [_main_times(iterations, main)]
+        names = {int(number): str(name) for number, name in document.get("threads", {}).items()}
+        others = np.array(document.get("others", []), dtype=np.int64).reshape(-1, 4)
+        for thread, number in enumerate(names, 1):
+            parts.append(_other_times(iterations, others[others[:, 1] == number], thread))
+        times = pd.concat(parts, ignore_index=True)
+        times["path"] = path_of[times.pop("stack")]
+        keys = ["iteration", "thread", "path"]
+        times = times.groupby(keys, sort=False)[["ms", "samples"]].sum().reset_index()
+        counted = dict(document.get("counted") or {"missing": "no iteration was counted"})
+        if "built" in counted:
+            counted["built"] = [(a, b, table.of_frames(path)) for a, b, path in counted["built"]]
+            counted["backward"] = [table.of_frames(path) for path in counted["backward"]]
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise InputError(f"{file} is no record of Python stacks: {error!r}") from None
+    return {
+        "profiled": profiled,
+        "frames": list(table.frames),
+        "paths": list(table.paths),
+        "threads": [MAIN, *names.values()],
+        "times": {name: column.tolist() for name, column in times.items()},
+        "iteration_ms": (np.diff(iterations).ravel() / 1e6).tolist(),
+        "counted": counted,
+        "sources": document.get("sources", []),
+    }
+
+
+class _Paths:
+    """Numbers of frames, and of paths of them."""
+
+    def __init__(self) -> None:
+        self.frames: dict[Frame, int] = {}
+        self.paths: dict[tuple[tuple[int, str], ...], int] = {}
+
+    def number(self, file: str, first: int, function: str, line: int) -> int:
+        frame = (str(file), int(first), str(function), int(line))
+        return self.frames.setdefault(frame, len(self.frames))
+
+    def of_frames(self, frames: Sequence[Sequence[Any]]) -> int:
+        """The path of frames that are all the user's."""
+        path = tuple((self.number(*frame), "") for frame in frames)
+        return self.paths.setdefault(path, len(self.paths))
+
+    def of_stack(self, stack: Sequence[Sequence[Any]]) -> int:
+        """The path of a stack, outermost frame first."""
+        path: list[tuple[int, str]] = []
+        for file, first, function, line in stack:
+            name = str(function).rpartition(".")[2]
+            if is_user_code(str(file), str(function)):
+                part = parse_span(name)
+                path.append((self.number(file, first, function, line), _role(part)))
+            elif path:
+                if mark := mark_of(f"{file}:{function}"):
+                    frame, marks = path[-1]
+                    path[-1] = (frame, f"{marks.partition(' ')[0]} {mark}")
+        return self.paths.setdefault(tuple(path), len(self.paths))
+
+
+def mark_of(function: str) -> str:
+    """What a library's function (FILE:NAME) does, "" where that is nothing of :data:`MARKS`."""
+    return next((name for name, at in MARKS.items() if at.search(function)), "")
+
+
+def _role(part: tuple[str, str] | None) -> str:
+    """The role of a function of our own step, "" of another's."""
+    if part is None:
+        return ""
+    if part[0] in ("data", "transfer"):
+        return "batch"
+    return "optimizer" if "optimizer" in part or "update" in part else "model"
+
+
+def _main_times(iterations: Ints, samples: Ints) -> pd.DataFrame:
+    """Each iteration divided among its samples: its time is theirs, whole."""
+    rows = []
+    at = np.searchsorted(samples[:, 0], iterations)
+    for number, ((begin, end), (first, last)) in enumerate(
+        zip(iterations.tolist(), at.tolist(), strict=True)
+    ):
+        if first == last:  # shorter than the distance of two samples: the nearest one's
+            first = min(first, len(samples) - 1)
+            last = first + (len(samples) > 0)
+        moments = samples[first:last, 0]
+        cuts = np.concatenate([[begin], (moments[1:] + moments[:-1]) / 2, [end]])
+        ms = np.diff(cuts) / 1e6 if len(moments) else np.zeros(0)
+        rows.append(pd.DataFrame({"iteration": number, "stack": samples[first:last, 1], "ms": ms}))
+    columns = pd.DataFrame({"iteration": [], "stack": [], "ms": []})
+    table = pd.concat([columns, *rows], ignore_index=True)
+    return table.astype({"iteration": int, "stack": int}).assign(thread=0, samples=1)
+
+
+def _other_times(iterations: Ints, samples: Ints, thread: int) -> pd.DataFrame:
+    """The time that another thread computed in each sample of it.
+
+    What the system does not say is the time around the sample, also if the thread sleeps.
+    """
+    computed = samples[:, 3]
+    ms = np.diff(computed, prepend=computed[:1]) / 1e6
+    if (computed < 0).any():
+        ms = time_around(samples[:, 0]) / 1e6
+    row = stretch_at(iterations[:, 0], iterations[:, 1], samples[:, 0])
+    table = pd.DataFrame({"iteration": row, "stack": samples[:, 2], "ms": ms})
+    return table[row >= 0].assign(thread=thread, samples=1)
+
+
+def backward_times(
+    host: pd.DataFrame,
+    device: pd.DataFrame,
+    iterations: Sequence[tuple[int, int]],
+    sampled: dict[str, Any],
+) -> dict[str, list[Any]]:
+    """Time of backward nodes by the path that built them, over the recorded iterations.
+
+    A node's number, counted from the beginning of its iteration, says what built it, where
+    iterations build as many nodes as the counted one.
+
+    Args:
+        host, device: spans, nested, and what ran on a GPU with its ``launcher``.
+        sampled: as :func:`read_lines` gives it.
+
+    Returns:
+        ``path`` and ``ns``; path -1 has the time of nodes that no path is known of. On a GPU the
+        time is that of the kernels.
+    """
+    counted = sampled["counted"]
+    if "built" not in counted or "sequence" not in host or not iterations:
+        return {"path": [], "ns": []}
+    spans = np.array(iterations, dtype=np.int64).reshape(-1, 2)
+    is_node = matching(host["name"], lambda name: node_key(name) is not None)
+    is_node &= host["kind"].eq("operator").to_numpy()
+    node = outermost_marked(host["parent"].to_numpy(), is_node)
+    start, sequence = host["start"].to_numpy(), host["sequence"].to_numpy()
+    of_iteration = stretch_at(spans[:, 0], spans[:, 1], start)
+    forward = (node < 0) & (sequence >= 0) & (host["profile"].to_numpy() == 0)
+    forward &= (of_iteration >= 0) & host["kind"].eq("operator").to_numpy()
+    first = np.full(len(spans) + 1, np.iinfo(np.int64).max)
+    np.minimum.at(first, of_iteration[forward], sequence[forward])
+    alike = np.diff(first) == counted["advance"]
+    nodes = np.flatnonzero((node == np.arange(len(node))) & (of_iteration >= 0))
+    nodes = nodes[np.argsort(start[nodes], kind="stable")]
+    if not alike.any():  # one iteration, or all differ
+        return {"path": [], "ns": []}
+    nodes = nodes[alike[of_iteration[nodes]]]
+    if len(device):
+        launcher = device["launcher"].to_numpy()
+        below = np.where(launcher >= 0, node[launcher], -1)
+        length = (device["end"] - device["start"]).to_numpy()
+        ns = np.bincount(below[below >= 0], length[below >= 0], len(host))[nodes]
+    else:
+        ns = (host["end"] - host["start"]).to_numpy()[nodes]
+    place = pd.Series(sequence[nodes] - first[of_iteration[nodes]])
+    # the accumulation of a gradient has no number: it follows the node that made the gradient
+    place = place.where((place >= 0) & (place < counted["advance"])).ffill().fillna(-1)
+    built = sorted(counted["built"])
+    begin, end = (np.array([row[i] for row in built], dtype=np.int64) for i in (0, 1))
+    row = stretch_at(begin, end, place.to_numpy(dtype=np.int64))
+    path = np.append([path for _, _, path in built], -1)[row]
+    table = pd.Series(ns).groupby(path).sum()
+    return {"path": table.index.tolist(), "ns": table.tolist()}
