@@ -159,7 +159,9 @@ def _main_times(iterations: Ints, samples: Ints) -> pd.DataFrame:
         moments = samples[first:last, 0]
         cuts = np.concatenate([[begin], (moments[1:] + moments[:-1]) / 2, [end]])
         ms = np.diff(cuts) / 1e6 if len(moments) else np.zeros(0)
-        rows.append(pd.DataFrame({"iteration": number, "stack": samples[first:last, 1], "ms": ms}))
+        rows.append(
+            pd.DataFrame({"iteration": number, "stack": samples[first:last, 1], "ms": ms})
+        )
     columns = pd.DataFrame({"iteration": [], "stack": [], "ms": []})
     table = pd.concat([columns, *rows], ignore_index=True)
     return table.astype({"iteration": int, "stack": int}).assign(thread=0, samples=1)

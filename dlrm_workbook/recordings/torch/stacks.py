@@ -61,10 +61,8 @@ def with_stacks(host: pd.DataFrame, file: Path) -> pd.DataFrame:
         last = seen["end"].iloc[-1]
         host = host[host["start"].lt(last)].assign(end=host["end"].clip(upper=last))
         host["duration"] = host["end"] - host["start"]
-    sampled = pd.DataFrame([lines[i] for i in samples[:, 1]], columns=LINE_COLUMNS[2:])
-    sampled["ns"], sampled["moment"] = _time_around(samples[:, 0]), samples[:, 0]
     if not len(samples) or len(seen) != len(marks):
-        return host.reset_index(drop=True), sampled.iloc[:0]
+        return host.reset_index(drop=True)
     line = seen["line"].iloc[0]
     # both clocks count nanoseconds; a mark is noted just before its range opens
     offset = int(np.median(seen["start"].to_numpy() - marks))
