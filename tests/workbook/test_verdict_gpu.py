@@ -425,7 +425,7 @@ def test_a_function_that_fills_gaps_is_no_launch(trace: Trace) -> None:
             trace.host("python_function", "normalise.py(31): clean", at + 6, at + 150)
             trace.launch(at + 152, "elementwise_kernel", at + 155, at + 157)
     first, second = told(trace.read())[0]
-    assert first.id == "gpu_idle_otherwise" and "normalise.py(31): clean" in first.title
+    assert first.id == "gpu_idle_otherwise" and "`clean` (`normalise.py:31`)" in first.title
     # ten kernels of 2 us; five stretches of 150 us to the next kernel are no launching
     assert first.share_of_step == pytest.approx(5 * 153 / 995, abs=0.01)
     assert second.id == "launch_bound"

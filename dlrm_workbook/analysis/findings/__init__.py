@@ -39,6 +39,7 @@ from dlrm_workbook.analysis.findings import (
     host,
     iterations,
     operators,
+    program,
     ranks,
 )
 from dlrm_workbook.analysis.findings.evidence import Evidence
@@ -110,6 +111,10 @@ RULES: tuple[Rule, ...] = (
     host.waiting_for_cores,
     host.too_few_threads,
     host.collecting_garbage,
+    program.around_model,
+    program.dense_updates,
+    program.padding_lookups,
+    program.empty_products,
     host.storage_in_loop,
     host.waiting,
     host.page_faults,
@@ -123,7 +128,6 @@ RULES: tuple[Rule, ...] = (
     ranks.load_imbalance,
     ranks.replicate_small_tables,
     generic.disturbed_profile,
-    generic.outside_parts,
     generic.spinning_threads,
     iterations.irregular,
     generic.slower_than_alone,

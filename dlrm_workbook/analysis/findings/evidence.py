@@ -34,11 +34,12 @@ from dlrm_workbook.analysis.attribution import (
     segments,
     windows,
 )
+from dlrm_workbook.analysis.findings.where import code_line, shown
 from dlrm_workbook.analysis.gpu import kernel_table
 from dlrm_workbook.analysis.idleness import idle_pieces
 from dlrm_workbook.analysis.launches import launched_operations
+from dlrm_workbook.analysis.lines import lines
 from dlrm_workbook.analysis.operators import top_operators
-from dlrm_workbook.analysis.python_lines import python_lines
 from dlrm_workbook.analysis.roofline import roofline
 from dlrm_workbook.ground.arrays import Bools, Ints
 from dlrm_workbook.ground.units import milliseconds
@@ -47,6 +48,7 @@ from dlrm_workbook.recordings.nesting import overlap, union
 from dlrm_workbook.recordings.open import COMMUNICATION
 from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.recordings.torch.chrome_trace import GRAPH_LAUNCH
+from dlrm_workbook.recordings.torch.lines import MAIN
 
 Part = tuple[str, str]
 
@@ -78,7 +80,7 @@ def heaviest(operators: pd.DataFrame, count: int = 4, column: str = "cpu_self_ms
 
 def listed_times(times: pd.Series, more: str = "") -> str:
     """Names with their milliseconds, in the order given; ``more`` stands behind each."""
-    return ", ".join(f"{name} {milliseconds(ms)}{more}" for name, ms in times.items())
+    return ", ".join(f"{shown(str(name))} {milliseconds(ms)}{more}" for name, ms in times.items())
 
 
 class Evidence:
@@ -199,19 +201,17 @@ class Evidence:
         length = (pieces["end_ns"] - pieces["start_ns"]) / 1e6 / len(self.windows[0])
         return by_part(self.profile, pieces["context"], pd.DataFrame({"ms": length}))["ms"]
 
-    @cached_property
-    def lines(self) -> pd.DataFrame:
-        """Time by line of Python, see :func:`~dlrm_workbook.analysis.python_lines.python_lines`."""
-        return python_lines(self.profile)
-
     def said_lines(self, component: str, phase: str | None = None) -> str | None:
-        """The lines that take most of a part's Python time, as a sentence lists them."""
-        chosen = self.lines["component"].eq(component)
-        if phase is not None:
-            chosen &= self.lines["phase"].eq(phase)
+        """The user's lines in which most of a part's time outside of operators passes, as a
+        sentence lists them; None where no line is known."""
+        roles = {"data": "batch", "optimizer": "optimizer", "other": "around"}
+        role = roles.get(component, "model")
+        table = lines(self.profile)
+        table = table[table["thread"].eq(MAIN) & table["role"].eq(role) & table["file"].ne("")]
         listed = [
-            f"{row['line']} in {row['function']} ({milliseconds(float(row['time_ms']))})"
-            for _, row in self.lines[chosen].head(MOST_LINES).iterrows()
+            f"{code_line(str(row['function']), str(row['file']), int(row['line']))} "
+            f"{milliseconds(float(row['time_ms']))}"
+            for _, row in table.head(MOST_LINES).iterrows()
         ]
         return ", ".join(listed) or None
 

@@ -36,7 +36,7 @@ from dlrm_workbook.analysis.findings.finding import (
     largest,
     rule,
 )
-from dlrm_workbook.analysis.findings.where import PLACE_LEVELS, in_place, time_by_name
+from dlrm_workbook.analysis.findings.where import PLACE_LEVELS, in_place, shown, time_by_name
 from dlrm_workbook.analysis.kernel_names import kernel_name
 from dlrm_workbook.ground.units import milliseconds
 from dlrm_workbook.recordings.foreign import node_key
@@ -159,48 +159,6 @@ def spinning_threads(evidence: Evidence, ledger: Causes) -> Measured | None:
     }
 
 
-OTHER_SHARE = 0.03
-"""Of the step outside every part, beyond what our own loop takes there."""
-
-OWN_LOOP_MS, OWN_TABLE_MS = 1.0, 0.05
-"""Of our own loop between the parts, and of it for each table, under a profiler; 0.7 and
-0.02 were measured. The part's probe is used where there is one."""
-
-
-@rule(
-    "outside_parts",
-    title="{share:.0%} of the step is outside the model: the loop's own code",
-    evidence=(
-        "{time:ms} of {total:ms} per iteration lie in no part.",
-        "Most of it: {heaviest}.",
-    ),
-    advice="Look at what the loop does between the parts: logging, metrics, progress, "
-    "checkpoints, callbacks. Do it every training.log_every iterations.",
-    limit="dispatch",
-)
-def outside_parts(evidence: Evidence, ledger: Causes) -> Measured | None:
-    """Time of the iteration that is in no part of the model."""
-    if evidence.share("other") > 0.98 or ledger.is_explained(("other", "")):
-        return None
-    if not evidence.is_ours:
-        return None  # of another program it is what no name told, not the loop's own code
-    parts = evidence.parts["time_ms"]
-    time = float(parts[parts.index.get_level_values("component") == "other"].sum())
-    tables = int(evidence.parameter("model.tables", 0) or 0)
-    alone = evidence.alone("other", "")
-    own = 1.5 * alone if alone is not None else OWN_LOOP_MS + OWN_TABLE_MS * tables
-    share = (time - own) / evidence.step_ms if evidence.step_ms else 0.0
-    if share < OTHER_SHARE:
-        return None
-    ledger.explain(share * evidence.total_ms, ("other", ""))
-    operators = evidence.of_part("other")
-    return {
-        "share": share,
-        "time": evidence.time("other"),
-        "heaviest": heaviest(operators[operators["kind"] != "thread"]),
-    }
-
-
 DISTURBED_TIMES = 1.4
 """Times what the step and the profiler's greatest cost come to."""
 
@@ -302,8 +260,8 @@ def _place_on_gpu(evidence: Evidence, ledger: Causes) -> Measured | None:
     return {
         "share": time / evidence.total_ms,
         "component": part[0],
-        "name": name[:90],
-        "what": f"the {PLACE_LEVELS[level].removesuffix(' within it')} {name[:90]}",
+        "name": shown(name),
+        "what": f"the {PLACE_LEVELS[level].removesuffix(' within it')} {shown(name)}",
         "busy": float(busy["ms"].sum()),
         "idle": time - float(busy["ms"].sum()),
         "place": f", most in {part_label(*part)}" if part[0] != "other" else "",
@@ -459,7 +417,7 @@ def start_up(evidence: Evidence, ledger: Causes) -> Measured | None:
 def _short_node(name: str) -> str:
     """The name of a function, or of the backward that a node of autograd is."""
     key = node_key(name)
-    return f"the backward of {key}" if key else name[:70]
+    return f"the backward of {key}" if key else shown(name)
 
 
 def _is_sampled(evidence: Evidence) -> bool:

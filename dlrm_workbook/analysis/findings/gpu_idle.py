@@ -38,6 +38,7 @@ from dlrm_workbook.analysis.findings.where import (
     OWN_RANGES,
     main_place,
     outermost_row,
+    shown,
 )
 from dlrm_workbook.analysis.idleness import Stretches
 from dlrm_workbook.analysis.launches import launch_cost_us, launched_operations
@@ -735,7 +736,7 @@ def _in_title(functions: pd.Series, parts: pd.Series) -> str:
         functions: share (0 to 1) of the idle time by function, most first; one at least.
         parts: the same by named part.
     """
-    function, of_function = str(functions.index[0])[:70], float(functions.iloc[0])
+    function, of_function = shown(str(functions.index[0])), float(functions.iloc[0])
     part = part_label(*parts.index[0]) if len(parts) else ""
     in_part = part != "" and float(parts.iloc[0]) > 0.5
     if of_function > 0.5:
@@ -772,7 +773,7 @@ def _awaited(evidence: Evidence, idle: pd.DataFrame) -> Measured:
     if time <= 0.5 * float(idle["idle_ms"].sum()):
         return beside if time > LEAST_OF_STEP * evidence.total_ms else {}
     return beside | {
-        "meanwhile": f", most while {longest[:70]} runs on another thread of the host",
+        "meanwhile": f", most while {shown(longest)} runs on another thread of the host",
         "component": "communication",
         "limit": "network",
         "remedy": "Exchange gradients between the GPUs (NCCL), not between the hosts; or send "

@@ -27,6 +27,7 @@ from dlrm_workbook.analysis.findings.finding import (
 )
 from dlrm_workbook.analysis.findings.where import (
     in_place,
+    shown,
     time_by_name,
 )
 from dlrm_workbook.analysis.gpu import sampled_profile, stall_reasons, stall_table
@@ -145,7 +146,7 @@ def float64(evidence: Evidence, ledger: Causes) -> Measured | None:
         "component": part[0],
         "time": float(time.sum()),
         "names": ", ".join(
-            f"{str(name)[:70]} ({milliseconds(ms)})" for name, ms in heaviest.items()
+            f"{shown(str(name))} ({milliseconds(ms)})" for name, ms in heaviest.items()
         ),
         "speedup": {"low": 1.0, "mid": amdahl(share, 2.0), "high": amdahl(share, 64.0)},
     }
@@ -428,7 +429,7 @@ def _kernels_of_one_place(evidence: Evidence, table: pd.DataFrame) -> Measured |
         "component": largest(
             pd.Series(pieces[1][inside]).groupby([own[each].to_numpy() for each in PART]).sum()
         )[0],
-        "what": f"Kernels in {name[:70]}",
+        "what": f"Kernels in {shown(name)}",
         "take": "take",
         "kernels": ", ".join(map(str, by_kernel.index[:2])),
         "listed": listed_times(by_kernel),

@@ -27,7 +27,7 @@ from dlrm_workbook.analysis.findings.finding import (
     largest,
     rule,
 )
-from dlrm_workbook.analysis.findings.where import main_place
+from dlrm_workbook.analysis.findings.where import main_place, shown
 from dlrm_workbook.analysis.idleness import idle_pieces
 from dlrm_workbook.analysis.kernel_names import kernel_name
 from dlrm_workbook.analysis.launches import launched_operations
@@ -110,7 +110,7 @@ def irregular(evidence: Evidence, ledger: Causes) -> Measured | None:
         grown = table.loc[:, slow].mean(axis=1) - table.loc[:, usual].mean(axis=1)
         grown = grown[grown > LEAST_GROWN * grown.clip(lower=0.0).sum()].nlargest(MOST_GROWN)
     more = _extra_pieces(evidence, slow, usual)
-    named = [str(name)[:70] for name in grown.index[grown > 0.5 * by_one]]
+    named = [shown(str(name)) for name in grown.index[grown > 0.5 * by_one]]
     named += [name for name in [main_place(evidence.profile, *more)] if name not in (*named, "")]
     return {
         "id": odd.id,
@@ -128,7 +128,7 @@ def irregular(evidence: Evidence, ledger: Causes) -> Measured | None:
         "first": int(np.flatnonzero(slow)[0]) + 1,
         "place": part_label(*part) or "the loop",
         "extra": float(extra.max()),
-        "names": str(grown.index[0])[:70] if len(grown) else "",
+        "names": shown(str(grown.index[0])) if len(grown) else "",
         "most": f", most of it in {' of '.join(named)}" if named else "",
         "longer": listed_times(grown, " more") or None,
         "pieces": more,
