@@ -367,8 +367,8 @@ class _Lines:
             presence = self._presence(by_step["samples"].to_numpy()[None])[0]
             slope = growth(by_step["ms"].to_numpy()[None])[0]
             rows.append(
-                (file, line, function, caller, ms / self.count, ms / self.step_ms / self.count)
-                + (presence, slope, self.count)
+                (file, line, function, caller, ms / self.count)
+                + (ms / self.step_ms / self.count, presence, slope, self.count)
             )
         table = pd.DataFrame(rows, columns=AROUND)
         return table.sort_values("time_ms", ascending=False, ignore_index=True)

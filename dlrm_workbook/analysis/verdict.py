@@ -28,7 +28,6 @@ from dlrm_core.config import Parameters
 from dlrm_workbook.analysis.attribution import IDLE, attribute, coverage, iteration_state
 from dlrm_workbook.analysis.findings import (
     bottlenecks_json,
-    can_show_bottlenecks,
     cautions,
     findings,
     limit,
@@ -517,12 +516,7 @@ def verdict_text(
 ) -> str:
     """The headline of a profile; :func:`quality` says what its times are good for."""
     limit_sentence = limit(profile, attribution, findings[0].title if findings else "")
-    if findings or can_show_bottlenecks(profile, attribution):
-        text = headline(findings, way, limit_sentence)
-    else:
-        text = "**This recording cannot show what holds the program back.** "
-        text += in_markdown(limit_sentence)
-    return text
+    return headline(findings, way, limit_sentence)
 
 
 def step_headline(profile: Profile, attribution: pd.DataFrame) -> str:

@@ -19,7 +19,6 @@ from typing import Any
 
 import pandas as pd
 
-from dlrm_core.parts import part_label
 from dlrm_workbook.analysis.attribution import (
     IDLE,
     basis,
@@ -42,7 +41,7 @@ from dlrm_workbook.analysis.findings import (
     program,
     ranks,
 )
-from dlrm_workbook.analysis.findings.evidence import Evidence
+from dlrm_workbook.analysis.findings.evidence import Evidence, heaviest
 from dlrm_workbook.analysis.findings.finding import (
     Causes,
     Finding,
@@ -51,6 +50,7 @@ from dlrm_workbook.analysis.findings.finding import (
     plain,
     rank,
 )
+from dlrm_workbook.analysis.findings.where import part_name
 from dlrm_workbook.analysis.kernel_names import kernel_name
 from dlrm_workbook.ground.units import milliseconds, percent
 from dlrm_workbook.recordings.foreign import START_UP
@@ -284,7 +284,7 @@ def limit(profile: Profile, attribution: pd.DataFrame, title: str = "") -> str:
     parts = named[named["component"] != "other"] if evidence.low_coverage else named
     parts = parts.groupby(["component", "phase"], as_index=False)[["time_ms"]].sum()
     top = parts.loc[parts["time_ms"].idxmax()]
-    name = part_label(str(top["component"]), str(top["phase"]))
+    name = part_name(str(top["component"]), str(top["phase"]))
     time = float(top["time_ms"])
     times = f"{milliseconds(time)} of {milliseconds(total)}"
     reached = _reached(evidence, str(top["component"]), str(top["phase"]))
@@ -293,6 +293,10 @@ def limit(profile: Profile, attribution: pd.DataFrame, title: str = "") -> str:
         whole = "the main thread's CPU time"
         per += ", start-up left out" * bool(profile.contexts["phase"].eq(START_UP).any())
     largest = f"{'named ' if evidence.low_coverage else ''}part of {whole}"
+    operators = evidence.of_part(str(top["component"]), str(top["phase"]))
+    most = heaviest(operators[operators["kind"].eq("operator")], 2)
+    if most and not busy and not evidence.is_ours:
+        reached += f", most of it in {most}"
     text = f"{busy}The largest {largest} is {name}: {times} {per} ({time / total:.0%}){reached}."
     if not busy and f"takes {time / total:.0%} of" in title and name.split()[0] in title.lower():
         text = f"That is {times} {per}{reached}."
@@ -324,15 +328,6 @@ def _without_part(profile: Profile) -> str:
     largest = table["share"].groupby(table["name"].map(shorter)).sum().nlargest(3)
     listed = ", ".join(f"{name} ({percent(share)})" for name, share in largest.items())
     return f" Largest without a part: {listed}." if listed else ""
-
-
-def can_show_bottlenecks(profile: Profile, attribution: pd.DataFrame) -> bool:
-    """Whether the recording holds what could show a bottleneck, were there one.
-
-    A GPU's timeline does, and so do parts that most of the time belongs to.
-    """
-    evidence = Evidence(profile, attribution)
-    return evidence.has_timeline or not evidence.low_coverage
 
 
 def cautions(profile: Profile) -> list[str]:

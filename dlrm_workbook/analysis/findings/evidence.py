@@ -201,17 +201,20 @@ class Evidence:
         length = (pieces["end_ns"] - pieces["start_ns"]) / 1e6 / len(self.windows[0])
         return by_part(self.profile, pieces["context"], pd.DataFrame({"ms": length}))["ms"]
 
-    def said_lines(self, component: str, phase: str | None = None) -> str | None:
-        """The user's lines in which most of a part's time outside of operators passes, as a
-        sentence lists them; None where no line is known."""
+    def lines_of(self, component: str) -> pd.DataFrame:
+        """The user's lines of the step's thread that are for the same as a part is: making the
+        batch, the optimizer, the model, or what is around it; most time first."""
         roles = {"data": "batch", "optimizer": "optimizer", "other": "around"}
-        role = roles.get(component, "model")
         table = lines(self.profile)
-        table = table[table["thread"].eq(MAIN) & table["role"].eq(role) & table["file"].ne("")]
+        chosen = table["thread"].eq(MAIN) & table["file"].ne("") & table["time_ms"].gt(0)
+        return table[chosen & table["role"].eq(roles.get(component, "model"))]
+
+    def said_lines(self, component: str) -> str | None:
+        """The lines of :meth:`lines_of` that take most, as a sentence lists them."""
         listed = [
             f"{code_line(str(row['function']), str(row['file']), int(row['line']))} "
             f"{milliseconds(float(row['time_ms']))}"
-            for _, row in table.head(MOST_LINES).iterrows()
+            for _, row in self.lines_of(component).head(MOST_LINES).iterrows()
         ]
         return ", ".join(listed) or None
 

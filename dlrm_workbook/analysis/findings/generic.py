@@ -11,7 +11,6 @@ import re
 import numpy as np
 import pandas as pd
 
-from dlrm_core.parts import part_label
 from dlrm_workbook.analysis.attribution import (
     PART,
     host_time,
@@ -19,6 +18,7 @@ from dlrm_workbook.analysis.attribution import (
     main_thread,
     parts_at,
     step_contexts,
+    unattributed,
 )
 from dlrm_workbook.analysis.findings.evidence import (
     MOST_LISTED,
@@ -36,12 +36,21 @@ from dlrm_workbook.analysis.findings.finding import (
     largest,
     rule,
 )
-from dlrm_workbook.analysis.findings.where import PLACE_LEVELS, in_place, shown, time_by_name
+from dlrm_workbook.analysis.findings.where import (
+    PLACE_LEVELS,
+    code_line,
+    in_place,
+    part_name,
+    shown,
+    time_by_name,
+)
 from dlrm_workbook.analysis.kernel_names import kernel_name
+from dlrm_workbook.analysis.lines import lines
 from dlrm_workbook.ground.units import milliseconds
 from dlrm_workbook.recordings.foreign import node_key
 from dlrm_workbook.recordings.open import COMMUNICATION
 from dlrm_workbook.recordings.profile import nearest
+from dlrm_workbook.recordings.torch.lines import MAIN
 
 DOMINANT_PART_SHARE = 0.4
 """Least share of CPU time in one part and phase of a foreign program; less is ordinary for the
@@ -84,7 +93,7 @@ def slower_than_alone(evidence: Evidence, ledger: Causes) -> Measured | None:
     places = [(str(component), str(phase)) for component, phase in slow.index]
     for part, time in zip(places, slow, strict=True):
         ledger.explain(float(time), part)
-    worst = part_label(*places[0])
+    worst = part_name(*places[0])
     figures: Measured = {
         "share": lost / evidence.total_ms,
         "component": places[0][0],
@@ -93,7 +102,7 @@ def slower_than_alone(evidence: Evidence, ledger: Causes) -> Measured | None:
         "worst": worst,
         "ratio": float(ratio[places[0]]),
         "times": "; ".join(
-            f"{part_label(*part)} {milliseconds(float(parts['time_ms'][part]))}, alone "
+            f"{part_name(*part)} {milliseconds(float(parts['time_ms'][part]))}, alone "
             f"{milliseconds(float(alone[part]))}"
             for part in places[:5]
         ),
@@ -222,9 +231,14 @@ def largest_place(evidence: Evidence, ledger: Causes) -> Measured | None:
     most time passes. Of our own programs, probes and ceilings tell more."""
     if evidence.is_ours:
         return None
-    measured = _place_on_gpu(evidence, ledger) if evidence.has_timeline else None
-    if measured is None and _is_sampled(evidence) and not evidence.on_gpu:
-        measured = _sampled_place(evidence, ledger) or _sampled_functions(evidence, ledger)
+    if evidence.has_timeline:
+        measured = _place_on_gpu(evidence, ledger)
+    elif _is_sampled(evidence):
+        measured = None
+        if not evidence.on_gpu:
+            measured = _sampled_place(evidence, ledger) or _sampled_functions(evidence, ledger)
+    else:
+        measured = _without_parts(evidence, ledger)
     nothing = ("what", "itself", "kernels", "heaviest", "callers", "listed")
     return measured and {"takes": "takes", **dict.fromkeys(nothing), "busy": 0, **measured}
 
@@ -264,11 +278,28 @@ def _place_on_gpu(evidence: Evidence, ledger: Causes) -> Measured | None:
         "what": f"the {PLACE_LEVELS[level].removesuffix(' within it')} {shown(name)}",
         "busy": float(busy["ms"].sum()),
         "idle": time - float(busy["ms"].sum()),
-        "place": f", most in {part_label(*part)}" if part[0] != "other" else "",
+        "place": f", most in {part_name(*part)}" if part[0] != "other" else "",
         "kernels": listed_times(kernels) or None,
         "pieces": (own["context"], own["ms"]),
         "speedup": bounded(0.5 * time / evidence.total_ms),
     }
+
+
+def _without_parts(evidence: Evidence, ledger: Causes) -> Measured | None:
+    """The largest name of a recording most of whose time is in no part, where no rule found
+    anything."""
+    table = unattributed(evidence.profile)
+    if ledger.told or not evidence.low_coverage or table.empty:
+        return None
+    by_line = lines(evidence.profile)
+    by_line = by_line[by_line["thread"].eq(MAIN) & by_line["file"].ne("")]
+    share, name = float(table["share"].iloc[0]), shown(str(table["name"].iloc[0]))
+    if len(by_line):
+        row = by_line.iloc[0]
+        share = float(row["share_of_step"])
+        name = code_line(str(row["function"]), str(row["file"]), int(row["line"]))
+    listed = table.head(MOST_LISTED).set_index("name")["share"] * evidence.total_ms
+    return {"share": share, "name": name, "heaviest": listed_times(listed), "speedup": {}}
 
 
 def _sampled_place(evidence: Evidence, ledger: Causes) -> Measured | None:
@@ -285,7 +316,7 @@ def _sampled_place(evidence: Evidence, ledger: Causes) -> Measured | None:
         return None
     if ledger.is_explained((component, phase)):
         return None
-    name = function if component == "other" else capitalised(part_label(component, phase))
+    name = function if component == "other" else capitalised(part_name(component, phase))
     own = table[table.groupby(groups).ngroup().eq(row).to_numpy()]
     itself = heaviest(own, column="time_ms")
     callers = heaviest(_callers(evidence, own), column="time_ms")
@@ -322,7 +353,7 @@ def _sampled_functions(evidence: Evidence, ledger: Causes) -> Measured | None:
         return None
     rows = times.reset_index(name="ms")
     labels = [
-        f"{_short_node(name)}{f' in {part_label(part, phase)}' if part != 'other' else ''}"
+        f"{_short_node(name)}{f' in {part_name(part, phase)}' if part != 'other' else ''}"
         for name, part, phase in rows[["name", *PART]].itertuples(index=False)
     ]
     return {

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from dlrm_core.parts import part_label
 from dlrm_workbook.analysis.attribution import (
     IDLE,
     PART,
@@ -38,6 +37,7 @@ from dlrm_workbook.analysis.findings.where import (
     OWN_RANGES,
     main_place,
     outermost_row,
+    part_name,
     shown,
 )
 from dlrm_workbook.analysis.idleness import Stretches
@@ -161,7 +161,7 @@ def synchronising(evidence: Evidence, ledger: Causes) -> Measured | None:
         "component": part[0],
         "names": ", ".join(sorted(calls["name"].unique())),
         "count": len(calls) / count,
-        "place": part_label(*part) or "the loop",
+        "place": part_name(*part) or "the loop",
         "waited": float(calls["waited_ms"].sum()),
         "idle": idle,
         "during": "during and after it, and in the operators around it"
@@ -327,7 +327,7 @@ def allocation(evidence: Evidence, ledger: Causes) -> Measured | None:
         "names": ", ".join(sorted(names.unique())) or "Calls of the driver",
         "count": len(calls) / evidence.iterations,
         "time": time,
-        "place": part_label(*part) or "the loop",
+        "place": part_name(*part) or "the loop",
         "doubt": evidence.doubt,
         "pieces": (idle["context"], idle["idle_ms"]),
     }
@@ -399,7 +399,7 @@ def launch_bound(evidence: Evidence, ledger: Causes) -> Measured | None:
     # what has no part and is no single operator tells nothing
     by_one = of_launches >= MOST_LAUNCHES and bool(most)
     by_one &= part[0] != "other" or "," not in most
-    place = f" in {part_label(*part)}" if part[0] != "other" else ""
+    place = f" in {part_name(*part)}" if part[0] != "other" else ""
     small = "copies by " if own["kind"].eq("copy").mean() > MOST_LAUNCHES else ""
     if not by_one:
         part = largest_part(idle, "idle_ms")
@@ -683,7 +683,7 @@ def _longest_gap(evidence: Evidence) -> str | None:
     usual = float(longest["length"].median()) / 1e6
     if usual < 0.5 * evidence.idle_ms:
         return None
-    label = [part_label(*part) for part in zip(work["component"], work["phase"], strict=True)]
+    label = [part_name(*part) for part in zip(work["component"], work["phase"], strict=True)]
     row = longest.index.to_numpy()
     between = Counter((label[i], label[i + 1]) for i in row)
     (before, after), often = between.most_common(1)[0]
@@ -715,7 +715,7 @@ def _host_meanwhile(evidence: Evidence, idle: pd.DataFrame) -> Measured:
     }
     if named.sum() > 0.5 * total:
         places = ", ".join(
-            f"{part_label(str(part[0]), str(part[1]))} {milliseconds(ms)}"
+            f"{part_name(str(part[0]), str(part[1]))} {milliseconds(ms)}"
             for part, ms in zip(named.index[:3], named, strict=False)
         )
         figures["host"] = f"{places}; by function {functions}"
@@ -737,7 +737,7 @@ def _in_title(functions: pd.Series, parts: pd.Series) -> str:
         parts: the same by named part.
     """
     function, of_function = shown(str(functions.index[0])), float(functions.iloc[0])
-    part = part_label(*parts.index[0]) if len(parts) else ""
+    part = part_name(*parts.index[0]) if len(parts) else ""
     in_part = part != "" and float(parts.iloc[0]) > 0.5
     if of_function > 0.5:
         return f", most while the host is in {function}"

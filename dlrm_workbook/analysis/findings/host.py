@@ -9,7 +9,6 @@ import statistics
 
 import numpy as np
 
-from dlrm_core.parts import part_label
 from dlrm_workbook.analysis.findings.evidence import Evidence, Part
 from dlrm_workbook.analysis.findings.finding import (
     Causes,
@@ -20,7 +19,7 @@ from dlrm_workbook.analysis.findings.finding import (
     removed,
     rule,
 )
-from dlrm_workbook.analysis.findings.where import code_line
+from dlrm_workbook.analysis.findings.where import code_line, part_name
 from dlrm_workbook.analysis.lines import lines
 from dlrm_workbook.ground.units import milliseconds
 from dlrm_workbook.recordings.profile import Profile
@@ -644,7 +643,9 @@ def python_in_part(evidence: Evidence, ledger: Causes) -> Measured | None:
     own = (evidence.parts["python_ms"] - usual).dropna()
     # of another program's code that no name places, the lines are named all the same
     # and whoever communicates waits for other ranks
-    left_out = ["data", "transfer", "communication", *(["other"] if evidence.is_ours else [])]
+    left_out = ["data", "transfer", "communication"]
+    if evidence.is_ours or len(lines(evidence.profile)):  # what has lines has findings by line
+        left_out.append("other")
     own = own.drop(left_out, level="component", errors="ignore")
     left = [
         (float(time) - ledger.explained_in(part), part)
@@ -658,9 +659,9 @@ def python_in_part(evidence: Evidence, ledger: Causes) -> Measured | None:
     ledger.explain(share * evidence.total_ms, part)
     return {
         "share": share,
-        "name": part_label(*part) if part[0] != "other" else "no named part",
+        "name": part_name(*part) if part[0] != "other" else "no named part",
         "own": float(evidence.parts["python_ms"][part]),
-        "lines": evidence.said_lines(*part),
+        "lines": evidence.said_lines(part[0]),
         "whole": float(evidence.parts["traced_ms"][part]),
         "component": part[0],
     }
@@ -678,6 +679,6 @@ def _place(evidence: Evidence, part: Part | None) -> Measured:
     """Where the step waits: component, " in PART" or nothing, and the figures of ``OWN_CODE``."""
     if part is None:
         return {"component": "other", "where": "", "own": None, "part": None}
-    label = part_label(*part)
+    label = part_name(*part)
     own = float(evidence.parts["python_ms"][part])
     return {"component": part[0], "where": f" in {label}", "own": own, "part": label}

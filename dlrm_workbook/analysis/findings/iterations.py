@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from dlrm_core.parts import part_label
 from dlrm_workbook.analysis.attribution import (
     iteration_state,
     segments,
@@ -27,7 +26,7 @@ from dlrm_workbook.analysis.findings.finding import (
     largest,
     rule,
 )
-from dlrm_workbook.analysis.findings.where import main_place, shown
+from dlrm_workbook.analysis.findings.where import main_place, part_name, shown
 from dlrm_workbook.analysis.idleness import idle_pieces
 from dlrm_workbook.analysis.kernel_names import kernel_name
 from dlrm_workbook.analysis.launches import launched_operations
@@ -126,7 +125,7 @@ def irregular(evidence: Evidence, ledger: Causes) -> Measured | None:
         "usual_ms": float(totals[usual].mean()),
         "factor": float(totals[slow].median() / totals[usual].median()),
         "first": int(np.flatnonzero(slow)[0]) + 1,
-        "place": part_label(*part) or "the loop",
+        "place": part_name(*part) or "the loop",
         "extra": float(extra.max()),
         "names": shown(str(grown.index[0])) if len(grown) else "",
         "most": f", most of it in {' of '.join(named)}" if named else "",

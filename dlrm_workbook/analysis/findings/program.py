@@ -93,8 +93,8 @@ def _around_one(row: dict[str, Any]) -> Rule:
             "each": each,
             "caller": at if at not in name else None,
             "later": f"Its time grows by {milliseconds(row['growth_ms'])} per iteration: at that "
-            f"rate it takes {milliseconds(then)} after {LATER:,} more, {then / (then + rest):.0%} of "
-            "an iteration then."
+            f"rate it takes {milliseconds(then)} after {LATER:,} more, which is then "
+            f"{then / (then + rest):.0%} of an iteration."
             if grows
             else None,
             "iterations": count,
@@ -186,8 +186,8 @@ def _names(table: pd.DataFrame) -> str:
         "The gradients of {names} are dense, so that the optimizer ({at}) reads and writes whole "
         "tables: {megabytes:,.0f} MB per iteration.",
         "One batch looked up {unique:,} different rows.",
-        "The optimizer takes {update:ms} and making dense gradients {backward:ms} of {total:ms} per "
-        "iteration; {share:.0%} of the step is for rows that no lookup asked for.",
+        "Optimizers take {update:ms} of {total:ms} per iteration, and making dense gradients "
+        "{backward:ms}.",
     ),
     advice="Make sparse gradients, nn.Embedding(..., sparse=True) or nn.EmbeddingBag(..., "
     "sparse=True), and update these tables with an optimizer that takes them "

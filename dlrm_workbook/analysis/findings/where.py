@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from dlrm_core.parts import SPAN_PREFIX
+from dlrm_core.parts import COMPONENTS, SPAN_PREFIX, part_label
 from dlrm_workbook.ground.marks import GROUP_PREFIX
 from dlrm_workbook.ground.units import milliseconds
 from dlrm_workbook.recordings.profile import Profile, nearest
@@ -40,6 +40,12 @@ LEAST_OF_ALL, LEAST_OF_STEP = 0.1, 0.04
 
 MOST_NAMES = 4
 """Names of one level that a sentence lists."""
+
+
+def part_name(component: str, phase: str = "") -> str:
+    """A part as a sentence names it; modules of a program's own are in backticks."""
+    label = part_label(component, phase)
+    return label if component in COMPONENTS else label.replace(component, f"`{component}`", 1)
 
 
 def code_line(function: str, file: str, line: int) -> str:
