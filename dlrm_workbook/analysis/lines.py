@@ -317,71 +317,6 @@ class _Lines:
         result["source"] = [self.texts.line(*at).strip() for at in places]
         return result.reset_index(drop=True)
 
-    def around(self) -> pd.DataFrame:
-        """Rows of :func:`around`, at the samples' pace."""
-        main = self.moments[self.moments["thread"].eq(0)]
-        depths = {
-            path: depth
-            for path in main["path"].unique()
-            if self.roles.of(self.paths[path]) == "around"
-            and (depth := self.roles.depth(self.paths[path])) is not None
-        }
-        modelled = main.loc[~main["path"].isin(list(depths)), "path"].unique()
-        of_model = {self.frames[frame][:2] for path in modelled for frame, _ in self.paths[path]}
-        main = main[main["path"].isin(list(depths))]
-        frames = {
-            path: [frame for frame, _ in self.paths[path][at:]] for path, at in depths.items()
-        }
-        units: dict[Any, list[int]] = {}
-        for path, below in frames.items():
-            file, first, _, line = self.frames[below[0]]
-            # lines of the loop that call nothing of the user's are one, however long they are
-            units.setdefault((file, first, line if len(below) > 1 else 0), []).append(path)
-        rows = []
-        for paths in units.values():
-            own = main[main["path"].isin(paths)]
-            ms = float(own["ms"].sum())
-            chain = [frames[path] for path in own["path"]]
-            loop = self._most(own["ms"], [frames[:1] for frames in chain])
-            inner, depth = loop, 1
-            while True:  # as far down as most of the time goes one way
-                deeper = [frames[depth : depth + 1] for frames in chain]
-                functions = [[self.frames[f][:2] for f in frames] for frames in deeper]
-                held = own["ms"][[bool(frames) for frames in deeper]].sum()
-                if ms <= 0 or held < MOST_OF_IT * ms:
-                    break
-                most = self._most(own["ms"], functions)
-                if most in of_model:
-                    break  # such as a forward pass of the model in an evaluation
-                chosen = [
-                    frames if name == [most] else []
-                    for frames, name in zip(deeper, functions, strict=True)
-                ]
-                if own["ms"][[bool(frames) for frames in chosen]].sum() < MOST_OF_IT * ms:
-                    break
-                inner, depth = self._most(own["ms"], chosen), depth + 1
-            by_step = own.groupby("iteration")[["ms", "samples"]].sum()
-            by_step = by_step.reindex(range(self.count), fill_value=0.0)
-            file, _, function, line = self.frames[inner]
-            caller = place(self.frames[loop][0], self.frames[loop][3])
-            presence = self._presence(by_step["samples"].to_numpy()[None])[0]
-            slope = growth(by_step["ms"].to_numpy()[None])[0]
-            rows.append(
-                (file, line, function, caller, ms / self.count)
-                + (ms / self.step_ms / self.count, presence, slope, self.count)
-            )
-        table = pd.DataFrame(rows, columns=AROUND)
-        return table.sort_values("time_ms", ascending=False, ignore_index=True)
-
-    @staticmethod
-    def _most(ms: pd.Series, of: list[list[Any]]) -> Any:
-        """The one that has most of the time, of lists of one or none for each moment."""
-        held: dict[Any, float] = {}
-        for time, names in zip(ms, of, strict=True):
-            for name in names:
-                held[name] = held.get(name, 0.0) + time
-        return max(held, key=lambda name: held[name])
-
     def _key(self, frame: int, by: str) -> tuple[str, int]:
         file, first, _, line = self.frames[frame]
         return (file, line) if by == "line" or not first else (file, first)
@@ -467,11 +402,6 @@ class _Roles:
             batch |= step.batch - model
             wanted = step.parameters
             inner = (function.rpartition(".")[2], source)
-
-    def depth(self, path: Path) -> int | None:
-        """Place in a path of the innermost function that runs steps; None where none does."""
-        places = range(len(path) - 1, -1, -1)
-        return next((at for at in places if self._instance(path, at) in self.steps), None)
 
     def of(self, path: Path) -> str:
         """The role of the innermost line of a path."""
@@ -576,33 +506,3 @@ def _operators(profile: Profile) -> dict[tuple[str, int], str]:
 def is_missing(value: float) -> bool:
     """Whether a number of the table is not known."""
     return math.isnan(value)
-
-
-# ---- around the model ------------------------------------------------------------------------
-
-
-def around(profile: Profile) -> pd.DataFrame:
-    """What the loop does beside the model, its optimizer and its batch, as its author sees it.
-
-    Returns:
-        One row for each line of the loop that calls something else, and for lines beside each
-        other that call nothing of the user's: ``file``, ``line`` and ``function`` where most of
-        that time is, ``caller`` (FILE:LINE in the loop), ``time_ms`` (of a mean iteration, with
-        all that is called), ``share`` (of the time of all iterations), ``in_iterations`` and
-        ``growth_ms`` as in :func:`lines`, ``iterations`` (how many were sampled). Most first.
-    """
-    known = _known(profile)
-    if known is None or not known["iteration_ms"]:
-        return unmeasured(AROUND, missing_reason(profile, ["lines"], "no stack was sampled"))
-    table = profile.once("lines around", lambda: _Lines(known).around())
-    if step := profile.meta.get("reference"):
-        pace = step["ms"] / np.mean(known["iteration_ms"])
-        table[["time_ms", "growth_ms"]] *= pace
-    return table
-
-
-AROUND = ["file", "line", "function", "caller", "time_ms", "share", "in_iterations", "growth_ms"]
-AROUND += ["iterations"]
-
-MOST_OF_IT = 0.7
-"""Share of a time from which on the function that has it is named instead of its caller."""
