@@ -8,7 +8,6 @@ belongs to the line that launched what runs, and idle time to the line that the 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import PurePath
@@ -22,6 +21,7 @@ from dlrm_workbook.analysis.context_tree import (
     distinct,
     missing_reason,
     of_streams,
+    reason_of,
     running,
     unmeasured,
 )
@@ -29,7 +29,7 @@ from dlrm_workbook.analysis.step_source import Source
 from dlrm_workbook.ground.arrays import Floats
 from dlrm_workbook.recordings.nesting import stretch_at
 from dlrm_workbook.recordings.profile import Profile, nearest
-from dlrm_workbook.recordings.torch.lines import MAIN, mark_of
+from dlrm_workbook.recordings.torch.lines import MAIN, mark_of, role_of
 from dlrm_workbook.recordings.torch.sampling import is_user_code
 
 LINES = ["file", "line", "function", "source", "thread", "role", "time_ms", "backward_ms"]
@@ -49,10 +49,17 @@ LEAST_SAMPLES = 5
 LEAST_ITERATIONS, SURE = 8, 4.0
 """Iterations, and standard errors of the slope, from which on a line's time is said to grow."""
 
+MOST_LISTED = 30
+"""Lines of a function beside which a figure shows their time."""
+
 MOST_OPERATORS = 3
 """Operators named below a line."""
 
+LEAST_SHARE = 0.1
+"""Share of a line's time that an operator takes which is named below it."""
+
 Path = Sequence[tuple[int, str]]
+Place = tuple[str, int]
 
 
 def lines(profile: Profile) -> pd.DataFrame:
@@ -78,6 +85,17 @@ def functions(profile: Profile) -> pd.DataFrame:
     return _table(profile, "function")
 
 
+def statements(profile: Profile) -> pd.DataFrame:
+    """As :func:`lines`, by the statement of the training step that a moment belongs to.
+
+    A step is the function that calls ``backward``, and those above it. Each moment is in one row
+    by itself: the statements of the step divide it, and none of them is counted twice. So what is
+    around the model is the rows of role ``around``, each called from one line of the step.
+    ``time_ms`` and ``inclusive_ms`` are the same.
+    """
+    return _table(profile, "statement")
+
+
 def listing(profile: Profile, file: str, function: str) -> pd.DataFrame:
     """The source of a function with the time of each line beside it.
 
@@ -93,8 +111,30 @@ def listing(profile: Profile, file: str, function: str) -> pd.DataFrame:
         return unmeasured(LISTING, "the source of this function was not recorded")
     by_line = chosen.groupby("line")[["time_ms", "share_of_step"]].sum()
     by_line = by_line.reindex(list(rows), fill_value=0.0)
-    columns = (list(rows), list(rows.values()), by_line["time_ms"], by_line["share_of_step"])
-    return pd.DataFrame({n: list(c) for n, c in zip(LISTING, columns, strict=True)})
+    times = {"time_ms": by_line["time_ms"].tolist(), "share": by_line["share_of_step"].tolist()}
+    return pd.DataFrame({"line": list(rows), "source": list(rows.values())} | times)
+
+
+def hottest(profile: Profile) -> pd.DataFrame:
+    """The :func:`listing` of the function with the most time itself, around its hottest line.
+
+    Returns:
+        At most :data:`MOST_LISTED` rows; ``attrs["function"]`` is its name.
+    """
+    table = functions(profile)
+    if reason_of(table):
+        return unmeasured(LISTING, reason_of(table))
+    table = table[table["file"].ne("") & table["thread"].eq(MAIN) & table["time_ms"].gt(0)]
+    for row in table.head(1).to_dict("records"):
+        rows = listing(profile, row["file"], row["function"])
+        if len(rows) > MOST_LISTED:
+            # where a window of that length holds the most time
+            sums = rows["time_ms"].rolling(MOST_LISTED).sum()
+            last = int(sums.to_numpy()[MOST_LISTED - 1 :].argmax()) + MOST_LISTED
+            rows = rows.iloc[last - MOST_LISTED : last]
+        rows.attrs["function"] = f"{row['function']} ({PurePath(row['file']).name})"
+        return rows
+    return unmeasured(LISTING, "no time is in a line of the user's")
 
 
 def place(file: str, line: int) -> str:
@@ -130,15 +170,23 @@ def _of_contexts(profile: Profile) -> dict[str, Any] | None:
     paths: dict[tuple[tuple[int, str], ...], int] = {}
     number = np.zeros(len(contexts), dtype=np.int64)
     held: list[tuple[tuple[int, str], ...]] = []
-    line = contexts["line"].to_numpy()
+    line, kind = contexts["line"].to_numpy(), contexts["kind"].to_numpy(dtype=object)
+    roles = [role_of(*part) for part in zip(contexts["component"], contexts["phase"], strict=True)]
+    functions_of: list[str] = []
     for row, over in enumerate(contexts["parent"].tolist()):
         path = held[over] if over >= 0 else ()
+        function = functions_of[over] if over >= 0 else ""
         if users[row]:
-            frame = (str(files[row]), 0, str(names[row]), int(line[row]))
-            path = (*path, (frames.setdefault(frame, len(frames)), ""))
+            inner = kind[row] == "line"  # within the function above it
+            function = function if inner else str(names[row])
+            frame = (str(files[row]), 0, function, int(line[row]))
+            path = (*path[: len(path) - inner], (frames.setdefault(frame, len(frames)), ""))
         elif path and is_python[row] and (mark := mark_of(f"{files[row]}:{names[row]}")):
             path = (*path[:-1], (path[-1][0], f" {mark}"))
         held.append(path)
+        functions_of.append(function)
+        if path and roles[row]:
+            path = (*path[:-1], (path[-1][0], roles[row] + path[-1][1]))
         number[row] = paths.setdefault(path, len(paths))
     times = _moments(profile)
     times["path"] = number[times.pop("context")]
@@ -156,6 +204,7 @@ def _of_contexts(profile: Profile) -> dict[str, Any] | None:
         "times": times.to_dict("list"),
         "iteration_ms": ms.tolist(),
         "counted": {"missing": "a trace does not say how often a line runs"},
+        "exact": False,
         "sources": [],
     }
 
@@ -172,7 +221,7 @@ def _moments(profile: Profile) -> pd.DataFrame:
         table = rows.rename(columns={"profile": "thread", "value": "ms"})
         table["ms"] /= iteration_count(profile)
         return table[["thread", "context", "ms"]].assign(iteration=0)
-    spans = [profile.iterations[name].to_numpy() for name in ("start_ns", "end_ns")]
+    spans = profile.iterations["start_ns"].to_numpy(), profile.iterations["end_ns"].to_numpy()
     streams = of_streams(profile).assign(profile=-2)
     gpu = running(_replaced(profile, streams), -2) if len(streams) else None
     parts = []
@@ -214,16 +263,16 @@ def _replaced(profile: Profile, trace: pd.DataFrame) -> Profile:
 
 
 def _table(profile: Profile, by: str) -> pd.DataFrame:
-    columns = LINES if by == "line" else FUNCTIONS
+    columns = FUNCTIONS if by == "function" else LINES
     known = _known(profile)
     if known is None or not known["iteration_ms"]:
         reason = "no stack of Python code was sampled, and the recording has no Python frames"
         return unmeasured(columns, missing_reason(profile, ["lines"], reason))
     table = profile.once(f"lines by {by}", lambda: _Lines(known).table(by))
-    if by == "line":
-        operators = _operators(profile)
-        pairs = zip(table["file"], table["line"], strict=True)
-        table["operators"] = [operators.get(pair, "") for pair in pairs]
+    if by != "function":
+        inclusive_ms = dict(zip(_places(table), table["inclusive_ms"], strict=True))
+        operators = _operators(profile, known, inclusive_ms)
+        table["operators"] = [operators.get(at, "") for at in _places(table)]
     if step := profile.meta.get("reference"):  # sampling costs time of its own
         pace = step["ms"] / np.mean(known["iteration_ms"])
         for name in ("time_ms", "backward_ms", "inclusive_ms", "growth_ms"):
@@ -277,9 +326,11 @@ class _Lines:
                 frames += [frame for frame, _ in self.paths[built]]
             if "ours" in str(self.paths[path][-1:]):
                 frames = []
+            role, depth = self.roles.of(self.paths[path])
+            if by == "statement" and frames:
+                frames = [frames[depth]]
             held = {self._key(frame, by): frame for frame in frames} or {("", 0): -1}
             last = self._key(frames[-1], by) if frames else ("", 0)
-            role = self.roles.of(self.paths[path])
             for key, frame in held.items():
                 rows.append((path, built, *key, frame, key == last, role))
         names = ["path", "built", "file", "number", "frame", "own", "role"]
@@ -288,38 +339,40 @@ class _Lines:
         table["own_ms"] = table["ms"] * table["own"]
         table["back_ms"] = table["own_ms"] * table["built"].ge(0)
         grouped = table.groupby(keys, sort=False)
-        result = grouped[["own_ms", "back_ms", "ms"]].sum() / self.count
-        result.columns = ["time_ms", "backward_ms", "inclusive_ms"]
-        by_role = table.assign(weight=table["own_ms"] + 1e-9 * table["ms"])
-        by_role = by_role.groupby([*keys, "role"])["weight"].sum().sort_values()
-        result["role"] = by_role.reset_index("role").groupby(level=keys)["role"].last()
-        by_frame = table.assign(weight=table["own_ms"] + 1e-9 * table["ms"])
-        by_frame = by_frame.groupby([*keys, "frame"])["weight"].sum().sort_values()
-        frame = by_frame.reset_index("frame").groupby(level=keys)["frame"].last()
-        result["frame"] = frame
-        seen = table.groupby([*keys, "iteration"])["samples"].sum().unstack(fill_value=0.0)
+        result: pd.DataFrame = grouped[["own_ms", "back_ms", "ms"]].sum() / self.count
+        result.columns = pd.Index(["time_ms", "backward_ms", "inclusive_ms"])
+        for column in ("role", "frame"):  # the one with the most time, for a frame its own first
+            weight = table["ms"] * (1e-6 + table["own"] if column == "frame" else 1.0)
+            sums = table.assign(weight=weight).groupby([*keys, column])["weight"].sum()
+            ranked = sums.sort_values().reset_index(column)
+            result[column] = ranked.groupby(level=keys)[column].last()
+        seen = table.groupby([*keys, "iteration"])["samples"].sum().unstack(fill_value=0)
         result["in_iterations"] = pd.Series(self._presence(seen.to_numpy()), index=seen.index)
-        own = table.groupby([*keys, "iteration"])["own_ms"].sum().unstack(fill_value=0.0)
+        own = table.groupby([*keys, "iteration"])["own_ms"].sum().unstack(fill_value=0)
         own = own.reindex(columns=range(self.count), fill_value=0.0)
         result["growth_ms"] = pd.Series(growth(own.to_numpy()), index=own.index)
+        result = result.drop([key for key in result.index if key[0] == "" and key[2] > 0])
         result = result.reset_index().sort_values("time_ms", ascending=False, kind="stable")
-        frames = [self.frames[f] if f >= 0 else ("", 0, "", 0) for f in result["frame"]]
-        result["function"] = [frame[2] for frame in frames]
-        result["line"] = [frame[3] for frame in frames]
+        result["function"] = [self.frames[f][2] if f >= 0 else "" for f in result["frame"]]
+        result["line"] = [self.frames[f][3] if f >= 0 else 0 for f in result["frame"]]
         result["thread"] = [self.known["threads"][thread] for thread in result["thread"]]
         result["share_of_step"] = result["time_ms"] / self.step_ms
         result["inclusive_share"] = result["inclusive_ms"] / self.step_ms
-        result.loc[result["file"].eq(""), ["role", "in_iterations"]] = ["around", 1.0]
+        for column, value in (("role", "around"), ("in_iterations", 1.0)):
+            result.loc[result["file"].eq(""), column] = value
         calls = {(file, line): n for file, line, n in self.counted.get("calls", [])}
-        places = list(zip(result["file"], result["line"], strict=True))
+        places = _places(result)
         result["calls"] = [float(calls.get(at, np.nan)) for at in places]
         result.loc[result["thread"].ne(MAIN), "calls"] = np.nan
+        # the samples of a short line come in clusters: that it ran when it was counted tells more
+        often = result["calls"].gt(0) & result["in_iterations"].gt(0.5)
+        result.loc[often, "in_iterations"] = 1.0
         result["source"] = [self.texts.line(*at).strip() for at in places]
         return result.reset_index(drop=True)
 
     def _key(self, frame: int, by: str) -> tuple[str, int]:
         file, first, _, line = self.frames[frame]
-        return (file, line) if by == "line" or not first else (file, first)
+        return (file, line) if by != "function" or not first else (file, first)
 
     def _presence(self, samples: Floats) -> Floats:
         """In which share of the iterations each line (n, iterations) runs; NaN where few samples
@@ -375,7 +428,7 @@ class _Roles:
                 key = self._instance(path, depth)
                 self.built.setdefault(key, set()).add(self.frames[frame][3])
         self.steps: dict[tuple[Any, ...], tuple[set[int], set[int]]] = {}
-        for path in paths:
+        for path in paths if table.known.get("exact", True) else []:
             self._learn(path)
 
     def _instance(self, path: Path, depth: int) -> tuple[Any, ...]:
@@ -403,42 +456,37 @@ class _Roles:
             wanted = step.parameters
             inner = (function.rpartition(".")[2], source)
 
-    def of(self, path: Path) -> str:
-        """The role of the innermost line of a path."""
+    def of(self, path: Path) -> tuple[str, int]:
+        """The role of what a path runs, and the place in it of the statement of the step."""
         if not path:
-            return "around"
+            return "around", 0
+        depth = max(
+            (d for d in range(len(path)) if self._instance(path, d) in self.steps), default=-1
+        )
         marks = [mark.partition(" ")[2] for _, mark in path]
-        given = [mark.partition(" ")[0] for _, mark in path if mark.partition(" ")[0]]
-        if given:  # a part of our own step
-            return given[-1]
-        below = [self.frames[frame][2].endswith(".step") for frame, _ in path[1:]] + [True]
-        if any(m == "optimizer" and ends for m, ends in zip(marks, below, strict=True)):
-            return "optimizer"
-        if "loader" in marks:
-            return "batch"
-        if "backward" in marks:
-            return "model"
+        given = [mark.partition(" ")[0] for _, mark in path]
+        functions = [self.frames[frame][:3] for frame, _ in path]
+        if any(given):  # a part of our own step
+            return [role for role in given if role][-1], max(depth, 0)
+        ends = [name.endswith(".step") for _, _, name in functions[1:]] + [True]
+        if any(m == "optimizer" and end for m, end in zip(marks, ends, strict=True)):
+            return "optimizer", max(depth, 0)
         module = marks.index("module") if "module" in marks else len(path)
-        making = (self.frames[frame][:2] in self.batch_functions for frame, _ in path[: module + 1])
-        for depth in range(len(path) - 1, -1, -1):
-            step = self.steps.get(self._instance(path, depth))
-            if step is not None:
-                line = self.frames[path[depth][0]][3]
-                if line in step[0]:
-                    return "batch"
-                if line in step[1]:
-                    making = (
-                        self.frames[frame][:2] in self.batch_functions
-                        for frame, _ in path[depth + 1 : module + 1]
-                    )
-                    return "batch" if any(making) else "model"
-                return "around"
-        if any(making):
-            return "batch"
-        if module < len(path) and not self.steps:
-            return "model"
-        names = " ".join(self.frames[frame][2].lower() for frame, _ in path)
-        return "batch" if any(word in names for word in BATCH_WORDS) else "around"
+        makes = any(
+            function[:2] in self.batch_functions for function in functions[depth + 1 : module + 1]
+        )
+        if depth >= 0:
+            batch, model = self.steps[self._instance(path, depth)]
+            line = self.frames[path[depth][0]][3]
+            if line in batch or marks[depth] == "loader" or (line in model and makes):
+                return "batch", depth
+            return "model" if line in model else "around", depth
+        if "loader" in marks or makes:
+            return "batch", 0
+        if "backward" in marks or (module < len(path) and not self.steps):
+            return "model", 0
+        names = " ".join(name.lower() for _, _, name in functions)
+        return "batch" if any(word in names for word in BATCH_WORDS) else "around", 0
 
 
 class _Texts:
@@ -453,9 +501,9 @@ class _Texts:
         best: dict[int, str] = {}
         for name, first, text in self._blocks:
             rows = text.splitlines()
-            if name == file and first <= line < first + len(rows):
-                if not best or len(rows) < len(best):
-                    best = dict(enumerate(rows, first))
+            inside = name == file and first <= line < first + len(rows)
+            if inside and (not best or len(rows) < len(best)):
+                best = dict(enumerate(rows, first))
         return best
 
     def line(self, file: str, line: int) -> str:
@@ -473,36 +521,48 @@ class _Texts:
         return self._parsed[key]
 
 
-def _operators(profile: Profile) -> dict[tuple[str, int], str]:
-    """The largest operators below each (file, line), as text."""
+def _operators(
+    profile: Profile, known: dict[str, Any], inclusive_ms: dict[Place, float]
+) -> dict[Place, str]:
+    """The largest operators below each (file, line), as text.
+
+    Those that build nodes of the backward pass are known exactly. Of others a sampled frame
+    around them tells the line, which is trusted where they take a good part of its time.
+    """
     contexts = profile.contexts
-    python = contexts["kind"].eq("python") & contexts["file"].ne("")
-    names = contexts["name"].str.rpartition(": ")[2]
-    users = python.to_numpy().copy()
+    users = contexts["kind"].eq("python").to_numpy() & contexts["file"].ne("").to_numpy()
+    names = contexts["name"].str.rpartition(": ")[2].to_numpy(dtype=object)
+    files = contexts["file"].to_numpy(dtype=object)
     rows = np.flatnonzero(users)
-    users[rows] = [is_user_code(contexts["file"][r], names[r]) for r in rows.tolist()]
+    users[rows] = [is_user_code(files[row], names[row]) for row in rows.tolist()]
     line = nearest(contexts["parent"].to_numpy(), users)
     metric = "gpu_time_ms" if profile.has("gpu_time_ms") else "cpu_time_ms"
-    ms = profile.value_table(metric).to_numpy()
     kinds = ["kernel", "copy"] if metric == "gpu_time_ms" else ["operator"]
     chosen = contexts["kind"].isin(kinds).to_numpy() & (line >= 0)
-    table = pd.DataFrame(
-        {
-            "file": contexts["file"].to_numpy()[line[chosen]],
-            "line": contexts["line"].to_numpy()[line[chosen]],
-            "name": contexts["name"].to_numpy()[chosen],
-            "ms": ms[chosen],
-        }
-    )
-    sums = table.groupby(["file", "line", "name"])["ms"].sum().sort_values(ascending=False)
-    sums = sums[sums > 0].reset_index()
-    head = sums.groupby(["file", "line"], sort=False).head(MOST_OPERATORS)
-    return {
-        (str(file), int(number)): ", ".join(group["name"])
-        for (file, number), group in head.groupby(["file", "line"], sort=False)
+    columns = {
+        "file": files[line[chosen]],
+        "line": contexts["line"].to_numpy()[line[chosen]],
+        "name": contexts["name"].to_numpy(dtype=object)[chosen],
+        "ms": profile.value_table(metric).to_numpy()[chosen],
     }
+    keys = ["file", "line", "name"]
+    table = pd.DataFrame(columns).groupby(keys)["ms"].sum().reset_index()
+    table["ms"] /= iteration_count(profile)
+    least = [LEAST_SHARE * inclusive_ms.get(at, 0.0) for at in _places(table)]
+    table = table[table["ms"] > least]
+    exact = pd.DataFrame(known.get("operators") or {"path": [], "name": [], "ns": []})
+    last = [known["frames"][known["paths"][path][-1][0]] for path in exact["path"]]
+    exact["file"], exact["line"] = [f[0] for f in last], [f[3] for f in last]
+    exact["ms"] = exact["ns"] / 1e6
+    places = set(_places(exact))
+    unsure = [at not in places for at in _places(table)]
+    table = pd.concat([exact[[*keys, "ms"]], table[unsure]])
+    table = table.sort_values("ms", ascending=False).groupby(keys[:2]).head(MOST_OPERATORS)
+    named: dict[Place, list[str]] = {}
+    for row in table[table["ms"] > 0].to_dict("records"):
+        named.setdefault((row["file"], row["line"]), []).append(row["name"])
+    return {at: ", ".join(names) for at, names in named.items()}
 
 
-def is_missing(value: float) -> bool:
-    """Whether a number of the table is not known."""
-    return math.isnan(value)
+def _places(table: pd.DataFrame) -> list[Place]:
+    return list(zip(table["file"], table["line"], strict=True))

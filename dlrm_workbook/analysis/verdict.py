@@ -34,6 +34,7 @@ from dlrm_workbook.analysis.findings import (
 )
 from dlrm_workbook.analysis.findings.evidence import Evidence
 from dlrm_workbook.analysis.findings.finding import Finding, plain
+from dlrm_workbook.analysis.lines import lines
 from dlrm_workbook.analysis.reference import (
     Reference,
     at_reference,
@@ -736,6 +737,7 @@ def document(
         ],
         "roofline": roofline.to_dict("records"),
         "what_if": changes.to_dict("records"),
+        "lines": lines(profile).to_dict("records"),
     }
     return bottlenecks_json(profile, attribution, found) | dict(plain(more))
 

@@ -19,7 +19,7 @@ from dlrm_core.parts import part_label
 from dlrm_workbook.analysis.attribution import IDLE
 from dlrm_workbook.analysis.verdict import PREDICTED, Stage
 from dlrm_workbook.ground.units import digits, from_to, milliseconds, percent, ratio
-from dlrm_workbook.show.tables import Text
+from dlrm_workbook.show.tables import Column, Text, chosen_columns
 from dlrm_workbook.show.theme import (
     COLOURS,
     COMPUTE_COLOUR,
@@ -77,6 +77,58 @@ def attribution_bars(attribution: pd.DataFrame, unit: str = "ms in a mean iterat
             f"{percent(idle['share'].sum())} of {'the step' if what == 'a step' else 'it'})"
         )
     return _part_bars(title, f"GPU time, {unit}", table, pale=False)
+
+
+LINES = chosen_columns(
+    "file line source share_of_step inclusive_share time_ms role function calls in_iterations "
+    "growth_ms thread operators",
+    function=Column("function", "text"),
+    time_ms=Column("itself"),
+    share_of_step=Column("of the step, itself"),
+    operators=Column("operators below", "text"),
+    calls=Column("runs per iteration", "number"),
+)
+"""Columns of the table of the user's lines."""
+
+CODE_FONT = {"family": "monospace", "size": 12}
+CODE_LETTERS = 92
+"""Letters of a line of source that are drawn."""
+
+
+def source_margin(listing: pd.DataFrame) -> go.Figure:
+    """The source of a function, and before each line its share of the step.
+
+    Args:
+        listing: as :func:`dlrm_workbook.analysis.lines.hottest` gives it.
+    """
+    table = listing.reset_index(drop=True)
+    largest = float(table["share"].max()) or 1.0
+    texts = [percent(share) if share > 0 else "" for share in table["share"]]
+    indent = int(table["source"].str.len().sub(table["source"].str.lstrip().str.len()).min())
+    code = [
+        plotly_text(text[indent:].rstrip()[:CODE_LETTERS].replace(" ", "\u00a0"))
+        for text in table["source"]
+    ]
+    name = plotly_text(str(listing.attrs["function"]))
+    result = ranked_bars(
+        f"Share of the step by line of {name}",
+        "",
+        [str(line) for line in table["line"]],
+        table["share"].tolist(),
+        texts,
+        [f"line {row.line}: {milliseconds(row.time_ms)}" for row in rows_of(table)],
+        {"color": COMPUTE_COLOUR, "line": {"width": 0}},
+        row=18,
+    )
+    look: dict[str, Any] = {
+        "mode": "text",
+        "text": code,
+        "textposition": "middle right",
+        "textfont": CODE_FONT,
+    }
+    add_points(result, [1.4 * largest] * len(code), table.index, "", "", hoverinfo="skip", **look)
+    result.update_xaxes(range=[0, 7 * largest], showticklabels=False, showgrid=False)
+    return result
 
 
 def idle_part_bars(

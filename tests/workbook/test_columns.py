@@ -44,8 +44,8 @@ from dlrm_workbook.analysis import (
     idleness,
     lanes,
     launches,
+    lines,
     operators,
-    python_lines,
     reference,
     reuse,
     roofline,
@@ -125,7 +125,10 @@ OF_A_PROFILE: list[Callable[[Profile], pd.DataFrame]] = [
     launches.launch_summary,
     launches.queue_depth,
     launches.operator_load,
-    python_lines.python_lines,
+    lines.lines,
+    lines.functions,
+    lines.statements,
+    lines.hottest,
     whatif.what_if_parts,
     verdict.timed_table,
     other_gpu.other_gpus,
@@ -414,7 +417,14 @@ def test_every_column_is_listed_and_no_listed_one_is_dead(tmp_path: Path) -> Non
     # two runs that are one have no change; the sample was recorded without counters and ceilings
     unmeasured = {"idleness.thread_states", "show.profile.ceilings_frame"}
     # no stack was sampled; only the heads of the page are read; the profile is our own program's
-    unmeasured |= {"python_lines.python_lines", "index.html", "roofline.operator_limits"}
+    unmeasured |= {
+        "lines.lines",
+        "lines.functions",
+        "lines.statements",
+        "lines.hottest",
+        "index.html",
+        "roofline.operator_limits",
+    }
     # tests/workbook/test_statistics.py has them with rows
     unmeasured |= {"reuse.cache_hit_shares", "reuse.row_reuse"}
     assert empty <= unmeasured | {"difference_tree.largest_changes"}

@@ -20,8 +20,7 @@ from dlrm_core.config import Parameters, load_parameters, parameters_from_sectio
 from dlrm_workbook import record
 from dlrm_workbook.analysis.attribution import attribute, coverage
 from dlrm_workbook.analysis.findings import findings
-from dlrm_workbook.analysis.idleness import outside_operators
-from dlrm_workbook.analysis.python_lines import python_lines
+from dlrm_workbook.analysis.lines import lines
 from dlrm_workbook.analysis.roofline import (
     doubts,
     least_step,
@@ -102,13 +101,12 @@ def test_the_lines_that_make_a_batch_are_named_in_the_finding(
     measured: tuple[Profile, Path],
 ) -> None:
     profile, _ = measured
-    lines = python_lines(profile)
-    assert lines["share"].sum() <= 1.0
-    data = lines[lines["component"].eq("data")].iloc[0]
-    assert data["function"] == "make_batch" and data["line"].startswith("foreign_program.py:")
+    table = lines(profile)
+    data = table[table["role"].eq("batch")].iloc[0]
+    assert data["function"] == "make_batch" and data["file"] == str(PROGRAM)
     found = findings(profile, attribute(profile))
     said = next(finding for finding in found if finding.id == "data_generation")
-    assert data["line"] in said.evidence
+    assert f"foreign_program.py:{data['line']}" in said.evidence
     assert not said.change and "parameter" not in said.advice
 
 
@@ -159,7 +157,7 @@ def test_a_refused_advice_is_a_reason_and_a_failing_one_an_error(tmp_path: Path)
         measure(parameters_from_sections(OWN), tmp_path / "failed", advise=fail)
 
 
-def test_our_own_runs_name_the_lines_of_parts_that_are_mostly_python(tmp_path: Path) -> None:
+def test_our_own_runs_name_their_lines(tmp_path: Path) -> None:
     model = {"bottom_mlp": [8, 16, 8], "top_mlp": [512, 512, 1], "embedding_dim": 8, "tables": 2}
     sections = {
         "model": model | {"table_rows": 100},
@@ -171,14 +169,11 @@ def test_our_own_runs_name_the_lines_of_parts_that_are_mostly_python(tmp_path: P
     profile = open_recording(folder).profile
     sampled = profile.meta["passes"][-1]
     assert sampled["name"] == "Python stack sampled" and sampled["iterations"] == 3
-    lines = python_lines(profile)
-    assert lines["component"].iloc[0] == "data" and lines["share"].iloc[0] > 0.05
-    assert lines["line"].iloc[0].startswith("synthetic.py:")
-    # a line's time holds that of the operators it calls, so parts of operators have none
-    outside = outside_operators(profile).set_index(["component", "phase"])["outside_share"]
-    told = set(zip(lines["component"], lines["phase"], strict=True))
-    assert all(outside[part] > 0.5 for part in told)
-    assert (outside <= 0.5).any()
+    table = lines(profile)
+    assert table["role"].iloc[0] == "batch" and table["share_of_step"].iloc[0] > 0.05
+    assert table["file"].iloc[0].endswith("/synthetic.py")
+    assert table.loc[table["thread"].eq("main"), "share_of_step"].sum() == pytest.approx(1.0)
+    assert table.groupby("role")["share_of_step"].sum()["model"] > 0.05
 
 
 def test_its_page_has_the_limits_of_this_machine_at_the_shapes_that_were_seen(
@@ -226,7 +221,7 @@ def test_a_run_folder_opens_as_what_was_measured(measured: tuple[Profile, Path])
     ("arguments", "profiling", "said"),
     [
         (("1",), {}, "stepped its optimizer once only"),
-        (("9", "plain"), {"iterations": 10}, "ended after 7 of 22 iterations .* train at least 10"),
+        (("9", "plain"), {"iterations": 10}, "ended after 7 of 33 iterations .* train at least 10"),
         (("5", "fail"), {}, "failed with exit code 3: ran out of luck"),
         (("5", "still"), {}, "without a step of any torch optimizer"),
         (("1000000", "fork"), {"iterations": 100_000}, "background|still training"),

@@ -16,7 +16,7 @@ import pandas as pd
 from dlrm_workbook.analysis.findings.evidence import Evidence, heaviest
 from dlrm_workbook.analysis.findings.finding import Causes, Finding, Measured, Rule, rule
 from dlrm_workbook.analysis.findings.where import code_line
-from dlrm_workbook.analysis.lines import around
+from dlrm_workbook.analysis.around import around
 from dlrm_workbook.ground.units import milliseconds
 
 AROUND_SHARE = 0.04

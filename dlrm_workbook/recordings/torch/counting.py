@@ -35,6 +35,9 @@ LIMIT_S = 5.0
 HELD_BYTES = 256 << 20
 """Of results that are kept meanwhile, so that nothing else has their address."""
 
+BACKWARD = ("backward", "grad", "_engine_run_backward")
+"""Functions of torch that run the backward pass."""
+
 COMPILED = "torch.compile would compile anew for a trace function"
 
 Path = tuple[tuple[str, int, str, int], ...]
@@ -140,9 +143,8 @@ class LineCounter:
                     self._note_inputs(frame)
                     frame.f_trace_lines = False
                     return self._module_ends
-            elif code.co_name in ("backward", "_engine_run_backward", "grad"):
-                if "/torch/" in code.co_filename:
-                    self._backward.setdefault(self._path())
+            elif code.co_name in BACKWARD and "/torch/" in code.co_filename:
+                self._backward.setdefault(self._path())
             if time.perf_counter() > self._deadline:
                 self._give_up()
         except Exception as error:

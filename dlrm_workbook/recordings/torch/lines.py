@@ -8,8 +8,10 @@ counted iteration (:mod:`dlrm_workbook.recordings.torch.counting`) saw which pat
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +30,14 @@ from dlrm_workbook.recordings.torch.stacks import time_around
 
 MARKS = {
     "ours": re.compile(r"/dlrm_workbook/"),
-    "optimizer": re.compile(r"/torch/optim/|\.zero_grad$"),
-    "module": re.compile(r"/torch/nn/modules/module\.py:.*_call_impl$"),
-    "backward": re.compile(r"/torch/(_tensor|autograd/(__init__|graph))\.py:"),
-    "loader": re.compile(r"/torch/utils/data/"),
+    "optimizer": re.compile(r"(?:^|/)torch/optim/|\.zero_grad$"),
+    "module": re.compile(r"(?:^|/)torch/nn/modules/module\.py:.*_call_impl$"),
+    "backward": re.compile(r"(?:^|/)torch/(_tensor|autograd/(__init__|graph))\.py:"),
+    "loader": re.compile(r"(?:^|/)torch/utils/data/"),
 }
 """What a library's function (FILE:NAME) says of the user's line that called it."""
+
+_COMPREHENSION = re.compile(r"\.<locals>\.<(listcomp|setcomp|dictcomp|genexpr)>$")
 
 MAIN = "main"
 """Name of the thread that runs the steps."""
@@ -65,7 +69,7 @@ def read_lines(folder: Path) -> dict[str, Any] | None:
     try:
         marks = document.get("marks", [])
         iterations = np.array(
-            document.get("iterations") or list(zip(marks, marks[1:], strict=False)),
+            document.get("iterations") or list(itertools.pairwise(marks)),
             dtype=np.int64,
         ).reshape(-1, 2)
         table = _Paths()
@@ -91,7 +95,7 @@ def read_lines(folder: Path) -> dict[str, Any] | None:
         raise InputError(f"{file} is no record of Python stacks: {error!r}") from None
     return {
         "profiled": profiled,
-        "frames": list(table.frames),
+        "frames": table.listed,
         "paths": list(table.paths),
         "threads": [MAIN, *names.values()],
         "times": {name: column.tolist() for name, column in times.items()},
@@ -106,44 +110,62 @@ class _Paths:
 
     def __init__(self) -> None:
         self.frames: dict[Frame, int] = {}
+        self.listed: list[Frame] = []
         self.paths: dict[tuple[tuple[int, str], ...], int] = {}
 
     def number(self, file: str, first: int, function: str, line: int) -> int:
         frame = (str(file), int(first), str(function), int(line))
+        if frame not in self.frames:
+            self.listed.append(frame)
         return self.frames.setdefault(frame, len(self.frames))
 
     def of_frames(self, frames: Sequence[Sequence[Any]]) -> int:
         """The path of frames that are all the user's."""
-        path = tuple((self.number(*frame), "") for frame in frames)
-        return self.paths.setdefault(path, len(self.paths))
+        path: list[tuple[int, str]] = []
+        for frame in frames:
+            self._append(path, *frame)
+        return self.paths.setdefault(tuple(path), len(self.paths))
+
+    def _append(
+        self, path: list[tuple[int, str]], file: str, first: int, function: str, line: int
+    ) -> None:
+        """Add a frame to a path; that of a comprehension goes on with its function's."""
+        around = _COMPREHENSION.sub("", function)
+        if around != function and path:
+            frame, mark = path[-1]
+            over = self.listed[frame]
+            if (over[0], over[2]) == (file, around):
+                path[-1] = (self.number(file, over[1], around, line), mark)
+                return
+        part = parse_span(function.rpartition(".")[2])
+        role = role_of(*part) if part else ""
+        path.append((self.number(file, first, function, line), role))
 
     def of_stack(self, stack: Sequence[Sequence[Any]]) -> int:
         """The path of a stack, outermost frame first."""
         path: list[tuple[int, str]] = []
         for file, first, function, line in stack:
-            name = str(function).rpartition(".")[2]
             if is_user_code(str(file), str(function)):
-                part = parse_span(name)
-                path.append((self.number(file, first, function, line), _role(part)))
-            elif path:
-                if mark := mark_of(f"{file}:{function}"):
-                    frame, marks = path[-1]
-                    path[-1] = (frame, f"{marks.partition(' ')[0]} {mark}")
+                self._append(path, str(file), int(first), str(function), int(line))
+            elif path and (mark := mark_of(f"{file}:{function}")):
+                frame, marks = path[-1]
+                path[-1] = (frame, f"{marks.partition(' ')[0]} {mark}")
         return self.paths.setdefault(tuple(path), len(self.paths))
 
 
+@cache
 def mark_of(function: str) -> str:
     """What a library's function (FILE:NAME) does, "" where that is nothing of :data:`MARKS`."""
     return next((name for name, at in MARKS.items() if at.search(function)), "")
 
 
-def _role(part: tuple[str, str] | None) -> str:
-    """The role of a function of our own step, "" of another's."""
-    if part is None:
-        return ""
-    if part[0] in ("data", "transfer"):
+def role_of(component: str, phase: str) -> str:
+    """The role of a part of the step, "" of none."""
+    if component in ("data", "transfer"):
         return "batch"
-    return "optimizer" if "optimizer" in part or "update" in part else "model"
+    if component == "optimizer" or phase == "update":
+        return "optimizer"
+    return "" if component == "other" else "model"
 
 
 def _main_times(iterations: Ints, samples: Ints) -> pd.DataFrame:
@@ -159,9 +181,7 @@ def _main_times(iterations: Ints, samples: Ints) -> pd.DataFrame:
         moments = samples[first:last, 0]
         cuts = np.concatenate([[begin], (moments[1:] + moments[:-1]) / 2, [end]])
         ms = np.diff(cuts) / 1e6 if len(moments) else np.zeros(0)
-        rows.append(
-            pd.DataFrame({"iteration": number, "stack": samples[first:last, 1], "ms": ms})
-        )
+        rows.append(pd.DataFrame({"iteration": number, "stack": samples[first:last, 1], "ms": ms}))
     columns = pd.DataFrame({"iteration": [], "stack": [], "ms": []})
     table = pd.concat([columns, *rows], ignore_index=True)
     return table.astype({"iteration": int, "stack": int}).assign(thread=0, samples=1)
@@ -172,22 +192,30 @@ def _other_times(iterations: Ints, samples: Ints, thread: int) -> pd.DataFrame:
 
     What the system does not say is the time around the sample, also if the thread sleeps.
     """
-    computed = samples[:, 3]
-    ms = np.diff(computed, prepend=computed[:1]) / 1e6
-    if (computed < 0).any():
-        ms = time_around(samples[:, 0]) / 1e6
+    moment, stack, computed = samples[:, 0], samples[:, 2], samples[:, 3]
+    if len(samples) < 2 or (computed < 0).any():
+        ms = time_around(moment) / 1e6
+    else:
+        # between two stacks it is divided by how much each computes from sample to sample
+        passed, ns = np.diff(moment), np.diff(computed)
+        same = stack[1:] == stack[:-1]
+        wall, busy = (np.bincount(stack[1:][same], x[same], stack.max() + 1) for x in (passed, ns))
+        rate = np.where(wall > 0, busy / np.maximum(wall, 1), 1.0) + 1e-6
+        before, after = rate[stack[:-1]], rate[stack[1:]]
+        first = np.append(ns * before / (before + after), 0)
+        ms = (first + np.append(0, ns - first[:-1])) / 1e6
     row = stretch_at(iterations[:, 0], iterations[:, 1], samples[:, 0])
-    table = pd.DataFrame({"iteration": row, "stack": samples[:, 2], "ms": ms})
+    table = pd.DataFrame({"iteration": row, "stack": stack, "ms": ms})
     return table[row >= 0].assign(thread=thread, samples=1)
 
 
-def backward_times(
+def node_times(
     host: pd.DataFrame,
     device: pd.DataFrame,
     iterations: Sequence[tuple[int, int]],
     sampled: dict[str, Any],
-) -> dict[str, list[Any]]:
-    """Time of backward nodes by the path that built them, over the recorded iterations.
+) -> dict[str, Any]:
+    """What the nodes of the backward pass say of the paths that built them.
 
     A node's number, counted from the beginning of its iteration, says what built it, where
     iterations build as many nodes as the counted one.
@@ -197,12 +225,14 @@ def backward_times(
         sampled: as :func:`read_lines` gives it.
 
     Returns:
-        ``path`` and ``ns``; path -1 has the time of nodes that no path is known of. On a GPU the
-        time is that of the kernels.
+        ``backward``: columns ``path`` and ``ns``, over the recorded iterations, path -1 has the
+        time of nodes that no path is known of; on a GPU it is that of the kernels.
+        ``operators``: ``path``, ``name`` and ``ns`` of the operators that built the nodes.
+        Nothing where no iteration can be compared.
     """
     counted = sampled["counted"]
     if "built" not in counted or "sequence" not in host or not iterations:
-        return {"path": [], "ns": []}
+        return {}
     spans = np.array(iterations, dtype=np.int64).reshape(-1, 2)
     is_node = matching(host["name"], lambda name: node_key(name) is not None)
     is_node &= host["kind"].eq("operator").to_numpy()
@@ -217,7 +247,7 @@ def backward_times(
     nodes = np.flatnonzero((node == np.arange(len(node))) & (of_iteration >= 0))
     nodes = nodes[np.argsort(start[nodes], kind="stable")]
     if not alike.any():  # one iteration, or all differ
-        return {"path": [], "ns": []}
+        return {}
     nodes = nodes[alike[of_iteration[nodes]]]
     if len(device):
         launcher = device["launcher"].to_numpy()
@@ -231,7 +261,24 @@ def backward_times(
     place = place.where((place >= 0) & (place < counted["advance"])).ffill().fillna(-1)
     built = sorted(counted["built"])
     begin, end = (np.array([row[i] for row in built], dtype=np.int64) for i in (0, 1))
-    row = stretch_at(begin, end, place.to_numpy(dtype=np.int64))
-    path = np.append([path for _, _, path in built], -1)[row]
-    table = pd.Series(ns).groupby(path).sum()
-    return {"path": table.index.tolist(), "ns": table.tolist()}
+    paths = np.append([path for _, _, path in built], -1)
+
+    def path_of(places: pd.Series) -> Ints:
+        return paths[stretch_at(begin, end, places.to_numpy(dtype=np.int64))]
+
+    table = pd.DataFrame({"path": path_of(place), "ns": ns}).groupby("path").sum().reset_index()
+    # an operator that builds no node has the number of the next one that does
+    outer = outermost_marked(host["parent"].to_numpy(), forward) == np.arange(len(host))
+    rows = np.flatnonzero(forward & outer & np.append(alike, False)[of_iteration])
+    number = sequence[rows] - first[of_iteration[rows]]
+    ran = pd.DataFrame({"row": rows, "iteration": of_iteration[rows], "number": number})
+    ran = ran.sort_values("row").groupby(["iteration", "number"]).tail(1)
+    ran = ran[ran["number"].isin(place)]
+    chosen = ran["row"].to_numpy()
+    ran = ran.assign(
+        path=path_of(ran["number"]),
+        name=host["name"].to_numpy(dtype=object)[chosen],
+        ns=(host["end"] - host["start"]).to_numpy()[chosen],
+    )
+    operators = ran.groupby(["path", "name"])["ns"].sum().reset_index()
+    return {"backward": table.to_dict("list"), "operators": operators.to_dict("list")}

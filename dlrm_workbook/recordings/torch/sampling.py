@@ -38,6 +38,14 @@ _LIBRARY = re.compile(
 )
 """Files that are no code of the user's: libraries, and what measures."""
 
+_PACKAGES = sys.stdlib_module_names | {
+    *("torch", "torchvision", "torchaudio", "torchrec", "fbgemm_gpu", "triton", "apex", "ignite"),
+    *("numpy", "pandas", "scipy", "sklearn", "pyarrow", "PIL", "tqdm", "wandb", "tensorboard"),
+    *("transformers", "datasets", "accelerate", "peft", "deepspeed", "megatron", "fairscale"),
+    *("lightning", "pytorch_lightning", "hydra", "IPython", "ipykernel", "traitlets", "tornado"),
+}
+"""Libraries, of which torch.profiler writes the paths without the folder that they lie in."""
+
 
 def is_user_code(file: str, function: str) -> bool:
     """Whether a function is the user's own: in no library, not Python's, not what measures it.
@@ -46,7 +54,8 @@ def is_user_code(file: str, function: str) -> bool:
     methods that Python writes itself, such as the ``__init__`` of a dataclass.
     """
     generated = file == "<string>" and function.rpartition(".")[2].startswith("__")
-    return not _LIBRARY.search(file) and not generated
+    is_library = _LIBRARY.search(file) or re.split(r"[/\\.]", file)[0] in _PACKAGES
+    return not is_library and not generated
 
 
 def sources(functions: Iterable[tuple[str, int]]) -> list[tuple[str, int, str]]:
@@ -164,8 +173,8 @@ class StackSampler:
                 for thread, other in frames.items():
                     row = (now, thread, self._number(other), self._computed_ns(thread))
                     self._others.append(row)
-            frame = other = None
-            frames.clear()  # would keep alive what their functions hold
+                    del other
+            del frame, frames  # would keep alive what their functions hold
 
     def _number(self, frame: FrameType) -> int:
         return self._stacks.setdefault(self._stack(frame), len(self._stacks))
