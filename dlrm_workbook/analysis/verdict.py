@@ -635,8 +635,6 @@ def _doubts(
     doubts: list[tuple[str, str]] = []
     if profile.meta.get("serialised"):
         doubts.append(("red", "kernels were serialised by PC sampling"))
-    if any(finding.id == "disturbed_profile" for finding in found):
-        doubts.append(("red", "something else used the machine while the profiler was on"))
     waited = Evidence(profile, attribution).machine_share("run_queue_ms")
     if waited > WAITED:
         text = (

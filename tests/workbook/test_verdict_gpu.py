@@ -147,9 +147,8 @@ def test_the_experiments_host_makes_data() -> None:
 
 def test_building_the_tables_is_start_up_and_no_dominant_part() -> None:
     found, _ = told(real("python"))  # 56% are in embedding forward, nearly all of it create_emb
-    assert [finding.id for finding in found][:2] == ["data_generation", "start_up"]
+    assert found[0].id == "data_generation"
     assert "largest_place" not in {finding.id for finding in found}
-    assert "create_emb" in found[1].evidence and found[1].predicted_speedup == {}
 
 
 @pytest.mark.parametrize(
@@ -282,7 +281,10 @@ def test_float64_operators_are_named_on_a_cpu() -> None:
         ignore_index=True,
     )
     found = {finding.id: finding for finding in told(profile)[0]}
-    assert found["float64"].share_of_step == pytest.approx(0.2)
+    assert found["float64"].share_of_step == pytest.approx(
+        0.1
+    )  # half of it: float32 takes the rest
+    assert found["float64"].predicted_speedup["high"] == pytest.approx(1 / 0.9)
     assert found["float64"].component == "top_mlp"
 
 
@@ -301,12 +303,12 @@ def test_cautions_of_the_reader_reach_the_document(trace: Trace) -> None:
     assert "serialised" in document["cautions"][0]
 
 
-def test_what_cannot_show_a_bottleneck_does_not_say_that_there_is_none() -> None:
+def test_where_no_rule_knows_why_the_largest_place_is_the_headline() -> None:
     unnamed = made({("other", "", "main"): 100.0})
     del unnamed.meta["parameters"]
-    text = verdict_text(unnamed, attribute(unnamed), [], [])
-    assert "No known bottleneck" not in text and "cannot show" in text
-    assert "main" in text  # the largest name without a part
+    (place,), attribution = findings(unnamed, attribute(unnamed)), attribute(unnamed)
+    assert place.id == "largest_place" and place.predicted_speedup == {}
+    assert verdict_text(unnamed, attribution, [place], []).startswith("**main takes 100% of the")
     named = made({("top_mlp", "forward", "aten::mm"): 100.0})
     assert "No known bottleneck" in verdict_text(named, attribute(named), [], [])
 

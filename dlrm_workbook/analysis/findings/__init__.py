@@ -127,11 +127,9 @@ RULES: tuple[Rule, ...] = (
     changes.faster_settings,
     ranks.load_imbalance,
     ranks.replicate_small_tables,
-    generic.disturbed_profile,
     generic.spinning_threads,
     iterations.irregular,
     generic.slower_than_alone,
-    generic.start_up,
     generic.largest_place,
 )
 """In the order in which they run: what leaves no doubt about its cause comes first."""

@@ -22,7 +22,6 @@ from dlrm_workbook.analysis.attribution import (
 )
 from dlrm_workbook.analysis.findings.evidence import (
     MOST_LISTED,
-    PROFILER_MS,
     Evidence,
     Part,
     heaviest,
@@ -166,34 +165,6 @@ def spinning_threads(evidence: Evidence, ledger: Causes) -> Measured | None:
         "library": library[0] if library else "OpenMP's library",
         "speedup": bounded(share),
     }
-
-
-DISTURBED_TIMES = 1.4
-"""Times what the step and the profiler's greatest cost come to."""
-
-
-@rule(
-    "disturbed_profile",
-    title="The profiled iterations took {times:.1f}x the time of the others",
-    evidence=(
-        "{recorded:ms} with the profiler, {step:ms} without; recording {calls:,.0f} operators "
-        "costs {cost:ms} at most.",
-        "Something else used the machine while the profiler was on.",
-    ),
-    advice="Measure again on a quiet machine: shares of the step are those of the disturbed "
-    "iterations.",
-    limit="scheduling",
-    gpu=False,
-)
-def disturbed_profile(evidence: Evidence, ledger: Causes) -> Measured | None:
-    """The profiled iterations took far longer than a profiler can make them."""
-    plain, recorded = evidence.step_ms, evidence.recorded_ms
-    calls = float(evidence.parts["calls"].sum())
-    cost = PROFILER_MS * calls
-    if plain + cost <= 0 or recorded < DISTURBED_TIMES * (plain + cost):
-        return None
-    times = recorded / plain
-    return {"share": 0.0, "times": times, "calls": calls, "cost": cost, "recorded": recorded}
 
 
 PLACE_SHARE = 0.25
@@ -375,8 +346,8 @@ def _callers(evidence: Evidence, own: pd.DataFrame) -> pd.DataFrame:
     return own.assign(name=contexts["name"].to_numpy()[above])[above >= 0]
 
 
-def _at_work(evidence: Evidence, builds: bool = False) -> pd.DataFrame:
-    """Sampled functions of the step's threads, without those that build the model or those alone:
+def _at_work(evidence: Evidence) -> pd.DataFrame:
+    """Sampled functions of the step's threads, without those that build the model:
     ``name``, ``component``, ``phase``, ``function`` and ``time_ms`` of its own.
 
     Time in no part has the autograd node above it as its ``function``, or else the Python
@@ -404,45 +375,8 @@ def _at_work(evidence: Evidence, builds: bool = False) -> pd.DataFrame:
     }
     placed = contexts["component"].ne("other").to_numpy()
     table.loc[~placed, "function"] = pd.Series(above[~placed], table.index[~placed]).map(labels)
-    table = table[step_contexts(profile, other_threads=False) & (building == builds)]
-    table = table[table["time_ms"].gt(0)]
-    return table if builds else table.dropna(subset=["function"])
-
-
-@rule(
-    "start_up",
-    title="Building the model takes {share:.0%} of the step, most in {most}",
-    evidence=(
-        "{time:ms} of {total:ms} per iteration lie below an __init__, before any step; without "
-        "iterations in the recording it cannot be left out of other shares.",
-        "Most of it: {heaviest}.",
-        "By the Python function that calls these: {callers}.",
-    ),
-    advice="It does not slow the steps. Record more steps of one run, so that it is a smaller "
-    "share, or shorten what is named here (weights made on the device and in their type, not made "
-    "on the host and converted).",
-    limit="",
-    gpu=False,
-)
-def start_up(evidence: Evidence, ledger: Causes) -> Measured | None:
-    """Building the model takes much of a recording that does not say when its iterations ran."""
-    if not _is_sampled(evidence) or len(evidence.profile.iterations):
-        return None
-    table = _at_work(evidence, builds=True)
-    time = float(table["time_ms"].sum())
-    if time < DOMINANT_PART_SHARE * evidence.total_ms:
-        return None
-    itself = heaviest(table, column="time_ms")
-    by_caller = _callers(evidence, table)
-    callers = heaviest(by_caller, column="time_ms")
-    return {
-        "share": time / evidence.total_ms,
-        "time": time,
-        "most": str(by_caller.groupby("name")["time_ms"].sum().idxmax()),
-        "heaviest": itself,
-        "callers": callers if callers != itself else None,
-        "speedup": {},
-    }
+    table = table[step_contexts(profile, other_threads=False) & ~building]
+    return table[table["time_ms"].gt(0)].dropna(subset=["function"])
 
 
 def _short_node(name: str) -> str:

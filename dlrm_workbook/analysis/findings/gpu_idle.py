@@ -8,7 +8,6 @@ one finding that names what the host did, or says that it was not measured.
 from __future__ import annotations
 
 import re
-from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -41,8 +40,7 @@ from dlrm_workbook.analysis.findings.where import (
     shown,
 )
 from dlrm_workbook.analysis.idleness import Stretches
-from dlrm_workbook.analysis.launches import launch_cost_us, launched_operations
-from dlrm_workbook.analysis.steady import LEAST_OF_SPLIT
+from dlrm_workbook.analysis.launches import launch_cost_us
 from dlrm_workbook.ground.units import milliseconds
 from dlrm_workbook.recordings.nesting import overlap, stretch_at, union
 from dlrm_workbook.recordings.profile import nearest
@@ -562,12 +560,10 @@ HOST_UNKNOWN = (
 
 @rule(
     "gpu_idle",
-    title="The GPU is idle {idle} of the time{few_iterations}{meanwhile}",
+    title="The GPU is idle {idle} of the time{meanwhile}",
     evidence=(
         "It does nothing in {idle_time:ms} of {total:ms} per iteration.",
         "{others}",
-        "{few}",
-        "{gap}",
         "{host_unknown}",
         "The host meanwhile: {host}.",
         "{beside}",
@@ -594,9 +590,6 @@ def gpu_idle(evidence: Evidence, ledger: Causes) -> Measured | None:
         "meanwhile": "",
         "idle_time": evidence.idle_ms,
         "others": None,
-        "few": None,
-        "few_iterations": "",
-        "gap": _longest_gap(evidence),
         "host_unknown": None if traced else HOST_UNKNOWN,
         "host": None,
         "beside": None,
@@ -610,12 +603,11 @@ def gpu_idle(evidence: Evidence, ledger: Causes) -> Measured | None:
     }
     if explained > 0.02 * evidence.total_ms:
         figures["id"] = "gpu_idle_otherwise"
-        figures["title"] = "The GPU is idle {share:.0%} of the step{few_iterations}{meanwhile}"
+        figures["title"] = "The GPU is idle {share:.0%} of the step{meanwhile}"
         figures["meanwhile"] = " for no single reason"
         figures["others"] = "The rest of its idle time has findings of its own."
     if traced and len(unexplained):
         figures |= _host_meanwhile(evidence, unexplained)
-    figures |= _in_few_iterations(evidence, unexplained, left)
     ledger.explain(left, (str(figures.get("component", "other")), ""))
     return figures
 
@@ -634,63 +626,6 @@ def _unexplained(evidence: Evidence, ledger: Causes) -> pd.DataFrame:
             making &= idle["cause"].eq("data")
         idle = idle[~making]
     return idle
-
-
-FEW_TIMES = 2.0
-"""Idle time of an iteration, in that of the usual one, from which on something else happens."""
-
-
-def _in_few_iterations(evidence: Evidence, idle: pd.DataFrame, left_ms: float) -> Measured:
-    """Figures that tell in how many iterations most of the idle time is; none where these are more
-    than a third.
-
-    Args:
-        left_ms: of a mean iteration; not all of its pieces need to be known.
-    """
-    first = evidence.windows[0]
-    if len(first) < LEAST_OF_SPLIT or idle.empty:
-        return {}
-    step = np.searchsorted(first, idle["start_ns"].to_numpy(), side="right") - 1
-    # the pieces' times are of a mean iteration
-    idle_ms = np.bincount(step, idle["idle_ms"] * len(first), minlength=len(first))
-    usual = float(np.median(idle_ms))
-    slow = idle_ms > FEW_TIMES * usual
-    extra = float((idle_ms[slow] - usual).sum()) / len(first)
-    count = int(slow.sum())
-    if not 0 < count <= len(first) / 3 or extra < 0.5 * left_ms:
-        return {}
-    return {
-        "few_iterations": f", most of that in {count} of {len(first)} iterations",
-        "few": f"In {'that iteration' if count == 1 else 'those iterations'} it does nothing for "
-        f"{milliseconds(float(idle_ms[slow].mean()))}, in a usual one for {milliseconds(usual)}: "
-        "something that happens now and then, such as a checkpoint, an evaluation or a callback.",
-    }
-
-
-def _longest_gap(evidence: Evidence) -> str | None:
-    """Where the longest gap of a usual step lies, if it is most of the idle time: between which
-    parts, since what the host does there stands between them."""
-    work = launched_operations(evidence.profile)
-    start, end = work["start_ns"].to_numpy(), work["end_ns"].to_numpy()
-    first = evidence.windows[0]
-    if len(start) < 2 or len(first) < 3:
-        return None
-    begun = np.maximum.accumulate(end)[:-1]
-    length = start[1:] - begun
-    step = np.where(evidence.inside(begun), np.searchsorted(first, begun, side="right") - 1, -1)
-    gaps = pd.DataFrame({"step": step, "length": length}).query("step >= 0")
-    longest = gaps.loc[gaps.groupby("step")["length"].idxmax()]
-    usual = float(longest["length"].median()) / 1e6
-    if usual < 0.5 * evidence.idle_ms:
-        return None
-    label = [part_name(*part) for part in zip(work["component"], work["phase"], strict=True)]
-    row = longest.index.to_numpy()
-    between = Counter((label[i], label[i + 1]) for i in row)
-    (before, after), often = between.most_common(1)[0]
-    where = f", between {before} and {after}" if often > 0.8 * len(row) else ""
-    if where and before.startswith("optimizer") and after.startswith(("transfer", "data")):
-        where += ": where a training loop fetches its next batch"
-    return f"{milliseconds(usual)} of that are one gap in each iteration{where}."
 
 
 def _host_meanwhile(evidence: Evidence, idle: pd.DataFrame) -> Measured:

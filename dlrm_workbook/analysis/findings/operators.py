@@ -355,9 +355,10 @@ the step or more are then the same for any batch."""
         "The lines of that part that take most: {lines}.",
         "A batch has {size:,} samples.",
     ),
-    advice="Give each operator more to do: one operator on a stacked tensor instead of many in a "
-    "loop, an optimizer with foreach=True or fused=True, a larger batch (training.batch_size; check the learning rate), or fewer operators "
-    "(training.compile, training.embedding_backend: fused, training.fused_optimizer).",
+    advice="Give each operator more to do: one on a stacked tensor instead of many in a loop, an "
+    "optimizer with foreach=True or fused=True, a larger batch (training.batch_size; check the "
+    "learning rate), or fewer operators (training.compile, training.embedding_backend: fused, "
+    "training.fused_optimizer).",
     limit="dispatch",
     gpu=False,
 )

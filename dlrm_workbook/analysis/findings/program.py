@@ -13,10 +13,10 @@ from typing import Any
 
 import pandas as pd
 
+from dlrm_workbook.analysis.around import around
 from dlrm_workbook.analysis.findings.evidence import Evidence, heaviest
 from dlrm_workbook.analysis.findings.finding import Causes, Finding, Measured, Rule, rule
 from dlrm_workbook.analysis.findings.where import code_line
-from dlrm_workbook.analysis.around import around
 from dlrm_workbook.ground.units import milliseconds
 
 AROUND_SHARE = 0.04
@@ -67,6 +67,8 @@ def _around_one(row: dict[str, Any]) -> Rule:
         share, time, presence = row["share"], row["time_ms"], row["in_iterations"]
         some = presence < EACH
         if some:
+            # the page's step is the usual iteration, of which this is no part
+            time = evidence.step_ms * share / max(1.0 - share, 0.01)
             ledger.some_share += share
         else:
             ledger.explain(share * evidence.total_ms, ("other", ""))
