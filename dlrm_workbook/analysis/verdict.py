@@ -27,13 +27,12 @@ from dlrm_core.config import Parameters
 from dlrm_workbook.analysis.attribution import IDLE, attribute
 from dlrm_workbook.analysis.findings import (
     bottlenecks_json,
-    can_show_bottlenecks,
     findings,
     limit,
 )
 from dlrm_workbook.analysis.findings.finding import Finding, plain
-from dlrm_workbook.analysis.quality import quality
 from dlrm_workbook.analysis.lines import lines
+from dlrm_workbook.analysis.quality import quality
 from dlrm_workbook.analysis.reference import (
     Reference,
     at_reference,
@@ -494,12 +493,7 @@ def verdict_text(
 ) -> str:
     """The headline of a profile; :func:`quality` says what its times are good for."""
     limit_sentence = limit(profile, attribution, findings[0].title if findings else "")
-    if findings or can_show_bottlenecks(profile, attribution):
-        text = headline(findings, way, limit_sentence)
-    else:
-        text = "**This recording cannot show what holds the program back.** "
-        text += in_markdown(limit_sentence)
-    return text
+    return headline(findings, way, limit_sentence)
 
 
 def step_headline(profile: Profile, attribution: pd.DataFrame) -> str:

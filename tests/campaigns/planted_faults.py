@@ -178,9 +178,7 @@ def judged(row: dict[str, Any], profiles: Path) -> dict[str, Any]:
         "other_processes_cores": round(others, 3),
         # not the trial's doing: it is measured again, whatever was found
         "disturbed": row["fault"] != "competing_process"
-        and bool(
-            _probes_disturbed(evidence) or others > DISTURBED_CORES or "disturbed_profile" in ids
-        ),
+        and bool(_probes_disturbed(evidence) or others > DISTURBED_CORES),
         "rank": next((place for place, i in enumerate(ids, 1) if i in expected), None),
         "good": (ids[0] in expected if ids else False) if expected else not ids,
     }

@@ -364,7 +364,7 @@ FAULTS: dict[str, tuple[Plant, tuple[str, ...]]] = {
     "one_thread": (one_thread, ("too_few_threads", "thread_count")),
     "many_threads": (many_threads, ("too_many_threads",)),
     "tiny_batch": (tiny_batch, ("dispatch_bound", "small_batch")),
-    "log_every_iteration": (log_every_iteration, ("outside_parts",)),
+    "log_every_iteration": (log_every_iteration, ("around_model",)),
 }
 """Fault to its plant and the ids of findings that name it."""
 

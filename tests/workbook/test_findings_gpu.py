@@ -331,7 +331,7 @@ def test_a_range_with_much_of_the_step_is_named_whatever_its_kernels_are(trace: 
             at = begin + 410 + 30 * i
             trace.host("cpu_op", f"aten::step_{i}", at - 1, at + 28)
             trace.launch(at, f"sm90_kind{i}", at + 3, at + 28)
-    place = found(trace.read())["dominant_place"]
+    place = found(trace.read())["largest_place"]
     assert place.title == "## evaluate ## takes 50% of the step"
     assert "the GPU works 0.400 ms and is idle 0.0980 ms" in place.evidence
     assert "By range it is ## evaluate ##" in place.evidence
@@ -369,7 +369,7 @@ def test_what_few_iterations_do_is_told_though_they_take_no_longer(
     assert (named is not None) == (len(sorted_in) == 1)
     if named is not None:
         assert named.title.startswith("1 of 7 iterations does what the others do not: radix sort")
-        assert "In iterations 4 " in named.evidence
+        assert "iterations 4 (counted" in named.evidence
         assert named.share_of_step == pytest.approx(0.5 / 7, abs=0.01)
 
 

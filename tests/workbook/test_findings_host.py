@@ -157,7 +157,7 @@ def test_what_no_rule_explains_is_still_reported() -> None:
 def test_time_outside_the_model() -> None:
     parts = {**PARTS, ("other", "", "aten::item"): 12.0}
     first = listed(step(parts=parts))[0]
-    assert (first.id, first.component) == ("outside_parts", "other")
+    assert (first.id, first.component) == ("around_model", "other")
     assert "aten::item 12.0 ms" in first.evidence
 
 

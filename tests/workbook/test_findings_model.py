@@ -278,14 +278,6 @@ def test_interaction_overhead(monkeypatch: pytest.MonkeyPatch, least: float, fir
         assert "aten::cat 20.0 ms" in overhead.evidence and ordered(overhead.predicted_speedup)
 
 
-def test_a_large_part_far_below_its_ceiling(monkeypatch: pytest.MonkeyPatch) -> None:
-    with_roofline(monkeypatch, ceiling_ms=1.0, share_of_ceiling=0.025)
-    far = found(step(HEAVY, ceilings={"gemm": []}))["far_from_ceiling"]
-    assert far.component == "top_mlp" and "40.0 ms" in far.evidence
-    with_roofline(monkeypatch, ceiling_ms=20.0, share_of_ceiling=0.5)
-    assert listed(step(HEAVY, ceilings={"gemm": []})) == []
-
-
 def test_code_of_a_part_outside_its_operators() -> None:
     first = listed(step({("top_mlp", "forward", ""): 12.0}))[0]
     assert (first.id, first.component) == ("python_in_part", "top_mlp")

@@ -23,7 +23,6 @@ from dlrm_workbook.analysis.attribution import (
     per_iteration,
     step_contexts,
 )
-from dlrm_workbook.analysis.findings import findings
 from dlrm_workbook.analysis.findings.evidence import Evidence
 from dlrm_workbook.analysis.operators import call_tree, timeline, top_operators
 from dlrm_workbook.analysis.reference import at_reference, other_times, reference, unprofiled_ms
@@ -281,14 +280,6 @@ def test_iterations_have_the_numbers_of_the_counters() -> None:
     scaled = at_reference(recorded(counters=counted, unprofiled_iteration_ms=[90.0] * 12))
     assert scaled.iterations["iteration"].tolist() == list(range(9, 9 + COUNT))
     assert sorted(per_iteration(scaled)["iteration"].unique()) == list(range(9, 9 + COUNT))
-
-
-def test_a_profiler_that_was_disturbed_is_still_told() -> None:
-    plain = plain_parts(data_forward=8.0, embedding_update=4.0, top_mlp_forward=8.0)
-    profile = recorded(unprofiled_iteration_ms=[20.0] * 6, unprofiled_parts_ms=plain)
-    scaled = at_reference(profile)
-    said = {found.id: found for found in findings(scaled, attribute(scaled))}
-    assert "100 ms with the profiler, 20.0 ms without" in said["disturbed_profile"].evidence
 
 
 def test_streams_that_run_at_once_are_one_of_the_times() -> None:

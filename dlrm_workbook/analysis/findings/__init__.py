@@ -19,7 +19,6 @@ from typing import Any
 
 import pandas as pd
 
-from dlrm_core.parts import part_label
 from dlrm_workbook.analysis.attribution import (
     IDLE,
     basis,
@@ -39,9 +38,10 @@ from dlrm_workbook.analysis.findings import (
     host,
     iterations,
     operators,
+    program,
     ranks,
 )
-from dlrm_workbook.analysis.findings.evidence import Evidence
+from dlrm_workbook.analysis.findings.evidence import Evidence, heaviest
 from dlrm_workbook.analysis.findings.finding import (
     Causes,
     Finding,
@@ -50,6 +50,7 @@ from dlrm_workbook.analysis.findings.finding import (
     plain,
     rank,
 )
+from dlrm_workbook.analysis.findings.where import part_name
 from dlrm_workbook.analysis.kernel_names import kernel_name
 from dlrm_workbook.ground.units import milliseconds, percent
 from dlrm_workbook.recordings.foreign import START_UP
@@ -65,7 +66,7 @@ EXPLAINS = {
     "blocking_launches": (STARVED, 0.5),
     "allocation": (STARVED, 0.5),
     "profiler_overhead": (STARVED, 0.5),
-    "rank_imbalance": (("exposed_communication", "dominant_place"), 0.0),
+    "rank_imbalance": (("exposed_communication", "largest_place"), 0.0),
 }
 """Finding of a cause to those that speak of its effects, before which it stands if its share is no
 less than this part of the effect's."""
@@ -110,6 +111,10 @@ RULES: tuple[Rule, ...] = (
     host.waiting_for_cores,
     host.too_few_threads,
     host.collecting_garbage,
+    program.around_model,
+    program.dense_updates,
+    program.padding_lookups,
+    program.empty_products,
     host.storage_in_loop,
     host.waiting,
     host.page_faults,
@@ -122,18 +127,10 @@ RULES: tuple[Rule, ...] = (
     changes.faster_settings,
     ranks.load_imbalance,
     ranks.replicate_small_tables,
-    generic.disturbed_profile,
-    generic.outside_parts,
     generic.spinning_threads,
     iterations.irregular,
-    iterations.slower_later,
-    iterations.now_and_then,
     generic.slower_than_alone,
-    generic.far_from_ceiling,
-    generic.dominant_part,
-    generic.start_up,
-    generic.largest_functions,
-    gpu_work.dominant_place,
+    generic.largest_place,
 )
 """In the order in which they run: what leaves no doubt about its cause comes first."""
 
@@ -214,7 +211,9 @@ def _dominant_in_place(ranked: Sequence[Finding]) -> list[Finding]:
     """The findings without a dominant part of which another tells half; it comes first of those
     that slow the step if more of it than any of them takes is left when all others are taken off.
     """
-    dominant = next((each for each in ranked if each.id == "dominant_part"), None)
+    dominant = next(
+        (each for each in ranked if each.id == "largest_place" and not each.predicted_speedup), None
+    )
     if dominant is None:
         return list(ranked)
     others = [each for each in ranked if each is not dominant]
@@ -283,7 +282,7 @@ def limit(profile: Profile, attribution: pd.DataFrame, title: str = "") -> str:
     parts = named[named["component"] != "other"] if evidence.low_coverage else named
     parts = parts.groupby(["component", "phase"], as_index=False)[["time_ms"]].sum()
     top = parts.loc[parts["time_ms"].idxmax()]
-    name = part_label(str(top["component"]), str(top["phase"]))
+    name = part_name(str(top["component"]), str(top["phase"]))
     time = float(top["time_ms"])
     times = f"{milliseconds(time)} of {milliseconds(total)}"
     reached = _reached(evidence, str(top["component"]), str(top["phase"]))
@@ -292,6 +291,10 @@ def limit(profile: Profile, attribution: pd.DataFrame, title: str = "") -> str:
         whole = "the main thread's CPU time"
         per += ", start-up left out" * bool(profile.contexts["phase"].eq(START_UP).any())
     largest = f"{'named ' if evidence.low_coverage else ''}part of {whole}"
+    operators = evidence.of_part(str(top["component"]), str(top["phase"]))
+    most = heaviest(operators[operators["kind"].eq("operator")], 2)
+    if most and not busy and not evidence.is_ours:
+        reached += f", most of it in {most}"
     text = f"{busy}The largest {largest} is {name}: {times} {per} ({time / total:.0%}){reached}."
     if not busy and f"takes {time / total:.0%} of" in title and name.split()[0] in title.lower():
         text = f"That is {times} {per}{reached}."
@@ -323,15 +326,6 @@ def _without_part(profile: Profile) -> str:
     largest = table["share"].groupby(table["name"].map(shorter)).sum().nlargest(3)
     listed = ", ".join(f"{name} ({percent(share)})" for name, share in largest.items())
     return f" Largest without a part: {listed}." if listed else ""
-
-
-def can_show_bottlenecks(profile: Profile, attribution: pd.DataFrame) -> bool:
-    """Whether the recording holds what could show a bottleneck, were there one.
-
-    A GPU's timeline does, and so do parts that most of the time belongs to.
-    """
-    evidence = Evidence(profile, attribution)
-    return evidence.has_timeline or not evidence.low_coverage
 
 
 def cautions(profile: Profile) -> list[str]:

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from dlrm_core.interactions import INTERACTIONS
-from dlrm_core.parts import part_label
 from dlrm_workbook.analysis.findings.evidence import Evidence
 from dlrm_workbook.analysis.findings.finding import Causes, Finding, is_worthwhile, predicted
+from dlrm_workbook.analysis.findings.where import part_name
 from dlrm_workbook.analysis.roofline import MAX_RELATIVE_ERROR
 from dlrm_workbook.ground.units import milliseconds
 
@@ -212,7 +212,7 @@ def _timed(evidence: Evidence, probe: Mapping[str, Any], name: str, now: Any, th
                 lines.append((before_ms - after_ms, component, phase, before_ms, after_ms))
     lines.sort(reverse=True)
     listed = "; ".join(
-        f"{part_label(component, phase)} {milliseconds(before)} with {now}, "
+        f"{part_name(component, phase)} {milliseconds(before)} with {now}, "
         f"{milliseconds(after)} with {then}"
         for _, component, phase, before, after in lines[:4]
     )

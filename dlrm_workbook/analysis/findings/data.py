@@ -16,6 +16,7 @@ from dlrm_workbook.analysis.findings.finding import (
     predicted,
     rule,
 )
+from dlrm_workbook.analysis.findings.where import shown
 from dlrm_workbook.ground.units import milliseconds
 
 DATA_SHARE = 0.05
@@ -118,7 +119,7 @@ def _most_in(evidence: Evidence) -> str:
     own = table[table["kind"].isin(["operator", "python"])].groupby("name")["cpu_self_ms"].sum()
     if not own.max() > 0.5 * evidence.time("data"):
         return ""
-    return f", most of it in {str(own.idxmax())[:70]}"
+    return f", most of it in {shown(str(own.idxmax()))}"
 
 
 def _remedy(evidence: Evidence, time: float) -> tuple[dict[str, Any], Speedup, str]:

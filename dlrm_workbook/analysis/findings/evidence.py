@@ -34,10 +34,11 @@ from dlrm_workbook.analysis.attribution import (
     segments,
     windows,
 )
+from dlrm_workbook.analysis.findings.where import code_line, shown
 from dlrm_workbook.analysis.gpu import kernel_table
 from dlrm_workbook.analysis.idleness import idle_pieces
 from dlrm_workbook.analysis.launches import launched_operations
-from dlrm_workbook.analysis.lines import lines, place
+from dlrm_workbook.analysis.lines import lines
 from dlrm_workbook.analysis.operators import top_operators
 from dlrm_workbook.analysis.roofline import roofline
 from dlrm_workbook.ground.arrays import Bools, Ints
@@ -47,6 +48,7 @@ from dlrm_workbook.recordings.nesting import overlap, union
 from dlrm_workbook.recordings.open import COMMUNICATION
 from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.recordings.torch.chrome_trace import GRAPH_LAUNCH
+from dlrm_workbook.recordings.torch.lines import MAIN
 
 Part = tuple[str, str]
 
@@ -78,7 +80,7 @@ def heaviest(operators: pd.DataFrame, count: int = 4, column: str = "cpu_self_ms
 
 def listed_times(times: pd.Series, more: str = "") -> str:
     """Names with their milliseconds, in the order given; ``more`` stands behind each."""
-    return ", ".join(f"{name} {milliseconds(ms)}{more}" for name, ms in times.items())
+    return ", ".join(f"{shown(str(name))} {milliseconds(ms)}{more}" for name, ms in times.items())
 
 
 class Evidence:
@@ -199,21 +201,20 @@ class Evidence:
         length = (pieces["end_ns"] - pieces["start_ns"]) / 1e6 / len(self.windows[0])
         return by_part(self.profile, pieces["context"], pd.DataFrame({"ms": length}))["ms"]
 
-    @cached_property
-    def lines(self) -> pd.DataFrame:
-        """Time by line of the user's code, see :func:`dlrm_workbook.analysis.lines.lines`."""
-        return lines(self.profile)
+    def lines_of(self, component: str) -> pd.DataFrame:
+        """The user's lines of the step's thread that are for the same as a part is: making the
+        batch, the optimizer, the model, or what is around it; most time first."""
+        roles = {"data": "batch", "optimizer": "optimizer", "other": "around"}
+        table = lines(self.profile)
+        chosen = table["thread"].eq(MAIN) & table["file"].ne("") & table["time_ms"].gt(0)
+        return table[chosen & table["role"].eq(roles.get(component, "model"))]
 
     def said_lines(self, component: str) -> str | None:
-        """The lines that take most of making a batch (``data``), or most of what is in no named
-        part (``other``), as a sentence lists them; None of other parts, whose lines are not told
-        apart."""
-        role = {"data": "batch", "other": "around"}.get(component, "")
-        chosen = self.lines[self.lines["role"].eq(role) & self.lines["file"].ne("")]
+        """The lines of :meth:`lines_of` that take most, as a sentence lists them."""
         listed = [
-            f"{place(row['file'], row['line'])} in {row['function']} "
-            f"({milliseconds(float(row['time_ms']))})"
-            for row in chosen[chosen["time_ms"].gt(0)].head(MOST_LINES).to_dict("records")
+            f"{code_line(str(row['function']), str(row['file']), int(row['line']))} "
+            f"{milliseconds(float(row['time_ms']))}"
+            for _, row in self.lines_of(component).head(MOST_LINES).iterrows()
         ]
         return ", ".join(listed) or None
 

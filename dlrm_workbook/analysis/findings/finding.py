@@ -172,8 +172,8 @@ class Causes:
         """Place of the iteration from which on the GPU is slower than before."""
         self.device_work: set[str] = set()
         """Names of kernels whose time a rule has explained."""
-        self.told_slow = False
-        """Whether a finding tells of the iterations that take far longer than the others."""
+        self.some_share = 0.0
+        """Share of all iterations' time that lines take in some of them only, told by a finding."""
         self.told: list[tuple[float, str]] = []
         """Share of the step (0 to 1) and text of each finding so far."""
 

@@ -11,16 +11,17 @@ import re
 import numpy as np
 import pandas as pd
 
-from dlrm_core.parts import part_label
 from dlrm_workbook.analysis.attribution import (
     PART,
     host_time,
     iteration_count,
     main_thread,
+    parts_at,
     step_contexts,
+    unattributed,
 )
 from dlrm_workbook.analysis.findings.evidence import (
-    PROFILER_MS,
+    MOST_LISTED,
     Evidence,
     Part,
     heaviest,
@@ -31,11 +32,24 @@ from dlrm_workbook.analysis.findings.finding import (
     Measured,
     bounded,
     capitalised,
+    largest,
     rule,
 )
+from dlrm_workbook.analysis.findings.where import (
+    PLACE_LEVELS,
+    code_line,
+    in_place,
+    part_name,
+    shown,
+    time_by_name,
+)
+from dlrm_workbook.analysis.kernel_names import kernel_name
+from dlrm_workbook.analysis.lines import lines
 from dlrm_workbook.ground.units import milliseconds
 from dlrm_workbook.recordings.foreign import node_key
+from dlrm_workbook.recordings.open import COMMUNICATION
 from dlrm_workbook.recordings.profile import nearest
+from dlrm_workbook.recordings.torch.lines import MAIN
 
 DOMINANT_PART_SHARE = 0.4
 """Least share of CPU time in one part and phase of a foreign program; less is ordinary for the
@@ -78,7 +92,7 @@ def slower_than_alone(evidence: Evidence, ledger: Causes) -> Measured | None:
     places = [(str(component), str(phase)) for component, phase in slow.index]
     for part, time in zip(places, slow, strict=True):
         ledger.explain(float(time), part)
-    worst = part_label(*places[0])
+    worst = part_name(*places[0])
     figures: Measured = {
         "share": lost / evidence.total_ms,
         "component": places[0][0],
@@ -87,7 +101,7 @@ def slower_than_alone(evidence: Evidence, ledger: Causes) -> Measured | None:
         "worst": worst,
         "ratio": float(ratio[places[0]]),
         "times": "; ".join(
-            f"{part_label(*part)} {milliseconds(float(parts['time_ms'][part]))}, alone "
+            f"{part_name(*part)} {milliseconds(float(parts['time_ms'][part]))}, alone "
             f"{milliseconds(float(alone[part]))}"
             for part in places[:5]
         ),
@@ -153,143 +167,114 @@ def spinning_threads(evidence: Evidence, ledger: Causes) -> Measured | None:
     }
 
 
-OTHER_SHARE = 0.03
-"""Of the step outside every part, beyond what our own loop takes there."""
+PLACE_SHARE = 0.25
+"""Least share of the step with a GPU in one range, operator or function for it to be named."""
 
-OWN_LOOP_MS, OWN_TABLE_MS = 1.0, 0.05
-"""Of our own loop between the parts, and of it for each table, under a profiler; 0.7 and
-0.02 were measured. The part's probe is used where there is one."""
+FUNCTION_SHARE = 0.04
+"""Least share of CPU time for a function to be listed among those that no finding names."""
+
+TOLD = 0.5
+"""A finding that takes more than this part of that share and names the place tells it already."""
+
+SAME_PLACE = 0.8
+"""Least part of a name's time for an inner name that has it to be named instead."""
 
 
 @rule(
-    "outside_parts",
-    title="{share:.0%} of the step is outside the model: the loop's own code",
+    "largest_place",
+    title="{name} {takes} {share:.0%} of the step",
     evidence=(
-        "{time:ms} of {total:ms} per iteration lie in no part.",
-        "Most of it: {heaviest}.",
-    ),
-    advice="Look at what the loop does between the parts: logging, metrics, progress, "
-    "checkpoints, callbacks. Do it every training.log_every iterations.",
-    limit="dispatch",
-)
-def outside_parts(evidence: Evidence, ledger: Causes) -> Measured | None:
-    """Time of the iteration that is in no part of the model."""
-    if evidence.share("other") > 0.98 or ledger.is_explained(("other", "")):
-        return None
-    if not evidence.is_ours:
-        return None  # of another program it is what no name told, not the loop's own code
-    parts = evidence.parts["time_ms"]
-    time = float(parts[parts.index.get_level_values("component") == "other"].sum())
-    tables = int(evidence.parameter("model.tables", 0) or 0)
-    alone = evidence.alone("other", "")
-    own = 1.5 * alone if alone is not None else OWN_LOOP_MS + OWN_TABLE_MS * tables
-    share = (time - own) / evidence.step_ms if evidence.step_ms else 0.0
-    if share < OTHER_SHARE:
-        return None
-    ledger.explain(share * evidence.total_ms, ("other", ""))
-    operators = evidence.of_part("other")
-    return {
-        "share": share,
-        "time": evidence.time("other"),
-        "heaviest": heaviest(operators[operators["kind"] != "thread"]),
-    }
-
-
-DISTURBED_TIMES = 1.4
-"""Times what the step and the profiler's greatest cost come to."""
-
-
-@rule(
-    "disturbed_profile",
-    title="The profiled iterations took {times:.1f}x the time of the others",
-    evidence=(
-        "{recorded:ms} with the profiler, {step:ms} without; recording {calls:,.0f} operators "
-        "costs {cost:ms} at most.",
-        "Something else used the machine while the profiler was on.",
-    ),
-    advice="Measure again on a quiet machine: shares of the step are those of the disturbed "
-    "iterations.",
-    limit="scheduling",
-    gpu=False,
-)
-def disturbed_profile(evidence: Evidence, ledger: Causes) -> Measured | None:
-    """The profiled iterations took far longer than a profiler can make them."""
-    plain, recorded = evidence.step_ms, evidence.recorded_ms
-    calls = float(evidence.parts["calls"].sum())
-    cost = PROFILER_MS * calls
-    if plain + cost <= 0 or recorded < DISTURBED_TIMES * (plain + cost):
-        return None
-    times = recorded / plain
-    return {"share": 0.0, "times": times, "calls": calls, "cost": cost, "recorded": recorded}
-
-
-CEILING_SHARE = 0.08
-
-FAR_SHARE = 0.3
-
-
-@rule(
-    "far_from_ceiling",
-    title="{name} reaches {reached:.0%} of what this machine allows",
-    evidence=("It takes {time:ms}; the ceilings measured here for {limit} allow {ceiling:ms}.",),
-    advice="Look at its operators for work that the model does not need, strided or tiny "
-    "accesses, and a library that misses the machine's instructions.",
-    limit="",
-)
-def far_from_ceiling(evidence: Evidence, ledger: Causes) -> Measured | None:
-    """A large part reaches little of what the machine allows, alone as in the run."""
-    table = evidence.roofline
-    if table.empty:
-        return None
-    table = table[~table["component"].isin(["data", "other", "transfer"])]
-    table = table[table["ceiling_ms"] > 0]  # what is Python's in another program has no limit
-    table = table.assign(lost_ms=table["time_ms"] - table["ceiling_ms"])
-    table = table[(table["share_of_ceiling"] < CEILING_SHARE) & table["lost_ms"].gt(0)]
-    parts = zip(table["component"], table["phase"], strict=True)
-    table = table[[not ledger.is_explained((str(name), str(phase))) for name, phase in parts]]
-    if table.empty:
-        return None
-    worst = table.loc[table["lost_ms"].idxmax()]
-    lost = (float(worst["lost_ms"]) - ledger.explained_ms) / evidence.total_ms
-    if lost < FAR_SHARE:
-        return None
-    return {
-        "share": float(worst["time_ms"]) / evidence.total_ms,
-        "component": str(worst["component"]),
-        "name": capitalised(part_label(str(worst["component"]), str(worst["phase"]))),
-        "reached": worst["share_of_ceiling"],
-        "time": worst["time_ms"],
-        "ceiling": worst["ceiling_ms"],
-        "limit": str(worst["limit"]),
-        "speedup": {
-            "low": 1.0,
-            "mid": 1.0 / (1.0 - 0.4 * lost),
-            "high": 1.0 / max(1.0 - lost, 0.02),
-        },
-    }
-
-
-@rule(
-    "dominant_part",
-    title="{name} takes {share:.0%} of the step",
-    evidence=(
-        "{what} takes {time:ms} of {total:ms} per iteration, without what builds the model.",
+        "In {what} the GPU works {busy:ms} and is idle {idle:ms} of {total:ms} per "
+        "iteration{place}.",
+        "{itself} takes {time:ms} of {total:ms} per iteration, without what builds the model.",
+        "Its kernels: {kernels}.",
         "Most of it: {heaviest}.",
         "By the Python function that calls these: {callers}.",
+        "Of the sampled time that no finding above names, these take most: {listed}.",
         "No rule found why: how short it could be, and what would help, was not measured.",
     ),
-    advice="Look first at the functions named here: what they compute, with which types, shapes "
-    "and threads, and whether each iteration needs it.",
+    advice="Look first at what is named here: what calls it, with which types, shapes and "
+    "threads, and whether each iteration needs it.",
     limit="",
-    gpu=False,
 )
-def dominant_part(evidence: Evidence, ledger: Causes) -> Measured | None:
-    """One part of another program, or one function in no part, takes much of the CPU's time.
+def largest_place(evidence: Evidence, ledger: Causes) -> Measured | None:
+    """Where no rule knows why: the range, operator, function or part of another program in which
+    most time passes. Of our own programs, probes and ceilings tell more."""
+    if evidence.is_ours:
+        return None
+    if evidence.has_timeline:
+        measured = _place_on_gpu(evidence, ledger)
+    elif _is_sampled(evidence):
+        measured = None
+        if not evidence.on_gpu:
+            measured = _sampled_place(evidence, ledger) or _sampled_functions(evidence, ledger)
+    else:
+        measured = _without_parts(evidence, ledger)
+    nothing = ("what", "itself", "kernels", "heaviest", "callers", "listed")
+    return measured and {"takes": "takes", **dict.fromkeys(nothing), "busy": 0, **measured}
 
-    Of our own programs, probes and ceilings tell more.
-    """
-    if not _is_sampled(evidence):
-        return None  # without parts, another finding names the largest function
+
+def _place_on_gpu(evidence: Evidence, ledger: Causes) -> Measured | None:
+    """The GPU's work in one range, operator or function and the GPU's idle time there together,
+    whatever the kernels and the causes are; exchanges between ranks are left out."""
+    profile, pieces = evidence.profile, evidence.pieces
+    exchanges = np.append(evidence.named(COMMUNICATION), False)[pieces["context"]]
+    rows = pieces[~(exchanges & pieces["where"].eq("device"))]
+    places = time_by_name(profile, rows["context"], rows["ms"])
+    del places["call"]  # of idle time, which another finding tells
+    most = max((float(times.iloc[0]) for times in places.values() if len(times)), default=0.0)
+    if most < PLACE_SHARE * evidence.total_ms:
+        return None
+    # of nested names with nearly the same time the innermost
+    level = [
+        key for key, times in places.items() if len(times) and times.iloc[0] > SAME_PLACE * most
+    ][-1]
+    name = str(places[level].index[0])
+    if any(share > TOLD * most / evidence.total_ms and name in text for share, text in ledger.told):
+        return None
+    inside = in_place(profile, level, name)
+    own = rows[inside[rows["context"]] & rows["context"].ge(0)]
+    busy = own[own["where"].eq("device")]
+    by_context = busy.groupby("context")["ms"].sum()
+    names = profile.contexts["name"].iloc[by_context.index]
+    short = [kernel_name(kernel).short or kernel for kernel in names]
+    kernels = by_context.groupby(short).sum().nlargest(MOST_LISTED)
+    parts = parts_at(profile, own["context"].to_numpy())
+    part = largest(own["ms"].groupby([parts[each].to_numpy() for each in PART]).sum())
+    time = float(own["ms"].sum())
+    return {
+        "share": time / evidence.total_ms,
+        "component": part[0],
+        "name": shown(name),
+        "what": f"the {PLACE_LEVELS[level].removesuffix(' within it')} {shown(name)}",
+        "busy": float(busy["ms"].sum()),
+        "idle": time - float(busy["ms"].sum()),
+        "place": f", most in {part_name(*part)}" if part[0] != "other" else "",
+        "kernels": listed_times(kernels) or None,
+        "pieces": (own["context"], own["ms"]),
+        "speedup": bounded(0.5 * time / evidence.total_ms),
+    }
+
+
+def _without_parts(evidence: Evidence, ledger: Causes) -> Measured | None:
+    """The largest name of a recording most of whose time is in no part, where no rule found
+    anything."""
+    table = unattributed(evidence.profile)
+    if ledger.told or not evidence.low_coverage or table.empty:
+        return None
+    by_line = lines(evidence.profile)
+    by_line = by_line[by_line["thread"].eq(MAIN) & by_line["file"].ne("")]
+    share, name = float(table["share"].iloc[0]), shown(str(table["name"].iloc[0]))
+    if len(by_line):
+        row = by_line.iloc[0]
+        share = float(row["share_of_step"])
+        name = code_line(str(row["function"]), str(row["file"]), int(row["line"]))
+    listed = table.head(MOST_LISTED).set_index("name")["share"] * evidence.total_ms
+    return {"share": share, "name": name, "heaviest": listed_times(listed), "speedup": {}}
+
+
+def _sampled_place(evidence: Evidence, ledger: Causes) -> Measured | None:
+    """One part, or one function in no part, that takes much of the CPU's time."""
     table = _at_work(evidence)
     groups = ["component", "phase", "function"]
     times = table.groupby(groups)["time_ms"].sum()
@@ -302,7 +287,7 @@ def dominant_part(evidence: Evidence, ledger: Causes) -> Measured | None:
         return None
     if ledger.is_explained((component, phase)):
         return None
-    name = function if component == "other" else capitalised(part_label(component, phase))
+    name = function if component == "other" else capitalised(part_name(component, phase))
     own = table[table.groupby(groups).ngroup().eq(row).to_numpy()]
     itself = heaviest(own, column="time_ms")
     callers = heaviest(_callers(evidence, own), column="time_ms")
@@ -311,10 +296,44 @@ def dominant_part(evidence: Evidence, ledger: Causes) -> Measured | None:
         "component": component,
         "concerns": (component,) if component != "other" else (),
         "name": name,
-        "what": f"{name} (samples in no named part)" if component == "other" else "It",
+        "itself": f"{name} (samples in no named part)" if component == "other" else "It",
         "time": time,
         "heaviest": itself,
         "callers": callers if callers != itself else None,
+        "speedup": {},
+    }
+
+
+def _sampled_functions(evidence: Evidence, ledger: Causes) -> Measured | None:
+    """Python functions, or nodes of autograd, that take much of a sampled program, each by what it
+    and all that it calls in no other such function take."""
+    contexts = evidence.profile.contexts
+    table = _at_work(evidence)
+    marked = evidence.profile.of_kind("python")
+    marked |= evidence.profile.which("name", lambda name: node_key(name) is not None)
+    above = nearest(contexts["parent"].to_numpy(), marked)[table.index]
+    table = table.assign(name=contexts["name"].to_numpy()[above])[above >= 0]
+    parts = zip(table["component"], table["phase"], strict=True)
+    table = table[[not ledger.is_explained(part) for part in parts]]
+    times = table.groupby(["name", *PART])["time_ms"].sum().sort_values(ascending=False)
+    times = times[times >= FUNCTION_SHARE * evidence.total_ms]
+    named_above = " ".join(text for _, text in ledger.told).lower()
+    names = [str(name) for name in times.index.get_level_values("name")]
+    times = times[[_short_node(name).lower() not in named_above for name in names]]
+    if times.empty:
+        return None
+    rows = times.reset_index(name="ms")
+    labels = [
+        f"{_short_node(name)}{f' in {part_name(part, phase)}' if part != 'other' else ''}"
+        for name, part, phase in rows[["name", *PART]].itertuples(index=False)
+    ]
+    return {
+        "id": "largest_functions",
+        "share": float(times.sum()) / evidence.total_ms,
+        "component": str(times.index[0][1]),
+        "name": ", ".join(labels[:2]) + (", ..." if len(labels) > 2 else ""),
+        "takes": "takes" if len(labels) == 1 else "take",
+        "listed": listed_times(pd.Series(rows["ms"].to_numpy(), labels)),
         "speedup": {},
     }
 
@@ -327,8 +346,8 @@ def _callers(evidence: Evidence, own: pd.DataFrame) -> pd.DataFrame:
     return own.assign(name=contexts["name"].to_numpy()[above])[above >= 0]
 
 
-def _at_work(evidence: Evidence, builds: bool = False) -> pd.DataFrame:
-    """Sampled functions of the step's threads, without those that build the model or those alone:
+def _at_work(evidence: Evidence) -> pd.DataFrame:
+    """Sampled functions of the step's threads, without those that build the model:
     ``name``, ``component``, ``phase``, ``function`` and ``time_ms`` of its own.
 
     Time in no part has the autograd node above it as its ``function``, or else the Python
@@ -356,102 +375,14 @@ def _at_work(evidence: Evidence, builds: bool = False) -> pd.DataFrame:
     }
     placed = contexts["component"].ne("other").to_numpy()
     table.loc[~placed, "function"] = pd.Series(above[~placed], table.index[~placed]).map(labels)
-    table = table[step_contexts(profile, other_threads=False) & (building == builds)]
-    table = table[table["time_ms"].gt(0)]
-    return table if builds else table.dropna(subset=["function"])
-
-
-@rule(
-    "start_up",
-    title="Building the model takes {share:.0%} of the step, most in {most}",
-    evidence=(
-        "{time:ms} of {total:ms} per iteration lie below an __init__, before any step; without "
-        "iterations in the recording it cannot be left out of other shares.",
-        "Most of it: {heaviest}.",
-        "By the Python function that calls these: {callers}.",
-    ),
-    advice="It does not slow the steps. Record more steps of one run, so that it is a smaller "
-    "share, or shorten what is named here (weights made on the device and in their type, not made "
-    "on the host and converted).",
-    limit="",
-    gpu=False,
-)
-def start_up(evidence: Evidence, ledger: Causes) -> Measured | None:
-    """Building the model takes much of a recording that does not say when its iterations ran."""
-    if not _is_sampled(evidence) or len(evidence.profile.iterations):
-        return None
-    table = _at_work(evidence, builds=True)
-    time = float(table["time_ms"].sum())
-    if time < DOMINANT_PART_SHARE * evidence.total_ms:
-        return None
-    itself = heaviest(table, column="time_ms")
-    by_caller = _callers(evidence, table)
-    callers = heaviest(by_caller, column="time_ms")
-    return {
-        "share": time / evidence.total_ms,
-        "time": time,
-        "most": str(by_caller.groupby("name")["time_ms"].sum().idxmax()),
-        "heaviest": itself,
-        "callers": callers if callers != itself else None,
-        "speedup": {},
-    }
-
-
-FUNCTION_SHARE = 0.04
-"""Least share of CPU time for a function to be listed among those that no finding names."""
-
-
-@rule(
-    "largest_functions",
-    title="{count} take {share:.0%} of the step: {functions}",
-    evidence=(
-        "Of the sampled time that no finding above names, these take most: {listed}.",
-        "How short they could be was not measured.",
-    ),
-    advice="Look at what calls them, with which types, shapes and threads, and whether each "
-    "iteration needs it.",
-    limit="",
-    gpu=False,
-)
-def largest_functions(evidence: Evidence, ledger: Causes) -> Measured | None:
-    """Python functions, or nodes of autograd, that take much of a sampled program, each by what it
-    and all that it calls in no other such function take."""
-    if not _is_sampled(evidence):
-        return None
-    contexts = evidence.profile.contexts
-    table = _at_work(evidence)
-    marked = evidence.profile.of_kind("python")
-    marked |= evidence.profile.which("name", lambda name: node_key(name) is not None)
-    above = nearest(contexts["parent"].to_numpy(), marked)[table.index]
-    table = table.assign(name=contexts["name"].to_numpy()[above])[above >= 0]
-    parts = zip(table["component"], table["phase"], strict=True)
-    table = table[[not ledger.is_explained(part) for part in parts]]
-    times = table.groupby(["name", *PART])["time_ms"].sum().sort_values(ascending=False)
-    times = times[times >= FUNCTION_SHARE * evidence.total_ms]
-    named_above = " ".join(text for _, text in ledger.told).lower()
-    names = [str(name) for name in times.index.get_level_values("name")]
-    times = times[[_short_node(name).lower() not in named_above for name in names]]
-    if times.empty:
-        return None
-    rows = times.reset_index(name="ms")
-    labels = [
-        f"{_short_node(name)}{f' in {part_label(part, phase)}' if part != 'other' else ''}"
-        for name, part, phase in rows[["name", *PART]].itertuples(index=False)
-    ]
-    return {
-        "share": float(times.sum()) / evidence.total_ms,
-        "component": str(times.index[0][1]),
-        "count": "One function" if len(times) == 1 else f"{len(times)} functions",
-        "functions": ", ".join(labels[:2]) + (", ..." if len(labels) > 2 else ""),
-        "listed": listed_times(pd.Series(rows["ms"].to_numpy(), labels)),
-        "speedup": {},
-    }
+    table = table[step_contexts(profile, other_threads=False) & ~building]
+    return table[table["time_ms"].gt(0)].dropna(subset=["function"])
 
 
 def _short_node(name: str) -> str:
     """The name of a function, or of the backward that a node of autograd is."""
     key = node_key(name)
-    return f"the backward of {key}" if key else name[:70]
+    return f"the backward of {key}" if key else shown(name)
 
 
 def _is_sampled(evidence: Evidence) -> bool:

@@ -8,13 +8,11 @@ one finding that names what the host did, or says that it was not measured.
 from __future__ import annotations
 
 import re
-from collections import Counter
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from dlrm_core.parts import part_label
 from dlrm_workbook.analysis.attribution import (
     IDLE,
     PART,
@@ -38,10 +36,11 @@ from dlrm_workbook.analysis.findings.where import (
     OWN_RANGES,
     main_place,
     outermost_row,
+    part_name,
+    shown,
 )
 from dlrm_workbook.analysis.idleness import Stretches
-from dlrm_workbook.analysis.launches import launch_cost_us, launched_operations
-from dlrm_workbook.analysis.steady import LEAST_OF_SPLIT
+from dlrm_workbook.analysis.launches import launch_cost_us
 from dlrm_workbook.ground.units import milliseconds
 from dlrm_workbook.recordings.nesting import overlap, stretch_at, union
 from dlrm_workbook.recordings.profile import nearest
@@ -160,7 +159,7 @@ def synchronising(evidence: Evidence, ledger: Causes) -> Measured | None:
         "component": part[0],
         "names": ", ".join(sorted(calls["name"].unique())),
         "count": len(calls) / count,
-        "place": part_label(*part) or "the loop",
+        "place": part_name(*part) or "the loop",
         "waited": float(calls["waited_ms"].sum()),
         "idle": idle,
         "during": "during and after it, and in the operators around it"
@@ -326,7 +325,7 @@ def allocation(evidence: Evidence, ledger: Causes) -> Measured | None:
         "names": ", ".join(sorted(names.unique())) or "Calls of the driver",
         "count": len(calls) / evidence.iterations,
         "time": time,
-        "place": part_label(*part) or "the loop",
+        "place": part_name(*part) or "the loop",
         "doubt": evidence.doubt,
         "pieces": (idle["context"], idle["idle_ms"]),
     }
@@ -398,7 +397,7 @@ def launch_bound(evidence: Evidence, ledger: Causes) -> Measured | None:
     # what has no part and is no single operator tells nothing
     by_one = of_launches >= MOST_LAUNCHES and bool(most)
     by_one &= part[0] != "other" or "," not in most
-    place = f" in {part_label(*part)}" if part[0] != "other" else ""
+    place = f" in {part_name(*part)}" if part[0] != "other" else ""
     small = "copies by " if own["kind"].eq("copy").mean() > MOST_LAUNCHES else ""
     if not by_one:
         part = largest_part(idle, "idle_ms")
@@ -561,12 +560,10 @@ HOST_UNKNOWN = (
 
 @rule(
     "gpu_idle",
-    title="The GPU is idle {idle} of the time{few_iterations}{meanwhile}",
+    title="The GPU is idle {idle} of the time{meanwhile}",
     evidence=(
         "It does nothing in {idle_time:ms} of {total:ms} per iteration.",
         "{others}",
-        "{few}",
-        "{gap}",
         "{host_unknown}",
         "The host meanwhile: {host}.",
         "{beside}",
@@ -593,9 +590,6 @@ def gpu_idle(evidence: Evidence, ledger: Causes) -> Measured | None:
         "meanwhile": "",
         "idle_time": evidence.idle_ms,
         "others": None,
-        "few": None,
-        "few_iterations": "",
-        "gap": _longest_gap(evidence),
         "host_unknown": None if traced else HOST_UNKNOWN,
         "host": None,
         "beside": None,
@@ -609,12 +603,11 @@ def gpu_idle(evidence: Evidence, ledger: Causes) -> Measured | None:
     }
     if explained > 0.02 * evidence.total_ms:
         figures["id"] = "gpu_idle_otherwise"
-        figures["title"] = "The GPU is idle {share:.0%} of the step{few_iterations}{meanwhile}"
+        figures["title"] = "The GPU is idle {share:.0%} of the step{meanwhile}"
         figures["meanwhile"] = " for no single reason"
         figures["others"] = "The rest of its idle time has findings of its own."
     if traced and len(unexplained):
         figures |= _host_meanwhile(evidence, unexplained)
-    figures |= _in_few_iterations(evidence, unexplained, left)
     ledger.explain(left, (str(figures.get("component", "other")), ""))
     return figures
 
@@ -633,63 +626,6 @@ def _unexplained(evidence: Evidence, ledger: Causes) -> pd.DataFrame:
             making &= idle["cause"].eq("data")
         idle = idle[~making]
     return idle
-
-
-FEW_TIMES = 2.0
-"""Idle time of an iteration, in that of the usual one, from which on something else happens."""
-
-
-def _in_few_iterations(evidence: Evidence, idle: pd.DataFrame, left_ms: float) -> Measured:
-    """Figures that tell in how many iterations most of the idle time is; none where these are more
-    than a third.
-
-    Args:
-        left_ms: of a mean iteration; not all of its pieces need to be known.
-    """
-    first = evidence.windows[0]
-    if len(first) < LEAST_OF_SPLIT or idle.empty:
-        return {}
-    step = np.searchsorted(first, idle["start_ns"].to_numpy(), side="right") - 1
-    # the pieces' times are of a mean iteration
-    idle_ms = np.bincount(step, idle["idle_ms"] * len(first), minlength=len(first))
-    usual = float(np.median(idle_ms))
-    slow = idle_ms > FEW_TIMES * usual
-    extra = float((idle_ms[slow] - usual).sum()) / len(first)
-    count = int(slow.sum())
-    if not 0 < count <= len(first) / 3 or extra < 0.5 * left_ms:
-        return {}
-    return {
-        "few_iterations": f", most of that in {count} of {len(first)} iterations",
-        "few": f"In {'that iteration' if count == 1 else 'those iterations'} it does nothing for "
-        f"{milliseconds(float(idle_ms[slow].mean()))}, in a usual one for {milliseconds(usual)}: "
-        "something that happens now and then, such as a checkpoint, an evaluation or a callback.",
-    }
-
-
-def _longest_gap(evidence: Evidence) -> str | None:
-    """Where the longest gap of a usual step lies, if it is most of the idle time: between which
-    parts, since what the host does there stands between them."""
-    work = launched_operations(evidence.profile)
-    start, end = work["start_ns"].to_numpy(), work["end_ns"].to_numpy()
-    first = evidence.windows[0]
-    if len(start) < 2 or len(first) < 3:
-        return None
-    begun = np.maximum.accumulate(end)[:-1]
-    length = start[1:] - begun
-    step = np.where(evidence.inside(begun), np.searchsorted(first, begun, side="right") - 1, -1)
-    gaps = pd.DataFrame({"step": step, "length": length}).query("step >= 0")
-    longest = gaps.loc[gaps.groupby("step")["length"].idxmax()]
-    usual = float(longest["length"].median()) / 1e6
-    if usual < 0.5 * evidence.idle_ms:
-        return None
-    label = [part_label(*part) for part in zip(work["component"], work["phase"], strict=True)]
-    row = longest.index.to_numpy()
-    between = Counter((label[i], label[i + 1]) for i in row)
-    (before, after), often = between.most_common(1)[0]
-    where = f", between {before} and {after}" if often > 0.8 * len(row) else ""
-    if where and before.startswith("optimizer") and after.startswith(("transfer", "data")):
-        where += ": where a training loop fetches its next batch"
-    return f"{milliseconds(usual)} of that are one gap in each iteration{where}."
 
 
 def _host_meanwhile(evidence: Evidence, idle: pd.DataFrame) -> Measured:
@@ -714,7 +650,7 @@ def _host_meanwhile(evidence: Evidence, idle: pd.DataFrame) -> Measured:
     }
     if named.sum() > 0.5 * total:
         places = ", ".join(
-            f"{part_label(str(part[0]), str(part[1]))} {milliseconds(ms)}"
+            f"{part_name(str(part[0]), str(part[1]))} {milliseconds(ms)}"
             for part, ms in zip(named.index[:3], named, strict=False)
         )
         figures["host"] = f"{places}; by function {functions}"
@@ -735,8 +671,8 @@ def _in_title(functions: pd.Series, parts: pd.Series) -> str:
         functions: share (0 to 1) of the idle time by function, most first; one at least.
         parts: the same by named part.
     """
-    function, of_function = str(functions.index[0])[:70], float(functions.iloc[0])
-    part = part_label(*parts.index[0]) if len(parts) else ""
+    function, of_function = shown(str(functions.index[0])), float(functions.iloc[0])
+    part = part_name(*parts.index[0]) if len(parts) else ""
     in_part = part != "" and float(parts.iloc[0]) > 0.5
     if of_function > 0.5:
         return f", most while the host is in {function}"
@@ -772,7 +708,7 @@ def _awaited(evidence: Evidence, idle: pd.DataFrame) -> Measured:
     if time <= 0.5 * float(idle["idle_ms"].sum()):
         return beside if time > LEAST_OF_STEP * evidence.total_ms else {}
     return beside | {
-        "meanwhile": f", most while {longest[:70]} runs on another thread of the host",
+        "meanwhile": f", most while {shown(longest)} runs on another thread of the host",
         "component": "communication",
         "limit": "network",
         "remedy": "Exchange gradients between the GPUs (NCCL), not between the hosts; or send "

@@ -6,15 +6,12 @@ import re
 from typing import Any
 
 import numpy as np
-import pandas as pd
 
-from dlrm_core.parts import part_label
 from dlrm_workbook.analysis.attribution import (
     PART,
     iteration_count,
-    parts_at,
 )
-from dlrm_workbook.analysis.findings.evidence import MOST_LISTED, Evidence, listed_times
+from dlrm_workbook.analysis.findings.evidence import Evidence
 from dlrm_workbook.analysis.findings.finding import (
     Causes,
     Measured,
@@ -24,11 +21,12 @@ from dlrm_workbook.analysis.findings.finding import (
     largest,
     largest_part,
     predicted,
+    removed,
     rule,
 )
 from dlrm_workbook.analysis.findings.where import (
-    PLACE_LEVELS,
-    in_place,
+    part_name,
+    shown,
     time_by_name,
 )
 from dlrm_workbook.analysis.gpu import sampled_profile, stall_reasons, stall_table
@@ -112,11 +110,10 @@ DOUBLE_SHARE = 0.03
 
 @rule(
     "float64",
-    title="Arithmetic in float64 takes {share:.0%} of the step",
+    title="Arithmetic in float64 takes {taken:.0%} of the step",
     evidence=("It takes {time:ms} per iteration, in {names}.",),
     advice="Find what makes float64 (a NumPy array or a Python constant made into a tensor, "
-    ".double(), a default type) and make it float32: GPUs compute float64 at a half to a 64th of "
-    "the rate of float32, and it takes twice the bytes.",
+    ".double(), a default type) and make it float32: {remedy}, and it takes twice the bytes.",
     limit="arithmetic",
 )
 def float64(evidence: Evidence, ledger: Causes) -> Measured | None:
@@ -141,15 +138,23 @@ def float64(evidence: Evidence, ledger: Causes) -> Measured | None:
     part = largest(time.groupby([rows["component"], rows["phase"]]).sum())
     ledger.explain(float(time.sum()), part)
     heaviest = time.groupby(rows["name"]).sum().nlargest(2)
+    # on a CPU float32 takes half of the bytes and of the vector units' time
+    lost = share if evidence.on_gpu else 0.5 * share
     ledger.device_work |= set(rows["name"])
     return {
-        "share": share,
+        "share": lost,
+        "taken": share,
+        "remedy": "GPUs compute float64 at a half to a 64th of the rate of float32"
+        if evidence.on_gpu
+        else "a processor computes float64 at half of the rate of float32",
         "component": part[0],
         "time": float(time.sum()),
         "names": ", ".join(
-            f"{str(name)[:70]} ({milliseconds(ms)})" for name, ms in heaviest.items()
+            f"{shown(str(name))} ({milliseconds(ms)})" for name, ms in heaviest.items()
         ),
-        "speedup": {"low": 1.0, "mid": amdahl(share, 2.0), "high": amdahl(share, 64.0)},
+        "speedup": {"low": 1.0, "mid": amdahl(share, 2.0), "high": amdahl(share, 64.0)}
+        if evidence.on_gpu
+        else {**removed(lost), "high": amdahl(share, 2.0)},
     }
 
 
@@ -375,7 +380,7 @@ def largest_kernels(evidence: Evidence, ledger: Causes) -> Measured | None:
     by_name = table.groupby("short_name")["ms"].sum().sort_values(ascending=False)
     by_name = by_name[by_name >= KERNEL_SHARE * evidence.total_ms]
     if by_name.empty:
-        return _kernels_of_one_place(evidence, table)
+        return None
     chosen = table[table["short_name"].isin(by_name.index)]
     time = min(float(by_name.sum()), evidence.device_ms)
     part = largest_part(chosen, "ms")
@@ -384,7 +389,7 @@ def largest_kernels(evidence: Evidence, ledger: Causes) -> Measured | None:
         for name, rows in chosen.groupby(chosen["short_name"].astype(str))
     }
     place_text = {
-        name: f" in {part_label(*place)}" if place[0] != "other" else ""
+        name: f" in {part_name(*place)}" if place[0] != "other" else ""
         for name, place in places.items()
     }
     return {
@@ -400,111 +405,6 @@ def largest_kernels(evidence: Evidence, ledger: Causes) -> Measured | None:
         "unknown": "The recording does not show how close they are to the GPU's limits."
         if chosen["share_of_ceiling"].isna().all()
         else None,
-        "speedup": bounded(0.5 * time / evidence.total_ms),
-    }
-
-
-def _kernels_of_one_place(evidence: Evidence, table: pd.DataFrame) -> Measured | None:
-    """Figures of :func:`largest_kernels` for kernels none of which is large, but all those of one
-    operator, function or range are; None without one.
-
-    Args:
-        table: rows of :func:`_kernels`.
-    """
-    pieces = evidence.of_kernels(table["kernel"])
-    most = {
-        str(times.index[0]): (float(times.iloc[0]), level)
-        for level, times in time_by_name(evidence.profile, *pieces).items()
-        if len(times)
-    }
-    name = max(most, key=lambda each: most[each][0], default="")
-    time, level = most.get(name, (0.0, ""))
-    if time < KERNEL_SHARE * evidence.total_ms:
-        return None
-    inside = in_place(evidence.profile, level, name)[pieces[0]]
-    own = evidence.profile.contexts.iloc[pieces[0][inside]]
-    short = own["name"].map(lambda kernel: kernel_name(kernel).short or kernel)
-    by_kernel = pd.Series(pieces[1][inside]).groupby(short.to_numpy()).sum().nlargest(MOST_LISTED)
-    return {
-        "share": time / evidence.total_ms,
-        "component": largest(
-            pd.Series(pieces[1][inside]).groupby([own[each].to_numpy() for each in PART]).sum()
-        )[0],
-        "what": f"Kernels in {name[:70]}",
-        "take": "take",
-        "kernels": ", ".join(map(str, by_kernel.index[:2])),
-        "listed": listed_times(by_kernel),
-        "pieces": (pieces[0][inside], pieces[1][inside]),
-        "unknown": None,
-        "speedup": bounded(0.5 * time / evidence.total_ms),
-    }
-
-
-DOMINANT_PLACE_SHARE = 0.25
-"""Least share of the step in one range, operator or function for that to be a finding."""
-
-TOLD = 0.5
-"""A finding that takes more than this part of that share and names the place tells it already."""
-
-SAME_PLACE = 0.8
-"""Least part of a name's time for an inner name that has it to be named instead."""
-
-
-@rule(
-    "dominant_place",
-    title="{name} takes {share:.0%} of the step",
-    evidence=(
-        "In {what} {name} the GPU works {busy:ms} and is idle {idle:ms} of {total:ms} per "
-        "iteration{place}.",
-        "Its kernels: {kernels}.",
-        "No rule found why: how short it could be, and what would help, was not measured.",
-    ),
-    advice="Look first at what is named here: what calls it, with which types and shapes, and "
-    "whether each iteration needs it.",
-    limit="",
-    gpu=True,
-)
-def dominant_place(evidence: Evidence, ledger: Causes) -> Measured | None:
-    """One range, operator or function of another program takes much of the step: the GPU's work in
-    it and the GPU's idle time together, whatever the kernels and the causes are."""
-    if evidence.is_ours or not evidence.has_timeline:
-        return None
-    profile, pieces = evidence.profile, evidence.pieces
-    exchanges = np.append(evidence.named(COMMUNICATION), False)[pieces["context"]]
-    exchange = exchanges & pieces["where"].eq("device")
-    rows = pieces[~exchange]
-    places = time_by_name(profile, rows["context"], rows["ms"])
-    del places["call"]  # of idle time, which another finding tells
-    most = max((float(times.iloc[0]) for times in places.values() if len(times)), default=0.0)
-    if most < DOMINANT_PLACE_SHARE * evidence.total_ms:
-        return None
-    # of nested names with nearly the same time the innermost
-    level = [
-        key for key, times in places.items() if len(times) and times.iloc[0] > SAME_PLACE * most
-    ][-1]
-    name = str(places[level].index[0])
-    if any(share > TOLD * most / evidence.total_ms and name in text for share, text in ledger.told):
-        return None
-    inside = in_place(profile, level, name)
-    own = rows[inside[rows["context"]] & rows["context"].ge(0)]
-    busy = own[own["where"].eq("device")]
-    by_context = busy.groupby("context")["ms"].sum()
-    names = profile.contexts["name"].iloc[by_context.index]
-    short = [kernel_name(kernel).short or kernel for kernel in names]
-    kernels = by_context.groupby(short).sum().nlargest(MOST_LISTED)
-    parts = parts_at(profile, own["context"].to_numpy())
-    part = largest(own["ms"].groupby([parts[each].to_numpy() for each in PART]).sum())
-    time = float(own["ms"].sum())
-    return {
-        "share": time / evidence.total_ms,
-        "component": part[0],
-        "name": name[:90],
-        "what": f"the {PLACE_LEVELS[level].removesuffix(' within it')}",
-        "busy": float(busy["ms"].sum()),
-        "idle": time - float(busy["ms"].sum()),
-        "place": f", most in {part_label(*part)}" if part[0] != "other" else "",
-        "kernels": listed_times(kernels) or None,
-        "pieces": (own["context"], own["ms"]),
         "speedup": bounded(0.5 * time / evidence.total_ms),
     }
 

@@ -9,18 +9,21 @@ import statistics
 
 import numpy as np
 
-from dlrm_core.parts import part_label
 from dlrm_workbook.analysis.findings.evidence import Evidence, Part
 from dlrm_workbook.analysis.findings.finding import (
     Causes,
     Measured,
+    amdahl,
     bounded,
     largest,
     removed,
     rule,
 )
+from dlrm_workbook.analysis.findings.where import code_line, part_name
+from dlrm_workbook.analysis.lines import lines
 from dlrm_workbook.ground.units import milliseconds
 from dlrm_workbook.recordings.profile import Profile
+from dlrm_workbook.recordings.torch.lines import MAIN
 
 LOST_SHARE = 0.05
 """Of the step; below it a remedy gains less than a run's own scatter."""
@@ -233,7 +236,7 @@ def other_processes(evidence: Evidence, ledger: Causes) -> Measured | None:
 
 @rule(
     "other_threads",
-    title="Another thread of this process computes beside the step ({busy:.1f} cores)",
+    title="Another thread of this process{at} computes beside the step ({busy:.1f} cores)",
     evidence=(
         "Threads that are neither the step's nor its operators' used {used:ms} of CPU time in "
         "each iteration of {wall:ms}: {names}.",
@@ -261,6 +264,7 @@ def other_threads(evidence: Evidence, ledger: Causes) -> Measured | None:
         "busy": cores,
         "used": sum(time for _, time in busy),
         "names": ", ".join(f"{name} {milliseconds(time)}" for name, time in busy[:3]),
+        "at": f", in {line}," if (line := line_of_thread(evidence)) else "",
         "blocked": blocked if blocked > 0.01 else None,
         **_without_core(evidence),
     }
@@ -347,15 +351,20 @@ def waiting_for_cores(evidence: Evidence, ledger: Causes) -> Measured | None:
     return figures
 
 
+PARALLEL_MS = 0.05
+"""Of one call of an operator: a shorter one is done before other threads have begun."""
+
+
 @rule(
     "too_few_threads",
-    title="{threads} of {cores} cores compute",
+    title="Operators run on {threads} of {cores} cores",
     evidence=(
-        "training.threads is {threads}, the process may use {cores} cores, and {busy}.",
-        "Operators take {share:.0%} of the step.",
+        "torch computes with {threads} of the {cores} cores that the process may use, and {busy}.",
+        "Operators long enough to be divided take {divided:.0%} of the step; with all idle cores "
+        "at work on them {share:.0%} of it would go.",
     ),
-    advice="Let operators run on {cores} threads. Matrix products and table look-ups split well; "
-    "small operators do not, so the whole of the idle cores is the bound.",
+    advice="Let operators run on {cores} threads (torch.set_num_threads, OMP_NUM_THREADS, "
+    "training.threads). Matrix products and table look-ups split well; small operators do not.",
     limit="arithmetic",
     gpu=False,
 )
@@ -369,18 +378,25 @@ def too_few_threads(evidence: Evidence, ledger: Causes) -> Measured | None:
     idle = cores - (used if used is not None else threads) - others
     if idle < 0.5:
         return None
-    share = 1.0 - evidence.share("data") - evidence.share("other")
-    high = 1.0 / max(1.0 - share + share * threads / (threads + idle), 1e-9)
+    divided = 1.0 - evidence.share("data") - evidence.share("other")
+    called = evidence.called[
+        evidence.called["component"].ne("data") & evidence.called["calls"].gt(0)
+    ]
+    if len(called):
+        long = called["cpu_self_ms"] >= PARALLEL_MS * called["calls"]
+        divided = min(float(called.loc[long, "cpu_self_ms"].sum()) / evidence.total_ms, 1.0)
+    share = divided * idle / (threads + idle)
     return {
         "share": share,
+        "divided": divided,
         "busy": "the others were idle"
         if used is None
         else f"the process kept {used:.2f} of them busy",
         "change": {"training.threads": cores},
         "speedup": {
-            "low": 1.0 + 0.2 * (high - 1.0),
-            "mid": 1.0 + 0.6 * (high - 1.0),
-            "high": high,
+            "low": amdahl(0.2 * share, 1e9),
+            "mid": amdahl(0.7 * share, 1e9),
+            "high": amdahl(share, 1e9),
         },
     }
 
@@ -410,6 +426,17 @@ def _busy_cores(evidence: Evidence) -> float:
     """Cores that our own threads beside the step keep busy."""
     used = sum(time for _, time in _busy_threads(evidence))
     return used / evidence.wall_ms if evidence.wall_ms else 0.0
+
+
+def line_of_thread(evidence: Evidence) -> str | None:
+    """The line that another thread of the program runs most, as a title names it; None where no
+    other thread was sampled."""
+    table = lines(evidence.profile)
+    table = table[table["thread"].ne(MAIN) & table["file"].ne("") & table["time_ms"].gt(0)]
+    if table.empty:
+        return None
+    row = table.loc[table["time_ms"].idxmax()]
+    return code_line(str(row["function"]), str(row["file"]), int(row["line"]))
 
 
 def _busy_threads(evidence: Evidence) -> list[tuple[str, float]]:
@@ -616,7 +643,9 @@ def python_in_part(evidence: Evidence, ledger: Causes) -> Measured | None:
     own = (evidence.parts["python_ms"] - usual).dropna()
     # of another program's code that no name places, the lines are named all the same
     # and whoever communicates waits for other ranks
-    left_out = ["data", "transfer", "communication", *(["other"] if evidence.is_ours else [])]
+    left_out = ["data", "transfer", "communication"]
+    if evidence.is_ours or len(lines(evidence.profile)):  # what has lines has findings by line
+        left_out.append("other")
     own = own.drop(left_out, level="component", errors="ignore")
     left = [
         (float(time) - ledger.explained_in(part), part)
@@ -630,7 +659,7 @@ def python_in_part(evidence: Evidence, ledger: Causes) -> Measured | None:
     ledger.explain(share * evidence.total_ms, part)
     return {
         "share": share,
-        "name": part_label(*part) if part[0] != "other" else "no named part",
+        "name": part_name(*part) if part[0] != "other" else "no named part",
         "own": float(evidence.parts["python_ms"][part]),
         "lines": evidence.said_lines(part[0]),
         "whole": float(evidence.parts["traced_ms"][part]),
@@ -650,6 +679,6 @@ def _place(evidence: Evidence, part: Part | None) -> Measured:
     """Where the step waits: component, " in PART" or nothing, and the figures of ``OWN_CODE``."""
     if part is None:
         return {"component": "other", "where": "", "own": None, "part": None}
-    label = part_label(*part)
+    label = part_name(*part)
     own = float(evidence.parts["python_ms"][part])
     return {"component": part[0], "where": f" in {label}", "own": own, "part": label}

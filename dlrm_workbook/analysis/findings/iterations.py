@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from dlrm_core.parts import part_label
 from dlrm_workbook.analysis.attribution import (
     iteration_state,
     segments,
@@ -27,7 +26,7 @@ from dlrm_workbook.analysis.findings.finding import (
     largest,
     rule,
 )
-from dlrm_workbook.analysis.findings.where import main_place
+from dlrm_workbook.analysis.findings.where import main_place, part_name, shown
 from dlrm_workbook.analysis.idleness import idle_pieces
 from dlrm_workbook.analysis.kernel_names import kernel_name
 from dlrm_workbook.analysis.launches import launched_operations
@@ -38,6 +37,7 @@ from dlrm_workbook.analysis.steady import (
     lasting_rise,
     steady_state,
 )
+from dlrm_workbook.ground.arrays import Bools
 from dlrm_workbook.recordings.nesting import stretch_at
 
 IRREGULAR_SHARE = 0.15
@@ -55,6 +55,24 @@ GPU_IRREGULAR_SHARE = 0.05
 """The same of both where a GPU's timeline shows the iterations, enough to judge by their scatter:
 the GPU sets their pace, which other programs on the processor disturb less."""
 
+FAR_MORE = 3.0
+"""Times its usual time in an iteration for a name whose time lies in few of them."""
+
+MOST_NUMBERS = 6
+"""Iterations that a sentence lists."""
+
+
+@dataclass(frozen=True)
+class _Odd:
+    """Iterations that are not like the others: which (n,), the share of the run's time that they
+    take beyond the usual, those (n,) to compare them with, and what they are, in a title."""
+
+    id: str
+    slow: Bools
+    share: float
+    usual: Bools
+    title: str
+
 
 @rule(
     "irregular_iterations",
@@ -62,64 +80,118 @@ the GPU sets their pace, which other programs on the processor disturb less."""
     evidence=(
         "Such an iteration took {slow_ms:ms} (mean), the usual one {usual_ms:ms}; {share:.0%} of "
         "the run's time is lost so.",
+        "The first of them are iterations {which} (counted from 1).",
         "Most of it is in {place} ({extra:ms} more).",
         "What takes longer there: {longer}.",
         "{meanwhile}",
-        "Every share of the step here is of all iterations.",
+        "{basis}",
     ),
-    advice="Look for what happens every few iterations: checkpoints, evaluation, garbage "
-    "collection, refilled buffers, other work on the machine.",
+    advice="Look for what happens or begins there: checkpoints, evaluation, compiling, garbage "
+    "collection, refilled buffers, a change of the input, other work on the machine.",
     limit="scheduling",
 )
 def irregular(evidence: Evidence, ledger: Causes) -> Measured | None:
-    """Some iterations take far longer than the usual one."""
+    """Some iterations, or all from some one on, take far longer than the usual one or do what the
+    others do not."""
     steps = evidence.steps
     if len(steps) < LEAST_OF_SPLIT:
         return None
     totals = steps.sum(axis=1)
-    state = steady_state(totals.to_numpy())
-    slow, share = state.stragglers, state.straggler_share
-    if ledger.slower_from is not None and not slow[: ledger.slower_from].any():
-        return None  # the slow ones are those in which the GPU is slower
-    # a single one may be chance, unless it takes a third of the run
-    least = IRREGULAR_SHARE if int(slow.sum()) > 1 else ONE_IRREGULAR_SHARE
-    if evidence.has_timeline and len(steps) >= LEAST_TO_JUDGE:
-        least = GPU_IRREGULAR_SHARE
-    if share < least:
+    odd = _stragglers(evidence, ledger) or _later(evidence, ledger) or _now_and_then(evidence)
+    if odd is None or odd.share - ledger.some_share < _least(evidence, odd):
         return None
-    ledger.told_slow = True
-    extra = (steps[slow] - steps[state.steady].median()).mean().clip(lower=0.0)
+    slow, usual = odd.slow, odd.usual
+    extra = (steps[slow] - steps[usual].median()).mean().clip(lower=0.0)
     part = largest(extra)
-    grown = _grown(evidence, slow, state.steady)
-    by_one = float(totals[slow].mean() - state.usual_ms)
-    more = _extra_pieces(evidence, slow, state.steady)
-    named = [str(name) for name in grown.index[grown > 0.5 * by_one]]
+    grown, by_one = pd.Series(dtype=float), float(totals[slow].mean() - totals[usual].median())
+    if evidence.has_timeline:
+        table = _by_iteration(evidence)
+        grown = table.loc[:, slow].mean(axis=1) - table.loc[:, usual].mean(axis=1)
+        grown = grown[grown > LEAST_GROWN * grown.clip(lower=0.0).sum()].nlargest(MOST_GROWN)
+    more = _extra_pieces(evidence, slow, usual)
+    named = [shown(str(name)) for name in grown.index[grown > 0.5 * by_one]]
     named += [name for name in [main_place(evidence.profile, *more)] if name not in (*named, "")]
     return {
-        "share": share,
+        "id": odd.id,
+        "title": odd.title,
+        "share": odd.share,
         "component": part[0],
         "slow": int(slow.sum()),
         "take": "take" if int(slow.sum()) > 1 else "takes",
+        "does": "do" if int(slow.sum()) > 1 else "does",
         "count": len(steps),
+        "which": ", ".join(str(place + 1) for place in np.flatnonzero(slow)[:MOST_NUMBERS]),
         "slow_ms": float(totals[slow].mean()),
-        "usual_ms": state.mean_ms,
-        "place": part_label(*part) or "the loop",
+        "usual_ms": float(totals[usual].mean()),
+        "factor": float(totals[slow].median() / totals[usual].median()),
+        "first": int(np.flatnonzero(slow)[0]) + 1,
+        "place": part_name(*part) or "the loop",
         "extra": float(extra.max()),
+        "names": shown(str(grown.index[0])) if len(grown) else "",
         "most": f", most of it in {' of '.join(named)}" if named else "",
         "longer": listed_times(grown, " more") or None,
         "pieces": more,
         "meanwhile": evidence.meanwhile,
+        "basis": "Every share of the step here is of all iterations."
+        if odd.id == "irregular_iterations"
+        else None,
     }
 
 
-def _grown(evidence: Evidence, slow: np.ndarray, steady: np.ndarray) -> pd.Series:
-    """Time by which a slow iteration exceeds a steady one, ms by name, most first: kernels, copies
-    and what the host is in while the GPU is idle. Empty without a GPU's timeline."""
-    if not evidence.has_timeline:
-        return pd.Series(dtype=float)
+def _least(evidence: Evidence, odd: _Odd) -> float:
+    """Share of the run's time from which odd iterations are worth a finding."""
+    judged = evidence.has_timeline and len(evidence.steps) >= LEAST_TO_JUDGE
+    if odd.id == "now_and_then" or (odd.id == "irregular_iterations" and judged):
+        return GPU_IRREGULAR_SHARE
+    # a single one may be chance, unless it takes a third of the run
+    alone = odd.id == "irregular_iterations" and int(odd.slow.sum()) == 1
+    return ONE_IRREGULAR_SHARE if alone else IRREGULAR_SHARE
+
+
+def _stragglers(evidence: Evidence, ledger: Causes) -> _Odd | None:
+    """Some iterations take far longer than the usual one."""
+    state = steady_state(evidence.steps.sum(axis=1).to_numpy())
+    slow = state.stragglers
+    if ledger.slower_from is not None and not slow[: ledger.slower_from].any():
+        return None  # the slow ones are those in which the GPU is slower
+    title = "{slow} of {count} iterations {take} far longer than the others{most}"
+    odd = _Odd("irregular_iterations", slow, state.straggler_share, state.steady, title)
+    return odd if slow.any() and odd.share >= _least(evidence, odd) else None
+
+
+def _later(evidence: Evidence, ledger: Causes) -> _Odd | None:
+    """All iterations from some one on take longer, and it is not the GPU that became slower."""
+    totals = evidence.steps.sum(axis=1).to_numpy()
+    cut = lasting_rise(totals, SPLIT_TIMES) if ledger.slower_from is None else None
+    if cut is None:
+        return None
+    state, later = steady_state(totals), np.arange(len(totals)) >= cut
+    counted = state.steady if state.steady[cut:].any() else np.ones(len(totals), dtype=bool)
+    extra = np.maximum(totals - np.median(totals[:cut]), 0.0) * later
+    share = float(extra[counted].sum() / totals[counted].sum())
+    title = "Iterations are {factor:.1f}x slower from iteration {first} of {count} on{most}"
+    odd = _Odd("slower_later", later, share, ~later, title)
+    return odd if share >= _least(evidence, odd) else None
+
+
+def _now_and_then(evidence: Evidence) -> _Odd | None:
+    """Something takes much time in few iterations, though these may not stand out as a whole."""
+    state = iteration_state(evidence.profile)
+    if state is None or not evidence.has_timeline:
+        return None
     table = _by_iteration(evidence)
-    growth = table.loc[:, slow].mean(axis=1) - table.loc[:, steady].mean(axis=1)
-    return growth[growth > LEAST_GROWN * growth.clip(lower=0.0).sum()].nlargest(MOST_GROWN)
+    if table.shape[1] != len(evidence.steps):
+        return None
+    usual = table.median(axis=1)
+    by_step = table.sub(usual, axis=0).where(table.gt(FAR_MORE * usual, axis=0), 0.0).sum()
+    length = evidence.steps.sum(axis=1).to_numpy()
+    few = (by_step > GPU_IRREGULAR_SHARE * length.mean()).to_numpy()
+    few &= ~np.logical_and.accumulate(few)  # the first ones are a warm-up
+    if not 0 < few.sum() <= len(few) / 3:
+        return None
+    share = float(by_step[few].sum()) / float(length.sum())
+    title = "{slow} of {count} iterations {does} what the others do not: {names}"
+    return _Odd("now_and_then", few, share, state.steady & ~few, title)
 
 
 def _by_iteration(evidence: Evidence) -> pd.DataFrame:
@@ -160,61 +232,6 @@ def _by_iteration(evidence: Evidence) -> pd.DataFrame:
     return table.reindex(columns=range(len(spans)), fill_value=0.0)
 
 
-FAR_MORE, NOW_AND_THEN_SHARE = 3.0, 0.05
-"""Times its usual time in an iteration, and least share of all iterations, for a name whose time
-lies in few of them."""
-
-MOST_NUMBERS = 6
-"""Iterations that a sentence lists."""
-
-
-@rule(
-    "now_and_then",
-    title="{few} of {count} iterations {do} what the others do not: {first}, {share:.0%} of all "
-    "time",
-    evidence=(
-        "In iterations {which} (the first is 1) these take far longer than in the usual one: "
-        "{longer}.",
-        "Together that is {extra:ms} in such an iteration.",
-    ),
-    advice="Look for what happens every few iterations: checkpoints, evaluation, compiling, "
-    "garbage collection, refilled buffers, other work on the machine.",
-    limit="scheduling",
-    gpu=True,
-)
-def now_and_then(evidence: Evidence, ledger: Causes) -> Measured | None:
-    """Something takes much time in few iterations, though these may not stand out as a whole."""
-    if not evidence.has_timeline or len(evidence.steps) < LEAST_OF_SPLIT:
-        return None
-    state = iteration_state(evidence.profile)
-    table = _by_iteration(evidence)
-    if state is None or table.shape[1] != len(evidence.steps):
-        return None
-    usual = table.median(axis=1)
-    extra = table.sub(usual, axis=0).where(table.gt(FAR_MORE * usual, axis=0), 0.0)
-    by_step = extra.sum()
-    length = evidence.steps.sum(axis=1).to_numpy()
-    few = (by_step > NOW_AND_THEN_SHARE * length.mean()).to_numpy()
-    few &= state.steady | (not ledger.told_slow)
-    few &= ~np.logical_and.accumulate(few)  # the first ones are a warm-up
-    share = float(by_step[few].sum()) / float(length.sum())
-    if not 0 < few.sum() <= len(few) / 3 or share < NOW_AND_THEN_SHARE:
-        return None
-    most = extra.loc[:, few].mean(axis=1).nlargest(MOST_GROWN)
-    most = most[most > LEAST_GROWN * most.sum()]
-    return {
-        "share": share,
-        "few": int(few.sum()),
-        "do": "do" if few.sum() > 1 else "does",
-        "count": len(few),
-        "which": ", ".join(str(place + 1) for place in np.flatnonzero(few)[:MOST_NUMBERS]),
-        "first": str(most.index[0])[:70],
-        "longer": listed_times(most, " more"),
-        "extra": float(by_step[few].mean()),
-        "pieces": _extra_pieces(evidence, few, state.steady & ~few),
-    }
-
-
 def _extra_pieces(evidence: Evidence, slow: np.ndarray, steady: np.ndarray) -> tuple[Any, Any]:
     """Contexts of the GPU's work and of the host while the GPU is idle (of the host alone, without
     a GPU's timeline), and the time (ms) that each takes more in a slow iteration than in others."""
@@ -229,50 +246,6 @@ def _extra_pieces(evidence: Evidence, slow: np.ndarray, steady: np.ndarray) -> t
     more = mean(slow).sub(mean(steady), fill_value=0.0)
     more = more[more > 0]
     return more.index.to_numpy(), more.to_numpy()
-
-
-@rule(
-    "slower_later",
-    title="Iterations are {factor:.1f}x slower from iteration {first} of {count} on",
-    evidence=(
-        "They took {before:ms} before and {after:ms} since; most of the difference is in {place} "
-        "({extra:ms}).",
-        "{meanwhile}",
-    ),
-    advice="Look for what began then: another program on the machine, a change of the input, "
-    "memory that ran short, a callback that was switched on.",
-    limit="scheduling",
-)
-def slower_later(evidence: Evidence, ledger: Causes) -> Measured | None:
-    """All iterations from some one on take longer, and it is not the GPU that became slower."""
-    steps = evidence.steps
-    if ledger.slower_from is not None or len(steps) < LEAST_OF_SPLIT:
-        return None
-    totals = steps.sum(axis=1).to_numpy()
-    cut = lasting_rise(totals, SPLIT_TIMES)
-    if cut is None:
-        return None
-    state = steady_state(totals)
-    counted = state.steady if state.steady[cut:].any() else np.ones(len(totals), dtype=bool)
-    extra = np.maximum(totals - np.median(totals[:cut]), 0.0)
-    extra[:cut] = 0.0
-    share = float(extra[counted].sum() / totals[counted].sum())
-    if share < IRREGULAR_SHARE:
-        return None
-    growth = (steps.iloc[cut:].median() - steps.iloc[:cut].median()).clip(lower=0.0)
-    part = largest(growth)
-    return {
-        "share": share,
-        "component": part[0],
-        "factor": float(np.median(totals[cut:]) / np.median(totals[:cut])),
-        "first": cut + 1,
-        "count": len(totals),
-        "before": float(np.median(totals[:cut])),
-        "after": float(np.median(totals[cut:])),
-        "place": part_label(*part) or "the loop",
-        "extra": float(growth.max()),
-        "meanwhile": evidence.meanwhile,
-    }
 
 
 def of_all_iterations(found: list[Finding]) -> list[Finding]:

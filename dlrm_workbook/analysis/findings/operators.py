@@ -15,7 +15,6 @@ import pandas as pd
 
 from dlrm_core.base.errors import InputError
 from dlrm_core.interactions import INTERACTIONS
-from dlrm_core.parts import part_label
 from dlrm_workbook.analysis.findings.evidence import Evidence, Part, heaviest
 from dlrm_workbook.analysis.findings.finding import (
     Causes,
@@ -29,6 +28,7 @@ from dlrm_workbook.analysis.findings.finding import (
     removed,
     rule,
 )
+from dlrm_workbook.analysis.findings.where import code_line, part_name
 from dlrm_workbook.analysis.work import operator_work
 from dlrm_workbook.ground.units import milliseconds
 
@@ -250,7 +250,7 @@ def extra_operators(evidence: Evidence, ledger: Causes) -> Iterable[Finding]:
             extra = extra[~pd.MultiIndex.from_frame(extra[keys]).isin(named)]
     for (component, phase), group in extra.groupby(keys):
         if group["time_ms"].sum() >= EXTRA_SHARE * evidence.total_ms:
-            place = part_label(str(component), str(phase))
+            place = part_name(str(component), str(phase))
             yield _extra(evidence, ledger, group, _unnamed_kind(evidence, group, place))
 
 
@@ -324,7 +324,7 @@ def _extra(evidence: Evidence, ledger: Causes, group: pd.DataFrame, kind: ExtraK
         share_of_step=share,
         evidence=(
             f"Calls per iteration beyond what the model's shapes ask for, in "
-            f"{', '.join(part_label(*part) for part in worst)}: {listed}; {milliseconds(total)} of "
+            f"{', '.join(part_name(*part) for part in worst)}: {listed}; {milliseconds(total)} of "
             f"{milliseconds(evidence.total_ms)} in all."
         ),
         advice=kind.advice,
@@ -337,6 +337,9 @@ def _extra(evidence: Evidence, ledger: Causes, group: pd.DataFrame, kind: ExtraK
 TINY_SHARE = 0.35
 """Of the step in operators so small, and in Python between them: bound by dispatch."""
 
+TINY_SHARE_FOREIGN = 0.2
+"""The same of another program, whose loops over operators an edit can replace."""
+
 LARGER_PAYS = 1.25
 """Samples per second gained by twice the batch from which the batch is too small: two fifths of
 the step or more are then the same for any batch."""
@@ -344,14 +347,16 @@ the step or more are then the same for any batch."""
 
 @rule(
     "dispatch_bound",
-    title="Calling operators, not computing, takes {share:.0%} of the step",
+    title="Calling operators, not computing, takes {share:.0%} of the step{at}",
     evidence=(
         "{calls:,.0f} operators per iteration; {tiny:,.0f} of them take less than {tiny_us:.1f} "
-        "µs, {times:.0f} times what calling an empty one costs here.",
+        "µs, {times:.0f} times what calling an empty one costs{here}.",
         "With Python between them they take {small:ms} of {step:ms}.",
+        "The lines of that part that take most: {lines}.",
         "A batch has {size:,} samples.",
     ),
-    advice="Give each operator more to do: a larger batch (training.batch_size; check the "
+    advice="Give each operator more to do: one on a stacked tensor instead of many in a loop, an "
+    "optimizer with foreach=True or fused=True, a larger batch (training.batch_size; check the "
     "learning rate), or fewer operators (training.compile, training.embedding_backend: fused, "
     "training.fused_optimizer).",
     limit="dispatch",
@@ -359,11 +364,12 @@ the step or more are then the same for any batch."""
 )
 def dispatch_bound(evidence: Evidence, ledger: Causes) -> Measured | None:
     """The whole step is made of operators too small for what calling one costs."""
-    dispatch = evidence.dispatch_ms
+    dispatch = evidence.dispatch_ms or (None if evidence.is_ours else DISPATCH_MS)
     if dispatch is None:
         return None
     table = evidence.called
-    table = table[(table["calls"] > 0) & ~table["component"].isin(["data", "other"])]
+    beside = ["data", "other"] if evidence.is_ours else ["data"]
+    table = table[(table["calls"] > 0) & ~table["component"].isin(beside)]
     tiny = table[table["cpu_self_ms"] / table["calls"] < TINY * dispatch]
     parts = evidence.parts
     # what a part's own code takes beyond calling its operators is no cost of calling them
@@ -374,7 +380,7 @@ def dispatch_bound(evidence: Evidence, ledger: Causes) -> Measured | None:
     share = min(small / evidence.step_ms - ledger.explained_ms / evidence.total_ms, 1.0)
     size = int(evidence.parameter("training.batch_size", 0) or 0)
     larger = predicted(evidence, {"training.batch_size": 2 * size}) if size else None
-    if share < TINY_SHARE:
+    if share < (TINY_SHARE if evidence.is_ours else TINY_SHARE_FOREIGN):
         if larger and larger["mid"] >= LARGER_PAYS and larger["low"] > 1.0:
             return _small_batch(evidence, size, larger)
         return None
@@ -382,18 +388,33 @@ def dispatch_bound(evidence: Evidence, ledger: Causes) -> Measured | None:
     gain = compiled if is_worthwhile(compiled) else larger
     bound = {"low": 1.0, "mid": 1.0 / (1.0 - 0.5 * share), "high": 1.0 / max(1.0 - share, 0.02)}
     by_part = tiny.groupby(["component", "phase"])["cpu_self_ms"].sum()
+    part = largest(between + by_part.reindex(between.index).fillna(0.0))
     return {
         "share": share,
-        "component": largest(between + by_part.reindex(between.index).fillna(0.0))[0],
+        "component": part[0],
         "calls": float(table["calls"].sum()),
         "tiny": float(tiny["calls"].sum()),
         "tiny_us": TINY * 1e3 * dispatch,
         "times": TINY,
+        "here": " here" if evidence.dispatch_ms else ", taken as 2 µs",
+        "at": f", most in {part_name(*part)}{_only_line(evidence, part)}"
+        if not evidence.is_ours
+        else "",
+        "lines": evidence.said_lines(part[0]),
         "small": small,
-        "size": size,
+        "size": size or None,
         "change": {"training.compile": True} if is_worthwhile(compiled) else {},
         "speedup": gain if gain and gain["mid"] > 1.0 else bound,
     }
+
+
+def _only_line(evidence: Evidence, part: Part) -> str:
+    """Words that name the user's line with most of the time of a part; "" where none has it."""
+    table = evidence.lines_of(part[0])
+    if table.empty or table["time_ms"].iloc[0] < 0.6 * table["time_ms"].sum():
+        return ""
+    row = table.iloc[0]
+    return f", at {code_line(str(row['function']), str(row['file']), int(row['line']))}"
 
 
 def _small_batch(evidence: Evidence, size: int, larger: dict[str, float]) -> Measured:
@@ -410,7 +431,7 @@ def _small_batch(evidence: Evidence, size: int, larger: dict[str, float]) -> Mea
         "evidence": (
             f"Twice the batch is predicted to take {2.0 / larger['mid']:.2f}x the time, not "
             f"2x: about {fixed:.0%} of the step does not grow with the batch (weights read and "
-            f"updated, operators called). Most time is in {part_label(*part)}, "
+            f"updated, operators called). Most time is in {part_name(*part)}, "
             f"{milliseconds(float(parts.max()))} of {milliseconds(evidence.total_ms)}.",
         ),
         "advice": "Raise training.batch_size, and check the learning rate with it; the speed-up is "

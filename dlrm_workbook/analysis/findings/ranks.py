@@ -6,10 +6,10 @@ from typing import Any
 
 import pandas as pd
 
-from dlrm_core.parts import part_label
 from dlrm_workbook.analysis.attribution import iteration_count
 from dlrm_workbook.analysis.findings.evidence import Evidence
 from dlrm_workbook.analysis.findings.finding import Causes, Measured, bounded, removed, rule
+from dlrm_workbook.analysis.findings.where import part_name
 from dlrm_workbook.analysis.rank_traces import PER_ITERATION, collectives, rank_table
 from dlrm_workbook.ground.units import milliseconds
 
@@ -81,7 +81,7 @@ def waiting_for_last_rank(evidence: Evidence, ledger: Causes) -> Measured | None
         "per": per,
         "last_in": int(late["last_in"]),
         "caused": float(late["others_wait_ms"]),
-        "part": part and part_label(str(part), str(phase)),
+        "part": part and part_name(str(part), str(phase)),
         "where": {"host": "processor", "device": "GPU"}.get(str(where)),
         "longer": float(longer.max()) if len(longer) else None,
         "start": start if start > 0 else None,

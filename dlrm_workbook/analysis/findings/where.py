@@ -9,12 +9,14 @@ of autograd, a query of the driver in its call, a slow callback in its function.
 from __future__ import annotations
 
 import re
+from pathlib import PurePath
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from dlrm_core.parts import SPAN_PREFIX
+from dlrm_core.parts import COMPONENTS, SPAN_PREFIX, part_label
+from dlrm_workbook.ground.marks import GROUP_PREFIX
 from dlrm_workbook.ground.units import milliseconds
 from dlrm_workbook.recordings.profile import Profile, nearest
 from dlrm_workbook.recordings.torch.steps import STEP_LABEL
@@ -38,6 +40,31 @@ LEAST_OF_ALL, LEAST_OF_STEP = 0.1, 0.04
 
 MOST_NAMES = 4
 """Names of one level that a sentence lists."""
+
+
+def part_name(component: str, phase: str = "") -> str:
+    """A part as a sentence names it; modules of a program's own are in backticks."""
+    label = part_label(component, phase)
+    return label if component in COMPONENTS else label.replace(component, f"`{component}`", 1)
+
+
+def code_line(function: str, file: str, line: int) -> str:
+    """`FUNCTION` (`FILE:LINE`), as a sentence names a line."""
+    at = f"`{PurePath(file).name}:{line}`"
+    return at if function in ("", "<module>") else f"`{function}` ({at})"
+
+
+_FRAME = re.compile(r"^(?P<file>\S+\.py)\((?P<line>\d+)\): (?P<function>.+)$")
+
+
+def shown(name: str) -> str:
+    """A name of the program's as a sentence has it: no prefix of ours or of all nodes of autograd,
+    modules and lines in backticks, and no longer than a line."""
+    if name.startswith(GROUP_PREFIX):
+        return f"`{name.removeprefix(GROUP_PREFIX)}`"
+    if frame := _FRAME.match(name):
+        return code_line(frame["function"][:50], frame["file"], int(frame["line"]))
+    return name.removeprefix("autograd::engine::evaluate_function: ")[:70]
 
 
 def levels(profile: Profile) -> dict[str, np.ndarray]:
@@ -106,7 +133,7 @@ def main_place(profile: Profile, context: Any, ms: Any) -> str:
     several the one with the least, which says most; "" where there is none."""
     every = pd.concat(list(time_by_name(profile, context, ms).values()))
     held = every[every > 0.5 * float(np.sum(ms))]
-    return str(held.idxmin())[:70] if len(held) else ""
+    return shown(str(held.idxmin())) if len(held) else ""
 
 
 def in_place(profile: Profile, level: str, name: str) -> np.ndarray:
@@ -130,13 +157,8 @@ def place_sentence(profile: Profile, context: Any, ms: Any, step_ms: float) -> s
     listed_before = ""
     for level, times in time_by_name(profile, context, ms).items():
         times = times[times >= least][:MOST_NAMES]
-        listed = ", ".join(f"{_shown(str(name))} {milliseconds(ms)}" for name, ms in times.items())
+        listed = ", ".join(f"{shown(str(name))} {milliseconds(ms)}" for name, ms in times.items())
         if listed and listed != listed_before:
             clauses.append(f"by {PLACE_LEVELS[level]} {'' if clauses else 'it is '}{listed}")
         listed_before = listed
     return f"B{'; '.join(clauses)[1:]}." if clauses else None
-
-
-def _shown(name: str) -> str:
-    """The name without what all nodes of autograd have in common, and no longer than a line."""
-    return name.removeprefix("autograd::engine::evaluate_function: ")[:70]

@@ -56,7 +56,7 @@ class ModuleRanges:
         self.ranges, self.timed, self.calls = False, False, 0
         self._thread = threading.get_ident()
         roots = _roots() if models is None and self.missing is None else list(models or [])
-        self._roots = roots
+        self.roots = roots
         """Kept, so that no other object has the ``id`` of one of their modules."""
         self._group = group_names(roots)
         self._open: list[tuple[str, span | None]] = []

@@ -49,6 +49,7 @@ from dlrm_workbook.recordings.torch import RECORDED_PASS, RECORDING_VERSION, UNK
 from dlrm_workbook.recordings.torch.counting import LineCounter
 from dlrm_workbook.recordings.torch.modules import ModuleRanges
 from dlrm_workbook.recordings.torch.sampling import StackSampler, sources
+from dlrm_workbook.recordings.torch.seen_model import SeenModel
 
 WARM_UP, BEFORE, PROFILED, AFTER, SAMPLED = "warm-up", "before", "profiled", "after", "sampled"
 COUNTED = "counted"
@@ -174,6 +175,7 @@ class Session:
         self._sampled_ns: list[tuple[int, int]] = []
         """When each sampled iteration began and ended, ``perf_counter_ns``."""
         self._modules: ModuleRanges | None = None
+        self._seen: SeenModel | None = None
         self._marks: list[int] = []
         self._moments: dict[str, list[list[tuple[str, float]]]] = {BEFORE: [], PROFILED: []}
         """Moments that divide each iteration, without the profiler and with it; its end is last."""
@@ -203,6 +205,9 @@ class Session:
         if not self.ours:
             self._modules = ModuleRanges()
             self._start_laps(self._modules)
+            if self._modules.missing is None and self._lengths[WARM_UP] > 0:
+                self._seen = SeenModel(self._modules.roots)
+                self._seen.start()  # in the first iteration, which is not measured
         self._begin_phase()
         return self
 
@@ -220,8 +225,9 @@ class Session:
         """
         with self._stack:
             self._end_phase()
-            if self._modules is not None:
-                self._modules.stop()
+            for hooked in (self._modules, self._seen):
+                if hooked is not None:
+                    hooked.stop()
             if error is not None:
                 raise error  # through what is on the stack, which leaves no folder then
             if not self._each[PROFILED]:
@@ -262,6 +268,8 @@ class Session:
         if self._phase == SAMPLED:
             self._sampled_ns.append((round(self._began * 1e9), round(self._ended * 1e9)))
         self._mark()
+        if self._seen is not None:
+            self._seen.stop()
         self._take_laps()
         if self._counted is not None:
             self._counters.snapshot(self.done, profiled=self._counted)
@@ -500,6 +508,8 @@ class Session:
         }
         if laps := self._laps_document():
             head["laps_ms"] = laps
+        if self._seen is not None:
+            head["seen_model"] = self._seen.document()
         if self.on_gpu:
             head["gpu_peak_allocated_bytes"] = torch.cuda.max_memory_allocated(self.device)
         return head
@@ -555,6 +565,8 @@ class Session:
             missing = dict.fromkeys(absent, NO_GPU_USED)
         if self._modules is not None and self._modules.missing is not None:
             missing["modules"] = self._modules.missing
+        if self._modules is not None and self._seen is None:
+            missing["seen_model"] = self._modules.missing or "no iteration warmed up"
         if self._no_laps is not None and not self.on_gpu:
             missing["laps"] = (
                 "parts were not timed without the profiler, so one factor scales them all: "

@@ -1,0 +1,334 @@
+"""The program's own lines: what its loop does beside the model, and what its tables are asked for.
+
+These rules read the table of the user's lines (:mod:`dlrm_workbook.analysis.lines`) and what one
+iteration showed of the model (``seen_model`` of a recording). They hold for any program.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import pandas as pd
+
+from dlrm_workbook.analysis.around import around
+from dlrm_workbook.analysis.findings.evidence import Evidence, heaviest
+from dlrm_workbook.analysis.findings.finding import Causes, Finding, Measured, Rule, rule
+from dlrm_workbook.analysis.findings.where import code_line
+from dlrm_workbook.ground.units import milliseconds
+
+AROUND_SHARE = 0.04
+"""Least share of all iterations' time for one line of the loop beside the model."""
+
+EACH = 0.75
+"""Share of the iterations from which on a line is said to run in each."""
+
+LATER = 1000
+"""Iterations after which a time that grows is foretold."""
+
+MOST_AROUND = 3
+"""Lines of the loop that have a finding each."""
+
+
+def around_model(evidence: Evidence, ledger: Causes) -> Iterable[Finding]:
+    """What the loop does beside the model, its optimizer and its batch takes much of the time, or
+    ever more of it."""
+    table = around(evidence.profile)
+    if table.empty or evidence.has_timeline:  # a GPU's time has rules of its own
+        yield from outside_parts(evidence, ledger)
+        return
+    grown = table["time_ms"] + LATER * table["growth_ms"]
+    large = table["share"].ge(AROUND_SHARE) | (
+        table["growth_ms"].gt(0) & grown.gt(evidence.step_ms)
+    )
+    for row in table[large].head(MOST_AROUND).to_dict("records"):
+        yield from _around_one(row)(evidence, ledger)
+
+
+def _around_one(row: dict[str, Any]) -> Rule:
+    """The rule about one row of :func:`around`."""
+
+    @rule(
+        "around_model",
+        title="{name} takes {share:.0%} of {of}, outside the model{grows}",
+        evidence=(
+            "{each}",
+            "It is called at {caller}.",
+            "{later}",
+            "By the samples of {iterations} iterations without a profiler.",
+        ),
+        advice="Do it less often, for whole batches at once, or beside the step (another thread or "
+        "process), and read no value of a tensor for it one by one.",
+        limit="dispatch",
+    )
+    def measure(evidence: Evidence, ledger: Causes) -> Measured:
+        share, time, presence = row["share"], row["time_ms"], row["in_iterations"]
+        some = presence < EACH
+        if some:
+            # the page's step is the usual iteration, of which this is no part
+            time = evidence.step_ms * share / max(1.0 - share, 0.01)
+            ledger.some_share += share
+        else:
+            ledger.explain(share * evidence.total_ms, ("other", ""))
+        count = row["iterations"]
+        name = code_line(row["function"], row["file"], row["line"])
+        at = f"`{row['caller']}`"
+        each = (
+            f"It takes {milliseconds(time)} of each iteration of {milliseconds(evidence.step_ms)}."
+        )
+        if some:
+            few = max(round(presence * count), 1)
+            each = (
+                f"It runs in {few} of {count} iterations and takes "
+                f"{milliseconds(time / presence)} there; the others have no such work."
+            )
+        grows = row["growth_ms"] > 0
+        then = time + LATER * row["growth_ms"]
+        rest = max(evidence.step_ms - time, 0.0)
+        return {
+            "share": share,
+            "name": name,
+            "of": "all iterations' time" if some else "each step",
+            "grows": ", and more from one iteration to the next" if grows else "",
+            "each": each,
+            "caller": at if at not in name else None,
+            "later": f"Its time grows by {milliseconds(row['growth_ms'])} per iteration: at that "
+            f"rate it takes {milliseconds(then)} after {LATER:,} more, which is then "
+            f"{then / (then + rest):.0%} of an iteration."
+            if grows
+            else None,
+            "iterations": count,
+        }
+
+    return measure
+
+
+OTHER_SHARE = 0.03
+"""Of the step outside every part, beyond what our own loop takes there."""
+
+OWN_LOOP_MS, OWN_TABLE_MS = 1.0, 0.05
+"""Of our own loop between the parts, and of it for each table, under a profiler; 0.7 and
+0.02 were measured. The part's probe is used where there is one."""
+
+
+@rule(
+    "around_model",
+    title="{share:.0%} of the step is outside the model: the loop's own code",
+    evidence=(
+        "{time:ms} of {total:ms} per iteration lie in no part; no line of it was sampled.",
+        "Most of it: {heaviest}.",
+    ),
+    advice="Look at what the loop does between the parts: logging, metrics, progress, "
+    "checkpoints, callbacks. Do it every training.log_every iterations.",
+    limit="dispatch",
+)
+def outside_parts(evidence: Evidence, ledger: Causes) -> Measured | None:
+    """Time of our own iteration that is in no part of the model, where no line is known."""
+    if evidence.share("other") > 0.98 or ledger.is_explained(("other", "")):
+        return None
+    if not evidence.is_ours:
+        return None  # of another program it is what no name told, not the loop's own code
+    parts = evidence.parts["time_ms"]
+    time = float(parts[parts.index.get_level_values("component") == "other"].sum())
+    tables = int(evidence.parameter("model.tables", 0) or 0)
+    alone = evidence.alone("other", "")
+    own = 1.5 * alone if alone is not None else OWN_LOOP_MS + OWN_TABLE_MS * tables
+    share = (time - own) / evidence.step_ms if evidence.step_ms else 0.0
+    if share < OTHER_SHARE:
+        return None
+    ledger.explain(share * evidence.total_ms, ("other", ""))
+    operators = evidence.of_part("other")
+    return {
+        "share": share,
+        "time": evidence.time("other"),
+        "heaviest": heaviest(operators[operators["kind"] != "thread"]),
+    }
+
+
+# ---- what the recorded batch showed of the model -----------------------------------------------
+
+SEEN_SHARE = 0.05
+"""Least share of the step that is lost to work on rows or operands that change nothing."""
+
+TOUCHED = 0.5
+"""Most of a table's rows that a batch touches for a dense update of it to be a waste."""
+
+ELEMENT_MOVES = {"SGD": 3, "Adagrad": 5, "RMSprop": 5, "Adam": 7, "AdamW": 7}
+"""Optimizer to how many times it reads or writes a number for each element that it updates: the
+weight, its gradient and its state."""
+
+
+def _seen(evidence: Evidence, name: str, numbers: tuple[str, ...]) -> pd.DataFrame:
+    """Rows of ``seen_model``, those whose numbers are numbers; empty where nothing was seen."""
+    seen = evidence.meta.get("seen_model") or {}
+    rows = seen.get(name) if isinstance(seen, dict) else None
+    rows = [row for row in rows or [] if isinstance(row, dict)] if isinstance(rows, list) else []
+    table = pd.DataFrame([row for row in rows if {*numbers, "file", "line"} <= row.keys()])
+    if table.empty:
+        return pd.DataFrame({column: [] for column in (*numbers, "name")})
+    table[list(numbers)] = table[list(numbers)].apply(pd.to_numeric, errors="coerce")
+    return table.dropna(subset=list(numbers))
+
+
+def _names(table: pd.DataFrame) -> str:
+    """The names of tables or products, three at most, as a title lists them."""
+    names = [f"`{name}`" for name in table["name"].astype(str)]
+    if len(names) > MOST_AROUND:
+        return f"{', '.join(names[: MOST_AROUND - 1])} and {len(names) - MOST_AROUND + 1} more"
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+
+
+@rule(
+    "dense_updates",
+    title="Updating rows that no batch asks for takes {share:.0%} of each step: {optimizer} writes "
+    "all {rows:,} rows of {names}, a batch looks up {touched:.1%} of them",
+    evidence=(
+        "The gradients of {names} are dense, so that the optimizer ({at}) reads and writes whole "
+        "tables: {megabytes:,.0f} MB per iteration.",
+        "One batch looked up {unique:,} different rows.",
+        "Optimizers take {update:ms} of {total:ms} per iteration, and making dense gradients "
+        "{backward:ms}.",
+    ),
+    advice="Make sparse gradients, nn.Embedding(..., sparse=True) or nn.EmbeddingBag(..., "
+    "sparse=True), and update these tables with an optimizer that takes them "
+    "(torch.optim.SparseAdam, SGD or Adagrad), the other weights with the one they have. Adam then "
+    "moves only rows of the batch: rows that were not looked up keep their momentum.",
+    limit="memory bandwidth",
+    gpu=None,
+)
+def dense_updates(evidence: Evidence, ledger: Causes) -> Measured | None:
+    """An optimizer updates whole embedding tables of which a batch asks for few rows."""
+    tables = _seen(evidence, "tables", ("rows", "dim", "bytes", "unique", "optimizer"))
+    optimizers = _seen(evidence, "optimizers", ("elements",))
+    if tables.empty or optimizers.empty or "gradient" not in tables:
+        return None
+    tables = tables.assign(elements=tables["rows"] * tables["dim"])
+    sparse = tables.loc[tables["gradient"].eq("sparse"), "elements"].sum()
+    tables = tables[tables["gradient"].eq("dense") & tables["optimizer"].isin(optimizers.index)]
+    tables = tables[tables["unique"] < TOUCHED * tables["rows"]]
+    if tables.empty:
+        return None
+    rows, unique = int(tables["rows"].sum()), int(tables["unique"].sum())
+    idle = float((tables["elements"] * (1 - tables["unique"] / tables["rows"])).sum())
+    dense = max(float(optimizers["elements"].sum() - sparse), float(tables["elements"].sum()))
+    update = evidence.attribution
+    update = float(update.loc[update["phase"].eq("update"), "time_ms"].sum())
+    backward = evidence.called[evidence.called["name"].str.contains(DENSE_BACKWARD)]
+    backward_ms = float(backward["cpu_ms" if "cpu_ms" in backward else "cpu_self_ms"].sum())
+    of_tables = idle / float(tables["elements"].sum())
+    lost = update * idle / dense + backward_ms * of_tables
+    if lost < SEEN_SHARE * evidence.total_ms:
+        return None
+    ledger.explain(update * idle / dense, ("optimizer", "update"))
+    ledger.explain(backward_ms * of_tables, ("embedding", "backward"))
+    worst = optimizers.loc[tables.groupby("optimizer")["elements"].sum().idxmax()]
+    moves = ELEMENT_MOVES.get(str(worst["class"]))
+    moved = float((tables["elements"] * tables["bytes"]).sum()) * (moves or math.nan)
+    return {
+        "share": lost / evidence.total_ms,
+        "component": "optimizer",
+        "optimizer": f"`{worst['class']}`",
+        "rows": rows,
+        "unique": unique,
+        "touched": unique / rows,
+        "names": _names(tables),
+        "at": code_line(str(worst["function"]), str(worst["file"]), int(worst["line"])),
+        "megabytes": moved / 1e6 if moves else None,
+        "update": update,
+        "backward": backward_ms,
+    }
+
+
+DENSE_BACKWARD = re.compile(r"embedding(?:_bag)?_dense_backward$")
+
+LOOKING_UP = re.compile(r"embedding|_coalesce|coalesce$|index_add|index_select")
+"""Operators whose time goes with the number of lookups."""
+
+PADDED = 0.3
+"""Share of a table's lookups by one row from which on they are padding, or might as well be."""
+
+
+@rule(
+    "padding_lookups",
+    title="Lookups of one row take {share:.0%} of each step: {hottest:.0%} of those of {name} ask "
+    "for row {row}, such as that of padding",
+    evidence=(
+        "A batch looks up {lookups:,} rows of {name} at {at}, {wasted:,} of them row {row}.",
+        "Operators that look rows up, or add their gradients up, take {time:ms} of {total:ms}; "
+        "{share:.0%} of the step is for that row.",
+    ),
+    advice="Where the row is padding, leave it out: give nn.EmbeddingBag the indices that are "
+    "there and offsets, instead of bags of one length, or cut each batch to its longest bag. Where "
+    "it is a default value, look up nothing for it and add it once.",
+    limit="random rows",
+    component="embedding",
+    concerns=("embedding",),
+)
+def padding_lookups(evidence: Evidence, ledger: Causes) -> Measured | None:
+    """Much of a table's lookups ask for one row, such as that of padding."""
+    tables = _seen(evidence, "tables", ("rows", "dim", "lookups", "hottest", "hottest_row"))
+    if tables.empty:
+        return None
+    weight = tables["lookups"] * tables["dim"]
+    tables = tables.assign(wasted=weight * tables["hottest"] / weight.sum())
+    tables = tables[tables["hottest"].ge(PADDED) & tables["rows"].gt(1 / PADDED)]
+    called = evidence.called[evidence.called["name"].str.contains(LOOKING_UP)]
+    time = float(called["gpu_ms" if evidence.on_gpu else "cpu_self_ms"].sum())
+    share = time * float(tables["wasted"].sum()) / evidence.total_ms
+    if tables.empty or share < SEEN_SHARE:
+        return None
+    worst = tables.loc[tables["wasted"].idxmax()]
+    ledger.explain(share * evidence.total_ms, ("embedding", "forward"))
+    return {
+        "share": share,
+        "name": f"`{worst['name']}`",
+        "hottest": float(worst["hottest"]),
+        "row": int(worst["hottest_row"]),
+        "lookups": int(worst["lookups"]),
+        "wasted": round(worst["lookups"] * worst["hottest"]),
+        "at": code_line(str(worst["function"]), str(worst["file"]), int(worst["line"])),
+        "time": time,
+    }
+
+
+EMPTY = 0.9
+"""Share of zeros in an operand from which on a product is nearly all of zeros; of a ReLU they are
+half."""
+
+
+@rule(
+    "empty_products",
+    title="Products with zeros take {share:.0%} of each step: {zeros:.0%} of the operand of {name} "
+    "are zeros",
+    evidence=(
+        "At {at} it gets {rows:,} rows of {inputs:,} numbers each.",
+        "By their sizes such products take {share:.0%} of the step.",
+    ),
+    advice="Of a one-hot or nearly empty operand a product reads what a lookup would: give the "
+    "indices to nn.EmbeddingBag(mode='sum'), whose rows are the columns of this weight.",
+    limit="arithmetic",
+)
+def empty_products(evidence: Evidence, ledger: Causes) -> Measured | None:
+    """A layer multiplies an operand that is nearly all zeros, such as a one-hot one."""
+    products = _seen(evidence, "products", ("rows", "inputs", "outputs", "zeros"))
+    called = evidence.called[evidence.called["name"].str.fullmatch(r"aten::(addmm|mm|bmm|linear)")]
+    if products.empty or called.empty:
+        return None
+    work = products["rows"] * products["inputs"] * products["outputs"]
+    products = products.assign(lost=work * products["zeros"] / work.sum())
+    products = products[products["zeros"].ge(EMPTY)]
+    time = float(called["gpu_ms" if evidence.on_gpu else "cpu_self_ms"].sum())
+    share = time * float(products["lost"].sum()) / evidence.total_ms
+    if products.empty or share < SEEN_SHARE:
+        return None
+    worst = products.loc[products["lost"].idxmax()]
+    return {
+        "share": share,
+        "name": f"`{worst['name']}`",
+        "zeros": float(worst["zeros"]),
+        "rows": int(worst["rows"]),
+        "inputs": int(worst["inputs"]),
+        "at": code_line(str(worst["function"]), str(worst["file"]), int(worst["line"])),
+    }

@@ -1,0 +1,180 @@
+"""What one iteration shows of a model's tables, products and optimizers, and no trace does.
+
+Hooks of torch look at one iteration that is not measured: which rows of each table a batch asks
+for, how many operands of products are zero, and whether optimizers get dense gradients of tables.
+They look for :data:`MOST_S` in all. Whatever fails in them leaves the program as it is.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterable
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.nn.modules import module as torch_module
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from dlrm_workbook.recordings.torch.sampling import is_user_code
+
+MOST_S = 0.2
+"""Seconds after which nothing more is looked at."""
+
+MOST_LOOKUPS, MOST_ELEMENTS = 1_000_000, 250_000
+"""Indices that are counted, and operands of a product of which the zeros are."""
+
+MOST_ROWS = 200
+"""Tables and products that are kept."""
+
+_OPTIONS = (bool, int, float, str, type(None))
+
+
+class SeenModel:
+    """Looks at what the modules and optimizers of this thread do, from :meth:`start` to
+    :meth:`stop`.
+
+    Args:
+        roots: modules that are no part of others, whose attributes name the tables.
+    """
+
+    def __init__(self, roots: Iterable[torch.nn.Module]) -> None:
+        self._names = {
+            id(module): name or type(root).__name__
+            for root in roots
+            for name, module in root.named_modules()
+        }
+        self._thread, self._spent_s, self._left_out = threading.get_ident(), 0.0, 0
+        self._tables: dict[int, dict[str, Any]] = {}
+        """By the ``id`` of the weight."""
+        self._products: dict[int, dict[str, Any]] = {}
+        """By the ``id`` of the module."""
+        self._optimizers: dict[int, dict[str, Any]] = {}
+        self._calls = 0
+        self._hooks: list[Any] = []
+
+    def start(self) -> None:
+        """Look from now on."""
+        self._hooks = [
+            torch_module.register_module_forward_pre_hook(self._before),
+            register_optimizer_step_pre_hook(self._steps),
+        ]
+
+    def stop(self) -> None:
+        """Look no more."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def document(self) -> dict[str, Any]:
+        """Everything seen, as JSON holds it.
+
+        ``tables`` have ``name``, ``rows``, ``dim``, ``bytes`` (of an element), ``calls``, and of
+        the first call ``lookups``, how many different rows they ask for (``unique``) and the share
+        (0 to 1) ``hottest`` of ``hottest_row``, None where that was not counted; ``bag``,
+        ``gradient`` ("dense", "sparse" or None) and ``optimizer`` (row of ``optimizers``).
+        ``products`` have ``name``, ``rows``, ``inputs``, ``outputs`` and ``zeros`` (share of the
+        operand's elements). ``optimizers`` have ``class``, ``options``, ``tensors``,
+        ``elements``. Each has the ``file``, ``line`` and ``function`` of the program's that
+        calls it.
+        """
+        return {
+            "tables": list(self._tables.values()),
+            "products": list(self._products.values()),
+            "optimizers": list(self._optimizers.values()),
+            "module_calls": self._calls,
+            "seconds": self._spent_s,
+            "left_out": self._left_out,
+        }
+
+    def _before(self, module: torch.nn.Module, inputs: Any) -> None:
+        if threading.get_ident() != self._thread:
+            return
+        self._calls += 1
+        is_table = isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag)
+        if not (is_table or isinstance(module, torch.nn.Linear)) or not inputs:
+            return
+        full = len(self._tables if is_table else self._products) >= MOST_ROWS
+        if full or self._spent_s > MOST_S or _captures():
+            self._left_out += 1
+            return
+        began = time.perf_counter()
+        try:
+            with torch.no_grad():
+                (self._look_up if is_table else self._multiply)(module, inputs[0])
+        except Exception:  # what is trained is worth more than what is seen of it
+            self._left_out += 1
+        self._spent_s += time.perf_counter() - began
+
+    def _look_up(self, module: Any, indices: torch.Tensor) -> None:
+        if id(module.weight) in self._tables:
+            self._tables[id(module.weight)]["calls"] += 1
+            return
+        flat, (rows, dim) = indices.detach().reshape(-1), module.weight.shape
+        seen = self._tables[id(module.weight)] = {
+            "name": self._names.get(id(module), type(module).__name__),
+            **{"rows": rows, "dim": dim, "bytes": module.weight.element_size(), "calls": 1},
+            **{"lookups": flat.numel(), "unique": None, "hottest": None, "hottest_row": None},
+            **{"bag": isinstance(module, torch.nn.EmbeddingBag)},
+            **{"gradient": None, "optimizer": None},
+            **_line(sys._getframe()),
+        }
+        if 0 < flat.numel() <= MOST_LOOKUPS:
+            values, counts = torch.unique(flat, return_counts=True)
+            most = int(counts.argmax())
+            seen |= {"unique": len(values), "hottest": float(counts[most]) / flat.numel()}
+            seen["hottest_row"] = int(values[most])
+
+    def _multiply(self, module: Any, operand: torch.Tensor) -> None:
+        if id(module) in self._products:
+            return
+        flat = operand.detach().reshape(-1)
+        chosen = flat[:: max(flat.numel() // MOST_ELEMENTS, 1)]
+        self._products[id(module)] = {
+            "name": self._names.get(id(module), type(module).__name__),
+            "rows": flat.numel() // max(module.in_features, 1),
+            **{"inputs": module.in_features, "outputs": module.out_features},
+            "zeros": 1.0 - float(torch.count_nonzero(chosen)) / max(chosen.numel(), 1),
+            **_line(sys._getframe()),
+        }
+
+    def _steps(self, optimizer: Any, *_: Any) -> None:
+        if threading.get_ident() != self._thread or id(optimizer) in self._optimizers:
+            return
+        try:
+            parameters = [one for group in optimizer.param_groups for one in group["params"]]
+            for parameter in parameters:
+                table = self._tables.get(id(parameter))
+                if table is not None and parameter.grad is not None:
+                    table["optimizer"] = len(self._optimizers)
+                    table["gradient"] = "sparse" if parameter.grad.is_sparse else "dense"
+            self._optimizers[id(optimizer)] = {
+                "class": type(optimizer).__name__,
+                "options": {
+                    name: value
+                    for name, value in optimizer.param_groups[0].items()
+                    if isinstance(value, _OPTIONS)
+                },
+                "tensors": len(parameters),
+                "elements": sum(parameter.numel() for parameter in parameters),
+                **_line(sys._getframe()),
+            }
+        except Exception:
+            self._left_out += 1
+
+
+def _captures() -> bool:
+    """Whether a CUDA graph is being captured, in which nothing may be read."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+def _line(frame: FrameType | None) -> dict[str, Any]:
+    """``file``, ``line`` and ``function`` of the innermost frame of the program itself."""
+    while frame is not None and not is_user_code(frame.f_code.co_filename, frame.f_code.co_name):
+        frame = frame.f_back
+    if frame is None:
+        return {"file": "", "line": 0, "function": ""}
+    code = frame.f_code
+    return {"file": code.co_filename, "line": frame.f_lineno, "function": code.co_qualname}
