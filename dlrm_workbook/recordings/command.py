@@ -29,7 +29,8 @@ INTERVENTION = (
     "The program was not edited. A start-up file on PYTHONPATH hooked the optimizers of torch: an "
     "iteration is what lies between the ends of two steps, so an accumulation of gradients is "
     "one iteration. While it was recorded, hooks around the forward of its modules named their "
-    "work and the stack of its Python code was sampled. It was ended once everything was recorded."
+    "work and the stack of its Python code was sampled. It was ended once everything was recorded "
+    "and remedies had been tried on it (`profiling.trials`)."
 )
 
 TIMING_INTERVENTION = (
@@ -128,6 +129,7 @@ def recording_environment(
     asked = {
         "folder": str(notes),
         "times_only": times_only,
+        "trials": 0 if times_only else config.trials,
         "lengths": {
             "profiled": config.iterations,
             "warmup": config.warmup,

@@ -52,7 +52,7 @@ class ModuleRanges:
     """
 
     def __init__(self, models: Iterable[torch.nn.Module] | None = None) -> None:
-        self.missing = COMPILED if _has_compiled() else None
+        self.missing = COMPILED if has_compiled() else None
         self.ranges, self.timed, self.calls = False, False, 0
         self._thread = threading.get_ident()
         roots = _roots() if models is None and self.missing is None else list(models or [])
@@ -157,7 +157,7 @@ def _call_s(module: torch.nn.Module) -> float:
     return (time.perf_counter() - began) / COST_CALLS
 
 
-def _has_compiled() -> bool:
+def has_compiled() -> bool:
     """Whether torch.compile has compiled anything in this process."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     counters: dict[str, Any] = getattr(dynamo, "counters", {})
