@@ -44,7 +44,7 @@ def _foreign() -> tuple[str, ...]:
     packages = Path(__file__).resolve().parents[3]
     ours = (str(packages / f"dlrm_{name}") for name in ("core", "kernels", "ranks", "workbook"))
     libraries = (sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib"))
-    torch = os.path.dirname(getattr(sys.modules.get("torch"), "__file__", None) or "/nowhere/")
+    torch = str(Path(getattr(sys.modules.get("torch"), "__file__", None) or "/nowhere/_").parent)
     return "<", *(place + os.sep for place in (*ours, *libraries, torch))
 
 

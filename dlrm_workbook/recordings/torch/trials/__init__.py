@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from dlrm_core.base.files import read_json, write_json
-from dlrm_core.base.machine import number_in
+from dlrm_core.base.machine import kernel_text, number_in
 from dlrm_workbook.recordings.torch.trials.remedies import REMEDIES, Facts, Remedy, Spoilt, TooLong
 from dlrm_workbook.recordings.torch.trials.seen import Looking, Seen, tensors
 
@@ -45,9 +45,12 @@ BETWEEN_RUNS = 0.01
 """Each end of a range is so much wider: two runs of one program differ by that."""
 
 PAID = 1.02
+BUSY = 0.1
+"""Other processes that use a larger share of the cores are named in a row."""
+
 COMPILE_S = 25.0
 HANGS, HANGS_S = 30.0, 20.0
-"""A remedy hangs when an iteration takes so many times as long as without it, and so many seconds."""
+"""A remedy hangs when an iteration takes so many times as long as usual, and so many seconds."""
 
 _T90 = {2: 6.31, 3: 2.92, 4: 2.35}
 """Student's t for 90 % of the mean of so many values."""
@@ -171,10 +174,7 @@ class Trials:
         looking = Looking()
         with looking as seen:
             yield
-        base_s = yield from self._baseline(seen)
-        self._base_s = base_s
-        block = max(BLOCK_ITERATIONS, math.ceil(BLOCK_S / base_s))
-        self._block = int(max(self._agree(block)))
+        self._base_s = yield from self._baseline(seen)
         remedies = self._plan(seen)
         threading.Thread(target=self._watch, daemon=True, name="trials' watch").start()
         paid: list[tuple[Remedy, dict[str, Any]]] = []
@@ -260,14 +260,18 @@ class Trials:
             return
         row = yield from self._try(chosen, min(2 * LONGEST_S, self._left_s()), seen)
         best = paid[0][1]
-        if row["status"] == "failed" or row["speedup"]["mid"] < best["speedup"]["mid"]:
+        if row["status"] == "failed" or row["speedup"]["high"] < best["speedup"]["low"]:
             row["reason"] = f"{row['reason'] or ''} {best['remedy']} alone is the best.".strip()
             self._write()
 
     def _need_s(self, remedy: Remedy) -> float:
         """About how long the fewest turns take."""
-        iterations = FEWEST * 2 * self._block + FEWEST + 2 * remedy.settle
+        iterations = FEWEST * 2 * self._block() + FEWEST + 2 * remedy.settle
         return iterations * self._base_s
+
+    def _block(self) -> int:
+        """Iterations of a block."""
+        return max(BLOCK_ITERATIONS, math.ceil(BLOCK_S / self._base_s))
 
     def _left_s(self) -> float:
         return self._budget_s - max(self._agree(time.perf_counter() - self._began))
@@ -305,7 +309,9 @@ class Trials:
     ) -> Generator[None, None, list[str]]:
         """Time blocks without and with a remedy until the range is narrow; what failed."""
         began, order, is_on, first = time.perf_counter(), [False, True], False, True
+        others = _OtherProcesses()
         logs: list[float] = []
+        count = self._block()
         blocks: dict[bool, list[tuple[float, int | None]]] = {False: [], True: []}
         spoilt = not self._finite()
         yield  # numbers were computed in between
@@ -320,9 +326,9 @@ class Trials:
                             self._expect(wanted)
                             yield
                         first = first and not wanted
-                    self._expect(wanted, self._block)
+                    self._expect(wanted, count)
                     _reset_peak(self._facts.device)
-                    block_s = yield from self._timed(self._block)
+                    block_s = yield from self._timed(count)
                     blocks[wanted].append((block_s, _peak(self._facts.device)))
                     error = _said(remedy.error())
                     if wanted and not spoilt and not self._finite():
@@ -333,7 +339,13 @@ class Trials:
                 order.reverse()
                 pair = math.log(blocks[False][-1][0] / blocks[True][-1][0])
                 logs.append(statistics.fmean(self._agree(pair)))
-                if self._enough(logs, max(self._agree(time.perf_counter() - began)), limit_s):
+                self._base_s = statistics.fmean(self._agree(blocks[False][-1][0]))
+                left_s = self._left_s()
+                if left_s <= 0 and len(logs) < FEWEST:
+                    row["turns"] = len(logs)
+                    return [f"the budget of {self._budget_s:.0f} s ended after {len(logs)} turns"]
+                spent_s = max(self._agree(time.perf_counter() - began))
+                if self._enough(logs, spent_s, min(limit_s, spent_s + left_s)):
                     break
         finally:
             self._deadline = math.inf
@@ -354,10 +366,13 @@ class Trials:
             "off_ms": off_ms,
             "on_ms": on_ms,
             "turns": len(logs),
-            "iterations": 2 * len(logs) * self._block,
+            "iterations": 2 * len(logs) * count,
             "memory_bytes": int(statistics.median(peaks)) if peaks else None,
-            "reason": "the range is too wide to tell" if status == "unclear" else None,
         }
+        reasons = ["the range is too wide to tell"] if status == "unclear" else []
+        if (used := others.share()) > BUSY:
+            reasons.append(f"other processes used {used:.0%} of the cores meanwhile")
+        row["reason"] = "; ".join(reasons) or None
         return []
 
     def _enough(self, logs: list[float], spent_s: float, limit_s: float) -> bool:
@@ -435,6 +450,29 @@ class Trials:
         write_json(self._file, document)
 
 
+class _OtherProcesses:
+    """What other processes use of the cores from now on."""
+
+    def __init__(self) -> None:
+        self._began, self._before = time.perf_counter(), self._used_s()
+
+    @staticmethod
+    def _used_s() -> float:
+        """Seconds that others computed since the machine began, as far as that can be told."""
+        fields = [int(text) for text in kernel_text("/proc/stat").partition("\n")[0].split()[1:9]]
+        mine = time.process_time()
+        idle = sum(fields[3:5])
+        return (sum(fields) - idle) / os.sysconf("SC_CLK_TCK") - mine if fields else 0.0
+
+    def share(self) -> float:
+        """Of the cores; 0 where this process may use only some of the machine's."""
+        cores = os.cpu_count() or 1
+        if len(os.sched_getaffinity(0)) < cores:
+            return 0.0
+        elapsed = time.perf_counter() - self._began
+        return max(0.0, self._used_s() - self._before) / (elapsed * cores)
+
+
 class _Together(Remedy):
     """Several remedies switched as one."""
 
@@ -507,8 +545,7 @@ def _reset_peak(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
         return
     try:
-        with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
-            file.write("5")
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     except OSError:
         pass
 

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -28,8 +29,8 @@ from dlrm_workbook.recordings.torch.modules import has_compiled
 from dlrm_workbook.recordings.torch.places import MADE
 from dlrm_workbook.recordings.torch.trials.seen import Call, Seen, Stepped, mapped
 
-PRODUCTS = ("addmm", "mm", "bmm", "baddbmm", "_addmm_activation", "mkldnn_linear")
-CONVOLUTIONS = ("mkldnn_convolution", "cudnn_convolution", "_slow_conv2d_forward")
+PRODUCTS: tuple[str, ...] = ("addmm", "mm", "bmm", "baddbmm", "_addmm_activation", "mkldnn_linear")
+CONVOLUTIONS: tuple[str, ...] = ("mkldnn_convolution", "cudnn_convolution", "_slow_conv2d_forward")
 CONVOLUTIONS += ("convolution_backward", "thnn_conv2d")
 ATTENTION = ("_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention")
 
@@ -228,7 +229,7 @@ class Threads(Remedy):
             f"{wanted} thread{'s' * (wanted > 1)} instead of {now}",
             gain,
             f"torch.set_num_threads({wanted})",
-            os.path.basename(sys.argv[0]),
+            Path(sys.argv[0]).name,
             "Sums are added up in another order.",
         )
         made.wanted, made.now = wanted, now
@@ -262,7 +263,8 @@ class Allocator(Remedy):
         if any(name in os.environ for name in machine.ALLOCATOR_SETTINGS):
             return "the environment sets the allocator"
         usage = sum(
-            row["self_cpu_memory_bytes"] for row in facts.averages
+            row["self_cpu_memory_bytes"]
+            for row in facts.averages
             if row.get("self_cpu_memory_bytes", 0) > 0
         )
         if facts.device.type != "cpu":
@@ -274,7 +276,7 @@ class Allocator(Remedy):
             "freed memory kept by the C library (malloc's thresholds)",
             0.08,
             f"MALLOC_MMAP_THRESHOLD_={most} MALLOC_TRIM_THRESHOLD_=2147483647 "
-            + os.path.basename(sys.executable) + " " + " ".join(sys.orig_argv[1:]),
+            + " ".join([Path(sys.executable).name, *sys.orig_argv[1:]]),
             "the command line",
             "No operator is changed.",
         )
@@ -333,7 +335,7 @@ class Collection(Remedy):
             "Python's garbage collection off",
             facts.collecting,
             "import gc\ngc.freeze()\ngc.disable()  # call gc.collect() now and then yourself",
-            os.path.basename(sys.argv[0]),
+            Path(sys.argv[0]).name,
         )
 
     def on(self) -> None:
@@ -386,7 +388,7 @@ class Setting(Remedy):
     @classmethod
     def made(cls, name: str, gain: float, note: str = "") -> Remedy:
         """The remedy with the line that sets it."""
-        script = os.path.basename(sys.argv[0])
+        script = Path(sys.argv[0]).name
         return cls(name, gain, f"torch.{cls.path} = {cls.wanted!r}", script, note)
 
 
@@ -771,8 +773,13 @@ class OptimizerFlags(Remedy):
             for weight, state in one.optimizer.state.items():
                 step = state.get("step")
                 if weight.device.type == "cuda" and isinstance(step, torch.Tensor):
-                    if not (to_weights or any(g.get("fused") or g.get("capturable")
-                                              for g in one.optimizer.param_groups)):
+                    if not (
+                        to_weights
+                        or any(
+                            g.get("fused") or g.get("capturable")
+                            for g in one.optimizer.param_groups
+                        )
+                    ):
                         state["step"] = step.cpu()
                     elif to_weights:
                         state["step"] = step.to(weight.device)
@@ -827,8 +834,9 @@ def _update(optimizer: torch.optim.Optimizer, flags: dict[str, Any]) -> list[tor
     if not pairs:
         return []
     kind: Any = type(optimizer)
-    stepping = kind([{**group, **{n: v for n, v in flags.items() if n in group}}
-                     for group in groups])
+    stepping = kind(
+        [{**group, **{n: v for n, v in flags.items() if n in group}} for group in groups]
+    )
     for twin, kept in state.items():
         fused = flags.get("fused") and twin.device.type == "cuda"
         if fused and isinstance(kept.get("step"), torch.Tensor):
@@ -949,9 +957,7 @@ class SparseGradients(Remedy):
                 for table, _one, _group in self.chosen:
                     table.weight.grad = None
 
-        self._hooks = [
-            optimizer.register_step_post_hook(after) for optimizer, _ in twins.values()
-        ]
+        self._hooks = [optimizer.register_step_post_hook(after) for optimizer, _ in twins.values()]
 
     def off(self) -> None:
         for hook in self._hooks:
@@ -1010,35 +1016,46 @@ class Ahead(Remedy):
             "come in another order.",
         )
 
+    _running, _coming = False, 0
+    _thread: ThreadPoolExecutor | None = None
+
     def on(self) -> None:
+        self._running = True
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, "batches ahead")
+        if not self._coming:
+            self._install(self._thread)
+
+    def _install(self, thread: ThreadPoolExecutor) -> None:
         from torch.utils.data import dataloader
 
-        self._kind: Any = dataloader._SingleProcessDataLoaderIter
-        self._own = own = self._kind._next_data
-        self._thread = thread = ThreadPoolExecutor(1, "batches ahead")
-        self._running, self._coming = True, 0
+        kind: Any = dataloader._SingleProcessDataLoaderIter
+        own = kind._next_data
+
+        def restore() -> None:
+            kind._next_data = own
 
         def next_data(iterator: Any) -> Any:
             coming = iterator.__dict__.pop("_dlrm_coming", None)
-            if coming is not None:
-                self._coming -= 1
-            try:
-                return own(iterator) if coming is None else coming.result()
-            finally:
-                if self._running:
-                    self._coming += 1
-                    iterator._dlrm_coming = thread.submit(own, iterator)
-                elif not self._coming:
-                    self._kind._next_data = own
+            self._coming -= coming is not None
+            batch = own(iterator) if coming is None else coming.result()
+            if self._running:
+                self._coming += 1
+                iterator._dlrm_coming = thread.submit(own, iterator)
+            elif not self._coming:
+                restore()
+            return batch
 
-        self._kind._next_data = next_data
+        kind._next_data, self._restore = next_data, restore
 
     def off(self) -> None:
-        # a batch that is being made is handed out first
         self._running = False
-        self._thread.shutdown(wait=False)
-        if not self._coming:
-            self._kind._next_data = self._own
+        if not self._coming:  # else what is being made is handed out first
+            self._restore()
+
+    def end(self) -> None:
+        if self._thread is not None:
+            self._thread.shutdown(wait=False)
 
     def numbers(self, seen: Seen, limit_s: float) -> dict[str, Any]:
         return same_numbers(self)
@@ -1076,7 +1093,7 @@ class Pinned(Remedy):
 
         kind: Any = dataloader._SingleProcessDataLoaderIter
         self._kind, self._own = kind, kind._next_data
-        own, to, cuda = self._own, torch.Tensor.to, torch.Tensor.cuda
+        own = self._own
 
         def next_data(iterator: Any) -> Any:
             return mapped(own(iterator), torch.Tensor.pin_memory)
@@ -1090,7 +1107,7 @@ class Pinned(Remedy):
             return moved
 
         kind._next_data = next_data
-        self._moves = {"to": to, "cuda": cuda}
+        self._moves: dict[str, Any] = {name: getattr(torch.Tensor, name) for name in ("to", "cuda")}
         for name, move in self._moves.items():
             setattr(torch.Tensor, name, changed(move))
 

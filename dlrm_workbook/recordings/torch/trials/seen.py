@@ -25,6 +25,7 @@ from dlrm_workbook.recordings.torch.places import MADE, name_at, place_of, user_
 
 _LOSSES = ("cross_entropy", "binary_cross_entropy", "binary_cross_entropy_with_logits")
 
+
 @dataclass
 class Call:
     """The last call of a model in the iteration, with its inputs kept."""
@@ -211,7 +212,9 @@ class Looking:
             return
         frame = user_frame()
         place = MADE.get(optimizer) or place_of(frame)
-        self.seen.optimizers.append(Stepped(optimizer, place, name_at(frame, optimizer, "optimizer")))
+        self.seen.optimizers.append(
+            Stepped(optimizer, place, name_at(frame, optimizer, "optimizer"))
+        )
 
     def _before(self, module: torch.nn.Module, _inputs: Any) -> None:
         if threading.get_ident() == self._thread:
@@ -297,9 +300,7 @@ class _Functions(TorchFunctionMode):
         super().__init__()
         self._looking = looking
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         with contextlib.suppress(Exception):  # what we note must not disturb the program
             self._looking.called(func, args, kwargs or {})
