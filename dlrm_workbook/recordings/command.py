@@ -7,18 +7,26 @@ ranks that torchrun starts each leave a recording. What the program prints is ke
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from dlrm_core.base.errors import InputError
 from dlrm_core.base.files import read_json
 from dlrm_core.base.settings import shown
-from dlrm_workbook.ground.processes import Completed, MeasurementError, ProgressCallback, run_child
+from dlrm_workbook.ground.processes import (
+    Completed,
+    MeasurementError,
+    Progress,
+    ProgressCallback,
+    run_child,
+)
 from dlrm_workbook.ground.profiling import ProfilingConfig
 from dlrm_workbook.recordings.torch.inject import STARTUP, VARIABLE
 
@@ -95,6 +103,15 @@ def _recorded(
     progress: ProgressCallback | None,
 ) -> list[str]:
     """As :func:`record_command`; its processes write into ``made``."""
+
+    def told(now: Progress) -> None:
+        """Tell what the program is used for after it was recorded."""
+        with contextlib.suppress(InputError, OSError):
+            doing = [read_json(file).get("doing") for file in notes.glob("*.json")]
+            now = replace(now, detail=next(filter(None, doing), now.detail))
+        if progress is not None:
+            progress(now)
+
     done = run_child(
         command,
         stage=STAGE,
@@ -102,7 +119,7 @@ def _recorded(
         environment=recording_environment(os.environ, notes, config),
         folder=config.command_folder or None,
         timeout_s=config.timeout_s,
-        progress=progress,
+        progress=told,
     )
     processes = [read_json(file) for file in sorted(notes.glob("*.json"))]
     recorded = [process for process in processes if process["state"] == "recorded"]

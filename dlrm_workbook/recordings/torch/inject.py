@@ -174,7 +174,9 @@ class _Watch:
         if self.state["state"] == "recorded" and self.asked.get("trials"):
             from dlrm_workbook.recordings.torch.trials import Trials
 
-            self.trials = Trials(self.place, self.asked["trials"], tell=self.tell)
+            self.trials = Trials(
+                self.place, self.asked["trials"], only=self.asked.get("try"), tell=self.tell
+            )
             if self.trials.step():
                 return
         self.end_program()

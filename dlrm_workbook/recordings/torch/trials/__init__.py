@@ -8,6 +8,7 @@ plausible on and off between iterations, and at last those that paid together. W
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import math
@@ -341,17 +342,18 @@ class Trials:
                 logs.append(statistics.fmean(self._agree(pair)))
                 self._base_s = statistics.fmean(self._agree(blocks[False][-1][0]))
                 left_s = self._left_s()
-                if left_s <= 0 and len(logs) < FEWEST:
-                    row["turns"] = len(logs)
-                    return [f"the budget of {self._budget_s:.0f} s ended after {len(logs)} turns"]
                 spent_s = max(self._agree(time.perf_counter() - began))
-                if self._enough(logs, spent_s, min(limit_s, spent_s + left_s)):
+                if left_s <= 0 or self._enough(logs, spent_s, min(limit_s, spent_s + left_s)):
                     break
         finally:
             self._deadline = math.inf
             self._active = []
             if is_on:
                 remedy.off()
+        if len(logs) < 2:
+            reason = f"the budget of {self._budget_s:.0f} s ended after one turn"
+            row |= {"status": "unclear", "turns": len(logs), "reason": reason}
+            return []
         low, mid, high = speed_range(logs)
         off_ms, on_ms = (statistics.median(s for s, _ in blocks[on]) * 1e3 for on in (False, True))
         status = status_of(low, high)
@@ -544,10 +546,8 @@ def _reset_peak(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return
-    try:
+    with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-    except OSError:
-        pass
 
 
 def _peak(device: torch.device) -> int | None:
