@@ -72,10 +72,10 @@ def tried_sentence(profile: Profile, most: int = 3) -> str:
         many = "1 remedy" if len(table) == 1 else f"{len(table)} remedies"
         return f"Tried on this program: {many}{failing}, {which}."
     for _, row in paid[combined].iterrows():
-        # the other columns say it alone is the best where it is
+        # the best of them alone may be the faster one
         if row["speedup_mid"] > paid[~combined]["speedup_mid"].max():
             both = "both" if row["remedy"].count(", ") == 1 else "all that paid together"
-            named.append(_gain(row | {"remedy": both}))
+            named.append(_gain({**row, "remedy": both}))
     return f"Tried on this program: {'; '.join(named)}."
 
 

@@ -35,7 +35,8 @@ class Tower(nn.Module):
     def __init__(self):
         super().__init__()
         self.table = nn.Embedding(400_000, 16)
-        self.mlp = nn.Sequential(nn.Linear(16, 512), nn.ReLU(), nn.Linear(512, 1), nn.Dropout(0.1))
+        layers = nn.Linear(16, 1024), nn.ReLU(), nn.Linear(1024, 512), nn.Linear(512, 1)
+        self.mlp = nn.Sequential(*layers, nn.Dropout(0.1))
     def forward(self, rows):
         if torch.is_autocast_enabled("cpu"):
             raise TypeError("no bf16 here")
@@ -113,7 +114,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, int]:
     """(its folder, its output, its exit code) of a program on which four remedies were tried."""
     folder = tmp_path_factory.mktemp("trials")
     remedies = ["sparse", "fused", "autocast", "onednn"]
-    process = start(folder, "100000", "", remedies=remedies, budget_s=25)
+    process = start(folder, "100000", "", remedies=remedies, budget_s=12)
     out, _ = process.communicate(timeout=300)
     return folder, out, process.returncode
 
@@ -159,8 +160,8 @@ def test_its_rows_reach_the_page(measured: tuple[Path, str, int]) -> None:
 
 
 def test_an_error_of_the_program_while_a_remedy_is_on_is_a_row(tmp_path: Path) -> None:
-    process = start(tmp_path, "100000", "user", remedies=["sparse", "fused"], budget_s=20)
-    out, err = process.communicate(timeout=300)
+    process = start(tmp_path, "100000", "user", remedies=["sparse", "fused"], budget_s=8)
+    _out, err = process.communicate(timeout=300)
     assert process.returncode == 1 and "ValueError: dense gradients only" in err
     document = trials_of(tmp_path)
     assert document["not_measured"] == "the program ended"
@@ -171,7 +172,7 @@ def test_an_error_of_the_program_while_a_remedy_is_on_is_a_row(tmp_path: Path) -
 def test_a_program_that_ends_first_says_so_and_a_kill_loses_no_row(tmp_path: Path) -> None:
     for name in ("ends", "killed"):
         (tmp_path / name).mkdir()
-    ends = start(tmp_path / "ends", "9", "", remedies=["fused"], budget_s=20)
+    ends = start(tmp_path / "ends", "9", "", remedies=["fused"], budget_s=8)
     killed = start(tmp_path / "killed", "100000", "", remedies=["fused", "threads"], budget_s=40)
     deadline = time.monotonic() + 200
     while not list((tmp_path / "killed/notes").glob("*/trials.json")):
