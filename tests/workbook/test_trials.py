@@ -126,7 +126,7 @@ def test_what_pays_is_told_with_the_line_and_what_fails_is_a_row(
     sparse, autocast, onednn = rows["sparse"], rows["autocast"], rows["onednn"]
     assert sparse["status"] == "paid" and sparse["speedup"]["low"] > 1.3  # five times, when quiet
     assert sparse["turns"] >= FEWEST and sparse["off_ms"] > sparse["on_ms"]
-    assert sparse["place"] == line("nn.Embedding(")
+    assert sparse["place"] == line("optim.Adam(") and "tables = [model.table]" in sparse["code"]
     assert "SparseAdam is another method than Adam" in sparse["numerics"]["note"]
     assert rows["fused"]["place"] == line("optim.Adam(")
     assert 0 < rows["fused"]["numerics"]["update"] < 0.01

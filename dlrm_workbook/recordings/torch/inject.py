@@ -23,12 +23,13 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
+
+from dlrm_workbook.recordings.torch.places import note_places
 
 if TYPE_CHECKING:
     from dlrm_workbook.recordings.torch.session import Session
@@ -45,34 +46,16 @@ def install() -> None:
     """Begin to wait for optimizers, where the environment says what is to be recorded."""
     asked = os.environ.get(VARIABLE)
     if asked:
-        settings = json.loads(asked)
-        sys.meta_path.insert(0, _Finder("torch.optim.optimizer", partial(_hook_steps, settings)))
-        if settings.get("trials"):
-            sys.meta_path.insert(0, _Finder("torch.nn.modules.sparse", _note_tables))
+        sys.meta_path.insert(0, _OptimizerFinder(json.loads(asked)))
 
 
-def _hook_steps(asked: dict[str, Any], module: ModuleType) -> None:
-    watch = _Watch(asked)
-    module.register_optimizer_step_pre_hook(watch.before)
-    module.register_optimizer_step_post_hook(watch.after)
-    os.register_at_fork(after_in_child=watch.forked)
-    if asked.get("trials"):
-        from dlrm_workbook.recordings.torch.places import note_places
+class _OptimizerFinder(importlib.abc.MetaPathFinder):
+    """Finds nothing itself: it hooks ``torch.optim.optimizer`` when that has been imported."""
 
-        note_places(module.Optimizer)
+    name = "torch.optim.optimizer"
 
-
-def _note_tables(module: ModuleType) -> None:
-    from dlrm_workbook.recordings.torch.places import note_places
-
-    note_places(module.Embedding, module.EmbeddingBag)
-
-
-class _Finder(importlib.abc.MetaPathFinder):
-    """Finds nothing itself: it calls a hook when a module has been imported."""
-
-    def __init__(self, name: str, hook: Callable[[ModuleType], None]) -> None:
-        self.name, self.hook = name, hook
+    def __init__(self, asked: dict[str, Any]) -> None:
+        self.asked = asked
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -87,7 +70,12 @@ class _Finder(importlib.abc.MetaPathFinder):
 
         def exec_module(module: ModuleType) -> None:
             execute(module)
-            self.hook(module)
+            watch = _Watch(self.asked)
+            module.register_optimizer_step_pre_hook(watch.before)
+            module.register_optimizer_step_post_hook(watch.after)
+            os.register_at_fork(after_in_child=watch.forked)
+            if self.asked.get("trials"):
+                note_places(module.Optimizer)
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec

@@ -39,7 +39,7 @@ FEWEST, MOST = 3, 24
 NARROW = 1.05
 """The turns end when the highest speed-up in the range is no more than this times the lowest."""
 
-LONGEST_S = 6.0
+LONGEST_S = 5.0
 """The turns of a remedy end then, if there are enough of them."""
 
 BETWEEN_RUNS = 0.01
@@ -125,10 +125,8 @@ class Trials:
         self._deadline = math.inf
         self._points = 0
         self._over = False
-        averages = read_json(folder / "key_averages.json")["rows"]
-        device = torch.device(read_json(folder / "recording.json").get("device", "cpu"))
-        self._facts = Facts(averages, device)
         self._rank, self._world = _ranks()
+        self._base_s = 0.0
         self._work: Work = self._all()
 
     def step(self) -> bool:
@@ -155,7 +153,7 @@ class Trials:
         self._over, self._deadline = True, math.inf
         if trying is not None and reason is not None:
             text = f"{type(error).__name__}: {error}" if error is not None else reason
-            if error is not None:
+            if error is not None and self._active:
                 self._fail(trying, f"the program ended while this was on: {_line(text)}")
             else:
                 self._not_tried[trying.name] = f"{reason} while it was being tried"
@@ -172,6 +170,10 @@ class Trials:
     # ---- the plan ---------------------------------------------------------------------
 
     def _all(self) -> Work:
+        folder = self._file.parent
+        averages = read_json(folder / "key_averages.json")["rows"]
+        device = torch.device(read_json(folder / "recording.json").get("device", "cpu"))
+        self._facts = Facts(averages, device)
         looking = Looking()
         with looking as seen:
             yield
@@ -385,7 +387,7 @@ class Trials:
         if len(logs) >= MOST or spent_s + per_turn > limit_s:
             return True
         low, _, high = speed_range(logs)
-        return len(logs) % 2 == 0 and high / low < NARROW
+        return len(logs) % 2 == 0 and (high / low < NARROW or high < 1 / PAID)
 
     def _timed(self, count: int) -> Generator[None, None, float]:
         """Seconds of an iteration, mean of the next ones."""

@@ -12,6 +12,7 @@ import copy
 import ctypes
 import gc
 import os
+import re
 import shutil
 import sys
 import threading
@@ -26,7 +27,6 @@ import torch
 
 from dlrm_core.base import machine
 from dlrm_workbook.recordings.torch.modules import has_compiled
-from dlrm_workbook.recordings.torch.places import MADE
 from dlrm_workbook.recordings.torch.trials.seen import Call, Seen, Stepped, mapped
 
 PRODUCTS: tuple[str, ...] = ("addmm", "mm", "bmm", "baddbmm", "_addmm_activation", "mkldnn_linear")
@@ -177,10 +177,15 @@ class Remedy:
         if not seen.models:
             return {"outputs": None, "loss": None, "note": f"{self.note} {seen.why_no_models}"}
         alone = torch.distributed.is_available() and torch.distributed.is_initialized()
-        outputs, loss = seen.run()
+        gradients = not alone
+        try:
+            outputs, loss = seen.run(gradients)
+        except RuntimeError:  # gradients that need a whole backward pass (checkpoints)
+            gradients = False
+            outputs, loss = seen.run()
         self.on()
         try:
-            changed, changed_loss = seen.run(gradients=not alone)
+            changed, changed_loss = seen.run(gradients)
         finally:
             self.off()
         if (error := self.error()) is not None:
@@ -908,20 +913,39 @@ class SparseGradients(Remedy):
                 "SparseAdam is another method than Adam: moments decay in the rows of a batch "
                 "alone, and other rows are left as they are."
             )
-        names = " and ".join(f"torch.optim.{kind}" for kind in kinds)
+        many = "a table" if len(chosen) == 1 else f"{len(chosen)} tables"
         made = cls(
-            f"sparse gradients for {len(chosen)} tables, updated by {' and '.join(kinds)}",
+            f"sparse gradients for {many}, updated by {' and '.join(kinds)}",
             0.8 * share,
-            "nn.Embedding(..., sparse=True)  # EmbeddingBag likewise\n"
-            f"table_optimizer = {names}([tables' weights])  # and none of them in the other\n"
-            "table_optimizer.step()",
-            MADE.get(chosen[0][0]) or chosen[0][1].place,
+            cls._code(seen, chosen),
+            chosen[0][1].place,
             note,
         )
         made.chosen = chosen
         return made
 
     chosen: list[tuple[Any, Stepped, dict[str, Any]]]
+
+    @classmethod
+    def _code(cls, seen: Seen, chosen: list[tuple[Any, Stepped, dict[str, Any]]]) -> str:
+        numbers = {id(table) for table, _, _ in chosen}
+        names = [
+            f"{call.name}.{name}" if name else call.name
+            for call in seen.models
+            for name, module in call.module.named_modules()
+            if id(module) in numbers
+        ]
+        _, one, group = chosen[0]
+        kind, other = cls.twins[type(one.optimizer).__name__], one.name
+        listed = re.sub(r"\.(\d+)", r"[\1]", ", ".join(names))
+        return (
+            f"tables = [{listed}]\n"
+            "for table in tables:\n    table.sparse = True\n"
+            f"table_optimizer = torch.optim.{kind}(\n"
+            f"    [table.weight for table in tables], lr={group['lr']:g}\n)\n"
+            f"# leave these weights out of {other}; beside its own calls:\n"
+            "table_optimizer.zero_grad()\ntable_optimizer.step()"
+        )
 
     def on(self) -> None:
         self._before: list[tuple[dict[str, Any], list[Any]]] = []
