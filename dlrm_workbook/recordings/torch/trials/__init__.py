@@ -374,7 +374,7 @@ class Trials:
             "memory_bytes": int(statistics.median(peaks)) if peaks else None,
         }
         reasons = ["the range is too wide to tell"] if status == "unclear" else []
-        if (used := others.share()) > BUSY:
+        if self._world == 1 and (used := others.share()) > BUSY:
             reasons.append(f"other processes used {used:.0%} of the cores meanwhile")
         row["reason"] = "; ".join(reasons) or None
         return []

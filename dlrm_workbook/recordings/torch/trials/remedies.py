@@ -63,8 +63,9 @@ class Facts:
 
     @property
     def cores(self) -> int:
-        """Cores that the process may use."""
-        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+        """Cores that the process may use; of several ranks on a machine, its part of them."""
+        usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+        return max(1, usable // int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
 
     def share(self, *names: str, inclusive: bool = False) -> float:
         """The share of the step's time in operators of these names (or beginning with them).
