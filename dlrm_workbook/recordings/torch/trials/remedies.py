@@ -742,12 +742,12 @@ class OptimizerFlags(Remedy):
             return _refused(seen.optimizers[0].optimizer, wanted)
         if share < LEAST_SHARE:
             return f"the optimizer takes {share:.0%} of the step"
-        kind = type(chosen[0].optimizer).__name__
+        kinds = dict.fromkeys(type(one.optimizer).__name__ for one in chosen)
         made = cls(
-            f"{wanted} {kind}",
+            f"{wanted} {' and '.join(kinds)}",
             share * (0.6 if wanted == "fused" else 0.3),
             "\n".join(
-                f"{one.name} = torch.optim.{type(one.optimizer).__name__}(..., {wanted}=True)"
+                f"{one.name} = torch.optim.{type(one.optimizer).__name__}(..., {wanted}=True)  # {one.place}"
                 for one in chosen
             ),
             chosen[0].place,
@@ -1087,6 +1087,8 @@ class Ahead(Remedy):
 
 
 AHEAD_CODE = """\
+import concurrent.futures
+
 def ahead(loader):
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         batches = iter(loader)

@@ -172,7 +172,7 @@ class Looking:
         self._watch_loader()
         if has_compiled():
             self.seen.why_no_models = (
-                "torch.compile made code of the model, which hooks would have made anew"
+                "torch.compile has compiled code here, which hooks would make it compile again"
             )
             return self.seen
         hook(torch_module.register_module_forward_pre_hook(self._before))
