@@ -747,8 +747,8 @@ class OptimizerFlags(Remedy):
             f"{wanted} {' and '.join(kinds)}",
             share * (0.6 if wanted == "fused" else 0.3),
             "\n".join(
-                f"{one.name} = torch.optim.{type(one.optimizer).__name__}(..., {wanted}=True)  # {one.place}"
-                for one in chosen
+                f"{one.name} = torch.optim.{kind}(..., {wanted}=True)  # {one.place}"
+                for one, kind in ((one, type(one.optimizer).__name__) for one in chosen)
             ),
             chosen[0].place,
             "The update is the same up to rounding.",
