@@ -20,9 +20,11 @@ from dlrm_workbook.analysis import gpu, idleness, verdict, whatif
 from dlrm_workbook.analysis.attribution import attribute
 from dlrm_workbook.analysis.findings import findings
 from dlrm_workbook.analysis.findings.finding import Finding
+from dlrm_workbook.analysis.lines import lines
 from dlrm_workbook.analysis.quality import quality
 from dlrm_workbook.analysis.reference import at_reference
 from dlrm_workbook.analysis.roofline import roofline
+from dlrm_workbook.analysis.tried import tried
 from dlrm_workbook.analysis.verdict import Stage
 from dlrm_workbook.ground.runs import DEFAULT_OUTPUT_ROOT
 from dlrm_workbook.recordings.profile import Profile
@@ -60,6 +62,18 @@ class Report:
         """Bottlenecks, worst first: ``title``, ``component``, ``share_of_step`` (0 to 1),
         ``change``, ``gain`` and its ``basis``; see :func:`~.verdict.finding_table`."""
         return verdict.finding_table(self.ranked_findings)
+
+    @cached_property
+    def lines(self) -> pd.DataFrame:
+        """Time by line of the program's own code, most first; see
+        :func:`dlrm_workbook.analysis.lines.lines`."""
+        return lines(self.profile)
+
+    @cached_property
+    def trials(self) -> pd.DataFrame:
+        """Remedies that were tried on the running program; see
+        :func:`dlrm_workbook.analysis.tried.tried`."""
+        return tried(self.profile)
 
     @cached_property
     def parts(self) -> pd.DataFrame:

@@ -40,6 +40,7 @@ from dlrm_workbook.analysis.reference import (
 )
 from dlrm_workbook.analysis.roofline import least_step, profile_parameters
 from dlrm_workbook.analysis.sentences import in_markdown
+from dlrm_workbook.analysis.tried import tried_sentence
 from dlrm_workbook.analysis.whatif import (
     COVER,
     Prediction,
@@ -493,7 +494,8 @@ def verdict_text(
 ) -> str:
     """The headline of a profile; :func:`quality` says what its times are good for."""
     limit_sentence = limit(profile, attribution, findings[0].title if findings else "")
-    return headline(findings, way, limit_sentence)
+    texts = [headline(findings, way, limit_sentence), in_markdown(tried_sentence(profile))]
+    return "\n\n".join(filter(None, texts))
 
 
 def step_headline(profile: Profile, attribution: pd.DataFrame) -> str:

@@ -66,6 +66,12 @@ class ProfilingConfig:
         "before measuring, time what this machine can do at best (products, bandwidth, random "
         "rows, launches) and what alternatives to each part take; false leaves both out",
     )
+    trials: int = setting(
+        60,
+        "profiling.command with torch: seconds in which remedies are switched on and off in the "
+        "running program after it was recorded; 0: none",
+        minimum=0,
+    )
     timeout_s: int = setting(3600, "seconds after which one measured run is ended", minimum=1)
 
     @staticmethod

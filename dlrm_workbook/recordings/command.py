@@ -7,18 +7,26 @@ ranks that torchrun starts each leave a recording. What the program prints is ke
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from dlrm_core.base.errors import InputError
 from dlrm_core.base.files import read_json
 from dlrm_core.base.settings import shown
-from dlrm_workbook.ground.processes import Completed, MeasurementError, ProgressCallback, run_child
+from dlrm_workbook.ground.processes import (
+    Completed,
+    MeasurementError,
+    Progress,
+    ProgressCallback,
+    run_child,
+)
 from dlrm_workbook.ground.profiling import ProfilingConfig
 from dlrm_workbook.recordings.torch.inject import STARTUP, VARIABLE
 
@@ -31,7 +39,7 @@ INTERVENTION = (
     "one iteration. While it was recorded, hooks around the forward of its modules named their "
     "work and the stack of its Python code was sampled. In other iterations the stacks of its "
     "threads were sampled, and in one a trace function counted how often its lines run. It was "
-    "ended once everything was recorded."
+    "ended once everything was recorded and remedies had been tried on it (`profiling.trials`)."
 )
 
 TIMING_INTERVENTION = (
@@ -96,6 +104,15 @@ def _recorded(
     progress: ProgressCallback | None,
 ) -> list[str]:
     """As :func:`record_command`; its processes write into ``made``."""
+
+    def told(now: Progress) -> None:
+        """Tell what the program is used for after it was recorded."""
+        with contextlib.suppress(InputError, OSError):
+            doing = [read_json(file).get("doing") for file in notes.glob("*.json")]
+            now = replace(now, detail=next(filter(None, doing), now.detail))
+        if progress is not None:
+            progress(now)
+
     done = run_child(
         command,
         stage=STAGE,
@@ -103,7 +120,7 @@ def _recorded(
         environment=recording_environment(os.environ, notes, config),
         folder=config.command_folder or None,
         timeout_s=config.timeout_s,
-        progress=progress,
+        progress=told,
     )
     processes = [read_json(file) for file in sorted(notes.glob("*.json"))]
     recorded = [process for process in processes if process["state"] == "recorded"]
@@ -130,6 +147,7 @@ def recording_environment(
     asked = {
         "folder": str(notes),
         "times_only": times_only,
+        "trials": 0 if times_only else config.trials,
         "lengths": {
             "profiled": config.iterations,
             "warmup": config.warmup,

@@ -449,7 +449,7 @@ def _read_table(file: Path, table: str) -> pd.DataFrame:
 _META_TEXT = {
     "names with values": "ceilings counters data_statistics distributed launched_before_trace "
     "machine memory not_measured options parameters part_probes probes profiler_overhead "
-    "lines python_lines seen_model together versions",
+    "lines python_lines seen_model together trials versions",
     "a list of names with values": "devices passes threads_cpu unprofiled_parts_ms",
     "a list of texts": "cautions notices steps_threads",
     "a list of numbers": "iteration_ms unprofiled_iteration_ms",

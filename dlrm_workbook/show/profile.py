@@ -19,10 +19,27 @@ from dlrm_workbook.analysis.reference import reference
 from dlrm_workbook.analysis.roofline import COPIES, LAUNCHES, Limits, least_step
 from dlrm_workbook.analysis.sentences import FENCE, in_markdown
 from dlrm_workbook.analysis.verdict import compare_command
-from dlrm_workbook.ground.units import digits, faster, microseconds, milliseconds, percent, ratio
+from dlrm_workbook.ground.units import (
+    digits,
+    faster,
+    known_or,
+    microseconds,
+    milliseconds,
+    percent,
+    ratio,
+)
 from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.recordings.torch import RECORDED_PASS
-from dlrm_workbook.show.tables import MOST_BOUND, NO_GAIN, Text, absent, listed
+from dlrm_workbook.show.tables import (
+    MOST_BOUND,
+    NO_GAIN,
+    NOT_MEASURED,
+    Column,
+    Text,
+    absent,
+    each_row,
+    listed,
+)
 from dlrm_workbook.show.theme import rows_of
 
 
@@ -57,6 +74,45 @@ def commands_text(lines: Sequence[str]) -> Text:
     return Text(
         "\n".join(["Run these commands to time what was not timed together:", FENCE, *lines, FENCE])
     )
+
+
+_DIFFERENCE = each_row(
+    lambda value: known_or(value, lambda size: f"{size:.0e}" if size else "0", NOT_MEASURED)
+)
+
+TRIED: dict[str, str | Column] = {
+    "remedy": "",
+    "status": "",
+    "tried": "",
+    "off_ms": "without it",
+    "on_ms": "with it",
+    "turns": "",
+    "outputs": Column("outputs differ", _DIFFERENCE),
+    "loss": Column("loss differs", _DIFFERENCE),
+    "memory_bytes": "peak memory",
+    "compile_s": "compiling",
+    "place": "where",
+    "reason": "",
+}
+"""Columns of a table of remedies that were tried."""
+
+
+def tried_text(table: pd.DataFrame, left_out: pd.DataFrame) -> Text:
+    """The lines to write for what paid, and why other remedies were not tried.
+
+    Args:
+        table: what :func:`dlrm_workbook.analysis.tried.tried` gives.
+        left_out: what :func:`dlrm_workbook.analysis.tried.not_tried` gives.
+    """
+    lines = []
+    for _, row in table[table["status"].eq("paid") & table["id"].ne("together")].iterrows():
+        where = f" at `{in_markdown(row['place'])}`" if row["place"] else ""
+        lines += [f"**{in_markdown(row['remedy'])}**{where}. {in_markdown(row['note'])}", ""]
+        lines += [FENCE, *row["code"].replace(FENCE, "'''").splitlines(), FENCE, ""]
+    reasons = [f"{row['remedy']} ({row['reason']})" for _, row in left_out.iterrows()]
+    if reasons:
+        lines.append(in_markdown(f"Not tried: {'; '.join(reasons)}."))
+    return Text("\n".join(lines))
 
 
 def no_roofline(reason: str) -> Text:

@@ -96,6 +96,7 @@ COLUMNS = {
     "caller": Column("function, and below it its callers", "caller", ("depth", "name")),
     "library": Column("in", "library", ("module", "file")),
     "range": Column("range", "range", ("low_ms", "high_ms"), "ms"),
+    "tried": Column("speed-up", "gain_range", ("speedup_mid", "speedup_low", "speedup_high")),
     "predicted": Column("predicted", "gain_range", ("speedup_mid", "speedup_low", "speedup_high")),
     "measure": Column("value", "measure", ("value", "unit")),
     "bound": Column("limit", "bound", ("limit", "ceiling")),

@@ -45,7 +45,7 @@ PROGRAM = Path(foreign_program.__file__)
 def parameters(folder: Path, *words: str, **profiling: Any) -> Parameters:
     """Those of a command; 2 iterations warm up and 4 are measured unless ``profiling`` differs."""
     section = {"engine": "torch", "warmup": 2, "iterations": 4, "command": list(words)}
-    section |= {"command_folder": str(folder), "probes": False} | profiling
+    section |= {"command_folder": str(folder), "probes": False, "trials": 0} | profiling
     return parameters_from_sections({"title": "Mine", "profiling": section})
 
 

@@ -385,6 +385,7 @@ def bottlenecks_json(
         "profiler": profile.meta.get("engine"),
         "device": profile.meta.get("device"),
         "passes": passes,
+        "trials": (profile.meta.get("trials") or {}).get("rows", []),
         "cautions": cautions(profile),
         "not_measured": profile.not_measured,
     }

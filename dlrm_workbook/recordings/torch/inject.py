@@ -4,7 +4,8 @@
 Python process that it starts. It waits for ``torch.optim`` to be imported and then for
 optimizers to step. A step of the optimizer that steps last in an iteration ends the iteration:
 that is all a :class:`~dlrm_workbook.recordings.torch.session.Session` needs. When what was asked
-for is recorded the program is ended, by ``SystemExit`` at that place of its loop.
+for is recorded, and remedies are tried (:mod:`dlrm_workbook.recordings.torch.trials`), the program
+is ended, by ``SystemExit`` at that place of its loop.
 
 Each process that trains leaves ``PID.json`` in the folder that it was given, and the recording
 in ``PID/``. Where another profiler measures the program, it only notes when iterations end, and
@@ -28,8 +29,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from dlrm_workbook.recordings.torch.places import note_places
+
 if TYPE_CHECKING:
     from dlrm_workbook.recordings.torch.session import Session
+    from dlrm_workbook.recordings.torch.trials import Trials
 
 VARIABLE = "DLRM_WORKBOOK_RECORD"
 """Environment variable that holds, as JSON, what is to be recorded."""
@@ -70,6 +74,8 @@ class _OptimizerFinder(importlib.abc.MetaPathFinder):
             module.register_optimizer_step_pre_hook(watch.before)
             module.register_optimizer_step_post_hook(watch.after)
             os.register_at_fork(after_in_child=watch.forked)
+            if self.asked.get("trials"):
+                note_places(module.Optimizer)
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
@@ -93,6 +99,7 @@ class _Watch:
         """The last of them; None as long as that is not known."""
         self.steps = 0
         self.session: Session | None = None
+        self.trials: Trials | None = None
         self.moments: list[int] = []
         """When iterations ended, ns since the epoch, where only that is asked for."""
         self.state: dict[str, Any] = {"state": "training"}
@@ -133,6 +140,8 @@ class _Watch:
 
     def iteration_ended(self) -> None:
         self.steps += 1
+        if self.trials is not None and self.trials.step():
+            return
         if self.over:
             self.end_program()
         elif self.asked.get("times_only"):
@@ -146,16 +155,32 @@ class _Watch:
             self.session.step()
             if self.session.finished:
                 self.close()
-                self.end_program()
+                self.try_remedies()
+
+    def try_remedies(self) -> None:
+        """Go on with the program where remedies are to be tried; else end it."""
+        if self.state["state"] == "recorded" and self.asked.get("trials"):
+            from dlrm_workbook.recordings.torch.trials import Trials
+
+            self.trials = Trials(
+                self.place, self.asked["trials"], only=self.asked.get("try"), tell=self.tell
+            )
+            if self.trials.step():
+                return
+        self.end_program()
+
+    @property
+    def place(self) -> Path:
+        """The folder of this process's recording."""
+        return Path(self.asked["folder"]) / str(os.getpid())
 
     def begin(self) -> None:
         from dlrm_core.base.errors import InputError
         from dlrm_workbook.recordings.torch.session import Detail, Lengths, begin
 
-        place = Path(self.asked["folder"]) / str(os.getpid())
         try:
             self.session = begin(
-                place, Lengths(**self.asked["lengths"]), Detail(**self.asked["detail"])
+                self.place, Lengths(**self.asked["lengths"]), Detail(**self.asked["detail"])
             )
         except InputError as error:
             self.refuse(error)
@@ -203,7 +228,9 @@ class _Watch:
 
     def program_ends(self) -> None:
         """Keep what there is of a program that ends before everything was recorded."""
-        if not self.over and self.session is not None:
+        if self.trials is not None:
+            self.trials.close("the program ended")
+        elif not self.over and self.session is not None:
             self.close()
         elif not self.over and len(self.moments) > 1:
             self.print_times()
@@ -211,7 +238,7 @@ class _Watch:
             self.state = {"state": "ended"}
             self.tell()
 
-    def tell(self) -> None:
+    def tell(self, doing: str = "") -> None:
         """Write how things stand, for the process that started all this."""
         from dlrm_core.base.files import write_json
         from dlrm_workbook.recordings.torch.session import rank_of_process
@@ -223,5 +250,6 @@ class _Watch:
             "rank": rank,
             "world": world,
             "steps": self.steps,
+            "doing": doing,
         }
         write_json(Path(self.asked["folder"]) / f"{os.getpid()}.json", facts | self.state)

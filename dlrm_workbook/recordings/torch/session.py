@@ -33,7 +33,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -50,6 +50,9 @@ from dlrm_workbook.recordings.torch.counting import LineCounter
 from dlrm_workbook.recordings.torch.modules import ModuleRanges
 from dlrm_workbook.recordings.torch.sampling import StackSampler, sources
 from dlrm_workbook.recordings.torch.seen_model import SeenModel
+
+if TYPE_CHECKING:
+    from dlrm_workbook.recordings.torch.trials import Trials
 
 WARM_UP, BEFORE, PROFILED, AFTER, SAMPLED = "warm-up", "before", "profiled", "after", "sampled"
 COUNTED = "counted"
@@ -690,6 +693,9 @@ class record:
         record_shapes, profile_memory, with_stack: as torch.profiler has them.
         ceilings: measure this machine's limits at the recorded shapes, once, for about six
             seconds (programs on a CPU).
+        trials: seconds in which remedies are then switched on and off in this process
+            (:mod:`dlrm_workbook.recordings.torch.trials`). The training goes on meanwhile, some
+            of its iterations with other numbers: throw the run away afterwards. 0: none.
 
     Raises:
         InputError: ``folder`` exists, or a count is impossible.
@@ -705,7 +711,10 @@ class record:
         profile_memory: bool = True,
         with_stack: bool = False,
         ceilings: bool = True,
+        trials: int = 0,
     ) -> None:
+        self._budget_s = trials
+        self._trials: Trials | None = None
         self._folder = Path(folder).absolute()
         if iterations < 1 or warmup < 0:
             raise InputError(
@@ -737,6 +746,8 @@ class record:
         return self._step
 
     def _step(self) -> None:
+        if self._trials is not None:
+            self._trials.step()
         if self._over:
             return
         if self._session is None:
@@ -748,6 +759,11 @@ class record:
         if self._session.finished:
             self._over = True
             self._end(self._session, None, None, None)
+            if self._budget_s and self._session.folder.is_dir():
+                from dlrm_workbook.recordings.torch.trials import Trials
+
+                self._trials = Trials(self._session.folder, self._budget_s, may_end=False)
+                self._trials.step()
 
     def __exit__(
         self,
@@ -756,6 +772,8 @@ class record:
         traceback: TracebackType | None,
     ) -> None:
         """Write what was recorded of a loop that ended early; it is never ended by us."""
+        if self._trials is not None:
+            self._trials.close("the loop ended")
         if self._over:
             return
         self._over = True

@@ -240,6 +240,10 @@ def read_recording(folder: str | Path, parts: Mapping[str, str] | None = None) -
             f"{folder / 'key_averages.json'} needs a list 'rows', each with {sorted(needed)}"
         )
     meta = {key: value for key, value in head.items() if key != "format_version"}
+    if (tried := folder / "trials.json").is_file():
+        meta["trials"] = load_json(tried)
+        if not isinstance(meta["trials"], dict):
+            raise InputError(f"{tried} needs names with values")
     events = read_events(folder / "trace.json.gz")
     stacks = folder / "python.json"
     if stacks.is_file():

@@ -1,0 +1,88 @@
+"""Where in its own code a program makes or calls something. Needs the standard library only."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import sysconfig
+import weakref
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+MADE: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+"""The place of the program at which an object of the classes of :func:`note_places` was made."""
+
+
+def note_places(*classes: Any) -> None:
+    """Note from now on where objects of some classes are made."""
+
+    def noting(make: Callable[..., None]) -> Callable[..., None]:
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+            with contextlib.suppress(Exception):  # a class of the program may have no hash
+                frame = user_frame()
+                while frame is not None and _constructs(frame, self):
+                    frame = user_frame(frame.f_back)
+                if frame is not None:
+                    MADE[self] = place_of(frame)
+            make(self, *args, **kwargs)
+
+        # not functools.wraps: torch looks at the dictionary of what it decorates
+        __init__.__wrapped__ = make  # type: ignore[attr-defined]
+        return __init__
+
+    for one in classes:
+        one.__init__ = noting(one.__init__)
+
+
+@cache
+def _foreign() -> tuple[str, ...]:
+    """How the paths of code begin that is not the program's."""
+    packages = Path(__file__).resolve().parents[3]
+    ours = (str(packages / f"dlrm_{name}") for name in ("core", "kernels", "ranks", "workbook"))
+    libraries = (sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib"))
+    torch = str(Path(getattr(sys.modules.get("torch"), "__file__", None) or "/nowhere/_").parent)
+    return "<", *(place + os.sep for place in (*ours, *libraries, torch))
+
+
+def user_frame(frame: FrameType | None = None) -> FrameType | None:
+    """The innermost frame of the program's own code, from a frame or here; None for none."""
+    at: FrameType | None = frame or sys._getframe(1)
+    while at is not None:
+        file = at.f_code.co_filename
+        if not file.startswith(_foreign()) and f"{os.sep}site-packages{os.sep}" not in file:
+            return at
+        at = at.f_back
+    return None
+
+
+def place_of(frame: FrameType | None) -> str:
+    """``train.py:41``, relative to where the program runs; '' without a frame."""
+    if frame is None:
+        return ""
+    file = Path(frame.f_code.co_filename).absolute()
+    with contextlib.suppress(ValueError, OSError):  # the working folder may be gone
+        file = file.relative_to(Path.cwd())
+    return f"{file}:{frame.f_lineno}"
+
+
+def name_at(frame: FrameType | None, value: object, otherwise: str) -> str:
+    """How the program's code at a frame calls an object: ``model``, ``self.tower``."""
+    if frame is None:
+        return otherwise
+    owner = getattr(frame.f_locals.get("self"), "__dict__", {})
+    parts = owner.get("_modules") or {}
+    places = (("", frame.f_locals), ("", frame.f_globals), ("self.", owner), ("self.", parts))
+    for prefix, names in places:
+        for name, held in list(names.items()):
+            if held is value:
+                return prefix + name
+    return otherwise
+
+
+def _constructs(frame: FrameType, made: object) -> bool:
+    code = frame.f_code
+    return code.co_name == "__init__" and frame.f_locals.get(code.co_varnames[0]) is made
