@@ -24,6 +24,7 @@ from dlrm_workbook.recordings.hpctoolkit.database import read_database
 from dlrm_workbook.recordings.hpctoolkit.format import DATABASE_FILES
 from dlrm_workbook.recordings.hpctoolkit.to_profile import profile_from_database
 from dlrm_workbook.recordings.nesting import union_ns
+from dlrm_workbook.recordings.nsight import MAGIC, REPORTS, read_nsight
 from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.recordings.torch.chrome_trace import NoTraceError, read_events
 from dlrm_workbook.recordings.torch.json_stream import (
@@ -95,9 +96,11 @@ def open_recording(path: Path | str, parts: Mapping[str, str] | None = None) -> 
     if not path.exists():
         raise InputError(f"{path} does not exist")
     with open_binary(path) as file:
-        start = file.read(4)
+        start = file.read(len(MAGIC))
     if path.name in DATABASE_FILES and not start.startswith((b"{", b"[", b"\x1f\x8b")):
         return _open_folder(path.parent, parts)
+    if start == MAGIC or path.suffix in REPORTS:
+        return of_ranks(path, read_nsight(path, parts))
     if start.startswith(b"PK"):
         return _several(path, _zip_members(path), parts)
     if _is_tar(path):
@@ -143,11 +146,12 @@ def require_recording(path: Path | str) -> None:
         start = file.read(TAR_HEADER)
     packed = start.startswith((b"\x1f\x8b", b"PK", b"BZh", b"\xfd7zXZ")) or b"ustar" in start[257:]
     text = start.removeprefix(codecs.BOM_UTF8).lstrip()[:1] in (b"{", b"[")
-    if not (packed or text or path.name in DATABASE_FILES):
+    nsight = start.startswith(MAGIC) or path.suffix in REPORTS
+    if not (packed or text or nsight or path.name in DATABASE_FILES):
         begins = f"begins with {start[:8]!r}" if start else "is empty (0 bytes)"
         raise InputError(
             f"{path} is no recording: it {begins}, expected the JSON of a trace, "
-            "packed or not, or an archive of traces"
+            "packed or not, an archive of traces, or an SQLite export of Nsight Systems"
         )
 
 
