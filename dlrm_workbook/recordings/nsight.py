@@ -73,8 +73,10 @@ NO_CALLS = ("CUDA_GRAPH_EVENTS", "CUDA_GRAPH_NODE_EVENTS", NVTX, "PROFILER_OVERH
 RANGES, STARTED = (59, 60, 70, 71), (60, 71)
 """``eventType`` of NVTX ranges, and of those that are started and ended, not pushed and popped."""
 
-COPIES = ("", "HtoD", "DtoH", "HtoA", "AtoH", "AtoA", "AtoD", "DtoA", "DtoD", "HtoH", "PtoP")
-COPIES += ("HtoD", "DtoH", "DtoD")  # by unified memory
+COPIES = (
+    *("", "HtoD", "DtoH", "HtoA", "AtoH", "AtoA", "AtoD", "DtoA", "DtoD", "HtoH", "PtoP"),
+    *("HtoD", "DtoH", "DtoD"),  # by unified memory
+)
 PLACES = ("Pageable", "Pinned", "Device", "Array", "Managed", "Device Static", "Managed Static")
 """``copyKind`` and kinds of memory by number, as torch.profiler names them."""
 
@@ -120,7 +122,9 @@ _SEQUENCE = re.compile(r"seq ?= ?(\d{1,18})")
 _SIZES = re.compile(r"sizes ?= ?(\[[\d, \[\]]*\])")
 """What ``torch.autograd.profiler.emit_nvtx`` adds to the name of an operator."""
 
-_LIBRARIES = re.compile(r"(?:aten|autograd|torch|c10d|fbgemm|torchrec)::")
+_OPERATOR = re.compile(
+    r"(?:aten|autograd|torch|c10d|fbgemm|torchrec)::|record_param_comms$|\w+Backward\d*$"
+)
 _LOST = re.compile(r"(?i)\b(dropped|lost|incomplete|not all|overflow|exceed)")
 
 
@@ -234,7 +238,7 @@ class _Export:
         return set(columns) <= set(self.columns.get(table, ())) and table in self.columns
 
     def read(self, table: str, columns: Sequence[str]) -> pd.DataFrame:
-        """Columns of whole numbers; ``NO_TIME`` where a value is none, or the column is not there."""
+        """Columns of whole numbers; ``NO_TIME`` where there is none, or no such column."""
         held = [column for column in columns if self.has(table, column)]
         terms = (
             f"CASE typeof({name}) WHEN 'integer' THEN {name} WHEN 'real' THEN "
@@ -531,7 +535,7 @@ class _Export:
                 frame[frame["process"].eq(process)].reset_index(drop=True)
                 for frame in (host, device)
             )
-        gpu: Any = device["gpu"]
+        gpu = device["gpu"].to_numpy()
         if device["process"].nunique() > 1:  # whose streams have the same numbers
             pid = device["process"].to_numpy() & 0xFFFFFF
             gpu = _filled(pd.DataFrame({"gpu": gpu, "pid": pid}), "{} of process {}".format)
@@ -596,7 +600,7 @@ def _emitted(text: str | None) -> tuple[str, str, str, int]:
     added = _EMITTED.search(text)
     name, rest = (text[: added.start()], text[added.start() :]) if added else (text, "")
     sequence, sizes = _SEQUENCE.search(rest), _SIZES.search(rest)
-    operator = bool(sequence or sizes or _LIBRARIES.match(name) or (rest and "::" in name))
+    operator = bool(sequence or sizes or _OPERATOR.match(name) or (rest and "::" in name))
     kind = "operator" if operator and not name.startswith(SPAN_PREFIX) else "annotation"
     return name, kind, sizes[1] if sizes else "", int(sequence[1]) if sequence else -1
 
