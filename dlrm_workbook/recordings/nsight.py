@@ -16,6 +16,7 @@ import sqlite3
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -283,8 +284,8 @@ class _Export:
         """Calls, ranges and samples of threads, as ``Events.host``, with ``process``."""
         calls = [table for table in self.columns if self._holds_calls(table)]
         frames = [*map(self.calls, calls), self.ranges()]
-        host = pd.concat([frame for frame in frames if len(frame)] or frames[-1:])
-        host = host.reset_index(drop=True)
+        host = _joined(frames)
+        del frames
         usable = _is_time(host["start"])
         is_open = host["end"].eq(NO_TIME) & host["kind"].isin(["annotation", "operator"])
         host.loc[is_open, "end"] = host.loc[usable, ["start", "end"]].max().max()
@@ -293,14 +294,14 @@ class _Export:
             "NVTX range{s} {was} still open when the recording ended: {it} {is} taken to end with "
             "the last call or range",
         )
-        samples = self.samples(host[usable])
-        if len(samples):
-            host = pd.concat([host, samples], ignore_index=True)
+        if self.has("COMPOSITE_EVENTS", "id", "start", "globalTid"):
+            host = _joined([host, self.samples(host)])
         host["line"] = _threads(host["tid"])
         host["process"] = host.pop("tid").to_numpy() >> 24
         for column in ("external", "forward_thread", "python_id", "python_parent", "collective"):
             host[column] = np.int8(-1)
-        return host.assign(types="", values="")
+        host["types"] = host["values"] = ""
+        return host
 
     def _holds_calls(self, table: str) -> bool:
         named = self.has(table, "nameId") or self.has(table, "textId")
@@ -322,23 +323,32 @@ class _Export:
     def ranges(self) -> pd.DataFrame:
         """NVTX ranges as annotations; what ``emit_nvtx`` writes as operators."""
         held = self.read(NVTX, ["start", "end", "globalTid", "eventType", "textId"])
-        held.columns = pd.Index(["start", "end", "tid", "type", "text"])
-        numbers: dict[Any, int] = {}
-        texts: Iterator[str | None] = map(self.strings.get, held["text"].tolist())
+        texts: Iterator[str | None] = map(self.strings.get, held.pop("textId").tolist())
         if self.has(NVTX, "text"):
             rows = self.database.execute(
                 f"SELECT substr(text, 1, {LONGEST_TEXT}) FROM {NVTX} NOT INDEXED"
             )
             texts = (text or named for (text,), named in zip(rows, texts, strict=True))
-        code = np.fromiter((numbers.setdefault(text, len(numbers)) for text in texts), np.int64)
+        # ranges of a program may all differ, by the number of their operator
+        emitted = lru_cache(maxsize=CHUNK)(_emitted)
+        numbers: dict[str, int] = {}
+        number = lambda text: numbers.setdefault(text, len(numbers))  # noqa: E731
+        parsed = (
+            (number(name), number(kind), number(shapes), sequence)
+            for name, kind, shapes, sequence in map(emitted, texts)
+        )
         columns = ["name", "kind", "shapes", "sequence"]
-        split = pd.DataFrame([_emitted(text) for text in numbers], columns=columns)
-        held = held.assign(**{name: split[name].to_numpy()[code] for name in columns})
+        code = np.fromiter(parsed, dtype=np.dtype([(name, np.int64) for name in columns]))
+        text = np.array([*numbers, ""], dtype=object)
+        held.columns = pd.Index(["start", "end", "tid", "started"])
+        for name in columns:
+            held[name] = code[name] if name == "sequence" else text[code[name]]
         # where an export does not say the type, a mark is what has no end
         typed = self.has(NVTX, "eventType")
-        held = held[held["type"].isin(RANGES) if typed else held["end"].ne(NO_TIME)]
-        started = held["type"].isin(STARTED)
-        return held.drop(columns=["type", "text"]).assign(correlation=-1, started=started)
+        ranges = held["started"].isin(RANGES) if typed else held["end"].ne(NO_TIME)
+        held["started"] = held["started"].isin(STARTED)
+        held["correlation"] = -1
+        return held if ranges.all() else held[ranges]
 
     def samples(self, host: pd.DataFrame) -> pd.DataFrame:
         """Functions that CPU samples saw outside of calls, as spans that cut no call and no range.
@@ -346,6 +356,7 @@ class _Export:
         A sample stands for half the usual time between two of them on either side, but not beyond
         its neighbours, nor where a call or range begins or ends.
         """
+        host = host[_is_time(host["start"])]
         found = self.read("COMPOSITE_EVENTS", ["id", "start", "globalTid"])
         stacks = self.read("SAMPLING_CALLCHAINS", ["id", "symbol", "module", "stackDepth"])
         inner = stacks[stacks["stackDepth"].eq(0)].drop_duplicates("id").drop(columns="stackDepth")
@@ -370,7 +381,7 @@ class _Export:
             outside = stretch_at(*busy, at) < 0
             spans.append(group.assign(start=first, end=last, tid=tid)[outside])
         if not spans:
-            return pd.DataFrame()
+            return host.iloc[:0]
         self.cautions.said.append(
             f"CPU functions are of samples, {np.median(np.concatenate(intervals)) / 1e6:.3g} ms "
             "apart on a thread: their times are estimates, and between samples nothing is known."
@@ -407,47 +418,53 @@ class _Export:
             grid, block = (_filled(held[axes], _triple) for axes in (shape[:3], shape[3:]))
             process = held["globalPid"].to_numpy() >> 24
             shared = held["staticSharedMemory"].clip(lower=0) + held["dynamicSharedMemory"]
-            frame = held[["start", "end"]].assign(
-                name=names,
-                kind="copy" if category.startswith("mem") else "kernel",
-                category="kernel" if category == "graph" else category,
-                process=process,
-                correlation=self.launches(process, held["correlationId"]),
-                gpu=held["deviceId"],
-                stream=held["streamId"],
-                bytes=held["bytes"],
-                grid=grid,
-                block=block,
-                registers=held["registersPerThread"],
-                shared_memory=shared.where(held["dynamicSharedMemory"].ge(0), -1),
-                graph=held["graphId"],
-                whole=category == "graph",
+            frame = pd.DataFrame(
+                {
+                    "start": held["start"],
+                    "end": held["end"],
+                    "name": names,
+                    "kind": "copy" if category.startswith("mem") else "kernel",
+                    "category": "kernel" if category == "graph" else category,
+                    "process": process,
+                    "correlation": self.launches(process, held["correlationId"]),
+                    "gpu": held["deviceId"].clip(lower=-1),
+                    "stream": held["streamId"].clip(lower=-1),
+                    "bytes": held["bytes"].clip(lower=-1),
+                    "grid": grid,
+                    "block": block,
+                    "registers": held["registersPerThread"].clip(lower=-1),
+                    "shared_memory": shared.where(held["dynamicSharedMemory"].ge(0), -1),
+                    "graph": held["graphId"].clip(lower=-1),
+                }
             )
-            numbers = ["gpu", "stream", "bytes", "registers", "graph"]
-            frame[numbers] = frame[numbers].clip(lower=-1)
+            if category == "graph":  # traced as a whole, or node by node, which says more
+                launched = pd.concat(frames)["correlation"]
+                nodes = frame["correlation"].ge(0) & frame["correlation"].isin(launched)
+                frame = frame[~nodes]
+                self.cautions.add(
+                    len(frame),
+                    "launch{es} of CUDA graphs {was} recorded as a whole, and each counts as one "
+                    "kernel: `nsys profile --cuda-graph-trace=node` records their kernels",
+                )
             frames.append(frame)
-        device = pd.concat(frames, ignore_index=True)
-        # graphs are traced as a whole or node by node; where both are there, nodes say more
-        nodes = device.loc[~device["whole"] & device["correlation"].ge(0), "correlation"]
-        device = device[~device["whole"] | ~device["correlation"].isin(nodes)]
-        self.cautions.add(
-            int(device["whole"].sum()),
-            "launch{es} of CUDA graphs {was} recorded as a whole, and each counts as one kernel: "
-            "`nsys profile --cuda-graph-trace=node` records their kernels",
-        )
-        unknown = dict.fromkeys(("blocks_per_sm", "warps_per_sm", "occupancy", "bandwidth"))
-        device = device.drop(columns="whole").reset_index(drop=True)
-        device = device.assign(**dict.fromkeys(unknown, np.float32(np.nan)))
-        return self._with_numbers_of_gpus(device.assign(external=-1, collective=-1))
+        device = _joined(frames)
+        for column in ("external", "collective"):
+            device[column] = np.int8(-1)
+        for column in ("blocks_per_sm", "warps_per_sm", "occupancy", "bandwidth"):
+            device[column] = np.float32(np.nan)
+        self._number_gpus(device)
+        return device
 
-    def _with_numbers_of_gpus(self, device: pd.DataFrame) -> pd.DataFrame:
-        """GPUs numbered as the machine does, not as each process sees them, where that is said."""
+    def _number_gpus(self, device: pd.DataFrame) -> None:
+        """Number GPUs as the machine does, not as each process sees them, where that is said."""
         columns = ["pid", "cudaId", "gpuId"]
         known = self.read("TARGET_INFO_CUDA_DEVICE", columns).drop_duplicates(columns[:2])
-        seen = [device["process"].to_numpy() & 0xFFFFFF, device["gpu"]]
-        gpu = known[known["gpuId"].ge(0)].set_index(columns[:2])["gpuId"]
-        gpu = gpu.reindex(pd.MultiIndex.from_arrays(seen, names=columns[:2])).to_numpy(dtype=float)
-        return device.assign(gpu=np.where(np.isfinite(gpu), gpu, device["gpu"]).astype(np.int64))
+        known = known[known["gpuId"].ge(0)]
+        if len(known):
+            pid = pd.Series(device["process"].to_numpy() & 0xFFFFFF, name="pid")
+            seen = pd.MultiIndex.from_arrays([pid, device["gpu"]])
+            gpu = known.set_index(columns[:2])["gpuId"].reindex(seen).to_numpy(dtype=float)
+            device["gpu"] = np.where(np.isfinite(gpu), gpu, device["gpu"]).astype(np.int64)
 
     def marks(self) -> pd.DataFrame:
         """Waits of GPU streams, and what the profiler did, as ``Events.marks``."""
@@ -480,7 +497,8 @@ class _Export:
             self.cautions.add(
                 int((~usable).sum()), "event{s} {has} a time that is no number, and {was} left out"
             )
-            frame = frame[usable].reset_index(drop=True)
+            if not usable.all():
+                frame = frame[usable].reset_index(drop=True)
             ends = frame["end"].ne(NO_TIME)
             frame["duration"] = (frame["end"].where(ends, 0) - frame["start"]).where(ends, -1)
             frames[name] = frame
@@ -540,6 +558,7 @@ class _Export:
             pid = device["process"].to_numpy() & 0xFFFFFF
             gpu = _filled(pd.DataFrame({"gpu": gpu, "pid": pid}), "{} of process {}".format)
         streams = pd.DataFrame({"gpu": gpu, "stream": device["stream"]})
+        device["line"] = _filled(streams, "{}/{}".format)
         began = self.rows("TARGET_INFO_SESSION_START_TIME", ["utcEpochNs"])
         epoch = began[0]["utcEpochNs"] if began else 0
         named = self.rows("PROCESSES", ["pid", "name"])
@@ -553,7 +572,7 @@ class _Export:
             gpu_of["maxThreadsPerMultiprocessor"] = 32 * warps if isinstance(warps, int) else None
         events = Events(
             host=host,
-            device=device.assign(line=_filled(streams, "{}/{}".format)),
+            device=device,
             memory=frames["memory"],
             names=self.names,
             rank=rank,
@@ -569,6 +588,11 @@ class _Export:
         look_at_device(events, cautions)
         events.cautions = cautions.said
         return events
+
+
+def _joined(frames: list[pd.DataFrame]) -> pd.DataFrame:
+    """Frames of the same columns, one after another."""
+    return pd.concat([frame for frame in frames if len(frame)] or frames[:1], ignore_index=True)
 
 
 def _quoted(name: str) -> str:

@@ -60,7 +60,11 @@ class Export:
 
     def range(self, start: int, end: int | None, name: str, tid: int = gid(7, 8), type: int = 59):
         by_number = self.modern and len(name) % 2
-        named = {"text": None, "textId": self.text(name)} if by_number else {"text": name, "textId": None}
+        named = (
+            {"text": None, "textId": self.text(name)}
+            if by_number
+            else {"text": name, "textId": None}
+        )
         row = {"start": start, "end": end, "globalTid": tid, "eventType": type}
         self.rows[NVTX].append(row | named)
 
@@ -96,7 +100,11 @@ def exported(trace: Path, target: Path, modern: bool) -> Path:
         end = start + round(event["dur"] * 1000)
         category, launch = event["cat"], args.get("correlation", 0)
         tid = gid(event["pid"], event["tid"]) if isinstance(event["tid"], int) else 0
-        own = {"globalPid": gid(3113936), "deviceId": args.get("device"), "streamId": args.get("stream")}
+        own = {
+            "globalPid": gid(3113936),
+            "deviceId": args.get("device"),
+            "streamId": args.get("stream"),
+        }
         if category == "cpu_op":
             sequence = args.get("Sequence number", -1)
             added = f", seq = {sequence}" if sequence >= 0 else ""
