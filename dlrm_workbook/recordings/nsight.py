@@ -246,17 +246,17 @@ class _Export:
             f"CAST({name} AS INTEGER) ELSE ?1 END"
             for name in map(_quoted, held)
         )
-        chunks = [np.empty((len(held), 0), dtype=np.int64)]
-        if held:
-            # not by an index: columns that are read one after another are in one order
-            rows = self.database.execute(
-                f"SELECT {', '.join(terms)} FROM {_quoted(table)} NOT INDEXED", (NO_TIME,)
-            )
-            while some := rows.fetchmany(CHUNK):
-                chunks.append(np.ascontiguousarray(np.array(some, dtype=np.int64).T))
-        values = dict(zip(held, np.concatenate(chunks, axis=1), strict=True))
-        count = len(next(iter(values.values()), ()))
-        return pd.DataFrame({c: values.get(c, np.full(count, NO_TIME)) for c in columns})
+        if not held:
+            return pd.DataFrame({column: np.empty(0, dtype=np.int64) for column in columns})
+        source = f"FROM {_quoted(table)} NOT INDEXED"  # so that all are read in one order
+        (count,) = self.database.execute(f"SELECT count(*) {source}").fetchone()
+        found, filled = np.empty((len(held), count), dtype=np.int64), 0
+        rows = self.database.execute(f"SELECT {', '.join(terms)} {source}", (NO_TIME,))
+        while some := rows.fetchmany(CHUNK):
+            found[:, filled : filled + len(some)] = np.array(some, dtype=np.int64).T
+            filled += len(some)
+        values, absent = dict(zip(held, found, strict=True)), np.full(count, NO_TIME)
+        return pd.DataFrame({name: values.get(name, absent) for name in columns}, copy=False)
 
     def named(self, numbers: pd.Series) -> Names:
         """The text (n,) that each number stands for."""

@@ -126,6 +126,8 @@ def _open_folder(folder: Path, parts: Mapping[str, str] | None) -> Recording:
                 return of_ranks(folder, {rank: read(at) for rank, at in numbered})
     if any((folder / name).is_file() for name in DATABASE_FILES):
         return Recording(folder, profile_from_database(read_database(folder), parts))
+    if exports := _exports_in(folder):
+        return _exports_of_ranks(folder, exports, parts)
     return _several(folder, _files(folder, _traces_in(folder)), parts)
 
 
@@ -140,7 +142,7 @@ def require_recording(path: Path | str) -> None:
         heads = ("profile.json", "recording.json", *DATABASE_FILES)
         places = (path, path / "profile", path / "recording")
         if not any((place / name).is_file() for place in places for name in heads):
-            _traces_in(path)
+            _exports_in(path) or _traces_in(path)
         return
     with open_binary(path) as file:
         start = file.read(TAR_HEADER)
@@ -153,6 +155,37 @@ def require_recording(path: Path | str) -> None:
             f"{path} is no recording: it {begins}, expected the JSON of a trace, "
             "packed or not, an archive of traces, or an SQLite export of Nsight Systems"
         )
+
+
+def _exports_in(folder: Path) -> list[Path]:
+    """The exports of Nsight Systems in a folder that is no run's."""
+    held = [] if (folder / "run.json").is_file() else folder.glob("*.sqlite")
+    return sorted(islice(held, MOST_MEMBERS))
+
+
+def _exports_of_ranks(
+    folder: Path, exports: list[Path], parts: Mapping[str, str] | None
+) -> Recording:
+    """One export of each rank, by the numbers in their names, as ``nsys`` can write them.
+
+    Raises:
+        InputError: a name does not tell its rank, or an export holds several.
+    """
+    opened = [read_nsight(file, parts) for file in exports]
+    if len(opened) == 1:
+        return of_ranks(folder, opened[0])
+    ranks: dict[int, Profile] = {}
+    for file, held in zip(exports, opened, strict=True):
+        named = _RANK.search(file.name) or re.search(r"(\d+)$", file.stem)
+        if named and len(held) == 1:
+            ranks[int(named[1])] = held[0]
+            held[0].threads["rank"] = int(named[1])
+    if len(ranks) < len(opened):
+        raise InputError(
+            f"{folder} holds {len(opened)} exports of Nsight Systems, whose names do not tell one "
+            "rank each; give one file, or names that hold rank0, rank1, ..."
+        )
+    return of_ranks(folder, dict(sorted(ranks.items())))
 
 
 def _traces_in(folder: Path) -> list[Path]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import shutil
 import sqlite3
 from collections import defaultdict
 from pathlib import Path
@@ -12,10 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from dlrm_core.base.errors import InputError
 from dlrm_workbook.analysis.export import perfetto
 from dlrm_workbook.analysis.inspect import inspect_profile, inspect_recording
 from dlrm_workbook.recordings.nesting import union_ns

@@ -378,7 +378,7 @@ class _Builder:
         place_of = np.empty_like(order)
         place_of[order] = np.arange(len(order))
         parent = np.where(parent >= 0, place_of[parent], -1)[order]
-        self.host = self.host.iloc[row[order]].reset_index(drop=True)
+        self.host = self.events.host = self.host.iloc[row[order]].reset_index(drop=True)
         self.host["start"], self.host["end"] = start[order], end[order]
         self.host["parent"], self.host["profile"] = parent, np.repeat(profiles, sizes)
 
