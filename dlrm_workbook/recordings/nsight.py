@@ -406,7 +406,7 @@ class _Export:
         columns = ["start", "end", "globalPid", "deviceId", "streamId", "correlationId", name]
         columns += ["registersPerThread", "staticSharedMemory", "dynamicSharedMemory", *shape]
         columns += ["bytes", "copyKind", "srcKind", "dstKind", "memKind", "graphId"]
-        frames = []
+        frames: list[pd.DataFrame] = []
         for table, category in WORK.items():
             held = self.read(table, columns)
             names = {
@@ -438,7 +438,7 @@ class _Export:
                 }
             )
             if category == "graph":  # traced as a whole, or node by node, which says more
-                launched = pd.concat(frames)["correlation"]
+                launched = pd.concat(frames)["correlation"].to_numpy()
                 nodes = frame["correlation"].ge(0) & frame["correlation"].isin(launched)
                 frame = frame[~nodes]
                 self.cautions.add(
@@ -492,6 +492,8 @@ class _Export:
         """
         memory = ["start", "line", "bytes", "total", "device", "reserved"]
         frames = {"host": self.host(), "device": self.device()}
+        if not self.tells_processes:
+            frames["host"]["process"] = frames["device"]["process"] = 0
         for name, frame in frames.items():
             usable = _is_time(frame["start"]) & (_is_time(frame["end"]) | frame["end"].eq(NO_TIME))
             self.cautions.add(
@@ -657,7 +659,8 @@ def _to_lanes(host: pd.DataFrame, names: dict[str, str]) -> int:
     started = host.pop("started").to_numpy(dtype=bool)
     if not started.any():
         return 0
-    crossing = _crossing(host, started)
+    crossing = _crossing(host, started, ~started)
+    crossing |= _crossing(host, started & ~crossing, ~crossing)
     for line, ranges in host[crossing].groupby("line"):
         lane = lanes(ranges["start"].to_numpy(), ranges["end"].to_numpy())
         titles = [f"{line} ranges {number + 1}" for number in range(lane.max() + 1)]
@@ -666,8 +669,8 @@ def _to_lanes(host: pd.DataFrame, names: dict[str, str]) -> int:
     return int(crossing.sum())
 
 
-def _crossing(host: pd.DataFrame, asked: Bools) -> Bools:
-    """Which of the asked spans (n,) begin in one span of their thread and end in another.
+def _crossing(host: pd.DataFrame, asked: Bools, counted: Bools) -> Bools:
+    """Which of the asked spans (n,) begin in one counted span of their thread and end in another.
 
     Begins and ends are put in the one order in which spans that nest are brackets. A span crosses
     others if not all that open within it close there, which sums of random numbers tell.
@@ -681,7 +684,7 @@ def _crossing(host: pd.DataFrame, asked: Bools) -> Bools:
     size, number = np.concatenate([-length, length]), np.arange(count)
     tie = np.concatenate([number, -number])
     turn = np.lexsort((tie, size, kind, np.concatenate([start, end]), np.tile(line[rows], 2)))
-    tags = np.random.default_rng(0).integers(1, 2**62, count, dtype=np.int64)
+    tags = np.random.default_rng(0).integers(1, 2**62, count, dtype=np.int64) * counted[rows]
     total = np.empty(2 * count, dtype=np.int64)
     total[turn] = np.cumsum(np.concatenate([tags, -tags])[turn])
     crossing = np.zeros(len(host), dtype=bool)
