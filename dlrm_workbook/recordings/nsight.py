@@ -185,6 +185,7 @@ def _database(place: Path, path: Path) -> Iterator[sqlite3.Connection]:
             database.text_factory = lambda text: text.decode("utf-8", "replace")
             database.execute("PRAGMA trusted_schema = OFF")
             database.execute("PRAGMA query_only = ON")
+            database.execute("BEGIN")  # all reading is of one state
             yield database
     except sqlite3.Error as error:
         raise InputError(f"{path} cannot be read: {visible(str(error))}") from None
@@ -200,7 +201,7 @@ class _Export:
     def __init__(self, database: sqlite3.Connection, path: Path) -> None:
         self.database, self.path = database, path
         listed = database.execute(
-            "SELECT name FROM sqlite_master WHERE type = 'table' AND sql NOT LIKE '%VIRTUAL TABLE%'"
+            "SELECT name FROM sqlite_master WHERE type = 'table' AND sql NOT LIKE 'CREATE VIRTUAL%'"
         ).fetchall()
         self.columns = {
             name: [row[1] for row in database.execute(f"PRAGMA table_info({_quoted(name)})")]
@@ -258,9 +259,13 @@ class _Export:
         values, absent = dict(zip(held, found, strict=True)), np.full(count, NO_TIME)
         return pd.DataFrame({name: values.get(name, absent) for name in columns}, copy=False)
 
+    def text(self, number: int) -> str:
+        """The text that a number stands for."""
+        return visible(self.strings.get(number, "")) or "unnamed"
+
     def named(self, numbers: pd.Series) -> Names:
-        """The text (n,) that each number stands for."""
-        return _filled(numbers.to_frame(), lambda n: visible(self.strings.get(n, "")) or "unnamed")
+        """The text (n,) of each number."""
+        return _filled(numbers.to_frame(), self.text)
 
     def rows(self, table: str, columns: Sequence[str]) -> list[dict[str, Any]]:
         """Rows of a small table, as they are; none where a column is missing."""
@@ -286,11 +291,13 @@ class _Export:
         frames = [*map(self.calls, calls), self.ranges()]
         host = _joined(frames)
         del frames
-        usable = _is_time(host["start"])
         is_open = host["end"].eq(NO_TIME) & host["kind"].isin(["annotation", "operator"])
-        host.loc[is_open, "end"] = host.loc[usable, ["start", "end"]].max().max()
+        is_open &= _is_time(host["start"])
+        if is_open.any():
+            times = pd.concat([host["start"], host["end"]])
+            host.loc[is_open, "end"] = times[_is_time(times)].max()
         self.cautions.add(
-            int((is_open & usable).sum()),
+            int(is_open.sum()),
             "NVTX range{s} {was} still open when the recording ended: {it} {is} taken to end with "
             "the last call or range",
         )
@@ -313,8 +320,7 @@ class _Export:
         name = "nameId" if self.has(table, "nameId") else "textId"
         calls = self.read(table, ["start", "end", "globalTid", "correlationId", name])
         calls.columns = pd.Index(["start", "end", "tid", "correlation", "name"])
-        texts = self.strings
-        short = _filled(calls[["name"]], lambda n: _VERSION.sub("", visible(texts.get(n, ""))))
+        short = _filled(calls[["name"]], lambda number: _VERSION.sub("", self.text(number)))
         is_cuda, process = table == RUNTIME, calls["tid"].to_numpy() >> 24
         number = self.launches(process, calls["correlation"]) if is_cuda else -1
         kind = "runtime" if is_cuda else "function"
@@ -393,9 +399,8 @@ class _Export:
 
     def _function(self, symbol: int, module: int) -> str:
         """A function's name; of an address that nothing names, its library."""
-        name, library = (visible(self.strings.get(n, "")) for n in (symbol, module))
-        known = name and not name.startswith("0x")
-        return name if known else f"code of {library.rpartition('/')[2] or 'an unknown library'}"
+        name, library = self.text(symbol), self.text(module).rpartition("/")[2]
+        return f"code of {library}" if name.startswith(("0x", "unnamed")) else name
 
     # ---- GPUs -----------------------------------------------------------------------
 
@@ -467,20 +472,15 @@ class _Export:
             device["gpu"] = np.where(np.isfinite(gpu), gpu, device["gpu"]).astype(np.int64)
 
     def marks(self) -> pd.DataFrame:
-        """Waits of GPU streams, and what the profiler did, as ``Events.marks``."""
-        waits = self.read(
-            "CUPTI_ACTIVITY_KIND_SYNCHRONIZATION", ["start", "end", "deviceId", "streamId"]
-        )
-        line = _filled(waits[["deviceId", "streamId"]], "{}/{}".format)
-        waits = waits[["start", "end"]].assign(line=line, name="synchronize", kind="sync")
+        """What the profiler did on threads, as ``Events.marks``."""
         own = self.read("PROFILER_OVERHEAD", ["start", "end", "globalTid", "nameId"])
+        own = own[_is_time(own["start"]) & _is_time(own["end"])].reset_index(drop=True)
         name = pd.Series(self.named(own["nameId"]), dtype=object)
         for pattern, same in OVERHEADS.items():
             name = name.mask(name.str.contains(pattern).astype(bool), same)
         line = _threads(own["globalTid"])
-        own = own[["start", "end"]].assign(line=line, name=name, kind="overhead")
-        marks = pd.concat([waits, own], ignore_index=True).assign(correlation=-1)
-        return marks[_is_time(marks["start"]) & _is_time(marks["end"])].reset_index(drop=True)
+        marks = own[["start", "end"]]
+        return marks.assign(line=line, name=name, kind="overhead", correlation=-1)
 
     # ---- all of it ------------------------------------------------------------------
 
@@ -511,19 +511,33 @@ class _Export:
                 f"{self.path} is an export of Nsight Systems, but holds no kernel, CUDA call or "
                 "NVTX range: `nsys profile --trace=cuda,nvtx` records them"
             )
-        leave_out_strays([frames[name] for name in ("host", "device", "memory")], self.cautions)
+        self._leave_out_strays(frames)
         self.cautions.add(
             _to_lanes(frames["host"], self.names),
             "NVTX range{s} begin{v} in one call or range of {its} thread and end{v} in another: "
             "{it} {is} shown beside the thread",
         )
         zero = from_first_event(frames, self.cautions)
-        for row in self.rows("DIAGNOSTIC_EVENT", ["severity", "text"]):
-            words = visible(" ".join(str(row["text"]).split()))[:300]
-            if row["severity"] in (3, 4) or _LOST.search(words):
-                self.cautions.said.append(f"Nsight Systems says: {words}")
+        said = [
+            visible(" ".join(str(row["text"]).split()))[:300]
+            for row in self.rows("DIAGNOSTIC_EVENT", ["severity", "text"])
+            if row["severity"] in (3, 4) or _LOST.search(str(row["text"])[:LONGEST_TEXT])
+        ]
+        self.cautions.said += [f"Nsight Systems says: {one}" for one in dict.fromkeys(said)][:5]
         ranks = self._processes_of_ranks(frames["device"])
         return {rank: self._events(frames, rank, zero, process) for rank, process in ranks.items()}
+
+    def _leave_out_strays(self, frames: dict[str, pd.DataFrame]) -> None:
+        """Leave out events that lie far from all others, unless the recording was that long.
+
+        A program may wait for minutes between its start and its work, so distance alone says
+        nothing where the export tells how long was recorded.
+        """
+        timed = [frames[name] for name in ("host", "device", "memory")]
+        start = np.concatenate([frame["start"].to_numpy() for frame in timed])
+        told = self.read("ANALYSIS_DETAILS", ["duration"])["duration"].max()
+        if not int(start.max()) - int(start.min()) <= 1.1 * told:
+            leave_out_strays(timed, self.cautions)
 
     def _processes_of_ranks(self, device: pd.DataFrame) -> dict[int, int | None]:
         """Rank to its process; rank 0 to None where processes are no ranks."""

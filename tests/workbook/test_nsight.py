@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlrm_core.base.errors import InputError
@@ -25,7 +25,6 @@ from dlrm_workbook.recordings.profile import Profile
 
 SHARED = Path(__file__).parents[3] / "shared" / "recordings"
 KERNEL, MEMCPY, MEMSET, GRAPH = WORK
-SYNC = "CUPTI_ACTIVITY_KIND_SYNCHRONIZATION"
 
 
 def shared(name: str) -> Path:
@@ -412,6 +411,7 @@ def test_what_is_no_export_is_refused_in_one_sentence(tmp_path: Path) -> None:
 odd = st.sampled_from([None, -1, 0, "text", 1.5, float("inf"), 2**62, -(2**63), b"\xff", 7 * 10**9])
 
 
+@settings(max_examples=30)
 @given(data=st.data())
 def test_odd_values_neither_crash_nor_count(data: st.DataObject, tmp_path_factory: Any) -> None:
     export = training(tmp_path_factory.mktemp("odd") / "export.sqlite")
