@@ -62,7 +62,7 @@ PART_ALARM = 0.05
 """Chance that any part of two equal recordings is said to differ."""
 
 
-SPOKEN = {"hpctoolkit": "HPCToolkit", "torch": "torch.profiler"}
+SPOKEN = {"hpctoolkit": "HPCToolkit", "torch": "torch.profiler", "nsight": "Nsight Systems"}
 """Engines as a reader calls them."""
 
 # ---- two profilers on one run ----------------------------------------------------------
@@ -153,7 +153,7 @@ def _plain_and_profiled(profile: Profile) -> tuple[float, float]:
 
 def _cost_shares(profile: Profile, table: pd.DataFrame) -> pd.Series:
     """How the profiler's cost divides among the parts; 1 for the whole iteration."""
-    if profile.meta.get("engine") == "torch":
+    if profile.meta.get("engine") != "hpctoolkit":
         host = profile.trace[profile.trace["profile"] == main_thread(profile)]
         inside = host[step_contexts(profile)[host["context"].to_numpy()]]
         # A range's own cost is paid around it, by what it lies in; an operator's inside.

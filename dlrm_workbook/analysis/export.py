@@ -26,6 +26,7 @@ from dlrm_core.base.files import whole_file
 from dlrm_core.parts import part_label
 from dlrm_workbook.analysis.context_tree import missing_reason
 from dlrm_workbook.ground.runs import named_run
+from dlrm_workbook.recordings.nesting import lanes
 from dlrm_workbook.recordings.open import open_recording
 from dlrm_workbook.recordings.profile import Profile
 
@@ -65,18 +66,25 @@ def perfetto(ranks: dict[int, Profile]) -> Iterator[dict[str, Any]]:
         shapes = contexts["shapes"].tolist()
         sampled = profile.meta.get("engine") == "hpctoolkit"
         threads = (profile.threads[name].tolist() for name in ("profile", "name", "kind"))
+        further = len(profile.threads)
         for number, name, kind in zip(*threads, strict=True):
-            lane = number + 1  # 0 has the iterations
-            yield _named("thread_name", rank, lane, name)
             rows = trace[trace["profile"] == number].sort_values(["start_ns", "depth"])
             # the callers of a kernel are on the thread that launched it
             by_calls = sampled and kind == "cpu_thread"
-            spans = _flame(profile, rows) if by_calls else _as_they_are(rows)
-            for context, start, end in spans:
-                arguments = {"part": parts[context], "kind": kinds[context]}
-                if shapes[context]:
-                    arguments["shapes"] = shapes[context]
-                yield _event(rank, lane, names[context], start, end, begin, arguments)
+            place = np.zeros(len(rows), dtype=np.int64)
+            if kind == "gpu_stream":  # of two that overlap on one line, Perfetto drops one
+                place = lanes(rows["start_ns"].to_numpy(), rows["end_ns"].to_numpy())
+            for beside in range(place.max(initial=0) + 1):
+                further += beside > 0
+                lane = further if beside else number + 1  # 0 has the iterations
+                yield _named("thread_name", rank, lane, f"{name}, at once" if beside else name)
+                some = rows[place == beside]
+                spans = _flame(profile, some) if by_calls else _as_they_are(some)
+                for context, start, end in spans:
+                    arguments = {"part": parts[context], "kind": kinds[context]}
+                    if shapes[context]:
+                        arguments["shapes"] = shapes[context]
+                    yield _event(rank, lane, names[context], start, end, begin, arguments)
 
 
 def _named(what: str, rank: int, lane: int, name: str) -> dict[str, Any]:

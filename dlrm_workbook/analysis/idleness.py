@@ -58,7 +58,7 @@ Stretches = tuple[Ints, Ints]
 
 CAUSES: dict[str, str] = {
     "data": "the host made the batch",
-    "python": "the host ran Python outside of operators",
+    "python": "the host ran neither an operator nor a CUDA call: Python, or other code",
     "operators": "the host ran operators: shapes, allocation, dispatch",
     "launching": "the host was in a CUDA call that launches work",
     "allocation": "the host was in a CUDA call that takes or gives back memory",

@@ -33,10 +33,12 @@ from dlrm_workbook.analysis.attribution import (
     segments,
     step_contexts,
 )
+from dlrm_workbook.analysis.context_tree import of_streams
 from dlrm_workbook.analysis.steady import steady_state
 from dlrm_workbook.ground.arrays import Bools, Floats, Ints
 from dlrm_workbook.ground.runs import latest_run
 from dlrm_workbook.ground.units import milliseconds
+from dlrm_workbook.recordings.nesting import union_ns
 from dlrm_workbook.recordings.profile import Profile, inclusive_from_exclusive
 from dlrm_workbook.recordings.torch import RECORDED_PASS
 
@@ -466,9 +468,8 @@ def other_times(profile: Profile, folder: Path | None = None) -> pd.DataFrame:
     step = reference(profile)
     if step is None:
         return _of_recording(profile)
-    tool = {"torch": "torch.profiler", "hpctoolkit": "HPCToolkit"}.get(
-        str(profile.meta.get("engine")), "the profiler"
-    )
+    spoken = {"torch": "torch.profiler", "hpctoolkit": "HPCToolkit", "nsight": "Nsight Systems"}
+    tool = spoken.get(str(profile.meta.get("engine")), "the profiler")
     rows: list[tuple[str, float, float | None, str]] = [
         ("the step", step.ms, step.iterations, step.source)
     ]
@@ -557,8 +558,17 @@ def _added_up(profile: Profile) -> list[tuple[str, float, float | None, str]]:
     total, steps = float(context_ms.sum()) / iteration_count(profile), iteration_count(profile)
     if total < (1 + ROUNDING) * busy:
         return []
+    work = of_streams(profile)
+    at_once = work["end_ns"].sub(work["start_ns"]).sum() > (1 + ROUNDING) * union_ns(
+        work["start_ns"].to_numpy(), work["end_ns"].to_numpy()
+    )
+    cause = (
+        "kernels and copies run at once on several streams"
+        if at_once or work.empty
+        else "work of the GPU outside of these steps counts, too"
+    )
     why = (
-        f"kernels and copies run at once on several streams: the GPU is busy for "
+        f"{cause}: the GPU is busy for "
         f"{milliseconds(busy)} of the step; the call tree and the tables of calls add up to this"
     )
     return [("GPU time of all streams, added up", total, steps, why)]

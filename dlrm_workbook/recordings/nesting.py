@@ -197,3 +197,25 @@ def covered(first: Ints, last: Ints, until: Ints) -> Ints:
 def overlap(start: Ints, end: Ints, first: Ints, last: Ints) -> Floats:
     """How much (n,) of each interval lies in the stretches ``first..last``."""
     return (covered(first, last, end) - covered(first, last, start)).astype(float)
+
+
+MOST_LANES = 64
+"""Rows that spans are spread over."""
+
+
+def lanes(start: Ints, end: Ints) -> Ints:
+    """The first row (n,) on which each span has room, so that no two of a row overlap.
+
+    Where more than :data:`MOST_LANES` run at once, the last row takes them all.
+    """
+    lane = np.zeros(len(start), dtype=np.int64)
+    turn = np.argsort(start, kind="stable")
+    if (start[turn][1:] >= np.maximum.accumulate(end[turn])[:-1]).all():
+        return lane
+    free: list[int] = []
+    for row, begin, finish in zip(turn, start[turn].tolist(), end[turn].tolist(), strict=True):
+        place = next((i for i, until in enumerate(free) if until <= begin), len(free))
+        place = min(place, MOST_LANES - 1)
+        free[place : place + 1] = [finish]
+        lane[row] = place
+    return lane

@@ -24,6 +24,7 @@ from dlrm_workbook.recordings.hpctoolkit.database import read_database
 from dlrm_workbook.recordings.hpctoolkit.format import DATABASE_FILES
 from dlrm_workbook.recordings.hpctoolkit.to_profile import profile_from_database
 from dlrm_workbook.recordings.nesting import union_ns
+from dlrm_workbook.recordings.nsight import MAGIC, REPORTS, read_nsight
 from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.recordings.torch.chrome_trace import NoTraceError, read_events
 from dlrm_workbook.recordings.torch.json_stream import (
@@ -95,9 +96,11 @@ def open_recording(path: Path | str, parts: Mapping[str, str] | None = None) -> 
     if not path.exists():
         raise InputError(f"{path} does not exist")
     with open_binary(path) as file:
-        start = file.read(4)
+        start = file.read(len(MAGIC))
     if path.name in DATABASE_FILES and not start.startswith((b"{", b"[", b"\x1f\x8b")):
         return _open_folder(path.parent, parts)
+    if start == MAGIC or path.suffix in REPORTS:
+        return of_ranks(path, read_nsight(path, parts))
     if start.startswith(b"PK"):
         return _several(path, _zip_members(path), parts)
     if _is_tar(path):
@@ -123,6 +126,8 @@ def _open_folder(folder: Path, parts: Mapping[str, str] | None) -> Recording:
                 return of_ranks(folder, {rank: read(at) for rank, at in numbered})
     if any((folder / name).is_file() for name in DATABASE_FILES):
         return Recording(folder, profile_from_database(read_database(folder), parts))
+    if exports := _exports_in(folder):
+        return _exports_of_ranks(folder, exports, parts)
     return _several(folder, _files(folder, _traces_in(folder)), parts)
 
 
@@ -137,18 +142,50 @@ def require_recording(path: Path | str) -> None:
         heads = ("profile.json", "recording.json", *DATABASE_FILES)
         places = (path, path / "profile", path / "recording")
         if not any((place / name).is_file() for place in places for name in heads):
-            _traces_in(path)
+            _exports_in(path) or _traces_in(path)
         return
     with open_binary(path) as file:
         start = file.read(TAR_HEADER)
     packed = start.startswith((b"\x1f\x8b", b"PK", b"BZh", b"\xfd7zXZ")) or b"ustar" in start[257:]
     text = start.removeprefix(codecs.BOM_UTF8).lstrip()[:1] in (b"{", b"[")
-    if not (packed or text or path.name in DATABASE_FILES):
+    nsight = start.startswith(MAGIC) or path.suffix in REPORTS
+    if not (packed or text or nsight or path.name in DATABASE_FILES):
         begins = f"begins with {start[:8]!r}" if start else "is empty (0 bytes)"
         raise InputError(
             f"{path} is no recording: it {begins}, expected the JSON of a trace, "
-            "packed or not, or an archive of traces"
+            "packed or not, an archive of traces, or an SQLite export of Nsight Systems"
         )
+
+
+def _exports_in(folder: Path) -> list[Path]:
+    """The exports of Nsight Systems in a folder that is no run's."""
+    held = [] if (folder / "run.json").is_file() else folder.glob("*.sqlite")
+    return sorted(islice(held, MOST_MEMBERS))
+
+
+def _exports_of_ranks(
+    folder: Path, exports: list[Path], parts: Mapping[str, str] | None
+) -> Recording:
+    """One export of each rank, by the numbers in their names, as ``nsys`` can write them.
+
+    Raises:
+        InputError: a name does not tell its rank, or an export holds several.
+    """
+    opened = [read_nsight(file, parts) for file in exports]
+    if len(opened) == 1:
+        return of_ranks(folder, opened[0])
+    ranks: dict[int, Profile] = {}
+    for file, held in zip(exports, opened, strict=True):
+        named = _RANK.search(file.name) or re.search(r"(\d+)$", file.stem)
+        if named and len(held) == 1:
+            ranks[int(named[1])] = held[0]
+            held[0].threads["rank"] = int(named[1])
+    if len(ranks) < len(opened):
+        raise InputError(
+            f"{folder} holds {len(opened)} exports of Nsight Systems, whose names do not tell one "
+            "rank each; give one file, or names that hold rank0, rank1, ..."
+        )
+    return of_ranks(folder, dict(sorted(ranks.items())))
 
 
 def _traces_in(folder: Path) -> list[Path]:

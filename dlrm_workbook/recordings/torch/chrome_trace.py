@@ -532,7 +532,7 @@ class _Walk:
             InputError: there is no operator, range or kernel.
         """
         path = stream.name
-        cautions = _Cautions()
+        cautions = Cautions()
         cautions.add(stream.repaired, "event{s} {was} not valid JSON and {was} repaired")
         cautions.add(stream.skipped, "event{s} {was} not valid JSON and {was} left out")
         cautions.add(
@@ -568,7 +568,7 @@ class _Walk:
                 columns[name] = values
             frames[table] = pd.DataFrame(columns)[usable].reset_index(drop=True)
         cautions.add(lost, "event{s} {has} a time that is no number, and {was} left out")
-        _leave_out_strays([frames[name] for name in ("host", "device", "memory")], cautions)
+        leave_out_strays([frames[name] for name in ("host", "device", "memory")], cautions)
         host, device, memory, marks = frames.values()
         if host.empty and device.empty:
             if self.first_malformed is not None:
@@ -577,27 +577,15 @@ class _Walk:
                 why = f"has no {error.args[0]!r}" if lacks else f"is odd: {error}"
                 raise InputError(f"{path} is no trace of torch.profiler: an event {why}") from None
             raise NoTraceError(f"{path} holds no operator, range or kernel of torch.profiler")
-        zero = min(int(frame["start"].min()) for frame in (host, device, memory) if len(frame))
         host["kind"] = np.array(_SPAN_KINDS, dtype=object)[host["kind"].to_numpy()]
         what = device["kind"].to_numpy()
         device["kind"] = np.array(["kernel", "copy", "copy"], dtype=object)[what]
         device["category"] = np.array(_CATEGORIES, dtype=object)[what]
         marks["kind"] = np.array(_MARK_KINDS, dtype=object)[marks["kind"].to_numpy()]
-        negative = 0
-        for frame in frames.values():
-            frame["start"] -= zero
-            if "duration" in frame:
-                negative += int((frame["duration"] < 0).sum())
-                frame["duration"] = frame["duration"].clip(lower=0)
-                frame["end"] = frame["start"] + frame["duration"]
+        zero = from_first_event(frames, cautions)
         cautions.add(
             self.without_duration,
             "event{s} {has} no duration: {it} {is} counted, but {its} time is not",
-        )
-        cautions.add(
-            negative,
-            "event{s} {has} a negative duration or one that is no number: {it} {is} counted, but "
-            "{its} time is not",
         )
         for category, count in self.unknown.most_common(5):
             # a category of an attacker's may hold braces, so it is no part of the pattern
@@ -621,7 +609,7 @@ class _Walk:
         )
         rank = events.distributed["rank"]
         events.rank = rank if isinstance(rank, int) else 0
-        _look_at_device(events, cautions)
+        look_at_device(events, cautions)
         events.cautions = cautions.said
         return events
 
@@ -672,7 +660,7 @@ def _rounded(fraction: Floats) -> Ints:
     return np.rint(fraction * 1000).astype(np.int64)
 
 
-class _Cautions:
+class Cautions:
     """Sentences with counts."""
 
     def __init__(self) -> None:
@@ -696,7 +684,33 @@ STRAY_NS = 10**9
 is the end of a GPU operation that lasts longer than this, and than three times the recording."""
 
 
-def _leave_out_strays(frames: list[pd.DataFrame], cautions: _Cautions) -> None:
+def from_first_event(frames: dict[str, pd.DataFrame], cautions: Cautions) -> int:
+    """Count times from the first event on and add ``end``, in place.
+
+    Args:
+        frames: ``host``, ``device``, ``memory`` and ``marks`` of :class:`Events`, not all empty.
+
+    Returns:
+        The first event's time before, ns.
+    """
+    timed = (frames[name] for name in ("host", "device", "memory"))
+    zero = min(int(frame["start"].min()) for frame in timed if len(frame))
+    negative = 0
+    for frame in frames.values():
+        frame["start"] -= zero
+        if "duration" in frame:
+            negative += int((frame["duration"] < 0).sum())
+            frame["duration"] = frame["duration"].clip(lower=0)
+            frame["end"] = frame["start"] + frame["duration"]
+    cautions.add(
+        negative,
+        "event{s} {has} a negative duration or one that is no number: {it} {is} counted, but "
+        "{its} time is not",
+    )
+    return zero
+
+
+def leave_out_strays(frames: list[pd.DataFrame], cautions: Cautions) -> None:
     """Leave out, in place, the few events whose time is far from all others'."""
     start = np.sort(np.concatenate([frame["start"].to_numpy() for frame in frames]))
     first, last = 0, len(start)
@@ -732,7 +746,7 @@ GRAPH_LAUNCH = r"(?:cuda|cu|hip)GraphLaunch"
 """Matches a call that launches all the kernels of a graph."""
 
 
-def _look_at_device(events: Events, cautions: _Cautions) -> None:
+def look_at_device(events: Events, cautions: Cautions) -> None:
     """Name what the GPU's work cannot be, and take it out where it would spoil figures."""
     device, host = events.device, events.host
     if device.empty:
@@ -772,7 +786,7 @@ def _look_at_device(events: Events, cautions: _Cautions) -> None:
         )
 
 
-def _look_at_launches(events: Events, cautions: _Cautions) -> None:
+def _look_at_launches(events: Events, cautions: Cautions) -> None:
     """Take out launches that cannot be told, and say how many kernels have none recorded."""
     device, host = events.device, events.host
     runtime = host[host["kind"].eq("runtime") & host["correlation"].ge(0)]

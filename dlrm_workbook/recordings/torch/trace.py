@@ -208,9 +208,11 @@ def read_trace(path: str | Path, parts: Mapping[str, str] | None = None) -> Prof
     return profile_of(read_events(Path(path)), parts)
 
 
-def profile_of(events: Events, parts: Mapping[str, str] | None = None) -> Profile:
-    """The profile of a trace that has been read."""
-    return _Builder(events, PartNames(parts)).build({}, None)
+def profile_of(
+    events: Events, parts: Mapping[str, str] | None = None, meta: dict[str, Any] | None = None
+) -> Profile:
+    """The profile of a trace that has been read; ``meta`` says what its reader knows better."""
+    return _Builder(events, PartNames(parts)).build(meta or {}, None)
 
 
 def read_recording(folder: str | Path, parts: Mapping[str, str] | None = None) -> Profile:
@@ -345,6 +347,8 @@ class _Builder:
         # The thread with the iterations first, then by activity: row 0 is the main thread.
         line, lines = coded(self.host["line"])
         sizes = np.bincount(line, minlength=len(lines))
+        # what only polls or was sampled is no main thread
+        steps = np.bincount(line, self.host["kind"].ne("function"), len(lines))
         marks = np.bincount(line, step_marks(self.host), len(lines))
         helps = matching(self.host["name"], lambda name: name.startswith(ENGINE_PREFIX))
         helps = np.bincount(line, helps, len(lines)) > sizes / 100
@@ -354,7 +358,8 @@ class _Builder:
         in_turn: list[Ints] = []
         profiles: list[int] = []
         for place in sorted(
-            range(len(lines)), key=lambda i: (-marks[i], helps[i], -sizes[i], lines[i])
+            range(len(lines)),
+            key=lambda i: (-marks[i], helps[i], -steps[i], -sizes[i], lines[i]),
         ):
             number = lines[place].rpartition("/")[2]
             name = self.names.get(lines[place], f"thread {number}")
@@ -374,7 +379,7 @@ class _Builder:
         place_of = np.empty_like(order)
         place_of[order] = np.arange(len(order))
         parent = np.where(parent >= 0, place_of[parent], -1)[order]
-        self.host = self.host.iloc[row[order]].reset_index(drop=True)
+        self.host = self.events.host = self.host.iloc[row[order]].reset_index(drop=True)
         self.host["start"], self.host["end"] = start[order], end[order]
         self.host["parent"], self.host["profile"] = parent, np.repeat(profiles, sizes)
 
