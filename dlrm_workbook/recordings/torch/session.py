@@ -383,7 +383,7 @@ class Session:
             self._events = events_of(self._profiler) if phase.name == FIRST else self._events
             if not self._averaged(phase.name):
                 # torch crashes where this outlives the beginning of another recording
-                self._profiler.profiler.kineto_results = None
+                setattr(self._profiler.profiler, "kineto_results", None)  # noqa: B010
         self._phase = None
 
     def _start_profiler(self, phase: Phase) -> None:

@@ -38,6 +38,7 @@ from dlrm_workbook.recordings.torch.chrome_trace import (
     load_json,
     read_events,
 )
+from dlrm_workbook.recordings.torch.details import ALLOCATIONS, join_details
 from dlrm_workbook.recordings.torch.gaps import fill_gaps
 from dlrm_workbook.recordings.torch.parts import foreign_parts, has_own_parts, own_parts
 from dlrm_workbook.recordings.torch.shape_work import shape_meaning, shape_metrics
@@ -70,6 +71,11 @@ def allocated(memory: pd.DataFrame, host: pd.DataFrame, count: int) -> dict[str,
         ``allocated_bytes`` and ``gpu_allocated_bytes``, each only if recorded.
     """
     columns: dict[str, np.ndarray] = {}
+    if "allocated_bytes" in host:  # by iterations of their own, see join_details
+        for name in ALLOCATIONS:
+            if host[name].any():
+                columns[name] = np.bincount(host["context"], host[name].fillna(0.0), count)
+        return columns
     for line, events in memory[memory["bytes"].gt(0)].groupby("line"):
         spans = host[host["line"] == line]
         if spans.empty:
@@ -241,13 +247,15 @@ def read_recording(folder: str | Path, parts: Mapping[str, str] | None = None) -
         )
     meta = {key: value for key, value in head.items() if key != "format_version"}
     events = read_events(folder / "trace.json.gz")
-    stacks = folder / "python.json"
+    stacks, samples = folder / "python.json", None
     if stacks.is_file() and has_own_parts(events.host):
         meta["python_lines"] = sampled_lines(stacks)
     elif stacks.is_file():
         events.host, samples = with_stacks(events.host, stacks)
-        return _Builder(events, PartNames(parts), samples).build(meta, rows)
-    return _Builder(events, PartNames(parts)).build(meta, rows)
+    details = folder / "trace_details.json.gz"
+    if details.is_file():
+        join_details(events, read_events(details))
+    return _Builder(events, PartNames(parts), samples).build(meta, rows)
 
 
 class _Builder:
