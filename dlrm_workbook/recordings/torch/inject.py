@@ -40,9 +40,45 @@ STARTUP = Path(__file__).resolve().parent / "startup"
 
 def install() -> None:
     """Begin to wait for optimizers, where the environment says what is to be recorded."""
-    asked = os.environ.get(VARIABLE)
-    if asked:
-        sys.meta_path.insert(0, _OptimizerFinder(json.loads(asked)))
+    given = os.environ.get(VARIABLE)
+    if given:
+        asked = json.loads(given)
+        sys.meta_path.insert(0, _OptimizerFinder(asked))
+        if asked.get("alive"):
+            end_with_holder(asked["alive"], asked["holder"])
+            os.register_at_fork(
+                after_in_child=lambda: end_with_holder(asked["alive"], asked["holder"])
+            )
+
+
+def end_with_holder(pipe: str, holder: int) -> None:
+    """Have the kernel end this process and its group when the pipe's last writer is gone (Linux).
+
+    It takes no thread, and holds for a shell that started this process and for workers forked
+    from it. A process that was started in a session of its own (a rank of torchrun) asks again.
+
+    Args:
+        pipe: a named pipe that the process which measures keeps open for writing.
+        holder: the number of that process.
+    """
+    if sys.platform != "linux":
+        return
+    import fcntl
+    import signal
+
+    try:
+        reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        fcntl.fcntl(reader, fcntl.F_SETOWN, -os.getpgrp())
+        fcntl.fcntl(reader, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(reader, fcntl.F_SETFL, os.O_NONBLOCK | os.O_ASYNC)
+    except (OSError, AttributeError):
+        return  # the program is measured all the same
+    try:
+        os.kill(holder, 0)
+    except ProcessLookupError:  # it was killed before the kernel was asked
+        os.killpg(0, signal.SIGKILL)
+    except OSError:
+        pass
 
 
 class _OptimizerFinder(importlib.abc.MetaPathFinder):
@@ -155,11 +191,19 @@ class _Watch:
         place = Path(self.asked["folder"]) / str(os.getpid())
         try:
             self.session = begin(
-                place, Lengths(**self.asked["lengths"]), Detail(**self.asked["detail"])
+                place,
+                Lengths(**self.asked["lengths"]),
+                Detail(**self.asked["detail"]),
+                self.doing,
             )
         except InputError as error:
             self.refuse(error)
             self.end_program()
+
+    def doing(self, what: str) -> None:
+        """Leave word of what is done now."""
+        self.state["doing"] = what
+        self.tell()
 
     def close(self) -> None:
         """Write the recording."""

@@ -27,6 +27,7 @@ import contextlib
 import json
 import os
 import platform
+import shlex
 import statistics
 import sys
 import threading
@@ -58,6 +59,18 @@ DETAILS, AFTER, SAMPLED = "details", "after", "sampled"
 """Phases of a session, in their order: not measured, timed, recorded alone to see how much that
 is, recorded, recorded with shapes and memory, timed, and run with nothing but the Python stack
 sampled."""
+
+DOING = {
+    WARM_UP: "iterations to warm up",
+    BEFORE: "iterations timed without the profiler",
+    FIRST: "iteration recorded to see how much that is",
+    PROFILED: "iterations recorded",
+    DETAILS: "iterations recorded with shapes and memory",
+    AFTER: "iterations timed without the profiler",
+    SAMPLED: "iterations with Python's stack sampled",
+}
+WRITING = "writing what was recorded"
+"""What a session does in each phase, for whoever waits, and after the last."""
 
 TRACES = {
     FIRST: "trace.json.gz",
@@ -188,6 +201,7 @@ class Session:
         information: Goes into ``recording.json`` as it is: ``parameters``,
             ``machine``, ``versions``, ``probes``, ``command``, ...
         progress: Called with (iterations done, iterations in all) after each.
+        doing: Called with what is done next, whenever that changes.
 
     Raises:
         InputError: ``device`` is a GPU that is not there.
@@ -203,6 +217,7 @@ class Session:
         ours: bool = True,
         information: dict[str, Any] | None = None,
         progress: Callable[[int, int], object] | None = None,
+        doing: Callable[[str], object] = lambda what: None,
     ) -> None:
         self.folder, self.device = Path(folder), torch.device(device)
         self.on_gpu = self.device.type == "cuda"
@@ -210,7 +225,7 @@ class Session:
             raise InputError(f"cannot record on {self.device}: torch sees no GPU")
         self._detail, self._phases = detail, lengths.phases(detail, ours)
         self.information = dict(information or {})
-        self.ours, self._progress = ours, progress
+        self.ours, self._progress, self._doing = ours, progress, doing
         self.done = 0
         """Iterations that have ended."""
         self._each: dict[str, list[float]] = {phase.name: [] for phase in self._phases}
@@ -345,6 +360,7 @@ class Session:
         left = (each for each in self._phases if len(self._each[each.name]) < each.iterations)
         self._phase = phase = next(left, None)
         self._counted = False if phase is not None and phase.plain else None
+        self._doing(f"{phase.iterations} {DOING[phase.name]}" if phase is not None else WRITING)
         if phase is not None and phase.profiler is not None:
             self._start_profiler(phase)
         if phase is not None and phase.sampler:
@@ -435,17 +451,13 @@ class Session:
                 f"{'is' if recorded == 1 else 'are'} recorded: times of parts scatter more."
             )
             self.information["notices"] = [*self.information.get("notices", []), said]
-            self._say(said)
+            print(f"dlrm: {said}", file=sys.stderr, flush=True)
         if asked[DETAILS] and not fitting[DETAILS]:
             why = (
                 f"an iteration runs {events:,} operators and ranges, and their shapes and memory "
                 f"are recorded up to {MOST_DETAILED:,}"
             )
             self._cuts = dict.fromkeys(("shapes", "allocated_bytes", "flops"), why)
-
-    @staticmethod
-    def _say(sentence: str) -> None:
-        print(f"dlrm: {sentence}", file=sys.stderr, flush=True)
 
     def _mark(self) -> None:
         phase = self._phase
@@ -734,7 +746,12 @@ def recorded_circumstances() -> dict[str, Any]:
     }
 
 
-def begin(folder: Path, lengths: Lengths, detail: Detail) -> Session:
+def begin(
+    folder: Path,
+    lengths: Lengths,
+    detail: Detail,
+    doing: Callable[[str], object] = lambda what: None,
+) -> Session:
     """Begin to record a program that is not ours, in whose first iterations we are.
 
     Raises:
@@ -749,13 +766,15 @@ def begin(folder: Path, lengths: Lengths, detail: Detail) -> Session:
     device = torch.device("cuda", torch.cuda.current_device()) if used else torch.device("cpu")
     limit = torch.cuda.mem_get_info(device)[1] if used else memory_limit()
     information = {
-        "command": " ".join([Path(sys.executable).name, *sys.orig_argv[1:]]),
+        "command": shlex.join([Path(sys.executable).name, *sys.orig_argv[1:]]),
         "device_name": torch.cuda.get_device_name(device) if used else "CPU",
         "memory_limit_bytes": limit,
         **recorded_circumstances(),
         "not_measured": dict.fromkeys(("part_probes", "data_statistics"), UNKNOWN_MODEL),
     }
-    session = Session(folder, lengths, detail, device=device, ours=False, information=information)
+    session = Session(
+        folder, lengths, detail, device=device, ours=False, information=information, doing=doing
+    )
     return session.__enter__()
 
 
