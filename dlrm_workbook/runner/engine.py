@@ -225,9 +225,9 @@ class _Client(PapermillNotebookClient):
         for index, cell in enumerate(self.nb.cells):
             if self.watch.stopping:
                 break
-            if cell.cell_type == "markdown":
-                if found := heading(cell.source):  # a paragraph is under the heading before it
-                    self.progress.section(found)
+            # a paragraph is under the heading before it
+            if cell.cell_type == "markdown" and (found := heading(cell.source)):
+                self.progress.section(found)
             self._run_cell(index, cell)
 
     def _run_cell(self, index: int, cell: NotebookNode) -> None:

@@ -373,7 +373,7 @@ def test_hpctoolkit_measures_a_command_beside_its_own_marks(
 KEPT_OPEN = """
 import os, sys, time
 if not os.fork():
-    os.setsid()  # as the ranks of torchrun, which are in no group of ours
+    os.setsid()  # in no group of ours, as the ranks of torchrun
 with open(f"{os.getpid()}.pid", "w"):
     time.sleep(600)
 """
@@ -420,7 +420,7 @@ def _wait_until(true: Callable[[], bool]) -> None:
 
 def loop(folder: Path, steps: int, **options: Any) -> int:
     """A loop with a table; how many iterations it did."""
-    table = torch.nn.EmbeddingBag(50, 8, mode="sum")
+    table, weight = torch.nn.EmbeddingBag(50, 8, mode="sum"), torch.ones(8, 8)
     indices = torch.arange(50).repeat(12000).view(-1, 100)  # long enough on any machine
     done = 0
     with record(folder, **{"ceilings": False} | options) as step:
@@ -428,7 +428,7 @@ def loop(folder: Path, steps: int, **options: Any) -> int:
             with record.part("embedding"):
                 pooled = table(indices)
             with record.part("top_mlp"):
-                scores = pooled.tanh().cos()
+                scores = (pooled @ weight).tanh()
             scores.sum().backward()
             done += 1
             step()

@@ -54,8 +54,8 @@ def install() -> None:
 def end_with_holder(pipe: str, holder: int) -> None:
     """Have the kernel end this process and its group when the pipe's last writer is gone (Linux).
 
-    It takes no thread, and holds for a shell that started this process and for workers forked
-    from it. A process that was started in a session of its own (a rank of torchrun) asks again.
+    It takes no thread, and holds for a shell that started this process. Every Python process that
+    is forked or started asks anew, since a rank of torchrun is in a group of its own.
 
     Args:
         pipe: a named pipe that the process which measures keeps open for writing.
@@ -67,10 +67,11 @@ def end_with_holder(pipe: str, holder: int) -> None:
     import signal
 
     try:
-        reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        fcntl.fcntl(reader, fcntl.F_SETOWN, -os.getpgrp())
-        fcntl.fcntl(reader, fcntl.F_SETSIG, signal.SIGKILL)
-        fcntl.fcntl(reader, fcntl.F_SETFL, os.O_NONBLOCK | os.O_ASYNC)
+        for owner in (-os.getpgrp(), os.getpid()):  # which may leave its group later
+            reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            fcntl.fcntl(reader, fcntl.F_SETOWN, owner)
+            fcntl.fcntl(reader, fcntl.F_SETSIG, signal.SIGKILL)
+            fcntl.fcntl(reader, fcntl.F_SETFL, os.O_NONBLOCK | os.O_ASYNC)
     except (OSError, AttributeError):
         return  # the program is measured all the same
     try:
