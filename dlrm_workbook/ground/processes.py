@@ -191,8 +191,8 @@ class Completed:
             raise MeasurementError(f"{what} {self.failure()}: {self.last_words()}{self.see_log()}")
 
 
-_PROGRESS = re.compile(r"\d+%\||\d+(\.\d+)?(it|s)/(s|it)\b|^\{.*\}$")
-"""Bars as tqdm draws them, and lines of JSON."""
+_PROGRESS = re.compile(r"\d+%\||\d+(\.\d+)?(it|s)/(s|it)\b|^\{.*\}$|^USDT:")
+"""Bars as tqdm draws them, lines of JSON, and what torch says when it profiles."""
 
 
 def ending_with_us() -> Mapping[str, str]:

@@ -12,7 +12,8 @@ import json
 import os
 import shlex
 import shutil
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -104,24 +105,16 @@ def _recorded(
     progress: ProgressCallback | None,
 ) -> list[str]:
     """As :func:`record_command`; its processes write into ``made``."""
-
-    def told(now: Progress) -> None:
-        """Tell what the program is used for after it was recorded."""
-        with contextlib.suppress(InputError, OSError):
-            doing = [read_json(file).get("doing") for file in notes.glob("*.json")]
-            now = replace(now, detail=next(filter(None, doing), now.detail))
-        if progress is not None:
-            progress(now)
-
-    done = run_child(
-        command,
-        stage=STAGE,
-        logs=folder / "logs",
-        environment=recording_environment(os.environ, notes, config),
-        folder=config.command_folder or None,
-        timeout_s=config.timeout_s,
-        progress=told,
-    )
+    with living_pipe() as alive:
+        done = run_child(
+            command,
+            stage=STAGE,
+            logs=folder / "logs",
+            environment=recording_environment(os.environ, notes, config, alive=alive),
+            folder=config.command_folder or None,
+            timeout_s=config.timeout_s,
+            progress=progress and (lambda told: progress(with_phase(told, notes))),
+        )
     processes = [read_json(file) for file in sorted(notes.glob("*.json"))]
     recorded = [process for process in processes if process["state"] == "recorded"]
     if not recorded:
@@ -137,14 +130,44 @@ def _recorded(
     return notices
 
 
+@contextlib.contextmanager
+def living_pipe() -> Iterator[str]:
+    """A named pipe that is open for writing as long as this process lives, however it ends."""
+    with tempfile.TemporaryDirectory(prefix="dlrm-alive-") as folder:
+        pipe = str(Path(folder) / "pipe")
+        os.mkfifo(pipe)
+        writer = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
+        try:
+            yield pipe
+        finally:
+            os.close(writer)
+
+
+def with_phase(told: Progress, notes: Path) -> Progress:
+    """Progress of a command, with what its processes say they do."""
+    for file in notes.glob("*.json"):
+        with contextlib.suppress(InputError, OSError):
+            note = read_json(file)
+            if isinstance(note, dict) and note.get("doing"):
+                return replace(told, stage="your program", detail=str(note["doing"]))
+    return replace(told, stage="your program", detail="until its optimizer steps")
+
+
 def recording_environment(
     base: Mapping[str, str],
     notes: Path,
     config: ProfilingConfig,
     times_only: bool = False,
+    alive: str = "",
 ) -> dict[str, str]:
-    """The environment in which a program records itself, or says when its iterations end."""
+    """The environment in which a program records itself, or says when its iterations end.
+
+    Args:
+        alive: the pipe of :func:`living_pipe`, with whose end the program ends; "" for none.
+    """
     asked = {
+        "alive": alive,
+        "holder": os.getpid(),
         "folder": str(notes),
         "times_only": times_only,
         "trials": 0 if times_only else config.trials,

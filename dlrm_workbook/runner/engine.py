@@ -222,17 +222,12 @@ class _Client(PapermillNotebookClient):
     def papermill_execute_cells(self) -> None:
         """Execute cell by cell, saving after each."""
         self.watch.ready()
-        total = sum(cell.cell_type == "code" for cell in self.nb.cells)
-        number = 0
         for index, cell in enumerate(self.nb.cells):
             if self.watch.stopping:
                 break
-            if cell.cell_type == "markdown":
-                if found := heading(cell.source):  # a paragraph is under the heading before it
-                    self.progress.section(found)
-            elif cell.cell_type == "code":
-                number += 1
-                self.progress.cells(number, total)
+            # a paragraph is under the heading before it
+            if cell.cell_type == "markdown" and (found := heading(cell.source)):
+                self.progress.section(found)
             self._run_cell(index, cell)
 
     def _run_cell(self, index: int, cell: NotebookNode) -> None:

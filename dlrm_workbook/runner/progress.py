@@ -51,7 +51,6 @@ class ProgressLine:
         self._live = self._to.isatty()
         self._head = f"[{head}] "
         self._section = ""
-        self._cells = ""
         self._file = Path(os.devnull)
         self._begun = time.time()
         self._said = ""
@@ -88,10 +87,6 @@ class ProgressLine:
     def section(self, heading: str) -> None:
         """Say under which heading of the notebook the cells are that run now."""
         self._section, self._begun = heading, time.time()
-
-    def cells(self, number: int, of: int) -> None:
-        """Say which cell runs."""
-        self._cells = f"cell {number} of {of}"
         if self._live or not self._said:
             self.show()
 
@@ -119,7 +114,7 @@ class ProgressLine:
     def _line(self, state: dict[str, Any] | None, now: float, width: int) -> tuple[str, str]:
         """What goes on, and the line with all that is known of it, in so many columns."""
         if state is None:
-            state = {"what": self._section, "began": self._begun, "text": self._cells}
+            state = {"what": self._section, "began": self._begun}
         what, done, total = state["what"], state.get("done"), state.get("total")
         counted = f" {done:,} of {total:,}" if total and done is not None else ""
         elapsed = now - state["began"]

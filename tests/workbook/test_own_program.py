@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
+import shutil
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -221,7 +225,7 @@ def test_a_run_folder_opens_as_what_was_measured(measured: tuple[Profile, Path])
     ("arguments", "profiling", "said"),
     [
         (("1",), {}, "stepped its optimizer once only"),
-        (("9", "plain"), {"iterations": 10}, "ended after 7 of 33 iterations .* train at least 10"),
+        (("9", "plain"), {"iterations": 10}, "ended after 7 of 26 iterations .* train at least 10"),
         (("5", "fail"), {}, "failed with exit code 3: ran out of luck"),
         (("5", "still"), {}, "without a step of any torch optimizer"),
         (("1000000", "fork"), {"iterations": 100_000}, "background|still training"),
@@ -359,12 +363,57 @@ def test_hpctoolkit_measures_a_command_beside_its_own_marks(
     assert open_recording(tmp_path / "run").profile.meta["engine"] == "hpctoolkit"
 
 
+KEPT_OPEN = """
+import os, sys, time
+if not os.fork():
+    os.setsid()  # in no group of ours, as the ranks of torchrun
+with open(f"{os.getpid()}.pid", "w"):
+    time.sleep(600)
+"""
+
+
+def test_sigkill_of_what_measures_ends_the_program_and_its_children(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(KEPT_OPEN)
+    asked = program(tmp_path).profiling
+    command = ["sh", "-c", f"{sys.executable} train.py; touch survived"]
+    code = (
+        "from pathlib import Path\n"
+        "from dlrm_workbook.ground.profiling import ProfilingConfig\n"
+        "from dlrm_workbook.recordings.command import record_command\n"
+        f"config = ProfilingConfig(command_folder={asked.command_folder!r})\n"
+        f"record_command({command!r}, config, Path('run'))\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    starter = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, env=environment)
+    _wait_until(lambda: len(list(tmp_path.glob("*.pid"))) == 2)
+    running = [int(file.stem) for file in tmp_path.glob("*.pid")]
+    assert all(map(_is_alive, running))
+    starter.kill()
+    starter.wait()
+    _wait_until(lambda: not any(map(_is_alive, running)))
+    assert not (tmp_path / "survived").exists()
+
+
+def _is_alive(number: int) -> bool:
+    try:
+        return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def _wait_until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 # ---- two lines in one's own code ---------------------------------------------------------
 
 
 def loop(folder: Path, steps: int, **options: Any) -> int:
     """A loop with a table; how many iterations it did."""
-    table = torch.nn.EmbeddingBag(50, 8, mode="sum")
+    table, weight = torch.nn.EmbeddingBag(50, 8, mode="sum"), torch.ones(8, 8)
     indices = torch.arange(50).repeat(12000).view(-1, 100)  # long enough on any machine
     done = 0
     with record(folder, **{"ceilings": False} | options) as step:
@@ -372,7 +421,7 @@ def loop(folder: Path, steps: int, **options: Any) -> int:
             with record.part("embedding"):
                 pooled = table(indices)
             with record.part("top_mlp"):
-                scores = pooled.tanh().cos()
+                scores = (pooled @ weight).tanh()
             scores.sum().backward()
             done += 1
             step()
@@ -386,6 +435,45 @@ def test_a_loop_records_itself_and_goes_on(tmp_path: Path) -> None:
     parts = set(attribute(profile)[["component", "phase"]].itertuples(index=False, name=None))
     assert {("embedding", "forward"), ("embedding", "backward")} <= parts
     assert {("top_mlp", "forward"), ("top_mlp", "backward")} <= parts
+
+
+def test_details_of_other_iterations_are_those_of_a_recording_that_holds_all(
+    tmp_path: Path,
+) -> None:
+    loop(tmp_path / "mine", 30, iterations=3, warmup=1)
+    whole, apart = tmp_path / "whole", tmp_path / "apart"
+    for folder in (whole, apart):
+        folder.mkdir()
+        for name in ("recording.json", "key_averages.json"):
+            shutil.copy(tmp_path / "mine" / name, folder)
+        shutil.copy(tmp_path / "mine" / "trace_details.json.gz", folder / "trace.json.gz")
+    shutil.copy(whole / "trace.json.gz", apart / "trace_details.json.gz")
+    trace = json.loads(gzip.decompress((whole / "trace.json.gz").read_bytes()))
+    trace["traceEvents"] = [e for e in trace["traceEvents"] if e["name"] != "[memory]"]
+    for event in trace["traceEvents"]:
+        for name in [name for name in event.get("args", {}) if "Input" in name or "Conc" in name]:
+            del event["args"][name]
+    (apart / "trace.json.gz").write_bytes(gzip.compress(json.dumps(trace).encode()))
+    expected, joined = (open_recording(folder).profile for folder in (whole, apart))
+    assert {"allocated_bytes", "flops", "operand_bytes"} <= set(expected.metrics["metric"])
+    pd.testing.assert_frame_equal(joined.contexts, expected.contexts)
+    pd.testing.assert_frame_equal(joined.values, expected.values)
+    assert joined.meta["memory"] == expected.meta["memory"]
+
+
+@pytest.mark.parametrize("limit", ["MOST_EVENTS", "MOST_DETAILED"])
+def test_a_huge_recording_is_cut_and_says_so(
+    limit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(session, limit, 10)
+    loop(tmp_path / "mine", 30, iterations=3, warmup=1)
+    profile = open_recording(tmp_path / "mine").profile
+    detailed = limit == "MOST_EVENTS"
+    assert len(profile.iterations) == (1 if detailed else 3)
+    assert ("1 of 3 iterations is recorded" in capsys.readouterr().err) == detailed
+    assert any("1 of 3" in said for said in profile.meta.get("notices", [])) == detailed
+    for name in ("shapes", "allocated_bytes", "flops"):
+        assert "operators and ranges" in profile.not_measured[name]
 
 
 class Tower(torch.nn.Module):

@@ -30,7 +30,6 @@ def test_a_log_gets_a_line_when_something_else_begins_and_none_while_nothing_is_
     log = io.StringIO()
     with ProgressLine("2/3 profile", log).ticking() as line:
         line.section("Measuring")
-        line.cells(4, 13)
         line.show()
         line.show()
         told(line, what="timing alternatives", done=7, total=24, text="embedding_backend=fused")
@@ -38,7 +37,7 @@ def test_a_log_gets_a_line_when_something_else_begins_and_none_while_nothing_is_
         told(line, what="timing alternatives", done=8, total=24)
         line.show()
     assert log.getvalue().splitlines() == [
-        "[2/3 profile] Measuring (cell 4 of 13)",
+        "[2/3 profile] Measuring",
         "[2/3 profile] timing alternatives 7 of 24 (embedding_backend=fused)",
     ]
 

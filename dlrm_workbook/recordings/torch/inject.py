@@ -44,9 +44,46 @@ STARTUP = Path(__file__).resolve().parent / "startup"
 
 def install() -> None:
     """Begin to wait for optimizers, where the environment says what is to be recorded."""
-    asked = os.environ.get(VARIABLE)
-    if asked:
-        sys.meta_path.insert(0, _OptimizerFinder(json.loads(asked)))
+    given = os.environ.get(VARIABLE)
+    if given:
+        asked = json.loads(given)
+        sys.meta_path.insert(0, _OptimizerFinder(asked))
+        if asked.get("alive"):
+            end_with_holder(asked["alive"], asked["holder"])
+            os.register_at_fork(
+                after_in_child=lambda: end_with_holder(asked["alive"], asked["holder"])
+            )
+
+
+def end_with_holder(pipe: str, holder: int) -> None:
+    """Have the kernel end this process and its group when the pipe's last writer is gone (Linux).
+
+    It takes no thread, and holds for a shell that started this process. Every Python process that
+    is forked or started asks anew, since a rank of torchrun is in a group of its own.
+
+    Args:
+        pipe: a named pipe that the process which measures keeps open for writing.
+        holder: the number of that process.
+    """
+    if sys.platform != "linux":
+        return
+    import fcntl
+    import signal
+
+    try:
+        for owner in (-os.getpgrp(), os.getpid()):  # which may leave its group later
+            reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            fcntl.fcntl(reader, fcntl.F_SETOWN, owner)
+            fcntl.fcntl(reader, fcntl.F_SETSIG, signal.SIGKILL)
+            fcntl.fcntl(reader, fcntl.F_SETFL, os.O_NONBLOCK | os.O_ASYNC)
+    except (OSError, AttributeError):
+        return  # the program is measured all the same
+    try:
+        os.kill(holder, 0)
+    except ProcessLookupError:  # it was killed before the kernel was asked
+        os.killpg(0, signal.SIGKILL)
+    except OSError:
+        pass
 
 
 class _OptimizerFinder(importlib.abc.MetaPathFinder):
@@ -163,7 +200,7 @@ class _Watch:
             from dlrm_workbook.recordings.torch.trials import Trials
 
             self.trials = Trials(
-                self.place, self.asked["trials"], only=self.asked.get("try"), tell=self.tell
+                self.place, self.asked["trials"], only=self.asked.get("try"), tell=self.doing
             )
             if self.trials.step():
                 return
@@ -180,11 +217,19 @@ class _Watch:
 
         try:
             self.session = begin(
-                self.place, Lengths(**self.asked["lengths"]), Detail(**self.asked["detail"])
+                self.place,
+                Lengths(**self.asked["lengths"]),
+                Detail(**self.asked["detail"]),
+                self.doing,
             )
         except InputError as error:
             self.refuse(error)
             self.end_program()
+
+    def doing(self, what: str) -> None:
+        """Leave word of what is done now."""
+        self.state["doing"] = what
+        self.tell()
 
     def close(self) -> None:
         """Write the recording."""
@@ -238,7 +283,7 @@ class _Watch:
             self.state = {"state": "ended"}
             self.tell()
 
-    def tell(self, doing: str = "") -> None:
+    def tell(self) -> None:
         """Write how things stand, for the process that started all this."""
         from dlrm_core.base.files import write_json
         from dlrm_workbook.recordings.torch.session import rank_of_process
@@ -250,6 +295,5 @@ class _Watch:
             "rank": rank,
             "world": world,
             "steps": self.steps,
-            "doing": doing,
         }
         write_json(Path(self.asked["folder"]) / f"{os.getpid()}.json", facts | self.state)

@@ -6,9 +6,15 @@ up, which are timed without the profiler and which with it. Our own workload
 (:mod:`dlrm_workbook.recordings.torch.inject`) and loops that say it themselves (:class:`record`)
 are recorded by it alike. Needs torch and numpy only.
 
+Times and details of a foreign program are recorded in iterations of their own, since shapes and
+memory slow down what they describe. One iteration alone under the profiler decides how many more
+are recorded, and with what.
+
 The folder that it leaves holds
 
 * ``trace.json.gz``: torch's chrome trace,
+* ``trace_details.json.gz``: the same of some later iterations, with shapes and memory, where the
+  former has none,
 * ``key_averages.json``: per operator and shapes, with the FLOPs that no trace has,
 * ``recording.json``: iteration times, the system's counters of each iteration, dilation,
   circumstances, what was not measured,
@@ -23,6 +29,7 @@ import contextlib
 import json
 import os
 import platform
+import shlex
 import statistics
 import sys
 import threading
@@ -30,7 +37,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -54,10 +61,47 @@ from dlrm_workbook.recordings.torch.seen_model import SeenModel
 if TYPE_CHECKING:
     from dlrm_workbook.recordings.torch.trials import Trials
 
-WARM_UP, BEFORE, PROFILED, AFTER, SAMPLED = "warm-up", "before", "profiled", "after", "sampled"
-COUNTED = "counted"
-"""Phases of a session, in their order: not measured, timed, recorded, timed, run with nothing
-but Python stacks sampled, and one iteration whose lines are counted."""
+WARM_UP, BEFORE, FIRST, PROFILED = "warm-up", "before", "first", "profiled"
+DETAILS, AFTER, SAMPLED, COUNTED = "details", "after", "sampled", "counted"
+"""Phases of a session, in their order: not measured, timed, recorded alone to see how much that
+is, recorded, recorded with shapes and memory, timed, run with nothing but Python stacks sampled,
+and one iteration whose lines are counted."""
+
+DOING = {
+    WARM_UP: "iterations to warm up",
+    BEFORE: "iterations timed without the profiler",
+    FIRST: "iteration recorded to see how much that is",
+    PROFILED: "iterations recorded",
+    DETAILS: "iterations recorded with shapes and memory",
+    AFTER: "iterations timed without the profiler",
+    SAMPLED: "iterations with Python's stacks sampled",
+    COUNTED: "iteration with its lines counted",
+}
+WRITING = "writing what was recorded"
+"""What a session does in each phase, for whoever waits, and after the last."""
+
+TRACES = {
+    FIRST: "trace.json.gz",
+    PROFILED: "trace.json.gz",
+    DETAILS: "trace_details.json.gz",
+}
+"""The file for the trace of a phase; the recorded iterations replace the first one."""
+
+DETAILED_ITERATIONS = 3
+"""Iterations of a foreign program in which shapes and memory are recorded."""
+
+MOST_EVENTS = 300_000
+"""Events that are recorded with their times at most, but never less than one iteration. Each takes
+1.5 kB of memory, and 20 to 50 us to be written, read and explained."""
+
+MOST_DETAILED = 75_000
+"""The same with shapes and memory, whose averages by shapes take 4.5 kB and 30 us an event."""
+
+SLOWEST = 3
+"""Recorded iterations take so many times as long as without the profiler at most,"""
+
+SLOW_S = 10.0
+"""and so many seconds more; fewer are recorded where they would take longer."""
 
 MAX_COUNTING_SHARE = 0.005
 """Profiled iterations are counted as long as that takes no larger share of their time."""
@@ -92,16 +136,47 @@ class Lengths:
                 f"not {self.profiled}, {self.warmup} and {self.unprofiled}"
             )
 
-    def of_phases(self) -> dict[str, int]:
-        """How many each phase has, in their order."""
-        return {
-            WARM_UP: self.warmup,
-            BEFORE: self.unprofiled - self.unprofiled // 2,
-            PROFILED: self.profiled,
-            AFTER: self.unprofiled // 2,
-            SAMPLED: self.sampled,
-            COUNTED: min(self.sampled, 1),
+    def phases(self, detail: Detail, ours: bool) -> list[Phase]:
+        """What is switched on in which iterations, in their order."""
+        full = {
+            "record_shapes": detail.record_shapes,
+            "profile_memory": detail.profile_memory,
+            "with_flops": detail.record_shapes,  # torch counts them from shapes
         }
+        times = {"with_stack": detail.with_stack}
+        apart = not ours and any(full.values())
+        recorded = full | times if ours else times
+        return [
+            Phase(WARM_UP, self.warmup),
+            Phase(BEFORE, self.unprofiled - self.unprofiled // 2, plain=True),
+            Phase(FIRST, 0 if ours else 1, profiler=recorded, sampler=not ours),
+            Phase(PROFILED, self.profiled, profiler=recorded, sampler=not ours),
+            Phase(DETAILS, DETAILED_ITERATIONS if apart else 0, profiler=full | times),
+            Phase(AFTER, self.unprofiled // 2, plain=True),
+            Phase(SAMPLED, self.sampled, lines=True),
+            Phase(COUNTED, min(self.sampled, 1), counted=True),
+        ]
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Successive iterations in which the same is switched on.
+
+    Attributes:
+        plain: nothing is; the system's counters are read after each, and laps are times.
+        profiler: options of torch.profiler; None: it is off.
+        sampler: whether the Python stack is sampled.
+        lines: whether the stacks of all threads are.
+        counted: whether runs of lines are counted.
+    """
+
+    name: str
+    iterations: int
+    plain: bool = False
+    profiler: dict[str, bool] | None = None
+    sampler: bool = False
+    lines: bool = False
+    counted: bool = False
 
 
 @dataclass(frozen=True)
@@ -139,6 +214,7 @@ class Session:
         information: Goes into ``recording.json`` as it is: ``parameters``,
             ``machine``, ``versions``, ``probes``, ``command``, ...
         progress: Called with (iterations done, iterations in all) after each.
+        doing: Called with what is done next, whenever that changes.
 
     Raises:
         InputError: ``device`` is a GPU that is not there.
@@ -154,34 +230,41 @@ class Session:
         ours: bool = True,
         information: dict[str, Any] | None = None,
         progress: Callable[[int, int], object] | None = None,
+        doing: Callable[[str], object] = lambda what: None,
     ) -> None:
         self.folder, self.device = Path(folder), torch.device(device)
         self.on_gpu = self.device.type == "cuda"
         if self.on_gpu and not torch.cuda.is_available():
             raise InputError(f"cannot record on {self.device}: torch sees no GPU")
-        self._detail, self._lengths = detail, lengths.of_phases()
+        self._detail, self._phases = detail, lengths.phases(detail, ours)
         self.information = dict(information or {})
-        self.ours, self._progress = ours, progress
-        self.total = sum(self._lengths.values())
+        self.ours, self._progress, self._doing = ours, progress, doing
         self.done = 0
         """Iterations that have ended."""
-        self._each: dict[str, list[float]] = {phase: [] for phase in self._lengths}
+        self._each: dict[str, list[float]] = {phase.name: [] for phase in self._phases}
         """Host milliseconds of the iterations of each phase."""
         self._all_ms = dict.fromkeys(self._each, 0.0)
         """Milliseconds of each phase, with the device's work done."""
-        self._phase: str | None = None
+        self._phase: Phase | None = None
         self._began = self._ended = self._phase_began = self._read_before = 0.0
-        self._profiler: profile | None = None
-        self._sampler: StackSampler | None = None
+        self._events = 0
+        """Recorded in the first iteration."""
+        self._profiler: profile
+        """The one that runs, or that ran last."""
+        self._samplers: dict[str, StackSampler] = {}
+        self._cuts: dict[str, str] = {}
+        """What is not measured since it would be too much, with the reason."""
         self._line_sampler: StackSampler | None = None
         self._counter = LineCounter()
         self._sampled_ns: list[tuple[int, int]] = []
         """When each sampled iteration began and ended, ``perf_counter_ns``."""
         self._modules: ModuleRanges | None = None
         self._seen: SeenModel | None = None
-        self._marks: list[int] = []
-        self._moments: dict[str, list[list[tuple[str, float]]]] = {BEFORE: [], PROFILED: []}
-        """Moments that divide each iteration, without the profiler and with it; its end is last."""
+        self._marks: dict[str, list[int]] = {phase.name: [] for phase in self._phases}
+        self._moments: dict[str, list[list[tuple[str, float]]]] = {
+            phase.name: [] for phase in self._phases
+        }
+        """Moments that divide each iteration of a phase; its end is last."""
         self._no_laps: str | None = None
         """Why no laps are timed."""
         self._counted: bool | None = None
@@ -189,6 +272,16 @@ class Session:
         self._cheap = True
         self._threads = 0
         self._stack = contextlib.ExitStack()
+
+    @property
+    def total(self) -> int:
+        """Iterations in all, as far as that is known."""
+        return sum(phase.iterations for phase in self._phases)
+
+    @property
+    def phase(self) -> str:
+        """The name of the phase to which the iteration that runs now belongs; "" after the last."""
+        return self._phase.name if self._phase is not None else ""
 
     @property
     def finished(self) -> bool:
@@ -208,7 +301,7 @@ class Session:
         if not self.ours:
             self._modules = ModuleRanges()
             self._start_laps(self._modules)
-            if self._modules.missing is None and self._lengths[WARM_UP] > 0:
+            if self._modules.missing is None and self._phases[0].iterations > 0:
                 self._seen = SeenModel(self._modules.roots)
                 self._seen.start()  # in the first iteration, which is not measured
         self._begin_phase()
@@ -233,9 +326,9 @@ class Session:
                     hooked.stop()
             if error is not None:
                 raise error  # through what is on the stack, which leaves no folder then
-            if not self._each[PROFILED]:
+            if not self._each[PROFILED] and not self._each[FIRST]:
                 # two more: those before the session begins, see inject.py
-                needed = self._lengths[WARM_UP] + self._lengths[BEFORE] + 3
+                needed = 3 + sum(phase.iterations for phase in self._phases[:2])
                 raise InputError(
                     f"the training ended after {self.done} of {self.total} iterations to measure, "
                     f"before one was recorded; train at least {needed}, or lower "
@@ -266,9 +359,9 @@ class Session:
             return
         self._ended = time.perf_counter()
         self._counter.stop()
-        times = self._each[self._phase]
+        times = self._each[self._phase.name]
         times.append((self._ended - self._began) * 1e3)
-        if self._phase == SAMPLED:
+        if self._phase.lines:
             self._sampled_ns.append((round(self._began * 1e9), round(self._ended * 1e9)))
         self._mark()
         if self._seen is not None:
@@ -279,8 +372,11 @@ class Session:
         self.done += 1
         if self._progress is not None:
             self._progress(self.done, self.total)
-        if len(times) == self._lengths[self._phase]:
+        if len(times) == self._phase.iterations:
+            phase = self._phase
             self._end_phase()
+            if phase.name == FIRST:
+                self._fit()
             self._begin_phase()
         self._began = time.perf_counter()
 
@@ -288,20 +384,21 @@ class Session:
 
     def _begin_phase(self) -> None:
         """Begin the first phase that has iterations to come; none where all are done."""
-        left = (phase for phase, times in self._each.items() if len(times) < self._lengths[phase])
-        self._phase = next(left, None)
-        self._counted = False if self._phase in (BEFORE, AFTER) else None
-        if self._phase == PROFILED:
-            self._start_profiler()
-        plain = self._each[BEFORE]
+        left = (each for each in self._phases if len(self._each[each.name]) < each.iterations)
+        self._phase = phase = next(left, None)
+        self._counted = False if phase is not None and phase.plain else None
+        self._doing(f"{phase.iterations} {DOING[phase.name]}" if phase is not None else WRITING)
+        if phase is not None and phase.profiler is not None:
+            self._start_profiler(phase)
+        plain, thread = self._each[BEFORE], threading.get_ident()
         usual_s = statistics.median(plain) / 1e3 if plain else None
-        if self._phase == PROFILED and not self.ours:
-            self._sampler = StackSampler(threading.get_ident(), usual_s)
-            self._sampler.start()
-        elif self._phase == SAMPLED:
+        if phase is not None and phase.sampler:
+            self._samplers[phase.name] = StackSampler(thread, usual_s)
+            self._samplers[phase.name].start()
+        elif phase is not None and phase.lines:
             if self._modules is not None:
                 self._modules.stop()
-            self._line_sampler = StackSampler(threading.get_ident(), usual_s, others=True)
+            self._line_sampler = StackSampler(thread, usual_s, others=True)
             self._line_sampler.start()
         self._wait()
         self._read_before = sum(self._counters.cost_s)
@@ -309,7 +406,7 @@ class Session:
             self._counters.start()
         self._mark()
         self._phase_began = self._ended = self._began = time.perf_counter()
-        if self._phase == COUNTED:
+        if phase is not None and phase.counted:
             self._counter.start(sys._getframe())
 
     def _end_phase(self) -> None:
@@ -320,47 +417,89 @@ class Session:
         # No waiting in between: work that the GPU does while the host runs ahead
         # would otherwise be profiled as if it could not.
         self._wait()
-        whole = len(self._each[self._phase]) == self._lengths[self._phase]
+        phase = self._phase
+        whole = len(self._each[phase.name]) == phase.iterations
         total_s = (time.perf_counter() if whole else self._ended) - self._phase_began
         if not self.on_gpu:  # a GPU computes while its host reads counters
             total_s -= sum(self._counters.cost_s) - self._read_before
-        self._all_ms[self._phase] = total_s * 1e3
-        if self._sampler is not None and self._phase == PROFILED:
-            self._sampler.stop()
-        if self._line_sampler is not None and self._phase == SAMPLED:
+        self._all_ms[phase.name] = total_s * 1e3
+        if phase.sampler:
+            self._samplers[phase.name].stop()
+        if phase.lines and self._line_sampler is not None:
             self._line_sampler.stop()
-        if self._modules is not None and self._phase == PROFILED:
-            self._modules.ranges = False
-        if self._phase == PROFILED and self._profiler is not None:
+        if phase.profiler is not None:
+            if self._modules is not None:
+                self._modules.ranges = False
             self._profiler.stop()
+            if self._each[phase.name]:
+                self._profiler.export_chrome_trace(str(self._part / TRACES[phase.name]))
+            self._events = events_of(self._profiler) if phase.name == FIRST else self._events
+            if not self._averaged(phase.name):
+                # torch crashes where this outlives the beginning of another recording
+                setattr(self._profiler.profiler, "kineto_results", None)  # noqa: B010
         self._phase = None
 
-    def _start_profiler(self) -> None:
-        self._threads = threading.active_count()
-        cost_ms = self._counters.cost_ms()
-        # whether reading the counters would not show in iterations of such length
-        self._cheap = cost_ms is None or (
-            cost_ms <= MAX_COUNTING_SHARE * statistics.median(self._each[BEFORE])
-        )
-        self._counted = True if self._cheap else None
+    def _start_profiler(self, phase: Phase) -> None:
+        self._threads = max(self._threads, threading.active_count())
+        if phase.name == PROFILED:
+            cost_ms = self._counters.cost_ms()
+            # whether reading the counters would not show in iterations of such length
+            self._cheap = cost_ms is None or (
+                cost_ms <= MAX_COUNTING_SHARE * statistics.median(self._each[BEFORE])
+            )
+            self._counted = True if self._cheap else None
         activities = [ProfilerActivity.CPU]
         if self.on_gpu:
             activities.append(ProfilerActivity.CUDA)
-        self._profiler = profile(
-            activities=activities,
-            record_shapes=self._detail.record_shapes,
-            profile_memory=self._detail.profile_memory,
-            with_stack=self._detail.with_stack,
-            with_flops=True,
-        )
+        options: dict[str, Any] = {**(phase.profiler or {})}
+        self._profiler = profile(activities=activities, **options)
         if self._modules is not None:
             self._modules.start()
             self._modules.ranges = True
         self._profiler.start()
 
+    def _averaged(self, phase: str) -> bool:
+        """Whether ``key_averages.json`` is of the iterations of a phase."""
+        return phase == (PROFILED if self.ours else DETAILS)
+
+    def _fit(self) -> None:
+        """Record no more than can be held and read, judged by the first recorded iteration."""
+        events, took_ms = self._events, self._each[FIRST][0]
+        plain, asked = self._each[BEFORE], {one.name: one.iterations for one in self._phases}
+        limit = MOST_EVENTS // max(events, 1)
+        if plain:
+            spent_ms = SLOWEST * asked[PROFILED] * statistics.median(plain) + SLOW_S * 1e3
+            limit = min(limit, int(spent_ms / took_ms))
+        detailed = MOST_DETAILED // max(events, 1)
+        fitting = {
+            PROFILED: min(asked[PROFILED], limit),
+            DETAILS: min(asked[DETAILS], detailed, limit),
+        }
+        if fitting[PROFILED] < 2:
+            fitting[PROFILED] = 0  # what has been recorded is the recording
+        self._phases = [
+            replace(one, iterations=fitting.get(one.name, one.iterations)) for one in self._phases
+        ]
+        if fitting[PROFILED] < asked[PROFILED]:
+            size = f"An iteration runs {events:,} operators and ranges and takes {took_ms:,.0f} ms"
+            recorded = max(fitting[PROFILED], 1)
+            said = (
+                f"{size} under the profiler, so {recorded} of {asked[PROFILED]} iterations "
+                f"{'is' if recorded == 1 else 'are'} recorded: times of parts scatter more."
+            )
+            self.information["notices"] = [*self.information.get("notices", []), said]
+            print(f"dlrm: {said}", file=sys.stderr, flush=True)
+        if asked[DETAILS] and not fitting[DETAILS]:
+            why = (
+                f"an iteration runs {events:,} operators and ranges, and their shapes and memory "
+                f"are recorded up to {MOST_DETAILED:,}"
+            )
+            self._cuts = dict.fromkeys(("shapes", "allocated_bytes", "flops"), why)
+
     def _mark(self) -> None:
-        if self._phase == PROFILED and not self.ours:
-            self._marks.append(time.perf_counter_ns())
+        phase = self._phase
+        if phase is not None and phase.profiler is not None and not self.ours:
+            self._marks[phase.name].append(time.perf_counter_ns())
             with record_function(STEP_MARK):
                 pass
 
@@ -376,7 +515,7 @@ class Session:
             self._no_laps = "on a GPU the time of a part is that of its kernels"
         elif modules.missing is not None:
             self._no_laps = modules.missing
-        elif self._lengths[WARM_UP] < 1:
+        elif self._phases[0].iterations < 1:
             self._no_laps = "no iteration warmed up, from which their cost would be known"
         else:
             modules.timed = True
@@ -384,10 +523,13 @@ class Session:
 
     def _take_laps(self) -> None:
         """Keep the laps of the iteration that ended; after the warm-up time none that cost much."""
-        if self._modules is None or self._no_laps is not None or self._phase in (SAMPLED, COUNTED):
+        phase = self._phase
+        if self._modules is None or self._no_laps is not None or phase is None:
+            return
+        if phase.lines or phase.counted:
             return
         calls, moments = self._modules.calls, self._modules.take()
-        if self._phase == WARM_UP:
+        if phase.name == WARM_UP:
             cost_ms, took_ms = calls * self._lap_cost_ms, self._each[WARM_UP][-1]
             if cost_ms > MAX_COUNTING_SHARE * took_ms:
                 self._modules.stop()
@@ -397,8 +539,8 @@ class Session:
                     f"{MAX_COUNTING_SHARE:.1%} of an iteration"
                 )
             return
-        kept = self._moments[PROFILED if self._phase == PROFILED else BEFORE]
-        kept.append([("begins", self._began), *moments, ("ends", self._ended)])
+        name = BEFORE if phase.plain else phase.name
+        self._moments[name].append([("begins", self._began), *moments, ("ends", self._ended)])
 
     def _laps_document(self) -> dict[str, Any] | None:
         """Laps with the profiler and without, of iterations that are divided as most are.
@@ -408,6 +550,7 @@ class Session:
         divided = {
             phase: [(tuple(what for what, _ in one), [at for _, at in one]) for one in iterations]
             for phase, iterations in self._moments.items()
+            if phase in (BEFORE, self._recorded)
         }
         orders = Counter(order for iterations in divided.values() for order, _ in iterations)
         if not orders or self._no_laps is not None:
@@ -422,25 +565,32 @@ class Session:
         }
         return {
             "between": list(usual[1:-1]),
-            "profiled": laps[PROFILED],
+            "profiled": laps[self._recorded],
             "unprofiled": laps[BEFORE],
         }
 
     # ---- what is left -----------------------------------------------------------------
 
+    @property
+    def _recorded(self) -> str:
+        """The phase whose trace the recording is."""
+        return PROFILED if self._each[PROFILED] else FIRST
+
     def _write(self) -> None:
-        profiler, part = self._profiler, self._part
-        assert profiler is not None
-        profiler.export_chrome_trace(str(part / "trace.json.gz"))
-        averages = key_averages(profiler)
+        part, averages = self._part, []
+        if self.ours or self._each[DETAILS]:
+            averages = key_averages(self._profiler)
+        elif any(phase.iterations for phase in self._phases if phase.name == DETAILS):
+            why = "the program ended before the iterations that record shapes and memory"
+            self._cuts = dict.fromkeys(("shapes", "allocated_bytes", "flops"), why)
         documents = {
             "key_averages": {"format_version": RECORDING_VERSION, "rows": averages},
             "recording": self._head(averages),
         }
-        if self._sampler is not None:
-            documents["python"] = self._sampler.document() | {
-                "marks": self._marks,
-                "iteration_ms": self._each[PROFILED],
+        if self._recorded in self._samplers:
+            documents["python"] = self._samplers[self._recorded].document() | {
+                "marks": self._marks[self._recorded],
+                "iteration_ms": self._each[self._recorded],
             }
         if self._line_sampler is not None and self._sampled_ns:
             documents["lines"] = self._lines_document(self._line_sampler)
@@ -461,10 +611,10 @@ class Session:
         }
 
     def _head(self, averages: list[dict[str, Any]]) -> dict[str, Any]:
-        information, measured = self.information, self._each[PROFILED]
+        information, measured = self.information, self._each[self._recorded]
         plain = self._each[BEFORE] + self._each[AFTER]
         plain_all = self._all_ms[BEFORE] + self._all_ms[AFTER]
-        options = asdict(self._detail) | {"warmup": self._lengths[WARM_UP]}
+        options = asdict(self._detail) | {"warmup": self._phases[0].iterations}
         del options["ceilings"]
         missing = self._not_measured(averages)
         if self._threads > 1:
@@ -495,7 +645,7 @@ class Session:
                 {
                     "name": RECORDED_PASS,
                     "iterations": len(measured),
-                    "ms_per_iteration": self._all_ms[PROFILED] / len(measured),
+                    "ms_per_iteration": self._all_ms[self._recorded] / len(measured),
                     "unprofiled_ms_per_iteration": plain_all / len(plain) if plain else None,
                     # Medians: one disturbed iteration must not pass for the profiler's cost.
                     "dilation": (
@@ -528,6 +678,8 @@ class Session:
             why = "a GPU's limits are those of its data sheet"
         elif rank_of_process()[1] > 1:
             why = "several ranks share this machine, and what it leaves to one was not measured"
+        elif "shapes" in self._cuts:
+            why = "no shapes are known at which to measure them: " + self._cuts["shapes"]
         elif not self._detail.record_shapes:
             why = "input shapes were not recorded (`-p profiling.record_shapes=true` records them)"
         if why is None:
@@ -583,11 +735,18 @@ class Session:
             missing["allocated_bytes"] = (
                 "memory was not recorded; `-p profiling.profile_memory=true` records it"
             )
-        if not any(row["flops"] for row in averages):
+        missing |= self._cuts
+        if "flops" not in missing and not any(row["flops"] for row in averages):
             missing["flops"] = "torch counted no floating point operations in this run"
         if not self._each[BEFORE] + self._each[AFTER]:
             missing["dilation"] = "no iterations were timed without the profiler"
         return missing
+
+
+def events_of(profiler: profile) -> int:
+    """How many operators and ranges a profiler that is stopped has recorded."""
+    results = getattr(profiler.profiler, "kineto_results", None)
+    return len(results.events()) if results is not None else 0
 
 
 @without_collection()
@@ -642,7 +801,12 @@ def recorded_circumstances() -> dict[str, Any]:
     }
 
 
-def begin(folder: Path, lengths: Lengths, detail: Detail) -> Session:
+def begin(
+    folder: Path,
+    lengths: Lengths,
+    detail: Detail,
+    doing: Callable[[str], object] = lambda what: None,
+) -> Session:
     """Begin to record a program that is not ours, in whose first iterations we are.
 
     Raises:
@@ -657,13 +821,15 @@ def begin(folder: Path, lengths: Lengths, detail: Detail) -> Session:
     device = torch.device("cuda", torch.cuda.current_device()) if used else torch.device("cpu")
     limit = torch.cuda.mem_get_info(device)[1] if used else memory_limit()
     information = {
-        "command": " ".join([Path(sys.executable).name, *sys.orig_argv[1:]]),
+        "command": shlex.join([Path(sys.executable).name, *sys.orig_argv[1:]]),
         "device_name": torch.cuda.get_device_name(device) if used else "CPU",
         "memory_limit_bytes": limit,
         **recorded_circumstances(),
         "not_measured": dict.fromkeys(("part_probes", "data_statistics"), UNKNOWN_MODEL),
     }
-    session = Session(folder, lengths, detail, device=device, ours=False, information=information)
+    session = Session(
+        folder, lengths, detail, device=device, ours=False, information=information, doing=doing
+    )
     return session.__enter__()
 
 

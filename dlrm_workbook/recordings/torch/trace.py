@@ -37,6 +37,7 @@ from dlrm_workbook.recordings.torch.chrome_trace import (
     load_json,
     read_events,
 )
+from dlrm_workbook.recordings.torch.details import ALLOCATIONS, join_details
 from dlrm_workbook.recordings.torch.gaps import fill_gaps
 from dlrm_workbook.recordings.torch.lines import missing_of_lines, node_times, read_lines
 from dlrm_workbook.recordings.torch.parts import foreign_parts, has_own_parts, own_parts
@@ -70,6 +71,11 @@ def allocated(memory: pd.DataFrame, host: pd.DataFrame, count: int) -> dict[str,
         ``allocated_bytes`` and ``gpu_allocated_bytes``, each only if recorded.
     """
     columns: dict[str, np.ndarray] = {}
+    if "allocated_bytes" in host:  # by iterations of their own, see join_details
+        for name in ALLOCATIONS:
+            if host[name].any():
+                columns[name] = np.bincount(host["context"], host[name].fillna(0.0), count)
+        return columns
     for line, events in memory[memory["bytes"].gt(0)].groupby("line"):
         spans = host[host["line"] == line]
         if spans.empty:
@@ -247,9 +253,11 @@ def read_recording(folder: str | Path, parts: Mapping[str, str] | None = None) -
         if not isinstance(meta["trials"], dict):
             raise InputError(f"{tried} needs names with values")
     events = read_events(folder / "trace.json.gz")
-    stacks = folder / "python.json"
+    stacks, details = folder / "python.json", folder / "trace_details.json.gz"
     if stacks.is_file():
         events.host = with_stacks(events.host, stacks)
+    if details.is_file():
+        join_details(events, read_events(details))
     if (sampled := read_lines(folder)) is not None:
         meta["lines"] = sampled
     return _Builder(events, PartNames(parts)).build(meta, rows)
