@@ -70,14 +70,7 @@ def config_of_rank(config: TrainingConfig) -> tuple[TrainingConfig, list[str]]:
         notices.append(
             "training.cuda_graphs: true has no effect on several ranks: exchanges are not captured"
         )
-    if config.embedding_update != "race_free":
-        notices.append(
-            f"training.embedding_update: {config.embedding_update} has no effect on several "
-            "ranks: their tables are updated race-free"
-        )
-    return replace(
-        config, embedding_backend="torch", embedding_update="race_free", cuda_graphs=False
-    ), notices
+    return replace(config, embedding_backend="torch", cuda_graphs=False), notices
 
 
 class Bucket:

@@ -53,7 +53,7 @@ def _bench(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const="all",
         help="instead of steps: forward, backward and update of the embeddings by every back "
-        "end, and the contention study; groups: sgd, rowwise, narrow, reuse, adagrad, contention",
+        "end; groups: sgd, rowwise, narrow, reuse, adagrad",
     )
     parser.add_argument(
         "--torchrec", action="store_true", help="TorchRec's DLRM as well, where it is installed"
