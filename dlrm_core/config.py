@@ -754,7 +754,7 @@ def _read_sections(path: Path) -> dict[str, Any]:
 MOST_BYTES = 1_000_000
 """Size limit of a parameters file; the largest of ours has 3,000."""
 
-RETIRED = {"training.tables_on_disk": ""}
+RETIRED = {"training.tables_on_disk": "", "training.embedding_update": "race_free"}
 """Parameters of earlier versions, which their records hold, and the value that does nothing."""
 
 

@@ -298,7 +298,7 @@ class Report:
                     "iteration": iteration,
                     "folder": str(folder),
                     "seconds": seconds,
-                    "bytes": sum(file.stat().st_size for file in folder.iterdir()),
+                    "bytes": sum(file.stat().st_size for file in folder.rglob("*")),
                 }
             )
 

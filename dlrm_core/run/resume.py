@@ -11,13 +11,7 @@ import torch
 
 from dlrm_core.base.errors import InputError
 from dlrm_core.base.settings import shown
-from dlrm_core.config import (
-    DataConfig,
-    ModelConfig,
-    Parameters,
-    TrainingConfig,
-    parameters_from_sections,
-)
+from dlrm_core.config import DataConfig, ModelConfig, Parameters, TrainingConfig
 from dlrm_core.data.loader import Generator, plain_state, state_from_plain
 from dlrm_core.dense import DENSE_CHOICE
 from dlrm_core.interactions import INTERACTIONS
@@ -143,43 +137,21 @@ def _flat(state: torch.Tensor) -> torch.Tensor:
     return state[:, 0] if state.dim() == 2 and state.shape[1] == 1 else state
 
 
-_SHAPE = (
-    "table_rows",
-    "embedding_dim",
-    "embedding_precision",
-    "interaction",
-    *(leaf for kind in INTERACTIONS.values() for leaf in kind.options),
-    "bottom_widths",
-    "top_widths",
-)
+_SHAPE = ("table_rows", "embedding_dim", "embedding_precision", "interaction")
+_SHAPE += tuple(leaf for kind in INTERACTIONS.values() for leaf in kind.options)
+_SHAPE += ("bottom_widths", "top_widths")
 """What a model's weights mean: as it was, or the checkpoint is of another model."""
 
-_SAME = {
-    "model": ("loss", "loss_weights", "loss_threshold"),
-    "training": ("batch_size", "seed", "optimizer"),
-}
-"""What a run that goes on must have in common with the one before, beside its data."""
-
+_LOSS = ("loss", "loss_weights", "loss_threshold")
+_SAME_TRAINING = ("batch_size", "seed", "optimizer")
 _FREE_DATA = ("loader", "prefetch_batches")
-_FREE_TRAINING = (
-    "batches",
-    "epochs",
-    "max_steps",
-    "log_every",
-    "eval_every",
-    "evals_per_epoch",
-    "eval_batches",
-    "auc_target",
-    "checkpoint_every",
-    "checkpoint_folder",
-    "keep_checkpoints",
-    "resume",
-    "lowest_precision",
-    "sharding",
-    "replicated_bytes",
-    "interleave_memory",
-    "rank_timeout_s",
-)
+_SAME_DATA = tuple(f.name for f in dataclasses.fields(DataConfig) if f.name not in _FREE_DATA)
+"""What a run that goes on must have in common with the one before, beside its model."""
+
+_FREE_TRAINING = ("batches", "epochs", "max_steps", "log_every", "device", "lowest_precision")
+_FREE_TRAINING += ("eval_every", "evals_per_epoch", "eval_batches", "auc_target")
+_FREE_TRAINING += ("checkpoint_every", "checkpoint_folder", "keep_checkpoints", "resume")
+_FREE_TRAINING += ("sharding", "replicated_bytes", "interleave_memory", "rank_timeout_s")
 """May differ without a word: they do not change what an iteration computes."""
 
 
@@ -236,20 +208,7 @@ def require_same_model(model: ModelConfig, checkpoint: Checkpoint) -> None:
     Raises:
         InputError: naming the parameter and both values.
     """
-    was = parameters_from_sections(checkpoint.parameters).model
-    for name in _SHAPE:
-        before, now = getattr(was, name), getattr(model, name)
-        if before == now:
-            continue
-        if name == "table_rows":
-            if len(before) != len(now):
-                name, before, now = "tables", len(before), len(now)
-            else:
-                t = next(
-                    i for i, pair in enumerate(zip(before, now, strict=True)) if len({*pair}) > 1
-                )
-                name, before, now = f"table_rows[{t}]", before[t], now[t]
-        _refuse(checkpoint, f"model.{name.replace('widths', 'mlp')}", before, now)
+    _require_same(checkpoint, "model", checkpoint.parameters.model, model, _SHAPE)
 
 
 def require_same_run(parameters: Parameters, checkpoint: Checkpoint) -> None:
@@ -258,43 +217,48 @@ def require_same_run(parameters: Parameters, checkpoint: Checkpoint) -> None:
     Raises:
         InputError: naming the parameter and both values.
     """
-    before, now = checkpoint.parameters, parameters.to_sections()
-    for section, names in _SAME.items():
-        for name in names:
-            if before[section].get(name) != now[section][name]:
-                _refuse(
-                    checkpoint, f"{section}.{name}", before[section].get(name), now[section][name]
-                )
-    for field in dataclasses.fields(DataConfig):
-        name = field.name
-        was, wanted = before["data"].get(name, field.default), now["data"][name]
-        # the replay is the loop's stream, bit for bit
-        if name == "generator":
-            was, wanted = was.removesuffix("_loop"), wanted.removesuffix("_loop")
-        if name not in _FREE_DATA and was != wanted:
-            _refuse(checkpoint, f"data.{name}", before["data"].get(name), now["data"][name])
-
-
-def _refuse(checkpoint: Checkpoint, name: str, before: Any, now: Any) -> None:
-    raise InputError(
-        f"{checkpoint.folder} was written with {name} = {_shown(before)}, but this run has "
-        f"{_shown(now)}; to go on they must be the same"
+    was = checkpoint.parameters
+    # the replay is the loop's stream, bit for bit
+    data, data_now = (
+        dataclasses.replace(of.data, generator=of.data.generator.removesuffix("_loop"))
+        for of in (was, parameters)
     )
+    _require_same(checkpoint, "model", was.model, parameters.model, _LOSS)
+    _require_same(checkpoint, "training", was.training, parameters.training, _SAME_TRAINING)
+    _require_same(checkpoint, "data", data, data_now, _SAME_DATA)
+
+
+def _require_same(
+    checkpoint: Checkpoint, section: str, was: Any, now: Any, names: tuple[str, ...]
+) -> None:
+    for name in names:
+        before, after = getattr(was, name), getattr(now, name)
+        if before == after:
+            continue
+        name = name.replace("widths", "mlp")
+        if name == "table_rows" and len(before) != len(after):
+            name, before, after = "tables", len(before), len(after)
+        elif name == "table_rows":
+            t = next(t for t, rows in enumerate(before) if rows != after[t])
+            name, before, after = f"table_rows[{t}]", before[t], after[t]
+        raise InputError(
+            f"{checkpoint.folder} was written with {section}.{name} = {_shown(before)}, but this "
+            f"run has {_shown(after)}; to go on they must be the same"
+        )
 
 
 def _shown(value: Any) -> str:
-    if isinstance(value, list | tuple):
-        return "-".join(map(str, value))
-    return repr(value) if isinstance(value, str) else f"{value}"
+    return "-".join(map(str, value)) if isinstance(value, tuple) else repr(value)
 
 
 def changed_settings(parameters: Parameters, checkpoint: Checkpoint) -> list[str]:
     """Settings of the training that change what the next iterations compute, as notices."""
-    before, now = checkpoint.parameters["training"], parameters.to_sections()["training"]
+    was, now = checkpoint.parameters.training, parameters.training
     differ = [
-        f"{name} {_shown(before[name])} → {_shown(now[name])}"
-        for name in now
-        if name in before and name not in (*_FREE_TRAINING, "device") and before[name] != now[name]
+        f"{field.name} {_shown(before)} → {_shown(after)}"
+        for field in dataclasses.fields(TrainingConfig)
+        if (before := getattr(was, field.name)) != (after := getattr(now, field.name))
+        and field.name not in _FREE_TRAINING
     ]
     if not differ:
         return []
@@ -311,11 +275,10 @@ def with_choices_of(checkpoint: Checkpoint, parameters: Parameters) -> Parameter
     Another choice would be as right, but would round otherwise. What the parameters fix
     otherwise than that run is theirs, and so is then what was chosen together with it.
     """
-    before, now = checkpoint.parameters["training"], parameters.training
-    usual = TrainingConfig()
+    before, now = checkpoint.parameters.training, parameters.training
     taken: dict[str, Any] = {}
     for leaves in CHOSEN:
-        was = {leaf: before.get(leaf, getattr(usual, leaf)) for leaf in leaves}
+        was = {leaf: getattr(before, leaf) for leaf in leaves}
         if "auto" not in was.values() and all(
             getattr(now, leaf) in ("auto", value) for leaf, value in was.items()
         ):
@@ -352,17 +315,18 @@ def restore_position(checkpoint: Checkpoint, generator: Generator) -> None:
     Raises:
         InputError: the position is not one of this generator's.
     """
-    position = checkpoint.state["position"]
+    path = checkpoint.folder / MANIFEST
+    state = state_from_plain(path, checkpoint.state["position"], generator.state())
+    # a data set's stream is where its batches were taken to
+    if (batches := state.get("batches", checkpoint.step)) != checkpoint.step:
+        raise InputError(
+            f"{path}: state.position has {batches} batches, but step is {checkpoint.step}"
+        )
     try:
-        state = state_from_plain(position, generator.state())
-        # a data set's stream is where its batches were taken to
-        if state.get("batches", checkpoint.step) != checkpoint.step:
-            raise InputError(f"{state['batches']} batches, but step is {checkpoint.step}")
         generator.restore(state)
     except (InputError, KeyError, TypeError, ValueError, RuntimeError) as error:
         raise InputError(
-            f"{checkpoint.folder / MANIFEST}: state.position does not fit this run's generator: "
-            f"{error}"
+            f"{path}: state.position does not fit this run's generator: {error}"
         ) from None
 
 
