@@ -358,5 +358,5 @@ def test_the_page_of_a_small_benchmark(tmp_path: Path) -> None:
         assert row["share"] > 0 and row["low"] <= row["share"] <= row["high"]
     timed = json.loads((run.path / "protocols.json").read_text())["measured"]
     assert [one["batch_size"] for one in timed["inference"]] == [1, 1, 8, 8]
-    drawn = 7 if embedding_results.DEFAULT.is_file() else 5
+    drawn = 6 if embedding_results.DEFAULT.is_file() else 5
     check_page(run.html, figures=drawn)
