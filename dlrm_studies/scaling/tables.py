@@ -178,21 +178,6 @@ STRAGGLERS_COLUMNS: Columns = {
     "slowdown": Column("slowdown", "signed_share"),
 }
 
-PUBLISHED_COLUMNS: Columns = {
-    "hardware": "machine",
-    "devices": "devices",
-    "model": "model",
-    "precision": "precision",
-    "batch_size": "batch",
-    "published": Column("published", _SPEED, unit="samples/s"),
-    "predicted": Column("predicted", _SPEED, unit="samples/s"),
-    "range": Column("range", _SPEEDS, ("predicted_low", "predicted_high"), "samples/s"),
-    "error": Column("error", "signed_share"),
-    "basis": "from devices",
-    "number": "source",
-}
-"""A dash under "published": the source draws the figure and prints no number."""
-
 MLPERF_COLUMNS: Columns = {
     "hardware": "machine",
     "devices": "GPUs",
@@ -212,28 +197,6 @@ SHARES_COLUMNS: Columns = {
     "share": "share of one rank's iteration here",
     "study": "the study says",
 }
-
-
-def published_sources(table: pd.DataFrame) -> Text:
-    """Where published figures are from, and what the predictions had to assume."""
-    lines = [f"- [{row.number}] {row.source}" for row in rows_of(table.drop_duplicates("source"))]
-    lines += [
-        f"- Not published for {row.hardware} [{row.number}], so assumed: {row.not_published}."
-        for row in rows_of(table.drop_duplicates("not_published"))
-    ]
-    return Text("\n".join(lines))
-
-
-def published_sentence(table: pd.DataFrame) -> Text:
-    """How near the predictions of other people's machines are."""
-    printed = table.dropna(subset=["error"])
-    one, several = printed[printed["basis"] == "1"], printed[printed["basis"] != "1"]
-    return Text(
-        f"Predictions of {len(one)} figures from one device's published throughput and data "
-        f"sheets alone are off by {percent(typical_error(one))} (geometric mean); those of "
-        f"{len(several)} figures of sixteen devices, from the figures of one and eight, by "
-        f"{percent(typical_error(several))}. None of this was measured here."
-    )
 
 
 def mlperf_sentence(table: pd.DataFrame) -> Text:
