@@ -101,11 +101,6 @@ def _bench(parser: argparse.ArgumentParser) -> None:
         help="what each option of the tuned parameters brings: switched off alone, and added "
         "one by one",
     )
-    parser.add_argument(
-        "--roofline",
-        action="store_true",
-        help="the share of this machine's measured limits that the tuned parameters reach",
-    )
     parser.add_argument("--json", metavar="FILE", help="write the results there")
     parser.add_argument(
         "--resume",

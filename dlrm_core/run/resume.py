@@ -137,7 +137,7 @@ def _flat(state: torch.Tensor) -> torch.Tensor:
     return state[:, 0] if state.dim() == 2 and state.shape[1] == 1 else state
 
 
-_SHAPE = ("table_rows", "embedding_dim", "embedding_precision", "interaction")
+_SHAPE: tuple[str, ...] = ("table_rows", "embedding_dim", "embedding_precision", "interaction")
 _SHAPE += tuple(leaf for kind in INTERACTIONS.values() for leaf in kind.options)
 _SHAPE += ("bottom_widths", "top_widths")
 """What a model's weights mean: as it was, or the checkpoint is of another model."""
@@ -148,7 +148,14 @@ _FREE_DATA = ("loader", "prefetch_batches")
 _SAME_DATA = tuple(f.name for f in dataclasses.fields(DataConfig) if f.name not in _FREE_DATA)
 """What a run that goes on must have in common with the one before, beside its model."""
 
-_FREE_TRAINING = ("batches", "epochs", "max_steps", "log_every", "device", "lowest_precision")
+_FREE_TRAINING: tuple[str, ...] = (
+    "batches",
+    "epochs",
+    "max_steps",
+    "log_every",
+    "device",
+    "lowest_precision",
+)
 _FREE_TRAINING += ("eval_every", "evals_per_epoch", "eval_batches", "auc_target")
 _FREE_TRAINING += ("checkpoint_every", "checkpoint_folder", "keep_checkpoints", "resume")
 _FREE_TRAINING += ("sharding", "replicated_bytes", "interleave_memory", "rank_timeout_s")

@@ -228,7 +228,6 @@ def test_every_table_and_figure_of_a_record(record: Path) -> None:
         show(exchange_times(found.record), tables.EXCHANGES_COLUMNS),
         show(slow, tables.STRAGGLERS_COLUMNS),
         show(mlperf_scaling(), tables.MLPERF_COLUMNS),
-        show(found.shares(), tables.SHARES_COLUMNS),
     ]
     for table in shown_tables:
         assert table.rows and all(len(row) == len(table.columns) for row in table.rows)
