@@ -20,12 +20,12 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 
 from dlrm_core.base.errors import InputError
-from dlrm_core.base.files import lock_or_refuse, make_folder, read_json, whole_folder, write_text
+from dlrm_core.base.files import locked, read_json, whole_folder, write_text
 from dlrm_core.base.settings import LARGEST_INT, called, require_count, require_form, shown
 from dlrm_core.config import SECTIONS, Parameters, parameters_from_sections
 from dlrm_core.run.tensor_files import RECORD, StoredTensor, dtype_name, write_tensor
@@ -107,36 +107,20 @@ class CheckpointFolder:
     """
 
     def __init__(self, folder: Path, keep: int, resumed_step: int = 0) -> None:
-        self.folder = folder
-        self._keep = keep
-        try:
-            make_folder(folder)
-            self._lock: IO[str] = (folder / ".lock").open("a")
-        except OSError as error:
-            raise InputError(
-                f"training.checkpoint_folder: {folder} cannot be written: {error.strerror}"
-            ) from None
-        try:
-            self._claim(resumed_step)
-        except BaseException:
-            self._lock.close()
-            raise
-
-    def _claim(self, resumed_step: int) -> None:
-        lock_or_refuse(
-            self._lock.fileno(),
-            f"training.checkpoint_folder: another run is writing checkpoints to {self.folder}",
-        )
-        later = [step for step in steps_in(self.folder) if step > resumed_step]
+        self.folder, self._keep = folder, keep
+        name, self._lock = f"training.checkpoint_folder: {folder}", contextlib.ExitStack()
+        self._lock.enter_context(locked(folder / ".lock", f"{name}: another run is writing there"))
+        later = [step for step in steps_in(folder) if step > resumed_step]
         if later:
+            self.close()
             begins = f"from step {resumed_step}" if resumed_step else "from the beginning"
             raise InputError(
-                f"training.checkpoint_folder: {self.folder} holds a checkpoint of step "
-                f"{later[-1]}, but this run starts {begins}: go on from it with "
-                "training.resume: latest (dlrm train --resume latest), or choose another folder"
+                f"{name} holds a checkpoint of step {later[-1]}, but this run starts {begins}: go "
+                "on from it with training.resume: latest (dlrm train --resume latest), or choose "
+                "another folder"
             )
         # what a run that was killed had not finished
-        for leftover in self.folder.glob(".step-*"):
+        for leftover in folder.glob(".step-*"):
             shutil.rmtree(leftover, ignore_errors=True)
 
     def save(

@@ -34,34 +34,25 @@ def weights_of(model: DLRM) -> dict[str, torch.Tensor]:
 
 
 def optimizer_state(step: Step) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-    """State of all updates.
+    """State of all updates by name, none of it copied, and how often each weight was updated.
 
-    Returns:
-        tensors by name, none of them copied; and for each weight that counts its updates,
-        their number. A weight that was never updated may have neither.
+    A weight that was never updated, or whose updates nobody counts, may have neither.
     """
-    tensors: dict[str, torch.Tensor] = {}
-    counts: dict[str, float] = {}
+    tensors, counts = _backend_sums(step), {}
     for name, weight, optimizer in _torch_weights(step):
         for key, value in optimizer.state.get(weight, {}).items():
             if key == "step":
                 counts[name] = float(value)
             elif isinstance(value, torch.Tensor):
                 tensors[f"{name}.{key}"] = _flat(value)
-    tensors |= _backend_sums(step)
     return tensors, counts
-
-
-_MOMENTS = ("exp_avg", "exp_avg_sq")
-"""State that torch's Adams make of a weight at its first update."""
 
 
 def make_room(step: Step, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
     """The tensors of this step into which a checkpoint's state is to be copied, by name.
 
-    State that an optimiser would make at its first update is made now, and its number of updates
-    is that of the checkpoint: of torch's Adagrad too, which counts without using it, and whose
-    checkpoint may come from a back end that does not count.
+    What Adam would make at its first update is made now. Its number of updates is that of the
+    checkpoint, torch's Adagrad's too, which may come from a back end that does not count.
 
     Raises:
         InputError: the checkpoint has another number of updates of a weight, or none, for Adam.
@@ -78,21 +69,17 @@ def make_room(step: Step, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
                     f"updates of {name}, expected {updates}: {checkpoint.step} steps less "
                     f"{checkpoint.state['skipped_steps']} skipped"
                 )
-            for key in _MOMENTS:
+            for key in ("exp_avg", "exp_avg_sq"):
                 moment = torch.zeros_like(weight, memory_format=torch.preserve_format)
                 optimizer.state[weight][key] = moment
         elif "step" not in optimizer.state.get(weight, {}):
             continue
-        optimizer.state[weight]["step"] = _count(optimizer, weight, updates)
+        device = weight.device if optimizer.param_groups[0].get("fused") else "cpu"
+        count: Any = torch.tensor(updates, dtype=torch.float32, device=device)
+        if isinstance(optimizer, torch.optim.SparseAdam):
+            count = updates
+        optimizer.state[weight]["step"] = count
     return optimizer_state(step)[0]
-
-
-def _count(optimizer: torch.optim.Optimizer, weight: torch.Tensor, count: float) -> Any:
-    """A number of updates in the form that the optimiser keeps it."""
-    if isinstance(optimizer, torch.optim.SparseAdam):
-        return int(count)
-    fused = optimizer.param_groups[0].get("fused")
-    return torch.tensor(count, dtype=torch.float32, device=weight.device if fused else "cpu")
 
 
 def _torch_weights(
@@ -100,36 +87,30 @@ def _torch_weights(
 ) -> Iterator[tuple[str, torch.nn.Parameter, torch.optim.Optimizer]]:
     """Name and weight of everything that an optimiser of torch updates."""
     names = {weight: name for name, weight in step.model.named_parameters()}
-    for optimizer in (*step.dense_optimizers, *_embedding_updates(step)):
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            continue
-        for group in optimizer.param_groups:
-            for weight in group["params"]:
-                yield names[weight], weight, optimizer
+    for optimizer in (*step.dense_optimizers, *(side for _, side in _table_updates(step))):
+        if isinstance(optimizer, torch.optim.Optimizer):
+            for group in optimizer.param_groups:
+                for weight in group["params"]:
+                    yield names[weight], weight, optimizer
 
 
 def _backend_sums(step: Step) -> dict[str, torch.Tensor]:
     """Adagrads' sums of a back end that keeps them itself."""
     names = {weight: name for name, weight in step.model.named_parameters()}
-    sums: dict[str, torch.Tensor] = {}
-    for update in _embedding_updates(step):
-        states = getattr(update, "states", None)
-        if states is None:
-            continue
-        tables = step.model.embeddings.weights
-        for _, side, of_side in getattr(step.embedding_optimizer, "sides", ()):
-            if of_side is update:
-                tables = side.weights
-        for weight, state in zip(tables, states, strict=True):
-            if state.numel():
-                sums[f"{names[weight]}.sum"] = _flat(state)
-    return sums
+    return {
+        f"{names[weight]}.sum": _flat(state)
+        for tables, update in _table_updates(step)
+        if hasattr(update, "states")
+        for weight, state in zip(tables.weights, update.states, strict=True)
+        if state.numel()
+    }
 
 
-def _embedding_updates(step: Step) -> list[Any]:
-    """What updates the tables: one, or one a side where tables lie in two places."""
+def _table_updates(step: Step) -> list[tuple[Any, Any]]:
+    """Tables and what updates them: once, or once a side where tables lie in two places."""
     update = step.embedding_optimizer
-    return [of_side for _, _, of_side in getattr(update, "sides", ())] or [update]
+    sides = [(tables, of_side) for _, tables, of_side in getattr(update, "sides", ())]
+    return sides or [(step.model.embeddings, update)]
 
 
 def _flat(state: torch.Tensor) -> torch.Tensor:
@@ -181,13 +162,10 @@ def checkpoint_place(config: TrainingConfig, output: Path | None) -> Path | None
 
 
 def checkpoint_to_resume(parameters: Parameters, place: Path | None) -> Checkpoint | None:
-    """The checkpoint that ``training.resume`` means, held against the parameters.
-
-    None: the run begins anew, since nothing is named or :func:`nothing_to_resume` is so.
+    """The checkpoint that ``training.resume`` means, held against the parameters; None: none.
 
     Raises:
-        InputError: what is named is no checkpoint, it is corrupted, or a parameter differs
-            that must not.
+        InputError: it is no checkpoint, corrupted, or a parameter differs that must not.
     """
     given = parameters.training.resume
     if not given or nothing_to_resume(parameters.training, place):
@@ -201,8 +179,7 @@ def checkpoint_to_resume(parameters: Parameters, place: Path | None) -> Checkpoi
 def nothing_to_resume(config: TrainingConfig, place: Path | None) -> list[str]:
     """That 'latest' finds no checkpoint yet, as a notice; [] if there is one or another is named.
 
-    A script that always passes ``--resume latest`` must be able to start, and to start again
-    where it was killed before its first checkpoint. A checkpoint named by its folder must exist.
+    A script that always passes ``--resume latest`` must be able to start.
     """
     if config.resume != "latest" or place is None or holds_checkpoint(place):
         return []
@@ -277,11 +254,8 @@ CHOSEN = (("embedding_backend",), DENSE_CHOICE)
 
 
 def with_choices_of(checkpoint: Checkpoint, parameters: Parameters) -> Parameters:
-    """The parameters with what the checkpoint's run chose in place of ``auto``.
-
-    Another choice would be as right, but would round otherwise. What the parameters fix
-    otherwise than that run is theirs, and so is then what was chosen together with it.
-    """
+    """The parameters with what the checkpoint's run chose in place of ``auto``: another choice
+    would round otherwise. What the parameters fix otherwise than that run is theirs."""
     before, now = checkpoint.parameters.training, parameters.training
     taken: dict[str, Any] = {}
     for leaves in CHOSEN:
@@ -309,7 +283,7 @@ def restore_step(checkpoint: Checkpoint, step: Step) -> None:
         InputError: the file is corrupted or of another optimiser.
     """
     checkpoint.read_into(OPTIMIZER, make_room(step, checkpoint))
-    for update in _embedding_updates(step):
+    for _, update in _table_updates(step):
         if hasattr(update, "updates"):
             # what the rounding of the next update depends on
             update.updates = checkpoint.step - checkpoint.state["skipped_steps"]
@@ -317,11 +291,7 @@ def restore_step(checkpoint: Checkpoint, step: Step) -> None:
 
 
 def restore_position(checkpoint: Checkpoint, generator: Generator) -> None:
-    """Bring a generator to the batch after the last one that was trained on.
-
-    Raises:
-        InputError: the position is not one of this generator's.
-    """
+    """Bring a generator to the batch after the last one trained on, or refuse in an InputError."""
     path = checkpoint.folder / MANIFEST
     state = state_from_plain(path, checkpoint.state["position"], generator.state())
     # a data set's stream is where its batches were taken to

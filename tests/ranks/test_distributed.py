@@ -507,11 +507,6 @@ def test_a_measurement_is_a_record_of_every_rank_and_goes_on(ranks, monkeypatch,
         *("allreduce", "alltoall", "allgather", "reduce_scatter", "broadcast")
     }
     assert (read.link_probe["time_ms"] > 0).all() and record["not_measured"]["data"]
-    # both ranks on one clock, in one view
-    trace = json.loads((tmp_path / "ranks.trace.json").read_text())["traceEvents"]
-    steps = [e for e in trace if e["ph"] == "X" and e["tid"] == 0]
-    assert {e["pid"] for e in steps} == {0, 1} and min(e["ts"] for e in steps) >= 0
-    assert any(e["name"] == "alltoall: pooled gradients" for e in trace if e["ph"] == "X")
     # of no file, so a file was made for who wants to train with them
     file = tmp_path / "parameters.yaml"
     assert f"train -f {file}" in record["launch"]["one_node"]

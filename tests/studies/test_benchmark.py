@@ -340,5 +340,5 @@ def test_the_page_of_a_small_benchmark(tmp_path: Path) -> None:
     assert case["losses_agree"]
     timed = json.loads((run.path / "protocols.json").read_text())["measured"]
     assert [one["batch_size"] for one in timed["inference"]] == [1, 1, 8, 8]
-    drawn = 6 if embedding_results.DEFAULT.is_file() else 5
+    drawn = 5 if embedding_results.DEFAULT.is_file() else 4
     check_page(run.html, figures=drawn)

@@ -262,6 +262,5 @@ def test_the_notebook_shows_a_record(record: Path, tmp_path: Path) -> None:
         assert title in page
     cells = nbformat.read(folder.ipynb, as_version=4).cells
     outputs = [out for cell in cells for out in cell.get("outputs", []) if "data" in out]
-    # all but those of a benchmark's results, which may not be there
-    assert sum(FIGURE_TYPE in out["data"] for out in outputs) >= 13
+    assert sum(FIGURE_TYPE in out["data"] for out in outputs) == 12
     assert not any(out.output_type == "error" for out in outputs)
