@@ -418,11 +418,6 @@ class TrainingConfig:
     threads: int | None = setting(
         None, "CPU threads of one operator; left out, torch's own choice", minimum=1, maximum=1024
     )
-    interleave_memory: bool = setting(
-        False,
-        "on a host with several NUMA nodes: memory is taken from them in turn, page by page, as "
-        "numactl --interleave does; each rank's from the nodes that it is bound to",
-    )
     fp32_matmul: str = setting(
         "default",
         "fp32 matrix products on the CPU: 'default' (MKL); 'onednn', faster on AMD, its error is "
@@ -754,7 +749,8 @@ def _read_sections(path: Path) -> dict[str, Any]:
 MOST_BYTES = 1_000_000
 """Size limit of a parameters file; the largest of ours has 3,000."""
 
-RETIRED = {"training.tables_on_disk": "", "training.embedding_update": "race_free"}
+RETIRED: dict[str, Any] = {"training.tables_on_disk": "", "training.embedding_update": "race_free"}
+RETIRED |= {"training.interleave_memory": False}
 """Parameters of earlier versions, which their records hold, and the value that does nothing."""
 
 

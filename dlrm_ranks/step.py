@@ -38,7 +38,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dlrm_core.base.machine import use_memory
+from dlrm_core.base.machine import keep_freed_memory
 from dlrm_core.config import Parameters, TrainingConfig
 from dlrm_core.dense import (
     DENSE_CHOICE,
@@ -327,7 +327,8 @@ def make_step(parameters: Parameters, world: World, collectives: Collectives) ->
     model, dim = parameters.model, parameters.model.embedding_dim
     parameters, chosen = resolve_together(parameters, world)
     config, notices = config_of_rank(parameters.training)
-    notices += chosen + use_memory(config)
+    keep_freed_memory()
+    notices += chosen
     notices += set_fp32_products(replace(parameters, training=config), world.device)
     tables = ShardedTables(parameters, world, collectives)
     step = DistributedStep(

@@ -139,7 +139,7 @@ _FREE_TRAINING: tuple[str, ...] = (
 )
 _FREE_TRAINING += ("eval_every", "evals_per_epoch", "eval_batches", "auc_target")
 _FREE_TRAINING += ("checkpoint_every", "checkpoint_folder", "keep_checkpoints", "resume")
-_FREE_TRAINING += ("sharding", "replicated_bytes", "interleave_memory", "rank_timeout_s")
+_FREE_TRAINING += ("sharding", "replicated_bytes", "rank_timeout_s")
 """May differ without a word: they do not change what an iteration computes."""
 
 
