@@ -49,7 +49,7 @@ class Checkpoint:
         step: iterations done.
         parameters: of the run that wrote it.
         state: all that is no tensor: ``position`` in the data, ``counts`` of updates,
-            ``loss_scale``, ``skipped_steps``.
+            ``skipped_steps``.
         tensors: of each group, by name.
     """
 
@@ -182,9 +182,12 @@ def steps_in(folder: Path) -> list[int]:
     return sorted(int(match[1]) for match in matches if match)
 
 
-def holds_checkpoint(folder: Path) -> bool:
-    """Whether a folder is a checkpoint, or has one in it."""
-    return (folder / MANIFEST).exists() or bool(steps_in(folder))
+def newest_checkpoint(folder: Path) -> Path | None:
+    """The folder itself if it is a checkpoint, else the newest in it; None without one."""
+    if (folder / MANIFEST).exists():
+        return folder
+    steps = steps_in(folder)
+    return folder / f"step-{steps[-1]:08d}" if steps else None
 
 
 def find_checkpoint(given: str, folder: Path | None = None) -> Path:
@@ -197,21 +200,15 @@ def find_checkpoint(given: str, folder: Path | None = None) -> Path:
     Raises:
         InputError: there is no checkpoint.
     """
-    if given == "latest":
-        if folder is None:
-            raise InputError(
-                "training.resume is 'latest', but there is no training.checkpoint_folder to look "
-                "for it in: name the folder, or the checkpoint itself"
-            )
-        place = folder
-    else:
-        place = Path(given)
-    if (place / MANIFEST).exists():
-        return place
-    steps = steps_in(place)
-    if not steps:
+    if given == "latest" and folder is None:
+        raise InputError(
+            "training.resume is 'latest', but there is no training.checkpoint_folder to look for "
+            "it in: name the folder, or the checkpoint itself"
+        )
+    place = folder if given == "latest" and folder is not None else Path(given)
+    if (newest := newest_checkpoint(place)) is None:
         raise InputError(f"{place} holds no checkpoint (no {MANIFEST}, no step-NNNNNNNN)")
-    return place / f"step-{steps[-1]:08d}"
+    return newest
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
@@ -252,7 +249,6 @@ _FORM: Mapping[Any, Any] = {
     "state": {
         "position": _ANYTHING,
         "counts": _ANYTHING,
-        "loss_scale": object,
         "skipped_steps": LARGEST_INT,
     },
     "tensors": {WEIGHTS: {...: RECORD}, OPTIMIZER: {...: RECORD}},
@@ -275,14 +271,7 @@ def _checked(folder: Path, manifest: Mapping[str, Any]) -> Checkpoint:
     if named and int(named[1]) != step:
         raise InputError(f"{path}: step is {step}, but the folder is named {folder.name}")
     parameters = parameters_from_sections(manifest["parameters"], f"{path}: parameters")
-    training = parameters.training
     skipped = require_count(path, "state.skipped_steps", state["skipped_steps"], step)
-    scale = training.loss_scale if training.precision == "fp16" else 1.0
-    if isinstance(state["loss_scale"], bool) or state["loss_scale"] != scale:
-        raise InputError(
-            f"{path}: state.loss_scale is {shown(state['loss_scale'])}, but its parameters say "
-            f"{scale:g}"
-        )
     for name in (*records[WEIGHTS], *records[OPTIMIZER]):
         if not re.fullmatch(r"\w[\w.]{0,199}", name, re.ASCII):
             raise InputError(f"{path}: tensors: {called(name)} is no name of a weight or its state")

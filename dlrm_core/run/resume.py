@@ -22,7 +22,7 @@ from dlrm_core.run.checkpoint import (
     WEIGHTS,
     Checkpoint,
     find_checkpoint,
-    holds_checkpoint,
+    newest_checkpoint,
     read_checkpoint,
 )
 from dlrm_core.step import Step
@@ -129,17 +129,10 @@ _FREE_DATA = ("loader", "prefetch_batches")
 _SAME_DATA = tuple(f.name for f in dataclasses.fields(DataConfig) if f.name not in _FREE_DATA)
 """What a run that goes on must have in common with the one before, beside its model."""
 
-_FREE_TRAINING: tuple[str, ...] = (
-    "batches",
-    "epochs",
-    "max_steps",
-    "log_every",
-    "device",
-    "lowest_precision",
-)
+_FREE_TRAINING: tuple[str, ...] = ("batches", "epochs", "max_steps", "log_every", "device")
 _FREE_TRAINING += ("eval_every", "evals_per_epoch", "eval_batches", "auc_target")
 _FREE_TRAINING += ("checkpoint_every", "checkpoint_folder", "keep_checkpoints", "resume")
-_FREE_TRAINING += ("sharding", "replicated_bytes", "rank_timeout_s")
+_FREE_TRAINING += ("sharding", "replicated_bytes", "rank_timeout_s", "lowest_precision")
 """May differ without a word: they do not change what an iteration computes."""
 
 
@@ -181,7 +174,7 @@ def nothing_to_resume(config: TrainingConfig, place: Path | None) -> list[str]:
 
     A script that always passes ``--resume latest`` must be able to start.
     """
-    if config.resume != "latest" or place is None or holds_checkpoint(place):
+    if config.resume != "latest" or place is None or newest_checkpoint(place):
         return []
     return [f"no checkpoint in {place} yet: starting from the beginning"]
 
@@ -309,10 +302,8 @@ def restore_position(checkpoint: Checkpoint, generator: Generator) -> None:
 
 def state_of(step: Step, generator: Generator) -> Mapping[str, Any]:
     """All state of a run that is no tensor, as plain numbers."""
-    precision = step.dense.precision
     return {
         "position": plain_state(generator.state()),
         "counts": optimizer_state(step)[1],
-        "loss_scale": precision.scale,
-        "skipped_steps": precision.skipped,
+        "skipped_steps": step.dense.precision.skipped,
     }
