@@ -299,9 +299,9 @@ def test_a_checkpoint_of_another_shape_is_refused(tmp_path):
     checkpoint = read_checkpoint(tmp_path / "step-00000003")
     Trainer(parameters(batches=6), checkpoint).close()
     other = parameters({"wukong_rank": 4}, batches=6)
-    with pytest.raises(InputError, match="model.wukong_rank = 3, but this run has 4"):
+    with pytest.raises(InputError, match=r"model\.wukong_rank = 3, but this run has 4"):
         require_same_model(other.model, checkpoint)
-    with pytest.raises(InputError, match="factors.weight is 3 x 4, float32, but .* is 4 x 4"):
+    with pytest.raises(InputError, match=r"factors\.weight is 3 x 4, float32, but .* is 4 x 4"):
         Trainer(other, checkpoint)
 
 
