@@ -70,7 +70,7 @@ TURNS = $(STEPS) --precision bf16 --no-plain
 SHAPES := 8x1M-100,8x1M-10,26x100k-10
 
 bench: $(SET_UP)
-	$(TURNS) --torchrec --shape $(SHAPES) --roofline
+	$(TURNS) --torchrec --shape $(SHAPES)
 	$(TURNS) --resume --shape $(SHAPES) --threads 2
 	$(TURNS) --resume --shape 8x1M-10-b16384 --threads 1,2
 	$(TURNS) --resume --growth batch,tables,dim,pooling

@@ -382,13 +382,6 @@ class TrainingConfig:
         "(where installed); 'auto': whichever is fastest on the run's own tables and first batches",
         choices=("torch", "fused", "fbgemm", "auto"),
     )
-    embedding_update: str = setting(
-        "race_free",
-        "with fused on the CPU and SGD, how threads share the update: 'race_free' (each row has "
-        "one owner), 'naive' (a sparse gradient applied by one thread), 'atomic' (atomic adds), "
-        "'locked' (a lock per row); the last three are for studying contention",
-        choices=("race_free", "naive", "atomic", "locked"),
-    )
     embeddings_on_gpu_bytes: int | None = setting(
         None,
         "bytes of embedding tables that may lie on the GPU, smallest tables first; the others "
@@ -424,11 +417,6 @@ class TrainingConfig:
     )
     threads: int | None = setting(
         None, "CPU threads of one operator; left out, torch's own choice", minimum=1, maximum=1024
-    )
-    interleave_memory: bool = setting(
-        False,
-        "on a host with several NUMA nodes: memory is taken from them in turn, page by page, as "
-        "numactl --interleave does; each rank's from the nodes that it is bound to",
     )
     fp32_matmul: str = setting(
         "default",
@@ -524,13 +512,6 @@ class TrainingConfig:
         if backend and backend not in kind.engines:
             why = f"{kind.tables[0]}, its update of tables, exists in 'torch' only"
             raise self._clash("optimizer", "embedding_backend", why)
-        if self.embedding_update != "race_free" and self.embedding_backend != "fused":
-            why = "only 'fused' has more than one update"
-            raise self._clash("embedding_update", "embedding_backend", why)
-        if self.embedding_update != "race_free" and not kind.adds:
-            able = ", ".join(repr(name) for name, each in OPTIMIZERS.items() if each.adds)
-            why = "it needs a row's whole gradient, so only 'race_free' can do it; the others are "
-            raise self._clash("embedding_update", "optimizer", f"{why}for {able}")
         if self.fp32_matmul.startswith("bf16") and self.dense_backend != "fused":
             raise self._clash("fp32_matmul", "dense_backend", "only 'fused' has such products")
         both = "both replace the parts' kernels; choose one of them"
@@ -631,9 +612,6 @@ class Parameters:
             "embedding_backend": "its kernels do not round as a resumed run must; choose torch, "
             "fused or auto"
             if training.embedding_backend == "fbgemm"
-            else "",
-            "embedding_update": "rows of 2 bytes need an update with one owner a row: race_free"
-            if training.embedding_update != "race_free"
             else "",
         }
         for leaf, why in reasons.items():
@@ -771,7 +749,8 @@ def _read_sections(path: Path) -> dict[str, Any]:
 MOST_BYTES = 1_000_000
 """Size limit of a parameters file; the largest of ours has 3,000."""
 
-RETIRED = {"training.tables_on_disk": ""}
+RETIRED: dict[str, Any] = {"training.tables_on_disk": "", "training.embedding_update": "race_free"}
+RETIRED |= {"training.interleave_memory": False}
 """Parameters of earlier versions, which their records hold, and the value that does nothing."""
 
 

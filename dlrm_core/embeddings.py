@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from dlrm_core.base.engines import PACKAGE, engine, find_engine
-from dlrm_core.base.errors import InputError
 from dlrm_core.config import Parameters, TrainingConfig
 from dlrm_core.data.batch import Batch
 from dlrm_core.optimizers import EPSILON, OPTIMIZERS
@@ -188,14 +187,7 @@ def attach(tables: EmbeddingTables, config: TrainingConfig) -> Update:
         raise ValueError(f"embedding_backend {backend!r} names no one back end")
     elif tables.weights[0].device.type != "cuda":
         kernels = engine("fused embeddings")
-        tables.backend = kernels.FusedCpu(
-            tables, config.optimizer, rate, config.embedding_update, config.seed
-        )
-    elif config.embedding_update != "race_free":
-        raise InputError(
-            f"training.embedding_update is {config.embedding_update!r}, but the tables are on "
-            "a GPU, where 'race_free' is the only update: the others are for CPU threads"
-        )
+        tables.backend = kernels.FusedCpu(tables, config.optimizer, rate, config.seed)
     else:
         # the dense part rounds to bf16 at once; fp16 would lose gradients before they are unscaled
         pooled = torch.bfloat16 if config.precision == "bf16" else torch.float32

@@ -60,10 +60,7 @@ def read_asked(arguments: argparse.Namespace) -> Asked:
     else:
         notices.append("no --checkpoint was given: these are the model's initial weights")
     # nothing is updated: no optimiser's state is to take memory
-    training = dataclasses.replace(
-        parameters.training, optimizer="sgd", embedding_update="race_free"
-    )
-    return Asked(dataclasses.replace(parameters, training=training), checkpoint, notices)
+    return Asked(parameters.with_training(optimizer="sgd"), checkpoint, notices)
 
 
 class Predictor:

@@ -26,9 +26,9 @@ from torch import nn
 from dlrm_core.base.engines import engine, find_engine, optional_engine
 from dlrm_core.base.machine import (
     StopRequest,
+    keep_freed_memory,
     resolve_device,
     stop_requests,
-    use_memory,
 )
 from dlrm_core.config import Parameters
 from dlrm_core.data.batch import WHOLE, Batch, Share
@@ -393,10 +393,10 @@ def prepare_model(
     config = parameters.training
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    notices = use_memory(config)
+    keep_freed_memory()
     parameters, chosen_dense = resolve_dense(parameters, device)
     config = parameters.training
-    notices += chosen_dense + set_fp32_products(parameters, device)
+    notices = chosen_dense + set_fp32_products(parameters, device)
     make_tables, divide, pages = None, None, optional_engine("pages of tables")
     if config.embeddings_on_gpu_bytes is not None:
         places = engine("tables in two places").places_of(parameters, device)

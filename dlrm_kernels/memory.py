@@ -297,8 +297,8 @@ def _embedding_update(
     torch's back end keeps sparse gradients; its optimisers but SGD work on one table's at a
     time, coalesced and with temporaries of the same size; the fused one keeps 16 bytes a
     lookup to sort (Adagrads and rows of 2 bytes a number; FBGEMM always; on a GPU 28 and what
-    tiles leave over, always), and with 'naive' the rows of the gradient. 'auto' chooses among
-    what fits, so the least of them is what it needs.
+    tiles leave over, always). 'auto' chooses among what fits, so the least of them is what it
+    needs.
     """
     model, training = parameters.model, parameters.training
     if not tables:
@@ -325,8 +325,6 @@ def _embedding_update(
         yield item("sparse embedding gradients", str(dim), looked_up * row)
         if (copies := kind.table_copies) > 0:
             yield item("temporaries of one table's update", str(dim), copies * max(counts) * row)
-    elif training.embedding_update == "naive":
-        yield item("sparse embedding gradients", str(dim), looked_up * dim * FLOAT_BYTES)
     elif place == "gpu" and backend != "fbgemm":
         # a tile of 4096 numbers leaves at most two rows over, an eighth above that
         rows = 2.25 * looked_up / max(8, min(64, 4096 // dim))

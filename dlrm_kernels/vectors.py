@@ -408,30 +408,6 @@ def atomic_add_int(builder, address, value):
     return builder.atomic_rmw("add", pointer_to(builder, address, I64), value, "monotonic")
 
 
-@instruction(types.void(types.int64, types.float32))
-def atomic_add_float(builder, address, value):
-    """Add to a float32 that other threads add to as well (a compare-and-swap loop on x86)."""
-    builder.atomic_rmw("fadd", pointer_to(builder, address, F32), value, "monotonic")
-
-
-@instruction(types.int64(types.int64))
-def try_lock(builder, address):
-    """Set an int64 to 1; its value before: 0 means that the lock is now ours."""
-    return builder.atomic_rmw("xchg", pointer_to(builder, address, I64), I64(1), "acquire")
-
-
-@instruction(types.int64(types.int64))
-def peek_lock(builder, address):
-    """What a lock holds just now."""
-    return builder.load_atomic(pointer_to(builder, address, I64), "monotonic", 8)
-
-
-@instruction(types.void(types.int64))
-def unlock(builder, address):
-    """Give a lock back: what was written under it is seen by the next holder."""
-    builder.store_atomic(I64(0), pointer_to(builder, address, I64), "release", 8)
-
-
 # The fields that every job has, and how threads share its work.
 
 NEXT_UNIT = 0  # number of units taken so far

@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from dlrm_core.optimizers import OPTIMIZERS
-from dlrm_core.run.checkpoint import OPTIMIZER, SQUARES, WEIGHTS, Checkpoint, CheckpointFolder
+from dlrm_core.run.checkpoint import OPTIMIZER, WEIGHTS, Checkpoint, CheckpointFolder
 from dlrm_core.run.resume import make_room, optimizer_state, weights_of
-from dlrm_core.run.tensor_files import read_part, read_tensors, row_ranges
+from dlrm_core.run.tensor_files import row_ranges
 from dlrm_ranks.collectives import Collectives
 from dlrm_ranks.plan import Shard
 from dlrm_ranks.step import DistributedStep
@@ -164,24 +164,20 @@ def restore(
     files = {WEIGHTS: (weights_of(step.model), weights, "", step.tables.local)}
     if not weights_only:
         step.dense.precision.skipped = int(checkpoint.state["skipped_steps"])
-        dense_state = make_room(step, checkpoint)
-        if OPTIMIZER in checkpoint.files or dense_state or sums:
-            files[OPTIMIZER] = dense_state, sums, ".sum", step.tables.sums
-    for file, (dense, shared, suffix, held) in files.items():
-        checkpoint.require_same_tensors(file, {**shared, **dense})
-        path, record = checkpoint.folder / file, checkpoint.files[file]
+        files[OPTIMIZER] = make_room(step, checkpoint), sums, ".sum", step.tables.sums
+    for group, (dense, shared, suffix, held) in files.items():
+        checkpoint.require_same_tensors(group, {**shared, **dense})
+        stored = checkpoint.tensors[group]
         # each rank checks some of the tables, all read the dense part
         checked = dict.fromkeys(sorted(shared)[world.rank :: world.size])
-        read_tensors(path, record, {**dense, **checked}, SQUARES)
+        for name, target in {**dense, **checked}.items():
+            stored[name].check(target)
         for shard, memory in held:
-            columns = range(shard.first_column, shard.first_column + shard.columns)
+            source = stored[table_name(shard.table) + suffix]
+            columns = slice(shard.first_column, shard.first_column + shard.columns)
             for rows in row_ranges(tuple(memory.shape), memory.itemsize):
-                read_part(
-                    path,
-                    record,
-                    table_name(shard.table) + suffix,
-                    memory[rows.start : rows.stop],
-                    range(shard.first_row + rows.start, shard.first_row + rows.stop),
-                    columns if memory.dim() > 1 else None,
-                )
+                first, last = (shard.first_row + row for row in (rows.start, rows.stop))
+                piece = source.read(range(first, last))
+                with torch.no_grad():
+                    memory[rows.start : rows.stop] = piece[:, columns] if piece.dim() > 1 else piece
                 collectives.note_progress()

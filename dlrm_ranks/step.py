@@ -38,7 +38,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dlrm_core.base.machine import use_memory
+from dlrm_core.base.machine import keep_freed_memory
 from dlrm_core.config import Parameters, TrainingConfig
 from dlrm_core.dense import (
     DENSE_CHOICE,
@@ -70,14 +70,7 @@ def config_of_rank(config: TrainingConfig) -> tuple[TrainingConfig, list[str]]:
         notices.append(
             "training.cuda_graphs: true has no effect on several ranks: exchanges are not captured"
         )
-    if config.embedding_update != "race_free":
-        notices.append(
-            f"training.embedding_update: {config.embedding_update} has no effect on several "
-            "ranks: their tables are updated race-free"
-        )
-    return replace(
-        config, embedding_backend="torch", embedding_update="race_free", cuda_graphs=False
-    ), notices
+    return replace(config, embedding_backend="torch", cuda_graphs=False), notices
 
 
 class Bucket:
@@ -334,7 +327,8 @@ def make_step(parameters: Parameters, world: World, collectives: Collectives) ->
     model, dim = parameters.model, parameters.model.embedding_dim
     parameters, chosen = resolve_together(parameters, world)
     config, notices = config_of_rank(parameters.training)
-    notices += chosen + use_memory(config)
+    keep_freed_memory()
+    notices += chosen
     notices += set_fp32_products(replace(parameters, training=config), world.device)
     tables = ShardedTables(parameters, world, collectives)
     step = DistributedStep(

@@ -53,7 +53,7 @@ def _bench(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const="all",
         help="instead of steps: forward, backward and update of the embeddings by every back "
-        "end, and the contention study; groups: sgd, rowwise, narrow, reuse, adagrad, contention",
+        "end; groups: sgd, rowwise, narrow, reuse, adagrad",
     )
     parser.add_argument(
         "--torchrec", action="store_true", help="TorchRec's DLRM as well, where it is installed"
@@ -100,11 +100,6 @@ def _bench(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="what each option of the tuned parameters brings: switched off alone, and added "
         "one by one",
-    )
-    parser.add_argument(
-        "--roofline",
-        action="store_true",
-        help="the share of this machine's measured limits that the tuned parameters reach",
     )
     parser.add_argument("--json", metavar="FILE", help="write the results there")
     parser.add_argument(

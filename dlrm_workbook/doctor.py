@@ -232,8 +232,8 @@ def _numa() -> Equipment:
     if len(nodes) > 1:
         each = "; ".join(f"node {node}: {len(cpus)} CPUs" for node, cpus in nodes.items())
         found += (
-            f" ({each}); torchrun's ranks on CPUs are bound to them; the tables of one process "
-            "lie on the node that fills them: -p training.interleave_memory=true spreads them"
+            f" ({each}); torchrun's ranks on CPUs are bound to them; the tables of one process lie "
+            "on the node that fills them: numactl --interleave=all before the command spreads them"
         )
     return Equipment("NUMA", True, found)
 

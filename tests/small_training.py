@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from dlrm_core.config import parameters_from_sections
 from dlrm_core.run.checkpoint import Checkpoint, read_checkpoint
 from dlrm_core.run.resume import optimizer_state, weights_of
-from dlrm_core.run.tensor_files import read_tensors
 from dlrm_core.train import Trainer
 
 SMALL = {
@@ -62,6 +62,15 @@ def whole_checkpoint(folder: Path) -> Checkpoint:
         InputError: naming the file and tensor that is corrupted.
     """
     checkpoint = read_checkpoint(folder)
-    for file, record in checkpoint.files.items():
-        read_tensors(folder / file, record, dict.fromkeys(record["tensors"]))
+    for tensors in checkpoint.tensors.values():
+        for tensor in tensors.values():
+            tensor.check()
     return checkpoint
+
+
+def stored(folder: Path, group: str = "*") -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint, or of a group of them, as numpy reads them."""
+    return {
+        file.stem: torch.from_numpy(np.load(file, allow_pickle=False))
+        for file in sorted(folder.glob(f"{group}/*.npy"))
+    }

@@ -43,7 +43,6 @@ ENGINES = {
     ),
     "matrix tiles": ("tiles.machine", "training.fp32_matmul: bf16x2 and bf16x3"),
     "CUDA graphs": ("cuda_graphs", "training.cuda_graphs: true"),
-    "interleaved memory": ("numa", "training.interleave_memory: true"),
     "data kernels": ("data_sets", "dlrm data, data.generator: teacher"),
     "several ranks: trainer": ("trainer", SEVERAL_RANKS),
     "several ranks: predictor": ("predictor", SEVERAL_RANKS),

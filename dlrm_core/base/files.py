@@ -261,7 +261,7 @@ def locked(file: Path, refusal: str) -> Iterator[None]:
         InputError: another process holds it, with ``refusal``; or it cannot be made.
     """
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(file.parent)
         lock = file.open("a")
     except OSError as error:
         raise InputError(f"{file.parent} cannot be written: {error.strerror}") from None

@@ -18,7 +18,6 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Protocol
 
-from dlrm_core.base.engines import engine
 from dlrm_core.base.errors import InputError
 
 if TYPE_CHECKING:
@@ -38,10 +37,6 @@ class MachineSettings(Protocol):
     @property
     def device(self) -> str:
         """'auto', 'cpu' or 'cuda'."""
-
-    @property
-    def interleave_memory(self) -> bool:
-        """Whether pages are taken from all NUMA nodes in turn."""
 
 
 def resolve_device(config: MachineSettings) -> torch.device:
@@ -70,16 +65,6 @@ def numa_nodes(system: Path = Path("/sys/devices/system/node")) -> dict[int, set
         for folder in system.glob("node[0-9]*")
     }
     return {node: cpus for node, cpus in sorted(nodes.items()) if cpus}
-
-
-def use_memory(config: MachineSettings) -> list[str]:
-    """Take memory as ``training.interleave_memory`` says from now on, and keep what is freed;
-    return notices."""
-    keep_freed_memory()
-    if not config.interleave_memory:
-        return []
-    reason = engine("interleaved memory").interleave_memory(numa_nodes())
-    return [f"training.interleave_memory: true has no effect here: {reason}"] if reason else []
 
 
 def keep_freed_memory() -> bool:

@@ -133,7 +133,7 @@ def require_form(file: Any, value: Any, form: Any, where: str = "") -> None:
         form: a mapping: exactly these names, each with a value of its form; with ``...`` others
             too, or any names, all of that form. A list of one form: any number of such values.
             A tuple: one of these texts. A number: a whole number from 0 to this. A type: a value
-            of it.
+            of it, if a float a finite one.
         where: the value's place in the file, names with dots between; '': all of it.
 
     Raises:
@@ -165,7 +165,7 @@ def require_form(file: Any, value: Any, form: Any, where: str = "") -> None:
             )
     elif isinstance(form, int):
         require_count(file, place, value, form)
-    elif not isinstance(value, form):
+    elif not isinstance(value, form) or (form is float and not math.isfinite(value)):
         raise InputError(f"{file}: {place} is {shown(value)}, expected {describe_type(form)}")
 
 

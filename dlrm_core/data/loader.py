@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import itertools
-import math
 import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -16,7 +15,7 @@ import torch
 
 from dlrm_core.base.engines import engine
 from dlrm_core.base.errors import InputError
-from dlrm_core.base.settings import LARGEST_INT, shown
+from dlrm_core.base.settings import LARGEST_INT, require_form
 from dlrm_core.config import Parameters
 from dlrm_core.data.batch import WHOLE, Batch, Share
 from dlrm_core.data.epochs import Epoch, Generator, RepeatedBatches, Rewound
@@ -184,58 +183,44 @@ def plain_state(state: Any) -> Any:
     return state
 
 
-def state_from_plain(state: Any, like: Any, where: str = "") -> Any:
+def state_from_plain(file: Any, state: Any, like: Any) -> Any:
     """The inverse of :func:`plain_state`, for a state that may have been edited.
 
     Random generators take what they are given: a place beyond their block of numbers would be
     read as it is.
 
     Args:
+        file: that the state is from, for messages.
         like: a state of the generator that is to go on: it has the same form.
-        where: the name of this part of the state, for messages.
 
     Raises:
         InputError: the form differs, or a number is out of its range; naming the part.
     """
-    wrong = InputError(f"{where or 'it'} is {shown(state)}, expected {_form(like, where)}")
-    if isinstance(like, Mapping):
-        if not isinstance(state, Mapping) or set(state) != set(like):
-            raise wrong
-        dot = f"{where}." if where else ""
-        return {key: state_from_plain(state[key], like[key], f"{dot}{key}") for key in like}
-    if isinstance(like, np.ndarray):
-        if not isinstance(state, Mapping) or set(state) != {"array", "values"}:
-            raise wrong
-        values, most = state["values"], np.iinfo(like.dtype).max
-        if state["array"] != like.dtype.name or not isinstance(values, list):
-            raise wrong
-        if len(values) != like.size or not all(type(v) is int and 0 <= v <= most for v in values):
-            raise wrong
-        return np.array(values, like.dtype)
-    if isinstance(like, int | np.integer):
-        if type(state) is not int or not 0 <= state <= _MOST.get(
-            where.rpartition(".")[2], LARGEST_INT
-        ):
-            raise wrong
-    elif isinstance(like, float):
-        if type(state) is not float or not math.isfinite(state):
-            raise wrong
-    elif state != like:
-        raise wrong
-    return state
+    require_form(file, state, _form(like), "state.position")
+    return _with_arrays(file, state, like)
 
 
 _MOST = {"pos": 624, "has_gauss": 1, "has_uint32": 1, "uinteger": 2**32 - 1}
 """Largest values of the whole numbers in the states of numpy's generators."""
 
 
-def _form(like: Any, where: str) -> str:
-    """What a part of a state must be, in words."""
+def _form(like: Any, name: str = "") -> Any:
+    """The form of a part of a plain state, for :func:`dlrm_core.base.settings.require_form`."""
     if isinstance(like, Mapping):
-        return ", ".join(map(str, like))
+        return {key: _form(value, key) for key, value in like.items()}
     if isinstance(like, np.ndarray):
-        return f"an array of {like.size} values of type {like.dtype.name}"
+        return {"array": (like.dtype.name,), "values": [int(np.iinfo(like.dtype).max)]}
     if isinstance(like, int | np.integer):
-        most = _MOST.get(where.rpartition(".")[2])
-        return "a whole number" + (f" from 0 to {most}" if most else "")
-    return "a finite number" if isinstance(like, float) else repr(like)
+        return _MOST.get(name, LARGEST_INT)
+    return float if isinstance(like, float) else (like,)
+
+
+def _with_arrays(file: Any, state: Any, like: Any) -> Any:
+    if isinstance(like, Mapping):
+        return {key: _with_arrays(file, state[key], like[key]) for key in like}
+    if not isinstance(like, np.ndarray):
+        return state
+    if len(state["values"]) != like.size:
+        count = len(state["values"])
+        raise InputError(f"{file}: state.position has {count} values, expected {like.size}")
+    return np.array(state["values"], like.dtype)

@@ -189,35 +189,35 @@ def evaluate(
     times_s: list[float] = []
     data_s = weighted = 0.0
     started = time.perf_counter()
-    with QualityMeter() as meter:
-        while True:
-            begun = time.perf_counter()
-            try:
-                batch = data_forward(stream)
-            except StopIteration:
-                break
-            batch_ready = time.perf_counter()
-            data_s += batch_ready - begun
-            if batch.dense.device != device:
-                batch = transfer_forward(batch, device)
-            predicted = make_predictions(batch)
-            scored = []
-            for predictions, targets in together(predicted, batch.targets.to(predicted.device)):
-                weighted += float(loss(predictions, targets)) * len(targets)
-                scored.append((predictions.cpu().numpy(), targets.cpu().numpy()))
-            times_s.append(time.perf_counter() - batch_ready)
-            for scores, clicks in scored:
-                meter.add(scores, clicks)
-                on_batch(len(scores))
-        quality = meter.quality()
-        seconds = agree(time.perf_counter() - started)
-        return Evaluation(
-            iteration=iteration,
-            **quality,
-            loss=weighted / quality["samples"],
-            seconds=seconds,
-            data_seconds=data_s,
-            samples_per_second=quality["samples"] / seconds,
-            ms_per_iteration=1e3 * statistics.median(times_s),
-            graded_targets=meter.graded,
-        )
+    meter = QualityMeter()
+    while True:
+        begun = time.perf_counter()
+        try:
+            batch = data_forward(stream)
+        except StopIteration:
+            break
+        batch_ready = time.perf_counter()
+        data_s += batch_ready - begun
+        if batch.dense.device != device:
+            batch = transfer_forward(batch, device)
+        predicted = make_predictions(batch)
+        scored = []
+        for predictions, targets in together(predicted, batch.targets.to(predicted.device)):
+            weighted += float(loss(predictions, targets)) * len(targets)
+            scored.append((predictions.cpu().numpy(), targets.cpu().numpy()))
+        times_s.append(time.perf_counter() - batch_ready)
+        for scores, clicks in scored:
+            meter.add(scores, clicks)
+            on_batch(len(scores))
+    quality = meter.quality()
+    seconds = agree(time.perf_counter() - started)
+    return Evaluation(
+        iteration=iteration,
+        **quality,
+        loss=weighted / quality["samples"],
+        seconds=seconds,
+        data_seconds=data_s,
+        samples_per_second=quality["samples"] / seconds,
+        ms_per_iteration=1e3 * statistics.median(times_s),
+        graded_targets=meter.graded,
+    )

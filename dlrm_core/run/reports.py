@@ -21,14 +21,12 @@ from dlrm_core.run.checkpoint import Checkpoint
 from dlrm_core.run.evaluate import Evaluation
 
 
-@dataclass(frozen=True)
-class Interval:
-    """One line of metrics.jsonl: the iterations since the line before."""
+@dataclass(frozen=True, kw_only=True)
+class Speed:
+    """How fast some iterations were; times are wall clock, without evaluations and checkpoints."""
 
-    iteration: int
-    """Iterations done so far, those before a resumed checkpoint included."""
     loss: float
-    """Mean over the interval's samples."""
+    """Mean over the samples of an interval, of a run its last; facebookresearch/dlrm prints it."""
     ms_per_iteration: float
     """Median, data included."""
     mean_ms_per_iteration: float
@@ -38,14 +36,22 @@ class Interval:
     compute_ms_per_iteration: float
     """Mean of the rest: transfer, forward, backward, update."""
     samples_per_second: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Interval(Speed):
+    """One line of metrics.jsonl: the iterations since the line before."""
+
+    iteration: int
+    """Iterations done so far, those before a resumed checkpoint included."""
     elapsed_s: float
     learning_rate: float
     """Learning rate of the interval's last iteration."""
 
 
-@dataclass(frozen=True)
-class TrainingResult:
-    """What a run amounted to; times are wall clock, without evaluations and checkpoints."""
+@dataclass(frozen=True, kw_only=True)
+class TrainingResult(Speed):
+    """What a run amounted to."""
 
     status: str
     """'finished', 'interrupted' (Ctrl-C, SIGTERM) or 'diverged' (the loss is not a number)."""
@@ -55,18 +61,6 @@ class TrainingResult:
     """Done before, by those that wrote the checkpoint resumed from; 0 for a new run."""
     samples: int
     """Trained on by this process."""
-    loss: float
-    """Mean over the last interval, what facebookresearch/dlrm prints."""
-    ms_per_iteration: float
-    """Median over all iterations, data included."""
-    mean_ms_per_iteration: float
-    """Mean: what the two below add up to, and what ``samples_per_second`` goes by."""
-    data_ms_per_iteration: float
-    """Mean."""
-    compute_ms_per_iteration: float
-    """Mean."""
-    samples_per_second: float
-    """All samples over the time of all iterations."""
     elapsed_s: float
     """Seconds of everything, evaluations and checkpoints included."""
     evaluation_s: float
@@ -298,7 +292,7 @@ class Report:
                     "iteration": iteration,
                     "folder": str(folder),
                     "seconds": seconds,
-                    "bytes": sum(file.stat().st_size for file in folder.iterdir()),
+                    "bytes": sum(file.stat().st_size for file in folder.rglob("*")),
                 }
             )
 

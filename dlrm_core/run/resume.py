@@ -11,13 +11,7 @@ import torch
 
 from dlrm_core.base.errors import InputError
 from dlrm_core.base.settings import shown
-from dlrm_core.config import (
-    DataConfig,
-    ModelConfig,
-    Parameters,
-    TrainingConfig,
-    parameters_from_sections,
-)
+from dlrm_core.config import DataConfig, ModelConfig, Parameters, TrainingConfig
 from dlrm_core.data.loader import Generator, plain_state, state_from_plain
 from dlrm_core.dense import DENSE_CHOICE
 from dlrm_core.interactions import INTERACTIONS
@@ -28,7 +22,7 @@ from dlrm_core.run.checkpoint import (
     WEIGHTS,
     Checkpoint,
     find_checkpoint,
-    holds_checkpoint,
+    newest_checkpoint,
     read_checkpoint,
 )
 from dlrm_core.step import Step
@@ -40,34 +34,25 @@ def weights_of(model: DLRM) -> dict[str, torch.Tensor]:
 
 
 def optimizer_state(step: Step) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-    """State of all updates.
+    """State of all updates by name, none of it copied, and how often each weight was updated.
 
-    Returns:
-        tensors by name, none of them copied; and for each weight that counts its updates,
-        their number. A weight that was never updated may have neither.
+    A weight that was never updated, or whose updates nobody counts, may have neither.
     """
-    tensors: dict[str, torch.Tensor] = {}
-    counts: dict[str, float] = {}
+    tensors, counts = _backend_sums(step), {}
     for name, weight, optimizer in _torch_weights(step):
         for key, value in optimizer.state.get(weight, {}).items():
             if key == "step":
                 counts[name] = float(value)
             elif isinstance(value, torch.Tensor):
                 tensors[f"{name}.{key}"] = _flat(value)
-    tensors |= _backend_sums(step)
     return tensors, counts
-
-
-_MOMENTS = ("exp_avg", "exp_avg_sq")
-"""State that torch's Adams make of a weight at its first update."""
 
 
 def make_room(step: Step, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
     """The tensors of this step into which a checkpoint's state is to be copied, by name.
 
-    State that an optimiser would make at its first update is made now, and its number of updates
-    is that of the checkpoint: of torch's Adagrad too, which counts without using it, and whose
-    checkpoint may come from a back end that does not count.
+    What Adam would make at its first update is made now. Its number of updates is that of the
+    checkpoint, torch's Adagrad's too, which may come from a back end that does not count.
 
     Raises:
         InputError: the checkpoint has another number of updates of a weight, or none, for Adam.
@@ -84,21 +69,17 @@ def make_room(step: Step, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
                     f"updates of {name}, expected {updates}: {checkpoint.step} steps less "
                     f"{checkpoint.state['skipped_steps']} skipped"
                 )
-            for key in _MOMENTS:
+            for key in ("exp_avg", "exp_avg_sq"):
                 moment = torch.zeros_like(weight, memory_format=torch.preserve_format)
                 optimizer.state[weight][key] = moment
         elif "step" not in optimizer.state.get(weight, {}):
             continue
-        optimizer.state[weight]["step"] = _count(optimizer, weight, updates)
+        device = weight.device if optimizer.param_groups[0].get("fused") else "cpu"
+        count: Any = torch.tensor(updates, dtype=torch.float32, device=device)
+        if isinstance(optimizer, torch.optim.SparseAdam):
+            count = updates
+        optimizer.state[weight]["step"] = count
     return optimizer_state(step)[0]
-
-
-def _count(optimizer: torch.optim.Optimizer, weight: torch.Tensor, count: float) -> Any:
-    """A number of updates in the form that the optimiser keeps it."""
-    if isinstance(optimizer, torch.optim.SparseAdam):
-        return int(count)
-    fused = optimizer.param_groups[0].get("fused")
-    return torch.tensor(count, dtype=torch.float32, device=weight.device if fused else "cpu")
 
 
 def _torch_weights(
@@ -106,36 +87,30 @@ def _torch_weights(
 ) -> Iterator[tuple[str, torch.nn.Parameter, torch.optim.Optimizer]]:
     """Name and weight of everything that an optimiser of torch updates."""
     names = {weight: name for name, weight in step.model.named_parameters()}
-    for optimizer in (*step.dense_optimizers, *_embedding_updates(step)):
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            continue
-        for group in optimizer.param_groups:
-            for weight in group["params"]:
-                yield names[weight], weight, optimizer
+    for optimizer in (*step.dense_optimizers, *(side for _, side in _table_updates(step))):
+        if isinstance(optimizer, torch.optim.Optimizer):
+            for group in optimizer.param_groups:
+                for weight in group["params"]:
+                    yield names[weight], weight, optimizer
 
 
 def _backend_sums(step: Step) -> dict[str, torch.Tensor]:
     """Adagrads' sums of a back end that keeps them itself."""
     names = {weight: name for name, weight in step.model.named_parameters()}
-    sums: dict[str, torch.Tensor] = {}
-    for update in _embedding_updates(step):
-        states = getattr(update, "states", None)
-        if states is None:
-            continue
-        tables = step.model.embeddings.weights
-        for _, side, of_side in getattr(step.embedding_optimizer, "sides", ()):
-            if of_side is update:
-                tables = side.weights
-        for weight, state in zip(tables, states, strict=True):
-            if state.numel():
-                sums[f"{names[weight]}.sum"] = _flat(state)
-    return sums
+    return {
+        f"{names[weight]}.sum": _flat(state)
+        for tables, update in _table_updates(step)
+        if hasattr(update, "states")
+        for weight, state in zip(tables.weights, update.states, strict=True)
+        if state.numel()
+    }
 
 
-def _embedding_updates(step: Step) -> list[Any]:
-    """What updates the tables: one, or one a side where tables lie in two places."""
+def _table_updates(step: Step) -> list[tuple[Any, Any]]:
+    """Tables and what updates them: once, or once a side where tables lie in two places."""
     update = step.embedding_optimizer
-    return [of_side for _, _, of_side in getattr(update, "sides", ())] or [update]
+    sides = [(tables, of_side) for _, tables, of_side in getattr(update, "sides", ())]
+    return sides or [(step.model.embeddings, update)]
 
 
 def _flat(state: torch.Tensor) -> torch.Tensor:
@@ -143,43 +118,21 @@ def _flat(state: torch.Tensor) -> torch.Tensor:
     return state[:, 0] if state.dim() == 2 and state.shape[1] == 1 else state
 
 
-_SHAPE = (
-    "table_rows",
-    "embedding_dim",
-    "embedding_precision",
-    "interaction",
-    *(leaf for kind in INTERACTIONS.values() for leaf in kind.options),
-    "bottom_widths",
-    "top_widths",
-)
+_SHAPE: tuple[str, ...] = ("table_rows", "embedding_dim", "embedding_precision", "interaction")
+_SHAPE += tuple(leaf for kind in INTERACTIONS.values() for leaf in kind.options)
+_SHAPE += ("bottom_widths", "top_widths")
 """What a model's weights mean: as it was, or the checkpoint is of another model."""
 
-_SAME = {
-    "model": ("loss", "loss_weights", "loss_threshold"),
-    "training": ("batch_size", "seed", "optimizer"),
-}
-"""What a run that goes on must have in common with the one before, beside its data."""
-
+_LOSS = ("loss", "loss_weights", "loss_threshold")
+_SAME_TRAINING = ("batch_size", "seed", "optimizer")
 _FREE_DATA = ("loader", "prefetch_batches")
-_FREE_TRAINING = (
-    "batches",
-    "epochs",
-    "max_steps",
-    "log_every",
-    "eval_every",
-    "evals_per_epoch",
-    "eval_batches",
-    "auc_target",
-    "checkpoint_every",
-    "checkpoint_folder",
-    "keep_checkpoints",
-    "resume",
-    "lowest_precision",
-    "sharding",
-    "replicated_bytes",
-    "interleave_memory",
-    "rank_timeout_s",
-)
+_SAME_DATA = tuple(f.name for f in dataclasses.fields(DataConfig) if f.name not in _FREE_DATA)
+"""What a run that goes on must have in common with the one before, beside its model."""
+
+_FREE_TRAINING: tuple[str, ...] = ("batches", "epochs", "max_steps", "log_every", "device")
+_FREE_TRAINING += ("eval_every", "evals_per_epoch", "eval_batches", "auc_target")
+_FREE_TRAINING += ("checkpoint_every", "checkpoint_folder", "keep_checkpoints", "resume")
+_FREE_TRAINING += ("sharding", "replicated_bytes", "rank_timeout_s", "lowest_precision")
 """May differ without a word: they do not change what an iteration computes."""
 
 
@@ -202,13 +155,10 @@ def checkpoint_place(config: TrainingConfig, output: Path | None) -> Path | None
 
 
 def checkpoint_to_resume(parameters: Parameters, place: Path | None) -> Checkpoint | None:
-    """The checkpoint that ``training.resume`` means, held against the parameters.
-
-    None: the run begins anew, since nothing is named or :func:`nothing_to_resume` is so.
+    """The checkpoint that ``training.resume`` means, held against the parameters; None: none.
 
     Raises:
-        InputError: what is named is no checkpoint, it is corrupted, or a parameter differs
-            that must not.
+        InputError: it is no checkpoint, corrupted, or a parameter differs that must not.
     """
     given = parameters.training.resume
     if not given or nothing_to_resume(parameters.training, place):
@@ -222,10 +172,9 @@ def checkpoint_to_resume(parameters: Parameters, place: Path | None) -> Checkpoi
 def nothing_to_resume(config: TrainingConfig, place: Path | None) -> list[str]:
     """That 'latest' finds no checkpoint yet, as a notice; [] if there is one or another is named.
 
-    A script that always passes ``--resume latest`` must be able to start, and to start again
-    where it was killed before its first checkpoint. A checkpoint named by its folder must exist.
+    A script that always passes ``--resume latest`` must be able to start.
     """
-    if config.resume != "latest" or place is None or holds_checkpoint(place):
+    if config.resume != "latest" or place is None or newest_checkpoint(place):
         return []
     return [f"no checkpoint in {place} yet: starting from the beginning"]
 
@@ -236,20 +185,7 @@ def require_same_model(model: ModelConfig, checkpoint: Checkpoint) -> None:
     Raises:
         InputError: naming the parameter and both values.
     """
-    was = parameters_from_sections(checkpoint.parameters).model
-    for name in _SHAPE:
-        before, now = getattr(was, name), getattr(model, name)
-        if before == now:
-            continue
-        if name == "table_rows":
-            if len(before) != len(now):
-                name, before, now = "tables", len(before), len(now)
-            else:
-                t = next(
-                    i for i, pair in enumerate(zip(before, now, strict=True)) if len({*pair}) > 1
-                )
-                name, before, now = f"table_rows[{t}]", before[t], now[t]
-        _refuse(checkpoint, f"model.{name.replace('widths', 'mlp')}", before, now)
+    _require_same(checkpoint, "model", checkpoint.parameters.model, model, _SHAPE)
 
 
 def require_same_run(parameters: Parameters, checkpoint: Checkpoint) -> None:
@@ -258,43 +194,48 @@ def require_same_run(parameters: Parameters, checkpoint: Checkpoint) -> None:
     Raises:
         InputError: naming the parameter and both values.
     """
-    before, now = checkpoint.parameters, parameters.to_sections()
-    for section, names in _SAME.items():
-        for name in names:
-            if before[section].get(name) != now[section][name]:
-                _refuse(
-                    checkpoint, f"{section}.{name}", before[section].get(name), now[section][name]
-                )
-    for field in dataclasses.fields(DataConfig):
-        name = field.name
-        was, wanted = before["data"].get(name, field.default), now["data"][name]
-        # the replay is the loop's stream, bit for bit
-        if name == "generator":
-            was, wanted = was.removesuffix("_loop"), wanted.removesuffix("_loop")
-        if name not in _FREE_DATA and was != wanted:
-            _refuse(checkpoint, f"data.{name}", before["data"].get(name), now["data"][name])
-
-
-def _refuse(checkpoint: Checkpoint, name: str, before: Any, now: Any) -> None:
-    raise InputError(
-        f"{checkpoint.folder} was written with {name} = {_shown(before)}, but this run has "
-        f"{_shown(now)}; to go on they must be the same"
+    was = checkpoint.parameters
+    # the replay is the loop's stream, bit for bit
+    data, data_now = (
+        dataclasses.replace(of.data, generator=of.data.generator.removesuffix("_loop"))
+        for of in (was, parameters)
     )
+    _require_same(checkpoint, "model", was.model, parameters.model, _LOSS)
+    _require_same(checkpoint, "training", was.training, parameters.training, _SAME_TRAINING)
+    _require_same(checkpoint, "data", data, data_now, _SAME_DATA)
+
+
+def _require_same(
+    checkpoint: Checkpoint, section: str, was: Any, now: Any, names: tuple[str, ...]
+) -> None:
+    for name in names:
+        before, after = getattr(was, name), getattr(now, name)
+        if before == after:
+            continue
+        name = name.replace("widths", "mlp")
+        if name == "table_rows" and len(before) != len(after):
+            name, before, after = "tables", len(before), len(after)
+        elif name == "table_rows":
+            t = next(t for t, rows in enumerate(before) if rows != after[t])
+            name, before, after = f"table_rows[{t}]", before[t], after[t]
+        raise InputError(
+            f"{checkpoint.folder} was written with {section}.{name} = {_shown(before)}, but this "
+            f"run has {_shown(after)}; to go on they must be the same"
+        )
 
 
 def _shown(value: Any) -> str:
-    if isinstance(value, list | tuple):
-        return "-".join(map(str, value))
-    return repr(value) if isinstance(value, str) else f"{value}"
+    return "-".join(map(str, value)) if isinstance(value, tuple) else repr(value)
 
 
 def changed_settings(parameters: Parameters, checkpoint: Checkpoint) -> list[str]:
     """Settings of the training that change what the next iterations compute, as notices."""
-    before, now = checkpoint.parameters["training"], parameters.to_sections()["training"]
+    was, now = checkpoint.parameters.training, parameters.training
     differ = [
-        f"{name} {_shown(before[name])} → {_shown(now[name])}"
-        for name in now
-        if name in before and name not in (*_FREE_TRAINING, "device") and before[name] != now[name]
+        f"{field.name} {_shown(before)} → {_shown(after)}"
+        for field in dataclasses.fields(TrainingConfig)
+        if (before := getattr(was, field.name)) != (after := getattr(now, field.name))
+        and field.name not in _FREE_TRAINING
     ]
     if not differ:
         return []
@@ -306,16 +247,12 @@ CHOSEN = (("embedding_backend",), DENSE_CHOICE)
 
 
 def with_choices_of(checkpoint: Checkpoint, parameters: Parameters) -> Parameters:
-    """The parameters with what the checkpoint's run chose in place of ``auto``.
-
-    Another choice would be as right, but would round otherwise. What the parameters fix
-    otherwise than that run is theirs, and so is then what was chosen together with it.
-    """
-    before, now = checkpoint.parameters["training"], parameters.training
-    usual = TrainingConfig()
+    """The parameters with what the checkpoint's run chose in place of ``auto``: another choice
+    would round otherwise. What the parameters fix otherwise than that run is theirs."""
+    before, now = checkpoint.parameters.training, parameters.training
     taken: dict[str, Any] = {}
     for leaves in CHOSEN:
-        was = {leaf: before.get(leaf, getattr(usual, leaf)) for leaf in leaves}
+        was = {leaf: getattr(before, leaf) for leaf in leaves}
         if "auto" not in was.values() and all(
             getattr(now, leaf) in ("auto", value) for leaf, value in was.items()
         ):
@@ -339,7 +276,7 @@ def restore_step(checkpoint: Checkpoint, step: Step) -> None:
         InputError: the file is corrupted or of another optimiser.
     """
     checkpoint.read_into(OPTIMIZER, make_room(step, checkpoint))
-    for update in _embedding_updates(step):
+    for _, update in _table_updates(step):
         if hasattr(update, "updates"):
             # what the rounding of the next update depends on
             update.updates = checkpoint.step - checkpoint.state["skipped_steps"]
@@ -347,31 +284,26 @@ def restore_step(checkpoint: Checkpoint, step: Step) -> None:
 
 
 def restore_position(checkpoint: Checkpoint, generator: Generator) -> None:
-    """Bring a generator to the batch after the last one that was trained on.
-
-    Raises:
-        InputError: the position is not one of this generator's.
-    """
-    position = checkpoint.state["position"]
+    """Bring a generator to the batch after the last one trained on, or refuse in an InputError."""
+    path = checkpoint.folder / MANIFEST
+    state = state_from_plain(path, checkpoint.state["position"], generator.state())
+    # a data set's stream is where its batches were taken to
+    if (batches := state.get("batches", checkpoint.step)) != checkpoint.step:
+        raise InputError(
+            f"{path}: state.position has {batches} batches, but step is {checkpoint.step}"
+        )
     try:
-        state = state_from_plain(position, generator.state())
-        # a data set's stream is where its batches were taken to
-        if state.get("batches", checkpoint.step) != checkpoint.step:
-            raise InputError(f"{state['batches']} batches, but step is {checkpoint.step}")
         generator.restore(state)
     except (InputError, KeyError, TypeError, ValueError, RuntimeError) as error:
         raise InputError(
-            f"{checkpoint.folder / MANIFEST}: state.position does not fit this run's generator: "
-            f"{error}"
+            f"{path}: state.position does not fit this run's generator: {error}"
         ) from None
 
 
 def state_of(step: Step, generator: Generator) -> Mapping[str, Any]:
     """All state of a run that is no tensor, as plain numbers."""
-    precision = step.dense.precision
     return {
         "position": plain_state(generator.state()),
         "counts": optimizer_state(step)[1],
-        "loss_scale": precision.scale,
-        "skipped_steps": precision.skipped,
+        "skipped_steps": step.dense.precision.skipped,
     }

@@ -1,19 +1,16 @@
-"""Tensors in files: the documented safetensors layout, written and read a few rows at a time.
+"""Tensors in files: numpy's own ``.npy``, one a tensor, written and read a few rows at a time.
 
-A file is the length of its header (8 bytes, little endian), the header (JSON: name to type,
-shape and place) and the tensors' bytes. What was written is recorded beside it with
-checksums, and every byte read is held to them. No tensor is ever copied as a whole.
+numpy has no bf16: such numbers are stored as the words of 16 bits that they are, and the
+record beside the file says what they mean. No tensor is ever copied as a whole.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import sys
 import zlib
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -29,195 +26,105 @@ LARGEST = sys.float_info.max
 PIECE_BYTES = 8 << 20
 """Read, written, copied and checked at a time."""
 
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "U8": torch.uint8,
+HEADER_BYTES = 128
+
+SQUARES = (".sum", ".exp_avg_sq")
+"""Ends of the names of optimisers' sums of squares, which are never negative."""
+
+_DESCRIPTIONS = {
+    **{"float64": "<f8", "float32": "<f4", "float16": "<f2", "bfloat16": "<u2"},
+    **{"int64": "<i8", "int32": "<i4", "uint8": "|u1"},
 }
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+"""numpy's description of the numbers of a torch type, by the type's name."""
+
+RECORD: Mapping[Any, Any] = {
+    "dtype": tuple(_DESCRIPTIONS),
+    "shape": [LARGEST_INT],
+    "crc32": 2**32 - 1,
+}
+"""The form (:func:`dlrm_core.base.settings.require_form`) of what :func:`write_tensor` returns."""
 
 
-def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Write a new file, which is on disk when this returns.
+def write_tensor(path: Path, tensor: torch.Tensor) -> dict[str, Any]:
+    """Write a new file.
 
     Args:
-        tensors: on any device; only their shape, their type and rows of them are asked for.
+        tensor: on any device; only its shape, its type and rows of it are asked for.
 
     Returns:
-        what :func:`read_tensors` holds the file to: ``bytes``, ``header_bytes``,
-        ``header_crc32`` and for each of ``tensors`` its ``dtype``, ``shape`` and ``crc32``.
+        its record: ``dtype``, ``shape`` and ``crc32``, of the whole file.
     """
-    header = _header(tensors)
-    about: dict[str, Any] = {}
-    with path.open("xb", buffering=0) as file, ThreadPoolExecutor(1) as beside:
-        _write_all(file, header)
-        for name, tensor in tensors.items():
-            checksum = 0
-            for rows in row_ranges(tuple(tensor.shape), tensor.dtype.itemsize):
-                part = tensor[rows.start : rows.stop] if tensor.shape else tensor
-                piece = _bytes_of(part.detach().contiguous().cpu())
-                # the checksum of a piece is taken while the piece is written
-                taken = beside.submit(zlib.crc32, piece, checksum)
-                _write_all(file, piece)
-                checksum = taken.result()
-            shape = list(tensor.shape)
-            about[name] = {"dtype": _NAMES[tensor.dtype], "shape": shape, "crc32": checksum}
-        size = file.tell()
-        os.fsync(file.fileno())
-    return {
-        "bytes": size,
-        "header_bytes": len(header),
-        "header_crc32": zlib.crc32(header),
-        "tensors": about,
-    }
+    dtype, shape = dtype_name(tensor.dtype), tuple(tensor.shape)
+    header = _header(dtype, shape)
+    checksum = zlib.crc32(header)
+    with path.open("xb") as file:
+        file.write(header)
+        for rows in row_ranges(shape, tensor.dtype.itemsize):
+            part = tensor[rows.start : rows.stop] if shape else tensor
+            piece = _bytes_of(part.detach().contiguous().cpu())
+            checksum = zlib.crc32(piece, checksum)
+            file.write(piece)
+    return {"dtype": dtype, "shape": list(shape), "crc32": checksum}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """How a file spells the type of a tensor's values, such as F32."""
-    return _NAMES[dtype]
+    """The name of a type in records, such as float32."""
+    return str(dtype).removeprefix("torch.")
 
 
-_CRC32 = 2**32 - 1
-
-RECORD: Mapping[Any, Any] = {
-    "bytes": LARGEST_INT,
-    "header_bytes": 1 << 30,
-    "header_crc32": _CRC32,
-    "tensors": {...: {"dtype": tuple(_DTYPES), "shape": [LARGEST_INT], "crc32": _CRC32}},
-}
-"""The form (:func:`dlrm_core.base.settings.require_form`) of what :func:`write_tensors` returns."""
-
-
-def stored_tensors(path: Path, record: Mapping[str, Any]) -> dict[str, _Stored]:
-    """The tensors of a file whose size and header are those that its record calls for.
+class StoredTensor:
+    """A tensor in a file whose size and header are those that its record calls for.
 
     Raises:
         InputError: they are not; naming the file.
     """
-    if not path.exists():
-        raise InputError(f"{path} is missing; the checkpoint is not whole")
-    stored = {name: _Stored(path, name, about) for name, about in record["tensors"].items()}
-    header = _header(stored)
-    place = len(header)
-    for tensor in stored.values():
-        tensor.begin = place
-        place += tensor.bytes
-    with open_binary(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        try:
-            begin = file.read(len(header))
-        except OSError as error:
-            raise InputError(f"{path} cannot be read: {error.strerror}") from None
-    if size != record["bytes"]:
-        raise InputError(
-            f"{path} has {size:,} bytes, but {record['bytes']:,} were written: it is "
-            f"{'cut short' if size < record['bytes'] else 'not the same file'}"
-        )
-    if begin != header or place != size:
-        raise InputError(
-            f"{path} does not begin with the tensors, types and shapes that {path.parent.name} "
-            "records of it: the file is corrupted, or was written by something else"
-        )
-    return stored
 
-
-def read_tensors(
-    path: Path,
-    record: Mapping[str, Any],
-    targets: Mapping[str, torch.Tensor | None],
-    not_negative: tuple[str, ...] = (),
-) -> None:
-    """Copy tensors of a file into others of their shape, in place, and check every value.
-
-    Args:
-        record: what :func:`write_tensors` returned.
-        targets: by name; None: the tensor is checked only.
-        not_negative: ends of the names of tensors without a value below 0.
-
-    Raises:
-        InputError: the file is corrupted, or a value is not finite, or negative where it cannot
-            be; what has been copied until then stays.
-    """
-    stored = stored_tensors(path, record)
-    with ThreadPoolExecutor(2) as workers:
-        jobs = [
-            workers.submit(
-                stored[name].check,
-                record["tensors"][name]["crc32"],
-                target,
-                0.0 if name.endswith(not_negative) else -LARGEST,
+    def __init__(self, path: Path, record: Mapping[str, Any]) -> None:
+        self.path, self._checksum = path, record["crc32"]
+        self.dtype: torch.dtype = getattr(torch, record["dtype"])
+        self.shape = tuple(record["shape"])
+        self._row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
+        header = _header(record["dtype"], self.shape)
+        written = len(header) + math.prod(self.shape) * self.dtype.itemsize
+        if not path.exists():
+            raise InputError(f"{path} is missing; the checkpoint is not whole")
+        with open_binary(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            try:
+                begin = file.read(len(header))
+            except OSError as error:
+                raise InputError(f"{path} cannot be read: {error.strerror}") from None
+        if size != written:
+            how = "cut short" if size < written else "not the same file"
+            raise InputError(
+                f"{path} has {size:,} bytes, but {written:,} were written: it is {how}"
             )
-            for name, target in targets.items()
-        ]
-        for job in jobs:
-            job.result()
-
-
-def read_part(
-    path: Path,
-    record: Mapping[str, Any],
-    name: str,
-    target: torch.Tensor,
-    rows: range,
-    columns: range | None = None,
-) -> None:
-    """Copy some rows, and of them some columns, of a tensor; its checksum is not looked at.
-
-    Args:
-        record: what :func:`write_tensors` returned.
-        target: (rows, columns), or (rows,) where ``columns`` is None.
-
-    Raises:
-        InputError: the file is missing or cut short.
-    """
-    source = stored_tensors(path, record)[name]
-    with torch.no_grad():
-        piece = source.read(rows)
-        target.copy_(piece if columns is None else piece[:, columns.start : columns.stop])
-
-
-class _Stored:
-    """A tensor in a file: ``about`` is what its record says of it, ``begin`` its first byte."""
-
-    begin = 0
-
-    def __init__(self, path: Path, name: str, about: Mapping[str, Any]) -> None:
-        self._path, self._name = path, name
-        self.dtype: torch.dtype = _DTYPES[about["dtype"]]
-        self.shape = tuple(about["shape"])
-
-    @property
-    def bytes(self) -> int:
-        """What it takes in the file."""
-        return math.prod(self.shape) * self.dtype.itemsize
+        if begin != header:
+            raise InputError(
+                f"{path} does not begin with the type and shape that the checkpoint records of "
+                "it: the file is corrupted, or was written by something else"
+            )
 
     def read(self, rows: range) -> torch.Tensor:
-        """Some rows; of a tensor without dimensions, itself."""
+        """Some rows, or a tensor without dimensions; the checksum is not looked at."""
         shape = (len(rows), *self.shape[1:]) if self.shape else ()
         piece = torch.empty(shape, dtype=self.dtype)
-        into = memoryview(_bytes_of(piece))
-        row_bytes = math.prod(self.shape[1:]) * piece.element_size()
-        with self._path.open("rb", buffering=0) as file:
-            file.seek(self.begin + rows.start * row_bytes)
-            while into:
-                count = file.readinto(into)
-                if not count:
-                    raise InputError(f"{self._path} ends within {self._name}: it is cut short")
-                into = into[count:]
+        with self.path.open("rb") as file:
+            file.seek(HEADER_BYTES + rows.start * self._row_bytes)
+            if file.readinto(_bytes_of(piece)) != piece.nbytes:
+                raise InputError(f"{self.path} is cut short")
         return piece
 
     @torch.no_grad()
-    def check(self, expected: int, target: torch.Tensor | None, least: float) -> None:
+    def check(self, target: torch.Tensor | None = None) -> None:
         """Hold all bytes to their checksum, and copy them into ``target`` meanwhile.
 
-        Args:
-            least: that a value may be.
+        Raises:
+            InputError: the file is corrupted, or a value is not finite, or negative where it
+                cannot be; what has been copied until then stays.
         """
-        checksum, odd = 0, None
+        least = 0.0 if self.path.stem.endswith(SQUARES) else -LARGEST
+        checksum, odd = zlib.crc32(_header(dtype_name(self.dtype), self.shape)), ""
         for rows in row_ranges(self.shape, self.dtype.itemsize):
             piece = self.read(rows)
             checksum = zlib.crc32(_bytes_of(piece), checksum)
@@ -225,35 +132,16 @@ class _Stored:
                 # both are NaN where one value is
                 low, high = (float(bound) for bound in torch.aminmax(piece))
                 if not least <= low <= high <= LARGEST:
-                    odd = low, high
+                    odd = f"has values from {low:g} to {high:g}, expected finite numbers"
             if target is not None:
                 (target[rows.start : rows.stop] if self.shape else target).copy_(piece)
-        if checksum != expected:
+        if checksum != self._checksum:
             raise InputError(
-                f"{self._path}: {self._name} has checksum {checksum:08x}, but {expected:08x} was "
-                "written: the file is corrupted"
+                f"{self.path} has checksum {checksum:08x}, but {self._checksum:08x} was written: "
+                "the file is corrupted"
             )
-        if odd is not None:
-            wanted = "finite numbers of at least 0" if least == 0 else "finite numbers"
-            raise InputError(
-                f"{self._path}: {self._name} has values from {odd[0]:g} to {odd[1]:g}, expected "
-                f"{wanted}"
-            )
-
-
-def _header(tensors: Mapping[str, Any]) -> bytes:
-    entries, place = {}, 0
-    for name, tensor in tensors.items():
-        end = place + math.prod(tensor.shape) * tensor.dtype.itemsize
-        entries[name] = {
-            "dtype": _NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [place, end],
-        }
-        place = end
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+        if odd:
+            raise InputError(f"{self.path} {odd}{' of at least 0' if least == 0 else ''}")
 
 
 def row_ranges(shape: tuple[int, ...], element_bytes: int) -> Iterator[range]:
@@ -264,11 +152,12 @@ def row_ranges(shape: tuple[int, ...], element_bytes: int) -> Iterator[range]:
         yield range(start, min(start + rows, count))
 
 
+def _header(dtype: str, shape: tuple[int, ...]) -> bytes:
+    """The same bytes whichever numpy is installed: its format's version 1.0."""
+    about = {"descr": _DESCRIPTIONS[dtype], "fortran_order": False, "shape": shape}
+    text = f"{about!r}".ljust(HEADER_BYTES - 11) + "\n"
+    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text.encode()
+
+
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return tensor.reshape(-1).view(torch.uint8).numpy().data
-
-
-def _write_all(file: Any, data: bytes | memoryview) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[file.write(view) :]

@@ -1,7 +1,7 @@
 """The ``fused`` back end on the CPU: one call for all tables, the update inside backward.
 
 Every ``backward()`` is a step: the tables get no ``.grad``, their weights change while
-backward runs (``naive`` alone waits for ``step``). Nothing flows below the tables.
+backward runs. Nothing flows below the tables.
 Addresses go to machine code without bounds checks, so everything is checked here
 first, and every index by the forward kernel before it is used.
 
@@ -23,7 +23,7 @@ from dlrm_core.data.batch import Batch
 from dlrm_core.embeddings import EmbeddingTables
 from dlrm_core.optimizers import EPSILON, OPTIMIZERS
 from dlrm_kernels.embeddings import kernels as k
-from dlrm_kernels.embeddings import kernels_contended, kernels_narrow, kernels_sorted
+from dlrm_kernels.embeddings import kernels_narrow, kernels_sorted
 from dlrm_kernels.embeddings.checks import Lookup, check_batch, check_rows, describe_fault
 from dlrm_kernels.embeddings.pages import empty_table
 from dlrm_kernels.native import compile_kernel, require_numba
@@ -35,13 +35,6 @@ ROWS_AHEAD = 16
 NARROW_ROWS_AHEAD, LINE = 32, 64
 """The same for rows of 2 bytes a number, and the bytes between their prefetches: each line of a
 row of 128 bytes is named, which took less time than naming one of a pair."""
-
-CONTENDED = {
-    "naive": kernels_contended.expand,
-    "atomic": kernels_contended.sgd_atomic,
-    "locked": kernels_contended.sgd_locked,
-}
-"""Kernel of the backward pass for each update that is not race-free."""
 
 FORMATS = {
     torch.float32: kernels_narrow.FLOAT,
@@ -57,7 +50,6 @@ class FusedCpu:
     Args:
         tables: float32, bfloat16 or float16; Adagrad's state (float32) is laid out beside them.
         optimizer: 'sgd', 'adagrad' or 'rowwise_adagrad'.
-        update: 'race_free', or with SGD on float32 tables 'naive', 'atomic', 'locked'.
         seed: of the random words by which numbers of 2 bytes are rounded.
 
     Attributes:
@@ -73,16 +65,10 @@ class FusedCpu:
     name = "fused"
 
     def __init__(
-        self,
-        tables: EmbeddingTables,
-        optimizer: str,
-        learning_rate: float,
-        update: str = "race_free",
-        seed: int = 0,
+        self, tables: EmbeddingTables, optimizer: str, learning_rate: float, seed: int = 0
     ) -> None:
         self.optimizer = optimizer
         self.learning_rate = learning_rate
-        self.update = update
         self.seed, self.updates = seed, 0
         self._format = FORMATS.get(tables.weights[0].dtype, kernels_narrow.FLOAT)
         self._numbers = np.array(tables.numbers, np.int64)
@@ -105,7 +91,6 @@ class FusedCpu:
         # a graph needs a leaf: the tables are none, they have no gradient
         self._anchor = torch.zeros(0, requires_grad=True)
         self._scratch = np.empty(0, np.int64)
-        self._made: list[tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]] = []
 
     def forward(self, tables: EmbeddingTables, batch: Batch) -> list[torch.Tensor]:
         """T pooled vectors, each (B, d) float32.
@@ -116,16 +101,10 @@ class FusedCpu:
         return list(Lookup.apply(self._anchor, self, tables, batch))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget gradients that ``naive`` has made and not applied."""
-        self._made.clear()
+        """Do nothing: the tables have no gradient."""
 
     def step(self) -> None:
-        """Apply what ``naive`` has made; the other updates are done when backward is."""
-        for rows, indices, starts in self._made:
-            job = self._job(indices, None, starts)
-            job.fields[k.SCRATCH] = rows.data_ptr()
-            job.run(kernels_contended.apply_serially, units=1, threads=1)
-        self._made.clear()
+        """Do nothing: the update is done when backward is."""
 
     def pool(self, tables: EmbeddingTables, batch: Batch) -> torch.Tensor:
         """Pooled vectors (T, B, d) float32, outside of any graph."""
@@ -165,17 +144,6 @@ class FusedCpu:
         job.fields[k.STRIDES] = job.integers([4 * g.stride(0) for g in gradients])
         job.fields[k.STATES] = job.integers([state.data_ptr() for state in self.states])
         threads = torch.get_num_threads()
-        if self.update != "race_free":
-            units = 8 * threads if threads > 1 else 1
-            if self.update == "naive":
-                made = torch.empty(indices.numel(), self._dim)
-                job.fields[k.SCRATCH] = made.data_ptr()
-                self._made.append((made, indices, starts))
-            elif self.update == "locked":
-                size = kernels_contended.LOCKS * kernels_contended.LOCK_BYTES
-                job.fields[k.SCRATCH] = job.array(np.zeros(size, np.int8)).ctypes.data
-            job.run(CONTENDED[self.update], units, threads)
-            return
         job.fields[k.WORDS] = job.array(
             np.empty(threads * kernels_narrow.words_bytes(self._dim), np.int8)
         ).ctypes.data
@@ -233,11 +201,7 @@ class FusedCpu:
         }[self.optimizer]
 
     def _kernels(self) -> list[Callable[[int], None]]:
-        """The kernels that this optimiser and update need."""
-        if self.update == "naive":
-            return [k.forward, CONTENDED["naive"], kernels_contended.apply_serially]
-        if self.update != "race_free":
-            return [k.forward, CONTENDED[self.update]]
+        """The kernels that this optimiser needs."""
         if not OPTIMIZERS[self.optimizer].adds:
             return [k.forward, kernels_sorted.adagrad_owned]
         narrow = self._format != kernels_narrow.FLOAT
@@ -250,8 +214,6 @@ class FusedCpu:
         if addresses == self._known:
             return
         allowed = [dtype for dtype in FORMATS if FORMATS[dtype] == self._format]
-        if self.update != "race_free":
-            allowed = [torch.float32]
         for t, weight in enumerate(weights):
             if weight.device.type != "cpu" or weight.dtype not in allowed:
                 raise InputError(
@@ -264,9 +226,7 @@ class FusedCpu:
         self._dim = weights[0].shape[1]
         self._known = addresses
 
-    def _job(
-        self, indices: torch.Tensor, offsets: torch.Tensor | None, starts: tuple[int, ...]
-    ) -> _Job:
+    def _job(self, indices: torch.Tensor, offsets: torch.Tensor, starts: tuple[int, ...]) -> _Job:
         job = _Job()
         fields = job.fields
         fields[k.TABLES] = len(self._rows)
@@ -274,9 +234,8 @@ class FusedCpu:
         fields[k.WEIGHTS] = self._weights.ctypes.data
         fields[k.ROWS] = self._rows.ctypes.data
         fields[k.INDICES] = indices.data_ptr()
-        if offsets is not None:
-            fields[k.BAGS] = offsets.shape[1]
-            fields[k.OFFSETS] = offsets.data_ptr()
+        fields[k.BAGS] = offsets.shape[1]
+        fields[k.OFFSETS] = offsets.data_ptr()
         fields[k.STARTS] = job.integers(starts)
         rates = job.array(np.array([self.learning_rate, EPSILON], np.float32))
         fields[k.RATES] = rates.ctypes.data

@@ -178,8 +178,7 @@ class SplitTables:
         self.sides: list[tuple[tuple[int, ...], EmbeddingTables, Any]] = []
         if self.placement.on_gpu:
             self._gpu = tables.side(self.placement.on_gpu)
-            settings = _gpu_settings(config, self._gpu.weights[0].device)
-            self.sides.append((self.placement.on_gpu, self._gpu, attach(self._gpu, settings)))
+            self.sides.append((self.placement.on_gpu, self._gpu, attach(self._gpu, config)))
         if self.placement.on_host:
             self._host = tables.side(self.placement.on_host)
             settings = _host_settings(config, tables.host_backend)
@@ -368,13 +367,6 @@ def transfer_backward(crossing: Crossing, gradients: list[torch.Tensor]) -> torc
     return crossing.begin_return(gradients)
 
 
-def _gpu_settings(config: TrainingConfig, device: torch.device) -> TrainingConfig:
-    """Settings of the dense part's side: a GPU knows one update only."""
-    if device.type == "cpu" or config.embedding_update == "race_free":
-        return config
-    return dataclasses.replace(config, embedding_update="race_free")
-
-
 def _host_settings(config: TrainingConfig, backend: str | None) -> TrainingConfig:
     """Settings of the host's side: the parameters' back end where it is fast on a CPU.
 
@@ -382,5 +374,4 @@ def _host_settings(config: TrainingConfig, backend: str | None) -> TrainingConfi
     """
     if backend is None:
         backend = "fused" if config.embedding_backend == "fbgemm" else config.embedding_backend
-    update = config.embedding_update if backend == "fused" else "race_free"
-    return dataclasses.replace(config, embedding_backend=backend, embedding_update=update)
+    return dataclasses.replace(config, embedding_backend=backend)

@@ -251,14 +251,6 @@ def subtract_scaled(row, gradient, scale, dim):
         store_16(row + at, v.subtract(_load_16(row + at, count, FLOAT), change), count)
 
 
-@v.compiled
-def copy_numbers(source, target, count):
-    """``count`` floats to another place."""
-    for column in range(0, count, v.LANES):
-        part = min(v.LANES, count - column)
-        store_16(target + 4 * column, _load_16(source + 4 * column, part, FLOAT), part)
-
-
 def sgd_owned(job):
     """SGD fused into backward without races: a unit owns all rows, or a share, of a table.
 

@@ -1,4 +1,4 @@
-"""A benchmark's JSON as tables: times, ratios, growth, options, shares.
+"""A benchmark's JSON as tables: times, ratios, growth, options.
 
 A table that is empty says in ``attrs["not_measured"]`` how to measure what it would hold.
 """
@@ -10,14 +10,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from dlrm_core.base.text import counted
 from dlrm_studies.bench.bare import work_label
 from dlrm_studies.bench.cases import GOALS
 from dlrm_studies.bench.measure import BENCHMARK
-from dlrm_studies.bench.shares import CEILINGS, GATHERED
 from dlrm_workbook.evidence.contestants import FIGURES, PEER, round_ratio
 from dlrm_workbook.ground.intervals import Interval, median_interval
 from dlrm_workbook.ground.units import NOT_MEASURED, value_text
@@ -217,31 +215,6 @@ def ladder(document: Document) -> pd.DataFrame:
                 for rung, (leaf, value, gain) in enumerate(rungs)
             ]
     return _table(rows, "rung leaf value figure time_ms low mid high", NO_ABLATION)
-
-
-def shares(document: Document) -> pd.DataFrame:
-    """Shares of this machine's limits.
-
-    Returns:
-        ``case``, ``contestant``, ``threads``, ``what``, ``limit`` (what the part is held
-        against), ``ms``, ``ceiling_ms``, ``share``, ``low``, ``high``, ``reason`` (why it was not
-        measured, else "").
-    """
-    words = ("case", "contestant", "threads", "what")
-    numbers = ("ms", "ceiling_ms", "share", "low", "high")
-    rows = [
-        {name: row[name] for name in words}
-        | {"limit": GATHERED if "gather_gb_per_s" in row else CEILINGS[row["what"]]}
-        | {name: row.get(name, np.nan) for name in numbers}
-        | {"reason": row.get("reason") or ""}
-        for row in document.get("shares", [])
-    ]
-    table = _table(
-        rows,
-        "case contestant threads what limit ms ceiling_ms share low high reason",
-        "`dlrm run benchmark -f FILE -p roofline=true`, or `dlrm bench --roofline`, measures it",
-    )
-    return table.astype(dict.fromkeys(numbers, float))
 
 
 def bare(document: Document) -> pd.DataFrame:

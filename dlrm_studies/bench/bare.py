@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,24 +24,30 @@ from dlrm_core.config import Parameters, parameters_from_sections
 from dlrm_core.data.loader import make_generator
 from dlrm_core.precision import DTYPES
 from dlrm_kernels.dense import parts_of, why_not_fused
+from dlrm_kernels.products import MAX_RELATIVE_ERROR
 from dlrm_studies.bench.cases import FP32
 from dlrm_studies.bench.rows import cache_flush, row_access_ms, why_no_accesses
-from dlrm_studies.bench.shares import (
-    fp32_libraries,
-    layer_products,
-    library_calls,
-    second_call_ms,
-)
 from dlrm_workbook.evidence.ceilings import (
+    PRECISIONS,
     TILE_PARTS,
+    Product,
+    model_products,
     native_precisions,
+    product_calls,
     time_products,
 )
 from dlrm_workbook.evidence.contestants import environment_of
 from dlrm_workbook.evidence.probes import model_for, reduced
 from dlrm_workbook.ground.intervals import median_interval
 from dlrm_workbook.ground.processes import do_job, run_job
-from dlrm_workbook.ground.turns import CPU, least_and_seconds, take_turns, threads_of, waited_ns
+from dlrm_workbook.ground.turns import (
+    CPU,
+    elapsed_ms,
+    least_and_seconds,
+    take_turns,
+    threads_of,
+    waited_ns,
+)
 from dlrm_workbook.ground.units import milliseconds, percent
 
 ROWS = "rows"
@@ -162,6 +168,56 @@ def bare_times(parameters: Parameters, kinds: Sequence[str], threads: int) -> di
 def measure_round(job: dict[str, Any]) -> dict[str, Any]:
     """Measure the round that :func:`time_round` asks for."""
     return bare_times(parameters_from_sections(job["parameters"]), job["kinds"], job["threads"])
+
+
+def layer_products(parameters: Parameters) -> list[Product]:
+    """The products of layers: a dot interaction's are batched, and not of one library alone."""
+    return [product for product in model_products(parameters) if product.batch == 1]
+
+
+def library_calls(
+    products: list[Product], precision: str, timed: Sequence[Mapping[str, Any]] = ()
+) -> dict[tuple[Any, ...], tuple[str, Callable[[], object]]]:
+    """Shape of a product to the library's name and the call to time, on the CPU.
+
+    Args:
+        timed: rows of :func:`.time_products` by which the faster library of fp32 products is
+            chosen; without any they are timed now.
+    """
+    if precision != "fp32":
+        calls = product_calls(products, precision, CPU)
+        return {shape: (precision, call) for shape, call in calls.items()}
+    names = fp32_libraries()
+    rows = timed or time_products(products, names, CPU, ERROR_SECONDS)[0]
+    every = {name: product_calls(products, name, CPU) for name in names}
+    chosen: dict[tuple[Any, ...], tuple[str, Callable[[], object]]] = {}
+    worst = {
+        name: max((r["relative_error"] for r in rows if r["precision"] == name), default=1.0)
+        for name in names
+    }
+    for product in products:
+        same = [
+            row
+            for row in rows
+            if all(row[key] == getattr(product, key) for key in ("part", "layer", "phase"))
+            and row["precision"] in names
+            and (row["precision"] == "fp32" or worst[row["precision"]] <= MAX_RELATIVE_ERROR)
+        ]
+        name = min(same, key=lambda row: row["ms"])["precision"] if same else "fp32"
+        chosen[product.shape] = (name, every[name][product.shape])
+    return chosen
+
+
+def fp32_libraries() -> list[str]:
+    """Names of the libraries' fp32 products on this CPU (tf32 is a GPU's)."""
+    have, _ = native_precisions(CPU)
+    return [name for name in PRECISIONS if name.startswith("fp32") and name in have]
+
+
+def second_call_ms(call: Callable[[], object]) -> float:
+    """Milliseconds of a call whose operands the one before has brought near."""
+    call()
+    return elapsed_ms(call)
 
 
 # What all rounds say.

@@ -103,7 +103,7 @@ def plan_of(arguments: argparse.Namespace) -> BenchPlan:
         cases or ([] if arguments.ablation else [AS_GIVEN]),
         BenchEffort(
             *(arguments.rounds, arguments.iterations, counts, arguments.cores),
-            *(arguments.ablation, arguments.roofline),
+            arguments.ablation,
             bare=True,
         ),
         run_plain=not arguments.no_plain,

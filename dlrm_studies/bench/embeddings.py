@@ -1,4 +1,4 @@
-"""``dlrm bench --embeddings``: back ends of the embeddings side by side, and the updates.
+"""``dlrm bench --embeddings``: back ends of the embeddings side by side.
 
 As in :mod:`dlrm_studies.bench.measure` every round runs each contestant in a fresh
 process, in an order that changes from round to round, and a ratio is the median of the
@@ -45,9 +45,7 @@ from dlrm_workbook.ground.turns import CPU, elapsed_ms, rotated, take_turns
 from dlrm_workbook.ground.units import faster
 
 TABLES, ROWS, DIM = 8, 1_000_000, 64
-"""Small of Kalamkar et al. 2020 (arXiv:2005.04680), with minibatch 2048 and 50 lookups a bag;
-their section III compares updates under uniform indices and under skewed ones, where threads
-fight for rows."""
+"""Small of Kalamkar et al. 2020 (arXiv:2005.04680), with minibatch 2048 and 50 lookups a bag."""
 
 SKEW = 1.45
 """Exponent of the power law that NVIDIA's synthetic Terabyte-like data follows."""
@@ -59,7 +57,6 @@ FUSED_BF16, MEMORY_BF16 = "fused bf16", "memory bf16"
 
 FLOATS = (FACEBOOK, FBGEMM, FUSED, MEMORY)
 NARROW = (FACEBOOK, FBGEMM, FUSED, FUSED_BF16, MEMORY, MEMORY_BF16)
-UPDATES = ("naive", "atomic", "locked", "race_free")
 PHASES = ("forward", "backward", "update")
 
 
@@ -71,7 +68,7 @@ class EmbeddingCase:
         pooling: lookups of every bag.
         skew: exponent of the power law of rows, row 0 hottest; None: uniform.
         reuse: rows are used again as often as in production tables, whatever ``skew`` says.
-        contestants: back ends, or updates of ``fused``.
+        contestants: back ends.
         targets: contestant to the speed-up over it that ``ours`` is to reach.
     """
 
@@ -125,14 +122,6 @@ CASE_GROUPS: dict[str, tuple[EmbeddingCase, ...]] = {
         EmbeddingCase("rowwise-50-reuse", "rowwise_adagrad", 50, 2048, None, FLOATS, reuse=True),
     ),
     "adagrad": (EmbeddingCase("adagrad-50", "adagrad", 50),),
-    "contention": (
-        EmbeddingCase("contention-uniform", "sgd", 1, 16384, contestants=UPDATES),
-        EmbeddingCase("contention-skewed", "sgd", 1, 16384, SKEW, UPDATES),
-        EmbeddingCase("contention-reuse", "sgd", 1, 16384, contestants=UPDATES, reuse=True),
-        EmbeddingCase("contention-50-uniform", "sgd", 50, contestants=UPDATES),
-        EmbeddingCase("contention-50-skewed", "sgd", 50, skew=SKEW, contestants=UPDATES),
-        EmbeddingCase("contention-50-reuse", "sgd", 50, contestants=UPDATES, reuse=True),
-    ),
 }
 """Cases that share a process of each contestant."""
 
@@ -188,12 +177,8 @@ class Contestant:
         if self.name == FACEBOOK:
             self.update = self._facebook_optimizer(optimizer)
         elif self.name != MEMORY:
-            own_update = self.name in UPDATES
             config = TrainingConfig(
-                optimizer=optimizer,
-                learning_rate=RATE,
-                embedding_backend="fused" if own_update else self.name,
-                embedding_update=self.name if own_update else "race_free",
+                optimizer=optimizer, learning_rate=RATE, embedding_backend=self.name
             )
             self.update = attach(self.tables, config)
 
@@ -486,14 +471,13 @@ def differences(folder: Path, case: str, names: Sequence[str]) -> dict[str, floa
         if file.is_file():
             with np.load(file) as arrays:
                 kept[name] = {key: arrays[key] for key in arrays.files}
-    reference = next((name for name in (FACEBOOK, "race_free") if name in kept), None)
-    if reference is None:
+    if FACEBOOK not in kept:
         return {}
-    base = kept[reference]
+    base = kept[FACEBOOK]
     return {
         name: max(_share(base[key], mine[key], name == FUSED_BF16) for key in base)
         for name, mine in kept.items()
-        if name != reference
+        if name != FACEBOOK
     }
 
 
@@ -552,12 +536,6 @@ def _ratio(ratios: Sequence[float]) -> dict[str, float]:
     return {"median": statistics.median(ratios), "low": min(ratios), "high": max(ratios)}
 
 
-def ours_of(row: Mapping[str, Any]) -> str:
-    """The contestant that a case's ratios are about; records of earlier versions do not say it."""
-    ours = row.get("ours", FUSED)
-    return ours if ours in (row.get("contestants") or {}) else "race_free"
-
-
 def describe_embeddings(row: Mapping[str, Any]) -> str:
     """A case as a table of text."""
     lines = [f"{row['meaning']}, {counted(row['threads'], 'thread')}"]
@@ -565,7 +543,7 @@ def describe_embeddings(row: Mapping[str, Any]) -> str:
     for name, figures in row["contestants"].items():
         cells = "".join(f"{figures[f'{phase}_ms']:>10.2f}" for phase in (*PHASES, "total"))
         lines.append(f"{name:<12}{cells}")
-    best = ours_of(row)
+    best = row.get("ours", FUSED)  # records of earlier versions do not say it
     for name, figures in row["contestants"].items():
         if sort_ms := figures.get("sort_ms"):
             share = sort_ms / figures["total_ms"]

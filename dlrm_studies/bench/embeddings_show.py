@@ -12,14 +12,13 @@ import plotly.graph_objects as go
 
 from dlrm_core.base.text import counted
 from dlrm_studies.bench.embeddings import (
+    FUSED,
     FUSED_BF16,
     KIND,
     MEMORY,
     MEMORY_BF16,
     PHASES,
     SCHEMA,
-    UPDATES,
-    ours_of,
 )
 from dlrm_workbook.analysis.sentences import FENCE, in_markdown
 from dlrm_workbook.ground.ledger import read_document
@@ -38,7 +37,6 @@ LABELS = {
     FUSED_BF16: "ours, rows in bf16",
     MEMORY_BF16: "bare row accesses, bf16",
     MEMORY: "bare row accesses",
-    "race_free": "race-free",
 }
 
 
@@ -58,26 +56,24 @@ def embedding_times(document: Mapping[str, Any]) -> pd.DataFrame:
     """Medians of every contestant in every case.
 
     Returns:
-        ``case``, ``meaning``, ``threads``, ``contestant``, ``study`` (whether it is one of
-        contention), ``forward_ms``, ``backward_ms``, ``update_ms``, ``total_ms``, and the
-        speed-up of ours over it in the same case: ``mid``, ``low``, ``high`` (over the rounds)
-        and ``goal``; NaN where there is none.
+        ``case``, ``meaning``, ``threads``, ``contestant``, ``forward_ms``, ``backward_ms``,
+        ``update_ms``, ``total_ms``, and the speed-up of ours over it in the same case: ``mid``,
+        ``low``, ``high`` (over the rounds) and ``goal``; NaN where there is none.
     """
     rows = []
     for case in document["cases"]:
         goals = {target["against"]: target["wanted"] for target in case.get("targets") or []}
         for name, figures in (case.get("contestants") or {}).items():
-            study = name in UPDATES
-            ours = (case.get("ratios") or {}).get(ours_of(case), {})
+            ours = (case.get("ratios") or {}).get(case.get("ours", FUSED), {})
             gain = ours.get(name) or dict.fromkeys(("median", "low", "high"), math.nan)
             rows.append(
                 (
-                    *(case["case"], case["meaning"], case["threads"], name, study),
+                    *(case["case"], case["meaning"], case["threads"], name),
                     *(figures[f"{phase}_ms"] for phase in (*PHASES, "total")),
                     *(gain["median"], gain["low"], gain["high"], goals.get(name, math.nan)),
                 )
             )
-    columns = ["case", "meaning", "threads", "contestant", "study"]
+    columns = ["case", "meaning", "threads", "contestant"]
     columns += [f"{phase}_ms" for phase in (*PHASES, "total")]
     return pd.DataFrame(rows, columns=[*columns, "mid", "low", "high", "goal"])
 
@@ -108,26 +104,22 @@ EMBEDDING_TIMES: dict[str, str | Column] = {
 """How the table of :func:`embedding_times` is shown."""
 
 
-def bars(document: Mapping[str, Any], study: bool = False) -> go.Figure:
+def bars(document: Mapping[str, Any]) -> go.Figure:
     """Forward, backward and update of each contestant, as multiples of ours in the same case.
 
-    Args:
-        study: the cases of the contention study, with the most threads that were measured,
-            instead of the back ends with the fewest.
+    The cases with the fewest threads that were measured are shown.
     """
     table = embedding_times(document)
-    table = table[table["study"] == study].reset_index(drop=True)
-    threads = table["threads"].max() if study else table["threads"].min()
-    table = table[table["threads"] == threads].reset_index(drop=True)
-    ours = table[table["contestant"].isin(["fused", "race_free"])]
+    table = table[table["threads"] == table["threads"].min()].reset_index(drop=True)
+    ours = table[table["contestant"] == "fused"]
     # one count of threads is left
     base = table["case"].map(ours.set_index("case")["total_ms"])
-    name = "race-free updates" if study else "our fused back end"
-    title = "Ways to share an update between threads" if study else "Embeddings by back end"
     places, headings = theme.in_groups(
         f"{row.case}, {counted(row.threads, 'thread')}" for row in theme.rows_of(table)
     )
-    result = theme.figure(title, 150 + 27 * (len(table) + len(headings)), legend=True)
+    result = theme.figure(
+        "Embeddings by back end", 150 + 27 * (len(table) + len(headings)), legend=True
+    )
     labels = [back_end_label(name) for name in table["contestant"]]
     for phase in PHASES:
         theme.add_bars(
@@ -147,21 +139,17 @@ def bars(document: Mapping[str, Any], study: bool = False) -> go.Figure:
     longest = float(ends.max()) if len(table) else 1.0
     theme.mark_one(result, 1.0, headings, max(places, default=0.0))
     result.update_layout(barmode="stack", bargap=0.25)
-    result.update_xaxes(title=f"time, {name} of the same case is 1", range=[0, 1.35 * longest])
+    result.update_xaxes(
+        title="time, our fused back end of the same case is 1", range=[0, 1.35 * longest]
+    )
     theme.label_rows(result, labels, places)
     return result
 
 
-def sentences(document: Mapping[str, Any], study: bool = False) -> Text:
-    """The pace of bare accesses, whether all computed the same, who did not run.
-
-    Args:
-        study: of the contention study's cases only.
-    """
+def sentences(document: Mapping[str, Any]) -> Text:
+    """The pace of bare accesses, whether all computed the same, who did not run."""
     lines, paces = [], []
     for case in document["cases"]:
-        if study and not set(case.get("contestants") or ()) & set(UPDATES):
-            continue
         where = f"{case['meaning']}, {counted(case['threads'], 'thread')}"
         if share := case.get("share_of_row_accesses"):
             paces.append(f"{percent(share['total_ms']['median'])} in {case['case']}")
@@ -174,6 +162,7 @@ def sentences(document: Mapping[str, Any], study: bool = False) -> Text:
             "- No back end can exceed the pace of bare accesses to the same rows by much; ours "
             f"reaches {', '.join(paces)}."
         )
-    commands = [line for line in document["commands"] if not study or "contention" in line]
     measured = f"- Measured on {document['date']}, {document['machine'].get('cpu', '')}, with:"
-    return Text("\n".join([*dict.fromkeys(lines), measured, "", FENCE, *commands, FENCE]))
+    return Text(
+        "\n".join([*dict.fromkeys(lines), measured, "", FENCE, *document["commands"], FENCE])
+    )

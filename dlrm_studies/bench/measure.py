@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ import torch
 
 from dlrm_core.base.errors import InputError, MissingToolError
 from dlrm_core.base.machine import resolve_device
-from dlrm_core.base.text import counted
 from dlrm_core.config import Parameters, parameters_from_sections
 from dlrm_studies.bench.bare import (
     describe_bare,
@@ -43,7 +42,6 @@ from dlrm_studies.bench.cases import (
     tuned_contestants,
     why_no_bf16x2,
 )
-from dlrm_studies.bench.shares import CEILINGS, measure_share
 from dlrm_studies.bench.torchrec import require_torchrec, run_torchrec
 from dlrm_studies.runs import Record
 from dlrm_workbook.analysis.changes import difference
@@ -60,10 +58,8 @@ from dlrm_workbook.evidence.contestants import (
     run_ours,
     settings,
 )
-from dlrm_workbook.evidence.probes import reduced
 from dlrm_workbook.ground.ledger import Ledger, require_same
 from dlrm_workbook.ground.machine import machine_facts
-from dlrm_workbook.ground.units import percent
 
 BENCHMARK = Record("benchmark.json", "benchmark", 2)
 
@@ -83,7 +79,6 @@ class BenchEffort:
         threads: CPU threads; every case runs with each count.
         cores: every contestant is confined to so many; None is all.
         ablation: also measure each option of the last contestant on its own.
-        roofline: also measure the shares of this machine's limits.
         bare: in each round of a shape also time the bare products and rows (CPU).
     """
 
@@ -92,7 +87,6 @@ class BenchEffort:
     threads: Sequence[int] = (1,)
     cores: int | None = None
     ablation: bool = False
-    roofline: bool = False
     bare: bool = False
 
     def __post_init__(self) -> None:
@@ -166,7 +160,7 @@ class BenchPlan:
 
     @property
     def runs(self) -> int:
-        """How many processes there are to run, shares of limits aside."""
+        """How many processes there are to run."""
         who = len(self.contestants) + (self.others.peer is not None) + self.others.torchrec
         count = len(self.cases) * who
         if self.effort.ablation:
@@ -207,7 +201,6 @@ def open_ledger(plan: BenchPlan, file: Path | None, command: str, resume: bool) 
             "environment": {str(count): settings(count) for count in plan.effort.threads},
         },
         "cases": [],
-        "shares": [],
         "not_measured": _not_measured(plan),
     }
     asked = document["settings"]
@@ -238,7 +231,7 @@ def open_ledger(plan: BenchPlan, file: Path | None, command: str, resume: bool) 
         begun = ledger.document
         for name in ("contestants", "environment"):
             asked[name] = begun["settings"][name] | asked[name]
-        kept = {name: begun[name] for name in ("cases", "shares", "commands")}
+        kept = {name: begun[name] for name in ("cases", "commands")}
         ledger.document |= document | kept
     return ledger
 
@@ -324,9 +317,6 @@ def run_plan(
                 show("\n".join([describe(results), *floor]))
             if plan.effort.ablation:
                 show(describe(measurement.ablation(threads)))
-            if plan.effort.roofline:
-                for share in measurement.shares(threads):
-                    show(describe_share(share))
     return ledger.document
 
 
@@ -441,42 +431,3 @@ class _Measurement:
             judged |= {"bare_rounds": floors, "bare": judge_bare(floors, rows, every)}
         self.ledger.put(facts | judged)
         return facts | judged
-
-    def shares(self, threads: int) -> Iterator[dict[str, Any]]:
-        """Shares of this machine's limits, of each tuned contestant; equal halves once."""
-        shares: list[dict[str, Any]] = self.ledger.document["shares"]
-        have = {(row["what"], row["case"], row["contestant"], row["threads"]) for row in shares}
-        seen: list[tuple[str, Parameters]] = []
-        for case in [case for case in self.plan.cases if case.kind == "shape"]:
-            for name, given in self.plan.contestants.items():
-                parameters = of_case(name, given, case)
-                for what in CEILINGS:
-                    half = reduced(parameters, "dense" if what == "dense" else "sparse")
-                    half = dataclasses.replace(half, source="", title="")
-                    if name == PLAIN or (what, half) in seen:
-                        continue
-                    seen.append((what, half))
-                    if (what, case.name, name, threads) in have:
-                        continue
-                    row = {"case": case.name, "contestant": name, "threads": threads, "what": what}
-                    self.say(
-                        f"{case.name}, {threads} threads, {name}: share of the {what} part's limit"
-                    )
-                    try:
-                        row |= measure_share(what, parameters, threads)
-                    except InputError as error:
-                        row |= {"share": None, "reason": str(error)}
-                    shares.append(row)
-                    self.ledger.save()
-                    yield row
-
-
-def describe_share(row: Mapping[str, Any]) -> str:
-    """One share of a measured ceiling, in words."""
-    where = f"{row['case']}, {counted(row['threads'], 'thread')}"
-    if row.get("share") is None:
-        return f"{where}: {row['what']}: not measured: {row.get('reason', '')}"
-    return (
-        f"{where}, {row['contestant']}: {row['what']} part {row['ms']:.1f} ms, "
-        f"{CEILINGS[row['what']]} {row['ceiling_ms']:.1f} ms: {percent(row['share'])} of it"
-    )

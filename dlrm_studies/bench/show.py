@@ -29,7 +29,6 @@ from dlrm_workbook.ground.units import (
     value_text,
 )
 from dlrm_workbook.show import theme
-from dlrm_workbook.show.static import text_on
 from dlrm_workbook.show.tables import Column, Text, each_row
 
 FIGURE_NAMES = {"step_ms": "step", "end_to_end_ms": "end to end"}
@@ -99,19 +98,6 @@ LOSSES: dict[str, str | Column] = {
     "reference": Column("against", _CONTESTANTS),
     "iterations": "iterations",
     "difference": Column("largest difference", each_row(difference_text)),
-}
-SHARES: dict[str, str | Column] = {
-    "case": "shape",
-    "threads": "threads",
-    "contestant": _CONTESTANT,
-    "what": "part",
-    "ms": "time",
-    "limit": Column("limit", each_row(str, words=True)),
-    "ceiling_ms": "limit alone",
-    "share": "share of the limit",
-    "low": Column("lower quartile", "share"),
-    "high": Column("upper quartile", "share"),
-    "reason": "not measured because",
 }
 BARE: dict[str, str | Column] = {
     "case": "shape",
@@ -291,9 +277,6 @@ CONTESTANTS = {
     TORCHREC: theme.COLOURS["embedding"],
 }
 """Contestant to colour."""
-
-OUTLOOK = {"dense": {FP32: 0.80, BF16X2: 0.80, "bf16": 0.75}}
-"""Share of its matrix products that the dense part is to reach, by contestant."""
 
 LOOKS = {
     "step_ms": ("step", theme.COLOURS["top_mlp"], "circle", -0.1),
@@ -477,49 +460,6 @@ def ladder_waterfall(rungs: pd.DataFrame) -> go.Figure:
         )
     )
     result.update_xaxes(title="ms per iteration", range=[0, 1.25 * max(times, default=1.0)])
-    theme.label_rows(result, labels)
-    return result
-
-
-def share_bars(shares: pd.DataFrame) -> go.Figure:
-    """How near each part comes to this machine's limit; the light mark is the goal."""
-    shares = shares[shares["share"].notna()]
-    rows = theme.rows_of(shares)
-    result = theme.figure("Share of this machine's measured limits", 150 + 30 * max(len(rows), 2))
-    labels = [
-        f"{row.what}, {contestant_label(row.contestant)}<br>"
-        f"{row.case}, {counted(row.threads, 'thread')}"
-        for row in rows
-    ]
-    hover = [
-        f"{label}<br>{digits(row.ms)} ms; {row.limit}: {digits(row.ceiling_ms)} ms"
-        for label, row in zip(labels, rows, strict=True)
-    ]
-    looks = {"dense": theme.COLOURS["top_mlp"], "embedding": theme.COLOURS["embedding"]}
-    colours = list(shares["what"].map(looks))
-    theme.add_bars(
-        result,
-        shares["share"],
-        list(range(len(rows))),
-        "",
-        {"color": colours},
-        hover,
-        error_x=theme.error_bars(shares["low"], shares["share"], shares["high"]),
-        text=list(map(percent, shares["share"])),
-        textposition="inside",
-        insidetextanchor="start",
-        textfont={"color": list(map(text_on, colours))},
-    )
-    goals = [
-        (goal, place)
-        for place, row in enumerate(rows)
-        if row.threads == 1 and (goal := OUTLOOK.get(row.what, {}).get(row.contestant))
-    ]
-    if goals:
-        _add_goals(result, goals, theme.INK, "%{x:.0%}", "goal")
-    theme.mark_one(result)
-    top = max([1.0, *(row.high for row in rows)])
-    result.update_xaxes(title="share of the limit", tickformat=".0%", range=[0, 1.08 * top])
     theme.label_rows(result, labels)
     return result
 

@@ -42,13 +42,8 @@ from dlrm_studies.scaling.model.sharding import SHARDINGS, make_plan, maximum_ra
 from dlrm_workbook.analysis.devices import device
 from dlrm_workbook.analysis.findings.finding import Finding
 from dlrm_workbook.ground.bar import Bar
-from dlrm_workbook.ground.machine import RESULTS
 
 RANKS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
-
-WAY = RESULTS / "kalamkar_small.json"
-"""The study's Small from plain to tuned, as ``dlrm bench -f parameters/kalamkar_small.yaml
---ablation --json`` of this file recorded it."""
 
 
 @dataclass(frozen=True)
@@ -251,21 +246,6 @@ class Scaling:
     def findings(self) -> list[Finding]:
         """What the measured runs wait for."""
         return scaling_findings(self.record, self.parameters)
-
-    def shares(self) -> pd.DataFrame:
-        """Parts of one rank's iteration at the page's batch size.
-
-        Returns:
-            ``component``, ``share``, ``study`` (what the study says of it), largest first.
-        """
-        _, costs = self.profile.at(1)
-        batch = self.predicts.training.batch_size
-        rows = [(component, cost.time_ms(batch).mid) for (component, _), cost in costs.items()]
-        times = pd.DataFrame(rows, columns=["component", "ms"]).groupby("component")["ms"].sum()
-        shares = (times[times > 0] / times.sum()).sort_values(ascending=False)
-        table = shares.rename("share").reset_index()
-        quoted = {"embedding": self.study.quoted.embedding_share} if self.study else {}
-        return table.assign(study=[quoted.get(name, "") for name in table["component"]])
 
     def _counts(self, counts: Sequence[int], scaling: str) -> list[int]:
         batch = self.batch_size(scaling)

@@ -36,7 +36,6 @@ from dlrm_workbook.ground.machine import machine_facts
 from dlrm_workbook.ground.processes import only_process, python_module, run_child
 
 RECORD = "scaling.json"
-TIMELINE = "ranks.trace.json"
 PARAMETERS = "parameters.yaml"
 ROUNDS_FILE = Path("rounds/ranks.json")
 
@@ -86,8 +85,7 @@ def measure_scaling(
     Args:
         parameters: ``training.batch_size`` is the global batch (strong scaling), and that of
             a rank in weak scaling.
-        folder: gets ``scaling.json``, a timeline of all ranks of the last run
-            (``ranks.trace.json``), and every round as soon as it is done (``rounds/``);
+        folder: gets ``scaling.json``, and every round as soon as it is done (``rounds/``);
             with the same request, rounds that are there are not run again. Parameters that are
             of no file are written there for the lines of ``launch`` (``parameters.yaml``).
         nodes: of the multi-node lines that are printed.
@@ -122,7 +120,6 @@ def measure_scaling(
     record["launch"] = _launch(parameters, folder, max(ranks), nodes)
     if folder is not None:
         write_json(folder / RECORD, record)
-        write_json(folder / TIMELINE, ranks_trace(record, len(runs) - 1))
     return record
 
 
@@ -334,61 +331,3 @@ def parts_of(parameters: Parameters, batch_size: int, folder: Path) -> list[dict
         if component != "other"
         for iteration, time_ms in enumerate(part_times_ms)
     ]
-
-
-# All ranks in one view: a Chrome trace (chrome://tracing, ui.perfetto.dev) of a measured run.
-
-STEP, EXCHANGES = 0, 1
-"""Rows of a rank: its step's thread, and what it exchanges meanwhile."""
-
-
-def ranks_trace(record: Mapping[str, Any], run: int) -> dict[str, Any]:
-    """The last iterations of a run, rank below rank, on the node's one clock.
-
-    Args:
-        record: its ``spans`` say when an iteration began on each rank.
-
-    Returns:
-        a trace with one process per rank; times in microseconds since the first one's start.
-    """
-    spans = [row for row in record["spans"] if row["run"] == run]
-    begins = {
-        (row["rank"], row["iteration"]): row["node_start_s"] - 1e-3 * row["start_ms"]
-        for row in spans
-    }
-    first = min(begins.values(), default=0.0)
-    events: list[dict[str, Any]] = []
-    for rank in sorted({rank for rank, _ in begins}):
-        names = {"name": f"rank {rank}"}
-        events.append({"ph": "M", "name": "process_name", "pid": rank, "args": names})
-        for lane, name in ((STEP, "step"), (EXCHANGES, "exchanges")):
-            about = {"pid": rank, "tid": lane, "args": {"name": name}}
-            events.append({"ph": "M", "name": "thread_name", **about})
-    for row in spans:
-        zero = begins[row["rank"], row["iteration"]]
-        name = f"{row['component']} {row['phase']}"
-        events.append(_event(row, STEP, name, zero - first, row["start_ms"], row["end_ms"]))
-    for row in record["collectives"]:
-        begun = begins.get((row["rank"], row["iteration"])) if row["run"] == run else None
-        if begun is None:
-            continue
-        end_ms = row["start_ms"] + row["time_ms"]
-        event = _event(
-            row, EXCHANGES, f"{row['kind']}: {row['what']}", begun - first, row["start_ms"], end_ms
-        )
-        events.append(event | {"args": {"bytes": row["bytes"], "exposed_ms": row["exposed_ms"]}})
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
-
-
-def _event(
-    row: Mapping[str, Any], lane: int, name: str, zero_s: float, start_ms: float, end_ms: float
-) -> dict[str, Any]:
-    return {
-        "ph": "X",
-        "name": name,
-        "pid": row["rank"],
-        "tid": lane,
-        "ts": 1e6 * zero_s + 1e3 * start_ms,
-        "dur": 1e3 * (end_ms - start_ms),
-        "args": {"iteration": row["iteration"]},
-    }

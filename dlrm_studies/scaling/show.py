@@ -192,21 +192,6 @@ def predicted_measured_dots(table: pd.DataFrame) -> go.Figure:
     )
 
 
-def published_dots(table: pd.DataFrame) -> go.Figure:
-    """Published throughputs and our predictions of them; other people's machines.
-
-    Args:
-        table: what :func:`dlrm_studies.scaling.model.published.published_scaling` gives.
-    """
-    printed = table[table["published"].notna()]
-    labels = [
-        f"{row.hardware}, {row.devices} devices, {row.precision}, {_short(row.source)}, "
-        f"from {row.basis}"
-        for row in theme.rows_of(printed)
-    ]
-    return _speed_dots("Published throughput, predicted", labels, printed)
-
-
 def mlperf_dots(table: pd.DataFrame) -> go.Figure:
     """MLPerf's throughputs and our predictions from data sheets.
 
@@ -214,16 +199,11 @@ def mlperf_dots(table: pd.DataFrame) -> go.Figure:
         table: what :func:`dlrm_studies.scaling.model.published.mlperf_scaling` gives.
     """
     labels = [f"{row.hardware}: {row.program}" for row in theme.rows_of(table)]
-    return _speed_dots("MLPerf's DLRM-DCNv2, predicted from data sheets", labels, table)
-
-
-def _speed_dots(title: str, labels: Sequence[str], table: pd.DataFrame) -> go.Figure:
-    """Published samples per second and their predictions, on a logarithmic axis."""
     ranges = table[["predicted_low", "predicted", "predicted_high"]]
     shown = [*table["published"], *ranges.to_numpy().ravel()]
-    ends = [math.log10(0.85 * min(shown, default=1e6)), math.log10(1.45 * max(shown, default=1e7))]
+    ends = [math.log10(0.85 * min(shown)), math.log10(1.45 * max(shown))]
     return _dots(
-        title,
+        "MLPerf's DLRM-DCNv2, predicted from data sheets",
         labels,
         ranges,
         ("published", table["published"], table["error"]),
@@ -273,11 +253,6 @@ def _dots(
     theme.label_rows(result, [theme.lines_of(label, 52) for label in labels], above=0.8)
     result.update_layout(margin={"b": 96})
     return result
-
-
-def _short(source: str) -> str:
-    names = ("TensorFlow2", "PyTorch", "DeepSparkHub", "Kalamkar")
-    return next((name for name in names if name in source), source)
 
 
 # Figures of what the scaling model rests on: bytes, links, stragglers.
@@ -481,49 +456,4 @@ def rank_bars(parts: pd.DataFrame, title: str) -> go.Figure:
     result = theme.stacked_bars(title, wide.rename(index="rank {}".format), looks, "ms")
     result.update_layout(margin={"b": 96})
     result.update_xaxes(title="ms per iteration")
-    return result
-
-
-def imbalance_map(parts: pd.DataFrame) -> go.Figure:
-    """How far each rank is from the mean in each part: one row per part, one column per rank."""
-    wide = parts.pivot_table("time_ms", "component", "rank", aggfunc="sum", fill_value=0.0)
-    names = theme.components_of(wide.index, IDLE)
-    wide = wide.reindex([name for name in names if name in wide.index])
-    above = wide.sub(wide.mean(axis=1), axis=0)
-    most = float(above.abs().to_numpy().max(initial=0.0)) or 1.0
-    result = theme.figure("Above and below the mean of all ranks", 150 + 30 * max(len(wide), 3))
-    result.add_trace(
-        go.Heatmap(
-            z=above.to_numpy(float),
-            x=[f"rank {rank}" for rank in above.columns],
-            y=[part_label(name) for name in above.index],
-            zmin=-most,
-            zmax=most,
-            # red is more than the mean, blue less, as in the differences of a comparison
-            colorscale=[[0, theme.FASTER], [0.5, theme.SAME], [1, theme.SLOWER]],
-            colorbar={"title": {"text": "ms"}, "thickness": 12},
-            customdata=wide.to_numpy(),
-            hovertemplate="%{x}, %{y}: %{customdata:,.3g} ms, %{z:+,.3g} from the mean"
-            "<extra></extra>",
-        )
-    )
-    numbers = above.to_numpy(float)
-    if above.size <= 160:
-        for row, part in enumerate(above.index):
-            for column in range(len(above.columns)):
-                value = float(numbers[row, column])
-                text = f"{value:+,.0f}" if abs(value) >= 10 else f"{value:+.2g}"
-                result.add_annotation(
-                    x=column,
-                    y=row,
-                    text=text.replace("-", "−") if abs(value) >= 0.005 * most else "·",
-                    showarrow=False,
-                    font={
-                        "size": 11,
-                        "color": theme.text_on(theme.difference_colour(value / most)),
-                    },
-                    hovertext=part,
-                )
-    result.update_xaxes(showgrid=False)
-    result.update_yaxes(autorange="reversed", showgrid=False)
     return result

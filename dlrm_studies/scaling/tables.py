@@ -18,7 +18,6 @@ from dlrm_workbook.analysis.sentences import in_markdown
 from dlrm_workbook.ground.units import (
     NOT_MEASURED,
     NOTHING,
-    digits,
     from_to,
     known_or,
     milliseconds,
@@ -31,9 +30,6 @@ from dlrm_workbook.show.tables import Column, Text, each_row
 from dlrm_workbook.show.theme import rows_of
 
 Columns = dict[str, str | Column]
-
-PLAIN_MS, TUNED_MS = 4288, 38
-"""One iteration of Small on one socket, before and after (Kalamkar et al. 2020)."""
 
 GOAL = 0.10
 """Geometric mean of errors that predictions of runs on this machine should keep."""
@@ -178,21 +174,6 @@ STRAGGLERS_COLUMNS: Columns = {
     "slowdown": Column("slowdown", "signed_share"),
 }
 
-PUBLISHED_COLUMNS: Columns = {
-    "hardware": "machine",
-    "devices": "devices",
-    "model": "model",
-    "precision": "precision",
-    "batch_size": "batch",
-    "published": Column("published", _SPEED, unit="samples/s"),
-    "predicted": Column("predicted", _SPEED, unit="samples/s"),
-    "range": Column("range", _SPEEDS, ("predicted_low", "predicted_high"), "samples/s"),
-    "error": Column("error", "signed_share"),
-    "basis": "from devices",
-    "number": "source",
-}
-"""A dash under "published": the source draws the figure and prints no number."""
-
 MLPERF_COLUMNS: Columns = {
     "hardware": "machine",
     "devices": "GPUs",
@@ -206,34 +187,6 @@ MLPERF_COLUMNS: Columns = {
     "compute_ms": "computing",
     "exposed_ms": "exposed communication",
 }
-
-SHARES_COLUMNS: Columns = {
-    "component": "part",
-    "share": "share of one rank's iteration here",
-    "study": "the study says",
-}
-
-
-def published_sources(table: pd.DataFrame) -> Text:
-    """Where published figures are from, and what the predictions had to assume."""
-    lines = [f"- [{row.number}] {row.source}" for row in rows_of(table.drop_duplicates("source"))]
-    lines += [
-        f"- Not published for {row.hardware} [{row.number}], so assumed: {row.not_published}."
-        for row in rows_of(table.drop_duplicates("not_published"))
-    ]
-    return Text("\n".join(lines))
-
-
-def published_sentence(table: pd.DataFrame) -> Text:
-    """How near the predictions of other people's machines are."""
-    printed = table.dropna(subset=["error"])
-    one, several = printed[printed["basis"] == "1"], printed[printed["basis"] != "1"]
-    return Text(
-        f"Predictions of {len(one)} figures from one device's published throughput and data "
-        f"sheets alone are off by {percent(typical_error(one))} (geometric mean); those of "
-        f"{len(several)} figures of sixteen devices, from the figures of one and eight, by "
-        f"{percent(typical_error(several))}. None of this was measured here."
-    )
 
 
 def mlperf_sentence(table: pd.DataFrame) -> Text:
@@ -255,30 +208,6 @@ def mlperf_sentence(table: pd.DataFrame) -> Text:
     return Text(
         f"Published: {table.attrs['source']}. Predicted from data sheets of the GPUs, NVLink 4 and "
         "a port of InfiniBand NDR per GPU; no figure of a run is used.\n\n" + "\n".join(lines)
-    )
-
-
-def way_text(rungs: pd.DataFrame, document: Mapping[str, Any] | None) -> Text:
-    """The study's way from 2020's plain program to its tuned one, and ours from today's.
-
-    Args:
-        rungs: the ladder of the benchmark in ``document``, plain to tuned.
-    """
-    study = (
-        f"The study (published, one socket of 28 cores): {PLAIN_MS:,} ms to {TUNED_MS} ms, "
-        f"{times(PLAIN_MS / TUNED_MS)} faster."
-    )
-    if rungs.empty or document is None:
-        return Text(f"{study} Here: {NOT_MEASURED}.")
-    rows = rows_of(rungs[rungs["figure"] == "end_to_end_ms"].sort_values("rung"))
-    first, last = rows[0], rows[-1]
-    return Text(
-        f"{study} Here, on {counted(document['cases'][0]['threads'], 'core')} of an "
-        f"{document['machine'].get('cpu', 'unknown processor')}, today's plain PyTorch takes "
-        f"{digits(first.time_ms)} ms and the options of `kalamkar_small.yaml` "
-        f"{digits(last.time_ms)} ms, {times(last.mid)} faster. Most of the study's gain is no "
-        "longer available because PyTorch has made it its own: EmbeddingBag now sums bags in "
-        "parallel, in compiled kernels (github.com/pytorch/pytorch/issues/31356)."
     )
 
 

@@ -365,8 +365,6 @@ def _rows(
                     "phase": phase,
                     "start_ms": 1e3 * (begun - started),
                     "end_ms": 1e3 * (end - started),
-                    # the kernel's clock since boot, the same for all processes of a node
-                    "node_start_s": begun,
                 }
                 for component, phase, begun, end in clock.spans[i]
             ]

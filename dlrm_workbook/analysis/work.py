@@ -271,14 +271,14 @@ class _Step(Operations):
                 self._pooled(table, fused)
         with self.part("embedding", "backward"):
             for table in looked_up:
-                if fused and self.training.embedding_update != "naive":
+                if fused:
                     # the tables change while backward runs; nothing is left for the update
                     self._fused_update(table)
                 elif narrow:
                     self._merged_gradient(table)
                 else:
                     self._sparse_gradient(table)
-        if not fused or self.training.embedding_update == "naive":
+        if not fused:
             with self.part("embedding", "update"):
                 for table in looked_up:
                     if narrow:

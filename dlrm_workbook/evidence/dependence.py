@@ -37,7 +37,6 @@ EMBEDDING_ENGINE = (
     "threads",
     "optimizer",
     "embedding_backend",
-    "embedding_update",
     "cuda_graphs",
 )
 """Leaves of ``training`` that decide how tables are looked up and updated."""

@@ -142,7 +142,7 @@ def reduced(parameters: Parameters, half: str) -> Parameters:
     tables = len(model.table_rows)
     training = replace(training, seed=0, learning_rate=1e-4)
     if half == "dense":
-        training = replace(training, embedding_backend="torch", embedding_update="race_free")
+        training = replace(training, embedding_backend="torch")
         model = replace(model, table_rows=(1,) * tables)
         data = replace(
             data,
@@ -511,8 +511,6 @@ def default_changes(parameters: Parameters) -> list[dict[str, Any]]:
         changes += _fused_changes(training)
     if training.embedding_backend == "torch":
         changes.append({"training.embedding_backend": "fused"})
-    if training.embedding_update != "race_free":
-        changes.append({"training.embedding_update": "race_free"})
     if not training.fused_optimizer:
         changes.append({"training.fused_optimizer": True})
     rows = training.batch_size

@@ -20,7 +20,7 @@ import torch
 
 from dlrm_core.run.checkpoint import MANIFEST, OPTIMIZER, _digest, read_checkpoint
 from dlrm_core.run.resume import checkpoint_to_resume
-from dlrm_core.run.tensor_files import read_tensors, write_tensors
+from dlrm_core.run.tensor_files import write_tensor
 from tests.small_training import parameters, same_bits, trained
 
 STEP = 7
@@ -88,7 +88,7 @@ class Checkpoints:
 
     def _damage(self, rng: random.Random, place: Path) -> None:
         """Bytes or whole files changed; no checksum is mended."""
-        file = rng.choice(sorted(place.iterdir()))
+        file = rng.choice(sorted(file for file in place.rglob("*") if file.is_file()))
         data = bytearray(file.read_bytes())
         at = rng.randrange(len(data))
         how = rng.randrange(8)
@@ -109,7 +109,8 @@ class Checkpoints:
             file.mkdir()
         elif how == 7:
             # of a run whose files are others: two kinds may hold the same weights
-            there = {p: p / file.name for p in self.places.values() if (p / file.name).exists()}
+            name = file.relative_to(place)
+            there = {p: p / name for p in self.places.values() if (p / name).exists()}
             others = [p for p in there.values() if p.read_bytes() != bytes(data)]
             file.symlink_to(rng.choice(others) if others else Path("/dev/zero"))
 
@@ -129,14 +130,11 @@ class Checkpoints:
 
     def _edit_tensors(self, rng: random.Random, place: Path) -> None:
         """Tensors with another value, type, shape or name, with right checksums everywhere."""
-        checkpoint = read_checkpoint(place)
-        file = rng.choice(list(checkpoint.files))
-        record = checkpoint.files[file]
+        groups = read_checkpoint(place).tensors
+        group = rng.choice([group for group in groups if groups[group]])
         tensors = {
-            name: torch.empty(about["shape"], dtype=torch.float32)
-            for name, about in record["tensors"].items()
+            name: stored.read(range(*stored.shape[:1])) for name, stored in groups[group].items()
         }
-        read_tensors(place / file, record, tensors)
         name = rng.choice(list(tensors))
         tensor = tensors[name]
         how = rng.randrange(8)
@@ -174,10 +172,15 @@ class Checkpoints:
         else:
             # the state of another optimiser, whole in itself
             tensors |= {f"{name}.exp_avg": tensor, f"{name}.exp_avg_sq": tensor * tensor}
-            file = OPTIMIZER
-        (place / file).unlink(missing_ok=True)
+            group = OPTIMIZER
+        shutil.rmtree(place / group)
+        (place / group).mkdir()
         manifest = json.loads((place / MANIFEST).read_text())
-        manifest["files"][file] = write_tensors(place / file, tensors)
+        manifest["tensors"][group] = {}
+        for name, tensor in tensors.items():
+            # a name that is no file's is recorded without one
+            at_place = place / group / f"{name.replace('/', '')}.npy"
+            manifest["tensors"][group][name] = write_tensor(at_place, tensor)
         seal(place, manifest)
 
 

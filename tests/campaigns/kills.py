@@ -38,8 +38,7 @@ from dlrm_core.base.errors import InputError
 from dlrm_core.base.files import read_json, write_json
 from dlrm_core.config import Parameters, parameters_from_sections
 from dlrm_core.data.files.teacher import Law, SampleMaker, TeacherConfig, Variant
-from dlrm_core.run.checkpoint import OPTIMIZER, WEIGHTS, find_checkpoint, read_checkpoint, steps_in
-from dlrm_core.run.tensor_files import read_tensors
+from dlrm_core.run.checkpoint import find_checkpoint, read_checkpoint, steps_in
 from dlrm_workbook.datasets import criteo, generate, resumable
 from dlrm_workbook.datasets.loops import SIGNATURES, compiled
 from dlrm_workbook.datasets.resumable import NOTE
@@ -211,9 +210,9 @@ def verify(place: Path, announced: list[int], tally: Tally) -> None:
         tally.faults.append(f"checkpoint {announced[-1]} was announced, but there are {steps}")
     for step in steps:
         try:
-            checkpoint = read_checkpoint(place / f"step-{step:08d}")
-            for file, record in checkpoint.files.items():
-                read_tensors(checkpoint.folder / file, record, dict.fromkeys(record["tensors"]))
+            for tensors in read_checkpoint(place / f"step-{step:08d}").tensors.values():
+                for tensor in tensors.values():
+                    tensor.check()
             tally.checkpoints_verified += 1
         except InputError as error:
             tally.faults.append(str(error))
@@ -223,12 +222,13 @@ def same_checkpoint(one: Path, other: Path) -> bool:
     """The newest checkpoints' tensors and positions are the same bytes."""
     folders = [find_checkpoint(str(place)) for place in (one, other)]
     first, second = (read_checkpoint(folder) for folder in folders)
-    names = [name for name in (WEIGHTS, OPTIMIZER) if name in first.files]
+    tensors = [
+        {file.name: file.read_bytes() for file in folder.glob("*/*.npy")} for folder in folders
+    ]
     return (
         first.step == second.step == STEPS
-        and first.files.keys() == second.files.keys()
+        and tensors[0] == tensors[1]
         and {**first.state, "position": 0} == {**second.state, "position": 0}
-        and all((folders[0] / n).read_bytes() == (folders[1] / n).read_bytes() for n in names)
     )
 
 

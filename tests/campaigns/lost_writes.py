@@ -337,7 +337,7 @@ def check_checkpoints(left: Path, announced: list[str], whole: Path) -> list[str
     import json
 
     from dlrm_core.run.checkpoint import steps_in
-    from dlrm_core.run.tensor_files import read_tensors
+    from dlrm_core.run.tensor_files import StoredTensor
 
     folder, faults = left / "run" / "checkpoint", []
     steps = steps_in(folder)
@@ -346,8 +346,9 @@ def check_checkpoints(left: Path, announced: list[str], whole: Path) -> list[str
     for step in steps:
         place = folder / f"step-{step:08d}"
         manifest = read_json(place / "checkpoint.json")
-        for name, record in manifest["files"].items():
-            read_tensors(place / name, record, dict.fromkeys(record["tensors"]))
+        for group, records in manifest["tensors"].items():
+            for name, record in records.items():
+                StoredTensor(place / group / f"{name}.npy", record).check()
         lines = (left / "run" / "metrics.jsonl").read_text().split("\n")[:-1]
         if step not in [json.loads(line)["iteration"] for line in lines[:step]]:
             faults.append(f"the metrics lack iteration {step}")

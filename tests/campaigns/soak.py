@@ -159,8 +159,9 @@ def same_end(one: Path, other: Path) -> bool:
         run / "checkpoint" / f"step-{steps_in(run / 'checkpoint')[-1]:08d}" for run in (one, other)
     ]
     first, second = (read_json(folder / MANIFEST) for folder in folders)
-    return all(first[key] == second[key] for key in ("step", "state", "files")) and (
-        (folders[0] / WEIGHTS).read_bytes() == (folders[1] / WEIGHTS).read_bytes()
+    return all(first[key] == second[key] for key in ("step", "state", "tensors")) and all(
+        file.read_bytes() == (folders[1] / WEIGHTS / file.name).read_bytes()
+        for file in (folders[0] / WEIGHTS).iterdir()
     )
 
 
@@ -433,9 +434,10 @@ def damaged(place: Ground, run: str, file: Path, moments: random.Random) -> list
     faults = ended(place, run, launcher, "is gone")
     checkpoints = place.scratch / run / "checkpoint"
     newest = checkpoints / f"step-{steps_in(checkpoints)[-1]:08d}"
-    data = bytearray((newest / WEIGHTS).read_bytes())
+    damaged_file = moments.choice(sorted((newest / WEIGHTS).iterdir()))
+    data = bytearray(damaged_file.read_bytes())
     data[moments.randrange(len(data))] ^= 1 << moments.randrange(8)
-    (newest / WEIGHTS).write_bytes(data)
+    damaged_file.write_bytes(data)
     faults += ended(place, run, begin(place, run, file), "the file is corrupted")
     shutil.rmtree(newest)
     launch(place, run, file)

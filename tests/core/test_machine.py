@@ -13,8 +13,8 @@ from dlrm_core.base.machine import ALLOCATOR_SETTINGS
 CHURN = """
 import ctypes, resource, sys
 from dlrm_core.config import TrainingConfig
-from dlrm_core.base.machine import use_memory
-use_memory(TrainingConfig())  # as every training and prediction does
+from dlrm_core.base.machine import keep_freed_memory
+keep_freed_memory()  # as every training and prediction does
 libc = ctypes.CDLL(None)
 libc.malloc.restype = ctypes.c_void_p
 libc.free.argtypes = [ctypes.c_void_p]

@@ -77,7 +77,7 @@ def test_ranks_have_their_parts_of_one_process_s_batches(generator, fixed, ranks
 
 
 def through_json(state):
-    return state_from_plain(json.loads(json.dumps(plain_state(state))), state)
+    return state_from_plain("file", json.loads(json.dumps(plain_state(state))), state)
 
 
 @given(
@@ -191,12 +191,12 @@ def test_a_state_with_an_impossible_value_anywhere_is_refused(generator):
             edited = copy.deepcopy(plain)
             at(edited, path[:-1])[path[-1]] = value
             with pytest.raises(InputError, match=r"expected"):
-                state_from_plain(edited, state)
+                state_from_plain("file", edited, state)
             refused += 1
         edited = copy.deepcopy(plain)
         del at(edited, path[:-1])[path[-1]]
         with pytest.raises(InputError, match=r"expected"):
-            state_from_plain(edited, state)
+            state_from_plain("file", edited, state)
     assert refused >= 10
 
 

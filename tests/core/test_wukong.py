@@ -23,6 +23,7 @@ from dlrm_core.data.loader import batches
 from dlrm_core.interactions import WukongInteraction
 from dlrm_core.model import InteractionLayer, build_model
 from dlrm_core.run.checkpoint import read_checkpoint
+from dlrm_core.run.resume import require_same_model
 from dlrm_core.train import Trainer
 from dlrm_kernels.memory import dense_peak, forecast_memory, total_bytes
 from dlrm_workbook.analysis.capacity import capacity_of
@@ -297,8 +298,11 @@ def test_a_checkpoint_of_another_shape_is_refused(tmp_path):
         trainer.close()
     checkpoint = read_checkpoint(tmp_path / "step-00000003")
     Trainer(parameters(batches=6), checkpoint).close()
-    with pytest.raises(InputError, match="wukong_rank"):
-        Trainer(parameters({"wukong_rank": 4}, batches=6), checkpoint)
+    other = parameters({"wukong_rank": 4}, batches=6)
+    with pytest.raises(InputError, match=r"model\.wukong_rank = 3, but this run has 4"):
+        require_same_model(other.model, checkpoint)
+    with pytest.raises(InputError, match=r"factors\.weight is 3 x 4, float32, but .* is 4 x 4"):
+        Trainer(other, checkpoint)
 
 
 def test_the_fused_dense_part_refuses_it_in_a_sentence():

@@ -13,7 +13,6 @@ from dlrm_kernels import dense as dense_fused
 from dlrm_kernels import interaction_cpu
 from dlrm_kernels.memory import dense_peak
 from dlrm_kernels.products import set_fp32_matmul
-from dlrm_studies.bench.shares import dense_share
 from dlrm_workbook.analysis.work import operator_work
 from dlrm_workbook.evidence.dependence import affected_components, changed_parameters
 from dlrm_workbook.evidence.probes import default_changes
@@ -222,17 +221,3 @@ def test_the_forecast_of_its_memory_is_what_it_takes(anywhere, options):
     taken -= sum(weight.grad.nbytes for weight in trainer.step.dense.weights)
     peak = dense_peak(trainer.parameters)
     assert peak.activations + peak.gradients == pytest.approx(taken, rel=0.05)
-
-
-@pytest.mark.parametrize("options", [{}, {"precision": "bf16"}, BF16X2], ids=str)
-def test_the_share_of_the_products_adds_up(anywhere, options):
-    threads = torch.get_num_threads()
-    found = dense_share(shape(**options), threads=1, seconds=0.2)
-    assert torch.get_num_threads() == threads and found["threads"] == 1
-    products = {(row["part"], row["layer"], row["phase"]) for row in found["products"]}
-    # three products a layer, but for the gradient of the dense features
-    assert len(products) == len(found["products"]) == 3 * 4 - 1
-    assert "embedding" not in found["parts"] and found["parts"]["top_mlp"]["backward"] > 0
-    assert 0 < found["low"] <= found["share"] <= found["high"]
-    assert found["ceiling_best_ms"] <= sum(row["ms"] for row in found["products"])
-    assert found["precision"] == options.get("precision", "fp32")

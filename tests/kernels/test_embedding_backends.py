@@ -24,7 +24,6 @@ from test_embeddings import (
 
 from dlrm_core.base.errors import InputError, MissingToolError
 from dlrm_core.base.machine import available_memory
-from dlrm_core.config import TrainingConfig
 from dlrm_core.data.batch import Batch
 from dlrm_core.embeddings import FBGEMM_ROWWISE_ELEMENTS, EmbeddingTables, attach
 from dlrm_core.train import Trainer, train
@@ -471,11 +470,6 @@ def test_a_recording_tells_the_back_end_that_ran(tmp_path):
     name = head["parameters"]["training"]["embedding_backend"]
     assert name in choose.CANDIDATES
     assert head["notices"][0].startswith(f"training.embedding_backend auto: {name}, ")
-
-
-def test_the_plain_updates_need_the_fused_back_end_by_name():
-    with pytest.raises(InputError, match="embedding_backend is 'auto'"):
-        TrainingConfig(embedding_backend="auto", embedding_update="atomic")
 
 
 def test_fbgemm_is_loaded_only_where_it_is_chosen():

@@ -16,7 +16,7 @@ from dlrm_core.embeddings import EmbeddingTables, RowwiseAdagrad, attach
 from dlrm_core.train import Trainer
 from dlrm_kernels import native
 from dlrm_kernels.embeddings.fused_cpu import FusedCpu, share_out
-from dlrm_kernels.embeddings.kernels_contended import apply_serially
+from dlrm_kernels.embeddings.kernels import sgd_owned
 from dlrm_kernels.embeddings.pages import tables_on_huge_pages
 from dlrm_kernels.memory import forecast_memory
 
@@ -120,17 +120,6 @@ def test_fused_holds_for_any_shape(rows, dim, bags, largest, optimizer, skew):
     )
 
 
-@pytest.mark.parametrize("update", ["race_free", "naive", "atomic", "locked"])
-@pytest.mark.parametrize("skew", [False, True])
-@pytest.mark.parametrize("dim", [64, 21])
-def test_every_update_of_the_paper_adds_up_the_same(update, skew, dim):
-    torch.set_num_threads(2)
-    fused = config(embedding_backend="fused", embedding_update=update)
-    # thousands of adds fall on one row in an order of the threads' own: the bound is theirs,
-    # sqrt(n) eps |w|; one lost add would be some 0.05
-    assert_same_training(fused, [400, 1, 7], dim, "sgd", atol=1e-3, bags=300, skew=skew)
-
-
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("rows", [[5000], [300, 20, 1], [50] * 9])
 def test_the_bits_do_not_depend_on_the_number_of_threads(optimizer, rows):
@@ -178,31 +167,6 @@ def test_rows_that_come_up_once_get_the_bits_that_sorted_ones_get(optimizer, dim
     for one, other in zip(*found, strict=True):
         assert torch.equal(one[others], other[others])
     assert all(bool((found[0][0][row] != start[row]).any()) for row in others)
-
-
-def test_naive_waits_for_step_and_the_others_do_not():
-    rows, batch = [30, 5], make_batch([30, 5], 9, 4, 0)
-    for update in ("race_free", "naive", "atomic", "locked"):
-        tables = make_tables(rows, 16)
-        start = [w.detach().clone() for w in tables.weights]
-        handle = attach(tables, config(embedding_backend="fused", embedding_update=update))
-        torch.autograd.backward(tables(batch), [torch.ones(9, 16)] * 2)
-        after_backward = [w.detach().clone() for w in tables.weights]
-        handle.step()
-        changed = [not torch.equal(a, b) for a, b in zip(start, after_backward, strict=True)]
-        assert changed == [update != "naive"] * 2
-        assert not any(torch.equal(a, b) for a, b in zip(start, tables.weights, strict=True))
-        assert all(w.grad is None for w in tables.weights)
-
-
-def test_a_gradient_that_naive_has_made_can_be_dropped():
-    tables = make_tables([30], 16)
-    start = tables.weights[0].detach().clone()
-    handle = attach(tables, config(embedding_backend="fused", embedding_update="naive"))
-    torch.autograd.backward(tables(make_batch([30], 9, 4, 0)), [torch.ones(9, 16)])
-    handle.zero_grad()
-    handle.step()
-    assert torch.equal(tables.weights[0], start)
 
 
 def test_gradients_may_lie_in_memory_as_they_like():
@@ -409,11 +373,6 @@ def test_a_run_on_fused_tables_loses_as_one_on_torchs(optimizer):
 @pytest.mark.parametrize(
     ("training", "message"),
     [
-        ({"embedding_update": "atomic"}, "embedding_backend is 'torch'"),
-        (
-            {"embedding_update": "locked", "embedding_backend": "fused", "optimizer": "adagrad"},
-            "optimizer is 'adagrad'",
-        ),
         ({"embedding_backend": "fast"}, "expected one of torch, fused, fbgemm, auto"),
         ({"optimizer": "adamw"}, "expected one of sgd, adagrad, rowwise_adagrad, adam"),
     ],
@@ -443,8 +402,8 @@ def notice_of_a_new_process(monkeypatch, cache):
     monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
     # without what this process remembers
     monkeypatch.setattr(native, "cache_folder", inspect.unwrap(native.cache_folder))
-    kernel, notice = inspect.unwrap(native.compile_kernel)(apply_serially)
-    assert kernel.name == "apply_serially"
+    kernel, notice = inspect.unwrap(native.compile_kernel)(sgd_owned)
+    assert kernel.name == "sgd_owned"
     return notice
 
 

@@ -8,11 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-import safetensors.torch
 import torch
 import torch.distributed as dist
 from small_terabyte import deepspark, make_terabyte
-from small_training import whole_checkpoint
+from small_training import stored, whole_checkpoint
 
 from dlrm_core.base.errors import InputError, MissingToolError
 from dlrm_core.config import load_parameters, parameters_from_sections
@@ -316,7 +315,7 @@ def test_all_ranks_skip_a_step_whose_gradients_overflow_on_one(ranks):
 def test_ranks_begin_and_end_with_the_weights_of_one_process(ranks, name, count):
     given = parameters_from_sections(RUNS[name][0])
     place = ranks[1] / str(count) / name
-    initial = safetensors.torch.load_file(place / "step-00000000" / WEIGHTS)
+    initial = stored(place / "step-00000000", WEIGHTS)
     model = build_model(given.model, given.training.seed, torch.device("cpu"))
     expected = dict(model.named_parameters())
     assert initial.keys() == expected.keys()
@@ -328,7 +327,7 @@ def test_ranks_begin_and_end_with_the_weights_of_one_process(ranks, name, count)
         expected = dict(trainer.model.named_parameters())
     finally:
         trainer.close()
-    final = safetensors.torch.load_file(place / f"step-{STEPS:08d}" / WEIGHTS)
+    final = stored(place / f"step-{STEPS:08d}", WEIGHTS)
     for key, weight in expected.items():
         # sums in another order, each step: a few units in the last place of weights near 1
         atol = 2e-3 if name == "fp16" else 2e-5
@@ -373,10 +372,10 @@ def test_a_checkpoint_goes_from_1_to_2_to_4_ranks_and_back(ranks, optimizer):
         losses = found[count][f"chain {optimizer}"]["losses"]
         assert losses == pytest.approx(whole[begin:end], rel=0, abs=1e-5)
     last = folder / "chain" / optimizer / f"step-{end:08d}"
-    shapes = whole_checkpoint(last).shapes(OPTIMIZER)
+    state = whole_checkpoint(last).tensors[OPTIMIZER]
     rows = {"rowwise_adagrad": (200,), "adagrad": (200, 16), "sgd": None}[optimizer]
-    assert shapes.get("embeddings.tables.2.weight.sum") == rows
-    assert (OPTIMIZER in read_checkpoint(last).files) == (optimizer != "sgd")
+    assert bool(state) == (optimizer != "sgd")
+    assert not state or state["embeddings.tables.2.weight.sum"].shape == rows
     back = trained(sections(optimizer=optimizer), resume=last)
     assert back.first_iteration == end and len(back.losses) == STEPS - end
     assert back.losses == pytest.approx(whole[end:], rel=0, abs=1e-5)
@@ -508,11 +507,6 @@ def test_a_measurement_is_a_record_of_every_rank_and_goes_on(ranks, monkeypatch,
         *("allreduce", "alltoall", "allgather", "reduce_scatter", "broadcast")
     }
     assert (read.link_probe["time_ms"] > 0).all() and record["not_measured"]["data"]
-    # both ranks on one clock, in one view
-    trace = json.loads((tmp_path / "ranks.trace.json").read_text())["traceEvents"]
-    steps = [e for e in trace if e["ph"] == "X" and e["tid"] == 0]
-    assert {e["pid"] for e in steps} == {0, 1} and min(e["ts"] for e in steps) >= 0
-    assert any(e["name"] == "alltoall: pooled gradients" for e in trace if e["ph"] == "X")
     # of no file, so a file was made for who wants to train with them
     file = tmp_path / "parameters.yaml"
     assert f"train -f {file}" in record["launch"]["one_node"]

@@ -3,13 +3,10 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from dlrm_core.base.machine import numa_nodes, use_memory
-from dlrm_core.config import TrainingConfig
-from dlrm_kernels.numa import interleave_memory
+from dlrm_core.base.machine import numa_nodes
 from dlrm_ranks.world import nodes_of_rank
 
 needs_two = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one CPU only")
@@ -31,31 +28,6 @@ assert os.sched_getaffinity(0) == os.sched_getaffinity(before.native_id) == {sec
 over.set()
 ranks.numa_nodes = lambda: {0: {first, second}}
 assert ranks.bound(place) == place
-"""
-
-
-INTERLEAVED = """
-import ctypes, mmap, sys, threading
-from dlrm_kernels.numa import interleave_memory
-
-reason = interleave_memory([0, 0])
-if reason:
-    sys.exit(reason)
-policies = []
-
-def write():
-    memory = mmap.mmap(-1, 8 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    place = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    memory[:4096] = bytes(4096)
-    lines = [line.split() for line in open("/proc/self/numa_maps")]
-    own = max(((int(at, 16), policy) for at, policy, *_ in lines if int(at, 16) <= place))
-    policies.append(own[1])
-
-write()
-later = threading.Thread(target=write)
-later.start()
-later.join()
-assert policies == ["interleave:0"] * 2, policies
 """
 
 
@@ -85,28 +57,3 @@ def test_nodes_are_those_with_cpus_that_may_be_used(tmp_path):
 @needs_two
 def test_a_rank_and_its_threads_are_bound():
     subprocess.run([sys.executable, "-c", BOUND], check=True, timeout=120)
-
-
-def test_memory_of_this_thread_and_later_ones_is_interleaved():
-    ran = subprocess.run(
-        [sys.executable, "-c", INTERLEAVED], capture_output=True, text=True, timeout=120
-    )
-    if "the system refuses it" in ran.stderr or not Path("/proc/self/numa_maps").exists():
-        pytest.skip(ran.stderr or "the kernel has no NUMA")
-    assert ran.returncode == 0, ran.stderr
-
-
-def test_why_memory_is_not_interleaved_is_said(monkeypatch):
-    assert use_memory(TrainingConfig()) == []
-    wanted = TrainingConfig(interleave_memory=True)
-    for nodes, said in (
-        ({0: {0}}, "are on one NUMA node"),
-        # no machine has so many
-        ({1022: {0}, 1023: {1}}, "the system refuses it (set_mempolicy: "),
-    ):
-        monkeypatch.setattr("dlrm_core.base.machine.numa_nodes", lambda nodes=nodes: nodes)
-        (notice,) = use_memory(wanted)
-        assert notice.startswith("training.interleave_memory: true has no effect here: ")
-        assert said in notice
-    monkeypatch.setattr("platform.machine", lambda: "riscv64")
-    assert interleave_memory([0, 1]).endswith("this is linux on riscv64")

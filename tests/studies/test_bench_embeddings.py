@@ -19,7 +19,7 @@ from dlrm_core.model import ClickLoss, build_model
 from dlrm_core.step import TrainingStep
 from dlrm_studies.bench import embeddings as bench
 from dlrm_studies.bench import torchrec as bench_torchrec
-from dlrm_studies.bench.embeddings import CASE_GROUPS, UPDATES, EmbeddingCase, groups_of
+from dlrm_studies.bench.embeddings import CASE_GROUPS, EmbeddingCase, groups_of
 from dlrm_workbook.evidence.contestants import run_ours
 
 CASE = EmbeddingCase("small", "sgd", 3, 16, targets=(("facebook", 5.0),))
@@ -138,20 +138,6 @@ def test_who_fails_is_named_and_the_others_are_compared():
     assert row["failures"] == {"fbgemm": "pip install fbgemm-gpu-cpu"}
     assert "fbgemm" not in row["contestants"] and "fbgemm" not in row["ratios"]["fused"]
     assert "fbgemm did not run: pip install" in bench.describe_embeddings(row)
-
-
-def test_the_contention_study_compares_the_papers_updates():
-    study = CASE_GROUPS["contention"]
-    assert all(case.contestants == UPDATES == tuple(case.contestants) for case in study)
-    assert {case.skew is None for case in study} == {True, False}
-    assert {case.reuse for case in study} == {True, False}
-    ledger = bench.open_embedding_ledger(None, 4, False)
-    totals = {"naive": 60.0, "atomic": 90.0, "locked": 30.0, "race_free": 10.0}
-    bench.run_group(ledger, study[:1], 2, 1, run=fake_run(totals))
-    (row,) = ledger.entries
-    assert row["ratios"]["race_free"]["atomic"]["median"] == pytest.approx(9.0)
-    assert row["share_of_row_accesses"] is None
-    assert "race_free is 6.00x" in bench.describe_embeddings(row)
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,6 @@ from dlrm_studies.bench.embeddings import (
     run_group,
 )
 from dlrm_studies.bench.measure import BenchEffort, BenchPlan, Others, run_plan
-from dlrm_studies.bench.shares import GATHERED
 from dlrm_workbook.evidence.contestants import WARMUP, Run, round_ratio
 from dlrm_workbook.runner.run import run_notebooks
 from dlrm_workbook.show.tables import Text, TextTable, show
@@ -79,11 +78,6 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> str:
         BenchEffort(rounds=2, iterations=2, ablation=True, threads=[1, 2]),
     )
     found = run_plan(plan, command="dlrm bench", run=timed)
-    row = {"case": "8x1M-10", "contestant": "fp32", "threads": 1, "what": "dense", "ms": 10.0}
-    found["shares"] = [
-        row | {"ceiling_ms": 8.0, "share": 0.8, "low": 0.7, "high": 0.9},
-        row | {"ms": None, "share": None, "what": "embedding", "reason": "out of memory"},
-    ]
     return json.dumps(found)
 
 
@@ -229,21 +223,19 @@ def shown_titles(values: list[Any]) -> list[str]:
 def test_the_notebook_shows_a_finished_benchmark(document: dict[str, Any], tmp_path: Path) -> None:
     results, out = str(tmp_path / "b.json"), str(tmp_path / "out")
     shown = run_cells("benchmark", results=results, output_folder=out)
-    assert shown_titles(shown)[:6] == [
+    assert shown_titles(shown)[:5] == [
         "Time per iteration",
         "Speed-up over facebookresearch/dlrm",
-        "Share of this machine's measured limits",
         "What each option brings",
         "From plain to tuned, end to end",
         "Growth of the time per iteration, end to end",
     ]
     tables = [value for value in shown if isinstance(value, TextTable)]
-    assert len(tables) >= 8
+    assert len(tables) >= 7
     for text in [*(t._repr_html_() for t in tables), *(f.to_json() for f in figures(shown))]:
         assert "nan" not in text.lower()
     texts = " ".join(value.markdown for value in shown if isinstance(value, Text))
     assert str(tmp_path / "b.json") in texts and "GPU: not measured" in texts
-    assert any("out of memory" in cell for table in tables for row in table.rows for cell in row)
 
 
 def figures(shown: list[Any]) -> list[Any]:
@@ -260,8 +252,7 @@ def embeddings_of(scale: dict[str, float], threads: int = 1) -> dict[str, Any]:
         return {case.name: times for case in group}
 
     ledger = open_embedding_ledger(None, 1, False, "dlrm bench")
-    for name in ("sgd", "contention"):
-        run_group(ledger, CASE_GROUPS[name], threads, 2, run=run)
+    run_group(ledger, CASE_GROUPS["sgd"], threads, 2, run=run)
     return ledger.document
 
 
@@ -272,12 +263,10 @@ def gain_of(document: dict[str, Any]) -> str:
 
 
 def test_embeddings_are_shown_as_multiples_of_ours(tmp_path: Path) -> None:
-    scale = {"facebook": 6.0, "torch": 9.0, "fused": 1.0, "memory": 0.5, "race_free": 1.0}
-    document = embeddings_of(scale | {"naive": 7.0})
-    backs, study = (embedding_results.bars(document, study) for study in (False, True))
+    document = embeddings_of({"facebook": 6.0, "torch": 9.0, "fused": 1.0, "memory": 0.5})
+    backs = embedding_results.bars(document)
     assert sum(trace.x[0] for trace in backs.data) == pytest.approx(6.0)
     assert backs.layout.yaxis.ticktext[:2] == ("facebookresearch/dlrm", "torch")
-    assert sum(trace.x[0] for trace in study.data) == pytest.approx(7.0)
     first = cells(embedding_results.embedding_times(document), embedding_results.EMBEDDING_TIMES)[0]
     assert first["contestant"] == "facebookresearch/dlrm" and first["goal"] == "5.00x"
     assert gain_of(document).startswith("6.00x")
@@ -302,7 +291,7 @@ def test_figures_of_next_to_nothing_can_be_drawn() -> None:
     assert len(benchmark_figures.times_bars(analysis.times(found)).data) == 2
     assert benchmark_figures.ratio_dots(analysis.ratios(found)).data[0].x[0] == 1.0
     assert analysis.without(found).empty and analysis.ladder(found).empty
-    for empty in (analysis.without(found), analysis.growth(found), analysis.shares(found)):
+    for empty in (analysis.without(found), analysis.growth(found)):
         assert "dlrm bench --" in repr(show(empty))
     assert analysis.slopes(analysis.growth(found)).empty
 
@@ -338,13 +327,6 @@ def test_a_benchmark_in_which_nothing_ran_is_no_benchmark(tmp_path: Path) -> Non
         found.measure()
 
 
-def test_a_share_says_what_its_part_was_held_against(document: dict[str, Any]) -> None:
-    now = analysis.shares(document)["limit"].tolist()
-    assert now == ["the time of its matrix products", "bare accesses to the same rows"]
-    document["shares"][1]["gather_gb_per_s"] = 3.8  # as files of an older version have it
-    assert analysis.shares(document)["limit"].tolist() == [now[0], GATHERED]
-
-
 @pytest.mark.notebook
 @pytest.mark.browser
 def test_the_page_of_a_small_benchmark(tmp_path: Path) -> None:
@@ -356,10 +338,7 @@ def test_the_page_of_a_small_benchmark(tmp_path: Path) -> None:
     (case,) = written["cases"]
     assert set(case["contestants"]) == {"plain", "fp32"}
     assert case["losses_agree"]
-    assert [row["what"] for row in written["shares"]] == ["dense", "embedding"]
-    for row in written["shares"]:
-        assert row["share"] > 0 and row["low"] <= row["share"] <= row["high"]
     timed = json.loads((run.path / "protocols.json").read_text())["measured"]
     assert [one["batch_size"] for one in timed["inference"]] == [1, 1, 8, 8]
-    drawn = 7 if embedding_results.DEFAULT.is_file() else 5
+    drawn = 5 if embedding_results.DEFAULT.is_file() else 4
     check_page(run.html, figures=drawn)

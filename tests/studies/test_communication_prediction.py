@@ -31,7 +31,6 @@ from dlrm_studies.scaling.model.prediction import (
     Setting,
     expected_largest,
     measured_profile,
-    published_profile,
     schedule,
 )
 from dlrm_studies.scaling.model.published import (
@@ -39,9 +38,6 @@ from dlrm_studies.scaling.model.published import (
     NodePlan,
     _mlperf_setting,
     mlperf_scaling,
-    parameters_of,
-    published_scaling,
-    published_series,
 )
 from dlrm_studies.scaling.model.record import (
     exchange_times,
@@ -372,23 +368,6 @@ def test_hiccups_hit_more_often_the_more_ranks_there_are() -> None:
 # ---- published --------------------------------------------------------------------------
 
 
-def test_published_scaling_is_predicted_as_well_as_its_inputs_allow() -> None:
-    table = published_scaling()
-    assert {"1", "1 and 8"} == set(table["basis"])
-    known = table.dropna(subset=["error"])
-    # from one device and a data sheet only: the order of magnitude
-    assert typical_error(known[known["basis"] == "1"]) < 0.5
-    # sixteen devices from one and eight
-    held_out = known[known["basis"] == "1 and 8"]
-    assert len(held_out) == 4 and typical_error(held_out) < 0.10
-    assert (
-        held_out["published"].between(held_out["predicted_low"], held_out["predicted_high"]).all()
-    )
-    assert (table["not_published"].str.len() > 20).all()
-    study = table[table["source"].str.startswith("Kalamkar")]
-    assert study["published"].isna().all() and study["predicted"].notna().all()
-
-
 def test_mlperf_s_machines_are_predicted_from_data_sheets() -> None:
     table = mlperf_scaling()
     machines = table.groupby("hardware", sort=False)
@@ -429,11 +408,3 @@ def test_settings_say_what_a_program_exchanges_and_waits_for() -> None:
     nvlink, infiniband = 0.78 * 450e6, 0.78 * 50e6  # bytes per ms
     least = local * sent * 7 / 8 / nvlink + sent * 7 / 8 / infiniband
     assert least < time.mid < least + 0.12  # and latencies of 14 steps
-
-
-def test_a_published_profile_takes_the_published_time() -> None:
-    each = published_series()[0]
-    base = parameters_of(each)
-    made = published_profile(base, each.ceilings, 2.88e6, "x")
-    assert made.total_ms(65536) == pytest.approx(65536 / 2880)
-    assert not made.shares_node

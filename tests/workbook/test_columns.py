@@ -74,7 +74,6 @@ OF_A_BENCHMARK: list[Callable[[Mapping[str, Any]], pd.DataFrame]] = [
     bench.ratios,
     bench.without,
     bench.ladder,
-    bench.shares,
     bench.bare,
     bench.reached,
     bench.losses,
@@ -322,8 +321,6 @@ def frames_of_scaling(folder: Path) -> dict[str, pd.DataFrame]:
         record.imbalance: record.imbalance(found.record),
         record.exchange_times: record.exchange_times(found.record),
         published.mlperf_scaling: published.mlperf_scaling(),
-        published.published_scaling: published.published_scaling(),
-        scaling.Scaling.shares: found.shares(),
     }
     return {name_of(function): frame for function, frame in made.items()}
 

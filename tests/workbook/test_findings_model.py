@@ -230,19 +230,6 @@ def test_a_faster_setting_that_was_probed(
         assert "10.0 ms with" in first.evidence and "4.00 ms with" in first.evidence
 
 
-def test_an_update_that_threads_contend_for_was_timed_beside_a_race_free_one() -> None:
-    change = {"training.embedding_update": "race_free"}
-    times = {"base": {"embedding": {"backward": 30.0}}, "parts": {"embedding": {"backward": 12.0}}}
-    profile = step(
-        {("embedding", "backward", "kernel"): (30.0, 1.0)},
-        {"embedding_update": "locked", "threads": 2},
-        part_probes={"base": {}, "changes": [{"change": change, "spread": {}, **times}]},
-    )
-    contended = found(profile)["contended_update"]
-    assert contended.change == change and contended.limit == "synchronisation"
-    assert "30.0 ms with locked, 12.0 ms with race_free" in contended.evidence
-
-
 def test_a_setting_that_is_no_faster_is_silent() -> None:
     profile = step(HEAVY, part_probes=probed({"training.precision": "bf16"}, 10.0, 9.9))
     assert listed(profile) == []

@@ -49,7 +49,7 @@ OWN = {
     "sweep": {"sweep_folder", "output_folder", "output_root"},
     "benchmark": {
         *("results", "peer", "torchrec", "precisions", "shapes", "growth"),
-        *("ablation", "roofline", "rounds", "iterations", "threads", "cores"),
+        *("ablation", "rounds", "iterations", "threads", "cores"),
         *("protocols", "batch_sizes", "stability", "time_to_train"),
         *("output_folder", "output_root"),
     },
@@ -60,7 +60,7 @@ OWN = {
 }
 OTHER_TYPES = {
     **dict.fromkeys(("rounds", "iterations", "cores", "protocols"), "int"),
-    **dict.fromkeys(("steps", "torchrec", "ablation", "roofline"), "bool"),
+    **dict.fromkeys(("steps", "torchrec", "ablation"), "bool"),
     **dict.fromkeys(("runs", "precisions", "shapes", "growth", "threads", "batch_sizes"), "list"),
     **dict.fromkeys(("change", "stability", "time_to_train"), "dict"),
     **{"ranks": "list", "ranks_per_node": "int"},

@@ -555,9 +555,6 @@ def test_the_default_changes_are_those_that_apply() -> None:
     assert not {"data.generator", "data.loader", "training.fused_optimizer"} & {
         leaf for change in rest for leaf in change
     }
-    contended = {"embedding_backend": "fused", "embedding_update": "locked"}
-    race_free = {"training.embedding_update": "race_free"}
-    assert race_free in default_changes(tiny(training=contended)) and race_free not in rest
     kept = default_changes(tiny(training={"lowest_precision": "fp32"}))
     assert not any("training.precision" in change for change in kept)
     for change in plain:

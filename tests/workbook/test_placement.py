@@ -187,7 +187,6 @@ def test_two_places_train_as_one(limit, backend, optimizer):
         {"micro_batch": 24},
         {"precision": "bf16", "embedding_backend": "fused"},
         {"lr_warmup_steps": 3, "lr_decay_start": 4, "lr_decay_steps": 2},
-        {"embedding_backend": "fused", "embedding_update": "naive"},
     ],
 )
 def test_two_places_take_every_option(training):

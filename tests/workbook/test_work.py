@@ -439,5 +439,3 @@ def test_the_fused_back_end_writes_nothing_of_the_size_of_the_lookups():
     assert twice.loc[("embedding", "backward"), "written_bytes"] == pytest.approx(
         2 * unique * 4 * 4
     )
-    naive = small(training__embedding_backend="fused", training__embedding_update="naive")
-    assert ("embedding", "update") in part_work(naive).set_index(["component", "phase"]).index

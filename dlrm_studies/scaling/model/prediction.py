@@ -2,8 +2,8 @@
 
 Three steps. A :class:`ComputeProfile` has what each part takes on one rank, for any number of
 samples: measured (a process that exchanges nothing, at several batch sizes, alone or beside
-others on the same cores), or the least times that a machine's ceilings allow, or one
-throughput that somebody published. A :class:`Schedule` lays one iteration out on two lanes,
+others on the same cores), or the least times
+that a machine's ceilings allow. A :class:`Schedule` lays one iteration out on two lanes,
 what is computed and what is exchanged meanwhile. A :class:`Setting` joins both with a network,
 and adds what ranks wait for the slowest one.
 
@@ -213,9 +213,6 @@ LEAST_SCATTER = 0.03
 CEILING_SCATTER = 0.5
 """A step takes up to half as long again as its ceilings allow, at best."""
 
-PUBLISHED_SCATTER = 0.15
-"""A published throughput of one batch size, divided among parts by a data sheet."""
-
 
 @dataclass(frozen=True)
 class PartCost:
@@ -383,31 +380,6 @@ def ceiling_profile(
     profile = measured_profile(table, f"ceilings of {ceilings.get('device', 'this machine')}")
     wide = profile.with_costs(lambda cost: replace(cost, scatter=CEILING_SCATTER))
     return replace(wide, shares_node=False, whole_batches=False)
-
-
-def published_profile(
-    parameters: Parameters, ceilings: Mapping[str, Any], samples_per_second: float, source: str
-) -> ComputeProfile:
-    """One published throughput, divided among the parts as the ceilings divide a step.
-
-    How an iteration's time splits into samples and what it costs without any is not
-    published for one batch size: the ceilings' split stands in.
-
-    Args:
-        parameters: with the published batch size.
-
-    Raises:
-        InputError: no part has a ceiling.
-    """
-    batch = parameters.training.batch_size
-    profile = ceiling_profile(parameters, ceilings, (batch // 16, batch // 4, batch))
-    factor = 1e3 * batch / samples_per_second / profile.total_ms(batch)
-
-    def scaled(cost: PartCost) -> PartCost:
-        points = tuple((size, factor * ms) for size, ms in cost.points)
-        return PartCost(factor * cost.fixed_ms, factor * cost.sample_ms, PUBLISHED_SCATTER, points)
-
-    return replace(profile.with_costs(scaled), source=source)
 
 
 # Time of an iteration on several ranks.
