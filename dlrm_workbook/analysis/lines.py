@@ -530,7 +530,7 @@ class _Texts:
             text = next((text for *at, text in self._blocks if tuple(at) == key), None)
             try:
                 self._parsed[key] = Source(text, key[1]) if text else None
-            except (SyntaxError, ValueError, RecursionError):
+            except (SyntaxError, ValueError, RecursionError, MemoryError):
                 self._parsed[key] = None
         return self._parsed[key]
 
