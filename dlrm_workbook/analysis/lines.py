@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from dlrm_core.base.errors import InputError
 from dlrm_workbook.analysis.attribution import iteration_count, main_thread
 from dlrm_workbook.analysis.context_tree import (
     distinct,
@@ -265,10 +266,13 @@ def _replaced(profile: Profile, trace: pd.DataFrame) -> Profile:
 def _table(profile: Profile, by: str) -> pd.DataFrame:
     columns = FUNCTIONS if by == "function" else LINES
     known = _known(profile)
-    if known is None or not known["iteration_ms"]:
+    if known is None or not known.get("iteration_ms"):
         reason = "no stack of Python code was sampled, and the recording has no Python frames"
         return unmeasured(columns, missing_reason(profile, ["lines"], reason))
-    table = profile.once(f"lines by {by}", lambda: _Lines(known).table(by))
+    try:
+        table = profile.once(f"lines by {by}", lambda: _Lines(known).table(by))
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise InputError(f"the recording's lines (meta.lines) are damaged: {error!r}") from None
     if by != "function":
         inclusive_ms = dict(zip(_places(table), table["inclusive_ms"], strict=True))
         operators = _operators(profile, known, inclusive_ms)

@@ -15,12 +15,14 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from recordings import recording
 
+from dlrm_core.base.errors import InputError
 from dlrm_core.config import parameters_from_sections
 from dlrm_workbook.analysis.lines import functions, growth, hottest, lines, statements
 from dlrm_workbook.analysis.step_source import Source
 from dlrm_workbook.recordings.measure import measure
 from dlrm_workbook.recordings.open import open_recording
 from dlrm_workbook.recordings.profile import Profile
+from dlrm_workbook.recordings.torch.lines import read_lines
 from dlrm_workbook.samples import sample_profile
 from tests.databases import folder_of
 
@@ -162,6 +164,16 @@ def test_the_hottest_function_is_listed_with_its_time(profile: Profile) -> None:
     table = hottest(profile)
     assert table["share"].max() > 0 and table["source"].str.len().max() > 0
     assert (table["line"].diff().dropna() == 1).all()
+
+
+def test_damaged_lines_are_refused(tmp_path: Path) -> None:
+    damaged = sample_profile()
+    damaged.meta = {"lines": {"iteration_ms": [1.0], "frames": [1], "paths": [[[7, ""]]]}}
+    with pytest.raises(InputError, match=r"meta\.lines"):
+        lines(damaged)
+    (tmp_path / "lines.json").write_text('{"iterations": [[0, 1]], "samples": [[5]]}')
+    with pytest.raises(InputError, match="no record of Python stacks"):
+        read_lines(tmp_path)
 
 
 def test_python_frames_of_other_recordings_tell_lines() -> None:
