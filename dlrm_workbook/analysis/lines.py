@@ -56,8 +56,9 @@ MOST_LISTED = 30
 MOST_OPERATORS = 3
 """Operators named below a line."""
 
-LEAST_SHARE = 0.1
-"""Share of a line's time that an operator takes which is named below it."""
+LEAST_SHARE, LEAST_LINE = 0.1, 0.01
+"""Share of a line's time that an operator takes which is named below it, and share of the step
+that such a line takes, where only sampled frames tell the line of an operator."""
 
 Path = Sequence[tuple[int, str]]
 Place = tuple[str, int]
@@ -566,8 +567,9 @@ def _operators(
     keys = ["file", "line", "name"]
     table = pd.DataFrame(columns).groupby(keys)["ms"].sum().reset_index()
     table["ms"] /= iteration_count(profile)
-    least = [LEAST_SHARE * inclusive_ms.get(at, 0.0) for at in _places(table)]
-    table = table[table["ms"] > least]
+    whole_ms = [inclusive_ms.get(at, 0.0) for at in _places(table)]
+    sure = np.array(whole_ms) > LEAST_LINE * np.mean(known["iteration_ms"])
+    table = table[sure & (table["ms"] > LEAST_SHARE * np.array(whole_ms))]
     exact = pd.DataFrame(known.get("operators") or {"path": [], "name": [], "ns": []})
     last = [known["frames"][known["paths"][path][-1][0]] for path in exact["path"]]
     exact["file"], exact["line"] = [f[0] for f in last], [f[3] for f in last]
