@@ -44,6 +44,9 @@ ROLES = ("model", "optimizer", "batch", "around")
 BATCH_WORDS = ("batch", "collate", "loader", "sample", "dataset", "fetch")
 """In names of functions that make batches, where nothing better tells which do."""
 
+LEAST_THREAD = 1e-3
+"""Share of the step from which on a line of another thread is listed."""
+
 LEAST_SAMPLES = 5
 """Samples of a line from which on it is told in how many iterations it runs."""
 
@@ -356,7 +359,10 @@ class _Lines:
         own = table.groupby([*keys, "iteration"])["own_ms"].sum().unstack(fill_value=0)
         own = own.reindex(columns=range(self.count), fill_value=0.0)
         result["growth_ms"] = pd.Series(growth(own.to_numpy()), index=own.index)
-        result = result.drop([key for key in result.index if key[0] == "" and key[2] > 0])
+        # another thread's time counts where it computes in the program's own code
+        file, thread = (result.index.get_level_values(name) for name in ("file", "thread"))
+        idle = (file == "") | (result["inclusive_ms"] < LEAST_THREAD * self.step_ms)
+        result = result[~(idle & (thread > 0))]
         result = result.reset_index().sort_values("time_ms", ascending=False, kind="stable")
         result["function"] = [self.frames[f][2] if f >= 0 else "" for f in result["frame"]]
         result["line"] = [self.frames[f][3] if f >= 0 else 0 for f in result["frame"]]
