@@ -155,8 +155,11 @@ def _known(profile: Profile) -> dict[str, Any] | None:
     sampled = profile.meta.get("lines")
     if sampled and profile.device != "cuda":
         return dict(sampled)
-    from_contexts = _of_contexts(profile)
-    return from_contexts or (dict(sampled) if sampled else None)
+    of_contexts = _of_contexts(profile)
+    if of_contexts and sampled:  # on a GPU
+        calls = (sampled.get("counted") or {}).get("calls", [])
+        of_contexts |= {"sources": sampled.get("sources", []), "counted": {"calls": calls}}
+    return of_contexts or (dict(sampled) if sampled else None)
 
 
 def _of_contexts(profile: Profile) -> dict[str, Any] | None:
@@ -300,6 +303,7 @@ class _Lines:
         self.step_ms = float(np.mean(known["iteration_ms"]))
         self.counted = known["counted"]
         self.texts = _Texts(known)
+        self._names: dict[str, int] = {}
         self.roles = _Roles(self)
 
     @cached_property
@@ -382,8 +386,11 @@ class _Lines:
         return result.reset_index(drop=True)
 
     def _key(self, frame: int, by: str) -> tuple[str, int]:
-        file, first, _, line = self.frames[frame]
-        return (file, line) if by != "function" or not first else (file, first)
+        file, first, function, line = self.frames[frame]
+        if by != "function":
+            return file, line
+        # a trace does not say where a function begins: its name tells it from others of the file
+        return file, first or -1 - self._names.setdefault(function, len(self._names))
 
     def _presence(self, samples: Floats) -> Floats:
         """In which share of the iterations each line (n, iterations) runs; NaN where few samples
