@@ -28,6 +28,7 @@ from dlrm_workbook.analysis.context_tree import (
 )
 from dlrm_workbook.analysis.step_source import Source
 from dlrm_workbook.ground.arrays import Floats
+from dlrm_workbook.recordings.foreign import node_key
 from dlrm_workbook.recordings.nesting import stretch_at
 from dlrm_workbook.recordings.profile import Profile, nearest
 from dlrm_workbook.recordings.torch.lines import MAIN, mark_of, role_of
@@ -155,15 +156,17 @@ def _known(profile: Profile) -> dict[str, Any] | None:
     sampled = profile.meta.get("lines")
     if sampled and profile.device != "cuda":
         return dict(sampled)
-    of_contexts = _of_contexts(profile)
-    if of_contexts and sampled:  # on a GPU
-        calls = (sampled.get("counted") or {}).get("calls", [])
-        of_contexts |= {"sources": sampled.get("sources", []), "counted": {"calls": calls}}
+    of_contexts = _of_contexts(profile, sampled or {})
     return of_contexts or (dict(sampled) if sampled else None)
 
 
-def _of_contexts(profile: Profile) -> dict[str, Any] | None:
-    """As :func:`_known`, from Python frames in the call paths of a recording; None without any."""
+def _of_contexts(profile: Profile, sampled: dict[str, Any]) -> dict[str, Any] | None:
+    """As :func:`_known`, from Python frames in the call paths of a recording; None without any.
+
+    Args:
+        sampled: ``Profile.meta["lines"]`` of a run on a GPU, empty of other recordings: it knows
+            which line built what runs backward, what lines are for, and their text.
+    """
     contexts = profile.contexts
     kinds = contexts["kind"].isin(["python", "function", "line"]).to_numpy()
     names = contexts["name"].str.rpartition(": ")[2].to_numpy(dtype=object)
@@ -181,13 +184,16 @@ def _of_contexts(profile: Profile) -> dict[str, Any] | None:
     line, kind = contexts["line"].to_numpy(), contexts["kind"].to_numpy(dtype=object)
     roles = [role_of(*part) for part in zip(contexts["component"], contexts["phase"], strict=True)]
     functions_of: list[str] = []
+    known_frames = [tuple(frame) for frame in sampled.get("frames", [])]
+    begins = {(file, function): first for file, first, function, _ in known_frames}
     for row, over in enumerate(contexts["parent"].tolist()):
         path = held[over] if over >= 0 else ()
         function = functions_of[over] if over >= 0 else ""
         if users[row]:
             inner = kind[row] == "line"  # within the function above it
             function = function if inner else str(names[row])
-            frame = (str(files[row]), 0, function, int(line[row]))
+            first = begins.get((str(files[row]), function), 0)
+            frame = (str(files[row]), first, function, int(line[row]))
             path = (*path[: len(path) - inner], (frames.setdefault(frame, len(frames)), ""))
         elif path and is_python[row] and (mark := mark_of(f"{files[row]}:{names[row]}")):
             path = (*path[:-1], (path[-1][0], f" {mark}"))
@@ -196,6 +202,20 @@ def _of_contexts(profile: Profile) -> dict[str, Any] | None:
         if path and roles[row]:
             path = (*path[:-1], (path[-1][0], roles[row] + path[-1][1]))
         number[row] = paths.setdefault(path, len(paths))
+    # on a GPU autograd has a thread of its own, which no frame of Python stands above
+    calls = [one for path, one in paths.items() if path and path[-1][1].endswith("backward")]
+    nodes = profile.of_kind("operator") & profile.which("name", lambda n: node_key(n) is not None)
+    inside = nearest(contexts["parent"].to_numpy(), nodes) >= 0
+    number[inside & (number == paths.get((), -1))] = calls[0] if calls else paths.get((), -1)
+    backward = dict(sampled.get("backward") or {})
+    for place, one in enumerate(backward.get("path", [])):
+        if one >= 0:
+            built = tuple(
+                (frames.setdefault(known_frames[frame], len(frames)), mark)
+                for frame, mark in sampled["paths"][one]
+            )
+            backward["path"] = [*backward["path"]]
+            backward["path"][place] = paths.setdefault(built, len(paths))
     times = _moments(profile)
     times["path"] = number[times.pop("context")]
     keys = ["iteration", "thread", "path"]
@@ -211,9 +231,10 @@ def _of_contexts(profile: Profile) -> dict[str, Any] | None:
         "threads": [MAIN, *(str(threads[thread]) for thread in order[1:])],
         "times": times.to_dict("list"),
         "iteration_ms": ms.tolist(),
-        "counted": {"missing": "a trace does not say how often a line runs"},
-        "exact": False,
-        "sources": [],
+        "counted": {"calls": (sampled.get("counted") or {}).get("calls", [])},
+        "backward": backward,
+        "roles": _Lines(sampled).roles_of_lines() if sampled else {},
+        "sources": sampled.get("sources", []),
     }
 
 
@@ -276,6 +297,8 @@ def _table(profile: Profile, by: str) -> pd.DataFrame:
     if known is None or not known.get("iteration_ms"):
         reason = "no stack of Python code was sampled, and the recording has no Python frames"
         return unmeasured(columns, missing_reason(profile, ["lines"], reason))
+    if by == "statement" and known.get("roles") is not None:
+        return unmeasured(columns, "this recording does not tell which statements make up the step")
     try:
         table = profile.once(f"lines by {by}", lambda: _Lines(known).table(by))
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
@@ -322,6 +345,11 @@ class _Lines:
             divided[name] = divided[name] * divided["part"]
         kept = times[~(runs & times["thread"].eq(0).to_numpy())]
         return pd.concat([kept, divided.drop(columns="part")], ignore_index=True)
+
+    def roles_of_lines(self) -> dict[Place, str]:
+        """The role of each line of the main thread."""
+        table = self.table("line").query("thread == @MAIN")
+        return dict(zip(_places(table), table["role"], strict=True))
 
     @staticmethod
     def _runs_backward(path: Path) -> bool:
@@ -446,7 +474,8 @@ class _Roles:
                 key = self._instance(path, depth)
                 self.built.setdefault(key, set()).add(self.frames[frame][3])
         self.steps: dict[tuple[Any, ...], tuple[set[int], set[int]]] = {}
-        for path in paths if table.known.get("exact", True) else []:
+        self.given: dict[Place, str] | None = table.known.get("roles")
+        for path in paths if self.given is None else []:
             self._learn(path)
 
     def _instance(self, path: Path, depth: int) -> tuple[Any, ...]:
@@ -485,6 +514,9 @@ class _Roles:
         marks = [mark.partition(" ")[2] for _, mark in path]
         given = [mark.partition(" ")[0] for _, mark in path]
         functions = [self.frames[frame][:3] for frame, _ in path]
+        last = self.frames[path[-1][0]]
+        if self.given and (last[0], last[3]) in self.given:
+            return self.given[last[0], last[3]], 0
         if any(given):  # a part of our own step
             return [role for role in given if role][-1], max(depth, 0)
         ends = [name.endswith(".step") for _, _, name in functions[1:]] + [True]
