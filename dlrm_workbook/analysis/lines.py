@@ -9,6 +9,7 @@ belongs to the line that launched what runs, and idle time to the line that the 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import PurePath
 from typing import Any
@@ -252,7 +253,7 @@ def _moments(profile: Profile) -> pd.DataFrame:
         return table[["thread", "context", "ms"]].assign(iteration=0)
     spans = profile.iterations["start_ns"].to_numpy(), profile.iterations["end_ns"].to_numpy()
     streams = of_streams(profile).assign(profile=-2)
-    gpu = running(_replaced(profile, streams), -2) if len(streams) else None
+    gpu = running(replace(profile, trace=streams), -2) if len(streams) else None
     parts = []
     for thread in profile.threads.loc[profile.threads["kind"].eq("cpu_thread"), "profile"]:
         start, end, context = running(profile, int(thread))
@@ -281,17 +282,15 @@ def _moments(profile: Profile) -> pd.DataFrame:
     return table.assign(context=table["context"].where(table["context"].ge(0), root))
 
 
-def _replaced(profile: Profile, trace: pd.DataFrame) -> Profile:
-    return Profile(
-        profile.contexts, profile.metrics, profile.values, profile.threads, trace,
-        profile.iterations,
-    )  # fmt: skip
-
-
 # ---- the table -----------------------------------------------------------------------------
 
 
 def _table(profile: Profile, by: str) -> pd.DataFrame:
+    pace = (profile.meta.get("reference") or {}).get("ms")
+    return profile.once(f"lines by {by} at {pace}", lambda: _made_table(profile, by))
+
+
+def _made_table(profile: Profile, by: str) -> pd.DataFrame:
     columns = FUNCTIONS if by == "function" else LINES
     known = _known(profile)
     if known is None or not known.get("iteration_ms"):
@@ -300,7 +299,7 @@ def _table(profile: Profile, by: str) -> pd.DataFrame:
     if by == "statement" and known.get("roles") is not None:
         return unmeasured(columns, "this recording does not tell which statements make up the step")
     try:
-        table = profile.once(f"lines by {by}", lambda: _Lines(known).table(by))
+        table = _Lines(known).table(by)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise InputError(f"the recording's lines (meta.lines) are damaged: {error!r}") from None
     if by != "function":
