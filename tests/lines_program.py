@@ -74,22 +74,16 @@ def helper() -> None:
 
 
 def train(model: Model, optimizer: torch.optim.Optimizer) -> None:
-    window = []
-    step = 0
-    for rows, target in DataLoader(Rows(), batch_size=64):
+    for step, (rows, target) in enumerate(DataLoader(Rows(), batch_size=64)):
         weight = weights_of(target)
         loss = nn.functional.binary_cross_entropy_with_logits(model(rows), target, weight)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         log(step, loss.item())
-        window.append(0.0)
-        spin(0.004 * len(window))
+        spin(0.004)
         if step % 4 == 0:
             evaluate(model, rows)
-        for _ in range(3):
-            step += 1
-        step -= 2
 
 
 def write(file: str) -> None:

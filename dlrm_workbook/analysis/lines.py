@@ -9,6 +9,7 @@ belongs to the line that launched what runs, and idle time to the line that the 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import PurePath
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from dlrm_core.base.errors import InputError
 from dlrm_workbook.analysis.attribution import iteration_count, main_thread
 from dlrm_workbook.analysis.context_tree import (
     distinct,
@@ -27,6 +29,7 @@ from dlrm_workbook.analysis.context_tree import (
 )
 from dlrm_workbook.analysis.step_source import Source
 from dlrm_workbook.ground.arrays import Floats
+from dlrm_workbook.recordings.foreign import node_key
 from dlrm_workbook.recordings.nesting import stretch_at
 from dlrm_workbook.recordings.profile import Profile, nearest
 from dlrm_workbook.recordings.torch.lines import MAIN, mark_of, role_of
@@ -43,6 +46,9 @@ ROLES = ("model", "optimizer", "batch", "around")
 BATCH_WORDS = ("batch", "collate", "loader", "sample", "dataset", "fetch")
 """In names of functions that make batches, where nothing better tells which do."""
 
+LEAST_THREAD = 1e-3
+"""Share of the step from which on a line of another thread is listed."""
+
 LEAST_SAMPLES = 5
 """Samples of a line from which on it is told in how many iterations it runs."""
 
@@ -55,8 +61,9 @@ MOST_LISTED = 30
 MOST_OPERATORS = 3
 """Operators named below a line."""
 
-LEAST_SHARE = 0.1
-"""Share of a line's time that an operator takes which is named below it."""
+LEAST_SHARE, LEAST_LINE = 0.1, 0.01
+"""Share of a line's time that an operator takes which is named below it, and share of the step
+that such a line takes, where only sampled frames tell the line of an operator."""
 
 Path = Sequence[tuple[int, str]]
 Place = tuple[str, int]
@@ -150,12 +157,17 @@ def _known(profile: Profile) -> dict[str, Any] | None:
     sampled = profile.meta.get("lines")
     if sampled and profile.device != "cuda":
         return dict(sampled)
-    from_contexts = _of_contexts(profile)
-    return from_contexts or (dict(sampled) if sampled else None)
+    of_contexts = _of_contexts(profile, sampled or {})
+    return of_contexts or (dict(sampled) if sampled else None)
 
 
-def _of_contexts(profile: Profile) -> dict[str, Any] | None:
-    """As :func:`_known`, from Python frames in the call paths of a recording; None without any."""
+def _of_contexts(profile: Profile, sampled: dict[str, Any]) -> dict[str, Any] | None:
+    """As :func:`_known`, from Python frames in the call paths of a recording; None without any.
+
+    Args:
+        sampled: ``Profile.meta["lines"]`` of a run on a GPU, empty of other recordings: it knows
+            which line built what runs backward, what lines are for, and their text.
+    """
     contexts = profile.contexts
     kinds = contexts["kind"].isin(["python", "function", "line"]).to_numpy()
     names = contexts["name"].str.rpartition(": ")[2].to_numpy(dtype=object)
@@ -173,13 +185,16 @@ def _of_contexts(profile: Profile) -> dict[str, Any] | None:
     line, kind = contexts["line"].to_numpy(), contexts["kind"].to_numpy(dtype=object)
     roles = [role_of(*part) for part in zip(contexts["component"], contexts["phase"], strict=True)]
     functions_of: list[str] = []
+    known_frames = [tuple(frame) for frame in sampled.get("frames", [])]
+    begins = {(file, function): first for file, first, function, _ in known_frames}
     for row, over in enumerate(contexts["parent"].tolist()):
         path = held[over] if over >= 0 else ()
         function = functions_of[over] if over >= 0 else ""
         if users[row]:
             inner = kind[row] == "line"  # within the function above it
             function = function if inner else str(names[row])
-            frame = (str(files[row]), 0, function, int(line[row]))
+            first = begins.get((str(files[row]), function), 0)
+            frame = (str(files[row]), first, function, int(line[row]))
             path = (*path[: len(path) - inner], (frames.setdefault(frame, len(frames)), ""))
         elif path and is_python[row] and (mark := mark_of(f"{files[row]}:{names[row]}")):
             path = (*path[:-1], (path[-1][0], f" {mark}"))
@@ -188,6 +203,20 @@ def _of_contexts(profile: Profile) -> dict[str, Any] | None:
         if path and roles[row]:
             path = (*path[:-1], (path[-1][0], roles[row] + path[-1][1]))
         number[row] = paths.setdefault(path, len(paths))
+    # on a GPU autograd has a thread of its own, which no frame of Python stands above
+    calls = [one for path, one in paths.items() if path and path[-1][1].endswith("backward")]
+    nodes = profile.of_kind("operator") & profile.which("name", lambda n: node_key(n) is not None)
+    inside = nearest(contexts["parent"].to_numpy(), nodes) >= 0
+    number[inside & (number == paths.get((), -1))] = calls[0] if calls else paths.get((), -1)
+    backward = dict(sampled.get("backward") or {})
+    for place, one in enumerate(backward.get("path", [])):
+        if one >= 0:
+            built = tuple(
+                (frames.setdefault(known_frames[frame], len(frames)), mark)
+                for frame, mark in sampled["paths"][one]
+            )
+            backward["path"] = [*backward["path"]]
+            backward["path"][place] = paths.setdefault(built, len(paths))
     times = _moments(profile)
     times["path"] = number[times.pop("context")]
     keys = ["iteration", "thread", "path"]
@@ -203,9 +232,10 @@ def _of_contexts(profile: Profile) -> dict[str, Any] | None:
         "threads": [MAIN, *(str(threads[thread]) for thread in order[1:])],
         "times": times.to_dict("list"),
         "iteration_ms": ms.tolist(),
-        "counted": {"missing": "a trace does not say how often a line runs"},
-        "exact": False,
-        "sources": [],
+        "counted": {"calls": (sampled.get("counted") or {}).get("calls", [])},
+        "backward": backward,
+        "roles": _Lines(sampled).roles_of_lines() if sampled else {},
+        "sources": sampled.get("sources", []),
     }
 
 
@@ -223,7 +253,7 @@ def _moments(profile: Profile) -> pd.DataFrame:
         return table[["thread", "context", "ms"]].assign(iteration=0)
     spans = profile.iterations["start_ns"].to_numpy(), profile.iterations["end_ns"].to_numpy()
     streams = of_streams(profile).assign(profile=-2)
-    gpu = running(_replaced(profile, streams), -2) if len(streams) else None
+    gpu = running(replace(profile, trace=streams), -2) if len(streams) else None
     parts = []
     for thread in profile.threads.loc[profile.threads["kind"].eq("cpu_thread"), "profile"]:
         start, end, context = running(profile, int(thread))
@@ -252,23 +282,26 @@ def _moments(profile: Profile) -> pd.DataFrame:
     return table.assign(context=table["context"].where(table["context"].ge(0), root))
 
 
-def _replaced(profile: Profile, trace: pd.DataFrame) -> Profile:
-    return Profile(
-        profile.contexts, profile.metrics, profile.values, profile.threads, trace,
-        profile.iterations,
-    )  # fmt: skip
-
-
 # ---- the table -----------------------------------------------------------------------------
 
 
 def _table(profile: Profile, by: str) -> pd.DataFrame:
+    pace = (profile.meta.get("reference") or {}).get("ms")
+    return profile.once(f"lines by {by} at {pace}", lambda: _made_table(profile, by))
+
+
+def _made_table(profile: Profile, by: str) -> pd.DataFrame:
     columns = FUNCTIONS if by == "function" else LINES
     known = _known(profile)
-    if known is None or not known["iteration_ms"]:
+    if known is None or not known.get("iteration_ms"):
         reason = "no stack of Python code was sampled, and the recording has no Python frames"
         return unmeasured(columns, missing_reason(profile, ["lines"], reason))
-    table = profile.once(f"lines by {by}", lambda: _Lines(known).table(by))
+    if by == "statement" and known.get("roles") is not None:
+        return unmeasured(columns, "this recording does not tell which statements make up the step")
+    try:
+        table = _Lines(known).table(by)
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise InputError(f"the recording's lines (meta.lines) are damaged: {error!r}") from None
     if by != "function":
         inclusive_ms = dict(zip(_places(table), table["inclusive_ms"], strict=True))
         operators = _operators(profile, known, inclusive_ms)
@@ -292,6 +325,7 @@ class _Lines:
         self.step_ms = float(np.mean(known["iteration_ms"]))
         self.counted = known["counted"]
         self.texts = _Texts(known)
+        self._names: dict[str, int] = {}
         self.roles = _Roles(self)
 
     @cached_property
@@ -310,6 +344,11 @@ class _Lines:
             divided[name] = divided[name] * divided["part"]
         kept = times[~(runs & times["thread"].eq(0).to_numpy())]
         return pd.concat([kept, divided.drop(columns="part")], ignore_index=True)
+
+    def roles_of_lines(self) -> dict[Place, str]:
+        """The role of each line of the main thread."""
+        table = self.table("line").query("thread == @MAIN")
+        return dict(zip(_places(table), table["role"], strict=True))
 
     @staticmethod
     def _runs_backward(path: Path) -> bool:
@@ -351,7 +390,10 @@ class _Lines:
         own = table.groupby([*keys, "iteration"])["own_ms"].sum().unstack(fill_value=0)
         own = own.reindex(columns=range(self.count), fill_value=0.0)
         result["growth_ms"] = pd.Series(growth(own.to_numpy()), index=own.index)
-        result = result.drop([key for key in result.index if key[0] == "" and key[2] > 0])
+        # another thread's time counts where it computes in the program's own code
+        file, thread = (result.index.get_level_values(name) for name in ("file", "thread"))
+        idle = (file == "") | (result["inclusive_ms"] < LEAST_THREAD * self.step_ms)
+        result = result[~(idle & (thread > 0))]
         result = result.reset_index().sort_values("time_ms", ascending=False, kind="stable")
         result["function"] = [self.frames[f][2] if f >= 0 else "" for f in result["frame"]]
         result["line"] = [self.frames[f][3] if f >= 0 else 0 for f in result["frame"]]
@@ -371,8 +413,11 @@ class _Lines:
         return result.reset_index(drop=True)
 
     def _key(self, frame: int, by: str) -> tuple[str, int]:
-        file, first, _, line = self.frames[frame]
-        return (file, line) if by != "function" or not first else (file, first)
+        file, first, function, line = self.frames[frame]
+        if by != "function":
+            return file, line
+        # a trace does not say where a function begins: its name tells it from others of the file
+        return file, first or -1 - self._names.setdefault(function, len(self._names))
 
     def _presence(self, samples: Floats) -> Floats:
         """In which share of the iterations each line (n, iterations) runs; NaN where few samples
@@ -428,7 +473,8 @@ class _Roles:
                 key = self._instance(path, depth)
                 self.built.setdefault(key, set()).add(self.frames[frame][3])
         self.steps: dict[tuple[Any, ...], tuple[set[int], set[int]]] = {}
-        for path in paths if table.known.get("exact", True) else []:
+        self.given: dict[Place, str] | None = table.known.get("roles")
+        for path in paths if self.given is None else []:
             self._learn(path)
 
     def _instance(self, path: Path, depth: int) -> tuple[Any, ...]:
@@ -467,6 +513,9 @@ class _Roles:
         marks = [mark.partition(" ")[2] for _, mark in path]
         given = [mark.partition(" ")[0] for _, mark in path]
         functions = [self.frames[frame][:3] for frame, _ in path]
+        last = self.frames[path[-1][0]]
+        if self.given and (last[0], last[3]) in self.given:
+            return self.given[last[0], last[3]], 0
         if any(given):  # a part of our own step
             return [role for role in given if role][-1], max(depth, 0)
         ends = [name.endswith(".step") for _, _, name in functions[1:]] + [True]
@@ -530,7 +579,7 @@ class _Texts:
             text = next((text for *at, text in self._blocks if tuple(at) == key), None)
             try:
                 self._parsed[key] = Source(text, key[1]) if text else None
-            except (SyntaxError, ValueError, RecursionError):
+            except (SyntaxError, ValueError, RecursionError, MemoryError):
                 self._parsed[key] = None
         return self._parsed[key]
 
@@ -562,8 +611,9 @@ def _operators(
     keys = ["file", "line", "name"]
     table = pd.DataFrame(columns).groupby(keys)["ms"].sum().reset_index()
     table["ms"] /= iteration_count(profile)
-    least = [LEAST_SHARE * inclusive_ms.get(at, 0.0) for at in _places(table)]
-    table = table[table["ms"] > least]
+    whole_ms = [inclusive_ms.get(at, 0.0) for at in _places(table)]
+    sure = np.array(whole_ms) > LEAST_LINE * np.mean(known["iteration_ms"])
+    table = table[sure & (table["ms"] > LEAST_SHARE * np.array(whole_ms))]
     exact = pd.DataFrame(known.get("operators") or {"path": [], "name": [], "ns": []})
     last = [known["frames"][known["paths"][path][-1][0]] for path in exact["path"]]
     exact["file"], exact["line"] = [f[0] for f in last], [f[3] for f in last]

@@ -13,12 +13,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
+from recordings import recording
 
+from dlrm_core.base.errors import InputError
 from dlrm_core.config import parameters_from_sections
 from dlrm_workbook.analysis.lines import functions, growth, hottest, lines, statements
 from dlrm_workbook.analysis.step_source import Source
 from dlrm_workbook.recordings.measure import measure
+from dlrm_workbook.recordings.open import open_recording
 from dlrm_workbook.recordings.profile import Profile
+from dlrm_workbook.recordings.torch.lines import read_lines
+from dlrm_workbook.samples import sample_profile
+from tests.databases import folder_of
 
 PROGRAM = Path(lines_program.__file__)
 SOURCE = PROGRAM.read_text().splitlines()
@@ -77,7 +83,7 @@ def test_a_line_takes_what_its_clock_says(
 def test_backward_is_in_the_lines_that_built_it(main: pd.DataFrame) -> None:
     wide = main.loc[line_of("x = self.wide(x)")]
     forward_ms = wide["time_ms"] - wide["backward_ms"]
-    assert 1.2 < wide["backward_ms"] / forward_ms < 3.5  # two products beside one
+    assert 0.7 < wide["backward_ms"] / forward_ms < 3.5  # two products beside one
     assert wide["role"] == "model" and wide["operators"].startswith("aten::linear")
     backward = main.loc[line_of("loss.backward()")]
     assert backward["time_ms"] < 0.2 * backward["inclusive_ms"]
@@ -87,13 +93,13 @@ def test_backward_is_in_the_lines_that_built_it(main: pd.DataFrame) -> None:
 def test_each_line_has_its_role(profile: Profile, main: pd.DataFrame) -> None:
     table = statements(profile).query("thread == 'main'").set_index("line")
     roles = {
-        "for rows, target in DataLoader": "batch",
+        "in enumerate(DataLoader": "batch",
         "weight = weights_of(target)": "batch",
         "loss = nn.functional": "model",
         "loss.backward()": "model",
         "optimizer.step()": "optimizer",
         "log(step, loss.item())": "around",
-        "spin(0.004": "around",
+        "spin(0.004)": "around",
         "evaluate(model, rows)": "around",
     }
     assert {text: table["role"].get(line_of(text), role) for text, role in roles.items()} == roles
@@ -104,15 +110,37 @@ def test_each_line_has_its_role(profile: Profile, main: pd.DataFrame) -> None:
     assert by_function["Model.forward"] == "model"
 
 
-def test_evaluation_is_in_some_iterations_and_a_window_grows(
-    profile: Profile, main: pd.DataFrame
-) -> None:
+def test_an_evaluation_is_in_some_iterations(main: pd.DataFrame) -> None:
     evaluated = main.loc[line_of("evaluate(model, rows)"), "in_iterations"]
     assert evaluated == pytest.approx(0.25, abs=0.1)
     assert main.loc[line_of("log(step, loss.item())"), "in_iterations"] > 0.7
-    table = statements(profile).query("thread == 'main'").set_index("line")
-    assert table.loc[line_of("spin(0.004"), "growth_ms"] == pytest.approx(4.0, rel=0.5)
-    assert table.loc[line_of("log(step, loss.item())"), "growth_ms"] == 0.0
+
+
+def test_a_line_grows_and_another_is_in_every_fourth_iteration() -> None:
+    """Of samples written by hand, in which backward is divided too."""
+    count = 12
+    frames = [("a.py", 1, "f", line) for line in (2, 3, 4, 5)]
+    paths = [[(0, " module")], [(1, " backward")], [(2, "")], [(3, "")]]
+    rows = []
+    for i in range(count):
+        rows += [(i, 0, 2, 1.0 + 0.5 * i, 5), (i, 0, 3, 8.0 * (i % 4 == 0), 4 * (i % 4 == 0))]
+        rows += [(i, 0, 1, 12.0, 9), (i, 0, 0, 27.0 - 0.5 * i, 9)]
+    times = pd.DataFrame(rows, columns=["iteration", "thread", "path", "ms", "samples"])
+    meta = {"frames": frames, "paths": paths, "threads": ["main"], "times": times.to_dict("list")}
+    meta |= {
+        "iteration_ms": [40.0 + 8 * (i % 4 == 0) for i in range(count)],
+        "counted": {"missing": ""},
+        "sources": [],
+    }
+    meta |= {"backward": {"path": [0, -1], "ns": [30, 10]}}
+    known = sample_profile()
+    known.meta = {"lines": meta}
+    table = lines(known).set_index("line")
+    assert table["share_of_step"].sum() == pytest.approx(1)
+    assert table.loc[2, "backward_ms"] == pytest.approx(9.0)  # three quarters; the rest stays
+    assert table.loc[3, "time_ms"] == pytest.approx(3.0)
+    assert table["growth_ms"].to_dict() == pytest.approx({2: -0.5, 3: 0, 4: 0.5, 5: 0}, abs=1e-9)
+    assert table["in_iterations"].to_dict() == pytest.approx({2: 1, 3: 1, 4: 1, 5: 0.25}, abs=0.02)
 
 
 def test_calls_are_counted_exactly(profile: Profile, main: pd.DataFrame) -> None:
@@ -136,6 +164,31 @@ def test_the_hottest_function_is_listed_with_its_time(profile: Profile) -> None:
     table = hottest(profile)
     assert table["share"].max() > 0 and table["source"].str.len().max() > 0
     assert (table["line"].diff().dropna() == 1).all()
+
+
+def test_damaged_lines_are_refused(tmp_path: Path) -> None:
+    damaged = sample_profile()
+    damaged.meta = {"lines": {"iteration_ms": [1.0], "frames": [1], "paths": [[[7, ""]]]}}
+    with pytest.raises(InputError, match=r"meta\.lines"):
+        lines(damaged)
+    (tmp_path / "lines.json").write_text('{"iterations": [[0, 1]], "samples": [[5]]}')
+    with pytest.raises(InputError, match="no record of Python stacks"):
+        read_lines(tmp_path)
+
+
+def test_python_frames_of_other_recordings_tell_lines() -> None:
+    """Of torch.profiler's ``with_stack`` on a GPU, and of HPCToolkit's ``-a python``."""
+    for path in (recording("traces/bert-small-h100.json.gz"), folder_of("dlrm-cpu-python")):
+        other = open_recording(path).profile
+        table = lines(other)
+        assert table.loc[table["thread"].eq("main"), "share_of_step"].sum() == pytest.approx(1)
+        assert not table["file"].str.contains("torch/|threading").any()
+        assert table["calls"].isna().all() and table["source"].eq("").all()
+    by_place = table.assign(file=table["file"].str.rpartition("/")[2]).set_index(["file", "line"])
+    # facebook's program: the lookups of its tables, and the making of its batches
+    assert by_place.loc[("dlrm_s_pytorch.py", 282), "function"] == "create_emb"
+    assert by_place.loc[("dlrm_data_pytorch.py", 942), "role"] == "batch"
+    assert by_place.loc[("dlrm_s_pytorch.py", 1620), "role"] == "optimizer"
 
 
 # ---- pure functions ----------------------------------------------------------------------

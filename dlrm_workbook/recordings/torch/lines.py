@@ -78,6 +78,7 @@ def read_lines(folder: Path) -> dict[str, Any] | None:
             dtype=np.int64,
         )
         main = np.array(document["samples"], dtype=np.int64).reshape(-1, 2)
+        main = main[np.argsort(main[:, 0], kind="stable")]
         parts = [_main_times(iterations, main)]
         names = {int(number): str(name) for number, name in document.get("threads", {}).items()}
         others = np.array(document.get("others", []), dtype=np.int64).reshape(-1, 4)

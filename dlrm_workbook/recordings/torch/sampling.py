@@ -27,6 +27,9 @@ from typing import Any
 INTERVALS_S = (0.0005, 0.002)
 """Least and most seconds between two samples."""
 
+MOST_SHARE = 0.05
+"""Share of the time that sampling may compute: samples of many threads are taken less often."""
+
 SWITCH_S = 5e-5
 """Seconds after which a thread that computes is asked for the interpreter's lock."""
 
@@ -166,7 +169,9 @@ class StackSampler:
         return list(self._codes.values())
 
     def _run(self) -> None:
-        while not self._over.wait(self.interval_s):
+        cost_s = 0.0
+        while not self._over.wait(max(self.interval_s, cost_s / MOST_SHARE)):
+            began = time.thread_time()
             frames = sys._current_frames()
             now = time.perf_counter_ns()
             frame = frames.pop(self._watched, None)
@@ -180,6 +185,7 @@ class StackSampler:
                     self._others.append(row)
                     del other
             del frame, frames  # would keep alive what their functions hold
+            cost_s = time.thread_time() - began
 
     def _number(self, frame: FrameType) -> int:
         return self._stacks.setdefault(self._stack(frame), len(self._stacks))
