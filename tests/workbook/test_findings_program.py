@@ -60,9 +60,7 @@ def test_what_the_loop_does_around_the_model_is_named_once_each_by_its_line(
     here = {line("for score in scores"), line("rows.writerow(")}
     assert rows.loc["log_rows", "line"] in here
     assert rows.loc["log_rows", "caller"] == f"careless_program.py:{line('log_rows(rows, sc')}"
-    assert rows.loc["evaluate", "line"] == line("model(*batch)") or rows.loc[
-        "evaluate", "line"
-    ] == line("            model(*batch)")
+    assert rows.loc["evaluate", "line"] == line("            model(*batch)")
     assert rows.loc["evaluate", "in_iterations"] == pytest.approx(0.25, abs=0.1)
     assert "It runs in 3 of 12 iterations" in found["evaluate"].evidence
     assert not by_id(careless, "irregular_iterations")  # it has a line

@@ -145,7 +145,7 @@ def test_the_experiments_host_makes_data() -> None:
     assert "57%" in spinning.title and "libgomp" in spinning.evidence
 
 
-def test_building_the_tables_is_start_up_and_no_dominant_part() -> None:
+def test_building_the_tables_is_no_largest_place() -> None:
     found, _ = told(real("python"))  # 56% are in embedding forward, nearly all of it create_emb
     assert found[0].id == "data_generation"
     assert "largest_place" not in {finding.id for finding in found}
