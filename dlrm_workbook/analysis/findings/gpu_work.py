@@ -112,7 +112,7 @@ DOUBLE_SHARE = 0.03
 
 @rule(
     "float64",
-    title="Arithmetic in float64 takes {taken:.0%} of the step",
+    title="Arithmetic in float64 takes {taken:.0%} of the step{instead}",
     evidence=("It takes {time:ms} per iteration, in {names}.",),
     advice="Find what makes float64 (a NumPy array or a Python constant made into a tensor, "
     ".double(), a default type) and make it float32: {remedy}, and it takes twice the bytes.",
@@ -146,6 +146,7 @@ def float64(evidence: Evidence, ledger: Causes) -> Measured | None:
     return {
         "share": lost,
         "taken": share,
+        "instead": "" if evidence.on_gpu else ", about twice what float32 would",
         "remedy": "GPUs compute float64 at a half to a 64th of the rate of float32"
         if evidence.on_gpu
         else "a processor computes float64 at half of the rate of float32",

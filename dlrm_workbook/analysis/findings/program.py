@@ -82,7 +82,7 @@ def _around_one(row: Mapping[Any, Any]) -> Rule:
             few = max(round(presence * count), 1)
             each = (
                 f"It runs in {few} of {count} iterations and takes "
-                f"{milliseconds(time / presence)} there; the others have no such work."
+                f"{milliseconds(time / presence)} there."
             )
         grows = row["growth_ms"] > 0
         then = time + LATER * row["growth_ms"]
