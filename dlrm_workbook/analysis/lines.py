@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from dlrm_core.base.errors import InputError
 from dlrm_workbook.analysis.attribution import iteration_count, main_thread
 from dlrm_workbook.analysis.context_tree import (
     distinct,
@@ -43,6 +44,9 @@ ROLES = ("model", "optimizer", "batch", "around")
 BATCH_WORDS = ("batch", "collate", "loader", "sample", "dataset", "fetch")
 """In names of functions that make batches, where nothing better tells which do."""
 
+LEAST_THREAD = 1e-3
+"""Share of the step from which on a line of another thread is listed."""
+
 LEAST_SAMPLES = 5
 """Samples of a line from which on it is told in how many iterations it runs."""
 
@@ -55,8 +59,9 @@ MOST_LISTED = 30
 MOST_OPERATORS = 3
 """Operators named below a line."""
 
-LEAST_SHARE = 0.1
-"""Share of a line's time that an operator takes which is named below it."""
+LEAST_SHARE, LEAST_LINE = 0.1, 0.01
+"""Share of a line's time that an operator takes which is named below it, and share of the step
+that such a line takes, where only sampled frames tell the line of an operator."""
 
 Path = Sequence[tuple[int, str]]
 Place = tuple[str, int]
@@ -265,10 +270,13 @@ def _replaced(profile: Profile, trace: pd.DataFrame) -> Profile:
 def _table(profile: Profile, by: str) -> pd.DataFrame:
     columns = FUNCTIONS if by == "function" else LINES
     known = _known(profile)
-    if known is None or not known["iteration_ms"]:
+    if known is None or not known.get("iteration_ms"):
         reason = "no stack of Python code was sampled, and the recording has no Python frames"
         return unmeasured(columns, missing_reason(profile, ["lines"], reason))
-    table = profile.once(f"lines by {by}", lambda: _Lines(known).table(by))
+    try:
+        table = profile.once(f"lines by {by}", lambda: _Lines(known).table(by))
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise InputError(f"the recording's lines (meta.lines) are damaged: {error!r}") from None
     if by != "function":
         inclusive_ms = dict(zip(_places(table), table["inclusive_ms"], strict=True))
         operators = _operators(profile, known, inclusive_ms)
@@ -351,7 +359,10 @@ class _Lines:
         own = table.groupby([*keys, "iteration"])["own_ms"].sum().unstack(fill_value=0)
         own = own.reindex(columns=range(self.count), fill_value=0.0)
         result["growth_ms"] = pd.Series(growth(own.to_numpy()), index=own.index)
-        result = result.drop([key for key in result.index if key[0] == "" and key[2] > 0])
+        # another thread's time counts where it computes in the program's own code
+        file, thread = (result.index.get_level_values(name) for name in ("file", "thread"))
+        idle = (file == "") | (result["inclusive_ms"] < LEAST_THREAD * self.step_ms)
+        result = result[~(idle & (thread > 0))]
         result = result.reset_index().sort_values("time_ms", ascending=False, kind="stable")
         result["function"] = [self.frames[f][2] if f >= 0 else "" for f in result["frame"]]
         result["line"] = [self.frames[f][3] if f >= 0 else 0 for f in result["frame"]]
@@ -450,7 +461,8 @@ class _Roles:
                 continue
             if inner is not None:
                 wanted = source.passed(line, inner[0], inner[1], wanted or set())
-            step = source.step(line, wanted, self.built.get(key, set()))
+            methods = self.texts.methods(file, function.rpartition(".")[0])
+            step = source.step(line, wanted, self.built.get(key, set()), methods)
             model |= step.model
             batch |= step.batch - model
             wanted = step.parameters
@@ -494,6 +506,9 @@ class _Texts:
 
     def __init__(self, known: dict[str, Any] | None) -> None:
         self._blocks = [(str(f), int(n), str(t)) for f, n, t in (known or {}).get("sources", [])]
+        self._functions = {
+            (str(f), int(n), str(name)) for f, n, name, _ in (known or {}).get("frames", [])
+        }
         self._parsed: dict[tuple[str, int], Source | None] = {}
 
     def function(self, file: str, line: int) -> dict[int, str]:
@@ -509,6 +524,16 @@ class _Texts:
     def line(self, file: str, line: int) -> str:
         return self.function(file, line).get(line, "")
 
+    def methods(self, file: str, owner: str) -> dict[str, set[str]]:
+        """Attributes that the methods of a class bind, by the name that calls one, ``self.x``."""
+        bound: dict[str, set[str]] = {}
+        for name, first, function in self._functions:
+            if owner and name == file and function.rpartition(".")[0] == owner:
+                source = self.source(file, first)
+                called = f"self.{function.rpartition('.')[2]}"
+                bound[called] = source.attributes() if source else set()
+        return bound
+
     def source(self, file: str, first: int) -> Source | None:
         """The parsed function that begins at a line; None where its text is not known."""
         key = (file, max(first, 1))
@@ -516,7 +541,7 @@ class _Texts:
             text = next((text for *at, text in self._blocks if tuple(at) == key), None)
             try:
                 self._parsed[key] = Source(text, key[1]) if text else None
-            except (SyntaxError, ValueError, RecursionError):
+            except (SyntaxError, ValueError, RecursionError, MemoryError):
                 self._parsed[key] = None
         return self._parsed[key]
 
@@ -548,8 +573,9 @@ def _operators(
     keys = ["file", "line", "name"]
     table = pd.DataFrame(columns).groupby(keys)["ms"].sum().reset_index()
     table["ms"] /= iteration_count(profile)
-    least = [LEAST_SHARE * inclusive_ms.get(at, 0.0) for at in _places(table)]
-    table = table[table["ms"] > least]
+    whole_ms = [inclusive_ms.get(at, 0.0) for at in _places(table)]
+    sure = np.array(whole_ms) > LEAST_LINE * np.mean(known["iteration_ms"])
+    table = table[sure & (table["ms"] > LEAST_SHARE * np.array(whole_ms))]
     exact = pd.DataFrame(known.get("operators") or {"path": [], "name": [], "ns": []})
     last = [known["frames"][known["paths"][path][-1][0]] for path in exact["path"]]
     exact["file"], exact["line"] = [f[0] for f in last], [f[3] for f in last]

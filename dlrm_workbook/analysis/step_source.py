@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import ast
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 SELF = ("self", "cls")
 
@@ -43,7 +44,8 @@ class StepSource:
 
     Attributes:
         batch, model: numbers of lines.
-        parameters: arguments of the function, by name, of which batches are made.
+        parameters: arguments of the function, and attributes of its object, of which batches
+            are made.
     """
 
     batch: set[int]
@@ -78,12 +80,24 @@ class Source:
         holds = [one for one in self.statements if line in one.lines]
         return min(holds, key=lambda one: len(one.lines), default=None)
 
-    def step(self, line: int, wanted: set[str] | None, built: set[int]) -> StepSource:
+    def attributes(self) -> set[str]:
+        """Attributes of its object, such as ``self.x``, that the function binds."""
+        defined = set[str]().union(*(one.defines for one in self.statements))
+        return {name for name in defined if _is_attribute(name)}
+
+    def step(
+        self,
+        line: int,
+        wanted: set[str] | None,
+        built: set[int],
+        methods: Mapping[str, set[str]] = MappingProxyType({}),
+    ) -> StepSource:
         """What makes up the loss, or an argument, that the statement on a line needs.
 
         Args:
             wanted: the names that count; None: all of the statement.
             built: lines that build nodes of the backward pass.
+            methods: attributes of the object that each of its methods binds.
         """
         begin = self.at(line)
         if begin is None:
@@ -98,6 +112,8 @@ class Source:
             before = len(needed), len(chosen)
             for number, one in enumerate(self.statements):
                 defines = one.defines | (one.changes - modules)
+                for called in one.called:
+                    defines |= methods.get(called, set())
                 if defines & needed and one is not begin:
                     chosen.add(number)
                     # a module that is called is no input; what a plain statement calls may be
@@ -115,7 +131,11 @@ class Source:
         of = {True: set(begin.lines), False: set[int]()}
         for number in chosen:
             of[number in model] |= set(self.statements[number].lines)
-        return StepSource(of[False] - of[True], of[True], needed & set(self.arguments))
+        return StepSource(
+            of[False] - of[True],
+            of[True],
+            needed & set(self.arguments) | {n for n in needed if _is_attribute(n)},
+        )
 
     def passed(self, line: int, function: str, source: Source, names: set[str]) -> set[str]:
         """Names that the statement on a line passes to a function as arguments of given names."""
@@ -135,7 +155,7 @@ class Source:
                 if keyword.arg is None or keyword.arg in names:
                     passed |= _names(keyword.value)
         # what a method of the same object was given before
-        return passed | {name for name in names if name.partition(".")[0] in SELF}
+        return passed | {name for name in names if _is_attribute(name)}
 
 
 def _statements(body: Sequence[ast.stmt]) -> Iterator[Statement]:
@@ -191,6 +211,10 @@ def _roots(node: ast.AST) -> set[str]:
 
 def _names(node: ast.AST) -> set[str]:
     return set[str]().union(*(_roots(one) for one in ast.walk(node)))
+
+
+def _is_attribute(name: str) -> bool:
+    return name.partition(".")[0] in SELF and "." in name
 
 
 def _last_name(node: ast.AST) -> str:

@@ -29,7 +29,9 @@ INTERVENTION = (
     "The program was not edited. A start-up file on PYTHONPATH hooked the optimizers of torch: an "
     "iteration is what lies between the ends of two steps, so an accumulation of gradients is "
     "one iteration. While it was recorded, hooks around the forward of its modules named their "
-    "work and the stack of its Python code was sampled. It was ended once everything was recorded."
+    "work and the stack of its Python code was sampled. In other iterations the stacks of its "
+    "threads were sampled, and in one a trace function counted how often its lines run. It was "
+    "ended once everything was recorded."
 )
 
 TIMING_INTERVENTION = (

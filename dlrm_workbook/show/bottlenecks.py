@@ -17,9 +17,10 @@ import plotly.graph_objects as go
 
 from dlrm_core.parts import part_label
 from dlrm_workbook.analysis.attribution import IDLE
+from dlrm_workbook.analysis.lines import place
 from dlrm_workbook.analysis.verdict import PREDICTED, Stage
 from dlrm_workbook.ground.units import digits, from_to, milliseconds, percent, ratio
-from dlrm_workbook.show.tables import Column, Text, chosen_columns
+from dlrm_workbook.show.tables import Column, Text, chosen_columns, each_row
 from dlrm_workbook.show.theme import (
     COLOURS,
     COMPUTE_COLOUR,
@@ -79,14 +80,20 @@ def attribution_bars(attribution: pd.DataFrame, unit: str = "ms in a mean iterat
     return _part_bars(title, f"GPU time, {unit}", table, pale=False)
 
 
+def _place(file: str, line: int) -> str:
+    return place(file, line) if file else "in no line of the program"
+
+
 LINES = chosen_columns(
-    "file line source share_of_step inclusive_share time_ms role function calls in_iterations "
-    "growth_ms thread operators",
+    "place source share_of_step inclusive_share role in_iterations calls time_ms growth_ms "
+    "function thread operators",
+    place=Column("line", each_row(_place, words=True), ("file", "line")),
     function=Column("function", "text"),
     time_ms=Column("itself"),
-    share_of_step=Column("of the step, itself"),
+    share_of_step=Column("of the step"),
     operators=Column("operators below", "text"),
     calls=Column("runs per iteration", "number"),
+    growth_ms=Column("grows per iteration", "nonzero", unit="ms"),
 )
 """Columns of the table of the user's lines."""
 

@@ -32,6 +32,9 @@ from dlrm_workbook.recordings.torch.sampling import is_user_code
 LIMIT_S = 5.0
 """Seconds after which the trace function gives up."""
 
+MOST_LINES = 200_000
+"""Lines of a function that are counted; from then on only its calls are seen."""
+
 HELD_BYTES = 256 << 20
 """Of results that are kept meanwhile, so that nothing else has their address."""
 
@@ -54,6 +57,8 @@ class LineCounter:
     def __init__(self) -> None:
         self.missing: str | None = None
         self._runs: Counter[tuple[CodeType, int, int]] = Counter()
+        self._counted: Counter[CodeType] = Counter()
+        """Lines of each function that have been counted."""
         self._built: list[tuple[int, int, Path]] = []
         self._backward: dict[Path, None] = {}
         self._makers: dict[int, list[CodeType]] = {}
@@ -118,6 +123,8 @@ class LineCounter:
         # a statement that spans lines comes back to its first one: at another place in its code
         calls: dict[tuple[str, int], int] = {}
         for (code, line, _), count in self._runs.items():
+            if self._is_hot(code):
+                continue
             key = code.co_filename, line
             calls[key] = max(calls.get(key, 0), count)
         return {
@@ -128,6 +135,10 @@ class LineCounter:
             "batch": [(c.co_filename, c.co_firstlineno, c.co_qualname) for c in self._batch],
         }
 
+    def codes(self) -> list[CodeType]:
+        """The user's functions that ran."""
+        return list(dict.fromkeys(code for code, _, _ in self._runs))
+
     # ---- the trace function -----------------------------------------------------------
 
     def _called(self, frame: FrameType, event: str, _: Any) -> Any:
@@ -136,6 +147,7 @@ class LineCounter:
             if self._is_user(code):
                 self._close()
                 self._frame, self._line = frame, code.co_firstlineno
+                frame.f_trace_lines = not self._is_hot(code)
                 return self._local
             if code.co_name == "_call_impl" and self._module is None:
                 if code.co_filename.endswith("/torch/nn/modules/module.py"):
@@ -161,7 +173,9 @@ class LineCounter:
             if event == "line":
                 self._close()
                 self._frame, self._line = frame, frame.f_lineno or 0
-                self._runs[frame.f_code, frame.f_lineno, frame.f_lasti] += 1
+                self._runs[frame.f_code, self._line, frame.f_lasti] += 1
+                self._counted[frame.f_code] += 1
+                frame.f_trace_lines = not self._is_hot(frame.f_code)
                 if time.perf_counter() > self._deadline:
                     self._give_up()
                     return None
@@ -190,8 +204,13 @@ class LineCounter:
         """The nodes built since the last line ended are of the line that runs."""
         now = torch.autograd._get_sequence_nr()
         if now > self._sequence:
-            self._built.append((self._sequence, now, self._path()))
+            # of a function whose lines are seen no more, which built them is not known
+            if self._frame is None or not self._is_hot(self._frame.f_code):
+                self._built.append((self._sequence, now, self._path()))
             self._sequence = now
+
+    def _is_hot(self, code: CodeType) -> bool:
+        return self._counted[code] >= MOST_LINES
 
     def _is_user(self, code: CodeType) -> bool:
         known = self._user.get(code)

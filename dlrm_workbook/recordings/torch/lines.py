@@ -80,6 +80,7 @@ def read_lines(folder: Path) -> dict[str, Any] | None:
             dtype=np.int64,
         )
         main = np.array(document["samples"], dtype=np.int64).reshape(-1, 2)
+        main = main[np.argsort(main[:, 0], kind="stable")]
         parts = [_main_times(iterations, main)]
         names = {int(number): str(name) for number, name in document.get("threads", {}).items()}
         others = np.array(document.get("others", []), dtype=np.int64).reshape(-1, 4)
@@ -139,9 +140,7 @@ class _Paths:
             if (over[0], over[2]) == (file, around):
                 path[-1] = (self.number(file, over[1], around, line), mark)
                 return
-        part = parse_span(function.rpartition(".")[2])
-        role = role_of(*part) if part else ""
-        path.append((self.number(file, first, function, line), role))
+        path.append((self.number(file, first, function, line), ""))
 
     def of_stack(self, stack: Sequence[Sequence[Any]]) -> int:
         """The path of a stack, outermost frame first."""
@@ -152,6 +151,10 @@ class _Paths:
             elif path and (mark := mark_of(f"{file}:{function}")):
                 frame, marks = path[-1]
                 path[-1] = (frame, f"{marks.partition(' ')[0]} {mark}")
+            part = parse_span(str(function).rpartition(".")[2])
+            if path and part:
+                frame, marks = path[-1]
+                path[-1] = (frame, f"{role_of(*part)} {marks.partition(' ')[2]}")
         return self.paths.setdefault(tuple(path), len(self.paths))
 
 
@@ -284,3 +287,20 @@ def node_times(
     )
     operators = ran.groupby(["path", "name"])["ns"].sum().reset_index()
     return {"backward": table.to_dict("list"), "operators": operators.to_dict("list")}
+
+
+def missing_of_lines(sampled: dict[str, Any]) -> dict[str, str]:
+    """What is not known of lines, name to reason."""
+    missing = {}
+    if reason := sampled["counted"].get("missing"):
+        missing["lines.calls"] = f"how often lines run was not counted: {reason}"
+    if "backward" not in sampled:
+        missing["lines.backward"] = "the backward pass is in the line that calls it: " + (
+            reason or "iterations build different numbers of nodes"
+        )
+    if sampled["profiled"]:
+        missing["lines.unprofiled"] = (
+            "the program ended before lines were sampled without the profiler, so their shares "
+            "are those of iterations under it"
+        )
+    return missing

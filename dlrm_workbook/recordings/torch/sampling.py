@@ -3,8 +3,9 @@
 Every few milliseconds the stack of the watched thread is read. That costs it two changes of the
 interpreter's lock each time and nothing at its calls, so a loop of many small calls is not
 slowed down more than others, as it is by a hook at every call. A loop that never lets go of the
-lock is asked to after the interpreter's switch interval, which is set to that of the samples
-meanwhile. Samples are not quite evenly spaced: each stands for the time around it.
+lock is asked to after the interpreter's switch interval, which is short meanwhile: the lock is let
+go of where an operator is called, and the longer it is waited for, the more samples fall there.
+Samples are not quite evenly spaced: each stands for the time around it.
 
 Needs Python alone: programs that are measured have what they have.
 """
@@ -26,6 +27,12 @@ from typing import Any
 INTERVALS_S = (0.0005, 0.002)
 """Least and most seconds between two samples."""
 
+MOST_SHARE = 0.05
+"""Share of the time that sampling may compute: samples of many threads are taken less often."""
+
+SWITCH_S = 5e-5
+"""Seconds after which a thread that computes is asked for the interpreter's lock."""
+
 SAMPLES = 100
 """Wanted in an iteration, within those limits."""
 
@@ -34,6 +41,7 @@ MOST_SOURCE = 400_000
 
 _LIBRARY = re.compile(
     r"/(?:site|dist)-packages/|/lib/python3\.\d+/|/dlrm_(?:workbook|kernels|ranks|studies)/|"
+    r"/dlrm_core/parts\.py$|"
     r"^<(?!string>|stdin>|ipython-|cell)"
 )
 """Files that are no code of the user's: libraries, and what measures."""
@@ -58,25 +66,28 @@ def is_user_code(file: str, function: str) -> bool:
     return not is_library and not generated
 
 
-def sources(functions: Iterable[tuple[str, int]]) -> list[tuple[str, int, str]]:
-    """Source text of functions as (file, first line, text), :data:`MOST_SOURCE` in all.
+def sources(codes: Iterable[CodeType]) -> list[tuple[str, int, str]]:
+    """Source text of the user's functions as (file, first line, text), :data:`MOST_SOURCE` in all.
 
-    Args:
-        functions: (file, first line) of each; 0 or 1 of the code of a whole file.
+    Of the code of a file it is the whole file.
     """
-    texts: list[tuple[str, int, str]] = []
+    texts: dict[tuple[str, int], str] = {}
     left = MOST_SOURCE
-    for file, first in functions:
+    for code in codes:
+        file, first = code.co_filename, code.co_firstlineno
+        key = (file, 1 if code.co_name == "<module>" else first)
+        if key in texts or not is_user_code(file, code.co_qualname):
+            continue
         rows = linecache.getlines(file)
-        if first > 1:
+        if key[1] > 1:
             # a file that was changed meanwhile may end in the middle of anything
             with contextlib.suppress(Exception):
                 rows = inspect.getblock(rows[first - 1 :])
         text = "".join(rows)
         if text and len(text) <= left:
             left -= len(text)
-            texts.append((file, max(first, 1), text))
-    return texts
+            texts[key] = text
+    return [(*key, text) for key, text in texts.items()]
 
 
 Stack = tuple[int, ...]
@@ -112,7 +123,7 @@ class StackSampler:
     def start(self) -> None:
         """Begin to sample."""
         self._usual_s = sys.getswitchinterval()
-        sys.setswitchinterval(min(self._usual_s, self.interval_s))
+        sys.setswitchinterval(min(self._usual_s, SWITCH_S))
         self._thread.start()
 
     def stop(self) -> None:
@@ -153,15 +164,14 @@ class StackSampler:
             "others": self._others,
         }
 
-    def user_functions(self) -> list[tuple[str, int]]:
-        """(file, first line) of the user's functions among those sampled."""
-        codes = self._codes.values()
-        seen = [c for c in codes if is_user_code(c.co_filename, c.co_qualname)]
-        # of the code of a file, the whole file
-        return [(c.co_filename, c.co_firstlineno * (c.co_name != "<module>")) for c in seen]
+    def codes(self) -> list[CodeType]:
+        """The functions sampled."""
+        return list(self._codes.values())
 
     def _run(self) -> None:
-        while not self._over.wait(self.interval_s):
+        cost_s = 0.0
+        while not self._over.wait(max(self.interval_s, cost_s / MOST_SHARE)):
+            began = time.thread_time()
             frames = sys._current_frames()
             now = time.perf_counter_ns()
             frame = frames.pop(self._watched, None)
@@ -175,6 +185,7 @@ class StackSampler:
                     self._others.append(row)
                     del other
             del frame, frames  # would keep alive what their functions hold
+            cost_s = time.thread_time() - began
 
     def _number(self, frame: FrameType) -> int:
         return self._stacks.setdefault(self._stack(frame), len(self._stacks))

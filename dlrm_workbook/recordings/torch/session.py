@@ -296,6 +296,8 @@ class Session:
             self._sampler = StackSampler(threading.get_ident(), usual_s)
             self._sampler.start()
         elif self._phase == SAMPLED:
+            if self._modules is not None:
+                self._modules.stop()
             self._line_sampler = StackSampler(threading.get_ident(), usual_s, others=True)
             self._line_sampler.start()
         self._wait()
@@ -379,7 +381,7 @@ class Session:
 
     def _take_laps(self) -> None:
         """Keep the laps of the iteration that ended; after the warm-up time none that cost much."""
-        if self._modules is None or self._no_laps is not None:
+        if self._modules is None or self._no_laps is not None or self._phase in (SAMPLED, COUNTED):
             return
         calls, moments = self._modules.calls, self._modules.take()
         if self._phase == WARM_UP:
@@ -452,7 +454,7 @@ class Session:
             "counted": self._counter.document()
             if self._each[COUNTED]
             else {"missing": "the program ended before an iteration whose lines are counted"},
-            "sources": sources(sampler.user_functions()),
+            "sources": sources([*sampler.codes(), *self._counter.codes()]),
         }
 
     def _head(self, averages: list[dict[str, Any]]) -> dict[str, Any]:
@@ -677,7 +679,8 @@ class record:
 
     Call ``step()`` at the end of each iteration. The first iteration and ``warmup`` more are
     not measured; ``iterations`` are recorded with torch.profiler, and as many, half of them
-    before and half after, are timed without it. After that the loop runs on as it would. The
+    before and half after, are timed without it; in as many the stacks of all threads are
+    sampled, and in one more lines are counted. After that the loop runs on as it would. The
     folder is then there: ``dlrm run bottlenecks -p profile_run=runs/mine``. Of several ranks
     each writes a folder of its own inside. Needs torch and numpy only.
 

@@ -38,7 +38,7 @@ from dlrm_workbook.recordings.torch.chrome_trace import (
     read_events,
 )
 from dlrm_workbook.recordings.torch.gaps import fill_gaps
-from dlrm_workbook.recordings.torch.lines import node_times, read_lines
+from dlrm_workbook.recordings.torch.lines import missing_of_lines, node_times, read_lines
 from dlrm_workbook.recordings.torch.parts import foreign_parts, has_own_parts, own_parts
 from dlrm_workbook.recordings.torch.shape_work import shape_meaning, shape_metrics
 from dlrm_workbook.recordings.torch.stacks import with_stacks
@@ -640,14 +640,15 @@ class _Builder:
 
     def describe(self, meta: dict[str, Any], metrics: list[str]) -> dict[str, Any]:
         facts = self.events.circumstances()
+        missing = dict(meta.get("not_measured", {}))
         if sampled := meta.get("lines"):
             sampled |= node_times(self.host, self.device, self.iterations, sampled)
+            missing |= missing_of_lines(sampled)
         facts["cautions"] = [*facts["cautions"], *self.inferred]
         facts |= {"main_thread": 0, "iterations_from": self.steps.source}
         if self.steps.label not in ("", ITERATION_SPAN, STEP_LABEL):
             facts["iteration_name"] = self.steps.label
         meta = {"engine": "torch", "passes": [], **facts, **meta}
-        missing = dict(meta.get("not_measured", {}))
         on_gpu = len(self.device) > 0
         meta.setdefault("device", "cuda" if on_gpu else "cpu")
         if not on_gpu:

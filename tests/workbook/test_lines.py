@@ -1,0 +1,247 @@
+"""Lines of the user's code: their time, roles and counts, in a program that knows them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import lines_program
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+from recordings import recording
+
+from dlrm_core.base.errors import InputError
+from dlrm_core.config import parameters_from_sections
+from dlrm_workbook.analysis.lines import functions, growth, hottest, lines, statements
+from dlrm_workbook.analysis.step_source import Source
+from dlrm_workbook.recordings.measure import measure
+from dlrm_workbook.recordings.open import open_recording
+from dlrm_workbook.recordings.profile import Profile
+from dlrm_workbook.recordings.torch.lines import read_lines
+from dlrm_workbook.samples import sample_profile
+from tests.databases import folder_of
+
+PROGRAM = Path(lines_program.__file__)
+SOURCE = PROGRAM.read_text().splitlines()
+ITERATIONS = 10
+
+
+def line_of(text: str) -> int:
+    """Number of the only line of the program that holds a text."""
+    (number,) = [number for number, line in enumerate(SOURCE, 1) if text in line]
+    return number
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("lines")
+
+
+@pytest.fixture(scope="module")
+def profile(folder: Path) -> Profile:
+    command = [sys.executable, str(PROGRAM), str(folder / "stopwatch.json")]
+    section = {"engine": "torch", "warmup": 2, "iterations": ITERATIONS, "probes": False}
+    section |= {"command": command, "command_folder": str(folder)}
+    return measure(parameters_from_sections({"profiling": section}), folder / "run")
+
+
+@pytest.fixture(scope="module")
+def main(profile: Profile) -> pd.DataFrame:
+    table = lines(profile)
+    return table[table["thread"].eq("main")].set_index("line")
+
+
+def test_all_moments_of_the_step_belong_to_a_line(profile: Profile, main: pd.DataFrame) -> None:
+    assert main["share_of_step"].sum() == pytest.approx(1.0)
+    assert statements(profile).query("thread == 'main'")["share_of_step"].sum() == pytest.approx(1)
+    assert (main["inclusive_share"] <= 1.0 + 1e-9).all()
+    assert main.loc[line_of("loss.backward()"), "source"] == "loss.backward()"
+    sampled = profile.meta["passes"][-1]
+    assert sampled["name"] == "Python stack sampled" and sampled["iterations"] == ITERATIONS
+
+
+def test_a_line_takes_what_its_clock_says(
+    profile: Profile, main: pd.DataFrame, folder: Path
+) -> None:
+    """The program notes when it logs, by the clock of the samples."""
+    document = json.loads((folder / "run/recording/lines.json").read_text())
+    begin, end = document["iterations"][0][0] / 1e9, document["iterations"][-1][1] / 1e9
+    logged = json.loads((folder / "stopwatch.json").read_text())
+    true_ms = 1e3 * sum(max(0, min(b, end) - max(a, begin)) for a, b in logged) / ITERATIONS
+    share = main.loc[line_of("log(step, loss.item())"), "inclusive_share"]
+    found_ms = share * np.mean(profile.meta["lines"]["iteration_ms"])
+    # on a busy machine few samples are taken, and a line's time is as uncertain as their number
+    samples = share * len(document["samples"])
+    assert found_ms == pytest.approx(true_ms, rel=0.05 + 3 / np.sqrt(samples))
+
+
+def test_backward_is_in_the_lines_that_built_it(main: pd.DataFrame) -> None:
+    wide = main.loc[line_of("x = self.wide(x)")]
+    forward_ms = wide["time_ms"] - wide["backward_ms"]
+    assert 0.7 < wide["backward_ms"] / forward_ms < 3.5  # two products beside one
+    assert wide["role"] == "model" and wide["operators"].startswith("aten::linear")
+    backward = main.loc[line_of("loss.backward()")]
+    assert backward["time_ms"] < 0.2 * backward["inclusive_ms"]
+    assert backward["inclusive_ms"] == pytest.approx(main["backward_ms"].sum(), rel=0.3)
+
+
+def test_each_line_has_its_role(profile: Profile, main: pd.DataFrame) -> None:
+    table = statements(profile).query("thread == 'main'").set_index("line")
+    roles = {
+        "in enumerate(DataLoader": "batch",
+        "weight = weights_of(target)": "batch",
+        "loss = nn.functional": "model",
+        "loss.backward()": "model",
+        "optimizer.step()": "optimizer",
+        "log(step, loss.item())": "around",
+        "spin(0.004)": "around",
+        "evaluate(model, rows)": "around",
+    }
+    assert {text: table["role"].get(line_of(text), role) for text, role in roles.items()} == roles
+    assert table.loc[line_of("evaluate(model, rows)"), "role"] == "around"
+    by_function = functions(profile).set_index("function")["role"]
+    assert by_function["Rows.__getitem__"] == "batch"
+    assert by_function["evaluate"] == by_function["log"] == "around"
+    assert by_function["Model.forward"] == "model"
+
+
+def test_an_evaluation_is_in_some_iterations(main: pd.DataFrame) -> None:
+    evaluated = main.loc[line_of("evaluate(model, rows)"), "in_iterations"]
+    assert evaluated == pytest.approx(0.25, abs=0.1)
+    assert main.loc[line_of("log(step, loss.item())"), "in_iterations"] > 0.7
+
+
+def test_a_line_grows_and_another_is_in_every_fourth_iteration() -> None:
+    """Of samples written by hand, in which backward is divided too."""
+    count = 12
+    frames = [("a.py", 1, "f", line) for line in (2, 3, 4, 5)]
+    paths = [[(0, " module")], [(1, " backward")], [(2, "")], [(3, "")]]
+    rows = []
+    for i in range(count):
+        rows += [(i, 0, 2, 1.0 + 0.5 * i, 5), (i, 0, 3, 8.0 * (i % 4 == 0), 4 * (i % 4 == 0))]
+        rows += [(i, 0, 1, 12.0, 9), (i, 0, 0, 27.0 - 0.5 * i, 9)]
+    times = pd.DataFrame(rows, columns=["iteration", "thread", "path", "ms", "samples"])
+    meta = {"frames": frames, "paths": paths, "threads": ["main"], "times": times.to_dict("list")}
+    meta |= {
+        "iteration_ms": [40.0 + 8 * (i % 4 == 0) for i in range(count)],
+        "counted": {"missing": ""},
+        "sources": [],
+    }
+    meta |= {"backward": {"path": [0, -1], "ns": [30, 10]}}
+    known = sample_profile()
+    known.meta = {"lines": meta}
+    table = lines(known).set_index("line")
+    assert table["share_of_step"].sum() == pytest.approx(1)
+    assert table.loc[2, "backward_ms"] == pytest.approx(9.0)  # three quarters; the rest stays
+    assert table.loc[3, "time_ms"] == pytest.approx(3.0)
+    assert table["growth_ms"].to_dict() == pytest.approx({2: -0.5, 3: 0, 4: 0.5, 5: 0}, abs=1e-9)
+    assert table["in_iterations"].to_dict() == pytest.approx({2: 1, 3: 1, 4: 1, 5: 0.25}, abs=0.02)
+
+
+def test_calls_are_counted_exactly(profile: Profile, main: pd.DataFrame) -> None:
+    expected = {"x = self.wide(x)": 1, "spin(0.00005)": 64, "loss.backward()": 1, "zero_grad": 1}
+    calls = {at: count for _, at, count in profile.meta["lines"]["counted"]["calls"]}
+    assert {text: calls[line_of(text)] for text in expected} == expected
+    spun = calls[line_of("end = time.perf_counter() + seconds")]
+    assert spun in (64 + 3, 64 + 4)  # with an evaluation or without
+    assert main.loc[line_of("loss.backward()"), "calls"] == 1
+
+
+def test_another_thread_has_rows_of_its_own(profile: Profile) -> None:
+    table = lines(profile).query("thread == 'helper'").set_index("line")
+    inside = table["inclusive_share"]
+    assert inside[line_of("spin(0.01)")] > 0
+    assert table["calls"].isna().all()
+    assert inside.get(line_of("time.sleep(0.05)"), 0.0) < 0.5  # asleep for five sixths of the time
+
+
+def test_the_hottest_function_is_listed_with_its_time(profile: Profile) -> None:
+    table = hottest(profile)
+    assert table["share"].max() > 0 and table["source"].str.len().max() > 0
+    assert (table["line"].diff().dropna() == 1).all()
+
+
+def test_damaged_lines_are_refused(tmp_path: Path) -> None:
+    damaged = sample_profile()
+    damaged.meta = {"lines": {"iteration_ms": [1.0], "frames": [1], "paths": [[[7, ""]]]}}
+    with pytest.raises(InputError, match=r"meta\.lines"):
+        lines(damaged)
+    (tmp_path / "lines.json").write_text('{"iterations": [[0, 1]], "samples": [[5]]}')
+    with pytest.raises(InputError, match="no record of Python stacks"):
+        read_lines(tmp_path)
+
+
+def test_python_frames_of_other_recordings_tell_lines() -> None:
+    """Of torch.profiler's ``with_stack`` on a GPU, and of HPCToolkit's ``-a python``."""
+    for path in (recording("traces/bert-small-h100.json.gz"), folder_of("dlrm-cpu-python")):
+        other = open_recording(path).profile
+        table = lines(other)
+        assert table.loc[table["thread"].eq("main"), "share_of_step"].sum() == pytest.approx(1)
+        assert not table["file"].str.contains("torch/|threading").any()
+        assert table["calls"].isna().all() and table["source"].eq("").all()
+    by_place = table.assign(file=table["file"].str.rpartition("/")[2]).set_index(["file", "line"])
+    # facebook's program: the lookups of its tables, and the making of its batches
+    assert by_place.loc[("dlrm_s_pytorch.py", 282), "function"] == "create_emb"
+    assert by_place.loc[("dlrm_data_pytorch.py", 942), "role"] == "batch"
+    assert by_place.loc[("dlrm_s_pytorch.py", 1620), "role"] == "optimizer"
+
+
+# ---- pure functions ----------------------------------------------------------------------
+
+
+@given(arrays(float, (3, 12), elements=st.floats(0, 100)), st.floats(-5, 5))
+def test_a_straight_line_grows_by_its_slope(rows: np.ndarray, slope: float) -> None:
+    straight = np.arange(12) * slope
+    assert growth(straight[None])[0] == pytest.approx(slope, abs=1e-9)
+    least_squares = np.polyfit(np.arange(12), rows.T, 1)[0]
+    found = growth(rows)
+    assert ((found == 0) | np.isclose(found, least_squares, atol=1e-9)).all()
+    assert (growth(rows[:, :7]) == 0).all()
+
+
+STEP = """\
+    def run(self, model, optimizer, loader):
+        rows = []
+        for batch in loader:
+            rows.append(batch.draw())
+            x = torch.tensor(rows).to(self.device)
+            seen = len(x)
+            out = model(x, self.mask)
+            weight = focus(out.detach())
+            loss = (criterion(out, batch.y) * weight).mean()
+            total += loss.item()
+            scaler.scale(loss).backward()
+            optimizer.step()
+            if seen > 3:
+                score = model(x)
+"""
+
+
+def test_what_the_loss_depends_on_is_read_from_the_source() -> None:
+    step = Source(STEP, 10).step(20, None, {16, 18, 23})
+    assert step.batch == {11, 12, 13, 14}
+    assert step.model == {16, 17, 18, 20}
+    assert step.parameters == {"loader", "self.device", "self.mask"}
+
+
+def test_arguments_are_followed_to_the_caller() -> None:
+    inner = Source("def step(self, model, batch):\n    model(batch).backward()\n", 1)
+    outer = Source("def run():\n    b = make()\n    l = me.step(net, batch=b)\n    log(l)\n", 1)
+    passed = outer.passed(3, "step", inner, {"batch"})
+    assert passed == {"b"}
+    assert outer.step(3, passed, {3}).batch == {2}
+
+
+@given(st.text(max_size=60))
+def test_any_text_is_parsed_or_refused(text: str) -> None:
+    try:
+        source = Source(text, 5)
+    except (SyntaxError, ValueError, RecursionError):
+        return
+    step = source.step(5, None, set())
+    assert not step.batch & step.model
