@@ -57,7 +57,7 @@ def test_what_the_loop_does_around_the_model_is_named_once_each_by_its_line(
     rows = around(careless).set_index("function")
     assert "of each step, outside the model" in found["log_rows"].title
     # either line of its loop may have been caught more often
-    here = {line("for score in scores"), line("rows.writerow(")}
+    here = {line("for score in scores.repeat"), line("rows.writerow(")}
     assert rows.loc["log_rows", "line"] in here
     assert rows.loc["log_rows", "caller"] == f"careless_program.py:{line('log_rows(rows, sc')}"
     assert rows.loc["evaluate", "line"] == line("            model(*batch)")

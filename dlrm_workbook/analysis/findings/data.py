@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
+
 from dlrm_workbook.analysis.attribution import parts_at
 from dlrm_workbook.analysis.findings.evidence import Evidence
 from dlrm_workbook.analysis.findings.finding import (
@@ -124,7 +126,7 @@ def _most_in(evidence: Evidence) -> str:
         times = by_line.groupby(["file", "function"])["time_ms"].sum()
         if not times.max() > 0.5 * times.sum():
             return ""
-        file, function = times.idxmax()
+        file, function = times.index[int(np.argmax(times.to_numpy()))]
         here = by_line[by_line["file"].eq(file) & by_line["function"].eq(function)]
         return f", most of it in {code_line(str(function), str(file), int(here['line'].iloc[0]))}"
     table = evidence.of_part("data")
