@@ -10,6 +10,7 @@ import pandas as pd
 
 from dlrm_workbook.analysis.context_tree import missing_reason, unmeasured
 from dlrm_workbook.analysis.lines import _known, _Lines, growth, place
+from dlrm_workbook.ground.arrays import Floats
 from dlrm_workbook.recordings.profile import Profile
 
 AROUND = ["file", "line", "function", "caller", "time_ms", "share", "in_iterations", "growth_ms"]
@@ -17,6 +18,9 @@ AROUND += ["iterations"]
 
 MOST_OF_IT = 0.7
 """Share of a time from which on the function that has it is named instead of its caller."""
+
+LEAST_GROWN = 0.3
+"""Share of a time by which it must grow within the sampled iterations."""
 
 
 def around(profile: Profile) -> pd.DataFrame:
@@ -85,10 +89,17 @@ class _Around(_Lines):
         file, _, function_name, line = self.frames[named]
         caller = place(self.frames[statement][0], self.frames[statement][3])
         presence = self._presence(by_step["samples"].to_numpy()[None])[0]
-        slope = growth(by_step["ms"].to_numpy()[None])[0]
         time = sum(times) / self.count
+        slope = self._growth(by_step["ms"].to_numpy(), time)
         shares = [time, time / self.step_ms, presence, slope, self.count]
         return [file, line, function_name, caller, *shares]
+
+    def _growth(self, ms: Floats, time: float) -> float:
+        """Slope of a time (iterations,) whose mean is given; 0 where it grows by little, or no
+        more than the rest of the iteration, as where the machine is slowed down."""
+        rest = np.maximum(np.asarray(self.known["iteration_ms"]) - ms, 1e-9)
+        slope = float(min(growth(np.stack([ms, ms / rest * rest.mean()]))))
+        return slope if slope * self.count > LEAST_GROWN * time else 0.0
 
     @staticmethod
     def _most(times: Sequence[float], names: Sequence[Any]) -> Any:

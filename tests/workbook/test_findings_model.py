@@ -253,18 +253,6 @@ def with_roofline(monkeypatch: pytest.MonkeyPatch, **row: Any) -> None:
     )
 
 
-@pytest.mark.parametrize(("least", "fires"), [(2.0, True), (12.0, False)])
-def test_interaction_overhead(monkeypatch: pytest.MonkeyPatch, least: float, fires: bool) -> None:
-    with_roofline(
-        monkeypatch, component="interaction", time_ms=20.0, ceiling_ms=least, share_of_ceiling=0.5
-    )
-    heavy: Operators = {("interaction", "forward", "aten::cat"): (20.0, 2.0)}
-    overhead = found(step(heavy, ceilings={"gemm": []})).get("interaction_overhead")
-    assert (overhead is not None) == fires
-    if overhead:
-        assert "aten::cat 20.0 ms" in overhead.evidence and ordered(overhead.predicted_speedup)
-
-
 def test_code_of_a_part_outside_its_operators() -> None:
     first = listed(step({("top_mlp", "forward", ""): 12.0}))[0]
     assert (first.id, first.component) == ("python_in_part", "top_mlp")

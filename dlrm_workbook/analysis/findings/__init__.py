@@ -123,7 +123,6 @@ RULES: tuple[Rule, ...] = (
     embedding.skewed_indices,
     embedding.giant_table,
     embedding.embedding_update,
-    operators.interaction_overhead,
     changes.faster_settings,
     ranks.load_imbalance,
     ranks.replicate_small_tables,

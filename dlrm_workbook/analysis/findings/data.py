@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
+
 from dlrm_workbook.analysis.attribution import parts_at
 from dlrm_workbook.analysis.findings.evidence import Evidence
 from dlrm_workbook.analysis.findings.finding import (
@@ -16,7 +18,7 @@ from dlrm_workbook.analysis.findings.finding import (
     predicted,
     rule,
 )
-from dlrm_workbook.analysis.findings.where import shown
+from dlrm_workbook.analysis.findings.where import code_line, shown
 from dlrm_workbook.ground.units import milliseconds
 
 DATA_SHARE = 0.05
@@ -27,6 +29,9 @@ UNAVOIDABLE_SHARE = 0.15
 """Up to here the fastest generator that makes such batches is no finding. Overlapping it
 takes a core, and with all cores at work the step loses more than it gains (measured:
 operators of two threads beside a prefetching one on two cores took 1.3 times as long)."""
+
+FOREIGN_SHARE = 0.08
+"""The same of another program on a CPU, whose author can change how batches are made."""
 
 FASTER = {"facebook_loop": "facebook"}
 """Generator to one that makes the very same batches faster."""
@@ -69,7 +74,8 @@ def data_generation(evidence: Evidence, ledger: Causes) -> Measured | None:
         return None
     ledger.explain(time, ("data", "forward"))
     change, speedup, remedy = _remedy(evidence, time)
-    foreign = evidence.on_gpu and not evidence.is_ours  # a GPU waits for it, whatever it takes
+    # a GPU waits for it, whatever it takes
+    foreign = not evidence.is_ours and (evidence.on_gpu or share > FOREIGN_SHARE)
     usual = share <= UNAVOIDABLE_SHARE and not _is_slow(evidence, time)
     if not change and usual and not foreign:
         return None  # overlap would not pay, and it takes what such batches take
@@ -115,6 +121,14 @@ def data_generation(evidence: Evidence, ledger: Causes) -> Measured | None:
 def _most_in(evidence: Evidence) -> str:
     """Words that name the operator or function of Python that takes more than half of the time of
     making batches itself, to the exclusion of what it calls; "" if none does."""
+    by_line = evidence.lines_of("data")
+    if len(by_line) and not evidence.has_timeline:
+        times = by_line.groupby(["file", "function"])["time_ms"].sum()
+        if not times.max() > 0.5 * times.sum():
+            return ""
+        file, function = times.index[int(np.argmax(times.to_numpy()))]
+        here = by_line[by_line["file"].eq(file) & by_line["function"].eq(function)]
+        return f", most of it in {code_line(str(function), str(file), int(here['line'].iloc[0]))}"
     table = evidence.of_part("data")
     own = table[table["kind"].isin(["operator", "python"])].groupby("name")["cpu_self_ms"].sum()
     if not own.max() > 0.5 * evidence.time("data"):

@@ -8,6 +8,7 @@ one finding that names what the host did, or says that it was not measured.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -40,7 +41,7 @@ from dlrm_workbook.analysis.findings.where import (
     shown,
 )
 from dlrm_workbook.analysis.idleness import Stretches
-from dlrm_workbook.analysis.launches import launch_cost_us
+from dlrm_workbook.analysis.launches import launch_cost_us, launched_operations
 from dlrm_workbook.ground.units import milliseconds
 from dlrm_workbook.recordings.nesting import overlap, stretch_at, union
 from dlrm_workbook.recordings.profile import nearest
@@ -564,6 +565,7 @@ HOST_UNKNOWN = (
     evidence=(
         "It does nothing in {idle_time:ms} of {total:ms} per iteration.",
         "{others}",
+        "{gap}",
         "{host_unknown}",
         "The host meanwhile: {host}.",
         "{beside}",
@@ -588,6 +590,7 @@ def gpu_idle(evidence: Evidence, ledger: Causes) -> Measured | None:
         "share": left / evidence.total_ms,
         "idle": upto + _precise(evidence.idle_ms / evidence.total_ms),
         "meanwhile": "",
+        "gap": _longest_gap(evidence),
         "idle_time": evidence.idle_ms,
         "others": None,
         "host_unknown": None if traced else HOST_UNKNOWN,
@@ -626,6 +629,32 @@ def _unexplained(evidence: Evidence, ledger: Causes) -> pd.DataFrame:
             making &= idle["cause"].eq("data")
         idle = idle[~making]
     return idle
+
+
+def _longest_gap(evidence: Evidence) -> str | None:
+    """Where the longest gap of a usual step lies, if it is most of the idle time: between which
+    parts, since what the host does there stands between them."""
+    work = launched_operations(evidence.profile)
+    start, end = work["start_ns"].to_numpy(), work["end_ns"].to_numpy()
+    first = evidence.windows[0]
+    if len(start) < 2 or len(first) < 3:
+        return None
+    begun = np.maximum.accumulate(end)[:-1]
+    length = start[1:] - begun
+    step = np.where(evidence.inside(begun), np.searchsorted(first, begun, side="right") - 1, -1)
+    gaps = pd.DataFrame({"step": step, "length": length}).query("step >= 0")
+    longest = gaps.loc[gaps.groupby("step")["length"].idxmax()]
+    usual = float(longest["length"].median()) / 1e6
+    if usual < 0.5 * evidence.idle_ms:
+        return None
+    label = [part_name(*part) for part in zip(work["component"], work["phase"], strict=True)]
+    row = longest.index.to_numpy()
+    between = Counter((label[i], label[i + 1]) for i in row)
+    (before, after), often = between.most_common(1)[0]
+    where = f", between {before} and {after}" if often > 0.8 * len(row) else ""
+    if where and before.startswith("optimizer") and after.startswith(("transfer", "data")):
+        where += ": where a training loop fetches its next batch"
+    return f"{milliseconds(usual)} of that are one gap in each iteration{where}."
 
 
 def _host_meanwhile(evidence: Evidence, idle: pd.DataFrame) -> Measured:

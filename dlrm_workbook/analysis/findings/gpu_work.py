@@ -6,12 +6,13 @@ import re
 from typing import Any
 
 import numpy as np
+import pandas as pd
 
 from dlrm_workbook.analysis.attribution import (
     PART,
     iteration_count,
 )
-from dlrm_workbook.analysis.findings.evidence import Evidence
+from dlrm_workbook.analysis.findings.evidence import MOST_LISTED, Evidence, listed_times
 from dlrm_workbook.analysis.findings.finding import (
     Causes,
     Measured,
@@ -25,6 +26,7 @@ from dlrm_workbook.analysis.findings.finding import (
     rule,
 )
 from dlrm_workbook.analysis.findings.where import (
+    in_place,
     part_name,
     shown,
     time_by_name,
@@ -110,7 +112,7 @@ DOUBLE_SHARE = 0.03
 
 @rule(
     "float64",
-    title="Arithmetic in float64 takes {taken:.0%} of the step",
+    title="Arithmetic in float64 takes {taken:.0%} of the step{instead}",
     evidence=("It takes {time:ms} per iteration, in {names}.",),
     advice="Find what makes float64 (a NumPy array or a Python constant made into a tensor, "
     ".double(), a default type) and make it float32: {remedy}, and it takes twice the bytes.",
@@ -144,6 +146,7 @@ def float64(evidence: Evidence, ledger: Causes) -> Measured | None:
     return {
         "share": lost,
         "taken": share,
+        "instead": "" if evidence.on_gpu else ", about twice what float32 would",
         "remedy": "GPUs compute float64 at a half to a 64th of the rate of float32"
         if evidence.on_gpu
         else "a processor computes float64 at half of the rate of float32",
@@ -380,7 +383,7 @@ def largest_kernels(evidence: Evidence, ledger: Causes) -> Measured | None:
     by_name = table.groupby("short_name")["ms"].sum().sort_values(ascending=False)
     by_name = by_name[by_name >= KERNEL_SHARE * evidence.total_ms]
     if by_name.empty:
-        return None
+        return _kernels_of_one_place(evidence, table)
     chosen = table[table["short_name"].isin(by_name.index)]
     time = min(float(by_name.sum()), evidence.device_ms)
     part = largest_part(chosen, "ms")
@@ -405,6 +408,42 @@ def largest_kernels(evidence: Evidence, ledger: Causes) -> Measured | None:
         "unknown": "The recording does not show how close they are to the GPU's limits."
         if chosen["share_of_ceiling"].isna().all()
         else None,
+        "speedup": bounded(0.5 * time / evidence.total_ms),
+    }
+
+
+def _kernels_of_one_place(evidence: Evidence, table: pd.DataFrame) -> Measured | None:
+    """Figures of :func:`largest_kernels` for kernels none of which is large, but all those of one
+    operator, function or range are; None without one.
+
+    Args:
+        table: rows of :func:`_kernels`.
+    """
+    pieces = evidence.of_kernels(table["kernel"])
+    most = {
+        str(times.index[0]): (float(times.iloc[0]), level)
+        for level, times in time_by_name(evidence.profile, *pieces).items()
+        if len(times)
+    }
+    name = max(most, key=lambda each: most[each][0], default="")
+    time, level = most.get(name, (0.0, ""))
+    if time < KERNEL_SHARE * evidence.total_ms:
+        return None
+    inside = in_place(evidence.profile, level, name)[pieces[0]]
+    own = evidence.profile.contexts.iloc[pieces[0][inside]]
+    short = own["name"].map(lambda kernel: kernel_name(kernel).short or kernel)
+    by_kernel = pd.Series(pieces[1][inside]).groupby(short.to_numpy()).sum().nlargest(MOST_LISTED)
+    return {
+        "share": time / evidence.total_ms,
+        "component": largest(
+            pd.Series(pieces[1][inside]).groupby([own[each].to_numpy() for each in PART]).sum()
+        )[0],
+        "what": f"Kernels in {shown(name)}",
+        "take": "take",
+        "kernels": ", ".join(map(str, by_kernel.index[:2])),
+        "listed": listed_times(by_kernel),
+        "pieces": (pieces[0][inside], pieces[1][inside]),
+        "unknown": None,
         "speedup": bounded(0.5 * time / evidence.total_ms),
     }
 

@@ -14,13 +14,11 @@ from typing import Any
 import pandas as pd
 
 from dlrm_core.base.errors import InputError
-from dlrm_core.interactions import INTERACTIONS
-from dlrm_workbook.analysis.findings.evidence import Evidence, Part, heaviest
+from dlrm_workbook.analysis.findings.evidence import Evidence, Part
 from dlrm_workbook.analysis.findings.finding import (
     Causes,
     Finding,
     Measured,
-    bounded,
     capitalised,
     is_worthwhile,
     largest,
@@ -438,53 +436,4 @@ def _small_batch(evidence: Evidence, size: int, larger: dict[str, float]) -> Mea
         "of the time a sample takes.",
         "speedup": larger,
         "limit": "memory bandwidth",
-    }
-
-
-INTERACTION_SHARE = 0.2
-"""Of the step; the interaction has about 1 % of a DLRM's arithmetic."""
-
-REACHED = 0.15
-"""Of the interaction's ceiling. Ours reaches 0.25 to 0.6 in clean runs
-(tests/campaigns/planted_faults.py): cat, product, selection and conversions each pass over the
-features once, the ceiling counts what they must."""
-
-
-@rule(
-    "interaction_overhead",
-    title="The interaction takes {share:.0%} of the step, most of it moving data",
-    evidence=(
-        "It takes {time:ms}; by the ceilings measured here {least:ms} would do ({reached:.0%}).",
-        "Most of it: {heaviest}.",
-    ),
-    advice="Concatenate, multiply and pick the products in fewer passes: compile the dense part, "
-    "use micro-batches that stay in cache, or fewer or narrower features.",
-    limit="memory bandwidth",
-    component="interaction",
-)
-def interaction_overhead(evidence: Evidence, ledger: Causes) -> Measured | None:
-    """The interaction takes long for the little that it computes; cross layers compute much."""
-    kind = INTERACTIONS.get(evidence.parameter("model.interaction"))
-    if kind is not None and kind.computes:
-        return None
-    share = evidence.share("interaction")
-    table = evidence.roofline
-    table = table[table["component"] == "interaction"]
-    time, least = float(table["time_ms"].sum()), float(table["ceiling_ms"].sum())
-    if share < INTERACTION_SHARE or time <= 0 or not 0 < least < REACHED * time:
-        return None
-    if ledger.explained_ms > 0.5 * time:
-        return None  # what was named already may well have been here
-    if any(ledger.is_explained(("interaction", phase)) for phase in ("forward", "backward")):
-        return None
-    compiled = predicted(evidence, {"training.compile": True})
-    pays = is_worthwhile(compiled)
-    return {
-        "share": share,
-        "time": time,
-        "least": least,
-        "reached": least / time,
-        "heaviest": heaviest(evidence.called[evidence.called["component"] == "interaction"]),
-        "change": {"training.compile": True} if pays else {},
-        "speedup": compiled if pays else bounded((time - least) / evidence.total_ms),
     }

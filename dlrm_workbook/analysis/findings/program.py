@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import pandas as pd
@@ -47,7 +47,7 @@ def around_model(evidence: Evidence, ledger: Causes) -> Iterable[Finding]:
         yield from _around_one(row)(evidence, ledger)
 
 
-def _around_one(row: dict[str, Any]) -> Rule:
+def _around_one(row: Mapping[Any, Any]) -> Rule:
     """The rule about one row of :func:`around`."""
 
     @rule(
@@ -82,7 +82,7 @@ def _around_one(row: dict[str, Any]) -> Rule:
             few = max(round(presence * count), 1)
             each = (
                 f"It runs in {few} of {count} iterations and takes "
-                f"{milliseconds(time / presence)} there; the others have no such work."
+                f"{milliseconds(time / presence)} there."
             )
         grows = row["growth_ms"] > 0
         then = time + LATER * row["growth_ms"]
@@ -213,8 +213,8 @@ def dense_updates(evidence: Evidence, ledger: Causes) -> Measured | None:
     rows, unique = int(tables["rows"].sum()), int(tables["unique"].sum())
     idle = float((tables["elements"] * (1 - tables["unique"] / tables["rows"])).sum())
     dense = max(float(optimizers["elements"].sum() - sparse), float(tables["elements"].sum()))
-    update = evidence.attribution
-    update = float(update.loc[update["phase"].eq("update"), "time_ms"].sum())
+    rows_of_update = evidence.attribution["phase"].eq("update")
+    update = float(evidence.attribution.loc[rows_of_update, "time_ms"].sum())
     backward = evidence.called[evidence.called["name"].str.contains(DENSE_BACKWARD)]
     backward_ms = float(backward["cpu_ms" if "cpu_ms" in backward else "cpu_self_ms"].sum())
     of_tables = idle / float(tables["elements"].sum())

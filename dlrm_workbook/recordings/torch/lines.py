@@ -32,7 +32,9 @@ MARKS = {
     "ours": re.compile(r"/dlrm_workbook/"),
     "optimizer": re.compile(r"(?:^|/)torch/optim/|\.zero_grad$"),
     "module": re.compile(r"(?:^|/)torch/nn/modules/module\.py:.*_call_impl$"),
-    "backward": re.compile(r"(?:^|/)torch/(_tensor|autograd/(__init__|graph))\.py:"),
+    "backward": re.compile(
+        r"(?:^|/)torch/(_tensor\.py:.*backward$|autograd/(__init__|graph)\.py:)"
+    ),
     "loader": re.compile(r"(?:^|/)torch/utils/data/"),
 }
 """What a library's function (FILE:NAME) says of the user's line that called it."""

@@ -24,7 +24,8 @@ MOST_S = 0.2
 """Seconds after which nothing more is looked at."""
 
 MOST_LOOKUPS, MOST_ELEMENTS = 1_000_000, 250_000
-"""Indices that are counted, and operands of a product of which the zeros are."""
+"""Indices that are counted, and the first elements of an operand of which
+the zeros are."""
 
 MOST_ROWS = 200
 """Tables and products that are kept."""
@@ -131,7 +132,7 @@ class SeenModel:
         if id(module) in self._products:
             return
         flat = operand.detach().reshape(-1)
-        chosen = flat[:: max(flat.numel() // MOST_ELEMENTS, 1)]
+        chosen = flat[:MOST_ELEMENTS]  # every n-th would miss or meet a column as the width has it
         self._products[id(module)] = {
             "name": self._names.get(id(module), type(module).__name__),
             "rows": flat.numel() // max(module.in_features, 1),

@@ -1,0 +1,131 @@
+"""Rules that read the user's lines and what one iteration showed: a program with many faults."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import careless_program
+import pytest
+import torch
+from finding_profiles import counters, made
+
+from dlrm_core.config import parameters_from_sections
+from dlrm_workbook.analysis.around import around
+from dlrm_workbook.analysis.attribution import attribute
+from dlrm_workbook.analysis.findings import findings
+from dlrm_workbook.analysis.findings.finding import Finding
+from dlrm_workbook.analysis.reference import at_reference
+from dlrm_workbook.recordings.measure import measure
+from dlrm_workbook.recordings.profile import Profile
+from dlrm_workbook.recordings.torch.seen_model import SeenModel
+
+PROGRAM = Path(careless_program.__file__)
+
+
+def recorded(folder: Path, *words: str) -> Profile:
+    section = {
+        **{"engine": "torch", "warmup": 2, "iterations": 12, "probes": False},
+        **{"command": [sys.executable, str(PROGRAM), "100000", *words]},
+        "command_folder": str(folder),
+    }
+    parameters = parameters_from_sections({"title": "Careless", "profiling": section})
+    return at_reference(measure(parameters, folder / "run"))
+
+
+@pytest.fixture(scope="module")
+def careless(tmp_path_factory: pytest.TempPathFactory) -> Profile:
+    return recorded(tmp_path_factory.mktemp("careless"))
+
+
+def line(text: str) -> int:
+    """The first line of the program that holds a text."""
+    rows = PROGRAM.read_text(encoding="utf-8").splitlines()
+    return next(number for number, row in enumerate(rows, 1) if text in row)
+
+
+def by_id(profile: Profile, name: str) -> list[Finding]:
+    return [one for one in findings(profile, attribute(profile)) if one.id == name]
+
+
+def test_what_the_loop_does_around_the_model_is_named_once_each_by_its_line(
+    careless: Profile,
+) -> None:
+    found = {each.title.split("`")[1]: each for each in by_id(careless, "around_model")}
+    assert set(found) == {"log_rows", "evaluate"}
+    rows = around(careless).set_index("function")
+    assert "of each step, outside the model" in found["log_rows"].title
+    # either line of its loop may have been caught more often
+    here = {line("for score in scores.repeat"), line("rows.writerow(")}
+    assert rows.loc["log_rows", "line"] in here
+    assert rows.loc["log_rows", "caller"] == f"careless_program.py:{line('log_rows(rows, sc')}"
+    assert rows.loc["evaluate", "line"] == line("            model(*batch)")
+    assert rows.loc["evaluate", "in_iterations"] == pytest.approx(0.25, abs=0.1)
+    assert "It runs in 3 of 12 iterations" in found["evaluate"].evidence
+    assert not by_id(careless, "irregular_iterations")  # it has a line
+    assert rows["share"].sum() < 1
+
+
+def test_rows_and_operands_that_change_nothing_are_counted(careless: Profile) -> None:
+    (dense,) = by_id(careless, "dense_updates")
+    assert "`Adam` writes all 60,000 rows of `users`" in dense.title
+    assert "(`careless_program.py:" in dense.evidence and "27 MB per iteration" in dense.evidence
+    seen = careless.meta["seen_model"]
+    tables = {row["name"]: row for row in seen["tables"]}
+    assert tables["users"]["gradient"] == "dense" and tables["tags"]["gradient"] == "sparse"
+    assert tables["tags"]["hottest"] == 0.9 and tables["tags"]["hottest_row"] == 0
+    zeros = {row["name"]: row["zeros"] for row in seen["products"]}
+    assert zeros["codes"] == pytest.approx(1 - 1 / 4000, abs=1e-4) and zeros["head"] < 0.5
+    assert [row["class"] for row in seen["optimizers"]] == ["Adam", "SparseAdam"]
+    assert {row["line"] for row in seen["optimizers"]} == {line("optimizer.step()")}
+
+
+def test_shares_follow_what_was_seen() -> None:
+    """Made figures: 40 ms of lookups, 90 % for one row; 20 ms of products, half for zeros."""
+    place = {"file": "/a/mine.py", "line": 7, "function": "forward"}
+    table = {"name": "tags", "rows": 100, "dim": 8, "bytes": 4, "lookups": 1000, "unique": 90}
+    product = {"name": "codes", "rows": 64, "inputs": 10, "outputs": 10, "zeros": 0.99, **place}
+    seen: dict[str, Any] = {
+        "tables": [table | place | {"hottest": 0.9, "hottest_row": 0, "gradient": "sparse"}],
+        "products": [product, product | {"name": "head", "zeros": 0.5}],
+        "optimizers": [],
+    }
+    parts: dict[Any, float] = {("embedding", "forward", "aten::_embedding_bag"): 40.0}
+    parts |= {("top_mlp", "forward", "aten::addmm"): 20.0, ("top_mlp", "forward", "aten::x"): 40.0}
+    profile = made(parts, parameters=None, seen_model=seen, counters=counters())
+    profile.meta["parameters"] = None
+    (padding,), (zeros,) = by_id(profile, "padding_lookups"), by_id(profile, "empty_products")
+    assert padding.share_of_step == pytest.approx(0.36)
+    assert "90% of those of `tags` ask for row 0" in padding.title
+    assert zeros.share_of_step == pytest.approx(0.2 * 0.5 * 0.99)
+    # what is no number, or was not seen, is no finding and no error
+    for damaged in (
+        {"tables": [{"rows": "x"}]},
+        {"tables": 3},
+        {"products": [product | {"zeros": None}]},
+    ):
+        profile.meta["seen_model"] = damaged
+        assert not by_id(profile, "padding_lookups") + by_id(profile, "empty_products")
+
+
+def test_a_thread_that_keeps_pythons_lock_is_named_by_its_line(tmp_path: Path) -> None:
+    (thread,) = by_id(recorded(tmp_path, "burn"), "other_threads")
+    assert "in `burn` (`careless_program.py:" in thread.title
+
+
+def test_what_fails_while_looking_leaves_the_program_as_it_is() -> None:
+    class Odd(torch.nn.Linear):
+        def forward(self, value: Any) -> Any:
+            return 1.0
+
+    seen = SeenModel([])
+    seen.start()
+    try:
+        assert Odd(2, 2)("no tensor") == 1.0
+        assert torch.nn.Linear(2, 2)(torch.ones(3, 2)).shape == (3, 2)
+    finally:
+        seen.stop()
+    document = seen.document()
+    assert document["left_out"] == 1 and len(document["products"]) == 1
+    assert document["module_calls"] == 2
