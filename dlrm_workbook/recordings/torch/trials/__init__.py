@@ -231,14 +231,14 @@ class Trials:
             if self._only is not None and kind.id not in self._only:
                 continue
             if self._world > 1 and not kind.ranks:
-                self._not_tried[kind.id] = "several ranks train together"
+                self._not_tried[kind.id.replace("_", " ")] = "several ranks train together"
                 continue
             try:
                 remedy = kind.find(seen, self._facts)
             except Exception as error:
                 remedy = f"looking for it failed: {type(error).__name__}: {_line(error)}"
             if isinstance(remedy, str):
-                self._not_tried[kind.id] = remedy
+                self._not_tried[kind.id.replace("_", " ")] = remedy
             else:
                 found[kind.id] = remedy
         # what must be compiled takes most of the time, whatever it gains

@@ -291,13 +291,13 @@ class Allocator(Remedy):
 
     @classmethod
     def _threshold(cls, libc: Any) -> int:
-        """The size from which glibc maps memory now, to within an eighth."""
+        """The size from which glibc maps memory now, to within 1 %."""
         libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
         libc.free.argtypes = [ctypes.c_void_p]
         libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
         libc.malloc_trim(0)  # else the heap's free end would serve
         low, high = 128 << 10, machine._LARGEST_THRESHOLD
-        while high > low * 1.125:
+        while high > low * 1.01:
             size = int((low * high) ** 0.5)
             chunk = libc.malloc(size)
             before, length = (ctypes.c_size_t * 2).from_address(chunk - 16)
@@ -339,7 +339,7 @@ class Collection(Remedy):
             return f"collecting garbage takes {facts.collecting:.1%} of the step"
         return cls(
             "Python's garbage collection off",
-            facts.collecting,
+            min(facts.collecting, 0.05),  # one collection of all may lie in what was looked at
             "import gc\ngc.freeze()\ngc.disable()  # call gc.collect() now and then yourself",
             Path(sys.argv[0]).name,
         )
