@@ -337,18 +337,14 @@ class _Export:
             texts = (text or named for (text,), named in zip(rows, texts, strict=True))
         # ranges of a program may all differ, by the number of their operator
         emitted = lru_cache(maxsize=CHUNK)(_emitted)
-        numbers: dict[str, int] = {}
-        number = lambda text: numbers.setdefault(text, len(numbers))  # noqa: E731
-        parsed = (
-            (number(name), number(kind), number(shapes), sequence)
-            for name, kind, shapes, sequence in map(emitted, texts)
-        )
-        columns = ["name", "kind", "shapes", "sequence"]
-        code = np.fromiter(parsed, dtype=np.dtype([(name, np.int64) for name in columns]))
-        text = np.array([*numbers, ""], dtype=object)
+        kinds: dict[tuple[str, str, str], int] = {}
+        codes = ((kinds.setdefault(what, len(kinds)), n) for what, n in map(emitted, texts))
+        code = np.fromiter(codes, dtype=np.dtype([("what", np.int64), ("sequence", np.int64)]))
+        whats = pd.DataFrame(list(kinds), columns=["name", "kind", "shapes"])
         held.columns = pd.Index(["start", "end", "tid", "started"])
-        for name in columns:
-            held[name] = code[name] if name == "sequence" else text[code[name]]
+        for name in whats:
+            held[name] = whats[name].to_numpy(dtype=object)[code["what"]]
+        held["sequence"] = code["sequence"]
         # where an export does not say the type, a mark is what has no end
         typed = self.has(NVTX, "eventType")
         ranges = held["started"].isin(RANGES) if typed else held["end"].ne(NO_TIME)
@@ -452,6 +448,7 @@ class _Export:
                     "kernel: `nsys profile --cuda-graph-trace=node` records their kernels",
                 )
             frames.append(frame)
+        del held, shared
         device = _joined(frames)
         for column in ("external", "collective"):
             device[column] = np.int8(-1)
@@ -631,8 +628,8 @@ def _threads(tid: pd.Series) -> Names:
     return _filled(tid.to_frame(), lambda one: f"{one >> 24 & 0xFFFFFF}/{one & 0xFFFFFF}")
 
 
-def _emitted(text: str | None) -> tuple[str, str, str, int]:
-    """(name, kind, shapes, sequence number) of an NVTX range.
+def _emitted(text: str | None) -> tuple[tuple[str, str, str], int]:
+    """(name, kind and shapes; sequence number) of an NVTX range.
 
     ``emit_nvtx`` writes ``aten::mm, seq = 5, op_id = 7, sizes = [[2, 3], [3, 4]]``.
     """
@@ -642,7 +639,7 @@ def _emitted(text: str | None) -> tuple[str, str, str, int]:
     sequence, sizes = _SEQUENCE.search(rest), _SIZES.search(rest)
     operator = bool(sequence or sizes or _OPERATOR.match(name) or (rest and "::" in name))
     kind = "operator" if operator and not name.startswith(SPAN_PREFIX) else "annotation"
-    return name, kind, sizes[1] if sizes else "", int(sequence[1]) if sequence else -1
+    return (name, kind, sizes[1] if sizes else ""), int(sequence[1]) if sequence else -1
 
 
 def _copied(kind: int, source: int, target: int) -> str:
