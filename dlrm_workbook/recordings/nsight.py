@@ -324,7 +324,18 @@ class _Export:
         is_cuda, process = table == RUNTIME, calls["tid"].to_numpy() >> 24
         number = self.launches(process, calls["correlation"]) if is_cuda else -1
         kind = "runtime" if is_cuda else "function"
-        return calls.assign(name=short, correlation=number, kind=kind, **_NO_RANGE)
+        calls = calls.assign(name=short, correlation=number, kind=kind, **_NO_RANGE)
+        again = calls[calls["correlation"].ge(0) & calls["correlation"].duplicated(keep=False)]
+        if len(again):  # a call of the runtime may share its number with that of the driver in it
+            inner = again.sort_values("start").drop_duplicates("correlation", keep="last")
+            inner = inner.set_index("correlation").loc[again["correlation"]]
+            (own_tid, own_start, own_end), (tid, begin, end) = (
+                [frame[name].to_numpy() for name in ("tid", "start", "end")]
+                for frame in (again, inner)
+            )
+            outer = (own_tid == tid) & (own_start < begin) & (own_end >= end)
+            calls.loc[again.index[outer], "correlation"] = -1
+        return calls
 
     def ranges(self) -> pd.DataFrame:
         """NVTX ranges as annotations; what ``emit_nvtx`` writes as operators."""
