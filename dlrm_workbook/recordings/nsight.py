@@ -220,8 +220,11 @@ class _Export:
         self.cautions = Cautions()
         self.numbers: dict[int, int] = {}
         """Process to a small number."""
-        self.tells_processes = self.has(RUNTIME, "globalTid") and all(
-            self.has(table, "globalPid") for table in WORK if table in self.columns
+        of_process = {RUNTIME: "globalTid"} | dict.fromkeys(WORK, "globalPid")
+        self.tells_processes = all(
+            self._always_has(table, column)
+            for table, column in of_process.items()
+            if table in self.columns
         )
         self.strings: dict[Any, str] = {}
         """Number to text, of ``StringIds``."""
@@ -238,6 +241,12 @@ class _Export:
 
     def has(self, table: str, *columns: str) -> bool:
         return set(columns) <= set(self.columns.get(table, ())) and table in self.columns
+
+    def _always_has(self, table: str, column: str) -> bool:
+        if not self.has(table, column):
+            return False
+        lacking = f"SELECT 1 FROM {_quoted(table)} WHERE {_quoted(column)} IS NULL LIMIT 1"
+        return self.database.execute(lacking).fetchone() is None
 
     def read(self, table: str, columns: Sequence[str]) -> pd.DataFrame:
         """Columns of whole numbers; ``NO_TIME`` where there is none, or no such column."""
