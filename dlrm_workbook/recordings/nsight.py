@@ -220,8 +220,11 @@ class _Export:
         self.cautions = Cautions()
         self.numbers: dict[int, int] = {}
         """Process to a small number."""
-        self.tells_processes = self.has(RUNTIME, "globalTid") and all(
-            self.has(table, "globalPid") for table in WORK if table in self.columns
+        of_process = {RUNTIME: "globalTid"} | dict.fromkeys(WORK, "globalPid")
+        self.tells_processes = all(
+            self._always_has(table, column)
+            for table, column in of_process.items()
+            if table in self.columns
         )
         self.strings: dict[Any, str] = {}
         """Number to text, of ``StringIds``."""
@@ -238,6 +241,12 @@ class _Export:
 
     def has(self, table: str, *columns: str) -> bool:
         return set(columns) <= set(self.columns.get(table, ())) and table in self.columns
+
+    def _always_has(self, table: str, column: str) -> bool:
+        if not self.has(table, column):
+            return False
+        lacking = f"SELECT 1 FROM {_quoted(table)} WHERE {_quoted(column)} IS NULL LIMIT 1"
+        return self.database.execute(lacking).fetchone() is None
 
     def read(self, table: str, columns: Sequence[str]) -> pd.DataFrame:
         """Columns of whole numbers; ``NO_TIME`` where there is none, or no such column."""
@@ -324,7 +333,18 @@ class _Export:
         is_cuda, process = table == RUNTIME, calls["tid"].to_numpy() >> 24
         number = self.launches(process, calls["correlation"]) if is_cuda else -1
         kind = "runtime" if is_cuda else "function"
-        return calls.assign(name=short, correlation=number, kind=kind, **_NO_RANGE)
+        calls = calls.assign(name=short, correlation=number, kind=kind, **_NO_RANGE)
+        again = calls[calls["correlation"].ge(0) & calls["correlation"].duplicated(keep=False)]
+        if len(again):  # a call of the runtime may share its number with that of the driver in it
+            inner = again.sort_values("start").drop_duplicates("correlation", keep="last")
+            inner = inner.set_index("correlation").loc[again["correlation"]]
+            (own_tid, own_start, own_end), (tid, begin, end) = (
+                [frame[name].to_numpy() for name in ("tid", "start", "end")]
+                for frame in (again, inner)
+            )
+            outer = (own_tid == tid) & (own_start < begin) & (own_end >= end)
+            calls.loc[again.index[outer], "correlation"] = -1
+        return calls
 
     def ranges(self) -> pd.DataFrame:
         """NVTX ranges as annotations; what ``emit_nvtx`` writes as operators."""
@@ -337,18 +357,14 @@ class _Export:
             texts = (text or named for (text,), named in zip(rows, texts, strict=True))
         # ranges of a program may all differ, by the number of their operator
         emitted = lru_cache(maxsize=CHUNK)(_emitted)
-        numbers: dict[str, int] = {}
-        number = lambda text: numbers.setdefault(text, len(numbers))  # noqa: E731
-        parsed = (
-            (number(name), number(kind), number(shapes), sequence)
-            for name, kind, shapes, sequence in map(emitted, texts)
-        )
-        columns = ["name", "kind", "shapes", "sequence"]
-        code = np.fromiter(parsed, dtype=np.dtype([(name, np.int64) for name in columns]))
-        text = np.array([*numbers, ""], dtype=object)
+        kinds: dict[tuple[str, str, str], int] = {}
+        codes = ((kinds.setdefault(what, len(kinds)), n) for what, n in map(emitted, texts))
+        code = np.fromiter(codes, dtype=np.dtype([("what", np.int64), ("sequence", np.int64)]))
+        whats = pd.DataFrame(list(kinds), columns=["name", "kind", "shapes"])
         held.columns = pd.Index(["start", "end", "tid", "started"])
-        for name in columns:
-            held[name] = code[name] if name == "sequence" else text[code[name]]
+        for name in whats:
+            held[name] = whats[name].to_numpy(dtype=object)[code["what"]]
+        held["sequence"] = code["sequence"]
         # where an export does not say the type, a mark is what has no end
         typed = self.has(NVTX, "eventType")
         ranges = held["started"].isin(RANGES) if typed else held["end"].ne(NO_TIME)
@@ -452,6 +468,7 @@ class _Export:
                     "kernel: `nsys profile --cuda-graph-trace=node` records their kernels",
                 )
             frames.append(frame)
+        del held, shared
         device = _joined(frames)
         for column in ("external", "collective"):
             device[column] = np.int8(-1)
@@ -629,8 +646,8 @@ def _threads(tid: pd.Series) -> Names:
     return _filled(tid.to_frame(), lambda one: f"{one >> 24 & 0xFFFFFF}/{one & 0xFFFFFF}")
 
 
-def _emitted(text: str | None) -> tuple[str, str, str, int]:
-    """(name, kind, shapes, sequence number) of an NVTX range.
+def _emitted(text: str | None) -> tuple[tuple[str, str, str], int]:
+    """(name, kind and shapes; sequence number) of an NVTX range.
 
     ``emit_nvtx`` writes ``aten::mm, seq = 5, op_id = 7, sizes = [[2, 3], [3, 4]]``.
     """
@@ -640,7 +657,7 @@ def _emitted(text: str | None) -> tuple[str, str, str, int]:
     sequence, sizes = _SEQUENCE.search(rest), _SIZES.search(rest)
     operator = bool(sequence or sizes or _OPERATOR.match(name) or (rest and "::" in name))
     kind = "operator" if operator and not name.startswith(SPAN_PREFIX) else "annotation"
-    return name, kind, sizes[1] if sizes else "", int(sequence[1]) if sequence else -1
+    return (name, kind, sizes[1] if sizes else ""), int(sequence[1]) if sequence else -1
 
 
 def _copied(kind: int, source: int, target: int) -> str:

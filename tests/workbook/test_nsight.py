@@ -295,6 +295,7 @@ def test_ranges_that_cross_calls_are_shown_beside_their_thread(tmp_path: Path) -
 
 def test_graphs_streams_samples_and_what_nsight_systems_says(tmp_path: Path) -> None:
     export = training(tmp_path / "export.sqlite")
+    export.call(11_500, 12_500, "cuLaunchKernel", 2)  # within the runtime's call, of its number
     export.call(400_000, 402_000, "cudaGraphLaunch", 90)
     export.call(403_000, 405_000, "cudaGraphLaunch", 91)
     export.work(GRAPH, 401_000, 430_000, 90, graphId=3, graphExecId=4)
@@ -320,6 +321,7 @@ def test_graphs_streams_samples_and_what_nsight_systems_says(tmp_path: Path) -> 
     assert calls_of(profile, "function") == {"spin": 10, "cublasSgemm_v2": 1}
     cautions = " ".join(facts["cautions"])
     assert "1 launch of CUDA graphs was recorded as a whole" in cautions
+    assert "share the number" not in cautions
     assert "Nsight Systems says: Some <b>events</b> were lost" in cautions
     assert no_overlaps(recording)
 
