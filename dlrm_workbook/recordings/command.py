@@ -38,7 +38,8 @@ INTERVENTION = (
     "The program was not edited. A start-up file on PYTHONPATH hooked the optimizers of torch: an "
     "iteration is what lies between the ends of two steps, so an accumulation of gradients is "
     "one iteration. While it was recorded, hooks around the forward of its modules named their "
-    "work and the stack of its Python code was sampled. It was ended once everything was recorded."
+    "work and the stack of its Python code was sampled; shapes and memory were recorded in "
+    "iterations of their own. It was ended once everything was recorded."
 )
 
 TIMING_INTERVENTION = (
@@ -164,6 +165,7 @@ def recording_environment(
         alive: the pipe of :func:`living_pipe`, with whose end the program ends; "" for none.
     """
     asked = {
+        "command": shlex.join(config.command or ()),
         "alive": alive,
         "holder": os.getpid(),
         "folder": str(notes),
