@@ -38,9 +38,9 @@ INTERVENTION = (
     "The program was not edited. A start-up file on PYTHONPATH hooked the optimizers of torch: an "
     "iteration is what lies between the ends of two steps, so an accumulation of gradients is "
     "one iteration. While it was recorded, hooks around the forward of its modules named their "
-    "work and the stack of its Python code was sampled. In other iterations the stacks of its "
-    "threads were sampled, and in one a trace function counted how often its lines run. It was "
-    "ended once everything was recorded and remedies had been tried on it (`profiling.trials`)."
+    "work and the stack of its Python code was sampled. Shapes and memory, the stacks of its "
+    "threads and how often its lines run were recorded in iterations of their own. It was ended "
+    "once everything was recorded and remedies had been tried on it (`profiling.trials`)."
 )
 
 TIMING_INTERVENTION = (
@@ -166,6 +166,7 @@ def recording_environment(
         alive: the pipe of :func:`living_pipe`, with whose end the program ends; "" for none.
     """
     asked = {
+        "command": shlex.join(config.command or ()),
         "alive": alive,
         "holder": os.getpid(),
         "folder": str(notes),

@@ -222,6 +222,7 @@ class _Watch:
                 Detail(**self.asked["detail"]),
                 self.doing,
             )
+            self.session.information["command"] = self.asked["command"]
         except InputError as error:
             self.refuse(error)
             self.end_program()
