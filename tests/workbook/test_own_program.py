@@ -299,7 +299,7 @@ def test_a_recording_that_is_there_is_refused_before_anything_is_measured(
 
 
 def test_a_command_that_ends_early_but_was_recorded_says_so(tmp_path: Path) -> None:
-    profile = measure(program(tmp_path, "8", "fail"), tmp_path / "run")
+    profile = measure(program(tmp_path, "9", "fail"), tmp_path / "run")
     assert len(profile.iterations) == 2
     assert any("exit code 3" in notice for notice in profile.meta["notices"])
 
@@ -374,17 +374,14 @@ with open(f"{os.getpid()}.pid", "w"):
 
 def test_sigkill_of_what_measures_ends_the_program_and_its_children(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(KEPT_OPEN)
-    asked = program(tmp_path).profiling
     command = ["sh", "-c", f"{sys.executable} train.py; touch survived"]
     code = (
         "from pathlib import Path\n"
         "from dlrm_workbook.ground.profiling import ProfilingConfig\n"
         "from dlrm_workbook.recordings.command import record_command\n"
-        f"config = ProfilingConfig(command_folder={asked.command_folder!r})\n"
-        f"record_command({command!r}, config, Path('run'))\n"
+        f"record_command({command!r}, ProfilingConfig(), Path('run'))\n"
     )
-    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
-    starter = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, env=environment)
+    starter = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path)
     _wait_until(lambda: len(list(tmp_path.glob("*.pid"))) == 2)
     running = [int(file.stem) for file in tmp_path.glob("*.pid")]
     assert all(map(_is_alive, running))
