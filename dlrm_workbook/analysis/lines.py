@@ -29,6 +29,7 @@ from dlrm_workbook.analysis.context_tree import (
 )
 from dlrm_workbook.analysis.step_source import Source
 from dlrm_workbook.ground.arrays import Floats
+from dlrm_workbook.ground.units import milliseconds, percent
 from dlrm_workbook.recordings.foreign import node_key
 from dlrm_workbook.recordings.nesting import stretch_at
 from dlrm_workbook.recordings.profile import Profile, nearest
@@ -142,6 +143,34 @@ def hottest(profile: Profile) -> pd.DataFrame:
         rows.attrs["function"] = f"{row['function']} ({PurePath(row['file']).name})"
         return rows
     return unmeasured(LISTING, "no time is in a line of the user's")
+
+
+ROLE_WORDS = {
+    "model": "the model",
+    "optimizer": "its optimizer",
+    "batch": "making the batch",
+    "around": "everything else",
+}
+
+
+def by_role(profile: Profile) -> str:
+    """One sentence: how the step divides among what its statements are for, and the line of the
+    user's with most of it; "" where the statements of a step are not known."""
+    steps, table = statements(profile), lines(profile)
+    if steps.empty or table.empty or not steps["file"].ne("").any():
+        return ""
+    steps, table = (each[each["thread"].eq("main")] for each in (steps, table))
+    shares = steps.groupby("role")["share_of_step"].sum()
+    named = [
+        f"{words} {percent(shares[role])}" for role, words in ROLE_WORDS.items() if role in shares
+    ]
+    total = milliseconds(float(steps["time_ms"].sum()))
+    first = table[table["file"].ne("")].iloc[0]
+    where = f"`{place(first['file'], first['line'])}`"
+    return (
+        f"Of {total} per iteration {', '.join(named)}; the line with most of it is {where} in "
+        f"`{first['function']}` ({percent(first['share_of_step'])})."
+    )
 
 
 def place(file: str, line: int) -> str:

@@ -97,7 +97,7 @@ def _doubts(
         yield Doubt("amber", why, "another machine may show something else")
     if step is None:
         yield Doubt("amber", "the recording marks no steps", "shares are of all of it")
-    for share, reason in _errors(profile, attribution, step):
+    for share, reason in _errors(profile, attribution, step, findings):
         if (changed := _changed(share, findings)) is not None:
             yield Doubt(changed[0], reason, changed[1])
     rounds = (profile.meta.get("together") or {}).get("base_ms") or []
@@ -110,9 +110,14 @@ def _doubts(
 
 
 def _errors(
-    profile: Profile, attribution: pd.DataFrame, step: Reference | None
+    profile: Profile,
+    attribution: pd.DataFrame,
+    step: Reference | None,
+    findings: Sequence[Finding],
 ) -> Iterator[tuple[float, str]]:
     """Shares of the step (0 to 1) by which shares of parts may be off, each with its reason."""
+    by_lines = "lines" in profile.meta  # sampled without the profiler
+    from_lines = by_lines and all(finding.id == "around_model" for finding in findings[:1])
     evidence = Evidence(profile, attribution)
     waited = evidence.machine_share("run_queue_ms")
     if waited:
@@ -120,14 +125,19 @@ def _errors(
     if step is not None and not step.unprofiled:
         if not evidence.on_gpu:  # kernels keep their times under a profiler
             yield HIDDEN, "what the profiler cost was not measured"
-    elif step is not None and not step.laps and (dilation := step.recorded_ms / step.ms) > 1:
+    elif (
+        step is not None
+        and not step.laps
+        and not from_lines
+        and (dilation := step.recorded_ms / step.ms) > 1
+    ):
         why = f"the profiled step took {ratio(dilation)} the time of the plain one"
         yield 1 - 1 / dilation, why
     plain = _unprofiled_state(profile)
     if (scatter := _scatter(plain)) is not None and plain is not None:
         why = f"iterations without a profiler scatter by {percent(scatter)}"
         yield scatter / math.sqrt(max(int(plain.steady.sum()), 1)), why
-    if "lines" not in profile.meta:  # else what no part names has a line
+    if not by_lines:  # else what no part names has a line
         unnamed = 1 - coverage(attribution)
         yield unnamed, f"{percent(unnamed)} of the time is in no named part"
 

@@ -52,6 +52,7 @@ from dlrm_workbook.analysis.findings.finding import (
 )
 from dlrm_workbook.analysis.findings.where import part_name
 from dlrm_workbook.analysis.kernel_names import kernel_name
+from dlrm_workbook.analysis.lines import by_role
 from dlrm_workbook.ground.units import milliseconds, percent
 from dlrm_workbook.recordings.foreign import START_UP
 from dlrm_workbook.recordings.profile import Profile
@@ -267,6 +268,8 @@ def limit(profile: Profile, attribution: pd.DataFrame, title: str = "") -> str:
         return "Nothing was measured, so nothing can be said about limits."
     evidence = Evidence(profile, attribution)
     on_device = named["where"].eq("device")
+    if not evidence.is_ours and not on_device.any() and (roles := by_role(profile)):
+        return roles
     busy = ""
     if on_device.any():
         busy = _busy(evidence)
@@ -341,7 +344,7 @@ def _reached(evidence: Evidence, component: str, phase: str) -> str:
         return ""  # made by Python or numpy: no ceiling of the machine is near
     table = evidence.roofline
     row = table[(table["component"] == component) & (table["phase"] == phase)]
-    if row.empty:
+    if row.empty or row["share_of_ceiling"].iloc[0] > 1.0:  # the ceiling was measured too low
         return ""
     limit = str(row["limit"].iloc[0])
     ceilings = {

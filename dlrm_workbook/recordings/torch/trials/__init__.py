@@ -39,7 +39,7 @@ FEWEST, MOST = 3, 24
 NARROW = 1.05
 """The turns end when the highest speed-up in the range is no more than this times the lowest."""
 
-LONGEST_S = 5.0
+LONGEST_S = 4.0
 """The turns of a remedy end then, if there are enough of them."""
 
 BETWEEN_RUNS = 0.01
@@ -51,7 +51,7 @@ PAID, FAR_SLOWER = 1.02, 2.0
 BUSY = 0.1
 """Other processes that use a larger share of the cores are named in a row."""
 
-COMPILE_S = 25.0
+COMPILE_S = 15.0
 HANGS, HANGS_S = 30.0, 20.0
 """A remedy hangs when an iteration takes so many times as long as usual, and so many seconds."""
 
