@@ -5,7 +5,7 @@ counters, probes of each part alone, the machine's ceilings) and either finds so
 silent; nothing wrong is an empty list and a sentence (:func:`limit`). Rules run from the most
 specific to the most general, and each enters what time it explains into a :class:`Causes`, so
 that a general rule speaks only of what no other has explained. What each rule looks at, its
-threshold and why: docs/findings.md.
+threshold and why: dlrm help findings.
 
 Gains are predicted by the what-if model where the change was probed on this machine;
 elsewhere by Amdahl's law on the time in excess of what the part takes alone; where not even

@@ -72,13 +72,6 @@ SETTINGS: dict[str, Setting] = {
         "torch builds a sparse gradient of every looked-up row and then applies it; a fused "
         "update touches each row once, in the backward pass.",
     ),
-    "training.embedding_update": Setting(
-        "contended_update",
-        ("embedding",),
-        "synchronisation",
-        "The '{now}' update of the embeddings is slower than '{then}'",
-        "Update rows so that each belongs to one thread.",
-    ),
     "training.fused_optimizer": Setting(
         "dense_update",
         ("bottom_mlp", "top_mlp", "optimizer"),

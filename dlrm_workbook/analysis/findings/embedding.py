@@ -65,7 +65,6 @@ def skewed_indices(evidence: Evidence, ledger: Causes) -> Measured | None:
         "law": f"data.generator '{generator}'" if generator else "a uniform law",
         "expected": expected,
         "different": table["unique_rows_per_batch"],
-        "method": evidence.parameter("training.embedding_update", "race_free"),
         "speedup": {"low": 1.0, "mid": gain**0.5, "high": gain},
         "limit": "random rows" if threads == 1 else "load imbalance",
     }

@@ -57,7 +57,7 @@ GEMM_SHARE = 0.05
     title="{what} take {share:.0%} of the step and use no tensor cores",
     evidence=("They take {time:ms} per iteration, in kernels such as {names}.",),
     advice="{units} run on tensor cores, 4 to 16 times the fp32 rate (data sheets in "
-    "docs/roofline.md).",
+    "dlrm help gpus).",
     limit="arithmetic",
     gpu=True,
 )

@@ -335,7 +335,7 @@ def _extra(evidence: Evidence, ledger: Causes, group: pd.DataFrame, kind: ExtraK
 TINY_SHARE = 0.35
 """Of the step in operators so small, and in Python between them: bound by dispatch."""
 
-TINY_SHARE_FOREIGN = 0.2
+TINY_SHARE_FOREIGN = 0.3
 """The same of another program, whose loops over operators an edit can replace."""
 
 LARGER_PAYS = 1.25
