@@ -240,14 +240,14 @@ def is_clean(bottlenecks: Mapping[str, Any]) -> bool:
     return not large and "No known bottleneck" in (bottlenecks.get("headline") or "")
 
 
-def judged(name: str, root: Path) -> dict[str, Any]:
+def judged(name: str, root: Path, options: Sequence[str]) -> dict[str, Any]:
     """Run ``dlrm run all`` on a program and hold what it says against the answer."""
     entry = table()[name]
     folder = root.absolute() / "programs"
     folder.mkdir(parents=True, exist_ok=True)
     path = write(name, folder)
     tool = [sys.executable, "-m", "dlrm_workbook", "run", "all", "-p", "profiling.engine=torch"]
-    tool += ["--output-root", str(root.absolute()), "--", *command(name, path)]
+    tool += [*options, "--output-root", str(root.absolute()), "--", *command(name, path)]
     began = time.perf_counter()
     status, printed = run(tool, folder, LIMIT_S, PYTHONPATH=str(HERE.parent))
     wall_s = time.perf_counter() - began
@@ -278,7 +278,7 @@ def judged(name: str, root: Path) -> dict[str, Any]:
     }
 
 
-def judge(names: Sequence[str], root: Path, output: Path) -> None:
+def judge(names: Sequence[str], root: Path, output: Path, options: Sequence[str]) -> None:
     """Judge programs one after the other; rows of earlier runs stay where not judged again."""
     rows = (
         {row["program"]: row for row in json.loads(output.read_text())}
@@ -286,7 +286,7 @@ def judge(names: Sequence[str], root: Path, output: Path) -> None:
         else {}
     )
     for name in names:
-        row = rows[name] = judged(name, root)
+        row = rows[name] = judged(name, root, options)
         output.write_text(json.dumps(list(rows.values()), indent=1) + "\n", encoding="utf-8")
         print(" | ".join(columns(row)), flush=True)
     for half in HALVES:
@@ -321,6 +321,7 @@ def main() -> None:
     parser.add_argument("--half", choices=HALVES, help="only programs of this half")
     parser.add_argument("--rounds", type=int, default=5, help="turns of the stopwatch")
     parser.add_argument("--json", type=Path, help="where the result goes")
+    parser.add_argument("--trials", help="profiling.trials of the judged runs, seconds")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     unknown = set(options.names) - set(table())
@@ -336,7 +337,8 @@ def main() -> None:
     elif options.stopwatch:
         stopwatch(names, options.rounds, options.json or TRUTH)
     else:
-        judge(names, options.judge, options.json or TABLE)
+        given = ["-p", f"profiling.trials={options.trials}"] if options.trials else []
+        judge(names, options.judge, options.json or TABLE, given)
 
 
 if __name__ == "__main__":

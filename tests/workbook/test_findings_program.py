@@ -24,9 +24,9 @@ from dlrm_workbook.recordings.torch.seen_model import SeenModel
 PROGRAM = Path(careless_program.__file__)
 
 
-def recorded(folder: Path, *words: str) -> Profile:
+def recorded(folder: Path, *words: str, iterations: int = 12) -> Profile:
     section = {
-        **{"engine": "torch", "warmup": 2, "iterations": 12, "probes": False},
+        **{"engine": "torch", "warmup": 2, "iterations": iterations, "probes": False, "trials": 0},
         **{"command": [sys.executable, str(PROGRAM), "100000", *words]},
         "command_folder": str(folder),
     }
@@ -110,7 +110,7 @@ def test_shares_follow_what_was_seen() -> None:
 
 
 def test_a_thread_that_keeps_pythons_lock_is_named_by_its_line(tmp_path: Path) -> None:
-    (thread,) = by_id(recorded(tmp_path, "burn"), "other_threads")
+    (thread,) = by_id(recorded(tmp_path, "burn", iterations=4), "other_threads")
     assert "in `burn` (`careless_program.py:" in thread.title
 
 

@@ -45,7 +45,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def profile(folder: Path) -> Profile:
     command = [sys.executable, str(PROGRAM), str(folder / "stopwatch.json")]
-    section = {"engine": "torch", "warmup": 2, "iterations": ITERATIONS, "probes": False}
+    section = {
+        "engine": "torch",
+        "warmup": 2,
+        "iterations": ITERATIONS,
+        "probes": False,
+        "trials": 0,
+    }
     section |= {"command": command, "command_folder": str(folder)}
     return measure(parameters_from_sections({"profiling": section}), folder / "run")
 

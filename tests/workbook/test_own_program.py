@@ -225,7 +225,7 @@ def test_a_run_folder_opens_as_what_was_measured(measured: tuple[Profile, Path])
     ("arguments", "profiling", "said"),
     [
         (("1",), {}, "stepped its optimizer once only"),
-        (("9", "plain"), {"iterations": 10}, "ended after 7 of 26 iterations .* train at least 10"),
+        (("9", "plain"), {"iterations": 10}, "ended after 7 of 37 iterations .* train at least 10"),
         (("5", "fail"), {}, "failed with exit code 3: ran out of luck"),
         (("5", "still"), {}, "without a step of any torch optimizer"),
         (("1000000", "fork"), {"iterations": 100_000}, "background|still training"),
@@ -618,7 +618,7 @@ def test_modules_of_a_dlrm_are_its_parts(tmp_path: Path) -> None:
 
 
 def test_a_loop_that_is_too_short_is_warned_of_and_keeps_its_results(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="ended after 2 of 11 iterations"):
+    with pytest.warns(UserWarning, match="ended after 2 of 15 iterations"):
         assert loop(tmp_path / "mine", 3, iterations=3, warmup=1) == 3
     assert not list(tmp_path.iterdir())
     with pytest.warns(UserWarning, match=r"step\(\) was never called"), record(tmp_path / "none"):

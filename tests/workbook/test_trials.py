@@ -115,7 +115,8 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str, int]:
     folder = tmp_path_factory.mktemp("trials")
     remedies = ["sparse", "fused", "autocast", "onednn"]
     process = start(folder, "100000", "", remedies=remedies, budget_s=120)
-    out, _ = process.communicate(timeout=300)
+    out, err = process.communicate(timeout=300)
+    assert process.returncode >= 0, err[-3000:]
     return folder, out, process.returncode
 
 
@@ -172,7 +173,7 @@ def test_an_error_of_the_program_while_a_remedy_is_on_is_a_row(tmp_path: Path) -
 def test_a_program_that_ends_first_says_so_and_a_kill_loses_no_row(tmp_path: Path) -> None:
     for name in ("ends", "killed"):
         (tmp_path / name).mkdir()
-    ends = start(tmp_path / "ends", "9", "", remedies=["fused"], budget_s=120)
+    ends = start(tmp_path / "ends", "14", "", remedies=["fused"], budget_s=120)
     killed = start(tmp_path / "killed", "100000", "", remedies=["fused", "threads"], budget_s=120)
     deadline = time.monotonic() + 200
     while not list((tmp_path / "killed/notes").glob("*/trials.json")):

@@ -531,7 +531,7 @@ def test_last_line_of_standard_output_is_the_run_folder(
     assert cli.main(["run", "n", "-f", "p.yaml", "--output-root", "out"]) == 0
     out, err = capfd.readouterr()
     assert out == f"{latest_run(place / 'out', 'n')}\n"
-    assert err.startswith("[n] T (cell "), "progress is on standard error"
+    assert err.startswith("[n] T"), "progress is on standard error"
     assert "Page: file://" in err
     write_notebook(place / "nb" / "n.ipynb", ["# T", "1/0"])
     assert cli.main(["run", "n", "-f", "p.yaml", "--output-root", "out"]) == 1

@@ -26,6 +26,7 @@ The folder that it leaves holds
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import platform
@@ -435,8 +436,10 @@ class Session:
                 self._profiler.export_chrome_trace(str(self._part / TRACES[phase.name]))
             self._events = events_of(self._profiler) if phase.name == FIRST else self._events
             if not self._averaged(phase.name):
-                # torch crashes where this outlives the beginning of another recording
-                setattr(self._profiler.profiler, "kineto_results", None)  # noqa: B010
+                # torch crashes where its results outlive the beginning of another recording,
+                # which is when circles of theirs would be collected otherwise
+                del self._profiler
+                gc.collect()
         self._phase = None
 
     def _start_profiler(self, phase: Phase) -> None:
