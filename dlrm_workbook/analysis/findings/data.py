@@ -69,6 +69,8 @@ Speedup = dict[str, float]
 def data_generation(evidence: Evidence, ledger: Causes) -> Measured | None:
     """Making a batch, or waiting for it, holds up the step."""
     total, time = evidence.total_ms, evidence.time("data") - evidence.feeding_ms
+    if not evidence.is_ours and not evidence.has_timeline:
+        time = max(time, evidence.batch_ms)  # also what no name tells
     share = time / total
     if share <= DATA_SHARE:
         return None

@@ -38,7 +38,7 @@ from dlrm_workbook.analysis.findings.where import code_line, shown
 from dlrm_workbook.analysis.gpu import kernel_table
 from dlrm_workbook.analysis.idleness import idle_pieces
 from dlrm_workbook.analysis.launches import launched_operations
-from dlrm_workbook.analysis.lines import lines
+from dlrm_workbook.analysis.lines import lines, statements
 from dlrm_workbook.analysis.operators import top_operators
 from dlrm_workbook.analysis.roofline import roofline
 from dlrm_workbook.ground.arrays import Bools, Ints
@@ -208,6 +208,13 @@ class Evidence:
         table = lines(self.profile)
         chosen = table["thread"].eq(MAIN) & table["file"].ne("") & table["time_ms"].gt(0)
         return table[chosen & table["role"].eq(roles.get(component, "model"))]
+
+    @cached_property
+    def batch_ms(self) -> float:
+        """Time of the statements that make the batch, ms per iteration; 0 where not known."""
+        steps = statements(self.profile)
+        chosen = steps["thread"].eq("main") & steps["role"].eq("batch")
+        return float(steps.loc[chosen, "time_ms"].sum())
 
     def said_lines(self, component: str) -> str | None:
         """The lines of :meth:`lines_of` that take most, as a sentence lists them."""
