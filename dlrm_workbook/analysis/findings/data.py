@@ -30,7 +30,7 @@ UNAVOIDABLE_SHARE = 0.15
 takes a core, and with all cores at work the step loses more than it gains (measured:
 operators of two threads beside a prefetching one on two cores took 1.3 times as long)."""
 
-FOREIGN_SHARE = 0.08
+FOREIGN_SHARE = UNAVOIDABLE_SHARE
 """The same of another program on a CPU, whose author can change how batches are made."""
 
 FASTER = {"facebook_loop": "facebook"}
