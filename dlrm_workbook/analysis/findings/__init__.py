@@ -112,6 +112,7 @@ RULES: tuple[Rule, ...] = (
     host.waiting_for_cores,
     host.too_few_threads,
     host.collecting_garbage,
+    program.left_on,
     program.around_model,
     program.dense_updates,
     program.padding_lookups,

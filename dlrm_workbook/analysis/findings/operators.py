@@ -407,12 +407,15 @@ def dispatch_bound(evidence: Evidence, ledger: Causes) -> Measured | None:
 
 
 def _only_line(evidence: Evidence, part: Part) -> str:
-    """Words that name the user's line with most of the time of a part; "" where none has it."""
+    """Words that name the user's function with most of the time of a part, by its line with most
+    of it; "" where none has half."""
     table = evidence.lines_of(part[0])
-    if table.empty or table["time_ms"].iloc[0] < 0.6 * table["time_ms"].sum():
+    times = table.groupby(["file", "function"])["time_ms"].sum()
+    if table.empty or times.max() < 0.5 * times.sum():
         return ""
-    row = table.iloc[0]
-    return f", at {code_line(str(row['function']), str(row['file']), int(row['line']))}"
+    file, function = times.idxmax()
+    here = table[table["file"].eq(file) & table["function"].eq(function)]
+    return f", at {code_line(str(function), str(file), int(here['line'].iloc[0]))}"
 
 
 def _small_batch(evidence: Evidence, size: int, larger: dict[str, float]) -> Measured:

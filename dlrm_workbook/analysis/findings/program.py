@@ -17,6 +17,7 @@ from dlrm_workbook.analysis.around import around
 from dlrm_workbook.analysis.findings.evidence import Evidence, heaviest
 from dlrm_workbook.analysis.findings.finding import Causes, Finding, Measured, Rule, rule
 from dlrm_workbook.analysis.findings.where import code_line
+from dlrm_workbook.analysis.tried import tried
 from dlrm_workbook.ground.units import milliseconds
 
 AROUND_SHARE = 0.04
@@ -331,4 +332,41 @@ def empty_products(evidence: Evidence, ledger: Causes) -> Measured | None:
         "rows": int(worst["rows"]),
         "inputs": int(worst["inputs"]),
         "at": code_line(str(worst["function"]), str(worst["file"]), int(worst["line"])),
+    }
+
+
+# ---- what was tried on the program --------------------------------------------------------------
+
+SLIPS = {"anomaly": "Anomaly detection of autograd is on"}
+"""Remedy to what it undoes, where that serves no training: a slip, not a choice."""
+
+
+@rule(
+    "left_on",
+    title="{what}, which takes {share:.0%} of each step",
+    evidence=(
+        "Without it this program ran {gain:.2f}x as fast ({low:.2f}x to {high:.2f}x), tried "
+        "in turns.",
+    ),
+    advice="{code}",
+    limit="dispatch",
+)
+def left_on(evidence: Evidence, ledger: Causes) -> Measured | None:
+    """A setting that is no part of a training was left on, and the program runs faster without."""
+    table = tried(evidence.profile)
+    table = table[table["id"].isin(list(SLIPS)) & table["status"].eq("paid")]
+    if table.empty:
+        return None
+    row = table.iloc[0]
+    share = 1 - 1 / float(row["speedup_mid"])
+    ledger.explain(share * evidence.total_ms)
+    ends = {end: float(row[f"speedup_{end}"]) for end in ("low", "mid", "high")}
+    return {
+        "share": share,
+        "what": SLIPS[str(row["id"])],
+        "gain": ends["mid"],
+        "low": ends["low"],
+        "high": ends["high"],
+        "code": f"In {row['place']}: {row['code']}",
+        "speedup": ends,
     }

@@ -358,6 +358,29 @@ class Collection(Remedy):
         return same_numbers(self)
 
 
+class Anomaly(Remedy):
+    """Autograd's anomaly detection off: it keeps a stack for each node and checks for NaN."""
+
+    id = "anomaly"
+
+    @classmethod
+    def find(cls, seen: Seen, facts: Facts) -> Remedy | str:
+        if not torch.is_anomaly_enabled():
+            return "it is off already"
+        code = "torch.autograd.set_detect_anomaly(False)  # it is for finding NaN, not for training"
+        return cls("autograd's anomaly detection off", 0.5, code, Path(sys.argv[0]).name)
+
+    def on(self) -> None:
+        self._checks = torch.is_anomaly_check_nan_enabled()
+        torch.autograd.set_detect_anomaly(False)
+
+    def off(self) -> None:
+        torch.autograd.set_detect_anomaly(True, check_nan=self._checks)
+
+    def numbers(self, seen: Seen, limit_s: float) -> dict[str, Any]:
+        return same_numbers(self)
+
+
 class Setting(Remedy):
     """An attribute of torch that is set to another value."""
 
@@ -1148,6 +1171,7 @@ class Pinned(Remedy):
 
 
 REMEDIES: tuple[type[Remedy], ...] = (
+    Anomaly,
     Threads,
     Autocast,
     SparseGradients,
