@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from dlrm_core.base.errors import InputError
@@ -413,7 +414,7 @@ def _only_line(evidence: Evidence, part: Part) -> str:
     times = table.groupby(["file", "function"])["time_ms"].sum()
     if table.empty or times.max() < 0.5 * times.sum():
         return ""
-    file, function = times.idxmax()
+    file, function = times.index[int(np.argmax(times.to_numpy()))]
     here = table[table["file"].eq(file) & table["function"].eq(function)]
     return f", at {code_line(str(function), str(file), int(here['line'].iloc[0]))}"
 
