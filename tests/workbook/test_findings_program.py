@@ -20,6 +20,8 @@ from dlrm_workbook.analysis.reference import at_reference
 from dlrm_workbook.recordings.measure import measure
 from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.recordings.torch.seen_model import SeenModel
+from dlrm_workbook.recordings.torch.trials.remedies import Anomaly, Facts
+from dlrm_workbook.recordings.torch.trials.seen import Seen
 
 PROGRAM = Path(careless_program.__file__)
 
@@ -107,6 +109,29 @@ def test_shares_follow_what_was_seen() -> None:
     ):
         profile.meta["seen_model"] = damaged
         assert not by_id(profile, "padding_lookups") + by_id(profile, "empty_products")
+
+
+def test_a_mode_for_debugging_that_was_left_on_is_tried_off_and_named(tmp_path: Path) -> None:
+    torch.autograd.set_detect_anomaly(True, check_nan=False)
+    try:
+        remedy = Anomaly.find(Seen(), Facts([], torch.device("cpu")))
+        assert isinstance(remedy, Anomaly)
+        remedy.on()
+        assert not torch.is_anomaly_enabled()
+        remedy.off()
+        assert torch.is_anomaly_enabled() and not torch.is_anomaly_check_nan_enabled()
+    finally:
+        torch.autograd.set_detect_anomaly(False)
+    assert Anomaly.find(Seen(), Facts([], torch.device("cpu"))) == "it is off already"
+    row = {"id": "anomaly", "remedy": remedy.name, "status": "paid", "code": remedy.code}
+    row |= {"speedup": {"low": 1.9, "mid": 2.0, "high": 2.1}, "place": "mine.py"}
+    profile = made({("top_mlp", "forward", "aten::addmm"): 20.0}, parameters=None)
+    profile.meta |= {"parameters": None, "trials": {"rows": [row]}}
+    (finding,) = by_id(profile, "left_on")
+    assert finding.share_of_step == pytest.approx(0.5)
+    assert "Anomaly detection of autograd is on" in finding.title and "50%" in finding.title
+    row["status"] = "unclear"
+    assert not by_id(profile, "left_on")
 
 
 def test_a_thread_that_keeps_pythons_lock_is_named_by_its_line(tmp_path: Path) -> None:
