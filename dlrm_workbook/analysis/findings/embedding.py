@@ -33,9 +33,8 @@ FEW_ROWS = 64
         "Reading and updating tables takes {share:.0%} of the step.",
     ),
     advice="Check the indices (a constant column, a default value, a hash that collides). If they "
-    "are meant, sum the gradients of equal rows before the update; this run's update is "
-    "'{method}', and rows that several threads write are serialised. Times measured with them "
-    "say little of real data: hot rows stay in cache.",
+    "are meant, sum the gradients of equal rows before the update. Times measured with them say "
+    "little of real data: hot rows stay in cache.",
     limit="random rows",
     component="embedding",
     concerns=("embedding",),
