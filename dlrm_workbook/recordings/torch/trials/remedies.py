@@ -204,8 +204,9 @@ class Remedy:
 
 
 def same_numbers(remedy: Remedy) -> dict[str, Any]:
-    """Of a remedy that touches no operator."""
-    return {"outputs": 0.0, "loss": 0.0, "note": remedy.note or "No operator is changed."}
+    """Of a remedy that touches no operator: nothing is measured, and the note says why."""
+    note = remedy.note or "No operator is changed."
+    return {"outputs": None, "loss": None, "note": f"Not measured: {note}"}
 
 
 # ---- of the process --------------------------------------------------------------------
