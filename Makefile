@@ -2,6 +2,7 @@
 # make test     everything that CI checks
 # make lab      JupyterLab on this machine only, with its token; asks nothing of the network
 # make bench    the ratios in benchmarks/results (PEER=DIR: a facebookresearch/dlrm checkout)
+# make diagnose  recordings whose cause is known (LABELLED=FOLDER): right, partly or wrong
 # make gpu-check  on a GPU node: GPU paths against the CPU, timings, a profile; PEER=DIR compares
 # make examples what outputs/examples holds: measured here, and from the recordings in RECORDINGS
 # make soak     20,000 iterations, up to 50 runs at once, disturbed ranks, eight ranks; about half an hour
@@ -15,7 +16,7 @@ SET_UP := $(VENV)/.set-up
 PARAMETERS ?= parameters/seed.yaml
 
 .DELETE_ON_ERROR:
-.PHONY: help setup report test lint lab bench gpu-check examples soak clean
+.PHONY: help setup report test lint lab bench diagnose gpu-check examples soak clean
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -82,6 +83,13 @@ bench: $(SET_UP)
 	$(BENCH_BIN)/python benchmarks/page.py
 
 RECORDINGS ?= ../shared/recordings
+LABELLED ?= $(RECORDINGS)/labelled
+
+# of another folder, with its own answers: LABELLED=FOLDER ANSWERS=FILE
+diagnose: $(SET_UP)
+	$(BIN)/python benchmarks/diagnose.py $(LABELLED) $(if $(ANSWERS),--answers $(ANSWERS),--json \
+	  $(RESULTS)/diagnose.json)
+	$(BIN)/python benchmarks/page.py
 
 # measured on this machine, about ten minutes of quiet; the H100's needs only the recordings;
 # without the path of this checkout, so that pages are the same wherever they are made

@@ -28,40 +28,22 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from stopwatch import Program, in_turns
 
 HERE = Path(__file__).parent
 BASES = HERE / "programs"
 TRUTH = HERE / "results" / "programs_truth.json"
 TABLE = HERE / "results" / "programs.json"
-HALVES = ("opened", "sealed")
-WARMUP, TIMED = 5, 30
-"""Iterations. Faults that come now and then have periods that divide ``TIMED``."""
+HALVES = ("opened", "sealed", "fresh")
+TIMED, COPIES = 30, 2
+"""Iterations of a turn (faults that come now and then have periods that divide it), and processes
+of each program."""
 TOLERANCE = 0.2
 """Of the true share: so far the share that is said may lie from it."""
 CLEAN_SHARE = 0.1
 """A finding of a clean program may have less than this share of the step."""
 LIMIT_S = 900
 """After so many seconds one run of ``dlrm`` is ended, and counts as wrong."""
-
-STOPWATCH = f"""
-import json, os, time
-if "STOPWATCH" in os.environ:
-    from torch.optim.optimizer import register_optimizer_step_post_hook
-
-    times, first = [], []
-
-    def note(optimizer, args, kwargs):
-        times.append(time.perf_counter()) if optimizer is (first or [optimizer])[0] else None
-        first.append(optimizer) if not first else None
-        if len(times) == {WARMUP + TIMED}:
-            if os.environ.get("RANK", "0") == "0":
-                with open(os.environ["STOPWATCH"], "w") as file:
-                    json.dump((times[-1] - times[{WARMUP - 1}]) / {TIMED}, file)
-            os._exit(0)
-
-    register_optimizer_step_post_hook(note)
-"""
-"""A ``sitecustomize.py``: it notes the end of each optimizer step and ends the program."""
 
 
 @cache
@@ -153,37 +135,31 @@ def check(names: Sequence[str]) -> None:
         print(f"{name}: runs", flush=True)
 
 
-def step_seconds(name: str, faulty: bool) -> float:
-    """Mean seconds of an iteration in a fresh process, by a stopwatch from outside."""
-    with tempfile.TemporaryDirectory() as place:
-        hook, folder = Path(place) / "hook", Path(place) / "program"
-        hook.mkdir()
-        folder.mkdir()
-        (hook / "sitecustomize.py").write_text(STOPWATCH, encoding="utf-8")
-        noted = Path(place) / "seconds.json"
-        path = (write if faulty else write_twin)(name, folder)
-        variables = {"STOPWATCH": str(noted), "PYTHONPATH": str(hook)}
-        _, printed = run(command(name, path), folder, LIMIT_S, **variables)
-        if not noted.is_file():
-            raise SystemExit(f"{name} ended before its iterations were timed: {printed[-3000:]}")
-        return float(json.loads(noted.read_text()))
-
-
-def stopwatch(names: Sequence[str], rounds: int, output: Path) -> None:
+def stopwatch(names: Sequence[str], turns: int, output: Path) -> None:
     """Time each faulty program and its twin in turns, and store the share of the fault."""
     measured = json.loads(output.read_text()) if output.is_file() else {}
     for name in names:
         if not table()[name]["cause"]:
             continue
-        pairs = [(step_seconds(name, True), step_seconds(name, False)) for _ in range(rounds)]
-        shares = sorted(1 - twin / faulty for faulty, twin in pairs)
+        with tempfile.TemporaryDirectory() as place:
+            programs: list[Program] = []
+            for maker in (write, write_twin):
+                folder = Path(place) / maker.__name__
+                folder.mkdir()
+                programs.append((command(name, maker(name, folder)), folder, {}))
+            times = in_turns(programs * COPIES, turns, TIMED)
+        faulty, twin = (
+            [statistics.mean(turn) for turn in zip(*times[first::2], strict=True)]
+            for first in (0, 1)
+        )
+        shares = sorted(1 - good / bad for bad, good in zip(faulty, twin, strict=True))
         measured[name] = {
             "share": statistics.median(shares),
             "low": shares[0],
             "high": shares[-1],
-            "faulty_ms": 1000 * statistics.median(faulty for faulty, _ in pairs),
-            "twin_ms": 1000 * statistics.median(twin for _, twin in pairs),
-            "rounds": rounds,
+            "faulty_ms": statistics.median(faulty),
+            "twin_ms": statistics.median(twin),
+            "turns": turns,
         }
         output.write_text(json.dumps(measured, indent=1) + "\n", encoding="utf-8")
         print(name, {key: round(value, 3) for key, value in measured[name].items()}, flush=True)
@@ -319,7 +295,7 @@ def main() -> None:
     task.add_argument("--judge", type=Path, metavar="OUTPUT_ROOT", help="run dlrm on each")
     parser.add_argument("names", nargs="*", help="programs; all are taken where none is named")
     parser.add_argument("--half", choices=HALVES, help="only programs of this half")
-    parser.add_argument("--rounds", type=int, default=5, help="turns of the stopwatch")
+    parser.add_argument("--turns", type=int, default=6, help="of the stopwatch")
     parser.add_argument("--json", type=Path, help="where the result goes")
     parser.add_argument("--trials", help="profiling.trials of the judged runs, seconds")
     options = parser.parse_args()
@@ -335,7 +311,7 @@ def main() -> None:
     if options.check:
         check(names)
     elif options.stopwatch:
-        stopwatch(names, options.rounds, options.json or TRUTH)
+        stopwatch(names, options.turns, options.json or TRUTH)
     else:
         given = ["-p", f"profiling.trials={options.trials}"] if options.trials else []
         judge(names, options.judge, options.json or TABLE, given)

@@ -46,11 +46,7 @@ def first_rank() -> bool:
 
 @contextlib.contextmanager
 def as_rank(command: str) -> Iterator[None]:
-    """End this rank where the block refuses or is interrupted; one of all ranks says why.
-
-    Args:
-        command: as it is named in sentences.
-    """
+    """End this rank where the block refuses or is interrupted; one rank says which command, why."""
     said_once = engine("several ranks: watch").said_once
     ends = EXIT_CODES["refused"], EXIT_CODES["interrupted"]
     with said_once(*ends, command), terminate_like_interrupt():
@@ -84,11 +80,7 @@ def command_evaluate(arguments: argparse.Namespace, counts: CountsSamples = _unc
 def predict_as_rank(
     arguments: argparse.Namespace, command: str, work: Callable[[Predictor], int]
 ) -> NoReturn:
-    """Do a command's work with the other ranks, and end the process.
-
-    Args:
-        command: as it is named in sentences.
-    """
+    """Do a command's work with the other ranks, and end the process."""
     with as_rank(command):
         asked = read_asked(arguments)
         engine("several ranks: predictor").run_as_rank(asked, command, work)
@@ -119,8 +111,7 @@ def print_line(line: Line) -> None:
 def command_train(arguments: argparse.Namespace, observer: Printing | None = None) -> int:
     """``dlrm train``: a JSON line per interval, and a last one with the result.
 
-    Args:
-        observer: prints the lines, and sees the run; on several ranks each has its own.
+    ``observer`` prints them, and sees the run; on several ranks each has its own.
     """
     observer = observer or Printing()
     if started_by_torchrun():

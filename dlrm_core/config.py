@@ -6,7 +6,7 @@ work is refused when the dataclass is built, before anything runs. Options of a 
 interaction, loss or optimiser are declared and checked by its class.
 
 Sources: the model's shape and its names follow Naumov et al. 2019
-(arXiv:1906.00091); defaults are those of the experiment, the shape of
+(arXiv:1906.00091); defaults are those of parameters/seed.yaml, the shape of
 facebookresearch/dlrm ``bench/dlrm_s_benchmark.sh``.
 """
 
@@ -19,10 +19,10 @@ import functools
 import importlib
 import itertools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from dlrm_core.base.errors import InputError
 from dlrm_core.base.settings import (
@@ -30,7 +30,9 @@ from dlrm_core.base.settings import (
     check_text,
     clash,
     coerce_section,
+    coerced,
     explained,
+    option_text,
     read_yaml,
     setting,
     shown,
@@ -205,10 +207,11 @@ class DataConfig:
     generator: str = setting(
         "facebook",
         "'facebook_loop': facebookresearch/dlrm's per-sample Python loop; 'facebook': the same "
-        "stream bit for bit, vectorised; 'uniform', 'zipf', 'reuse': the same bag law without "
-        "deduplication, indices uniform, by a power law, or used again as often as in production "
-        "tables (docs/datasets.md), on CPU or GPU; 'dataset': the files in path; 'teacher': "
-        "rows by the power law and labels of a planted model",
+        "stream bit for bit, vectorised (by dlrm_kernels; without them by the loop); 'uniform', "
+        "'zipf', 'reuse': the same bag law without deduplication, indices uniform, by a power law, "
+        "or used again as often as in production tables (docs/datasets.md), on CPU or GPU; "
+        "'dataset': the files in path; 'teacher': rows by the power law and labels of a planted "
+        "model",
         choices=("facebook_loop", "facebook", *LAWS, "dataset", "teacher"),
     )
     path: str = setting(
@@ -681,10 +684,11 @@ def load_parameters(
     Raises:
         InputError: naming file, field, value and what was expected.
     """
+    tree: dict[str, Any] = {}
     if isinstance(path, GivenSections):
         tree = copy.deepcopy(dict(path.tree))
-    else:
-        tree = _read_sections(preset_file(path)) if path is not None else {}
+    elif path is not None:
+        tree = _read_sections(preset_file(path))
     for override in overrides:
         _override(tree, override)
     for name, kind in SECTIONS.items():
@@ -693,7 +697,45 @@ def load_parameters(
             # notebooks run in folders of their own
             absolute = functools.partial(_absolute, f"{path}: {name}")
             tree[name] = section | kind.located(section, absolute)
-    return parameters_from_sections(tree, source=str(path or ""))
+    parameters = parameters_from_sections(tree, source=str(path or ""))
+    for override in overrides:
+        name = override.partition("=")[0].strip()
+        section, _, leaf = name.partition(".")
+        if section in SECTIONS:
+            require_effect(parameters, name, tree[section].get(leaf), option_text(override))
+    return parameters
+
+
+def require_effect(parameters: Parameters, name: str, typed: Any, where: str) -> None:
+    """Refuse a value that another one of its section, such as a file's, replaces in silence.
+
+    Args:
+        parameters: with the value typed for the leaf ``name``.
+        where: it was typed, for the message.
+
+    Raises:
+        InputError: it does nothing; the message says what decides.
+    """
+    if typed is None:
+        return
+    section, _, leaf = name.partition(".")
+    settings = getattr(parameters, section)
+    value = getattr(settings, leaf)
+    decides = f"other values of {section} make it {shown(value)}"
+    # where one leaf merely comes first, both keep their values
+    if (section, leaf) == ("training", "batches"):
+        first = "epochs" if settings.epochs is not None else "max_steps"
+        most = getattr(settings, first)
+        replaced = most is not None and (first == "epochs" or value > most)
+        decides = f"training.{first} is {most} and comes first; add -p training.{first}=null"
+    else:
+        metadata = type(settings).__dataclass_fields__[leaf].metadata
+        wanted = coerced(typed, get_type_hints(type(settings))[leaf], name, metadata)
+        if isinstance(wanted, tuple) and len(wanted) == 1:
+            wanted *= len(value)  # one for all, as rows of tables
+        replaced = wanted != value and not isinstance(value, str)  # a path became an absolute one
+    if replaced:
+        raise InputError(f"{where}: {name} does nothing: {decides}")
 
 
 PRESETS = (Path(__file__).parent / "parameters").resolve()
@@ -733,17 +775,22 @@ def _read_sections(path: Path) -> dict[str, Any]:
     text = read_text(path, MOST_BYTES)
     if not text:
         raise InputError(f"{path}: the file is empty (0 bytes); for defaults alone write {{}}")
-    try:
+    with _naming(path):
         tree = read_yaml(text)
-    except InputError as error:
-        raise InputError(f"{path}: {error}") from None
-    if tree is None:
-        tree = {}
-    if not isinstance(tree, dict):
+    if not isinstance(tree, dict | None):
         raise InputError(
             f"{path} is {shown(tree)}, expected the sections title, {', '.join(NAMES)}"
         )
-    return tree
+    return tree or {}
+
+
+@contextlib.contextmanager
+def _naming(source: object) -> Iterator[None]:
+    """Name the file or the option in front of what is refused inside."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"{source}: {error}" if source else str(error)) from None
 
 
 MOST_BYTES = 1_000_000
@@ -760,68 +807,44 @@ def parameters_from_sections(tree: Mapping[str, Any], source: str = "") -> Param
     Raises:
         InputError: naming file, field, value and what was expected.
     """
-    try:
-        for name in tree:
-            if name not in NAMES and name not in ("title", "sweep"):
-                raise InputError(_unknown(name, ["title", *NAMES, "sweep"], "section"))
+    with _naming(source):
         title = tree.get("title", "DLRM")
         if not isinstance(title, str):
             raise InputError(f"title is {shown(title)}, expected text")
         check_text(title, "title")
-        tree = _with_dataset_shape(tree)
-        built: dict[str, Any] = {}
-        for name in NAMES:
-            section = {} if tree.get(name) is None else tree[name]
-            if not isinstance(section, Mapping):
-                raise InputError(f"{name} is {shown(section)}, expected a section of parameters")
-            kind = SECTIONS.get(name)
-            if kind is None:
-                built[name] = dict(section)
-                continue
-            known = [f.name for f in fields(kind)]
-            for leaf, value in section.items():
-                full = f"{name}.{called(leaf)}"
-                if leaf not in known and (full not in RETIRED or value != RETIRED[full]):
-                    raise InputError(_unknown(full, [f"{name}.{k}" for k in known], "parameter"))
-            section = {leaf: value for leaf, value in section.items() if leaf in known}
-            # a list of rows without a count: the list decides
-            if (
-                name == "model"
-                and "tables" not in section
-                and isinstance(section.get("table_rows"), list | tuple)
-            ):
-                section["tables"] = None
-            built[name] = kind(**section)
-        sweep = {} if tree.get("sweep") is None else tree["sweep"]
-        if not isinstance(sweep, Mapping):
-            raise InputError(
-                f"sweep is {shown(sweep)}, expected parameters, each with a list of values"
-            )
-        return Parameters(title=title, source=source, sweep=dict(sweep), **built)
-    except InputError as error:
-        raise InputError(f"{source}: {error}" if source else str(error)) from None
+        data, model = tree.get("data", {}), {} if tree.get("model") is None else tree["model"]
+        of_files = isinstance(data, Mapping) and data.get("generator") == "dataset"
+        if of_files and isinstance(model, Mapping) and model.get("table_rows") is None:
+            from dlrm_core.data.files.spec import with_stated_shape
+
+            tree = {**tree, "model": with_stated_shape(model, data)}
+        built = {name: _section(name, given) for name, given in tree.items() if name != "title"}
+        return Parameters(title=title, source=source, **built)
 
 
-def _with_dataset_shape(tree: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The sections with the model's table rows and dense features taken from the data set.
+def _section(name: str, given: Any) -> Any:
+    """A section as its dataclass; of a package that is not installed as it is given."""
+    section = _known(name, given if isinstance(given, Mapping) else {})
+    if not isinstance(given, Mapping | None):
+        what = "parameters, each with a list of values" if name == "sweep" else "a section"
+        raise InputError(f"{name} is {shown(given)}, expected {what}")
+    if name == "model" and isinstance(section.get("table_rows"), list | tuple):
+        section.setdefault("tables", None)  # a list of rows without a count: the list decides
+    return SECTIONS[name](**section) if name in SECTIONS else section
 
-    Only what the file leaves out, and only of a data set that says it.
-    """
-    data, model = tree.get("data"), tree.get("model")
-    model = {} if model is None else model
-    if not isinstance(data, Mapping) or not isinstance(model, Mapping):
-        return tree
-    said = data.get("format", "split_binary") == "split_binary"
-    if data.get("generator") != "dataset" or not isinstance(data.get("path"), str) or not said:
-        return tree
-    if "table_rows" in model or not data["path"]:
-        return tree
-    check_text(data["path"], "data.path")
-    from dlrm_core.data.files.spec import read_spec
 
-    spec = read_spec(Path(data["path"]))
-    shape = {"table_rows": list(spec.table_rows), "tables": len(spec.table_rows)}
-    return {**tree, "model": {"dense_features": spec.dense_features, **model, **shape}}
+def _known(name: Any, leaves: Mapping[Any, Any]) -> dict[Any, Any]:
+    """The leaves of a section without retired ones; refuses what is no section, or no leaf."""
+    if name not in (*NAMES, "sweep"):
+        raise InputError(unknown_name(name, ["title", *NAMES, "sweep"], "section"))
+    full = {leaf: f"{name}.{called(leaf)}" for leaf in leaves}
+    left = {k: value for k, value in leaves.items() if (full[k], value) not in RETIRED.items()}
+    if name in SECTIONS:
+        known = {f.name: f"{name}.{f.name}" for f in fields(SECTIONS[name])}
+        for leaf in left:
+            if leaf not in known:
+                raise InputError(unknown_name(full[leaf], [*known.values()], "parameter"))
+    return left
 
 
 def _override(tree: dict[str, Any], override: str) -> None:
@@ -830,36 +853,37 @@ def _override(tree: dict[str, Any], override: str) -> None:
     section, dot, leaf = name.strip().partition(".")
     if not equals or (not dot and section not in ("title", "sweep")):
         raise InputError(
-            f"-p {override}: expected NAME=VALUE with a NAME such as training.batch_size"
+            f"{option_text(override)}: expected NAME=VALUE with a NAME such as training.batch_size"
         )
     if section == "title":
         tree["title"] = text
         return
-    if section not in NAMES and section != "sweep":
-        raise InputError(f"-p {override}: " + _unknown(name.strip(), list(NAMES), "section"))
-    try:
+    with _naming(option_text(override)):
         value = read_yaml(text)
-    except InputError as error:
-        raise InputError(f"-p {override}: {error}") from None
-    if section == "sweep":
-        # the leaves are those of other sections; the workbook checks them
-        if not dot:
-            tree["sweep"] = value
-            return
-    elif section in SECTIONS:
-        known = [f"{section}.{f.name}" for f in fields(SECTIONS[section])]
-        if f"{section}.{leaf}" not in known:
-            raise InputError(f"-p {override}: " + _unknown(f"{section}.{leaf}", known, "parameter"))
-    values = tree.get(section)
-    if values is None:
-        values = tree[section] = {}
-    if isinstance(values, dict):
-        values[leaf] = value
+        _known(section, {leaf: value} if dot else {})
+    if not dot:  # the leaves are those of other sections; the workbook checks them
+        tree[section] = value
+        return
+    if tree.get(section) is None:
+        tree[section] = {}
+    if isinstance(tree[section], dict):
+        tree[section][leaf] = value
 
 
-def _unknown(name: Any, known: Sequence[str], what: str) -> str:
+def unknown_name(name: Any, known: Sequence[str], what: str = "parameter") -> str:
+    """A sentence about a name that is none of those known, with the one that was meant, if any.
+
+    Args:
+        what: it should name; a parameter that another section has is the one meant.
+    """
     short = called(name)
-    close = difflib.get_close_matches(short, known, n=1, cutoff=0.5)
+    leaf = short.rpartition(".")[2]
+    close = [
+        f"{section}.{leaf}"
+        for section, kind in SECTIONS.items()
+        if what == "parameter" and leaf in [field.name for field in fields(kind)]
+    ]
+    close = close or difflib.get_close_matches(short, known, n=1, cutoff=0.5)
     hint = f"known: {', '.join(known)}" if len(known) < 10 else "`dlrm parameters` lists them all"
     hint = f"did you mean {close[0]}?" if close else hint
     return f"unknown {what} {short}; {hint}"

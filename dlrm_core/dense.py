@@ -90,11 +90,7 @@ class Cuts:
     def backward(
         self, piece: Piece, beside: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
     ) -> None:
-        """Run a piece's backward.
-
-        Args:
-            beside: tensors and their gradients from which autograd starts as well.
-        """
+        """Run a piece's backward, from tensors ``beside`` it and their gradients as well."""
         results, leaves = map(_listed, self._cut.pop(piece.gives))
         tensors = [*(tensor for tensor, _ in beside), *results]
         gradients = [*(gradient for _, gradient in beside), *(leaf.grad for leaf in leaves)]
@@ -239,8 +235,7 @@ def predict_rows(
 ) -> torch.Tensor:
     """Click probability (B, 1) float32, piece by piece as in training, outside of any graph.
 
-    Args:
-        around: called before each piece, which may still change what it takes.
+    ``around`` is called before each piece, and may still change what it takes.
     """
     for piece in pieces:
         if around is not None:

@@ -141,11 +141,7 @@ class Interaction:
     def forward(
         self, layer: InteractionLayer, x: torch.Tensor, pooled: Sequence[torch.Tensor]
     ) -> torch.Tensor:
-        """The interaction of a batch.
-
-        Args:
-            layer: has the weights and index tensors by their names.
-        """
+        """The interaction of a batch, by the weights and index tensors of its layer."""
         raise NotImplementedError
 
     def forward_work(self, ops: Operations, rows: int) -> None:
@@ -175,6 +171,11 @@ INTERACTIONS: dict[str, type[Interaction]] = {}
 
 ASKED = ("kind", "about", "width", "forward", "forward_work", "backward_work", "memory")
 """What every kind must say itself."""
+
+
+def _count(meaning: str, default: int) -> Option:
+    """An option that is a whole number, and what it is where the kind is chosen without it."""
+    return Option(int | None, setting(None, f"{meaning} {default}", minimum=1), default)
 
 
 def side_by_side(x: torch.Tensor, pooled: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -317,18 +318,8 @@ class CrossInteraction(CatInteraction):
     kind = "dcn"
     about = "concatenation and the low-rank cross layers of DCNv2, as in MLPerf's DLRM-DCNv2"
     options: ClassVar = {
-        "dcn_layers": Option(
-            int | None,
-            setting(None, "with dcn: number of cross layers; left out, MLPerf's 3", minimum=1),
-            3,
-        ),
-        "dcn_rank": Option(
-            int | None,
-            setting(
-                None, "with dcn: rank of a cross layer's matrix; left out, MLPerf's 512", minimum=1
-            ),
-            512,
-        ),
+        "dcn_layers": _count("with dcn: number of cross layers; left out, MLPerf's", 3),
+        "dcn_rank": _count("with dcn: rank of a cross layer's matrix; left out, MLPerf's", 512),
     }
     layers = "cross layers"
     engines = frozenset()
@@ -407,11 +398,7 @@ class WukongInteraction(Interaction):
     kind = "wukong"
     about = "stacked factorisation machines beside linear compressions, as in Meta's Wukong"
     options: ClassVar = {
-        f"wukong_{name}": Option(
-            int | None,
-            setting(None, f"with wukong: {meaning}; left out, {default}", minimum=1),
-            default,
-        )
+        f"wukong_{name}": _count(f"with wukong: {meaning}; left out,", default)
         for name, meaning, default in (
             ("layers", "number of layers", 4),
             ("fmb", "vectors out of a layer's factorisation machine block", 32),

@@ -316,7 +316,7 @@ def _fill_like_facebook(model: DLRM, random: np.random.RandomState) -> None:
     for table, start, values in facebook_tables(random, rows, dim, flat if in_place else None):
         if not in_place:
             flat[table][start : start + values.numel()].copy_(values)
-    fill_dense_like_facebook(model, random)
+    fill_dense(model, random)
 
 
 def facebook_tables(
@@ -363,12 +363,14 @@ def _uniform(random: np.random.RandomState, bound: float, out: np.ndarray) -> No
 
 
 @torch.no_grad()
-def fill_dense_like_facebook(model: DLRM, random: np.random.RandomState) -> None:
+def fill_dense(model: DLRM, random: np.random.RandomState | torch.Generator) -> None:
     """Initial weights of the dense part, from a stream that stands behind the tables."""
     for weight, variance in _drawn(model):
-        shape = tuple(weight.shape)
-        values = random.normal(0.0, np.sqrt(variance), shape).astype(np.float32)
-        weight.copy_(torch.from_numpy(values))
+        if isinstance(random, torch.Generator):
+            weight.normal_(0.0, variance**0.5, generator=random)
+        else:
+            values = random.normal(0.0, np.sqrt(variance), tuple(weight.shape))
+            weight.copy_(torch.from_numpy(values.astype(np.float32)))
 
 
 def _drawn(model: DLRM) -> Iterator[tuple[torch.Tensor, float]]:
@@ -393,7 +395,7 @@ def _fill_with_torch(model: DLRM, random: torch.Generator) -> None:
             beside = beside or torch.Generator(table.device).manual_seed(random.initial_seed())
             source = beside
         fill_table_with_torch(table, source)
-    fill_dense_with_torch(model, random)
+    fill_dense(model, random)
 
 
 def fill_table_with_torch(table: torch.Tensor, random: torch.Generator) -> None:
@@ -405,10 +407,3 @@ def fill_table_with_torch(table: torch.Tensor, random: torch.Generator) -> None:
     for rows in table.split(max(1, _CHUNK // table.shape[1])):
         drawn = torch.empty(rows.shape, device=table.device)
         rows.copy_(drawn.uniform_(-bound, bound, generator=random))
-
-
-@torch.no_grad()
-def fill_dense_with_torch(model: DLRM, random: torch.Generator) -> None:
-    """Initial weights of the dense part, from a generator that stands behind the tables."""
-    for weight, variance in _drawn(model):
-        weight.normal_(0.0, variance**0.5, generator=random)

@@ -11,7 +11,8 @@ Notation: R rows of a table, d embedding width, g gradient, w weight.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Protocol
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
 
 from dlrm_core.base.settings import register
 from dlrm_core.operations import FLOAT_BYTES, INDEX_BYTES, Operations
@@ -25,24 +26,29 @@ UPDATING_ENGINES = frozenset(
 """Those that update tables, of which a kind names the ones that know it."""
 
 
-class LookedUp(Protocol):
-    """What one batch asks of one table, on average."""
+@dataclass(frozen=True)
+class Lookups:
+    """What one batch asks of one table, on average.
 
-    @property
-    def table(self) -> int:
-        """Its number."""
+    ``count`` indices, of ``unique`` different rows; ``scattered`` lookups have their row anywhere
+    in the table: all of them by a uniform law. By a skewed one, rows repeat more often than they
+    would by chance; those repeats find their row in the cache.
+    """
 
-    @property
-    def count(self) -> float:
-        """Indices a batch."""
+    table: int
+    rows: int
+    count: float
+    unique: float
+    scattered: float
 
-    @property
-    def unique(self) -> float:
-        """Different rows a batch."""
 
-    @property
-    def scattered(self) -> float:
-        """Lookups whose row lies anywhere in the table."""
+class Pass(NamedTuple):
+    """An operator over whole weights: tensors read and written, and operations a number."""
+
+    operator: str
+    reads: int
+    writes: int
+    flops: int
 
 
 class Optimizer:
@@ -56,7 +62,9 @@ class Optimizer:
         tables: name of the optimiser of the tables' sparse gradients, torch's or one of
             :mod:`dlrm_core.embeddings`, and what it is given beside weights and rate.
         fused_on: devices whose fused kernel torch has.
-        dense_state: numbers kept for each dense weight.
+        dense_passes: operators of a dense part's update, one after the other.
+        fused_pass: what torch's fused kernel does in their place.
+        dense_state: numbers kept for each weight, of a table too unless ``per_row``.
         table_copies: copies of a table's sparse gradient alive in torch's update: coalesced,
             squared...
         per_row: whether it keeps one number a row, whatever the width.
@@ -73,6 +81,8 @@ class Optimizer:
     dense: ClassVar[str]
     tables: ClassVar[tuple[str, dict[str, Any]]]
     fused_on: ClassVar[frozenset[str]] = frozenset({"cpu", "cuda"})
+    dense_passes: ClassVar[tuple[Pass, ...]]
+    fused_pass: ClassVar[Pass | None] = None
     dense_state: ClassVar[int]
     table_copies: ClassVar[int]
     per_row: ClassVar[bool] = False
@@ -84,26 +94,30 @@ class Optimizer:
 
     def __init_subclass__(cls) -> None:
         """Register the kind; TypeError where it leaves something out."""
-        asked = ("kind", "about", "dense", "tables", "dense_state", "table_copies", "row_state")
-        register(cls, Optimizer, OPTIMIZERS, (*asked, "dense_work", "table_work"))
+        asked = ("kind", "about", "dense", "tables", "dense_state", "table_copies")
+        register(cls, Optimizer, OPTIMIZERS, (*asked, "dense_passes", "table_work"))
 
-    @staticmethod
-    def row_state(dim: int) -> int:
+    @classmethod
+    def row_state(cls, dim: int) -> int:
         """Numbers kept for a row of a table."""
-        raise NotImplementedError
+        return 1 if cls.per_row else cls.dense_state * dim
 
-    @staticmethod
-    def dense_work(ops: Operations, sizes: Sequence[int], fused: bool) -> None:
+    @classmethod
+    def dense_work(cls, ops: Operations, sizes: Sequence[int], fused: bool) -> None:
         """Add the operators of a part's update.
 
         Args:
             sizes: numbers of each weight.
             fused: by torch's fused kernel.
         """
-        raise NotImplementedError
+        passes = [cls.fused_pass] if fused and cls.fused_pass else cls.dense_passes
+        for size in sizes:
+            for operator, reads, writes, flops in passes:
+                whole = size * FLOAT_BYTES
+                ops.add(operator, reads * whole, writes * whole, flops=flops * size)
 
     @staticmethod
-    def table_work(ops: Operations, table: LookedUp, dim: int) -> None:
+    def table_work(ops: Operations, table: Lookups, dim: int) -> None:
         """Add the operators of torch's update of one table by its sparse gradient."""
         raise NotImplementedError
 
@@ -113,7 +127,7 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {}
 
 
 def rows_work(
-    ops: Operations, operator: str, table: LookedUp, rows: float, scattered: float, width: int
+    ops: Operations, operator: str, table: Lookups, rows: float, scattered: float, width: int
 ) -> None:
     """An index, a gradient and a row are read and the row is written, ``rows`` times."""
     values = rows * width * FLOAT_BYTES
@@ -127,7 +141,7 @@ def rows_work(
     )
 
 
-def _coalesced(ops: Operations, table: LookedUp, dim: int) -> tuple[float, float, float]:
+def _coalesced(ops: Operations, table: Lookups, dim: int) -> tuple[float, float, float]:
     """Gradients of rows that occur twice are merged: different rows, their numbers and bytes."""
     vector = dim * FLOAT_BYTES
     ops.add(
@@ -140,7 +154,7 @@ def _coalesced(ops: Operations, table: LookedUp, dim: int) -> tuple[float, float
     return table.unique, table.unique * dim, table.unique * vector
 
 
-def _masked(ops: Operations, table: LookedUp, rows: float, merged: float) -> None:
+def _masked(ops: Operations, table: Lookups, rows: float, merged: float) -> None:
     """State of the rows that have a gradient."""
     read = merged + rows * INDEX_BYTES
     ops.add("sparse_mask", read, merged, gather_bytes=merged, table=table.table)
@@ -153,25 +167,14 @@ class Sgd(Optimizer):
     about = "plain"
     dense = "SGD"
     tables = ("SGD", {"foreach": False})
+    dense_passes = (Pass("add_", 2, 1, 2),)
     dense_state = 0
     table_copies = 0
     adds = True
     fbgemm = "EXACT_SGD"
 
     @staticmethod
-    def row_state(dim: int) -> int:
-        """It keeps nothing."""
-        return 0
-
-    @staticmethod
-    def dense_work(ops: Operations, sizes: Sequence[int], fused: bool) -> None:
-        """One pass over weights and gradients."""
-        for size in sizes:
-            whole = size * FLOAT_BYTES
-            ops.add("add_", 2 * whole, whole, flops=2 * size)
-
-    @staticmethod
-    def table_work(ops: Operations, table: LookedUp, dim: int) -> None:
+    def table_work(ops: Operations, table: Lookups, dim: int) -> None:
         """The sparse gradient is added row by row."""
         rows_work(ops, "add_", table, table.count, table.scattered, dim)
 
@@ -184,30 +187,19 @@ class Adagrad(Optimizer):
     dense = "Adagrad"
     tables = ("Adagrad", {"eps": EPSILON, "foreach": False})
     fused_on = frozenset({"cpu"})
+    dense_passes = (
+        Pass("addcmul_", 2, 1, 2),
+        Pass("sqrt", 1, 1, 1),
+        Pass("add_", 1, 1, 1),
+        Pass("addcdiv_", 3, 1, 3),
+    )
+    fused_pass = Pass("_fused_adagrad_", 3, 2, 7)
     dense_state = 1
     table_copies = 3
     fbgemm = "EXACT_ADAGRAD"
 
     @staticmethod
-    def row_state(dim: int) -> int:
-        """A sum a weight."""
-        return dim
-
-    @staticmethod
-    def dense_work(ops: Operations, sizes: Sequence[int], fused: bool) -> None:
-        """The squares are summed, then weights follow gradients over roots."""
-        for size in sizes:
-            whole = size * FLOAT_BYTES
-            if fused:
-                ops.add("_fused_adagrad_", 3 * whole, 2 * whole, flops=7 * size)
-                continue
-            ops.add("addcmul_", 2 * whole, whole, flops=2 * size)
-            ops.add("sqrt", whole, whole, flops=size)
-            ops.add("add_", whole, whole, flops=size)
-            ops.add("addcdiv_", 3 * whole, whole, flops=3 * size)
-
-    @staticmethod
-    def table_work(ops: Operations, table: LookedUp, dim: int) -> None:
+    def table_work(ops: Operations, table: Lookups, dim: int) -> None:
         """The same on merged rows."""
         rows, values, merged = _coalesced(ops, table, dim)
         ops.add("pow", merged, merged, flops=values)
@@ -233,12 +225,7 @@ class AdagradByRow(Adagrad):
     fbgemm = "EXACT_ROWWISE_ADAGRAD"
 
     @staticmethod
-    def row_state(dim: int) -> int:
-        """A sum a row."""
-        return 1
-
-    @staticmethod
-    def table_work(ops: Operations, table: LookedUp, dim: int) -> None:
+    def table_work(ops: Operations, table: Lookups, dim: int) -> None:
         """A mean and a root a row, then the rows change."""
         rows, values, merged = _coalesced(ops, table, dim)
         scalars = rows * FLOAT_BYTES
@@ -263,6 +250,16 @@ class Adam(Optimizer):
     about = "of the rows looked up only, torch's SparseAdam"
     dense = "Adam"
     tables = ("SparseAdam", {})
+    dense_passes = (
+        Pass("lerp_", 2, 1, 3),
+        Pass("mul_", 1, 1, 1),
+        Pass("addcmul_", 2, 1, 2),
+        Pass("sqrt", 1, 1, 1),
+        Pass("div", 1, 1, 1),
+        Pass("add_", 1, 1, 1),
+        Pass("addcdiv_", 3, 1, 3),
+    )
+    fused_pass = Pass("_fused_adam_", 4, 3, 12)
     dense_state = 2
     table_copies = 6
     takes_zero_rate = False
@@ -270,27 +267,7 @@ class Adam(Optimizer):
     engines = frozenset()
 
     @staticmethod
-    def row_state(dim: int) -> int:
-        """Two means a weight."""
-        return 2 * dim
-
-    @staticmethod
-    def dense_work(ops: Operations, sizes: Sequence[int], fused: bool) -> None:
-        """Both means follow the gradient, then weights follow their quotient."""
-        for size in sizes:
-            whole = size * FLOAT_BYTES
-            if fused:
-                ops.add("_fused_adam_", 4 * whole, 3 * whole, flops=12 * size)
-                continue
-            ops.add("lerp_", 2 * whole, whole, flops=3 * size)
-            ops.add("mul_", whole, whole, flops=size)
-            ops.add("addcmul_", 2 * whole, whole, flops=2 * size)
-            for operator in ("sqrt", "div", "add_"):
-                ops.add(operator, whole, whole, flops=size)
-            ops.add("addcdiv_", 3 * whole, whole, flops=3 * size)
-
-    @staticmethod
-    def table_work(ops: Operations, table: LookedUp, dim: int) -> None:
+    def table_work(ops: Operations, table: Lookups, dim: int) -> None:
         """The same on merged rows, whose means are gathered and added back."""
         rows, values, merged = _coalesced(ops, table, dim)
         for squared in (False, True):

@@ -116,11 +116,7 @@ class Predictor:
         return self.checkpoint.step if self.checkpoint else 0
 
     def facts(self, notices: list[str]) -> dict[str, Any]:
-        """The last line's facts about the model; all notices are printed on standard error.
-
-        Args:
-            notices: more of them, of the figures.
-        """
+        """The last line's facts about the model; its notices, and those given, are printed."""
         notices = self.notices + notices
         for notice in notices if self.prints else ():
             print(notice, file=sys.stderr)

@@ -60,9 +60,6 @@ class Step:
         """Give each dense part with weights an optimiser of its own.
 
         So the time of an update is its part's. No optimiser here has state that this would split.
-
-        Args:
-            make: as :func:`optimizer_of`.
         """
         device = self.model.top_mlp.linears[0].weight.device
         for piece in reversed(self.dense.pieces):

@@ -24,12 +24,7 @@ import torch
 from torch import nn
 
 from dlrm_core.base.engines import engine, find_engine, optional_engine
-from dlrm_core.base.machine import (
-    StopRequest,
-    keep_freed_memory,
-    resolve_device,
-    stop_requests,
-)
+from dlrm_core.base.machine import StopRequest, keep_freed_memory, resolve_device, stop_requests
 from dlrm_core.config import Parameters
 from dlrm_core.data.batch import WHOLE, Batch, Share
 from dlrm_core.dense import resolve_dense, set_fp32_products
@@ -306,11 +301,7 @@ class TrainingLoop(abc.ABC, Generic[StepT]):
         return bool(torch.stack(totals).isfinite().all())
 
     def _divergence(self, report: Report, place: int | None) -> str:
-        """Where the run diverged and what remains, in a sentence.
-
-        Args:
-            place: of the iteration whose loss is no number; None: it is a weight.
-        """
+        """Where the loss (None: a weight) was no number, and what remains, in a sentence."""
         config = self.parameters.training
         if place is None:
             what = f"the weights are not finite after iteration {self.done}"

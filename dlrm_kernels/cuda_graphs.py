@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -30,23 +30,6 @@ ROOM = 16
 sizes vary: at 16,384 bags their sum stays within one per cent."""
 
 
-class Captured(Protocol):
-    """Work of the GPU that can be launched again."""
-
-    def replay(self) -> None:
-        """Launch it."""
-
-
-class Recorder(Protocol):
-    """What captures: CUDA, or a test's stand-in."""
-
-    def apart(self) -> contextlib.AbstractContextManager[Any]:
-        """Work in here runs on a stream that graphs can be captured from."""
-
-    def capture(self) -> contextlib.AbstractContextManager[Captured]:
-        """Work in here is captured instead of run."""
-
-
 class CudaRecorder:
     """Captures on a stream of its own; all graphs share one pool of memory."""
 
@@ -57,7 +40,7 @@ class CudaRecorder:
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
-        """See :class:`Recorder`."""
+        """Work in here runs on a stream that graphs can be captured from."""
         outside = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(outside)
         with torch.cuda.stream(self._stream):
@@ -65,8 +48,8 @@ class CudaRecorder:
         outside.wait_stream(self._stream)
 
     @contextlib.contextmanager
-    def capture(self) -> Iterator[Captured]:
-        """See :class:`Recorder`."""
+    def capture(self) -> Iterator[torch.cuda.CUDAGraph]:
+        """Work in here is captured instead of run."""
         graph = torch.cuda.CUDAGraph()
         # a loader's thread may copy meanwhile: only this thread's calls are captured
         with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
@@ -114,13 +97,13 @@ class StepGraph:
     """
 
     def __init__(
-        self, run: Callable[[Batch], torch.Tensor], backend: FusedGpu, recorder: Recorder
+        self, run: Callable[[Batch], torch.Tensor], backend: FusedGpu, recorder: CudaRecorder
     ) -> None:
         self._run = run
         self._backend = backend
         self._recorder = recorder
         self._static: Batch | None = None
-        self._pieces: list[tuple[str, str, Captured]] = []
+        self._pieces: list[tuple[str, str, torch.cuda.CUDAGraph]] = []
         self._loss = torch.empty(0)
 
     def __call__(self, batch: Batch) -> torch.Tensor:

@@ -23,7 +23,7 @@ from dlrm_core.config import ModelConfig, Parameters, TrainingConfig
 from dlrm_core.dense import DENSE_CHOICE, DensePart
 from dlrm_core.embeddings import EmbeddingTables
 from dlrm_core.interactions import Interaction
-from dlrm_core.model import DLRM, ClickLoss, fill_dense_with_torch
+from dlrm_core.model import DLRM, ClickLoss, fill_dense
 from dlrm_kernels.choices import fastest, notice, time_in_turns
 from dlrm_kernels.dense import why_not_fused
 from dlrm_kernels.products import allow_onednn, set_fp32_matmul
@@ -160,7 +160,7 @@ def dense_pass(model: ModelConfig, training: TrainingConfig, pair: Pair) -> Call
     random = torch.Generator().manual_seed(0)
     with torch.random.fork_rng(devices=[]):  # layers draw weights when they are made
         stand_in = DLRM(model, make_tables=lambda: EmbeddingTables([], model.embedding_dim))
-    fill_dense_with_torch(stand_in, random)
+    fill_dense(stand_in, random)
     backend, product = pair
     config = dataclasses.replace(
         training, dense_backend=backend, fp32_matmul=product, compile=False

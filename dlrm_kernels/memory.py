@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import heapq
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -147,8 +148,12 @@ def total_bytes(items: Iterable[MemoryItem], place: str | None = None) -> int:
     return sums.pop(ALWAYS, 0) + max(sums.values(), default=0)
 
 
-def forecast_memory(parameters: Parameters, gpu: bool = False) -> list[MemoryItem]:
+def forecast_memory(parameters: Parameters, gpu: bool = False, ranks: int = 1) -> list[MemoryItem]:
     """What one training process allocates, on a CPU or with the dense part on a GPU.
+
+    Args:
+        ranks: processes that share the tables and the batch (docs/scaling.md); the forecast is
+            then of the one that keeps most.
 
     Formulas (B batch, T tables of R rows, d embedding width, k mean bag size; b bytes of a
     number of ``training.precision``):
@@ -161,6 +166,15 @@ def forecast_memory(parameters: Parameters, gpu: bool = False) -> list[MemoryIte
     8 R d (Adam) a table. Tables on the host beside a GPU (``training.embeddings_on_gpu_bytes``)
     take what is theirs there, and page-locked copies of their pooled vectors and gradients.
     """
+    if ranks > 1:
+        share = _rank_share(parameters, ranks)
+        items = forecast_memory(share, gpu)
+        size, kept = parameters.training.batch_size, share.model.table_rows
+        # a table of which this rank keeps no row is one of a single row here
+        columns = sum(rows > 1 for rows in kept) * parameters.model.embedding_dim
+        shape, place = f"{size:,} x {columns:,}", "gpu" if gpu else "host"
+        moved = 2 * size * columns * FLOAT_BYTES
+        return [*items, MemoryItem("vectors exchanged with other ranks", shape, moved, place)]
     placement = plan_placement(parameters, gpu)
     where = "gpu" if gpu else "host"
     made_anew = [
@@ -178,6 +192,38 @@ def forecast_memory(parameters: Parameters, gpu: bool = False) -> list[MemoryIte
         *made_anew,
         *_workspace(parameters, total_bytes(made_anew, "host"), gpu),
     ]
+
+
+def _rank_share(parameters: Parameters, ranks: int) -> Parameters:
+    """The fullest of several ranks, as the parameters of one process: its rows, its samples.
+
+    Some of the largest tables are cut into rows for all ranks: so many that the fullest rank
+    needs least. Each other one goes whole, largest first, to the rank that has least.
+    """
+    rows, size = parameters.model.table_rows, parameters.training.batch_size
+    largest_first = sorted(range(len(rows)), key=lambda t: -rows[t])
+    exchanged = 2 * size * parameters.model.embedding_dim * FLOAT_BYTES
+
+    def share(cut: int) -> dict[int, int]:
+        """Rows of each table that the fullest rank keeps."""
+        loads: list[tuple[int, int, list[int]]] = [(0, rank, []) for rank in range(ranks)]
+        for table in largest_first[cut:]:
+            load, rank, tables = loads[0]
+            heapq.heapreplace(loads, (load + rows[table], rank, [*tables, table]))
+        whole = {table: rows[table] for table in max(loads)[2]}
+        return {table: -(-rows[table] // ranks) for table in largest_first[:cut]} | whole
+
+    shares = (share(cut) for cut in range(len(rows) + 1))
+    kept = min(
+        shares,
+        key=lambda share: sum(share.values()) * parameters.model.row_bytes + len(share) * exchanged,
+    )
+    # a process has a row of each table at least
+    model = dataclasses.replace(
+        parameters.model, table_rows=tuple(kept.get(t, 1) for t in range(len(rows)))
+    )
+    changed = dataclasses.replace(parameters, model=model)
+    return changed.with_training(batch_size=max(1, -(-size // ranks)))
 
 
 def _tables(parameters: Parameters, placement: Placement, where: str) -> Iterator[MemoryItem]:

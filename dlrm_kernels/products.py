@@ -75,12 +75,6 @@ def set_fp32_matmul(choice: str, model: ModelConfig, device: torch.device) -> li
             notices = [f"training.fp32_matmul: {choice} cannot be done, onednn instead: {reason}"]
     if device.type != "cpu":
         return [f"training.fp32_matmul: {choice} has no effect on a GPU; it was ignored"]
-    if not _has_switch():
-        return [
-            *notices,
-            f"training.fp32_matmul: onednn needs torch 2.9 or newer, this is "
-            f"{torch.__version__}; the default library is used",
-        ]
     allow_onednn(True)
     # small products may be computed in fp32 where large ones are rounded
     error = max(_relative_error(*layer) for layer in (_largest_layer(model), _LARGE_LAYER))
@@ -94,19 +88,10 @@ def set_fp32_matmul(choice: str, model: ModelConfig, device: torch.device) -> li
     return notices
 
 
-def _matmul() -> Any:
-    """torch's settings of oneDNN's products; without ``fp32_precision`` before torch 2.9."""
-    return getattr(torch.backends.mkldnn, "matmul", None)
-
-
-def _has_switch() -> bool:
-    return hasattr(_matmul(), "fp32_precision")
-
-
 def allow_onednn(allow: bool) -> None:
-    """Let oneDNN make fp32 products, or leave them to MKL; nothing before torch 2.9."""
-    if _has_switch():
-        _matmul().fp32_precision = "bf16" if allow else "none"
+    """Let oneDNN make fp32 products, or leave them to MKL."""
+    switch: Any = torch.backends.mkldnn
+    switch.matmul.fp32_precision = "bf16" if allow else "none"
 
 
 def _largest_layer(model: ModelConfig) -> tuple[int, int]:

@@ -24,6 +24,7 @@ from dlrm_core.base.settings import clash
 from dlrm_core.base.text import format_bytes
 from dlrm_core.config import Parameters, mean_bag_size
 from dlrm_core.embeddings import FBGEMM_LANES, FBGEMM_ROWWISE_ELEMENTS
+from dlrm_core.operations import FLOAT_BYTES
 from dlrm_core.optimizers import EPSILON, OPTIMIZERS
 from dlrm_ranks.world import World, least
 
@@ -53,14 +54,8 @@ _NAMES = {
     ),
 }
 
-FLOAT_BYTES = 4
-
-_THEIR_NAMES = {
-    "table_wise": "table_wise",
-    "row_wise": "row_wise",
-    "column_wise": "column_wise",
-    "replicated": "data_parallel",
-}
+_THEIR_NAMES = {name: name for name in ("table_wise", "row_wise", "column_wise")}
+_THEIR_NAMES["replicated"] = "data_parallel"
 OUR_NAMES = {theirs: ours for ours, theirs in _THEIR_NAMES.items()}
 
 
@@ -164,7 +159,9 @@ def require_possible(parameters: Parameters, ranks: int) -> None:
     if training.embeddings_on_gpu_bytes is not None:
         raise InputError(
             f"training.embeddings_on_gpu_bytes is {training.embeddings_on_gpu_bytes}, but on "
-            "several ranks it can be nothing only: the planner places the tables"
+            "several ranks it can be nothing only: TorchRec keeps rows in host memory beside a GPU "
+            "by FBGEMM's unified memory, which needs a CUDA GPU and was not tried here; `dlrm "
+            "capacity` forecasts what each rank and its host would keep"
         )
     require_shape(parameters)
 

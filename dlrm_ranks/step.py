@@ -51,13 +51,9 @@ from dlrm_core.dense import (
     set_fp32_products,
 )
 from dlrm_core.embeddings import EmbeddingTables
-from dlrm_core.model import DLRM, ClickLoss, Piece, fill_dense_like_facebook, fill_dense_with_torch
+from dlrm_core.model import DLRM, ClickLoss, Piece, fill_dense
 from dlrm_core.parts import part, run_part
-from dlrm_core.step import (
-    Step,
-    optimizer_of,
-    optimizer_update,
-)
+from dlrm_core.step import Step, optimizer_of, optimizer_update
 from dlrm_ranks.collectives import Collectives
 from dlrm_ranks.tables import LocalBatch, ShardedTables
 from dlrm_ranks.world import World, gathered
@@ -350,12 +346,12 @@ def fill(step: DistributedStep, parameters: Parameters) -> None:
     if parameters.model.init == "facebook":
         random = np.random.RandomState(seed)
         step.tables.fill_like_facebook(random)
-        fill_dense_like_facebook(step.model, random)
+        fill_dense(step.model, random)
         return
     device = step.model.top_mlp.linears[0].weight.device
     generator = torch.Generator(device).manual_seed(seed)
     step.tables.fill_with_torch(generator)
-    fill_dense_with_torch(step.model, generator)
+    fill_dense(step.model, generator)
 
 
 @part("communication", "forward")

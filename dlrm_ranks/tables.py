@@ -27,10 +27,10 @@ from dlrm_core.config import Parameters, TrainingConfig
 from dlrm_core.data.batch import Batch
 from dlrm_core.embeddings import EmbeddingTables
 from dlrm_core.model import facebook_tables
+from dlrm_core.operations import FLOAT_BYTES
 from dlrm_core.optimizers import EPSILON, OPTIMIZERS
 from dlrm_ranks.collectives import Collectives
 from dlrm_ranks.plan import (
-    FLOAT_BYTES,
     Shard,
     load_torchrec,
     make_collection,

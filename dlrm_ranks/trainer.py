@@ -40,12 +40,7 @@ from dlrm_core.run.resume import (
 from dlrm_core.train import STOPPING, Feed, Prepared, TrainingLoop, only_trainer
 from dlrm_ranks.checkpointing import restore, save
 from dlrm_ranks.collectives import Collectives
-from dlrm_ranks.plan import (
-    describe,
-    require_possible,
-    require_torchrec,
-    with_whole_batches,
-)
+from dlrm_ranks.plan import describe, require_possible, require_torchrec, with_whole_batches
 from dlrm_ranks.predictor import HOST, RankPredictions
 from dlrm_ranks.step import DistributedStep, fill, make_step, resolve_together
 from dlrm_ranks.tables import LocalBatch, about_rank, local_batch

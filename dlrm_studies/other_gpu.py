@@ -35,6 +35,7 @@ from dlrm_workbook.analysis.context_tree import unmeasured
 from dlrm_workbook.analysis.devices import DEVICES, NO_NAME, Device, device, device_of
 from dlrm_workbook.analysis.gpu_limits import kernel_work, peak_tflops
 from dlrm_workbook.analysis.kernel_names import kernel_name
+from dlrm_workbook.analysis.roofline import Limits
 from dlrm_workbook.analysis.whatif import COVER, MODEL_ERROR, ROOFLINE_ERROR
 from dlrm_workbook.ground.arrays import Floats
 from dlrm_workbook.ground.units import milliseconds
@@ -271,7 +272,9 @@ def other_gpus(profile: Profile) -> pd.DataFrame:
     try:
         now = recorded_gpu(profile)
     except InputError as error:
-        return unmeasured(GPUS, str(error))
+        return (
+            _beside_a_cpu(profile) if profile.meta.get("ceilings") else unmeasured(GPUS, str(error))
+        )
     rows, attrs = [], {}
     for gpu in DEVICES:
         if gpu.name not in SHOWN_GPUS or gpu.name == now.name:
@@ -293,6 +296,50 @@ def other_gpus(profile: Profile) -> pd.DataFrame:
     table_of_gpus.attrs["notices"] = attrs["notices"]
     table_of_gpus.attrs["per"] = attrs["per"]
     return table_of_gpus
+
+
+OF_THE_MODEL = ("bottom_mlp", "embedding", "interaction", "top_mlp", "loss", "optimizer")
+"""Parts that a GPU would take over."""
+
+
+def _beside_a_cpu(profile: Profile) -> pd.DataFrame:
+    """A CPU's step on GPUs, by the two ratios that Kalamkar et al. 2020 compare machines by.
+
+    The ends of the range are the model's parts over the ratio of arithmetic alone (fp32, the
+    CPU's as measured) and over that of memory bandwidth alone; the middle is their geometric mean.
+    All other parts, the making of batches among them, stay as they are. What a GPU adds is in
+    neither ratio: it is a comparison of machines, not a prediction of the program.
+    """
+    limits, parts = Limits(profile.meta["ceilings"]), attribute(profile)
+    step = float(parts["time_ms"].sum())
+    scaled = float(parts.loc[parts["component"].isin(OF_THE_MODEL), "time_ms"].sum())
+    if not scaled:
+        return unmeasured(GPUS, "no part of the recording is one of the model's")
+    gflops = limits.peak_gflops(["fp32"])
+    rates = [row.get("read_gb_per_s") for row in profile.meta["ceilings"].get("stream") or []]
+    known = [float(rate) for rate in rates if rate]
+    if gflops is None or not known:
+        return unmeasured(GPUS, "the CPU's arithmetic or its memory bandwidth was not measured")
+    bandwidth = known[-1]  # of the largest arrays: memory, not a cache
+    rows = []
+    for gpu in DEVICES:
+        if gpu.name not in SHOWN_GPUS:
+            continue
+        ratios = 1e3 * gpu.tflops["fp32"] / gflops, gpu.memory_gb_per_s / bandwidth
+        low, mid, high = min(ratios), math.sqrt(ratios[0] * ratios[1]), max(ratios)
+        times = [step - scaled + scaled / ratio for ratio in (mid, high, low)]
+        speedups = [step / times[place] for place in (0, 2, 1)]
+        rows.append((gpu.name, step, *times, *speedups, 1 - scaled / step))
+    table = pd.DataFrame(rows, columns=GPUS).sort_values("then_ms", ignore_index=True)
+    table.attrs["per"] = "iteration"
+    table.attrs["notices"] = [
+        f"This CPU reaches {gflops:,.0f} GFLOP/s in fp32 products and reads memory at "
+        f"{bandwidth:,.0f} GB/s, as measured. Each range reaches from the ratio of one to that of "
+        "the other, data sheet over measured (as Kalamkar et al. 2020 compare a CPU with a V100). "
+        "It compares machines: launches and copies are in neither ratio, and what is not a part "
+        "of the model, such as the making of batches, takes as long as now."
+    ]
+    return table
 
 
 def _joined(table: pd.DataFrame) -> tuple[float, float]:

@@ -117,14 +117,18 @@ def _data(parser: argparse.ArgumentParser) -> None:
     add_arguments(parser)
 
 
-def _inspect(parser: argparse.ArgumentParser) -> None:
+def _explain(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "path",
-        metavar="PATH",
+        metavar="RECORDING",
         help="a run folder, a recording, an HPCToolkit database, a Chrome trace of "
         "torch.profiler, a folder or archive of the traces of several ranks, or latest: the newest "
         "profile run",
     )
+
+
+def _inspect(parser: argparse.ArgumentParser) -> None:
+    _explain(parser)
     _print_json(parser)
 
 
@@ -200,6 +204,12 @@ SUBCOMMANDS = (
         "print what a recording of any kind contains",
         _inspect,
         "dlrm_workbook.analysis.inspect:command_inspect",
+    ),
+    Subcommand(
+        "explain",
+        "print what holds a recording of any kind back, as Markdown; no run folder is written",
+        _explain,
+        "dlrm_workbook.report:command_explain",
     ),
     Subcommand(
         "export",

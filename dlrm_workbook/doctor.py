@@ -151,7 +151,11 @@ def _hpctoolkit() -> list[Equipment]:
         "HPCToolkit's PC sampling": ("stall reasons", "Why GPU kernels wait is not measured."),
         "HPCToolkit's Python frames": (
             "Python frames",
-            "Which line of Python called a library is not measured.",
+            "Call paths of one pass (profiling.single_pass) have no lines of Python.",
+        ),
+        "HPCToolkit's hpcstruct": (
+            "loops and inlined functions",
+            "Call paths have functions only, no loops and no inlined functions.",
         ),
     }
     try:
@@ -167,6 +171,7 @@ def _hpctoolkit() -> list[Equipment]:
         "GPU times": found.gpu_event,
         "stall reasons": found.pc_event,
         "Python frames": tools.python and f"built for Python {tools.python}",
+        "loops and inlined functions": str(tools.hpcstruct),
     }
     notices = "; ".join(("", *found.notices))
     parts = [Equipment("HPCToolkit (hpcrun)", True, f"{tools.hpcrun} {tools.version}{notices}")]
@@ -254,7 +259,7 @@ def _browser() -> Equipment:
 
 
 def _memory() -> Equipment:
-    """Whether the experiment's own model fits: 8 tables of a million rows of 64 floats, twice."""
+    """Whether seed.yaml's model fits: 8 tables of a million rows of 64 floats, twice."""
     total = (memory_limit() or 0) / 2**30
-    cost = "The experiment's tables take 2 GiB and a profiled run about twice that."
-    return _part("memory for the experiment", total >= 6, f"{total:.1f} GiB", cost)
+    cost = "The tables of seed.yaml take 2 GiB and a profiled run about twice that."
+    return _part("memory for seed.yaml", total >= 6, f"{total:.1f} GiB", cost)

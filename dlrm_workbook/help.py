@@ -25,8 +25,9 @@ from dlrm_workbook import cli
 from dlrm_workbook.analysis.changes import parameters_table
 from dlrm_workbook.analysis.devices import DEVICES
 from dlrm_workbook.analysis.findings import RULES
-from dlrm_workbook.ground.facebook import FLAGS
+from dlrm_workbook.ground.vendors import SCRIPTS
 from dlrm_workbook.show.tables import Text
+from dlrm_workbook.show.views import VIEWS
 
 COLUMNS = Path(__file__).parent / "show" / "columns.md"
 """Tables and their columns; a test compares it with frames of real recordings."""
@@ -90,11 +91,17 @@ def _commands() -> str:
 
 def _flags() -> str:
     rows = []
-    for flag in FLAGS:
-        effect = f"refused: {flag.refused}" if flag.refused else f"no effect: {flag.unused}"
-        rows.append(f"| `{flag.name}` | {f'`{flag.parameter}`' if flag.parameter else effect} |")
-    about = "A flag that is refused may still be given with the script's default value.\n\n"
-    return about + _table("| flag | parameter, or what becomes of it |", rows)
+    for script in SCRIPTS:
+        for flag in script.flags:
+            effect = f"refused: {flag.refused}" if flag.refused else f"no effect: {flag.unused}"
+            effect = f"`{flag.parameter}`" if flag.parameter else effect
+            rows.append(f"| `{flag.name}` | {script.whose} | {effect} |")
+    names = "; ".join(f"{script.whose}: {', '.join(script.names)}" for script in SCRIPTS)
+    about = (
+        "A flag that is refused may still be given with the script's default value. Scripts: "
+        f"{names}.\n\n"
+    )
+    return about + _table("| flag | of | parameter, or what becomes of it |", rows)
 
 
 def _gpus() -> str:
@@ -178,9 +185,22 @@ TOPICS: dict[str, tuple[str, Callable[[], str]]] = {
         "rules that name a bottleneck, in the order in which they run: thresholds, advice",
         lambda: "\n\n".join("\n".join(_rule(rule)) for rule in RULES),
     ),
-    "flags": ("flags of facebookresearch/dlrm, as --like reads them", _flags),
+    "flags": ("flags of other DLRM programs, as --like reads them", _flags),
     "gpus": ("figures of data sheets that predictions and rooflines use", _gpus),
     "parameters": ("every parameter, its default and its meaning", parameters_table),
+    "report": (
+        "what `explain(...)` can be asked for: each name is a table, most have a figure",
+        lambda: (
+            "Columns: `dlrm help columns`. `report.absent(NAME)` says why one is empty.\n\n"
+            + _table(
+                "| `report.NAME` | shows | figure |",
+                [
+                    f"| `{name}` | {view.title} | {'yes' if view.figure or view.drawn else ''} |"
+                    for name, view in VIEWS.items()
+                ],
+            )
+        ),
+    ),
     "presets": ("the parameters files that come with the package", _presets),
 }
 """Name of a topic to what it prints and the function that makes it."""

@@ -95,8 +95,6 @@ environment = dict(os.environ, HPCRUN_EVENT_LIST=" ".join(events))
 environment["FAKE_SLOWER"] = str(behaviour.get("slower", 1.0))
 if python and behaviour.get("python_fails"):
     environment["FAKE_EXIT"] = str(behaviour["python_fails"])
-if python and behaviour.get("python_hangs"):
-    environment["FAKE_HANG"] = "1"
 if behaviour.get("under_hpcrun_fails"):
     environment["FAKE_EXIT"] = str(behaviour["under_hpcrun_fails"])
 if behaviour.get("fails_at_the_end"):
@@ -151,10 +149,7 @@ if behaviour.get("prof_exit"):
 if not list(measurements.glob("*.hpcrun")):
     print("ERROR: no input", file=sys.stderr)
     sys.exit(2)
-full = behaviour.get("disk_full")
-if full == "with frames" and not (measurements / "logical").is_dir():
-    full = False
-if full:
+if behaviour.get("disk_full"):
     print("terminate called after throwing: write: No space left on device", file=sys.stderr)
     os.abort()
 logical = measurements / "logical" / "python.logical"
@@ -200,7 +195,7 @@ print("not JSON", flush=True)
 print("{also not", flush=True)
 for iteration in (1, 2):
     print(json.dumps({"iteration": iteration, "ms_per_iteration": 9.0}), flush=True)
-    time.sleep(600 if "FAKE_HANG" in os.environ else 0.02)
+    time.sleep(0.02)
 ms = 10.0 * float(os.environ.get("FAKE_SLOWER", 1))
 environment = {name: os.environ.get(name) for name in
                ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "PYTHONMALLOC",

@@ -127,11 +127,7 @@ DESCRIPTION = "Trains a Deep Learning Recommendation Model."
 def parser_of(
     subcommands: Sequence[Subcommand], description: str, given: Sequence[str]
 ) -> argparse.ArgumentParser:
-    """The command line, built from a table.
-
-    Args:
-        given: the command line's words; only a subcommand among them gets its arguments.
-    """
+    """The command line, built from a table; only a subcommand that is given gets its arguments."""
     parser = argparse.ArgumentParser(prog="dlrm", description=description)
     subparsers = parser.add_subparsers(dest="subcommand", required=True, metavar="COMMAND")
     for row in subcommands:

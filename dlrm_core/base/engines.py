@@ -22,10 +22,7 @@ ENGINES = {
     "fused embeddings on a GPU": ("embeddings.fused_gpu", "training.embedding_backend: fused"),
     "FBGEMM": ("embeddings.fbgemm", "training.embedding_backend: fbgemm"),
     "choice of back end": ("embeddings.choose", "training.embedding_backend: auto"),
-    "tables in two places": (
-        "embeddings.host_tables",
-        "training.embeddings_on_gpu_bytes",
-    ),
+    "tables in two places": ("embeddings.host_tables", "training.embeddings_on_gpu_bytes"),
     "fused dense part": ("dense", "training.dense_backend: fused"),
     "fused dense part on a GPU": ("interaction_gpu", "training.dense_backend: fused"),
     "choice of dense part": (
@@ -41,6 +38,7 @@ ENGINES = {
         "facebook_random",
         "model.init: facebook and data.generator: facebook",
     ),
+    "facebook's random batches": ("facebook_replay", "data.generator: facebook"),
     "matrix tiles": ("tiles.machine", "training.fp32_matmul: bf16x2 and bf16x3"),
     "CUDA graphs": ("cuda_graphs", "training.cuda_graphs: true"),
     "data kernels": ("data_sets", "dlrm data, data.generator: teacher"),
@@ -96,10 +94,7 @@ def engine(name: str) -> Any:
 
 
 def function_at(place: str, needed_by: str) -> Any:
-    """The function at ``module:function``, of whatever package.
-
-    Args:
-        needed_by: the command that calls it.
+    """The function at ``module:function``, of whatever package, which a command needs.
 
     Raises:
         MissingToolError: the package is not installed.

@@ -11,7 +11,7 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -41,6 +41,17 @@ def write_text(path: Path, text: str) -> None:
 
 
 @contextlib.contextmanager
+def _refusing(what: str, errors: Collection[int] | None = None) -> Iterator[None]:
+    """Say of a trouble of the system inside, or of these kinds of it alone, what it prevented."""
+    try:
+        yield
+    except OSError as error:
+        if errors is not None and error.errno not in errors:
+            raise
+        raise InputError(f"{what}: {error.strerror}") from None
+
+
+@contextlib.contextmanager
 def whole_file(path: Path) -> Iterator[IO[bytes]]:
     """A new file that appears only when whole, in the place of an old one: fill what is yielded.
 
@@ -50,28 +61,25 @@ def whole_file(path: Path) -> Iterator[IO[bytes]]:
     Raises:
         InputError: the folder cannot be written, or the disk is full.
     """
-    try:
+    with _refusing(f"{path} cannot be written"):
         make_folder(path.parent)
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    except OSError as error:
-        raise InputError(f"{path} cannot be written: {error.strerror}") from None
-    try:
-        with os.fdopen(handle, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        # mkstemp makes files for the owner alone; results are for the group as well
-        umask = os.umask(0)
-        os.umask(umask)
-        Path(name).chmod(0o666 & ~umask)
-        Path(name).replace(path)
-        sync_folder(path.parent)
-    except BaseException as error:
-        with contextlib.suppress(OSError):
-            Path(name).unlink()
-        if isinstance(error, OSError) and error.errno in DISK_TROUBLE:
-            raise InputError(f"{path} cannot be written: {error.strerror}") from None
-        raise
+    with _refusing(f"{path} cannot be written", DISK_TROUBLE):
+        try:
+            with os.fdopen(handle, "wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            # mkstemp makes files for the owner alone; results are for the group as well
+            umask = os.umask(0)
+            os.umask(umask)
+            Path(name).chmod(0o666 & ~umask)
+            Path(name).replace(path)
+            sync_folder(path.parent)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                Path(name).unlink()
+            raise
 
 
 def make_folder(folder: Path) -> None:
@@ -89,12 +97,17 @@ def make_folder(folder: Path) -> None:
 
 def sync_folder(folder: Path) -> None:
     """Return when the disk has the names in a folder; a file's own fsync does not bring them."""
-    handle = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(handle)
+        _sync(folder)
     except OSError as error:
         if error.errno != errno.EINVAL:  # some network file systems cannot
             raise
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
     finally:
         os.close(handle)
 
@@ -106,11 +119,7 @@ def sync_tree(folder: Path) -> None:
             path = Path(place, name)
             with contextlib.suppress(FileNotFoundError):  # hidden ones of other writers come and go
                 if stat.S_ISREG(path.lstat().st_mode):
-                    handle = os.open(path, os.O_RDONLY)
-                    try:
-                        os.fsync(handle)
-                    finally:
-                        os.close(handle)
+                    _sync(path)
         sync_folder(Path(place))
 
 
@@ -118,11 +127,9 @@ def _hidden_beside(target: Path, what: str) -> Path:
     """A new hidden folder beside ``target``; see :func:`whole_folder` for what is refused."""
     if target.exists():
         raise InputError(f"{target} exists already; a {what} is never written over another")
-    try:
+    with _refusing(f"cannot write the {what} to {target}"):
         make_folder(target.parent)
         return Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-    except OSError as error:
-        raise InputError(f"cannot write the {what} to {target}: {error.strerror}") from None
 
 
 def require_new(target: Path, what: str) -> None:
@@ -184,19 +191,14 @@ def open_binary(path: Path) -> Iterator[IO[bytes]]:
 
 
 def read_text(path: Path, most_bytes: int) -> str:
-    """The text of a file that a user named.
-
-    Args:
-        most_bytes: a larger file is refused before it is read.
+    """The text of a file that a user named; a larger one than allowed is refused unread.
 
     Raises:
         InputError: it is missing, no regular file, too large, or no UTF-8 text.
     """
     with open_binary(path) as file:
-        try:
+        with _refusing(f"{path} cannot be read"):
             data = file.read(most_bytes + 1)
-        except OSError as error:
-            raise InputError(f"{path} cannot be read: {error.strerror}") from None
         if len(data) > most_bytes:
             size = max(os.fstat(file.fileno()).st_size, len(data))
             raise InputError(
@@ -260,11 +262,9 @@ def locked(file: Path, refusal: str) -> Iterator[None]:
     Raises:
         InputError: another process holds it, with ``refusal``; or it cannot be made.
     """
-    try:
+    with _refusing(f"{file.parent} cannot be written"):
         make_folder(file.parent)
         lock = file.open("a")
-    except OSError as error:
-        raise InputError(f"{file.parent} cannot be written: {error.strerror}") from None
     with lock:
         lock_or_refuse(lock.fileno(), refusal)
         yield
@@ -283,35 +283,31 @@ class JsonLines:
 
     def __init__(self, path: Path, append: bool = False, prefix: str = "") -> None:
         self._path, self._prefix = path, prefix
-        with self._told():
+        with self._writing():
             make_folder(path.parent)
             self._file: IO[str] = path.open("a" if append else "w", encoding="utf-8")
             sync_folder(path.parent)
 
     def write(self, value: Any) -> None:
         """Append one line."""
-        with self._told():
+        with self._writing():
             self._file.write(f"{self._prefix}{json.dumps(plain(value))}\n")
             self._file.flush()
 
     def sync(self) -> None:
         """Return when the disk has all lines."""
-        with self._told():
+        with self._writing():
             os.fsync(self._file.fileno())
 
-    @contextlib.contextmanager
-    def _told(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise InputError(f"{self._path} cannot be written: {error.strerror}") from None
+    def _writing(self) -> contextlib.AbstractContextManager[None]:
+        return _refusing(f"{self._path} cannot be written")
 
     def __enter__(self) -> JsonLines:
         return self
 
     def __exit__(self, *failure: object) -> None:
         try:
-            with self._told():
+            with self._writing():
                 self._file.close()
         except InputError:
             if failure[0] is None:

@@ -13,15 +13,17 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from dlrm_core.base.errors import InputError
 
 if TYPE_CHECKING:
     import torch
+
+    from dlrm_core.config import TrainingConfig
 
 _STATUS = "/proc/self/status"
 
@@ -31,15 +33,7 @@ ALLOCATOR_SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC
 """Environment variables by which a user sets glibc's allocator; they are left as they are."""
 
 
-class MachineSettings(Protocol):
-    """What ``training`` says of the machine."""
-
-    @property
-    def device(self) -> str:
-        """'auto', 'cpu' or 'cuda'."""
-
-
-def resolve_device(config: MachineSettings) -> torch.device:
+def resolve_device(config: TrainingConfig) -> torch.device:
     """The device that ``training.device`` means on this machine.
 
     Raises:
@@ -253,23 +247,25 @@ def stop_requests(enabled: bool, said: str, repeated_s: float = 0.0) -> Iterator
             # not print: the signal may have come in the middle of one
             os.write(2, f"{begin}{said}\n".encode())
 
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with _handling(note, signal.SIGINT, signal.SIGTERM):
         yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextlib.contextmanager
-def terminate_like_interrupt() -> Iterator[None]:
+def _handling(handler: Callable[[int, FrameType | None], None], *signals: int) -> Iterator[None]:
+    """Call ``handler`` at these signals meanwhile."""
+    before = {number: signal.signal(number, handler) for number in signals}
+    try:
+        yield
+    finally:
+        for number, former in before.items():
+            signal.signal(number, former)
+
+
+def terminate_like_interrupt() -> contextlib.AbstractContextManager[None]:
     """Let SIGTERM (schedulers, our own time limits) end a run as Ctrl-C does: results kept."""
 
     def interrupt(signum: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    return _handling(interrupt, signal.SIGTERM)

@@ -114,6 +114,16 @@ def called(name: Any) -> str:
     return name if isinstance(name, str) and len(name) <= _SHORT.maxstring else shown(name)
 
 
+LONGEST_OPTION = 200
+"""Characters of an option that a message quotes."""
+
+
+def option_text(option: str) -> str:
+    """``-p NAME=VALUE`` for a message, as it was typed if it is short."""
+    # a path that is cut short says nothing
+    return f"-p {option if len(option) <= LONGEST_OPTION else f'{option[: LONGEST_OPTION - 3]}...'}"
+
+
 def require_count(file: Any, where: str, value: Any, most: int = LARGEST_INT) -> int:
     """A whole number from 0 to ``most`` that a file says.
 
@@ -182,16 +192,12 @@ def coerce_section(section: Any, name: str) -> None:
     hints = typing.get_type_hints(type(section))
     for field in dataclasses.fields(section):
         where = f"{name}.{field.name}"
-        value = _coerce(getattr(section, field.name), hints[field.name], where)
-        _check_range(value, field.metadata, where)
+        value = coerced(getattr(section, field.name), hints[field.name], where, field.metadata)
         object.__setattr__(section, field.name, value)
 
 
 def section_from(kind: type[Section], given: Any, name: str) -> Section:
-    """A section of settings as a mapping says; a field that it leaves out has its default.
-
-    Args:
-        kind: a dataclass of :func:`setting` fields.
+    """A dataclass of settings as a mapping says; a field that it leaves out has its default.
 
     Raises:
         InputError: it is no mapping, or names a field that ``kind`` does not have.
@@ -238,7 +244,8 @@ def describe_type(annotation: Any) -> str:
     }[annotation]
 
 
-def _coerce(value: Any, annotation: Any, where: str) -> Any:
+def coerced(value: Any, annotation: Any, where: str, metadata: Any) -> Any:
+    """A value in the one form of a leaf of this type; see :func:`coerce_section`."""
     if isinstance(annotation, types.UnionType):
         if value is None:
             return None
@@ -246,40 +253,50 @@ def _coerce(value: Any, annotation: Any, where: str) -> Any:
     if typing.get_origin(annotation) is tuple:
         item = typing.get_args(annotation)[0]
         if item is str and not isinstance(value, list | tuple):
-            raise InputError(
-                f"{where} is {shown(value)}, expected {describe_type(tuple[str, ...])}"
-            )
+            raise _unexpected(where, value, tuple[str, ...])
         if isinstance(value, str):
             value = [_number(word) for word in value.replace(",", "-").split("-")]
         elif not isinstance(value, list | tuple):
             value = [value]
         if not value:
             raise InputError(f"{where} is empty, expected {describe_type(annotation)}")
-        return tuple(_coerce(v, item, f"{where}[{i}]") for i, v in enumerate(value))
+        place = f"{where}[{{}}]" if len(value) > 1 else where
+        return tuple(coerced(v, item, place.format(i), metadata) for i, v in enumerate(value))
     if typing.get_origin(annotation) is Mapping:
         if value is None:
             return {}
         if not isinstance(value, dict):
-            raise InputError(f"{where} is {shown(value)}, expected {describe_type(annotation)}")
+            raise _unexpected(where, value, annotation)
         item = typing.get_args(annotation)[1]
         return {
-            _coerce(k, str, where): _coerce(v, item, f"{where}: {shown(k)}")
+            coerced(k, str, where, metadata): coerced(v, item, f"{where}: {shown(k)}", metadata)
             for k, v in value.items()
         }
-    if annotation is float and isinstance(value, str):
-        value = _number(value)
-    if annotation is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value) if abs(value) <= LARGEST_INT else math.inf
-    # bool is an int in Python; "batch_size: true" must not mean 1
+    if annotation is float:
+        value = _number(value) if isinstance(value, str) else value
+        if type(value) is int:  # bool is an int in Python
+            value = float(value) if abs(value) <= LARGEST_INT else math.inf
+    # "batch_size: true" must not mean 1
     if type(value) is not annotation:
-        raise InputError(f"{where} is {shown(value)}, expected {describe_type(annotation)}")
+        raise _unexpected(where, value, annotation)
     if annotation is int and abs(value) > LARGEST_INT:
         raise InputError(f"{where} is {shown(value)}, expected at most {LARGEST_INT:,}")
     if annotation is str:
         check_text(value, where)
     if annotation is float and not math.isfinite(value):
         raise InputError(f"{where} is {value}, expected a finite number")
+    choices, minimum, maximum = metadata["choices"], metadata["minimum"], metadata["maximum"]
+    if choices is not None and value not in choices:
+        raise InputError(f"{where} is {shown(value)}, expected one of {', '.join(choices)}")
+    if minimum is not None and value < minimum:
+        raise InputError(f"{where} is {value}, expected at least {minimum}")
+    if maximum is not None and value > maximum:
+        raise InputError(f"{where} is {value}, expected at most {maximum}")
     return value
+
+
+def _unexpected(where: str, value: Any, annotation: Any) -> InputError:
+    return InputError(f"{where} is {shown(value)}, expected {describe_type(annotation)}")
 
 
 MOST_CHARACTERS = 4096
@@ -308,22 +325,6 @@ def _number(word: str) -> Any:
         except ValueError:
             continue
     return word
-
-
-def _check_range(value: Any, metadata: Any, where: str) -> None:
-    if value is None or isinstance(value, dict):
-        return
-    if isinstance(value, tuple):
-        for i, item in enumerate(value):
-            _check_range(item, metadata, f"{where}[{i}]" if len(value) > 1 else where)
-        return
-    choices, minimum, maximum = metadata["choices"], metadata["minimum"], metadata["maximum"]
-    if choices is not None and value not in choices:
-        raise InputError(f"{where} is {shown(value)}, expected one of {', '.join(choices)}")
-    if minimum is not None and value < minimum:
-        raise InputError(f"{where} is {value}, expected at least {minimum}")
-    if maximum is not None and value > maximum:
-        raise InputError(f"{where} is {value}, expected at most {maximum}")
 
 
 # YAML as people give it to us: plain data, and every complaint in one sentence.

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from dlrm_core.base.engines import engine
+from dlrm_core.base.engines import engine, find_engine
 from dlrm_core.base.errors import InputError
 from dlrm_core.base.settings import LARGEST_INT, require_form
 from dlrm_core.config import Parameters
@@ -50,12 +50,10 @@ def make_generator(parameters: Parameters, device: torch.device, share: Share = 
         parameters.training.seed,
     )
     stream: Rewound
-    if data.generator == "facebook_loop":
+    if data.generator == "facebook" and (replay := find_engine("facebook's random batches")):
+        stream = replay.FacebookReplay(*shape, share=share)
+    elif data.generator.startswith("facebook"):
         stream = FacebookLoop(*shape, share=share)
-    elif data.generator == "facebook":
-        from dlrm_core.data.facebook_replay import FacebookReplay
-
-        stream = FacebookReplay(*shape, share=share)
     else:
         stream = SyntheticBatches(
             *shape,
@@ -102,28 +100,20 @@ def batches(
 
 
 def prefetched(make: Callable[[], T], ahead: int) -> Generated[T, None, None]:
-    """Make things in a thread, at most ``ahead`` before they are wanted.
+    """Make things in a thread, at most ``ahead`` before they are wanted, and one more meanwhile.
 
     numpy's generator, sorting and rounding run outside Python's lock, so the
     thread really does work beside the step.
     """
-    ready: queue.Queue[T | BaseException] = queue.Queue(maxsize=ahead)
-    stop = threading.Event()
-
-    def offer(item: T | BaseException) -> None:
-        while not stop.is_set():
-            try:
-                ready.put(item, timeout=0.1)
-                return
-            except queue.Full:
-                continue
+    ready: queue.SimpleQueue[T | BaseException] = queue.SimpleQueue()
+    room, stop = threading.Semaphore(ahead + 1), threading.Event()
 
     def produce() -> None:
         try:
-            while not stop.is_set():
-                offer(make())
+            while room.acquire() and not stop.is_set():
+                ready.put(make())
         except BaseException as error:
-            offer(error)
+            ready.put(error)
 
     thread = threading.Thread(target=produce, name="dlrm-prefetch", daemon=True)
     thread.start()
@@ -134,17 +124,18 @@ def prefetched(make: Callable[[], T], ahead: int) -> Generated[T, None, None]:
                 raise item  # says by itself which value of which file is wrong
             if isinstance(item, BaseException):
                 raise PrefetchError(f"making a batch failed: {item}") from item
+            room.release()
             yield item
     finally:
         stop.set()
+        room.release()
         thread.join()
 
 
 class Followed:
     """A generator whose state is that of the batches used, not of those made ahead.
 
-    Args:
-        generator: asked for its state after each batch, in the thread that makes batches.
+    The generator is asked for it after each batch, in the thread that makes batches.
     """
 
     def __init__(self, generator: Generator) -> None:
@@ -183,7 +174,11 @@ def plain_state(state: Any) -> Any:
     return state
 
 
-def state_from_plain(file: Any, state: Any, like: Any) -> Any:
+_MOST = {"pos": 624, "has_gauss": 1, "has_uint32": 1, "uinteger": 2**32 - 1}
+"""Largest values of the whole numbers in the states of numpy's generators."""
+
+
+def state_from_plain(file: Any, state: Any, like: Any, where: str = "state.position") -> Any:
     """The inverse of :func:`plain_state`, for a state that may have been edited.
 
     Random generators take what they are given: a place beyond their block of numbers would be
@@ -192,35 +187,25 @@ def state_from_plain(file: Any, state: Any, like: Any) -> Any:
     Args:
         file: that the state is from, for messages.
         like: a state of the generator that is to go on: it has the same form.
+        where: the state's place in the file.
 
     Raises:
         InputError: the form differs, or a number is out of its range; naming the part.
     """
-    require_form(file, state, _form(like), "state.position")
-    return _with_arrays(file, state, like)
-
-
-_MOST = {"pos": 624, "has_gauss": 1, "has_uint32": 1, "uinteger": 2**32 - 1}
-"""Largest values of the whole numbers in the states of numpy's generators."""
-
-
-def _form(like: Any, name: str = "") -> Any:
-    """The form of a part of a plain state, for :func:`dlrm_core.base.settings.require_form`."""
     if isinstance(like, Mapping):
-        return {key: _form(value, key) for key, value in like.items()}
+        require_form(file, state, dict.fromkeys(like, object), where)
+        return {
+            key: state_from_plain(file, state[key], part, f"{where}.{key}")
+            for key, part in like.items()
+        }
     if isinstance(like, np.ndarray):
-        return {"array": (like.dtype.name,), "values": [int(np.iinfo(like.dtype).max)]}
+        most = int(np.iinfo(like.dtype).max)
+        require_form(file, state, {"array": (like.dtype.name,), "values": [most]}, where)
+        if (count := len(state["values"])) != like.size:
+            raise InputError(f"{file}: {where} has {count} values, expected {like.size}")
+        return np.array(state["values"], like.dtype)
+    form: Any = float if isinstance(like, float) else (like,)
     if isinstance(like, int | np.integer):
-        return _MOST.get(name, LARGEST_INT)
-    return float if isinstance(like, float) else (like,)
-
-
-def _with_arrays(file: Any, state: Any, like: Any) -> Any:
-    if isinstance(like, Mapping):
-        return {key: _with_arrays(file, state[key], like[key]) for key in like}
-    if not isinstance(like, np.ndarray):
-        return state
-    if len(state["values"]) != like.size:
-        count = len(state["values"])
-        raise InputError(f"{file}: state.position has {count} values, expected {like.size}")
-    return np.array(state["values"], like.dtype)
+        form = _MOST.get(where.rpartition(".")[2], LARGEST_INT)
+    require_form(file, state, form, where)
+    return state

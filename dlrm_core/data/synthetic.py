@@ -234,9 +234,9 @@ _SKIPPED_AT_ONCE = 1 << 20
 
 @dataclass(eq=False)
 class FacebookLoop(_BagLaw):
-    """The law as the experiment ran it: a Python loop over samples.
+    """The law as facebook's script runs it: a Python loop over samples.
 
-    Slow on purpose: it is the oracle for :mod:`dlrm_core.data.facebook_replay` and the
+    Slow on purpose: it is the oracle for data.generator: facebook (:mod:`dlrm_kernels`) and the
     honest baseline, since the experiment's CPU time goes here.
     """
 

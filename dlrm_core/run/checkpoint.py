@@ -71,10 +71,7 @@ class Checkpoint:
             self.tensors[group][name].check(target)
 
     def require_same_tensors(self, group: str, targets: Mapping[str, Any]) -> None:
-        """Refuse a group with other tensors than this run's.
-
-        Args:
-            targets: by name, anything with ``shape`` and ``dtype``.
+        """Refuse a group with other tensors than this run's ``targets``.
 
         Raises:
             InputError: naming the tensor and both shapes or types.

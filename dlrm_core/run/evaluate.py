@@ -144,11 +144,8 @@ def held_out_batches(
     generator = make_generator(other, device)
     total = count or STREAM_BATCHES
     for first in range(0, total, share.ranks):
-        for place in range(first, min(first + share.ranks, total)):
-            batch = generator.next_batch()
-            if place == first + share.rank:
-                of_rank = batch
-        yield of_rank if first + share.rank < total else batch.part(0, 0)
+        of_ranks = [generator.next_batch() for _ in range(min(share.ranks, total - first))]
+        yield of_ranks[share.rank] if share.rank < len(of_ranks) else of_ranks[0].part(0, 0)
 
 
 def predict(model: DLRM, batch: Batch, precision: DensePrecision) -> torch.Tensor:

@@ -227,8 +227,7 @@ class Report:
     def interval(self, rate: float) -> None:
         """Tell of what was settled since the interval before, if anything was.
 
-        Args:
-            rate: learning rate of the last iteration.
+        ``rate`` is the learning rate of the last iteration.
         """
         begin, self._reported = self._reported, len(self.done_ms)
         losses = self.done_losses[begin:]
@@ -273,11 +272,7 @@ class Report:
         self._tell(self._evaluation_lines[-1])
 
     def checkpoint(self, iteration: int, save: Callable[[], Path | None]) -> None:
-        """Have a checkpoint written, and tell of it.
-
-        Args:
-            save: writes it; its folder, or None where another rank wrote it.
-        """
+        """Have a checkpoint written, and tell of it unless another rank wrote it."""
         started = time.perf_counter()
         if self._lines is not None:
             # who goes on from the checkpoint expects the lines before it

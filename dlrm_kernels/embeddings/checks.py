@@ -88,6 +88,31 @@ def check_rows(table: int, weight: torch.Tensor) -> None:
         )
 
 
+class InBackward:
+    """A back end that updates the tables while backward runs, by :meth:`backpropagate`.
+
+    Every ``backward()`` is a step; nothing is kept between the two.
+    """
+
+    _anchor: torch.Tensor
+    """A graph needs a leaf: the tables are none, they have no gradient."""
+
+    def forward(self, tables: EmbeddingTables, batch: Batch) -> list[torch.Tensor]:
+        """T pooled vectors, each (B, d).
+
+        Raises:
+            InputError: a batch laid out otherwise, or an index outside its table; on a GPU it
+                may be that of an earlier batch.
+        """
+        return list(Lookup.apply(self._anchor, self, tables, batch))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Do nothing: the tables have no gradient."""
+
+    def step(self) -> None:
+        """Do nothing: the update is done when backward is."""
+
+
 class Lookup(torch.autograd.Function):
     """Pooling as a node of torch's graph whose backward updates the tables."""
 

@@ -25,14 +25,20 @@ from dlrm_core.base.errors import InputError, MissingToolError
 from dlrm_core.data.batch import Batch
 from dlrm_core.embeddings import FBGEMM_LANES, FBGEMM_ROWWISE_ELEMENTS, EmbeddingTables
 from dlrm_core.optimizers import EPSILON, OPTIMIZERS
-from dlrm_kernels.embeddings.checks import BAD_INDEX, BAD_OFFSET, check_batch, describe_fault
+from dlrm_kernels.embeddings.checks import (
+    BAD_INDEX,
+    BAD_OFFSET,
+    InBackward,
+    check_batch,
+    describe_fault,
+)
 from dlrm_kernels.embeddings.pages import empty_table
 
 DISTRIBUTIONS = ("fbgemm-gpu-cpu", "fbgemm-gpu")
 """The packages that provide ``fbgemm_gpu``: for the CPU, and for CUDA (which has both)."""
 
 
-class Fbgemm:
+class Fbgemm(InBackward):
     """Tables by ``SplitTableBatchedEmbeddingBagsCodegen``.
 
     Its exact optimisers sum a row's gradients before they update it once, as the
@@ -97,12 +103,6 @@ class Fbgemm:
                 raise InputError(fault) from error
             raise
         return list(pooled.split(self._dim, dim=1))
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing is kept between backward and step."""
-
-    def step(self) -> None:
-        """Nothing is left to do: the update is done when backward is."""
 
     def _build(self, weights: list[torch.nn.Parameter], learning_rate: float) -> Any:
         api, device = self._api, weights[0].device

@@ -24,7 +24,7 @@ from dlrm_core.embeddings import EmbeddingTables
 from dlrm_core.optimizers import EPSILON, OPTIMIZERS
 from dlrm_kernels.embeddings import kernels as k
 from dlrm_kernels.embeddings import kernels_narrow, kernels_sorted
-from dlrm_kernels.embeddings.checks import Lookup, check_batch, check_rows, describe_fault
+from dlrm_kernels.embeddings.checks import InBackward, check_batch, check_rows, describe_fault
 from dlrm_kernels.embeddings.pages import empty_table
 from dlrm_kernels.native import compile_kernel, require_numba
 from dlrm_kernels.vectors import ENTERED, NEXT_UNIT, UNITS
@@ -44,7 +44,7 @@ FORMATS = {
 """Type of the tables' numbers to the kernels' name of it."""
 
 
-class FusedCpu:
+class FusedCpu(InBackward):
     """Tables on the CPU by kernels of our own.
 
     Args:
@@ -88,23 +88,8 @@ class FusedCpu:
             notice = compile_kernel(kernel)[1]
             if notice and notice not in self.notices:
                 self.notices.append(notice)
-        # a graph needs a leaf: the tables are none, they have no gradient
         self._anchor = torch.zeros(0, requires_grad=True)
         self._scratch = np.empty(0, np.int64)
-
-    def forward(self, tables: EmbeddingTables, batch: Batch) -> list[torch.Tensor]:
-        """T pooled vectors, each (B, d) float32.
-
-        Raises:
-            InputError: an index outside its table, or a batch laid out otherwise.
-        """
-        return list(Lookup.apply(self._anchor, self, tables, batch))
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Do nothing: the tables have no gradient."""
-
-    def step(self) -> None:
-        """Do nothing: the update is done when backward is."""
 
     def pool(self, tables: EmbeddingTables, batch: Batch) -> torch.Tensor:
         """Pooled vectors (T, B, d) float32, outside of any graph."""

@@ -24,7 +24,7 @@ from dlrm_core.optimizers import EPSILON, OPTIMIZERS
 from dlrm_kernels.embeddings.checks import (
     BAD_INDEX,
     BAD_OFFSET,
-    Lookup,
+    InBackward,
     check_batch,
     check_rows,
     describe_values,
@@ -32,8 +32,6 @@ from dlrm_kernels.embeddings.checks import (
 
 MAX_DIM = 1024
 """Widest row: a program holds whole rows in registers."""
-
-_KEY_BYTES, _SOURCE_BYTES, _ORDER_BYTES = 4, 4, 8
 
 
 @dataclass(frozen=True)
@@ -73,7 +71,7 @@ def tiles_for(width: int, bag_size: float) -> Tiles:
     )
 
 
-class FusedGpu:
+class FusedGpu(InBackward):
     """Tables on a GPU by Triton kernels (:mod:`dlrm_kernels.embeddings.kernels_gpu`).
 
     Args:
@@ -125,7 +123,6 @@ class FusedGpu:
             for weight in weights
         ]
         self._check_tables(tables)
-        # a graph needs a leaf: the tables are none, they have no gradient
         self._anchor = torch.zeros(0, device=self.device, requires_grad=True)
         self._fault = torch.zeros(4, dtype=torch.int64, device=self.device)
         self._seen = torch.zeros(4, dtype=torch.int64, pin_memory=self.device.type == "cuda")
@@ -150,23 +147,6 @@ class FusedGpu:
     def updates(self, count: int) -> None:
         self._updates.fill_(count)
 
-    def forward(self, tables: EmbeddingTables, batch: Batch) -> list[torch.Tensor]:
-        """T pooled vectors, each (B, d): views of one tensor (T, B, d).
-
-        An index outside its table counts as no lookup; it is reported by a later call
-        (see :meth:`check`), and until then no table is updated.
-
-        Raises:
-            InputError: a batch laid out otherwise; or what an earlier batch asked for.
-        """
-        return list(Lookup.apply(self._anchor, self, tables, batch))
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing is kept between backward and step."""
-
-    def step(self) -> None:
-        """Nothing is left to do after backward."""
-
     def check(self) -> None:
         """Wait for the GPU, and report what a batch so far asked for and must not.
 
@@ -181,7 +161,11 @@ class FusedGpu:
         self.raise_if_seen()
 
     def pool(self, tables: EmbeddingTables, batch: Batch) -> torch.Tensor:
-        """Pooled vectors (T, B, d) outside of any graph."""
+        """Pooled vectors (T, B, d) outside of any graph.
+
+        An index outside its table counts as no lookup; it is reported by a later call
+        (see :meth:`check`), and until then no table is updated.
+        """
         from dlrm_kernels.embeddings import kernels_gpu as k
 
         self._check_tables(tables)
@@ -370,18 +354,6 @@ def in_one(tensors: list[torch.Tensor]) -> tuple[torch.Tensor, int, int]:
         return first, step // size, first.stride(0)
     one = torch.stack(tensors)
     return one, one.stride(0), one.stride(1)
-
-
-def scratch_bytes(lookups: int, dim: int) -> int:
-    """What backward holds beside the tables at its peak, for so many lookups.
-
-    Keys and their order twice (torch's sort has a copy of each), sources, and the sums
-    that tiles leave over: two rows for every tile, and a little for the levels above.
-    """
-    width = 1 << (dim - 1).bit_length()
-    tiles = -(-lookups // tiles_for(width, 1.0).run)
-    rows = 2 * tiles + 2 * tiles // 8
-    return lookups * (2 * (_KEY_BYTES + _ORDER_BYTES) + _SOURCE_BYTES) + rows * dim * 4
 
 
 def _require_32_bits(what: str, count: int) -> None:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from dlrm_core.data.batch import Batch
 from dlrm_core.embeddings import EmbeddingTables
 from dlrm_core.optimizers import EPSILON, OPTIMIZERS
+from dlrm_kernels.embeddings.checks import InBackward
 from dlrm_kernels.rounding import GROUP_BITS, round_rows, words
 
 
-class TorchRows:
+class TorchRows(InBackward):
     """Lookups and updates of rows of 2 bytes a number by torch's operators, the oracle of others.
 
     Each row that a batch looked up is updated once, with the float32 sum of its gradients.
@@ -43,9 +42,19 @@ class TorchRows:
         self._anchor = torch.zeros(0, requires_grad=True)
         self._made: list[tuple[int, torch.Tensor, torch.Tensor]] = []
 
-    def forward(self, tables: EmbeddingTables, batch: Batch) -> list[torch.Tensor]:
-        """T pooled vectors, each (B, d) float32."""
-        return list(_NarrowLookup.apply(self._anchor, self, tables, batch))
+    def pool(self, tables: EmbeddingTables, batch: Batch) -> torch.Tensor:
+        """Pooled vectors (T, B, d) float32 outside of any graph."""
+        weights, offsets = tables.weights, batch.offsets
+        pooled = torch.empty(*offsets.shape, weights[0].shape[1], device=offsets.device)
+        for t, weight in enumerate(weights):
+            rows = weight[batch.table_indices(t)].float()
+            each = torch.arange(len(rows), device=rows.device)
+            pooled[t] = torch.nn.functional.embedding_bag(each, rows, offsets[t], mode="sum")
+        return pooled
+
+    def extents(self, batch: Batch) -> Batch:
+        """The batch, which backward looks at once more."""
+        return batch
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients that have not been applied."""
@@ -61,7 +70,14 @@ class TorchRows:
         self.updates += 1
         self._made.clear()
 
-    def note(self, batch: Batch, gradients: tuple[torch.Tensor, ...]) -> None:
+    def backpropagate(
+        self,
+        tables: EmbeddingTables,
+        indices: torch.Tensor,
+        offsets: torch.Tensor,
+        batch: Batch,
+        gradients: list[torch.Tensor],
+    ) -> None:
         """Keep, for each table, the rows of a batch (n,) and their float32 gradients (n, d)."""
         for table, gradient in enumerate(gradients):
             ends = torch.tensor([len(batch.table_indices(table))], device=gradient.device)
@@ -86,28 +102,3 @@ class TorchRows:
         number = self._tables.numbers[table]
         drawn = words(self.seed, self.updates, number, groups, members, weight.shape[1])
         weight[rows] = round_rows(weight[rows].float() - change, drawn, weight.dtype)
-
-
-class _NarrowLookup(torch.autograd.Function):
-    """Pooling as a node of torch's graph whose backward notes the rows' gradients."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, anchor: torch.Tensor, backend: TorchRows, tables: EmbeddingTables, batch: Batch
-    ) -> tuple[torch.Tensor, ...]:
-        ctx.rest = (backend, batch)
-        pooled = []
-        for t, weight in enumerate(tables.weights):
-            rows = weight[batch.table_indices(t)].float()
-            each = torch.arange(len(rows), device=rows.device)
-            pooled.append(
-                torch.nn.functional.embedding_bag(each, rows, batch.offsets[t], mode="sum")
-            )
-        return tuple(pooled)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, ...]:
-        backend, batch = ctx.rest
-        backend.note(batch, gradients)
-        return None, None, None, None

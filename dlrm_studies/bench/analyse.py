@@ -299,6 +299,8 @@ def losses(document: Document) -> pd.DataFrame:
 
 def conditions(document: Document) -> pd.DataFrame:
     """How it was measured, equal for all contestants: ``setting`` and ``value``, texts."""
+    if "settings" not in document:  # no round was asked for
+        return pd.DataFrame(columns=["setting", "value"])
     settings, machine = document["settings"], document["machine"]
     cores = settings.get("cores")
     usable = settings.get("usable_cores", "?")

@@ -56,7 +56,7 @@ _TABLES = {"model.tables": 26, "model.table_rows": [100_000]}
 SHAPES = {
     case.name: case
     for case in (
-        Case("8x1M-100", "the experiment: 8 tables of 1,000,000 rows, up to 100 indices", {}),
+        Case("8x1M-100", "the benchmark script: 8 tables of 1,000,000 rows, up to 100 indices", {}),
         Case("8x1M-10", "its tables, up to 10 indices", {"data.indices_per_lookup": 10}),
         Case(
             "26x100k-10",

@@ -90,11 +90,6 @@ class BenchEffort:
     bare: bool = False
 
     def __post_init__(self) -> None:
-        if self.rounds < 1 or self.iterations < 1:
-            raise InputError(
-                f"a benchmark needs rounds >= 1 and iterations >= 1, not {self.rounds} and "
-                f"{self.iterations}"
-            )
         if not self.threads or min(self.threads) < 1 or max(self.threads) > MOST_THREADS:
             raise InputError(
                 f"threads is {list(self.threads)}, expected counts from 1 to {MOST_THREADS}"
@@ -135,6 +130,11 @@ class BenchPlan:
     run_plain: bool = True
 
     def __post_init__(self) -> None:
+        rounds, iterations = self.effort.rounds, self.effort.iterations
+        if rounds < 1 or iterations < 1:
+            raise InputError(
+                f"a benchmark needs rounds >= 1 and iterations >= 1, not {rounds} and {iterations}"
+            )
         if self.others.peer is not None:
             require_peer(self.others.peer)
             if self.plain.model.interaction not in PEER_INTERACTIONS:

@@ -82,7 +82,8 @@ def start_benchmark(
             benchmark is the ``embeddings.json`` beside it, if there is one.
         others: contestants beside these two.
         shapes: names of shapes; empty: the parameters as they are, unless ``growth`` is given.
-        effort: how much is measured; the bare work of each round always is.
+        effort: how much is measured; the bare work of each round always is. With no round only
+            the page's other sections are measured, as far as they are asked for.
 
     Raises:
         InputError: a name or count cannot be used, or a file is no benchmark.
@@ -94,6 +95,9 @@ def start_benchmark(
         document = read_benchmark(file)
         sentence = f"This page shows the benchmark in `{file}`, measured on {document['date']}."
         return Benchmark(sentence, file, None, document, embeddings)
+    if effort is not None and not effort.rounds:
+        sentence = "The contestants were not timed in turns: `rounds` is 0."
+        return Benchmark(sentence, folder / BENCHMARK.name, document={"cases": []})
     others = others or Others()
     cases = shape_cases(",".join(shapes), "shapes") + growth_cases(",".join(growth), "growth")
     plan = BenchPlan(

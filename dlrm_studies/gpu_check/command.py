@@ -209,7 +209,7 @@ def versions() -> dict[str, str | None]:
 
 
 def recordings(folder: Path) -> Iterator[dict[str, Any]]:
-    """Profiles of the experiment as it was run, its data replayed, and of the fast step."""
+    """Profiles of facebook's benchmark shape, its data replayed, and of the fast step."""
     seed = load_parameters(
         PRESETS / "seed.yaml", ["training.device=cuda", "data.generator=facebook"]
     )

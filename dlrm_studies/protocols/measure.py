@@ -29,7 +29,7 @@ import torch
 
 from dlrm_core.base.engines import engine
 from dlrm_core.base.errors import InputError
-from dlrm_core.base.files import write_json
+from dlrm_core.base.files import plain, read_json, write_json
 from dlrm_core.base.machine import device_name, peak_memory_by_device
 from dlrm_core.commands import as_rank, started_by_torchrun
 from dlrm_core.config import Parameters, load_parameters
@@ -48,6 +48,7 @@ from dlrm_workbook.evidence.latency import (
 from dlrm_workbook.evidence.power import power_meter
 from dlrm_workbook.ground.machine import machine_facts, versions
 from dlrm_workbook.ground.processes import python_module, run_child
+from dlrm_workbook.ground.runs import runs_of
 from dlrm_workbook.ground.turns import elapsed_ms
 
 TRAINING = ("steady", "nvidia", "facebook", "deepspark")
@@ -258,7 +259,34 @@ def measured_or_read(
         *("--batch-sizes", ",".join(map(str, batch_sizes))),
     )
     run_child(command, stage="protocols").require_success("dlrm protocols")
-    return PROTOCOLS.read(record)
+    fields = PROTOCOLS.read(record) | {"scalability": scalability_of(parameters, folder.parents[1])}
+    return PROTOCOLS.write(record, fields)
+
+
+def scalability_of(parameters: Parameters, root: Path) -> dict[str, Any] | None:
+    """Efficiency of the most ranks that the newest scaling run of this training measured.
+
+    Args:
+        root: of the dated folders in which ``dlrm run scaling`` left its record.
+
+    Returns:
+        ``ranks``, ``efficiency`` (speed-up over ranks, the batch divided among them) and ``run``
+        (the folder's name); None where no such run is there.
+    """
+    sections = plain(parameters.to_sections())
+    for run in runs_of(root, "scaling"):
+        try:
+            record = read_json(run / "scaling.json")
+            same = all(record["parameters"][name] == sections[name] for name in ("model", "data"))
+            batch = record["parameters"]["training"]["batch_size"]
+            rows = [row for row in record["measured"] if row["scaling"] == "strong"]
+        except (InputError, KeyError, TypeError):
+            continue
+        if same and rows and batch == sections["training"]["batch_size"]:
+            most = max(rows, key=lambda row: row["ranks"])
+            if most["efficiency"] is not None:
+                return {name: most[name] for name in ("ranks", "efficiency")} | {"run": run.name}
+    return None
 
 
 def as_text(measured: Mapping[str, Any]) -> str:

@@ -215,7 +215,10 @@ def _mean_auc(seeded: Any) -> float | None:
 # DeepSpark's eight columns.
 
 NO_SEEDS = f"{NOT_MEASURED}: -p 'stability={{seeds: 10}}' measures it"
-ONE_PROCESS = f"{NOT_MEASURED}: one process ran; dlrm run scaling measures several"
+ONE_PROCESS = (
+    f"{NOT_MEASURED}: one process ran; dlrm run scaling measures several, and the next benchmark "
+    "of the same training finds its record"
+)
 NOT_PUBLISHED = "not published"
 
 
@@ -276,13 +279,14 @@ def _timed_run(document: Mapping[str, Any], seeded: Any) -> dict[str, Any]:
     """The training of ``dlrm protocols``, with the AUC of its seeds."""
     measured, training = document["measured"], document["parameters"]["training"]
     speeds = {one["protocol"]: one["samples_per_second"] for one in measured["training"]}
-    sizes = measured["peak_memory_by_device"]
+    sizes, measured_there = measured["peak_memory_by_device"], document.get("scalability")
     unread = (f"{name}: {reason}" for name, reason in measured["power"]["not_measured"].items())
     return _run_row(
         f"this run, {device_of(document)}",
         f"{len(measured['timings']['compute_ms'])} iterations timed",
         f"torch {document['versions'].get('torch', '')}, batch {training['batch_size']:,}, "
-        f"1 process, {measured['precision']}",
+        f"1 process, {measured['precision']}"
+        + (f" (scalability: {measured_there['ranks']} ranks)" if measured_there else ""),
         {
             "samples_per_second": (speeds["deepspark"], ""),
             "power_w": (measured["power_w"], _not_measured("; ".join(unread))),
@@ -291,8 +295,15 @@ def _timed_run(document: Mapping[str, Any], seeded: Any) -> dict[str, Any]:
                 _not_measured("the system does not report it"),
             ),
         }
-        | _of_seeds(seeded),
+        | _of_seeds(seeded)
+        | {"scalability": (_efficiency(document), ONE_PROCESS)},
     )
+
+
+def _efficiency(document: Mapping[str, Any]) -> float | None:
+    """Of the ranks that a scaling run of the same training measured."""
+    measured = document.get("scalability") or {}
+    return measured.get("efficiency")
 
 
 def _seeded_run(label: str, seeded: Any) -> dict[str, Any]:

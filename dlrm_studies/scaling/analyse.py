@@ -69,6 +69,7 @@ class Scaling:
         parameters: as they are, scaled to fit where the preset is.
         ranks: numbers of ranks to measure on this node; empty: none.
         file: where the record is, or will be.
+        folder: the page's own.
     """
 
     parameters: Parameters
@@ -79,6 +80,7 @@ class Scaling:
     record: ScalingRecord = field(default_factory=lambda: record_of({}))
     launch: dict[str, str] = field(default_factory=dict)
     notices: list[str] = field(default_factory=list)
+    folder: Path = Path()
 
     @property
     def network(self) -> Network:
@@ -101,6 +103,12 @@ class Scaling:
         if self.finished:
             self.record = read_record(self.file)
             self.launch = dict(read_json(self.file).get("launch") or {})
+            if self.record.checked is not None and not self.machine.gpu:
+                # a summary does not say what a process takes; the page's predictions need it
+                say("one process alone")
+                rows = measure.timed_alone(self.parameters, self.folder, say)
+                tables = {**self.record.tables, "compute_profile": pd.DataFrame(rows)}
+                self.record = replace(self.record, tables=tables)
             return
         document: dict[str, Any] = {}
         if self.ranks:
@@ -255,7 +263,9 @@ class Scaling:
     def sentence(self) -> str:
         """What this page shows, and what of the parameters ranks do without."""
         if self.finished:
-            return f"This page shows the record in `{self.file}`."
+            now = ", and predicts from one process that was timed now on this machine"
+            summary = self.record.checked is not None
+            return f"This page shows the record in `{self.file}`{now if summary else ''}."
         if not self.ranks:
             return "Nothing runs on several ranks here (`ranks` is empty): predictions only."
         listed = ", ".join(map(str, self.ranks))
@@ -286,7 +296,8 @@ def start(
         raise InputError(f"ranks is {list(ranks)}, expected numbers of 1 or more")
     predicted = machine_of(**machine)
     file = Path(record).expanduser().absolute() if record else folder / measure.RECORD
-    return Scaling(parameters, predicted, tuple(sorted(set(ranks))), file, finished=bool(record))
+    counts = tuple(sorted(set(ranks)))
+    return Scaling(parameters, predicted, counts, file, bool(record), folder=folder)
 
 
 def machine_of(

@@ -29,7 +29,7 @@ from dlrm_core.config import Parameters, load_parameters, parameters_from_sectio
 from dlrm_core.optimizers import OPTIMIZERS
 from dlrm_studies.runs import run_of_study
 from dlrm_studies.scaling.launch import launch_lines, run_ranks
-from dlrm_studies.scaling.model.record import FORMAT, VERSION
+from dlrm_studies.scaling.model.record import FORMAT, VERSION, measured_iterations, record_of
 from dlrm_workbook.analysis.changes import difference
 from dlrm_workbook.evidence.training import iteration_part_times
 from dlrm_workbook.ground.machine import machine_facts
@@ -79,6 +79,7 @@ def measure_scaling(
     effort: Effort | None = None,
     nodes: int = 2,
     on_progress: Callable[[str], None] = lambda text: None,
+    launch: Callable[..., None] | None = None,
 ) -> dict[str, Any]:
     """Measure a configuration on 1 and more ranks of this node.
 
@@ -89,6 +90,8 @@ def measure_scaling(
             with the same request, rounds that are there are not run again. Parameters that are
             of no file are written there for the lines of ``launch`` (``parameters.yaml``).
         nodes: of the multi-node lines that are printed.
+        launch: starts a command as so many ranks and waits for all; None: :func:`run_ranks`, on
+            this host.
 
     Returns:
         the record, see the module.
@@ -110,16 +113,18 @@ def measure_scaling(
         run["run"] = number
         plan.require_possible(parameters_from_sections(run["sections"]), run["ranks"])
     job = dataclasses.asdict(effort) | {"stretches": stretches}
-    tables = _launched(job, max(ranks), folder, on_progress)
+    tables = _launched(job, max(ranks), folder, on_progress, launch or run_ranks)
     record: dict[str, Any] = {"format": FORMAT, "version": VERSION, "machine": machine_facts()}
     record |= {"runs": _runs(runs, tables, threads)}
     record |= {name: tables[name] for name in RANKS_TABLES}
     record["notices"] = sorted({row["notice"] for row in tables["notices"]})
     record["not_measured"] = _not_measured(record, ranks)
     record["parameters"] = parameters.to_sections()
+    # what other studies read of it
+    record["measured"] = measured_iterations(record_of(record)).to_dict("records")
     record["launch"] = _launch(parameters, folder, max(ranks), nodes)
     if folder is not None:
-        write_json(folder / RECORD, record)
+        write_json(folder / RECORD, plain(record))
     return record
 
 
@@ -204,7 +209,11 @@ def _sizes_alone(
 
 
 def _launched(
-    job: dict[str, Any], ranks: int, folder: Path | None, on_progress: Callable[[str], None]
+    job: dict[str, Any],
+    ranks: int,
+    folder: Path | None,
+    on_progress: Callable[[str], None],
+    launch: Callable[..., None],
 ) -> dict[str, Any]:
     """What the launch measures: rounds kept from before, and the others now."""
     digest = hashlib.sha256(json.dumps(job, sort_keys=True).encode()).hexdigest()
@@ -225,7 +234,7 @@ def _launched(
                 for turn in range(before, job["rounds"])
                 for stretch in job["stretches"]
             ]
-            run_ranks(
+            launch(
                 python_module("dlrm_studies.scaling.worker", file, result),
                 ranks,
                 job["timeout_s"],

@@ -178,7 +178,8 @@ def predicted_measured_dots(table: pd.DataFrame) -> go.Figure:
     """
     predicted = table[table["predicted_ms"].notna()]
     labels = [
-        f"{row.ranks} ranks, batch {row.batch_size:,}, {kind_label(row.sharding)}"
+        f"{f'{row.case}: ' if 'case' in table else ''}{row.ranks} ranks, batch "
+        f"{row.batch_size:,}, {kind_label(row.sharding)}"
         for row in theme.rows_of(predicted)
     ]
     furthest = max(predicted[["high_ms", "measured_ms"]].to_numpy(float).ravel(), default=1.0)

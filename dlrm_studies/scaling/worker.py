@@ -35,7 +35,7 @@ from dlrm_core.base.machine import end_with_starter
 from dlrm_core.config import Parameters, parameters_from_sections
 from dlrm_core.data.batch import Share
 from dlrm_core.data.loader import make_generator
-from dlrm_core.model import fill_dense_with_torch
+from dlrm_core.model import fill_dense
 from dlrm_core.parts import capturing
 from dlrm_studies.scaling.collectives import TimedCollectives
 
@@ -313,7 +313,7 @@ def _make_step(
             memory.uniform_(-bound, bound, generator=generator)
     # the dense part's are alike on all ranks: training goes the same way everywhere
     dense = torch.Generator(world.device).manual_seed(parameters.training.seed)
-    fill_dense_with_torch(step.model, dense)
+    fill_dense(step.model, dense)
     return step
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 
 from dlrm_workbook.analysis.context_tree import missing_reason, unmeasured
-from dlrm_workbook.analysis.lines import _known, _Lines, growth, place
+from dlrm_workbook.analysis.lines import LineTable, growth, known_moments, place
 from dlrm_workbook.ground.arrays import Floats
 from dlrm_workbook.recordings.profile import Profile
 
@@ -34,7 +34,7 @@ def around(profile: Profile) -> pd.DataFrame:
         ``growth_ms`` as in :func:`~dlrm_workbook.analysis.lines.lines`, ``iterations`` (how many
         were sampled). Empty where no stack is known, or none of them runs a step.
     """
-    known = _known(profile)
+    known = known_moments(profile)
     if known is None or not known["iteration_ms"]:
         return unmeasured(AROUND, missing_reason(profile, ["lines"], "no stack was sampled"))
     table: pd.DataFrame = profile.once("lines around", lambda: _Around(known).rows())
@@ -44,7 +44,7 @@ def around(profile: Profile) -> pd.DataFrame:
     return table
 
 
-class _Around(_Lines):
+class _Around(LineTable):
     """The paths that lie around the model, each from the statement of the step downwards."""
 
     def rows(self) -> pd.DataFrame:

@@ -20,6 +20,7 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 
+from dlrm_core.base.errors import InputError
 from dlrm_core.parts import COMPONENTS, ITERATION_SPAN, PHASES
 from dlrm_workbook.analysis.context_tree import distinct, of_streams, running
 from dlrm_workbook.analysis.steady import SteadyState, steady_state
@@ -37,6 +38,9 @@ KEYS = [*PART, "where"]
 
 IDLE = "idle"
 """Component, and ``where``, of the time in which the GPU idles and the host was not measured."""
+
+GPU_SPAN = 0.02
+"""Share of a trace without iterations from which on its GPU's first and last operation bound it."""
 
 NO_THREAD = -1
 """Row of a thread that the recording does not have."""
@@ -131,7 +135,13 @@ def per_iteration(profile: Profile) -> pd.DataFrame:
 
     Returns:
         ``iteration``, ``component``, ``phase``, ``where``, ``time_ms``.
+
+    Raises:
+        InputError: nothing in the recording lasts, so that it has no time to explain.
     """
+    trace = profile.trace
+    if len(trace) and not trace["end_ns"].gt(trace["start_ns"]).any():
+        raise InputError("the recording has no time to explain: none of its spans lasts")
     if profile.trace.empty or windows(profile).empty:
         return _sampled(profile)
     return profile.once("per_iteration", lambda: _traced(profile))
@@ -140,18 +150,24 @@ def per_iteration(profile: Profile) -> pd.DataFrame:
 def windows(profile: Profile) -> pd.DataFrame:
     """The iterations in order of time; where none is known, the whole recording as one.
 
-    That is a torch trace from its first span to its last, and a database from the first
-    operation of a GPU to the last, since start-up is recorded too; empty without either.
-    Columns as in ``profile.iterations``.
+    That is from the first operation of a GPU to the last, since start-up is recorded too; a torch
+    trace in which these are little of it, or none, from its first span to its last. Empty without
+    either. Columns as in ``profile.iterations``.
     """
     if len(profile.iterations):
         return profile.iterations.sort_values("start_ns")
-    is_torch = profile.meta.get("engine") == "torch"
-    work = profile.trace if is_torch else of_streams(profile)
-    if work.empty or work["end_ns"].max() <= work["start_ns"].min():
+    first, last = _edges(of_streams(profile))
+    whole = _edges(profile.trace)
+    if profile.meta.get("engine") == "torch" and last - first < GPU_SPAN * (whole[1] - whole[0]):
+        first, last = whole
+    if last <= first:
         return profile.iterations
-    whole = {"iteration": 0, "start_ns": work["start_ns"].min(), "end_ns": work["end_ns"].max()}
-    return pd.DataFrame([whole])
+    return pd.DataFrame([{"iteration": 0, "start_ns": first, "end_ns": last}])
+
+
+def _edges(rows: pd.DataFrame) -> tuple[int, int]:
+    """The first start and the last end of rows of a trace, ns; zeros without any."""
+    return (int(rows["start_ns"].min()), int(rows["end_ns"].max())) if len(rows) else (0, 0)
 
 
 def host_is_traced(profile: Profile) -> bool:
@@ -162,7 +178,7 @@ def host_is_traced(profile: Profile) -> bool:
 def _traced(profile: Profile) -> pd.DataFrame:
     pieces = segments(profile)
     if pieces.empty:
-        return pieces.assign(time_ms=[])[["iteration", *KEYS, "time_ms"]]
+        return pd.DataFrame(columns=["iteration", *KEYS, "time_ms"])
     number, parts = _numbered_parts(profile)
     pieces["part"] = number[pieces["context"]]
     pieces["time_ms"] = (pieces["end_ns"] - pieces["start_ns"]) / 1e6
@@ -270,40 +286,6 @@ def unattributed(profile: Profile) -> pd.DataFrame:
     table = table[table[["device_ms", "host_ms"]].gt(0).any(axis=1)]
     order = [counted, "host_ms"]
     return table.sort_values(order, ascending=False, ignore_index=True)[UNATTRIBUTED]
-
-
-def data_against_compute(profile: Profile) -> pd.DataFrame:
-    """Making data, moving it, and everything else, an iteration a row.
-
-    Returns:
-        ``iteration``, ``data_ms``, ``transfer_ms``, ``compute_ms`` (all but those two), and
-        ``idle_ms`` where a GPU idled and the host was not measured.
-    """
-    iteration_parts = per_iteration(profile)
-    apart = ["data", "transfer", IDLE]
-    kind = iteration_parts["component"].where(iteration_parts["component"].isin(apart), "compute")
-    table = iteration_parts.groupby(["iteration", kind])["time_ms"].sum().unstack().fillna(0.0)
-    names = ["data", "transfer", "compute", *([IDLE] if IDLE in table else [])]
-    table = table.reindex(columns=names, fill_value=0.0)
-    return table.add_suffix("_ms").rename_axis(columns=None).reset_index()
-
-
-def spread(split: pd.DataFrame) -> pd.DataFrame:
-    """How much making data and everything else vary from iteration to iteration.
-
-    Args:
-        split: what :func:`data_against_compute` gives.
-
-    Returns:
-        ``what`` (``data``, ``transfer``, ``compute``, ``idle``, ``iteration``; those that took
-        any time), ``mean_ms``, ``median_ms``, ``min_ms``, ``max_ms``, ``share`` of the mean
-        iteration.
-    """
-    times = split.drop(columns="iteration").assign(iteration_ms=lambda table: table.sum(axis=1))
-    table = times.agg(["mean", "median", "min", "max"]).T.query("max > 0").add_suffix("_ms")
-    table["share"] = table["mean_ms"] / table["mean_ms"].max()
-    table.index = table.index.str.removesuffix("_ms")
-    return table.rename_axis("what").reset_index()
 
 
 def segments(profile: Profile, device: bool = True) -> pd.DataFrame:

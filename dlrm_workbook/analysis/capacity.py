@@ -5,7 +5,7 @@ What is needed comes from :func:`dlrm_kernels.memory.forecast_memory`; nothing i
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import pandas as pd
@@ -22,10 +22,10 @@ from dlrm_kernels.memory import (
     largest_rows,
     total_bytes,
 )
-from dlrm_workbook.analysis.devices import Device, device
+from dlrm_workbook.analysis.devices import DEVICES, Device
 
-SHEETS = ("A100-40GB", "A100-80GB", "H100-SXM", "H200")
-"""GPUs that every report answers for; their memory is the data sheet's."""
+MOST_GPUS = 1024
+"""More GPUs of one kind than so many are not tried."""
 
 CUDA_CONTEXT_BYTES = 600 << 20
 """Of a GPU's memory, taken by the CUDA context and torch's kernels; assumed, not measured:
@@ -48,6 +48,9 @@ class Verdict:
         largest_on_gpu_bytes: on a GPU, the most of ``training.embeddings_on_gpu_bytes`` that
             fits; None where not even 0 does, or on a host.
         host_bytes: what the host needs then beside a GPU.
+        gpus: of a data sheet, the least power of two of such GPUs that holds the run; None where
+            1,024 do not, or of another target.
+        each_bytes, each_host_bytes: what the fullest of these needs, and the host for it.
     """
 
     target: str
@@ -62,6 +65,9 @@ class Verdict:
     rows_factor: float | None
     largest_on_gpu_bytes: int | None
     host_bytes: int
+    gpus: int | None = None
+    each_bytes: int | None = None
+    each_host_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -85,7 +91,7 @@ class Capacity:
         table["exceeded_by_bytes"] = table["exceeded_by_bytes"].mask(
             table["exceeded_by_bytes"].eq(0)
         )
-        return table[[*shown, "host_bytes"]]
+        return table[[*shown, "host_bytes", "gpus", "each_bytes", "each_host_bytes"]]
 
     def weights(self) -> pd.DataFrame:
         """``what``, ``value``, ``unit``: how many weights the model has, what a run needs."""
@@ -132,7 +138,7 @@ def capacity_of(parameters: Parameters, gpu_bytes: int | None = None) -> Capacit
     verdicts = [_verdict(parameters, "host", "this host", available_host_memory(), here)]
     if here:
         verdicts.append(_verdict(parameters, "gpu", "this GPU", gpu_bytes, True))
-    verdicts += [sheet_verdict(parameters, device(name)) for name in SHEETS]
+    verdicts += [sheet_verdict(parameters, sheet) for sheet in DEVICES]
     return Capacity(
         counts | {"all": sum(counts.values())},
         tuple(items),
@@ -144,7 +150,15 @@ def capacity_of(parameters: Parameters, gpu_bytes: int | None = None) -> Capacit
 def sheet_verdict(parameters: Parameters, sheet: Device) -> Verdict:
     """Whether a run would fit on a GPU, by its data sheet."""
     limit = int(1e9 * sheet.memory_gb) - CUDA_CONTEXT_BYTES
-    return _verdict(parameters, "gpu", sheet.name, limit, True, sheet.source)
+    verdict = _verdict(parameters, "gpu", sheet.name, limit, True, sheet.source)
+    gpus = 1
+    while gpus <= MOST_GPUS:
+        items = forecast_memory(parameters, True, gpus)
+        if (each := total_bytes(items, "gpu")) <= limit:
+            host = total_bytes(items, "host")
+            return replace(verdict, gpus=gpus, each_bytes=each, each_host_bytes=host)
+        gpus *= 2
+    return verdict
 
 
 def _verdict(

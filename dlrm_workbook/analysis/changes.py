@@ -7,7 +7,6 @@ What a change does to the parameters, and to which parts of a step, is in
 from __future__ import annotations
 
 import argparse
-import difflib
 import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields
@@ -16,8 +15,15 @@ from typing import Any
 import yaml
 
 from dlrm_core.base.errors import InputError
-from dlrm_core.base.settings import LARGEST_INT, called, describe_type, read_yaml, shown
-from dlrm_core.config import SECTIONS, Parameters
+from dlrm_core.base.settings import (
+    LARGEST_INT,
+    called,
+    describe_type,
+    option_text,
+    read_yaml,
+    shown,
+)
+from dlrm_core.config import SECTIONS, Parameters, require_effect, unknown_name
 from dlrm_workbook.evidence.dependence import Change, changed_parameters
 
 LEAVES = [f"{section}.{leaf.name}" for section, kind in SECTIONS.items() for leaf in fields(kind)]
@@ -39,9 +45,7 @@ def flat_change(change: Mapping[str, Any], where: str = "change") -> dict[str, A
             flat[name] = value
     for name in flat:
         if name not in LEAVES:
-            close = difflib.get_close_matches(called(name), LEAVES, n=1, cutoff=0.5)
-            hint = f"; did you mean {close[0]}?" if close else "; expected SECTION.NAME"
-            raise InputError(f"{where}: unknown parameter {called(name)}{hint}")
+            raise InputError(f"{where}: {unknown_name(name, LEAVES)}")
     return flat
 
 
@@ -57,20 +61,21 @@ def read_change(options: Iterable[str]) -> dict[str, Any]:
     change: dict[str, Any] = {}
     for option in options:
         name, _, text = option.partition("=")
+        where = option_text(option)
         leaf = name.strip().partition(".")[2].strip()
         if not leaf and not text.strip().startswith("{") and "=" in text:
             leaf, _, text = (piece.strip() for piece in text.partition("="))
         try:
             value = read_yaml(text)
         except InputError as error:
-            raise InputError(f"-p {option}: {error}") from None
+            raise InputError(f"{where}: {error}") from None
         if leaf:
-            change |= flat_change({leaf: value}, f"-p {option}")
+            change |= flat_change({leaf: value}, where)
         elif isinstance(value, Mapping):
-            change |= flat_change(value, f"-p {option}")
+            change |= flat_change(value, where)
         else:
             raise InputError(
-                f"-p {option}: expected parameters with their new values, such as "
+                f"{where}: expected parameters with their new values, such as "
                 "'change={training.batch_size: 4096}' or change.training.batch_size=4096"
             )
     return change
@@ -85,7 +90,10 @@ def apply_change(parameters: Parameters, change: Change, where: str = "change") 
     if not change:
         return parameters
     try:
-        changed, _ = changed_parameters(parameters, flat_change(change, where))
+        flat = flat_change(change, where)
+        changed, _ = changed_parameters(parameters, flat)
+        for name, value in flat.items():
+            require_effect(changed, name, value, where)
     except InputError as error:
         raise InputError(f"{where}: {str(error).removeprefix(f'{where}: ')}") from None
     return changed

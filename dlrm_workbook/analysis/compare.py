@@ -52,7 +52,7 @@ from dlrm_workbook.ground.intervals import (
     t_interval,
     welch_degrees,
 )
-from dlrm_workbook.ground.units import milliseconds, signed_milliseconds
+from dlrm_workbook.ground.units import faster, milliseconds, signed_milliseconds
 from dlrm_workbook.recordings.profile import Profile, nearest
 
 WHOLE = "iteration"
@@ -533,6 +533,44 @@ def device_differences(before: Profile, after: Profile) -> pd.DataFrame:
     order = table["difference_ms"].abs().sort_values(ascending=False, kind="stable").index
     columns = [*keys, "before_ms", "after_ms", "difference_ms", *numbers[2:], *names]
     return table.loc[order, columns].reset_index(drop=True)
+
+
+APART = 1.2
+"""Ratio of two recordings' ratios from which on the GPU's work and the step are told apart."""
+
+
+def work_against_step(before: Profile, after: Profile) -> str:
+    """One sentence where the GPU's work and the step change by far other factors, with the part in
+    which the GPU's idle time changed most; "" elsewhere."""
+    table = recorded_differences(before, after)
+    work, words = [float(table[f"device_ms_{side}"].sum()) for side in ("before", "after")], ""
+    if iteration_count(before) == iteration_count(after):
+        # work at the edges of the iterations counts too
+        work = [float(profile.value_table("gpu_time_ms").sum()) for profile in (before, after)]
+        words = f" of {iteration_count(before)} iterations"
+    step = [step_estimate(profile)[0] for profile in (before, after)]
+    if not all(value > 0 for value in (*work, *step)):
+        return ""
+    ratios = work[0] / work[1], step[0] / step[1]
+    if max(ratios) < APART * min(ratios):
+        return ""
+    (now, then), changes = step, []
+    for ratio, times in zip(ratios, (work, step), strict=True):
+        change = faster(ratio, math.nan, math.nan, figures=2)
+        changes.append(
+            f"{change} ({milliseconds(times[0])} before, {milliseconds(times[1])} after)"
+        )
+    text = f"The GPU's kernels and copies{words} are {changes[0]}, the step is {changes[1]}"
+    idle = table["idle_ms_after"] - table["idle_ms_before"]
+    if not idle.abs().max() > 0.5 * abs(then - now):
+        return f"{text}."
+    row = table.loc[idle.abs().idxmax()]
+    part = part_label(str(row["component"]), str(row["phase"]))
+    shares = [row[f"idle_ms_{side}"] / whole for side, whole in (("before", now), ("after", then))]
+    return (
+        f"{text}, because of the GPU's idle time in {part}: {shares[0]:.0%} of the step before, "
+        f"{shares[1]:.0%} after."
+    )
 
 
 def _by_operator(profile: Profile) -> pd.DataFrame:

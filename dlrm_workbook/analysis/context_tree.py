@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 
 from dlrm_workbook.ground.arrays import Bools, Ints
-from dlrm_workbook.recordings.nesting import innermost
+from dlrm_workbook.recordings.nesting import enclosing_in_turn, innermost
 from dlrm_workbook.recordings.profile import Profile, nearest
 
 INSIDE_FUNCTIONS = ("line", "loop", "instruction")
@@ -146,13 +146,13 @@ def enclosing(start: Ints, end: Ints) -> Ints:
     Spans are sorted by start, outer before inner. On a stream they may overlap without
     nesting; then the one begun last has the time.
     """
-    parent = np.full(len(start), -1, dtype=np.int64)
+    parent, overlaps = enclosing_in_turn(start, end)
+    mixed = np.flatnonzero(overlaps)
     ends = end.tolist()
     stack: list[int] = []
-    for row, begin in enumerate(start.tolist()):
+    for row, begin in zip(mixed.tolist(), start[mixed].tolist(), strict=True):
         while stack and ends[stack[-1]] <= begin:
             stack.pop()
-        if stack:
-            parent[row] = stack[-1]
+        parent[row] = stack[-1] if stack else -1
         stack.append(row)
     return parent

@@ -16,11 +16,17 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 
-from dlrm_workbook.analysis.attribution import iteration_times_ms, true_trace
+from dlrm_core.config import ModelConfig, load_parameters
+from dlrm_workbook.analysis.attribution import iteration_count, iteration_times_ms, true_trace
 from dlrm_workbook.analysis.context_tree import of_streams
 from dlrm_workbook.analysis.gpu import copy_table
 from dlrm_workbook.analysis.idleness import gpu_idleness
+from dlrm_workbook.ground.units import milliseconds
+from dlrm_workbook.recordings.foreign import START_UP
 from dlrm_workbook.recordings.profile import Profile
+
+PRESET = "h100_experiment"
+"""Parameters of the model that the experiment trained."""
 
 COUNTED_AGAIN = "inclusive values added up: each is counted again at every caller above it"
 
@@ -118,6 +124,54 @@ def _measured(profile: Profile, host: Profile | None) -> dict[str, float]:
     if host is not None:
         figures["time on CPU threads"] = float(host.value_table("cpu_time_ms").sum()) / 1e3
     return figures
+
+
+def tables_seen(profile: Profile) -> pd.DataFrame:
+    """What the recording says of the model's embedding tables, beside :data:`PRESET`.
+
+    Returns:
+        ``figure``, ``unit``, ``recorded`` (NaN where the recording cannot tell), ``preset``.
+    """
+    model = load_parameters(PRESET, []).model
+    dense = 4 * sum(model.dense_weights.values())
+    rows, launched, copied = len(model.table_rows), math.nan, math.nan
+    contexts = profile.contexts
+    lookup = contexts["name"].str.contains("EmbeddingBag_updateOutputKernel", regex=False)
+    if profile.has("GKER:COUNT") and (lookup & contexts["kind"].eq("kernel")).any():
+        launched = float(profile.value_table("GKER:COUNT")[lookup].sum())
+    if profile.has("GXCOPY:H2D (B)"):
+        early = contexts["phase"].eq(START_UP)
+        copied = float(profile.value_table("GXCOPY:H2D (B)")[early].sum()) or math.nan
+    steps = iteration_count(profile)
+    table = [
+        ("lookups launched", "", launched, rows * steps),
+        ("tables: lookups of an iteration", "", launched / steps, rows),
+        ("weights copied to the GPU before training", "B", copied, dense + _table_bytes(model)),
+        ("rows of tables: what the MLPs leave of that", "", (copied - dense) / model.row_bytes,
+         sum(model.table_rows)),
+    ]  # fmt: skip
+    return pd.DataFrame(table, columns=["figure", "unit", "recorded", "preset"])
+
+
+def _table_bytes(model: ModelConfig) -> int:
+    return sum(model.table_rows) * model.row_bytes
+
+
+def promised(compared: pd.DataFrame, parts: pd.DataFrame) -> str:
+    """The published gain beside the most that less work of the GPU could bring, in a sentence.
+
+    Args:
+        compared: what :func:`beside` gives.
+        parts: time of a step by part, on the GPU (``where`` is ``device``) and not.
+    """
+    gain = compared.set_index("figure")["published"]["predicted gain"]
+    step = float(parts["time_ms"].sum())
+    busy = float(parts.loc[parts["where"].eq("device"), "time_ms"].sum())
+    return (
+        f"A report promised a gain of {gain:.0f}x. All work of the GPU takes {milliseconds(busy)} "
+        f"of a step of {milliseconds(step)}: without any of it the step would be "
+        f"{step / (step - busy):.3f}x as fast."
+    )
 
 
 def steps(profile: Profile) -> pd.DataFrame:

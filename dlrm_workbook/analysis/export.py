@@ -79,6 +79,9 @@ def perfetto(ranks: dict[int, Profile]) -> Iterator[dict[str, Any]]:
                 lane = further if beside else number + 1  # 0 has the iterations
                 yield _named("thread_name", rank, lane, f"{name}, at once" if beside else name)
                 some = rows[place == beside]
+                if kind == "gpu_stream":  # the last line has all for which there is no other
+                    begins = np.append(some["start_ns"].to_numpy()[1:], np.iinfo(np.int64).max)
+                    some = some.assign(end_ns=np.minimum(some["end_ns"], begins))
                 spans = _flame(profile, some) if by_calls else _as_they_are(some)
                 for context, start, end in spans:
                     arguments = {"part": parts[context], "kind": kinds[context]}

@@ -30,6 +30,7 @@ from dlrm_workbook.recordings.hpctoolkit.metrics import (
     COPY_KINDS,
     MEMORY_KINDS,
     STALLS,
+    SYNC_KINDS,
 )
 from dlrm_workbook.recordings.hpctoolkit.to_profile import profile_from_database
 from dlrm_workbook.recordings.nesting import stretch_at
@@ -78,7 +79,13 @@ COPY_NAMES = {"HtoD": "H2D", "DtoH": "D2H", "DtoD": "D2D", "HtoH": "H2H", "PtoP"
 COPY_NAMES |= {"HostToDevice": "H2D", "DeviceToHost": "D2H", "DeviceToDevice": "D2D"}
 """Directions in the names of torch's traces to those of HPCToolkit."""
 
-_COPY_FAMILIES = (("GXCOPY", ""), ("GICOPY", "implicit, "), ("GMSET", "memory set, "))
+_COPY_FAMILIES = (
+    ("GXCOPY", "", COPY_KINDS),
+    ("GICOPY", "implicit, ", COPY_KINDS),
+    ("GMSET", "memory set, ", MEMORY_KINDS),
+    ("GSYNC", "synchronisation, ", SYNC_KINDS),
+    ("GMEM", "allocation and release, ", MEMORY_KINDS),
+)
 
 
 def kernel_table(profile: Profile) -> pd.DataFrame:
@@ -271,6 +278,8 @@ def _rates(profile: Profile) -> pd.DataFrame:
 def copy_table(profile: Profile) -> pd.DataFrame:
     """GPU copies and memory sets by direction and by the host's memory, longest first.
 
+    Of HPCToolkit also synchronisation and allocation, where it recorded them.
+
     Returns:
         ``direction``, ``memory`` (``pageable`` or ``pinned`` of the host; "" where the recording
         does not tell), ``count``, ``bytes``, ``time_ms`` (over the run), ``gb_per_s`` (10^9
@@ -458,16 +467,16 @@ def _hpctoolkit_copies(profile: Profile) -> pd.DataFrame:
     tree copies one way, so it has the direction that its bytes have.
     """
     frames = []
-    for family, prefix in _COPY_FAMILIES:
+    for family, prefix, meaning in _COPY_FAMILIES:
         names = {metric for metric in profile.metrics["metric"] if metric.startswith(family)}
         part = profile.values_of(names.__contains__, "exclusive")
         part = part[part["value"].ne(0)]
         if part.empty:
             continue
         wide = part.pivot_table("value", "context", "metric", aggfunc="sum", fill_value=0.0)
-        kinds = [name for name in wide if str(name).endswith(" (B)")]
-        labels = {name: str(name).removeprefix(f"{family}:").removesuffix(" (B)") for name in kinds}
-        meaning = MEMORY_KINDS if family == "GMSET" else COPY_KINDS
+        kinds = [n for n in wide if str(n).startswith(f"{family}:") and n != f"{family}:COUNT"]
+        labels = {name: str(name).removeprefix(f"{family}:").partition(" ")[0] for name in kinds}
+        sized = [name for name in kinds if str(name).endswith(" (B)")]
         direction = pd.Series("", wide.index)
         for name in kinds:
             text = meaning.get(labels[name], labels[name])
@@ -480,7 +489,7 @@ def _hpctoolkit_copies(profile: Profile) -> pd.DataFrame:
                     "direction": prefix + direction.where(direction.ne(""), "of unknown kind"),
                     "memory": "",
                     "count": wide.get(f"{family}:COUNT", np.nan),
-                    "bytes": wide[kinds].sum(axis=1) if kinds else np.nan,
+                    "bytes": wide[sized].sum(axis=1) if sized else np.nan,
                     "time_ms": np.nan if seconds is None else 1e3 * seconds,
                 }
             )

@@ -25,11 +25,18 @@ from dlrm_workbook.analysis.attribution import PART
 from dlrm_workbook.analysis.context_tree import missing_reason, unmeasured
 from dlrm_workbook.analysis.devices import NO_NAME, Device, device_of
 from dlrm_workbook.analysis.kernel_names import kernel_name, short_names
+from dlrm_workbook.analysis.reasons import gpus_by_names, operator_text, rate_text, why
 from dlrm_workbook.analysis.roofline import ARITHMETIC, MEMORY
 from dlrm_workbook.ground.arrays import Bools, Floats, Ints
-from dlrm_workbook.recordings.open import COMMUNICATION
+from dlrm_workbook.recordings.foreign import COMMUNICATION
 from dlrm_workbook.recordings.profile import Profile, nearest
-from dlrm_workbook.recordings.torch.shape_work import OPERAND_BYTES, OPERATIONS, bytes_are
+from dlrm_workbook.recordings.torch.shape_work import (
+    NOTE,
+    NOTES,
+    OPERAND_BYTES,
+    OPERATIONS,
+    bytes_are,
+)
 
 CACHE_BANDWIDTH = "cache"
 """The limit of what asks for its bytes faster than memory gives them."""
@@ -39,7 +46,7 @@ RATE_COLUMNS = [
     *OPERATOR_KEYS,
     *("calls", "gpu_ms", "mean_us", "call_gflop", "call_bytes", "bytes_are"),
     *("intensity_flop_per_byte", "tflops_per_s", "gb_per_s", "tensor_cores"),
-    *("peak_tflops_per_s", "limit", "least_us", "share_of_ceiling", "kernels"),
+    *("peak_tflops_per_s", "limit", "least_us", "share_of_ceiling", "kernels", "reason"),
 ]
 
 NO_SHAPES = "no shapes of the inputs of operators: torch.profiler records them with record_shapes"
@@ -55,14 +62,15 @@ def peak_tflops(gpu: Device | None, precision: str, tensor_cores: bool | None) -
 
     Args:
         precision: of the operands: ``fp32``, ``tf32``, ``bf16``, ``fp16``.
-        tensor_cores: whether they are used; None if unknown.
+        tensor_cores: whether they are used; None if unknown: then no product of this precision is
+            faster than this.
     """
-    if gpu is None or tensor_cores is None:
+    if gpu is None:
         return math.nan
-    if not tensor_cores and precision != "fp32":
+    if tensor_cores is False and precision != "fp32":
         return math.nan  # sheets give no other rate without tensor cores
-    if tensor_cores and precision == "fp32":
-        return math.nan
+    if tensor_cores is not False and precision == "fp32" and gpu.vendor != "AMD":
+        return math.nan  # NVIDIA's cut its operands to TF32
     return gpu.tflops.get(precision, math.nan)
 
 
@@ -86,7 +94,9 @@ def operator_rates(profile: Profile) -> pd.DataFrame:
         ``peak_tflops_per_s`` (NaN also of convolutions by Winograd or FFT, which multiply
         less than their definition), ``limit`` (``arithmetic``, ``memory bandwidth``, or
         ``cache`` where bytes come faster than memory gives them), ``least_us`` (a call),
-        ``share_of_ceiling`` (least time over measured, at most 1), ``kernels`` (short names).
+        ``share_of_ceiling`` (least time over measured, at most 1), ``kernels`` (short names),
+        ``reason`` (what keeps it from the limit: :mod:`dlrm_workbook.analysis.reasons`; of a
+        recording that names no GPU for one of the architecture of its kernels).
         The most time first. ``attrs["device"]`` and ``attrs["source"]`` name the data sheet,
         ``attrs["device_reason"]`` says why there is none. Empty with a reason where shapes
         were not recorded.
@@ -94,10 +104,19 @@ def operator_rates(profile: Profile) -> pd.DataFrame:
     work = _Work(profile)
     if not work.known.any() or not profile.has("gpu_time_ms"):
         return unmeasured(RATE_COLUMNS, _why_no_work(profile))
+    table = _rates(work)
+    if table.empty:
+        return unmeasured(RATE_COLUMNS, "no kernel below an operator of known work was recorded")
+    table = table[RATE_COLUMNS].sort_values("gpu_ms", ascending=False, ignore_index=True)
+    table.attrs |= device_attributes(profile, device_of(profile.meta))
+    return table
+
+
+def _rates(work: _Work) -> pd.DataFrame:
+    """As :func:`operator_rates`, in no order, with ``rate`` in words; see :attr:`_Work.rate`."""
+    profile = work.profile
     contexts = profile.contexts
     rows = np.flatnonzero(work.known & (work.gpu_ms > 0))
-    if not len(rows):
-        return unmeasured(RATE_COLUMNS, "no kernel below an operator of known work was recorded")
     table = contexts[["name", "shapes", *PART]].iloc[rows].reset_index(drop=True)
     table["precision"] = work.precision[rows]
     table["calls"] = work.calls[rows]
@@ -106,12 +125,15 @@ def operator_rates(profile: Profile) -> pd.DataFrame:
     table["tensor_cores"] = work.tensor_cores[rows]
     table["kernels"] = work.kernel_texts()[rows]
     table["transformed"] = np.isin(rows, list(work.transformed))
-    keys = [*OPERATOR_KEYS, "tensor_cores", "kernels", "transformed"]
+    table["blocks"], table["notes"] = work.blocks(rows), work.notes()[rows]
+    keys = [*OPERATOR_KEYS, "tensor_cores", "kernels", "transformed", "blocks", "notes"]
     sums = ["calls", "gpu_ms", "flops", "bytes"]
     # a sum in which one is unknown is unknown
     table[sums] = table[sums].astype(float)
-    table = table.groupby(keys, as_index=False, sort=False)[sums].agg(_whole_sum)
-    gpu = device_of(profile.meta)
+    alike = table.groupby(keys, as_index=False, sort=False, dropna=False)
+    work.rate = dict(zip(rows.tolist(), alike.ngroup(), strict=True))
+    table = alike[sums].agg(_whole_sum)
+    gpu, gpus = device_of(profile.meta), gpus_of(profile)
     table["mean_us"] = 1e3 * table["gpu_ms"] / table["calls"]
     table["call_gflop"] = table["flops"] / table["calls"] / 1e9
     table["call_bytes"] = table["bytes"] / table["calls"]
@@ -139,9 +161,76 @@ def operator_rates(profile: Profile) -> pd.DataFrame:
     table["limit"] = [limit for limit, _, _ in limits]
     table["least_us"] = [least for _, least, _ in limits]
     table["share_of_ceiling"] = [share for _, _, share in limits]
-    table = table.sort_values("gpu_ms", ascending=False, ignore_index=True)[RATE_COLUMNS]
-    table.attrs |= device_attributes(profile, gpu)
+    lines = table.to_dict("records")
+    table["reason"] = [why(row, gpus[0]) if gpus else "" for row in lines]  # type: ignore[arg-type]
+    table["rate"] = [rate_text(row, gpus, gpu is not None) for row in lines]  # type: ignore[arg-type]
     return table
+
+
+def gpus_of(profile: Profile) -> tuple[Device, ...]:
+    """The GPU that a recording names; where it names none, those that it may be of; none where
+    no data sheet of the named one is listed."""
+    gpu = device_of(profile.meta)
+    if gpu is not None or profile.meta.get("device_name"):
+        return (gpu,) if gpu else ()
+    chosen = profile.of_kind("kernel") | profile.of_kind("runtime")
+    return gpus_by_names(map(str, profile.contexts["name"][chosen].unique()))
+
+
+def kernel_paces(profile: Profile) -> dict[str, tuple[str, str]]:
+    """Full name of each kernel to the operator at which it does most and how near the limits that
+    runs: (```aten::mm` (256 x 512)(512 x 64) in bf16``, ``runs at 4.5% of the rate of bf16
+    products: 2 output tiles for 132 multiprocessors``), or that it cannot be judged.
+
+    Kernels that no operator launches are left out, and all where no shapes were recorded.
+    """
+    if not profile.contexts["shapes"].ne("").any():
+        return {}
+    work = _Work(profile)
+    names, shapes = (profile.contexts[name].to_numpy() for name in ("name", "shapes"))
+    above = nearest(profile.contexts["parent"].to_numpy(), profile.of_kind("operator"))
+    judged: list[dict[str, Any]] = []
+    if work.main:
+        judged = [dict(row) for row in _rates(work).to_dict("records")]  # type: ignore[arg-type]
+    kernels = np.flatnonzero(work.is_kernel & (work.own_ms > 0) & (above >= 0))
+    table = pd.DataFrame({"name": names[kernels], "ms": work.own_ms[kernels]})
+    rate = [work.rate.get(int(operator), -1) for operator in work.operator[kernels]]
+    table["rate"], table["above"] = rate, np.where(np.array(rate) < 0, above[kernels], -1)
+    times = table.groupby(["name", "rate", "above"])["ms"].sum().sort_values()
+    paces = {}
+    for name, row, at in times.index:
+        if row >= 0:
+            paces[str(name)] = _pace(judged[row], gpus_of(profile))
+        else:
+            place = operator_text(str(names[at]), str(shapes[at]))
+            what = "its work" if shapes[at] else "its inputs"
+            if EXPERTS.search(str(names[at])):
+                what = "how many rows each expert gets"
+            paces[str(name)] = place, f"{UNJUDGED}, which does not tell {what}"
+    return paces
+
+
+EXPERTS = re.compile(r"moe\b|moe_|expert|fused_moe", re.I)
+UNJUDGED = "cannot be judged from what was recorded"
+
+
+def _pace(row: dict[str, Any], gpus: tuple[Device, ...]) -> tuple[str, str]:
+    """An operator, and what it reaches and why no more, of a row of :func:`_rates`."""
+    kind = f" in {row['precision']}" if row["precision"] not in ("", "unknown") else ""
+    place = f"{operator_text(row['name'], row['shapes'])}{kind}"
+    if not row["rate"]:
+        return place, f"{UNJUDGED}, {_why_unjudged(row, gpus)}"
+    return place, f"runs {row['rate']}" + (f": {row['reason']}" if row["reason"] else "")
+
+
+def _why_unjudged(row: dict[str, Any], gpus: tuple[Device, ...]) -> str:
+    if not gpus:
+        return "since no data sheet of its device is listed"
+    if row["transformed"]:
+        return "since its kernels multiply less than its definition (Winograd, FFT)"
+    return (
+        "by which it is faster than the data sheet allows, or of a precision without a rate there"
+    )
 
 
 RATE_KNOWN = "rate is known"
@@ -319,13 +408,17 @@ class _Work:
         parent = contexts["parent"].to_numpy()
         self.is_kernel = profile.of_kind("kernel")
         self.operator: Ints = nearest(parent, self.known | profile.of_kind("operator"))
-        self.operator = np.where(self.known[self.operator], self.operator, -1)
+        # what an operator without work of its own launches for a product above it is the product's
+        product = nearest(parent, flops > 0)
+        self.operator = np.where(self.known[self.operator], self.operator, product)
         self.tensor_cores = np.where(flops > 0, "unknown", "").astype(object)
         self.main: dict[int, list[int]] = {}
         """Operator to its kernels (contexts) that do its work."""
         self.transformed: set[int] = set()
         """Operators whose kernels do fewer operations than the definition: see _TRANSFORMED."""
         self.below: dict[int, list[int]] = {}
+        self.rate: dict[int, int] = {}
+        """Operator to its row in what :func:`_rates` gives."""
         self._look_at_kernels()
 
     def _look_at_kernels(self) -> None:
@@ -377,6 +470,20 @@ class _Work:
                 continue
             share[row] = self.launches[kernel] / launched
         return share
+
+    def blocks(self, operators: Ints) -> Floats:
+        """Mean blocks (k,) of a launch of the kernels that do each operator's work; or NaN."""
+        blocks = self.profile.value_table("GKER:BLKS_ACUMU", "inclusive").to_numpy()
+        main = [self.main[int(operator)] for operator in operators]
+        return np.array([blocks[few].sum() / self.launches[few].sum() for few in main])
+
+    def notes(self) -> Any:
+        """What is noted (n,) of each operator's inputs: see :data:`~.shape_work.NOTES`."""
+        texts = np.full(len(self.known), "", dtype=object)
+        for note in NOTES:
+            noted = self.profile.value_table(NOTE + note).to_numpy() == self.calls
+            texts[noted] = [f"{text} {note}".strip() for text in texts[noted]]
+        return texts
 
     def kernel_texts(self) -> Any:
         """Short names (n,) of the kernels that do each operator's work, the longest first."""

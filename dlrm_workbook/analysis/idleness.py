@@ -20,7 +20,6 @@ one that runs.
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import numpy as np
@@ -48,6 +47,7 @@ from dlrm_workbook.analysis.context_tree import (
 )
 from dlrm_workbook.analysis.launches import launched_operations
 from dlrm_workbook.ground.arrays import Ints
+from dlrm_workbook.recordings.foreign import COMMUNICATION
 from dlrm_workbook.recordings.nesting import overlap, stretch_at, union
 from dlrm_workbook.recordings.profile import Profile, inclusive_from_exclusive, nearest
 
@@ -367,11 +367,9 @@ OVERLAP_KINDS: dict[str, str] = {
     "data": "making batches",
 }
 
-_COLLECTIVE = re.compile(r"nccl|rccl|c10d::|gloo|all_?(?:to_?all|reduce|gather)", re.IGNORECASE)
-
 
 def overlaps(profile: Profile) -> pd.DataFrame:
-    """Copies, communication and making data against computing, in a mean iteration.
+    """Copies, communication and making the batch against computing, in a mean iteration.
 
     Returns:
         ``what`` (of ``OVERLAP_KINDS``), ``where`` (``device``, ``host`` or ``other threads``),
@@ -397,7 +395,7 @@ def overlaps(profile: Profile) -> pd.DataFrame:
 
 
 def _on_gpu(profile: Profile, work: pd.DataFrame) -> list[dict[str, Any]]:
-    exchanges = profile.which("name", lambda name: bool(_COLLECTIVE.search(name)))
+    exchanges = profile.which("name", lambda name: bool(COMMUNICATION.search(name)))
     exchange = exchanges[work["context"]]
     exchange |= work["component"].eq("communication").to_numpy()
     is_copy = work["kind"].eq("copy").to_numpy() & ~exchange
@@ -505,8 +503,9 @@ def idle_blame(profile: Profile, by: str = "function") -> pd.DataFrame:
 
     Returns:
         ``name``, ``kind``, ``file``, ``module``, ``component``, ``phase``, ``blamed_ms``,
-        ``share``; most first. ``blamed_ms`` adds up to the idle time and ``share`` to 1;
-        idle time in which no charged thread ran has a row of its own. Empty, with the
+        ``share``; most first. ``blamed_ms`` is of a mean iteration where iterations are marked
+        (``attrs["per"]``), as of all parts of a page, and adds up to the idle time, ``share`` to
+        1; idle time in which no charged thread ran has a row of its own. Empty, with the
         reason in ``attrs["not_measured"]``, without traces of a GPU and of CPU threads.
 
     Raises:
@@ -527,10 +526,12 @@ def idle_blame(profile: Profile, by: str = "function") -> pd.DataFrame:
     idle_start, idle_end = _idle(profile, streams["profile"].tolist(), first, last)
     blamed = _share_out(lanes, idle_start, idle_end, len(profile.contexts))
     table = _named(profile, by, blamed)
+    table["blamed_ms"] /= max(len(profile.iterations), 1)
     total = float(table["blamed_ms"].sum())
     table["share"] = table["blamed_ms"] / total if total else np.nan
     table = table.sort_values("blamed_ms", ascending=False, ignore_index=True)[BLAME]
-    table.attrs["span"] = span
+    per = "per iteration" if len(profile.iterations) else "of the recording"
+    table.attrs |= {"span": span, "per": per}
     return table
 
 

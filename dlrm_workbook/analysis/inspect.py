@@ -16,8 +16,9 @@ from dlrm_core.base.files import plain
 from dlrm_workbook.analysis.attribution import host_time, in_step_order, step_contexts
 from dlrm_workbook.analysis.context_tree import of_streams
 from dlrm_workbook.ground.runs import named_run
+from dlrm_workbook.recordings.foreign import COMMUNICATION
 from dlrm_workbook.recordings.nesting import union_ns
-from dlrm_workbook.recordings.open import COMMUNICATION, Recording, open_recording
+from dlrm_workbook.recordings.open import Recording, open_recording
 from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.recordings.torch.chrome_trace import GRAPH_LAUNCH
 

@@ -68,6 +68,14 @@ def short_names(full: Iterable[str]) -> dict[str, str]:
     return short
 
 
+def kernel_family(full: str) -> str:
+    """The short name without sizes, layouts and what follows: ``volta sgemm``."""
+    return _SIZES.split(kernel_name(full).short)[0]
+
+
+_SIZES = re.compile(r" #\d+| \w*\d+x\w*\d\w*")
+
+
 def _repeated(short: dict[str, str]) -> list[str]:
     counts = Counter(short.values())
     return [name for name in short if counts[short[name]] > 1]
@@ -416,6 +424,7 @@ _TRITON_KINDS = {
     "spl": "split scan",
 }
 _COLLECTIVE = re.compile(r"^(?:void )?(nccl|rccl|oneccl)(?:Dev)?(?:Kernel)?_?(?P<rest>\w+)", re.I)
+_EXPERTS = re.compile(r"\b(?:deep_ep|\w+::ep)::(?:\w+::)*(?P<rest>\w+)")
 _COLLECTIVE_WORDS = _by_spelling("""
 all-reduce      allreduce
 all-gather      allgather
@@ -477,6 +486,8 @@ def _triton(text: str) -> KernelName | None:
 
 
 def _collective(text: str) -> KernelName | None:
+    if experts := _EXPERTS.search(text):
+        return KernelName(_joined(["DeepEP", *_words(experts["rest"])]))
     match = _COLLECTIVE.match(text)
     if not match:
         return None
@@ -489,17 +500,20 @@ def _collective(text: str) -> KernelName | None:
 
 
 def _attention(text: str) -> KernelName | None:
-    if not re.search(r"flash_\w*(?:fwd|bwd)|fmha|sdpa|flash_?attention", text, re.I):
+    if not re.search(
+        r"flash_\w*(?:fwd|bwd)|fmha|sdpa|flash_?attention|\battn_(?:fwd|bwd)", text, re.I
+    ):
         return None
     signature = _signature(text)
     base = _pieces(signature, "::")[-1].partition("<")[0]
     backward = bool(re.search(r"bwd|backward|bprop", base, re.I))
     words = [w for w in _words(base) if w not in ("flash", "fwd", "bwd", "forward", "backward")]
-    library = "cudnn" if "cudnn" in text else "flash"
+    library = "cudnn" if "cudnn" in text else "flash" if "flash" in text.lower() else ""
     traits = re.search(r"traits<(\d+), (\d+), (\d+)", text)
     size = f"head {traits[1]}, {traits[2]}x{traits[3]}" if traits else ""
     precision = _operands(text)
-    what = " ".join([library, "attention", "backward" if backward else "forward", *words])
+    words = [word for word in words if word not in ("attn", "kd")]
+    what = _joined([library, "attention", "backward" if backward else "forward", *words])
     main = not re.search(r"dot_do_o|convert_d[qkv]|combine", base)
     uses = True if main and precision in ("bf16", "fp16", "fp8") else None
     if precision:
@@ -623,4 +637,6 @@ def _tensile(name: str, tokens: list[str]) -> KernelName:
     words = ["Tensile", kinds.get(types[:1], ""), "gemm", tile[1] if tile else ""]
     layout = "".join(tokens[1:3])
     precision = kinds.get(types[:1], "")
+    if "PostGSU" in name:
+        return KernelName("split-k reduction Tensile", layout)
     return KernelName(_joined(words), layout, precision, uses, True)

@@ -1,8 +1,9 @@
 """What every thread and GPU stream did over the run, few enough spans to draw.
 
-A trace has a span for each event or sample, up to millions. A picture shows some hundred
-a lane. Here time is cut into equal bins where it must be, and what a bin held is kept to
-the nanosecond by label: the drawing is coarser, the shares are exact.
+A trace has a span for each event or sample, up to millions; a picture shows some thousand. The
+long ones, such as those of every step, are drawn as they were. Of short ones between them those of
+one label are joined where there are too many, and the row says how many it stands for: the
+drawing is coarser, the shares are exact to the nanosecond.
 
 In a sampled trace (HPCToolkit) a thread counts as running the code of its last sample until
 the next one, also while it sleeps.
@@ -19,22 +20,23 @@ from dlrm_core.base.errors import InputError
 from dlrm_core.parts import part_label
 from dlrm_workbook.analysis.attribution import PART
 from dlrm_workbook.analysis.context_tree import (
-    distinct,
     missing_reason,
     running,
     scopes_of,
     unmeasured,
 )
+from dlrm_workbook.analysis.device_counters import counter_curves
 from dlrm_workbook.ground.arrays import Ints
 from dlrm_workbook.recordings.profile import Profile
 
 LANE = ["lane", "kind", "profile"]
 SPANS = [*LANE, "label", *PART, "start_ms", "duration_ms", "spans"]
-LANE_COLUMNS = [*LANE, "rank", "spans", "start_ms", "end_ms", "running_ms", "running_share"]
-LANE_COLUMNS += ["largest", "largest_share"]
 
-MOST_SPANS, MOST_OF_ALL = 200, 3000
-"""Rows of a lane, and of all lanes; where a trace has more spans, time is cut into bins."""
+MOST_OF_ALL = 3000
+"""Rows of all lanes together; a lane that needs fewer than its share leaves them to the others."""
+
+MOST_LANES = 300
+"""Threads and streams that are looked at one by one, those that ran longest."""
 
 MOST_LABELS = 12
 """Functions a lane tells apart; the others share one label."""
@@ -50,9 +52,10 @@ def thread_timeline(profile: Profile, by: str = "component") -> pd.DataFrame:
     Returns:
         ``lane``, ``kind`` (``cpu_thread`` or ``gpu_stream``), ``profile``, ``label``,
         ``component``, ``phase``, ``start_ms`` (from the start of the trace),
-        ``duration_ms``, ``spans`` (of the trace, that are joined in the row). Without
-        overlaps in a lane; nothing runs between rows. The durations of a label in a lane
-        add up to what the trace has. CPU threads first. Empty, with the reason in
+        ``duration_ms``, ``spans`` (of the trace, that are joined in the row: ``duration_ms`` is
+        the sum of theirs). Without overlaps in a lane; nothing runs between rows. The durations
+        of a label in a lane add up to what the trace has. CPU threads first. Sampled hardware
+        counters are in ``attrs["counters"]``. Empty, with the reason in
         ``attrs["not_measured"]``, without a trace.
 
     Raises:
@@ -63,18 +66,21 @@ def thread_timeline(profile: Profile, by: str = "component") -> pd.DataFrame:
     trace = profile.trace
     if trace.empty:
         return unmeasured(SPANS, _why(profile))
-    first, last = int(trace["start_ns"].min()), int(trace["end_ns"].max())
+    first = int(trace["start_ns"].min())
     label, names = _labels(profile, by)
-    frames, lanes = [], _lanes(profile)
-    most = min(MOST_SPANS, MOST_OF_ALL // max(len(lanes), 1))
-    for lane in lanes:
-        start, end, context = running(profile, lane["profile"])
+    frames, left = {}, MOST_OF_ALL
+    lanes = [(lane, *running(profile, lane["profile"])) for lane in _lanes(profile)]
+    by_size = sorted(range(len(lanes)), key=lambda row: len(lanes[row][1]))
+    for done, row in enumerate(by_size):
+        lane, start, end, context = lanes[row]
         if not len(start):
             continue
         code, shown = label[context], names
         if by == "function":
             code, shown = _largest(code, end - start, names)
-        spans = coarsened(start - first, end - first, code, last - first, most)
+        most = left // (len(lanes) - done)
+        spans = coarsened(start - first, end - first, code, most)
+        left -= len(spans)
         rows = shown.iloc[spans["code"]].reset_index(drop=True)
         rows = rows.assign(
             **{name: lane[name] for name in LANE},
@@ -82,50 +88,13 @@ def thread_timeline(profile: Profile, by: str = "component") -> pd.DataFrame:
             duration_ms=spans["length"] / 1e6,
             spans=spans["spans"],
         )
-        frames.append(rows[SPANS])
+        frames[row] = rows[SPANS]
     if not frames:
         return unmeasured(SPANS, "nothing ran on any thread of the trace")
-    return pd.concat(frames, ignore_index=True)
-
-
-def trace_summary(profile: Profile, by: str = "component") -> pd.DataFrame:
-    """How much of the traced time each thread and stream ran, and what most.
-
-    Args:
-        by: ``component`` or ``function``: what ``largest`` names.
-
-    Returns:
-        ``lane``, ``kind``, ``profile``, ``rank``, ``spans`` (in the trace), ``start_ms``
-        and ``end_ms`` (from the start of the whole trace), ``running_ms``,
-        ``running_share`` (of the whole trace's time), ``largest`` (label) and
-        ``largest_share`` (of the lane's running time). Empty, with the reason in
-        ``attrs["not_measured"]``, without a trace.
-    """
-    trace = profile.trace
-    if trace.empty:
-        return unmeasured(LANE_COLUMNS, _why(profile))
-    first, last = int(trace["start_ns"].min()), int(trace["end_ns"].max())
-    label, names = _labels(profile, by)
-    rows = []
-    for lane in _lanes(profile):
-        start, end, context = running(profile, lane["profile"])
-        length = end - start
-        held = np.bincount(label[context], length, len(names))
-        largest = int(np.argmax(held))
-        total = float(length.sum())
-        rows.append(
-            {
-                **{name: lane[name] for name in [*LANE, "rank"]},
-                "spans": int(trace["profile"].eq(lane["profile"]).sum()),
-                "start_ms": (int(start[0]) - first) / 1e6 if len(start) else np.nan,
-                "end_ms": (int(end.max()) - first) / 1e6 if len(start) else np.nan,
-                "running_ms": total / 1e6,
-                "running_share": total / (last - first) if last > first else np.nan,
-                "largest": names["label"].iloc[largest] if total else "",
-                "largest_share": held[largest] / total if total else np.nan,
-            }
-        )
-    return pd.DataFrame(rows, columns=LANE_COLUMNS)
+    table = pd.concat([frames[row] for row in sorted(frames)], ignore_index=True)
+    counters = counter_curves(profile)
+    table.attrs["counters"] = counters.assign(time_ms=counters["time_ms"] - first / 1e6)
+    return table
 
 
 def _why(profile: Profile) -> str:
@@ -133,8 +102,15 @@ def _why(profile: Profile) -> str:
 
 
 def _lanes(profile: Profile) -> list[dict[str, Any]]:
-    """Threads with a trace, CPU first, each with a name of its own (``lane``)."""
+    """Threads with a trace, CPU first, each with a name of its own (``lane``).
+
+    At most :data:`MOST_LANES`; :func:`~dlrm_workbook.analysis.findings.cautions` says so.
+    """
     table = profile.threads[profile.threads["profile"].isin(profile.trace["profile"])]
+    if len(table) > MOST_LANES:
+        trace = profile.trace
+        ran = (trace["end_ns"] - trace["start_ns"]).groupby(trace["profile"]).sum()
+        table = table[table["profile"].isin(ran.nlargest(MOST_LANES).index)]
     name = table["name"].astype(str)
     if table["rank"].nunique() > 1:
         name = "rank " + table["rank"].astype(str) + " " + name
@@ -182,59 +158,36 @@ def _joined(start: Ints, end: Ints, code: Ints) -> pd.DataFrame:
     )
 
 
-def coarsened(start: Ints, end: Ints, code: Ints, length: int, most: int) -> pd.DataFrame:
+def coarsened(start: Ints, end: Ints, code: Ints, most: int) -> pd.DataFrame:
     """At most so many spans ``code``, ``start``, ``length``, ``spans``, in order.
+
+    The longest stay as they are; of the short ones between two of them those of one label are
+    joined, the labels side by side from where they began. More of them are joined until all fit.
 
     Args:
         start, end: ns since the time that is drawn begins (small numbers: floats keep them).
         code: number of each span's label; the sum of each is kept to the nanosecond.
-        length: of the time that is drawn, ns.
-        most: rows; where there are more, time is cut into bins.
+        most: rows.
     """
-    spans = _joined(start, end, code)
-    most = max(most, len(np.unique(code)))  # each label has a row of its own
-    bins = most
+    real = _joined(start, end, code)
+    spans, kept = real, max(most, len(np.unique(code)))  # each label has a row of its own
+    most = kept
+    longest = real["length"].to_numpy().argsort(kind="stable")[::-1]
     while len(spans) > most:
-        edges = np.linspace(0, length, bins + 1).astype(np.int64)
-        spans = _binned(start, end, code, np.unique(edges))
-        bins = max(1, min(bins - 1, bins * most // (len(spans) + 1)))
+        kept = min(kept - 1, kept * most // len(spans))
+        spans = _short_joined(real, longest[: max(kept, 0)])
     return spans
 
 
-def _binned(start: Ints, end: Ints, code: Ints, edges: Ints) -> pd.DataFrame:
-    """One span a label and bin, in the order in which the labels lie in the bin."""
-    inner = edges[1:-1]
-    # cut the spans at the edges of the bins
-    cut_start = distinct([start, inner])
-    owner = np.searchsorted(start, cut_start, side="right") - 1
-    cut_end = np.append(cut_start[1:], end[-1])
-    cut_end = np.minimum(cut_end, end[np.maximum(owner, 0)])
-    real = (owner >= 0) & (cut_end > cut_start)
-    cut_start, cut_end, owner = cut_start[real], cut_end[real], owner[real]
-    place = np.searchsorted(inner, cut_start, side="right")
-    table = pd.DataFrame(
-        {
-            "bin": place,
-            "code": code[owner],
-            "length": cut_end - cut_start,
-            "moment": (cut_end - cut_start) * (cut_start + cut_end) / 2,
-            "spans": (cut_start == start[owner]).astype(int),
-        }
-    )
-    table = table.groupby(["bin", "code"], as_index=False).sum()
-    table["middle"] = table["moment"] / table["length"]
-    table = table.sort_values(["bin", "middle"], ignore_index=True)
-    # within a bin the labels lie side by side from its start; what is left of it is idle
-    before = table.groupby("bin")["length"].cumsum() - table["length"]
-    table["start"] = edges[table["bin"]] + before
-    begin, length = table["start"].to_numpy(), table["length"].to_numpy()
-    new = np.ones(len(table), dtype=bool)
-    same = table["code"].to_numpy()[1:] == table["code"].to_numpy()[:-1]
-    new[1:] = ~(same & (begin[1:] <= (begin + length)[:-1]))
-    rows = table.assign(run=np.cumsum(new)).groupby("run", as_index=False)
-    return rows.agg(
-        code=("code", "first"),
-        start=("start", "first"),
-        length=("length", "sum"),
-        spans=("spans", "sum"),
-    )
+def _short_joined(spans: pd.DataFrame, kept: Ints) -> pd.DataFrame:
+    """Join the spans of a label that lie between the same two rows ``kept``, which stay."""
+    alone = np.zeros(len(spans), dtype=bool)
+    alone[kept] = True
+    numbers = np.cumsum(alone) * 2 - alone  # odd for a row that is kept, even for what follows it
+    table = spans.assign(group=numbers).groupby(["group", "code"], as_index=False, sort=False)
+    rows = table.agg(start=("start", "first"), length=("length", "sum"), spans=("spans", "sum"))
+    # a label begins where its first span does, or where the joined ones before it end
+    group = rows["group"]
+    before = rows.groupby("group", sort=False)["length"].cumsum() - rows["length"]
+    rows["start"] = (rows["start"] - before).groupby(group, sort=False).cummax() + before
+    return rows[["code", "start", "length", "spans"]]

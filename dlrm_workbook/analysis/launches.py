@@ -129,8 +129,8 @@ def launch_summary(profile: Profile) -> pd.DataFrame:
         ``kernel_us`` (median), ``launch_us``, ``short_share`` (kernels that end sooner than a
         launch takes), ``queue_depth`` (mean number of kernels launched and not finished),
         ``empty_share`` (of the time of the iterations with none), ``launch_bound`` (see
-        ``BOUND``); NaN where the trace does not say. Empty, with the reason, without a GPU
-        trace.
+        ``BOUND``); NaN, or None, where the trace does not say. Empty, with the reason, without a
+        GPU trace.
     """
     kernels = _kernels(profile)
     if kernels.empty:
@@ -154,7 +154,7 @@ def launch_summary(profile: Profile) -> pd.DataFrame:
         "short_share": short,
         "queue_depth": mean,
         "empty_share": empty,
-        "launch_bound": bool(short > BOUND and mean < 1),
+        "launch_bound": bool(short > BOUND and mean < 1) if cost == cost else None,
     }
     summary = pd.DataFrame([row], columns=SUMMARY_COLUMNS)
     summary.attrs["per"] = _per(profile)
@@ -246,9 +246,9 @@ def outermost_operators(profile: Profile) -> pd.DataFrame:
 def _kernels(profile: Profile) -> pd.DataFrame:
     """Kernels launched in the iterations, with ``us`` and ``call_us``."""
     work = launched_operations(profile)
+    work = work[work["kind"].eq("kernel")] if len(work) else work
     if work.empty:
         return work
-    work = work[work["kind"].eq("kernel")]
     first, last = _window(profile, work)
     is_launched = work["launch_end_ns"] >= 0
     call_us = (work["launch_end_ns"] - work["launch_start_ns"]).where(is_launched) / 1e3

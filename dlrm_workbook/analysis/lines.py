@@ -8,6 +8,7 @@ belongs to the line that launched what runs, and idle time to the line that the 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -30,11 +31,12 @@ from dlrm_workbook.analysis.context_tree import (
 from dlrm_workbook.analysis.step_source import Source
 from dlrm_workbook.ground.arrays import Floats
 from dlrm_workbook.ground.units import milliseconds, percent
-from dlrm_workbook.recordings.foreign import node_key
+from dlrm_workbook.recordings.foreign import START_UP, node_key
 from dlrm_workbook.recordings.nesting import stretch_at
 from dlrm_workbook.recordings.profile import Profile, nearest
 from dlrm_workbook.recordings.torch.lines import MAIN, mark_of, role_of
 from dlrm_workbook.recordings.torch.sampling import is_user_code
+from dlrm_workbook.recordings.torch.workers import NAME as WORKER
 
 LINES = ["file", "line", "function", "source", "thread", "role", "time_ms", "backward_ms"]
 LINES += ["inclusive_ms", "share_of_step", "inclusive_share", "calls", "operators"]
@@ -113,7 +115,7 @@ def listing(profile: Profile, file: str, function: str) -> pd.DataFrame:
     """
     table = lines(profile)
     chosen = table[table["file"].eq(file) & table["function"].eq(function)]
-    text = _Texts(_known(profile))
+    text = _Texts(known_moments(profile))
     rows = text.function(file, int(chosen["line"].min())) if len(chosen) else {}
     if not rows:
         return unmeasured(LISTING, "the source of this function was not recorded")
@@ -153,6 +155,12 @@ ROLE_WORDS = {
 }
 
 
+def line_table(profile: Profile) -> LineTable | None:
+    """What :func:`lines` is made of, at the samples' pace; None where no line is known."""
+    known = known_moments(profile)
+    return LineTable(known) if known and known.get("iteration_ms") else None
+
+
 def by_role(profile: Profile) -> str:
     """One sentence: how the step divides among what its statements are for, and the line of the
     user's with most of it; "" where the statements of a step are not known."""
@@ -181,7 +189,7 @@ def place(file: str, line: int) -> str:
 # ---- where the moments come from --------------------------------------------------------------
 
 
-def _known(profile: Profile) -> dict[str, Any] | None:
+def known_moments(profile: Profile) -> dict[str, Any] | None:
     """Moments by path, as ``Profile.meta["lines"]`` holds them, of any recording."""
     sampled = profile.meta.get("lines")
     if sampled and profile.device != "cuda":
@@ -191,7 +199,8 @@ def _known(profile: Profile) -> dict[str, Any] | None:
 
 
 def _of_contexts(profile: Profile, sampled: dict[str, Any]) -> dict[str, Any] | None:
-    """As :func:`_known`, from Python frames in the call paths of a recording; None without any.
+    """As :func:`known_moments`, from Python frames in the call paths of a recording; None without
+    any.
 
     Args:
         sampled: ``Profile.meta["lines"]`` of a run on a GPU, empty of other recordings: it knows
@@ -263,7 +272,7 @@ def _of_contexts(profile: Profile, sampled: dict[str, Any]) -> dict[str, Any] | 
         "iteration_ms": ms.tolist(),
         "counted": {"calls": (sampled.get("counted") or {}).get("calls", [])},
         "backward": backward,
-        "roles": _Lines(sampled).roles_of_lines() if sampled else {},
+        "roles": LineTable(sampled).roles_of_lines() if sampled else {},
         "sources": sampled.get("sources", []),
     }
 
@@ -277,6 +286,7 @@ def _moments(profile: Profile) -> pd.DataFrame:
     main = main_thread(profile)
     if profile.trace.empty or profile.iterations.empty:
         rows = profile.values[profile.rows("cpu_time_ms", "exclusive")]
+        rows = rows[profile.contexts["phase"].ne(START_UP).to_numpy()[rows["context"]]]
         table = rows.rename(columns={"profile": "thread", "value": "ms"})
         table["ms"] /= iteration_count(profile)
         return table[["thread", "context", "ms"]].assign(iteration=0)
@@ -321,14 +331,14 @@ def _table(profile: Profile, by: str) -> pd.DataFrame:
 
 def _made_table(profile: Profile, by: str) -> pd.DataFrame:
     columns = FUNCTIONS if by == "function" else LINES
-    known = _known(profile)
+    known = known_moments(profile)
     if known is None or not known.get("iteration_ms"):
         reason = "no stack of Python code was sampled, and the recording has no Python frames"
         return unmeasured(columns, missing_reason(profile, ["lines"], reason))
     if by == "statement" and known.get("roles") is not None:
         return unmeasured(columns, "this recording does not tell which statements make up the step")
     try:
-        table = _Lines(known).table(by)
+        table = LineTable(known).table(by)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise InputError(f"the recording's lines (meta.lines) are damaged: {error!r}") from None
     if by != "function":
@@ -342,7 +352,7 @@ def _made_table(profile: Profile, by: str) -> pd.DataFrame:
     return table[columns]
 
 
-class _Lines:
+class LineTable:
     """Moments by path, and the tables made of them."""
 
     def __init__(self, known: dict[str, Any]) -> None:
@@ -378,6 +388,48 @@ class _Lines:
         """The role of each line of the main thread."""
         table = self.table("line").query("thread == @MAIN")
         return dict(zip(_places(table), table["role"], strict=True))
+
+    def backward_callers(self) -> pd.DataFrame:
+        """The user's lines that run the backward pass, in the order in which they first do:
+        ``file``, ``line``, ``function``, ``time_ms`` of a mean iteration and ``calls`` in it."""
+        runs = np.array([self._runs_backward(path) for path in self.paths])[self.times["path"]]
+        times = self.times[runs & self.times["thread"].eq(0).to_numpy()]
+        last = [self.frames[self.paths[path][-1][0]] for path in times["path"]]
+        table = pd.DataFrame(last, columns=["file", "first", "function", "line"])
+        table["time_ms"] = times["ms"].to_numpy() / self.count
+        keys = ["file", "line", "function"]
+        table = table.groupby(keys, sort=False)["time_ms"].sum().reset_index()
+        return table.assign(calls=[self.calls.get(at, np.nan) for at in _places(table)])
+
+    @cached_property
+    def calls(self) -> dict[Place, float]:
+        """How often each line runs in the counted iteration."""
+        return {(file, line): float(n) for file, line, n in self.counted.get("calls", [])}
+
+    def forward_again(self) -> pd.DataFrame:
+        """Functions of the forward pass that run below the backward pass too: ``function``,
+        ``time_ms`` of a mean iteration, most first, and where the forward pass calls them
+        (``file``, ``line``, ``caller``)."""
+        callers: dict[Any, Any] = {}
+        below: dict[int, Any] = {}
+        backward = {path[-1][0] for path in self.paths if self._runs_backward(path)}
+        for number, path in enumerate(self.paths):
+            ran = [self.frames[frame] for frame, _ in path]
+            places = (place for place, (frame, _) in enumerate(path) if frame in backward)
+            first = next(places, len(ran))
+            for caller, frame in itertools.pairwise(ran[: first + 1]):
+                callers.setdefault(frame[:3], caller)
+            if first + 1 < len(ran):
+                below[number] = ran[first + 1][:3]
+        times = self.times[self.times["thread"].eq(0) & self.times["path"].isin(list(below))]
+        sums = times["ms"].groupby(times["path"].map(below)).sum() / self.count
+        ms_of: dict[Any, float] = sums.sort_values(ascending=False).to_dict()
+        rows = [
+            (function[2], ms, callers[function][0], callers[function][3], callers[function][2])
+            for function, ms in ms_of.items()
+            if function in callers  # else the backward pass of a function of the program's own
+        ]
+        return pd.DataFrame(rows, columns=["function", "time_ms", "file", "line", "caller"])
 
     @staticmethod
     def _runs_backward(path: Path) -> bool:
@@ -431,9 +483,9 @@ class _Lines:
         result["inclusive_share"] = result["inclusive_ms"] / self.step_ms
         for column, value in (("role", "around"), ("in_iterations", 1.0)):
             result.loc[result["file"].eq(""), column] = value
-        calls = {(file, line): n for file, line, n in self.counted.get("calls", [])}
+        result.loc[result["thread"].astype(str).str.startswith(WORKER), "role"] = "batch"
         places = _places(result)
-        result["calls"] = [float(calls.get(at, np.nan)) for at in places]
+        result["calls"] = [self.calls.get(at, np.nan) for at in places]
         result.loc[result["thread"].ne(MAIN), "calls"] = np.nan
         # the samples of a short line come in clusters: that it ran when it was counted tells more
         often = result["calls"].gt(0) & result["in_iterations"].gt(0.5)
@@ -488,7 +540,7 @@ class _Roles:
     below these is so too.
     """
 
-    def __init__(self, table: _Lines) -> None:
+    def __init__(self, table: LineTable) -> None:
         self.frames, self.texts = table.frames, table.texts
         counted = table.counted
         self.batch_functions = {(file, first) for file, first, _ in counted.get("batch", [])}

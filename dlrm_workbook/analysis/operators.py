@@ -203,18 +203,15 @@ def _coarse(spans: pd.DataFrame) -> pd.DataFrame:
     first = int(spans["start_ns"].min())
     start, end = (spans[name].to_numpy() - first for name in ("start_ns", "end_ns"))
     code = parts.ngroup().to_numpy().astype(np.int64)
-    coarse = coarsened(start, end, code, int(end.max()), MOST_SPANS)
+    coarse = coarsened(start, end, code, MOST_SPANS)
     rows = parts.head(1).iloc[coarse["code"]].reset_index(drop=True)
     begin = first + coarse["start"]
     return rows.assign(start_ns=begin, end_ns=begin + coarse["length"], spans=coarse["spans"])
 
 
-def operator_spans(profile: Profile, iterations: int = 3, most: int = 400) -> pd.DataFrame:
-    """What :func:`timeline` joins, one by one: outermost operators on the host, kernels on the GPU.
-
-    Args:
-        iterations: how many.
-        most: at most so many spans, the longest ones.
+def operator_spans(profile: Profile) -> pd.DataFrame:
+    """What :func:`timeline` joins of three iterations, one by one: outermost operators on the host,
+    kernels on the GPU, at most the longest 400.
 
     Returns:
         The columns of :func:`timeline`; ``label`` is the operator's name, or the kernel's short
@@ -224,11 +221,11 @@ def operator_spans(profile: Profile, iterations: int = 3, most: int = 400) -> pd
     is_operator = profile.of_kind("operator")
     parent = contexts["parent"].to_numpy()
     outermost = is_operator & ~((parent >= 0) & is_operator[np.maximum(parent, 0)])
-    spans = _lane_spans(profile, iterations, outermost)
+    spans = _lane_spans(profile, 3, outermost)
     if spans.empty:
         return spans
     length = spans["end_ns"] - spans["start_ns"]
-    kept = spans.loc[length.sort_values(ascending=False, kind="stable").index[:most]].sort_index()
+    kept = spans.loc[length.sort_values(ascending=False, kind="stable").index[:400]].sort_index()
     name = pd.Series(contexts["name"].to_numpy()[kept["context"]], kept.index)
     short = short_names(name[kept["on_gpu"]])
     table = _timed(kept.assign(label=name.mask(kept["on_gpu"], name.map(short)), spans=1))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import pandas as pd
@@ -27,7 +27,7 @@ from dlrm_workbook.recordings.profile import Profile
 
 GOOD_FOR = {
     "green": "Times, shares and gains can be used as they stand",
-    "amber": "Use with care",
+    "amber": "",
     "red": "Do not use before measuring again",
 }
 
@@ -80,8 +80,55 @@ def quality(
         reasons = [f"{counted(step.iterations or 0, 'iteration')} without a profiler"]
         if (scatter := _scatter(_unprofiled_state(profile))) is not None:
             reasons.append(f"spread {percent(scatter)}")
-        reasons.append(f"{ratio(step.recorded_ms / step.ms)} under the profiler")
+        slowed = ratio(step.recorded_ms / step.ms)
+        reasons.append(f"the profiler slowed the step {slowed} (removed)")
+    sentence = ": ".join(filter(None, (GOOD_FOR[level], "; ".join(reasons))))
+    return {"level": level, "sentence": f"{sentence[:1].upper()}{sentence[1:]}."}
+
+
+def quality_of_times(times_ms: Sequence[float]) -> dict[str, str]:
+    """What the iterations of a run that nobody profiled are good for; as :func:`quality`."""
+    state = steady_state(times_ms)
+    doubts = list(_doubts_of_iterations(state))
+    steady = max(int(state.steady.sum()), 1)
+    error = (_scatter(state) or 0.0) / math.sqrt(steady)
+    if error >= HIDDEN / 2:
+        why = f"iterations scatter by {percent(_scatter(state) or 0.0)}"
+        told = f"their mean may be off by {percent(2 * error)}"
+        doubts.append(Doubt("red" if error > USELESS / 2 else "amber", why, told))
+    levels = list(GOOD_FOR)
+    level = max((doubt.level for doubt in doubts), key=levels.index, default="green")
+    reasons = [f"{doubt.conclusion}, since {doubt.reason}" for doubt in doubts]
+    reasons = reasons or [counted(steady, "steady iteration")]
     return {"level": level, "sentence": f"{GOOD_FOR[level]}: {'; '.join(reasons)}."}
+
+
+def quality_of_runs(runs: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
+    """What several runs side by side are good for: no more than the worst of them.
+
+    Args:
+        runs: name to what :func:`quality` gives of the run.
+
+    Returns:
+        ``level`` and ``sentence`` as of :func:`quality`; each run with a doubt is named.
+    """
+    levels = list(GOOD_FOR)
+    level = max((run["level"] for run in runs.values()), key=levels.index, default="green")
+    doubted = sorted(
+        ((name, run) for name, run in runs.items() if run["level"] != "green"),
+        key=lambda one: -levels.index(one[1]["level"]),
+    )
+    if not doubted:
+        return {"level": level, "sentence": f"{GOOD_FOR[level]}, of all {len(runs)} runs."}
+    said = [f"{in_markdown(name)}: {uncapitalised(run['sentence'])}" for name, run in doubted]
+    head = f"{len(doubted)} of {counted(len(runs), 'run')}"
+    verb = "is" if len(said) == 1 else "are"
+    return {"level": level, "sentence": f"{head} {verb} in doubt. {' '.join(said)}"}
+
+
+def uncapitalised(sentence: str) -> str:
+    """A sentence to stand behind a colon."""
+    return sentence[:1].lower() + sentence[1:]
 
 
 def _doubts(
@@ -137,7 +184,9 @@ def _errors(
     if (scatter := _scatter(plain)) is not None and plain is not None:
         why = f"iterations without a profiler scatter by {percent(scatter)}"
         yield scatter / math.sqrt(max(int(plain.steady.sum()), 1)), why
-    if not by_lines:  # else what no part names has a line
+    # what no part names has a line, or is of no concern to kernels, operators and idle time
+    first = findings[0].component if findings else ""
+    if not by_lines and first != "other" and not (evidence.on_gpu and first == "data"):
         unnamed = 1 - coverage(attribution)
         yield unnamed, f"{percent(unnamed)} of the time is in no named part"
 

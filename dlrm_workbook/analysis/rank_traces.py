@@ -23,8 +23,8 @@ import pandas as pd
 from dlrm_workbook.analysis.attribution import PART, as_one, in_step_order, parts_at, segments
 from dlrm_workbook.analysis.context_tree import of_streams, unmeasured
 from dlrm_workbook.ground.arrays import Floats, Ints
+from dlrm_workbook.recordings.foreign import COMMUNICATION
 from dlrm_workbook.recordings.nesting import union_ns
-from dlrm_workbook.recordings.open import COMMUNICATION
 from dlrm_workbook.recordings.profile import Profile
 
 Ranks = Mapping[int, Profile]
@@ -42,8 +42,8 @@ PART_COLUMNS = [*PART, "mean_ms", "least_ms", "most_ms", "most_rank"]
 _KINDS = (
     (re.compile(r"all_?gather", re.I), "all-gather"),
     (re.compile(r"reduce_?scatter", re.I), "reduce-scatter"),
-    (re.compile(r"all_?reduce", re.I), "all-reduce"),
-    (re.compile(r"all_?to_?all|sendrecv", re.I), "all-to-all"),
+    (re.compile(r"all_?reduce|cross_device_reduce|quick_?reduce", re.I), "all-reduce"),
+    (re.compile(r"all_?to_?all|sendrecv|::\w*(?:dispatch|combine|notify)", re.I), "all-to-all"),
     (re.compile(r"broadcast", re.I), "broadcast"),
     (re.compile(r"^i?send|^i?recv|(nccl|rccl):(send|recv)|coalesced", re.I), "send or receive"),
     (re.compile(r"reduce", re.I), "reduce"),

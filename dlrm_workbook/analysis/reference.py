@@ -25,6 +25,7 @@ from dlrm_workbook.analysis.attribution import (
     KEYS,
     PART,
     attribute,
+    iteration_contexts,
     iteration_count,
     iteration_state,
     main_thread,
@@ -404,21 +405,30 @@ class _Clock:
 
 
 def _scaled_values(profile: Profile, paces: pd.DataFrame, step: Reference) -> pd.DataFrame:
-    """The profile's values with CPU times that add up to the reference over its iterations."""
+    """The profile's values with CPU times of the step that add up to the reference.
+
+    Of a sampled recording these are those of the step's own thread within iterations: what other
+    threads computed, and start-up, is what the database holds.
+    """
     values = profile.values
-    rows = profile.rows("cpu_time_ms")
-    if not rows.any():
-        return values
-    if paces["where"].eq("device").any():
-        scaled = values["value"].where(~rows, values["value"] * step.ms / step.recorded_mean_ms)
-        return values.assign(value=scaled)
     exclusive = profile.rows("cpu_time_ms", "exclusive")
-    factor = _value_factors(profile, paces, step, values[exclusive])
+    thread, context = values["profile"].to_numpy(), values["context"].to_numpy()
+    scaled = exclusive
+    if profile.meta.get("engine") == "hpctoolkit":
+        if not iteration_contexts(profile).any():
+            return values
+        inside = step_contexts(profile, other_threads=False)
+        scaled = exclusive & inside[context] & (thread == main_thread(profile))
+    if not scaled.any():
+        return values
     value = values["value"].to_numpy().copy()
-    value[exclusive] *= factor[values["context"].to_numpy()[exclusive]]
+    if paces["where"].eq("device").any():
+        value[scaled] *= step.ms / step.recorded_mean_ms
+    else:
+        factor = _value_factors(profile, paces, step, values[exclusive])
+        value[scaled] *= factor[context[scaled]]
     parent = profile.contexts["parent"].to_numpy()
     inclusive = profile.rows("cpu_time_ms", "inclusive")
-    thread, context = values["profile"].to_numpy(), values["context"].to_numpy()
     for one in np.unique(thread[inclusive]):
         here = exclusive & (thread == one)
         total = np.bincount(context[here], value[here], minlength=len(parent))

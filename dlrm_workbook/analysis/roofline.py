@@ -308,6 +308,8 @@ def roofline(profile: Profile, attribution: pd.DataFrame) -> pd.DataFrame:
     statistics = profile.meta.get("data_statistics")
     work = part_work(parameters, statistics, profile.device)
     least = least_times(parameters, profile.meta.get("ceilings") or {}, statistics, profile.device)
+    if "like" in profile.meta:
+        work, least = _one_update(work), _one_update(least)
     table = table.merge(work, on=PART, how="left").merge(least, on=PART, how="left")
     idle = table["flops"].isna()
     table["bytes"] = table["read_bytes"] + table["written_bytes"]
@@ -315,7 +317,25 @@ def roofline(profile: Profile, attribution: pd.DataFrame) -> pd.DataFrame:
     # where the model asks nothing of the machine, the machine needs no time
     table.loc[idle, "ceiling_ms"] = 0.0 if profile.meta.get("ceilings") else np.nan
     table[["limit", "ceiling"]] = table[["limit", "ceiling"]].fillna("")
+    if "like" in profile.meta:
+        # nothing is faster than the machine: the recording lacks work, or it is another model's
+        lacking = table["ceiling_ms"] > table["time_ms"]
+        table.loc[lacking, ["ceiling_ms", "limit", "ceiling"]] = np.nan, "", LACKING
     return _with_rates(table)
+
+
+def _one_update(table: pd.DataFrame) -> pd.DataFrame:
+    """The rows of parts, with one for the dense update, which other programs do not divide."""
+    table = table.copy()
+    table.loc[table["phase"].eq("update") & table["component"].ne("embedding"), PART[0]] = (
+        "optimizer"
+    )
+    texts = {name: "first" for name in table if table[name].dtype == object}
+    how = {name: texts.get(name, "sum") for name in table if name not in PART}
+    return table.groupby(PART, as_index=False, sort=False).agg(how)
+
+
+LACKING = "not known: less time was recorded than the machine needs for this model's work"
 
 
 def _with_rates(table: pd.DataFrame) -> pd.DataFrame:
@@ -330,7 +350,7 @@ def _with_rates(table: pd.DataFrame) -> pd.DataFrame:
 
 def missing(profile: Profile) -> str | None:
     """Why there is no roofline, or no ceilings on it; None if there are."""
-    if not profile.meta.get("parameters"):
+    if not profile.meta.get("parameters") and parameters_of(profile) is None:
         if not profile.meta.get("ceilings"):
             return profile.not_measured.get(
                 "ceilings",
@@ -691,12 +711,17 @@ def profile_parameters(profile: Profile) -> Parameters:
 
 
 def parameters_of(profile: Profile) -> Parameters | None:
-    """The parameters that a profile was recorded with; None if it has none we know."""
+    """The parameters that a profile was recorded with; None if it has none we know.
+
+    Of a recording of another program, whose steps are known, those that a user gave it.
+    """
     sections = profile.meta.get("parameters")
+    if not sections and len(profile.iterations):
+        sections = profile.meta.get("like")
     if not isinstance(sections, Mapping) or not sections.get("model"):
         return None
     try:
-        return profile_parameters(profile)
+        return parameters_from_sections(sections)
     except InputError:
         return None
 

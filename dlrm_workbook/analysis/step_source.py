@@ -15,6 +15,9 @@ from types import MappingProxyType
 
 SELF = ("self", "cls")
 
+FILLS = ("append", "appendleft", "extend", "insert", "add", "update", "setdefault")
+"""Methods that put something into a list, set or dictionary."""
+
 
 @dataclass
 class Statement:
@@ -22,7 +25,7 @@ class Statement:
 
     Attributes:
         defines: names that it binds.
-        changes: the object a method of which it calls, such as ``rows`` in ``rows.append(row)``.
+        changes: the object a method of which it calls, such as ``buffer`` in ``buffer.put(row)``.
         uses: names that it reads.
         called: of these, those that it calls.
         objects: of these, those that it calls, or calls a method of.
@@ -180,8 +183,9 @@ def _statements(body: Sequence[ast.stmt]) -> Iterator[Statement]:
             statement.uses |= _names(node.target)
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
             method = node.value.func
-            if isinstance(method, ast.Attribute):  # such as rows.append(row)
-                statement.changes |= _roots(method.value)
+            if isinstance(method, ast.Attribute):
+                fills = method.attr in FILLS  # such as rows.append(row), which no module has
+                (statement.defines if fills else statement.changes).update(_roots(method.value))
         yield statement
         yield from _statements(inner)
 

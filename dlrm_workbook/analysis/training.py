@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from dlrm_core.run.reports import TrainingResult
 from dlrm_core.run.schedules import learning_rate
 from dlrm_core.train import Trainer
 from dlrm_kernels.memory import ALWAYS, PLACES, MemoryItem, forecast_memory, total_bytes
+from dlrm_workbook.analysis.work import operator_work
 from dlrm_workbook.ground.units import milliseconds
 
 ALLOCATED_BY = {
@@ -70,6 +72,59 @@ def planned_facts(parameters: Parameters) -> pd.DataFrame:
         "device": training.device,
     }
     return pd.DataFrame(words.items(), columns=["what", "value"])
+
+
+def boxes(parameters: Parameters) -> pd.DataFrame:
+    """The model's parts from its inputs to the click probability, as a drawing has them.
+
+    Returns:
+        ``component``, ``name``, ``shape`` (words), ``weights``, and ``flops`` of one iteration,
+        counted from the shapes: of a layer its products forward and backward, of tables and
+        interaction all operators; 0 for inputs. Tables of one size are one row, and so are the
+        smallest of many.
+    """
+    model, data, size = parameters.model, parameters.data, parameters.training.batch_size
+    work, dim = operator_work(parameters), model.embedding_dim
+    work["flops"] *= work["count"]
+    by_part = work.groupby("component")["flops"].sum()
+    by_layer = work[work["layer"] >= 0].groupby(["component", "layer"])["flops"].sum()
+    by_table = work[work["table"] >= 0].groupby("table")["flops"].sum()
+    rows: list[tuple[str, str, str, int, float]] = []
+
+    def layers(component: str, widths: Sequence[int]) -> None:
+        for layer, (inside, outside) in enumerate(itertools.pairwise(widths)):
+            last = component == "top_mlp" and layer == len(widths) - 2
+            ends = "sigmoid: click probability" if last else "ReLU"
+            flops = float(by_layer.get((component, layer), 0.0))
+            called = part_label(component)
+            name = f"{called[0].upper()}{called[1:]} {layer + 1}, {ends}"
+            shape = f"{inside:,} → {outside:,}"
+            rows.append((component, name, shape, (inside + 1) * outside, flops))
+
+    rows.append(("data", "Dense features", f"{size:,} x {model.dense_features}", 0, 0.0))
+    layers("bottom_mlp", model.bottom_widths)
+    bag = f"{'' if data.fixed_pooling else 'up to '}{data.indices_per_lookup:,}"
+    if sizes := data.multi_hot_sizes:
+        bag = f"{min(sizes)} to {max(sizes)}"
+    bags = f"{size:,} x {len(model.table_rows)} bags of {bag} rows"
+    rows.append(("data", "Categorical features", bags, 0, 0.0))
+    groups: dict[int, list[int]] = {}
+    for table in sorted(range(len(model.table_rows)), key=lambda t: -model.table_rows[t]):
+        kept = model.table_rows[table] in groups or len(groups) < SHOWN_TABLES
+        groups.setdefault(model.table_rows[table] if kept else 0, []).append(table)
+    for count, tables in groups.items():
+        total = sum(model.table_rows[table] for table in tables)
+        name = f"{len(tables)} {'' if count else 'smaller '}tables" if tables[1:] else "Table"
+        shape = f"{count:,} x {dim}" if count else f"{total:,} x {dim} in all"
+        flops = float(by_table.reindex(tables).sum())
+        rows.append(("embedding", name, shape, total * dim, flops))
+    kind = model.interaction_kind
+    shape = f"{len(model.table_rows) + 1} vectors of {dim} → {kind.width:,}"
+    flops = float(by_part.get("interaction", 0.0))
+    weights = model.dense_weights.get("interaction", 0)
+    rows.append(("interaction", f"Interaction: {kind.described()}", shape, weights, flops))
+    layers("top_mlp", model.top_widths)
+    return pd.DataFrame(rows, columns=["component", "name", "shape", "weights", "flops"])
 
 
 def small_copy(parameters: Parameters) -> Parameters:
@@ -196,7 +251,7 @@ def result_facts(result: TrainingResult) -> pd.DataFrame:
         ("iterations", f"{result.iterations:,} ({result.status})", ""),
         ("loss, mean over the last interval", f"{result.loss:.6f}", ""),
         ("time per iteration, mean, data included", result.mean_ms_per_iteration, "ms"),
-        ("of it making data", result.data_ms_per_iteration, "ms"),
+        ("of it making the batch", result.data_ms_per_iteration, "ms"),
         ("of it computing", result.compute_ms_per_iteration, "ms"),
         ("throughput: samples of a batch over that time", result.samples_per_second, "samples/s"),
         (
@@ -235,7 +290,7 @@ def speed_headline(result: TrainingResult) -> str:
     split = ""
     if result.data_ms_per_iteration is not None and result.compute_ms_per_iteration is not None:
         split = (
-            f", {milliseconds(result.data_ms_per_iteration)} of it making data and "
+            f", {milliseconds(result.data_ms_per_iteration)} of it making the batch and "
             f"{milliseconds(result.compute_ms_per_iteration)} computing"
         )
     mean = result.mean_ms_per_iteration or result.ms_per_iteration

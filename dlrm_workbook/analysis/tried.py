@@ -52,18 +52,14 @@ def tried(profile: Profile) -> pd.DataFrame:
     return ordered.reset_index(drop=True)[COLUMNS]
 
 
-def tried_sentence(profile: Profile, most: int = 3) -> str:
-    """``Tried on this program: 2 threads instead of 1 1.9x (1.8x to 2.0x); ...``; '' for nothing.
-
-    Args:
-        most: remedies that are named, of those that paid.
-    """
+def tried_sentence(profile: Profile) -> str:
+    """``Tried on this program: 2 threads instead of 1 1.9x (1.8x to 2.0x); ...``; else ''."""
     table = tried(profile)
     if table.empty:
         return ""
     paid = table[table["status"].eq("paid")]
     combined = paid["id"].eq("together")
-    named = [_gain(row) for _, row in paid[~combined].head(most).iterrows()]
+    named = [_gain(row) for _, row in paid[~combined].head(3).iterrows()]
     if not named:
         clear = table["status"].isin(["no difference", "slower"])
         failed = int(table["status"].eq("failed").sum())

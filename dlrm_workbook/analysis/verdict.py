@@ -24,7 +24,8 @@ import yaml
 from dlrm_core.base.errors import InputError
 from dlrm_core.base.files import read_json, write_json, write_text
 from dlrm_core.config import Parameters
-from dlrm_workbook.analysis.attribution import IDLE, attribute
+from dlrm_workbook.analysis.attribution import IDLE, PART, attribute
+from dlrm_workbook.analysis.devices import DATA_SHEET
 from dlrm_workbook.analysis.findings import (
     bottlenecks_json,
     findings,
@@ -38,7 +39,7 @@ from dlrm_workbook.analysis.reference import (
     at_reference,
     reference,
 )
-from dlrm_workbook.analysis.roofline import least_step, profile_parameters
+from dlrm_workbook.analysis.roofline import least_step, least_times, profile_parameters
 from dlrm_workbook.analysis.sentences import in_markdown
 from dlrm_workbook.analysis.tried import tried_sentence
 from dlrm_workbook.analysis.whatif import (
@@ -47,18 +48,18 @@ from dlrm_workbook.analysis.whatif import (
     measured_parts,
     prediction,
 )
-from dlrm_workbook.evidence.dependence import changed_parameters
+from dlrm_workbook.evidence.dependence import changed_parameters, signature
 from dlrm_workbook.ground.intervals import t_quantile
 from dlrm_workbook.ground.processes import ProgressCallback, python_module, run_child
-from dlrm_workbook.ground.units import faster, from_to, milliseconds, ratio
+from dlrm_workbook.ground.units import at_most, faster, from_to, milliseconds, ratio
 from dlrm_workbook.recordings.profile import Profile
 
 PROCESS_ERROR = 0.03
 """Relative error of a ratio of whole steps that one process timed, for another process
 (docs/results.md: so wide, the ranges contain 23 of 24 ratios of fresh processes)."""
 
-HARDWARE_LIMIT = "hardware limit, as configured"
-"""Name of the last stage: at the precision and with the back ends of the measured run."""
+HARDWARE_LIMIT = "hardware limit"
+"""Name of the last stage, with the configuration that it is of."""
 
 NOW, TIMED, PREDICTED = "the step", "timed as a whole step", "predicted from parts timed alone"
 BY_CEILINGS = "ceilings of this machine"
@@ -69,6 +70,9 @@ DENSE_CHOICE = frozenset(
     {"training.precision", "training.fp32_matmul", "training.dense_backend", "training.tf32"}
 )
 """Leaves that each choose how the products of the MLPs are computed: one takes another's place."""
+
+AT_MOST = "an upper bound: all of its time saved"
+"""Note of a change of which no more than that is known."""
 
 ANOTHER_BATCH = "another batch is another step: compare its time per sample"
 
@@ -91,6 +95,14 @@ class Stage:
     that is not on the way, ``INSTEAD``, ``ESTIMATED`` or ``UNKNOWN``."""
     note: str = ""
     """Why a change is not on the way."""
+    least: pd.DataFrame = field(default_factory=pd.DataFrame)
+    """``component``, ``time_ms``: the least that the machine's ceilings allow for this stage's own
+    configuration. Empty where that is not known."""
+
+    @property
+    def limit_ms(self) -> float:
+        """The least time of a step of this configuration, ms; NaN where it is not known."""
+        return float(self.least["time_ms"].sum()) if len(self.least) else math.nan
 
     @property
     def on_the_way(self) -> bool:
@@ -302,7 +314,7 @@ def finding_table(found: Sequence[Finding]) -> pd.DataFrame:
         if one.timed_speedup:
             basis = TIMED
         elif gain and gain["low"] <= 1.0:
-            basis = "upper bound: all of its time saved"
+            basis = AT_MOST.removeprefix("an ")
         rows.append(row | {"gain": gain, "basis": basis})
     columns = ["title", "component", "share_of_step", "change", "gain", "basis"]
     return pd.DataFrame(rows, columns=columns)
@@ -342,8 +354,8 @@ def stages(
 
     Returns:
         The step, a stage for each advised change on top of those before, then the advised
-        changes that do not combine or that nobody timed, then the least time of the machine at
-        the run's own precision, where known. A recording of another program has the step alone,
+        changes that do not combine or that nobody timed, then the least time of the machine with
+        the changes on the way, where known. A recording of another program has the step alone,
         with the time in which its GPU idles; one without named parts has none.
     """
     profile = at_reference(profile)
@@ -357,7 +369,8 @@ def stages(
         return []
     now = float(parts["time_ms"].sum())
     step = reference(profile)
-    first = Stage(_name_of_now(profile, step), now, now, now, parts)
+    least = _lowest(roofline)
+    first = Stage(_name_of_now(profile, step), now, now, now, parts, least=least)
     way, aside = [first], []
     taken: dict[str, Any] = {}
     for finding in found:
@@ -370,11 +383,21 @@ def stages(
             note = "gains nothing on top of the changes before it"
             stage = replace(stage, basis=INSTEAD, note=note, change=dict(finding.change))
         if stage.on_the_way:
+            if len(least):
+                stage = replace(stage, least=_changed_least(profile, stage))
             way.append(stage)
             taken = stage.change
         else:
             aside.append(stage)
-    return [*way, *aside, *_least(roofline)]
+    last = way[-1]
+    # a data sheet is no measurement of the machine
+    is_sheet = (profile.meta.get("ceilings") or {}).get("source") == DATA_SHEET
+    if is_sheet or not len(last.least):
+        return [*way, *aside]
+    name = f"{HARDWARE_LIMIT}, {'with these changes' if last.change else 'as configured'}"
+    least_ms = last.limit_ms
+    end = Stage(name, least_ms, least_ms, least_ms, last.least, basis=BY_CEILINGS, least=last.least)
+    return [*way, *aside, end]
 
 
 def _name_of_now(profile: Profile, step: Reference | None) -> str:
@@ -400,6 +423,8 @@ def _stage(
         gain, basis = predicted.speedup, INSTEAD if why_apart else PREDICTED
     elif gain is None and finding.predicted_speedup:
         gain, basis = finding.predicted_speedup, ESTIMATED
+        if gain["low"] <= 1.0:  # an upper bound is all that is known
+            gain, note = dict.fromkeys(gain, gain["high"]), f"{note}; {AT_MOST}".lstrip("; ")
     if gain is None:
         nan = math.nan
         return Stage(name, nan, nan, nan, _whole(nan), dict(finding.change), UNKNOWN, note)
@@ -417,15 +442,36 @@ def _whole(time_ms: float) -> pd.DataFrame:
     return pd.DataFrame({"component": ["other"], "time_ms": [time_ms]})
 
 
-def _least(roofline: pd.DataFrame | None) -> list[Stage]:
-    """The least time that the machine allows, where it is known."""
-    least = None if roofline is None or roofline.empty else least_step(roofline)["least_ms"]
-    if roofline is None or not least:
-        return []
+def _lowest(parts: pd.DataFrame | None) -> pd.DataFrame:
+    """The least time that the machine allows, as :attr:`Stage.least`.
+
+    Args:
+        parts: ``component``, ``phase``, ``time_ms``, ``ceiling_ms``, ``limit``.
+    """
+    if parts is None or parts.empty or not least_step(parts)["least_ms"]:
+        return pd.DataFrame()
     # as in least_step, no part takes longer than it was measured to take
-    lowest = roofline["ceiling_ms"].clip(upper=roofline["time_ms"])
-    parts = _by_component(roofline.assign(ceiling_ms=lowest)[lowest > 0], "ceiling_ms")
-    return [Stage(HARDWARE_LIMIT, least, least, least, parts, basis=BY_CEILINGS)]
+    lowest = parts["ceiling_ms"].clip(upper=parts["time_ms"])
+    return _by_component(parts.assign(ceiling_ms=lowest)[lowest > 0], "ceiling_ms")
+
+
+def _changed_least(profile: Profile, stage: Stage) -> pd.DataFrame:
+    """:attr:`Stage.least` of a stage under its changes; its parts take what they are predicted."""
+    try:
+        made = with_timed(prediction(profile, stage.change), profile)
+    except InputError:
+        return pd.DataFrame()
+    base = profile_parameters(profile)
+    changed, _ = changed_parameters(base, stage.change)
+    # measured bags are of the unchanged run
+    same = signature(base, "embedding") == signature(changed, "embedding")
+    statistics = profile.meta.get("data_statistics") if same else None
+    least = least_times(changed, profile.meta.get("ceilings") or {}, statistics, profile.device)
+    parts = made.parts.rename(columns={"then_ms": "time_ms"}).merge(least, on=PART, how="left")
+    parts["time_ms"] *= stage.mid_ms / parts["time_ms"].sum()
+    # where the model asks nothing of the machine, the machine needs no time
+    parts.loc[parts["limit"].isna(), "ceiling_ms"] = 0.0
+    return _lowest(parts)
 
 
 def _recorded_parts(profile: Profile) -> pd.DataFrame:
@@ -451,14 +497,15 @@ def table(way: Sequence[Stage]) -> pd.DataFrame:
         way: what :func:`stages` gives.
 
     Returns:
-        ``step``, ``mid_ms``, ``low_ms``, ``high_ms``, ``speedup`` over the step, ``basis`` (how
-        the time is known), ``note``.
+        ``step``, ``mid_ms``, ``low_ms``, ``high_ms``, ``speedup`` over the step, ``limit_ms`` (the
+        least that the machine allows for the row's own configuration; NaN where not known),
+        ``basis`` (how the time is known), ``note``.
     """
     rows = []
     for stage in way:
         row: dict[str, Any] = {"step": stage.name, "mid_ms": stage.mid_ms}
         row |= {"low_ms": stage.low_ms, "high_ms": stage.high_ms}
-        row["speedup"] = way[0].mid_ms / stage.mid_ms
+        row |= {"speedup": way[0].mid_ms / stage.mid_ms, "limit_ms": stage.limit_ms}
         rows.append(row | {"basis": stage.basis, "note": stage.note})
     return pd.DataFrame(rows)
 
@@ -519,12 +566,13 @@ def headline(findings: Sequence[Finding], way: Sequence[Stage], limit_sentence: 
         limit_sentence: what :func:`dlrm_workbook.analysis.findings.limit` gives.
     """
     hardware = ""
-    if way and way[-1].basis == BY_CEILINGS:
-        limit_ms = way[-1].mid_ms
-        moved = any(stage.on_the_way and stage.mid_ms < limit_ms for stage in way)
+    if way and len(way[0].least):
+        last = [stage for stage in way if stage.on_the_way][-1:]
+        changed = "not known" if last and not len(last[0].least) else ""
+        changed = changed or "".join(milliseconds(stage.limit_ms) for stage in last)
         hardware = (
-            f"Hardware limit for this configuration, from ceilings measured on this machine: "
-            f"{milliseconds(limit_ms)}{'; with the changes it is lower' if moved else ''}."
+            f"Hardware limit for this configuration, from ceilings measured on the same machine: "
+            f"{milliseconds(way[0].limit_ms)}{changed and f'; with the changes: {changed}'}."
         )
     if not findings:
         return f"**No known bottleneck found.** {in_markdown(limit_sentence)} {hardware}".rstrip()
@@ -535,20 +583,26 @@ def headline(findings: Sequence[Finding], way: Sequence[Stage], limit_sentence: 
 
 
 def _start(findings: Sequence[Finding], way: Sequence[Stage]) -> str:
-    """What to change first, and what it brings; "" where no parameter helps."""
+    """What to change first, and what it brings; in words where no parameter of ours helps."""
     first = next((stage for stage in way if stage.on_the_way), None)
     if first is not None:
         change, gain = first.change, first.speedup(way[0].mid_ms)
         how = "timed" if first.basis == TIMED else "predicted"
     else:
-        worst = next((one for one in findings if one.change and one.predicted_speedup), None)
+        # what was timed or predicted on the way and gained nothing is not advised by a finding
+        vain = [stage.change for stage in way if way[0].mid_ms <= stage.mid_ms and stage.change]
+        advised = (one for one in findings if one.change and one.predicted_speedup)
+        worst = next((one for one in advised if dict(one.change) not in vain), None)
         if worst is None:
-            return ""
+            return f"What to do: {in_markdown(findings[0].advice)}"
         change, gain, how = worst.change, worst.predicted_speedup, "estimated"
     options = " ".join(f"-p {name}={option_text(value)}" for name, value in change.items())
     options = options.replace("`", "'")
     mid, low, high = (gain[end] for end in ("mid", "low", "high"))
-    return f"Start with `{options}`: {how} {faster(mid, low, high, figures=2)}."
+    words = faster(mid, low, high, figures=2)
+    if low <= 1.0 and how == "estimated":  # nobody timed what takes its place
+        words = f"{at_most(high)} faster"
+    return f"Start with `{options}`: {how} {words}."
 
 
 def option_text(value: Any) -> str:

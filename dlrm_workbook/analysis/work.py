@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ from dlrm_core.config import Parameters
 from dlrm_core.data.reuse import ReuseLaw
 from dlrm_core.losses import LOSSES
 from dlrm_core.operations import FLOAT_BYTES, INDEX_BYTES, NUMBER_BYTES, Operations, Work
-from dlrm_core.optimizers import OPTIMIZERS, rows_work
+from dlrm_core.optimizers import OPTIMIZERS, Lookups, rows_work
 from dlrm_workbook.analysis.attribution import PART, in_step_order
 
 FUSED_PARTS = {"bf16x2": 2, "bf16x3": 3}
@@ -100,28 +100,6 @@ def is_fused(parameters: Parameters) -> bool:
 # ---- lookups -----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Lookups:
-    """What one batch asks of one table, on average."""
-
-    table: int
-    rows: int
-    count: float
-    """Indices a batch."""
-    unique: float
-    """Different rows a batch."""
-
-    @property
-    def scattered(self) -> float:
-        """Lookups whose row lies anywhere in the table.
-
-        All of them by a uniform law. By a skewed one, rows repeat more often than they
-        would by chance; those repeats find their row in the cache.
-        """
-        by_chance = _unique_of_uniform(self.rows, self.count)
-        return self.count * min(1.0, self.unique / by_chance) if by_chance > 0 else 0.0
-
-
 def lookups(parameters: Parameters, statistics: Mapping[str, Any] | None = None) -> list[Lookups]:
     """Indices and different rows a batch, table by table.
 
@@ -144,7 +122,9 @@ def lookups(parameters: Parameters, statistics: Mapping[str, Any] | None = None)
         unique = known.get("unique_rows_per_batch")
         if unique is None:
             unique = expected_unique(parameters, rows, count)
-        result.append(Lookups(table, rows, float(count), float(unique)))
+        by_chance = _unique_of_uniform(rows, count)
+        scattered = count * min(1.0, unique / by_chance) if by_chance > 0 else 0.0
+        result.append(Lookups(table, rows, float(count), float(unique), float(scattered)))
     return result
 
 

@@ -2,8 +2,9 @@
 
 Labels and rows are the same in every layout. Dense values are features in split_binary (float16),
 and counts, of which training takes log(x + 1), in terabyte (int32) and deepspark_dist (float32);
-Parquet keeps whatever it is given. A feature v becomes the count exp(v) - 1, a count x the feature
-log(x + 1), rounded through float32 as NVIDIA's chain rounds.
+Parquet keeps whatever it is given. A count x becomes the feature log(x + k), rounded through
+float32 as NVIDIA's chain rounds, a feature v the count exp(v) - k, but at least 0. k is what the
+metadata of feature_spec.yaml state ("log(x + 3) ..." of preprocessed text), or 1.
 
 How many rows tables have, and who made the data set, only split_binary can say. So its
 feature_spec.yaml goes along under another name, and a way there and back gives the same files.
@@ -15,8 +16,9 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -87,6 +89,8 @@ class Converted:
         values: dense values written.
         lost: how many of them would not be the same after a conversion back.
         seconds: that it took now.
+        law: a sentence on how features and counts belong together; empty where nothing was made
+            of either.
     """
 
     folder: Path
@@ -95,6 +99,7 @@ class Converted:
     values: int
     lost: int
     seconds: float
+    law: str
 
 
 @dataclass(frozen=True)
@@ -129,12 +134,14 @@ def convert(request: Conversion, target: Path) -> Converted:
         )
     asked = dataclasses.asdict(request) | {"path": str(request.path.absolute())}
     samples = {part.name: part.stop - part.start for part in parts}
+    origin = _origin(request, parts)
+    law = _DenseLaw.stated(origin[1].metadata if origin else {})
     lost = 0
     with workplace(target, asked, "dlrm data convert") as place:
         if place is not None:
             wide = 4 * (1 + sum(first.shape))
             need_space(place.folder, wide * sum(samples.values()))
-            lost = _write(request, parts, place)
+            lost = _write(request, parts, place, origin, law)
     return Converted(
         folder=target,
         samples=samples,
@@ -142,6 +149,7 @@ def convert(request: Conversion, target: Path) -> Converted:
         values=sum(samples.values()) * len(first.dense),
         lost=lost,
         seconds=time.perf_counter() - started,
+        law=law.sentence if "parquet" not in (request.before, request.after) else "",
     )
 
 
@@ -173,9 +181,14 @@ def _parts(request: Conversion) -> list[SplitRange]:
     return parts
 
 
-def _write(request: Conversion, parts: list[SplitRange], place: Workplace) -> int:
+def _write(
+    request: Conversion,
+    parts: list[SplitRange],
+    place: Workplace,
+    origin: tuple[Path, FeatureSpec] | None,
+    law: _DenseLaw,
+) -> int:
     """Write all splits into a workplace, and count the dense values that lost digits."""
-    origin = _origin(request, parts)
     spec = None
     if request.after == "split_binary":
         spec = _specification(request, parts, place.folder, origin)
@@ -189,7 +202,8 @@ def _write(request: Conversion, parts: list[SplitRange], place: Workplace) -> in
             if request.after == "parquet":
                 _write_parquet(place, part, origin and origin[1], done, bar)
             else:
-                outputs = _files(request.after, part, spec, place.folder)
+                files = _files(request.after, part, spec, place.folder)
+                outputs = [dataclasses.replace(file, law=law) for file in files]
                 _write_files(place, part, outputs, done, bar)
     return int(done["lost"])
 
@@ -252,6 +266,47 @@ def _largest_rows(parts: list[SplitRange]) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
+class _DenseLaw:
+    """How the features of a split_binary data set follow from counts.
+
+    Attributes:
+        offset: the k of log(x + k).
+        made_up: they are uniform random numbers and no count's: the nearest one stands for each.
+        sentence: for the reader.
+    """
+
+    offset: int = 1
+    made_up: bool = False
+    sentence: str = ""
+
+    @classmethod
+    def stated(cls, metadata: Mapping[str, Any]) -> _DenseLaw:
+        """As the metadata of feature_spec.yaml have it."""
+        log = re.match(r"log\(x \+ (\d{1,3})\)", str(metadata.get("numerical")))
+        maker = metadata.get("made_by"), metadata.get("labels")
+        # with a teacher's labels the best AUC rests on the numbers themselves
+        made_up = maker == ("dlrm data generate", "random")
+        if made_up:
+            sentence = "numerical features are made up: the nearest count stands for each"
+        elif log:
+            sentence = f"numerical features are {log[0]} of counts x, as feature_spec.yaml states"
+        else:
+            sentence = (
+                "numerical features are taken to be log(x + 1) of counts x: no metadata.numerical "
+                "states it (NVIDIA's own preprocessing makes log(x + 3))"
+            )
+        return cls(int(log[1]) if log else 1, made_up, sentence)
+
+    def feature(self, counts: np.ndarray) -> np.ndarray:
+        """log(x + k) as float32, of which NVIDIA's chain makes float16."""
+        return np.log(counts + float(self.offset)).astype(np.float32)
+
+    def counts(self, features: np.ndarray) -> np.ndarray:
+        """exp(v) - k; 0 for Criteo's few negative integers and what is missing, as facebook's."""
+        return np.maximum(np.expm1(np.minimum(features, 700.0)) - (self.offset - 1), 0.0)
+
+
+@dataclass(frozen=True)
 class SplitFile:
     """A file of a split: one value or several a sample, all of a type.
 
@@ -260,6 +315,7 @@ class SplitFile:
         counts: whether dense values in it are counts.
         table: number of the table.
         rows: that the table has in the new data set; None: nothing says.
+        law: how features and counts belong together.
     """
 
     path: str
@@ -268,6 +324,7 @@ class SplitFile:
     counts: bool = True
     table: int = 0
     rows: int | None = None
+    law: _DenseLaw = _DenseLaw()
 
 
 def _files(
@@ -348,10 +405,10 @@ def _dense(block: Block, output: SplitFile, split: Split) -> tuple[np.ndarray, i
         InputError: naming file, sample, feature and a value that cannot be held.
     """
     values, exact, dtype = block.dense, block.dense.astype(np.float64), output.dtype
-    whole = dtype.kind == "i"
+    whole, law = dtype.kind == "i", output.law
     if split.counts and not output.counts:
-        written = _feature(exact).astype(dtype)
-        back = np.expm1(written.astype(np.float64))
+        written = law.feature(exact).astype(dtype)
+        back = law.counts(written.astype(np.float64))
         back = np.rint(back) if values.dtype.kind in "iu" else back
         return written, int(np.count_nonzero(back.astype(values.dtype) != values))
     if split.counts == output.counts:
@@ -360,23 +417,19 @@ def _dense(block: Block, output: SplitFile, split: Split) -> tuple[np.ndarray, i
             _refuse_first(wrong, block, split, "a whole count below 2^31, which terabyte holds")
         written = values.astype(dtype)
         return written, int(np.count_nonzero(written.astype(np.float64) != exact))
-    counts = np.expm1(np.minimum(exact, 700.0))
-    wrong = (counts < 0) | (counts > MOST_COUNT)
-    _refuse_first(wrong, block, split, "log(x + 1) of a count x from 0 to 2^31 - 1")
+    counts = law.counts(exact)
+    wrong = (exact < 0) | (counts > MOST_COUNT)
+    log = f"log(x + {law.offset})"
+    _refuse_first(wrong, block, split, f"{log} of a count x from 0 to 2^31 - 1")
     written = (np.rint(counts) if whole else counts).astype(dtype)
-    differs = _feature(written.astype(np.float64)).astype(values.dtype) != values
-    if whole:
-        words = "log(x + 1) of a whole count x, which terabyte holds (deepspark_dist holds any)"
-        _refuse_first(differs, block, split, words)
+    differs = law.feature(written.astype(np.float64)).astype(values.dtype) != values
+    if whole and not law.made_up:
+        words = f"{log} of a whole count x, which terabyte holds (deepspark_dist holds any)"
+        _refuse_first(differs & (counts > 0), block, split, words)
     return written, int(np.count_nonzero(differs))
 
 
 MOST_COUNT = 2**31 - 1
-
-
-def _feature(counts: np.ndarray) -> np.ndarray:
-    """log(x + 1) as float32, of which NVIDIA's chain makes float16."""
-    return np.log(counts + 1.0).astype(np.float32)
 
 
 def _refuse_first(wrong: np.ndarray, block: Block, split: Split, wanted: str) -> None:

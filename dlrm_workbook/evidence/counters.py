@@ -9,20 +9,24 @@ caches, so counting can stay on while the times that matter are taken.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import gc
 import os
 import resource
 import statistics
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+
+from dlrm_workbook.ground.machine import ranks_here
 
 NO_GPU_USED = "the run used no GPU; `dlrm run all -f FILE -p training.device=cuda` uses one"
 """Reason for everything that only a GPU has."""
@@ -52,6 +56,22 @@ INTEGERS = {
     *("read_bytes", "written_bytes", *STOCKS),
 }
 """Columns that are whole numbers."""
+
+
+def ranks() -> Iterator[int]:
+    """Numbers of the other processes that a launcher started on this machine beside this one."""
+    tasks = (PROC / str(os.getppid()) / "task").glob("*/children") if ranks_here() > 1 else ()
+    for task in tasks:
+        with contextlib.suppress(OSError):  # a thread that ended, or another user's launcher
+            yield from {*map(int, task.read_text().split())} - {os.getpid()}
+
+
+def children() -> Iterator[int]:
+    """Numbers of the processes that multiprocessing started here and that run."""
+    processes = sys.modules.get("multiprocessing.process")
+    for child in list(getattr(processes, "_children", ())):
+        if child.pid is not None:
+            yield int(child.pid)
 
 
 def unusable(name: str, text: bytes) -> str:
@@ -179,6 +199,8 @@ class IterationCounters:
         """When the threads were listed."""
         self._system: list[tuple[float, float, float]] = []
         """Moment in ms, busy ms of all CPUs, stolen ms."""
+        self._children: dict[int, int] = {}
+        """Ticks of each process that this one started, by its number."""
         self._due_ms = {"listing": 0.0, "clocks": 0.0, "system": 0.0}
         """When each is to be read again."""
         self._before: dict[str, float] = {}
@@ -346,9 +368,17 @@ class IterationCounters:
             began = time.perf_counter()
             ticks = [int(word) for word in self._pread("stat").split(b"\n", 1)[0].split()[1:9]]
             # user, nice, system, irq, softirq (guests are in user); idle, iowait are not busy
-            busy = sum(ticks[i] for i in (0, 1, 2, 5, 6))
+            busy = sum(ticks[i] for i in (0, 1, 2, 5, 6)) - self._of_children()
             self._system.append((moment_ms, TICK_MS * busy, TICK_MS * ticks[7]))
             self._put_off("system", began)
+
+    def _of_children(self) -> int:
+        """Ticks of processes that this one started, those that ended too, and of other ranks."""
+        for pid in (*children(), *ranks()):
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                words = (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+                self._children[pid] = int(words[11]) + int(words[12])
+        return sum(self._children.values())
 
     def _put_off(self, what: str, began: float) -> None:
         """Read it again when that takes a small share of the time since."""

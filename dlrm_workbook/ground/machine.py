@@ -87,6 +87,12 @@ def machine_facts() -> dict[str, Any]:
     }
 
 
+def ranks_here() -> int:
+    """Ranks that a launcher such as torchrun started on this machine; 1 without one."""
+    given = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return max(1, int(given)) if given.isdecimal() else 1
+
+
 def nvidia_gpus() -> list[dict[str, str]]:
     """``name`` and ``driver`` of each NVIDIA GPU, by nvidia-smi."""
     tool = shutil.which("nvidia-smi")

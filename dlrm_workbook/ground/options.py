@@ -1,4 +1,4 @@
-"""Options of commands that take the parameters of a run: a file, or a command of facebook's."""
+"""Options of commands that take the parameters of a run: a file, or another program's command."""
 
 from __future__ import annotations
 
@@ -17,21 +17,30 @@ def parameters_file(parser: argparse.ArgumentParser, *, required: bool = True) -
 
 
 def like_option(parser: argparse._ActionsContainer) -> None:
-    """``--like``: the parameters that a command of facebookresearch/dlrm stands for."""
+    """``--like``: the parameters that a command of another DLRM program stands for."""
     parser.add_argument(
         "--like",
         metavar="COMMAND",
         help="instead of a file: a command of facebookresearch/dlrm, such as "
-        "'dlrm_s_pytorch.py --mini-batch-size=2048 ...', whose flags are translated",
+        "'dlrm_s_pytorch.py --mini-batch-size=2048 ...', of NVIDIA's dlrm.py or of DeepSpark's "
+        "train.py, whose flags are translated",
     )
 
 
 def read_like(arguments: argparse.Namespace) -> None:
-    """Put the parameters of ``--like`` in the file's place, and print what had no effect."""
-    if getattr(arguments, "like", None) is None:
-        return
-    from dlrm_workbook.ground.facebook import translated
+    """Put the parameters of ``--like`` in the file's place, and print what had no effect.
 
-    arguments.file, notes = translated(arguments.like)
+    So are those of ``-f``, where that is a model configuration of DeepSpark's.
+    """
+    if getattr(arguments, "like", None) is None:
+        if str(getattr(arguments, "file", None)).endswith(".json"):
+            from dlrm_workbook.ground.vendors import model_configuration
+
+            arguments.file = model_configuration(arguments.file) or arguments.file
+        return
+    from dlrm_workbook.ground.like import translated
+    from dlrm_workbook.ground.vendors import SCRIPTS
+
+    arguments.file, notes = translated(arguments.like, SCRIPTS)
     for note in notes:
         print(f"dlrm {arguments.subcommand}: --like: {note}", file=sys.stderr)

@@ -10,6 +10,13 @@ from dlrm_core.base.errors import InputError
 from dlrm_core.base.settings import called, coerce_section, setting, shown
 from dlrm_workbook.ground.marks import parse_part
 
+REMEDIES = (
+    *("anomaly", "threads", "autocast", "sparse", "fused", "foreach", "onednn", "tf32", "ahead"),
+    *("workers", "allocator", "other_allocator", "binding", "garbage_collection"),
+    *("channels_last", "cudnn_benchmark", "pinned", "cuda_graphs", "compile"),
+)
+"""Remedies that can be tried on a running program, by the name that chooses them."""
+
 
 @dataclass(frozen=True)
 class ProfilingConfig:
@@ -18,8 +25,9 @@ class ProfilingConfig:
     engine: str = setting(
         "auto",
         "'torch': torch.profiler; 'hpctoolkit': hpcrun, hpcstruct, hpcprof; 'auto': HPCToolkit "
-        "when hpcrun is found, else torch (the page says which); 'both': HPCToolkit and then "
-        "torch, side by side",
+        "when hpcrun is found and works, else torch (the page says which), and torch for "
+        "profiling.command, of which it explains more; 'both': HPCToolkit and then torch, side by "
+        "side",
         choices=("auto", "torch", "hpctoolkit", "both"),
     )
     warmup: int = setting(3, "iterations before measuring", minimum=0)
@@ -31,10 +39,21 @@ class ProfilingConfig:
         "", "folder of an HPCToolkit installation; empty: HPCTOOLKIT_HOME, then PATH"
     )
     python_frames: bool = setting(
-        True, "HPCToolkit: Python frames in call paths (-a python), where it offers them"
+        True,
+        "HPCToolkit: Python frames in call paths (-a python) of passes that are not for times, "
+        "where it offers them",
     )
     pc_sampling: bool = setting(
         True, "HPCToolkit on a GPU: a second pass with PC sampling for stall reasons"
+    )
+    single_pass: bool = setting(
+        False,
+        "HPCToolkit: everything in one run, hpcrun -a python -e CPUTIME -e gpu=nvidia,pc -t, as "
+        "the experiment was measured: its times are not those of the program alone",
+    )
+    gpu_control_flow: bool = setting(
+        False,
+        "HPCToolkit: hpcstruct --gpucfg yes, for loops and calls in kernels (slow, needs nvdisasm)",
     )
     structure: bool = setting(
         True, "HPCToolkit: recover loops and inlining with hpcstruct before hpcprof"
@@ -61,6 +80,11 @@ class ProfilingConfig:
         "recordings that name no GPU: which one it is, as its driver names it ('NVIDIA H100 80GB "
         "HBM3') or short (H100-SXM), so that its data sheet gives the limits",
     )
+    model_file: str = setting(
+        "",
+        "recordings that name no shapes, as HPCToolkit's: the parameters file, or the preset, of "
+        "the DLRM that they train, whose work gives the limits of its parts",
+    )
     probes: bool = setting(
         True,
         "before measuring, time what this machine can do at best (products, bandwidth, random "
@@ -71,6 +95,11 @@ class ProfilingConfig:
         "profiling.command with torch: seconds in which remedies are switched on and off in the "
         "running program after it was recorded; 0: none",
         minimum=0,
+    )
+    remedies: tuple[str, ...] | None = setting(
+        None,
+        "the remedies that are tried, of " + ", ".join(REMEDIES) + "; null: all that the "
+        "recording makes plausible (`dlrm run compare -p try=[...] -- COMMAND` sets it)",
     )
     timeout_s: int = setting(3600, "seconds after which one measured run is ended", minimum=1)
 
@@ -84,6 +113,12 @@ class ProfilingConfig:
 
     def __post_init__(self) -> None:
         coerce_section(self, "profiling")
+        unknown = [name for name in self.remedies or () if name not in REMEDIES]
+        if unknown:
+            raise InputError(
+                f"profiling.remedies: {shown(unknown[0])} is no remedy; expected some of "
+                + ", ".join(REMEDIES)
+            )
         for pattern, said in self.parts.items():
             try:
                 parse_part(said)

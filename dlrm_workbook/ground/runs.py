@@ -132,15 +132,26 @@ class RunFolder:
         """Seconds since the folder was claimed."""
         return round(time.monotonic() - self._clock, 3)
 
-    def record_parameters(self, sections: Mapping[str, Any]) -> None:
-        """Put parameters into run.json beside those that the run was given."""
+    def record_parameters(
+        self, sections: Mapping[str, Any], recording: Mapping[str, Any] | None = None
+    ) -> None:
+        """Put parameters into run.json beside those that the run was given.
+
+        Args:
+            recording: ``device`` and ``machine`` of what the run explains, which another machine
+                may have made.
+        """
         self.record["parameters"] = {**self.record["parameters"], **sections}
+        if recording is not None:
+            self.record["recording"] = dict(recording)
         write_json(self.path / "run.json", self.record)
 
     def take_recorded_parameters(self) -> None:
-        """Take over the parameters that the notebook itself put into run.json."""
+        """Take over the parameters, and whose they are, that the notebook put into run.json."""
         with contextlib.suppress(InputError, KeyError, TypeError):
-            self.record["parameters"] = dict(read_json(self.path / "run.json")["parameters"])
+            written = read_json(self.path / "run.json")
+            self.record["parameters"] = dict(written["parameters"])
+            self.record["recording"] = dict(written["recording"])
 
     def close(self, status: str, **fields: Any) -> None:
         """Write the final state: status, seconds since the claim, and what lies in the folder.

@@ -105,6 +105,11 @@ def speedup(mid: float, low: float, high: float, *, figures: int = 3) -> str:
     return f"{ratio(mid, figures=figures)}{reach}"
 
 
+def at_most(bound: float) -> str:
+    """The one way in which a page writes an upper bound of a speed-up: ``at most 1.04x``."""
+    return f"at most {ratio(bound, figures=2 if bound >= 1.1 else 3)}"  # 1.04x, not 1.0x
+
+
 def faster(mid: float, low: float, high: float, *, figures: int = 3) -> str:
     """A speed-up in words: ``1.99x faster (1.95x to 2.23x)``, ``1.25x slower (1.20x to 1.31x)``.
 

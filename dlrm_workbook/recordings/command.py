@@ -8,12 +8,10 @@ ranks that torchrun starts each leave a recording. What the program prints is ke
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shlex
 import shutil
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +27,8 @@ from dlrm_workbook.ground.processes import (
     run_child,
 )
 from dlrm_workbook.ground.profiling import ProfilingConfig
-from dlrm_workbook.recordings.torch.inject import STARTUP, VARIABLE
+from dlrm_workbook.recordings.injected import living_pipe, recording_environment
+from dlrm_workbook.recordings.whole_runs import try_whole_runs
 
 STAGE = "command"
 """Name of the logs of the program's own output: ``logs/command.out`` and ``logs/command.err``."""
@@ -45,7 +44,8 @@ INTERVENTION = (
 
 TIMING_INTERVENTION = (
     "The program was not edited. A start-up file on PYTHONPATH hooked the optimizers of torch to "
-    "note when its iterations end, and ended it after the last one that was asked for."
+    "note when its iterations end, and ended it after the last one that was asked for. While "
+    "hpcrun measured it, its Python stack was sampled and hooks noted when its modules ran."
 )
 
 
@@ -120,6 +120,8 @@ def _recorded(
     if not recorded:
         raise MeasurementError(why_nothing(command, done, processes))
     keep(folder / "recording", notes, recorded)
+    if config.trials:
+        try_whole_runs(command, config, folder / "recording", progress)
     notices = [INTERVENTION]
     if done.exit_code:
         notices.append(f"The command {done.failure()} after it was recorded: {done.last_words()}")
@@ -130,19 +132,6 @@ def _recorded(
     return notices
 
 
-@contextlib.contextmanager
-def living_pipe() -> Iterator[str]:
-    """A named pipe that is open for writing as long as this process lives, however it ends."""
-    with tempfile.TemporaryDirectory(prefix="dlrm-alive-") as folder:
-        pipe = str(Path(folder) / "pipe")
-        os.mkfifo(pipe)
-        writer = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
-        try:
-            yield pipe
-        finally:
-            os.close(writer)
-
-
 def with_phase(told: Progress, notes: Path) -> Progress:
     """Progress of a command, with what its processes say they do."""
     for file in notes.glob("*.json"):
@@ -151,46 +140,6 @@ def with_phase(told: Progress, notes: Path) -> Progress:
             if isinstance(note, dict) and note.get("doing"):
                 return replace(told, stage="your program", detail=str(note["doing"]))
     return replace(told, stage="your program", detail="until its optimizer steps")
-
-
-def recording_environment(
-    base: Mapping[str, str],
-    notes: Path,
-    config: ProfilingConfig,
-    times_only: bool = False,
-    alive: str = "",
-) -> dict[str, str]:
-    """The environment in which a program records itself, or says when its iterations end.
-
-    Args:
-        alive: the pipe of :func:`living_pipe`, with whose end the program ends; "" for none.
-    """
-    asked = {
-        "command": shlex.join(config.command or ()),
-        "alive": alive,
-        "holder": os.getpid(),
-        "folder": str(notes),
-        "times_only": times_only,
-        "trials": 0 if times_only else config.trials,
-        "lengths": {
-            "profiled": config.iterations,
-            "warmup": config.warmup,
-            "unprofiled": config.iterations,
-            "sampled": config.iterations,
-        },
-        "detail": {
-            "with_stack": config.with_stack,
-            "record_shapes": config.record_shapes,
-            "profile_memory": config.profile_memory,
-            "ceilings": config.probes,
-        },
-    }
-    places = [str(STARTUP), *filter(None, [base.get("PYTHONPATH")])]
-    return {
-        **base,
-        "PYTHONPATH": os.pathsep.join(places),
-        VARIABLE: json.dumps(asked),
-    }
 
 
 def keep(target: Path, notes: Path, recorded: list[dict[str, Any]]) -> None:

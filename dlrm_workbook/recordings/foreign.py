@@ -60,7 +60,7 @@ class Named:
 Says = TypeVar("Says", Named, str)
 
 
-def _rules(*rules: tuple[str, Says]) -> tuple[tuple[re.Pattern[str], Says], ...]:
+def _rules(*rules: tuple[str | re.Pattern[str], Says]) -> tuple[tuple[re.Pattern[str], Says], ...]:
     """Patterns of names and what they say, of which the first that matches counts."""
     return tuple((re.compile(pattern), says) for pattern, says in rules)
 
@@ -179,14 +179,32 @@ _OPERATORS = _rules(
 _NODES = _rules(
     (r"(?i)embedding|lookup|jagged|pooled|sparsefeature", "embedding"),
     (r"(?i)all_?to_?all|all_?gather|reduce_?scatter|all_?reduce|a2a", "communication"),
-    (r"(?i)loss|crossentropy|binarycross", "loss"),
+    # a function that is named after a backward pass runs one, of whatever
+    (r"(?i)^(?!backward).*loss|crossentropy|binarycross", "loss"),
     (r"(?i)^(bmm|baddbmm|dot\w*interact\w*|interaction\w*|cross\w*)", "interaction"),
     (r"(?i)^(addmm|mm|linear|relu|sigmoid|threshold)$", MLP),
 )
 """Autograd nodes (their key, see :func:`node_key`) whose own name hints at a part."""
 
+EXCHANGES = {
+    "NCCL, RCCL, oneCCL": r"nccl|rccl|oneccl",
+    "MSCCL++": r"mscclpp|msccl_kernel",
+    "NVSHMEM": r"nvshmem",
+    "DeepEP": r"\b(?:deep_ep|\w+::ep)::",
+    "user buffers": r"userbuffers",
+    "vLLM, AITER": r"cross_device_reduce|quick_?(?:all_?)?reduce",
+    "symmetric memory": r"multimem_\w*(?:reduce|gather)",
+    "any": r"(?<![a-z])(?:(?:one|two)_?shot_?|lamport\w*_?)?"
+    r"(?:all_?reduce|all_?gather|reduce_?scatter|all_?to_?all)",
+}
+"""Library to a pattern of the names of its kernels that exchange data between ranks. Such kernels
+run on few multiprocessors on purpose, and most of their time is waiting for other ranks."""
+
+COMMUNICATION = re.compile("|".join(EXCHANGES.values()), re.IGNORECASE)
+"""In the names of kernels that exchange data between ranks."""
+
 _KERNELS = _rules(
-    (r"(?i)nccl|rccl|oneccl|mscclpp|nvshmem|all_?reduce_kernel", Named("communication")),
+    (COMMUNICATION, Named("communication")),
     (
         r"(?i)split_embedding\w*|_?embedding_\w*(forward|backward)|rowwise_adagrad",
         Named("embedding"),

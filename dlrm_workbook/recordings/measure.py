@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,19 +16,23 @@ from dlrm_core.base.errors import InputError, MissingToolError
 from dlrm_core.base.files import write_json, write_text
 from dlrm_core.config import Parameters
 from dlrm_workbook.ground.machine import machine_facts
-from dlrm_workbook.ground.processes import LineReader, ProgressCallback, python_module, run_child
-from dlrm_workbook.ground.profiling import ProfilingConfig
-from dlrm_workbook.recordings.command import (
-    TIMING_INTERVENTION,
-    record_command,
-    recording_environment,
+from dlrm_workbook.ground.processes import (
+    LineReader,
+    MeasurementError,
+    ProgressCallback,
+    python_module,
+    run_child,
 )
+from dlrm_workbook.ground.profiling import ProfilingConfig
+from dlrm_workbook.recordings.command import TIMING_INTERVENTION, record_command
 from dlrm_workbook.recordings.hpctoolkit.database import read_database
 from dlrm_workbook.recordings.hpctoolkit.driver import Measurement, measure_program
 from dlrm_workbook.recordings.hpctoolkit.passes import workload_environment
-from dlrm_workbook.recordings.hpctoolkit.spans import with_iterations, with_spans
+from dlrm_workbook.recordings.hpctoolkit.spans import with_spans
+from dlrm_workbook.recordings.hpctoolkit.stacks import with_stacks
 from dlrm_workbook.recordings.hpctoolkit.to_profile import profile_from_database
 from dlrm_workbook.recordings.hpctoolkit.tools import find_tools
+from dlrm_workbook.recordings.injected import recording_environment
 from dlrm_workbook.recordings.open import open_recording
 from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.recordings.torch import RECORDED_KEY, UNKNOWN_MODEL
@@ -53,6 +57,11 @@ def choose_engine(config: ProfilingConfig) -> tuple[str, str]:
     """
     if config.engine == "torch":
         return "torch", "torch.profiler, as profiling.engine asks"
+    if config.command and config.engine == "auto":
+        return "torch", (
+            "torch.profiler, which explains more of a program than HPCToolkit: shapes, memory and "
+            "remedies too; profiling.engine=hpctoolkit or both measures with that"
+        )
     try:
         tools = find_tools(config.hpctoolkit_home)
     except MissingToolError as error:
@@ -97,9 +106,16 @@ def measure(
         return measure_command(command, parameters, folder, engine, why, progress)
     session = _Session(parameters, folder, progress)
     chosen = session.choose_back_end()
+    profile = None
     if engine != "torch":
-        profile = session.with_hpctoolkit()
-    else:
+        try:
+            profile = session.with_hpctoolkit()
+        except MeasurementError as error:
+            if parameters.profiling.engine != "auto":
+                raise
+            why = f"torch.profiler, since HPCToolkit failed ({error})"
+            chosen = [*chosen, f"measured with {why}"]
+    if profile is None:
         profile = (
             session.with_torch(session.parameters)
             if advise is None
@@ -182,7 +198,8 @@ def command_with_hpctoolkit(
 ) -> Profile:
     """As :func:`measure_command`, with HPCToolkit around the program.
 
-    The program says when its iterations end; its parts are told by the names in call paths.
+    The program says when its iterations end and which Python lines and modules ran when; its
+    parts are told by those names and the ones in call paths.
     """
     from dlrm_core.base.machine import resolve_device
 
@@ -199,10 +216,16 @@ def command_with_hpctoolkit(
             progress=progress,
             environment=recording_environment(os.environ, Path(notes), asked, times_only=True),
         )
-    profile = profile_of_pass(measurement, "times", config.parts)
-    assert profile is not None
-    profile = with_iterations(profile, measurement.passes[0].result.get("spans") or [])
-    save_frames(measurement, folder, config.parts)
+        timed = measurement.passes[0]
+        profile = profile_from_database(read_database(timed.database), config.parts)
+        process = timed.result.get("process")
+        # call paths that have Python frames need none beside
+        sampled = isinstance(process, int) and not timed.python_frames
+        place = Path(notes) / str(process) if sampled else None
+        spans = timed.result.get("spans") or []
+        profile = with_stacks(profile, spans, place, config.warmup, dict(config.parts))
+    if "lines" in profile.meta:
+        measurement.not_measured.pop("Python frames", None)
     passes, notices = passes_of(measurement, folder, iterations)
     missing = dict.fromkeys(EVIDENCE, UNKNOWN_MODEL) | measurement.unprofiled.get(
         "not_measured", {}
@@ -366,14 +389,12 @@ class _Session:
             config=config,
             progress=self.progress,
         )
-        profile = profile_of_pass(measurement, "times")
-        assert profile is not None
         timed = measurement.passes[0]
+        profile = profile_from_database(read_database(timed.database))
         spans = timed.result.get("spans") or []
         on_gpu = device.type != "cpu" and spans and profile.has("gpu_time_ms")
         order = self.order_of_launches() if on_gpu else ""
         profile = with_spans(profile, spans, config.warmup, order)
-        save_frames(measurement, self.folder)
         passes, notices = passes_of(measurement, self.folder, iterations)
         notices += profile.meta.get("notices", [])
         evidence = self.evidence(file)
@@ -439,26 +460,6 @@ class _Dialogue:
             write_json(self._asked, changes)
 
 
-def profile_of_pass(
-    measurement: Measurement, name: str, parts: Mapping[str, str] | None = None
-) -> Profile | None:
-    """The Profile of one of HPCToolkit's passes; None where that pass was not made."""
-    database = measurement.database(name)
-    return None if database is None else profile_from_database(read_database(database), parts)
-
-
-def save_frames(
-    measurement: Measurement, folder: Path, parts: Mapping[str, str] | None = None
-) -> None:
-    """Keep the pass with Python frames in ``profile_python/``, where one was made."""
-    try:
-        if frames := profile_of_pass(measurement, "frames", parts):
-            frames.save(folder / "profile_python")
-    except InputError as error:
-        # the times are there; a side view must not cost them
-        measurement.not_measured["Python frames"] = str(error)
-
-
 def passes_of(
     measurement: Measurement, folder: Path, iterations: int
 ) -> tuple[list[dict[str, Any]], list[str]]:
@@ -482,7 +483,6 @@ def passes_of(
                 "python_frames": measured.python_frames,
                 "ms_per_iteration": measured.ms_per_iteration,
                 "dilation": measured.dilation,
-                "part_dilation": measured.part_dilation,
                 "lost_samples": measured.lost_samples,
                 # relative, so that a run folder can be moved or mailed
                 "database": os.path.relpath(measured.database, folder),

@@ -45,6 +45,55 @@ def nest(start: Ints, end: Ints, soft: Bools) -> tuple[Ints, Ints, Ints, Ints]:
         which parents precede children. Children of one span never overlap, so
         ``duration − sum of the children's durations`` is never negative.
     """
+    turn = np.lexsort((soft, -end, start))
+    parent, row = np.full(len(start), -1, dtype=np.int64), turn.copy()
+    begin, finish = start[turn], end[turn]
+    over, overlaps = enclosing_in_turn(begin, finish)
+    parent[turn] = np.where(over >= 0, turn[over], -1)
+    if overlaps.any():
+        mixed = np.sort(turn[overlaps])
+        clipped = start.copy(), end.copy()
+        *times, above, order = _clipped(start[mixed], end[mixed], soft[mixed])
+        for column, values in zip(clipped, times, strict=True):
+            column[mixed] = values
+        parent[mixed] = np.where(above >= 0, mixed[above], -1)
+        row[overlaps] = mixed[order]
+        start, end = clipped
+    return start, end, parent, row
+
+
+def enclosing_in_turn(start: Ints, end: Ints) -> tuple[Ints, Bools]:
+    """The span that encloses each (n,), −1 for none, where all nest; and where they do not.
+
+    Args:
+        start, end: of spans in order, enclosing ones first.
+
+    Returns:
+        The second (n,) is true of all spans of a stretch of time in which two overlap.
+    """
+    count = len(start)
+    place = np.arange(count)
+    if not count:
+        return place, np.zeros(0, dtype=bool)
+    # of the spans before it, those that ended; empty ones at the same moment end at once
+    empty = np.cumsum(end == start)
+    last = np.searchsorted(start, start, side="right") - 1
+    later = empty[last] - empty + (end == start)
+    depth = place - np.searchsorted(np.sort(end), start, side="right") + later
+    # enclosed by the last one before it that is a level higher
+    key = np.sort(depth * count + place)
+    above = np.searchsorted(key, (depth - 1) * count + place) - 1
+    over = np.where(depth > 0, key[np.maximum(above, 0)] % count, -1)
+    reach = np.maximum.accumulate(end)
+    stretch = np.cumsum(np.append(True, start[1:] >= reach[:-1])) - 1
+    wrong = (depth > 0) & (end[np.maximum(over, 0)] < end)
+    overlaps = np.zeros(int(stretch[-1]) + 1, dtype=bool)
+    overlaps[stretch[wrong]] = True
+    return over, overlaps[stretch]
+
+
+def _clipped(start: Ints, end: Ints, soft: Bools) -> tuple[Ints, Ints, Ints, Ints]:
+    """As :func:`nest`, span by span."""
     starts, ends = start.tolist(), end.tolist()
     yields = soft.tolist()
     parent = [-1] * len(starts)
@@ -128,13 +177,21 @@ def innermost(start: Ints, end: Ints, parent: Ints, at: Ints) -> Ints:
         at: (m,) moments, ns. A span is open from its start until before its end.
     """
     # Empty spans are never open, and sorted among others they would hide one that is.
-    order = np.flatnonzero(end > start)
-    if not len(order):
+    chosen = np.flatnonzero(end > start)
+    if not len(chosen):
         return np.full(len(at), -1, dtype=np.int64)
-    order = order[np.lexsort((depths(parent)[order], start[order]))]
-    # Started last before the moment; if it has ended, one of its ancestors is open.
-    last_begun = np.searchsorted(start[order], at, side="right") - 1
-    span = np.where(last_begun >= 0, order[np.maximum(last_begun, 0)], -1)
+    depth, around = depths(parent)[chosen], parent[chosen]
+    if (end[np.maximum(around, 0)] >= end[chosen])[around >= 0].all():
+        # what begins or ends last before a moment says what is open then: it, or the one around it
+        begins = np.repeat([False, True], len(chosen))
+        when = np.concatenate([end[chosen], start[chosen]])
+        turn = np.lexsort((np.concatenate([-depth, depth]), begins, when))
+        when, opened = when[turn], np.concatenate([around, chosen])[turn]
+    else:  # as on streams: the one begun last, or the nearest around it that has not ended
+        turn = np.lexsort((depth, start[chosen]))
+        when, opened = start[chosen][turn], chosen[turn]
+    place = np.searchsorted(when, at, side="right") - 1
+    span = np.where(place >= 0, opened[np.maximum(place, 0)], -1)
     while (over := (span >= 0) & (end[np.maximum(span, 0)] <= at)).any():
         span[over] = parent[span[over]]
     return span

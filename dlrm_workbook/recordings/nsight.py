@@ -610,7 +610,7 @@ class _Export:
             rank=rank,
             marks=frames["marks"],
             flows=pd.DataFrame(columns=["forward", "forward_line", "backward", "backward_line"]),
-            collectives=pd.DataFrame(columns=list(COLLECTIVE.values())),
+            collectives=pd.DataFrame(columns=list(COLLECTIVE)),
             header={"deviceProperties": gpus},
             clock_ns=zero + (epoch if isinstance(epoch, int) and abs(epoch) < 2**62 else 0),
         )

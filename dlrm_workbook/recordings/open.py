@@ -20,6 +20,8 @@ from typing import IO, Any
 
 from dlrm_core.base.errors import InputError
 from dlrm_core.base.files import open_binary
+from dlrm_workbook.recordings import cache
+from dlrm_workbook.recordings.foreign import COMMUNICATION
 from dlrm_workbook.recordings.hpctoolkit.database import read_database
 from dlrm_workbook.recordings.hpctoolkit.format import DATABASE_FILES
 from dlrm_workbook.recordings.hpctoolkit.to_profile import profile_from_database
@@ -46,11 +48,8 @@ MOST_HEADER = 1 << 20
 MOST_MEMBERS = 10_000
 """Files that a folder or archive of traces may hold."""
 
-_RANK = re.compile(r"(?:rank|worker|gpu|node|proc(?:ess)?)[-_. ]?(\d+)", re.IGNORECASE)
+_RANK = re.compile(r"(?:rank|worker|gpu|node|proc(?:ess)?)[-_. ]?(\d{1,9})(?!\d)", re.IGNORECASE)
 """A rank in a file's name, where the trace itself does not tell it."""
-
-COMMUNICATION = re.compile(r"nccl|rccl|oneccl|mscclpp|allreduce_kernel", re.IGNORECASE)
-"""In the names of kernels that exchange data between ranks."""
 
 
 @dataclass
@@ -74,7 +73,7 @@ class Recording:
             return ""
         return (
             f"It holds {len(self.ranks)} ranks; this is rank {self.rank}, which spent the least "
-            "time in communication kernels, where the others wait for it."
+            "time in communication, where the others wait for it."
             if any(communication_ns(profile) for profile in self.ranks.values())
             else f"It holds {len(self.ranks)} ranks; this is rank {self.rank}, which took longest."
         )
@@ -91,10 +90,14 @@ def open_recording(path: Path | str, parts: Mapping[str, str] | None = None) -> 
         InputError: naming the file and why it cannot be opened, in one sentence.
     """
     path = Path(path)
-    if path.is_dir():
-        return _open_folder(path, parts)
     if not path.exists():
         raise InputError(f"{path} does not exist")
+    if path.is_dir():
+        return _open_folder(path, parts)
+    return _remembered(path, [path], parts, lambda: _open_file(path, parts))
+
+
+def _open_file(path: Path, parts: Mapping[str, str] | None) -> Recording:
     with open_binary(path) as file:
         start = file.read(len(MAGIC))
     if path.name in DATABASE_FILES and not start.startswith((b"{", b"[", b"\x1f\x8b")):
@@ -107,6 +110,29 @@ def open_recording(path: Path | str, parts: Mapping[str, str] | None = None) -> 
         return _several(path, _tar_members(path), parts)
     require_recording(path)  # one sentence for a file that is none, whichever command opens it
     return Recording(path, read_trace(path, parts))
+
+
+def _remembered(
+    path: Path,
+    files: list[Path],
+    parts: Mapping[str, str] | None,
+    read: Callable[[], Recording],
+) -> Recording:
+    """What the files hold: from the cache, or read."""
+    regular = all(file.is_file() for file in files)
+    key = cache.key_of(path, files, parts) if regular else None
+    if key is not None and (kept := cache.load(key)) is not None:
+        facts, profiles = kept
+        ranks = {int(name): profile for name, profile in profiles.items() if name != "one"}
+        rank = facts["rank"]
+        profile = profiles["one"] if rank is None else ranks[rank]
+        return Recording(path, profile, rank, ranks, facts["cautions"])
+    recording = read()
+    if key is not None:
+        named = {str(rank): profile for rank, profile in recording.ranks.items()}
+        facts = {"rank": recording.rank, "cautions": recording.cautions}
+        cache.keep(key, facts, named or {"one": recording.profile})
+    return recording
 
 
 def _open_folder(folder: Path, parts: Mapping[str, str] | None) -> Recording:
@@ -126,9 +152,19 @@ def _open_folder(folder: Path, parts: Mapping[str, str] | None) -> Recording:
                 return of_ranks(folder, {rank: read(at) for rank, at in numbered})
     if any((folder / name).is_file() for name in DATABASE_FILES):
         return Recording(folder, profile_from_database(read_database(folder), parts))
+    databases = sorted(islice(folder.glob("*/meta.db"), MOST_MEMBERS))
+    if databases and not (folder / "run.json").is_file():
+        places = [file.parent for file in databases]
+        opened = [profile_from_database(read_database(place), parts) for place in places]
+        if len(opened) == 1:
+            return Recording(places[0], opened[0])
+        return _by_names(folder, places, opened, "databases of HPCToolkit")
     if exports := _exports_in(folder):
         return _exports_of_ranks(folder, exports, parts)
-    return _several(folder, _files(folder, _traces_in(folder)), parts)
+    traces = _traces_in(folder)
+    return _remembered(
+        folder, traces, parts, lambda: _several(folder, _files(folder, traces), parts)
+    )
 
 
 def require_recording(path: Path | str) -> None:
@@ -139,9 +175,9 @@ def require_recording(path: Path | str) -> None:
     """
     path = Path(path)
     if path.is_dir():
-        heads = ("profile.json", "recording.json", *DATABASE_FILES)
+        heads = ("profile.json", "recording.json", *DATABASE_FILES, "*/meta.db")
         places = (path, path / "profile", path / "recording")
-        if not any((place / name).is_file() for place in places for name in heads):
+        if not any(next(place.glob(name), None) for place in places for name in heads):
             _exports_in(path) or _traces_in(path)
         return
     with open_binary(path) as file:
@@ -174,16 +210,28 @@ def _exports_of_ranks(
     opened = [read_nsight(file, parts) for file in exports]
     if len(opened) == 1:
         return of_ranks(folder, opened[0])
+    single = [held[0] if len(held) == 1 else None for held in opened]
+    return _by_names(folder, exports, single, "exports of Nsight Systems")
+
+
+def _by_names(
+    folder: Path, files: Sequence[Path], profiles: Sequence[Profile | None], what: str
+) -> Recording:
+    """Profiles of one rank each, by the numbers in the names of their files.
+
+    Raises:
+        InputError: a name does not tell its rank, or a profile is None.
+    """
     ranks: dict[int, Profile] = {}
-    for file, held in zip(exports, opened, strict=True):
+    for file, profile in zip(files, profiles, strict=True):
         named = _RANK.search(file.name) or re.search(r"(\d+)$", file.stem)
-        if named and len(held) == 1:
-            ranks[int(named[1])] = held[0]
-            held[0].threads["rank"] = int(named[1])
-    if len(ranks) < len(opened):
+        if named and profile is not None:
+            ranks[int(named[1])] = profile
+            profile.threads["rank"] = int(named[1])
+    if len(ranks) < len(files):
         raise InputError(
-            f"{folder} holds {len(opened)} exports of Nsight Systems, whose names do not tell one "
-            "rank each; give one file, or names that hold rank0, rank1, ..."
+            f"{folder} holds {len(files)} {what}, whose names do not tell one "
+            "rank each; give one of them, or names that hold rank0, rank1, ..."
         )
     return of_ranks(folder, dict(sorted(ranks.items())))
 
@@ -410,10 +458,14 @@ def limiting_rank(ranks: dict[int, Profile]) -> int:
 
 
 def communication_ns(profile: Profile) -> int:
-    """Time in which at least one kernel of communication ran, ns."""
-    kernels = profile.of_kind("kernel")
+    """Time in which at least one kernel of communication ran, or, where no kernel did, in which
+    the thread that runs the steps was in communication, ns."""
+    kernels, trace = profile.of_kind("kernel"), profile.trace
     chosen = kernels & profile.which("name", lambda name: bool(COMMUNICATION.search(name)))
-    trace = profile.trace[chosen[profile.trace["context"].to_numpy()]]
+    if not kernels.any() and "main_thread" in profile.meta:
+        chosen = profile.contexts["component"].eq("communication").to_numpy()
+        trace = trace[trace["profile"].eq(profile.meta["main_thread"])]
+    trace = trace[chosen[trace["context"].to_numpy()]]
     return union_ns(trace["start_ns"].to_numpy(), trace["end_ns"].to_numpy())
 
 

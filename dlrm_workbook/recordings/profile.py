@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -163,6 +163,18 @@ def coded_pairs(first: pd.Series, second: pd.Series) -> tuple[Ints, list[tuple[s
     pair, pairs = pd.factorize(one * len(others) + other)
     texts = [(ones[number // len(others)], others[number % len(others)]) for number in pairs]
     return pair.astype(np.int64), texts
+
+
+def numbered_together(columns: Sequence[Ints]) -> Ints:
+    """Number (n,) of each row's values, in the order in which they first come.
+
+    Args:
+        columns: numbers (n,) from 0.
+    """
+    number = columns[0].astype(np.int64)
+    for column in columns:
+        number = pd.factorize(number * (int(column.max(initial=0)) + 1) + column)[0]
+    return number.astype(np.int64)
 
 
 def matching(column: pd.Series, matches: Callable[[str], bool]) -> Bools:
@@ -395,10 +407,15 @@ class Profile:
         """
         target = Path(folder)
         with whole_folder(target, "profile") as part:
-            for table in SCHEMA:
-                getattr(self, table).to_parquet(part / f"{table}.parquet", index=False)
-            self.save_meta(part)
+            self.write(part)
         return target
+
+    def write(self, folder: Path) -> None:
+        """Write what :meth:`save` does, but a reader may see half of it."""
+        folder.mkdir(exist_ok=True)
+        for table in SCHEMA:
+            getattr(self, table).to_parquet(folder / f"{table}.parquet", index=False)
+        self.save_meta(folder)
 
     def save_meta(self, folder: str | Path) -> None:
         """Write ``profile.json`` of a saved folder again: more was found out about the run.
@@ -447,13 +464,13 @@ def _read_table(file: Path, table: str) -> pd.DataFrame:
 
 
 _META_TEXT = {
-    "names with values": "ceilings counters data_statistics distributed launched_before_trace "
-    "machine memory not_measured options parameters part_probes probes profiler_overhead "
-    "lines python_lines seen_model together trials versions",
+    "names with values": "ceilings counters data_statistics device_counters distributed "
+    "launched_before_trace machine memory not_measured options parameters part_probes probes "
+    "profiler_overhead lines python_lines seen_model together trials versions",
     "a list of names with values": "devices passes threads_cpu unprofiled_parts_ms",
     "a list of texts": "cautions notices steps_threads",
     "a list of numbers": "iteration_ms unprofiled_iteration_ms",
-    "a text": "command device device_name engine iterations_from sample title",
+    "a text": "accelerator command device device_name engine iterations_from sample title",
 }
 _META = {name: holds for holds, names in _META_TEXT.items() for name in names.split()}
 """Keys of a profile's ``meta`` and what they hold, in words."""

@@ -19,7 +19,7 @@ from dlrm_workbook.analysis.verdict import compare_command
 from dlrm_workbook.ground.ledger import require_same
 from dlrm_workbook.ground.processes import only_process
 from dlrm_workbook.ground.runs import DEFAULT_OUTPUT_ROOT, RunFolder, claim_run_folder, named_run
-from dlrm_workbook.runner.parameters import explained_options, split_overrides
+from dlrm_workbook.runner.parameters import explained_options, require_use, split_overrides
 from dlrm_workbook.runner.progress import columns
 from dlrm_workbook.runner.run import CHAIN, Plan, RunError, closed_by_signals, run_notebooks
 from dlrm_workbook.runner.summary import plain_text
@@ -38,12 +38,17 @@ def command_run(arguments: Any) -> int:
     those of :class:`RunError`.
     """
     for_sections, own = split_overrides(arguments.parameter)
+    require_use([arguments.notebook], for_sections, own)
     if arguments.resume and arguments.file is None:
         raise InputError("--resume needs the parameters file that the run began with (-f FILE)")
     parameters = load_parameters(arguments.file, for_sections)
     # another program is not trained by the notebook that trains our model
     chain = CHAIN[1:] if parameters.profiling.command else CHAIN
-    names = chain if arguments.notebook == "all" else (arguments.notebook,)
+    # and is compared with itself under remedies, in one process, which its page shows
+    whole = arguments.notebook == "all" or (arguments.notebook == "compare" and len(chain) < 3)
+    names = chain if whole else (arguments.notebook,)
+    if names == (SWEEP_NAME,) and parameters.sweep and "sweep_folder" not in own:
+        names = ("profile",)  # the page over all points comes after them
     swept = bool(parameters.sweep) and names != (SWEEP_NAME,)
     try:
         if arguments.resume and not swept and arguments.notebook in RESUMABLE:

@@ -18,8 +18,8 @@ import pandas as pd
 
 from dlrm_core.base.errors import InputError
 from dlrm_core.base.files import read_json
-from dlrm_core.config import Parameters, parameters_from_sections
-from dlrm_workbook.analysis.devices import name_device
+from dlrm_core.config import Parameters, load_parameters, parameters_from_sections
+from dlrm_workbook.analysis.devices import device, name_device
 from dlrm_workbook.analysis.sentences import in_markdown
 from dlrm_workbook.ground.bar import Bar
 from dlrm_workbook.ground.processes import Progress, ProgressCallback
@@ -32,6 +32,7 @@ from dlrm_workbook.ground.runs import (
 )
 from dlrm_workbook.recordings.open import open_recording
 from dlrm_workbook.recordings.profile import Profile
+from dlrm_workbook.runner.by_hand import CellRecorder, publish_by_hand, recorder
 from dlrm_workbook.runner.parameters import UNKNOWN_FILE, kept_options
 from dlrm_workbook.samples import SAMPLE, sample_profile
 
@@ -45,25 +46,35 @@ class NotebookRun:
     output_root: Path
     claimed: RunFolder | None = None
     """The folder's run.json, if this notebook claimed the folder itself."""
+    recorded: CellRecorder | None = None
+    """What its cells show, where it claimed the folder and runs in a kernel."""
 
     def explains(self, source: Source) -> None:
         """Record in run.json what this notebook explains.
 
         It is recorded as ``profile_run`` (empty for the sample), beside the parameters that the
-        recording says it was made with.
+        recording says it was made with, and ``recording``: the device and machine it was made on.
         """
-        sections = source.profile.meta.get("parameters") or {}
-        explained = {**sections, "profile_run": str(source.folder or "")}
+        meta = source.profile.meta
+        explained = {**(meta.get("parameters") or {}), "profile_run": str(source.folder or "")}
+        device = str(meta.get("device_name") or meta.get("device") or "")
+        recording = {"device": device, "machine": meta.get("machine") or {}}
         if self.claimed is not None:
-            self.claimed.record_parameters(explained)
+            self.claimed.record_parameters(explained, recording)
         elif (self.folder / "run.json").is_file():
             record = read_json(self.folder / "run.json")
-            RunFolder(self.folder, record).record_parameters(explained)
+            RunFolder(self.folder, record).record_parameters(explained, recording)
 
     def finish(self) -> str:
-        """Close a folder that this notebook claimed; a sentence that says where results are."""
-        if self.claimed is not None:
-            self.claimed.close("finished")
+        """Close a folder that this notebook claimed; a sentence that says where results are.
+
+        Its notebook, page and verdict are there once the cell has ended.
+        """
+        claimed, recorded = self.claimed, self.recorded
+        if claimed is not None and recorded is not None:
+            recorded.at_end(lambda: publish_by_hand(claimed, recorded.cells))
+        elif claimed is not None:
+            claimed.close("finished")
         return f"Results are in {self.folder}"
 
 
@@ -98,7 +109,7 @@ def start(
             parameters=parameters.to_sections(),
             command=f"{notebook}.ipynb, run by hand",
         )
-        return NotebookRun(parameters, claimed.path, root, claimed)
+        return NotebookRun(parameters, claimed.path, root, claimed, recorder())
     try:
         given.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -191,18 +202,13 @@ class Source:
             return document.replace(UNKNOWN_FILE, shlex.join(self.options))
         return document
 
-    def python_profile(self) -> Profile | None:
-        """The pass with Python frames, if HPCToolkit made one for this run."""
-        if self.folder is None or not (self.folder / "profile_python").is_dir():
-            return None
-        return Profile.load(self.folder / "profile_python")
-
 
 def find_profile(
     profile_run: str,
     output_root: Path,
     parts: Mapping[str, str] | None = None,
     device_name: str = "",
+    model_file: str = "",
 ) -> Source:
     """The profile asked for, else that of the newest finished run, else the recorded sample.
 
@@ -210,6 +216,7 @@ def find_profile(
         profile_run: a place, or "" or ``latest`` for the newest.
         parts: ``profiling.parts``, for recordings of other programs.
         device_name: ``profiling.device_name``, for recordings that name no GPU.
+        model_file: ``profiling.model_file``, for recordings that name no shapes.
 
     Raises:
         InputError: what is asked for cannot be opened, or holds no profile; the GPU is not
@@ -227,9 +234,14 @@ def find_profile(
     if folder is not None:
         recording = open_recording(folder, parts)
         profile = recording.profile
-        if device_name:
-            for each in {id(p): p for p in (profile, *recording.ranks.values())}.values():
+        like = load_parameters(model_file, []).to_sections() if model_file else None
+        for each in {id(p): p for p in (profile, *recording.ranks.values())}.values():
+            if device_name:
                 name_device(each.meta, device_name)
+            if like:
+                each.meta["like"] = like
+                if device_name:
+                    each.meta.setdefault("ceilings", device(each.meta["device_name"]).ceilings())
         if recording.cautions:
             profile.meta["cautions"] = recording.cautions + profile.meta.get("cautions", [])
         sentence = f"{sentence} {recording.sentence}".strip()

@@ -53,7 +53,7 @@ from dlrm_workbook.runner.parameters import (
     parameter_tables,
     read_notebook,
 )
-from dlrm_workbook.runner.sections import Cell, Heading, Output, arrange
+from dlrm_workbook.runner.sections import Cell, Heading, Output, apart, arrange
 from dlrm_workbook.runner.templating import TEMPLATES, prepare, template_text
 from dlrm_workbook.show.tables import EMPTY, QUALITY_LEVELS, Quality
 from dlrm_workbook.show.theme import plotly_js
@@ -95,8 +95,8 @@ REASON = re.compile(r"\*?Not measured\b")
 INDEX = "../../index.html"
 """Address of the list of all runs as seen from a page, if there is one."""
 STOPPED = "The run ended before this."
-BRIEF = ("parameters", "started", "took", "processor", "GPU")
-"""Facts of a run that every reader sees; the others are a click away."""
+BRIEF = ("parameters", "started", "took", "recorded on", "machine")
+"""Facts of a run that every reader sees in the masthead; the others stand at the page's end."""
 NOTABLE_SECONDS = 0.1  # cells that took less do not say how long
 
 
@@ -162,7 +162,7 @@ def _prepared(nb: Any, resources: Any) -> tuple[Any, Any]:
     run = resources["run"]
     options = explained_options(run, resources["place"]) if run else []
     page = _Page(nb, resources["folder"], shlex.join(options))
-    cells = [rendered for cell in nb.cells if (rendered := page.cell(cell)) is not None]
+    cells = [rendered for cell in apart(nb.cells) if (rendered := page.cell(cell)) is not None]
     plan = arrange(cells)
     scripts = [template_text("page.js"), template_text("tables.js")]
     style = template_text("page.css")
@@ -219,23 +219,34 @@ def chain_links(run: Mapping[str, Any], name: str, place: Path) -> list[tuple[st
 
 def run_facts(run: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Name and value of what a reader wants to know of a run before its numbers."""
-    machine, versions = run.get("machine") or {}, run.get("versions") or {}
+    versions, recording = run.get("versions") or {}, run.get("recording")
     facts = [("parameters", str(run.get("preset", "")))]
     if run.get("started"):
         started = datetime.fromisoformat(run["started"])
         facts.append(("started", f"{started:%Y-%m-%d %H:%M:%S %Z}".strip()))
     if run.get("seconds"):
         facts.append(("took", duration(run["seconds"])))
-    if machine.get("cpu"):
-        cores, memory = machine.get("usable_cores"), machine.get("memory_gib")
-        facts.append(("processor", f"{machine['cpu']}, {cores} cores, {memory} GiB"))
-    if machine.get("gpus"):
-        facts.append(("GPU", ", ".join(machine["gpus"])))
+    if recording is not None:  # made elsewhere, maybe: this machine only analysed it
+        told = machine_text(recording.get("machine") or {}, str(recording.get("device") or ""))
+        facts.append(("recorded on", told or "a machine that the recording does not name"))
+    here = "machine" if recording is None else "analysed on"
+    facts.append((here, machine_text(run.get("machine") or {})))
     software = [f"{n} {versions[n]}" for n in ("torch", "numpy", "python") if n in versions]
     facts.append(("software", ", ".join(software)))
     facts.append(("commit", str(versions.get("commit", ""))))
     facts.append(("command", str(run.get("command", ""))))
     return [(name, value) for name, value in facts if value]
+
+
+def machine_text(machine: Mapping[str, Any], device: str = "") -> str:
+    """A machine in a few words: its GPUs, or the ``device`` that was used, and its processor."""
+    words = [str(gpu) for gpu in machine.get("gpus") or []]
+    if device and device not in words and not (device == "cpu" and machine.get("cpu")):
+        words.insert(0, device)
+    if machine.get("cpu"):
+        sizes = [(machine.get("usable_cores"), "cores"), (machine.get("memory_gib"), "GiB")]
+        words += [str(machine["cpu"]), *(f"{size} {unit}" for size, unit in sizes if size)]
+    return ", ".join(words)
 
 
 class _Page:
@@ -310,6 +321,11 @@ class _Page:
         elif state.get("status") == "pending":
             rendered.reason = Markup(escape(STOPPED))
         rendered.outputs = [shown for o in cell.outputs if (shown := self._output(o))]
+        rendered.blank = bool(cell.outputs) and not rendered.outputs
+        tabs = [output.get("metadata", {}).get("tab", "") for output in cell.outputs]
+        tables = [output.is_table for output in rendered.outputs]
+        if len(tables) > 1 and len(tables) == len(tabs) and all(tables) and all(tabs):
+            rendered.tabs = tabs
         text = _lone_text(cell.outputs)
         if text is not None and REASON.match(text):
             rendered.reason = _reason(rendered.outputs[0].html)

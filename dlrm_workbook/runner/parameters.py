@@ -23,12 +23,23 @@ from typing import Any
 
 from dlrm_core.base.errors import InputError
 from dlrm_core.base.files import read_json, write_text
-from dlrm_core.base.settings import read_yaml
+from dlrm_core.base.settings import option_text, read_yaml
 from dlrm_core.config import SECTIONS
-from dlrm_workbook.analysis.changes import read_change
+from dlrm_workbook.analysis.changes import LEAVES, read_change
 from dlrm_workbook.analysis.ensemble import SWEEP
 from dlrm_workbook.ground.options import parameters_file
 from dlrm_workbook.ground.units import value_text
+
+SHOWN = {"results": "benchmark", "record": "measurement", "runs": "runs"}
+"""Parameters that name what is measured already, which their notebooks only show then."""
+
+WITH_SHOWN = frozenset({"profile_run", "inside", "between", "ranks_per_node", "gpu"}) | {
+    *("memory_gb", "jitter", "hiccups", "stability", "output_root", *SHOWN)
+}
+"""Parameters that a notebook takes beside those of :data:`SHOWN`: what is predicted or read."""
+
+LENGTHS = ("training.batches", "training.log_every", "profiling.", "title", "sweep")
+"""Leaves and sections that no comparison is about."""
 
 SET_BY_RUNNER = ("output_folder",)
 """Notebook parameters that only the runner gives a value."""
@@ -104,7 +115,8 @@ def declared_parameters(notebook: Path) -> dict[str, dict[str, Any]]:
 
 
 def split_overrides(overrides: Iterable[str]) -> tuple[list[str], dict[str, str]]:
-    """Overrides of the sections (``a.b=c``, ``title=...``), and the notebooks' own (``name=c``).
+    """Overrides of the sections (``a.b=c``, ``title=...``, and ``try=c``, which is short for
+    ``profiling.remedies``), and the notebooks' own (``name=c``).
 
     Raises:
         InputError: not NAME=VALUE, or a name that only the runner sets.
@@ -116,20 +128,50 @@ def split_overrides(overrides: Iterable[str]) -> tuple[list[str], dict[str, str]
         name, equals, value = override.partition("=")
         name = name.strip()
         if not equals or not name:
-            raise InputError(f"-p {override}: expected NAME=VALUE")
+            raise InputError(f"{option_text(override)}: expected NAME=VALUE")
         if name == "change" or name.startswith("change."):
             changes.append(override)
         elif "." in name or name in ("title", "sweep"):
             sections.append(override)
+        elif name == "try":
+            sections.append(f"profiling.remedies={value}")
         elif name in SECTIONS:
-            raise InputError(f"-p {override}: {name} is a section; set one of its values, {name}.…")
+            where = option_text(override)
+            raise InputError(f"{where}: {name} is a section; set one of its values, {name}.…")
         elif name in SET_BY_RUNNER:
-            raise InputError(f"-p {override}: {name} is set by dlrm run; see --output-root")
+            where = option_text(override)
+            raise InputError(f"{where}: {name} is set by dlrm run; see --output-root")
         else:
             own[name] = value
     if changes:
         own["change"] = json.dumps(read_change(changes))
     return sections, own
+
+
+def require_use(names: Iterable[str], sections: Iterable[str], own: Mapping[str, str]) -> None:
+    """Refuse options that would do nothing.
+
+    Args:
+        names: of the notebooks.
+        sections, own: what :func:`split_overrides` gives.
+
+    Raises:
+        InputError: beside a finished measurement something is given that is only measured, or a
+            comparison is given another baseline where a change was meant.
+    """
+    shown = next((name for name in SHOWN if own.get(name)), None)
+    if shown and (idle := [name for name in own if name not in WITH_SHOWN]):
+        raise InputError(
+            f"-p {shown}= shows a finished {SHOWN[shown]}, so nothing is measured and "
+            f"{', '.join(idle)} would do nothing; leave one of them out"
+        )
+    changed = [option for option in sections if not option.strip().startswith(LENGTHS)]
+    if "compare" in names and changed and not own.keys() & {"change", "against", "runs"}:
+        options = " ".join(option_text(f"change.{option}") for option in changed)
+        raise InputError(
+            f"{option_text(changed[0])} sets the baseline too, so there is nothing to compare; "
+            f"the change is spelt {options} (-p change={{}} takes what the first finding advises)"
+        )
 
 
 def typed_options(folder: Path) -> list[str]:
@@ -198,9 +240,11 @@ def own_parameters(
             known = sorted(
                 {p for d in declared.values() for p in d} - {"title", *SECTIONS, *SET_BY_RUNNER}
             )
+            elsewhere = [leaf for leaf in LEAVES if leaf.endswith(f".{key}")]
+            hint = f"did you mean {elsewhere[0]}? Known: " if elsewhere else "known: "
             raise InputError(
-                f"-p {key}={text}: unknown parameter {key} of {', '.join(declared)}; known: "
-                f"{', '.join([*known, 'title', *(f'{s}.…' for s in SECTIONS)])}"
+                f"{option_text(f'{key}={text}')}: unknown parameter of {', '.join(declared)}; "
+                f"{hint}{', '.join([*known, 'title', *(f'{s}.…' for s in SECTIONS)])}"
             )
         for name in takers:
             values[name][key] = _typed(key, text, declared[name][key])
@@ -220,14 +264,14 @@ def _typed(key: str, text: str, declaration: Mapping[str, Any]) -> Any:
     try:
         value = read_yaml(text)
     except InputError as error:
-        raise InputError(f"-p {key}={text}: {error}") from None
+        raise InputError(f"{option_text(f'{key}={text}')}: {error}") from None
     if kind == "float" and type(value) is int:
         value = float(value)
     expected = {"int": int, "float": float, "bool": bool, "list": list, "dict": dict}
     wanted = expected.get(kind.partition("[")[0])
     # type() and not isinstance: true is an int in Python
     if wanted is not None and type(value) is not wanted:
-        raise InputError(f"-p {key}={text}: expected {wanted.__name__}")
+        raise InputError(f"{option_text(f'{key}={text}')}: expected {wanted.__name__}")
     return value
 
 

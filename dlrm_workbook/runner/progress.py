@@ -28,6 +28,9 @@ PLAIN_SECONDS = 30.0
 PLAIN_COLUMNS = 80
 """A line of a log has so many letters: nobody can make it wider."""
 
+SECTION_SECONDS = 1.0
+"""A section that took less is not named: it may have had nothing to do."""
+
 LEAST_SECONDS = 3.0
 LEAST_COUNT = 2
 """No time left is guessed before so long, and before so many are done."""
@@ -50,9 +53,8 @@ class ProgressLine:
         self._to = sys.stderr if to is None else to
         self._live = self._to.isatty()
         self._head = f"[{head}] "
-        self._section = ""
+        self._sections = [("", time.time())]
         self._file = Path(os.devnull)
-        self._begun = time.time()
         self._said = ""
         self._due = 0.0
         self._shown = 0
@@ -85,10 +87,16 @@ class ProgressLine:
                 self._clear()
 
     def section(self, heading: str) -> None:
-        """Say under which heading of the notebook the cells are that run now."""
-        self._section, self._begun = heading, time.time()
-        if self._live or not self._said:
+        """Note under which heading of the notebook the cells are that run now; the line names it
+        once they have taken :data:`SECTION_SECONDS`."""
+        self._sections = [self._section(time.time()), (heading, time.time())]
+        if not self._said:
             self.show()
+
+    def _section(self, now: float) -> tuple[str, float]:
+        """The heading that the line names, and since when."""
+        first, last = self._sections[0], self._sections[-1]
+        return last if not first[0] or now - last[1] >= SECTION_SECONDS else first
 
     def show(self) -> None:
         """Write what goes on now, as far as it is news."""
@@ -114,7 +122,8 @@ class ProgressLine:
     def _line(self, state: dict[str, Any] | None, now: float, width: int) -> tuple[str, str]:
         """What goes on, and the line with all that is known of it, in so many columns."""
         if state is None:
-            state = {"what": self._section, "began": self._begun}
+            section, begun = self._section(now)
+            state = {"what": section, "began": begun}
         what, done, total = state["what"], state.get("done"), state.get("total")
         counted = f" {done:,} of {total:,}" if total and done is not None else ""
         elapsed = now - state["began"]

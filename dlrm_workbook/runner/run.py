@@ -23,6 +23,7 @@ from typing import Any
 
 from dlrm_core.base.errors import InputError
 from dlrm_core.base.files import read_json, write_json, write_text
+from dlrm_core.base.settings import option_text
 from dlrm_core.config import GivenSections, Parameters, load_parameters, parameters_from_sections
 from dlrm_workbook.analysis.changes import apply_change
 from dlrm_workbook.ground.processes import sigterm_as_exit
@@ -263,6 +264,14 @@ def measured_file(place: str, notebook: str, name: str, root: Path) -> str:
     return str(newest)
 
 
+def is_there(place: str) -> bool:
+    """Whether a file or folder is there; not one whose name or user no system has."""
+    try:
+        return Path(place).expanduser().exists()
+    except (OSError, RuntimeError):  # too long a name; no such user's folder
+        return False
+
+
 def said_of(parameters: Parameters) -> dict[str, Any]:
     """Sections with only what differs from the defaults: a recording has parameters of its own,
     and our defaults are none of them."""
@@ -318,6 +327,10 @@ class Plan:
                         f"-p {key}= is empty, as of a shell's variable that is not set; expected "
                         "a file or folder (leave the parameter out to have the notebook's choice)"
                     )
+                for place in map(str, given):
+                    if place not in ("", LATEST) and not is_there(place):
+                        typed = option_text(f"{key}={place}")
+                        raise InputError(f"{typed}: there is no such file or folder")
                 if key in MEASURED:
                     places = [measured_file(str(place), *MEASURED[key], root) for place in given]
                 elif key == "sweep_folder" and own[key] == LATEST:
@@ -328,9 +341,6 @@ class Plan:
                 else:
                     runs = (named_run(str(place), notebook, root) for place in given if place)
                     places = [str(run) for run in runs]
-                for place in places:
-                    if not Path(place).expanduser().exists():
-                        raise InputError(f"-p {key}={place}: there is no such file or folder")
                 own[key] = places if isinstance(own[key], list) else "".join(places)
 
     def check(self, parameters: Parameters) -> None:
@@ -422,7 +432,7 @@ class Plan:
 
 def _finish(folder: RunFolder, notebook: Path, watch: Any, problem: str) -> None:
     """Status, page and message of a run that has ended in one way or another."""
-    code = 1
+    code, refused = 1, False
     failing: dict[str, Any] | None = None
     if watch.failed is not None or watch.timed_out:
         failing = failing_cell(folder.ipynb, watch.failed)
@@ -434,19 +444,21 @@ def _finish(folder: RunFolder, notebook: Path, watch: Any, problem: str) -> None
         problem = f"a cell took longer than {watch.cell_timeout:g} s (--cell-timeout)"
     elif failing:
         problem = failing["error"]
-        code = 2 if problem.split(":", 1)[0] in INPUT_ERRORS else 1
+        kind, _, sentence = problem.partition(": ")
+        code = 2 if kind in INPUT_ERRORS else 1
+        if refused := kind in (*INPUT_ERRORS, "MeasurementError"):
+            problem = sentence  # for readers, who need not know who refused, and where
     status = "interrupted" if watch.signum is not None else "failed" if problem else "finished"
     fields: dict[str, Any] = {"failing_cell": failing} if failing else {}
     if problem:
         fields["error"] = f"{notebook.name}: {problem}"
-        if failing:
-            cell = f"cell {failing['index']} of {failing['of']}: {failing['first_line']}"
-            fields["error"] += f" [{cell}]"
+        if failing and not refused:
+            fields["error"] += f" (at: {failing['first_line']})"
     fields |= recorded_notices(folder.path)
     folder.take_recorded_parameters()
     # the page shows the outcome; artifacts can be listed only once the page is there
     outcome = folder.record | fields | {"status": status, "seconds": folder.elapsed()}
-    page_problem, summary = _publish(folder, outcome)
+    page_problem, summary = publish(folder, outcome)
     if page_problem and not problem:
         status, fields["error"] = "failed", f"{notebook.name}: {page_problem}"
     try:
@@ -472,7 +484,7 @@ def recorded_notices(folder: Path) -> dict[str, list[str]]:
     return {}
 
 
-def _publish(folder: RunFolder, outcome: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+def publish(folder: RunFolder, outcome: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """Write verdict.md and the page.
 
     Returns:

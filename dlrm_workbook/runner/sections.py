@@ -1,6 +1,7 @@
 """The place of each cell of a notebook on its page: answer first, evidence, details folded.
 
-The masthead takes the cells tagged ``headline`` and ``quality`` and the run's parameters. The
+A cell that shows several views of a report stands there as one cell for each (:func:`apart`). The
+masthead takes the cells tagged ``headline`` and ``quality`` and the run's parameters. The
 others stay in order, in sections that begin with a heading. Code and short prints are hidden until
 the reader asks for them; a table behind its figure is folded; a section tagged ``details`` starts
 closed; and a section in which nothing was measured goes to a list at the end.
@@ -17,6 +18,8 @@ from markupsafe import Markup
 
 NO_MARKUP = Markup("")
 SHORT_PRINT = 3  # lines of printed text that are hidden with the code
+MEASURED = "how-it-was-measured"
+"""How the anchor begins of the section that ends with what was not measured."""
 HEADING = re.compile(r'\s*<h(\d) id="([^"]*)">(.*?)</h\1>', re.DOTALL)
 
 
@@ -72,6 +75,12 @@ class Output:
         return self.kind == "html" and "<table" in self.html
 
     @property
+    def caption(self) -> str:
+        """Name of a table; empty where it has none."""
+        name = re.search(r"<caption\b[^>]*>(.*?)</caption>", self.html, re.DOTALL)
+        return str(Markup(name[1]).striptags()) if name else ""
+
+    @property
     def columns(self) -> str:
         """Titles of a table's columns."""
         titles = re.findall(r"<th\b[^>]*>(.*?)</th>", self.html.partition("</thead>")[0], re.DOTALL)
@@ -87,6 +96,8 @@ class Cell:
         html: of a markdown cell.
         reason: why it shows nothing, where a sentence says so in its figure's place.
         fold: the line behind which its outputs are folded; empty where they are not.
+        blank: whether it ran and has nothing to show, nor a reason.
+        tabs: of a cell with several tables of which one shows at a time, their titles.
     """
 
     kind: str
@@ -96,6 +107,8 @@ class Cell:
     failed: bool = False
     reason: Markup = NO_MARKUP
     fold: str = ""
+    blank: bool = False
+    tabs: list[str] = field(default_factory=list)
     tags: frozenset[str] = frozenset()
     headings: list[Heading] = field(default_factory=list)
     outputs: list[Output] = field(default_factory=list)
@@ -109,6 +122,8 @@ class Cell:
     @property
     def columns(self) -> str:
         """Titles of its first table's columns."""
+        if self.tabs:
+            return ""
         return next((output.columns for output in self.seen if output.is_table), "")
 
     def starts(self) -> re.Match[str] | None:
@@ -133,6 +148,13 @@ class Section:
     closed: bool = False
     parts: list[Cell | Section] = field(default_factory=list)
 
+    def sections(self) -> Iterator[Section]:
+        """All sections below it."""
+        for part in self.parts:
+            if isinstance(part, Section):
+                yield part
+                yield from part.sections()
+
     def cells(self) -> Iterator[Cell]:
         """All cells, those of sections within too."""
         for part in self.parts:
@@ -140,6 +162,12 @@ class Section:
                 yield from part.cells()
             else:
                 yield part
+
+    @property
+    def blank(self) -> bool:
+        """Whether its cells ran and have nothing to show."""
+        code = [cell for cell in self.cells() if cell.kind == "code"]
+        return bool(code) and all(cell.blank for cell in code)
 
     def reasons(self) -> list[Markup]:
         """Why there is nothing in it; empty where something is."""
@@ -158,6 +186,7 @@ class PagePlan:
     Attributes:
         intro: text of the cell with the title.
         absent: reason to the titles of the sections that are left out for it.
+        measured: the section that says how the run was measured, and so what was not.
     """
 
     intro: Markup
@@ -167,8 +196,39 @@ class PagePlan:
     body: Section
     contents: list[Heading]
     absent: dict[Markup, list[Markup]]
+    measured: Section | None
     failed: bool
     has_code: bool
+
+
+def apart(cells: Iterable[Any]) -> Iterator[Any]:
+    """Cells of a notebook, those that show several views of a report in one piece for each.
+
+    The tags of a view are in its output's metadata, and count as the cell's. Tables that share a
+    place stay together.
+    """
+    for cell in cells:
+        pieces: list[list[Any]] = []
+        tab = ""
+        for output in cell.get("outputs", []):
+            tagged = output.get("metadata", {})
+            before, tab = tab, tagged.get("tab", "")
+            if not pieces or ("tags" in tagged and not (before and tab)):
+                pieces.append([])
+            pieces[-1].append(output)
+        if len(pieces) <= 1 and not any("metadata" in one for piece in pieces for one in piece):
+            yield cell
+            continue
+        for number, piece in enumerate(pieces):
+            copy = cell.copy()
+            tagged = piece[0].get("metadata", {})
+            copy.metadata = cell.metadata.copy()
+            copy.metadata["tags"] = [*cell.metadata.get("tags", []), *tagged.get("tags", [])]
+            copy.outputs = piece
+            if number:
+                copy.source = ""
+                copy.metadata.pop("papermill", None)
+            yield copy
 
 
 def arrange(cells: Iterable[Cell]) -> PagePlan:
@@ -195,6 +255,7 @@ def arrange(cells: Iterable[Cell]) -> PagePlan:
         body=body,
         contents=[heading for cell in body.cells() for heading in cell.headings],
         absent=absent,
+        measured=next((part for part in body.sections() if part.anchor.startswith(MEASURED)), None),
         failed=any(cell.failed for cell in code),
         has_code=bool(code),
     )
@@ -246,7 +307,8 @@ def _fold(section: Section) -> None:
         tables = all(output.is_table for output in shown)
         figure = next((output for output in shown if output.kind == "figure"), None)
         if (tables and behind_figure and "open" not in part.tags) or "detail" in part.tags:
-            part.fold = figure.title if figure else "Numbers" if tables else "Details"
+            table = next((output.caption for output in shown if output.is_table), "")
+            part.fold = figure.title if figure else table or ("Numbers" if tables else "Details")
         behind_figure = figure is not None or (tables and behind_figure)
 
 
@@ -254,6 +316,8 @@ def _leave_out(section: Section, absent: dict[Markup, list[Markup]]) -> None:
     """Take out the sections in which nothing was measured, and note them by their reasons."""
     kept: list[Cell | Section] = []
     for part in section.parts:
+        if isinstance(part, Section) and part.blank:
+            continue
         reasons = part.reasons() if isinstance(part, Section) else []
         if isinstance(part, Section) and reasons:
             for reason in reasons:

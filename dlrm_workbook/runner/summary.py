@@ -10,12 +10,12 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import unescape
-from html.parser import HTMLParser
 from typing import Any
 
 import mistune
 
 from dlrm_workbook.analysis.sentences import without_html
+from dlrm_workbook.runner.sections import apart
 from dlrm_workbook.show.tables import QUALITY_LEVELS, Quality
 
 MOST_ROWS = 40  # of a table in verdict.md: every part in every phase
@@ -54,7 +54,7 @@ def summarise(nb: Any) -> Summary:
     summary = Summary()
     section = ""
     headlines = []
-    for cell in nb.cells:
+    for cell in apart(nb.cells):
         if cell.cell_type == "markdown":
             headings = re.findall(r"^(#{1,6})\s+(.*?)\s*#*$", cell.source, re.MULTILINE)
             section = headings[-1][1] if headings else section
@@ -71,8 +71,9 @@ def summarise(nb: Any) -> Summary:
                     summary.level, summary.sentence = said["level"], str(said.get("sentence", ""))
             if "summary" in tags and "<table" in data.get("text/html", ""):
                 rows = table_rows(data["text/html"])
+                name = re.search(r"<caption>(.*?)</caption>", data["text/html"])
                 if len(rows) > 1:
-                    summary.tables.append((section, rows))
+                    summary.tables.append((unescape(name[1]) if name else section, rows))
     summary.headline = "\n\n".join(filter(None, headlines))
     return summary
 
@@ -145,32 +146,9 @@ def shortened(text: str, longest: int) -> str:
 
 
 def table_rows(html: str) -> list[list[str]]:
-    """Texts of the first table's head and body, row by row."""
-    reader = _TableReader()
-    reader.feed(html)
-    return [row for row in reader.rows if row]
-
-
-class _TableReader(HTMLParser):
-    """Reads the cells of a fragment's first table."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows: list[list[str]] = []
-        self._open = False
-        self._over = False
-
-    def handle_starttag(self, tag: str, attrs: object) -> None:
-        if tag == "tr":
-            self.rows.append([])
-        elif tag in ("td", "th") and self.rows and not self._over:
-            self.rows[-1].append("")
-            self._open = True
-
-    def handle_endtag(self, tag: str) -> None:
-        self._open = self._open and tag not in ("td", "th")
-        self._over = self._over or tag in ("tbody", "table")
-
-    def handle_data(self, data: str) -> None:
-        if self._open:
-            self.rows[-1][-1] += data.replace("■", "").strip("\n")
+    """Texts of the first table's head and body, row by row, as we and pandas write tables."""
+    table = re.split(r"</tbody>|</table>", html, maxsplit=1)[0]
+    rows = re.findall(r"<tr\b[^>]*>(.*?)(?=<tr\b|</thead>|$)", table, re.DOTALL)
+    cells = (re.findall(r"<t[dh]\b[^>]*>(.*?)</t[dh]>", row, re.DOTALL) for row in rows)
+    texts = [[unescape(re.sub(r"<[^>]*>", "", cell)) for cell in row] for row in cells]
+    return [[text.replace("■", "").strip("\n") for text in row] for row in texts if row]

@@ -18,9 +18,9 @@ import plotly.graph_objects as go
 from dlrm_core.parts import part_label
 from dlrm_workbook.analysis.attribution import IDLE
 from dlrm_workbook.analysis.lines import place
-from dlrm_workbook.analysis.verdict import PREDICTED, Stage
-from dlrm_workbook.ground.units import digits, from_to, milliseconds, percent, ratio
-from dlrm_workbook.show.tables import Column, Text, chosen_columns, each_row
+from dlrm_workbook.analysis.verdict import AT_MOST, PREDICTED, Stage
+from dlrm_workbook.ground.units import at_most, from_to, milliseconds, percent, ratio
+from dlrm_workbook.show.tables import Column, Text, chosen_columns, each_row, table_bars
 from dlrm_workbook.show.theme import (
     COLOURS,
     COMPUTE_COLOUR,
@@ -47,7 +47,6 @@ from dlrm_workbook.show.theme import (
     ranked_bars,
     rows_of,
     short_name,
-    stacked_bars,
     stacked_iterations,
     wrapped,
 )
@@ -70,7 +69,7 @@ def attribution_bars(attribution: pd.DataFrame, unit: str = "ms in a mean iterat
     if not on_gpu.any():
         return _part_bars(title, unit, table, pale=False)
     idle = table[~on_gpu]
-    table = table[on_gpu].assign(share=table["time_ms"] / table.loc[on_gpu, "time_ms"].sum())
+    table = table[on_gpu]  # shares stay those of the step, as in the table below
     title = f"GPU time of {what} by part and phase"
     if len(idle):
         title += (
@@ -96,6 +95,17 @@ LINES = chosen_columns(
     growth_ms=Column("grows per iteration", "nonzero", unit="ms"),
 )
 """Columns of the table of the user's lines."""
+
+FIRST_LINES = {name: LINES[name] for name in ("share_of_step", "place", "source", "function")}
+"""Columns of the table of the first of them."""
+
+PART = ["part", "time_ms", "share"]
+"""Columns that a part's hover text lists."""
+
+OPERATOR = chosen_columns(
+    "name part cpu_self_ms gpu_ms share calls shapes", name=Column("operator", "text")
+)
+"""Columns that an operator's hover text lists."""
 
 CODE_FONT = {"family": "monospace", "size": 12}
 CODE_LETTERS = 92
@@ -138,64 +148,26 @@ def source_margin(listing: pd.DataFrame) -> go.Figure:
     return result
 
 
-def idle_part_bars(
-    attribution: pd.DataFrame, unit: str = "ms in a mean iteration"
-) -> go.Figure | Text:
+def idle_part_bars(table: pd.DataFrame, unit: str = "ms in a mean iteration") -> go.Figure:
     """What the host was in while the GPU did nothing, the largest on top.
 
     Args:
-        attribution: as of :func:`attribution_bars`, of a recording of a GPU.
+        table: rows of :func:`attribution_bars`'s, those of the host.
         unit: of ``time_ms``, for the axis.
     """
-    table = attribution[attribution["where"].eq("host") & attribution["time_ms"].gt(0)]
-    if table.empty:
-        return Text(
-            "*Not measured: what the host did while the GPU was idle; "
-            "`hpcrun -e CPUTIME -e gpu=nvidia -t` and torch.profiler's CPU activities record it.*"
-        )
     title = "Where the host was while the GPU was idle"
     return _part_bars(title, f"GPU idle, {unit}", table, pale=True)
 
 
 def _part_bars(title: str, unit: str, table: pd.DataFrame, pale: bool) -> go.Figure:
     table = table.sort_values("time_ms", ascending=False)
-    rows = rows_of(table)
-    labels = [part_label(row.component, row.phase) for row in rows]
-    texts = [f"{milliseconds(row.time_ms)}  ({percent(row.share)})" for row in rows]
-    return ranked_bars(
-        title,
-        unit,
-        labels,
-        table["time_ms"].tolist(),
-        texts,
-        [f"{label}: {text}" for label, text in zip(labels, texts, strict=True)],
-        markers([(row.component, row.phase) for row in rows], [pale] * len(rows)),
-    )
+    parts = list(zip(table["component"], table["phase"], strict=True))
+    look = markers(parts, [pale] * len(parts))
+    return table_bars(table, title, unit, "time_ms", _part, columns=PART, marker=look)
 
 
-def data_bar(split: pd.DataFrame) -> go.Figure:
-    """One bar: making data, moving it, computing, in a mean iteration.
-
-    Args:
-        split: ``iteration``, ``data_ms``, ``transfer_ms``, ``compute_ms``, and ``idle_ms`` where
-            a GPU idled for an unknown reason.
-    """
-    means = split.drop(columns="iteration").mean()
-    total = float(means.sum())
-    looks = {
-        f"{name}_ms": (f"{name} {milliseconds(time)} ({percent(time / total)})", colour)
-        for name, colour in (
-            ("data", COLOURS["data"]),
-            ("transfer", COLOURS["transfer"]),
-            ("compute", COMPUTE_COLOUR),
-            ("idle", COLOURS["other"]),
-        )
-        if (time := float(means.get(f"{name}_ms", 0.0))) > 0
-    }
-    result = stacked_bars("Data against compute", means.to_frame("").T, looks, "ms", texts=True)
-    result.update_layout(height=190)
-    result.update_xaxes(title="ms in a mean iteration")
-    return result
+def _part(row: Any) -> str:
+    return part_label(row.component, row.phase)
 
 
 def call_tree_icicle(tree: pd.DataFrame, unit: str = "ms in a mean iteration") -> go.Figure:
@@ -329,10 +301,6 @@ def _add_operators(target: go.Figure, detail: pd.DataFrame, rows: Mapping[str, i
         add_spans(target, spans, rows, name, look, showlegend=number == 0, **hidden)
 
 
-def _calls(count: float) -> str:
-    return "1 call" if count == 1 else f"{count:,.6g} calls"
-
-
 def operator_bars(
     operators: pd.DataFrame, count: int = 15, unit: str = "ms in a mean iteration"
 ) -> go.Figure:
@@ -344,23 +312,14 @@ def operator_bars(
         unit: of the times, for the axis.
     """
     on_gpu = bool(operators["gpu_ms"].notna().any())
-    table = operators.assign(time_ms=operators["gpu_ms" if on_gpu else "cpu_self_ms"])
-    table = table[table["time_ms"] > 0].head(count)
-    rows = rows_of(table)
-    return ranked_bars(
+    time = "gpu_ms" if on_gpu else "cpu_self_ms"
+    return table_bars(
+        operators[operators[time] > 0].head(count),
         "Operators by their own time",
         f"{'GPU' if on_gpu else 'CPU'} time, {unit}",
-        [f"{_operator(row)}<br>{_small(part_label(row.component, row.phase))}" for row in rows],
-        table["time_ms"].tolist(),
-        [f"{milliseconds(row.time_ms)}  ({percent(row.share)})" for row in rows],
-        [
-            f"{wrapped(plotly_text(row.name))}<br>part: {part_label(row.component, row.phase)}<br>"
-            f"{milliseconds(row.time_ms)} ({row.share:.2%})"
-            + (f", {_calls(row.calls)}" if row.calls == row.calls else "")
-            + (f"<br>shapes {wrapped(row.shapes)}" if row.shapes else "")
-            for row in rows
-        ],
-        markers([(row.component, row.phase) for row in rows]),
+        time,
+        lambda row: f"{_operator(row)}<br>{_small(part_label(row.component, row.phase))}",
+        columns=OPERATOR,
         row=38,
     )
 
@@ -380,21 +339,19 @@ def memory_by_part(memory: pd.DataFrame) -> go.Figure:
     Args:
         memory: ``component``, ``phase``, ``device``, ``allocated_mb``.
     """
+    several = memory["device"].nunique() > 1
     table = memory.sort_values("allocated_mb", ascending=False)
-    several = table["device"].nunique() > 1
-    rows = rows_of(table)
-    labels = [
-        part_label(row.component, row.phase) + (f", {row.device.upper()}" if several else "")
-        for row in rows
-    ]
-    return ranked_bars(
+
+    def label(row: Any) -> str:
+        return _part(row) + (f", {row.device.upper()}" if several else "")
+
+    return table_bars(
+        table,
         "Memory allocated by part and phase",
         "MB (10⁶ B) allocated in a mean iteration, freed or not",
-        labels,
-        table["allocated_mb"].tolist(),
-        [f"{digits(row.allocated_mb)} MB" for row in rows],
-        [f"{label}: {row.allocated_mb:,.3f} MB" for label, row in zip(labels, rows, strict=True)],
-        markers([(row.component, row.phase) for row in rows]),
+        "allocated_mb",
+        label,
+        text="{:,.3g} MB".format,
     )
 
 
@@ -424,6 +381,9 @@ too, which a pointer shows."""
 MODULE_KEYS_HEIGHT = 48
 """Pixels of two more lines of the legend, which their names take."""
 
+LEAST_KEYED = 0.01
+"""Share of the longest step from which on a part is in the legend."""
+
 STEP_ROW = 46
 """Height of a step, in pixels."""
 
@@ -443,6 +403,9 @@ def _add_steps(target: go.Figure, steps: Sequence[str], parts: pd.DataFrame) -> 
     looks[UNTIMED] = ("not timed together", UNTIMED_COLOUR)
     modules = times.groupby("component").max().drop([*COLOURS, IDLE, UNTIMED], errors="ignore")
     unkeyed = set(modules.nsmallest(max(0, len(modules) - MODULE_KEYS)).index)
+    largest = times.groupby("component").max()
+    small = largest[largest < LEAST_KEYED * times.groupby("step").sum().max()].index
+    unkeyed |= set(small.difference(largest.nlargest(MODULE_KEYS).index))
     for component, (label, colour) in looks.items():
         if not times.get(component, pd.Series(dtype=float)).any():
             continue
@@ -484,6 +447,13 @@ def verdict_bars(stages: Sequence[Stage]) -> go.Figure | Text:
     lengths = [stage.mid_ms if stage.mid_ms == stage.mid_ms else 0.0 for stage in stages]
     texts = [f"<b>{milliseconds(first)}</b>"] + [_end_of(stage, first) for stage in stages[1:]]
     add_ends(result, lengths, list(range(len(stages))), texts)
+    # the last row is a limit itself; a change has a tick at the limit of its own configuration
+    limited = [(at, one) for at, one in enumerate(stages[:-1]) if len(one.least)]
+    if limited:
+        tick = {"color": INK, "size": 16, "symbol": "line-ns", "line": {"width": 3, "color": INK}}
+        hover = [f"{plotly_text(s.name)}<br>limit: {milliseconds(s.limit_ms)}" for _, s in limited]
+        ends = [one.limit_ms for _, one in limited], [at for at, _ in limited]
+        add_points(result, *ends, "hardware limit of the row", hover, marker=tick)
     unit = {"the step, as measured": "ms per iteration, without a profiler"}.get(
         names[0], "ms of the whole recording" if names[0] == "the recording" else "ms per iteration"
     )
@@ -506,7 +476,9 @@ def _end_of(stage: Stage, now_ms: float) -> str:
     """What stands behind the bar of a stage."""
     if stage.mid_ms != stage.mid_ms:
         return "not predicted"
-    text = f"<b>{milliseconds(stage.mid_ms)}</b>  {ratio(now_ms / stage.mid_ms)}"
+    gain = now_ms / stage.mid_ms
+    words = at_most(gain) if stage.note.endswith(AT_MOST) else ratio(gain)
+    text = f"<b>{milliseconds(stage.mid_ms)}</b>  {words}"
     if stage.low_ms != stage.high_ms:
         text += f"  ({from_to(stage.low_ms, stage.high_ms)})"
     return text

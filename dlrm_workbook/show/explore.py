@@ -10,10 +10,10 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from dlrm_core.parts import part_label
-from dlrm_workbook.ground.units import digits, percent
+from dlrm_workbook.ground.units import digits
 from dlrm_workbook.recordings.profile import Profile
-from dlrm_workbook.show.tables import function_name
-from dlrm_workbook.show.theme import colour_of, components_of, ranked_bars, rows_of
+from dlrm_workbook.show.tables import function_name, table_bars
+from dlrm_workbook.show.theme import colour_of, components_of
 
 if TYPE_CHECKING:
     import ipywidgets
@@ -29,18 +29,15 @@ def flat_bars(view: pd.DataFrame, part: str) -> go.Figure:
         view: what :func:`dlrm_workbook.analysis.views.flat` gives, with rows.
         part: the component that it is of, for title and colour.
     """
-    rows = rows_of(view[view["exclusive"] > 0].head(MOST_BARS))
     metric, unit = view.attrs["metric"], view.attrs["unit"]
-    texts = [f"{digits(row.exclusive)} {unit} ({percent(row.share)})" for row in rows]
-    names = [function_name(row.name) for row in rows]
-    return ranked_bars(
+    return table_bars(
+        view[view["exclusive"] > 0].head(MOST_BARS),
         f"{metric} within {part_label(part, '')}",
         f"{metric}, without callees{f' ({unit})' if unit else ''}",
-        names,
-        [row.exclusive for row in rows],
-        texts,
-        [f"{name}: {text}" for name, text in zip(names, texts, strict=True)],
-        {"color": colour_of(part)},
+        "exclusive",
+        lambda row: function_name(row.name),
+        text=lambda value: f"{digits(value)} {unit}",
+        marker={"color": colour_of(part)},
     )
 
 

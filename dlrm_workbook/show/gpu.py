@@ -15,9 +15,9 @@ from dlrm_core.parts import parse_span, part_label
 from dlrm_workbook.analysis.gpu import ISSUED
 from dlrm_workbook.analysis.idleness import NOBODY
 from dlrm_workbook.analysis.kernel_names import short_names
-from dlrm_workbook.ground.units import digits, known_or, microseconds, milliseconds, percent, whole
+from dlrm_workbook.ground.units import known_or, milliseconds, percent
 from dlrm_workbook.recordings.hpctoolkit.metrics import STALLS
-from dlrm_workbook.show.tables import Column, chosen_columns, function_name
+from dlrm_workbook.show.tables import Column, chosen_columns, function_name, table_bars
 from dlrm_workbook.show.theme import (
     COLOURS,
     GRID,
@@ -29,12 +29,9 @@ from dlrm_workbook.show.theme import (
     add_spans,
     figure,
     label_rows,
-    markers,
     plotly_text,
-    ranked_bars,
     rows_of,
     stacked_bars,
-    wrapped,
 )
 
 REASON_COLOURS = {
@@ -89,14 +86,20 @@ KERNEL_LAUNCHES = chosen_columns(
 )
 """Columns of a page's table of what kernels were launched with and what they reached."""
 
+WHOLE_NAME = {"short_name": Column("kernel", "text", ("kernel",))}
+"""Column of a hover text in the place of the short name."""
+
 OPERATOR_RATES = chosen_columns(
     "name shapes part mean_us call_gflop tflops_per_s gb_per_s precision tensor_cores limit "
-    "share_of_ceiling bytes_are",
+    "share_of_ceiling reason bytes_are",
     name="operator",
     limit="nearest limit",
     bytes_are="bytes counted",
 )
 """Columns of a page's table of operators on the GPU."""
+
+BLAMED = {"name": "CPU ran", "part": "", "blamed_ms": "GPU idle", "share": ""}
+"""Columns of a page's table of what the CPU ran while the GPU was idle."""
 
 FUNCTION_COLOURS = [COLOURS[name] for name in COLOURS if name != "other"]
 LANE_ROW = 34
@@ -109,31 +112,22 @@ def kernel_bars(kernels: pd.DataFrame, count: int = 15) -> go.Figure:
         kernels: what :func:`dlrm_workbook.analysis.gpu.kernel_table` gives.
         count: how many of them are drawn.
     """
-    rows = rows_of(kernels.head(count))
     several = kernels[["component", "phase"]].drop_duplicates().shape[0] > 1
-    labels = [
-        _middle_cut(row.short_name, 38)
-        + (f" · {part_label(row.component, row.phase)}" if several else "")
-        for row in rows
-    ]
     caution = kernels.attrs.get("caution")
-    result = ranked_bars(
+
+    def label(row: Any) -> str:
+        name = _middle_cut(row.short_name, 38)
+        return f"{name} · {part_label(row.component, row.phase)}" if several else name
+
+    return table_bars(
+        kernels.head(count),
         "GPU kernels by time" + (f" ({caution})" if caution else ""),
         "ms over the whole recording (share of GPU time)",
-        labels,
-        [0.0 if pd.isna(row.time_ms) else row.time_ms for row in rows],
-        [
-            f"{known_or(row.time_ms, milliseconds)} "
-            f"({known_or(row.share_of_device, percent)}), "
-            f"{known_or(row.launches, whole)} launches"
-            for row in rows
-        ],
-        [_kernel_hover(row) for row in rows],
-        markers([(row.component, row.phase) for row in rows]),
+        "time_ms",
+        label,
+        share="share_of_device",
+        columns=KERNEL_TIMES | KERNEL_LAUNCHES | WHOLE_NAME,
     )
-    longest = max((row.time_ms for row in rows if row.time_ms > 0), default=0.0)
-    result.update_xaxes(range=[0, 1.9 * longest if longest > 0 else 1])
-    return result
 
 
 def _middle_cut(name: str, limit: int) -> str:
@@ -142,45 +136,6 @@ def _middle_cut(name: str, limit: int) -> str:
         return name
     end = limit // 3
     return f"{name[: limit - end - 1].rstrip()}…{name[-end:].lstrip()}"
-
-
-def _kernel_hover(row: Any) -> str:
-    """A kernel's full name and all that is known of it, line by line."""
-    products = {"yes": "on tensor cores", "no": "without tensor cores", "unknown": ""}
-    facts = (
-        ("part", part_label(row.component, row.phase)),
-        (
-            "launches",
-            f"{known_or(row.launches, whole)}, mean {known_or(row.mean_us, microseconds)}",
-        ),
-        ("per iteration", _of_iteration(row)),
-        ("registers per thread", known_or(row.registers, digits, "")),
-        ("blocks", known_or(row.blocks, digits, "")),
-        ("threads per block", known_or(row.threads_per_block, digits, "")),
-        ("shared memory per block", known_or(row.shared_memory_bytes, "{:,.0f} B".format, "")),
-        ("occupancy", known_or(row.occupancy_percent, "{:.3g}%".format, "")),
-        ("waves", known_or(row.waves, digits, "")),
-        ("product", " ".join(filter(None, (row.precision, products.get(row.tensor_cores, ""))))),
-        ("reached", _reached(row)),
-    )
-    lines = [f"{name}: {text}" for name, text in facts if text]
-    return "<br>".join([wrapped(plotly_text(row.kernel)), *lines])
-
-
-def _of_iteration(row: Any) -> str:
-    if pd.isna(row.per_iteration_ms):
-        return ""
-    text = f"{digits(row.launches_per_iteration)} launches, {milliseconds(row.per_iteration_ms)}"
-    return text + known_or(row.share_of_step, lambda share: f", {percent(share)} of the step", "")
-
-
-def _reached(row: Any) -> str:
-    rates = [
-        known_or(row.tflops_per_s, lambda rate: f"{digits(rate)} TFLOP/s", ""),
-        known_or(row.gb_per_s, lambda rate: f"{digits(rate)} GB/s", ""),
-        known_or(row.share_of_ceiling, lambda s: f"{percent(s)} of the data sheet's limit", ""),
-    ]
-    return ", ".join(filter(None, rates))
 
 
 def stall_bars(stalls: pd.DataFrame, count: int = 12) -> go.Figure:
@@ -266,7 +221,39 @@ def lane_timeline(spans: pd.DataFrame, title: str = "Threads and GPU streams") -
     last = float((spans["start_ms"] + spans["duration_ms"]).max())
     result.update_xaxes(title="ms since the trace began", range=[0, last * 1.005])
     label_rows(result, list(map(plotly_text, lanes)))
+    counters = spans.attrs.get("counters")
+    if counters is not None and len(counters):
+        _draw_counters(result, counters)
     return result
+
+
+def _draw_counters(timeline: go.Figure, counters: pd.DataFrame) -> None:
+    """Hardware counters under a timeline, on an axis of their own; in place.
+
+    Args:
+        counters: what :func:`dlrm_workbook.analysis.device_counters.counter_curves` gives.
+    """
+    height = timeline.layout.height + COUNTER_HEIGHT
+    share = COUNTER_HEIGHT / height
+    for (gpu, name), points in counters.groupby(["gpu", "counter"]):
+        timeline.add_scatter(
+            x=points["time_ms"],
+            y=points["value"],
+            yaxis="y2",
+            mode="lines",
+            line={"width": 1},
+            name=plotly_text(f"{name} ({gpu})" if gpu else str(name)),
+        )
+    timeline.update_layout(
+        height=height,
+        yaxis={"domain": [share, 1.0]},
+        yaxis2={"domain": [0.0, 0.7 * share], "title": "counters", "anchor": "x"},
+        xaxis={"anchor": "y2"},
+    )
+
+
+COUNTER_HEIGHT = 160
+"""Pixels under a timeline for hardware counters."""
 
 
 def idleness_bars(idleness: pd.DataFrame) -> go.Figure:
@@ -294,21 +281,13 @@ def blame_bars(blame: pd.DataFrame, count: int = 12) -> go.Figure:
         blame: what :func:`dlrm_workbook.analysis.idleness.idle_blame` gives.
         count: how many rows are drawn.
     """
-    rows = rows_of(blame.head(count))
-    parts = [part_label(row.component, row.phase) for row in rows]
-    labels = [_blamed(row, part) for row, part in zip(rows, parts, strict=True)]
-    return ranked_bars(
+    return table_bars(
+        blame.head(count),
         "What the CPU ran while the GPU was idle",
-        "ms of GPU idle time",
-        labels,
-        [row.blamed_ms for row in rows],
-        [f"{milliseconds(row.blamed_ms)}  ({percent(row.share)})" for row in rows],
-        [
-            f"{wrapped(plotly_text(row.name))}<br>part: {part}<br>{milliseconds(row.blamed_ms)} "
-            f"({row.share:.2%})" + (f"<br>{row.file}" if row.file else "")
-            for row, part in zip(rows, parts, strict=True)
-        ],
-        markers([(row.component, row.phase) for row in rows]),
+        f"ms of GPU idle time {blame.attrs.get('per', '')}".rstrip(),
+        "blamed_ms",
+        lambda row: _blamed(row, part_label(row.component, row.phase)),
+        columns=BLAMED | {"file": ""},
     )
 
 

@@ -13,12 +13,10 @@ from dlrm_workbook.analysis.idleness import CAUSES, STATES
 from dlrm_workbook.ground.units import milliseconds, percent
 from dlrm_workbook.show.theme import (
     COLOURS,
-    add_bars,
     add_points,
     figure,
-    rows_of,
+    stacked_bars,
     stacked_iterations,
-    text_inside,
 )
 
 CAUSE_COLOURS = {
@@ -80,21 +78,11 @@ def idle_shares(summary: pd.DataFrame) -> go.Figure:
     title = (
         f"Time without a kernel: {milliseconds(total)} per iteration ({percent(share)}), by cause"
     )
-    result = figure(title, 250, legend=True)
-    for row in rows_of(summary):
-        colour = CAUSE_COLOURS[row.cause]
-        wide = row.share_of_idle >= 0.07
-        hover = (
-            f"{row.cause}: {milliseconds(row.idle_ms)}, {percent(row.share_of_idle)} of the idle "
-            f"time<br>{row.meaning}<br>after a synchronising call: "
-            f"{milliseconds(row.after_sync_ms)}"
-        )
-        text = [percent(row.share_of_idle) if wide else ""]
-        look = {"text": text, **text_inside(colour)}
-        add_bars(result, [row.idle_ms], [""], row.cause, colour, hover, **look)
-    result.update_layout(barmode="stack", bargap=0.3)
+    shares = summary.set_index("cause")[["idle_ms"]].T.set_axis([""])
+    looks = {cause: (cause, CAUSE_COLOURS[cause]) for cause in summary["cause"]}
+    result = stacked_bars(title, shares, looks, "ms", texts=True)
+    result.update_layout(height=250)
     result.update_xaxes(title="ms in a mean iteration")
-    result.update_yaxes(visible=False)
     return result
 
 

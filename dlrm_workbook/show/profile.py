@@ -5,6 +5,7 @@ Nothing is analysed here; what was not measured says so.
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,17 +16,16 @@ import pandas as pd
 from dlrm_core.base.text import format_bytes
 from dlrm_core.parts import part_label
 from dlrm_workbook.analysis.findings.finding import Finding
+from dlrm_workbook.analysis.findings.where import PLACE_LEVELS
 from dlrm_workbook.analysis.reference import reference
 from dlrm_workbook.analysis.roofline import COPIES, LAUNCHES, Limits, least_step
 from dlrm_workbook.analysis.sentences import FENCE, in_markdown
 from dlrm_workbook.analysis.verdict import compare_command
 from dlrm_workbook.ground.units import (
-    digits,
+    at_most,
     faster,
     known_or,
-    microseconds,
     milliseconds,
-    percent,
     ratio,
 )
 from dlrm_workbook.recordings.profile import Profile
@@ -36,35 +36,19 @@ from dlrm_workbook.show.tables import (
     NOT_MEASURED,
     Column,
     Text,
-    absent,
     each_row,
-    listed,
 )
 from dlrm_workbook.show.theme import rows_of
 
-
-def notices(texts: Sequence[str]) -> Text:
-    """What the run had to say about itself; a sentence if there was nothing."""
-    if not texts:
-        return Text("No notices: the run went as the parameters say.")
-    return listed(texts)
-
-
 HOW = {
-    "Python frames": "only HPCToolkit records them; with it installed, "
-    "`dlrm run profile -f FILE -p profiling.engine=hpctoolkit` does",
     "allocated_bytes": "only torch.profiler records it: "
     "`dlrm run profile -f FILE -p profiling.engine=torch`",
     "iterations": "the recording marks no iterations; `dlrm run profile -f FILE`, "
     "`dlrm record` and `dlrm run profile -- COMMAND` do",
+    "probes": "no change was probed; `dlrm run profile -f FILE -p profiling.probes=true` probes "
+    "changes of our own training",
 }
 """Measurement to how it is made, where a profile gives no reason for its absence."""
-
-
-def missing_text(profile: Profile, name: str) -> Text:
-    """The sentence in the place of a figure that cannot be drawn."""
-    reason = profile.not_measured.get(name) or HOW.get(name, "the profile does not contain it")
-    return Text(f"*Not measured: {in_markdown(reason)}.*")
 
 
 def commands_text(lines: Sequence[str]) -> Text:
@@ -76,9 +60,20 @@ def commands_text(lines: Sequence[str]) -> Text:
     )
 
 
+MOST_NAMED = 6
+"""Quantities that are named of those that were not measured for one reason."""
+
 _DIFFERENCE = each_row(
     lambda value: known_or(value, lambda size: f"{size:.0e}" if size else "0", NOT_MEASURED)
 )
+
+UNNAMED = {
+    "operator": "",
+    "device_ms": "GPU, whole recording",
+    "host_ms": "host, whole recording",
+    "share": "of all its time",
+}
+"""Columns of a table of what is in no part."""
 
 TRIED: dict[str, str | Column] = {
     "remedy": "",
@@ -113,11 +108,6 @@ def tried_text(table: pd.DataFrame, left_out: pd.DataFrame) -> Text:
     if reasons:
         lines.append(in_markdown(f"Not tried: {'; '.join(reasons)}."))
     return Text("\n".join(lines))
-
-
-def no_roofline(reason: str) -> Text:
-    """The sentence in the place of the roofline."""
-    return Text(f"*Not measured: no roofline, {in_markdown(reason)}.*")
 
 
 def recording_facts(profile: Profile) -> pd.DataFrame:
@@ -173,12 +163,18 @@ def passes(profile: Profile) -> pd.DataFrame:
 
 
 def unmeasured_frame(profile: Profile) -> pd.DataFrame:
-    """``quantity`` that could not be measured, and the ``reason``."""
-    reasons = sorted(profile.not_measured.items())
-    table = pd.DataFrame(reasons, columns=["quantity", "reason"])
-    # names of HPCToolkit's metrics are as its own tools write them
-    words = [name if ":" in name else name.replace("_", " ") for name in table["quantity"]]
-    return table.assign(quantity=words)
+    """Each ``reason`` for which something was not measured, with the ``quantities`` (words)."""
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in sorted(profile.not_measured.items()):
+        # names of HPCToolkit's metrics are as its own tools write them
+        words = name if ":" in name else name.replace("_", " ")
+        by_reason.setdefault(reason, []).append(words)
+    rows = []
+    for reason, names in by_reason.items():
+        more = len(names) - MOST_NAMED
+        named = names if more <= 1 else [*names[:MOST_NAMED], f"{more} more"]
+        rows.append((", ".join(named), reason))
+    return pd.DataFrame(rows, columns=["quantities", "reason"])
 
 
 def findings_text(
@@ -198,7 +194,7 @@ def findings_text(
     for number, finding in enumerate(found, 1):
         lines = [
             f"### {number}. {in_markdown(finding.title)}",
-            f"**Evidence.** {in_markdown(finding.evidence)}",
+            *_evidence(finding.evidence),
             f"**Advice.** {in_markdown(finding.advice)}",
         ]
         if finding.change:
@@ -223,49 +219,63 @@ def findings_text(
     return Text("\n\n".join(blocks))
 
 
+_TIMED = re.compile(r"(?:^|, )(?P<name>\S.*?) (?P<time>[\d.,]+ (?:ms|µs|s))(?=, |$)")
+"""A name with its time, in a list of such."""
+
+SHORT = 4
+"""Words up to which what stands before a list is the label of its rows."""
+
+_LEVELS = "|".join(sorted(PLACE_LEVELS.values(), key=len, reverse=True))
+_PLACES = re.compile(rf"(?:^By |; by )(?P<level>{_LEVELS}) (?:it is )?(?P<list>.*?)(?=; by |$)")
+
+
+def _evidence(text: str) -> list[str]:
+    """Paragraphs of a finding's evidence: sentences, and a table of the times that they list."""
+    sentences, rows = [], []
+    for sentence in re.split(r"(?<=\.) (?=[A-Z])", text):
+        plain = sentence.removesuffix(".")
+        lists = [(match["level"], match["list"]) for match in _PLACES.finditer(plain)]
+        if not lists and ": " in plain:
+            lists = [tuple(plain.rsplit(": ", 1))]
+        timed = [(what, list(_TIMED.finditer(listed))) for what, listed in lists]
+        is_place = plain.startswith("By ")
+        if sum(len(items) for _, items in timed) < (1 if is_place else 2):
+            sentences.append(sentence)
+            continue
+        for what, items in timed:
+            if not is_place and len(what.split()) > SHORT:
+                sentences.append(f"{what}.")
+                what = ""
+            rows += [(what.lower() if not is_place else what, *item.groups()) for item in items]
+    paragraphs = [f"**Evidence.** {in_markdown(' '.join(sentences))}"]
+    if rows:
+        table = ["| | | time |", "| --- | --- | ---: |"]
+        before = ""
+        for what, name, time in rows:
+            table.append(f"| {what if what != before else ''} | {_cell(name)} | {time} |")
+            before = what
+        paragraphs.append("\n".join(table))
+    return paragraphs
+
+
+def _cell(name: str) -> str:
+    """A name of a program's in a cell of Markdown."""
+    return in_markdown(name).replace("|", "&#124;")
+
+
 def _gain(gain: Mapping[str, float]) -> str:
     low, mid, high = (gain[name] for name in ("low", "mid", "high"))
     if low <= 1.0 and high > MOST_BOUND:
         return "Not bounded: next to nothing else takes time in the step."
     if low <= 1.0:  # nobody timed what takes its place: only a bound is known
         return (
-            f"At most {ratio(high, figures=2)} faster, if all of this time is saved. How much of "
+            f"{at_most(high).capitalize()} faster, if all of this time is saved. How much of "
             "it a change brings was not timed."
         )
     return (
         f"{faster(mid, low, high, figures=2)}: a step takes {1 - 1 / mid:.0%} "
         f"less time ({1 - 1 / low:.0%} to {1 - 1 / high:.0%})."
     )
-
-
-def launch_text(summary: pd.DataFrame) -> Text:
-    """Whether launching sets the pace, from ``launch_summary``."""
-    if summary.empty:
-        return absent(summary)
-    row = summary.iloc[0]
-    timed = row["launch_us"] == row["launch_us"]
-    if row["launch_bound"]:
-        verdict = "**Launch-bound**: the host cannot launch as fast as the GPU finishes."
-    else:
-        verdict = "Not launch-bound." if timed else "Whether launching is the limit is not known."
-    kernels = (
-        f"{row['launches']:,.0f} kernels {summary.attrs.get('per', 'per iteration')}, "
-        f"{row['launches_per_s']:,.0f} per second; the median kernel runs "
-        f"{microseconds(row['kernel_us'])}, "
-    )
-    cost = (
-        f"a launch costs {microseconds(row['launch_us'])}, {percent(row['short_share'])} of the "
-        "kernels are shorter than that."
-        if timed
-        else "what a launch costs was not measured."
-    )
-    queue = (
-        f" {digits(row['queue_depth'])} are queued on average; the queue is empty "
-        f"{percent(row['empty_share'])} of the time."
-        if row["queue_depth"] == row["queue_depth"]
-        else " The trace does not say what was queued."
-    )
-    return Text(f"{verdict} {kernels}{cost}{queue}")
 
 
 # The roofline: the ceilings of a machine, and how near to them the step is.
@@ -333,6 +343,8 @@ def roofline_text(table: pd.DataFrame, doubts: Sequence[str] = ()) -> Text:
         table: what :func:`dlrm_workbook.analysis.roofline.roofline` gives.
         doubts: what :func:`dlrm_workbook.analysis.roofline.doubts` says.
     """
+    if table.empty:
+        return Text("")
     step = least_step(table)
     if step["least_ms"] is None or not step["share"]:
         names = [part_label(component, phase) for component, phase in step["unknown"]]

@@ -59,7 +59,7 @@ def rank_bars(ranks: pd.DataFrame) -> go.Figure:
     ).set_index("rank " + ranks["rank"].astype(str))
     looks = {
         "work": ("kernels and copies", COLOURS["bottom_mlp"]),
-        "exposed": ("communication alone", COLOURS["communication"]),
+        "exposed": ("exposed communication", COLOURS["communication"]),
         "idle": ("idle", COLOURS["other"]),
     }
     title = f"What each rank's GPU does, {ranks.attrs.get('per', '')}".rstrip(", ")

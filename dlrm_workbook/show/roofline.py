@@ -40,32 +40,17 @@ from dlrm_workbook.show.theme import (
     step_order,
 )
 
-# Where a part's name fits beside its marker in the roofline: boxes in pixels, no overlaps.
-
 LABELLED_SHARE = 0.02
 """Parts that hold less of the step have no label in the chart, only hover text."""
 
-
-HEIGHT = 560
-"""Pixels."""
-
-
-PLOT_WIDTH = 520
-"""A plot in a narrow window is so wide, in pixels; only labels are placed by it, and a wider plot
-has more room for them."""
-
+HEIGHT, PLOT_WIDTH = 560, 520
+"""Pixels of the chart, and of its plot in a narrow window, by which labels are placed."""
 
 ROOF = "roof"
 """Name of annotations along horizontal lines."""
 
-
 LETTER = 6.6
 """Mean width of a letter of a label, in pixels."""
-
-
-THIN = 6.0
-"""Height of the boxes along lines, in pixels; those of markers and labels are higher."""
-
 
 Box = tuple[float, float, float, float]
 """Left, bottom, right, top, in pixels from the plot's lower left corner."""
@@ -92,73 +77,42 @@ class Frame:
         left, right = math.log10(min(x)) - 0.35, math.log10(max(x)) + 1.05
         return cls(left, right, math.log10(min(y)) - 0.35, math.log10(max(y)) + 0.35)
 
-    @property
-    def width(self) -> float:
-        """Of the plot, in pixels."""
-        return PLOT_WIDTH
-
     def pixels(self, x: float, y: float) -> tuple[float, float]:
-        across = (x - self.left) / (self.right - self.left) * self.width
+        across = (x - self.left) / (self.right - self.left) * PLOT_WIDTH
         up = (y - self.bottom) / (self.top - self.bottom) * (HEIGHT - 110)
         return across, up
 
 
-_PLACES = {
-    "middle right": (1.0, 0.0),
-    "middle left": (-1.0, 0.0),
-    "bottom center": (0.0, -1.0),
-    "top center": (0.0, 1.0),
-    "bottom right": (1.0, -1.0),
-    "bottom left": (-1.0, -1.0),
-    "top right": (1.0, 1.0),
-    "top left": (-1.0, 1.0),
-}
+PLACES = {"middle right": (1, 0), "middle left": (-1, 0), "bottom center": (0, -1)}
+PLACES |= {"top center": (0, 1), "bottom right": (1, -1), "top left": (-1, 1)}
+"""Where a label may stand beside its marker, the best place first."""
 
 
-def label_place(marker: Box, label: str, frame: Frame, taken: list[Box]) -> str:
-    """Where the label of a marker is free of other labels and markers; '' for none."""
-    x, y, radius = (
-        (marker[0] + marker[2]) / 2,
-        (marker[1] + marker[3]) / 2,
-        (marker[2] - marker[0]) / 2,
-    )
+def label_place(x: float, y: float, radius: float, label: str, taken: list[Box]) -> str:
+    """Where the label of a marker is free of others and of markers, and takes room; '' for none.
+
+    Args:
+        x, y: middle of the marker, in pixels.
+        taken: boxes of markers and labels, to which this label's is added.
+    """
     half = LETTER * len(label) / 2
-    # a marker on this one cannot be avoided; lines are thin boxes, and can
-    others = [
-        other for other in taken if other[3] - other[1] <= THIN or not covers_middle(marker, other)
-    ]
-    for place, (across, up) in _PLACES.items():
+    for place, (across, up) in PLACES.items():
         middle, height = x + across * (radius + 4 + half), y + up * (radius + 11)
         box = (middle - half, height - 8, middle + half, height + 8)
-        if box[2] < frame.width and not any_overlap([box], others):
+        if box[2] < PLOT_WIDTH and not any(
+            box[0] < other[2] and other[0] < box[2] and box[1] < other[3] and other[1] < box[3]
+            for other in taken
+            if not other[0] <= x <= other[2] or not other[1] <= y <= other[3]
+        ):
             taken.append(box)
             return place
     return ""
 
 
-def covers_middle(a: Box, b: Box) -> bool:
-    """Whether the middle of either lies in the other."""
-    boxes = ((a, b), (b, a))
-    return any(
-        outer[0] <= (inner[0] + inner[2]) / 2 <= outer[2]
-        and outer[1] <= (inner[1] + inner[3]) / 2 <= outer[3]
-        for outer, inner in boxes
-    )
-
-
-def marker_box(row: Any, total_ms: float, frame: Frame) -> Box:
-    """The marker of a part: its area is as its share of the step."""
-    x, y = frame.pixels(math.log10(row.intensity_flop_per_byte), math.log10(row.gflops))
-    share = max(row.time_ms / total_ms, 0.0) if total_ms > 0 else 0.0
-    radius = max(4.5, 31 * math.sqrt(share))
-    return x - radius, y - radius, x + radius, y + radius
-
-
-def any_overlap(boxes: Sequence[Box], others: Sequence[Box]) -> bool:
-    """Whether any of the boxes covers some of the others."""
-    return any(
-        a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3] for a in boxes for b in others
-    )
+def marker_radius(time_ms: float, total_ms: float) -> float:
+    """Pixels of a marker whose area is as its share of the step."""
+    share = max(time_ms / total_ms, 0.0) if total_ms > 0 else 0.0
+    return max(4.5, 31 * math.sqrt(share))
 
 
 PHASE_SYMBOLS = {"forward": "circle", "backward": "diamond", "update": "square"}
@@ -224,10 +178,9 @@ def _roofline(
     roofs, slopes = product_peaks(ceilings), _slopes(ceilings)
     frame = Frame.around(points, roofs, slopes)
     total = float(table["time_ms"].sum())
-    taken = [marker_box(row, total, frame) for row in rows_of(points)]
-    _draw_slopes(result, roofs, slopes, frame, taken)
-    _draw_roofs(result, roofs, slopes, frame, taken)
-    _draw_points(result, points, total, frame, taken, basis)
+    _draw_slopes(result, roofs, slopes, frame)
+    _draw_roofs(result, roofs, slopes, frame)
+    _draw_points(result, points, total, frame, basis)
     _log_axes(result, frame, _unplotted(table))
     return result
 
@@ -254,11 +207,7 @@ def _stream_rate(row: Mapping[str, Any]) -> float:
 
 
 def _draw_roofs(
-    result: go.Figure,
-    roofs: Mapping[str, float],
-    slopes: Mapping[str, float],
-    frame: Frame,
-    taken: list[Box],
+    result: go.Figure, roofs: Mapping[str, float], slopes: Mapping[str, float], frame: Frame
 ) -> None:
     fastest = max(slopes.values(), default=math.inf)
     labels: list[tuple[float, list[str]]] = []
@@ -274,49 +223,14 @@ def _draw_roofs(
         else:
             labels.append((rate, [text]))
     for rate, texts in labels:
-        text, height = "<br>".join(texts), math.log10(rate)
-        at, box, side = _roof_label(height, height - math.log10(fastest), texts, frame, taken)
-        # the roof itself is in the way of other labels
-        y = frame.pixels(at, height)[1]
-        taken += [box, (0, y - 2, frame.width, y + 2)]
-        result.add_annotation(
-            x=at,
-            y=height,
-            text=text,
-            name=ROOF,
-            showarrow=False,
-            font={"size": 12},
-            xanchor="right",
-            yanchor=side,
-        )
-
-
-def _roof_label(
-    height: float, start: float, texts: Sequence[str], frame: Frame, taken: Sequence[Box]
-) -> tuple[float, Box, str]:
-    """The right end of a label along a roof, its box, and which of its edges is at the roof.
-
-    The label is as far right as nothing is in its way, and does not begin before the roof does.
-    """
-    first = frame.pixels(max(start, frame.left), height)[0]
-    places = []
-    length, tall = LETTER * max(map(len, texts)), 17 * len(texts)
-    for side, (low, high) in {"bottom": (0, tall), "top": (-tall, 0)}.items():
-        for step in range(30):
-            at = frame.right - (frame.right - frame.left) * step / 40
-            x, y = frame.pixels(at, height)
-            if step == 0 or x - length >= first:
-                places.append((at, (x - length, y + low, x, y + high), side))
-    free = [place for place in places if not any_overlap([place[1]], taken)]
-    return (free or places)[0]
+        look: dict[str, Any] = {"xanchor": "right", "yanchor": "bottom", "font": {"size": 12}}
+        at, height = frame.right, math.log10(rate)
+        text = "<br>".join(texts)
+        result.add_annotation(x=at, y=height, text=text, name=ROOF, showarrow=False, **look)
 
 
 def _draw_slopes(
-    result: go.Figure,
-    roofs: Mapping[str, float],
-    slopes: Mapping[str, float],
-    frame: Frame,
-    taken: list[Box],
+    result: go.Figure, roofs: Mapping[str, float], slopes: Mapping[str, float], frame: Frame
 ) -> None:
     highest = max(roofs.values(), default=10**frame.top)
     for number, (name, rate) in enumerate(slopes.items(), 1):
@@ -325,13 +239,6 @@ def _draw_slopes(
         # named in the legend: the angle of a text along it would fit one width of the page only
         line = _line(x, [rate * value for value in x], f"{name}, {digits(rate)} GB/s", dash)
         result.add_trace(line.update(showlegend=True, **_heading("bandwidth")))
-        # labels of roofs and parts keep off the line
-        low, high = map(math.log10, x)
-        half = THIN / 2
-        for step in range(121):
-            at = low + (high - low) * step / 120
-            across, up = frame.pixels(at, at + math.log10(rate))
-            taken.append((across - half, up - half, across + half, up + half))
 
 
 def _line(x: Sequence[float], y: Sequence[float], name: str, dash: str) -> go.Scatter:
@@ -351,16 +258,20 @@ def _draw_points(
     points: pd.DataFrame,
     total_ms: float,
     frame: Frame,
-    taken: list[Box],
     basis: str,
 ) -> None:
     # small markers on top of large ones
     rows = sorted(rows_of(points), key=lambda row: -row.time_ms)
+    placed = []
     for row in rows:
+        x, y = frame.pixels(math.log10(row.intensity_flop_per_byte), math.log10(row.gflops))
+        placed.append((x, y, marker_radius(row.time_ms, total_ms)))
+    taken = [(x - r, y - r, x + r, y + r) for x, y, r in placed]
+    for row, (x, y, radius) in zip(rows, placed, strict=True):
         share = row.time_ms / total_ms if total_ms > 0 else 0.0
-        part, box = part_label(row.component, row.phase), marker_box(row, total_ms, frame)
+        part = part_label(row.component, row.phase)
         label = getattr(row, "label", part)
-        place = label_place(box, label, frame, taken) if share >= LABELLED_SHARE else ""
+        place = label_place(x, y, radius, label, taken) if share >= LABELLED_SHARE else ""
         add_points(
             result,
             [row.intensity_flop_per_byte],
@@ -376,7 +287,7 @@ def _draw_points(
             marker={
                 "color": colour_of(row.component),
                 "symbol": PHASE_SYMBOLS.get(row.phase, "circle"),
-                "size": box[2] - box[0],
+                "size": 2 * radius,
                 "opacity": 0.88,
                 "line": {"width": 1, "color": "rgba(255, 255, 255, 0.7)"},
             },
@@ -478,12 +389,13 @@ def _gap(row: Any) -> str:
     if not math.isfinite(row.ceiling_ms):
         return f"{measured}, least time {NOT_MEASURED}"
     if row.ceiling_ms == 0:
-        return f"{measured}, least time not known"
+        return f"{measured}, least 0: nothing of it is the machine's work"
     least = f"{measured}, least {milliseconds(row.ceiling_ms)}"
     return f"{least} ({percent(row.share_of_ceiling)}): {row.limit}"
 
 
-REUSE = {
+REUSE: dict[str, str | Column] = {
+    "table": "",
     "rows": "rows of the table",
     "lookups": "",
     "rows_used": "different rows",
@@ -494,7 +406,7 @@ REUSE = {
 }
 """Looks of :func:`dlrm_workbook.analysis.reuse.row_reuse`."""
 
-CACHE = {
+CACHE: dict[str, str | Column] = {
     "cache_bytes": "cache",
     "rows": "rows it holds",
     "hit_share": "lookups it answers",

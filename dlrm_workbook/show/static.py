@@ -1,4 +1,4 @@
-"""A figure without a browser: an SVG image of it, and its numbers in words.
+"""A figure without a browser: an SVG image of it.
 
 GitHub, nbviewer, ``jupyter nbconvert`` and mail do not run plotly.js. A notebook therefore stores
 each figure as an image too: the same bars, lines, boxes, colours, patterns, labels and units, drawn
@@ -9,17 +9,26 @@ has an identifier, since viewers strip style sheets and put several images into 
 from __future__ import annotations
 
 import itertools
+import json
 import math
+import os
 import re
-from base64 import b64decode
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from html import escape, unescape
+from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from dlrm_workbook.ground.units import digits, percent
+from dlrm_core.base.errors import InputError
+from dlrm_core.base.files import write_text
+from dlrm_workbook.show.axes import (
+    Axis,
+    Rectangle,
+    each_of,
+    is_drawable,
+    is_number,
+    values_of,
+)
 
 WIDTH = 900
 """Width of an image, in pixels."""
@@ -36,42 +45,8 @@ LINE_HEIGHT = 1.3
 """Distance of lines of text, in heights of letters."""
 
 FAMILY = "system-ui, 'Segoe UI', 'Noto Sans', Helvetica, Arial, sans-serif"
-MOST_SAID = 12
-"""Values that a description names; of more it gives the count."""
-
 Rows = list[tuple[str, bool]]
 """Lines of a text, and whether each is bold."""
-
-
-def _values(array: Any) -> list[Any]:
-    """An array of a figure's JSON as a list; plotly packs numbers as base64."""
-    if isinstance(array, Mapping):
-        numbers = np.frombuffer(b64decode(array["bdata"]), np.dtype(array["dtype"]))
-        if "shape" in array:
-            shape = [int(size) for size in str(array["shape"]).split(",")]
-            numbers = numbers.reshape(shape)
-        return list(numbers.tolist())
-    if array is None:
-        return []
-    return array.tolist() if isinstance(array, np.ndarray) else list(array)
-
-
-def _each(value: Any, count: int, default: Any = None) -> list[Any]:
-    """One value for each mark: plotly takes a scalar for all."""
-    if value is None:
-        return [default] * count
-    if isinstance(value, str | int | float):
-        return [value] * count
-    values = _values(value)
-    return values + [default] * (count - len(values))
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
-
-
-def _numbers(values: Iterable[Any]) -> list[float]:
-    return [float(value) for value in values if _is_number(value)]
 
 
 # Text: plotly's subset of HTML in lines, and how wide it is.
@@ -96,7 +71,7 @@ def _lines(text: Any) -> Rows:
     return rows
 
 
-def _plain(text: Any) -> str:
+def plain_text(text: Any) -> str:
     return " ".join(" ".join(line for line, _ in _lines(text)).split())
 
 
@@ -192,164 +167,33 @@ def _hatch(left: float, top: float, right: float, bottom: float, shape: str) -> 
     return "".join(f"M{_short(a)} {_short(b)}L{_short(c)} {_short(d)}" for a, b, c, d in commands)
 
 
+_SHAPES = {
+    "square": "M-.89 -.89H.89V.89H-.89Z",
+    "diamond": "M0 -1.3L1.3 0L0 1.3L-1.3 0Z",
+    "triangle-up": "M0 -1.15L1.15 .65L-1.15 .65Z",
+    "x": "M-1 -1L1 1M1 -1L-1 1",
+    "line-ns": "M0 -1.4V1.4",
+}
+"""Symbols of radius 1; any other is a circle."""
+
+
 def _symbol(x: float, y: float, size: float, symbol: str) -> str:
-    r = size / 2
-    if symbol.startswith("square"):
-        return _rectangle(x - 0.89 * r, y - 0.89 * r, x + 0.89 * r, y + 0.89 * r)
-    corners = {
-        "diamond": [(0, -1.3), (1.3, 0), (0, 1.3), (-1.3, 0)],
-        "triangle-up": [(0, -1.15), (1.15, 0.65), (-1.15, 0.65)],
-    }.get(symbol.removesuffix("-open"))
-    if corners:
-        points = "L".join(f"{_short(x + r * a)} {_short(y + r * b)}" for a, b in corners)
-        return f"M{points}Z"
-    symbol = symbol.removesuffix("-open")
-    if symbol == "x":
-        return (
-            f"M{_short(x - r)} {_short(y - r)}l{_short(size)} {_short(size)}"
-            f"m0 {_short(-size)}l{_short(-size)} {_short(size)}"
+    r, shape = size / 2, _SHAPES.get(symbol.removesuffix("-open"))
+    if shape is None:
+        arc = f"a{_short(r)} {_short(r)} 0 1 0"
+        return f"M{_short(x - r)} {_short(y)}{arc} {_short(size)} 0{arc} {_short(-size)} 0Z"
+    places = {"H": (x,), "V": (y,), "M": (x, y), "L": (x, y), "Z": ()}
+    return "".join(
+        command
+        + " ".join(
+            _short(at + r * float(end))
+            for at, end in zip(places[command], ends.split(), strict=True)
         )
-    if symbol == "line-ns":
-        return f"M{_short(x)} {_short(y - r * 1.4)}v{_short(size * 1.4)}"
-    return f"M{_short(x - r)} {_short(y)}a{_short(r)} {_short(r)} 0 1 0 {_short(size)} 0a" + (
-        f"{_short(r)} {_short(r)} 0 1 0 {_short(-size)} 0Z"
+        for command, ends in re.findall(r"([MLHVZ])([^MLHVZ]*)", shape)
     )
 
 
 _DASHES = {"dash": "9 5", "dot": "2 3", "dashdot": "9 4 2 4", "longdash": "14 6"}
-
-
-Rectangle = tuple[float, float, float, float]
-"""Left, top, right and bottom."""
-
-# Axes.
-
-
-@dataclass
-class _Axis:
-    """One axis of a plot: what it shows, and where that is in pixels."""
-
-    name: str
-    given: Mapping[str, Any]
-    data: list[float] = field(default_factory=list)
-    categories: list[str] = field(default_factory=list)
-    is_category: bool = False
-    from_zero: bool = False
-    low: float = 0.0
-    high: float = 1.0
-    start: float = 0.0
-    end: float = 1.0
-
-    @property
-    def is_log(self) -> bool:
-        return self.given.get("type") == "log"
-
-    @property
-    def title(self) -> str:
-        title = self.given.get("title") or {}
-        return str(title.get("text") or "") if isinstance(title, Mapping) else str(title)
-
-    @property
-    def hidden(self) -> bool:
-        return self.given.get("visible") is False
-
-    @property
-    def is_x(self) -> bool:
-        return self.name[0] == "x"
-
-    def point(self, along: float, aside: float) -> tuple[float, float]:
-        """The point at two places in pixels, along this axis and along the other one."""
-        return (along, aside) if self.is_x else (aside, along)
-
-    def box(self, first: float, last: float, low: float, high: float) -> Rectangle:
-        """The rectangle from ``first`` to ``last`` along this axis."""
-        return (*self.point(first, low), *self.point(last, high))
-
-    def take(self, values: Iterable[Any]) -> None:
-        """Widen the range, or learn categories."""
-        for value in values:
-            if isinstance(value, str):
-                self.is_category = True
-                if value not in self.categories:
-                    self.categories.append(value)
-            elif _is_number(value):
-                self.data.append(float(value))
-
-    def settle(self) -> None:
-        """Choose the range once all data are known."""
-        if self.is_category:
-            order = [str(v) for v in _values(self.given.get("categoryarray"))]
-            self.categories = order or self.categories
-            self.low, self.high = -0.5, len(self.categories) - 0.5
-        elif (span := _values(self.given.get("range"))) and all(map(_is_number, span)):
-            self.low, self.high = float(span[0]), float(span[1])
-        else:
-            data = [math.log10(v) for v in self.data if v > 0] if self.is_log else list(self.data)
-            if (self.from_zero or self.given.get("rangemode") == "tozero") and not self.is_log:
-                data.append(0.0)
-            low, high = min(data, default=0.0), max(data, default=1.0)
-            room = 0.05 * (high - low) or 0.5 * abs(high) or 0.5
-            self.low = low if low == 0 and not self.is_log else low - room
-            self.high = high if high == 0 and not self.is_log else high + room
-        if self.given.get("autorange") == "reversed":
-            self.low, self.high = self.high, self.low
-
-    def at(self, value: Any, *, exponent: bool = False) -> float:
-        """Place of a value, in pixels; ``exponent``: it is one already, as in annotations."""
-        if isinstance(value, str):
-            value = self.categories.index(value) if value in self.categories else 0.0
-        elif self.is_category and f"{value:g}" in self.categories:
-            value = self.categories.index(f"{value:g}")
-        elif self.is_log and not exponent:
-            value = math.log10(value) if value > 0 else self.low
-        share = (float(value) - self.low) / ((self.high - self.low) or 1.0)
-        return self.start + share * (self.end - self.start)
-
-    def ticks(self, room: float) -> list[tuple[Any, str]]:
-        """Values and labels, as many as fit into ``room`` pixels."""
-        if self.given.get("showticklabels") is False:
-            return []
-        if self.given.get("tickvals") is not None:
-            marks = _values(self.given.get("tickvals"))
-            texts = [str(t) for t in _values(self.given.get("ticktext"))] or list(
-                map(digits, marks)
-            )
-            return list(zip(marks, texts, strict=False))
-        if self.is_category:
-            every = max(1, math.ceil(len(self.categories) / (self.given.get("nticks") or 60)))
-            return [(name, name) for name in self.categories[::every]]
-        low, high = sorted((self.low, self.high))
-        if self.is_log:
-            powers = range(math.ceil(low - 1e-9), math.floor(high + 1e-9) + 1)
-            steps = (1,) if len(powers) > 2 else (1, 2, 5)
-            marks = [
-                s * 10.0**p for p in range(math.floor(low), math.ceil(high) + 1) for s in steps
-            ]
-            return [(m, f"{m:,g}") for m in marks if low <= math.log10(m) <= high]
-        width = 75 if self.is_x else 42
-        count = max(2, min(int(self.given.get("nticks") or 9), int(room / width)))
-        step = self.given.get("dtick") or _round_step((high - low) / count)
-        marks = [
-            k * step
-            for k in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)
-        ]
-        return [(mark, self._label(mark, step)) for mark in marks]
-
-    def _label(self, mark: float, step: float) -> str:
-        form = str(self.given.get("tickformat") or "")
-        if form.endswith("%"):
-            return f"{mark:{form}}"
-        places = max(0, -math.floor(math.log10(step) + 1e-9))
-        if re.fullmatch(r"\.\df", form):
-            places = int(form[1])
-        return f"{mark + 0.0:,.{places}f}"
-
-
-def _round_step(step: float) -> float:
-    if step <= 0:
-        return 1.0
-    power = 10.0 ** math.floor(math.log10(step))
-    return next(s * power for s in (1, 2, 5, 10) if s * power >= step * 0.999)
 
 
 # Bars, once for all their kinds.
@@ -380,12 +224,12 @@ def _bar_looks(trace: Mapping[str, Any], count: int) -> list[_BarLook]:
     marker = trace.get("marker") or {}
     line, pattern = marker.get("line") or {}, marker.get("pattern") or {}
     columns = (
-        _each(marker.get("color"), count, "#888888"),
-        _each(marker.get("opacity"), count, 1.0),
-        _each(line.get("color"), count),
-        _each(line.get("width"), count, 0),
-        _each(pattern.get("shape"), count, ""),
-        _each(pattern.get("fgcolor"), count, HATCH),
+        each_of(marker.get("color"), count, "#888888"),
+        each_of(marker.get("opacity"), count, 1.0),
+        each_of(line.get("color"), count),
+        each_of(line.get("width"), count, 0),
+        each_of(pattern.get("shape"), count, ""),
+        each_of(pattern.get("fgcolor"), count, HATCH),
     )
     return list(itertools.starmap(_BarLook, zip(*columns, strict=True)))
 
@@ -411,8 +255,8 @@ def _stack(traces: Sequence[Mapping[str, Any]], layout: Mapping[str, Any]) -> li
     bars = [t for t in traces if t["type"] == "bar" and t.get("visible") in (None, True)]
     mode, gap = layout.get("barmode", "group"), float(layout.get("bargap", 0.28))
     letters = [("x", "y") if t.get("orientation") == "h" else ("y", "x") for t in bars]
-    places = [_values(t.get(aside)) for t, (_, aside) in zip(bars, letters, strict=True)]
-    numbers = sorted({float(p) for bar_places in places for p in bar_places if _is_number(p)})
+    places = [values_of(t.get(aside)) for t, (_, aside) in zip(bars, letters, strict=True)]
+    numbers = sorted({float(p) for bar_places in places for p in bar_places if is_number(p)})
     between = min((b - a for a, b in itertools.pairwise(numbers)), default=1.0)
     drawn = [
         t
@@ -423,25 +267,25 @@ def _stack(traces: Sequence[Mapping[str, Any]], layout: Mapping[str, Any]) -> li
     reached: dict[tuple[Any, bool], float] = {}
     result = []
     for trace, (along, _), bar_places in zip(bars, letters, places, strict=True):
-        lengths = _values(trace.get(along))
+        lengths = values_of(trace.get(along))
         number = drawn.index(trace) if trace in drawn else 0
         middle = between * (1 - gap) * ((number + 0.5) * share - 0.5) if mode == "group" else 0.0
         count = len(lengths)
         looks = _bar_looks(trace, count)
-        inks = _each((trace.get("textfont") or {}).get("color"), count)
+        inks = each_of((trace.get("textfont") or {}).get("color"), count)
         columns = (
-            _each(trace.get("base"), count),
-            _each(trace.get("width"), count, between * (1 - gap) * share),
-            _each(trace.get("offset"), count),
+            each_of(trace.get("base"), count),
+            each_of(trace.get("width"), count, between * (1 - gap) * share),
+            each_of(trace.get("offset"), count),
             looks,
             _errors(trace.get(f"error_{along}"), count),
-            _each(trace.get("text"), count, ""),
+            each_of(trace.get("text"), count, ""),
             [ink or _ink(str(look.colour)) for ink, look in zip(inks, looks, strict=True)],
         )
         for place, length, base, width, offset, look, *rest in zip(
             bar_places, lengths, *columns, strict=False
         ):
-            if place is None or not _is_number(length):
+            if place is None or not is_number(length):
                 continue
             centre = middle if offset is None else offset + width / 2
             start = base if base is not None else 0.0
@@ -455,9 +299,9 @@ def _stack(traces: Sequence[Mapping[str, Any]], layout: Mapping[str, Any]) -> li
 def _as_bars(trace: Mapping[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """A waterfall as bars from one level to the next, and the lines between them as shapes."""
     along, aside = ("x", "y") if trace.get("orientation") == "h" else ("y", "x")
-    places = _values(trace[aside])
+    places = values_of(trace[aside])
     level, steps, lines = 0.0, [], []
-    for value, measure in zip(_values(trace[along]), _values(trace["measure"]), strict=True):
+    for value, measure in zip(values_of(trace[along]), values_of(trace["measure"]), strict=True):
         start = level if measure == "relative" else 0.0
         level = start + value
         kind = "increasing" if value >= 0 else "decreasing"
@@ -500,19 +344,6 @@ def _line_look(line: Mapping[str, Any], width: float) -> dict[str, Any]:
     }
 
 
-def _mix(scale: Sequence[Sequence[Any]], share: float) -> str:
-    """A colour of plotly's colour scale."""
-    share = min(max(share, 0.0), 1.0)
-    for (low, first), (high, second) in itertools.pairwise(scale):
-        if share <= high:
-            part = (share - low) / ((high - low) or 1.0)
-            ends = ([int(c[at : at + 2], 16) for at in (1, 3, 5)] for c in (first, second))
-            return "#" + "".join(
-                f"{round(a + part * (b - a)):02X}" for a, b in zip(*ends, strict=True)
-            )
-    return str(scale[-1][1])
-
-
 class _Image:
     """A figure's JSON, drawn."""
 
@@ -527,7 +358,7 @@ class _Image:
             self.traces.append(trace)
         self.canvas = _Canvas()
         self.height = float(self.layout.get("height") or 450)
-        self.axes: dict[str, _Axis] = {}
+        self.axes: dict[str, Axis] = {}
         self.plots: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
         for trace in self.traces:
             if trace["type"] != "icicle":
@@ -539,14 +370,13 @@ class _Image:
         self._learn()
         self._place()
         self._title()
-        draws = {"scatter": self._points, "heatmap": self._heatmap}
         for (x, y), traces in self.plots.items():
             across, up = self._axis(x), self._axis(y)
             self._grid(across, up)
             self._bars(across, up, self.bars[x, y])
             for trace in traces:
-                if trace["type"] in draws and trace.get("visible") in (None, True):
-                    draws[trace["type"]](trace, across, up)
+                if trace["type"] == "scatter" and trace.get("visible") in (None, True):
+                    self._points(trace, across, up)
         for trace in self.traces:
             if trace["type"] == "icicle":
                 self._icicle(trace)
@@ -564,11 +394,11 @@ class _Image:
 
     # What the axes show.
 
-    def _axis(self, name: str) -> _Axis:
+    def _axis(self, name: str) -> Axis:
         """``x``, ``y2``: the axis, made when it is first asked for."""
         if name not in self.axes:
             given = self.layout.get(f"{name[0]}axis{name[1:]}") or {}
-            self.axes[name] = _Axis(name, given)
+            self.axes[name] = Axis(name, given)
         return self.axes[name]
 
     def _learn(self) -> None:
@@ -585,14 +415,14 @@ class _Image:
                 else:
                     places.take(bar.place + bar.offset + side * bar.width / 2 for side in (-1, 1))
             for trace in traces:
-                if trace["type"] not in ("scatter", "heatmap"):
+                if trace["type"] != "scatter":
                     continue
                 for axis, letter in ((across, "x"), (up, "y")):
-                    held = _values(trace.get(letter))
+                    held = values_of(trace.get(letter))
                     axis.take(held)
                     errors = _errors(trace.get(f"error_{letter}"), len(held))
                     for value, (down, rise) in zip(held, errors, strict=True):
-                        if _is_number(value):
+                        if is_number(value):
                             axis.take((value - down, value + rise))
         for axis in self.axes.values():
             axis.settle()
@@ -619,8 +449,6 @@ class _Image:
                 high = max((_size(text)[1] for text in texts), default=0.0)
                 below = max(below, high + 8 + (_size(axis.title)[1] + 6 if axis.title else 0))
         self.left, self.right = min(left, 0.45 * WIDTH), WIDTH - 24.0
-        if any(_scale_of(trace) for trace in self.traces):
-            self.right -= 90
         self.top = float(margin.get("t") or 48)
         self.bottom = self.height - below - self._legend_height() - 6
         self.bottom = max(self.bottom, self.top + 40)
@@ -639,14 +467,14 @@ class _Image:
         if text:
             self.canvas.text(4, 22, f"<b>{text}</b>", size=15)
 
-    def _grid(self, across: _Axis, up: _Axis) -> None:
+    def _grid(self, across: Axis, up: Axis) -> None:
         for axis, other in ((across, up), (up, across)):
             if axis.hidden:
                 continue
             first, last = sorted((axis.start, axis.end))
             low, high = sorted((other.start, other.end))
 
-            def line(place: float, colour: str, axis: _Axis, ends: tuple[float, float]) -> None:
+            def line(place: float, colour: str, axis: Axis, ends: tuple[float, float]) -> None:
                 self.canvas.line([axis.point(place, end) for end in ends], stroke=colour)
 
             ticks = axis.ticks(last - first)
@@ -672,7 +500,7 @@ class _Image:
             if inside and plain and axis.given.get("zeroline") is not False:
                 line(axis.at(0.0), axis.given.get("zerolinecolor", GRID), axis, (low, high))
 
-    def _is_lowest(self, axis: _Axis) -> bool:
+    def _is_lowest(self, axis: Axis) -> bool:
         """Whether no axis below this one has the same labels."""
         return not any(
             other.is_x
@@ -685,7 +513,7 @@ class _Image:
 
     # Marks of traces.
 
-    def _bars(self, across: _Axis, up: _Axis, bars: Sequence[_Bar]) -> None:
+    def _bars(self, across: Axis, up: Axis, bars: Sequence[_Bar]) -> None:
         boxes = [self._bar_box(bar, *_along(bar.trace, across, up)) for bar in bars]
         filled: dict[tuple[tuple[str, Any], ...], list[Rectangle]] = {}
         hatched: dict[str, list[str]] = {}
@@ -711,7 +539,7 @@ class _Image:
             if bar.text:
                 self._bar_text(bar, box, values.is_x)
 
-    def _bar_box(self, bar: _Bar, values: _Axis, places: _Axis) -> Rectangle:
+    def _bar_box(self, bar: _Bar, values: Axis, places: Axis) -> Rectangle:
         """The rectangle of a bar, within the plot."""
         if places.is_category:
             step = (places.end - places.start) / len(places.categories)
@@ -741,7 +569,7 @@ class _Image:
 
     def _whisker(
         self,
-        axis: _Axis,
+        axis: Axis,
         value: float,
         aside: float,
         error: tuple[float, float],
@@ -759,10 +587,12 @@ class _Image:
         for end in ends:
             self.canvas.line([axis.point(end, aside - cap), axis.point(end, aside + cap)], **look)
 
-    def _points(self, trace: Mapping[str, Any], across: _Axis, up: _Axis) -> None:
-        xs, ys = _values(trace.get("x")), _values(trace.get("y"))
+    def _points(self, trace: Mapping[str, Any], across: Axis, up: Axis) -> None:
+        xs, ys = values_of(trace.get("x")), values_of(trace.get("y"))
         points = [
-            (across.at(x), up.at(y)) if x is not None and _drawable(y) and _drawable(x) else None
+            (across.at(x), up.at(y))
+            if x is not None and is_drawable(y) and is_drawable(x)
+            else None
             for x, y in zip(xs, ys, strict=False)
         ]
         mode, look, count = trace.get("mode", "lines"), trace.get("marker") or {}, len(points)
@@ -776,9 +606,9 @@ class _Image:
         if "markers" in mode:
             self._markers(points, look)
         if "text" in mode:
-            texts = _each(trace.get("text"), count, "")
-            places = _each(trace.get("textposition"), count, "top center")
-            reach = [float(size or 6) / 2 + 4 for size in _each(look.get("size"), count, 6)]
+            texts = each_of(trace.get("text"), count, "")
+            places = each_of(trace.get("textposition"), count, "top center")
+            reach = [float(size or 6) / 2 + 4 for size in each_of(look.get("size"), count, 6)]
             for point, text, place, far in zip(points, texts, places, reach, strict=True):
                 if point and text:
                     self._point_text(point, text, str(place), far)
@@ -803,10 +633,13 @@ class _Image:
         self, points: Sequence[tuple[float, float] | None], look: Mapping[str, Any]
     ) -> None:
         count = len(points)
-        sizes, colours = _each(look.get("size"), count, 6), _each(look.get("color"), count, TEXT)
-        symbols = _each(look.get("symbol"), count, "circle")
+        sizes, colours = (
+            each_of(look.get("size"), count, 6),
+            each_of(look.get("color"), count, TEXT),
+        )
+        symbols = each_of(look.get("symbol"), count, "circle")
         line = look.get("line") or {}
-        edge, width = line.get("color"), float(_each(line.get("width"), 1, 0)[0] or 0)
+        edge, width = line.get("color"), float(each_of(line.get("width"), 1, 0)[0] or 0)
         joined: dict[tuple[Any, ...], list[str]] = {}
         for point, size, colour, symbol in zip(points, sizes, colours, symbols, strict=True):
             if point:
@@ -832,62 +665,48 @@ class _Image:
             x, y + rise * far, text, anchor=anchor, vertical={-1: 1, 0: 0.5, 1: 0}[rise]
         )
 
-    def _heatmap(self, trace: Mapping[str, Any], across: _Axis, up: _Axis) -> None:
-        rows = _values(trace["z"])
-        low, high = float(trace["zmin"]), float(trace["zmax"])
-        scale = [list(stop) for stop in trace["colorscale"]]
-        wide = (across.end - across.start) / max(len(across.categories), 1)
-        tall = (up.end - up.start) / max(len(up.categories), 1)
-        for y, row in zip(_values(trace["y"]), rows, strict=True):
-            for x, value in zip(_values(trace["x"]), row, strict=True):
-                if _is_number(value):
-                    middle, centre = across.at(x), up.at(y)
-                    box = _rectangle(
-                        middle - wide / 2, centre - tall / 2, middle + wide / 2, centre + tall / 2
-                    )
-                    self.canvas.path(box, fill=_mix(scale, (value - low) / ((high - low) or 1)))
-
     # Boxes of a call tree.
 
     def _icicle(self, trace: Mapping[str, Any]) -> None:
-        names, above = _values(trace["ids"]), _values(trace["parents"])
-        values = dict(zip(names, map(float, _values(trace["values"])), strict=True))
-        count = len(names)
-        colours = dict(zip(names, _each((trace["marker"] or {}).get("colors"), count), strict=True))
-        texts = dict(zip(names, _each(trace.get("text"), count, ""), strict=True))
-        inks = _each((trace.get("textfont") or {}).get("color"), count, TEXT)
-        ink = dict(zip(names, inks, strict=True))
-        below: dict[str, list[str]] = {}
-        for name, parent in zip(names, above, strict=True):
-            below.setdefault(parent, []).append(name)
-        roots = below.get("", [])
-        whole = sum(values[name] for name in roots) or 1.0
+        names, above = values_of(trace["ids"]), values_of(trace["parents"])
+        count, times = len(names), list(map(float, values_of(trace["values"])))
         domain = ((trace.get("domain") or {}).get("x")) or [0, 1]
-        left, right = 16 + domain[0] * (WIDTH - 32), 16 + domain[1] * (WIDTH - 32)
-        boxes = list(_dice(roots, below, values, left, right, 0, int(trace.get("maxdepth") or 7)))
-        levels = max((level for *_, level in boxes), default=0) + 1
+        left, right = (16 + end * (WIDTH - 32) for end in domain)
+        whole = sum(t for t, parent in zip(times, above, strict=True) if not parent) or 1.0
+        scale, deepest = (right - left) / whole, int(trace.get("maxdepth") or 7)
+        # the widest callee first, as plotly does; a caller is at least as wide and comes before it
+        free, level = {"": left}, {"": -1}
+        boxes: dict[int, tuple[float, float, int]] = {}
+        for row in sorted(range(count), key=lambda row: -times[row]):
+            name, parent = names[row], above[row]
+            if level.get(parent, deepest) < deepest - 1:
+                level[name], free[name] = level[parent] + 1, free[parent]
+                free[parent] += scale * times[row]
+                boxes[row] = free[name], free[parent], level[name]
         top = float((self.layout.get("margin") or {}).get("t") or 48)
-        tall = (self.height - top - 16) / levels
+        tall = (self.height - top - 16) / (max(level.values()) + 1 or 1)
         filled: dict[str, list[str]] = {}
-        for name, low, high, level in boxes:
-            box = _rectangle(low, top + tall * level, high, top + tall * (level + 1))
+        colours = each_of(trace["marker"].get("colors"), count)
+        for row, (low, high, deep) in boxes.items():
+            box = _rectangle(low, top + tall * deep, high, top + tall * (deep + 1))
             if high - low >= 0.3:
-                filled.setdefault(colours[name], []).append(box)
+                filled.setdefault(colours[row], []).append(box)
         edge = {"stroke": "#808080", "stroke-width": 0.7}
         for colour, boxes_of_colour in filled.items():
             self.canvas.path("".join(boxes_of_colour), **_fill(colour), **edge)
-        for name, low, high, level in boxes:
-            with_share = f"{texts[name]}<br>{values[name] / whole:.0%}"
-            for text in (with_share, texts[name]):
+        texts = each_of(trace.get("text"), count, "")
+        inks = each_of((trace.get("textfont") or {}).get("color"), count, TEXT)
+        for row, (low, high, deep) in boxes.items():
+            for text in (f"{texts[row]}<br>{times[row] / whole:.0%}", texts[row]):
                 width, height = _size(text, 11.5)
                 if width < high - low - 4 and height < tall - 2:
-                    at = ((low + high) / 2, top + tall * (level + 0.5))
-                    self.canvas.text(*at, text, anchor="middle", size=11.5, fill=ink[name])
+                    at = ((low + high) / 2, top + tall * (deep + 0.5))
+                    self.canvas.text(*at, text, anchor="middle", size=11.5, fill=inks[row])
                     break
 
     # What stands over and beside the plots.
 
-    def _where(self, ref: str | None, letter: str, value: Any) -> float:
+    def _where(self, ref: str | None, letter: str, value: Any, *, exponent: bool = False) -> float:
         """A place on an axis, its domain or the whole drawing, in pixels."""
         ref = ref or letter
         if ref == "paper":
@@ -896,7 +715,7 @@ class _Image:
         axis = self._axis(ref.removesuffix(" domain"))
         if ref.endswith(" domain"):
             return axis.start + float(value) * (axis.end - axis.start)
-        return axis.at(value)
+        return axis.at(value, exponent=exponent)
 
     def _shapes(self) -> None:
         for shape in self.shapes:
@@ -911,15 +730,11 @@ class _Image:
 
     def _annotations(self) -> None:
         for note in self.layout.get("annotations") or []:
-            at = []
-            for letter in "xy":
-                ref = note.get(f"{letter}ref") or letter
-                value = note.get(letter)
-                if ref == "paper" or ref.endswith(" domain") or isinstance(value, str):
-                    at.append(self._where(ref, letter, value))
-                else:
-                    # plotly wants the exponent here
-                    at.append(self._axis(ref).at(value, exponent=True))
+            # plotly wants the exponent here
+            at = [
+                self._where(note.get(f"{letter}ref"), letter, note.get(letter), exponent=True)
+                for letter in "xy"
+            ]
             x = at[0] + float(note.get("xshift") or 0)
             y = at[1] - float(note.get("yshift") or 0)
             anchors = {"left": "start", "right": "end", "center": "middle"}
@@ -991,20 +806,16 @@ class _Image:
                     line = _line_look(trace.get("line") or {}, 2)
                     self.canvas.line([(x, y), (x + 24, y)], **line)
                 if "markers" in mode:
-                    first = {key: _each(marker.get(key), 1)[0] for key in ("color", "symbol")}
-                    size = min(float(_each(marker.get("size"), 1, 8)[0]), 11.0)
+                    first = {key: each_of(marker.get(key), 1)[0] for key in ("color", "symbol")}
+                    size = min(float(each_of(marker.get("size"), 1, 8)[0]), 11.0)
                     first = {key: value for key, value in first.items() if value}
                     self._markers([(x + 12, y)], {**marker, **first, "size": size})
             self.canvas.text(x + 30, y, name)
 
 
-def _along(trace: Mapping[str, Any], across: _Axis, up: _Axis) -> tuple[_Axis, _Axis]:
+def _along(trace: Mapping[str, Any], across: Axis, up: Axis) -> tuple[Axis, Axis]:
     """The axis along which the bars of a trace are long, and the one of their places."""
     return (across, up) if trace.get("orientation") == "h" else (up, across)
-
-
-def _drawable(value: Any) -> bool:
-    return isinstance(value, str) or _is_number(value)
 
 
 def _thinned(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
@@ -1026,39 +837,9 @@ def _errors(given: Mapping[str, Any] | None, count: int) -> list[tuple[float, fl
     """How far each error bar reaches down and up."""
     if not given:
         return [(0.0, 0.0)] * count
-    up = _each(given.get("array"), count, 0.0)
-    down = up if given.get("arrayminus") is None else _each(given.get("arrayminus"), count, 0.0)
+    up = each_of(given.get("array"), count, 0.0)
+    down = up if given.get("arrayminus") is None else each_of(given.get("arrayminus"), count, 0.0)
     return [(float(a or 0), float(b or 0)) for a, b in zip(down, up, strict=True)]
-
-
-def _dice(
-    names: Sequence[str],
-    below: Mapping[str, Sequence[str]],
-    values: Mapping[str, float],
-    left: float,
-    right: float,
-    level: int,
-    deepest: int,
-) -> Iterator[tuple[str, float, float, int]]:
-    """Name, left, right and level of each box; the widest first, as plotly does."""
-    whole = sum(values[name] for name in names)
-    whole = max(whole, values.get("", 0.0))
-    if not whole or level >= deepest:
-        return
-    scale = (right - left) / whole
-    for name in sorted(names, key=lambda one: -values[one]):
-        width = scale * values[name]
-        yield name, left, left + width, level
-        inner = below.get(name, [])
-        used = sum(values[one] for one in inner) / values[name] if values[name] else 0.0
-        yield from _dice(
-            inner, below, values, left, left + width * min(used, 1.0), level + 1, deepest
-        )
-        left += width
-
-
-def _scale_of(trace: Mapping[str, Any]) -> bool:
-    return trace["type"] == "heatmap" or bool((trace.get("marker") or {}).get("showscale"))
 
 
 def _ink(colour: str) -> str:
@@ -1080,192 +861,41 @@ def luminance(colour: str) -> float:
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
 
+def save_figure(figure: Any, path: str | os.PathLike[str]) -> Path:
+    """Write one of our figures as the file's ending says: ``.svg``, ``.html`` or ``.png``.
+
+    Args:
+        figure: of plotly. As ``.svg`` it is the image that a notebook stores, with real text in
+            the reader's fonts and a unit on each axis; as ``.html`` the whole interactive figure.
+
+    Raises:
+        InputError: another ending, a folder that is not there, or ``.png`` without kaleido.
+    """
+    path = Path(path)
+    kind = path.suffix.lower()
+    if kind == ".svg":
+        write_text(path, image(json.loads(figure.to_json())))
+    elif kind == ".html":
+        write_text(path, figure.to_html(include_plotlyjs=True))
+    elif kind == ".png":
+        try:
+            figure.write_image(path, width=WIDTH, scale=2)
+        except (ValueError, RuntimeError, ImportError) as error:
+            reason = str(error).strip().splitlines()[:1]
+            raise InputError(
+                f"{path}: a .png is drawn by kaleido ({' '.join(reason) or 'which failed'}); an "
+                ".svg needs nothing, and is sharp at every size"
+            ) from None
+    else:
+        raise InputError(f"{path}: expected a file that ends in .svg, .png or .html")
+    return path
+
+
 def image(spec: Mapping[str, Any]) -> str:
     """The figure as SVG, :data:`WIDTH` pixels wide, with a white background.
 
     Args:
-        spec: a figure's JSON with bars, points and lines, waterfalls, icicles and heat maps, also
-            in panels. Traces of other kinds are left out.
+        spec: a figure's JSON with bars, points and lines, waterfalls and icicles, also in
+            panels. Traces of other kinds are left out.
     """
     return _Image(spec).svg()
-
-
-# The same in words.
-
-
-def description(spec: Mapping[str, Any]) -> str:
-    """Title and numbers of a figure in words, for readers who do not see it.
-
-    Args:
-        spec: a figure's JSON, as for :func:`image`.
-
-    Returns:
-        Plain text. Of more values than :data:`MOST_SAID` it names the first ones and a count.
-    """
-    layout = spec.get("layout", {})
-    title = layout.get("title") or {}
-    sentences = [_plain((title.get("text") or "") if isinstance(title, Mapping) else title)]
-    notes = _notes(layout)
-    traces = [t for t in spec.get("data", []) if t.get("visible") in (None, True)]
-    bars = [t for t in traces if t["type"] == "bar" and any(_drawable(v) for v in _values(t["x"]))]
-    if bars:
-        sentences.append(_said_of_bars(bars, layout, notes))
-    points = [
-        words for t in traces if t["type"] == "scatter" for words in _said_of_points(t, layout)
-    ]
-    sentences.append(_listed(points))
-    for trace in traces:
-        sentences.append(
-            {
-                "icicle": _said_of_boxes,
-                "waterfall": _said_of_steps,
-                "heatmap": _said_of_cells,
-            }.get(trace["type"], lambda *_: "")(trace, layout)
-        )
-    for name in ("xaxis", "yaxis"):
-        axis = _Axis(name, layout.get(name) or {})
-        if axis.title and not axis.hidden:
-            sentences.append(f"{'Across' if name == 'xaxis' else 'Up'}: {_plain(axis.title)}")
-    return " ".join(f"{sentence.rstrip('.')}." for sentence in sentences if sentence)
-
-
-def _listed(items: Sequence[str]) -> str:
-    rest = len(items) - MOST_SAID
-    return "; ".join(items[:MOST_SAID]) + (f"; and {rest:,} more" if rest > 0 else "")
-
-
-def _notes(layout: Mapping[str, Any], across: bool = False) -> dict[float, str]:
-    """The texts that a figure has at the end of its rows; ``across``: above groups of rows."""
-    return {
-        float(note["y"]): _plain(note["text"])
-        for note in layout.get("annotations") or []
-        if _is_number(note.get("y"))
-        and note.get("yref") in (None, "y")
-        and (note.get("xref") == "paper") is across
-    }
-
-
-def _row_names(layout: Mapping[str, Any], letter: str) -> dict[Any, str]:
-    axis = layout.get(f"{letter}axis") or {}
-    texts = map(_plain, _values(axis.get("ticktext")))
-    return dict(zip(_values(axis.get("tickvals")), texts, strict=False))
-
-
-def _said_of_bars(
-    traces: Sequence[Mapping[str, Any]], layout: Mapping[str, Any], notes: Mapping[float, str]
-) -> str:
-    flat = traces[0].get("orientation") == "h"
-    along, across = ("x", "y") if flat else ("y", "x")
-    names = _row_names(layout, across)
-    if any(trace.get("base") is not None for trace in traces):
-        sums: dict[str, list[float]] = {}
-        for trace in traces:
-            sums.setdefault(str(trace.get("name", "")), []).extend(_numbers(_values(trace[along])))
-        return _listed(
-            [f"{_plain(n)} {digits(sum(v))} in {len(v):,} spans" for n, v in sums.items()]
-        )
-    rows: dict[Any, list[str]] = {}
-    # a text behind the bars says what all of them mean
-    traces = [t for t in traces if t.get("textposition") == "outside" and t.get("text")] or traces
-    for trace in traces:
-        places, lengths = _values(trace[across]), _values(trace[along])
-        texts = _each(trace.get("text"), len(lengths), "")
-        outside = trace.get("textposition") == "outside"
-        for place, length, text in zip(places, lengths, texts, strict=True):
-            value = (
-                _plain(text) if outside and text else digits(length) if _is_number(length) else ""
-            )
-            words = rows.setdefault(place, [])
-            if value and length:
-                named = _plain(trace.get("name") or "")
-                words.append(named if value in named else f"{named} {value}".strip())
-    if not flat:
-        return _listed([_spread(trace, along, layout) for trace in traces])
-    items: list[str] = []
-    headings = _notes(layout, across=True)
-    for place, words in rows.items():
-        total = notes.get(place, "") if _is_number(place) else ""
-        name = names.get(place, place if isinstance(place, str) else "")
-        # of rows with a total only the first one is described part by part
-        parts = ", ".join(words) if not total else f"({', '.join(words)})" if not items else ""
-        # the heading of a group stands before its first row
-        above = [at for at in headings if _is_number(place) and at < place]
-        heading = f"{headings.pop(max(above))}:" if above else ""
-        items.append(" ".join(filter(None, [heading, name, total, parts])))
-    return _listed(items)
-
-
-def _spread(trace: Mapping[str, Any], letter: str, layout: Mapping[str, Any]) -> str:
-    """Name of a trace and what its values are like."""
-    values, name = _numbers(_values(trace.get(letter))), _plain(trace.get("name") or "")
-    axis = layout.get(f"{letter}axis{str(trace.get(f'{letter}axis') or '')[1:]}") or {}
-    text_of = percent if str(axis.get("tickformat", "")).endswith("%") else digits
-    if not values:
-        return name
-    if len(values) == 1:
-        return f"{name} {text_of(values[0])}"
-    return (
-        f"{name} {text_of(values[0])} first, {text_of(values[-1])} last, between "
-        f"{text_of(min(values))} and {text_of(max(values))} at {len(values):,} points"
-    )
-
-
-def _said_of_points(trace: Mapping[str, Any], layout: Mapping[str, Any]) -> list[str]:
-    xs, ys = _values(trace.get("x")), _values(trace.get("y"))
-    if trace.get("hoverinfo") == "skip" or not any(map(_drawable, xs)):
-        return []
-    if trace.get("hoverinfo") == "name":
-        return [_plain(trace.get("name") or "")]
-    texts = _values_of_text(trace)
-    axis = layout.get(f"yaxis{str(trace.get('yaxis') or '')[1:]}") or {}
-    low, high = axis.get("range") or (0, 1)
-    is_row = bool(axis.get("ticktext")) and low > high  # the height of a point is no value then
-    if texts and (is_row or len(ys) <= MOST_SAID):
-        # the name and the first value; the rest is in the table
-        return [_plain(", ".join(str(text).split("<br>")[:2])) for text in texts]
-    return [_panel(trace, layout) + _spread(trace, "x" if is_row else "y", layout)]
-
-
-def _panel(trace: Mapping[str, Any], layout: Mapping[str, Any]) -> str:
-    """The heading of the panel that a trace is in, if there are several."""
-    if "xaxis2" not in layout:
-        return ""
-    number = int(str(trace.get("xaxis") or "x")[1:] or 1)
-    # plotly puts the headings of panels before all other annotations
-    notes = layout.get("annotations") or []
-    return f"{_plain(notes[number - 1]['text'])}: " if number <= len(notes) else ""
-
-
-def _values_of_text(trace: Mapping[str, Any]) -> list[Any]:
-    texts = trace.get("hovertext")
-    return (
-        [] if texts is None or isinstance(texts, str) else [text for text in _values(texts) if text]
-    )
-
-
-def _said_of_boxes(trace: Mapping[str, Any], layout: Mapping[str, Any]) -> str:
-    values = _values(trace["values"])
-    boxes = sorted(zip(values, _values(trace["labels"]), strict=True), key=lambda box: -box[0])
-    whole = boxes[0][0] if boxes else 0.0
-    return _listed([f"{name} {digits(v)} ms ({percent(v / whole)})" for v, name in boxes if whole])
-
-
-def _said_of_steps(trace: Mapping[str, Any], layout: Mapping[str, Any]) -> str:
-    flat = trace.get("orientation") == "h"
-    names = _row_names(layout, "y" if flat else "x")
-    texts = _each(trace.get("text"), len(_values(trace["measure"])), "")
-    places = _values(trace["y" if flat else "x"])
-    return _listed(
-        [f"{names.get(p, p)} {_plain(text)}" for p, text in zip(places, texts, strict=True)]
-    )
-
-
-def _said_of_cells(trace: Mapping[str, Any], layout: Mapping[str, Any]) -> str:
-    cells = [
-        (value, f"{y}, {x}: {digits(value)}")
-        for y, row in zip(_values(trace["y"]), _values(trace["z"]), strict=True)
-        for x, value in zip(_values(trace["x"]), row, strict=True)
-        if _is_number(value)
-    ]
-    cells.sort(key=lambda cell: -abs(cell[0]))
-    return _listed([text for _, text in cells])

@@ -27,6 +27,7 @@ from dlrm_workbook.analysis.sentences import in_markdown, without_html
 from dlrm_workbook.ground.units import (
     NOT_MEASURED,
     NOTHING,
+    at_most,
     digits,
     duration,
     from_to,
@@ -41,7 +42,16 @@ from dlrm_workbook.ground.units import (
     whole,
     yes_or_no,
 )
-from dlrm_workbook.show.theme import COLOURS, short_name
+from dlrm_workbook.show.theme import (
+    COLOURS,
+    ROW,
+    markers,
+    plotly_text,
+    ranked_bars,
+    rows_of,
+    short_name,
+    wrapped,
+)
 
 EMPTY = '<p class="absent">Nothing to list.</p>'
 """A table without rows; pages leave it out where a sentence before says why."""
@@ -51,7 +61,7 @@ FIRST, KEPT, BESIDE = 20, 200, 30
 file beside the notebook has all."""
 
 IN_TEXT = 10
-"""Rows of a table for viewers that show plain text only."""
+"""Rows of a table for viewers that show plain text only, where nobody asks for another number."""
 
 WRAPS = re.compile(r"[\s/–-]")
 """Browsers end a line at these characters, within a number's text."""
@@ -139,14 +149,20 @@ COLUMNS = {
     "iteration_ms": Column("iteration", "measured"),
     "kernel_ms": Column("kernels"),
     "kernel_us": Column("median kernel"),
+    "launch_bound": Column("launch-bound", "judged"),
     "launch_us": Column("median launch"),
     "mid_ms": Column("expected"),
     "operator_us": Column("median operator"),
     "rank": Column("rank", "rank"),
     "registers": Column("registers per thread"),
-    "short_share": Column("shorter than a launch"),
+    "short_share": Column("kernels shorter than a launch"),
+    "queue_depth": Column("queued on average", "number"),
+    "empty_share": Column("queue empty"),
     "share_of_ceiling": Column("least / measured"),
     "exceeded_by_bytes": Column("too much"),
+    "gpus": Column("GPUs that hold it together"),
+    "each_bytes": Column("on each of these", "bytes"),
+    "each_host_bytes": Column("on the host for each"),
     "exclusive": Column("itself", "number"),
     "call_gflop": Column("GFLOP per call", "number"),
     "call_bytes": Column("bytes per call"),
@@ -218,6 +234,7 @@ def show(
     most: int = FIRST,
     instead: Text | None = None,
     whole: Path | None = None,
+    caption: str = "",
 ) -> TextTable | Text:
     """The frame as a table; in its place ``instead`` or the reason, if it has no rows.
 
@@ -230,12 +247,13 @@ def show(
         most: rows that are shown at first, of up to :data:`KEPT`; left out, :data:`FIRST`.
         whole: file that the whole frame is written to as CSV, where it has more rows than
             :data:`BESIDE`, which the table then holds.
+        caption: its name above it.
 
     Raises:
         InputError: ``whole`` cannot be written.
     """
     if frame.empty:
-        return instead or (absent(frame) if _reason(frame) else TextTable([], []))
+        return instead or (absent(_reason(frame)) if _reason(frame) else TextTable([], []))
     chosen = _default_columns(frame) if columns is None else columns
     rows = frame.head(BESIDE if whole else KEPT)
     titles: list[str] = []
@@ -267,7 +285,9 @@ def show(
     if file is not None:
         write_csv(file, frame)
     total = len(frame)
-    return TextTable(titles, cells, words, marks, exact=exact, most=most, total=total, file=file)
+    result = TextTable(titles, cells, words, marks, exact=exact, most=most, total=total, file=file)
+    result.caption = caption
+    return result
 
 
 def write_csv(path: Path, frame: pd.DataFrame) -> None:
@@ -444,8 +464,7 @@ def _gain(gain: Mapping[str, float]) -> str:
     if high < NO_GAIN:
         return "next to none"
     if low <= 1.0:
-        figures = 2 if high >= 1.1 else 3  # 1.04, not 1.0
-        return f"at most {ratio(high, figures=figures)}" if high <= MOST_BOUND else "not bounded"
+        return at_most(high) if high <= MOST_BOUND else "not bounded"
     return speedup(mid, low, high, figures=2)
 
 
@@ -544,7 +563,12 @@ class TextTable:
         most: rows shown at first; pages show the others when they are asked to.
         total: rows that there are, where ``rows`` are only the first of them.
         file: where all rows are, in the folder of such files in the run's.
+
+    Attributes:
+        caption: its name above it; may be empty.
     """
+
+    caption = ""
 
     def __init__(
         self,
@@ -579,8 +603,9 @@ class TextTable:
         words = escape(self._rest())
         foot = f'\n<tfoot><tr><td colspan="{len(self.columns)}">{words}</td></tr></tfoot>'
         foot = foot if words else ""
+        caption = f"<caption>{escape(self.caption)}</caption>\n" if self.caption else ""
         return (
-            f'<table class="dataframe">\n<thead><tr>{heads}</tr></thead>\n'
+            f'<table class="dataframe">\n{caption}<thead><tr>{heads}</tr></thead>\n'
             f"<tbody>\n{body}\n</tbody>{foot}\n</table>"
         )
 
@@ -627,7 +652,7 @@ class TextTable:
         return f'<span style="color: {colours[place]}">■</span>&nbsp;' if colours else ""
 
     def __repr__(self) -> str:
-        first = self.rows[: min(self._most, IN_TEXT)]
+        first = self.rows[: IN_TEXT if self._most == FIRST else self._most]
         text = pd.DataFrame(first, columns=self.columns).to_string(index=False)
         return f"{text}\n{self._rest()}".strip()
 
@@ -679,6 +704,108 @@ class Quality:
         return {self.MIME: data, "text/markdown": text, "text/plain": text}
 
 
+def table_bars(
+    table: pd.DataFrame,
+    title: str,
+    unit: str,
+    value: str,
+    label: Callable[[Any], str],
+    *,
+    share: str = "share",
+    text: Callable[[float], str] = milliseconds,
+    columns: Sequence[str] | Mapping[str, str | Column] | None = None,
+    marker: dict[str, Any] | None = None,
+    row: int = ROW,
+) -> Any:
+    """A bar for each row, the first on top; its hover text lists the cells of the shown table.
+
+    Args:
+        table: ``component`` and ``phase`` give a bar its look, unless ``marker`` does.
+        unit: of the axis.
+        value: the column that bars are as long as; NaN has no length.
+        label: what stands before the bar of a row.
+        share: column of the share (0 to 1) that stands behind it, where there is one.
+        text: writes the value that stands behind it.
+        columns: those that a hover text lists, as :func:`show` takes them.
+    """
+    rows, formatted = rows_of(table), show(table, columns)
+    titles, cells = ([], []) if isinstance(formatted, Text) else (formatted.columns, formatted.rows)
+    hovers = []
+    for line in cells:
+        known = [pair for pair in zip(titles, line, strict=True) if pair[1] != NOTHING]
+        hovers.append("<br>".join(f"{head}: {wrapped(plotly_text(cell))}" for head, cell in known))
+    return ranked_bars(
+        title,
+        unit,
+        [label(one) for one in rows],
+        table[value].fillna(0.0).tolist(),
+        [
+            known_or(getattr(one, value), text)
+            + (f"  ({known_or(getattr(one, share), percent)})" if share in table else "")
+            for one in rows
+        ],
+        hovers,
+        marker or markers([(one.component, one.phase) for one in rows]),
+        row,
+    )
+
+
+class Shown:
+    """What a cell shows: outputs one below the other, each with the tags of its view.
+
+    What is None, or has nothing to show, is left out.
+
+    Args:
+        outputs: figures, tables and texts, each with the metadata of its output.
+
+    Attributes:
+        outputs: those that are shown.
+        tagged: the same with their metadata.
+    """
+
+    def __init__(self, outputs: Iterable[tuple[Any, dict[str, Any]]]) -> None:
+        self.tagged = [(output, tags) for output, tags in outputs if not _says_nothing(output)]
+        self.outputs = [output for output, _ in self.tagged]
+
+    def __repr__(self) -> str:
+        return "\n\n".join(map(repr, self.outputs))
+
+    def _ipython_display_(self) -> None:
+        from IPython.display import publish_display_data
+
+        # a section in which nothing shows is left out of a page
+        for output, metadata in self.tagged or [(Text(""), {})]:
+            publish_display_data(bundle(output), metadata)
+
+
+def below(*outputs: Any) -> Shown:
+    """Figures, tables and texts one below the other, in one cell."""
+    tagged: list[tuple[Any, dict[str, Any]]] = []
+    for output in outputs:
+        tagged += output.tagged if isinstance(output, Shown) else [(output, {"tags": []})]
+    return Shown(tagged)
+
+
+def _says_nothing(output: Any) -> bool:
+    return (
+        output is None
+        or (isinstance(output, Text) and not output.markdown)
+        or (isinstance(output, TextTable) and not output.rows)
+    )
+
+
+def bundle(output: Any) -> dict[str, Any]:
+    """What a notebook stores of an output, by MIME type."""
+    for name in ("bundle", "_repr_mimebundle_"):
+        if hasattr(output, name):
+            return dict(getattr(output, name)())
+    data = {"text/plain": repr(output)}
+    for kind, name in (("text/html", "_repr_html_"), ("text/markdown", "_repr_markdown_")):
+        if hasattr(output, name):
+            data[kind] = getattr(output, name)()
+    return data
+
+
 def listed(sentences: Iterable[str]) -> Text:
     """Sentences as the items of a list."""
     return Text("\n".join(f"- {in_markdown(sentence)}" for sentence in sentences))
@@ -688,9 +815,8 @@ def _reason(frame: pd.DataFrame) -> str:
     return str(frame.attrs.get("not_measured", ""))
 
 
-def absent(frame: pd.DataFrame) -> Text:
-    """The sentence in the place of a table or figure of a frame without rows."""
-    reason = _reason(frame)
+def absent(reason: str) -> Text:
+    """The sentence in the place of a table or figure that has nothing to show."""
     return Text(
         f"*Not measured: {in_markdown(reason)}.*" if reason else "*There is nothing to show.*"
     )
@@ -698,7 +824,7 @@ def absent(frame: pd.DataFrame) -> Text:
 
 def draw(figure: Callable[[Any], Any], frame: pd.DataFrame, instead: Text | None = None) -> Any:
     """The figure of a frame; if it has no rows, ``instead``, or the reason."""
-    return figure(frame) if len(frame) else instead or absent(frame)
+    return figure(frame) if len(frame) else instead or absent(_reason(frame))
 
 
 def shown_if(there: object, draw: Callable[[Any], Any], data: Any, reason: str) -> Any:

@@ -12,6 +12,7 @@ import os
 import textwrap
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -21,7 +22,8 @@ import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
 from dlrm_core.parts import COMPONENTS, PHASES, parse_span, part_label
-from dlrm_workbook.show.static import description, image, text_on
+from dlrm_workbook.show.static import image, save_figure, text_on
+from dlrm_workbook.show.words import description
 
 FIGURE_TYPE = "application/vnd.plotly.v1+json"
 DATA_RENDERER = "plotly_mimetype"
@@ -160,6 +162,11 @@ class Figure(go.Figure):
         spec["layout"]["meta"] = {**(spec["layout"].get("meta") or {}), "description": words}
         spec["config"] = CONFIG
         return {FIGURE_TYPE: spec, "image/svg+xml": image(spec), "text/plain": words}
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write it as ``.svg``, ``.html`` or ``.png``; see
+        :func:`~dlrm_workbook.show.static.save_figure`."""
+        return save_figure(self, path)
 
     def _ipython_display_(self) -> None:
         if os.environ.get("PLOTLY_RENDERER", DATA_RENDERER) != DATA_RENDERER:
@@ -555,8 +562,9 @@ def add_spans(
             customdata=spans[["spans", "duration_ms"]].to_numpy(float),
             hovertemplate=(
                 f"%{{y}}<br>%{{{'meta[0]' if 'meta' in text else 'hovertext'}}}"
-                "<br>from %{base:,.3f} ms, %{customdata[1]:,.3f} ms long"
-                "<br>spans joined: %{customdata[0]}<extra></extra>"
+                # a row of several spans is as long as all of them, which no single one was
+                "<br>from about %{base:,.3f} ms: %{customdata[1]:,.3f} ms"
+                "<br>the sum of spans: %{customdata[0]:,}<extra></extra>"
             ),
             # plotly would make the bars of a trace as high as its lanes are far apart
             **{"width": 1 - SPAN_GAP, **text, **more},

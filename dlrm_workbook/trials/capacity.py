@@ -25,7 +25,7 @@ def command_capacity(arguments: argparse.Namespace) -> int:
         return 0
     print(show(found.weights()), end="\n\n")
     print(items_table(found), end="\n\n")
-    print(show(found.table()), end="\n\n")
+    print(show(found.table(), most=len(found.verdicts)), end="\n\n")
     print(sources(found))
     return 0
 
@@ -39,7 +39,8 @@ def items_table(found: Capacity) -> TextTable | Text:
         smaller = {"name": f"{len(rest)} smaller items", "bytes": rest["bytes"].sum()}
         items = pd.concat([items[:LARGEST_SHOWN], pd.DataFrame([smaller])])
     items = items.rename(columns={"name": "what"})
-    return show(items, {"what": "", "shape": "", "bytes": "size", "place": "where", "when": ""})
+    columns = {"what": "", "shape": "", "bytes": "size", "place": "where", "when": ""}
+    return show(items, columns, most=LARGEST_SHOWN)
 
 
 def sources(found: Capacity) -> str:
@@ -48,5 +49,8 @@ def sources(found: Capacity) -> str:
         "GPUs by their data sheets, less "
         f"{format_bytes(CUDA_CONTEXT_BYTES)} assumed for the CUDA context:"
     ]
-    lines += [f"  {v.target}: {v.source}" for v in found.verdicts if v.source]
+    targets: dict[str, list[str]] = {}
+    for verdict in found.verdicts:
+        targets.setdefault(verdict.source, []).append(verdict.target)
+    lines += [f"  {', '.join(names)}: {sheet}" for sheet, names in targets.items() if sheet]
     return "\n".join(lines)

@@ -166,6 +166,7 @@ def test_a_name_that_is_no_weights_opens_no_file(written, tmp_path, name):
             ["model.interaction = 'dot', but this run has 'dcn'"],
         ),
         ({"model": {"loss": "mse"}}, ["model.loss = 'bce'", "'mse'"]),
+        ({"model": {"embedding_precision": "bf16"}}, ["precision = 'fp32'", "has 'bf16'"]),
         ({"data": {"indices_per_lookup": 5}}, ["data.indices_per_lookup = 4", "has 5"]),
         ({"data": {"generator": "uniform"}}, ["data.generator = 'facebook'", "'uniform'"]),
         ({"training": {"batch_size": 17}}, ["training.batch_size = 16", "has 17"]),

@@ -62,6 +62,14 @@ SCHEDULE = {
         # a scale that skips some steps, so that their number is part of the state
         ({}, {"precision": "fp16", "loss_scale": 2.0**24, "optimizer": "adagrad"}),
         ({}, {"optimizer": "adagrad", "model": DCN}),
+        ({}, {"optimizer": "adagrad", "model": {"interaction": "wukong", "wukong_fmb": 3}}),
+        ({}, {"model": {"embedding_precision": "bf16"}}),
+        ({}, {"model": {"embedding_precision": "fp16"}, "optimizer": "rowwise_adagrad"}),
+        ({}, {"model": {"embedding_precision": "fp16"}, "embedding_backend": "fused"}),
+        *(
+            ({}, {"model": {"embedding_precision": "bf16"}, "embedding_backend": "fused"} | kind)
+            for kind in ({"optimizer": "adagrad"}, {"optimizer": "rowwise_adagrad"})
+        ),
         ({}, {"optimizer": "adam", "model": DCN, "precision": "fp16", "loss_scale": 2.0**24}),
     ],
 )

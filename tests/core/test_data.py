@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from dlrm_core.config import LAWS, mean_bag_size, parameters_from_sections
 from dlrm_core.data.batch import Batch
-from dlrm_core.data.facebook_replay import FacebookReplay
 from dlrm_core.data.loader import PrefetchError, batches, make_generator, prefetched
 from dlrm_core.data.synthetic import FacebookLoop, SyntheticBatches
+from dlrm_kernels.facebook_replay import FacebookReplay
 
 CPU = torch.device("cpu")
 
@@ -183,9 +183,3 @@ def test_a_failure_in_the_background_reaches_the_loop():
     stream = prefetched(Broken().next_batch, ahead=1)
     with pytest.raises(PrefetchError, match="no room"):
         next(stream)
-
-
-def test_a_batch_moves_whole():
-    batch = FacebookReplay(2, (50, 3), 8, 4, False, False, 3).next_batch()
-    assert_same(batch.to(CPU), batch)
-    assert batch.size == 8

@@ -182,13 +182,6 @@ def test_what_goes_wrong_in_the_thread_is_told():
             next(stream)
 
 
-def test_an_abandoned_stream_ends_its_thread():
-    stream = staged(Counting().next_batch, 1, CPU, Streams(1, eager=True))
-    next(stream)
-    stream.close()
-    assert not any(t.name == "dlrm-prefetch" for t in threading.enumerate())
-
-
 def test_buffers_that_suffice_are_not_replaced():
     streams = Streams(0, eager=True)
     staging, slot = Staging(streams), Slot()

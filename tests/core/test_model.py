@@ -137,17 +137,6 @@ def test_the_step_in_parts_equals_one_backward_bit_for_bit(loss, interaction, it
         assert torch.equal(ours, theirs)
 
 
-def test_the_fused_update_is_the_plain_one():
-    steps = []
-    for fused in (False, True):
-        sections = small().to_sections()
-        sections["training"]["fused_optimizer"] = fused
-        trainer = Trainer(parameters_from_sections(sections))
-        losses = [float(trainer.iterate()) for _ in range(20)]
-        steps.append(losses)
-    assert steps[0] == pytest.approx(steps[1], rel=1e-6)
-
-
 def test_weighted_bce_weighs_by_target():
     p = torch.tensor([[0.3], [0.8]])
     t = torch.tensor([[0.0], [1.0]])

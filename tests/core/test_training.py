@@ -20,7 +20,6 @@ from dlrm_core.base.cli import main
 from dlrm_core.base.errors import InputError
 from dlrm_core.base.machine import available_memory
 from dlrm_core.config import Parameters, mean_bag_size, parameters_from_sections
-from dlrm_core.data.facebook_replay import FacebookReplay
 from dlrm_core.train import Trainer, train
 from dlrm_kernels.memory import forecast_memory, require_memory
 from dlrm_kernels.products import set_fp32_matmul
@@ -234,17 +233,6 @@ def test_available_memory_is_less_than_the_machine_has():
     assert available is not None and 0 < available <= total
 
 
-@pytest.mark.parametrize(("rows", "lookups"), [(1000, 100), (3, 10), (1, 5), (50, 1), (1000, 2)])
-def test_mean_bag_size_is_that_of_the_law(rows, lookups):
-    parameters = parameters_from_sections(
-        {"model": {"table_rows": rows}, "data": {"indices_per_lookup": lookups}}
-    )
-    replay = FacebookReplay(1, (rows,), 20_000, lookups, False, False, 1)
-    replay._fill(20_000 * (lookups + 2))
-    _, counts = replay._chain(20_000, min(rows, lookups))
-    assert mean_bag_size(parameters, 0) == pytest.approx(counts.mean(), rel=0.02)
-
-
 @given(st.integers(1, 300), st.integers(1, 300))
 def test_mean_bag_size_is_the_sum_over_the_laws_sizes(rows, lookups):
     bound = min(rows, lookups)
@@ -300,6 +288,7 @@ def test_the_workload_loads_nothing_that_explains_draws_or_compiles(tmp_path):
     assert beside <= {
         *("dlrm_kernels.memory", "dlrm_kernels.placement", "dlrm_kernels.embeddings"),
         *("dlrm_kernels.embeddings.pages", "dlrm_kernels.products", "dlrm_workbook.ground"),
+        "dlrm_kernels.facebook_replay",
         *("dlrm_workbook.ground.marks", "dlrm_workbook.ground.profiling"),
     }
     assert "torch._dynamo" not in modules, "torch's compiler: a second of every process"

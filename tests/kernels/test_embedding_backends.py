@@ -102,17 +102,6 @@ def test_lookups_and_updates_are_those_of_the_formulas(backend, optimizer, skew)
 
 
 @needs_fbgemm
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("skew", [False, True])
-def test_fbgemm_trains_as_torch_does(optimizer, threads, skew):
-    torch.set_num_threads(threads)
-    chosen = config(optimizer=optimizer, embedding_backend="fbgemm")
-    # row 0 of the skewed tables gets hundreds of adds a step, in another order than torch's
-    assert_same_training(chosen, [1000, 1, 7, 50], 64, optimizer, atol=1e-4, skew=skew)
-
-
-@needs_fbgemm
 @settings(max_examples=25, deadline=None)
 @given(
     st.lists(st.integers(1, 3000), min_size=1, max_size=5),
@@ -137,8 +126,35 @@ def test_a_run_loses_as_one_on_torchs_tables(backend, optimizer):
         losses.append(trainer.train().losses)
         states.append(trainer.model.state_dict())
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
-    assert states[0].keys() == states[1].keys()
-    assert all(states[0][name].shape == states[1][name].shape for name in states[0])
+    assert len(set(losses[0])) == 15
+    torch.testing.assert_close(states[1], states[0], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("backend", FAST)
+@pytest.mark.parametrize("wrong", [50, -1, 2**40])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_an_index_outside_its_table_is_named_and_nothing_is_touched(backend, wrong, threads):
+    torch.set_num_threads(threads)
+    tables = make_tables([1000, 50], 16)
+    attach(tables, config(embedding_backend=backend))
+    start = [w.detach().clone() for w in tables.weights]
+    batch = make_batch([1000, 50], 20, 5, 3)
+    batch.indices[batch.table_starts[1] + 7] = wrong
+    with pytest.raises(
+        InputError, match=rf"table 1 has 50 rows.*lookup 7 .*row {wrong}, .*0 to 49"
+    ):
+        tables(batch)
+    assert all(torch.equal(a, b) for a, b in zip(start, tables.weights, strict=True))
+
+
+@pytest.mark.parametrize("backend", FAST)
+def test_no_bags_and_no_lookups_are_fine(backend):
+    tables = make_tables([60, 3], 16)
+    attach(tables, config(embedding_backend=backend, optimizer="adagrad"))
+    for bags, largest in ((0, 0), (5, 0)):
+        pooled = tables(make_batch([60, 3], bags, largest, 0))
+        assert all(vector.shape == (bags, 16) and not vector.any() for vector in pooled)
+        torch.autograd.backward(pooled, [torch.ones(bags, 16)] * 2)
 
 
 # ---- 2^31 elements -----------------------------------------------------------------------------
@@ -275,21 +291,6 @@ def test_a_schedule_can_set_fbgemms_learning_rate():
 
 
 @needs_fbgemm
-@pytest.mark.parametrize("wrong", [50, -1, 2**40])
-def test_fbgemm_names_an_index_outside_its_table(wrong):
-    tables = make_tables([1000, 50], 16)
-    attach(tables, config(embedding_backend="fbgemm"))
-    start = [w.detach().clone() for w in tables.weights]
-    batch = make_batch([1000, 50], 20, 5, 3)
-    batch.indices[batch.table_starts[1] + 7] = wrong
-    with pytest.raises(
-        InputError, match=rf"table 1 has 50 rows.*lookup 7 .*row {wrong}, .*0 to 49"
-    ):
-        tables(batch)
-    assert all(torch.equal(a, b) for a, b in zip(start, tables.weights, strict=True))
-
-
-@needs_fbgemm
 def test_fbgemm_names_offsets_that_fall():
     tables = make_tables([100, 50], 16)
     attach(tables, config(embedding_backend="fbgemm"))
@@ -301,16 +302,6 @@ def test_fbgemm_names_offsets_that_fall():
 
 def test_a_batch_without_fault_has_none():
     assert find_fault(make_batch([100, 50], 6, 5, 4), [100, 50]) is None
-
-
-@needs_fbgemm
-def test_empty_batches_are_fine_for_fbgemm():
-    tables = make_tables([60, 3], 16)
-    attach(tables, config(embedding_backend="fbgemm", optimizer="adagrad"))
-    for bags, largest in ((0, 0), (5, 0)):
-        pooled = tables(make_batch([60, 3], bags, largest, 0))
-        assert all(vector.shape == (bags, 16) and not vector.any() for vector in pooled)
-        torch.autograd.backward(pooled, [torch.ones(bags, 16)] * 2)
 
 
 @needs_fbgemm

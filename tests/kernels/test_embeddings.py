@@ -15,7 +15,7 @@ from dlrm_core.data.batch import Batch
 from dlrm_core.embeddings import EmbeddingTables, RowwiseAdagrad, attach
 from dlrm_core.train import Trainer
 from dlrm_kernels import native
-from dlrm_kernels.embeddings.fused_cpu import FusedCpu, share_out
+from dlrm_kernels.embeddings.fused_cpu import share_out
 from dlrm_kernels.embeddings.kernels import sgd_owned
 from dlrm_kernels.embeddings.pages import tables_on_huge_pages
 from dlrm_kernels.memory import forecast_memory
@@ -197,22 +197,6 @@ def test_gradients_may_lie_in_memory_as_they_like():
     )
 
 
-@pytest.mark.parametrize("wrong", [50, -1, 2**40])
-@pytest.mark.parametrize("threads", [1, 2])
-def test_an_index_outside_its_table_is_named_and_nothing_is_touched(wrong, threads):
-    torch.set_num_threads(threads)
-    tables = make_tables([1000, 50], 16)
-    attach(tables, config(embedding_backend="fused"))
-    start = [w.detach().clone() for w in tables.weights]
-    batch = make_batch([1000, 50], 20, 5, 3)
-    batch.indices[batch.table_starts[1] + 7] = wrong
-    with pytest.raises(
-        InputError, match=rf"table 1 has 50 rows.*lookup 7 .*row {wrong}, .*0 to 49"
-    ):
-        tables(batch)
-    assert all(torch.equal(a, b) for a, b in zip(start, tables.weights, strict=True))
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -272,38 +256,6 @@ def test_indices_changed_between_forward_and_backward_are_noticed():
         torch.autograd.backward(pooled, [torch.ones(10, 16)])
 
 
-def test_no_bags_and_no_lookups_are_fine():
-    tables = make_tables([60, 3], 16)
-    attach(tables, config(embedding_backend="fused", optimizer="adagrad"))
-    for bags, largest in ((0, 0), (5, 0)):
-        pooled = tables(make_batch([60, 3], bags, largest, 0))
-        assert all(vector.shape == (bags, 16) and not vector.any() for vector in pooled)
-        torch.autograd.backward(pooled, [torch.ones(bags, 16)] * 2)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="needs a sparse file that is mapped")
-@pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad"])  # adagrad's state takes 8 GiB
-def test_a_table_of_more_than_2_to_the_31_elements(tmp_path, optimizer):
-    rows, dim = 2**31 // 64 + 1000, 64
-    file = tmp_path / "table"
-    with file.open("wb") as opened:
-        opened.truncate(rows * dim * 4)  # a hole: only rows that are used take memory
-    tables = EmbeddingTables([1], dim)
-    mapped = torch.from_file(str(file), shared=True, size=rows * dim).view(rows, dim)
-    tables.weights[0].data = mapped
-    wanted = torch.tensor([rows - 1, 3, rows - 1, 2**31 // 64])
-    mapped[wanted.unique()] = 1.0
-    tables.backend = FusedCpu(tables, optimizer, 0.5)
-    batch = Batch(torch.zeros(2, 1), wanted, torch.tensor([[0, 2]]), (0, 4), torch.zeros(2, 1))
-    (pooled,) = tables(batch)
-    assert torch.equal(pooled.detach(), torch.full((2, dim), 2.0))
-    pooled.backward(torch.full((2, dim), 0.25))
-    step = {"sgd": (0.25, 0.125), "rowwise_adagrad": (0.5, 0.5)}[optimizer]
-    assert torch.allclose(mapped[rows - 1], torch.tensor(1 - step[0]))
-    assert torch.allclose(mapped[[3, 2**31 // 64]], torch.tensor(1 - step[1]))
-    assert not mapped[[2, 4, rows - 2]].any()
-
-
 @given(
     st.lists(st.integers(0, 10_000), min_size=1, max_size=40),
     st.integers(1, 64),
@@ -353,21 +305,6 @@ def parameters(**training):
             "training": {"batch_size": 64, "batches": 15, "seed": 5} | training,
         }
     )
-
-
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_a_run_on_fused_tables_loses_as_one_on_torchs(optimizer):
-    losses, weights = [], []
-    for backend in ("torch", "fused"):
-        trainer = Trainer(
-            parameters(embedding_backend=backend, optimizer=optimizer, learning_rate=0.05)
-        )
-        losses.append(trainer.train().losses)
-        weights.append(trainer.model.state_dict())
-    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
-    assert len(set(losses[0])) == 15
-    assert weights[0].keys() == weights[1].keys()
-    torch.testing.assert_close(weights[1], weights[0], rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,10 @@ from hypothesis import strategies as st
 
 from dlrm_core import model as core_model
 from dlrm_core.base import engines
-from dlrm_core.data import facebook_replay
-from dlrm_core.data.facebook_replay import FacebookReplay
 from dlrm_core.data.synthetic import FacebookLoop
 from dlrm_core.model import facebook_tables
-from dlrm_kernels import facebook_random
+from dlrm_kernels import facebook_random, facebook_replay
+from dlrm_kernels.facebook_replay import FacebookReplay
 
 COUNTS = st.lists(st.integers(1, 1500), min_size=1, max_size=4)
 

@@ -21,7 +21,7 @@ from dlrm_core.base.errors import InputError
 from dlrm_core.config import parameters_from_sections
 from dlrm_core.data.batch import Batch, extents_of
 from dlrm_core.embeddings import EmbeddingTables, attach
-from dlrm_kernels.embeddings.fused_gpu import FusedGpu, Tiles, in_one, scratch_bytes
+from dlrm_kernels.embeddings.fused_gpu import FusedGpu, Tiles, in_one, tiles_for
 from dlrm_kernels.memory import forecast_memory
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -380,7 +380,10 @@ def test_the_forecast_knows_what_the_update_needs(dim):
     (item,) = [
         i for i in forecast_memory(parameters, gpu=True) if i.name.startswith("sorted lookups")
     ]
-    assert item.bytes == pytest.approx(scratch_bytes(3 * 50 * 2048, dim), rel=1e-3)
+    # keys of 4 bytes and their order twice, sources; each tile leaves two sums over, and a few more
+    lookups = 3 * 50 * 2048
+    sums = 2.25 * lookups / tiles_for(dim, 1.0).run * dim * 4
+    assert item.bytes == pytest.approx(lookups * (2 * (4 + 8) + 4) + sums, rel=1e-3)
 
 
 def test_the_kernels_compile_for_hopper_with_wide_loads_and_without_spills():

@@ -4,13 +4,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_embeddings import OPTIMIZERS, config, make_batch, parameters
+from test_embeddings import OPTIMIZERS, config, make_batch
 
 from dlrm_core.base.errors import InputError
 from dlrm_core.config import parameters_from_sections
 from dlrm_core.data.batch import Batch
 from dlrm_core.embeddings import ROW_DTYPES, EmbeddingTables, attach
-from dlrm_core.train import Trainer, train
 from dlrm_kernels.embeddings.fused_cpu import FusedCpu
 from dlrm_kernels.embeddings.narrow_rows import TorchRows
 from dlrm_kernels.memory import forecast_memory
@@ -179,40 +178,6 @@ def test_a_row_that_is_looked_up_often_is_rounded_once():
     torch.autograd.backward(tables(batch), [gradients.contiguous()])
     distance = 1.0 - tables.weights[0].detach().float()
     assert float(distance.abs().max()) <= 2.0**-7
-
-
-@pytest.mark.parametrize("backend", ["torch", "fused"])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("precision", NARROW)
-def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(
-    backend, optimizer, precision, tmp_path
-):
-    def run(**training):
-        model = parameters().to_sections()["model"] | {"embedding_precision": precision}
-        sections = parameters(
-            embedding_backend=backend, optimizer=optimizer, learning_rate=0.05, **training
-        ).to_sections()
-        return parameters_from_sections(sections | {"model": model})
-
-    whole = Trainer(run(batches=6))
-    losses = whole.train().losses
-    folder = str(tmp_path / "kept")
-    train(run(batches=3, checkpoint_folder=folder, checkpoint_every=3))
-    rest = train(
-        run(batches=6, checkpoint_folder=folder, checkpoint_every=6, resume="latest"),
-    )
-    assert rest.losses == losses[3:]
-
-
-def test_a_checkpoint_of_another_precision_is_refused(tmp_path):
-    sections = parameters(batches=2, checkpoint_every=2, checkpoint_folder=str(tmp_path / "c"))
-    sections = sections.to_sections()
-    train(parameters_from_sections(sections))
-    sections["model"]["embedding_precision"] = "bf16"
-    sections["training"]["resume"] = "latest"
-    said = r"was written with model.embedding_precision = 'fp32', but this run has 'bf16'"
-    with pytest.raises(InputError, match=said):
-        train(parameters_from_sections(sections))
 
 
 @pytest.mark.parametrize(

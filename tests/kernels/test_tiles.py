@@ -11,15 +11,7 @@ from hypothesis import strategies as st
 from interaction_layers import dot_layer
 
 from dlrm_kernels.tiles import machine
-from dlrm_kernels.tiles.layout import (
-    BLOCK,
-    DEPTH_BYTES,
-    Arena,
-    Engine,
-    Result,
-    Tiled,
-    blocks_of,
-)
+from dlrm_kernels.tiles.layout import BLOCK, DEPTH_BYTES, Arena, Engine, Result, Tiled, blocks_of
 from dlrm_kernels.tiles.machine import why_no_tiles
 
 ENGINES = [False] if why_no_tiles() else [False, True]

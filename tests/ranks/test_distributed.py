@@ -101,6 +101,15 @@ RUNS = {
         ),
         {"table_wise"},
     ),
+    "wukong": (
+        sections(
+            {"interaction": "wukong", "wukong_layers": 2, "wukong_fmb": 2, "wukong_lcb": 3}
+            | {"wukong_rank": 3, "wukong_hidden": 7},
+            sharding="table_wise",
+            optimizer="adagrad",
+        ),
+        {"table_wise"},
+    ),
     "fp16": (
         sections(
             sharding="row_wise",
@@ -124,7 +133,8 @@ TUNED = {
 
 CASES = [
     *(("row_wise", 1), ("mixed", 1)),
-    *(("table_wise", 2), ("column_wise", 2), ("auto", 2), ("cross", 2), ("fp16", 2)),
+    *(("table_wise", 2), ("column_wise", 2), ("auto", 2), ("cross", 2)),
+    *(("wukong", 2), ("fp16", 2)),
     *(("table_wise", 4), ("row_wise", 4), ("mixed", 4)),
 ]
 

@@ -20,12 +20,7 @@ from dlrm_core.base.errors import InputError
 from dlrm_core.run.checkpoint import steps_in
 from dlrm_ranks.trainer import require_same_start
 from dlrm_ranks.watch import Sign, judge, own_start, process_state
-from dlrm_studies.scaling.launch import (
-    RanksFailed,
-    how_it_ended,
-    launch_lines,
-    run_ranks,
-)
+from dlrm_studies.scaling.launch import RanksFailed, how_it_ended, launch_lines, run_ranks
 
 needs_torchrec = pytest.mark.skipif(
     importlib.util.find_spec("torchrec") is None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from scaling_records import FIXED_MS, compute_profile, document, parameters
 
 from dlrm_core.base.errors import InputError
-from dlrm_core.config import Parameters
+from dlrm_core.config import Parameters, load_parameters
 from dlrm_studies.scaling.findings import scaling_findings
 from dlrm_studies.scaling.model.choice import (
     Slowness,
@@ -44,6 +45,7 @@ from dlrm_studies.scaling.model.record import (
     imbalance,
     measured_iterations,
     predicted_and_measured,
+    read_record,
     record_of,
     typical_error,
 )
@@ -408,3 +410,11 @@ def test_settings_say_what_a_program_exchanges_and_waits_for() -> None:
     nvlink, infiniband = 0.78 * 450e6, 0.78 * 50e6  # bytes per ms
     least = local * sent * 7 / 8 / nvlink + sent * 7 / 8 / infiniband
     assert least < time.mid < least + 0.12  # and latencies of 14 steps
+
+
+def test_the_repositorys_own_summary_is_a_record() -> None:
+    found = read_record(Path(__file__).parents[2] / "benchmarks" / "results" / "scaling.json")
+    assert found.can_be_checked and found.compute_profile.empty
+    checked = predicted_and_measured(found, load_parameters("kalamkar_small"))
+    assert len(checked) == 26 and checked["case"].nunique() == 13
+    assert measured_iterations(found)["time_ms"].tolist() == [181.5518, 217.0392]

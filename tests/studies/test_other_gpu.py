@@ -13,6 +13,7 @@ from recordings import SEVERAL, TRACES, recording
 
 from dlrm_core.base.errors import InputError
 from dlrm_studies import other_gpu
+from dlrm_workbook.analysis.attribution import attribute
 from dlrm_workbook.analysis.devices import device
 from dlrm_workbook.recordings.open import open_recording
 from dlrm_workbook.recordings.profile import Profile
@@ -162,6 +163,24 @@ def test_a_pair_of_one_program_is_held_against_the_prediction(tmp_path: Path) ->
     other = recorded(tmp_path, H100, operator="aten::mul", kernel_us=250.0, blocks=77)
     assert other_gpu.parts_held_against(before, other).empty
     assert other_gpu.held_against(before, other).empty
+
+
+def test_a_cpu_is_compared_by_arithmetic_and_by_bandwidth() -> None:
+    profile = open_recording(Path(__file__).parents[2] / "dlrm_workbook/samples/seed-cpu").profile
+    profile.meta["ceilings"] = {
+        "gemm": [{"precision": "fp32", "ms": 1.0, "gflops": 157.0}],
+        "stream": [{"bytes": 1 << 28, "read_gb_per_s": 20.0}],
+    }
+    volta = other_gpu.other_gpus(profile).set_index("gpu").loc["V100-32GB"]
+    parts = attribute(profile)
+    data = parts.loc[parts["component"] == "data", "time_ms"].sum()
+    model = parts.loc[parts["component"].isin(other_gpu.OF_THE_MODEL), "time_ms"].sum()
+    rest = parts["time_ms"].sum() - model
+    assert rest >= data > 0 and volta["unchanged"] == pytest.approx(rest / parts["time_ms"].sum())
+    # 15.7 TFLOP/s over 0.157, 900 GB/s over 20
+    assert volta["low_ms"] == pytest.approx(rest + model / 100)
+    assert volta["high_ms"] == pytest.approx(rest + model / 45)
+    assert volta["low_ms"] < volta["then_ms"] < volta["high_ms"]
 
 
 def test_what_cannot_be_predicted_says_why(tmp_path: Path) -> None:

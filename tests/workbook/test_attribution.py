@@ -22,7 +22,6 @@ from dlrm_core.train import Trainer
 from dlrm_workbook.analysis.attribution import (
     attribute,
     coverage,
-    data_against_compute,
     iteration_times_ms,
     per_iteration,
     segments,
@@ -101,15 +100,6 @@ def test_the_time_of_a_part_is_that_of_its_range(measured: Profile) -> None:
         if row.component != "other":
             expected = ranges[f"dlrm::{row.component}::{row.phase}"]
             assert row.time_ms == pytest.approx(expected, rel=1e-9)
-
-
-def test_data_against_compute_adds_up(measured: Profile) -> None:
-    table = data_against_compute(measured)
-    assert table.columns.tolist() == ["iteration", "data_ms", "transfer_ms", "compute_ms"]
-    total = table[["data_ms", "transfer_ms", "compute_ms"]].sum(axis=1)
-    np.testing.assert_allclose(total, iteration_times_ms(measured), rtol=1e-9)
-    assert (table["data_ms"] > 0).all()
-    assert (table["transfer_ms"] == 0).all()
 
 
 def test_gpu_time_goes_to_the_running_kernel_and_idle_time_to_the_host(gpu: Profile) -> None:
@@ -194,7 +184,6 @@ def test_a_sampled_profile_is_attributed_by_its_cpu_time() -> None:
         }
     )
     assert step_contexts(sampled()).all()
-    assert data_against_compute(sampled())["compute_ms"].tolist() == [8.5]
 
 
 def functions_of_an_iteration() -> list[tuple[str, str]]:

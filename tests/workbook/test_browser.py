@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import nbformat
+import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 import pytest
@@ -27,16 +29,20 @@ from browser import (
 from conftest import Chain
 from sample_notebooks import PAYLOADS, REPORT, write_notebook
 
+from dlrm_core.base.errors import InputError
 from dlrm_workbook.analysis.findings.finding import Finding
 from dlrm_workbook.ground.runs import NOTEBOOKS, RunFolder, latest_run
 from dlrm_workbook.runner.pages import FIGURE, render_html
 from dlrm_workbook.runner.run import CHAIN, run_notebooks
+from dlrm_workbook.show import static, theme
 from dlrm_workbook.show.profile import findings_text
 from dlrm_workbook.show.tables import Text, TextTable, show
 
 pytestmark = [pytest.mark.browser, pytest.mark.notebook, pytest.mark.usefixtures("browser")]
 
 FIGURES = 3  # in REPORT
+NUMBER = r"(-?[\d.]+)"
+RECTANGLE = rf"M{NUMBER} {NUMBER}H{NUMBER}V{NUMBER}H{NUMBER}Z"
 OURS = {path.stem for path in NOTEBOOKS.glob("*.ipynb")}
 
 
@@ -170,21 +176,92 @@ def test_a_table_is_copied_with_its_exact_values(tables: Path) -> None:
         assert selected == "low_ms,high_ms\n1.25,2.5\n12.5,13.12346\n"
 
 
-def test_links_and_printing_open_closed_sections(tables: Path) -> None:
-    with open_page(tables.as_uri()) as (page, seen):
+def test_links_open_closed_sections(tables: Path) -> None:
+    with open_page(tables.as_uri()) as (page, _):
         assert page.locator(".js-plotly-plot").count() == 0
         page.get_by_role("link", name="Few").click()
         wait_for_marks(page, 1)
         assert page.locator("details.section[open]").count() == 1
     with open_page(f"{tables.as_uri()}#few", tables.as_uri()) as (page, _):
         wait_for_marks(page, 1)
-    with open_page(tables.as_uri()) as (page, seen):
-        page.evaluate("() => dispatchEvent(new Event('beforeprint'))")
-        assert page.locator("details:not([open])").count() == 0
-        assert all(page.evaluate(DRAWN)), "drawn before the browser takes its picture"
-        page.evaluate("() => dispatchEvent(new Event('afterprint'))")
-        assert page.locator("main details[open]").count() == 0
-        assert seen.console_errors == []
+
+
+TWIN = """plot => {
+  const ends = box => [box.left, box.top, box.right, box.bottom];
+  const box = element => ends(element.getBoundingClientRect());
+  const all = names => [...plot.querySelectorAll(names)];
+  const words = ".annotation-text, .legendtext, .bartext, .gtitle, .xtitle, .ytitle, .slicetext";
+  return {
+    marks: all(".barlayer .point path, .waterfalllayer .point path, .icicle path.surface").map(box),
+    texts: all(words).map(e => e.textContent.replace(/\\s/g, "")),
+  };
+}"""
+"""Boxes and texts of what plotly.js drew."""
+
+
+def test_the_static_image_shows_what_its_interactive_twin_does(tmp_path: Path) -> None:
+    """Each bar and box is as wide and high, and the texts are there, in both."""
+    looks = {"a": ("first", "#112233"), "b": ("second", "#445566")}
+    table = pd.DataFrame({"a": [1.0, 3.0], "b": [3.0, 2.5]}, index=["x", "y"])
+    tree = pd.DataFrame({"id": ["0", "1", "2", "3"], "parent": ["", "0", "0", "1"]})
+    tree = tree.assign(label=["step", "forward", "backward", "bag"], ms=[8.0, 3.0, 4.0, 2.0])
+    tints = ["#101010", "#202020", "#303030", "#404040"]
+    part = theme.markers([("data", "forward"), ("loss", "update")])
+    waterfall = theme.figure("Steps", 300).add_trace(
+        go.Waterfall(x=[0, 1, 2], y=[10, -4, 6], measure=["absolute", "relative", "total"],
+                     text=["10 ms", "−4 ms", "6 ms"], **theme.WATERFALL)
+    )  # fmt: skip
+    figures = [
+        theme.ranked_bars(
+            "Parts", "ms", ["d", "l"], [300.0, 90.0], ["300 ms", "90 ms"], "ab", part
+        ),
+        theme.stacked_bars("Shares", table, looks, "ms", texts=True),
+        theme.icicle("Tree", 300, tree, "ms", tints, [[""]] * 4, "h"),
+        waterfall,
+    ]
+    nb = nbformat.v4.new_notebook()
+    for figure in figures:
+        shown = nbformat.v4.new_output("display_data", figure.bundle())
+        nb.cells.append(nbformat.v4.new_code_cell("x", outputs=[shown]))
+    nbformat.write(nb, tmp_path / "n.ipynb")
+    html = render_html(tmp_path / "n.ipynb", tmp_path / "page.html")
+    with open_page(html.as_uri()) as (page, _):
+        wait_for_marks(page, len(figures))
+        twins = [plot.evaluate(TWIN) for plot in page.locator(".js-plotly-plot").all()]
+    for figure, twin in zip(figures, twins, strict=True):
+        image = static.image(json.loads(figure.to_json()))
+        drawn = [[float(end) for end in m] for m in re.findall(RECTANGLE, image)[1:]]
+        sizes = []
+        for boxes in (drawn, twin["marks"]):
+            # what the legend shows is no mark
+            boxes = [b for b in boxes if b[2] - b[0] != 20 and b[2] > b[0]]
+            sides = np.array([[b[2] - b[0], b[3] - b[1]] for b in boxes])
+            shares = sides / sides.max(axis=0)
+            sizes.append(shares[np.lexsort((shares[:, 1], shares[:, 0].round(1)))])
+        assert sizes[0] == pytest.approx(sizes[1], abs=0.02)
+        words = re.sub(r"\s|<[^>]*>", "", image)
+        assert [text for text in twin["texts"] if text and text not in words] == []
+        assert f'height="{figure.layout.height}"' in image
+        for ending in (".svg", ".html"):
+            kept = static.save_figure(figure, tmp_path / f"figure{ending}").read_text()
+            assert kept == image if ending == ".svg" else "Plotly.newPlot" in kept
+    with pytest.raises(InputError, match=r"ends in \.svg, \.png or \.html"):
+        static.save_figure(figures[0], tmp_path / "figure.gif")
+
+
+def test_a_print_is_short_and_whole(tmp_path: Path) -> None:
+    """The static images and what is open, on few sheets, with nothing beyond their edge."""
+    example = NOTEBOOKS.parent / "outputs" / "examples" / "bottlenecks-seed.ipynb"
+    html = render_html(example, tmp_path / "page.html")
+    paper = {"width": 703, "height": 1032}  # A4 within its margins
+    with open_page(html.as_uri(), viewport=paper) as (page, _):
+        pages = page.pdf(prefer_css_page_size=True).count(b"/Type /Page\n")
+        assert 3 <= pages <= 8
+        page.emulate_media(media="print")
+        assert page.locator("figure .still img:visible").count() >= 4
+        assert page.locator(".plot:visible, details:not([open], .facts):visible").count() == 0
+        beyond = "e => e.getBoundingClientRect().right > innerWidth + 1"
+        assert not page.locator("td, th, img").evaluate_all(f"all => all.some({beyond})")
 
 
 def test_policy_of_the_page_stops_what_a_notebook_smuggles_in(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from dlrm_core.base.errors import InputError
 from dlrm_core.base.machine import available_host_memory
 from dlrm_core.base.text import format_bytes
-from dlrm_core.config import Parameters, parameters_from_sections
+from dlrm_core.config import Parameters, load_parameters, parameters_from_sections
 from dlrm_core.model import build_model
 from dlrm_kernels import memory as capacity
 from dlrm_kernels.memory import (
@@ -32,8 +32,8 @@ from dlrm_kernels.memory import (
     total_bytes,
 )
 from dlrm_workbook import cli
-from dlrm_workbook.analysis.capacity import CUDA_CONTEXT_BYTES, SHEETS, capacity_of, sheet_verdict
-from dlrm_workbook.analysis.devices import device
+from dlrm_workbook.analysis.capacity import CUDA_CONTEXT_BYTES, capacity_of, sheet_verdict
+from dlrm_workbook.analysis.devices import DEVICES, device
 from dlrm_workbook.show.tables import TextTable, show
 
 T15_ROWS = [
@@ -77,6 +77,13 @@ SHAPES = {
         | {"table_rows": 1000, "interaction": "dcn", "dcn_rank": 128},
         {"indices_per_lookup": 1},
         batch_size=16384,
+    ),
+    "Wukong layers": sections(
+        {"bottom_mlp": [13, 64, 64], "top_mlp": [12, 1], "tables": 20, "table_rows": 1000}
+        | {"interaction": "wukong", "wukong_layers": 3, "wukong_fmb": 12, "wukong_lcb": 12}
+        | {"wukong_rank": 16, "wukong_hidden": 7},
+        {"indices_per_lookup": 4},
+        batch_size=8192,
     ),
     "sparse gradients": sections(
         {"bottom_mlp": [64, 64], "top_mlp": [64, 1], "table_rows": 40_000},
@@ -258,8 +265,9 @@ def t15(**training) -> Parameters:
 
 def test_nvidias_small_model_fits_where_nvidia_trained_it():
     # 15.60 GiB of tables; trained on one A100-80GB (and 40GB) with batch 65536
-    found = {name: sheet_verdict(t15(), device(name)) for name in SHEETS}
-    assert all(verdict.fits for verdict in found.values())
+    found = {sheet.name: sheet_verdict(t15(), sheet) for sheet in DEVICES}
+    assert all(found[name].fits for name in ("A100-40GB", "A100-80GB", "H100-SXM", "V100-32GB"))
+    assert not found["V100-16GB"].fits and found["V100-16GB"].gpus == 2
     tables = sum(item.bytes for item in forecast_memory(t15(), True) if "table" in item.name)
     assert tables == 32_709_138 * 128 * 4
 
@@ -282,6 +290,25 @@ def test_a_larger_model_is_refused_by_how_much_it_is_too_large():
     items = forecast_memory(split, True)
     assert total_bytes(items, "gpu") <= limit
     assert total_bytes(items, "host") > 60 * 10**9
+
+
+def test_the_full_data_set_fits_on_eight_gpus_and_each_keeps_its_share():
+    t0 = load_parameters("nvidia_t0")
+    verdict = sheet_verdict(t0, device("A100-80GB"))
+    assert (verdict.gpus, verdict.fits) == (8, False)
+    assert verdict.each_bytes is not None and verdict.limit_bytes is not None
+    eighth = sum(t0.model.table_rows) * 512 / 8
+    assert eighth < verdict.each_bytes < min(verdict.limit_bytes, 1.05 * eighth)
+    # whole tables where there are as many as ranks, and a table more than one rank's share is cut
+    even = parameters({"tables": 4, "table_rows": 1000}, batch_size=64)
+    kept = {item.name: item for item in forecast_memory(even, True, ranks=4)}
+    rows = sorted(kept[f"embedding table {t}"].bytes // 256 for t in range(4))
+    assert rows == [1, 1, 1, 1000]
+    assert kept["vectors exchanged with other ranks"].bytes == 2 * 64 * 64 * 4
+    # on both sides of a rank
+    there = t15(embeddings_on_gpu_bytes=1 << 30)
+    items = forecast_memory(there, True, ranks=4)
+    assert total_bytes(items, "gpu") < 4 << 30 < total_bytes(items, "host") < 8 << 30
 
 
 @settings(max_examples=25, deadline=None)
@@ -360,7 +387,11 @@ def test_limits_of_the_process_count():
 
 def test_the_report_holds_together_and_is_json():
     found = capacity_of(t15(), gpu_bytes=10 << 30)
-    assert [v.target for v in found.verdicts] == ["this host", "this GPU", *SHEETS]
+    assert [v.target for v in found.verdicts] == [
+        "this host",
+        "this GPU",
+        *(sheet.name for sheet in DEVICES),
+    ]
     assert found.parameters["tables"] == 32_709_138 * 128
     assert found.parameters["all"] == found.parameters["tables"] + found.parameters["mlps"]
     assert found.needed_bytes["gpu"] == found.verdicts[1].needed_bytes

@@ -36,6 +36,7 @@ from dlrm_studies.time_to_train import measure as target
 from dlrm_workbook.analysis import (
     attribution,
     compare,
+    device_counters,
     difference_tree,
     ensemble,
     experiment,
@@ -81,21 +82,12 @@ OF_A_BENCHMARK: list[Callable[[Mapping[str, Any]], pd.DataFrame]] = [
 ]
 
 
-def spread_of_parts(profile: Profile) -> pd.DataFrame:
-    return attribution.spread(attribution.data_against_compute(profile))
-
-
-spread_of_parts.__module__, spread_of_parts.__qualname__ = "attribution", "spread"
-
-
 OF_A_PROFILE: list[Callable[[Profile], pd.DataFrame]] = [
     attribution.attribute,
     attribution.per_iteration,
     attribution.what_differed,
     attribution.device_beside_host,
     attribution.unattributed,
-    attribution.data_against_compute,
-    spread_of_parts,
     views.top_down,
     views.bottom_up,
     views.flat,
@@ -105,10 +97,10 @@ OF_A_PROFILE: list[Callable[[Profile], pd.DataFrame]] = [
     operators.memory,
     operators.memory_curve,
     lanes.thread_timeline,
-    lanes.trace_summary,
     gpu.kernel_table,
     gpu.copy_table,
     gpu.stall_table,
+    device_counters.counter_table,
     gpu_limits.operator_rates,
     gpu_limits.rate_coverage,
     idleness.idle_causes,
@@ -223,6 +215,7 @@ def frames_of_training(root: Path) -> dict[str, pd.DataFrame]:
         "training.intervals": training.intervals(root / "trained"),
         "training.evaluations": training.evaluations(root / "trained", best=0.9),
         "training.losses": training.losses(result),
+        "training.boxes": training.boxes(small),
         "training.schedule": training.schedule(small, 4),
         name_of(Capacity.table): capacity.table(),
         name_of(Capacity.weights): capacity.weights(),
@@ -256,6 +249,7 @@ def frames_of_the_experiment(profile: Profile) -> dict[str, pd.DataFrame]:
     return {
         name_of(experiment.beside): experiment.beside(profile, None),
         name_of(experiment.steps): experiment.steps(profile),
+        name_of(experiment.tables_seen): experiment.tables_seen(profile),
     }
 
 
@@ -385,6 +379,7 @@ def test_every_column_is_listed_and_no_listed_one_is_dead(tmp_path: Path) -> Non
     found: dict[str, set[str]] = {}
     rows: dict[str, int] = {}
     on_gpu = open_recording(recording("dlrm-h100-pc.d")).profile
+    counted = open_recording(recording("labelled/hta-cupti-counters.json.gz")).profile
     places = [tmp_path / name for name in ("compared", "swept", "scaled", "trained", "listed")]
     for place in places:
         place.mkdir()
@@ -399,6 +394,7 @@ def test_every_column_is_listed_and_no_listed_one_is_dead(tmp_path: Path) -> Non
         frames_of_a_benchmark(),
         frame_of_the_list(places[4]),
         frames_of(open_recording(recording("traces/meta-dlrm-a100x8-rank3.json.gz")).profile),
+        {"device_counters.counter_table": device_counters.counter_table(counted)},
         frames_of_ranks(open_recording(recording(SEVERAL)).ranks),
         frames_of_training(places[3]),
     ):

@@ -195,13 +195,33 @@ def test_a_measured_gain_is_held_against_the_predicted_range(
 
 def test_finished_runs_are_compared_by_their_steps_without_a_profiler(tmp_path: Path) -> None:
     """The profiler slowed the first recording more; the programs took the same time."""
-    alone = {"unprofiled_iteration_ms": [5.0] * 8}
+    alone = {"unprofiled_iteration_ms": [12.0] * 8}
     pairs = [("a", noisy(0, {PARTS[0]: 2.0}, meta=alone)), ("b", noisy(1, meta=alone))]
     places = [saved(tmp_path / name, profile) for name, profile in pairs]
     compared = comparison.comparison_of(tiny(), tmp_path, change={}, runs=places)
     outcome = compared.outcomes[0]
-    assert (outcome.before_ms, outcome.after_ms) == pytest.approx((5.0, 5.0), rel=1e-3)
-    assert "no difference shown" in compare_figures.outcome_text(compared).markdown
+    assert (outcome.before_ms, outcome.after_ms) == pytest.approx((12.0, 12.0), rel=1e-3)
+    text = compare_figures.outcome_text(compared).markdown
+    assert "no difference shown**, the speed-up lies anywhere from" in text
+    assert "faster" not in text and "slower" not in text
+    assert compared.sameness == "The same in all: parameters, versions, machine."
+    for profile in compared.profiles.values():
+        profile.meta = {"engine": "torch", "machine": {"cpu": "x"}}
+    nothing = "Not recorded in all of them, so not compared: parameters, versions."
+    assert compared.sameness == f"The same in all: machine. {nothing}"
+    assert outcome.quality == compared.quality["level"] == "green"
+    # a run whose own page says not to use it makes no result
+    bad = saved(tmp_path / "d", noisy(0, meta={"unprofiled_iteration_ms": [2.0] * 8}))
+    doubted = comparison.comparison_of(tiny(), tmp_path, change={}, runs=[bad, places[1]])
+    text = compare_figures.outcome_text(doubted).markdown
+    assert "Unreliable: d, so this is no result." in text and "faster" not in text
+    assert (
+        doubted.outcome_table()["quality"].tolist() == ["red"] and not doubted.outcomes[0].speedup
+    )
+    assert (
+        doubted.quality["level"] == "red"
+        and "1 of 2 runs is in doubt. d: " in (doubted.quality["sentence"])
+    )
     # without such a time on both sides, the recordings are all there is
     places[1] = saved(tmp_path / "c", noisy(1))
     compared = comparison.comparison_of(tiny(), tmp_path, change={}, runs=places)

@@ -3,6 +3,7 @@
 import gc
 import mmap
 import os
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -248,3 +249,11 @@ def test_the_tightest_memory_limit_counts(tmp_path):
 
 def test_this_machine_has_a_limit():
     assert (memory_limit() or 0) > 1 << 28
+
+
+def test_other_ranks_of_a_launcher_are_no_strangers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getppid", os.getpid)
+    with subprocess.Popen(["sleep", "60"]) as rank:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+        assert rank.pid in set(evidence_counters.ranks())
+        rank.kill()

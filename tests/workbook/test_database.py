@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from dlrm_core.base.text import visible
 from dlrm_workbook.analysis.gpu import kernel_table
 from dlrm_workbook.analysis.inspect import inspect_profile
+from dlrm_workbook.recordings.foreign import START_UP
 from dlrm_workbook.recordings.hpctoolkit import to_profile
 from dlrm_workbook.recordings.hpctoolkit.database import Database, read_database
 from dlrm_workbook.recordings.hpctoolkit.format import DatabaseError
@@ -104,6 +105,12 @@ def test_python_frames_and_traces() -> None:
     profile = profile_from_database(database)
     python = profile.contexts[profile.contexts["kind"] == "python"]
     assert "dlrm_wrap" in set(python["name"])
+    # what makes the tables is no embedding forward: 9.6 s of 26.6
+    assert python.loc[python["name"].eq("create_emb"), "phase"].eq(START_UP).all()
+    by_part = profile.value_table("cpu_time_ms").groupby(profile.contexts["component"]).sum()
+    assert by_part["embedding"] < 1500 and by_part.sum() == pytest.approx(
+        1e3 * database.root()["CPUTIME (sec)"]
+    )
     assert python["file"].str.contains(r"\.py$|^$|^<").all()
     assert profile.not_measured["gpu_time_ms"].startswith("no GPU operation")
     assert profile.not_measured["occupancy_percent"].startswith("no GPU metrics")

@@ -7,12 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dlrm_core.parts import ITERATION_SPAN
 from dlrm_workbook.analysis.attribution import attribute, coverage, step_contexts
 from dlrm_workbook.analysis.gpu import copy_table
 from dlrm_workbook.analysis.reference import other_times
 from dlrm_workbook.analysis.views import flat
 from dlrm_workbook.recordings.hpctoolkit.database import read_database
 from dlrm_workbook.recordings.hpctoolkit.format import DatabaseError
+from dlrm_workbook.recordings.hpctoolkit.stacks import with_stacks
 from dlrm_workbook.recordings.hpctoolkit.to_profile import profile_from_database
 from dlrm_workbook.recordings.hpctoolkit.views import database_facts
 from dlrm_workbook.recordings.profile import Profile
@@ -121,6 +123,19 @@ def test_dividing_keeps_every_sum() -> None:
         inclusive = run.value_table(metric, "inclusive").to_numpy()
         below = np.bincount(run.contexts["parent"][1:], inclusive[1:], minlength=len(inclusive))
         assert np.allclose(inclusive - below, own, atol=1e-9)
+
+
+def test_a_gpus_work_keeps_its_parts_below_the_programs_own_marks() -> None:
+    run = profile("dlrm-h100-pc.d")
+    spans = [(ITERATION_SPAN, *row) for row in run.iterations[["start_ns", "end_ns"]].to_numpy()]
+    marked = with_stacks(run, spans, None, 3)
+    keys = ["component", "phase", "where"]
+    before, after = (attribute(one).set_index(keys)["time_ms"] for one in (run, marked))
+    device = before.index.get_level_values("where") == "device"
+    assert (after[before[device].index] / before[device]).between(0.99, 1.01).all()
+    for metric in ("gpu_time_ms", "launches"):
+        assert marked.value_table(metric).sum() == pytest.approx(run.value_table(metric).sum())
+    assert len(marked.iterations) == 97
 
 
 def test_copies_have_bytes_whoever_asks() -> None:

@@ -231,6 +231,7 @@ def dataset_parameters(path, batch=64, **model):
 def test_the_models_shape_is_taken_from_the_data_set_or_held_against_it(made):
     parameters = dataset_parameters(made)
     assert parameters.model.table_rows == ROWS
+    assert dataset_parameters(made, table_rows=None).model.table_rows == ROWS
     assert parameters.model.dense_features == 5
     assert (parameters.data.indices_per_lookup, parameters.data.fixed_pooling) == (1, True)
     # what a notebook is given names every row, and needs no file to be read
@@ -472,15 +473,19 @@ def test_variants_are_computed_and_measured_only_where_asked(tmp_path, capsys):
     assert t15["parameters"] == 32_709_138 * 128 + 2_368_897
     # 1 + 26 bytes of label and features beside the rows
     sizes = [index_dtype(count).itemsize for count in VARIANTS["criteo_t15_synthetic"].table_rows]
-    assert t15["final_gb"] == pytest.approx((27 + sum(sizes)) * 9 * 2**22 / 1e9)
-    assert rows["criteo_t15"]["intermediate_gb"] == pytest.approx(135 * 4_373_472_329 / 1e9)
+    assert t15["final_gib"] == pytest.approx((27 + sum(sizes)) * 1100 * 65536 / 2**30)
+    assert rows["criteo_t15"]["intermediate_gib"] == pytest.approx(135 * 4_373_472_329 / 2**30)
+    # as NVIDIA's document has them
+    totals = [rows[f"criteo_{name}"]["embedding_gib"] for name in ("t15", "t3", "t0")]
+    assert totals == pytest.approx([15.6, 84.9, 421], rel=0.001)
+    assert t15["final_gib"] == pytest.approx(6, rel=0.01)
+    assert t15["accuracy"].startswith("no") and rows["criteo_t15"]["accuracy"] == "yes"
     assert all(row["making_s"] is None and row["share_made"] is None for row in rows.values())
     command = ["data", "variants", "--measure", "1e-5", "--work", str(tmp_path), "--threads", "1"]
     assert main([*command, "--json"]) == 0
     rows = {row["data_set"]: row for row in json.loads(capsys.readouterr().out)}
     made = rows["criteo_t3_synthetic"]
-    # small tables have smaller types, so a share has less than its part of the bytes
-    assert 0 < made["made_gb"] <= 1e-5 * made["final_gb"] * 1.01
+    assert made["whole_s"] == pytest.approx(1e5 * made["making_s"])
     assert made["making_s"] > 0 and 20 < made["making_peak_mib"] < 1000
     assert rows["criteo_t3"]["making_s"] is None
     assert list(tmp_path.iterdir()) == []

@@ -47,13 +47,15 @@ def criteo_like(folder: Path) -> Path:
     random = np.random.default_rng(4)
     for name, size in (("train", 5000), ("test", 300)):
         (folder / name).mkdir(parents=True)
-        numbers = np.floor(2**31 ** random.random((size, 13))) - 3
+        numbers = np.maximum(np.floor(2**31 ** random.random((size, 13))) - 3, 0)
+        numbers[7, :3] = 32, 253, 241
         features = np.log(numbers + 3.0).astype(np.float32).astype(np.float16)
         features.tofile(folder / name / "numerical.bin")
         random.integers(0, 2, size).astype(bool).tofile(folder / name / "label.bin")
         for t, rows in enumerate(ROWS):
             random.integers(0, rows, size).astype(np.int8).tofile(folder / name / f"cat_{t}.bin")
-    write_spec(folder, 13, ROWS, {"made_by": "a test"})
+    facts = {"made_by": "a test", "numerical": "log(x + 3) as float16, 0 where missing"}
+    write_spec(folder, 13, ROWS, facts)
     return folder
 
 
@@ -86,6 +88,9 @@ def test_nvidia_s_layout_comes_back_byte_for_byte(tmp_path, by):
     assert (tmp_path / by / ORIGIN).read_bytes() == (source / "feature_spec.yaml").read_bytes()
     converted(tmp_path / by, by, "split_binary", tmp_path / "back")
     assert_same_files(source, tmp_path / "back")
+    if by == "terabyte":
+        rows = np.fromfile(tmp_path / by / "terabyte_processed_train.bin", "i4").reshape(-1, 40)
+        assert rows[7, 1:4].tolist() == [32, 253, 241]
     # and by two layouts
     if by != "parquet":
         converted(tmp_path / by, by, "parquet", tmp_path / "parquet")
@@ -98,6 +103,30 @@ def test_a_generated_data_set_comes_back_with_its_metadata(small_data_set, tmp_p
         converted(small_data_set, "split_binary", by, tmp_path / by)
         converted(tmp_path / by, by, "split_binary", tmp_path / f"back {by}")
         assert_same_files(small_data_set, tmp_path / f"back {by}")
+
+
+def test_missing_and_negative_integers_become_0_and_are_counted(tmp_path):
+    source = criteo_like(tmp_path / "nvidia")
+    file = source / "train" / "numerical.bin"
+    values = np.fromfile(file, np.float16)
+    values[:2] = 0.0, np.log(2.0)  # missing, and -1
+    values.tofile(file)
+    assert converted(source, "split_binary", "terabyte", tmp_path / "terabyte").lost == 2
+    rows = np.fromfile(tmp_path / "terabyte" / "terabyte_processed_train.bin", "i4")
+    assert rows[1:3].tolist() == [0, 0]
+
+
+def test_made_up_features_become_the_nearest_counts(tmp_path):
+    command = ["data", "generate", "--variant", "deepspark_synthetic", "--scale", "0.001"]
+    for labels, code in (("random", 0), ("teacher", 2)):
+        source = tmp_path / labels
+        more = ["--samples", "300/50", "--labels", labels, "--output", str(source)]
+        assert main([*command, *more]) == 0
+        there = ["data", "convert", str(source), "--from", "split_binary", "--to", "terabyte"]
+        assert main([*there, "--output", str(tmp_path / f"{labels}-terabyte")]) == code
+    rows = np.fromfile(tmp_path / "random-terabyte" / "terabyte_processed_train.bin", "i4")
+    dense = np.fromfile(tmp_path / "random" / "train" / "numerical.bin", "f2").reshape(300, 13)
+    assert (rows.reshape(300, 40)[:, 1:14] == np.rint(np.expm1(dense.astype(float)))).all()
 
 
 def test_every_float16_of_0_to_21_survives_as_a_count_in_float32():
@@ -242,10 +271,10 @@ def test_what_cannot_be_converted_is_one_sentence(tmp_path, small_data_set, caps
     features = criteo_like(tmp_path / "features")
     file = features / "test" / "numerical.bin"
     values = np.fromfile(file, np.float16)
-    values[13 * 207 + 4] = 0.5
+    values[13 * 207 + 4] = 2.5
     values.tofile(file)
     said = refused(features, "split_binary", "terabyte")
-    assert f"{file}: sample 207, feature num_4: 0.5, expected log(x + 1) of a whole count" in said
+    assert f"{file}: sample 207, feature num_4: 2.5, expected log(x + 3) of a whole count" in said
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "train.parquet").write_bytes(b"PAR1 and no more")
     assert "train.parquet cannot be read as Parquet: " in refused(
@@ -284,6 +313,7 @@ def test_the_command_says_what_it_wrote(tmp_path, capsys):
     assert main([*command, "--output", str(target)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("700 train, 301 test, 129 val samples, 0.000 GB, in ")
-    assert "of 14,690 numerical values lost digits: converted back they will differ" in lines[1]
-    assert lines[2] == str(target)
+    assert lines[1].startswith("numerical features are taken to be log(x + 1) of counts x: no ")
+    assert "of 14,690 numerical values lost digits: converted back they will differ" in lines[2]
+    assert lines[3] == str(target)
     assert main(["data", "inspect", str(target)]) == 0

@@ -29,6 +29,9 @@ from dlrm_workbook.analysis.roofline import Limits
         ("Tesla T4", "T4"),
         ("NVIDIA H100 NVL", "H100-NVL"),
         ("NVIDIA GeForce RTX 4090", "RTX-4090"),
+        ("NVIDIA H800", "H800"),
+        ("AMD Instinct MI300X", "MI300X"),
+        ("AMD Instinct MI250X", "MI250X"),
     ],
 )
 def test_a_driver_name_has_one_device(driver, name):
@@ -46,13 +49,14 @@ def test_unknown_names_are_refused_with_a_hint():
 def test_rates_are_dense_and_sourced():
     known = {gpu.name: gpu for gpu in DEVICES}
     assert all(gpu.source.startswith("https://") for gpu in DEVICES)
-    assert all("nvidia.com" in gpu.source for gpu in DEVICES)
+    assert all(("amd.com" in gpu.source) == gpu.name.startswith("MI") for gpu in DEVICES)
+    assert all(gpu.units and gpu.achieved.keys() <= gpu.tflops.keys() for gpu in DEVICES)
     # NVIDIA prints 989 (TF32) and 1979 (bf16) TFLOPS for H100 SXM, with sparsity
     assert known["H100-SXM"].tflops["tf32"] == 494.5
     assert known["H100-SXM"].tflops["bf16"] == 989.5
     assert known["A100-40GB"].memory_gb_per_s == 1555
     for gpu in DEVICES:
-        assert ("bf16" in gpu.tflops) != gpu.name.startswith(("V100", "T4", "P100"))
+        assert ("bf16" in gpu.tflops) != gpu.name.startswith(("V100", "T4", "P100", "RTX-2080"))
 
 
 @pytest.mark.parametrize("known", DEVICES, ids=lambda known: known.name)

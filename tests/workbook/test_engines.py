@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pandas as pd
 import pytest
 
 from dlrm_core.base.errors import InputError, MissingToolError
+from dlrm_core.config import parameters_from_sections
 from dlrm_core.parts import ITERATION_SPAN, span_name
 from dlrm_workbook.analysis.compare import engines_side_by_side
+from dlrm_workbook.ground.processes import MeasurementError
 from dlrm_workbook.ground.profiling import ProfilingConfig
+from dlrm_workbook.recordings import measure
+from dlrm_workbook.recordings.hpctoolkit.tools import Tools
 from dlrm_workbook.recordings.measure import TORCH_FOLDER, choose_engine, second_profile
 from dlrm_workbook.recordings.profile import Profile
 
@@ -140,3 +146,25 @@ def test_both_engines_need_hpctoolkit_and_say_so(tmp_path, monkeypatch) -> None:
     recording("torch").save(tmp_path / TORCH_FOLDER)
     found = second_profile(tmp_path)
     assert found is not None and found.meta["engine"] == "torch"
+
+
+def test_auto_takes_the_engine_that_works_and_explains_more(tmp_path, monkeypatch) -> None:
+    """A program is torch's; an HPCToolkit that fails leaves its sentence and torch's profile."""
+    given = parameters_from_sections({"profiling": {"hpctoolkit_home": "/any"}})
+    found = Tools(Path("hpcrun"), Path("hpcprof"), None, "2024.01.99", frozenset(), True)
+    monkeypatch.setattr(measure, "find_tools", lambda home: found)
+    assert choose_engine(ProfilingConfig(command=("python", "x.py")))[0] == "torch"
+    assert choose_engine(given.profiling)[0] == "hpctoolkit"
+
+    def fails(session):
+        raise MeasurementError("hpcprof aborts")
+
+    monkeypatch.setattr(measure._Session, "with_hpctoolkit", fails)
+    monkeypatch.setattr(measure._Session, "with_torch", lambda session, given: recording("torch"))
+    profile = measure.measure(given, tmp_path)
+    assert profile.meta["engine"] == "torch"
+    assert "HPCToolkit failed (hpcprof aborts)" in profile.meta["engine_choice"]
+    assert any("hpcprof aborts" in notice for notice in profile.meta["notices"])
+    asked = parameters_from_sections({"profiling": {"engine": "hpctoolkit"}})
+    with pytest.raises(MeasurementError):
+        measure.measure(asked, tmp_path)

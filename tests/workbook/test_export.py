@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import gzip
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
+import gpu_trace
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from dlrm_workbook import cli
 from dlrm_workbook.analysis.export import perfetto, speedscope
@@ -117,3 +121,33 @@ def test_what_has_no_timeline_is_refused_with_the_other_way(
     assert "expected a file that ends in .json" in capsys.readouterr().err
     assert cli.main(["export", str(tmp_path / "none"), "--to", "speedscope", str(target)]) == 2
     assert "does not exist" in capsys.readouterr().err
+
+
+@settings(max_examples=25)
+@given(
+    st.lists(st.tuples(st.integers(0, 60), st.integers(0, 30), st.sampled_from("kco")), min_size=1)
+)
+def test_no_two_events_of_a_track_overlap(drawn: list[tuple[int, int, str]]) -> None:
+    """Spans of a thread nest, as Perfetto draws them; those of a stream follow each other."""
+    events = gpu_trace.events()
+    for number, (start, length, what) in enumerate(drawn):
+        if what == "o":
+            events.append(gpu_trace._span("cpu_op", "a", start, start + length))
+        else:
+            kind = {"k": "kernel", "c": "gpu_memcpy"}[what]
+            end = start + length
+            events.append(gpu_trace._on_gpu(kind, "b", start, end, 7, correlation=1000 + number))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        path.write_text(json.dumps({"traceEvents": events}))
+        exported = [e for e in perfetto({0: open_recording(path).profile}) if e["ph"] == "X"]
+    tracks: dict[int, list[tuple[float, float]]] = {}
+    for event in exported:
+        tracks.setdefault(event["tid"], []).append((event["ts"], -event["dur"]))
+    for spans in tracks.values():
+        ends: list[float] = []
+        for start, negative in sorted(spans):
+            while ends and ends[-1] <= start + 1e-6:
+                ends.pop()
+            assert not ends or start - negative <= ends[-1] + 1e-6
+            ends.append(start - negative)

@@ -86,7 +86,6 @@ def all_figures(profile: Profile) -> dict[str, go.Figure]:
         "icicle": figures.call_tree_icicle(operators.call_tree(profile)),
         "operators": figures.operator_bars(operators.top_operators(profile)),
         "timeline": figures.iteration_timeline(operators.timeline(profile)),
-        "data": figures.data_bar(attribution.data_against_compute(profile)),
         "iterations": figures.iteration_times(attribution.per_iteration(profile)),
     }
 
@@ -139,7 +138,7 @@ def test_gpu_attribution_tells_what_the_gpu_waited_for(gpu_profile: Profile) -> 
     assert sum(drawn.data[0].x) == pytest.approx(times["device"])
     assert "GPU time" in drawn.layout.title.text and "idle in another" in drawn.layout.title.text
     assert drawn.data[0].marker.line.width == 0
-    waiting = figures.idle_part_bars(table)
+    waiting = figures.idle_part_bars(table[table["where"] == "host"])
     assert sum(waiting.data[0].x) == pytest.approx(times["host"])
     look = waiting.data[0].marker
     assert all(fill.startswith("rgba(") for fill in look.color) and min(look.line.width) > 1
@@ -209,7 +208,7 @@ def test_icicle_of_rounded_values_is_still_drawn() -> None:
     assert icicle.values[0] >= icicle.values[1] + icicle.values[2]
 
 
-def test_operators_are_ranked_and_keep_their_shapes(profile: Profile) -> None:
+def test_operators_are_ranked_and_keep_their_shapes(profile: Profile, gpu_profile: Profile) -> None:
     table = operators.top_operators(profile)
     drawn = figures.operator_bars(table, count=10)
     (bars,) = drawn.data
@@ -219,11 +218,8 @@ def test_operators_are_ranked_and_keep_their_shapes(profile: Profile) -> None:
     # which operators take the most of a model this small differs from run to run
     (every,) = figures.operator_bars(table, count=len(table)).data
     shown = " ".join(every.hovertext)
-    assert "aten::" in shown and "shapes [" in shown
+    assert "aten::" in shown and "input shapes: " in shown
     assert "CPU" in drawn.layout.xaxis.title.text
-
-
-def test_gpu_operators_are_ranked_by_gpu_time(gpu_profile: Profile) -> None:
     drawn = figures.operator_bars(operators.top_operators(gpu_profile))
     (bars,) = drawn.data
     assert "GPU" in drawn.layout.xaxis.title.text
@@ -251,15 +247,6 @@ def test_timeline_of_a_gpu_has_a_lane_a_stream(gpu_profile: Profile) -> None:
     rows = list(drawn.layout.yaxis.ticktext)
     assert rows[0] == "iteration 0, main thread"
     assert len(rows) == 3
-
-
-def test_data_against_compute_adds_up(profile: Profile) -> None:
-    split = attribution.data_against_compute(profile)
-    drawn = figures.data_bar(split)
-    total = split[["data_ms", "transfer_ms", "compute_ms"]].sum(axis=1).mean()
-    assert sum(bar.x[0] for bar in drawn.data) == pytest.approx(total)
-    assert [bar.name.split()[0] for bar in drawn.data] == ["data", "compute"]
-    assert drawn.data[0].marker.color == COLOURS["data"]
 
 
 def test_iteration_times_stack_parts_in_the_order_of_a_step(profile: Profile) -> None:

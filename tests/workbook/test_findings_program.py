@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import careless_program
+import odd_program
 import pytest
 import torch
 from finding_profiles import counters, made
@@ -15,7 +16,11 @@ from dlrm_core.config import parameters_from_sections
 from dlrm_workbook.analysis.around import around
 from dlrm_workbook.analysis.attribution import attribute
 from dlrm_workbook.analysis.findings import findings
-from dlrm_workbook.analysis.findings.finding import Finding
+from dlrm_workbook.analysis.findings.evidence import Evidence
+from dlrm_workbook.analysis.findings.finding import Causes, Finding
+from dlrm_workbook.analysis.findings.operators import dispatch_bound
+from dlrm_workbook.analysis.findings.program import as_tried
+from dlrm_workbook.analysis.lines import lines
 from dlrm_workbook.analysis.reference import at_reference
 from dlrm_workbook.recordings.measure import measure
 from dlrm_workbook.recordings.profile import Profile
@@ -26,10 +31,10 @@ from dlrm_workbook.recordings.torch.trials.seen import Seen
 PROGRAM = Path(careless_program.__file__)
 
 
-def recorded(folder: Path, *words: str, iterations: int = 12) -> Profile:
+def recorded(folder: Path, *words: str, iterations: int = 12, program: Path = PROGRAM) -> Profile:
     section = {
         **{"engine": "torch", "warmup": 2, "iterations": iterations, "probes": False, "trials": 0},
-        **{"command": [sys.executable, str(PROGRAM), "100000", *words]},
+        **{"command": [sys.executable, str(program), "100000", *words]},
         "command_folder": str(folder),
     }
     parameters = parameters_from_sections({"title": "Careless", "profiling": section})
@@ -41,9 +46,9 @@ def careless(tmp_path_factory: pytest.TempPathFactory) -> Profile:
     return recorded(tmp_path_factory.mktemp("careless"))
 
 
-def line(text: str) -> int:
-    """The first line of the program that holds a text."""
-    rows = PROGRAM.read_text(encoding="utf-8").splitlines()
+def line(text: str, program: Path = PROGRAM) -> int:
+    """The first line of a program that holds a text."""
+    rows = program.read_text(encoding="utf-8").splitlines()
     return next(number for number, row in enumerate(rows, 1) if text in row)
 
 
@@ -88,6 +93,7 @@ def test_shares_follow_what_was_seen() -> None:
     place = {"file": "/a/mine.py", "line": 7, "function": "forward"}
     table = {"name": "tags", "rows": 100, "dim": 8, "bytes": 4, "lookups": 1000, "unique": 90}
     product = {"name": "codes", "rows": 64, "inputs": 10, "outputs": 10, "zeros": 0.99, **place}
+    product["calls"] = 1
     seen: dict[str, Any] = {
         "tables": [table | place | {"hottest": 0.9, "hottest_row": 0, "gradient": "sparse"}],
         "products": [product, product | {"name": "head", "zeros": 0.5}],
@@ -134,13 +140,71 @@ def test_a_mode_for_debugging_that_was_left_on_is_tried_off_and_named(tmp_path: 
     assert not by_id(profile, "left_on")
 
 
+def test_what_lines_of_the_model_compute_without_need_is_named_by_line(tmp_path: Path) -> None:
+    program = Path(odd_program.__file__)
+    profile = recorded(tmp_path, iterations=8, program=program)
+    # what is found first leaves less of the step to the others
+    found = {one.id: one for one in findings(profile, attribute(profile))}
+    at = {
+        "small_operators": ["small = [torch.relu"],
+        "float64": ["torch.log_softmax", "scores = vectors @"],
+        "without_gradients": ["guide = teacher(batch)"],
+        "backward_again": ["loss.backward(retain_graph"],
+    }
+    assert at.keys() <= found.keys()
+    for name, texts in at.items():
+        finding = found[name]
+        places = [f"odd_program.py:{line(text, program)}" for text in texts]
+        assert any(place in f"{finding.title} {finding.evidence}" for place in places)
+        assert 0.03 < finding.share_of_step < 0.7
+    assert "`Towers.forward`" in found["small_operators"].title
+    assert "at `scale`" in found["backward_again"].title
+    double = [row for row in profile.meta["seen_model"]["operators"] if row["own_double"]]
+    assert {row["function"] for row in double} >= {"contrast"}
+
+
+def test_loops_passes_of_parts_and_what_is_computed_again_are_named(tmp_path: Path) -> None:
+    program = Path(odd_program.__file__)
+    profile = recorded(tmp_path, "parts", iterations=4, program=program)
+    (again,) = by_id(profile, "run_again")
+    assert "`pass_parts`" in again.title and "`Towers.forward`" in again.evidence
+    assert 0.1 < again.share_of_step < 0.7
+    titles = " ".join(one.title for one in by_id(profile, "small_operators"))
+    assert "Calling 768 small operators" in titles and "A loop of 512 turns" in titles
+    (bound,) = dispatch_bound(evidence := Evidence(profile, attribute(profile)), Causes(evidence))
+    assert "in 4 backward passes per iteration, at `pass_parts`" in bound.title
+
+
+def test_the_line_of_a_slow_worker_is_that_of_the_batch(tmp_path: Path) -> None:
+    program = Path(odd_program.__file__)
+    profile = recorded(tmp_path, "loader", "1", iterations=6, program=program)
+    (slow,) = by_id(profile, "data_generation")
+    assert "most of it in `collate`" in slow.title and slow.share_of_step > 0.05
+    rows = lines(profile)
+    (worker,) = {name for name in rows["thread"] if name.startswith("DataLoader worker")}
+    assert worker == "DataLoader worker 0"
+    assert set(rows.loc[rows["thread"].eq(worker), "role"]) == {"batch"}
+    assert not list(tmp_path.rglob("*.workers*"))
+
+
+def test_a_cause_whose_remedy_made_no_difference_is_none() -> None:
+    found = Finding("page_faults", "", "other", 0.12, (), "", {}, {}, "")
+    row = {"id": "allocator", "remedy": "it", "status": "no difference"}
+    profile = made({("top_mlp", "forward", "aten::addmm"): 20.0}, parameters=None)
+    profile.meta["trials"] = {"rows": [row]}
+    assert as_tried([found], profile) == []
+    gain = {"low": 1.1, "mid": 1.2, "high": 1.3}
+    row |= {"status": "paid", "speedup": gain}
+    assert as_tried([found], profile)[0].predicted_speedup == gain
+
+
 def test_a_thread_that_keeps_pythons_lock_is_named_by_its_line(tmp_path: Path) -> None:
     (thread,) = by_id(recorded(tmp_path, "burn", iterations=4), "other_threads")
     assert "in `burn` (`careless_program.py:" in thread.title
 
 
 def test_what_fails_while_looking_leaves_the_program_as_it_is() -> None:
-    class Odd(torch.nn.Linear):
+    class Odd(torch.nn.Embedding):
         def forward(self, value: Any) -> Any:
             return 1.0
 
@@ -149,8 +213,11 @@ def test_what_fails_while_looking_leaves_the_program_as_it_is() -> None:
     try:
         assert Odd(2, 2)("no tensor") == 1.0
         assert torch.nn.Linear(2, 2)(torch.ones(3, 2)).shape == (3, 2)
+        with pytest.raises(RuntimeError, match="shapes"):
+            torch.ones(2, 3) @ torch.ones(2, 3)
     finally:
         seen.stop()
     document = seen.document()
     assert document["left_out"] == 1 and len(document["products"]) == 1
     assert document["module_calls"] == 2
+    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None

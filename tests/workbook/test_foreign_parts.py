@@ -9,6 +9,7 @@ from dlrm_core.base.errors import InputError
 from dlrm_core.config import parameters_from_sections
 from dlrm_workbook.recordings.foreign import (
     ACCUMULATE,
+    COMMUNICATION,
     MLP,
     PartNames,
     forward_key,
@@ -146,3 +147,25 @@ def test_a_product_within_attention_is_no_interaction() -> None:
     named = [names.of("operator", name) for name in ("aten::_sdpa_attention_math", "aten::bmm")]
     component, _, _ = resolve(np.array([-1, 0, -1]), named, np.array([0, 1, 1]))
     assert component.tolist() == ["other", "other", "interaction"]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "exchanges"),
+    [
+        ("ncclDevKernel_AllGather_RING_LL(ncclDevComm*, unsigned long)", True),
+        ("void deep_ep::internode_ll::dispatch<true, 8>(void*)", True),
+        ("void dpsk::ep::internode::combine<false, 8>(int4*)", True),
+        ("void dpsk::grouped_gemm::cuda::utils::transpose<512>(char const*)", False),
+        ("void vllm::cross_device_reduce_1stage<__nv_bfloat16, 8>(void*)", True),
+        ("quickreduce::allreduce_prototype_twoshot<quickreduce::AllReduceTwoshot>", True),
+        ("void c10d::symmetric_memory::multimem_all_reduce_kernel<float, 16>(float*)", True),
+        ("mscclpp::allreduceAllPairs", True),
+        ("void nvshmemi_transfer_rma(void*)", True),
+        ("void at::native::reduce_kernel<512, 1>(float*)", False),
+        ("_small_reduce_kernel", False),
+    ],
+)
+def test_exchanges_are_known_by_their_kernels(kernel: str, exchanges: bool) -> None:
+    assert bool(COMMUNICATION.search(kernel)) == exchanges
+    named = PartNames().of("kernel", kernel)
+    assert (named is not None and named.component == "communication") == exchanges

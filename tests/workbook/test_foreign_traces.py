@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from dlrm_core.parts import COMPONENTS, PHASES
 from dlrm_workbook.analysis.attribution import attribute, time_unit, unattributed
+from dlrm_workbook.analysis.context_tree import of_streams
 from dlrm_workbook.analysis.gpu import kernel_table
 from dlrm_workbook.recordings.foreign import PartNames
 from dlrm_workbook.recordings.profile import Profile
@@ -397,28 +398,31 @@ def test_the_loop_of_an_optimizer_is_no_iteration() -> None:
     assert profile.iterations.empty
     whole = attribute(profile)
     assert time_unit(profile) == "ms in the whole recording"
-    span = profile.trace["end_ns"].max() - profile.trace["start_ns"].min()
+    work = of_streams(profile)
+    span = work["end_ns"].max() - work["start_ns"].min()
     assert whole["time_ms"].sum() == pytest.approx(span / 1e6)
     assert whole.loc[whole["where"] == "device", "time_ms"].sum() == pytest.approx(6.590)  # busy
 
 
-@pytest.mark.parametrize("around", ["module", "graph", "nothing"])
+@pytest.mark.parametrize("around", ["module", "graph", "nothing", "batches"])
 def test_equal_layers_of_one_forward_pass_are_no_iterations(tmp_path: Path, around: str) -> None:
-    """Within one call of a module, or one launch of a CUDA graph, layers repeat."""
+    """Layers repeat without a pause of the host; batches do so with one."""
     whole = {
         "module": gpu_trace._span("python_function", "nn.Module: Transformer_0", 90, 700),
         "graph": gpu_trace._span("cuda_runtime", "cudaGraphLaunch", 90, 95, correlation=1),
         "nothing": gpu_trace._span("cpu_op", "aten::zeros", 90, 95),
+        "batches": gpu_trace._span("cpu_op", "aten::zeros", 90, 95),
     }
     events = [whole[around]]
     for place, kernel in enumerate(["norm", "attention", "gemm", "relu"] * 12):
         at, launch = 100 + 10 * place, 1 if around == "graph" else 2 + place
+        at += 30 * (place // 4) * (around == "batches")
         if around != "graph":
             call = gpu_trace._span("cuda_runtime", "cudaLaunchKernel", at, at + 2)
             events.append(call | {"args": {"correlation": launch}})
         events.append(gpu_trace._on_gpu("kernel", kernel, at + 5, at + 9, 7, correlation=launch))
     profile = trace_of(tmp_path, events)
-    assert len(profile.iterations) == (12 if around == "nothing" else 0)
+    assert len(profile.iterations) == (12 if around == "batches" else 0)
     assert kernel_table(profile)["launches"].sum() == 48
 
 

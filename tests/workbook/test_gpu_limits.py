@@ -246,7 +246,8 @@ def test_a_peak_is_of_a_precision_and_its_units() -> None:
     assert peak_tflops(gpu, "fp32", False) == 19.5
     assert math.isnan(peak_tflops(gpu, "fp32", True))
     assert math.isnan(peak_tflops(gpu, "bf16", False))
-    assert math.isnan(peak_tflops(gpu, "bf16", None))
+    assert peak_tflops(gpu, "bf16", None) == 312 and math.isnan(peak_tflops(gpu, "fp32", None))
+    assert peak_tflops(device("MI300X"), "fp32", True) == 163.4  # nothing is cut there
     assert math.isnan(peak_tflops(device("V100-16GB"), "bf16", True))
     assert math.isnan(peak_tflops(None, "bf16", True))
 

@@ -12,17 +12,19 @@ from dlrm_core.config import PRESETS, SECTIONS
 from dlrm_workbook import cli, describe
 from dlrm_workbook.analysis.devices import DEVICES
 from dlrm_workbook.analysis.findings import RULES, gpu_idle
-from dlrm_workbook.ground.facebook import FLAGS
 from dlrm_workbook.ground.machine import REPOSITORY
+from dlrm_workbook.ground.vendors import SCRIPTS
 from dlrm_workbook.help import TOPICS
+from dlrm_workbook.show.views import VIEWS
 
 NAMES = {
     "columns": ["gpu.kernel_table", "share_of_ceiling"],
     "commands": [f"dlrm {row.name}" for row in cli.SUBCOMMANDS],
     "findings": ["gpu_idle", "dense_gemm"],
-    "flags": [flag.name for flag in FLAGS],
+    "flags": [flag.name for script in SCRIPTS for flag in script.flags],
     "gpus": [gpu.name for gpu in DEVICES],
     "parameters": [leaf.name for section in SECTIONS.values() for leaf in fields(section)],
+    "report": list(VIEWS),
     "presets": [file.name for file in PRESETS.glob("*.yaml")],
 }
 """Topic to names that it must describe."""

@@ -43,19 +43,16 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_measures_on_the_cpu(fake):
     fake.behave(slower=1.1)
     measured = run(fake)
-    times, frames = measured.passes
-    assert times.dilation == frames.dilation == pytest.approx(1.1)
-    assert times.part_dilation == {"data": pytest.approx(1.1)}
+    (times,) = measured.passes
+    assert times.dilation == pytest.approx(1.1)
     assert times.ms_per_iteration == pytest.approx(11.0)
     assert measured.unprofiled["ms_per_iteration"] == 10.0
     assert times.result["ms_per_iteration"] == times.ms_per_iteration
-    assert not times.python_frames and frames.python_frames
+    assert not times.python_frames
     assert times.database.is_absolute() and (times.database / "meta.db").is_file()
     assert measured.database() == times.database and measured.database("stalls") is None
-    first, second = fake.calls("hpcrun")
-    assert first["events"] == ["CPUTIME"] and first["trace"] and not first["python"]
-    assert second["events"] == ["CPUTIME"] and not second["trace"] and second["python"]
-    assert measured.database("frames") == frames.database != times.database
+    (call,) = fake.calls("hpcrun")
+    assert call["events"] == ["CPUTIME"] and call["trace"] and not call["python"]
     assert "--no-source" in fake.calls("hpcprof")[0]["arguments"]
     assert "computes on the CPU" in measured.not_measured["GPU times"]
     assert "computes on the CPU" in measured.not_measured["stall reasons"]
@@ -73,15 +70,18 @@ def test_both_sides_of_the_dilation_have_one_allocator(fake, monkeypatch):
     assert any("PYTHONMALLOC was removed" in notice for notice in measured.notices)
 
 
-def test_measures_times_frames_and_stalls_apart_on_a_gpu(fake):
-    measured = run(fake, device="cuda")
-    assert [p.name for p in measured.passes] == ["times", "frames", "stalls"]
+def test_measures_times_and_stalls_apart_on_a_gpu_unless_asked_for_one_run(fake):
+    measured = run(fake, device="cuda", gpu_control_flow=True)
+    assert [p.name for p in measured.passes] == ["times", "stalls"]
+    assert list(measured.not_measured) == ["Python frames"]
+    assert "--gpucfg" in fake.calls("hpcstruct")[0]["arguments"]
+    measured = run(fake, device="cuda", single_pass=True)
     assert [(c["events"], c["trace"], c["python"]) for c in fake.calls("hpcrun")] == [
         (["CPUTIME", "gpu=nvidia"], True, False),
-        (["CPUTIME"], False, True),
         (["gpu=nvidia,pc"], False, True),
+        (["CPUTIME", "gpu=nvidia,pc"], True, True),
     ]
-    assert measured.not_measured == {}
+    assert measured.not_measured == {} and measured.passes[0].python_frames
 
 
 def test_our_own_steps_are_not_waited_for_on_a_gpu(tmp_path, monkeypatch):
@@ -121,10 +121,9 @@ def test_existing_outputs_are_left_alone(fake):
 
 def test_a_slowed_pass_is_pointed_out(fake):
     fake.behave(slower=4.0)
-    times, frames = run(fake).passes
-    assert any("4.00x" in notice and "Python" not in notice for notice in times.notices)
+    (frames,) = run(fake, single_pass=True).passes
     assert any("4.00x" in notice and "Python frames" in notice for notice in frames.notices)
-    times, _, stalls = run(fake, device="cuda").passes
+    times, stalls = run(fake, device="cuda").passes
     assert any("4.00x" in notice and "Python" not in notice for notice in times.notices)
     assert any("times come from the other pass" in notice for notice in stalls.notices)
 
@@ -135,12 +134,10 @@ def test_dropped_samples_are_counted_and_pointed_out(fake):
     measured = run(fake)
     assert measured.passes[0].lost_samples == pytest.approx(0.61)
     assert "dropped 61% of its samples" in measured.passes[0].notices[-1]
-    assert "Python calls" in measured.passes[1].notices[-1]
-    # the times that are shown come from the pass without Python frames
     assert "Python calls" not in measured.not_measured["all CPU time"]
     measured = run(fake, device="cuda", pc_sampling=False)
     assert "61%" in measured.not_measured["all CPU time"]
-    assert "Python calls" not in measured.not_measured["all CPU time"]
+    assert "Python calls" in run(fake, single_pass=True).passes[0].notices[-1]
 
 
 def test_a_program_without_figures_has_no_dilation(fake):
@@ -162,7 +159,6 @@ def test_progress_tells_stage_time_and_iteration(fake):
     )  # fmt: skip
     assert list(dict.fromkeys(p.stage for p in seen)) == [
         "unprofiled", "times: hpcrun", "times: hpcstruct", "times: hpcprof",
-        "frames: hpcrun", "frames: hpcstruct", "frames: hpcprof",
     ]  # fmt: skip
     assert any(p.stage == "times: hpcrun" and p.iteration == 2 for p in seen)
     assert any(p.detail == "libone.so" for p in seen)
@@ -299,9 +295,4 @@ def test_a_real_hpctoolkit(tmp_path, monkeypatch):
     # without the hook at Python calls, and hence without their names
     assert not times.python_frames and times.lost_samples == pytest.approx(0, abs=0.05)
     assert b"bottom_mlp_forward" not in (times.database / "meta.db").read_bytes()
-    if "Python frames" not in measured.not_measured:
-        frames = measured.passes[1]
-        assert frames.name == "frames" and frames.python_frames
-        assert b"bottom_mlp_forward" in (frames.database / "meta.db").read_bytes()
-        assert not (frames.database / "trace.db").exists()
     assert re.match(r"\d{4}\.", measured.version)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 import sys
@@ -212,6 +213,10 @@ def test_doctor_finds_what_the_measurement_finds(fake, monkeypatch, tmp_path):
     assert parts["HPCToolkit (hpcrun)"].present
     frames = parts["HPCToolkit's Python frames"]
     assert not frames.present and "was built for Python 3.8" in frames.found
+    assert parts["HPCToolkit's hpcstruct"].present
+    (fake.bin / "hpcstruct").unlink()
+    structure = {part.name: part for part in doctor._hpctoolkit()}["HPCToolkit's hpcstruct"]
+    assert not structure.present and "is not beside" in structure.found
 
 
 # --- planning -------------------------------------------------------------------------
@@ -219,18 +224,14 @@ def test_doctor_finds_what_the_measurement_finds(fake, monkeypatch, tmp_path):
 
 def test_passes_by_device():
     gpu = Capabilities("H200", "gpu=nvidia", "gpu=nvidia,pc", python_frames=True)
-    assert plan_passes(gpu, "cpu") == [
-        Pass("times", ("CPUTIME",), True, False),
-        Pass("frames", ("CPUTIME",), False, True),
-    ]
+    assert plan_passes(gpu, "cpu") == [Pass("times", ("CPUTIME",), True, False)]
+    assert plan_passes(gpu, "cpu", single=True) == [Pass("times", ("CPUTIME",), True, True)]
     assert plan_passes(gpu, "cuda") == [
         Pass("times", ("CPUTIME", "gpu=nvidia"), True, False),
-        Pass("frames", ("CPUTIME",), False, True),
         Pass("stalls", ("gpu=nvidia,pc",), False, True),
     ]
-    assert [p.name for p in plan_passes(gpu, "cuda", pc_sampling=False)] == ["times", "frames"]
-    assert [p.name for p in plan_passes(gpu, "cpu", python=False)] == ["times"]
-    bare = plan_passes(gpu, "cuda", python=False)
+    assert [p.name for p in plan_passes(gpu, "cuda", pc_sampling=False)] == ["times"]
+    bare = plan_passes(dataclasses.replace(gpu, python_frames=False), "cuda")
     assert [(p.name, p.python) for p in bare] == [("times", False), ("stalls", False)]
     blind = Capabilities("H200", None, "gpu=nvidia,pc", python_frames=True)
     assert plan_passes(blind, "cuda") == plan_passes(gpu, "cpu")

@@ -8,7 +8,7 @@ import struct
 from pathlib import Path
 
 import pytest
-from fake_hpctoolkit import processes_naming, run
+from fake_hpctoolkit import run
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -58,9 +58,7 @@ def test_a_program_that_is_not_there(fake, tmp_path):
     [
         (3, "failed with exit code 3"),
         (134, r"was ended by SIGABRT \(exit code 134\)"),
-        (137, r"was ended by SIGKILL \(exit code 137\)"),
         (139, r"was ended by SIGSEGV \(exit code 139\)"),
-        (143, r"was ended by SIGTERM \(exit code 143\)"),
     ],
 )
 def test_a_program_that_only_fails_under_hpcrun(fake, code, ended):
@@ -76,13 +74,10 @@ def test_a_program_that_only_fails_under_hpcrun(fake, code, ended):
 
 def test_a_program_that_fails_with_python_frames_is_measured_without(fake):
     fake.behave(python_fails=134)
-    measured = run(fake)
+    measured = run(fake, single_pass=True)
     assert [p.name for p in measured.passes] == ["times"]
-    assert measured.database("frames") is None
-    assert not any("Python" in notice for notice in measured.passes[0].notices)
-    assert "exit code 134" in measured.not_measured["Python frames"]
-    assert "pass frames" in measured.not_measured["Python frames"]
-    assert [call["python"] for call in fake.calls("hpcrun")] == [False, True]
+    assert any("without Python frames" in notice for notice in measured.passes[0].notices)
+    assert [call["python"] for call in fake.calls("hpcrun")] == [True, False]
     measured = run(fake, device="cuda")
     times, stalls = measured.passes
     assert stalls.name == "stalls" and not stalls.python_frames
@@ -94,18 +89,11 @@ def test_a_program_that_fails_with_python_frames_is_measured_without(fake):
 def test_a_program_that_fails_after_its_work_keeps_its_data(fake):
     fake.behave(fails_at_the_end=139)
     measured = run(fake)
-    assert [p.name for p in measured.passes] == ["times", "frames"]
-    for made in measured.passes:
-        assert any("exit code 139" in notice for notice in made.notices)
+    assert any("exit code 139" in notice for notice in measured.passes[0].notices)
 
 
 def test_python_frames_that_were_not_recorded_are_not_claimed(fake):
     fake.behave(logical=False)
-    measured = run(fake)
-    assert [p.name for p in measured.passes] == ["times"]
-    assert "another Python version" in measured.not_measured["Python frames"]
-    # nothing is made of a pass that would be the one for times once more
-    assert len(fake.calls("hpcrun")) == 2 and len(fake.calls("hpcprof")) == 1
     measured = run(fake, device="cuda")
     assert [(p.name, p.python_frames) for p in measured.passes] == [
         ("times", False),
@@ -117,7 +105,7 @@ def test_python_frames_that_were_not_recorded_are_not_claimed(fake):
 def test_no_usable_gpu(fake):
     fake.behave(no_gpu=True)
     measured = run(fake, device="cuda")
-    assert [p.name for p in measured.passes] == ["times", "frames"]
+    assert [p.name for p in measured.passes] == ["times"]
     assert measured.passes[0].events == ("CPUTIME",)
     assert "before the program ran" in measured.not_measured["GPU times"]
     assert "CUPTI result error" in measured.not_measured["GPU times"]
@@ -127,16 +115,18 @@ def test_no_usable_gpu(fake):
 def test_pc_sampling_that_fails_costs_only_the_stalls(fake):
     fake.behave(refuses=["gpu=nvidia,pc"])
     measured = run(fake, device="cuda")
-    assert [p.name for p in measured.passes] == ["times", "frames"]
+    assert [p.name for p in measured.passes] == ["times"]
     assert measured.passes[0].events == ("CPUTIME", "gpu=nvidia")
     assert "exit code 1" in measured.not_measured["stall reasons"]
+    (times,) = run(fake, device="cuda", single_pass=True).passes
+    assert times.events == ("CPUTIME", "gpu=nvidia")
 
 
 def test_an_event_that_is_listed_but_refused_is_spelled_the_other_way(fake):
     fake.behave(accepts=["CPUTIME", "gpu=cuda", "gpu=cuda,pc"])
     measured = run(fake, device="cuda")
     assert measured.passes[0].events == ("CPUTIME", "gpu=cuda")
-    assert measured.passes[2].events == ("gpu=cuda,pc",)
+    assert measured.passes[1].events == ("gpu=cuda,pc",)
     assert any("gpu=nvidia is unknown" in notice for notice in measured.passes[0].notices)
 
 
@@ -159,72 +149,29 @@ def test_a_folder_that_hpcrun_cannot_make(fake):
 def test_hpcprof_aborts_once_and_the_program_is_measured_again(fake):
     fake.behave(bad_logical=1)
     measured = run(fake, device="cuda")
-    assert len(fake.calls("hpcrun")) == 4
-    _, frames, stalls = measured.passes
-    assert frames.python_frames and stalls.python_frames
-    assert frames.measurements.name == "frames-2.measurements"
-    (notice,) = [n for n in frames.notices if "once more" in n]
+    assert [call["python"] for call in fake.calls("hpcrun")] == [False, True, True]
+    times, stalls = measured.passes
+    assert stalls.python_frames and not any("once more" in n for n in times.notices)
+    assert stalls.measurements.name == "stalls-2.measurements"
+    (notice,) = [n for n in stalls.notices if "once more" in n]
     assert "Invalid logical stanza" in notice and "exit code 134" in notice
 
 
 def test_hpcprof_aborts_twice_and_python_frames_are_given_up(fake):
     fake.behave(bad_logical=9)
     measured = run(fake, device="cuda")
-    frames, stalls = [True, True], [True, True, False]
-    assert [call["python"] for call in fake.calls("hpcrun")] == [False, *frames, *stalls]
+    assert [call["python"] for call in fake.calls("hpcrun")] == [False, True, True, False]
     assert [p.name for p in measured.passes] == ["times", "stalls"]
     assert not measured.passes[1].python_frames
     assert "aborts" in measured.not_measured["Python frames"]
     assert measured.passes[1].database.is_dir()
 
 
-def test_on_the_cpu_only_the_pass_for_frames_is_measured_again(fake):
-    fake.behave(bad_logical=1)
-    measured = run(fake)
-    assert [call["python"] for call in fake.calls("hpcrun")] == [False, True, True]
-    times, frames = measured.passes
-    assert frames.python_frames and not any("once more" in n for n in times.notices)
-    assert frames.measurements.name == "frames-2.measurements"
-    (notice,) = [n for n in frames.notices if "once more" in n]
-    assert "Invalid logical stanza" in notice and "exit code 134" in notice
-    assert "Python frames" not in measured.not_measured
-
-
-def test_on_the_cpu_an_abort_costs_only_the_python_frames(fake):
-    fake.behave(bad_logical=9)
-    measured = run(fake)
-    assert [call["python"] for call in fake.calls("hpcrun")] == [False, True, True]
-    (times,) = measured.passes
-    assert times.database.is_dir() and not any("Python" in n for n in times.notices)
-    reason = measured.not_measured["Python frames"]
-    assert "given up after measuring twice" in reason and "Invalid logical stanza" in reason
-
-
-def test_a_second_abort_of_another_kind_says_so_too(fake):
-    fake.behave(bad_logical=1, python_prof_exit=2)
-    measured = run(fake)
-    assert [p.name for p in measured.passes] == ["times"]
-    reason = measured.not_measured["Python frames"]
-    assert "given up after measuring twice" in reason and "exit code 2" in reason
-
-
-def test_a_database_of_frames_that_cannot_be_made_costs_only_the_frames(fake):
+def test_a_database_that_cannot_be_made_costs_only_its_pass(fake):
     fake.behave(python_prof_exit=2)
-    measured = run(fake)
-    assert [p.name for p in measured.passes] == ["times"]
-    assert "these frames are too much" in measured.not_measured["Python frames"]
-    assert len(fake.calls("hpcrun")) == 2
     measured = run(fake, device="cuda")
     assert [p.name for p in measured.passes] == ["times"]
     assert "these frames are too much" in measured.not_measured["stall reasons"]
-
-
-def test_frames_that_take_too_long_cost_only_the_frames(fake):
-    fake.behave(python_hangs=True)
-    measured = run(fake, timeout_s=2)
-    assert [p.name for p in measured.passes] == ["times"]
-    assert "(pass frames) was still running" in measured.not_measured["Python frames"]
-    assert processes_naming(str(fake.bin)) == []
 
 
 def stanza(number: int, function: bytes, file: bytes, line: int = 1) -> bytes:
@@ -243,11 +190,9 @@ def test_a_nameless_module_is_named_before_hpcprof_aborts_on_it(fake):
         + stanza(3, b"", b"/b.py")
     )
     fake.behave(stanzas=data.hex())
-    measured = run(fake)
-    times, frames = measured.passes
-    assert len(fake.calls("hpcrun")) == 2 and frames.python_frames
+    (frames,) = run(fake, single_pass=True).passes
+    assert len(fake.calls("hpcrun")) == 1 and frames.python_frames
     assert any("1 Python module(s) without a name" in notice for notice in frames.notices)
-    assert not any("Python module" in notice for notice in times.notices)
     mended = (frames.measurements / "logical" / "python.1").read_bytes()
     assert mended == data.replace(stanza(2, b"", b""), stanza(2, STAND_IN, b""))
 
@@ -296,15 +241,6 @@ def test_a_full_disk_is_no_reason_to_measure_again(fake):
     assert len(fake.calls("hpcrun")) == 2
 
 
-def test_no_later_pass_is_measured_onto_a_full_disk(fake):
-    fake.behave(disk_full="with frames")
-    measured = run(fake, device="cuda")
-    assert [made.name for made in measured.passes] == ["times"]
-    assert len(fake.calls("hpcrun")) == 2, "times, frames, and no stalls"
-    for what in ("Python frames", "stall reasons"):
-        assert "No space left on device" in measured.not_measured[what]
-
-
 def test_a_disk_without_a_megabyte_is_full_whatever_was_said(fake, monkeypatch):
     usage = shutil.disk_usage(fake.home)._replace(free=1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
@@ -327,8 +263,7 @@ def test_variables_of_the_shell_that_change_a_measurement_are_taken_out(fake, mo
 
 def test_frames_of_another_python_are_not_measured(fake):
     fake.behave(built_for="3.8.1")
-    measured = run(fake)
-    assert [made.name for made in measured.passes] == ["times"]
+    measured = run(fake, single_pass=True)
     assert not any(call["python"] for call in fake.calls("hpcrun"))
     why = measured.not_measured["Python frames"]
     assert "was built for Python 3.8, but the program runs in Python 3." in why
@@ -337,7 +272,7 @@ def test_frames_of_another_python_are_not_measured(fake):
 def test_hpcprof_aborts_without_python_frames(fake):
     fake.behave(prof_aborts=True)
     with pytest.raises(MeasurementError, match="hpcprof aborts"):
-        run(fake, python_frames=False)
+        run(fake)
     assert len(fake.calls("hpcrun")) == 1
 
 
@@ -371,11 +306,10 @@ def test_hpcstruct_skips_huge_libraries(fake, tmp_path):
     small = huge_library(tmp_path, "libc10.so", 1000)
     fake.behave(modules=[huge, small, "/no/such/lib.so"])
     measured = run(fake)
-    # in both passes
-    assert fake.calls("struct-skipped") == [{"name": "libtorch_cpu.so.hpcstruct"}] * 2
+    assert fake.calls("struct-skipped") == [{"name": "libtorch_cpu.so.hpcstruct"}]
     # the empty stand-in is gone when hpcprof looks
     structs = [call["structs"] for call in fake.calls("hpcprof")]
-    assert structs == [["lib.so.hpcstruct", "libc10.so.hpcstruct"]] * 2
+    assert structs == [["lib.so.hpcstruct", "libc10.so.hpcstruct"]]
     for made in measured.passes:
         (notice,) = made.notices
         assert "libtorch_cpu.so (70 MB, limit 64 MB)" in notice
@@ -409,7 +343,7 @@ def test_hpcstruct_may_take_too_long(fake, monkeypatch):
 
 def test_passes_share_what_hpcstruct_found(fake, tmp_path):
     fake.behave(modules=["/lib/one.so"])
-    run(fake)
+    run(fake, device="cuda")
     caches = [c["arguments"][c["arguments"].index("-c") + 1] for c in fake.calls("hpcstruct")]
     assert caches == [str(tmp_path / "cache" / "dlrm-workbook" / "hpcstruct")] * 2
 
@@ -424,7 +358,7 @@ def test_hpcstruct_never_sees_an_unsafe_path(fake, tmp_path):
     folder = tmp_path / "my $(run) folder"
     fake.behave(modules=["/lib/one.so"])
     measured = measure_program(fake.workload(), folder, tools=find_tools(str(fake.home)))
-    assert [p.name for p in measured.passes] == ["times", "frames"]
+    assert [p.name for p in measured.passes] == ["times"]
     for made in measured.passes:
         assert made.measurements == folder / f"{made.name}.measurements"
         assert list(made.measurements.glob("*.hpcrun"))

@@ -13,15 +13,21 @@ import pytest
 from observers import Calling
 
 from dlrm_core.base.errors import InputError
-from dlrm_core.config import Parameters, load_parameters
+from dlrm_core.config import GivenSections, Parameters, load_parameters
 from dlrm_core.train import train
 from dlrm_workbook import cli
-from dlrm_workbook.ground.facebook import FLAGS, SCRIPT, translated
+from dlrm_workbook.ground import like as commands
+from dlrm_workbook.ground.facebook import FLAGS, SCRIPT
+from dlrm_workbook.ground.vendors import SCRIPTS
 
 ROOT = Path(__file__).parents[2]
 NAMES = (ROOT / "tests" / "data" / "dlrm_s_pytorch_flags.txt").read_text().split()
 RUNS = json.loads((ROOT / "tests" / "data" / "facebook_losses.json").read_text())["runs"]
 PEER = os.environ.get("DLRM_PEER", "")
+
+
+def translated(command: str) -> tuple[GivenSections, list[str]]:
+    return commands.translated(command, SCRIPTS)
 
 
 def like(arguments: str, *overrides: str) -> Parameters:
@@ -30,7 +36,8 @@ def like(arguments: str, *overrides: str) -> Parameters:
 
 def test_every_flag_of_the_script_is_mapped_refused_or_said_to_have_no_effect() -> None:
     assert [flag.name for flag in FLAGS] == NAMES
-    verdicts = [(flag.parameter, flag.refused, flag.unused) for flag in FLAGS]
+    every = [flag for script in SCRIPTS for flag in script.flags]
+    verdicts = [(flag.parameter, flag.refused, flag.unused) for flag in every]
     assert all(sum(map(bool, each)) == 1 for each in verdicts)
 
 
@@ -173,11 +180,19 @@ def test_the_title_says_whose_tables_they_are() -> None:
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        ("python train.py", "does not name dlrm_s_pytorch.py"),
+        ("python mine.py", "names no script that is known: dlrm_s_pytorch.py, dlrm.py, train.py"),
+        ("dlrm.py --dataset_path d --mode=inference", "--mode=inference is not supported: this tr"),
+        ("dlrm.py --dataset_path d --amp=maybe", "'maybe', expected true or false"),
+        (
+            "dlrm.py --dataset_path d --interaction=own",
+            "--interaction is 'own', expected one of do",
+        ),
+        ("dlrm.py", "dlrm.py needs --dataset_path"),
+        ("train.py --dataset d", "DeepSpark's script needs --model_config"),
+        ("train.py --dataset d --model_config no.json", "no.json: no such file"),
         ("numactl -m 0 python dlrm_s_pytorch.py", "before dlrm_s_pytorch.py stands 'numactl"),
         ("dlrm_s_pytorch.py 'x", "is no command: No closing quotation"),
         ("dlrm_s_pytorch.py --batch=3", "takes no '--batch=3'"),
-        ("dlrm_s_pytorch.py | tee log", "takes no '|'"),
         ("dlrm_s_pytorch.py --arch-mlp=3", "ambiguous option"),
         ("dlrm_s_pytorch.py --arch-mlp-bot=4-x", "'4-x', expected whole numbers such as 4-3-2"),
         ("dlrm_s_pytorch.py --num-batches=-1", "--num-batches is -1, expected at least 1"),
@@ -196,6 +211,72 @@ def test_what_cannot_be_translated_is_one_sentence(
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("dlrm train: --like: ") and message in err
     assert err.count("\n") == 1 and len(err) < 500
+
+
+def test_nvidias_documented_command_is_its_preset(tmp_path: Path) -> None:
+    command = (
+        "horovodrun -np 8 -H localhost:8 --mpi-args=--oversubscribe numactl --interleave=all -- "
+        "python -u dlrm.py --dataset_path DATA --amp --xla --noconcat_embedding "
+        "--save_checkpoint_path /data/checkpoint/ |& tee log"
+    )
+    sections, notes = translated(command)
+    assert "horovodrun -np" in notes[0] and "torchrun" in notes[0] and "|& tee log" in notes[1]
+    assert [note.split()[0] for note in notes[2:]] == [
+        "--concat_embedding",
+        "--xla",
+        "--save_checkpoint_path",
+    ]
+    rows = "[" + ",".join(["7"] * 26) + "]"
+    shape = [f"model.table_rows={rows}", "model.dense_features=13"]
+    theirs = load_parameters(sections, shape).to_sections()
+    ours = load_parameters("nvidia_t15", [*shape, "training.precision=fp16"]).to_sections()
+    # ours says how fast to do the same
+    speed = ("embedding_backend", "fused_optimizer", "loss_scale", "log_every", "evals_per_epoch")
+    theirs["data"]["path"] = ours["data"]["path"]
+    assert theirs["training"]["loss_scale"] == 65536
+    for leaf in (*speed, "seed"):
+        assert theirs["training"].pop(leaf) is not None and ours["training"].pop(leaf, 0) != "no"
+    for section in ("model", "data", "training"):
+        assert theirs[section] == ours[section]
+    adam, _ = translated("dlrm.py --dataset_path d --optimizer adam --interaction cross --cpu")
+    assert adam.tree["training"]["optimizer"] == "adam" and adam.tree["model"]["dcn_rank"] == 512
+
+
+def test_deepsparks_documented_command_is_its_preset(tmp_path: Path) -> None:
+    readme = (
+        "python3 -u -m torch.distributed.launch --nproc_per_node=8 --use_env scripts/dist_train.py "
+        "--model_config dlrm/config/official_config.json --dataset data/Criteo_Terabyte --lr 0.1 "
+        "--warmup_steps 2750 --decay_end_lr 0 --decay_steps 27772 --decay_start_step 49315 "
+        "--batch_size 2048 --epochs 5 |& tee 8cards.txt"
+    )
+    theirs = load_parameters(translated(readme)[0]).to_sections()
+    ours = load_parameters("deepspark").to_sections()
+    for leaf in ("embedding_backend", "fused_optimizer", "log_every", "seed", "tf32"):
+        del theirs["training"][leaf], ours["training"][leaf]
+    for section in ("model", "data", "training"):
+        assert theirs[section] == ours[section]
+
+
+def test_deepsparks_model_configuration_is_read_as_a_parameters_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = load_parameters("deepspark").model
+    config = {
+        "num_numerical_features": 13,
+        "categorical_feature_sizes": list(model.table_rows),
+        "bottom_mlp_sizes": [512, 256, 64],
+        "top_mlp_sizes": [512, 512, 256, 1],
+        "embedding_dim": 64,
+        "interaction_op": "dot",
+        "hash_indices": True,
+    }
+    file = tmp_path / "official_config.json"
+    file.write_text(json.dumps(config))
+    assert cli.main(["capacity", "-f", str(file), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["parameters"]["tables"] == 64 * sum(model.table_rows)
+    file.write_text(json.dumps(config | {"dropout": 1}))
+    assert cli.main(["capacity", "-f", str(file)]) == 2
+    assert "official_config.json: 'dropout' is not known" in capsys.readouterr().err
 
 
 def test_lines_broken_by_backslashes_are_one_command() -> None:

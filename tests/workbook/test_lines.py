@@ -191,8 +191,8 @@ def test_python_frames_of_other_recordings_tell_lines() -> None:
         assert not table["file"].str.contains("torch/|threading").any()
         assert table["calls"].isna().all() and table["source"].eq("").all()
     by_place = table.assign(file=table["file"].str.rpartition("/")[2]).set_index(["file", "line"])
-    # facebook's program: the lookups of its tables, and the making of its batches
-    assert by_place.loc[("dlrm_s_pytorch.py", 282), "function"] == "create_emb"
+    # facebook's program: the making of its batches, not that of its tables
+    assert "create_emb" not in set(by_place["function"])
     assert by_place.loc[("dlrm_data_pytorch.py", 942), "role"] == "batch"
     assert by_place.loc[("dlrm_s_pytorch.py", 1620), "role"] == "optimizer"
 

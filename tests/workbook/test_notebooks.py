@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 from datetime import datetime
@@ -32,7 +33,7 @@ from dlrm_workbook.runner import notebook as notebook_run
 from dlrm_workbook.runner.parameters import assigned_values, declared_parameters
 from dlrm_workbook.samples import SAMPLE, sample_profile
 from dlrm_workbook.show import profile as about
-from dlrm_workbook.show.tables import FORMATS, Text, TextTable, show
+from dlrm_workbook.show.tables import FORMATS, Shown, Text, TextTable, show
 
 NAMES = ("train", "profile", "bottlenecks")
 WRITTEN = (*NAMES, "compare", "sweep", "benchmark", "scaling")
@@ -98,7 +99,7 @@ def test_every_figure_is_introduced(name: str) -> None:
     for cell in notebook(name).cells:
         if cell.cell_type == "markdown":
             section = cell.source
-        elif "figures." in cell.source:
+        elif "figures." in cell.source or "report.figure" in cell.source:
             assert len(section.split()) > 20, section
 
 
@@ -160,6 +161,13 @@ def test_plain_papermill_runs_one_after_the_other(tmp_path: Path) -> None:
     folder = latest_run(tmp_path / "outputs", "train")
     assert folder is not None
     assert (folder / "metrics.jsonl").read_text().count("\n") == 2
+    # the kernel leaves in the folder what it has shown, though it does not know of papermill's file
+    kept = nbformat.read(folder / "train.ipynb", as_version=4)
+    assert [len(cell.get("outputs", [])) for cell in kept.cells] == [
+        len(cell.get("outputs", [])) for cell in trained.cells
+    ]
+    assert len(outputs(kept, FIGURE)) == 3 and (folder / "train.html").is_file()
+    assert "samples/s" in (folder / "verdict.md").read_text()
 
     # before anything was profiled; in this process, the last one is papermill's
     root, own = str(tmp_path / "outputs"), str(tmp_path / "a")
@@ -324,7 +332,8 @@ def test_findings_say_what_to_change_and_not_what_the_headline_says() -> None:
     assert in_markdown(limit(profile, attribution)) not in text
     for number, finding in enumerate(found, 1):
         assert f"### {number}. {in_markdown(finding.title)}" in text
-        assert in_markdown(finding.evidence) in text
+        for figure in re.findall(r"[\d.,]+ ms\b", finding.evidence):
+            assert figure in text, "in a sentence or in a table"
         for name, value in finding.change.items():
             assert f"-p {name}={value}" in text
 
@@ -351,7 +360,6 @@ def test_a_finding_without_remedy_is_shown_too() -> None:
 def test_what_was_not_measured_has_its_reason() -> None:
     profile = sample_profile()
     assert "the run used no GPU" in repr(show(about.unmeasured_frame(profile)))
-    assert "the run used no GPU" in about.missing_text(profile, "gpu_time_ms").markdown
     profile.meta["not_measured"] = {}
     everything = Text("Everything was measured.")
     assert show(about.unmeasured_frame(profile), instead=everything) is everything
@@ -373,11 +381,6 @@ def test_a_page_states_one_dilation() -> None:
         every = about.passes(given)
         stated = (every["iteration_ms"] / step.ms).tolist()
         assert every["dilation"].tolist() == pytest.approx(stated)
-
-
-def test_notices_are_listed() -> None:
-    assert about.notices(["one", "two"]).markdown == "- one\n- two"
-    assert about.notices([]).markdown.startswith("No notices")
 
 
 def test_bottlenecks_of_a_profile_without_trace_and_memory(tmp_path: Path) -> None:
@@ -405,7 +408,7 @@ def test_bottlenecks_of_a_profile_without_trace_and_memory(tmp_path: Path) -> No
     absent = {"Timeline of iterations", "Time of each iteration", "Memory over the recording"}
     assert not absent & drawn
     texts = [value.markdown for value in shown if isinstance(value, Text)]
-    assert texts.count("*Not measured: no iterations marked.*") == 4
+    assert texts.count("*Not measured: no iterations marked.*") == 2
     assert texts.count("*Not measured: not by hpcrun.*") == 2
     tables = [value._repr_html_() for value in shown if isinstance(value, TextTable)]
     assert len(tables) > 8
@@ -428,5 +431,6 @@ def run_cells(name: str, **parameters: str) -> list[Any]:
         if "parameters" in cell.metadata.get("tags", []):
             names |= parameters
         if isinstance(last, ast.Expr):
-            shown.append(eval(compile(ast.Expression(last.value), name, "eval"), names))
+            value = eval(compile(ast.Expression(last.value), name, "eval"), names)
+            shown += value.outputs if isinstance(value, Shown) else [value]
     return shown

@@ -164,6 +164,15 @@ def test_a_file_of_a_database_stands_for_it() -> None:
     assert found.profile.meta["engine"] == "hpctoolkit"
 
 
+def test_databases_of_several_ranks_are_one_recording(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        shutil.copytree(folder_of("loops-cputime-t"), tmp_path / f"rank{rank}.d")
+    assert sorted(open_recording(tmp_path).ranks) == [0, 1]
+    (tmp_path / "rank1.d").rename(tmp_path / "other.d")
+    with pytest.raises(InputError, match="2 databases of HPCToolkit, whose names do not tell"):
+        open_recording(tmp_path)
+
+
 def test_the_rank_that_limits_a_real_training(tmp_path: Path) -> None:
     source = find_profile(str(recording(SEVERAL)), tmp_path)
     assert len(source.ranks) == 8 and "this is rank 7" in source.sentence

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import os
 import shutil
@@ -25,6 +26,7 @@ from dlrm_workbook import record
 from dlrm_workbook.analysis.attribution import attribute, coverage
 from dlrm_workbook.analysis.findings import findings
 from dlrm_workbook.analysis.lines import lines
+from dlrm_workbook.analysis.reference import at_reference
 from dlrm_workbook.analysis.roofline import (
     doubts,
     least_step,
@@ -35,6 +37,7 @@ from dlrm_workbook.analysis.roofline import (
 from dlrm_workbook.analysis.verdict import time_changes_together
 from dlrm_workbook.cli import with_command
 from dlrm_workbook.ground.machine import REPOSITORY
+from dlrm_workbook.recordings.hpctoolkit.database import read_database
 from dlrm_workbook.recordings.measure import measure
 from dlrm_workbook.recordings.open import open_recording
 from dlrm_workbook.recordings.profile import Profile
@@ -55,6 +58,14 @@ def parameters(folder: Path, *words: str, **profiling: Any) -> Parameters:
 
 def program(folder: Path, *arguments: str, **profiling: Any) -> Parameters:
     return parameters(folder, sys.executable, str(PROGRAM), *arguments, **profiling)
+
+
+def test_an_iteration_passes_between_two_recordings() -> None:
+    """Else torch writes into freed memory when the range of the optimizer's step is closed."""
+    phases = session.Lengths(4, unprofiled=4, sampled=4).phases(session.Detail(), ours=False)
+    recorded = [phase.profiler is not None for phase in phases if phase.iterations]
+    assert sum(recorded) == 3
+    assert not any(one and other for one, other in itertools.pairwise(recorded))
 
 
 @pytest.fixture(scope="module")
@@ -225,7 +236,7 @@ def test_a_run_folder_opens_as_what_was_measured(measured: tuple[Profile, Path])
     ("arguments", "profiling", "said"),
     [
         (("1",), {}, "stepped its optimizer once only"),
-        (("9", "plain"), {"iterations": 10}, "ended after 7 of 37 iterations .* train at least 10"),
+        (("9", "plain"), {"iterations": 10}, "ended after 7 of 39 iterations .* train at least 10"),
         (("5", "fail"), {}, "failed with exit code 3: ran out of luck"),
         (("5", "still"), {}, "without a step of any torch optimizer"),
         (("1000000", "fork"), {"iterations": 100_000}, "background|still training"),
@@ -302,7 +313,7 @@ def test_a_recording_that_is_there_is_refused_before_anything_is_measured(
 
 def test_a_command_that_ends_early_but_was_recorded_says_so(tmp_path: Path) -> None:
     profile = measure(program(tmp_path, "9", "fail"), tmp_path / "run")
-    assert len(profile.iterations) == 2
+    assert len(profile.iterations) == 1
     assert any("exit code 3" in notice for notice in profile.meta["notices"])
 
 
@@ -322,6 +333,7 @@ def test_ranks_leave_a_recording_each(tmp_path: Path) -> None:
     recording = open_recording(tmp_path / "run")
     assert sorted(recording.ranks) == [0, 1]
     assert all(len(profile.iterations) == 4 for profile in recording.ranks.values())
+    assert {one.meta["machine"]["ranks"] for one in recording.ranks.values()} == {2}
 
 
 def test_what_follows_two_dashes_is_the_command(tmp_path: Path) -> None:
@@ -350,15 +362,26 @@ def test_hpctoolkit_measures_a_command_beside_its_own_marks(
     how = {"engine": "hpctoolkit", "iterations": 3, "hpctoolkit_home": str(fake.home)}
     given = program(tmp_path, "1000000", "plain", **how)
     profile = measure(given, tmp_path / "run")
-    # the passes of our own workload, around the program: alone, times, Python frames
-    assert [made["name"] for made in profile.meta["passes"]] == ["unprofiled", "times", "frames"]
-    assert [call["trace"] for call in fake.calls("hpcrun")] == [True, False]
-    unprofiled, times, _ = profile.meta["passes"]
+    # the passes of our own workload, around the program: alone, times
+    assert [made["name"] for made in profile.meta["passes"]] == ["unprofiled", "times"]
+    assert [call["trace"] for call in fake.calls("hpcrun")] == [True]
+    unprofiled, times = profile.meta["passes"]
     assert times["dilation"] == times["ms_per_iteration"] / unprofiled["ms_per_iteration"]
     assert 0 < unprofiled["ms_per_iteration"] < 10_000
     assert profile.meta["title"] == "Mine" and "parameters" not in profile.meta
     assert any("note when its iterations end" in said for said in profile.meta["notices"])
-    # the database is another program's, so only that its iterations are ours can be seen
+    # the database is another program's: the clock alone tells the parts and lines of this one
+    parts = attribute(profile)
+    assert coverage(parts) > 0.9 and len(profile.iterations) == 3
+    assert {("data", "forward"), ("embedding", "backward"), ("optimizer", "update")} <= set(
+        zip(parts["component"], parts["phase"], strict=True)
+    )
+    assert lines(profile)["function"].iloc[0] == "make_batch"
+    assert "Python frames" not in profile.not_measured
+    # what its database holds of start-up and of other times stays as it was
+    whole = read_database(recorded).root()["CPUTIME (sec)"] * 1e3
+    for each in (profile, at_reference(profile)):
+        assert each.value_table("cpu_time_ms").sum() == pytest.approx(whole)
     printed = (tmp_path / "run/hpctoolkit/logs/unprofiled.out").read_text().splitlines()[-1]
     spans = json.loads(printed)["spans"]
     assert len(spans) == 5 and "trained" not in printed
@@ -620,7 +643,7 @@ def test_modules_of_a_dlrm_are_its_parts(tmp_path: Path) -> None:
 
 
 def test_a_loop_that_is_too_short_is_warned_of_and_keeps_its_results(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="ended after 2 of 15 iterations"):
+    with pytest.warns(UserWarning, match="ended after 2 of 17 iterations"):
         assert loop(tmp_path / "mine", 3, iterations=3, warmup=1) == 3
     assert not list(tmp_path.iterdir())
     with pytest.warns(UserWarning, match=r"step\(\) was never called"), record(tmp_path / "none"):

@@ -20,6 +20,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 from sample_notebooks import PARAMETERS, PAYLOADS
 
 from dlrm_core.base.errors import InputError
+from dlrm_workbook import explain
 from dlrm_workbook.ground.units import value_text
 from dlrm_workbook.runner.html_clean import (
     ATTRIBUTES,
@@ -30,10 +31,12 @@ from dlrm_workbook.runner.html_clean import (
     styles_moved,
 )
 from dlrm_workbook.runner.pages import (
+    BRIEF,
     FIGURE,
     WIDGET,
     WIDGET_STATE,
     render_html,
+    run_facts,
 )
 from dlrm_workbook.runner.parameters import (
     assigned_values,
@@ -42,7 +45,8 @@ from dlrm_workbook.runner.parameters import (
     write_notebook,
 )
 from dlrm_workbook.runner.templating import hash_source
-from dlrm_workbook.show.tables import Quality, TextTable
+from dlrm_workbook.samples import SAMPLE
+from dlrm_workbook.show.tables import Quality, TextTable, bundle
 
 PIXEL = (
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR4nGP4"
@@ -490,6 +494,18 @@ def words(text: str) -> str:
     return " ".join(re.sub(r"<[^>]*>", " ", main).split())
 
 
+def test_views_of_one_cell_stand_as_cells_of_their_own(tmp_path: Path) -> None:
+    report = explain(SAMPLE)
+    names = ("headline", "calls", "callers", "kernels")
+    tagged = [pair for name in names for pair in report.show(name).tagged]
+    outputs = [new_output("display_data", bundle(one), metadata=tags) for one, tags in tagged]
+    blank = cell(new_output("display_data", {"text/markdown": ""}))
+    text = page(tmp_path, cell(*outputs), new_markdown_cell("## Nothing"), blank)
+    assert "Data generation" in text.partition("<main")[0], "in the masthead"
+    assert re.findall(r"<label for=\"tabs[^>]*>(.*?)</label>", text) == ["Top-down", "Bottom-up"]
+    assert "Not measured: the run used no GPU" in words(text) and ">Nothing<" not in body(text)
+
+
 def test_a_section_says_once_why_it_has_no_figures(tmp_path: Path) -> None:
     other = {"text/markdown": "*Not measured: no samples.*"}
     text = page(
@@ -665,3 +681,14 @@ def test_an_executed_notebook_is_written_with_a_figure_in_a_line(tmp_path: Path)
     lines = (tmp_path / "n.ipynb").read_text(encoding="utf-8").splitlines()
     assert len(lines) < 80 and sum(FIGURE in line for line in lines) == 2
     assert (tmp_path / "n.ipynb").stat().st_size < 0.7 * (tmp_path / "plain.ipynb").stat().st_size
+
+
+def test_the_masthead_names_the_machine_of_the_recording() -> None:
+    here = {"cpu": "AMD EPYC", "usable_cores": 2, "memory_gib": 16}
+    run = {"preset": "trace", "machine": here, "recording": {"device": "Tesla T4", "machine": {}}}
+    facts = dict(run_facts(run))
+    assert facts["recorded on"] == "Tesla T4" and "machine" not in facts
+    assert facts["analysed on"] == "AMD EPYC, 2 cores, 16 GiB" and "analysed on" not in BRIEF
+    assert "does not name" in dict(run_facts(run | {"recording": {}}))["recorded on"]
+    own = dict(run_facts({"machine": here}))
+    assert own["machine"] == facts["analysed on"] and "recorded on" not in own

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+import nbformat
 import pytest
 from browser import PHONE, check_drawn, open_page, require_browser
 from conftest import Chain
@@ -15,8 +16,10 @@ from recordings import SEVERAL, TRACES, recording
 
 from dlrm_workbook.ground.machine import REPOSITORY
 from dlrm_workbook.ground.runs import RunFolder
-from dlrm_workbook.ground.units import ratio
+from dlrm_workbook.ground.units import at_most, ratio
+from dlrm_workbook.runner.pages import FIGURE
 from dlrm_workbook.runner.run import run_notebooks
+from dlrm_workbook.runner.summary import table_rows
 
 pytestmark = [pytest.mark.browser, pytest.mark.notebook, pytest.mark.usefixtures("browser")]
 
@@ -71,6 +74,57 @@ def test_pages_draw_and_say_what_the_recording_holds(explained: tuple[str, RunFo
         assert "copies" not in {finding["id"] for finding in document["findings"]}
 
 
+STATED = re.compile(r"(?:^|; |\. )([^;()]+?) ([\d,.]+) ms \((<?[\d.]+%)\)")
+"""What a figure's description states of a name: its time and the share that this is."""
+
+
+def statements(ipynb: Path) -> dict[tuple[str, float], set[str]]:
+    """Name and time in ms, to three digits, to the shares that a page's figures and tables state
+    of them."""
+    found: dict[tuple[str, float], set[str]] = {}
+
+    def state(name: str, time: str, share: str) -> None:
+        # of fewer digits a time may stand for several
+        if len(re.sub(r"^[0.]+|\D", "", time)) >= 3 and share.endswith("%"):
+            key = name.strip(), float(f"{float(time.replace(',', '')):.3g}")
+            found.setdefault(key, set()).add(share)
+
+    for cell in nbformat.read(ipynb, as_version=4).cells:
+        for data in (output.get("data", {}) for output in cell.get("outputs", [])):
+            if FIGURE in data:
+                for statement in STATED.findall(str(data["text/plain"])):
+                    state(*statement)
+            elif "<table" in data.get("text/html", ""):
+                titles, *rows = table_rows(data["text/html"])
+                times = [at for at, title in enumerate(titles) if title.endswith("(ms)")]
+                for row in rows:
+                    for at in times:  # a share that says of what, as "of GPU time", is another
+                        if titles[at + 1 : at + 2] == ["share"]:
+                            state(row[0], row[at], row[at + 1])
+    return found
+
+
+def test_a_page_states_one_share_of_one_time(explained: tuple[str, RunFolder]) -> None:
+    """A chart said 21.5 % and its table 17.9 % of the same 2.01 ms."""
+    found = statements(explained[1].ipynb)
+    assert len(found) >= 5
+    assert {key: shares for key, shares in found.items() if len(shares) > 1} == {}
+    document = json.loads((explained[1].path / "bottlenecks.json").read_text())
+    text = explained[1].ipynb.read_text()
+    for finding in document["findings"]:
+        gain = finding["predicted_speedup"]
+        if (
+            gain
+            and not finding.get("timed_speedup")
+            and gain["low"] <= 1 < 1.005 < gain["high"] < 100
+        ):
+            bound = at_most(gain["high"])
+            wrong = {f"At most {ratio(gain['high'], figures=n)} faster" for n in (2, 3)}
+            assert bound in text and not any(
+                words in text for words in wrong - {f"{bound.capitalize()} faster"}
+            )
+
+
 SMALL = 700_000
 """Bytes of a notebook that GitHub and nbviewer still show."""
 
@@ -122,10 +176,9 @@ def check_ten_answers(folder: Path) -> None:
         assert "-f FILE" not in " ".join(commands)
         absent = page.locator("#not-measured-in-this-run")
         assert absent.count() == 1
-        assert page.locator("nav.contents a").last.get_attribute("href") in {
-            "#not-measured-in-this-run",
-            "run.json",
-        }
+        assert absent.evaluate("e => e.closest('section').querySelector('h2').id").startswith(
+            "how-it-was-measured"
+        )
         entries = page.locator(".left-out dt").all_inner_texts()
         assert entries and all(len(entry) > 15 for entry in entries)
 

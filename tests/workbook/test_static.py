@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from nbconvert import HTMLExporter
 from nbformat import v4
 
-from dlrm_workbook.show import static, theme
+from dlrm_workbook.show import static, theme, words
 
 NAME = "{http://www.w3.org/2000/svg}"
 
@@ -26,7 +26,7 @@ def drawn(figure: go.Figure) -> ET.Element:
 
 
 def said(figure: go.Figure) -> str:
-    return static.description(json.loads(figure.to_json()))
+    return words.description(json.loads(figure.to_json()))
 
 
 def texts(image: ET.Element) -> list[str]:
@@ -76,15 +76,7 @@ def test_pale_bars_have_the_full_colour_as_outline() -> None:
     assert mark.get("fill") == colour and mark.get("fill-opacity") == "0.25"
 
 
-def test_stacked_and_based_bars_stand_where_their_values_say() -> None:
-    table = pd.DataFrame({"a": [1.0, 3.0], "b": [3.0, 1.0]}, index=["x", "y"])
-    looks = {"a": ("first", "#112233"), "b": ("second", "#445566")}
-    image = drawn(theme.stacked_bars("t", table, looks, "ms"))
-    first, second = (
-        sorted(boxes(image, colour), key=lambda b: b[1]) for colour in ("#112233", "#445566")
-    )
-    for one, other in zip(first, second[:2], strict=False):
-        assert one[2] == pytest.approx(other[0], abs=0.2)
+def test_based_bars_stand_where_their_values_say() -> None:
     spans = pd.DataFrame({"lane": ["l", "l"], "label": ["p", "q"], "start_ms": [0.0, 6.0]}).assign(
         duration_ms=[2.0, 4.0], spans=1
     )
@@ -104,38 +96,6 @@ def test_lines_points_errors_and_logarithmic_axes() -> None:
     xs = [float(x) for x in re.findall(r"[ML](-?[\d.]+) ", str(line.get("d")))]
     assert xs[1] - xs[0] == pytest.approx(xs[2] - xs[1], abs=0.2)
     assert {"1", "10", "100"} <= set(texts(image))
-
-
-def test_call_trees_waterfalls_and_heat_maps_are_drawn() -> None:
-    tree = pd.DataFrame(
-        {
-            "id": ["0", "1", "2"],
-            "parent": ["", "0", "0"],
-            "label": ["iteration", "wide", "narrow"],
-            "ms": [4.0, 3.0, 1.0],
-        }
-    )
-    colours = ["#101010", "#202020", "#303030"]
-    image = drawn(theme.icicle("t", 300, tree, "ms", colours, [[""]] * 3, "h"))
-    (whole,), (wide,), (narrow,) = (boxes(image, colour) for colour in colours)
-    assert whole[2] - whole[0] == pytest.approx((wide[2] - wide[0]) / 0.75, abs=0.3)
-    assert wide[2] == narrow[0] and whole[3] == wide[1]
-    figure = theme.figure("t", 300)
-    figure.add_trace(
-        go.Waterfall(
-            x=[0, 1, 2],
-            y=[10, -4, 6],
-            measure=["absolute", "relative", "total"],
-            text=["10 ms", "−4 ms", "6 ms"],
-            **theme.WATERFALL,
-        )
-    )
-    assert len(boxes(drawn(figure), theme.FASTER)) == 1
-    assert "−4 ms" in said(figure)
-    scale = [[0, "#000000"], [1, "#FFFFFF"]]
-    cells = go.Heatmap(z=[[0, 1]], x=["a", "b"], y=["c"], zmin=0, zmax=1, colorscale=scale)
-    figure = theme.figure("t", 300).add_trace(cells)
-    assert boxes(drawn(figure), "#000000") and boxes(drawn(figure), "#FFFFFF")
 
 
 @given(st.lists(st.lists(st.floats(0.05, 10.0), min_size=1, max_size=4), min_size=1, max_size=5))

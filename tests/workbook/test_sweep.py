@@ -180,11 +180,22 @@ def test_a_page_says_which_part_is_largest_at_how_many_points() -> None:
             "samples_per_second": [10.0, 20.0, 5.0, 4.0],
             "top": ["data", "embedding", "embedding", ""],
             "top_share": [0.5, 0.29, 0.405, math.nan],
+            "quality": "green",
         }
     )
+    points.insert(5, "of_best", points["samples_per_second"] / 20)
     said = figures.sweep_verdict(points, "").markdown
     assert "**batch 16**, 20 samples/s, which is 5.00x faster than b" in said
     assert "embedding at 2 of 3 points (29% to 40%), data at 1 (50%)." in said
+    # an unreliable point is never the best, and is marked
+    points.loc[1, ["quality", "of_best"]] = "red", math.nan
+    points.loc[0, ["quality", "of_best"]] = "amber", 1.0
+    said = figures.sweep_verdict(points, "").markdown
+    assert "Unreliable, and not counted below: batch 16." in said and "**batch 8**, 10" in said
+    bars = figures.points_bars(points)
+    labels = list(bars.layout.yaxis.ticktext)
+    assert labels[:2] == ["batch 8 (use with care)", "batch 16 (unreliable)"]
+    assert bars.data[0].marker.color[1].startswith("rgba")
 
 
 def test_two_processes_do_not_run_one_sweep(tmp_path: Path) -> None:

@@ -13,16 +13,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import odd_program
 import pytest
 
+from dlrm_core.base.errors import InputError
 from dlrm_workbook.analysis.attribution import attribute
 from dlrm_workbook.analysis.findings import bottlenecks_json
 from dlrm_workbook.analysis.tried import tried, tried_sentence
-from dlrm_workbook.ground.profiling import ProfilingConfig
-from dlrm_workbook.recordings.command import recording_environment
-from dlrm_workbook.recordings.torch.inject import VARIABLE
+from dlrm_workbook.ground.profiling import REMEDIES, ProfilingConfig
+from dlrm_workbook.ground.speed_range import FEWEST, speed_range, status_of
+from dlrm_workbook.recordings.command import record_command
+from dlrm_workbook.recordings.injected import recording_environment
 from dlrm_workbook.recordings.torch.trace import read_recording
-from dlrm_workbook.recordings.torch.trials import FEWEST, speed_range, status_of
+from dlrm_workbook.recordings.torch.trials.remedies import REMEDIES as KINDS
+from dlrm_workbook.runner.parameters import split_overrides
 
 PROGRAM = '''
 import gc, json, sys
@@ -90,12 +94,13 @@ def line(text: str) -> str:
 def start(folder: Path, *words: str, remedies: list[str], budget_s: int) -> subprocess.Popen[str]:
     (folder / "train.py").write_text(PROGRAM)
     (folder / "notes").mkdir()
-    config = ProfilingConfig(trials=budget_s, warmup=1, iterations=2, probes=False)
+    config = ProfilingConfig(
+        trials=budget_s, warmup=1, iterations=2, probes=False, remedies=tuple(remedies)
+    )
     environment = recording_environment(os.environ, folder / "notes", config)
-    asked = json.loads(environment[VARIABLE]) | {"try": remedies}
     return subprocess.Popen(
         [sys.executable, "train.py", *words],
-        env=environment | {VARIABLE: json.dumps(asked)},
+        env=environment,
         cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -173,7 +178,7 @@ def test_an_error_of_the_program_while_a_remedy_is_on_is_a_row(tmp_path: Path) -
 def test_a_program_that_ends_first_says_so_and_a_kill_loses_no_row(tmp_path: Path) -> None:
     for name in ("ends", "killed"):
         (tmp_path / name).mkdir()
-    ends = start(tmp_path / "ends", "14", "", remedies=["fused"], budget_s=120)
+    ends = start(tmp_path / "ends", "16", "", remedies=["fused"], budget_s=120)
     killed = start(tmp_path / "killed", "100000", "", remedies=["fused", "threads"], budget_s=120)
     deadline = time.monotonic() + 200
     while not list((tmp_path / "killed/notes").glob("*/trials.json")):
@@ -185,6 +190,30 @@ def test_a_program_that_ends_first_says_so_and_a_kill_loses_no_row(tmp_path: Pat
     assert ends.wait(timeout=200) == 0 and ends.communicate()
     document = trials_of(tmp_path / "ends")
     assert (document["rows"], document["not_measured"]) == ([], "the program ended")
+
+
+def test_the_remedies_to_try_are_chosen_by_name() -> None:
+    assert {kind.id for kind in KINDS} == set(REMEDIES)
+    sections, own = split_overrides(["try=[fused, autocast]", "rounds=3"])
+    assert sections == ["profiling.remedies=[fused, autocast]"] and own == {"rounds": "3"}
+    with pytest.raises(InputError, match=r"profiling.remedies: 'faster' is no remedy; expected"):
+        ProfilingConfig(remedies=("faster",))
+
+
+def test_what_needs_a_new_process_is_tried_in_whole_runs(tmp_path: Path) -> None:
+    command = [sys.executable, odd_program.__file__, "100000", "loader", "0"]
+    config = ProfilingConfig(
+        trials=60, warmup=1, iterations=3, probes=False, remedies=("workers", "other_allocator")
+    )
+    record_command(command, config, tmp_path)
+    document = json.loads((tmp_path / "recording" / "trials.json").read_text())
+    assert len(document["rows"]) == 1, document
+    (row,) = document["rows"]
+    assert row["id"] == "workers" and row["status"] in {"paid", "unclear", "no difference"}
+    assert row["turns"] >= 2 and row["off_ms"] > 0 and row["on_ms"] > 0
+    assert row["place"].endswith("odd_program.py:69") and "num_workers=1" in row["code"]
+    assert "environment" not in row
+    assert "other allocator" in {each["remedy"] for each in document["not_tried"]}
 
 
 def test_ranges_hold_nine_of_ten_and_a_status_says_no_more_than_they_do() -> None:

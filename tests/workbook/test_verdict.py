@@ -13,7 +13,9 @@ import pytest
 
 from dlrm_core.config import parameters_from_sections
 from dlrm_workbook.analysis.attribution import attribute
+from dlrm_workbook.analysis.devices import device
 from dlrm_workbook.analysis.findings.finding import Finding
+from dlrm_workbook.analysis.roofline import roofline
 from dlrm_workbook.analysis.verdict import (
     ANOTHER_BATCH,
     BY_CEILINGS,
@@ -33,6 +35,7 @@ from dlrm_workbook.analysis.verdict import (
     with_timed,
 )
 from dlrm_workbook.analysis.whatif import prediction, what_if_table
+from dlrm_workbook.ground.units import milliseconds
 from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.recordings.torch.trace import read_trace
 from dlrm_workbook.show.bottlenecks import verdict_bars
@@ -110,6 +113,8 @@ def test_what_cannot_be_predicted_or_does_not_help_has_no_stage(profile: Profile
     unknown, slower = (stage for stage in way if stage.aside)
     assert (unknown.name, unknown.note) == ("or batch_size: many", ANOTHER_BATCH)
     assert slower.basis == INSTEAD and "gains nothing" in slower.note
+    vain = found[1:2]
+    assert "Start with" not in headline(vain, stages(profile, vain), "")
 
 
 def test_the_way_ends_at_what_the_machine_allows(profile: Profile) -> None:
@@ -126,6 +131,24 @@ def test_the_way_ends_at_what_the_machine_allows(profile: Profile) -> None:
     assert last.mid_ms == 25 and times(last) == {"top_mlp": 25}
     unknown = roofline.assign(ceiling_ms=[25.0, float("nan")])
     assert len(stages(profile, [], unknown)) == 1, "half a limit is none"
+
+
+def test_each_step_has_the_limit_of_its_own_configuration(profile: Profile) -> None:
+    """Changes that went to 124 ms stood above a limit of 177 ms, of the step without them."""
+    profile.meta["ceilings"] = device("V100-32GB").ceilings() | {"source": "measured"}
+    attribution = attribute(profile)
+    advice = [advised("slow_data", LOOP), advised("precision", {"training.precision": "fp16"})]
+    fp16 = probe(advice[1].change, top_mlp=0.01, bottom_mlp=0.01)
+    profile.meta["part_probes"]["changes"].append(fp16)
+    way = stages(profile, advice, roofline(profile, attribution))
+    now, _, last, limit = (stage.limit_ms for stage in way)
+    assert limit == last < 0.7 * now and limit == way[-1].mid_ms
+    assert all(stage.limit_ms <= stage.mid_ms for stage in way)
+    assert way[-1].name == "hardware limit, with these changes"
+    text = headline(advice, way, "")
+    assert f"{milliseconds(now)}; with the changes: {milliseconds(last)}." in text
+    ticks = verdict_bars(way).data[-1]
+    assert list(ticks.x) == [stage.limit_ms for stage in way[:-1]] and list(ticks.y) == [0, 1, 2]
 
 
 def test_the_headline_names_limit_change_and_gain(profile: Profile) -> None:

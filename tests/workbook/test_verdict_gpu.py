@@ -13,13 +13,13 @@ import pytest
 from finding_profiles import counters, made
 from test_findings_gpu import STEP_US, STEPS, Trace, busy
 
+from dlrm_workbook import explain
 from dlrm_workbook.analysis import experiment
 from dlrm_workbook.analysis.attribution import (
     IDLE,
     attribute,
     basis,
     coverage,
-    data_against_compute,
     device_beside_host,
     time_unit,
 )
@@ -85,7 +85,7 @@ def check_bounds(profile: Profile) -> None:
     assert "-p " not in text
     if basis(profile) != "the step":
         said = text + "".join(finding.title + finding.evidence for finding in found)
-        assert "per iteration" not in said and "of the step" not in said
+        assert "per iteration" not in said and "% of the step" not in said
 
 
 @pytest.mark.parametrize("name", list(REAL))
@@ -121,7 +121,6 @@ def test_the_experiment_is_a_gpu_that_idles() -> None:
     }.items():
         assert rows[part] == pytest.approx(of_all / 100, rel=0.015), part
     assert document["coverage"] >= 0.95
-    assert data_against_compute(profile)["compute_ms"].max() < 5
     assert "613 ms of that are one gap in each iteration, between optimizer update" in (
         found[0].evidence
     )
@@ -135,6 +134,21 @@ def test_the_experiments_gpu_works_as_little_in_each_table_of_its_page() -> None
     by_step = 100 * float(steps["busy_ms"].sum() / steps["time_ms"].sum())
     assert used == pytest.approx(0.19, abs=0.005) and used == pytest.approx(by_step, rel=0.01)
     assert steps["busy_ms"].max() < 2
+    tables = experiment.tables_seen(profile)
+    assert tables["recorded"].tolist() == tables["preset"].tolist() == [300, 3, 9_875_972, 9]
+
+
+def test_a_model_that_is_named_gives_a_recording_without_shapes_its_limits() -> None:
+    real("pc")
+    report = explain(REAL["pc"], device_name="H100-SXM", model_file="h100_experiment")
+    table = report.roofline.set_index(["component", "phase"])
+    assert (table["share_of_ceiling"].dropna() <= 1).all()
+    # 17.8 GFLOP at 67 TFLOP/s; the forward products are not in the recording
+    backward = table.loc[("top_mlp", "backward")]
+    assert backward["flops"] == pytest.approx(17.8e9, rel=0.01)
+    assert backward["share_of_ceiling"] == pytest.approx(0.887, abs=0.01)
+    assert "less time was recorded" in table.loc[("top_mlp", "forward"), "ceiling"]
+    assert 0 < table.loc[("optimizer", "update"), "share_of_ceiling"] < 1
 
 
 def test_the_experiments_host_makes_data() -> None:
@@ -154,7 +168,7 @@ def test_building_the_tables_is_no_largest_place() -> None:
 @pytest.mark.parametrize(
     ("name", "id_", "idle"),
     # idle: 1 - busy / span of the steady iterations' windows, by the union of the raw intervals
-    [("bert", "launch_bound", 0.930), ("graphs", "gpu_idle", 0.644), ("meta", None, 0.164)],
+    [("bert", "launch_bound", 0.930), ("graphs", "synchronisation", 0.644), ("meta", None, 0.164)],
 )
 def test_idle_gpus_of_traces(name: str, id_: str | None, idle: float) -> None:
     profile = real(name)
@@ -164,11 +178,12 @@ def test_idle_gpus_of_traces(name: str, id_: str | None, idle: float) -> None:
     share = attribution.loc[~on_device, "time_ms"].sum() / attribution["time_ms"].sum()
     assert share == pytest.approx(idle, abs=0.001)
     if id_ is not None:
-        assert found[0].id == id_ and found[0].title.startswith("The GPU is idle")
+        assert found[0].id == id_
     exposed = [finding.share_of_step for finding in found if "exposed" in finding.id]
     assert sum(exposed) + share <= 1
     if name == "graphs":
-        assert "up to 64%" in found[0].title and "upper bound" in found[0].evidence
+        assert found[0].share_of_step == pytest.approx(idle, abs=0.001)
+        assert "152 ms in aten::copy_" in found[0].title and "upper bound" in found[0].evidence
 
 
 def test_a_database_without_iterations_speaks_of_the_recording() -> None:

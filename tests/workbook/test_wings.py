@@ -52,9 +52,10 @@ def test_everything_else_works_without_studies(alone, tmp_path):
     doctor = alone("doctor", "--json")
     assert "dlrm_ranks" in doctor.stdout and "Traceback" not in doctor.stderr
     root = ["--output-root", str(tmp_path)]
-    explained = alone("run", "bottlenecks", "-p", f"profile_run={SAMPLE}", *root)
-    assert explained.returncode == 0, explained.stderr
-    page = Path(explained.stdout.splitlines()[-1], "bottlenecks.html").read_text()
+    for name in ("bottlenecks", "explore"):
+        explained = alone("run", name, "-p", f"profile_run={SAMPLE}", *root)
+        assert explained.returncode == 0, explained.stderr
+    page = Path(explained.stdout.splitlines()[-1], "explore.html").read_text()
     assert "needs the package dlrm_studies" in page
 
 

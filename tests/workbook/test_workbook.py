@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -16,6 +18,7 @@ from typing import Any
 
 import nbformat
 import pytest
+from jupyter_client.channels import AsyncZMQSocketChannel
 from sample_notebooks import PARAMETERS, write_notebook
 
 from dlrm_core.base.errors import InputError
@@ -124,7 +127,7 @@ def test_failing_cell_is_named_and_the_partial_notebook_kept(place: Path) -> Non
         run(place, cells)
     folder = failure.value.folder
     assert failure.value.code == 1
-    assert "n.ipynb: ValueError: the last [cell 4 of 5: x = 1]" in str(failure.value)
+    assert "n.ipynb: ValueError: the last (at: x = 1)" in str(failure.value)
     record = saved(folder.path)
     assert record["status"] == "failed"
     assert record["failing_cell"] == {
@@ -176,7 +179,7 @@ def test_cell_that_takes_too_long_is_ended(
 
 @pytest.mark.notebook
 def test_kernel_that_dies_is_a_failed_run(place: Path) -> None:
-    with pytest.raises(RunError, match=r"The kernel died.*cell 3 of 3: import os") as failure:
+    with pytest.raises(RunError, match=r"The kernel died.*\(at: import os") as failure:
         run(place, ["# T", "import os\nos.kill(os.getpid(), 9)"])
     assert saved(failure.value.folder.path)["status"] == "failed"
     assert failure.value.folder.html.exists()
@@ -302,6 +305,21 @@ def test_writing_takes_a_small_share_of_the_time(
     assert apart == pytest.approx([between] * len(apart), abs=0.011)
 
 
+def test_a_reply_that_nobody_was_woken_for_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[float | None] = []
+
+    async def asleep(self: Any, timeout: float | None = None) -> dict[str, Any]:
+        looked.append(timeout)
+        assert timeout is not None, "its socket wakes nobody"
+        if len(looked) < 3:
+            raise queue.Empty
+        return {"content": "a reply"}
+
+    monkeypatch.setattr(AsyncZMQSocketChannel, "get_msg", asleep)
+    channel = notebook_engine.ThisInterpreter().client_factory.shell_channel_class
+    assert asyncio.run(channel.get_msg(channel.__new__(channel))) and looked == [0.5, 0.5, 0.5]
+
+
 def test_all_chains_runs_and_stops_at_the_first_failure(place: Path) -> None:
     own = PARAMETERS + 'profile_run: str = ""\n'
     write_notebook(place / "nb" / "train.ipynb", ["# T", "1"])
@@ -329,7 +347,7 @@ def test_all_chains_runs_and_stops_at_the_first_failure(place: Path) -> None:
         (["training.batch_size=-4"], "training.batch_size is -4"),
         (["model=3"], "model is a section"),
         (["output_folder=/tmp"], "output_folder is set by dlrm run"),
-        (["cuont=3"], "unknown parameter cuont.*count, rate, word"),
+        (["cuont=3"], "cuont=3: unknown parameter.*count, rate, word"),
         (["count=three"], "count=three: expected int"),
         (["count=true"], "count=true: expected int"),
         (["count"], "expected NAME=VALUE"),
@@ -500,6 +518,31 @@ def test_command_line_speaks_in_sentences(
     out, err = capsys.readouterr()
     assert out == ""
     assert err.count("\n") == 1 and "training.batches is 0" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("compare -p data.loader=prefetch", "is spelt -p change.data.loader=prefetch"),
+        ("compare -f quick -p change.data.batch_size=2", "did you mean training.batch_size"),
+        ("train -f quick -p data.batch_size=2", "did you mean training.batch_size"),
+        ("train -f quick -p batch_size=2", "did you mean training.batch_size"),
+        ("benchmark -p results=a.json -p protocols=3", "protocols would do nothing"),
+        ("train -f teacher -p training.batches=3", "training.epochs is 1.0 and comes first"),
+        ("train -f mlperf_dcn -p data.fixed_pooling=false", "other values of data make it True"),
+        ("profile -f quick -p data.loader=" + "a" * 9000, "expected at most"),
+        ("profile -f quick -p " + "a" * 9000, "expected NAME=VALUE"),
+        ("profile -f quick -p model.tables=[" + "1" * 9000, "not valid YAML"),
+        ("bottlenecks -p profile_run=" + "a" * 9000, "no such file or folder"),
+        ("benchmark -f quick -p rounds=" + "a" * 9000, "expected int"),
+    ],
+)
+def test_options_that_do_nothing_and_odd_ones_are_refused_in_a_short_sentence(
+    words: str, said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert cli.main(["run", *words.split(), "--output-root", str(tmp_path)]) == 2
+    message = capsys.readouterr().err
+    assert said in message and len(message) <= 500 and not any(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

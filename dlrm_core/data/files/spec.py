@@ -17,7 +17,7 @@ import numpy as np
 
 from dlrm_core.base.errors import InputError
 from dlrm_core.base.files import read_text
-from dlrm_core.base.settings import read_yaml
+from dlrm_core.base.settings import check_text, read_yaml
 
 FILE_NAME = "feature_spec.yaml"
 MOST_SPEC_BYTES = 1_000_000
@@ -115,6 +115,21 @@ def read_spec(path: Path) -> FeatureSpec:
             f"{file}: the file is empty; expected feature_spec, source_spec and channel_spec"
         )
     return _Reader(file, tree).spec()
+
+
+def with_stated_shape(model: Mapping[str, Any], data: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The section ``model`` with the rows and features that it leaves out and its data set states.
+
+    Raises:
+        InputError: as :func:`read_spec`; of other formats than 'split_binary' nothing is read.
+    """
+    path, form = data.get("path"), data.get("format", "split_binary")
+    if form != "split_binary" or not path or not isinstance(path, str):
+        return model
+    check_text(path, "data.path")
+    spec = read_spec(Path(path))
+    shape = {"table_rows": list(spec.table_rows), "tables": len(spec.table_rows)}
+    return {"dense_features": spec.dense_features, **model, **shape}
 
 
 class _Reader:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,9 @@ class ScalingRecord:
     tables: Mapping[str, pd.DataFrame]
     machine: Mapping[str, Any] = field(default_factory=dict)
     not_measured: Mapping[str, str] = field(default_factory=dict)
+    checked: pd.DataFrame | None = None
+    """Of a summary of several configurations: its runs beside their predictions, as
+    :func:`predicted_and_measured` has them, with ``case`` in front."""
 
     def __getattr__(self, name: str) -> pd.DataFrame:
         if name in TABLES:
@@ -68,6 +71,12 @@ class ScalingRecord:
         chosen = pd.MultiIndex.from_frame(kept[keys])
         table = self.tables[name]
         return table[pd.MultiIndex.from_frame(table[keys]).isin(chosen)]
+
+    @property
+    def can_be_checked(self) -> bool:
+        """Whether its runs can be set beside predictions."""
+        apart = self.tables["link_probe"], self.tables["compute_profile"]
+        return self.checked is not None or not any(table.empty for table in apart)
 
     @property
     def reasons(self) -> dict[str, str]:
@@ -112,12 +121,49 @@ def read_record(path: Path) -> ScalingRecord:
         InputError: it cannot be read, is none, or of a newer version.
     """
     document = read_json(path)
+    if isinstance(document, Mapping) and isinstance(document.get("cases"), Mapping):
+        return _summary_of(document, str(path))
     if not isinstance(document, Mapping) or not any(name in document for name in TABLES):
         raise InputError(f"{path} is no record of {FORMAT}")
     version = document.get("version", VERSION)
     if not isinstance(version, int) or version > VERSION:
         raise InputError(f"{path} has version {version}, this program reads up to {VERSION}")
     return record_of(document, str(path))
+
+
+def _summary_of(document: Mapping[str, Any], where: str) -> ScalingRecord:
+    """The record of a summary, such as ``benchmarks/results/scaling.json``.
+
+    It has a run's time and its prediction, of several configurations; not what these rest on.
+
+    Raises:
+        InputError: a run lacks what it must have.
+    """
+    rows: list[dict[str, Any]] = []
+    try:
+        for case, measured in document["cases"].items():
+            rows += [
+                {"case": str(case), "run": len(rows) + i} | dict(run)
+                for i, run in enumerate(measured["runs"])
+            ]
+        checked = pd.DataFrame(rows)[["case", *CHECK_COLUMNS]]
+        first = next(iter(document["cases"].values()))
+        base = len(first["runs"])
+    except (KeyError, TypeError, ValueError, AttributeError, StopIteration):
+        raise InputError(f"{where} is no summary of {FORMAT}") from None
+    runs = checked.head(base)
+    times = runs[["run", "measured_ms"]].rename(columns={"measured_ms": "time_ms"})
+    why = f"{where} is a summary of {len(document['cases'])} configurations, without it"
+    record = record_of(
+        {
+            "runs": runs[["run", "ranks", "batch_size", "sharding"]].to_dict("records"),
+            "iterations": times.assign(rank=0, iteration=0).to_dict("records"),
+            "machine": first.get("machine"),
+            "not_measured": dict.fromkeys(TABLES, why),
+        },
+        where,
+    )
+    return replace(record, checked=checked)
 
 
 def measured_iterations(record: ScalingRecord) -> pd.DataFrame:
@@ -310,6 +356,8 @@ def predicted_and_measured(record: ScalingRecord, parameters: Parameters) -> pd.
     Raises:
         InputError: link probe or compute profile are missing or cannot be used.
     """
+    if record.checked is not None:
+        return record.checked
     for name in ("link_probe", "compute_profile"):
         if record.tables[name].empty:
             raise InputError(f"{name} was not measured: {record.reasons[name]}")

@@ -26,6 +26,7 @@ from dlrm_workbook.analysis.attribution import (
     device_beside_host,
     unattributed,
 )
+from dlrm_workbook.analysis.device_counters import counted_sentence
 from dlrm_workbook.analysis.findings import (
     changes,
     data,
@@ -51,7 +52,8 @@ from dlrm_workbook.analysis.findings.finding import (
     rank,
 )
 from dlrm_workbook.analysis.findings.where import part_name
-from dlrm_workbook.analysis.kernel_names import kernel_name
+from dlrm_workbook.analysis.kernel_names import kernel_family
+from dlrm_workbook.analysis.lanes import MOST_LANES
 from dlrm_workbook.analysis.lines import by_role
 from dlrm_workbook.ground.units import milliseconds, percent
 from dlrm_workbook.recordings.foreign import START_UP
@@ -68,12 +70,21 @@ EXPLAINS = {
     "allocation": (STARVED, 0.5),
     "profiler_overhead": (STARVED, 0.5),
     "rank_imbalance": (("exposed_communication", "largest_place"), 0.0),
+    "load_imbalance": (("waiting",), 0.0),
+    **dict.fromkeys(("float64", "dense_updates"), (("page_faults",), 0.5)),  # large temporaries
 }
 """Finding of a cause to those that speak of its effects, before which it stands if its share is no
 less than this part of the effect's."""
 
+SPREAD = (*STARVED, "pointwise_operators", "largest_kernels")
+"""Findings that are sums of many."""
+
 SPREAD_WEIGHT = 0.5
-"""Factor of a GPU's idle time in the order of findings, where no one place of a program has it."""
+"""Factor of these in the order of findings, where no one place of a program has their time."""
+
+OTHERWISE = 0.1
+"""Of the step or of the recording: so much that a headline leaves out, or that differs between the
+two, is said."""
 
 SERIALISED_CAUTION = (
     "Kernels were serialised by PC sampling: times, idleness and overlap of this recording are "
@@ -96,11 +107,11 @@ RULES: tuple[Rule, ...] = (
     gpu_copies.exposed_communication,
     gpu_idle.launch_bound,
     gpu_idle.gpu_idle,
+    embedding.unread_gradient,
     gpu_work.float64,
     gpu_work.tensor_cores,
     gpu_work.layout_copies,
     gpu_work.pointwise_operators,
-    gpu_work.occupancy,
     gpu_work.stalls,
     gpu_work.heavy_kernel,
     gpu_work.largest_kernels,
@@ -117,6 +128,11 @@ RULES: tuple[Rule, ...] = (
     program.dense_updates,
     program.padding_lookups,
     program.empty_products,
+    program.backward_twice,
+    program.forward_again,
+    program.without_gradients,
+    program.float64_lines,
+    program.small_operators,
     host.storage_in_loop,
     host.waiting,
     host.page_faults,
@@ -149,6 +165,7 @@ def findings(
         return []
     ledger = Causes(evidence)
     unranked = [finding for rule in RULES for finding in rule(evidence, ledger)]
+    unranked = program.as_tried(unranked, profile)
     ranked = rank(iterations.of_all_iterations(unranked))
     by_gain = _by_gain(evidence)
     ranked = ranked if by_gain else _by_share(ranked)
@@ -162,25 +179,6 @@ def findings(
     for cause, (effects, least) in EXPLAINS.items():
         _before(ranked, cause, effects, least)
     return of_one_step(ranked, _available(evidence), evidence.basis)
-
-
-def ranking(profile: Profile, attribution: pd.DataFrame) -> str:
-    """One sentence on how :func:`findings` of this profile are ordered."""
-    evidence = Evidence(profile, attribution)
-    first = "Findings that make the run fail come first"
-    if _by_gain(evidence):
-        ahead = f"a part that takes far more of {evidence.basis} than all else that was found"
-        if evidence.on_gpu:
-            ahead = f"an idle GPU that takes more than any other finding, or {ahead},"
-        return (
-            f"{first}, then those whose remedy should save the most time; {ahead} comes before "
-            "these, and a cause before its effects."
-        )
-    return (
-        f"{first}; the others follow by their share of {evidence.basis}, of which idle time that "
-        "is spread over the program counts half, and work of the GPU after which it waits for the "
-        "host not at all; a cause comes before its effects, and what promises no gain is last."
-    )
 
 
 def _by_gain(evidence: Evidence) -> bool:
@@ -200,12 +198,12 @@ def _by_share(ranked: Sequence[Finding]) -> list[Finding]:
 
 
 def _weight(finding: Finding) -> float:
-    """The share of the step by which a finding is ranked: what the step feels of it; and of idle
-    time that is spread over the program half, but no less than what lies in one place. One cause
-    goes before a sum of many."""
-    if finding.id not in STARVED:
+    """The share of the step by which a finding is ranked: what the step feels of it; and of what is
+    spread over the program half, but no less than what lies in one place. One cause goes before a
+    sum of many."""
+    if finding.id not in SPREAD:
         return finding.felt * finding.share_of_step
-    return max(SPREAD_WEIGHT * finding.share_of_step, finding.in_one)
+    return finding.felt * max(SPREAD_WEIGHT * finding.share_of_step, finding.in_one)
 
 
 def _dominant_in_place(ranked: Sequence[Finding]) -> list[Finding]:
@@ -258,16 +256,22 @@ def _available(evidence: Evidence) -> dict[str, float]:
 
 
 def limit(profile: Profile, attribution: pd.DataFrame, title: str = "") -> str:
+    """As :func:`_limit`, with the name of a device that is no GPU."""
+    evidence = Evidence(profile, attribution)
+    return evidence.of_device(_limit(evidence, title)) + counted_sentence(profile)
+
+
+def _limit(evidence: Evidence, title: str) -> str:
     """One sentence: which part the step's time goes to most, and the limit it meets.
 
     Args:
         title: of the finding that stands before it; the part and the share that it names are
             not named again.
     """
+    profile, attribution = evidence.profile, evidence.attribution
     named = attribution[attribution["time_ms"] > 0]
     if named.empty:
         return "Nothing was measured, so nothing can be said about limits."
-    evidence = Evidence(profile, attribution)
     on_device = named["where"].eq("device")
     if not evidence.is_ours and not on_device.any() and (roles := by_role(profile)):
         return roles
@@ -277,11 +281,8 @@ def limit(profile: Profile, attribution: pd.DataFrame, title: str = "") -> str:
         named = named[on_device]
     total = float(named["time_ms"].sum())
     if named["component"].eq("other").all():
-        return (
-            f"{busy}This profile names no part of a model: it is of another program, or was "
-            f"measured without Python frames.{_without_part(profile)} The call tree and the "
-            "operators say where its time goes."
-        )
+        nothing = f"{busy}The recording names no part of a model."
+        return nothing + _without_part(profile) + _paces(evidence, title)
     parts = named[named["component"] != "other"] if evidence.low_coverage else named
     parts = parts.groupby(["component", "phase"], as_index=False)[["time_ms"]].sum()
     top = parts.loc[parts["time_ms"].idxmax()]
@@ -310,14 +311,48 @@ def limit(profile: Profile, attribution: pd.DataFrame, title: str = "") -> str:
     return text
 
 
+def _paces(evidence: Evidence, title: str) -> str:
+    """How near their limits the operators run that take most of the GPU's time, as sentences;
+    without one that the title tells of."""
+    paces = evidence.kernels["kernel"].map(evidence.paces)
+    times = evidence.kernels["ms"].groupby(paces).sum().sort_values(ascending=False)
+    told = [
+        f" {place} {pace} ({percent(ms / evidence.device_ms)} of the GPU's time)."
+        for (place, pace), ms in zip(times.index, times, strict=True)
+        if ms >= WORTH_PACE * evidence.device_ms and place not in title
+    ]
+    return "".join(told[:MOST_PACES])
+
+
+WORTH_PACE, MOST_PACES = 0.02, 3
+"""Least share of the GPU's time, and number, of operators of which a headline says how near their
+limits they run."""
+
+
 def _busy(evidence: Evidence) -> str:
     """How much of the step the GPU works, where the recording has a timeline."""
     if not evidence.has_timeline:
         return "How long the GPU was idle was not measured: the recording has no timeline. "
-    return (
+    share = evidence.device_ms / evidence.total_ms
+    text = (
         f"The GPU works {milliseconds(evidence.device_ms)} of {milliseconds(evidence.total_ms)} "
-        f"{evidence.per} ({percent(evidence.device_ms / evidence.total_ms)}). "
+        f"{evidence.per} ({percent(share)}). "
     )
+    busy_ms, span_ms, before_ms = evidence.whole
+    if abs(busy_ms / span_ms - share) > OTHERWISE:
+        text += (
+            f"From its first operation to its last in the whole recording it works "
+            f"{milliseconds(busy_ms)} of {milliseconds(span_ms)} ({percent(busy_ms / span_ms)}). "
+        )
+    if evidence.profile.iterations.empty and before_ms > OTHERWISE * span_ms:
+        text += f"The {milliseconds(before_ms)} before its first operation are left out. "
+    time, exposed = evidence.exchange_ms
+    if time > OTHERWISE * evidence.total_ms:
+        text += (
+            f"The exchange between ranks runs {milliseconds(time)} of it, "
+            f"{milliseconds(exposed)} while nothing else does. "
+        )
+    return text
 
 
 def _without_part(profile: Profile) -> str:
@@ -325,7 +360,7 @@ def _without_part(profile: Profile) -> str:
     table = unattributed(profile)
     on_gpu = profile.has("gpu_time_ms")
     table = table[table["device_ms" if on_gpu else "host_ms"].gt(0)]
-    shorter = (lambda name: kernel_name(name).short) if on_gpu else (lambda name: name[:60])
+    shorter = kernel_family if on_gpu else (lambda name: name[:60])
     largest = table["share"].groupby(table["name"].map(shorter)).sum().nlargest(3)
     listed = ", ".join(f"{name} ({percent(share)})" for name, share in largest.items())
     return f" Largest without a part: {listed}." if listed else ""
@@ -336,6 +371,8 @@ def cautions(profile: Profile) -> list[str]:
     sentences = [str(sentence) for sentence in profile.meta.get("cautions") or []]
     if profile.meta.get("serialised") and not any("serialised" in text for text in sentences):
         sentences.insert(0, SERIALISED_CAUTION)
+    if (more := profile.trace["profile"].nunique() - MOST_LANES) > 0:
+        sentences.append(f"Timelines show the {MOST_LANES} threads that ran longest, not {more:,}.")
     return [*sentences, *filter(None, [host.faults_of_profiler(profile)])]
 
 

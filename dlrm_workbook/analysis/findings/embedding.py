@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import re
 import statistics
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 from dlrm_core.data.reuse import ReuseLaw
 from dlrm_workbook.analysis.findings.evidence import Evidence, heaviest
 from dlrm_workbook.analysis.findings.finding import Causes, Measured, amdahl, bounded, rule
+from dlrm_workbook.recordings.foreign import node_key
 
 SKEW = 4.0
 """Times as often as the generator's law expects is the hottest row asked for."""
@@ -66,6 +68,57 @@ def skewed_indices(evidence: Evidence, ledger: Causes) -> Measured | None:
         "different": table["unique_rows_per_batch"],
         "speedup": {"low": 1.0, "mid": gain**0.5, "high": gain},
         "limit": "random rows" if threads == 1 else "load imbalance",
+    }
+
+
+UNREAD = re.compile("grad_indice_weights|per_sample_weights_backward")
+"""Kernels that compute the gradient of a lookup's per-sample weights."""
+
+UNREAD_SHARE = 0.02
+
+_LOOKUP = re.compile(r"lookup_\w+_function|embedding_bag\b")
+_ONE_DIMENSION = re.compile(r"\[(\d+)\]")
+
+
+@rule(
+    "unread_gradient",
+    title="A gradient that nothing reads takes {share:.0%} of the step: of the weights of a lookup",
+    evidence=(
+        "{kernel} computes the gradient of per-sample weights in {time:ms} per iteration.",
+        "By the recorded shapes it has {sizes} values, and no node of autograd takes so many.",
+    ),
+    advice="Where the weights are not learned, say so: FBGEMM computes their gradient unless "
+    "feature_requires_grad is given as zeros, and autograd discards it.",
+    limit="memory bandwidth",
+    component="embedding",
+    gpu=True,
+    concerns=("embedding",),
+)
+def unread_gradient(evidence: Evidence, ledger: Causes) -> Measured | None:
+    """The backward of a lookup computes a gradient of its weights that no later node takes."""
+    kernels = evidence.kernels[evidence.kernels["kernel"].str.contains(UNREAD)]
+    time, contexts = float(kernels["ms"].sum()), evidence.profile.contexts
+    if time < UNREAD_SHARE * evidence.total_ms:
+        return None
+    called = contexts[contexts["kind"].eq("operator") & contexts["shapes"].ne("")]
+    lookups = called.loc[called["name"].str.contains(_LOOKUP), "shapes"]
+    sizes = set()
+    for shapes in lookups:  # indices and their weights are as many
+        counts = Counter(map(int, _ONE_DIMENSION.findall(shapes)))
+        twice = [size for size, count in counts.items() if count > 1]
+        sizes |= {max(twice)} if twice else set()
+    nodes = called.loc[[node_key(name) is not None for name in called["name"]], "shapes"]
+    taken = {int(size) for shapes in nodes for size in _ONE_DIMENSION.findall(shapes)}
+    if not sizes or nodes.empty or sizes & taken:
+        return None
+    ledger.device_work |= set(kernels["kernel"])
+    ledger.explain(time, ("embedding", "backward"))
+    return {
+        "share": time / evidence.total_ms,
+        "kernel": str(kernels["short_name"].iloc[0]),
+        "time": time,
+        "sizes": ", ".join(f"{size:,}" for size in sorted(sizes, reverse=True)),
+        "pieces": evidence.of_kernels(kernels["kernel"]),
     }
 
 

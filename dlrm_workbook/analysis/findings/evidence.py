@@ -36,6 +36,7 @@ from dlrm_workbook.analysis.attribution import (
 )
 from dlrm_workbook.analysis.findings.where import code_line, shown
 from dlrm_workbook.analysis.gpu import kernel_table
+from dlrm_workbook.analysis.gpu_limits import kernel_paces
 from dlrm_workbook.analysis.idleness import idle_pieces
 from dlrm_workbook.analysis.launches import launched_operations
 from dlrm_workbook.analysis.lines import lines, statements
@@ -43,12 +44,12 @@ from dlrm_workbook.analysis.operators import top_operators
 from dlrm_workbook.analysis.roofline import roofline
 from dlrm_workbook.ground.arrays import Bools, Ints
 from dlrm_workbook.ground.units import milliseconds
-from dlrm_workbook.recordings.foreign import is_iteration_function
+from dlrm_workbook.recordings.foreign import COMMUNICATION, is_iteration_function
 from dlrm_workbook.recordings.nesting import overlap, union
-from dlrm_workbook.recordings.open import COMMUNICATION
 from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.recordings.torch.chrome_trace import GRAPH_LAUNCH
 from dlrm_workbook.recordings.torch.lines import MAIN
+from dlrm_workbook.recordings.torch.workers import NAME as WORKER
 
 Part = tuple[str, str]
 
@@ -142,10 +143,10 @@ class Evidence:
 
     @property
     def cores(self) -> int | None:
-        """Cores that the process may use."""
+        """Cores that the process may use; of several ranks on a machine, its part of them."""
         machine = self.meta.get("machine") or {}
         cores = machine.get("usable_cores") or machine.get("cores")
-        return int(cores) if cores else None
+        return max(1, int(cores) // int(machine.get("ranks") or 1)) if cores else None
 
     # ---- parts --------------------------------------------------------------------
 
@@ -203,11 +204,14 @@ class Evidence:
 
     def lines_of(self, component: str) -> pd.DataFrame:
         """The user's lines of the step's thread that are for the same as a part is: making the
-        batch, the optimizer, the model, or what is around it; most time first."""
+        batch, the optimizer, the model, or what is around it; most time first. Batches that
+        workers make are made by lines of theirs."""
         roles = {"data": "batch", "optimizer": "optimizer", "other": "around"}
         table = lines(self.profile)
-        chosen = table["thread"].eq(MAIN) & table["file"].ne("") & table["time_ms"].gt(0)
-        return table[chosen & table["role"].eq(roles.get(component, "model"))]
+        chosen = table["role"].eq(roles.get(component, "model"))
+        chosen &= table["file"].ne("") & table["time_ms"].gt(0)
+        of_workers = chosen & table["thread"].astype(str).str.startswith(WORKER)
+        return table[of_workers if of_workers.any() else chosen & table["thread"].eq(MAIN)]
 
     @cached_property
     def batch_ms(self) -> float:
@@ -272,6 +276,20 @@ class Evidence:
         """Time of a mean step in which the GPU works."""
         on_gpu = self.attribution["where"].eq("device")
         return float(self.attribution.loc[on_gpu, "time_ms"].sum())
+
+    def of_device(self, text: str) -> str:
+        """The text with the device's own name where it is no GPU."""
+        word = str(self.meta.get("accelerator") or "")
+        return re.sub(r"\bGPU\b", lambda _: word, text) if word else text
+
+    @property
+    def whole(self) -> tuple[float, float, float]:
+        """Time in which the GPU works, from its first operation to its last, and before these, of
+        the whole recording; ms."""
+        work, trace = launched_operations(self.profile), self.profile.trace
+        start, end = union(work["start_ns"].to_numpy(), work["end_ns"].to_numpy())
+        before = start[0] - trace["start_ns"].min()
+        return (end - start).sum() / 1e6, (end[-1] - start[0]) / 1e6, before / 1e6
 
     @property
     def low_coverage(self) -> bool:
@@ -380,13 +398,44 @@ class Evidence:
         """As :func:`kernel_table`, with ``ms`` of a mean step."""
         table = kernel_table(self.profile)
         each = table["time_ms"] / iteration_count(self.profile)
+        table = table.astype({"kernel": object, "short_name": object})  # also where there is none
         return table.assign(ms=table["per_iteration_ms"].fillna(each))
+
+    @cached_property
+    def paces(self) -> dict[str, tuple[str, str]]:
+        """As :func:`dlrm_workbook.analysis.gpu_limits.kernel_paces`."""
+        return kernel_paces(self.profile) if self.on_gpu else {}
+
+    def pace_of(self, kernel: str) -> str | None:
+        """How near the limits the operator runs at which a kernel does most, as a sentence."""
+        place, pace = self.paces.get(kernel, ("", ""))
+        return f"{place} {pace}." if pace else None
+
+    @property
+    def last_ns(self) -> float:
+        """When the last operation of the GPU ends, in a recording without iterations: it waits for
+        nothing after that. Without end where iterations follow each other."""
+        endless = len(self.profile.iterations) > 0 or not self.has_timeline
+        return math.inf if endless else float(self.work["end_ns"].max())
+
+    @property
+    def after_ms(self) -> float:
+        """Time of a mean step after :attr:`last_ns`."""
+        after = self.idle["start_ns"].ge(self.last_ns)
+        return float(self.idle.loc[after, "idle_ms"].sum()) if len(self.idle) else 0.0
 
     @property
     def is_exchange(self) -> pd.Series:
         """Which rows of :attr:`work` are kernels that exchange data between ranks."""
         named = self.named(COMMUNICATION)
         return self.work["kind"].eq("kernel") & named[self.work["context"].to_numpy()]
+
+    @cached_property
+    def exchange_ms(self) -> tuple[float, float]:
+        """Time of a mean step in which ranks exchange data, and that of it in which the GPU does
+        nothing else."""
+        exchange = self.is_exchange
+        return self.alone_ms(self.work[exchange], self.work[~exchange])
 
     @property
     def has_graphs(self) -> bool:

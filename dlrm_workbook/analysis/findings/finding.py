@@ -237,7 +237,8 @@ def rule(
     it; ``change``, ``severity`` and ``speedup`` are the finding's. Without ``speedup`` the
     share is waste that can go entirely (:func:`removed`); an empty one says that nothing tells
     the gain. ``pieces`` gives the contexts and the time (ms of a mean step) of the pieces that the
-    share is of, which become a sentence (:func:`~.where.place_sentence`).
+    share is of, which become a sentence (:func:`~.where.place_sentence`); ``in_place`` is False
+    where most of it has no name that tells where to look.
 
     Args:
         gpu: only for runs on a GPU (True) or on a CPU (False).
@@ -259,7 +260,8 @@ def rule(
             if "pieces" in figures:
                 context, ms = figures["pieces"]
                 told.append(place_sentence(seen.profile, context, ms, seen.total_ms) or "")
-                in_one = most_in_one(seen.profile, context, ms) / seen.total_ms
+                if figures.get("in_place", True):
+                    in_one = most_in_one(seen.profile, context, ms) / seen.total_ms
                 felt = _felt(seen, context) if IDLE not in concerns else 1.0
             remedy = _filled(figures.get("advice", advice), figures) or ""
             speedup = removed(share) if figures.get("speedup") is None else figures["speedup"]
@@ -310,6 +312,7 @@ def _felt(evidence: Evidence, contexts: Ints) -> float:
 
 def _of_basis(evidence: Evidence, text: str) -> str:
     """The text with the name of what its shares are of, where that is no step."""
+    text = evidence.of_device(text)
     if evidence.basis == "the step":
         return text
     for step in ("the step", "each step"):

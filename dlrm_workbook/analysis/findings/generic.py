@@ -46,8 +46,7 @@ from dlrm_workbook.analysis.findings.where import (
 from dlrm_workbook.analysis.kernel_names import kernel_name
 from dlrm_workbook.analysis.lines import lines
 from dlrm_workbook.ground.units import milliseconds
-from dlrm_workbook.recordings.foreign import node_key
-from dlrm_workbook.recordings.open import COMMUNICATION
+from dlrm_workbook.recordings.foreign import COMMUNICATION, node_key
 from dlrm_workbook.recordings.profile import nearest
 from dlrm_workbook.recordings.torch.lines import MAIN
 
@@ -170,6 +169,12 @@ def spinning_threads(evidence: Evidence, ledger: Causes) -> Measured | None:
 PLACE_SHARE = 0.25
 """Least share of the step with a GPU in one range, operator or function for it to be named."""
 
+EVERYWHERE = 0.9
+"""Share of the step from which on a range, operator or function is the step, and no place in it."""
+
+COMPUTES_MS = 0.1
+"""Of an operator's own time in each call, far beyond the microseconds that calling it takes."""
+
 FUNCTION_SHARE = 0.04
 """Least share of CPU time for a function to be listed among those that no finding names."""
 
@@ -189,6 +194,8 @@ SAME_PLACE = 0.8
         "{itself} takes {time:ms} of {total:ms} per iteration, without what builds the model.",
         "Its kernels: {kernels}.",
         "Most of it: {heaviest}.",
+        "It is called {calls:count} times per iteration, for {each:ms} each: computing takes the "
+        "time, not calling it.",
         "By the Python function that calls these: {callers}.",
         "Of the sampled time that no finding above names, these take most: {listed}.",
         "No rule found why: how short it could be, and what would help, was not measured.",
@@ -210,7 +217,7 @@ def largest_place(evidence: Evidence, ledger: Causes) -> Measured | None:
             measured = _sampled_place(evidence, ledger) or _sampled_functions(evidence, ledger)
     else:
         measured = _without_parts(evidence, ledger)
-    nothing = ("what", "itself", "kernels", "heaviest", "callers", "listed")
+    nothing = ("what", "itself", "kernels", "heaviest", "callers", "listed", "calls", "each")
     return measured and {"takes": "takes", **dict.fromkeys(nothing), "busy": 0, **measured}
 
 
@@ -220,17 +227,19 @@ def _place_on_gpu(evidence: Evidence, ledger: Causes) -> Measured | None:
     profile, pieces = evidence.profile, evidence.pieces
     exchanges = np.append(evidence.named(COMMUNICATION), False)[pieces["context"]]
     rows = pieces[~(exchanges & pieces["where"].eq("device"))]
+    rows = rows[rows["start_ns"].lt(evidence.last_ns)]
     places = time_by_name(profile, rows["context"], rows["ms"])
     del places["call"]  # of idle time, which another finding tells
     most = max((float(times.iloc[0]) for times in places.values() if len(times)), default=0.0)
-    if most < PLACE_SHARE * evidence.total_ms:
+    if not PLACE_SHARE <= most / evidence.total_ms <= EVERYWHERE:
         return None
     # of nested names with nearly the same time the innermost
     level = [
         key for key, times in places.items() if len(times) and times.iloc[0] > SAME_PLACE * most
     ][-1]
     name = str(places[level].index[0])
-    if any(share > TOLD * most / evidence.total_ms and name in text for share, text in ledger.told):
+    least = TOLD * most / evidence.total_ms
+    if any(share > least and shown(name) in text for share, text in ledger.told):
         return None
     inside = in_place(profile, level, name)
     own = rows[inside[rows["context"]] & rows["context"].ge(0)]
@@ -265,12 +274,16 @@ def _without_parts(evidence: Evidence, ledger: Causes) -> Measured | None:
     by_line = lines(evidence.profile)
     by_line = by_line[by_line["thread"].eq(MAIN) & by_line["file"].ne("")]
     share, name = float(table["share"].iloc[0]), shown(str(table["name"].iloc[0]))
+    called = evidence.called[evidence.called["name"].eq(str(table["name"].iloc[0]))]
+    calls = float(called["calls"].sum())
+    each = float(called["cpu_self_ms"].sum()) / calls if calls else 0.0
+    told = {"calls": calls, "each": each} if each > COMPUTES_MS else {}
     if len(by_line):
         row = by_line.iloc[0]
         share = float(row["share_of_step"])
-        name = code_line(str(row["function"]), str(row["file"]), int(row["line"]))
+        name, told = code_line(str(row["function"]), str(row["file"]), int(row["line"])), {}
     listed = table.head(MOST_LISTED).set_index("name")["share"] * evidence.total_ms
-    return {"share": share, "name": name, "heaviest": listed_times(listed), "speedup": {}}
+    return {"share": share, "name": name, "heaviest": listed_times(listed), "speedup": {}} | told
 
 
 def _sampled_place(evidence: Evidence, ledger: Causes) -> Measured | None:

@@ -50,7 +50,7 @@ COPY_SHARE = 0.05
 )
 def copies(evidence: Evidence, ledger: Causes) -> Measured | None:
     """Copies between host and GPU hold the step up: pageable memory, or not overlapped."""
-    crossing = _copies(evidence)
+    crossing = _copies(evidence, over_link=True)
     if crossing.empty:
         return None
     kernels = evidence.work[evidence.work["kind"].eq("kernel")]
@@ -104,20 +104,21 @@ def copies(evidence: Evidence, ledger: Causes) -> Measured | None:
     return figures
 
 
-def _copies(evidence: Evidence) -> pd.DataFrame:
-    """Copies over the link in the step: rows of ``evidence.work`` with ``name``, ``ms`` and
-    ``bytes`` (0 where not measured), each of a mean iteration."""
+def _copies(evidence: Evidence, over_link: bool) -> pd.DataFrame:
+    """Copies in the step, over the link or on GPUs: rows of ``evidence.work`` with ``name``, ``ms``
+    and ``bytes`` (0 where not measured), each of a mean iteration."""
     work, profile = evidence.work, evidence.profile
     if work.empty:
         return work
     names = profile.contexts["name"]
-    crossing = work[work["kind"].eq("copy") & evidence.named(OVER_LINK)[work["context"]]]
+    crossing = evidence.named(OVER_LINK)[work["context"]] == over_link
+    chosen = work[work["kind"].eq("copy") & crossing]
     count = evidence.iterations
-    every = np.bincount(profile.trace["context"], minlength=len(names))[crossing["context"]]
-    size = np.nan_to_num(profile.value_table("copy_bytes").to_numpy())[crossing["context"]]
-    return crossing.assign(
-        name=names.iloc[crossing["context"]].to_numpy(),
-        ms=(crossing["end_ns"] - crossing["start_ns"]) / 1e6 / count,
+    every = np.bincount(profile.trace["context"], minlength=len(names))[chosen["context"]]
+    size = np.nan_to_num(profile.value_table("copy_bytes").to_numpy())[chosen["context"]]
+    return chosen.assign(
+        name=names.iloc[chosen["context"]].to_numpy(),
+        ms=(chosen["end_ns"] - chosen["start_ns"]) / 1e6 / count,
         bytes=size / np.maximum(every, 1) / count,
     )
 
@@ -171,40 +172,32 @@ COPY_ON_GPU_SHARE = 0.05
 )
 def heavy_copy(evidence: Evidence, ledger: Causes) -> Measured | None:
     """Copies and memory sets that never cross the link take much of the step."""
-    work = evidence.work
-    if work.empty:
-        return None
-    profile = evidence.profile
-    staying = work[work["kind"].eq("copy") & ~evidence.named(OVER_LINK)[work["context"]]]
-    staying = staying.assign(name=profile.contexts["name"].iloc[staying["context"]].to_numpy())
+    staying = _copies(evidence, over_link=False)
     if staying.empty:
         return None
-    time, alone = evidence.alone_ms(staying, work[work["kind"].eq("kernel")])
+    time, alone = evidence.alone_ms(staying, evidence.work[evidence.work["kind"].eq("kernel")])
     share = alone / evidence.total_ms
     if share < COPY_ON_GPU_SHARE:
         return None
-    length = staying["end_ns"] - staying["start_ns"]
-    by_name = length.groupby(staying["name"]).sum().nlargest(2)
-    is_set = staying["name"].str.contains("memset|<gpu set>", case=False)
-    peer = staying["name"].str.contains("PtoP|peer", case=False)
-    sets = float(length[is_set].sum()) / float(length.sum())
-    steps = evidence.iterations
-    every = np.bincount(profile.trace["context"], minlength=len(profile.contexts))
-    size = profile.value_table("copy_bytes").to_numpy()
-    moved = float(np.nan_to_num((size / np.maximum(every, 1))[staying["context"]]).sum())
-    part = largest(length.groupby([staying["component"], staying["phase"]]).sum())
+
+    def part_of(pattern: str) -> float:
+        own = staying["name"].str.contains(pattern, case=False)
+        return float(staying.loc[own, "ms"].sum() / staying["ms"].sum())
+
+    sets, moved = part_of("memset|<gpu set>"), float(staying["bytes"].sum())
+    part = largest_part(staying, "ms")
     ledger.explain(alone, part)
     return {
         "share": share,
         "component": part[0],
         "what": "Memory sets" if sets > 0.9 else "Copies" if sets < 0.1 else "Copies and sets",
-        "where": "between GPUs" if float(length[peer].sum()) > 0.5 * length.sum() else "on the GPU",
-        "names": ", ".join(str(name) for name in by_name.index),
-        "count": len(staying) / steps,
+        "where": "between GPUs" if part_of("PtoP|peer") > 0.5 else "on the GPU",
+        "names": ", ".join(staying.groupby("name")["ms"].sum().nlargest(2).index),
+        "count": len(staying) / evidence.iterations,
         "time": time,
         "alone": alone,
-        "rate": f"; {moved / steps / 1e6:,.1f} MB per iteration" if moved > 0 else "",
-        "pieces": (staying["context"], length / 1e6 / steps),
+        "rate": f"; {moved / 1e6:,.1f} MB per iteration" if moved > 0 else "",
+        "pieces": (staying["context"], staying["ms"]),
         "speedup": bounded(share),
     }
 
@@ -214,7 +207,7 @@ EXCHANGE_ALONE_SHARE = 0.1
 
 @rule(
     "exposed_communication",
-    title="Communication that no computing hides takes {share:.0%} of the step",
+    title="Exposed communication takes {share:.0%} of the step",
     evidence=(
         "Collectives run {time:ms} per iteration, {exposed:ms} of it while nothing else does: "
         "{kinds}.",
@@ -233,10 +226,8 @@ def exposed_communication(evidence: Evidence, ledger: Causes) -> Measured | None
     work = evidence.work
     if work.empty:
         return None
-    is_exchange = evidence.is_exchange
-    exchange = work[is_exchange]
-    time, alone = evidence.alone_ms(exchange, work[~is_exchange])
-    exposed = alone
+    exchange = work[evidence.is_exchange]
+    time, exposed = evidence.exchange_ms
     alone = max(exposed - ledger.waiting_ms, 0.0)
     if alone < EXCHANGE_ALONE_SHARE * evidence.total_ms:
         return None

@@ -39,6 +39,7 @@ from dlrm_workbook.analysis.findings.where import (
     outermost_row,
     part_name,
     shown,
+    time_by_name,
 )
 from dlrm_workbook.analysis.idleness import Stretches
 from dlrm_workbook.analysis.launches import launch_cost_us, launched_operations
@@ -60,6 +61,9 @@ SHORT_GAPS = 50.0
 from one kernel to the next in eager torch); in longer ones the host does something else."""
 
 SYNC_SHARE = 0.03
+
+RUNS_AHEAD = 0.9
+"""Times the GPU's time in a step: a host whose own work takes less could run ahead of the GPU."""
 
 
 LEAST_KERNELS = 20
@@ -118,15 +122,18 @@ def blocking_launches(evidence: Evidence, ledger: Causes) -> Measured | None:
 
 @rule(
     "synchronisation",
-    title="The host waits for the GPU {count:,.0f} times in each step",
+    title="The host waits for the GPU {count:,.0f} times in each step{most}",
     evidence=(
         "{names} is called {count:,.1f} times per iteration, most in {place}; the host waits "
         "{waited:ms} in it, and the GPU idles {idle:ms} {during}.",
-        "{reads} read values back.",
+        "The host waits below {operators}.",
+        "Its own work takes less time than the GPU's, so that it could run ahead but for the "
+        "waits: without them up to {bound:ms} of idle time could be hidden.",
         "{doubt}",
     ),
-    advice="Do not read values back in the loop (.item(), .cpu(), nonzero, print of a tensor): "
-    "keep losses on the GPU and read them every training.log_every iterations.",
+    advice="Do not read values back in the loop (.item(), .cpu(), nonzero, a boolean mask, print "
+    "of a tensor): keep losses on the GPU and read them now and then (training.log_every), and use "
+    "torch.where or sizes that are known in place of masks.",
     limit="synchronisation",
     gpu=True,
     concerns=(IDLE,),
@@ -146,39 +153,67 @@ def synchronising(evidence: Evidence, ledger: Causes) -> Measured | None:
     lost = float(calls["lost_ms"].sum())
     idle = max(idle, lost)
     count = evidence.iterations
-    if lost < SYNC_SHARE * evidence.total_ms or len(calls) < 0.5 * count:
+    waited, share = float(calls["waited_ms"].sum()), lost / evidence.total_ms
+    bound, speedup = None, None
+    if evidence.total_ms - waited < RUNS_AHEAD * evidence.device_ms and evidence.idle_ms > lost:
+        bound = min(evidence.idle_ms, waited)
+        share = max(share, bound / evidence.total_ms)
+        speedup = bounded(share)
+    if share < SYNC_SHARE or len(calls) < 0.5 * count:
         return None
     part = largest_part(calls, "lost_ms")
     ledger.explain(lost, part)
     ledger.idle_ms += lost
     ledger.idle_causes.add("synchronisation")
     ledger.waits = union(around["start_ns"].to_numpy(), around["end_ns"].to_numpy())
-    called = evidence.called["name"]
-    reads = sorted(called[called.isin(["aten::_local_scalar_dense", "aten::nonzero"])].unique())
+    by_level = time_by_name(evidence.profile, calls["context"], calls["waited_ms"])
+    inner, line = (by_level[level][lambda ms: ms > 0.5 * waited] for level in ("inner", "python"))
+    most = f", {milliseconds(inner.iloc[0])} in {shown(str(inner.index[0]))}" if len(inner) else ""
+    if len(line) and (at := shown(str(line.index[0]))).startswith("`"):
+        most += f" at {at}" if most else f", most at {at}"
     return {
-        "share": lost / evidence.total_ms,
+        "most": most,
+        "operators": listed_times(by_level["outer"][:MOST_LISTED]) or None,
+        "share": share,
+        "bound": bound,
+        "speedup": speedup,
         "component": part[0],
         "names": ", ".join(sorted(calls["name"].unique())),
         "count": len(calls) / count,
-        "place": part_name(*part) or "the loop",
-        "waited": float(calls["waited_ms"].sum()),
+        "place": part_name(*part) if part[0] != "other" else "the loop",
+        "waited": waited,
         "idle": idle,
         "during": "during and after it, and in the operators around it"
         if len(around)
         else "during and after it",
-        "reads": ", ".join(reads) or None,
         "doubt": evidence.doubt,
         "pieces": (calls["context"], calls["lost_ms"]),
     }
 
 
+READ_BACK = re.compile("DtoH|DeviceToHost")
+"""Copies to the host, for which it waits if their target is pageable memory."""
+
+
 def _synchronising_calls(evidence: Evidence) -> pd.DataFrame:
-    """Calls in the step that wait for the GPU: ``start_ns``, ``end_ns``, ``name``,
-    ``component``, ``phase``, ``waited_ms`` (of a mean iteration)."""
+    """Calls in the step that wait for the GPU, copies to the host that return when they have ended
+    among them: ``start_ns``, ``end_ns``, ``name``, ``component``, ``phase``, ``waited_ms`` (of a
+    mean iteration)."""
     profile = evidence.profile
-    calls = _calls(evidence, SYNC).reset_index(drop=True)
-    if calls.empty or not evidence.has_timeline:
-        return calls[:0]
+    if not evidence.has_timeline:
+        return _calls(evidence, SYNC)[:0]
+    parent = profile.contexts["parent"].to_numpy()
+    work = evidence.work
+    read = work[evidence.named(READ_BACK)[work["context"]] & work["launch_start_ns"].ge(0)]
+    copying = np.zeros(len(parent), dtype=bool)
+    copying[parent[read["context"]]] = True
+    copies = evidence.spans(copying & profile.of_kind("runtime"))
+    ended = read.groupby("launch_start_ns")["end_ns"].max().reindex(copies["start_ns"]).to_numpy()
+    waits = copies["end_ns"].to_numpy() >= ended  # NaN: no
+    calls = pd.concat([_calls(evidence, SYNC), copies[waits]]).sort_values("start_ns")
+    calls = calls.reset_index(drop=True)
+    if calls.empty:
+        return calls
     names = profile.contexts[["name", *PART]].iloc[calls["context"]].reset_index(drop=True)
     calls = calls[["start_ns", "end_ns", "context"]].join(names)
     length = calls["end_ns"] - calls["start_ns"]
@@ -580,7 +615,7 @@ HOST_UNKNOWN = (
 def gpu_idle(evidence: Evidence, ledger: Causes) -> Measured | None:
     """The GPU does nothing, and no rule has said why."""
     explained = ledger.idle_ms + ledger.late_ms + _data_ms(evidence, ledger)
-    left = evidence.idle_ms - explained
+    left = evidence.idle_ms - explained - evidence.after_ms
     if left < IDLE_SHARE * evidence.total_ms:
         return None
     unexplained = _unexplained(evidence, ledger)
@@ -637,12 +672,14 @@ def _longest_gap(evidence: Evidence) -> str | None:
     work = launched_operations(evidence.profile)
     start, end = work["start_ns"].to_numpy(), work["end_ns"].to_numpy()
     first = evidence.windows[0]
-    if len(start) < 2 or len(first) < 3:
+    if len(start) < 2:
         return None
     begun = np.maximum.accumulate(end)[:-1]
     length = start[1:] - begun
     step = np.where(evidence.inside(begun), np.searchsorted(first, begun, side="right") - 1, -1)
     gaps = pd.DataFrame({"step": step, "length": length}).query("step >= 0")
+    if gaps.empty:
+        return None
     longest = gaps.loc[gaps.groupby("step")["length"].idxmax()]
     usual = float(longest["length"].median()) / 1e6
     if usual < 0.5 * evidence.idle_ms:
@@ -672,6 +709,7 @@ def _host_meanwhile(evidence: Evidence, idle: pd.DataFrame) -> Measured:
     blocked_ms = float(idle.loc[blocked, "idle_ms"].sum())
     figures: Measured = {
         "host": functions,
+        "in_place": by_name.index[0] != NOWHERE,
         "pieces": (idle["context"], idle["idle_ms"]),
         "blocked": blocked_ms if blocked_ms > 0.1 * total else None,
         "remedy": "Shorten what the host does there, overlap it with the GPU's work (a loader "
@@ -684,10 +722,16 @@ def _host_meanwhile(evidence: Evidence, idle: pd.DataFrame) -> Measured:
         )
         figures["host"] = f"{places}; by function {functions}"
         figures["component"] = str(named.index[0][0])
+    function = str(by_name.index[0])
+    outer = time_by_name(evidence.profile, idle["context"], idle["idle_ms"])["outer"]
+    if RUNTIME_CALL.match(function) and len(outer) and outer.iloc[0] > 0.5 * total:
+        by_name = by_name.rename({function: f"{function} of {outer.index[0]}"})
     if place := _in_title(by_name / total, named / total):
         figures["meanwhile"] = place
     return figures | _awaited(evidence, idle)
 
+
+RUNTIME_CALL = re.compile(r"^(?:cu|hip)\w+")
 
 TITLE_SHARE = 0.3
 """Least share of idle time by one function of the host for a title to name it."""

@@ -20,8 +20,8 @@ from dlrm_workbook.analysis.findings.finding import Causes, Measured, bounded, r
 from dlrm_workbook.analysis.idleness import Stretches
 from dlrm_workbook.analysis.launches import launched_operations
 from dlrm_workbook.analysis.steady import lasting_rise
+from dlrm_workbook.recordings.foreign import COMMUNICATION
 from dlrm_workbook.recordings.nesting import overlap, stretch_at, union
-from dlrm_workbook.recordings.open import COMMUNICATION
 
 ONE_FACTOR = 0.75
 """Least share of the kernels' time in kernels that become slower by half of the change or more:
@@ -77,7 +77,10 @@ def slower_gpu(evidence: Evidence, ledger: Causes) -> Measured | None:
         return None
     length = (spans["end_ns"] - spans["start_ns"]).to_numpy() / 1e6
     extra = np.maximum(length - np.median(length[:cut]), 0.0)
-    extra = np.minimum(extra, _all_kernels_ms(evidence, spans) * (1.0 - 1.0 / factor))
+    work = launched_operations(evidence.profile)
+    busy = union(work["start_ns"].to_numpy(), work["end_ns"].to_numpy())
+    worked = overlap(spans["start_ns"].to_numpy(), spans["end_ns"].to_numpy(), *busy) / 1e6
+    extra = np.minimum(extra, worked * (1.0 - 1.0 / factor))
     extra[:cut] = 0.0
     state = iteration_state(evidence.profile)
     counted = np.ones(len(extra), dtype=bool)
@@ -125,22 +128,6 @@ def _same_launches(evidence: Evidence, spans: pd.DataFrame) -> pd.DataFrame:
     chosen = every[same.to_numpy()]
     enough = len(every.columns) == len(spans) and chosen.sum().sum() > COMPARED * every.sum().sum()
     return chosen if enough else nothing
-
-
-def _all_kernels_ms(evidence: Evidence, spans: pd.DataFrame) -> np.ndarray:
-    """Time (n,) in which the GPU works in each iteration, ms."""
-    work = launched_operations(evidence.profile)
-    start, end = union(work["start_ns"].to_numpy(), work["end_ns"].to_numpy())
-    reached = np.concatenate([[0], np.cumsum(end - start)])
-
-    def worked(at: np.ndarray) -> np.ndarray:
-        place = np.searchsorted(start, at, side="right")
-        whole = reached[place]
-        over = np.where(place > 0, end[np.maximum(place - 1, 0)] - at, 0)
-        return np.asarray(whole - np.maximum(over, 0))
-
-    first, last = spans["start_ns"].to_numpy(), spans["end_ns"].to_numpy()
-    return np.asarray(worked(last) - worked(first)) / 1e6
 
 
 @rule(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from dlrm_workbook.analysis.attribution import (
     PART,
     iteration_count,
 )
+from dlrm_workbook.analysis.device_counters import limit_by_counters
 from dlrm_workbook.analysis.findings.evidence import MOST_LISTED, Evidence, listed_times
 from dlrm_workbook.analysis.findings.finding import (
     Causes,
@@ -32,10 +34,11 @@ from dlrm_workbook.analysis.findings.where import (
     time_by_name,
 )
 from dlrm_workbook.analysis.gpu import sampled_profile, stall_reasons, stall_table
+from dlrm_workbook.analysis.gpu_limits import UNJUDGED
 from dlrm_workbook.analysis.kernel_names import kernel_name
 from dlrm_workbook.ground.units import milliseconds
+from dlrm_workbook.recordings.foreign import COMMUNICATION
 from dlrm_workbook.recordings.hpctoolkit.metrics import STALLS
-from dlrm_workbook.recordings.open import COMMUNICATION
 from dlrm_workbook.recordings.profile import nearest
 
 COPYING = re.compile(
@@ -171,6 +174,7 @@ LAYOUT_SHARE = 0.05
     evidence=(
         "Kernels that only convert or copy tensors, to another type or layout, run {time:ms} per "
         "iteration, in {launches:count} launches: {names}.",
+        "{pace}",
     ),
     advice="Convert once and keep the result (weights, constants), let autocast or the model keep "
     "one type, keep the layout that the next operator wants (channels_last, no transposed views "
@@ -195,6 +199,7 @@ POINTWISE_SHARE = 0.05
     evidence=(
         "Each reads its operands from memory and writes its result back: {time:ms} per iteration "
         "in {launches:count} launches of {kinds} kernels, most in {names}.",
+        "{pace}",
     ),
     advice="Fuse them, so that values stay in registers from one to the next: compile the model "
     "(training.compile), or use fused operators (torch.nn.functional, a fused optimiser).",
@@ -232,61 +237,11 @@ def _work_of(
         "time": time,
         "launches": float(chosen["launches"].sum()) / iteration_count(evidence.profile),
         "kinds": kinds,
+        "pace": evidence.pace_of(str(chosen.loc[chosen["ms"].idxmax(), "kernel"])),
         "names": ", ".join(f"{name} ({milliseconds(ms)})" for name, ms in by_kernel[:3].items()),
         "by": operators[0] if len(operators) else by_kernel.index[0],
         "pieces": pieces,
         "speedup": bounded(time / evidence.total_ms),
-    }
-
-
-LOW_OCCUPANCY = 25.0
-
-OCCUPANCY_SHARE = 0.05
-
-
-@rule(
-    "low_occupancy",
-    title="Kernels of low occupancy take {share:.0%} of the step{most}",
-    evidence=(
-        "{kernel} keeps {occupancy:.0f}% of the warps that fit on a multiprocessor"
-        "{because}; such kernels take {of_kernels:.0%} of all kernels' time.",
-    ),
-    advice="More and smaller blocks (a larger batch), fewer registers or less shared memory per "
-    "block, so that other warps run while one waits for memory.",
-    limit="memory bandwidth",
-    gpu=True,
-)
-def occupancy(evidence: Evidence, ledger: Causes) -> Measured | None:
-    """Kernels that take much of the step leave most of the GPU's warps empty."""
-    kernels = evidence.kernels
-    low = kernels[kernels["occupancy_percent"] < LOW_OCCUPANCY]
-    # products live from registers, not from warps; collectives wait for the network
-    low = low[low["tensor_cores"].eq("") & ~low["kernel"].str.contains(COMMUNICATION)]
-    low = low[~low["kernel"].isin(ledger.device_work)]
-    share = min(float(low["ms"].sum()), evidence.device_ms) / evidence.total_ms
-    if share < OCCUPANCY_SHARE:
-        return None
-    worst = low.loc[low["ms"].idxmax()]
-    by_name = low.groupby("short_name")["ms"].sum().sort_values(ascending=False)
-    ledger.device_work |= set(low["kernel"])
-    ledger.explain(share * evidence.total_ms, (str(worst["component"]), str(worst["phase"])))
-    properties = [
-        f"{worst[name]:.0f} {label}"
-        for name, label in (("registers", "registers per thread"), ("blocks", "blocks per launch"))
-        if worst[name] == worst[name]
-    ]
-    return {
-        "share": share,
-        "of_kernels": float(low["ms"].sum()) / float(kernels["ms"].sum()),
-        "component": str(worst["component"]),
-        "kernel": str(worst["short_name"]),
-        "pieces": evidence.of_kernels(low["kernel"]),
-        "most": f", most of it {by_name.index[0]}"
-        if float(by_name.iloc[0]) > 0.5 * float(low["ms"].sum())
-        else f", such as {' and '.join(map(str, by_name.index[:2]))}",
-        "occupancy": worst["occupancy_percent"],
-        "because": f" ({', '.join(properties)})" if properties else "",
-        "speedup": bounded(0.5 * share),
     }
 
 
@@ -295,7 +250,7 @@ HEAVY_SHARE = 0.2
 
 HEAVY_STEP_SHARE = 0.1
 
-FAR_FROM_LIMIT = 0.25
+FAR_FROM_LIMIT = 0.5
 
 UNJUDGED_SHARE = 0.3
 """Of the step: from here on a kernel is named even if its limits are not known."""
@@ -303,13 +258,14 @@ UNJUDGED_SHARE = 0.3
 
 @rule(
     "heavy_kernel",
-    title="One kernel takes {share:.0%} of the step: {kernel}",
+    title="{heading}",
     evidence=(
-        "It takes {time:ms} per iteration, {of_device:.0%} of the GPU's time, in {launches:,.0f} "
-        "launches of {mean_us:,.1f} µs.",
-        "By its operator's shapes {reached:.0%} of that would do at the limits of this GPU's data "
+        "The kernel {kernel} takes {time:ms} per iteration, {of_device:.0%} of the GPU's time, in "
+        "{launches:,.0f} launches of {mean_us:,.1f} µs.",
+        "By its operator's shapes {reached:.1%} of that would do at the limits of this GPU's data "
         "sheet.",
         "Its grid fills {waves:.0%} of the GPU.",
+        "{counted}",
         "{unknown}",
     ),
     advice="Look at its shapes and at what calls it: operands that are tiny, strided or padded, "
@@ -324,11 +280,15 @@ def heavy_kernel(evidence: Evidence, ledger: Causes) -> Measured | None:
     kernels = kernels[~kernels["kernel"].str.contains(COMMUNICATION)]
     kernels = kernels[~kernels["kernel"].isin(ledger.device_work)]
     share = kernels["ms"] / evidence.total_ms
-    heavy = (kernels["ms"] >= HEAVY_SHARE * evidence.device_ms) & (share >= HEAVY_STEP_SHARE)
+    of_device = kernels["ms"] / evidence.device_ms
+    most = of_device.ge(0.5) & (len(evidence.profile.iterations) == 0)
+    heavy = of_device.ge(HEAVY_SHARE) & (share.ge(HEAVY_STEP_SHARE) | most)
     far = kernels["share_of_ceiling"].lt(FAR_FROM_LIMIT) | kernels["waves"].lt(FAR_FROM_LIMIT)
     # products are judged by their units (tensor_cores), as far as their names tell
-    unknown = kernels["share_of_ceiling"].isna() & kernels["tensor_cores"].eq("")
-    chosen = kernels[heavy & (far | (unknown & share.ge(UNJUDGED_SHARE)))]
+    unknown = kernels["share_of_ceiling"].isna()
+    slow = [name for name, (_, pace) in evidence.paces.items() if ": " in pace]
+    unknown &= kernels["tensor_cores"].eq("") | kernels["kernel"].isin(slow)
+    chosen = kernels[heavy & (far | (unknown & (share.ge(UNJUDGED_SHARE) | most)))]
     if chosen.empty:
         return None
     worst = chosen.loc[chosen["ms"].idxmax()]
@@ -339,6 +299,7 @@ def heavy_kernel(evidence: Evidence, ledger: Causes) -> Measured | None:
     return {
         "share": taken,
         "component": str(worst["component"]),
+        "heading": _heading(evidence, worst.to_dict(), taken),
         "kernel": str(worst["short_name"]),
         "pieces": evidence.of_kernels([str(worst["kernel"])]),
         "time": float(worst["ms"]),
@@ -347,11 +308,28 @@ def heavy_kernel(evidence: Evidence, ledger: Causes) -> Measured | None:
         "mean_us": float(worst["mean_us"]),
         "reached": reached if has_limit else None,
         "waves": waves if waves < 1 else None,
+        "counted": limit_by_counters(evidence.profile, str(worst["kernel"])),
         "unknown": None
-        if has_limit or waves < 1
+        if has_limit or waves < 1 or str(worst["kernel"]) in evidence.paces
         else "The recording does not show how close it is to the GPU's limits.",
         "speedup": bounded(taken * (1 - reached)) if has_limit else bounded(0.5 * taken),
     }
+
+
+def _heading(evidence: Evidence, kernel: Mapping[Any, Any], share: float) -> str:
+    """The operator at which a kernel does most, with the share of the step and its pace.
+
+    Args:
+        kernel: a row of :attr:`Evidence.kernels`.
+    """
+    place, pace = evidence.paces.get(str(kernel["kernel"]), ("", ""))
+    counted = limit_by_counters(evidence.profile, str(kernel["kernel"]))
+    if not pace:
+        head = f"One kernel takes {share:.0%} of the step: {kernel['short_name']}"
+        return f"{head}; {counted[0].lower()}{counted[1:-1]}" if counted else head
+    if UNJUDGED in pace and counted:
+        pace = f"{UNJUDGED} of its inputs; {counted[0].lower()}{counted[1:-1]}"
+    return f"{place} takes {share:.0%} of the step in {kernel['short_name']} and {pace}"
 
 
 NEAR_LIMIT = 0.5
@@ -362,6 +340,7 @@ NEAR_LIMIT = 0.5
     title="{what} {take} {share:.0%} of the step: {kernels}",
     evidence=(
         "Of what the GPU does and no finding above names, these take most: {listed}.",
+        "{paces}",
         "{unknown}",
     ),
     advice="Look at what calls them, at their shapes and types, and whether each iteration needs "
@@ -386,6 +365,7 @@ def largest_kernels(evidence: Evidence, ledger: Causes) -> Measured | None:
         return _kernels_of_one_place(evidence, table)
     chosen = table[table["short_name"].isin(by_name.index)]
     time = min(float(by_name.sum()), evidence.device_ms)
+    longest = chosen.nlargest(3, "ms")["kernel"].astype(str)
     part = largest_part(chosen, "ms")
     places = {
         name: largest_part(rows, "ms")
@@ -401,12 +381,13 @@ def largest_kernels(evidence: Evidence, ledger: Causes) -> Measured | None:
         "what": "One kernel" if len(by_name) == 1 else f"{len(by_name)} kernels",
         "take": "takes" if len(by_name) == 1 else "take",
         "kernels": ", ".join(map(str, by_name.index[:2])) + (", ..." if len(by_name) > 2 else ""),
+        "paces": " ".join(filter(None, map(evidence.pace_of, longest))) or None,
         "listed": ", ".join(
             f"{name} {milliseconds(ms)}{place_text[str(name)]}" for name, ms in by_name.items()
         ),
         "pieces": evidence.of_kernels(chosen["kernel"]),
         "unknown": "The recording does not show how close they are to the GPU's limits."
-        if chosen["share_of_ceiling"].isna().all()
+        if chosen["share_of_ceiling"].isna().all() and not set(longest) & evidence.paces.keys()
         else None,
         "speedup": bounded(0.5 * time / evidence.total_ms),
     }
@@ -442,6 +423,7 @@ def _kernels_of_one_place(evidence: Evidence, table: pd.DataFrame) -> Measured |
         "take": "take",
         "kernels": ", ".join(map(str, by_kernel.index[:2])),
         "listed": listed_times(by_kernel),
+        "paces": None,
         "pieces": (pieces[0][inside], pieces[1][inside]),
         "unknown": None,
         "speedup": bounded(0.5 * time / evidence.total_ms),

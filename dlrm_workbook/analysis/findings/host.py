@@ -19,6 +19,7 @@ from dlrm_workbook.analysis.findings.finding import (
     removed,
     rule,
 )
+from dlrm_workbook.analysis.findings.program import computed
 from dlrm_workbook.analysis.findings.where import code_line, part_name
 from dlrm_workbook.analysis.lines import lines
 from dlrm_workbook.ground.units import milliseconds
@@ -523,6 +524,10 @@ def storage_in_loop(evidence: Evidence, ledger: Causes) -> Measured | None:
     }
 
 
+EXCHANGE_SHARE = 0.15
+"""Least share of the step that another program waits in communication for it to be named."""
+
+
 @rule(
     "waiting",
     title="The step waits{where} for {share:.0%} of its time, and computes nothing then",
@@ -542,7 +547,9 @@ def waiting(evidence: Evidence, ledger: Causes) -> Measured | None:
     if (evidence.threads or 1) > 1:
         # an operator's threads wait for one another in it: no fault of the loop's
         blocked = min(blocked, place_ms / evidence.total_ms)
-    if blocked < LOST_SHARE:
+    # ranks that share a machine always wait a little for each other
+    exchanges = part is not None and part[0] == "communication" and not evidence.is_ours
+    if blocked < (EXCHANGE_SHARE if exchanges else LOST_SHARE):
         return None
     ledger.explain(blocked * evidence.total_ms, part)
     switches = evidence.counter("voluntary_switches")
@@ -556,7 +563,7 @@ def waiting(evidence: Evidence, ledger: Causes) -> Measured | None:
 
 @rule(
     "page_faults",
-    title="The process asks the system for {megabytes:,.0f} MB of new pages per step",
+    title="The process asks the system for {megabytes:,.0f} MB of new pages per step{made}",
     evidence=(
         "{minor:,.0f} page faults per iteration{from_storage}; at about {each_us:.1f} µs each that "
         "is {cost:ms} of {wall:ms}.",
@@ -586,6 +593,7 @@ def page_faults(evidence: Evidence, ledger: Causes) -> Measured | None:
     return {
         "share": share,
         "megabytes": minor * 4096 / 1e6,
+        "made": _largest_made(evidence),
         "minor": minor,
         "from_storage": f", {major:,.1f} of them from storage" if major >= 1 else "",
         "each_us": 1e3 * FAULT_MS,
@@ -593,6 +601,19 @@ def page_faults(evidence: Evidence, ledger: Causes) -> Measured | None:
         **_place(evidence, part),
         "component": "other",
     }
+
+
+def _largest_made(evidence: Evidence) -> str:
+    """Words that name the line of the model with most bytes of results; "" where none has half."""
+    table = computed(evidence)
+    if evidence.is_ours or table.empty:
+        return ""
+    size = (table["own_elements"] + table["own_double"]).where(table["role"].eq("model"), 0)
+    row = table.loc[size.idxmax()]
+    if size.max() < 0.5 * size.sum() or not size.any():
+        return ""
+    name = code_line(str(row["function"]), str(row["file"]), int(row["line"]))
+    return f": most bytes that the model computes are made at {name}"
 
 
 def faults_of_profiler(profile: Profile) -> str | None:

@@ -28,6 +28,7 @@ from dlrm_workbook.analysis.findings.finding import (
     rule,
 )
 from dlrm_workbook.analysis.findings.where import code_line, part_name
+from dlrm_workbook.analysis.lines import line_table
 from dlrm_workbook.analysis.work import operator_work
 from dlrm_workbook.ground.units import milliseconds
 
@@ -336,8 +337,8 @@ def _extra(evidence: Evidence, ledger: Causes, group: pd.DataFrame, kind: ExtraK
 TINY_SHARE = 0.35
 """Of the step in operators so small, and in Python between them: bound by dispatch."""
 
-TINY_SHARE_FOREIGN = 0.3
-"""The same of another program, whose loops over operators an edit can replace."""
+MANY_PASSES = 4
+"""Backward passes of one iteration from which on they are named."""
 
 LARGER_PAYS = 1.25
 """Samples per second gained by twice the batch from which the batch is too small: two fifths of
@@ -379,7 +380,7 @@ def dispatch_bound(evidence: Evidence, ledger: Causes) -> Measured | None:
     share = min(small / evidence.step_ms - ledger.explained_ms / evidence.total_ms, 1.0)
     size = int(evidence.parameter("training.batch_size", 0) or 0)
     larger = predicted(evidence, {"training.batch_size": 2 * size}) if size else None
-    if share < (TINY_SHARE if evidence.is_ours else TINY_SHARE_FOREIGN):
+    if share < TINY_SHARE:
         if larger and larger["mid"] >= LARGER_PAYS and larger["low"] > 1.0:
             return _small_batch(evidence, size, larger)
         return None
@@ -387,7 +388,19 @@ def dispatch_bound(evidence: Evidence, ledger: Causes) -> Measured | None:
     gain = compiled if is_worthwhile(compiled) else larger
     bound = {"low": 1.0, "mid": 1.0 / (1.0 - 0.5 * share), "high": 1.0 / max(1.0 - share, 0.02)}
     by_part = tiny.groupby(["component", "phase"])["cpu_self_ms"].sum()
-    part = largest(between + by_part.reindex(between.index).fillna(0.0))
+    part = ("other", "")
+    if len(between):
+        part = largest(between + by_part.reindex(between.index).fillna(0.0))
+    at = f", most in {part_name(*part)}{_only_line(evidence, part)}"
+    table_of_lines, advice = line_table(evidence.profile), {}
+    callers = table_of_lines.backward_callers() if table_of_lines is not None else pd.DataFrame()
+    if len(callers) and (row := callers.loc[callers["time_ms"].idxmax()])["calls"] >= MANY_PASSES:
+        name = code_line(str(row["function"]), str(row["file"]), int(row["line"]))
+        at = f", in {row['calls']:,.0f} backward passes per iteration, at {name}"
+        advice = {
+            "advice": "If each pass has a part of the batch (gradient accumulation), make parts as "
+            "large as memory allows: a pass over few samples calls as many operators as one of all."
+        }
     return {
         "share": share,
         "component": part[0],
@@ -396,9 +409,8 @@ def dispatch_bound(evidence: Evidence, ledger: Causes) -> Measured | None:
         "tiny_us": TINY * 1e3 * dispatch,
         "times": TINY,
         "here": " here" if evidence.dispatch_ms else ", taken as 2 µs",
-        "at": f", most in {part_name(*part)}{_only_line(evidence, part)}"
-        if not evidence.is_ours
-        else "",
+        "at": "" if evidence.is_ours else at,
+        **({} if evidence.is_ours else advice),
         "lines": evidence.said_lines(part[0]),
         "small": small,
         "size": size or None,

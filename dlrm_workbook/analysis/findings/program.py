@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pandas as pd
@@ -17,8 +18,11 @@ from dlrm_workbook.analysis.around import around
 from dlrm_workbook.analysis.findings.evidence import Evidence, heaviest
 from dlrm_workbook.analysis.findings.finding import Causes, Finding, Measured, Rule, rule
 from dlrm_workbook.analysis.findings.where import code_line
+from dlrm_workbook.analysis.lines import line_table, lines
 from dlrm_workbook.analysis.tried import tried
 from dlrm_workbook.ground.units import milliseconds
+from dlrm_workbook.recordings.profile import Profile
+from dlrm_workbook.recordings.torch.lines import MAIN
 
 AROUND_SHARE = 0.04
 """Least share of all iterations' time for one line of the loop beside the model."""
@@ -313,11 +317,11 @@ half."""
 )
 def empty_products(evidence: Evidence, ledger: Causes) -> Measured | None:
     """A layer multiplies an operand that is nearly all zeros, such as a one-hot one."""
-    products = _seen(evidence, "products", ("rows", "inputs", "outputs", "zeros"))
+    products = _seen(evidence, "products", ("rows", "inputs", "outputs", "zeros", "calls"))
     called = evidence.called[evidence.called["name"].str.fullmatch(r"aten::(addmm|mm|bmm|linear)")]
     if products.empty or called.empty:
         return None
-    work = products["rows"] * products["inputs"] * products["outputs"]
+    work = products["rows"] * products["inputs"] * products["outputs"] * products["calls"]
     products = products.assign(lost=work * products["zeros"] / work.sum())
     products = products[products["zeros"].ge(EMPTY)]
     time = float(called["gpu_ms" if evidence.on_gpu else "cpu_self_ms"].sum())
@@ -332,6 +336,238 @@ def empty_products(evidence: Evidence, ledger: Causes) -> Measured | None:
         "rows": int(worst["rows"]),
         "inputs": int(worst["inputs"]),
         "at": code_line(str(worst["function"]), str(worst["file"]), int(worst["line"])),
+    }
+
+
+# ---- what one iteration computed, by line -------------------------------------------------------
+
+LINE_SHARE = 0.1
+"""Least share of the step for what a line computes to be the matter."""
+
+SMALL_CALLS, SMALL = 100, 0.8
+"""Calls of small operators by a line in one iteration, and their share of all its calls, for
+calling them to be what the line takes."""
+
+
+def computed(evidence: Evidence) -> pd.DataFrame:
+    """The lines of the thread that trains with what they computed in one iteration; none of a run
+    on a GPU, whose time goes by kernels."""
+    counts = ("calls", "small", "elements", "double", "without_gradients")
+    own = ("own_calls", "own_small", "own_elements", "own_double")
+    seen = _seen(evidence, "operators", (*counts, *own))
+    if seen.empty or evidence.on_gpu:
+        return pd.DataFrame()
+    table = lines(evidence.profile)
+    if table.empty:
+        return pd.DataFrame()
+    # a comprehension has a frame of its own, at the line of the one around it
+    seen = seen.groupby(["file", "line"], sort=False)[[*counts, *own]].sum().reset_index()
+    table = table[table["thread"].eq(MAIN)].rename(columns={"calls": "runs"})
+    table = table.merge(seen, on=["file", "line"], how="left")
+    return table.fillna({name: 0 for name in ("runs", *counts, *own)})
+
+
+def small_operators(evidence: Evidence, ledger: Causes) -> Iterable[Finding]:
+    """Lines of one function call many operators that each compute next to nothing."""
+    table = computed(evidence)
+    if table.empty or evidence.is_ours:
+        return
+    # views are no operators that compute, but their backward passes are
+    small = table[["own_small", "runs"]].max(axis=1).ge(SMALL_CALLS)
+    small &= table["own_small"].ge(SMALL * table["own_calls"])
+    small &= table["role"].isin(["model", "optimizer"])
+    for (_, function), rows in table[small].groupby(["file", "function"], sort=False):
+        if float(rows["share_of_step"].sum()) >= LINE_SHARE:
+            yield from _small_at(str(function), rows)(evidence, ledger)
+
+
+def _small_at(function: str, rows: pd.DataFrame) -> Rule:
+    """The rule about the lines of one function."""
+
+    @rule(
+        "small_operators",
+        title="{what} takes {share:.0%} of each step, at {name}",
+        evidence=(
+            "They compute {numbers:,.0f} numbers and take {each:ms} each, backward pass included: "
+            "about what calling an operator costs, however little it computes.",
+            "{loop}",
+        ),
+        advice="{advice}",
+        limit="dispatch",
+        gpu=False,
+    )
+    def measure(evidence: Evidence, ledger: Causes) -> Measured:
+        first, calls = rows.iloc[0], float(rows["own_calls"].sum())
+        runs, few = float(first["runs"]), calls < SMALL_CALLS
+        share, time = float(rows["share_of_step"].sum()), float(rows["time_ms"].sum())
+        updates = first["role"] == "optimizer"
+        ledger.explain(share * evidence.total_ms)
+        return {
+            "share": share,
+            "component": "optimizer" if updates else "other",
+            "what": f"A loop of {runs:,.0f} turns"
+            if few
+            else f"Calling {calls:,.0f} small operators",
+            "name": code_line(function, str(first["file"]), int(first["line"])),
+            "numbers": None if few else float(rows["own_elements"].sum()) / calls,
+            "each": None if few else time / calls,
+            "loop": f"`{str(first['source'])[:80]}` runs {runs:,.0f} times in each step and takes "
+            f"{milliseconds(float(first['time_ms']) / runs)} each time, backward pass included."
+            if runs >= SMALL_CALLS
+            else None,
+            "advice": "Give the optimizer foreach=True, or fused=True where its class has it: one "
+            "operator updates all tensors."
+            if updates
+            else "Do it for all at once: stack what the loop goes over and call one operator "
+            "(torch.bmm or einsum for layers of one shape, torch.cat and one layer, a "
+            "vectorised loss) instead of one for each.",
+        }
+
+    return measure
+
+
+@rule(
+    "float64",
+    title="Arithmetic in float64 takes {taken:.0%} of the step, about twice what float32 would, "
+    "most at {name}",
+    evidence=("{part:.0%} of the bytes that this line computes are float64: `{source}`.",),
+    advice="Find what makes float64 (a NumPy array or a Python constant made into a tensor, "
+    ".double(), a default type) and make it float32, before it meets other operands: a processor "
+    "computes float64 at half of the rate of float32, and it takes twice the bytes.",
+    limit="arithmetic",
+    gpu=False,
+)
+def float64_lines(evidence: Evidence, ledger: Causes) -> Measured | None:
+    """Lines of the model compute in float64."""
+    table = computed(evidence)
+    if table.empty or evidence.is_ours:
+        return None
+    double = table["own_double"]  # each has twice the bytes of another
+    part = 2 * double / (table["own_elements"] + double).clip(lower=1)
+    table = table.assign(part=part, taken=part * table["share_of_step"])
+    table = table[table["role"].eq("model")].sort_values("taken", ascending=False)
+    taken = float(table["taken"].sum())
+    if 0.5 * taken < SEEN_SHARE:
+        return None
+    worst = table.iloc[0]
+    ledger.explain(0.5 * taken * evidence.total_ms)
+    return {
+        "share": 0.5 * taken,
+        "taken": taken,
+        "name": code_line(str(worst["function"]), str(worst["file"]), int(worst["line"])),
+        "part": float(worst["part"]),
+        "source": str(worst["source"])[:80],
+    }
+
+
+@rule(
+    "without_gradients",
+    title="Computing without gradients takes {share:.0%} of each step: {name}",
+    evidence=(
+        "`{source}` takes {time:ms} of {step:ms}, and nothing that it computes gets a gradient.",
+    ),
+    advice="If the same samples come again, as in each epoch, compute it once for all of them and "
+    "keep the results: weights that are not trained give the same ones. If they do not, a half "
+    "precision under torch.inference_mode(), or another thread that is one batch ahead, is enough.",
+    limit="arithmetic",
+    gpu=False,
+)
+def without_gradients(evidence: Evidence, ledger: Causes) -> Measured | None:
+    """A line of the model, such as a teacher's, computes what is never trained."""
+    table = computed(evidence)
+    if table.empty or evidence.is_ours:
+        return None
+    learns = table["without_gradients"].lt(table["elements"])
+    never = ~learns & table["elements"].gt(0) & table["role"].eq("model")
+    table = table[never] if learns.any() else table[:0]
+    if table.empty:
+        return None
+    # the lines of one function, or one line with all that it calls
+    of_function = table.groupby(["file", "function"])["time_ms"].transform("sum")
+    table = table.assign(taken=of_function.clip(lower=table["inclusive_ms"]))
+    worst = table.sort_values(["taken", "inclusive_ms"], ascending=False).iloc[0]
+    share = float(worst["taken"]) / evidence.step_ms
+    if share < LINE_SHARE:
+        return None
+    ledger.explain(share * evidence.total_ms)
+    return {
+        "share": share,
+        "name": code_line(str(worst["function"]), str(worst["file"]), int(worst["line"])),
+        "source": str(worst["source"])[:80],
+        "time": float(worst["inclusive_ms"]),
+        "step": evidence.step_ms,
+    }
+
+
+@rule(
+    "backward_again",
+    title="The backward pass runs twice over the same forward pass, which takes {share:.0%} of "
+    "each step: at {name} and at {other}",
+    evidence=(
+        "{again:.0%} of its time goes into nodes that had run in the same iteration; {callers}.",
+    ),
+    advice="Run it once: add the losses up before, keep what the first pass computed (.grad, or "
+    "what torch.autograd.grad returned), and take norms of gradients from .grad after the one "
+    "backward().",
+    limit="arithmetic",
+)
+def backward_twice(evidence: Evidence, ledger: Causes) -> Measured | None:
+    """Nodes of the backward pass run more than once in an iteration."""
+    table = line_table(evidence.profile)
+    if table is None or not (ran := table.known.get("again") or {}).get("ns"):
+        return None
+    again, callers = float(ran["ns"] / ran["of_ns"]), table.backward_callers()
+    step = float(evidence.step_ms)
+    pace = step / evidence.total_ms if evidence.total_ms else 1.0
+    share = again * float(callers["time_ms"].sum()) * pace / step
+    if share < SEEN_SHARE:
+        return None
+    ledger.explain(share * evidence.total_ms)
+    rows = callers.sort_values("time_ms", ascending=False).head(2).sort_index()
+    names = [
+        code_line(str(row["function"]), str(row["file"]), int(row["line"]))
+        for row in rows.to_dict("records")
+    ]
+    told = [
+        f"{name} takes {milliseconds(float(time))}"
+        for name, time in zip(names, rows["time_ms"], strict=True)
+    ]
+    return {
+        "share": share,
+        "name": names[0],
+        "other": names[-1],
+        "again": again,
+        "callers": " and ".join(told),
+    }
+
+
+@rule(
+    "run_again",
+    title="Forward passes that run again within the backward pass take {share:.0%} of each step: "
+    "{name}",
+    evidence=(
+        "{functions} run below the backward pass too, {time:ms} of {step:ms}: what they computed "
+        "was thrown away and is computed again, as torch.utils.checkpoint does.",
+    ),
+    advice="Where memory suffices, keep activations: call the module itself instead of "
+    "torch.utils.checkpoint, or recompute fewer of them.",
+    limit="arithmetic",
+)
+def forward_again(evidence: Evidence, ledger: Causes) -> Measured | None:
+    """Functions of the forward pass run again below the backward pass (activation checkpoints)."""
+    table = line_table(evidence.profile)
+    again = table.forward_again() if table is not None else pd.DataFrame()
+    share = float(again["time_ms"].sum()) / table.step_ms if table and len(again) else 0.0
+    if share < SEEN_SHARE:
+        return None
+    ledger.explain(share * evidence.total_ms)
+    worst = again.iloc[0]
+    return {
+        "share": share,
+        "name": code_line(str(worst["caller"]), str(worst["file"]), int(worst["line"])),
+        "functions": ", ".join(f"`{name}`" for name in again["function"][:MOST_AROUND]),
+        "time": share * evidence.step_ms,
+        "step": evidence.step_ms,
     }
 
 
@@ -370,3 +606,32 @@ def left_on(evidence: Evidence, ledger: Causes) -> Measured | None:
         "code": f"In {row['place']}: {row['code']}",
         "speedup": ends,
     }
+
+
+TRIED = {
+    "page_faults": "allocator",
+    "too_few_threads": "threads",
+    "garbage_collection": "garbage_collection",
+    "dense_updates": "sparse",
+}
+"""Finding to the remedy that takes its cause away."""
+
+DOUBTED = 0.2
+"""Share of the step up to which a cause is none if its remedy makes no difference."""
+
+
+def as_tried(found: Sequence[Finding], profile: Profile) -> list[Finding]:
+    """The findings, with the gain that their remedy had on this very program; without those small
+    ones whose remedy was tried and made no difference."""
+    rows = tried(profile).set_index("id")
+    kept = []
+    for finding in found:
+        remedy = TRIED.get(finding.id)
+        row = rows.loc[remedy] if remedy in rows.index else None
+        if row is not None and row["status"] == "paid":
+            gain = {end: float(row[f"speedup_{end}"]) for end in ("low", "mid", "high")}
+            finding = replace(finding, predicted_speedup=gain)
+        none = row is not None and row["status"] in ("no difference", "slower")
+        if not none or finding.share_of_step > DOUBTED:
+            kept.append(finding)
+    return kept

@@ -6,12 +6,13 @@ from typing import Any
 
 import pandas as pd
 
-from dlrm_workbook.analysis.attribution import iteration_count
+from dlrm_workbook.analysis.attribution import iteration_count, main_thread
 from dlrm_workbook.analysis.findings.evidence import Evidence
 from dlrm_workbook.analysis.findings.finding import Causes, Measured, bounded, removed, rule
 from dlrm_workbook.analysis.findings.where import part_name
 from dlrm_workbook.analysis.rank_traces import PER_ITERATION, collectives, rank_table
 from dlrm_workbook.ground.units import milliseconds
+from dlrm_workbook.recordings.profile import Profile
 
 IMBALANCE_SHARE = 0.1
 """(slowest − mean) / slowest: what all other ranks wait for the slowest one."""
@@ -156,13 +157,25 @@ def _rank_times(evidence: Evidence) -> pd.Series:
 
     It is empty where some threads are known as a sum only, which has no rank.
     """
-    profile = evidence.profile
-    if profile.meta.get("left_out"):
+    if any(
+        profile.meta.get("left_out") for profile in (evidence.profile, *evidence.ranks.values())
+    ):
         return pd.Series(dtype=float)
-    metric = "gpu_time_ms" if profile.has("gpu_time_ms") else "cpu_time_ms"
-    rows = profile.values[profile.rows(metric, "exclusive")]
+    if evidence.ranks:
+        each = {rank: float(_busy(one).sum()) for rank, one in evidence.ranks.items()}
+        return pd.Series(each, dtype=float)
+    return _busy(evidence.profile)
+
+
+def _busy(profile: Profile) -> pd.Series:
+    """Busy milliseconds per iteration by rank, communication left out: of the GPUs, or of the
+    threads that run the steps."""
+    on_gpu = profile.has("gpu_time_ms")
+    rows = profile.values[profile.rows("gpu_time_ms" if on_gpu else "cpu_time_ms", "exclusive")]
     talks = profile.contexts["component"].eq("communication").to_numpy()
     rows = rows[~talks[rows["context"]]]
-    rank = profile.threads.set_index("profile")["rank"]
-    total = rows.groupby(rows["profile"].map(rank))["value"].sum()
+    threads = profile.threads.set_index("profile")
+    if not on_gpu and threads["rank"].nunique() < 2:
+        rows = rows[rows["profile"].eq(main_thread(profile))]
+    total = rows.groupby(rows["profile"].map(threads["rank"]))["value"].sum()
     return total / iteration_count(profile)

@@ -42,7 +42,12 @@ class DatabaseAborted(MeasurementError):
 
 
 def recover_structure(
-    tools: Tools, run: RunChild, name: str, measurements: Path, limit_mb: int
+    tools: Tools,
+    run: RunChild,
+    name: str,
+    measurements: Path,
+    limit_mb: int,
+    gpu_control_flow: bool = False,
 ) -> list[str]:
     """Run hpcstruct on a measurement directory; never fails, only says what is missing.
 
@@ -67,7 +72,9 @@ def recover_structure(
         stand_in.touch()
     try:
         done = run(
-            hpcstruct_command(tools, measurements, _structure_cache(), default_jobs()),
+            hpcstruct_command(
+                tools, measurements, _structure_cache(), default_jobs(), gpu_control_flow
+            ),
             stage=f"{name}: hpcstruct",
             timeout_s=STRUCTURE_TIMEOUT_S,
             on_line=_binary_in,

@@ -29,7 +29,6 @@ from dlrm_workbook.recordings.hpctoolkit.build import (
 from dlrm_workbook.recordings.hpctoolkit.failures import (
     DILATION_LIMIT,
     LOST_LIMIT,
-    DiskFullError,
     Failure,
     dilation_notice,
     explain,
@@ -61,14 +60,11 @@ class PassResult:
     """One profiled run and its database.
 
     Attributes:
-        name: ``times``, ``frames`` or ``stalls``.
+        name: ``times`` or ``stalls``.
         command: hpcrun's argument list.
         python_frames: call paths hold Python functions.
         ms_per_iteration: median that the workload reported while profiled.
         dilation: that divided by the unprofiled median; None if either is unknown.
-        part_dilation: the same for each ``NAME_ms_per_iteration`` that the workload
-            reports besides, by NAME. Python frames slow parts unequally: a loop of
-            many small Python calls ran 5.8x slower where tensor work ran 1.5x.
         lost_samples: share of samples, and hence of time, that hpcrun dropped, 0 to 1;
             None if it did not say.
         measurements: hpcrun's directory.
@@ -83,7 +79,6 @@ class PassResult:
     python_frames: bool
     ms_per_iteration: float | None
     dilation: float | None
-    part_dilation: dict[str, float]
     lost_samples: float | None
     measurements: Path
     database: Path
@@ -153,7 +148,11 @@ def measure_program(
     tools = tools or find_tools(config.hpctoolkit_home)
     capabilities = capabilities or probe(tools, python_version=python_of(command))
     passes = plan_passes(
-        capabilities, device, python=config.python_frames, pc_sampling=config.pc_sampling
+        capabilities,
+        device,
+        python=config.python_frames,
+        pc_sampling=config.pc_sampling,
+        single=config.single_pass,
     )
     session = _Session(
         tuple(command),
@@ -178,6 +177,9 @@ def _reasons(capabilities: Capabilities, device: str, config: ProfilingConfig) -
         missing.setdefault("stall reasons", "profiling.pc_sampling is false")
     if not config.python_frames:
         missing.setdefault("Python frames", "profiling.python_frames is false")
+    elif not config.single_pass:
+        why = "-p profiling.single_pass=true has them in call paths; it takes up to 12x as long"
+        missing.setdefault("Python frames", why)
     if not config.structure:
         missing.setdefault("loops and inlined functions", "profiling.structure is false")
     return missing
@@ -218,20 +220,13 @@ class _Session:
             )
         unprofiled = self.unprofiled()
         results = []
-        no_room = ""
         for planned in passes:
-            what = "stall reasons" if planned.name == "stalls" else "Python frames"
-            if no_room:
-                self.not_measured[what] = no_room
-                continue
             try:
                 results.append(self.made(planned, unprofiled))
             except MeasurementError as error:
                 if planned.name == "times":
                     raise
-                self.not_measured[what] = str(error)
-                if isinstance(error, DiskFullError):
-                    no_room = str(error)
+                self.not_measured["stall reasons"] = str(error)
         return Measurement(
             unprofiled=unprofiled,
             passes=tuple(results),
@@ -278,26 +273,21 @@ class _Session:
                 spelled.add(other)
                 notices.append(f"{outcome.reason}; measured with {', '.join(other)}")
                 measured = replace(measured, events=other)
+            elif outcome.kind in ("event", "gpu") and any(map(sampled, measured.events[1:])):
+                self.not_measured["stall reasons"] = outcome.reason
+                events = tuple(event.removesuffix(",pc") for event in measured.events)
+                measured = replace(measured, events=events)
             elif outcome.kind in ("event", "gpu") and len(measured.events) > 1:
                 self.not_measured["GPU times"] = outcome.reason
                 measured = replace(measured, events=(CPU_EVENT,))
             elif outcome.kind == "aborted" and measured.python and not measured_again:
                 measured_again = True
                 notices.append(f"measured once more, because {outcome.reason}")
-            elif (
-                outcome.kind in ("aborted", "program")
-                and measured.python
-                and measured.name != "frames"
-            ):
-                # Python frames are highly experimental in HPCToolkit; the pass for
-                # times is worth having without them, the pass for frames is not
+            elif outcome.kind in ("aborted", "program") and measured.python:
+                # Python frames are highly experimental in HPCToolkit
                 notices.append(f"measured without Python frames, because {outcome.reason}")
                 self.not_measured["Python frames"] = outcome.reason
                 measured = replace(measured, python=False)
-            elif outcome.kind == "full":
-                raise DiskFullError(outcome.reason)
-            elif measured.name == "frames" and measured_again:
-                raise MeasurementError(f"given up after measuring twice: {outcome.reason}")
             else:
                 raise MeasurementError(outcome.reason)
 
@@ -338,8 +328,6 @@ class _Session:
             notices.append(f"the program did all its iterations but {run.failure()}")
         if measured.python and not any(measurements.glob("logical/*")):
             reason = "HPCToolkit recorded none (is it built for another Python version?)"
-            if measured.name == "frames":
-                return Failure("other", reason)
             self.not_measured["Python frames"] = reason
             measured = replace(measured, python=False)
         try:
@@ -350,8 +338,8 @@ class _Session:
             return Failure("aborted" if isinstance(error, DatabaseAborted) else "other", str(error))
         notices += of_build
         result = run.last_object("ms_per_iteration") or {}
-        dilations = _dilations(result, unprofiled)
-        dilation = dilations.pop("", None)
+        time_ms, alone_ms = (_number(one.get("ms_per_iteration")) for one in (result, unprofiled))
+        dilation = time_ms / alone_ms if time_ms and alone_ms else None
         if dilation is not None and dilation > DILATION_LIMIT:
             notices.append(dilation_notice(dilation, measured))
         lost = lost_samples(measurements)
@@ -364,9 +352,8 @@ class _Session:
             command=run.command,
             events=measured.events,
             python_frames=measured.python,
-            ms_per_iteration=_number(result.get("ms_per_iteration")),
+            ms_per_iteration=time_ms,
             dilation=dilation,
-            part_dilation=dilations,
             lost_samples=lost,
             measurements=measurements,
             database=database,
@@ -379,7 +366,12 @@ class _Session:
         notices = []
         if self.config.structure:
             notices += recover_structure(
-                self.tools, self.run, measured.name, measurements, self.config.structure_limit_mb
+                self.tools,
+                self.run,
+                measured.name,
+                measurements,
+                self.config.structure_limit_mb,
+                self.config.gpu_control_flow,
             )
         if named := name_unnamed_modules(measurements):
             notices.append(
@@ -391,15 +383,9 @@ class _Session:
         return database, notices + more
 
 
-def _dilations(profiled: dict[str, Any], unprofiled: dict[str, Any]) -> dict[str, float]:
-    """Profiled over unprofiled of ``ms_per_iteration`` (under "") and of each
-    ``NAME_ms_per_iteration`` (under NAME) that both report."""
-    ratios = {}
-    for key in profiled:
-        above, below = _number(profiled[key]), _number(unprofiled.get(key))
-        if key.endswith("ms_per_iteration") and above and below:
-            ratios[key.removesuffix("ms_per_iteration").removesuffix("_")] = above / below
-    return ratios
+def sampled(event: str) -> bool:
+    """Whether an event samples where kernels wait."""
+    return event.endswith(",pc")
 
 
 def _number(value: Any) -> float | None:

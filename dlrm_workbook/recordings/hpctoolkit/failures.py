@@ -7,7 +7,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from dlrm_workbook.ground.processes import Completed, MeasurementError
+from dlrm_workbook.ground.processes import Completed
 from dlrm_workbook.recordings.hpctoolkit.passes import Pass
 
 LOST_LIMIT = 0.05
@@ -33,10 +33,6 @@ class Failure:
 
     kind: str
     reason: str
-
-
-class DiskFullError(MeasurementError):
-    """There is no room for a measurement, nor for another one."""
 
 
 def explain(measured: Pass, run: Completed, measurements: Path) -> Failure | None:
@@ -138,8 +134,7 @@ def dilation_notice(dilation: float, measured: Pass) -> str:
     """The sentence about a pass that ran much slower than the program alone."""
     text = f"the program ran {dilation:.2f}x as long under hpcrun as without it"
     if measured.python:
-        text += (
-            ": Python frames cost time at every Python call, so this pass shows who called what; "
-            "times come from the other pass, made without Python frames"
-        )
+        text += ": Python frames cost time at every Python call, so this pass shows who called what"
+        if measured.name != "times":
+            text += "; times come from the other pass, made without Python frames"
     return text

@@ -48,6 +48,10 @@ INTERACTION_NODES = ("index", "cat", "stack", "tril", "triu", "maskedselect", "g
 these are the interaction's where no forward operator says otherwise."""
 DETAIL = ("line", "loop", "instruction")
 """Kinds of contexts that are places in a function."""
+_BUILDS = re.compile(
+    r"^(create|build|construct)_(?!\w*(batch|data|input|loader))|^reset_parameters$"
+)
+"""Python functions that make a model: what they call is start-up, whichever part it is for."""
 _OPERATOR = re.compile(r"^at::_ops::(\w+)::(?:call|redispatch)\b")
 
 
@@ -84,6 +88,10 @@ def by_names(contexts: pd.DataFrame, parts: Mapping[str, str] | None = None) -> 
     is_dlrm = has_embeddings((kind, name) for kind, name, _ in distinct)
     named = [(names.of if is_dlrm else names.of_any_program)(*key) for key in distinct]
     component, phase, hinted = resolve(parent, named, code)
+    builds = np.array(
+        [kind == "python" and bool(_BUILDS.match(name)) for kind, name, _ in distinct]
+    )
+    component[nearest(parent, builds[code]) >= 0] = NO_STEP
     phase[component == NO_STEP] = START_UP
     # a copy that a backward node makes is a part of that node's work
     backward = np.array([n is not None and n.phase == "backward" for n in named])[code]

@@ -27,8 +27,7 @@ class Pass:
     """One profiled run.
 
     Attributes:
-        name: ``times`` (when and how long), ``frames`` (Python call paths) or
-            ``stalls`` (why kernels wait).
+        name: ``times`` (when and how long) or ``stalls`` (why kernels wait).
         events: one ``-e`` each.
         trace: record a timeline (``-t``).
         python: put Python functions into call paths (``-a python``).
@@ -41,36 +40,42 @@ class Pass:
 
 
 def plan_passes(
-    capabilities: Capabilities, device: str, *, python: bool = True, pc_sampling: bool = True
+    capabilities: Capabilities,
+    device: str,
+    *,
+    python: bool = True,
+    pc_sampling: bool = True,
+    single: bool = False,
 ) -> list[Pass]:
     """The passes that a workload on ``device`` is measured with.
 
     PC sampling serialises kernels (a program 4.9 % idle became 78 % idle), so
-    times and stall reasons never come from one run. Python frames cost a hook at
-    every Python call, and samples that fall into the hook are lost (parameters/quick.yaml:
-    up to 12 times as long, its data loop gone from the profile): times with them would call a
-    GPU idle that waits for the hook. So they get a pass of their own. Parts come from the
+    times and stall reasons never come from one run unless somebody asks for that. Python frames
+    cost a hook at every Python call, and samples that fall into the hook are lost
+    (parameters/quick.yaml: up to 12 times as long, its data loop gone from the profile): times
+    with them would call a GPU idle that waits for the hook. So parts come from the
     workload's own spans, and those of GPU work, which runs long after its launch, from the
-    order of launches (:mod:`dlrm_workbook.recordings.alignment`). The pass for stall reasons,
+    order of launches (:mod:`dlrm_workbook.recordings.alignment`); those of other programs, and
+    their lines, from stacks that they sample themselves
+    (:mod:`dlrm_workbook.recordings.hpctoolkit.stacks`). The pass for stall reasons,
     whose times nobody uses, has the frames: they name the part of a kernel that waits.
 
     Args:
         device: ``cpu`` or ``cuda``.
         python: Python frames are wanted (given where the tools offer them).
-        pc_sampling: the pass for stall reasons is wanted (on a GPU that offers it).
+        pc_sampling: stall reasons are wanted (on a GPU that offers them).
+        single: everything in one run, Python frames too.
     """
     if device not in ("cpu", "cuda"):
         raise InputError(f"device is {device!r}, expected 'cpu' or 'cuda'")
     python = python and capabilities.python_frames
-    events = [CPU_EVENT]
-    if device == "cuda" and capabilities.gpu_event is not None:
-        events.append(capabilities.gpu_event)
-    passes = [Pass("times", tuple(events), trace=True, python=False)]
-    if python:
-        passes.append(Pass("frames", (CPU_EVENT,), trace=False, python=True))
-    measured_gpu = len(events) > 1
-    if measured_gpu and pc_sampling and capabilities.pc_event is not None:
-        passes.append(Pass("stalls", (capabilities.pc_event,), trace=False, python=python))
+    gpu_event = capabilities.gpu_event if device == "cuda" else None
+    pc_event = capabilities.pc_event if gpu_event is not None and pc_sampling else None
+    timed = gpu_event if not single else pc_event or gpu_event
+    events = (CPU_EVENT,) if timed is None else (CPU_EVENT, timed)
+    passes = [Pass("times", events, trace=True, python=python and single)]
+    if pc_event is not None and not single:
+        passes.append(Pass("stalls", (pc_event,), trace=False, python=python))
     return passes
 
 
@@ -125,13 +130,17 @@ def hpcrun_command(
     return [*arguments, "--", *command]
 
 
-def hpcstruct_command(tools: Tools, measurements: Path, cache: Path | None, jobs: int) -> list[str]:
+def hpcstruct_command(
+    tools: Tools, measurements: Path, cache: Path | None, jobs: int, gpu_control_flow: bool = False
+) -> list[str]:
     """Arguments that recover loops and inlined functions of the measured binaries.
 
-    GPU control flow (``--gpucfg yes``) stays off: it needs nvdisasm and is slow.
+    Args:
+        gpu_control_flow: those of kernels too, which needs nvdisasm and is slow.
     """
     keep = ["-c", str(cache)] if cache is not None else ["--nocache"]
-    return [str(tools.hpcstruct), "-j", str(jobs), *keep, str(measurements)]
+    control = ["--gpucfg", "yes"] if gpu_control_flow else []
+    return [str(tools.hpcstruct), "-j", str(jobs), *keep, *control, str(measurements)]
 
 
 def hpcprof_command(tools: Tools, measurements: Path, database: Path, jobs: int) -> list[str]:

@@ -17,6 +17,8 @@ without a recording to align with it has its iteration alone.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
@@ -24,6 +26,7 @@ import numpy as np
 import pandas as pd
 
 from dlrm_core.parts import ITERATION_SPAN, SpanRow, parse_span, span_name
+from dlrm_workbook.ground.arrays import Ints
 from dlrm_workbook.recordings.alignment import (
     CLOCKS_APART_NS,
     NO_ITERATION,
@@ -74,14 +77,43 @@ def with_spans(
     parts = [row for row in parts if loops and row[1] >= loops[0][1]]
     if profile.trace.empty or not parts or not loops:
         return profile
-    log = _Log(parts, loops)
+    parts = sorted(parts, key=lambda row: row[1])
+    names = list(dict.fromkeys(row[0] for row in parts))
+    log = Log(
+        chains=[(_part_node(name),) for name in names],
+        part=np.array([names.index(row[0]) for row in parts]),
+        start=np.array([row[1] for row in parts]),
+        end=np.array([row[2] for row in parts]),
+        loops=loops,
+        interpreter=True,
+    )
+
+    def place(work: pd.DataFrame, meta: dict[str, Any]) -> pd.DataFrame:
+        placed = _placed(profile, work, spans, other, meta)
+        chains = [
+            (_part_node(UNPLACED_WORK if component == "other" else span_name(component, phase)),)
+            for component, phase in placed[["component", "phase"]].itertuples(index=False)
+        ]
+        placed = placed.assign(iteration=placed["iteration"] - warmup, part=log.numbered(chains))
+        return placed[placed["iteration"] >= 0]
+
+    return laid_out(profile, log, place)
+
+
+def laid_out(profile: Profile, log: Log, place: Place) -> Profile:
+    """The profile with its samples below the iterations and the parts of a log.
+
+    Args:
+        place: given the GPU's operations and the meta of the new profile, says the ``iteration``
+            and the ``part`` (a number of the log) of those that are in iterations.
+    """
     samples = profile.trace[["profile", "start_ns", "end_ns", "context"]].copy()
     samples["span"] = stretch_at(log.start, log.end, samples["start_ns"].to_numpy())
     # what was noticed was how iterations and parts were told without spans
-    meta = {**profile.meta, "spans": len(parts), "notices": []}
+    meta = {**profile.meta, "spans": len(log.part), "notices": []}
     meta.pop("overlong", None)  # of the rows of the trace as it was
     meta["not_measured"] = {k: v for k, v in profile.not_measured.items() if k != "iterations"}
-    ends = np.array([row[2] for row in loops])
+    ends = log.loop_end
     work = operations_by_stream(profile)
     samples.loc[work.index, "span"] = OUTSIDE_SPANS
     samples.loc[work.index, "end_ns"] = work["end_ns"]
@@ -89,13 +121,12 @@ def with_spans(
         samples["span"] >= 0, log.part[np.maximum(samples["span"].to_numpy(), 0)], OUTSIDE_SPANS
     )
     if len(work):
-        placed = _placed(profile, work, spans, other, meta)
-        placed = placed[placed["iteration"] >= warmup]
-        row, end = placed["iteration"].to_numpy() - warmup, placed["end_ns"].to_numpy()
+        placed = place(work, meta)
+        row, end = placed["iteration"].to_numpy(), placed["end_ns"].to_numpy()
         ends = last_ends(log.loop_start, ends, row, end)
-        samples.loc[placed.index, "part"] = log.numbered(placed[["component", "phase"]])
+        samples.loc[placed.index, "part"] = placed["part"]
     exclusive = _divided(profile, samples, work.index)
-    layout = _Layout(profile, log.names, exclusive, samples)
+    layout = _Layout(profile, log, exclusive, samples)
     values = layout.values(exclusive)
     return Profile.build(
         contexts=layout.contexts,
@@ -104,36 +135,12 @@ def with_spans(
         threads=profile.threads,
         trace=layout.trace(samples, log, _main_thread(profile, samples)),
         iterations={
-            "iteration": np.arange(len(loops)),
-            "start_ns": [row[1] for row in loops],
+            "iteration": np.arange(len(log.loops)),
+            "start_ns": log.loop_start,
             "end_ns": ends,
         },
         meta=meta,
     )
-
-
-def with_iterations(profile: Profile, spans: list[SpanRow]) -> Profile:
-    """The profile with the iterations of the span log, where call paths name the parts.
-
-    All of them, warm-up included: the values of call paths are of the whole run.
-
-    Args:
-        profile, spans: as in :func:`with_spans`.
-    """
-    loops = sorted(row for row in spans if row[0] == ITERATION_SPAN)
-    work = operations_by_stream(profile)
-    if profile.trace.empty or not loops:
-        return profile
-    begins, ends = (np.array([row[place] for row in loops]) for place in (1, 2))
-    if len(work):
-        row, _ = launched_in(profile, work, begins, ends)
-        ends = last_ends(begins, ends, row, work["end_ns"].to_numpy())
-    meta = {**profile.meta, "notices": []}  # they said how iterations were found
-    meta["not_measured"] = {k: v for k, v in profile.not_measured.items() if k != "iterations"}
-    iterations = {"iteration": np.arange(len(loops)), "start_ns": begins, "end_ns": ends}
-    tables = ("contexts", "metrics", "values", "threads", "trace")
-    kept = {name: getattr(profile, name) for name in tables}
-    return Profile.build(**kept, iterations=iterations, meta=meta)
 
 
 def _placed(
@@ -214,28 +221,44 @@ def launched_in(
     return stretch_at(begins, np.append(begins[1:], ends[-1]), start), how
 
 
-class _Log:
-    """The span log as arrays, part spans in order of time; they do not overlap."""
+Node = tuple[str, str, str, int, str, str]
+"""A context above samples: kind, name, file, line, component and phase."""
 
-    def __init__(self, parts: list[SpanRow], loops: list[SpanRow]) -> None:
-        parts = sorted(parts, key=lambda row: row[1])
-        self.names = sorted({row[0] for row in parts}, key=[row[0] for row in parts].index)
-        number = {name: i for i, name in enumerate(self.names)}
-        self.part = np.array([number[row[0]] for row in parts])
-        self.start = np.array([row[1] for row in parts])
-        self.end = np.array([row[2] for row in parts])
-        self.loop_start = np.array([row[1] for row in loops])
-        self.loop_end = np.array([row[2] for row in loops])
+Place = Callable[[pd.DataFrame, dict[str, Any]], pd.DataFrame]
 
-    def numbered(self, parts: pd.DataFrame) -> list[int]:
-        """Numbers of parts given by ``component`` and ``phase``; new ones are added."""
-        numbers = {name: number for number, name in enumerate(self.names)}
-        result = []
-        for component, phase in parts.itertuples(index=False):
-            name = UNPLACED_WORK if component == "other" else span_name(component, phase)
-            result.append(numbers.setdefault(name, len(numbers)))
-        self.names = list(numbers)
+
+@dataclass
+class Log:
+    """When each part of the program ran, in the order of time; parts do not overlap.
+
+    Attributes:
+        chains: the contexts of each part, outermost first, below those of the iteration.
+        part: number of the part (stretches,) that ran from ``start`` to ``end`` (stretches,), ns.
+        loops: the iterations.
+        interpreter: whether frames of the interpreter are one node below each part.
+    """
+
+    chains: list[tuple[Node, ...]]
+    part: Ints
+    start: Ints
+    end: Ints
+    loops: list[SpanRow]
+    interpreter: bool
+
+    def __post_init__(self) -> None:
+        self.loop_start = np.array([row[1] for row in self.loops])
+        self.loop_end = np.array([row[2] for row in self.loops])
+
+    def numbered(self, chains: Sequence[tuple[Node, ...]]) -> list[int]:
+        """Numbers of parts given by their contexts; new ones are added."""
+        numbers = {chain: number for number, chain in enumerate(self.chains)}
+        result = [numbers.setdefault(chain, len(numbers)) for chain in chains]
+        self.chains = list(numbers)
         return result
+
+
+def _part_node(name: str) -> Node:
+    return ("annotation", name, "", 0, *(parse_span(name) or ("other", "")))
 
 
 def _main_thread(profile: Profile, samples: pd.DataFrame) -> int:
@@ -326,7 +349,7 @@ class _Layout:
     """The new tree: what was outside as before, then iteration, parts, and their paths."""
 
     def __init__(
-        self, profile: Profile, names: list[str], exclusive: pd.DataFrame, samples: pd.DataFrame
+        self, profile: Profile, log: Log, exclusive: pd.DataFrame, samples: pd.DataFrame
     ) -> None:
         self.old = profile.contexts
         parent = self.old["parent"].to_numpy()
@@ -340,62 +363,71 @@ class _Layout:
             skipped[row] = parent[row] >= 0 and skipped[parent[row]]
         used = pd.concat([exclusive[["context", "part"]], samples[["context", "part"]]])
         used = used.drop_duplicates()
-        frames = [self.old.assign(component="other", phase="")]
-        # Row of (part, old row) in the new tree; parts from 0, outside last.
-        self.row = np.full((len(names) + 1, len(self.old)), -1)
-        self.row[OUTSIDE_SPANS] = np.arange(len(self.old))
-        iteration = len(self.old)
-        frames.append(_node("annotation", ITERATION_SPAN, 0, "other", ""))
-        self.iteration = iteration
+        self.iteration = len(self.old)
+        iteration: Node = ("annotation", ITERATION_SPAN, "", 0, "other", "")
+        nodes: dict[tuple[int, Node], int] = {(0, iteration): self.iteration}
+        frames = [self.old.assign(component="other", phase=""), _row(0, iteration)]
+        count = self.iteration + 1
         self.part_node = []
-        count = iteration + 1
-        for number, name in enumerate(names):
-            component, phase = parse_span(name) or ("other", "")
-            self.part_node.append(count)
-            rows = used.loc[used["part"] == number, "context"].to_numpy()
-            kept = _with_ancestors(rows, parent) & ~skipped
-            interpreter = count + 1  # the interpreter's frames, one node
-            nearest, first = self._merged(kept, interpreter)
-            frames.append(_node("annotation", name, iteration, component, phase))
-            frames.append(_node("python", "Python interpreter", count, component, phase))
-            copied = self.old.iloc[first].assign(component=component, phase=phase)
-            copied["parent"] = nearest[parent[first]]
+        at: list[Ints] = []
+        columns = ["kind", "name", "file", "line", "module"]
+        what = list(self.old[columns].itertuples(index=False, name=None))
+        groups = dict(iter(used.groupby("part")["context"]))
+        for number, chain in enumerate(log.chains):
+            above = self.iteration
+            component, phase = chain[-1][4:] if chain else ("other", "")
+            inner: Node = ("python", "Python interpreter", "", 0, component, phase)
+            for node in (*chain, *([inner] if log.interpreter else [])):
+                if (above, node) not in nodes:
+                    frames.append(_row(above, node))
+                    nodes[above, node] = count
+                    count += 1
+                if node is inner:
+                    self.part_node.append(above)
+                above = nodes[above, node]
+            if not log.interpreter:
+                self.part_node.append(above)
+            rows = groups[number].to_numpy() if number in groups else np.zeros(0, dtype=np.int64)
+            # A row that is left out stands for the nearest kept one above it, or for the last
+            # context of the part. Rows that thereby become siblings of one name and place are one.
+            place = {-1: above}
+            merged: dict[tuple[int, tuple[str, ...]], int] = {}
+            first: list[int] = []
+            rise: list[int] = []
+            for row in np.flatnonzero(_with_ancestors(rows, parent)).tolist():
+                over = place[int(parent[row])]
+                if not skipped[row]:
+                    key = (over, what[row])
+                    if key not in merged:
+                        merged[key] = count + len(first)
+                        first.append(row)
+                        rise.append(over)
+                    over = merged[key]
+                place[row] = over
+            copied = self.old.iloc[first].assign(component=component, phase=phase, parent=rise)
             frames.append(copied)
-            self.row[number] = nearest
-            count = interpreter + 1 + len(first)
+            count += len(first)
+            at.append(np.array([(number, row, place[row]) for row in rows.tolist()]).reshape(-1, 3))
         contexts = pd.concat(frames, ignore_index=True)
         contexts["context"] = np.arange(len(contexts))
         self.contexts = typed("contexts", contexts)
+        table = np.concatenate([np.zeros((0, 3), dtype=np.int64), *at])
+        key = table[:, 0] * len(self.old) + table[:, 1]
+        order = np.argsort(key)
+        self._key, self._row = key[order], table[order, 2]
 
-    def _merged(self, kept: np.ndarray, interpreter: int) -> tuple[np.ndarray, list[int]]:
-        """Where each old row goes in a part's tree, and the old row of each new one.
-
-        A row that is left out stands for the nearest kept one above it, or for the
-        interpreter's node. Rows that thereby become siblings of one name and place are one.
-        """
-        parent = self.old["parent"].tolist()
-        columns = ["kind", "name", "file", "line", "module"]
-        what = list(self.old[columns].itertuples(index=False, name=None))
-        place = [interpreter] * len(parent)
-        numbers: dict[tuple[int, tuple[str, ...]], int] = {}
-        first: list[int] = []
-        keep = kept.tolist()
-        for row, above in enumerate(parent):
-            at = place[above] if above >= 0 else interpreter
-            if keep[row]:
-                key = (at, what[row])
-                if key not in numbers:
-                    first.append(row)
-                    numbers[key] = interpreter + len(first)
-                at = numbers[key]
-            place[row] = at
-        return np.array(place), first
+    def rows(self, part: Ints, context: Ints) -> Ints:
+        """Row (n,) in the new tree of contexts of the old one in parts."""
+        inside = part != OUTSIDE_SPANS
+        rows = context.copy()
+        key = part[inside] * len(self.old) + context[inside]
+        rows[inside] = self._row[np.searchsorted(self._key, key)]
+        return rows
 
     def values(self, exclusive: pd.DataFrame) -> pd.DataFrame:
         """Exclusive values at their new contexts, and inclusive ones computed from them."""
-        placed = exclusive.assign(
-            context=self.row[exclusive["part"].to_numpy(), exclusive["context"].to_numpy()]
-        )
+        part, context = exclusive["part"].to_numpy(), exclusive["context"].to_numpy()
+        placed = exclusive.assign(context=self.rows(part, context))
         keys = ["profile", "metric", "context"]
         placed = pd.DataFrame(placed.groupby(keys, as_index=False, observed=True)["value"].sum())
         parent = self.contexts["parent"].to_numpy()
@@ -409,10 +441,10 @@ class _Layout:
             frames.append(pd.DataFrame(added | {"context": reached, "value": inclusive[reached]}))
         return pd.concat(frames, ignore_index=True)[list(SCHEMA["values"])]
 
-    def trace(self, samples: pd.DataFrame, log: _Log, main: int) -> pd.DataFrame:
+    def trace(self, samples: pd.DataFrame, log: Log, main: int) -> pd.DataFrame:
         """Samples at their new contexts; on the main thread inside the spans that hold them."""
         part = samples["part"].to_numpy()
-        context = self.row[part, samples["context"].to_numpy()]
+        context = self.rows(part, samples["context"].to_numpy())
         start, end = samples["start_ns"].to_numpy(), samples["end_ns"].to_numpy().copy()
         on_main = samples["profile"].to_numpy() == main
         span = samples["span"].to_numpy()
@@ -437,9 +469,10 @@ class _Layout:
         return pd.concat(frames).sort_values(["profile", "start_ns", "depth"], ignore_index=True)
 
 
-def _node(kind: str, name: str, parent: int, component: str, phase: str) -> pd.DataFrame:
-    """A row of ``contexts`` without a place in the source."""
-    row = (0, parent, kind, name, "", "", 0, "", component, phase)
+def _row(parent: int, node: Node) -> pd.DataFrame:
+    """A row of ``contexts``."""
+    kind, name, file, line, component, phase = node
+    row = (0, parent, kind, name, "", file, line, "", component, phase)
     return pd.DataFrame([row], columns=list(SCHEMA["contexts"]))
 
 

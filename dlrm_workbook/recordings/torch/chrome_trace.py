@@ -16,10 +16,13 @@ import gzip
 import json
 import zlib
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import IO, Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
@@ -28,11 +31,13 @@ from dlrm_core.base.errors import InputError
 from dlrm_core.base.files import MOST_JSON, open_binary
 from dlrm_core.base.text import visible
 from dlrm_core.parts import SPAN_PREFIX
-from dlrm_workbook.ground.arrays import Floats, Ints
+from dlrm_workbook.ground.arrays import Bools, Floats, Ints
 from dlrm_workbook.ground.marks import GROUP_PREFIX
 from dlrm_workbook.ground.processes import without_collection
-from dlrm_workbook.recordings.torch.json_stream import EventStream
-from dlrm_workbook.recordings.torch.shape_work import values_text
+from dlrm_workbook.recordings.profile import numbered_together
+from dlrm_workbook.recordings.torch.counters import Counters
+from dlrm_workbook.recordings.torch.json_stream import Arguments, EventStream, TraceEvent
+from dlrm_workbook.recordings.torch.shape_work import FORMULAS, values_text
 
 HOST_KINDS = {
     "cpu_op": "operator",
@@ -51,8 +56,9 @@ DEVICE_KINDS = {
     "gpu_memset": "copy",
     "memcpy": "copy",
     "memset": "copy",
+    "mtia_ccp_events": "kernel",
 }
-"""For spans of GPU streams."""
+"""For spans of streams of GPUs and other accelerators; :meth:`_Walk._category` finds others."""
 
 MARK_KINDS = {
     "gpu_user_annotation": "annotation",
@@ -80,24 +86,17 @@ UTILITY = frozenset({"aten::is_leaf", "aten::output_nr", "aten::_version"})
 STEP_PREFIX = "ProfilerStep#"
 """Of the ranges that ``profiler.step()`` opens, one a step, numbered."""
 
-COLLECTIVE = {
-    "Collective name": "name",
-    "In msg nelems": "in_elements",
-    "Out msg nelems": "out_elements",
-    "dtype": "dtype",
-    "Group size": "group_size",
-    "Process Group Name": "group",
-    "Process Group Ranks": "ranks",
-    "In split size": "in_split",
-    "Out split size": "out_split",
-}
-"""Arguments of collectives to columns of ``Events.collectives``."""
-
-EVENTS_HELD = 100_000
-"""Events that are held as Python objects at most."""
+COLLECTIVE = (
+    *("name", "in_elements", "out_elements", "dtype", "group_size", "group", "ranks"),
+    *("in_split", "out_split"),
+)
+"""Columns of ``Events.collectives``: the arguments of collectives."""
 
 LATEST_YEAR_US = 10**17
 """Microseconds since 1970 in the year 5138: larger time stamps are nanoseconds."""
+
+MOST_RANKS = 10**9
+"""A rank, or a number of ranks, is smaller."""
 
 CLOCK_NS = 1000
 """Times of GPU and CPU that differ by less are equal: traces in whole microseconds."""
@@ -146,12 +145,22 @@ class Events:
     launched_before: tuple[int, int] | None = None
     """GPU operations whose launch is not recorded, and their ns; None where no launch is."""
 
+    accelerator: str = ""
+    """What the device is where it is no GPU: ``MTIA``, ``XPU``."""
+    counters: dict[str, Any] = field(default_factory=dict)
+    """Hardware counters, see :meth:`.counters.Counters.table`."""
+
     @property
     def distributed(self) -> dict[str, Any]:
         """``rank``, ``world_size``, ``backend``: as the trace has them, or None."""
         given = self.header.get("distributedInfo")
         given = given if isinstance(given, dict) else {}
-        return {name: given.get(name) for name in ("rank", "world_size", "backend")}
+        known = {name: given.get(name) for name in ("rank", "world_size", "backend")}
+        # a number that no machine has is none
+        return {
+            name: None if isinstance(value, int) and abs(value) >= MOST_RANKS else value
+            for name, value in known.items()
+        }
 
     @property
     def devices(self) -> list[dict[str, Any]]:
@@ -197,6 +206,11 @@ class Events:
             facts["profiler_overhead"] = overhead[["name", "start", "end"]].to_dict("list")
         if len(self.device) and self.devices:
             facts["device_name"] = self.devices[0]["name"]
+        if self.counters:
+            facts["device_counters"] = self.counters
+        if self.accelerator:
+            facts["accelerator"] = self.accelerator
+            facts.setdefault("device_name", self.accelerator)
         return facts
 
 
@@ -219,8 +233,12 @@ def read_events(path: Path, file: IO[bytes] | None = None, packed_bytes: int = 0
         stream = EventStream(file, str(path), packed_bytes)
         walk = _Walk()
         try:
-            for event in stream:
-                walk.take(event)
+            for events in stream:
+                walk.take(events)
+                walk.counters.add(stream.counters)
+                stream.counters.clear()
+                if walk.malformed + stream.malformed > max(MOST_OTHERS, walk.taken / 2):
+                    raise NoTraceError(f"{path} is no chrome trace: most of its events are empty")
         except RecursionError:
             raise InputError(f"{path} cannot be read: its JSON is nested too deeply") from None
         if not stream.has_events:
@@ -263,8 +281,8 @@ class _Numbered(dict[Any, int]):
         return number
 
 
-class _Rows:
-    """Rows of one table, turned into columns of numbers a chunk at a time.
+class _Table:
+    """Columns of one table, as pieces of arrays.
 
     Args:
         columns: name to how it is kept: ``time``, ``integer``, ``float``, or ``number`` of a
@@ -273,49 +291,43 @@ class _Rows:
 
     def __init__(self, columns: dict[str, str]) -> None:
         self.columns = columns
-        self.rows: list[tuple[Any, ...]] = []
-        self.chunks: dict[str, list[Any]] = {name: [] for name in columns}
+        self.pieces: dict[str, list[Any]] = {name: [] for name in columns}
 
-    def pack(self) -> None:
-        if not self.rows:
-            return
-        for (name, how), column in zip(
-            self.columns.items(), zip(*self.rows, strict=True), strict=True
-        ):
-            values: Any
+    def add(self, values: Sequence[Any]) -> None:
+        """Add rows, given as one sequence of values for each column."""
+        for (name, how), column in zip(self.columns.items(), values, strict=True):
+            piece: Any
             if how == "time":
-                values = _times(column)
+                piece = _times(column)
             elif how == "float":
-                values = _floats(column).astype(np.float32)
+                piece = _floats(column).astype(np.float32)
             elif how == "number":
-                values = np.array(column, dtype=np.int32)
+                piece = np.array(column, dtype=np.int32)
             else:
-                values = _integers(column)
-            self.chunks[name].append(values)
-        self.rows.clear()
+                piece = _integers(column)
+            self.pieces[name].append(piece)
 
     def column(self, name: str) -> Any:
         """A column; (whole, fraction) of a time."""
-        self.pack()
-        chunks = self.chunks[name]
+        pieces = self.pieces[name]
         if self.columns[name] == "time":
-            empty = np.empty(0, dtype=np.int64), np.empty(0)
-            parts = zip(*chunks, strict=True) if chunks else ((part,) for part in empty)
-            return tuple(np.concatenate(part) for part in parts)
-        return np.concatenate(chunks) if chunks else np.empty(0, dtype=np.int64)
+            whole, fraction = zip(*pieces, strict=True) if pieces else ((), ())
+            nothing = np.empty(0, dtype=np.int64)
+            return np.concatenate([nothing, *whole]), np.concatenate([np.empty(0), *fraction])
+        return np.concatenate(pieces) if pieces else np.empty(0, dtype=np.int64)
 
 
 NO_TIME = np.iinfo(np.int64).min
 """The whole part of a time that is no number."""
 
 
-def _floats(column: tuple[Any, ...]) -> Floats:
+def _floats(column: Sequence[Any]) -> Floats:
     """Numbers (n,), NaN where a value is none."""
     numbers = _array(column, np.float64)
     return np.array([_number(value) for value in column]) if numbers is None else numbers
 
 
-def _array(column: tuple[Any, ...], dtype: Any = None) -> npt.NDArray[Any] | None:
+def _array(column: Sequence[Any], dtype: Any = None) -> npt.NDArray[Any] | None:
     """An array (n,) of the values as they are; None where they do not fit."""
     try:
         values = np.array(column, dtype=dtype)
@@ -331,7 +343,7 @@ def _number(value: Any) -> float:
         return np.nan
 
 
-def _integers(column: tuple[Any, ...]) -> Ints:
+def _integers(column: Sequence[Any]) -> Ints:
     """Integers (n,), −1 where a value is none."""
     integers = _array(column, np.int64)
     if integers is None:
@@ -341,9 +353,9 @@ def _integers(column: tuple[Any, ...]) -> Ints:
     return integers
 
 
-def _times(column: tuple[Any, ...]) -> tuple[Ints, Floats]:
+def _times(column: Sequence[Any]) -> tuple[Ints, Floats]:
     """(whole, fraction) of each: integers stay exact, whatever their size."""
-    values = _array(column) if column and type(column[0]) is int else None
+    values = _array(column) if len(column) and type(column[0]) is int else None
     if values is not None and values.dtype == np.int64:
         return values, np.zeros(len(values))
     numbers = _floats(column)
@@ -353,34 +365,58 @@ def _times(column: tuple[Any, ...]) -> tuple[Ints, Floats]:
 
 
 _TIMED = {"start": "time", "duration": "time", "line": "number", "name": "number"}
-_NOTHING: dict[str, Any] = {}
 _SPAN_KINDS = ("operator", "annotation", "python", "runtime")
 _MARK_KINDS = tuple(dict.fromkeys(MARK_KINDS.values()))
 _CATEGORIES = ("kernel", "memcpy", "memset")
+_RAW = ("shapes", "types", "values", "strides")
+"""Columns of numbers of JSON texts, each decoded once."""
+
+_VALUE_ARGUMENTS = ("Input Dims", "Concrete Inputs", "Input Strides")
+
+_EVENT = attrgetter("ts", "dur", "pid", "tid", "name", "cat", "args")
+_ARGUMENTS = ("correlation", "external", "external_2021")
+_OF_HOST = attrgetter(
+    *(*_ARGUMENTS, "sequence", "forward_thread", "python_id", "python_parent", "collective"),
+    *_RAW,
+)
+_OF_DEVICE = attrgetter(
+    *(*_ARGUMENTS, "bytes", "device", "stream", "grid", "block", "registers", "shared_memory"),
+    *("blocks_per_sm", "warps_per_sm", "occupancy", "graph", "bandwidth", "collective"),
+)
+_OF_COLLECTIVE = attrgetter("collective", *COLLECTIVE[1:])
+_NO_ARGUMENTS = Arguments()
+_NO_TEXT = _NO_ARGUMENTS.shapes
+
+MOST_OTHERS = 1_000_000
+"""Events that are none of torch.profiler's, before a file with more of them than others is one."""
 
 
 class _Walk:
-    """Takes the events of a trace one by one and holds the columns that they become."""
+    """Takes the events of a trace, a list at a time, and holds the columns that they become."""
 
     def __init__(self) -> None:
-        self.taken = 0
-        self.malformed = 0
-        self.first_malformed: Exception | None = None
+        self.taken = self.malformed = 0
+        self.first_malformed = ""
         self.without_duration = 0
         self.unknown: Counter[str] = Counter()
-        self.lines, self.texts, self.groups = _Numbered(), _Numbered(), _Numbered()
-        self.texts[""]  # number 0
-        self.names: dict[str, str] = {}
-        self.folded: dict[Any, str] = {}
-        self.flow_ends: dict[Any, dict[str, tuple[Any, int]]] = {}
-        self.host = _Rows(
+        self.lines, self.texts, self.raws, self.groups = (_Numbered() for _ in range(4))
+        self.texts[""], self.raws[b""]  # number 0
+        self.names: dict[tuple[Any, Any], Any] = {}
+        """Process and thread to the thread's name."""
+        self.tables: dict[str, str] = {}
+        """Category to ``host``, ``device``, ``marks``; "" where it is not read."""
+        self.kinds: dict[str, int] = {}
+        """Category to the number of its kind in that table."""
+        self.accelerator = ""
+        self.counters = Counters()
+        self.host = _Table(
             _TIMED
-            | {"kind": "number", "shapes": "number", "correlation": "integer"}
-            | {"external": "integer", "types": "number", "sequence": "integer"}
-            | {"forward_thread": "integer", "python_id": "integer", "python_parent": "integer"}
-            | {"collective": "number", "values": "number"}
+            | {"kind": "number", "correlation": "integer", "external": "integer"}
+            | {"sequence": "integer", "forward_thread": "integer", "python_id": "integer"}
+            | {"python_parent": "integer", "collective": "number"}
+            | dict.fromkeys(_RAW, "number")
         )
-        self.device = _Rows(
+        self.device = _Table(
             _TIMED
             | {"kind": "number", "correlation": "integer", "external": "integer"}
             | {"bytes": "integer", "gpu": "integer", "stream": "integer", "grid": "number"}
@@ -388,140 +424,186 @@ class _Walk:
             | {"blocks_per_sm": "float", "warps_per_sm": "float", "occupancy": "float"}
             | {"graph": "integer", "bandwidth": "float", "collective": "number"}
         )
-        self.memory = _Rows(
+        self.memory = _Table(
             {"start": "time", "line": "number", "bytes": "integer", "total": "integer"}
             | {"device": "number", "reserved": "integer"}
         )
-        self.marks = _Rows(_TIMED | {"kind": "number", "correlation": "integer"})
+        self.marks = _Table(_TIMED | {"kind": "number", "correlation": "integer"})
+        self.flows = _Table({"start": "time", "line": "number", "id": "integer", "phase": "number"})
 
-    def take(self, event: dict[str, Any]) -> None:
-        """Keep what an event says, if it is of interest."""
-        try:
-            phase = event["ph"]
+    def take(self, events: list[TraceEvent]) -> None:
+        """Keep what the events say, if it is of interest."""
+        rows: dict[str, list[TraceEvent]] = {name: [] for name in ("host", "device", "marks", "")}
+        memory, flows = [], []
+        table_of = self.tables
+        for event in events:
+            phase = event.ph
             if phase == "X":
-                self._span(event)
+                try:
+                    rows[table_of[event.cat]].append(event)
+                except KeyError:
+                    rows[self._category(event)].append(event)
             elif phase == "i":
-                if event["name"] == "[memory]":
-                    self._memory(event)
+                if event.name == "[memory]":
+                    memory.append(event)
             elif phase == "M":
                 self._name(event)
-            elif event.get("cat") == "fwdbwd":
-                ends = self.flow_ends.setdefault(event["id"], {})
-                ends[phase] = event["ts"], self.lines[event["pid"], event["tid"]]
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
-            self.malformed += 1
-            self.first_malformed = self.first_malformed or error
-        self.taken += 1
-        if self.taken % EVENTS_HELD == 0:
-            for rows in (self.host, self.device, self.memory, self.marks):
-                rows.pack()
+            elif event.cat == "fwdbwd":
+                flows.append(event)
+            elif not phase:
+                self._refuse("ph")
+        self.taken += len(events)
+        for event in rows[""]:
+            if event.cat and _fold(event.cat) not in IGNORED:
+                self.unknown[event.cat] += 1
+        if rows["host"]:
+            self._host(rows["host"])
+        if rows["device"]:
+            self._device(rows["device"])
+        if rows["marks"]:
+            timed, _, kind, args = self._timed(rows["marks"])
+            self.marks.add([*timed, kind, [one.correlation for one in args]])
+        if memory:
+            self._memory(memory)
+        if flows:
+            self.flows.add(
+                [
+                    [event.ts for event in flows],
+                    [self.lines[event.pid, event.tid] for event in flows],
+                    [event.id for event in flows],
+                    [self.texts[event.ph] for event in flows],
+                ]
+            )
 
-    def _span(self, event: dict[str, Any]) -> None:
-        category = event.get("cat", "")
-        kind = HOST_KINDS.get(category) or DEVICE_KINDS.get(category)
-        if kind is None:
-            folded = self.folded.get(category)
-            if folded is None:
-                folded = self.folded[category] = _fold(str(category))
-            category = folded
-            kind = HOST_KINDS.get(category) or DEVICE_KINDS.get(category)
-            if kind is None and category not in MARK_KINDS:
-                if category not in IGNORED:
-                    self.unknown[str(event["cat"])] += 1
-                return
-        args = event.get("args") or _NOTHING
-        name = event["name"]
-        if type(name) is not str:
-            raise TypeError(f"the name {name!r}")
-        duration = event.get("dur")
-        if duration is None:
-            self.without_duration += 1
-            duration = 0
-        get = args.get
-        external = get("External id", -1)
-        if external == -1:
-            external = get("external id", -1)
-        correlation = get("correlation", -1)
-        collective = -1
-        if "Collective name" in args:
-            collective = self.groups[tuple(visible(str(get(name, ""))) for name in COLLECTIVE)]
-        start = event["ts"]
-        if category in DEVICE_KINDS:
-            gpu = get("device", event["pid"])
-            stream = get("stream", event["tid"])
-            line = self.lines[gpu, stream]
-            common = (start, duration, line, self.texts[name])
-            what = 0 if kind == "kernel" else 2 if category.endswith("memset") else 1
-            launch: tuple[Any, ...] = (0, 0, -1, -1, None, None, None)
-            if what == 0:
-                launch = (
-                    self.texts[str(get("grid", ""))],
-                    self.texts[str(get("block", ""))],
-                    get("registers per thread", -1),
-                    get("shared memory", -1),
-                    get("blocks per SM"),
-                    get("warps per SM"),
-                    get("est. achieved occupancy %"),
-                )
-            sizes = (what, correlation, external, get("bytes", -1), gpu, stream)
-            rest = (get("graph id", -1), get("memory bandwidth (GB/s)"), collective)
-            self.device.rows.append((*common, *sizes, *launch, *rest))
-            return
-        line = self.lines[event["pid"], event["tid"]]
-        if category in MARK_KINDS:
-            number = _MARK_KINDS.index(MARK_KINDS[category])
-            mark = (start, duration, line, self.texts[name], number, correlation)
-            self.marks.rows.append(mark)
-            return
-        if name in UTILITY:
-            return
-        shapes = types = values = 0
-        if "Input Dims" in args:
-            shapes = self.texts[str(args["Input Dims"])]
-            types = self.texts[str(get("Input type", ""))]
-            values = self.texts[values_text(name, args)]
-        # our ranges may be written as operators, see dlrm_core/parts.py; so were all in 2021
-        if kind == "operator" and name.startswith((SPAN_PREFIX, GROUP_PREFIX, STEP_PREFIX)):
-            kind = "annotation"
-        self.host.rows.append(
-            (
-                start,
-                duration,
-                line,
-                self.texts[name],
-                _SPAN_KINDS.index(kind),
-                shapes,
+    def _refuse(self, lacks: str, count: int = 1) -> None:
+        """Count events that lack what each has."""
+        self.malformed += count
+        self.first_malformed = self.first_malformed or f"has no {lacks!r}"
+
+    def _category(self, event: TraceEvent) -> str:
+        """The table of a category that was not seen before. One that is not known is a device's
+        where its span has a correlation and a device or a stream: the work of an accelerator that
+        a call launched."""
+        category = event.cat
+        folded = _fold(category)
+        table, number = "", 0
+        if kind := HOST_KINDS.get(folded):
+            table, number = "host", _SPAN_KINDS.index(kind)
+        elif kind := DEVICE_KINDS.get(folded):
+            number = 0 if kind == "kernel" else 2 if folded.endswith("memset") else 1
+            table = "device"
+        elif kind := MARK_KINDS.get(folded):
+            table, number = "marks", _MARK_KINDS.index(kind)
+        if category not in HOST_KINDS and category not in DEVICE_KINDS:
+            self.accelerator = self.accelerator or accelerator_of(category)
+        self.kinds[category] = number
+        if table or folded in IGNORED:
+            self.tables[category] = table
+        elif (args := event.args) is not None and (args.correlation != -1 or args.direction):
+            return "" if args.device is None and args.stream is None else "device"
+        return table
+
+    def _timed(self, rows: list[TraceEvent]) -> tuple[list[Any], Any, list[int], list[Arguments]]:
+        """(start, duration, line and name, the names, kind, arguments) of spans."""
+        start, duration, process, thread, name, category, given = zip(
+            *map(_EVENT, rows), strict=True
+        )
+        args = [_NO_ARGUMENTS if one is None else one for one in given]
+        if None in duration:
+            self.without_duration += duration.count(None)
+            duration = tuple(0 if one is None else one for one in duration)
+        line = list(map(self.lines.__getitem__, zip(process, thread, strict=True)))
+        number = list(map(self.texts.__getitem__, name))
+        kind = list(map(self.kinds.__getitem__, category))
+        return [start, duration, line, number], name, kind, args
+
+    def _host(self, rows: list[TraceEvent]) -> None:
+        timed, names, kind, args = self._timed(rows)
+        correlation, external, external_2021, *numbers, group, shapes, types, values, strides = zip(
+            *map(_OF_HOST, args), strict=True
+        )
+        raws = self.raws
+        # numbers differ from call to call: only those that count are kept
+        asked = [
+            (value, stride) if name in FORMULAS else (_NO_TEXT, _NO_TEXT)
+            for name, value, stride in zip(names, values, strides, strict=True)
+        ]
+        columns = [shapes, types, *zip(*asked, strict=True)]
+        self.host.add(
+            [
+                *timed,
+                kind,
                 correlation,
-                external,
-                types,
-                get("Sequence number", -1),
-                get("Fwd thread id", -1),
-                get("Python id", -1),
-                get("Python parent id", -1),
-                collective,
-                values,
-            )
+                _either(external, external_2021),
+                *numbers,
+                self._groups(args, group),
+                *([0 if r is _NO_TEXT else raws[bytes(r)] for r in column] for column in columns),
+            ]
         )
 
-    def _memory(self, event: dict[str, Any]) -> None:
-        args = event["args"]
+    def _device(self, rows: list[TraceEvent]) -> None:
+        timed, _, kind, args = self._timed(rows)
+        correlation, external, external_2021, size, gpu, stream, grid, block, *rest, group = zip(
+            *map(_OF_DEVICE, args), strict=True
+        )
+        if any(one.direction is not None for one in args):
+            sizes = list(size)
+            for place, (row, one) in enumerate(zip(rows, args, strict=True)):
+                copied, moved = copy_of(str(row.name), one)
+                if kind[place] == 0 and moved >= 0:
+                    timed[3][place], kind[place], sizes[place] = self.texts[copied], 1, moved
+            size = tuple(sizes)
+        gpus = [e.pid if one is None else one for e, one in zip(rows, gpu, strict=True)]
+        streams = [e.tid if one is None else one for e, one in zip(rows, stream, strict=True)]
+        timed[2] = list(map(self.lines.__getitem__, zip(gpus, streams, strict=True)))
+        raws = self.raws
+        self.device.add(
+            [
+                *timed,
+                kind,
+                correlation,
+                _either(external, external_2021),
+                size,
+                gpus,
+                streams,
+                [raws[bytes(one)] for one in grid],
+                [raws[bytes(one)] for one in block],
+                *rest,
+                self._groups(args, group),
+            ]
+        )
+
+    def _groups(self, args: list[Arguments], names: Sequence[Any]) -> list[int]:
+        """Number of the arguments of each collective, −1 of what is none."""
+        return [
+            -1
+            if name is None
+            else self.groups[tuple(visible(str(value)) for value in _OF_COLLECTIVE(one))]
+            for one, name in zip(args, names, strict=True)
+        ]
+
+    def _memory(self, rows: list[TraceEvent]) -> None:
+        given = [(row, row.args) for row in rows if row.args is not None]
+        given = [(row, args) for row, args in given if args.allocated is not None]
+        self._refuse("Bytes", len(rows) - len(given))
         # c10's device types: 0 CPU, 1 CUDA
-        on_host = args.get("Device Type", 0) == 0
-        self.memory.rows.append(
-            (
-                event["ts"],
-                self.lines[event["pid"], event["tid"]],
-                args["Bytes"],
-                args.get("Total Allocated", -1),
-                self.texts["cpu" if on_host else f"gpu {args.get('Device Id', 0)}"],
-                args.get("Total Reserved", -1),
-            )
+        self.memory.add(
+            [
+                [row.ts for row, _ in given],
+                [self.lines[row.pid, row.tid] for row, _ in given],
+                [args.allocated for _, args in given],
+                [args.total for _, args in given],
+                [
+                    self.texts["cpu" if args.device_type == 0 else f"gpu {args.device_id}"]
+                    for _, args in given
+                ],
+                [args.reserved for _, args in given],
+            ]
         )
 
-    def _name(self, event: dict[str, Any]) -> None:
-        if event["name"] == "thread_name":
-            line = visible(f"{event['pid']}/{event['tid']}")
-            self.names[line] = visible(str(event["args"]["name"]))
+    def _name(self, event: TraceEvent) -> None:
+        if event.name == "thread_name" and event.args is not None:
+            self.names[event.pid, event.tid] = event.args.name
 
     # ---- columns to tables ----------------------------------------------------------
 
@@ -535,54 +617,58 @@ class _Walk:
         cautions = Cautions()
         cautions.add(stream.repaired, "event{s} {was} not valid JSON and {was} repaired")
         cautions.add(stream.skipped, "event{s} {was} not valid JSON and {was} left out")
+        nanoseconds, why = self._unit()
+        frames: dict[str, pd.DataFrame] = {}
+        lost = 0
+        nameless = self.texts.get(None, -1)
+        nowhere = [number for pair, number in self.lines.items() if None in pair]
+        for name in ("host", "device", "memory", "marks"):
+            table: _Table = getattr(self, name)
+            columns = {column: table.column(column) for column in table.columns}
+            whole, _ = columns["start"]
+            limit = 2**62 if nanoseconds else 2**62 // 1000
+            usable = (whole != NO_TIME) & (np.abs(whole) < limit)
+            lost += int((~usable).sum())
+            for lacks, missing in (
+                ("name", columns.get("name", np.empty(0)) == nameless),
+                ("pid", np.isin(columns["line"], nowhere)),
+            ):
+                if missing.any():
+                    self._refuse(lacks, int((missing & usable).sum()))
+                    usable &= ~missing
+            if name == "host":
+                unimportant = [self.texts[text] for text in UTILITY]
+                usable &= ~np.isin(columns["name"], unimportant)
+                self._read_texts(columns)
+            frames[name] = self._frame(columns, usable, nanoseconds)
         cautions.add(
-            self.malformed,
+            self.malformed + stream.malformed,
             "event{s} lack{v} a name, a time or what else torch.profiler writes, and {was} left "
             "out",
         )
-        texts = np.array([visible(text) for text in self.texts], dtype=object)
-        lines = np.array([visible(f"{_word(a)}/{_word(b)}") for a, b in self.lines], dtype=object)
-        tables = {name: getattr(self, name) for name in ("host", "device", "memory", "marks")}
-        nanoseconds, why = self._unit()
         if nanoseconds:
             cautions.said.append(f"The times of this trace are read as nanoseconds: {why}.")
-        frames: dict[str, pd.DataFrame] = {}
-        lost = 0
-        for table, rows in tables.items():
-            columns: dict[str, Any] = {}
-            usable: Any = slice(None)
-            for name, how in rows.columns.items():
-                values = rows.column(name)
-                if how == "time":
-                    whole, fraction = values
-                    if name == "start":
-                        limit = 2**62 if nanoseconds else 2**62 // 1000
-                        usable = (whole != NO_TIME) & (np.abs(whole) < limit)
-                        lost += int((~usable).sum())
-                    whole = np.where(whole == NO_TIME, -1, whole)
-                    values = whole if nanoseconds else whole * 1000 + _rounded(fraction)
-                elif name == "line":
-                    values = lines[values] if len(values) else values.astype(object)
-                elif name in ("name", "shapes", "types", "values", "grid", "block", "device"):
-                    values = texts[values] if len(values) else values.astype(object)
-                columns[name] = values
-            frames[table] = pd.DataFrame(columns)[usable].reset_index(drop=True)
         cautions.add(lost, "event{s} {has} a time that is no number, and {was} left out")
         leave_out_strays([frames[name] for name in ("host", "device", "memory")], cautions)
         host, device, memory, marks = frames.values()
         if host.empty and device.empty:
-            if self.first_malformed is not None:
-                error = self.first_malformed
-                lacks = isinstance(error, KeyError)
-                why = f"has no {error.args[0]!r}" if lacks else f"is odd: {error}"
-                raise InputError(f"{path} is no trace of torch.profiler: an event {why}") from None
+            if odd := stream.first_malformed or self.first_malformed:
+                raise InputError(f"{path} is no trace of torch.profiler: an event {odd}")
             raise NoTraceError(f"{path} holds no operator, range or kernel of torch.profiler")
-        host["kind"] = np.array(_SPAN_KINDS, dtype=object)[host["kind"].to_numpy()]
         what = device["kind"].to_numpy()
-        device["kind"] = np.array(["kernel", "copy", "copy"], dtype=object)[what]
-        device["category"] = np.array(_CATEGORIES, dtype=object)[what]
-        marks["kind"] = np.array(_MARK_KINDS, dtype=object)[marks["kind"].to_numpy()]
+        host["kind"] = _texts(_SPAN_KINDS, host["kind"].to_numpy())
+        device["kind"] = _texts(["kernel", "copy", "copy"], what)
+        device["category"] = _texts(_CATEGORIES, what)
+        marks["kind"] = _texts(_MARK_KINDS, marks["kind"].to_numpy())
         zero = from_first_event(frames, cautions)
+        cautions.add(
+            self.counters.refused,
+            "value{s} of hardware counters {is} no number{s}, and {was} left out: not measured",
+        )
+        cautions.add(
+            self.counters.beyond,
+            "value{s} of hardware counters {was} left out: a trace has more than are read",
+        )
         cautions.add(
             self.without_duration,
             "event{s} {has} no duration: {it} {is} counted, but {its} time is not",
@@ -599,14 +685,16 @@ class _Walk:
             host,
             device,
             memory,
-            self.names,
+            {visible(f"{a}/{b}"): visible(str(name)) for (a, b), name in self.names.items()},
             0,
             marks,
-            self._flows(lines, zero, nanoseconds),
-            pd.DataFrame(list(self.groups), columns=list(COLLECTIVE.values())),
+            self._flows(zero, nanoseconds),
+            pd.DataFrame(list(self.groups), columns=list(COLLECTIVE)),
             stream.header,
             zero + (base if isinstance(base, int) and abs(base) < 2**62 else 0),
         )
+        events.accelerator = self.accelerator if len(device) else ""
+        events.counters = self.counters.table(zero, nanoseconds)
         rank = events.distributed["rank"]
         events.rank = rank if isinstance(rank, int) else 0
         look_at_device(events, cautions)
@@ -630,16 +718,125 @@ class _Walk:
             return True, "as microseconds they would lie thousands of years ahead"
         return False, ""
 
-    def _flows(self, lines: npt.NDArray[Any], zero: int, nanoseconds: bool) -> pd.DataFrame:
-        pairs = [ends for ends in self.flow_ends.values() if "s" in ends and "f" in ends]
-        columns: dict[str, Any] = {}
-        for side, phase in (("forward", "s"), ("backward", "f")):
-            whole, fraction = _times(tuple(ends[phase][0] for ends in pairs))
-            when = whole if nanoseconds else whole * 1000 + _rounded(fraction)
-            columns[side] = when - zero
-            at = np.array([ends[phase][1] for ends in pairs], dtype=np.int64)
-            columns[f"{side}_line"] = lines[at] if len(at) else at.astype(object)
-        return pd.DataFrame(columns)
+    def _read_texts(self, columns: dict[str, Any]) -> None:
+        """Put texts in the place of the JSON of arguments, and finish what names tell of spans."""
+        names = list(self.texts)
+        raws = [_json(raw) for raw in self.raws]
+        shapes, types, values, strides = (columns.pop(name) for name in _RAW)
+        name, has_shapes = columns["name"], shapes > 0
+        asked = np.flatnonzero(has_shapes & ((values > 0) | (strides > 0)))
+        told = np.zeros(len(name), dtype=np.int32)
+        call = numbered_together([one[asked] for one in (name, shapes, values, strides)])
+        _, first = np.unique(call, return_index=True)
+        number = []
+        for row in asked[first].tolist():
+            given = (raws[column[row]] for column in (shapes, values, strides))
+            number.append(
+                self.texts[
+                    values_text(names[name[row]], dict(zip(_VALUE_ARGUMENTS, given, strict=True)))
+                ]
+            )
+        told[asked] = np.array(number, dtype=np.int32)[call]
+        of_raw = np.zeros(len(raws), dtype=np.int32)
+        for raw in np.unique(np.concatenate([shapes, types])).tolist():
+            of_raw[raw] = self.texts[str(raws[raw])]
+        columns["shapes"] = of_raw[shapes]
+        columns["types"] = np.where(has_shapes, of_raw[types], 0)
+        columns["values"] = told
+        # our ranges may be written as operators, see dlrm_core/parts.py; so were all in 2021
+        ranges = (SPAN_PREFIX, GROUP_PREFIX, STEP_PREFIX)
+        is_range = np.array([str(text).startswith(ranges) for text in names], dtype=bool)
+        columns["kind"] = np.where(
+            is_range[name] & (columns["kind"] == _SPAN_KINDS.index("operator")),
+            _SPAN_KINDS.index("annotation"),
+            columns["kind"],
+        )
+
+    def _frame(self, columns: dict[str, Any], usable: Bools, nanoseconds: bool) -> pd.DataFrame:
+        """A table's columns as a frame, of the rows that are usable."""
+        done: dict[str, Any] = {}
+        for name, values in columns.items():
+            if name in ("start", "duration"):
+                whole, fraction = values
+                done[name] = _nanoseconds(whole[usable], fraction[usable], already=nanoseconds)
+                continue
+            values = values[usable]
+            if name == "line":
+                lines = [visible(f"{_word(a)}/{_word(b)}") for a, b in self.lines]
+                done[name] = _texts(lines, values)
+            elif name in ("grid", "block"):
+                done[name] = _texts([str(_json(raw)) for raw in self.raws], values)
+            elif name in ("name", "shapes", "types", "values", "device"):
+                done[name] = _texts([visible(text or "") for text in self.texts], values)
+            else:
+                done[name] = values
+        return pd.DataFrame(done)
+
+    def _flows(self, zero: int, nanoseconds: bool) -> pd.DataFrame:
+        columns = {name: self.flows.column(name) for name in self.flows.columns}
+        whole, fraction = columns["start"]
+        columns["start"] = _nanoseconds(whole, fraction, already=nanoseconds) - zero
+        lines = [visible(f"{_word(a)}/{_word(b)}") for a, b in self.lines]
+        columns["line"] = np.array(lines, dtype=object)[columns["line"]]
+        table = pd.DataFrame(columns)
+        forward, backward = (
+            table[table["phase"].eq(self.texts[phase])].drop_duplicates("id", keep="last")
+            for phase in ("s", "f")
+        )
+        pairs = forward.merge(backward, on="id", suffixes=("_forward", "_backward"))
+        sides = ["start_forward", "line_forward", "start_backward", "line_backward"]
+        names = ["forward", "forward_line", "backward", "backward_line"]
+        return pairs[sides].set_axis(names, axis=1)
+
+
+def _json(raw: bytes) -> Any:
+    """What an argument's JSON says; "" where there is none."""
+    return msgspec.json.decode(raw) if raw else ""
+
+
+def _texts(texts: Sequence[str], number: Ints) -> pd.Categorical:
+    """The text (n,) of each number; those that occur in no row are left out."""
+    used = np.flatnonzero(np.bincount(number, minlength=len(texts)))
+    named = np.empty(len(used), dtype=object)
+    named[:] = [texts[place] for place in used.tolist()]
+    code, distinct = pd.factorize(named)
+    code_of = np.zeros(len(texts), dtype=np.int32)
+    code_of[used] = code
+    kinds = pd.CategoricalDtype(pd.Index(distinct, dtype=object))
+    return pd.Categorical.from_codes(code_of[number], dtype=kinds)  # type: ignore[arg-type]
+
+
+def _either(first: Sequence[Any], otherwise: Sequence[Any]) -> Sequence[Any]:
+    """The values that are not −1, else those of today's name."""
+    if otherwise.count(-1) == len(otherwise):
+        return first
+    return [b if a == -1 else a for a, b in zip(first, otherwise, strict=True)]
+
+
+def _nanoseconds(whole: Ints, fraction: Floats, *, already: bool) -> Ints:
+    """Times (n,); −1 where one is no number."""
+    whole = np.where(whole == NO_TIME, -1, whole)
+    return whole if already else whole * 1000 + _rounded(fraction)
+
+
+def copy_of(name: str, args: Arguments) -> tuple[str, int]:
+    """The name and bytes of a span that copies by its ``direction`` and ``size``, as MTIA's
+    ``dma_request`` does; the name as it is and −1 of others."""
+    if type(args.size) is not int or args.direction not in _DIRECTIONS:
+        return name, -1
+    return f"Memcpy {_DIRECTIONS[args.direction]} ({name})", args.size
+
+
+_DIRECTIONS = {"HOST_TO_DEVICE": "HtoD", "DEVICE_TO_HOST": "DtoH", "DEVICE_TO_DEVICE": "DtoD"}
+_GPUS = ("", "cuda", "hip", "roc", "gpu")
+
+
+def accelerator_of(category: str) -> str:
+    """``MTIA`` of ``mtia_runtime``: whose calls these are, where it is no GPU's."""
+    vendor, _, end = category.lower().rpartition("_")
+    if vendor == "privateuse1":  # torch's name for back ends that are not its own
+        return "accelerator"
+    return vendor.upper() if end in ("runtime", "driver") and vendor not in _GPUS else ""
 
 
 def _fold(category: str) -> str:
@@ -752,7 +949,9 @@ def look_at_device(events: Events, cautions: Cautions) -> None:
     if device.empty:
         return
     in_turn = device.sort_values("start", kind="stable")
-    following = in_turn.groupby("line", sort=False)["start"].shift(-1).reindex(device.index)
+    following = (
+        in_turn.groupby("line", sort=False, observed=True)["start"].shift(-1).reindex(device.index)
+    )
     # A kernel may outlive what the host did, but not by far what all others span.
     first, last = device["start"].min(), device["start"].max()
     if len(host):
@@ -794,7 +993,7 @@ def _look_at_launches(events: Events, cautions: Cautions) -> None:
         return
     correlation = device["correlation"]
     calls = runtime.drop_duplicates("correlation").set_index("correlation")
-    launcher = correlation.map(calls["name"]).fillna("")
+    launcher = correlation.map(calls["name"].astype(object)).fillna("")
     doubled = runtime["correlation"][runtime["correlation"].duplicated()].unique()
     # an ordinary launch is of one kernel; a graph's is of many
     of_one = launcher.str.contains("LaunchKernel") & device["kind"].eq("kernel")

@@ -64,6 +64,8 @@ def fill_gaps(
     begin, until = edges[:-1], edges[1:]
     owner = innermost(start, end, parent, begin)
     held = owner >= 0
+    if not held.any():  # no span lasts
+        return host, component, phase
     begin, until, owner = begin[held], until[held], owner[held]
     part, parts = pd.factorize(pd.MultiIndex.from_arrays([component[owner], phase[owner]]))
     operates = main["kind"].eq("operator").to_numpy()
@@ -150,6 +152,8 @@ def _with_gaps(
     rows, given = whole["owner"].to_numpy(), whole["told"].to_numpy()
     component[rows], phase[rows] = names[given], phases[given]
     cut = pieces[several & (names[pieces["told"]] != "other")]
+    if cut.empty:
+        return host, component, phase
     added = host.iloc[cut["owner"].to_numpy()].assign(
         name=GAP,
         kind="python",

@@ -15,15 +15,18 @@ step.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib.abc
 import importlib.util
+import inspect
 import itertools
 import json
 import os
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -32,6 +35,7 @@ from typing import TYPE_CHECKING, Any
 from dlrm_workbook.recordings.torch.places import note_places
 
 if TYPE_CHECKING:
+    from dlrm_workbook.recordings.torch.beside import Beside
     from dlrm_workbook.recordings.torch.session import Session
     from dlrm_workbook.recordings.torch.trials import Trials
 
@@ -47,7 +51,11 @@ def install() -> None:
     given = os.environ.get(VARIABLE)
     if given:
         asked = json.loads(given)
-        sys.meta_path.insert(0, _OptimizerFinder(asked))
+        hooks = {"torch.optim.optimizer": _watch, "torch.utils.data._utils.worker": _sample_workers}
+        if asked["options"].get("num_workers"):
+            hooks["torch.utils.data.dataloader"] = _give_workers
+        for name, hook in hooks.items():
+            sys.meta_path.insert(0, _AfterImport(name, functools.partial(hook, asked)))
         if asked.get("alive"):
             end_with_holder(asked["alive"], asked["holder"])
             os.register_at_fork(
@@ -86,13 +94,11 @@ def end_with_holder(pipe: str, holder: int) -> None:
         pass
 
 
-class _OptimizerFinder(importlib.abc.MetaPathFinder):
-    """Finds nothing itself: it hooks ``torch.optim.optimizer`` when that has been imported."""
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Finds nothing itself: it calls a function with a module that has just been imported."""
 
-    name = "torch.optim.optimizer"
-
-    def __init__(self, asked: dict[str, Any]) -> None:
-        self.asked = asked
+    def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
+        self.name, self.then = name, then
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -107,15 +113,41 @@ class _OptimizerFinder(importlib.abc.MetaPathFinder):
 
         def exec_module(module: ModuleType) -> None:
             execute(module)
-            watch = _Watch(self.asked)
-            module.register_optimizer_step_pre_hook(watch.before)
-            module.register_optimizer_step_post_hook(watch.after)
-            os.register_at_fork(after_in_child=watch.forked)
-            if self.asked.get("trials"):
-                note_places(module.Optimizer)
+            self.then(module)
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
+
+
+def _watch(asked: dict[str, Any], module: ModuleType) -> None:
+    """Hook ``torch.optim.optimizer``."""
+    watch = _Watch(asked)
+    module.register_optimizer_step_pre_hook(watch.before)
+    module.register_optimizer_step_post_hook(watch.after)
+    os.register_at_fork(after_in_child=watch.forked)
+    if asked.get("trials"):
+        note_places(module.Optimizer)
+
+
+def _sample_workers(asked: dict[str, Any], module: ModuleType) -> None:
+    """Hook ``torch.utils.data._utils.worker``."""
+    from dlrm_workbook.recordings.torch.workers import sample_workers
+
+    sample_workers(module, Path(asked["folder"]))
+
+
+def _give_workers(asked: dict[str, Any], module: ModuleType) -> None:
+    """Give every DataLoader that has no workers some."""
+    make: Any = module.DataLoader.__init__
+    signature = inspect.signature(make)
+
+    def made(*args: Any, **options: Any) -> None:
+        given = signature.bind(*args, **options)
+        if not given.arguments.get("num_workers"):
+            given.arguments["num_workers"] = asked["options"]["num_workers"]
+        make(*given.args, **given.kwargs)
+
+    module.DataLoader.__init__ = made
 
 
 class _Watch:
@@ -139,6 +171,7 @@ class _Watch:
         self.trials: Trials | None = None
         self.moments: list[int] = []
         """When iterations ended, ns since the epoch, where only that is asked for."""
+        self.beside: Beside | None = None
         self.state: dict[str, Any] = {"state": "training"}
         self.over = False
 
@@ -183,6 +216,11 @@ class _Watch:
             self.end_program()
         elif self.asked.get("times_only"):
             self.moments.append(time.time_ns())
+            if len(self.moments) == 1 and "HPCRUN_EVENT_LIST" in os.environ:
+                from dlrm_workbook.recordings.torch.beside import Beside
+
+                with contextlib.suppress(Exception):  # the times are worth more
+                    self.beside = Beside()
             if len(self.moments) > self.asked["lengths"]["profiled"]:
                 self.print_times()
                 self.end_program()
@@ -268,7 +306,12 @@ class _Watch:
         self.over = True
         spans = [(ITERATION_SPAN, begin, end) for begin, end in itertools.pairwise(self.moments)]
         usual = statistics.median((end - begin) / 1e6 for _, begin, end in spans)
-        print(json.dumps({"ms_per_iteration": usual, "spans": spans}), flush=True)
+        if self.beside is not None:
+            with contextlib.suppress(Exception):
+                warmup = self.asked["lengths"]["warmup"]
+                self.beside.write(self.place, self.moments[warmup:])
+        result = {"ms_per_iteration": usual, "spans": spans, "process": os.getpid()}
+        print(json.dumps(result), flush=True)
         self.state = {"state": "timed"}
         self.tell()
 

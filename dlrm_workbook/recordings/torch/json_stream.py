@@ -1,8 +1,9 @@
-"""The events of a chrome trace, one by one, without holding its text or all of it as objects.
+"""The events of a chrome trace, a piece of its text at a time, without holding all of it.
 
-torch writes traces of gigabytes, and JSON that is not always valid: control characters in
-strings, quotes in names that nothing escapes, ``nan`` and ``inf`` as C++ prints them. Such an
-event is repaired, or skipped where that fails, and counted.
+A piece is decoded into typed events by msgspec. torch writes JSON that is not always valid:
+control characters in strings, quotes in names that nothing escapes, ``nan`` and ``inf`` as C++
+prints them. Only the events of such a piece are read one by one: each is repaired, or left out
+where that fails, and counted.
 """
 
 from __future__ import annotations
@@ -18,18 +19,26 @@ import tarfile
 import zipfile
 import zlib
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import IO, Any
 
+import msgspec
+
 from dlrm_core.base.errors import InputError
+from dlrm_workbook.recordings.torch.counters import RANGES
 
-BYTES_AT_ONCE = 8 << 20
-"""Bytes read at a time."""
+BYTES_AT_ONCE, PACKED_AT_ONCE = 4 << 20, 256 << 10
+"""Bytes that are read at a time while those before are decoded: large steps, in which zlib waits
+for nobody."""
 
-AHEAD = 1 << 20
-"""Characters that lie ahead whenever an event is read, unless the file ends: the longest event."""
+PIECE = 256 << 10
+"""Bytes that are decoded together, at least: their events fit into a processor's cache."""
 
 LONGEST_VALUE = 256 << 20
-"""Characters of the longest value beside the events."""
+"""Bytes of the longest value beside the events, and of the longest event."""
+
+SHORT_VALUE = 4 << 10
+"""Bytes in which the end of such a value is looked for first."""
 
 MOST_TEXT = 64 << 30
 """Bytes of the longest trace that is read, unpacked."""
@@ -40,17 +49,23 @@ MOST_PACKED = 300
 UNSUSPICIOUS = 128 << 20
 """Bytes of text that are read however well they were packed."""
 
-_BLANK = re.compile(r"[\s,]*")
-_COLON = re.compile(r"[\s:]*")
+_COUNTERS = re.compile(rb'"ph"\s*:\s*"C"|"cuda_profiler_range"')
 _FIELD = r'"(?:ph|name|cat|pid|tid|ts|dur|id|args|s|bp)"\s*:'
-_NEXT_EVENT = re.compile(r"\}\s*,\s*(?=\{\s*" + _FIELD + ")")
-_LAST_EVENT = re.compile(r"\}\s*(?=\]\s*(?:,|\}|\Z))")
+_BLANK = re.compile(rb"[\s,]*")
+_BLANK_TEXT = re.compile(r"[\s,]*")
+_COLON = re.compile(rb"[\s:]*")
+_BOUNDARY = re.compile(rb"\}\s*,\s*(?=\{)")
+_LAST_EVENT = re.compile(rb"\}\s*(?=\]\s*(?:,|\}|\Z))")
+"""Between two events, and behind the last: seldom elsewhere, and then a piece does not decode."""
+
+_NEXT_EVENT = re.compile(r"\}\s*,\s*(?=\{\s*" + _FIELD + r")|\}\s*(?=\]\s*(?:,|\}|\Z))")
 _NAME = re.compile(r'("name"\s*:\s*")(.*?)("\s*(?:,\s*' + _FIELD + r"|\}\s*\Z))", re.DOTALL)
 _QUOTE = re.compile(r'\\?"')
 _ODD_NUMBER = re.compile(r"(:\s*|\[\s*|,\s*)-?(?:nan|inf(?:inity)?|n/a)\b(?=\s*[,\}\]])", re.I)
 _ODD_ESCAPE = re.compile(r'\\(?!["\\/bfnrt]|u[0-9a-fA-F]{4})')
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
-_scan = json.JSONDecoder(strict=False).scan_once  # type: ignore[attr-defined]
+_scan = json.JSONDecoder(strict=False, parse_constant=lambda _: None).scan_once  # type: ignore[attr-defined]
 """Reads one JSON value of a text from a position on: (value, where it ends)."""
 
 
@@ -71,8 +86,106 @@ def reason(error: BaseException) -> str:
     return str(getattr(error, "strerror", None) or error)
 
 
+class _Unpacked:
+    """A gzipped file, unpacked in large steps."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file, self._packed = file, b""
+        self._member = zlib.decompressobj(wbits=31)
+
+    def read(self, size: int) -> bytes:
+        """At most so many bytes; none at the end.
+
+        Raises:
+            EOFError: the file is cut short.
+        """
+        while True:
+            packed = self._packed or self._file.read(PACKED_AT_ONCE)
+            if self._member.eof:
+                packed = packed.lstrip(b"\0")
+                if packed:
+                    self._member = zlib.decompressobj(wbits=31)
+            data = self._member.decompress(packed, size)
+            self._packed = self._member.unconsumed_tail or self._member.unused_data
+            if not packed and not data and not self._member.eof:
+                raise EOFError
+            if data or not packed:
+                return data
+
+
+class Arguments(msgspec.Struct, gc=False):
+    """The arguments of an event that are read; ``Raw`` ones are JSON of many equal texts."""
+
+    external: Any = msgspec.field(default=-1, name="External id")
+    external_2021: Any = msgspec.field(default=-1, name="external id")
+    correlation: Any = -1
+    sequence: Any = msgspec.field(default=-1, name="Sequence number")
+    forward_thread: Any = msgspec.field(default=-1, name="Fwd thread id")
+    python_id: Any = msgspec.field(default=-1, name="Python id")
+    python_parent: Any = msgspec.field(default=-1, name="Python parent id")
+    shapes: msgspec.Raw = msgspec.field(default=msgspec.Raw(b""), name="Input Dims")
+    types: msgspec.Raw = msgspec.field(default=msgspec.Raw(b""), name="Input type")
+    values: msgspec.Raw = msgspec.field(default=msgspec.Raw(b""), name="Concrete Inputs")
+    strides: msgspec.Raw = msgspec.field(default=msgspec.Raw(b""), name="Input Strides")
+    device: int | float | str | None = None
+    stream: int | float | str | None = None
+    grid: msgspec.Raw = msgspec.Raw(b"")
+    block: msgspec.Raw = msgspec.Raw(b"")
+    registers: Any = msgspec.field(default=-1, name="registers per thread")
+    shared_memory: Any = msgspec.field(default=-1, name="shared memory")
+    blocks_per_sm: Any = msgspec.field(default=None, name="blocks per SM")
+    warps_per_sm: Any = msgspec.field(default=None, name="warps per SM")
+    occupancy: Any = msgspec.field(default=None, name="est. achieved occupancy %")
+    graph: Any = msgspec.field(default=-1, name="graph id")
+    bytes: Any = -1
+    bandwidth: Any = msgspec.field(default=None, name="memory bandwidth (GB/s)")
+    collective: Any = msgspec.field(default=None, name="Collective name")
+    in_elements: Any = msgspec.field(default="", name="In msg nelems")
+    out_elements: Any = msgspec.field(default="", name="Out msg nelems")
+    dtype: Any = ""
+    group_size: Any = msgspec.field(default="", name="Group size")
+    group: Any = msgspec.field(default="", name="Process Group Name")
+    ranks: Any = msgspec.field(default="", name="Process Group Ranks")
+    in_split: Any = msgspec.field(default="", name="In split size")
+    out_split: Any = msgspec.field(default="", name="Out split size")
+    allocated: Any = msgspec.field(default=None, name="Bytes")
+    total: Any = msgspec.field(default=-1, name="Total Allocated")
+    reserved: Any = msgspec.field(default=-1, name="Total Reserved")
+    device_type: Any = msgspec.field(default=0, name="Device Type")
+    device_id: Any = msgspec.field(default=0, name="Device Id")
+    name: Any = None
+    direction: str | None = None
+    size: Any = None
+
+
+class TraceEvent(msgspec.Struct, gc=False):
+    """One event; what is None is not there."""
+
+    ph: str = ""
+    cat: str = ""
+    name: str | None = None
+    pid: int | float | str | None = None
+    tid: int | float | str | None = None
+    ts: Any = None
+    dur: Any = None
+    id: Any = None
+    args: Arguments | None = None
+
+
+_decode_event = msgspec.json.Decoder(TraceEvent).decode
+_decode_events = msgspec.json.Decoder(list[TraceEvent]).decode
+
+
 class EventStream:
-    """The events of one trace; what stands beside them is in ``header`` when they are over."""
+    """The events of one trace; what stands beside them is in ``header`` when they are over.
+
+    Attributes:
+        has_events: whether there is a list of events.
+        repaired, skipped: events that are no valid JSON, and were repaired or left out.
+        counters: events with hardware counters since they were taken from it, as JSON has them.
+        malformed: events that are JSON, but have not what an event has.
+        first_malformed: what is wrong with the first of those; "" where there is none.
+    """
 
     def __init__(self, file: IO[bytes], name: str, packed_bytes: int) -> None:
         """
@@ -84,88 +197,115 @@ class EventStream:
         self.name = name
         self.header: dict[str, Any] = {}
         self.has_events = False
-        self.repaired = self.skipped = 0
+        self.repaired = self.skipped = self.malformed = 0
+        self.first_malformed = ""
+        self.counters: list[dict[str, Any]] = []
         self._packed_bytes, self._read_bytes = packed_bytes, 0
         buffered = file if isinstance(file, io.BufferedReader) else io.BufferedReader(file)  # type: ignore[type-var]
         with self._told():
             packed = buffered.peek(2)[:2] == b"\x1f\x8b"
-        self._file: Any = gzip.GzipFile(fileobj=buffered) if packed else buffered
-        self._decode = codecs.getincrementaldecoder("utf-8-sig")("replace").decode
-        self._text, self._at, self._ended = "", 0, False
+        self._file: Any = _Unpacked(buffered) if packed else buffered
+        self._data, self._at, self._ended = b"", 0, False
+        self._thread = ThreadPoolExecutor(1)
+        self._coming: Future[bytes] = self._thread.submit(self._file.read, BYTES_AT_ONCE)
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Every event.
+    def __iter__(self) -> Iterator[list[TraceEvent]]:
+        """Every event, in lists.
 
         Raises:
             InputError: the trace is cut short, not JSON, or larger than is read.
         """
+        try:
+            yield from self._document()
+        finally:
+            self._thread.shutdown()
+
+    def _document(self) -> Iterator[list[TraceEvent]]:
+        self._fill(len(codecs.BOM_UTF8))
+        if self._data.startswith(codecs.BOM_UTF8):
+            self._at = len(codecs.BOM_UTF8)
         first = self._next()
-        if first == "[":
+        if first == b"[":
             yield from self._events()
-        elif first == "{":
+        elif first == b"{":
             self._at += 1
-            while (mark := self._next()) != "}":
-                if mark != '"':
+            while (mark := self._next()) != b"}":
+                if mark != b'"':
                     raise self._refusal()
                 key = self._value()
                 mark = self._next(_COLON)
-                if key == "traceEvents" and mark == "[":
+                if key == "traceEvents" and mark == b"[":
                     yield from self._events()
                 else:
                     self.header[str(key)] = self._value()
             self._at += 1
         else:
             raise self._refusal()
-        if self._next() not in ("", "\0"):
+        if self._next() not in (b"", b"\0"):
             raise InputError(f"{self.name} cannot be read: text follows the end of its JSON")
 
-    def _events(self) -> Iterator[dict[str, Any]]:
-        self.has_events = True
-        at = self._at + 1
-        while True:
-            self._at = at
-            self._fill(AHEAD)
-            text, at = self._text, self._at
-            last = len(text) if self._ended else len(text) - AHEAD
-            while at <= last:
-                at = _BLANK.match(text, at).end()  # type: ignore[union-attr]
-                try:
-                    event, at = _scan(text, at)
-                except (ValueError, StopIteration):
-                    break
-                yield event
-            else:
+    def _events(self) -> Iterator[list[TraceEvent]]:
+        self.has_events, size = True, PIECE
+        self._at += 1
+        while (mark := self._next()) != b"]":
+            if not mark:
+                raise self._refusal()
+            self._fill(2 * size)
+            here = self._at
+            boundary = _BOUNDARY.search(self._data, here + size)
+            if boundary is None and not self._ended and size <= LONGEST_VALUE:
+                size *= 2
                 continue
-            if at >= len(text) and not self._ended:
-                continue
-            if text[at : at + 1] == "]":
-                self._at = at + 1
-                return
-            if len(text) - at < AHEAD and not self._ended:
-                continue
-            at, repaired = self._repair(text, at)
-            if repaired is not None:
-                yield repaired
+            # what is left behind the last event may be long: tables of the header
+            boundary = boundary or _LAST_EVENT.search(self._data, here)
+            end = len(self._data) if boundary is None else boundary.start() + 1
+            try:
+                piece = b"".join((b"[", memoryview(self._data)[here:end], b"]"))
+                events = _decode_events(piece)
+                self._at = end
+                if _COUNTERS.search(piece):
+                    self.counters += filter(_counts, msgspec.json.decode(piece))
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+                events = list(self._one_by_one(end))
+            yield events
+            size = PIECE if self._at > here else 2 * size
+            whole = self._ended and end == len(self._data)
+            if self._at == here and (whole or size > LONGEST_VALUE):
+                raise self._refusal()
+        self._at += 1
 
-    def _repair(self, text: str, at: int) -> tuple[int, dict[str, Any] | None]:
-        """(where an invalid event ends, the event if it could be repaired)."""
-        boundary = _NEXT_EVENT.search(text, at) or _LAST_EVENT.search(text, at)
-        if boundary is None:
-            self._at = at
-            raise self._refusal()
-        end = boundary.start() + 1
-        event = text[at:end]
-        event = _NAME.sub(lambda name: name[1] + _QUOTE.sub(r"\"", name[2]) + name[3], event)
-        event = _ODD_ESCAPE.sub(r"\\\\", _ODD_NUMBER.sub(r"\1NaN", event))
+    def _one_by_one(self, end: int) -> Iterator[TraceEvent]:
+        """The events up to a place; what is no valid JSON is repaired, or left out."""
+        text, at = _text(self._data[self._at : end]), 0
+        while text[at : at + 1] not in ("", "]"):
+            try:
+                value, at = _scan(text, at)
+            except (ValueError, StopIteration):
+                boundary = _NEXT_EVENT.search(text, at)
+                stop = len(text) if boundary is None else boundary.start() + 1
+                value = _repaired(text[at:stop])
+                if value is None and boundary is None:
+                    break  # it ends farther on
+                self.repaired += value is not None
+                self.skipped += value is None
+                at = stop
+            if value is not None:
+                yield from self._typed(value)
+            at = _BLANK_TEXT.match(text, at).end()  # type: ignore[union-attr]
+        self._at += len(_bytes(text[:at]))
+
+    def _typed(self, value: Any) -> list[TraceEvent]:
+        """The event of a JSON value; none where it is no event."""
         try:
-            value, stop = _scan(event, 0)
-        except (ValueError, StopIteration):
-            value, stop = None, 0
-        if isinstance(value, dict) and stop == len(event):
-            self.repaired += 1
-            return end, value
-        self.skipped += 1
-        return end, None
+            if _counts(value):
+                self.counters.append(value)
+            text = json.dumps(value, ensure_ascii=False)
+            text = _SURROGATE.sub(lambda one: f"\\\\u{ord(one[0]):04x}", text)  # as it is shown
+            return [_decode_event(text.encode())]
+        except (msgspec.MsgspecError, ValueError) as error:
+            self.malformed += 1
+            self.first_malformed = self.first_malformed or f"is odd: {error}"
+            return []
 
     # ---- the window -----------------------------------------------------------------
 
@@ -178,13 +318,14 @@ class EventStream:
             raise InputError(f"{self.name} cannot be read: {reason(error)}") from None
 
     def _fill(self, ahead: int) -> None:
-        """Read until ``ahead`` characters lie ahead, or the trace ends."""
-        if self._ended or len(self._text) - self._at >= ahead:
+        """Read until ``ahead`` bytes lie ahead, or the trace ends."""
+        length = len(self._data) - self._at
+        if self._ended or length >= ahead:
             return
-        pieces, length = [self._text[self._at :]], len(self._text) - self._at
+        pieces = [self._data[self._at :]]
         while not self._ended and length < ahead:
             with self._told():
-                data = self._file.read(BYTES_AT_ONCE)
+                data = self._coming.result()
             self._read_bytes += len(data)
             suspicious = self._read_bytes > max(UNSUSPICIOUS, MOST_PACKED * self._packed_bytes)
             if suspicious or self._read_bytes > MOST_TEXT:
@@ -193,42 +334,81 @@ class EventStream:
                     f"{self._read_bytes - len(data):,}, which no trace does"
                 )
             self._ended = not data
-            pieces.append(self._decode(data, final=not data))
-            length += len(pieces[-1])
-        self._text, self._at = "".join(pieces), 0
+            if data:
+                self._coming = self._thread.submit(self._file.read, BYTES_AT_ONCE)
+            pieces.append(data)
+            length += len(data)
+        self._data, self._at = b"".join(pieces), 0
 
-    def _next(self, skipped: re.Pattern[str] = _BLANK) -> str:
-        """The character that follows blanks (and commas, or a colon); "" at the end."""
+    def _next(self, skipped: re.Pattern[bytes] = _BLANK) -> bytes:
+        """The byte that follows blanks (and commas, or a colon); none at the end."""
         while True:
-            self._fill(AHEAD)
-            self._at = skipped.match(self._text, self._at).end()  # type: ignore[union-attr]
-            if self._at < len(self._text) or self._ended:
-                return self._text[self._at : self._at + 1]
+            self._fill(1)
+            self._at = skipped.match(self._data, self._at).end()  # type: ignore[union-attr]
+            if self._at < len(self._data) or self._ended:
+                return self._data[self._at : self._at + 1]
 
     def _value(self) -> Any:
         """The JSON value that begins here."""
-        ahead = AHEAD
+        ahead = SHORT_VALUE
         while True:
+            self._fill(ahead)
+            text = _text(self._data[self._at : self._at + ahead])
+            whole = self._ended and self._at + ahead >= len(self._data)
             try:
-                value, self._at = _scan(self._text, self._at)
-                return value
+                value, end = _scan(text, 0)
+                if end < len(text) or whole:
+                    self._at += len(_bytes(text[:end]))
+                    return value if text.isascii() else _scan(_shown(text[:end]), 0)[0]
             except (ValueError, StopIteration):
-                if self._ended or ahead > LONGEST_VALUE:
+                if whole or ahead > LONGEST_VALUE:
                     raise self._refusal() from None
-                ahead *= 4
-                self._fill(ahead)
+            ahead *= 8
 
     def _refusal(self) -> InputError:
         """Why the text that lies ahead cannot be read."""
         if not self._read_bytes:
             return InputError(f"{self.name} cannot be read: it is empty")
+        text = _text(self._data[self._at :])
         try:
-            _scan(self._text, self._at)
-            where = len(self._text)
+            _scan(text, 0)
+            where = len(text)
         except StopIteration as error:
             where = error.value
         except json.JSONDecodeError as error:
-            where = len(self._text) if error.msg.startswith("Unterminated") else error.pos
-        if self._ended and where >= len(self._text.rstrip()) - 1:
+            where = len(text) if error.msg.startswith("Unterminated") else error.pos
+        if self._ended and where >= len(text.rstrip()) - 1:
             return InputError(f"{self.name} cannot be read: it is cut short")
         return InputError(f"{self.name} cannot be read: it is not JSON")
+
+
+def _counts(event: Any) -> bool:
+    """Whether an event holds values of counters, whose names are those of its arguments."""
+    if not isinstance(event, dict) or not isinstance(event.get("args"), dict):
+        return False
+    return event.get("ph") == "C" or event.get("cat") == RANGES
+
+
+def _text(data: bytes) -> str:
+    """Text of which :func:`_bytes` makes the same bytes again, whatever they are."""
+    return data.decode("utf-8", "surrogateescape")
+
+
+def _bytes(text: str) -> bytes:
+    return text.encode("utf-8", "surrogateescape")
+
+
+def _shown(text: str) -> str:
+    """The text with a mark in the place of bytes that are no UTF-8."""
+    return _bytes(text).decode("utf-8", "replace")
+
+
+def _repaired(event: str) -> dict[str, Any] | None:
+    """An event that is no valid JSON, where its text can be mended."""
+    event = _NAME.sub(lambda name: name[1] + _QUOTE.sub(r"\"", name[2]) + name[3], event)
+    event = _ODD_ESCAPE.sub(r"\\\\", _ODD_NUMBER.sub(r"\1null", event))
+    try:
+        value, stop = _scan(event, 0)
+    except (ValueError, StopIteration):
+        return None
+    return value if isinstance(value, dict) and stop == len(event) else None

@@ -39,7 +39,10 @@ MARKS = {
 }
 """What a library's function (FILE:NAME) says of the user's line that called it."""
 
-_COMPREHENSION = re.compile(r"\.<locals>\.<(listcomp|setcomp|dictcomp|genexpr)>$")
+_COMPREHENSION = re.compile(r"\.<locals>(\.<(listcomp|setcomp|dictcomp|genexpr)>)+$")
+
+FILE = "lines.json"
+"""Holds what was sampled, in the folder of a process."""
 
 MAIN = "main"
 """Name of the thread that runs the steps."""
@@ -61,7 +64,7 @@ def read_lines(folder: Path) -> dict[str, Any] | None:
     Raises:
         InputError: a file holds no stacks.
     """
-    file = folder / "lines.json"
+    file = folder / FILE
     profiled = not file.is_file()
     if profiled:
         file = folder / "python.json"  # of a program that ended before lines were sampled
@@ -233,6 +236,7 @@ def node_times(
         ``backward``: columns ``path`` and ``ns``, over the recorded iterations, path -1 has the
         time of nodes that no path is known of; on a GPU it is that of the kernels.
         ``operators``: ``path``, ``name`` and ``ns`` of the operators that built the nodes.
+        ``again``: ``ns`` of nodes that had run in the same iteration, of ``of_ns`` of all.
         Nothing where no iteration can be compared.
     """
     counted = sampled["counted"]
@@ -262,6 +266,10 @@ def node_times(
     else:
         ns = (host["end"] - host["start"]).to_numpy()[nodes]
     place = pd.Series(sequence[nodes] - first[of_iteration[nodes]])
+    ran_before = pd.DataFrame(
+        {"place": place, "iteration": of_iteration[nodes], "name": host["name"].to_numpy()[nodes]}
+    ).duplicated() & place.ge(0)
+    again = {"ns": int(ns[ran_before].sum()), "of_ns": int(ns.sum())}
     # the accumulation of a gradient has no number: it follows the node that made the gradient
     place = place.where((place >= 0) & (place < counted["advance"])).ffill().fillna(-1)
     built = sorted(counted["built"])
@@ -286,7 +294,11 @@ def node_times(
         ns=(host["end"] - host["start"]).to_numpy()[chosen],
     )
     operators = ran.groupby(["path", "name"])["ns"].sum().reset_index()
-    return {"backward": table.to_dict("list"), "operators": operators.to_dict("list")}
+    return {
+        "backward": table.to_dict("list"),
+        "operators": operators.to_dict("list"),
+        "again": again,
+    }
 
 
 def missing_of_lines(sampled: dict[str, Any]) -> dict[str, str]:

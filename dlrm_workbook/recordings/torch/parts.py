@@ -201,6 +201,7 @@ class _Spans:
         ]
         sampled = host["kind"].eq("python").to_numpy() & host["python_id"].lt(0).to_numpy()
         self.saying = np.where(sampled & self._in_named_range(host), len(self.named), self.code)
+        self.saying[self._open_exchanges(host)] = len(self.named)
         self.compiled = np.array([bool(_COMPILED.match(text)) for _, text in self.texts])[self.code]
         self.stacked = matching(host["shapes"], lambda text: bool(_STACKED.search(text)))
         self.key = [node_key(text) if kind == "operator" else None for kind, text in self.texts]
@@ -218,6 +219,15 @@ class _Spans:
             self.cut_at_nodes(), [*self.named, None], self.saying
         )
         self.component[self.component == NO_STEP] = "other"
+
+    def _open_exchanges(self, host: pd.DataFrame) -> Ints:
+        """Rows of exchanges' ranges that hold other ranges of the program: they are left open until
+        somebody waits for them, and what runs inside is no exchange."""
+        says = [named is not None and named.component == "communication" for named in self.named]
+        ranges = host["kind"].eq("annotation").to_numpy()
+        exchange = np.array(says, dtype=bool)[self.code] & ranges
+        around = nearest(host["parent"].to_numpy(), exchange)
+        return np.unique(around[ranges & ~exchange & (around >= 0)])
 
     def _modules(self, names: PartNames) -> Names:
         """The part (n,) of the module that each span belongs to, "" outside of all.

@@ -1,8 +1,8 @@
 """What one iteration shows of a model's tables, products and optimizers, and no trace does.
 
 Hooks of torch look at one iteration that is not measured: which rows of each table a batch asks
-for, how many operands of products are zero, and whether optimizers get dense gradients of tables.
-They look for :data:`MOST_S` in all. Whatever fails in them leaves the program as it is.
+for, what its operators compute, and whether optimizers get dense gradients of tables. They look
+for :data:`MOST_S` in all. Whatever fails in them leaves the program as it is.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from torch.nn.modules import module as torch_module
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dlrm_workbook.recordings.torch.sampling import is_user_code
+from dlrm_workbook.recordings.torch.seen_operators import SeenOperators, captures
 
 MOST_S = 0.2
 """Seconds after which nothing more is looked at."""
 
-MOST_LOOKUPS, MOST_ELEMENTS = 1_000_000, 250_000
-"""Indices that are counted, and the first elements of an operand of which
-the zeros are."""
+MOST_LOOKUPS = 1_000_000
+"""Indices that are counted."""
 
 MOST_ROWS = 200
-"""Tables and products that are kept."""
+"""Tables that are kept."""
 
 _OPTIONS = (bool, int, float, str, type(None))
 
@@ -50,11 +50,12 @@ class SeenModel:
         self._thread, self._spent_s, self._left_out = threading.get_ident(), 0.0, 0
         self._tables: dict[int, dict[str, Any]] = {}
         """By the ``id`` of the weight."""
-        self._products: dict[int, dict[str, Any]] = {}
-        """By the ``id`` of the module."""
         self._optimizers: dict[int, dict[str, Any]] = {}
         self._calls = 0
         self._hooks: list[Any] = []
+        self._operators = SeenOperators(
+            pair for root in roots for pair in root.named_parameters(remove_duplicate=True)
+        )
 
     def start(self) -> None:
         """Look from now on."""
@@ -62,9 +63,11 @@ class SeenModel:
             torch_module.register_module_forward_pre_hook(self._before),
             register_optimizer_step_pre_hook(self._steps),
         ]
+        self._operators.start()
 
     def stop(self) -> None:
         """Look no more."""
+        self._operators.stop()
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -76,35 +79,33 @@ class SeenModel:
         the first call ``lookups``, how many different rows they ask for (``unique``) and the share
         (0 to 1) ``hottest`` of ``hottest_row``, None where that was not counted; ``bag``,
         ``gradient`` ("dense", "sparse" or None) and ``optimizer`` (row of ``optimizers``).
-        ``products`` have ``name``, ``rows``, ``inputs``, ``outputs`` and ``zeros`` (share of the
-        operand's elements). ``optimizers`` have ``class``, ``options``, ``tensors``,
-        ``elements``. Each has the ``file``, ``line`` and ``function`` of the program's that
-        calls it.
+        ``optimizers`` have ``class``, ``options``, ``tensors``, ``elements``. Each has the
+        ``file``, ``line`` and ``function`` of the program's that calls it. What operators show is
+        that of :class:`~dlrm_workbook.recordings.torch.seen_operators.SeenOperators`.
         """
+        computed = self._operators.document()
         return {
+            **computed,
             "tables": list(self._tables.values()),
-            "products": list(self._products.values()),
             "optimizers": list(self._optimizers.values()),
             "module_calls": self._calls,
-            "seconds": self._spent_s,
-            "left_out": self._left_out,
+            "seconds": self._spent_s + computed["seconds"],
+            "left_out": self._left_out + computed["left_out"],
         }
 
     def _before(self, module: torch.nn.Module, inputs: Any) -> None:
         if threading.get_ident() != self._thread:
             return
         self._calls += 1
-        is_table = isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag)
-        if not (is_table or isinstance(module, torch.nn.Linear)) or not inputs:
+        if not isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) or not inputs:
             return
-        full = len(self._tables if is_table else self._products) >= MOST_ROWS
-        if full or self._spent_s > MOST_S or _captures():
+        if len(self._tables) >= MOST_ROWS or self._spent_s > MOST_S or captures():
             self._left_out += 1
             return
         began = time.perf_counter()
         try:
-            with torch.no_grad():
-                (self._look_up if is_table else self._multiply)(module, inputs[0])
+            with torch.no_grad(), self._operators.blind():
+                self._look_up(module, inputs[0])
         except Exception:  # what is trained is worth more than what is seen of it
             self._left_out += 1
         self._spent_s += time.perf_counter() - began
@@ -127,19 +128,6 @@ class SeenModel:
             most = int(counts.argmax())
             seen |= {"unique": len(values), "hottest": float(counts[most]) / flat.numel()}
             seen["hottest_row"] = int(values[most])
-
-    def _multiply(self, module: Any, operand: torch.Tensor) -> None:
-        if id(module) in self._products:
-            return
-        flat = operand.detach().reshape(-1)
-        chosen = flat[:MOST_ELEMENTS]  # every n-th would miss or meet a column as the width has it
-        self._products[id(module)] = {
-            "name": self._names.get(id(module), type(module).__name__),
-            "rows": flat.numel() // max(module.in_features, 1),
-            **{"inputs": module.in_features, "outputs": module.out_features},
-            "zeros": 1.0 - float(torch.count_nonzero(chosen)) / max(chosen.numel(), 1),
-            **_line(sys._getframe()),
-        }
 
     def _steps(self, optimizer: Any, *_: Any) -> None:
         if threading.get_ident() != self._thread or id(optimizer) in self._optimizers:
@@ -164,11 +152,6 @@ class SeenModel:
             }
         except Exception:
             self._left_out += 1
-
-
-def _captures() -> bool:
-    """Whether a CUDA graph is being captured, in which nothing may be read."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _line(frame: FrameType | None) -> dict[str, Any]:

@@ -50,7 +50,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from dlrm_core.base.errors import InputError
 from dlrm_core.base.files import whole_folder, write_text
 from dlrm_workbook.evidence.counters import NO_GPU_USED, IterationCounters
-from dlrm_workbook.ground.machine import machine_facts, memory_limit
+from dlrm_workbook.ground.machine import machine_facts, memory_limit, ranks_here
 from dlrm_workbook.ground.marks import PART_PREFIX, STEP_MARK, parse_part
 from dlrm_workbook.ground.processes import without_collection
 from dlrm_workbook.recordings.torch import RECORDED_PASS, RECORDING_VERSION, UNKNOWN_MODEL
@@ -58,6 +58,7 @@ from dlrm_workbook.recordings.torch.counting import LineCounter
 from dlrm_workbook.recordings.torch.modules import ModuleRanges
 from dlrm_workbook.recordings.torch.sampling import StackSampler, sources
 from dlrm_workbook.recordings.torch.seen_model import SeenModel
+from dlrm_workbook.recordings.torch.workers import WorkerSamples
 
 if TYPE_CHECKING:
     from dlrm_workbook.recordings.torch.trials import Trials
@@ -68,6 +69,11 @@ DETAILS, AFTER, SAMPLED, COUNTED = "details", "after", "sampled", "counted"
 is, recorded, recorded with shapes and memory, timed, run with nothing but Python stacks sampled,
 and one iteration whose lines are counted."""
 
+PAUSES = ("first pause", "second pause")
+"""An iteration between two recordings. An iteration ends in the range of an optimizer's step: torch
+writes into freed memory, and crashes later, where such a range was opened under one profiler and
+is closed under the next."""
+
 DOING = {
     WARM_UP: "iterations to warm up",
     BEFORE: "iterations timed without the profiler",
@@ -77,6 +83,7 @@ DOING = {
     AFTER: "iterations timed without the profiler",
     SAMPLED: "iterations with Python's stacks sampled",
     COUNTED: "iteration with its lines counted",
+    **dict.fromkeys(PAUSES, "iteration between two recordings"),
 }
 WRITING = "writing what was recorded"
 """What a session does in each phase, for whoever waits, and after the last."""
@@ -151,7 +158,9 @@ class Lengths:
             Phase(WARM_UP, self.warmup),
             Phase(BEFORE, self.unprofiled - self.unprofiled // 2, plain=True),
             Phase(FIRST, 0 if ours else 1, profiler=recorded, sampler=not ours),
+            Phase(PAUSES[0], 0 if ours else 1),
             Phase(PROFILED, self.profiled, profiler=recorded, sampler=not ours),
+            Phase(PAUSES[1], 1 if apart else 0),
             Phase(DETAILS, DETAILED_ITERATIONS if apart else 0, profiler=full | times),
             Phase(AFTER, self.unprofiled // 2, plain=True),
             Phase(SAMPLED, self.sampled, lines=True),
@@ -197,6 +206,18 @@ class Detail:
 
 
 USUAL_DETAIL = Detail()
+
+
+@contextlib.contextmanager
+def soon() -> Iterator[None]:
+    """Python's lock soon after this thread asks for it: where another thread of the program keeps
+    it, each of the thousands of pieces in which a trace is written would wait 5 ms for it."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
 
 
 class Session:
@@ -256,6 +277,7 @@ class Session:
         self._cuts: dict[str, str] = {}
         """What is not measured since it would be too much, with the reason."""
         self._line_sampler: StackSampler | None = None
+        self._workers = WorkerSamples(self.folder)
         self._counter = LineCounter()
         self._sampled_ns: list[tuple[int, int]] = []
         """When each sampled iteration began and ended, ``perf_counter_ns``."""
@@ -308,6 +330,7 @@ class Session:
         self._begin_phase()
         return self
 
+    @soon()
     def __exit__(
         self,
         kind: type[BaseException] | None,
@@ -383,6 +406,7 @@ class Session:
 
     # ---- phases ---------------------------------------------------------------------
 
+    @soon()
     def _begin_phase(self) -> None:
         """Begin the first phase that has iterations to come; none where all are done."""
         left = (each for each in self._phases if len(self._each[each.name]) < each.iterations)
@@ -401,6 +425,7 @@ class Session:
                 self._modules.stop()
             self._line_sampler = StackSampler(thread, usual_s, others=True)
             self._line_sampler.start()
+            self._workers.start()
         self._wait()
         self._read_before = sum(self._counters.cost_s)
         if self._counted is not None:
@@ -410,6 +435,7 @@ class Session:
         if phase is not None and phase.counted:
             self._counter.start(sys._getframe())
 
+    @soon()
     def _end_phase(self) -> None:
         """Note how long a phase took, whole or cut short; end the profiler after its own."""
         if self._phase is None:
@@ -428,6 +454,7 @@ class Session:
             self._samplers[phase.name].stop()
         if phase.lines and self._line_sampler is not None:
             self._line_sampler.stop()
+            self._workers.stop()
         if phase.profiler is not None:
             if self._modules is not None:
                 self._modules.ranges = False
@@ -436,10 +463,8 @@ class Session:
                 self._profiler.export_chrome_trace(str(self._part / TRACES[phase.name]))
             self._events = events_of(self._profiler) if phase.name == FIRST else self._events
             if not self._averaged(phase.name):
-                # torch crashes where its results outlive the beginning of another recording,
-                # which is when circles of theirs would be collected otherwise
                 del self._profiler
-                gc.collect()
+                gc.collect()  # results are circles of objects, and large
         self._phase = None
 
     def _start_profiler(self, phase: Phase) -> None:
@@ -605,12 +630,14 @@ class Session:
 
     def _lines_document(self, sampler: StackSampler) -> dict[str, Any]:
         """What tells the user's lines: samples of all threads, counts and source text."""
-        return sampler.document() | {
+        document = self._workers.added_to(sampler.document())
+        own = sources([*sampler.codes(), *self._counter.codes()])
+        return document | {
             "iterations": self._sampled_ns,
             "counted": self._counter.document()
             if self._each[COUNTED]
             else {"missing": "the program ended before an iteration whose lines are counted"},
-            "sources": sources([*sampler.codes(), *self._counter.codes()]),
+            "sources": [*own, *document["sources"]],
         }
 
     def _head(self, averages: list[dict[str, Any]]) -> dict[str, Any]:
@@ -795,7 +822,7 @@ def recorded_circumstances() -> dict[str, Any]:
     """Threads, machine and versions that a process computes with."""
     return {
         "threads": torch.get_num_threads(),
-        "machine": machine_facts(),
+        "machine": machine_facts() | {"ranks": ranks_here()},
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,

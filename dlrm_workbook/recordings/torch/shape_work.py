@@ -10,7 +10,8 @@ operators                 operations             bytes
 products (m, k) (k, n)    2 m n k, m n to add    both operands and the result
 convolutions              2 for each weight of   input, weights, output; backward: the gradient
                           each output's filter   and what its mask asks for
-attention (not causal)    2 products             queries, keys, values and the result
+attention                 2 products (backward   queries, keys, values and the result; backward:
+                          5), half if causal     those, the result, and four gradients
 pooled lookups            N d (2 N d weighted)   N rows, N indices, B offsets, B rows written
 sparse gradient, added    2 N d                  N rows of the gradient, N indices, N rows of the
                                                  table read and written
@@ -65,7 +66,14 @@ TYPES: dict[str, ElementType] = {
     "int": ("int32", 4),
     "bool": ("bool", 1),
 }
+TYPES |= {
+    **{f"c10::Float8_{kind}": ("fp8", 1) for kind in ("e4m3fnuz", "e5m2fnuz")},
+    **{"Float": ("fp32", 4), "Double": ("fp64", 8), "Half": ("fp16", 2), "BFloat16": ("bf16", 2)},
+}
 """Types of tensors as a trace writes them: to the name of their precision, and bytes."""
+
+ELEMENT_BYTES = dict(TYPES.values()) | {"tf32": 4}
+"""Precision to bytes of a number."""
 
 UNKNOWN_PRECISION = "unknown"
 """The precision of operands whose types the trace does not have."""
@@ -74,6 +82,10 @@ OPERATIONS = "operations:"
 """What metrics of operations begin with; the precision of the operands follows."""
 
 OPERAND_BYTES = "operand_bytes"
+
+NOTE, NOTES = "calls:", ("dilated", "strided")
+"""What metrics begin with that count an operator's calls: those whose filter has gaps, and those
+that read operands of one shape in different orders, or with gaps."""
 
 EACH_ONCE, AT_LEAST, ASKED_FOR = "each once", "at least", "asked for"
 """What counted bytes are: of every tensor, of some of them, of rows that may repeat."""
@@ -131,7 +143,7 @@ class Call:
         """A number, flag or list of numbers; None where the trace has none."""
         text = self.values[place] if place < len(self.values) else ""
         try:
-            return json.loads(str(text).lower())
+            return json.loads(str(text).lower().replace("(", "[").replace(")", "]"))
         except ValueError:
             return None
 
@@ -230,20 +242,44 @@ def _filtered(output: Shape, weight: Shape) -> float | None:
     return 2.0 * math.prod(output) * math.prod(weight[1:])
 
 
-def _convolution(call: Call) -> Amounts | None:
-    """``cudnn_convolution(input, weight, padding, stride, dilation, groups, ...)``."""
-    given, weight = call.shapes[0], call.shapes[1]
-    around = len(weight) - 2
-    padding, stride, dilation = (call.numbers(place, around) for place in (2, 3, 4))
-    output = call.output
-    if padding and stride and dilation and min(stride) > 0 and len(given) == len(weight):
-        output = [given[0], weight[0]]
-        for n, k, p, s, d in zip(given[2:], weight[2:], padding, stride, dilation, strict=True):
-            output.append((n + 2 * p - d * (k - 1) - 1) // s + 1)
-    operations = _filtered(output, weight) if output and min(output) >= 0 else None
-    if output is None or operations is None or given[:1] != output[:1]:
-        return None
-    return operations, [(0, call.stored(0)), (1, math.prod(weight)), (0, math.prod(output))]
+def _convolution(
+    stride: int, padding: int, dilation: int, transposed: int | bool = False, groups: int = 99
+) -> Formula:
+    """A convolution ``(input, weight, ...)`` with the other arguments at these places.
+
+    Args:
+        transposed: whether it is; or the place of the flag. The added size of its result stands
+            behind the flag, or behind the padding.
+    """
+
+    def formula(call: Call) -> Amounts | None:
+        given, weight = call.shapes[0], call.shapes[1]
+        turned = transposed if isinstance(transposed, bool) else call.value(transposed)
+        around = len(weight) - 2
+        lists = [call.numbers(place, around) for place in (padding, stride, dilation)]
+        output = call.output
+        if all(lists) and isinstance(turned, bool) and len(given) == len(weight) > 2:
+            added = (padding if isinstance(transposed, bool) else transposed) + 1
+            more = (turned and call.numbers(added, around)) or [0] * around
+            channels = weight[1] * (call.value(groups) or 0) if turned else weight[0]
+            output = [given[0], channels]
+            for n, k, p, s, d, o in zip(
+                given[2:], weight[2:], *(one or [] for one in lists), more, strict=True
+            ):
+                if s < 1:
+                    return None
+                reach = d * (k - 1) + 1
+                output.append(
+                    (n - 1) * s - 2 * p + reach + o if turned else (n + 2 * p - reach) // s + 1
+                )
+        if output is None or min(output, default=0) < 1 or given[:1] != output[:1]:
+            return None
+        operations = _filtered(given if turned else output, weight)
+        if operations is None:
+            return None
+        return operations, [(0, call.stored(0)), (1, math.prod(weight)), (0, math.prod(output))]
+
+    return formula
 
 
 def _convolution_backward(call: Call) -> Amounts | None:
@@ -282,17 +318,99 @@ def _cudnn_backward_weight(call: Call) -> Amounts | None:
     return operations, [(1, call.stored(1)), (2, call.stored(2)), (2, math.prod(weight))]
 
 
-def _attention(call: Call) -> Amounts | None:
-    """``_flash_attention_forward(q, k, v, ...)`` of (B, S, H, d); of two products each."""
-    q, k, v = call.shapes[:3]
-    causal = call.value(8)
-    if call.kind(3) or len(q) != 4 or len(k) != 4 or not isinstance(causal, bool):
+def _grouped(call: Call) -> Amounts | None:
+    """``_grouped_mm(a, b, offsets)``: each row of ``a`` (m, k) by one matrix of ``b`` (e, k, n)."""
+    a, b = call.shapes[:2]
+    if len(a) == len(b) == 3:
+        return _product(a, b, 0)
+    if len(a) != 2 or len(b) != 3 or a[1] != b[1]:
         return None
-    operations = 0.0 if causal else 2.0 * q[0] * q[1] * q[2] * k[1] * (q[3] + v[3])
-    result = math.prod(q[:3]) * v[3]
-    return operations, [*((i, call.stored(i)) for i in range(3)), (0, result)]
+    result = a[0] * b[2]
+    wide = TYPES["c10::BFloat16"] if (call.kind(0) or ("", 0))[1] == 1 else 0
+    return 2.0 * result * a[1], [(0, math.prod(a)), (1, math.prod(b)), (wide, result)]
 
 
+def _scaled(call: Call) -> Amounts | None:
+    """``_scaled_mm(a, b, ...)`` of bytes: its result is taken to be of two bytes a number."""
+    amounts = _product(call.shapes[0], call.shapes[1], 0)
+    if amounts:
+        amounts[1][-1] = (TYPES["c10::BFloat16"], amounts[1][-1][1])
+    return amounts
+
+
+def _attention(causal: int, heads_first: bool, first: int = 0, lengths: int = 99) -> Formula:
+    """Attention of queries, keys and values from input ``first`` on: two products, backward five.
+
+    Args:
+        causal: place of the flag, or of the kind of mask (0 for none).
+        heads_first: whether they are (B, H, S, d), else (B, S, H, d).
+        first: 1 of a backward, whose gradient stands first.
+        lengths: place of the lengths of packed sequences, of which nothing is known.
+
+    A causal mask leaves out half of the products where queries and keys are as many; else it is
+    not known how many, and only bytes count.
+    """
+
+    def formula(call: Call) -> Amounts | None:
+        q, k, v = call.shapes[first : first + 3]
+        masked = call.value(causal)
+        if call.kind(lengths) or not all(len(one) == 4 for one in (q, k, v)):
+            return None
+        if not isinstance(masked, bool | int) or q[0] != k[0]:
+            return None
+        heads, queries, keys = (q[1], q[2], k[2]) if heads_first else (q[2], q[1], k[1])
+        pairs = float(q[0] * heads * queries * keys)
+        if masked:
+            pairs *= (keys + 1) / (2 * keys) if queries == keys else 0.0
+        result = math.prod(q[:3]) * v[3]
+        operations = 2.0 * pairs * (q[3] + v[3])
+        given = [(first + place, call.stored(first + place)) for place in range(3)]
+        if not first:
+            return operations, [*given, (0, result)]
+        # the products of the forward again, and three more for the gradients
+        return 2.5 * operations, [*2 * given, (first, 2 * result)]
+
+    return formula
+
+
+# places of stride, padding, dilation, transposed, groups among the inputs
+_CONVOLUTION_PLACES: dict[str, tuple[Any, ...]] = {
+    "aten::convolution": (3, 4, 5, 6, 8),
+    "aten::_convolution": (3, 4, 5, 6, 8),
+    "aten::cudnn_convolution": (3, 2, 4),
+    "aten::cudnn_convolution_relu": (3, 4, 5),
+    "aten::miopen_convolution": (4, 3, 5),
+    "aten::miopen_depthwise_convolution": (4, 3, 5),
+    "aten::mkldnn_convolution": (4, 3, 5),
+    "aten::_conv_depthwise2d": (4, 5, 6),
+    "aten::conv_depthwise3d": (4, 5, 6),
+    "aten::slow_conv_dilated2d": (4, 5, 6),
+    "aten::cudnn_convolution_transpose": (4, 2, 5, True, 6),
+    "aten::miopen_convolution_transpose": (5, 3, 6, True, 7),
+    **{f"aten::conv{n}d": (3, 4, 5) for n in (1, 2, 3)},
+    **{f"aten::conv_transpose{n}d": (3, 4, 7, True, 6) for n in (1, 2, 3)},
+}
+CONVOLUTIONS = {name: _convolution(*places) for name, places in _CONVOLUTION_PLACES.items()}
+DILATIONS = {name: places[2] for name, places in _CONVOLUTION_PLACES.items()}
+DILATIONS["aten::convolution_backward"] = 6
+"""Operators to the place of the dilation among their inputs."""
+
+ATTENTION: dict[str, Formula] = {
+    "aten::scaled_dot_product_attention": _attention(5, True),
+    "aten::_scaled_dot_product_flash_attention": _attention(4, True),
+    "aten::_scaled_dot_product_efficient_attention": _attention(6, True),
+    "aten::_scaled_dot_product_cudnn_attention": _attention(6, True),
+    "aten::_flash_attention_forward": _attention(8, False, lengths=3),
+    "aten::_efficient_attention_forward": _attention(9, False, lengths=4),
+    "aten::_scaled_dot_product_flash_attention_backward": _attention(11, True, 1),
+    "aten::_scaled_dot_product_efficient_attention_backward": _attention(11, True, 1),
+    "aten::_scaled_dot_product_cudnn_attention_backward": _attention(14, True, 1),
+    "aten::_flash_attention_backward": _attention(11, False, 1, lengths=6),
+    "aten::_efficient_attention_backward": _attention(14, False, 1, lengths=6),
+    "flash_attn::_flash_attn_forward": _attention(5, False),
+    "aiter::_flash_attn_forward": _attention(5, False),
+    "aiter::mha_fwd": _attention(5, False),
+}
 PRODUCTS: dict[str, Formula] = {
     "aten::mm": lambda c: _product(c.shapes[0], c.shapes[1], 0),
     "aten::bmm": lambda c: _product(c.shapes[0], c.shapes[1], 0),
@@ -303,11 +421,14 @@ PRODUCTS: dict[str, Formula] = {
     "aten::embedding_bag": _embedding_bag,
     "aten::embedding_dense_backward": lambda c: _rows_gradient(c, 1, 2),
     "aten::_embedding_bag_dense_backward": lambda c: _rows_gradient(c, 1, 5),
-    "aten::cudnn_convolution": _convolution,
+    "aten::_int_mm": lambda c: _product(c.shapes[0], c.shapes[1], 0),
+    "aten::_scaled_mm": _scaled,
+    **dict.fromkeys(("aten::_grouped_mm", "aten::_scaled_grouped_mm"), _grouped),
+    **CONVOLUTIONS,
+    **ATTENTION,
     "aten::convolution_backward": _convolution_backward,
     "aten::cudnn_convolution_backward_input": _cudnn_backward_input,
     "aten::cudnn_convolution_backward_weight": _cudnn_backward_weight,
-    "aten::_flash_attention_forward": _attention,
 }
 _ADDING: dict[str, Formula] = {
     "aten::addmm": lambda c: _product(c.shapes[1], c.shapes[2], 1, c.shapes[0]),
@@ -458,6 +579,13 @@ def _selected(call: Call) -> Amounts | None:
     return 0.0, [(2, math.prod(index)), (0, rows), (0, rows)]
 
 
+def _embedded(call: Call) -> Amounts | None:
+    """``embedding(table, indices)``: a row of the table for each index."""
+    count = math.prod(call.shapes[1])
+    values = count * math.prod(call.shapes[0][1:])
+    return 0.0, [(1, count), (0, values), (0, values)]
+
+
 def _gathered(call: Call) -> Amounts | None:
     """``gather(input, dim, index)``."""
     count = math.prod(call.shapes[2])
@@ -531,20 +659,26 @@ TRAFFIC: dict[str, Formula] = {
     **_every(
         "aten::",
         "sum mean amax amin max min argmax argmin prod all any norm linalg_vector_norm std var "
-        "var_mean max_pool2d_with_indices topk",
+        "var_mean max_pool2d_with_indices max_pool2d avg_pool2d adaptive_avg_pool2d "
+        "_adaptive_avg_pool2d topk logsumexp",
         _moved(0),
     ),
     **_every("aten::", "binary_cross_entropy mse_loss", _moved(0, 1)),
     "aten::cumsum": _elementwise(1),
     "aten::sort": _sorted,
     **_every("aten::", "_softmax _log_softmax", _softmax),
+    **_every("aten::", "softmax log_softmax dropout", _moved(0, written=0)),
+    **_every("aten::", "layer_norm rms_norm _fused_rms_norm", _moved(0, 2, 3, written=0)),
+    **_every("aten::", "batch_norm group_norm native_group_norm", _moved(0, 1, 2, written=0)),
+    "aten::embedding": _embedded,
     **_every("aten::", "_softmax_backward_data _log_softmax_backward_data", _moved(0, 1)),
     "aten::native_layer_norm": _layer_norm,
     "aten::native_layer_norm_backward": _layer_norm_backward,
-    "aten::native_batch_norm": _moved(0, 1, 2, written=0),
-    "aten::cudnn_batch_norm": _moved(0, 1, 2, written=0),
+    **_every("aten::", "native_batch_norm cudnn_batch_norm", _moved(0, 1, 2, written=0)),
+    "aten::miopen_batch_norm": _moved(0, 1, 2, written=0),
     "aten::native_batch_norm_backward": _moved(0, 1, 2, 5, 6, written=1),
     "aten::cudnn_batch_norm_backward": _moved(0, 1, 2, 5, 6, written=0),
+    "aten::miopen_batch_norm_backward": _moved(0, 1, 2, 5, 6, written=0),
     "aten::max_pool2d_with_indices_backward": _moved(0, 7, written=1),
     **_every("aten::", "native_dropout _fused_dropout", _dropout),
     "aten::index_select": _selected,
@@ -578,7 +712,7 @@ NO_WORK = frozenset(_NO_WORK_TEXT.split())
 _REPEATING = {
     *("aten::index", "aten::_index_put_impl_"),
     *("aten::_embedding_bag", "aten::_embedding_bag_forward_only", "aten::embedding_bag"),
-    *("aten::index_select", "aten::gather", "aten::index_add_"),
+    *("aten::index_select", "aten::gather", "aten::index_add_", "aten::embedding"),
 }
 _REDUCTIONS = {name for name, formula in TRAFFIC.items() if formula is TRAFFIC["aten::sum"]}
 _PARTIAL = {
@@ -586,6 +720,7 @@ _PARTIAL = {
     *("aten::_softmax_backward_data", "aten::_log_softmax_backward_data", "aten::sort"),
     *("aten::cumsum", "aten::native_batch_norm", "aten::cudnn_batch_norm"),
     *("aten::native_batch_norm_backward", "aten::cudnn_batch_norm_backward"),
+    *("aten::batch_norm", "aten::miopen_batch_norm", "aten::miopen_batch_norm_backward"),
     "fbgemm::bounds_check_indices",
 }
 
@@ -604,7 +739,7 @@ def bytes_are(name: str) -> str:
 # ---- calls of a trace -------------------------------------------------------------------
 
 _VALUES = {
-    *("aten::cudnn_convolution", "aten::convolution_backward", "aten::_flash_attention_forward"),
+    *(*CONVOLUTIONS, *ATTENTION, "aten::convolution_backward"),
     *("aten::_softmax", "aten::_log_softmax", "aten::index_select"),
     *("aten::embedding_dense_backward", "aten::_embedding_bag_dense_backward"),
 }
@@ -614,7 +749,7 @@ _TWINS = {
     "aten::cat": re.compile("CatBackward|StackBackward"),
     "aten::_cat": re.compile("CatBackward|StackBackward"),
     "aten::stack": re.compile("StackBackward"),
-    "aten::cudnn_convolution": re.compile("ConvolutionBackward"),
+    **dict.fromkeys(CONVOLUTIONS, re.compile("ConvolutionBackward")),
     "aten::index": re.compile("IndexBackward"),
 }
 """Operators whose result is known by their backward node, whose input is its gradient."""
@@ -640,12 +775,41 @@ def values_text(name: str, args: Mapping[str, Any]) -> str:
     strides, shapes = args.get("Input Strides"), args.get("Input Dims")
     if isinstance(strides, list):
         expanded = any(isinstance(one, list) and 0 in one for one in strides)
+        expanded |= name in TRAFFIC and _strided(shapes, strides)
         sparse = isinstance(shapes, list) and any(
             one == [] and _is_shape(shape) for one, shape in zip(strides, shapes, strict=False)
         )
     if not isinstance(strides, list) or not (expanded or sparse):
         strides = None
     return json.dumps([values or [], strides or []]) if values or strides else ""
+
+
+def _strided(shapes: Any, strides: Any) -> bool:
+    """Whether operands of two or more dimensions have gaps, or two of one shape another order."""
+    orders: dict[str, str] = {}
+    for shape, steps in zip(shapes, strides, strict=False) if isinstance(shapes, list) else ():
+        if not (_is_shape(shape) and _is_shape(steps) and len(shape) == len(steps)):
+            continue
+        pairs = [(size, step) for size, step in zip(shape, steps, strict=True) if size > 1 and step]
+        if sum((size - 1) * step for size, step in pairs) + 1 > math.prod(shape) > 1:
+            return True
+        places = sorted(range(len(pairs)), key=lambda place: -pairs[place][1])
+        if orders.setdefault(str(shape), str(places)) != str(places):
+            return True
+    return False
+
+
+def notes_of_call(name: str, shapes: str, values: str) -> set[str]:
+    """Which of :data:`NOTES` are true of a call; arguments as for :func:`work_of_call`."""
+    try:
+        numbers, strides = json.loads(values) if values else ([], [])
+        call = Call(json.loads(shapes), [], numbers, strides)
+        if name in TRAFFIC and _strided(call.shapes, strides):
+            return {"strided"}
+        steps = call.value(DILATIONS[name]) if name in DILATIONS else None
+    except (ValueError, TypeError, RecursionError):
+        return set()
+    return {"dilated"} if isinstance(steps, list) and max(steps, default=1) > 1 else set()
 
 
 def _sizes(given: Any) -> Any:
@@ -715,7 +879,9 @@ def work_of_call(
     size = sum(kind[1] * count for kind, (_, count) in zip(types_moved, moved, strict=True) if kind)
     if not operations:
         return 0.0, float(size), ""
-    operands = {kind[0] for kind in types_moved if kind} - _INTEGERS
+    read = [call.kind(what) for what, _ in moved if isinstance(what, int)]
+    operands = {kind[0] for kind in read if kind}
+    operands = operands - _INTEGERS or operands
     return operations, float(size), operands.pop() if len(operands) == 1 else UNKNOWN_PRECISION
 
 
@@ -816,11 +982,16 @@ def shape_metrics(host: pd.DataFrame, count: int) -> dict[str, Floats]:
     columns += [values, _twins(host, rows), above, below]
     kind, kinds = pd.factorize(pd.MultiIndex.from_arrays(columns))
     works = [work_of_call(*(str(text) for text in key)) for key in kinds]
+    noted = [notes_of_call(str(key[0]), str(key[1]), str(key[3])) for key in kinds]
     operations = np.array([work[0] if work else np.nan for work in works])[kind]
     size = np.array([work[1] if work else np.nan for work in works])[kind]
     precision = np.array([work[2] if work else "" for work in works], dtype=object)[kind]
     context = calls["context"].to_numpy()
     metrics: dict[str, Floats] = {}
+    for note in NOTES:
+        true = np.array([note in notes for notes in noted], dtype=bool)[kind]
+        if true.any():
+            metrics[NOTE + note] = np.bincount(context[true], minlength=count).astype(np.float64)
     for name in sorted(set(precision) - {""}):
         chosen = precision == name
         metrics[OPERATIONS + name] = np.bincount(context[chosen], operations[chosen], count).astype(
@@ -850,5 +1021,7 @@ def shape_meaning(metric: str) -> tuple[str, str]:
     """(unit, meaning) of a metric that :func:`shape_metrics` gives."""
     if metric == OPERAND_BYTES:
         return "B", "bytes that operators read and write, by their inputs' shapes"
+    if metric.startswith(NOTE):
+        return "", f"calls whose inputs are {metric.removeprefix(NOTE)}, by shapes and strides"
     kind = metric.removeprefix(OPERATIONS)
     return "", f"operations of products, lookups and their updates, by shapes; operands {kind}"

@@ -11,8 +11,8 @@ import pandas as pd
 from dlrm_core.parts import ITERATION_SPAN
 from dlrm_workbook.ground.arrays import Bools, Ints
 from dlrm_workbook.ground.marks import STEP_MARK
-from dlrm_workbook.recordings.foreign import MODULE_PREFIX, PartNames, outermost_marked
-from dlrm_workbook.recordings.profile import coded, matching, nearest
+from dlrm_workbook.recordings.foreign import PartNames, outermost_marked
+from dlrm_workbook.recordings.profile import coded, coded_pairs, matching, nearest
 from dlrm_workbook.recordings.repetition import find_iterations
 from dlrm_workbook.recordings.torch.chrome_trace import STEP_PREFIX
 
@@ -26,6 +26,13 @@ CONTAINED = 0.9
 
 LEAST_SHARE = 0.5
 """Share of all launches, and of the time of what they launched, that iterations must hold."""
+
+STEP_PARTS = ("optimizer", "loss")
+"""Parts that a training step has, and no layer."""
+
+LONGER_GAP = 2.0
+"""Times as long as nine of ten gaps between the host's operators that it is in none from one
+iteration to the next: it fetches a batch or reads a result. Between equal layers it does not."""
 
 _NUMBER = re.compile(r"\d+")
 _STEP_WORDS = re.compile(r"step|iter|batch", re.IGNORECASE)
@@ -65,8 +72,12 @@ def find_steps(host: pd.DataFrame, device: pd.DataFrame, names: PartNames) -> St
         device: GPU work with ``launcher``, the row of ``host`` that launched it, or empty.
     """
     marks = step_marks(host) & host["profile"].eq(0).to_numpy()
-    if marks.any():
-        spans = host.loc[marks, ["start", "end", "name"]].sort_values("start")
+    spans = host.loc[marks, ["start", "end", "name"]].sort_values("start", kind="stable")
+    lasting = spans["end"].gt(spans["start"]) | spans["name"].eq(STEP_MARK)
+    # of ranges within ranges, as broken names make them, the outer ones
+    reached = spans["end"].where(lasting, -1).cummax().shift(fill_value=-1)
+    spans = spans[lasting & spans["start"].ge(reached)]
+    if len(spans):
         if spans["name"].iloc[0] == STEP_MARK:
             between = zip(spans["end"].tolist()[:-1], spans["start"].tolist()[1:], strict=True)
             return Steps(
@@ -110,7 +121,10 @@ def _annotated(host: pd.DataFrame, rows: Ints, names: PartNames) -> Steps | None
         least = max(CONTAINED * (within[1] - within[0]), LEAST_SHARE * len(launches))
         if (inside > 0).all() and inside.sum() >= least:
             spans = list(zip(start.tolist(), end.tolist(), strict=True))
-            preferred = (bool(_STEP_WORDS.search(str(label))), len(start))
+            in_words = bool(_STEP_WORDS.search(str(label)))
+            if not in_words and _are_layers(host, spans, names):
+                continue
+            preferred = (in_words, len(start))
             candidates.append((preferred, Steps(spans, str(label), f"the ranges '{label}'")))
     return max(candidates, key=lambda entry: entry[0])[1] if candidates else None
 
@@ -130,37 +144,36 @@ def _repeated(host: pd.DataFrame, launched: pd.DataFrame, rows: Ints, names: Par
     ran = launched if len(launched) else host.iloc[rows]
     work = (ran["end"] - ran["start"]).to_numpy()
     spans = find_iterations(start, end, symbol)
-    if not spans or _is_inner_loop(host, spans, start, work, names):
+    if not spans or spans[0][0] == spans[-1][0]:
+        return none
+    # an evaluation, or an optimizer's loop over parameters, has little of the work
+    inside = (start >= spans[0][0]) & (start < spans[-1][1])
+    held = min(inside.mean(), work[inside].sum() / max(work.sum(), 1))
+    if held < LEAST_SHARE or _are_layers(host, spans, names):
         return none
     what = "launches" if len(launched) else "operators"
     return Steps(spans, "", f"the repeating sequence of {what}")
 
 
-def _is_inner_loop(
-    host: pd.DataFrame,
-    spans: list[tuple[int, int]],
-    at: Ints,
-    work: Ints,
-    names: PartNames,
-) -> bool:
-    """Whether what repeats is a part of one step: an optimizer's loop over parameters, say.
-
-    Then it holds little of the launches or of their work, or lies within one operator or
-    range that names a part. Within one launch of a CUDA graph, or one call of a module, equal
-    layers repeat.
-
-    Args:
-        at, work: when each launch was made, and how long what it launched ran, ns.
-    """
-    if spans[0][0] == spans[-1][0]:
+def _are_layers(host: pd.DataFrame, spans: list[tuple[int, int]], names: PartNames) -> bool:
+    """Whether what repeats may be the equal layers of one pass: most of it has no part of a
+    training step in it, and the host goes from one to the next as it does within them."""
+    begin = np.array([start for start, _ in spans])
+    pair, pairs = coded_pairs(host["kind"], host["name"])
+    said = [names.of(kind, name) for kind, name in pairs]
+    trains = np.array([one is not None and one.component in STEP_PARTS for one in said])[pair]
+    within = np.searchsorted(begin, host["start"].to_numpy()[trains], side="right") - 1
+    if len(np.unique(within[within >= 0])) >= CONTAINED * len(spans):
+        return False
+    called = host[host["kind"].isin(["operator", "runtime"]) & host["profile"].eq(0)]
+    called = called[called["start"].ge(begin[0]) & called["start"].lt(spans[-1][1])]
+    called = called.sort_values("start", kind="stable")
+    start = called["start"].to_numpy()[1:]
+    gap = start - np.maximum.accumulate(called["end"].to_numpy())[:-1]
+    first = np.searchsorted(start, begin[1:])
+    between = np.zeros(len(gap), dtype=bool)
+    between[first[first < len(gap)]] = True
+    inside = gap[(gap > 0) & ~between]
+    if not between.any() or not len(inside):
         return True
-    inside = (at >= spans[0][0]) & (at < spans[-1][1])
-    if min(inside.mean(), work[inside].sum() / max(work.sum(), 1)) < LEAST_SHARE:
-        return True
-    around = host[host["start"].le(spans[0][0]) & host["end"].ge(spans[-1][1])]
-    return any(
-        kind == "operator"
-        or (kind == "annotation" and names.of(kind, name) is not None)
-        or (kind == "python" and name.startswith(MODULE_PREFIX))
-        for kind, name in zip(around["kind"], around["name"].astype(str), strict=True)
-    )
+    return bool(np.median(gap[between]) <= LONGER_GAP * np.quantile(inside, 0.9))

@@ -29,6 +29,7 @@ from dlrm_workbook.recordings.profile import (
     depths,
     inclusive_from_exclusive,
     matching,
+    numbered_together,
 )
 from dlrm_workbook.recordings.torch import RECORDING_VERSION
 from dlrm_workbook.recordings.torch.chrome_trace import (
@@ -76,7 +77,7 @@ def allocated(memory: pd.DataFrame, host: pd.DataFrame, count: int) -> dict[str,
             if host[name].any():
                 columns[name] = np.bincount(host["context"], host[name].fillna(0.0), count)
         return columns
-    for line, events in memory[memory["bytes"].gt(0)].groupby("line"):
+    for line, events in memory[memory["bytes"].gt(0)].groupby("line", observed=True):
         spans = host[host["line"] == line]
         if spans.empty:
             continue
@@ -102,7 +103,7 @@ def curves(memory: pd.DataFrame) -> dict[str, dict[str, Any]]:
     """Device to its peak and its curve of allocated bytes over time."""
     by_device = {}
     with_total = memory[memory["total"].ge(0)]
-    for device, events in with_total.sort_values("start").groupby("device"):
+    for device, events in with_total.sort_values("start").groupby("device", observed=True):
         total = events["total"].to_numpy(dtype=np.int64)
         # A point of the curve is the largest of its stretch, so the peak stays.
         cut = np.linspace(0, len(total), min(CURVE_POINTS, len(total)) + 1).astype(int)[:-1]
@@ -252,15 +253,23 @@ def read_recording(folder: str | Path, parts: Mapping[str, str] | None = None) -
         meta["trials"] = load_json(tried)
         if not isinstance(meta["trials"], dict):
             raise InputError(f"{tried} needs names with values")
-    events = read_events(folder / "trace.json.gz")
+    events = _plain(read_events(folder / "trace.json.gz"))
     stacks, details = folder / "python.json", folder / "trace_details.json.gz"
     if stacks.is_file():
         events.host = with_stacks(events.host, stacks)
     if details.is_file():
-        join_details(events, read_events(details))
+        join_details(events, _plain(read_events(details)))
     if (sampled := read_lines(folder)) is not None:
         meta["lines"] = sampled
     return _Builder(events, PartNames(parts)).build(meta, rows)
+
+
+def _plain(events: Events) -> Events:
+    """The events with texts in the place of categories, to be joined with others."""
+    for table in (events.host, events.memory):
+        for name in table.columns[table.dtypes.eq("category")]:
+            table[name] = table[name].astype(object)
+    return events
 
 
 class _Builder:
@@ -399,19 +408,12 @@ class _Builder:
         roots = _roots("thread", names, np.arange(len(self.threads), dtype=np.int64))
         code, names = coded(host["name"])
         label, labels = coded(pd.Series([self.label(name) for name in names], dtype=object))
-        kind, kinds = coded(host["kind"])
+        kind, _ = coded(host["kind"])
         shapes = join_unsteady(host["name"], host["shapes"], len(self.iterations))
-        form, forms = coded(shapes)
-        component_code, components = coded(pd.Series(component))
-        phase_code, phases = coded(pd.Series(phase))
-        what = label[code]
-        for codes, texts in (
-            (kind, kinds),
-            (form, forms),
-            (component_code, components),
-            (phase_code, phases),
-        ):
-            what = pd.factorize(what * len(texts) + codes)[0].astype(np.int64)
+        form, _ = coded(shapes)
+        component_code, _ = coded(pd.Series(component))
+        phase_code, _ = coded(pd.Series(phase))
+        what = numbered_together([label[code], kind, form, component_code, phase_code])
         parent, profile = host["parent"].to_numpy(), host["profile"].to_numpy()
         depth = depths(parent)
         # Level by level: a context is what is called, in the context that calls it.
@@ -484,8 +486,15 @@ class _Builder:
         operators = host[host["kind"].eq("operator") & host["external"].ge(0)]
         operator = pd.Series(operators.index, index=operators["external"])
         by_call = device["correlation"].map(launcher[~launcher.index.duplicated(keep="last")])
+        # some write no correlation, but give the call a number of its own
+        loose = host[
+            host["kind"].eq("runtime") & host["correlation"].lt(0) & host["external"].ge(0)
+        ]
+        loose = loose[loose["name"].str.contains("Launch|Memcpy|Memset")]
+        numbered = pd.Series(loose.index, index=loose["external"])
+        numbered = device["external"].map(numbered[~numbered.index.duplicated(keep="last")])
         by_operator = device["external"].map(operator[~operator.index.duplicated(keep="last")])
-        device["launcher"] = by_call.fillna(by_operator).fillna(-1).astype("int64")
+        device["launcher"] = by_call.fillna(numbered).fillna(by_operator).fillna(-1).astype("int64")
 
     def place_device(self) -> None:
         """Hang GPU work below the call that launched it, and name the streams."""
@@ -496,7 +505,9 @@ class _Builder:
         streams = np.empty(len(lines), dtype=np.int64)
         for place in np.argsort(np.array(lines)):
             gpu, _, stream = lines[place].rpartition("/")
-            streams[place] = self.thread("gpu_stream", f"GPU {gpu} stream {stream}", stream)
+            streams[place] = self.thread(
+                "gpu_stream", f"{self.events.accelerator or 'GPU'} {gpu} stream {stream}", stream
+            )
         device["profile"] = streams[line]
         span = device["launcher"].to_numpy()
         component, phase = self.parts_of_device()

@@ -330,8 +330,6 @@
     }
     busy = false;
   }
-  // the browser tells of what was opened for a print only after it has printed
-  addEventListener("beforeprint", () => waiting().forEach(begin));
 
   // A box to search a call tree, and a way back to the whole of it.
   function equipTree(place, tree) {
@@ -367,10 +365,11 @@
         }
         return true;
       });
+      matches.sort((one, other) => lengths[other] - lengths[one]); // Enter goes to the largest first
       const whole = tree.parents.reduce((sum, parent, row) => sum + (parent ? 0 : lengths[row]), 0);
       const share = outer.reduce((sum, row) => sum + lengths[row], 0) / whole;
       said.textContent = !wanted ? "" : matches.length
-        ? `${matches.length} ${matches.length === 1 ? "box" : "boxes"}, ${(100 * share).toFixed(1)}% of the time. Enter zooms to the next.`
+        ? `${matches.length} ${matches.length === 1 ? "box" : "boxes"}, ${(100 * share).toFixed(1)}% of the time. Enter zooms to the largest.`
         : "Nothing has this name.";
       const faint = colour("--rule"), ink = colour("--soft");
       const shown = (row) => !wanted || found.has(row);

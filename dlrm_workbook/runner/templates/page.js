@@ -1,5 +1,5 @@
 "use strict";
-// Shows code, and opens what is folded for links, for printing and on wide screens.
+// Shows code, and opens what is folded for links and on wide screens.
 (() => {
   const code = document.getElementById("show-code");
   const showCode = () => document.body.classList.toggle("with-code", code.checked);
@@ -24,15 +24,6 @@
   document.addEventListener("click", (event) => {
     const address = event.target.closest?.("a")?.getAttribute("href") || "";
     if (address.startsWith("#") && address === location.hash) follow();
-  });
-
-  let closed = [];
-  addEventListener("beforeprint", () => {
-    closed = [...document.querySelectorAll("main details:not([open])")];
-    for (const fold of closed) fold.open = true;
-  });
-  addEventListener("afterprint", () => {
-    for (const fold of closed) fold.open = false;
   });
 
   // on a narrow screen the contents would push the report off the first view

@@ -90,7 +90,8 @@
       });
       tools.prepend(filter);
     }
-    table.before(tools);
+    if (table.caption) table.caption.append(tools);
+    else table.before(tools);
 
     function update() {
       let shown = 0;

@@ -20,6 +20,7 @@ import pandas as pd
 
 from dlrm_core.base.errors import InputError
 from dlrm_core.base.files import read_json, write_json
+from dlrm_core.base.text import counted
 from dlrm_core.config import Parameters, load_parameters, parameters_from_sections
 from dlrm_workbook.analysis.attribution import as_one, attribute
 from dlrm_workbook.analysis.changes import (
@@ -43,9 +44,11 @@ from dlrm_workbook.analysis.compare import (
     recorded_differences,
     steady_rows,
     step_estimate,
+    work_against_step,
 )
 from dlrm_workbook.analysis.ensemble import SWEEP, swept_runs
 from dlrm_workbook.analysis.findings import findings
+from dlrm_workbook.analysis.quality import GOOD_FOR, quality, quality_of_runs
 from dlrm_workbook.analysis.reference import (
     TIME_COLUMNS,
     all_at_reference,
@@ -59,6 +62,7 @@ from dlrm_workbook.ground.bar import Bar
 from dlrm_workbook.ground.intervals import Interval
 from dlrm_workbook.ground.machine import versions
 from dlrm_workbook.ground.processes import Progress, ProgressCallback, fresh_path, only_process
+from dlrm_workbook.ground.units import milliseconds, ratio
 from dlrm_workbook.recordings.measure import measure
 from dlrm_workbook.recordings.open import open_recording
 from dlrm_workbook.recordings.profile import Profile
@@ -97,6 +101,8 @@ class Outcome:
     losses: dict[str, Any] | None = None
     doubt: str = ""
     """Why the two times make no speed-up; empty where they do."""
+    quality: str = ""
+    """Level of the worse of both, see :mod:`~.analysis.quality`; empty until both are there."""
 
     @property
     def error(self) -> float | None:
@@ -143,6 +149,7 @@ class Outcome:
             "not_predicted": self.reason,
             "measured": measured,
             "doubt": self.doubt,
+            "quality": self.quality,
             "error": self.error,
             "in_predicted_range": self.in_range,
             "parts": [] if self.parts is None else self.parts.to_dict("records"),
@@ -171,6 +178,8 @@ class Comparison:
         self.runs: list[TimedRun] = []
         self.times = in_rounds.round_table([])
         self.notices: list[str] = []
+        self.qualities: dict[str, dict[str, str]] = {}
+        """Name of a profile to what it is good for, see :func:`~.analysis.quality.quality`."""
         self.per = "per iteration"
         """What times are of: an iteration, or ``in the whole recording``."""
         self.status = "running"
@@ -227,7 +236,8 @@ class Comparison:
             ``change``, ``before_ms``, ``predicted_ms`` (on the scale of the baseline that ran in
             turns: the profile had its own day), ``after_ms``, ``predicted_low``, ``predicted_mid``,
             ``predicted_high``, ``measured_low``, ``measured_mid``, ``measured_high`` (speed-ups),
-            ``error`` (of the predicted time), ``in_range``.
+            ``error`` (of the predicted time), ``in_range``, ``quality`` (level of the worse of
+            both).
         """
         rows = []
         for outcome in self.outcomes:
@@ -242,8 +252,51 @@ class Comparison:
             for end in ("low", "mid", "high"):
                 row[f"predicted_{end}"] = made.speedup[end] if made else math.nan
                 row[f"measured_{end}"] = getattr(measured, end) if measured else math.nan
-            rows.append(row | {"error": outcome.error, "in_range": outcome.in_range})
+            row |= {"error": outcome.error, "in_range": outcome.in_range}
+            rows.append(row | {"quality": outcome.quality})
         return pd.DataFrame(rows)
+
+    @property
+    def quality(self) -> dict[str, str]:
+        """What the runs are good for, see :func:`~.analysis.quality.quality_of_runs`."""
+        return quality_of_runs(self.qualities) if self.qualities else {}
+
+    @property
+    def sameness(self) -> str:
+        """What is the same in all profiles, and what they do not say, where nothing differs."""
+        kinds = [
+            {kind for kind, values in each.items() if any(v is not None for v in values.values())}
+            for each in map(circumstances, self.profiles.values())
+        ]
+        asked = ["parameters", "versions", "machine"]
+        same = [kind for kind in asked if kinds and all(kind in each for each in kinds)]
+        lacking = [kind for kind in asked if kind not in same]
+        text = f"The same in all: {', '.join(same)}." if same else ""
+        if lacking:
+            text += f" Not recorded in all of them, so not compared: {', '.join(lacking)}."
+        return text.strip()
+
+    @property
+    def gpu_sentence(self) -> str:
+        """How the GPUs' own work changed, in Markdown; "" where it is not recorded in both."""
+        table = self.recorded_table()
+        sides = [f"device_ms_{side}" for side in ("before", "after")]
+        if table.empty or not set(sides) <= set(table.columns) or table[sides].isna().all().any():
+            return ""
+        before, after = (float(table[side].sum()) for side in sides)
+        if not min(before, after):
+            return ""
+        work = self.device_table()
+        text = (
+            f"The GPU's own work: {milliseconds(before)} before and {milliseconds(after)} after "
+            f"{self.per}, {ratio(after / before)} the time (durations of kernels and copies, added "
+            "up; how much of that is chance is not known)"
+        )
+        if len(work):
+            row = work.iloc[0]
+            ends = f"{milliseconds(row['before_ms'])} to {milliseconds(row['after_ms'])}"
+            text += f". It changed most in `{in_markdown(str(row['operator']))}`: {ends}"
+        return f"{text}."
 
     def other_times(self) -> pd.DataFrame:
         """The step before the change, and that of each profile, which ran at another time.
@@ -335,6 +388,30 @@ class Comparison:
         first, *_, last = self.profiles.values()
         return device_differences(first, last)
 
+    def _judge_runs(self) -> None:
+        """Say what each profile is good for; an unreliable one makes no speed-up."""
+        for label, profile in self.profiles.items():
+            if label not in self.qualities:
+                attribution = attribute(profile)
+                said = quality(profile, attribution, findings(profile, attribution))
+                self.qualities[label] = said
+        rounds = len({run.round for run in self.runs})
+        if rounds:
+            level = "green" if rounds >= ROUNDS else "amber"
+            few = f"{GOOD_FOR[level]}: {counted(rounds, 'round')}, of {ROUNDS} that give 95%."
+            self.qualities["the rounds in turns"] = {"level": level, "sentence": few}
+        levels = list(GOOD_FOR)
+        for outcome in self.outcomes:
+            # rounds in turns are measured without the profiles, whose doubts are not theirs
+            pair = ("the rounds in turns",) if rounds else (outcome.before, outcome.after)
+            said_of = {name: self.qualities[name] for name in pair if name in self.qualities}
+            found = [said["level"] for said in said_of.values()]
+            outcome.quality = max(found, key=levels.index, default="")
+            red = [name for name, said in said_of.items() if said["level"] == "red"]
+            if red and not outcome.doubt:
+                outcome.speedup = None
+                outcome.doubt = f"Unreliable: {' and '.join(red)}, so this is no result."
+
     def finish(self) -> Path:
         """Write the final ``compare.json``; its path."""
         self.status = "finished"
@@ -349,6 +426,7 @@ class Comparison:
             "differences": self.differences.to_dict("records"),
             "mixed_causes": self.mixed,
             "per": self.per,
+            "quality": self.quality,
             "rounds": [run.to_dict() for run in self.runs],
             "notices": self.notices,
             "written": datetime.now().astimezone().isoformat(),
@@ -580,6 +658,7 @@ class ChangeComparison(Comparison):
         changed = apply_change(self.parameters, last.change)
         self.profiles[last.after] = self._profile("changed", changed, progress)
         self.profiles = all_at_reference(self.profiles)
+        self._judge_runs()
         if last.parts is not None and last.parts.empty:
             # no parts by the clock (a GPU): those of the two profiles
             first, other = self.profiles[BASELINE], self.profiles[last.after]
@@ -689,6 +768,8 @@ class RunsComparison(Comparison):
             other = step_estimate(profile)
             samples = _samples(profile) / _samples(before)
             doubt = self._doubt(before, profile)
+            if not doubt and (apart := work_against_step(before, profile)):
+                self.notices.append(apart)
             self.outcomes.append(
                 Outcome(
                     labels[0],
@@ -703,6 +784,7 @@ class RunsComparison(Comparison):
                     parts=compare_parts(parts, part_estimates(profile)),
                 )
             )
+        self._judge_runs()
 
     def _take_alike(self) -> None:
         """Compare whole recordings where one of them has no iterations."""

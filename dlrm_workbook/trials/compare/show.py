@@ -16,6 +16,7 @@ from dlrm_workbook.analysis.sentences import in_markdown
 from dlrm_workbook.ground.intervals import Interval
 from dlrm_workbook.ground.units import (
     faster,
+    from_to,
     known_or,
     milliseconds,
     percent,
@@ -25,7 +26,7 @@ from dlrm_workbook.ground.units import (
     speedup,
 )
 from dlrm_workbook.show import theme
-from dlrm_workbook.show.tables import Column, Text, each_row, listed
+from dlrm_workbook.show.tables import NOTHING, QUALITY_LEVELS, Column, Text, each_row, listed
 from dlrm_workbook.trials.compare.analyse import NOT_A_PART
 from dlrm_workbook.trials.compare.comparison import FINISHED, Comparison, Outcome
 
@@ -304,6 +305,7 @@ def waterfall(outcomes: Sequence[Outcome]) -> go.Figure:
 def outcome_text(comparison: Comparison) -> Text:
     """What came out, in a sentence or two an outcome."""
     blocks = [_judgement(outcome, comparison) for outcome in comparison.outcomes]
+    blocks += filter(None, [comparison.gpu_sentence])
     if comparison.mixed:
         blocks.append(f"**Careful.** {in_markdown(comparison.mixed)}")
     blocks += [f"- {in_markdown(notice)}" for notice in comparison.notices]
@@ -325,7 +327,8 @@ def _judgement(outcome: Outcome, comparison: Comparison) -> str:
     if not math.isfinite(measured.low):
         text = f"**{what}: {gain}**, without repetitions to say how sure"
     elif measured.contains(1.0):
-        text = f"**{what}: no difference shown**, {gain}"
+        anywhere = from_to(measured.low, measured.high, ratio)
+        text = f"**{what}: no difference shown**, the speed-up lies anywhere from {anywhere}"
     else:
         saved = 1 - 1 / measured.mid
         text = f"**{what}: {gain}**, {percent(abs(saved))} {'less' if saved > 0 else 'more'} time"
@@ -399,6 +402,7 @@ OUTCOME_TITLES: dict[str, str | Column] = {
     "measured": Column("measured speed-up", "speedup", tuple(f"measured_{e}" for e in ENDS)),
     "error": Column("error of predicted time", "signed_share"),
     "in_range": Column("in range", "judged"),
+    "quality": Column("runs", each_row(lambda level: QUALITY_LEVELS.get(level, NOTHING))),
 }
 PREDICTION_TITLES: dict[str, str | Column] = {
     "change": "change",

@@ -20,6 +20,8 @@ from dlrm_workbook.analysis.ensemble import (
     swept_runs,
 )
 from dlrm_workbook.analysis.findings import findings
+from dlrm_workbook.analysis.findings.finding import Finding
+from dlrm_workbook.analysis.quality import quality, quality_of_runs, quality_of_times
 from dlrm_workbook.analysis.reference import all_at_reference, unprofiled_ms
 from dlrm_workbook.recordings.open import open_recording
 from dlrm_workbook.recordings.profile import Profile
@@ -27,7 +29,7 @@ from dlrm_workbook.trials.sweep.plan import Sweep, describe_failures
 
 POINT_COLUMNS = [
     *("number", "label", "status", "ms_per_iteration", "samples_per_second"),
-    *("top", "top_share", "speedup"),
+    *("top", "top_share", "speedup", "quality"),
 ]
 
 
@@ -37,9 +39,11 @@ class SweepSummary:
     Attributes:
         points: a row a point: ``number``, ``label``, ``status``, ``ms_per_iteration`` and
             ``samples_per_second`` (without a profiler; NaN if not measured), ``of_best`` (its
-            share of the most samples a second), ``top`` and
-            ``top_share`` (the component with the most time), ``speedup`` (measured by
-            ``compare``).
+            share of the most samples a second of a point that is not unreliable; NaN of one
+            that is), ``top`` and ``top_share`` (the component with the most time), ``speedup``
+            (measured by ``compare``), ``quality`` (level; "" of a point without times).
+        quality: ``level`` and ``sentence`` of all points together, see
+            :func:`~.analysis.quality.quality_of_runs`; empty without times.
         times: time of each part at each point, see :func:`~.analysis.ensemble.part_table`.
         settings: what differs between the points.
         curves: leaf to fitted laws of the parts; laws: the same as a table.
@@ -56,19 +60,36 @@ class SweepSummary:
         runs = swept_runs(self.sweep.folder, "profile")
         opened = {label: open_recording(place).profile for label, place in runs.items()}
         self.profiles = all_at_reference(opened)
-        self.points = pd.DataFrame(self._rows(), columns=POINT_COLUMNS)
-        speed = self.points["samples_per_second"]
-        self.points.insert(5, "of_best", speed / speed.max())
+        found: dict[str, tuple[pd.DataFrame, list[Finding]]] = {}
+        for label, profile in self.profiles.items():
+            attribution = attribute(profile)
+            found[label] = attribution, findings(profile, attribution)
         trained = swept_runs(self.sweep.folder, "train")
+        qualities = {label: _trained_quality(folder) for label, folder in trained.items()}
+        qualities |= {label: quality(self.profiles[label], *each) for label, each in found.items()}
+        qualities = {label: said for label, said in qualities.items() if said}
+        self.quality = quality_of_runs(qualities) if qualities else {}
+        levels = {label: said["level"] for label, said in qualities.items()}
+        self.points = pd.DataFrame(self._rows(levels), columns=POINT_COLUMNS)
+        speed = self.points["samples_per_second"].where(self.points["quality"] != "red")
+        self.points.insert(5, "of_best", speed / speed.max())
         self.times = part_table(self.profiles) if self.profiles else _whole_times(trained)
         sections = {point.label: point.parameters.to_sections() for point in self.sweep.points}
+        self.times.attrs["quality"] = levels
         measured = list(dict.fromkeys(self.times["run"]))
         self.settings = settings_table({label: sections[label] for label in measured})
         self.curves = fitted_curves(self.times, self.settings)
         self.laws = law_table(self.curves)
-        self.findings = self._findings()
+        numbers = dict(zip(self.points["label"], self.points["number"], strict=True))
+        columns = {
+            numbers[label]: {f.id.replace("_", " "): f.share_of_step for f in fired}
+            for label, (_, fired) in found.items()
+        }
+        table = pd.DataFrame(columns, dtype=float)
+        largest = table.max(axis=1).sort_values(ascending=False)
+        self.findings = table.reindex(largest.index)
 
-    def _rows(self) -> list[tuple[Any, ...]]:
+    def _rows(self, levels: dict[str, str]) -> list[tuple[Any, ...]]:
         rows = []
         for point, row in zip(self.sweep.points, self.sweep.rows, strict=True):
             folders = {name: self.sweep.folder / place for name, place in row["folders"].items()}
@@ -83,19 +104,9 @@ class SweepSummary:
                 # parts and findings are the profile's, and so is the step that they add up to
                 ms = compared_ms if profile is None else ms
             speed = 1e3 * point.parameters.training.batch_size / ms if ms else math.nan
-            measured = (ms or math.nan, speed, top, share, gain)
+            measured = (ms or math.nan, speed, top, share, gain, levels.get(point.label, ""))
             rows.append((point.number, point.label, row["status"], *measured))
         return rows
-
-    def _findings(self) -> pd.DataFrame:
-        numbers = dict(zip(self.points["label"], self.points["number"], strict=True))
-        columns = {}
-        for label, profile in self.profiles.items():
-            fired = findings(profile, attribute(profile))
-            columns[numbers[label]] = {f.id.replace("_", " "): f.share_of_step for f in fired}
-        table = pd.DataFrame(columns, dtype=float)
-        largest = table.max(axis=1).sort_values(ascending=False)
-        return table.reindex(largest.index)
 
     def finding_table(self) -> pd.DataFrame:
         """Which finding is there at which point.
@@ -116,6 +127,7 @@ class SweepSummary:
         write_json(
             path,
             {
+                "quality": self.quality,
                 "points": self.points.to_dict("records"),
                 "times": self.times.to_dict("records"),
                 "laws": self.laws.to_dict("records"),
@@ -162,6 +174,13 @@ def _trained_ms(folder: Path | None) -> float | None:
         return None
     value = read_json(folder / "result.json").get("ms_per_iteration")
     return float(value) if value else None
+
+
+def _trained_quality(folder: Path) -> dict[str, str]:
+    """What a training's iterations are good for; empty where none were timed."""
+    file = folder / "result.json"
+    times = read_json(file).get("iteration_ms") if file.is_file() else None
+    return quality_of_times(times) if times else {}
 
 
 def _compared(folder: Path) -> tuple[float | None, float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +18,14 @@ from dlrm_workbook.analysis.ensemble import WHOLE_STEP, Curve, short_leaf, swept
 from dlrm_workbook.analysis.sentences import in_markdown
 from dlrm_workbook.ground.units import ratio
 from dlrm_workbook.show import theme
-from dlrm_workbook.show.tables import Column, Text
+from dlrm_workbook.show.tables import (
+    NOTHING,
+    QUALITY_LEVELS,
+    Column,
+    Quality,
+    Text,
+    each_row,
+)
 
 
 def scaling_curves(curves: Sequence[Curve], leaf: str) -> go.Figure:
@@ -89,14 +96,24 @@ def short_setting(label: str) -> str:
     return re.sub(r"(\w+\.\w+) = ", lambda leaf: f"{short_leaf(leaf[1])} ", label)
 
 
+def _marked(label: str, level: str) -> str:
+    """The label of a point in a figure, with a mark where it is in doubt."""
+    mark = "" if level in ("", "green") else f" ({QUALITY_LEVELS[level].lower()})"
+    return theme.lines_of(short_setting(label) + mark, 40)
+
+
 def points_bars(summary: pd.DataFrame) -> go.Figure:
-    """Samples a second of every finished point, in the order of the grid; the best stands out."""
+    """Samples a second of every finished point, in the order of the grid; the best stands out.
+
+    Points in doubt are marked, and unreliable ones are pale and never the best.
+    """
     table = summary[summary["samples_per_second"].notna()]
+    fills = {"green": theme.INK, "amber": theme.INK, "red": theme.paled(theme.INK)}
     speeds = table["samples_per_second"]
     return theme.ranked_bars(
         "Samples per second at each point",
         "samples per second",
-        [theme.lines_of(short_setting(label), 40) for label in table["label"]],
+        list(map(_marked, table["label"], table["quality"])),
         speeds.tolist(),
         [f"{speed:,.0f}" for speed in speeds],
         [
@@ -105,8 +122,8 @@ def points_bars(summary: pd.DataFrame) -> go.Figure:
         ],
         {
             "color": [
-                theme.COLOURS["embedding"] if speed == speeds.max() else theme.INK
-                for speed in speeds
+                theme.COLOURS["embedding"] if share == 1 else fills.get(level, theme.INK)
+                for share, level in zip(table["of_best"], table["quality"], strict=True)
             ]
         },
     )
@@ -120,19 +137,30 @@ def parts_by_point(times: pd.DataFrame) -> go.Figure:
     """
     table = times[times["component"] != WHOLE_STEP].groupby(["run", "component"], sort=False)
     spent = table["time_ms"].sum().unstack(fill_value=0).reindex(list(dict.fromkeys(times["run"])))
-    spent = spent.rename(index=short_setting)
+    levels = times.attrs.get("quality", {})
+    spent = spent.rename(index=lambda run: f"{_marked(run, levels.get(run, ''))}")
     looks = {name: (part_label(name), theme.COLOURS[name]) for name in COMPONENTS}
     result = theme.stacked_bars("Share of each part at each point", spent, looks, "ms", shares=True)
     result.update_xaxes(title="share of the step")
     return result
 
 
+def quality_line(said: Mapping[str, str]) -> Quality | Text:
+    """The quality line of several runs, see :func:`~.analysis.quality.quality_of_runs`."""
+    return Quality(**said) if said else Text("")
+
+
 def sweep_verdict(summary: pd.DataFrame, failures: str) -> Text:
     """How many points there are, and which is best."""
     done = summary[summary["status"] == "finished"]
     lines = [f"**{len(done)} of {len(summary)} points finished.**"]
+    unreliable = done[done["quality"] == "red"]
+    done = done.drop(index=unreliable.index)
     speed = done["samples_per_second"].dropna() if len(done) else done
-    if len(speed):
+    if len(unreliable):
+        names = ", ".join(short_setting(str(label)) for label in unreliable["label"])
+        lines.append(f"Unreliable, and not counted below: {names}.")
+    if len(speed) > 1:
         labels = [short_setting(str(label)) for label in done["label"][speed.index]]
         rates = speed.to_numpy(dtype=float)
         best, worst = int(rates.argmax()), int(rates.argmin())
@@ -175,6 +203,7 @@ def point_commands(folder: Path, points: pd.DataFrame) -> Text:
     """Commands that explain the fastest point, and that show all points side by side."""
     speeds = points["samples_per_second"]
     place = "POINT"
+    speeds = speeds.where(points["quality"] != "red")
     if speeds.notna().any():
         best = str(points.loc[speeds.idxmax(), "label"])
         place = str(swept_runs(folder, "profile").get(best, place))
@@ -211,6 +240,7 @@ POINTS: dict[str, str | Column] = {
     "top": Column("largest part", "component"),
     "top_share": "its share",
     "speedup": Column("measured speed-up", "ratio"),
+    "quality": Column("times", each_row(lambda level: QUALITY_LEVELS.get(level, NOTHING))),
 }
 """Columns of the tables of fitted laws and of a sweep's points."""
 

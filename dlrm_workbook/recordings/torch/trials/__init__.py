@@ -25,28 +25,26 @@ import torch
 
 from dlrm_core.base.files import read_json, write_json
 from dlrm_core.base.machine import kernel_text, number_in
+from dlrm_workbook.ground.speed_range import (
+    FEWEST,
+    FILE,
+    MOST,
+    NARROW,
+    PAID,
+    speed_range,
+    status_of,
+)
 from dlrm_workbook.recordings.torch.trials.remedies import REMEDIES, Facts, Remedy, Spoilt, TooLong
 from dlrm_workbook.recordings.torch.trials.seen import Looking, Seen, tensors
-
-FILE = "trials.json"
 
 BLOCK_S, BLOCK_ITERATIONS = 0.15, 2
 """A block of iterations in one state takes at least so long, and has at least so many."""
 
-FEWEST, MOST = 3, 24
-"""Turns of a remedy; a turn is a block without it and one with it."""
-
-NARROW = 1.05
-"""The turns end when the highest speed-up in the range is no more than this times the lowest."""
-
 LONGEST_S = 4.0
 """The turns of a remedy end then, if there are enough of them."""
 
-BETWEEN_RUNS = 0.01
-"""Each end of a range is so much wider: two runs of one program differ by that."""
-
-PAID, FAR_SLOWER = 1.02, 2.0
-"""What pays is faster by more than the one; what is slower by the other is not timed for long."""
+FAR_SLOWER = 2.0
+"""What is slower by so much is not timed for long."""
 
 BUSY = 0.1
 """Other processes that use a larger share of the cores are named in a row."""
@@ -55,43 +53,8 @@ COMPILE_S = 15.0
 HANGS, HANGS_S = 30.0, 20.0
 """A remedy hangs when an iteration takes so many times as long as usual, and so many seconds."""
 
-_T90 = {2: 6.31, 3: 2.92, 4: 2.35}
-"""Student's t for 90 % of the mean of so many values."""
-
 Work = Generator[None, None, Any]
 """Goes on at the end of each iteration."""
-
-
-def speed_range(logs: Sequence[float]) -> tuple[float, float, float]:
-    """Low, mid and high of a speed-up, that hold nine of ten, from the logarithm of each turn's.
-
-    The median, and between which of the sorted turns it lies in nine of ten cases whatever their
-    distribution is; of fewer than five turns, Student's interval.
-    """
-    count, ordered = len(logs), sorted(logs)
-    mid = statistics.median(ordered)
-    if count < 5:
-        half = _T90.get(count, 6.31) * statistics.stdev(ordered) / math.sqrt(count)
-        low, high = mid - half, mid + half
-    else:
-        outside, missed = 0, 0.0
-        while True:
-            missed += 2 * math.comb(count, outside) / 2**count
-            if missed > 0.1:
-                break
-            outside += 1
-        outside = max(outside, 1)
-        low, high = ordered[outside - 1], ordered[count - outside]
-    return math.exp(low - BETWEEN_RUNS), math.exp(mid), math.exp(high + BETWEEN_RUNS)
-
-
-def status_of(low: float, high: float) -> str:
-    """What a range of speed-ups says."""
-    if low > PAID:
-        return "paid"
-    if high < 1 / PAID:
-        return "slower"
-    return "no difference" if low > 1 / NARROW and high < NARROW else "unclear"
 
 
 class Trials:
@@ -120,6 +83,8 @@ class Trials:
         self.rows: list[dict[str, Any]] = []
         self._not_tried: dict[str, str] = {}
         self._missing: str | None = None
+        self._later: list[dict[str, Any]] = []
+        """Rows, with what to change, of remedies for another process."""
         self._active: list[Remedy] = []
         self._trying: Remedy | None = None
         self._outputs: list[torch.Tensor] = []
@@ -237,7 +202,12 @@ class Trials:
                 remedy = kind.find(seen, self._facts)
             except Exception as error:
                 remedy = f"looking for it failed: {type(error).__name__}: {_line(error)}"
-            if isinstance(remedy, str):
+            if isinstance(remedy, Remedy) and remedy.new_process:
+                row = _row(remedy) | {"numerics": remedy.numbers(seen, 0.0)}
+                self._later.append(
+                    row | {"environment": remedy.environment, "options": remedy.options}
+                )
+            elif isinstance(remedy, str):
                 self._not_tried[kind.id.replace("_", " ")] = remedy
             else:
                 found[kind.id] = remedy
@@ -454,6 +424,7 @@ class Trials:
                 {"remedy": name, "reason": reason} for name, reason in self._not_tried.items()
             ],
             "not_measured": self._missing,
+            "whole_runs": self._later,
         }
         write_json(self._file, document)
 

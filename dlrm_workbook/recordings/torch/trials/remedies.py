@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import ctypes
+import ctypes.util
 import gc
 import os
 import re
@@ -26,6 +27,7 @@ from typing import Any, ClassVar
 import torch
 
 from dlrm_core.base import machine
+from dlrm_workbook.ground.machine import ranks_here
 from dlrm_workbook.recordings.torch.modules import has_compiled
 from dlrm_workbook.recordings.torch.trials.seen import Call, Seen, Stepped, mapped
 
@@ -65,7 +67,7 @@ class Facts:
     def cores(self) -> int:
         """Cores that the process may use; of several ranks on a machine, its part of them."""
         usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-        return max(1, usable // int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
+        return max(1, usable // ranks_here())
 
     def share(self, *names: str, inclusive: bool = False) -> float:
         """The share of the step's time in operators of these names (or beginning with them).
@@ -137,6 +139,13 @@ class Remedy:
     settle: ClassVar[int] = 1
     ranks: ClassVar[bool] = True
     """Whether it can be tried where several ranks train together."""
+    computes: ClassVar[bool] = True
+    """Whether it changes what operators compute."""
+    new_process: ClassVar[bool] = False
+    """Whether it is tried in whole runs (:mod:`dlrm_workbook.recordings.whole_runs`)."""
+    environment: ClassVar[dict[str, str]] = {}
+    options: ClassVar[dict[str, Any]] = {}
+    """Of a new process: variables, and what the start-up file changes in the program."""
 
     def __init__(self, name: str, gain: float, code: str, place: str = "", note: str = "") -> None:
         self.name, self.gain, self.code, self.place, self.note = name, gain, code, place, note
@@ -175,6 +184,9 @@ class Remedy:
         Raises:
             Spoilt: see :func:`difference`.
         """
+        if not self.computes:
+            note = f"Not measured: {self.note or 'No operator is changed.'}"
+            return {"outputs": None, "loss": None, "note": note}
         if not seen.models:
             return {"outputs": None, "loss": None, "note": f"{self.note} {seen.why_no_models}"}
         alone = torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -201,12 +213,6 @@ class Remedy:
             "loss": None if loss is None or changed_loss is None else loss_change,
             "note": note.strip(),
         }
-
-
-def same_numbers(remedy: Remedy) -> dict[str, Any]:
-    """Of a remedy that touches no operator: nothing is measured, and the note says why."""
-    note = remedy.note or "No operator is changed."
-    return {"outputs": None, "loss": None, "note": f"Not measured: {note}"}
 
 
 # ---- of the process --------------------------------------------------------------------
@@ -256,6 +262,7 @@ class Allocator(Remedy):
     """
 
     id = "allocator"
+    computes = False
     before: int
     """Bytes from which memory was mapped."""
     _MMAPPED = 2  # a flag in the size of glibc's chunks
@@ -323,14 +330,12 @@ class Allocator(Remedy):
         mallopt(machine._M_MMAP_THRESHOLD, mmap)
         mallopt(machine._M_TRIM_THRESHOLD, trim)
 
-    def numbers(self, seen: Seen, limit_s: float) -> dict[str, Any]:
-        return same_numbers(self)
-
 
 class Collection(Remedy):
     """Python's garbage collection off, and what is there frozen."""
 
     id = "garbage_collection"
+    computes = False
 
     @classmethod
     def find(cls, seen: Seen, facts: Facts) -> Remedy | str:
@@ -355,14 +360,12 @@ class Collection(Remedy):
         if not self._frozen:
             gc.unfreeze()
 
-    def numbers(self, seen: Seen, limit_s: float) -> dict[str, Any]:
-        return same_numbers(self)
-
 
 class Anomaly(Remedy):
     """Autograd's anomaly detection off: it keeps a stack for each node and checks for NaN."""
 
     id = "anomaly"
+    computes = False
 
     @classmethod
     def find(cls, seen: Seen, facts: Facts) -> Remedy | str:
@@ -377,9 +380,6 @@ class Anomaly(Remedy):
 
     def off(self) -> None:
         torch.autograd.set_detect_anomaly(True, check_nan=self._checks)
-
-    def numbers(self, seen: Seen, limit_s: float) -> dict[str, Any]:
-        return same_numbers(self)
 
 
 class Setting(Remedy):
@@ -1046,6 +1046,7 @@ class Ahead(Remedy):
     """A thread that makes the next batch while the model trains on this one."""
 
     id = "ahead"
+    computes = False
 
     @classmethod
     def find(cls, seen: Seen, facts: Facts) -> Remedy | str:
@@ -1106,9 +1107,6 @@ class Ahead(Remedy):
         if self._thread is not None:
             self._thread.shutdown(wait=False)
 
-    def numbers(self, seen: Seen, limit_s: float) -> dict[str, Any]:
-        return same_numbers(self)
-
 
 AHEAD_CODE = """\
 import concurrent.futures
@@ -1124,10 +1122,82 @@ def ahead(loader):
 for batch in ahead({loader}):"""
 
 
+class Workers(Remedy):
+    """A worker process that makes batches, which shares no lock of Python's with the training."""
+
+    id = "workers"
+    computes = False
+    ranks, new_process = False, True
+    options: ClassVar = {"num_workers": 1}
+
+    @classmethod
+    def find(cls, seen: Seen, facts: Facts) -> Remedy | str:
+        found = Ahead.find(seen, facts)
+        if isinstance(found, str):
+            return found
+        code = f"{seen.loader_name} = DataLoader(..., num_workers=1)"
+        note = "Random numbers drawn while batches are made come from another generator."
+        return cls("one worker process that makes batches", 0.0, code, seen.loader, note)
+
+
+class OtherAllocator(Remedy):
+    """Another allocator of memory, where one is installed."""
+
+    id = "other_allocator"
+    computes = False
+    ranks, new_process = False, True
+    environment: dict[str, str]  # type: ignore[misc]
+
+    @classmethod
+    def find(cls, seen: Seen, facts: Facts) -> Remedy | str:
+        found = Allocator.find(seen, facts)
+        if isinstance(found, str):
+            return found
+        for name in ("jemalloc", "tcmalloc_minimal", "tcmalloc", "mimalloc"):
+            library = ctypes.util.find_library(name)
+            if library:
+                made = cls(
+                    f"{name} instead of glibc's allocator",
+                    0.0,
+                    f"LD_PRELOAD={library} {_command()}",
+                    "the command",
+                )
+                made.environment = {"LD_PRELOAD": library}
+                return made
+        return "neither jemalloc, tcmalloc nor mimalloc is installed"
+
+
+class Binding(Remedy):
+    """OpenMP's threads each on a core of its own."""
+
+    id = "binding"
+    computes = False
+    ranks, new_process = False, True
+    environment: ClassVar = {"OMP_PROC_BIND": "close", "OMP_PLACES": "cores"}
+
+    @classmethod
+    def find(cls, seen: Seen, facts: Facts) -> Remedy | str:
+        if facts.device.type != "cpu" or torch.get_num_threads() < FEWEST_BOUND:
+            return f"operators run on fewer than {FEWEST_BOUND} threads"
+        if any(name.startswith(("OMP_PROC", "OMP_PLACES", "KMP_AFF")) for name in os.environ):
+            return "the environment places the threads"
+        code = " ".join(f"{name}={value}" for name, value in cls.environment.items())
+        return cls("each OpenMP thread on a core", 0.0, f"{code} {_command()}", "the command")
+
+
+def _command() -> str:
+    return f"{Path(sys.executable).name} {Path(sys.argv[0]).name} ..."
+
+
+FEWEST_BOUND = 4
+"""Threads from which on it may matter on which cores they run."""
+
+
 class Pinned(Remedy):
     """Batches in pinned memory, whose copies to the GPU the host does not wait for."""
 
     id = "pinned"
+    computes = False
 
     @classmethod
     def find(cls, seen: Seen, facts: Facts) -> Remedy | str:
@@ -1167,9 +1237,6 @@ class Pinned(Remedy):
         for name, move in self._moves.items():
             setattr(torch.Tensor, name, move)
 
-    def numbers(self, seen: Seen, limit_s: float) -> dict[str, Any]:
-        return same_numbers(self)
-
 
 REMEDIES: tuple[type[Remedy], ...] = (
     Anomaly,
@@ -1181,7 +1248,10 @@ REMEDIES: tuple[type[Remedy], ...] = (
     OneDnn,
     TensorFloat,
     Ahead,
+    Workers,
     Allocator,
+    OtherAllocator,
+    Binding,
     Collection,
     ChannelsLast,
     CudnnBenchmark,

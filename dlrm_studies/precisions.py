@@ -1,0 +1,174 @@
+"""Two precisions side by side, as NVIDIA's tables have them: throughput, latency, time to train."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from dlrm_core.base.errors import InputError
+from dlrm_core.config import Parameters
+from dlrm_studies.protocols import measure as protocols
+from dlrm_studies.protocols.show import device_of
+from dlrm_studies.published import published_runs
+from dlrm_studies.time_to_train import measure as targets
+from dlrm_workbook.ground.units import NOT_MEASURED, digits, known_or
+from dlrm_workbook.show.tables import Column, each_row
+
+UNITS = {
+    "training": "samples/s",
+    "inference": "samples/s",
+    "latency": "ms, mean",
+    "time to train": "min",
+    "AUC": "",
+}
+"""What is compared, and its unit; of the last no speed-up."""
+
+LESS_IS_FASTER = ("latency", "time to train")
+
+UNASKED = f"{NOT_MEASURED}: -p 'precisions=[bf16]' trains in a second one"
+
+
+def side_by_side(
+    parameters: Parameters,
+    folder: Path,
+    timed: Mapping[str, Any] | None,
+    reached: Mapping[str, Any] | None,
+    asked: Mapping[str, Any],
+) -> pd.DataFrame:
+    """Our training in its own precision and in others, and NVIDIA's published pairs.
+
+    Args:
+        folder: gets a folder for each further precision with its records.
+        timed: the record of ``dlrm protocols`` in the parameters' own precision, if there is one.
+        reached: the record of the training to a target, if there is one.
+        asked: the notebook's ``precisions``, ``protocols``, ``batch_sizes``, ``target`` (of
+            ``time_to_train``) and ``results``.
+
+    Returns:
+        ``source``, ``hardware``, ``model``, ``batch``, ``quantity`` (a key of :data:`UNITS`),
+        ``first``, ``second`` (names of the precisions), ``in_first``, ``in_second``,
+        ``speedup`` (of the second over the first; NaN of an AUC), ``why`` (the reason where
+        ``in_second`` is NaN).
+    """
+    rows: list[dict[str, Any]] = []
+    own = _figures(timed, reached)
+    others: Sequence[str] = asked["precisions"] if own else ()
+    for name in others:
+        place, results = folder / name, asked["results"]
+        if results:
+            results = str(Path(results).expanduser().absolute().parent / name / "benchmark.json")
+        else:
+            place.mkdir(exist_ok=True)
+        changed = replace(parameters, training=replace(parameters.training, precision=name))
+        iterations = asked["protocols"] if timed else 0
+        sizes, target = asked["batch_sizes"], asked["target"] if reached else targets.Target()
+        why = f"{NOT_MEASURED} in {name}"
+        try:
+            second = _figures(
+                protocols.measured_or_read(changed, place, iterations, sizes, results),
+                targets.reached_or_read(changed, place, target, results),
+            )
+        except InputError as error:
+            second, why = {}, f"{why}: {error}"
+        rows += [
+            row | {"why": why} for row in _pairs(own, second, parameters.training.precision, name)
+        ]
+    if own and not rows:
+        own_rows = _pairs(own, {}, parameters.training.precision, "")
+        rows += [row | {"why": UNASKED} for row in own_rows]
+    for row in rows:
+        about = device_of(timed) if timed else ""
+        row |= {"source": "this run", "hardware": about, "model": parameters.title}
+    return pd.DataFrame([*rows, *_published()], columns=COLUMNS)
+
+
+COLUMNS = [
+    *("source", "hardware", "model", "batch", "quantity", "first", "second"),
+    *("in_first", "in_second", "speedup", "why"),
+]
+
+Figures = dict[tuple[str, int], float]
+"""Quantity and batch to its figure."""
+
+
+def _figures(timed: Mapping[str, Any] | None, reached: Mapping[str, Any] | None) -> Figures:
+    figures: Figures = {}
+    if timed:
+        batch = timed["parameters"]["training"]["batch_size"]
+        for one in timed["measured"]["training"]:
+            if one["protocol"] == "nvidia":
+                figures["training", batch] = one["samples_per_second"]
+        for one in timed["measured"]["inference"]:
+            if one["protocol"] == "nvidia":
+                figures["inference", one["batch_size"]] = one["samples_per_second"]
+                figures["latency", one["batch_size"]] = one["mean"]
+    if reached and reached["result"]["reached_target"]:
+        batch, result = reached["parameters"]["training"]["batch_size"], reached["result"]
+        figures["time to train", batch] = result["elapsed_s"] / 60
+        figures["AUC", batch] = result["auc"]
+    return figures
+
+
+def _pairs(own: Figures, other: Figures, first: str, second: str) -> list[dict[str, Any]]:
+    rows = []
+    for (quantity, batch), figure in own.items():
+        found = other.get((quantity, batch), float("nan"))
+        ratio = figure / found if quantity in LESS_IS_FASTER else found / figure
+        rows.append(
+            {"batch": batch, "quantity": quantity, "first": first, "second": second}
+            | {"in_first": figure, "in_second": found}
+            | {"speedup": float("nan") if quantity == "AUC" else ratio}
+        )
+    return rows
+
+
+def _published() -> list[dict[str, Any]]:
+    """NVIDIA's pairs: each training or inference of which both precisions are published."""
+    table = published_runs()
+    table = table[(table["protocol"] == "nvidia") & (table["precision"] != "")]
+    rows: list[dict[str, Any]] = []
+    keys = ["hardware", "model", "mode", "batch_samples"]
+    for _, group in table.groupby(keys, sort=False):
+        hardware, model, mode = (str(group[name].iloc[0]) for name in keys[:3])
+        batch = int(group["batch_samples"].iloc[0])
+        mixed = group["precision"] == "mixed"
+        if mixed.sum() != 1 or len(group) != 2:
+            continue
+        both: list[Figures] = [
+            {
+                (mode, batch): one["samples_per_second"],
+                ("latency", batch): one["latency_ms"],
+                ("time to train", batch): one["minutes_to_train"],
+                ("AUC", batch): one["auc"],
+            }
+            for one in (group[~mixed].iloc[0], group[mixed].iloc[0])
+        ]
+        known = {key: value for key, value in both[0].items() if value == value}
+        first = str(group[~mixed]["precision"].iloc[0])
+        about = {"source": "NVIDIA (other hardware)", "hardware": hardware, "model": model}
+        rows += [about | row for row in _pairs(known, both[1], first, "mixed")]
+    return rows
+
+
+def _named(value: float, name: str, why: str = "") -> str:
+    text = known_or(value, lambda known: f"{known:.4f}" if known < 1 else digits(known))
+    return f"{text} ({name})" if value == value else str(why)
+
+
+PAIRS: dict[str, str | Column] = {
+    "source": "source",
+    "hardware": Column("on", "text"),
+    "model": "model",
+    "batch": Column("batch", "count"),
+    "quantity": Column(
+        "what", each_row(lambda name: f"{name}, {UNITS[name]}".strip(", "), words=True)
+    ),
+    "full": Column("in the first precision", each_row(_named, words=True), ("in_first", "first")),
+    "mixed": Column("in the second", each_row(_named, words=True), ("in_second", "second", "why")),
+    "speedup": Column("speed-up", "ratio"),
+}
+"""How :func:`side_by_side` is shown."""

@@ -1,0 +1,147 @@
+"""Tables of large recordings, kept in the user's cache folder: a second opening reads only them.
+
+An entry is named by a hash of everything that it follows from: the files' bytes, what their
+names are said to mean, and the sources of the readers, so that no version of the program trusts
+what another one wrote. It appears when whole and is left out when it cannot be read; the entries
+used longest ago make room for new ones. Nothing here is needed: where the folder cannot be
+written, recordings are read again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+import dlrm_core
+from dlrm_core.base.errors import InputError
+from dlrm_core.base.files import read_json
+from dlrm_workbook.recordings.profile import Profile
+
+LEAST_BYTES = 4 << 20
+"""Bytes of the smallest recording that is looked for; smaller ones are read as fast."""
+
+LEAST_SPANS = 400_000
+"""Spans and GPU operations of the smallest recording that is kept."""
+
+MOST_BYTES = 2 << 30
+"""Bytes of all entries together."""
+
+HASHED_AT_ONCE = 32 << 20
+"""Bytes that one thread hashes at a time."""
+
+
+def folder() -> Path:
+    """Where the entries are."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "dlrm-workbook" / "recordings"
+
+
+def key_of(path: Path, files: Sequence[Path], parts: Mapping[str, str] | None) -> str | None:
+    """The name of a recording's entry; None where it is too small, or cannot be read.
+
+    Args:
+        path: the recording.
+        files: all that are read of it.
+        parts: what names in it mean.
+    """
+    try:
+        if sum(file.stat().st_size for file in files) < LEAST_BYTES:
+            return None
+        readers = Path(__file__).parent
+        sources = [*readers.rglob("*.py"), *(readers.parent / "ground").glob("*.py")]
+        sources.append(Path(dlrm_core.__file__).parent / "parts.py")
+        given = [str(path.absolute()), sorted((parts or {}).items()), np.__version__]
+        digest = hashlib.blake2b(json.dumps([*given, pd.__version__]).encode(), digest_size=20)
+        for file in [*sorted(sources), *files]:
+            digest.update(f"{file.name}:{file.stat().st_size}:".encode())
+            digest.update(_hash(file))
+    except (OSError, RuntimeError):  # no home folder
+        return None
+    return digest.hexdigest()
+
+
+def _hash(file: Path) -> bytes:
+    """A hash of a file's bytes: of the hashes of its stretches, which threads make."""
+    with file.open("rb") as opened, ThreadPoolExecutor(2) as threads:
+        handle = opened.fileno()
+        places = range(0, os.fstat(handle).st_size, HASHED_AT_ONCE)
+        stretches = threads.map(
+            lambda at: hashlib.blake2b(os.pread(handle, HASHED_AT_ONCE, at)).digest(), places
+        )
+        return hashlib.blake2b(b"".join(stretches)).digest()
+
+
+def load(key: str) -> tuple[dict[str, Any], dict[str, Profile]] | None:
+    """What was kept: facts, and profiles by their names; None where nothing is."""
+    try:
+        entry = folder() / key
+    except RuntimeError:  # no home folder
+        return None
+    try:
+        if entry.stat().st_uid != os.getuid():
+            return None
+        head = read_json(entry / "facts.json")
+        names = [str(name) for name in head["profiles"]]
+        profiles = {name: Profile.load(entry / name) for name in names}
+        os.utime(entry)
+    except FileNotFoundError:
+        return None
+    except (OSError, InputError, KeyError, TypeError):
+        shutil.rmtree(entry, ignore_errors=True)  # damaged: a new one takes its place
+        return None
+    return head["facts"], profiles
+
+
+def keep(key: str, facts: Mapping[str, Any], profiles: Mapping[str, Profile]) -> None:
+    """Keep facts and profiles of a large recording, if there is room for them."""
+    if sum(len(profile.trace) for profile in profiles.values()) < LEAST_SPANS:
+        return
+    part = None
+    try:
+        place = folder()
+        place.mkdir(mode=0o700, parents=True, exist_ok=True)
+        part = Path(tempfile.mkdtemp(dir=place, prefix=".new-"))
+        for name, profile in profiles.items():
+            profile.write(part / name)
+        head = {"profiles": list(profiles), "facts": facts}
+        (part / "facts.json").write_text(json.dumps(head))
+        _make_room(place, _bytes(part))
+        part.rename(place / key)
+    except (OSError, RuntimeError, ValueError, TypeError, InputError):
+        pass  # a full disk, another process that was faster: the recording is read again
+    finally:
+        if part is not None:
+            shutil.rmtree(part, ignore_errors=True)
+
+
+def _bytes(entry: Path) -> int:
+    return sum(file.stat().st_size for file in entry.rglob("*") if file.is_file())
+
+
+def _make_room(place: Path, size: int) -> None:
+    """Remove the entries used longest ago, and what was never finished.
+
+    Raises:
+        ValueError: the new entry alone is too large, or the disk would be nearly full.
+    """
+    free = shutil.disk_usage(place).free
+    if size > MOST_BYTES or free < MOST_BYTES // 2:
+        raise ValueError(f"no room for {size:,} bytes")
+    entries = sorted(place.iterdir(), key=lambda entry: -entry.stat().st_mtime)
+    for entry in entries:
+        if not entry.name.startswith(".new-"):
+            size += _bytes(entry)
+            if size > MOST_BYTES:
+                with contextlib.suppress(OSError):
+                    shutil.rmtree(entry)

@@ -1,0 +1,72 @@
+"""The environment of a program that measures itself from inside, and lives no longer than we do."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from dlrm_workbook.ground.profiling import ProfilingConfig
+from dlrm_workbook.recordings.torch.inject import STARTUP, VARIABLE
+
+
+@contextlib.contextmanager
+def living_pipe() -> Iterator[str]:
+    """A named pipe that is open for writing as long as this process lives, however it ends."""
+    with tempfile.TemporaryDirectory(prefix="dlrm-alive-") as folder:
+        pipe = str(Path(folder) / "pipe")
+        os.mkfifo(pipe)
+        writer = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
+        try:
+            yield pipe
+        finally:
+            os.close(writer)
+
+
+def recording_environment(
+    base: Mapping[str, str],
+    notes: Path,
+    config: ProfilingConfig,
+    times_only: bool = False,
+    alive: str = "",
+    options: Mapping[str, Any] | None = None,
+) -> dict[str, str]:
+    """The environment in which a program records itself, or says when its iterations end.
+
+    Args:
+        alive: the pipe of :func:`living_pipe`, with whose end the program ends; "" for none.
+        options: ``num_workers``: that of DataLoaders that have no workers.
+    """
+    asked = {
+        "command": shlex.join(config.command or ()),
+        "alive": alive,
+        "holder": os.getpid(),
+        "folder": str(notes),
+        "times_only": times_only,
+        "options": options or {},
+        "trials": 0 if times_only else config.trials,
+        "try": config.remedies and list(config.remedies),
+        "lengths": {
+            "profiled": config.iterations,
+            "warmup": config.warmup,
+            "unprofiled": config.iterations,
+            "sampled": config.iterations,
+        },
+        "detail": {
+            "with_stack": config.with_stack,
+            "record_shapes": config.record_shapes,
+            "profile_memory": config.profile_memory,
+            "ceilings": config.probes,
+        },
+    }
+    places = [str(STARTUP), *filter(None, [base.get("PYTHONPATH")])]
+    return {
+        **base,
+        "PYTHONPATH": os.pathsep.join(places),
+        VARIABLE: json.dumps(asked),
+    }

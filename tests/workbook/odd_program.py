@@ -1,0 +1,87 @@
+"""A training that mostly computes what it does not need: ``FILE STEPS [parts] [loader N]``.
+
+Each of four lines computes without need; with ``loader`` the batches are made slowly, by a
+DataLoader with N workers; with ``parts`` each batch is passed in parts, row by row, twice.
+"""
+
+import sys
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
+
+SIZE, FEATURES, SLOWNESS = 512, 96, 4
+
+
+class Towers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.each = nn.ModuleList(nn.Linear(1, 4) for _ in range(FEATURES))
+        self.top = nn.Sequential(nn.Linear(4 * FEATURES, 256), nn.ReLU(), nn.Linear(256, 64))
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        columns = values.split(1, dim=1)
+        small = [torch.relu(layer(x)) for layer, x in zip(self.each, columns, strict=True)]
+        return self.top(torch.cat(small, dim=1))
+
+
+def contrast(vectors: torch.Tensor, popularity: np.ndarray) -> torch.Tensor:
+    scores = vectors @ vectors.T - torch.from_numpy(popularity)
+    return torch.log_softmax(scores, dim=1).diagonal().mean().neg()
+
+
+def scale(loss: torch.Tensor, model: nn.Module) -> float:
+    loss.backward(retain_graph=True)
+    return sum(float(p.grad.norm()) for p in model.parameters() if p.grad is not None)
+
+
+def collate(rows: list[int]) -> torch.Tensor:
+    # several times a step's own time, so that the step waits also on a machine that others use
+    for _ in range(SLOWNESS):
+        made = []
+        for row in rows:
+            made.append([sum(divmod(row * 31 + column, 97)) / 97 for column in range(FEATURES)])
+    return torch.tensor(made)
+
+
+def pass_parts(model: nn.Module, batch: torch.Tensor) -> None:
+    for part in batch.split(SIZE // 4):
+        vectors = checkpoint(model, part, use_reentrant=False).repeat(1, 16)
+        rows = []
+        for row in range(len(part)):
+            rows.append(vectors[row])
+        torch.stack(rows).square().mean().backward()
+
+
+def main() -> None:
+    loads = "loader" in sys.argv
+    torch.set_num_threads(1)
+    model, teacher = Towers(), nn.Sequential(nn.Linear(FEATURES, 2048), nn.Linear(2048, 64))
+    teacher.requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    popularity = np.log(np.arange(1.0, SIZE + 1))
+    rows = list(range(400 * SIZE))
+    workers = int(sys.argv[-1]) if loads else 0
+    loader = DataLoader(rows, batch_size=SIZE, collate_fn=collate, num_workers=workers)
+    values = torch.rand(SIZE, FEATURES)
+    for batch in loader if loads else iter(lambda: values, None):
+        if "parts" in sys.argv:
+            pass_parts(model, batch)
+            optimizer.step()
+            continue
+        vectors = model(batch)
+        if loads:
+            loss = vectors.square().mean()
+        else:
+            guide = teacher(batch)
+            loss = contrast(vectors, popularity) + (vectors - guide).square().mean()
+            scale(loss, model)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+if __name__ == "__main__":
+    main()
