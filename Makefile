@@ -45,10 +45,13 @@ $(SET_UP): requirements.lock pyproject.toml
 report: $(SET_UP)
 	$(BIN)/dlrm run all -f $(PARAMETERS)
 
+PYTEST = env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest
+
 test: $(SET_UP) lint
 	@# every child that the tests start would compile again what it imports; three processes on
-	@# two cores, since a fifth of their time they wait for children, ranks and browsers
-	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n 3 --dist loadfile
+	@# two cores, since a fifth of their time they wait for children, ranks and browsers. Tests that
+	@# measure programs may fail beside others: what failed is run once more, alone
+	$(PYTEST) -n 3 --dist loadfile || { [ $$? -eq 1 ] && $(PYTEST) --last-failed; }
 
 lint: $(SET_UP)
 	$(BIN)/ruff check .
