@@ -244,7 +244,6 @@ def test_machines_without_tiles_are_told_what_they_lack(monkeypatch):
     monkeypatch.setattr(machine, "cpu_flags", lambda: {"sse2", "avx512f"})
     reason = machine.why_no_tiles.__wrapped__()
     assert "amx_bf16, amx_tile" in reason or "Linux x86-64" in reason
-    monkeypatch.setattr(machine, "why_no_tiles", lambda: reason)
-    monkeypatch.setattr("dlrm_kernels.tiles.machine.why_no_tiles", lambda: reason)
+    monkeypatch.setattr("dlrm_kernels.tiles.layout.why_no_tiles", lambda: reason)
     with pytest.raises(RuntimeError, match="tiles"):
         Engine()

@@ -17,6 +17,7 @@ from test_notebooks import QUICK, run_cells
 
 from dlrm_core.base.errors import InputError
 from dlrm_core.config import Parameters, parameters_from_sections
+from dlrm_kernels.tiles.machine import why_no_tiles
 from dlrm_studies.bench import analyse as analysis
 from dlrm_studies.bench import embeddings_show as embedding_results
 from dlrm_studies.bench import notebook as benchmark
@@ -34,6 +35,9 @@ from dlrm_studies.bench.measure import BenchEffort, BenchPlan, Others, run_plan
 from dlrm_workbook.evidence.contestants import WARMUP, Run, round_ratio
 from dlrm_workbook.runner.run import run_notebooks
 from dlrm_workbook.show.tables import Text, TextTable, show
+
+CONTESTANTS = ["plain", "fp32"] + ([] if why_no_tiles() else ["fp32 by bf16x2"])
+"""Without options; the last where the processor has matrix tiles."""
 
 PEER = """
 import sys
@@ -322,7 +326,7 @@ def test_a_benchmark_in_which_nothing_ran_is_no_benchmark(tmp_path: Path) -> Non
     huge = {**SMALL["model"], "table_rows": [10**13]}
     broken = parameters_from_sections(SMALL | {"model": huge})
     found = benchmark.start_benchmark(broken, tmp_path, effort=BenchEffort(1, 1))
-    assert found.plan is not None and found.plan.runs == 2
+    assert found.plan is not None and found.plan.runs == len(CONTESTANTS)
     with pytest.raises(InputError, match=r"nothing was measured: dlrm train: .*memory"):
         found.measure()
 
@@ -336,7 +340,7 @@ def test_the_page_of_a_small_benchmark(tmp_path: Path) -> None:
     run = run_notebooks(["benchmark"], QUICK, own, tmp_path)
     written = json.loads((run.path / "benchmark.json").read_text())
     (case,) = written["cases"]
-    assert set(case["contestants"]) == {"plain", "fp32"}
+    assert set(case["contestants"]) == set(CONTESTANTS)
     assert case["losses_agree"]
     timed = json.loads((run.path / "protocols.json").read_text())["measured"]
     assert [one["batch_size"] for one in timed["inference"]] == [1, 1, 8, 8]
