@@ -123,9 +123,9 @@ def options(name: str) -> str:
     return table("option added to those above, value, ms per iteration", rows)
 
 
-def embeddings(name: str, study: bool) -> str:
+def embeddings(name: str) -> str:
     """A row for each case: ms of every contestant, and the speed-up of ours over each."""
-    cases = [case for case in read(name)["cases"] if case["case"].startswith(STUDY) == study]
+    cases = read(name)["cases"]
     contestants = list(dict.fromkeys(one for case in cases for one in case["contestants"]))
     beaten = [one for one in contestants if one not in (*OURS, "memory", "memory bf16")]
     rows = []
@@ -143,7 +143,6 @@ def embeddings(name: str, study: bool) -> str:
     return table(", ".join(["case", "threads", *contestants, *faster]), rows)
 
 
-STUDY = "contention"
 OURS = ("fused bf16", "fused", "race_free")
 
 
@@ -387,16 +386,10 @@ def sections() -> Iterable[tuple[str, str, str]]:
         "`reuse`: rows used again as in production; `bf16`: ours stores rows in 2 bytes. *memory* "
         "only reads and writes the same rows. The last-level cache is flushed before each "
         "iteration.",
-        embeddings("embeddings", study=False),
+        embeddings("embeddings"),
     )
-    yield (
-        "Updates that threads contend for",
-        "From `embeddings.json`: the comparison of Kalamkar et al. 2020, section III, 1 lookup per "
-        "bag of a batch of 16,384, or 50 of 2,048.",
-        embeddings("embeddings", study=True),
-    )
-    xeon = (embeddings("embeddings_xeon_amx", study) for study in (False, True))
-    yield "Embeddings on the Xeon", measured("embeddings_xeon_amx"), "\n\n".join(xeon)
+    xeon = "embeddings_xeon_amx"
+    yield "Embeddings on the Xeon", measured(xeon), embeddings(xeon)
     yield "Generators of batches", measured("generators"), figures(read("generators"))
     yield "Allocator settings", measured("allocator"), figures(read("allocator")["cases"])
     yield (

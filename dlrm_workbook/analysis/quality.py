@@ -220,7 +220,7 @@ def _doubts_of_iterations(state: SteadyState) -> Iterator[Doubt]:
     """Doubts about too few iterations, and many left out."""
     steady, count = int(state.steady.sum()), len(state.times_ms)
     if steady < FEW:
-        why = f"there are only {counted(steady, 'steady iteration')}"
+        why = f"there {'is' if steady == 1 else 'are'} only {counted(steady, 'steady iteration')}"
         yield Doubt("amber", why, "a warm-up cannot be told from the usual step")
     if count - steady > MANY_LEFT_OUT * count:
         why = f"{count - steady} of {count} iterations are warm-up or outliers"

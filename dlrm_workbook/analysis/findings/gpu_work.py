@@ -381,7 +381,7 @@ def largest_kernels(evidence: Evidence, ledger: Causes) -> Measured | None:
         "what": "One kernel" if len(by_name) == 1 else f"{len(by_name)} kernels",
         "take": "takes" if len(by_name) == 1 else "take",
         "kernels": ", ".join(map(str, by_name.index[:2])) + (", ..." if len(by_name) > 2 else ""),
-        "paces": " ".join(filter(None, map(evidence.pace_of, longest))) or None,
+        "paces": " ".join(filter(None, dict.fromkeys(map(evidence.pace_of, longest)))) or None,
         "listed": ", ".join(
             f"{name} {milliseconds(ms)}{place_text[str(name)]}" for name, ms in by_name.items()
         ),

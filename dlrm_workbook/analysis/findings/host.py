@@ -536,8 +536,7 @@ EXCHANGE_SHARE = 0.15
         "a core{gave_up}.",
         OWN_CODE,
     ),
-    advice="Look for what sleeps, takes a lock, waits for a pipe, a socket or another thread"
-    "{where}, and take it out of the step.",
+    advice="{look}.",
     limit="synchronisation",
 )
 def waiting(evidence: Evidence, ledger: Causes) -> Measured | None:
@@ -557,7 +556,13 @@ def waiting(evidence: Evidence, ledger: Causes) -> Measured | None:
         "share": blocked,
         "waits": blocked * evidence.wall_ms,
         "gave_up": f", giving its core up {switches:,.0f} times" if switches else "",
-        **_place(evidence, part),
+        **(place := _place(evidence, part)),
+        "look": "Give every rank as much to do as the others (a recording of each, read together, "
+        "tells which one is late), exchange less (gradients in 16 bits, fewer and larger pieces), "
+        "or compute meanwhile"
+        if part is not None and part[0] == "communication"
+        else f"Look for what sleeps, takes a lock, waits for a pipe, a socket or another thread"
+        f"{place['where']}, and take it out of the step",
     }
 
 

@@ -140,6 +140,14 @@ def foreign_parts(
     inferred = []
     if spans.recommends and _name_compiled(spans):
         inferred.append(COMPILED_INFERRED)
+    if len(spans.left_open):
+        ranges = host.loc[spans.left_open]
+        inferred.append(
+            f"{' and '.join(f'`{name}`' for name in ranges['name'].unique()[:3])} "
+            f"({(ranges['end'] - ranges['start']).sum() / 1e6:,.0f} ms) holds other ranges of the "
+            "program: an exchange that stays open until somebody waits for it. What runs meanwhile "
+            "is counted as what it is, not as communication."
+        )
     if (component == MLP).any():
         inferred.append(MLPS_INFERRED)
     _place_mlps(spans)
@@ -201,7 +209,8 @@ class _Spans:
         ]
         sampled = host["kind"].eq("python").to_numpy() & host["python_id"].lt(0).to_numpy()
         self.saying = np.where(sampled & self._in_named_range(host), len(self.named), self.code)
-        self.saying[self._open_exchanges(host)] = len(self.named)
+        self.left_open = self._open_exchanges(host)
+        self.saying[self.left_open] = len(self.named)
         self.compiled = np.array([bool(_COMPILED.match(text)) for _, text in self.texts])[self.code]
         self.stacked = matching(host["shapes"], lambda text: bool(_STACKED.search(text)))
         self.key = [node_key(text) if kind == "operator" else None for kind, text in self.texts]
