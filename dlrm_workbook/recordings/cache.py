@@ -15,6 +15,7 @@ import json
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -39,6 +40,11 @@ MOST_BYTES = 2 << 30
 
 HASHED_AT_ONCE = 32 << 20
 """Bytes that one thread hashes at a time."""
+
+HASH_BYTES = 64
+
+SETTLED_S = 2.0
+"""A file that changed so lately may change again without another time of its change."""
 
 
 def folder() -> Path:
@@ -72,14 +78,31 @@ def key_of(path: Path, files: Sequence[Path], parts: Mapping[str, str] | None) -
 
 
 def _hash(file: Path) -> bytes:
-    """A hash of a file's bytes: of the hashes of its stretches, which threads make."""
+    """A hash of a file's bytes: of the hashes of its stretches, which threads make.
+
+    That of a large file is noted, and holds until the file system says that the file changed.
+    """
+    told = file.stat()
+    if told.st_size < LEAST_BYTES:
+        return hashlib.blake2b(file.read_bytes()).digest()
+    seen = (told.st_dev, told.st_ino, told.st_size, told.st_mtime_ns, told.st_ctime_ns)
+    notes = folder() / "hashes"
+    note = notes / hashlib.blake2b(f"{file.absolute()}{seen}".encode(), digest_size=20).hexdigest()
+    with contextlib.suppress(OSError):
+        if note.stat().st_uid == os.getuid() and len(found := note.read_bytes()) == HASH_BYTES:
+            return found
     with file.open("rb") as opened, ThreadPoolExecutor(2) as threads:
         handle = opened.fileno()
-        places = range(0, os.fstat(handle).st_size, HASHED_AT_ONCE)
+        places = range(0, told.st_size, HASHED_AT_ONCE)
         stretches = threads.map(
             lambda at: hashlib.blake2b(os.pread(handle, HASHED_AT_ONCE, at)).digest(), places
         )
-        return hashlib.blake2b(b"".join(stretches)).digest()
+        digest = hashlib.blake2b(b"".join(stretches)).digest()
+    if time.time() - told.st_ctime > SETTLED_S:
+        with contextlib.suppress(OSError):
+            notes.mkdir(mode=0o700, parents=True, exist_ok=True)
+            note.write_bytes(digest)
+    return digest
 
 
 def load(key: str) -> tuple[dict[str, Any], dict[str, Profile]] | None:
