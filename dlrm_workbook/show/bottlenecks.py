@@ -489,6 +489,29 @@ FURTHEST = 1.5
 """Ranges are drawn to this many times the longest bar; beyond it their end is written."""
 
 
+def tried_ranges(table: pd.DataFrame) -> go.Figure | Text:
+    """How many times as fast the program ran under each remedy, with the range.
+
+    Args:
+        table: as :func:`dlrm_workbook.analysis.tried.tried` gives it.
+    """
+    timed = table[table["speedup_mid"].notna()].reset_index(drop=True)
+    if timed.empty:
+        return Text("*No remedy could be timed.*")
+    low, mid, high = (timed[f"speedup_{end}"] for end in ("low", "mid", "high"))
+    result = figure("Speed-up by each remedy, tried in turns", 130 + 34 * len(timed))
+    hover = [f"{plotly_text(row.remedy)}<br>{row.status}" for row in timed.itertuples()]
+    look = {"color": COMPUTE_COLOUR, "size": 9}
+    more: dict[str, Any] = {"marker": look, "error_x": error_bars(low, mid, high, thickness=2)}
+    add_points(result, mid, timed.index, "speed-up", hover, **more)
+    add_ends(result, high.fillna(mid), list(timed.index), list(map(ratio, mid)))
+    mark_one(result)
+    span = [min(0.9, 0.95 * low.min()), 1.1 * max(1.0, high.max())]
+    result.update_xaxes(title="times as fast as without it (range of nine in ten)", range=span)
+    label_rows(result, [lines_of(remedy, 48) for remedy in timed["remedy"]])
+    return result
+
+
 def what_if_bars(table: pd.DataFrame, parts: pd.DataFrame) -> go.Figure | Text:
     """A step after each change, with the range it is predicted in.
 

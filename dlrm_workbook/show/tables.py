@@ -69,8 +69,8 @@ WRAPS = re.compile(r"[\s/–-]")
 SENTENCE = 60
 """Characters from which on a cell's text is read as a sentence."""
 
-INDENT = "\u2003"
-"""An em space: HTML would drop ordinary ones."""
+INDENT = "\u2007\u2007"
+"""Figure spaces: HTML would drop ordinary ones, and break lines after others."""
 
 
 Texts = tuple[list[str], bool]

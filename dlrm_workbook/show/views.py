@@ -286,7 +286,7 @@ VIEWS: dict[str, View] = {
     "lines": View("Time by line", lines.lines, None, figures.LINES, tags="summary"),
     "hottest": View("The function with the most time", lines.hottest, figures.source_margin, ()),
     "trials": View(
-        "Remedies tried on this program", tried.tried, None, about.TRIED,
+        "Remedies tried on this program", tried.tried, figures.tried_ranges, about.TRIED,
         words=lambda report: about.tried_text(report.trials, tried.not_tried(report.profile)),
         tags="summary",
     ),

@@ -269,6 +269,20 @@ def test_memory_figures(profile: Profile) -> None:
     assert "MB" in drawn.layout.yaxis.title.text and "ms" in drawn.layout.xaxis.title.text
 
 
+def test_remedies_are_drawn_with_their_ranges(tmp_path: Path) -> None:
+    """A recording of somebody's names them, so that they are text and no tags."""
+    gains = {"speedup_low": [1.1, np.nan], "speedup_mid": [1.3, np.nan], "speedup_high": [1.5, 0]}
+    names = {"remedy": ["<b>a thread</b>", "another"], "status": ["paid", "failed"]}
+    table = pd.DataFrame(gains | names)
+    drawn = figures.tried_ranges(table)
+    (points,) = drawn.data
+    assert list(points.x) == [1.3]
+    assert points.error_x.array == pytest.approx([0.2]) == points.error_x.arrayminus
+    assert drawn.layout.yaxis.ticktext == ("&lt;b>a thread&lt;/b>",)
+    assert "could be timed" in figures.tried_ranges(table[1:]).markdown
+    assert "1.30x" in drawn.save(tmp_path / "tried.svg").read_text()
+
+
 def test_training_figures(trained: tuple[TrainingResult, pd.DataFrame]) -> None:
     result, intervals = trained
     loss = training_figures.loss_curve(runs.losses(result), intervals)
