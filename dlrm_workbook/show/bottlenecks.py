@@ -500,7 +500,7 @@ def tried_ranges(table: pd.DataFrame) -> go.Figure | Text:
         return Text("*No remedy could be timed.*")
     low, mid, high = (timed[f"speedup_{end}"] for end in ("low", "mid", "high"))
     result = figure("Speed-up by each remedy, tried in turns", 130 + 34 * len(timed))
-    hover = [f"{plotly_text(row.remedy)}<br>{row.status}" for row in timed.itertuples()]
+    hover = [f"{plotly_text(str(row.remedy))}<br>{row.status}" for row in timed.itertuples()]
     look = {"color": COMPUTE_COLOUR, "size": 9}
     more: dict[str, Any] = {"marker": look, "error_x": error_bars(low, mid, high, thickness=2)}
     add_points(result, mid, timed.index, "speed-up", hover, **more)
