@@ -291,6 +291,22 @@ def test_late_kernels_lengthen_the_iteration_that_launched_them(tmp_path: Path) 
     assert read.iterations["end_ns"].tolist() == [120_000]
 
 
+def test_iterations_of_a_gpu_that_lags_behind_are_those_of_its_own_work(tmp_path: Path) -> None:
+    """Four steps of 30 us launch 100 us each, behind 50 us of before; then the profiler stops."""
+    span, on_gpu = gpu_trace._span, gpu_trace._on_gpu
+    events = [on_gpu("kernel", "gemm", 0, 50, 7, correlation=99)]
+    for i in range(4):
+        events += [
+            span("user_annotation", f"ProfilerStep#{i}", 30 * i, 30 * i + 30),
+            span("cuda_runtime", "cudaLaunchKernel", 30 * i + 5, 30 * i + 9, correlation=i),
+            on_gpu("kernel", "gemm", 50 + 100 * i, 150 + 100 * i, 7, correlation=i),
+        ]
+    events.append(span("user_annotation", "ProfilerStep#4", 120, 121))
+    read = read_trace(gpu_trace.write(tmp_path / "trace.json", events))
+    assert read.iterations["start_ns"].tolist() == [50_000, 150_000, 250_000, 350_000]
+    assert read.iterations["end_ns"].tolist() == [150_000, 250_000, 350_000, 450_000]
+
+
 def test_autograd_threads_have_the_part_that_waits_for_them(tmp_path: Path) -> None:
     span = gpu_trace._span
     events = [

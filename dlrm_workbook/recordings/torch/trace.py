@@ -653,16 +653,41 @@ class _Builder:
         return table.sort_values(["profile", "start_ns", "depth"])
 
     def iteration_table(self) -> pd.DataFrame:
-        """Iterations; on a GPU each lasts until its last kernel ends or the next begins."""
+        """Iterations. On a GPU, which may lag behind the host, each begins when the main stream
+        has done what was launched before, and lasts until its last operation ends or the next
+        begins; a last one that launched nothing, after the loop, is none."""
         table = pd.DataFrame(self.iterations, columns=["start_ns", "end_ns"], dtype="int64")
         if len(self.device) and len(table):
             at = self.device["launcher"].to_numpy()
             begun = np.where(at >= 0, self.host["start"].to_numpy()[at], -1)
-            spans = table["start_ns"].to_numpy(), table["end_ns"].to_numpy()
-            row = stretch_at(*spans, begun)
-            table["end_ns"] = last_ends(*spans, row, self.device["end"].to_numpy())
+            start, end = table["start_ns"].to_numpy(), table["end_ns"].to_numpy()
+            row = stretch_at(start, end, begun)
+            if len(table) > 1 and (row >= 0).any() and not (row == len(table) - 1).any():
+                start, end = start[:-1], end[:-1]
+            start = np.maximum(start, self.done_before(start, begun))
+            end = last_ends(start, np.maximum(start, end), row, self.device["end"].to_numpy())
+            table = pd.DataFrame({"start_ns": start, "end_ns": end})
         table.insert(0, "iteration", np.arange(len(table)))
         return table
+
+    def done_before(self, moments: Ints, begun: Ints) -> Ints:
+        """When the stream that computes most had done all that was launched before each moment
+        (n,), 0 where nothing was.
+
+        Args:
+            begun: when each operation was launched (operations,), −1 where that is not recorded.
+        """
+        device = self.device
+        component = self.contexts["component"].to_numpy()[device["context"]]
+        computes = device["kind"].eq("kernel").to_numpy() & (component != "communication")
+        time = (device["end"] - device["start"]).where(computes, 0)
+        stream = device["profile"].to_numpy()
+        main = np.flatnonzero(stream == time.groupby(stream).sum().idxmax())
+        main = main[np.argsort(device["start"].to_numpy()[main], kind="stable")]
+        # a stream runs what it is given in turn: what is not known was launched after those before
+        launched = np.maximum.accumulate(begun[main])
+        done = np.maximum.accumulate(device["end"].to_numpy()[main])
+        return np.append(0, done)[np.searchsorted(launched, moments)]
 
     # ---- circumstances -------------------------------------------------------------
 
