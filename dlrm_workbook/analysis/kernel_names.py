@@ -42,9 +42,24 @@ class KernelName:
 
 
 @functools.lru_cache(maxsize=20_000)
+def computes_in_double(full: str) -> bool:
+    """Whether a kernel's data are float64, by the type of its functor or of what its pointers point
+    to; a scalar argument (a learning rate, the bounds of random numbers) is no data."""
+    text = _as_cupti_writes(_demangled(full.strip()))
+    if re.search(r"\bdouble\d?\s*(?:const\s*)?[*&]", text) or _DOUBLE.search(text):
+        return True
+    base, _, arguments = _pieces(_signature(text), "::")[-1].partition("<")
+    made_for = any(pattern.search(base) for pattern, _ in _FAMILIES)
+    return (_type(arguments) if made_for else _floating(arguments)) == "fp64"
+
+
+_DOUBLE = re.compile(r"dgemm|_f64|_d884|float64", re.IGNORECASE)
+
+
+@functools.lru_cache(maxsize=20_000)
 def kernel_name(full: str) -> KernelName:
     """What the full name of a kernel says; never fails, an unknown one is put in words."""
-    text = _demangled(full.strip())
+    text = _as_cupti_writes(_demangled(full.strip()))
     rules = (_copied, _triton, _collective, _product, _attention, _function)
     return _cut(next(name for rule in rules if (name := rule(text)) is not None))
 
@@ -97,6 +112,16 @@ def _shortened(text: str, limit: int = LONGEST_NAME) -> str:
 
 
 # ---- C++ --------------------------------------------------------------------------------
+
+_CAST = re.compile(r"\((?:unsigned )?(?:int|long|short|char|bool)\)(?=-?\d)")
+_INSTANCE = re.compile(r"\[lambda\(([^()]*)\) \(instance (\d+)\)\]")
+
+
+def _as_cupti_writes(text: str) -> str:
+    """A name as Nsight Systems writes it (``(int)4``, ``[lambda(float) (instance 1)]``) with the
+    values and lambdas as CUPTI writes them (``4``, ``{lambda(float)#1}``)."""
+    return _INSTANCE.sub(r"{lambda(\1)#\2}", _CAST.sub("", text))
+
 
 _UNNAMED = re.compile(r"\(anonymous namespace\)::|\{anonymous\}::|<unnamed>::|\(anonymous class\)")
 _CLONE = re.compile(r"\s*\[clone [^\]]*\]|\.kd$|\.intern\.\d+|^static |^__global__ ")
@@ -264,18 +289,20 @@ def _signature(text: str) -> str:
     return text[begin:] or text
 
 
-_INDEX_LAMBDA = re.compile(r"(?<=\))::\{lambda\(int\)#\d+\}")
+_INDEX_LAMBDA = re.compile(r"(?<=\))::\{lambda\(int(?:, bool)?\)#\d+\}")
 """What torch wraps a functor in where elements are reached by an index: no type of the data."""
 
 
 def _type(text: str) -> str:
-    """The type that a functor works on: of its last lambda's parameters, else the first named."""
+    """The type that a functor works on: of its last lambda's parameters, else the first named; a
+    floating-point one goes before the sizes and conditions that stand beside it."""
     text = _INDEX_LAMBDA.sub("", text)
     parameters = re.findall(r"lambda\(([^()]+)\)", text)
     words = re.findall(r"[A-Za-z_]\w*|OpaqueType<\d+", parameters[-1] if parameters else text)
     if not parameters and (opaque := re.search(r"OpaqueType<(\d+)", text)):
         return f"{opaque[1]}-byte"
-    return next((_TYPES[word.lstrip("_")] for word in words if word.lstrip("_") in _TYPES), "")
+    kinds = [_TYPES[word.lstrip("_")] for word in words if word.lstrip("_") in _TYPES]
+    return (_floating(parameters[-1]) if parameters else "") or next(iter(kinds), "")
 
 
 def _floating(text: str) -> str:
@@ -344,6 +371,8 @@ def _function(text: str) -> KernelName:
     if base.lower().replace("_", "").startswith("indexfunc"):
         words += [w for n in _informative(arguments, 1) for w in _words(n)]
     short = _spoken(words).replace("index reduce reduce", "index")
+    if len(path) == 1 and not library and any(word not in base for word in words):
+        short = base if short == " ".join(words) else short  # letters stand as the program has them
     kind = _type(arguments) if library == "cub" else _floating(arguments) or _type(arguments)
     short = _joined((library, short, "" if kind == "fp32" else kind))
     return KernelName(short or base or text, detail)
@@ -415,6 +444,10 @@ def _made_for(base: str, family: str, arguments: str, detail: str) -> KernelName
 
 _COPIED = re.compile(r"^(Memcpy|Memset)\b\s*(.*)$")
 _TRITON = re.compile(r"^triton_(?P<rest>.*)$")
+UNNAMED_TRITON = "unnamed triton kernels"
+"""Short name of what Inductor calls ``triton_``, with which arguments are divisible (``0d1d2d``):
+many kernels have the same."""
+
 _TRITON_KINDS = {
     "poi": "pointwise",
     "red": "reduction",
@@ -434,11 +467,12 @@ all-to-all      alltoall
 """)
 _SEEMS_PRODUCT = re.compile(
     r"gemm|gemv|cudnn_\d|\bsyrk|\bCijk_|nvjet|xmma|(?:tensorop|simt)_\w*(?:fprop|dgrad|wgrad)|"
-    r"convolve|winograd|\bdot_kernel|(?:fprop|dgrad|wgrad)|gcn\w*conv|igemm|wgmma",
+    r"convolve|winograd|\bdot_kernel|(?:fprop|dgrad|wgrad)|gcn\w*conv|igemm|wgmma|"
+    r"grouped_conv|miopen\w*conv|naive_conv",
     re.I,
 )
 _GENERATED = re.compile(
-    r"\b(?:cutlass\w*_(?:simt|tensorop|wmma)\w*|(?:maxwell|pascal|volta|turing|ampere|ada|hopper|"
+    r"(?:\b|(?<=_\dx_))(?:cutlass\w*_(?:simt|tensorop|wmma)\w*|(?:maxwell|pascal|volta|turing|ampere|ada|hopper|"
     r"blackwell|sm\d+)_\w+|nvjet\w+|Cijk_\w+|cudnn_\w+)"
 )
 _TILE = re.compile(r"^(?:tilesize|MT)?(\d+x\d+(?:x\d+)?)$")
@@ -475,7 +509,9 @@ def _triton(text: str) -> KernelName | None:
     if not match:
         return None
     words = [word for word in match["rest"].split("_") if word]
-    if words and words[0] in _TRITON_KINDS:
+    if not words or re.fullmatch(r"[\dcdei]+", words[0]):
+        return KernelName(_joined([UNNAMED_TRITON, *words]))
+    if words[0] in _TRITON_KINDS:
         words[0] = _TRITON_KINDS[words[0]]
     words = [word for word in words if word != "fused"]
     # Inductor's template for products multiplies by tl.dot: on tensor cores if types allow
@@ -499,6 +535,20 @@ def _collective(text: str) -> KernelName | None:
     return KernelName(_joined([match[1].lower(), what, *rest]))
 
 
+_ATTENTION_WORDS = {
+    "flash",
+    "fwd",
+    "bwd",
+    "forward",
+    "backward",
+    "attn",
+    "attention",
+    "kd",
+    "b",
+    "f",
+}
+
+
 def _attention(text: str) -> KernelName | None:
     if not re.search(
         r"flash_\w*(?:fwd|bwd)|fmha|sdpa|flash_?attention|\battn_(?:fwd|bwd)", text, re.I
@@ -506,13 +556,12 @@ def _attention(text: str) -> KernelName | None:
         return None
     signature = _signature(text)
     base = _pieces(signature, "::")[-1].partition("<")[0]
-    backward = bool(re.search(r"bwd|backward|bprop", base, re.I))
-    words = [w for w in _words(base) if w not in ("flash", "fwd", "bwd", "forward", "backward")]
+    backward = bool(re.search(r"bwd|backward|bprop|cutlassB_", text, re.I))
+    words = [w for w in _words(base) if w not in _ATTENTION_WORDS]
     library = "cudnn" if "cudnn" in text else "flash" if "flash" in text.lower() else ""
     traits = re.search(r"traits<(\d+), (\d+), (\d+)", text)
     size = f"head {traits[1]}, {traits[2]}x{traits[3]}" if traits else ""
     precision = _operands(text)
-    words = [word for word in words if word not in ("attn", "kd")]
     what = _joined([library, "attention", "backward" if backward else "forward", *words])
     main = not re.search(r"dot_do_o|convert_d[qkv]|combine", base)
     uses = True if main and precision in ("bf16", "fp16", "fp8") else None
@@ -526,6 +575,14 @@ def _operands(text: str) -> str:
     return next((name for pattern, name in _ASKED_TYPES if re.search(pattern, text)), "")
 
 
+_SIMT = re.compile(
+    r"gemv|gemmSN|gemmk1|dot_kernel|(?<!x)sgemm|(?:dgrad|wgrad|fprop|conv)\w*_(?:engine|alg\d)|"
+    r"(?:dgrad|wgrad|fprop|conv)2d_alg|naive_conv"
+)
+"""Functions of libraries that multiply without tensor cores: templates of cuDNN from before it had
+them, which it still takes for operands in fp32, among them."""
+
+
 def _product(text: str) -> KernelName | None:
     """Matrix products and convolutions of cuBLAS, cuDNN, CUTLASS and Tensile."""
     signature = _signature(text)
@@ -536,15 +593,15 @@ def _product(text: str) -> KernelName | None:
     if "cutlass" in signature and "gemm" in signature.lower():
         return _cutlass_template(signature)
     path = re.sub("fbgemm", "", signature.partition("<")[0], flags=re.IGNORECASE)
-    if not _SEEMS_PRODUCT.search(path) or re.search(r"split.?k|offsets", path, re.I):
+    if not _SEEMS_PRODUCT.search(path) or re.search(r"split.?k|offsets|reduce", path, re.I):
         return None
     plain = _function(text)
-    simt = re.search(r"gemv|gemmSN|gemmk1|convolve_sgemm|dot_kernel|(?<!x)sgemm", path)
-    precision = _floating(signature)
-    if "sgemm" in path:
-        precision = "fp32"
+    simt = _SIMT.search(path) and not re.search(r"grouped|depthwise", path, re.I)
+    matrix = re.search(r"xdl|mfma|gtcx|wgmma", path)
+    named = _operands(path) if matrix else "fp32" if "sgemm" in path else ""
+    precision = _floating(signature) or named
     # the name says that a product is SIMT only where it says so; winograd's multiply elsewhere
-    uses = False if simt and precision in ("fp32", "fp64", "") else None
+    uses = True if matrix else False if simt and precision in ("fp32", "fp64", "") else None
     short = plain.short
     if base == "kernel":
         short = " ".join(_words(path.split("::")[-2]) or ["gemm"])

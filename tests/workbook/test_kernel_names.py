@@ -11,7 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_foreign_traces import BERT, GRAPHS, META, RESNET, V100, events_of
 
-from dlrm_workbook.analysis.kernel_names import LONGEST_NAME, kernel_name, short_names
+from dlrm_workbook.analysis.kernel_names import (
+    LONGEST_NAME,
+    computes_in_double,
+    kernel_name,
+    short_names,
+)
 from dlrm_workbook.recordings.hpctoolkit.database import read_database
 from dlrm_workbook.recordings.hpctoolkit.to_profile import profile_from_database
 
@@ -156,6 +161,91 @@ def test_names_say_what_a_kernel_does(full, short, precision, tensor_cores) -> N
     assert found.short == short
     if found.is_product:
         assert (found.precision, found.tensor_cores) == (precision, tensor_cores)
+
+
+OF_INDEX = (
+    "void at::native::elementwise_kernel{}<128, 8, at::native::gpu_kernel_impl_nocast<{} >"
+    "(at::TensorIteratorBase&, {} const&)::{lambda(int{})#1}>(int, at::native::{lambda(int{})#1})"
+)
+MUL = "at::native::BinaryFunctor<c10::BFloat16, c10::BFloat16, c10::BFloat16, MulFunctor<float> >"
+NSIGHT_MUL = (
+    "void at::native::elementwise_kernel<(int)128, (int)4, void at::native::gpu_kernel_impl_nocast<"
+    "at::native::BinaryFunctor<c10::BFloat16, c10::BFloat16, c10::BFloat16, at::native::"
+    "binary_internal::MulFunctor<float>>>(at::TensorIteratorBase &, const T1 &)::[lambda(int) "
+    "(instance 1)]>(int, T3)"
+)
+ENGINE = "void cudnn::cnn::{}<float, 128, 6, 7, 3, 3, 5, false, 512>(int, int, int, float const*)"
+SOLVER = "void dag_lts_kernel<(int)1, (int)128>(const int *, const double *, double *, int)"
+ADAM = (
+    "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<at::native::(anonymous "
+    "namespace)::FusedOptimizerTensorListMetadata<4>, at::native::(anonymous namespace)::"
+    "FusedAdamMathFunctor<float, 4, (at::native::ADAM_MODE)1, false>, float const*, double, bool, "
+    "float const*>(FusedOptimizerTensorListMetadata<4>, double, double, bool)"
+)
+B_ATTENTION = (
+    "fmha_cutlassB_f32_aligned_64x64_k64_sm80(PyTorchMemEffAttention::AttentionBackwardKernel<"
+    "cutlass::arch::Sm80, float, true, false, false, 64, 64, 64, false>::Params)"
+)
+
+
+def of_index(functor: str, extra: str) -> str:
+    name = OF_INDEX.replace("{}", "_manual_unroll" if extra else "", 1)
+    return name.replace("int{}", f"int{extra}").replace("{}", functor)
+
+
+@pytest.mark.parametrize(
+    ("full", "short"),
+    [
+        (of_index(MUL, ", bool"), "elementwise mul bf16"),
+        (of_index(MUL, ""), "elementwise mul bf16"),
+        (NSIGHT_MUL, "elementwise mul bf16"),
+        (elementwise("where_kernel_impl()::{lambda(bool, float, float)#1}"), "elementwise where"),
+        (B_ATTENTION, "attention backward fmha cutlass f32 aligned 64x64 k64 sm80…"),
+        (SOLVER, "dag lts"),
+        ("Fan2(float *, float *, float *, int, int, int)", "Fan2"),
+        ("triton_", "unnamed triton kernels"),
+        ("triton__0d1d2d", "unnamed triton kernels 0d1d2d"),
+    ],
+)
+def test_types_directions_and_letters_are_those_of_the_name(full: str, short: str) -> None:
+    assert kernel_name(full).short == short
+
+
+@pytest.mark.parametrize(
+    ("full", "precision", "tensor_cores"),
+    [
+        (ENGINE.replace("{}", "dgrad_engine"), "fp32", False),
+        (ENGINE.replace("{}", "wgrad_alg0_engine"), "fp32", False),
+        (ENGINE.replace("{}", "dgrad2d_alg1_1"), "fp32", False),
+        (ENGINE.replace("{}", "wgrad2d_grouped_direct_kernel"), "fp32", None),  # depthwise
+        ("_5x_cudnn_volta_scudnn_128x64_relu_xregs_large_nn_v1", "fp32", False),
+        ("void precomputed_convolve_sgemm<__nv_bfloat16, 1024, 5, 5>(int)", "bf16", None),
+        ("igemm_wrw_gtcx3_nhwc_bf16_bx0_ex1_bt64x32x32", "bf16", True),
+    ],
+)
+def test_convolutions_of_libraries_are_known_with_their_units(
+    full: str, precision: str, tensor_cores: bool | None
+) -> None:
+    found = kernel_name(full)
+    assert (found.is_product, found.precision) == (True, precision)
+    assert found.tensor_cores is tensor_cores
+
+
+@pytest.mark.parametrize(
+    ("full", "double"),
+    [
+        (ADAM, False),
+        (elementwise("nan_to_num_kernel(c10::optional<double>)::{lambda(float)#1}"), False),
+        (elementwise("pow_kernel_impl<float, double>(double)::{lambda(float)#1}"), False),
+        (elementwise("CUDAFunctor_add<double>"), True),
+        (REDUCE.replace("float", "double"), True),
+        ("void cunn_SoftMaxForward<2, double, double, double, Epilogue>(int)", True),
+        (SOLVER, True),
+        ("ampere_dgemm_128x64_nn", True),
+    ],
+)
+def test_scalar_arguments_in_double_are_no_arithmetic_in_double(full: str, double: bool) -> None:
+    assert computes_in_double(full) is double
 
 
 @pytest.mark.parametrize("recording", [BERT, META, RESNET, GRAPHS, V100, "dlrm-h100-pc.d"])
