@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import gpu_trace
 import pandas as pd
 import pytest
 from finding_profiles import counters, made
-from test_findings_gpu import STEP_US, STEPS, Trace, busy
+from test_findings_gpu import STEP_US, STEPS, Trace, busy, other_program
 
 from dlrm_workbook import explain
 from dlrm_workbook.analysis import experiment
@@ -308,6 +309,110 @@ def test_one_heavy_kernel_far_from_its_limits_is_named(trace: Trace) -> None:
     (finding,) = told(trace.read())[0]
     assert finding.id == "heavy_kernel" and "my own" in finding.title
     assert "does not show" in finding.evidence
+
+
+def whole_steps(trace: Trace, *kernels: tuple[str, float], **launch: Any) -> None:
+    """Steps of another program with these kernels (name, us) one after the other."""
+    for number in range(STEPS):
+        begin = other_program(trace, number)
+        at = begin + 10
+        for place, (name, length) in enumerate(kernels):
+            trace.launch(begin + 2 + 2 * place, name, at, at + length, **launch)
+            at += length
+
+
+@pytest.mark.parametrize(
+    ("grid", "block", "said"),
+    [
+        ([1, 1, 1], [1, 1, 1], "1 block of 1 thread uses 1 of 108 multiprocessors and 1 of the 32"),
+        ([4096, 4, 1], [4, 4, 1], "16,384 blocks of 16 threads uses 16 of the 32 threads"),
+        ([64, 1, 1], [256, 1, 1], ""),
+        ([0, 0, 0], [0, 0, 0], ""),  # of a graph's kernels nothing was recorded
+    ],
+)
+def test_launches_that_leave_most_of_a_gpu_without_work_are_named(
+    trace: Trace, grid: list[int], block: list[int], said: str
+) -> None:
+    whole_steps(trace, ("scan_of_mine(float*)", 950.0), grid=grid, block=block)
+    (finding,) = told(trace.read(devices=[{"sms": 108}]))[0]
+    assert finding.id == "heavy_kernel" and said in finding.title
+    assert ("multiple of 32" in finding.advice) == ("uses" in finding.title) == bool(said)
+
+
+ENGINE = "void cudnn::detail::dgrad_engine<float, 512, 6, 5, 3, 3, 3, false>(int, float const*)"
+
+
+def test_engines_of_cudnn_in_fp32_count_and_what_an_old_gpu_lacks_is_not_advised(
+    trace: Trace,
+) -> None:
+    whole_steps(trace, (ENGINE, 500.0), ("volta_scudnn_128x64_relu_nn_v1", 300.0))
+    finding = told(trace.read())[0][0]
+    assert finding.title.startswith("Convolutions and matrix products take 80%")
+    assert "fp16" in finding.advice and "TF32" not in finding.advice
+
+
+@pytest.mark.parametrize("of_torch", [True, False])
+def test_advice_on_float64_fits_the_program(trace: Trace, of_torch: bool) -> None:
+    whole_steps(trace, ("my_solver(double const*, double*)", 950.0))
+    if of_torch:
+        trace.host("cpu_op", "aten::mul", 1, 3)
+    first = told(trace.read())[0][0]
+    assert first.id == "float64" and ("NumPy" in first.advice) == of_torch
+
+
+def test_one_launch_of_few_threads_is_no_matter_of_its_type(trace: Trace) -> None:
+    few = {"grid": [2, 1, 1], "block": [32, 1, 1]}
+    whole_steps(trace, ("my_solver(double const*, double*)", 950.0), **few)
+    (finding,) = told(trace.read(devices=[{"sms": 40}]))[0]
+    assert finding.id == "heavy_kernel" and "2 of 40 multiprocessors" in finding.title
+
+
+def test_kernels_beyond_their_step_take_no_more_than_the_gpus_time(trace: Trace) -> None:
+    for number in range(STEPS):
+        begin = other_program(trace, number)
+        trace.host("cpu_op", "my::op", begin + 1, begin + 9, **{"Input Dims": [[8, 8]]})
+        for i in range(2):  # on two streams at once
+            trace.launch(begin + 2 + 3 * i, "scan_of_mine", begin + 10, begin + 990)
+            trace.events[-1]["tid"] = 7 + i
+    found, document = told(trace.read())
+    assert found[0].share_of_step <= 1 and "0.980 ms per iteration" in found[0].evidence
+    assert "196%" not in document["limit"] and "200" not in document["limit"]
+
+
+def test_breakdown_of_kernels_adds_up_to_no_more_than_their_finding(trace: Trace) -> None:
+    for number in range(STEPS):
+        begin = other_program(trace, number)
+        trace.host("user_annotation", "Optimizer.step#SGD.step", begin + 20, begin + 40)
+        # of one kernel: near the limit in one part, far from it in another
+        for at, size, begun, end in ((5, 4096, 10, 590), (25, 8, 590, 790), (50, 0, 790, 990)):
+            half = {"Input Dims": [[size, size]] * 2, "Input type": ["c10::Half"] * 2}
+            name = "aten::mm" if size else "my::scan"
+            trace.host("cpu_op", name, begin + at, begin + at + 8, **(half if size else {}))
+            kernel = "ampere_fp16_s16816gemm_fp16_128x64_ldg8_tn" if size else "scan_of_mine"
+            trace.launch(begin + at + 2, kernel, begin + begun, begin + end)
+    profile = trace.read(device_name="NVIDIA A100-SXM4-80GB")
+    of_kernels = [f for f in told(profile)[0] if f.id in ("heavy_kernel", "largest_kernels")]
+    assert of_kernels
+    for finding in of_kernels:
+        operators = re.split(r"[.;] ", finding.evidence.split("operator it is ")[1])[0]
+        time = sum(map(float, re.findall(r"([\d.]+) ms", operators)))
+        assert time == pytest.approx(finding.share_of_step * 0.995, abs=0.01)
+
+
+def test_kernels_that_share_a_name_are_no_one_kernel(trace: Trace) -> None:
+    whole_steps(trace, ("triton_", 950.0))
+    (finding,) = told(trace.read())[0]
+    assert finding.title.startswith("Kernels take 95% of the step: unnamed triton kernels")
+
+
+def test_a_cause_stands_before_a_place_of_less_time(trace: Trace) -> None:
+    functors = ("MulFunctor", "AddFunctor", "DivFunctor", "SubFunctor")
+    named = [f"void at::native::vectorized_elementwise_kernel<4, {f}<float> >()" for f in functors]
+    whole_steps(trace, *((name, 100.0) for name in named), ("scan_of_mine", 250.0))
+    for number in range(STEPS):  # all of it in one operator
+        trace.host("cpu_op", "my::scan", 1000.0 * number + 9, 1000.0 * number + 13)
+    ids = [finding.id for finding in told(trace.read())[0]]
+    assert ids.index("pointwise_operators") < ids.index("largest_kernels")
 
 
 def test_cautions_of_the_reader_reach_the_document(trace: Trace) -> None:

@@ -76,11 +76,15 @@ EXPLAINS = {
 """Finding of a cause to those that speak of its effects, before which it stands if its share is no
 less than this part of the effect's."""
 
-SPREAD = (*STARVED, "pointwise_operators", "largest_kernels")
+SPREAD = (*STARVED, "pointwise_operators")
 """Findings that are sums of many."""
 
+WITHOUT_CAUSE = ("largest_kernels", "largest_place")
+"""Findings that name where time passes, and no cause."""
+
 SPREAD_WEIGHT = 0.5
-"""Factor of these in the order of findings, where no one place of a program has their time."""
+"""Factor of these in the order of findings: of sums, where no one place of a program has their
+time; of what names no cause, always."""
 
 OTHERWISE = 0.1
 """Of the step or of the recording: so much that a headline leaves out, or that differs between the
@@ -199,11 +203,12 @@ def _by_share(ranked: Sequence[Finding]) -> list[Finding]:
 
 def _weight(finding: Finding) -> float:
     """The share of the step by which a finding is ranked: what the step feels of it; and of what is
-    spread over the program half, but no less than what lies in one place. One cause goes before a
-    sum of many."""
-    if finding.id not in SPREAD:
+    spread over the program half, but no less than what lies in one place; of what names no cause
+    half. One cause goes before a sum of many, and either before a place where time passes."""
+    if finding.id not in (*SPREAD, *WITHOUT_CAUSE):
         return finding.felt * finding.share_of_step
-    return finding.felt * max(SPREAD_WEIGHT * finding.share_of_step, finding.in_one)
+    in_one = finding.in_one if finding.id in SPREAD else 0.0
+    return finding.felt * max(SPREAD_WEIGHT * finding.share_of_step, in_one)
 
 
 def _dominant_in_place(ranked: Sequence[Finding]) -> list[Finding]:
@@ -314,8 +319,9 @@ def _limit(evidence: Evidence, title: str) -> str:
 def _paces(evidence: Evidence, title: str) -> str:
     """How near their limits the operators run that take most of the GPU's time, as sentences;
     without one that the title tells of."""
-    paces = evidence.kernels["kernel"].map(evidence.paces)
-    times = evidence.kernels["ms"].groupby(paces).sum().sort_values(ascending=False)
+    kernels = gpu_work.working_kernels(evidence)
+    paces = kernels["kernel"].map(evidence.paces)
+    times = kernels["ms"].groupby(paces).sum().sort_values(ascending=False)
     told = [
         f" {place} {pace} ({percent(ms / evidence.device_ms)} of the GPU's time)."
         for (place, pace), ms in zip(times.index, times, strict=True)

@@ -14,6 +14,7 @@ from dlrm_workbook.analysis.attribution import (
     iteration_count,
 )
 from dlrm_workbook.analysis.device_counters import limit_by_counters
+from dlrm_workbook.analysis.devices import device_of
 from dlrm_workbook.analysis.findings.evidence import MOST_LISTED, Evidence, listed_times
 from dlrm_workbook.analysis.findings.finding import (
     Causes,
@@ -33,16 +34,22 @@ from dlrm_workbook.analysis.findings.where import (
     shown,
     time_by_name,
 )
-from dlrm_workbook.analysis.gpu import sampled_profile, stall_reasons, stall_table
+from dlrm_workbook.analysis.gpu import (
+    KERNEL_KEYS,
+    WARP,
+    sampled_profile,
+    stall_reasons,
+    stall_table,
+)
 from dlrm_workbook.analysis.gpu_limits import UNJUDGED
-from dlrm_workbook.analysis.kernel_names import kernel_name
+from dlrm_workbook.analysis.kernel_names import UNNAMED_TRITON, computes_in_double, kernel_name
 from dlrm_workbook.ground.units import milliseconds
 from dlrm_workbook.recordings.foreign import COMMUNICATION
 from dlrm_workbook.recordings.hpctoolkit.metrics import STALLS
 from dlrm_workbook.recordings.profile import nearest
 
 COPYING = re.compile(
-    r"(?:elementwise )?(?:\w*float\d+ )?copy\b|nchw to|nhwc to|transpose", re.IGNORECASE
+    r"(?:elementwise )?(?:\w*float\d+ )?copy\b|nchw ?to|nhwc ?to|transpose", re.IGNORECASE
 )
 
 LEAST_KINDS = 3
@@ -50,6 +57,34 @@ LEAST_KINDS = 3
 
 KERNEL_SHARE = 0.04
 """Least share of the step for a kernel to be listed among those that no other finding names."""
+
+
+def working_kernels(evidence: Evidence) -> pd.DataFrame:
+    """As :attr:`Evidence.kernels`, with ``ms`` of a mean step in which the GPU works on each.
+
+    Of kernels that run at once, or beyond their step, the time counts once: all together take no
+    more than the GPU's time, and no less than what findings say of their pieces.
+    """
+    table = evidence.kernels
+    if not evidence.has_timeline:
+        return table
+    pieces = evidence.pieces[evidence.pieces["where"].eq("device")]
+    contexts = evidence.profile.contexts.rename(columns={"name": "kernel"})[KERNEL_KEYS]
+    ms = np.bincount(pieces["context"], pieces["ms"], len(contexts))
+    by_key = contexts.assign(ms=ms).groupby(KERNEL_KEYS)["ms"].sum()
+    return table.assign(ms=by_key.reindex(pd.MultiIndex.from_frame(table[KERNEL_KEYS])).to_numpy())
+
+
+def _unexplained_kernels(evidence: Evidence, ledger: Causes) -> pd.DataFrame:
+    """A row for each of these kernels that no finding explains and no exchange between ranks is:
+    sums over the parts that launch it, all else of the part in which it takes most."""
+    table = working_kernels(evidence)
+    # by name: kernels that compute are launched within an exchange's annotation too
+    table = table[~table["kernel"].str.contains(COMMUNICATION)]
+    table = table[~table["kernel"].isin(ledger.device_work)].sort_values("ms", ascending=False)
+    sums = table.groupby("kernel")[["ms", "launches", "time_ms"]].transform("sum")
+    table = table.assign(**sums, mean_us=1e3 * sums["time_ms"] / sums["launches"])
+    return table.drop_duplicates("kernel")
 
 
 GEMM_SHARE = 0.05
@@ -69,8 +104,11 @@ def tensor_cores(evidence: Evidence, ledger: Causes) -> Measured | None:
     capability = evidence.capability
     if capability is not None and capability < 7:
         return None
-    kernels = evidence.kernels
-    slow = kernels[kernels["tensor_cores"].eq("no") & kernels["precision"].isin(["fp32", ""])]
+    kernels = working_kernels(evidence)
+    unused = kernels["tensor_cores"].eq("no") & kernels["precision"].isin(["fp32", ""])
+    # what transforms operands and results of a convolution in fp32 is part of it
+    unused |= kernels["kernel"].str.contains("winograd") & kernels["precision"].eq("fp32")
+    slow = kernels[unused]
     slow = slow[~slow["kernel"].isin(ledger.device_work)]
     time = float(slow["ms"].sum())
     share = time / evidence.total_ms
@@ -83,8 +121,8 @@ def tensor_cores(evidence: Evidence, ledger: Causes) -> Measured | None:
         change = {"training.tf32": True}
     else:
         return None
+    only_fp16 = _takes_only_fp16(evidence)
     guess = {"low": amdahl(share, 1.5), "mid": amdahl(share, 3.0), "high": amdahl(share, 8.0)}
-    volta = capability is not None and capability < 8
     ledger.device_work |= set(slow["kernel"])
     return {
         "share": share,
@@ -93,22 +131,29 @@ def tensor_cores(evidence: Evidence, ledger: Causes) -> Measured | None:
         "names": ", ".join(slow.nlargest(2, "ms")["short_name"]),
         "pieces": evidence.of_kernels(slow["kernel"]),
         "what": "Convolutions and matrix products"
-        if slow["kernel"].str.contains("conv", case=False).any()
+        if slow["kernel"].str.contains("conv|[dw]grad|cudnn|winograd", case=False).any()
         else "Matrix products",
         "units": "fp16 products by autocast"
-        if volta
+        if only_fp16
         else "bf16 by autocast (training.precision) or TF32 (training.tf32)",
-        "change": {} if volta else change,
+        "change": {} if only_fp16 else change,
         "speedup": predicted(evidence, change) or guess,
     }
 
 
-DOUBLE = re.compile(r"\bdouble\b|dgemm|_f64|_d884|float64", re.IGNORECASE)
+NEWER = re.compile(r"ampere|hopper|blackwell|nvjet|sm_?[89]\d|_[89]0_|bf16|bfloat16", re.IGNORECASE)
+"""Names of kernels that no GPU before Ampere (compute capability 8) runs."""
+
+
+def _takes_only_fp16(evidence: Evidence) -> bool:
+    """Whether tensor cores of the GPU take neither bf16 nor TF32, by its compute capability; by its
+    kernels' names where the recording does not tell."""
+    names = evidence.kernels["kernel"].str
+    of_old = names.contains("volta_|turing_").any() and not names.contains(NEWER).any()
+    return bool(of_old) if evidence.capability is None else evidence.capability < 8
+
 
 DOUBLE_OPERATIONS = "operations:fp64"
-
-NO_DOUBLE = re.compile(r"distribution_|pow_tensor_scalar|curand|philox|random", re.IGNORECASE)
-"""Kernels with a scalar or a generator of random numbers in float64, and tensors in fp32."""
 
 DOUBLE_SHARE = 0.03
 
@@ -117,18 +162,18 @@ DOUBLE_SHARE = 0.03
     "float64",
     title="Arithmetic in float64 takes {taken:.0%} of the step{instead}",
     evidence=("It takes {time:ms} per iteration, in {names}.",),
-    advice="Find what makes float64 (a NumPy array or a Python constant made into a tensor, "
-    ".double(), a default type) and make it float32: {remedy}, and it takes twice the bytes.",
+    advice="{find}: {remedy}, and it takes twice the bytes.",
     limit="arithmetic",
 )
 def float64(evidence: Evidence, ledger: Causes) -> Measured | None:
     """Kernels or operators compute in float64, which no part of such a model needs."""
     profile = evidence.profile
     metric = "gpu_time_ms" if evidence.on_gpu else "cpu_time_ms"
-    chosen = profile.which(
-        "name", lambda name: bool(DOUBLE.search(name)) and not NO_DOUBLE.search(name)
-    )
-    chosen &= profile.of_kind("kernel")
+    chosen = profile.which("name", computes_in_double) & profile.of_kind("kernel")
+    if evidence.on_gpu:  # what leaves most of the GPU idle is not held back by its arithmetic
+        kernels = working_kernels(evidence)
+        small = _is_small(evidence, kernels) & kernels["ms"].ge(HEAVY_SHARE * evidence.device_ms)
+        chosen &= ~profile.which("name", set(kernels["kernel"][small]).__contains__)
     if profile.has(DOUBLE_OPERATIONS):
         chosen |= profile.value_table(DOUBLE_OPERATIONS, "exclusive").gt(0).to_numpy()
     # of an operator and its kernel the operator counts
@@ -136,13 +181,22 @@ def float64(evidence: Evidence, ledger: Causes) -> Measured | None:
     parent = profile.contexts["parent"].to_numpy()
     chosen &= (parent < 0) | (above[np.maximum(parent, 0)] < 0)
     time = profile.value_table(metric, "inclusive")[chosen] / iteration_count(profile)
+    if evidence.has_timeline:
+        pieces = evidence.pieces[evidence.pieces["where"].eq("device")]
+        at = nearest(parent, chosen)[pieces["context"]]
+        time = pieces["ms"].groupby(at).sum().drop(-1, errors="ignore")
     share = float(time.sum()) / evidence.total_ms
     if not share >= DOUBLE_SHARE:
         return None
     rows = profile.contexts.loc[time.index]
     part = largest(time.groupby([rows["component"], rows["phase"]]).sum())
     ledger.explain(float(time.sum()), part)
-    heaviest = time.groupby(rows["name"]).sum().nlargest(2)
+    short = [
+        kernel_name(name).short if kind == "kernel" else shown(name)
+        for name, kind in zip(rows["name"], rows["kind"], strict=True)
+    ]
+    heaviest = time.groupby(short).sum().nlargest(2)
+    of_torch = profile.which("name", lambda name: name.startswith("aten::")).any()
     # on a CPU float32 takes half of the bytes and of the vector units' time
     lost = share if evidence.on_gpu else 0.5 * share
     ledger.device_work |= set(rows["name"])
@@ -150,14 +204,17 @@ def float64(evidence: Evidence, ledger: Causes) -> Measured | None:
         "share": lost,
         "taken": share,
         "instead": "" if evidence.on_gpu else ", about twice what float32 would",
+        "find": "Find what makes float64 (a NumPy array or a Python constant made into a tensor, "
+        ".double(), a default type) and make it float32"
+        if of_torch
+        else "Store and compute in float32 where the accuracy suffices, in float64 only what needs "
+        "it (sums, residuals)",
         "remedy": "GPUs compute float64 at a half to a 64th of the rate of float32"
         if evidence.on_gpu
         else "a processor computes float64 at half of the rate of float32",
         "component": part[0],
         "time": float(time.sum()),
-        "names": ", ".join(
-            f"{shown(str(name))} ({milliseconds(ms)})" for name, ms in heaviest.items()
-        ),
+        "names": ", ".join(f"{name} ({milliseconds(ms)})" for name, ms in heaviest.items()),
         "speedup": {"low": 1.0, "mid": amdahl(share, 2.0), "high": amdahl(share, 64.0)}
         if evidence.on_gpu
         else {**removed(lost), "high": amdahl(share, 2.0)},
@@ -216,7 +273,7 @@ def _work_of(
     evidence: Evidence, ledger: Causes, kind: re.Pattern[str], least: float
 ) -> Measured | None:
     """Time and launches of the kernels whose short names match, if they take the share."""
-    kernels = evidence.kernels
+    kernels = working_kernels(evidence)
     chosen = kernels[
         kernels["short_name"].str.match(kind) & ~kernels["kernel"].isin(ledger.device_work)
     ]
@@ -252,6 +309,9 @@ HEAVY_STEP_SHARE = 0.1
 
 FAR_FROM_LIMIT = 0.5
 
+FEW_WAVES = 0.1
+"""A kernel whose blocks stay and take one piece of work after another fills more than this."""
+
 UNJUDGED_SHARE = 0.3
 """Of the step: from here on a kernel is named even if its limits are not known."""
 
@@ -261,29 +321,28 @@ UNJUDGED_SHARE = 0.3
     title="{heading}",
     evidence=(
         "The kernel {kernel} takes {time:ms} per iteration, {of_device:.0%} of the GPU's time, in "
-        "{launches:,.0f} launches of {mean_us:,.1f} µs.",
+        "{launches} of {mean_us:,.1f} µs.",
         "By its operator's shapes {reached:.1%} of that would do at the limits of this GPU's data "
         "sheet.",
         "Its grid fills {waves:.0%} of the GPU.",
+        "{launch}",
         "{counted}",
         "{unknown}",
     ),
-    advice="Look at its shapes and at what calls it: operands that are tiny, strided or padded, "
-    "work that could be batched, a library or a data type with faster kernels.",
+    advice="{advised}",
     limit="",
     gpu=True,
 )
 def heavy_kernel(evidence: Evidence, ledger: Causes) -> Measured | None:
     """A kernel takes much of the GPU's time far from its limits, or most of it at unknown ones."""
-    kernels = evidence.kernels
-    # by name: kernels that compute are launched within an exchange's annotation too
-    kernels = kernels[~kernels["kernel"].str.contains(COMMUNICATION)]
-    kernels = kernels[~kernels["kernel"].isin(ledger.device_work)]
+    kernels = _unexplained_kernels(evidence, ledger)
+    kernels = kernels[~kernels["short_name"].str.startswith(UNNAMED_TRITON)]
     share = kernels["ms"] / evidence.total_ms
     of_device = kernels["ms"] / evidence.device_ms
     most = of_device.ge(0.5) & (len(evidence.profile.iterations) == 0)
     heavy = of_device.ge(HEAVY_SHARE) & (share.ge(HEAVY_STEP_SHARE) | most)
     far = kernels["share_of_ceiling"].lt(FAR_FROM_LIMIT) | kernels["waves"].lt(FAR_FROM_LIMIT)
+    far |= _is_small(evidence, kernels)
     # products are judged by their units (tensor_cores), as far as their names tell
     unknown = kernels["share_of_ceiling"].isna()
     slow = [name for name, (_, pace) in evidence.paces.items() if ": " in pace]
@@ -291,42 +350,94 @@ def heavy_kernel(evidence: Evidence, ledger: Causes) -> Measured | None:
     chosen = kernels[heavy & (far | (unknown & (share.ge(UNJUDGED_SHARE) | most)))]
     if chosen.empty:
         return None
-    worst = chosen.loc[chosen["ms"].idxmax()]
+    row = chosen.nlargest(1, "ms")
+    worst = row.iloc[0]
     ledger.device_work.add(str(worst["kernel"]))
     reached, waves = float(worst["share_of_ceiling"]), float(worst["waves"])
+    number = float(worst["launches"]) / iteration_count(evidence.profile)
+    uses_part = bool(_filled_share(evidence, row).iloc[0] < 1)
+    launch = _launch_text(evidence, worst.to_dict()) if uses_part else None
+    is_small = bool(_is_small(evidence, row).iloc[0])
+    few = f"Its grid fills {waves:.0%} of the GPU." if waves <= FEW_WAVES else launch
     taken = min(float(worst["ms"]) / evidence.total_ms, 1.0)
     has_limit = reached == reached
     return {
         "share": taken,
         "component": str(worst["component"]),
-        "heading": _heading(evidence, worst.to_dict(), taken),
+        "heading": _heading(evidence, worst.to_dict(), taken, few if is_small else None),
         "kernel": str(worst["short_name"]),
         "pieces": evidence.of_kernels([str(worst["kernel"])]),
         "time": float(worst["ms"]),
         "of_device": min(float(worst["ms"]) / evidence.device_ms, 1.0),
-        "launches": float(worst["launches"]) / iteration_count(evidence.profile),
+        "launches": f"{number:,.0f} launch{'es' * (round(number) != 1)}",
         "mean_us": float(worst["mean_us"]),
         "reached": reached if has_limit else None,
         "waves": waves if waves < 1 else None,
         "counted": limit_by_counters(evidence.profile, str(worst["kernel"])),
+        "launch": launch,
         "unknown": None
-        if has_limit or waves < 1 or str(worst["kernel"]) in evidence.paces
+        if has_limit or waves < 1 or is_small or str(worst["kernel"]) in evidence.paces
         else "The recording does not show how close it is to the GPU's limits.",
-        "speedup": bounded(taken * (1 - reached)) if has_limit else bounded(0.5 * taken),
+        "advised": "Give each launch more threads: blocks of a multiple of 32 of them (128 or 256) "
+        "and several blocks for each multiprocessor, which share the elements."
+        if is_small
+        else "Look at its shapes and at what calls it: operands that are tiny, strided or padded, "
+        "work that could be batched, a library or a data type with faster kernels.",
+        "speedup": bounded(taken * (1 - (reached if has_limit else 0.5))),
     }
 
 
-def _heading(evidence: Evidence, kernel: Mapping[Any, Any], share: float) -> str:
+def _units(evidence: Evidence) -> float:
+    """Multiprocessors of the GPU; NaN where neither the recording nor a data sheet tells."""
+    gpu = device_of(evidence.meta)
+    recorded = (evidence.meta.get("devices") or [{}])[0].get("sms")
+    return float(recorded or (gpu.units if gpu else 0) or np.nan)
+
+
+def _filled_share(evidence: Evidence, kernels: pd.DataFrame) -> pd.Series:
+    """Most that a launch of each kernel can use of the GPU, by the multiprocessors that get a block
+    and the threads of a warp that a block has; NaN where that is unknown."""
+    share = (kernels["blocks"] / _units(evidence)).clip(upper=1.0)
+    share *= (kernels["threads_per_block"] / WARP).clip(upper=1.0)
+    return share.where(share > 0)
+
+
+def _is_small(evidence: Evidence, kernels: pd.DataFrame) -> pd.Series:
+    """Whether the launches of each kernel are known to leave most of the GPU without work."""
+    filled = _filled_share(evidence, kernels)
+    return filled.le(FAR_FROM_LIMIT) | kernels["waves"].le(FEW_WAVES)
+
+
+def _launch_text(evidence: Evidence, kernel: Mapping[Any, Any]) -> str:
+    """How many multiprocessors, and threads of a warp, the launches of a kernel can use."""
+    units, blocks, threads = _units(evidence), kernel["blocks"], kernel["threads_per_block"]
+    used = [f"{np.ceil(blocks):,.0f} of {units:,.0f} multiprocessors"] if blocks < units else []
+    used += [f"{_count(threads)} of the {WARP} threads of a warp"] if threads < WARP else []
+    what = f"{_count(blocks, 'block')} of {_count(threads, 'thread')}"
+    return f"A launch of {what} uses {' and '.join(used)}."
+
+
+def _count(number: float, of: str = "") -> str:
+    """``1 block``, ``29.5 blocks`` (a mean), ``4,095``."""
+    text = f"{number:,.1f}".removesuffix(".0")
+    return f"{text} {of}{'s' * (number != 1)}" if of else text
+
+
+def _heading(
+    evidence: Evidence, kernel: Mapping[Any, Any], share: float, launch: str | None
+) -> str:
     """The operator at which a kernel does most, with the share of the step and its pace.
 
     Args:
         kernel: a row of :attr:`Evidence.kernels`.
+        launch: a sentence on launches that are too small.
     """
     place, pace = evidence.paces.get(str(kernel["kernel"]), ("", ""))
     counted = limit_by_counters(evidence.profile, str(kernel["kernel"]))
     if not pace:
         head = f"One kernel takes {share:.0%} of the step: {kernel['short_name']}"
-        return f"{head}; {counted[0].lower()}{counted[1:-1]}" if counted else head
+        known = counted or launch
+        return f"{head}; {known[0].lower()}{known[1:-1]}" if known else head
     if UNJUDGED in pace and counted:
         pace = f"{UNJUDGED} of its inputs; {counted[0].lower()}{counted[1:-1]}"
     return f"{place} takes {share:.0%} of the step in {kernel['short_name']} and {pace}"
@@ -355,9 +466,7 @@ def largest_kernels(evidence: Evidence, ledger: Causes) -> Measured | None:
     """
     if evidence.is_ours or not evidence.has_timeline:
         return None
-    table = evidence.kernels
-    table = table[~table["kernel"].str.contains(COMMUNICATION)]
-    table = table[~table["kernel"].isin(ledger.device_work)]
+    table = _unexplained_kernels(evidence, ledger)
     table = table[~table["share_of_ceiling"].ge(NEAR_LIMIT)]
     by_name = table.groupby("short_name")["ms"].sum().sort_values(ascending=False)
     by_name = by_name[by_name >= KERNEL_SHARE * evidence.total_ms]
@@ -367,6 +476,9 @@ def largest_kernels(evidence: Evidence, ledger: Causes) -> Measured | None:
     time = min(float(by_name.sum()), evidence.device_ms)
     longest = chosen.nlargest(3, "ms")["kernel"].astype(str)
     part = largest_part(chosen, "ms")
+    what = "One kernel" if len(by_name) == 1 else f"{len(by_name)} kernels"
+    if by_name.index.str.startswith(UNNAMED_TRITON).any():  # several kernels have such a name
+        what = "Kernels"
     places = {
         name: largest_part(rows, "ms")
         for name, rows in chosen.groupby(chosen["short_name"].astype(str))
@@ -378,8 +490,8 @@ def largest_kernels(evidence: Evidence, ledger: Causes) -> Measured | None:
     return {
         "share": time / evidence.total_ms,
         "component": part[0],
-        "what": "One kernel" if len(by_name) == 1 else f"{len(by_name)} kernels",
-        "take": "takes" if len(by_name) == 1 else "take",
+        "what": what,
+        "take": "takes" if what == "One kernel" else "take",
         "kernels": ", ".join(map(str, by_name.index[:2])) + (", ..." if len(by_name) > 2 else ""),
         "paces": " ".join(filter(None, dict.fromkeys(map(evidence.pace_of, longest)))) or None,
         "listed": ", ".join(
