@@ -1,7 +1,8 @@
-"""A training that mostly computes what it does not need: ``FILE STEPS [parts] [loader N]``.
+"""A training that mostly computes what it does not need: ``FILE STEPS [MODE] [N]``.
 
 Each of four lines computes without need; with ``loader`` the batches are made slowly, by a
-DataLoader with N workers; with ``parts`` each batch is passed in parts, row by row, twice.
+DataLoader with N workers; with ``parts`` each batch is passed in parts, row by row, twice; with
+``tables`` the model is :class:`Tables`.
 """
 
 import sys
@@ -25,6 +26,21 @@ class Towers(nn.Module):
         columns = values.split(1, dim=1)
         small = [torch.relu(layer(x)) for layer, x in zip(self.each, columns, strict=True)]
         return self.top(torch.cat(small, dim=1))
+
+
+class Tables(nn.Module):
+    """Scales all rows of a table, judges twice, and learns with an encoder that nobody trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(60_000, 64)
+        self.judge = nn.Sequential(nn.Linear(64, 1024), nn.ReLU(), nn.Linear(1024, 64))
+        self.frozen = nn.Sequential(nn.Linear(FEATURES, 768), nn.ReLU(), nn.Linear(768, 64))
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        found = nn.functional.embedding((values[:, 0] * 5e3).long(), self.table.weight.tanh())
+        opinions = [self.judge(found) for _ in range(4)]
+        return torch.stack(opinions).mean(dim=0) + self.frozen(values)
 
 
 def contrast(vectors: torch.Tensor, popularity: np.ndarray) -> torch.Tensor:
@@ -58,9 +74,11 @@ def pass_parts(model: nn.Module, batch: torch.Tensor) -> None:
 def main() -> None:
     loads = "loader" in sys.argv
     torch.set_num_threads(1)
-    model, teacher = Towers(), nn.Sequential(nn.Linear(FEATURES, 2048), nn.Linear(2048, 64))
+    model = Tables() if "tables" in sys.argv else Towers()
+    teacher = nn.Sequential(nn.Linear(FEATURES, 2048), nn.Linear(2048, 64))
     teacher.requires_grad_(False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    trained = [one for name, one in model.named_parameters() if "frozen" not in name]
+    optimizer = torch.optim.SGD(trained, lr=0.01)
     popularity = np.log(np.arange(1.0, SIZE + 1))
     rows = list(range(400 * SIZE))
     workers = int(sys.argv[-1]) if loads else 0
@@ -72,7 +90,7 @@ def main() -> None:
             optimizer.step()
             continue
         vectors = model(batch)
-        if loads:
+        if loads or "tables" in sys.argv:
             loss = vectors.square().mean()
         else:
             guide = teacher(batch)

@@ -175,6 +175,22 @@ def test_loops_passes_of_parts_and_what_is_computed_again_are_named(tmp_path: Pa
     assert "in 4 backward passes per iteration, at `pass_parts`" in bound.title
 
 
+def test_whole_tables_equal_operands_and_gradients_that_nobody_takes_are_named(
+    tmp_path: Path,
+) -> None:
+    program = Path(odd_program.__file__)
+    profile = recorded(tmp_path, "tables", iterations=6, program=program)
+    found = {one.id: one for one in findings(profile, attribute(profile))}
+    again, whole, lost = (
+        found[name] for name in ("computed_again", "whole_tables", "untrained_gradients")
+    )
+    assert f"odd_program.py:{line('opinions = [', program)}" in again.title
+    assert f"odd_program.py:{line('found = nn.functional', program)}" in whole.title
+    assert "`table`" in whole.title and "`frozen.0` and `frozen.2`" in lost.title
+    assert 0.1 < again.share_of_step < 0.75 and 0.1 < whole.share_of_step < 0.75
+    assert 0.02 < lost.share_of_step < 0.5
+
+
 def test_the_line_of_a_slow_worker_is_that_of_the_batch(tmp_path: Path) -> None:
     program = Path(odd_program.__file__)
     profile = recorded(tmp_path, "loader", "1", iterations=6, program=program)
@@ -201,6 +217,44 @@ def test_a_cause_whose_remedy_made_no_difference_is_none() -> None:
 def test_a_thread_that_keeps_pythons_lock_is_named_by_its_line(tmp_path: Path) -> None:
     (thread,) = by_id(recorded(tmp_path, "burn", iterations=4), "other_threads")
     assert "in `burn` (`careless_program.py:" in thread.title
+
+
+def test_only_equal_operators_on_the_same_values_compute_again() -> None:
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.table = torch.nn.Linear(8, 8), torch.nn.Embedding(9, 4)
+            self.frozen = torch.nn.Linear(8, 8)
+
+    model, x = Model(), torch.ones(5, 8)
+    optimizer = torch.optim.SGD([model.layer.weight, model.layer.bias, model.table.weight], 0.1)
+    seen = SeenModel([model])
+    seen.start()
+    y = model.layer(x)
+    y = model.layer(x.view(5, 8)).relu() + model.layer(x).relu()  # again, relu() too
+    for _ in range(3):
+        x = x * 2  # values of its own, in memory that was given back
+        torch.nn.functional.dropout(x, 0.5)
+    x.add_(1)
+    z = model.layer(x) + model.frozen(x)
+    whole = torch.nn.functional.normalize(model.table.weight)[torch.tensor([1, 2])]
+    looked_up = model.table(torch.tensor([3]))
+    (y.sum() + z.sum() + whole.sum() + looked_up.sum()).backward()
+    optimizer.step()
+    seen.stop()
+    document = seen.document()
+    assert document["untrained"] == ["frozen.weight", "frozen.bias"]
+    rows = {row["line"]: row for row in document["operators"]}
+    first = min(rows)
+    assert rows[first]["again"] == 0
+    # of a first layer that ran before, and its relu: a second layer and relu; then the sum
+    assert (rows[first + 1]["again"], rows[first + 1]["elements"]) == (3 * 40, 5 * 40)
+    others = [row for number, row in rows.items() if number > first + 1]
+    assert sum(row["again"] for row in others) == 0
+    (table,) = [row for row in others if row["whole"]]
+    assert 0 < table["whole"] <= table["moved"]
+    (half,) = [row for row in others if row["untrained"]]
+    assert half["untrained"] == 40 and half["weights"] == 80
 
 
 def test_what_fails_while_looking_leaves_the_program_as_it_is() -> None:

@@ -165,12 +165,17 @@ ELEMENT_MOVES = {"SGD": 3, "Adagrad": 5, "RMSprop": 5, "Adam": 7, "AdamW": 7}
 weight, its gradient and its state."""
 
 
-def _seen(evidence: Evidence, name: str, numbers: tuple[str, ...]) -> pd.DataFrame:
-    """Rows of ``seen_model``, those whose numbers are numbers; empty where nothing was seen."""
+PLACE = ("file", "line")
+
+
+def _seen(
+    evidence: Evidence, name: str, numbers: tuple[str, ...], texts: Sequence[str] = PLACE
+) -> pd.DataFrame:
+    """Rows of ``seen_model`` that have these numbers and texts; empty where nothing was seen."""
     seen = evidence.meta.get("seen_model") or {}
     rows = seen.get(name) if isinstance(seen, dict) else None
     rows = [row for row in rows or [] if isinstance(row, dict)] if isinstance(rows, list) else []
-    table = pd.DataFrame([row for row in rows if {*numbers, "file", "line"} <= row.keys()])
+    table = pd.DataFrame([row for row in rows if {*numbers, *texts} <= row.keys()])
     if table.empty:
         return pd.DataFrame({column: [] for column in (*numbers, "name")})
     table[list(numbers)] = table[list(numbers)].apply(pd.to_numeric, errors="coerce")
@@ -179,7 +184,7 @@ def _seen(evidence: Evidence, name: str, numbers: tuple[str, ...]) -> pd.DataFra
 
 def _names(table: pd.DataFrame) -> str:
     """The names of tables or products, three at most, as a title lists them."""
-    names = [f"`{name}`" for name in table["name"].astype(str)]
+    names = [f"`{name}`" for name in table["name"].astype(str).unique()]
     if len(names) > MOST_AROUND:
         return f"{', '.join(names[: MOST_AROUND - 1])} and {len(names) - MOST_AROUND + 1} more"
     return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
@@ -239,7 +244,7 @@ def dense_updates(evidence: Evidence, ledger: Causes) -> Measured | None:
         "unique": unique,
         "touched": unique / rows,
         "names": _names(tables),
-        "at": code_line(str(worst["function"]), str(worst["file"]), int(worst["line"])),
+        "at": _at(worst),
         "megabytes": moved / 1e6 if moves else None,
         "update": update,
         "backward": backward_ms,
@@ -293,7 +298,7 @@ def padding_lookups(evidence: Evidence, ledger: Causes) -> Measured | None:
         "row": int(worst["hottest_row"]),
         "lookups": int(worst["lookups"]),
         "wasted": round(worst["lookups"] * worst["hottest"]),
-        "at": code_line(str(worst["function"]), str(worst["file"]), int(worst["line"])),
+        "at": _at(worst),
         "time": time,
     }
 
@@ -335,7 +340,7 @@ def empty_products(evidence: Evidence, ledger: Causes) -> Measured | None:
         "zeros": float(worst["zeros"]),
         "rows": int(worst["rows"]),
         "inputs": int(worst["inputs"]),
-        "at": code_line(str(worst["function"]), str(worst["file"]), int(worst["line"])),
+        "at": _at(worst),
     }
 
 
@@ -348,6 +353,13 @@ SMALL_CALLS, SMALL = 100, 0.8
 """Calls of small operators by a line in one iteration, and their share of all its calls, for
 calling them to be what the line takes."""
 
+TURN_MS = 1.0
+"""Of one turn of a loop of as many turns, below which it is worth doing them all at once."""
+
+NEVER_TRAINED = 0.15
+"""Least share of the step for arithmetic without gradients to be the matter: a small encoder that
+is not trained is a choice."""
+
 
 def computed(evidence: Evidence) -> pd.DataFrame:
     """The lines of the thread that trains with what they computed in one iteration; none of a run
@@ -355,26 +367,34 @@ def computed(evidence: Evidence) -> pd.DataFrame:
     counts = ("calls", "small", "elements", "double", "without_gradients")
     own = ("own_calls", "own_small", "own_elements", "own_double")
     seen = _seen(evidence, "operators", (*counts, *own))
-    if seen.empty or evidence.on_gpu:
+    if seen.empty or evidence.on_gpu or evidence.is_ours:
         return pd.DataFrame()
     table = lines(evidence.profile)
     if table.empty:
         return pd.DataFrame()
+    every = [*counts, *own, "again", "own_again", "own_moved", "own_whole", "weights", "untrained"]
     # a comprehension has a frame of its own, at the line of the one around it
-    seen = seen.groupby(["file", "line"], sort=False)[[*counts, *own]].sum().reset_index()
+    seen = seen.groupby(["file", "line"], sort=False).sum(numeric_only=True).reset_index()
+    seen = seen.reindex(columns=["file", "line", *every], fill_value=0)
     table = table[table["thread"].eq(MAIN)].rename(columns={"calls": "runs"})
     table = table.merge(seen, on=["file", "line"], how="left")
-    return table.fillna({name: 0 for name in ("runs", *counts, *own)})
+    return table.fillna({name: 0 for name in ("runs", *every)})
+
+
+def _at(row: Any) -> str:
+    """The place of a row of lines, in words."""
+    return code_line(str(row["function"]), str(row["file"]), int(row["line"]))
 
 
 def small_operators(evidence: Evidence, ledger: Causes) -> Iterable[Finding]:
     """Lines of one function call many operators that each compute next to nothing."""
     table = computed(evidence)
-    if table.empty or evidence.is_ours:
+    if table.empty:
         return
     # views are no operators that compute, but their backward passes are
     small = table[["own_small", "runs"]].max(axis=1).ge(SMALL_CALLS)
     small &= table["own_small"].ge(SMALL * table["own_calls"])
+    small |= table["runs"].ge(SMALL_CALLS) & table["time_ms"].lt(TURN_MS * table["runs"])
     small &= table["role"].isin(["model", "optimizer"])
     for (_, function), rows in table[small].groupby(["file", "function"], sort=False):
         if float(rows["share_of_step"].sum()) >= LINE_SHARE:
@@ -398,7 +418,8 @@ def _small_at(function: str, rows: pd.DataFrame) -> Rule:
     )
     def measure(evidence: Evidence, ledger: Causes) -> Measured:
         first, calls = rows.iloc[0], float(rows["own_calls"].sum())
-        runs, few = float(first["runs"]), calls < SMALL_CALLS
+        runs, tiny = float(first["runs"]), float(rows["own_small"].sum()) >= SMALL * calls
+        few = calls < SMALL_CALLS or not tiny
         share, time = float(rows["share_of_step"].sum()), float(rows["time_ms"].sum())
         updates = first["role"] == "optimizer"
         ledger.explain(share * evidence.total_ms)
@@ -408,7 +429,7 @@ def _small_at(function: str, rows: pd.DataFrame) -> Rule:
             "what": f"A loop of {runs:,.0f} turns"
             if few
             else f"Calling {calls:,.0f} small operators",
-            "name": code_line(function, str(first["file"]), int(first["line"])),
+            "name": _at(first),
             "numbers": None if few else float(rows["own_elements"].sum()) / calls,
             "each": None if few else time / calls,
             "loop": f"`{str(first['source'])[:80]}` runs {runs:,.0f} times in each step and takes "
@@ -440,7 +461,7 @@ def _small_at(function: str, rows: pd.DataFrame) -> Rule:
 def float64_lines(evidence: Evidence, ledger: Causes) -> Measured | None:
     """Lines of the model compute in float64."""
     table = computed(evidence)
-    if table.empty or evidence.is_ours:
+    if table.empty:
         return None
     double = table["own_double"]  # each has twice the bytes of another
     part = 2 * double / (table["own_elements"] + double).clip(lower=1)
@@ -454,7 +475,7 @@ def float64_lines(evidence: Evidence, ledger: Causes) -> Measured | None:
     return {
         "share": 0.5 * taken,
         "taken": taken,
-        "name": code_line(str(worst["function"]), str(worst["file"]), int(worst["line"])),
+        "name": _at(worst),
         "part": float(worst["part"]),
         "source": str(worst["source"])[:80],
     }
@@ -475,7 +496,7 @@ def float64_lines(evidence: Evidence, ledger: Causes) -> Measured | None:
 def without_gradients(evidence: Evidence, ledger: Causes) -> Measured | None:
     """A line of the model, such as a teacher's, computes what is never trained."""
     table = computed(evidence)
-    if table.empty or evidence.is_ours:
+    if table.empty:
         return None
     learns = table["without_gradients"].lt(table["elements"])
     never = ~learns & table["elements"].gt(0) & table["role"].eq("model")
@@ -487,14 +508,118 @@ def without_gradients(evidence: Evidence, ledger: Causes) -> Measured | None:
     table = table.assign(taken=of_function.clip(lower=table["inclusive_ms"]))
     worst = table.sort_values(["taken", "inclusive_ms"], ascending=False).iloc[0]
     share = float(worst["taken"]) / evidence.step_ms
-    if share < LINE_SHARE:
+    if share < NEVER_TRAINED:
         return None
     ledger.explain(share * evidence.total_ms)
     return {
         "share": share,
-        "name": code_line(str(worst["function"]), str(worst["file"]), int(worst["line"])),
+        "name": _at(worst),
         "source": str(worst["source"])[:80],
         "time": float(worst["inclusive_ms"]),
+        "step": evidence.step_ms,
+    }
+
+
+@rule(
+    "computed_again",
+    title="Computing what the same step has computed before takes {share:.0%} of it: {name}",
+    evidence=(
+        "{part:.0%} of the numbers that `{source}` computes are those of equal operators on the "
+        "same operands, earlier in the iteration.",
+    ),
+    advice="Compute it once and keep the result: before the loop, or in a variable that all who "
+    "need it read.",
+    limit="arithmetic",
+    gpu=False,
+)
+def computed_again(evidence: Evidence, ledger: Causes) -> Measured | None:
+    """Lines compute from the same operands what was computed before."""
+    table = computed(evidence)
+    if table.empty:
+        return None
+    lost = table["own_again"] / table["own_elements"].clip(lower=1) * table["share_of_step"]
+    share = float(lost.sum())
+    if share < LINE_SHARE:
+        return None
+    ledger.explain(share * evidence.total_ms)
+    # where it begins: the outermost line of which most is repeated
+    table = table.assign(part=table["again"] / table["elements"].clip(lower=1))
+    most = table[table["again"].ge(0.5 * table["again"].max())]
+    most = most[most["part"].ge(0.98 * most["part"].max())]
+    worst = most.sort_values("inclusive_ms").iloc[-1]
+    return {
+        "share": share,
+        "name": _at(worst),
+        "part": float(worst["part"]),
+        "source": str(worst["source"])[:80],
+    }
+
+
+@rule(
+    "whole_tables",
+    title="Computing with all rows of {names} takes {share:.0%} of each step, at {name}: a batch "
+    "looks up {touched:.1%} of them at most",
+    evidence=("`{source}` takes {time:ms} of {step:ms}, backward pass included.",),
+    advice="Do it with the rows that the batch looks up: normalise, penalise or transform what "
+    "the lookup returns, or what one iteration in many finds for all rows.",
+    limit="memory bandwidth",
+    component="embedding",
+    gpu=False,
+)
+def whole_tables(evidence: Evidence, ledger: Causes) -> Measured | None:
+    """Lines compute with whole embedding tables, of which a batch asks for few rows."""
+    table, tables = (
+        computed(evidence),
+        _seen(evidence, "whole_tables", ("rows", "lookups"), ["name"]),
+    )
+    tables = tables[tables["lookups"].between(1, TOUCHED * tables["rows"])]
+    if table.empty or tables.empty:
+        return None
+    part = table["own_whole"] / table["own_moved"].clip(lower=1)
+    lost = part * table["share_of_step"]
+    if lost.sum() < SEEN_SHARE:
+        return None
+    ledger.explain(float(lost.sum()) * evidence.total_ms)
+    worst = table.loc[lost.idxmax()]
+    return {
+        "share": float(lost.sum()),
+        "names": _names(tables),
+        "name": _at(worst),
+        "touched": float(tables["lookups"].sum() / tables["rows"].sum()),
+        "source": str(worst["source"])[:80],
+        "time": float(worst["time_ms"]),
+        "step": evidence.step_ms,
+    }
+
+
+@rule(
+    "untrained_gradients",
+    title="Gradients of weights that no optimizer trains take {share:.0%} of each step: those of "
+    "{names}, at {name}",
+    evidence=("The backward pass of `{source}` takes {time:ms} of {step:ms}.",),
+    advice="Say that they are not trained: weight.requires_grad_(False) for each, or "
+    "torch.no_grad() around what computes with them where no gradient passes through.",
+    limit="arithmetic",
+    gpu=False,
+)
+def untrained_gradients(evidence: Evidence, ledger: Causes) -> Measured | None:
+    """The backward pass makes gradients of weights that are in no optimizer."""
+    table = computed(evidence)
+    names = (evidence.meta.get("seen_model") or {}).get("untrained")
+    if table.empty or not isinstance(names, list) or not names:
+        return None
+    lost = table["untrained"] / table["weights"].clip(lower=1) * table["backward_ms"]
+    share = float(lost.sum()) / evidence.step_ms
+    if share < SEEN_SHARE:
+        return None
+    ledger.explain(share * evidence.total_ms)
+    worst = table.loc[lost.idxmax()]
+    return {
+        "share": share,
+        "names": _names(pd.Series(names, name="name").str.rpartition(".")[0].to_frame("name")),
+        "name": _at(worst),
+        "source": str(worst["source"])[:80],
+        "time": float(worst["backward_ms"]),
         "step": evidence.step_ms,
     }
 
@@ -524,10 +649,7 @@ def backward_twice(evidence: Evidence, ledger: Causes) -> Measured | None:
         return None
     ledger.explain(share * evidence.total_ms)
     rows = callers.sort_values("time_ms", ascending=False).head(2).sort_index()
-    names = [
-        code_line(str(row["function"]), str(row["file"]), int(row["line"]))
-        for row in rows.to_dict("records")
-    ]
+    names = [_at(row) for row in rows.to_dict("records")]
     told = [
         f"{name} takes {milliseconds(float(time))}"
         for name, time in zip(names, rows["time_ms"], strict=True)

@@ -7,6 +7,8 @@ for :data:`MOST_S` in all. Whatever fails in them leaves the program as it is.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import sys
 import threading
 import time
@@ -53,9 +55,14 @@ class SeenModel:
         self._optimizers: dict[int, dict[str, Any]] = {}
         self._calls = 0
         self._hooks: list[Any] = []
-        self._operators = SeenOperators(
-            pair for root in roots for pair in root.named_parameters(remove_duplicate=True)
-        )
+        self._parameters = [pair for root in roots for pair in root.named_parameters()]
+        modules = [module for root in roots for module in root.modules()]
+        tables = [
+            (self._names[id(module)], module.weight)
+            for module in modules
+            if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag)
+        ]
+        self._operators = SeenOperators(self._parameters, tables)
 
     def start(self) -> None:
         """Look from now on."""
@@ -79,19 +86,33 @@ class SeenModel:
         the first call ``lookups``, how many different rows they ask for (``unique``) and the share
         (0 to 1) ``hottest`` of ``hottest_row``, None where that was not counted; ``bag``,
         ``gradient`` ("dense", "sparse" or None) and ``optimizer`` (row of ``optimizers``).
+        ``untrained`` are the parameters that get gradients and have no optimizer.
         ``optimizers`` have ``class``, ``options``, ``tensors``, ``elements``. Each has the
         ``file``, ``line`` and ``function`` of the program's that calls it. What operators show is
         that of :class:`~dlrm_workbook.recordings.torch.seen_operators.SeenOperators`.
         """
-        computed = self._operators.document()
+        untrained = self._untrained() if self._optimizers else []
+        computed = self._operators.document(untrained)
         return {
             **computed,
+            "untrained": untrained,
             "tables": list(self._tables.values()),
             "optimizers": list(self._optimizers.values()),
             "module_calls": self._calls,
             "seconds": self._spent_s + computed["seconds"],
             "left_out": self._left_out + computed["left_out"],
         }
+
+    def _untrained(self) -> list[str]:
+        """Names of the parameters that get gradients and are in no optimizer of the program."""
+        owned = set()
+        for one in gc.get_objects():
+            with contextlib.suppress(Exception):  # of anybody's class
+                if issubclass(type(one), torch.optim.Optimizer):
+                    owned |= {id(p) for group in one.param_groups for p in group["params"]}
+        return [
+            name for name, one in self._parameters if one.grad is not None and id(one) not in owned
+        ]
 
     def _before(self, module: torch.nn.Module, inputs: Any) -> None:
         if threading.get_ident() != self._thread:

@@ -13,11 +13,12 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from types import CodeType, FrameType
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from dlrm_workbook.recordings.torch.sampling import is_user_code
@@ -44,17 +45,81 @@ _VIEW = re.compile(
 """Operators that compute nothing."""
 
 
+_LOOKUP = re.compile(r"aten\.(_?embedding|index|gather|take|fbgemm)")
+_RANDOM = re.compile(r"dropout|rand|bernoulli|normal|uniform|multinomial|exponential|poisson|empty")
+
+
+class _Values:
+    """Numbers values as a compiler does (value numbering): equal operators on equal operands give
+    one value, whatever memory holds it."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Any, int] = {}
+        self._results: dict[Any, list[int]] = {}
+        self._storages: dict[int, StorageWeakRef] = {}
+        """Held, so that no other storage gets the address of one that is gone."""
+
+    def repeats(self, function: Any, args: Any, kwargs: Any, results: list[torch.Tensor]) -> bool:
+        """Whether an operator that ran just now computed values that were computed before."""
+        if function._schema.is_mutable or _RANDOM.search(str(function)):
+            return False
+        key = (function, self._key(args), self._key(kwargs))
+        numbers = self._results.get(key)
+        if numbers is None:
+            self._results[key] = [self.number(one) for one in results]
+            return False
+        for one, number in zip(results, numbers, strict=True):
+            self._numbers[self._identity(one)] = number
+        return True
+
+    def _key(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return self.number(value), torch.Tensor
+        if isinstance(value, (tuple, list)):
+            return tuple(map(self._key, value))
+        if isinstance(value, dict):
+            return tuple((name, self._key(one)) for name, one in value.items())
+        return type(value), value
+
+    def number(self, tensor: torch.Tensor) -> int:
+        """The number of a tensor's value."""
+        return self._numbers.setdefault(self._identity(tensor), len(self._numbers))
+
+    def _identity(self, tensor: torch.Tensor) -> Any:
+        """What differs of any two tensors that may hold different numbers."""
+        storage = StorageWeakRef(tensor.untyped_storage())
+        self._storages.setdefault(storage.cdata, storage)
+        place = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
+        return storage.cdata, tensor._version, place
+
+
 class SeenOperators(TorchDispatchMode):
     """Looks at what this thread computes, from :meth:`start` to :meth:`stop`.
 
     Args:
         parameters: names and parameters of the models, so that operands have names.
+        tables: names and weights of embedding tables.
     """
 
-    def __init__(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def __init__(
+        self,
+        parameters: Iterable[tuple[str, torch.Tensor]],
+        tables: Iterable[tuple[str, torch.Tensor]] = (),
+    ) -> None:
         super().__init__()
         self._weights = {_address(weight): name for name, weight in parameters}
         self._weights.pop(0, None)
+        self._tables: dict[int, dict[str, Any]] = {
+            _address(table): {"name": name, "rows": len(table), "lookups": 0, "whole": 0}
+            for name, table in tables
+        }
+        self._tables.pop(0, None)
+        self._values = _Values()
+        self._over_tables: dict[int, dict[str, Any]] = {}
+        """Value to the table that it is computed from, with as many rows and numbers."""
+        self._weighted: dict[tuple[CodeType, int], dict[str, float]] = {}
+        """Line to the numbers computed with each weight, of which half are those whose input
+        learns too, and with any (under "")."""
         self._thread, self._spent_s, self._left_out = threading.get_ident(), 0.0, 0
         self._user: dict[CodeType, bool] = {}
         self._lines: dict[tuple[CodeType, int], list[int]] = {}
@@ -81,27 +146,37 @@ class SeenOperators(TorchDispatchMode):
         finally:
             self._runs = looked
 
-    def document(self) -> dict[str, Any]:
+    def document(self, untrained: Collection[str] = ()) -> dict[str, Any]:
         """Everything seen, as JSON holds it.
 
         ``operators`` have ``file``, ``line`` and ``function``, and of what runs below the line,
         backward pass apart, ``calls`` of operators that compute, ``small`` (of them),
-        ``elements`` of their results, how many of these are ``double`` and how many come
-        ``without_gradients``; ``own_calls``, ``own_small``, ``own_elements`` and ``own_double`` are
-        of what it calls itself. ``products`` have ``name`` (of the weight, or of the function),
-        ``calls``, ``rows``, ``inputs``, ``outputs`` and ``zeros`` (share of the elements of the
-        operand that has most, in the call that has fewest), and the place. ``seconds`` were spent
-        looking, ``left_out`` calls not seen.
+        ``elements`` of their results, how many of these are ``double``, come
+        ``without_gradients``, or were computed ``again`` from the same operands; ``moved``
+        (elements of each one's largest operand or result) and how many of these are of a ``whole``
+        embedding table; ``own_calls`` and so on are of what it calls itself. Of the numbers that it
+        computes with ``weights``, ``untrained`` are those of the weights so named. ``products``
+        have ``name`` (of the weight, or of the function), ``calls``, ``rows``, ``inputs``,
+        ``outputs`` and ``zeros`` (share of the elements of the operand that has most, in the call
+        that has fewest), and the place. ``whole_tables`` have ``name``, ``rows``, ``lookups`` and
+        in how many calls they are ``whole``. ``seconds`` were spent looking, ``left_out`` calls
+        not seen.
         """
         return {
             "operators": [
-                {**_place(code, line), **dict(zip(_COUNTS, counts, strict=True))}
-                for (code, line), counts in self._lines.items()
+                {
+                    **_place(*place),
+                    **dict(zip(_COUNTS, counts, strict=True)),
+                    "weights": (of := self._weighted.get(place, {})).get("", 0),
+                    "untrained": sum(of.get(name, 0) for name in untrained),
+                }
+                for place, counts in self._lines.items()
             ],
             "products": [
                 {**product, **_place(code, line)}
                 for (code, line, _), product in self._products.items()
             ],
+            "whole_tables": [table for table in self._tables.values() if table["whole"]],
             "seconds": self._spent_s,
             "left_out": self._left_out,
         }
@@ -116,36 +191,67 @@ class SeenOperators(TorchDispatchMode):
                 self._left_out += 1
                 return result
             try:
-                self._look(str(function), args, result)
+                self._look(function, args, kwargs or {}, result)
             except Exception:  # what is trained is worth more than what is seen of it
                 self._left_out += 1
             self._spent_s += time.perf_counter() - began
         return result
 
-    def _look(self, name: str, args: Any, result: Any) -> None:
-        if torch._C._current_graph_task_id() != -1 or _VIEW.match(name):
+    def _look(self, function: Any, args: Any, kwargs: Any, result: Any) -> None:
+        if torch._C._current_graph_task_id() != -1:
             return  # backward, whose lines are those that built it
+        name = str(function)
         operands = [one for one in _flat(args) if isinstance(one, torch.Tensor)]
         results = [one for one in _flat([result]) if isinstance(one, torch.Tensor)]
-        places = self._places()
+        again, whole = False, 0
+        with contextlib.suppress(RuntimeError, TypeError, ValueError):  # of sparse operands
+            again = self._values.repeats(function, args, kwargs, results)
+            whole = self._of_tables(name, operands, results)
+        places = [] if _VIEW.match(name) else self._places()
         if not places or not results:
             return
         elements = sum(one.numel() for one in results)
         small = elements + sum(one.numel() for one in operands) < SMALL_ELEMENTS
         double = elements if results[0].dtype == torch.float64 else 0
         learns = torch.is_grad_enabled() and any(one.requires_grad for one in operands)
-        counts = (1, int(small), elements, double, 0 if learns else elements)
+        moved = max(one.numel() for one in (*operands, *results))
+        gradients = 0 if learns else elements
+        counts = (1, int(small), elements, double, gradients, again * elements, moved, whole)
         for place in dict.fromkeys(places):
             held = self._lines.get(place)
             if held is None:
                 if len(self._lines) >= MOST_LINES:
                     continue
                 held = self._lines[place] = [0] * len(_COUNTS)
-            own = counts[:4] if place == places[0] else (0, 0, 0, 0)
+            own = counts if place == places[0] else (0,) * len(counts)
             for at, more in enumerate((*counts, *own)):
                 held[at] += more
+        named = [self._weights.get(_address(one)) for one in operands] if learns else []
+        if weight := next(filter(None, named), ""):
+            inputs = [one for one, weight_of in zip(operands, named, strict=True) if not weight_of]
+            of = self._weighted.setdefault(places[0], {"": 0})
+            of[""] += elements
+            half = any(one.requires_grad for one in inputs)
+            of[weight] = of.get(weight, 0) + elements / (2 if half else 1)
         if _PRODUCT.match(name) and not captures():
             self._multiply(places[0], operands[-2:])
+
+    def _of_tables(self, name: str, operands: Any, results: Any) -> int:
+        """Numbers of a table with all of which an operator computes; 0 of none."""
+        most = 0
+        for one in operands:
+            table = self._tables.get(_address(one)) or self._over_tables.get(
+                self._values.number(one)
+            )
+            if table is None or one.ndim < 2 or len(one) != table["rows"]:
+                continue
+            if _LOOKUP.match(name):
+                table["lookups"] += operands[1].numel() if len(operands) > 1 else 0
+            elif torch.is_grad_enabled() and not _PRODUCT.match(name):
+                most, table["whole"] = max(most, one.numel()), table["whole"] + 1
+                same = [each for each in results if each.shape == one.shape]
+                self._over_tables |= {self._values.number(each): table for each in same}
+        return most
 
     def _multiply(self, place: tuple[CodeType, int], operands: list[torch.Tensor]) -> None:
         left, right = operands
@@ -189,10 +295,8 @@ class SeenOperators(TorchDispatchMode):
         return places
 
 
-_COUNTS = (
-    *("calls", "small", "elements", "double", "without_gradients"),
-    *("own_calls", "own_small", "own_elements", "own_double"),
-)
+COUNTS = ("calls", "small", "elements", "double", "without_gradients", "again", "moved", "whole")
+_COUNTS = (*COUNTS, *(f"own_{name}" for name in COUNTS))
 
 
 def _place(code: CodeType, line: int) -> dict[str, Any]:
