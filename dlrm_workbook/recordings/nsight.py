@@ -496,7 +496,7 @@ class _Export:
         for pattern, same in OVERHEADS.items():
             name = name.mask(name.str.contains(pattern).astype(bool), same)
         line = _threads(own["globalTid"])
-        marks = own[["start", "end"]]
+        marks = own[["start"]].assign(duration=own["end"] - own["start"])
         return marks.assign(line=line, name=name, kind="overhead", correlation=-1)
 
     # ---- all of it ------------------------------------------------------------------

@@ -326,6 +326,16 @@ def test_graphs_streams_samples_and_what_nsight_systems_says(tmp_path: Path) -> 
     assert no_overlaps(recording)
 
 
+def test_what_the_profiler_does_is_counted_from_the_first_event(tmp_path: Path) -> None:
+    export = Export(tmp_path / "a.sqlite")
+    export.call(1_000_000, 1_010_000, "cudaLaunchKernel", 1)
+    export.work(KERNEL, 1_020_000, 1_030_000, 1)
+    own = {"start": 1_400_000, "end": 1_450_000, "globalTid": gid(7, 8)}
+    export.rows["PROFILER_OVERHEAD"].append(own | {"nameId": export.text("CUPTI Buffer flush")})
+    overhead = open_recording(export.write()).profile.meta["profiler_overhead"]
+    assert overhead == {"name": ["Buffer Flush"], "start": [400_000], "end": [450_000]}
+
+
 def test_processes_with_gpus_of_their_own_are_ranks(tmp_path: Path) -> None:
     one, other = training(tmp_path / "a.sqlite"), training(tmp_path / "b.sqlite", process=9, gpu=1)
     for table, rows in other.rows.items():
