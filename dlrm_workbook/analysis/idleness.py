@@ -177,7 +177,7 @@ def idle_pieces(profile: Profile) -> pd.DataFrame:
     cause[wait >= 0] = "start-up"
     if len(launched):
         lasts = np.minimum(waiting[1][wait], gap_end) - np.maximum(waiting[0][wait], gap_start)
-        cause[(wait >= 0) & (lasts > max(_LATENCY * _usual_start_up(work), KERNEL_GAP_NS))] = (
+        cause[(wait >= 0) & (lasts > max(_LATENCY * usual_start_up(work), KERNEL_GAP_NS))] = (
             "dependency"
         )
     cause[gap_end - gap_start < KERNEL_GAP_NS] = "kernel gap"
@@ -219,9 +219,8 @@ def felt_share(profile: Profile, contexts: Ints) -> float:
     lane = segments(profile, device=False)
     host = (lane["start_ns"].to_numpy(), lane["end_ns"].to_numpy(), lane["context"].to_numpy())
     waits = np.isin(np.append(_activities(profile), "")[_context_at(host, end)], _WAITING)
-    slack = np.where(
-        waits | (launched < 0), end - start, end - launched - _usual_start_up(work)
-    ).clip(0, end - start)
+    late = end - launched - usual_start_up(work)
+    slack = np.where(waits | (launched < 0), end - start, late).clip(0, end - start)
     # operations of several streams overlap: time counts once
     pieces = _stretches(chosen)
     which = stretch_at(start, end, pieces[0])
@@ -239,11 +238,12 @@ def _context_at(lane: tuple[Ints, Ints, Ints], at: Ints) -> Ints:
     return np.append(context, -1)[stretch_at(start, end, at)]
 
 
-def _usual_start_up(work: pd.DataFrame) -> float:
-    """Median ns from a launch to its start when the GPU had nothing else to do; 0 if never."""
+def usual_start_up(work: pd.DataFrame, since: str = "launch_end_ns") -> float:
+    """Median ns from a launch (its end, or what column is given) to the start of its work when the
+    GPU had nothing else to do; 0 if never."""
     reached = np.maximum.accumulate(work["end_ns"].to_numpy())
     before = np.append(np.iinfo(np.int64).min, reached[:-1])
-    launch = work["launch_end_ns"].to_numpy()
+    launch = work[since].to_numpy()
     alone = (launch >= 0) & (launch >= before)
     delay = (work["start_ns"].to_numpy() - launch)[alone]
     return float(np.median(delay)) if len(delay) else 0.0
@@ -317,12 +317,8 @@ def thread_states(profile: Profile) -> pd.DataFrame:
         states["blocked"] = wall - computing - states["waiting for a core"]
     else:
         states["off core"] = wall - computing
-    state_times = pd.DataFrame(
-        {
-            "iteration": columns.get("iteration", range(len(wall))),
-            "profiled": columns.get("profiled", True),
-            **states,
-        }
+    state_times = pd.DataFrame(states).assign(
+        iteration=columns.get("iteration", range(len(wall))), profiled=columns.get("profiled", True)
     )
     table = state_times.melt(["iteration", "profiled"], var_name="state", value_name="time_ms")
     return table.sort_values("iteration", kind="stable", ignore_index=True)[THREAD]
@@ -430,8 +426,9 @@ def _on_cpu(profile: Profile) -> list[dict[str, Any]]:
             for thread in profile.meta.get("threads_cpu") or []
             if thread.get("kind") == "python"
         )
-        beside = {"what": "data", "where": "other threads", "total_ms": ahead, "exposed_ms": 0.0}
-        rows.append(beside)
+        rows.append(
+            {"what": "data", "where": "other threads", "total_ms": ahead, "exposed_ms": 0.0}
+        )
     return rows
 
 
@@ -473,19 +470,10 @@ def gpu_idleness(profile: Profile) -> pd.DataFrame:
     for (gpu, rank), group in streams.groupby(["gpu", "rank"], sort=True):
         start, end = _idle(profile, group["profile"].tolist(), first, last)
         idle = int((end - start).sum())
-        rows.append(
-            {
-                "gpu": gpu,
-                "rank": rank,
-                "streams": len(group),
-                "span_ms": (last - first) / 1e6,
-                "busy_ms": (last - first - idle) / 1e6,
-                "idle_ms": idle / 1e6,
-                "idle_share": idle / (last - first) if last > first else np.nan,
-                "gaps": len(start),
-                "longest_gap_ms": (end - start).max(initial=0) / 1e6,
-            }
-        )
+        times = np.array([last - first, last - first - idle, idle]) / 1e6
+        share = idle / (last - first) if last > first else np.nan
+        longest = (end - start).max(initial=0) / 1e6
+        rows.append((gpu, rank, len(group), *times, share, len(start), longest))
     table = pd.DataFrame(rows, columns=IDLENESS)
     table.attrs["span"] = span
     return table

@@ -156,7 +156,7 @@ def test_ranks_of_the_recording_add_up(eight: Any) -> None:
 def test_the_finding_names_the_late_rank(eight: Any) -> None:
     found = findings(eight.profile, attribute(eight.profile), eight.ranks)
     finding = next(one for one in found if one.id == "rank_imbalance")
-    assert "most for rank 7" in finding.title and finding.share_of_step < 0.2
+    assert "above all for rank 7" in finding.title and finding.share_of_step < 0.2
     assert finding.predicted_speedup["high"] <= 1 / (1 - finding.share_of_step) + 1e-9
     alone = findings(eight.profile, attribute(eight.profile))
     assert "rank_imbalance" not in [one.id for one in alone]

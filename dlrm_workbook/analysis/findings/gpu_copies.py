@@ -232,13 +232,10 @@ def exposed_communication(evidence: Evidence, ledger: Causes) -> Measured | None
     if alone < EXCHANGE_ALONE_SHARE * evidence.total_ms:
         return None
     ledger.explain(alone, ("communication", largest(exchange.groupby(PART).size())[1]))
-    names = (
-        evidence.profile.contexts["name"]
-        .iloc[exchange["context"]]
-        .map(lambda name: kernel_name(name).short)
-    )
+    names = evidence.profile.contexts["name"].iloc[exchange["context"]]
+    kinds = exchange.groupby([kernel_name(name).short for name in names])
+    by_kind = pd.Series({kind: evidence.alone_ms(rows, rows)[0] for kind, rows in kinds})
     length = (exchange["end_ns"] - exchange["start_ns"]) / 1e6 / evidence.iterations
-    by_kind = length.groupby(names.to_numpy()).sum().nlargest(MOST_LISTED)
     return {
         "share": alone / evidence.total_ms,
         "time": time,
@@ -247,7 +244,7 @@ def exposed_communication(evidence: Evidence, ledger: Causes) -> Measured | None
         "unknown": None
         if len(evidence.ranks) > 1
         else "The recording of one rank does not show how much of it is waiting for another rank.",
-        "kinds": listed_times(by_kind),
+        "kinds": listed_times(by_kind.nlargest(MOST_LISTED)),
         "pieces": (exchange["context"], length),
         "speedup": bounded(alone / evidence.total_ms),
     }

@@ -14,13 +14,8 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from dlrm_workbook.analysis.attribution import (
-    IDLE,
-    PART,
-    host_is_traced,
-    main_thread,
-)
-from dlrm_workbook.analysis.context_tree import scopes_of
+from dlrm_workbook.analysis.attribution import IDLE, PART, host_is_traced, main_thread
+from dlrm_workbook.analysis.context_tree import running, scopes_of
 from dlrm_workbook.analysis.findings.evidence import MOST_LISTED, Evidence, listed_times
 from dlrm_workbook.analysis.findings.finding import (
     Causes,
@@ -124,7 +119,7 @@ def blocking_launches(evidence: Evidence, ledger: Causes) -> Measured | None:
     "synchronisation",
     title="The host waits for the GPU {count:,.0f} times in each step{most}",
     evidence=(
-        "{names} is called {count:,.1f} times per iteration, most in {place}; the host waits "
+        "{names} is called {count:,.1f} times per iteration{place}; the host waits "
         "{waited:ms} in it, and the GPU idles {idle:ms} {during}.",
         "The host waits below {operators}.",
         "Its own work takes less time than the GPU's, so that it could run ahead but for the "
@@ -147,7 +142,7 @@ def synchronising(evidence: Evidence, ledger: Causes) -> Measured | None:
     calls = _synchronising_calls(evidence)
     if calls.empty:
         return None
-    idle, lost = _idle_around(evidence, calls, ledger)
+    idle = _idle_around(evidence, calls, ledger)
     around = _operators_around(evidence, calls)
     calls = _with_idle_inside(evidence, calls, around, ledger)
     lost = float(calls["lost_ms"].sum())
@@ -180,12 +175,10 @@ def synchronising(evidence: Evidence, ledger: Causes) -> Measured | None:
         "component": part[0],
         "names": ", ".join(sorted(calls["name"].unique())),
         "count": len(calls) / count,
-        "place": part_name(*part) if part[0] != "other" else "the loop",
+        "place": _mostly_in(calls, "lost_ms"),
         "waited": waited,
         "idle": idle,
-        "during": "during and after it, and in the operators around it"
-        if len(around)
-        else "during and after it",
+        "during": f"during and after it{', and in the operators around it' * bool(len(around))}",
         "doubt": evidence.doubt,
         "pieces": (calls["context"], calls["lost_ms"]),
     }
@@ -205,12 +198,14 @@ def _synchronising_calls(evidence: Evidence) -> pd.DataFrame:
     parent = profile.contexts["parent"].to_numpy()
     work = evidence.work
     read = work[evidence.named(READ_BACK)[work["context"]] & work["launch_start_ns"].ge(0)]
-    copying = np.zeros(len(parent), dtype=bool)
-    copying[parent[read["context"]]] = True
+    copying = np.isin(np.arange(len(parent)), parent[read["context"]])
     copies = evidence.spans(copying & profile.of_kind("runtime"))
     ended = read.groupby("launch_start_ns")["end_ns"].max().reindex(copies["start_ns"]).to_numpy()
     waits = copies["end_ns"].to_numpy() >= ended  # NaN: no
     calls = pd.concat([_calls(evidence, SYNC), copies[waits]]).sort_values("start_ns")
+    if profile.iterations.empty:  # what waits for the end holds nothing up
+        launched = work["launch_start_ns"].where(work["launch_start_ns"].ge(0), work["start_ns"])
+        calls = calls[calls["start_ns"].lt(launched.max())]
     calls = calls.reset_index(drop=True)
     if calls.empty:
         return calls
@@ -220,9 +215,17 @@ def _synchronising_calls(evidence: Evidence) -> pd.DataFrame:
     return calls.assign(waited_ms=length / 1e6 / len(evidence.windows[0]))
 
 
-def _idle_around(evidence: Evidence, calls: pd.DataFrame, ledger: Causes) -> tuple[float, float]:
-    """(idle time from synchronising calls to the next work, that of it the calls cost), ms of a
-    mean iteration; each call gets its part as ``lost_ms``."""
+def _mostly_in(rows: pd.DataFrame, column: str) -> str:
+    """``, most in PART``; of a part with less than half of a column, ``the largest part``."""
+    by_part = rows.groupby(PART)[column].sum()
+    part = largest(by_part)
+    word = "most" if by_part[part] > 0.5 * by_part.sum() else "the largest part"
+    return f", {word} in {part_name(*part)}" if part[0] != "other" else ""
+
+
+def _idle_around(evidence: Evidence, calls: pd.DataFrame, ledger: Causes) -> float:
+    """Idle time from synchronising calls to the next work, ms of a mean iteration; what of it each
+    call costs becomes ``lost_ms``."""
     busy = _busy_or_taken(evidence, ledger)
     first, last = evidence.windows
     start, end = calls["start_ns"].to_numpy(), calls["end_ns"].to_numpy()
@@ -240,7 +243,7 @@ def _idle_around(evidence: Evidence, calls: pd.DataFrame, ledger: Causes) -> tup
     lost = np.minimum(gap, waited) * table["waited"] / waited.where(waited > 0, 1)
     count = 1e6 * len(first)
     calls["lost_ms"] = lost.to_numpy() / count
-    return float(groups["idle"].max().sum()) / count, float(calls["lost_ms"].sum())
+    return float(groups["idle"].max().sum()) / count
 
 
 def _busy_or_taken(evidence: Evidence, ledger: Causes) -> Stretches:
@@ -287,8 +290,7 @@ def _operators_around(evidence: Evidence, calls: pd.DataFrame) -> pd.DataFrame:
         spans = trace[trace["context"].eq(operator)].sort_values("start_ns")
         own = calls.index[calls["context"].eq(context)]
         at = np.searchsorted(spans["start_ns"], calls.loc[own, "start_ns"], side="right") - 1
-        start = spans["start_ns"].to_numpy()[np.maximum(at, 0)]
-        end = spans["end_ns"].to_numpy()[np.maximum(at, 0)]
+        start, end = spans[["start_ns", "end_ns"]].to_numpy()[np.maximum(at, 0)].T
         waited = (calls.loc[own, "end_ns"] - calls.loc[own, "start_ns"]).to_numpy()
         inside = (at >= 0) & (calls.loc[own, "end_ns"].to_numpy() <= end)
         inside &= waited >= OF_OPERATOR * (end - start)
@@ -311,9 +313,8 @@ def _with_idle_inside(
     start, end = around["start_ns"].to_numpy(), around["end_ns"].to_numpy()
     idle = (end - start - overlap(start, end, *busy)) / 1e6 / evidence.iterations
     inside = pd.Series(idle, index=around["call"]).groupby(level=0).sum()
-    return calls.assign(
-        lost_ms=np.fmax(calls["lost_ms"], inside.reindex(calls.index)).astype(float)
-    )
+    lost = np.fmax(calls["lost_ms"], inside.reindex(calls.index))
+    return calls.assign(lost_ms=lost.astype(float))
 
 
 ALLOCATION_SHARE = 0.05
@@ -322,18 +323,25 @@ ALLOCATION_SHARE = 0.05
 ALLOCATING = re.compile(r"^(?:cuda|cu|hip)(?:Malloc|Free|Mem(?:Alloc|Free)|Host(?:Alloc|Free))")
 """Calls that take memory from the driver or give it back."""
 
+FEW_CALLS, FEW_OF_STEPS, MOSTLY = 0.1, 0.4, 0.75
+"""Share of all calls, or of the iterations, up to which those with most of the time are few."""
+
+FIRST_CALLS = (
+    "Few calls take so long while libraries load: record later iterations, see what recurs."
+)
+
 
 @rule(
     "allocation",
     title="The GPU is idle {share:.0%} of the step while the host takes or gives back memory",
     evidence=(
-        "{names}: {count:,.1f} calls per iteration; the GPU idles {time:ms} in them, most in "
-        "{place}.",
+        "{names}: {count:,.1f} calls per iteration; the GPU idles {time:ms} in them{place}.",
+        "{once}",
         "{doubt}",
     ),
-    advice="Keep memory: torch's caching allocator calls the driver only when it has none left, "
-    "when blocks are too split (PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True) or after "
-    "torch.cuda.empty_cache(); a smaller batch or buffers taken once leave it room.",
+    advice="Keep memory and use it again: torch's caching allocator calls the driver only when it "
+    "has none left, when blocks are too split (PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True) "
+    "or after torch.cuda.empty_cache(); a smaller batch or buffers taken once leave it room.",
     limit="memory capacity",
     gpu=True,
     concerns=(IDLE,),
@@ -348,20 +356,31 @@ def allocation(evidence: Evidence, ledger: Causes) -> Measured | None:
     time = min(float(idle["idle_ms"].sum()), max(left, 0.0))
     if time < ALLOCATION_SHARE * evidence.total_ms:
         return None
-    profile = evidence.profile
     calls = _calls(evidence, ALLOCATING)
-    names = profile.contexts["name"].iloc[calls["context"]]
+    names = evidence.profile.contexts["name"].iloc[calls["context"]].to_numpy()
     part = largest_part(idle, "idle_ms")
     ledger.explain(time, part)
     ledger.idle_ms += time
     ledger.idle_causes.add("allocation")
-    return {
+    ms, steps, once = (
+        (calls["end_ns"] - calls["start_ns"]).to_numpy() / 1e6,
+        evidence.iterations,
+        None,
+    )
+    longest = pd.Series(ms, index=names).sort_values(ascending=False)
+    longest = longest[longest.cumsum().shift(fill_value=0) < MOSTLY * longest.sum()]
+    habit = FEW_OF_STEPS * steps if steps > 1 else max(FEW_CALLS * len(calls), 1)
+    if 0 < len(longest) <= habit:
+        by_name = longest.groupby(level=0).sum().nlargest(MOST_LISTED)
+        once = f"Most of that passes in {len(longest)} of the calls: {listed_times(by_name)}."
+    return ({"advice": FIRST_CALLS} if once else {}) | {
         "share": time / evidence.total_ms,
         "component": part[0],
-        "names": ", ".join(sorted(names.unique())) or "Calls of the driver",
+        "names": ", ".join(sorted(set(names))) or "Calls of the driver",
         "count": len(calls) / evidence.iterations,
         "time": time,
-        "place": part_name(*part) or "the loop",
+        "place": _mostly_in(idle, "idle_ms"),
+        "once": once,
         "doubt": evidence.doubt,
         "pieces": (idle["context"], idle["idle_ms"]),
     }
@@ -388,13 +407,14 @@ WAITS_FOR_LAUNCHES = "The GPU waits {share:.0%} of the time for launches{launche
     title="The GPU is idle {idle:.0%} of the time, most of it waiting for launches{launched_by}",
     evidence=(
         "There are {launches:,.0f} {what} per iteration of {usual_us:.1f} µs (median){left_out}, "
-        "and a launch takes {launch}; in {share:.0%} of the time the GPU waits in gaps below "
+        "and a launch takes {launch}; in {waiting:.0%} of the time the GPU waits in gaps below "
         "{gap_us:.0f} µs while the host runs operators and launches them.",
-        "{most_by}",
+        "{launches_by:,.0f} of them are launched by {by}.",
+        "In other gaps, {rest:ms} in all, the host is longest in {host}.",
         "{doubt}",
     ),
     advice="Fewer and longer kernels: capture the step in a CUDA graph (training.cuda_graphs), "
-    "compile it, a larger batch, fused embeddings and optimiser.",
+    "compile it, a larger batch{fused}.",
     limit="launches",
     gpu=True,
     concerns=(IDLE,),
@@ -405,9 +425,8 @@ def launch_bound(evidence: Evidence, ledger: Causes) -> Measured | None:
         return None
     launch_us = _launch_us(evidence)
     idle = _launching(evidence, ledger)
-    lost = float(idle["idle_ms"].sum())
     left = max(0.0, evidence.idle_ms - ledger.idle_ms - _data_ms(evidence, ledger))
-    lost = min(lost, left)
+    lost = min(float(idle["idle_ms"].sum()), left)
     work = evidence.work[~evidence.is_exchange]
     if not work["kind"].eq("kernel").any() or lost < ONE_LAUNCHER_SHARE * evidence.total_ms:
         return None
@@ -421,29 +440,43 @@ def launch_bound(evidence: Evidence, ledger: Causes) -> Measured | None:
         own_us = float((own["end_ns"] - own["start_ns"]).median()) / 1e3
         if of_launches < MOST_LAUNCHES or own_us > launch_us:
             return None
-    ledger.idle_ms += lost
     ledger.idle_causes.add("launches")
     cost = launch_cost_us(evidence.profile)
     graphs: dict[str, Any] = {"training.cuda_graphs": True}
     if evidence.parameter("training.embedding_backend", "torch") != "fused":
         # with any other the host waits for the GPU in every update: nothing to capture
         graphs["training.embedding_backend"] = "fused"
-    title = {} if lost > 0.5 * evidence.idle_ms else {"title": WAITS_FOR_LAUNCHES}
     steps = evidence.iterations
+    rest, rest_ms = _unexplained(evidence, ledger), left - evidence.after_ms - lost
+    waiting, most_of_it = lost, lost > 0.5 * evidence.idle_ms
+    outer = time_by_name(evidence.profile, idle["context"], idle["idle_ms"])["outer"]
+    same = main_place(evidence.profile, rest["context"], rest["idle_ms"]) in (
+        "",
+        *map(shown, outer.index[:1]),
+    )
+    if most_of_it and same and rest_ms >= IDLE_SHARE * evidence.total_ms:
+        # one cause: operators that the host is slow to call
+        lost, idle = lost + rest_ms, pd.concat([idle, rest])
+    ledger.idle_ms += lost
     # what has no part and is no single operator tells nothing
     by_one = of_launches >= MOST_LAUNCHES and bool(most)
     by_one &= part[0] != "other" or "," not in most
     place = f" in {part_name(*part)}" if part[0] != "other" else ""
-    small = "copies by " if own["kind"].eq("copy").mean() > MOST_LAUNCHES else ""
+    small = "copies " if own["kind"].eq("copy").mean() > MOST_LAUNCHES else ""
     if not by_one:
         part = largest_part(idle, "idle_ms")
+    named = {"embedding": "embeddings", "optimizer": "optimiser"}
+    fused = [name for key, name in named.items() if evidence.time(key) > 0]
     return {
         "share": lost / evidence.total_ms,
+        "waiting": waiting / evidence.total_ms,
+        "rest": lost - waiting if lost > waiting else None,
+        "host": listed_times(_by_name(evidence, rest)),
+        "fused": f", fused {' and '.join(fused)}" if fused else "",
         "component": part[0],
-        "launched_by": f" of {small}{most}{place}" if by_one else "",
-        "most_by": f"{len(own) / steps:,.0f} of them are launched by {most}{place}."
-        if by_one
-        else None,
+        "launched_by": f", {of_launches:.0%} of them {small}by {most}{place}" if by_one else "",
+        "by": f"{most}{place}" if by_one else None,
+        "launches_by": len(own) / steps,
         "idle": evidence.idle_ms / evidence.total_ms,
         "launches": launches / steps,
         "what": "kernels and copies" if work["kind"].eq("copy").any() else "kernels",
@@ -455,7 +488,7 @@ def launch_bound(evidence: Evidence, ledger: Causes) -> Measured | None:
         "doubt": evidence.doubt,
         "change": {} if evidence.parameter("training.cuda_graphs", False) else graphs,
         "speedup": predicted(evidence, graphs) or bounded(lost / evidence.total_ms),
-        **title,
+        **({} if most_of_it else {"title": WAITS_FOR_LAUNCHES}),
     }
 
 
@@ -472,8 +505,8 @@ def _main_launcher(evidence: Evidence, kernels: pd.DataFrame) -> tuple[pd.DataFr
     outer = outermost_row(contexts["parent"].to_numpy(), operator)[kernels["context"].to_numpy()]
     names = np.where(outer >= 0, contexts["name"].to_numpy()[outer], "")
     table = kernels.assign(by=names)
-    own = _largest_group(table, PART)
-    most = _largest_group(own, ["by"])
+    own = max((rows for _, rows in table.groupby(PART, sort=False)), key=len)
+    most = max((rows for _, rows in own.groupby("by", sort=False)), key=len)
     if len(most) >= MOST_LAUNCHES * len(own) and most["by"].iloc[0]:
         return most, len(most) / len(kernels), str(most["by"].iloc[0])
     marked = nearest(contexts["parent"].to_numpy(), evidence.profile.of_kind("annotation"))
@@ -485,11 +518,6 @@ def _main_launcher(evidence: Evidence, kernels: pd.DataFrame) -> tuple[pd.DataFr
         return own, len(own) / len(kernels), f"the range '{str(share.index[0])[:70]}'"
     listed = own["by"][own["by"].ne("")].value_counts().index[:3]
     return own, len(own) / len(kernels), ", ".join(map(str, listed))
-
-
-def _largest_group(table: pd.DataFrame, keys: list[str]) -> pd.DataFrame:
-    """The rows of the largest group by some columns."""
-    return max((rows for _, rows in table.groupby(keys, sort=False)), key=len)
 
 
 PYTHON_GAP = 10.0
@@ -531,7 +559,7 @@ def _launching(evidence: Evidence, ledger: Causes) -> pd.DataFrame:
         1e3 * PYTHON_GAP * launch_us
     )
     short = idle["gap_ns"].lt(1e3 * SHORT_GAPS * launch_us) & ~in_one & ~_long_calls(evidence, idle)
-    return idle[short & idle["cause"].isin(LAUNCHING) & ~_in_waits(idle, ledger)]
+    return without(idle[short & idle["cause"].isin(LAUNCHING)], ledger.waits)
 
 
 LONG_STAYS, LEAST_STAY_US = 5.0, 50.0
@@ -572,11 +600,6 @@ def _doing(evidence: Evidence, idle: pd.DataFrame) -> np.ndarray:
     return np.where(outer >= 0, outer, np.arange(len(outer)))[idle["context"].to_numpy()]
 
 
-def _in_waits(idle: pd.DataFrame, ledger: Causes) -> np.ndarray:
-    """Which rows of ``evidence.idle`` lie in operators that wait for the GPU."""
-    return stretch_at(*ledger.waits, idle["start_ns"].to_numpy()) >= 0
-
-
 def _data_ms(evidence: Evidence, ledger: Causes) -> float:
     """Idle time of a mean step that the rule for making batches has explained."""
     if not ledger.is_explained(("data", "forward")):
@@ -601,6 +624,7 @@ HOST_UNKNOWN = (
         "It does nothing in {idle_time:ms} of {total:ms} per iteration.",
         "{others}",
         "{gap}",
+        "In {queued:ms} of it launched work waited: for other streams, or for work not recorded.",
         "{host_unknown}",
         "The host meanwhile: {host}.",
         "{beside}",
@@ -621,17 +645,17 @@ def gpu_idle(evidence: Evidence, ledger: Causes) -> Measured | None:
     unexplained = _unexplained(evidence, ledger)
     traced = host_is_traced(evidence.profile)
     upto = "for up to " if evidence.has_graphs else ""
+    idle = evidence.idle_ms / evidence.total_ms
     figures: Measured = {
         "share": left / evidence.total_ms,
-        "idle": upto + _precise(evidence.idle_ms / evidence.total_ms),
+        # all but 0.1% of it is not all of it
+        "idle": upto
+        + ("over 99.9%" if idle > 0.9995 else format(idle, ".1%" if idle > 0.99 else ".0%")),
         "meanwhile": "",
         "gap": _longest_gap(evidence),
         "idle_time": evidence.idle_ms,
-        "others": None,
+        **dict.fromkeys(("others", "queued", "host", "beside", "blocked")),
         "host_unknown": None if traced else HOST_UNKNOWN,
-        "host": None,
-        "beside": None,
-        "blocked": None,
         "doubt": evidence.doubt,
         "remedy": "Measure what the host does as well; then shorten it, overlap it with the GPU's "
         "work (a loader that runs ahead), or move it to the GPU.",
@@ -639,23 +663,22 @@ def gpu_idle(evidence: Evidence, ledger: Causes) -> Measured | None:
         "speedup": bounded(left / evidence.total_ms)
         | {"mid": 1.0 / (1.0 - 0.5 * left / evidence.total_ms)},
     }
-    if explained > 0.02 * evidence.total_ms:
+    partly = explained > 0.02 * evidence.total_ms
+    if partly:
         figures["id"] = "gpu_idle_otherwise"
-        figures["title"] = "The GPU is idle {share:.0%} of the step{meanwhile}"
-        figures["meanwhile"] = " for no single reason"
-        figures["others"] = "The rest of its idle time has findings of its own."
+        figures["title"] = "The GPU is idle {idle} of the step{meanwhile}"
+        figures["meanwhile"] = f", {left / evidence.total_ms:.0%} for no single reason"
+        figures["others"] = f"{milliseconds(left)} of it have no finding of their own."
     if traced and len(unexplained):
-        figures |= _host_meanwhile(evidence, unexplained)
+        figures |= _host_meanwhile(evidence, unexplained, partly)
     ledger.explain(left, (str(figures.get("component", "other")), ""))
     return figures
 
 
 def _unexplained(evidence: Evidence, ledger: Causes) -> pd.DataFrame:
     """Rows of ``evidence.idle`` whose cause no other finding names."""
-    idle = without(evidence.idle, ledger.taken)
+    idle = without(without(evidence.idle, ledger.taken), ledger.waits)
     idle = idle[~idle["cause"].isin({"synchronisation", "allocation"} & ledger.idle_causes)]
-    if "synchronisation" in ledger.idle_causes:
-        idle = idle[~_in_waits(idle, ledger)]
     if "launches" in ledger.idle_causes:
         idle = idle.drop(_launching(evidence, ledger).index, errors="ignore")
     if _data_ms(evidence, ledger):
@@ -672,8 +695,6 @@ def _longest_gap(evidence: Evidence) -> str | None:
     work = launched_operations(evidence.profile)
     start, end = work["start_ns"].to_numpy(), work["end_ns"].to_numpy()
     first = evidence.windows[0]
-    if len(start) < 2:
-        return None
     begun = np.maximum.accumulate(end)[:-1]
     length = start[1:] - begun
     step = np.where(evidence.inside(begun), np.searchsorted(first, begun, side="right") - 1, -1)
@@ -682,8 +703,8 @@ def _longest_gap(evidence: Evidence) -> str | None:
         return None
     longest = gaps.loc[gaps.groupby("step")["length"].idxmax()]
     usual = float(longest["length"].median()) / 1e6
-    if usual < 0.5 * evidence.idle_ms:
-        return None
+    if usual < 0.5 * evidence.idle_ms or len(longest) < 0.8 * evidence.iterations:
+        return None  # iterations without work have none
     label = [part_name(*part) for part in zip(work["component"], work["phase"], strict=True)]
     row = longest.index.to_numpy()
     between = Counter((label[i], label[i + 1]) for i in row)
@@ -694,17 +715,30 @@ def _longest_gap(evidence: Evidence) -> str | None:
     return f"{milliseconds(usual)} of that are one gap in each iteration{where}."
 
 
-def _host_meanwhile(evidence: Evidence, idle: pd.DataFrame) -> Measured:
-    """What the host was in while the GPU did nothing: the parts or else the functions."""
+def _by_name(evidence: Evidence, idle: pd.DataFrame) -> pd.Series:
+    """Idle time by what the host is in, ms, most first."""
+    return idle.groupby(_host_names(evidence, idle))["idle_ms"].sum().nlargest(MOST_LISTED)
+
+
+def _host_meanwhile(evidence: Evidence, idle: pd.DataFrame, partly: bool) -> Measured:
+    """What the host was in while the GPU did nothing: the parts or else the functions; ``partly``
+    where the rest of the idle time has findings of its own."""
     by_part = idle.groupby(PART)["idle_ms"].sum().sort_values(ascending=False)
     named = by_part.drop("other", level="component", errors="ignore")
     total = float(idle["idle_ms"].sum())
-    by_name = idle.groupby(_host_names(evidence, idle))["idle_ms"].sum()
-    by_name = by_name.nlargest(MOST_LISTED)
+    by_name = _by_name(evidence, idle)
     functions = listed_times(by_name)
     if by_name.iloc[0] < 0.5 * total:  # many operators: what calls them
         main = main_place(evidence.profile, idle["context"], idle["idle_ms"])
-        by_name = pd.Series({main: total}) if main else by_name
+        levels = time_by_name(evidence.profile, idle["context"], idle["idle_ms"]).values()
+        held = {shown(str(name)): ms for times in levels for name, ms in times.items()}
+        by_name = pd.Series({main: held[main]}) if main else by_name
+    function = str(by_name.index[0])
+    own = idle[_host_names(evidence, idle) == function]
+    outer = time_by_name(evidence.profile, own["context"], own["idle_ms"])["outer"]
+    if RUNTIME_CALL.match(function) and len(outer) and outer.iloc[0] > 0.5 * total:
+        by_name = pd.Series({f"{function} of {shown(str(outer.index[0]))}": outer.iloc[0]})
+    queued = float(idle.loc[idle["cause"].eq("dependency"), "idle_ms"].sum())
     blocked = evidence.named(BLOCKING)[idle["context"]] & idle["context"].ge(0).to_numpy()
     blocked_ms = float(idle.loc[blocked, "idle_ms"].sum())
     figures: Measured = {
@@ -712,6 +746,7 @@ def _host_meanwhile(evidence: Evidence, idle: pd.DataFrame) -> Measured:
         "in_place": by_name.index[0] != NOWHERE,
         "pieces": (idle["context"], idle["idle_ms"]),
         "blocked": blocked_ms if blocked_ms > 0.1 * total else None,
+        "queued": queued if queued > 0.1 * total else None,
         "remedy": "Shorten what the host does there, overlap it with the GPU's work (a loader "
         "that runs ahead, launches without waiting), or move it to the GPU.",
     }
@@ -722,13 +757,14 @@ def _host_meanwhile(evidence: Evidence, idle: pd.DataFrame) -> Measured:
         )
         figures["host"] = f"{places}; by function {functions}"
         figures["component"] = str(named.index[0][0])
-    function = str(by_name.index[0])
-    outer = time_by_name(evidence.profile, idle["context"], idle["idle_ms"])["outer"]
-    if RUNTIME_CALL.match(function) and len(outer) and outer.iloc[0] > 0.5 * total:
-        by_name = by_name.rename({function: f"{function} of {outer.index[0]}"})
-    if place := _in_title(by_name / total, named / total):
+    of_step = total / evidence.total_ms if partly else None
+    if place := _in_title(by_name / total, named / total, of_step):
         figures["meanwhile"] = place
-    return figures | _awaited(evidence, idle)
+    if queued > 0.5 * total:
+        figures["meanwhile"] = f"{_while(queued / total, of_step)} launched work waits"
+        figures["remedy"] = "Find what that work waits for (another stream, an event), and whether "
+        figures["remedy"] += "the recording holds all work: what it lacks passes for idle time."
+    return figures | _awaited(evidence, idle, of_step)
 
 
 RUNTIME_CALL = re.compile(r"^(?:cu|hip)\w+")
@@ -737,26 +773,28 @@ TITLE_SHARE = 0.3
 """Least share of idle time by one function of the host for a title to name it."""
 
 
-def _in_title(functions: pd.Series, parts: pd.Series) -> str:
+def _while(share: float, of_step: float | None) -> str:
+    """Words of a title such as ``, most while``, for a share of all idle time; or such as
+    ``, 31% while``, for a share of a part of it, which is itself this share of the step."""
+    word = "most" if share > 0.5 else "above all"
+    return f", {word if of_step is None else format(share * of_step, '.0%')} while"
+
+
+def _in_title(functions: pd.Series, parts: pd.Series, of_step: float | None) -> str:
     """Words of a title on where the host is while the GPU is idle; "" if nowhere for long.
 
     Args:
         functions: share (0 to 1) of the idle time by function, most first; one at least.
         parts: the same by named part.
     """
-    function, of_function = shown(str(functions.index[0])), float(functions.iloc[0])
-    part = part_name(*parts.index[0]) if len(parts) else ""
-    in_part = part != "" and float(parts.iloc[0]) > 0.5
-    if of_function > 0.5:
-        return f", most while the host is in {function}"
-    in_function = of_function > TITLE_SHARE
-    if in_part:
-        above_all = f", above all {function}" if in_function else ""
-        return f", most while the host is in {part}{above_all}"
-    return f", above all while the host is in {function}" if in_function else ""
+    place, share = shown(str(functions.index[0])), float(functions.iloc[0])
+    if share <= 0.5 and len(parts) and parts.iloc[0] > 0.5:
+        above_all = f", above all {place}" if share > TITLE_SHARE else ""
+        place, share = f"{part_name(*parts.index[0])}{above_all}", float(parts.iloc[0])
+    return f"{_while(share, of_step)} the host is in {place}" if share > TITLE_SHARE else ""
 
 
-def _awaited(evidence: Evidence, idle: pd.DataFrame) -> Measured:
+def _awaited(evidence: Evidence, idle: pd.DataFrame, of_step: float | None) -> Measured:
     """Figures that name what the ranks exchange on another thread of the host while the stepping
     one is in no operator and no call; none where that is less than half of the idle time."""
     profile = evidence.profile
@@ -778,10 +816,11 @@ def _awaited(evidence: Evidence, idle: pd.DataFrame) -> Measured:
     longest = max(times, key=lambda name: times[name], default="")
     time = times.get(longest, 0.0) / 1e6 / evidence.iterations
     beside = {"beside": f"{longest} takes {milliseconds(time)} of it on another thread."}
-    if time <= 0.5 * float(idle["idle_ms"].sum()):
+    share = time / max(float(idle["idle_ms"].sum()), 1e-9)
+    if share <= 0.5:
         return beside if time > LEAST_OF_STEP * evidence.total_ms else {}
     return beside | {
-        "meanwhile": f", most while {shown(longest)} runs on another thread of the host",
+        "meanwhile": f"{_while(share, of_step)} {shown(longest)} runs on another host thread",
         "component": "communication",
         "limit": "network",
         "remedy": "Exchange gradients between the GPUs (NCCL), not between the hosts; or send "
@@ -814,6 +853,13 @@ def _copies_below(evidence: Evidence) -> np.ndarray:
     return names
 
 
-def _precise(share: float) -> str:
-    """A share with a digit after the point where it is close to all."""
-    return f"{share:.1%}" if share > 0.99 else f"{share:.0%}"
+def start_up(evidence: Evidence) -> str:
+    """What the host is in for most of the time before the GPU's first operation, as the end of a
+    sentence such as ``, 981 ms of it in cudaFree``; "" where nothing has more than half."""
+    profile = evidence.profile
+    start, end, context = running(profile, main_thread(profile))
+    first = launched_operations(profile)["start_ns"].min()
+    ms = np.maximum(np.minimum(end, first) - start, 0) / 1e6
+    every = pd.concat(list(time_by_name(profile, context, ms).values()))
+    held = every[every > 0.5 * evidence.whole[2]]
+    return f", {milliseconds(held.min())} of it in {shown(held.idxmin())}" if len(held) else ""

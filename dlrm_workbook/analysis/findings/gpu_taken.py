@@ -17,7 +17,7 @@ import pandas as pd
 from dlrm_workbook.analysis.attribution import IDLE, iteration_state, windows
 from dlrm_workbook.analysis.findings.evidence import Evidence, listed_times
 from dlrm_workbook.analysis.findings.finding import Causes, Measured, bounded, rule
-from dlrm_workbook.analysis.idleness import Stretches
+from dlrm_workbook.analysis.idleness import Stretches, usual_start_up
 from dlrm_workbook.analysis.launches import launched_operations
 from dlrm_workbook.analysis.steady import lasting_rise
 from dlrm_workbook.recordings.foreign import COMMUNICATION
@@ -150,13 +150,14 @@ def profiler_overhead(evidence: Evidence, ledger: Causes) -> Measured | None:
     if overhead.empty or not evidence.has_timeline:
         return None
     idle = without(evidence.idle, ledger.taken)
-    context = idle["context"].to_numpy()
     # the profiler's own threads work beside the host, and hold nothing up
-    called = evidence.profile.of_kind("runtime")[context] & (context >= 0)
-    idle = idle[called]
+    idle = idle[evidence.profile.of_kind("runtime")[idle["context"]] & idle["context"].ge(0)]
     start, end = idle["start_ns"].to_numpy(), idle["end_ns"].to_numpy()
-    held = overlap(start, end, *union(overhead["start"].to_numpy(), overhead["end"].to_numpy()))
-    count = 1e6 * evidence.iterations
+
+    def held_by(rows: pd.DataFrame) -> np.ndarray:
+        return overlap(start, end, *union(rows["start"].to_numpy(), rows["end"].to_numpy()))
+
+    count, held = 1e6 * evidence.iterations, held_by(overhead)
     lost = float(held.sum()) / count
     if lost < TAKEN_SHARE * evidence.total_ms:
         return None
@@ -164,12 +165,12 @@ def profiler_overhead(evidence: Evidence, ledger: Causes) -> Measured | None:
     begun, done = ledger.taken
     ledger.taken = union(np.append(begun, start[most]), np.append(done, end[most]))
     ledger.idle_ms += lost
-    within = overhead[evidence.inside(overhead["start"].to_numpy())]
-    times = ((within["end"] - within["start"]) / count).groupby(within["name"]).sum()
+    by_name = {name: held_by(rows).sum() / count for name, rows in overhead.groupby("name")}
+    times = pd.Series(by_name).sort_values(ascending=False)
     return {
         "share": lost / evidence.total_ms,
         "time": lost,
-        "names": listed_times(times.sort_values(ascending=False)),
+        "names": listed_times(times[times > 0]),
     }
 
 
@@ -195,7 +196,8 @@ _HOST_FUNCTIONS: Measured = {
     title="The GPU does nothing in {share:.0%} of the step although work waits in its queue{whose}",
     evidence=(
         "In {count:,.1f} gaps per iteration of {usual:ms} (median) no stream runs anything, while "
-        "work that has been launched waits; it usually begins {start_up:.0f} µs after its launch.",
+        "work that has been launched waits; where the GPU is free, work begins {start_up:.0f} µs "
+        "after its launch (median).",
         "{regular}",
         "What waits in the queue of an idle GPU waits neither for the host nor for other work of "
         "this program.",
@@ -210,7 +212,7 @@ def gpu_taken(evidence: Evidence, ledger: Causes) -> Measured | None:
     """The GPU idles while launched work waits in its queue: somebody else has it."""
     if not evidence.has_timeline or evidence.meta.get("serialised"):
         return None
-    start, end, start_up = _queued_gaps(evidence)
+    start, end, start_up, usual_us = _queued_gaps(evidence)
     inside = evidence.inside(start)
     start, end = start[inside], end[inside]
     behind, calls = _behind_host_functions(evidence, end)
@@ -224,8 +226,8 @@ def gpu_taken(evidence: Evidence, ledger: Causes) -> Measured | None:
     if share < TAKEN_SHARE or len(start) < 2:
         return None
     period = None if calls else _period_ms(end)
-    if period is None and evidence.has_graphs:
-        return None  # kernels of graphs that were not recorded may run in the gaps
+    if period is None and (evidence.has_graphs or (usual_us > START_UP_US and not calls)):
+        return None  # kernels that were not recorded may run in the gaps
     if period is None and not calls and _while_waiting(evidence, start, end):
         return None  # a program that waits all the time: what it does between is the likelier cause
     ledger.taken = (start, end)
@@ -275,16 +277,16 @@ def _behind_host_functions(evidence: Evidence, end: Any) -> tuple[Any, str]:
     return behind & (launched[row] >= 0), ", ".join(names)
 
 
-WAITING_US = 100.0
-"""Work that has been launched begins within 5 to 20 µs on a GPU that is free; ten times that is
-no start-up. NVIDIA's time slices last 1 ms and more."""
+START_UP_US, WAITING_US = 20.0, 100.0
+"""Work that has been launched begins within 5 to 20 µs on a GPU that is free; far longer is no
+start-up (NVIDIA's time slices last 1 ms and more). What waits in a queue begins within 1 to 10 µs
+of the end of what ran before: where that usually takes longer, kernels lack in the recording."""
 
 
-def _queued_gaps(evidence: Evidence) -> tuple[Any, Any, float]:
+def _queued_gaps(evidence: Evidence) -> tuple[Any, Any, float, float]:
     """(start, end, usual start-up) in ns: stretches in which nothing runs on the GPU and work
-    that was launched before waits far longer than a start-up takes.
-
-    Of all that waits, what was launched first depends on nothing that has yet to run.
+    that was launched before waits far longer than a start-up takes; and the usual time (µs) to the
+    next operation in the queue. What was launched first depends on nothing that has yet to run.
     """
     work = launched_operations(evidence.profile)
     begin, done = work["start_ns"].to_numpy(), work["end_ns"].to_numpy()
@@ -295,11 +297,12 @@ def _queued_gaps(evidence: Evidence) -> tuple[Any, Any, float]:
     reached = np.maximum.accumulate(done)
     since = np.maximum(reached[:-1], earliest[1:])
     free = reached[:-1] <= ready[1:]
-    delay = (begin[1:] - ready[1:])[free & (launched[1:] >= 0)]
-    start_up = float(np.median(delay)) if len(delay) else 0.0
+    start_up = usual_start_up(work, "launch_start_ns")
     waits = begin[1:] - since
     chosen = waits > max(1e3 * WAITING_US, 10.0 * start_up)
-    return since[chosen], begin[1:][chosen], start_up
+    queued = waits[~free & (begin[1:] > reached[:-1])]
+    usual_us = float(np.median(queued)) / 1e3 if len(queued) else 0.0
+    return since[chosen], begin[1:][chosen], start_up, usual_us
 
 
 MANY_WAITS = 10

@@ -15,7 +15,7 @@ from dlrm_workbook.ground.units import milliseconds
 from dlrm_workbook.recordings.profile import Profile
 
 IMBALANCE_SHARE = 0.1
-"""(slowest − mean) / slowest: what all other ranks wait for the slowest one."""
+"""(slowest − mean) of the step: what all other ranks wait for the slowest one."""
 
 COMMUNICATION_SHARE = 0.1
 """TensorBoard's former profiler plugin warned at the same share of communication."""
@@ -26,7 +26,7 @@ REPLICATED_BYTES = 8 << 20
 
 @rule(
     "rank_imbalance",
-    title="Ranks wait {share:.0%} of their step for the last one to arrive, most for rank {rank}",
+    title="Ranks wait {share:.0%} of their step for the last to arrive, above all for rank {rank}",
     evidence=(
         "In {counted} matched collectives ranks spend {waiting:ms} {per} waiting and at most "
         "{transfer:ms} transferring, of a step of {mean:ms} (means over {count} ranks).",
@@ -58,10 +58,8 @@ def waiting_for_last_rank(evidence: Evidence, ledger: Causes) -> Measured | None
     per = str(table.attrs["per"])
     count = int(table["iterations"].min()) if per == PER_ITERATION else 1
     own = matches[matches["counted"] & matches["last_rank"].eq(late["rank"])]
-    longer = (
-        own[own["component"].ne("")].groupby(["component", "phase", "where"])["longer_us"].sum()
-    )
-    longer = longer / 1e3 / count
+    parts = own[own["component"].ne("")].groupby(["component", "phase", "where"])
+    longer = parts["longer_us"].sum() / 1e3 / count
     most: Any = longer.idxmax() if len(longer) else (None, "", None)
     part, phase, where = most
     start = float(table["start_ms"].mean())
@@ -95,7 +93,7 @@ def waiting_for_last_rank(evidence: Evidence, ledger: Causes) -> Measured | None
 
 @rule(
     "load_imbalance",
-    title="Rank {rank} has {times:.2f}x the mean work; the others wait for it",
+    title="Rank {rank} has {times:.2f}x the mean work{others}",
     evidence=("Busy time per iteration, communication left out: {listed}.",),
     advice="Place tables by their measured time, not by their number or rows; split the largest "
     "table by columns or rows.",
@@ -108,7 +106,12 @@ def load_imbalance(evidence: Evidence, ledger: Causes) -> Measured | None:
     if len(busy) < 2:
         return None
     worst, mean = float(busy.max()), float(busy.mean())
-    share = (worst - mean) / worst if worst > 0 else 0.0
+    # of ranks in one profile the parts' times are sums over ranks, and no step
+    step = max(worst, evidence.total_ms if evidence.ranks else 0.0)
+    share = (worst - mean) / step if worst > 0 else 0.0
+    world = (evidence.meta.get("distributed") or {}).get("world_size")
+    recorded = f" of the {len(busy)} ranks of {world} that are recorded"
+    partly = isinstance(world, int) and world > len(busy)
     if share < IMBALANCE_SHARE:
         return None
     listed = ", ".join(f"rank {rank} {milliseconds(float(ms))}" for rank, ms in busy.items())
@@ -116,6 +119,7 @@ def load_imbalance(evidence: Evidence, ledger: Causes) -> Measured | None:
         "share": share,
         "rank": int(busy.idxmax()),
         "times": worst / mean,
+        "others": recorded if partly else "; the others wait for it",
         "listed": listed,
     }
 
