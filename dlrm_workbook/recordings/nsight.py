@@ -110,6 +110,12 @@ NOT_MEASURED = {
     ),
 }
 
+WAITING_CALLS = re.compile(
+    r"p?poll|p?select|epoll_\w*wait|wait(?:pid|id|3|4)?|pause|(?:\w*nano|u)?sleep|futex|accept4?"
+    r"|recv\w*|sem_\w*wait|sig\w*wait\w*|(?:mtx|pthread)_\w*(?:(?<!un)lock|wait|join)"
+)
+"""Matches names of calls of the system that wait for something, and compute nothing meanwhile."""
+
 _EXCHANGE = Named("communication")
 
 _NO_RANGE: dict[str, Any] = {"shapes": "", "sequence": -1, "started": False}

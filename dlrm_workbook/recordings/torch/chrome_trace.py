@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import contextlib
 import gzip
+import itertools
 import json
+import re
 import zlib
 from collections import Counter
 from collections.abc import Sequence
@@ -61,13 +63,16 @@ DEVICE_KINDS = {
 """For spans of streams of GPUs and other accelerators; :meth:`_Walk._category` finds others."""
 
 MARK_KINDS = {
+    "cuda_sync": "sync",  # the first: waits have the number of their category, as kernels do
     "gpu_user_annotation": "annotation",
-    "cuda_sync": "sync",
     "xpu_sync": "sync",
     "overhead": "overhead",
 }
 """A range repeated over its kernels and a wait, on GPU streams, and what CUPTI says of itself:
 counted as time they would count it twice."""
+
+_WAIT = re.compile(r"(?i)(?:(?:event|stream|queue)_?)?wait(?:_?(?:event|stream))?|semaphore\w*")
+"""Matches names of spans in which a stream of an accelerator that is no GPU waits: no work."""
 
 PROFILERS_OWN = ("Activity Buffer Request", "Buffer Flush", "Instrumentation", "Resource")
 """Overheads that would not be there without the profiler. The others of CUPTI's
@@ -458,10 +463,12 @@ class _Walk:
                 self.unknown[event.cat] += 1
         if rows["host"]:
             self._host(rows["host"])
+        if waits := list(filter(_waits, rows["device"])):
+            rows["device"] = list(itertools.filterfalse(_waits, rows["device"]))
         if rows["device"]:
             self._device(rows["device"])
-        if rows["marks"]:
-            timed, _, kind, args = self._timed(rows["marks"])
+        if marks := rows["marks"] + waits:
+            timed, _, kind, args = self._timed(marks)
             self.marks.add([*timed, kind, [one.correlation for one in args]])
         if memory:
             self._memory(memory)
@@ -653,6 +660,7 @@ class _Walk:
         host, device, memory, marks = frames.values()
         if host.empty and device.empty:
             if odd := stream.first_malformed or self.first_malformed:
+                odd += f", of {self.taken:,} in its list"
                 raise InputError(f"{path} is no trace of torch.profiler: an event {odd}")
             raise NoTraceError(f"{path} holds no operator, range or kernel of torch.profiler")
         what = device["kind"].to_numpy()
@@ -817,6 +825,12 @@ def _nanoseconds(whole: Ints, fraction: Floats, *, already: bool) -> Ints:
     """Times (n,); −1 where one is no number."""
     whole = np.where(whole == NO_TIME, -1, whole)
     return whole if already else whole * 1000 + _rounded(fraction)
+
+
+def _waits(event: TraceEvent) -> bool:
+    """Whether a stream of an accelerator that is no GPU waits in this span."""
+    is_gpus = event.cat.lower().startswith(("kernel", "gpu_", "mem"))
+    return not is_gpus and bool(_WAIT.fullmatch(str(event.name)))
 
 
 def copy_of(name: str, args: Arguments) -> tuple[str, int]:

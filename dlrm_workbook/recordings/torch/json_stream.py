@@ -256,8 +256,8 @@ class EventStream:
             if boundary is None and not self._ended and size <= LONGEST_VALUE:
                 size *= 2
                 continue
-            # what is left behind the last event may be long: tables of the header
-            boundary = boundary or _LAST_EVENT.search(self._data, here)
+            # what follows the last event may be long; what ends in a list only seems to be the last
+            boundary = boundary or _LAST_EVENT.search(self._data, here + size - PIECE)
             end = len(self._data) if boundary is None else boundary.start() + 1
             try:
                 piece = b"".join((b"[", memoryview(self._data)[here:end], b"]"))
