@@ -8,10 +8,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from dlrm_workbook.analysis.attribution import (
-    PART,
-    host_is_traced,
-)
+from dlrm_workbook.analysis.attribution import PART, host_is_traced
 from dlrm_workbook.analysis.findings.evidence import MOST_LISTED, Evidence, listed_times
 from dlrm_workbook.analysis.findings.finding import (
     Causes,
@@ -25,6 +22,7 @@ from dlrm_workbook.analysis.findings.finding import (
 from dlrm_workbook.analysis.findings.gpu_taken import BLOCKING
 from dlrm_workbook.analysis.kernel_names import kernel_name
 from dlrm_workbook.recordings.nesting import overlap, union
+from dlrm_workbook.recordings.torch.trace import LAUNCHED_BEFORE
 
 OVER_LINK = re.compile("HtoD|DtoH|HostToDevice|DeviceToHost|copyin|copyout")
 
@@ -54,8 +52,7 @@ def copies(evidence: Evidence, ledger: Causes) -> Measured | None:
     if crossing.empty:
         return None
     kernels = evidence.work[evidence.work["kind"].eq("kernel")]
-    time, alone = evidence.alone_ms(crossing, kernels)
-    alone = _delaying_ms(evidence, crossing, kernels)
+    time, alone = evidence.alone_ms(crossing, kernels)[0], _delaying_ms(evidence, crossing, kernels)
     share = alone / evidence.total_ms
     if share < COPY_SHARE:
         return None
@@ -66,11 +63,9 @@ def copies(evidence: Evidence, ledger: Causes) -> Measured | None:
     summed = float(crossing["ms"].sum())
     pinned = [row for row in evidence.ceiling("copy") or [] if row.get("kind") == "pinned"]
     best = max((row["gb_per_s"] for row in pinned), default=None)
-    synchronous = evidence.parameter("data.loader") == "synchronous"
     on_device = evidence.parameter("data.place") == "device"
-    change: dict[str, Any] = {}
-    if synchronous and not on_device:
-        change = {"data.loader": "prefetch"}
+    in_turn = evidence.parameter("data.loader") == "synchronous" and not on_device
+    change: dict[str, Any] = {"data.loader": "prefetch"} if in_turn else {}
     has_bytes = size > 0
     figures: Measured = {
         "share": share,
@@ -93,8 +88,12 @@ def copies(evidence: Evidence, ledger: Causes) -> Measured | None:
             "or the host waits for them; their bytes were not measured.",
         )
     if not evidence.is_ours:
+        pinned_ms = crossing.loc[crossing["name"].str.contains("Pinned"), "ms"].sum()
         figures["advice"] = (
-            "Pin the batches (DataLoader(pin_memory=True)) and copy them ahead with "
+            "Keep on the GPU what is copied again and again, such as offloaded parameters, or copy "
+            "fewer bytes (they are pinned already), ahead and on a stream of their own."
+            if pinned_ms > 0.5 * summed
+            else "Pin the batches (DataLoader(pin_memory=True)) and copy them ahead with "
             "non_blocking=True on a stream of their own, or copy fewer bytes."
         )
     if pageable > 0.3 * summed:
@@ -125,16 +124,20 @@ def _copies(evidence: Evidence, over_link: bool) -> pd.DataFrame:
 
 def _delaying_ms(evidence: Evidence, found: pd.DataFrame, kernels: pd.DataFrame) -> float:
     """Time of copies in a mean step that nothing hides and in which something waits for them:
-    launched work, or the host in a call that copies or synchronises. Where the host and launches
-    are not recorded, all that nothing hides."""
+    launched work (further copies too), or the host in a call that copies or synchronises. What was
+    launched before the recording waits from its beginning. Where the host and launches are not
+    recorded, all that nothing hides."""
     start, end = union(found["start_ns"].to_numpy(), found["end_ns"].to_numpy())
     ran = union(kernels["start_ns"].to_numpy(), kernels["end_ns"].to_numpy())
-    launched = kernels[kernels["launch_end_ns"] >= 0]
-    profile = evidence.profile
+    profile, work = evidence.profile, evidence.work
+    caller = profile.contexts["parent"].to_numpy()[work["context"]]
+    before = evidence.named(re.compile(LAUNCHED_BEFORE))[np.maximum(caller, 0)]
+    since = work["launch_end_ns"].where(~before, evidence.windows[0][0])
     calls = evidence.spans(evidence.named(BLOCKING))
+    launched = since.ge(0)
     waits = union(
-        np.concatenate([launched["launch_end_ns"].to_numpy(), calls["start_ns"].to_numpy()]),
-        np.concatenate([launched["start_ns"].to_numpy(), calls["end_ns"].to_numpy()]),
+        np.concatenate([since[launched].to_numpy(), calls["start_ns"].to_numpy()]),
+        np.concatenate([work["start_ns"][launched].to_numpy(), calls["end_ns"].to_numpy()]),
     )
     count = 1e6 * evidence.iterations
     if not host_is_traced(profile):
