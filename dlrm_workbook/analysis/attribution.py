@@ -58,13 +58,9 @@ def attribute(profile: Profile) -> pd.DataFrame:
         what, :func:`basis` says). Rows in the order of a step. Empty if nothing was measured.
         ``attrs["left_out"]`` says which iterations were left out and why (list of str).
     """
-    iteration_parts = per_iteration(profile)
-    left_out: list[str] = []
+    iteration_parts = of_steady(profile, per_iteration(profile))
     state = iteration_state(profile)
-    if state is not None:
-        numbers = profile.iterations["iteration"].to_numpy()
-        iteration_parts = iteration_parts[iteration_parts["iteration"].isin(numbers[state.steady])]
-        left_out = _left_out(state, numbers)
+    left_out = _left_out(state, profile.iterations["iteration"].to_numpy()) if state else []
     count = max(iteration_parts["iteration"].nunique(), 1)
     table = iteration_parts.groupby(KEYS, as_index=False, sort=False)[["time_ms"]].sum()
     table["time_ms"] /= count
@@ -86,6 +82,14 @@ def iteration_times_ms(profile: Profile) -> Floats:
 def iteration_state(profile: Profile) -> SteadyState | None:
     """Which of the profile's iterations (in their order) are steady; None without iterations."""
     return None if profile.iterations.empty else steady_state(iteration_times_ms(profile))
+
+
+def of_steady(profile: Profile, table: pd.DataFrame) -> pd.DataFrame:
+    """The rows of a table that are of steady iterations, by its column ``iteration``."""
+    state = iteration_state(profile)
+    if state is None:
+        return table
+    return table[table["iteration"].isin(profile.iterations["iteration"][state.steady])]
 
 
 def what_differed(profile: Profile) -> pd.DataFrame:
@@ -150,15 +154,16 @@ def per_iteration(profile: Profile) -> pd.DataFrame:
 def windows(profile: Profile) -> pd.DataFrame:
     """The iterations in order of time; where none is known, the whole recording as one.
 
-    That is from the first operation of a GPU to the last, since start-up is recorded too; a torch
-    trace in which these are little of it, or none, from its first span to its last. Empty without
+    That is from the first operation of a GPU to the last, since start-up is recorded too; a trace
+    without any, or of torch with little of it, from its first span to its last. Empty without
     either. Columns as in ``profile.iterations``.
     """
     if len(profile.iterations):
         return profile.iterations.sort_values("start_ns")
     first, last = _edges(of_streams(profile))
     whole = _edges(profile.trace)
-    if profile.meta.get("engine") == "torch" and last - first < GPU_SPAN * (whole[1] - whole[0]):
+    least = {"torch": GPU_SPAN * (whole[1] - whole[0]), "nsight": 1}
+    if last - first < least.get(str(profile.meta.get("engine")), 0):
         first, last = whole
     if last <= first:
         return profile.iterations
@@ -204,10 +209,7 @@ def device_beside_host(profile: Profile) -> pd.DataFrame:
     iteration_parts = per_iteration(profile)
     if profile.trace.empty or not iteration_parts["where"].eq("device").any():
         return pd.DataFrame({name: [] for name in columns})
-    state = iteration_state(profile)
-    if state is not None:
-        steady = profile.iterations["iteration"].to_numpy()[state.steady]
-        iteration_parts = iteration_parts[iteration_parts["iteration"].isin(steady)]
+    iteration_parts = of_steady(profile, iteration_parts)
     count = iteration_parts["iteration"].nunique()
     table = (
         iteration_parts.pivot_table("time_ms", PART, "where", aggfunc="sum", fill_value=0.0) / count
@@ -262,9 +264,15 @@ def coverage(attribution: pd.DataFrame) -> float:
 
 UNATTRIBUTED = ["name", "kind", "device_ms", "host_ms", "share"]
 
+UNRECORDED = "time in no recorded call"
+"""Name of the time in which the iterating thread is in nothing that was recorded."""
+
 
 def unattributed(profile: Profile) -> pd.DataFrame:
-    """What remains ``other``, by name, in the whole recording: what a ``parts`` map could name.
+    """What remains ``other``, by name: what a ``parts`` map could name.
+
+    Of a GPU, and of samples, it is of the whole recording; of the timeline of a CPU what the
+    iterating thread is in, in its steady iterations, with what lies between (:data:`UNRECORDED`).
 
     Returns:
         ``name``, ``kind``, ``device_ms`` (NaN where no GPU was measured), ``host_ms``,
@@ -277,8 +285,15 @@ def unattributed(profile: Profile) -> pd.DataFrame:
         device_ms=device, host_ms=profile.value_table("cpu_time_ms")
     )
     counted = "device_ms" if profile.has("gpu_time_ms") else "host_ms"
+    is_sampled = profile.meta.get("engine") == "hpctoolkit" or profile.trace.empty
+    if counted == "host_ms" and not (is_sampled or windows(profile).empty):
+        pieces = of_steady(profile, segments(profile, device=False))
+        length = (pieces["end_ns"] - pieces["start_ns"]) / 1e6
+        # the row −1 stands for outside of every span
+        table = pd.concat([table, pd.DataFrame({"name": [UNRECORDED], "kind": "thread"})])
+        table["host_ms"] = np.bincount(pieces["context"] % len(table), length, len(table))
     total = table[counted].sum()
-    table = table[contexts["component"].eq("other").to_numpy()]
+    table = table[np.append(contexts["component"], "other")[: len(table)] == "other"]
     table = table.groupby(["name", "kind"], as_index=False)[["device_ms", "host_ms"]].sum(
         min_count=1
     )

@@ -65,9 +65,8 @@ def inspect_recording(recording: Recording) -> dict[str, Any]:
         return facts
     rank_facts = [{"rank": rank} | inspect_profile(one) for rank, one in recording.ranks.items()]
     whole = {name: rank_facts[0][name] for name in rank_facts[0] if name != "rank"}
-    whole["devices"] = list(
-        dict.fromkeys(name for one in rank_facts for name in one["devices"] or [])
-    )
+    names = (name for one in rank_facts for name in one["devices"] or [])
+    whole["devices"] = list(dict.fromkeys(names))
     whole["ranks"] = len(rank_facts)
     missing = {name: why for name, why in whole["not_measured"].items() if name not in OWN}
     for name in SUMMED:
@@ -261,20 +260,14 @@ def facts_as_text(recording: Recording, facts: dict[str, Any]) -> str:
     lines += _figures(facts)
     attribution = pd.DataFrame(facts["attribution"])
     if len(attribution):
-        attribution["share"] = [
-            f"{share:.1%}"
-            for share in attribution["time_ms"]
-            / attribution.groupby("device")["time_ms"].transform("sum")
-        ]
+        of_device = attribution.groupby("device")["time_ms"].transform("sum")
+        attribution["share"] = (attribution["time_ms"] / of_device).map("{:.1%}".format)
         lines += ["", f"Time in {WHOLE_RECORDING}, ms:"]
         lines.append(attribution.to_string(index=False, float_format=lambda x: f"{x:,.3f}"))
     if "per_rank" in facts:
-        table = pd.DataFrame(facts["per_rank"])[
-            [
-                *("rank", "iterations", "kernels", "copies", "gpu_span_ms", "gpu_busy_ms"),
-                *("compute_ms", "communication_ms", "overlap_ms"),
-            ]
-        ]
+        columns = ["rank", "iterations", "kernels", "copies", "gpu_span_ms", "gpu_busy_ms"]
+        columns += ["compute_ms", "communication_ms", "overlap_ms"]
+        table = pd.DataFrame(facts["per_rank"])[columns]
         lines += ["", "Rank by rank:", table.to_string(index=False), "", recording.sentence]
     if facts["cautions"]:
         lines += ["", "Cautions:", *(f"- {caution}" for caution in facts["cautions"])]

@@ -76,13 +76,19 @@ def quality(
         by_conclusion.setdefault(doubt.conclusion, []).append(doubt.reason)
     reasons = [f"{why}, since {' and '.join(what)}" for why, what in by_conclusion.items()]
     step = reference(profile)
-    if not reasons and step is not None:
-        reasons = [f"{counted(step.iterations or 0, 'iteration')} without a profiler"]
+    good_for = GOOD_FOR[level]
+    if not reasons and step is not None and step.unprofiled:
+        count = step.iterations and counted(step.iterations, "iteration")
+        reasons = [f"{count} without a profiler" if count else f"the step is {step.source}"]
         if (scatter := _scatter(_unprofiled_state(profile))) is not None:
             reasons.append(f"spread {percent(scatter)}")
         slowed = ratio(step.recorded_ms / step.ms)
         reasons.append(f"the profiler slowed the step {slowed} (removed)")
-    sentence = ": ".join(filter(None, (GOOD_FOR[level], "; ".join(reasons))))
+    elif not reasons and step is not None:
+        good_for = "Times and shares are as recorded"
+        count = counted(step.recorded_iterations, "iteration")
+        reasons = [f"{count} under a profiler and none without it, so its cost is in every figure"]
+    sentence = ": ".join(filter(None, (good_for, "; ".join(reasons))))
     return {"level": level, "sentence": f"{sentence[:1].upper()}{sentence[1:]}."}
 
 
@@ -144,6 +150,10 @@ def _doubts(
         yield Doubt("amber", why, "another machine may show something else")
     if step is None:
         yield Doubt("amber", "the recording marks no steps", "shares are of all of it")
+    is_of_gpu = profile.of_kind("runtime").any() or profile.meta.get("engine") == "nsight"
+    if is_of_gpu and not profile.has("gpu_time_ms"):
+        why = "none of its work is recorded (no device activity)"
+        yield Doubt("amber", why, "what a GPU did, and when it was idle, is not known")
     for share, reason in _errors(profile, attribution, step, findings):
         if (changed := _changed(share, findings)) is not None:
             yield Doubt(changed[0], reason, changed[1])
@@ -157,10 +167,7 @@ def _doubts(
 
 
 def _errors(
-    profile: Profile,
-    attribution: pd.DataFrame,
-    step: Reference | None,
-    findings: Sequence[Finding],
+    profile: Profile, attribution: pd.DataFrame, step: Reference | None, findings: Sequence[Finding]
 ) -> Iterator[tuple[float, str]]:
     """Shares of the step (0 to 1) by which shares of parts may be off, each with its reason."""
     by_lines = "lines" in profile.meta  # sampled without the profiler

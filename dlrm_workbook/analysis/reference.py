@@ -87,17 +87,15 @@ class Reference:
                 f"On this page the step takes {milliseconds(self.ms)}: {self.source}. No iteration "
                 "was timed without the profiler, so its cost is in every figure."
             )
+        by_laps = (
+            f", each of {self.laps} stretches of an iteration (between begins and ends of modules "
+            "and of their backward passes) by its own time without the profiler"
+        )
         return (
             f"On this page the step takes {milliseconds(self.ms)}: {self.source}. The recording "
             f"was made under a profiler, where it took {milliseconds(self.recorded_ms)}; times of "
             "parts, calls and operators are scaled so that they add up to the step"
-            + (
-                f", each of {self.laps} stretches of an iteration (between begins and ends of "
-                "modules and of their backward passes) by its own time without the "
-                "profiler."
-                if self.laps
-                else "."
-            )
+            f"{by_laps if self.laps else ''}."
         )
 
 
@@ -487,15 +485,9 @@ def other_times(profile: Profile, folder: Path | None = None) -> pd.DataFrame:
     if not plain:
         plain, counted = profile.meta.get("unprofiled_iteration_ms") or [], ""
     if step.unprofiled and plain:
-        rows.append(
-            (
-                "mean of all iterations without a profiler",
-                statistics.fmean(plain),
-                len(plain),
-                "it is a mean, of slow and disturbed iterations too; the step is a median"
-                + counted,
-            )
-        )
+        what = "mean of all iterations without a profiler"
+        why = f"it is a mean, of slow and disturbed iterations too; the step is a median{counted}"
+        rows.append((what, statistics.fmean(plain), len(plain), why))
     if step.unprofiled:
         why = "the profiler costs time, and these iterations ran at another time"
         rows.append(
@@ -511,13 +503,9 @@ def other_times(profile: Profile, folder: Path | None = None) -> pd.DataFrame:
         if measured.get("ms_per_iteration") and not is_listed:
             why = "its sampling and hooks cost time"
             if tool != "HPCToolkit":
-                why = (
-                    "only Python's stack was sampled in these iterations, which ran at another time"
-                )
-            count = measured.get("iterations")
-            rows.append(
-                (f"pass {measured['name']}", float(measured["ms_per_iteration"]), count, why)
-            )
+                why = "only Python's stack was sampled in iterations, which ran at another time"
+            count, time_ms = measured.get("iterations"), float(measured["ms_per_iteration"])
+            rows.append((f"pass {measured['name']}", time_ms, count, why))
     rows += [*_added_up(profile), *_timed_apart(profile)]
     trained = _trained(folder, profile)
     if trained is not None:

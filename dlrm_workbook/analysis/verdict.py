@@ -26,28 +26,15 @@ from dlrm_core.base.files import read_json, write_json, write_text
 from dlrm_core.config import Parameters
 from dlrm_workbook.analysis.attribution import IDLE, PART, attribute
 from dlrm_workbook.analysis.devices import DATA_SHEET
-from dlrm_workbook.analysis.findings import (
-    bottlenecks_json,
-    findings,
-    limit,
-)
+from dlrm_workbook.analysis.findings import bottlenecks_json, findings, limit
 from dlrm_workbook.analysis.findings.finding import Finding, plain
 from dlrm_workbook.analysis.lines import lines
 from dlrm_workbook.analysis.quality import quality
-from dlrm_workbook.analysis.reference import (
-    Reference,
-    at_reference,
-    reference,
-)
+from dlrm_workbook.analysis.reference import at_reference, reference
 from dlrm_workbook.analysis.roofline import least_step, least_times, profile_parameters
 from dlrm_workbook.analysis.sentences import in_markdown
 from dlrm_workbook.analysis.tried import tried_sentence
-from dlrm_workbook.analysis.whatif import (
-    COVER,
-    Prediction,
-    measured_parts,
-    prediction,
-)
+from dlrm_workbook.analysis.whatif import COVER, Prediction, measured_parts, prediction
 from dlrm_workbook.evidence.dependence import changed_parameters, signature
 from dlrm_workbook.ground.intervals import t_quantile
 from dlrm_workbook.ground.processes import ProgressCallback, python_module, run_child
@@ -307,15 +294,13 @@ def finding_table(found: Sequence[Finding]) -> pd.DataFrame:
     """
     rows = []
     for one in found:
-        row: dict[str, Any] = {"title": one.title, "component": one.component}
-        row |= {"share_of_step": one.share_of_step, "change": one.change}
         gain = one.timed_speedup or one.predicted_speedup
         basis = "predicted" if gain else ""
         if one.timed_speedup:
             basis = TIMED
         elif gain and gain["low"] <= 1.0:
             basis = AT_MOST.removeprefix("an ")
-        rows.append(row | {"gain": gain, "basis": basis})
+        rows.append((one.title, one.component, one.share_of_step, one.change, gain, basis))
     columns = ["title", "component", "share_of_step", "change", "gain", "basis"]
     return pd.DataFrame(rows, columns=columns)
 
@@ -370,7 +355,9 @@ def stages(
     now = float(parts["time_ms"].sum())
     step = reference(profile)
     least = _lowest(roofline)
-    first = Stage(_name_of_now(profile, step), now, now, now, parts, least=least)
+    known = "measured" if step is not None and step.unprofiled else "recorded"
+    name_now = "the recording" if step is None else f"the step, as {known}"
+    first = Stage(name_now, now, now, now, parts, least=least)
     way, aside = [first], []
     taken: dict[str, Any] = {}
     for finding in found:
@@ -398,12 +385,6 @@ def stages(
     least_ms = last.limit_ms
     end = Stage(name, least_ms, least_ms, least_ms, last.least, basis=BY_CEILINGS, least=last.least)
     return [*way, *aside, end]
-
-
-def _name_of_now(profile: Profile, step: Reference | None) -> str:
-    if step is None:
-        return "the recording"
-    return "the step, as measured" if step.unprofiled else "the step, as recorded"
 
 
 def _stage(
@@ -501,13 +482,11 @@ def table(way: Sequence[Stage]) -> pd.DataFrame:
         least that the machine allows for the row's own configuration; NaN where not known),
         ``basis`` (how the time is known), ``note``.
     """
-    rows = []
-    for stage in way:
-        row: dict[str, Any] = {"step": stage.name, "mid_ms": stage.mid_ms}
-        row |= {"low_ms": stage.low_ms, "high_ms": stage.high_ms}
-        row |= {"speedup": way[0].mid_ms / stage.mid_ms, "limit_ms": stage.limit_ms}
-        rows.append(row | {"basis": stage.basis, "note": stage.note})
-    return pd.DataFrame(rows)
+    copied = ("mid_ms", "low_ms", "high_ms", "limit_ms", "basis", "note")
+    rows = [{"step": one.name} | {name: getattr(one, name) for name in copied} for one in way]
+    table = pd.DataFrame(rows)
+    table.insert(4, "speedup", way[0].mid_ms / table["mid_ms"])
+    return table
 
 
 def commands(way: Sequence[Stage], given: Sequence[str] = ("-f", "FILE")) -> list[str]:
@@ -534,10 +513,7 @@ def compare_command(change: Mapping[str, Any], given: Sequence[str]) -> str:
 
 
 def verdict_text(
-    profile: Profile,
-    attribution: pd.DataFrame,
-    findings: Sequence[Finding],
-    way: Sequence[Stage],
+    profile: Profile, attribution: pd.DataFrame, findings: Sequence[Finding], way: Sequence[Stage]
 ) -> str:
     """The headline of a profile; :func:`quality` says what its times are good for."""
     limit_sentence = limit(profile, attribution, findings[0].title if findings else "")
@@ -657,9 +633,7 @@ def document(
                 "ms": {"low": stage.low_ms, "mid": stage.mid_ms, "high": stage.high_ms},
                 "basis": stage.basis,
                 "note": stage.note,
-                "parts_ms": dict(
-                    zip(stage.parts["component"], stage.parts["time_ms"], strict=True)
-                ),
+                "parts_ms": stage.parts.set_index("component")["time_ms"].to_dict(),
             }
             for stage in way
         ],

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from dlrm_workbook.analysis.attribution import parts_at
+from dlrm_workbook.analysis.attribution import device_beside_host, parts_at
 from dlrm_workbook.analysis.findings.evidence import Evidence
 from dlrm_workbook.analysis.findings.finding import (
     Causes,
@@ -52,10 +52,11 @@ Speedup = dict[str, float]
 
 @rule(
     "data_generation",
-    title="Data generation takes {share:.0%} of each step",
+    title="Data generation {keeps} {share:.0%} of each step{most}",
     evidence=(
-        "{makes} a batch takes {time:ms} of {total:ms} per iteration ({share:.0%}); {others} "
+        "{makes} a batch {keeps} {time:ms} of {total:ms} per iteration ({share:.0%}); {others} "
         "the other {rest:ms}.",
+        "The host takes {host:ms} for it, while the GPU works in the rest of that time.",
         "Timed alone on this machine: {alone:ms} per batch{by_generators}.",
         "{unprobed}",
         "The thread computes nothing in {idle:ms} of it: it sleeps.",
@@ -90,7 +91,10 @@ def data_generation(evidence: Evidence, ledger: Causes) -> Measured | None:
         "makes": ("Waiting for" if waits else "Making")
         if evidence.is_ours
         else "Making, or waiting for,",
+        "keeps": "takes",
+        "most": "" if evidence.is_ours else _most_in(evidence),
         "time": time,
+        "host": None,
         "rest": total - time,
         "others": "the model takes" if evidence.is_ours else "everything else takes",
         "alone": evidence.alone("data", "forward"),
@@ -106,13 +110,15 @@ def data_generation(evidence: Evidence, ledger: Causes) -> Measured | None:
         figures["by_generators"] = f" by {generator}, {milliseconds(then)} by {FASTER[generator]}"
     elif "data.generator" in change:
         figures["unprobed"] = "How fast the other generator is here was not measured."
-    if not evidence.is_ours:
-        figures["title"] = "Data generation takes {share:.0%} of each step" + _most_in(evidence)
-    if evidence.has_timeline:
+    if evidence.has_timeline or not (evidence.meta.get("lines") or evidence.pieces.empty):
         making = evidence.pieces[evidence.pieces["where"].eq("host")]
         parts = parts_at(evidence.profile, making["context"].to_numpy())
         making = making[parts["component"].eq("data").to_numpy()]
         figures["pieces"] = (making["context"], making["ms"])
+        beside = device_beside_host(evidence.profile).query("component == 'data'")
+        host_ms = float(beside["host_ms"].sum())
+        if host_ms > time + DATA_SHARE * total and not evidence.is_ours:
+            figures |= {"keeps": "keeps the GPU idle for", "host": host_ms}
     if evidence.basis == "the CPU time":
         figures["title"] = "Data generation takes {share:.0%} of the main thread's CPU time"
     if waits:

@@ -27,14 +27,14 @@ from dlrm_workbook.analysis.attribution import (
     by_part,
     coverage,
     iteration_count,
-    iteration_state,
+    of_steady,
     parts_at,
     per,
     per_iteration,
     segments,
     windows,
 )
-from dlrm_workbook.analysis.findings.where import code_line, shown
+from dlrm_workbook.analysis.findings.where import code_line, merged
 from dlrm_workbook.analysis.gpu import kernel_table
 from dlrm_workbook.analysis.gpu_limits import kernel_paces
 from dlrm_workbook.analysis.idleness import idle_pieces
@@ -75,13 +75,13 @@ UPPER_BOUND = (
 
 def heaviest(operators: pd.DataFrame, count: int = 4, column: str = "cpu_self_ms") -> str | None:
     """The operators that take most of the time, with their milliseconds; None if none does."""
-    top = operators.groupby("name")[column].sum().nlargest(count)
+    top = merged(operators.groupby("name")[column].sum()).nlargest(count)
     return listed_times(top[top > 0]) or None
 
 
 def listed_times(times: pd.Series, more: str = "") -> str:
     """Names with their milliseconds, in the order given; ``more`` stands behind each."""
-    return ", ".join(f"{shown(str(name))} {milliseconds(ms)}{more}" for name, ms in times.items())
+    return ", ".join(f"{name} {milliseconds(ms)}{more}" for name, ms in merged(times).items())
 
 
 class Evidence:
@@ -221,7 +221,10 @@ class Evidence:
         return float(steps.loc[chosen, "time_ms"].sum())
 
     def said_lines(self, component: str) -> str | None:
-        """The lines of :meth:`lines_of` that take most, as a sentence lists them."""
+        """The lines of :meth:`lines_of` that take most, as a sentence lists them; None of a trace
+        with frames of Python, which may be in other parts as well."""
+        if not self.meta.get("lines") and not self.profile.trace.empty:
+            return None
         listed = [
             f"{code_line(str(row['function']), str(row['file']), int(row['line']))} "
             f"{milliseconds(float(row['time_ms']))}"
@@ -309,11 +312,7 @@ class Evidence:
     @cached_property
     def windows(self) -> tuple[Ints, Ints]:
         """(start, end) of the iterations that the attribution is of, in order, ns."""
-        table = windows(self.profile)
-        state = iteration_state(self.profile)
-        if state is not None:
-            steady = self.profile.iterations["iteration"][state.steady]
-            table = table[table["iteration"].isin(steady)]
+        table = of_steady(self.profile, windows(self.profile))
         return table["start_ns"].to_numpy(), table["end_ns"].to_numpy()
 
     @property

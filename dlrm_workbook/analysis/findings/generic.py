@@ -13,6 +13,7 @@ import pandas as pd
 
 from dlrm_workbook.analysis.attribution import (
     PART,
+    UNRECORDED,
     host_time,
     iteration_count,
     main_thread,
@@ -37,6 +38,7 @@ from dlrm_workbook.analysis.findings.finding import (
 )
 from dlrm_workbook.analysis.findings.where import (
     PLACE_LEVELS,
+    RECORD_MORE,
     code_line,
     in_place,
     part_name,
@@ -47,6 +49,7 @@ from dlrm_workbook.analysis.kernel_names import kernel_name
 from dlrm_workbook.analysis.lines import lines
 from dlrm_workbook.ground.units import milliseconds
 from dlrm_workbook.recordings.foreign import COMMUNICATION, node_key
+from dlrm_workbook.recordings.nsight import WAITING_CALLS
 from dlrm_workbook.recordings.profile import nearest
 from dlrm_workbook.recordings.torch.lines import MAIN
 
@@ -187,7 +190,7 @@ SAME_PLACE = 0.8
 
 @rule(
     "largest_place",
-    title="{name} {takes} {share:.0%} of the step",
+    title="{name} {takes} {of_calls}{share:.0%} of the step",
     evidence=(
         "In {what} the GPU works {busy:ms} and is idle {idle:ms} of {total:ms} per "
         "iteration{place}.",
@@ -218,7 +221,8 @@ def largest_place(evidence: Evidence, ledger: Causes) -> Measured | None:
     else:
         measured = _without_parts(evidence, ledger)
     nothing = ("what", "itself", "kernels", "heaviest", "callers", "listed", "calls", "each")
-    return measured and {"takes": "takes", **dict.fromkeys(nothing), "busy": 0, **measured}
+    usual = {"takes": "takes", "of_calls": "", "busy": 0, **dict.fromkeys(nothing)}
+    return measured and usual | measured
 
 
 def _place_on_gpu(evidence: Evidence, ledger: Causes) -> Measured | None:
@@ -273,17 +277,28 @@ def _without_parts(evidence: Evidence, ledger: Causes) -> Measured | None:
         return None
     by_line = lines(evidence.profile)
     by_line = by_line[by_line["thread"].eq(MAIN) & by_line["file"].ne("")]
+    waits = table["name"].str.fullmatch(WAITING_CALLS) & table["kind"].eq("function")
     share, name = float(table["share"].iloc[0]), shown(str(table["name"].iloc[0]))
     called = evidence.called[evidence.called["name"].eq(str(table["name"].iloc[0]))]
     calls = float(called["calls"].sum())
     each = float(called["cpu_self_ms"].sum()) / calls if calls else 0.0
-    told = {"calls": calls, "each": each} if each > COMPUTES_MS else {}
+    told: Measured = {"calls": calls, "each": each} if each > COMPUTES_MS else {}
+    unrecorded = float(table.loc[table["name"].eq(UNRECORDED), "share"].sum())
+    if unrecorded > 0.01 and name != UNRECORDED:  # the share that torch's own table has
+        told["of_calls"] = f"{share / (1 - unrecorded):.0%} of the time in recorded calls and "
+    if waits.iloc[0]:
+        name = f"Waiting in {name}"
+    elif table["kind"].iloc[0] in ("annotation", "python"):
+        name = f"The code of {name} itself, outside what it calls,"
+    elif name == UNRECORDED:
+        name, told["advice"] = capitalised(name), RECORD_MORE
     if len(by_line):
         row = by_line.iloc[0]
         share = float(row["share_of_step"])
         name, told = code_line(str(row["function"]), str(row["file"]), int(row["line"])), {}
-    listed = table.head(MOST_LISTED).set_index("name")["share"] * evidence.total_ms
-    return {"share": share, "name": name, "heaviest": listed_times(listed), "speedup": {}} | told
+    names = table["name"].where(~waits, table["name"] + " (waits)").head(MOST_LISTED)
+    listed = listed_times((table["share"] * evidence.total_ms).head(MOST_LISTED).set_axis(names))
+    return {"share": share, "name": name, "heaviest": listed, "speedup": {}} | told
 
 
 def _sampled_place(evidence: Evidence, ledger: Causes) -> Measured | None:

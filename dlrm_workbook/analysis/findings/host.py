@@ -19,8 +19,9 @@ from dlrm_workbook.analysis.findings.finding import (
     removed,
     rule,
 )
+from dlrm_workbook.analysis.findings.generic import PLACE_SHARE
 from dlrm_workbook.analysis.findings.program import computed
-from dlrm_workbook.analysis.findings.where import code_line, part_name
+from dlrm_workbook.analysis.findings.where import RECORD_MORE, code_line, main_place, part_name
 from dlrm_workbook.analysis.lines import lines
 from dlrm_workbook.ground.units import milliseconds
 from dlrm_workbook.recordings.profile import Profile
@@ -30,7 +31,7 @@ LOST_SHARE = 0.05
 """Of the step; below it a remedy gains less than a run's own scatter."""
 
 NO_CORE = "The thread of the step was ready to run but had no core in {queued:.0%} of the time."
-PREEMPTED = "It was preempted {switches:,.1f} times per iteration."
+PREEMPTED = "It was preempted {switches:count} times per iteration."
 OWN_CODE = "{own:ms} of {part} pass outside every operator."
 
 
@@ -228,11 +229,7 @@ def other_processes(evidence: Evidence, ledger: Causes) -> Measured | None:
     if cores < BUSY_CORES or (lost < LOST_SHARE and cores < GREEDY_CORES):
         return None
     ledger.explain(lost * evidence.total_ms)
-    return {
-        "share": min(lost, 1.0),
-        "busy": cores,
-        **_without_core(evidence),
-    }
+    return {"share": min(lost, 1.0), "busy": cores, **_without_core(evidence)}
 
 
 @rule(
@@ -654,8 +651,7 @@ def faults_of_profiler(profile: Profile) -> str | None:
     "python_in_part",
     title="Code outside every operator takes {share:.0%} of the step, in {name}",
     evidence=(
-        "{own:ms} of {name} ({whole:ms}) pass in its own code, not in operators that it calls, and "
-        "the thread is on a core meanwhile.",
+        "{own:ms} of {name} ({whole:ms}) pass outside the operators that it calls{meanwhile}.",
         "The Python lines that take most of it: {lines}.",
     ),
     advice="Look at what the Python code of {name} does: loops, conversions to lists or numpy, "
@@ -682,15 +678,32 @@ def python_in_part(evidence: Evidence, ledger: Causes) -> Measured | None:
     share = time / evidence.total_ms - ledger.anywhere_ms / evidence.total_ms
     if share < LOST_SHARE:
         return None
-    ledger.explain(share * evidence.total_ms, part)
-    return {
+    figures: Measured = {
         "share": share,
         "name": part_name(*part) if part[0] != "other" else "no named part",
         "own": float(evidence.parts["python_ms"][part]),
         "lines": evidence.said_lines(part[0]),
         "whole": float(evidence.parts["traced_ms"][part]),
         "component": part[0],
+        "meanwhile": ", and the thread is on a core meanwhile" if len(evidence.counters) else "",
     }
+    if not (evidence.is_ours or len(evidence.counters) or evidence.profile.of_kind("python").any()):
+        # nothing tells whether the thread computes
+        figures["share"] = share = figures["own"] / evidence.total_ms
+        if share < PLACE_SHARE:
+            return None
+        within = evidence.profile.contexts[["component", "phase"]].eq(list(part)).all(axis=1)
+        within &= evidence.profile.of_kind("annotation")
+        rows = evidence.pieces[np.append(within, False)[evidence.pieces["context"]]]
+        place = main_place(evidence.profile, rows["context"], rows["ms"])
+        figures |= {
+            "name": place or figures["name"],
+            "title": "{share:.0%} of the step passes in {name}, in no recorded operator",
+            "meanwhile": "; the recording does not show whether the thread computes or waits then",
+            **{"advice": RECORD_MORE, "limit": "", "speedup": {}},
+        }
+    ledger.explain(share * evidence.total_ms, part)
+    return figures
 
 
 def _waiting_part(evidence: Evidence) -> tuple[Part | None, float]:

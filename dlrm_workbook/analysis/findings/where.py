@@ -41,6 +41,9 @@ LEAST_OF_ALL, LEAST_OF_STEP = 0.1, 0.04
 MOST_NAMES = 4
 """Names of one level that a sentence lists."""
 
+RECORD_MORE = "Record what runs or waits there: Python's stack (with_stack=True), or CPU samples."
+"""The advice where a recording does not say what takes the time."""
+
 
 def part_name(component: str, phase: str = "") -> str:
     """A part as a sentence names it; modules of a program's own are in backticks."""
@@ -64,7 +67,13 @@ def shown(name: str) -> str:
         return f"`{name.removeprefix(GROUP_PREFIX)}`"
     if frame := _FRAME.match(name):
         return code_line(frame["function"][:50], frame["file"], int(frame["line"]))
-    return name.removeprefix("autograd::engine::evaluate_function: ")[:70]
+    name = name.removeprefix("autograd::engine::evaluate_function: ")
+    return name if len(name) <= 70 else f"{name[:70]}…"
+
+
+def merged(times: pd.Series) -> pd.Series:
+    """Times by name, those together whose names are the same as :func:`shown`."""
+    return times.groupby([shown(str(name)) for name in times.index], sort=False).sum()
 
 
 def levels(profile: Profile) -> dict[str, np.ndarray]:
@@ -157,7 +166,7 @@ def place_sentence(profile: Profile, context: Any, ms: Any, step_ms: float) -> s
     listed_before = ""
     for level, times in time_by_name(profile, context, ms).items():
         times = times[times >= least][:MOST_NAMES]
-        listed = ", ".join(f"{shown(str(name))} {milliseconds(ms)}" for name, ms in times.items())
+        listed = ", ".join(f"{name} {milliseconds(ms)}" for name, ms in merged(times).items())
         if listed and listed != listed_before:
             clauses.append(f"by {PLACE_LEVELS[level]} {'' if clauses else 'it is '}{listed}")
         listed_before = listed

@@ -1,0 +1,165 @@
+"""Verdicts on small recordings of other programs: nothing is claimed that they do not hold."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gpu_trace
+import pandas as pd
+import pytest
+from test_nsight import Export, gid
+
+from dlrm_core.base.errors import InputError
+from dlrm_workbook.analysis.attribution import UNRECORDED, unattributed
+from dlrm_workbook.analysis.findings.evidence import listed_times
+from dlrm_workbook.recordings.nsight import WAITING_CALLS
+from dlrm_workbook.recordings.torch.chrome_trace import read_events
+from dlrm_workbook.report import Report, explain
+
+LAUNCH, COPY = "cudaLaunchKernel", "cudaMemcpyAsync"
+
+
+def report(folder: Path, events: list[Any]) -> Report:
+    return explain(gpu_trace.write(folder / "trace.json", events))
+
+
+def operators(steps: int = 10) -> list[Any]:
+    """Steps of 1 ms, of which 700 µs are in one operator, 100 µs in another."""
+    events = []
+    for at in range(0, 1000 * steps, 1000):
+        events.append(gpu_trace._span("user_annotation", f"ProfilerStep#{at}", at, at + 1000))
+        events.append(gpu_trace._span("cpu_op", "aten::mm", at + 100, at + 800))
+        events.append(gpu_trace._span("cpu_op", "aten::add", at + 850, at + 950))
+    return events
+
+
+def test_times_of_operators_are_those_of_the_recording(tmp_path: Path) -> None:
+    told = report(tmp_path, operators())
+    assert "aten::mm takes 70% of the step" in told.headline
+    assert "aten::mm 0.700 ms" in told.ranked_findings[0].evidence
+
+
+def test_time_between_operators_is_in_none(tmp_path: Path) -> None:
+    events = [event for event in operators() if event["cat"] == "cpu_op"]
+    told = report(tmp_path, events)
+    table = unattributed(told.profile).set_index("name")["share"]
+    assert table.sum() == pytest.approx(1.0) and table[UNRECORDED] > 0.15
+    assert "88% of the time in recorded calls and 7" in told.headline
+
+
+def test_nothing_is_said_to_be_measured_without_a_profiler(tmp_path: Path) -> None:
+    quality = report(tmp_path, operators()).quality
+    assert quality["level"] == "green"
+    assert "10 iterations under a profiler and none without it" in quality["sentence"]
+
+
+def test_a_range_is_not_said_to_take_what_its_own_code_takes(tmp_path: Path) -> None:
+    events = [gpu_trace._span("user_annotation", "model_forward", 0, 1000)]
+    calls = [gpu_trace._span("cpu_op", "aten::mm", 600 + 15 * n, 615 + 15 * n) for n in range(26)]
+    head = report(tmp_path, [*events, *calls]).headline
+    assert "The code of model_forward itself, outside what it calls, takes 61%" in head
+
+
+def test_time_in_a_range_without_operators_is_not_called_computing(tmp_path: Path) -> None:
+    events = [gpu_trace._span("user_annotation", "ProfilerStep#1", 0, 100_000)]
+    events.append(gpu_trace._span("user_annotation", "## forward:top_mlp ##", 0, 40_000))
+    events.append(gpu_trace._span("cpu_op", "aten::mm", 0, 40_000))
+    events.append(gpu_trace._span("user_annotation", "## backward ##", 40_000, 95_000))
+    first = report(tmp_path, events).ranked_findings[0]
+    assert "passes in ## backward ##, in no recorded operator" in first.title
+    assert "whether the thread computes or waits" in first.evidence
+    assert "on a core" not in first.evidence and "numpy" not in first.advice
+
+
+def test_calls_without_the_work_of_a_gpu_are_said(tmp_path: Path) -> None:
+    events = [*operators(), gpu_trace._span("cuda_runtime", LAUNCH, 120, 130, correlation=1)]
+    assert (
+        "hat a GPU did, and when it was idle, is not known"
+        in report(tmp_path, events).quality["sentence"]
+    )
+
+
+def test_calls_that_wait_are_no_work(tmp_path: Path) -> None:
+    export = Export(tmp_path / "waits.sqlite")
+    tables = ("TARGET_INFO_SYSTEM_ENV", "OSRT_API")
+    for start, end, name in ((0, 800, "poll"), (800, 900, "ioctl")):
+        row = {"start": start * 1000, "end": end * 1000, "globalTid": gid(7, 8)}
+        export.rows[tables[1]].append(row | {"nameId": export.text(name)})
+    export.rows[tables[0]].append({"name": 1})
+    told = explain(export.write())
+    assert "Waiting in poll takes 89% of the recording" in told.headline
+    assert "poll (waits)" in told.ranked_findings[0].evidence
+    assert "hat a GPU did, and when it was idle, is not known" in told.quality["sentence"]
+
+
+@pytest.mark.parametrize("name", ["pthread_cond_timedwait", "sem_wait", "nanosleep", "waitpid"])
+def test_waiting_calls_have_names(name: str) -> None:
+    assert WAITING_CALLS.fullmatch(name)
+    assert not WAITING_CALLS.fullmatch("pthread_mutex_unlock")
+    assert not WAITING_CALLS.fullmatch("read")
+
+
+def test_waits_of_an_accelerators_streams_are_no_work(tmp_path: Path) -> None:
+    events = [gpu_trace._span("mtia_runtime", "run", 0, 10, correlation=1)]
+    for name, start, end in (("event_wait", 0, 800), ("merge", 800, 900), ("wait_merge", 0, 9)):
+        events.append(gpu_trace._on_gpu("mtia_ccp_events", name, start, end, 7, correlation=1))
+    # a kernel of a GPU may have any name
+    events.append(gpu_trace._on_gpu("kernel", "wait", 900, 950, 7, correlation=1))
+    found = read_events(gpu_trace.write(tmp_path / "trace.json", events))
+    assert found.device["name"].tolist() == ["merge", "wait_merge", "wait"]
+    assert found.marks[["name", "kind"]].to_numpy().tolist() == [["event_wait", "sync"]]
+
+
+def test_a_list_of_other_entries_is_no_trace_and_not_cut_short(tmp_path: Path) -> None:
+    path = tmp_path / "requests.json"
+    path.write_text(json.dumps([{"id": 1, "timestamps": [{"name": "A", "ns": 2}]}] * 20))
+    with pytest.raises(InputError, match=r"no trace .* no 'ph', of 20 in its list"):
+        read_events(path)
+
+
+def test_copies_that_wait_since_before_the_recording_hold_it_up(tmp_path: Path) -> None:
+    name, events = "Memcpy HtoD (Pinned -> Device)", []
+    for at in range(0, 1000, 100):
+        events.append(gpu_trace._on_gpu("gpu_memcpy", name, at, at + 95, 9, bytes=95_000_000))
+    events.append(gpu_trace._on_gpu("kernel", "gemm", 1000, 1010, 7))
+    events.append(gpu_trace._span("cpu_op", "aten::mm", 0, 1000))
+    events.append(gpu_trace._span("cuda_runtime", LAUNCH, 1, 2, correlation=1))
+    first = report(tmp_path, events).ranked_findings[0]
+    assert first.id == "copies_not_overlapped"
+    assert first.share_of_step == pytest.approx(0.94, abs=0.01)
+    assert "pinned already" in first.advice
+
+
+def test_batches_made_beside_the_gpus_work_are_said_to_be(tmp_path: Path) -> None:
+    events = []
+    for at in range(0, 3000, 1000):
+        events.append(gpu_trace._span("user_annotation", f"ProfilerStep#{at}", at, at + 1000))
+        events.append(gpu_trace._span("cpu_op", "aten::randn", at + 20, at + 820))
+        launch = gpu_trace._span("cuda_runtime", LAUNCH, at + 5, at + 10, correlation=at + 1)
+        events += [launch, gpu_trace._on_gpu("kernel", "gemm", at + 11, at + 420, 7)]
+        events[-1]["args"]["correlation"] = at + 1
+    first = report(tmp_path, events).ranked_findings[0]
+    assert "Data generation keeps the GPU idle for 40%" in first.title
+    assert "The host takes 0.800 ms for it" in first.evidence
+
+
+def test_lines_of_a_part_have_their_time_within_it(tmp_path: Path) -> None:
+    frame = "/home/me/run.py(7): run"
+    events = [gpu_trace._span("user_annotation", "ProfilerStep#1", 0, 1000)]
+    ids = {"Python id": 1, "Python parent id": None}
+    events.append(gpu_trace._span("python_function", frame, 0, 1000, **ids))
+    loader = "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"
+    events.append(gpu_trace._span("user_annotation", loader, 100, 600))
+    events.append(gpu_trace._span("cuda_runtime", LAUNCH, 610, 620, correlation=5))
+    events.append(gpu_trace._on_gpu("kernel", "gemm", 630, 990, 7, correlation=5))
+    first = report(tmp_path, events).ranked_findings[0]
+    assert first.id == "data_generation" and "1.00 ms" not in first.evidence.partition("%")[2]
+    assert "by Python function `run` (`run.py:7`) 0.500 ms" in first.evidence
+
+
+def test_long_names_of_one_sentence_that_look_the_same_are_one(tmp_path: Path) -> None:
+    names = [f"{'layer' * 20} of shape ({n}, 3)" for n in (1, 2)]
+    listed = listed_times(pd.Series([1.0, 2.0], names))
+    assert listed == f"{'layer' * 14}… 3.00 ms"
