@@ -26,12 +26,7 @@ from dlrm_workbook.analysis.devices import DATA_SHEET
 from dlrm_workbook.analysis.gpu_limits import kernel_work, yes_no_unknown
 from dlrm_workbook.analysis.kernel_names import kernel_name, short_names
 from dlrm_workbook.recordings.hpctoolkit.database import read_database
-from dlrm_workbook.recordings.hpctoolkit.metrics import (
-    COPY_KINDS,
-    MEMORY_KINDS,
-    STALLS,
-    SYNC_KINDS,
-)
+from dlrm_workbook.recordings.hpctoolkit.metrics import COPY_KINDS, MEMORY_KINDS, STALLS, SYNC_KINDS
 from dlrm_workbook.recordings.hpctoolkit.to_profile import profile_from_database
 from dlrm_workbook.recordings.nesting import stretch_at
 from dlrm_workbook.recordings.profile import Profile, nearest
@@ -131,10 +126,7 @@ def kernel_table(profile: Profile) -> pd.DataFrame:
     table["blocks"] = column("GKER:BLKS_ACUMU") / launched
     table["threads_per_block"] = column("GKER:BLK_THR_ACUMU") / launched
     memory = [n for n in ("GKER:STMEM_ACUMU (B)", "GKER:DYMEM_ACUMU (B)") if n in values]
-    if memory:
-        table["shared_memory_bytes"] = values[memory].sum(axis=1) / launched
-    else:
-        table["shared_memory_bytes"] = np.nan
+    table["shared_memory_bytes"] = values[memory].sum(axis=1, min_count=1) / launched
     most = column("GKER:FGP_MAX_ACUMU")
     table["occupancy_percent"] = 100 * column("GKER:FGP_ACT_ACUMU") / most.where(most > 0)
     device = (profile.meta.get("devices") or [{}])[0]

@@ -142,26 +142,14 @@ def _rates(work: _Work) -> pd.DataFrame:
     table["tflops_per_s"] = table["flops"] / table["gpu_ms"] / 1e9
     table["gb_per_s"] = table["bytes"] / table["gpu_ms"] / 1e6
     uses = {"yes": True, "no": False}
-    table["peak_tflops_per_s"] = [
-        math.nan if fewer else peak_tflops(gpu, precision, uses.get(cores))
-        for precision, cores, fewer in zip(
-            table["precision"], table["tensor_cores"], table["transformed"], strict=True
-        )
-    ]
-    limits = [
-        _least(gpu, flops, size, peak, us)
-        for flops, size, peak, us in zip(
-            1e9 * table["call_gflop"],
-            table["call_bytes"],
-            table["peak_tflops_per_s"],
-            table["mean_us"],
-            strict=True,
-        )
-    ]
-    table["limit"] = [limit for limit, _, _ in limits]
-    table["least_us"] = [least for _, least, _ in limits]
-    table["share_of_ceiling"] = [share for _, _, share in limits]
     lines = table.to_dict("records")
+    for row in lines:
+        peak = peak_tflops(gpu, row["precision"], uses.get(row["tensor_cores"]))
+        peak = math.nan if row["transformed"] else peak
+        least = _least(gpu, 1e9 * row["call_gflop"], row["call_bytes"], peak, row["mean_us"])
+        row["peak_tflops_per_s"] = peak
+        row["limit"], row["least_us"], row["share_of_ceiling"] = least
+    table = pd.DataFrame(lines) if lines else table.reindex(columns=RATE_COLUMNS)
     table["reason"] = [why(row, gpus[0]) if gpus else "" for row in lines]  # type: ignore[arg-type]
     table["rate"] = [rate_text(row, gpus, gpu is not None) for row in lines]  # type: ignore[arg-type]
     return table
@@ -218,19 +206,13 @@ def _pace(row: dict[str, Any], gpus: tuple[Device, ...]) -> tuple[str, str]:
     """An operator, and what it reaches and why no more, of a row of :func:`_rates`."""
     kind = f" in {row['precision']}" if row["precision"] not in ("", "unknown") else ""
     place = f"{operator_text(row['name'], row['shapes'])}{kind}"
-    if not row["rate"]:
-        return place, f"{UNJUDGED}, {_why_unjudged(row, gpus)}"
-    return place, f"runs {row['rate']}" + (f": {row['reason']}" if row["reason"] else "")
-
-
-def _why_unjudged(row: dict[str, Any], gpus: tuple[Device, ...]) -> str:
-    if not gpus:
-        return "since no data sheet of its device is listed"
+    if row["rate"]:
+        return place, f"runs {row['rate']}" + (f": {row['reason']}" if row["reason"] else "")
+    reason = "by which it is faster than the data sheet allows, or of a precision without a rate"
     if row["transformed"]:
-        return "since its kernels multiply less than its definition (Winograd, FFT)"
-    return (
-        "by which it is faster than the data sheet allows, or of a precision without a rate there"
-    )
+        reason = "since its kernels multiply less than its definition (Winograd, FFT)"
+    reason = reason if gpus else "since no data sheet of its device is listed"
+    return place, f"{UNJUDGED}, {reason}"
 
 
 RATE_KNOWN = "rate is known"

@@ -45,21 +45,18 @@ class KernelName:
 def computes_in_double(full: str) -> bool:
     """Whether a kernel's data are float64, by the type of its functor or of what its pointers point
     to; a scalar argument (a learning rate, the bounds of random numbers) is no data."""
-    text = _as_cupti_writes(_demangled(full.strip()))
-    if re.search(r"\bdouble\d?\s*(?:const\s*)?[*&]", text) or _DOUBLE.search(text):
+    text = _demangled(full.strip())
+    if re.search(r"\bdouble\d?\s*(?:const\s*)?[*&]|(?i:dgemm|_f64|_d884|float64)", text):
         return True
     base, _, arguments = _pieces(_signature(text), "::")[-1].partition("<")
     made_for = any(pattern.search(base) for pattern, _ in _FAMILIES)
     return (_type(arguments) if made_for else _floating(arguments)) == "fp64"
 
 
-_DOUBLE = re.compile(r"dgemm|_f64|_d884|float64", re.IGNORECASE)
-
-
 @functools.lru_cache(maxsize=20_000)
 def kernel_name(full: str) -> KernelName:
     """What the full name of a kernel says; never fails, an unknown one is put in words."""
-    text = _as_cupti_writes(_demangled(full.strip()))
+    text = _demangled(full.strip())
     rules = (_copied, _triton, _collective, _product, _attention, _function)
     return _cut(next(name for rule in rules if (name := rule(text)) is not None))
 
@@ -115,13 +112,7 @@ def _shortened(text: str, limit: int = LONGEST_NAME) -> str:
 
 _CAST = re.compile(r"\((?:unsigned )?(?:int|long|short|char|bool)\)(?=-?\d)")
 _INSTANCE = re.compile(r"\[lambda\(([^()]*)\) \(instance (\d+)\)\]")
-
-
-def _as_cupti_writes(text: str) -> str:
-    """A name as Nsight Systems writes it (``(int)4``, ``[lambda(float) (instance 1)]``) with the
-    values and lambdas as CUPTI writes them (``4``, ``{lambda(float)#1}``)."""
-    return _INSTANCE.sub(r"{lambda(\1)#\2}", _CAST.sub("", text))
-
+"""Values and lambdas as Nsight Systems writes them: ``(int)4``, ``[lambda(int) (instance 1)]``."""
 
 _UNNAMED = re.compile(r"\(anonymous namespace\)::|\{anonymous\}::|<unnamed>::|\(anonymous class\)")
 _CLONE = re.compile(r"\s*\[clone [^\]]*\]|\.kd$|\.intern\.\d+|^static |^__global__ ")
@@ -239,10 +230,10 @@ _LENGTH = re.compile(r"(?<![\dS])(?<!L[a-z])(?<!L[a-z]n)[1-9]\d{0,3}")
 
 def _demangled(full: str) -> str:
     """A mangled name (``_ZN2at6native15CUDAFunctor_addIfEE...``) as a function and the
-    identifiers of its template arguments; other names as they are."""
+    identifiers of its template arguments; other names as CUPTI writes them."""
     begun = re.match(r"_ZN?[KL]?(?=\d)", full)
     if not begun:
-        return full
+        return _INSTANCE.sub(r"{lambda(\1)#\2}", _CAST.sub("", full))
     path: list[str] = []
     arguments: list[str] = []
     rest, nested = full[begun.end() :], begun[0].startswith("_ZN")
@@ -365,8 +356,7 @@ def _function(text: str) -> KernelName:
     if library == "FBGEMM":
         words = _fbgemm_words(words)
     if not words or words in (["kernel2"], ["global"], ["run"]):
-        owner = [w for name in path[:-1] for w in _words(name.partition("<")[0])]
-        owner = [] if library else owner
+        owner = [w for name in path[:-1] for w in _words(name.partition("<")[0]) if not library]
         words = [*owner, *(w for n in _informative(arguments, 2) for w in _words(n))]
     if base.lower().replace("_", "").startswith("indexfunc"):
         words += [w for n in _informative(arguments, 1) for w in _words(n)]
@@ -398,16 +388,14 @@ def _detail(arguments: str) -> str:
 
 def _fbgemm_words(words: list[str]) -> list[str]:
     """``split embedding backward rowwise adagrad unweighted cta per row 1``: what it does first."""
-    if words[:2] == ["split", "embedding"] or words[:2] == ["dense", "embedding"]:
-        phase = next((word for word in words[2:] if word in ("forward", "backward")), "")
-        rest = [word for word in words[2:] if word not in (phase, "1")]
-        dense = ["dense"] if words[0] == "dense" else []
-        if phase == "backward":
-            how = rest.index("unweighted") if "unweighted" in rest else len(rest)
-            how = rest.index("weighted") if "weighted" in rest else how
-            return [*(rest[:how] or ["embedding"]), phase, *rest[how:]]
-        return [*dense, "embedding", phase, *rest]
-    return words
+    if words[:2] not in (["split", "embedding"], ["dense", "embedding"]):
+        return words
+    phase = next((word for word in words[2:] if word in ("forward", "backward")), "")
+    rest = [word for word in words[2:] if word not in (phase, "1")]
+    if phase == "backward":
+        how = next((at for at, word in enumerate(rest) if word.endswith("weighted")), len(rest))
+        return [*(rest[:how] or ["embedding"]), phase, *rest[how:]]
+    return [*words[0 : words[0] == "dense"], "embedding", phase, *rest]
 
 
 def _made_for(base: str, family: str, arguments: str, detail: str) -> KernelName:
@@ -417,10 +405,9 @@ def _made_for(base: str, family: str, arguments: str, detail: str) -> KernelName
         names = names[:1]  # of a list of operations the second says which
     words = [word for name in names for word in _words(name)]
     what = _spoken(words) or "of unknown functor"
-    if re.search(r"[AB]UnaryFunctor", arguments):
-        what += " scalar"
-    kind = _type(arguments)
+    kind, scalar = _type(arguments), re.search(r"\b([AB])UnaryFunctor", arguments)
     bare = what.split(" ")[0] in _BARE
+    what += " scalar" if scalar else ""
     short = _joined(("" if bare else family, what, "" if kind == "fp32" else kind))
     how = []
     if re.match(r"vectorized", base):
@@ -431,11 +418,9 @@ def _made_for(base: str, family: str, arguments: str, detail: str) -> KernelName
         how.append("strided")
     if family != "elementwise" and detail:
         how.append(detail)
-    scalar = re.search(r"\b([AB])UnaryFunctor", arguments)
     if scalar:
         how.append("scalar first" if scalar[1] == "A" else "scalar second")
-    count = re.search(r"[aA]rray<char\s*\*, (\d+)", arguments)
-    if count:
+    if count := re.search(r"[aA]rray<char\s*\*, (\d+)", arguments):
         how.append(f"{count[1]} operands")
     return KernelName(short, ", ".join(how))
 
@@ -472,8 +457,8 @@ _SEEMS_PRODUCT = re.compile(
     re.I,
 )
 _GENERATED = re.compile(
-    r"(?:\b|(?<=_\dx_))(?:cutlass\w*_(?:simt|tensorop|wmma)\w*|(?:maxwell|pascal|volta|turing|ampere|ada|hopper|"
-    r"blackwell|sm\d+)_\w+|nvjet\w+|Cijk_\w+|cudnn_\w+)"
+    r"(?:\b|(?<=_\dx_))(?:cutlass\w*_(?:simt|tensorop|wmma)\w*|(?:maxwell|pascal|volta|turing|"
+    r"ampere|ada|hopper|blackwell|sm\d+)_\w+|nvjet\w+|Cijk_\w+|cudnn_\w+)"
 )
 _TILE = re.compile(r"^(?:tilesize|MT)?(\d+x\d+(?:x\d+)?)$")
 _CORE = re.compile(
@@ -535,20 +520,6 @@ def _collective(text: str) -> KernelName | None:
     return KernelName(_joined([match[1].lower(), what, *rest]))
 
 
-_ATTENTION_WORDS = {
-    "flash",
-    "fwd",
-    "bwd",
-    "forward",
-    "backward",
-    "attn",
-    "attention",
-    "kd",
-    "b",
-    "f",
-}
-
-
 def _attention(text: str) -> KernelName | None:
     if not re.search(
         r"flash_\w*(?:fwd|bwd)|fmha|sdpa|flash_?attention|\battn_(?:fwd|bwd)", text, re.I
@@ -556,17 +527,17 @@ def _attention(text: str) -> KernelName | None:
         return None
     signature = _signature(text)
     base = _pieces(signature, "::")[-1].partition("<")[0]
-    backward = bool(re.search(r"bwd|backward|bprop|cutlassB_", text, re.I))
-    words = [w for w in _words(base) if w not in _ATTENTION_WORDS]
+    backward = re.search(r"bwd|backward|bprop|cutlassB_", text, re.I)
+    told = re.compile("flash|fwd|bwd|forward|backward|attn|attention|kd|b|f")
+    words = [word for word in _words(base) if not told.fullmatch(word)]
     library = "cudnn" if "cudnn" in text else "flash" if "flash" in text.lower() else ""
     traits = re.search(r"traits<(\d+), (\d+), (\d+)", text)
     size = f"head {traits[1]}, {traits[2]}x{traits[3]}" if traits else ""
     precision = _operands(text)
-    what = _joined([library, "attention", "backward" if backward else "forward", *words])
+    phase = "backward" if backward else "forward"
     main = not re.search(r"dot_do_o|convert_d[qkv]|combine", base)
     uses = True if main and precision in ("bf16", "fp16", "fp8") else None
-    if precision:
-        what += f" {precision}"
+    what = _joined([library, "attention", phase, *words, precision])
     return KernelName(what, size, precision, uses, is_product=main)
 
 
@@ -611,13 +582,10 @@ def _product(text: str) -> KernelName | None:
 def _cutlass_template(signature: str) -> KernelName:
     """CUTLASS kernels whose name is their whole type: the tile is the first ``GemmShape``."""
     tile = re.search(r"GemmShape<(\d+), (\d+), (\d+)>", signature)
-    uses = (
-        True
-        if re.search(r"OpClassTensorOp|Mma_?Tensor|warpgroup|MMA_|tensorop", signature)
-        else None
+    units = re.search(
+        r"(OpClassSimt|MmaSimt)|OpClassTensorOp|Mma_?Tensor|warpgroup|MMA_|tensorop", signature
     )
-    if re.search(r"OpClassSimt|MmaSimt", signature):
-        uses = False
+    uses = None if not units else not units[1]
     precision = _operands(signature)
     words = ["cutlass", precision, "tensorop" if uses else "simt" if uses is False else ""]
     words += ["gemm", f"{tile[1]}x{tile[2]}" if tile else ""]
@@ -659,16 +627,12 @@ def _generated(name: str) -> KernelName:
     spoken = {"fprop": "conv forward", "dgrad": "conv backward input", "cudnn": "conv"}
     kind = {**spoken, "wgrad": "conv backward weight"}.get(kind, kind)
     simt_gemm = core and core["letter"] and not uses and core["what"] == "gemm"
-    if core and simt_gemm:
-        kind = f"{core['letter'] or ''}gemm"
+    kind = f"{core['letter']}gemm" if core and simt_gemm else kind
     first = re.sub(r"^(cutlass)\w*", r"\1", tokens[0])
-    cutlass = first == "cutlass"
     words = [first, "xmma" if "xmma" in tokens else "", "" if simt_gemm else precision]
-    words += ["tensorop" if uses and cutlass else "", kind, *extra, *tiles[:1], layout]
+    words += ["tensorop" if uses and first == "cutlass" else "", kind, *extra, *tiles[:1], layout]
     sliced = [t for t in tokens if re.match(r"sliced|stage|ldg|align|tensor\d|warpgroup", t)]
-    used = {*extra, layout, tokens[0]}
-    more = [*tiles[1:], *sliced]
-    more += [t for t in tokens if t in _VARIANTS and t not in used]
+    more = [*tiles[1:], *sliced, *(t for t in tokens[1:] if t in _VARIANTS)]
     return KernelName(_joined(words), ", ".join(more), precision, uses, True)
 
 
@@ -691,9 +655,8 @@ def _tensile(name: str, tokens: list[str]) -> KernelName:
     types = next((t for t in tokens[3:] if re.fullmatch(r"[BHSDI]{2,3}H?", t)), "")
     tile = re.search(r"MT(\d+x\d+(?:x\d+)?)", name)
     uses = True if re.search(r"_MI\d+x", name) else None
-    words = ["Tensile", kinds.get(types[:1], ""), "gemm", tile[1] if tile else ""]
-    layout = "".join(tokens[1:3])
-    precision = kinds.get(types[:1], "")
+    layout, precision = "".join(tokens[1:3]), kinds.get(types[:1], "")
+    words = ["Tensile", precision, "gemm", tile[1] if tile else ""]
     if "PostGSU" in name:
         return KernelName("split-k reduction Tensile", layout)
     return KernelName(_joined(words), layout, precision, uses, True)

@@ -43,14 +43,7 @@ from dlrm_workbook.analysis.findings import (
     ranks,
 )
 from dlrm_workbook.analysis.findings.evidence import Evidence, heaviest
-from dlrm_workbook.analysis.findings.finding import (
-    Causes,
-    Finding,
-    Rule,
-    of_one_step,
-    plain,
-    rank,
-)
+from dlrm_workbook.analysis.findings.finding import Causes, Finding, Rule, of_one_step, plain, rank
 from dlrm_workbook.analysis.findings.where import part_name
 from dlrm_workbook.analysis.kernel_names import kernel_family
 from dlrm_workbook.analysis.lanes import MOST_LANES
@@ -134,6 +127,9 @@ RULES: tuple[Rule, ...] = (
     program.empty_products,
     program.backward_twice,
     program.forward_again,
+    program.computed_again,
+    program.whole_tables,
+    program.untrained_gradients,
     program.without_gradients,
     program.float64_lines,
     program.small_operators,

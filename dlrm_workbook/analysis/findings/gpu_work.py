@@ -9,10 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from dlrm_workbook.analysis.attribution import (
-    PART,
-    iteration_count,
-)
+from dlrm_workbook.analysis.attribution import PART, iteration_count
 from dlrm_workbook.analysis.device_counters import limit_by_counters
 from dlrm_workbook.analysis.devices import device_of
 from dlrm_workbook.analysis.findings.evidence import MOST_LISTED, Evidence, listed_times
@@ -28,12 +25,7 @@ from dlrm_workbook.analysis.findings.finding import (
     removed,
     rule,
 )
-from dlrm_workbook.analysis.findings.where import (
-    in_place,
-    part_name,
-    shown,
-    time_by_name,
-)
+from dlrm_workbook.analysis.findings.where import in_place, part_name, shown, time_by_name
 from dlrm_workbook.analysis.gpu import (
     KERNEL_KEYS,
     WARP,
@@ -63,9 +55,19 @@ def working_kernels(evidence: Evidence) -> pd.DataFrame:
     """As :attr:`Evidence.kernels`, with ``ms`` of a mean step in which the GPU works on each.
 
     Of kernels that run at once, or beyond their step, the time counts once: all together take no
-    more than the GPU's time, and no less than what findings say of their pieces.
+    more than the GPU's time. ``fills`` is the most that a launch can use of the GPU, by the
+    multiprocessors that get a block and the threads of a warp that a block has (NaN where that is
+    unknown), ``is_small`` whether that is known to be little, or few blocks are ever at work.
     """
-    table = evidence.kernels
+    table, gpu = evidence.kernels, device_of(evidence.meta)
+    recorded = (evidence.meta.get("devices") or [{}])[0].get("sms")
+    units = float(recorded or (gpu.units if gpu else 0) or np.nan)
+    fills = (table["blocks"] / units).clip(upper=1) * (table["threads_per_block"] / WARP).clip(
+        upper=1
+    )
+    fills = fills.where(fills > 0)
+    small = fills.le(FAR_FROM_LIMIT) | table["waves"].le(FEW_WAVES)
+    table = table.assign(units=units, fills=fills, is_small=small)
     if not evidence.has_timeline:
         return table
     pieces = evidence.pieces[evidence.pieces["where"].eq("device")]
@@ -153,9 +155,7 @@ def _takes_only_fp16(evidence: Evidence) -> bool:
     return bool(of_old) if evidence.capability is None else evidence.capability < 8
 
 
-DOUBLE_OPERATIONS = "operations:fp64"
-
-DOUBLE_SHARE = 0.03
+DOUBLE_OPERATIONS, DOUBLE_SHARE = "operations:fp64", 0.03
 
 
 @rule(
@@ -172,14 +172,13 @@ def float64(evidence: Evidence, ledger: Causes) -> Measured | None:
     chosen = profile.which("name", computes_in_double) & profile.of_kind("kernel")
     if evidence.on_gpu:  # what leaves most of the GPU idle is not held back by its arithmetic
         kernels = working_kernels(evidence)
-        small = _is_small(evidence, kernels) & kernels["ms"].ge(HEAVY_SHARE * evidence.device_ms)
+        small = kernels["is_small"] & kernels["ms"].ge(HEAVY_SHARE * evidence.device_ms)
         chosen &= ~profile.which("name", set(kernels["kernel"][small]).__contains__)
     if profile.has(DOUBLE_OPERATIONS):
         chosen |= profile.value_table(DOUBLE_OPERATIONS, "exclusive").gt(0).to_numpy()
     # of an operator and its kernel the operator counts
-    above = nearest(profile.contexts["parent"].to_numpy(), chosen)
     parent = profile.contexts["parent"].to_numpy()
-    chosen &= (parent < 0) | (above[np.maximum(parent, 0)] < 0)
+    chosen &= (parent < 0) | (nearest(parent, chosen)[np.maximum(parent, 0)] < 0)
     time = profile.value_table(metric, "inclusive")[chosen] / iteration_count(profile)
     if evidence.has_timeline:
         pieces = evidence.pieces[evidence.pieces["where"].eq("device")]
@@ -244,8 +243,6 @@ def layout_copies(evidence: Evidence, ledger: Causes) -> Measured | None:
     return _work_of(evidence, ledger, COPYING, LAYOUT_SHARE)
 
 
-POINTWISE = re.compile("elementwise")
-
 POINTWISE_SHARE = 0.05
 """Least share of the step for kernels of one operation a value; real recordings: 1 to 14 %."""
 
@@ -265,7 +262,7 @@ POINTWISE_SHARE = 0.05
 )
 def pointwise_operators(evidence: Evidence, ledger: Causes) -> Measured | None:
     """Many kernels that do one operation for each value take much of the step together."""
-    measured = _work_of(evidence, ledger, POINTWISE, POINTWISE_SHARE)
+    measured = _work_of(evidence, ledger, re.compile("elementwise"), POINTWISE_SHARE)
     return measured if measured is None or measured["kinds"] >= LEAST_KINDS else None
 
 
@@ -302,15 +299,11 @@ def _work_of(
     }
 
 
-HEAVY_SHARE = 0.2
-"""Least share of the GPU's time that one kernel takes."""
+HEAVY_SHARE, HEAVY_STEP_SHARE = 0.2, 0.1
+"""Least shares of the GPU's time and of the step that one kernel takes."""
 
-HEAVY_STEP_SHARE = 0.1
-
-FAR_FROM_LIMIT = 0.5
-
-FEW_WAVES = 0.1
-"""A kernel whose blocks stay and take one piece of work after another fills more than this."""
+FAR_FROM_LIMIT, FEW_WAVES = 0.5, 0.1
+"""Kernels whose blocks stay and take one piece of work after another have more than so few."""
 
 UNJUDGED_SHARE = 0.3
 """Of the step: from here on a kernel is named even if its limits are not known."""
@@ -342,7 +335,7 @@ def heavy_kernel(evidence: Evidence, ledger: Causes) -> Measured | None:
     most = of_device.ge(0.5) & (len(evidence.profile.iterations) == 0)
     heavy = of_device.ge(HEAVY_SHARE) & (share.ge(HEAVY_STEP_SHARE) | most)
     far = kernels["share_of_ceiling"].lt(FAR_FROM_LIMIT) | kernels["waves"].lt(FAR_FROM_LIMIT)
-    far |= _is_small(evidence, kernels)
+    far |= kernels["is_small"]
     # products are judged by their units (tensor_cores), as far as their names tell
     unknown = kernels["share_of_ceiling"].isna()
     slow = [name for name, (_, pace) in evidence.paces.items() if ": " in pace]
@@ -350,14 +343,12 @@ def heavy_kernel(evidence: Evidence, ledger: Causes) -> Measured | None:
     chosen = kernels[heavy & (far | (unknown & (share.ge(UNJUDGED_SHARE) | most)))]
     if chosen.empty:
         return None
-    row = chosen.nlargest(1, "ms")
-    worst = row.iloc[0]
+    worst = chosen.loc[chosen["ms"].idxmax()]
     ledger.device_work.add(str(worst["kernel"]))
     reached, waves = float(worst["share_of_ceiling"]), float(worst["waves"])
     number = float(worst["launches"]) / iteration_count(evidence.profile)
-    uses_part = bool(_filled_share(evidence, row).iloc[0] < 1)
-    launch = _launch_text(evidence, worst.to_dict()) if uses_part else None
-    is_small = bool(_is_small(evidence, row).iloc[0])
+    is_small = bool(worst["is_small"])
+    launch = _launch_text(worst.to_dict()) if worst["fills"] < 1 else None
     few = f"Its grid fills {waves:.0%} of the GPU." if waves <= FEW_WAVES else launch
     taken = min(float(worst["ms"]) / evidence.total_ms, 1.0)
     has_limit = reached == reached
@@ -387,40 +378,14 @@ def heavy_kernel(evidence: Evidence, ledger: Causes) -> Measured | None:
     }
 
 
-def _units(evidence: Evidence) -> float:
-    """Multiprocessors of the GPU; NaN where neither the recording nor a data sheet tells."""
-    gpu = device_of(evidence.meta)
-    recorded = (evidence.meta.get("devices") or [{}])[0].get("sms")
-    return float(recorded or (gpu.units if gpu else 0) or np.nan)
-
-
-def _filled_share(evidence: Evidence, kernels: pd.DataFrame) -> pd.Series:
-    """Most that a launch of each kernel can use of the GPU, by the multiprocessors that get a block
-    and the threads of a warp that a block has; NaN where that is unknown."""
-    share = (kernels["blocks"] / _units(evidence)).clip(upper=1.0)
-    share *= (kernels["threads_per_block"] / WARP).clip(upper=1.0)
-    return share.where(share > 0)
-
-
-def _is_small(evidence: Evidence, kernels: pd.DataFrame) -> pd.Series:
-    """Whether the launches of each kernel are known to leave most of the GPU without work."""
-    filled = _filled_share(evidence, kernels)
-    return filled.le(FAR_FROM_LIMIT) | kernels["waves"].le(FEW_WAVES)
-
-
-def _launch_text(evidence: Evidence, kernel: Mapping[Any, Any]) -> str:
+def _launch_text(kernel: Mapping[Any, Any]) -> str:
     """How many multiprocessors, and threads of a warp, the launches of a kernel can use."""
-    units, blocks, threads = _units(evidence), kernel["blocks"], kernel["threads_per_block"]
+    units, blocks, threads = (kernel[name] for name in ("units", "blocks", "threads_per_block"))
+    counts = [f"{number:,.1f}".removesuffix(".0") for number in (blocks, threads)]
     used = [f"{np.ceil(blocks):,.0f} of {units:,.0f} multiprocessors"] if blocks < units else []
-    used += [f"{_count(threads)} of the {WARP} threads of a warp"] if threads < WARP else []
-    what = f"{_count(blocks, 'block')} of {_count(threads, 'thread')}"
-    return f"A launch of {what} uses {' and '.join(used)}."
-
-
-def _count(number: float, of: str = "") -> str:
-    """``1 block``, ``29.5 blocks`` (a mean), ``4,095``."""
-    text = f"{number:,.1f}".removesuffix(".0")
-    return f"{text} {of}{'s' * (number != 1)}" if of else text
+    used += [f"{counts[1]} of the {WARP} threads of a warp"] if threads < WARP else []
+    block, thread = "block" + "s" * (blocks != 1), "thread" + "s" * (threads != 1)
+    return f"A launch of {counts[0]} {block} of {counts[1]} {thread} uses {' and '.join(used)}."
 
 
 def _heading(
@@ -441,9 +406,6 @@ def _heading(
     if UNJUDGED in pace and counted:
         pace = f"{UNJUDGED} of its inputs; {counted[0].lower()}{counted[1:-1]}"
     return f"{place} takes {share:.0%} of the step in {kernel['short_name']} and {pace}"
-
-
-NEAR_LIMIT = 0.5
 
 
 @rule(
@@ -467,36 +429,25 @@ def largest_kernels(evidence: Evidence, ledger: Causes) -> Measured | None:
     if evidence.is_ours or not evidence.has_timeline:
         return None
     table = _unexplained_kernels(evidence, ledger)
-    table = table[~table["share_of_ceiling"].ge(NEAR_LIMIT)]
-    by_name = table.groupby("short_name")["ms"].sum().sort_values(ascending=False)
-    by_name = by_name[by_name >= KERNEL_SHARE * evidence.total_ms]
-    if by_name.empty:
+    table = table[~table["share_of_ceiling"].ge(FAR_FROM_LIMIT)]
+    chosen = table[table["ms"] >= KERNEL_SHARE * evidence.total_ms]
+    if chosen.empty:
         return _kernels_of_one_place(evidence, table)
-    chosen = table[table["short_name"].isin(by_name.index)]
-    time = min(float(by_name.sum()), evidence.device_ms)
-    longest = chosen.nlargest(3, "ms")["kernel"].astype(str)
-    part = largest_part(chosen, "ms")
-    what = "One kernel" if len(by_name) == 1 else f"{len(by_name)} kernels"
-    if by_name.index.str.startswith(UNNAMED_TRITON).any():  # several kernels have such a name
+    time = float(chosen["ms"].sum())
+    longest, names = chosen["kernel"][:3].astype(str), chosen["short_name"].astype(str)
+    what = "One kernel" if len(chosen) == 1 else f"{len(chosen)} kernels"
+    if names.str.startswith(UNNAMED_TRITON).any():  # several kernels have such a name
         what = "Kernels"
-    places = {
-        name: largest_part(rows, "ms")
-        for name, rows in chosen.groupby(chosen["short_name"].astype(str))
-    }
-    place_text = {
-        name: f" in {part_name(*place)}" if place[0] != "other" else ""
-        for name, place in places.items()
-    }
+    at = [part_name(*part) if part[0] != "other" else "" for part in chosen[PART].to_numpy()]
+    rows = zip(names, map(milliseconds, chosen["ms"]), at, strict=True)
     return {
         "share": time / evidence.total_ms,
-        "component": part[0],
+        "component": largest_part(chosen, "ms")[0],
         "what": what,
         "take": "takes" if what == "One kernel" else "take",
-        "kernels": ", ".join(map(str, by_name.index[:2])) + (", ..." if len(by_name) > 2 else ""),
+        "kernels": ", ".join(names[:2]) + ", ..." * (len(names) > 2),
         "paces": " ".join(filter(None, dict.fromkeys(map(evidence.pace_of, longest)))) or None,
-        "listed": ", ".join(
-            f"{name} {milliseconds(ms)}{place_text[str(name)]}" for name, ms in by_name.items()
-        ),
+        "listed": ", ".join(f"{name} {ms}{part and f' in {part}'}" for name, ms, part in rows),
         "pieces": evidence.of_kernels(chosen["kernel"]),
         "unknown": "The recording does not show how close they are to the GPU's limits."
         if chosen["share_of_ceiling"].isna().all() and not set(longest) & evidence.paces.keys()
@@ -510,7 +461,7 @@ def _kernels_of_one_place(evidence: Evidence, table: pd.DataFrame) -> Measured |
     operator, function or range are; None without one.
 
     Args:
-        table: rows of :func:`_kernels`.
+        table: of :func:`_unexplained_kernels`.
     """
     pieces = evidence.of_kernels(table["kernel"])
     most = {
@@ -527,17 +478,14 @@ def _kernels_of_one_place(evidence: Evidence, table: pd.DataFrame) -> Measured |
     short = own["name"].map(lambda kernel: kernel_name(kernel).short or kernel)
     by_kernel = pd.Series(pieces[1][inside]).groupby(short.to_numpy()).sum().nlargest(MOST_LISTED)
     return {
+        **dict.fromkeys(("paces", "unknown")),
         "share": time / evidence.total_ms,
-        "component": largest(
-            pd.Series(pieces[1][inside]).groupby([own[each].to_numpy() for each in PART]).sum()
-        )[0],
+        "component": largest_part(own.assign(ms=pieces[1][inside]), "ms")[0],
         "what": f"Kernels in {shown(name)}",
         "take": "take",
         "kernels": ", ".join(map(str, by_kernel.index[:2])),
         "listed": listed_times(by_kernel),
-        "paces": None,
         "pieces": (pieces[0][inside], pieces[1][inside]),
-        "unknown": None,
         "speedup": bounded(0.5 * time / evidence.total_ms),
     }
 
@@ -582,7 +530,8 @@ def stalls(evidence: Evidence, ledger: Causes) -> Measured | None:
     kernel = str(kernels.loc[kernels["warp_cycles"].idxmax(), "kernel"])
     contexts = evidence.profile.contexts
     named = contexts[(contexts["name"] == kernel) & (contexts["kind"] == "kernel")]
-    of_step = min(_kernel_ms(evidence) / evidence.total_ms, 1.0)
+    kernels_ms = min(float(evidence.kernels["ms"].sum()), evidence.device_ms)
+    of_step = min(kernels_ms / evidence.total_ms, 1.0)
     lines = stall_table(sampled, "line")
     lines = lines[(lines["reason"] == reason) & (lines["kernel"] == kernel) & lines["file"].ne("")]
     return {
@@ -605,19 +554,13 @@ def stalls(evidence: Evidence, ledger: Causes) -> Measured | None:
 
 def _sampling_quality(measured: dict[str, Any]) -> str | None:
     """How many samples a stall table stands on; a reason stands where there is no number."""
-    taken, period = measured.get("taken"), measured.get("period_cycles")
-    if not isinstance(taken, float | int):
+    given = {name: n for name, n in measured.items() if isinstance(n, float | int)}
+    if "taken" not in given:
         return None
-    text = f"{taken:,.0f} samples"
-    if isinstance(period, float | int):
-        text += f", one in {period:,.0f} cycles"
-    expected, dropped = measured.get("expected"), measured.get("dropped")
-    if isinstance(expected, float | int) and expected:
-        text += f", {min(taken / expected, 1.0):.0%} of those expected"
-    lost = f"{dropped:,.0f}" if isinstance(dropped, float | int) else "not measured"
+    text = f"{given['taken']:,.0f} samples"
+    if "period_cycles" in given:
+        text += f", one in {given['period_cycles']:,.0f} cycles"
+    if given.get("expected"):
+        text += f", {min(given['taken'] / given['expected'], 1.0):.0%} of those expected"
+    lost = f"{given['dropped']:,.0f}" if "dropped" in given else "not measured"
     return f"Sampling: {text}; dropped: {lost}."
-
-
-def _kernel_ms(evidence: Evidence) -> float:
-    """Time of a mean step in which kernels run, no more than the GPU works."""
-    return min(float(evidence.kernels["ms"].sum()), evidence.device_ms)

@@ -257,21 +257,13 @@ def extra_operators(evidence: Evidence, ledger: Causes) -> Iterable[Finding]:
 def _unnamed_kind(evidence: Evidence, group: pd.DataFrame, place: str) -> ExtraKind:
     """Operators of one part that no kind names: many tiny ones, or a few that take long."""
     if _are_tiny(evidence, group):
-        return ExtraKind(
-            ".*",
-            "tiny_operators",
-            f"{group['calls'].sum():,.0f} operators in {place} that the model does not need",
-            "Merge them into a few operators on whole tensors, or take them out of the step: each "
-            "costs its dispatch however little it computes.",
-            "dispatch",
-        )
-    return ExtraKind(
-        ".*",
-        "foreign_operators",
-        f"{capitalised(place)} calls operators that the model does not need",
-        "Take them out of the step, or merge them into its own operators.",
-        "memory bandwidth",
-    )
+        title = f"{group['calls'].sum():,.0f} operators in {place} that the model does not need"
+        advice = "Merge them into a few operators on whole tensors, or take them out of the step: "
+        advice += "each costs its dispatch however little it computes."
+        return ExtraKind(".*", "tiny_operators", title, advice, "dispatch")
+    title = f"{capitalised(place)} calls operators that the model does not need"
+    advice = "Take them out of the step, or merge them into its own operators."
+    return ExtraKind(".*", "foreign_operators", title, advice, "memory bandwidth")
 
 
 DISPATCH_MS = 2e-3
