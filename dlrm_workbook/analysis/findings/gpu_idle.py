@@ -447,15 +447,14 @@ def launch_bound(evidence: Evidence, ledger: Causes) -> Measured | None:
         # with any other the host waits for the GPU in every update: nothing to capture
         graphs["training.embedding_backend"] = "fused"
     steps = evidence.iterations
-    rest, rest_ms = _unexplained(evidence, ledger), left - evidence.after_ms - lost
+    rest = _unexplained(evidence, ledger)
+    rest_ms = left - ledger.late_ms - evidence.after_ms - lost
     waiting, most_of_it = lost, lost > 0.5 * evidence.idle_ms
     outer = time_by_name(evidence.profile, idle["context"], idle["idle_ms"])["outer"]
-    same = main_place(evidence.profile, rest["context"], rest["idle_ms"]) in (
-        "",
-        *map(shown, outer.index[:1]),
-    )
+    place = main_place(evidence.profile, rest["context"], rest["idle_ms"])
+    same = place in map(shown, outer.index[:1])
     if most_of_it and same and rest_ms >= IDLE_SHARE * evidence.total_ms:
-        # one cause: operators that the host is slow to call
+        # one cause: an operator in which the host is slow
         lost, idle = lost + rest_ms, pd.concat([idle, rest])
     ledger.idle_ms += lost
     # what has no part and is no single operator tells nothing
@@ -760,7 +759,7 @@ def _host_meanwhile(evidence: Evidence, idle: pd.DataFrame, partly: bool) -> Mea
     of_step = total / evidence.total_ms if partly else None
     if place := _in_title(by_name / total, named / total, of_step):
         figures["meanwhile"] = place
-    if queued > 0.5 * total:
+    if queued > 0.5 * total and not evidence.has_graphs:  # whose kernels may lack
         figures["meanwhile"] = f"{_while(queued / total, of_step)} launched work waits"
         figures["remedy"] = "Find what that work waits for (another stream, an event), and whether "
         figures["remedy"] += "the recording holds all work: what it lacks passes for idle time."
