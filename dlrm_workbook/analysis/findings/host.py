@@ -695,9 +695,8 @@ def python_in_part(evidence: Evidence, ledger: Causes) -> Measured | None:
         within = evidence.profile.contexts[["component", "phase"]].eq(list(part)).all(axis=1)
         within &= evidence.profile.of_kind("annotation")
         rows = evidence.pieces[np.append(within, False)[evidence.pieces["context"]]]
-        place = main_place(evidence.profile, rows["context"], rows["ms"])
         figures |= {
-            "name": place or figures["name"],
+            "name": main_place(evidence.profile, rows["context"], rows["ms"]) or figures["name"],
             "title": "{share:.0%} of the step passes in {name}, in no recorded operator",
             "meanwhile": "; the recording does not show whether the thread computes or waits then",
             **{"advice": RECORD_MORE, "limit": "", "speedup": {}},

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import gzip
-import itertools
 import json
 import re
 import zlib
@@ -464,7 +463,7 @@ class _Walk:
         if rows["host"]:
             self._host(rows["host"])
         if waits := list(filter(_waits, rows["device"])):
-            rows["device"] = list(itertools.filterfalse(_waits, rows["device"]))
+            rows["device"] = [one for one in rows["device"] if not _waits(one)]
         if rows["device"]:
             self._device(rows["device"])
         if marks := rows["marks"] + waits:
