@@ -399,6 +399,21 @@ def test_breakdown_of_kernels_adds_up_to_no_more_than_their_finding(trace: Trace
         assert time == pytest.approx(finding.share_of_step * 0.995, abs=0.01)
 
 
+@pytest.mark.parametrize("second", ["aten::mm", "aten::bmm"])
+def test_time_of_a_kernel_in_several_operators_is_not_that_of_one(
+    trace: Trace, second: str
+) -> None:
+    for number in range(STEPS):
+        begin = other_program(trace, number)
+        for place, name in enumerate(("aten::mm", second)):
+            at = begin + 5 + 20 * place
+            trace.host("cpu_op", name, at, at + 8, **{"Input Dims": [[8, 8]] * 2})
+            start = begin + 10 + 490 * place
+            trace.launch(at + 2, "ampere_fp16_s16816gemm_fp16_128x64_tn", start, start + 480)
+    title = next(f.title for f in told(trace.read())[0] if f.id == "heavy_kernel")
+    assert title.startswith("One kernel takes 96") == (second != "aten::mm")
+
+
 def test_kernels_that_share_a_name_are_no_one_kernel(trace: Trace) -> None:
     whole_steps(trace, ("triton_", 950.0))
     (finding,) = told(trace.read())[0]

@@ -55,9 +55,9 @@ def working_kernels(evidence: Evidence) -> pd.DataFrame:
     """As :attr:`Evidence.kernels`, with ``ms`` of a mean step in which the GPU works on each.
 
     Of kernels that run at once, or beyond their step, the time counts once: all together take no
-    more than the GPU's time. ``fills`` is the most that a launch can use of the GPU, by the
-    multiprocessors that get a block and the threads of a warp that a block has (NaN where that is
-    unknown), ``is_small`` whether that is known to be little, or few blocks are ever at work.
+    more than the GPU's time. ``fills`` is the most that a launch can use of the GPU, by its blocks
+    for the multiprocessors and its threads for a warp (NaN where unknown), ``is_small`` whether
+    that is known to be little.
     """
     table, gpu = evidence.kernels, device_of(evidence.meta)
     recorded = (evidence.meta.get("devices") or [{}])[0].get("sms")
@@ -302,6 +302,9 @@ def _work_of(
 HEAVY_SHARE, HEAVY_STEP_SHARE = 0.2, 0.1
 """Least shares of the GPU's time and of the step that one kernel takes."""
 
+ONE_OPERATOR = 0.8
+"""Least part of a kernel's time in one operator for it to be called that operator's time."""
+
 FAR_FROM_LIMIT, FEW_WAVES = 0.5, 0.1
 """Kernels whose blocks stay and take one piece of work after another have more than so few."""
 
@@ -391,20 +394,19 @@ def _launch_text(kernel: Mapping[Any, Any]) -> str:
 def _heading(
     evidence: Evidence, kernel: Mapping[Any, Any], share: float, launch: str | None
 ) -> str:
-    """The operator at which a kernel does most, with the share of the step and its pace.
-
-    Args:
-        kernel: a row of :attr:`Evidence.kernels`.
-        launch: a sentence on launches that are too small.
-    """
+    """The operator at which a kernel (a row of :attr:`Evidence.kernels`) does most, with the share
+    of the step and its pace; without these what is known of it, such as small launches."""
     place, pace = evidence.paces.get(str(kernel["kernel"]), ("", ""))
     counted = limit_by_counters(evidence.profile, str(kernel["kernel"]))
+    head = f"One kernel takes {share:.0%} of the step: {kernel['short_name']}"
     if not pace:
-        head = f"One kernel takes {share:.0%} of the step: {kernel['short_name']}"
         known = counted or launch
         return f"{head}; {known[0].lower()}{known[1:-1]}" if known else head
     if UNJUDGED in pace and counted:
         pace = f"{UNJUDGED} of its inputs; {counted[0].lower()}{counted[1:-1]}"
+    inner = time_by_name(evidence.profile, *evidence.of_kernels([str(kernel["kernel"])]))["inner"]
+    if len(inner) and inner.iloc[0] < ONE_OPERATOR * inner.sum():
+        return f"{head}, most in {place}, which {pace}"
     return f"{place} takes {share:.0%} of the step in {kernel['short_name']} and {pace}"
 
 
