@@ -148,6 +148,7 @@ class Report:
         blocks += [
             self.headline,
             f"**Quality: {self.quality['level']}.** {self.quality['sentence']}",
+            self.source.sentence if len(self.source.ranks) > 1 else "",
         ]
         whole = basis(self.profile)
         for place, one in enumerate(self.ranked_findings[:MOST_FINDINGS], 1):

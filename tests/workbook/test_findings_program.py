@@ -24,6 +24,7 @@ from dlrm_workbook.analysis.lines import lines
 from dlrm_workbook.analysis.reference import at_reference
 from dlrm_workbook.recordings.measure import measure
 from dlrm_workbook.recordings.profile import Profile
+from dlrm_workbook.recordings.torch import seen_operators
 from dlrm_workbook.recordings.torch.seen_model import SeenModel
 from dlrm_workbook.recordings.torch.trials.remedies import Anomaly, Facts
 from dlrm_workbook.recordings.torch.trials.seen import Seen
@@ -219,7 +220,11 @@ def test_a_thread_that_keeps_pythons_lock_is_named_by_its_line(tmp_path: Path) -
     assert "in `burn` (`careless_program.py:" in thread.title
 
 
-def test_only_equal_operators_on_the_same_values_compute_again() -> None:
+def test_only_equal_operators_on_the_same_values_compute_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(seen_operators, "MOST_S", 60)
+
     class Model(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -64,6 +64,8 @@ EXPLAINS = {
     "profiler_overhead": (STARVED, 0.5),
     "rank_imbalance": (("exposed_communication", "largest_place"), 0.0),
     "load_imbalance": (("waiting",), 0.0),
+    "around_model": (("page_faults",), 0.5),
+    "data_generation": (("python_in_part", "page_faults"), 0.5),
     **dict.fromkeys(("float64", "dense_updates"), (("page_faults",), 0.5)),  # large temporaries
 }
 """Finding of a cause to those that speak of its effects, before which it stands if its share is no
@@ -167,11 +169,12 @@ def findings(
     unranked = [finding for rule in RULES for finding in rule(evidence, ledger)]
     unranked = program.as_tried(unranked, profile)
     ranked = rank(iterations.of_all_iterations(unranked))
-    by_gain = _by_gain(evidence)
-    ranked = ranked if by_gain else _by_share(ranked)
+    if not evidence.is_ours:
+        ranked = _by_share(ranked)
     ranked = _dominant_in_place(ranked)
     largest = max(ranked, key=lambda finding: finding.share_of_step, default=None)
-    if by_gain and largest is not None and largest.id in IDLE_GPU and largest.severity == "slows":
+    idles = largest is not None and largest.id in IDLE_GPU and largest.severity == "slows"
+    if evidence.is_ours and largest is not None and idles:
         # nothing else can bring as much as the GPU that does nothing
         first = sum(finding.severity == "fails" for finding in ranked)
         ranked.remove(largest)
@@ -181,16 +184,10 @@ def findings(
     return of_one_step(ranked, _available(evidence), evidence.basis)
 
 
-def _by_gain(evidence: Evidence) -> bool:
-    """Whether findings are ordered by the time that their remedies save: of another program on a
-    GPU no change was timed."""
-    return not evidence.on_gpu or evidence.is_ours
-
-
 def _by_share(ranked: Sequence[Finding]) -> list[Finding]:
     """The findings by the share of the step that they take; what gives no gain to expect is last.
 
-    Of another program on a GPU no change was timed: its gains are bounds of one kind or another.
+    Of another program few changes were timed: its gains are bounds of one kind or another.
     """
     fails = [each for each in ranked if each.severity == "fails"]
     slows = [each for each in ranked if each.severity != "fails"]
@@ -297,8 +294,10 @@ def _limit(evidence: Evidence, title: str) -> str:
         per += ", start-up left out" * bool(profile.contexts["phase"].eq(START_UP).any())
     largest = f"{'named ' if evidence.low_coverage else ''}part of {whole}"
     operators = evidence.of_part(str(top["component"]), str(top["phase"]))
-    most = heaviest(operators[operators["kind"].eq("operator")], 2)
-    if most and not busy and not evidence.is_ours:
+    called = operators[operators["kind"].eq("operator")]
+    most = heaviest(called, 2)
+    told = float(called.groupby("name")["cpu_self_ms"].sum().nlargest(2).sum()) > 0.5 * time
+    if most and told and not busy and not evidence.is_ours:
         reached += f", most of it in {most}"
     text = f"{busy}The largest {largest} is {name}: {times} {per} ({time / total:.0%}){reached}."
     if not busy and f"takes {time / total:.0%} of" in title and name.split()[0] in title.lower():

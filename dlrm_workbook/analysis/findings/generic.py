@@ -46,7 +46,7 @@ from dlrm_workbook.analysis.findings.where import (
     time_by_name,
 )
 from dlrm_workbook.analysis.kernel_names import kernel_name
-from dlrm_workbook.analysis.lines import lines
+from dlrm_workbook.analysis.lines import line_table, lines
 from dlrm_workbook.ground.units import milliseconds
 from dlrm_workbook.recordings.foreign import COMMUNICATION, node_key
 from dlrm_workbook.recordings.nsight import WAITING_CALLS
@@ -190,7 +190,7 @@ SAME_PLACE = 0.8
 
 @rule(
     "largest_place",
-    title="{name} {takes} {of_calls}{share:.0%} of the step",
+    title="{unknown}{name} {takes} {of_calls}{share:.0%} of the step",
     evidence=(
         "In {what} the GPU works {busy:ms} and is idle {idle:ms} of {total:ms} per "
         "iteration{place}.",
@@ -222,6 +222,9 @@ def largest_place(evidence: Evidence, ledger: Causes) -> Measured | None:
         measured = _without_parts(evidence, ledger)
     nothing = ("what", "itself", "kernels", "heaviest", "callers", "listed", "calls", "each")
     usual = {"takes": "takes", "of_calls": "", "busy": 0, **dict.fromkeys(nothing)}
+    # of a program that was measured here every rule was asked
+    asked = line_table(evidence.profile) is not None
+    usual["unknown"] = "No known bottleneck found: " if asked else ""
     return measured and usual | measured
 
 
