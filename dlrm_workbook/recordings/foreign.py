@@ -210,7 +210,11 @@ _KERNELS = _rules(
         Named("embedding"),
     ),
     (r"(?i)EmbeddingBag|embedding_bag", Named("embedding", hint=True)),
-    (r"(?i)multi_tensor_apply|FusedAdam|FusedSgd", Named("optimizer", "update", True)),
+    # multi_tensor_apply alone copies and clips too
+    (
+        r"(?i)Fused(Adam|Sgd|Optimizer|Adagrad)|(Adam|Lamb|Sgd|Momentum)\w*Functor",
+        Named("optimizer", "update", True),
+    ),
 )
 """Kernels whose name says their part, wherever they were launched from."""
 

@@ -46,7 +46,7 @@ from dlrm_workbook.analysis.findings.where import (
     time_by_name,
 )
 from dlrm_workbook.analysis.kernel_names import kernel_name
-from dlrm_workbook.analysis.lines import line_table, lines
+from dlrm_workbook.analysis.lines import lines
 from dlrm_workbook.ground.units import milliseconds
 from dlrm_workbook.recordings.foreign import COMMUNICATION, node_key
 from dlrm_workbook.recordings.nsight import WAITING_CALLS
@@ -223,7 +223,7 @@ def largest_place(evidence: Evidence, ledger: Causes) -> Measured | None:
     nothing = ("what", "itself", "kernels", "heaviest", "callers", "listed", "calls", "each")
     usual = {"takes": "takes", "of_calls": "", "busy": 0, **dict.fromkeys(nothing)}
     # of a program that was measured here every rule was asked
-    asked = line_table(evidence.profile) is not None
+    asked = bool(evidence.meta.get("passes"))
     usual["unknown"] = "No known bottleneck found: " if asked else ""
     return measured and usual | measured
 

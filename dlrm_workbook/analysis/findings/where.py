@@ -22,9 +22,11 @@ from dlrm_workbook.recordings.profile import Profile, nearest
 from dlrm_workbook.recordings.torch.steps import STEP_LABEL
 
 OWN_RANGES = re.compile(
-    rf"^$|^(?:{re.escape(STEP_LABEL)}|ProfilerStep#|Optimizer\.|{re.escape(SPAN_PREFIX)})"
+    rf"^$|^(?:{re.escape(STEP_LABEL)}|ProfilerStep#|Optimizer\.|{re.escape(SPAN_PREFIX)}|"
+    r"Torch-Compiled Region|## Call CompiledFxGraph)"
 )
-"""Matches names of ranges that mark no more than a step or a part, and the empty one."""
+"""Matches names of ranges that mark no more than a step, a part or compiled code, and the empty
+one."""
 
 PLACE_LEVELS = {
     "range": "range",
