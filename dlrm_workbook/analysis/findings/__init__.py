@@ -346,7 +346,8 @@ def _busy(evidence: Evidence) -> str:
             f"{milliseconds(busy_ms)} of {milliseconds(span_ms)} ({percent(busy_ms / span_ms)}). "
         )
     if evidence.profile.iterations.empty and before_ms > OTHERWISE * span_ms:
-        text += f"The {milliseconds(before_ms)} before its first operation are left out. "
+        text += f"The {milliseconds(before_ms)} before its first operation are left out"
+        text += f"{gpu_idle.start_up(evidence)}. "
     time, exposed = evidence.exchange_ms
     if time > OTHERWISE * evidence.total_ms:
         text += (

@@ -686,6 +686,8 @@ class _Builder:
         main = main[np.argsort(device["start"].to_numpy()[main], kind="stable")]
         # a stream runs what it is given in turn: what is not known was launched after those before
         launched = np.maximum.accumulate(begun[main])
+        if launched[-1] < 0:
+            return np.zeros(len(moments), dtype=np.int64)
         done = np.maximum.accumulate(device["end"].to_numpy()[main])
         return np.append(0, done)[np.searchsorted(launched, moments)]
 
