@@ -91,7 +91,9 @@ class SeenModel:
         ``file``, ``line`` and ``function`` of the program's that calls it. What operators show is
         that of :class:`~dlrm_workbook.recordings.torch.seen_operators.SeenOperators`.
         """
-        untrained = self._untrained() if self._optimizers else []
+        untrained: list[str] = []
+        with contextlib.suppress(Exception):  # of anybody's optimizers
+            untrained = self._untrained() if self._optimizers else []
         computed = self._operators.document(untrained)
         return {
             **computed,
@@ -105,11 +107,8 @@ class SeenModel:
 
     def _untrained(self) -> list[str]:
         """Names of the parameters that get gradients and are in no optimizer of the program."""
-        owned = set()
-        for one in gc.get_objects():
-            with contextlib.suppress(Exception):  # of anybody's class
-                if issubclass(type(one), torch.optim.Optimizer):
-                    owned |= {id(p) for group in one.param_groups for p in group["params"]}
+        every = [one for one in gc.get_objects() if issubclass(type(one), torch.optim.Optimizer)]
+        owned = {id(p) for one in every for group in one.param_groups for p in group["params"]}
         return [
             name for name, one in self._parameters if one.grad is not None and id(one) not in owned
         ]
