@@ -75,7 +75,7 @@ def main() -> None:
     loads = "loader" in sys.argv
     torch.set_num_threads(1)
     model = Tables() if "tables" in sys.argv else Towers()
-    teacher = nn.Sequential(nn.Linear(FEATURES, 2048), nn.Linear(2048, 64))
+    teacher = nn.Sequential(nn.Linear(FEATURES, 4096), nn.Linear(4096, 64))
     teacher.requires_grad_(False)
     trained = [one for name, one in model.named_parameters() if "frozen" not in name]
     optimizer = torch.optim.SGD(trained, lr=0.01)
