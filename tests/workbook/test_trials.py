@@ -210,7 +210,7 @@ def test_what_needs_a_new_process_is_tried_in_whole_runs(tmp_path: Path) -> None
     assert len(document["rows"]) == 1, document
     (row,) = document["rows"]
     source = Path(odd_program.__file__).read_text()
-    made = 1 + source.partition("    loader = DataLoader(")[0].count("\n")
+    made = 1 + source.partition("    for batch in loader")[0].count("\n")
     assert row["id"] == "workers" and row["status"] in {"paid", "unclear", "no difference"}
     assert row["turns"] >= 2 and row["off_ms"] > 0 and row["on_ms"] > 0
     assert row["place"].endswith(f"odd_program.py:{made}") and "num_workers=1" in row["code"]
