@@ -57,6 +57,12 @@ IDLE_GPU = ("gpu_idle", "launch_bound")
 
 STARVED = ("launch_bound", "gpu_idle", "gpu_idle_otherwise")
 
+MAKES_NEW_PAGES = (
+    *("float64", "dense_updates", "around_model", "computed_again", "whole_tables"),
+    *("untrained_gradients", "without_gradients", "small_operators"),
+)
+"""Findings of lines whose large temporaries the system has to give pages."""
+
 EXPLAINS = {
     "synchronisation": (STARVED, 0.5),
     "blocking_launches": (STARVED, 0.5),
@@ -64,9 +70,8 @@ EXPLAINS = {
     "profiler_overhead": (STARVED, 0.5),
     "rank_imbalance": (("exposed_communication", "largest_place"), 0.0),
     "load_imbalance": (("waiting",), 0.0),
-    "around_model": (("page_faults",), 0.5),
     "data_generation": (("python_in_part", "page_faults"), 0.5),
-    **dict.fromkeys(("float64", "dense_updates"), (("page_faults",), 0.5)),  # large temporaries
+    **dict.fromkeys(MAKES_NEW_PAGES, (("page_faults",), 0.5)),
 }
 """Finding of a cause to those that speak of its effects, before which it stands if its share is no
 less than this part of the effect's."""

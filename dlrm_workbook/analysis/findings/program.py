@@ -229,7 +229,7 @@ def dense_updates(evidence: Evidence, ledger: Causes) -> Measured | None:
     backward_ms = float(backward["cpu_ms" if "cpu_ms" in backward else "cpu_self_ms"].sum())
     of_tables = idle / float(tables["elements"].sum())
     lost = update * idle / dense + backward_ms * of_tables
-    if lost < SEEN_SHARE * evidence.total_ms:
+    if lost < LINE_SHARE * evidence.total_ms:
         return None
     ledger.explain(update * idle / dense, ("optimizer", "update"))
     ledger.explain(backward_ms * of_tables, ("embedding", "backward"))
@@ -387,22 +387,23 @@ def _at(row: Any) -> str:
 
 
 def small_operators(evidence: Evidence, ledger: Causes) -> Iterable[Finding]:
-    """Lines of one function call many operators that each compute next to nothing."""
+    """Lines of one function call many operators that each compute next to nothing, or none."""
     table = computed(evidence)
     if table.empty:
         return
+    table = table[table["role"].isin(["model", "optimizer"])]
     # views are no operators that compute, but their backward passes are
-    small = table[["own_small", "runs"]].max(axis=1).ge(SMALL_CALLS)
-    small &= table["own_small"].ge(SMALL * table["own_calls"])
+    tiny = table["own_small"].ge(SMALL * table["own_calls"])
+    small = tiny & table[["own_small", "runs"]].max(axis=1).ge(SMALL_CALLS)
     small |= table["runs"].ge(SMALL_CALLS) & table["time_ms"].lt(TURN_MS * table["runs"])
-    small &= table["role"].isin(["model", "optimizer"])
-    for (_, function), rows in table[small].groupby(["file", "function"], sort=False):
-        if float(rows["share_of_step"].sum()) >= LINE_SHARE:
-            yield from _small_at(str(function), rows)(evidence, ledger)
+    table = table.assign(first=small)[small | tiny].sort_values("first", ascending=False)
+    for _, rows in table.groupby(["file", "function"], sort=False):
+        if rows["first"].any() and float(rows["share_of_step"].sum()) >= LINE_SHARE:
+            yield from _small_at(rows)(evidence, ledger)
 
 
-def _small_at(function: str, rows: pd.DataFrame) -> Rule:
-    """The rule about the lines of one function."""
+def _small_at(rows: pd.DataFrame) -> Rule:
+    """The rule about the lines of one function, those of a loop before the others."""
 
     @rule(
         "small_operators",

@@ -205,7 +205,8 @@ class SeenOperators(TorchDispatchMode):
         results = [one for one in _flat([result]) if isinstance(one, torch.Tensor)]
         again, whole = False, 0
         with contextlib.suppress(RuntimeError, TypeError, ValueError):  # of sparse operands
-            again = self._values.repeats(function, args, kwargs, results)
+            # what has no operands is made to be filled
+            again = self._values.repeats(function, args, kwargs, results) and bool(operands)
             whole = self._of_tables(name, operands, results)
         places = [] if _VIEW.match(name) else self._places()
         if not places or not results:
