@@ -460,7 +460,7 @@ FAULT_MS = 1e-3
 """A first touch of a 4 KiB page: trap, clearing, page tables. About 0.25 µs on a server
 itself; 2 µs were measured in a virtual machine with nested page tables."""
 
-FAULT_SHARE = 0.08
+FAULT_SHARE = 0.1
 
 FAULTS_ADDED = 0.01
 """Share of an iteration that the faults a profiler adds must take to be worth a caution."""
