@@ -35,7 +35,7 @@ class Tables(nn.Module):
         super().__init__()
         self.table = nn.Embedding(60_000, 64)
         self.judge = nn.Sequential(nn.Linear(64, 1024), nn.ReLU(), nn.Linear(1024, 64))
-        self.frozen = nn.Sequential(nn.Linear(FEATURES, 768), nn.ReLU(), nn.Linear(768, 64))
+        self.frozen = nn.Sequential(nn.Linear(FEATURES, 3072), nn.ReLU(), nn.Linear(3072, 64))
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
         found = nn.functional.embedding((values[:, 0] * 5e3).long(), self.table.weight.tanh())
