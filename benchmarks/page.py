@@ -223,10 +223,10 @@ def diagnosed() -> str:
     wrong = "; ".join(f"{name}: {why}" for name, why in other["wrong_at_first"].items())
     return (
         f"{counts}.\n\n{table('recording; headline; answer'.replace(';', ','), rows)}\n\n"
-        f"{other['recordings']} more ({other['origins']}), {other['date']}, by somebody who had not "
-        "read the rules and wrote the answers from raw events first, a cause with a false figure "
-        f"counted as partly right: **{first}**. Wrong: {wrong}. What was found was mended by general "
-        f"rules; judged again by their authors: {again}."
+        f"{other['recordings']} more ({other['origins']}), {other['date']}, by somebody who had "
+        "not read the rules and wrote the answers from raw events first; a cause with a false "
+        f"figure counted as partly right: **{first}**. Wrong: {wrong}. What was found was mended "
+        f"by general rules; judged again by their authors: {again}."
     )
 
 
