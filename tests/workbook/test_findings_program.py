@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from pathlib import Path
 from typing import Any
@@ -260,6 +261,32 @@ def test_only_equal_operators_on_the_same_values_compute_again(
     assert 0 < table["whole"] <= table["moved"]
     (half,) = [row for row in others if row["untrained"]]
     assert half["untrained"] == 40 and half["weights"] == 80
+
+
+def test_memory_that_changes_behind_torch_and_tables_that_are_scored_are_not_blamed() -> None:
+    layer, table = torch.nn.Linear(8, 8), torch.nn.Embedding(9, 4)
+    optimizer = torch.optim.SGD([*layer.parameters(), *table.parameters()], 0.1)
+    buffer = torch.ones(5, 8)
+    seen = SeenModel([torch.nn.ModuleList([layer, table])])
+    seen.start()
+    for value in (1.0, 2.0):
+        buffer.numpy()[:] = value  # the next part of a batch, without a new version
+        layer(buffer)
+    layer.weight.data.mul_(2)
+    layer(buffer)
+    items = torch.nn.functional.normalize(table.weight)
+    found = torch.nn.functional.embedding(torch.tensor([1, 2]), items)
+    (found @ items.T).sum().backward()
+    gc.freeze()
+    try:
+        optimizer.step()
+        seen.stop()
+        document = seen.document()
+    finally:
+        gc.unfreeze()
+    rows = [row for row in document["operators"] if row["file"] == __file__]
+    assert rows and sum(row["again"] for row in rows) == 0
+    assert document["whole_tables"] == [] == document["untrained"]
 
 
 def test_what_fails_while_looking_leaves_the_program_as_it_is() -> None:

@@ -386,6 +386,11 @@ def _at(row: Any) -> str:
     return code_line(str(row["function"]), str(row["file"]), int(row["line"]))
 
 
+def _of_line(row: Any) -> Measured:
+    """The place of a row of lines, and what is written there."""
+    return {"name": _at(row), "source": str(row["source"])[:80]}
+
+
 def small_operators(evidence: Evidence, ledger: Causes) -> Iterable[Finding]:
     """Lines of one function call many operators that each compute next to nothing, or none."""
     table = computed(evidence)
@@ -476,9 +481,8 @@ def float64_lines(evidence: Evidence, ledger: Causes) -> Measured | None:
     return {
         "share": 0.5 * taken,
         "taken": taken,
-        "name": _at(worst),
         "part": float(worst["part"]),
-        "source": str(worst["source"])[:80],
+        **_of_line(worst),
     }
 
 
@@ -514,8 +518,7 @@ def without_gradients(evidence: Evidence, ledger: Causes) -> Measured | None:
     ledger.explain(share * evidence.total_ms)
     return {
         "share": share,
-        "name": _at(worst),
-        "source": str(worst["source"])[:80],
+        **_of_line(worst),
         "time": float(worst["inclusive_ms"]),
         "step": evidence.step_ms,
     }
@@ -550,9 +553,8 @@ def computed_again(evidence: Evidence, ledger: Causes) -> Measured | None:
     worst = most.sort_values("inclusive_ms").iloc[-1]
     return {
         "share": share,
-        "name": _at(worst),
         "part": float(worst["part"]),
-        "source": str(worst["source"])[:80],
+        **_of_line(worst),
     }
 
 
@@ -569,10 +571,8 @@ def computed_again(evidence: Evidence, ledger: Causes) -> Measured | None:
 )
 def whole_tables(evidence: Evidence, ledger: Causes) -> Measured | None:
     """Lines compute with whole embedding tables, of which a batch asks for few rows."""
-    table, tables = (
-        computed(evidence),
-        _seen(evidence, "whole_tables", ("rows", "lookups"), ["name"]),
-    )
+    table = computed(evidence)
+    tables = _seen(evidence, "whole_tables", ("rows", "lookups"), ["name"])
     tables = tables[tables["lookups"].between(1, TOUCHED * tables["rows"])]
     if table.empty or tables.empty:
         return None
@@ -585,9 +585,8 @@ def whole_tables(evidence: Evidence, ledger: Causes) -> Measured | None:
     return {
         "share": float(lost.sum()),
         "names": _names(tables),
-        "name": _at(worst),
         "touched": float(tables["lookups"].sum() / tables["rows"].sum()),
-        "source": str(worst["source"])[:80],
+        **_of_line(worst),
         "time": float(worst["time_ms"]),
         "step": evidence.step_ms,
     }
@@ -618,8 +617,7 @@ def untrained_gradients(evidence: Evidence, ledger: Causes) -> Measured | None:
     return {
         "share": share,
         "names": _names(pd.Series(names, name="name").str.rpartition(".")[0].to_frame("name")),
-        "name": _at(worst),
-        "source": str(worst["source"])[:80],
+        **_of_line(worst),
         "time": float(worst["backward_ms"]),
         "step": evidence.step_ms,
     }

@@ -107,6 +107,8 @@ class SeenModel:
 
     def _untrained(self) -> list[str]:
         """Names of the parameters that get gradients and are in no optimizer of the program."""
+        if gc.get_freeze_count():
+            return []  # optimizers among what was frozen are not found
         every = [one for one in gc.get_objects() if issubclass(type(one), torch.optim.Optimizer)]
         owned = {id(p) for one in every for group in one.param_groups for p in group["params"]}
         return [

@@ -44,6 +44,8 @@ _VIEW = re.compile(
 )
 """Operators that compute nothing."""
 
+SAMPLED = 64
+"""Numbers of a result that are compared before it is said to be that of an earlier operator."""
 
 _LOOKUP = re.compile(r"aten\.(_?embedding|index|gather|take|fbgemm)")
 _RANDOM = re.compile(r"dropout|rand|bernoulli|normal|uniform|multinomial|exponential|poisson|empty")
@@ -51,24 +53,32 @@ _RANDOM = re.compile(r"dropout|rand|bernoulli|normal|uniform|multinomial|exponen
 
 class _Values:
     """Numbers values as a compiler does (value numbering): equal operators on equal operands give
-    one value, whatever memory holds it."""
+    one value, whatever memory holds it.
+
+    Memory may change behind torch's back (through NumPy or ``.data``), and an operator may draw
+    random numbers: only what looks like the earlier result is it.
+    """
 
     def __init__(self) -> None:
         self._numbers: dict[Any, int] = {}
-        self._results: dict[Any, list[int]] = {}
+        self._results: dict[Any, list[tuple[int, Any]]] = {}
+        """Operator and operands to the number and the look of each result."""
         self._storages: dict[int, StorageWeakRef] = {}
         """Held, so that no other storage gets the address of one that is gone."""
 
     def repeats(self, function: Any, args: Any, kwargs: Any, results: list[torch.Tensor]) -> bool:
         """Whether an operator that ran just now computed values that were computed before."""
-        if function._schema.is_mutable or _RANDOM.search(str(function)):
+        changes = function._schema.is_mutable or _RANDOM.search(str(function))
+        if changes or any(one.device.type != "cpu" for one in results):
             return False
         key = (function, self._key(args), self._key(kwargs))
-        numbers = self._results.get(key)
-        if numbers is None:
-            self._results[key] = [self.number(one) for one in results]
+        looks = list(map(_look_of, results))
+        before = self._results.get(key, [])
+        if not before or [look for _, look in before] != looks:
+            numbers = [self.number(one) for one in results]
+            self._results[key] = list(zip(numbers, looks, strict=True))
             return False
-        for one, number in zip(results, numbers, strict=True):
+        for one, (number, _) in zip(results, before, strict=True):
             self._numbers[self._identity(one)] = number
         return True
 
@@ -87,10 +97,21 @@ class _Values:
 
     def _identity(self, tensor: torch.Tensor) -> Any:
         """What differs of any two tensors that may hold different numbers."""
-        storage = StorageWeakRef(tensor.untyped_storage())
-        self._storages.setdefault(storage.cdata, storage)
         place = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
-        return storage.cdata, tensor._version, place
+        return self.storage(tensor), tensor._version, place
+
+    def storage(self, tensor: torch.Tensor) -> int:
+        """What tells the memory of a tensor from all other that there was since."""
+        storage = StorageWeakRef(tensor.untyped_storage())
+        return self._storages.setdefault(storage.cdata, storage).cdata
+
+
+def _look_of(result: torch.Tensor) -> Any:
+    """Some numbers from all over a tensor, or their sum where they do not lie one after another."""
+    if not result.is_contiguous():
+        return result.sum().item()
+    flat = result.detach().view(-1)
+    return flat[:: max(1, len(flat) // SAMPLED)].tolist()
 
 
 class SeenOperators(TorchDispatchMode):
@@ -110,13 +131,19 @@ class SeenOperators(TorchDispatchMode):
         self._weights = {_address(weight): name for name, weight in parameters}
         self._weights.pop(0, None)
         self._tables: dict[int, dict[str, Any]] = {
-            _address(table): {"name": name, "rows": len(table), "lookups": 0, "whole": 0}
+            _address(table): {
+                "name": name,
+                "rows": len(table),
+                "lookups": 0,
+                "whole": 0,
+                "scored": 0,
+            }
             for name, table in tables
         }
         self._tables.pop(0, None)
         self._values = _Values()
-        self._over_tables: dict[int, dict[str, Any]] = {}
-        """Value to the table that it is computed from, with as many rows and numbers."""
+        self._derived: dict[int, dict[str, Any]] = {}
+        """Storage of what has as many rows and numbers as the table that it is computed from."""
         self._weighted: dict[tuple[CodeType, int], dict[str, float]] = {}
         """Line to the numbers computed with each weight, of which half are those whose input
         learns too, and with any (under "")."""
@@ -159,8 +186,8 @@ class SeenOperators(TorchDispatchMode):
         have ``name`` (of the weight, or of the function), ``calls``, ``rows``, ``inputs``,
         ``outputs`` and ``zeros`` (share of the elements of the operand that has most, in the call
         that has fewest), and the place. ``whole_tables`` have ``name``, ``rows``, ``lookups`` and
-        in how many calls they are ``whole``. ``seconds`` were spent looking, ``left_out`` calls
-        not seen.
+        in how many calls they are ``whole``; those of which all rows are scored are none.
+        ``seconds`` were spent looking, ``left_out`` calls not seen.
         """
         return {
             "operators": [
@@ -176,7 +203,9 @@ class SeenOperators(TorchDispatchMode):
                 {**product, **_place(code, line)}
                 for (code, line, _), product in self._products.items()
             ],
-            "whole_tables": [table for table in self._tables.values() if table["whole"]],
+            "whole_tables": [
+                one for one in self._tables.values() if one["whole"] and not one["scored"]
+            ],
             "seconds": self._spent_s,
             "left_out": self._left_out,
         }
@@ -241,17 +270,20 @@ class SeenOperators(TorchDispatchMode):
         """Numbers of a table with all of which an operator computes; 0 of none."""
         most = 0
         for one in operands:
-            table = self._tables.get(_address(one)) or self._over_tables.get(
-                self._values.number(one)
-            )
-            if table is None or one.ndim < 2 or len(one) != table["rows"]:
+            storage = self._values.storage(one)
+            table = self._tables.get(_address(one)) or self._derived.get(storage)
+            if table is None:
                 continue
-            if _LOOKUP.match(name):
+            if _PRODUCT.match(name):  # all rows are scored: all are needed
+                table["scored"] += 1
+            elif one.ndim < 2 or len(one) != table["rows"]:
+                continue
+            elif _LOOKUP.match(name):
                 table["lookups"] += operands[1].numel() if len(operands) > 1 else 0
-            elif torch.is_grad_enabled() and not _PRODUCT.match(name):
+            elif torch.is_grad_enabled():
                 most, table["whole"] = max(most, one.numel()), table["whole"] + 1
                 same = [each for each in results if each.shape == one.shape]
-                self._over_tables |= {self._values.number(each): table for each in same}
+                self._derived |= {self._values.storage(each): table for each in same}
         return most
 
     def _multiply(self, place: tuple[CodeType, int], operands: list[torch.Tensor]) -> None:
