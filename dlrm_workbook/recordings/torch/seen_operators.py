@@ -130,15 +130,9 @@ class SeenOperators(TorchDispatchMode):
         super().__init__()
         self._weights = {_address(weight): name for name, weight in parameters}
         self._weights.pop(0, None)
+        counted = dict.fromkeys(("lookups", "whole", "scored"), 0)
         self._tables: dict[int, dict[str, Any]] = {
-            _address(table): {
-                "name": name,
-                "rows": len(table),
-                "lookups": 0,
-                "whole": 0,
-                "scored": 0,
-            }
-            for name, table in tables
+            _address(table): {"name": name, "rows": len(table), **counted} for name, table in tables
         }
         self._tables.pop(0, None)
         self._values = _Values()
