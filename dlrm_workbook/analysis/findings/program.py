@@ -354,7 +354,7 @@ SMALL_CALLS, SMALL = 100, 0.8
 calling them to be what the line takes."""
 
 TURN_MS = 1.0
-"""Of one turn of a loop of as many turns, below which it is worth doing them all at once."""
+"""A loop of as many turns is worth doing at once if each takes fewer milliseconds than this."""
 
 NEVER_TRAINED = 0.15
 """Least share of the step for arithmetic without gradients to be the matter: a small encoder that
