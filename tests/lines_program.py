@@ -55,6 +55,11 @@ def weights_of(target: torch.Tensor) -> torch.Tensor:
     return torch.ones_like(target)
 
 
+def lookup(rows: torch.Tensor) -> torch.Tensor:
+    spin(0.003)
+    return rows.clone()
+
+
 def log(step: int, loss: float) -> None:
     began = time.perf_counter()
     spin(0.012)
@@ -76,7 +81,7 @@ def helper() -> None:
 def train(model: Model, optimizer: torch.optim.Optimizer) -> None:
     for step, (rows, target) in enumerate(DataLoader(Rows(), batch_size=64)):
         weight = weights_of(target)
-        loss = nn.functional.binary_cross_entropy_with_logits(model(rows), target, weight)
+        loss = nn.functional.binary_cross_entropy_with_logits(model(lookup(rows)), target, weight)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -336,7 +336,7 @@ def _segments(profile: Profile, device: bool) -> pd.DataFrame:
     owner = np.append(host_context, -1)[stretch_at(host_start, host_end, begin)]
     for start, end, context in helpers:
         running_context = np.append(context, -1)[stretch_at(start, end, begin)]
-        owner = np.where(_waits(profile)[owner] & (running_context >= 0), running_context, owner)
+        owner = np.where(may_wait(profile)[owner] & (running_context >= 0), running_context, owner)
     kernel = np.full(len(begin), -1)
     for start, end, context in busy:
         running_context = np.append(context, -1)[stretch_at(start, end, begin)]
@@ -363,7 +363,7 @@ def _autograd_threads(profile: Profile) -> list[int]:
     return sorted(set(threads.tolist()) - {main_thread(profile)})
 
 
-def _waits(profile: Profile) -> Bools:
+def may_wait(profile: Profile) -> Bools:
     """The contexts (n + 1,) in which a thread may wait: ranges and Python of no part, or none.
 
     ``backward`` returns when autograd's thread is done. The last row stands for context −1.

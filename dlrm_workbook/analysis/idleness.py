@@ -12,10 +12,10 @@ sleeps; Linux counts the three, and they add up to the iteration.
 **Blame** follows HPCToolkit's idleness analysis (Chabbi et al., "Effective sampling-driven
 performance tools for GPU-accelerated supercomputers", SC 2013): each moment in which every
 stream is idle, copies included, is charged to the code that the CPU runs then, shared evenly
-among the threads that run. Only threads that launch GPU work are charged, where they are known:
-no other could have given the GPU something to do. In a sampled trace (HPCToolkit) a thread is in
-the code of its last sample until the next one, so a thread that sleeps is charged as long as
-one that runs.
+among the threads that run; one that waits in ``backward`` for autograd's thread does not. Only
+threads that launch GPU work are charged, where they are known: no other could have given the GPU
+something to do. In a sampled trace (HPCToolkit) a thread is in the code of its last sample until
+the next one, so a thread that sleeps is charged as long as one that runs.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from dlrm_workbook.analysis.attribution import (
     by_part,
     host_is_traced,
     iteration_times_ms,
+    may_wait,
     parts_at,
     per_iteration,
     segments,
@@ -46,7 +47,7 @@ from dlrm_workbook.analysis.context_tree import (
     unmeasured,
 )
 from dlrm_workbook.analysis.launches import launched_operations
-from dlrm_workbook.ground.arrays import Ints
+from dlrm_workbook.ground.arrays import Bools, Ints
 from dlrm_workbook.recordings.foreign import COMMUNICATION
 from dlrm_workbook.recordings.nesting import overlap, stretch_at, union
 from dlrm_workbook.recordings.profile import Profile, inclusive_from_exclusive, nearest
@@ -512,7 +513,8 @@ def idle_blame(profile: Profile, by: str = "function") -> pd.DataFrame:
         return unmeasured(BLAME, missing_reason(profile, ["cpu trace"], reason))
     first, last, span = _span(profile, streams)
     idle_start, idle_end = _idle(profile, streams["profile"].tolist(), first, last)
-    blamed = _share_out(lanes, idle_start, idle_end, len(profile.contexts))
+    waits = may_wait(profile) & np.append(profile.of_kind("annotation", "python"), True)
+    blamed = _share_out(lanes, idle_start, idle_end, waits)
     table = _named(profile, by, blamed)
     table["blamed_ms"] /= max(len(profile.iterations), 1)
     total = float(table["blamed_ms"].sum())
@@ -564,15 +566,19 @@ def _charged(profile: Profile) -> list[int]:
 
 
 def _share_out(
-    lanes: list[tuple[Ints, Ints, Ints]], idle_start: Ints, idle_end: Ints, count: int
+    lanes: list[tuple[Ints, Ints, Ints]], idle_start: Ints, idle_end: Ints, waits: Bools
 ) -> npt.NDArray[np.float64]:
-    """Idle ns of each context (count,), and last those with no lane running."""
+    """Idle ns of each context (n,), and last those with no lane running. A lane in one that
+    ``waits`` (n + 1,) is charged where no other is in something else."""
+    count = len(waits) - 1
     edges = [idle_start, idle_end, *(edge for lane in lanes for edge in lane[:2])]
     cuts = distinct(edges)
     length = overlap(cuts[:-1], cuts[1:], idle_start, idle_end)
     moments = cuts[:-1][length > 0]
     length = length[length > 0]
     contexts = [_context_at(lane, moments) for lane in lanes]
+    works = np.any([~waits[context] for context in contexts], axis=0)
+    contexts = [np.where(works & waits[context], -1, context) for context in contexts]
     active = np.sum([context >= 0 for context in contexts], axis=0)
     share_ns = length / np.maximum(active, 1)
     blamed = np.zeros(count + 1)

@@ -455,13 +455,15 @@ class LineTable:
                 rows.append((path, built, *key, frame, key == last, role))
         names = ["path", "built", "file", "number", "frame", "own", "role"]
         table = moments.merge(pd.DataFrame(rows, columns=names), on=["path", "built"])
-        keys = ["file", "number", "thread"]
+        # a statement may make the batch and run the model: ``model(tokens(texts))``
+        keys = ["file", "number", "thread", *(["role"] if by == "statement" else [])]
         table["own_ms"] = table["ms"] * table["own"]
         table["back_ms"] = table["own_ms"] * table["built"].ge(0)
         grouped = table.groupby(keys, sort=False)
         result: pd.DataFrame = grouped[["own_ms", "back_ms", "ms"]].sum() / self.count
         result.columns = pd.Index(["time_ms", "backward_ms", "inclusive_ms"])
-        for column in ("role", "frame"):  # the one with the most time, for a frame its own first
+        # the one with the most time, for a frame its own first
+        for column in ("frame",) if "role" in keys else ("role", "frame"):
             weight = table["ms"] * (1e-6 + table["own"] if column == "frame" else 1.0)
             sums = table.assign(weight=weight).groupby([*keys, column])["weight"].sum()
             ranked = sums.sort_values().reset_index(column)

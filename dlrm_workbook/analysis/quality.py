@@ -154,8 +154,10 @@ def _doubts(
     if is_of_gpu and not profile.has("gpu_time_ms"):
         why = "none of its work is recorded (no device activity)"
         yield Doubt("amber", why, "what a GPU did, and when it was idle, is not known")
+    # what else ran is no cause in the program, and hides those that are
+    causes = [finding for finding in findings if finding.id != "other_processes"]
     for share, reason in _errors(profile, attribution, step, findings):
-        if (changed := _changed(share, findings)) is not None:
+        if (changed := _changed(share, causes)) is not None:
             yield Doubt(changed[0], reason, changed[1])
     rounds = (profile.meta.get("together") or {}).get("base_ms") or []
     if rounds and step is not None and statistics.median(rounds) > SLOWER_TOGETHER * step.ms:

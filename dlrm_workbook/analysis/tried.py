@@ -20,8 +20,8 @@ NUMERICS = ("outputs", "loss")
 COLUMNS = [*TEXTS[:3], *RANGE, *NUMBERS, *NUMERICS, "note", *TEXTS[3:]]
 
 NOT_ASKED = (
-    "no remedy was tried on this program: that is done for a command measured with torch.profiler "
-    "(profiling.trials)"
+    "no remedy was tried on this program: `dlrm run all -- COMMAND` tries some, for as many "
+    "seconds as profiling.trials says"
 )
 
 

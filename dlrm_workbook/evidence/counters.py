@@ -28,7 +28,7 @@ import torch
 
 from dlrm_workbook.ground.machine import ranks_here
 
-NO_GPU_USED = "the run used no GPU; `dlrm run all -f FILE -p training.device=cuda` uses one"
+NO_GPU_USED = "the run used no GPU"
 """Reason for everything that only a GPU has."""
 
 PROC = Path("/proc")

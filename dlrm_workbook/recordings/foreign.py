@@ -245,6 +245,9 @@ LONGEST_MODULE = 60
 
 _UNUSUAL = re.compile(r"[^\w.]")
 
+_FRAME = re.compile(r"(.+?)\(\d+\): (.+)")
+"""File and name of a Python function, as torch.profiler writes them."""
+
 
 class PartNames:
     """What names say, the user's map first.
@@ -253,13 +256,18 @@ class PartNames:
         parts: pattern to part: ``{"*my_tower*": "bottom_mlp", "Pool": "embedding backward"}``.
             A pattern without ``*``, ``?`` or ``[`` may stand anywhere in a name; upper and
             lower case are alike. The part is a component, and a phase where wanted.
+        makers: file and name of each Python function that was seen to make what the model is
+            given: whatever its name says, it makes the batch.
 
     Raises:
         InputError: a part is unknown.
     """
 
-    def __init__(self, parts: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, parts: Mapping[str, str] | None = None, makers: Iterable[tuple[str, str]] = ()
+    ) -> None:
         self._user = [(_pattern(name), _part(name, part)) for name, part in (parts or {}).items()]
+        self._makers = set(makers)
         self.of = functools.cache(self._of)
 
     def says_user(self, name: str) -> bool:
@@ -271,6 +279,9 @@ class PartNames:
         for matches, named in self._user:
             if matches(name):
                 return named
+        frame = _FRAME.fullmatch(name) if kind == "python" and self._makers else None
+        if frame is not None and frame.groups() in self._makers:
+            return Named("data", "forward")
         rule = _BY_KIND.get(kind)
         return rule(name, file) if rule else None
 

@@ -349,10 +349,7 @@ def roofline_text(table: pd.DataFrame, doubts: Sequence[str] = ()) -> Text:
     if step["least_ms"] is None or not step["share"]:
         names = [part_label(component, phase) for component, phase in step["unknown"]]
         of = f" of {', '.join(names)}" if names else ""
-        return Text(
-            f"*Not measured: the ceilings{of}, so the least time is not known; "
-            "`dlrm run profile -f FILE -p profiling.probes=true` measures them.*"
-        )
+        return Text(f"*Not measured: the ceilings{of}, so the least time is not known.*")
     limits = ", ".join(
         f"{milliseconds(time)} {_WHILE.get(limit, limit)}"
         for limit, time in step["limits"].items()

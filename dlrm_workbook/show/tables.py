@@ -628,7 +628,7 @@ class TextTable:
 
     def _row(self, place: int, row: Sequence[str]) -> str:
         cells = (
-            f"<td{self._attributes(at, place)}>{self._mark(at, place)}{escape(text)}</td>"
+            f"<td{self._attributes(at, place)}>{self._mark(at, place)}{with_code(text)}</td>"
             for at, text in enumerate(row)
         )
         return f"<tr{' hidden' * (place >= self._most)}>{''.join(cells)}</tr>"
@@ -804,6 +804,11 @@ def bundle(output: Any) -> dict[str, Any]:
         if hasattr(output, name):
             data[kind] = getattr(output, name)()
     return data
+
+
+def with_code(text: str) -> str:
+    """Text of a cell as HTML; what stands between backticks looks like code."""
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
 
 
 def listed(sentences: Iterable[str]) -> Text:

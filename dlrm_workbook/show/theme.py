@@ -11,6 +11,7 @@ import math
 import os
 import textwrap
 from base64 import b64decode, b64encode
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -61,10 +62,13 @@ _given: dict[str, str] = {}
 
 
 def colour_of(component: str) -> str:
-    """The colour of a part: one of :data:`COLOURS`, or one that it keeps in this process."""
-    if component in COLOURS:
-        return COLOURS[component]
-    return _given.setdefault(component, MODULE_COLOURS[len(_given) % len(MODULE_COLOURS)])
+    """The colour of a part: one of :data:`COLOURS`, or one that it keeps in this process, which
+    no other part has as long as there are enough."""
+    if component not in _given:
+        used = Counter(_given.values())
+        least_used = min(MODULE_COLOURS, key=lambda colour: used[colour])
+        _given[component] = COLOURS.get(component, least_used)
+    return _given[component]
 
 
 def components_of(held: Iterable[str], *apart: str) -> list[str]:
@@ -74,8 +78,9 @@ def components_of(held: Iterable[str], *apart: str) -> list[str]:
         held: parts of a table.
         apart: what it holds that is no part of a step.
     """
-    others = [name for name in dict.fromkeys(held) if name not in (*COMPONENTS, *apart)]
-    return [*COMPONENTS, *others]
+    drawn = [name for name in dict.fromkeys(held) if name not in apart]
+    own = [name for name in COMPONENTS if name in drawn]
+    return own + [name for name in drawn if name not in own]
 
 
 PATTERNS = {"forward": "", "backward": "/", "update": "x"}

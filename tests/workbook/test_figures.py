@@ -351,6 +351,14 @@ def lab(light: np.ndarray) -> np.ndarray:
     return np.array([116 * y - 16, 500 * (x - y), 200 * (y - z)])
 
 
+def test_no_two_parts_of_a_page_have_one_colour(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``embedding`` and a module of a program were both green."""
+    monkeypatch.setattr(theme, "_given", {})
+    parts = theme.components_of(["shopper_net", "embedding", "other", "title_net", "idle"], "idle")
+    assert parts == ["embedding", "other", "shopper_net", "title_net"]
+    assert len({theme.colour_of(part) for part in parts}) == 4
+
+
 @pytest.mark.parametrize("vision", VISION)
 def test_colours_stay_apart_for_every_reader(vision: str) -> None:
     assert tuple(COLOURS) == COMPONENTS and tuple(PATTERNS) == PHASES

@@ -237,6 +237,22 @@ def test_idleness_and_blame_of_a_database(made: Profile) -> None:
         idle_blame(made, "colour")
 
 
+def test_a_thread_that_waits_for_autograds_is_not_blamed(made: Profile) -> None:
+    """Half of what autograd's thread did was charged to the range ``backward`` around its call."""
+    waits = made.contexts["name"].eq("bottom_mlp_forward")
+    contexts = made.contexts.assign(
+        component=made.contexts["component"].mask(waits, "other"),
+        kind=made.contexts["kind"].mask(waits, "annotation"),
+    )
+    edges = {"start_ns": [made.trace["start_ns"].min()], "end_ns": [made.trace["end_ns"].max()]}
+    iterations = pd.DataFrame({"iteration": [0], **edges})
+    values = made.values[made.values["metric"].eq("cpu_time_ms")]
+    whole = replace(made, contexts=contexts, iterations=iterations, values=values)
+    blame = idle_blame(whole).set_index("name")["blamed_ms"]
+    assert "bottom_mlp_forward" not in blame
+    assert blame["prefetch"] == pytest.approx((10 / 2 + 10 + 5 / 2) / 1e3)
+
+
 def test_idleness_and_blame_of_a_torch_trace(traced: Profile) -> None:
     row = gpu_idleness(traced).iloc[0]
     assert [row["span_ms"], row["busy_ms"], row["idle_ms"]] == pytest.approx([0.1, 0.059, 0.041])

@@ -19,6 +19,7 @@ from dlrm_core.base.errors import InputError
 from dlrm_core.config import parameters_from_sections
 from dlrm_workbook.analysis.lines import functions, growth, hottest, lines, statements
 from dlrm_workbook.analysis.step_source import Source
+from dlrm_workbook.recordings.foreign import PartNames
 from dlrm_workbook.recordings.measure import measure
 from dlrm_workbook.recordings.open import open_recording
 from dlrm_workbook.recordings.profile import Profile
@@ -101,7 +102,6 @@ def test_each_line_has_its_role(profile: Profile, main: pd.DataFrame) -> None:
     roles = {
         "in enumerate(DataLoader": "batch",
         "weight = weights_of(target)": "batch",
-        "loss = nn.functional": "model",
         "loss.backward()": "model",
         "optimizer.step()": "optimizer",
         "log(step, loss.item())": "around",
@@ -110,10 +110,22 @@ def test_each_line_has_its_role(profile: Profile, main: pd.DataFrame) -> None:
     }
     assert {text: table["role"].get(line_of(text), role) for text, role in roles.items()} == roles
     assert table.loc[line_of("evaluate(model, rows)"), "role"] == "around"
+    both = table.loc[line_of("loss = nn.functional")].set_index("role")["time_ms"]
+    assert sorted(both.index) == ["batch", "model"] and both["batch"] > 2
     by_function = functions(profile).set_index("function")["role"]
     assert by_function["Rows.__getitem__"] == "batch"
     assert by_function["evaluate"] == by_function["log"] == "around"
     assert by_function["Model.forward"] == "model"
+
+
+def test_what_makes_the_batch_is_data_whatever_its_name_says(profile: Profile) -> None:
+    """A function ``lookup`` in a program of tables was the embeddings' forward pass."""
+    code = profile.contexts[profile.contexts["name"].str.endswith(": lookup")]
+    assert set(code["component"]) == {"data"}
+    frame = PartNames(makers=[("a.py", "Titles.lookup")]).of("python", "a.py(3): Titles.lookup")
+    assert frame is not None and frame.component == "data"
+    other = PartNames().of("python", "a.py(3): Titles.lookup")
+    assert other is not None and other.component == "embedding"
 
 
 def test_an_evaluation_is_in_some_iterations(main: pd.DataFrame) -> None:

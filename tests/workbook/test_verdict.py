@@ -313,6 +313,15 @@ def test_the_quality_line_names_what_spoils_the_figures(profile: Profile) -> Non
     assert said["level"] == "red" and said["sentence"].index("serialised") < 120
 
 
+def test_what_was_measured_beside_other_processes_is_not_reliable(profile: Profile) -> None:
+    """The page said "Other processes keep 1.8 cores busy" above a green line."""
+    profile.meta["unprofiled_iteration_ms"] = [150.0] * 9
+    profile.meta["counters"] = {"wall_ms": [150.0] * 9, "run_queue_ms": [100.0] * 9}
+    beside = Finding("other_processes", "Other processes keep 1.8 cores busy", "", 0.9, "", "")
+    said = quality(profile, attribute(profile), [beside])
+    assert said["level"] == "red" and "no core in 66.7% of its time" in said["sentence"], said
+
+
 def test_the_quality_line_doubts_what_scatter_may_change_and_names_it(profile: Profile) -> None:
     """Every page was amber, also of clean runs, and readers stop looking: noise counts where a
     conclusion is no larger than it."""

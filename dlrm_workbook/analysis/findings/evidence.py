@@ -49,6 +49,7 @@ from dlrm_workbook.recordings.nesting import overlap, union
 from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.recordings.torch.chrome_trace import GRAPH_LAUNCH
 from dlrm_workbook.recordings.torch.lines import MAIN
+from dlrm_workbook.recordings.torch.sampling import is_user_code
 from dlrm_workbook.recordings.torch.workers import NAME as WORKER
 
 Part = tuple[str, str]
@@ -220,15 +221,29 @@ class Evidence:
         chosen = steps["thread"].eq("main") & steps["role"].eq("batch")
         return float(steps.loc[chosen, "time_ms"].sum())
 
-    def said_lines(self, component: str) -> str | None:
-        """The lines of :meth:`lines_of` that take most, as a sentence lists them; None of a trace
-        with frames of Python, which may be in other parts as well."""
+    def python_lines(self, component: str, phase: str) -> pd.DataFrame:
+        """The user's lines whose own code, outside every operator, runs in a part; most first."""
+        rows = self.pieces[self.pieces["where"].eq("host") & self.pieces["context"].ge(0)]
+        code = self.profile.contexts.loc[rows["context"]]
+        code = code.assign(time_ms=rows["ms"].to_numpy())
+        code = code[code["component"].eq(component) & code["phase"].eq(phase) & code["line"].gt(0)]
+        code = code.assign(function=code["name"].str.rpartition(": ")[2])
+        users = [is_user_code(*place) for place in zip(code["file"], code["function"], strict=True)]
+        keys = ["file", "line", "function"]
+        times = code[np.array(users, dtype=bool)].groupby(keys, as_index=False)["time_ms"].sum()
+        return times.sort_values("time_ms", ascending=False)
+
+    def said_lines(self, component: str, phase: str | None = None) -> str | None:
+        """The lines that take most, as a sentence lists them: those of :meth:`lines_of`, or with a
+        phase those of :meth:`python_lines`. None of a trace with frames of Python, which may be in
+        other parts as well."""
         if not self.meta.get("lines") and not self.profile.trace.empty:
             return None
+        table = self.lines_of(component) if phase is None else self.python_lines(component, phase)
         listed = [
             f"{code_line(str(row['function']), str(row['file']), int(row['line']))} "
             f"{milliseconds(float(row['time_ms']))}"
-            for _, row in self.lines_of(component).head(MOST_LINES).iterrows()
+            for _, row in table.head(MOST_LINES).iterrows()
         ]
         return ", ".join(listed) or None
 

@@ -682,7 +682,7 @@ def python_in_part(evidence: Evidence, ledger: Causes) -> Measured | None:
         "share": share,
         "name": part_name(*part) if part[0] != "other" else "no named part",
         "own": float(evidence.parts["python_ms"][part]),
-        "lines": evidence.said_lines(part[0]),
+        "lines": evidence.said_lines(*part),
         "whole": float(evidence.parts["traced_ms"][part]),
         "component": part[0],
         "meanwhile": ", and the thread is on a core meanwhile" if len(evidence.counters) else "",

@@ -148,8 +148,7 @@ def foreign_parts(
             "program: an exchange that stays open until somebody waits for it. What runs meanwhile "
             "is counted as what it is, not as communication."
         )
-    if (component == MLP).any():
-        inferred.append(MLPS_INFERRED)
+    mlp = component == MLP
     _place_mlps(spans)
     within = spans.modules != ""
     passed = np.sort(spans.start[forward & (np.isin(component, MODEL) | within)])
@@ -170,6 +169,8 @@ def foreign_parts(
     silent = (phase == "") & (component != "other")
     phase[silent] = "forward"
     component[component == MLP] = "other"
+    if np.isin(component[mlp], ["bottom_mlp", "top_mlp"]).any():
+        inferred.append(MLPS_INFERRED)
     return component, phase, inferred
 
 

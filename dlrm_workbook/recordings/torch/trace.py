@@ -261,7 +261,9 @@ def read_recording(folder: str | Path, parts: Mapping[str, str] | None = None) -
         join_details(events, _plain(read_events(details)))
     if (sampled := read_lines(folder)) is not None:
         meta["lines"] = sampled
-    return _Builder(events, PartNames(parts)).build(meta, rows)
+    counted = (sampled or {}).get("counted") or {}
+    makers = [(file, function) for file, _, function in counted.get("batch", [])]
+    return _Builder(events, PartNames(parts, makers)).build(meta, rows)
 
 
 def _plain(events: Events) -> Events:
