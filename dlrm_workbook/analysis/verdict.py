@@ -392,7 +392,6 @@ def _stage(
 ) -> Stage:
     """The step after a finding's change on top of those taken, as well as it is known."""
     change = {**taken, **finding.change}
-    name = f"{'or' if why_apart else '+'} {_named(finding.change)}"
     predicted, note = None, why_apart
     try:
         predicted = prediction(profile, change)
@@ -406,6 +405,9 @@ def _stage(
         gain, basis = finding.predicted_speedup, ESTIMATED
         if gain["low"] <= 1.0:  # an upper bound is all that is known
             gain, note = dict.fromkeys(gain, gain["high"]), f"{note}; {AT_MOST}".lstrip("; ")
+    # what its rule estimates is of this change alone
+    apart = why_apart or gain is None or basis == ESTIMATED
+    name = f"{'or' if apart else '+'} {_named(finding.change)}"
     if gain is None:
         nan = math.nan
         return Stage(name, nan, nan, nan, _whole(nan), dict(finding.change), UNKNOWN, note)

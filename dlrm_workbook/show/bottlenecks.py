@@ -18,7 +18,7 @@ import plotly.graph_objects as go
 from dlrm_core.parts import part_label
 from dlrm_workbook.analysis.attribution import IDLE
 from dlrm_workbook.analysis.lines import place
-from dlrm_workbook.analysis.verdict import AT_MOST, PREDICTED, Stage
+from dlrm_workbook.analysis.verdict import AT_MOST, BY_CEILINGS, PREDICTED, Stage
 from dlrm_workbook.ground.units import at_most, from_to, milliseconds, percent, ratio
 from dlrm_workbook.show.tables import Column, Text, chosen_columns, each_row, table_bars
 from dlrm_workbook.show.theme import (
@@ -435,7 +435,10 @@ def verdict_bars(stages: Sequence[Stage]) -> go.Figure | Text:
     if not stages:
         return Text("")
     names, first = [stage.name for stage in stages], stages[0].mid_ms
-    title = "From the step to the machine's limit"
+    is_limited = stages[-1].basis == BY_CEILINGS
+    title = (
+        "From the step to the machine's limit" if is_limited else "The step, and with each change"
+    )
     if len(stages) == 1:
         title = f"What {names[0].partition(',')[0]} is made of"
     # a legend of two lines must leave room for a lone bar

@@ -165,11 +165,12 @@ def place_sentence(profile: Profile, context: Any, ms: Any, step_ms: float) -> s
     total = float(np.sum(ms))
     least = min(LEAST_OF_ALL * total, LEAST_OF_STEP * step_ms)
     clauses: list[str] = []
-    listed_before = ""
+    names_before: list[str] = []
     for level, times in time_by_name(profile, context, ms).items():
         times = times[times >= least][:MOST_NAMES]
-        listed = ", ".join(f"{name} {milliseconds(ms)}" for name, ms in merged(times).items())
-        if listed and listed != listed_before:
+        named = merged(times)
+        listed = ", ".join(f"{name} {milliseconds(ms)}" for name, ms in named.items())
+        if listed and list(named.index) != names_before:
             clauses.append(f"by {PLACE_LEVELS[level]} {'' if clauses else 'it is '}{listed}")
-        listed_before = listed
+        names_before = list(named.index)
     return f"B{'; '.join(clauses)[1:]}." if clauses else None
