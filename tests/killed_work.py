@@ -8,7 +8,7 @@ from dlrm_workbook.datasets import generate as generating
 from dlrm_workbook.datasets import resumable
 from dlrm_workbook.datasets.criteo import Request, preprocess
 from dlrm_workbook.datasets.generate import generate
-from dlrm_workbook.datasets.loops import SIGNATURES, compiled
+from dlrm_workbook.datasets.loops import parser
 
 LAW = Law(Variant("custom", 3, (5000, 40, 7), 1.45), 11, TeacherConfig())
 SAMPLES = {"train": 40_000, "test": 5_000}
@@ -34,5 +34,4 @@ def convert_text(target: Path) -> None:
 
 
 SampleMaker(LAW, "train").block(0, 1)
-for loop in SIGNATURES:
-    compiled(loop)
+parser()

@@ -36,8 +36,7 @@ from dlrm_workbook.datasets.loops import (
     NEWLINE,
     NO_FAULT,
     TABLES,
-    compiled,
-    parse_lines,
+    parser,
 )
 from dlrm_workbook.datasets.resumable import (
     OpenFiles,
@@ -371,7 +370,7 @@ def parse_piece(piece: Piece, path: Path) -> tuple[np.ndarray, np.ndarray, np.nd
     missing = np.empty(rows, np.uint32)
     fault = np.zeros(4, np.int64)
     text = np.frombuffer(piece.text, np.uint8)
-    compiled(parse_lines)(text, rows, HEX_VALUES, labels, numbers, categories, missing, fault)
+    parser()(text, rows, HEX_VALUES, labels, numbers, categories, missing, fault)
     if fault[0] != NO_FAULT:
         _refuse_line(piece, path, int(fault[0]), int(fault[1]), int(fault[2]))
     return labels.view(bool), numbers, categories, missing

@@ -1,7 +1,7 @@
-"""Loops over every value of a data set, which dlrm_kernels compiles where numba is installed.
+"""The loop over Criteo's text, which dlrm_kernels compiles where numba is installed.
 
-They are plain Python, so that they can be read, tested and run (slowly) without it.
-:func:`parse_lines` is four times faster than pyarrow.csv (docs/datasets.md has the figures).
+It is plain Python, so that it can be read, tested and run (slowly) without it, and four times
+faster than pyarrow.csv (docs/datasets.md has the figures).
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -21,7 +21,6 @@ MISSING = -(2**31)
 NO_FAULT, BAD_LABEL, BAD_INTEGER, BAD_CATEGORY, FEW_FIELDS, MANY_FIELDS = range(6)
 TAB, NEWLINE, RETURN, MINUS, ZERO, NINE = 9, 10, 13, 45, 48, 57
 NOT_HEX = 255
-_HASH = np.uint64(0x9E3779B97F4A7C15)
 
 HEX_VALUES = np.full(256, NOT_HEX, np.uint8)
 for _digit in "0123456789abcdefABCDEF":
@@ -99,79 +98,14 @@ def parse_lines(data, rows, hex_values, labels, numbers, categories, missing, fa
     fault[0] = NO_FAULT
 
 
-def count_keys(keys, missing, bit, shift, limit, table_keys, table_counts, state):
-    """Count keys in an open hash table until it is full.
-
-    Args:
-        keys: (N,) uint32.
-        missing: (N,) uint32; keys with ``bit`` set are left out.
-        shift: 64 − log2(slots).
-        limit: entries at which to stop.
-        state: in and out, the next key to count and the entries so far.
-    """
-    last = np.int64(table_keys.size - 1)
-    i, used = state[0], state[1]
-    while i < keys.size and used < limit:
-        if (missing[i] >> bit) & 1 == 0:
-            key = keys[i]
-            slot = np.int64((np.uint64(key) * _HASH) >> shift)
-            while table_counts[slot] != 0 and table_keys[slot] != key:
-                slot = (slot + 1) & last
-            if table_counts[slot] == 0:
-                table_keys[slot] = key
-                used += 1
-            table_counts[slot] += 1
-        i += 1
-    state[0], state[1] = i, used
+PARSE_TYPES = (
+    "void(Array(uint8, 1, 'C', readonly=True), int64, uint8[::1], uint8[::1], int32[:, ::1], "
+    "uint32[:, ::1], uint32[::1], int64[::1])",
+)
+"""The types that the loop is compiled for."""
 
 
-def insert_keys(keys, values, shift, table_keys, table_values):
-    """Put different keys with their values (never 0) into an open hash table with room."""
-    last = np.int64(table_keys.size - 1)
-    for i in range(keys.size):
-        slot = np.int64((np.uint64(keys[i]) * _HASH) >> shift)
-        while table_values[slot] != 0:
-            slot = (slot + 1) & last
-        table_keys[slot] = keys[i]
-        table_values[slot] = values[i]
-
-
-def look_up_keys(keys, missing, bit, shift, table_keys, table_values, out):
-    """Values of keys, where the table has them; other places of ``out`` stay as they are."""
-    last = np.int64(table_keys.size - 1)
-    for i in range(keys.size):
-        if (missing[i] >> bit) & 1 == 0:
-            key = keys[i]
-            slot = np.int64((np.uint64(key) * _HASH) >> shift)
-            while table_values[slot] != 0 and table_keys[slot] != key:
-                slot = (slot + 1) & last
-            if table_values[slot] != 0:
-                out[i] = table_values[slot]
-
-
-SIGNATURES: dict[Callable[..., Any], tuple[str, ...]] = {
-    parse_lines: (
-        "void(Array(uint8, 1, 'C', readonly=True), int64, uint8[::1], uint8[::1], int32[:, ::1], "
-        "uint32[:, ::1], uint32[::1], int64[::1])",
-    ),
-    count_keys: (
-        "void(Array(uint32, 1, 'C', readonly=True), Array(uint32, 1, 'C', readonly=True), uint32, "
-        "uint64, int64, uint32[::1], int64[::1], int64[::1])",
-    ),
-    insert_keys: ("void(uint32[::1], int64[::1], uint64, uint32[::1], int64[::1])",),
-    look_up_keys: tuple(
-        "void(Array(uint32, 1, 'C', readonly=True), Array(uint32, 1, 'C', readonly=True), uint32, "
-        f"uint64, uint32[::1], int64[::1], {kind}[::1])"
-        for kind in ("int8", "int16", "int32")
-    ),
-}
-"""The types that each loop is compiled for."""
-
-
-def compiled(loop: Callable[..., Any]) -> Callable[..., Any]:
-    """The machine code of one of this module's loops, or the loop itself where there is none."""
+def parser() -> Callable[..., Any]:
+    """The machine code of :func:`parse_lines`, or the loop itself where there is none."""
     engine = machine_code()
-    if engine is not None:
-        return engine.compiled_loop(loop, SIGNATURES[loop])
-    # numpy's scalars warn of the overflow that hashing rests on
-    return np.errstate(over="ignore")(loop)
+    return parse_lines if engine is None else engine.compiled_loop(parse_lines, PARSE_TYPES)

@@ -4,9 +4,9 @@ Row 0 is for what is missing or rarer than the threshold; the others are numbere
 by falling count, ties by the category's own value, so that row 1 is the hottest. (As
 NVIDIA's Spark preprocessing does, which leaves ties to chance.)
 
-Counting uses one hash table; when it is full it goes to disk as a sorted run, and runs
-are merged one range of keys at a time. Numbering is a counting sort in two streaming
-passes. Looking up uses as many passes over the column as the table needs.
+Blocks are counted one by one; what memory has no room for goes to disk as a sorted run, and runs
+are merged one range of keys at a time. Numbering is a counting sort in two streaming passes.
+Looking up uses as many passes over the column as the hash table needs.
 """
 
 from __future__ import annotations
@@ -15,40 +15,23 @@ import itertools
 import mmap
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
-
-from dlrm_workbook.datasets.loops import compiled, count_keys, insert_keys, look_up_keys
+import pandas as pd
 
 Blocks = Callable[[], Iterator[tuple[np.ndarray, np.ndarray]]]
 """A column read from its beginning: blocks of keys (uint32) and of missing bits (uint32)."""
+Entries = tuple[np.ndarray, np.ndarray]
+"""Keys in rising order (uint32), and how often each came (int64)."""
 COMMON_COUNT = 1 << 16
 """Counts from here on are sorted in memory: at most N / COMMON_COUNT categories have one."""
-SLOT_BYTES = 12
+ENTRY_BYTES = 48
+"""Memory of an entry while entries are added up."""
+SLOT_BYTES = 32
+"""Memory of a category in pandas' hash table, at most."""
 MERGE_ENTRIES = 1 << 20
-
-
-class HashTable:
-    """An open hash table from uint32 to int64 (0: empty), at most half full."""
-
-    def __init__(self, slots: int) -> None:
-        self.slots = 1 << max(4, (slots - 1).bit_length())
-        self.keys = np.zeros(self.slots, np.uint32)
-        self.values = np.zeros(self.slots, np.int64)
-        self.shift = np.uint64(64 - (self.slots.bit_length() - 1))
-
-    @property
-    def limit(self) -> int:
-        """Most entries that it takes."""
-        return self.slots // 2
-
-    def entries(self) -> tuple[np.ndarray, np.ndarray]:
-        """Keys in rising order, and their values."""
-        full = np.flatnonzero(self.values)
-        order = np.argsort(self.keys[full], kind="stable")
-        return self.keys[full][order], self.values[full][order]
 
 
 def build_vocabulary(
@@ -58,7 +41,7 @@ def build_vocabulary(
 
     Args:
         bit: of the missing bits that is this column's.
-        memory: bytes that the hash table may take.
+        memory: bytes that counting may take.
         keys: file that gets the categories kept, uint32: entry i is row i + 1.
         counts: file that gets how often each came, int64.
 
@@ -77,29 +60,34 @@ def build_vocabulary(
 
 def _count(blocks: Blocks, bit: int, memory: int, scratch: Path) -> list[tuple[Path, Path]]:
     """Sorted runs of (key, count) on disk."""
-    count, insert = compiled(count_keys), compiled(insert_keys)
-    table = HashTable(1 << 10)
+    most = max(1 << 10, memory // ENTRY_BYTES)
     runs: list[tuple[Path, Path]] = []
-    most = max(1 << 10, 1 << ((memory // SLOT_BYTES).bit_length() - 1))
-    state = np.zeros(2, np.int64)
+    counted: list[Entries] = []
     for block, missing in blocks():
-        state[0] = 0
-        while True:
-            count(
-                block, missing, np.uint32(bit), table.shift, table.limit,
-                table.keys, table.values, state,
-            )  # fmt: skip
-            if state[0] == len(block):
-                break
-            keys, counts = table.entries()
-            if table.slots < most:
-                table = HashTable(min(most, table.slots * 4))
-                insert(keys, counts, table.shift, table.keys, table.values)
-            else:
-                runs.append(_write_run(scratch, len(runs), keys, counts))
-                table = HashTable(most)
-                state[1] = 0
-    return [*runs, _write_run(scratch, len(runs), *table.entries())]
+        counted.append(np.unique(block[_given(missing, bit)], return_counts=True))
+        if sum(len(keys) for keys, _ in counted) > most:
+            counted = [_added_up(counted)]
+            # with less than half of the room free every few blocks would be added up again
+            if 2 * len(counted[0][0]) > most:
+                runs.append(_write_run(scratch, len(runs), *counted.pop()))
+    return [*runs, _write_run(scratch, len(runs), *_added_up(counted))]
+
+
+def _given(missing: np.ndarray, bit: int) -> np.ndarray:
+    """Where a column has a category."""
+    return missing & np.uint32(1 << bit) == 0
+
+
+def _added_up(pieces: Sequence[Entries]) -> Entries:
+    """The entries of several pieces, with the counts of equal keys added up."""
+    if len(pieces) == 1:
+        return pieces[0]
+    keys = np.concatenate([np.empty(0, np.uint32), *(keys for keys, _ in pieces)])
+    counts = np.concatenate([np.empty(0, np.int64), *(counts for _, counts in pieces)])
+    order = np.argsort(keys, kind="stable")
+    keys, counts = keys[order], counts[order]
+    first = np.flatnonzero(np.diff(keys, prepend=~keys[:1]))
+    return keys[first], np.add.reduceat(counts, first) if len(first) else counts
 
 
 def _write_run(
@@ -140,26 +128,15 @@ def _merge(
     return kept, histogram, different
 
 
-def _merge_range(
-    runs: list[tuple[np.ndarray, np.ndarray]], low: int, high: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Keys in [low, high) of all runs, rising, with their counts added up."""
+def _merge_range(runs: list[Entries], low: int, high: int) -> Entries:
+    """The entries of all runs with keys in [low, high)."""
     pieces = []
     for keys, counts in runs:
         # the upper end may be 2^32, which uint32 has not
         begin = int(np.searchsorted(keys, np.uint32(low)))
         end = len(keys) if high >> 32 else int(np.searchsorted(keys, np.uint32(high)))
         pieces.append((np.array(keys[begin:end]), np.array(counts[begin:end])))
-    if len(pieces) == 1:
-        return pieces[0]
-    keys = np.concatenate([piece[0] for piece in pieces])
-    counts = np.concatenate([piece[1] for piece in pieces])
-    if not len(keys):
-        return keys, counts
-    order = np.argsort(keys, kind="stable")
-    keys, counts = keys[order], counts[order]
-    first = np.flatnonzero(np.concatenate([[True], keys[1:] != keys[:-1]]))
-    return keys[first], np.add.reduceat(counts, first)
+    return _added_up(pieces)
 
 
 def _number(
@@ -215,12 +192,7 @@ def _new(path: Path, kind: type, size: int) -> np.ndarray:
 
 
 def number_column(
-    blocks: Blocks,
-    bit: int,
-    keys: Path,
-    memory: int,
-    dtype: np.dtype,
-    path: Path,
+    blocks: Blocks, bit: int, keys: Path, memory: int, dtype: np.dtype, path: Path
 ) -> None:
     """Write the row number of every value of a column to a file.
 
@@ -229,21 +201,19 @@ def number_column(
         memory: bytes that the hash table may take; a larger vocabulary takes several passes.
         dtype: of the row numbers.
     """
-    insert, look_up = compiled(insert_keys), compiled(look_up_keys)
-    at_once = max(1 << 9, (1 << ((memory // SLOT_BYTES).bit_length() - 1)) // 2)
     categories = _map(keys, np.uint32)
+    at_once = max(1 << 9, memory // SLOT_BYTES)
     with path.open("w+b") as file:
         for first in range(0, max(1, len(categories)), at_once):
-            some = np.array(categories[first : first + at_once])
+            some = pd.Index(np.array(categories[first : first + at_once]))
             forget(categories)
-            table = HashTable(2 * len(some))
-            rows = np.arange(first + 1, first + 1 + len(some), dtype=np.int64)
-            insert(some, rows, table.shift, table.keys, table.values)
             place = 0
             for block, missing in blocks():
                 file.seek(place)
                 out = np.fromfile(file, dtype, len(block)) if first else np.zeros(len(block), dtype)
-                look_up(block, missing, np.uint32(bit), table.shift, table.keys, table.values, out)
+                found = some.get_indexer(block)
+                known = (found >= 0) & _given(missing, bit)
+                out[known] = first + 1 + found[known]
                 file.seek(place)
                 file.write(out.data)
                 place += out.nbytes

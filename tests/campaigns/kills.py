@@ -40,7 +40,7 @@ from dlrm_core.config import Parameters, parameters_from_sections
 from dlrm_core.data.files.teacher import Law, SampleMaker, TeacherConfig, Variant
 from dlrm_core.run.checkpoint import find_checkpoint, read_checkpoint, steps_in
 from dlrm_workbook.datasets import criteo, generate, resumable
-from dlrm_workbook.datasets.loops import SIGNATURES, compiled
+from dlrm_workbook.datasets.loops import parser
 from dlrm_workbook.datasets.resumable import NOTE
 from dlrm_workbook.ground.machine import machine_facts, versions
 
@@ -272,8 +272,7 @@ def prepare_data(top: Path) -> None:
         lines.append("\t".join([str(draw.randrange(2)), *numbers, *hashes]))
     (top / "text.txt").write_text("\n".join(lines) + "\n", encoding="ascii")
     SampleMaker(LAW, "train").block(0, 1)
-    for loop in SIGNATURES:
-        compiled(loop)
+    parser()
 
 
 def kill_making(kind: str, top: Path, seconds: float, moments: random.Random, most: int) -> Tally:

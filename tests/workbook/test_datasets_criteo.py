@@ -153,7 +153,8 @@ def test_little_memory_gives_the_same_bytes(tmp_path, monkeypatch, threshold):
     )
     monkeypatch.setattr(vocabulary, "MERGE_ENTRIES", 64)
     monkeypatch.setattr(preprocess, "PIECE_BYTES", 700)
-    # hash tables of 1024 slots: several runs on disk, several passes to look up
+    # room for 1024 entries: several runs on disk, several passes to look up
+    monkeypatch.setattr(preprocess, "ROWS_AT_ONCE", 900)
     little = run(tmp_path, rows, threshold, name="little", memory=1 << 10).folder
     assert max(runs) > 1
     (tmp_path / "little.txt").unlink()
