@@ -13,10 +13,10 @@ import math
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
@@ -57,8 +57,8 @@ from dlrm_workbook.ground.turns import (
     waited_ns,
 )
 
-Times = dict[str, dict[str, float]]
-"""Component to phase to milliseconds."""
+Times = dict[tuple[str, str], float]
+"""Component and phase to milliseconds."""
 
 HALVES = {
     "dense": ("bottom_mlp", "interaction", "top_mlp", "loss"),
@@ -86,7 +86,7 @@ SETTLED = 0.01
 The step itself is predicted to 3 % at best, so a range gets at most 5 % wider by it."""
 
 TRIES, DISTURBED = 3, 0.05
-"""A run that waited for a core more than this share of its time is repeated, so often."""
+"""A run that waited for a core more than this share of its time is repeated, so often in all."""
 
 CACHE_BYTES = 32 << 20
 """Last-level cache, assumed where the system names none."""
@@ -105,18 +105,12 @@ PROBE_SECONDS = 12.0
 """Time for all default candidates together; a change gets its share of it."""
 
 Loop = TypeVar("Loop", "StepLoop", "DataLoop")
-
-
-class Tables(Protocol):
-    """A model whose tables others may train on, so that they need none of their own."""
-
-    model: DLRM
-    huge_pages: bool
+Result = TypeVar("Result")
 
 
 @dataclass
-class Lent:
-    """The tables of a run that is over."""
+class Tables:
+    """A model whose tables others may train on, so that they need none of their own."""
 
     model: DLRM
     huge_pages: bool
@@ -213,7 +207,7 @@ class _FlushedDense:
         return getattr(self._dense, name)
 
 
-class StepLoop:
+class StepLoop(Tables):
     """One half of the step, ready to run again and again.
 
     Args:
@@ -227,10 +221,8 @@ class StepLoop:
         self.half = half
         self.parameters, self.notices = apply_settings(reduced(parameters, half))
         self.generator = make_generator(self.parameters, CPU)
-        self.huge_pages = needs_huge_pages(self.parameters)
-        can_lend = tables_from is not None and tables_from.huge_pages == self.huge_pages
-        lent = tables_from.model if tables_from is not None and can_lend else None
-        self.model: DLRM = model_for(self.parameters.model, lent, self.huge_pages)
+        huge_pages = needs_huge_pages(self.parameters)
+        super().__init__(model_for(self.parameters.model, tables_from, huge_pages), huge_pages)
         self.parameters, chosen = resolve(self.parameters, CPU, self.model.embeddings)
         self.notices += chosen
         loss = ClickLoss.of(self.parameters.model)
@@ -271,7 +263,7 @@ class DataLoop:
     def run(self) -> Times:
         """Make one batch."""
         self.flush()
-        return {"data": {"forward": elapsed_ms(self.generator.next_batch)}}
+        return {("data", "forward"): elapsed_ms(self.generator.next_batch)}
 
     @contextmanager
     def beside(self) -> Iterator[list[float]]:
@@ -307,15 +299,11 @@ def part_times(rows: list[tuple[str, int, int]], whole_ns: int, kept: tuple[str,
     times: Times = {}
     inside = 0
     for name, start, end in rows:
-        part = parse_span(name)
-        if part is None:
-            continue
-        inside += end - start
-        component, phase = part
-        if component in kept or component == "optimizer":
-            phases = times.setdefault(component, {})
-            phases[phase] = phases.get(phase, 0.0) + (end - start) / 1e6
-    times["other"] = {"": max(0.0, (whole_ns - inside) / 1e6)}
+        if part := parse_span(name):
+            inside += end - start
+            if part[0] in (*kept, "optimizer"):
+                times[part] = times.get(part, 0.0) + (end - start) / 1e6
+    times["other", ""] = max(0.0, (whole_ns - inside) / 1e6)
     return times
 
 
@@ -338,13 +326,18 @@ def needs_huge_pages(parameters: Parameters) -> bool:
     return parameters.training.embedding_backend != "torch"
 
 
-def model_for(config: ModelConfig, tables_from: DLRM | None, huge_pages: bool) -> DLRM:
-    """A model with any weights, to be timed: drawing them would take longer than the probe."""
+def model_for(config: ModelConfig, tables_from: Tables | None, huge_pages: bool) -> DLRM:
+    """A model with any weights, to be timed: drawing them would take longer than the probe.
+
+    Args:
+        tables_from: tables of these that are alike, and lie in such pages, are used.
+    """
     on_pages = functools.partial(
         tables_on_huge_pages, config.table_rows, config.embedding_dim, config.embedding_precision
     )
     model = DLRM(config, on_pages if huge_pages else None)
-    given = list(tables_from.embeddings.weights) if tables_from is not None else []
+    can_lend = tables_from is not None and tables_from.huge_pages == huge_pages
+    given = list(tables_from.model.embeddings.weights) if tables_from and can_lend else []
     fresh = []
     for i, table in enumerate(model.embeddings.weights):
         alike = i < len(given) and given[i].shape == table.shape
@@ -407,7 +400,7 @@ def interleave(
                 apply_settings(loops[place].parameters)
                 loops[place].run()
                 now = kinds[place]
-            runs[place].append(_undisturbed(loops[place], deadline=started + 2 * seconds))
+            runs[place].append(undisturbed(loops[place].run, TRIES, started + 2 * seconds))
     return runs
 
 
@@ -417,49 +410,45 @@ def _settings(parameters: Parameters) -> tuple[Any, ...]:
     return training.threads, training.fp32_matmul, training.tf32
 
 
-def _undisturbed(loop: Any, deadline: float) -> Times:
-    """A run during which nobody else had the core, or the last of a few tries."""
-    for _ in range(TRIES):
+def undisturbed(run: Callable[[], Result], tries: int, deadline: float) -> Result:
+    """The result of a run during which nobody else had the core, or of the last try."""
+    for _ in range(tries):
         before, started = waited_ns(), time.perf_counter_ns()
-        times: Times = loop.run()
+        result = run()
         whole, after = time.perf_counter_ns() - started, waited_ns()
         waited = after - before if before is not None and after is not None else 0
         if waited < DISTURBED * whole or time.perf_counter() > deadline:
             break
-    return times
+    return result
 
 
 def medians(runs: list[Times]) -> Times:
     """Median of each part's time over the runs, ms."""
-    return {
-        component: {phase: statistics.median(_values(runs, component, phase)) for phase in phases}
-        for component, phases in runs[-1].items()
-    }
+    return {part: statistics.median(_values(runs, part)) for part in runs[-1]}
 
 
-def ratio_errors(before: list[Times], after: list[Times]) -> dict[str, dict[str, float]]:
+def ratio_errors(before: list[Times], after: list[Times]) -> Times:
     """Relative standard error of each part's ratio of medians."""
     return {
-        component: {
-            phase: math.hypot(
-                median_error(_values(before, component, phase)),
-                median_error(_values(after, component, phase)),
-            )
-            for phase in phases
-        }
-        for component, phases in after[-1].items()
+        part: math.hypot(*(median_error(_values(runs, part)) for runs in (before, after)))
+        for part in after[-1]
     }
+
+
+def _values(runs: list[Times], part: tuple[str, str]) -> list[float]:
+    """A part's time in each run, ms."""
+    return [run.get(part, 0.0) for run in runs]
 
 
 def _total_error(before: list[Times], after: list[Times]) -> float:
     """Relative standard error of the ratio of whole runs."""
-    return math.hypot(*(median_error([sum_ms(run) for run in runs]) for runs in (before, after)))
+    return math.hypot(*(median_error(list(map(sum_ms, runs))) for runs in (before, after)))
 
 
 def joint_error_ms(
     before: list[Times],
     after: list[Times],
-    counts: Callable[[str, str], bool] = lambda component, phase: True,
+    counts: Callable[[tuple[str, str]], bool],
 ) -> float:
     """Standard error of the time after a change, ms, as the parts' ratios leave it.
 
@@ -469,24 +458,22 @@ def joint_error_ms(
     Args:
         counts: whether the ratio of this component and phase is used.
     """
-    then, errors = medians(after), ratio_errors(before, after)
-    reach = [
-        ms * errors[component][phase]
-        for component, phases in then.items()
-        for phase, ms in phases.items()
-        if counts(component, phase)
-    ]
+    errors = ratio_errors(before, after)
+    reach = [ms * errors[part] for part, ms in medians(after).items() if counts(part)]
     return (sum(reach) + math.hypot(*reach)) / 2
 
 
-def _values(runs: list[Times], component: str, phase: str) -> list[float]:
-    """A part's time in each run, ms."""
-    return [run.get(component, {}).get(phase, 0.0) for run in runs]
-
-
-def sum_ms(times: Mapping[str, Mapping[str, float]]) -> float:
+def sum_ms(times: Times) -> float:
     """All parts together, ms."""
-    return sum(ms for phases in times.values() for ms in phases.values())
+    return sum(times.values())
+
+
+def _nested(times: Times) -> dict[str, dict[str, float]]:
+    """Component to phase to figure, as JSON has it."""
+    components: dict[str, dict[str, float]] = {}
+    for (component, phase), figure in times.items():
+        components.setdefault(component, {})[phase] = figure
+    return components
 
 
 # Parts of the step under changed parameters.
@@ -569,7 +556,7 @@ def probe_changes(
         torch.set_num_threads(threads)
         apply_settings(parameters)
     return {
-        "base": probes.base(),
+        "base": _nested(probes.base()),
         "changes": results,
         "threads": parameters.training.threads or threads,
         "seconds": time.perf_counter() - started,
@@ -595,7 +582,7 @@ class _Probes:
 
     Attributes:
         candidates: the changes, in the order asked for.
-        keeps: whether tables that a change needed are kept, for whoever measures next.
+        lenders: whose tables are trained on; tables that a change needed are added.
         alone: runs of the unchanged loops.
         step_ms: about what a step takes, the loops added up.
     """
@@ -607,7 +594,6 @@ class _Probes:
         lenders: list[Tables] | None = None,
     ) -> None:
         self.parameters = parameters
-        self.keeps = lenders is not None
         self.lenders: list[Tables] = [] if lenders is None else lenders
         self.candidates = [self._candidate(change) for change in changes]
         self.alone: dict[str, list[Times]] = {}
@@ -646,7 +632,7 @@ class _Probes:
                 else:
                     lender = next(iter(self.lenders), None)
                     if lender is None or half == "dense":
-                        _require(self.parameters, half)
+                        _require_half(self.parameters, half)
                     self._loops[half] = _ready(StepLoop(self.parameters, half, lender))
             except InputError as error:
                 self._refused[half, UNCHANGED] = str(error)
@@ -693,8 +679,8 @@ class _Probes:
         changed_ms = max(self.step_ms - now, 0.0) + then
         users = [each for each in self.candidates if each.keys.get(half) == key]
 
-        def counts(component: str, phase: str) -> bool:
-            return not users or any(self._concerns(each, component, phase) for each in users)
+        def counts(part: tuple[str, str]) -> bool:
+            return not users or any(self._concerns(each, *part) for each in users)
 
         return joint_error_ms(before, after, counts) < SETTLED * changed_ms
 
@@ -709,24 +695,23 @@ class _Probes:
         """Every part alone, unchanged: medians in ms."""
         times: Times = {}
         for runs in self.alone.values():
-            for component, phases in medians(runs).items():
-                known = times.setdefault(component, {})
-                for phase, ms in phases.items():
-                    known[phase] = known.get(phase, 0.0) + ms
+            for part, ms in medians(runs).items():
+                times[part] = times.get(part, 0.0) + ms
         return times
 
     def result(self, candidate: _Candidate) -> dict[str, Any]:
         """The result of a change, as :func:`probe_changes` returns it."""
+        times: dict[str, Times] = {"parts": {}, "base": {}, "spread": {}}
         result: dict[str, Any] = {"change": candidate.change, "notices": list(candidate.notices)}
         refused = [candidate.refused]
         refused += [self._refused.get((half, key), "") for half, key in candidate.keys.items()]
-        result |= {"parts": {}, "base": {}, "spread": {}}
         if any(refused):
-            return result | {"refused": next(filter(None, refused))}
+            return result | times | {"refused": next(filter(None, refused))}
         for half, key in candidate.keys.items():
             said = self._notices[half, key]
             result["notices"] += [text for text in said if text not in result["notices"]]
-            self._add(result, half, candidate)
+            self._add(times, half, candidate)
+        result |= {name: _nested(figures) for name, figures in times.items()}
         try:
             if self.parameters.data.loader == "prefetch":
                 result["overlap_base"] = self._overlap(self.parameters)
@@ -736,31 +721,23 @@ class _Probes:
             return result | {"refused": str(error), "parts": {}, "base": {}, "spread": {}}
         return result
 
-    def _add(self, result: dict[str, Any], half: str, candidate: _Candidate) -> None:
-        """Add the parts of one loop to the result of a change."""
+    def _add(self, times: dict[str, Times], half: str, candidate: _Candidate) -> None:
+        """Add the parts of one loop to the times of a change."""
         before, after = self._runs[half, candidate.keys[half]]
         now, then, spread = medians(before), medians(after), ratio_errors(before, after)
-        alone = {name: medians(runs) for name, runs in self.alone.items()}
-        for component, phases in then.items():
-            if component in SHARED:
+        together, same = self.base(), medians(self.alone[half])
+        for part, ms in then.items():
+            if part[0] in SHARED:
                 # some of it is in the other half, which has not changed or comes later
-                for key, found in (("base", now), ("parts", then)):
-                    for phase in phases:
-                        known = result[key].setdefault(component, {})
-                        own = {name: each.get(component, {}) for name, each in alone.items()}
-                        if phase not in known:
-                            known[phase] = sum(each.get(phase, 0.0) for each in own.values())
-                        same = own[half].get(phase, 0.0)
-                        known[phase] += found.get(component, {}).get(phase, same) - same
-                result["spread"].setdefault(component, {}).update(spread.get(component, {}))
-            elif component in candidate.affected:
-                kept = [
-                    phase
-                    for phase in phases
-                    if phase in now[component] and self._concerns(candidate, component, phase)
-                ]
-                for key, found in (("parts", then), ("base", now), ("spread", spread)):
-                    result[key][component] = {phase: found[component][phase] for phase in kept}
+                for known, found in ((times["base"], now), (times["parts"], then)):
+                    usual = same.get(part, 0.0)
+                    known[part] = known.get(part, together.get(part, 0.0))
+                    known[part] += found.get(part, usual) - usual
+            elif part[0] in candidate.affected and part in now and self._concerns(candidate, *part):
+                times["parts"][part], times["base"][part] = ms, now[part]
+            else:
+                continue
+            times["spread"][part] = spread[part]
 
     def _base_loop(self, half: str) -> StepLoop | DataLoop:
         if half not in self._loops:
@@ -781,10 +758,10 @@ class _Probes:
         wanted = needs_huge_pages(reduced(changed, half))
         lender = next((each for each in (base, *self.lenders) if each.huge_pages == wanted), None)
         if not same or lender is None:
-            _require(changed, half)
+            _require_half(changed, half)
         loop = _ready(StepLoop(changed, half, tables_from=lender))
-        if self.keeps and same and lender is None:
-            self.lenders.append(Lent(loop.model, loop.huge_pages))
+        if same and lender is None:
+            self.lenders.append(Tables(loop.model, loop.huge_pages))
         return loop
 
     def _overlap(self, parameters: Parameters) -> dict[str, Any]:
@@ -799,7 +776,7 @@ class _Probes:
         made_alone = self._runs.get(("data", str(_synchronous(parameters))))
         # a loader alone makes the batches that the run has
         runs = self.alone["data"] if made_alone is None else made_alone[1]
-        alone = medians(runs)["data"]["forward"]
+        alone = medians(runs)["data", "forward"]
         for half in HALVES:
             same = reduced(parameters, half) == reduced(self.parameters, half)
             loop = self._base_loop(half) if same else self._changed_loop(half, parameters)
@@ -854,13 +831,17 @@ def _synchronous(parameters: Parameters) -> Parameters:
     return replace(parameters, data=replace(parameters.data, loader="synchronous"))
 
 
-def _require(parameters: Parameters, half: str) -> None:
-    """Refuse to build a half that would not fit beside what is built already."""
-    needed = sum(item.bytes for item in forecast_memory(reduced(parameters, half)))
+def _require_half(parameters: Parameters, half: str) -> None:
+    require_memory(reduced(parameters, half), f"probing the {half} half")
+
+
+def require_memory(parameters: Parameters, what: str) -> None:
+    """Refuse to build a step that would not fit beside what is there already."""
+    needed = sum(item.bytes for item in forecast_memory(parameters))
     available = available_memory(CPU)
     if available is not None and needed > PROBE_MEMORY_SHARE * available:
         raise InputError(
-            f"probing the {half} half needs {format_bytes(needed)}, more than "
+            f"{what} needs {format_bytes(needed)}, more than "
             f"{PROBE_MEMORY_SHARE:.0%} of the {format_bytes(available)} available"
         )
 

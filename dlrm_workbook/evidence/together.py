@@ -23,42 +23,41 @@ from typing import Any, cast
 
 from dlrm_core.base.errors import InputError
 from dlrm_core.base.files import read_json, write_json
-from dlrm_core.base.machine import available_memory, end_with_starter, keep_freed_memory
-from dlrm_core.base.text import format_bytes
+from dlrm_core.base.machine import end_with_starter, keep_freed_memory
 from dlrm_core.config import Parameters, load_parameters
 from dlrm_core.data.batch import Batch
 from dlrm_core.data.loader import batches, make_generator
 from dlrm_core.embeddings import ROW_DTYPES
-from dlrm_core.model import DLRM, ClickLoss
+from dlrm_core.model import ClickLoss
 from dlrm_core.step import TrainingStep
 from dlrm_kernels.embeddings.choose import resolve
-from dlrm_kernels.memory import forecast_memory
 from dlrm_workbook.evidence.dependence import Change, changed_parameters
 from dlrm_workbook.evidence.probes import (
-    PROBE_MEMORY_SHARE,
     Tables,
     apply_settings,
     model_for,
     needs_huge_pages,
+    require_memory,
+    undisturbed,
 )
-from dlrm_workbook.ground.turns import CPU, back_and_forth, elapsed_ms, take_turns, waited_ns
+from dlrm_workbook.ground.turns import CPU, back_and_forth, elapsed_ms, take_turns
 
 LEAST_ROUNDS, ROUNDS, MOST_ROUNDS = 4, 5, 12
 """Rounds of all steps: at least, where the machine is not too slow for it, and at most."""
 
 TOGETHER_SECONDS = 6.0
-"""After so many rounds no further one begins later than this; after the least number none
-later than twice this."""
+"""After so many rounds no further one begins later than this, however slow the machine is; after
+the least number none later than twice this."""
 
 TURN_MS = 300.0
 """A turn counts iterations until they took so long, one at least: of the same number of long
 iterations, many short turns leave a narrower range of the rounds' ratios than few long ones."""
 
-TRIES, DISTURBED = 2, 0.05
-"""A turn that waited for a core more than this share of its time is repeated, so often in all."""
+TRIES = 2
+"""A turn that waited for a core too long is repeated, so often in all."""
 
 
-class WholeStep:
+class WholeStep(Tables):
     """The step of a run, ready to be timed again and again.
 
     Args:
@@ -72,25 +71,22 @@ class WholeStep:
         # tables are lent, so that what one step learns should hardly change what another sees
         training = replace(parameters.training, seed=0, learning_rate=1e-4)
         self.parameters, _ = apply_settings(replace(parameters, training=training))
-        self.huge_pages = needs_huge_pages(parameters)
-        lender = next((tables for tables in tables_from if self._is_like(tables)), None)
+        huge_pages = needs_huge_pages(parameters)
+        lender = next((tables for tables in tables_from if self._may_use(tables, huge_pages)), None)
         if lender is None:
-            _require(self.parameters)
-        self.model: DLRM = model_for(
-            parameters.model, None if lender is None else lender.model, self.huge_pages
-        )
+            require_memory(self.parameters, "timing the whole step")
+        super().__init__(model_for(parameters.model, lender, huge_pages), huge_pages)
         self.parameters, _ = resolve(self.parameters, CPU, self.model.embeddings)
         loss = ClickLoss.of(parameters.model)
         self.step = TrainingStep(self.model, loss, self.parameters.training)
         self.generator = make_generator(self.parameters, CPU)
 
-    def _is_like(self, other: Tables) -> bool:
+    def _may_use(self, tables: Tables, huge_pages: bool) -> bool:
         model = self.parameters.model
-        own = [(rows, model.embedding_dim) for rows in model.table_rows]
-        theirs = other.model.embeddings.weights
-        precision = ROW_DTYPES[model.embedding_precision]
-        alike = self.huge_pages == other.huge_pages and own == [tuple(t.shape) for t in theirs]
-        return alike and all(table.dtype == precision for table in theirs)
+        needed = [(rows, model.embedding_dim) for rows in model.table_rows]
+        weights = tables.model.embeddings.weights
+        alike = tables.huge_pages == huge_pages and needed == [tuple(w.shape) for w in weights]
+        return alike and all(w.dtype == ROW_DTYPES[model.embedding_precision] for w in weights)
 
     def warm_up(self) -> None:
         """Run one iteration, which compiles, and touches memory for the first time."""
@@ -117,30 +113,16 @@ class WholeStep:
                 times.append(elapsed_ms(lambda: self.step(next(stream))))
         return sum(times) / len(times)
 
-    def calm_turn(self, deadline: float) -> float:
-        """A turn during which nobody else had the core, or the last of a few tries."""
-        for _ in range(TRIES):
-            before, started = waited_ns(), time.perf_counter_ns()
-            ms = self.turn()
-            after, whole = waited_ns(), time.perf_counter_ns() - started
-            if before is None or after is None or after - before < DISTURBED * whole:
-                break
-            if time.perf_counter() > deadline:
-                break
-        return ms
-
 
 def time_together(
     parameters: Parameters,
     changes: Sequence[Change],
-    seconds: float = TOGETHER_SECONDS,
     lenders: Sequence[Tables] = (),
 ) -> dict[str, Any]:
     """Time the whole step as it is and under each of several changes, in turns.
 
     Args:
         changes: what to time; cumulative, or all of them together.
-        seconds: about so long for all rounds, however slow the machine is.
         lenders: whose tables are trained on instead of new ones, where they are alike.
 
     Returns:
@@ -155,11 +137,8 @@ def time_together(
     try:
         steps[-1] = WholeStep(parameters, lenders)
     except InputError as error:
-        return {
-            "base_ms": [],
-            "stages": [stage | {"refused": str(error)} for stage in stages],
-            "seconds": time.perf_counter() - started,
-        }
+        stages = [stage | {"refused": str(error)} for stage in stages]
+        return {"base_ms": [], "stages": stages, "seconds": time.perf_counter() - started}
     for number, change in enumerate(changes):
         try:
             changed, _ = changed_parameters(parameters, change)
@@ -169,30 +148,19 @@ def time_together(
     times: dict[int, list[float]] = {number: [] for number in steps}
     for step in steps.values():
         step.warm_up()
-    deadline = time.perf_counter() + seconds
+    deadline = time.perf_counter() + TOGETHER_SECONDS
 
     def enough(done: int) -> bool:
         late = time.perf_counter() - deadline
-        return (done >= ROUNDS and late > 0) or (done >= LEAST_ROUNDS and late > seconds)
+        return (done >= ROUNDS and late > 0) or (done >= LEAST_ROUNDS and late > TOGETHER_SECONDS)
 
     for _, order in take_turns(list(steps), MOST_ROUNDS, back_and_forth, enough):
         for number in order:
-            times[number].append(steps[number].calm_turn(deadline))
+            times[number].append(undisturbed(steps[number].turn, TRIES, deadline))
     for number, stage in enumerate(stages):
         if number in times:
             stage["ms"] = times[number]
     return {"base_ms": times[-1], "stages": stages, "seconds": time.perf_counter() - started}
-
-
-def _require(parameters: Parameters) -> None:
-    """Refuse a step that would not fit beside what is there already."""
-    needed = sum(item.bytes for item in forecast_memory(parameters))
-    available = available_memory(CPU)
-    if available is not None and needed > PROBE_MEMORY_SHARE * available:
-        raise InputError(
-            f"timing the whole step needs {format_bytes(needed)}, more than "
-            f"{PROBE_MEMORY_SHARE:.0%} of the {format_bytes(available)} available"
-        )
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -138,7 +138,7 @@ def test_the_dense_half_is_stood_for_between_lookup_and_update() -> None:
     took_ms = 1e3 * (time.perf_counter() - began)
     flushed_ms = (loop.flush.taken_ns - at) / 1e6
     # streaming over the buffer is nobody's time
-    counted_ms = sum(ms for phases in times.values() for ms in phases.values())
+    counted_ms = sum(times.values())
     assert flushed_ms > 0 and counted_ms + flushed_ms <= took_ms
     assert loop.step.dense.precision is not None
 
@@ -176,10 +176,10 @@ def test_a_half_knows_what_it_does_not_run() -> None:
 def test_a_half_times_its_own_parts(half: str) -> None:
     loop = StepLoop(tiny(), half)
     times = loop.run()
-    assert set(times) == {*HALVES[half], "optimizer", "other"}
-    assert all(ms > 0 for part in HALVES[half] for ms in times[part].values())
-    phases = {"forward", "backward", "update"}
-    assert set(times["top_mlp" if half == "dense" else "embedding"]) == phases
+    assert {component for component, _ in times} == {*HALVES[half], "optimizer", "other"}
+    assert all(ms > 0 for (component, _), ms in times.items() if component in HALVES[half])
+    component = "top_mlp" if half == "dense" else "embedding"
+    assert {(component, phase) for phase in ("forward", "backward", "update")} <= set(times)
 
 
 def test_equal_tables_are_lent_and_others_made() -> None:
@@ -203,10 +203,11 @@ def test_ranges_of_a_part_add_up_and_the_rest_is_other() -> None:
         ("dlrm::iteration", 0, 9_000_000),
     ]
     times = part_times(rows, 9_000_000, HALVES["dense"])
-    assert times["top_mlp"] == {"forward": 3.0}
-    assert "embedding" not in times
-    assert times["optimizer"] == {"update": 0.5}
-    assert times["other"] == {"": 4.5}
+    assert times == {
+        ("top_mlp", "forward"): 3.0,
+        ("optimizer", "update"): 0.5,
+        ("other", ""): 4.5,
+    }
 
 
 class Counted:
@@ -217,9 +218,9 @@ class Counted:
         self.times = times
         self.runs = 0
 
-    def run(self) -> dict[str, dict[str, float]]:
+    def run(self) -> dict[tuple[str, str], float]:
         self.runs += 1
-        return {"loss": {"forward": self.times[self.runs % len(self.times)]}}
+        return {("loss", "forward"): self.times[self.runs % len(self.times)]}
 
 
 def test_loops_leave_the_turns_when_they_are_settled() -> None:
@@ -231,7 +232,7 @@ def test_loops_leave_the_turns_when_they_are_settled() -> None:
 
     runs = interleave([base, soon, late], 60.0, settled)
     assert [len(each) for each in runs] == [6, probes.MIN_ROUNDS, 6]
-    assert medians(runs[2]) == {"loss": {"forward": 3.0}}
+    assert medians(runs[2]) == {("loss", "forward"): 3.0}
     never = interleave([base, soon], 60.0, lambda *runs: False)
     assert [len(each) for each in never] == [probes.MAX_ROUNDS] * 2
     late_at_once = interleave([base, soon], 0.0, lambda *runs: False)
@@ -256,9 +257,9 @@ class Random(Counted):
         super().__init__([])
         self.parts, self.draw = parts, draw
 
-    def run(self) -> dict[str, dict[str, float]]:
+    def run(self) -> dict[tuple[str, str], float]:
         forward, backward = (ms * self.draw() for ms in self.parts)
-        return {"loss": {"forward": forward, "backward": backward}}
+        return {("loss", "forward"): forward, ("loss", "backward"): backward}
 
 
 SCATTER = {
@@ -293,7 +294,8 @@ def test_ranges_cover_the_truth_as_often_as_they_say_though_probes_end_early(
         now, then, errors = medians(before), medians(after), ratio_errors(before, after)
         rounds += len(after)
         for phase, truth in (("forward", 60 / 80), ("backward", 40 / 160)):
-            ratio, error = then["loss"][phase] / now["loss"][phase], errors["loss"][phase]
+            part = ("loss", phase)
+            ratio, error = then[part] / now[part], errors[part]
             covered += ratio / (1 + COVER * error) <= truth <= ratio * (1 + COVER * error)
     # 90 % are promised; three standard errors of a share of so many
     assert covered / (2 * TRIALS) > 0.90 - 3 * math.sqrt(0.09 / (2 * TRIALS))
@@ -305,11 +307,9 @@ def test_ranges_cover_the_truth_as_often_as_they_say_though_probes_end_early(
 
 @given(st.lists(st.floats(0.1, 10.0), min_size=4, max_size=12), st.floats(0.1, 10.0))
 def test_a_ratios_error_does_not_depend_on_the_unit(values: list[float], unit: float) -> None:
-    runs = [{"loss": {"forward": value}} for value in values]
-    scaled = [{"loss": {"forward": value * unit}} for value in values]
-    assert ratio_errors(runs, scaled)["loss"]["forward"] == pytest.approx(
-        ratio_errors(runs, runs)["loss"]["forward"]
-    )
+    runs = [{("loss", "forward"): value} for value in values]
+    scaled = [{("loss", "forward"): value * unit} for value in values]
+    assert ratio_errors(runs, scaled) == pytest.approx(ratio_errors(runs, runs))
 
 
 def test_probes_come_back_for_the_touched_parts_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -350,7 +350,7 @@ def test_only_what_a_change_affects_keeps_it_in_the_turns() -> None:
 
     def runs(forward: list[float], update: list[float]) -> list[Any]:
         return [
-            {"top_mlp": {"forward": ahead, "update": after}}
+            {("top_mlp", "forward"): ahead, ("top_mlp", "update"): after}
             for ahead, after in zip(forward, update, strict=True)
         ]
 
@@ -421,7 +421,7 @@ def test_loops_that_do_not_fit_together_are_timed_after_one_another(
 
 def test_lent_tables_are_trained_on() -> None:
     owner = StepLoop(tiny(), "sparse")
-    lent = probes.Lent(owner.model, owner.huge_pages)
+    lent = probes.Tables(owner.model, owner.huge_pages)
     timing = probes._Probes(tiny(), [], [lent])
     timing.begin()
     loop = timing._loops["sparse"]
@@ -431,13 +431,13 @@ def test_lent_tables_are_trained_on() -> None:
     )
     assert ours == theirs
     narrow = tiny(model={"embedding_precision": "bf16"}, training={"embedding_backend": "fused"})
-    other = probes.model_for(narrow.model, owner.model, True)
+    other = probes.model_for(narrow.model, probes.Tables(owner.model, True), True)
     assert {table.dtype for table in other.embeddings.weights} == {torch.bfloat16}
 
 
 def test_tables_that_a_change_needed_are_kept_for_whole_steps() -> None:
     owner = StepLoop(tiny(), "sparse")
-    lenders: list[probes.Tables] = [probes.Lent(owner.model, owner.huge_pages)]
+    lenders: list[probes.Tables] = [probes.Tables(owner.model, owner.huge_pages)]
     fused = {"training.embedding_backend": "fused"}
     larger = {**fused, "model.table_rows": 60}
     changes: list[dict[str, Any]] = [fused, {**fused, "training.batch_size": 64}, larger]
@@ -525,11 +525,11 @@ def test_only_batches_that_ended_beside_the_step_count_as_made_beside_it(
         running.append(1.0)
         if ends and len(running) == 5 and loaders:
             loaders[-1].times.append(3.0)
-        return {"top_mlp": {"forward": 1.0}}
+        return {("top_mlp", "forward"): 1.0}
 
     loaders: list[Any] = []
     timed = probes._Probes(tiny(), [])
-    timed.alone["data"] = [{"data": {"forward": 1.0}}]
+    timed.alone["data"] = [{("data", "forward"): 1.0}]
     monkeypatch.setattr(probes, "DataLoop", lambda parameters: Loader())
     monkeypatch.setattr(timed, "_base_loop", lambda half: SimpleNamespace(run=run))
     if ends:

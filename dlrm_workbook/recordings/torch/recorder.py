@@ -33,7 +33,7 @@ from dlrm_core.train import IMPORTING, Trainer
 from dlrm_kernels.embeddings.choose import resolve_all
 from dlrm_workbook.evidence.ceilings import measure_ceilings, model_shapes
 from dlrm_workbook.evidence.data_statistics import run_statistics
-from dlrm_workbook.evidence.probes import Lent, Tables, needs_huge_pages, probe_changes
+from dlrm_workbook.evidence.probes import Tables, needs_huge_pages, probe_changes
 from dlrm_workbook.evidence.together import time_together
 from dlrm_workbook.ground.machine import memory_limit
 from dlrm_workbook.ground.processes import Say, print_stage, say_nothing
@@ -138,7 +138,7 @@ def record_workload(
                 times[name] = times.get(name, 0.0) + (end - start) / 1e6
             plain.append(times)
 
-    tables: list[Tables] = [Lent(trainer.model, needs_huge_pages(parameters))]
+    tables: list[Tables] = [Tables(trainer.model, needs_huge_pages(parameters))]
 
     def afterwards() -> dict[str, Any]:
         trainer.close()
