@@ -19,37 +19,18 @@ Change = Mapping[str, Any]
 """Dotted leaf to value."""
 
 DENSE_ENGINE = (
-    "batch_size",
-    "threads",
-    "fp32_matmul",
-    "precision",
-    "loss_scale",
-    "micro_batch",
-    "dense_backend",
-    "compile",
-    "tf32",
-    "cuda_graphs",
+    *("batch_size", "threads", "fp32_matmul", "precision", "loss_scale", "micro_batch"),
+    *("dense_backend", "compile", "tf32", "cuda_graphs"),
 )
 """Leaves of ``training`` that decide how the dense parts are computed."""
 
-EMBEDDING_ENGINE = (
-    "batch_size",
-    "threads",
-    "optimizer",
-    "embedding_backend",
-    "cuda_graphs",
-)
+EMBEDDING_ENGINE = ("batch_size", "threads", "optimizer", "embedding_backend", "cuda_graphs")
 """Leaves of ``training`` that decide how tables are looked up and updated."""
 
 NEUTRAL = frozenset(
     {
-        "model.init",
-        "training.batches",
-        "training.learning_rate",
-        "training.seed",
-        "training.skip_overflow",
-        "training.log_every",
-        "training.lowest_precision",
+        *("model.init", "training.batches", "training.learning_rate", "training.seed"),
+        *("training.skip_overflow", "training.log_every", "training.lowest_precision"),
     }
 )
 """Leaves that do not change the time of an iteration."""
@@ -58,28 +39,14 @@ COMPUTE = ("bottom_mlp", "embedding", "interaction", "top_mlp", "loss", "optimiz
 
 ACCOUNTED = {
     *(f"training.{name}" for name in (*DENSE_ENGINE, *EMBEDDING_ENGINE)),
-    "training.fused_optimizer",
-    "training.device",
-    "model.mlp_sizes",
-    "model.dense_features",
-    "model.bottom_mlp",
-    "model.top_mlp",
-    "model.embedding_dim",
-    "model.tables",
-    "model.table_rows",
-    "model.interaction",
+    *("training.fused_optimizer", "training.device"),
+    *("model.mlp_sizes", "model.dense_features", "model.bottom_mlp", "model.top_mlp"),
+    *("model.embedding_dim", "model.tables", "model.table_rows"),
+    *("model.interaction", "model.loss", "model.loss_threshold"),
     *(f"model.{leaf}" for kind in INTERACTIONS.values() for leaf in kind.options),
-    "model.loss",
     *(f"model.{leaf}" for kind in LOSSES.values() for leaf in kind.options),
-    "model.loss_threshold",
-    "data.generator",
-    "data.indices_per_lookup",
-    "data.fixed_pooling",
-    "data.multi_hot_sizes",
-    "data.zipf_exponent",
-    "data.round_targets",
-    "data.loader",
-    "data.prefetch_batches",
+    *("data.generator", "data.indices_per_lookup", "data.fixed_pooling", "data.multi_hot_sizes"),
+    *("data.zipf_exponent", "data.round_targets", "data.loader", "data.prefetch_batches"),
     "data.place",
 }
 """Leaves that :func:`signature` looks at; any other is taken to affect what its section could."""
@@ -122,13 +89,14 @@ def changed_parameters(parameters: Parameters, change: Change) -> tuple[Paramete
     if "model.bottom_mlp" in change and "model.dense_features" not in change and counts_input:
         model["dense_features"] = None
     if "model.tables" in change and "model.table_rows" not in change:
-        rows = set(model["table_rows"])
-        if len(rows) > 1 and change["model.tables"] != len(model["table_rows"]):
+        rows = model["table_rows"]
+        if len(set(rows)) == 1:
+            model["table_rows"] = rows[:1]
+        elif change["model.tables"] != len(rows):
             raise InputError(
                 f"model.tables is {change['model.tables']!r}, but model.table_rows lists "
-                f"{len(model['table_rows'])} different tables; change model.table_rows with it"
+                f"{len(rows)} different tables; change model.table_rows with it"
             )
-        model["table_rows"] = [model["table_rows"][0]] if len(rows) == 1 else model["table_rows"]
     if "model.table_rows" in change and "model.tables" not in change:
         given = change["model.table_rows"]
         if isinstance(given, list | tuple) and len(given) > 1:
@@ -174,9 +142,8 @@ def affected_phases(base: Parameters, changed: Parameters, component: str) -> se
         component == "embedding" and fused
     ):
         return None
-    same: dict[str, Any] = {"optimizer": base.training.optimizer}
-    if component != "embedding":
-        same["fused_optimizer"] = base.training.fused_optimizer
+    leaves = ("optimizer",) if component == "embedding" else ("optimizer", "fused_optimizer")
+    same: dict[str, Any] = {leaf: getattr(base.training, leaf) for leaf in leaves}
     training = dataclasses.replace(changed.training, **same)
     without = dataclasses.replace(changed, training=training)
     update_only = signature(base, component) == signature(without, component)
