@@ -10,8 +10,6 @@ costs microseconds), so differences per part come from the same unprofiled itera
 
 from __future__ import annotations
 
-import contextlib
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -28,8 +26,6 @@ from dlrm_workbook.ground.processes import ProgressCallback, python_module, run_
 from dlrm_workbook.ground.turns import back_and_forth, take_turns
 
 ROUNDS_FILE = "rounds.json"
-EARLIER_ROUNDS_FILE = "rounds.jsonl"
-"""Where earlier versions kept the runs, one a line."""
 
 ROUNDS = 6
 """The least number whose extremes enclose the median with 95 % confidence (1 − 2/2^6)."""
@@ -101,7 +97,14 @@ def run_in_turns(
             f"rounds is {rounds} and iterations {iterations}, expected at least 1 and 2"
         )
     lengthened = {name: _lengthened(p, iterations) for name, p in settings.items()}
-    ledger = _ledger(folder, {name: p.to_sections() for name, p in lengthened.items()})
+    ledger = Ledger(
+        folder / ROUNDS_FILE,
+        {"settings": {name: p.to_sections() for name, p in lengthened.items()}, "runs": []},
+        work=lambda document: document["settings"],
+        entries="runs",
+        key=("round", "setting"),
+        advice="compare in another folder",
+    )
     files = {name: folder / f"{name}.yaml" for name in settings}
     for name, file in files.items():
         write_text(file, yaml.safe_dump(lengthened[name].to_sections(), sort_keys=False))
@@ -110,37 +113,13 @@ def run_in_turns(
         for place, name in enumerate(names):
             if ledger.find(number, name) is None:
                 label = f"round {number + 1} of {rounds}: {name}"
-                run = _run(
-                    settings[name], files[name], folder, label, (name, number, place), progress
-                )
+                turn = (name, number, place)
+                run = _run(settings[name], files[name], folder, label, turn, progress)
                 done.append(run)
                 ledger.put(run.to_dict())
         if after_round is not None:
             after_round(done)
     return done
-
-
-def _ledger(folder: Path, settings: Mapping[str, Any]) -> Ledger:
-    """The runs of these settings that the folder has; those of an earlier version are taken over.
-
-    Raises:
-        InputError: they are of other settings, or no such runs.
-    """
-    ledger = Ledger(
-        folder / ROUNDS_FILE,
-        {"settings": settings, "runs": []},
-        work=lambda document: document["settings"],
-        entries="runs",
-        key=("round", "setting"),
-        advice="compare in another folder",
-    )
-    earlier = folder / EARLIER_ROUNDS_FILE
-    if not ledger.resumed and earlier.is_file():
-        for line in earlier.read_text(encoding="utf-8").splitlines():
-            # the last line may have been cut short by a kill
-            with contextlib.suppress(ValueError):
-                ledger.put(json.loads(line))
-    return ledger
 
 
 def _lengthened(parameters: Parameters, iterations: int | None) -> Parameters:
