@@ -29,11 +29,10 @@ ROUNDING_SHARE = 1e-6
 
 
 def round_table(runs: Sequence[TimedRun]) -> pd.DataFrame:
-    """Mean steady iteration of each run.
+    """Mean steady iteration of each run and of its parts.
 
-    Returns:
-        ``round``, ``setting``, ``component``, ``phase``, ``time_ms``; the row with both names
-        empty is the whole iteration, and without stragglers the parts add up to it.
+    The row with neither component nor phase is the whole iteration, and without stragglers the
+    parts add up to it. ``dlrm help columns`` describes the columns.
     """
     rows: list[tuple[Any, ...]] = []
     for run in runs:

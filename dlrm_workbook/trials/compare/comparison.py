@@ -1,5 +1,7 @@
 """One comparison from beginning to end: what the ``compare`` notebook calls.
 
+``dlrm help columns`` describes the columns of its tables.
+
 A *change* is profiled, predicted, measured in turns with the baseline, profiled, and judged;
 *finished runs* are loaded and judged. Either way ``compare.json`` holds everything, and is
 written again after every stage, so that a comparison that is killed has lost no round.
@@ -134,20 +136,18 @@ class Outcome:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
-        measured = None
-        if self.speedup or self.doubt:
-            measured = {
-                "before_ms": self.before_ms,
-                "after_ms": self.after_ms,
-                "speedup": self.speedup.to_dict() if self.speedup else None,
-            }
+        measured = {
+            "before_ms": self.before_ms,
+            "after_ms": self.after_ms,
+            "speedup": self.speedup.to_dict() if self.speedup else None,
+        }
         return {
             "before": self.before,
             "after": self.after,
             "change": self.change,
             "predicted": self.predicted.to_dict() if self.predicted else None,
             "not_predicted": self.reason,
-            "measured": measured,
+            "measured": measured if self.speedup or self.doubt else None,
             "doubt": self.doubt,
             "quality": self.quality,
             "error": self.error,
@@ -184,6 +184,10 @@ class Comparison:
         """What times are of: an iteration, or ``in the whole recording``."""
         self.status = "running"
 
+    def _note(self, *notices: str) -> None:
+        """Add what is not said yet."""
+        self.notices += [text for text in notices if text not in self.notices]
+
     # A stage can be asked for again: what it has measured stays, and what is missing is added.
 
     def profile_baseline(self, progress: ProgressCallback | None = None) -> pd.DataFrame:
@@ -196,27 +200,15 @@ class Comparison:
         return attribute(at_reference(next(iter(self.profiles.values()))))
 
     def predict(self) -> pd.DataFrame:
-        """Predict the outcomes, before anything of the change is run.
-
-        Returns:
-            What :meth:`prediction_table` does.
-        """
+        """Predict the outcomes, before anything of the change is run: :meth:`prediction_table`."""
         return self.prediction_table()
 
     def measure(self, progress: ProgressCallback | None = None) -> pd.DataFrame:
-        """Run the settings in turns, as many rounds as are missing.
-
-        Returns:
-            What :meth:`ratio_table` does.
-        """
+        """Run the settings in turns, as many rounds as are missing: :meth:`ratio_table`."""
         return self.ratio_table()
 
     def profile_changed(self, progress: ProgressCallback | None = None) -> pd.DataFrame:
-        """Measure what comes last.
-
-        Returns:
-            What :meth:`Outcome.part_table` of the last outcome does.
-        """
+        """Measure what comes last: :meth:`Outcome.part_table` of the last outcome."""
         return self.outcomes[-1].part_table() if self.outcomes else _absent("nothing was compared")
 
     @property
@@ -232,12 +224,8 @@ class Comparison:
     def outcome_table(self) -> pd.DataFrame:
         """Predicted and measured, a row an outcome.
 
-        Returns:
-            ``change``, ``before_ms``, ``predicted_ms`` (on the scale of the baseline that ran in
-            turns: the profile had its own day), ``after_ms``, ``predicted_low``, ``predicted_mid``,
-            ``predicted_high``, ``measured_low``, ``measured_mid``, ``measured_high`` (speed-ups),
-            ``error`` (of the predicted time), ``in_range``, ``quality`` (level of the worse of
-            both).
+        Predicted times are on the scale of the baseline that ran in turns: the profile had its
+        own day.
         """
         rows = []
         for outcome in self.outcomes:
@@ -301,9 +289,7 @@ class Comparison:
     def other_times(self) -> pd.DataFrame:
         """The step before the change, and that of each profile, which ran at another time.
 
-        Returns:
-            ``what`` was timed, ``time_ms``, ``times_the_step``, ``iterations`` (how many; NaN
-            where not known), ``why`` it differs; the step first. Empty where no step is known.
+        Empty where no step is known.
         """
         outcome = self.outcomes[0] if self.outcomes else None
         step_ms = outcome.before_ms if outcome and self.per == "per iteration" else None
@@ -325,12 +311,7 @@ class Comparison:
         return table[TIME_COLUMNS]
 
     def prediction_table(self) -> pd.DataFrame:
-        """What is predicted before anything of the change has run, a row an outcome.
-
-        Returns:
-            ``change``, ``now_ms``, ``then_ms``, ``low_ms``, ``high_ms``, ``speedup_low``,
-            ``speedup_mid``, ``speedup_high``, ``method`` (or why there is none).
-        """
+        """What is predicted before anything of the change has run, a row an outcome."""
         if self.kind == "runs":
             return _absent(FINISHED)
         rows = []
@@ -347,12 +328,7 @@ class Comparison:
         return pd.DataFrame(rows, columns=PREDICTION_COLUMNS)
 
     def ratio_table(self) -> pd.DataFrame:
-        """Mean steady iteration of each setting in each round, and the rounds' own ratios.
-
-        Returns:
-            ``round`` (from 1), ``SETTING_ms`` of each setting, ``BASELINE / SETTING`` of the
-            others.
-        """
+        """Mean steady iteration of each setting in each round, and the rounds' own ratios."""
         if not self.runs:
             return _absent(FINISHED)
         whole = self.times[self.times["component"] == ""]
@@ -365,36 +341,33 @@ class Comparison:
         return table.reset_index(drop=True)
 
     def difference_table(self) -> pd.DataFrame:
-        """Parameters, versions and machine where they differ.
-
-        Returns:
-            ``kind``, ``name``, and the value in each profile by the profile's name.
-        """
+        """Parameters, versions and machine where they differ, with the value in each profile."""
         differences = self.differences
         values = pd.DataFrame(differences["values"].tolist(), columns=list(self.profiles))
         return pd.concat([differences[["kind", "name"]].reset_index(drop=True), values], axis=1)
 
     def recorded_table(self) -> pd.DataFrame:
         """Device, host and idle time of each part of the first and the last recording."""
-        if len(self.profiles) < 2:
-            return _absent("there are no two profiles")
-        first, *_, last = self.profiles.values()
-        return recorded_differences(first, last)
+        return self._of_first_and_last(recorded_differences)
 
     def device_table(self) -> pd.DataFrame:
         """What ran on the GPUs of the first and the last recording, by operator."""
+        return self._of_first_and_last(device_differences)
+
+    def _of_first_and_last(
+        self, differences: Callable[[Profile, Profile], pd.DataFrame]
+    ) -> pd.DataFrame:
         if len(self.profiles) < 2:
             return _absent("there are no two profiles")
         first, *_, last = self.profiles.values()
-        return device_differences(first, last)
+        return differences(first, last)
 
     def _judge_runs(self) -> None:
         """Say what each profile is good for; an unreliable one makes no speed-up."""
         for label, profile in self.profiles.items():
             if label not in self.qualities:
-                attribution = attribute(profile)
-                said = quality(profile, attribution, findings(profile, attribution))
-                self.qualities[label] = said
+                parts = attribute(profile)
+                self.qualities[label] = quality(profile, parts, findings(profile, parts))
         rounds = len({run.round for run in self.runs})
         if rounds:
             level = "green" if rounds >= ROUNDS else "amber"
@@ -429,7 +402,7 @@ class Comparison:
             "quality": self.quality,
             "rounds": [run.to_dict() for run in self.runs],
             "notices": self.notices,
-            "written": datetime.now().astimezone().isoformat(),
+            "written": _now(),
             **self._extra(),
         }
         path = self.folder / COMPARISON_FILE
@@ -467,10 +440,8 @@ def earlier_try(folder: Path) -> dict[str, Any]:
 
 def whole_profile(folder: Path, name: str) -> Path | None:
     """The folder of a profile that an earlier try finished: ``NAME``, ``NAME-2``, ...; or None."""
-    for place in sorted(folder.glob(f"{name}*")):
-        if (place / "profile" / "profile.json").is_file():
-            return place
-    return None
+    finished = sorted(folder.glob(f"{name}*/profile/profile.json"))
+    return finished[0].parents[1] if finished else None
 
 
 BASELINE = "baseline"
@@ -519,17 +490,16 @@ class ChangeComparison(Comparison):
         self.predicted_at = self.measured_from = ""
         self.rounds = rounds
         self.iterations = iterations or max(parameters.profiling.iterations, 2)
+        self.sentence = (
+            "No change was given, so the first finding of the baseline's profile that names one is "
+            "tried."
+        )
         if self.change:
             self._plan()
             how = "leaf by leaf, each on top of the ones before" if steps else "in one go"
             self.sentence = (
                 f"**{in_markdown(parameters.title)}**\n\nCompared: the parameters as they are, "
                 f"and the same with `{change_text(self.change)}`, {how}."
-            )
-        else:
-            self.sentence = (
-                "No change was given, so the first finding of the baseline's profile that names "
-                "one is tried."
             )
         if profile_run:
             profile = open_recording(Path(profile_run).expanduser().absolute()).profile
@@ -551,7 +521,7 @@ class ChangeComparison(Comparison):
         ]
 
     def profile_baseline(self, progress: ProgressCallback | None = None) -> pd.DataFrame:
-        self._note(self.earlier.get("notices", []))
+        self._note(*self.earlier.get("notices", []))
         if BASELINE not in self.profiles:
             self.profiles[BASELINE] = self._profile("baseline", self.parameters, progress)
         if not self.change:
@@ -559,22 +529,18 @@ class ChangeComparison(Comparison):
         self.save()
         return super().profile_baseline()
 
-    def _note(self, notices: Sequence[str]) -> None:
-        """Add what is not said yet."""
-        self.notices += [text for text in notices if text not in self.notices]
-
     def _take_finding(self, profile: Profile) -> None:
         """Plan the change that the first finding with one advises."""
         scaled = at_reference(profile)
         finding = next((f for f in findings(scaled, attribute(scaled)) if f.change), None)
         if finding is None:
             self._note(
-                ["No finding of the baseline names a change: give one by `-p change.LEAF=VALUE`."]
+                "No finding of the baseline names a change: give one by `-p change.LEAF=VALUE`."
             )
             return
         self.change = flat_change(finding.change)
         self._plan()
-        self._note([f"A finding of the baseline advises this change: “{finding.title}”."])
+        self._note(f"A finding of the baseline advises this change: “{finding.title}”.")
 
     def _profile(
         self, name: str, parameters: Parameters, progress: ProgressCallback | None
@@ -612,17 +578,15 @@ class ChangeComparison(Comparison):
         try:
             return with_timed(prediction(profile, change), profile)
         except InputError:
-            if not getattr(self.parameters.profiling, "probes", True):
+            if not self.parameters.profiling.probes:
                 raise
             return predict_change(self.parameters, profile, change)
 
     def measure(self, progress: ProgressCallback | None = None) -> pd.DataFrame:
         if not self.outcomes:
             return super().measure()
-        settings = {BASELINE: self.parameters} | {
-            outcome.after: apply_change(self.parameters, outcome.change)
-            for outcome in self.outcomes
-        }
+        settings = {BASELINE: self.parameters}
+        settings |= {o.after: apply_change(self.parameters, o.change) for o in self.outcomes}
         self.measured_from = self.earlier.get("measured_from") or _now()
         with only_process(self.folder / "rounds"):
             self.save()
@@ -664,10 +628,8 @@ class ChangeComparison(Comparison):
             first, other = self.profiles[BASELINE], self.profiles[last.after]
             last.parts = compare_parts(part_estimates(first), part_estimates(other))
             self._note(
-                [
-                    "Parts are compared by the two profiles, which were not taken in turns: a "
-                    "GPU's work is not bound to the host's clock."
-                ]
+                "Parts are compared by the two profiles, which were not taken in turns: a GPU's "
+                "work is not bound to the host's clock."
             )
         self.save()
         return super().profile_changed()
@@ -749,18 +711,15 @@ class RunsComparison(Comparison):
         self._take_alike()
         if self.per == "per iteration":
             self.profiles = all_at_reference(self.profiles)
-        self.notices += [
-            f"{label} has no times of the host: what it did while the GPU was idle counts as other."
-            for label, profile in self.profiles.items()
-            if not profile.has("cpu_time_ms")
-        ]
-        lines = [
-            f"- **{label}**: `{place}` {opened[label].sentence}".rstrip()
-            for label, place in self.places.items()
-        ]
-        self.sentence = "\n".join(
-            ["These are finished runs; the others are compared with the first.", "", *lines]
-        )
+        without_host = [name for name, p in self.profiles.items() if not p.has("cpu_time_ms")]
+        for label in without_host:
+            self._note(
+                f"{label} has no times of the host: what it did while the GPU was idle counts as "
+                "other."
+            )
+        self.sentence = "These are finished runs; the others are compared with the first.\n"
+        for label, place in self.places.items():
+            self.sentence += f"\n- **{label}**: `{place}` {opened[label].sentence}".rstrip(" ")
         before = self.profiles[labels[0]]
         parts, whole = part_estimates(before), step_estimate(before)
         for label in labels[1:]:

@@ -83,10 +83,8 @@ def rounds(times: pd.DataFrame) -> go.Figure:
     """
     whole = times[times["component"] == ""]
     result = theme.figure("Iteration time in each round", 320, legend=True)
-    colours = [
-        theme.INK,
-        *(theme.COLOURS[name] for name in ("top_mlp", "embedding", "optimizer", "data")),
-    ]
+    parts = ("top_mlp", "embedding", "optimizer", "data")
+    colours = [theme.INK, *(theme.COLOURS[name] for name in parts)]
     for number, (name, rows) in enumerate(whole.groupby("setting", sort=False)):
         rows = rows.sort_values("round")
         hover = f"{name}, round %{{x}}: %{{y:,.2f}} ms"
@@ -257,11 +255,7 @@ def waterfall(outcomes: Sequence[Outcome]) -> go.Figure:
         done |= outcome.change
     labels.append("all changes")
     steps = [after - before for before, after in itertools.pairwise(levels)]
-    texts = [
-        milliseconds(base),
-        *(signed_milliseconds(step) for step in steps),
-        milliseconds(levels[-1]),
-    ]
+    texts = [milliseconds(base), *map(signed_milliseconds, steps), milliseconds(levels[-1])]
     result.add_trace(
         go.Waterfall(
             x=list(range(len(labels))),
@@ -277,7 +271,8 @@ def waterfall(outcomes: Sequence[Outcome]) -> go.Figure:
     predicted = [(at, o.predicted.speedup) for at, o in enumerate(shown, 1) if o.predicted]
     if predicted:
         mids, highs, lows = ([base / gain[end] for _, gain in predicted] for end in ENDS)
-        outline = {"color": "white", "width": 1}
+        diamond: dict[str, Any] = {"symbol": "diamond", "size": 12, "color": theme.PREDICTED_COLOUR}
+        diamond |= {"line": {"color": "white", "width": 1}}
         theme.add_points(
             result,
             [at for at, _ in predicted],
@@ -287,12 +282,7 @@ def waterfall(outcomes: Sequence[Outcome]) -> go.Figure:
                 f"{labels[at]}<br>predicted {milliseconds(mid)}"
                 for (at, _), mid in zip(predicted, mids, strict=True)
             ],
-            marker={
-                "color": theme.PREDICTED_COLOUR,
-                "size": 12,
-                "symbol": "diamond",
-                "line": outline,
-            },
+            marker=diamond,
             error_y=theme.error_bars(lows, mids, highs, theme.PREDICTED_COLOUR, 2),
         )
     result.update_xaxes(
@@ -316,11 +306,11 @@ def _judgement(outcome: Outcome, comparison: Comparison) -> str:
     what = in_markdown(change_text(outcome.change) or outcome.after)
     measured = outcome.speedup
     if outcome.doubt:
-        times = [milliseconds(time or math.nan) for time in (outcome.after_ms, outcome.before_ms)]
-        times_text = (
-            f"**{what}: {times[0]} {comparison.per}, {in_markdown(outcome.before)}: {times[1]}.**"
+        after, before = (
+            milliseconds(ms or math.nan) for ms in (outcome.after_ms, outcome.before_ms)
         )
-        return f"{times_text} {in_markdown(outcome.doubt)}"
+        times = f"{what}: {after} {comparison.per}, {in_markdown(outcome.before)}: {before}."
+        return f"**{times}** {in_markdown(outcome.doubt)}"
     if measured is None:
         return f"**{what}**: not measured yet."
     gain = faster(measured.mid, measured.low, measured.high)
@@ -335,18 +325,15 @@ def _judgement(outcome: Outcome, comparison: Comparison) -> str:
     repeated = comparison.kind == "change" or math.isfinite(measured.low)
     text += f"; {_basis(measured, comparison)}." if repeated else "."
     if outcome.predicted is not None and outcome.error is not None:
-        gain_range = speedup(*(outcome.predicted.speedup[end] for end in ENDS), figures=2)
         ends = outcome.predicted.speedup
-        if outcome.in_range:
-            side = "inside that range"
-        elif measured.low <= ends["high"] and measured.high >= ends["low"]:
-            side = "outside that range, but the two ranges overlap: more rounds can settle it"
-        else:
-            side = "outside that range"
+        side = "inside that range" if outcome.in_range else "outside that range"
+        if not outcome.in_range and measured.low <= ends["high"] and measured.high >= ends["low"]:
+            side += ", but the two ranges overlap: more rounds can settle it"
         way = "long" if outcome.error > 0 else "short"
+        gain_range = speedup(*(ends[end] for end in ENDS), figures=2)
         text += (
-            f" Predicted: {gain_range}. The measured speed-up is {side}; the predicted "
-            f"time is {percent(abs(outcome.error))} too {way}."
+            f" Predicted: {gain_range}. The measured speed-up is {side}; the predicted time is "
+            f"{percent(abs(outcome.error))} too {way}."
         )
     elif outcome.reason and comparison.kind == "change":
         text += f" Not predicted: {in_markdown(outcome.reason)}."

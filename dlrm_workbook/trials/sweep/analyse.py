@@ -37,11 +37,7 @@ class SweepSummary:
     """A sweep's results, read from its folder.
 
     Attributes:
-        points: a row a point: ``number``, ``label``, ``status``, ``ms_per_iteration`` and
-            ``samples_per_second`` (without a profiler; NaN if not measured), ``of_best`` (its
-            share of the most samples a second of a point that is not unreliable; NaN of one
-            that is), ``top`` and ``top_share`` (the component with the most time), ``speedup``
-            (measured by ``compare``), ``quality`` (level; "" of a point without times).
+        points: a row a point; ``dlrm help columns`` describes its columns.
         quality: ``level`` and ``sentence`` of all points together, see
             :func:`~.analysis.quality.quality_of_runs`; empty without times.
         times: time of each part at each point, see :func:`~.analysis.ensemble.part_table`.
@@ -109,12 +105,7 @@ class SweepSummary:
         return rows
 
     def finding_table(self) -> pd.DataFrame:
-        """Which finding is there at which point.
-
-        Returns:
-            ``finding``, ``at N`` of each point (share of the step; NaN where it did not fire),
-            ``along_the_grid`` (``everywhere``, ``appears``, ``disappears``, ``at some points``).
-        """
+        """Which finding is there at which point; ``dlrm help columns`` describes the columns."""
         table = self.findings.add_prefix("at ").rename_axis("finding").reset_index()
         there = self.findings.notna()
         if len(table):
