@@ -106,10 +106,7 @@ def model_products(parameters: Parameters) -> list[Product]:
     """All products of one iteration; the interaction's backward stands for two of its shape."""
     model, size = parameters.model, parameters.training.batch_size
     found = []
-    for part, widths in (
-        ("bottom_mlp", model.bottom_widths),
-        ("top_mlp", model.top_widths),
-    ):
+    for part, widths in (("bottom_mlp", model.bottom_widths), ("top_mlp", model.top_widths)):
         for layer, (n, m) in enumerate(itertools.pairwise(widths)):
             found.append(Product(part, layer, "forward", size, m, n))
             if part != "bottom_mlp" or layer > 0:  # nobody asks for the dense features' gradient
@@ -133,43 +130,42 @@ def tile_precision(parameters: Parameters, device: torch.device) -> str | None:
 
 def native_precisions(device: torch.device) -> tuple[list[str], dict[str, str]]:
     """The precisions that the device computes without emulation; and why not the others."""
-    if device.type == "cuda":
-        return _gpu_precisions(device)
+    reasons = _missing_on_gpu(device) if device.type == "cuda" else _missing_on_cpu()
+    return [name for name in PRECISIONS if name not in reasons], reasons
+
+
+def _missing_on_cpu() -> dict[str, str]:
     reasons = {"tf32": "only NVIDIA GPUs have it"}
     if _onednn_switch() is None:
         reasons["fp32_onednn"] = f"torch {torch.__version__} cannot choose the library"
-    flags = cpu_flags()
     for precision, names in (("bf16", BF16_FLAGS), ("fp16", FP16_FLAGS)):
-        if not flags & set(names):
+        if not cpu_flags() & set(names):
             reasons[precision] = f"this CPU would emulate it (none of {', '.join(names)})"
-    return [name for name in PRECISIONS if name not in reasons], reasons
+    return reasons
 
 
-def _gpu_precisions(device: torch.device) -> tuple[list[str], dict[str, str]]:
-    capability = torch.cuda.get_device_capability(device)
-    reasons = {"fp32_onednn": "only CPUs have it"}
+def _missing_on_gpu(device: torch.device) -> dict[str, str]:
+    major, minor = torch.cuda.get_device_capability(device)
     # NVIDIA's CUDA C++ Programming Guide, tensor cores by compute capability
-    for precision, least in (("tf32", (8, 0)), ("bf16", (8, 0)), ("fp16", (7, 0))):
-        if capability < least:
-            reasons[precision] = (
-                f"compute capability {capability[0]}.{capability[1]} has no tensor cores for it, "
-                f"{least[0]}.{least[1]} has"
-            )
-    return [name for name in PRECISIONS if name not in reasons], reasons
+    return {"fp32_onednn": "only CPUs have it"} | {
+        precision: f"compute capability {major}.{minor} has no tensor cores for it, {least}.0 has"
+        for precision, least in (("tf32", 8), ("bf16", 8), ("fp16", 7))
+        if major < least
+    }
 
 
 @contextlib.contextmanager
 def precision_setting(precision: str, device: torch.device) -> Iterator[None]:
     """torch's settings under which an fp32 product is one of ``precision``, for a while."""
-    place: Any
-    value: Any
+    setting: tuple[Any, str, Any]
     if device.type == "cuda":
         # the older of torch's two switches, as precision.set_tf32: mixing them is an error
-        place, name, value = torch.backends.cuda.matmul, "allow_tf32", precision == "tf32"
+        setting = torch.backends.cuda.matmul, "allow_tf32", precision == "tf32"
     else:
-        place, name = _onednn_switch(), "fp32_precision"
         # torch's word for "may round inside"; on a CPU without such units oneDNN does not
-        value = "bf16" if precision == "fp32_onednn" else "none"
+        rounding = "bf16" if precision == "fp32_onednn" else "none"
+        setting = _onednn_switch(), "fp32_precision", rounding
+    place, name, value = setting
     if place is None:
         yield
         return
@@ -182,10 +178,7 @@ def precision_setting(precision: str, device: torch.device) -> Iterator[None]:
 
 
 def time_products(
-    products: Sequence[Product],
-    precisions: Sequence[str],
-    device: torch.device,
-    budget_s: float,
+    products: Sequence[Product], precisions: Sequence[str], device: torch.device, budget_s: float
 ) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """Time products alone, each in every precision, by the library that torch calls.
 
@@ -221,21 +214,13 @@ def time_products(
     rows, reasons = [], {}
     for product, precision in itertools.product(products, precisions):
         key = product.shape, precision
-        if _is_left_out(product, precision):
-            continue
-        if key not in times:
+        if key in times:
+            speed = {"ms": times[key], "gflops": product.flops / times[key] / 1e6}
+            facts = {"precision": precision} | speed | {"relative_error": errors[key]}
+            rows.append(asdict(product) | facts)
+        elif not _is_left_out(product, precision):
             name = f"{precision}, {product.part} layer {product.layer}, {product.phase}"
             reasons[name] = (failed | late)[key]
-            continue
-        rows.append(
-            asdict(product)
-            | {
-                "precision": precision,
-                "ms": times[key],
-                "gflops": product.flops / times[key] / 1e6,
-                "relative_error": errors[key],
-            }
-        )
     return rows, reasons
 
 
@@ -274,16 +259,16 @@ class _Operands:
     def pair(self, product: Product, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Left (m, k) and right (k, n), laid out in memory as the step has them."""
         m, n, k, batch = product.m, product.n, product.k, product.batch
-        if batch > 1:
-            left = self._matrix("left", (batch, m, k), dtype)
-            if product.phase == "forward" and m == n:  # features by their own transpose
-                return left, left.transpose(1, 2)
-            return left, self._matrix("right", (batch, k, n), dtype)
-        if product.phase == "forward":  # x W^T
-            return self._matrix("left", (m, k), dtype), self._matrix("right", (n, k), dtype).t()
-        if product.phase == "backward_weight":  # dy^T x
-            return self._matrix("left", (k, m), dtype).t(), self._matrix("right", (k, n), dtype)
-        return self._matrix("left", (m, k), dtype), self._matrix("right", (k, n), dtype)
+        stacked = (batch,) if batch > 1 else ()
+        if batch == 1 and product.phase == "backward_weight":  # dy^T x
+            left = self._matrix("left", (k, m), dtype).t()
+        else:
+            left = self._matrix("left", (*stacked, m, k), dtype)
+        if batch == 1 and product.phase == "forward":  # x W^T
+            return left, self._matrix("right", (n, k), dtype).t()
+        if product.phase == "forward" and m == n:  # features by their own transpose
+            return left, left.transpose(1, 2)
+        return left, self._matrix("right", (*stacked, k, n), dtype)
 
     def call(self, product: Product, precision: str) -> Callable[[], torch.Tensor]:
         """The operation that the dense part would run for this product."""
@@ -406,16 +391,15 @@ def measure_ceilings(shapes: Shapes, device: torch.device) -> tuple[dict[str, An
         began, waited = time.perf_counter(), waited_ns()
         found["threads"] = torch.get_num_threads()
         precisions, emulated = native_precisions(device)
-        missing |= {f"ceilings.gemm.{name}": why for name, why in emulated.items()}
         if shapes.tiles is not None:
             precisions.append(shapes.tiles)
         found["gemm"], late = time_products(shapes.products, precisions, device, GEMM_BUDGET_S)
-        missing |= {f"ceilings.gemm.{name}": why for name, why in late.items()}
+        missing |= {f"gemm.{name}": why for name, why in (emulated | late).items()}
         found["last_level_cache_bytes"] = last_level_cache(device)
         if found["last_level_cache_bytes"] is None:
-            missing["ceilings.last_level_cache_bytes"] = "the system does not say"
+            missing["last_level_cache_bytes"] = "the system does not say"
         found["stream"], found["gather"], late = _memory(shapes, device)
-        missing |= {f"ceilings.{name}": why for name, why in late.items()}
+        missing |= late
         found["dispatch_us"] = dispatch_us()
         if device.type == "cuda":
             found |= _launches(device)
@@ -425,7 +409,7 @@ def measure_ceilings(shapes: Shapes, device: torch.device) -> tuple[dict[str, An
         now = waited_ns()
         if waited is not None and now is not None:
             found["run_queue_share"] = (now - waited) / 1e9 / found["seconds"]
-    return found, missing
+    return found, {f"ceilings.{name}": why for name, why in missing.items()}
 
 
 def last_level_cache(device: torch.device) -> int | None:
@@ -463,24 +447,16 @@ def gather_action(table: torch.Tensor, bags: int, bag: int) -> Action:
         torch.randint(table.shape[0], (bags * bag,), generator=random, device=device)
         for _ in range(INDEX_SETS)
     ]
+    turns = itertools.cycle(sets)
     offsets = torch.arange(bags, device=device) * bag
-    calls = 0
-
-    def call() -> torch.Tensor:
-        nonlocal calls
-        calls += 1
-        return torch.nn.functional.embedding_bag(
-            sets[calls % INDEX_SETS], table, offsets, mode="sum"
-        )
-
-    return Action(call)
+    lookup = functools.partial(torch.nn.functional.embedding_bag, mode="sum")
+    return Action(lambda: lookup(next(turns), table, offsets))
 
 
 def _memory(
     shapes: Shapes, device: torch.device
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, str]]:
     """Rows of ``stream`` and of ``gather``, in cache and in memory, and what is missing."""
-    missing: dict[str, str] = {}
     row_values, bag = shapes.row_values, shapes.bag
     row_bytes = 4 * row_values
     cached = _cached_bytes(device)
@@ -509,8 +485,7 @@ def _memory(
         view = block[: rows * row_values].view(rows, row_values)
         actions["gather", rows] = gather_action(view, bags, bag)
     times, late = best_times_ms(actions, device, MEMORY_BUDGET_S)
-    for (kind, size), why in late.items():
-        missing[f"{kind} of {size}"] = why
+    missing = {f"{kind} of {size}": why for (kind, size), why in late.items()}
     stream = [
         {"level": level, "bytes": size}
         | {
@@ -571,19 +546,13 @@ def _copies(device: torch.device) -> list[dict[str, Any]]:
     there = torch.ones(COPY_BYTES // 4, device=device)
     actions: dict[tuple[str, str], Action] = {}
     for kind in ("pageable", "pinned"):
-        here = torch.ones(COPY_BYTES // 4)
-        if kind == "pinned":
-            here = here.pin_memory()
+        here = torch.ones(COPY_BYTES // 4, pin_memory=kind == "pinned")
         for direction, target, source in (("h2d", there, here), ("d2h", here, there)):
             copy = functools.partial(target.copy_, source, non_blocking=True)
             actions[kind, direction] = Action(copy)
     times, _ = best_times_ms(actions, device, 1.0)
     return [
-        {
-            "kind": kind,
-            "direction": direction,
-            "bytes": COPY_BYTES,
-            "gb_per_s": COPY_BYTES / ms / 1e6,
-        }
+        {"kind": kind, "direction": direction}
+        | {"bytes": COPY_BYTES, "gb_per_s": COPY_BYTES / ms / 1e6}
         for (kind, direction), ms in times.items()
     ]

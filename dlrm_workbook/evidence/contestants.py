@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import itertools
 import math
 import os
 import re
@@ -182,15 +183,12 @@ def run_peer(peer: Path, parameters: Parameters, iterations: int, threads: int) 
         command.append("--num-indices-per-lookup-fixed=1")
     if training.device == "cuda":
         command.append("--use-gpu")
-    steps: list[float] = []
-    losses: list[float] = []
-    ends: list[float] = []
+    # when each iteration ended, its own ms, and its loss
+    iterations_seen: list[tuple[float, float, float]] = []
 
     def note(line: bytes) -> None:
         if found := PEER_LINE.search(line):
-            ends.append(time.perf_counter())
-            steps.append(float(found[2]))
-            losses.append(float(found[3]))
+            iterations_seen.append((time.perf_counter(), float(found[2]), float(found[3])))
 
     with tempfile.TemporaryDirectory() as folder:
         done = run_child(
@@ -200,10 +198,11 @@ def run_peer(peer: Path, parameters: Parameters, iterations: int, threads: int) 
             folder=folder,
             on_line=note,
         )
-    if done.exit_code != 0 or len(steps) != iterations + WARMUP:
+    if done.exit_code != 0 or len(iterations_seen) != iterations + WARMUP:
         raise _peer_failure(done.stderr, done.exit_code)
+    ends, steps, losses = zip(*iterations_seen, strict=True)
     whole = np.diff(ends)[WARMUP - 1 :] * 1e3
-    return Run(statistics.median(steps[WARMUP:]), float(np.median(whole)), losses)
+    return Run(statistics.median(steps[WARMUP:]), float(np.median(whole)), list(losses))
 
 
 PEER_PACKAGES = {"sklearn": "scikit-learn", "tensorboard": "tensorboard", "tqdm": "tqdm"}
@@ -239,7 +238,6 @@ def compare(
     run: Callable[[Parameters, int, int], Run] = run_ours,
     extra: Mapping[str, Callable[[], Run]] | None = None,
     rows: list[Row] | None = None,
-    failures: dict[str, str] | None = None,
     on_run: Callable[[Row], object] = lambda row: None,
     on_failure: Callable[[str, InputError], object] = lambda name, error: None,
     each_round: Callable[[int], object] | None = None,
@@ -254,23 +252,21 @@ def compare(
         run: runs one of our own contestants.
         extra: further contestants, name to what runs each once.
         rows: the runs so far, to which each new one is added; what is there is not run again.
-        failures: contestant to reason; whoever fails is added, and does not run any more.
         each_round: called once a round with its number, in its turn with the contestants.
 
     Returns:
-        what :func:`judge` does, and the ``runs``. A contestant that fails is in
-        ``failures`` with the reason; the others' figures stand.
+        what :func:`judge` does, and the ``runs``. A contestant that fails is in ``failures``
+        with the reason, and does not run any more; the others' figures stand.
 
     Raises:
         InputError: a count is impossible, or the peer is no facebookresearch/dlrm checkout.
     """
     if rounds < 1 or iterations < 1:
-        raise InputError(
-            f"a benchmark needs rounds >= 1 and iterations >= 1, not {rounds} and {iterations}"
-        )
+        needs = "a benchmark needs rounds >= 1 and iterations >= 1"
+        raise InputError(f"{needs}, not {rounds} and {iterations}")
     reference = next(iter(contestants))
     rows = [] if rows is None else rows
-    failures = {} if failures is None else failures
+    failures: dict[str, str] = {}
     runs: dict[str, Callable[[], Run]] = {}
     if peer is not None:
         require_peer(peer)
@@ -293,10 +289,9 @@ def compare(
             except InputError as error:
                 failures[name] = str(error)
                 on_failure(name, error)
-                continue
-            row = {"contestant": name, "round": number, "place": place} | asdict(found)
-            rows.append(row)
-            on_run(row)
+            else:
+                rows.append({"contestant": name, "round": number, "place": place} | asdict(found))
+                on_run(rows[-1])
     precisions = {
         name: "tf32" if given.training.tf32 else given.training.precision
         for name, given in contestants.items()
@@ -335,13 +330,10 @@ def judge(
         name: largest_difference(runs[name], runs[oracle]) for name in names if name != oracle
     }
     ratios: dict[str, dict[str, Any]] = {}
-    for name in names:
-        shared = {row["round"] for row in runs[name]} & {row["round"] for row in runs[against]}
-        if name == against or not shared:
-            continue
-        for kind in FIGURES:
-            interval = round_ratio(rows, against, name, kind)
-            assert interval is not None
+    for name, kind in itertools.product(names, FIGURES):
+        interval = round_ratio(rows, against, name, kind)
+        if name != against and interval is not None:
+            shared = {row["round"] for row in runs[name]} & {row["round"] for row in runs[against]}
             ratios.setdefault(name, {})[kind] = interval.to_dict() | {"rounds": len(shared)}
     return {
         "against": against,

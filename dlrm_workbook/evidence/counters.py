@@ -74,20 +74,13 @@ def children() -> Iterator[int]:
             yield int(child.pid)
 
 
-def unusable(name: str, text: bytes) -> str:
-    """Why a file does not hold what is read from it; empty when it does."""
-    checks: dict[str, Callable[[list[bytes]], bool]] = {
-        "schedstat": lambda words: len(words) >= 3 and words[2] != b"0",
-        "statm": lambda words: len(words) >= 2,
-        "io": lambda words: b"read_bytes:" in words and b"write_bytes:" in words,
-        "stat": lambda words: len(words) > 7 and words[0] == b"cpu",
-    }
-    return "" if checks[name](text.split()) else f"holds no such count here ({text[:40]!r})"
-
-
-def thread_clock(tid: int) -> int:
-    """The kernel's clock of a thread's CPU time (clock_getcpuclockid(3): ~id, then 4 | 2)."""
-    return (~tid << 3) | 6
+USABLE: dict[str, Callable[[list[bytes]], bool]] = {
+    "schedstat": lambda words: len(words) >= 3 and words[2] != b"0",
+    "statm": lambda words: len(words) >= 2,
+    "io": lambda words: b"read_bytes:" in words and b"write_bytes:" in words,
+    "stat": lambda words: len(words) > 7 and words[0] == b"cpu",
+}
+"""Whether the words of a file of the kernel's hold what is read from it."""
 
 
 def gpu_allocated(device: torch.device) -> float:
@@ -128,8 +121,7 @@ def heap_bytes() -> int | None:
 
     In use of all arenas, and of blocks mapped one by one. Takes about a microsecond.
     """
-    read = _mallinfo2()
-    if read is None:
+    if (read := _mallinfo2()) is None:
         return None
     info = read()
     return int(info.uordblks + info.hblkhd)
@@ -167,22 +159,23 @@ class IterationCounters:
         device: whose memory is counted.
     """
 
-    def __init__(self, device: torch.device | None = None) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.not_measured: dict[str, str] = {}
         self.cost_s: list[float] = []
         """Seconds that each snapshot took."""
-        self._device = device if device is not None and device.type == "cuda" else None
+        self._device = device if device.type == "cuda" else None
         if self._device is None:
-            self._missing("gpu_allocated_bytes", NO_GPU_USED)
+            self.not_measured["gpu_allocated_bytes"] = NO_GPU_USED
         self._own = threading.get_native_id()
         self._page = os.sysconf("SC_PAGE_SIZE")
         self._files: dict[str, int] = {}
-        self._open("schedstat", f"self/task/{self._own}/schedstat", ("run_queue_ms", "blocked_ms"))
-        self._open("statm", "self/statm", ("rss_bytes",))
+        self._open(f"self/task/{self._own}/schedstat", "run_queue_ms", "blocked_ms")
+        self._open("self/statm", "rss_bytes")
         if heap_bytes() is None:
-            self._missing("heap_bytes", "the C library does not count it (glibc 2.33 does)")
-        self._open("io", "self/io", ("read_bytes", "written_bytes"))
-        self._open("stat", "stat", ("other_processes_cpu_ms", "stolen_ms"))
+            reason = "the C library does not count it (glibc 2.33 does)"
+            self.not_measured["heap_bytes"] = reason
+        self._open("self/io", "read_bytes", "written_bytes")
+        self._open("stat", "other_processes_cpu_ms", "stolen_ms")
         self._gc_s = 0.0
         self._gc_began = 0.0
         gc.callbacks.append(self._collected)
@@ -250,10 +243,8 @@ class IterationCounters:
         """One list a counter, one entry an iteration, in the order in which they ran."""
         if not self._rows:
             return {}
-        columns: dict[str, list[Any]] = {
-            "iteration": [iteration for iteration, _ in self._labels],
-            "profiled": [profiled for _, profiled in self._labels],
-        }
+        iterations, profiled = zip(*self._labels, strict=True)
+        columns: dict[str, list[Any]] = {"iteration": [*iterations], "profiled": [*profiled]}
         columns |= {name: [row[name] for row in self._rows] for name in self._rows[0]}
         for name in INTEGERS & columns.keys():
             columns[name] = [round(value) for value in columns[name]]
@@ -310,9 +301,8 @@ class IterationCounters:
 
     def evidence(self) -> dict[str, Any]:
         """``counters``, ``threads_cpu``, ``counters_cost_ms``, ``not_measured``: for a record."""
-        columns = self.columns()
         return {
-            "counters": columns,
+            "counters": self.columns(),
             "threads_cpu": self.threads(),
             "counters_cost_ms": self.cost_ms(),
             "not_measured": {f"counters.{name}": why for name, why in self.not_measured.items()},
@@ -331,15 +321,12 @@ class IterationCounters:
             values["run_queue_ms"] = int(self._pread("schedstat").split()[1]) / 1e6
         mine = resource.getrusage(resource.RUSAGE_THREAD)
         ours = resource.getrusage(resource.RUSAGE_SELF)
-        values["minor_faults"] = ours.ru_minflt
-        values["major_faults"] = ours.ru_majflt
-        values["voluntary_switches"] = mine.ru_nvcsw
-        values["involuntary_switches"] = mine.ru_nivcsw
+        values |= {"minor_faults": ours.ru_minflt, "major_faults": ours.ru_majflt}
+        values |= {"voluntary_switches": mine.ru_nvcsw, "involuntary_switches": mine.ru_nivcsw}
         values["gc_ms"] = 1e3 * self._gc_s
         if "statm" in self._files:
             values["rss_bytes"] = int(self._pread("statm").split()[1]) * self._page
-        heap = heap_bytes()
-        if heap is not None:
+        if (heap := heap_bytes()) is not None:
             values["heap_bytes"] = heap
         if "io" in self._files:
             counted = self._pread("io").split()
@@ -409,7 +396,8 @@ class IterationCounters:
         """Clocks of the threads that were not there before."""
         # iterdir would build a Path for every thread
         listed = (int(entry) for entry in os.listdir(PROC / "self" / "task"))  # noqa: PTH208
-        new = {tid: thread_clock(tid) for tid in listed if tid not in self._clocks}
+        # a thread's clock of CPU time is (~id, then 4 | 2), says clock_getcpuclockid(3)
+        new = {tid: (~tid << 3) | 6 for tid in listed if tid not in self._clocks}
         self._names |= {tid: self._describe(tid) for tid in new}
         return new
 
@@ -469,23 +457,19 @@ class IterationCounters:
 
     # ---- files --------------------------------------------------------------------
 
-    def _open(self, name: str, path: str, columns: tuple[str, ...]) -> None:
+    def _open(self, path: str, *columns: str) -> None:
         """Keep a file of the kernel's open, or note why its columns are missing."""
+        name = Path(path).name
         try:
-            number = os.open(PROC / path, os.O_RDONLY | os.O_CLOEXEC)
+            self._files[name] = os.open(PROC / path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
-            for column in columns:
-                self._missing(column, f"{PROC / path}: {error.strerror}")
+            self.not_measured |= dict.fromkeys(columns, f"{PROC / path}: {error.strerror}")
             return
-        self._files[name] = number
-        why = unusable(name, self._pread(name))
-        if why:
+        text = self._pread(name)
+        if not USABLE[name](text.split()):
             os.close(self._files.pop(name))
-            for column in columns:
-                self._missing(column, f"{PROC / path} {why}")
+            reason = f"{PROC / path} holds no such count here ({text[:40]!r})"
+            self.not_measured |= dict.fromkeys(columns, reason)
 
     def _pread(self, name: str) -> bytes:
         return os.pread(self._files[name], 4096, 0)
-
-    def _missing(self, column: str, why: str) -> None:
-        self.not_measured[column] = why

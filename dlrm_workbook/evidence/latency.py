@@ -9,7 +9,9 @@ finds the warm-up in the latencies.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import functools
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -98,7 +100,7 @@ def time_predictions(
     device: torch.device,
     steps: int,
     seconds: float,
-    agree: Callable[[float], float] = lambda seconds: seconds,
+    agree: Callable[[float], float],
 ) -> list[float]:
     """Milliseconds of every step, warm-up included; see :func:`measure_latency`."""
     times_ms: list[float] = []
@@ -138,7 +140,7 @@ def latency_of(
             f"{len(times_ms)} steps were made in the time given, but the first {first} are left "
             "out: give more --steps or --seconds"
         )
-    p50, p90, p95, p99 = (float(value) for value in np.percentile(kept, (50, 90, 95, 99)))
+    percentiles = {f"p{share}": float(np.percentile(kept, share)) for share in (50, 90, 95, 99)}
     mean = statistics.fmean(kept)
     return Latency(
         batch_size=size,
@@ -146,10 +148,7 @@ def latency_of(
         warm_up_steps=first,
         batches=batches,
         mean=mean,
-        p50=p50,
-        p90=p90,
-        p95=p95,
-        p99=p99,
+        **percentiles,
         samples_per_second=1e3 * size / mean,
         loss=loss,
     )
@@ -214,13 +213,10 @@ def command_infer(arguments: argparse.Namespace) -> int:
     if arguments.steps < 1:
         raise InputError(f"--steps is {arguments.steps}, expected at least 1")
     time_limit(arguments.seconds)
-
-    def work(predictor: Predictor) -> int:
-        return _infer(predictor, arguments, sizes)
-
     if started_by_torchrun():
+        work = functools.partial(_infer, arguments=arguments, sizes=sizes)
         return predict_as_rank(arguments, "dlrm infer", work)
-    return work(Predictor(read_asked(arguments), max(sizes, default=0)))
+    return _infer(Predictor(read_asked(arguments), max(sizes, default=0)), arguments, sizes)
 
 
 def _infer(predictor: Predictor, arguments: argparse.Namespace, sizes: list[int]) -> int:
@@ -256,9 +252,9 @@ def _infer(predictor: Predictor, arguments: argparse.Namespace, sizes: list[int]
             for latency in measured
         ],
     }
-    line |= predictor.facts([])
+    facts = predictor.facts([])
     if predictor.prints:
-        print_line(line)
+        print_line(line | facts)
     return 0
 
 
@@ -281,12 +277,8 @@ def batch_sizes(given: str | None) -> list[int]:
     """
     if not given:
         return []
-    try:
+    with contextlib.suppress(ValueError):
         sizes = [int(word) for word in given.split(",")]
-    except ValueError:
-        sizes = [0]
-    if min(sizes) < 1:
-        raise InputError(
-            f"--batch-sizes is {given!r}, expected whole numbers above 0, as 1,64,2048"
-        )
-    return sizes
+        if min(sizes) > 0:
+            return sizes
+    raise InputError(f"--batch-sizes is {given!r}, expected whole numbers above 0, as 1,64,2048")

@@ -9,7 +9,7 @@ Source: mlcommons/logging, rules of training 2.0 and of DLRM.
 
 from __future__ import annotations
 
-import inspect
+import sys
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -43,10 +43,9 @@ class MLPerfLog:
         """Log the settings of a run that is about to start."""
         parameters, training = loop.parameters, loop.parameters.training
         self._batches, self._first = loop.epoch.batches or loop.total, loop.first
+        crosses = parameters.model.interaction == CrossInteraction.kind
         settings = {
-            "submission_benchmark": "dlrm_dcnv2"
-            if parameters.model.interaction == CrossInteraction.kind
-            else "dlrm",
+            "submission_benchmark": "dlrm_dcnv2" if crosses else "dlrm",
             "seed": training.seed,
             "global_batch_size": training.batch_size,
             "opt_base_learning_rate": training.learning_rate,
@@ -96,18 +95,15 @@ class MLPerfLog:
     def _write(
         self, kind: str, key: str, value: Any = None, at: float | None = None, **metadata: Any
     ) -> None:
-        frame = inspect.currentframe()
-        caller = frame.f_back if frame is not None else None
-        where = {
-            "file": "dlrm_workbook/evidence/mllog.py",
-            "lineno": caller.f_lineno if caller else 0,
-        }
-        line = {
-            "namespace": "",
-            "time_ms": int(1e3 * (time.time() if at is None else at)),
-            "event_type": kind,
-            "key": key,
-            "value": value,
-            "metadata": where | metadata,
-        }
-        self._lines.write(line)
+        line = sys._getframe(1).f_lineno
+        where = {"file": "dlrm_workbook/evidence/mllog.py", "lineno": line}
+        self._lines.write(
+            {
+                "namespace": "",
+                "time_ms": int(1e3 * (time.time() if at is None else at)),
+                "event_type": kind,
+                "key": key,
+                "value": value,
+                "metadata": where | metadata,
+            }
+        )
