@@ -26,21 +26,14 @@ NVIDIA_SAMPLES = 32768 * 1024
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the actions."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    _generate_arguments(
-        actions.add_parser("generate", help="write a synthetic data set (NVIDIA's layout)")
-    )
-    _preprocess_arguments(
-        actions.add_parser("preprocess", help="convert Criteo's text (Kaggle, Terabyte)")
-    )
-    _inspect_arguments(actions.add_parser("inspect", help="check every value of a data set"))
-    _convert_arguments(
-        actions.add_parser("convert", help="write a data set in another layout, or as Parquet")
-    )
-    _variants_arguments(
-        actions.add_parser(
-            "variants", help="what each published data set takes: disk, memory, time"
-        )
-    )
+    for name, add_arguments_of, help_text in (
+        ("generate", _generate_arguments, "write a synthetic data set (NVIDIA's layout)"),
+        ("preprocess", _preprocess_arguments, "convert Criteo's text (Kaggle, Terabyte)"),
+        ("inspect", _inspect_arguments, "check every value of a data set"),
+        ("convert", _convert_arguments, "write a data set in another layout, or as Parquet"),
+        ("variants", _variants_arguments, "what each published data set takes: disk, memory, time"),
+    ):
+        add_arguments_of(actions.add_parser(name, help=help_text))
 
 
 def _generate_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,21 +57,13 @@ def _generate_arguments(parser: argparse.ArgumentParser) -> None:
         default="random",
         help="a fair coin, as NVIDIA's, or a planted model whose best AUC is noted in the metadata",
     )
-    parser.add_argument(
-        "--teacher-seed", type=int, metavar="N", help="with --labels teacher: of its effects (1)"
-    )
-    parser.add_argument(
-        "--teacher-strength",
-        type=float,
-        metavar="S",
-        help="with --labels teacher: standard deviation of the logit (1.38, AUC near 0.80)",
-    )
-    parser.add_argument(
-        "--teacher-rows",
-        type=int,
-        metavar="N",
-        help="with --labels teacher: hot rows of each table that have an effect (64)",
-    )
+    for name, kind, mark, meaning in (
+        ("seed", int, "N", "of its effects (1)"),
+        ("strength", float, "S", "standard deviation of the logit (1.38, AUC near 0.80)"),
+        ("rows", int, "N", "hot rows of each table that have an effect (64)"),
+    ):
+        help_text = f"with --labels teacher: {meaning}"
+        parser.add_argument(f"--teacher-{name}", type=kind, metavar=mark, help=help_text)
     parser.add_argument("--table-rows", metavar="R,R,...", help="with custom: rows of each table")
     parser.add_argument("--dense-features", type=int, metavar="D", help="with custom (default: 13)")
     parser.add_argument(
@@ -122,11 +107,8 @@ def _preprocess_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _inspect_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", metavar="PATH", help="a data set's folder, a .bin, or text")
-    parser.add_argument(
-        "--format",
-        choices=FORMATS,
-        help="needed where the files do not tell (deepspark_dist)",
-    )
+    needed = "needed where the files do not tell (deepspark_dist)"
+    parser.add_argument("--format", choices=FORMATS, help=needed)
     parser.add_argument(
         "--verify",
         action="store_true",
@@ -211,11 +193,7 @@ def _teacher(arguments: argparse.Namespace) -> TeacherConfig | None:
         names = ("teacher_seed", "teacher_strength", "teacher_rows")
         _refuse_given(arguments, names, f"--labels teacher, not {arguments.labels}")
         return None
-    given = {
-        "seed": arguments.teacher_seed,
-        "strength": arguments.teacher_strength,
-        "rows": arguments.teacher_rows,
-    }
+    given = {name: getattr(arguments, f"teacher_{name}") for name in ("seed", "strength", "rows")}
     teacher = TeacherConfig(**{name: value for name, value in given.items() if value is not None})
     if not 0.0 <= teacher.strength <= 8.0:
         raise InputError(f"--teacher-strength is {teacher.strength:g}, expected 0 to 8")
@@ -244,9 +222,9 @@ def _variant(arguments: argparse.Namespace) -> Variant:
         raise InputError(
             f"--table-rows is {arguments.table_rows!r}, expected numbers such as 1000,50,3"
         ) from None
-    dense, alpha = arguments.dense_features, arguments.alpha
-    dense = _at_least("--dense-features", 13 if dense is None else dense, 0)
-    alpha = 1.45 if alpha is None else alpha
+    dense = 13 if arguments.dense_features is None else arguments.dense_features
+    alpha = 1.45 if arguments.alpha is None else arguments.alpha
+    _at_least("--dense-features", dense, 0)
     return scaled_variant(Variant("custom", dense, rows, alpha), arguments.scale)
 
 
@@ -294,13 +272,8 @@ def _convert(arguments: argparse.Namespace) -> int:
     counts = None if arguments.dense is None else arguments.dense == "counts"
     if counts is not None and arguments.before != "parquet":
         raise InputError(f"--dense is for --from parquet, not {arguments.before}")
-    request = Conversion(
-        path=Path(arguments.path),
-        before=arguments.before,
-        after=arguments.after,
-        halve_test=arguments.halve_test,
-        counts=counts,
-    )
+    path, halve = Path(arguments.path), arguments.halve_test
+    request = Conversion(path, arguments.before, arguments.after, halve, counts)
     done = convert(request, Path(arguments.output))
     parts = ", ".join(f"{count:,} {name}" for name, count in done.samples.items())
     print(f"{parts} samples, {done.bytes / 1e9:.3f} GB, in {done.seconds:.2f} s")

@@ -202,8 +202,7 @@ def _write(
             if request.after == "parquet":
                 _write_parquet(place, part, origin and origin[1], done, bar)
             else:
-                files = _files(request.after, part, spec, place.folder)
-                outputs = [dataclasses.replace(file, law=law) for file in files]
+                outputs = _files(request.after, part, spec, place.folder, law)
                 _write_files(place, part, outputs, done, bar)
     return int(done["lost"])
 
@@ -242,12 +241,11 @@ def _specification(
     known = parts[0].split.table_rows if origin is None else origin[1].table_rows
     if None in known:
         known = _largest_rows(parts)
-    numerical = "log(x + 1) as float16" if parts[0].split.counts else "as float16"
     metadata = {
         "made_by": "dlrm data convert",
         "from": request.before,
         "samples": {part.name: part.stop - part.start for part in parts},
-        "numerical": numerical,
+        "numerical": "log(x + 1) as float16" if parts[0].split.counts else "as float16",
     }
     rows = [count or 1 for count in known]
     write_spec(folder, len(parts[0].split.dense), rows, metadata, names)
@@ -312,23 +310,23 @@ class SplitFile:
 
     Attributes:
         kind: 'label', 'dense', 'table' or, of terabyte, 'all'.
+        law: how features and counts belong together.
         counts: whether dense values in it are counts.
         table: number of the table.
         rows: that the table has in the new data set; None: nothing says.
-        law: how features and counts belong together.
     """
 
     path: str
     kind: str
     dtype: np.dtype
+    law: _DenseLaw
     counts: bool = True
     table: int = 0
     rows: int | None = None
-    law: _DenseLaw = _DenseLaw()
 
 
 def _files(
-    layout: str, part: SplitRange, spec: FeatureSpec | None, folder: Path
+    layout: str, part: SplitRange, spec: FeatureSpec | None, folder: Path, law: _DenseLaw
 ) -> list[SplitFile]:
     """The files of a split in a layout of plain files."""
 
@@ -337,26 +335,23 @@ def _files(
 
     int32, float32 = np.dtype("<i4"), np.dtype("<f4")
     if layout == "terabyte":
-        return [SplitFile(f"terabyte_processed_{part.name}.bin", "all", int32)]
+        return [SplitFile(f"terabyte_processed_{part.name}.bin", "all", int32, law)]
     if spec is None:
-        tables = [
-            SplitFile(f"{part.name}/cat_{t}.bin", "table", int32, table=t)
-            for t in range(len(part.split.tables))
-        ]
-        dense = [SplitFile(f"{part.name}/numerical.bin", "dense", float32)]
-        return [
-            SplitFile(f"{part.name}/label.bin", "label", float32),
-            *(dense if part.split.dense else []),
-            *tables,
-        ]
+        outputs = [SplitFile(f"{part.name}/label.bin", "label", float32, law)]
+        if part.split.dense:
+            outputs.append(SplitFile(f"{part.name}/numerical.bin", "dense", float32, law))
+        for t in range(len(part.split.tables)):
+            outputs.append(SplitFile(f"{part.name}/cat_{t}.bin", "table", int32, law, table=t))
+        return outputs
     files = spec.splits[part.name]
     label = np.dtype(np.uint8) if files.label.dtype == bool else files.label.dtype
-    outputs = [SplitFile(path_of(files.label), "label", label)]
+    outputs = [SplitFile(path_of(files.label), "label", label, law)]
     if files.numerical is not None:
         dtype = files.numerical.dtype
-        outputs.append(SplitFile(path_of(files.numerical), "dense", dtype, counts=False))
+        outputs.append(SplitFile(path_of(files.numerical), "dense", dtype, law, counts=False))
     for t, file in enumerate(files.tables):
-        outputs.append(SplitFile(path_of(file), "table", file.dtype, table=t, rows=file.rows))
+        path = path_of(file)
+        outputs.append(SplitFile(path, "table", file.dtype, law, table=t, rows=file.rows))
     if len({output.path for output in outputs}) < len(outputs):
         raise InputError(f"{folder / FILE_NAME}: two features of {part.name} have the same file")
     return outputs
@@ -449,13 +444,10 @@ def _write_parquet(
     if done[part.name] == part.stop - part.start and done[part.name]:
         return
     rows = split.table_rows if spec is None else spec.table_rows
-    names = [f"num_{i}" for i in range(len(split.dense))]
-    tables = [f"cat_{t}" for t in range(len(split.tables))]
-    fields = [
-        ("label", pa.uint8()),
-        *((name, pa.from_numpy_dtype(split.dense_type)) for name in names),
-    ]
-    fields += [(name, pa.int32()) for name in tables]
+    dense_type = pa.from_numpy_dtype(split.dense_type)
+    fields = [("label", pa.uint8())]
+    fields += [(f"num_{i}", dense_type) for i in range(len(split.dense))]
+    fields += [(f"cat_{t}", pa.int32()) for t in range(len(split.tables))]
     about = json.dumps({"counts": split.counts, "table_rows": None if None in rows else rows})
     schema = pa.schema(fields, metadata={ABOUT: about})
     file = place.folder / f"{part.name}.parquet"

@@ -182,23 +182,23 @@ def _work(request: Request, place: Workplace, size: int) -> None:
             f"the inputs have {rows} rows, of which {test} would be the test split: none is "
             "left to train on"
         )
-    _split_column(place.folder, LABEL, 1, rows, rows - test)
-    _split_column(place.folder, NUMERICAL, 2 * COUNTS, rows, rows - test)
+    train = rows - test
+    _split_column(place.folder, LABEL, 1, rows, train)
+    _split_column(place.folder, NUMERICAL, 2 * COUNTS, rows, train)
     done = dict(place.done)
-    # table to (categories kept, categories there were)
-    features = {int(t): tuple(v) for t, v in done.pop("features", {}).items()}
+    # table to [categories kept, categories there were]
+    features = {int(t): list(counts) for t, counts in done.pop("features", {}).items()}
     left = [t for t in range(TABLES) if t not in features]
     memory = request.memory // request.threads
 
-    def convert(table: int) -> tuple[int, int, int]:
-        return table, *_convert_column(
-            place.folder, table, rows, rows - test, request.threshold, memory
-        )
+    def convert(table: int) -> tuple[int, list[int]]:
+        counts = _convert_column(place.folder, table, rows, train, request.threshold, memory)
+        return table, list(counts)
 
     with progress_bar("numbering categories", "features", TABLES, len(features)) as bar:
-        for table, kept, different in threaded(convert, left, request.threads, request.threads):
-            features[table] = (kept, different)
-            place.note(done | {"features": {str(t): list(v) for t, v in features.items()}})
+        for table, counts in threaded(convert, left, request.threads, request.threads):
+            features[table] = counts
+            place.note(done | {"features": {str(t): counts for t, counts in features.items()}})
             (place.folder / "raw" / f"cat_{table}.u32").unlink(missing_ok=True)
             bar.add()
     shutil.rmtree(place.folder / "raw", ignore_errors=True)
@@ -207,7 +207,7 @@ def _work(request: Request, place: Workplace, size: int) -> None:
         "layout": request.layout,
         "inputs": [path.name for path in request.inputs],
         "frequency_threshold": request.threshold,
-        "samples": {"train": rows - test, "test": test},
+        "samples": {"train": train, "test": test},
         "clicks": int(done["clicks"]),
         "different_categories": [features[t][1] for t in range(TABLES)],
         "numerical": "log(x + 3) as float16, 0 where missing",
@@ -323,8 +323,10 @@ def read_pieces(request: Request, done: dict[str, Any]) -> Iterator[Piece]:
                     if block:
                         cut = text.rfind(b"\n") + 1
                         text, rest = text[:cut], text[cut:]
+                        if not text and len(rest) > max(PIECE_BYTES, 1 << 16):
+                            most = f"more than {len(rest)} bytes: not Criteo's text"
+                            raise InputError(f"{path}: line {line} has {most}")
                         if not text:
-                            _refuse_endless_line(path, line, rest, PIECE_BYTES)
                             continue
                     elif text:
                         # a last line without its newline
@@ -342,11 +344,6 @@ def read_pieces(request: Request, done: dict[str, Any]) -> Iterator[Piece]:
         except (OSError, EOFError) as error:
             raise InputError(f"{path} cannot be read: {error}") from None
         line, offset = 1, 0
-
-
-def _refuse_endless_line(path: Path, line: int, text: bytes, limit: int) -> None:
-    if len(text) > max(limit, 1 << 16):
-        raise InputError(f"{path}: line {line} has more than {len(text)} bytes: not Criteo's text")
 
 
 def _open(path: Path) -> IO[bytes]:
@@ -396,8 +393,6 @@ def _refuse_line(piece: Piece, path: Path, kind: int, row: int, number: int) -> 
     if kind in (FEW_FIELDS, MANY_FIELDS) or fields != len(FIELDS):
         hint = " (a test file without labels?)" if fields == len(FIELDS) - 1 else ""
         raise InputError(f"{where} has {fields} fields, expected {len(FIELDS)}{hint}")
-    wanted = {
-        BAD_LABEL: "0 or 1",
-        BAD_INTEGER: "a whole number of 32 bits, or nothing",
-    }.get(kind, "at most 8 hexadecimal digits, or nothing")
+    named = {BAD_LABEL: "0 or 1", BAD_INTEGER: "a whole number of 32 bits, or nothing"}
+    wanted = named.get(kind, "at most 8 hexadecimal digits, or nothing")
     raise InputError(f"{where}, field {number + 1} ({FIELDS[number]}): {shown}, expected {wanted}")

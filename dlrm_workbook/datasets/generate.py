@@ -68,9 +68,8 @@ def scaled_variant(variant: Variant, scale: float) -> Variant:
     """
     if not 0.0 < scale <= 1.0:
         raise InputError(f"--scale is {scale:g}, expected a number above 0 and at most 1")
-    rows = tuple(
-        r if r <= KEPT_ROWS else max(KEPT_ROWS, round(r * scale)) for r in variant.table_rows
-    )
+    # a small table is below both, and keeps its rows
+    rows = tuple(max(min(r, KEPT_ROWS), round(r * scale)) for r in variant.table_rows)
     return dataclasses.replace(variant, table_rows=rows)
 
 
@@ -111,14 +110,12 @@ def generate(law: Law, samples: dict[str, int], target: Path, threads: int) -> G
         done = dict.fromkeys(SPLITS, 0) | place.done
         written_before = sample_bytes * sum(done[split] for split in SPLITS)
         need_space(place.folder, total - written_before)
-        with progress_bar(
-            "generating", "samples", sum(samples.values()), sum(done.values())
-        ) as bar:
+        wanted, before = sum(samples.values()), sum(done.values())
+        with progress_bar("generating", "samples", wanted, before) as bar:
             for split in SPLITS:
                 _write_split(place, law, split, samples[split], done, threads, bar)
-        write_spec(
-            place.folder, variant.dense_features, variant.table_rows, metadata_of(law, samples)
-        )
+        metadata = metadata_of(law, samples)
+        write_spec(place.folder, variant.dense_features, variant.table_rows, metadata)
     seconds = time.perf_counter() - started
     return Generated(target, total, total - written_before, seconds)
 
@@ -177,8 +174,7 @@ def metadata_of(law: Law, samples: dict[str, int]) -> dict[str, Any]:
     }
     if law.teacher is None:
         return facts | {"bayes_auc": 0.5}
-    config = dataclasses.asdict(law.teacher) | {"shares": list(law.teacher.shares)}
-    facts["teacher"] = config
+    facts["teacher"] = dataclasses.asdict(law.teacher) | {"shares": list(law.teacher.shares)}
     facts |= best_figures(law)
     histogram = score_test_set(law, samples["test"])
     auc, uncertainty = histogram.auc()

@@ -145,13 +145,10 @@ def _dense(source: Source, problems: list[str]) -> list[dict[str, Any]]:
         for _, values in _checked(source, source.read_dense, problems, source.dense):
             low, high = np.minimum(low, values.min(0)), np.maximum(high, values.max(0))
             total, count = total + values.sum(0, dtype=np.float64), count + len(values)
+    figures = {"minimum": low, "maximum": high, "mean": total / max(count, 1)}
     return [
-        {
-            "feature": name,
-            "minimum": float(low[i]) if count else None,
-            "maximum": float(high[i]) if count else None,
-            "mean": float(total[i] / count) if count else None,
-        }
+        {"feature": name}
+        | {figure: float(values[i]) if count else None for figure, values in figures.items()}
         for i, name in enumerate(source.dense_names)
     ]
 
@@ -242,7 +239,8 @@ def _text(path: Path) -> dict[str, Any]:
     problems: list[str] = []
     rows, clicks, size = 0, 0, 0
     missing = np.zeros(COUNTS + TABLES, np.int64)
-    low, high = np.full(COUNTS, np.iinfo(np.int64).max), np.full(COUNTS, np.iinfo(np.int64).min)
+    least, most = np.iinfo(np.int64).min, np.iinfo(np.int64).max
+    low, high = np.full(COUNTS, most), np.full(COUNTS, least)
     start = {"file": 0, "offset": 0, "line": 1, "rows": 0}
     for piece in read_pieces(Request("kaggle", [path], 1), start):
         try:
@@ -254,9 +252,8 @@ def _text(path: Path) -> dict[str, Any]:
         empty = numbers == MISSING
         missing[:COUNTS] += empty.sum(0)
         missing[COUNTS:] += [int(np.count_nonzero(bits & np.uint32(1 << t))) for t in range(TABLES)]
-        wide = numbers.astype(np.int64)
-        low = np.minimum(low, np.where(empty, np.iinfo(np.int64).max, wide).min(0))
-        high = np.maximum(high, np.where(empty, np.iinfo(np.int64).min, wide).max(0))
+        low = np.minimum(low, np.where(empty, most, numbers).min(0))
+        high = np.maximum(high, np.where(empty, least, numbers).max(0))
     if not rows and not problems:
         problems.append(f"{path} has no lines")
     fields = [

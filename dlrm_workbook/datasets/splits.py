@@ -147,21 +147,20 @@ class ParquetSplit(Split):
                 raise InputError(f"{file} has other columns or types than {path}")
         schema = first.schema_arrow
         self._label, dense, tables = _columns(path, schema.names)
+        types = {name: _type(schema.field(name).type) for name in schema.names}
         for names, kinds, expected in (
             ([self._label], "biuf", "numbers"),
             (dense, "iuf", "numbers"),
             (tables, "iu", "whole numbers"),
         ):
             for name in names:
-                kind = _type(schema.field(name).type)
-                if kind is None or kind.kind not in kinds:
+                if types[name].kind not in kinds:
                     found = schema.field(name).type
                     raise InputError(f"{path}: {name} is of type {found}, expected {expected}")
         about = _about(path, schema.metadata, len(tables))
-        types = {kind for name in dense if (kind := _type(schema.field(name).type))}
-        if len(types) > 1:
+        if len({types[name] for name in dense}) > 1:
             raise InputError(f"{path}: {dense[0]} ... are of different types, expected one")
-        self.dense_type = types.pop() if types else np.dtype(np.float32)
+        self.dense_type = types[dense[0]] if dense else np.dtype(np.float32)
         self.dense = [Column(path, name, np.empty(0)) for name in dense]
         self.samples = sum(file.metadata.num_rows for _, file in self._files)
         rows = about.get("table_rows") or [None] * len(tables)
@@ -203,9 +202,9 @@ class ParquetSplit(Split):
                 if first < last:
                     yield self._block(path, batch.slice(first - at, last - first), first)
                 at += batch.num_rows
+        except InputError:
+            raise
         except (OSError, ValueError) as error:
-            if isinstance(error, InputError):
-                raise
             _unreadable(path, error)
 
     def _block(self, path: Path, batch: Any, start: int) -> Block:
@@ -244,13 +243,12 @@ def _unreadable(file: Path, error: Exception) -> NoReturn:
     raise InputError(f"{file} cannot be read as Parquet: {reason}") from None
 
 
-def _type(kind: Any) -> np.dtype | None:
-    """numpy's type of a column; None: it holds no numbers."""
+def _type(kind: Any) -> np.dtype:
+    """numpy's type of a column; of objects where there is none."""
     try:
-        found = np.dtype(kind.to_pandas_dtype())
+        return np.dtype(kind.to_pandas_dtype())
     except (NotImplementedError, TypeError):
-        return None
-    return found if found.kind in "biuf" else None
+        return np.dtype(object)
 
 
 def _columns(file: Path, names: Sequence[str]) -> tuple[str, list[str], list[str]]:
@@ -306,15 +304,14 @@ def split_names(path: Path, layout: str) -> list[str]:
     """Names of a data set's splits, those of :data:`SPLIT_NAMES` first and in their order."""
     if layout == "split_binary":
         names = set(read_spec(path).splits)
-    elif layout == "parquet":
-        names = {name for name in SPLIT_NAMES if _parquet_files(path, name)}
-    elif layout == "deepspark_dist":
-        names = {name for name in SPLIT_NAMES if (path / name).is_dir()}
-    elif path.is_file():
-        names = {path.stem.removeprefix("terabyte_processed_")}
-    else:
-        names = {name for name in SPLIT_NAMES if (path / f"terabyte_processed_{name}.bin").exists()}
-    return [name for name in SPLIT_NAMES if name in names] + sorted(names - set(SPLIT_NAMES))
+        return [name for name in SPLIT_NAMES if name in names] + sorted(names - set(SPLIT_NAMES))
+    if layout == "parquet":
+        return [name for name in SPLIT_NAMES if _parquet_files(path, name)]
+    if layout == "deepspark_dist":
+        return [name for name in SPLIT_NAMES if (path / name).is_dir()]
+    if path.is_file():
+        return [path.stem.removeprefix("terabyte_processed_")]
+    return [name for name in SPLIT_NAMES if (path / f"terabyte_processed_{name}.bin").exists()]
 
 
 def _parquet_files(path: Path, split: str) -> list[Path]:

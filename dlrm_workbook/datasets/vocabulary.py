@@ -211,7 +211,7 @@ def number_column(
             for block, missing in blocks():
                 file.seek(place)
                 out = np.fromfile(file, dtype, len(block)) if first else np.zeros(len(block), dtype)
-                found = some.get_indexer(block)
+                found = some.get_indexer(pd.Index(block))
                 known = (found >= 0) & _given(missing, bit)
                 out[known] = first + 1 + found[known]
                 file.seek(place)
