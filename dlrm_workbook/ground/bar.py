@@ -28,16 +28,17 @@ class _Told:
 
     def __init__(self, path: str, what: str, unit: str, total: int | None, done: int) -> None:
         self.n, self.total = done, total
-        self._path, self._what, self._unit, self._text = Path(path), what, unit, ""
-        self._first, self._began, self._told = done, time.time(), 0.0
+        self._path, self._told = Path(path), 0.0
+        self._state: dict[str, Any] = {"what": what, "unit": unit, "total": total, "text": ""}
+        self._state |= {"began": time.time(), "first": done}
         self.refresh()
 
     def set_postfix_str(self, text: str, refresh: bool = True) -> None:
-        self._text = text
+        self._state["text"] = text
 
     def set_description_str(self, what: str, refresh: bool = True) -> None:
-        if what != self._what:
-            self._what, self._told = what, 0.0
+        if what != self._state["what"]:
+            self._state["what"], self._told = what, 0.0
 
     def update(self, count: int) -> None:
         self.n += count
@@ -48,18 +49,9 @@ class _Told:
         if now - self._told < TELL_SECONDS:
             return
         self._told = now
-        state = {
-            "what": self._what,
-            "unit": self._unit,
-            "done": self.n,
-            "total": self.total,
-            "text": self._text,
-            "began": self._began,
-            "first": self._first,
-        }
         part = self._path.with_suffix(".part")
         with suppress(OSError):  # whoever watches may have gone: the work goes on
-            part.write_text(json.dumps(state), encoding="utf-8")
+            part.write_text(json.dumps(self._state | {"done": self.n}), encoding="utf-8")
             part.replace(self._path)
 
     def close(self) -> None:
@@ -71,7 +63,6 @@ class Bar:
     """tqdm's bar, for a ``with``; nothing to see where it is not shown or tqdm is not installed.
 
     Under ``dlrm run`` it is not drawn: its state goes to the file that :data:`TOLD_TO` names.
-
     Called with a text, it counts one more and shows the text.
 
     Args:

@@ -47,19 +47,17 @@ def median_interval(values: Values, confidence: float = CONFIDENCE) -> Interval:
     With n values the j-th smallest and j-th largest enclose the median with probability
     1 − 2 P(Binomial(n, 1/2) < j), whatever the distribution. The largest j that reaches
     ``confidence`` is taken; where not even the extremes do (n < 6 for 95 %), the extremes,
-    and ``confidence`` of the result is lower, 0 for one value (Conover, Practical
-    Nonparametric Statistics, 3rd ed., section 3.2).
+    and ``confidence`` of the result is lower, 0 for one value.
 
     Raises:
         ValueError: there is no value.
     """
-    ordered = sorted(float(value) for value in values)
+    ordered = sorted(map(float, values))
     n = len(ordered)
     if n == 0:
         raise ValueError("no values, so no median")
-    below = 0.5**n
-    rank, covered = 1, 1 - 2 * below
-    for j in range(1, n // 2 + 1):
+    rank, covered = 1, 1 - 2 * 0.5**n
+    for j in range(2, n // 2 + 1):
         reach = 1 - 2 * sum(math.comb(n, i) for i in range(j)) * 0.5**n
         if reach < confidence:
             break
@@ -74,7 +72,7 @@ def standard_error(values: Values) -> tuple[float, float]:
 
     Neighbouring iterations are alike (a busy moment spans several), so from 12 values on the
     unit is a block of at least 3 neighbours, at most 10 blocks: their means are nearly
-    independent, and a drift shows as their scatter (batch means, Schmeiser 1982).
+    independent, and a drift shows as their scatter.
     """
     x = np.asarray(values, dtype=float)
     if len(x) < 2:

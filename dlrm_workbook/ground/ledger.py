@@ -83,15 +83,14 @@ class Ledger:
             before = read_json(path)
             try:
                 begun = dict(work(before))
-                places = self._places_in(before)
+                for entry in before[entries] if entries else ():
+                    self._key_of(entry)
             except (KeyError, TypeError, ValueError, AttributeError):
                 raise InputError(
                     f"{path} is no document that can be gone on with; {advice}"
                 ) from None
             require_same(str(path), begun, work(document), advice)
-            self.document, self._places = before, places
-        else:
-            self._places = self._places_in(self.document)
+            self.document = before
 
     @property
     def entries(self) -> list[dict[str, Any]]:
@@ -101,16 +100,16 @@ class Ledger:
 
     def find(self, *key: Any) -> dict[str, Any] | None:
         """The entry with these values of the key's fields; None if there is none yet."""
-        place = self._places.get(_text(key))
-        return None if place is None else self.entries[place]
+        wanted = _as_json(key)
+        return next((entry for entry in self.entries if self._key_of(entry) == wanted), None)
 
     def put(self, entry: Mapping[str, Any]) -> None:
         """Add an entry, or replace the one with its key, and write the file."""
-        place = self._places.setdefault(self._key_of(entry), len(self.entries))
-        if place < len(self.entries):
-            self.entries[place] = dict(entry)
-        else:
+        present = self.find(*self._key_of(entry))
+        if present is None:
             self.entries.append(dict(entry))
+        else:
+            self.entries[self.entries.index(present)] = dict(entry)
         self.save()
 
     def save(self) -> None:
@@ -118,12 +117,8 @@ class Ledger:
         if self.path is not None:
             write_json(self.path, self.document)
 
-    def _key_of(self, entry: Mapping[str, Any]) -> str:
-        return _text([entry[name] for name in self._key])
-
-    def _places_in(self, document: Mapping[str, Any]) -> dict[str, int]:
-        rows = document[self._entries] if self._entries else []
-        return {self._key_of(entry): place for place, entry in enumerate(rows)}
+    def _key_of(self, entry: Mapping[str, Any]) -> list[Any]:
+        return [entry[name] for name in self._key]
 
 
 def read_document(path: Path, what: str, **expected: Any) -> dict[str, Any]:
@@ -181,10 +176,6 @@ def _first_difference(begun: Any, now: Any, name: str = "") -> tuple[str, Any, A
 
 def _as_json(value: Any) -> Any:
     return json.loads(json.dumps(plain(value)))
-
-
-def _text(key: Any) -> str:
-    return json.dumps(plain(key), sort_keys=True)
 
 
 def _short(value: Any) -> str:

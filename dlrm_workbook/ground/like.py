@@ -148,7 +148,8 @@ def translated(command: str, scripts: Sequence[Script]) -> tuple[GivenSections, 
     for flag in script.flags:
         value = given.get(flag.key, flag.default)
         if flag.refused and value != flag.default:
-            raise InputError(f"--like: {_spelt(flag, value)} is not supported: {flag.refused}")
+            spelt = flag.name if flag.read is None else f"{flag.name}={value}"
+            raise InputError(f"--like: {spelt} is not supported: {flag.refused}")
     notes += [
         f"{flag.name} has no effect: {flag.unused}"
         for flag in script.flags
@@ -228,10 +229,6 @@ def _script_of(command: str, scripts: Sequence[Script]) -> tuple[Script, str, li
     if after[end:]:
         notes.append(f"{shown(' '.join(after[end:]))} is the shell's and has no effect")
     return by_name[name], name, after[:end], notes
-
-
-def _spelt(flag: Flag, value: Any) -> str:
-    return flag.name if flag.read is None else f"{flag.name}={value}"
 
 
 def choice_of(flag: str, value: str, choices: dict[str, str]) -> str:

@@ -24,42 +24,19 @@ RESULTS = (Path(__file__).parents[1] / "results").resolve()
 """Published measurements that pages show; in a checkout ``benchmarks/results/``."""
 
 ISA_FLAGS = (
-    "avx2",
-    "fma",
-    "avx512f",
-    "avx512_vnni",
-    "avx512_bf16",
-    "avx512_fp16",
-    "avx_vnni",
-    "amx_tile",
-    "amx_bf16",
-    "amx_int8",
-    "asimd",
-    "bf16",
-    "sve",
+    *("avx2", "fma", "avx512f", "avx512_vnni", "avx512_bf16", "avx512_fp16", "avx_vnni"),
+    *("amx_tile", "amx_bf16", "amx_int8", "asimd", "bf16", "sve"),
 )
 """CPU features that matrix products and embedding sums profit from (x86, then Arm)."""
 
 THREAD_VARIABLES = (
-    "OMP_NUM_THREADS",
-    "MKL_NUM_THREADS",
-    "OMP_PROC_BIND",
-    "OMP_PLACES",
-    "KMP_AFFINITY",
-    "GOMP_CPU_AFFINITY",
-    "CUDA_VISIBLE_DEVICES",
+    *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_PROC_BIND", "OMP_PLACES", "KMP_AFFINITY"),
+    *("GOMP_CPU_AFFINITY", "CUDA_VISIBLE_DEVICES"),
 )
 
 VERSIONS_OF = (
-    "dlrm-workbook",
-    "torch",
-    "numpy",
-    "pandas",
-    "plotly",
-    "papermill",
-    "nbclient",
-    "jupyterlab",
-    "llnl-hatchet",
+    *("dlrm-workbook", "torch", "numpy", "pandas", "plotly", "papermill", "nbclient"),
+    *("jupyterlab", "llnl-hatchet"),
 )
 
 

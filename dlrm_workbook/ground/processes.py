@@ -195,11 +195,6 @@ _PROGRESS = re.compile(r"\d+%\||\d+(\.\d+)?(it|s)/(s|it)\b|^\{.*\}$|^USDT:")
 """Bars as tqdm draws them, lines of JSON, and what torch says when it profiles."""
 
 
-def ending_with_us() -> Mapping[str, str]:
-    """What to add to the environment of a child that is to end with this process."""
-    return {STARTER: str(os.getpid())}
-
-
 def python_module(module: str, *arguments: str | os.PathLike[str]) -> list[str]:
     """The command that runs a module in a fresh interpreter of this installation."""
     return [sys.executable, "-m", module, *(os.fspath(word) for word in arguments)]
@@ -208,12 +203,7 @@ def python_module(module: str, *arguments: str | os.PathLike[str]) -> list[str]:
 def run_job(
     module: str, job: Mapping[str, Any], *, stage: str, environment: Mapping[str, str] | None = None
 ) -> Any:
-    """What a module of ours, whose main program is :func:`do_job`, makes of a job.
-
-    Args:
-        job: JSON values.
-        stage: name for messages.
-        environment: as for :func:`run_child`.
+    """What a module of ours, whose main program is :func:`do_job`, makes of a job (JSON values).
 
     Raises:
         InputError: it refuses the job, or fails; with what it said.
@@ -346,7 +336,7 @@ def started(
     given = dict(os.environ if environment is None else environment)
     given.pop(STARTER, None)
     if arguments[0] == sys.executable:
-        given |= ending_with_us()
+        given[STARTER] = str(os.getpid())
     with sigterm_as_exit():
         try:
             process = subprocess.Popen(
@@ -369,9 +359,14 @@ def started(
             grace_s = min(grace_s, INTERRUPTED_GRACE_S)
             raise
         finally:
-            # after a normal end this catches children that still hold the output
-            with _no_second_interrupt(process):
+            try:
+                # after a normal end this catches children that still hold the output
                 end_group(process, grace_s)
+            except (KeyboardInterrupt, SystemExit):
+                # a second Ctrl-C ends the group at once instead of leaving it
+                _signal_group(process.pid, signal.SIGKILL)
+                process.wait()
+                raise
 
 
 def end_group(process: subprocess.Popen[bytes], grace_s: float) -> None:
@@ -393,15 +388,13 @@ def end_group(process: subprocess.Popen[bytes], grace_s: float) -> None:
 def fresh_path(path: Path) -> Path:
     """``path``, absolute, or ``NAME-2``, ``NAME-3`` ... if that exists already.
 
-    hpcrun adds to a directory that exists and hpcprof writes beside one, both
-    without a word: only a path that does not exist yet is safe.
+    hpcrun adds to a directory that exists and hpcprof writes beside one, both without a word.
     """
-    path = path.absolute()
-    number = 2
-    candidate = path
+    path = candidate = path.absolute()
+    number = 1
     while candidate.exists() or candidate.is_symlink():
-        candidate = path.with_name(f"{path.stem}-{number}{path.suffix}")
         number += 1
+        candidate = path.with_name(f"{path.stem}-{number}{path.suffix}")
     return candidate
 
 
@@ -473,10 +466,11 @@ class _Watch:
             if isinstance(said.get("iteration"), int):
                 self.iteration = said["iteration"]
                 self._said = ("", None, of, "")
-                self._news.set()
             elif isinstance(said.get("stage"), str) and isinstance(said.get("done"), int):
                 self._said = (said["stage"], said["done"], of, str(said.get("detail", "")))
-                self._news.set()
+            else:
+                return
+            self._news.set()
 
 
 def _json_object(line: str | bytes) -> dict[str, Any] | None:
@@ -552,10 +546,8 @@ def sigterm_as_exit() -> Iterator[None]:
 
     Python's default is to die at once, which would leave the group running.
     """
-    if (
-        threading.current_thread() is not threading.main_thread()
-        or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
-    ):
+    here = threading.current_thread() is threading.main_thread()
+    if not here or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
         return
 
@@ -567,17 +559,6 @@ def sigterm_as_exit() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-@contextlib.contextmanager
-def _no_second_interrupt(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """A second Ctrl-C while ending a group kills it at once instead of leaving it."""
-    try:
-        yield
-    except (KeyboardInterrupt, SystemExit):
-        _signal_group(process.pid, signal.SIGKILL)
-        process.wait()
-        raise
 
 
 ALLOCATOR = {
@@ -603,12 +584,10 @@ def without_collection() -> Iterator[None]:
             gc.enable()
 
 
-@contextlib.contextmanager
-def only_process(folder: Path) -> Iterator[None]:
+def only_process(folder: Path) -> contextlib.AbstractContextManager[None]:
     """No other process is in such a block for this folder.
 
     Raises:
         InputError: another process is.
     """
-    with locked(folder / ".lock", f"{folder} is being run by another process"):
-        yield
+    return locked(folder / ".lock", f"{folder} is being run by another process")

@@ -6,6 +6,8 @@ import math
 import statistics
 from collections.abc import Sequence
 
+from dlrm_workbook.ground.intervals import median_interval
+
 FILE = "trials.json"
 """In a recording's folder: what was tried on the program."""
 
@@ -31,20 +33,11 @@ def speed_range(logs: Sequence[float]) -> tuple[float, float, float]:
     The median, and between which of the sorted turns it lies in nine of ten cases whatever their
     distribution is; of fewer than five turns, Student's interval.
     """
-    count, ordered = len(logs), sorted(logs)
-    mid = statistics.median(ordered)
+    interval, count = median_interval(logs, 0.9), len(logs)
+    low, mid, high = interval.low, interval.mid, interval.high
     if count < 5:
-        half = _T90.get(count, 6.31) * statistics.stdev(ordered) / math.sqrt(count)
+        half = _T90.get(count, 6.31) * statistics.stdev(logs) / math.sqrt(count)
         low, high = mid - half, mid + half
-    else:
-        outside, missed = 0, 0.0
-        while True:
-            missed += 2 * math.comb(count, outside) / 2**count
-            if missed > 0.1:
-                break
-            outside += 1
-        outside = max(outside, 1)
-        low, high = ordered[outside - 1], ordered[count - outside]
     return math.exp(low - BETWEEN_RUNS), math.exp(mid), math.exp(high + BETWEEN_RUNS)
 
 

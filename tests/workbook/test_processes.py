@@ -19,7 +19,6 @@ from dlrm_workbook.ground import processes
 from dlrm_workbook.ground.processes import (
     MeasurementError,
     Progress,
-    ending_with_us,
     run_child,
     started,
     without_collection,
@@ -33,9 +32,11 @@ CHILD = (
 )
 PARENT = f"""
 import os, subprocess, sys
-from dlrm_workbook.ground.processes import ending_with_us
+from dlrm_core.base.machine import STARTER
 child = subprocess.Popen(
-    [sys.executable, "-c", {CHILD!r}], env=os.environ | ending_with_us(), stdout=subprocess.PIPE
+    [sys.executable, "-c", {CHILD!r}],
+    env=os.environ | {{STARTER: str(os.getpid())}},
+    stdout=subprocess.PIPE,
 )
 child.stdout.readline()
 print(child.pid, flush=True)
@@ -72,7 +73,6 @@ def test_a_child_whose_parent_is_gone_already_ends_at_once() -> None:
 def test_without_being_asked_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(STARTER, raising=False)
     end_with_starter()
-    assert ending_with_us() == {STARTER: str(os.getpid())}
     assert environment_of(1).items() >= settings(1).items()
     assert STARTER not in settings(1), "what is recorded and compared on --resume"
 
