@@ -21,7 +21,7 @@ from dlrm_core.train import Trainer
 from dlrm_studies.gpu_check.paths import FUSED, GRAPHS
 from dlrm_workbook.evidence.contestants import compare
 from dlrm_workbook.evidence.dependence import changed_parameters
-from dlrm_workbook.evidence.latency import measure_latency, pool_of
+from dlrm_workbook.evidence.latency import LATENCIES, measure_latency, pool_of
 from dlrm_workbook.ground.turns import elapsed_ms
 
 POOL = 8
@@ -139,7 +139,8 @@ def latency(parameters: Parameters, steps: int = 300, seconds: float = 5.0) -> d
         )
     finally:
         trainer.close()
-    return {"latency_ms": measured.percentiles(), "samples_per_second": measured.samples_per_second}
+    latency_ms = {name: measured[name] for name in LATENCIES}
+    return {"latency_ms": latency_ms, "samples_per_second": measured["samples_per_second"]}
 
 
 def peer_timings(peer: Path, rounds: int, iterations: int, threads: int) -> dict[str, Any]:

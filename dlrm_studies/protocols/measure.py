@@ -17,11 +17,10 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import math
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -181,9 +180,7 @@ def _inference(
     times = time_predictions(trainer.predict, pool, device, steps, seconds, trainer.agree)
     rows = []
     for name in INFERENCE:
-        latency = asdict(latency_of(times, size, len(pool), math.nan, name))
-        del latency["loss"]  # it says nothing of a few iterations' training
-        rows.append({"protocol": name} | latency)
+        rows.append({"protocol": name} | latency_of(times, size, len(pool), name))
     return rows
 
 

@@ -15,7 +15,7 @@ import functools
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,29 +39,7 @@ _GROUP = 5
 """Latencies are judged by the medians of so many, which single stragglers do not move."""
 
 
-@dataclass(frozen=True)
-class Latency:
-    """Latencies of one batch size, milliseconds: transfer to the device, forward, waited for."""
-
-    batch_size: int
-    steps: int
-    """Measured, without the warm-up."""
-    warm_up_steps: int
-    batches: int
-    """Different batches that were used in turns."""
-    mean: float
-    p50: float
-    p90: float
-    p95: float
-    p99: float
-    samples_per_second: float
-    """Batch size over mean latency."""
-    loss: float
-    """Mean over the different batches."""
-
-    def percentiles(self) -> dict[str, float]:
-        """The entry ``latency_ms`` of ``dlrm infer``."""
-        return {name: getattr(self, name) for name in ("mean", "p50", "p90", "p95", "p99")}
+LATENCIES = ("mean", "p50", "p90", "p95", "p99")
 
 
 def measure_latency(
@@ -73,7 +51,7 @@ def measure_latency(
     seconds: float,
     protocol: str = "steady",
     agree: Callable[[float], float] = lambda seconds: seconds,
-) -> Latency:
+) -> dict[str, Any]:
     """Predict ``batches`` in turns.
 
     Args:
@@ -84,14 +62,17 @@ def measure_latency(
         protocol: 'steady' or 'nvidia'.
         agree: makes of this process's seconds those of all that predict together.
 
+    Returns:
+        what :func:`latency_of` does, and ``loss``, the mean over the different batches.
+
     Raises:
         InputError: no step is left after the warm-up.
     """
     times_ms = time_predictions(predict, batches, device, steps, seconds, agree)
+    latency = latency_of(times_ms, batches[0].size, len(batches), protocol)
     on_device = (batch.to(device) for batch in batches)
     losses = [float(loss(predict(batch), batch.targets)) for batch in on_device]
-    mean_loss = statistics.fmean(losses)
-    return latency_of(times_ms, batches[0].size, len(batches), mean_loss, protocol)
+    return latency | {"loss": statistics.fmean(losses)}
 
 
 def time_predictions(
@@ -125,10 +106,13 @@ def _answer(predict: Predict, batch: Batch, device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def latency_of(
-    times_ms: Sequence[float], size: int, batches: int, loss: float, protocol: str
-) -> Latency:
+def latency_of(times_ms: Sequence[float], size: int, batches: int, protocol: str) -> dict[str, Any]:
     """What a protocol makes of the times of ``size`` samples each.
+
+    Returns:
+        ``batch_size``, ``steps`` (measured, without the warm-up), ``warm_up_steps``, ``batches``
+        (different ones that were used in turns), :data:`LATENCIES` in milliseconds (transfer to
+        the device, forward, waited for), ``samples_per_second`` (batch size over mean latency).
 
     Raises:
         InputError: no step is left after the warm-up.
@@ -140,18 +124,11 @@ def latency_of(
             f"{len(times_ms)} steps were made in the time given, but the first {first} are left "
             "out: give more --steps or --seconds"
         )
-    percentiles = {f"p{share}": float(np.percentile(kept, share)) for share in (50, 90, 95, 99)}
     mean = statistics.fmean(kept)
-    return Latency(
-        batch_size=size,
-        steps=len(kept),
-        warm_up_steps=first,
-        batches=batches,
-        mean=mean,
-        **percentiles,
-        samples_per_second=1e3 * size / mean,
-        loss=loss,
-    )
+    facts: dict[str, Any] = {"batch_size": size, "steps": len(kept), "warm_up_steps": first}
+    facts |= {"batches": batches, "mean": mean}
+    facts |= {f"p{share}": float(np.percentile(kept, share)) for share in (50, 90, 95, 99)}
+    return facts | {"samples_per_second": 1e3 * size / mean}
 
 
 def pool_of(stream: Iterable[Batch], steps: int, pin: bool) -> list[Batch]:
@@ -238,20 +215,11 @@ def _infer(predictor: Predictor, arguments: argparse.Namespace, sizes: list[int]
         )
         measured.append(latency)
         if predictor.prints:
-            print_line(dataclasses.asdict(latency))
-    first = measured[0]
-    line = {
-        "protocol": arguments.protocol,
-        "batch_size": first.batch_size,
-        "samples_per_second": first.samples_per_second,
-        "ms_per_iteration": first.p50,
-        "loss": first.loss,
-        "latency_ms": first.percentiles(),
-        "batch_sizes": [
-            dataclasses.asdict(latency) | {"latency_ms": latency.percentiles()}
-            for latency in measured
-        ],
-    }
+            print_line(latency)
+    rows = [row | {"latency_ms": {name: row[name] for name in LATENCIES}} for row in measured]
+    line = {"protocol": arguments.protocol, "ms_per_iteration": rows[0]["p50"], "batch_sizes": rows}
+    for name in ("batch_size", "samples_per_second", "loss", "latency_ms"):
+        line[name] = rows[0][name]
     facts = predictor.facts([])
     if predictor.prints:
         print_line(line | facts)
