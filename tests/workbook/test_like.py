@@ -17,9 +17,9 @@ from dlrm_core.config import GivenSections, Parameters, load_parameters
 from dlrm_core.train import train
 from dlrm_workbook import cli
 from dlrm_workbook.ground import like as commands
-from dlrm_workbook.ground.facebook import FLAGS, SCRIPT
-from dlrm_workbook.ground.vendors import SCRIPTS
+from dlrm_workbook.ground.vendors import FACEBOOK, SCRIPTS
 
+FLAGS, (SCRIPT,) = FACEBOOK.flags, FACEBOOK.names
 ROOT = Path(__file__).parents[2]
 NAMES = (ROOT / "tests" / "data" / "dlrm_s_pytorch_flags.txt").read_text().split()
 RUNS = json.loads((ROOT / "tests" / "data" / "facebook_losses.json").read_text())["runs"]
