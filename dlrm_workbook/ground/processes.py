@@ -25,7 +25,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any, NoReturn, Protocol
@@ -411,9 +411,8 @@ class _Watch:
         self.log_error: OSError | None = None
         """Why the child's output could not be kept."""
         self._stage, self._on_line = stage, on_line
-        self._detail = ""
-        self._said: tuple[str, int | None, int | None, str] = ("", None, None, "")
-        """Stage, done, of and detail, as the child itself told them last."""
+        self._latest = Progress(stage, 0.0)
+        """As the child told it last, without the time."""
         self._begun = time.monotonic()
         self._news = threading.Event()
         self._reader: threading.Thread | None = None
@@ -424,11 +423,7 @@ class _Watch:
         self._reader.start()
 
     def progress(self) -> Progress:
-        elapsed_s = time.monotonic() - self._begun
-        stage, done, of, detail = self._said
-        if stage:
-            return Progress(stage, elapsed_s, done, of, detail)
-        return Progress(self._stage, elapsed_s, self.iteration, of, self._detail)
+        return replace(self._latest, elapsed_s=time.monotonic() - self._begun)
 
     def wait(self, seconds: float) -> None:
         """Wait for news, or for the end of the output, at most ``seconds``."""
@@ -458,16 +453,17 @@ class _Watch:
     def note(self, line: bytes) -> None:
         """Take in a line; a program may print anything."""
         if self._on_line is not None and (detail := self._on_line(line)):
-            self._detail = detail
+            self._latest = replace(self._latest, detail=detail)
             self._news.set()
         elif b'"iteration"' in line or b'"stage"' in line:
             said = _json_object(line) or {}
             of = said.get("of") if isinstance(said.get("of"), int) else None
             if isinstance(said.get("iteration"), int):
                 self.iteration = said["iteration"]
-                self._said = ("", None, of, "")
+                self._latest = Progress(self._stage, 0.0, self.iteration, of)
             elif isinstance(said.get("stage"), str) and isinstance(said.get("done"), int):
-                self._said = (said["stage"], said["done"], of, str(said.get("detail", "")))
+                detail = str(said.get("detail", ""))
+                self._latest = Progress(said["stage"], 0.0, said["done"], of, detail)
             else:
                 return
             self._news.set()
