@@ -365,11 +365,11 @@ def parse_piece(piece: Piece, path: Path) -> tuple[np.ndarray, np.ndarray, np.nd
     numbers = np.empty((rows, COUNTS), np.int32)
     categories = np.empty((TABLES, rows), np.uint32)
     missing = np.empty(rows, np.uint32)
-    fault = np.zeros(4, np.int64)
+    fault = np.zeros(3, np.int64)
     text = np.frombuffer(piece.text, np.uint8)
     parser()(text, rows, HEX_VALUES, labels, numbers, categories, missing, fault)
     if fault[0] != NO_FAULT:
-        _refuse_line(piece, path, int(fault[0]), int(fault[1]), int(fault[2]))
+        _refuse_line(piece, path, *fault.tolist())
     return labels.view(bool), numbers, categories, missing
 
 

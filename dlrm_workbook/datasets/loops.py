@@ -38,14 +38,14 @@ def parse_lines(data, rows, hex_values, labels, numbers, categories, missing, fa
         numbers: (rows, 13) int32 out, MISSING where the field is empty.
         categories: (26, rows) uint32 out, 0 where the field is empty.
         missing: (rows,) uint32 out, bit t set where categorical field t is empty.
-        fault: out, of the first faulty line: kind, line, field, place in data.
+        fault: out, of the first faulty line: kind, line, field.
     """
     p = 0
     for r in range(rows):
         fault[1] = r
         c = data[p]
         if (c != ZERO and c != ZERO + 1) or data[p + 1] != TAB:
-            fault[0], fault[2], fault[3] = BAD_LABEL, 0, p
+            fault[0], fault[2] = BAD_LABEL, 0
             return
         labels[r] = c - ZERO
         p += 2
@@ -55,7 +55,6 @@ def parse_lines(data, rows, hex_values, labels, numbers, categories, missing, fa
                 numbers[r, j] = MISSING
                 p += 1
                 continue
-            first = p
             if c == MINUS:
                 p += 1
             value = np.int64(0)
@@ -64,7 +63,7 @@ def parse_lines(data, rows, hex_values, labels, numbers, categories, missing, fa
                 value = value * 10 + (np.int64(data[p]) - ZERO)
                 p += 1
             if p == digits or data[p] != TAB or value > 2147483647:
-                fault[0], fault[2], fault[3] = BAD_INTEGER, 1 + j, first
+                fault[0], fault[2] = BAD_INTEGER, 1 + j
                 if data[p] in (NEWLINE, RETURN):
                     fault[0] = FEW_FIELDS
                 return
@@ -84,7 +83,7 @@ def parse_lines(data, rows, hex_values, labels, numbers, categories, missing, fa
                 p += 1
             c = data[p]
             if digits > 8 or c != (TAB if t < TABLES - 1 else NEWLINE):
-                fault[0], fault[2], fault[3] = BAD_CATEGORY, 1 + COUNTS + t, first
+                fault[0], fault[2] = BAD_CATEGORY, 1 + COUNTS + t
                 if c in (NEWLINE, RETURN):
                     fault[0] = FEW_FIELDS
                 elif c == TAB and digits <= 8:

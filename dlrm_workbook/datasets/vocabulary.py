@@ -84,10 +84,8 @@ def _added_up(pieces: Sequence[Entries]) -> Entries:
         return pieces[0]
     keys = np.concatenate([np.empty(0, np.uint32), *(keys for keys, _ in pieces)])
     counts = np.concatenate([np.empty(0, np.int64), *(counts for _, counts in pieces)])
-    order = np.argsort(keys, kind="stable")
-    keys, counts = keys[order], counts[order]
-    first = np.flatnonzero(np.diff(keys, prepend=~keys[:1]))
-    return keys[first], np.add.reduceat(counts, first) if len(first) else counts
+    keys, places = np.unique(keys, return_inverse=True)
+    return keys, np.bincount(places, counts, len(keys)).astype(np.int64)
 
 
 def _write_run(
