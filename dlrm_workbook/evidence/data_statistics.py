@@ -79,7 +79,5 @@ def _reuse(lookups: list[np.ndarray]) -> dict[str, int]:
 
 def _counts(indices: np.ndarray) -> np.ndarray:
     """How often each row that occurs does so; (N,) int64 in, (U,) int64 out."""
-    # sorted, not counted by row: a table has far more rows than a batch has lookups
-    ordered = np.sort(indices)
-    starts = np.flatnonzero(np.append(True, ordered[1:] != ordered[:-1])[: ordered.size])
-    return np.diff(starts, append=ordered.size)
+    # by sorting: a table has far more rows than a batch has lookups
+    return np.unique(indices, return_counts=True)[1]

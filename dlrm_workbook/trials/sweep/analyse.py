@@ -56,13 +56,13 @@ class SweepSummary:
         runs = swept_runs(self.sweep.folder, "profile")
         opened = {label: open_recording(place).profile for label, place in runs.items()}
         self.profiles = all_at_reference(opened)
-        found: dict[str, tuple[pd.DataFrame, list[Finding]]] = {}
-        for label, profile in self.profiles.items():
-            attribution = attribute(profile)
-            found[label] = attribution, findings(profile, attribution)
         trained = swept_runs(self.sweep.folder, "train")
         qualities = {label: _trained_quality(folder) for label, folder in trained.items()}
-        qualities |= {label: quality(self.profiles[label], *each) for label, each in found.items()}
+        found: dict[str, list[Finding]] = {}
+        for label, profile in self.profiles.items():
+            parts = attribute(profile)
+            found[label] = findings(profile, parts)
+            qualities[label] = quality(profile, parts, found[label])
         qualities = {label: said for label, said in qualities.items() if said}
         self.quality = quality_of_runs(qualities) if qualities else {}
         levels = {label: said["level"] for label, said in qualities.items()}
@@ -79,7 +79,7 @@ class SweepSummary:
         numbers = dict(zip(self.points["label"], self.points["number"], strict=True))
         columns = {
             numbers[label]: {f.id.replace("_", " "): f.share_of_step for f in fired}
-            for label, (_, fired) in found.items()
+            for label, fired in found.items()
         }
         table = pd.DataFrame(columns, dtype=float)
         largest = table.max(axis=1).sort_values(ascending=False)

@@ -42,11 +42,8 @@ def scaling_curves(curves: Sequence[Curve], leaf: str) -> go.Figure:
     result, cells = theme.panels(title, list(map(part_label, parts)), 3, legend=len(held) > 1)
     for curve in curves:
         at = cells[parts.index(curve.component)]
-        colour = (
-            theme.INK
-            if curve.component == WHOLE_STEP
-            else theme.COLOURS.get(curve.component, theme.INK)
-        )
+        # the whole step has none
+        colour = theme.COLOURS.get(curve.component, theme.INK)
         look = theme.line_look(colour, held.index(curve.held))
         said = theme.lines_of(curve.law.sentence(short), 60)
         name = ", ".join(filter(None, [part_label(curve.component), curve.held]))
@@ -73,10 +70,8 @@ def scaling_curves(curves: Sequence[Curve], leaf: str) -> go.Figure:
         **theme.log_axis(sizes, lambda size: f"{size:,.0f}" if size >= 1 else f"{size:g}")
     )
     for name, at in zip(parts, cells, strict=True):
-        marks = theme.log_ticks(
-            [t for curve in curves if curve.component == name for t in curve.time_ms]
-        )
-        result.update_yaxes(**theme.log_axis(marks), **at)
+        times = [t for curve in curves if curve.component == name for t in curve.time_ms]
+        result.update_yaxes(**theme.log_axis(theme.log_ticks(times)), **at)
     result.update_xaxes(title=short, row=cells[-1]["row"] if cells else 1)
     result.update_yaxes(title="ms", col=1)
     return result
@@ -108,24 +103,18 @@ def points_bars(summary: pd.DataFrame) -> go.Figure:
     Points in doubt are marked, and unreliable ones are pale and never the best.
     """
     table = summary[summary["samples_per_second"].notna()]
-    fills = {"green": theme.INK, "amber": theme.INK, "red": theme.paled(theme.INK)}
     speeds = table["samples_per_second"]
+    rates = [f"{speed:,.0f}" for speed in speeds]
+    fills = table["quality"].map({"red": theme.paled(theme.INK)}).fillna(theme.INK)
+    fills = fills.mask(table["of_best"] == 1, theme.COLOURS["embedding"])
     return theme.ranked_bars(
         "Samples per second at each point",
         "samples per second",
         list(map(_marked, table["label"], table["quality"])),
         speeds.tolist(),
-        [f"{speed:,.0f}" for speed in speeds],
-        [
-            f"{label}: {speed:,.0f} samples/s"
-            for label, speed in zip(table["label"], speeds, strict=True)
-        ],
-        {
-            "color": [
-                theme.COLOURS["embedding"] if share == 1 else fills.get(level, theme.INK)
-                for share, level in zip(table["of_best"], table["quality"], strict=True)
-            ]
-        },
+        rates,
+        [f"{label}: {rate} samples/s" for label, rate in zip(table["label"], rates, strict=True)],
+        {"color": fills.tolist()},
     )
 
 
@@ -138,7 +127,7 @@ def parts_by_point(times: pd.DataFrame) -> go.Figure:
     table = times[times["component"] != WHOLE_STEP].groupby(["run", "component"], sort=False)
     spent = table["time_ms"].sum().unstack(fill_value=0).reindex(list(dict.fromkeys(times["run"])))
     levels = times.attrs.get("quality", {})
-    spent = spent.rename(index=lambda run: f"{_marked(run, levels.get(run, ''))}")
+    spent = spent.rename(index=lambda run: _marked(run, levels.get(run, "")))
     looks = {name: (part_label(name), theme.COLOURS[name]) for name in COMPONENTS}
     result = theme.stacked_bars("Share of each part at each point", spent, looks, "ms", shares=True)
     result.update_xaxes(title="share of the step")
@@ -156,18 +145,17 @@ def sweep_verdict(summary: pd.DataFrame, failures: str) -> Text:
     lines = [f"**{len(done)} of {len(summary)} points finished.**"]
     unreliable = done[done["quality"] == "red"]
     done = done.drop(index=unreliable.index)
-    speed = done["samples_per_second"].dropna() if len(done) else done
     if len(unreliable):
         names = ", ".join(short_setting(str(label)) for label in unreliable["label"])
         lines.append(f"Unreliable, and not counted below: {names}.")
-    if len(speed) > 1:
-        labels = [short_setting(str(label)) for label in done["label"][speed.index]]
-        rates = speed.to_numpy(dtype=float)
-        best, worst = int(rates.argmax()), int(rates.argmin())
+    timed = done[done["samples_per_second"].notna()]
+    if len(timed) > 1:
+        ranked = timed.astype({"samples_per_second": float}).sort_values("samples_per_second")
+        rates = ranked["samples_per_second"].to_numpy()
+        slowest, *_, fastest = (short_setting(str(label)) for label in ranked["label"])
         lines.append(
-            f"Most samples per second: **{labels[best]}**, {rates[best]:,.0f} samples/s, which is "
-            f"{ratio(rates[best] / rates[worst])} faster than {labels[worst]} "
-            f"({rates[worst]:,.0f})."
+            f"Most samples per second: **{fastest}**, {rates[-1]:,.0f} samples/s, which is "
+            f"{ratio(rates[-1] / rates[0])} faster than {slowest} ({rates[0]:,.0f})."
         )
     if said := _largest_parts(done):
         lines.append(f"Largest part of the step: {said}.")
@@ -201,17 +189,13 @@ def sweep_source(folder: Path) -> Text:
 
 def point_commands(folder: Path, points: pd.DataFrame) -> Text:
     """Commands that explain the fastest point, and that show all points side by side."""
-    speeds = points["samples_per_second"]
     place = "POINT"
-    speeds = speeds.where(points["quality"] != "red")
+    speeds = points["samples_per_second"].where(points["quality"] != "red")
     if speeds.notna().any():
         best = str(points.loc[speeds.idxmax(), "label"])
         place = str(swept_runs(folder, "profile").get(best, place))
-    commands = [
-        ["dlrm", "run", "bottlenecks", "-p", f"profile_run={place}"],
-        ["dlrm", "run", "compare", "-p", f"runs=[{folder}]"],
-    ]
-    explain, beside = (shlex.join(words) for words in commands)
+    explain = shlex.join(["dlrm", "run", "bottlenecks", "-p", f"profile_run={place}"])
+    beside = shlex.join(["dlrm", "run", "compare", "-p", f"runs=[{folder}]"])
     return Text(
         in_markdown(
             f"`{explain}` explains the fastest point: the operator and line of each bottleneck, "
