@@ -87,11 +87,10 @@ def median_error(values: Sequence[float]) -> float:
     Of a normal distribution sigma is the quartiles' distance over 1.349, and the median's
     standard error is 1.253 sigma / sqrt(n).
     """
-    middle = statistics.median(values)
-    if len(values) < 2 or middle <= 0:
+    if len(values) < 2:
         return 0.0
-    low, _, high = statistics.quantiles(values, n=4)
-    return 1.253 * (high - low) / 1.349 / math.sqrt(len(values)) / middle
+    low, middle, high = statistics.quantiles(values, n=4)
+    return 1.253 * (high - low) / 1.349 / math.sqrt(len(values)) / middle if middle > 0 else 0.0
 
 
 # What a turn needs.

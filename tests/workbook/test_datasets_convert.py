@@ -116,7 +116,9 @@ def test_missing_and_negative_integers_become_0_and_are_counted(tmp_path):
     assert rows[1:3].tolist() == [0, 0]
 
 
-def test_made_up_features_become_the_nearest_counts(tmp_path):
+def test_made_up_features_become_the_nearest_counts(tmp_path, monkeypatch):
+    # seconds of Monte Carlo, of which nothing is asked here
+    monkeypatch.setattr("dlrm_workbook.datasets.generate.best_figures", lambda law: {})
     command = ["data", "generate", "--variant", "deepspark_synthetic", "--scale", "0.001"]
     for labels, code in (("random", 0), ("teacher", 2)):
         source = tmp_path / labels

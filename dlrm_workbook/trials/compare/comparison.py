@@ -267,11 +267,9 @@ class Comparison:
     @property
     def gpu_sentence(self) -> str:
         """How the GPUs' own work changed, in Markdown; "" where it is not recorded in both."""
-        table = self.recorded_table()
-        sides = [f"device_ms_{side}" for side in ("before", "after")]
-        if table.empty or not set(sides) <= set(table.columns) or table[sides].isna().all().any():
-            return ""
-        before, after = (float(table[side].sum()) for side in sides)
+        # NaN where a side was not measured, and no columns where there are no two profiles
+        table = self.recorded_table().reindex(columns=["device_ms_before", "device_ms_after"])
+        before, after = (float(time_ms) for time_ms in table.sum())
         if not min(before, after):
             return ""
         work = self.device_table()
@@ -291,19 +289,17 @@ class Comparison:
 
         Empty where no step is known.
         """
-        outcome = self.outcomes[0] if self.outcomes else None
-        step_ms = outcome.before_ms if outcome and self.per == "per iteration" else None
-        if not outcome or not step_ms:
+        step_ms = self.outcomes[0].before_ms if self.outcomes else None
+        if not step_ms or self.per != "per iteration":
             return _absent("no iterations were timed")
         rows: list[tuple[Any, ...]] = []
         if self.runs:
-            before = [run for run in self.runs if run.setting == outcome.before]
+            before = [run for run in self.runs if run.setting == self.outcomes[0].before]
             count = sum(int(steady_rows(run.iteration_ms).sum()) for run in before)
             why = f"the median of {len(before)} rounds, each the mean of its steady iterations"
             rows = [("the step before the change", step_ms, count, f"{why}; no profiler")]
         for name, profile in self.profiles.items():
-            found = reference(profile)
-            if found is not None:
+            if found := reference(profile):
                 why = f"{found.source}; tables of this profile add up to it"
                 rows.append((f"the step in {name}'s profile", found.ms, found.iterations, why))
         table = pd.DataFrame(rows, columns=["what", "time_ms", "iterations", "why"])
@@ -316,11 +312,9 @@ class Comparison:
             return _absent(FINISHED)
         rows = []
         for outcome in self.outcomes:
-            made = outcome.predicted
-            row: dict[str, Any] = {"change": change_text(outcome.change)}
-            if made is None:
-                row["method"] = f"not predicted: {outcome.reason}"
-            else:
+            made, method = outcome.predicted, f"not predicted: {outcome.reason}"
+            row: dict[str, Any] = {"change": change_text(outcome.change), "method": method}
+            if made is not None:
                 row |= {"now_ms": made.now_ms, "then_ms": made.mid_ms, "method": made.method}
                 row |= {"low_ms": made.low_ms, "high_ms": made.high_ms}
                 row |= {f"speedup_{end}": made.speedup[end] for end in ("low", "mid", "high")}

@@ -126,19 +126,20 @@ def part_differences(parts: pd.DataFrame, per: str = "per iteration") -> go.Figu
         error_x={"array": half, "color": theme.INK, "thickness": 1.4, "width": 4},
     )
     # beyond both the bar and its interval, so that the text covers neither
-    reach = [abs(row.difference_ms) + side for row, side in zip(rows, half, strict=True)]
-    longest = max(reach, default=0.0) or 1.0
-    for place, (row, far) in enumerate(zip(rows, reach, strict=True)):
-        right = row.difference_ms >= 0
+    ends = [
+        math.copysign(abs(row.difference_ms) + side, row.difference_ms)
+        for row, side in zip(rows, half, strict=True)
+    ]
+    longest = max(map(abs, ends), default=0.0) or 1.0
+    for place, (row, end) in enumerate(zip(rows, ends, strict=True)):
         result.add_annotation(
-            x=far if right else -far,
+            x=end,
             y=place,
             text=signed_milliseconds(row.difference_ms),
             showarrow=False,
-            xanchor="left" if right else "right",
-            xshift=6 if right else -6,
+            xanchor="left" if end >= 0 else "right",
+            xshift=6 if end >= 0 else -6,
         )
-    ends = [far if row.difference_ms >= 0 else -far for row, far in zip(rows, reach, strict=True)]
     # a side takes what its bars reach, and room for the text beside them
     left, right = (
         max([side * end for end in ends if side * end > 0], default=-LABEL * longest / 2)
