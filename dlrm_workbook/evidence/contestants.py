@@ -125,11 +125,8 @@ def run_ours(parameters: Parameters, iterations: int, threads: int) -> Run:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "bench.json"
         write_json(file, checked.to_sections())
-        done = run_child(
-            python_module("dlrm_workbook", "train", "-f", file, "--output", folder),
-            stage="dlrm train",
-            environment=environment_of(threads),
-        )
+        command = python_module("dlrm_workbook", "train", "-f", file, "--output", folder)
+        done = run_child(command, stage="dlrm train", environment=environment_of(threads))
         done.require_success("dlrm train")
         result = read_json(Path(folder) / "result.json")
     whole, data = result["iteration_ms"][WARMUP:], result["data_ms"][WARMUP:]
@@ -335,6 +332,14 @@ def judge(
         if name != against and interval is not None:
             shared = {row["round"] for row in runs[name]} & {row["round"] for row in runs[against]}
             ratios.setdefault(name, {})[kind] = interval.to_dict() | {"rounds": len(shared)}
+    # NaN is never below a tolerance
+    agree = all(
+        value <= LOSS_TOLERANCE[precisions.get(name, "fp32")] for name, value in difference.items()
+    )
+    notices = {
+        name: list(dict.fromkeys(text for row in runs[name] for text in row["notices"]))
+        for name in names
+    }
     return {
         "against": against,
         "loss_reference": oracle,
@@ -344,18 +349,8 @@ def judge(
         },
         "ratios": ratios,
         "loss_difference": difference,
-        # NaN is never below a tolerance
-        "losses_agree": all(
-            value <= LOSS_TOLERANCE[precisions.get(name, "fp32")]
-            for name, value in difference.items()
-        )
-        if difference
-        else None,
-        "notices": {
-            name: notices
-            for name in names
-            if (notices := list(dict.fromkeys(n for row in runs[name] for n in row["notices"])))
-        },
+        "losses_agree": agree if difference else None,
+        "notices": {name: texts for name, texts in notices.items() if texts},
         "failures": dict(failures),
     }
 

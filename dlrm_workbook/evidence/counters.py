@@ -197,9 +197,8 @@ class IterationCounters:
         self._due_ms = {"listing": 0.0, "clocks": 0.0, "system": 0.0}
         """When each is to be read again."""
         self._before: dict[str, float] = {}
-        self._rows: list[dict[str, float]] = []
+        self._rows: list[dict[str, Any]] = []
         self._ends_ms: list[float] = []
-        self._labels: list[tuple[int, bool]] = []
 
     def __enter__(self) -> IterationCounters:
         return self
@@ -227,9 +226,9 @@ class IterationCounters:
         now = self._read()
         before = self._before or now
         self._rows.append(
-            {name: value - (0 if name in STOCKS else before[name]) for name, value in now.items()}
+            {"iteration": iteration, "profiled": profiled}
+            | {name: value - (0 if name in STOCKS else before[name]) for name, value in now.items()}
         )
-        self._labels.append((iteration, profiled))
         self._ends_ms.append(now["wall_ms"])
         self._before = now
         self._read_sparingly(now["wall_ms"])
@@ -243,9 +242,7 @@ class IterationCounters:
         """One list a counter, one entry an iteration, in the order in which they ran."""
         if not self._rows:
             return {}
-        iterations, profiled = zip(*self._labels, strict=True)
-        columns: dict[str, list[Any]] = {"iteration": [*iterations], "profiled": [*profiled]}
-        columns |= {name: [row[name] for row in self._rows] for name in self._rows[0]}
+        columns = {name: [row[name] for row in self._rows] for name in self._rows[0]}
         for name in INTEGERS & columns.keys():
             columns[name] = [round(value) for value in columns[name]]
         if "run_queue_ms" in columns:
@@ -283,20 +280,14 @@ class IterationCounters:
         if not self._rows:
             return []
         self._read_last()
-        plain = np.array([not profiled for _, profiled in self._labels])
+        plain = np.array([not row["profiled"] for row in self._rows])
         chosen = plain if plain.any() else ~plain
         moments, tids, used = self._thread_times()
-        rows = [
-            {
-                "name": self._names[tid][0],
-                "tid": tid,
-                "cpu_ms_per_iteration": float(
-                    self._in_iterations(moments, used[:, i])[chosen].mean() / 1e6
-                ),
-                "kind": self._kind(tid),
-            }
-            for i, tid in enumerate(tids)
-        ]
+        rows = []
+        for tid, cpu_ns in zip(tids, used.T, strict=True):
+            mean_ms = float(self._in_iterations(moments, cpu_ns)[chosen].mean() / 1e6)
+            row = {"name": self._names[tid][0], "tid": tid, "cpu_ms_per_iteration": mean_ms}
+            rows.append(row | {"kind": self._kind(tid)})
         return sorted(rows, key=lambda row: -row["cpu_ms_per_iteration"])
 
     def evidence(self) -> dict[str, Any]:

@@ -16,9 +16,10 @@ import contextlib
 import importlib
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -32,8 +33,8 @@ MOST_WATTS = 1000.0
 """More than any processor package draws: how soon its counter could come round."""
 
 
-class Counter(Protocol):
-    """Something that counts its energy.
+class Counter(ABC):
+    """A device that counts its energy, read from any thread.
 
     Attributes:
         device: what it measures, as ``gpu 0 (NVIDIA H100)`` or ``package-0``.
@@ -41,12 +42,23 @@ class Counter(Protocol):
         period_s: how often :meth:`energy_j` must be called at least; None: no need to.
     """
 
-    device: str
     method: str
-    period_s: float | None
+    period_s: float | None = None
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+        self._lock = threading.Lock()
+        self._energy_j = 0.0
 
     def energy_j(self) -> float:
-        """Joules since some moment in the past; raises OSError where it cannot be read."""
+        """Joules since this object was made; raises OSError where it cannot be read."""
+        with self._lock:
+            self._energy_j += self._used_j()
+            return self._energy_j
+
+    @abstractmethod
+    def _used_j(self) -> float:
+        """Joules since the last call, or since this object was made."""
 
 
 class PowerMeter:
@@ -98,11 +110,8 @@ class PowerMeter:
             except OSError as error:
                 self._not_measured[counter.device] = str(error)
                 continue
-            power = used / seconds if seconds > 0 else 0.0
-            readings.append(
-                {"device": counter.device, "method": counter.method}
-                | {"energy_j": used, "power_w": power}
-            )
+            facts = {"device": counter.device, "method": counter.method, "energy_j": used}
+            readings.append(facts | {"power_w": used / seconds if seconds > 0 else 0.0})
         self._stop.set()
         if self._thread is not None:
             self._thread.join()
@@ -147,7 +156,7 @@ def find_counters(device: torch.device) -> tuple[list[Counter], dict[str, str]]:
     return counters, missing
 
 
-class Rapl:
+class Rapl(Counter):
     """Energy of a processor package, or of the memory beside it; of all its processes.
 
     Args:
@@ -157,24 +166,19 @@ class Rapl:
         OSError: it cannot be read.
     """
 
+    method = "RAPL energy counter"
+
     def __init__(self, zone: Path, device: str) -> None:
-        self.device = device
-        self.method = "RAPL energy counter"
+        super().__init__(device)
         self._file = zone / "energy_uj"
         self._range_uj = int((zone / "max_energy_range_uj").read_text())
         # half the time in which the counter can come round
-        self.period_s: float | None = self._range_uj / 1e6 / MOST_WATTS / 2
-        self._lock = threading.Lock()
+        self.period_s = self._range_uj / 1e6 / MOST_WATTS / 2
         self._last_uj = int(self._file.read_text())
-        self._total_uj = 0
 
-    def energy_j(self) -> float:
-        """Joules since this object was made."""
-        with self._lock:
-            now = int(self._file.read_text())
-            self._total_uj += (now - self._last_uj) % (self._range_uj + 1)
-            self._last_uj = now
-            return self._total_uj / 1e6
+    def _used_j(self) -> float:
+        before, self._last_uj = self._last_uj, int(self._file.read_text())
+        return (self._last_uj - before) % (self._range_uj + 1) / 1e6
 
 
 def rapl_counters() -> list[Counter]:
@@ -217,43 +221,36 @@ def rapl_counters() -> list[Counter]:
     return counters
 
 
-class GpuEnergy:
+class GpuEnergy(Counter):
     """A GPU's own energy counter (Volta and later)."""
 
     method = "NVML energy counter"
-    period_s: float | None = None
 
     def __init__(self, device: str, read_mj: Callable[[], int]) -> None:
-        self.device = device
+        super().__init__(device)
         self._read_mj = read_mj
-        read_mj()
+        self._last_mj = read_mj()
 
-    def energy_j(self) -> float:
-        """Joules since the driver was loaded."""
-        return self._read_mj() / 1e3
+    def _used_j(self) -> float:
+        before, self._last_mj = self._last_mj, self._read_mj()
+        return (self._last_mj - before) / 1e3
 
 
-class GpuPower:
+class GpuPower(Counter):
     """Samples of a GPU's power, added up by the trapezoidal rule."""
 
     method = f"NVML power, sampled every {SAMPLE_S:g} s"
-    period_s: float | None = SAMPLE_S
+    period_s = SAMPLE_S
 
     def __init__(self, device: str, read_mw: Callable[[], int]) -> None:
-        self.device = device
+        super().__init__(device)
         self._read_mw = read_mw
-        self._lock = threading.Lock()
         self._last = (time.perf_counter(), read_mw() / 1e3)
-        self._energy_j = 0.0
 
-    def energy_j(self) -> float:
-        """Joules since this object was made."""
-        with self._lock:
-            now, watts = time.perf_counter(), self._read_mw() / 1e3
-            before, last = self._last
-            self._energy_j += (now - before) * (watts + last) / 2
-            self._last = (now, watts)
-            return self._energy_j
+    def _used_j(self) -> float:
+        (before, last_watts), self._last = self._last, (time.perf_counter(), self._read_mw() / 1e3)
+        now, watts = self._last
+        return (now - before) * (watts + last_watts) / 2
 
 
 def gpu_counter(device: torch.device) -> Counter:
