@@ -6,18 +6,16 @@ measured, on request, with the share of it that the machine at hand is asked to 
 
 from __future__ import annotations
 
-import json
 import shutil
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from dlrm_core.base.errors import InputError
+from dlrm_core.base.machine import number_in
 from dlrm_core.data.files.teacher import Law
 from dlrm_workbook.datasets.criteo import RAW_ROW_BYTES
 from dlrm_workbook.datasets.generate import VARIANTS, bytes_of_sample, generate, scaled_variant
-from dlrm_workbook.ground.processes import run_child
+from dlrm_workbook.ground.processes import do_job, run_job
 
 CRITEO_ROWS = 4_373_472_329
 """Lines of Criteo's Terabyte text, 24 days."""
@@ -110,32 +108,28 @@ def _measured(
     if share is None:
         return dict.fromkeys(MEASURED_COLUMNS)
     target = folder / f"{name}.measured"
+    job = {"name": name, "share": share, "samples": max(9, round(samples * share))}
+    job |= {"target": str(target), "threads": threads}
     try:
-        words = [name, share, max(9, round(samples * share)), target, threads]
-        command = [sys.executable, "-m", __name__, *map(str, words)]
-        done = run_child(command, stage=f"making {name}")
-        result = done.last_object("making_s")
-        if done.exit_code or result is None:
-            raise InputError(f"making {name} failed: {done.last_words()}")
+        result = run_job(__name__, job, stage=f"making {name}")
         return {"share_made": share, "whole_s": result["making_s"] / share} | result
     finally:
         for path in (target, target.with_name(target.name + ".partial")):
             shutil.rmtree(path, ignore_errors=True)
 
 
-def make_and_time(name: str, share: str, samples: str, target: str, threads: str) -> None:
-    """Make a data set and print what that took, as JSON."""
-    variant = scaled_variant(VARIANTS[name], float(share))
-    test = int(samples) // 9
-    counts = {"train": int(samples) - test, "test": test}
+def make_and_time(job: dict[str, Any]) -> dict[str, float]:
+    """Make a data set, and say what that took."""
+    variant = scaled_variant(VARIANTS[job["name"]], job["share"])
+    test = job["samples"] // 9
+    counts = {"train": job["samples"] - test, "test": test}
     started = time.perf_counter()
-    generate(Law(variant, 12345, None), counts, Path(target), int(threads))
+    generate(Law(variant, 12345, None), counts, Path(job["target"]), job["threads"])
     seconds = time.perf_counter() - started
-    status = Path("/proc/self/status").read_text(encoding="utf-8")
     # of this program alone: ru_maxrss has that of the process that started it, too
-    peak_kib = int(status.partition("VmHWM:")[2].split()[0])
-    print(json.dumps({"making_s": seconds, "making_peak_mib": peak_kib / 1024}))
+    peak_kib = number_in(Path("/proc/self/status"), "VmHWM:") or 0
+    return {"making_s": seconds, "making_peak_mib": peak_kib / 1024}
 
 
 if __name__ == "__main__":
-    make_and_time(*sys.argv[1:])
+    do_job(make_and_time)
