@@ -259,16 +259,16 @@ class _Operands:
     def pair(self, product: Product, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Left (m, k) and right (k, n), laid out in memory as the step has them."""
         m, n, k, batch = product.m, product.n, product.k, product.batch
-        stacked = (batch,) if batch > 1 else ()
-        if batch == 1 and product.phase == "backward_weight":  # dy^T x
-            left = self._matrix("left", (k, m), dtype).t()
-        else:
-            left = self._matrix("left", (*stacked, m, k), dtype)
-        if batch == 1 and product.phase == "forward":  # x W^T
-            return left, self._matrix("right", (n, k), dtype).t()
-        if product.phase == "forward" and m == n:  # features by their own transpose
-            return left, left.transpose(1, 2)
-        return left, self._matrix("right", (*stacked, k, n), dtype)
+        if batch > 1:
+            left = self._matrix("left", (batch, m, k), dtype)
+            if product.phase == "forward" and m == n:  # features by their own transpose
+                return left, left.transpose(1, 2)
+            return left, self._matrix("right", (batch, k, n), dtype)
+        if product.phase == "forward":  # x W^T
+            return self._matrix("left", (m, k), dtype), self._matrix("right", (n, k), dtype).t()
+        if product.phase == "backward_weight":  # dy^T x
+            return self._matrix("left", (k, m), dtype).t(), self._matrix("right", (k, n), dtype)
+        return self._matrix("left", (m, k), dtype), self._matrix("right", (k, n), dtype)
 
     def call(self, product: Product, precision: str) -> Callable[[], torch.Tensor]:
         """The operation that the dense part would run for this product."""

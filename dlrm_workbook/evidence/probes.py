@@ -108,7 +108,7 @@ Loop = TypeVar("Loop", "StepLoop", "DataLoop")
 Result = TypeVar("Result")
 
 
-@dataclass
+@dataclass(eq=False)
 class Tables:
     """A model whose tables others may train on, so that they need none of their own."""
 
@@ -599,9 +599,8 @@ class _Probes:
         self.alone: dict[str, list[Times]] = {}
         self.step_ms = 0.0
         self._loops: dict[str, StepLoop | DataLoop] = {}
-        self._runs: dict[tuple[str, str], tuple[list[Times], list[Times]]] = {}
-        """Loop and key to the times before and after, of the same rounds."""
-        self._notices: dict[tuple[str, str], list[str]] = {}
+        self._runs: dict[tuple[str, str], tuple[list[Times], list[Times], list[str]]] = {}
+        """Loop and key to the times before and after, of the same rounds, and notices."""
         self._refused: dict[tuple[str, str], str] = {}
         self._overlaps: dict[tuple[Any, ...], dict[str, Any]] = {}
 
@@ -668,8 +667,7 @@ class _Probes:
             )
             self.alone[half] += before
             for key, after in zip(loops, others, strict=True):
-                self._runs[half, key] = before[: len(after)], after
-                self._notices[half, key] = loops[key].notices
+                self._runs[half, key] = before[: len(after)], after, loops[key].notices
             waiting = later
             together.clear()
 
@@ -708,7 +706,7 @@ class _Probes:
         if any(refused):
             return result | times | {"refused": next(filter(None, refused))}
         for half, key in candidate.keys.items():
-            said = self._notices[half, key]
+            said = self._runs[half, key][2]
             result["notices"] += [text for text in said if text not in result["notices"]]
             self._add(times, half, candidate)
         result |= {name: _nested(figures) for name, figures in times.items()}
@@ -723,7 +721,7 @@ class _Probes:
 
     def _add(self, times: dict[str, Times], half: str, candidate: _Candidate) -> None:
         """Add the parts of one loop to the times of a change."""
-        before, after = self._runs[half, candidate.keys[half]]
+        before, after, _ = self._runs[half, candidate.keys[half]]
         now, then, spread = medians(before), medians(after), ratio_errors(before, after)
         together, same = self.base(), medians(self.alone[half])
         for part, ms in then.items():
