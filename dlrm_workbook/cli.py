@@ -11,16 +11,55 @@ import argparse
 import contextlib
 import json
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
 
 from dlrm_core.base import cli as core
 from dlrm_core.base.cli import Subcommand
 from dlrm_workbook.ground import studies
 from dlrm_workbook.ground.options import like_option, parameters_file, read_like
 
+SUBCOMMANDS: list[Subcommand] = []
+"""Filled from the top down by :func:`_subcommand`, and at the end by the studies."""
 
+Options = Callable[[argparse.ArgumentParser], None]
+
+
+def _subcommand(handler: str, name: str = "", help: str = "") -> Callable[[Options], Options]:
+    """Add a subcommand, whose options the function below adds.
+
+    Args:
+        handler: ``module:function`` in this package.
+        name: the subcommand's; left out, the function's.
+        help: what it does; left out, the function's docstring.
+    """
+
+    def add(options: Options) -> Options:
+        words = " ".join((options.__doc__ or "").split())
+        about = help or words[:1].lower() + words[1:].rstrip(".")
+        called = name or options.__name__.strip("_")
+        SUBCOMMANDS.append(Subcommand(called, about, options, f"dlrm_workbook.{handler}"))
+        return options
+
+    return add
+
+
+def _print_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def _recording(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "path",
+        metavar="RECORDING",
+        help="a run folder, a recording, an HPCToolkit database, a Chrome trace of "
+        "torch.profiler, a folder or archive of the traces of several ranks, or latest: the newest "
+        "profile run",
+    )
+
+
+@_subcommand("runner.command:command_run")
 def _run(parser: argparse.ArgumentParser) -> None:
+    """Execute notebooks into dated run folders with HTML pages."""
     parser.add_argument(
         "notebook",
         metavar="NOTEBOOK|all",
@@ -47,6 +86,13 @@ def _run(parser: argparse.ArgumentParser) -> None:
     )
 
 
+@_subcommand("ground.runs:command_new")
+def _new(parser: argparse.ArgumentParser) -> None:
+    """Copy the notebooks and parameters files into a folder of yours, to edit and run there."""
+    parser.add_argument("folder", metavar="DIR", help="a new folder, or an empty one")
+
+
+@_subcommand("evidence.training:command_train", help=core.TRAIN.help)
 def _train(parser: argparse.ArgumentParser) -> None:
     parameters_file(parser)
     core.train_options(parser)
@@ -57,13 +103,14 @@ def _train(parser: argparse.ArgumentParser) -> None:
     )
 
 
+@_subcommand("evidence.training:command_evaluate", help=core.EVALUATE.help)
 def _evaluate(parser: argparse.ArgumentParser) -> None:
     parameters_file(parser)
     core.checkpoint_option(parser)
 
 
+@_subcommand("evidence.latency:command_infer", "infer", core.INFER.help)
 def infer_options(parser: argparse.ArgumentParser) -> None:
-    """Options of ``infer``."""
     parameters_file(parser)
     core.checkpoint_option(parser)
     parser.add_argument(
@@ -90,62 +137,38 @@ def infer_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _new(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", metavar="DIR", help="a new folder, or an empty one")
-
-
+@_subcommand("recordings.torch.recorder:command_record")
 def _record(parser: argparse.ArgumentParser) -> None:
+    """Record a profile with torch.profiler, without a notebook."""
     parameters_file(parser)
     parser.add_argument("--output", required=True, metavar="DIR", help="folder of the recording")
     # for the process that reads the recording while this one waits
     parser.add_argument("--together", nargs=2, default=(), help=argparse.SUPPRESS)
 
 
-def _capacity(parser: argparse.ArgumentParser) -> None:
-    parameters_file(parser)
-    _print_json(parser)
-
-
+@_subcommand("recordings.hpctoolkit.views:database")
 def _database(parser: argparse.ArgumentParser) -> None:
+    """Print the facts of an HPCToolkit database."""
     parser.add_argument("path", metavar="PATH", help="an HPCToolkit database (hpcprof's -o)")
     _print_json(parser)
 
 
-def _data(parser: argparse.ArgumentParser) -> None:
-    from dlrm_workbook.datasets.command import add_arguments
-
-    add_arguments(parser)
-
-
-def _explain(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "path",
-        metavar="RECORDING",
-        help="a run folder, a recording, an HPCToolkit database, a Chrome trace of "
-        "torch.profiler, a folder or archive of the traces of several ranks, or latest: the newest "
-        "profile run",
-    )
-
-
+@_subcommand("analysis.inspect:command_inspect")
 def _inspect(parser: argparse.ArgumentParser) -> None:
-    _explain(parser)
+    """Print what a recording of any kind contains."""
+    _recording(parser)
     _print_json(parser)
 
 
-def _help(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "topic", nargs="?", default="", metavar="TOPIC", help="left out: the topics are listed"
-    )
-    parser.add_argument(
-        "name",
-        nargs="?",
-        default="",
-        metavar="NAME",
-        help="only what is called so: a table, a column, a parameter, a rule, a command",
-    )
+@_subcommand("report:command_explain")
+def _explain(parser: argparse.ArgumentParser) -> None:
+    """Print what holds a recording of any kind back, as Markdown; no run folder is written."""
+    _recording(parser)
 
 
+@_subcommand("analysis.export:command_export")
 def _export(parser: argparse.ArgumentParser) -> None:
+    """Convert a recording of any kind for ui.perfetto.dev or www.speedscope.app."""
     parser.add_argument(
         "path",
         metavar="RECORDING",
@@ -161,95 +184,50 @@ def _export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("output", metavar="FILE", help="a file that ends in .json or .json.gz")
 
 
-def _print_json(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+@_subcommand("trials.capacity:command_capacity")
+def _capacity(parser: argparse.ArgumentParser) -> None:
+    """List the memory that a run would need, and where it fits; nothing is run."""
+    parameters_file(parser)
+    _print_json(parser)
 
 
-SUBCOMMANDS = (
-    Subcommand(
-        "run",
-        "execute notebooks into dated run folders with HTML pages",
-        _run,
-        "dlrm_workbook.runner.command:command_run",
-    ),
-    Subcommand(
-        "new",
-        "copy the notebooks and parameters files into a folder of yours, to edit and run there",
-        _new,
-        "dlrm_workbook.ground.runs:command_new",
-    ),
-    replace(
-        core.TRAIN, add_arguments=_train, handler="dlrm_workbook.evidence.training:command_train"
-    ),
-    replace(
-        core.EVALUATE,
-        add_arguments=_evaluate,
-        handler="dlrm_workbook.evidence.training:command_evaluate",
-    ),
-    replace(core.INFER, add_arguments=infer_options),
-    Subcommand(
-        "record",
-        "record a profile with torch.profiler, without a notebook",
-        _record,
-        "dlrm_workbook.recordings.torch.recorder:command_record",
-    ),
-    Subcommand(
-        "database",
-        "print the facts of an HPCToolkit database",
-        _database,
-        "dlrm_workbook.recordings.hpctoolkit.views:database",
-    ),
-    Subcommand(
-        "inspect",
-        "print what a recording of any kind contains",
-        _inspect,
-        "dlrm_workbook.analysis.inspect:command_inspect",
-    ),
-    Subcommand(
-        "explain",
-        "print what holds a recording of any kind back, as Markdown; no run folder is written",
-        _explain,
-        "dlrm_workbook.report:command_explain",
-    ),
-    Subcommand(
-        "export",
-        "convert a recording of any kind for ui.perfetto.dev or www.speedscope.app",
-        _export,
-        "dlrm_workbook.analysis.export:command_export",
-    ),
-    Subcommand(
-        "capacity",
-        "list the memory that a run would need, and where it fits; nothing is run",
-        _capacity,
-        "dlrm_workbook.trials.capacity:command_capacity",
-    ),
-    Subcommand(
-        "data",
-        "generate, preprocess, inspect or convert data sets; list published ones",
-        _data,
-        "dlrm_workbook.datasets.command:data",
-    ),
-    Subcommand(
-        "help",
-        "describe columns, parameters, findings, commands, flags, presets or GPUs, as Markdown",
-        _help,
-        "dlrm_workbook.help:command_help",
-    ),
-    Subcommand(
-        "parameters",
-        "print every parameter, its default and its meaning, as Markdown; with --like, a "
-        "parameters file",
-        like_option,
-        "dlrm_workbook.analysis.changes:parameters",
-    ),
-    Subcommand(
-        "doctor",
-        "print what this machine has, and what cannot be measured or run without each missing part",
-        _print_json,
-        "dlrm_workbook.doctor:doctor",
-    ),
-    *studies.subcommands(),
-)
+@_subcommand("datasets.command:data")
+def _data(parser: argparse.ArgumentParser) -> None:
+    """Generate, preprocess, inspect or convert data sets; list published ones."""
+    from dlrm_workbook.datasets.command import add_arguments
+
+    add_arguments(parser)
+
+
+@_subcommand("help:command_help")
+def _help(parser: argparse.ArgumentParser) -> None:
+    """Describe columns, parameters, findings, commands, flags, presets or GPUs, as Markdown."""
+    parser.add_argument(
+        "topic", nargs="?", default="", metavar="TOPIC", help="left out: the topics are listed"
+    )
+    parser.add_argument(
+        "name",
+        nargs="?",
+        default="",
+        metavar="NAME",
+        help="only what is called so: a table, a column, a parameter, a rule, a command",
+    )
+
+
+@_subcommand("analysis.changes:parameters")
+def _parameters(parser: argparse.ArgumentParser) -> None:
+    """Print every parameter, its default and its meaning, as Markdown; with --like, a parameters
+    file."""
+    like_option(parser)
+
+
+@_subcommand("doctor:doctor")
+def _doctor(parser: argparse.ArgumentParser) -> None:
+    """Print what this machine has, and what cannot be measured or run without each missing part."""
+    _print_json(parser)
+
+
+SUBCOMMANDS += studies.subcommands()
 
 
 DESCRIPTION = (
