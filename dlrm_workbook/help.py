@@ -14,7 +14,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -26,12 +25,8 @@ from dlrm_workbook.analysis.changes import parameters_table
 from dlrm_workbook.analysis.devices import DEVICES
 from dlrm_workbook.analysis.findings import RULES
 from dlrm_workbook.ground.vendors import SCRIPTS
-from dlrm_workbook.show.tables import Text
+from dlrm_workbook.show.tables import COLUMNS_FILE, Text
 from dlrm_workbook.show.views import VIEWS
-
-COLUMNS = Path(__file__).parent / "show" / "columns.md"
-"""Tables and their columns; a test compares it with frames of real recordings."""
-
 
 def describe(topic: str = "", word: str = "") -> Text:
     """What a topic says, as Markdown; without a topic the list of topics.
@@ -178,7 +173,7 @@ def _meanings(module: str) -> dict[str, str]:
 TOPICS: dict[str, tuple[str, Callable[[], str]]] = {
     "columns": (
         "columns of every table: unit, meaning, formula",
-        lambda: COLUMNS.read_text(encoding="utf-8"),
+        lambda: COLUMNS_FILE.read_text(encoding="utf-8"),
     ),
     "commands": ("every command with its options", _commands),
     "findings": (

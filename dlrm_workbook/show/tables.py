@@ -98,106 +98,20 @@ class Column:
     unit: str = ""
 
 
-COLUMNS = {
-    # made of several columns
-    "part": Column("part", "part", ("component", "phase")),
-    "operator": Column("operator", "operator", ("name", "kind")),
-    "call": Column("call", "call", ("level", "folded", "name", "hot")),
-    "caller": Column("function, and below it its callers", "caller", ("depth", "name")),
-    "library": Column("in", "library", ("module", "file")),
-    "range": Column("range", "range", ("low_ms", "high_ms"), "ms"),
-    "tried": Column("speed-up", "gain_range", ("speedup_mid", "speedup_low", "speedup_high")),
-    "predicted": Column("predicted", "gain_range", ("speedup_mid", "speedup_low", "speedup_high")),
-    "measure": Column("value", "measure", ("value", "unit")),
-    "bound": Column("limit", "bound", ("limit", "ceiling")),
-    # words
-    "change": Column("change", "settings"),
-    "direction": Column("copy"),
-    "lane": Column("thread or stream"),
-    "title": Column("finding"),
-    "why": Column("why left out"),
-    "component": Column("part", "component"),
-    "file": Column("file", "base"),
-    "kernel": Column("kernel", "function"),
-    "kernels": Column("kernels", "text"),
-    "short_name": Column("short name", "text"),
-    "label": Column("call", "function"),
-    "largest": Column("most", "function"),
-    "largest_share": Column("its share"),
-    "line": Column("line", "line"),
-    "source": Column("source", "text"),
-    "in_iterations": Column("in iterations", "known_share"),
-    "module": Column("module", "base"),
-    "name": Column("function", "function"),
-    "target": Column("memory of"),
-    "shapes": Column("input shapes", "shapes"),
-    "where": Column("on", "where"),
-    # numbers whose names do not say it all
-    "accuracy": Column("accuracy", "share"),
-    "auc": Column("AUC", "auc"),
-    "below_best": Column("below the best possible", "auc"),
-    "compute_ms_per_iteration": Column("mean compute", "number", unit="ms"),
-    "cpu_self_ms": Column("CPU itself"),
-    "data_ms_per_iteration": Column("mean data", "number", unit="ms"),
-    "ceiling_ms": Column("least time"),
-    "cpu_time_ms (inc)": Column("CPU time with callees", "number", unit="ms"),
-    "difference_ms": Column("difference", "signed"),
-    "dilation": Column("dilation", "known_ratio"),
-    "error_ms": Column("may differ by"),
-    "flops": Column("GFLOP", "giga"),
-    "gpu_time_ms (inc)": Column("GPU time with callees", "number", unit="ms"),
-    "iteration_ms": Column("iteration", "measured"),
-    "kernel_ms": Column("kernels"),
-    "kernel_us": Column("median kernel"),
-    "launch_bound": Column("launch-bound", "judged"),
-    "launch_us": Column("median launch"),
-    "mid_ms": Column("expected"),
-    "operator_us": Column("median operator"),
-    "rank": Column("rank", "rank"),
-    "registers": Column("registers per thread"),
-    "short_share": Column("kernels shorter than a launch"),
-    "queue_depth": Column("queued on average", "number"),
-    "empty_share": Column("queue empty"),
-    "share_of_ceiling": Column("least / measured"),
-    "exceeded_by_bytes": Column("too much"),
-    "gpus": Column("GPUs that hold it together"),
-    "each_bytes": Column("on each of these", "bytes"),
-    "each_host_bytes": Column("on the host for each"),
-    "exclusive": Column("itself", "number"),
-    "call_gflop": Column("GFLOP per call", "number"),
-    "call_bytes": Column("bytes per call"),
-    "gb_per_s": Column("GB/s", "number"),
-    "peak_tflops_per_s": Column("TFLOP/s of the data sheet", "number"),
-    "tflops_per_s": Column("TFLOP/s", "number"),
-    "launches_per_iteration": Column("launches per iteration", "number"),
-    "share_of_device": Column("of GPU time"),
-    "share_of_link": Column("of the measured link"),
-    "share_of_step": Column("of the step"),
-    "waves": Column("waves", "number"),
-    "gflops": Column("GFLOP/s", "number"),
-    "gflops_per_second": Column("GFLOP/s", "number"),
-    "host_bytes": Column("on the host then"),
-    "inclusive": Column("with callees", "number"),
-    "inclusive_share": Column("share with callees"),
-    "intensity_flop_per_byte": Column("operations per byte", "number"),
-    "largest_on_gpu_bytes": Column("tables it can hold"),
-    "largest_rows": Column("largest tables", unit="rows"),
-    "limit_bytes": Column("there is"),
-    "loss": Column("loss", "loss"),
-    "log_loss": Column("log loss", "auc"),
-    "mean_ms_per_iteration": Column("ms per iteration, mean", "number"),
-    "ms_per_iteration": Column("ms per iteration, median", "number"),
-    "occupancy_percent": Column("occupancy", "number", unit="%"),
-    "of_iteration": Column("share of the iteration", "share"),
-    "gain": Column("speed-up", "gain"),
-    "predicted_speedup": Column("predicted speed-up", "gain"),
-    "rows_factor": Column("times as many rows", "ratio"),
-    "samples_per_second": Column("samples/s", "count"),
-    "self_ms": Column("itself"),
-    "shared_memory_bytes": Column("shared memory per block", "count", unit="B"),
-    "speedup": Column("speed-up", "ratio"),
-    "value_ms": Column("with callees"),
-}
+COLUMNS_FILE = Path(__file__).parent / "columns.md"
+"""Describes the columns of all tables; its last section is :data:`COLUMNS`."""
+
+
+def _titled() -> dict[str, Column]:
+    section = COLUMNS_FILE.read_text(encoding="utf-8").partition("# How tables show them")[2]
+    columns = {}
+    for row in re.findall(r"^\| `(.*) \|$", section, re.MULTILINE):
+        name, label, format, unit, needs = (cell.strip("` ") for cell in row.split(" |"))
+        columns[name] = Column(label, format, tuple(needs.split()), unit)
+    return columns
+
+
+COLUMNS = _titled()
 """What a column's name does not say by itself."""
 
 
@@ -253,14 +167,10 @@ def show(
         InputError: ``whole`` cannot be written.
     """
     if frame.empty:
-        return instead or (absent(_reason(frame)) if _reason(frame) else TextTable([], []))
+        return instead or (absent(_reason(frame)) if _reason(frame) else TextTable([]))
     chosen = _default_columns(frame) if columns is None else columns
     rows = frame.head(BESIDE if whole else KEPT)
-    titles: list[str] = []
-    columns_of_text: list[list[str]] = []
-    words: list[bool] = []
-    marks: dict[int, list[str]] = {}
-    exact: dict[int, tuple[str, list[str]]] = {}
+    shown: list[Cells] = []
     for name in chosen:
         look = _look_of(name, frame, chosen[name] if isinstance(chosen, Mapping) else "")
         needed = look.needs or (name,)
@@ -268,43 +178,33 @@ def show(
             continue
         sources = [rows[of] for of in needed]
         formatter = FORMATS[look.format] if isinstance(look.format, str) else look.format
-        texts, is_words = formatter(*sources)
+        texts, words = formatter(*sources)
         says_nothing = all(text in ("", NOTHING) for text in texts)
         says_nothing |= name == "part" and bool(rows["component"].eq("other").all())
-        if says_nothing and titles:
+        if says_nothing and shown:
             continue
         unit = look.unit or str(frame.attrs.get(UNITS_OF_FRAMES.get(name, ""), ""))
-        if name == "part":
-            marks[len(titles)] = [COLOURS.get(part, COLOURS["other"]) for part in rows["component"]]
-        exact[len(titles)] = _exact(name, sources, texts)
-        titles.append(f"{look.label} ({unit})" if unit else look.label)
-        columns_of_text.append(texts)
-        words.append(is_words)
-    cells = zip(*columns_of_text, strict=True)
+        title = f"{look.label} ({unit})" if unit else look.label
+        parts = rows["component"] if name == "part" else []
+        colours = [COLOURS.get(part, COLOURS["other"]) for part in parts]
+        shown.append(Cells(title, texts, words, colours, *_exact(name, sources, texts)))
     file = whole if len(frame) > len(rows) else None
     if file is not None:
-        write_csv(file, frame)
-    total = len(frame)
-    result = TextTable(titles, cells, words, marks, exact=exact, most=most, total=total, file=file)
-    result.caption = caption
-    return result
+        _write_csv(file, frame)
+    return TextTable(shown, most=most, total=len(frame), file=file, caption=caption)
 
 
-def write_csv(path: Path, frame: pd.DataFrame) -> None:
+def _write_csv(path: Path, frame: pd.DataFrame) -> None:
     """Write a frame as CSV, without its index.
 
     Text that a spreadsheet would take for a formula gets an apostrophe before it.
-
-    Raises:
-        InputError: the file cannot be written.
     """
     formula = re.compile(r"[=+@\t-]")
 
     def harmless(value: Any) -> Any:
         return f"'{value}" if isinstance(value, str) and formula.match(value) else value
 
-    text = frame.apply(lambda column: column.map(harmless)).to_csv(index=False)
-    write_text(path, text)
+    write_text(path, frame.map(harmless).to_csv(index=False))
 
 
 def _exact(name: str, sources: Sequence[pd.Series], texts: Sequence[str]) -> tuple[str, list[str]]:
@@ -373,11 +273,9 @@ def each_row(text: Callable[..., str], words: bool = False) -> Formatter:
     return format
 
 
-def _each(text: Callable[[Any], str], words: bool = False) -> Callable[[pd.Series], Texts]:
-    def format(values: pd.Series) -> Texts:
-        return [NOTHING if _missing(value) else text(value) for value in values], words
-
-    return format
+def _each(text: Callable[[Any], str], words: bool = False, absent: str = NOTHING) -> Formatter:
+    """The format of a single column, whose empty values read ``absent``."""
+    return each_row(lambda value: absent if _missing(value) else text(value), words)
 
 
 def _missing(value: Any) -> bool:
@@ -489,13 +387,12 @@ FORMATS: dict[str, Formatter] = {
     "line": _each(lambda line: str(line) if line else NOTHING),
     "loss": _each("{:.6f}".format),
     "measure": each_row(measure_text, words=True),
-    "measured": each_row(lambda value: known_or(value, digits, NOT_MEASURED)),
+    "measured": _each(digits, absent=NOT_MEASURED),
     "nonzero": _each(lambda value: digits(value) if value else NOTHING),
     "number": lambda values: (column(values), False),
     "operator": each_row(_operator, words=True),
     "part": each_row(part_label, words=True),
-    "known_share": each_row(lambda value: known_or(value, percent)),
-    "known_ratio": each_row(lambda value: known_or(value, ratio, NOT_MEASURED)),
+    "known_ratio": _each(ratio, absent=NOT_MEASURED),
     "library": each_row(lambda module, file: _base(module or file) or NOTHING, words=True),
     "quality": _each("{:.6f}".format),
     "range": each_row(lambda low, high: NOTHING if low == high else from_to(low, high)),
@@ -551,43 +448,74 @@ def signed(values: Sequence[float] | pd.Series) -> list[str]:
     return cells
 
 
-class TextTable:
-    """Rows of text, shown by notebooks as a table; numbers to the right, words to the left.
-
-    Args:
-        columns: titles.
-        words: of each column, whether it is words; left out, all are.
-        marks: place of a column to a colour for each of its cells.
-        exact: place of a column to the names of the frame's columns behind it, and for each row
-            their values (empty where the text says it all), for a page that sorts and copies.
-        most: rows shown at first; pages show the others when they are asked to.
-        total: rows that there are, where ``rows`` are only the first of them.
-        file: where all rows are, in the folder of such files in the run's.
+@dataclass(frozen=True)
+class Cells:
+    """A column of a table as it is shown.
 
     Attributes:
+        title: may name a unit.
+        texts: one a row.
+        words: whether they are words, which stand to the left; numbers stand to the right.
+        colours: of a mark before each text; may be empty.
+        source: names of the frame's columns behind it, and ``exact`` their values in each row
+            (empty where the text says it all), for a page that sorts and copies.
+    """
+
+    title: str
+    texts: Sequence[str]
+    words: bool = True
+    colours: Sequence[str] = ()
+    source: str = ""
+    exact: Sequence[str] = ()
+
+    def head(self) -> str:
+        # wide enough to be read, even where others are cut off
+        is_long = any(len(text) > SENTENCE for text in self.texts)
+        look = _style(LEFT * self.words) + ' class="sentences"' * is_long
+        source = f' data-column="{escape(self.source)}"' if self.source else ""
+        return f"<th{look}{source}>{escape(self.title)}</th>"
+
+    def cell(self, row: int) -> str:
+        text = self.texts[row]
+        # every viewer of notebooks sets tables to the right by itself
+        wraps = bool(WRAPS.search(text.strip(NOTHING)))
+        look = _style(LEFT if self.words else "white-space: nowrap" * wraps)
+        exact = self.exact[row] if self.exact else ""
+        value = f' data-value="{escape(exact)}"' if exact else ""
+        mark = f'<span style="color: {self.colours[row]}">■</span>&nbsp;' if self.colours else ""
+        return f"<td{look}{value}>{mark}{with_code(text)}</td>"
+
+
+LEFT = "text-align: left"
+
+
+def _style(look: str) -> str:
+    return f' style="{look}"' if look else ""
+
+
+class TextTable:
+    """Rows of text, shown by notebooks as a table.
+
+    Args:
+        most: rows shown at first; pages show the others when they are asked to.
+        total: rows that there are, where the cells are only of the first of them.
+        file: where all rows are, in the folder of such files in the run's.
         caption: its name above it; may be empty.
     """
 
-    caption = ""
-
     def __init__(
         self,
-        columns: Sequence[str],
-        rows: Iterable[Sequence[str]],
-        words: Sequence[bool] | None = None,
-        marks: Mapping[int, Sequence[str]] | None = None,
+        cells: Sequence[Cells],
         *,
-        exact: Mapping[int, tuple[str, Sequence[str]]] | None = None,
         most: int = FIRST,
         total: int = 0,
         file: Path | None = None,
+        caption: str = "",
     ) -> None:
-        self.columns = list(columns)
-        self._file = file
-        self.rows = [list(row) for row in rows]
-        self._words = words or [True] * len(self.columns)
-        self._marks = marks or {}
-        self._exact = exact or {}
+        self.columns = [column.title for column in cells]
+        self.rows = [list(row) for row in zip(*(column.texts for column in cells), strict=True)]
+        self.caption = caption
+        self._cells, self._file = cells, file
         self._total = max(total, len(self.rows))
         # a few rows more are no reason to hide them
         self._most = most if self._total > most + 5 else self._total
@@ -595,11 +523,13 @@ class TextTable:
     def _repr_html_(self) -> str:
         if not self.rows:
             return EMPTY
-        heads = "".join(
-            f"<th{self._attributes(at, None)}>{escape(title)}</th>"
-            for at, title in enumerate(self.columns)
+        heads = "".join(column.head() for column in self._cells)
+        rows = (
+            f"<tr{' hidden' * (row >= self._most)}>"
+            f"{''.join(column.cell(row) for column in self._cells)}</tr>"
+            for row in range(len(self.rows))
         )
-        body = "\n".join(self._row(place, row) for place, row in enumerate(self.rows))
+        body = "\n".join(rows)
         words = escape(self._rest())
         foot = f'\n<tfoot><tr><td colspan="{len(self.columns)}">{words}</td></tr></tfoot>'
         foot = foot if words else ""
@@ -625,31 +555,6 @@ class TextTable:
             return text
         place = f"{self._file.parent.name}/{self._file.name}"
         return f"{text}. The whole table is in {place} of the run's folder."
-
-    def _row(self, place: int, row: Sequence[str]) -> str:
-        cells = (
-            f"<td{self._attributes(at, place)}>{self._mark(at, place)}{with_code(text)}</td>"
-            for at, text in enumerate(row)
-        )
-        return f"<tr{' hidden' * (place >= self._most)}>{''.join(cells)}</tr>"
-
-    def _attributes(self, at: int, place: int | None) -> str:
-        """Style of a cell, or of a head where ``place`` is None, and what stands behind it."""
-        # every viewer of notebooks sets tables to the right by itself
-        wraps = place is not None and WRAPS.search(self.rows[place][at].strip(NOTHING))
-        look = "white-space: nowrap" if wraps else ""
-        look = "text-align: left" if self._words[at] else look
-        names, values = self._exact.get(at, ("", ()))
-        kind, behind = ("column", names) if place is None else ("value", values[place : place + 1])
-        behind = "".join(behind)
-        style = f' style="{look}"' if look else ""
-        if place is None and any(len(row[at]) > SENTENCE for row in self.rows):
-            style += ' class="sentences"'  # wide enough to be read, even where others are cut off
-        return style + (f' data-{kind}="{escape(behind)}"' if behind else "")
-
-    def _mark(self, at: int, place: int) -> str:
-        colours = self._marks.get(at)
-        return f'<span style="color: {colours[place]}">■</span>&nbsp;' if colours else ""
 
     def __repr__(self) -> str:
         first = self.rows[: IN_TEXT if self._most == FIRST else self._most]
@@ -755,17 +660,16 @@ class Shown:
 
     What is None, or has nothing to show, is left out.
 
-    Args:
-        outputs: figures, tables and texts, each with the metadata of its output.
-
     Attributes:
-        outputs: those that are shown.
-        tagged: the same with their metadata.
+        tagged: figures, tables and texts, each with the metadata of its output.
     """
 
     def __init__(self, outputs: Iterable[tuple[Any, dict[str, Any]]]) -> None:
         self.tagged = [(output, tags) for output, tags in outputs if not _says_nothing(output)]
-        self.outputs = [output for output, _ in self.tagged]
+
+    @property
+    def outputs(self) -> list[Any]:
+        return [output for output, _ in self.tagged]
 
     def __repr__(self) -> str:
         return "\n\n".join(map(repr, self.outputs))
@@ -787,11 +691,8 @@ def below(*outputs: Any) -> Shown:
 
 
 def _says_nothing(output: Any) -> bool:
-    return (
-        output is None
-        or (isinstance(output, Text) and not output.markdown)
-        or (isinstance(output, TextTable) and not output.rows)
-    )
+    held = getattr(output, "markdown", getattr(output, "rows", output))
+    return output is None or (isinstance(output, Text | TextTable) and not held)
 
 
 def bundle(output: Any) -> dict[str, Any]:

@@ -60,12 +60,12 @@ from dlrm_workbook.analysis.capacity import Capacity, capacity_here
 from dlrm_workbook.analysis.findings import findings
 from dlrm_workbook.explore import recordings
 from dlrm_workbook.ground.machine import REPOSITORY
-from dlrm_workbook.help import COLUMNS
 from dlrm_workbook.recordings.open import open_recording
 from dlrm_workbook.recordings.profile import SCHEMA, Profile
 from dlrm_workbook.runner.index import write_index
 from dlrm_workbook.samples import sample_profile
 from dlrm_workbook.show import profile as about
+from dlrm_workbook.show.tables import COLUMNS, COLUMNS_FILE, FORMATS
 from dlrm_workbook.trials.compare.comparison import Comparison, Outcome
 from dlrm_workbook.trials.sweep.analyse import SweepSummary
 from dlrm_workbook.trials.sweep.plan import Sweep
@@ -132,10 +132,12 @@ def listed() -> dict[str, set[str]]:
     """Each table's name to its columns, as the page has them."""
     tables: dict[str, set[str]] = {}
     name = ""
-    for line in COLUMNS.read_text(encoding="utf-8").splitlines():
+    for line in COLUMNS_FILE.read_text(encoding="utf-8").splitlines():
         if heading := re.fullmatch(r"#+ `([\w.]+)`", line):
             name = heading[1]
             tables[name] = set()
+        elif line.startswith("# "):
+            name = ""
         elif name and line.startswith("| `"):
             tables[name] |= set(re.findall(r"`([^`]+)`", line.split("|")[1]))
     return tables
@@ -424,7 +426,9 @@ def test_every_column_is_listed_and_no_listed_one_is_dead(tmp_path: Path) -> Non
 
 def test_numbers_name_their_unit_or_are_of_a_known_kind() -> None:
     """Every time, size and rate says its unit where the page lists it."""
-    text = COLUMNS.read_text(encoding="utf-8")
+    text, _, titles = COLUMNS_FILE.read_text(encoding="utf-8").partition("# How tables show them")
+    assert len(COLUMNS) == titles.count("\n| `")
+    assert all(look.label and look.format in ("", *FORMATS) for look in COLUMNS.values())
     for line in text.splitlines():
         cells = [cell.strip() for cell in line.strip("|").split(" | ")]
         names = re.findall(r"`([^`]+)`", cells[0]) if line.startswith("| `") else []
@@ -436,7 +440,7 @@ def test_numbers_name_their_unit_or_are_of_a_known_kind() -> None:
 
 
 def test_metrics_of_the_engines_are_named() -> None:
-    text = COLUMNS.read_text(encoding="utf-8")
+    text = COLUMNS_FILE.read_text(encoding="utf-8")
     for metric in sample_profile().metrics["metric"]:
         assert f"`{metric}`" in text
 

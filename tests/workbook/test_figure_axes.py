@@ -25,7 +25,17 @@ from dlrm_workbook.ground.units import (
     thousands,
     yes_or_no,
 )
-from dlrm_workbook.show.tables import BESIDE, Column, Text, TextTable, column, draw, show, signed
+from dlrm_workbook.show.tables import (
+    BESIDE,
+    Cells,
+    Column,
+    Text,
+    TextTable,
+    column,
+    draw,
+    show,
+    signed,
+)
 from dlrm_workbook.show.theme import (
     COLOURS,
     add_ends,
@@ -124,11 +134,9 @@ def test_numbers_as_readers_want_them() -> None:
 
 
 def test_ranges_are_numbers_and_no_number_is_broken_into_lines() -> None:
-    html = TextTable(
-        ["range", "gain", "what"],
-        [("8.51 to 15.1", "0.95x (0.87x to 1.02x)", "a to b"), (NOTHING, "1.00x", "2 ranks")],
-        words=[False, False, True],
-    )._repr_html_()
+    ranges = Cells("range", ["8.51 to 15.1", NOTHING], words=False)
+    gains = Cells("gain", ["0.95x (0.87x to 1.02x)", "1.00x"], words=False)
+    html = TextTable([ranges, gains, Cells("what", ["a to b", "2 ranks"])])._repr_html_()
     assert '<td style="white-space: nowrap">8.51 to 15.1</td>' in html
     assert '<td style="white-space: nowrap">0.95x (0.87x to 1.02x)</td>' in html
     assert '<td style="text-align: left">a to b</td>' in html
@@ -136,13 +144,15 @@ def test_ranges_are_numbers_and_no_number_is_broken_into_lines() -> None:
 
 
 def test_tables_align_numbers_and_escape_words() -> None:
-    table = TextTable(["name", "ms"], [("<b>", "1,234.5"), ("a", "1 to 2")], words=[True, False])
+    table = TextTable(
+        [Cells("name", ["<b>", "a"]), Cells("ms", ["1,234.5", "1 to 2"], words=False)]
+    )
     html = table._repr_html_()
     assert "&lt;b&gt;" in html and "<b>" not in html
     assert "<td>1,234.5</td>" in html, "browsers break no line within a number"
     assert '<td style="white-space: nowrap">1 to 2</td>' in html
     assert '<td style="text-align: left">a</td>' in html
-    assert TextTable(["a"], [])._repr_html_().count("Nothing") == 1
+    assert TextTable([Cells("a", [])])._repr_html_().count("Nothing") == 1
     assert "1,234.5" in repr(table)
 
 

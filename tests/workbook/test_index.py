@@ -27,7 +27,7 @@ from dlrm_workbook.runner.summary import (
     summarise,
     verdict_markdown,
 )
-from dlrm_workbook.show.tables import Quality, TextTable
+from dlrm_workbook.show.tables import Cells, Quality, TextTable
 
 
 def make_run(root: Path, name: str, day: str = "2026-11-22", **record: object) -> Path:
@@ -186,9 +186,8 @@ def notebook(
 
 
 def test_verdict_holds_headline_quality_tables_and_machine() -> None:
-    table = TextTable(
-        ["finding", "step (ms)"], [["a|b `c` <i>", "1,234.5"], ["d", "–"]], words=[True, False]
-    )
+    findings = Cells("finding", ["a|b `c` <i>", "d"])
+    table = TextTable([findings, Cells("step (ms)", ["1,234.5", "–"], words=False)])
     summary = summarise(
         notebook(
             ("headline", {"text/markdown": "**Data takes 48%.** Start with `-p a=<b>`."}),

@@ -46,7 +46,7 @@ from dlrm_workbook.runner.parameters import (
 )
 from dlrm_workbook.runner.templating import hash_source
 from dlrm_workbook.samples import SAMPLE
-from dlrm_workbook.show.tables import Quality, TextTable, bundle
+from dlrm_workbook.show.tables import Cells, Quality, TextTable, bundle
 
 PIXEL = (
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR4nGP4"
@@ -461,7 +461,7 @@ def test_parameter_cells_are_read_without_running_them() -> None:
 
 
 def test_an_empty_table_adds_nothing_to_the_reason_before_it(tmp_path: Path) -> None:
-    empty = {"text/html": TextTable(["part"], [])._repr_html_()}
+    empty = {"text/html": TextTable([Cells("part", [])])._repr_html_()}
     why = {"text/markdown": "*Not measured: no iterations.*"}
     text = body(
         page(
@@ -484,7 +484,7 @@ def test_of_what_a_line_overwrote_only_the_last_is_shown(tmp_path: Path) -> None
 
 
 GPU = {"text/markdown": "*Not measured: the run used no GPU.*"}
-NUMBERS = {"text/html": TextTable(["part", "time (ms)"], [["a", "1"]])._repr_html_()}
+NUMBERS = {"text/html": TextTable([Cells("part", ["a"]), Cells("time (ms)", ["1"])])._repr_html_()}
 
 
 def words(text: str) -> str:
