@@ -27,14 +27,30 @@ def values_of(array: Any) -> list[Any]:
     return array.tolist() if isinstance(array, np.ndarray) else list(array)
 
 
-def each_of(value: Any, count: int, default: Any = None) -> list[Any]:
-    """One value for each mark: plotly takes a scalar for all."""
-    if value is None:
-        return [default] * count
-    if isinstance(value, str | int | float):
-        return [value] * count
+def part_of(spec: Any, path: str, default: Any = None) -> Any:
+    """What a figure's JSON has at a path of names, such as ``marker.line.color``."""
+    for name in path.split("."):
+        spec = spec.get(name) if isinstance(spec, Mapping) else None
+    return default if spec is None else spec
+
+
+def each_of(trace: Mapping[str, Any], path: str, count: int, default: Any = None) -> list[Any]:
+    """A property of a trace for each of its marks: plotly takes a scalar for all."""
+    value = part_of(trace, path)
+    if value is None or isinstance(value, str | int | float):
+        return [default if value is None else value] * count
     values = values_of(value)
     return values + [default] * (count - len(values))
+
+
+def is_shown(trace: Mapping[str, Any], kind: str) -> bool:
+    """Whether a trace is of a kind, and no reader must ask for it."""
+    return trace["type"] == kind and trace.get("visible") in (None, True)
+
+
+def letters_of(trace: Mapping[str, Any]) -> tuple[str, str]:
+    """The axis along which the bars of a trace are long, and the one of their places."""
+    return ("x", "y") if trace.get("orientation") == "h" else ("y", "x")
 
 
 def is_number(value: Any) -> bool:
@@ -70,12 +86,17 @@ class Axis:
 
     @property
     def title(self) -> str:
-        title = self.given.get("title") or {}
-        return str(title.get("text") or "") if isinstance(title, Mapping) else str(title)
+        return str(part_of(self.given, "title.text", ""))
 
     @property
     def hidden(self) -> bool:
         return self.given.get("visible") is False
+
+    @property
+    def domain(self) -> tuple[float, float]:
+        """The stretch of the drawing that it has, as shares of it."""
+        low, high = self.given.get("domain") or (0.0, 1.0)
+        return float(low), float(high)
 
     @property
     def is_x(self) -> bool:
@@ -134,30 +155,24 @@ class Axis:
         if self.given.get("showticklabels") is False:
             return []
         if self.given.get("tickvals") is not None:
-            marks = values_of(self.given.get("tickvals"))
-            texts = [str(t) for t in values_of(self.given.get("ticktext"))] or list(
-                map(digits, marks)
-            )
+            marks = values_of(self.given["tickvals"])
+            texts = list(map(str, values_of(self.given.get("ticktext")))) or map(digits, marks)
             return list(zip(marks, texts, strict=False))
         if self.is_category:
             every = max(1, math.ceil(len(self.categories) / (self.given.get("nticks") or 60)))
             return [(name, name) for name in self.categories[::every]]
         low, high = sorted((self.low, self.high))
         if self.is_log:
-            powers = range(math.ceil(low - 1e-9), math.floor(high + 1e-9) + 1)
-            steps = (1,) if len(powers) > 2 else (1, 2, 5)
-            marks = [
-                s * 10.0**p for p in range(math.floor(low), math.ceil(high) + 1) for s in steps
-            ]
+            inside = math.floor(high + 1e-9) - math.ceil(low - 1e-9) + 1
+            steps = (1,) if inside > 2 else (1, 2, 5)
+            powers = range(math.floor(low), math.ceil(high) + 1)
+            marks = [step * 10.0**power for power in powers for step in steps]
             return [(m, f"{m:,g}") for m in marks if low <= math.log10(m) <= high]
         width = 75 if self.is_x else 42
         count = max(2, min(int(self.given.get("nticks") or 9), int(room / width)))
         step = self.given.get("dtick") or _round_step((high - low) / count)
-        marks = [
-            k * step
-            for k in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)
-        ]
-        return [(mark, self._label(mark, step)) for mark in marks]
+        first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+        return [(k * step, self._label(k * step, step)) for k in range(first, last + 1)]
 
     def _label(self, mark: float, step: float) -> str:
         form = str(self.given.get("tickformat") or "")

@@ -9,24 +9,22 @@ has an identifier, since viewers strip style sheets and put several images into 
 from __future__ import annotations
 
 import itertools
-import json
 import math
-import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape, unescape
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from dlrm_core.base.errors import InputError
-from dlrm_core.base.files import write_text
 from dlrm_workbook.show.axes import (
     Axis,
     Rectangle,
     each_of,
     is_drawable,
     is_number,
+    is_shown,
+    letters_of,
+    part_of,
     values_of,
 )
 
@@ -45,8 +43,9 @@ LINE_HEIGHT = 1.3
 """Distance of lines of text, in heights of letters."""
 
 FAMILY = "system-ui, 'Segoe UI', 'Noto Sans', Helvetica, Arial, sans-serif"
-Rows = list[tuple[str, bool]]
-"""Lines of a text, and whether each is bold."""
+
+Point = tuple[float, float]
+Trace = Mapping[str, Any]
 
 
 # Text: plotly's subset of HTML in lines, and how wide it is.
@@ -54,7 +53,7 @@ Rows = list[tuple[str, bool]]
 _NARROW, _WIDE = set("iljtfrI.,:;'|!()[] /"), set("mwMW@%—…→")
 
 
-def _width(text: str, size: float = SIZE, bold: bool = False) -> float:
+def _width(text: str, size: float, bold: bool) -> float:
     """Width of a line in pixels in DejaVu Sans; most other fonts are narrower."""
     units = sum(
         0.36 if c in _NARROW else 0.95 if c in _WIDE else 0.7 if c.isupper() else 0.615
@@ -63,12 +62,10 @@ def _width(text: str, size: float = SIZE, bold: bool = False) -> float:
     return units * size * (1.1 if bold else 1.0)
 
 
-def _lines(text: Any) -> Rows:
-    rows = []
-    for line in re.split(r"<br\s*/?>", str(text)):
-        plain = unescape(re.sub(r"<[^>]*>", "", line))
-        rows.append((plain, "<b>" in line))
-    return rows
+def _lines(text: Any) -> list[tuple[str, bool]]:
+    """Lines of a text, and whether each is bold."""
+    lines = re.split(r"<br\s*/?>", str(text))
+    return [(unescape(re.sub(r"<[^>]*>", "", line)), "<b>" in line) for line in lines]
 
 
 def plain_text(text: Any) -> str:
@@ -79,6 +76,12 @@ def _size(text: Any, size: float = SIZE) -> tuple[float, float]:
     """Width and height of a text of several lines, in pixels."""
     rows = _lines(text)
     return max(_width(line, size, bold) for line, bold in rows), len(rows) * size * LINE_HEIGHT
+
+
+def _largest(texts: Iterable[Any]) -> tuple[float, float]:
+    """Width and height that the largest of some texts take."""
+    sizes = [(0.0, 0.0), *map(_size, texts)]
+    return max(width for width, _ in sizes), max(height for _, height in sizes)
 
 
 # Marks.
@@ -94,26 +97,26 @@ class _Canvas:
     def __init__(self) -> None:
         self.elements: list[str] = []
 
-    def path(self, commands: str, **look: Any) -> None:
-        if commands:
-            self._add("path", {"d": commands, **look})
-
-    def line(self, points: Iterable[tuple[float, float]], **look: Any) -> None:
-        look = {"fill": "none", "stroke-width": 1, **look}
-        texts = [(_short(x), _short(y)) for x, y in points]
-        commands = [f"M{x} {y}" for x, y in texts[:1]]
-        for (left, top), (x, y) in itertools.pairwise(texts):
-            commands.append(f"V{y}" if x == left else f"H{x}" if y == top else f"L{x} {y}")
-        self.path("".join(commands), **look)
-
-    def _add(self, tag: str, look: Mapping[str, Any], content: str = "") -> None:
+    def add(self, tag: str, content: str = "", **look: Any) -> None:
+        """Add an element; ``_`` in the name of an attribute stands for ``-``, None for nothing."""
         attributes = "".join(
-            f' {name}="{f"{v:.4g}" if isinstance(v, float) else escape(str(v))}"'
+            f' {name.replace("_", "-")}="{f"{v:.4g}" if isinstance(v, float) else escape(str(v))}"'
             for name, v in look.items()
             if v is not None
         )
         end = f">{escape(content)}</{tag}>" if content else "/>"
         self.elements.append(f"<{tag}{attributes}{end}")
+
+    def path(self, commands: Iterable[str], **look: Any) -> None:
+        if joined := "".join(commands):
+            self.add("path", d=joined, **look)
+
+    def line(self, points: Iterable[Point], **look: Any) -> None:
+        texts = [(_short(x), _short(y)) for x, y in points]
+        commands = [f"M{x} {y}" for x, y in texts[:1]]
+        for (left, top), (x, y) in itertools.pairwise(texts):
+            commands.append(f"V{y}" if x == left else f"H{x}" if y == top else f"L{x} {y}")
+        self.path(commands, **{"fill": "none", "stroke_width": 1, **look})
 
     def text(
         self,
@@ -131,16 +134,15 @@ class _Canvas:
         step = size * LINE_HEIGHT
         top = y - vertical * step * len(rows)
         look = {
-            "font-size": None if size == SIZE else f"{size:g}",
-            "text-anchor": None if anchor == "start" else anchor,
+            "font_size": None if size == SIZE else f"{size:g}",
+            "text_anchor": None if anchor == "start" else anchor,
             **look,
         }
         for number, (line, bold) in enumerate(rows):
             if line.strip():
                 base = top + step * number + 0.5 * step + 0.36 * size
-                place = {"x": _short(x), "y": _short(base)}
-                weight = {"font-weight": 600 if bold else None}
-                self._add("text", {**place, **look, **weight}, line)
+                weight = 600 if bold else None
+                self.add("text", line, x=_short(x), y=_short(base), **look, font_weight=weight)
 
 
 def _rectangle(left: float, top: float, right: float, bottom: float) -> str:
@@ -154,17 +156,16 @@ def _touches(box: Sequence[float], other: Sequence[float]) -> bool:
 
 def _hatch(left: float, top: float, right: float, bottom: float, shape: str) -> str:
     """Slanted lines over a rectangle: ``/``, or both ways for ``x``."""
-    commands = []
     step = 7.0 * math.sqrt(2)
-    if shape in "/x":
-        for k in range(math.ceil((left + top) / step), math.floor((right + bottom) / step) + 1):
-            x0, x1 = max(left, k * step - bottom), min(right, k * step - top)
-            commands += [(x0, k * step - x0, x1, k * step - x1)] if x1 > x0 else []
-    if shape in "\\x":
+    ends = []
+    for k in range(math.ceil((left + top) / step), math.floor((right + bottom) / step) + 1):
+        x0, x1 = max(left, k * step - bottom), min(right, k * step - top)
+        ends += [(x0, k * step - x0, x1, k * step - x1)] if x1 > x0 else []
+    if shape == "x":
         for k in range(math.ceil((left - bottom) / step), math.floor((right - top) / step) + 1):
             x0, x1 = max(left, k * step + top), min(right, k * step + bottom)
-            commands += [(x0, x0 - k * step, x1, x1 - k * step)] if x1 > x0 else []
-    return "".join(f"M{_short(a)} {_short(b)}L{_short(c)} {_short(d)}" for a, b, c, d in commands)
+            ends += [(x0, x0 - k * step, x1, x1 - k * step)] if x1 > x0 else []
+    return "".join(f"M{_short(a)} {_short(b)}L{_short(c)} {_short(d)}" for a, b, c, d in ends)
 
 
 _SHAPES = {
@@ -183,122 +184,129 @@ def _symbol(x: float, y: float, size: float, symbol: str) -> str:
         arc = f"a{_short(r)} {_short(r)} 0 1 0"
         return f"M{_short(x - r)} {_short(y)}{arc} {_short(size)} 0{arc} {_short(-size)} 0Z"
     places = {"H": (x,), "V": (y,), "M": (x, y), "L": (x, y), "Z": ()}
-    return "".join(
-        command
-        + " ".join(
-            _short(at + r * float(end))
-            for at, end in zip(places[command], ends.split(), strict=True)
-        )
-        for command, ends in re.findall(r"([MLHVZ])([^MLHVZ]*)", shape)
-    )
+    commands = []
+    for command, ends in re.findall(r"([MLHVZ])([^MLHVZ]*)", shape):
+        numbers = zip(places[command], map(float, ends.split()), strict=True)
+        commands.append(command + " ".join(_short(at + r * end) for at, end in numbers))
+    return "".join(commands)
 
 
 _DASHES = {"dash": "9 5", "dot": "2 3", "dashdot": "9 4 2 4", "longdash": "14 6"}
 
 
+def _fill(colour: Any, opacity: float = 1.0) -> dict[str, Any]:
+    """A fill as attributes that every viewer knows: no ``rgba``."""
+    match = re.fullmatch(r"rgba\((\d+), ?(\d+), ?(\d+), ?([\d.]+)\)", str(colour))
+    if match:
+        colour = "#" + "".join(f"{int(part):02X}" for part in match.groups()[:3])
+        opacity *= float(match[4])
+    return {"fill": str(colour), "fill_opacity": None if opacity >= 1 else round(opacity, 3)}
+
+
+def _hatch_look(colour: Any) -> dict[str, Any]:
+    """Attributes of the lines of a pattern."""
+    ink = _fill(colour)
+    stroke = {"stroke": ink["fill"], "stroke_opacity": ink["fill_opacity"]}
+    return {"fill": "none", **stroke, "stroke_width": 1.5}
+
+
+def _line_look(line: Mapping[str, Any], width: float) -> dict[str, Any]:
+    """Attributes of a line as a trace or a shape has it; ``width`` where it has none."""
+    return {
+        "stroke": line.get("color", TEXT),
+        "stroke_width": float(line.get("width", width)),
+        "stroke_dasharray": _DASHES.get(line.get("dash", "")),
+    }
+
+
 # Bars, once for all their kinds.
 
 
-@dataclass(frozen=True)
-class _BarLook:
-    """How a bar is painted: one value of each property that plotly takes for one bar or all."""
+class _BarLook(NamedTuple):
+    """How a bar is painted; bars of one ``paint``, their attributes, are drawn as one path."""
 
-    colour: Any
-    opacity: float
-    edge: Any
-    edge_width: float
+    paint: tuple[tuple[str, Any], ...]
     pattern: str
+    hatch: Any
     ink: str
-
-    @property
-    def paint(self) -> tuple[tuple[str, Any], ...]:
-        """Attributes of its rectangle; bars that have the same are drawn as one path."""
-        edge = {"stroke": self.edge, "stroke-width": float(self.edge_width)}
-        return tuple(
-            {**_fill(self.colour, self.opacity), **(edge if self.edge_width else {})}.items()
-        )
+    """Colour of a text in the bar."""
 
 
-def _bar_looks(trace: Mapping[str, Any], count: int) -> list[_BarLook]:
+def _bar_looks(trace: Trace, count: int) -> list[_BarLook]:
     """Looks of the first bars of a trace."""
-    marker = trace.get("marker") or {}
-    line, pattern = marker.get("line") or {}, marker.get("pattern") or {}
     columns = (
-        each_of(marker.get("color"), count, "#888888"),
-        each_of(marker.get("opacity"), count, 1.0),
-        each_of(line.get("color"), count),
-        each_of(line.get("width"), count, 0),
-        each_of(pattern.get("shape"), count, ""),
-        each_of(pattern.get("fgcolor"), count, HATCH),
+        each_of(trace, "marker.color", count, "#888888"),
+        each_of(trace, "marker.opacity", count, 1.0),
+        each_of(trace, "marker.line.color", count),
+        each_of(trace, "marker.line.width", count, 0),
+        each_of(trace, "marker.pattern.shape", count, ""),
+        each_of(trace, "marker.pattern.fgcolor", count, HATCH),
+        each_of(trace, "textfont.color", count),
     )
-    return list(itertools.starmap(_BarLook, zip(*columns, strict=True)))
+    looks = []
+    for colour, opacity, edge, width, pattern, hatch, ink in zip(*columns, strict=True):
+        paint = _fill(colour, opacity)
+        if width:
+            paint |= {"stroke": edge, "stroke_width": float(width)}
+        looks.append(_BarLook(tuple(paint.items()), pattern, hatch, ink or _ink(str(colour))))
+    return looks
 
 
 @dataclass
 class _Bar:
     """A bar in its axes' units."""
 
-    trace: Mapping[str, Any]
-    look: _BarLook
+    trace: Trace
     place: Any
     offset: float
     width: float
     start: float
     end: float
+    look: _BarLook
     error: tuple[float, float]
     text: str
-    ink: str
 
 
-def _stack(traces: Sequence[Mapping[str, Any]], layout: Mapping[str, Any]) -> list[_Bar]:
+def _stack(traces: Sequence[Trace], layout: Mapping[str, Any]) -> list[_Bar]:
     """Begin and end of each bar of a plot."""
-    bars = [t for t in traces if t["type"] == "bar" and t.get("visible") in (None, True)]
+    placed = [(t, values_of(t.get(letters_of(t)[1]))) for t in traces if is_shown(t, "bar")]
+    placed = [(trace, at) for trace, at in placed if any(place is not None for place in at)]
     mode, gap = layout.get("barmode", "group"), float(layout.get("bargap", 0.28))
-    letters = [("x", "y") if t.get("orientation") == "h" else ("y", "x") for t in bars]
-    places = [values_of(t.get(aside)) for t, (_, aside) in zip(bars, letters, strict=True)]
-    numbers = sorted({float(p) for bar_places in places for p in bar_places if is_number(p)})
+    numbers = sorted({float(p) for _, at in placed for p in at if is_number(p)})
     between = min((b - a for a, b in itertools.pairwise(numbers)), default=1.0)
-    drawn = [
-        t
-        for t, bar_places in zip(bars, places, strict=True)
-        if any(p is not None for p in bar_places)
-    ]
-    share = 1.0 / max(len(drawn), 1) if mode == "group" else 1.0
+    share = 1.0 / max(len(placed), 1) if mode == "group" else 1.0
     reached: dict[tuple[Any, bool], float] = {}
-    result = []
-    for trace, (along, _), bar_places in zip(bars, letters, places, strict=True):
+    bars = []
+    for number, (trace, places) in enumerate(placed):
+        along, _ = letters_of(trace)
         lengths = values_of(trace.get(along))
-        number = drawn.index(trace) if trace in drawn else 0
-        middle = between * (1 - gap) * ((number + 0.5) * share - 0.5) if mode == "group" else 0.0
         count = len(lengths)
-        looks = _bar_looks(trace, count)
-        inks = each_of((trace.get("textfont") or {}).get("color"), count)
+        middle = between * (1 - gap) * ((number + 0.5) * share - 0.5) if mode == "group" else 0.0
         columns = (
-            each_of(trace.get("base"), count),
-            each_of(trace.get("width"), count, between * (1 - gap) * share),
-            each_of(trace.get("offset"), count),
-            looks,
-            _errors(trace.get(f"error_{along}"), count),
-            each_of(trace.get("text"), count, ""),
-            [ink or _ink(str(look.colour)) for ink, look in zip(inks, looks, strict=True)],
+            each_of(trace, "base", count),
+            each_of(trace, "width", count, between * (1 - gap) * share),
+            each_of(trace, "offset", count),
+            _bar_looks(trace, count),
+            _errors(trace, along, count),
+            each_of(trace, "text", count, ""),
         )
-        for place, length, base, width, offset, look, *rest in zip(
-            bar_places, lengths, *columns, strict=False
+        for place, length, start, width, offset, *rest in zip(
+            places, lengths, *columns, strict=False
         ):
             if place is None or not is_number(length):
                 continue
             centre = middle if offset is None else offset + width / 2
-            start = base if base is not None else 0.0
-            if mode in ("stack", "relative") and base is None:
+            if start is None and mode in ("stack", "relative"):
                 start = reached.get((place, length < 0), 0.0)
                 reached[place, length < 0] = start + length
-            result.append(_Bar(trace, look, place, centre, width, start, start + length, *rest))
-    return result
+            start = start or 0.0
+            bars.append(_Bar(trace, place, centre, width, start, start + length, *rest))
+    return bars
 
 
-def _as_bars(trace: Mapping[str, Any]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def _as_bars(trace: Trace) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """A waterfall as bars from one level to the next, and the lines between them as shapes."""
-    along, aside = ("x", "y") if trace.get("orientation") == "h" else ("y", "x")
+    along, aside = letters_of(trace)
     places = values_of(trace[aside])
     level, steps, lines = 0.0, [], []
     for value, measure in zip(values_of(trace[along]), values_of(trace["measure"]), strict=True):
@@ -306,9 +314,7 @@ def _as_bars(trace: Mapping[str, Any]) -> tuple[dict[str, Any], list[dict[str, A
         level = start + value
         kind = "increasing" if value >= 0 else "decreasing"
         kind = kind if measure == "relative" else "totals"
-        steps.append(
-            (start, value, ((trace.get(kind) or {}).get("marker") or {}).get("color", TEXT))
-        )
+        steps.append((start, value, part_of(trace, f"{kind}.marker.color", TEXT)))
     starts, lengths, colours = zip(*steps, strict=True)
     for (before, place), start in zip(itertools.pairwise(places), starts[1:], strict=True):
         ends = {f"{along}0": start, f"{along}1": start}
@@ -319,37 +325,12 @@ def _as_bars(trace: Mapping[str, Any]) -> tuple[dict[str, Any], list[dict[str, A
     return {**trace, **bars}, lines
 
 
-def _fill(colour: Any, opacity: float = 1.0) -> dict[str, Any]:
-    """A fill as attributes that every viewer knows: no ``rgba``."""
-    match = re.fullmatch(r"rgba\((\d+), ?(\d+), ?(\d+), ?([\d.]+)\)", str(colour))
-    if match:
-        red, green, blue = (int(match[n]) for n in (1, 2, 3))
-        colour, opacity = f"#{red:02X}{green:02X}{blue:02X}", opacity * float(match[4])
-    return {"fill": str(colour), "fill-opacity": None if opacity >= 1 else round(opacity, 3)}
-
-
-def _stroke(colour: Any) -> dict[str, Any]:
-    """Lines of a pattern."""
-    ink = _fill(colour)
-    stroke = {"stroke": ink["fill"], "stroke-opacity": ink["fill-opacity"]}
-    return {"fill": "none", **stroke, "stroke-width": 1.5}
-
-
-def _line_look(line: Mapping[str, Any], width: float) -> dict[str, Any]:
-    """Attributes of a line as a trace or a shape has it; ``width`` where it has none."""
-    return {
-        "stroke": line.get("color", TEXT),
-        "stroke-width": float(line.get("width", width)),
-        "stroke-dasharray": _DASHES.get(line.get("dash", "")),
-    }
-
-
 class _Image:
     """A figure's JSON, drawn."""
 
     def __init__(self, spec: Mapping[str, Any]) -> None:
         self.layout: Mapping[str, Any] = spec.get("layout", {})
-        self.traces: list[Mapping[str, Any]] = []
+        self.traces: list[Trace] = []
         self.shapes: list[Mapping[str, Any]] = list(self.layout.get("shapes") or [])
         for trace in spec.get("data", []):
             if trace["type"] == "waterfall":
@@ -358,8 +339,9 @@ class _Image:
             self.traces.append(trace)
         self.canvas = _Canvas()
         self.height = float(self.layout.get("height") or 450)
+        self.top = float(part_of(self.layout, "margin.t") or 48)
         self.axes: dict[str, Axis] = {}
-        self.plots: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+        self.plots: dict[tuple[str, str], list[Trace]] = {}
         for trace in self.traces:
             if trace["type"] != "icicle":
                 key = str(trace.get("xaxis", "x")), str(trace.get("yaxis", "y"))
@@ -369,13 +351,14 @@ class _Image:
     def svg(self) -> str:
         self._learn()
         self._place()
-        self._title()
+        if title := part_of(self.layout, "title.text"):
+            self.canvas.text(4, 22, f"<b>{title}</b>", size=15)
         for (x, y), traces in self.plots.items():
             across, up = self._axis(x), self._axis(y)
             self._grid(across, up)
             self._bars(across, up, self.bars[x, y])
             for trace in traces:
-                if trace["type"] == "scatter" and trace.get("visible") in (None, True):
+                if is_shown(trace, "scatter"):
                     self._points(trace, across, up)
         for trace in self.traces:
             if trace["type"] == "icicle":
@@ -414,13 +397,11 @@ class _Image:
                     places.take([f"{bar.place:g}"])
                 else:
                     places.take(bar.place + bar.offset + side * bar.width / 2 for side in (-1, 1))
-            for trace in traces:
-                if trace["type"] != "scatter":
-                    continue
-                for axis, letter in ((across, "x"), (up, "y")):
-                    held = values_of(trace.get(letter))
+            for trace, axis in itertools.product(traces, (across, up)):
+                if trace["type"] == "scatter":
+                    held = values_of(trace.get(axis.name[0]))
                     axis.take(held)
-                    errors = _errors(trace.get(f"error_{letter}"), len(held))
+                    errors = _errors(trace, axis.name[0], len(held))
                     for value, (down, rise) in zip(held, errors, strict=True):
                         if is_number(value):
                             axis.take((value - down, value + rise))
@@ -429,76 +410,62 @@ class _Image:
         for axis in list(self.axes.values()):
             if axis.given.get("matches"):
                 other = self._axis(str(axis.given["matches"]))
-                lows, highs = (axis.low, other.low), (axis.high, other.high)
-                axis.low = other.low = min(lows)
-                axis.high = other.high = max(highs)
+                axis.low = other.low = min(axis.low, other.low)
+                axis.high = other.high = max(axis.high, other.high)
 
     def _place(self) -> None:
         """Room for labels around the plots, and each axis its stretch of pixels."""
-        margin = self.layout.get("margin") or {}
         self.entries = self._legend_entries()
         left, below = 16.0, 8.0
         for axis in self.axes.values():
             if axis.hidden:
                 continue
-            texts = [text for _, text in axis.ticks(600)]
-            if not axis.is_x and float((axis.given.get("domain") or [0, 1])[0]) >= 0:
-                wide = max((_size(text)[0] for text in texts), default=0.0)
-                left = max(left, wide + 14 + (24 if axis.title else 0))
-            elif axis.is_x:
-                high = max((_size(text)[1] for text in texts), default=0.0)
-                below = max(below, high + 8 + (_size(axis.title)[1] + 6 if axis.title else 0))
-        self.left, self.right = min(left, 0.45 * WIDTH), WIDTH - 24.0
-        self.top = float(margin.get("t") or 48)
-        self.bottom = self.height - below - self._legend_height() - 6
-        self.bottom = max(self.bottom, self.top + 40)
-        for axis in self.axes.values():
-            low, high = axis.given.get("domain") or [0, 1]
+            wide, high = _largest(text for _, text in axis.ticks(600))
             if axis.is_x:
-                width = self.right - self.left
-                axis.start, axis.end = self.left + low * width, self.left + high * width
-            else:
-                height = self.bottom - self.top
-                axis.start, axis.end = self.bottom - low * height, self.bottom - high * height
-
-    def _title(self) -> None:
-        title = self.layout.get("title") or {}
-        text = title.get("text") if isinstance(title, Mapping) else title
-        if text:
-            self.canvas.text(4, 22, f"<b>{text}</b>", size=15)
+                below = max(below, high + 8 + (_size(axis.title)[1] + 6 if axis.title else 0))
+            elif axis.domain[0] >= 0:
+                left = max(left, wide + 14 + (24 if axis.title else 0))
+        self.left, self.right = min(left, 0.45 * WIDTH), WIDTH - 24.0
+        legend = 20.0 * (self.entries[-1][1] + 1) + 6 if self.entries else 0.0
+        self.legend_top = self.height - legend
+        self.bottom = max(self.legend_top - below - 6, self.top + 40)
+        for axis in self.axes.values():
+            start, end = (self.left, self.right) if axis.is_x else (self.bottom, self.top)
+            axis.start, axis.end = (start + share * (end - start) for share in axis.domain)
 
     def _grid(self, across: Axis, up: Axis) -> None:
         for axis, other in ((across, up), (up, across)):
-            if axis.hidden:
+            if not axis.hidden:
+                self._axis_marks(axis, *sorted((other.start, other.end)))
+
+    def _axis_marks(self, axis: Axis, low: float, high: float) -> None:
+        """Grid, labels, title and zero of an axis, whose lines go from ``low`` to ``high``."""
+        first, last = sorted((axis.start, axis.end))
+
+        def line(place: float, colour: str) -> None:
+            self.canvas.line([axis.point(place, end) for end in (low, high)], stroke=colour)
+
+        for value, text in axis.ticks(last - first):
+            place = axis.at(value)
+            if not first - 0.5 <= place <= last + 0.5:
                 continue
-            first, last = sorted((axis.start, axis.end))
-            low, high = sorted((other.start, other.end))
-
-            def line(place: float, colour: str, axis: Axis, ends: tuple[float, float]) -> None:
-                self.canvas.line([axis.point(place, end) for end in ends], stroke=colour)
-
-            ticks = axis.ticks(last - first)
-            for value, text in ticks:
-                place = axis.at(value)
-                if not first - 0.5 <= place <= last + 0.5:
-                    continue
-                if axis.given.get("showgrid") is not False and not axis.is_category:
-                    line(place, GRID, axis, (low, high))
-                if not axis.is_x:
-                    self.canvas.text(low - 8, place, text, anchor="end")
-                elif self._is_lowest(axis):
-                    self.canvas.text(place, high + 5, text, anchor="middle", vertical=0)
-            middle = (first + last) / 2
-            if axis.title and axis.is_x:
-                tall = max((_size(text)[1] for _, text in axis.ticks(600)), default=0.0)
-                self.canvas.text(middle, high + 10 + tall, axis.title, anchor="middle", vertical=0)
-            elif axis.title:
-                turn = f"rotate(-90 14 {_short(middle)})"
-                self.canvas.text(14.0, middle, axis.title, anchor="middle", transform=turn)
-            inside = axis.low < 0 < axis.high if axis.is_x else axis.low <= 0 <= axis.high
-            plain = not axis.is_log and not axis.is_category
-            if inside and plain and axis.given.get("zeroline") is not False:
-                line(axis.at(0.0), axis.given.get("zerolinecolor", GRID), axis, (low, high))
+            if axis.given.get("showgrid") is not False and not axis.is_category:
+                line(place, GRID)
+            if not axis.is_x:
+                self.canvas.text(low - 8, place, text, anchor="end")
+            elif self._is_lowest(axis):
+                self.canvas.text(place, high + 5, text, anchor="middle", vertical=0)
+        middle = (first + last) / 2
+        if axis.title and axis.is_x:
+            _, tall = _largest(text for _, text in axis.ticks(600))
+            self.canvas.text(middle, high + 10 + tall, axis.title, anchor="middle", vertical=0)
+        elif axis.title:
+            turn = f"rotate(-90 14 {_short(middle)})"
+            self.canvas.text(14.0, middle, axis.title, anchor="middle", transform=turn)
+        inside = axis.low < 0 < axis.high if axis.is_x else axis.low <= 0 <= axis.high
+        plain = not axis.is_log and not axis.is_category
+        if inside and plain and axis.given.get("zeroline") is not False:
+            line(axis.at(0.0), axis.given.get("zerolinecolor", GRID))
 
     def _is_lowest(self, axis: Axis) -> bool:
         """Whether no axis below this one has the same labels."""
@@ -524,18 +491,17 @@ class _Image:
             else:
                 same.append(box)
             if bar.look.pattern and box[2] - box[0] > 3:
-                hatched.setdefault(bar.look.ink, []).append(_hatch(*box, bar.look.pattern))
+                hatched.setdefault(bar.look.hatch, []).append(_hatch(*box, bar.look.pattern))
         for paint, same in filled.items():
-            self.canvas.path("".join(_rectangle(*box) for box in same), **dict(paint))
+            self.canvas.path((_rectangle(*box) for box in same), **dict(paint))
         for ink, commands in hatched.items():
-            self.canvas.path("".join(commands), **_stroke(ink))
+            self.canvas.path(commands, **_hatch_look(ink))
         for bar, box in zip(bars, boxes, strict=True):
             values, _ = _along(bar.trace, across, up)
             middle = (box[1] + box[3]) / 2 if values.is_x else (box[0] + box[2]) / 2
-            given = bar.trace.get(f"error_{values.name[0]}") or {}
             low, high = bar.error
             error = (min(low, bar.end) if bar.end > 0 else low, high)  # no bar is shorter than 0
-            self._whisker(values, bar.end, middle, error, given)
+            self._whisker(bar.trace, values, bar.end, middle, error)
             if bar.text:
                 self._bar_text(bar, box, values.is_x)
 
@@ -559,7 +525,7 @@ class _Image:
         if bar.trace.get("textposition") == "inside":
             width, height = _size(bar.text)
             if width <= right - left and height <= bottom - top:
-                self.canvas.text(middle, centre, bar.text, anchor="middle", fill=bar.ink)
+                self.canvas.text(middle, centre, bar.text, anchor="middle", fill=bar.look.ink)
         elif flat and bar.end >= bar.start:
             self.canvas.text(right + 5, centre, bar.text)
         elif flat:
@@ -568,17 +534,13 @@ class _Image:
             self.canvas.text(middle, top - 4, bar.text, anchor="middle", vertical=1)
 
     def _whisker(
-        self,
-        axis: Axis,
-        value: float,
-        aside: float,
-        error: tuple[float, float],
-        given: Mapping[str, Any],
+        self, trace: Trace, axis: Axis, value: float, aside: float, error: tuple[float, float]
     ) -> None:
-        """An error bar along an axis; nothing where both its lengths are 0."""
+        """An error bar of a trace along an axis; nothing where both its lengths are 0."""
         low, high = error
         if not low and not high:
             return
+        given = trace[f"error_{axis.name[0]}"]
         ends = [axis.at(value - low) if not axis.is_log or value > low else axis.start]
         ends.append(axis.at(value + high))
         cap = float(given.get("width", 4))
@@ -587,35 +549,31 @@ class _Image:
         for end in ends:
             self.canvas.line([axis.point(end, aside - cap), axis.point(end, aside + cap)], **look)
 
-    def _points(self, trace: Mapping[str, Any], across: Axis, up: Axis) -> None:
+    def _points(self, trace: Trace, across: Axis, up: Axis) -> None:
         xs, ys = values_of(trace.get("x")), values_of(trace.get("y"))
         points = [
-            (across.at(x), up.at(y))
-            if x is not None and is_drawable(y) and is_drawable(x)
-            else None
+            (across.at(x), up.at(y)) if is_drawable(x) and is_drawable(y) else None
             for x, y in zip(xs, ys, strict=False)
         ]
-        mode, look, count = trace.get("mode", "lines"), trace.get("marker") or {}, len(points)
+        mode, count = trace.get("mode", "lines"), len(points)
         if "lines" in mode:
             self._line(trace, [point for point in points if point], up.at(0.0))
         for axis, values in ((across, xs), (up, ys)):
-            given = trace.get(f"error_{axis.name[0]}") or {}
-            for value, point, error in zip(values, points, _errors(given, count), strict=False):
+            errors = _errors(trace, axis.name[0], count)
+            for value, point, error in zip(values, points, errors, strict=False):
                 if point:
-                    self._whisker(axis, value, point[1 if axis.is_x else 0], error, given)
+                    self._whisker(trace, axis, value, point[1 if axis.is_x else 0], error)
         if "markers" in mode:
-            self._markers(points, look)
+            self._markers(trace, points)
         if "text" in mode:
-            texts = each_of(trace.get("text"), count, "")
-            places = each_of(trace.get("textposition"), count, "top center")
-            reach = [float(size or 6) / 2 + 4 for size in each_of(look.get("size"), count, 6)]
-            for point, text, place, far in zip(points, texts, places, reach, strict=True):
+            texts = each_of(trace, "text", count, "")
+            places = each_of(trace, "textposition", count, "top center")
+            sizes = each_of(trace, "marker.size", count, 6)
+            for point, text, place, size in zip(points, texts, places, sizes, strict=True):
                 if point and text:
-                    self._point_text(point, text, str(place), far)
+                    self._point_text(point, text, str(place), float(size or 6) / 2 + 4)
 
-    def _line(
-        self, trace: Mapping[str, Any], points: Sequence[tuple[float, float]], floor: float
-    ) -> None:
+    def _line(self, trace: Trace, points: Sequence[Point], floor: float) -> None:
         """The line of a trace through points, and the area down to ``floor`` where it has one."""
         line = trace.get("line") or {}
         if line.get("shape") == "hv" and points:
@@ -629,19 +587,17 @@ class _Image:
         if len(drawn) > 1:
             self.canvas.line(drawn, **_line_look(line, 2))
 
-    def _markers(
-        self, points: Sequence[tuple[float, float] | None], look: Mapping[str, Any]
-    ) -> None:
+    def _markers(self, trace: Trace, points: Sequence[Point | None]) -> None:
         count = len(points)
-        sizes, colours = (
-            each_of(look.get("size"), count, 6),
-            each_of(look.get("color"), count, TEXT),
+        columns = (
+            each_of(trace, "marker.size", count, 6),
+            each_of(trace, "marker.color", count, TEXT),
+            each_of(trace, "marker.symbol", count, "circle"),
         )
-        symbols = each_of(look.get("symbol"), count, "circle")
-        line = look.get("line") or {}
-        edge, width = line.get("color"), float(each_of(line.get("width"), 1, 0)[0] or 0)
-        joined: dict[tuple[Any, ...], list[str]] = {}
-        for point, size, colour, symbol in zip(points, sizes, colours, symbols, strict=True):
+        has_edge = part_of(trace, "marker.line.color") is not None
+        width = float(each_of(trace, "marker.line.width", 1, 0)[0] or 0)
+        joined: dict[tuple[Any, bool], list[str]] = {}
+        for point, size, colour, symbol in zip(points, *columns, strict=True):
             if point:
                 hollow = symbol.endswith("-open") or symbol in ("x", "line-ns")
                 joined.setdefault((colour, hollow), []).append(_symbol(*point, float(size), symbol))
@@ -649,29 +605,26 @@ class _Image:
             if not isinstance(colour, str):
                 continue
             if hollow:
-                paint = {"fill": "none", "stroke": colour, "stroke-width": max(width, 2.0)}
+                paint = {"fill": "none", "stroke": colour, "stroke_width": max(width, 2.0)}
             else:
-                paint = _fill(colour, float(look.get("opacity", 1) or 1))
-                paint |= {"stroke": "#ffffff", "stroke-width": width} if edge and width else {}
-            self.canvas.path("".join(commands), **paint)
+                paint = _fill(colour, float(part_of(trace, "marker.opacity") or 1))
+                paint |= {"stroke": "#ffffff", "stroke_width": width} if has_edge and width else {}
+            self.canvas.path(commands, **paint)
 
-    def _point_text(self, point: tuple[float, float], text: str, place: str, far: float) -> None:
+    def _point_text(self, point: Point, text: str, place: str, far: float) -> None:
         x, y = point
         side = -1 if "left" in place else 1 if "right" in place else 0
         rise = -1 if "top" in place else 1 if "bottom" in place else 0
         x += side * (far if not rise else 2)
         anchor = {-1: "end", 0: "middle", 1: "start"}[side]
-        self.canvas.text(
-            x, y + rise * far, text, anchor=anchor, vertical={-1: 1, 0: 0.5, 1: 0}[rise]
-        )
+        self.canvas.text(x, y + rise * far, text, anchor=anchor, vertical=(1 - rise) / 2)
 
     # Boxes of a call tree.
 
-    def _icicle(self, trace: Mapping[str, Any]) -> None:
+    def _icicle(self, trace: Trace) -> None:
         names, above = values_of(trace["ids"]), values_of(trace["parents"])
         count, times = len(names), list(map(float, values_of(trace["values"])))
-        domain = ((trace.get("domain") or {}).get("x")) or [0, 1]
-        left, right = (16 + end * (WIDTH - 32) for end in domain)
+        left, right = (16 + end * (WIDTH - 32) for end in part_of(trace, "domain.x", (0, 1)))
         whole = sum(t for t, parent in zip(times, above, strict=True) if not parent) or 1.0
         scale, deepest = (right - left) / whole, int(trace.get("maxdepth") or 7)
         # the widest callee first, as plotly does; a caller is at least as wide and comes before it
@@ -683,24 +636,22 @@ class _Image:
                 level[name], free[name] = level[parent] + 1, free[parent]
                 free[parent] += scale * times[row]
                 boxes[row] = free[name], free[parent], level[name]
-        top = float((self.layout.get("margin") or {}).get("t") or 48)
-        tall = (self.height - top - 16) / (max(level.values()) + 1 or 1)
+        tall = (self.height - self.top - 16) / (max(level.values()) + 1 or 1)
         filled: dict[str, list[str]] = {}
-        colours = each_of(trace["marker"].get("colors"), count)
+        colours = each_of(trace, "marker.colors", count)
         for row, (low, high, deep) in boxes.items():
-            box = _rectangle(low, top + tall * deep, high, top + tall * (deep + 1))
+            box = _rectangle(low, self.top + tall * deep, high, self.top + tall * (deep + 1))
             if high - low >= 0.3:
                 filled.setdefault(colours[row], []).append(box)
-        edge = {"stroke": "#808080", "stroke-width": 0.7}
-        for colour, boxes_of_colour in filled.items():
-            self.canvas.path("".join(boxes_of_colour), **_fill(colour), **edge)
-        texts = each_of(trace.get("text"), count, "")
-        inks = each_of((trace.get("textfont") or {}).get("color"), count, TEXT)
+        for colour, commands in filled.items():
+            self.canvas.path(commands, **_fill(colour), stroke="#808080", stroke_width=0.7)
+        texts = each_of(trace, "text", count, "")
+        inks = each_of(trace, "textfont.color", count, TEXT)
         for row, (low, high, deep) in boxes.items():
             for text in (f"{texts[row]}<br>{times[row] / whole:.0%}", texts[row]):
                 width, height = _size(text, 11.5)
                 if width < high - low - 4 and height < tall - 2:
-                    at = ((low + high) / 2, top + tall * (deep + 0.5))
+                    at = ((low + high) / 2, self.top + tall * (deep + 0.5))
                     self.canvas.text(*at, text, anchor="middle", size=11.5, fill=inks[row])
                     break
 
@@ -719,106 +670,92 @@ class _Image:
 
     def _shapes(self) -> None:
         for shape in self.shapes:
-            ends = [
-                tuple(
-                    self._where(shape.get(f"{letter}ref"), letter, shape[f"{letter}{end}"])
-                    for letter in "xy"
-                )
+            x0, y0, x1, y1 = (
+                self._where(shape.get(f"{letter}ref"), letter, shape[f"{letter}{end}"])
                 for end in (0, 1)
-            ]
-            self.canvas.line([(x, y) for x, y in ends], **_line_look(shape.get("line") or {}, 1))
+                for letter in "xy"
+            )
+            self.canvas.line([(x0, y0), (x1, y1)], **_line_look(shape.get("line") or {}, 1))
 
     def _annotations(self) -> None:
+        anchors = {"left": "start", "right": "end", "center": "middle"}
         for note in self.layout.get("annotations") or []:
             # plotly wants the exponent here
-            at = [
+            x, y = (
                 self._where(note.get(f"{letter}ref"), letter, note.get(letter), exponent=True)
                 for letter in "xy"
-            ]
-            x = at[0] + float(note.get("xshift") or 0)
-            y = at[1] - float(note.get("yshift") or 0)
-            anchors = {"left": "start", "right": "end", "center": "middle"}
-            font = note.get("font") or {}
+            )
             self.canvas.text(
-                x,
-                y,
+                x + float(note.get("xshift") or 0),
+                y - float(note.get("yshift") or 0),
                 note.get("text", ""),
                 anchor=anchors.get(note.get("xanchor", "center"), "middle"),
                 vertical={"top": 0.0, "bottom": 1.0}.get(note.get("yanchor", ""), 0.5),
-                size=float(font.get("size") or SIZE),
-                fill=font.get("color"),
+                size=float(part_of(note, "font.size") or SIZE),
+                fill=part_of(note, "font.color"),
             )
 
-    def _legend_entries(self) -> list[tuple[str, Mapping[str, Any] | None]]:
-        """Name and trace of each entry; a heading has no trace."""
+    def _legend_entries(self) -> list[tuple[float, int, str, Trace | None]]:
+        """Left edge, row, name and trace of each entry; a heading has no trace."""
         if not self.layout.get("showlegend"):
             return []
         shown = [
             t
             for t in self.traces
-            if t.get("showlegend") is not False
-            and t.get("name")
-            and t.get("visible") in (None, True)
+            if t.get("showlegend") is not False and t.get("name") and is_shown(t, t["type"])
         ]
         shown.sort(key=lambda t: float(t.get("legendrank", 1000)))
-        if "reversed" in str((self.layout.get("legend") or {}).get("traceorder", "")):
+        if "reversed" in part_of(self.layout, "legend.traceorder", ""):
             shown.reverse()
-        entries: list[tuple[str, Mapping[str, Any] | None]] = []
-        headings = set()
+        named: list[tuple[str, Trace | None]] = []
         for trace in shown:
-            heading = (trace.get("legendgrouptitle") or {}).get("text")
-            if heading and heading not in headings:
-                headings.add(heading)
-                entries.append((f"<b>{heading}</b>", None))
-            entries.append((str(trace["name"]), trace))
-        return entries
-
-    def _legend_flow(self) -> Iterator[tuple[float, int, str, Mapping[str, Any] | None]]:
-        """Left edge and row of each entry."""
+            heading = part_of(trace, "legendgrouptitle.text")
+            if heading and (f"<b>{heading}</b>", None) not in named:
+                named.append((f"<b>{heading}</b>", None))
+            named.append((str(trace["name"]), trace))
+        entries = []
         x, row = 16.0, 0
-        for name, trace in self.entries:
-            wide = _size(name)[0] + (38 if trace is not None else 14)
+        for name, entry in named:
+            wide = _size(name)[0] + (38 if entry is not None else 14)
             if x > 16 and x + wide > WIDTH - 16:
                 x, row = 16.0, row + 1
-            yield x, row, name, trace
+            entries.append((x, row, name, entry))
             x += wide + 6
-
-    def _legend_height(self) -> float:
-        rows = [row for _, row, _, _ in self._legend_flow()]
-        return 20.0 * (rows[-1] + 1) + 6 if rows else 0.0
+        return entries
 
     def _legend(self) -> None:
-        top = self.height - self._legend_height()
-        for x, row, name, trace in self._legend_flow():
-            y = top + 20 * row + 10
+        for x, row, name, trace in self.entries:
+            y = self.legend_top + 20 * row + 10
             if trace is None:
                 self.canvas.text(x, y, name)
                 continue
             if trace["type"] == "bar":
                 box = (x, y - 6, x + 20, y + 6)
                 (look,) = _bar_looks(trace, 1)
-                self.canvas.path(_rectangle(*box), **dict(look.paint))
+                self.canvas.path([_rectangle(*box)], **dict(look.paint))
                 if look.pattern:
-                    self.canvas.path(_hatch(*box, look.pattern), **_stroke(look.ink))
+                    self.canvas.path([_hatch(*box, look.pattern)], **_hatch_look(look.hatch))
             else:
-                mode, marker = trace.get("mode", "lines"), trace.get("marker") or {}
-                if "lines" in mode:
-                    line = _line_look(trace.get("line") or {}, 2)
-                    self.canvas.line([(x, y), (x + 24, y)], **line)
-                if "markers" in mode:
-                    first = {key: each_of(marker.get(key), 1)[0] for key in ("color", "symbol")}
-                    size = min(float(each_of(marker.get("size"), 1, 8)[0]), 11.0)
-                    first = {key: value for key, value in first.items() if value}
-                    self._markers([(x + 12, y)], {**marker, **first, "size": size})
+                self._legend_points(trace, x, y)
             self.canvas.text(x + 30, y, name)
 
+    def _legend_points(self, trace: Trace, x: float, y: float) -> None:
+        mode = trace.get("mode", "lines")
+        if "lines" in mode:
+            line = _line_look(trace.get("line") or {}, 2)
+            self.canvas.line([(x, y), (x + 24, y)], **line)
+        if "markers" in mode:
+            first = {key: each_of(trace, f"marker.{key}", 1)[0] for key in ("color", "symbol")}
+            first["size"] = min(float(each_of(trace, "marker.size", 1, 8)[0]), 11.0)
+            self._markers({"marker": {**(trace.get("marker") or {}), **first}}, [(x + 12, y)])
 
-def _along(trace: Mapping[str, Any], across: Axis, up: Axis) -> tuple[Axis, Axis]:
-    """The axis along which the bars of a trace are long, and the one of their places."""
-    return (across, up) if trace.get("orientation") == "h" else (up, across)
+
+def _along(trace: Trace, across: Axis, up: Axis) -> tuple[Axis, Axis]:
+    """The axes of :func:`~dlrm_workbook.show.axes.letters_of`."""
+    return (across, up) if letters_of(trace) == ("x", "y") else (up, across)
 
 
-def _thinned(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+def _thinned(points: list[Point]) -> list[Point]:
     """Keep of a column of pixels the first point, the ends and the last, on whole pixels."""
     if len(points) <= 2 * WIDTH:
         return points
@@ -833,13 +770,13 @@ def _thinned(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
     return kept
 
 
-def _errors(given: Mapping[str, Any] | None, count: int) -> list[tuple[float, float]]:
-    """How far each error bar reaches down and up."""
-    if not given:
-        return [(0.0, 0.0)] * count
-    up = each_of(given.get("array"), count, 0.0)
-    down = up if given.get("arrayminus") is None else each_of(given.get("arrayminus"), count, 0.0)
-    return [(float(a or 0), float(b or 0)) for a, b in zip(down, up, strict=True)]
+def _errors(trace: Trace, letter: str, count: int) -> list[tuple[float, float]]:
+    """How far each error bar along an axis reaches down and up."""
+    up = f"error_{letter}.array"
+    down = f"error_{letter}.arrayminus"
+    down = up if part_of(trace, down) is None else down
+    lengths = (each_of(trace, path, count, 0.0) for path in (down, up))
+    return [(float(low or 0), float(high or 0)) for low, high in zip(*lengths, strict=True)]
 
 
 def _ink(colour: str) -> str:
@@ -848,47 +785,13 @@ def _ink(colour: str) -> str:
 
 def text_on(colour: str) -> str:
     """Black or white, whichever reads better on ``#rrggbb`` (WCAG relative luminance)."""
-    # both contrasts are equal at sqrt(1.05 * 0.05) - 0.05
-    return "#000000" if luminance(colour) > 0.179 else "#ffffff"
-
-
-def luminance(colour: str) -> float:
-    """Relative luminance of ``#rrggbb`` by WCAG 2, from 0 (black) to 1 (white)."""
     linear = []
     for start in (1, 3, 5):
         value = int(colour[start : start + 2], 16) / 255
         linear.append(value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4)
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-
-def save_figure(figure: Any, path: str | os.PathLike[str]) -> Path:
-    """Write one of our figures as the file's ending says: ``.svg``, ``.html`` or ``.png``.
-
-    Args:
-        figure: of plotly. As ``.svg`` it is the image that a notebook stores, with real text in
-            the reader's fonts and a unit on each axis; as ``.html`` the whole interactive figure.
-
-    Raises:
-        InputError: another ending, a folder that is not there, or ``.png`` without kaleido.
-    """
-    path = Path(path)
-    kind = path.suffix.lower()
-    if kind == ".svg":
-        write_text(path, image(json.loads(figure.to_json())))
-    elif kind == ".html":
-        write_text(path, figure.to_html(include_plotlyjs=True))
-    elif kind == ".png":
-        try:
-            figure.write_image(path, width=WIDTH, scale=2)
-        except (ValueError, RuntimeError, ImportError) as error:
-            reason = str(error).strip().splitlines()[:1]
-            raise InputError(
-                f"{path}: a .png is drawn by kaleido ({' '.join(reason) or 'which failed'}); an "
-                ".svg needs nothing, and is sharp at every size"
-            ) from None
-    else:
-        raise InputError(f"{path}: expected a file that ends in .svg, .png or .html")
-    return path
+    luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+    # both contrasts are equal at sqrt(1.05 * 0.05) - 0.05
+    return "#000000" if luminance > 0.179 else "#ffffff"
 
 
 def image(spec: Mapping[str, Any]) -> str:

@@ -22,8 +22,10 @@ import pandas as pd
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
+from dlrm_core.base.errors import InputError
+from dlrm_core.base.files import write_text
 from dlrm_core.parts import COMPONENTS, PHASES, parse_span, part_label
-from dlrm_workbook.show.static import image, save_figure, text_on
+from dlrm_workbook.show.static import WIDTH, image, text_on
 from dlrm_workbook.show.words import description
 
 FIGURE_TYPE = "application/vnd.plotly.v1+json"
@@ -169,9 +171,32 @@ class Figure(go.Figure):
         return {FIGURE_TYPE: spec, "image/svg+xml": image(spec), "text/plain": words}
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write it as ``.svg``, ``.html`` or ``.png``; see
-        :func:`~dlrm_workbook.show.static.save_figure`."""
-        return save_figure(self, path)
+        """Write it as the file's ending says: ``.svg``, ``.html`` or ``.png``.
+
+        An ``.svg`` is the image that a notebook stores, with real text in the reader's fonts and a
+        unit on each axis; an ``.html`` the whole interactive figure.
+
+        Raises:
+            InputError: another ending, a folder that is not there, or ``.png`` without kaleido.
+        """
+        path = Path(path)
+        kind = path.suffix.lower()
+        if kind == ".svg":
+            write_text(path, image(json.loads(self.to_json())))
+        elif kind == ".html":
+            write_text(path, self.to_html(include_plotlyjs=True))
+        elif kind == ".png":
+            try:
+                self.write_image(path, width=WIDTH, scale=2)
+            except (ValueError, RuntimeError, ImportError) as error:
+                reason = " ".join(str(error).strip().splitlines()[:1]) or "which failed"
+                raise InputError(
+                    f"{path}: a .png is drawn by kaleido ({reason}); an .svg needs nothing, and is "
+                    "sharp at every size"
+                ) from None
+        else:
+            raise InputError(f"{path}: expected a file that ends in .svg, .png or .html")
+        return path
 
     def _ipython_display_(self) -> None:
         if os.environ.get("PLOTLY_RENDERER", DATA_RENDERER) != DATA_RENDERER:
@@ -201,25 +226,16 @@ def figure(title: str, height: int, *, legend: bool = False) -> Figure:
     result = Figure()
     result.update_layout(template=TEMPLATE, title={"text": title}, height=height, showlegend=legend)
     if legend:
-        result.update_layout(
-            legend={
-                "orientation": "h",
-                "x": 0,
-                "xanchor": "left",
-                "y": 0,
-                "yref": "container",
-                "yanchor": "bottom",
-            }
-        )
+        below = {"y": 0, "yref": "container", "yanchor": "bottom"}
+        result.update_layout(legend={"orientation": "h", "x": 0, "xanchor": "left", **below})
     return result
 
 
 def marker(component: str, phase: str = "") -> dict[str, Any]:
     """Marker of a part's bars: the component's colour, the phase's pattern."""
     look = markers([(component, phase)])
-    look["color"] = look["color"][0]
-    look["pattern"]["shape"] = look["pattern"]["shape"][0]
-    return look
+    pattern = look["pattern"] | {"shape": PATTERNS.get(phase, "")}
+    return look | {"color": colour_of(component), "pattern": pattern}
 
 
 def markers(parts: Sequence[tuple[str, str]], pale: Sequence[bool] = ()) -> dict[str, Any]:
@@ -281,10 +297,9 @@ def step_order(component: str, phase: str = "") -> tuple[int, int]:
 def add_phase_key(target: go.Figure, phases: list[str]) -> None:
     """Legend entries that say which pattern is which phase."""
     for phase in sorted(set(phases) & set(PHASES), key=PHASES.index):
-        look = marker("other", phase)
-        look["color"] = INK
-        target.add_trace(
-            go.Bar(x=[None], y=[None], name=phase, marker=look, hoverinfo="skip", orientation="h")
+        look = marker("other", phase) | {"color": INK}
+        target.add_bar(
+            x=[None], y=[None], name=phase, marker=look, hoverinfo="skip", orientation="h"
         )
 
 
@@ -366,15 +381,6 @@ def label_rows(
     )
 
 
-def text_inside(colour: str) -> dict[str, Any]:
-    """How the text in a bar of this colour is written; plotly.js would write dark grey or white,
-    at a contrast of about 3."""
-    return {
-        **{"textposition": "inside", "insidetextanchor": "middle", "textangle": 0},
-        "textfont": {"color": text_on(colour)},
-    }
-
-
 def add_bars(
     target: go.Figure,
     x: BarEnds,
@@ -395,11 +401,15 @@ def add_bars(
         more: properties of plotly's trace.
     """
     marker = {"color": look, "line": {"width": 0}} if isinstance(look, str) else look
-    texts = None if isinstance(hover, str) else list(hover)
-    template = hover if isinstance(hover, str) else "%{hovertext}"
-    more |= {"hovertext": texts, "hovertemplate": f"{template}<extra></extra>"}
-    orientation = "h" if flat else "v"
-    target.add_trace(go.Bar(x=x, y=y, name=name, orientation=orientation, marker=marker, **more))
+    more |= {"orientation": "h" if flat else "v", "marker": marker, **_hover(hover)}
+    target.add_bar(x=x, y=y, name=name, **more)
+
+
+def _hover(hover: str | Sequence[str]) -> dict[str, Any]:
+    """Properties of a trace for a template of plotly's, or for a text of each mark."""
+    if isinstance(hover, str):
+        return {"hovertemplate": f"{hover}<extra></extra>"}
+    return {"hovertext": list(hover), "hovertemplate": "%{hovertext}<extra></extra>"}
 
 
 def add_points(
@@ -420,11 +430,7 @@ def add_points(
         at: ``row`` and ``col`` of a figure of :func:`panels`.
         more: properties of plotly's trace.
     """
-    texts = None if isinstance(hover, str) else list(hover)
-    template = hover if isinstance(hover, str) else "%{hovertext}"
-    more = {"mode": "markers", "hovertext": texts} | more
-    trace = go.Scatter(x=x, y=y, name=name, hovertemplate=f"{template}<extra></extra>", **more)
-    target.add_trace(trace, **at)
+    target.add_scatter(x=x, y=y, name=name, **{"mode": "markers", **_hover(hover), **at, **more})
 
 
 def line_look(colour: str, number: int = 0, width: float = 2) -> dict[str, Any]:
@@ -459,10 +465,8 @@ def panels(
         vertical_spacing=0.18 / max(rows - 1, 1) if rows > 1 else 0.1,
     )
     result.update_layout(margin={"t": 80, "b": 95 if legend else 60})
-    cells = [
-        {"row": place // columns + 1, "col": place % columns + 1} for place in range(len(names))
-    ]
-    return result, cells
+    places = (divmod(number, columns) for number in range(len(names)))
+    return result, [{"row": row + 1, "col": column + 1} for row, column in places]
 
 
 def stacked_bars(
@@ -502,7 +506,11 @@ def stacked_bars(
                 for row, value, part in zip(table.index, values, parts, strict=True)
             ],
             text=[f"{part:.0%}" if (shares or texts) and part >= 0.06 else "" for part in parts],
-            **text_inside(colour),
+            textposition="inside",
+            insidetextanchor="middle",
+            textangle=0,
+            # plotly.js would write dark grey or white, at a contrast of about 3
+            textfont={"color": text_on(colour)},
         )
     result.update_layout(barmode="stack", bargap=0.22)
     if shares:
@@ -554,27 +562,20 @@ def add_spans(
     """
     labels = [wrapped(plotly_text(label)) for label in spans["label"]]
     # one text for all spans, since thousands of the same one make a large notebook
-    text = {"meta": labels[:1]} if len(set(labels)) == 1 else {"hovertext": labels}
-    target.add_trace(
-        go.Bar(
-            base=spans["start_ms"],
-            x=spans["duration_ms"],
-            y=spans["lane"].map(rows).to_numpy(),
-            orientation="h",
-            name=plotly_text(name),
-            marker=look,
-            # of a bar with a base, plotly's x is where the bar ends
-            customdata=spans[["spans", "duration_ms"]].to_numpy(float),
-            hovertemplate=(
-                f"%{{y}}<br>%{{{'meta[0]' if 'meta' in text else 'hovertext'}}}"
-                # a row of several spans is as long as all of them, which no single one was
-                "<br>from about %{base:,.3f} ms: %{customdata[1]:,.3f} ms"
-                "<br>the sum of spans: %{customdata[0]:,}<extra></extra>"
-            ),
-            # plotly would make the bars of a trace as high as its lanes are far apart
-            **{"width": 1 - SPAN_GAP, **text, **more},
-        )
+    is_one = len(set(labels)) == 1
+    text: dict[str, Any] = {"meta": labels[:1]} if is_one else {"hovertext": labels}
+    # of a bar with a base, plotly's x is where the bar ends; a row of several spans is as long as
+    # all of them, which no single one was
+    hover = (
+        f"%{{y}}<br>%{{{'meta[0]' if is_one else 'hovertext'}}}"
+        "<br>from about %{base:,.3f} ms: %{customdata[1]:,.3f} ms"
+        "<br>the sum of spans: %{customdata[0]:,}"
     )
+    text["customdata"] = spans[["spans", "duration_ms"]].to_numpy(float)
+    # plotly would make the bars of a trace as high as its lanes are far apart
+    more = {"base": spans["start_ms"], "width": 1 - SPAN_GAP, **text, **more}
+    lanes = spans["lane"].map(rows).to_numpy()
+    add_bars(target, spans["duration_ms"], lanes, plotly_text(name), look, hover, **more)
 
 
 def add_part_spans(
@@ -608,8 +609,8 @@ def ranked_bars(
 ) -> go.Figure:
     """Horizontal bars, the first on top, each with its label before and its value behind it."""
     result = figure(title, 110 + row * max(len(labels), 3))
-    shown: dict[str, Any] = {"text": list(texts), "textposition": "outside", "cliponaxis": False}
-    add_bars(result, list(values), list(range(len(labels))), "", marker, hover, **shown)
+    behind: dict[str, Any] = {"text": list(texts), "textposition": "outside", "cliponaxis": False}
+    add_bars(result, list(values), list(range(len(labels))), "", marker, hover, **behind)
     # room for the text behind the longest bar
     longest = max(values, default=0.0)
     result.update_xaxes(title=unit, range=[0, 1.42 * longest if longest > 0 else 1])
@@ -648,30 +649,26 @@ def icicle(
             widths[row.id] = np.nextafter(np.float32(least), np.float32(np.inf))
         children[row.parent] = children.get(row.parent, 0.0) + float(widths[row.id])
     labels = [plotly_text(short_name(label, TREE_NAME)) for label in tree["label"]]
+    edge = {"width": 0.7, "color": "rgba(128, 128, 128, 0.7)"}
     result = figure(title, height)
-    result.add_trace(
-        go.Icicle(
-            ids=tree["id"],
-            parents=tree["parent"],
-            labels=labels,
-            # the name of a part on two lines fits into narrower boxes
-            text=["<br>".join(label.rsplit(" ", 1)) for label in labels],
-            values=np.array([widths[name] for name in tree["id"]], np.float32),
-            branchvalues="total",
-            customdata=notes,
-            marker={
-                "colors": colours,
-                "line": {"width": 0.7, "color": "rgba(128, 128, 128, 0.7)"},
-            },
-            leaf={"opacity": 1},
-            textfont={"color": [text_on(colour) for colour in colours]},
-            tiling={"orientation": "v"},
-            maxdepth=7,
-            texttemplate="%{text}<br>%{percentRoot:.2~p}",
-            pathbar={"visible": True, "side": "top"},
-            hovertemplate=f"{hover}<extra></extra>",
-            **more,
-        )
+    result.add_icicle(
+        ids=tree["id"],
+        parents=tree["parent"],
+        labels=labels,
+        # the name of a part on two lines fits into narrower boxes
+        text=["<br>".join(label.rsplit(" ", 1)) for label in labels],
+        values=np.array([widths[name] for name in tree["id"]], np.float32),
+        branchvalues="total",
+        customdata=notes,
+        marker={"colors": colours, "line": edge},
+        leaf={"opacity": 1},
+        textfont={"color": [text_on(colour) for colour in colours]},
+        tiling={"orientation": "v"},
+        maxdepth=7,
+        texttemplate="%{text}<br>%{percentRoot:.2~p}",
+        pathbar={"visible": True, "side": "top"},
+        **_hover(hover),
+        **more,
     )
     # no axis on the left; of a box that was clicked, the path stands between title and tree
     room = {"l": 4, "r": 4, "t": 70}
@@ -690,13 +687,10 @@ def in_groups(headings: Iterable[str]) -> tuple[list[float], list[tuple[float, s
     """
     places: list[float] = []
     groups: list[tuple[float, str]] = []
-    place = 0.0
     for heading in headings:
         if not groups or heading != groups[-1][1]:
-            groups.append((place, heading))
-            place += 1.0
-        places.append(place)
-        place += 1.0
+            groups.append((float(len(places) + len(groups)), heading))
+        places.append(float(len(places) + len(groups)))
     return places, groups
 
 
@@ -720,9 +714,9 @@ def add_ends(
     Args:
         log: whether the axis is logarithmic, where plotly wants an annotation's exponent.
     """
+    look: dict[str, Any] = {"showarrow": False, "xanchor": "left", "xshift": 10}
     for end, place, text in zip(ends, places, texts, strict=True):
-        at = math.log10(end) if log else end
-        target.add_annotation(x=at, y=place, text=text, showarrow=False, xanchor="left", xshift=10)
+        target.add_annotation(x=math.log10(end) if log else end, y=place, text=text, **look)
 
 
 def mark_one(
@@ -749,21 +743,10 @@ def error_bars(
     low: BarEnds, mid: BarEnds, high: BarEnds, colour: str = INK, thickness: float = 1.5
 ) -> dict[str, Any]:
     """``error_x`` or ``error_y`` from ``low`` to ``high``; no bar where an end is not known."""
-    beyond = [_reach(end - middle) for end, middle in zip(high, mid, strict=True)]
-    short = [_reach(middle - end) for end, middle in zip(low, mid, strict=True)]
-    return {
-        "type": "data",
-        "symmetric": False,
-        "array": beyond,
-        "arrayminus": short,
-        "color": colour,
-        "thickness": thickness,
-        "width": 4,
-    }
-
-
-def _reach(length: float) -> float:
-    return float(length) if math.isfinite(length) else 0.0
+    lengths = np.subtract(high, mid), np.subtract(mid, low)
+    beyond, short = (np.nan_to_num(ends, posinf=0.0, neginf=0.0).tolist() for ends in lengths)
+    look = {"color": colour, "thickness": thickness, "width": 4}
+    return {"type": "data", "symmetric": False, "array": beyond, "arrayminus": short, **look}
 
 
 def log_axis(

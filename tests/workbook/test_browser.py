@@ -36,7 +36,7 @@ from dlrm_workbook.runner.pages import FIGURE, render_html
 from dlrm_workbook.runner.run import CHAIN, run_notebooks
 from dlrm_workbook.show import static, theme
 from dlrm_workbook.show.profile import findings_text
-from dlrm_workbook.show.tables import Text, TextTable, show
+from dlrm_workbook.show.tables import Cells, Text, TextTable, show
 
 pytestmark = [pytest.mark.browser, pytest.mark.notebook, pytest.mark.usefixtures("browser")]
 
@@ -243,10 +243,10 @@ def test_the_static_image_shows_what_its_interactive_twin_does(tmp_path: Path) -
         assert [text for text in twin["texts"] if text and text not in words] == []
         assert f'height="{figure.layout.height}"' in image
         for ending in (".svg", ".html"):
-            kept = static.save_figure(figure, tmp_path / f"figure{ending}").read_text()
+            kept = figure.save(tmp_path / f"figure{ending}").read_text()
             assert kept == image if ending == ".svg" else "Plotly.newPlot" in kept
     with pytest.raises(InputError, match=r"ends in \.svg, \.png or \.html"):
-        static.save_figure(figures[0], tmp_path / "figure.gif")
+        figures[0].save(tmp_path / "figure.gif")
 
 
 def test_a_print_is_short_and_whole(tmp_path: Path) -> None:
@@ -302,7 +302,7 @@ def test_no_name_of_a_recording_runs_as_a_script(tmp_path: Path) -> None:
         evidence=f"Evidence of {name}",
         advice=f"In `libfoo {name}.so`: {name}",
     )
-    nodes = TextTable(["function", "module"], [[name, f"lib{name}.so"]])
+    nodes = TextTable([Cells("function", [name]), Cells("module", [f"lib{name}.so"])])
     bars = go.Figure(go.Bar(x=[f"f {name}", "g"], y=[3, 9], name=name, hovertext=[name, name]))
     bars.update_layout(title=name, xaxis_title=name, showlegend=True)
     table = pd.DataFrame({"function": [name]}).to_html(escape=False)
