@@ -64,19 +64,15 @@ def attribution_bars(attribution: pd.DataFrame, unit: str = "ms in a mean iterat
     """
     table = attribution[attribution["time_ms"] > 0]
     on_gpu = table["where"].eq("device")
-    what = "a step" if "iteration" in unit else "the whole recording"
-    title = f"Time of {what} by part and phase"
+    what, whole = ("a step", "the step") if "iteration" in unit else ("the whole recording", "it")
     if not on_gpu.any():
-        return _part_bars(title, unit, table, pale=False)
-    idle = table[~on_gpu]
-    table = table[on_gpu]  # shares stay those of the step, as in the table below
-    title = f"GPU time of {what} by part and phase"
+        return _part_bars(f"Time of {what} by part and phase", unit, table)
+    title, idle = f"GPU time of {what} by part and phase", table[~on_gpu]
     if len(idle):
-        title += (
-            f" (idle in another {milliseconds(idle['time_ms'].sum())}, "
-            f"{percent(idle['share'].sum())} of {'the step' if what == 'a step' else 'it'})"
-        )
-    return _part_bars(title, f"GPU time, {unit}", table, pale=False)
+        time, share = milliseconds(idle["time_ms"].sum()), percent(idle["share"].sum())
+        title += f" (idle in another {time}, {share} of {whole})"
+    # shares stay those of the step, as in the table below
+    return _part_bars(title, f"GPU time, {unit}", table[on_gpu])
 
 
 def _place(file: str, line: int) -> str:
@@ -137,13 +133,9 @@ def source_margin(listing: pd.DataFrame) -> go.Figure:
         {"color": COMPUTE_COLOUR, "line": {"width": 0}},
         row=18,
     )
-    look: dict[str, Any] = {
-        "mode": "text",
-        "text": code,
-        "textposition": "middle right",
-        "textfont": CODE_FONT,
-    }
-    add_points(result, [1.4 * largest] * len(code), table.index, "", "", hoverinfo="skip", **look)
+    look: dict[str, Any] = {"mode": "text", "text": code, "textposition": "middle right"}
+    look |= {"textfont": CODE_FONT, "hoverinfo": "skip"}
+    add_points(result, [1.4 * largest] * len(code), table.index, "", "", **look)
     result.update_xaxes(range=[0, 7 * largest], showticklabels=False, showgrid=False)
     return result
 
@@ -159,7 +151,7 @@ def idle_part_bars(table: pd.DataFrame, unit: str = "ms in a mean iteration") ->
     return _part_bars(title, f"GPU idle, {unit}", table, pale=True)
 
 
-def _part_bars(title: str, unit: str, table: pd.DataFrame, pale: bool) -> go.Figure:
+def _part_bars(title: str, unit: str, table: pd.DataFrame, pale: bool = False) -> go.Figure:
     table = table.sort_values("time_ms", ascending=False)
     parts = list(zip(table["component"], table["phase"], strict=True))
     look = markers(parts, [pale] * len(parts))
@@ -179,27 +171,26 @@ def call_tree_icicle(tree: pd.DataFrame, unit: str = "ms in a mean iteration") -
     """
     least = tree.attrs.get("smallest_share")
     tree = _one_root(tree)
-    names = [short_name(label, TREE_NAME) for label in tree["label"]]
-    full = [
-        f"<br>{wrapped(plotly_text(label), most=2)}" if label != name else ""
-        for label, name in zip(tree["label"], names, strict=True)
-    ]
-    through = map(_through, tree["through"])
-    shapes = tree["shapes"].map(lambda text: f"<br>shapes {wrapped(text)}" if text else "")
-    more = [shape + way for shape, way in zip(shapes, through, strict=True)]
-    parts = list(map(part_label, tree["component"], tree["phase"]))
+    joined = f" (calls below {percent(least)} are joined)" if least else ""
     return icicle(
-        "Call tree"
-        + (f" (calls below {percent(least)} are joined)" if least else "")
-        + f", {unit}",
+        f"Call tree{joined}, {unit}",
         520,
         tree,
         "value_ms",
         list(map(colour_of, tree["component"])),
-        list(zip(full, parts, tree["self_ms"], more, strict=True)),
+        list(map(_box_notes, rows_of(tree))),
         "%{label}%{customdata[0]}<br>part: %{customdata[1]}<br>%{value:,.3f} ms "
         "(%{percentRoot:.1%}), of it itself %{customdata[2]:,.3f} ms%{customdata[3]}",
     )
+
+
+def _box_notes(row: Any) -> tuple[str, str, float, str]:
+    """What a hover text says of a box: its whole name, its part, its own time, the way to it."""
+    is_short = row.label == short_name(row.label, TREE_NAME)
+    name = "" if is_short else f"<br>{wrapped(plotly_text(row.label), most=2)}"
+    shapes = f"<br>shapes {wrapped(row.shapes)}" if row.shapes else ""
+    part = part_label(row.component, row.phase)
+    return name, part, row.self_ms, shapes + _through(row.through)
 
 
 def _one_root(tree: pd.DataFrame) -> pd.DataFrame:
@@ -292,13 +283,14 @@ def _add_operators(target: go.Figure, detail: pd.DataFrame, rows: Mapping[str, i
     """Operators in the lower half of their row, hidden until they are asked for."""
     there = detail.attrs.get("of", len(detail))
     count = f"the {len(detail):,} longest of {there:,} " if there > len(detail) else ""
-    hidden: dict[str, Any] = {"visible": "legendonly", "width": 0.3, "offset": 0.02}
+    name = f"{count}operators (zoom in)"
+    more: dict[str, Any] = {"visible": "legendonly", "width": 0.3, "offset": 0.02}
     # one entry of the legend stands for the traces of all parts
-    hidden["legendgroup"] = "operators"
-    for number, (component, spans) in enumerate(detail.groupby("component", sort=False)):
+    more |= {"legendgroup": "operators", "showlegend": True}
+    for component, spans in detail.groupby("component", sort=False):
         look = {"color": paled(colour_of(str(component))), "line": {"width": 1, "color": INK}}
-        name = f"{count}operators (zoom in)"
-        add_spans(target, spans, rows, name, look, showlegend=number == 0, **hidden)
+        add_spans(target, spans, rows, name, look, **more)
+        more["showlegend"] = False
 
 
 def operator_bars(
@@ -364,10 +356,10 @@ def memory_line(curve: pd.DataFrame) -> go.Figure:
     result = figure("Memory over the recording", 340, legend=curve["device"].nunique() > 1)
     for device, part in curve.groupby("device"):
         line = {"shape": "hv", "width": 1.5, "color": _DEVICE_COLOURS.get(str(device), INK)}
-        hover = f"{str(device).upper()} at %{{x:,.1f}} ms: %{{y:,.2f}} MB"
-        look: dict[str, Any] = {"mode": "lines", "line": line}
-        times, held = part["time_ms"], part["allocated_mb"]
-        add_points(result, times, held, str(device).upper(), hover, **look)
+        name = str(device).upper()
+        hover = f"{name} at %{{x:,.1f}} ms: %{{y:,.2f}} MB"
+        more: dict[str, Any] = {"mode": "lines", "line": line}
+        add_points(result, part["time_ms"], part["allocated_mb"], name, hover, **more)
     result.update_xaxes(title="ms since the recording began", rangemode="tozero")
     result.update_yaxes(title="MB above its start (10⁶ B)")
     return result

@@ -152,39 +152,32 @@ def stall_bars(stalls: pd.DataFrame, count: int = 12) -> go.Figure:
     drawn = stalls.merge(places, on=keys)
     one_kernel = stalls["kernel"].nunique() == 1
     short = short_names(stalls["kernel"])
-    labels = [
-        _middle_cut(short[row.kernel], 46)
-        if not by_line
-        else _line_label(row.place)
-        + ("" if one_kernel else f" · {_middle_cut(short[row.kernel], 26)}")
-        for row in rows_of(places)
-    ]
-    result = figure(
-        f"What warps waited for, by {'source line' if by_line else 'kernel'}",
-        196 + ROW * max(len(places), 3),
-        legend=True,
-    )
+    labels = [_middle_cut(short[kernel], 26 if by_line else 46) for kernel in places["kernel"]]
+    if by_line:
+        kernels = [""] * len(labels) if one_kernel else [f" · {label}" for label in labels]
+        lines = map(_line_label, places["place"])
+        labels = [line + kernel for line, kernel in zip(lines, kernels, strict=True)]
+    title = f"What warps waited for, by {'source line' if by_line else 'kernel'}"
+    result = figure(title, 196 + ROW * max(len(places), 3), legend=True)
     order = drawn.groupby("reason")["warp_cycles"].sum().sort_values(ascending=False).index
     for reason in sorted(order, key=lambda name: name == ISSUED):
         part = drawn[drawn["reason"] == reason]
         issued = reason == ISSUED
-        data = [
-            [labels[row] for row in part["row"]],
-            part["warp_cycles"],
-            [known_or(share, percent) for share in part["share_of_stalls"]],
-        ]
+        shares = [known_or(share, percent) for share in part["share_of_stalls"]]
+        data = [labels[row] for row in part["row"]], part["warp_cycles"], shares
+        hover = (
+            f"%{{customdata[0]}}<br>{STALLS.get(reason, reason)}<br>"
+            "%{x:.2f}% of all samples, %{customdata[2]} of all stalls<br>"
+            "%{customdata[1]:,.3s} warp-cycles"
+        )
+        colour = GRID if issued else REASON_COLOURS.get(reason, COLOURS["other"])
         add_bars(
             result,
             100 * part["share_of_samples"],
             part["row"],
             REASON_NAMES.get(reason, reason),
-            {
-                "color": GRID if issued else REASON_COLOURS.get(reason, COLOURS["other"]),
-                "line": {"width": 1 if issued else 0, "color": INK},
-            },
-            f"%{{customdata[0]}}<br>{STALLS.get(reason, reason)}<br>"
-            "%{x:.2f}% of all samples, %{customdata[2]} of all stalls<br>"
-            "%{customdata[1]:,.3s} warp-cycles",
+            {"color": colour, "line": {"width": 1 if issued else 0, "color": INK}},
+            hover,
             customdata=list(zip(*data, strict=True)),
         )
     result.update_layout(barmode="stack")
@@ -211,12 +204,11 @@ def lane_timeline(spans: pd.DataFrame, title: str = "Threads and GPU streams") -
         held = spans.groupby("label")["duration_ms"].sum().sort_values(ascending=False)
         named = [label for label in held.index if label != "(others)"][: len(FUNCTION_COLOURS)]
         for label, colour in zip(named, FUNCTION_COLOURS, strict=False):
-            look: dict[str, Any] = {"color": colour, "line": {"width": 0}}
-            add_spans(result, spans[spans["label"] == label], rows, function_name(label, 28), look)
+            of_label = spans[spans["label"] == label]
+            add_spans(result, of_label, rows, function_name(label, 28), colour)
         rest = spans[~spans["label"].isin(named)]
         if len(rest):
-            look = {"color": COLOURS["other"], "line": {"width": 0}}
-            add_spans(result, rest, rows, "other functions", look)
+            add_spans(result, rest, rows, "other functions", COLOURS["other"])
     result.update_layout(barmode="overlay", bargap=SPAN_GAP)
     last = float((spans["start_ms"] + spans["duration_ms"]).max())
     result.update_xaxes(title="ms since the trace began", range=[0, last * 1.005])

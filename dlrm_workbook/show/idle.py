@@ -6,18 +6,14 @@ why, and its figure is not asked for.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pandas as pd
 import plotly.graph_objects as go
 
 from dlrm_workbook.analysis.idleness import CAUSES, STATES
 from dlrm_workbook.ground.units import milliseconds, percent
-from dlrm_workbook.show.theme import (
-    COLOURS,
-    add_points,
-    figure,
-    stacked_bars,
-    stacked_iterations,
-)
+from dlrm_workbook.show.theme import COLOURS, add_points, figure, stacked_bars, stacked_iterations
 
 CAUSE_COLOURS = {
     "data": COLOURS["data"],
@@ -73,11 +69,9 @@ def idle_shares(summary: pd.DataFrame) -> go.Figure:
     Args:
         summary: what :func:`dlrm_workbook.analysis.idleness.idle_by_cause` gives.
     """
-    total = float(summary["idle_ms"].sum())
-    share = float(summary["share_of_iteration"].sum())
-    title = (
-        f"Time without a kernel: {milliseconds(total)} per iteration ({percent(share)}), by cause"
-    )
+    total = milliseconds(summary["idle_ms"].sum())
+    share = percent(summary["share_of_iteration"].sum())
+    title = f"Time without a kernel: {total} per iteration ({share}), by cause"
     shares = summary.set_index("cause")[["idle_ms"]].T.set_axis([""])
     looks = {cause: (cause, CAUSE_COLOURS[cause]) for cause in summary["cause"]}
     result = stacked_bars(title, shares, looks, "ms", texts=True)
@@ -93,16 +87,10 @@ def queue_line(depth: pd.DataFrame) -> go.Figure:
         depth: what :func:`dlrm_workbook.analysis.launches.queue_depth` gives.
     """
     result = figure("Work queued for the GPU", 320)
-    add_points(
-        result,
-        depth["time_ms"],
-        depth["depth"],
-        "",
-        "%{x:,.3f} ms: %{y:,.1f} queued",
-        mode="lines",
-        line={"shape": "hv", "width": 1.5, "color": COLOURS["bottom_mlp"]},
-        fill="tozeroy",
-    )
+    line = {"shape": "hv", "width": 1.5, "color": COLOURS["bottom_mlp"]}
+    look: dict[str, Any] = {"mode": "lines", "line": line, "fill": "tozeroy"}
+    hover = "%{x:,.3f} ms: %{y:,.1f} queued"
+    add_points(result, depth["time_ms"], depth["depth"], "", hover, **look)
     result.update_xaxes(title="ms from the first iteration's start")
     result.update_yaxes(title="launched, not finished", rangemode="tozero")
     return result

@@ -5,6 +5,8 @@ The tables come from :mod:`dlrm_workbook.analysis.rank_traces`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pandas as pd
 import plotly.graph_objects as go
 
@@ -50,33 +52,27 @@ def rank_bars(ranks: pd.DataFrame) -> go.Figure:
     Args:
         ranks: what :func:`dlrm_workbook.analysis.rank_traces.rank_table` gives.
     """
-    table = pd.DataFrame(
-        {
-            "work": ranks["busy_ms"] - ranks["exposed_ms"],
-            "exposed": ranks["exposed_ms"],
-            "idle": ranks["idle_ms"],
-        }
-    ).set_index("rank " + ranks["rank"].astype(str))
     looks = {
-        "work": ("kernels and copies", COLOURS["bottom_mlp"]),
-        "exposed": ("exposed communication", COLOURS["communication"]),
-        "idle": ("idle", COLOURS["other"]),
+        "work_ms": ("kernels and copies", COLOURS["bottom_mlp"]),
+        "exposed_ms": ("exposed communication", COLOURS["communication"]),
+        "idle_ms": ("idle", COLOURS["other"]),
     }
-    title = f"What each rank's GPU does, {ranks.attrs.get('per', '')}".rstrip(", ")
-    return stacked_bars(title, table, looks, "ms")
+    work = ranks["busy_ms"] - ranks["exposed_ms"]
+    return _bars("What each rank's GPU does", ranks.assign(work_ms=work), looks)
 
 
 def waiting_bars(ranks: pd.DataFrame) -> go.Figure:
     """Each rank's time in matched collectives: transfer, and waiting for the last rank."""
-    columns = ["transfer_ms", "waiting_ms", "start_ms"]
-    table = ranks[columns].set_index("rank " + ranks["rank"].astype(str))
+    uncounted = "not counted: the first collective, or ends that do not meet"
     looks = {
         "transfer_ms": ("transfer, at most", COLOURS["transfer"]),
         "waiting_ms": ("waiting for the last rank", COLOURS["optimizer"]),
-        "start_ms": (
-            "not counted: the first collective, or ends that do not meet",
-            COLOURS["other"],
-        ),
+        "start_ms": (uncounted, COLOURS["other"]),
     }
-    title = f"Time in collectives, {ranks.attrs.get('per', '')}".rstrip(", ")
+    return _bars("Time in collectives", ranks, looks)
+
+
+def _bars(title: str, ranks: pd.DataFrame, looks: Mapping[str, tuple[str, str]]) -> go.Figure:
+    table = ranks[list(looks)].set_index("rank " + ranks["rank"].astype(str))
+    title = f"{title}, {ranks.attrs.get('per', '')}".rstrip(", ")
     return stacked_bars(title, table, looks, "ms")

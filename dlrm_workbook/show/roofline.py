@@ -34,7 +34,6 @@ from dlrm_workbook.show.theme import (
     label_rows,
     line_look,
     log_axis,
-    markers,
     paled,
     rows_of,
     step_order,
@@ -163,18 +162,9 @@ def _roofline(
 ) -> go.Figure:
     points = table[(table["flops"] > 0) & (table["gflops"] > 0)]
     result = figure(title, HEIGHT)
-    result.update_layout(
-        showlegend=True,
-        legend={
-            "x": 1.01,
-            "y": 1,
-            "xanchor": "left",
-            "yanchor": "top",
-            "tracegroupgap": 14,
-            "traceorder": "grouped",
-        },
-        margin={"r": 190},
-    )
+    beside = {"x": 1.01, "y": 1, "xanchor": "left", "yanchor": "top"}
+    beside |= {"tracegroupgap": 14, "traceorder": "grouped"}
+    result.update_layout(showlegend=True, legend=beside, margin={"r": 190})
     roofs, slopes = product_peaks(ceilings), _slopes(ceilings)
     frame = Frame.around(points, roofs, slopes)
     total = float(table["time_ms"].sum())
@@ -223,10 +213,9 @@ def _draw_roofs(
         else:
             labels.append((rate, [text]))
     for rate, texts in labels:
-        look: dict[str, Any] = {"xanchor": "right", "yanchor": "bottom", "font": {"size": 12}}
-        at, height = frame.right, math.log10(rate)
-        text = "<br>".join(texts)
-        result.add_annotation(x=at, y=height, text=text, name=ROOF, showarrow=False, **look)
+        place = {"x": frame.right, "y": math.log10(rate), "xanchor": "right", "yanchor": "bottom"}
+        look = {"name": ROOF, "showarrow": False, "font": {"size": 12}}
+        result.add_annotation(text="<br>".join(texts), **place, **look)
 
 
 def _draw_slopes(
@@ -242,23 +231,12 @@ def _draw_slopes(
 
 
 def _line(x: Sequence[float], y: Sequence[float], name: str, dash: str) -> go.Scatter:
-    return go.Scatter(
-        x=list(x),
-        y=list(y),
-        mode="lines",
-        line={"color": INK, "width": 1.5, "dash": dash},
-        name=name,
-        hoverinfo="name",
-        showlegend=False,
-    )
+    look = {"mode": "lines", "line": {"color": INK, "width": 1.5, "dash": dash}}
+    return go.Scatter(x=x, y=y, name=name, hoverinfo="name", showlegend=False, **look)
 
 
 def _draw_points(
-    result: go.Figure,
-    points: pd.DataFrame,
-    total_ms: float,
-    frame: Frame,
-    basis: str,
+    result: go.Figure, points: pd.DataFrame, total_ms: float, frame: Frame, basis: str
 ) -> None:
     # small markers on top of large ones
     rows = sorted(rows_of(points), key=lambda row: -row.time_ms)
@@ -335,12 +313,10 @@ def _unplotted(table: pd.DataFrame) -> str:
 
 def _log_axes(result: go.Figure, frame: Frame, note: str) -> None:
     common = {"type": "log", "dtick": 1, "exponentformat": "none", "gridcolor": GRID}
-    result.update_xaxes(
-        title=f"intensity, operations per byte{note}", range=[frame.left, frame.right], **common
-    )
-    result.update_yaxes(
-        title="rate, GFLOP/s", range=[frame.bottom, frame.top], zeroline=False, **common
-    )
+    title = f"intensity, operations per byte{note}"
+    result.update_xaxes(title=title, range=[frame.left, frame.right], **common)
+    height = [frame.bottom, frame.top]
+    result.update_yaxes(title="rate, GFLOP/s", range=height, zeroline=False, **common)
 
 
 def least_time_bars(table: pd.DataFrame) -> go.Figure:
@@ -354,29 +330,17 @@ def least_time_bars(table: pd.DataFrame) -> go.Figure:
     title = "Time of each part, and the least time that the machine allows"
     result = figure(title, 110 + ROW * max(len(rows), 3))
     places = list(range(len(rows)))
-    looks = markers([(row.component, row.phase) for row in rows])
-    full = {"color": looks["color"], "line": {"width": 0}}
-    outline = {"width": OUTLINE, "color": looks["color"]}
-    pale = {"color": list(map(paled, looks["color"])), "line": outline}
+    colours = [colour_of(row.component) for row in rows]
+    full = {"color": colours, "line": {"width": 0}}
+    outline = {"width": OUTLINE, "color": colours}
+    pale = {"color": list(map(paled, colours)), "line": outline}
     labels = [part_label(row.component, row.phase) for row in rows]
     texts = [_gap(row) for row in rows]
     hover = [f"{label}: {text}" for label, text in zip(labels, texts, strict=True)]
-    for values, look, text in (
-        (shown["time_ms"], pale, texts),
-        (shown["ceiling_ms"].clip(upper=shown["time_ms"]), full, None),
-    ):
-        beyond = "outside" if text else None
-        add_bars(
-            result,
-            values,
-            places,
-            "",
-            look,
-            hover,
-            text=text,
-            textposition=beyond,
-            cliponaxis=False,
-        )
+    behind: dict[str, Any] = {"text": texts, "textposition": "outside", "cliponaxis": False}
+    add_bars(result, shown["time_ms"], places, "", pale, hover, **behind)
+    least = shown["ceiling_ms"].clip(upper=shown["time_ms"])
+    add_bars(result, least, places, "", full, hover, cliponaxis=False)
     longest = float(shown["time_ms"].max()) if len(shown) else 1.0
     result.update_layout(barmode="overlay")
     result.update_xaxes(title="ms in a mean iteration", range=[0, 1.75 * longest])
@@ -432,29 +396,18 @@ def cache_curve(hits: pd.DataFrame, last_level_bytes: float | None = None) -> go
         last_level_bytes: size of the machine's last-level cache, marked if it is in sight.
     """
     result = figure("Lookups that a cache of rows answers (least recently used)", 340)
-    add_points(
-        result,
-        hits["cache_bytes"],
-        hits["hit_share"],
-        "",
-        [
-            f"{format_bytes(row.cache_bytes)}, {row.rows:,} rows: {percent(row.hit_share)}"
-            for row in rows_of(hits)
-        ],
-        error_y=error_bars(hits["low"], hits["hit_share"], hits["high"]),
-        **line_look(colour_of("embedding")),
-    )
+    hover = [
+        f"{format_bytes(row.cache_bytes)}, {row.rows:,} rows: {percent(row.hit_share)}"
+        for row in rows_of(hits)
+    ]
+    look = line_look(colour_of("embedding"))
+    look["error_y"] = error_bars(hits["low"], hits["hit_share"], hits["high"])
+    add_points(result, hits["cache_bytes"], hits["hit_share"], "", hover, **look)
     if last_level_bytes and last_level_bytes <= hits["cache_bytes"].max():
         text = f"last-level cache, {format_bytes(last_level_bytes)}"
         result.add_vline(x=last_level_bytes, line={"color": INK, "dash": "dot"})
-        result.add_annotation(
-            x=math.log10(last_level_bytes),
-            y=1,
-            yref="paper",
-            yanchor="bottom",
-            text=text,
-            showarrow=False,
-        )
+        above = {"y": 1, "yref": "paper", "yanchor": "bottom", "showarrow": False}
+        result.add_annotation(x=math.log10(last_level_bytes), text=text, **above)
     marks = hits["cache_bytes"].iloc[:: max(1, len(hits) // 5)]
     result.update_xaxes(title="size of the cache", **log_axis(list(marks), _size))
     result.update_yaxes(title="of the lookups", tickformat=".0%", rangemode="tozero")

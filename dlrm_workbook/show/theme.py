@@ -550,7 +550,7 @@ def add_spans(
     spans: pd.DataFrame,
     rows: Mapping[str, int],
     name: str,
-    look: dict[str, Any],
+    look: str | dict[str, Any],
     **more: Any,
 ) -> None:
     """Stretches of time as bars in the row of their lane.
