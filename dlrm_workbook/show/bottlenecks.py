@@ -109,11 +109,8 @@ CODE_LETTERS = 92
 
 
 def source_margin(listing: pd.DataFrame) -> go.Figure:
-    """The source of a function, and before each line its share of the step.
-
-    Args:
-        listing: as :func:`dlrm_workbook.analysis.lines.hottest` gives it.
-    """
+    """The source of the :func:`~dlrm_workbook.analysis.lines.hottest` function, and before each
+    line its share of the step."""
     table = listing.reset_index(drop=True)
     largest = float(table["share"].max()) or 1.0
     texts = [percent(share) if share > 0 else "" for share in table["share"]]
@@ -141,12 +138,7 @@ def source_margin(listing: pd.DataFrame) -> go.Figure:
 
 
 def idle_part_bars(table: pd.DataFrame, unit: str = "ms in a mean iteration") -> go.Figure:
-    """What the host was in while the GPU did nothing, the largest on top.
-
-    Args:
-        table: rows of :func:`attribution_bars`'s, those of the host.
-        unit: of ``time_ms``, for the axis.
-    """
+    """What the host was in while the GPU did nothing: the host's rows of the same table."""
     title = "Where the host was while the GPU was idle"
     return _part_bars(title, f"GPU idle, {unit}", table, pale=True)
 
@@ -163,12 +155,8 @@ def _part(row: Any) -> str:
 
 
 def call_tree_icicle(tree: pd.DataFrame, unit: str = "ms in a mean iteration") -> go.Figure:
-    """The call tree, callers above callees, as wide as their time; a click zooms.
-
-    Args:
-        tree: what :func:`dlrm_workbook.analysis.operators.call_tree` gives: parents first.
-        unit: of ``value_ms``, for the title.
-    """
+    """The :func:`~dlrm_workbook.analysis.operators.call_tree`, callers above callees, as wide as
+    their time; a click zooms."""
     least = tree.attrs.get("smallest_share")
     tree = _one_root(tree)
     joined = f" (calls below {percent(least)} are joined)" if least else ""
@@ -236,9 +224,9 @@ def iteration_timeline(spans: pd.DataFrame, detail: pd.DataFrame | None = None) 
     """What each thread and GPU stream does when, a row a lane and iteration; drag to zoom.
 
     Args:
-        spans: what :func:`dlrm_workbook.analysis.operators.timeline` gives.
-        detail: what :func:`dlrm_workbook.analysis.operators.operator_spans` gives: drawn where the
-            reader zooms in on a page, or clicks its entry of the legend.
+        spans: of :func:`dlrm_workbook.analysis.operators.timeline`.
+        detail: of :func:`dlrm_workbook.analysis.operators.operator_spans`: drawn where the reader
+            zooms in on a page, or clicks its entry of the legend.
     """
     several = spans["lane"].nunique() > 1
     spans = _laned(spans, several)
@@ -296,13 +284,8 @@ def _add_operators(target: go.Figure, detail: pd.DataFrame, rows: Mapping[str, i
 def operator_bars(
     operators: pd.DataFrame, count: int = 15, unit: str = "ms in a mean iteration"
 ) -> go.Figure:
-    """The operators (or kernels) that take the most time themselves.
-
-    Args:
-        operators: what :func:`dlrm_workbook.analysis.operators.top_operators` gives.
-        count: how many of them are drawn.
-        unit: of the times, for the axis.
-    """
+    """The ``count`` operators of :func:`~dlrm_workbook.analysis.operators.top_operators` that take
+    the most time themselves; of the GPU's, where one was measured."""
     on_gpu = bool(operators["gpu_ms"].notna().any())
     time = "gpu_ms" if on_gpu else "cpu_self_ms"
     return table_bars(
@@ -326,11 +309,8 @@ def _operator(row: Any) -> str:
 
 
 def memory_by_part(memory: pd.DataFrame) -> go.Figure:
-    """What each part allocates in a mean iteration, largest on top.
-
-    Args:
-        memory: ``component``, ``phase``, ``device``, ``allocated_mb``.
-    """
+    """What each part allocates in a mean iteration, by
+    :func:`~dlrm_workbook.analysis.operators.memory`, largest on top."""
     several = memory["device"].nunique() > 1
     table = memory.sort_values("allocated_mb", ascending=False)
 
@@ -348,11 +328,8 @@ def memory_by_part(memory: pd.DataFrame) -> go.Figure:
 
 
 def memory_line(curve: pd.DataFrame) -> go.Figure:
-    """Memory held through torch over the recording.
-
-    Args:
-        curve: ``device``, ``time_ms``, ``allocated_mb``.
-    """
+    """Memory held through torch, by
+    :func:`~dlrm_workbook.analysis.operators.memory_curve`."""
     result = figure("Memory over the recording", 340, legend=curve["device"].nunique() > 1)
     for device, part in curve.groupby("device"):
         line = {"shape": "hv", "width": 1.5, "color": _DEVICE_COLOURS.get(str(device), INK)}
@@ -485,11 +462,8 @@ FURTHEST = 1.5
 
 
 def tried_ranges(table: pd.DataFrame) -> go.Figure | Text:
-    """How many times as fast the program ran under each remedy, with the range.
-
-    Args:
-        table: as :func:`dlrm_workbook.analysis.tried.tried` gives it.
-    """
+    """How many times as fast the program ran under each remedy of
+    :func:`~dlrm_workbook.analysis.tried.tried`, with the range."""
     timed = table[table["speedup_mid"].notna()].reset_index(drop=True)
     if timed.empty:
         return Text("*No remedy could be timed.*")
@@ -514,8 +488,8 @@ def what_if_bars(table: pd.DataFrame, parts: pd.DataFrame) -> go.Figure | Text:
     compares with the rest.
 
     Args:
-        table: what :func:`dlrm_workbook.analysis.whatif.what_if_table` gives.
-        parts: what :func:`dlrm_workbook.analysis.whatif.what_if_parts` gives.
+        table, parts: of ``what_if_table`` and ``what_if_parts`` in
+            :mod:`dlrm_workbook.analysis.whatif`.
     """
     predicted = table[table["mid_ms"].notna()]
     if predicted.empty:
@@ -556,11 +530,8 @@ def what_if_bars(table: pd.DataFrame, parts: pd.DataFrame) -> go.Figure | Text:
 
 
 def engine_bars(table: pd.DataFrame) -> go.Figure:
-    """Time of each part by two engines, with how far apart they may be.
-
-    Args:
-        table: what :func:`dlrm_workbook.analysis.compare.engines_side_by_side` gives.
-    """
+    """Time of each part by two engines, with how far apart they may be, of
+    :func:`~dlrm_workbook.analysis.compare.engines_side_by_side`."""
     first, second = (
         name.removesuffix("_cost_ms") for name in table.columns if name.endswith("_cost_ms")
     )

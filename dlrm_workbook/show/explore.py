@@ -23,12 +23,8 @@ MOST_BARS = 15
 
 
 def flat_bars(view: pd.DataFrame, part: str) -> go.Figure:
-    """The largest own values of one part's functions and operators, over the whole recording.
-
-    Args:
-        view: what :func:`dlrm_workbook.analysis.views.flat` gives, with rows.
-        part: the component that it is of, for title and colour.
-    """
+    """The largest own values of one part's functions and operators over the whole recording, by
+    :func:`~dlrm_workbook.analysis.views.flat`."""
     metric, unit = view.attrs["metric"], view.attrs["unit"]
     return table_bars(
         view[view["exclusive"] > 0].head(MOST_BARS),

@@ -105,14 +105,13 @@ FUNCTION_COLOURS = [COLOURS[name] for name in COLOURS if name != "other"]
 LANE_ROW = 34
 
 
-def kernel_bars(kernels: pd.DataFrame, count: int = 15) -> go.Figure:
-    """The kernels with the most time, the largest on top.
+MOST_KERNELS, MOST_STALLED, MOST_BLAMED = 15, 12, 12
+"""Bars that are drawn: the first rows of their tables."""
 
-    Args:
-        kernels: what :func:`dlrm_workbook.analysis.gpu.kernel_table` gives.
-        count: how many of them are drawn.
-    """
-    several = kernels[["component", "phase"]].drop_duplicates().shape[0] > 1
+
+def kernel_bars(kernels: pd.DataFrame) -> go.Figure:
+    """The kernels of :func:`~dlrm_workbook.analysis.gpu.kernel_table` with the most time."""
+    several = len(kernels[["component", "phase"]].drop_duplicates()) > 1
     caution = kernels.attrs.get("caution")
 
     def label(row: Any) -> str:
@@ -120,7 +119,7 @@ def kernel_bars(kernels: pd.DataFrame, count: int = 15) -> go.Figure:
         return f"{name} · {part_label(row.component, row.phase)}" if several else name
 
     return table_bars(
-        kernels.head(count),
+        kernels.head(MOST_KERNELS),
         "GPU kernels by time" + (f" ({caution})" if caution else ""),
         "ms over the whole recording (share of GPU time)",
         "time_ms",
@@ -138,16 +137,12 @@ def _middle_cut(name: str, limit: int) -> str:
     return f"{name[: limit - end - 1].rstrip()}…{name[-end:].lstrip()}"
 
 
-def stall_bars(stalls: pd.DataFrame, count: int = 12) -> go.Figure:
-    """Why warps waited, a bar a kernel or source line, the most sampled on top.
-
-    Args:
-        stalls: what :func:`dlrm_workbook.analysis.gpu.stall_table` gives, by kernel or line.
-        count: how many kernels or lines are drawn.
-    """
+def stall_bars(stalls: pd.DataFrame) -> go.Figure:
+    """Why warps waited, a bar a kernel or source line, the most sampled on top; of
+    :func:`~dlrm_workbook.analysis.gpu.stall_table` by kernel or line."""
     by_line = "place" in stalls
     keys = ["kernel", "file", "line", "place"] if by_line else ["kernel"]
-    places = stalls[keys].drop_duplicates().head(count).reset_index(drop=True)
+    places = stalls[keys].drop_duplicates().head(MOST_STALLED).reset_index(drop=True)
     places["row"] = places.index
     drawn = stalls.merge(places, on=keys)
     one_kernel = stalls["kernel"].nunique() == 1
@@ -190,9 +185,8 @@ def lane_timeline(spans: pd.DataFrame, title: str = "Threads and GPU streams") -
     """What every thread and stream ran when, a row each; drag to zoom.
 
     Args:
-        spans: what :func:`dlrm_workbook.analysis.lanes.thread_timeline` gives. By component
-            the colours are those of the parts; by function the largest ones have a
-            colour each.
+        spans: of :func:`dlrm_workbook.analysis.lanes.thread_timeline`. By component the colours
+            are those of the parts; by function the largest ones have a colour each.
     """
     lanes = list(dict.fromkeys(spans["lane"]))
     rows = {lane: row for row, lane in enumerate(lanes)}
@@ -220,11 +214,8 @@ def lane_timeline(spans: pd.DataFrame, title: str = "Threads and GPU streams") -
 
 
 def _draw_counters(timeline: go.Figure, counters: pd.DataFrame) -> None:
-    """Hardware counters under a timeline, on an axis of their own; in place.
-
-    Args:
-        counters: what :func:`dlrm_workbook.analysis.device_counters.counter_curves` gives.
-    """
+    """The curves of :func:`~dlrm_workbook.analysis.device_counters.counter_curves` under a
+    timeline, on an axis of their own."""
     height = timeline.layout.height + COUNTER_HEIGHT
     share = COUNTER_HEIGHT / height
     for (gpu, name), points in counters.groupby(["gpu", "counter"]):
@@ -249,11 +240,7 @@ COUNTER_HEIGHT = 160
 
 
 def idleness_bars(idleness: pd.DataFrame) -> go.Figure:
-    """Busy against idle, a bar a GPU.
-
-    Args:
-        idleness: what :func:`dlrm_workbook.analysis.idleness.gpu_idleness` gives.
-    """
+    """A bar for each GPU of :func:`~dlrm_workbook.analysis.idleness.gpu_idleness`."""
     several = idleness["rank"].nunique() > 1
     labels = [(f"rank {row.rank}, " if several else "") + row.gpu for row in rows_of(idleness)]
     looks = {
@@ -266,15 +253,11 @@ def idleness_bars(idleness: pd.DataFrame) -> go.Figure:
     return result
 
 
-def blame_bars(blame: pd.DataFrame, count: int = 12) -> go.Figure:
-    """What the CPU ran while every stream was idle, the most on top.
-
-    Args:
-        blame: what :func:`dlrm_workbook.analysis.idleness.idle_blame` gives.
-        count: how many rows are drawn.
-    """
+def blame_bars(blame: pd.DataFrame) -> go.Figure:
+    """What the CPU ran while every stream was idle, by
+    :func:`~dlrm_workbook.analysis.idleness.idle_blame`."""
     return table_bars(
-        blame.head(count),
+        blame.head(MOST_BLAMED),
         "What the CPU ran while the GPU was idle",
         f"ms of GPU idle time {blame.attrs.get('per', '')}".rstrip(),
         "blamed_ms",

@@ -39,22 +39,14 @@ STATE_COLOURS = {
 
 
 def idle_each(causes: pd.DataFrame) -> go.Figure:
-    """Idle time of every iteration, stacked by cause.
-
-    Args:
-        causes: what :func:`dlrm_workbook.analysis.idleness.idle_causes` gives.
-    """
+    """The causes of :func:`~dlrm_workbook.analysis.idleness.idle_causes` in every iteration."""
     looks = {name: (name, colour, CAUSES[name]) for name, colour in CAUSE_COLOURS.items()}
     title = "GPU idle time of each iteration"
     return stacked_iterations(title, causes, "cause", "idle_ms", looks)
 
 
 def thread_state_bars(states: pd.DataFrame) -> go.Figure:
-    """What the iterating thread did in each iteration, stacked.
-
-    Args:
-        states: what :func:`dlrm_workbook.analysis.idleness.thread_states` gives.
-    """
+    """The states of :func:`~dlrm_workbook.analysis.idleness.thread_states` in every iteration."""
     title = "What the iterating thread did in each iteration"
     looks = {name: (name, colour, STATES[name]) for name, colour in STATE_COLOURS.items()}
     result = stacked_iterations(title, states, "state", "time_ms", looks)
@@ -64,11 +56,7 @@ def thread_state_bars(states: pd.DataFrame) -> go.Figure:
 
 
 def idle_shares(summary: pd.DataFrame) -> go.Figure:
-    """One bar: idle time of a mean iteration, divided by cause.
-
-    Args:
-        summary: what :func:`dlrm_workbook.analysis.idleness.idle_by_cause` gives.
-    """
+    """One bar: the causes of :func:`~dlrm_workbook.analysis.idleness.idle_by_cause`."""
     total = milliseconds(summary["idle_ms"].sum())
     share = percent(summary["share_of_iteration"].sum())
     title = f"Time without a kernel: {total} per iteration ({share}), by cause"
@@ -81,11 +69,8 @@ def idle_shares(summary: pd.DataFrame) -> go.Figure:
 
 
 def queue_line(depth: pd.DataFrame) -> go.Figure:
-    """Operations launched and not finished, over time; at 0 the GPU has nothing to do.
-
-    Args:
-        depth: what :func:`dlrm_workbook.analysis.launches.queue_depth` gives.
-    """
+    """:func:`~dlrm_workbook.analysis.launches.queue_depth` over time; at 0 the GPU has nothing to
+    do."""
     result = figure("Work queued for the GPU", 320)
     line = {"shape": "hv", "width": 1.5, "color": COLOURS["bottom_mlp"]}
     look: dict[str, Any] = {"mode": "lines", "line": line, "fill": "tozeroy"}

@@ -21,13 +21,7 @@ from dlrm_workbook.analysis.reference import reference
 from dlrm_workbook.analysis.roofline import COPIES, LAUNCHES, Limits, least_step
 from dlrm_workbook.analysis.sentences import FENCE, in_markdown
 from dlrm_workbook.analysis.verdict import compare_command
-from dlrm_workbook.ground.units import (
-    at_most,
-    faster,
-    known_or,
-    milliseconds,
-    ratio,
-)
+from dlrm_workbook.ground.units import at_most, faster, known_or, milliseconds, ratio
 from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.recordings.torch import RECORDED_PASS
 from dlrm_workbook.show.tables import (
@@ -37,6 +31,7 @@ from dlrm_workbook.show.tables import (
     Column,
     Text,
     each_row,
+    listed,
 )
 from dlrm_workbook.show.theme import rows_of
 
@@ -55,9 +50,8 @@ def commands_text(lines: Sequence[str]) -> Text:
     """Commands that measure what was not measured; nothing where nothing is left."""
     if not lines:
         return Text("")
-    return Text(
-        "\n".join(["Run these commands to time what was not timed together:", FENCE, *lines, FENCE])
-    )
+    what = "Run these commands to time what was not timed together:"
+    return Text("\n".join([what, FENCE, *lines, FENCE]))
 
 
 MOST_NAMED = 6
@@ -96,8 +90,7 @@ def tried_text(table: pd.DataFrame, left_out: pd.DataFrame) -> Text:
     """The lines to write for what paid, and why other remedies were not tried.
 
     Args:
-        table: what :func:`dlrm_workbook.analysis.tried.tried` gives.
-        left_out: what :func:`dlrm_workbook.analysis.tried.not_tried` gives.
+        table, left_out: of ``tried`` and ``not_tried`` in :mod:`dlrm_workbook.analysis.tried`.
     """
     lines = []
     for _, row in table[table["status"].eq("paid") & table["id"].ne("together")].iterrows():
@@ -140,9 +133,7 @@ def cautions_text(sentences: Sequence[str]) -> Text:
     """What in a recording is not to be taken at its word; nothing where nothing is."""
     if not sentences:
         return Text("")
-    return Text(
-        "\n".join(["**Read with caution:**", "", *(f"- {in_markdown(text)}" for text in sentences)])
-    )
+    return Text(f"**Read with caution:**\n\n{listed(sentences)}")
 
 
 def passes(profile: Profile) -> pd.DataFrame:
@@ -155,8 +146,7 @@ def passes(profile: Profile) -> pd.DataFrame:
     table = pd.DataFrame(
         profile.meta.get("passes", []), columns=["name", "ms_per_iteration", "dilation"]
     )
-    step = reference(profile)
-    if step is not None and step.unprofiled:
+    if (step := reference(profile)) is not None and step.unprofiled:
         table.loc[table["name"] == RECORDED_PASS, "ms_per_iteration"] = step.recorded_ms
         table["dilation"] = table["ms_per_iteration"].astype(float) / step.ms
     return table.rename(columns={"name": "pass", "ms_per_iteration": "iteration_ms"})
@@ -340,8 +330,7 @@ def roofline_text(table: pd.DataFrame, doubts: Sequence[str] = ()) -> Text:
     """How fast this step could be on its machine, and where the most can be gained.
 
     Args:
-        table: what :func:`dlrm_workbook.analysis.roofline.roofline` gives.
-        doubts: what :func:`dlrm_workbook.analysis.roofline.doubts` says.
+        table, doubts: of ``roofline`` and ``doubts`` in :mod:`dlrm_workbook.analysis.roofline`.
     """
     if table.empty:
         return Text("")

@@ -47,11 +47,8 @@ COLLECTIVES = chosen_columns(
 
 
 def rank_bars(ranks: pd.DataFrame) -> go.Figure:
-    """Each rank's step: GPU at work, communication that nothing hides, idle.
-
-    Args:
-        ranks: what :func:`dlrm_workbook.analysis.rank_traces.rank_table` gives.
-    """
+    """Each rank's step: GPU at work, communication that nothing hides, idle; of
+    :func:`~dlrm_workbook.analysis.rank_traces.rank_table`."""
     looks = {
         "work_ms": ("kernels and copies", COLOURS["bottom_mlp"]),
         "exposed_ms": ("exposed communication", COLOURS["communication"]),

@@ -122,23 +122,26 @@ def roofline_chart(table: pd.DataFrame, ceilings: Mapping[str, Any] | None) -> g
     """Rate against intensity of each part, under the measured ceilings, both axes in logs.
 
     Args:
-        table: what :func:`dlrm_workbook.analysis.roofline.roofline` gives.
+        table: of :func:`dlrm_workbook.analysis.roofline.roofline`.
         ceilings: ``meta["ceilings"]``; without it only the parts are drawn.
     """
     title = "Roofline: what the parts reach of what the machine allows"
     return _roofline(table, ceilings or {}, title, "of the step")
 
 
-def operator_roofline(rates: pd.DataFrame, count: int = 40) -> go.Figure:
+MOST_OPERATORS = 40
+"""Operators of a GPU in its chart, those with the most time."""
+
+
+def operator_roofline(rates: pd.DataFrame) -> go.Figure:
     """Products and lookups on a GPU under the limits of its data sheet, both axes in logs.
 
     Args:
-        rates: what :func:`dlrm_workbook.analysis.gpu_limits.operator_rates` gives. Where no
-            data sheet of its GPU is listed, no limits are drawn, and the title says so.
-        count: how many operators are drawn, those with the most time.
+        rates: of :func:`dlrm_workbook.analysis.gpu_limits.operator_rates`. Where no data sheet
+            of its GPU is listed, no limits are drawn, and the title says so.
     """
     name = rates.attrs.get("device")
-    table = rates[rates["intensity_flop_per_byte"].notna()].head(count)
+    table = rates[rates["intensity_flop_per_byte"].notna()].head(MOST_OPERATORS)
     sizes = [re.findall(r"\[(\d[\d, ]*)\]", shapes) for shapes in table["shapes"]]
     table = table.assign(
         label=[
@@ -320,11 +323,8 @@ def _log_axes(result: go.Figure, frame: Frame, note: str) -> None:
 
 
 def least_time_bars(table: pd.DataFrame) -> go.Figure:
-    """Of each part the time measured (pale) and the least time the machine allows (full).
-
-    Args:
-        table: what :func:`dlrm_workbook.analysis.roofline.roofline` gives.
-    """
+    """The times measured (pale) and the least times that the machine allows (full), of
+    :func:`~dlrm_workbook.analysis.roofline.roofline`."""
     shown = table[table["time_ms"] > 0].sort_values("time_ms", ascending=False)
     rows = rows_of(shown)
     title = "Time of each part, and the least time that the machine allows"

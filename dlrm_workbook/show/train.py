@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pandas as pd
 import plotly.graph_objects as go
 
@@ -22,22 +24,16 @@ MIB = 1 << 20
 
 
 def memory_bars(forecast: pd.DataFrame) -> go.Figure:
-    """What a run will allocate, largest on top.
-
-    Args:
-        forecast: ``name``, ``shape``, ``component``, ``bytes``.
-    """
+    """What a run will allocate, by :func:`~dlrm_workbook.analysis.training.memory_forecast`."""
     rows = rows_of(forecast.sort_values("bytes", ascending=False, kind="stable"))
+    shapes = [f"<br>shape {row.shape}" if row.shape else "" for row in rows]
     return ranked_bars(
         "Memory that the run will need",
         "MiB (2²⁰ B)",
         [row.name for row in rows],
         [row.bytes / MIB for row in rows],
         [f"{digits(row.bytes / MIB)} MiB" for row in rows],
-        [
-            f"{row.name}: {row.bytes:,} B" + (f"<br>shape {row.shape}" if row.shape else "")
-            for row in rows
-        ],
+        [f"{row.name}: {row.bytes:,} B{shape}" for row, shape in zip(rows, shapes, strict=True)],
         markers([(row.component, "") for row in rows]),
     )
 
@@ -49,14 +45,16 @@ def _add_line(
     name: str,
     colour: str,
     hover: str,
-    *,
-    mode: str = "lines+markers",
-    row: int = 1,
+    **more: Any,
 ) -> None:
     """A column of the table over its iterations; ``hover`` is plotly's template."""
     look = {"line": {"color": colour, "width": 2.5}, "marker": {"color": colour, "size": 7}}
-    at = {"row": row, "col": 1} if row > 1 else {}
-    add_points(target, table["iteration"], table[column], name, hover, at=at, mode=mode, **look)
+    look |= {"mode": "lines+markers"} | more
+    add_points(target, table["iteration"], table[column], name, hover, **look)
+
+
+BELOW = {"row": 2, "col": 1}
+"""The lower plot of :func:`_two_rows`."""
 
 
 def _two_rows(title: str, above: str, below: str) -> go.Figure:
@@ -64,18 +62,13 @@ def _two_rows(title: str, above: str, below: str) -> go.Figure:
     result = figure(title, 520, legend=True)
     result.set_subplots(rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.09)
     result.update_yaxes(title=above, row=1, col=1)
-    result.update_yaxes(title=below, row=2, col=1)
-    result.update_xaxes(title="iteration", row=2, col=1)
+    result.update_yaxes(title=below, **BELOW)
+    result.update_xaxes(title="iteration", **BELOW)
     return result
 
 
 def loss_curve(iterations: pd.DataFrame, intervals: pd.DataFrame) -> go.Figure:
-    """Loss of every iteration and the mean over each interval.
-
-    Args:
-        iterations: ``iteration``, ``loss``.
-        intervals: ``iteration`` (the last one of the interval), ``loss``.
-    """
+    """Loss of every iteration and the mean over each interval, whose ``iteration`` is its last."""
     result = figure("Loss over the run", 380, legend=True)
     hover = "iteration %{x}: loss %{y:.6f}"
     _add_line(result, iterations, "loss", "each iteration", COMPUTE_COLOUR, hover, mode="lines")
@@ -88,12 +81,7 @@ def loss_curve(iterations: pd.DataFrame, intervals: pd.DataFrame) -> go.Figure:
 
 
 def learning_rate(planned: pd.DataFrame, intervals: pd.DataFrame) -> go.Figure:
-    """The schedule of the learning rate, and what the updates used.
-
-    Args:
-        planned: ``iteration``, ``learning_rate``.
-        intervals: ``iteration``, ``learning_rate`` of each interval's last update.
-    """
+    """The schedule of the learning rate, and what the last update of each interval used."""
     result = figure("Learning rate", 320, legend=True)
     hover = "iteration %{x:,}: learning rate %{y:.4g}"
     used = "used by the last update of an interval"
@@ -141,17 +129,13 @@ def learning_curve(
         (evaluations, "loss on test data", COLOURS["loss"]),
     ):
         hover = f"iteration %{{x:,}}: {name} %{{y:.5f}}"
-        _add_line(result, table, "loss", name, colour, hover, row=2)
+        _add_line(result, table, "loss", name, colour, hover, at=BELOW)
     return result
 
 
 def training_speed(intervals: pd.DataFrame) -> go.Figure:
-    """Milliseconds per iteration, data and compute stacked, and samples per second.
-
-    Args:
-        intervals: ``iteration``, ``data_ms_per_iteration``, ``compute_ms_per_iteration``,
-            ``samples_per_second``.
-    """
+    """Milliseconds per iteration of each interval, data and compute stacked, and samples per
+    second."""
     result = _two_rows("Speed over the run", "ms per iteration", "samples per second")
     for column, name, colour in (
         ("compute_ms_per_iteration", "compute", COMPUTE_COLOUR),
@@ -160,7 +144,7 @@ def training_speed(intervals: pd.DataFrame) -> go.Figure:
         hover = f"up to iteration %{{x}}: {name} %{{y:,.2f}} ms"
         add_bars(result, intervals["iteration"], intervals[column], name, colour, hover, flat=False)
     rate, hover = "samples_per_second", "up to iteration %{x}: %{y:,.0f} samples/s"
-    _add_line(result, intervals, rate, "samples per second", COLOURS["embedding"], hover, row=2)
+    _add_line(result, intervals, rate, "samples per second", COLOURS["embedding"], hover, at=BELOW)
     result.update_layout(barmode="stack")
     result.update_yaxes(rangemode="tozero")
     return result
