@@ -28,6 +28,7 @@ from dlrm_workbook.ground.vendors import SCRIPTS
 from dlrm_workbook.show.tables import COLUMNS_FILE, Text
 from dlrm_workbook.show.views import VIEWS
 
+
 def describe(topic: str = "", word: str = "") -> Text:
     """What a topic says, as Markdown; without a topic the list of topics.
 

@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-import jinja2
 from markupsafe import Markup
 
 from dlrm_core.base.errors import InputError
 from dlrm_core.base.files import write_text
 from dlrm_workbook.ground.runs import RunFolder, mark_interrupted
 from dlrm_workbook.ground.units import duration
-from dlrm_workbook.runner.templating import TEMPLATES, prepare, template_text
+from dlrm_workbook.runner.templating import filled, template_text
 from dlrm_workbook.show.tables import QUALITY_LEVELS
 
 DAY = re.compile(r"\d{4}-\d{2}-\d{2}")
@@ -48,8 +47,8 @@ def write_index(root: Path) -> Path:
         reverse=True,
     )
     rows = [row for folder in folders if (row := _row(folder)) is not None]
-    environment = prepare(jinja2.Environment(loader=jinja2.FileSystemLoader(TEMPLATES)))
-    page = environment.get_template("index.html.j2").render(
+    page = filled(
+        "index.html.j2",
         rows=rows,
         first=FIRST,
         levels=QUALITY_LEVELS,

@@ -24,17 +24,15 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-import jinja2
 import mistune
 from markupsafe import Markup, escape
-from nbconvert.exporters import TemplateExporter
 from nbconvert.filters import ansi2html
+from nbconvert.preprocessors import CoalesceStreamsPreprocessor
 from nbformat.v4 import new_markdown_cell
 from pygments import highlight  # type: ignore[import-untyped]
 from pygments.formatters import HtmlFormatter  # type: ignore[import-untyped]
 from pygments.lexers import get_lexer_by_name  # type: ignore[import-untyped]
 from pygments.util import ClassNotFound  # type: ignore[import-untyped]
-from traitlets.config import Config
 
 from dlrm_core.base.errors import InputError
 from dlrm_core.base.files import open_binary, plain, write_text
@@ -54,7 +52,7 @@ from dlrm_workbook.runner.parameters import (
     read_notebook,
 )
 from dlrm_workbook.runner.sections import Cell, Heading, Output, apart, arrange
-from dlrm_workbook.runner.templating import TEMPLATES, prepare, template_text
+from dlrm_workbook.runner.templating import filled, template_text
 from dlrm_workbook.show.tables import EMPTY, QUALITY_LEVELS, Quality
 from dlrm_workbook.show.theme import plotly_js
 
@@ -127,57 +125,33 @@ def render_html(
         title = next((cell for cell in nb.cells if cell.cell_type == "markdown"), None)
         note = f"What was computed is in the notebook, `{ipynb.name}`; this page leaves it out."
         nb.cells = [*([title] if title else []), new_markdown_cell(note)]
-    resources = {"run": run or {}, "folder": ipynb.parent, "name": ipynb.stem, "place": html.parent}
-    text, _ = PageExporter().from_notebook_node(nb, resources)
-    write_text(html, text)
+    CoalesceStreamsPreprocessor().preprocess(nb, {})
+    page = _Page(nb, ipynb.parent, shlex.join(explained_options(run, html.parent) if run else []))
+    # papermill's banner points at a prompt number; the page has one of its own
+    cells = (cell for cell in nb.cells if not _tagged(cell, "papermill-error-cell-tag"))
+    plan = arrange(shown for cell in apart(cells) if (shown := page.cell(cell)) is not None)
+    values = page_values(page, run or {}, ipynb.stem, html.parent)
+    write_text(html, filled("page.html.j2", plan=plan, page=values))
     return html
 
 
-class PageExporter(TemplateExporter):
-    """nbconvert's exporter with our template, sanitiser, scripts and security policy.
+def page_values(page: _Page, run: Mapping[str, Any], name: str, place: Path) -> dict[str, Any]:
+    """What the template shows around the cells.
 
-    Its resources are ``run``, ``name``, ``folder`` (of images beside the notebook) and ``place``
-    (the folder of the page, from which it links to what lies there and beside it).
+    Args:
+        name: the notebook's.
+        place: folder of the page, from which it links to what lies there and beside it.
     """
-
-    file_extension = ".html"
-
-    def __init__(self) -> None:
-        super().__init__(template_file="page.html.j2", template_paths=[str(TEMPLATES)])
-        self.register_preprocessor(_prepared, enabled=True)
-
-    @property
-    def default_config(self) -> Config:
-        """What of nbconvert's own preprocessors a page needs."""
-        # papermill's banner points at a prompt number; the page has a banner of its own
-        banner = {"enabled": True, "remove_cell_tags": {"papermill-error-cell-tag"}}
-        return Config(TagRemovePreprocessor=banner, CoalesceStreamsPreprocessor={"enabled": True})
-
-    def _create_environment(self) -> jinja2.Environment:
-        return prepare(super()._create_environment())
-
-
-def _prepared(nb: Any, resources: Any) -> tuple[Any, Any]:
-    """The notebook as it is, and in the resources what the template shows of it."""
-    run = resources["run"]
-    options = explained_options(run, resources["place"]) if run else []
-    page = _Page(nb, resources["folder"], shlex.join(options))
-    cells = [rendered for cell in apart(nb.cells) if (rendered := page.cell(cell)) is not None]
-    plan = arrange(cells)
     scripts = [template_text("page.js"), template_text("tables.js")]
-    style = template_text("page.css")
-    looks = look_sheet(page.looks)
+    style, looks = template_text("page.css"), look_sheet(page.looks)
     sheets = [style, looks]
     if page.figures:
         scripts += [plotly_js(), template_text("charts.js")]
         sheets += plotly_sheets(plotly_js())
     facts = run_facts(run)
-    name = resources["name"]
     files = (f"{name}.ipynb", f"{name}.json", "verdict.md", "run.json", "tables/")
-    resources["page"] = {
-        "title": page.title or resources["name"],
-        "name": resources["name"],
-        "plan": plan,
+    return {
+        "title": page.title or name,
         "figures": page.figures,
         "style": Markup(style),
         "looks": Markup(looks),
@@ -186,14 +160,13 @@ def _prepared(nb: Any, resources: Any) -> tuple[Any, Any]:
         "webgl": page.webgl,
         "status": run.get("status", ""),
         "error": run.get("error", ""),
-        "brief": [(name, value) for name, value in facts if name in BRIEF],
-        "facts": [(name, value) for name, value in facts if name not in BRIEF],
-        "chain": chain_links(run, resources["name"], resources["place"]),
-        "index": INDEX if (resources["place"] / INDEX).is_file() else "",
-        "files": [name for name in files if (resources["place"] / name).exists()],
+        "brief": [(fact, value) for fact, value in facts if fact in BRIEF],
+        "facts": [(fact, value) for fact, value in facts if fact not in BRIEF],
+        "chain": chain_links(run, name, place),
+        "index": INDEX if (place / INDEX).is_file() else "",
+        "files": [file for file in files if (place / file).exists()],
         "levels": QUALITY_LEVELS,
     }
-    return nb, resources
 
 
 def plotly_sheets(script: str) -> list[str]:

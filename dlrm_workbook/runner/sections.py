@@ -43,7 +43,6 @@ class Output:
         label: of a figure the text in its place, of a quality line its level.
         title: of a figure.
         image: of a figure what browsers show that run no scripts.
-        height: of a figure, in pixels.
         lines: of text.
     """
 
@@ -53,7 +52,6 @@ class Output:
     label: str = ""
     title: str = ""
     image: Markup = NO_MARKUP
-    height: int = 0
     lines: int = 0
 
     @property
@@ -171,12 +169,9 @@ class Section:
 
     def reasons(self) -> list[Markup]:
         """Why there is nothing in it; empty where something is."""
-        shown = [
-            cell for cell in self.cells() if cell.kind == "code" and (cell.seen or cell.reason)
-        ]
-        return (
-            [] if any(not c.reason for c in shown) else list(dict.fromkeys(c.reason for c in shown))
-        )
+        code = [cell for cell in self.cells() if cell.kind == "code"]
+        reasons = [cell.reason for cell in code if cell.seen or cell.reason]
+        return list(dict.fromkeys(reasons)) if all(reasons) else []
 
 
 @dataclass
@@ -316,14 +311,12 @@ def _leave_out(section: Section, absent: dict[Markup, list[Markup]]) -> None:
     """Take out the sections in which nothing was measured, and note them by their reasons."""
     kept: list[Cell | Section] = []
     for part in section.parts:
-        if isinstance(part, Section) and part.blank:
-            continue
-        reasons = part.reasons() if isinstance(part, Section) else []
-        if isinstance(part, Section) and reasons:
+        if isinstance(part, Section):
+            reasons = part.reasons()
             for reason in reasons:
                 absent.setdefault(reason, []).append(part.title)
-            continue
-        if isinstance(part, Section):
+            if reasons or part.blank:
+                continue
             _leave_out(part, absent)
         kept.append(part)
     section.parts = kept

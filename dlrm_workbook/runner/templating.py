@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 from pathlib import Path
+from typing import Any
 
 import jinja2
 
@@ -16,13 +17,17 @@ def template_text(name: str) -> str:
     return (TEMPLATES / name).read_text(encoding="utf-8")
 
 
-def prepare(environment: jinja2.Environment) -> jinja2.Environment:
-    """The environment with our rules; whatever a template shows is escaped."""
-    environment.autoescape = True
-    environment.trim_blocks = environment.lstrip_blocks = True
-    environment.undefined = jinja2.StrictUndefined
+def filled(name: str, **values: Any) -> str:
+    """A template with these values; whatever it shows is escaped."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
     environment.filters["hash_source"] = hash_source
-    return environment
+    return environment.get_template(name).render(values)
 
 
 def hash_source(script: str) -> str:

@@ -26,7 +26,7 @@ from dlrm_workbook.ground.units import digits, percent
 from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.recordings.torch.recorder import record_workload
 from dlrm_workbook.recordings.torch.trace import read_recording, read_trace
-from dlrm_workbook.runner.pages import TEMPLATES
+from dlrm_workbook.runner.templating import TEMPLATES
 from dlrm_workbook.show import bottlenecks as figures
 from dlrm_workbook.show import static, theme
 from dlrm_workbook.show import train as training_figures
