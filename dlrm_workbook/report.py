@@ -165,10 +165,8 @@ class Report:
         blocks += [markdown_table([["part", "where", "time", "share"], *rows])] if rows else []
         code = self.lines[self.lines["file"].ne("")].head(MOST_CODE)
         rows = [
-            [f"{file}:{line}", function, milliseconds(time_ms)]
-            for file, line, function, time_ms in code[
-                ["file", "line", "function", "time_ms"]
-            ].to_numpy()
+            [f"{row.file}:{row.line}", row.function, milliseconds(row.time_ms)]
+            for row in code.itertuples()
         ]
         blocks += [markdown_table([["line", "function", "time"], *rows])] if rows else []
         text = without_html("\n\n".join(filter(None, blocks)))

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import nbformat
-from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+
+from dlrm_workbook.runner.pages import render_html
 
 PARAMETERS = """\
 title: str = "a title"
@@ -73,6 +77,28 @@ PAYLOADS = [
     "<a href='javascript:RUN'>words</a> <b>b</b> %{x} %{customdata[0]} <extra></extra>",
 ]
 """HTML that a name may hold and that, in a page that trusts it, runs the statement RUN."""
+
+
+def shown(data: Mapping[str, Any]) -> Any:
+    """An output of a cell, by MIME type."""
+    return new_output("display_data", data)
+
+
+def cell(*outputs: Any, source: str = "x", **metadata: Any) -> Any:
+    """A cell that has run and shown these outputs; ``metadata`` such as ``tags=[...]``."""
+    return new_code_cell(source, outputs=list(outputs), metadata=metadata)
+
+
+def write_page(
+    folder: Path,
+    *cells: Any,
+    metadata: Mapping[str, Any] | None = None,
+    run: Mapping[str, Any] | None = None,
+) -> Path:
+    """The page of a notebook of these cells, both called ``n``; strings are Markdown."""
+    made = [new_markdown_cell(each) if isinstance(each, str) else each for each in cells]
+    nbformat.write(new_notebook(cells=made, metadata=metadata or {}), folder / "n.ipynb")
+    return render_html(folder / "n.ipynb", folder / "n.html", run=run)
 
 
 def code(source: str) -> bool:

@@ -158,15 +158,8 @@ def load_profile(
 ) -> Profile:
     """The profile of any run or recording, ready for ``attribute``.
 
-    Args:
-        profile_run: a run's folder, one that ``dlrm record`` wrote, an HPCToolkit database, a
-            Chrome trace of torch.profiler, or the traces of several ranks in a folder or an
-            archive; empty or ``latest``: the newest finished run, else the sample.
-        parts: patterns of names to parts, as ``profiling.parts``, for other programs.
-        output_root: where finished runs are looked for.
-
-    Returns:
-        The profile; ``meta["opened"]`` is a sentence that says what it is of.
+    Its arguments are those of :func:`dlrm_workbook.explain`; ``meta["opened"]`` is a sentence that
+    says what it is of.
 
     Raises:
         InputError: what is asked for cannot be opened, or holds no profile.
@@ -212,15 +205,7 @@ def find_profile(
 ) -> Source:
     """The profile asked for, else that of the newest finished run, else the recorded sample.
 
-    Args:
-        profile_run: a place, or "" or ``latest`` for the newest.
-        parts: ``profiling.parts``, for recordings of other programs.
-        device_name: ``profiling.device_name``, for recordings that name no GPU.
-        model_file: ``profiling.model_file``, for recordings that name no shapes.
-
-    Raises:
-        InputError: what is asked for cannot be opened, or holds no profile; the GPU is not
-            listed, or the recording names its own.
+    Arguments and errors are those of :func:`dlrm_workbook.explain`.
     """
     if device_name:
         name_device({}, device_name)  # before a recording of gigabytes is read
@@ -240,8 +225,8 @@ def find_profile(
                 name_device(each.meta, device_name)
             if like:
                 each.meta["like"] = like
-                if device_name:
-                    each.meta.setdefault("ceilings", device(each.meta["device_name"]).ceilings())
+            if like and device_name:
+                each.meta.setdefault("ceilings", device(each.meta["device_name"]).ceilings())
         if recording.cautions:
             profile.meta["cautions"] = recording.cautions + profile.meta.get("cautions", [])
         sentence = f"{sentence} {recording.sentence}".strip()

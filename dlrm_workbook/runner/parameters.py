@@ -136,11 +136,11 @@ def split_overrides(overrides: Iterable[str]) -> tuple[list[str], dict[str, str]
         elif name == "try":
             sections.append(f"profiling.remedies={value}")
         elif name in SECTIONS:
-            where = option_text(override)
-            raise InputError(f"{where}: {name} is a section; set one of its values, {name}.…")
+            why = f"{name} is a section; set one of its values, {name}.…"
+            raise InputError(f"{option_text(override)}: {why}")
         elif name in SET_BY_RUNNER:
-            where = option_text(override)
-            raise InputError(f"{where}: {name} is set by dlrm run; see --output-root")
+            why = f"{name} is set by dlrm run; see --output-root"
+            raise InputError(f"{option_text(override)}: {why}")
         else:
             own[name] = value
     if changes:
@@ -283,17 +283,17 @@ def assigned_values(source: str) -> dict[str, Any]:
         return {}
     values: dict[str, Any] = {}
     for statement in body:
-        target: ast.expr | None = None
-        if isinstance(statement, ast.AnnAssign):
-            target = statement.target
-        elif isinstance(statement, ast.Assign) and len(statement.targets) == 1:
-            target = statement.targets[0]
-        value = getattr(statement, "value", None)
-        if isinstance(target, ast.Name) and value is not None:
-            try:
-                values[target.id] = ast.literal_eval(value)
-            except (ValueError, TypeError):
-                values[target.id] = ast.unparse(value)
+        match statement:
+            case ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value):
+                pass
+            case ast.Assign(targets=[ast.Name(id=name)], value=value):
+                pass
+            case _:
+                continue
+        try:
+            values[name] = ast.literal_eval(value)
+        except (ValueError, TypeError):
+            values[name] = ast.unparse(value)
     return values
 
 

@@ -6,13 +6,13 @@ text is escaped; there are no scripts, links or fonts in it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from html import escape
 from typing import Any
-from xml.sax.saxutils import escape
 
 import pandas as pd
 
 from dlrm_workbook.ground.units import digits
+from dlrm_workbook.show.static import Canvas
 from dlrm_workbook.show.theme import COLOURS, rows_of, short_name
 
 WIDTH, MARGIN, BOX, GAP = 860, 16, 38, 12
@@ -62,37 +62,38 @@ def model_drawing(boxes: pd.DataFrame, title: str) -> Drawing:
     step, half = BOX + GAP, (WIDTH - 2 * MARGIN - 2 * GAP) // 2
     height = 2 * MARGIN + 24 + step * (len(top) + max(len(left), len(right)))
     floor = height - MARGIN
-    parts = [f'<rect width="{WIDTH}" height="{height}" fill="#FFFFFF"/>']
-    parts.append(_text(MARGIN, MARGIN + 12, short_name(title, 100), weight="bold", size=14))
+    canvas = Canvas()
+    canvas.add("rect", width=WIDTH, height=height, fill="#FFFFFF")
+    _text(canvas, MARGIN, MARGIN + 12, short_name(title, 100), font_size=14, font_weight="bold")
     ceiling = floor - step * max(len(left), len(right))
     middle = MARGIN + half // 2
     for level, box in enumerate(left):
         y = floor - BOX - step * level
-        parts += _box(MARGIN, y, half, box)
-        parts.append(_line(middle, y, middle, ceiling if box is left[-1] else y - GAP))
+        _box(canvas, MARGIN, y, half, box)
+        _line(canvas, middle, y, middle, ceiling if box is left[-1] else y - GAP)
     x, end = WIDTH - MARGIN - half, WIDTH - MARGIN
-    parts += _box(x, floor - BOX, half, right[0])
+    _box(canvas, x, floor - BOX, half, right[0])
     # tables do not follow each other: indices reach each on its left, vectors leave on its right
     for level, box in enumerate(right[1:], 1):
         y = floor - BOX - step * level
-        parts += _box(x + 2 * GAP, y, half - 4 * GAP, box)
+        _box(canvas, x + 2 * GAP, y, half - 4 * GAP, box)
         across = y + BOX // 2
-        parts.append(_line(x + GAP, across, x + 2 * GAP, across))
-        parts.append(_line(end - 2 * GAP, across, end - GAP, across))
+        _line(canvas, x + GAP, across, x + 2 * GAP, across)
+        _line(canvas, end - 2 * GAP, across, end - GAP, across)
     highest, lowest = floor - BOX // 2 - step * (len(right) - 1), floor - BOX // 2 - step
-    parts.append(_line(x + GAP, floor - BOX, x + GAP, highest))
-    parts.append(_line(end - GAP, lowest, end - GAP, ceiling))
+    _line(canvas, x + GAP, floor - BOX, x + GAP, highest)
+    _line(canvas, end - GAP, lowest, end - GAP, ceiling)
     for level, box in enumerate(top):
         width = WIDTH - 2 * MARGIN if level == 0 else half
         y = ceiling - BOX - step * level
-        parts += _box((WIDTH - width) // 2, y, width, box)
+        _box(canvas, (WIDTH - width) // 2, y, width, box)
         if level + 1 < len(top):
-            parts.append(_line(WIDTH // 2, y, WIDTH // 2, y - GAP))
+            _line(canvas, WIDTH // 2, y, WIDTH // 2, y - GAP)
     words = "\n".join(f"{box.name}: {_said(box)}" for box in (*left, *right, *top))
     svg = (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" '
         f'viewBox="0 0 {WIDTH} {height}" font-family="sans-serif">'
-        f"<title>{escape(title)}</title>{''.join(parts)}</svg>"
+        f"<title>{escape(title)}</title>{''.join(canvas.elements)}</svg>"
     )
     return Drawing(svg, f"{title}\n{words}")
 
@@ -106,26 +107,19 @@ def _said(box: Any) -> str:
     return ", ".join(filter(None, said))
 
 
-def _box(x: int, y: int, width: int, box: Any) -> Sequence[str]:
+def _box(canvas: Canvas, x: int, y: int, width: int, box: Any) -> None:
     colour = INPUT if box.component == "data" else COLOURS[box.component]
-    room = int((width - 12) / LETTER)
-    return (
-        f'<rect x="{x}" y="{y}" width="{width}" height="{BOX}" rx="4" fill="{colour}" '
-        f'fill-opacity="0.16" stroke="{colour}"/>',
-        _text(x + width // 2, y + 15, short_name(box.name, room), weight="bold", middle=True),
-        _text(x + width // 2, y + 30, short_name(_said(box), room), middle=True),
-    )
+    edge = {"rx": 4, "fill": colour, "fill_opacity": 0.16, "stroke": colour}
+    canvas.add("rect", x=x, y=y, width=width, height=BOX, **edge)
+    room, middle = int((width - 12) / LETTER), {"font_size": 12, "text_anchor": "middle"}
+    name, said = short_name(box.name, room), short_name(_said(box), room)
+    _text(canvas, x + width // 2, y + 15, name, font_weight="bold", **middle)
+    _text(canvas, x + width // 2, y + 30, said, **middle)
 
 
-def _text(
-    x: int, y: int, text: str, *, weight: str = "normal", size: int = 12, middle: bool = False
-) -> str:
-    anchor = ' text-anchor="middle"' if middle else ""
-    return (
-        f'<text x="{x}" y="{y}" font-size="{size}" font-weight="{weight}" fill="{INK}"{anchor}>'
-        f"{escape(text)}</text>"
-    )
+def _text(canvas: Canvas, x: int, y: int, text: str, **look: Any) -> None:
+    canvas.add("text", text, x=x, y=y, fill=INK, **look)
 
 
-def _line(x1: int, y1: int, x2: int, y2: int) -> str:
-    return f'<line x1="{x1}" y1="{y1}" x2="{x2}" y2="{y2}" stroke="{INK}"/>'
+def _line(canvas: Canvas, x1: int, y1: int, x2: int, y2: int) -> None:
+    canvas.add("line", x1=x1, y1=y1, x2=x2, y2=y2, stroke=INK)

@@ -91,7 +91,7 @@ def _short(number: float) -> str:
     return f"{number:.1f}".removesuffix(".0")
 
 
-class _Canvas:
+class Canvas:
     """Elements of an SVG image, in the order in which they are drawn."""
 
     def __init__(self) -> None:
@@ -337,7 +337,7 @@ class _Image:
                 trace, lines = _as_bars(trace)
                 self.shapes += lines
             self.traces.append(trace)
-        self.canvas = _Canvas()
+        self.canvas = Canvas()
         self.height = float(self.layout.get("height") or 450)
         self.top = float(part_of(self.layout, "margin.t") or 48)
         self.axes: dict[str, Axis] = {}

@@ -27,7 +27,8 @@ from browser import (
     wait_for_marks,
 )
 from conftest import Chain
-from sample_notebooks import PAYLOADS, REPORT, write_notebook
+from nbformat.v4 import new_markdown_cell
+from sample_notebooks import PAYLOADS, REPORT, cell, shown, write_notebook, write_page
 
 from dlrm_core.base.errors import InputError
 from dlrm_workbook.analysis.findings.finding import Finding
@@ -36,7 +37,7 @@ from dlrm_workbook.runner.pages import FIGURE, render_html
 from dlrm_workbook.runner.run import CHAIN, run_notebooks
 from dlrm_workbook.show import static, theme
 from dlrm_workbook.show.profile import findings_text
-from dlrm_workbook.show.tables import Cells, Text, TextTable, show
+from dlrm_workbook.show.tables import Cells, Text, TextTable, bundle, show
 
 pytestmark = [pytest.mark.browser, pytest.mark.notebook, pytest.mark.usefixtures("browser")]
 
@@ -111,21 +112,14 @@ def tables(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     few = pd.DataFrame({"low_ms": [1.25, 12.5], "high_ms": [2.5, 13.123456]})
     bars = {FIGURE: json.loads(go.Figure(go.Bar(x=[1, 2], y=[3, 4])).to_json())}
-    shown = nbformat.v4.new_output
-    nb = nbformat.v4.new_notebook()
-    nb.cells = [
-        nbformat.v4.new_markdown_cell("# Tables\n\n## Many"),
-        nbformat.v4.new_code_cell(
-            "x", outputs=[shown("display_data", {"text/html": show(many)._repr_html_()})]
-        ),
-        nbformat.v4.new_markdown_cell("## Few", metadata={"tags": ["details"]}),
-        nbformat.v4.new_code_cell("x", outputs=[shown("display_data", bars)]),
-        nbformat.v4.new_code_cell(
-            "x", outputs=[shown("display_data", {"text/html": show(few)._repr_html_()})]
-        ),
-    ]
-    nbformat.write(nb, folder / "n.ipynb")
-    return render_html(folder / "n.ipynb", folder / "n.html")
+    return write_page(
+        folder,
+        "# Tables\n\n## Many",
+        cell(shown(bundle(show(many)))),
+        new_markdown_cell("## Few", metadata={"tags": ["details"]}),
+        cell(shown(bars)),
+        cell(shown(bundle(show(few)))),
+    )
 
 
 ROWS = "() => [...document.querySelector('tbody').rows].filter(r => r.offsetHeight)"
@@ -219,12 +213,7 @@ def test_the_static_image_shows_what_its_interactive_twin_does(tmp_path: Path) -
         theme.icicle("Tree", 300, tree, "ms", tints, [[""]] * 4, "h"),
         waterfall,
     ]
-    nb = nbformat.v4.new_notebook()
-    for figure in figures:
-        shown = nbformat.v4.new_output("display_data", figure.bundle())
-        nb.cells.append(nbformat.v4.new_code_cell("x", outputs=[shown]))
-    nbformat.write(nb, tmp_path / "n.ipynb")
-    html = render_html(tmp_path / "n.ipynb", tmp_path / "page.html")
+    html = write_page(tmp_path, *(cell(shown(figure.bundle())) for figure in figures))
     with open_page(html.as_uri()) as (page, _):
         wait_for_marks(page, len(figures))
         twins = [plot.evaluate(TWIN) for plot in page.locator(".js-plotly-plot").all()]
@@ -265,24 +254,12 @@ def test_a_print_is_short_and_whole(tmp_path: Path) -> None:
 
 
 def test_policy_of_the_page_stops_what_a_notebook_smuggles_in(tmp_path: Path) -> None:
-    nb = nbformat.v4.new_notebook()
-    nb.cells = [
-        nbformat.v4.new_markdown_cell('<img src="https://example.org/a.png" alt="a"> words'),
-        nbformat.v4.new_code_cell(
-            "x",
-            outputs=[
-                nbformat.v4.new_output(
-                    "display_data",
-                    {
-                        "text/html": '<script src="https://example.org/x.js"></script>'
-                        '<p onclick="x()" style="background:url(//example.org/b.png)">kept</p>'
-                    },
-                )
-            ],
-        ),
-    ]
-    nbformat.write(nb, tmp_path / "n.ipynb")
-    html = render_html(tmp_path / "n.ipynb", tmp_path / "n.html")
+    smuggled = (
+        '<script src="https://example.org/x.js"></script>'
+        '<p onclick="x()" style="background:url(//example.org/b.png)">kept</p>'
+    )
+    image = '<img src="https://example.org/a.png" alt="a"> words'
+    html = write_page(tmp_path, image, cell(shown({"text/html": smuggled})))
     check_page(html, figures=0)
     with open_page(html.as_uri()) as (page, seen):
         page.evaluate("fetch('https://example.org/').catch(() => 0)")
@@ -314,17 +291,15 @@ def test_no_name_of_a_recording_runs_as_a_script(tmp_path: Path) -> None:
         {FIGURE: json.loads(bars.to_json())},
         {"text/plain": name},
     ]
-    new_cell, new_output = nbformat.v4.new_code_cell, nbformat.v4.new_output
-    nb = nbformat.v4.new_notebook()
-    nb.cells = [
-        nbformat.v4.new_markdown_cell(f"# A page of {name}\n\n## A part {name}"),
-        new_cell(f"title = {name!r}", metadata={"tags": ["parameters"]}),
-        *(new_cell("x", outputs=[new_output("display_data", mime)]) for mime in outputs),
-        new_cell("x", outputs=[new_output("error", ename=name, evalue=name, traceback=[name])]),
-    ]
-    nbformat.write(nb, tmp_path / "n.ipynb")
-    run = {"status": "failed", "error": name, "preset": name, "command": name}
-    html = render_html(tmp_path / "n.ipynb", tmp_path / "n.html", run)
+    error = nbformat.v4.new_output("error", ename=name, evalue=name, traceback=[name])
+    html = write_page(
+        tmp_path,
+        f"# A page of {name}\n\n## A part {name}",
+        cell(source=f"title = {name!r}", tags=["parameters"]),
+        *(cell(shown(mime)) for mime in outputs),
+        cell(error),
+        run={"status": "failed", "error": name, "preset": name, "command": name},
+    )
     check_page(html, figures=1)
     with open_page(html.as_uri()) as (page, seen):
         wait_for_marks(page, 1)
@@ -419,12 +394,12 @@ def test_our_notebooks_run_in_jupyterlab(
     assert done is not None
     # with the cell that papermill put in: the quick parameters instead of the experiment's
     nb = nbformat.read(done / f"{name}.ipynb", as_version=4)
-    for cell in nb.cells:
-        if cell.cell_type == "code":
-            cell.outputs, cell.execution_count = [], None
+    for ours in nb.cells:
+        if ours.cell_type == "code":
+            ours.outputs, ours.execution_count = [], None
             # how a profile is made is no matter of the browser
-            source = cell.source.replace('"probes": True', '"probes": False')
-            cell.source = source.replace(str(quick_chain.root), str(our_runs))
+            source = ours.source.replace('"probes": True', '"probes": False')
+            ours.source = source.replace(str(quick_chain.root), str(our_runs))
     nb.metadata.pop("widgets", None)
     nbformat.write(nb, lab[2] / f"{name}.ipynb")
     figures = (done / f"{name}.html").read_text(encoding="utf-8").count('class="plot"')

@@ -5,12 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import nbformat
 import pandas as pd
 import pytest
 from browser import GROWN, open_page, require_browser, wait_for_marks
+from sample_notebooks import cell, shown, write_page
 
-from dlrm_workbook.runner.pages import render_html
 from dlrm_workbook.show import bottlenecks as figures
 from dlrm_workbook.show import theme
 from dlrm_workbook.show.theme import Figure, markers, ranked_bars
@@ -99,13 +98,8 @@ def tree() -> Figure:
 @pytest.fixture(scope="module")
 def address(tmp_path_factory: pytest.TempPathFactory) -> str:
     require_browser()
-    folder = tmp_path_factory.mktemp("charts")
-    cells: list[Any] = [nbformat.v4.new_markdown_cell("# Charts")]
-    for figure in (timeline(), bars(), tree()):
-        output = nbformat.v4.new_output("display_data", figure.bundle())
-        cells.append(nbformat.v4.new_code_cell("x", outputs=[output]))
-    nbformat.write(nbformat.v4.new_notebook(cells=cells), folder / "n.ipynb")
-    return render_html(folder / "n.ipynb", Path(folder / "n.html")).as_uri()
+    cells = [cell(shown(figure.bundle())) for figure in (timeline(), bars(), tree())]
+    return write_page(tmp_path_factory.mktemp("charts"), "# Charts", *cells).as_uri()
 
 
 def test_hovering_a_span_says_how_long_it_is(address: str) -> None:
@@ -182,10 +176,7 @@ def test_an_upright_axis_keeps_its_marks_in_a_narrow_window(tmp_path: Path) -> N
     figure = theme.figure("Growth", 300)
     theme.add_points(figure, [1, 10], [1, 100], "n", "h", **theme.line_look("#2467A6"))
     figure.update_yaxes(**theme.log_axis([1, 10, 100]))
-    output = nbformat.v4.new_output("display_data", figure.bundle())
-    nb = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("x", outputs=[output])])
-    nbformat.write(nb, tmp_path / "n.ipynb")
-    html = render_html(tmp_path / "n.ipynb", tmp_path / "n.html")
+    html = write_page(tmp_path, cell(shown(figure.bundle())))
     narrow = {"width": 420, "height": 900}
     with open_page(html.as_uri(), viewport=narrow) as (page, _):
         wait_for_marks(page, 1)

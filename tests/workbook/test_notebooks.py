@@ -36,6 +36,7 @@ from dlrm_workbook.show import profile as about
 from dlrm_workbook.show.tables import FORMATS, Shown, Text, TextTable, show
 
 NAMES = ("train", "profile", "bottlenecks")
+OURS = [path.stem for path in NOTEBOOKS.glob("*.ipynb")]
 WRITTEN = (*NAMES, "compare", "sweep", "benchmark", "scaling")
 QUICK = REPOSITORY / "parameters" / "quick.yaml"
 SECTIONS = ("title", "model", "data", "training", "profiling")
@@ -77,7 +78,7 @@ def notebook(name: str) -> Any:
 # ---- as written -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", (*WRITTEN, "explore"))
+@pytest.mark.parametrize("name", OURS)
 def test_notebook_is_stored_without_outputs_and_thin(name: str) -> None:
     nb = notebook(name)
     nbformat.validate(nb)
@@ -86,13 +87,15 @@ def test_notebook_is_stored_without_outputs_and_thin(name: str) -> None:
     for cell in nb.cells:
         if cell.cell_type != "code":
             continue
-        assert not cell.outputs and cell.execution_count is None
-        assert len(cell.source.splitlines()) <= 25
+        assert not cell.outputs and cell.execution_count is None, "outputs do not go into git"
+        assert len(cell.source.splitlines()) <= 25, cell.source.splitlines()[0]
         assert not any(line.startswith(("def ", "class ")) for line in cell.source.splitlines())
     assert nb.cells[0].source.startswith("# ")
+    tagged = [cell for cell in nb.cells if "parameters" in cell.metadata.get("tags", [])]
+    assert len(tagged) == 1 and "output_folder" in assigned_values(tagged[0].source)
 
 
-@pytest.mark.parametrize("name", (*WRITTEN, "explore"))
+@pytest.mark.parametrize("name", OURS)
 def test_every_figure_is_introduced(name: str) -> None:
     """Prose before each figure, so that a reader knows what to look for."""
     section = ""

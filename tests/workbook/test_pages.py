@@ -16,8 +16,8 @@ import pytest
 import tinycss2
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
-from sample_notebooks import PARAMETERS, PAYLOADS
+from nbformat.v4 import new_markdown_cell, new_notebook, new_output
+from sample_notebooks import PARAMETERS, PAYLOADS, cell, shown, write_page
 
 from dlrm_core.base.errors import InputError
 from dlrm_workbook import explain
@@ -58,18 +58,8 @@ def figure(**data) -> dict:
     return {FIGURE: {"data": [{"type": "bar", "y": [1, 2], **data}], "layout": {}}}
 
 
-def cell(*outputs, source: str = "x", **metadata):
-    return new_code_cell(source, outputs=list(outputs), metadata=metadata)
-
-
-def shown(mime: dict):
-    return new_output("display_data", mime)
-
-
-def page(tmp_path: Path, *cells, metadata: dict | None = None, run: dict | None = None) -> str:
-    nb = new_notebook(cells=list(cells), metadata=metadata or {})
-    nbformat.write(nb, tmp_path / "n.ipynb")
-    return render_html(tmp_path / "n.ipynb", tmp_path / "n.html", run=run).read_text()
+def page(folder: Path, *cells, **more) -> str:
+    return write_page(folder, *cells, **more).read_text()
 
 
 def body(text: str) -> str:
@@ -91,7 +81,7 @@ def test_plotly_is_inside_exactly_once_and_nothing_is_loaded(tmp_path: Path) -> 
 
 
 def test_page_without_figures_has_no_plotly(tmp_path: Path) -> None:
-    assert len(page(tmp_path, new_markdown_cell("# Only words"))) < 40_000
+    assert len(page(tmp_path, "# Only words")) < 40_000
 
 
 def test_figure_data_cannot_end_its_script_and_has_no_nan(tmp_path: Path) -> None:
@@ -107,9 +97,9 @@ def test_markdown_title_contents_and_tables(tmp_path: Path) -> None:
     text = body(
         page(
             tmp_path,
-            new_markdown_cell("# The title\n\n**bold** and `code`"),
-            new_markdown_cell("## Part\n\n| a | b |\n|---|--:|\n| 1 | 2 |\n\n- item"),
-            new_markdown_cell("## Part\n\n```python\nx = 1\n```"),
+            "# The title\n\n**bold** and `code`",
+            "## Part\n\n| a | b |\n|---|--:|\n| 1 | 2 |\n\n- item",
+            "## Part\n\n```python\nx = 1\n```",
         )
     )
     assert "<title>The title</title>" in text
@@ -204,10 +194,10 @@ def test_outcome_of_the_run_is_told(tmp_path: Path) -> None:
         "versions": {"torch": "2.13.0", "python": "3.11.7", "commit": "abc"},
         "command": "dlrm run n",
     }
-    text = body(page(tmp_path, new_markdown_cell("# T"), run=run))
+    text = body(page(tmp_path, "# T", run=run))
     for part in ("not complete", "it broke", "quick", "4 min 05 s", "A CPU, 2 cores", "H200"):
         assert part in text
-    finished = body(page(tmp_path, new_markdown_cell("# T"), run=run | {"status": "finished"}))
+    finished = body(page(tmp_path, "# T", run=run | {"status": "finished"}))
     assert "not complete" not in finished
 
 
@@ -325,7 +315,7 @@ def test_names_with_angle_brackets_stay_and_fields_go(tmp_path: Path) -> None:
         "&lt;b&gt;a&lt;/b&gt;"
     )
     assert clean_html("a<svg><style><img src=x onerror=b></style></svg>") == "a<img>"
-    text = body(page(tmp_path, new_markdown_cell("- [x] done\n- [ ] open")))
+    text = body(page(tmp_path, "- [x] done\n- [ ] open"))
     assert "<li>☑ done</li>" in text and "<li>☐ open</li>" in text
 
 
@@ -335,12 +325,12 @@ def test_policy_names_the_scripts_of_the_page_and_no_others(tmp_path: Path) -> N
         policy = re.findall(r"script-src ([^;]*);", text)[0]
         return policy, re.findall(r"<script>(.*?)</script>", text, re.DOTALL)
 
-    for cells, count in (([new_markdown_cell("# T")], 2), ([cell(shown(figure()))], 4)):
+    for cells, count in ((["# T"], 2), ([cell(shown(figure()))], 4)):
         policy, scripts = policy_and_scripts(*cells)
         digests = [hashlib.sha256(script.encode()).digest() for script in scripts]
         hashes = [f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests]
         assert len(scripts) == count and policy == " ".join(hashes)
-    for cells in ([new_markdown_cell("# T")], [cell(shown(figure()))]):
+    for cells in (["# T"], [cell(shown(figure()))]):
         text = page(tmp_path, *cells)
         style = re.findall(r"<style>(.*?)</style>", text, re.DOTALL)
         sheets = re.findall(r"style-src ([^;]*);", text)[0].split(" ")
@@ -389,44 +379,16 @@ def test_no_style_ends_the_rule_that_it_becomes(styles: list[tuple[str, str]]) -
         assert {one.lower_name for one in declared} <= CSS_PROPERTIES
 
 
-PIECES = st.sampled_from(
-    [
-        *(
-            "<b>",
-            "</b>",
-            "<p>",
-            "</p>",
-            "<table>",
-            "</table>",
-            "<td x=1>",
-            "</td>",
-            "<br/>",
-            "&lt;",
-        ),
-        *("<script src=//x.org/a.js>", "</script>", "<img src=http://x.org/a.png>", "<svg/>"),
-        *(
-            "<iframe src=x>",
-            "</iframe>",
-            "<a href=javascript:x onclick=y>",
-            "</a>",
-            "text",
-            "<",
-            ">",
-        ),
-        *(
-            "<style>a{background:url(http://x)}",
-            "</style>",
-            "<!-- c -->",
-            "<link href=x>",
-            '"',
-            "&",
-        ),
-    ]
-)
+PIECES = [
+    *("<b>", "</b>", "<p>", "</p>", "<table>", "</table>", "<td x=1>", "</td>", "<br/>", "&lt;"),
+    *("<script src=//x.org/a.js>", "</script>", "<img src=http://x.org/a.png>", "<svg/>"),
+    *("<iframe src=x>", "</iframe>", "<a href=javascript:x onclick=y>", "</a>", "text", "<", ">"),
+    *("<style>a{background:url(http://x)}", "</style>", "<!-- c -->", "<link href=x>", '"', "&"),
+]
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.lists(PIECES, max_size=12))
+@given(st.lists(st.sampled_from(PIECES), max_size=12))
 def test_cleaned_html_is_balanced_and_harmless(pieces: list[str]) -> None:
     cleaned = clean_html("".join(pieces))
     check_cleaned(cleaned)
@@ -466,10 +428,10 @@ def test_an_empty_table_adds_nothing_to_the_reason_before_it(tmp_path: Path) -> 
     text = body(
         page(
             tmp_path,
-            new_markdown_cell("## Iterations"),
+            "## Iterations",
             cell(shown(why)),
             cell(shown(empty)),
-            new_markdown_cell("## Passes"),
+            "## Passes",
             cell(shown(empty)),
         )
     )
@@ -500,7 +462,7 @@ def test_views_of_one_cell_stand_as_cells_of_their_own(tmp_path: Path) -> None:
     tagged = [pair for name in names for pair in report.show(name).tagged]
     outputs = [new_output("display_data", bundle(one), metadata=tags) for one, tags in tagged]
     blank = cell(new_output("display_data", {"text/markdown": ""}))
-    text = page(tmp_path, cell(*outputs), new_markdown_cell("## Nothing"), blank)
+    text = page(tmp_path, cell(*outputs), "## Nothing", blank)
     assert "Data generation" in text.partition("<main")[0], "in the masthead"
     assert re.findall(r"<label for=\"tabs[^>]*>(.*?)</label>", text) == ["Top-down", "Bottom-up"]
     assert "Not measured: the run used no GPU" in words(text) and ">Nothing<" not in body(text)
@@ -510,7 +472,7 @@ def test_a_section_says_once_why_it_has_no_figures(tmp_path: Path) -> None:
     other = {"text/markdown": "*Not measured: no samples.*"}
     text = page(
         tmp_path,
-        new_markdown_cell("## Kernels"),
+        "## Kernels",
         cell(shown(GPU)),
         cell(shown(GPU)),
         cell(shown(other)),
@@ -522,14 +484,14 @@ def test_a_section_says_once_why_it_has_no_figures(tmp_path: Path) -> None:
 def test_sections_without_data_are_one_list_at_the_end(tmp_path: Path) -> None:
     text = page(
         tmp_path,
-        new_markdown_cell("## Kernels\n\nAbout kernels."),
+        "## Kernels\n\nAbout kernels.",
         cell(shown(GPU)),
         cell(shown({"text/markdown": ""})),
-        new_markdown_cell("## Time\n\nAbout time."),
+        "## Time\n\nAbout time.",
         cell(shown(NUMBERS)),
-        new_markdown_cell("### Copies"),
+        "### Copies",
         cell(shown(GPU)),
-        new_markdown_cell("## Glossary"),
+        "## Glossary",
     )
     assert words(text).endswith(
         "Glossary Not measured in this run The run used no GPU. Kernels · Copies"
@@ -544,8 +506,8 @@ def test_headline_and_quality_stand_in_the_masthead_and_nowhere_else(tmp_path: P
     text = body(
         page(
             tmp_path,
-            new_markdown_cell("# Title\n\nWhat this is."),
-            new_markdown_cell("## Verdict"),
+            "# Title\n\nWhat this is.",
+            "## Verdict",
             cell(shown({"text/markdown": "**Data** limits."}), shown(figure()), tags=["headline"]),
             cell(shown(quality), tags=["quality"]),
             cell(shown({Quality.MIME: {"level": "<b>", "sentence": "forged"}}), tags=["quality"]),
@@ -578,7 +540,7 @@ def test_what_repeats_a_figure_or_is_a_detail_is_folded(tmp_path: Path) -> None:
     titled = {FIGURE: {"data": [], "layout": {"title": {"text": "Times of <b>parts</b>"}}}}
     text = page(
         tmp_path,
-        new_markdown_cell("## A"),
+        "## A",
         cell(shown(NUMBERS)),
         cell(shown(figure())),
         cell(source="x = 1"),
@@ -586,7 +548,7 @@ def test_what_repeats_a_figure_or_is_a_detail_is_folded(tmp_path: Path) -> None:
         cell(shown(figure())),
         cell(shown(NUMBERS), tags=["open"]),
         cell(shown(figure())),
-        new_markdown_cell("## B"),
+        "## B",
         cell(shown(NUMBERS)),
         cell(shown(titled), tags=["detail"]),
         cell(shown({"text/markdown": "words"}), tags=["detail"]),
@@ -598,8 +560,8 @@ def test_a_section_can_start_closed(tmp_path: Path) -> None:
     text = page(
         tmp_path,
         new_markdown_cell("## More\n\nwords", metadata={"tags": ["details"]}),
-        new_markdown_cell("### Within"),
-        new_markdown_cell("## After"),
+        "### Within",
+        "## After",
     )
     closed = re.findall(r'<details class="section">(.*?)</details>', text, re.DOTALL)
     assert len(closed) == 1
@@ -623,7 +585,7 @@ def test_code_and_short_prints_hide_together_but_not_of_a_failure(tmp_path: Path
 
 def test_cells_that_a_stopped_run_left_are_not_taken_for_measured(tmp_path: Path) -> None:
     pending = {"papermill": {"status": "pending"}}
-    text = page(tmp_path, new_markdown_cell("## Later"), cell(**pending), run={"status": "failed"})
+    text = page(tmp_path, "## Later", cell(**pending), run={"status": "failed"})
     assert "The run ended before this. Later" in words(text)
 
 
@@ -635,9 +597,7 @@ def test_a_page_links_to_the_runs_of_its_chain_that_are_there(tmp_path: Path) ->
     (here.parent / "1-train" / "train.html").touch()
     (tmp_path / "index.html").touch()
     chain = {"train": "../1-train", "profile": "../1-profile", "n": "."}
-    masthead = body(page(here, new_markdown_cell("# N"), run={"chain": chain})).partition("<main")[
-        0
-    ]
+    masthead = body(page(here, "# N", run={"chain": chain})).partition("<main")[0]
     links = re.findall(r'<a href="(\.\.[^"]*)">(.*?)</a>', masthead)
     assert links == [("../1-train/train.html", "train"), ("../../index.html", "all runs")]
     assert '<span aria-current="page">n</span>' in masthead

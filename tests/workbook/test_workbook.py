@@ -27,12 +27,12 @@ from dlrm_workbook import cli
 from dlrm_workbook.analysis.ensemble import SWEEP
 from dlrm_workbook.analysis.sentences import in_markdown
 from dlrm_workbook.ground.machine import REPOSITORY
-from dlrm_workbook.ground.runs import NOTEBOOKS, claim_run_folder, latest_run, named_run
+from dlrm_workbook.ground.runs import claim_run_folder, latest_run, named_run
 from dlrm_workbook.runner import engine as notebook_engine
 from dlrm_workbook.runner import run as workbook
 from dlrm_workbook.runner.command import closing_words
 from dlrm_workbook.runner.engine import Watch
-from dlrm_workbook.runner.parameters import declared_parameters, typed_options
+from dlrm_workbook.runner.parameters import typed_options
 from dlrm_workbook.runner.run import (
     CHAIN,
     Plan,
@@ -42,8 +42,6 @@ from dlrm_workbook.runner.run import (
     recording_name,
     run_notebooks,
 )
-
-OURS = sorted(NOTEBOOKS.glob("*.ipynb"))
 
 
 @pytest.fixture
@@ -678,33 +676,6 @@ def test_doctor_reports_parts_and_costs(capsys: pytest.CaptureFixture[str]) -> N
         assert bool(part["cost"]) != part["present"], part
     assert cli.main(["doctor"]) == 0
     assert "torch" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("path", OURS, ids=lambda path: path.stem)
-def test_our_notebooks_are_thin_and_parametrised(path: Path) -> None:
-    nb = nbformat.read(path, as_version=4)
-    nbformat.validate(nb)
-    assert nb.metadata.kernelspec.name == "python3"
-    tagged = [cell for cell in nb.cells if "parameters" in cell.metadata.get("tags", [])]
-    assert len(tagged) == 1, "one cell tagged 'parameters'"
-    declared = declared_parameters(path)
-    measures = {"title", "model", "data", "training", "profiling"}
-    # what explains a recording has the recording's own parameters
-    explains = {"bottlenecks", "explore"}
-    assert path.stem in explains or measures <= set(declared)
-    assert "output_folder" in declared
-    for cell in nb.cells:
-        if cell.cell_type == "code":
-            assert not cell.outputs and cell.execution_count is None, "outputs do not go into git"
-            most = 35 if cell in tagged else 25
-            assert len(cell.source.splitlines()) <= most, cell.source.splitlines()[0]
-    assert path.stat().st_size < 100_000
-
-
-def test_there_are_notebooks() -> None:
-    if not OURS:
-        pytest.skip("no notebook yet")
-    assert {"train", "profile", "bottlenecks"} <= {path.stem for path in OURS}
 
 
 @pytest.mark.parametrize(
