@@ -20,7 +20,14 @@ from dlrm_workbook.analysis.attribution import IDLE
 from dlrm_workbook.analysis.lines import place
 from dlrm_workbook.analysis.verdict import AT_MOST, BY_CEILINGS, PREDICTED, Stage
 from dlrm_workbook.ground.units import at_most, from_to, milliseconds, percent, ratio
-from dlrm_workbook.show.tables import Column, Text, chosen_columns, each_row, table_bars
+from dlrm_workbook.show.tables import (
+    Column,
+    Text,
+    chosen_columns,
+    each_row,
+    operator_name,
+    table_bars,
+)
 from dlrm_workbook.show.theme import (
     COLOURS,
     COMPUTE_COLOUR,
@@ -293,7 +300,7 @@ def operator_bars(
         "Operators by their own time",
         f"{'GPU' if on_gpu else 'CPU'} time, {unit}",
         time,
-        lambda row: f"{_operator(row)}<br>{_small(part_label(row.component, row.phase))}",
+        lambda row: f"{operator_name(row.name, row.kind, 26)}<br>{_small(_part(row))}",
         columns=OPERATOR,
         row=38,
     )
@@ -301,11 +308,6 @@ def operator_bars(
 
 def _small(text: str) -> str:
     return f'<span style="font-size: 11px">{text}</span>'
-
-
-def _operator(row: Any) -> str:
-    """Outside all operators it is the part's own Python code."""
-    return "Python" if row.kind == "annotation" else short_name(row.name, 26)
 
 
 def memory_by_part(memory: pd.DataFrame) -> go.Figure:

@@ -34,41 +34,26 @@ from dlrm_workbook.show.theme import (
     stacked_bars,
 )
 
-REASON_COLOURS = {
-    "IDEP": COLOURS["top_mlp"],
-    "GMEM": COLOURS["optimizer"],
-    "MEM": COLOURS["optimizer"],
-    "PIPE": COLOURS["embedding"],
-    "SYNC": COLOURS["communication"],
-    "MTHR": COLOURS["data"],
-    "CMEM": COLOURS["bottom_mlp"],
-    "IFET": COLOURS["loss"],
-    "TMEM": COLOURS["transfer"],
-    "NSEL": COLOURS["interaction"],
-    "OTHR": COLOURS["other"],
+REASONS = {
+    "NONE": ("issuing, no stall", "other"),
+    "IFET": ("instruction fetch", "loss"),
+    "IDEP": ("earlier instruction", "top_mlp"),
+    "GMEM": ("global memory", "optimizer"),
+    "TMEM": ("texture queue full", "transfer"),
+    "SYNC": ("barrier", "communication"),
+    "CMEM": ("constant memory", "bottom_mlp"),
+    "PIPE": ("arithmetic busy", "embedding"),
+    "MTHR": ("memory queue full", "data"),
+    "NSEL": ("other warp chosen", "interaction"),
+    "OTHR": ("other reason", "other"),
+    "SLP": ("sleeping", "other"),
+    "MEM": ("memory", "optimizer"),
+    "LMEM": ("local memory", "other"),
+    "HID": ("hidden", "other"),
+    "INV": ("no valid reason", "other"),
 }
-"""Stall reason to colour; of the same set as the parts' colours, which stay apart for
-readers with any colour vision."""
-
-REASON_NAMES = {
-    "NONE": "issuing, no stall",
-    "IFET": "instruction fetch",
-    "IDEP": "earlier instruction",
-    "GMEM": "global memory",
-    "TMEM": "texture queue full",
-    "SYNC": "barrier",
-    "CMEM": "constant memory",
-    "PIPE": "arithmetic busy",
-    "MTHR": "memory queue full",
-    "NSEL": "other warp chosen",
-    "OTHR": "other reason",
-    "SLP": "sleeping",
-    "MEM": "memory",
-    "LMEM": "local memory",
-    "HID": "hidden",
-    "INV": "no valid reason",
-}
-"""Stall reason in a legend's few words; the whole meaning is in ``metrics.STALLS``."""
+"""Stall reason to a legend's few words (the whole meaning is in ``metrics.STALLS``), and to the
+part whose colour it has: those of parts stay apart for readers with any colour vision."""
 
 KERNEL_TIMES = chosen_columns(
     "short_name part launches_per_iteration per_iteration_ms share_of_step launches time_ms "
@@ -165,12 +150,13 @@ def stall_bars(stalls: pd.DataFrame) -> go.Figure:
             "%{x:.2f}% of all samples, %{customdata[2]} of all stalls<br>"
             "%{customdata[1]:,.3s} warp-cycles"
         )
-        colour = GRID if issued else REASON_COLOURS.get(reason, COLOURS["other"])
+        name, part_of_colour = REASONS.get(reason, (reason, "other"))
+        colour = GRID if issued else COLOURS[part_of_colour]
         add_bars(
             result,
             100 * part["share_of_samples"],
             part["row"],
-            REASON_NAMES.get(reason, reason),
+            name,
             {"color": colour, "line": {"width": 1 if issued else 0, "color": INK}},
             hover,
             customdata=list(zip(*data, strict=True)),

@@ -335,9 +335,9 @@ def roofline_text(table: pd.DataFrame, doubts: Sequence[str] = ()) -> Text:
     if table.empty:
         return Text("")
     step = least_step(table)
+    unknown = ", ".join(part_label(component, phase) for component, phase in step["unknown"])
     if step["least_ms"] is None or not step["share"]:
-        names = [part_label(component, phase) for component, phase in step["unknown"]]
-        of = f" of {', '.join(names)}" if names else ""
+        of = f" of {unknown}" if unknown else ""
         return Text(f"*Not measured: the ceilings{of}, so the least time is not known.*")
     limits = ", ".join(
         f"{milliseconds(time)} {_WHILE.get(limit, limit)}"
@@ -349,9 +349,8 @@ def roofline_text(table: pd.DataFrame, doubts: Sequence[str] = ()) -> Text:
         f"ends the machine needs at least {milliseconds(step['least_ms'])} "
         f"({step['share']:.0%})**: {limits}. "
     )
-    if step["unknown"]:
-        names = [part_label(component, phase) for component, phase in step["unknown"]]
-        text += f"The least time of {', '.join(names)} is not known and counts as 0. "
+    if unknown:
+        text += f"The least time of {unknown} is not known and counts as 0. "
     gaps = (table["time_ms"] - table["ceiling_ms"]).clip(lower=0.0)
     most = table.assign(gap_ms=gaps).nlargest(3, "gap_ms")
     gains = [

@@ -294,9 +294,9 @@ def function_name(name: str, limit: int = 60) -> str:
     return short_name(name.replace("(anonymous namespace)::", ""), limit)
 
 
-def _operator(name: str, kind: str) -> str:
+def operator_name(name: str, kind: str, limit: int = 60) -> str:
     """Outside all operators it is the part's own Python code."""
-    return "Python" if kind == "annotation" else short_name(name, 60)
+    return "Python" if kind == "annotation" else short_name(name, limit)
 
 
 def _call(level: int, folded: int, name: str, is_hot: bool) -> str:
@@ -390,7 +390,7 @@ FORMATS: dict[str, Formatter] = {
     "measured": _each(digits, absent=NOT_MEASURED),
     "nonzero": _each(lambda value: digits(value) if value else NOTHING),
     "number": lambda values: (column(values), False),
-    "operator": each_row(_operator, words=True),
+    "operator": each_row(operator_name, words=True),
     "part": each_row(part_label, words=True),
     "known_ratio": _each(ratio, absent=NOT_MEASURED),
     "library": each_row(lambda module, file: _base(module or file) or NOTHING, words=True),

@@ -254,7 +254,8 @@ def _step_sentence(report: Report) -> Text:
 def _stall_reasons(report: Report) -> pd.DataFrame:
     stalls = report.stalls
     reasons = gpu.stall_reasons(stalls) if len(stalls) else stalls
-    return reasons.replace({"reason": gpu_figures.REASON_NAMES})
+    names = {reason: name for reason, (name, _) in gpu_figures.REASONS.items()}
+    return reasons.replace({"reason": names})
 
 
 def _stalls(by: str) -> Callable[[Profile], pd.DataFrame]:

@@ -30,7 +30,6 @@ from dlrm_workbook.runner.templating import TEMPLATES
 from dlrm_workbook.show import bottlenecks as figures
 from dlrm_workbook.show import static, theme
 from dlrm_workbook.show import train as training_figures
-from dlrm_workbook.show.gpu import REASON_COLOURS
 from dlrm_workbook.show.idle import CAUSE_COLOURS, STATE_COLOURS
 from dlrm_workbook.show.tables import TextTable, show
 from dlrm_workbook.show.theme import COLOURS, PATTERNS, SPAN_GAP, short_name, text_on
@@ -378,7 +377,6 @@ MARKS = {
     **COLOURS,
     **{f"idle: {name}": colour for name, colour in CAUSE_COLOURS.items()},
     **{f"thread: {name}": colour for name, colour in STATE_COLOURS.items()},
-    **{f"stall: {name}": colour for name, colour in REASON_COLOURS.items()},
     **{f"bytes: {name}": colour for name, colour in EXCHANGE_COLOURS.items()},
     **{f"sharding: {name}": colour for name, colour in SHARDING_COLOURS.items()},
     **{f"contestant: {name}": colour for name, colour in CONTESTANTS.items()},

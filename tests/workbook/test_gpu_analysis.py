@@ -159,7 +159,7 @@ def test_golden_figures_of_pc_sampling() -> None:
 
 
 def test_every_reason_has_advice_and_a_name() -> None:
-    assert STALL_ADVICE.keys() == STALLS.keys() == gpu_figures.REASON_NAMES.keys()
+    assert STALL_ADVICE.keys() == STALLS.keys() == gpu_figures.REASONS.keys()
 
 
 def test_stalls_come_from_their_own_pass(made: Profile, tmp_path: Path) -> None:
