@@ -139,7 +139,6 @@ def run_notebooks(
     plan.check(parameters)
     typed = shlex.join(command or sys.argv)
     done: dict[str, RunFolder] = {}
-    interrupted = False
     try:
         with closed_by_signals(done.values()):
             for number, name in enumerate(names, 1):
@@ -153,15 +152,11 @@ def run_notebooks(
                 plan.execute(name, folder, given, cell_timeout, head)
                 if len(names) > 1:
                     print(f"[{head}] finished in {duration(folder.elapsed())}", file=sys.stderr)
-    except (KeyboardInterrupt, SystemExit):
-        interrupted = True
-        raise
     except RunError as error:
-        interrupted = error.code >= 128
-        raise
-    finally:
-        if not interrupted:  # who interrupts does not wait for pages to be drawn again
+        if error.code < 128:  # who interrupts does not wait for pages to be drawn again
             link_pages(done)
+        raise
+    link_pages(done)
     return folder
 
 
@@ -220,7 +215,7 @@ def command_name(command: Sequence[str]) -> str:
     """Name of the runs that measure a command without a parameters file: its script's."""
     scripts = (Path(word).stem for word in command if word.endswith((".py", ".sh")))
     name = next(scripts, Path(command[0]).name)
-    return re.sub(r"[^A-Za-z0-9._+-]+", "_", name)[:60] or "command"
+    return _folder_name(name) or "command"
 
 
 def recording_name(names: Sequence[str], own: Mapping[str, Any]) -> str:
@@ -240,12 +235,14 @@ def recording_name(names: Sequence[str], own: Mapping[str, Any]) -> str:
             "already measured is shown without one (-p profile_run=PATH, -p 'runs=[PATH, PATH]' "
             "for compare, -p results=FILE for benchmark, -p sweep_folder=FOLDER for sweep)"
         )
-    stems = (
-        re.sub(r"(\.(d|json|gz|tar|tgz|zip|trace|pt))+$", "", Path(p).name)
-        for p in map(str, places)
-    )
-    text = "-".join(stem[:30] if len(places) > 1 else stem for stem in stems)
-    return re.sub(r"[^A-Za-z0-9._+-]+", "_", text)[:60] or "recording"
+    endings = re.compile(r"(\.(d|json|gz|tar|tgz|zip|trace|pt))+$")
+    stems = [endings.sub("", Path(str(place)).name) for place in places]
+    text = "-".join(stem[:30] for stem in stems) if len(stems) > 1 else stems[0]
+    return _folder_name(text) or "recording"
+
+
+def _folder_name(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._+-]+", "_", text)[:60]
 
 
 def measured_file(place: str, notebook: str, name: str, root: Path) -> str:
@@ -262,6 +259,25 @@ def measured_file(place: str, notebook: str, name: str, root: Path) -> str:
     if newest is None:
         raise InputError(f"{LATEST}: no finished run of {notebook} in {root} has a {name}")
     return str(newest)
+
+
+def located(key: str, place: str, root: Path) -> str:
+    """The file or folder that a parameter of :data:`PLACES` names, also as ``latest``.
+
+    Raises:
+        InputError: there is none.
+    """
+    if place != LATEST and not is_there(place):
+        raise InputError(f"{option_text(f'{key}={place}')}: there is no such file or folder")
+    if key in MEASURED:
+        return measured_file(place, *MEASURED[key], root)
+    if key == "sweep_folder" and place == LATEST:
+        # it brings pandas along, which no other run of this process needs
+        from dlrm_workbook.trials.sweep.analyse import newest_sweep
+
+        return str(newest_sweep(root))
+    notebook = key.removesuffix("_run")
+    return str(named_run(place, notebook if notebook in CHAIN else "profile", root))
 
 
 def is_there(place: str) -> bool:
@@ -319,28 +335,13 @@ class Plan:
         """
         for own in self.own.values():
             for key in PLACES & own.keys():
-                notebook = key.removesuffix("_run")
-                notebook = notebook if notebook in CHAIN else "profile"
                 given = own[key] if isinstance(own[key], list) else [own[key]]
                 if not all(given) and key not in MAY_BE_EMPTY:
                     raise InputError(
                         f"-p {key}= is empty, as of a shell's variable that is not set; expected "
                         "a file or folder (leave the parameter out to have the notebook's choice)"
                     )
-                for place in map(str, given):
-                    if place not in ("", LATEST) and not is_there(place):
-                        typed = option_text(f"{key}={place}")
-                        raise InputError(f"{typed}: there is no such file or folder")
-                if key in MEASURED:
-                    places = [measured_file(str(place), *MEASURED[key], root) for place in given]
-                elif key == "sweep_folder" and own[key] == LATEST:
-                    # it brings pandas along, which no other run of this process needs
-                    from dlrm_workbook.trials.sweep.analyse import newest_sweep
-
-                    places = [str(newest_sweep(root))]
-                else:
-                    runs = (named_run(str(place), notebook, root) for place in given if place)
-                    places = [str(run) for run in runs]
+                places = [located(key, str(place), root) for place in given if place]
                 own[key] = places if isinstance(own[key], list) else "".join(places)
 
     def check(self, parameters: Parameters) -> None:
@@ -433,9 +434,8 @@ class Plan:
 def _finish(folder: RunFolder, notebook: Path, watch: Any, problem: str) -> None:
     """Status, page and message of a run that has ended in one way or another."""
     code, refused = 1, False
-    failing: dict[str, Any] | None = None
-    if watch.failed is not None or watch.timed_out:
-        failing = failing_cell(folder.ipynb, watch.failed)
+    has_failed = watch.failed is not None or watch.timed_out
+    failing = failing_cell(folder.ipynb, watch.failed) if has_failed else None
     if watch.signum is not None:
         code = 128 + watch.signum
         problem = f"interrupted by {signal.Signals(watch.signum).name}"
