@@ -96,6 +96,6 @@ def test_a_headline_is_judged_by_what_it_must_and_must_not_say() -> None:
     assert (row["judgement"], missing["judgement"]) == ("right", "wrong")
 
 
-def test_a_figure_saves_itself(tmp_path: Path) -> None:
-    saved = explain(SAMPLE).figure("parts").save(tmp_path / "parts.svg")
+def test_a_figure_saves_itself(report: Report, tmp_path: Path) -> None:
+    saved = report.figure("parts").save(tmp_path / "parts.svg")
     assert saved.read_text(encoding="utf-8").startswith("<svg")

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from compare_profiles import TINY
 
 from dlrm_core.base.errors import InputError
 from dlrm_core.base.files import write_json
@@ -23,18 +24,6 @@ from dlrm_workbook.runner.command import command_run, unfinished_record
 from dlrm_workbook.trials.compare import comparison
 from dlrm_workbook.trials.compare.comparison import earlier_try, whole_profile
 
-TINY = {
-    "title": "tiny",
-    "model": {
-        "bottom_mlp": [8, 4],
-        "top_mlp": [4, 1],
-        "embedding_dim": 4,
-        "tables": 2,
-        "table_rows": 50,
-    },
-    "training": {"batch_size": 16, "batches": 4, "device": "cpu", "threads": 1},
-    "profiling": {"engine": "torch", "warmup": 1, "iterations": 4, "probes": False},
-}
 CHANGE = {"training.batch_size": 8}
 
 PROGRAM = """

@@ -140,47 +140,46 @@ def test_failing_cell_is_named_and_the_partial_notebook_kept(place: Path) -> Non
 
 
 @pytest.mark.notebook
-def test_input_error_in_a_cell_is_bad_input(place: Path) -> None:
-    cells = [
-        "# T",
-        "from dlrm_core.base.errors import InputError\nraise InputError('too big: 9 of 8')",
-    ]
-    with pytest.raises(RunError, match="too big: 9 of 8") as failure:
-        run(place, cells)
-    assert failure.value.code == 2
+@pytest.mark.parametrize(
+    ("source", "said", "code"),
+    [
+        (
+            "from dlrm_core.base.errors import InputError\nraise InputError('too big: 9 of 8')",
+            "too big: 9 of 8",
+            2,
+        ),
+        ("import os\nos.kill(os.getpid(), 9)", r"The kernel died.*\(at: import os", 1),
+    ],
+    ids=["bad input", "a kernel that dies"],
+)
+def test_what_ended_a_run_is_told(place: Path, source: str, said: str, code: int) -> None:
+    with pytest.raises(RunError, match=said) as failure:
+        run(place, ["# T", source])
+    assert failure.value.code == code
+    assert saved(failure.value.folder.path)["status"] == "failed"
+    assert failure.value.folder.html.exists()
 
 
 @pytest.mark.notebook
 @pytest.mark.parametrize(
-    ("source", "said"),
+    "source",
     [
-        ("import time\ntime.sleep(600)", "took longer than 6 s"),
-        (
-            "import time\nwhile True:\n    try:\n        time.sleep(600)\n"
-            "    except KeyboardInterrupt:\n        pass",
-            "took longer than 6 s",
-        ),
+        "import time\ntime.sleep(600)",
+        "import time\nwhile True:\n    try:\n        time.sleep(600)\n"
+        "    except KeyboardInterrupt:\n        pass",
     ],
     ids=["gives way", "does not give way"],
 )
 def test_cell_that_takes_too_long_is_ended(
-    place: Path, source: str, said: str, monkeypatch: pytest.MonkeyPatch
+    place: Path, source: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("dlrm_workbook.runner.engine.GRACE_SECONDS", 2.0)
-    with pytest.raises(RunError, match=said) as failure:
+    with pytest.raises(RunError, match="took longer than 6 s") as failure:
         run(place, ["# T", source, "print('later')"], cell_timeout=6.0)
     assert saved(failure.value.folder.path)["status"] == "failed"
     assert failure.value.folder.record["failing_cell"]["index"] == 3
     later = nbformat.read(failure.value.folder.ipynb, as_version=4).cells[-1]
     assert later.execution_count is None
-
-
-@pytest.mark.notebook
-def test_kernel_that_dies_is_a_failed_run(place: Path) -> None:
-    with pytest.raises(RunError, match=r"The kernel died.*\(at: import os") as failure:
-        run(place, ["# T", "import os\nos.kill(os.getpid(), 9)"])
-    assert saved(failure.value.folder.path)["status"] == "failed"
-    assert failure.value.folder.html.exists()
 
 
 @pytest.mark.notebook
