@@ -126,11 +126,7 @@ def resume_notebook(arguments: Any, parameters: Parameters, own: Mapping[str, st
 
 
 def unfinished_record(folder: Path, notebook: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The ``run.json`` of a run that is to go on.
-
-    Args:
-        notebook: one of ``RESUMABLE``.
-        given: the notebook's parameters, as typed this time.
+    """The ``run.json`` of a run that is to go on with these parameters.
 
     Raises:
         InputError: there is no such run, it has finished, or it began otherwise.

@@ -82,7 +82,6 @@ def clean_html(fragment: str, resolve_image: ImageResolver = lambda source: None
     What looks like a tag but is none of HTML's (``vector<int>``) stays as text.
 
     Args:
-        fragment: HTML.
         resolve_image: gives a ``data:`` address for an image's source, or None; an image that
             cannot be embedded loses its source, so that a browser shows its description.
     """

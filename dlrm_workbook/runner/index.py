@@ -28,15 +28,9 @@ FIRST = 50
 
 
 def write_index(root: Path) -> Path:
-    """Write ``index.html`` of an output root, newest run first.
+    """Write ``index.html`` beside the dated folders of an output root, newest run first.
 
     Runs whose process is gone are marked as interrupted on the way.
-
-    Args:
-        root: the folder of the dated folders.
-
-    Returns:
-        Path of the list.
 
     Raises:
         InputError: it cannot be written there.

@@ -113,9 +113,6 @@ def render_html(
         run: what is known of the run (the content of run.json).
         short: leave the cells out, and say that the notebook has them.
 
-    Returns:
-        Path of the page.
-
     Raises:
         InputError: ``ipynb`` cannot be read as a notebook.
     """
@@ -136,12 +133,7 @@ def render_html(
 
 
 def page_values(page: _Page, run: Mapping[str, Any], name: str, place: Path) -> dict[str, Any]:
-    """What the template shows around the cells.
-
-    Args:
-        name: the notebook's.
-        place: folder of the page, from which it links to what lies there and beside it.
-    """
+    """What the template shows around the cells; it links to what lies in ``place`` and beside."""
     scripts = [template_text("page.js"), template_text("tables.js")]
     style, looks = template_text("page.css"), look_sheet(page.looks)
     sheets = [style, looks]

@@ -149,11 +149,7 @@ def split_overrides(overrides: Iterable[str]) -> tuple[list[str], dict[str, str]
 
 
 def require_use(names: Iterable[str], sections: Iterable[str], own: Mapping[str, str]) -> None:
-    """Refuse options that would do nothing.
-
-    Args:
-        names: of the notebooks.
-        sections, own: what :func:`split_overrides` gives.
+    """Refuse options of :func:`split_overrides` that would do nothing in these notebooks.
 
     Raises:
         InputError: beside a finished measurement something is given that is only measured, or a
@@ -177,9 +173,6 @@ def require_use(names: Iterable[str], sections: Iterable[str], own: Mapping[str,
 def typed_options(folder: Path) -> list[str]:
     """Options that give a run's parameters to another command, as they were typed for the run.
 
-    Args:
-        folder: a run folder. Its ``run.json`` has the command.
-
     Returns:
         ``-f FILE`` or ``--like COMMAND``, then ``-p`` of each override of a section; empty where
         the command names no parameters file, or one of a sweep, of which the run is a point.
@@ -201,12 +194,8 @@ def typed_options(folder: Path) -> list[str]:
 
 
 def kept_options(folder: Path) -> list[str]:
-    """Options that give a recorded run's parameters to another command.
-
-    Returns:
-        What :func:`typed_options` gives, else ``-f`` and the file that the run kept of its
-        parameters; empty where it kept none, as a recording of another program.
-    """
+    """What :func:`typed_options` gives, else ``-f`` and the file that the run kept of its
+    parameters; empty where it kept none, as a recording of another program."""
     kept = folder / "workload.yaml"
     return typed_options(folder) or (["-f", str(kept)] if kept.is_file() else [])
 
@@ -216,15 +205,8 @@ UNKNOWN_FILE = "-f FILE"
 
 
 def explained_options(run: Mapping[str, Any], folder: Path) -> list[str]:
-    """Options that name the parameters of what a run's page is about.
-
-    Args:
-        run: content of run.json. Its ``profile_run`` names the recording that the page explains.
-        folder: of the run.
-
-    Returns:
-        What :func:`kept_options` gives of that recording, or of the run where it explains none.
-    """
+    """What :func:`kept_options` gives of the recording that a run's page explains (``profile_run``
+    of its run.json), or of the run where it explains none."""
     explained = (run.get("parameters") or {}).get("profile_run", folder)
     return kept_options(Path(str(explained))) if explained else []
 

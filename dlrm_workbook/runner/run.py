@@ -165,9 +165,6 @@ def closed_by_signals(runs: Collection[RunFolder]) -> Iterator[None]:
     """While the block lasts Ctrl-C and SIGTERM end it, and runs that go on are ``interrupted``.
 
     While a notebook runs its own watch takes the signals; this is for the moments between.
-
-    Args:
-        runs: folders of this process, as many as there are when a signal comes.
     """
     try:
         with sigterm_as_exit():
@@ -220,9 +217,6 @@ def command_name(command: Sequence[str]) -> str:
 
 def recording_name(names: Sequence[str], own: Mapping[str, Any]) -> str:
     """Name of the runs that show what is already measured without a parameters file: its file's.
-
-    Args:
-        own: the notebooks' own parameters.
 
     Raises:
         InputError: no recording or result is given, or a notebook measures: that needs parameters.
@@ -325,10 +319,7 @@ class Plan:
         return cls(paths, declared, own_parameters(own, declared))
 
     def locate(self, root: Path) -> None:
-        """Put run folders in place of ``latest``.
-
-        Args:
-            root: where the newest run is looked for.
+        """Put run folders of an output root in place of ``latest``.
 
         Raises:
             InputError: what a parameter names is not there.
@@ -382,8 +373,7 @@ class Plan:
     ) -> None:
         """Run a notebook in a folder claimed for it; status and page are left whatever happens.
 
-        Args:
-            head: what lines of progress begin with; left out, the notebook's name.
+        Lines of progress begin with ``head``, or the notebook's name.
 
         Raises:
             RunError: it did not finish.

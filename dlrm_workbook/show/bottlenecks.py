@@ -253,11 +253,8 @@ def iteration_timeline(spans: pd.DataFrame, detail: pd.DataFrame | None = None) 
 
 
 def export_text(recording: Path | None) -> Text:
-    """How to open the timeline and the call tree in viewers of others.
-
-    Args:
-        recording: what ``dlrm export`` is to read; None for the sample, which has no file.
-    """
+    """How to open the timeline and the call tree in viewers of others; nothing of the sample,
+    which has no file."""
     if recording is None:
         return Text("")
     command = f"dlrm export {shlex.quote(str(recording))} --to"

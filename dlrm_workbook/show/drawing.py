@@ -33,12 +33,7 @@ def count_text(value: float, unit: str = "") -> str:
 
 
 class Drawing:
-    """An SVG image with the words that say the same.
-
-    Attributes:
-        svg: the image.
-        words: one line per box.
-    """
+    """An SVG image with the words that say the same, one line per box."""
 
     def __init__(self, svg: str, words: str) -> None:
         self.svg, self.words = svg, words

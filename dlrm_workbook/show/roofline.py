@@ -88,12 +88,8 @@ PLACES |= {"top center": (0, 1), "bottom right": (1, -1), "top left": (-1, 1)}
 
 
 def label_place(x: float, y: float, radius: float, label: str, taken: list[Box]) -> str:
-    """Where the label of a marker is free of others and of markers, and takes room; '' for none.
-
-    Args:
-        x, y: middle of the marker, in pixels.
-        taken: boxes of markers and labels, to which this label's is added.
-    """
+    """Where the label of a marker, in pixels, is free of the boxes of markers and labels that are
+    taken, to which its own is added; '' for nowhere."""
     half = LETTER * len(label) / 2
     for place, (across, up) in PLACES.items():
         middle, height = x + across * (radius + 4 + half), y + up * (radius + 11)
@@ -392,7 +388,7 @@ def cache_curve(hits: pd.DataFrame, last_level_bytes: float | None = None) -> go
     """Share of the lookups that a cache answers, over its size.
 
     Args:
-        hits: what :func:`dlrm_workbook.analysis.reuse.cache_hit_shares` gives.
+        hits: of :func:`dlrm_workbook.analysis.reuse.cache_hit_shares`.
         last_level_bytes: size of the machine's last-level cache, marked if it is in sight.
     """
     result = figure("Lookups that a cache of rows answers (least recently used)", 340)

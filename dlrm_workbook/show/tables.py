@@ -158,7 +158,7 @@ def show(
         columns: names of those to show, in order, as far as the frame has them; a mapping gives
             some another label or look. Left out: all but :data:`HIDDEN`, those that belong
             together (``component`` and ``phase``, ``low_ms`` and ``high_ms``) as one.
-        most: rows that are shown at first, of up to :data:`KEPT`; left out, :data:`FIRST`.
+        most: rows that are shown at first, of up to :data:`KEPT`.
         whole: file that the whole frame is written to as CSV, where it has more rows than
             :data:`BESIDE`, which the table then holds.
         caption: its name above it.

@@ -74,12 +74,8 @@ def colour_of(component: str) -> str:
 
 
 def components_of(held: Iterable[str], *apart: str) -> list[str]:
-    """The parts that figures draw, in the order of a step: ours, then those named by modules.
-
-    Args:
-        held: parts of a table.
-        apart: what it holds that is no part of a step.
-    """
+    """The parts that figures draw, in the order of a step: ours, then those of a table that
+    modules name; ``apart`` is what it holds beside parts."""
     drawn = [name for name in dict.fromkeys(held) if name not in apart]
     own = [name for name in COMPONENTS if name in drawn]
     return own + [name for name in drawn if name not in own]
@@ -422,13 +418,9 @@ def add_points(
     at: Mapping[str, int] = MappingProxyType({}),
     **more: Any,
 ) -> None:
-    """Points of one name and look; with a ``mode`` of plotly's, a line.
+    """Points as :func:`add_bars` adds bars; with a ``mode`` of plotly's, a line.
 
-    Args:
-        x, y: as plotly takes them: a column, an array or a list.
-        hover: plotly's template, or a text for each point.
-        at: ``row`` and ``col`` of a figure of :func:`panels`.
-        more: properties of plotly's trace.
+    ``at`` is ``row`` and ``col`` of a figure of :func:`panels`.
     """
     target.add_scatter(x=x, y=y, name=name, **{"mode": "markers", **_hover(hover), **at, **more})
 
@@ -445,11 +437,7 @@ def line_look(colour: str, number: int = 0, width: float = 2) -> dict[str, Any]:
 def panels(
     title: str, names: Sequence[str], columns: int, *, legend: bool
 ) -> tuple[Figure, list[dict[str, int]]]:
-    """An empty figure of small panels side by side.
-
-    Args:
-        names: of the panels, as their headings.
-        columns: at most so many panels beside each other.
+    """An empty figure of small panels with these headings, at most so many beside each other.
 
     Returns:
         The figure, and ``row`` and ``col`` of each panel.
@@ -553,12 +541,10 @@ def add_spans(
     look: str | dict[str, Any],
     **more: Any,
 ) -> None:
-    """Stretches of time as bars in the row of their lane.
+    """Stretches of time as bars in the row of their lane, as :func:`label_rows` labels it.
 
     Args:
         spans: ``lane``, ``label``, ``start_ms``, ``duration_ms``, ``spans`` (how many were joined).
-        rows: lane to its place, as :func:`label_rows` labels it.
-        more: properties of plotly's trace.
     """
     labels = [wrapped(plotly_text(label)) for label in spans["label"]]
     # one text for all spans, since thousands of the same one make a large notebook
@@ -638,7 +624,6 @@ def icicle(
         tree: ``id``, ``parent``, ``label`` and the column ``value``; parents come first.
         colours: one for each row.
         notes: plotly's ``customdata``, which ``hover``, its template, shows.
-        more: properties of plotly's trace.
     """
     widths = dict(zip(tree["id"], tree[value].astype(np.float32), strict=True))
     children: dict[str, float] = {}
@@ -677,13 +662,10 @@ def icicle(
 
 
 def in_groups(headings: Iterable[str]) -> tuple[list[float], list[tuple[float, str]]]:
-    """Places of rows with room for a heading above each group.
+    """Places of rows and of the headings above their groups, whose rows follow each other.
 
     Args:
-        headings: of each row's group; rows of one group follow each other.
-
-    Returns:
-        A place for each row, and each heading with its own.
+        headings: that of each row's group.
     """
     places: list[float] = []
     groups: list[tuple[float, str]] = []
