@@ -97,9 +97,7 @@ def _train(parser: argparse.ArgumentParser) -> None:
     parameters_file(parser)
     core.train_options(parser)
     parser.add_argument(
-        "--mllog",
-        metavar="FILE",
-        help="write MLPerf's log of the run, ':::MLLOG' lines",
+        "--mllog", metavar="FILE", help="write MLPerf's log of the run, ':::MLLOG' lines"
     )
 
 

@@ -192,12 +192,7 @@ class Report:
     def document(self) -> dict[str, Any]:
         """What ``bottlenecks.json`` holds."""
         document = verdict.document(
-            self.profile,
-            self.parts,
-            self.ranked_findings,
-            self.stages,
-            self.limits,
-            self.changes,
+            self.profile, self.parts, self.ranked_findings, self.stages, self.limits, self.changes
         )
         named: dict[str, Any] = self.source.named(document)
         return named

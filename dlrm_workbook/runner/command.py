@@ -158,12 +158,7 @@ def run_sweep(
             been run then.
     """
     # only here: it brings pandas along, which no other run of this process needs
-    from dlrm_workbook.trials.sweep.plan import (
-        PointFailed,
-        Sweep,
-        describe_failures,
-        sweep_points,
-    )
+    from dlrm_workbook.trials.sweep.plan import PointFailed, Sweep, describe_failures, sweep_points
 
     if not parameters.sweep:
         raise InputError(f"--resume: {arguments.file} has no sweep section")

@@ -325,13 +325,7 @@ class StoppableEngine(Engine):
 
     @classmethod
     def execute_managed_notebook(
-        cls,
-        nb_man: Any,
-        kernel_name: str,
-        *,
-        watch: Watch,
-        progress: ProgressLine,
-        **_unused: Any,
+        cls, nb_man: Any, kernel_name: str, *, watch: Watch, progress: ProgressLine, **_unused: Any
     ) -> NotebookNode:
         """Execute ``nb_man.nb``; what went wrong is left in ``watch``."""
         client = _Client(

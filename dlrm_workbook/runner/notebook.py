@@ -79,10 +79,7 @@ class NotebookRun:
 
 
 def start(
-    notebook: str,
-    sections: Mapping[str, Any],
-    output_folder: str = "",
-    output_root: str = "",
+    notebook: str, sections: Mapping[str, Any], output_folder: str = "", output_root: str = ""
 ) -> NotebookRun:
     """Validate a notebook's parameters and make its folder.
 

@@ -168,9 +168,7 @@ def unmeasured_frame(profile: Profile) -> pd.DataFrame:
 
 
 def findings_text(
-    found: Sequence[Finding],
-    given: Sequence[str] = (),
-    recording: Path | None = None,
+    found: Sequence[Finding], given: Sequence[str] = (), recording: Path | None = None
 ) -> Text:
     """Write the findings, worst first; nothing where no rule fires.
 

@@ -30,14 +30,7 @@ from dlrm_workbook.runner.html_clean import (
     look_sheet,
     styles_moved,
 )
-from dlrm_workbook.runner.pages import (
-    BRIEF,
-    FIGURE,
-    WIDGET,
-    WIDGET_STATE,
-    render_html,
-    run_facts,
-)
+from dlrm_workbook.runner.pages import BRIEF, FIGURE, WIDGET, WIDGET_STATE, render_html, run_facts
 from dlrm_workbook.runner.parameters import (
     assigned_values,
     parameter_tables,

@@ -180,9 +180,7 @@ def check_ten_answers(folder: Path) -> None:
         assert entries and all(len(entry) > 15 for entry in entries)
 
 
-def test_ten_questions_are_answered_where_the_guide_says(
-    explained: tuple[str, RunFolder],
-) -> None:
+def test_ten_questions_are_answered_where_the_guide_says(explained: tuple[str, RunFolder]) -> None:
     check_ten_answers(explained[1].path)
 
 
