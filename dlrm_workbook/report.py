@@ -44,6 +44,11 @@ MOST_FINDINGS, MOST_PARTS, MOST_CODE = 5, 10, 5
 """Findings, parts and lines of code that :meth:`Report.markdown` lists: 60 lines hold them."""
 
 
+PART = ["component", "phase", "where", "time_ms", "share"]
+CODE = ["file", "line", "function", "time_ms"]
+"""Columns of its tables."""
+
+
 class Report:
     """What a run or a recording tells; times are of one step, as the page calls it.
 
@@ -157,16 +162,15 @@ class Report:
             lines += [f"Try: {in_markdown(one.advice)}"] if one.advice else []
             blocks.append("\n   ".join(filter(None, lines)))
         parts = self.parts[self.parts["time_ms"] > 0].nlargest(MOST_PARTS, "time_ms")
-        columns = ["component", "phase", "where", "time_ms", "share"]
         rows = [
             [part_label(part, phase), where, milliseconds(time_ms), percent(share)]
-            for part, phase, where, time_ms, share in parts[columns].to_numpy()
+            for part, phase, where, time_ms, share in parts[PART].to_numpy()
         ]
         blocks += [markdown_table([["part", "where", "time", "share"], *rows])] if rows else []
         code = self.lines[self.lines["file"].ne("")].head(MOST_CODE)
         rows = [
-            [f"{row.file}:{row.line}", row.function, milliseconds(row.time_ms)]
-            for row in code.itertuples()
+            [f"{file}:{line}", function, milliseconds(time_ms)]
+            for file, line, function, time_ms in code[CODE].to_numpy()
         ]
         blocks += [markdown_table([["line", "function", "time"], *rows])] if rows else []
         text = without_html("\n\n".join(filter(None, blocks)))

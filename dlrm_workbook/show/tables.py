@@ -185,8 +185,8 @@ def show(
             continue
         unit = look.unit or str(frame.attrs.get(UNITS_OF_FRAMES.get(name, ""), ""))
         title = f"{look.label} ({unit})" if unit else look.label
-        parts = rows["component"] if name == "part" else []
-        colours = [COLOURS.get(part, COLOURS["other"]) for part in parts]
+        of_parts = rows["component"].tolist() if name == "part" else []
+        colours = [COLOURS.get(part, COLOURS["other"]) for part in of_parts]
         shown.append(Cells(title, texts, words, colours, *_exact(name, sources, texts)))
     file = whole if len(frame) > len(rows) else None
     if file is not None:

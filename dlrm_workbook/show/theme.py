@@ -560,7 +560,7 @@ def add_spans(
     text["customdata"] = spans[["spans", "duration_ms"]].to_numpy(float)
     # plotly would make the bars of a trace as high as its lanes are far apart
     more = {"base": spans["start_ms"], "width": 1 - SPAN_GAP, **text, **more}
-    lanes = spans["lane"].map(rows).to_numpy()
+    lanes = spans["lane"].map(rows)
     add_bars(target, spans["duration_ms"], lanes, plotly_text(name), look, hover, **more)
 
 

@@ -48,9 +48,9 @@ def _add_line(
     **more: Any,
 ) -> None:
     """A column of the table over its iterations; ``hover`` is plotly's template."""
-    look = {"line": {"color": colour, "width": 2.5}, "marker": {"color": colour, "size": 7}}
-    look |= {"mode": "lines+markers"} | more
-    add_points(target, table["iteration"], table[column], name, hover, **look)
+    more = {"mode": "lines+markers", "line": {"color": colour, "width": 2.5}} | more
+    more["marker"] = {"color": colour, "size": 7}
+    add_points(target, table["iteration"], table[column], name, hover, **more)
 
 
 BELOW = {"row": 2, "col": 1}

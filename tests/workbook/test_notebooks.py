@@ -95,7 +95,7 @@ def test_notebook_is_stored_without_outputs_and_thin(name: str) -> None:
     assert len(tagged) == 1 and "output_folder" in assigned_values(tagged[0].source)
 
 
-@pytest.mark.parametrize("name", OURS)
+@pytest.mark.parametrize("name", (*WRITTEN, "explore"))
 def test_every_figure_is_introduced(name: str) -> None:
     """Prose before each figure, so that a reader knows what to look for."""
     section = ""
