@@ -264,10 +264,8 @@ def other_gpus(profile: Profile) -> pd.DataFrame:
     """The step on each of a few GPUs, predicted from data sheets; fastest first.
 
     Returns:
-        ``gpu``, ``now_ms``, ``then_ms``, ``low_ms``, ``high_ms``, ``speedup_mid``, ``speedup_low``,
-        ``speedup_high``, ``unchanged`` (share of the step that the GPU does not change: idle,
-        communication, latency). Empty, with the reason, where nothing can be predicted.
-        ``attrs``: as :func:`predict_gpu`.
+        Columns as in ``dlrm help columns other_gpus``. Empty, with the reason, where nothing can be
+        predicted. ``attrs``: as :func:`predict_gpu`.
     """
     try:
         now = recorded_gpu(profile)
@@ -357,11 +355,9 @@ def parts_held_against(before: Profile, after: Profile) -> pd.DataFrame:
     """Device time of each part, predicted from one recording and measured in the other.
 
     Returns:
-        ``component``, ``phase``, ``before_ms``, ``predicted_ms``, ``low_ms``, ``high_ms``,
-        ``after_ms``, ``error`` (predicted over measured, less 1), ``in_range``; of a mean steady
-        iteration. Communication is left out: it is not predicted. ``attrs["sentence"]`` sums it
-        up. Empty, with the reason, where the recordings are not of one program with the same
-        shapes.
+        Columns as in ``dlrm help columns parts_held_against``; communication is left out: it is not
+        predicted. ``attrs["sentence"]`` sums it up. Empty, with the reason, where the recordings
+        are not of one program with the same shapes.
     """
     try:
         predicted_parts = predict_gpu(before, recorded_gpu(after).name)
@@ -400,9 +396,7 @@ def held_against(before: Profile, after: Profile) -> pd.DataFrame:
     same name and shapes with no other kernels in common.
 
     Returns:
-        ``operator``, ``kernel`` (one of the two), ``shapes``, ``limit``, ``before_us`` and
-        ``after_us`` (a call, measured), ``predicted_us`` with ``low_us`` and ``high_us``, ``error``
-        (predicted over measured, less 1), ``in_range``; longest in the second first.
+        Columns as in ``dlrm help columns held_against``; longest in the second first.
         ``attrs["sentence"]`` sums it up. Empty, with the reason, where nothing matches.
     """
     try:

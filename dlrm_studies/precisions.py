@@ -11,12 +11,13 @@ import pandas as pd
 
 from dlrm_core.base.errors import InputError
 from dlrm_core.config import Parameters
+from dlrm_studies.columns import columns_of
 from dlrm_studies.protocols import measure as protocols
 from dlrm_studies.protocols.show import device_of
 from dlrm_studies.published import published_runs
 from dlrm_studies.time_to_train import measure as targets
 from dlrm_workbook.ground.units import NOT_MEASURED, digits, known_or
-from dlrm_workbook.show.tables import Column, each_row
+from dlrm_workbook.show.tables import each_row
 
 UNITS = {
     "training": "samples/s",
@@ -83,10 +84,10 @@ def side_by_side(
     for row in rows:
         about = device_of(timed) if timed else ""
         row |= {"source": "this run", "hardware": about, "model": parameters.title}
-    return pd.DataFrame([*rows, *_published()], columns=COLUMNS)
+    return pd.DataFrame([*rows, *_published()], columns=FIELDS)
 
 
-COLUMNS = [
+FIELDS = [
     *("source", "hardware", "model", "batch", "quantity", "first", "second"),
     *("in_first", "in_second", "speedup", "why"),
 ]
@@ -159,16 +160,10 @@ def _named(value: float, name: str, why: str = "") -> str:
     return f"{text} ({name})" if value == value else str(why)
 
 
-PAIRS: dict[str, str | Column] = {
-    "source": "source",
-    "hardware": Column("on", "text"),
-    "model": "model",
-    "batch": Column("batch", "count"),
-    "quantity": Column(
-        "what", each_row(lambda name: f"{name}, {UNITS[name]}".strip(", "), words=True)
-    ),
-    "full": Column("in the first precision", each_row(_named, words=True), ("in_first", "first")),
-    "mixed": Column("in the second", each_row(_named, words=True), ("in_second", "second", "why")),
-    "speedup": Column("speed-up", "ratio"),
-}
-"""How :func:`side_by_side` is shown."""
+COLUMNS = columns_of(
+    "precisions",
+    {
+        "quantity": each_row(lambda name: f"{name}, {UNITS[name]}".strip(", "), words=True),
+        "named": each_row(_named, words=True),
+    },
+)

@@ -54,10 +54,7 @@ def times(document: Document) -> pd.DataFrame:
     """Medians of every contestant in every shape.
 
     Returns:
-        ``case``, ``meaning``, ``threads``, ``contestant``, ``step_ms``, ``step_low_ms``,
-        ``step_high_ms``, ``end_to_end_ms``, ``end_to_end_low_ms``, ``end_to_end_high_ms``
-        (over the rounds, intervals of the median), ``confidence``, ``rounds``,
-        ``samples_per_second`` (end to end).
+        Columns as in ``dlrm help columns times``.
     """
     rows = []
     for case in judged(document, "shape"):
@@ -82,10 +79,7 @@ def ratios(document: Document) -> pd.DataFrame:
     """The speed-up of every contestant over ``against``, from the rounds' own ratios.
 
     Returns:
-        ``case``, ``threads``, ``contestant``, ``against``, ``figure`` (``step_ms`` or
-        ``end_to_end_ms``), ``mid``, ``low``, ``high``, ``confidence``, ``rounds``, ``goal``
-        (NaN where there is none: goals are against facebookresearch/dlrm, on a CPU with one
-        thread), ``reached`` (None without a goal).
+        Columns as in ``dlrm help columns ratios``.
     """
     rows = []
     for case in judged(document, "shape"):
@@ -113,8 +107,7 @@ def growth(document: Document) -> pd.DataFrame:
     """Times along batch, tables, dim and pooling.
 
     Returns:
-        ``quantity``, ``value``, ``threads``, ``contestant``, ``figure``, ``time_ms``; sorted by
-        value.
+        Columns as in ``dlrm help columns growth``.
     """
     rows = [
         (quantity, value, case["threads"], name, figure, figures[figure])
@@ -139,8 +132,7 @@ def slopes(table: pd.DataFrame) -> pd.DataFrame:
         table: what :func:`growth` gives.
 
     Returns:
-        ``quantity``, ``threads``, ``contestant``, ``figure``, ``smallest``, ``largest``,
-        ``slope``.
+        Columns as in ``dlrm help columns slopes``.
     """
     rows = []
     keys = ["quantity", "threads", "contestant", "figure"]
@@ -164,10 +156,7 @@ def without(document: Document) -> pd.DataFrame:
     """What each option brings, with the first count of threads: time without it over time with all.
 
     Returns:
-        ``leaf``, ``value``, ``also`` (leaves that only work with it and were off too, joined),
-        ``figure``, ``low``, ``mid``, ``high``, ``confidence``: 1.2 means that the run is 1.2x
-        faster with the option than without it; ``time_ms``, once it is added on the way of
-        :func:`ladder` (NaN where that has no such rung).
+        Columns as in ``dlrm help columns without``.
     """
     rows = []
     for case in judged(document, "ablation")[:1]:
@@ -193,8 +182,7 @@ def ladder(document: Document) -> pd.DataFrame:
     the rounds' own ratios, so that a machine that drifts between rounds does not show.
 
     Returns:
-        ``rung`` (0 is plain), ``leaf`` ("" of plain), ``value``, ``figure``, ``time_ms``,
-        ``low``, ``mid``, ``high`` (speed-up over plain).
+        Columns as in ``dlrm help columns ladder``.
     """
     rows = []
     for case in judged(document, "ablation")[:1]:
@@ -221,9 +209,7 @@ def bare(document: Document) -> pd.DataFrame:
     """Bare products and rows, as each round timed them in turn with the contestants.
 
     Returns:
-        ``case``, ``threads``, ``work``, ``ms``, ``low``, ``high``, ``confidence`` (median over
-        the rounds and its interval), ``best_ms`` (least of all rounds), ``of_best`` (the share
-        of its best pace that the machine gave, by the median).
+        Columns as in ``dlrm help columns bare``.
     """
     rows = [
         (
@@ -241,10 +227,7 @@ def reached(document: Document) -> pd.DataFrame:
     """What share of each contestant's step the bare products and rows take, and their error.
 
     Returns:
-        ``case``, ``threads``, ``contestant``, ``step_ms``, ``products_ms`` (in the library's
-        fp32, bf16 or fp16), ``rows_ms``, ``share`` with ``low``, ``high`` and ``confidence``
-        (of the rounds' own), ``error`` (largest relative error of its products; NaN where it
-        was not measured).
+        Columns as in ``dlrm help columns reached``.
     """
     rows = []
     for case in judged(document, "shape"):
@@ -284,8 +267,7 @@ def losses(document: Document) -> pd.DataFrame:
     """Largest difference of each contestant's losses from the reference's.
 
     Returns:
-        ``case``, ``threads``, ``contestant``, ``reference``, ``iterations`` (compared),
-        ``difference``.
+        Columns as in ``dlrm help columns losses``.
     """
     rows = []
     for case in document["cases"]:

@@ -20,12 +20,13 @@ from dlrm_studies.bench.embeddings import (
     PHASES,
     SCHEMA,
 )
+from dlrm_studies.columns import columns_of
 from dlrm_workbook.analysis.sentences import FENCE, in_markdown
 from dlrm_workbook.ground.ledger import read_document
 from dlrm_workbook.ground.machine import RESULTS
 from dlrm_workbook.ground.units import NOTHING, milliseconds, percent, ratio, speedup
 from dlrm_workbook.show import theme
-from dlrm_workbook.show.tables import Column, Text, each_row
+from dlrm_workbook.show.tables import Text, each_row
 
 DEFAULT = RESULTS / "embeddings.json"
 
@@ -56,9 +57,7 @@ def embedding_times(document: Mapping[str, Any]) -> pd.DataFrame:
     """Medians of every contestant in every case.
 
     Returns:
-        ``case``, ``meaning``, ``threads``, ``contestant``, ``forward_ms``, ``backward_ms``,
-        ``update_ms``, ``total_ms``, and the speed-up of ours over it in the same case: ``mid``,
-        ``low``, ``high`` (over the rounds) and ``goal``; NaN where there is none.
+        Columns as in ``dlrm help columns embedding_times``.
     """
     rows = []
     for case in document["cases"]:
@@ -90,18 +89,10 @@ def _gain(mid: float, low: float, high: float) -> str:
     return speedup(mid, low, high) if low < high else f"{ratio(mid)} (one round)"
 
 
-EMBEDDING_TIMES: dict[str, str | Column] = {
-    "meaning": "case",
-    "threads": "threads",
-    "contestant": Column("contestant", each_row(back_end_label, words=True)),
-    "forward_ms": "forward",
-    "backward_ms": "backward",
-    "update_ms": "update",
-    "total_ms": "all",
-    "gain": Column("speed-up of ours", each_row(_gain), ("mid", "low", "high")),
-    "goal": Column("goal", "ratio"),
-}
-"""How the table of :func:`embedding_times` is shown."""
+COLUMNS = columns_of(
+    "embeddings",
+    {"back_end": each_row(back_end_label, words=True), "gain": each_row(_gain)},
+)
 
 
 def bars(document: Mapping[str, Any]) -> go.Figure:

@@ -16,12 +16,14 @@ from dlrm_studies.bench import analyse
 from dlrm_studies.bench.analyse import Document
 from dlrm_studies.bench.bare import cautions
 from dlrm_studies.bench.cases import BF16X2, FP32, GROWTH, PLAIN, TORCHREC
+from dlrm_studies.columns import columns_of
 from dlrm_workbook.analysis.sentences import in_markdown
 from dlrm_workbook.evidence.contestants import PEER, certainty, difference_text, gain_text
 from dlrm_workbook.ground.units import (
     NOTHING,
     digits,
     faster,
+    known_or,
     milliseconds,
     percent,
     ratio,
@@ -29,7 +31,7 @@ from dlrm_workbook.ground.units import (
     value_text,
 )
 from dlrm_workbook.show import theme
-from dlrm_workbook.show.tables import Column, Text, each_row
+from dlrm_workbook.show.tables import Text, each_row
 
 FIGURE_NAMES = {"step_ms": "step", "end_to_end_ms": "end to end"}
 
@@ -47,11 +49,6 @@ def interval_text(
     return f"{text(low)} to {text(high)}" if confidence > 0 else "one round"
 
 
-def error_text(error: float) -> str:
-    """A relative error: ``2.5e-07``."""
-    return NOTHING if math.isnan(error) else f"{error:.1e}"
-
-
 def option_label(leaf: str, value: Any, also: str) -> str:
     """An option with its value, and what goes with it."""
     return f"{leaf}: {value_text(value)}{f', with {also}' if also else ''}"
@@ -59,86 +56,20 @@ def option_label(leaf: str, value: Any, also: str) -> str:
 
 # Columns of the tables of :mod:`.analyse`.
 
-_CONTESTANTS = each_row(contestant_label, words=True)
-_TIME_RANGES = each_row(functools.partial(interval_text, text=digits))
-_CONTESTANT = Column("contestant", _CONTESTANTS)
-_FIGURE = Column("of", each_row(lambda name: FIGURE_NAMES[name], words=True))
-_RATIOS = Column("interval", each_row(interval_text), ("confidence", "low", "high"))
-
-TIMES: dict[str, str | Column] = {
-    "case": "shape",
-    "threads": "threads",
-    "contestant": _CONTESTANT,
-    "step_ms": "step",
-    "step_range": Column("from to", _TIME_RANGES, ("confidence", "step_low_ms", "step_high_ms")),
-    "end_to_end_ms": "end to end",
-    "end_to_end_range": Column(
-        "from to ", _TIME_RANGES, ("confidence", "end_to_end_low_ms", "end_to_end_high_ms")
-    ),
-    "samples_per_second": Column("samples/s", "digits"),
-}
-RATIOS: dict[str, str | Column] = {
-    "case": "shape",
-    "threads": "threads",
-    "contestant": _CONTESTANT,
-    "against": Column("against", _CONTESTANTS),
-    "figure": _FIGURE,
-    "mid": Column("speed-up", "ratio"),
-    "interval": _RATIOS,
-    "confidence": Column(
-        "confidence", each_row(lambda value: f"{value:.0%}" if value > 0 else NOTHING)
-    ),
-    "goal": Column("goal", "ratio"),
-    "reached": Column("reached", "judged"),
-}
-LOSSES: dict[str, str | Column] = {
-    "case": "case",
-    "threads": "threads",
-    "contestant": _CONTESTANT,
-    "reference": Column("against", _CONTESTANTS),
-    "iterations": "iterations",
-    "difference": Column("largest difference", each_row(difference_text)),
-}
-BARE: dict[str, str | Column] = {
-    "case": "shape",
-    "threads": "threads",
-    "work": "bare work",
-    "ms": "median",
-    "range": Column("from to", _TIME_RANGES, ("confidence", "low", "high")),
-    "best_ms": "at best",
-    "of_best": Column("of its best pace", "share"),
-}
-REACHED: dict[str, str | Column] = {
-    "case": "shape",
-    "threads": "threads",
-    "contestant": _CONTESTANT,
-    "step_ms": "step",
-    "products_ms": "bare products",
-    "rows_ms": "bare rows",
-    "share": "bare work of the step",
-    "range": Column(
-        "from to",
-        each_row(functools.partial(interval_text, text=percent)),
-        ("confidence", "low", "high"),
-    ),
-    "error": Column("error of its products", each_row(error_text)),
-}
-SLOPES: dict[str, str | Column] = {
-    "quantity": "growing",
-    "smallest": Column("from", "count"),
-    "largest": Column("to", "count"),
-    "threads": "threads",
-    "contestant": _CONTESTANT,
-    "figure": _FIGURE,
-    "slope": Column("slope", "number"),
-}
-OPTIONS: dict[str, str | Column] = {
-    "option": Column("option", each_row(option_label, words=True), ("leaf", "value", "also")),
-    "figure": _FIGURE,
-    "mid": Column("with it over without it", "ratio"),
-    "interval": _RATIOS,
-    "time_ms": "after adding it",
-}
+COLUMNS = columns_of(
+    "bench",
+    {
+        "contestant": each_row(contestant_label, words=True),
+        "figure": each_row(lambda name: FIGURE_NAMES[name], words=True),
+        "ratios": each_row(interval_text),
+        "times": each_row(functools.partial(interval_text, text=digits)),
+        "shares": each_row(functools.partial(interval_text, text=percent)),
+        "confidence": each_row(lambda value: f"{value:.0%}" if value > 0 else NOTHING),
+        "difference": each_row(difference_text),
+        "error": each_row(lambda error: known_or(error, "{:.1e}".format)),
+        "option": each_row(option_label, words=True),
+    },
+)
 
 
 # Sentences.
@@ -240,7 +171,7 @@ def best_speeds(times: pd.DataFrame) -> pd.DataFrame:
     """The fastest contestant of each shape, end to end.
 
     Returns:
-        ``on`` (who), ``model``, ``samples_per_second``.
+        Columns as in ``dlrm help columns best_speeds``.
     """
     if times.empty:
         return pd.DataFrame(columns=["on", "model", "samples_per_second"])

@@ -10,10 +10,11 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from dlrm_core.base.text import counted, format_bytes
+from dlrm_studies.columns import columns_of
 from dlrm_studies.published import published_runs
 from dlrm_workbook.ground.units import NOT_MEASURED, NOTHING, digits, known_or, thousands
 from dlrm_workbook.show import theme
-from dlrm_workbook.show.tables import Column, Text, each_row
+from dlrm_workbook.show.tables import Formatter, Text, each_row
 
 COUNTED = {
     "steady": "ours: whole iterations, warm-up found in the times",
@@ -42,8 +43,7 @@ def training(document: Mapping[str, Any] | None) -> pd.DataFrame:
     """One training, counted in each protocol's way; without a record no rows.
 
     Returns:
-        ``protocol``, ``samples_per_second``, ``ms_per_iteration``, ``iterations``,
-        ``left_out``, ``data_included``, ``counts`` (what the protocol counts).
+        Columns as in ``dlrm help columns training``.
     """
     table = pd.DataFrame(document["measured"]["training"] if document else [])
     table["counts"] = [COUNTED[name] for name in table.get("protocol", [])]
@@ -57,8 +57,7 @@ def latencies(document: Mapping[str, Any] | None) -> pd.DataFrame:
     """Latencies by batch size and protocol, ms; without a record no rows.
 
     Returns:
-        ``protocol``, ``batch_size``, ``mean``, ``p50``, ``p90``, ``p95``, ``p99``,
-        ``samples_per_second``, ``steps``, ``warm_up_steps``.
+        Columns as in ``dlrm help columns latencies``.
     """
     table = pd.DataFrame(document["measured"]["inference"] if document else [])
     table.attrs["not_measured"] = (
@@ -113,9 +112,7 @@ def speeds(
         stability: runs with several seeds, whose mean AUC is ours.
 
     Returns:
-        ``group`` (a key of :data:`GROUPS`), ``ours``, ``source``, ``on``, ``model``,
-        ``precision``, ``samples_per_second``, ``latency_ms``, ``power_w``, ``memory``,
-        ``auc``, ``minutes_to_train``, ``times_cpu``; what is not known is NaN or empty.
+        Columns as in ``dlrm help columns speeds``; what is not known is NaN or empty.
     """
     common = {"ours": True, "source": "this run", "precision": ""}
     rows: list[dict[str, Any]] = [
@@ -233,10 +230,7 @@ def eight_columns(
             or training than the timed one have rows of their own.
 
     Returns:
-        ``run``, ``criterion``, ``configuration``, ``samples_per_second`` (DeepSpark's FPS),
-        ``auc``, ``power_w`` (of all devices), ``scalability`` (share of the ideal speed-up),
-        ``memory_bytes`` (of each device), ``stability`` (ours: share of seeds that finished),
-        ``missing`` (name of each of these columns that is NaN, to the reason).
+        Columns as in ``dlrm help columns eight_columns``.
     """
     rows: list[dict[str, Any]] = []
     series = dict(stability or {})
@@ -349,83 +343,35 @@ def _not_measured(why: str) -> str:
     return f"{NOT_MEASURED}: {why}" if why else NOT_MEASURED
 
 
-def _or_reason(name: str, label: str, text: Callable[[float], str], unit: str = "") -> Column:
-    """A column of :func:`eight_columns` whose empty cells hold their reason."""
-
-    def cell(value: float, missing: Mapping[str, str]) -> str:
-        return known_or(value, text, missing.get(name, NOTHING))
-
-    return Column(label, each_row(cell, words=True), (name, "missing"), unit)
-
-
-def _gigabytes(size: float) -> str:
-    """In the decimal unit that DeepSpark's figure is read as."""
-    return digits(size / 1e9)
-
-
-EIGHT: dict[str, str | Column] = {
-    "run": "run",
-    "criterion": "convergence criterion",
-    "configuration": "configuration",
-    "performance": _or_reason("samples_per_second", "performance", digits, "samples/s"),
-    "accuracy": _or_reason("auc", "accuracy", "{:.4g}".format, "AUC"),
-    "power": _or_reason("power_w", "power", digits, "W"),
-    "scalability": _or_reason("scalability", "scalability", "{:.2f}".format),
-    "memory": _or_reason("memory_bytes", "memory per device", _gigabytes, "GB"),
-    "stability": _or_reason("stability", "stability", "{:.2f}".format),
-}
-
-
-def _hardware(on: str, precision: str) -> str:
-    return f"{on}, {precision}" if precision else on
+def _or_reason(name: str, text: Callable[[float], str]) -> Formatter:
+    """The format of a figure of :func:`eight_columns` whose empty cells hold their reason."""
+    return each_row(
+        lambda value, missing: known_or(value, text, missing.get(name, NOTHING)), words=True
+    )
 
 
 def _watts(power: float, ours: bool, group: str) -> str:
-    if math.isnan(power):
-        return NOT_MEASURED if ours and group != "ours" else NOTHING
-    return f"{power:,.0f}"
+    reason = NOT_MEASURED if ours and group != "ours" else NOTHING
+    return known_or(power, "{:,.0f}".format, reason)
 
 
-def _auc(value: float) -> str:
-    return NOTHING if math.isnan(value) else f"{value:.4g}"
-
-
-def _times(value: float) -> str:
-    return NOTHING if math.isnan(value) else f"{value:g}x"
-
-
-SPEEDS: dict[str, str | Column] = {
-    "group": Column(
-        "counted as",
-        each_row(lambda name: GROUPS[name].removesuffix(", whole iterations"), words=True),
-    ),
-    "source": "source",
-    "hardware": Column("on", each_row(_hardware, words=True), ("on", "precision")),
-    "model": "model",
-    "samples_per_second": Column("samples/s", "digits"),
-    "latency_ms": Column("mean", "digits", unit="ms"),
-    "power": Column("power", each_row(_watts), ("power_w", "ours", "group"), "W"),
-    "memory": "memory",
-    "auc": Column("AUC", each_row(_auc)),
-    "minutes_to_train": Column("time to train", "number", unit="min"),
-    "times_cpu": Column("times the CPUs' speed", each_row(_times)),
-}
-TRAINING_COLUMNS: dict[str, str | Column] = {
-    "protocol": "protocol",
-    "counts": "what it counts",
-    "ms_per_iteration": Column("ms/it", "number"),
-    "samples_per_second": Column("samples/s", "digits"),
-    "iterations": "iterations",
-    "left_out": "left out",
-}
-LATENCIES: dict[str, str | Column] = {
-    "batch_size": "batch",
-    "protocol": "protocol",
-    **{name: Column(name, "number", unit="ms") for name in ("mean", "p50", "p90", "p95", "p99")},
-    "samples_per_second": Column("samples/s", "digits"),
-    "steps": "steps",
-    "warm_up_steps": "left out",
-}
+COLUMNS = columns_of(
+    "protocols",
+    {
+        "performance": _or_reason("samples_per_second", digits),
+        "accuracy": _or_reason("auc", "{:.4g}".format),
+        "power": _or_reason("power_w", digits),
+        "scalability": _or_reason("scalability", "{:.2f}".format),
+        # in the decimal unit that DeepSpark's figure is read as
+        "memory": _or_reason("memory_bytes", lambda size: digits(size / 1e9)),
+        "stability": _or_reason("stability", "{:.2f}".format),
+        "group": each_row(lambda name: GROUPS[name].removesuffix(", whole iterations"), True),
+        "hardware": each_row(lambda on, precision: ", ".join(filter(None, (on, precision))), True),
+        "watts": each_row(_watts),
+        "auc_or_dash": each_row(lambda value: known_or(value, "{:.4g}".format)),
+        "times_cpu": each_row(lambda value: known_or(value, "{:g}x".format)),
+    },
+)
 
 
 def sources() -> Text:

@@ -193,7 +193,7 @@ class Scaling:
         if not self.machine.gpu or self.study is None:
             return self.parameters.training.batch_size
         weak = scaling == "weak"
-        return self.study.weak_batch_per_rank if weak else self.study.strong_batch
+        return self.study.weak_batch if weak else self.study.strong_batch
 
     # ---- tables ---------------------------------------------------------------------------
 
@@ -206,7 +206,7 @@ class Scaling:
     def shown_ranks(self) -> int:
         """Ranks of the tables of bytes and memory: the study's, else eight at most."""
         most = maximum_ranks(self.whole, "table_wise")
-        return min(8, most) if self.study is None else self.study.quoted.ranks
+        return min(8, most) if self.study is None else self.study.quoted_ranks
 
     @property
     def _whole_batch(self) -> int:

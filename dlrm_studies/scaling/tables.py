@@ -1,4 +1,4 @@
-"""Tables of the scaling page (columns of its DataFrames) and its sentences."""
+"""The scaling page in words: the columns of its tables, and its sentences."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pandas as pd
 
 from dlrm_core.base.text import counted
 from dlrm_core.config import Parameters
+from dlrm_studies.columns import columns_of
 from dlrm_studies.scaling.model.choice import Choice
 from dlrm_studies.scaling.model.communication import kind_label
 from dlrm_studies.scaling.model.published import GPUS_PER_NODE
@@ -26,10 +27,8 @@ from dlrm_workbook.ground.units import (
     thousands,
 )
 from dlrm_workbook.ground.units import ratio as times
-from dlrm_workbook.show.tables import Column, Text, each_row
+from dlrm_workbook.show.tables import Text, each_row
 from dlrm_workbook.show.theme import rows_of
-
-Columns = dict[str, str | Column]
 
 GOAL = 0.10
 """Geometric mean of errors that predictions of runs on this machine should keep."""
@@ -40,153 +39,14 @@ def _kinds(values: pd.Series) -> tuple[list[str], bool]:
     return [kind_label(value) if isinstance(value, str) else NOTHING for value in values], True
 
 
-SHARDING = Column("sharding", _kinds)
-COLLECTIVE = Column("collective", _kinds)
-RANGE = Column("range", "range", ("low_ms", "high_ms"), "ms")
-FULLEST_RANK = Column("fullest rank", "bytes")
-
-STUDY_COLUMNS: Columns = {
-    "name": Column("configuration", "text"),
-    "ranks": "most ranks",
-    "quoted_ranks": "quoted",
-    "allreduce_mib": Column("all-reduce", "digits", unit="MiB"),
-    "quoted_allreduce_mib": Column("quoted", "digits", unit="MiB"),
-    "allreduce_error": Column("error", "signed_share"),
-    "alltoall_mib": Column("all-to-all", "digits", unit="MiB"),
-    "quoted_alltoall_mib": Column("quoted", "digits", unit="MiB"),
-    "alltoall_error": Column("error", "signed_share"),
-}
-"""Bytes of the study's three configurations, computed and quoted."""
-
-VOLUMES_COLUMNS: Columns = {
-    "sharding": SHARDING,
-    "collective": COLLECTIVE,
-    "what": "what",
-    "phase": "phase",
-    "bytes": "payload per rank",
-    "leaves_bytes": "sent per rank",
-    "total_bytes": "all ranks",
-}
-
-MEMORY_COLUMNS: Columns = {
-    "sharding": SHARDING,
-    "place": Column("rank", "text"),
-    "table_bytes": "tables",
-    "dense_bytes": "MLPs",
-    "state_bytes": "optimiser",
-    "gradient_bytes": "gradients",
-    "activation_bytes": "activations",
-    "exchange_bytes": "exchanged",
-    "total_bytes": "total",
-}
-
-LINKS_COLUMNS: Columns = {
-    "name": Column("link", "text"),
-    "alpha_us": Column("latency per step", "digits", unit="µs"),
-    "alpha_range": Column("range", "range", ("alpha_us_low", "alpha_us_high"), "µs"),
-    "gb_per_s": Column("rate per rank", "digits", unit="GB/s"),
-    "rate_range": Column("range", "range", ("gb_per_s_low", "gb_per_s_high"), "GB/s"),
-    "source": "source",
-}
-
-_SPEED = each_row(lambda speed: known_or(speed, thousands))
-_SPEEDS = each_row(lambda low, high: from_to(low, high, thousands))
-
-PREDICTED_COLUMNS: Columns = {
-    "ranks": "ranks",
-    "batch_size": "batch",
-    "sharding": SHARDING,
-    "mid_ms": Column("time", "digits", unit="ms"),
-    "range": RANGE,
-    "exposed_share": "exposed",
-    "samples_per_second": Column("samples/s", _SPEED),
-    "speedup": Column("speed-up", "ratio"),
-    "efficiency": Column("efficiency", "share"),
-    "memory_bytes": FULLEST_RANK,
-    "why_not": Column("why not", _kinds),
-}
-
-CANDIDATES_COLUMNS: Columns = {
-    "sharding": SHARDING,
-    "mid_ms": Column("time", "digits", unit="ms"),
-    "range": RANGE,
-    "exposed_ms": Column("exposed", "digits", unit="ms"),
-    "memory_bytes": FULLEST_RANK,
-    "note": Column("why", _kinds),
-}
-
-MEASURED_COLUMNS: Columns = {
-    "ranks": "ranks",
-    "scaling": "scaling",
-    "batch_size": "batch",
-    "sharding": SHARDING,
-    "time_ms": Column("time", "digits", unit="ms"),
-    "range": Column("fastest to upper quartile", "range", ("low_ms", "high_ms"), "ms"),
-    "samples_per_second": Column("samples/s", _SPEED),
-    "speedup": Column("speed-up over 1 rank", "ratio"),
-    "efficiency": Column("efficiency", "share"),
-}
-
-PREDICTED_AND_MEASURED: Columns = {
-    "ranks": "ranks",
-    "batch_size": "batch",
-    "sharding": SHARDING,
-    "measured_ms": Column("measured", "digits", unit="ms"),
-    "predicted_ms": Column("predicted", "digits", unit="ms"),
-    "range": RANGE,
-    "error": Column("error", "signed_share"),
-    "in_range": Column("in range", "judged"),
-    "measured_exposed_ms": Column("communication, measured", "digits", unit="ms"),
-    "predicted_exposed_ms": Column("communication, predicted", "digits", unit="ms"),
-    "note": Column("note", _kinds),
-}
-
-IMBALANCE_COLUMNS: Columns = {
-    "run": "run",
-    "ranks": "ranks",
-    "slowest_rank": "slowest rank",
-    "slowest_ms": "its own work",
-    "mean_ms": "mean",
-    "share": "the others wait",
-    "component": Column("most in", "component"),
-}
-
-EXCHANGES_COLUMNS: Columns = {
-    "run": "run",
-    "ranks": "ranks",
-    "sharding": SHARDING,
-    "kind": COLLECTIVE,
-    "what": "what",
-    "bytes": Column("payload per rank", "bytes"),
-    "calls": "calls",
-    "time_ms": "time",
-    "exposed_ms": "exposed",
-    "gb_per_s": Column("GB/s", "digits"),
-    "share": "of the iteration",
-}
-
-STRAGGLERS_COLUMNS: Columns = {
-    "ranks": "ranks",
-    "even_ms": "equal ranks",
-    "mean_ms": "mean",
-    "p95_ms": "95th percentile",
-    "waited_share": "waiting for the slowest",
-    "slowdown": Column("slowdown", "signed_share"),
-}
-
-MLPERF_COLUMNS: Columns = {
-    "hardware": "machine",
-    "devices": "GPUs",
-    "batch_size": "batch",
-    "program": Column("predicted program", "text"),
-    "sharding": SHARDING,
-    "published": Column("published", _SPEED, unit="samples/s"),
-    "predicted": Column("predicted", _SPEED, unit="samples/s"),
-    "range": Column("range", _SPEEDS, ("predicted_low", "predicted_high"), "samples/s"),
-    "error": Column("error", "signed_share"),
-    "compute_ms": "computing",
-    "exposed_ms": "exposed communication",
-}
+COLUMNS = columns_of(
+    "scaling",
+    {
+        "kind": _kinds,
+        "speed": each_row(lambda speed: known_or(speed, thousands)),
+        "speeds": each_row(lambda low, high: from_to(low, high, thousands)),
+    },
+)
 
 
 def mlperf_sentence(table: pd.DataFrame) -> Text:

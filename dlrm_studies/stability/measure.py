@@ -171,9 +171,7 @@ def stability_table(series: Mapping[str, Stability]) -> pd.DataFrame:
     """Throughput, power, memory and spread of AUC or loss, a row a series of seeds.
 
     Returns:
-        ``run``, ``seeds`` (``9 of 10`` finished), ``samples_per_second``, ``power_w``,
-        ``samples_per_joule`` (means), ``peak_memory_DEVICE_bytes`` of each device (the most),
-        ``metric``, ``mean``, ``sd``, ``least``, ``most`` of the metric.
+        Columns as in ``dlrm help columns stability_table``.
     """
     rows = []
     for label, stability in series.items():
@@ -350,9 +348,7 @@ def precision_table(series: Mapping[str, Stability]) -> pd.DataFrame:
         series: series by label; the first is the reference. Seeds that finished in both count.
 
     Returns:
-        ``run``, ``reference``, ``metric``, ``seeds`` (in both), ``difference`` (mean, run less
-        reference), ``difference_low``, ``difference_high`` (95 %), ``p_value`` (corrected), NaN of
-        fewer than two seeds; no rows of fewer than two series.
+        Columns as in ``dlrm help columns precision_table``; no rows of fewer than two series.
     """
     rows: list[dict[str, Any]] = []
     labels = list(series)

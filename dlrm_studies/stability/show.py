@@ -15,6 +15,7 @@ import numpy as np
 import pandas as pd
 import plotly.graph_objects as go
 
+from dlrm_studies.columns import columns_of
 from dlrm_studies.stability.measure import NAMES, Stability
 from dlrm_workbook.analysis.sentences import in_markdown
 from dlrm_workbook.ground.units import known_or
@@ -117,18 +118,9 @@ def stability_columns(table: pd.DataFrame) -> dict[str, str | Column]:
     }
 
 
-_SIGNED = each_row(lambda value: known_or(value, "{:+.6f}".format))
-
-SIGNIFICANCE: dict[str, str | Column] = {
-    "run": Column("run", "text"),
-    "reference": Column("less", "text"),
-    "metric": "metric",
-    "seeds": Column("seeds in both", "count"),
-    "difference": Column("mean difference", _SIGNED),
-    "difference_low": Column("95% from", _SIGNED),
-    "difference_high": Column("to", _SIGNED),
-    "p_value": Column("p", "measured"),
-}
+COLUMNS = columns_of(
+    "stability", {"difference": each_row(lambda value: known_or(value, "{:+.6f}".format))}
+)
 SIGNIFICANT = 0.05
 
 

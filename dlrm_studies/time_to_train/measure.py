@@ -113,10 +113,7 @@ def time_to_auc(record: dict[str, Any] | None) -> pd.DataFrame:
     """Time, samples, energy and cost of the training: a row, or none.
 
     Returns:
-        ``run``, ``target_auc``, ``auc`` (of the last evaluation), ``reached``; until then
-        ``time_s``, of it ``evaluation_s``, ``iterations``, ``samples``, ``energy_j`` (of the
-        devices that could be measured) and ``cost`` (in the currency of the price); NaN where
-        nobody knows.
+        Columns as in ``dlrm help columns time_to_auc``.
     """
     rows = []
     if record is not None:
@@ -150,8 +147,7 @@ def auc_by_time(record: dict[str, Any] | None) -> pd.DataFrame:
     """Evaluations on the way.
 
     Returns:
-        ``iteration``, ``time_s`` since the first iteration began, ``auc`` (NaN: there was none),
-        ``target_auc``.
+        Columns as in ``dlrm help columns auc_by_time``.
     """
     columns = ["iteration", "time_s", "auc", "target_auc"]
     rows = []

@@ -7,28 +7,18 @@ from typing import Any
 import pandas as pd
 import plotly.graph_objects as go
 
+from dlrm_studies.columns import columns_of
 from dlrm_workbook.analysis.sentences import in_markdown
 from dlrm_workbook.ground.units import duration
 from dlrm_workbook.show import theme
-from dlrm_workbook.show.tables import Column, Text
+from dlrm_workbook.show.tables import Text
 
 NO_TARGET = (
     "Not measured: `dlrm run benchmark -f FILE -p 'time_to_train={auc: 0.8025}'` trains until the "
     "test AUC reaches it."
 )
 
-TIME: dict[str, str | Column] = {
-    "run": Column("run", "text"),
-    "target_auc": Column("target AUC", "measured"),
-    "auc": Column("AUC", "measured"),
-    "reached": Column("reached", "judged"),
-    "time_s": Column("time", "measured", unit="s"),
-    "evaluation_s": Column("of it evaluations", "measured", unit="s"),
-    "iterations": Column("iterations", "count"),
-    "samples": Column("samples", "count"),
-    "energy_j": Column("energy", "measured", unit="J"),
-    "cost": Column("cost, in the price's currency", "measured"),
-}
+COLUMNS = columns_of("time_to_train", {})
 
 
 def auc_curve(evaluations: pd.DataFrame) -> go.Figure:

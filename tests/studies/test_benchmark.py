@@ -169,9 +169,9 @@ def test_the_verdict_says_how_much_faster_than_whom(document: dict[str, Any]) ->
     case["bare"] = judge_bare(rounds, case["runs"], {"facebook": "fp32", "bf16": "bf16"})
     warned = benchmark_figures.verdict(document).markdown
     assert "**8x1M-10, 1 thread:** The matrix unit gave 33.3% of its best" in warned
-    (fp32, bf16, *_) = cells(analysis.bare(document), benchmark_figures.BARE)
+    (fp32, bf16, *_) = cells(analysis.bare(document), benchmark_figures.COLUMNS["bare"])
     assert (fp32["of its best pace"], bf16["of its best pace"]) == ("100.0%", "33.3%")
-    theirs, ours = cells(analysis.reached(document), benchmark_figures.REACHED)
+    theirs, ours = cells(analysis.reached(document), benchmark_figures.COLUMNS["reached"])
     # facebook's step takes 90 ms, the one in bf16 12 ms; rows take 5 ms
     assert theirs["bare work of the step"] == "50.0%" and ours["bare work of the step"] == "141.7%"
     document["cases"][0]["losses_agree"] = False
@@ -185,18 +185,18 @@ def test_one_round_has_no_interval_and_equal_losses_differ_by_0(document: dict[s
         **{"step_low_ms": step, "step_high_ms": step, "confidence": 0.0},
         **{"end_to_end_low_ms": whole, "end_to_end_high_ms": whole},
     )
-    for row in cells(once, benchmark_figures.TIMES):
+    for row in cells(once, benchmark_figures.COLUMNS["times"]):
         assert row["from to"] == row["from to "] == "one round" and float(row["step (ms)"]) > 0
     single = ratios.assign(low=ratios["mid"], high=ratios["mid"], confidence=0.0)
-    for row in cells(single, benchmark_figures.RATIOS):
+    for row in cells(single, benchmark_figures.COLUMNS["ratios"]):
         assert row["interval"] == "one round" and row["speed-up"].endswith("x")
         assert "confidence" not in row
     for drawn in (benchmark_figures.times_bars(once), benchmark_figures.ratio_dots(single)):
         hover = [text for trace in drawn.data for text in trace.hovertext or ()]
         assert hover and all("(one round)" in text and " to 0" not in text for text in hover)
-    assert " to " in cells(times, benchmark_figures.TIMES)[0]["from to"]
+    assert " to " in cells(times, benchmark_figures.COLUMNS["times"])[0]["from to"]
     losses = analysis.losses(document).assign(difference=0.0)
-    rows = cells(losses, benchmark_figures.LOSSES)
+    rows = cells(losses, benchmark_figures.COLUMNS["losses"])
     assert rows and all(row["largest difference"] == "0" for row in rows)
 
 
@@ -262,7 +262,7 @@ def embeddings_of(scale: dict[str, float], threads: int = 1) -> dict[str, Any]:
 
 def gain_of(document: dict[str, Any]) -> str:
     """The speed-up of ours over the first contestant of the first case."""
-    rows = cells(embedding_results.embedding_times(document), embedding_results.EMBEDDING_TIMES)
+    rows = cells(embedding_results.embedding_times(document), embedding_results.COLUMNS["times"])
     return rows[0]["speed-up of ours"]
 
 
@@ -271,7 +271,9 @@ def test_embeddings_are_shown_as_multiples_of_ours(tmp_path: Path) -> None:
     backs = embedding_results.bars(document)
     assert sum(trace.x[0] for trace in backs.data) == pytest.approx(6.0)
     assert backs.layout.yaxis.ticktext[:2] == ("facebookresearch/dlrm", "torch")
-    first = cells(embedding_results.embedding_times(document), embedding_results.EMBEDDING_TIMES)[0]
+    first = cells(embedding_results.embedding_times(document), embedding_results.COLUMNS["times"])[
+        0
+    ]
     assert first["contestant"] == "facebookresearch/dlrm" and first["goal"] == "5.00x"
     assert gain_of(document).startswith("6.00x")
     gain = document["cases"][0]["ratios"]["fused"]["facebook"]

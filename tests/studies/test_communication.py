@@ -66,7 +66,9 @@ def test_presets_have_the_study_s_layers_and_find_their_full_size(study) -> None
     preset = load_parameters(PRESETS / f"{study.preset}.yaml")
     assert study_of(preset) is study
     whole = full_size(preset)
-    assert whole.model == study.model
+    assert whole.model.table_rows == study.table_rows
+    tables = {name: getattr(preset.model, name) for name in ("tables", "table_rows")}
+    assert replace(whole.model, **tables) == preset.model
     assert whole.data.indices_per_lookup == preset.data.indices_per_lookup == study.lookups
     # scaled to fit: tables and weights of the dense part together
     weights = sum(preset.model.table_rows) * preset.model.embedding_dim + dense_parameters(preset)
@@ -74,7 +76,7 @@ def test_presets_have_the_study_s_layers_and_find_their_full_size(study) -> None
     assert full_size(load_parameters(PRESETS / "quick.yaml")).title.startswith("Quick")
     # the study's MLPs around cross layers are another model
     dcn = load_parameters(PRESETS / "mlperf_dcn.yaml")
-    assert dcn.model.top_mlp == STUDY[2].model.top_mlp and full_size(dcn) is dcn
+    assert dcn.model.top_mlp == STUDY[2].parameters.model.top_mlp and full_size(dcn) is dcn
 
 
 def test_dense_gradients_are_as_large_as_the_model_s_own() -> None:

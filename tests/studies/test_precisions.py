@@ -5,7 +5,7 @@ import math
 import pytest
 
 from dlrm_core.config import load_parameters
-from dlrm_studies.precisions import PAIRS, side_by_side
+from dlrm_studies.precisions import COLUMNS, side_by_side
 from dlrm_workbook.show.tables import show
 
 
@@ -25,4 +25,6 @@ def test_nvidias_pairs_are_those_of_its_tables(tmp_path):
         assert row["speedup"] == pytest.approx(
             both[1] / both[0] if quantity == "training" else both[0] / both[1]
         )
-    assert math.isnan(a100.loc["AUC", "speedup"]) and "0.8025 (TF32)" in str(show(table, PAIRS))
+    assert math.isnan(a100.loc["AUC", "speedup"]) and "0.8025 (TF32)" in str(
+        show(table, COLUMNS["pairs"])
+    )

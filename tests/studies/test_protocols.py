@@ -119,7 +119,7 @@ def test_ours_stand_beside_published_figures_of_other_hardware(document, tmp_pat
     assert set(ours["auc"][ours["group"].str.startswith("training")]) == {runs.values[0]}
     assert len(others) == len(PUBLISHED) == len(published_runs().drop_duplicates())
     assert others["source"].str.contains("other hardware").all()
-    rows = show(found, protocols.SPEEDS).rows
+    rows = show(found, protocols.COLUMNS["speeds"]).rows
     assert len(rows) == len(found)
     # each group's rows stand together, ours first
     groups = [row[0] for row in rows]
@@ -149,7 +149,7 @@ def test_a_run_has_deepsparks_eight_columns_or_the_reasons(document, tmp_path):
     for row in found.to_dict("records"):
         unknown = {k for k, v in row.items() if isinstance(v, float) and math.isnan(v)}
         assert unknown == set(row["missing"]) and all(row["missing"].values())
-    table = show(found, protocols.EIGHT)
+    table = show(found, protocols.COLUMNS["eight"])
     assert {len(row) for row in table.rows} == {9}
     assert not any(cell in ("", "–", "nan") for row in table.rows for cell in row)
     # as on the page: no AUC of one card; 0.75, 0.97 and 60 W a card stand with 793,486
@@ -207,9 +207,9 @@ def test_what_the_page_shows(document):
     found = protocols.latencies(document)
     latency = protocols.latency_lines(found)
     assert list(latency.data[0].x) == [1, 2048]
-    rows = show(found, protocols.LATENCIES).rows
+    rows = show(found, protocols.COLUMNS["latencies"]).rows
     assert [row[:2] for row in rows[:2]] == [["1", "steady"], ["1", "nvidia"]]
-    training = show(protocols.training(document), protocols.TRAINING_COLUMNS)
+    training = show(protocols.training(document), protocols.COLUMNS["training"])
     assert [row[0] for row in training.rows] == list(TRAINING)
     device = dict(protocols.power_and_memory(document).itertuples(index=False))
     assert device["command"].startswith("dlrm") and "peak memory, host" in device

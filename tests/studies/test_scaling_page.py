@@ -216,18 +216,18 @@ def test_every_table_and_figure_of_a_record(record: Path) -> None:
     }
 
     shown_tables = [
-        show(study_table(), tables.STUDY_COLUMNS),
-        show(found.volumes(4), tables.VOLUMES_COLUMNS),
-        show(found.memory(4), tables.MEMORY_COLUMNS),
-        show(found.links, tables.LINKS_COLUMNS),
-        show(strong, tables.PREDICTED_COLUMNS),
-        show(choice.candidates, tables.CANDIDATES_COLUMNS),
-        show(measured, tables.MEASURED_COLUMNS),
-        show(checked, tables.PREDICTED_AND_MEASURED),
-        show(imbalance(found.record), tables.IMBALANCE_COLUMNS),
-        show(exchange_times(found.record), tables.EXCHANGES_COLUMNS),
-        show(slow, tables.STRAGGLERS_COLUMNS),
-        show(mlperf_scaling(), tables.MLPERF_COLUMNS),
+        show(study_table(), tables.COLUMNS["study"]),
+        show(found.volumes(4), tables.COLUMNS["volumes"]),
+        show(found.memory(4), tables.COLUMNS["memory"]),
+        show(found.links, tables.COLUMNS["links"]),
+        show(strong, tables.COLUMNS["predicted"]),
+        show(choice.candidates, tables.COLUMNS["candidates"]),
+        show(measured, tables.COLUMNS["measured"]),
+        show(checked, tables.COLUMNS["checked"]),
+        show(imbalance(found.record), tables.COLUMNS["imbalance"]),
+        show(exchange_times(found.record), tables.COLUMNS["exchanges"]),
+        show(slow, tables.COLUMNS["stragglers"]),
+        show(mlperf_scaling(), tables.COLUMNS["mlperf"]),
     ]
     for table in shown_tables:
         assert table.rows and all(len(row) == len(table.columns) for row in table.rows)
@@ -244,7 +244,7 @@ def test_what_cannot_be_predicted_is_a_row_with_its_reason(record: Path) -> None
     found = shown(record, memory_gb=0.001)
     strong = found.predicted("strong", (1, 2))
     assert strong["mid_ms"].isna().all()
-    rows = show(strong, tables.PREDICTED_COLUMNS).rows
+    rows = show(strong, tables.COLUMNS["predicted"]).rows
     assert all("No sharding fits" in row[-1] for row in rows)
     assert figures.iteration_bars(strong, "none").data is not None
     assert "Nothing can be predicted" not in (verdict(found, strong, strong))

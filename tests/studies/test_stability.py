@@ -217,7 +217,7 @@ def test_precisions_are_compared_seed_by_seed():
     said = stability_figures.significance_sentence(table).markdown
     assert "bf16 and fp32: AUC differs by -0.000960" in said
     assert "fp16 and fp32: no difference in AUC was shown" in said
-    assert "-0.000960" in show(table, stability_figures.SIGNIFICANCE)._repr_html_()
+    assert "-0.000960" in show(table, stability_figures.COLUMNS["significance"])._repr_html_()
 
 
 def test_a_test_needs_two_seeds_and_two_series():
@@ -227,7 +227,7 @@ def test_a_test_needs_two_seeds_and_two_series():
     assert math.isnan(table["p_value"][0]) and table["seeds"][0] == 1
     said = stability_figures.significance_sentence(table).markdown
     assert "two seeds in both are needed" in said
-    assert "nan" not in show(table, stability_figures.SIGNIFICANCE)._repr_html_()
+    assert "nan" not in show(table, stability_figures.COLUMNS["significance"])._repr_html_()
 
 
 def test_precisions_that_cannot_be_are_refused_before_anything_runs(tmp_path):

@@ -42,8 +42,7 @@ def rank_memory(parameters: Parameters, plan: Plan, batch_size: int) -> pd.DataF
     take is not in it.
 
     Returns:
-        One row per rank: ``rank``, ``table_bytes``, ``dense_bytes``, ``state_bytes``,
-        ``gradient_bytes``, ``activation_bytes``, ``exchange_bytes``, ``total_bytes``.
+        One row per rank; columns as :func:`memory_extremes`.
     """
     ranks, dim = plan.ranks, plan.dim
     tables = plan.table_bytes()
@@ -102,8 +101,7 @@ def memory_extremes(
         plans: name to plan.
 
     Returns:
-        ``sharding``, ``place`` ("fullest: 3", "emptiest: 0", "every rank"), and the columns of
-        :func:`rank_memory`.
+        Columns as in ``dlrm help columns memory_extremes``.
     """
     tables = []
     for name, plan in plans.items():
@@ -257,12 +255,7 @@ def scaling_table(
         sharding: a name; None: the best on each number.
 
     Returns:
-        ``ranks``, ``scaling``, ``batch_size`` (over all ranks), ``sharding``, ``low_ms``,
-        ``mid_ms``, ``high_ms``, ``compute_ms``, ``exposed_ms``, ``samples_per_second``,
-        ``exposed_share`` (of the iteration), ``speedup`` (samples per second over those of one
-        rank), ``efficiency`` (speed-up over ranks), ``memory_bytes`` (fullest rank), ``note``
-        (why this sharding), ``why_not`` (why there is no prediction: the other columns are NaN
-        then).
+        Columns as in ``dlrm help columns scaling_table``.
 
     Raises:
         InputError: ``scaling`` is neither.
@@ -384,9 +377,7 @@ def straggler_table(
         exchange_ms: exposed time of the collectives once all ranks are there.
 
     Returns:
-        ``ranks``, ``even_ms`` (no rank slower than another), ``mean_ms``, ``p95_ms``,
-        ``waited_share`` (of the mean iteration, for the slowest rank), ``slowdown`` (mean over
-        even, less 1).
+        Columns as in ``dlrm help columns straggler_table``.
     """
     rows = []
     for compute, exchange, ranks in zip(compute_ms, exchange_ms, rank_counts, strict=True):

@@ -41,13 +41,15 @@ output of an all-gather. What leaves a rank is (ranks − 1) / ranks of the last
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pandas as pd
 
 from dlrm_core.base.errors import InputError
-from dlrm_core.config import DataConfig, ModelConfig, Parameters, TrainingConfig
+from dlrm_core.config import PRESETS, Parameters, load_parameters
 from dlrm_studies.scaling.model.sharding import Plan, make_plan, maximum_ranks
 
 FLOAT_BYTES = 4
@@ -120,9 +122,7 @@ def volumes(parameters: Parameters, plan: Plan, batch_size: int) -> pd.DataFrame
         batch_size: samples over all ranks.
 
     Returns:
-        ``collective``, ``what``, ``phase``, ``bytes`` (payload on the rank with most),
-        ``leaves_bytes`` (what leaves that rank: (R−1)/R of it; of an all-reduce by a ring
-        twice that), ``total_bytes`` (over all ranks). Empty with one rank.
+        Columns as :func:`volumes_by_sharding`, less ``sharding``; empty with one rank.
 
     Raises:
         InputError: fewer samples than ranks.
@@ -217,75 +217,38 @@ facebookresearch/dlrm's bench/run_and_time.sh)."""
 
 
 @dataclass(frozen=True)
-class Quoted:
-    """What the study quotes of a configuration."""
-
-    ranks: int
-    allreduce_mib: float
-    alltoall_mib: float
-
-
-@dataclass(frozen=True)
 class Study:
-    """One configuration, and what the study quotes of it."""
+    """One configuration at full size, and what the study quotes of it.
+
+    Attributes:
+        preset: file of parameters with its MLPs and width, and tables scaled to fit.
+        weak_batch: samples of each rank in weak scaling.
+    """
 
     name: str
     preset: str
-    model: ModelConfig
+    table_rows: tuple[int, ...]
     lookups: int
     strong_batch: int
-    weak_batch_per_rank: int
-    quoted: Quoted
+    weak_batch: int
+    quoted_ranks: int
+    quoted_allreduce_mib: float
+    quoted_alltoall_mib: float
 
-    def parameters(self, batch_size: int | None = None) -> Parameters:
-        """The configuration at full size; with the strong-scaling batch unless told."""
-        return Parameters(
-            title=f"Kalamkar et al. 2020: {self.name}, full size",
-            model=self.model,
-            data=DataConfig(
-                generator="uniform", indices_per_lookup=self.lookups, fixed_pooling=True
-            ),
-            training=TrainingConfig(batch_size=batch_size or self.strong_batch),
+    @functools.cached_property
+    def parameters(self) -> Parameters:
+        """The preset with all tables, lookups as the study has them and the strong batch."""
+        preset = load_parameters(str(PRESETS / f"{self.preset}.yaml"))
+        return replace(
+            preset.with_training(batch_size=self.strong_batch),
+            model=replace(preset.model, tables=None, table_rows=self.table_rows),
         )
 
 
 STUDY = (
-    Study(
-        "Small",
-        "kalamkar_small",
-        ModelConfig(
-            bottom_mlp=(512, 512, 64),
-            top_mlp=(1024, 1024, 1024, 1),
-            embedding_dim=64,
-            tables=8,
-            table_rows=(1_000_000,),
-        ),
-        *(50, 8192, 1024, Quoted(8, 9.5, 15.8)),
-    ),
-    Study(
-        "Large",
-        "kalamkar_large",
-        ModelConfig(
-            bottom_mlp=(*(2048,) * 8, 256),
-            top_mlp=(*(4096,) * 15, 1),
-            embedding_dim=256,
-            tables=64,
-            table_rows=(6_000_000,),
-        ),
-        *(100, 16384, 512, Quoted(64, 1047, 1024)),
-    ),
-    Study(
-        "MLPerf",
-        "mlperf",
-        ModelConfig(
-            bottom_mlp=(13, 512, 256, 128),
-            top_mlp=(1024, 1024, 512, 256, 1),
-            embedding_dim=128,
-            tables=None,
-            table_rows=MLPERF_ROWS,
-        ),
-        *(1, 16384, 2048, Quoted(26, 9.0, 208)),
-    ),
+    Study("Small", "kalamkar_small", (1_000_000,) * 8, 50, 8192, 1024, 8, 9.5, 15.8),
+    Study("Large", "kalamkar_large", (6_000_000,) * 64, 100, 16384, 512, 64, 1047, 1024),
+    Study("MLPerf", "mlperf", MLPERF_ROWS, 1, 16384, 2048, 26, 9.0, 208),
 )
 
 
@@ -303,14 +266,15 @@ def full_size(parameters: Parameters) -> Parameters:
         fixed_pooling=True,
         multi_hot_sizes=None,
     )
-    return replace(parameters, model=study.model, data=data, title=f"{study.name}, full size")
+    model = study.parameters.model
+    return replace(parameters, model=model, data=data, title=f"{study.name}, full size")
 
 
 def study_of(parameters: Parameters) -> Study | None:
     """The study's configuration with the same MLPs and width; none has cross layers."""
     model = parameters.model
     for study in STUDY:
-        full = study.model
+        full = study.parameters.model
         same = (model.bottom_widths, model.top_mlp) == (full.bottom_widths, full.top_mlp)
         if same and model.embedding_dim == full.embedding_dim and not model.interaction_kind.layers:
             return study
@@ -321,26 +285,23 @@ def study_table() -> pd.DataFrame:
     """What scaling costs, from formulas, beside what the study quotes.
 
     Returns:
-        ``name``, ``ranks`` (most, table-wise), ``quoted_ranks``, ``allreduce_mib``,
-        ``quoted_allreduce_mib``, ``allreduce_error`` (relative), ``alltoall_mib`` (strong
-        scaling), ``quoted_alltoall_mib``, ``alltoall_error``.
+        Columns as in ``dlrm help columns study_table``.
     """
     rows = []
     for study in STUDY:
-        parameters = study.parameters()
-        reduced = allreduce_bytes(parameters) / MIB
-        exchanged = alltoall_bytes(parameters, study.strong_batch) / MIB
-        rows.append(
-            {
-                "name": study.name,
-                "ranks": maximum_ranks(parameters, "table_wise"),
-                "quoted_ranks": study.quoted.ranks,
-                "allreduce_mib": reduced,
-                "quoted_allreduce_mib": study.quoted.allreduce_mib,
-                "allreduce_error": reduced / study.quoted.allreduce_mib - 1,
-                "alltoall_mib": exchanged,
-                "quoted_alltoall_mib": study.quoted.alltoall_mib,
-                "alltoall_error": exchanged / study.quoted.alltoall_mib - 1,
-            }
-        )
+        parameters = study.parameters
+        computed = {
+            "allreduce_mib": allreduce_bytes(parameters) / MIB,
+            "alltoall_mib": alltoall_bytes(parameters, study.strong_batch) / MIB,
+        }
+        row: dict[str, Any] = {
+            "name": study.name,
+            "ranks": maximum_ranks(parameters, "table_wise"),
+            "quoted_ranks": study.quoted_ranks,
+        }
+        for name, size in computed.items():
+            quoted = getattr(study, f"quoted_{name}")
+            row |= {name: size, f"quoted_{name}": quoted}
+            row[name.replace("mib", "error")] = size / quoted - 1
+        rows.append(row)
     return pd.DataFrame(rows)

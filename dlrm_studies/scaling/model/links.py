@@ -286,8 +286,7 @@ def link(name: str) -> Link:
 
 
 def links_table(links: Sequence[Link]) -> pd.DataFrame:
-    """``name``, ``alpha_us``, ``gb_per_s`` and their ``_low`` and ``_high``, ``measured``,
-    ``source``."""
+    """Links with their latency and rate: columns as in ``dlrm help columns links_table``."""
     ends = ("_low", "", "_high")
     return pd.DataFrame(
         [
@@ -440,8 +439,7 @@ def check(probe: pd.DataFrame, link: Link) -> pd.DataFrame:
     """A probe's times beside what a link says: how good a calibration is.
 
     Returns:
-        ``collective``, ``ranks``, ``bytes``, ``measured_ms`` (mean of the faster half), ``low_ms``,
-        ``mid_ms``, ``high_ms``, ``error`` (predicted over measured, less 1).
+        Columns as in ``dlrm help columns check``.
     """
     rows = []
     for key, times in undisturbed(probe, EXCHANGE, "repetition").groupby(EXCHANGE)["time_ms"]:

@@ -69,11 +69,8 @@ def mlperf_scaling() -> pd.DataFrame:
     """MLPerf's points and their predictions from data sheets, without any figure of a run.
 
     Returns:
-        ``hardware``, ``devices``, ``batch_size``, ``program`` (what the predicted program does:
-        a row adds one thing to those above it), ``sharding``, ``published``, ``predicted``,
-        ``predicted_low``, ``predicted_high`` (samples/s), ``error`` (predicted over published,
-        less 1), ``compute_ms``, ``exposed_ms`` (of a predicted iteration). The last row of a
-        machine is nearest to the program that was submitted. ``attrs["source"]``.
+        Columns as in ``dlrm help columns mlperf_scaling``. The last row of a machine is nearest
+        to the program that was submitted. ``attrs["source"]``.
     """
     figures = read_published(Path(__file__).with_name("published.csv"))
     names = ["hardware", "device", "devices", "batch_samples", "samples_per_second"]

@@ -175,10 +175,7 @@ def measured_iterations(record: ScalingRecord) -> pd.DataFrame:
     quartile of all.
 
     Returns:
-        The columns of ``runs`` and ``low_ms``, ``time_ms``, ``high_ms``, ``iterations``,
-        ``samples_per_second``, ``speedup`` and ``efficiency`` (over ranks) against the run of
-        one rank with the same batch (strong) or the same batch on each rank (weak); NaN without
-        one.
+        The columns of ``runs`` and those of ``dlrm help columns measured_iterations``.
     """
     if record.iterations.empty or record.runs.empty:
         measured = ("low_ms", "time_ms", "high_ms", "iterations")
@@ -215,9 +212,7 @@ def shown_iteration(record: ScalingRecord, run: int) -> pd.DataFrame:
     """One iteration of a run, all ranks in one view: the fastest of those of which spans were kept.
 
     Returns:
-        ``rank``, ``lane`` ("compute" or "communication"), ``name`` (component, or what is
-        exchanged), ``phase``, ``start_ms``, ``end_ms``: since that rank's iteration began.
-        Empty where no spans were kept.
+        Columns as in ``dlrm help columns shown_iteration``; empty where no spans were kept.
     """
     columns = ["rank", "lane", "name", "phase", "start_ms", "end_ms"]
     spans = record.of_run("spans", run)
@@ -257,9 +252,7 @@ def imbalance(record: ScalingRecord) -> pd.DataFrame:
     """How uneven the ranks' own work is, communication left out.
 
     Returns:
-        ``run``, ``ranks``, ``slowest_rank``, ``slowest_ms``, ``mean_ms``, ``share``
-        ((slowest − mean) / slowest: what the others wait for), ``component`` (the part in which
-        the slowest rank is furthest above the mean).
+        Columns as in ``dlrm help columns imbalance``.
     """
     parts = _parts_of_ranks(record)
     working = parts[parts["component"] != "communication"]
@@ -281,10 +274,7 @@ def exchange_times(record: ScalingRecord) -> pd.DataFrame:
     """What each exchange of an iteration took, and how much of it was waited for.
 
     Returns:
-        ``run``, ``ranks``, ``sharding``, ``kind``, ``what``, ``bytes`` (of an iteration, mean
-        over ranks), ``time_ms`` (sum of an iteration's, mean over ranks), ``exposed_ms``,
-        ``hidden_ms``, ``calls`` (of an iteration), ``gb_per_s`` (payload over time), ``share``
-        (exposed time over the run's iteration).
+        Columns as in ``dlrm help columns exchange_times``.
     """
     columns = [
         *("run", "ranks", "sharding", "kind", "what", "bytes", "time_ms", "exposed_ms"),
@@ -347,11 +337,7 @@ def predicted_and_measured(record: ScalingRecord, parameters: Parameters) -> pd.
         parameters: of the record.
 
     Returns:
-        ``run``, ``ranks``, ``batch_size``, ``sharding``, ``measured_ms``, ``low_ms``,
-        ``predicted_ms``, ``high_ms``, ``error`` (predicted over measured, less 1),
-        ``in_range``, ``measured_exposed_ms`` and ``predicted_exposed_ms`` (the part
-        "communication": exposed exchanges, packing and unpacking), ``note`` (why there is no
-        prediction).
+        Columns as in ``dlrm help columns predicted_and_measured``.
 
     Raises:
         InputError: link probe or compute profile are missing or cannot be used.
