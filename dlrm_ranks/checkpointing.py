@@ -9,9 +9,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
+from dlrm_core.config import Parameters
+from dlrm_core.model import fill_dense
 from dlrm_core.optimizers import OPTIMIZERS
 from dlrm_core.run.checkpoint import OPTIMIZER, WEIGHTS, Checkpoint, CheckpointFolder
 from dlrm_core.run.resume import make_room, optimizer_state, weights_of
@@ -143,6 +146,35 @@ def save(
         return None
     dense_state, _ = optimizer_state(step)
     return folder.save(done, sections, weights | weights_of(step.model), sums | dense_state, state)
+
+
+def filled_step(
+    parameters: Parameters,
+    world: World,
+    collectives: Collectives,
+    checkpoint: Checkpoint | None,
+    weights_only: bool = False,
+) -> DistributedStep:
+    """A rank's part of the model with a checkpoint's weights, or the initial ones of one process.
+
+    Raises:
+        InputError: the tables cannot be divided, or the checkpoint is corrupted.
+    """
+    step = DistributedStep(parameters, world, collectives)
+    if checkpoint is not None:
+        restore(checkpoint, step, world, collectives, weights_only)
+        return step
+    seed = parameters.training.seed
+    if parameters.model.init == "facebook":
+        random = np.random.RandomState(seed)
+        step.tables.fill_like_facebook(random)
+        fill_dense(step.model, random)
+    else:
+        device = step.model.top_mlp.linears[0].weight.device
+        generator = torch.Generator(device).manual_seed(seed)
+        step.tables.fill_with_torch(generator)
+        fill_dense(step.model, generator)
+    return step
 
 
 def restore(

@@ -16,13 +16,8 @@ from typing import Any
 import torch.distributed as dist
 
 FUNCTIONS = (
-    "all_reduce",
-    "all_to_all_single",
-    "all_gather_into_tensor",
-    "all_gather",
-    "reduce_scatter_tensor",
-    "reduce_scatter",
-    "broadcast",
+    *("all_reduce", "all_to_all_single", "all_gather_into_tensor", "all_gather"),
+    *("reduce_scatter_tensor", "reduce_scatter", "broadcast"),
 )
 
 _NEWER_NAMES = {

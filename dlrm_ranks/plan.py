@@ -26,7 +26,7 @@ from dlrm_core.config import Parameters, mean_bag_size
 from dlrm_core.embeddings import FBGEMM_LANES, FBGEMM_ROWWISE_ELEMENTS
 from dlrm_core.operations import FLOAT_BYTES
 from dlrm_core.optimizers import EPSILON, OPTIMIZERS
-from dlrm_ranks.world import World, least
+from dlrm_ranks.world import World, gathered
 
 INSTALL = (
     "pip install 'dlrm-workbook[distributed]' (from a checkout: '.[distributed]') and then "
@@ -34,25 +34,24 @@ INSTALL = (
 )
 
 
+_PLANNER = "torchrec.distributed.planner"
+_FBGEMM = "fbgemm_gpu.split_table_batched_embeddings_ops"
+
 _NAMES = {
-    "torchrec": ("EmbeddingBagCollection", "EmbeddingBagConfig", "KeyedJaggedTensor"),
-    "torchrec.distributed.comm_ops": ("set_gradient_division",),
-    "torchrec.distributed.embeddingbag": ("EmbeddingBagCollectionSharder",),
-    "torchrec.distributed.planner": (
-        "EmbeddingShardingPlanner",
-        "ParameterConstraints",
-        "Topology",
-    ),
-    "torchrec.distributed.planner.storage_reservations": ("FixedPercentageStorageReservation",),
-    "torchrec.distributed.planner.types": ("PlannerError",),
-    "torchrec.distributed.types": ("ShardingEnv",),
-    "fbgemm_gpu.split_embedding_configs": ("EmbOptimType",),
-    "fbgemm_gpu.split_table_batched_embeddings_ops_common": ("BoundsCheckMode",),
-    "fbgemm_gpu.split_table_batched_embeddings_ops_training": (
-        "DenseTableBatchedEmbeddingBagsCodegen",
-        "SplitTableBatchedEmbeddingBagsCodegen",
+    "torchrec": "EmbeddingBagCollection EmbeddingBagConfig KeyedJaggedTensor",
+    "torchrec.distributed.comm_ops": "set_gradient_division",
+    "torchrec.distributed.embeddingbag": "EmbeddingBagCollectionSharder",
+    _PLANNER: "EmbeddingShardingPlanner ParameterConstraints Topology",
+    f"{_PLANNER}.storage_reservations": "FixedPercentageStorageReservation",
+    f"{_PLANNER}.types": "PlannerError",
+    "torchrec.distributed.types": "ShardingEnv",
+    "fbgemm_gpu.split_embedding_configs": "EmbOptimType",
+    f"{_FBGEMM}_common": "BoundsCheckMode",
+    f"{_FBGEMM}_training": (
+        "DenseTableBatchedEmbeddingBagsCodegen SplitTableBatchedEmbeddingBagsCodegen"
     ),
 }
+"""Module to the names of it that are used here."""
 
 _THEIR_NAMES = {name: name for name in ("table_wise", "row_wise", "column_wise")}
 _THEIR_NAMES["replicated"] = "data_parallel"
@@ -102,7 +101,7 @@ def load_torchrec() -> Any:
     try:
         for module, names in _NAMES.items():
             loaded = importlib.import_module(module)
-            for name in names:
+            for name in names.split():
                 setattr(api, name, getattr(loaded, name))
     except (ImportError, AttributeError, OSError) as error:
         raise MissingToolError(
@@ -274,7 +273,7 @@ def make_plan(parameters: Parameters, world: World, collection: Any, sharder: An
     memory = available_memory(world.device)
     # every rank must count with the same memory to come to the same plan
     share = memory // world.local_size if memory is not None else 1 << 62
-    bytes_a_rank = least(world, share)
+    bytes_a_rank = min(gathered(world, share))
     on_gpu = world.device.type == "cuda"
     topology = api.Topology(
         world_size=world.size,
@@ -308,9 +307,14 @@ def make_plan(parameters: Parameters, world: World, collection: Any, sharder: An
             f"{str(error).strip().splitlines()[0]}"
         ) from None
     of_tables = plan.get_plan_for_module("")
-    _require_right_sums(
-        parameters, shards_of(of_tables, model.table_rows, model.embedding_dim, world)
-    )
+    if OPTIMIZERS[parameters.training.optimizer].per_row:
+        for shard in shards_of(of_tables, model.table_rows, model.embedding_dim, world):
+            if shard.rows * shard.columns > FBGEMM_ROWWISE_ELEMENTS:
+                raise InputError(
+                    f"model.table_rows[{shard.table}] has {shard.rows:,} rows x {shard.columns} "
+                    f"on rank {shard.rank}, but FBGEMM's row-wise Adagrad is right up to "
+                    f"{FBGEMM_ROWWISE_ELEMENTS:,} numbers only: choose training.sharding: row_wise"
+                )
     return of_tables
 
 
@@ -328,18 +332,6 @@ def shards_of(plan: Any, table_rows: Iterable[int], dim: int, world: World) -> l
             rank = int(piece.placement.rank())
             shards.append(Shard(t, kind, rank, first_row, height, first_column, width))
     return shards
-
-
-def _require_right_sums(parameters: Parameters, shards: list[Shard]) -> None:
-    if not OPTIMIZERS[parameters.training.optimizer].per_row:
-        return
-    for shard in shards:
-        if shard.rows * shard.columns > FBGEMM_ROWWISE_ELEMENTS:
-            raise InputError(
-                f"model.table_rows[{shard.table}] has {shard.rows:,} rows x {shard.columns} on "
-                f"rank {shard.rank}, but FBGEMM's row-wise Adagrad is right up to "
-                f"{FBGEMM_ROWWISE_ELEMENTS:,} numbers only: choose training.sharding: row_wise"
-            )
 
 
 def describe(shards: list[Shard], processes: Sequence[str]) -> list[str]:

@@ -19,10 +19,10 @@ from dlrm_core.base.machine import device_name
 from dlrm_core.data.batch import Batch, Share
 from dlrm_core.predict import Asked, Predictor
 from dlrm_core.run.evaluate import Evaluation, HeldOut, evaluate
-from dlrm_ranks.checkpointing import restore
+from dlrm_ranks.checkpointing import filled_step
 from dlrm_ranks.collectives import Collectives
 from dlrm_ranks.plan import require_shape, require_torchrec
-from dlrm_ranks.step import DistributedStep, fill, make_step, resolve_together
+from dlrm_ranks.step import DistributedStep
 from dlrm_ranks.tables import about_rank, local_batch
 from dlrm_ranks.watch import leave, watched_ranks
 from dlrm_ranks.world import World, agreed, gathered
@@ -34,8 +34,8 @@ HOST = torch.device("cpu")
 class RankPredictions:
     """Predictions with a step's model, asked for by all ranks at once."""
 
-    def __init__(self, step: DistributedStep, world: World, table_rows: tuple[int, ...]) -> None:
-        self._step, self._world, self._table_rows = step, world, table_rows
+    def __init__(self, step: DistributedStep, world: World) -> None:
+        self._step, self._world = step, world
 
     def of_slices(self, batch: Batch) -> torch.Tensor:
         """Click probability (B, 1) of a batch that all ranks have, each predicting its slice."""
@@ -86,7 +86,8 @@ class RankPredictions:
 
     def _predict(self, batch: Batch, room: int) -> torch.Tensor:
         """Click probability (b, 1) of this rank's samples, ``room`` at most on any rank."""
-        return self._step.predict(local_batch(batch, self._world, self._table_rows, room))
+        rows = self._step.tables.table_rows
+        return self._step.predict(local_batch(batch, self._world, rows, room))
 
 
 class RankPredictor(Predictor):
@@ -99,16 +100,11 @@ class RankPredictor(Predictor):
     def __init__(self, asked: Asked, world: World, collectives: Collectives) -> None:
         self.checkpoint, self.device, self.prints = asked.checkpoint, HOST, world.first
         self._world = world
-        self.parameters, chosen = resolve_together(asked.parameters, world)
-        parameters = self.parameters
-        self._step = make_step(parameters, world, collectives)
-        if self.checkpoint is None:
-            fill(self._step, parameters)
-        else:
-            restore(self.checkpoint, self._step, world, collectives, weights_only=True)
-        self.notices = asked.notices + chosen + self._step.dense.notices
+        self._step = filled_step(asked.parameters, world, collectives, self.checkpoint, True)
+        self.parameters = self._step.parameters
+        self.notices = asked.notices + self._step.dense.notices
         self.loss = self._step.dense.loss
-        self._predictions = RankPredictions(self._step, world, parameters.model.table_rows)
+        self._predictions = RankPredictions(self._step, world)
 
     def predict(self, batch: Batch) -> torch.Tensor:
         """Click probability (B, 1) on the host of a batch that all ranks have; all must ask."""
@@ -145,11 +141,9 @@ def run_as_rank(asked: Asked, command: str, work: Callable[[Predictor], int]) ->
     """
     require_torchrec()
     # of one process only: the planner places the tables
-    training = dataclasses.replace(asked.parameters.training, embeddings_on_gpu_bytes=None)
-    asked = dataclasses.replace(
-        asked, parameters=dataclasses.replace(asked.parameters, training=training)
-    )
-    require_shape(asked.parameters)
-    with watched_ranks(training, command) as (world, collectives, _):
+    parameters = asked.parameters.with_training(embeddings_on_gpu_bytes=None)
+    asked = dataclasses.replace(asked, parameters=parameters)
+    require_shape(parameters)
+    with watched_ranks(parameters.training, command) as (world, collectives, _):
         status = work(RankPredictor(asked, world, collectives))
     leave(status)

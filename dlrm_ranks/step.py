@@ -29,30 +29,20 @@ loss: tables change inside embedding backward, so all ranks must know before it 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from dlrm_core import dense
 from dlrm_core.base.machine import keep_freed_memory
 from dlrm_core.config import Parameters, TrainingConfig
-from dlrm_core.dense import (
-    DENSE_CHOICE,
-    DensePart,
-    PieceHooks,
-    Values,
-    leaf_of,
-    predict_rows,
-    resolve_dense,
-    set_fp32_products,
-)
 from dlrm_core.embeddings import EmbeddingTables
-from dlrm_core.model import DLRM, ClickLoss, Piece, fill_dense
-from dlrm_core.parts import part, run_part
+from dlrm_core.model import DLRM, ClickLoss, Piece
+from dlrm_core.parts import run_part
 from dlrm_core.step import Step, optimizer_of, optimizer_update
 from dlrm_ranks.collectives import Collectives
 from dlrm_ranks.tables import LocalBatch, ShardedTables
@@ -116,28 +106,27 @@ class Bucket:
 
 
 class DistributedStep(Step):
-    """Forward, backward and update of a rank's slice of a batch.
+    """Forward, backward and update of a rank's slice of a batch; its weights are not yet filled.
 
-    Args:
+    Attributes:
+        parameters: of the run, with what rank 0 chose in place of ``auto``.
         model: the MLPs and the interaction; its own tables are empty.
-        config: a rank's (:func:`config_of_rank`).
-        ranks: how many the run has.
+        dense: its ``notices`` say what has no effect on several ranks, or was fallen back to.
     """
 
-    def __init__(
-        self,
-        model: DLRM,
-        tables: ShardedTables,
-        loss: nn.Module,
-        config: TrainingConfig,
-        ranks: int,
-        collectives: Collectives,
-    ) -> None:
-        self.model = model
-        self.tables = tables
-        self.dense = DensePart(model, loss, config)
-        self.ranks = ranks
-        self.collectives = collectives
+    def __init__(self, parameters: Parameters, world: World, collectives: Collectives) -> None:
+        parameters, chosen = resolve_together(parameters, world)
+        config, notices = config_of_rank(parameters.training)
+        keep_freed_memory()
+        notices += chosen
+        notices += dense.set_fp32_products(replace(parameters, training=config), world.device)
+        self.parameters, self.ranks, self.collectives = parameters, world.size, collectives
+        self.tables = ShardedTables(parameters, world, collectives)
+        no_tables = functools.partial(EmbeddingTables, [], parameters.model.embedding_dim)
+        model = self.model = DLRM(parameters.model, make_tables=no_tables).to(world.device)
+        loss = ClickLoss.of(parameters.model).to(world.device)
+        self.dense = dense.DensePart(model, loss, config)
+        self.dense.notices = notices + self.tables.notices + self.dense.notices
         self.optimizers = {}
         self.make_dense_optimizers(functools.partial(optimizer_of, config))
         scale = self.dense.precision.scale
@@ -154,7 +143,7 @@ class DistributedStep(Step):
             for component in self.optimizers
         }
         self._last = self.buckets[last]
-        self.optimizers["embedding"] = tables
+        self.optimizers["embedding"] = self.tables
 
     def __call__(self, batch: LocalBatch, stop: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """Train on a batch.
@@ -166,9 +155,7 @@ class DistributedStep(Step):
             the mean loss of the global batch, detached; how many ranks want the run to end.
         """
         optimizer_update(self._drop_gradients)
-        context, received = communication_forward(lambda: self.tables.send_indices(batch.lookups))
-        sums, leaves = embedding_forward(self.tables, context, received)
-        sent = communication_forward(lambda: self.tables.send_pooled(context, leaves))
+        sums, leaves, sent = self._look_up(batch)
         with self.dense.precision.autocast():
             work = self._in_micro_batches if self.dense.micro_batch else self._dense_part
             loss, gradient = work(batch, sent)
@@ -184,13 +171,23 @@ class DistributedStep(Step):
                     # what a skipped step has sent and will not use
                     communication_backward(bucket.receive)
                 return self._result()
+        gradients = [leaf.grad for leaf in leaves]
         with torch.autograd.set_multithreading_enabled(False):
-            embedding_backward(sums, leaves)
-        embedding_update(self.tables)
+            # inside the kernels, the update of the tables that one rank has
+            run_part("embedding", "backward", lambda: torch.autograd.backward(sums, gradients))
+        run_part("embedding", "update", self.tables.update_replicated)
         for component, bucket in self.buckets.items():
             communication_backward(bucket.receive)
             run_part(component, "update", self.optimizers[component].step)
         return self._result()
+
+    def _look_up(self, batch: LocalBatch) -> tuple[list[torch.Tensor], list[torch.Tensor], Any]:
+        """Sums of this rank's rows, the leaves cut from them, and their exchange under way."""
+        tables = self.tables
+        context, received = communication_forward(lambda: tables.send_indices(batch.lookups))
+        sums, leaves = run_part("embedding", "forward", lambda: tables.look_up(context, received))
+        sent = communication_forward(lambda: tables.send_pooled(context, leaves))
+        return sums, leaves, sent
 
     def _result(self) -> tuple[torch.Tensor, torch.Tensor]:
         numbers = self._last.numbers.clone()
@@ -213,21 +210,21 @@ class DistributedStep(Step):
 
     def _in_micro_batches(self, batch: LocalBatch, sent: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """As :meth:`_dense_part`, some rows at a time: no exchange overlaps with them."""
-        dense = self.dense
+        dense_part = self.dense
         pooled = communication_forward(lambda: self.tables.receive_pooled(sent))
-        pooled_leaf = leaf_of(pooled)
+        pooled_leaf = dense.leaf_of(pooled)
         vectors = self.tables.by_table(pooled_leaf)
-        leaves = leaf_of(vectors)
-        loss = dense(batch.dense, leaves, batch.targets, 1.0 / self.ranks)
+        leaves = dense.leaf_of(vectors)
+        loss = dense_part(batch.dense, leaves, batch.targets, 1.0 / self.ranks)
         for bucket in self.buckets.values():
             if bucket is not self._last:
                 communication_backward(bucket.send)
-        with dense.precision.full(), torch.autograd.set_multithreading_enabled(False):
+        with dense_part.precision.full(), torch.autograd.set_multithreading_enabled(False):
             torch.autograd.backward(vectors, [leaf.grad for leaf in leaves])
             gradient = pooled_leaf.grad
             assert gradient is not None
             if self.scaled:
-                optimizer_update(lambda: dense.precision.unscale([gradient]))
+                optimizer_update(lambda: dense_part.precision.unscale([gradient]))
             with self.collectives.about("pooled gradients"):
                 communication_backward(lambda: pooled.backward(gradient))
         return loss.float() / self.ranks, gradient
@@ -238,22 +235,18 @@ class DistributedStep(Step):
         Ranks may have different numbers of samples, or none, where all have as many bags.
         """
         with torch.no_grad():
-            context, received = communication_forward(
-                lambda: self.tables.send_indices(batch.lookups)
-            )
-            _, leaves = embedding_forward(self.tables, context, received)
-            sent = communication_forward(lambda: self.tables.send_pooled(context, leaves))
+            _, _, sent = self._look_up(batch)
             if not batch.size:
                 pooled = communication_forward(lambda: self.tables.receive_pooled(sent))
                 return pooled.new_empty(0, 1)
             exchanges = _Exchanges(self, sent, batch.size)
             with self.dense.precision.autocast():
-                return predict_rows(
+                return dense.predict_rows(
                     self.model.dense_pieces, {"dense": batch.dense}, exchanges.before
                 )
 
 
-class _Exchanges(PieceHooks):
+class _Exchanges(dense.PieceHooks):
     """What is exchanged beside the dense part: pooled vectors, their and the weights' gradients.
 
     Args:
@@ -270,13 +263,13 @@ class _Exchanges(PieceHooks):
         assert self._leaf.grad is not None
         return self._leaf.grad
 
-    def before(self, piece: Piece, values: Values) -> None:
+    def before(self, piece: Piece, values: dense.Values) -> None:
         """Wait for the pooled vectors where a piece takes them."""
         if "pooled" not in piece.takes or "pooled" in values:
             return
         tables = self._step.tables
         self._pooled = communication_forward(lambda: tables.receive_pooled(self._sent))
-        self._leaf = leaf_of(self._pooled)
+        self._leaf = dense.leaf_of(self._pooled)
         rows = self._leaf if self._size is None else self._leaf[: self._size]
         values["pooled"] = tables.by_table(rows)
 
@@ -307,79 +300,19 @@ def resolve_together(parameters: Parameters, world: World) -> tuple[Parameters, 
 
     All ranks time the candidates at once, as they will train; every rank must ask.
     """
-    found, notices = resolve_dense(parameters, world.device)
+    found, notices = dense.resolve_dense(parameters, world.device)
     if found is parameters:
         return parameters, []
-    leaves = {leaf: getattr(found.training, leaf) for leaf in DENSE_CHOICE}
+    leaves = {leaf: getattr(found.training, leaf) for leaf in dense.DENSE_CHOICE}
     leaves, notices = gathered(world, [leaves, notices])[0]
     return parameters.with_training(**leaves), notices
 
 
-def make_step(parameters: Parameters, world: World, collectives: Collectives) -> DistributedStep:
-    """A rank's part of the model; the weights' memory is there, not yet filled.
-
-    ``step.dense.notices`` say what has no effect on several ranks, or was fallen back to.
-    """
-    model, dim = parameters.model, parameters.model.embedding_dim
-    parameters, chosen = resolve_together(parameters, world)
-    config, notices = config_of_rank(parameters.training)
-    keep_freed_memory()
-    notices += chosen
-    notices += set_fp32_products(replace(parameters, training=config), world.device)
-    tables = ShardedTables(parameters, world, collectives)
-    step = DistributedStep(
-        # its tables are elsewhere
-        DLRM(model, make_tables=lambda: EmbeddingTables([], dim)).to(world.device),
-        tables,
-        ClickLoss.of(model).to(world.device),
-        config,
-        world.size,
-        collectives,
-    )
-    step.dense.notices = notices + tables.notices + step.dense.notices
-    return step
-
-
-def fill(step: DistributedStep, parameters: Parameters) -> None:
-    """Fill the weights with the initial ones that one process has."""
-    seed = parameters.training.seed
-    if parameters.model.init == "facebook":
-        random = np.random.RandomState(seed)
-        step.tables.fill_like_facebook(random)
-        fill_dense(step.model, random)
-        return
-    device = step.model.top_mlp.linears[0].weight.device
-    generator = torch.Generator(device).manual_seed(seed)
-    step.tables.fill_with_torch(generator)
-    fill_dense(step.model, generator)
-
-
-@part("communication", "forward")
-def communication_forward(work: Any) -> Any:
+def communication_forward(work: Callable[[], Any]) -> Any:
     """Drive an exchange, or wait for it."""
-    return work()
+    return run_part("communication", "forward", work)
 
 
-@part("communication", "backward")
-def communication_backward(work: Any) -> Any:
+def communication_backward(work: Callable[[], Any]) -> Any:
     """Drive an exchange of gradients, or wait for it."""
-    return work()
-
-
-@part("embedding", "forward")
-def embedding_forward(
-    tables: ShardedTables, context: Any, received: Any
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    return tables.look_up(context, received)
-
-
-@part("embedding", "backward")
-def embedding_backward(sums: list[torch.Tensor], leaves: list[torch.Tensor]) -> None:
-    """Gradients and, inside the kernels, the update of the tables that one rank has."""
-    torch.autograd.backward(sums, [leaf.grad for leaf in leaves])
-
-
-@part("embedding", "update")
-def embedding_update(tables: ShardedTables) -> None:
-    """Update the tables that every rank has."""
-    tables.update_replicated()
+    return run_part("communication", "backward", work)

@@ -29,15 +29,9 @@ from dlrm_core.embeddings import EmbeddingTables
 from dlrm_core.model import facebook_tables
 from dlrm_core.operations import FLOAT_BYTES
 from dlrm_core.optimizers import EPSILON, OPTIMIZERS
+from dlrm_ranks import plan
 from dlrm_ranks.collectives import Collectives
-from dlrm_ranks.plan import (
-    Shard,
-    load_torchrec,
-    make_collection,
-    make_plan,
-    make_sharder,
-    shards_of,
-)
+from dlrm_ranks.plan import Shard, load_torchrec
 from dlrm_ranks.world import World
 
 
@@ -64,28 +58,28 @@ class ShardedTables:
         self.optimizer = training.optimizer
         self.kind = OPTIMIZERS[training.optimizer]
         self._collectives = collectives
-        collection, sharder = make_collection(parameters), make_sharder(parameters)
-        plan = make_plan(parameters, world, collection, sharder)
-        self.shards = shards_of(plan, model.table_rows, self.dim, world)
-        self.module = sharder.shard(
-            collection, plan, api.ShardingEnv.from_process_group(dist.group.WORLD), world.device
-        )
+        collection, sharder = plan.make_collection(parameters), plan.make_sharder(parameters)
+        planned = plan.make_plan(parameters, world, collection, sharder)
+        self.shards = plan.shards_of(planned, model.table_rows, self.dim, world)
+        ranks = api.ShardingEnv.from_process_group(dist.group.WORLD)
+        self.module = sharder.shard(collection, planned, ranks, world.device)
         # its kernels are no registered modules: nobody else's list of modules has them
         kernels = [kernel for lookup in self.module._lookups for kernel in lookup.modules()]
         self._share_gradients(kernels)
-        self._fused = [
-            k for k in kernels if isinstance(k, api.SplitTableBatchedEmbeddingBagsCodegen)
-        ]
-        self._dense = [
-            k for k in kernels if isinstance(k, api.DenseTableBatchedEmbeddingBagsCodegen)
-        ]
+        self._fused, self._dense = (
+            [kernel for kernel in kernels if isinstance(kernel, kind)]
+            for kind in (
+                api.SplitTableBatchedEmbeddingBagsCodegen,
+                api.DenseTableBatchedEmbeddingBagsCodegen,
+            )
+        )
         self._own: list[Any] = []
         self.backend = "torchrec"
         self.notices: list[str] = []
         if training.embedding_backend in ("fused", "auto") and world.device.type == "cpu":
             self._use_fused_kernels(training)
         self.local, self.replicated = self._weights(world.rank)
-        self.sums = self._optimizer_sums()
+        self.sums = self._optimizer_sums(world.rank)
         self.learning_rate = training.learning_rate
         self._places: list[int] = []
 
@@ -241,42 +235,41 @@ class ShardedTables:
         self, rank: int
     ) -> tuple[list[tuple[Shard, torch.Tensor]], dict[int, torch.Tensor]]:
         """This rank's shards with their memory, and the weights of the replicated tables."""
-        shards = {
-            (shard.table, shard.first_row, shard.first_column): shard
-            for shard in self.shards
-            if shard.rank == rank
-        }
         local, replicated = [], {}
         for name, value in self.module.state_dict().items():
             table = _table_of(name)
             if hasattr(value, "local_shards"):
                 for piece in value.local_shards():
-                    row, column = piece.metadata.shard_offsets
-                    local.append((shards[table, row, column], piece.tensor.detach()))
+                    shard = self._shard(rank, table, *piece.metadata.shard_offsets)
+                    local.append((shard, piece.tensor.detach()))
             else:
                 replicated[table] = value.detach()
-                local.append((shards[table, 0, 0], replicated[table]))
+                local.append((self._shard(rank, table), replicated[table]))
         return local, replicated
 
-    def _optimizer_sums(self) -> list[tuple[Shard, torch.Tensor]]:
+    def _shard(self, rank: int, table: int, row: int = 0, column: int = 0) -> Shard:
+        """A rank's shard of a table that begins at a row and column."""
+        wanted = (rank, table, row, column)
+        return next(
+            s for s in self.shards if (s.rank, s.table, s.first_row, s.first_column) == wanted
+        )
+
+    def _optimizer_sums(self, rank: int) -> list[tuple[Shard, torch.Tensor]]:
         self._own_sums: dict[int, torch.Tensor] = {}
         if not self.kind.row_state(self.dim):
             return []
-        found: list[tuple[Shard, torch.Tensor]] = []
-        by_place = {(s.table, s.first_row, s.first_column): s for s, _ in self.local}
+        sums: list[tuple[Shard, torch.Tensor]] = []
         state: Mapping[str, Any] = self.module.fused_optimizer.state_dict()["state"]
         for name, tensors in state.items():
             for value in tensors.values():
                 for piece in value.local_shards():
-                    row, *column = piece.metadata.shard_offsets
-                    shard = by_place[_table_of(name), row, column[0] if column else 0]
-                    found.append((shard, piece.tensor.detach()))
-        for shard, weight in self.local:
-            if shard.kind == "replicated":
-                size = weight.shape[:1] if self.kind.per_row else weight.shape
-                self._own_sums[shard.table] = torch.zeros(size, device=weight.device)
-                found.append((shard, self._own_sums[shard.table]))
-        return found
+                    shard = self._shard(rank, _table_of(name), *piece.metadata.shard_offsets)
+                    sums.append((shard, piece.tensor.detach()))
+        for table, weight in self.replicated.items():
+            size = weight.shape[:1] if self.kind.per_row else weight.shape
+            self._own_sums[table] = torch.zeros(size, device=weight.device)
+            sums.append((self._shard(rank, table), self._own_sums[table]))
+        return sums
 
 
 def _fused_lookup(

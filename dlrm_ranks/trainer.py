@@ -26,23 +26,17 @@ from dlrm_core.commands import print_line
 from dlrm_core.config import Parameters
 from dlrm_core.data.batch import Batch, Share
 from dlrm_core.data.loader import make_generator
-from dlrm_core.parts import part
+from dlrm_core.parts import run_part
+from dlrm_core.run import resume
 from dlrm_core.run.checkpoint import Checkpoint
 from dlrm_core.run.evaluate import Evaluation
 from dlrm_core.run.reports import Observer, metrics_lines
-from dlrm_core.run.resume import (
-    changed_settings,
-    checkpoint_place,
-    checkpoint_to_resume,
-    nothing_to_resume,
-    with_choices_of,
-)
 from dlrm_core.train import STOPPING, Feed, Prepared, TrainingLoop, only_trainer
-from dlrm_ranks.checkpointing import restore, save
+from dlrm_ranks.checkpointing import filled_step, save
 from dlrm_ranks.collectives import Collectives
 from dlrm_ranks.plan import describe, require_possible, require_torchrec, with_whole_batches
 from dlrm_ranks.predictor import HOST, RankPredictions
-from dlrm_ranks.step import DistributedStep, fill, make_step, resolve_together
+from dlrm_ranks.step import DistributedStep
 from dlrm_ranks.tables import LocalBatch, about_rank, local_batch
 from dlrm_ranks.watch import Watch, leave, tell_launcher, watched_ranks
 from dlrm_ranks.world import World, agreed, gathered
@@ -77,18 +71,13 @@ class DistributedTrainer(TrainingLoop[DistributedStep]):
     ) -> None:
         self.world, self._collectives, self._watch = world, collectives, watch
         if checkpoint is not None:
-            parameters = with_choices_of(checkpoint, parameters)
-        parameters, chosen = resolve_together(parameters, world)
-        step = make_step(parameters, world, collectives)
-        notices = chosen + step.dense.notices
+            parameters = resume.with_choices_of(checkpoint, parameters)
+        step = filled_step(parameters, world, collectives, checkpoint)
+        parameters, notices = step.parameters, step.dense.notices
         if checkpoint is not None:
-            notices = notices + changed_settings(parameters, checkpoint)
+            notices = notices + resume.changed_settings(parameters, checkpoint)
         self.tables = step.tables
-        if checkpoint is None:
-            fill(step, parameters)
-        else:
-            restore(checkpoint, step, world, collectives)
-        self._predictions = RankPredictions(step, world, parameters.model.table_rows)
+        self._predictions = RankPredictions(step, world)
         share = Share(world.rank, world.size)
         super().__init__(
             Prepared(parameters, step, step.dense.loss, world.device, notices),
@@ -108,7 +97,10 @@ class DistributedTrainer(TrainingLoop[DistributedStep]):
 
     def next_batch(self) -> LocalBatch:
         """This rank's slice of the next global batch."""
-        return data_forward(self.batches, self.world, self.parameters.model.table_rows)
+        rows = self.parameters.model.table_rows
+        return run_part(
+            "data", "forward", lambda: local_batch(next(self.batches), self.world, rows)
+        )
 
     def learn(self, batch: LocalBatch) -> torch.Tensor:
         """Train on a slice; the loss of the global batch."""
@@ -155,12 +147,6 @@ class DistributedTrainer(TrainingLoop[DistributedStep]):
         return written
 
 
-@part("data", "forward")
-def data_forward(stream: Iterator[Batch], world: World, table_rows: tuple[int, ...]) -> LocalBatch:
-    """This rank's slice of the next global batch, made or waited for."""
-    return local_batch(next(stream), world, table_rows)
-
-
 def train(
     parameters: Parameters,
     arguments: argparse.Namespace,
@@ -184,9 +170,9 @@ def train(
     if getattr(arguments, "mllog", None):
         raise InputError("--mllog is for a run of one process; see docs/training.md")
     folder = Path(arguments.output) if arguments.output else None
-    place = checkpoint_place(parameters.training, folder)
-    checkpoint = checkpoint_to_resume(parameters, place)
-    early = nothing_to_resume(parameters.training, place)
+    place = resume.checkpoint_place(parameters.training, folder)
+    checkpoint = resume.checkpoint_to_resume(parameters, place)
+    early = resume.nothing_to_resume(parameters.training, place)
     with contextlib.ExitStack() as stack:
         meeting = watched_ranks(parameters.training, "dlrm train")
         world, collectives, watch = stack.enter_context(meeting)
@@ -245,14 +231,14 @@ def require_same_start(steps: Sequence[int]) -> None:
     if len(set(steps)) == 1:
         return
     other = next(rank for rank, step in enumerate(steps) if step != steps[0])
-    raise InputError(
-        f"training.resume: rank 0 finds {_start(steps[0])}, but rank {other} {_start(steps[other])}"
-        "; the folder of checkpoints must be one that all hosts share"
+    first, second = (
+        f"the checkpoint of step {step:,}" if step else "no checkpoint"
+        for step in (steps[0], steps[other])
     )
-
-
-def _start(step: int) -> str:
-    return f"the checkpoint of step {step:,}" if step else "no checkpoint"
+    raise InputError(
+        f"training.resume: rank 0 finds {first}, but rank {other} {second}; the folder of "
+        "checkpoints must be one that all hosts share"
+    )
 
 
 def _introduce(trainer: DistributedTrainer, early: list[str]) -> None:

@@ -24,7 +24,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -143,21 +143,23 @@ class Sign:
 
 @dataclass(frozen=True)
 class Lost:
-    """A rank that is no longer with us."""
+    """A rank that is no longer with us, what it told last, and how it was lost.
+
+    Attributes:
+        speaks: whether it has said itself what is wrong, and is about to end.
+    """
 
     rank: int
-    host: str
-    pid: int
-    iteration: int
+    told: dict[str, Any]
     how: str
     speaks: bool = False
-    """Whether it has said itself what is wrong, and is about to end."""
 
     def sentence(self) -> str:
         """All of it, for a person."""
+        host, pid, iteration = (self.told[name] for name in ("host", "pid", "iteration"))
         return (
-            f"rank {self.rank} (host {self.host}, process {self.pid}) {self.how}; its last "
-            f"iteration was {self.iteration:,}: the run ends, checkpoints already written stay"
+            f"rank {self.rank} (host {host}, process {pid}) {self.how}; its last iteration was "
+            f"{iteration:,}: the run ends, checkpoints already written stay"
         )
 
 
@@ -179,15 +181,14 @@ def judge(
         if told.get("state") == "done":
             continue
         if told.get("state") in ("failed", "refused"):
-            lost = _lost(rank, told, f"failed: {told['message']}")
-            return replace(lost, speaks=told["state"] == "refused")
+            return Lost(rank, told, f"failed: {told['message']}", told["state"] == "refused")
         seen = process_state(told)
         if seen == "gone":
-            return _lost(rank, told, "is gone: it was killed or crashed")
+            return Lost(rank, told, "is gone: it was killed or crashed")
         silent = now - sign.new_at
         if silent > limit_s:
             stopped = " and is stopped (SIGSTOP)" if seen == "T" else ""
-            return _lost(
+            return Lost(
                 rank,
                 told,
                 f"has given no sign of life for {silent:.0f} s{stopped} "
@@ -201,15 +202,11 @@ def judge(
     slow = {r: s for r, s in active.items() if not s.told["waiting"]} or active
     rank = min(slow, key=lambda r: (slow[r].progress, r))
     kept = now - max(s.progress_at for s in active.values())
-    return _lost(
+    return Lost(
         rank,
         slow[rank].told,
         f"has kept the others waiting for {kept:.0f} s (training.rank_timeout_s: {limit_s:g})",
     )
-
-
-def _lost(rank: int, told: dict[str, Any], how: str) -> Lost:
-    return Lost(rank, told["host"], told["pid"], told["iteration"], how)
 
 
 def process_state(pid: int, started: str) -> str:
@@ -301,7 +298,7 @@ class Watch:
                 if time.monotonic() - self._last_store_s < self._limit_s:
                     continue
                 told = {"host": os.environ["MASTER_ADDR"], "pid": 0, "iteration": self.iteration}
-                lost = _lost(0, told, "cannot be asked: the launcher's store is gone")
+                lost = Lost(0, told, "cannot be asked: the launcher's store is gone")
             if lost is not None and not self._over.is_set():
                 self._end(lost)
 
@@ -345,14 +342,14 @@ class Watch:
         """Say who is lost, end it if it is here and hangs, and end this rank."""
         tell_launcher(lost.sentence())
         survivors = [rank for rank in self._signs if rank != lost.rank]
-        here = lost.host == self._world.host
+        pid, here = lost.told["pid"], lost.told["host"] == self._world.host
         if lost.speaks:
             time.sleep(_PARTING_S)
         elif self._world.rank == min(survivors, default=0):
             print(f"{self._command}: {lost.sentence()}", file=sys.stderr, flush=True)
-            if here and lost.pid and self._seen_from_here(self._signs[lost.rank].told) != "gone":
+            if here and pid and self._seen_from_here(self._signs[lost.rank].told) != "gone":
                 with contextlib.suppress(OSError):
-                    os.kill(lost.pid, signal.SIGKILL)
+                    os.kill(pid, signal.SIGKILL)
         else:
             # if it is this one, the others are to find it as it is
             time.sleep(_PARTING_S if lost.rank != self._world.rank else 2 * self._period_s + 1.0)

@@ -179,10 +179,3 @@ def agreed(world: World, value: float) -> float:
     decided = torch.tensor([value], dtype=torch.float64, device=world.device)
     dist.broadcast(decided, 0)
     return float(decided)
-
-
-def least(world: World, value: int) -> int:
-    """The smallest of what the ranks say."""
-    smallest = torch.tensor([value], dtype=torch.int64, device=world.device)
-    dist.all_reduce(smallest, dist.ReduceOp.MIN)
-    return int(smallest)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +63,7 @@ def side_by_side(
             results = str(Path(results).expanduser().absolute().parent / name / "benchmark.json")
         else:
             place.mkdir(exist_ok=True)
-        changed = replace(parameters, training=replace(parameters.training, precision=name))
+        changed = parameters.with_training(precision=name)
         iterations = asked["protocols"] if timed else 0
         sizes, target = asked["batch_sizes"], asked["target"] if reached else targets.Target()
         why = f"{NOT_MEASURED} in {name}"
@@ -129,29 +128,23 @@ def _pairs(own: Figures, other: Figures, first: str, second: str) -> list[dict[s
 
 def _published() -> list[dict[str, Any]]:
     """NVIDIA's pairs: each training or inference of which both precisions are published."""
-    table = published_runs()
-    table = table[(table["protocol"] == "nvidia") & (table["precision"] != "")]
-    rows: list[dict[str, Any]] = []
+    runs = published_runs().query("protocol == 'nvidia' and precision != ''")
     keys = ["hardware", "model", "mode", "batch_samples"]
-    for _, group in table.groupby(keys, sort=False):
-        hardware, model, mode = (str(group[name].iloc[0]) for name in keys[:3])
-        batch = int(group["batch_samples"].iloc[0])
-        mixed = group["precision"] == "mixed"
-        if mixed.sum() != 1 or len(group) != 2:
-            continue
-        both: list[Figures] = [
-            {
-                (mode, batch): one["samples_per_second"],
-                ("latency", batch): one["latency_ms"],
-                ("time to train", batch): one["minutes_to_train"],
-                ("AUC", batch): one["auc"],
-            }
-            for one in (group[~mixed].iloc[0], group[mixed].iloc[0])
-        ]
-        known = {key: value for key, value in both[0].items() if value == value}
-        first = str(group[~mixed]["precision"].iloc[0])
-        about = {"source": "NVIDIA (other hardware)", "hardware": hardware, "model": model}
-        rows += [about | row for row in _pairs(known, both[1], first, "mixed")]
+    is_mixed = runs["precision"] == "mixed"
+    both = runs[~is_mixed].merge(runs[is_mixed], on=keys, suffixes=("_first", "_second"))
+    rows: list[dict[str, Any]] = []
+    for pair in both.to_dict("records"):
+        batch = int(pair["batch_samples"])
+        columns = {str(pair["mode"]): "samples_per_second", "latency": "latency_ms"}
+        columns |= {"time to train": "minutes_to_train", "AUC": "auc"}
+        first, second = (
+            {(quantity, batch): pair[name + end] for quantity, name in columns.items()}
+            for end in ("_first", "_second")
+        )
+        known = {key: value for key, value in first.items() if value == value}
+        about = {"source": "NVIDIA (other hardware)"} | {n: pair[n] for n in ("hardware", "model")}
+        full = str(pair["precision_first"])
+        rows += [about | row for row in _pairs(known, second, full, "mixed")]
     return rows
 
 

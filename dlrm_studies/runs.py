@@ -19,8 +19,7 @@ def run_of_study(parameters: Parameters, **training: Any) -> Parameters:
         training: fields of ``training`` that the study sets, these included.
     """
     begins = {"resume": "", "checkpoint_every": None, "checkpoint_folder": ""}
-    changed = replace(parameters.training, **begins | training)
-    return replace(parameters, training=changed, sweep={})
+    return replace(parameters.with_training(**begins | training), sweep={})
 
 
 @dataclass(frozen=True)

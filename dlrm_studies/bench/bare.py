@@ -27,27 +27,12 @@ from dlrm_kernels.dense import parts_of, why_not_fused
 from dlrm_kernels.products import MAX_RELATIVE_ERROR
 from dlrm_studies.bench.cases import FP32
 from dlrm_studies.bench.rows import cache_flush, row_access_ms, why_no_accesses
-from dlrm_workbook.evidence.ceilings import (
-    PRECISIONS,
-    TILE_PARTS,
-    Product,
-    model_products,
-    native_precisions,
-    product_calls,
-    time_products,
-)
+from dlrm_workbook.evidence import ceilings
 from dlrm_workbook.evidence.contestants import environment_of
 from dlrm_workbook.evidence.probes import model_for, reduced
+from dlrm_workbook.ground import turns
 from dlrm_workbook.ground.intervals import median_interval
 from dlrm_workbook.ground.processes import do_job, run_job
-from dlrm_workbook.ground.turns import (
-    CPU,
-    elapsed_ms,
-    least_and_seconds,
-    take_turns,
-    threads_of,
-    waited_ns,
-)
 from dlrm_workbook.ground.units import milliseconds, percent
 
 ROWS = "rows"
@@ -81,9 +66,13 @@ def product_kind(parameters: Parameters) -> str:
     config, interaction = parameters.training, parameters.model.interaction_kind
     if config.precision != "fp32":
         return config.precision
-    names = {parts: name for name, parts in TILE_PARTS.items()}
+    names = {parts: name for name, parts in ceilings.TILE_PARTS.items()}
     tiles = parts_of(config)
-    if tiles and config.dense_backend == "fused" and not why_not_fused(config, CPU, interaction):
+    if (
+        tiles
+        and config.dense_backend == "fused"
+        and not why_not_fused(config, turns.CPU, interaction)
+    ):
         return names[tiles]
     return "fp32" if config.fp32_matmul == "default" else "fp32_onednn"
 
@@ -120,45 +109,43 @@ def bare_times(parameters: Parameters, kinds: Sequence[str], threads: int) -> di
     """
     keep_freed_memory()
     reasons: dict[str, str] = {}
-    with threads_of(threads), torch.no_grad():
+    with turns.threads_of(threads), torch.no_grad():
         products = layer_products(parameters)
-        native, emulated = native_precisions(CPU)
-        measurable = [name for name in kinds if name in native or name in TILE_PARTS]
+        native, emulated = ceilings.native_precisions(turns.CPU)
+        measurable = [name for name in kinds if name in native or name in ceilings.TILE_PARTS]
         names = list(dict.fromkeys([*measurable, *fp32_libraries()]))
-        rows, _ = time_products(products, names, CPU, ERROR_SECONDS)
+        rows, _ = ceilings.time_products(products, names, turns.CPU, ERROR_SECONDS)
         precisions = [name for name in DTYPES if name in {"fp32", "bf16", *kinds}]
         reasons |= {name: emulated[name] for name in precisions if name not in native}
-        calls = {name: library_calls(products, name) for name in precisions if name not in reasons}
+        calls = {n: library_calls(products, n, rows) for n in precisions if n not in reasons}
         if why := why_no_accesses(parameters):
             reasons[ROWS] = why
         else:
             sparse = reduced(parameters, "sparse")
             tables = model_for(sparse.model, None, huge_pages=True).embeddings
-            generator = make_generator(sparse, CPU)
+            generator = make_generator(sparse, turns.CPU)
             flush = cache_flush(sum(weight.nbytes for weight in tables.weights))
-        began, waited = time.perf_counter(), waited_ns()
+        began, waited = time.perf_counter(), turns.waited_ns()
         passes: dict[str, list[dict[Any, float]]] = {name: [] for name in (*calls, ROWS)}
-        for _ in take_turns((), 20, enough=least_and_seconds(LEAST_PASSES, SECONDS)):
+        for _ in turns.take_turns((), 20, enough=turns.least_and_seconds(LEAST_PASSES, SECONDS)):
             for name, chosen in calls.items():
-                times = {shape: second_call_ms(call) for shape, (_, call) in chosen.items()}
+                times = {shape: second_call_ms(call) for shape, call in chosen.items()}
                 passes[name].append({p: times[p.shape] for p in products})
             if ROWS not in reasons:
                 read, changed = row_access_ms(tables, generator.next_batch(), flush)
                 passes[ROWS].append({"read": read, "change": changed})
-        now, seconds = waited_ns(), time.perf_counter() - began
+        now, seconds = turns.waited_ns(), time.perf_counter() - began
     taken = {name: rounds for name, rounds in passes.items() if rounds}
     return {
         "ms": {
-            n: statistics.median(sum(one.values()) for one in rounds) for n, rounds in taken.items()
+            name: statistics.median(sum(one.values()) for one in rounds)
+            for name, rounds in taken.items()
         },
         "best_ms": {
             name: sum(min(one[key] for one in rounds) for key in rounds[0])
             for name, rounds in taken.items()
         },
-        "errors": {
-            name: max(row["relative_error"] for row in rows if row["precision"] == name)
-            for name in dict.fromkeys(row["precision"] for row in rows)
-        },
+        "errors": largest_errors(rows),
         "waited_share": (now - waited) / 1e9 / seconds if waited and now else None,
         "passes": len(passes["fp32"]),
         "reasons": reasons,
@@ -170,54 +157,62 @@ def measure_round(job: dict[str, Any]) -> dict[str, Any]:
     return bare_times(parameters_from_sections(job["parameters"]), job["kinds"], job["threads"])
 
 
-def layer_products(parameters: Parameters) -> list[Product]:
+def layer_products(parameters: Parameters) -> list[ceilings.Product]:
     """The products of layers: a dot interaction's are batched, and not of one library alone."""
-    return [product for product in model_products(parameters) if product.batch == 1]
+    return [product for product in ceilings.model_products(parameters) if product.batch == 1]
 
 
 def library_calls(
-    products: list[Product], precision: str, timed: Sequence[Mapping[str, Any]] = ()
-) -> dict[tuple[Any, ...], tuple[str, Callable[[], object]]]:
-    """Shape of a product to the library's name and the call to time, on the CPU.
+    products: list[ceilings.Product], precision: str, timed: Sequence[Mapping[str, Any]]
+) -> dict[tuple[Any, ...], Callable[[], object]]:
+    """Shape of a product to the library's call to time, on the CPU.
 
     Args:
-        timed: rows of :func:`.time_products` by which the faster library of fp32 products is
-            chosen; without any they are timed now.
+        timed: rows of :func:`.time_products`, by which the fastest library of fp32 products is
+            chosen among those that round no more than fp32's own products may.
     """
     if precision != "fp32":
-        calls = product_calls(products, precision, CPU)
-        return {shape: (precision, call) for shape, call in calls.items()}
-    names = fp32_libraries()
-    rows = timed or time_products(products, names, CPU, ERROR_SECONDS)[0]
-    every = {name: product_calls(products, name, CPU) for name in names}
-    chosen: dict[tuple[Any, ...], tuple[str, Callable[[], object]]] = {}
-    worst = {
-        name: max((r["relative_error"] for r in rows if r["precision"] == name), default=1.0)
-        for name in names
-    }
+        return ceilings.product_calls(products, precision, turns.CPU)
+    worst = largest_errors(timed)
+    exact = [
+        name
+        for name in fp32_libraries()
+        if name == "fp32" or worst.get(name, 1.0) <= MAX_RELATIVE_ERROR
+    ]
+    every = {name: ceilings.product_calls(products, name, turns.CPU) for name in exact}
+    chosen = {}
     for product in products:
+        place = [getattr(product, key) for key in ("part", "layer", "phase")]
         same = [
             row
-            for row in rows
-            if all(row[key] == getattr(product, key) for key in ("part", "layer", "phase"))
-            and row["precision"] in names
-            and (row["precision"] == "fp32" or worst[row["precision"]] <= MAX_RELATIVE_ERROR)
+            for row in timed
+            if row["precision"] in exact
+            and place == [row[key] for key in ("part", "layer", "phase")]
         ]
         name = min(same, key=lambda row: row["ms"])["precision"] if same else "fp32"
-        chosen[product.shape] = (name, every[name][product.shape])
+        chosen[product.shape] = every[name][product.shape]
     return chosen
+
+
+def largest_errors(timed: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Precision to the largest relative error of its products in rows of :func:`.time_products`."""
+    errors: dict[str, float] = {}
+    for row in timed:
+        name = row["precision"]
+        errors[name] = max(row["relative_error"], errors.get(name, 0.0))
+    return errors
 
 
 def fp32_libraries() -> list[str]:
     """Names of the libraries' fp32 products on this CPU (tf32 is a GPU's)."""
-    have, _ = native_precisions(CPU)
-    return [name for name in PRECISIONS if name.startswith("fp32") and name in have]
+    have, _ = ceilings.native_precisions(turns.CPU)
+    return [name for name in ceilings.PRECISIONS if name.startswith("fp32") and name in have]
 
 
 def second_call_ms(call: Callable[[], object]) -> float:
     """Milliseconds of a call whose operands the one before has brought near."""
     call()
-    return elapsed_ms(call)
+    return turns.elapsed_ms(call)
 
 
 # What all rounds say.
@@ -242,9 +237,8 @@ def judge_bare(
         ``share``: bare products and rows over its step, an interval of the rounds' own),
         ``errors`` (kind to the largest), ``waited_share`` (largest of a round), ``reasons``.
     """
-    names = list(dict.fromkeys(name for one in rounds for name in one.get("ms") or {}))
     bare: dict[str, Any] = {}
-    for name in names:
+    for name in dict.fromkeys(name for one in rounds for name in one.get("ms") or {}):
         with_it = [one for one in rounds if name in (one.get("ms") or {})]
         middle = median_interval([one["ms"][name] for one in with_it])
         best = min(one["best_ms"][name] for one in with_it)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 
 from dlrm_core.base.errors import InputError
 from dlrm_core.base.machine import resolve_device
@@ -51,48 +53,12 @@ class Case:
 
 AS_GIVEN = Case("given", "as given", {})
 
-_TABLES = {"model.tables": 26, "model.table_rows": [100_000]}
+_LISTED = yaml.safe_load(Path(__file__).with_name("shapes.yaml").read_text(encoding="utf-8"))
 
-SHAPES = {
-    case.name: case
-    for case in (
-        Case("8x1M-100", "the benchmark script: 8 tables of 1,000,000 rows, up to 100 indices", {}),
-        Case("8x1M-10", "its tables, up to 10 indices", {"data.indices_per_lookup": 10}),
-        Case(
-            "26x100k-10",
-            "26 tables of 100,000 rows, up to 10 indices",
-            {**_TABLES, "data.indices_per_lookup": 10},
-        ),
-        Case(
-            "8x1M-10-b16384",
-            "8 tables of 1,000,000 rows, up to 10 indices, batch 16384",
-            {"training.batch_size": 16384, "data.indices_per_lookup": 10},
-            # the activations of so large a batch outgrow the caches
-            {"training.micro_batch": 4096},
-            iterations=4,
-        ),
-    )
-}
+SHAPES = {name: Case(name, **listed["case"]) for name, listed in _LISTED.items()}
 """Shapes of the comparison with facebookresearch/dlrm."""
 
-GOALS: dict[str, dict[str, dict[str, float]]] = {
-    "8x1M-10": {
-        FP32: {"step_ms": 2.2},
-        BF16X2: {"step_ms": 2.5, "end_to_end_ms": 3.1},
-        "bf16": {"step_ms": 4.5, "end_to_end_ms": 5.7},
-    },
-    "8x1M-100": {
-        FP32: {"step_ms": 2.6},
-        BF16X2: {"step_ms": 3.0, "end_to_end_ms": 4.0},
-        "bf16": {"step_ms": 4.6, "end_to_end_ms": 6.5},
-    },
-    "26x100k-10": {
-        FP32: {"step_ms": 2.2},
-        BF16X2: {"step_ms": 2.9, "end_to_end_ms": 5.6},
-        "bf16": {"step_ms": 4.5, "end_to_end_ms": 9.0},
-    },
-    "8x1M-10-b16384": {BF16X2: {"step_ms": 2.2}, "bf16": {"step_ms": 4.0}},
-}
+GOALS: dict[str, dict[str, dict[str, float]]] = {n: one["goals"] for n, one in _LISTED.items()}
 """Times as fast as facebookresearch/dlrm that we set out to be, on a CPU with one thread."""
 
 GROWTH_BASE: Change = {"model.table_rows": [250_000], "data.indices_per_lookup": 10}
@@ -120,21 +86,20 @@ def growth_cases(names: str, asked: str = "--growth") -> list[Case]:
     Raises:
         InputError: nothing of a name grows.
     """
-    chosen = _names(names)
-    for name in chosen:
-        if name not in GROWTH:
-            raise InputError(f"{asked} is '{name}', expected some of {', '.join(GROWTH)}")
+    chosen = chosen_names(names, GROWTH, asked)
     shared = {name: float(BASE_POINT[name]) for name in chosen}
     meaning = ", ".join(f"{name} {value:,}" for name, value in BASE_POINT.items())
-    base = Case("base", meaning, _grown("batch", BASE_POINT["batch"]), kind="growth", points=shared)
-    cases = [base] if chosen else []
-    for name in chosen:
-        for value in GROWTH[name]:
-            if value != BASE_POINT[name]:
-                points = {name: float(value)}
-                case = Case(f"{name}={value}", f"{name} {value:,}", _grown(name, value))
-                cases.append(dataclasses.replace(case, kind="growth", points=points))
-    return cases
+    grown = [("base", meaning, "batch", BASE_POINT["batch"], shared)] if chosen else []
+    grown += [
+        (f"{name}={value}", f"{name} {value:,}", name, value, {name: float(value)})
+        for name in chosen
+        for value in GROWTH[name]
+        if value != BASE_POINT[name]
+    ]
+    return [
+        Case(case, meaning, _grown(name, value), kind="growth", points=points)
+        for case, meaning, name, value, points in grown
+    ]
 
 
 def _grown(name: str, value: int) -> Change:
@@ -156,13 +121,26 @@ def shape_cases(names: str, asked: str = "--shape") -> list[Case]:
     Raises:
         InputError: a name is unknown.
     """
-    if names == "all":
-        return list(SHAPES.values())
-    chosen = _names(names)
+    return [SHAPES[name] for name in chosen_names(names, SHAPES, asked)]
+
+
+def chosen_names(text: str, known: Iterable[str], asked: str) -> list[str]:
+    """Names that are separated by commas, each once; ``all`` for every one that is known.
+
+    Args:
+        asked: what they were given to, for the error.
+
+    Raises:
+        InputError: a name is unknown.
+    """
+    names = list(known)
+    if text == "all":
+        return names
+    chosen = _names(text)
     for name in chosen:
-        if name not in SHAPES:
-            raise InputError(f"{asked} is '{name}', expected all or some of {', '.join(SHAPES)}")
-    return [SHAPES[name] for name in chosen]
+        if name not in names:
+            raise InputError(f"{asked} is '{name}', expected all or some of {', '.join(names)}")
+    return chosen
 
 
 def _names(text: str) -> list[str]:

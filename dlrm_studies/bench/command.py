@@ -96,7 +96,7 @@ def plan_of(arguments: argparse.Namespace) -> BenchPlan:
         plain,
         tuned,
         Others(
-            precisions_of(arguments.precision),
+            precisions_of(arguments.precision or ""),
             Path(arguments.peer) if arguments.peer else None,
             arguments.torchrec,
         ),

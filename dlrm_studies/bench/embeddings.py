@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import yaml
 from torch import nn
 
 from dlrm_core.base.errors import InputError
@@ -35,7 +36,7 @@ from dlrm_core.data.synthetic import SyntheticBatches
 from dlrm_core.embeddings import ROW_DTYPES, EmbeddingTables, attach, torch_optimizer
 from dlrm_core.optimizers import OPTIMIZERS
 from dlrm_kernels.embeddings.pages import tables_on_huge_pages
-from dlrm_studies.bench.cases import thread_counts
+from dlrm_studies.bench.cases import chosen_names, thread_counts
 from dlrm_studies.bench.measure import heading, ledger_of_cases
 from dlrm_studies.bench.rows import cache_flush, row_access_ms
 from dlrm_workbook.evidence.contestants import environment_of, require_peer, settings
@@ -47,16 +48,11 @@ from dlrm_workbook.ground.units import faster
 TABLES, ROWS, DIM = 8, 1_000_000, 64
 """Small of Kalamkar et al. 2020 (arXiv:2005.04680), with minibatch 2048 and 50 lookups a bag."""
 
-SKEW = 1.45
-"""Exponent of the power law that NVIDIA's synthetic Terabyte-like data follows."""
-
 FACEBOOK, TORCH, FBGEMM, FUSED, MEMORY = "facebook", "torch", "fbgemm", "fused", "memory"
 BACK_ENDS = (FACEBOOK, TORCH, FBGEMM, FUSED, MEMORY)
 FUSED_BF16, MEMORY_BF16 = "fused bf16", "memory bf16"
 """The same on rows stored in bf16 (``model.embedding_precision``)."""
 
-FLOATS = (FACEBOOK, FBGEMM, FUSED, MEMORY)
-NARROW = (FACEBOOK, FBGEMM, FUSED, FUSED_BF16, MEMORY, MEMORY_BF16)
 PHASES = ("forward", "backward", "update")
 
 
@@ -96,33 +92,18 @@ class EmbeddingCase:
         return f"{self.optimizer}, batch {self.batch}, {lookups}, {law}"
 
 
-_SGD = ((FACEBOOK, 5.0), (FBGEMM, 2.7))
-_REUSE = ((FACEBOOK, 6.0), (FBGEMM, 3.5))
+def _listed() -> dict[str, tuple[EmbeddingCase, ...]]:
+    text = Path(__file__).with_name("embeddings.yaml").read_text(encoding="utf-8")
+    groups = {}
+    for group, cases in yaml.safe_load(text).items():
+        for case in cases:
+            case["contestants"] = tuple(case.get("contestants", BACK_ENDS))
+            case["targets"] = tuple(case.get("targets", {}).items())
+        groups[group] = tuple(EmbeddingCase(**case) for case in cases)
+    return groups
 
-CASE_GROUPS: dict[str, tuple[EmbeddingCase, ...]] = {
-    "sgd": (
-        EmbeddingCase("sgd-50", "sgd", 50, targets=_SGD),
-        EmbeddingCase("sgd-1", "sgd", 1),
-        EmbeddingCase("sgd-100", "sgd", 100),
-        EmbeddingCase("sgd-50-skewed", "sgd", 50, skew=SKEW),
-    ),
-    "rowwise": (
-        EmbeddingCase("rowwise-50", "rowwise_adagrad", 50, targets=((FACEBOOK, 6.0),)),
-        EmbeddingCase("rowwise-1", "rowwise_adagrad", 1),
-        EmbeddingCase("rowwise-50-skewed", "rowwise_adagrad", 50, skew=SKEW),
-    ),
-    "narrow": (
-        EmbeddingCase("sgd-50-bf16", "sgd", 50, 2048, None, NARROW, _SGD),
-        EmbeddingCase(
-            "rowwise-50-bf16", "rowwise_adagrad", 50, 2048, None, NARROW, ((FACEBOOK, 6.0),)
-        ),
-    ),
-    "reuse": (
-        EmbeddingCase("sgd-50-reuse", "sgd", 50, 2048, None, FLOATS, _REUSE, reuse=True),
-        EmbeddingCase("rowwise-50-reuse", "rowwise_adagrad", 50, 2048, None, FLOATS, reuse=True),
-    ),
-    "adagrad": (EmbeddingCase("adagrad-50", "adagrad", 50),),
-}
+
+CASE_GROUPS = _listed()
 """Cases that share a process of each contestant."""
 
 
@@ -132,13 +113,7 @@ def groups_of(names: str) -> dict[str, tuple[EmbeddingCase, ...]]:
     Raises:
         InputError: a name is unknown.
     """
-    if names == "all":
-        return CASE_GROUPS
-    chosen = [name.strip() for name in names.split(",")]
-    for name in chosen:
-        if name not in CASE_GROUPS:
-            raise InputError(f"--embeddings is '{name}', expected all or {', '.join(CASE_GROUPS)}")
-    return {name: CASE_GROUPS[name] for name in chosen}
+    return {name: CASE_GROUPS[name] for name in chosen_names(names, CASE_GROUPS, "--embeddings")}
 
 
 # One contestant, in a process of its own.
@@ -194,19 +169,16 @@ class Contestant:
 
     def phases(self, batch: Batch, gradients: list[torch.Tensor], pooled: list[Any]) -> Phases:
         """Forward, backward and update of a batch; the vectors go to ``pooled``."""
-        if self.name == FACEBOOK:
-            modules = [table for table in self.tables.tables if isinstance(table, nn.EmbeddingBag)]
-            inputs = [(batch.table_indices(t), batch.offsets[t]) for t in range(TABLES)]
+        modules = [table for table in self.tables.tables if isinstance(table, nn.EmbeddingBag)]
+        inputs = [(batch.table_indices(t), batch.offsets[t]) for t in range(TABLES)]
 
-            def lookup() -> list[torch.Tensor]:
-                return [
-                    module(indices, offsets, per_sample_weights=None)
-                    for module, (indices, offsets) in zip(modules, inputs, strict=True)
-                ]
-        else:
-
-            def lookup() -> list[torch.Tensor]:
+        def lookup() -> list[torch.Tensor]:
+            if self.name != FACEBOOK:
                 return self.tables(batch)
+            return [
+                module(indices, offsets, per_sample_weights=None)
+                for module, (indices, offsets) in zip(modules, inputs, strict=True)
+            ]
 
         def forward() -> None:
             self.update.zero_grad()
@@ -396,11 +368,12 @@ def run_group(
                 for entry, case, figures in zip(entries, group, measured, strict=True):
                     entry["failures"].pop(name, None)
                     figures[name] = _medians(times[case.name])
-                    progress = (
-                        f"{case.name}, {threads} threads, round {number + 1}/{rounds}, {name}"
+                    print(
+                        f"{case.name}, {threads} threads, round {number + 1}/{rounds}, {name}: "
+                        f"{figures[name]['total_ms']:.1f} ms",
+                        file=sys.stderr,
+                        flush=True,
                     )
-                    total = figures[name]["total_ms"]
-                    print(f"{progress}: {total:.1f} ms", file=sys.stderr, flush=True)
             for entry, case, figures in zip(entries, group, measured, strict=True):
                 entry["rounds"].append(figures)
                 entry["differences"].append(differences(Path(folder), case.name, names))
@@ -412,19 +385,10 @@ def run_group(
 
 def new_entry(case: EmbeddingCase, threads: int) -> dict[str, Any]:
     """The entry of a case before its first round."""
-    return {
-        "case": case.name,
-        "meaning": case.meaning,
-        "threads": threads,
-        "optimizer": case.optimizer,
-        "pooling": case.pooling,
-        "batch": case.batch,
-        "skew": case.skew,
-        "reuse": case.reuse,
-        "rounds": [],
-        "differences": [],
-        "failures": {},
-    }
+    laws = ("meaning", "optimizer", "pooling", "batch", "skew", "reuse")
+    facts = {name: getattr(case, name) for name in laws}
+    done: dict[str, Any] = {"rounds": [], "differences": [], "failures": {}}
+    return {"case": case.name, "threads": threads, **facts, **done}
 
 
 def run_process(
@@ -484,16 +448,22 @@ def differences(folder: Path, case: str, names: Sequence[str]) -> dict[str, floa
 def _share(expected: np.ndarray, computed: np.ndarray, narrow: bool = False) -> float:
     if expected.shape != computed.shape or not np.isfinite(computed).all():
         return float("inf")
-    allowed = ABSOLUTE + RELATIVE * np.abs(expected)
-    if narrow:
-        allowed = NARROW_ABSOLUTE + NARROW_RELATIVE * np.abs(expected)
+    relative, absolute = (NARROW_RELATIVE, NARROW_ABSOLUTE) if narrow else (RELATIVE, ABSOLUTE)
+    allowed = absolute + relative * np.abs(expected)
     return float((np.abs(computed - expected) / allowed).max())
 
 
 def judge(row: dict[str, Any], case: EmbeddingCase) -> None:
     """Medians, ratios, shares of the memory's pace, and whether all computed the same."""
-    rounds = row["rounds"]
+    rounds, ours = row["rounds"], case.ours
+    memory = MEMORY_BF16 if ours == FUSED_BF16 else MEMORY
     names = [name for name in case.contestants if all(name in one for one in rounds)]
+    programs = [name for name in names if not name.startswith(MEMORY)]
+
+    def ratio(name: str, over: str, figure: str = "total_ms") -> dict[str, float]:
+        ratios = [one[name][figure] / one[over][figure] for one in rounds]
+        return {"median": statistics.median(ratios), "low": min(ratios), "high": max(ratios)}
+
     row["contestants"] = {
         name: {
             figure: statistics.median(one[name][figure] for one in rounds)
@@ -502,38 +472,21 @@ def judge(row: dict[str, Any], case: EmbeddingCase) -> None:
         for name in names
     }
     row["ratios"] = {
-        name: {
-            against: _ratio([one[against]["total_ms"] / one[name]["total_ms"] for one in rounds])
-            for against in names
-            if against != name and not against.startswith(MEMORY)
-        }
-        for name in names
-        if not name.startswith(MEMORY)
+        name: {against: ratio(against, name) for against in programs if against != name}
+        for name in programs
     }
-    row["ours"] = case.ours
-    memory = MEMORY_BF16 if case.ours == FUSED_BF16 else MEMORY
-    row["share_of_row_accesses"] = (
-        {
-            phase: _ratio([one[memory][phase] / one[case.ours][phase] for one in rounds])
-            for phase in ("forward_ms", "backward_ms", "total_ms")
-        }
-        if memory in names and case.ours in names
-        else None
-    )
+    row["ours"] = ours
+    row["share_of_row_accesses"] = None
+    if {memory, ours} <= set(names):
+        phases = ("forward_ms", "backward_ms", "total_ms")
+        row["share_of_row_accesses"] = {phase: ratio(memory, ours, phase) for phase in phases}
     shares = [value for one in row["differences"] for value in one.values()]
     row["agree"] = bool(shares) and max(shares) <= 1.0
+    reached = row["ratios"].get(ours, {})
     row["targets"] = [
-        {
-            "against": against,
-            "wanted": wanted,
-            "reached": row["ratios"].get(case.ours, {}).get(against, {}).get("median"),
-        }
+        {"against": against, "wanted": wanted, "reached": reached.get(against, {}).get("median")}
         for against, wanted in case.targets
     ]
-
-
-def _ratio(ratios: Sequence[float]) -> dict[str, float]:
-    return {"median": statistics.median(ratios), "low": min(ratios), "high": max(ratios)}
 
 
 def describe_embeddings(row: Mapping[str, Any]) -> str:

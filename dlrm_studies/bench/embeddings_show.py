@@ -11,15 +11,7 @@ import pandas as pd
 import plotly.graph_objects as go
 
 from dlrm_core.base.text import counted
-from dlrm_studies.bench.embeddings import (
-    FUSED,
-    FUSED_BF16,
-    KIND,
-    MEMORY,
-    MEMORY_BF16,
-    PHASES,
-    SCHEMA,
-)
+from dlrm_studies.bench import embeddings
 from dlrm_studies.columns import columns_of
 from dlrm_workbook.analysis.sentences import FENCE, in_markdown
 from dlrm_workbook.ground.ledger import read_document
@@ -35,9 +27,9 @@ LABELS = {
     "torch": "torch",
     "fbgemm": "FBGEMM",
     "fused": "ours, fused",
-    FUSED_BF16: "ours, rows in bf16",
-    MEMORY_BF16: "bare row accesses, bf16",
-    MEMORY: "bare row accesses",
+    embeddings.FUSED_BF16: "ours, rows in bf16",
+    embeddings.MEMORY_BF16: "bare row accesses, bf16",
+    embeddings.MEMORY: "bare row accesses",
 }
 
 
@@ -50,7 +42,9 @@ def read_embeddings(text: str = "") -> dict[str, Any] | None:
     if not text and not DEFAULT.is_file():
         return None
     file = Path(text).expanduser() if text else DEFAULT
-    return read_document(file, "embedding benchmark", kind=KIND, schema=SCHEMA)
+    return read_document(
+        file, "embedding benchmark", kind=embeddings.KIND, schema=embeddings.SCHEMA
+    )
 
 
 def embedding_times(document: Mapping[str, Any]) -> pd.DataFrame:
@@ -63,17 +57,17 @@ def embedding_times(document: Mapping[str, Any]) -> pd.DataFrame:
     for case in document["cases"]:
         goals = {target["against"]: target["wanted"] for target in case.get("targets") or []}
         for name, figures in (case.get("contestants") or {}).items():
-            ours = (case.get("ratios") or {}).get(case.get("ours", FUSED), {})
+            ours = (case.get("ratios") or {}).get(case.get("ours", embeddings.FUSED), {})
             gain = ours.get(name) or dict.fromkeys(("median", "low", "high"), math.nan)
             rows.append(
                 (
                     *(case["case"], case["meaning"], case["threads"], name),
-                    *(figures[f"{phase}_ms"] for phase in (*PHASES, "total")),
+                    *(figures[f"{phase}_ms"] for phase in (*embeddings.PHASES, "total")),
                     *(gain["median"], gain["low"], gain["high"], goals.get(name, math.nan)),
                 )
             )
     columns = ["case", "meaning", "threads", "contestant"]
-    columns += [f"{phase}_ms" for phase in (*PHASES, "total")]
+    columns += [f"{phase}_ms" for phase in (*embeddings.PHASES, "total")]
     return pd.DataFrame(rows, columns=[*columns, "mid", "low", "high", "goal"])
 
 
@@ -112,7 +106,7 @@ def bars(document: Mapping[str, Any]) -> go.Figure:
         "Embeddings by back end", 150 + 27 * (len(table) + len(headings)), legend=True
     )
     labels = [back_end_label(name) for name in table["contestant"]]
-    for phase in PHASES:
+    for phase in embeddings.PHASES:
         theme.add_bars(
             result,
             table[f"{phase}_ms"] / base,

@@ -45,19 +45,7 @@ from dlrm_studies.bench.cases import (
 from dlrm_studies.bench.torchrec import require_torchrec, run_torchrec
 from dlrm_studies.runs import Record
 from dlrm_workbook.analysis.changes import difference
-from dlrm_workbook.evidence.contestants import (
-    PEER,
-    PEER_INTERACTIONS,
-    WARMUP,
-    Row,
-    Run,
-    compare,
-    cores_of,
-    describe,
-    require_peer,
-    run_ours,
-    settings,
-)
+from dlrm_workbook.evidence import contestants
 from dlrm_workbook.ground.ledger import Ledger, require_same
 from dlrm_workbook.ground.machine import machine_facts
 
@@ -136,12 +124,12 @@ class BenchPlan:
                 f"a benchmark needs rounds >= 1 and iterations >= 1, not {rounds} and {iterations}"
             )
         if self.others.peer is not None:
-            require_peer(self.others.peer)
-            if self.plain.model.interaction not in PEER_INTERACTIONS:
+            contestants.require_peer(self.others.peer)
+            if self.plain.model.interaction not in contestants.PEER_INTERACTIONS:
+                known = " and ".join(map(repr, contestants.PEER_INTERACTIONS))
                 raise InputError(
                     f"model.interaction is {self.plain.model.interaction!r}, but "
-                    f"facebookresearch/dlrm has {' and '.join(map(repr, PEER_INTERACTIONS))} "
-                    "only; leave --peer out"
+                    f"facebookresearch/dlrm has {known} only; leave --peer out"
                 )
             if self.plain.data.multi_hot_sizes is not None:
                 raise InputError(
@@ -194,11 +182,13 @@ def open_ledger(plan: BenchPlan, file: Path | None, command: str, resume: bool) 
     document = heading("dlrm bench", BENCHMARK.schema, command) | {
         "settings": {
             "iterations": plan.effort.iterations,
-            "warmup": WARMUP,
+            "warmup": contestants.WARMUP,
             "cores": plan.effort.cores,
             "reference": plan.plain.to_sections(),
             "contestants": {name: difference(plan.plain, given) for name, given in ours.items()},
-            "environment": {str(count): settings(count) for count in plan.effort.threads},
+            "environment": {
+                str(count): contestants.settings(count) for count in plan.effort.threads
+            },
         },
         "cases": [],
         "not_measured": _not_measured(plan),
@@ -283,7 +273,7 @@ def run_plan(
     resume: bool = False,
     say: Say = lambda text: None,
     show: Say = lambda text: None,
-    run: Callable[[Parameters, int, int], Run] = run_ours,
+    run: Callable[[Parameters, int, int], contestants.Run] = contestants.run_ours,
 ) -> dict[str, Any]:
     """Measure everything.
 
@@ -307,16 +297,16 @@ def run_plan(
         require_torchrec()
     ledger = open_ledger(plan, file, command, resume)
     measurement = _Measurement(plan, ledger, say, run)
-    with cores_of(plan.effort.cores) as cores:
+    with contestants.cores_of(plan.effort.cores) as cores:
         ledger.document["settings"]["usable_cores"] = cores
         ledger.save()
         for threads in plan.effort.threads:
             for case in plan.cases:
                 results = measurement.case(case, threads)
                 floor = [describe_bare(results["bare"])] if "bare" in results else []
-                show("\n".join([describe(results), *floor]))
+                show("\n".join([contestants.describe(results), *floor]))
             if plan.effort.ablation:
-                show(describe(measurement.ablation(threads)))
+                show(contestants.describe(measurement.ablation(threads)))
     return ledger.document
 
 
@@ -327,7 +317,7 @@ class _Measurement:
     plan: BenchPlan
     ledger: Ledger
     say: Say
-    run: Callable[[Parameters, int, int], Run]
+    run: Callable[[Parameters, int, int], contestants.Run]
 
     def case(self, case: Case, threads: int) -> dict[str, Any]:
         """Run one case with all contestants."""
@@ -335,7 +325,7 @@ class _Measurement:
         ours = {name: of_case(name, given, case) for name, given in plan.contestants.items()}
         iterations = min(plan.effort.iterations, case.iterations or plan.effort.iterations)
         plain = of_case(PLAIN, plan.plain, case)
-        extra: dict[str, Callable[[], Run]] = {}
+        extra: dict[str, Callable[[], contestants.Run]] = {}
         if plan.others.torchrec:
             # it has no data of its own: it gets ours as fast as we make them
             given = dataclasses.replace(plain, data=of_case(PLAIN, plan.tuned, case).data)
@@ -368,7 +358,7 @@ class _Measurement:
         facts: dict[str, Any],
         ours: Mapping[str, Parameters],
         peer: Path | None,
-        extra: Mapping[str, Callable[[], Run]],
+        extra: Mapping[str, Callable[[], contestants.Run]],
         bare: bool = False,
     ) -> dict[str, Any]:
         """Run the contestants of a case in turns, keeping each run, and judge them.
@@ -382,11 +372,11 @@ class _Measurement:
             names = ("change", "tuned_change", "iterations", "ablated")
             begun, now = ({name: entry.get(name) for name in names} for entry in (before, facts))
             require_same(f"{self.ledger.path}: {case}", begun, now, RESUME_ADVICE)
-        rows: list[Row] = list(before.get("runs") or [])
+        rows: list[contestants.Row] = list(before.get("runs") or [])
         floors: list[dict[str, Any]] = list(before.get("bare_rounds") or [])
         kinds = {name: product_kind(given) for name, given in ours.items()}
 
-        def keep(row: Row) -> None:
+        def keep(row: contestants.Row) -> None:
             self.ledger.put({**before, **facts, "runs": rows, "bare_rounds": floors})
             self.say(
                 f"{case}, {threads} threads, round {row['round'] + 1}/{self.plan.effort.rounds}, "
@@ -412,7 +402,7 @@ class _Measurement:
             floors.append({"round": number} | times)
             self.say(f"{case}, {threads} threads, round {number + 1}: bare products and rows")
 
-        judged = compare(
+        judged = contestants.compare(
             ours,
             peer=peer,
             rounds=self.plan.effort.rounds,
@@ -426,7 +416,9 @@ class _Measurement:
             each_round=time_bare if bare else None,
         )
         if floors:
-            others = [name for name in (PEER, TORCHREC) if name in judged["contestants"]]
+            others = [
+                name for name in (contestants.PEER, TORCHREC) if name in judged["contestants"]
+            ]
             every = dict.fromkeys(others, "fp32") | kinds
             judged |= {"bare_rounds": floors, "bare": judge_bare(floors, rows, every)}
         self.ledger.put(facts | judged)

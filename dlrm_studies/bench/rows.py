@@ -54,8 +54,8 @@ def row_access_ms(tables: EmbeddingTables, batch: Batch, flush: CacheFlush) -> t
         tables: of rows whose bytes :data:`LINE_BYTES` divide.
     """
     best = []
-    for kernel in _row_kernels(tables.weights[0][0].nbytes):
-        times = []
+    for writes in (False, True):
+        kernel, times = _row_kernel(tables.weights[0][0].nbytes, writes), []
         for prefetch in PREFETCHES:
             flush()
             times.append(
@@ -87,14 +87,16 @@ def _pool(threads: int) -> ThreadPoolExecutor:
 
 
 @functools.cache
-def _row_kernels(size: int) -> tuple[Any, Any]:
-    """Kernels that read, and that read and write, rows of so many bytes, as float32 numbers."""
+def _row_kernel(size: int, writes: bool) -> Any:
+    """A kernel that reads, or reads and writes, rows of so many bytes, as float32 numbers."""
     from numba import njit
 
     from dlrm_kernels import vectors as v
 
     @njit(nogil=True, error_model="numpy")
-    def read(table, indices, count, ahead, step):  # type: ignore[no-untyped-def]
+    def access(table, indices, count, ahead, step):  # type: ignore[no-untyped-def]
+        # no number changes, and a compiler cannot know it: it would leave the writing out
+        nothing = v.splat(np.float32(min(ahead, 0)))
         total = v.zeros()
         for i in range(count):
             if ahead > 0:
@@ -103,21 +105,10 @@ def _row_kernels(size: int) -> tuple[Any, Any]:
                     v.prefetch(soon + line)
             p = table + v.load_int(indices + 8 * i) * size
             for line in range(0, size, 64):
-                total = v.add(total, v.load_vector(p + line))
+                if writes:
+                    v.store_vector(p + line, v.subtract(v.load_vector(p + line), nothing))
+                else:
+                    total = v.add(total, v.load_vector(p + line))
         return v.lane_sum(total)
 
-    @njit(nogil=True, error_model="numpy")
-    def change(table, indices, count, ahead, step):  # type: ignore[no-untyped-def]
-        # no number changes, and a compiler cannot know it: it would leave the writing out
-        nothing = v.splat(np.float32(min(ahead, 0)))
-        for i in range(count):
-            if ahead > 0:
-                soon = table + v.load_int(indices + 8 * min(i + ahead, count - 1)) * size
-                for line in range(0, size, step):
-                    v.prefetch(soon + line)
-            p = table + v.load_int(indices + 8 * i) * size
-            for line in range(0, size, 64):
-                v.store_vector(p + line, v.subtract(v.load_vector(p + line), nothing))
-        return np.float32(0)
-
-    return read, change
+    return access

@@ -213,7 +213,7 @@ def recordings(folder: Path) -> Iterator[dict[str, Any]]:
     seed = load_parameters(
         PRESETS / "seed.yaml", ["training.device=cuda", "data.generator=facebook"]
     )
-    fast = timings.with_options(timings.experiment(torch.device("cuda")), FAST)
+    fast = timings.experiment(torch.device("cuda")).with_training(**FAST)
     for name, parameters in (("seed", seed), ("fast", fast)):
         place = folder.with_name(f"{folder.name}-{time.strftime('%Y%m%d-%H%M%S')}-{name}")
         trainer = Trainer(parameters)

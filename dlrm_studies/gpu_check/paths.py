@@ -72,14 +72,14 @@ def checks(device: torch.device, seed: int) -> Iterator[Check]:
         error = training_error(device, seed, model)
         yield check_of(f"20 steps, {interaction}, {loss}", error, TOLERANCE)
     prefetched = {"loader": "prefetch", "generator": "facebook"}
-    runs: list[tuple[str, dict[str, Any], dict[str, Any], dict[str, Any], float]] = [
-        *((name, options, {}, {}, bound) for name, (options, bound) in CHECKED_OPTIONS.items()),
+    runs: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], float]] = {
+        **{name: (options, {}, {}, bound) for name, (options, bound) in CHECKED_OPTIONS.items()},
         # a gradient of almost nothing moves a weight by a whole step, up or down
-        ("CUDA graphs, adagrad", GRAPHS, {"optimizer": "adagrad"}, {}, 2e-2),
-        ("CUDA graphs, rowwise_adagrad", GRAPHS, {"optimizer": "rowwise_adagrad"}, {}, 2e-2),
-        ("batches staged by a thread", GRAPHS, {}, prefetched, TOLERANCE),
-    ]
-    for name, options, law, data, bound in runs:
+        "CUDA graphs, adagrad": (GRAPHS, {"optimizer": "adagrad"}, {}, 2e-2),
+        "CUDA graphs, rowwise_adagrad": (GRAPHS, {"optimizer": "rowwise_adagrad"}, {}, 2e-2),
+        "batches staged by a thread": (GRAPHS, {}, prefetched, TOLERANCE),
+    }
+    for name, (options, law, data, bound) in runs.items():
         error = training_error(device, seed, {}, options, law, data)
         yield check_of(f"20 steps, {name}", error, bound)
     for name in LAWS:

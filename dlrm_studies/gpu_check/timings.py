@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import itertools
 import statistics
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -39,15 +40,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "fused, tf32, graphs": GRAPHS | {"tf32": True},
     "fused, bf16": FUSED | {"precision": "bf16"},
     "fused, bf16, graphs": GRAPHS | {"precision": "bf16"},
-    "fused embeddings, bf16, compile": {
-        "embedding_backend": "fused",
-        "precision": "bf16",
-        "compile": True,
-    },
+    "fused embeddings, bf16, compile": (
+        {"embedding_backend": "fused", "precision": "bf16", "compile": True}
+    ),
 }
 """Options of ``training``; in the order in which one explains the next."""
 
 FAST = VARIANTS["fused, bf16, graphs"]
+
+COMPARED = ("plain, tf32", "fused, tf32, graphs", "fused, bf16, graphs")
+"""Variants that stand beside published figures."""
 
 
 def nvidia_small() -> Parameters:
@@ -73,22 +75,16 @@ def experiment(device: torch.device) -> Parameters:
     return dataclasses.replace(seed, data=data, model=dataclasses.replace(seed.model, init="torch"))
 
 
-def with_options(parameters: Parameters, options: dict[str, Any]) -> Parameters:
-    """The same parameters with other leaves of ``training``."""
-    training = dataclasses.replace(parameters.training, **options)
-    return dataclasses.replace(parameters, training=training)
-
-
 def step_timings(parameters: Parameters) -> Iterator[dict[str, Any]]:
     """Every variant of a run: a row each (see :func:`timed`), or why it failed."""
     for name, options in VARIANTS.items():
-        yield {"variant": name} | timed_or_reason(with_options(parameters, options))
+        yield {"variant": name} | timed_or_reason(parameters.with_training(**options))
 
 
 def host_timings() -> Iterator[dict[str, Any]]:
     """The experiment with facebook's own stream, made on the host, as it came and prefetched."""
     seed = load_parameters(PRESETS / "seed.yaml", ["training.device=cuda", "model.init=torch"])
-    fast = with_options(seed, FAST)
+    fast = seed.with_training(**FAST)
     yield {"variant": "plain, the loop of the experiment"} | timed_or_reason(seed)
     for name, generator in (("replay", "facebook"), ("uniform", "uniform")):
         change = {"data.generator": generator, "data.loader": "prefetch"}
@@ -104,8 +100,8 @@ def nvidia_timings() -> Iterator[dict[str, Any]]:
     shape = nvidia_small()
     same = "mode == 'training' and batch_samples == 65536 and hardware == '1 × A100-80GB'"
     published = published_runs().query(same).set_index("precision")["samples_per_second"]
-    for name in ("plain, tf32", "fused, tf32, graphs", "fused, bf16, graphs"):
-        row = {"variant": name} | timed_or_reason(with_options(shape, VARIANTS[name]))
+    for name in COMPARED:
+        row = {"variant": name} | timed_or_reason(shape.with_training(**VARIANTS[name]))
         if "end_to_end_ms" in row:
             row["samples_per_second"] = 1e3 * shape.training.batch_size / row["end_to_end_ms"]
             reference = float(published["TF32" if "tf32" in name else "mixed"])
@@ -116,17 +112,10 @@ def nvidia_timings() -> Iterator[dict[str, Any]]:
 def prediction_timings() -> Iterator[dict[str, Any]]:
     """Predictions at batch 2048 by NVIDIA's protocol, synchronised."""
     models = {"NVIDIA small": nvidia_small(), "experiment": experiment(torch.device("cuda"))}
-    for model, given in models.items():
-        for name in ("plain, tf32", "fused, tf32, graphs", "fused, bf16, graphs"):
-            sized = with_options(given, VARIANTS[name] | {"batch_size": 2048})
-            data = dataclasses.replace(sized.data, place="cpu")
-            row: dict[str, Any] = {"model": model, "variant": name}
-            try:
-                row |= latency(dataclasses.replace(sized, data=data))
-            except Exception as error:  # one variant must not end the others
-                row["failed"] = reason(error)
-            forget()
-            yield row
+    for (model, given), name in itertools.product(models.items(), COMPARED):
+        sized = given.with_training(**VARIANTS[name], batch_size=2048)
+        asked = dataclasses.replace(sized, data=dataclasses.replace(sized.data, place="cpu"))
+        yield {"model": model, "variant": name} | or_reason(latency, asked)
 
 
 def latency(parameters: Parameters, steps: int = 300, seconds: float = 5.0) -> dict[str, Any]:
@@ -150,12 +139,9 @@ def peer_timings(peer: Path, rounds: int, iterations: int, threads: int) -> dict
     on_device = {"data.generator": "uniform", "data.place": "device", "model.init": "torch"}
     fast = {f"training.{name}": value for name, value in FAST.items()}
     exact = {f"training.{name}": value for name, value in GRAPHS.items()}
+    changes = {"fp32, its data replayed": exact | replay, "bf16, its data replayed": fast | replay}
     contestants = {"plain": seed}
-    for name, change in (
-        ("fp32, its data replayed", exact | replay),
-        ("bf16, its data replayed", fast | replay),
-    ):
-        contestants[name] = changed_parameters(seed, change)[0]
+    contestants |= {name: changed_parameters(seed, change)[0] for name, change in changes.items()}
     row = compare(contestants, peer=peer, rounds=rounds, iterations=iterations, threads=threads)
     # other batches of the same law, so no losses to compare: its end-to-end time is the point
     on_gpu = changed_parameters(seed, fast | on_device)[0]
@@ -164,9 +150,16 @@ def peer_timings(peer: Path, rounds: int, iterations: int, threads: int) -> dict
 
 
 def timed_or_reason(parameters: Parameters) -> dict[str, Any]:
-    """Times of a run, or ``failed`` with the reason: one variant must not end the others."""
+    """Times of a run (:func:`timed`), or why it failed."""
+    return or_reason(timed, parameters)
+
+
+def or_reason(
+    measure: Callable[[Parameters], dict[str, Any]], parameters: Parameters
+) -> dict[str, Any]:
+    """What is measured, or ``failed`` with the reason: one variant must not end the others."""
     try:
-        return timed(parameters)
+        return measure(parameters)
     except Exception as error:
         return {"failed": reason(error)}
     finally:
@@ -197,15 +190,8 @@ def timed(parameters: Parameters) -> dict[str, Any]:
 
 def own(batch: Batch) -> Batch:
     """A copy that stays when a loader uses its buffers again."""
-    extents = None if batch.extents is None else batch.extents.clone()
-    return dataclasses.replace(
-        batch,
-        dense=batch.dense.clone(),
-        indices=batch.indices.clone(),
-        offsets=batch.offsets.clone(),
-        targets=batch.targets.clone(),
-        extents=extents,
-    )
+    tensors: dict[str, Any] = {n: v for n, v in vars(batch).items() if isinstance(v, torch.Tensor)}
+    return dataclasses.replace(batch, **{name: tensor.clone() for name, tensor in tensors.items()})
 
 
 def rounds_ms(work: Callable[[], object], device: torch.device) -> dict[str, float]:

@@ -20,7 +20,6 @@ import itertools
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -174,8 +173,7 @@ def _inference(
     """Latencies of one batch size by both protocols, from the same steps, on the test data."""
     if size < 1:
         raise InputError(f"batch_sizes has {size}, expected whole numbers above 0")
-    given, device = trainer.parameters, trainer.device
-    parameters = replace(given, training=replace(given.training, batch_size=size))
+    device, parameters = trainer.device, trainer.parameters.with_training(batch_size=size)
     pool = pool_of(held_out_batches(parameters, device, POOL_BATCHES), steps, device.type == "cuda")
     times = time_predictions(trainer.predict, pool, device, steps, seconds, trainer.agree)
     rows = []

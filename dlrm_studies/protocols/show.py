@@ -157,39 +157,32 @@ def _measured_speeds(
 ) -> list[dict[str, Any]]:
     measured, given = document["measured"], document["parameters"]
     seeded = _same_training(document, stability)
-    memory = ", ".join(
-        f"{format_bytes(size)} ({device})"
-        for device, size in measured["peak_memory_by_device"].items()
-    )
+    sizes = measured["peak_memory_by_device"].items()
     common = {
         **common,
         "on": device_of(document),
         "precision": measured["precision"],
-        "memory": memory,
+        "memory": ", ".join(f"{format_bytes(size)} ({device})" for device, size in sizes),
     }
-    title = document["title"]
-    rows = [
-        common
-        | {
-            "group": f"training {one['protocol']}",
-            "model": f"{title}, batch {given['training']['batch_size']:,}",
-            "samples_per_second": one["samples_per_second"],
-            "power_w": measured["power_w"],
-            "auc": _mean_auc(seeded),
-        }
-        for one in measured["training"]
+    trained = {"power_w": measured["power_w"], "auc": _mean_auc(seeded)}
+    counted_ways = [
+        ("training", one, given["training"]["batch_size"], trained) for one in measured["training"]
     ] + [
-        common
-        | {
-            "group": f"inference {one['protocol']}",
-            "model": f"{title}, batch {one['batch_size']:,}",
-            "samples_per_second": one["samples_per_second"],
-            "latency_ms": one["mean"],
-        }
+        ("inference", one, one["batch_size"], {"latency_ms": one["mean"]})
         for one in measured["inference"]
         if one["batch_size"] == PUBLISHED_BATCH
     ]
-    return [row for row in rows if row["group"] in GROUPS]
+    return [
+        common
+        | {
+            "group": f"{mode} {one['protocol']}",
+            "model": f"{document['title']}, batch {size:,}",
+            "samples_per_second": one["samples_per_second"],
+        }
+        | figures
+        for mode, one, size, figures in counted_ways
+        if f"{mode} {one['protocol']}" in GROUPS
+    ]
 
 
 def _same_training(document: Mapping[str, Any], stability: Mapping[str, Any]) -> Any:
@@ -273,31 +266,25 @@ def _timed_run(document: Mapping[str, Any], seeded: Any) -> dict[str, Any]:
     """The training of ``dlrm protocols``, with the AUC of its seeds."""
     measured, training = document["measured"], document["parameters"]["training"]
     speeds = {one["protocol"]: one["samples_per_second"] for one in measured["training"]}
-    sizes, measured_there = measured["peak_memory_by_device"], document.get("scalability")
+    sizes, scalability = measured["peak_memory_by_device"], document.get("scalability")
     unread = (f"{name}: {reason}" for name, reason in measured["power"]["not_measured"].items())
     return _run_row(
         f"this run, {device_of(document)}",
         f"{len(measured['timings']['compute_ms'])} iterations timed",
         f"torch {document['versions'].get('torch', '')}, batch {training['batch_size']:,}, "
         f"1 process, {measured['precision']}"
-        + (f" (scalability: {measured_there['ranks']} ranks)" if measured_there else ""),
+        + (f" (scalability: {scalability['ranks']} ranks)" if scalability else ""),
         {
             "samples_per_second": (speeds["deepspark"], ""),
-            "power_w": (measured["power_w"], _not_measured("; ".join(unread))),
+            "power_w": (measured["power_w"], _not_measured(*unread)),
             "memory_bytes": (
                 sizes.get("gpu", sizes.get("host")),
                 _not_measured("the system does not report it"),
             ),
         }
         | _of_seeds(seeded)
-        | {"scalability": (_efficiency(document), ONE_PROCESS)},
+        | {"scalability": (scalability and scalability["efficiency"], ONE_PROCESS)},
     )
-
-
-def _efficiency(document: Mapping[str, Any]) -> float | None:
-    """Of the ranks that a scaling run of the same training measured."""
-    measured = document.get("scalability") or {}
-    return measured.get("efficiency")
 
 
 def _seeded_run(label: str, seeded: Any) -> dict[str, Any]:
@@ -308,11 +295,11 @@ def _seeded_run(label: str, seeded: Any) -> dict[str, Any]:
     sizes = [peak.get("gpu", peak.get("host")) for peak in peaks if peak]
     rate = spreads.get("samples_per_second")
     with_data = f": {rate['mean']:,.0f} samples/s with data" if rate else ""
-    iterations = {run["iterations"] for run in seeded.finished}
+    iterations = sorted({run["iterations"] for run in seeded.finished})
     unread = {why for run in seeded.runs for why in run["not_measured"].values()}
     return _run_row(
         f"{counted(len(seeded.runs), 'seed')}, {label}",
-        " or ".join(f"{count:,} iterations" for count in sorted(iterations)) or "no run finished",
+        " or ".join(f"{count:,} iterations" for count in iterations) or "no run finished",
         f"batch {training['batch_size']:,}, 1 process, {training['precision']}",
         {
             "samples_per_second": (None, f"not counted without data{with_data}"),
@@ -339,8 +326,8 @@ def _of_seeds(seeded: Any) -> dict[str, FigureOrReason]:
     }
 
 
-def _not_measured(why: str) -> str:
-    return f"{NOT_MEASURED}: {why}" if why else NOT_MEASURED
+def _not_measured(*reasons: str) -> str:
+    return f"{NOT_MEASURED}: {'; '.join(reasons)}" if reasons else NOT_MEASURED
 
 
 def _or_reason(name: str, text: Callable[[float], str]) -> Formatter:

@@ -46,46 +46,32 @@ from dlrm_workbook.ground.bar import Bar
 RANKS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 
-@dataclass(frozen=True)
-class Machine:
-    """What is predicted for.
-
-    Attributes:
-        network: what joins its ranks.
-        gpu: whose data sheet stands in for a measured profile; "" for none.
-        memory_bytes: of one rank; None: no limit.
-    """
-
-    network: Network
-    gpu: str = ""
-    memory_bytes: float | None = None
-
-
 @dataclass
 class Scaling:
     """One page's record and predictions.
 
     Attributes:
         parameters: as they are, scaled to fit where the preset is.
+        network: what joins the ranks that are predicted.
+        gpu: whose data sheet stands in for a measured profile; "" for none.
+        memory_bytes: of one predicted rank; None: no limit.
         ranks: numbers of ranks to measure on this node; empty: none.
         file: where the record is, or will be.
         folder: the page's own.
+        finished: whether the record is there and nothing is measured.
     """
 
     parameters: Parameters
-    machine: Machine
+    network: Network
+    gpu: str
+    memory_bytes: float | None
     ranks: tuple[int, ...]
     file: Path
-    finished: bool = False
+    folder: Path
+    finished: bool
     record: ScalingRecord = field(default_factory=lambda: record_of({}))
     launch: dict[str, str] = field(default_factory=dict)
     notices: list[str] = field(default_factory=list)
-    folder: Path = Path()
-
-    @property
-    def network(self) -> Network:
-        """What joins the ranks that are predicted."""
-        return self.machine.network
 
     @property
     def whole(self) -> Parameters:
@@ -103,24 +89,21 @@ class Scaling:
         if self.finished:
             self.record = read_record(self.file)
             self.launch = dict(read_json(self.file).get("launch") or {})
-            if self.record.checked is not None and not self.machine.gpu:
+            if self.record.checked is not None and not self.gpu:
                 # a summary does not say what a process takes; the page's predictions need it
-                say("one process alone")
-                rows = measure.timed_alone(self.parameters, self.folder, say)
-                tables = {**self.record.tables, "compute_profile": pd.DataFrame(rows)}
+                tables = {**self.record.tables, "compute_profile": pd.DataFrame(self._alone(say))}
                 self.record = replace(self.record, tables=tables)
             return
-        document: dict[str, Any] = {}
-        if self.ranks:
-            document = self._ranks(say)
-        if not document.get("compute_profile") and not self.machine.gpu:
-            say("one process alone")
-            document |= {
-                "compute_profile": measure.timed_alone(self.parameters, self.file.parent, say)
-            }
+        document = self._ranks(say) if self.ranks else {}
+        if not document.get("compute_profile") and not self.gpu:
+            document["compute_profile"] = self._alone(say)
         document.setdefault("parameters", self.parameters.to_sections())
         write_json(self.file, document)
         self.record = record_of(document)
+
+    def _alone(self, say: Callable[[str], None]) -> list[dict[str, Any]]:
+        say("one process alone")
+        return measure.timed_alone(self.parameters, self.folder, say)
 
     def bar(self) -> Bar:
         """Live progress of :meth:`measure`: what is being measured."""
@@ -149,14 +132,13 @@ class Scaling:
     @property
     def links(self) -> pd.DataFrame:
         """Links by name, this machine's first."""
-        own_links = self.link
-        return links_table((*((own_links,) if own_links else ()), *LINKS))
+        return links_table([*filter(None, [self.link]), *LINKS])
 
     @property
     def link_check(self) -> pd.DataFrame | None:
         """Measured collectives beside what the calibrated link says."""
-        own_measured = self.link
-        return check(self.record.link_probe, own_measured) if own_measured else None
+        measured_link = self.link
+        return check(self.record.link_probe, measured_link) if measured_link else None
 
     @property
     def profile(self) -> ComputeProfile:
@@ -165,8 +147,8 @@ class Scaling:
         Raises:
             InputError: nothing was measured and no GPU is named.
         """
-        if self.machine.gpu:
-            return ceiling_profile(self.predicts, device(self.machine.gpu).ceilings())
+        if self.gpu:
+            return ceiling_profile(self.predicts, device(self.gpu).ceilings())
         if self.record.compute_profile.empty:
             raise InputError(
                 "compute profile: not measured, and gpu is empty; name a GPU of a data sheet, or "
@@ -178,19 +160,19 @@ class Scaling:
     def setting(self) -> Setting:
         """What predictions for the network named by the page are made from."""
         # whoever moves the bytes there, it is not the cores that compute
-        profile = replace(steady(self.profile), shares_node=False)
-        if self.network.ranks_per_node > 1 and not self.machine.gpu:
-            profile = self.profile
-        return Setting(self.predicts, self.network, profile, memory_bytes=self.machine.memory_bytes)
+        profile = self.profile
+        if self.gpu or self.network.ranks_per_node == 1:
+            profile = replace(steady(profile), shares_node=False)
+        return Setting(self.predicts, self.network, profile, memory_bytes=self.memory_bytes)
 
     @property
     def predicts(self) -> Parameters:
         """What is predicted: a data sheet knows no limit of size, so there the study's own."""
-        return self.whole if self.machine.gpu else self.parameters
+        return self.whole if self.gpu else self.parameters
 
     def batch_size(self, scaling: str) -> int:
         """Of all ranks (strong) or of each (weak): the study's where its full size is predicted."""
-        if not self.machine.gpu or self.study is None:
+        if not self.gpu or self.study is None:
             return self.parameters.training.batch_size
         weak = scaling == "weak"
         return self.study.weak_batch if weak else self.study.strong_batch
@@ -279,7 +261,11 @@ def start(
     *,
     record: str = "",
     ranks: Sequence[int] = (1, 2, 4),
-    **machine: Any,
+    inside: str = "",
+    between: str = "OPA",
+    ranks_per_node: int = 1,
+    gpu: str = "",
+    memory_gb: float = 0.0,
 ) -> Scaling:
     """The page that a notebook's parameters ask for.
 
@@ -287,30 +273,6 @@ def start(
         folder: gets ``scaling.json``.
         record: a finished record to show instead of measuring.
         ranks: numbers of ranks to measure on this node.
-        machine: what is predicted for, as :func:`machine_of` takes it.
-
-    Raises:
-        InputError: a name or number cannot be used.
-    """
-    if any(type(count) is not int or count < 1 for count in ranks):
-        raise InputError(f"ranks is {list(ranks)}, expected numbers of 1 or more")
-    predicted = machine_of(**machine)
-    file = Path(record).expanduser().absolute() if record else folder / measure.RECORD
-    counts = tuple(sorted(set(ranks)))
-    return Scaling(parameters, predicted, counts, file, bool(record), folder=folder)
-
-
-def machine_of(
-    *,
-    inside: str = "",
-    between: str = "OPA",
-    ranks_per_node: int = 1,
-    gpu: str = "",
-    memory_gb: float = 0.0,
-) -> Machine:
-    """The machine of a notebook's parameters.
-
-    Args:
         inside: link inside a node; needed where a node has several ranks.
         between: link between nodes; empty: one node has all ranks.
         gpu: predict for this GPU by its data sheet instead of this machine's measured parts.
@@ -319,8 +281,29 @@ def machine_of(
     Raises:
         InputError: a name or number cannot be used.
     """
+    if any(type(count) is not int or count < 1 for count in ranks):
+        raise InputError(f"ranks is {list(ranks)}, expected numbers of 1 or more")
     if not memory_gb >= 0:
         raise InputError(f"memory_gb is {memory_gb}, expected 0 or more")
+    memory = 1e9 * (memory_gb or (device(gpu).memory_gb if gpu else 0.0))
+    return Scaling(
+        parameters,
+        network_of(inside, between, ranks_per_node),
+        gpu,
+        memory or None,
+        tuple(sorted(set(ranks))),
+        Path(record).expanduser().absolute() if record else folder / measure.RECORD,
+        folder,
+        finished=bool(record),
+    )
+
+
+def network_of(inside: str, between: str, ranks_per_node: int) -> Network:
+    """The network of a notebook's parameters, as :func:`start` takes them.
+
+    Raises:
+        InputError: a name or number cannot be used.
+    """
     if ranks_per_node < 1:
         raise InputError(f"ranks_per_node is {ranks_per_node}, expected at least 1")
     if ranks_per_node > 1 and not inside:
@@ -331,9 +314,6 @@ def machine_of(
     if not inside and not between:
         raise InputError("inside and between are empty: name a link to predict for")
     if inside and not between:
-        network = Network(link(inside))
-    else:
-        outer = link(between)
-        network = Network(link(inside) if inside else outer, outer, ranks_per_node)
-    memory = 1e9 * (memory_gb or (device(gpu).memory_gb if gpu else 0.0))
-    return Machine(network, gpu, memory or None)
+        return Network(link(inside))
+    outer = link(between)
+    return Network(link(inside) if inside else outer, outer, ranks_per_node)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, cast
-
-import pandas as pd
+from typing import Any
 
 from dlrm_core.config import Parameters
 from dlrm_core.parts import part_label
 from dlrm_studies.scaling.model.choice import best_sharding
-from dlrm_studies.scaling.model.communication import kind_label
+from dlrm_studies.scaling.model.communication import MIB, kind_label
 from dlrm_studies.scaling.model.links import Network
 from dlrm_studies.scaling.model.prediction import Setting
 from dlrm_studies.scaling.model.record import (
@@ -21,10 +19,11 @@ from dlrm_studies.scaling.model.record import (
     own_link,
     own_profile,
 )
-from dlrm_studies.scaling.model.sharding import SHARDINGS
-from dlrm_workbook.analysis.findings.finding import Finding, capitalised, rank, removed
+from dlrm_studies.scaling.model.sharding import KINDS
+from dlrm_workbook.analysis.findings.finding import Finding, rank, removed
 from dlrm_workbook.analysis.findings.ranks import COMMUNICATION_SHARE, IMBALANCE_SHARE
 from dlrm_workbook.ground.units import milliseconds
+from dlrm_workbook.show.theme import rows_of
 
 WAITING_FACTOR = 2.0
 """An exchange that takes so many times as long as alone waits for ranks, not for the link."""
@@ -70,41 +69,37 @@ def communication_findings(
     shares = shares[(shares["ranks"] > 1) & (shares["share"] >= COMMUNICATION_SHARE)]
     if shares.empty or record.collectives.empty:
         return
-    run = _rows(shares.nlargest(1, "share"))[0]
-    number, share = int(run["run"]), float(run["share"])
-    exchanges = exchange_times(record)
-    of_run = _rows(exchanges[exchanges["run"] == number].sort_values("exposed_ms", ascending=False))
+    run = rows_of(shares.nlargest(1, "share"))[0]
+    exchanges = exchange_times(record).query("run == @run.run")
+    of_run = rows_of(exchanges.sort_values("exposed_ms", ascending=False))
     if not of_run:
         return
     top = of_run[0]
     # the part also packs what is sent and unpacks what has come
-    packing = float(run["exposed_ms"]) - sum(float(row["exposed_ms"]) for row in of_run)
-    limit, why = _limit(record, top, int(run["ranks"]))
+    packing = run.exposed_ms - exchanges["exposed_ms"].sum()
+    limit, why = _limit(record, top)
     change, gain, better = _better_sharding(record, parameters, run)
-    what = str(top["what"])
-    key = "pooled vectors" if what.startswith("pooled") else what
+    key = "pooled vectors" if top.what.startswith("pooled") else top.what
+    times = "; ".join(
+        f"{_named(row)} {milliseconds(row.exposed_ms)} of {milliseconds(row.time_ms)} exposed"
+        for row in of_run[:4]
+    )
     yield Finding(
         id="communication",
         title=(
-            f"{share:.0%} of each iteration on {run['ranks']} ranks is communication that nothing "
+            f"{run.share:.0%} of each iteration on {run.ranks} ranks is communication that nothing "
             f"hides; the longest is {_named(top)}"
         ),
         component="communication",
-        share_of_step=share,
+        share_of_step=run.share,
         evidence=(
-            f"Run {number} ({kind_label(run['sharding'])}, batch {run['batch_size']}): "
-            + "; ".join(
-                f"{_named(row)} {milliseconds(row['exposed_ms'])} of "
-                f"{milliseconds(row['time_ms'])} exposed"
-                for row in of_run[:4]
-            )
+            f"Run {run.run} ({kind_label(run.sharding)}, batch {run.batch_size}): {times}"
             + (f"; packing and unpacking {milliseconds(packing)}" if packing > 0 else "")
             + f". {why}"
         ),
-        advice=(better + " " if better else "")
-        + EXCHANGE_ADVICE.get(key, "Exchange less, or hide it."),
+        advice=better + EXCHANGE_ADVICE.get(key, "Exchange less, or hide it."),
         change=change,
-        predicted_speedup=gain or removed(share),
+        predicted_speedup=gain or removed(run.share),
         limit=limit,
     )
 
@@ -114,95 +109,84 @@ def imbalance_findings(record: ScalingRecord) -> Iterable[Finding]:
     table = imbalance(record)
     if table.empty or float(table["share"].max()) < IMBALANCE_SHARE:
         return
-    worst = _rows(table.nlargest(1, "share"))[0]
-    run, share = int(worst["run"]), float(worst["share"])
-    slowest = int(worst["slowest_rank"])
-    held = record.of_run("placement", run)
-    tables = held[held["rank"] == slowest]["table"].nunique() if len(held) else None
-    total = held["table"].nunique() if len(held) else None
+    worst = rows_of(table.nlargest(1, "share"))[0]
+    held = record.of_run("placement", worst.run)
+    tables = held.loc[held["rank"] == worst.slowest_rank, "table"].nunique()
+    holds = f"; it holds {tables} of {held['table'].nunique()} tables" if len(held) else ""
     yield Finding(
         id="rank_imbalance",
         title=(
-            f"Rank {slowest} has {worst['slowest_ms'] / worst['mean_ms']:.2f}x the mean work "
-            f"of {worst['ranks']} ranks; the others wait for it"
+            f"Rank {worst.slowest_rank} has {worst.slowest_ms / worst.mean_ms:.2f}x the mean work "
+            f"of {worst.ranks} ranks; the others wait for it"
         ),
-        component=str(worst["component"]),
-        share_of_step=share,
+        component=worst.component,
+        share_of_step=worst.share,
         evidence=(
-            f"Run {run}: rank {slowest} computes {milliseconds(worst['slowest_ms'])}, the mean is "
-            f"{milliseconds(worst['mean_ms'])}; most of the difference is in "
-            f"{part_label(str(worst['component']))}"
-            + (f"; it holds {tables} of {total} tables." if tables is not None else ".")
+            f"Run {worst.run}: rank {worst.slowest_rank} computes "
+            f"{milliseconds(worst.slowest_ms)}, the mean is {milliseconds(worst.mean_ms)}; most of "
+            f"the difference is in {part_label(worst.component)}{holds}."
         ),
         advice=(
             "Place tables by their lookups, not by their number or rows; cut the busiest one by "
             "columns or rows (training.sharding)."
-            if worst["component"] == "embedding"
+            if worst.component == "embedding"
             else "Ranks have equal samples, so the slow rank's machine or cores differ: look at "
             "what else runs there."
         ),
-        predicted_speedup=removed(share),
+        predicted_speedup=removed(worst.share),
         limit="load imbalance",
     )
 
 
-def _named(row: dict[str, Any]) -> str:
-    return f"{kind_label(str(row['kind']))} of {row['what']}"
+def _named(exchange: Any) -> str:
+    return f"{kind_label(exchange.kind)} of {exchange.what}"
 
 
-def _limit(record: ScalingRecord, top: dict[str, Any], ranks: int) -> tuple[str, str]:
-    """Which limit the exchange meets, and the sentence that says so."""
+def _limit(record: ScalingRecord, top: Any) -> tuple[str, str]:
+    """Which limit the exchange meets, and the sentence that says so.
+
+    Args:
+        top: a row of :func:`.record.exchange_times`.
+    """
     link = own_link(record, "measured link")
     if link is None:
         reason = record.reasons.get("link_probe", "its sizes are too few")
         return "network", f"The link was not measured ({reason})."
-    size = float(top["bytes"]) / max(float(top["calls"]), 1.0)
-    alone = link.time_ms(str(top["kind"]), ranks, size).mid * float(top["calls"])
-    fit = link.fits.get((str(top["kind"]), ranks))
+    size = top.bytes / max(top.calls, 1.0)
+    alone = link.time_ms(top.kind, top.ranks, size).mid * top.calls
+    fit = link.fits.get((top.kind, top.ranks))
     moved = (
-        f"alone it takes {milliseconds(alone)} for {top['bytes'] / (1 << 20):.2f} MiB per rank "
-        f"({link.name})"
+        f"Alone it takes {milliseconds(alone)} for {top.bytes / MIB:.2f} MiB per rank ({link.name})"
     )
-    if alone > 0 and float(top["time_ms"]) > WAITING_FACTOR * alone:
+    if top.time_ms > WAITING_FACTOR * alone > 0:
         return "load imbalance", (
-            f"{capitalised(moved)}: the rest is waiting for slower ranks, or for a core that ranks "
-            "share."
+            f"{moved}: the rest is waiting for slower ranks, or for a core that ranks share."
         )
-    fixed = 1e-3 * (fit.fixed_us if fit else link.alpha_us.mid) * float(top["calls"])
-    if alone > 0 and fixed > LATENCY_SHARE * alone:
-        return "network", f"{capitalised(moved)}, mostly latency: fewer, larger exchanges."
-    return "network", f"{capitalised(moved)}, mostly bytes: the link's rate is the limit."
-
-
-def _rows(table: pd.DataFrame) -> list[dict[str, Any]]:
-    return cast(list[dict[str, Any]], table.to_dict("records"))
+    fixed = 1e-3 * (fit.fixed_us if fit else link.alpha_us.mid) * top.calls
+    if fixed > LATENCY_SHARE * alone > 0:
+        return "network", f"{moved}, mostly latency: fewer, larger exchanges."
+    return "network", f"{moved}, mostly bytes: the link's rate is the limit."
 
 
 def _better_sharding(
-    record: ScalingRecord, parameters: Parameters | None, run: dict[str, Any]
+    record: ScalingRecord, parameters: Parameters | None, run: Any
 ) -> tuple[dict[str, Any], dict[str, float], str]:
     """A change to a sharding that is predicted to be faster; empty where there is none."""
     link = own_link(record, "measured link")
     if link is None or parameters is None or record.compute_profile.empty:
         return {}, {}, ""
     setting = Setting(parameters, Network(link), own_profile(record), hidden=False)
-    batch, used = int(run["batch_size"]), str(run["sharding"])
-    choice = best_sharding(setting, int(run["ranks"]), batch)
-    table = choice.candidates[choice.candidates["sharding"].isin(set(SHARDINGS) - {"mixed"})]
-    table = table.dropna(subset=["mid_ms"])
-    now = table[table["sharding"] == used]
+    candidates = best_sharding(setting, run.ranks, run.batch_size).candidates
+    table = candidates[candidates["sharding"].isin(KINDS)].dropna(subset=["mid_ms"])
+    now = table.loc[table["sharding"] == run.sharding, "mid_ms"]
     if now.empty:
         return {}, {}, ""
-    best, before = _rows(table.nsmallest(1, "mid_ms"))[0], _rows(now)[0]
-    gain = {
-        "low": float(before["mid_ms"] / best["high_ms"]),
-        "mid": float(before["mid_ms"] / best["mid_ms"]),
-        "high": float(before["mid_ms"] / best["low_ms"]),
-    }
-    if gain["mid"] < LEAST_SPEEDUP or best["sharding"] == used:
+    best, before = rows_of(table.nsmallest(1, "mid_ms"))[0], float(now.iloc[0])
+    if before < LEAST_SPEEDUP * best.mid_ms or best.sharding == run.sharding:
         return {}, {}, ""
+    times = {"low": best.high_ms, "mid": best.mid_ms, "high": best.low_ms}
     text = (
-        f"training.sharding={best['sharding']} is predicted to take "
-        f"{milliseconds(float(best['mid_ms']))} instead of {milliseconds(float(before['mid_ms']))}."
+        f"training.sharding={best.sharding} is predicted to take {milliseconds(best.mid_ms)} "
+        f"instead of {milliseconds(before)}. "
     )
-    return {"training.sharding": str(best["sharding"])}, gain, text
+    return {"training.sharding": best.sharding}, {n: before / t for n, t in times.items()}, text

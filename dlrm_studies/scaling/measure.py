@@ -1,7 +1,7 @@
 """The measured side of scaling: ranks of this node, strong and weak, as one record.
 
 ``measure_scaling`` starts the ranks (:mod:`.worker`) and writes ``scaling.json``, whose tables
-:mod:`dlrm_studies.scaling.model.communication` defines. Without TorchRec ``timed_alone``
+``model/record.csv`` defines. Without TorchRec ``timed_alone``
 times the parts of one process, so that predictions have something to start from.
 """
 
@@ -44,7 +44,8 @@ RANKS_TABLES = (
     *("link_probe", "compute_profile"),
 )
 
-SCALINGS = ("strong", "weak")
+NODES = 2
+"""Of the lines that are printed for several nodes."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,6 @@ class Effort:
         seconds: of these at most; there are fewer iterations then, at least 3.
         timeout_s: of the launch.
         probe: how often each exchange of the link probe is timed in a round; 0: not.
-        alone: measure the parts without other ranks.
     """
 
     rounds: int = 4
@@ -68,16 +68,13 @@ class Effort:
     seconds: float = 5.0
     timeout_s: float = 900.0
     probe: int = 4
-    alone: bool = True
 
 
 def measure_scaling(
     parameters: Parameters,
     ranks: Sequence[int] = (1, 2, 4),
     folder: Path | None = None,
-    scalings: Sequence[str] = SCALINGS,
     effort: Effort | None = None,
-    nodes: int = 2,
     on_progress: Callable[[str], None] = lambda text: None,
     launch: Callable[..., None] | None = None,
 ) -> dict[str, Any]:
@@ -89,7 +86,6 @@ def measure_scaling(
         folder: gets ``scaling.json``, and every round as soon as it is done (``rounds/``);
             with the same request, rounds that are there are not run again. Parameters that are
             of no file are written there for the lines of ``launch`` (``parameters.yaml``).
-        nodes: of the multi-node lines that are printed.
         launch: starts a command as so many ranks and waits for all; None: :func:`run_ranks`, on
             this host.
 
@@ -107,7 +103,7 @@ def measure_scaling(
     if min(ranks) < 1:
         raise InputError(f"ranks is {min(ranks)}, expected at least 1")
     threads = engine("several ranks: world").threads_of_rank(parameters.training, max(ranks))
-    stretches = [_stretch(parameters, count, ranks, scalings, effort, threads) for count in ranks]
+    stretches = [_stretch(parameters, count, ranks, effort, threads) for count in ranks]
     runs = [run for stretch in stretches for run in stretch["runs"]]
     for number, run in enumerate(runs):
         run["run"] = number
@@ -122,20 +118,20 @@ def measure_scaling(
     record["parameters"] = parameters.to_sections()
     # what other studies read of it
     record["measured"] = measured_iterations(record_of(record)).to_dict("records")
-    record["launch"] = _launch(parameters, folder, max(ranks), nodes)
+    record["launch"] = _launch(parameters, folder, max(ranks))
     if folder is not None:
         write_json(folder / RECORD, plain(record))
     return record
 
 
-def _launch(parameters: Parameters, folder: Path | None, ranks: int, nodes: int) -> dict[str, str]:
+def _launch(parameters: Parameters, folder: Path | None, ranks: int) -> dict[str, str]:
     """Lines that train with these parameters; they are put into a file if they are of none."""
     file = parameters.source
     if not file and folder is not None:
         file = str(folder / PARAMETERS)
         text = yaml.safe_dump(plain(parameters.to_sections()), sort_keys=False)
         write_text(folder / PARAMETERS, text)
-    return launch_lines(file or "FILE", _changed(parameters), ranks, nodes)
+    return launch_lines(file or "FILE", _changed(parameters), ranks, NODES)
 
 
 def _changed(parameters: Parameters) -> list[str]:
@@ -147,44 +143,31 @@ def _changed(parameters: Parameters) -> list[str]:
 
 
 def _stretch(
-    parameters: Parameters,
-    count: int,
-    ranks: Sequence[int],
-    scalings: Sequence[str],
-    effort: Effort,
-    threads: int,
+    parameters: Parameters, count: int, ranks: Sequence[int], effort: Effort, threads: int
 ) -> dict[str, Any]:
     """What one number of ranks is to do in a round."""
-    runs: list[dict[str, Any]] = []
-    for scaling in scalings if count > 1 else ("",):
-        size = _batch_size(parameters, count, scaling)
-        run = {"ranks": count, "batch_size": size, "scaling": scaling, "nodes": 1}
-        runs.append(run | {"sections": _sections(parameters, size, threads)})
-    alone, sizes = None, _sizes_alone(parameters, count, ranks, scalings)
-    if effort.alone and sizes:
-        alone = {"sections": _sections(parameters, max(sizes), threads), "sizes": sizes}
-    return {
-        "ranks": count,
-        "alone": alone,
-        "probe": effort.probe if count > 1 else 0,
-        "runs": runs,
-    }
+
+    def sections(batch: int) -> dict[str, Any]:
+        return run_of_study(parameters, batch_size=batch, threads=threads).to_sections()
+
+    runs = [
+        {"ranks": count, "batch_size": batch, "scaling": scaling, "nodes": 1}
+        | {"sections": sections(batch)}
+        for scaling, batch in _batches(parameters, count).items()
+    ]
+    sizes = _sizes_alone(parameters, count, ranks)
+    alone = {"sections": sections(max(sizes)), "sizes": sizes} if sizes else None
+    probe = effort.probe if count > 1 else 0
+    return {"ranks": count, "alone": alone, "probe": probe, "runs": runs}
 
 
-def _batch_size(parameters: Parameters, ranks: int, scaling: str) -> int:
-    """Samples of an iteration over all ranks."""
+def _batches(parameters: Parameters, ranks: int) -> dict[str, int]:
+    """Kind of scaling to the samples of an iteration over all ranks."""
     size = parameters.training.batch_size
-    return size * ranks if scaling == "weak" else size
+    return {"strong": size, "weak": size * ranks} if ranks > 1 else {"": size}
 
 
-def _sections(parameters: Parameters, batch_size: int, threads: int) -> dict[str, Any]:
-    """The parameters at a global batch, with the threads of a rank."""
-    return run_of_study(parameters, batch_size=batch_size, threads=threads).to_sections()
-
-
-def _sizes_alone(
-    parameters: Parameters, count: int, ranks: Sequence[int], scalings: Sequence[str]
-) -> list[int]:
+def _sizes_alone(parameters: Parameters, count: int, ranks: Sequence[int]) -> list[int]:
     """Batches of each of so many processes alone: two or more, a line needs two points.
 
     Each rank's share of the batches that are run, those that the node's ranks never have at
@@ -197,7 +180,7 @@ def _sizes_alone(
     # beside the tables there are batches
     if available is not None and 1.3 * count * table_bytes > available:
         return []
-    batches = [(r, _batch_size(parameters, r, scaling)) for r in ranks for scaling in scalings]
+    batches = [(r, batch) for r in ranks for batch in _batches(parameters, r).values()]
     sizes = {max(1, batch // r) for r, batch in batches}
     if len(sizes) == 1:
         sizes |= {max(1, size // 2) for size in sizes}
@@ -277,9 +260,7 @@ def _not_measured(record: Mapping[str, Any], ranks: Sequence[int]) -> dict[str, 
     if not record["link_probe"]:
         reasons["link_probe"] = "not asked for" if max(ranks) > 1 else "there is one rank"
     if not record["compute_profile"]:
-        reasons["compute_profile"] = (
-            "not asked for, or a process that has all tables does not fit in memory"
-        )
+        reasons["compute_profile"] = "a process that has all tables does not fit in memory"
     return reasons
 
 

@@ -13,6 +13,7 @@ from dlrm_core.base.text import counted
 from dlrm_core.parts import part_label
 from dlrm_studies.scaling.model.communication import MIB, kind_label
 from dlrm_studies.scaling.model.links import Link
+from dlrm_studies.scaling.model.prediction import Event
 from dlrm_workbook.analysis.attribution import IDLE
 from dlrm_workbook.ground.units import digits, milliseconds, percent, signed_percent, thousands
 from dlrm_workbook.show import theme
@@ -376,73 +377,54 @@ def straggler_lines(table: pd.DataFrame, how: str) -> go.Figure:
 # Figures of ranks beside each other: an iteration over time, its parts, who has more to do.
 
 
-def exchange_lanes(events: Sequence[tuple[str, str, str, float, float]], title: str) -> go.Figure:
-    """One iteration of the slowest rank: what computes, and what is on its way meanwhile.
+def lanes(events: pd.DataFrame | Sequence[Event], title: str) -> go.Figure:
+    """One iteration over time: what computes, and what is on its way meanwhile.
 
     Args:
-        events: lane ("compute" or "communication"), name, phase, start and end in ms.
+        events: what :func:`dlrm_studies.scaling.model.record.shown_iteration` gives, two lanes per
+            rank; or those of a prediction, which are the slowest rank's.
     """
-    return _lanes(title, [(event[0], *event) for event in events])
-
-
-def rank_lanes(table: pd.DataFrame, title: str) -> go.Figure:
-    """One measured iteration of all ranks: two lanes per rank, as in :func:`exchange_lanes`.
-
-    Args:
-        table: what :func:`dlrm_studies.scaling.model.record.shown_iteration` gives.
-    """
-    shown = {"compute": "step", "communication": "exchanges"}
-    return _lanes(
-        title,
-        [
-            (
-                *(f"rank {row.rank}, {shown[row.lane]}", row.lane, row.name, row.phase),
-                *(row.start_ms, row.end_ms),
-            )
-            for row in theme.rows_of(table)
-        ],
-    )
-
-
-def _lanes(title: str, events: Sequence[tuple[str, str, str, str, float, float]]) -> go.Figure:
-    """Bars over time: label of a lane, its kind, name, phase, start and end in ms."""
-    lanes = list(dict.fromkeys(event[0] for event in events))
-    result = theme.figure(title, 180 + 34 * max(len(lanes), 2), legend=True)
+    table = pd.DataFrame(events)
+    names = {"compute": "step", "communication": "exchanges"}
+    labels = table["lane"]
+    if "rank" in table:
+        labels = "rank " + table["rank"].astype(str) + ", " + labels.map(names)
+    rows = table.assign(label=labels).sort_values("start_ms", kind="stable")
+    # step above exchanges, rank below rank
+    keys = ["rank", "lane"] if "rank" in table else ["lane"]
+    order = rows.sort_values(keys, ascending=[key == "rank" for key in keys])["label"].unique()
+    result = theme.figure(title, 180 + 34 * max(len(order), 2), legend=True)
     shown: set[str] = set()
-    for label, kind, name, phase, start, end in sorted(events, key=lambda event: event[4]):
-        computes = kind == "compute"
+    for row in theme.rows_of(rows):
+        name, phase = row.name, row.phase
+        computes = row.lane == "compute"
         look = theme.markers([(name if computes else "communication", phase if computes else "")])
         part = part_label(name) if computes else "communication"
         what = part_label(name, phase) if computes else f"{name}, {phase}".removesuffix(", ")
+        took = row.end_ms - row.start_ms
         theme.add_bars(
             result,
-            [end - start],
-            [label],
+            [took],
+            [row.label],
             part,
             look,
-            f"{what}: {milliseconds(end - start)}<br>from {milliseconds(start)}",
-            base=[start],
+            f"{what}: {milliseconds(took)}<br>from {milliseconds(row.start_ms)}",
+            base=[row.start_ms],
             legendgroup=part,
             legendrank=theme.step_order(name)[0] if computes else 900,
             showlegend=part not in shown,
         )
         shown.add(part)
-    theme.add_phase_key(result, [event[3] for event in events if event[1] == "compute"])
+    theme.add_phase_key(result, table.loc[table["lane"].eq("compute"), "phase"].tolist())
     result.update_layout(barmode="overlay", bargap=0.3, margin={"b": 110})
     result.update_xaxes(title="ms since the iteration's start")
     result.update_yaxes(
         categoryorder="array",
-        # step above exchanges, rank below rank
-        categoryarray=sorted(lanes, key=_lane_order, reverse=True),
+        categoryarray=order[::-1].tolist(),
         showgrid=False,
         ticklabelstandoff=5,
     )
     return result
-
-
-def _lane_order(label: str) -> tuple[int, bool]:
-    number = label.removeprefix("rank ").partition(",")[0]
-    return int(number) if number.isdigit() else 0, label.endswith(("exchanges", "communication"))
 
 
 def rank_bars(parts: pd.DataFrame, title: str) -> go.Figure:

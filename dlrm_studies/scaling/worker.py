@@ -6,13 +6,14 @@ for each number of ranks: ``{"ranks": R, "alone": {"sections", "sizes": [B, ...]
 are started; the first R take part in a stretch, the others sleep. A round goes through all
 stretches: what disturbs the machine for a while disturbs a round of everything, not all of one
 thing. After every round rank 0 writes RESULT: the tables of
-:mod:`dlrm_studies.scaling.model.communication`, ``rounds`` (how many there are) and the job's
+``scaling/model/record.csv``, ``rounds`` (how many there are) and the job's
 ``digest``.
 A launch whose job has ``first_round`` adds to it.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import datetime
@@ -21,7 +22,7 @@ import itertools
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,7 @@ from dlrm_core.data.loader import make_generator
 from dlrm_core.model import fill_dense
 from dlrm_core.parts import capturing
 from dlrm_studies.scaling.collectives import TimedCollectives
+from dlrm_workbook.ground.turns import elapsed_ms
 
 if TYPE_CHECKING:
     from dlrm_ranks.step import DistributedStep
@@ -100,51 +102,49 @@ class Company:
 # How long the step's thread is in each part, exchanges taken out and given their own rows.
 
 
-@dataclass
 class PartClock:
-    """Times of parts, iteration by iteration.
+    """When the step's thread was in which part, iteration by iteration.
 
-    Put around every part by :func:`dlrm_core.parts.capturing`. Time in which a part begins a
-    collective or waits for one is ``communication`` of the same phase; a part of that name
-    is so as a whole, packing and unpacking included.
+    Put around every part by :func:`dlrm_core.parts.capturing`.
 
     Attributes:
-        iterations: of each iteration since :meth:`begin` its parts' seconds by
-            (component, phase).
-        spans: of each iteration (component, phase, start, end) in seconds, as they came.
+        spans: of each iteration since :meth:`begin` (component, phase, start, end, of it in
+            collectives) in seconds, as they came.
     """
 
-    collectives: TimedCollectives
-    iterations: list[dict[tuple[str, str], float]] = field(default_factory=list)
-    spans: list[list[tuple[str, str, float, float]]] = field(default_factory=list)
+    def __init__(self, collectives: TimedCollectives) -> None:
+        self.spans: list[list[tuple[str, str, float, float, float]]] = []
+        self._collectives = collectives
 
     def begin(self) -> None:
         """A new iteration begins here."""
-        self.iterations.append({})
         self.spans.append([])
 
     @contextlib.contextmanager
     def around(self, component: str, phase: str) -> Iterator[None]:
         """The context of one part."""
-        driven = self.collectives.driven_s
-        started = time.perf_counter()
+        driven, started = self._collectives.driven_s, time.perf_counter()
         try:
             yield
         finally:
-            ended = time.perf_counter()
-            spent = ended - started
-            exchanged = self.collectives.driven_s - driven
-            if self.iterations:
-                row = self.iterations[-1]
-                self.spans[-1].append((component, phase, started, ended))
-                if component == "communication":
-                    exchanged = spent
-                else:
-                    key = (component, phase)
-                    row[key] = row.get(key, 0.0) + spent - exchanged
-                if exchanged:
-                    key = ("communication", phase)
-                    row[key] = row.get(key, 0.0) + exchanged
+            ended, exchanged = time.perf_counter(), self._collectives.driven_s - driven
+            if self.spans:
+                self.spans[-1].append((component, phase, started, ended, exchanged))
+
+    def parts(self, iteration: int) -> dict[tuple[str, str], float]:
+        """Seconds of an iteration by (component, phase).
+
+        Time in which a part begins a collective or waits for one is ``communication`` of the same
+        phase; a part of that name is so as a whole, packing and unpacking included.
+        """
+        seconds: dict[tuple[str, str], float] = collections.defaultdict(float)
+        for component, phase, start, end, exchanged in self.spans[iteration]:
+            waited = end - start if component == "communication" else exchanged
+            if component != "communication":
+                seconds[component, phase] += end - start - exchanged
+            if waited:
+                seconds["communication", phase] += waited
+        return seconds
 
 
 # One rank's measurements of a run, and of what it would do alone, as rows of tables.
@@ -152,7 +152,7 @@ class PartClock:
 BATCHES = 8
 """Different ones that a measured run takes in turns."""
 
-SHOWN_ITERATIONS = 3
+SHOWN = 3
 """Iterations whose spans are kept, for a timeline of all ranks."""
 
 Row = dict[str, Any]
@@ -223,23 +223,19 @@ class Rank:
         with by_itself(self.world) as alone:
             step = _make_step(parameters, alone, self.collectives)
             for size in sizes:
-                training = dataclasses.replace(parameters.training, batch_size=size)
-                sized = dataclasses.replace(parameters, training=training)
+                sized = parameters.with_training(batch_size=size)
                 measured = self.timed(step, sized, alone, Company(self.meeting, count))
                 left = {row["iteration"]: row["time_ms"] for row in measured["iterations"]}
                 for row in measured["parts"]:
                     left[row["iteration"]] -= row["time_ms"]
-                other = {"component": "other", "phase": "forward"}
-                outside = [
-                    other | {"iteration": iteration, "time_ms": max(0.0, time_ms)}
+                measured["parts"] += [
+                    {"iteration": iteration, "component": "other", "phase": "forward"}
+                    | {"time_ms": max(0.0, time_ms)}
                     for iteration, time_ms in left.items()
                 ]
+                about = {"process": self.world.rank, "batch_size": size}
                 names = ("iteration", "component", "phase", "time_ms")
-                rows += [
-                    {"process": self.world.rank, "batch_size": size}
-                    | {name: row[name] for name in names}
-                    for row in measured["parts"] + outside
-                ]
+                rows += [about | {name: row[name] for name in names} for row in measured["parts"]]
         return rows
 
     def timed(
@@ -259,10 +255,8 @@ class Rank:
         """
         warmup, count = self.job["warmup"], self.job["iterations"]
         stream = itertools.cycle(_batches(parameters, world, min(BATCHES, warmup + count)))
-        losses = []
         begun = time.perf_counter()
-        for _ in range(warmup):
-            losses.append(step(next(stream))[0])
+        losses = [step(next(stream))[0] for _ in range(warmup)]
         if warmup:
             # the slowest rank's warm-up says how many iterations there is time for
             took = torch.tensor((time.perf_counter() - begun) / warmup, device=world.device)
@@ -300,20 +294,19 @@ class Rank:
 
 
 def _make_step(
-    parameters: Parameters,
-    world: World,
-    collectives: TimedCollectives,
+    parameters: Parameters, world: World, collectives: TimedCollectives
 ) -> DistributedStep:
-    step = steps.make_step(parameters, world, collectives)
+    step = steps.DistributedStep(parameters, world, collectives)
+    generator = torch.Generator(world.device)
+    seed = parameters.training.seed
     # of the right size is enough: what is measured does not depend on them
-    generator = torch.Generator(world.device).manual_seed(parameters.training.seed)
+    generator.manual_seed(seed)
     with torch.no_grad():
         for shard, memory in step.tables.local:
             bound = (1 / parameters.model.table_rows[shard.table]) ** 0.5
             memory.uniform_(-bound, bound, generator=generator)
     # the dense part's are alike on all ranks: training goes the same way everywhere
-    dense = torch.Generator(world.device).manual_seed(parameters.training.seed)
-    fill_dense(step.model, dense)
+    fill_dense(step.model, generator.manual_seed(seed))
     return step
 
 
@@ -322,9 +315,8 @@ def _batches(parameters: Parameters, world: World, count: int) -> list[LocalBatc
     data = parameters.data
     if data.generator == "facebook_loop":
         # the same stream bit for bit, made faster
-        parameters = dataclasses.replace(
-            parameters, data=dataclasses.replace(data, generator="facebook")
-        )
+        data = dataclasses.replace(data, generator="facebook")
+        parameters = dataclasses.replace(parameters, data=data)
     generator = make_generator(parameters, torch.device("cpu"), Share(world.rank, world.size))
     rows = parameters.model.table_rows
     return [tables.local_batch(generator.next_batch(), world, rows) for _ in range(count)]
@@ -340,34 +332,20 @@ def _rows(
     for i, (started, ended) in enumerate(times):
         of_rank: Row = {"rank": rank, "iteration": i}
         rows["iterations"].append(of_rank | {"time_ms": 1e3 * (ended - started)})
-        rows["parts"] += [
-            of_rank | {"component": component, "phase": phase, "time_ms": 1e3 * spent}
-            for (component, phase), spent in clock.iterations[i].items()
-        ]
+        for (component, phase), spent in clock.parts(i).items():
+            part = {"component": component, "phase": phase, "time_ms": 1e3 * spent}
+            rows["parts"].append(of_rank | part)
         for record in of_iteration[i]:
             done = record.ended if record.ended is not None else record.started + record.exposed
-            rows["collectives"].append(
-                of_rank
-                | {
-                    "kind": record.kind,
-                    "what": record.what,
-                    "bytes": record.bytes,
-                    "time_ms": 1e3 * (done - record.started),
-                    "exposed_ms": 1e3 * record.exposed,
-                    "start_ms": 1e3 * (record.started - started),
-                }
-            )
-        if i >= len(times) - SHOWN_ITERATIONS:
-            rows["spans"] += [
-                of_rank
-                | {
-                    "component": component,
-                    "phase": phase,
-                    "start_ms": 1e3 * (begun - started),
-                    "end_ms": 1e3 * (end - started),
-                }
-                for component, phase, begun, end in clock.spans[i]
-            ]
+            exchange = {name: getattr(record, name) for name in ("kind", "what", "bytes")} | {
+                "time_ms": 1e3 * (done - record.started),
+                "exposed_ms": 1e3 * record.exposed,
+                "start_ms": 1e3 * (record.started - started),
+            }
+            rows["collectives"].append(of_rank | exchange)
+        for component, phase, begun, end, _ in clock.spans[i] if i >= len(times) - SHOWN else ():
+            span = {"start_ms": 1e3 * (begun - started), "end_ms": 1e3 * (end - started)}
+            rows["spans"].append(of_rank | {"component": component, "phase": phase} | span)
     return rows
 
 
@@ -386,35 +364,24 @@ def probe_link(
     Before the ``repetitions`` comes one that is not counted. Buffers are float32, of a multiple
     of the ranks. Every rank returns the same rows.
     """
-    cases: list[tuple[str, int, Callable[[], Any]]] = []
-    for size in sizes:
-        numbers = max(world.size, size // 4 // world.size * world.size)
-        for name, call in _collectives(numbers, world):
-            cases.append((name, 4 * numbers, call))
-    rows: list[dict[str, Any]] = []
+    cases = [
+        (name, 4 * numbers, call)
+        for size in sizes
+        for numbers in [max(world.size, size // 4 // world.size * world.size)]
+        for name, call in _collectives(numbers, world)
+    ]
+    rows: list[Row] = []
     measured: list[float] = []
     for repetition in range(repetitions + 1):
         for name, size, call in cases:
             dist.barrier()
-            started = time.perf_counter()
-            call()
-            if world.device.type == "cuda":
-                torch.cuda.synchronize()
-            spent = time.perf_counter() - started
-            if repetition:
-                measured.append(1e3 * spent)
-                rows.append(
-                    {
-                        "collective": name,
-                        "ranks": world.size,
-                        "bytes": size,
-                        "repetition": repetition,
-                        "backend": world.backend,
-                    }
-                )
+            measured.append(elapsed_ms(call, 1, world.device))
+            about = {"ranks": world.size, "bytes": size, "backend": world.backend}
+            rows.append({"collective": name, "repetition": repetition} | about)
     slowest = torch.tensor(measured, dtype=torch.float64, device=world.device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return [row | {"time_ms": time_ms} for row, time_ms in zip(rows, slowest.tolist(), strict=True)]
+    timed = zip(rows, slowest.tolist(), strict=True)
+    return [row | {"time_ms": time_ms} for row, time_ms in timed if row["repetition"]]
 
 
 def _collectives(numbers: int, world: World) -> list[tuple[str, Callable[[], Any]]]:

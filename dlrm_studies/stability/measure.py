@@ -8,7 +8,6 @@ folder keeps one run a seed; runs that finished are not run again.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import math
 import statistics
@@ -333,8 +332,7 @@ def with_precision(parameters: Parameters, name: str) -> Parameters:
                 f"stability.precisions has 'tf32', which is a GPU's; this runs on {device}"
             )
     lowered = "fp32" if name == "tf32" else name
-    training = dataclasses.replace(parameters.training, precision=lowered, tf32=name == "tf32")
-    return dataclasses.replace(parameters, training=training)
+    return parameters.with_training(precision=lowered, tf32=name == "tf32")
 
 
 def precision_table(series: Mapping[str, Stability]) -> pd.DataFrame:

@@ -218,7 +218,7 @@ def test_cases_are_valid_parameters_and_grow_in_one_thing():
         assert set(sizes) == set(GROWTH[name]) and len(set(sizes.values())) == len(sizes)
         base = sizes[BASE_POINT[name]]
         assert all(base * value == sizes[value] * BASE_POINT[name] for value in sizes)
-    with pytest.raises(InputError, match="expected some of batch"):
+    with pytest.raises(InputError, match="expected all or some of batch"):
         growth_cases("width")
     with pytest.raises(InputError, match="'9x9'"):
         shape_cases("8x1M-10, 9x9")

@@ -31,7 +31,6 @@ from dlrm_studies.gpu_check.timings import (
     nvidia_small,
     timed,
     timed_or_reason,
-    with_options,
 )
 from dlrm_workbook.evidence.contestants import Run, compare
 
@@ -220,5 +219,5 @@ def test_shapes_and_variants_are_what_they_are_called():
     assert nvidia.model.top_widths == (479, 1024, 1024, 512, 256, 1)
     for options in VARIANTS.values():
         for shape in (nvidia, experiment(CPU)):
-            assert with_options(shape, options).training.batch_size == shape.training.batch_size
+            assert shape.with_training(**options).training.batch_size == shape.training.batch_size
     assert experiment(CPU).data.place == "device" and experiment(CPU).model.tables == 8

@@ -202,7 +202,8 @@ def test_a_wheel_holds_notebooks_and_parameters_once(installed):
         *PACKAGES,
         f"dlrm_workbook-{PROJECT['version']}.dist-info",
     }
-    assert [path for path in (site / "dlrm_studies").rglob("published.csv") if path.stat().st_size]
+    data = {path.name for path in (site / "dlrm_studies").rglob("*.[cy]*") if path.stat().st_size}
+    assert data >= {"columns.csv", "links.csv", "options.csv", "record.csv", "shapes.yaml"}
     assert not [path for path in site.rglob("*") if path.is_symlink()]
 
 

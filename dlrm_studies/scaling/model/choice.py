@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
@@ -48,7 +48,7 @@ def rank_memory(parameters: Parameters, plan: Plan, batch_size: int) -> pd.DataF
     tables = plan.table_bytes()
     dense = FLOAT_BYTES * dense_parameters(parameters)
     samples = -(-batch_size // ranks)
-    local = replace(parameters, training=replace(parameters.training, batch_size=samples))
+    local = parameters.with_training(batch_size=samples)
     peak = dense_peak(local, gpu=True)
     columns = plan.columns_sent() + dim * len(plan.of_kind("row_wise"))
     received = samples * dim * len(plan.tables)
@@ -193,10 +193,8 @@ def _improved(setting: Setting, best: Plan, batch: int, room: float) -> Plan:
 
 
 def _candidate(name: str, prediction: Prediction, needed: float, note: str) -> dict[str, object]:
-    times = {
-        figure: getattr(prediction, figure)
-        for figure in ("mid_ms", "low_ms", "high_ms", "exposed_ms")
-    }
+    names = ("mid_ms", "low_ms", "high_ms", "exposed_ms")
+    times = {figure: getattr(prediction, figure) for figure in names}
     return {"sharding": name, **times, "memory_bytes": needed, "note": note}
 
 
@@ -224,9 +222,8 @@ def _reason(best: Prediction, fitting: dict[str, Prediction]) -> str:
     if best.ranks == 1:
         return "One rank has everything: nothing is exchanged."
     others = {name: prediction for name, prediction in fitting.items() if prediction is not best}
-    one = len(best.plan.tables) == 1
     text = (
-        f"{_spelt(best.plan)} {'table takes' if one else 'tables take'} "
+        f"{_spelt(best.plan)} {'table takes' if len(best.plan.tables) == 1 else 'tables take'} "
         f"{milliseconds(best.mid_ms)} per iteration, {milliseconds(best.exposed_ms)} of it "
         "exposed communication"
     )
@@ -273,30 +270,21 @@ def scaling_table(
         except InputError as error:
             rows.append(row | {"note": str(error), "why_not": str(error)})
             continue
-        speedup = prediction.samples_per_second / one.samples_per_second
         rows.append(
             row
-            | {"sharding": prediction.plan.name}
             | {name: getattr(prediction, name) for name in PREDICTED_FIGURES}
-            | {
-                "exposed_share": prediction.exposed_ms / prediction.mid_ms,
-                "speedup": speedup,
-                "efficiency": speedup / ranks,
-                "memory_bytes": fullest(setting, prediction.plan, batch),
-                "note": note,
-                "why_not": "",
-            }
+            | {"sharding": prediction.plan.name, "note": note, "why_not": ""}
+            | {"memory_bytes": fullest(setting, prediction.plan, batch)}
         )
-    return pd.DataFrame(rows, columns=SCALING_COLUMNS)
+    table = pd.DataFrame(rows, columns=SCALING_COLUMNS)
+    table["exposed_share"] = table["exposed_ms"] / table["mid_ms"]
+    table["speedup"] = table["samples_per_second"] / one.samples_per_second
+    table["efficiency"] = table["speedup"] / table["ranks"]
+    return table
 
 
 PREDICTED_FIGURES = [
-    "low_ms",
-    "mid_ms",
-    "high_ms",
-    "compute_ms",
-    "exposed_ms",
-    "samples_per_second",
+    *("low_ms", "mid_ms", "high_ms", "compute_ms", "exposed_ms", "samples_per_second")
 ]
 
 SCALING_COLUMNS = [
@@ -384,14 +372,8 @@ def straggler_table(
         times = compute * simulate(ranks, slowness, iterations, seed)
         slowest = times.max(axis=1)
         mean, even = float(slowest.mean()) + exchange, compute + exchange
-        rows.append(
-            {
-                "ranks": ranks,
-                "even_ms": even,
-                "mean_ms": mean,
-                "p95_ms": float(np.quantile(slowest, 0.95)) + exchange,
-                "waited_share": float((slowest - times.mean(axis=1)).mean()) / mean,
-                "slowdown": mean / even - 1,
-            }
-        )
-    return pd.DataFrame(rows)
+        waited = float((slowest - times.mean(axis=1)).mean())
+        p95 = float(np.quantile(slowest, 0.95)) + exchange
+        rows.append((ranks, even, mean, p95, waited / mean, mean / even - 1))
+    columns = ["ranks", "even_ms", "mean_ms", "p95_ms", "waited_share", "slowdown"]
+    return pd.DataFrame(rows, columns=columns)

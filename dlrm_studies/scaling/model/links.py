@@ -29,6 +29,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -78,17 +79,16 @@ def steps_and_bytes(
         return 0.0, 0.0
     away = payload * (ranks - 1) / ranks
     depth = math.ceil(math.log2(ranks))
+    both = 2 if collective == "allreduce" else 1
     if algorithm == "ring":
-        both = 2 if collective == "allreduce" else 1
         return both * (ranks - 1), both * away
+    if algorithm == "tree":
+        return both * depth, both * payload * depth
     if algorithm == "halving_doubling":
         folded = 0 if ranks == 1 << depth else 1
         inner = 1 << (depth - folded)
         steps = 2 * int(math.log2(inner)) + 2 * folded
         return steps, 2 * payload * (inner - 1) / inner + 2 * payload * folded
-    if algorithm == "tree":
-        both = 2 if collective == "allreduce" else 1
-        return both * depth, both * payload * depth
     if algorithm == "pairwise":
         return ranks - 1, away
     return depth, payload * depth / 2
@@ -243,28 +243,14 @@ class Network:
 SHEET_SHARE = Range(0.5, 0.78, 0.95)
 """Share of a data sheet's rate that a collective gets."""
 
-_NCCL = "latency: NCCL src/graph/tuning.cc (hwLat)"
-_NVLINK = Range(0.47, 3.4, 6.8)
-_PCIE = Range(1.0, 5.7, 11.4)
-_NET = Range(2.7, 9.6, 19.2)
-_CPU_NET = Range(1.0, 9.6, 20.0)
-
-
-def _named(name: str, alpha: Range, sheet_gb_per_s: float, source: str) -> Link:
-    return Link(name, alpha, SHEET_SHARE.times(sheet_gb_per_s), f"{source}; {_NCCL}")
-
-
-LINKS = (
-    _named("NVLink 2 (V100)", _NVLINK, 150, "NVIDIA V100 data sheet: 300 GB/s both directions"),
-    _named("NVLink 3 (A100)", _NVLINK, 300, "NVIDIA A100 data sheet: 600 GB/s both directions"),
-    _named("NVLink 4 (H100)", _NVLINK, 450, "NVIDIA H100 data sheet: 900 GB/s both directions"),
-    _named("PCIe 3 x16", _PCIE, 15.75, "PCI-SIG: 8 GT/s, 16 lanes, 128b/130b"),
-    _named("PCIe 4 x16", _PCIE, 31.5, "PCI-SIG: 16 GT/s, 16 lanes, 128b/130b"),
-    _named("PCIe 5 x16", _PCIE, 63.0, "PCI-SIG: 32 GT/s, 16 lanes, 128b/130b"),
-    _named("InfiniBand HDR", _NET, 25.0, "IBTA roadmap: 4x HDR, 200 Gb/s"),
-    _named("InfiniBand NDR", _NET, 50.0, "IBTA roadmap: 4x NDR, 400 Gb/s"),
-    _named("100 GbE", _CPU_NET, 12.5, "IEEE 802.3ba: 100 Gb/s"),
-    _named("OPA", _CPU_NET, 12.5, "Intel Omni-Path Architecture 100 Series: 100 Gb/s a port"),
+LINKS = tuple(
+    Link(
+        row["name"],
+        Range(*(row[f"alpha_us_{end}"] for end in Range._fields)),
+        SHEET_SHARE.times(row["sheet_gb_per_s"]),
+        f"{row['source']}; latency: NCCL src/graph/tuning.cc (hwLat)",
+    )
+    for row in pd.read_csv(Path(__file__).with_name("links.csv")).to_dict("records")
 )
 """OPA is the study's network (Kalamkar et al. 2020, 64 sockets, one port a socket)."""
 
@@ -275,13 +261,13 @@ def link(name: str) -> Link:
     Raises:
         InputError: no such link is listed, with the closest that is.
     """
-    for listed in LINKS:
-        if listed.name.lower() == name.strip().lower():
-            return listed
-    names = [listed.name for listed in LINKS]
-    lowered = {listed.lower(): listed for listed in names}
-    close = difflib.get_close_matches(name.strip().lower(), lowered, n=1, cutoff=0.4)
-    hint = f"did you mean {lowered[close[0]]}?" if close else f"known: {', '.join(names)}"
+    by_name = {listed.name.lower(): listed for listed in LINKS}
+    wanted = name.strip().lower()
+    if wanted in by_name:
+        return by_name[wanted]
+    close = difflib.get_close_matches(wanted, by_name, n=1, cutoff=0.4)
+    known = ", ".join(listed.name for listed in LINKS)
+    hint = f"did you mean {by_name[close[0]].name}?" if close else f"known: {known}"
     raise InputError(f"no link is called {name!r}; {hint}")
 
 
@@ -318,7 +304,7 @@ def calibrate(probe: pd.DataFrame, name: str = "measured") -> Link:
     """A link from collectives that were timed alone.
 
     Args:
-        probe: ``collective``, ``ranks``, ``bytes``, ``time_ms`` (see :mod:`.communication`),
+        probe: ``collective``, ``ranks``, ``bytes``, ``time_ms`` as in ``record.csv``,
             one row per repetition. Rows of one rank, of no bytes or no time are left out; of the
             repetitions the faster half counts (:mod:`dlrm_workbook.ground.intervals`).
         name: the link's name.

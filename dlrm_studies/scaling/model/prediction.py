@@ -295,7 +295,7 @@ class ComputeProfile:
 
 
 def measured_profile(table: pd.DataFrame, source: str = "measured") -> ComputeProfile:
-    """Costs from a ``compute_profile`` table (see :mod:`.communication`).
+    """Costs from a ``compute_profile`` table (``record.csv``).
 
     Its rows of "communication" are what a process without others spends on it all the same:
     packing, unpacking, a collective's own overhead. A cost is the mean of the faster half of
@@ -366,14 +366,9 @@ def ceiling_profile(
     """
     rows = []
     for size in batch_sizes:
-        training = replace(parameters.training, batch_size=size)
-        times = least_times(replace(parameters, training=training), ceilings, device="cuda")
-        with_ceiling = times.dropna(subset=["ceiling_ms"])
-        rows.append(
-            with_ceiling.assign(concurrent=1, batch_size=size, time_ms=with_ceiling["ceiling_ms"])[
-                list(PROFILE_COLUMNS)
-            ]
-        )
+        times = least_times(parameters.with_training(batch_size=size), ceilings, device="cuda")
+        listed = times.dropna(subset=["ceiling_ms"]).rename(columns={"ceiling_ms": "time_ms"})
+        rows.append(listed.assign(concurrent=1, batch_size=size)[[*PROFILE_COLUMNS]])
     table = pd.concat(rows, ignore_index=True)
     if table.empty:
         raise InputError("ceilings: no part of the step has one that was measured or is listed")

@@ -114,10 +114,8 @@ def mlperf_scaling() -> pd.DataFrame:
 def _mlperf_setting(gpu: str, devices: int, batch: int) -> Setting:
     """The preset of MLPerf's reference in fp16, on GPUs of a data sheet and named links."""
     preset = load_parameters(str(PRESETS / "mlperf_dcn.yaml"))
-    training = replace(
-        preset.training, batch_size=batch, precision="fp16", device="cuda", fused_optimizer=True
-    )
-    parameters, share = replace(preset, training=training), batch // devices
+    fast = {"precision": "fp16", "device": "cuda", "fused_optimizer": True}
+    parameters, share = preset.with_training(batch_size=batch, **fast), batch // devices
     profile = ceiling_profile(parameters, device(gpu).ceilings(), (share // 16, share // 4, share))
     network = Network(link("NVLink 4 (H100)"), link("InfiniBand NDR"), GPUS_PER_NODE)
     return Setting(parameters, network, profile, memory_bytes=1e9 * device(gpu).memory_gb)

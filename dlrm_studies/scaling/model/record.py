@@ -1,13 +1,13 @@
 """What ranks measured of themselves: ``scaling.json`` as tables, and what follows from them.
 
-The record's tables are defined in :mod:`.communication`. At the end every run of a record is
-predicted from its one-rank profile and link probe, beside what it measured.
+The record's tables, keys of ``scaling.json``, are defined in ``record.csv``. At the end every run
+of a record is predicted from its one-rank profile and link probe, beside what it measured.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,24 +20,19 @@ from dlrm_core.base.files import read_json
 from dlrm_core.config import Parameters
 from dlrm_studies.scaling.model.links import Link, Network, calibrate
 from dlrm_studies.scaling.model.prediction import ComputeProfile, Setting, measured_profile
-from dlrm_studies.scaling.model.sharding import Plan, make_plan, plan_of_placement
+from dlrm_studies.scaling.model.sharding import make_plan, plan_of_placement
 from dlrm_workbook.analysis.steady import undisturbed
 
 FORMAT = "dlrm-scaling"
 VERSION = 1
 
+_LISTED = pd.read_csv(Path(__file__).with_name("record.csv"), keep_default_na=False)
+
 TABLES: Mapping[str, tuple[str, ...]] = {
-    "runs": ("run", "ranks", "batch_size", "sharding"),
-    "placement": ("run", "table", "kind", "rank", "rows", "columns"),
-    "iterations": ("run", "rank", "iteration", "time_ms"),
-    "parts": ("run", "rank", "iteration", "component", "phase", "time_ms"),
-    "collectives": ("run", "rank", "iteration", "kind", "what", "bytes", "time_ms", "exposed_ms"),
-    "spans": ("run", "rank", "iteration", "component", "phase", "start_ms", "end_ms"),
-    "link_probe": ("collective", "ranks", "bytes", "time_ms"),
-    "compute_profile": ("concurrent", "batch_size", "component", "phase", "time_ms"),
+    str(name): tuple(rows["column"])
+    for name, rows in _LISTED[_LISTED["needed"].eq("yes")].groupby("table", sort=False)
 }
-"""Table to the columns that it must have where it has rows. ``spans``: when the step's thread
-was in which part, of a few iterations."""
+"""Table to the columns that it must have where it has rows."""
 
 
 @dataclass(frozen=True)
@@ -193,19 +188,13 @@ def measured_iterations(record: ScalingRecord) -> pd.DataFrame:
     )
     table = record.runs.merge(times, left_on="run", right_index=True, how="left")
     table["samples_per_second"] = 1e3 * table["batch_size"] / table["time_ms"]
-    base = [_base(table, row) for _, row in table.iterrows()]
-    table["speedup"] = table["samples_per_second"] / np.array(base)
+    # the run of one rank with the same batch, or in weak scaling with the same batch on each
+    weak = table.get("scaling", pd.Series("", table.index)).eq("weak")
+    alike = table["batch_size"].where(~weak, table["batch_size"] / table["ranks"])
+    alone = table[table["ranks"] == 1].drop_duplicates("batch_size").set_index("batch_size")
+    table["speedup"] = table["samples_per_second"] / alike.map(alone["samples_per_second"])
     table["efficiency"] = table["speedup"] / table["ranks"]
     return table.reset_index(drop=True)
-
-
-def _base(table: pd.DataFrame, row: pd.Series) -> float:
-    """Samples per second of the one-rank run that a run is compared with."""
-    batch = row["batch_size"]
-    if row.get("scaling") == "weak":
-        batch = batch / row["ranks"]
-    one = table[(table["ranks"] == 1) & (table["batch_size"] == batch)]
-    return float(one["samples_per_second"].iloc[0]) if len(one) else math.nan
 
 
 def shown_iteration(record: ScalingRecord, run: int) -> pd.DataFrame:
@@ -360,23 +349,24 @@ def predicted_and_measured(record: ScalingRecord, parameters: Parameters) -> pd.
             "measured_exposed_ms": exposed.get(run["run"], math.nan),
         }
         try:
-            prediction = setting.predict(_plan(record, parameters, run), int(run["batch_size"]))
+            # as the run had it, else as its name says
+            placed, ranks = record.of_run("placement", int(run["run"])), int(run["ranks"])
+            plan = (
+                make_plan(parameters, ranks, str(run["sharding"]), idle=True)
+                if placed.empty
+                else plan_of_placement(parameters, placed, ranks)
+            )
+            prediction = setting.predict(plan, int(run["batch_size"]))
         except InputError as error:
             rows.append(row | {"note": str(error)})
             continue
+        low, mid, high = prediction.time_ms
         rows.append(
             row
-            | {
-                "low_ms": prediction.low_ms,
-                "predicted_ms": prediction.mid_ms,
-                "high_ms": prediction.high_ms,
-            }
-            | {"error": prediction.mid_ms / measured - 1}
-            | {"in_range": prediction.low_ms <= measured <= prediction.high_ms}
-            | {
-                "predicted_exposed_ms": prediction.communication_ms,
-                "note": "; ".join(prediction.notices),
-            }
+            | {"low_ms": low, "predicted_ms": mid, "high_ms": high}
+            | {"error": mid / measured - 1, "in_range": low <= measured <= high}
+            | {"predicted_exposed_ms": prediction.communication_ms}
+            | {"note": "; ".join(prediction.notices)}
         )
     return pd.DataFrame(rows, columns=CHECK_COLUMNS)
 
@@ -392,15 +382,6 @@ def own_link(record: ScalingRecord, name: str) -> Link | None:
 def own_profile(record: ScalingRecord) -> ComputeProfile:
     """Costs on one rank, as the record measured them."""
     return measured_profile(record.compute_profile, "measured here")
-
-
-def _plan(record: ScalingRecord, parameters: Parameters, run: Mapping[Hashable, Any]) -> Plan:
-    """As the run had it, else as its name says."""
-    placed = record.of_run("placement", int(run["run"]))
-    ranks = int(run["ranks"])
-    if not placed.empty:
-        return plan_of_placement(parameters, placed, ranks)
-    return make_plan(parameters, ranks, str(run["sharding"]), idle=True)
 
 
 def typical_error(table: pd.DataFrame) -> float:

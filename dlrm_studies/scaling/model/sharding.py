@@ -278,7 +278,7 @@ def plan_of_placement(parameters: Parameters, placement: pd.DataFrame, ranks: in
     """The plan that a run really had.
 
     Args:
-        placement: ``table``, ``kind``, ``rank`` (see :mod:`.communication`), one row per shard.
+        placement: ``table``, ``kind``, ``rank`` as in ``record.csv``, one row per shard.
 
     Raises:
         InputError: a table is missing, or has an unknown kind.
