@@ -23,7 +23,7 @@ from dlrm_ranks.collectives import Collectives
 from dlrm_ranks.plan import Shard
 from dlrm_ranks.step import DistributedStep
 from dlrm_ranks.tables import ShardedTables
-from dlrm_ranks.world import World, agreed
+from dlrm_ranks.world import World, gathered
 
 Held = Sequence[tuple[Shard, torch.Tensor]]
 """This rank's shards and their memory."""
@@ -137,7 +137,7 @@ def save(
     """
     weights, sums = shared_tensors(step.tables, world, collectives)
     there = folder.folder / f"step-{done:08d}" if folder is not None else None
-    if agreed(world, float(there is not None and there.exists())):
+    if gathered(world, there is not None and there.exists())[0]:
         return there
     if folder is None:
         for tensor in [*weights.values(), *sums.values()]:

@@ -25,7 +25,7 @@ from dlrm_ranks.plan import require_shape, require_torchrec
 from dlrm_ranks.step import DistributedStep
 from dlrm_ranks.tables import about_rank, local_batch
 from dlrm_ranks.watch import leave, watched_ranks
-from dlrm_ranks.world import World, agreed, gathered
+from dlrm_ranks.world import World, gathered
 
 HOST = torch.device("cpu")
 """The device on which every rank's batches are made."""
@@ -79,10 +79,13 @@ class RankPredictions:
             HOST,
             iteration,
             on_batch,
-            # the clocks differ, and what follows must not
-            agree=lambda seconds: agreed(self._world, seconds),
+            agree=self.agree,
             together=together,
         )
+
+    def agree(self, seconds: float) -> float:
+        """Rank 0's seconds: the clocks differ, and what follows must not."""
+        return float(gathered(self._world, seconds)[0])
 
     def _predict(self, batch: Batch, room: int) -> torch.Tensor:
         """Click probability (b, 1) of this rank's samples, ``room`` at most on any rank."""
@@ -117,8 +120,8 @@ class RankPredictor(Predictor):
         return self._predictions.evaluate(held_out, room, self.loss, self.iteration, on_batch)
 
     def agree(self, seconds: float) -> float:
-        """Rank 0's seconds: the clocks differ, and what follows must not."""
-        return agreed(self._world, seconds)
+        """Rank 0's seconds, of all who predict together."""
+        return self._predictions.agree(seconds)
 
     def facts(self, notices: list[str]) -> dict[str, Any]:
         """The facts that one process gives, and what each rank holds; all must ask."""

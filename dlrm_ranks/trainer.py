@@ -39,7 +39,7 @@ from dlrm_ranks.predictor import HOST, RankPredictions
 from dlrm_ranks.step import DistributedStep
 from dlrm_ranks.tables import LocalBatch, about_rank, local_batch
 from dlrm_ranks.watch import Watch, leave, tell_launcher, watched_ranks
-from dlrm_ranks.world import World, agreed, gathered
+from dlrm_ranks.world import World, gathered
 
 REPEATED_S = 2.0
 """A second signal within this time is the first once more: Ctrl-C reaches a rank from the
@@ -130,8 +130,8 @@ class DistributedTrainer(TrainingLoop[DistributedStep]):
         return self._predictions.evaluate(self.held_out, room, self.loss, self.done)
 
     def agree(self, seconds: float) -> float:
-        """Rank 0's seconds: the clocks differ, and what follows must not."""
-        return agreed(self.world, seconds)
+        """Rank 0's seconds, of all who train together."""
+        return self._predictions.agree(seconds)
 
     def predict(self, batch: Batch) -> torch.Tensor:
         """Click probability (B, 1) of a whole batch, on every rank; all must ask."""

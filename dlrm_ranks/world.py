@@ -172,10 +172,3 @@ def gathered(world: World, value: Any) -> list[Any]:
         json.loads(part[: int(size)].cpu().numpy().tobytes())
         for part, size in zip(parts, sizes, strict=True)
     ]
-
-
-def agreed(world: World, value: float) -> float:
-    """A number that rank 0 decides."""
-    decided = torch.tensor([value], dtype=torch.float64, device=world.device)
-    dist.broadcast(decided, 0)
-    return float(decided)

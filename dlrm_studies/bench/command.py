@@ -12,17 +12,8 @@ from dlrm_core.base.errors import InputError
 from dlrm_core.base.machine import resolve_device
 from dlrm_core.config import Parameters, load_parameters
 from dlrm_core.dense import resolve_dense
+from dlrm_studies.bench import cases
 from dlrm_studies.bench.bare import rounded_fp32
-from dlrm_studies.bench.cases import (
-    AS_GIVEN,
-    PRESETS,
-    growth_cases,
-    plain_of,
-    precisions_of,
-    shape_cases,
-    thread_counts,
-    tuned_of,
-)
 from dlrm_studies.bench.embeddings import bench_embeddings
 from dlrm_studies.bench.measure import BenchEffort, BenchPlan, Others, run_plan
 from dlrm_workbook.evidence.contestants import PEER
@@ -82,25 +73,28 @@ def plan_of(arguments: argparse.Namespace) -> BenchPlan:
         plain = (
             load_parameters(arguments.reference, arguments.parameter)
             if arguments.reference
-            else plain_of(given)
+            else cases.plain_of(given)
         )
-        tuned = tuned_of(given)
+        tuned = cases.tuned_of(given)
     else:
-        reference = arguments.reference or PRESETS / "seed.yaml"
+        reference = arguments.reference or cases.PRESETS / "seed.yaml"
         plain = load_parameters(reference, arguments.parameter)
-        tuned = load_parameters(PRESETS / "tuned.yaml", arguments.parameter)
-    counts = thread_counts(arguments.threads)
+        tuned = load_parameters(cases.PRESETS / "tuned.yaml", arguments.parameter)
+    counts = cases.thread_counts(arguments.threads)
     tuned = settled(tuned, counts[0])
-    cases = [*shape_cases(arguments.shape or ""), *growth_cases(arguments.growth or "")]
+    chosen = [
+        *cases.shape_cases(arguments.shape or ""),
+        *cases.growth_cases(arguments.growth or ""),
+    ]
     return BenchPlan(
         plain,
         tuned,
         Others(
-            precisions_of(arguments.precision or ""),
+            cases.precisions_of(arguments.precision or ""),
             Path(arguments.peer) if arguments.peer else None,
             arguments.torchrec,
         ),
-        cases or ([] if arguments.ablation else [AS_GIVEN]),
+        chosen or ([] if arguments.ablation else [cases.AS_GIVEN]),
         BenchEffort(
             *(arguments.rounds, arguments.iterations, counts, arguments.cores),
             arguments.ablation,

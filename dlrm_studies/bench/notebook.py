@@ -9,15 +9,8 @@ from typing import Any
 
 from dlrm_core.base.errors import InputError
 from dlrm_core.config import Parameters
+from dlrm_studies.bench import cases
 from dlrm_studies.bench.analyse import read_benchmark
-from dlrm_studies.bench.cases import (
-    AS_GIVEN,
-    growth_cases,
-    plain_of,
-    precisions_of,
-    shape_cases,
-    tuned_of,
-)
 from dlrm_studies.bench.embeddings_show import DEFAULT, read_embeddings
 from dlrm_studies.bench.measure import BENCHMARK, BenchEffort, BenchPlan, Others, run_plan
 from dlrm_workbook.evidence.contestants import PEER
@@ -99,12 +92,14 @@ def start_benchmark(
         sentence = "The contestants were not timed in turns: `rounds` is 0."
         return Benchmark(sentence, folder / BENCHMARK.name, document={"cases": []})
     others = others or Others()
-    cases = shape_cases(",".join(shapes), "shapes") + growth_cases(",".join(growth), "growth")
+    chosen = cases.shape_cases(",".join(shapes), "shapes") + cases.growth_cases(
+        ",".join(growth), "growth"
+    )
     plan = BenchPlan(
-        plain_of(parameters),
-        tuned_of(parameters),
-        replace(others, precisions=precisions_of(others.precisions)),
-        cases or [AS_GIVEN],
+        cases.plain_of(parameters),
+        cases.tuned_of(parameters),
+        replace(others, precisions=cases.precisions_of(others.precisions)),
+        chosen or [cases.AS_GIVEN],
         replace(effort or BenchEffort(), bare=True),
     )
     sentence = "Measured now, on this machine: every contestant in turns, in fresh processes."
