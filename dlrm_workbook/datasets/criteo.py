@@ -33,7 +33,6 @@ from dlrm_workbook.datasets.loops import (
     FEW_FIELDS,
     HEX_VALUES,
     MANY_FIELDS,
-    NEWLINE,
     NO_FAULT,
     TABLES,
     parser,
@@ -316,24 +315,11 @@ def read_pieces(request: Request, done: dict[str, Any]) -> Iterator[Piece]:
         try:
             with _open(path) as file:
                 file.seek(offset)
-                rest = b""
-                while True:
-                    block = file.read(PIECE_BYTES)
-                    text = rest + block
-                    if block:
-                        cut = text.rfind(b"\n") + 1
-                        text, rest = text[:cut], text[cut:]
-                        if not text and len(rest) > max(PIECE_BYTES, 1 << 16):
-                            most = f"more than {len(rest)} bytes: not Criteo's text"
-                            raise InputError(f"{path}: line {line} has {most}")
-                        if not text:
-                            continue
-                    elif text:
-                        # a last line without its newline
-                        text, rest = text + b"\n", b""
-                    else:
-                        break
-                    rows = int(np.count_nonzero(np.frombuffer(text, np.uint8) == NEWLINE))
+                for text in _whole_lines(file):
+                    if not text.endswith(b"\n"):
+                        most = f"more than {len(text)} bytes: not Criteo's text"
+                        raise InputError(f"{path}: line {line} has {most}")
+                    rows = text.count(b"\n")
                     offset += len(text)
                     if request.max_rows is not None:
                         rows = min(rows, request.max_rows - row)
@@ -344,6 +330,19 @@ def read_pieces(request: Request, done: dict[str, Any]) -> Iterator[Piece]:
         except (OSError, EOFError) as error:
             raise InputError(f"{path} cannot be read: {error}") from None
         line, offset = 1, 0
+
+
+def _whole_lines(file: IO[bytes]) -> Iterator[bytes]:
+    """The rest of a file in whole lines; a line that is far too long comes without its end."""
+    rest = b""
+    while block := file.read(PIECE_BYTES):
+        lines, newline, rest = (rest + block).rpartition(b"\n")
+        if newline:
+            yield lines + newline
+        elif len(rest) > max(PIECE_BYTES, 1 << 16):
+            yield rest
+    if rest:  # a last line without its newline
+        yield rest + b"\n"
 
 
 def _open(path: Path) -> IO[bytes]:
