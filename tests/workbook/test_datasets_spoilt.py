@@ -20,16 +20,10 @@ from dlrm_workbook.datasets.inspection import examine_data
 from dlrm_workbook.datasets.write_spec import write_spec
 
 
-@pytest.fixture(scope="module")
-def made(small_data_set):
-    """A small data set, 3000 and 700 samples."""
-    return small_data_set
-
-
 @pytest.fixture
-def copy(made, tmp_path):
-    """The same, to be spoilt."""
-    return Path(shutil.copytree(made, tmp_path / "copy"))
+def copy(small_data_set, tmp_path):
+    """A small data set, 3000 and 700 samples, to be spoilt."""
+    return Path(shutil.copytree(small_data_set, tmp_path / "copy"))
 
 
 # ---------------------------------------------------------------- spoilt data

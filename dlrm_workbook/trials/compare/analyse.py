@@ -118,10 +118,10 @@ def compare_losses(runs: Sequence[TimedRun], before: str, after: str) -> dict[st
     """Whether the change trains the same.
 
     Returns:
-        ``iterations`` compared, ``equal`` (bit for bit, in every round), ``largest_difference``
-        and ``first_difference`` (iteration from 0, None where equal), ``relative`` (largest
-        difference over the mean loss), and ``repeatable``: setting to whether its own runs agree
-        (None of a single one).
+        of the first run of each: ``iterations`` compared, ``equal`` (bit for bit),
+        ``largest_difference`` and ``first_difference`` (iteration from 0, None where equal),
+        ``relative`` (largest difference over the mean loss); and ``repeatable``: setting to
+        whether its own runs agree (None of a single one).
     """
     first, second = ([r.losses for r in runs if r.setting == name] for name in (before, after))
     repeatable = {
