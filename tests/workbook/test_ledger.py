@@ -86,13 +86,6 @@ def test_a_file_of_something_else_is_refused_and_left(tmp_path, text):
     assert path.read_text() == text
 
 
-def test_an_earlier_version_is_brought_into_todays_form():
-    def work(document):
-        return {"seed": 1} | document["settings"]
-
-    require_same("here", work({"settings": {}}), work({"settings": {"seed": 1}}), ADVICE)
-
-
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
