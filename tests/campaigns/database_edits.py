@@ -18,11 +18,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dlrm_workbook.recordings.hpctoolkit.database import (
-    Database,
-    read_database,
-    relation_names,
-)
+from dlrm_workbook.recordings.hpctoolkit.database import Database, read_database
+from dlrm_workbook.recordings.hpctoolkit.meta import RELATIONS
 
 INCLUSIVE = "execution"
 """The scope in which a context holds what all contexts below it took."""
@@ -164,7 +161,7 @@ class DatabaseCopy:
         """Scale the values of the stretched contexts, and what is above them by as much."""
         tree = self.database.tree
         inside = self._below(stretch.rows, itself=True)
-        calls = [name == "call" for name in relation_names(tree.relation)]
+        calls = tree.relation == RELATIONS.index("call")
         data = np.memmap(path, np.uint8, "r+")
         for profile, (count, start) in zip(
             self.database.profiles, _blocks(data, "<QQ32x"), strict=True

@@ -50,13 +50,13 @@ def test_measures_on_the_cpu(fake):
     assert times.result["ms_per_iteration"] == times.ms_per_iteration
     assert not times.python_frames
     assert times.database.is_absolute() and (times.database / "meta.db").is_file()
-    assert measured.database() == times.database and measured.database("stalls") is None
     (call,) = fake.calls("hpcrun")
     assert call["events"] == ["CPUTIME"] and call["trace"] and not call["python"]
     assert "--no-source" in fake.calls("hpcprof")[0]["arguments"]
     assert "computes on the CPU" in measured.not_measured["GPU times"]
     assert "computes on the CPU" in measured.not_measured["stall reasons"]
-    assert "ms_per_iteration" in (measured.logs / "times-hpcrun.out").read_text()
+    logs = times.measurements.parent / "logs"
+    assert "ms_per_iteration" in (logs / "times-hpcrun.out").read_text()
 
 
 def test_both_sides_of_the_dilation_have_one_allocator(fake, monkeypatch):
@@ -65,7 +65,8 @@ def test_both_sides_of_the_dilation_have_one_allocator(fake, monkeypatch):
     expected = {**ALLOCATOR, "PYTHONMALLOC": None}
     expected |= {"HPCRUN_WAIT": None, "HPCRUN_PROCESS_FRACTION": None}
     assert measured.unprofiled["environment"] == expected
-    log = (measured.logs / "times-hpcrun.out").read_text().splitlines()[-1]
+    logs = measured.passes[0].measurements.parent / "logs"
+    log = (logs / "times-hpcrun.out").read_text().splitlines()[-1]
     assert json.loads(log)["environment"] == expected
     assert any("PYTHONMALLOC was removed" in notice for notice in measured.notices)
 

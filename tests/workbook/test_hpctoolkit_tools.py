@@ -145,14 +145,6 @@ def test_pc_sampling_needs_root_or_the_driver_option(fake, monkeypatch):
     assert capabilities(fake).pc_event == "gpu=nvidia,pc"
 
 
-def test_old_release_with_a_new_c_library_gets_a_notice(fake, monkeypatch):
-    fake.behave(version="2022.10.01")
-    monkeypatch.setattr("platform.libc_ver", lambda: ("glibc", "2.36"))
-    assert "glibc 2.36" in capabilities(fake).notices[0]
-    fake.behave(version="2023.08.1")
-    assert capabilities(fake).notices == ()
-
-
 def test_cuda_version_of_torch_is_read_without_importing_it(tmp_path, monkeypatch):
     package = tmp_path / "torch"
     package.mkdir()

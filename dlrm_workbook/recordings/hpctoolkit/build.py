@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import mmap
+import contextlib
 import os
 import re
 import struct
@@ -10,13 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from dlrm_workbook.ground.processes import Completed, MeasurementError, fresh_path
+from dlrm_workbook.ground.profiling import ProfilingConfig
+from dlrm_workbook.recordings.hpctoolkit.failures import Failed
 from dlrm_workbook.recordings.hpctoolkit.format import NEEDED_FILES
-from dlrm_workbook.recordings.hpctoolkit.passes import (
-    default_jobs,
-    hpcprof_command,
-    hpcstruct_command,
-    make_safe,
-)
+from dlrm_workbook.recordings.hpctoolkit.passes import make_safe
 from dlrm_workbook.recordings.hpctoolkit.tools import Tools
 
 RunChild = Callable[..., Completed]
@@ -37,21 +34,12 @@ LOGICAL_MAGIC = b"HPCLOGICAL"
 STAND_IN = b"<module of unknown file>"
 
 
-class DatabaseAborted(MeasurementError):
-    """hpcprof died on these measurements; it always does on the same ones."""
-
-
 def recover_structure(
-    tools: Tools,
-    run: RunChild,
-    name: str,
-    measurements: Path,
-    limit_mb: int,
-    gpu_control_flow: bool = False,
+    tools: Tools, run: RunChild, name: str, measurements: Path, config: ProfilingConfig
 ) -> list[str]:
     """Run hpcstruct on a measurement directory; never fails, only says what is missing.
 
-    Binaries above ``limit_mb`` (millions of bytes) are skipped: on the 434 MB
+    Binaries above ``profiling.structure_limit_mb`` (millions of bytes) are skipped: on the 434 MB
     ``libtorch_cpu.so`` hpcstruct took over 19 GB of memory and minutes without end.
     What it finds is kept for later measurements in the user's cache folder.
 
@@ -65,16 +53,20 @@ def recover_structure(
         return [f"hpcstruct cannot take the path {str(measurements)!r}: {lost}"]
     structs = measurements / "structs"
     structs.mkdir(exist_ok=True)
+    limit_mb = config.structure_limit_mb
     skipped = oversized_binaries(measurements, limit_mb * MB)
     stand_ins = [structs / f"{binary.name}.hpcstruct" for binary in skipped]
     for stand_in in stand_ins:
         # newer than the binary: hpcstruct's make takes it for done
         stand_in.touch()
+    cache = _structure_cache()
+    keep = ["-c", str(cache)] if cache is not None else ["--nocache"]
+    # loops of kernels need nvdisasm, and it is slow
+    control = ["--gpucfg", "yes"] if config.gpu_control_flow else []
+    jobs = str(usable_processors())
     try:
         done = run(
-            hpcstruct_command(
-                tools, measurements, _structure_cache(), default_jobs(), gpu_control_flow
-            ),
+            [str(tools.hpcstruct), "-j", jobs, *keep, *control, str(measurements)],
             stage=f"{name}: hpcstruct",
             timeout_s=STRUCTURE_TIMEOUT_S,
             on_line=_binary_in,
@@ -113,21 +105,22 @@ def _binary_in(line: bytes) -> str | None:
 def build_database(
     tools: Tools, run: RunChild, name: str, measurements: Path, wanted: Path
 ) -> tuple[Path, list[str]]:
-    """Run hpcprof.
+    """Run hpcprof, source files left out.
 
     Returns:
         The database's folder (``wanted`` unless somebody else made that folder
         meanwhile) and notices.
 
     Raises:
-        DatabaseAborted: hpcprof died by a signal or an internal check.
+        Failed: hpcprof died by a signal or an internal check, as it does each time on these
+            measurements.
         MeasurementError: it failed in another way or wrote no database.
     """
     wanted = fresh_path(wanted)
+    options = [tools.no_source] if tools.no_source else []
+    command = [str(tools.hpcprof), "-j", str(usable_processors()), *options, "-o", str(wanted)]
     done = run(
-        hpcprof_command(tools, measurements, wanted, default_jobs()),
-        stage=f"{name}: hpcprof",
-        timeout_s=DATABASE_TIMEOUT_S,
+        [*command, str(measurements)], stage=f"{name}: hpcprof", timeout_s=DATABASE_TIMEOUT_S
     )
     if done.timed_out:
         raise MeasurementError(
@@ -136,8 +129,9 @@ def build_database(
     fatal = re.search(r"^.*\bFATAL\b.*$", done.stdout + done.stderr, re.MULTILINE)
     if done.exit_code >= 128 or fatal:
         why = fatal.group().strip()[:300] if fatal else done.last_words()
-        raise DatabaseAborted(
-            f"hpcprof aborts on {measurements}: it {done.failure()}: {why}{done.see_log()}"
+        raise Failed(
+            "aborted",
+            f"hpcprof aborts on {measurements}: it {done.failure()}: {why}{done.see_log()}",
         )
     if done.exit_code != 0:
         raise MeasurementError(
@@ -154,27 +148,26 @@ def build_database(
     )
 
 
+def usable_processors() -> int:
+    """Processors that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
 def oversized_binaries(measurements: Path, limit_bytes: int) -> list[Path]:
     """Load modules of a measurement that are larger than ``limit_bytes``, by name.
 
     Read from the ``.hpcrun`` files, so that it is known before hpcstruct starts.
     """
     binaries: dict[str, Path] = {}
-    named: set[bytes] = set()
-    for profile in measurements.glob("*.hpcrun"):
-        if profile.stat().st_size == 0:
-            continue
-        with profile.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as data:
-            named.update(match.group() for match in _PATH.finditer(data))
+    profiles = measurements.glob("*.hpcrun")
+    named = {name for profile in profiles for name in _PATH.findall(profile.read_bytes())}
     for name in named:
         path = Path(name.decode("utf-8", "surrogateescape"))
-        try:
+        with contextlib.suppress(OSError, ValueError):  # not a path after all
             if path.is_file() and path.stat().st_size > limit_bytes:
                 with path.open("rb") as file:
                     if file.read(4) == b"\x7fELF":
                         binaries.setdefault(path.name, path)
-        except (OSError, ValueError):
-            continue  # not a path after all
     return [binaries[name] for name in sorted(binaries)]
 
 

@@ -59,13 +59,13 @@ def sampling_quality(root: Mapping[str, float]) -> dict[str, float | str] | None
     }
 
 
-def is_serialised(trace: pd.DataFrame | None, contexts: pd.DataFrame, amd: bool) -> bool:
+def is_serialised(trace: pd.DataFrame, contexts: pd.DataFrame, amd: bool) -> bool:
     """Whether the kernels of a PC-sampled recording ran one at a time.
 
     NVIDIA's PC sampling does so; AMD's does not, and neither did one in which kernels overlap.
     """
-    if amd or trace is None:
-        return not amd
+    if amd:
+        return False
     kernels = trace[contexts["kind"].eq("kernel").to_numpy()[trace["context"]]]
     kernels = kernels.sort_values("start_ns")
     reached = np.maximum.accumulate(kernels["end_ns"].to_numpy())
@@ -156,7 +156,7 @@ def overlong_kernels(values: pd.DataFrame, trace: pd.DataFrame) -> dict[int, int
 def cautions_of(
     contexts: pd.DataFrame,
     values: pd.DataFrame,
-    trace: pd.DataFrame | None,
+    trace: pd.DataFrame,
     overlong: Mapping[int, int],
     serialised: bool,
 ) -> list[str]:
@@ -170,7 +170,7 @@ def cautions_of(
         )
     total = values[values["scope"] == "exclusive"].groupby("metric", observed=True)["value"].sum()
     is_kernel = contexts["kind"].eq("kernel").to_numpy()
-    if trace is not None and total.get("GKER (sec)", 0) > 0:
+    if len(trace) and total.get("GKER (sec)", 0) > 0:
         rows = trace[is_kernel[trace["context"]]]
         by_trace = float((rows["end_ns"] - rows["start_ns"]).sum()) / 1e6
         metric, count = 1e3 * float(total["GKER (sec)"]), float(total.get("GKER:COUNT", np.nan))

@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pandas as pd
 
 from dlrm_workbook.ground.arrays import Floats, Ints
 from dlrm_workbook.recordings.hpctoolkit.format import (
@@ -32,16 +32,7 @@ from dlrm_workbook.recordings.hpctoolkit.format import (
     DatabaseError,
     DatabaseFile,
 )
-from dlrm_workbook.recordings.hpctoolkit.meta import (
-    ENTRY,
-    LEXICAL_TYPES,
-    RELATIONS,
-    ROOT,
-    Meta,
-    Metric,
-    enumerated,
-    read_meta,
-)
+from dlrm_workbook.recordings.hpctoolkit.meta import ENTRY, ROOT, Meta, Metric, read_meta
 from dlrm_workbook.recordings.hpctoolkit.metrics import (
     additive,
     canonical_name,
@@ -248,13 +239,11 @@ class Database:
                 f"{self.path}: metric '{metric.name}' has no scope '{scope}'; "
                 f"it has {', '.join(metric.scopes)}"
             )
-        source = self.profiles[profile]
-        rows = self.tree.rows(source.contexts)
         # One place more, for the row −1 of what is outside the tree.
         result = np.zeros(len(self.tree) + 1)
-        for start, metric_ids, value in source.chunks():
-            chosen = metric_ids == number
-            result[rows[source.places(start, len(metric_ids))[chosen]]] = value[chosen]
+        for context, metric_id, value in self.profiles[profile].chunks():
+            chosen = metric_id == number
+            result[self.tree.rows(context[chosen])] = value[chosen]
         return result[:-1]
 
     def self_column(self, name: str, profile: int = 0) -> Floats:
@@ -329,24 +318,6 @@ class Database:
 
 def _base(path: str) -> str:
     return path.rstrip("/").rsplit("/", 1)[-1]
-
-
-def type_names(lexical_types: Ints) -> list[str]:
-    """What each context is: ``root``, ``entry``, ``function``, ``loop``, ..."""
-    named = {ROOT: "root", ENTRY: "entry"}
-    return _each(lexical_types, lambda kind: named.get(kind) or enumerated(LEXICAL_TYPES, kind))
-
-
-def relation_names(relations: Ints) -> list[str]:
-    """How each context is reached from its parent; "" for the root and entry points."""
-    return _each(relations, lambda number: "" if number < 0 else enumerated(RELATIONS, number))
-
-
-def _each(numbers: Ints, name: Callable[[int], str]) -> list[str]:
-    """The name of every number, made once for each that occurs."""
-    distinct, which = np.unique(numbers, return_inverse=True)
-    names = np.array([name(number) for number in distinct.tolist()], dtype=object)
-    return names[which].tolist()
 
 
 def read_database(path: str | Path) -> Database:
@@ -435,38 +406,47 @@ def contradictions(database: Database, by_context: npt.NDArray[Any] | None) -> l
         by_context: number of values of each context id in ``cct.db``; None without that file.
     """
     cautions = []
-    summary, threads = database.profiles[0], [p for p in database.profiles if not p.summary]
-    in_summary = summary.contexts
-    largest = max(int(database.tree.context.max()), int(in_summary.max(initial=0)))
-    usual = min(largest, 16 * (len(database.tree) + len(in_summary))) + 1
-    numbers = ((p.contexts, np.diff(p.starts, append=p.count)) for p in threads)
-    in_threads, count = _added_up(numbers, usual)
-    if threads and not np.array_equal(in_threads, in_summary):
+    in_summary = database.profiles[0].contexts
+    threads = [profile for profile in database.profiles if not profile.summary]
+    summary, occurs = pd.Index(in_summary), np.zeros(len(in_summary), np.bool_)
+    count, beside = np.zeros(len(in_summary), np.int64), in_summary[:0]
+    for profile in threads:
+        contexts, numbers = profile.contexts, np.diff(profile.starts, append=profile.count)
+        place = summary.get_indexer(pd.Index(contexts))
+        listed = place >= 0
+        occurs[place[listed]] = True
+        count[place[listed]] += numbers[listed]
+        beside = np.union1d(beside, contexts[~listed])
+    if threads and (len(beside) or not occurs.all()):
         cautions.append(
-            f"profile.db contradicts itself: its threads have values in {len(in_threads):,} "
-            f"contexts, its summary in {len(in_summary):,}; one of them is damaged."
+            "profile.db contradicts itself: its threads have values in "
+            f"{occurs.sum() + len(beside):,} contexts, its summary in {len(in_summary):,}; one of "
+            "them is damaged."
         )
-    if by_context is not None:
-        most = max(int(database.tree.context.max()), int(in_threads.max(initial=0)))
-        inside = in_threads < len(by_context)
-        expected = by_context[in_threads[inside]]
+    elif by_context is not None:
+        most = max(int(database.tree.context.max()), int(in_summary.max(initial=0)))
+        inside = in_summary < len(by_context)
+        expected = np.zeros(len(in_summary), np.int64)
+        expected[inside] = by_context[in_summary[inside]]
         elsewhere = np.count_nonzero(by_context) - np.count_nonzero(expected)
-        differ = int(
-            (count[inside] != expected).sum() + np.count_nonzero(count[~inside]) + elsewhere
-        )
+        differ = int((count != expected).sum() + elsewhere)
         if differ or most >= len(by_context):
             cautions.append(
                 f"cct.db is of another run, or damaged: it lists {len(by_context):,} contexts, the "
                 f"other files {most + 1:,}, and the number of values differs in {differ:,}."
             )
     if database.traces:
-        contexts = (line.context for line in database.traces)
-        traced, _ = _added_up(((ids, np.ones_like(ids)) for ids in contexts), usual)
-        unknown = int((database.tree.rows(traced) < 0).sum())
-        if unknown:
+        known, unknown = np.zeros(len(database.tree) + 1, np.bool_), in_summary[:0]
+        for line in database.traces:
+            contexts = line.context
+            rows = database.tree.rows(contexts)
+            known[rows] = True
+            unknown = np.union1d(unknown, contexts[rows < 0])
+        if len(unknown):
             cautions.append(
-                f"{unknown:,} of {len(traced):,} contexts of trace.db are not in meta.db: it is of "
-                "another run, or damaged, so times over the run are not to be relied on."
+                f"{len(unknown):,} of {known[:-1].sum() + len(unknown):,} contexts of trace.db are "
+                "not in meta.db: it is of another run, or damaged, so times over the run are not "
+                "to be relied on."
             )
         lines = sorted(line.profile for line in database.traces)
         if lines != [profile.number for profile in threads]:
@@ -479,29 +459,6 @@ def contradictions(database: Database, by_context: npt.NDArray[Any] | None) -> l
             cautions += _odd_gpu_time(database)
     cautions += _odd_points(database)
     return cautions
-
-
-def _added_up(batches: Iterable[tuple[Ints, Ints]], usual: int) -> tuple[Ints, Ints]:
-    """(ids that occur, increasing; sum of the numbers of each) over batches of (ids, numbers).
-
-    Args:
-        usual: bound of nearly all ids. The memory needed is that of so many, however many batches
-            there are; an id above it, as a damaged file may have, costs more.
-    """
-    occurs, total = np.zeros(usual, np.bool_), np.zeros(usual, np.int64)
-    beyond: Counter[int] = Counter()
-    for ids, numbers in batches:
-        low = ids < usual
-        occurs[ids[low]] = True
-        np.add.at(total, ids[low], numbers[low])
-        for context_id, number in zip(ids[~low].tolist(), numbers[~low].tolist(), strict=True):
-            beyond[context_id] += number
-    present = np.flatnonzero(occurs)
-    above = sorted(beyond)
-    return (
-        np.append(present, np.array(above, np.int64)),
-        np.append(total[present], np.array([beyond[context_id] for context_id in above], np.int64)),
-    )
 
 
 def _odd_gpu_time(database: Database) -> list[str]:

@@ -21,25 +21,23 @@ from dlrm_core.base.errors import InputError
 from dlrm_workbook.ground.processes import MeasurementError, ProgressCallback, fresh_path, run_child
 from dlrm_workbook.ground.profiling import ProfilingConfig
 from dlrm_workbook.recordings.hpctoolkit.build import (
-    DatabaseAborted,
     build_database,
     name_unnamed_modules,
     recover_structure,
+    usable_processors,
 )
 from dlrm_workbook.recordings.hpctoolkit.failures import (
     DILATION_LIMIT,
     LOST_LIMIT,
-    Failure,
+    Failed,
     dilation_notice,
-    explain,
     lost_notice,
     lost_samples,
     no_space,
+    require_profiles,
 )
 from dlrm_workbook.recordings.hpctoolkit.passes import (
     Pass,
-    default_jobs,
-    hpcrun_command,
     make_safe,
     plan_passes,
     respelled,
@@ -47,6 +45,7 @@ from dlrm_workbook.recordings.hpctoolkit.passes import (
 )
 from dlrm_workbook.recordings.hpctoolkit.tools import (
     CPU_EVENT,
+    PC_SAMPLING,
     Capabilities,
     Tools,
     find_tools,
@@ -96,7 +95,6 @@ class Measurement:
         not_measured: name of a measurement to the reason why it was not made.
         notices: about the whole measurement.
         version: HPCToolkit's version.
-        logs: folder with each stage's standard output and error.
     """
 
     unprofiled: dict[str, Any]
@@ -104,11 +102,6 @@ class Measurement:
     not_measured: dict[str, str]
     notices: tuple[str, ...]
     version: str
-    logs: Path
-
-    def database(self, name: str = "times") -> Path | None:
-        """The database of a pass, or None if that pass was not made."""
-        return next((p.database for p in self.passes if p.name == name), None)
 
 
 def measure_program(
@@ -199,12 +192,11 @@ class _Session:
     not_measured: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.logs = self.folder / "logs"
         environment, notices = workload_environment(self.base)
         self.notices += notices
         self.run = partial(
             run_child,
-            logs=self.logs,
+            logs=self.folder / "logs",
             environment=environment,
             folder=(self.config.command_folder or None) if self.config.command else None,
             progress=self.progress,
@@ -212,7 +204,7 @@ class _Session:
 
     def measure(self, passes: Sequence[Pass]) -> Measurement:
         self.folder.mkdir(parents=True, exist_ok=True)
-        load, processors = os.getloadavg()[0], default_jobs()
+        load, processors = os.getloadavg()[0], usable_processors()
         if load > 0.5 * processors:
             self.notices.append(
                 f"other programs were running (load {load:.1f} on {processors} processors) when "
@@ -233,7 +225,6 @@ class _Session:
             not_measured=self.not_measured,
             notices=tuple(self.notices),
             version=self.tools.version,
-            logs=self.logs,
         )
 
     def unprofiled(self) -> dict[str, Any]:
@@ -265,48 +256,51 @@ class _Session:
         measured_again = False
         spelled = {measured.events}
         while True:
-            outcome = self.attempt(measured, unprofiled, notices)
-            if isinstance(outcome, PassResult):
-                return outcome
-            other = respelled(measured.events)
-            if outcome.kind == "event" and other not in spelled:
-                spelled.add(other)
-                notices.append(f"{outcome.reason}; measured with {', '.join(other)}")
-                measured = replace(measured, events=other)
-            elif outcome.kind in ("event", "gpu") and any(map(sampled, measured.events[1:])):
-                self.not_measured["stall reasons"] = outcome.reason
-                events = tuple(event.removesuffix(",pc") for event in measured.events)
-                measured = replace(measured, events=events)
-            elif outcome.kind in ("event", "gpu") and len(measured.events) > 1:
-                self.not_measured["GPU times"] = outcome.reason
-                measured = replace(measured, events=(CPU_EVENT,))
-            elif outcome.kind == "aborted" and measured.python and not measured_again:
-                measured_again = True
-                notices.append(f"measured once more, because {outcome.reason}")
-            elif outcome.kind in ("aborted", "program") and measured.python:
-                # Python frames are highly experimental in HPCToolkit
-                notices.append(f"measured without Python frames, because {outcome.reason}")
-                self.not_measured["Python frames"] = outcome.reason
-                measured = replace(measured, python=False)
-            else:
-                raise MeasurementError(outcome.reason)
+            try:
+                return self.attempt(measured, unprofiled, notices)
+            except Failed as failure:
+                kind, reason = failure.kind, str(failure)
+                other = respelled(measured.events)
+                if kind == "event" and other not in spelled:
+                    spelled.add(other)
+                    notices.append(f"{reason}; measured with {', '.join(other)}")
+                    measured = replace(measured, events=other)
+                elif kind in ("event", "gpu") and len(measured.events) > 1:
+                    if measured.events[-1].endswith(PC_SAMPLING):
+                        lost, event = "stall reasons", measured.events[-1].removesuffix(PC_SAMPLING)
+                        measured = replace(measured, events=(CPU_EVENT, event))
+                    else:
+                        lost, measured = "GPU times", replace(measured, events=(CPU_EVENT,))
+                    self.not_measured[lost] = reason
+                elif kind == "aborted" and measured.python and not measured_again:
+                    measured_again = True
+                    notices.append(f"measured once more, because {reason}")
+                elif kind in ("aborted", "program") and measured.python:
+                    # Python frames are highly experimental in HPCToolkit
+                    notices.append(f"measured without Python frames, because {reason}")
+                    self.not_measured["Python frames"] = reason
+                    measured = replace(measured, python=False)
+                else:
+                    raise
 
     def attempt(
         self, measured: Pass, unprofiled: dict[str, Any], notices: Sequence[str]
-    ) -> PassResult | Failure:
-        """hpcrun, hpcstruct, hpcprof, once."""
+    ) -> PassResult:
+        """hpcrun, hpcstruct, hpcprof, once.
+
+        Raises:
+            MeasurementError: there is no database; :class:`Failed` where another way may give one.
+        """
         final = fresh_path(self.folder / f"{measured.name}.measurements")
-        if make_safe(final):
-            return self.attempt_in(final, measured, unprofiled, notices)
         # hpcstruct breaks on a space in a path, so such folders get a stand-in
         with tempfile.TemporaryDirectory(prefix="dlrm-hpctoolkit-") as scratch:
-            measurements = Path(scratch) / final.name
+            measurements = final if make_safe(final) else Path(scratch) / final.name
             try:
-                outcome = self.attempt_in(measurements, measured, unprofiled, notices)
+                result = self.attempt_in(measurements, measured, unprofiled, notices)
             finally:
-                if measurements.exists():
+                if measurements != final and measurements.exists():
                     shutil.move(measurements, final)
-        return outcome if isinstance(outcome, Failure) else replace(outcome, measurements=final)
+        return replace(result, measurements=final)
 
     def attempt_in(
         self,
@@ -314,28 +308,31 @@ class _Session:
         measured: Pass,
         unprofiled: dict[str, Any],
         earlier: Sequence[str],
-    ) -> PassResult | Failure:
+    ) -> PassResult:
+        command = [str(self.tools.hpcrun), "-o", str(measurements)]
+        for event in measured.events:  # each has its own -e: lists are refused
+            command += ["-e", event]
+        command += ["-t"] if measured.trace else []
+        command += ["-a", "python"] if measured.python else []
         run = self.run(
-            hpcrun_command(self.tools, measured, measurements, self.command),
+            [*command, "--", *self.command],
             stage=f"{measured.name}: hpcrun",
             timeout_s=self.config.timeout_s,
         )
-        if failure := explain(measured, run, measurements):
-            full = no_space(measurements, f"{run.stderr}{run.stdout}")
-            return Failure("full", full) if full else failure
         notices = list(earlier)
-        if run.exit_code != 0:
-            notices.append(f"the program did all its iterations but {run.failure()}")
-        if measured.python and not any(measurements.glob("logical/*")):
-            reason = "HPCToolkit recorded none (is it built for another Python version?)"
-            self.not_measured["Python frames"] = reason
-            measured = replace(measured, python=False)
         try:
+            require_profiles(measured, run, measurements)
+            if run.exit_code != 0:
+                notices.append(f"the program did all its iterations but {run.failure()}")
+            if measured.python and not any(measurements.glob("logical/*")):
+                reason = "HPCToolkit recorded none (is it built for another Python version?)"
+                self.not_measured["Python frames"] = reason
+                measured = replace(measured, python=False)
             database, of_build = self.built(measured, measurements)
-        except MeasurementError as error:
-            if full := no_space(measurements, str(error)):
-                return Failure("full", full)
-            return Failure("aborted" if isinstance(error, DatabaseAborted) else "other", str(error))
+        except MeasurementError as failure:
+            if full := no_space(measurements, f"{failure}{run.stderr}{run.stdout}"):
+                raise MeasurementError(full) from None
+            raise
         notices += of_build
         result = run.last_object("ms_per_iteration") or {}
         time_ms, alone_ms = (_number(one.get("ms_per_iteration")) for one in (result, unprofiled))
@@ -366,12 +363,7 @@ class _Session:
         notices = []
         if self.config.structure:
             notices += recover_structure(
-                self.tools,
-                self.run,
-                measured.name,
-                measurements,
-                self.config.structure_limit_mb,
-                self.config.gpu_control_flow,
+                self.tools, self.run, measured.name, measurements, self.config
             )
         if named := name_unnamed_modules(measurements):
             notices.append(
@@ -381,11 +373,6 @@ class _Session:
         wanted = self.folder / f"{measured.name}.database"
         database, more = build_database(self.tools, self.run, measured.name, measurements, wanted)
         return database, notices + more
-
-
-def sampled(event: str) -> bool:
-    """Whether an event samples where kernels wait."""
-    return event.endswith(",pc")
 
 
 def _number(value: Any) -> float | None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 import shutil
-from dataclasses import dataclass
 from pathlib import Path
 
-from dlrm_workbook.ground.processes import Completed
+from dlrm_workbook.ground.processes import Completed, MeasurementError
 from dlrm_workbook.recordings.hpctoolkit.passes import Pass
 
 LOST_LIMIT = 0.05
@@ -16,63 +15,67 @@ LOST_LIMIT = 0.05
 DILATION_LIMIT = 1.2
 """A pass slower than this, relative to the unprofiled run, gets a notice."""
 
+LEAST_FREE_BYTES = 1 << 20
+"""HPCToolkit's programs end in many ways where they cannot write; less room than this is none."""
+
+_NO_SPACE = re.compile(r".*(?:No space left on device|Disk quota exceeded)")
 _SAMPLES = re.compile(r"SUMMARY: samples: (\d+) \(recorded: (\d+),")
 _REFUSED = re.compile(r"^.*(?:is unknown or unsupported|was not compiled with).*$", re.MULTILINE)
 
 
-@dataclass(frozen=True)
-class Failure:
-    """Why an attempt gave no database.
+class Failed(MeasurementError):
+    """An attempt gave no database, and another way of measuring may.
 
     Attributes:
-        kind: ``event`` (hpcrun refuses one), ``gpu`` (none can be measured),
-            ``program`` (it fails under hpcrun), ``aborted`` (hpcprof dies), ``full``
-            (there is no room for any measurement) or ``other`` (trying again would not help).
-        reason: one sentence.
+        kind: ``event`` (hpcrun refuses one), ``gpu`` (none can be measured), ``program`` (it fails
+            under hpcrun) or ``aborted`` (hpcprof dies).
     """
 
-    kind: str
-    reason: str
+    def __init__(self, kind: str, reason: str) -> None:
+        super().__init__(reason)
+        self.kind = kind
 
 
-def explain(measured: Pass, run: Completed, measurements: Path) -> Failure | None:
-    """Why hpcrun's run cannot be used, or None if it can.
+def require_profiles(measured: Pass, run: Completed, measurements: Path) -> None:
+    """Refuse a run of hpcrun that cannot be used.
 
     hpcrun's exit code is the program's, so what counts are the profiles that it wrote.
+
+    Raises:
+        Failed: it may be measured in another way.
+        MeasurementError: trying again would not help.
     """
     if run.timed_out:
-        return Failure(
-            "other",
+        raise MeasurementError(
             f"the program under hpcrun (pass {measured.name}) was still running after "
-            f"{run.seconds:.0f} s, at iteration {run.iteration}; raise profiling.timeout_s",
+            f"{run.seconds:.0f} s, at iteration {run.iteration}; raise profiling.timeout_s"
         )
     finished = run.last_object("ms_per_iteration") is not None
     ending = f"{run.last_words()}{run.see_log()}"
     if any(path.stat().st_size for path in measurements.glob("*.hpcrun")):
         if run.exit_code == 0 or finished:
-            return None
-        return Failure(
+            return
+        raise Failed(
             "program",
             f"the program, which runs by itself, {run.failure()} under hpcrun (pass "
             f"{measured.name}): {ending}",
         )
     if refused := _REFUSED.search(run.stderr):
-        return Failure("event", f"hpcrun refuses an event: {refused.group().strip()[:200]}")
+        raise Failed("event", f"hpcrun refuses an event: {refused.group().strip()[:200]}")
     if run.exit_code == 0:
-        return Failure(
-            "other",
+        raise MeasurementError(
             "the program ran under hpcrun with exit code 0, but nothing was measured: "
-            f"hpcrun's libraries could not be preloaded{run.see_log()}",
+            f"hpcrun's libraries could not be preloaded{run.see_log()}"
         )
     if run.exit_code == 255:
-        return Failure("other", f"hpcrun could not create {measurements}{run.see_log()}")
+        raise MeasurementError(f"hpcrun could not create {measurements}{run.see_log()}")
     if not finished and any(event.startswith("gpu=") for event in measured.events):
-        return Failure(
+        raise Failed(
             "gpu",
             f"hpcrun {run.failure()} before the program ran, as it does where the GPU cannot "
             f"be measured: {ending}",
         )
-    return Failure("program", f"hpcrun {run.failure()} and measured nothing: {ending}")
+    raise Failed("program", f"hpcrun {run.failure()} and measured nothing: {ending}")
 
 
 def no_space(measurements: Path, printed: str) -> str:
@@ -95,12 +98,6 @@ def no_space(measurements: Path, printed: str) -> str:
     words = match[0].strip()
     words = words if len(words) <= 250 else f"...{words[-247:]}"  # the end says why
     return f"a disk that the program or HPCToolkit writes to is full: {words}"
-
-
-LEAST_FREE_BYTES = 1 << 20
-"""HPCToolkit's programs end in many ways where they cannot write; less room than this is none."""
-
-_NO_SPACE = re.compile(r".*(?:No space left on device|Disk quota exceeded)")
 
 
 def lost_samples(measurements: Path) -> float | None:

@@ -192,7 +192,6 @@ class DatabaseFile:
             raise DatabaseError(str(problem)) from None
         except OSError as problem:
             raise self.error(f"it cannot be read: {problem.strerror or problem}") from problem
-        self.bytes: npt.NDArray[np.uint8] = np.frombuffer(self.map, np.uint8)
         self.minor_version = self._check_identity(code)
         pairs = np.frombuffer(self.map, "<u8", 2 * len(sections), offset=16).reshape(-1, 2).tolist()
         self.sections = {

@@ -15,9 +15,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pandas as pd
 
 from dlrm_workbook.ground.arrays import Bools, Ints
 from dlrm_workbook.recordings.hpctoolkit import format as f4
+from dlrm_workbook.recordings.profile import depths
 
 META_SECTIONS = (
     *("General", "IdNames", "Metrics", "Context"),
@@ -64,26 +66,11 @@ class ContextTree:
         return len(self.context)
 
     def __post_init__(self) -> None:
-        self._order = np.argsort(self.context, kind="stable")
-        self._sorted = self.context[self._order]
-        # Ids are dense in practice: a direct table is several times faster than a search.
-        self._direct: Ints | None = None
-        if len(self) and self._sorted[-1] < 16 * len(self) + 65536:
-            self._direct = np.full(int(self._sorted[-1]) + 2, -1, np.int64)
-            self._direct[self.context] = np.arange(len(self))
-
-    def duplicate(self) -> int | None:
-        """A context id that occurs twice, if any."""
-        twice = np.flatnonzero(self._sorted[1:] == self._sorted[:-1])
-        return int(self._sorted[twice[0]]) if len(twice) else None
+        self._index = pd.Index(self.context)
 
     def rows(self, contexts: npt.NDArray[Any]) -> Ints:
         """Row of each context id, −1 where it is not in the tree."""
-        contexts = contexts.astype(np.int64, copy=False)
-        if self._direct is not None:
-            return self._direct[np.minimum(contexts, len(self._direct) - 1)]
-        place = np.minimum(np.searchsorted(self._sorted, contexts), len(self) - 1)
-        return np.where(self._sorted[place] == contexts, self._order[place], -1)
+        return self._index.get_indexer(pd.Index(contexts))
 
 
 @dataclass(frozen=True)
@@ -221,7 +208,7 @@ def _read_tree(
     entries = file.table(
         f4.ENTRY_POINT, head["entries"], head["count"], head["stride"], "entry points"
     )
-    positions, parents, depths = _walk(file, entries)
+    positions, parents = _walk(file, entries)
     count, first = len(positions), 1 + len(entries)
     words = np.frombuffer(file.map, "<u8", file.size // 8)
     identity = words[positions + 2]
@@ -265,7 +252,7 @@ def _read_tree(
     tree = ContextTree(
         context=everywhere,
         parent=parent,
-        depth=column(0, depths),
+        depth=np.maximum(depths(parent) - 1, 0),
         lexical_type=lexical_type,
         relation=column(-1, relation),
         function=column(-1, function_row(optional(has_function, 4))),
@@ -276,18 +263,20 @@ def _read_tree(
         entry_names=file.strings(entries["name"], "entry point name"),
         entry_types=[enumerated(ENTRY_TYPES, kind) for kind in entries["type"].tolist()],
     )
-    twice = tree.duplicate()
-    if twice is not None:
-        raise file.error(f"context {twice} occurs twice in the tree (0 is the root's)")
+    twice = pd.Series(everywhere).duplicated()
+    if twice.any():
+        raise file.error(
+            f"context {everywhere[twice.argmax()]} occurs twice in the tree (0 is the root's)"
+        )
     return tree
 
 
-def _walk(file: f4.DatabaseFile, entries: npt.NDArray[Any]) -> tuple[Ints, Ints, Ints]:
+def _walk(file: f4.DatabaseFile, entries: npt.NDArray[Any]) -> tuple[Ints, Ints]:
     """Find every context below the entry points, level by level.
 
     Returns:
-        For each context the 8-byte word at which it starts, the row of its parent
-        (entry points are rows 1 to n) and its depth (entry points 0).
+        For each context the 8-byte word at which it starts and the row of its parent
+        (entry points are rows 1 to n).
 
     Raises:
         DatabaseError: a children array leads outside the file, is cut within a
@@ -300,57 +289,44 @@ def _walk(file: f4.DatabaseFile, entries: npt.NDArray[Any]) -> tuple[Ints, Ints,
     first = 1 + len(entries)
     fixed = f4.CONTEXT.size // 8
     positions: list[int] = []
-    blocks_of: list[int] = []  # for each children array: the row of its parent,
-    counts: list[int] = []  # its number of contexts,
-    depths: list[int] = []  # and their depth
+    # Of each children array: where it starts, its bytes, the row of its parent, its contexts.
+    # Plain lists of ints, not tuples: those would wake the garbage collector.
     has_children = np.flatnonzero(entries["children_size"])
     starts = entries["children"][has_children].tolist()
     sizes = entries["children_size"][has_children].tolist()
     rows = (has_children + 1).tolist()
-    depth = 0
-    while starts:
-        depth += 1
-        blocks_of += rows
-        depths += [depth] * len(rows)
-        # Plain lists of ints, not tuples: those would wake the garbage collector.
-        next_starts: list[int] = []
-        next_sizes: list[int] = []
-        next_rows: list[int] = []
-        for start, size in zip(starts, sizes, strict=True):
-            if start % 8 or start + size > limit:
+    counts: list[int] = []
+    for start, size in zip(starts, sizes, strict=True):  # which grow on the way
+        if start % 8 or start + size > limit:
+            raise file.error(
+                f"the children at byte {start} take {size} bytes, which is no multiple of 8 or "
+                f"lies outside the file's {file.size} bytes"
+            )
+        at, end = start >> 3, (start + size) >> 3
+        before = len(positions)
+        while at < end:
+            after = at + fixed
+            if after <= end:  # the word that tells the rest of its size can be read
+                after += words[at + 2] >> 56
+            if after > end:
                 raise file.error(
-                    f"the children at byte {start} take {size} bytes, which is no multiple of 8 or "
-                    f"lies outside the file's {file.size} bytes"
+                    f"the context at byte {8 * at} reaches byte {8 * after}, and its "
+                    f"siblings end at byte {8 * end}"
                 )
-            at, end = start >> 3, (start + size) >> 3
-            before = len(positions)
-            while at < end:
-                after = at + fixed
-                if after <= end:  # the word that tells the rest of its size can be read
-                    after += words[at + 2] >> 56
-                if after > end:
-                    raise file.error(
-                        f"the context at byte {8 * at} reaches byte {8 * after}, and its "
-                        f"siblings end at byte {8 * end}"
-                    )
-                children_size = words[at]
-                if children_size:
-                    next_starts.append(words[at + 1])
-                    next_sizes.append(children_size)
-                    next_rows.append(first + len(positions))
-                positions.append(at)
-                at = after
-            counts.append(len(positions) - before)
-            if len(positions) > most:
-                raise file.error(
-                    f"its {file.size} bytes have over {most} contexts, so children arrays overlap"
-                )
-        starts, sizes, rows = next_starts, next_sizes, next_rows
-    number = np.asarray(counts, np.int64)
-    return (
-        np.asarray(positions, np.int64),
-        np.repeat(np.asarray(blocks_of, np.int64), number),
-        np.repeat(np.asarray(depths, np.int64), number),
+            children_size = words[at]
+            if children_size:
+                starts.append(words[at + 1])
+                sizes.append(children_size)
+                rows.append(first + len(positions))
+            positions.append(at)
+            at = after
+        counts.append(len(positions) - before)
+        if len(positions) > most:
+            raise file.error(
+                f"its {file.size} bytes have over {most} contexts, so children arrays overlap"
+            )
+    return np.asarray(positions, np.int64), np.repeat(
+        np.asarray(rows, np.int64), np.asarray(counts, np.int64)
     )
 
 

@@ -180,7 +180,7 @@ def work_on_gpus(trace: pd.DataFrame, threads: pd.DataFrame) -> pd.DataFrame:
 
 
 def parts_in_order(
-    trace: pd.DataFrame | None,
+    trace: pd.DataFrame,
     threads: pd.DataFrame,
     labels: Labels,
     iterations: pd.DataFrame | None,
@@ -188,10 +188,8 @@ def parts_in_order(
     """Part of each operation of the GPUs and of each sample of threads that run parts.
 
     Returns:
-        Parts by the index of ``trace``; without one, none.
+        Parts by the index of ``trace``.
     """
-    if trace is None:
-        return pd.Series([], dtype=object)
     work = work_on_gpus(trace, threads)
     pieces = [pd.Series(by_order(work, labels, iterations), work.index, dtype=object)]
     speaks = labels.component != "other"
@@ -295,7 +293,7 @@ class ContextTables(NamedTuple):
 
     contexts: pd.DataFrame
     values: pd.DataFrame
-    trace: pd.DataFrame | None
+    trace: pd.DataFrame
 
 
 def divide(
@@ -318,96 +316,76 @@ def divide(
     unknown = ~np.isin(component, COMPONENTS) | (component == "other")
     phase[unknown] = np.where(component[unknown] == NO_STEP, START_UP, "")
     component[unknown] = "other"
-    if trace is None:
-        return tables._replace(contexts=contexts.assign(component=component, phase=phase)), 0
-    parent = contexts["parent"].to_numpy()
-    scope = scopes(contexts)
-    placed = _placed(scope, trace, parts, overlong)
-    shares = _shares(placed)
-    kept = shares[shares["first"]].set_index("scope")["part"]
-    rows = np.flatnonzero(np.isin(scope, kept.index))
-    component[rows], phase[rows] = zip(*kept[scope[rows]], strict=True) if len(rows) else OTHER
+    scope, rows = scopes(contexts), trace.loc[parts.index]
+    end = rows["end_ns"].copy()
+    end.update(pd.Series(overlong, dtype="int64"))
+    part, names = pd.factorize(parts)
+    placed = rows[["context"]].assign(
+        within=scope[rows["context"]], part=part, time=end - rows["start_ns"]
+    )
+    shares = shares_of_parts(placed, "within")
+    shares = shares.sort_values(["within", "time"], ascending=[True, False], kind="stable")
+    further = shares["within"].duplicated()
+    kept = shares[~further].set_index("within")["part"]
+    inside = np.isin(scope, kept.index)
+    if inside.any():
+        component[inside], phase[inside] = zip(*names[kept[scope[inside]].to_numpy()], strict=True)
     contexts = contexts.assign(component=component, phase=phase)
-    copies = shares[~shares["first"]].reset_index(drop=True)
-    if copies.empty:
+    if not further.any():
         return ContextTables(contexts, values, trace), 0
-    block, new = _copies(contexts, scope, copies)
+    copies = _copies(contexts, scope, shares[further])
+    block = contexts.iloc[copies["old"]].assign(
+        context=copies["new"].to_numpy(), parent=copies["above"].to_numpy()
+    )
+    block["component"], block["phase"] = zip(*names[copies["part"].to_numpy()], strict=True)
+    keys = ["within", "part", "old"]
+    moved = placed.rename(columns={"context": "old"}).join(copies.set_index(keys)["new"], on=keys)
     divided = ContextTables(
         pd.concat([contexts, block], ignore_index=True),
-        pd.concat(_divided_values(values, scope, parent, copies, new), ignore_index=True),
-        trace.assign(context=_moved(trace["context"], placed, copies, new)),
+        _divided_values(values, contexts["parent"].to_numpy(), copies),
+        trace.assign(context=moved["new"].combine_first(trace["context"]).astype("int64")),
     )
-    return divided, copies["scope"].nunique()
+    return divided, copies["within"].nunique()
 
 
-def _placed(
-    scope: Ints, trace: pd.DataFrame, parts: pd.Series, overlong: Mapping[int, int]
-) -> pd.DataFrame:
-    """Scope, part and time of the rows of a trace that have a part; the index is the trace's."""
-    rows = trace.loc[parts.index]
-    end = pd.Series(overlong).reindex(rows.index, fill_value=0)
-    end = rows["end_ns"].where(~rows.index.isin(list(overlong)), end)
-    columns = {
-        "scope": scope[rows["context"].to_numpy()],
-        "part": parts.to_numpy(),
-        "time": (end - rows["start_ns"]).to_numpy(),
-        "count": 1,
-    }
-    return pd.DataFrame(columns, index=rows.index)
+def shares_of_parts(rows: pd.DataFrame, of: str) -> pd.DataFrame:
+    """The shares that parts have in what their operations belong to.
 
+    Args:
+        rows: ``part`` and ``time`` of each operation, and what it belongs to (column ``of``).
 
-def _shares(placed: pd.DataFrame) -> pd.DataFrame:
-    """Shares of each part of a scope in its ``time`` and ``count``, the ``first`` most time."""
-    shares = placed.groupby(["scope", "part"], as_index=False, sort=False)[["time", "count"]].sum()
-    shares = shares.sort_values(["scope", "time"], ascending=[True, False], kind="stable")
-    shares["first"] = ~shares["scope"].duplicated()
-    for name in ("time", "count"):
-        total = shares.groupby("scope")[name].transform("sum")
-        shares[name] = np.where(total > 0, shares[name] / total.where(total > 0, 1), 0.0)
+    Returns:
+        ``of``, ``part``, ``time`` and ``count``: its shares in the time and number of operations.
+    """
+    rows = rows.assign(count=1, time=rows["time"].clip(lower=0))
+    shares = rows.groupby([of, "part"], as_index=False, sort=False)[["time", "count"]].sum()
+    whole = shares.groupby(of)[["time", "count"]].transform("sum")
+    shares["count"] /= whole["count"]
+    # what took no time by the trace is divided as it is counted
+    shares["time"] = (shares["time"] / whole["time"]).where(whole["time"] > 0, shares["count"])
     return shares
 
 
-def _copies(
-    contexts: pd.DataFrame, scope: Ints, copies: pd.DataFrame
-) -> tuple[pd.DataFrame, pd.Series]:
-    """The further contexts of scopes that are divided, and the number of each.
+def _copies(contexts: pd.DataFrame, scope: Ints, further: pd.DataFrame) -> pd.DataFrame:
+    """The further contexts of scopes that are divided.
 
     Args:
-        copies: scope and part of each copy.
+        further: the parts that get copies, as :func:`shares_of_parts` gives them.
 
     Returns:
-        Rows of ``contexts``; new context by number of the copy and old context.
+        A row a copy: those columns, ``old`` and ``new`` (the numbers of the context and of its
+        copy) and ``above`` (the parent of the copy).
     """
-    members = pd.Series(np.arange(len(scope))).groupby(scope).groups
-    copied = pd.DataFrame(
-        [(share, row) for share, at in enumerate(copies["scope"]) for row in members[at]],
-        columns=["share", "old"],
-    )
-    copied["new"] = len(contexts) + np.arange(len(copied))
-    new = copied.set_index(["share", "old"])["new"]
-    block = contexts.iloc[copied["old"]].copy()
-    block["context"] = copied["new"].to_numpy()
-    block["component"], block["phase"] = zip(*copies["part"][copied["share"]], strict=True)
+    members = pd.DataFrame({"within": scope, "old": np.arange(len(scope))})
+    copies = further.merge(members, on="within")
+    copies["new"] = len(contexts) + np.arange(len(copies))
     # below a copied context stands its copy, above it the same callers as before
-    inner = copied["old"] != copies["scope"][copied["share"]].to_numpy()
-    above = contexts["parent"].to_numpy()[copied["old"]]
-    above[inner] = new.loc[list(zip(copied["share"][inner], above[inner], strict=True))]
-    block["parent"] = above
-    return block, new
-
-
-def _moved(
-    context: pd.Series, placed: pd.DataFrame, copies: pd.DataFrame, new: pd.Series
-) -> pd.Series:
-    """The contexts of a trace's rows, those of operations at the copy of their part."""
-    parts = zip(copies["scope"], copies["part"], strict=True)
-    number = pd.Series(np.arange(len(copies)), index=list(parts))
-    share = pd.Series(zip(placed["scope"], placed["part"], strict=True), placed.index).map(number)
-    share = share.dropna().astype(int)
-    context = context.copy()
-    keys = list(zip(share, context[share.index], strict=True))
-    context[share.index] = new.loc[keys].to_numpy()
-    return context
+    copies["above"] = contexts["parent"].to_numpy()[copies["old"]]
+    keys = ["within", "part", "above"]
+    inner = copies.join(copies.set_index(["within", "part", "old"])["new"], on=keys, rsuffix="_of")
+    is_head = copies["old"] == copies["within"]
+    copies.loc[~is_head, "above"] = inner["new_of"][~is_head].astype("int64")
+    return copies
 
 
 def scopes(contexts: pd.DataFrame) -> Ints:
@@ -416,45 +394,31 @@ def scopes(contexts: pd.DataFrame) -> Ints:
     return nearest(parent, ~contexts["kind"].isin(DETAIL).to_numpy() | (parent < 0))
 
 
-def _divided_values(
-    values: pd.DataFrame, scope: Ints, parent: Ints, copies: pd.DataFrame, new: pd.Series
-) -> list[pd.DataFrame]:
-    """What is left of the values where they were, and what goes to the copies of contexts.
-
-    Args:
-        copies: ``scope``, ``time`` and ``count`` (its shares of the scope's) of each copy.
-        new: the new context, by number of the copy and old context.
-    """
-    old = values.rename(columns={"context": "old"})
-    old["scope_row"] = scope[old["old"]]
-    old = old[old["scope_row"].isin(copies["scope"])]
-    exclusive = old[old["scope"] == "exclusive"]
-    shares = copies.rename(columns={"scope": "scope_row"}).reset_index(names="share")
-    moved = exclusive.reset_index(names="row").merge(
-        shares[["share", "scope_row", "time", "count"]], on="scope_row"
-    )
+def _divided_values(values: pd.DataFrame, parent: Ints, copies: pd.DataFrame) -> pd.DataFrame:
+    """The values, of which the copies of contexts have their shares."""
+    exclusive = values[values["scope"].eq("exclusive") & values["context"].isin(copies["old"])]
+    moved = exclusive.rename_axis("row").reset_index()
+    moved = moved.merge(copies, left_on="context", right_on="old")
     counted = moved["metric"].map(is_count).to_numpy(dtype=bool)
     moved["value"] *= np.where(counted, moved["count"], moved["time"])
     steps = [moved]  # inclusive values: everything also counts for what is above it
     while not steps[-1].empty:
-        lower = steps[-1]
-        lower = lower[lower["old"] != lower["scope_row"]]
-        steps.append(lower.assign(old=parent[lower["old"]]))
+        lower = steps[-1][steps[-1]["old"] != steps[-1]["within"]]
+        above = copies["above"].to_numpy()[lower["new"] - copies["new"].iloc[0]]
+        steps.append(lower.assign(new=above, old=parent[lower["old"]]))
     keys = ["profile", "metric", "old"]
-    inclusive = pd.concat(steps).groupby(["share", *keys], as_index=False, observed=True)
+    inclusive = pd.concat(steps).groupby(["new", *keys], as_index=False, observed=True)
     total = inclusive["value"].sum().assign(scope="inclusive")
     left = values["value"].copy()
     left[moved["row"].unique()] -= moved.groupby("row")["value"].sum()
-    whole = old[old["scope"] == "inclusive"].reset_index(names="row")
-    gone = total.groupby(keys, as_index=False, observed=True)["value"].sum()
-    whole = whole.merge(gone, on=keys, suffixes=("", "_gone"))
-    left[whole["row"]] -= whole["value_gone"].to_numpy()
-    blocks = [values.assign(value=left)]
-    for block in (moved.assign(scope="exclusive"), total):
-        block["context"] = new.loc[list(zip(block["share"], block["old"], strict=True))].to_numpy()
-        block = block[block["value"] != 0][list(values.columns)]
-        blocks.append(block.astype({name: values[name].dtype for name in ("metric", "scope")}))
-    return blocks
+    gone = total.groupby(keys, observed=True)["value"].sum()
+    whole = values[values["scope"].eq("inclusive") & values["context"].isin(copies["old"])]
+    less = whole.rename(columns={"context": "old"}).join(gone, on=keys, rsuffix="_gone")
+    left[less.index] -= less["value_gone"].fillna(0.0)
+    added = pd.concat([moved.assign(scope="exclusive"), total], ignore_index=True)
+    added = added[added["value"] != 0].assign(context=added["new"])[list(values.columns)]
+    added = added.astype({name: values[name].dtype for name in ("metric", "scope")})
+    return pd.concat([values.assign(value=left), added], ignore_index=True)
 
 
 def is_count(metric: str) -> bool:

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from dlrm_core.base.errors import InputError
 from dlrm_workbook.ground.processes import ALLOCATOR
-from dlrm_workbook.recordings.hpctoolkit.tools import (
-    CPU_EVENT,
-    GPU_EVENTS,
-    PC_EVENTS,
-    Capabilities,
-    Tools,
-)
+from dlrm_workbook.recordings.hpctoolkit.tools import CPU_EVENT, GPU_EVENTS, Capabilities
 
 MAKE_SAFE = re.compile(r"[A-Za-z0-9_./+@%,=-]+")
 """Paths that hpcstruct can take: it writes them into a Makefile and a shell command."""
@@ -82,8 +75,9 @@ def plan_passes(
 def respelled(events: tuple[str, ...]) -> tuple[str, ...]:
     """The events in the other release's spelling."""
     old, new = GPU_EVENTS
-    other = {old: new, new: old, PC_EVENTS[old]: PC_EVENTS[new], PC_EVENTS[new]: PC_EVENTS[old]}
-    return tuple(other.get(event, event) for event in events)
+    return tuple(
+        event.replace(old, new) if old in event else event.replace(new, old) for event in events
+    )
 
 
 def workload_environment(base: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
@@ -104,51 +98,13 @@ def workload_environment(base: Mapping[str, str]) -> tuple[dict[str, str], list[
         if environment.pop(name, ""):
             notices.append(f"{name} was removed from the environment of the measured runs")
     # hpcrun obeys such variables of a shell beside its own options
-    removed = sorted(name for name in environment if name.startswith("HPCRUN_"))
-    for name in removed:
-        del environment[name]
-    if removed:
+    if removed := sorted(name for name in environment if name.startswith("HPCRUN_")):
         notices.append(
             f"{', '.join(removed)} {'was' if len(removed) == 1 else 'were'} removed from the "
             "environment of the measured runs: they change what hpcrun measures"
         )
-    environment.update(ALLOCATOR)
-    return environment, notices
-
-
-def hpcrun_command(
-    tools: Tools, measured: Pass, measurements: Path, command: Sequence[str]
-) -> list[str]:
-    """Arguments of the profiled run. Each event has its own ``-e``: lists are refused."""
-    arguments = [str(tools.hpcrun), "-o", str(measurements)]
-    for event in measured.events:
-        arguments += ["-e", event]
-    if measured.trace:
-        arguments.append("-t")
-    if measured.python:
-        arguments += ["-a", "python"]
-    return [*arguments, "--", *command]
-
-
-def hpcstruct_command(
-    tools: Tools, measurements: Path, cache: Path | None, jobs: int, gpu_control_flow: bool = False
-) -> list[str]:
-    """Arguments that recover loops and inlined functions of the measured binaries.
-
-    Args:
-        gpu_control_flow: those of kernels too, which needs nvdisasm and is slow.
-    """
-    keep = ["-c", str(cache)] if cache is not None else ["--nocache"]
-    control = ["--gpucfg", "yes"] if gpu_control_flow else []
-    return [str(tools.hpcstruct), "-j", str(jobs), *keep, *control, str(measurements)]
-
-
-def hpcprof_command(tools: Tools, measurements: Path, database: Path, jobs: int) -> list[str]:
-    """Arguments that turn measurements into a database, source files left out."""
-    options = [tools.no_source] if tools.no_source else []
-    return [
-        str(tools.hpcprof), "-j", str(jobs), *options, "-o", str(database), str(measurements)
-    ]  # fmt: skip
+    kept = {name: value for name, value in environment.items() if name not in removed}
+    return kept | ALLOCATOR, notices
 
 
 def make_safe(path: Path) -> bool:
@@ -158,8 +114,3 @@ def make_safe(path: Path) -> bool:
     breaks it, and a ``$(...)`` in a folder's name would run.
     """
     return MAKE_SAFE.fullmatch(str(path)) is not None
-
-
-def default_jobs() -> int:
-    """Processors that this process may use."""
-    return len(os.sched_getaffinity(0))

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -33,7 +33,7 @@ from dlrm_workbook.recordings.alignment import (
     align_profiles,
     operations_by_stream,
 )
-from dlrm_workbook.recordings.hpctoolkit.parts import DETAIL, is_count, scopes
+from dlrm_workbook.recordings.hpctoolkit.parts import DETAIL, is_count, scopes, shares_of_parts
 from dlrm_workbook.recordings.nesting import last_ends, stretch_at
 from dlrm_workbook.recordings.profile import (
     SCHEMA,
@@ -78,15 +78,9 @@ def with_spans(
     if profile.trace.empty or not parts or not loops:
         return profile
     parts = sorted(parts, key=lambda row: row[1])
-    names = list(dict.fromkeys(row[0] for row in parts))
-    log = Log(
-        chains=[(_part_node(name),) for name in names],
-        part=np.array([names.index(row[0]) for row in parts]),
-        start=np.array([row[1] for row in parts]),
-        end=np.array([row[2] for row in parts]),
-        loops=loops,
-        interpreter=True,
-    )
+    part, names = pd.factorize(np.array([row[0] for row in parts], dtype=object))
+    start, end = np.array([row[1:] for row in parts]).T
+    log = Log([(_part_node(name),) for name in names], part, start, end, loops, interpreter=True)
 
     def place(work: pd.DataFrame, meta: dict[str, Any]) -> pd.DataFrame:
         placed = _placed(profile, work, spans, other, meta)
@@ -221,8 +215,17 @@ def launched_in(
     return stretch_at(begins, np.append(begins[1:], ends[-1]), start), how
 
 
-Node = tuple[str, str, str, int, str, str]
-"""A context above samples: kind, name, file, line, component and phase."""
+class Node(NamedTuple):
+    """A context of the new tree, as in the table of contexts."""
+
+    kind: str
+    name: str
+    file: str = ""
+    line: int = 0
+    module: str = ""
+    component: str = "other"
+    phase: str = ""
+
 
 Place = Callable[[pd.DataFrame, dict[str, Any]], pd.DataFrame]
 
@@ -246,8 +249,7 @@ class Log:
     interpreter: bool
 
     def __post_init__(self) -> None:
-        self.loop_start = np.array([row[1] for row in self.loops])
-        self.loop_end = np.array([row[2] for row in self.loops])
+        self.loop_start, self.loop_end = np.array([row[1:] for row in self.loops]).T
 
     def numbered(self, chains: Sequence[tuple[Node, ...]]) -> list[int]:
         """Numbers of parts given by their contexts; new ones are added."""
@@ -258,7 +260,8 @@ class Log:
 
 
 def _part_node(name: str) -> Node:
-    return ("annotation", name, "", 0, *(parse_span(name) or ("other", "")))
+    component, phase = parse_span(name) or ("other", "")
+    return Node("annotation", name, component=component, phase=phase)
 
 
 def _main_thread(profile: Profile, samples: pd.DataFrame) -> int:
@@ -313,17 +316,12 @@ def _divided_work(values: pd.DataFrame, work: pd.DataFrame, function: np.ndarray
         work: ``function``, ``part``, ``start_ns``, ``end_ns`` of the operations.
         function: the kernel or copy (contexts,) that each context lies in.
     """
-    rows = work.assign(time=(work["end_ns"] - work["start_ns"]).clip(lower=0), number=1)
-    shares = rows.groupby(["function", "part"], as_index=False)[["time", "number"]].sum()
-    whole = shares.groupby("function")[["time", "number"]].transform("sum")
-    shares["number"] /= whole["number"]
-    # a kernel whose every operation took no time by the trace is divided as they are counted
-    shares["time"] = (shares["time"] / whole["time"]).where(whole["time"] > 0, shares["number"])
+    shares = shares_of_parts(work.assign(time=work["end_ns"] - work["start_ns"]), "function")
     values = values.assign(function=function[values["context"].to_numpy()])
     merged = values.merge(shares, on="function", how="left")
     merged["part"] = merged["part"].fillna(OUTSIDE_SPANS).astype(int)
     counts = merged["metric"].astype(object).map(is_count).to_numpy(dtype=bool)
-    weight = merged["number"].where(counts, merged["time"]).fillna(1.0)
+    weight = merged["count"].where(counts, merged["time"]).fillna(1.0)
     return merged.assign(value=merged["value"] * weight)
 
 
@@ -363,11 +361,8 @@ class _Layout:
             skipped[row] = parent[row] >= 0 and skipped[parent[row]]
         used = pd.concat([exclusive[["context", "part"]], samples[["context", "part"]]])
         used = used.drop_duplicates()
-        self.iteration = len(self.old)
-        iteration: Node = ("annotation", ITERATION_SPAN, "", 0, "other", "")
-        nodes: dict[tuple[int, Node], int] = {(0, iteration): self.iteration}
-        frames = [self.old.assign(component="other", phase=""), _row(0, iteration)]
-        count = self.iteration + 1
+        self.nodes: dict[tuple[int, Node], int] = {}
+        self.iteration = self._node(0, Node("annotation", ITERATION_SPAN))
         self.part_node = []
         at: list[Ints] = []
         columns = ["kind", "name", "file", "line", "module"]
@@ -375,46 +370,35 @@ class _Layout:
         groups = dict(iter(used.groupby("part")["context"]))
         for number, chain in enumerate(log.chains):
             above = self.iteration
-            component, phase = chain[-1][4:] if chain else ("other", "")
-            inner: Node = ("python", "Python interpreter", "", 0, component, phase)
-            for node in (*chain, *([inner] if log.interpreter else [])):
-                if (above, node) not in nodes:
-                    frames.append(_row(above, node))
-                    nodes[above, node] = count
-                    count += 1
-                if node is inner:
-                    self.part_node.append(above)
-                above = nodes[above, node]
-            if not log.interpreter:
-                self.part_node.append(above)
+            for node in chain:
+                above = self._node(above, node)
+            self.part_node.append(above)
+            component, phase = (chain[-1].component, chain[-1].phase) if chain else ("other", "")
+            if log.interpreter:
+                inner = Node("python", "Python interpreter", component=component, phase=phase)
+                above = self._node(above, inner)
             rows = groups[number].to_numpy() if number in groups else np.zeros(0, dtype=np.int64)
             # A row that is left out stands for the nearest kept one above it, or for the last
             # context of the part. Rows that thereby become siblings of one name and place are one.
             place = {-1: above}
-            merged: dict[tuple[int, tuple[str, ...]], int] = {}
-            first: list[int] = []
-            rise: list[int] = []
             for row in np.flatnonzero(_with_ancestors(rows, parent)).tolist():
                 over = place[int(parent[row])]
                 if not skipped[row]:
-                    key = (over, what[row])
-                    if key not in merged:
-                        merged[key] = count + len(first)
-                        first.append(row)
-                        rise.append(over)
-                    over = merged[key]
+                    over = self._node(over, Node(*what[row], component, phase))
                 place[row] = over
-            copied = self.old.iloc[first].assign(component=component, phase=phase, parent=rise)
-            frames.append(copied)
-            count += len(first)
             at.append(np.array([(number, row, place[row]) for row in rows.tolist()]).reshape(-1, 3))
-        contexts = pd.concat(frames, ignore_index=True)
-        contexts["context"] = np.arange(len(contexts))
-        self.contexts = typed("contexts", contexts)
+        added = [(above, *node) for above, node in self.nodes]
+        new = pd.DataFrame(added, columns=["parent", *Node._fields]).assign(shapes="", context=0)
+        contexts = pd.concat([self.old.assign(component="other", phase=""), new])
+        self.contexts = typed("contexts", contexts.assign(context=np.arange(len(contexts))))
         table = np.concatenate([np.zeros((0, 3), dtype=np.int64), *at])
         key = table[:, 0] * len(self.old) + table[:, 1]
         order = np.argsort(key)
         self._key, self._row = key[order], table[order, 2]
+
+    def _node(self, above: int, node: Node) -> int:
+        """Row of a context below another, which is added where it is new."""
+        return self.nodes.setdefault((above, node), len(self.old) + len(self.nodes))
 
     def rows(self, part: Ints, context: Ints) -> Ints:
         """Row (n,) in the new tree of contexts of the old one in parts."""
@@ -467,13 +451,6 @@ class _Layout:
         )
         frames = [pd.DataFrame(dict(zip(columns, cells, strict=True))) for cells in intervals]
         return pd.concat(frames).sort_values(["profile", "start_ns", "depth"], ignore_index=True)
-
-
-def _row(parent: int, node: Node) -> pd.DataFrame:
-    """A row of ``contexts``."""
-    kind, name, file, line, component, phase = node
-    row = (0, parent, kind, name, "", file, line, "", component, phase)
-    return pd.DataFrame([row], columns=list(SCHEMA["contexts"]))
 
 
 def _with_ancestors(rows: np.ndarray, parent: np.ndarray) -> np.ndarray:

@@ -122,12 +122,12 @@ def _log(document: dict[str, Any], loops: list[SpanRow]) -> Log:
         own, module = divmod(number, len(groups) + 1)
         frames_above = stacks[own] if own >= 0 else []
         below = [groups[module]] if module < len(groups) else []
-        if below and below[0][5] == "backward":
+        if below and below[0].phase == "backward":
             # what follows a backward pass, clipping say, is not its last module's
             runs = not frames_above or any(
-                node[1].rpartition(".")[2] in BACKWARD for node in frames_above
+                node.name.rpartition(".")[2] in BACKWARD for node in frames_above
             )
-            below = [(*below[0][:5], "")] if runs else []
+            below = [below[0]._replace(phase="")] if runs else []
         chains.append(tuple(frames_above + below))
     return Log(chains, pair, start, end, loops, interpreter=False)
 
@@ -135,7 +135,7 @@ def _log(document: dict[str, Any], loops: list[SpanRow]) -> Log:
 def _frame(file: str, first: int, function: str, line: int) -> Node:
     """The context of a frame: of the user's code by line, of libraries by function."""
     at = int(line) if is_user_code(str(file), str(function)) else int(first)
-    return ("python", str(function), str(file), at, "other", "")
+    return Node("python", str(function), str(file), at)
 
 
 def _groups(noted: list[tuple[str, int]], edges: Ints) -> tuple[Ints, Ints, list[Node]]:
@@ -164,7 +164,7 @@ def _groups(noted: list[tuple[str, int]], edges: Ints) -> tuple[Ints, Ints, list
         after.append(opened[-1] if opened else ("", ""))
     names = sorted(set(after) - {("", "")})
     numbers = [names.index(one) if one[0] else len(names) for one in after]
-    nodes: list[Node] = [("annotation", name, "", 0, "other", phase) for name, phase in names]
+    nodes = [Node("annotation", name, phase=phase) for name, phase in names]
     return np.array([at for at, _ in rows]), np.array(numbers), nodes
 
 
@@ -190,5 +190,4 @@ def _with_parts(profile: Profile, parts: dict[str, str] | None) -> Profile:
     root = contexts["kind"].isin(["root", "thread"]).to_numpy()
     started = np.append(outside, np.zeros(len(contexts) - len(outside), dtype=bool)) & ~root
     contexts.loc[started, ["component", "phase"]] = ["other", START_UP]
-    assert tables.trace is not None
     return replace(profile, contexts=contexts, values=tables.values, trace=tables.trace, _known={})

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,7 @@ import pandas as pd
 
 from dlrm_core.base.text import counted
 from dlrm_core.parts import parse_span
-from dlrm_workbook.ground.arrays import Bools, Floats, Ints, Names
+from dlrm_workbook.ground.arrays import Floats, Ints
 from dlrm_workbook.recordings.hpctoolkit.cautions import (
     cautions_of,
     is_serialised,
@@ -35,7 +35,7 @@ from dlrm_workbook.recordings.hpctoolkit.database import (
     Thread,
 )
 from dlrm_workbook.recordings.hpctoolkit.format import DatabaseError
-from dlrm_workbook.recordings.hpctoolkit.meta import ENTRY, LEXICAL_TYPES, ROOT
+from dlrm_workbook.recordings.hpctoolkit.meta import ENTRY, LEXICAL_TYPES, ROOT, Function
 from dlrm_workbook.recordings.hpctoolkit.metrics import (
     COPY_KINDS,
     MEMORY_KINDS,
@@ -146,12 +146,14 @@ def profile_from_database(database: Database, parts: Mapping[str, str] | None = 
     contexts, ours = _contexts(database)
     others, left_out, cautions = _left_out(database, held, values)
     threads = typed("threads", [asdict(thread) for thread in [*held, *others]] or None)
-    timeline = _timeline(database, held, contexts, values, threads)
-    tables, overlong = ContextTables(contexts, values, timeline.trace), timeline.overlong
-    notices = list(timeline.notices)
+    trace = _trace(database, held, _time_of_samples(database, values))
+    trace["context"] = _measured_twins(contexts, values)[trace["context"].to_numpy()]
+    overlong = overlong_kernels(values, trace)
+    iterations, notices, unmarked = _iterations(work_on_gpus(trace, threads))
+    tables = ContextTables(contexts, values, trace)
     if not ours or parts:
         labels = by_names(contexts, parts)
-        order = parts_in_order(timeline.trace, threads, labels, timeline.iterations)
+        order = parts_in_order(trace, threads, labels, iterations)
         tables, divided = divide(tables, labels, order, overlong)
         if divided:
             notices.append(f"{divided} {DIVIDED}")
@@ -172,14 +174,14 @@ def profile_from_database(database: Database, parts: Mapping[str, str] | None = 
         values=values,
         threads=threads,
         trace=trace,
-        iterations=timeline.iterations,
+        iterations=iterations,
         meta={
             "engine": "hpctoolkit",
             "device": "cuda" if "gpu_time_ms" in sources else "cpu",
             "database": str(database.path),
             "title": database.meta.title,
             "passes": [],
-            "not_measured": _reasons(database, sources) | timeline.reasons | nonsense,
+            "not_measured": _reasons(database, sources) | unmarked | nonsense,
             "notices": notices,
             "cautions": cautions,
             "overlong": list(overlong.items()),
@@ -204,46 +206,19 @@ def _reasons(database: Database, measured: Collection[str]) -> dict[str, str]:
     return reasons | {"allocated_bytes": NO_ALLOCATIONS}
 
 
-class _Timeline(NamedTuple):
-    """What ran when, and what follows from that.
-
-    ``overlong`` is the true end of rows of the trace that last too long; ``notices`` and
-    ``reasons`` are how iterations were found, or why there are none.
-    """
-
-    trace: pd.DataFrame | None
-    overlong: dict[int, int]
-    iterations: pd.DataFrame | None
-    notices: list[str]
-    reasons: dict[str, str]
-
-
-def _timeline(
-    database: Database,
-    held: list[Thread],
-    contexts: pd.DataFrame,
-    values: pd.DataFrame,
-    threads: pd.DataFrame,
-) -> _Timeline:
-    """The trace at contexts that have values, and its iterations."""
+def _iterations(work: pd.DataFrame) -> tuple[pd.DataFrame | None, list[str], dict[str, str]]:
+    """(iterations of the GPU's work, how they were found, why there are none)."""
     why = "HPCToolkit does not mark iterations"
-    trace = _trace(database, held, _time_of_samples(database, values))
-    if trace is None:
-        return _Timeline(None, {}, None, [], {"iterations": why})
-    trace["context"] = _measured_twins(contexts, values)[trace["context"].to_numpy()]
-    overlong = overlong_kernels(values, trace)
-    work = work_on_gpus(trace, threads)
     spans = find_iterations(*(work[name].to_numpy() for name in ("start_ns", "end_ns", "context")))
     if not spans:
         why += ", and no sequence of launches on the GPU repeats" if len(work) else ""
-        return _Timeline(trace, overlong, None, [], {"iterations": why})
+        return None, [], {"iterations": why}
     iterations = pd.DataFrame(spans, columns=["start_ns", "end_ns"])
     notice = (
         f"no iteration is marked in this database: {len(spans)} were found from the "
         "repeating sequence of launches on the GPU"
     )
-    iterations["iteration"] = np.arange(len(spans))
-    return _Timeline(trace, overlong, iterations, [notice], {})
+    return iterations.assign(iteration=np.arange(len(spans))), [notice], {}
 
 
 def _measured_twins(contexts: pd.DataFrame, values: pd.DataFrame) -> Ints:
@@ -267,33 +242,35 @@ def _measured_twins(contexts: pd.DataFrame, values: pd.DataFrame) -> Ints:
 
 def _contexts(database: Database) -> tuple[pd.DataFrame, bool]:
     """(contexts, whether functions of our own step name their parts)."""
-    tree, lexical = database.tree, database.tree.lexical_type
-    kinds = (
-        pd.Series(lexical).map(KIND_OF_TYPE).fillna("function").to_numpy(dtype=object, copy=True)
-    )
-    functions = database.meta.functions
+    tree, meta = database.tree, database.meta
     # the last of each is of what is not known, −1
-    modules = np.array([*database.meta.modules, ""], dtype=object)
-    files = np.array([*database.meta.files, ""], dtype=object)
-    python = np.array(
-        [
-            modules[function.module] == PYTHON_MODULE or files[function.file].endswith(".py")
-            for function in functions
-        ]
-        + [False]
-    )
-    is_function = lexical == FUNCTION
-    kinds[is_function & python[tree.function]] = "python"
+    modules = np.array([*meta.modules, ""], dtype=object)
+    files = np.array([*meta.files, ""], dtype=object)
+    functions = pd.DataFrame([*meta.functions, Function("", -1, 0, -1, 0)])
+    names = functions["name"].astype(str)
+    python = pd.Series(files[functions["file"]]).str.endswith(".py").to_numpy(dtype=bool)
+    python |= modules[functions["module"]] == PYTHON_MODULE
     # the placeholders of GPU operations are functions, named in the table as they are there
-    copies = [function.name.startswith(("<gpu copy", "<gpu memset")) for function in functions]
-    others = [function.name.startswith("<gpu ") for function in functions]
-    kinds[is_function & np.array([*others, False])[tree.function]] = "runtime"
-    kinds[is_function & np.array([*copies, False])[tree.function]] = "copy"
+    copies = names.str.startswith(("<gpu copy", "<gpu memset"))
+    placeholders = names.str.startswith("<gpu ")
+    of_function = np.select([copies, placeholders, python], ["copy", "runtime", "python"], "")
+    lexical = pd.Series(tree.lexical_type).map(KIND_OF_TYPE).fillna("function")
+    kinds = lexical.to_numpy(dtype=object, copy=True)
+    is_function = tree.lexical_type == FUNCTION
+    told = is_function & (of_function != "")[tree.function]
+    kinds[told] = of_function[tree.function[told]]
     kinds[kernel_rows(database)] = "kernel"
-    component, phase = _parts(database, python)
+    # Only Python functions: a C++ function that happens to be called so is no part.
+    parts = [
+        parse_span(name.rpartition(".")[2]) if is_python else None
+        for name, is_python in zip(names, python, strict=True)
+    ]
+    named = np.array([part is not None for part in parts])
+    owner = nearest(tree.parent, named[tree.function] & is_function)
+    labels = np.array([part or ("other", "") for part in parts], dtype=object)
+    component, phase = labels[np.where(owner >= 0, tree.function[owner], -1)].T
     # A function's own file, line and module stand in where the context has none.
-    places = [(function.file, function.line, function.module) for function in functions]
-    file, line, module = np.array([*places, (-1, 0, -1)], np.int64)[tree.function].T
+    own = functions.iloc[tree.function]
     has_source = tree.file >= 0
     contexts = pd.DataFrame(
         {
@@ -302,33 +279,14 @@ def _contexts(database: Database) -> tuple[pd.DataFrame, bool]:
             "kind": kinds,
             "name": database.names,
             "shapes": "",
-            "file": files[np.where(has_source, tree.file, file)],
-            "line": np.where(has_source, tree.line, line),
-            "module": modules[np.where(tree.module >= 0, tree.module, module)],
+            "file": files[np.where(has_source, tree.file, own["file"])],
+            "line": np.where(has_source, tree.line, own["line"]),
+            "module": modules[np.where(tree.module >= 0, tree.module, own["module"])],
             "component": component,
             "phase": phase,
         }
     )
     return contexts, bool((component != "other").any())
-
-
-def _parts(database: Database, python: Bools) -> tuple[Names, Names]:
-    """(component, phase) of every row, from the nearest enclosing part."""
-    tree = database.tree
-    # Only Python functions: a C++ function that happens to be called so is no part.
-    parts = [
-        parse_span(function.name.rpartition(".")[2]) if python[i] else None
-        for i, function in enumerate(database.meta.functions)
-    ]
-    named = np.array([part is not None for part in parts] + [False])
-    marked = named[tree.function] & (tree.lexical_type == FUNCTION)
-    owner = nearest(tree.parent, marked)
-    labels = [*(part or ("other", "") for part in parts), ("other", "")]
-    label = np.where(owner >= 0, tree.function[owner], -1)
-    return (
-        np.array([component for component, _ in labels], dtype=object)[label],
-        np.array([phase for _, phase in labels], dtype=object)[label],
-    )
 
 
 def held_threads(database: Database) -> list[Thread]:
@@ -555,9 +513,7 @@ def _time_of_samples(database: Database, values: pd.DataFrame) -> dict[int, int]
     return {p: int(time[p] / count) for p, count in counts.items() if count}
 
 
-def _trace(
-    database: Database, held: list[Thread], sampled: Mapping[int, int]
-) -> pd.DataFrame | None:
+def _trace(database: Database, held: list[Thread], sampled: Mapping[int, int]) -> pd.DataFrame:
     """What ran when: an interval a sample, to the next sample; gaps are context 0.
 
     A thread that sleeps takes no sample. hpcrun marks that as not running where the next sample
@@ -589,4 +545,4 @@ def _trace(
                 }
             )
         )
-    return pd.concat(frames, ignore_index=True) if frames else None
+    return pd.concat(frames, ignore_index=True) if frames else typed("trace", None)

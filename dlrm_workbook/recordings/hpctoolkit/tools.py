@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import mmap
 import os
-import platform
 import re
 import shutil
 import sys
@@ -21,6 +19,7 @@ from pathlib import Path
 
 from dlrm_core.base.errors import InputError, MissingToolError
 from dlrm_core.base.files import read_json
+from dlrm_core.base.machine import kernel_text
 from dlrm_workbook.ground.machine import output_of
 from dlrm_workbook.ground.processes import MeasurementError, run_child
 
@@ -38,8 +37,8 @@ def spack_line(python: str = THIS_PYTHON) -> str:
 GPU_EVENTS = ("gpu=nvidia", "gpu=cuda")
 """Kernel times, launches, copies; spellings by release, the measured one first."""
 
-PC_EVENTS = {"gpu=nvidia": "gpu=nvidia,pc", "gpu=cuda": "gpu=cuda,pc"}
-"""PC sampling (stall reasons), by the spelling of the GPU event."""
+PC_SAMPLING = ",pc"
+"""What makes of a GPU event one that also samples where kernels wait (stall reasons)."""
 
 CPU_EVENT = "CPUTIME"
 
@@ -81,7 +80,7 @@ class Tools:
     @property
     def pc_event(self) -> str | None:
         """This release's spelling of PC sampling, or None."""
-        event = PC_EVENTS.get(self.gpu_event or "")
+        event = f"{self.gpu_event}{PC_SAMPLING}"
         return event if event in self.events else None
 
 
@@ -155,25 +154,18 @@ def built_for_python(hpcrun: Path) -> str:
         for node in nodes:
             if node["name"] == "python" and (match := re.match(r"\d+\.\d+", node["version"])):
                 return match.group()
-    named: set[str] = set()
-    for library in sorted(prefix.glob("lib*/**/libhpcrun.so")):
-        try:
-            with (
-                library.open("rb") as file,
-                mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as data,
-            ):
-                named |= {match[1].decode() for match in _PYTHON_HEADERS.finditer(data)}
-        except (OSError, ValueError):
-            continue
-    return named.pop() if len(named) == 1 else ""
+    named: set[bytes] = set()
+    for library in prefix.glob("lib*/**/libhpcrun.so"):
+        with contextlib.suppress(OSError):
+            named.update(_PYTHON_HEADERS.findall(library.read_bytes()))
+    return named.pop().decode() if len(named) == 1 else ""
 
 
 _PYTHON_HEADERS = re.compile(rb"include/python(3\.\d{1,2})\b")
 
 
 def python_of(command: Sequence[str]) -> str:
-    """The Python version that a command runs in, such as ``3.11``; "" where its name does not
-    tell."""
+    """The Python version that a command runs in, such as ``3.11``; "" where nothing tells."""
     if command[0] == sys.executable:
         return THIS_PYTHON
     program = shutil.which(command[0])
@@ -204,8 +196,7 @@ def probe(
             that of the torch installed here.
         python_version: that of the workload, "" if unknown; None: this process's.
     """
-    if python_version is None:
-        python_version = THIS_PYTHON
+    python_version = THIS_PYTHON if python_version is None else python_version
     missing: dict[str, str] = {}
     notices: list[str] = []
     gpu, no_gpu = _first_gpu(nvidia_smi)
@@ -223,7 +214,7 @@ def probe(
         pc_event = None
     elif pc_event is None:
         missing["stall reasons"] = (
-            f"HPCToolkit {tools.version} lists no PC sampling event ({PC_EVENTS[gpu_event]})"
+            f"HPCToolkit {tools.version} lists no PC sampling event ({gpu_event}{PC_SAMPLING})"
         )
     elif reason := _pc_sampling_refused(tools, cuda_version, driver_parameters):
         missing["stall reasons"] = reason
@@ -247,8 +238,6 @@ def probe(
         )
     if tools.hpcstruct is None:
         missing["loops and inlined functions"] = f"hpcstruct is not beside {tools.hpcrun}"
-    if old := _empty_call_paths(tools.version):
-        notices.append(old)
     frames = "Python frames" not in missing
     return Capabilities(gpu, gpu_event, pc_event, frames, missing, tuple(notices))
 
@@ -258,18 +247,13 @@ def torch_cuda_version() -> str:
 
     The workload loads torch's own CUPTI, so this is the version that counts.
     """
-    try:
+    text = ""
+    with contextlib.suppress(ImportError, ValueError, OSError):
         spec = importlib.util.find_spec("torch")
-    except (ImportError, ValueError):
-        return ""
-    for folder in (spec.submodule_search_locations or ()) if spec else ():
-        try:
-            text = (Path(folder) / "version.py").read_text(encoding="utf-8")
-        except OSError:
-            continue
-        if match := re.search(r"^cuda\b[^=\n]*=\s*['\"]([\d.]+)['\"]", text, re.MULTILINE):
-            return match.group(1)
-    return ""
+        if spec is not None and spec.origin is not None:
+            text = Path(spec.origin).with_name("version.py").read_text(encoding="utf-8")
+    match = re.search(r"^cuda\b[^=\n]*=\s*['\"]([\d.]+)['\"]", text, re.MULTILINE)
+    return match[1] if match else ""
 
 
 def _find(name: str, folder: Path | None) -> Path | None:
@@ -328,27 +312,10 @@ def _pc_sampling_refused(tools: Tools, cuda_version: str | None, parameters: Pat
                 f"{owner} brings CUDA {version}, whose CUPTI no longer has the PC sampling that "
                 f"HPCToolkit {tools.version} uses; it needs CUDA 12 or a newer HPCToolkit"
             )
-    try:
-        text = parameters.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        text = ""
+    text = kernel_text(parameters)
     if re.search(r"^RmProfilingAdminOnly:\s*1\b", text, re.MULTILINE) and os.geteuid() != 0:
         return (
             "the NVIDIA driver lets only root use performance counters; load it with "
             "NVreg_RestrictProfilingToAdminUsers=0"
         )
     return ""
-
-
-def _empty_call_paths(version: str) -> str:
-    """A notice where an old release meets a C library that it cannot unwind."""
-    library, number = platform.libc_ver()
-    year = version.partition(".")[0]
-    if library != "glibc" or not year.isdigit() or int(year) >= 2023:
-        return ""
-    if tuple(int(part) for part in number.split(".")[:2] if part.isdigit()) <= (2, 34):
-        return ""
-    return (
-        f"HPCToolkit {version} can lose CPUTIME call paths with glibc {number}; "
-        "a release of 2023 or later does not"
-    )

@@ -12,10 +12,8 @@ import bisect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from dlrm_workbook.ground.arrays import Bools, Floats, Ints
 from dlrm_workbook.recordings.hpctoolkit import format as f4
@@ -60,12 +58,12 @@ class ThreadProfile:
         self.identifiers = identifiers
         self.count = block["value_count"]
         self._file = file
-        self._known = listed
-        self._values_at = block["values"]
-        self._index_at, self._index_count = block["index"], block["index_count"]
-        file.table(f4.PROFILE_VALUE, self._values_at, self.count, what=f"the values of {what}")
-        index = file.table(
-            f4.PROFILE_INDEX, self._index_at, self._index_count, what=f"the index of {what}"
+        self._listed = listed
+        self._raw = file.table(
+            f4.PROFILE_VALUE, block["values"], self.count, what=f"the values of {what}"
+        )
+        self._index = index = file.table(
+            f4.PROFILE_INDEX, block["index"], block["index_count"], what=f"the index of {what}"
         )
         if (np.diff(index["context"].astype(np.int64)) <= 0).any():
             raise file.error(f"the index of {what} does not increase")
@@ -80,16 +78,6 @@ class ThreadProfile:
         file.spent(index.nbytes)
 
     @property
-    def _raw(self) -> Any:
-        """The values as they are in the file; shape (count,)."""
-        return self._file.table(f4.PROFILE_VALUE, self._values_at, self.count)
-
-    @property
-    def _index(self) -> Any:
-        """The index as it is in the file; shape (contexts,)."""
-        return self._file.table(f4.PROFILE_INDEX, self._index_at, self._index_count)
-
-    @property
     def contexts(self) -> Ints:
         """Ids of the contexts with values, increasing; shape (contexts,)."""
         return self._decoded("context")
@@ -100,80 +88,67 @@ class ThreadProfile:
         return self._decoded("start")
 
     def _decoded(self, column: str) -> Ints:
-        index = self._index
-        decoded: Ints = index[column].astype(np.int64)
-        self._file.spent(index.nbytes)
+        decoded: Ints = self._index[column].astype(np.int64)
+        self._file.spent(self._index.nbytes)
         return decoded
 
-    def check(self, metric: Ints) -> None:
-        """Refuse metric ids that ``meta.db`` does not list."""
-        listed = self._known
+    def _checked(self, first: int, beyond: int) -> tuple[Ints, Floats]:
+        """(metric ids, values) from value ``first`` to before ``beyond``; shape (values,).
+
+        Raises:
+            DatabaseError: ``meta.db`` does not list an id, or a value is no number.
+        """
+        block = self._raw[first:beyond]
+        metric, value = block["metric"].astype(np.int64), block["value"].astype(np.float64)
+        listed = self._listed
         wrong = ~listed[np.minimum(metric, len(listed) - 1)] | (metric >= len(listed))
         if wrong.any():
             raise self._file.error(
                 f"profile {self.number} has values of metric id {int(metric[np.argmax(wrong)])}, "
                 "which meta.db does not list"
             )
-
-    def check_finite(self, value: Floats) -> None:
-        """Refuse values that are no numbers."""
-        if not np.isfinite(value).all():
-            odd = value[~np.isfinite(value)][0]
+        odd = ~np.isfinite(value)
+        if odd.any():
             raise self._file.error(
-                f"profile {self.number} has the value {odd}, which no measurement gives"
+                f"profile {self.number} has the value {value[odd][0]}, which no measurement gives"
             )
+        self._file.spent(block.nbytes)
+        return metric, value
+
+    def chunks(self, at_once: int | None = None) -> Iterator[tuple[Ints, Ints, Floats]]:
+        """(context ids, metric ids, values) of up to so many values at a time; shape (values,).
+
+        They are sorted by context, then metric.
+        """
+        contexts, edges = self.contexts, np.append(self.starts, self.count)
+        at_once = at_once or VALUES_AT_ONCE
+        for first in range(0, max(self.count, 1), at_once):
+            metric, value = self._checked(first, first + at_once)
+            counts = np.diff(edges.clip(first, first + len(value)))
+            yield np.repeat(contexts, counts), metric, value
 
     def values(self) -> tuple[Ints, Ints, Floats]:
-        """(context ids, metric ids, values), sorted by context, then metric; shape (values,)."""
-        counts = np.diff(self.starts, append=self.count)
-        raw = self._raw
-        metric = raw["metric"].astype(np.int64)
-        self.check(metric)
-        value = raw["value"].astype(np.float64)
-        self.check_finite(value)
-        self._file.spent(raw.nbytes)
-        return np.repeat(self.contexts, counts), metric, value
-
-    def chunks(self) -> Iterator[tuple[int, Ints, Any]]:
-        """(number of the first value, metric ids, values f64), ``CHUNK`` at a time."""
-        raw = self._raw
-        for start in range(0, self.count, VALUES_AT_ONCE):
-            part = raw[start : start + VALUES_AT_ONCE]
-            self.check_finite(part["value"])
-            yield start, part["metric"].astype(np.int64), part["value"]
-            self._file.spent(part.nbytes)
-
-    def places(self, start: int, count: int) -> Ints:
-        """Row of ``contexts`` of each of ``count`` values from value ``start``; shape (count,)."""
-        starts = self.starts
-        first, last = np.searchsorted(starts, [start, start + count - 1], side="right") - 1
-        edges = starts[first : last + 2].clip(start, start + count)
-        if last + 1 == len(starts):
-            edges = np.append(edges, start + count)
-        return np.repeat(np.arange(first, last + 1), np.diff(edges))
+        """All that :meth:`chunks` gives."""
+        return next(self.chunks(self.count))
 
     def sums(self) -> tuple[Floats, Ints]:
         """(sum over contexts, number of values) by metric id, up to the last that is listed."""
-        size = len(self._known)
+        size = len(self._listed)
         total, number = np.zeros(size), np.zeros(size, np.int64)
         for _, metric, value in self.chunks():
-            self.check(metric)
             number += np.bincount(metric, minlength=size)
             total += np.bincount(metric, weights=value, minlength=size)
         return total, number
 
     def at(self, context: int) -> dict[int, float]:
         """Metric id to value in one context (0: the whole tree); empty if it has none."""
-        index = self._index
-        place = bisect.bisect_left(index["context"], context)
-        if place == len(index) or index["context"][place] != context:
+        contexts, starts = self._index["context"], self._index["start"]
+        place = bisect.bisect_left(contexts, context)
+        if place == len(contexts) or contexts[place] != context:
             return {}
-        last = index["start"][place + 1] if place + 1 < len(index) else self.count
-        part = self._raw[int(index["start"][place]) : int(last)]
-        self.check(part["metric"].astype(np.int64))
-        self.check_finite(part["value"])
-        self._file.spent(part.nbytes)
-        return dict(zip(part["metric"].tolist(), part["value"].tolist(), strict=True))
+        beyond = starts[place + 1] if place + 1 < len(starts) else self.count
+        metric, value = self._checked(int(starts[place]), int(beyond))
+        return dict(zip(metric.tolist(), value.tolist(), strict=True))
 
 
 def read_profiles(
@@ -192,7 +167,14 @@ def read_profiles(
     _, table = file.items("ProfileInfos", f4.SHORT_LIST, f4.PROFILE)
     if not len(table):
         raise file.error("it lists no profiles, and the summary profile is always there")
-    _refuse_overlap(file, table, f4.PROFILE_VALUE, f4.PROFILE_INDEX)
+    # as floats, which do not overflow
+    stated = table["value_count"].astype(np.float64).sum() * f4.PROFILE_VALUE.size
+    stated += table["index_count"].astype(np.float64).sum() * f4.PROFILE_INDEX.size
+    if stated > file.size:
+        raise file.error(
+            f"its values take {int(stated)} bytes together, and the file has {file.size}: "
+            "they overlap"
+        )
     metrics, statistics = _listed(metric_ids), _listed(statistic_ids)
     profiles = []
     identities: dict[int, tuple[Identifier, ...]] = {0: ()}
@@ -218,20 +200,6 @@ def _listed(ids: list[int]) -> Bools:
     listed = np.zeros(max(ids, default=0) + 1, np.bool_)
     listed[ids] = True
     return listed
-
-
-def _refuse_overlap(
-    file: f4.DatabaseFile, table: npt.NDArray[Any], value: f4.Record, index: f4.Record
-) -> None:
-    """Refuse a table whose value blocks take more room together than the file has."""
-    # as floats, which do not overflow
-    stated = table["value_count"].astype(np.float64).sum() * value.size
-    stated += table["index_count"].astype(np.float64).sum() * index.size
-    if stated > file.size:
-        raise file.error(
-            f"its values take {int(stated)} bytes together, and the file has {file.size}: "
-            "they overlap"
-        )
 
 
 def _identifiers(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,10 +15,8 @@ from dlrm_workbook.recordings.hpctoolkit.database import (
     FUNCTION,
     Database,
     read_database,
-    relation_names,
-    type_names,
 )
-from dlrm_workbook.recordings.hpctoolkit.meta import ENTRY
+from dlrm_workbook.recordings.hpctoolkit.meta import ENTRY, LEXICAL_TYPES, RELATIONS, enumerated
 from dlrm_workbook.recordings.hpctoolkit.metrics import (
     DERIVATIONS,
     meaning_of,
@@ -62,8 +59,8 @@ def database_facts(database: Database) -> dict[str, Any]:
         "database": database.path.resolve().name,
         "title": meta.title,
         "contexts_without_root": len(tree) - 1,
-        "context_types": _counts(tree.lexical_type[1:], type_names),
-        "relations": _counts(tree.relation[tree.lexical_type >= 0], relation_names),
+        "context_types": _counts(tree.lexical_type[1:], LEXICAL_TYPES),
+        "relations": _counts(tree.relation[tree.lexical_type >= 0], RELATIONS),
         "entry_points": entries,
         "max_depth": int(tree.depth.max()),
         "functions": len(names),
@@ -103,10 +100,11 @@ def _traced(line: TraceLine) -> dict[str, Any]:
     }
 
 
-def _counts(values: Ints, names: Callable[[Ints], list[str]]) -> dict[str, int]:
+def _counts(values: Ints, names: tuple[str, ...]) -> dict[str, int]:
     """How often each value occurs, by its name, in alphabetical order."""
     distinct, number = np.unique(values, return_counts=True)
-    return dict(sorted(zip(names(distinct), number.tolist(), strict=True)))
+    listed = ["entry" if value == ENTRY else enumerated(names, value) for value in distinct]
+    return dict(sorted(zip(listed, number.tolist(), strict=True)))
 
 
 def _named_sums(profile: Any, names: dict[int, str]) -> dict[str, float]:
