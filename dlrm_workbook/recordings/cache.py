@@ -1,10 +1,10 @@
 """Tables of large recordings, kept in the user's cache folder: a second opening reads only them.
 
-An entry is named by a hash of everything that it follows from: the files' bytes, what their
-names are said to mean, and the sources of the readers, so that no version of the program trusts
-what another one wrote. It appears when whole and is left out when it cannot be read; the entries
-used longest ago make room for new ones. Nothing here is needed: where the folder cannot be
-written, recordings are read again.
+An entry is named by a hash of everything that it follows from: the files and when the file system
+says that they changed, what their names are said to mean, and the sources of the readers, so that
+no version of the program trusts what another one wrote. It appears when whole and is left out when
+it cannot be read; the entries used longest ago make room for new ones. Nothing here is needed:
+where the folder cannot be written, recordings are read again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import shutil
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +37,6 @@ LEAST_SPANS = 400_000
 MOST_BYTES = 2 << 30
 """Bytes of all entries together."""
 
-HASHED_AT_ONCE = 32 << 20
-"""Bytes that one thread hashes at a time."""
-
-HASH_BYTES = 64
-
 SETTLED_S = 2.0
 """A file that changed so lately may change again without another time of its change."""
 
@@ -54,7 +48,7 @@ def folder() -> Path:
 
 
 def key_of(path: Path, files: Sequence[Path], parts: Mapping[str, str] | None) -> str | None:
-    """The name of a recording's entry; None where it is too small, or cannot be read.
+    """The name of a recording's entry; None where it is too small, too new, or cannot be read.
 
     Args:
         path: the recording.
@@ -62,55 +56,31 @@ def key_of(path: Path, files: Sequence[Path], parts: Mapping[str, str] | None) -
         parts: what names in it mean.
     """
     try:
-        if sum(file.stat().st_size for file in files) < LEAST_BYTES:
+        folder()
+        told = [file.stat() for file in files]
+        changed = max((one.st_ctime for one in told), default=0.0)
+        if sum(one.st_size for one in told) < LEAST_BYTES or time.time() - changed < SETTLED_S:
             return None
         readers = Path(__file__).parent
         sources = [*readers.rglob("*.py"), *(readers.parent / "ground").glob("*.py")]
         sources.append(Path(dlrm_core.__file__).parent / "parts.py")
-        given = [str(path.absolute()), sorted((parts or {}).items()), np.__version__]
-        digest = hashlib.blake2b(json.dumps([*given, pd.__version__]).encode(), digest_size=20)
-        for file in [*sorted(sources), *files]:
+        given = [
+            [str(path.absolute()), *map(str, files), np.__version__, pd.__version__],
+            sorted((parts or {}).items()),
+            [(t.st_dev, t.st_ino, t.st_size, t.st_mtime_ns, t.st_ctime_ns) for t in told],
+        ]
+        digest = hashlib.blake2b(json.dumps(given).encode(), digest_size=20)
+        for file in sorted(sources):
             digest.update(f"{file.name}:{file.stat().st_size}:".encode())
-            digest.update(_hash(file))
+            digest.update(file.read_bytes())
     except (OSError, RuntimeError):  # no home folder
         return None
     return digest.hexdigest()
 
 
-def _hash(file: Path) -> bytes:
-    """A hash of a file's bytes: of the hashes of its stretches, which threads make.
-
-    That of a large file is noted, and holds until the file system says that the file changed.
-    """
-    told = file.stat()
-    if told.st_size < LEAST_BYTES:
-        return hashlib.blake2b(file.read_bytes()).digest()
-    seen = (told.st_dev, told.st_ino, told.st_size, told.st_mtime_ns, told.st_ctime_ns)
-    notes = folder() / "hashes"
-    note = notes / hashlib.blake2b(f"{file.absolute()}{seen}".encode(), digest_size=20).hexdigest()
-    with contextlib.suppress(OSError):
-        if note.stat().st_uid == os.getuid() and len(found := note.read_bytes()) == HASH_BYTES:
-            return found
-    with file.open("rb") as opened, ThreadPoolExecutor(2) as threads:
-        handle = opened.fileno()
-        places = range(0, told.st_size, HASHED_AT_ONCE)
-        stretches = threads.map(
-            lambda at: hashlib.blake2b(os.pread(handle, HASHED_AT_ONCE, at)).digest(), places
-        )
-        digest = hashlib.blake2b(b"".join(stretches)).digest()
-    if time.time() - told.st_ctime > SETTLED_S:
-        with contextlib.suppress(OSError):
-            notes.mkdir(mode=0o700, parents=True, exist_ok=True)
-            note.write_bytes(digest)
-    return digest
-
-
 def load(key: str) -> tuple[dict[str, Any], dict[str, Profile]] | None:
     """What was kept: facts, and profiles by their names; None where nothing is."""
-    try:
-        entry = folder() / key
-    except RuntimeError:  # no home folder
-        return None
+    entry = folder() / key
     try:
         if entry.stat().st_uid != os.getuid():
             return None

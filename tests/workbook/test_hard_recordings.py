@@ -148,7 +148,7 @@ def test_a_second_opening_reads_tables(tmp_path: Path, monkeypatch: pytest.Monke
     assert inspect_recording(kept) == inspect_recording(read)
     parts = {"aten::mm": "top_mlp"}
     assert cache.key_of(path, [path], parts) != cache.key_of(path, [path], None)
-    (entry,) = (one for one in cache.folder().iterdir() if one.name != "hashes")
+    (entry,) = cache.folder().iterdir()
     (entry / "one" / "trace.parquet").write_bytes(b"PAR1")
     assert inspect_recording(open_recording(path)) == inspect_recording(read)
     monkeypatch.setattr(cache, "MOST_BYTES", 1)  # an entry that has no room is not kept

@@ -3,7 +3,8 @@
 Databases name one quantity differently over the years (``GINS``, ``GINST``,
 ``GCYCLES``; ``(sec)`` or ``(s)``; ``GKER:BLK`` or ``GKER:BLKS``).
 ``canonical_name`` maps each to one name, that of the 2025-05 release. Derived
-quantities (occupancy, stall shares, ...) are computed from those.
+quantities (occupancy, stall shares, ...) are computed from those. What a metric means stands in
+``metrics.csv``.
 
 Sources: ``src/hpcrun/gpu/gpu-metrics.h`` and the GPU chapter of the user's
 manual, of HPCToolkit 2025-05 and of later development versions.
@@ -11,108 +12,36 @@ manual, of HPCToolkit 2025-05 and of later development versions.
 
 from __future__ import annotations
 
+import csv
 import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 NOT_COLLECTED = ("GMEM (sec)", "GSYNC (sec)", "GICOPY (sec)")
 """Metrics that HPCToolkit 2025-05 lists and never fills on NVIDIA GPUs."""
 
-UNIT_ALIASES = {"s": "sec", "sec": "sec", "b": "B", "B": "B", "bytes": "B", "cyc": "cyc"}
-UNITS = {
-    "sec": "s",
-    "B": "bytes",
-    "cyc": "GPU cycles",
-    "L2T": "L2 transactions",
-    "T": "transactions",
-    "GB": "GB/s",
-}
 
-STALLS = {
-    "NONE": "no stall: an instruction was issued",
-    "IFET": "waiting for the next instruction to be fetched",
-    "IDEP": "waiting for an operand of an earlier instruction",
-    "GMEM": "waiting for global memory",
-    "TMEM": "texture memory request queue full",
-    "SYNC": "waiting at a barrier or for a memory fence",
-    "CMEM": "waiting for constant or immediate memory",
-    "PIPE": "waiting for a busy arithmetic pipeline",
-    "MTHR": "global memory request queue full",
-    "NSEL": "ready, but another warp was issued",
-    "OTHR": "another reason",
-    "SLP": "sleeping",
-    "MEM": "waiting for memory of any kind",
-    "LMEM": "waiting for local memory",
-    "HID": "stalled while another warp was issued: latency hidden",
-    "INV": "no valid reason reported",
-}
-INTEL_STALLS = {
-    "ACTIVE": "NONE",
-    "CONTROL": "OTHR",
-    "SEND": "MEM",
-    "DIST": "IDEP",
-    "SBID": "IDEP",
-    "INSFETCH": "IFET",
-    "OTHER": "OTHR",
-    "PIPESTALL": "PIPE",
-}
-"""Stalls of Intel GPUs to the reasons of NVIDIA's that mean the same."""
+_FILE = Path(__file__).with_name("metrics.csv")
+_ROWS = list(csv.DictReader(_FILE.read_text(encoding="utf-8").splitlines()))
+
+
+def _table(kind: str) -> dict[str, str]:
+    """Names of a kind to what they mean, or are called in 2025-05."""
+    return {row["name"]: row["meaning"] for row in _ROWS if row["kind"] == kind}
+
+
+UNITS, UNIT_ALIASES = _table("unit"), _table("spelling of a unit")
+STALLS, INTEL_STALLS = _table("stall"), _table("stall of an Intel GPU")
+"""Reasons of NVIDIA's GPUs to wait, and the stalls of Intel's that mean the same."""
 EXPOSED = "GCYCLES counts only stalls during which no warp was issued; GINS counts all stalls"
-
-COPY_KINDS = {
-    "H2D": "host to device",
-    "D2H": "device to host",
-    "D2D": "device to device",
-    "H2H": "host to host",
-    "P2P": "peer to peer",
-    "H2A": "host to array",
-    "A2H": "array to host",
-    "A2A": "array to array",
-    "A2D": "array to device",
-    "D2A": "device to array",
-    "UNK": "of unknown kind",
-}
-MEMORY_KINDS = {
-    "UNK": "memory of unknown kind",
-    "PAG": "pageable memory",
-    "PIN": "pinned memory",
-    "DEV": "device memory",
-    "ARY": "array memory",
-    "MAN": "managed memory",
-    "DST": "static device memory",
-    "MST": "static managed memory",
-}
-SYNC_KINDS = {
-    "UNK": "of unknown kind",
-    "EVT": "on events",
-    "STRE": "of streams with events",
-    "STR": "on streams",
-    "CTX": "on contexts",
-}
-KERNEL_PROPERTIES = {
-    "BLKS": "thread blocks",
-    "BLK_THR": "threads of a block",
-    "THR_REG": "registers of a thread",
-    "THR_SREG": "scalar registers of a wavefront",
-    "STMEM": "static shared memory of a block",
-    "DYMEM": "dynamic shared memory of a block",
-    "LMEM": "local memory",
-    "BLK_SM": "shared memory of a block",
-    "FGP_ACT": "warps that can be resident on a multiprocessor",
-    "FGP_MAX": "warps that a multiprocessor can hold",
-}
-
-KERNEL_ALIASES = {
-    "BLK": "BLKS",
-    "BLKS_AVG": "BLKS",
-    "WARP_ACT": "FGP_ACT",
-    "WARP_AVL": "FGP_MAX",
-    "THR_VREG": "THR_REG",
-    "VREG": "THR_REG",
-    "SREG": "THR_SREG",
-}
+COPY_KINDS, MEMORY_KINDS = _table("copy"), _table("memory")
+SYNC_KINDS = _table("synchronisation")
+KERNEL_PROPERTIES = _table("kernel property")
+KERNEL_ALIASES = _table("spelling of a kernel property")
 """Kernel properties in other generations to their 2025-05 names. Scalar registers exist on AMD's
 GPUs beside the vector registers, which are what limits how many threads are resident."""
+_METRICS = _table("metric")
 
 _FAMILIES = {
     "GXCOPY": ("explicit GPU copies", COPY_KINDS),
@@ -122,40 +51,6 @@ _FAMILIES = {
     "GSYNC": ("GPU synchronisation", SYNC_KINDS),
 }
 """Family of a metric to what it counts and the meaning of what follows its colon."""
-
-_FIXED = {
-    "CPUTIME (sec)": "sampled time on a CPU",
-    "REALTIME (sec)": "sampled wall-clock time of a thread",
-    "GPUOP (sec)": "time of all GPU operations",
-    "GKER (sec)": "time of GPU kernels",
-    "GMEM (sec)": "time of GPU memory allocation and release",
-    "GMSET (sec)": "time of GPU memory sets",
-    "GXCOPY (sec)": "time of explicit GPU copies",
-    "GICOPY (sec)": "time of implicit GPU copies",
-    "GSYNC (sec)": "time of GPU synchronisation",
-    "GKER:COUNT": "kernel launches",
-    "GMEM:COUNT": "GPU memory allocations and releases",
-    "GMSET:COUNT": "GPU memory sets",
-    "GXCOPY:COUNT": "explicit GPU copies",
-    "GICOPY:COUNT": "implicit GPU copies",
-    "GSYNC:COUNT": "GPU synchronisations",
-    "GINS": "warp-cycles seen by PC sampling: samples times period, stalls included",
-    "GINS:STL_ANY": "warp-cycles stalled, for any reason",
-    "GINS:EXEC": "instructions executed",
-    "GINS:LAT": "latency of instructions",
-    "GINS:LAT_COV": "latency of instructions that other warps cover",
-    "GINS:LAT_UCV": "latency of instructions that nothing covers",
-    "GINS:BLK_EXEC_CNT": "executions of basic blocks",
-    "GINS:BLK_LAT": "latency of basic blocks",
-    "GSAMP:TOT": "PC samples taken",
-    "GSAMP:EXP": "PC samples expected of a fully busy GPU",
-    "GSAMP:DRP": "PC samples dropped",
-    "GSAMP:PER (cyc)": "period between PC samples; only means something on a leaf",
-    "GSAMP:UTIL": "GPU utilisation seen by PC sampling",
-    "GKER:OCC_THR": "theoretical occupancy of kernels",
-    "perf::task-clock": "time on a CPU, by Linux perf events",
-    "perf::cpu-clock": "time on a CPU, by Linux perf events",
-}
 
 
 def canonical_name(name: str) -> str:
@@ -219,8 +114,8 @@ def unit_of(name: str) -> str:
 def meaning_of(name: str) -> str:
     """What a metric measures, in a few words; its own name where it is not known."""
     canonical = canonical_name(name)
-    if canonical in _FIXED:
-        return _FIXED[canonical] + (f" ({EXPOSED})" if name == "GCYCLES:STL" else "")
+    if canonical in _METRICS:
+        return _METRICS[canonical] + (f" ({EXPOSED})" if name == "GCYCLES:STL" else "")
     base = re.sub(r" \(\w+\)$", "", canonical)
     family, _, part = base.partition(":")
     if family == "GINS" and part.startswith("STL_"):
