@@ -207,12 +207,12 @@ class _Export:
     def __init__(self, database: sqlite3.Connection, path: Path) -> None:
         self.database, self.path = database, path
         listed = database.execute(
-            "SELECT name FROM sqlite_master WHERE type = 'table' AND sql NOT LIKE 'CREATE VIRTUAL%'"
-        ).fetchall()
-        self.columns = {
-            name: [row[1] for row in database.execute(f"PRAGMA table_info({_quoted(name)})")]
-            for (name,) in listed
-        }
+            "SELECT t.name, c.name FROM sqlite_master AS t, pragma_table_info(t.name) AS c "
+            "WHERE t.type = 'table' AND t.sql NOT LIKE 'CREATE VIRTUAL%'"
+        )
+        self.columns: dict[str, list[str]] = {}
+        for table, column in listed:
+            self.columns.setdefault(table, []).append(column)
         known = (RUNTIME, NVTX, *WORK)
         if not any(name in self.columns for name in (*known, "TARGET_INFO_SYSTEM_ENV")):
             raise InputError(
@@ -239,8 +239,9 @@ class _Export:
             rows = database.execute(f"SELECT id, {text} FROM StringIds")
             self.strings = {number: str(value) for number, value in rows}
         threads = self.read("ThreadNames", ["globalTid", "nameId"])
-        named = zip(_threads(threads["globalTid"]), self.named(threads["nameId"]), strict=True)
-        self.names = dict(named)
+        self.names = dict(
+            zip(_threads(threads["globalTid"]), self.named(threads["nameId"]), strict=True)
+        )
         """Line to the name of the thread."""
 
     # ---- tables to columns ----------------------------------------------------------
@@ -249,30 +250,28 @@ class _Export:
         return set(columns) <= set(self.columns.get(table, ())) and table in self.columns
 
     def _always_has(self, table: str, column: str) -> bool:
-        if not self.has(table, column):
-            return False
         lacking = f"SELECT 1 FROM {_quoted(table)} WHERE {_quoted(column)} IS NULL LIMIT 1"
-        return self.database.execute(lacking).fetchone() is None
+        return self.has(table, column) and self.database.execute(lacking).fetchone() is None
 
     def read(self, table: str, columns: Sequence[str]) -> pd.DataFrame:
         """Columns of whole numbers; ``NO_TIME`` where there is none, or no such column."""
-        held = [column for column in columns if self.has(table, column)]
+        if not any(self.has(table, column) for column in columns):
+            return pd.DataFrame({column: np.empty(0, dtype=np.int64) for column in columns})
         terms = (
             f"CASE typeof({name}) WHEN 'integer' THEN {name} WHEN 'real' THEN "
             f"CAST({name} AS INTEGER) ELSE ?1 END"
-            for name in map(_quoted, held)
+            if self.has(table, column)
+            else "?1"
+            for column, name in zip(columns, map(_quoted, columns), strict=True)
         )
-        if not held:
-            return pd.DataFrame({column: np.empty(0, dtype=np.int64) for column in columns})
         source = f"FROM {_quoted(table)} NOT INDEXED"  # so that all are read in one order
         (count,) = self.database.execute(f"SELECT count(*) {source}").fetchone()
-        found, filled = np.empty((len(held), count), dtype=np.int64), 0
+        found, filled = np.empty((count, len(columns)), dtype=np.int64, order="F"), 0
         rows = self.database.execute(f"SELECT {', '.join(terms)} {source}", (NO_TIME,))
         while some := rows.fetchmany(CHUNK):
-            found[:, filled : filled + len(some)] = np.array(some, dtype=np.int64).T
+            found[filled : filled + len(some)] = some
             filled += len(some)
-        values, absent = dict(zip(held, found, strict=True)), np.full(count, NO_TIME)
-        return pd.DataFrame({name: values.get(name, absent) for name in columns}, copy=False)
+        return pd.DataFrame(found, columns=list(columns), copy=False)
 
     def text(self, number: int) -> str:
         """The text that a number stands for."""
@@ -302,10 +301,8 @@ class _Export:
 
     def host(self) -> pd.DataFrame:
         """Calls, ranges and samples of threads, as ``Events.host``, with ``process``."""
-        calls = [table for table in self.columns if self._holds_calls(table)]
-        frames = [*map(self.calls, calls), self.ranges()]
-        host = _joined(frames)
-        del frames
+        calls = filter(self._holds_calls, self.columns)
+        host = _joined([*map(self.calls, calls), self.ranges()])
         is_open = host["end"].eq(NO_TIME) & host["kind"].isin(["annotation", "operator"])
         is_open &= _is_time(host["start"])
         if is_open.any():
@@ -327,8 +324,8 @@ class _Export:
 
     def _holds_calls(self, table: str) -> bool:
         named = self.has(table, "nameId") or self.has(table, "textId")
-        timed = named and self.has(table, "start", "end", "globalTid") and table not in NO_CALLS
-        return table == RUNTIME or timed
+        timed = self.has(table, "start", "end", "globalTid") and table not in NO_CALLS
+        return table == RUNTIME or (named and timed)
 
     def calls(self, table: str) -> pd.DataFrame:
         """Calls of CUDA (``runtime``), or of another library or the system (``function``)."""

@@ -71,12 +71,10 @@ class Recording:
         """Which rank is explained, and why; "" where there is only one."""
         if self.rank is None:
             return ""
-        return (
-            f"It holds {len(self.ranks)} ranks; this is rank {self.rank}, which spent the least "
-            "time in communication, where the others wait for it."
-            if any(communication_ns(profile) for profile in self.ranks.values())
-            else f"It holds {len(self.ranks)} ranks; this is rank {self.rank}, which took longest."
-        )
+        why = "took longest"
+        if any(map(communication_ns, self.ranks.values())):
+            why = "spent the least time in communication, where the others wait for it"
+        return f"It holds {len(self.ranks)} ranks; this is rank {self.rank}, which {why}."
 
 
 def open_recording(path: Path | str, parts: Mapping[str, str] | None = None) -> Recording:
@@ -98,18 +96,40 @@ def open_recording(path: Path | str, parts: Mapping[str, str] | None = None) -> 
 
 
 def _open_file(path: Path, parts: Mapping[str, str] | None) -> Recording:
-    with open_binary(path) as file:
-        start = file.read(len(MAGIC))
-    if path.name in DATABASE_FILES and not start.startswith((b"{", b"[", b"\x1f\x8b")):
+    kind = _kind_of(path)  # one sentence for a file that is none, whichever command opens it
+    if kind == "database":
         return _open_folder(path.parent, parts)
-    if start == MAGIC or path.suffix in REPORTS:
+    if kind == "nsight":
         return of_ranks(path, read_nsight(path, parts))
-    if start.startswith(b"PK"):
+    if kind == "zip":
         return _several(path, _zip_members(path), parts)
     if _is_tar(path):
         return _several(path, _tar_members(path), parts)
-    require_recording(path)  # one sentence for a file that is none, whichever command opens it
     return Recording(path, read_trace(path, parts))
+
+
+def _kind_of(path: Path) -> str:
+    """What a file is at a glance: ``database``, ``nsight``, ``zip``, or ``trace`` (or a tar).
+
+    Raises:
+        InputError: it is no recording; the message says what was expected.
+    """
+    with open_binary(path) as file:
+        start = file.read(TAR_HEADER)
+    text = start.removeprefix(codecs.BOM_UTF8).lstrip()[:1] in (b"{", b"[")
+    if path.name in DATABASE_FILES and not (text or start.startswith(b"\x1f\x8b")):
+        return "database"
+    if start.startswith(MAGIC) or path.suffix in REPORTS:
+        return "nsight"
+    if start.startswith(b"PK"):
+        return "zip"
+    if text or start.startswith((b"\x1f\x8b", b"BZh", b"\xfd7zXZ")) or b"ustar" in start[257:]:
+        return "trace"
+    begins = f"begins with {start[:8]!r}" if start else "is empty (0 bytes)"
+    raise InputError(
+        f"{path} is no recording: it {begins}, expected the JSON of a trace, "
+        "packed or not, an archive of traces, or an SQLite export of Nsight Systems"
+    )
 
 
 def _remembered(
@@ -160,7 +180,12 @@ def _open_folder(folder: Path, parts: Mapping[str, str] | None) -> Recording:
             return Recording(places[0], opened[0])
         return _by_names(folder, places, opened, "databases of HPCToolkit")
     if exports := _exports_in(folder):
-        return _exports_of_ranks(folder, exports, parts)
+        ranks = [read_nsight(file, parts) for file in exports]
+        if len(ranks) == 1:
+            return of_ranks(folder, ranks[0])
+        # one export of each rank, as nsys can write them
+        single = [next(iter(held.values())) if len(held) == 1 else None for held in ranks]
+        return _by_names(folder, exports, single, "exports of Nsight Systems")
     traces = _traces_in(folder)
     return _remembered(
         folder, traces, parts, lambda: _several(folder, _files(folder, traces), parts)
@@ -180,38 +205,13 @@ def require_recording(path: Path | str) -> None:
         if not any(next(place.glob(name), None) for place in places for name in heads):
             _exports_in(path) or _traces_in(path)
         return
-    with open_binary(path) as file:
-        start = file.read(TAR_HEADER)
-    packed = start.startswith((b"\x1f\x8b", b"PK", b"BZh", b"\xfd7zXZ")) or b"ustar" in start[257:]
-    text = start.removeprefix(codecs.BOM_UTF8).lstrip()[:1] in (b"{", b"[")
-    nsight = start.startswith(MAGIC) or path.suffix in REPORTS
-    if not (packed or text or nsight or path.name in DATABASE_FILES):
-        begins = f"begins with {start[:8]!r}" if start else "is empty (0 bytes)"
-        raise InputError(
-            f"{path} is no recording: it {begins}, expected the JSON of a trace, "
-            "packed or not, an archive of traces, or an SQLite export of Nsight Systems"
-        )
+    _kind_of(path)
 
 
 def _exports_in(folder: Path) -> list[Path]:
     """The exports of Nsight Systems in a folder that is no run's."""
     held = [] if (folder / "run.json").is_file() else folder.glob("*.sqlite")
     return sorted(islice(held, MOST_MEMBERS))
-
-
-def _exports_of_ranks(
-    folder: Path, exports: list[Path], parts: Mapping[str, str] | None
-) -> Recording:
-    """One export of each rank, by the numbers in their names, as ``nsys`` can write them.
-
-    Raises:
-        InputError: a name does not tell its rank, or an export holds several.
-    """
-    opened = [read_nsight(file, parts) for file in exports]
-    if len(opened) == 1:
-        return of_ranks(folder, opened[0])
-    single = [held[0] if len(held) == 1 else None for held in opened]
-    return _by_names(folder, exports, single, "exports of Nsight Systems")
 
 
 def _by_names(
@@ -276,10 +276,9 @@ def _of_ranks(folder: Path, file: str) -> list[tuple[int, Path]]:
 
 def of_ranks(path: Path, ranks: dict[int, Profile], cautions: Sequence[str] = ()) -> Recording:
     """The recording of several ranks, of which the limiting one is explained."""
-    if len(ranks) == 1:
-        ((_, profile),) = ranks.items()
-        return Recording(path, profile, cautions=list(cautions))
     limiting = limiting_rank(ranks)
+    if len(ranks) == 1:
+        return Recording(path, ranks[limiting], cautions=list(cautions))
     return Recording(path, ranks[limiting], limiting, ranks, list(cautions))
 
 
@@ -420,19 +419,15 @@ def _several(path: Path, members: Iterator[_Member], parts: Mapping[str, str] | 
     if others:
         listed = ", ".join(others[:5]) + (", ..." if len(others) > 5 else "")
         cautions.append(f"{len(others)} of the files are no traces and were not read: {listed}.")
-    if len(profiles) == 1:
-        ((_, profile),) = profiles.values()
-        cautions += _of_world(1, worlds)
-        return Recording(path, profile, cautions=cautions)
     unknown = [rank for rank in profiles if isinstance(rank, str)]
-    if unknown:
+    if unknown and len(profiles) > 1:
         raise InputError(
             f"{path}: {unknown[0]} tells its rank neither inside nor in its name; give one file, "
             "or traces whose names hold rank0, rank1, ..."
         )
-    ranks = {int(rank): profiles[rank][1] for rank in sorted(profiles, key=int)}
-    cautions += _of_world(len(ranks), worlds)
-    return of_ranks(path, ranks, cautions)
+    named_ranks = [(0 if isinstance(rank, str) else rank, of) for rank, (_, of) in profiles.items()]
+    ranks = dict(sorted(named_ranks, key=lambda pair: pair[0]))
+    return of_ranks(path, ranks, [*cautions, *_of_world(len(ranks), worlds)])
 
 
 def _of_world(count: int, worlds: set[Any]) -> list[str]:
@@ -451,6 +446,8 @@ def limiting_rank(ranks: dict[int, Profile]) -> int:
     Communication kernels run from when a rank arrives until all have: the last to arrive
     spends the least time in them. Without any, the rank whose recording is longest.
     """
+    if len(ranks) == 1:
+        return next(iter(ranks))
     spent = {rank: communication_ns(profile) for rank, profile in ranks.items()}
     if any(spent.values()):
         return min(spent, key=lambda rank: spent[rank])

@@ -44,18 +44,15 @@ def sampling_quality(root: Mapping[str, float]) -> dict[str, float | str] | None
     taken, cycles = root.get("GSAMP:TOT", 0.0), root.get("GINS", 0.0)
     if not taken and not cycles:
         return None
-    expected = root.get("GSAMP:EXP")
-    absent = "not measured: the database has no value of {}"
+    expected = root.get("GSAMP:EXP", 0.0)
+    absent = "not measured: the database has no value of"
+    utilisation = min(100.0, 100 * taken / expected) if expected else 0.0
     return {
-        "taken": taken or absent.format("GSAMP:TOT"),
-        "expected": expected or absent.format("GSAMP:EXP"),
-        "dropped": root.get("GSAMP:DRP", absent.format("GSAMP:DRP")),
-        "period_cycles": cycles / taken if taken and cycles else absent.format("GSAMP:PER (cyc)"),
-        "utilisation_percent": (
-            min(100.0, 100 * taken / expected)
-            if taken and expected
-            else absent.format("GSAMP:EXP and GSAMP:TOT")
-        ),
+        "taken": taken or f"{absent} GSAMP:TOT",
+        "expected": expected or f"{absent} GSAMP:EXP",
+        "dropped": root.get("GSAMP:DRP", f"{absent} GSAMP:DRP"),
+        "period_cycles": cycles / taken if taken and cycles else f"{absent} GSAMP:PER (cyc)",
+        "utilisation_percent": utilisation or f"{absent} GSAMP:EXP and GSAMP:TOT",
     }
 
 
@@ -142,11 +139,8 @@ def overlong_kernels(values: pd.DataFrame, trace: pd.DataFrame) -> dict[int, int
         for wrong in range(1, len(rows) // MOST_OVERLONG + 1):
             rest = length.iloc[:-wrong]
             true = (1e9 * time[context] - rest.sum()) / wrong
-            if (
-                true > 0
-                and true <= USUAL_TIMES * rest.iloc[-1]
-                and true >= rest.iloc[0] / USUAL_TIMES
-            ):
+            least, most = rest.iloc[0] / USUAL_TIMES, USUAL_TIMES * rest.iloc[-1]
+            if true > 0 and least <= true <= most:
                 late = length.index[-wrong:]
                 ends |= (rows["start_ns"][late] + round(true)).to_dict()
                 break
@@ -200,9 +194,7 @@ def cautions_of(
                 f"Two times of the kernels disagree by {abs(by_trace / metric - 1):.0%}: "
                 f"{metric:.1f} ms by the metric (GKER), {by_trace:.1f} ms by the trace: {why}"
             )
-    cautions += _copy_speed(values)
-    cautions += _unseen_products(contexts, values)
-    return cautions
+    return [*cautions, *_copy_speed(values), *_unseen_products(contexts, values)]
 
 
 def _copy_speed(values: pd.DataFrame) -> list[str]:

@@ -16,12 +16,10 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 
 from dlrm_workbook.ground.arrays import Floats, Ints
@@ -58,11 +56,10 @@ CHIEF_METRICS = ("CPUTIME (sec)", "REALTIME (sec)", "GPUOP (sec)", "GKER (sec)",
 
 @dataclass(frozen=True)
 class Thread:
-    """Where one profile was measured.
+    """Where one profile was measured; a row of the table ``threads``.
 
     Attributes:
         profile: row in ``profile.db`` (0 is the summary and no thread).
-        kind: ``cpu_thread`` or ``gpu_stream``.
         name: for instance ``rank 1 thread 0`` or ``rank 0 GPU 0 stream 7``; unique.
         rank, thread: −1 where there is none. For a stream ``thread`` is the stream.
     """
@@ -74,6 +71,7 @@ class Thread:
     thread: int
 
 
+@dataclass(eq=False)
 class Database:
     """One HPCToolkit database. Get it from ``read_database``.
 
@@ -81,36 +79,25 @@ class Database:
     (context 0), parents precede children. Columns have shape (rows,).
 
     Attributes:
-        path: its folder.
-        meta: titles, metrics, modules, files, functions.
-        tree: the calling-context tree in columns.
         profiles: the summary of the run (0), then every thread and stream.
-        traces: trace lines; empty where nothing was traced.
+        traces: empty where nothing was traced.
         absent: file to what is missing with it.
         cautions: sentences about what its files say of each other and cannot both be so.
         canonical: each metric's name to its 2025-05 name.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        meta: Meta,
-        profiles: list[ThreadProfile],
-        traces: list[TraceLine],
-        absent: dict[str, str],
-    ) -> None:
-        self.path = path
-        self.meta = meta
-        self.tree = meta.tree
-        self.profiles = profiles
-        self.traces = traces
-        self.absent = absent
-        self.cautions: list[str] = []
-        self._metrics = {metric.name: metric for metric in meta.metrics}
+    path: Path
+    meta: Meta
+    profiles: list[ThreadProfile]
+    traces: list[TraceLine]
+    absent: dict[str, str]
+    cautions: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.tree, self.metrics = self.meta.tree, self.meta.metrics
+        self._metrics = {metric.name: metric for metric in self.metrics}
         self.canonical = canonical_names(self._metrics)
-        self._named: dict[str, str] = {}
-        for name, canonical in self.canonical.items():
-            self._named.setdefault(canonical, name)
+        self._named = {canonical: name for name, canonical in reversed(self.canonical.items())}
 
     # ---- names --------------------------------------------------------------------
 
@@ -153,7 +140,7 @@ class Database:
 
     @functools.cached_property
     def threads(self) -> list[Thread]:
-        """Every profile but summaries: CPU threads and GPU streams."""
+        """CPU threads and GPU streams: every profile but summaries."""
         threads: list[Thread] = []
         seen: set[str] = set()
         for profile in self.profiles:
@@ -179,10 +166,6 @@ class Database:
         return threads
 
     # ---- values over the tree ------------------------------------------------------
-
-    @property
-    def metrics(self) -> list[Metric]:
-        return self.meta.metrics
 
     def metric(self, name: str) -> Metric:
         """The metric called so here or in another generation of HPCToolkit.
@@ -247,11 +230,7 @@ class Database:
         return result[:-1]
 
     def self_column(self, name: str, profile: int = 0) -> Floats:
-        """Self values of a metric over the tree; they add up to ``column(name)[0]``.
-
-        Raises:
-            DatabaseError: as ``column``.
-        """
+        """Self values of a metric over the tree; they add up to ``column(name)[0]``."""
         inclusive = self.column(name, profile=profile)
         below = np.bincount(self.tree.parent[1:], inclusive[1:], minlength=len(inclusive))
         exclusive = inclusive - below
@@ -262,9 +241,6 @@ class Database:
         """(metric index, row, inclusive value) of all metrics in a profile's tree, sparse.
 
         Metric indices count ``metrics``. Sorted by metric, then row.
-
-        Raises:
-            DatabaseError: its values are damaged.
         """
         scope = self.meta.inclusive_scope
         context, metric_id, value = self.profiles[profile].values()
@@ -344,21 +320,19 @@ def read_database(path: str | Path) -> Database:
         [number for metric in meta.metrics for number in metric.scopes.values()],
         [s.metric_id for metric in meta.metrics for s in metric.statistics],
     )
-    absent: dict[str, str] = {}
-    by_context: npt.NDArray[Any] | None = None
-    traces: list[TraceLine] = []
+    database = Database(folder, meta, profiles, [], {})
+    by_context: Ints | None = None
     if (folder / "trace.db").is_file():
-        traces = read_traces(folder / "trace.db", len(profiles))
+        database.traces = read_traces(folder / "trace.db", len(profiles))
     else:
-        absent["trace.db"] = "no traces; measure with hpcrun -t"
+        database.absent["trace.db"] = "no traces; measure with hpcrun -t"
     if (folder / "cct.db").is_file():
         # The same values by context: only their counts are read.
         file = DatabaseFile(folder / "cct.db", "ctxt", b"__ctx.db", ("CtxInfos",))
         _, table = file.items("CtxInfos", SHORT_LIST, CONTEXT_INFO)
         by_context = table["value_count"].astype(np.int64)
     else:
-        absent["cct.db"] = "no index by context; profile.db holds the same values"
-    database = Database(folder, meta, profiles, traces, absent)
+        database.absent["cct.db"] = "no index by context; profile.db holds the same values"
     refuse_contradictions(database)
     database.cautions = contradictions(database, by_context)
     return database
@@ -399,7 +373,7 @@ def refuse_contradictions(database: Database) -> None:
             )
 
 
-def contradictions(database: Database, by_context: npt.NDArray[Any] | None) -> list[str]:
+def contradictions(database: Database, by_context: Ints | None) -> list[str]:
     """Sentences about what the files of a database say of each other and cannot both be so.
 
     Args:

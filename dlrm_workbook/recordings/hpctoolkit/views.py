@@ -23,7 +23,6 @@ from dlrm_workbook.recordings.hpctoolkit.metrics import (
     reason_without_value,
     unit_of,
 )
-from dlrm_workbook.recordings.hpctoolkit.values import TraceLine
 from dlrm_workbook.recordings.profile import nearest
 
 GPU_KERNEL = "<gpu kernel>"
@@ -84,19 +83,16 @@ def database_facts(database: Database) -> dict[str, Any]:
             }
             for profile in database.profiles[1:]
         ],
-        "traces": [_traced(line) for line in database.traces],
-    }
-
-
-def _traced(line: TraceLine) -> dict[str, Any]:
-    """The entry of ``facts`` for one line of the trace."""
-    times = line.time_ns
-    return {
-        "profile": line.profile,
-        "samples": line.count,
-        "first_ns": int(times[0]) if line.count else None,
-        "last_ns": int(times[-1]) if line.count else None,
-        "idle_ns": line.idle_ns,
+        "traces": [
+            {
+                "profile": line.profile,
+                "samples": line.count,
+                "first_ns": int(line.time_ns[0]) if line.count else None,
+                "last_ns": int(line.time_ns[-1]) if line.count else None,
+                "idle_ns": line.idle_ns,
+            }
+            for line in database.traces
+        ],
     }
 
 
@@ -159,13 +155,12 @@ def functions_table(database: Database, metric: str) -> pd.DataFrame:
     owner = nearest(database.tree.parent, database.tree.lexical_type == FUNCTION)
     by_row = pd.DataFrame({"owner": owner, "value": exclusive})
     by_row = by_row[by_row["value"] != 0].groupby("owner")[["value"]].sum().reset_index()
-    names, modules = [*database.names, "<outside every function>"], [*database.meta.modules, ""]
     # of row -1 and function -1, which are none, the last
-    module_of = [*(function.module for function in database.meta.functions), -1]
-    function_of = [*database.tree.function.tolist(), -1]
-    rows = by_row["owner"].tolist()
-    by_row["function"] = [names[row] for row in rows]
-    by_row["module"] = [modules[module_of[function_of[row]]] for row in rows]
+    names = np.array([*database.names, "<outside every function>"], dtype=object)
+    modules = np.array([*database.meta.modules, ""], dtype=object)
+    module_of = np.array([*(function.module for function in database.meta.functions), -1])
+    by_row["function"] = names[by_row["owner"]]
+    by_row["module"] = modules[module_of[np.append(database.tree.function, -1)[by_row["owner"]]]]
     table = by_row.groupby(["function", "module"])[["value"]].sum().reset_index()
     total = exclusive.sum()
     table["share_percent"] = 100 * table["value"] / total if total else 0.0
