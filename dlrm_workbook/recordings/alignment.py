@@ -17,6 +17,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -160,12 +161,11 @@ class Alignment:
     """What the other recording says of the GPU's work.
 
     Attributes:
-        operations: index of the trace's rows of GPU streams, ``iteration`` (number of the
-            range, −1 outside all), ``component`` and ``phase`` (``other`` and "" where
-            nothing is known).
-        share: of the operations of the iterations that have a twin, without memory sets, which
-            not every tool lists.
-        time_share: the same by time.
+        operations: as :func:`operations_by_stream` gives them, with ``iteration`` (−1 outside
+            all), ``component`` and ``phase`` (``other`` and "" where nothing is known) and
+            ``matched``.
+        share, time_share: of the operations of the iterations that have a twin, by number and by
+            time, without memory sets, which not every tool lists.
         reason: why nothing is attributed; "" where parts are.
     """
 
@@ -192,21 +192,17 @@ def align_profiles(profile: Profile, other: Profile, begins: Ints, ends: Ints) -
     theirs[["component", "phase"]] = parts.loc[theirs["context"]].to_numpy()
     theirs = theirs[theirs["iteration"] != NO_ITERATION].copy()
     alignment = _aligned(ours, theirs, begins, ends)
-    if alignment.reason:
-        for table in (ours, theirs):
-            # without the arguments of templates and the scopes around the function
-            table["key"] = table["key"].str.partition("<")[0].str.rpartition("::")[2]
-        by_function = _aligned(ours, theirs, begins, ends)
-        alignment = alignment if by_function.reason else by_function
-    return alignment
+    if not alignment.reason:
+        return alignment
+    for table in (ours, theirs):
+        # without the arguments of templates and the scopes around the function
+        table["key"] = table["key"].str.partition("<")[0].str.rpartition("::")[2]
+    by_function = _aligned(ours, theirs, begins, ends)
+    return alignment if by_function.reason else by_function
 
 
 def _aligned(ours: pd.DataFrame, theirs: pd.DataFrame, begins: Ints, ends: Ints) -> Alignment:
-    """The alignment of operations that have keys.
-
-    Args:
-        theirs: also ``iteration``, ``component`` and ``phase``.
-    """
+    """As :func:`align_profiles`, for operations that have keys, and parts in ``theirs``."""
     operations = ours.assign(iteration=NO_ITERATION, component="other", phase="", matched=False)
     if theirs.empty:
         return Alignment(operations, 0.0, 0.0, "torch.profiler's recording has no GPU operation")
@@ -241,10 +237,10 @@ def _aligned(ours: pd.DataFrame, theirs: pd.DataFrame, begins: Ints, ends: Ints)
 
 def _usual_iteration(rows: pd.DataFrame) -> pd.DataFrame:
     """The iteration of a stream whose sequence of operations occurs most, the latest of those."""
-    iterations = {number: group for number, group in rows.groupby("iteration")}
-    sequences = {number: tuple(group["key"]) for number, group in iterations.items()}
-    count = Counter(sequences.values())
-    return iterations[max(iterations, key=lambda number: (count[sequences[number]], number))]
+    sequences = rows.groupby("iteration")["key"].agg(tuple)
+    count = Counter(sequences)
+    usual = max(sequences.index, key=lambda number: (count[sequences[number]], number))
+    return rows[rows["iteration"] == usual]
 
 
 def _partners(ours: dict[int, pd.DataFrame], templates: dict[int, pd.DataFrame]) -> dict[Any, Any]:
@@ -254,8 +250,7 @@ def _partners(ours: dict[int, pd.DataFrame], templates: dict[int, pd.DataFrame])
     for stream, template in templates.items():
         wanted = Counter(template["key"])
         for mine, count in counts.items():
-            common = sum(min(number, count[key]) for key, number in wanted.items())
-            pairs.append((common, sum(count.values()), mine, stream))
+            pairs.append(((wanted & count).total(), count.total(), mine, stream))
     partner: dict[Any, Any] = {}
     for common, _, mine, stream in sorted(pairs, key=lambda pair: (-pair[0], *pair[1:])):
         if common and stream not in partner and mine not in partner.values():
@@ -276,16 +271,12 @@ def _next_iteration(
     if len(first) >= RECOGNISED * length:
         return place, first
     mark = theirs[:3]
-    tried = 0
-    for later in range(place + 1, len(ours)):
-        if ours[later : later + len(mark)] != mark:
-            continue
+    places = range(place + 1, len(ours))
+    marked = (later for later in places if ours[later : later + len(mark)] == mark)
+    for later in islice(marked, MOST_TRIED):
         pairs = align(ours[later : later + 2 * length], theirs, int((1 - RECOGNISED) * length))
         if pairs:
             return later, pairs
-        tried += 1
-        if tried == MOST_TRIED:
-            break
     return place, first if len(first) >= length / 2 else []
 
 
@@ -317,8 +308,8 @@ def _along(rows: pd.DataFrame, template: pd.DataFrame, begins: Ints) -> pd.DataF
     runs earlier (start-up, an evaluation in between) is of none. They are aligned from the end
     to the beginning, too: where equal names leave room for another part, none is given.
     """
-    codes, _ = pd.factorize(pd.concat([template["key"], rows["key"]]))
-    theirs, ours = codes[: len(template)].tolist(), codes[len(template) :].tolist()
+    codes = pd.factorize(pd.concat([template["key"], rows["key"]]))[0].tolist()
+    theirs, ours = codes[: len(template)], codes[len(template) :]
     possible = np.searchsorted(rows["start_ns"].to_numpy(), begins - CLOCKS_APART_NS)
     twin, iteration = _twins(ours, theirs, possible.tolist())
     back, _ = _twins(ours[::-1], theirs[::-1], [0] * len(begins))
@@ -331,10 +322,7 @@ def _along(rows: pd.DataFrame, template: pd.DataFrame, begins: Ints) -> pd.DataF
     before, after = part.ffill(), part.bfill()
     placed = matched | ((iteration != NO_ITERATION) & (before == after).to_numpy())
     label = np.where(placed, before.fillna(-1), -1).astype(np.int64)
-    labels = [*names, ("other", "")]
-    result = pd.DataFrame(
-        [labels[number] for number in label.tolist()],
-        columns=["component", "phase"],
-        index=rows.index,
-    )
-    return result.assign(iteration=iteration, matched=matched)
+    labels = np.array([*names, ("other", "")], dtype=object)
+    component, phase = labels[label].T
+    columns = {"component": component, "phase": phase, "iteration": iteration, "matched": matched}
+    return pd.DataFrame(columns, index=rows.index)

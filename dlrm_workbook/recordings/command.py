@@ -11,6 +11,7 @@ import contextlib
 import os
 import shlex
 import shutil
+import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -78,8 +79,6 @@ def record_command(
     """Run a command with torch.profiler inside, and keep what it recorded.
 
     Args:
-        command: ``profiling.command``.
-        config: how to measure.
         folder: gets ``recording/`` (of several ranks ``recording/rank0/``, ...) and ``logs/``.
 
     Returns:
@@ -89,37 +88,24 @@ def record_command(
         InputError: the command cannot be started, failed, trained too little or took too
             long; the message says so and names the file of its output.
     """
-    notes = folder / "processes"
-    notes.mkdir(parents=True)
-    try:
-        return _recorded(command, config, folder, notes, progress)
-    finally:
-        shutil.rmtree(notes, ignore_errors=True)
-
-
-def _recorded(
-    command: Sequence[str],
-    config: ProfilingConfig,
-    folder: Path,
-    notes: Path,
-    progress: ProgressCallback | None,
-) -> list[str]:
-    """As :func:`record_command`; its processes write into ``made``."""
-    with living_pipe() as alive:
-        done = run_child(
-            command,
-            stage=STAGE,
-            logs=folder / "logs",
-            environment=recording_environment(os.environ, notes, config, alive=alive),
-            folder=config.command_folder or None,
-            timeout_s=config.timeout_s,
-            progress=progress and (lambda told: progress(with_phase(told, notes))),
-        )
-    processes = [read_json(file) for file in sorted(notes.glob("*.json"))]
-    recorded = [process for process in processes if process["state"] == "recorded"]
-    if not recorded:
-        raise MeasurementError(why_nothing(command, done, processes))
-    keep(folder / "recording", notes, recorded)
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder, ignore_cleanup_errors=True) as place:
+        notes = Path(place)
+        with living_pipe() as alive:
+            done = run_child(
+                command,
+                stage=STAGE,
+                logs=folder / "logs",
+                environment=recording_environment(os.environ, notes, config, alive=alive),
+                folder=config.command_folder or None,
+                timeout_s=config.timeout_s,
+                progress=progress and (lambda told: progress(with_phase(told, notes))),
+            )
+        processes = [read_json(file) for file in sorted(notes.glob("*.json"))]
+        recorded = [process for process in processes if process["state"] == "recorded"]
+        if not recorded:
+            raise MeasurementError(why_nothing(command, done, processes))
+        keep(folder / "recording", notes, recorded)
     if config.trials:
         try_whole_runs(command, config, folder / "recording", progress)
     notices = [INTERVENTION]

@@ -45,8 +45,7 @@ class Named:
     """What a name says about the calls below it.
 
     Attributes:
-        component: one of ``parts.COMPONENTS``, :data:`MLP`, or "" where the name says a phase
-            only.
+        component: one of ``parts.COMPONENTS`` or :data:`MLP`; "" where the name says a phase only.
         phase: one of ``parts.PHASES``, or "" where the name says none.
         hint: the name only hints at the part (an operator such as ``aten::bmm``): whatever
             encloses it and names a part knows better.
@@ -142,13 +141,19 @@ _FRAME_FILES = _rules(
 )
 """Files of Python functions whose names are too common to tell anything."""
 
-_COLLECTIVES = re.compile(
-    r"(all_|reduce|gather|scatter|broadcast|barrier|i?send|i?recv|batch_isend|monitored_|wait)"
+_DISTRIBUTED = (
+    (
+        re.compile(r"(^|/)torch/distributed/"),
+        re.compile(
+            r"(all_|reduce|gather|scatter|broadcast|barrier|i?send|i?recv|batch_isend|monitored_|wait)"
+        ),
+    ),
+    (
+        re.compile(r"(^|/)torch/nn/parallel/distributed\.py$"),
+        re.compile(r"_(pre_forward|post_forward|sync_\w+|distributed_broadcast\w*)$"),
+    ),
 )
-"""Functions of ``torch.distributed`` that exchange data or wait for others."""
-
-_DATA_PARALLEL = re.compile(r"_(pre_forward|post_forward|sync_\w+|distributed_broadcast\w*)$")
-"""Methods of DistributedDataParallel that prepare the exchange of gradients or exchange buffers."""
+"""Files of torch, and which of their functions exchange data, prepare that or wait for others."""
 
 _OPERATORS = _rules(
     (
@@ -270,15 +275,14 @@ class PartNames:
         self._makers = set(makers)
         self.of = functools.cache(self._of)
 
-    def says_user(self, name: str) -> bool:
-        """Whether the user's map has a pattern for a name."""
-        return any(matches(name) for matches, _ in self._user)
+    def _by_user(self, name: str) -> Named | None:
+        """What the user's map says of a name."""
+        return next((named for matches, named in self._user if matches(name)), None)
 
     def _of(self, kind: str, name: str, file: str = "") -> Named | None:
         """What a context says by its kind (of ``profile.CONTEXT_KINDS``), its name and its file."""
-        for matches, named in self._user:
-            if matches(name):
-                return named
+        if named := self._by_user(name):
+            return named
         frame = _FRAME.fullmatch(name) if kind == "python" and self._makers else None
         if frame is not None and frame.groups() in self._makers:
             return Named("data", "forward")
@@ -293,7 +297,7 @@ class PartNames:
         """
         named = self.of(kind, name, file)
         module = name.startswith(GROUP_PREFIX)
-        if named is None or (kind == "annotation" and not module) or self.says_user(name):
+        if named is None or (kind == "annotation" and not module) or self._by_user(name):
             return named
         foreign = named.component in (MLP, "bottom_mlp", "interaction", "top_mlp")
         if foreign or (module and named.component == "embedding"):
@@ -308,11 +312,9 @@ class PartNames:
         return _UNUSUAL.sub("_", name.removeprefix(GROUP_PREFIX))[:LONGEST_MODULE]
 
 
-_EARLIER_ITERATION_FUNCTION = "iterate"
-_EARLIER_ITERATION_FILES = (("dlrm_core", "training.py"), ("dlrm_core", "training_loop.py"))
-"""Folder and name of the files that held our own iteration while it was called ``iterate``.
-Recordings name them, so this list stays as it is, whatever the files are called today; it is
-complete, since newer recordings have ``ITERATION_FUNCTION``."""
+_EARLIER_ITERATION = re.compile(r"(^|/)dlrm_core/training(_loop)?\.py$")
+"""Files that held our own iteration while it was called ``iterate``. Recordings name them, so this
+stays as it is; it is complete, since newer recordings have ``ITERATION_FUNCTION``."""
 
 
 def is_iteration_function(name: str, file: str) -> bool:
@@ -324,9 +326,9 @@ def is_iteration_function(name: str, file: str) -> bool:
             from before ``dlrm_iteration``: other programs have functions called ``iterate`` too.
     """
     name = name.rpartition(".")[2]
-    if name != _EARLIER_ITERATION_FUNCTION:
-        return name == ITERATION_FUNCTION
-    return tuple(file.split("/")[-2:]) in _EARLIER_ITERATION_FILES
+    if name == "iterate":
+        return bool(_EARLIER_ITERATION.search(file))
+    return name == ITERATION_FUNCTION
 
 
 def _pattern(text: str) -> Callable[[str], re.Match[str] | None]:
@@ -352,7 +354,7 @@ def _annotation(name: str, file: str) -> Named | None:
         with contextlib.suppress(ValueError):
             return Named(*parse_part(name.removeprefix(PART_PREFIX)))
     words = name.strip("# ")
-    named, phase = _operator(words, ""), _first(_PHASES, words) or ""
+    named, phase = _node_or(_OPERATORS, words), _first(_PHASES, words) or ""
     if named is None or named.hint:
         named = _first(_SPOKEN, words) or named
     if named is None or named.component == "other":
@@ -360,15 +362,12 @@ def _annotation(name: str, file: str) -> Named | None:
     return Named(named.component, named.phase or phase)
 
 
-def _operator(name: str, file: str) -> Named | None:
+def _node_or(rules: Iterable[tuple[re.Pattern[str], Named]], name: str) -> Named | None:
+    """What an autograd node says, or of other names the rules."""
     node = node_key(name)
-    if node is not None:
-        return _node(node)
-    return _first(_OPERATORS, name)
-
-
-def _node(key: str) -> Named:
-    component = _first(_NODES, key) or ""
+    if node is None:
+        return _first(rules, name)
+    component = _first(_NODES, node) or ""
     return Named(component, "backward", hint=bool(component))
 
 
@@ -383,10 +382,9 @@ def _python(name: str, file: str) -> Named | None:
     if function in _FRAMES:
         return _FRAMES[function]
     place = file or name.partition("(")[0]
-    if re.search(r"(^|/)torch/distributed/", place):
-        return Named("communication") if _COLLECTIVES.match(function) else None
-    if re.search(r"(^|/)torch/nn/parallel/distributed\.py$", place):
-        return Named("communication") if _DATA_PARALLEL.match(function) else None
+    for where, exchanges in _DISTRIBUTED:
+        if where.search(place):
+            return Named("communication") if exchanges.match(function) else None
     named = _first(_FRAME_FILES, place)
     whose = name.rpartition(": ")[2].split(".")
     if named is None and function == "forward" and len(whose) > 1:
@@ -401,36 +399,26 @@ def _module(words: str) -> Named | None:
     return _first(_MODULES, words) or _first(_SPOKEN, words)
 
 
-def _kernel(name: str, file: str) -> Named | None:
-    return _first(_KERNELS, name)
-
-
-def _copy(name: str, file: str) -> Named | None:
-    """A copy between host and device is a transfer, where nothing around it says more."""
-    if re.search(r"HtoD|DtoH|HostToDevice|DeviceToHost|copyin|copyout|H2D|D2H", name):
-        return Named("transfer", "forward", hint=True)
-    return None
-
-
-def _function(name: str, file: str) -> Named | None:
-    """A C++ function: autograd's nodes and engine, gradients of embeddings, start-up."""
-    node = node_key(name)
-    return _node(node) if node is not None else _first(_FUNCTIONS, name)
-
-
 _MODULES = _rules(
     (r"^(Linear|MLP|ReLU|Sigmoid|Perceptron)$", Named(MLP, "", hint=True)),
     (r"^DistributedDataParallel$|^DLRM", Named("")),
 )
+_BETWEEN_HOST_AND_DEVICE = _rules(
+    (
+        r"HtoD|DtoH|HostToDevice|DeviceToHost|copyin|copyout|H2D|D2H",
+        Named("transfer", "forward", hint=True),
+    ),
+)
+"""A copy between host and device is a transfer, where nothing around it says more."""
+
 _BY_KIND: dict[str, Callable[[str, str], Named | None]] = {
     "annotation": _annotation,
-    "operator": _operator,
+    "operator": lambda name, file: _node_or(_OPERATORS, name),
     "python": _python,
-    "kernel": _kernel,
-    "copy": _copy,
-    "function": _function,
+    "kernel": lambda name, file: _first(_KERNELS, name),
+    "copy": lambda name, file: _first(_BETWEEN_HOST_AND_DEVICE, name),
+    "function": lambda name, file: _node_or(_FUNCTIONS, name),
 }
-
 
 _LOOKUPS = re.compile(
     r"embedding_?bag|split_embedding|int_nbit_split|split_?lookup|"
@@ -465,18 +453,14 @@ def node_key(name: str) -> str | None:
     match = _NODE.search(text)
     if match is None:
         # a function of the user's own: named as a class is
-        return _key(text) if text is not name else None
-    return _key(match["name"] or match["custom"])
+        return forward_key(text) if text is not name else None
+    return forward_key(match["name"] or match["custom"])
 
 
 def forward_key(name: str) -> str:
     """Of an operator, to be compared with :func:`node_key`: ``aten::_embedding_bag`` is
     ``embeddingbag``."""
-    return _key(name.rpartition("::")[2])
-
-
-def _key(name: str) -> str:
-    return name.replace("_", "").lower()
+    return name.rpartition("::")[2].replace("_", "").lower()
 
 
 def match_backward(forward: Sequence[str], backward: Sequence[str]) -> Ints:
@@ -510,15 +494,14 @@ def mlp_by_order(components: Sequence[str], backward: bool) -> list[str]:
     Returns:
         The same, with :data:`MLP` replaced; ``other`` where no interaction is met.
     """
-    where = [place for place, name in enumerate(components) if name == "interaction"]
-    if not where:
-        return ["other" if name == MLP else name for name in components]
     before, after = ("top_mlp", "bottom_mlp") if backward else ("bottom_mlp", "top_mlp")
-    middle = where[0]
-    return [
-        (before if place < middle else after) if name == MLP else name
-        for place, name in enumerate(components)
-    ]
+    if "interaction" not in components:
+        before = after = "other"
+    told, part = [], before
+    for name in components:
+        part = after if name == "interaction" else part
+        told.append(part if name == MLP else name)
+    return told
 
 
 def resolve(parent: Ints, named: Sequence[Named | None], code: Ints) -> tuple[Names, Names, Bools]:
@@ -537,22 +520,17 @@ def resolve(parent: Ints, named: Sequence[Named | None], code: Ints) -> tuple[Na
         Components (n,) (``other`` where nothing is known; maybe :data:`MLP`), phases (n,)
         ("" where unknown), and which rows (n,) have their component from a hint.
     """
-    has = np.array([n is not None and bool(n.component) for n in named] + [False])
-    hints = np.array([n is not None and n.hint for n in named] + [False])
-    phased = np.array([n is not None and bool(n.phase) for n in named] + [False])
-    component = np.array([n.component if n else "" for n in named] + ["other"], dtype=object)
-    phase = np.array([n.phase if n else "" for n in named] + [""], dtype=object)
-    code = np.append(code, len(named))  # the last stands for outside of every name
-
-    def name_of(row: Ints) -> Ints:
-        picked: Ints = code[row]  # row −1 is the one appended
-        return picked
-
-    strong = nearest(parent, (has & ~hints)[code[:-1]])
-    hint = outermost_marked(parent, (has & hints)[code[:-1]])
+    told = [one or Named("") for one in named]
+    component = np.array([one.component for one in told] + ["other"], dtype=object)
+    phase = np.array([one.phase for one in told] + [""], dtype=object)
+    hints = np.array([one.hint for one in told], dtype=bool)[code]
+    has = (component != "")[code]
+    strong = nearest(parent, has & ~hints)
+    hint = outermost_marked(parent, has & hints)
     decided = np.where(strong >= 0, strong, hint)
-    spoken = nearest(parent, phased[code[:-1]])
-    return component[name_of(decided)], phase[name_of(spoken)], (strong < 0) & (hint >= 0)
+    spoken = nearest(parent, (phase != "")[code])
+    code = np.append(code, len(named))  # of row −1, outside of every name, the last
+    return component[code[decided]], phase[code[spoken]], (strong < 0) & (hint >= 0)
 
 
 def outermost_marked(parent: Ints, marked: Bools) -> Ints:

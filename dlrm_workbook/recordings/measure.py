@@ -147,11 +147,11 @@ def measure_command(
         kept, in ``profile/rank0/``, ...
     """
     if engine == "torch":
-        return command_with_torch(command, parameters, folder, "profile", why, progress)
+        return command_with_torch(command, parameters, folder / "profile", why, progress)
     profile = command_with_hpctoolkit(command, parameters, folder, progress)
     profile.meta["engine_choice"] = why
     if engine == "both":
-        command_with_torch(command, parameters, folder, TORCH_FOLDER, why, progress)
+        command_with_torch(command, parameters, folder / TORCH_FOLDER, why, progress)
         profile.meta["second_profile"] = TORCH_FOLDER
     profile.save(folder / "profile")
     return profile
@@ -166,16 +166,12 @@ def title_of(command: Sequence[str], parameters: Parameters) -> str:
 def command_with_torch(
     command: Sequence[str],
     parameters: Parameters,
-    folder: Path,
-    target: str,
+    target: Path,
     why: str,
     progress: ProgressCallback | None,
 ) -> Profile:
-    """As :func:`measure_command`, with torch.profiler inside the program.
-
-    Args:
-        target: name of the profile's folder in ``folder``.
-    """
+    """As :func:`measure_command`, with torch.profiler inside; the profile is kept in ``target``."""
+    folder = target.parent
     config = parameters.profiling
     notices = record_command(command, config, folder, progress)
     recording = open_recording(folder / "recording", config.parts)
@@ -184,9 +180,9 @@ def command_with_torch(
         profile.meta["engine_choice"] = why
         profile.meta["notices"] = notices + profile.meta.get("notices", [])
     for rank, profile in recording.ranks.items():
-        profile.save(folder / target / f"rank{rank}")
+        profile.save(target / f"rank{rank}")
     if not recording.ranks:
-        recording.profile.save(folder / target)
+        recording.profile.save(target)
     return recording.profile
 
 
@@ -226,20 +222,10 @@ def command_with_hpctoolkit(
         profile = with_stacks(profile, spans, place, config.warmup, dict(config.parts))
     if "lines" in profile.meta:
         measurement.not_measured.pop("Python frames", None)
-    passes, notices = passes_of(measurement, folder, iterations)
-    missing = dict.fromkeys(EVIDENCE, UNKNOWN_MODEL) | measurement.unprofiled.get(
-        "not_measured", {}
-    )
-    profile.meta |= {
-        "title": title_of(command, parameters),
-        "machine": machine_facts(),
-        "engine": "hpctoolkit",
-        "device": device.type,
-        "version": measurement.version,
-        "passes": passes,
-        "notices": [TIMING_INTERVENTION, *notices, *profile.meta.get("notices", [])],
-        "not_measured": missing | profile.not_measured | measurement.not_measured,
-    }
+    profile.meta |= {"title": title_of(command, parameters), "machine": machine_facts()}
+    missing = dict.fromkeys(EVIDENCE, UNKNOWN_MODEL)
+    add_measurement(profile, measurement, folder, device.type, iterations, missing)
+    profile.meta["notices"].insert(0, TIMING_INTERVENTION)
     return profile
 
 
@@ -270,10 +256,6 @@ class _Session:
         Args:
             what: subject of the sentence if it fails.
             like_measured: with the environment of a run that HPCToolkit measures.
-            on_line: gets each line that it prints.
-
-        Raises:
-            InputError: it fails or takes too long.
         """
         run_child(
             command,
@@ -298,29 +280,29 @@ class _Session:
         notices: list[str] = choice["notices"]
         return notices
 
+    def record(
+        self, file: Path, recording: Path, *options: str, on_line: LineReader | None = None
+    ) -> None:
+        command = ["record", "-f", str(file), "--output", str(recording), *options]
+        module = python_module("dlrm_workbook", *command)
+        self.run("the recorded run", "torch.profiler", module, False, on_line)
+
     def with_torch(
         self, parameters: Parameters, name: str = "workload.yaml", recorded: str = "recording"
     ) -> Profile:
         recording = self.folder / recorded
-        file = self.written(name, parameters)
-        command = self.record_command(file, recording)
-        self.run("the recorded run", "torch.profiler", command, like_measured=False)
+        self.record(self.written(name, parameters), recording)
         return read_recording(recording)
-
-    @staticmethod
-    def record_command(file: Path, recording: Path) -> list[str]:
-        return python_module("dlrm_workbook", "record", "-f", file, "--output", recording)
 
     def with_advice(self, advise: Advise) -> Profile:
         """Record like :meth:`with_torch`, and time whole steps under the advised changes."""
         recording = self.folder / "recording"
         asked, answer = (self.folder / "logs" / f"together{end}.json" for end in ("-asked", ""))
         file = self.written("workload.yaml", self.parameters)
-        command = [*self.record_command(file, recording), "--together", str(asked), str(answer)]
         dialogue = _Dialogue(recording, asked, advise)
         failure = ""
         try:
-            self.run("the recorded run", "torch.profiler", command, False, dialogue)
+            self.record(file, recording, "--together", str(asked), str(answer), on_line=dialogue)
         except InputError as error:
             if dialogue.profile is None and dialogue.error is None:
                 raise
@@ -395,21 +377,12 @@ class _Session:
         on_gpu = device.type != "cpu" and spans and profile.has("gpu_time_ms")
         order = self.order_of_launches() if on_gpu else ""
         profile = with_spans(profile, spans, config.warmup, order)
-        passes, notices = passes_of(measurement, self.folder, iterations)
-        notices += profile.meta.get("notices", [])
-        evidence = self.evidence(file)
-        unprofiled = measurement.unprofiled
+        evidence, unprofiled = self.evidence(file), measurement.unprofiled
+        missing = evidence.pop("not_measured", {})
+        profile.meta |= information(parameters, device, profile.meta.get("notices", [])) | evidence
         counted = ("counters", "threads_cpu", "counters_cost_ms")
-        missing = evidence.pop("not_measured", {}) | unprofiled.get("not_measured", {})
-        profile.meta |= information(parameters, device, notices) | evidence
         profile.meta |= {name: unprofiled[name] for name in counted if name in unprofiled}
-        profile.meta |= {
-            "engine": "hpctoolkit",
-            "device": device.type,
-            "version": measurement.version,
-            "passes": passes,
-            "not_measured": missing | profile.not_measured | measurement.not_measured,
-        }
+        add_measurement(profile, measurement, self.folder, device.type, iterations, missing)
         return profile
 
     def evidence(self, file: Path) -> dict[str, Any]:
@@ -429,19 +402,15 @@ class _Session:
 
 class _Dialogue:
     """Reads a recording as soon as the process that makes it says that it is whole, and tells
-    that process which changes to time.
-
-    Attributes:
-        profile: of the recording; None until it is read.
-        reason: why no change is asked for; "" where one is.
-        error: of reading it or of the advice, to be raised where it can be caught.
-    """
+    that process which changes to time."""
 
     def __init__(self, recording: Path, asked: Path, advise: Advise) -> None:
         self._recording, self._asked, self._advise = recording, asked, advise
         self.profile: Profile | None = None
         self.reason = ""
+        """Why no change is asked for."""
         self.error: Exception | None = None
+        """Of reading or of the advice, to be raised where it can be caught."""
 
     def __call__(self, line: bytes) -> None:
         """Take in a line that the process printed."""
@@ -460,16 +429,25 @@ class _Dialogue:
             write_json(self._asked, changes)
 
 
-def passes_of(
-    measurement: Measurement, folder: Path, iterations: int
-) -> tuple[list[dict[str, Any]], list[str]]:
-    """What a profile says of HPCToolkit's passes, and their notices."""
-    notices = list(measurement.notices)
+def add_measurement(
+    profile: Profile,
+    measurement: Measurement,
+    folder: Path,
+    device: str,
+    iterations: int,
+    missing: dict[str, str],
+) -> None:
+    """Add to a profile's ``meta`` what is known of the passes that HPCToolkit measured.
+
+    Args:
+        missing: what was not measured beside them, name to reason.
+    """
+    unprofiled, notices = measurement.unprofiled, list(measurement.notices)
     passes: list[dict[str, Any]] = [
         {
             "name": "unprofiled",
             "command": "",
-            "ms_per_iteration": measurement.unprofiled.get("ms_per_iteration"),
+            "ms_per_iteration": unprofiled.get("ms_per_iteration"),
             "dilation": 1.0,
         }
     ]
@@ -490,7 +468,15 @@ def passes_of(
             }
         )
         notices += [f"pass {measured.name}: {notice}" for notice in measured.notices]
-    return passes, notices
+    missing = missing | unprofiled.get("not_measured", {})
+    profile.meta |= {
+        "engine": "hpctoolkit",
+        "device": device,
+        "version": measurement.version,
+        "passes": passes,
+        "notices": [*notices, *profile.meta.get("notices", [])],
+        "not_measured": missing | profile.not_measured | measurement.not_measured,
+    }
 
 
 def second_profile(folder: Path | str) -> Profile | None:

@@ -71,8 +71,7 @@ def enclosing_in_turn(start: Ints, end: Ints) -> tuple[Ints, Bools]:
     Returns:
         The second (n,) is true of all spans of a stretch of time in which two overlap.
     """
-    count = len(start)
-    place = np.arange(count)
+    count, place = len(start), np.arange(len(start))
     if not count:
         return place, np.zeros(0, dtype=bool)
     # of the spans before it, those that ended; empty ones at the same moment end at once
@@ -153,12 +152,8 @@ def _clipped(start: Ints, end: Ints, soft: Bools) -> tuple[Ints, Ints, Ints, Int
         parent[span] = stack[-1] if stack else -1
         order.append(span)
         stack.append(span)
-    return (
-        np.array(starts, dtype=np.int64),
-        np.array(ends, dtype=np.int64),
-        np.array(parent, dtype=np.int64),
-        np.array(order, dtype=np.int64),
-    )
+    clipped_start, clipped_end, parents, turn = np.array([starts, ends, parent, order], np.int64)
+    return clipped_start, clipped_end, parents, turn
 
 
 def self_times(start: Ints, end: Ints, parent: Ints) -> Ints:
@@ -203,9 +198,7 @@ def innermost(start: Ints, end: Ints, parent: Ints, at: Ints) -> Ints:
 def stretch_at(start: Ints, end: Ints, at: Ints) -> Ints:
     """Row (n,) of the disjoint, ordered stretch that each moment lies in; −1 where none."""
     row = np.searchsorted(start, at, side="right") - 1
-    if not len(start):
-        return row
-    return np.where(at < end[np.maximum(row, 0)], row, -1)
+    return np.where(at < end[row], row, -1) if len(start) else row
 
 
 def last_ends(begins: Ints, ends: Ints, row: Ints, end: Ints) -> Ints:
@@ -245,10 +238,9 @@ def covered(first: Ints, last: Ints, until: Ints) -> Ints:
     if not len(first):
         return np.zeros(len(until), dtype=np.int64)
     length = last - first
-    before = np.concatenate([[0], np.cumsum(length)])
     row = np.searchsorted(first, until, side="right") - 1
-    at = np.maximum(row, 0)
-    return np.where(row < 0, 0, before[at] + np.clip(until - first[at], 0, length[at]))
+    before = np.cumsum(length)[row] - length[row]
+    return np.where(row < 0, 0, before + np.clip(until - first[row], 0, length[row]))
 
 
 def overlap(start: Ints, end: Ints, first: Ints, last: Ints) -> Floats:

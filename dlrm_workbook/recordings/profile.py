@@ -76,9 +76,9 @@ def typed(table: str, rows: Any) -> pd.DataFrame:
         InputError: a column is missing or cannot be of its dtype.
     """
     schema = SCHEMA[table]
-    frame = pd.DataFrame({name: [] for name in schema} if rows is None else rows)
-    if frame.empty and not len(frame.columns):
-        frame = pd.DataFrame({name: [] for name in schema})
+    frame = pd.DataFrame(rows)
+    if not len(frame.columns):
+        frame = pd.DataFrame(columns=list(schema))
     _require_columns(frame, table, f"profile table '{table}'")
     try:
         frame = frame[list(schema)].astype(schema, copy=False)
@@ -97,12 +97,10 @@ def _require_columns(frame: pd.DataFrame, table: str, what: str) -> None:
 
 
 def depths(parent: np.ndarray) -> np.ndarray:
-    """Depth of every context, roots 0.
+    """Depth of every context, roots 0, by log2(deepest) passes over whole columns.
 
     Args:
         parent: (n,) row of the parent, −1 for a root; in any order.
-
-    Pointer doubling: log2(deepest) passes over whole columns, no recursion.
     """
     ancestor = np.asarray(parent, dtype=np.int64).copy()
     depth = (ancestor >= 0).astype(np.int64)
@@ -116,11 +114,10 @@ def depths(parent: np.ndarray) -> np.ndarray:
 
 
 def nearest(parent: np.ndarray, marked: np.ndarray) -> np.ndarray:
-    """Row (n,) of the nearest marked context at or above each, −1 where there is none.
+    """Row (n,) of the nearest marked (n,) context at or above each, −1 where there is none.
 
     Args:
         parent: (n,) row of the parent, −1 for a root; in any order.
-        marked: (n,) bool.
     """
     link = np.where(marked | (parent < 0), np.arange(len(parent)), parent)
     while True:  # pointer doubling, as in depths
@@ -212,31 +209,15 @@ class Profile:
         super().__setattr__(name, value)
 
     @classmethod
-    def build(
-        cls,
-        *,
-        contexts: Any,
-        metrics: Any,
-        values: Any,
-        threads: Any,
-        trace: Any = None,
-        iterations: Any = None,
-        meta: dict[str, Any] | None = None,
-    ) -> Profile:
-        """A validated profile from anything ``pd.DataFrame`` accepts.
+    def build(cls, *, meta: dict[str, Any] | None = None, **tables: Any) -> Profile:
+        """A validated profile from tables of which each is anything ``pd.DataFrame`` accepts.
 
         Raises:
             InputError: the tables do not fit together, see :meth:`validate`.
+            TypeError: one is no table of a profile.
         """
-        profile = cls(
-            contexts=typed("contexts", contexts),
-            metrics=typed("metrics", metrics),
-            values=typed("values", values),
-            threads=typed("threads", threads),
-            trace=typed("trace", trace),
-            iterations=typed("iterations", iterations),
-            meta=dict(meta or {}),
-        )
+        frames: dict[str, Any] = {t: typed(t, tables.pop(t, None)) for t in SCHEMA}
+        profile = cls(**frames, **tables, meta=dict(meta or {}))
         profile.validate()
         return profile
 
@@ -250,29 +231,23 @@ class Profile:
         """
         for table in SCHEMA:
             _require_columns(getattr(self, table), table, f"profile table '{table}'")
-        count = len(self.contexts)
-        context = self.contexts["context"].to_numpy()
-        parent = self.contexts["parent"].to_numpy()
+        contexts, values = self.contexts, self.values
+        count, context, parent = len(contexts), contexts["context"], contexts["parent"]
         _refuse(context != np.arange(count), "contexts", "'context' must count from 0, row by row")
         _refuse(parent < -1, "contexts", "'parent' must be a context or −1")
         _refuse(parent >= context, "contexts", "a parent must come before its children")
-        _refuse(~self.contexts["kind"].isin(CONTEXT_KINDS), "contexts", "'kind' is unknown")
+        _refuse(~contexts["kind"].isin(CONTEXT_KINDS), "contexts", "'kind' is unknown")
         listed = set(self.metrics["metric"])
-        _refuse(~self.values["metric"].isin(listed), "values", "'metric' is not in table 'metrics'")
-        _refuse(~self.values["scope"].isin(SCOPES), "values", f"'scope' must be one of {SCOPES}")
-        _refuse(
-            self.values["value"].isna(), "values", "'value' must be a number; leave the row out"
-        )
+        _refuse(~values["metric"].isin(listed), "values", "'metric' is not in table 'metrics'")
+        _refuse(~values["scope"].isin(SCOPES), "values", f"'scope' must be one of {SCOPES}")
+        _refuse(values["value"].isna(), "values", "'value' must be a number; leave the row out")
         profiles = set(self.threads["profile"])
-        for table in ("values", "trace"):
-            frame = getattr(self, table)
-            _refuse(
-                ~frame["context"].between(0, count - 1), table, "'context' is not in 'contexts'"
-            )
+        for table, frame in (("values", values), ("trace", self.trace)):
+            outside = ~frame["context"].between(0, count - 1)
+            _refuse(outside, table, "'context' is not in 'contexts'")
             _refuse(~frame["profile"].isin(profiles), table, "'profile' is not in 'threads'")
         _refuse(~self.threads["kind"].isin(THREAD_KINDS), "threads", "'kind' is unknown")
-        for table in ("trace", "iterations"):
-            frame = getattr(self, table)
+        for table, frame in (("trace", self.trace), ("iterations", self.iterations)):
             _refuse(frame["end_ns"] < frame["start_ns"], table, "'end_ns' is before 'start_ns'")
 
     # ---- reading ----------------------------------------------------------------
@@ -328,7 +303,6 @@ class Profile:
         Comparing a million names takes a tenth of a second, and every table of a page
         asks; so names are numbered once.
         """
-
         return self._remembered(f"numbers of {column}", lambda: coded(self.contexts[column]))
 
     def which(self, column: str, matches: Callable[[str], bool]) -> np.ndarray:
@@ -463,7 +437,7 @@ def _read_table(file: Path, table: str) -> pd.DataFrame:
     return frame
 
 
-_META_TEXT = {
+_META = {
     "names with values": "ceilings counters data_statistics device_counters distributed "
     "launched_before_trace machine memory not_measured options parameters part_probes probes "
     "profiler_overhead lines python_lines seen_model together trials versions",
@@ -472,23 +446,16 @@ _META_TEXT = {
     "a list of numbers": "iteration_ms unprofiled_iteration_ms",
     "a text": "accelerator command device device_name engine iterations_from sample title",
 }
-_META = {name: holds for holds, names in _META_TEXT.items() for name in names.split()}
-"""Keys of a profile's ``meta`` and what they hold, in words."""
-
-_HOLDS: dict[str, Callable[[Any], bool]] = {
-    "names with values": lambda value: isinstance(value, dict),
-    "a list of names with values": lambda value: _all(value, lambda v: isinstance(v, dict)),
-    "a list of texts": lambda value: _all(value, lambda v: isinstance(v, str)),
-    "a list of numbers": lambda value: _all(
-        value, lambda v: type(v) in (int, float) and math.isfinite(v)
-    ),
-    "a text": lambda value: isinstance(value, str),
-}
-"""Words of :data:`_META` to what a value must fulfil."""
+"""What keys of a profile's ``meta`` hold, in words, to those keys."""
 
 
-def _all(value: Any, fits: Callable[[Any], bool]) -> bool:
-    return isinstance(value, list) and all(fits(item) for item in value)
+def _holds(value: Any, expected: str) -> bool:
+    """Whether a value is what the words of :data:`_META` say."""
+    if expected.startswith("a list of "):
+        return isinstance(value, list) and all(_holds(item, expected[10:]) for item in value)
+    if expected == "numbers":
+        return type(value) in (int, float) and math.isfinite(value)
+    return isinstance(value, dict if expected == "names with values" else str)
 
 
 def _checked_meta(file: Path, meta: Any) -> dict[str, Any]:
@@ -500,9 +467,10 @@ def _checked_meta(file: Path, meta: Any) -> dict[str, Any]:
     if not isinstance(meta, dict):
         raise InputError(f"{file}: meta is {shown(meta)}, expected names with values")
     meta = {name: value for name, value in meta.items() if value is not None}
-    for name, expected in _META.items():
-        if name in meta and not _HOLDS[expected](meta[name]):
-            raise InputError(f"{file}: meta.{name} is {shown(meta[name])}, expected {expected}")
+    for expected, names in _META.items():
+        for name in names.split():
+            if name in meta and not _holds(meta[name], expected):
+                raise InputError(f"{file}: meta.{name} is {shown(meta[name])}, expected {expected}")
     return meta
 
 
@@ -514,9 +482,7 @@ def _refuse(wrong: Any, table: str, message: str) -> None:
 
 def _plain(value: Any) -> Any:
     """JSON for the numpy scalars and paths that end up in ``meta``."""
-    if isinstance(value, np.generic):
-        return value.item()
-    if isinstance(value, np.ndarray):
+    if isinstance(value, np.generic | np.ndarray):
         return value.tolist()
     if isinstance(value, Path):
         return str(value)

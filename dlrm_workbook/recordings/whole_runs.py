@@ -59,7 +59,8 @@ def try_whole_runs(
     count = max(FEWEST_ITERATIONS, math.ceil(TIMED_S / (statistics.median(ms) / 1e3)))
     until = time.monotonic() + config.trials - float(document.get("spent_s") or 0.0)
     for one in asked:
-        told = progress and functools.partial(_tell, progress, str(one["remedy"]))
+        detail = f"short whole runs with and without {one['remedy']}"
+        told = progress and functools.partial(_tell, progress, detail)
         row, why = _tried(command, replace(config, iterations=count), one, until, told)
         if why:
             document["not_tried"].append({"remedy": one["remedy"], "reason": why})
@@ -77,7 +78,7 @@ def _tried(
 ) -> tuple[dict[str, Any], str]:
     """The row of one remedy, or why it was not tried."""
     changes = {"environment": asked["environment"], "options": asked["options"]}
-    row = {**{name: value for name, value in asked.items() if name not in changes}}
+    row = {name: value for name, value in asked.items() if name not in changes}
     times: dict[bool, list[float]] = {False: [], True: []}
     logs: list[float] = []
     began, order = time.monotonic(), [False, True]
@@ -117,8 +118,7 @@ def _tried(
     }, ""
 
 
-def _tell(progress: ProgressCallback, remedy: str, told: Progress) -> None:
-    detail = f"short whole runs with and without {remedy}"
+def _tell(progress: ProgressCallback, detail: str, told: Progress) -> None:
     progress(replace(told, stage="your program", detail=detail))
 
 

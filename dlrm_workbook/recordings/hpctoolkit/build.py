@@ -137,12 +137,11 @@ def build_database(
         raise MeasurementError(
             f"hpcprof {done.failure()} on {measurements}: {done.last_words()}{done.see_log()}"
         )
-    if _is_database(wanted):
-        return wanted, []
     # onto an existing folder hpcprof writes NAME-<8 hex> and says nothing by its exit code
-    for other in sorted(wanted.parent.glob(f"{wanted.name}-*")):
-        if re.fullmatch(r"-[0-9a-f]{8}", other.name[len(wanted.name) :]) and _is_database(other):
-            return other, [f"hpcprof wrote {other.name} because {wanted.name} existed"]
+    for place in (wanted, *sorted(wanted.parent.glob(f"{wanted.name}-{'[0-9a-f]' * 8}"))):
+        if all((place / name).is_file() for name in NEEDED_FILES):
+            other = [f"hpcprof wrote {place.name} because {wanted.name} existed"]
+            return place, other if place != wanted else []
     raise MeasurementError(
         f"hpcprof ended with exit code 0 but wrote no database at {wanted}{done.see_log()}"
     )
@@ -180,10 +179,6 @@ def _structure_cache() -> Path | None:
     except OSError:
         return None
     return cache if make_safe(cache) else None
-
-
-def _is_database(folder: Path) -> bool:
-    return all((folder / name).is_file() for name in NEEDED_FILES)
 
 
 def _remove_unfinished(structs: Path) -> None:

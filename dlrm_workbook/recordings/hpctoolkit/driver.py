@@ -60,16 +60,13 @@ class PassResult:
 
     Attributes:
         name: ``times`` or ``stalls``.
-        command: hpcrun's argument list.
         python_frames: call paths hold Python functions.
         ms_per_iteration: median that the workload reported while profiled.
         dilation: that divided by the unprofiled median; None if either is unknown.
         lost_samples: share of samples, and hence of time, that hpcrun dropped, 0 to 1;
             None if it did not say.
-        measurements: hpcrun's directory.
-        database: hpcprof's directory.
+        measurements, database: directories of hpcrun and hpcprof.
         result: the workload's final JSON object while profiled.
-        notices: what the reader of the figures should know.
     """
 
     name: str
@@ -94,7 +91,6 @@ class Measurement:
         passes: the profiled runs that succeeded; ``times`` always, first.
         not_measured: name of a measurement to the reason why it was not made.
         notices: about the whole measurement.
-        version: HPCToolkit's version.
     """
 
     unprofiled: dict[str, Any]
@@ -121,11 +117,9 @@ def measure_program(
     progress, and the last one with ``ms_per_iteration`` gives the dilation.
 
     Args:
-        command: argument list of the program.
         folder: where measurements, databases and ``logs/`` go; made if need be.
             Nothing in it is overwritten.
         device: ``cpu`` or ``cuda``: what the program computes on.
-        config: how to measure, the ``profiling`` section of a parameters file.
         progress: called a few times a second with the stage and where it stands.
         tools, capabilities: already found and probed, to save doing it again.
         environment: of the program; None: this process's.
@@ -147,14 +141,8 @@ def measure_program(
         pc_sampling=config.pc_sampling,
         single=config.single_pass,
     )
-    session = _Session(
-        tuple(command),
-        Path(folder).absolute(),
-        config,
-        tools,
-        progress,
-        os.environ if environment is None else environment,
-    )
+    base = os.environ if environment is None else environment
+    session = _Session(tuple(command), Path(folder).absolute(), config, tools, progress, base)
     session.notices += capabilities.notices
     session.not_measured |= _reasons(capabilities, device, config)
     return session.measure(passes)
@@ -219,13 +207,8 @@ class _Session:
                 if planned.name == "times":
                     raise
                 self.not_measured["stall reasons"] = str(error)
-        return Measurement(
-            unprofiled=unprofiled,
-            passes=tuple(results),
-            not_measured=self.not_measured,
-            notices=tuple(self.notices),
-            version=self.tools.version,
-        )
+        notices, version = tuple(self.notices), self.tools.version
+        return Measurement(unprofiled, tuple(results), self.not_measured, notices, version)
 
     def unprofiled(self) -> dict[str, Any]:
         """The result of the program alone, which proves that it works and gives the time to
@@ -303,11 +286,7 @@ class _Session:
         return replace(result, measurements=final)
 
     def attempt_in(
-        self,
-        measurements: Path,
-        measured: Pass,
-        unprofiled: dict[str, Any],
-        earlier: Sequence[str],
+        self, measurements: Path, measured: Pass, unprofiled: dict[str, Any], earlier: Sequence[str]
     ) -> PassResult:
         command = [str(self.tools.hpcrun), "-o", str(measurements)]
         for event in measured.events:  # each has its own -e: lists are refused

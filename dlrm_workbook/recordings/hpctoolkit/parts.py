@@ -34,6 +34,7 @@ from dlrm_workbook.recordings.foreign import (
     NO_STEP,
     START_UP,
     PartNames,
+    forward_key,
     has_embeddings,
     mlp_by_order,
     node_key,
@@ -147,7 +148,7 @@ def _by_operators(contexts: pd.DataFrame, backward: Bools, component: Names, pha
     number, texts = pd.factorize(contexts["name"])
     function = contexts["kind"].eq("function").to_numpy()
     spelled = {
-        i: [_key("_".join(words[: n + 1])) for n in range(len(words))]
+        i: [forward_key("_".join(words[: n + 1])) for n in range(len(words))]
         for i, text in enumerate(texts)
         if (match := _OPERATOR.match(text)) and (words := match[1].split("_"))
     }
@@ -167,10 +168,6 @@ def _by_operators(contexts: pd.DataFrame, backward: Bools, component: Names, pha
             candidates = candidates or {"interaction"}
         if found_key != ACCUMULATE and len(candidates) == 1:
             component[unnamed & (node == row)] = next(iter(candidates))
-
-
-def _key(name: str) -> str:
-    return name.replace("_", "").lower()
 
 
 def work_on_gpus(trace: pd.DataFrame, threads: pd.DataFrame) -> pd.DataFrame:

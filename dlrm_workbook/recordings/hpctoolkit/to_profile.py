@@ -14,7 +14,6 @@ from dataclasses import asdict
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pandas as pd
 
 from dlrm_core.base.text import counted
@@ -130,9 +129,8 @@ def profile_from_database(database: Database, parts: Mapping[str, str] | None = 
 
     Of more threads than the tables have room for (:func:`held_threads`) the others are one
     thread, without a trace: their sum. ``meta["left_out"]`` counts them by kind, and
-    ``meta["main_thread"]`` says which thread does most, the sum apart.
-
-    ``meta["overlong"]`` lists rows of the trace that last too long, each with its true end.
+    ``meta["main_thread"]`` says which thread does most, the sum apart. ``meta["overlong"]`` lists
+    rows of the trace that last too long, each with its true end.
 
     Args:
         parts: pattern to part, for names that no rule knows (:class:`foreign.PartNames`).
@@ -194,11 +192,7 @@ def profile_from_database(database: Database, parts: Mapping[str, str] | None = 
 
 
 def _reasons(database: Database, measured: Collection[str]) -> dict[str, str]:
-    """Why something is not measured, by its name.
-
-    Args:
-        measured: the standard metrics that are.
-    """
+    """Why something is not measured; ``measured`` are the standard metrics that are."""
     reasons = unmeasured_metrics(database)
     reasons |= {name: why for name, why in WHY_ABSENT.items() if name not in measured}
     if not database.traces:
@@ -395,23 +389,27 @@ def _values(
     for name in database.root():
         if additive(name):
             present.setdefault(canonical[name], []).append(name)
-    standard = _standard(present)
+    gpu = [name for name in GPU_TIMES if name in present]
+    made = {
+        "cpu_time_ms": [name for name in CPU_TIMES if name in present][:1],
+        # GPUOP is the sum of the others; older databases only have the parts.
+        "gpu_time_ms": gpu[:1] if "GPUOP (sec)" in gpu else gpu,
+        "calls": [name for name in GPU_CALLS if name in present],
+        "launches": [name for name in ("GKER:COUNT",) if name in present],
+        "copy_bytes": [name for name in COPY_BYTE_METRICS if name in present],
+    }
+    standard = {name: sources for name, sources in made.items() if sources}
     made_of = {name for names in standard.values() for name in names}
     # GPU times and counts stay besides: kernel and copy tables need each of them.
     replaced = {name for name in made_of if name in CPU_TIMES or name == "GPUOP (sec)"}
     sources = standard | {name: [name] for name in present if name not in replaced}
     order = sorted(sources)
-    rows = [
-        {
-            "metric": name,
-            "unit": SHARED_METRICS[name][0] if name in standard else unit_of(name),
-            "meaning": SHARED_METRICS[name][1] if name in standard else meaning_of(name),
-            "source": "HPCToolkit "
-            + ", ".join(listed for source in sources[name] for listed in present[source]),
-        }
-        for name in order
-    ]
-    metrics = typed("metrics", rows)
+    rows = []
+    for name in order:
+        shared = SHARED_METRICS[name] if name in standard else (unit_of(name), meaning_of(name))
+        listed = ", ".join(one for source in sources[name] for one in present[source])
+        rows.append((name, *shared, f"HPCToolkit {listed}"))
+    metrics = pd.DataFrame(rows, columns=["metric", "unit", "meaning", "source"])
     # (metric of the database, metric of the profile, factor), all by number
     pairs = [
         (place, number, SCALE.get(canonical[metric.name], 1.0) if name in standard else 1.0)
@@ -432,19 +430,19 @@ def _values(
     columns = ["profile", "context", "metric", "scope", "value"]
     if not pieces:
         return metrics, pd.DataFrame(columns=columns), standard
-    value = np.concatenate([piece[4] for piece in pieces])
-    sizes = [len(piece[4]) for piece in pieces]
-    metric = np.repeat(np.array([piece[2] for piece in pieces], np.int32), sizes)
-    scope = np.repeat(np.array([piece[3] for piece in pieces], np.int8), sizes)
+    profiles, contexts, numbers, sides, values = zip(*pieces, strict=True)
+    value, sizes = np.concatenate(values), list(map(len, values))
+    metric = np.repeat(np.array(numbers, np.int32), sizes)
+    scope = np.repeat(np.array(sides, np.int8), sizes)
     if not np.isfinite(value).all():
         bad_metric = order[metric[np.flatnonzero(~np.isfinite(value))[0]]]
         raise DatabaseError(f"{database.path}: metric '{bad_metric}' has a value that is no number")
     table = pd.DataFrame(
         {
-            "profile": np.repeat([piece[0] for piece in pieces], sizes),
-            "context": np.concatenate([piece[1] for piece in pieces]),
-            "metric": _named(metric, order),
-            "scope": _named(scope, ["inclusive", "exclusive"]),
+            "profile": np.repeat(profiles, sizes),
+            "context": np.concatenate(contexts),
+            "metric": pd.Categorical.from_codes(metric, pd.Index(order)),
+            "scope": pd.Categorical.from_codes(scope, pd.Index(["inclusive", "exclusive"])),
             "value": value,
         }
     )
@@ -480,24 +478,6 @@ def _refuse_contradictions(database: Database, profile: Profile) -> None:
             f"{database.path}: meta.db and trace.db contradict each other: {(~on_gpu).sum()} of "
             f"{len(on_gpu)} samples of GPU streams are of no GPU operation; {AGAIN}"
         )
-
-
-def _named(number: npt.NDArray[Any], names: list[str]) -> pd.Categorical:
-    return pd.Categorical.from_codes(number, pd.Index(names))  # type: ignore[arg-type]
-
-
-def _standard(present: Collection[str]) -> dict[str, list[str]]:
-    """Standard metric to the canonical metrics that add up to it."""
-    gpu = [name for name in GPU_TIMES if name in present]
-    standard = {
-        "cpu_time_ms": [name for name in CPU_TIMES if name in present][:1],
-        # GPUOP is the sum of the others; older databases only have the parts.
-        "gpu_time_ms": gpu[:1] if "GPUOP (sec)" in gpu else gpu,
-        "calls": [name for name in GPU_CALLS if name in present],
-        "launches": [name for name in ("GKER:COUNT",) if name in present],
-        "copy_bytes": [name for name in COPY_BYTE_METRICS if name in present],
-    }
-    return {name: sources for name, sources in standard.items() if sources}
 
 
 SLEEPS_AFTER = 5

@@ -50,15 +50,12 @@ NVIDIA_PARAMETERS = Path("/proc/driver/nvidia/params")
 
 @dataclass(frozen=True)
 class Tools:
-    """One HPCToolkit installation.
+    """One HPCToolkit installation: its programs, and what their own listings say.
 
     Attributes:
-        hpcrun, hpcprof, hpcstruct: absolute paths; hpcstruct is None if absent.
         version: as ``hpcrun -V`` gives it, such as ``2024.01.99-next``.
-        cuda: CUDA version that it was built with, "" if without or unknown.
-        python: Python that it was built for, such as ``3.11``; "" if without or unknown.
-        events: names that ``hpcrun -L`` lists.
         python_frames: it offers ``-a python``.
+        cuda, python: versions that it was built with, such as ``3.11``; "" if without or unknown.
         no_source: hpcprof's option that keeps source files out, "" if it has none.
     """
 
@@ -90,8 +87,7 @@ class Capabilities:
 
     Attributes:
         gpu: name of the first NVIDIA GPU, None if there is none.
-        gpu_event: event for GPU times, None if they cannot be measured.
-        pc_event: event for PC sampling, None if it cannot be done.
+        gpu_event, pc_event: events for GPU times and PC sampling, None if they cannot be had.
         python_frames: call paths can hold Python functions.
         not_measured: name of a measurement to the reason why it is not made.
         notices: what the reader of the figures should know besides.
