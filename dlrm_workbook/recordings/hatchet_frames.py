@@ -51,7 +51,6 @@ def graph_frame(
             of a row has its name and type, and its ``shapes`` where it has any.
         columns: the metrics; those that end with `` (inc)`` are inclusive.
         default_metric: column that ``tree()`` shows.
-        metadata: of the GraphFrame.
 
     Raises:
         MissingToolError: Hatchet is not installed.

@@ -430,15 +430,16 @@ class _Export:
         columns = ["start", "end", "globalPid", "deviceId", "streamId", "correlationId", name]
         columns += ["registersPerThread", "staticSharedMemory", "dynamicSharedMemory", *shape]
         columns += ["bytes", "copyKind", "srcKind", "dstKind", "memKind", "graphId"]
+        texts: dict[str, tuple[list[str], Callable[..., str]]] = {
+            "kernel": ([name], self.text),
+            "memcpy": (["copyKind", "srcKind", "dstKind"], _copied),
+            "memset": (["memKind"], lambda kind: f"Memset ({_place(kind)})"),
+            "graph": (["graphId"], "CUDA graph {}".format),
+        }
         frames: list[pd.DataFrame] = []
         for table, category in WORK.items():
             held = self.read(table, columns)
-            names = {
-                "kernel": lambda held: self.named(held[name]),
-                "memcpy": lambda held: _filled(held[["copyKind", "srcKind", "dstKind"]], _copied),
-                "memset": lambda held: _filled(held[["memKind"]], _set),
-                "graph": lambda held: _filled(held[["graphId"]], "CUDA graph {}".format),
-            }[category](held)
+            told, text = texts[category]
             grid, block = (_filled(held[axes], _triple) for axes in (shape[:3], shape[3:]))
             process = held["globalPid"].to_numpy() >> 24
             shared = held["staticSharedMemory"].clip(lower=0) + held["dynamicSharedMemory"]
@@ -446,7 +447,7 @@ class _Export:
                 {
                     "start": held["start"],
                     "end": held["end"],
-                    "name": names,
+                    "name": _filled(held[told], text),
                     "kind": "copy" if category.startswith("mem") else "kernel",
                     "category": "kernel" if category == "graph" else category,
                     "process": process,
@@ -471,12 +472,9 @@ class _Export:
                     "kernel: `nsys profile --cuda-graph-trace=node` records their kernels",
                 )
             frames.append(frame)
-        del held, shared
         device = _joined(frames)
-        for column in ("external", "collective"):
-            device[column] = np.int8(-1)
-        for column in ("blocks_per_sm", "warps_per_sm", "occupancy", "bandwidth"):
-            device[column] = np.float32(np.nan)
+        device[["external", "collective"]] = np.int8(-1)
+        device[["blocks_per_sm", "warps_per_sm", "occupancy", "bandwidth"]] = np.float32(np.nan)
         self._number_gpus(device)
         return device
 
@@ -516,11 +514,9 @@ class _Export:
             frames["host"]["process"] = frames["device"]["process"] = 0
         for name, frame in frames.items():
             usable = _is_time(frame["start"]) & (_is_time(frame["end"]) | frame["end"].eq(NO_TIME))
-            self.cautions.add(
-                int((~usable).sum()), "event{s} {has} a time that is no number, and {was} left out"
-            )
-            if not usable.all():
-                frame = frame[usable].reset_index(drop=True)
+            said = "event{s} {has} a time that is no number, and {was} left out"
+            self.cautions.add(int((~usable).sum()), said)
+            frame = frame if usable.all() else frame[usable].reset_index(drop=True)
             ends = frame["end"].ne(NO_TIME)
             frame["duration"] = (frame["end"].where(ends, 0) - frame["start"]).where(ends, -1)
             frames[name] = frame
@@ -538,12 +534,12 @@ class _Export:
             "{it} {is} shown beside the thread",
         )
         zero = from_first_event(frames, self.cautions)
-        said = [
+        told = [
             visible(" ".join(str(row["text"]).split()))[:300]
             for row in self.rows("DIAGNOSTIC_EVENT", ["severity", "text"])
             if row["severity"] in (3, 4) or _LOST.search(str(row["text"])[:LONGEST_TEXT])
         ]
-        self.cautions.said += [f"Nsight Systems says: {one}" for one in dict.fromkeys(said)][:5]
+        self.cautions.said += [f"Nsight Systems says: {one}" for one in dict.fromkeys(told)][:5]
         ranks = self._processes_of_ranks(frames["device"])
         return {rank: self._events(frames, rank, zero, process) for rank, process in ranks.items()}
 
@@ -598,13 +594,11 @@ class _Export:
         began = self.rows("TARGET_INFO_SESSION_START_TIME", ["utcEpochNs"])
         epoch = began[0]["utcEpochNs"] if began else 0
         held = {n: c for n, c in GPU_PROPERTIES.items() if self.has("TARGET_INFO_GPU", c)}
-        gpus = [
-            {name: gpu[column] for name, column in held.items()}
-            for gpu in self.rows("TARGET_INFO_GPU", list(held.values()))
-        ]
-        for gpu_of in gpus:
-            warps = gpu_of.pop("maxWarpsPerSm", None)
-            gpu_of["maxThreadsPerMultiprocessor"] = 32 * warps if isinstance(warps, int) else None
+        gpus = []
+        for row in self.rows("TARGET_INFO_GPU", list(held.values())):
+            gpus.append({name: row[column] for name, column in held.items()})
+            warps = gpus[-1].pop("maxWarpsPerSm", None)
+            gpus[-1]["maxThreadsPerMultiprocessor"] = 32 * warps if isinstance(warps, int) else None
         events = Events(
             host=host,
             device=device,
@@ -668,10 +662,6 @@ def _copied(kind: int, source: int, target: int) -> str:
     way = COPIES[kind] if 0 <= kind < len(COPIES) else ""
     places = f" ({_place(source)} -> {_place(target)})" if source >= 0 and target >= 0 else ""
     return f"Memcpy {way}".rstrip() + places
-
-
-def _set(kind: int) -> str:
-    return f"Memset ({_place(kind)})"
 
 
 def _place(kind: int) -> str:

@@ -71,13 +71,11 @@ def with_spans(
     Returns:
         A new profile; the same profile if it has no timeline or there are no spans.
     """
-    parts = [row for row in spans if parse_span(row[0])]
-    every = sorted(row for row in spans if row[0] == ITERATION_SPAN)
-    loops = every[warmup:]
-    parts = [row for row in parts if loops and row[1] >= loops[0][1]]
-    if profile.trace.empty or not parts or not loops:
+    loops = sorted(row for row in spans if row[0] == ITERATION_SPAN)[warmup:]
+    parts = [row for row in spans if parse_span(row[0]) and loops and row[1] >= loops[0][1]]
+    if profile.trace.empty or not parts:
         return profile
-    parts = sorted(parts, key=lambda row: row[1])
+    parts.sort(key=lambda row: row[1])
     part, names = pd.factorize(np.array([row[0] for row in parts], dtype=object))
     start, end = np.array([row[1:] for row in parts]).T
     log = Log([(_part_node(name),) for name in names], part, start, end, loops, interpreter=True)
@@ -111,9 +109,8 @@ def laid_out(profile: Profile, log: Log, place: Place) -> Profile:
     work = operations_by_stream(profile)
     samples.loc[work.index, "span"] = OUTSIDE_SPANS
     samples.loc[work.index, "end_ns"] = work["end_ns"]
-    samples["part"] = np.where(
-        samples["span"] >= 0, log.part[np.maximum(samples["span"].to_numpy(), 0)], OUTSIDE_SPANS
-    )
+    span = samples["span"].to_numpy()
+    samples["part"] = np.where(span >= 0, log.part[span], OUTSIDE_SPANS)
     if len(work):
         placed = place(work, meta)
         row, end = placed["iteration"].to_numpy(), placed["end_ns"].to_numpy()
@@ -121,11 +118,10 @@ def laid_out(profile: Profile, log: Log, place: Place) -> Profile:
         samples.loc[placed.index, "part"] = placed["part"]
     exclusive = _divided(profile, samples, work.index)
     layout = _Layout(profile, log, exclusive, samples)
-    values = layout.values(exclusive)
     return Profile.build(
         contexts=layout.contexts,
         metrics=profile.metrics,
-        values=values,
+        values=layout.values(exclusive),
         threads=profile.threads,
         trace=layout.trace(samples, log, _main_thread(profile, samples)),
         iterations={
@@ -417,10 +413,11 @@ class _Layout:
         parent = self.contexts["parent"].to_numpy()
         frames: list[pd.DataFrame] = [placed.assign(scope="exclusive")]
         for (thread, metric), rows in placed.groupby(["profile", "metric"], observed=True):
-            column = np.zeros(len(parent))
-            column[rows["context"].to_numpy()] = rows["value"].to_numpy()
-            inclusive = inclusive_from_exclusive(parent, column)
-            reached = np.flatnonzero(_with_ancestors(rows["context"].to_numpy(), parent))
+            contexts = rows["context"].to_numpy()
+            inclusive = inclusive_from_exclusive(
+                parent, np.bincount(contexts, rows["value"], minlength=len(parent))
+            )
+            reached = np.flatnonzero(_with_ancestors(contexts, parent))
             added: dict[str, Any] = {"profile": thread, "metric": metric, "scope": "inclusive"}
             frames.append(pd.DataFrame(added | {"context": reached, "value": inclusive[reached]}))
         return pd.concat(frames, ignore_index=True)[list(SCHEMA["values"])]
