@@ -535,11 +535,5 @@ def resolve(parent: Ints, named: Sequence[Named | None], code: Ints) -> tuple[Na
 
 def outermost_marked(parent: Ints, marked: Bools) -> Ints:
     """Row (n,) of the marked row nearest to the root at or above each, −1 where there is none."""
-    inner = nearest(parent, marked)
-    above = np.where(parent >= 0, np.append(inner, -1)[parent], -1)
-    link = np.where(marked & (above >= 0), above, np.arange(len(parent)))
-    while True:  # pointer doubling over the marked rows
-        further = link[link]
-        if (further == link).all():
-            return np.where(inner >= 0, link[inner], -1)
-        link = further
+    inner = np.append(nearest(parent, marked), -1)
+    return nearest(parent, marked & (inner[parent] < 0))

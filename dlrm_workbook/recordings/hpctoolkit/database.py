@@ -364,13 +364,18 @@ def refuse_contradictions(database: Database) -> None:
                 f"{database.path}: meta.db and profile.db contradict each other: {name} is "
                 f"{value:.6g} in the summary and {of_threads[name]:.6g} over the threads; {AGAIN}"
             )
-    for name in (name for name in CHIEF_METRICS if root.get(name)):
+    for name in filter(root.get, CHIEF_METRICS):
         exclusive = database.self_column(name)
-        if -exclusive.clip(max=0).sum() > CONTRADICTION * np.abs(exclusive).sum():
-            raise DatabaseError(
-                f"{database.path}: meta.db and profile.db contradict each other: callees have "
-                f"more of {name} than their callers; {AGAIN}"
-            )
+        refuse_negative(database, name, -exclusive.clip(max=0).sum(), np.abs(exclusive).sum())
+
+
+def refuse_negative(database: Database, metric: str, negative: float, whole: float) -> None:
+    """Refuse self values of which so much is below zero that it is no rounding."""
+    if negative > CONTRADICTION * whole:
+        raise DatabaseError(
+            f"{database.path}: meta.db and profile.db contradict each other: callees have more of "
+            f"{metric} than their callers; {AGAIN}"
+        )
 
 
 def contradictions(database: Database, by_context: Ints | None) -> list[str]:

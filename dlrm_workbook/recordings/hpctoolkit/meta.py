@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -149,23 +150,18 @@ def read_meta(path: Path) -> Meta:
     module_head, module_table = file.items("Modules", f4.LIST, f4.MODULE)
     file_head, file_table = file.items("Files", f4.LIST, f4.SOURCE_FILE)
     function_head, function_table = file.items("Functions", f4.LIST, f4.FUNCTION_ENTRY)
-
-    def row_in(head: dict[str, int], what: str) -> Callable[[npt.NDArray[Any]], Ints]:
-        return lambda pointers: _rows_at(file, head, pointers, what)
-
-    module_row, file_row = row_in(module_head, "load module"), row_in(file_head, "source file")
-    functions = [
-        Function(*row)
-        for row in zip(
-            file.strings(function_table["name"], "function name"),
-            module_row(function_table["module"]).tolist(),
-            function_table["offset"].tolist(),
-            file_row(function_table["file"]).tolist(),
-            function_table["line"].tolist(),
-            strict=True,
-        )
-    ]
-    tree = _read_tree(file, row_in(function_head, "function"), file_row, module_row)
+    module_row = partial(_rows_at, file, module_head, "load module")
+    file_row = partial(_rows_at, file, file_head, "source file")
+    columns = (
+        file.strings(function_table["name"], "function name"),
+        module_row(function_table["module"]).tolist(),
+        function_table["offset"].tolist(),
+        file_row(function_table["file"]).tolist(),
+        function_table["line"].tolist(),
+    )
+    functions = [Function(*row) for row in zip(*columns, strict=True)]
+    function_row = partial(_rows_at, file, function_head, "function")
+    tree = _read_tree(file, function_row, file_row, module_row)
     metrics, scope_types = _read_metrics(file)
     return Meta(
         minor_version=file.minor_version,
@@ -181,7 +177,7 @@ def read_meta(path: Path) -> Meta:
 
 
 def _rows_at(
-    file: f4.DatabaseFile, head: dict[str, int], pointers: npt.NDArray[Any], what: str
+    file: f4.DatabaseFile, head: dict[str, int], what: str, pointers: npt.NDArray[Any]
 ) -> Ints:
     """Rows of a list to which ``pointers`` point; −1 for a pointer 0."""
     none = pointers == 0
@@ -211,11 +207,10 @@ def _read_tree(
     positions, parents = _walk(file, entries)
     count, first = len(positions), 1 + len(entries)
     words = np.frombuffer(file.map, "<u8", file.size // 8)
-    identity = words[positions + 2]
-    context = (identity & np.uint64(0xFFFFFFFF)).astype(np.int64)
-    flags, relation, lexical, flex = (
-        ((identity >> np.uint64(shift)) & np.uint64(0xFF)).astype(np.int64)
-        for shift in (32, 40, 48, 56)
+    fixed = words[positions[:, None] + np.arange(f4.CONTEXT.size // 8)].view(f4.CONTEXT.dtype)
+    context, flags, relation, lexical, flex = (
+        fixed[name].ravel().astype(np.int64)
+        for name in ("context", "flags", "relation", "lexical_type", "flex_words")
     )
     has_function, has_source, has_point = (flags & bit != 0 for bit in (1, 2, 4))
     needed = has_function + 2 * has_source.astype(np.int64) + 2 * has_point
@@ -347,7 +342,7 @@ def _read_metrics(file: f4.DatabaseFile) -> tuple[list[Metric], dict[str, str]]:
     scope_head = {name: head[f"scope_{name}"] for name in ("items", "count", "stride")}
 
     def scopes_of(rows: npt.NDArray[Any], what: str) -> list[str]:
-        at = _rows_at(file, scope_head, rows["scope"], "propagation scope")
+        at = _rows_at(file, scope_head, "propagation scope", rows["scope"])
         if (at < 0).any():
             raise file.error(f"{what} has no propagation scope (pointer 0)")
         return [scope_names[i] for i in at.tolist()]

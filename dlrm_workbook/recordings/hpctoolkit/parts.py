@@ -21,7 +21,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -285,17 +284,13 @@ def _part(component: str, phase: str) -> tuple[str, str]:
     return (component, phase) if component in COMPONENTS and component != "other" else OTHER
 
 
-class ContextTables(NamedTuple):
-    """Tables of a profile whose contexts may have to be divided."""
-
-    contexts: pd.DataFrame
-    values: pd.DataFrame
-    trace: pd.DataFrame
+Tables = tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]
+"""Contexts, values and trace of a profile."""
 
 
 def divide(
-    tables: ContextTables, labels: Labels, parts: pd.Series, overlong: Mapping[int, int]
-) -> tuple[ContextTables, int]:
+    tables: Tables, labels: Labels, parts: pd.Series, overlong: Mapping[int, int]
+) -> tuple[Tables, int]:
     """The tables with a part for every context, those of several parts divided.
 
     Args:
@@ -329,7 +324,7 @@ def divide(
         component[inside], phase[inside] = zip(*names[kept[scope[inside]].to_numpy()], strict=True)
     contexts = contexts.assign(component=component, phase=phase)
     if not further.any():
-        return ContextTables(contexts, values, trace), 0
+        return (contexts, values, trace), 0
     copies = _copies(contexts, scope, shares[further])
     block = contexts.iloc[copies["old"]].assign(
         context=copies["new"].to_numpy(), parent=copies["above"].to_numpy()
@@ -337,7 +332,7 @@ def divide(
     block["component"], block["phase"] = zip(*names[copies["part"].to_numpy()], strict=True)
     keys = ["within", "part", "old"]
     moved = placed.rename(columns={"context": "old"}).join(copies.set_index(keys)["new"], on=keys)
-    divided = ContextTables(
+    divided = (
         pd.concat([contexts, block], ignore_index=True),
         _divided_values(values, contexts["parent"].to_numpy(), copies),
         trace.assign(context=moved["new"].combine_first(trace["context"]).astype("int64")),

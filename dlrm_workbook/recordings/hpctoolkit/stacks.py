@@ -21,7 +21,6 @@ from dlrm_workbook.ground.arrays import Ints
 from dlrm_workbook.ground.marks import GROUP_PREFIX, PART_PREFIX
 from dlrm_workbook.recordings.foreign import START_UP, PartNames
 from dlrm_workbook.recordings.hpctoolkit.parts import (
-    ContextTables,
     by_names,
     divide,
     parts_in_order,
@@ -176,8 +175,8 @@ def _with_parts(profile: Profile, parts: dict[str, str] | None) -> Profile:
     outside = nearest(parent, contexts["name"].eq(ITERATION_SPAN).to_numpy()) < 0
     labels.component[outside], labels.phase[outside] = "other", START_UP
     order = parts_in_order(profile.trace, profile.threads, labels, profile.iterations)
-    tables, _ = divide(ContextTables(contexts, profile.values, profile.trace), labels, order, {})
-    contexts = tables.contexts
+    tables = (contexts, profile.values, profile.trace)
+    (contexts, values, trace), _ = divide(tables, labels, order, {})
     names = PartNames(parts)
     parent = contexts["parent"].to_numpy()
     group = nearest(parent, contexts["name"].str.startswith(GROUP_PREFIX).to_numpy())
@@ -190,4 +189,4 @@ def _with_parts(profile: Profile, parts: dict[str, str] | None) -> Profile:
     root = contexts["kind"].isin(["root", "thread"]).to_numpy()
     started = np.append(outside, np.zeros(len(contexts) - len(outside), dtype=bool)) & ~root
     contexts.loc[started, ["component", "phase"]] = ["other", START_UP]
-    return replace(profile, contexts=contexts, values=tables.values, trace=tables.trace, _known={})
+    return replace(profile, contexts=contexts, values=values, trace=trace, _known={})

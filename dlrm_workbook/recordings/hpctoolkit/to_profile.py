@@ -28,10 +28,10 @@ from dlrm_workbook.recordings.hpctoolkit.cautions import (
 )
 from dlrm_workbook.recordings.hpctoolkit.database import (
     AGAIN,
-    CONTRADICTION,
     FUNCTION,
     Database,
     Thread,
+    refuse_negative,
 )
 from dlrm_workbook.recordings.hpctoolkit.format import DatabaseError
 from dlrm_workbook.recordings.hpctoolkit.meta import ENTRY, LEXICAL_TYPES, ROOT, Function
@@ -43,7 +43,6 @@ from dlrm_workbook.recordings.hpctoolkit.metrics import (
     unit_of,
 )
 from dlrm_workbook.recordings.hpctoolkit.parts import (
-    ContextTables,
     by_names,
     divide,
     parts_in_order,
@@ -148,14 +147,12 @@ def profile_from_database(database: Database, parts: Mapping[str, str] | None = 
     trace["context"] = _measured_twins(contexts, values)[trace["context"].to_numpy()]
     overlong = overlong_kernels(values, trace)
     iterations, notices, unmarked = _iterations(work_on_gpus(trace, threads))
-    tables = ContextTables(contexts, values, trace)
     if not ours or parts:
         labels = by_names(contexts, parts)
         order = parts_in_order(trace, threads, labels, iterations)
-        tables, divided = divide(tables, labels, order, overlong)
-        if divided:
-            notices.append(f"{divided} {DIVIDED}")
-    contexts, values, trace = tables
+        tables, divided = divide((contexts, values, trace), labels, order, overlong)
+        contexts, values, trace = tables
+        notices += [f"{divided} {DIVIDED}"] if divided else []
     quality = sampling_quality(database.measured())
     values, nonsense, absurd = without_nonsense(values, contexts)
     amd = any(word in name for name in database.meta.modules for word in AMD_LIBRARIES)
@@ -464,12 +461,8 @@ def _refuse_contradictions(database: Database, profile: Profile) -> None:
     values = profile.values
     negative = values["value"].clip(upper=0).groupby(values["metric"], observed=True).sum()
     whole = values["value"].abs().groupby(values["metric"], observed=True).sum()
-    wrong = negative[-negative > CONTRADICTION * whole]
-    if len(wrong):
-        raise DatabaseError(
-            f"{database.path}: meta.db and profile.db contradict each other: callees have more of "
-            f"{wrong.index[0]} than their callers; {AGAIN}"
-        )
+    for metric in negative.index:
+        refuse_negative(database, metric, -negative[metric], whole[metric])
     work = work_on_gpus(profile.trace, profile.threads)
     operations = profile.of_kind("kernel", "copy", "runtime")
     on_gpu = operations[work["context"]]
