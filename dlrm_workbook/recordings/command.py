@@ -25,10 +25,9 @@ from dlrm_workbook.ground.processes import (
     MeasurementError,
     Progress,
     ProgressCallback,
-    run_child,
 )
 from dlrm_workbook.ground.profiling import ProfilingConfig
-from dlrm_workbook.recordings.injected import living_pipe, recording_environment
+from dlrm_workbook.recordings.injected import run_injected
 from dlrm_workbook.recordings.whole_runs import try_whole_runs
 
 STAGE = "command"
@@ -91,16 +90,8 @@ def record_command(
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, ignore_cleanup_errors=True) as place:
         notes = Path(place)
-        with living_pipe() as alive:
-            done = run_child(
-                command,
-                stage=STAGE,
-                logs=folder / "logs",
-                environment=recording_environment(os.environ, notes, config, alive=alive),
-                folder=config.command_folder or None,
-                timeout_s=config.timeout_s,
-                progress=progress and (lambda told: progress(with_phase(told, notes))),
-            )
+        said = progress and (lambda told: progress(with_phase(told, notes)))
+        done = run_injected(command, config, notes, folder / "logs", STAGE, said)
         processes = [read_json(file) for file in sorted(notes.glob("*.json"))]
         recorded = [process for process in processes if process["state"] == "recorded"]
         if not recorded:

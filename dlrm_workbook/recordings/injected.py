@@ -7,10 +7,11 @@ import json
 import os
 import shlex
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dlrm_workbook.ground.processes import Completed, ProgressCallback, run_child
 from dlrm_workbook.ground.profiling import ProfilingConfig
 from dlrm_workbook.recordings.torch.inject import STARTUP, VARIABLE
 
@@ -65,8 +66,36 @@ def recording_environment(
         },
     }
     places = [str(STARTUP), *filter(None, [base.get("PYTHONPATH")])]
-    return {
-        **base,
-        "PYTHONPATH": os.pathsep.join(places),
-        VARIABLE: json.dumps(asked),
-    }
+    return {**base, "PYTHONPATH": os.pathsep.join(places), VARIABLE: json.dumps(asked)}
+
+
+def run_injected(
+    command: Sequence[str],
+    config: ProfilingConfig,
+    notes: Path,
+    logs: Path,
+    stage: str,
+    progress: ProgressCallback | None,
+    changes: Mapping[str, Any] | None = None,
+    times_only: bool = False,
+) -> Completed:
+    """Run a command to its end in that environment.
+
+    Args:
+        notes: folder for what its processes write.
+        changes: ``environment`` (variables that are set) and ``options`` (what the start-up file
+            changes in the program).
+    """
+    changes = changes or {}
+    base = os.environ | dict(changes.get("environment") or {})
+    options = changes.get("options")
+    with living_pipe() as alive:
+        return run_child(
+            command,
+            stage=stage,
+            logs=logs,
+            environment=recording_environment(base, notes, config, times_only, alive, options),
+            folder=config.command_folder or None,
+            timeout_s=config.timeout_s,
+            progress=progress,
+        )

@@ -338,15 +338,11 @@ class _Export:
         kind = "runtime" if is_cuda else "function"
         calls = calls.assign(name=short, correlation=number, kind=kind, **_NO_RANGE)
         again = calls[calls["correlation"].ge(0) & calls["correlation"].duplicated(keep=False)]
-        if len(again):  # a call of the runtime may share its number with that of the driver in it
-            inner = again.sort_values("start").drop_duplicates("correlation", keep="last")
-            inner = inner.set_index("correlation").loc[again["correlation"]]
-            (own_tid, own_start, own_end), (tid, begin, end) = (
-                [frame[name].to_numpy() for name in ("tid", "start", "end")]
-                for frame in (again, inner)
-            )
-            outer = (own_tid == tid) & (own_start < begin) & (own_end >= end)
-            calls.loc[again.index[outer], "correlation"] = -1
+        # a call of the runtime may share its number with that of the driver in it
+        inner = again.sort_values("start").drop_duplicates("correlation", keep="last")
+        both = again.reset_index().merge(inner, on=["correlation", "tid"], suffixes=("", "_in"))
+        outer = (both["start"] < both["start_in"]) & (both["end"] >= both["end_in"])
+        calls.loc[both["index"][outer], "correlation"] = -1
         return calls
 
     def ranges(self) -> pd.DataFrame:
@@ -393,14 +389,12 @@ class _Export:
             at = group["start"].to_numpy()
             intervals.append(np.diff(at))
             half = int(np.median(intervals[-1])) // 2 if len(at) > 1 else 0
-            middle = (at[1:] + at[:-1]) // 2
-            first = np.maximum(at - half, np.append(at[0] - half, middle))
-            last = np.minimum(at + half, np.append(middle, at[-1] + half))
             known = of_thread.get(tid, host.iloc[:0])
-            edges = np.unique(known[["start", "end"]].to_numpy())
+            middles = (at[1:] + at[:-1]) // 2
+            edges = np.unique(np.append(known[["start", "end"]].to_numpy(), middles))
             place = np.searchsorted(edges, at, side="right")
-            first = np.maximum(first, np.append(NO_TIME, edges)[place])
-            last = np.minimum(last, np.append(edges, np.iinfo(np.int64).max)[place])
+            first = np.maximum(at - half, np.append(NO_TIME, edges)[place])
+            last = np.minimum(at + half, np.append(edges, np.iinfo(np.int64).max)[place])
             calls = known[known["kind"].isin(["runtime", "function"])]
             busy = union(calls["start"].to_numpy(), calls["end"].to_numpy())
             outside = stretch_at(*busy, at) < 0

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 import statistics
 import tempfile
 import time
@@ -25,11 +24,10 @@ from dlrm_workbook.ground.processes import (
     MeasurementError,
     Progress,
     ProgressCallback,
-    run_child,
 )
 from dlrm_workbook.ground.profiling import ProfilingConfig
 from dlrm_workbook.ground.speed_range import FEWEST, FILE, NARROW, speed_range, status_of
-from dlrm_workbook.recordings.injected import living_pipe, recording_environment
+from dlrm_workbook.recordings.injected import run_injected
 
 FEWEST_ITERATIONS, TIMED_S = 10, 2.0
 """A run times so many iterations at least, and for about so many seconds."""
@@ -132,33 +130,15 @@ def timed_run_ms(
 
     Args:
         config: ``iterations`` are timed, of which the first ones are left out.
-        changes: ``environment`` (variables that are set) and ``options`` (what the start-up file
-            changes in the program).
+        changes: as :func:`~dlrm_workbook.recordings.injected.run_injected` makes them.
 
     Raises:
         InputError: the command failed, or trained too little.
     """
-    changes = changes or {}
-    with tempfile.TemporaryDirectory() as place, living_pipe() as alive:
-        notes = Path(place) / "processes"
+    with tempfile.TemporaryDirectory() as place:
+        notes, logs = Path(place) / "processes", Path(place) / "logs"
         notes.mkdir()
-        environment = recording_environment(
-            os.environ | dict(changes.get("environment") or {}),
-            notes,
-            config,
-            times_only=True,
-            alive=alive,
-            options=changes.get("options"),
-        )
-        done = run_child(
-            command,
-            stage="timed",
-            logs=Path(place) / "logs",
-            environment=environment,
-            folder=config.command_folder or None,
-            timeout_s=config.timeout_s,
-            progress=progress,
-        )
+        done = run_injected(command, config, notes, logs, "timed", progress, changes, True)
     times = done.last_object("ms_per_iteration")
     if done.exit_code or times is None:
         said = done.last_words() if done.exit_code else "it timed no iteration"
