@@ -48,12 +48,9 @@ def folder() -> Path:
 
 
 def key_of(path: Path, files: Sequence[Path], parts: Mapping[str, str] | None) -> str | None:
-    """The name of a recording's entry; None where it is too small, too new, or cannot be read.
+    """The name of the entry of a recording, of which ``files`` are read.
 
-    Args:
-        path: the recording.
-        files: all that are read of it.
-        parts: what names in it mean.
+    None where it is too small, has changed just now, or cannot be read.
     """
     try:
         folder()

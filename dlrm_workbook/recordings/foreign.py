@@ -428,12 +428,10 @@ _LOOKUPS = re.compile(
 
 
 def has_embeddings(names: Iterable[tuple[str, str]]) -> bool:
-    """Whether a program looks up bags of rows in embedding tables, or interacts features.
+    """Whether a program (kind and name of what it has) looks up bags of rows in embedding tables,
+    or interacts features.
 
     Only then does ``aten::bmm`` hint at the interaction and ``aten::addmm`` at its MLPs.
-
-    Args:
-        names: kind and name of whatever its recording holds.
     """
     return any(_LOOKUPS.search(name) for _, name in names)
 
@@ -471,8 +469,7 @@ def match_backward(forward: Sequence[str], backward: Sequence[str]) -> Ints:
     front.
 
     Args:
-        forward: keys of one iteration's forward operators, in the order of their begin.
-        backward: keys of its backward nodes, in the order of their begin.
+        forward, backward: keys of one iteration's operators and nodes, in the order of their begin.
 
     Returns:
         Place (m,) in ``forward`` of each node, −1 where there is none.
@@ -487,8 +484,7 @@ def mlp_by_order(components: Sequence[str], backward: bool) -> list[str]:
     """Bottom and top MLP told apart by their place around the interaction.
 
     Args:
-        components: what is known of one iteration's calls of one phase, in the order of
-            their begin.
+        components: of one iteration's calls of one phase, in the order of their begin.
         backward: they run from the loss back; else from the input on.
 
     Returns:

@@ -341,12 +341,12 @@ class Profile:
         Threads are numbered from the one with the most CPU time: the numbers that the system
         gave them differ from run to run, and trees of two runs would have no node in common.
 
+        Hatchet walks trees recursively, so for a deep tree the recursion limit of this process is
+        raised.
+
         Args:
             iterations: by which all values are divided. Recordings of different length are
                 comparable by a mean iteration, ``attribution.iteration_count(profile)``.
-
-        Hatchet walks trees recursively, so for a tree deeper than Python's
-        recursion limit allows, the limit of this process is raised.
 
         Raises:
             MissingToolError: Hatchet is not installed.

@@ -31,10 +31,7 @@ PRODUCT_KERNELS = ("gemm", "gemv", "cutlass", "xmma", "nvjet", "cijk", "matmul")
 
 
 def sampling_quality(root: Mapping[str, float]) -> dict[str, float | str] | None:
-    """How well a recording was PC-sampled; None without PC sampling.
-
-    Args:
-        root: canonical metric to its value over the whole run.
+    """How well a recording was PC-sampled, by its metrics of the whole run; None if it was not.
 
     Returns:
         ``taken``, ``expected``, ``dropped`` (samples), ``period_cycles`` (between samples),

@@ -211,8 +211,7 @@ class _Session:
         return Measurement(unprofiled, tuple(results), self.not_measured, notices, version)
 
     def unprofiled(self) -> dict[str, Any]:
-        """The result of the program alone, which proves that it works and gives the time to
-        compare with."""
+        """The result of the program alone, which proves that it works and is compared with."""
         done = self.run(self.command, stage="unprofiled", timeout_s=self.config.timeout_s)
         if done.timed_out:
             raise MeasurementError(
@@ -230,11 +229,7 @@ class _Session:
         return result or {}
 
     def made(self, measured: Pass, unprofiled: dict[str, Any]) -> PassResult:
-        """Make one pass, falling back step by step; each fall-back is tried once.
-
-        Raises:
-            MeasurementError: nothing is left to fall back to.
-        """
+        """Make one pass, falling back step by step; each fall-back is tried once."""
         notices: list[str] = []
         measured_again = False
         spelled = {measured.events}
@@ -269,11 +264,7 @@ class _Session:
     def attempt(
         self, measured: Pass, unprofiled: dict[str, Any], notices: Sequence[str]
     ) -> PassResult:
-        """hpcrun, hpcstruct, hpcprof, once.
-
-        Raises:
-            MeasurementError: there is no database; :class:`Failed` where another way may give one.
-        """
+        """hpcrun, hpcstruct, hpcprof, once."""
         final = fresh_path(self.folder / f"{measured.name}.measurements")
         # hpcstruct breaks on a space in a path, so such folders get a stand-in
         with tempfile.TemporaryDirectory(prefix="dlrm-hpctoolkit-") as scratch:

@@ -57,12 +57,10 @@ _OPERATOR = re.compile(r"^at::_ops::(\w+)::(?:call|redispatch)\b")
 
 @dataclass
 class Labels:
-    """What the names say of each context.
+    """What the names say of each context (contexts,).
 
-    Attributes:
-        component, phase: of every context (contexts,); :data:`foreign.MLP` where it is not
-            known whether bottom or top.
-        hinted: whose component an enclosing name could overrule (contexts,).
+    ``component`` is :data:`foreign.MLP` where it is not known whether bottom or top; an enclosing
+    name could overrule that of those that are ``hinted``.
     """
 
     component: Names
@@ -294,7 +292,6 @@ def divide(
     """The tables with a part for every context, those of several parts divided.
 
     Args:
-        labels: what the names say of each context.
         parts: part of rows of the trace, by their index there.
         overlong: true end of rows of the trace that last too long.
 

@@ -286,9 +286,6 @@ def held_threads(database: Database) -> list[Thread]:
     These are all, as a rule. Of more than ``MOST_THREADS`` of a kind, or with more than
     ``MOST_ROWS`` values and samples, they are the first CPU thread and those that were busy
     longest: on the GPU, then on the CPU.
-
-    Raises:
-        DatabaseError: the database is damaged.
     """
     lines = {line.profile: line for line in database.traces}
     times = [
@@ -453,11 +450,7 @@ def _values(
 
 
 def _refuse_contradictions(database: Database, profile: Profile) -> None:
-    """Refuse files that are not of one run: each is whole, but they contradict each other.
-
-    Raises:
-        DatabaseError: naming the files and what they disagree about.
-    """
+    """Refuse files that are not of one run: each is whole, but they contradict each other."""
     values = profile.values
     negative = values["value"].clip(upper=0).groupby(values["metric"], observed=True).sum()
     whole = values["value"].abs().groupby(values["metric"], observed=True).sum()
@@ -491,10 +484,9 @@ def _trace(database: Database, held: list[Thread], sampled: Mapping[int, int]) -
 
     A thread that sleeps takes no sample. hpcrun marks that as not running where the next sample
     comes late, but not where a thread ends, and not for every clock; so its rule is applied to
-    every line again.
+    every line of ``held`` threads again.
 
     Args:
-        held: the threads whose lines are read.
         sampled: processor time of a sample (nanoseconds), by thread.
     """
     frames = []

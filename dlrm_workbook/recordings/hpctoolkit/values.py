@@ -93,11 +93,7 @@ class ThreadProfile:
         return decoded
 
     def _checked(self, first: int, beyond: int) -> tuple[Ints, Floats]:
-        """(metric ids, values) from value ``first`` to before ``beyond``; shape (values,).
-
-        Raises:
-            DatabaseError: ``meta.db`` does not list an id, or a value is no number.
-        """
+        """(metric ids, values) from value ``first`` to before ``beyond``; shape (values,)."""
         block = self._raw[first:beyond]
         metric, value = block["metric"].astype(np.int64), block["value"].astype(np.float64)
         listed = self._listed

@@ -169,62 +169,57 @@ def functions_table(database: Database, metric: str) -> pd.DataFrame:
 
 def database_summary(database: Database) -> str:
     """A summary to read: metrics, threads, totals, top functions, what is missing."""
-    meta, tree = database.meta, database.tree
-    root = database.root()
+    meta, tree, root = database.meta, database.tree, database.root()
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in unmeasured_metrics(database).items():
+        by_reason.setdefault(reason, []).append(name)
+    derived = database.derived()
+    numbers = [
+        (one, value) for one in DERIVATIONS if not isinstance(value := derived[one.name], str)
+    ]
+    outside = int((tree.rows(database.profiles[0].contexts) < 0).sum())
+    traced = {line.profile: line.count for line in database.traces}
+    threads = []
+    for thread in database.threads:
+        total = database.root(thread.profile)
+        times = ", ".join(f"{name} {total[name]:.6g}" for name in CHIEF_METRICS if name in total)
+        threads.append(
+            f"{thread.name:28} {database.profiles[thread.profile].count} values, "
+            f"{traced.get(thread.profile, 0)} trace samples{'; ' + times if times else ''}"
+        )
+    chief = next((name for name in CHIEF_METRICS if name in root), None) or next(iter(root), None)
+    top = functions_table(database, chief).head(TOP_FUNCTIONS) if chief else pd.DataFrame()
+    sections = {
+        "measured, over all threads:": [
+            f"{name:24} {value:>16.6g} {unit_of(name):12} {meaning_of(name)}"
+            for name, value in sorted(root.items())
+        ]
+        or ["nothing: no metric has a value"],
+        "not measured:": [f"{', '.join(names)}: {why}" for why, names in by_reason.items()],
+        "derived, over the whole run:": [
+            f"{one.name:24} {value:>16.6g} {one.unit:12} {one.meaning}" for one, value in numbers
+        ],
+        "outside of the tree:": [
+            f"{outside} instruction points hold values; what they measured is self time of the "
+            "source line above them"
+        ]
+        if outside
+        else [],
+        "threads and streams:": threads,
+        f"top functions by self {chief}:": [
+            f"{row.share_percent:5.1f} %  {row.value:12.6g}  {row.function}"
+            for row in top.itertuples()
+        ],
+        "read with caution:": database.cautions,
+        "missing files:": [f"{name}: {reason}" for name, reason in database.absent.items()],
+    }
     lines = [
         f"{database.path}: {meta.title}",
         f"format 4.{meta.minor_version}, {len(tree) - 1} contexts to depth {tree.depth.max()}, "
         f"{len(meta.functions)} functions, {len(meta.files)} files, {len(meta.modules)} modules",
-        "",
-        "measured, over all threads:",
     ]
-    for name, value in sorted(root.items()):
-        lines.append(f"  {name:24} {value:>16.6g} {unit_of(name):12} {meaning_of(name)}")
-    if not root:
-        lines.append("  nothing: no metric has a value")
-    absent = unmeasured_metrics(database)
-    if absent:
-        lines += ["", "not measured:"]
-        by_reason: dict[str, list[str]] = {}
-        for name, reason in absent.items():
-            by_reason.setdefault(reason, []).append(name)
-        lines += [f"  {', '.join(names)}: {reason}" for reason, names in by_reason.items()]
-    numbers = {n: r for n, r in database.derived().items() if not isinstance(r, str)}
-    if numbers:
-        lines += ["", "derived, over the whole run:"]
-        for derivation in DERIVATIONS:
-            if derivation.name in numbers:
-                lines.append(
-                    f"  {derivation.name:24} {numbers[derivation.name]:>16.6g} "
-                    f"{derivation.unit:12} {derivation.meaning}"
-                )
-    outside = int((tree.rows(database.profiles[0].contexts) < 0).sum())
-    if outside:
-        lines += [
-            "",
-            f"{outside} instruction points hold values and are not in the tree; what they "
-            "measured is self time of the source line above them",
-        ]
-    lines += ["", "threads and streams:"]
-    traced = {line.profile: line.count for line in database.traces}
-    for thread in database.threads:
-        profile = database.profiles[thread.profile]
-        total = database.root(thread.profile)
-        times = ", ".join(f"{name} {total[name]:.6g}" for name in CHIEF_METRICS if name in total)
-        lines.append(
-            f"  {thread.name:28} {profile.count} values, {traced.get(thread.profile, 0)} trace "
-            f"samples{'; ' + times if times else ''}"
-        )
-    chief = next((name for name in CHIEF_METRICS if name in root), None) or next(iter(root), None)
-    if chief is not None:
-        lines += ["", f"top functions by self {chief}:"]
-        for row in functions_table(database, chief).head(TOP_FUNCTIONS).itertuples():
-            lines.append(f"  {row.share_percent:5.1f} %  {row.value:12.6g}  {row.function}")
-    if database.cautions:
-        lines += ["", "read with caution:", *(f"  {caution}" for caution in database.cautions)]
-    if database.absent:
-        lines += ["", "missing files:"]
-        lines += [f"  {name}: {reason}" for name, reason in database.absent.items()]
+    for title, listed in sections.items():
+        lines += ["", title, *(f"  {line}" for line in listed)] if listed else []
     return "\n".join(lines) + "\n"
 
 
