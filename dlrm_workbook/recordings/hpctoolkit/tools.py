@@ -86,14 +86,12 @@ class Capabilities:
     """What can be measured here, and why the rest cannot.
 
     Attributes:
-        gpu: name of the first NVIDIA GPU, None if there is none.
         gpu_event, pc_event: events for GPU times and PC sampling, None if they cannot be had.
         python_frames: call paths can hold Python functions.
         not_measured: name of a measurement to the reason why it is not made.
         notices: what the reader of the figures should know besides.
     """
 
-    gpu: str | None
     gpu_event: str | None
     pc_event: str | None
     python_frames: bool
@@ -195,9 +193,8 @@ def probe(
     python_version = THIS_PYTHON if python_version is None else python_version
     missing: dict[str, str] = {}
     notices: list[str] = []
-    gpu, no_gpu = _first_gpu(nvidia_smi)
     gpu_event, pc_event = tools.gpu_event, tools.pc_event
-    if gpu is None:
+    if no_gpu := _no_gpu(nvidia_smi):
         missing["GPU times"] = no_gpu
         gpu_event = None
     elif gpu_event is None:
@@ -235,7 +232,7 @@ def probe(
     if tools.hpcstruct is None:
         missing["loops and inlined functions"] = f"hpcstruct is not beside {tools.hpcrun}"
     frames = "Python frames" not in missing
-    return Capabilities(gpu, gpu_event, pc_event, frames, missing, tuple(notices))
+    return Capabilities(gpu_event, pc_event, frames, missing, tuple(notices))
 
 
 def torch_cuda_version() -> str:
@@ -286,15 +283,13 @@ def _ask(tool: Path, option: str, *, required: bool = True) -> str:
     return answer.stdout + answer.stderr
 
 
-def _first_gpu(nvidia_smi: str) -> tuple[str | None, str]:
-    """(name of the first GPU or None, reason why there is none)."""
+def _no_gpu(nvidia_smi: str) -> str:
+    """Why there is no GPU of NVIDIA, "" if there is one."""
     program = shutil.which(nvidia_smi)
     if program is None:
-        return None, "no NVIDIA GPU: nvidia-smi is not installed"
-    question = [program, "--query-gpu=name", "--format=csv,noheader"]
-    names = output_of(question).split("\n")
-    name = next((line.strip() for line in names if line.strip()), None)
-    return name, "" if name else "no NVIDIA GPU: nvidia-smi finds none, or does not answer"
+        return "no NVIDIA GPU: nvidia-smi is not installed"
+    names = output_of([program, "--query-gpu=name", "--format=csv,noheader"])
+    return "" if names.strip() else "no NVIDIA GPU: nvidia-smi finds none, or does not answer"
 
 
 def _pc_sampling_refused(tools: Tools, cuda_version: str | None, parameters: Path) -> str:
