@@ -312,7 +312,7 @@ def divide(
     placed = rows[["context"]].assign(
         within=scope[rows["context"]], part=part, time=end - rows["start_ns"]
     )
-    shares = shares_of_parts(placed, "within")
+    shares = shares_of_parts(placed, ["within"])
     shares = shares.sort_values(["within", "time"], ascending=[True, False], kind="stable")
     further = shares["within"].duplicated()
     kept = shares[~further].set_index("within")["part"]
@@ -337,17 +337,17 @@ def divide(
     return divided, copies["within"].nunique()
 
 
-def shares_of_parts(rows: pd.DataFrame, of: str) -> pd.DataFrame:
+def shares_of_parts(rows: pd.DataFrame, of: list[str]) -> pd.DataFrame:
     """The shares that parts have in what their operations belong to.
 
     Args:
-        rows: ``part`` and ``time`` of each operation, and what it belongs to (column ``of``).
+        rows: ``part`` and ``time`` of each operation, and what it belongs to (columns ``of``).
 
     Returns:
-        ``of``, ``part``, ``time`` and ``count``: its shares in the time and number of operations.
+        These columns, ``part``, ``time`` and ``count``: its shares in time and number.
     """
     rows = rows.assign(count=1, time=rows["time"].clip(lower=0))
-    shares = rows.groupby([of, "part"], as_index=False, sort=False)[["time", "count"]].sum()
+    shares = rows.groupby([*of, "part"], as_index=False, sort=False)[["time", "count"]].sum()
     whole = shares.groupby(of)[["time", "count"]].transform("sum")
     shares["count"] /= whole["count"]
     # what took no time by the trace is divided as it is counted

@@ -284,59 +284,31 @@ def _divided(profile: Profile, samples: pd.DataFrame, work: pd.Index) -> pd.Data
     """
     parent = profile.contexts["parent"].to_numpy()
     function = scopes(profile.contexts)
-    samples = samples.assign(function=function[samples["context"].to_numpy()])
-    on_host = samples.drop(index=work)
-    keys = ["profile", "function", "part"]
-    counted = on_host.groupby(keys).size().rename("count").reset_index()
-    total = counted.groupby(["profile", "function"])["count"].transform("sum")
-    counted["weight"] = counted["count"] / total
+    time = samples["end_ns"] - samples["start_ns"]
+    samples = samples.assign(function=function[samples["context"].to_numpy()], time=time)
     values = profile.values[profile.values["scope"] == "exclusive"]
-    of_gpu = (nearest(parent, profile.of_kind("kernel", "copy")) >= 0)[values["context"].to_numpy()]
-    device = _divided_work(values[of_gpu], samples.loc[work], function)
-    values = values[~of_gpu]
-    values = values.assign(function=_sampled_functions(profile, values, counted, function))
-    merged = values.merge(counted[[*keys, "weight"]], on=["profile", "function"], how="left")
-    merged["part"] = merged["part"].fillna(OUTSIDE_SPANS).astype(int)
-    merged["value"] = merged["value"] * merged["weight"].fillna(1.0)
-    columns = ["profile", "context", "metric", "part", "value"]
-    return pd.concat([merged[columns], device[columns]], ignore_index=True)
-
-
-def _divided_work(values: pd.DataFrame, work: pd.DataFrame, function: np.ndarray) -> pd.DataFrame:
-    """Values of kernels and copies by part: counts as their operations, the rest as their time.
-
-    They lie on the thread that launched the work, their operations on the streams.
-
-    Args:
-        values: exclusive values of kernels, copies and what lies in them.
-        work: ``function``, ``part``, ``start_ns``, ``end_ns`` of the operations.
-        function: the kernel or copy (contexts,) that each context lies in.
-    """
-    shares = shares_of_parts(work.assign(time=work["end_ns"] - work["start_ns"]), "function")
     values = values.assign(function=function[values["context"].to_numpy()])
-    merged = values.merge(shares, on="function", how="left")
-    merged["part"] = merged["part"].fillna(OUTSIDE_SPANS).astype(int)
+    of_gpu = (nearest(parent, profile.of_kind("kernel", "copy")) >= 0)[values["context"].to_numpy()]
+    # values of kernels lie on the thread that launched them, their operations on the streams
+    device = _by_part(values[of_gpu], shares_of_parts(samples.loc[work], ["function"]))
+    sampled = shares_of_parts(samples.drop(index=work).assign(time=1), ["profile", "function"])
+    values = values[~of_gpu].copy()
+    for thread, rows in values.groupby("profile"):
+        marked = np.zeros(len(parent), dtype=bool)
+        marked[sampled.loc[sampled["profile"] == thread, "function"]] = True
+        values.loc[rows.index, "function"] = nearest(parent, marked)[rows["context"]]
+    return pd.concat([_by_part(values, sampled), device], ignore_index=True)
+
+
+def _by_part(values: pd.DataFrame, shares: pd.DataFrame) -> pd.DataFrame:
+    """Values divided by the shares of parts: counts as operations are, the rest as their time."""
+    on = [name for name in ("profile", "function") if name in shares]
+    merged = values.merge(shares, on=on, how="left")
     counts = merged["metric"].astype(object).map(is_count).to_numpy(dtype=bool)
     weight = merged["count"].where(counts, merged["time"]).fillna(1.0)
-    return merged.assign(value=merged["value"] * weight)
-
-
-def _sampled_functions(
-    profile: Profile, values: pd.DataFrame, counted: pd.DataFrame, function: np.ndarray
-) -> np.ndarray:
-    """The function (values,) at or above each value that has samples on its thread, or -1."""
-    count = len(function)
-    sampled = (counted["profile"] * count + counted["function"]).unique()
-    parent = profile.contexts["parent"].to_numpy()
-    thread = values["profile"].to_numpy() * count
-    functions = function[values["context"].to_numpy()]
-    searched = np.flatnonzero(~np.isin(thread + functions, sampled))
-    while len(searched):
-        above = parent[functions[searched]]
-        functions[searched] = np.where(above >= 0, function[np.maximum(above, 0)], -1)
-        searched = searched[functions[searched] >= 0]
-        searched = searched[~np.isin(thread[searched] + functions[searched], sampled)]
-    return functions
+    part = merged["part"].fillna(OUTSIDE_SPANS).astype(int)
+    merged = merged.assign(part=part, value=merged["value"] * weight)
+    return merged[["profile", "context", "metric", "part", "value"]]
 
 
 class _Layout:
