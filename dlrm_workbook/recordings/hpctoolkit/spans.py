@@ -334,7 +334,7 @@ class _Layout:
         self.part_node = []
         at: list[Ints] = []
         columns = ["kind", "name", "file", "line", "module"]
-        what = list(self.old[columns].itertuples(index=False, name=None))
+        what = [Node(*row) for row in self.old[columns].itertuples(index=False, name=None)]
         groups = dict(iter(used.groupby("part")["context"]))
         for number, chain in enumerate(log.chains):
             above = self.iteration
@@ -352,7 +352,8 @@ class _Layout:
             for row in np.flatnonzero(_with_ancestors(rows, parent)).tolist():
                 over = place[int(parent[row])]
                 if not skipped[row]:
-                    over = self._node(over, Node(*what[row], component, phase))
+                    node = what[row]._replace(component=component, phase=phase)
+                    over = self._node(over, node)
                 place[row] = over
             at.append(np.array([(number, row, place[row]) for row in rows.tolist()]).reshape(-1, 3))
         added = [(above, *node) for above, node in self.nodes]
