@@ -27,12 +27,6 @@ here = Path(__file__).resolve().parent
 behaviour = json.loads((here / "behaviour.json").read_text())
 arguments = sys.argv[1:]
 
-def count(name):
-    path = here / f"count-{name}"
-    number = int(path.read_text()) + 1 if path.exists() else 1
-    path.write_text(str(number))
-    return number
-
 def noted(tool, **values):
     with open(here / f"calls-{tool}.jsonl", "a") as file:
         file.write(json.dumps(values) + chr(10))
@@ -106,7 +100,7 @@ if trace:
     (out / (stem + ".hpctrace")).write_bytes(b"trace")
 if python and behaviour.get("logical", True):
     (out / "logical").mkdir(exist_ok=True)
-    bad = count("python-measurements") <= behaviour.get("bad_logical", 0)
+    bad = behaviour.get("bad_logical")
     (out / "logical" / "python.logical").write_text("bad" if bad else "good")
     if "stanzas" in behaviour:
         (out / "logical" / "python.1").write_bytes(bytes.fromhex(behaviour["stanzas"]))
@@ -162,10 +156,6 @@ if logical.exists() and behaviour.get("python_prof_exit"):
     sys.exit(behaviour["python_prof_exit"])
 if behaviour.get("prof_nothing"):
     sys.exit(0)
-if behaviour.get("prof_race"):
-    database.mkdir()
-if database.exists():
-    database = database.with_name(database.name + "-0badcafe")
 database.mkdir(parents=True)
 for name in ("meta.db", "profile.db", "cct.db"):
     (database / name).write_bytes(b"HPCTOOLKIT")

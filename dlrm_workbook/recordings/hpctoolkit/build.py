@@ -104,12 +104,11 @@ def _binary_in(line: bytes) -> str | None:
 
 def build_database(
     tools: Tools, run: RunChild, name: str, measurements: Path, wanted: Path
-) -> tuple[Path, list[str]]:
+) -> Path:
     """Run hpcprof, source files left out.
 
     Returns:
-        The database's folder (``wanted`` unless somebody else made that folder
-        meanwhile) and notices.
+        The database's folder, ``wanted`` or one with a number behind that name.
 
     Raises:
         Failed: hpcprof died by a signal or an internal check, as it does each time on these
@@ -137,14 +136,11 @@ def build_database(
         raise MeasurementError(
             f"hpcprof {done.failure()} on {measurements}: {done.last_words()}{done.see_log()}"
         )
-    # onto an existing folder hpcprof writes NAME-<8 hex> and says nothing by its exit code
-    for place in (wanted, *sorted(wanted.parent.glob(f"{wanted.name}-{'[0-9a-f]' * 8}"))):
-        if all((place / name).is_file() for name in NEEDED_FILES):
-            other = [f"hpcprof wrote {place.name} because {wanted.name} existed"]
-            return place, other if place != wanted else []
-    raise MeasurementError(
-        f"hpcprof ended with exit code 0 but wrote no database at {wanted}{done.see_log()}"
-    )
+    if not all((wanted / name).is_file() for name in NEEDED_FILES):
+        raise MeasurementError(
+            f"hpcprof ended with exit code 0 but wrote no database at {wanted}{done.see_log()}"
+        )
+    return wanted
 
 
 def usable_processors() -> int:

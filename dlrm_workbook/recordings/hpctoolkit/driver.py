@@ -40,7 +40,6 @@ from dlrm_workbook.recordings.hpctoolkit.passes import (
     Pass,
     make_safe,
     plan_passes,
-    respelled,
     workload_environment,
 )
 from dlrm_workbook.recordings.hpctoolkit.tools import (
@@ -231,28 +230,18 @@ class _Session:
     def made(self, measured: Pass, unprofiled: dict[str, Any]) -> PassResult:
         """Make one pass, falling back step by step; each fall-back is tried once."""
         notices: list[str] = []
-        measured_again = False
-        spelled = {measured.events}
         while True:
             try:
                 return self.attempt(measured, unprofiled, notices)
             except Failed as failure:
                 kind, reason = failure.kind, str(failure)
-                other = respelled(measured.events)
-                if kind == "event" and other not in spelled:
-                    spelled.add(other)
-                    notices.append(f"{reason}; measured with {', '.join(other)}")
-                    measured = replace(measured, events=other)
-                elif kind in ("event", "gpu") and len(measured.events) > 1:
+                if kind in ("event", "gpu") and len(measured.events) > 1:
                     if measured.events[-1].endswith(PC_SAMPLING):
                         lost, event = "stall reasons", measured.events[-1].removesuffix(PC_SAMPLING)
                         measured = replace(measured, events=(CPU_EVENT, event))
                     else:
                         lost, measured = "GPU times", replace(measured, events=(CPU_EVENT,))
                     self.not_measured[lost] = reason
-                elif kind == "aborted" and measured.python and not measured_again:
-                    measured_again = True
-                    notices.append(f"measured once more, because {reason}")
                 elif kind in ("aborted", "program") and measured.python:
                     # Python frames are highly experimental in HPCToolkit
                     notices.append(f"measured without Python frames, because {reason}")
@@ -341,8 +330,8 @@ class _Session:
                 "on such records"
             )
         wanted = self.folder / f"{measured.name}.database"
-        database, more = build_database(self.tools, self.run, measured.name, measurements, wanted)
-        return database, notices + more
+        database = build_database(self.tools, self.run, measured.name, measurements, wanted)
+        return database, notices
 
 
 def _number(value: Any) -> float | None:

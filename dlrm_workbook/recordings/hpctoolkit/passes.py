@@ -9,7 +9,7 @@ from pathlib import Path
 
 from dlrm_core.base.errors import InputError
 from dlrm_workbook.ground.processes import ALLOCATOR
-from dlrm_workbook.recordings.hpctoolkit.tools import CPU_EVENT, GPU_EVENTS, Capabilities
+from dlrm_workbook.recordings.hpctoolkit.tools import CPU_EVENT, Capabilities
 
 MAKE_SAFE = re.compile(r"[A-Za-z0-9_./+@%,=-]+")
 """Paths that hpcstruct can take: it writes them into a Makefile and a shell command."""
@@ -70,14 +70,6 @@ def plan_passes(
     if pc_event is not None and not single:
         passes.append(Pass("stalls", (pc_event,), trace=False, python=python))
     return passes
-
-
-def respelled(events: tuple[str, ...]) -> tuple[str, ...]:
-    """The events in the other release's spelling."""
-    old, new = GPU_EVENTS
-    return tuple(
-        event.replace(old, new) if old in event else event.replace(new, old) for event in events
-    )
 
 
 def workload_environment(base: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
