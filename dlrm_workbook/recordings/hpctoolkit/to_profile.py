@@ -435,8 +435,8 @@ def _values(
         {
             "profile": np.repeat(profiles, sizes),
             "context": np.concatenate(contexts),
-            "metric": pd.Categorical.from_codes(metric, pd.Index(order)),
-            "scope": pd.Categorical.from_codes(scope, pd.Index(["inclusive", "exclusive"])),
+            "metric": _named(metric, order),
+            "scope": _named(scope, ["inclusive", "exclusive"]),
             "value": value,
         }
     )
@@ -464,6 +464,10 @@ def _refuse_contradictions(database: Database, profile: Profile) -> None:
             f"{database.path}: meta.db and trace.db contradict each other: {(~on_gpu).sum()} of "
             f"{len(on_gpu)} samples of GPU streams are of no GPU operation; {AGAIN}"
         )
+
+
+def _named(number: Any, names: list[str]) -> pd.Categorical:
+    return pd.Categorical.from_codes(number, pd.Index(names))
 
 
 SLEEPS_AFTER = 5
