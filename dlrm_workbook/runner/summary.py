@@ -150,5 +150,10 @@ def table_rows(html: str) -> list[list[str]]:
     table = re.split(r"</tbody>|</table>", html, maxsplit=1)[0]
     rows = re.findall(r"<tr\b[^>]*>(.*?)(?=<tr\b|</thead>|$)", table, re.DOTALL)
     cells = (re.findall(r"<t[dh]\b[^>]*>(.*?)</t[dh]>", row, re.DOTALL) for row in rows)
-    texts = [[unescape(re.sub(r"<[^>]*>", "", cell)) for cell in row] for row in cells]
+    texts = [[_cell_text(cell) for cell in row] for row in cells]
     return [[text.replace("■", "").strip("\n") for text in row] for row in texts if row]
+
+
+def _cell_text(html: str) -> str:
+    """The text of a cell; code in it stands between backticks, as it did in the frame."""
+    return unescape(re.sub(r"<[^>]*>", "", re.sub(r"</?code>", "`", html)))
