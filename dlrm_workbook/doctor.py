@@ -67,7 +67,7 @@ def examine() -> list[Equipment]:
     """Look for every part that something in the workbook needs."""
     *torch_and_gpu, power = _with_torch()
     return [
-        _python(),
+        Equipment("Python", True, f"{platform.python_version()} ({sys.executable})"),
         *torch_and_gpu,
         _fast_cpu(),
         *_hpctoolkit(),
@@ -94,12 +94,6 @@ def find_browser() -> str | None:
 def _part(name: str, present: bool, found: str, cost: str = "") -> Equipment:
     """A part that costs something only where it is missing."""
     return Equipment(name, present, found, "" if present else cost)
-
-
-def _python() -> Equipment:
-    found = f"{platform.python_version()} ({sys.executable})"
-    cost = "Nothing runs: Python 3.11 or newer is needed."
-    return _part("Python", sys.version_info >= (3, 11), found, cost)
 
 
 def _with_torch() -> list[Equipment]:
