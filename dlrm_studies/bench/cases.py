@@ -81,7 +81,7 @@ def growth_cases(names: str, asked: str = "--growth") -> list[Case]:
 
     Args:
         names: comma-separated; the point that they share is one case.
-        asked: what the names were given to, for the error.
+        asked: as :func:`chosen_names` has it.
 
     Raises:
         InputError: nothing of a name grows.
@@ -113,14 +113,7 @@ def _grown(name: str, value: int) -> Change:
 
 
 def shape_cases(names: str, asked: str = "--shape") -> list[Case]:
-    """Cases by their names, comma-separated; ``all`` for every one.
-
-    Args:
-        asked: what the names were given to, for the error.
-
-    Raises:
-        InputError: a name is unknown.
-    """
+    """Cases by their names, which are given as :func:`chosen_names` takes them."""
     return [SHAPES[name] for name in chosen_names(names, SHAPES, asked)]
 
 

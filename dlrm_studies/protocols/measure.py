@@ -19,7 +19,7 @@ import argparse
 import itertools
 import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -98,13 +98,8 @@ def throughput(timings: Timings, protocol: str) -> dict[str, Any]:
     }
 
 
-def time_training(
-    trainer: TrainingLoop[Any], iterations: int, on_iteration: Callable[[], None] = lambda: None
-) -> Timings:
+def time_training(trainer: TrainingLoop[Any], iterations: int) -> Timings:
     """Train, and wait for the device before and after each iteration.
-
-    Args:
-        on_iteration: called after each.
 
     Returns:
         ``batch_size``, and milliseconds of each iteration: ``data_ms`` in which the loop made
@@ -115,7 +110,6 @@ def time_training(
         whole_ms = elapsed_ms(trainer.iterate, 1, trainer.device)
         data_ms.append(min(1e3 * trainer.data_seconds, whole_ms))
         compute_ms.append(whole_ms - data_ms[-1])
-        on_iteration()
     size = trainer.parameters.training.batch_size
     return {"batch_size": size, "data_ms": data_ms, "compute_ms": compute_ms}
 

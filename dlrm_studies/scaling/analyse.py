@@ -30,11 +30,16 @@ from dlrm_studies.scaling.model.choice import (
 )
 from dlrm_studies.scaling.model.communication import Study, full_size, study_of, volumes_by_sharding
 from dlrm_studies.scaling.model.links import LINKS, Link, Network, check, link, links_table
-from dlrm_studies.scaling.model.prediction import ComputeProfile, Setting, ceiling_profile, steady
+from dlrm_studies.scaling.model.prediction import (
+    ComputeProfile,
+    Setting,
+    ceiling_profile,
+    measured_profile,
+    steady,
+)
 from dlrm_studies.scaling.model.record import (
     ScalingRecord,
     own_link,
-    own_profile,
     read_record,
     record_of,
 )
@@ -154,7 +159,7 @@ class Scaling:
                 "compute profile: not measured, and gpu is empty; name a GPU of a data sheet, or "
                 "measure one process"
             )
-        return own_profile(self.record)
+        return measured_profile(self.record.compute_profile)
 
     @property
     def setting(self) -> Setting:

@@ -10,14 +10,13 @@ from dlrm_core.parts import part_label
 from dlrm_studies.scaling.model.choice import best_sharding
 from dlrm_studies.scaling.model.communication import MIB, kind_label
 from dlrm_studies.scaling.model.links import Network
-from dlrm_studies.scaling.model.prediction import Setting
+from dlrm_studies.scaling.model.prediction import Setting, measured_profile
 from dlrm_studies.scaling.model.record import (
     ScalingRecord,
     exchange_times,
     exposed_shares,
     imbalance,
     own_link,
-    own_profile,
 )
 from dlrm_studies.scaling.model.sharding import KINDS
 from dlrm_workbook.analysis.findings.finding import Finding, rank, removed
@@ -175,7 +174,9 @@ def _better_sharding(
     link = own_link(record, "measured link")
     if link is None or parameters is None or record.compute_profile.empty:
         return {}, {}, ""
-    setting = Setting(parameters, Network(link), own_profile(record), hidden=False)
+    setting = Setting(
+        parameters, Network(link), measured_profile(record.compute_profile), hidden=False
+    )
     candidates = best_sharding(setting, run.ranks, run.batch_size).candidates
     table = candidates[candidates["sharding"].isin(KINDS)].dropna(subset=["mid_ms"])
     now = table.loc[table["sharding"] == run.sharding, "mid_ms"]

@@ -355,9 +355,7 @@ SIZES = tuple(1 << power for power in (10, 13, 16, 18, 20, 21, 22, 23, 24))
 """Payloads in bytes, 1 KiB to 16 MiB."""
 
 
-def probe_link(
-    world: World, repetitions: int, sizes: Sequence[int] = SIZES
-) -> list[dict[str, Any]]:
+def probe_link(world: World, repetitions: int) -> list[dict[str, Any]]:
     """Rows of ``link_probe``: the time of the slowest rank, from a barrier to its own end.
 
     Sizes and collectives take turns, so that what disturbs for a while disturbs all of them.
@@ -366,7 +364,7 @@ def probe_link(
     """
     cases = [
         (name, 4 * numbers, call)
-        for size in sizes
+        for size in SIZES
         for numbers in [max(world.size, size // 4 // world.size * world.size)]
         for name, call in _collectives(numbers, world)
     ]

@@ -260,14 +260,12 @@ class ComputeProfile:
 
     Attributes:
         costs: by number of processes that compute on the node at once, then by part.
-        source: where the figures are from, for the reader.
         shares_node: whether ranks of one node share what they compute with (a CPU's cores).
         whole_batches: whether every rank makes the whole batch and takes its samples from it,
             as ours do; else it makes its own samples only.
     """
 
     costs: Mapping[int, Mapping[Part, PartCost]]
-    source: str
     shares_node: bool = True
     whole_batches: bool = True
 
@@ -294,7 +292,7 @@ class ComputeProfile:
         )
 
 
-def measured_profile(table: pd.DataFrame, source: str = "measured") -> ComputeProfile:
+def measured_profile(table: pd.DataFrame) -> ComputeProfile:
     """Costs from a ``compute_profile`` table (``record.csv``).
 
     Its rows of "communication" are what a process without others spends on it all the same:
@@ -319,7 +317,7 @@ def measured_profile(table: pd.DataFrame, source: str = "measured") -> ComputePr
         costs[concurrent] = {
             cast(Part, key): _cost(part, kept[key]) for key, part in rows.groupby(PART)
         }
-    return ComputeProfile(costs, source)
+    return ComputeProfile(costs)
 
 
 def _cost(rows: pd.DataFrame, kept: pd.DataFrame) -> PartCost:
@@ -372,8 +370,7 @@ def ceiling_profile(
     table = pd.concat(rows, ignore_index=True)
     if table.empty:
         raise InputError("ceilings: no part of the step has one that was measured or is listed")
-    profile = measured_profile(table, f"ceilings of {ceilings.get('device', 'this machine')}")
-    wide = profile.with_costs(lambda cost: replace(cost, scatter=CEILING_SCATTER))
+    wide = measured_profile(table).with_costs(lambda cost: replace(cost, scatter=CEILING_SCATTER))
     return replace(wide, shares_node=False, whole_batches=False)
 
 

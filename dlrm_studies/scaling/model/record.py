@@ -19,7 +19,7 @@ from dlrm_core.base.errors import InputError
 from dlrm_core.base.files import read_json
 from dlrm_core.config import Parameters
 from dlrm_studies.scaling.model.links import Link, Network, calibrate
-from dlrm_studies.scaling.model.prediction import ComputeProfile, Setting, measured_profile
+from dlrm_studies.scaling.model.prediction import Setting, measured_profile
 from dlrm_studies.scaling.model.sharding import make_plan, plan_of_placement
 from dlrm_workbook.analysis.steady import undisturbed
 
@@ -43,7 +43,6 @@ class ScalingRecord:
     """
 
     tables: Mapping[str, pd.DataFrame]
-    machine: Mapping[str, Any] = field(default_factory=dict)
     not_measured: Mapping[str, str] = field(default_factory=dict)
     checked: pd.DataFrame | None = None
     """Of a summary of several configurations: its runs beside their predictions, as
@@ -98,9 +97,7 @@ def record_of(document: Mapping[str, Any], where: str = "scaling record") -> Sca
                 raise InputError(f"{where}: {name} has no {column}, expected {', '.join(columns)}")
         tables[name] = table
     _name_gradients(tables["collectives"])
-    return ScalingRecord(
-        tables, document.get("machine") or {}, dict(document.get("not_measured") or {})
-    )
+    return ScalingRecord(tables, dict(document.get("not_measured") or {}))
 
 
 def _name_gradients(collectives: pd.DataFrame) -> None:
@@ -153,7 +150,6 @@ def _summary_of(document: Mapping[str, Any], where: str) -> ScalingRecord:
         {
             "runs": runs[["run", "ranks", "batch_size", "sharding"]].to_dict("records"),
             "iterations": times.assign(rank=0, iteration=0).to_dict("records"),
-            "machine": first.get("machine"),
             "not_measured": dict.fromkeys(TABLES, why),
         },
         where,
@@ -337,7 +333,7 @@ def predicted_and_measured(record: ScalingRecord, parameters: Parameters) -> pd.
         if record.tables[name].empty:
             raise InputError(f"{name} was not measured: {record.reasons[name]}")
     network = Network(calibrate(record.link_probe, "gloo, measured"))
-    setting = Setting(parameters, network, own_profile(record), hidden=False)
+    setting = Setting(parameters, network, measured_profile(record.compute_profile), hidden=False)
     exposed = exposed_shares(record).set_index("run")["exposed_ms"]
     rows = []
     for run in measured_iterations(record).to_dict("records"):
@@ -377,11 +373,6 @@ def own_link(record: ScalingRecord, name: str) -> Link | None:
         return calibrate(record.link_probe, name) if len(record.link_probe) else None
     except InputError:
         return None
-
-
-def own_profile(record: ScalingRecord) -> ComputeProfile:
-    """Costs on one rank, as the record measured them."""
-    return measured_profile(record.compute_profile, "measured here")
 
 
 def typical_error(table: pd.DataFrame) -> float:

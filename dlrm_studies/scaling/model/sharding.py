@@ -130,12 +130,8 @@ class Plan:
                 return lookup_cost(count * table.shard_rows / table.rows, table.dim)
             return lookup_cost(count, table.columns)
 
-        every = sum(self.costs())
+        every = sum(lookup_cost(count, self.dim) for count in self.lookups)
         return self.on_ranks(cost, *KINDS) / (every if every > 0 else 1.0)
-
-    def costs(self) -> list[float]:
-        """:func:`lookup_cost` of each whole table."""
-        return [lookup_cost(count, self.dim) for count in self.lookups]
 
     def table_bytes(self) -> np.ndarray:
         """Bytes of weights on each rank, shape (ranks,)."""
