@@ -26,14 +26,15 @@ from typing import Any, get_type_hints
 
 from dlrm_core.base.errors import InputError
 from dlrm_core.base.settings import (
+    Clash,
     called,
     check_text,
-    clash,
     coerce_section,
     coerced,
     explained,
     option_text,
     read_yaml,
+    refuse_clashes,
     setting,
     shown,
     with_options,
@@ -109,26 +110,25 @@ class ModelConfig:
             raise InputError(
                 f"model.tables is {self.tables}, but model.table_rows lists {len(rows)} tables"
             )
-        if self.mlp_sizes == "nvidia":
-            if self.dense_features is None:
-                raise InputError(
-                    "model.dense_features is missing: with model.mlp_sizes: nvidia "
-                    "model.bottom_mlp leaves the input width out, so it must be given"
-                )
-        else:
-            if len(self.bottom_mlp) < 2:
-                raise InputError(
-                    f"model.bottom_mlp has {len(self.bottom_mlp)} width, expected at least 2 "
-                    "(input and output; model.mlp_sizes: facebook includes the input)"
-                )
-            if self.dense_features is None:
-                object.__setattr__(self, "dense_features", self.bottom_mlp[0])
-            elif self.dense_features != self.bottom_mlp[0]:
-                raise InputError(
-                    f"model.dense_features is {self.dense_features}, but model.bottom_mlp "
-                    f"starts with {self.bottom_mlp[0]} (model.mlp_sizes: facebook includes "
-                    "the input width)"
-                )
+        includes_input = self.mlp_sizes == "facebook"
+        if not includes_input and self.dense_features is None:
+            raise InputError(
+                "model.dense_features is missing: with model.mlp_sizes: nvidia "
+                "model.bottom_mlp leaves the input width out, so it must be given"
+            )
+        if includes_input and len(self.bottom_mlp) < 2:
+            raise InputError(
+                f"model.bottom_mlp has {len(self.bottom_mlp)} width, expected at least 2 "
+                "(input and output; model.mlp_sizes: facebook includes the input)"
+            )
+        if includes_input and self.dense_features not in (None, self.bottom_mlp[0]):
+            raise InputError(
+                f"model.dense_features is {self.dense_features}, but model.bottom_mlp "
+                f"starts with {self.bottom_mlp[0]} (model.mlp_sizes: facebook includes "
+                "the input width)"
+            )
+        if self.dense_features is None:
+            object.__setattr__(self, "dense_features", self.bottom_mlp[0])
         if self.bottom_mlp[-1] != self.embedding_dim:
             raise InputError(
                 f"model.bottom_mlp ends in {self.bottom_mlp[-1]}, but model.embedding_dim is "
@@ -286,30 +286,25 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         coerce_section(self, "data")
-        if self.one_hot:
-            # one row of each table a sample, whatever the other laws' settings are
-            object.__setattr__(self, "indices_per_lookup", 1)
+        refuse_clashes("data", self, self._clashes())
+        if self.one_hot or self.multi_hot_sizes is not None:
+            # whatever the other laws' settings are: one row of each table a sample, or sizes given
+            object.__setattr__(self, "indices_per_lookup", max(self.multi_hot_sizes or (1,)))
             object.__setattr__(self, "fixed_pooling", True)
-        if self.multi_hot_sizes is not None:
-            if self.generator not in LAWS:
-                why = "bags of a size of their own for each table are for uniform, zipf and reuse"
-                raise clash("data", self, "multi_hot_sizes", "generator", why)
-            object.__setattr__(self, "indices_per_lookup", max(self.multi_hot_sizes))
-            object.__setattr__(self, "fixed_pooling", True)
-        if (self.generator == "dataset") != bool(self.path):
-            why = "a path is for generator 'dataset', and that needs one"
-            raise clash("data", self, "generator", "path", why)
-        if self.samples is not None and self.generator == "dataset":
-            why = "an epoch of a data set has the samples of its files"
-            raise clash("data", self, "samples", "generator", why)
-        if self.place == "device" and self.generator not in LAWS:
-            why = (
-                "its batches are made on the CPU only; choose uniform, zipf or reuse, or place: cpu"
-            )
-            raise clash("data", self, "place", "generator", why)
-        if self.place == "device" and self.loader == "prefetch":
-            why = "batches made on the device need no prefetching; choose loader: synchronous"
-            raise clash("data", self, "place", "loader", why)
+
+    def _clashes(self) -> Iterator[Clash]:
+        lawless, dataset = self.generator not in LAWS, self.generator == "dataset"
+        sized, on_device = self.multi_hot_sizes is not None, self.place == "device"
+        why = "bags of a size of their own for each table are for uniform, zipf and reuse"
+        yield sized and lawless, "multi_hot_sizes", "generator", why
+        why = "a path is for generator 'dataset', and that needs one"
+        yield dataset != bool(self.path), "generator", "path", why
+        why = "an epoch of a data set has the samples of its files"
+        yield dataset and self.samples is not None, "samples", "generator", why
+        why = "its batches are made on the CPU only; choose uniform, zipf or reuse, or place: cpu"
+        yield on_device and lawless, "place", "generator", why
+        why = "batches made on the device need no prefetching; choose loader: synchronous"
+        yield on_device and self.loader == "prefetch", "place", "loader", why
 
     @staticmethod
     def located(section: Mapping[str, Any], absolute: Callable[[str, str], str]) -> dict[str, str]:
@@ -510,57 +505,45 @@ class TrainingConfig:
 
     def __post_init__(self) -> None:
         coerce_section(self, "training")
-        self._check_schedule()
-        kind, backend = OPTIMIZERS[self.optimizer], TABLE_ENGINES.get(self.embedding_backend, "")
-        if backend and backend not in kind.engines:
-            why = f"{kind.tables[0]}, its update of tables, exists in 'torch' only"
-            raise self._clash("optimizer", "embedding_backend", why)
-        if self.fp32_matmul.startswith("bf16") and self.dense_backend != "fused":
-            raise self._clash("fp32_matmul", "dense_backend", "only 'fused' has such products")
-        both = "both replace the parts' kernels; choose one of them"
-        if self.dense_backend == "fused" and self.compile:
-            raise self._clash("dense_backend", "compile", both)
-        if self.cuda_graphs and self.compile:
-            raise self._clash("cuda_graphs", "compile", both)
-        if self.cuda_graphs and self.micro_batch is not None:
-            why = "micro-batches keep activations in a CPU's cache, graphs are for a GPU, and what "
-            why += "adds up the former is not captured; choose one of them"
-            raise self._clash("cuda_graphs", "micro_batch", why)
-        if self.cuda_graphs and self.precision == "fp16":
-            why = "whether a step whose gradients overflow is skipped is the host's to decide; "
-            raise self._clash("cuda_graphs", "precision", why + "choose bf16")
-        if self.evals_per_epoch is not None and self.eval_every is not None:
-            why = "both say when to evaluate; leave one of them out (null)"
-            raise self._clash("eval_every", "evals_per_epoch", why)
+        refuse_clashes("training", self, self._clashes())
 
-    def _check_schedule(self) -> None:
-        decays = self.lr_decay_steps > 0
-        if self.lr_decay_start and not decays:
-            why = "a decay needs at least 1 iteration"
-            raise self._clash("lr_decay_start", "lr_decay_steps", why)
-        if decays and self.lr_decay_start < self.lr_warmup_steps:
-            why = "the warm-up must end before the decay starts"
-            raise self._clash("lr_decay_start", "lr_warmup_steps", why)
-        if decays and self.lr_end > self.learning_rate:
-            why = "the decay must not end above its beginning"
-            raise self._clash("lr_end", "learning_rate", why)
-        if self.lr_schedule == "facebook":
-            self._check_facebook_schedule(decays)
+    def _clashes(self) -> Iterator[Clash]:
+        decays, begin, warmup = self.lr_decay_steps > 0, self.lr_decay_start, self.lr_warmup_steps
+        why = "a decay needs at least 1 iteration"
+        yield begin > 0 and not decays, "lr_decay_start", "lr_decay_steps", why
+        why = "the warm-up must end before the decay starts"
+        yield decays and begin < warmup, "lr_decay_start", "lr_warmup_steps", why
+        why = "the decay must not end above its beginning"
+        yield decays and self.lr_end > self.learning_rate, "lr_end", "learning_rate", why
 
-    def _check_facebook_schedule(self, decays: bool) -> None:
-        if self.lr_decay_power != 2.0:
-            why = "facebook's law always decays by the square"
-            raise self._clash("lr_schedule", "lr_decay_power", why)
-        if self.lr_end:
-            why = "facebook's law ends at max(1e-7, learning_rate / N^2); leave lr_end at 0"
-            raise self._clash("lr_schedule", "lr_end", why)
-        if decays and self.lr_warmup_steps < 2 and self.lr_decay_start > 1:
-            why = "between warm-up and decay facebook's law repeats the warm-up's last rate, and "
-            why += "its script fails where there is none; give at least 2 warm-up iterations"
-            raise self._clash("lr_schedule", "lr_warmup_steps", why)
+        facebook = self.lr_schedule == "facebook"
+        why = "facebook's law always decays by the square"
+        yield facebook and self.lr_decay_power != 2.0, "lr_schedule", "lr_decay_power", why
+        why = "facebook's law ends at max(1e-7, learning_rate / N^2); leave lr_end at 0"
+        yield facebook and self.lr_end > 0, "lr_schedule", "lr_end", why
+        why = "between warm-up and decay facebook's law repeats the warm-up's last rate, and "
+        why += "its script fails where there is none; give at least 2 warm-up iterations"
+        none_to_repeat = facebook and decays and warmup < 2 and begin > 1
+        yield none_to_repeat, "lr_schedule", "lr_warmup_steps", why
 
-    def _clash(self, one: str, other: str, why: str) -> InputError:
-        return clash("training", self, one, other, why)
+        kind, backend = OPTIMIZERS[self.optimizer], TABLE_ENGINES.get(self.embedding_backend)
+        unknown = backend is not None and backend not in kind.engines
+        why = f"{kind.tables[0]}, its update of tables, exists in 'torch' only"
+        yield unknown, "optimizer", "embedding_backend", why
+        tiles = self.fp32_matmul.startswith("bf16") and self.dense_backend != "fused"
+        yield tiles, "fp32_matmul", "dense_backend", "only 'fused' has such products"
+        why = "both replace the parts' kernels; choose one of them"
+        yield self.dense_backend == "fused" and self.compile, "dense_backend", "compile", why
+        yield self.cuda_graphs and self.compile, "cuda_graphs", "compile", why
+        why = "micro-batches keep activations in a CPU's cache, graphs are for a GPU, and what "
+        why += "adds up the former is not captured; choose one of them"
+        yield self.cuda_graphs and self.micro_batch is not None, "cuda_graphs", "micro_batch", why
+        why = "whether a step whose gradients overflow is skipped is the host's to decide; "
+        why += "choose bf16"
+        yield self.cuda_graphs and self.precision == "fp16", "cuda_graphs", "precision", why
+        both = self.evals_per_epoch is not None and self.eval_every is not None
+        why = "both say when to evaluate; leave one of them out (null)"
+        yield both, "eval_every", "evals_per_epoch", why
 
 
 SECTIONS: dict[str, type] = {"model": ModelConfig, "data": DataConfig, "training": TrainingConfig}
@@ -598,7 +581,8 @@ class Parameters:
             raise InputError(
                 f"data.multi_hot_sizes has {len(sizes)} sizes, but the model has {tables} tables"
             )
-        self._check_embedding_precision()
+        if self.model.embedding_precision != "fp32":
+            self._require_rounding()
         samples, size = self.data.samples, self.training.batch_size
         if samples is not None and samples < size and self.data.drop_last:
             raise InputError(
@@ -606,22 +590,18 @@ class Parameters:
                 "batch (data.drop_last: false trains on a short one)"
             )
 
-    def _check_embedding_precision(self) -> None:
-        training = self.training
-        if self.model.embedding_precision == "fp32":
-            return
-        reasons = {
-            "optimizer": OPTIMIZERS[training.optimizer].why_no_rounding,
-            "embedding_backend": "its kernels do not round as a resumed run must; choose torch, "
-            "fused or auto"
-            if training.embedding_backend == "fbgemm"
-            else "",
-        }
+    def _require_rounding(self) -> None:
+        """Refuse an optimiser or a back end that cannot round rows of 2 bytes a number."""
+        reasons = {"optimizer": OPTIMIZERS[self.training.optimizer].why_no_rounding}
+        if self.training.embedding_backend == "fbgemm":
+            reasons["embedding_backend"] = (
+                "its kernels do not round as a resumed run must; choose torch, fused or auto"
+            )
         for leaf, why in reasons.items():
             if why:
                 raise InputError(
                     f"model.embedding_precision is {self.model.embedding_precision!r}, but "
-                    f"training.{leaf} is {getattr(training, leaf)!r}: {why}"
+                    f"training.{leaf} is {getattr(self.training, leaf)!r}: {why}"
                 )
 
     def with_training(self, **leaves: Any) -> Parameters:

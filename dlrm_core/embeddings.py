@@ -31,6 +31,18 @@ class Update(Protocol):
         """Update the tables with those gradients of the last backward pass not applied yet."""
 
 
+def set_rate(update: Any, rate: float) -> None:
+    """Set the learning rate of torch's optimiser, or of what has a ``learning_rate``."""
+    if not isinstance(update, torch.optim.Optimizer):
+        update.learning_rate = rate
+        return
+    for group in update.param_groups:
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(rate)  # where captured graphs read it
+        else:
+            group["lr"] = rate
+
+
 class Backend(Update, Protocol):
     """Lookups, their gradients and the update of the tables, all of them in one place."""
 

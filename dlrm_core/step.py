@@ -23,7 +23,7 @@ from dlrm_core.base.engines import engine
 from dlrm_core.config import TrainingConfig
 from dlrm_core.data.batch import Batch
 from dlrm_core.dense import Cuts, DensePart
-from dlrm_core.embeddings import attach, without_compiler
+from dlrm_core.embeddings import attach, set_rate, without_compiler
 from dlrm_core.model import DLRM, inputs_of
 from dlrm_core.optimizers import OPTIMIZERS
 from dlrm_core.parts import part, run_part
@@ -70,14 +70,7 @@ class Step:
     def set_learning_rate(self, rate: float) -> None:
         """Learning rate of all updates from the next one on (schedules)."""
         for optimizer in self.optimizers.values():
-            if not isinstance(optimizer, torch.optim.Optimizer):
-                optimizer.learning_rate = rate
-                continue
-            for group in optimizer.param_groups:
-                if isinstance(group["lr"], torch.Tensor):
-                    group["lr"].fill_(rate)  # where captured graphs read it
-                else:
-                    group["lr"] = rate
+            set_rate(optimizer, rate)
 
     def _drop_gradients(self) -> None:
         for optimizer in self.optimizers.values():

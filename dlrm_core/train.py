@@ -392,7 +392,7 @@ def prepare_model(
     if config.embeddings_on_gpu_bytes is not None:
         places = engine("tables in two places").places_of(parameters, device)
         make_tables, divide = places.make_tables, places.divide
-        notices += places.notices
+        notices.append(places.notice)
     elif pages is not None and config.embedding_backend != "torch":
         shape = parameters.model
         make_tables = functools.partial(

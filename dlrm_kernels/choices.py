@@ -5,7 +5,8 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 Candidate = TypeVar("Candidate")
 
@@ -51,28 +52,40 @@ def fastest(times_ms: Mapping[Candidate, float]) -> Candidate:
     return next(candidate for candidate, time_ms in times_ms.items() if time_ms <= limit)
 
 
-def notice(
+@dataclass(frozen=True)
+class Choice(Generic[Candidate]):
+    """What was chosen, and from what.
+
+    Attributes:
+        times_ms: candidate to its median milliseconds; empty where nothing was open.
+        refused: candidate to the reason why it was not timed.
+        notice: all of it as one sentence.
+    """
+
+    chosen: Candidate
+    times_ms: Mapping[Candidate, float]
+    refused: Mapping[Candidate, str]
+    notice: str
+
+
+def choice_of(
     asked: str,
     times_ms: Mapping[Candidate, float],
     refused: Mapping[Candidate, str],
     timed: str,
     label: Callable[[Candidate], str] = str,
-) -> str:
-    """Say what :func:`fastest` chose, beside which other times, and what was left out.
+) -> Choice[Candidate]:
+    """Choose the first candidate that is as fast as the fastest.
 
     Args:
         asked: the parameters that were ``auto``.
-        times_ms: candidate to milliseconds.
-        refused: candidate to the reason why it was not timed.
         timed: what was timed, and at which size.
         label: turns a candidate into the name that a reader knows.
     """
     chosen = fastest(times_ms)
     others = sorted((name for name in times_ms if name != chosen), key=lambda name: times_ms[name])
-    times = [
-        f"{times_ms[chosen]:.1f} ms",
-        *(f"{label(name)} {times_ms[name]:.1f}" for name in others),
-    ]
+    times = [f"{times_ms[chosen]:.1f} ms", *(f"{label(o)} {times_ms[o]:.1f}" for o in others)]
     text = f"{asked}: {label(chosen)}, {'; '.join(times)} ({timed})"
-    left_out = "; ".join(f"{label(name)}: {why}" for name, why in refused.items())
-    return f"{text}; left out: {left_out}" if left_out else text
+    if refused:
+        text += "; left out: " + "; ".join(f"{label(name)}: {refused[name]}" for name in refused)
+    return Choice(chosen, times_ms, refused, text)

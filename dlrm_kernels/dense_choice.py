@@ -14,7 +14,6 @@ import functools
 import itertools
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 import torch
 
@@ -24,7 +23,7 @@ from dlrm_core.dense import DENSE_CHOICE, DensePart
 from dlrm_core.embeddings import EmbeddingTables
 from dlrm_core.interactions import Interaction
 from dlrm_core.model import DLRM, ClickLoss, fill_dense
-from dlrm_kernels.choices import fastest, notice, time_in_turns
+from dlrm_kernels.choices import Choice, choice_of, time_in_turns
 from dlrm_kernels.dense import why_not_fused
 from dlrm_kernels.products import allow_onednn, set_fp32_matmul
 
@@ -45,22 +44,6 @@ BUDGET_S = 0.3
 """Seconds of timings after one warm-up of each candidate; each is timed once at least."""
 
 
-@dataclass(frozen=True)
-class DenseChoice:
-    """A choice, and the candidates it was made from.
-
-    Attributes:
-        pair: the resolved leaves.
-        times_ms: each candidate's median time of forward and backward; empty where nothing
-            was open.
-        notice: all of it as one sentence.
-    """
-
-    pair: Pair
-    times_ms: Mapping[Pair, float]
-    notice: str
-
-
 def resolve(parameters: Parameters, device: torch.device) -> tuple[Parameters, list[str]]:
     """The parameters with what is fastest in place of ``auto``, and the notice that says why."""
     training = parameters.training
@@ -71,7 +54,7 @@ def resolve(parameters: Parameters, device: torch.device) -> tuple[Parameters, l
         batch_size=min(TIMED_SAMPLES, training.batch_size, training.micro_batch or TIMED_SAMPLES),
     )
     choice = choose(parameters.model, asked, device, torch.get_num_threads())
-    leaves = dict(zip(DENSE_CHOICE, choice.pair, strict=True))
+    leaves = dict(zip(DENSE_CHOICE, choice.chosen, strict=True))
     return parameters.with_training(**leaves), [choice.notice]
 
 
@@ -88,7 +71,7 @@ def possible(parameters: Parameters) -> list[Parameters]:
 @functools.cache
 def choose(
     model: ModelConfig, training: TrainingConfig, device: torch.device, threads: int
-) -> DenseChoice:
+) -> Choice[Pair]:
     """Choose for a model, once for a process.
 
     Args:
@@ -99,7 +82,7 @@ def choose(
     asked = ", ".join(f"training.{leaf} auto" for leaf in open_leaves)
     pairs, reason = candidates(training, model.interaction_kind, device)
     if len(pairs) == 1:
-        return DenseChoice(pairs[0], {}, f"{asked}: {label(pairs[0])}; {reason}")
+        return Choice(pairs[0], {}, {}, f"{asked}: {label(pairs[0])}; {reason}")
     refused: dict[Pair, str] = {}
     work: dict[Pair, Callable[[], object]] = {}
     for pair in pairs:
@@ -113,8 +96,7 @@ def choose(
         f"forward and backward of the dense part, {counted(training.batch_size, 'sample')}, "
         f"{counted(torch.get_num_threads(), 'thread')}"
     )
-    said = notice(asked, times_ms, refused, timed, label)
-    return DenseChoice(fastest(times_ms), times_ms, said)
+    return choice_of(asked, times_ms, refused, timed, label)
 
 
 def candidates(

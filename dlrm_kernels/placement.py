@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from dlrm_core.config import Parameters
-
-if TYPE_CHECKING:
-    from dlrm_core.data.batch import Batch
-    from dlrm_core.embeddings import EmbeddingTables
 
 
 @dataclass(frozen=True)
@@ -56,18 +51,3 @@ def smallest_first(rows: Sequence[int], row_bytes: int, limit: int) -> tuple[int
             break
         chosen.append(table)
     return tuple(sorted(chosen))
-
-
-@dataclass(frozen=True)
-class Places:
-    """Where a run's tables lie: unless told, all of them beside the dense part.
-
-    Attributes:
-        notices: which tables are where, in words; none if all are in one place.
-        make_tables: makes the model's tables; None: the model does.
-        divide: what becomes of each batch before it is copied anywhere; None: nothing.
-    """
-
-    notices: tuple[str, ...] = ()
-    make_tables: Callable[[], EmbeddingTables] | None = None
-    divide: Callable[[Batch], Batch] | None = None

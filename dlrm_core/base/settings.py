@@ -7,7 +7,7 @@ import math
 import reprlib
 import types
 import typing
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from typing import Any, TypeVar, cast
 
 import yaml
@@ -211,14 +211,19 @@ def section_from(kind: type[Section], given: Any, name: str) -> Section:
     return kind(**given)
 
 
-def clash(name: str, section: Any, one: str, other: str, why: str) -> InputError:
-    """What to raise where two leaves of a section cannot both be as they are.
+Clash = tuple[bool, str, str, str]
+"""Whether two leaves of a section cannot both be as they are, the leaves, and why."""
 
-    Args:
-        name: of the section.
-        one, other: the leaves.
-        why: they cannot, and what can be done.
-    """
+
+def refuse_clashes(name: str, section: Any, clashes: Iterable[Clash]) -> None:
+    """Refuse the first pair of leaves of the section ``name`` that cannot both be as they are."""
+    for clashes_here, one, other, why in clashes:
+        if clashes_here:
+            raise clash(name, section, one, other, why)
+
+
+def clash(name: str, section: Any, one: str, other: str, why: str) -> InputError:
+    """What to raise where leaves ``one`` and ``other`` of a section cannot both be as they are."""
     values = []
     for leaf in (one, other):
         value = getattr(section, leaf)

@@ -15,7 +15,6 @@ import dataclasses
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -29,7 +28,7 @@ from dlrm_core.data.loader import batches
 from dlrm_core.dense import DENSE_CHOICE, resolve_dense
 from dlrm_core.embeddings import EmbeddingTables, Update, attach
 from dlrm_core.optimizers import OPTIMIZERS
-from dlrm_kernels.choices import fastest, notice, time_in_turns
+from dlrm_kernels.choices import Choice, choice_of, time_in_turns
 from dlrm_kernels.embeddings.host_tables import PlacedTables, divide, places_of
 from dlrm_kernels.embeddings.pages import tables_on_huge_pages
 from dlrm_kernels.memory import forecast_memory
@@ -53,23 +52,6 @@ BACKEND_ITEMS = ("optimiser state", "sparse embedding gradients", "sorted lookup
 """Items of the memory forecast that depend on the back end."""
 
 
-@dataclass(frozen=True)
-class Choice:
-    """What was chosen, and from what.
-
-    Attributes:
-        backend: the resolved ``training.embedding_backend``.
-        times_ms: candidate to the median milliseconds of forward, backward and update.
-        refused: candidate that cannot work here to the reason.
-        notice: all of it as one sentence.
-    """
-
-    backend: str
-    times_ms: dict[str, float]
-    refused: dict[str, str]
-    notice: str
-
-
 def resolve(
     parameters: Parameters, device: torch.device, tables: EmbeddingTables | None = None
 ) -> tuple[Parameters, list[str]]:
@@ -84,20 +66,14 @@ def resolve(
     if parameters.training.embedding_backend != "auto":
         return parameters, []
     if tables is None:
-        make_tables = None
-        if parameters.training.embeddings_on_gpu_bytes is not None:
-            make_tables = places_of(parameters, device).make_tables
-        with torch.device(device):
-            tables = (
-                make_tables()
-                if make_tables is not None
-                else tables_on_huge_pages(
-                    parameters.model.table_rows,
-                    parameters.model.embedding_dim,
-                    parameters.model.embedding_precision,
+        model = parameters.model
+        with torch.device(device), torch.no_grad():
+            if parameters.training.embeddings_on_gpu_bytes is not None:
+                tables = places_of(parameters, device).make_tables()
+            else:
+                tables = tables_on_huge_pages(
+                    model.table_rows, model.embedding_dim, model.embedding_precision
                 )
-            )
-        with torch.no_grad():
             for weight in tables.weights:
                 # written: pages that were never written are all one page
                 weight.fill_(0.01)
@@ -106,7 +82,7 @@ def resolve(
     if isinstance(tables, PlacedTables) and tables.placement.split:
         return _resolve_sides(parameters, tables, made, refused)
     choice = choose(tables, parameters.training, made, refused)
-    return parameters.with_training(embedding_backend=choice.backend), [choice.notice]
+    return parameters.with_training(embedding_backend=choice.chosen), [choice.notice]
 
 
 def resolve_all(parameters: Parameters, device: torch.device) -> tuple[Parameters, list[str]]:
@@ -122,16 +98,14 @@ def _resolve_sides(
     """A choice for each side of tables in two places; the host's is noted in the tables."""
     parts = [divide(batch, tables.placement) for batch in made]
     host_parts = [part.host for part in parts if part.host is not None]
-    notices, backend = [], ""
+    notices, backend, config = [], "", parameters.training
     if tables.placement.on_host:
-        side = tables.side(tables.placement.on_host)
-        choice = choose(side, parameters.training, host_parts, refused)
-        tables.host_backend = backend = choice.backend
+        choice = choose(tables.side(tables.placement.on_host), config, host_parts, refused)
+        tables.host_backend = backend = choice.chosen
         notices.append(f"on the host: {choice.notice}")
     if tables.placement.on_gpu:
-        side = tables.side(tables.placement.on_gpu)
-        choice = choose(side, parameters.training, parts, refused)
-        backend = choice.backend
+        choice = choose(tables.side(tables.placement.on_gpu), config, parts, refused)
+        backend = choice.chosen
         notices.append(f"beside the dense part: {choice.notice}")
     return parameters.with_training(embedding_backend=backend), notices
 
@@ -141,8 +115,7 @@ def choose(
     config: TrainingConfig,
     made: Sequence[Batch],
     refused: dict[str, str] | None = None,
-    budget_s: float = BUDGET_S,
-) -> Choice:
+) -> Choice[str]:
     """Measure every back end on the tables and choose the fastest.
 
     The tables end without a back end, with the weights they had; optimiser state is made
@@ -186,18 +159,15 @@ def choose(
         )
     # each time with another batch than the one before, whose rows are in the cache
     timings = {name: contestant.time_ms for name, contestant in ready.items()}
-    times_ms = time_in_turns(timings, timed, started + budget_s)
+    times_ms = time_in_turns(timings, timed, started + BUDGET_S)
     tables.backend = None
     device = tables.weights[0].device
     where = counted(torch.get_num_threads(), "thread") if device.type == "cpu" else str(device)
-    said = notice(
-        "training.embedding_backend auto",
-        times_ms,
-        refused,
+    timed_work = (
         f"forward, backward and update, batch of {made[0].offsets.shape[1]:,}, "
-        f"{counted(len(tables.weights), 'table')}, {where}",
+        f"{counted(len(tables.weights), 'table')}, {where}"
     )
-    return Choice(fastest(times_ms), times_ms, refused, said)
+    return choice_of("training.embedding_backend auto", times_ms, refused, timed_work)
 
 
 class _Contestant:
@@ -232,19 +202,14 @@ class _Contestant:
         return 1e3 * (time.perf_counter() - started)
 
 
-def first_batches(
-    parameters: Parameters, device: torch.device, budget_s: float = BUDGET_S / 3
-) -> list[Batch]:
+def first_batches(parameters: Parameters, device: torch.device) -> list[Batch]:
     """The run's first batches, at least one, from a stream of their own."""
     data = dataclasses.replace(parameters.data, loader="synchronous")
     stream = batches(dataclasses.replace(parameters, data=data), device)
     started = time.perf_counter()
     made: list[Batch] = []
-    while len(made) < MAX_BATCHES and (not made or time.perf_counter() - started < budget_s):
+    while len(made) < MAX_BATCHES and (not made or time.perf_counter() - started < BUDGET_S / 3):
         made.append(next(stream).to(device))
-    close = getattr(stream, "close", None)
-    if close is not None:
-        close()
     return made
 
 

@@ -133,11 +133,11 @@ class Fbgemm(InBackward):
         total = sum(self._rows)
         memory = one_piece(weights)
         if memory is None:
-            memory = empty_table(total, self._dim, huge_pages=True).view(-1)
+            memory = empty_table(total, self._dim).view(-1)
         width = self._optimizer.row_state(self._dim)
         if width == 0:
             return {"weights": memory}
-        state = empty_table(total, width, huge_pages=True).zero_().view(-1)
+        state = empty_table(total, width).zero_().view(-1)
         return {"weights": memory, "momentum1": state}
 
     def _adopt(self, weights: list[torch.nn.Parameter]) -> None:

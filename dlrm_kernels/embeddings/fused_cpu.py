@@ -79,8 +79,7 @@ class FusedCpu(InBackward):
         self._check_tables(tables)
         width = OPTIMIZERS[optimizer].row_state(self._dim)
         self.states = [
-            empty_table(weight.shape[0] if width else 0, width, huge_pages=True).zero_()
-            for weight in tables.weights
+            empty_table(weight.shape[0] if width else 0, width).zero_() for weight in tables.weights
         ]
         self.notices: list[str] = []
         require_numba()

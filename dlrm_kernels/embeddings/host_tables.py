@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.profiler import record_function
@@ -23,10 +23,10 @@ from torch.profiler import record_function
 from dlrm_core.base.text import format_bytes
 from dlrm_core.config import Parameters, TrainingConfig
 from dlrm_core.data.batch import Batch
-from dlrm_core.embeddings import ROW_DTYPES, EmbeddingTables, attach
+from dlrm_core.embeddings import ROW_DTYPES, EmbeddingTables, attach, set_rate
 from dlrm_core.parts import part
 from dlrm_kernels.embeddings.pages import empty_tables
-from dlrm_kernels.placement import Placement, Places, plan_placement
+from dlrm_kernels.placement import Placement, plan_placement
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class PlacedTables(EmbeddingTables):
             (placement.on_host, torch.device("cpu")),
         ):
             with device:
-                made = empty_tables([table_rows[t] for t in ids], dim, True, dtype) if ids else []
+                made = empty_tables([table_rows[t] for t in ids], dim, dtype) if ids else []
             for t, tensor in zip(ids, made, strict=True):
                 memory[t] = tensor
         super().__init__(table_rows, dim, memory=memory)
@@ -111,14 +111,25 @@ class PlacedTables(EmbeddingTables):
         return tables
 
 
+class Places(NamedTuple):
+    """Where a run's tables lie.
+
+    Attributes:
+        notice: which tables are where, in words.
+        make_tables: makes the model's tables.
+        divide: what becomes of each batch before it is copied anywhere.
+    """
+
+    notice: str
+    make_tables: Callable[[], EmbeddingTables]
+    divide: Callable[[Batch], Batch]
+
+
 def places_of(parameters: Parameters, device: torch.device) -> Places:
-    """Where ``training.embeddings_on_gpu_bytes`` has the tables lie."""
-    placement = plan_placement(parameters, device.type == "cuda")
-    if not placement.split:
-        return Places()
-    model = parameters.model
+    """Where ``training.embeddings_on_gpu_bytes``, which is given, has the tables lie."""
+    placement, model = plan_placement(parameters, device.type == "cuda"), parameters.model
     return Places(
-        notices=(_notice(parameters, placement, device),),
+        notice=_notice(parameters, placement, device),
         make_tables=lambda: PlacedTables(
             model.table_rows, model.embedding_dim, placement, ROW_DTYPES[model.embedding_precision]
         ),
@@ -172,7 +183,7 @@ class SplitTables:
     name = "split"
 
     def __init__(self, tables: PlacedTables, config: TrainingConfig) -> None:
-        self.placement = tables.placement
+        self.placement, self._learning_rate = tables.placement, config.learning_rate
         self._gpu: EmbeddingTables | None = None
         self._host: EmbeddingTables | None = None
         self.sides: list[tuple[tuple[int, ...], EmbeddingTables, Any]] = []
@@ -184,7 +195,7 @@ class SplitTables:
             settings = _host_settings(config, tables.host_backend)
             self.sides.append((self.placement.on_host, self._host, attach(self._host, settings)))
         self._anchor = torch.zeros(0, requires_grad=True)
-        self._crossing = Crossing()
+        self.crossing = Crossing()
         self.notices = [
             notice for _, side, _ in self.sides for notice in getattr(side.backend, "notices", [])
         ]
@@ -192,19 +203,13 @@ class SplitTables:
     @property
     def learning_rate(self) -> float:
         """Step size of both sides' updates."""
-        update = self.sides[0][2]
-        if isinstance(update, torch.optim.Optimizer):
-            return float(update.param_groups[0]["lr"])
-        return float(update.learning_rate)
+        return self._learning_rate
 
     @learning_rate.setter
     def learning_rate(self, rate: float) -> None:
+        self._learning_rate = rate
         for _, _, update in self.sides:
-            if isinstance(update, torch.optim.Optimizer):
-                for group in update.param_groups:
-                    group["lr"] = rate
-            else:
-                update.learning_rate = rate
+            set_rate(update, rate)
 
     def forward(self, tables: EmbeddingTables, batch: Batch) -> list[torch.Tensor]:
         """T pooled vectors, each (B, d), on the device of the dense part."""
@@ -243,10 +248,6 @@ class SplitTables:
         by_table |= zip(self.placement.on_host, host, strict=True)
         return [by_table[t] for t in sorted(by_table)]
 
-    def cross(self, host: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-        """H pooled vectors (B, d) of the host, on the device."""
-        return transfer_forward(self._crossing, host, device) if host else []
-
     def backpropagate(
         self,
         gpu: list[torch.Tensor],
@@ -260,14 +261,14 @@ class SplitTables:
         """
         gpu_gradients = [gradients[t] for t in self.placement.on_gpu]
         host_gradients = [gradients[t] for t in self.placement.on_host]
-        back = transfer_backward(self._crossing, host_gradients) if host_gradients else None
+        back = transfer_backward(self.crossing, host_gradients) if host_gradients else None
         with torch.autograd.set_multithreading_enabled(False):
             if gpu:
                 with record_function(GPU_SPAN):
                     torch.autograd.backward(gpu, gpu_gradients)
             if back is not None:
                 with record_function(HOST_SPAN):
-                    torch.autograd.backward(host, list(self._crossing.arrived(back)))
+                    torch.autograd.backward(host, list(self.crossing.arrived(back)))
 
 
 class Crossing:
@@ -339,7 +340,7 @@ class _Split(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         with torch.set_grad_enabled(recorded):
             gpu, host = backend.look_up(batch)
-        crossed = backend.cross(host, batch.dense.device)
+        crossed = transfer_forward(backend.crossing, host, batch.dense.device) if host else []
         ctx.rest = (backend, gpu, host)
         return tuple(backend.in_order([vector.detach() for vector in gpu], crossed))
 

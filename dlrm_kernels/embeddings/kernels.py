@@ -24,11 +24,11 @@ from dlrm_kernels.embeddings.kernels_narrow import (
     draw_words,
     fetched,
     loading_numbers,
+    member_words,
     owns,
     store_16,
     words_bytes,
 )
-from dlrm_kernels.rounding import GOLDEN
 
 # Fields of a job behind the first three. Addresses unless another unit is given.
 (
@@ -202,7 +202,7 @@ def _subtracting(registers: int, narrow: bool, shared: bool) -> Any:
                     v.prefetch(table + soon * size)
             row = v.item(lookups.indices, i)
             if not shared or owns(share, row):
-                member = v.add_words(words, v.splat_word((i - lookups.begin) * GOLDEN))
+                member = member_words(words, i - lookups.begin)
                 change_numbers(table + row * size, change, member, count, kind)
 
     return subtract_columns
@@ -237,18 +237,6 @@ def _bag_subtraction(narrow: bool) -> Any:
 
 
 subtract_floats, subtract_narrow = _bag_subtraction(False), _bag_subtraction(True)
-
-
-_load_16 = loading_numbers(1, False)
-
-
-@v.compiled
-def subtract_scaled(row, gradient, scale, dim):
-    """w -= scale g."""
-    for column in range(0, dim, v.LANES):
-        at, count = 4 * column, min(v.LANES, dim - column)
-        change = v.multiply(v.splat(scale), _load_16(gradient + at, count, FLOAT))
-        store_16(row + at, v.subtract(_load_16(row + at, count, FLOAT), change), count)
 
 
 def sgd_owned(job):

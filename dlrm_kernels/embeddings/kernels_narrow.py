@@ -146,15 +146,26 @@ def rounded_by(value, words, kind):
     return v.round_to_half(value, words)
 
 
-change_64, change_16 = changing_numbers(4, True), changing_numbers(1, True)
+def changing_rows(narrow: bool) -> Any:
+    """Make (row, gradient, scale, dim, drawn, member, kind): w -= scale g of a whole row.
+
+    Numbers of 2 bytes are rounded once, by the words of a ``member`` of the group of ``drawn``.
+    """
+    load, change_numbers = loading_numbers(1, False), changing_numbers(1, narrow)
+    size = 2 if narrow else 4
+
+    @v.compiled
+    def change_row(row, gradient, scale, dim, drawn, member, kind):
+        for column in range(0, dim, LANES):
+            at, count = 4 * column, min(LANES, dim - column)
+            change = v.multiply(v.splat(scale), load(gradient + at, count, FLOAT))
+            words = member_words(v.load_words(drawn + at), member) if narrow else 0
+            change_numbers(row + size * column, change, words, count, kind)
+
+    return change_row
 
 
-@v.compiled
-def change_row(row, gradient, scale, dim, drawn, member, kind):
-    """w -= scale g of a whole row, rounded once; ``member`` of the group of ``drawn``."""
-    scales, added = v.splat(scale), v.splat_word(member * GOLDEN)
-    for column in range(0, dim, LANES):
-        count = min(LANES, dim - column)
-        change = v.multiply(scales, v.load_first(gradient + 4 * column, count))
-        words = v.add_words(v.load_words(drawn + 4 * column), added)
-        change_16(row + 2 * column, change, words, count, kind)
+@v.inlined
+def member_words(words, member):
+    """A member's words, from those of its group."""
+    return v.add_words(words, v.splat_word(member * GOLDEN))

@@ -24,16 +24,17 @@ from dlrm_kernels.embeddings.kernels_narrow import (
     FLOAT,
     Lookups,
     Share,
-    change_64,
-    change_row,
+    changing_numbers,
+    changing_rows,
     draw_words,
     fetched,
     loading_numbers,
+    member_words,
     owns,
     store_16,
     words_bytes,
 )
-from dlrm_kernels.rounding import GOLDEN, GROUP_BITS
+from dlrm_kernels.rounding import GROUP_BITS
 
 DIGIT_BITS = 11
 """Most bits sorted in one pass: 2048 counters fit the first-level cache."""
@@ -75,7 +76,8 @@ class Marks(NamedTuple):
 
 
 load_64, load_words_64, zeros_64 = v.loads(v.vector, 4), v.loads(v.word_vector, 4), v.zeros_in(4)
-load_16 = loading_numbers(1, False)
+load_16, change_row = loading_numbers(1, False), changing_rows(False)
+change_64 = changing_numbers(4, False)
 
 
 @v.compiled
@@ -270,53 +272,12 @@ def adagrad_change(state, gradient, count, rates):
 
 
 @v.compiled
-def adagrad_row(row, state, gradient, dim, rates):
-    """s += g^2; w -= rate g / (sqrt(s) + eps), weight by weight."""
-    for column in range(0, dim, v.LANES):
-        at, count = 4 * column, min(v.LANES, dim - column)
-        change = adagrad_change(state + at, gradient + at, count, rates)
-        store_16(row + at, v.subtract(load_16(row + at, count, FLOAT), change), count)
-
-
-@v.compiled
-def adagrad_changes(state, gradient, dim, rates):
-    """s += g^2; rate g / (sqrt(s) + eps) in the place of g."""
-    for column in range(0, dim, v.LANES):
-        at, count = 4 * column, min(v.LANES, dim - column)
-        store_16(gradient + at, adagrad_change(state + at, gradient + at, count, rates), count)
-
-
-@v.compiled
 def end_of_row(keys, begin, count, shift):
     """Behind the last of the keys that have the row of ``keys[begin]``."""
     row, end = v.item(keys, begin) >> shift, begin + 1
     while end < count and v.item(keys, end) >> shift == row:
         end += 1
     return end
-
-
-@v.compiled
-def subtract_scaled_64(row, gradient, scale):
-    """w -= scale g of 64 floats, the gradient in registers."""
-    v.store_vector(row, v.subtract(load_64(row), v.multiply(v.splat(scale), gradient)))
-
-
-@v.compiled
-def rowwise_64(row, state, run, rates):
-    """Row-wise Adagrad of a row of 64 floats, its gradient in registers throughout.
-
-    The same operations in the same order as for other widths.
-    """
-    gradient = sum_64(run, 0)
-    scale = rowwise_scale(state, squares_of(gradient) / np.float32(64), rates)
-    subtract_scaled_64(row, gradient, scale)
-
-
-@v.compiled
-def rowwise_wide(row, state, run, dim, rates, out):
-    """Row-wise Adagrad of a row of any width: s += mean(g^2); w -= rate g / (sqrt(s) + eps)."""
-    squares = sum_gradients(run, dim, out)
-    k.subtract_scaled(row, out, rowwise_scale(state, squares / np.float32(dim), rates), dim)
 
 
 @v.compiled
@@ -336,40 +297,85 @@ def table_of(job, table):
     )
 
 
-@v.compiled
-def rowwise_rows(job, table, keys, count, shift, out):
-    """Row-wise Adagrad of every row of the sorted keys."""
-    dim, ahead, step = v.field(job, k.DIM), v.field(job, k.AHEAD), v.field(job, k.STEP)
-    weights, states, gradients, stride = table_of(job, table)
-    rates, mask, size, begin = rates_of(job), (1 << shift) - 1, 4 * dim, 0
-    while begin < count:
-        end = end_of_row(keys, begin, count, shift)
-        soon = v.item(keys, min(end + ahead, count - 1)) >> shift
-        v.warm(weights + soon * size, size, step)
-        v.prefetch(states + soon * 4)
-        row, run = v.item(keys, begin) >> shift, Run(keys, begin, end, mask, gradients, stride)
-        if dim == 64:
-            rowwise_64(weights + row * size, states + row * 4, run, rates)
-        else:
-            rowwise_wide(weights + row * size, states + row * 4, run, dim, rates, out)
-        begin = end
+def _rowwise_64(narrow: bool) -> Any:
+    change_numbers = changing_numbers(4, narrow)
+
+    @v.compiled
+    def update_row(row, state, run, rates, drawn, member, form):
+        """Row-wise Adagrad of a row of 64 numbers, its gradient in registers throughout.
+
+        The same operations in the same order as for other widths.
+        """
+        gradient = sum_64(run, 0)
+        scale = rowwise_scale(state, squares_of(gradient) / np.float32(64), rates)
+        words = member_words(load_words_64(drawn), member) if narrow else 0
+        change_numbers(row, v.multiply(v.splat(scale), gradient), words, v.LANES, form)
+
+    return update_row
 
 
-@v.compiled
-def adagrad_rows(job, table, keys, count, shift, out):
-    """Adagrad of every row of the sorted keys."""
-    dim, ahead, step = v.field(job, k.DIM), v.field(job, k.AHEAD), v.field(job, k.STEP)
-    weights, states, gradients, stride = table_of(job, table)
-    rates, mask, size, begin = rates_of(job), (1 << shift) - 1, 4 * dim, 0
-    while begin < count:
-        end = end_of_row(keys, begin, count, shift)
-        soon = v.item(keys, min(end + ahead, count - 1)) >> shift
-        v.warm(weights + soon * size, size, step)
-        v.warm(states + soon * size, size, step)
-        row, run = v.item(keys, begin) >> shift, Run(keys, begin, end, mask, gradients, stride)
-        sum_gradients(run, dim, out)
-        adagrad_row(weights + row * size, states + row * size, out, dim, rates)
-        begin = end
+def _adagrad(narrow: bool) -> Any:
+    change_numbers, size = changing_numbers(1, narrow), 2 if narrow else 4
+
+    @v.compiled
+    def update_row(row, state, gradient, dim, rates, drawn, member, form):
+        """s += g^2; w -= rate g / (sqrt(s) + eps), weight by weight."""
+        for column in range(0, dim, v.LANES):
+            at, count = 4 * column, min(v.LANES, dim - column)
+            change = adagrad_change(state + at, gradient + at, count, rates)
+            words = member_words(v.load_words(drawn + at), member) if narrow else 0
+            change_numbers(row + size * column, change, words, count, form)
+
+    return update_row
+
+
+def _updating(narrow: bool) -> Any:
+    """Make what updates every row of the sorted keys, once.
+
+    Args:
+        narrow: whether numbers have 2 bytes, and are rounded.
+    """
+    rowwise_64, adagrad, change = _rowwise_64(narrow), _adagrad(narrow), changing_rows(narrow)
+    number = 2 if narrow else 4
+
+    @v.compiled
+    def update_rows(job, table, keys, count, shift, thread, out):
+        dim, kind, form = v.field(job, k.DIM), v.field(job, k.KIND), v.field(job, k.FORMAT)
+        ahead, step, size = v.field(job, k.AHEAD), v.field(job, k.STEP), number * dim
+        weights, states, gradients, stride = table_of(job, table)
+        drawn = v.field(job, k.WORDS) + thread * words_bytes(dim)
+        state_bytes = 4 * dim if kind == ADAGRAD else 4
+        rates, mask, begin, group, member = rates_of(job), (1 << shift) - 1, 0, -1, 0
+        while begin < count:
+            end = end_of_row(keys, begin, count, shift)
+            soon = v.item(keys, min(end + ahead, count - 1)) >> shift
+            v.warm(weights + soon * size, size, step)
+            if kind != SGD:
+                v.warm(states + soon * state_bytes, state_bytes, step)
+            row, run = v.item(keys, begin) >> shift, Run(keys, begin, end, mask, gradients, stride)
+            begin = end
+            if narrow:
+                if row >> GROUP_BITS != group:
+                    group, seed = row >> GROUP_BITS, v.field(job, k.SEED)
+                    named, update = v.item(v.field(job, k.NUMBERS), table), v.field(job, k.UPDATE)
+                    draw_words(drawn, seed, group, named, update, dim)
+                member = row & ((1 << GROUP_BITS) - 1)
+            w, s = weights + row * size, states + row * state_bytes
+            if kind == ROWWISE and dim == 64:
+                rowwise_64(w, s, run, rates, drawn, member, form)
+                continue
+            squares, scale = sum_gradients(run, dim, out), rates.rate
+            if kind == ADAGRAD:
+                adagrad(w, s, out, dim, rates, drawn, member, form)
+                continue
+            if kind == ROWWISE:
+                scale = rowwise_scale(s, squares / np.float32(dim), rates)
+            change(w, out, scale, dim, drawn, member, form)
+
+    return update_rows
+
+
+adagrad_row, update_rows, update_narrow_rows = _adagrad(False), _updating(False), _updating(True)
 
 
 @v.compiled
@@ -397,7 +403,8 @@ def rowwise_lone_64(w, s, g, lookups, share, rates, marks, place, keys, count):
                 count += 1
             else:
                 scale = rowwise_scale(s + row * 4, mean_square, rates)
-                subtract_scaled_64(w + row * 256, gradient, scale)
+                change = v.multiply(v.splat(scale), gradient)
+                change_64(w + row * 256, change, 0, v.LANES, FLOAT)
     return count
 
 
@@ -443,60 +450,10 @@ def update_lone_rows(job, table, share, shift, keys, marks, number, out):
                 count += 1
             elif kind == ROWWISE:
                 scale = rowwise_scale(s + row * 4, mean_square, rates)
-                k.subtract_scaled(w + row * size, out, scale, dim)
+                change_row(w + row * size, out, scale, dim, 0, 0, FLOAT)
             else:
-                adagrad_row(w + row * size, s + row * size, out, dim, rates)
+                adagrad_row(w + row * size, s + row * size, out, dim, rates, 0, 0, FLOAT)
     return count
-
-
-@v.compiled
-def rowwise_narrow_64(row, state, run, rates, drawn, member, form):
-    """Row-wise Adagrad of a row of 64 numbers of 2 bytes, its gradient in registers throughout.
-
-    The same operations in the same order as for other widths.
-    """
-    gradient = sum_64(run, 0)
-    scale = rowwise_scale(state, squares_of(gradient) / np.float32(64), rates)
-    words = v.add_words(load_words_64(drawn), v.splat_word(member * GOLDEN))
-    change_64(row, v.multiply(v.splat(scale), gradient), words, v.LANES, form)
-
-
-@v.compiled
-def narrow_rows(job, table, keys, count, shift, thread, out):
-    """Update every row of the sorted keys, of 2 bytes a number: summed, changed, rounded once."""
-    dim, kind, form = v.field(job, k.DIM), v.field(job, k.KIND), v.field(job, k.FORMAT)
-    ahead, step, size = v.field(job, k.AHEAD), v.field(job, k.STEP), 2 * dim
-    weights, states, gradients, stride = table_of(job, table)
-    number, update = v.item(v.field(job, k.NUMBERS), table), v.field(job, k.UPDATE)
-    drawn = v.field(job, k.WORDS) + thread * words_bytes(dim)
-    state_bytes = 4 * dim if kind == ADAGRAD else 4
-    rates, mask, begin, group = rates_of(job), (1 << shift) - 1, 0, -1
-    while begin < count:
-        end = end_of_row(keys, begin, count, shift)
-        soon = v.item(keys, min(end + ahead, count - 1)) >> shift
-        v.warm(weights + soon * size, size, step)
-        if kind != SGD:
-            v.warm(states + soon * state_bytes, state_bytes, step)
-        row, run = v.item(keys, begin) >> shift, Run(keys, begin, end, mask, gradients, stride)
-        if row >> GROUP_BITS != group:
-            group = row >> GROUP_BITS
-            draw_words(drawn, v.field(job, k.SEED), group, number, update, dim)
-        member, w, s = (
-            row & ((1 << GROUP_BITS) - 1),
-            weights + row * size,
-            states + row * state_bytes,
-        )
-        begin = end
-        if kind == ROWWISE and dim == 64:
-            rowwise_narrow_64(w, s, run, rates, drawn, member, form)
-            continue
-        squares, scale = sum_gradients(run, dim, out), rates.rate
-        if kind == ROWWISE:
-            scale = rowwise_scale(s, squares / np.float32(dim), rates)
-        elif kind == ADAGRAD:
-            adagrad_changes(s, out, dim, rates)
-            scale = np.float32(1)
-        change_row(w, out, scale, dim, drawn, member, form)
 
 
 @v.compiled
@@ -541,11 +498,9 @@ def adagrad_owned(job):
         table = v.item(v.field(job, k.PLAN), 3 * unit)
         keys, count = sorted_lookups(job, unit, thread, True)
         if v.field(job, k.FORMAT) != FLOAT:
-            narrow_rows(job, table, keys, count, shift, thread, out)
-        elif v.field(job, k.KIND) == ROWWISE:
-            rowwise_rows(job, table, keys, count, shift, out)
+            update_narrow_rows(job, table, keys, count, shift, thread, out)
         else:
-            adagrad_rows(job, table, keys, count, shift, out)
+            update_rows(job, table, keys, count, shift, thread, out)
         unit = v.take_unit(job)
 
 

@@ -32,37 +32,28 @@ def tables_on_huge_pages(
     Args:
         precision: of the numbers (``model.embedding_precision``).
     """
-    memory = empty_tables(table_rows, dim, True, ROW_DTYPES[precision])
+    memory = empty_tables(table_rows, dim, ROW_DTYPES[precision])
     return EmbeddingTables(table_rows, dim, memory)
 
 
 def empty_tables(
-    table_rows: Sequence[int], dim: int, huge_pages: bool, dtype: torch.dtype = torch.float32
+    table_rows: Sequence[int], dim: int, dtype: torch.dtype = torch.float32
 ) -> list[torch.Tensor]:
-    """Memory for tables (R, d), in one piece where huge pages are asked for."""
-    if not huge_pages:
-        return [torch.empty(rows, dim, dtype=dtype) for rows in table_rows]
-    return list(empty_table(sum(table_rows), dim, huge_pages, dtype).split(list(table_rows)))
+    """Memory for tables (R, d), one behind the other."""
+    return list(empty_table(sum(table_rows), dim, dtype).split(list(table_rows)))
 
 
-def empty_table(
-    rows: int, dim: int, huge_pages: bool, dtype: torch.dtype = torch.float32
-) -> torch.Tensor:
-    """Memory for a table (rows, dim), on huge pages where asked for and offered."""
-    if not huge_pages or torch.empty(0).device.type != "cpu" or sys.platform != "linux":
+def empty_table(rows: int, dim: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Memory for a table (rows, dim), on huge pages where the system offers them."""
+    if torch.empty(0).device.type != "cpu" or sys.platform != "linux":
         return torch.empty(rows, dim, dtype=dtype)
     memory = torch.empty(rows * dim + _PAIR_OF_LINES // dtype.itemsize, dtype=dtype)
-    _advise_huge_pages(memory)
+    begin, end = _whole_pages(memory, _HUGE_PAGE)
+    if begin < end:
+        _advise(begin, end, _MADV_HUGEPAGE)  # where the kernel declines, nothing changes
     # a row of 64 floats is then two aligned pairs of cache lines, which CPUs fetch together
     skipped = -memory.data_ptr() % _PAIR_OF_LINES // dtype.itemsize
     return memory[skipped : skipped + rows * dim].view(rows, dim)
-
-
-def _advise_huge_pages(weight: torch.Tensor) -> None:
-    """Ask for huge pages behind a tensor's memory; where the kernel declines, nothing changes."""
-    begin, end = _whole_pages(weight, _HUGE_PAGE)
-    if begin < end:
-        _advise(begin, end, _MADV_HUGEPAGE)
 
 
 def _whole_pages(weight: torch.Tensor, page: int) -> tuple[int, int]:

@@ -62,7 +62,7 @@ class Arena:
         """So many bytes, aligned to a cache line, never given back."""
         if self._rest.numel() < size:
             floats = -(-max(size, self._chunk_bytes) // 4)
-            self._rest = empty_table(1, floats, huge_pages=True).view(-1).view(torch.uint8)
+            self._rest = empty_table(1, floats).view(-1).view(torch.uint8)
         self.taken_bytes += size
         found = self._rest[:size]
         self._rest = self._rest[-(-size // LINE_BYTES) * LINE_BYTES :]

@@ -186,7 +186,8 @@ def test_memory_is_touched_beside_and_from_its_end(huge_pages):
         pytest.skip("this kernel touches no memory when it is asked to (before 5.14)")
     # memory that earlier tests have freed would be taken again: it has been touched before
     getattr(ctypes.CDLL(None), "malloc_trim", lambda pad: None)(0)
-    tables = pages.empty_tables([1 << 20, 1 << 20], 64, huge_pages)
+    make = pages.empty_table if huge_pages else torch.empty
+    tables = [make(1 << 20, 64) for _ in range(2)]
     size = sum(table.nbytes for table in tables)
     before = resident_bytes()
     tables[1][-1] = 7

@@ -364,7 +364,7 @@ def chosen(monkeypatch, times_ms, optimizer="sgd", refused=None):
 def test_auto_takes_the_fastest_and_says_so(monkeypatch, optimizer):
     torch.set_num_threads(1)
     choice = chosen(monkeypatch, {"FusedCpu": 20.0, "Fbgemm": 5.0, "NoneType": 80.0}, optimizer)
-    assert choice.backend == "fbgemm"
+    assert choice.chosen == "fbgemm"
     assert choice.times_ms == {"fused": 20.0, "fbgemm": 5.0, "torch": 80.0}
     assert choice.notice == (
         "training.embedding_backend auto: fbgemm, 5.0 ms; fused 20.0; torch 80.0 "
@@ -375,15 +375,15 @@ def test_auto_takes_the_fastest_and_says_so(monkeypatch, optimizer):
 @needs_fbgemm
 def test_auto_prefers_fused_among_equals(monkeypatch):
     times = {"FusedCpu": 10.3, "Fbgemm": 10.0, "NoneType": 10.1}
-    assert chosen(monkeypatch, times).backend == "fused"
-    assert chosen(monkeypatch, times, refused={"fused": "no"}).backend == "fbgemm"
+    assert chosen(monkeypatch, times).chosen == "fused"
+    assert chosen(monkeypatch, times, refused={"fused": "no"}).chosen == "fbgemm"
 
 
 def test_auto_names_who_cannot_work_and_goes_on_without(monkeypatch):
     monkeypatch.setitem(sys.modules, "numba", None)
     monkeypatch.setattr(fbgemm_backend, "_version", lambda name: None)
     choice = choose.choose(make_tables([40], 8), config(), [make_batch([40], 8, 4, 0)])
-    assert choice.backend == "torch"
+    assert choice.chosen == "torch"
     assert set(choice.refused) == {"fused", "fbgemm"}
     assert "left out: fused: numba" in choice.notice
     assert "fbgemm: FBGEMM is not installed: pip install" in choice.notice
@@ -407,14 +407,14 @@ def test_choosing_changes_no_bit_of_the_weights(optimizer, huge_pages):
     state = torch.random.get_rng_state()
     made = [make_batch([300, 1, 40], 30, 5, seed) for seed in range(2)]
     choice = choose.choose(tables, config(optimizer=optimizer), made)
-    assert choice.backend in choice.times_ms
+    assert choice.chosen in choice.times_ms
     after = [w.detach().view(torch.int32) for w in tables.weights]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     assert torch.equal(torch.random.get_rng_state(), state)
     assert tables.backend is None
     assert all(w.grad is None for w in tables.weights)
     if optimizer == "adam":
-        assert choice.backend == "torch"
+        assert choice.chosen == "torch"
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
