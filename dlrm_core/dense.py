@@ -218,12 +218,9 @@ class DensePart:
 
     def _compiled(self, pieces: Sequence[Piece], device: torch.device) -> Layers:
         """Each layer compiled on its own, so that its time stays its own."""
-        reason = why_not_compile(device)
-        if reason:
-            self.notices.append(
-                f"training.compile: torch.compile does not work here, the parts run as they are: "
-                f"{reason}"
-            )
+        if reason := why_not_compile(device):
+            said = "training.compile: torch.compile does not work here, the parts run as they are"
+            self.notices.append(f"{said}: {reason}")
             return {}
         # dynamic shapes would be slower, and a batch has at most two (the last micro-batch may be
         # smaller)

@@ -209,12 +209,10 @@ class DotInteraction(Interaction):
 
     @property
     def width(self) -> int:
-        """Numbers a sample that go into the top MLP."""
         return self.dim + self.pairs
 
     @property
     def needed_flops(self) -> int:
-        """Only the products that are kept."""
         return 2 * self.pairs * self.dim
 
     def indices(self) -> dict[str, np.ndarray]:
@@ -284,13 +282,11 @@ class CatInteraction(Interaction):
 
     @property
     def width(self) -> int:
-        """Numbers a sample that go into the top MLP."""
         return self.features * self.dim
 
     def forward(
         self, layer: InteractionLayer, x: torch.Tensor, pooled: Sequence[torch.Tensor]
     ) -> torch.Tensor:
-        """All features side by side."""
         return side_by_side(x, pooled)
 
     def forward_work(self, ops: Operations, rows: int) -> None:
@@ -328,7 +324,6 @@ class CrossInteraction(CatInteraction):
     dcn_rank: int
 
     def described(self) -> str:
-        """The kind, how many layers, and their rank."""
         return f"{self.kind}, {self.dcn_layers} cross layers of rank {self.dcn_rank}"
 
     def weights(self) -> list[Weight]:
@@ -422,11 +417,9 @@ class WukongInteraction(Interaction):
 
     @property
     def width(self) -> int:
-        """Numbers a sample that go into the top MLP."""
         return self.counts[-1] * self.dim
 
     def described(self) -> str:
-        """The kind, how many layers, and what they are made of."""
         blocks = f"{self.wukong_fmb} + {self.wukong_lcb} vectors, rank {self.wukong_rank}"
         return f"{self.kind}, {self.wukong_layers} layers of {blocks}, hidden {self.wukong_hidden}"
 

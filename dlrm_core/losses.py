@@ -104,7 +104,6 @@ class WeightedBinaryCrossEntropy(Loss):
 
     @staticmethod
     def check(model: Any) -> None:
-        """There are two targets, 0 and 1."""
         if len(model.loss_weights) != 2:
             raise InputError(
                 f"model.loss_weights has {len(model.loss_weights)} numbers, expected 2 "

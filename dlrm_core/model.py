@@ -7,6 +7,7 @@ F = T + 1 features that interact.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -90,7 +91,8 @@ class InteractionLayer(nn.Module):
             start = torch.ones if weight.start == "ones" else torch.zeros
             place.register_parameter(name, nn.Parameter(start(weight.shape)))
         for name, places in kind.indices().items():
-            self.register_buffer(name, torch.as_tensor(places).to(_device()), persistent=False)
+            buffer = torch.as_tensor(places, device=torch.get_default_device())
+            self.register_buffer(name, buffer, persistent=False)
 
     @property
     def weights(self) -> list[nn.Parameter]:
@@ -107,11 +109,6 @@ class InteractionLayer(nn.Module):
         if self.kernel is not None:
             return self.kernel(x, pooled)
         return self.kind.forward(self, x, pooled)
-
-
-def _device() -> torch.device:
-    """The device that torch allocates on."""
-    return torch.empty(0).device
 
 
 class _PairProducts(torch.autograd.Function):
@@ -212,15 +209,12 @@ class DLRM(nn.Module):
         self, config: ModelConfig, make_tables: Callable[[], EmbeddingTables] | None = None
     ) -> None:
         super().__init__()
-        self.embeddings = (
-            make_tables()
-            if make_tables is not None
-            else EmbeddingTables(
-                config.table_rows,
-                config.embedding_dim,
-                dtype=ROW_DTYPES[config.embedding_precision],
+        if make_tables is None:
+            dtype = ROW_DTYPES[config.embedding_precision]
+            make_tables = functools.partial(
+                EmbeddingTables, config.table_rows, config.embedding_dim, dtype=dtype
             )
-        )
+        self.embeddings = make_tables()
         self.bottom_mlp = MLP(config.bottom_widths)
         self.interaction = InteractionLayer(config.interaction_kind)
         self.top_mlp = MLP(config.top_widths, Probability(config.loss_threshold))
@@ -285,10 +279,14 @@ def build_model(
     if seed is None:
         return model
     with beside(model.embeddings.weights) if beside is not None else contextlib.nullcontext():
+        random: np.random.RandomState | torch.Generator
         if on_host:
-            _fill_like_facebook(model, np.random.RandomState(seed))
+            random = np.random.RandomState(seed)
+            _fill_like_facebook(model, random)
         else:
-            _fill_with_torch(model, torch.Generator(device).manual_seed(seed))
+            random = torch.Generator(device).manual_seed(seed)
+            _fill_with_torch(model, random)
+        fill_dense(model, random)
     return model.to(device) if on_host else model
 
 
@@ -316,7 +314,6 @@ def _fill_like_facebook(model: DLRM, random: np.random.RandomState) -> None:
     for table, start, values in facebook_tables(random, rows, dim, flat if in_place else None):
         if not in_place:
             flat[table][start : start + values.numel()].copy_(values)
-    fill_dense(model, random)
 
 
 def facebook_tables(
@@ -394,16 +391,11 @@ def _fill_with_torch(model: DLRM, random: torch.Generator) -> None:
             # a table that stays on the host: a generator draws on its own device only
             beside = beside or torch.Generator(table.device).manual_seed(random.initial_seed())
             source = beside
-        fill_table_with_torch(table, source)
-    fill_dense(model, random)
-
-
-def fill_table_with_torch(table: torch.Tensor, random: torch.Generator) -> None:
-    """A table's initial weights (R, d); in 2 bytes they are those of fp32, rounded to nearest."""
-    bound = (1 / table.shape[0]) ** 0.5
-    if table.dtype.itemsize > 2:
-        table.uniform_(-bound, bound, generator=random)
-        return
-    for rows in table.split(max(1, _CHUNK // table.shape[1])):
-        drawn = torch.empty(rows.shape, device=table.device)
-        rows.copy_(drawn.uniform_(-bound, bound, generator=random))
+        bound = (1 / table.shape[0]) ** 0.5
+        if table.dtype.itemsize > 2:
+            table.uniform_(-bound, bound, generator=source)
+            continue
+        # in 2 bytes weights are those of fp32, rounded to nearest
+        for rows in table.split(max(1, _CHUNK // table.shape[1])):
+            drawn = torch.empty(rows.shape, device=table.device)
+            rows.copy_(drawn.uniform_(-bound, bound, generator=source))

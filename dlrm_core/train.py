@@ -11,9 +11,8 @@ import abc
 import contextlib
 import functools
 import importlib
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
@@ -45,42 +44,33 @@ StepT = TypeVar("StepT", bound=Step)
 
 STOPPING = "ending after this iteration"
 
-IMPORTING = threading.Lock()
-"""Threads hold it while they import parts of torch beside the run: two at once may find halves."""
-
 
 @dataclass
 class Prepared(Generic[StepT]):
-    """What a loop trains, ready to iterate.
-
-    Attributes:
-        parameters: with every choice made.
-        device: of the dense part.
-        notices: what a reader must know of the run so far.
-    """
+    """What a loop trains, ready to iterate."""
 
     parameters: Parameters
+    """With every choice made."""
     step: StepT
     loss: nn.Module
     device: torch.device
+    """Of the dense part."""
     notices: list[str]
+    """What a reader must know of the run so far."""
 
 
 @dataclass
 class Feed:
-    """Where a loop's batches come from.
-
-    Attributes:
-        generator: at its beginning; the loop brings it to where a checkpoint left it.
-        made_on: the device that batches are made on, or copied to.
-        divide: what becomes of each batch before it is copied anywhere; None: nothing.
-        share: which of the held-out batches this process predicts.
-    """
+    """Where a loop's batches come from."""
 
     generator: Generator
+    """At its beginning; the loop brings it to where a checkpoint left it."""
     made_on: torch.device
+    """The device that batches are made on, or copied to."""
     divide: Callable[[Batch], Batch] | None = None
+    """What becomes of each batch before it is copied anywhere; None: nothing."""
     share: Share = WHOLE
+    """Which of the held-out batches this process predicts."""
 
 
 class TrainingLoop(abc.ABC, Generic[StepT]):
@@ -133,6 +123,7 @@ class TrainingLoop(abc.ABC, Generic[StepT]):
         else:
             self.notices = [*nothing_to_resume(config, place), *self.notices]
         self.done = self.first = checkpoint.step if checkpoint is not None else 0
+        self.checkpoint = checkpoint.folder if checkpoint is not None else None
         self.epoch: Epoch = getattr(generator, "epoch", Epoch(None, config.batch_size))
         source = self.parameters.data.generator
         self.total = total_steps(config, source, self.epoch)
@@ -140,15 +131,12 @@ class TrainingLoop(abc.ABC, Generic[StepT]):
         self._learning_rate, self._rate = learning_rate, config.learning_rate
         self._folder: CheckpointFolder | None = None
         self._followed: Followed | None = None
-        self.checkpoint = checkpoint.folder if checkpoint is not None else None
         self.writes_checkpoints = place is not None
         if place is not None:
             if writes:
                 self._folder = CheckpointFolder(place, config.keep_checkpoints, self.done)
             generator = self._followed = Followed(generator)
-        self.batches: Iterator[Batch] = batches(
-            self.parameters, feed.made_on, generator, feed.divide
-        )
+        self.batches = batches(self.parameters, feed.made_on, generator, feed.divide)
         self.held_out = HeldOut(self.parameters, feed.made_on, feed.divide, feed.share)
         self._report = Report(self.device, self.first, self.epoch)
         self._stop = StopRequest()
@@ -268,19 +256,18 @@ class TrainingLoop(abc.ABC, Generic[StepT]):
             check()  # a GPU tells late that it was asked for a row that is not there
         if stop or self._is_due(config.log_every):
             report.interval(self.learning_rate)
-        evaluates = self.eval_every is not None or config.auc_target is not None
-        bad = report.bad_iteration()
+        bad, target, reached = report.bad_iteration(), config.auc_target, False
+        evaluates = self.eval_every is not None or target is not None
         checked = self.writes_checkpoints or evaluates
         if bad is not None or (checked and not self._weights_are_finite()):
             report.interval(self.learning_rate)
             report.status = "diverged"
             report.notices.append(self._divergence(report, bad))
             return True
-        reached = False
         if not stop and evaluates and self._is_due(self.eval_every):
             evaluation = self.evaluate()
             report.evaluation(evaluation)
-            auc, target = evaluation.auc, config.auc_target
+            auc = evaluation.auc
             reached = target is not None and auc is not None and auc >= target
         if reached:
             report.interval(self.learning_rate)
@@ -308,15 +295,16 @@ class TrainingLoop(abc.ABC, Generic[StepT]):
         else:
             loss = report.done_losses[place]
             what = f"the loss is {loss} at iteration {self.first + place + 1}"
-        kept = self.checkpoint
-        remains = f"the checkpoint {kept} is from before" if kept else "there is no checkpoint"
+        remains = "there is no checkpoint"
+        if self.checkpoint:
+            remains = f"the checkpoint {self.checkpoint} is from before"
         return (
             f"training diverged: {what} (training.learning_rate {config.learning_rate:g}, "
             f"training.precision {config.precision}); choose a smaller learning rate; {remains}"
         )
 
     def _result(self, report: Report) -> TrainingResult:
-        notices = [*self.notices]
+        notices, kept = [*self.notices], self.checkpoint
         if self.first >= self.total:
             notices.append(
                 f"nothing is left to do: the checkpoint is of iteration {self.first:,}, and the "
@@ -324,7 +312,6 @@ class TrainingLoop(abc.ABC, Generic[StepT]):
             )
         notices += report.all_notices()
         if report.status == "interrupted":
-            kept = self.checkpoint
             ended = f"interrupted after iteration {report.done:,} of {self.total:,}"
             notices.append(
                 f"{ended}; --resume {kept} goes on from iteration {int(kept.name[5:]):,}"
@@ -333,7 +320,7 @@ class TrainingLoop(abc.ABC, Generic[StepT]):
             )
         notices += self.step.dense.precision.skipped_notice(report.done)
         target = self.parameters.training.auc_target
-        return report.result(target, self.checkpoint, self.embedding_backend, notices)
+        return report.result(target, kept, self.embedding_backend, notices)
 
     def stop_requests(self) -> AbstractContextManager[StopRequest]:
         """What notes signals while the loop runs.
@@ -395,12 +382,8 @@ def prepare_model(
         notices.append(places.notice)
     elif pages is not None and config.embedding_backend != "torch":
         shape = parameters.model
-        make_tables = functools.partial(
-            pages.tables_on_huge_pages,
-            shape.table_rows,
-            shape.embedding_dim,
-            shape.embedding_precision,
-        )
+        sizes = shape.table_rows, shape.embedding_dim, shape.embedding_precision
+        make_tables = functools.partial(pages.tables_on_huge_pages, *sizes)
     seed = config.seed if checkpoint is None else None
     touched = None if pages is None else pages.touched_beside
     with ThreadPoolExecutor(1) as beside:
@@ -419,16 +402,14 @@ def load_backward() -> None:
 
     It takes 0.4 s, while memory is cleared and weights are drawn on another core.
     """
-    with IMPORTING:
-        importlib.import_module("torch.fx.experimental.symbolic_shapes")
+    importlib.import_module("torch.fx.experimental.symbolic_shapes")
 
 
 class Trainer(TrainingLoop[TrainingStep]):
-    """A model, its data and its step, ready to iterate.
+    """One process with its model, its data and its step.
 
-    Args:
-        checkpoint: to go on from, in place of initial weights.
-        place: folder for checkpoints; None: none are written.
+    ``checkpoint`` is gone on from, in place of initial weights; ``place`` as in
+    :class:`TrainingLoop`.
 
     Raises:
         InputError: the device is not there, the run does not fit in its memory, or a
@@ -469,27 +450,22 @@ class Trainer(TrainingLoop[TrainingStep]):
         self._transfers = device.type == "cuda" and parameters.data.place == "cpu"
 
     def next_batch(self) -> Batch:
-        """The next batch, made or waited for."""
         return data_forward(self.batches)
 
     def learn(self, batch: Batch) -> torch.Tensor:
-        """Train on a batch; its loss, not waited for."""
         return self.step(transfer_forward(batch, self.device) if self._transfers else batch)
 
     def evaluate(self) -> Evaluation:
-        """Predictions on the held-out data, with the weights as they are."""
         from dlrm_core.run.evaluate import evaluate
 
         return evaluate(self.predict, self.loss, self.held_out, self.device, self.done)
 
     def predict(self, batch: Batch) -> torch.Tensor:
-        """Click probability (B, 1) of a batch on the model's device."""
         from dlrm_core.run.evaluate import predict
 
         return predict(self.model, batch, self.step.dense.precision)
 
     def write_checkpoint(self, state: Mapping[str, Any]) -> Path:
-        """Write the weights and all state; only with a folder for them."""
         from dlrm_core.run.resume import optimizer_state, weights_of
 
         assert self._folder is not None

@@ -169,14 +169,11 @@ def forecast_memory(parameters: Parameters, gpu: bool = False, ranks: int = 1) -
     if ranks > 1:
         share = _rank_share(parameters, ranks)
         items = forecast_memory(share, gpu)
-        size, kept = parameters.training.batch_size, share.model.table_rows
         # a table of which this rank keeps no row is one of a single row here
-        columns = sum(rows > 1 for rows in kept) * parameters.model.embedding_dim
-        shape, place = f"{size:,} x {columns:,}", "gpu" if gpu else "host"
-        moved = 2 * size * columns * FLOAT_BYTES
-        return [*items, MemoryItem("vectors exchanged with other ranks", shape, moved, place)]
-    placement = plan_placement(parameters, gpu)
-    where = "gpu" if gpu else "host"
+        kept = sum(rows > 1 for rows in share.model.table_rows)
+        name, place = "vectors exchanged with other ranks", "gpu" if gpu else "host"
+        return [*items, _vectors(name, parameters, kept, place)]
+    placement, where = plan_placement(parameters, gpu), "gpu" if gpu else "host"
     made_anew = [
         *_dense(parameters, placement, where),
         *_batches(parameters, placement, gpu),
@@ -237,10 +234,10 @@ def _tables(parameters: Parameters, placement: Placement, where: str) -> Iterato
 def _mlps(parameters: Parameters, where: str) -> Iterator[MemoryItem]:
     model = parameters.model
     number = NUMBER_BYTES[parameters.training.precision]
-    shapes = [weight.shape for weight in model.interaction_kind.weights()]
+    shapes = ["x".join(map(str, weight.shape)) for weight in model.interaction_kind.weights()]
     described = {
         "bottom_mlp": ("bottom MLP", "-".join(map(str, model.bottom_widths))),
-        "interaction": (model.interaction_kind.layers, ", ".join(map(_by, shapes))),
+        "interaction": (model.interaction_kind.layers, ", ".join(shapes)),
         "top_mlp": ("top MLP", "-".join(map(str, model.top_widths))),
     }
     for part, weights in model.dense_weights.items():
@@ -251,26 +248,23 @@ def _mlps(parameters: Parameters, where: str) -> Iterator[MemoryItem]:
         yield MemoryItem(f"{name} gradients", shape, weights * FLOAT_BYTES, where)
 
 
-def _by(shape: tuple[int, ...]) -> str:
-    return "x".join(map(str, shape))
-
-
 def _dense(parameters: Parameters, placement: Placement, where: str) -> Iterator[MemoryItem]:
-    model, training = parameters.model, parameters.training
-    peak, size = dense_peak(parameters, where == "gpu"), training.batch_size
-    rows = min(size, training.micro_batch or size)
+    peak, size = dense_peak(parameters, where == "gpu"), parameters.training.batch_size
+    rows = min(size, parameters.training.micro_batch or size)
     shape = f"{rows:,} rows, {peak.where}"
     yield MemoryItem("activations", shape, peak.activations, where, DENSE)
     yield MemoryItem("gradients of activations", shape, peak.gradients, where, DENSE)
+    name, of_host = "pooled vectors and gradients", len(placement.on_host)
+    yield _vectors(name, parameters, len(parameters.model.table_rows), where)
+    if placement.split and of_host:
+        yield _vectors(f"copies of {name}", parameters, of_host, "host")
+        yield _vectors("pooled vectors of the host", parameters, of_host, "host")
 
-    def vectors(name: str, tables: int, place: str) -> MemoryItem:
-        width = tables * model.embedding_dim
-        return MemoryItem(name, f"{size:,} x {width:,}", 2 * size * width * FLOAT_BYTES, place)
 
-    yield vectors("pooled vectors and gradients", len(model.table_rows), where)
-    if placement.split and placement.on_host:
-        yield vectors("copies of pooled vectors and gradients", len(placement.on_host), "host")
-        yield vectors("pooled vectors of the host", len(placement.on_host), "host")
+def _vectors(name: str, parameters: Parameters, tables: int, place: str) -> MemoryItem:
+    """A vector a sample of some tables, and another for its gradient, or its copy."""
+    size, width = parameters.training.batch_size, tables * parameters.model.embedding_dim
+    return MemoryItem(name, f"{size:,} x {width:,}", 2 * size * width * FLOAT_BYTES, place)
 
 
 def _batches(parameters: Parameters, placement: Placement, gpu: bool) -> Iterator[MemoryItem]:
@@ -307,10 +301,8 @@ def _making(parameters: Parameters) -> int:
     counts = [size * mean_bag_size(parameters, t) for t in range(len(parameters.model.table_rows))]
     most, every = INDEX_BYTES * max(counts), INDEX_BYTES * sum(counts)
     kind = parameters.data.generator
-    if kind == "facebook":
-        return int(every + 6 * most)
-    if kind == "facebook_loop":
-        return int(every + 6 * most + 5 * most)
+    if kind.startswith("facebook"):
+        return int(every + (11 if kind == "facebook_loop" else 6) * most)
     return int({"zipf": 4, "reuse": 7}.get(kind, 1) * most)
 
 
@@ -325,14 +317,13 @@ def _optimizer(parameters: Parameters, placement: Placement, where: str) -> Iter
     if not width and not kind.dense_state:
         return
     dense = sum(model.dense_weights.values())
-    beside = range(len(model.table_rows)) if where == "host" else placement.on_gpu
-    rows = sum(model.table_rows[t] for t in beside)
+    on_host = sum(model.table_rows[t] for t in placement.on_host)
+    rows = sum(model.table_rows) - (on_host if where == "gpu" else 0)
     size = FLOAT_BYTES * (rows * width + kind.dense_state * dense)
     yield MemoryItem("optimiser state", f"{rows:,} x {width}, {dense:,}", size, where)
-    if where != "host" and placement.on_host:
-        rows = sum(model.table_rows[t] for t in placement.on_host)
-        size = FLOAT_BYTES * rows * width
-        yield MemoryItem("optimiser state of the host", f"{rows:,} x {width}", size, "host")
+    if where == "gpu" and on_host:
+        size, shape = FLOAT_BYTES * on_host * width, f"{on_host:,} x {width}"
+        yield MemoryItem("optimiser state of the host", shape, size, "host")
 
 
 def _embedding_update(
@@ -403,46 +394,34 @@ def require_memory(parameters: Parameters, device: torch.device) -> None:
         InputError: naming the total, what is available, by how much it is exceeded, what
             would fit, and every item.
     """
-    gpu = device.type == "cuda"
-    items = forecast_memory(parameters, gpu)
     import torch
 
+    gpu = device.type == "cuda"
+    items = forecast_memory(parameters, gpu)
+    source = f"{parameters.source}: " if parameters.source else ""
     for place, where in (("gpu", device), ("host", torch.device("cpu"))):
         needed = total_bytes(items, place)
         available = available_memory(where) if needed else None
         if available is not None and needed > available:
-            raise InputError(_refusal(parameters, items, place, needed, available, gpu))
+            raise InputError(
+                f"{source}model.table_rows and training.batch_size ask for {format_bytes(needed)} "
+                f"of {'GPU memory' if place == 'gpu' else 'memory'}, but "
+                f"{format_bytes(available)} are available, {format_bytes(needed - available)} too "
+                f"few; {advice(parameters, place, available, gpu)}:\n"
+                + _listed([item for item in items if item.place == place])
+            )
 
 
-def _refusal(
-    parameters: Parameters,
-    items: list[MemoryItem],
-    place: str,
-    needed: int,
-    available: int,
-    gpu: bool,
-) -> str:
-    lines = _merged([item for item in items if item.place == place])
-    source = f"{parameters.source}: " if parameters.source else ""
-    return (
-        f"{source}model.table_rows and training.batch_size ask for {format_bytes(needed)} of "
-        f"{'GPU memory' if place == 'gpu' else 'memory'}, but {format_bytes(available)} are "
-        f"available, {format_bytes(needed - available)} too few; "
-        f"{advice(parameters, place, available, gpu)}:\n"
-        + "\n".join(
-            f"  {name:<34}{shape:>24}{format_bytes(size):>12}" for name, shape, size in lines
-        )
-    )
-
-
-def _merged(items: list[MemoryItem]) -> list[tuple[str, str, int]]:
+def _listed(items: list[MemoryItem]) -> str:
     """Largest first, at most twelve lines; what is left out is summed."""
     ordered = sorted(items, key=lambda item: -item.bytes)
-    lines = [(item.name, item.shape, item.bytes) for item in ordered[:12]]
-    rest = ordered[12:]
+    lines, rest = ordered[:12], ordered[12:]
     if rest:
-        lines.append((f"{len(rest)} smaller items", "", sum(item.bytes for item in rest)))
-    return lines
+        left_out = sum(item.bytes for item in rest)
+        lines.append(MemoryItem(f"{len(rest)} smaller items", "", left_out))
+    return "\n".join(
+        f"  {line.name:<34}{line.shape:>24}{format_bytes(line.bytes):>12}" for line in lines
+    )
 
 
 # What would fit, for a run that does not.
@@ -509,16 +488,12 @@ def advice(parameters: Parameters, place: str, limit: int, gpu: bool) -> str:
     if place == "gpu":
         most = largest_on_gpu(parameters, limit)
         if most is not None:
+            split = forecast_memory(parameters.with_training(embeddings_on_gpu_bytes=most), True)
             said.append(
                 f"training.embeddings_on_gpu_bytes: {most} would fit, with "
-                f"{format_bytes(_host_beside(parameters, most))} in host memory"
+                f"{format_bytes(total_bytes(split, 'host'))} in host memory"
             )
     return "; ".join(said)
-
-
-def _host_beside(parameters: Parameters, on_gpu_bytes: int) -> int:
-    changed = parameters.with_training(embeddings_on_gpu_bytes=on_gpu_bytes)
-    return total_bytes(forecast_memory(changed, True), "host")
 
 
 def _scaled(parameters: Parameters, factor: float) -> Parameters:

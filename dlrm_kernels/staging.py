@@ -81,26 +81,18 @@ class Slot:
     """The last work that read ``device``."""
 
 
-@dataclass(frozen=True)
-class Staged:
-    """A batch on the device, and the buffers that hold it."""
-
-    batch: Batch
-    slot: Slot
-
-
 class Staging:
     """Moves batches to a device through slots that its user hands round.
 
-    ``load`` is called by the thread that makes batches, ``use`` and ``release`` by the one
+    ``load`` is called by the thread that makes batches, ``wait`` and ``release`` by the one
     that computes; a slot is with one of them at a time.
     """
 
     def __init__(self, copies: CudaCopies) -> None:
         self._copies = copies
 
-    def load(self, batch: Batch, slot: Slot) -> Staged:
-        """Pack a batch into a slot and begin its copy."""
+    def load(self, batch: Batch, slot: Slot) -> tuple[Batch, Slot]:
+        """Pack a batch into a slot and begin its copy; the batch on the device, and the slot."""
         if slot.copied is not None:
             self._copies.join(slot.copied)
         tensors = _tensors(batch)
@@ -126,16 +118,15 @@ class Staging:
         moved = dataclasses.replace(
             batch, dense=dense, indices=indices, offsets=offsets, targets=targets, extents=extents
         )
-        return Staged(moved, slot)
+        return moved, slot
 
-    def use(self, staged: Staged) -> Batch:
-        """The batch, for work that begins when its copy is done."""
-        self._copies.wait(staged.slot.copied, copying=False)
-        return staged.batch
+    def wait(self, slot: Slot) -> None:
+        """Have what is computed next begin when the slot's copy is done."""
+        self._copies.wait(slot.copied, copying=False)
 
-    def release(self, staged: Staged) -> None:
+    def release(self, slot: Slot) -> None:
         """All work on the batch has been given to the device: the slot may be loaded again."""
-        staged.slot.used = self._copies.mark(copying=False)
+        slot.used = self._copies.mark(copying=False)
 
 
 def _tensors(batch: Batch) -> list[torch.Tensor]:
@@ -176,13 +167,14 @@ def staged(
         free.put(Slot())
     # one slot more than can wait in line, be used and be loaded: never empty for long
     stream = prefetched(lambda: staging.load(make(), free.get()), ahead)
-    last: Staged | None = None
+    last: Slot | None = None
     try:
-        for item in stream:
+        for batch, slot in stream:
             if last is not None:
                 staging.release(last)
-                free.put(last.slot)
-            last = item
-            yield staging.use(item)
+                free.put(last)
+            last = slot
+            staging.wait(slot)
+            yield batch
     finally:
         stream.close()

@@ -187,7 +187,10 @@ _MEMORY = {
 }
 """LLVM's type of a value in memory, and the bytes to which it is aligned at least."""
 
-load_int, load_float, load_vector, load_words, load_shorts = (
+_SUFFIXES = {FLOATS: "v16f32", SHORTS: "v16i16"}
+"""LLVM's names of vectors in those of its functions."""
+
+load_int, load_float, load_vector, load_words, _ = (
     loading(kind, *_MEMORY[kind]) for kind in _MEMORY
 )
 store_int, store_float, store_vector, store_words, store_shorts = (
@@ -206,40 +209,35 @@ def _first_lanes(builder: ir.IRBuilder, count: ir.Value) -> ir.Value:
     return builder.icmp_signed("<", ir.Constant(INTS, list(range(LANES))), counts)
 
 
-def _loading_first(kind: Lanes, name: str) -> Any:
+def _loading_first(kind: Lanes) -> Any:
     llvm, alignment = _MEMORY[kind]
 
     @instruction(kind(types.int64, types.int64))
     def load_first(builder, address, count):
         place, mask = pointer_to(builder, address, llvm), _first_lanes(builder, count)
         nothing = ir.Constant(llvm, [0] * LANES)
-        return call(builder, f"masked.load.{name}.p0", llvm, place, I32(alignment), mask, nothing)
+        arguments = (place, I32(alignment), mask, nothing)
+        return call(builder, f"masked.load.{_SUFFIXES[llvm]}.p0", llvm, *arguments)
 
     return load_first
 
 
-def _storing_first(kind: Lanes, name: str) -> Any:
+def _storing_first(kind: Lanes) -> Any:
     llvm, alignment = _MEMORY[kind]
 
     @instruction(types.void(types.int64, kind, types.int64))
     def store_first(builder, address, value, count):
         place, mask = pointer_to(builder, address, llvm), _first_lanes(builder, count)
         arguments = (value, place, I32(alignment), mask)
-        call(builder, f"masked.store.{name}.p0", ir.VoidType(), *arguments)
+        call(builder, f"masked.store.{_SUFFIXES[llvm]}.p0", ir.VoidType(), *arguments)
 
     return store_first
 
 
-load_first, load_first_shorts = (
-    _loading_first(vector, "v16f32"),
-    _loading_first(short_vector, "v16i16"),
-)
+load_first, load_first_shorts = map(_loading_first, (vector, short_vector))
 """(address, count): the first ``count`` lanes, zeros behind them; nothing else is read."""
 
-store_first, store_first_shorts = (
-    _storing_first(vector, "v16f32"),
-    _storing_first(short_vector, "v16i16"),
-)
+store_first, store_first_shorts = map(_storing_first, (vector, short_vector))
 """(address, value, count): the first ``count`` lanes; nothing else is written."""
 
 # Vectors of float32, and of words of 32 bits.
@@ -423,10 +421,8 @@ def item(array, place):
     return load_int(array + 8 * place)
 
 
-@compiled
-def field(job, number):
-    """One field of a job."""
-    return item(job, number)
+field = item
+"""One field of a job."""
 
 
 @compiled

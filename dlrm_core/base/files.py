@@ -22,20 +22,12 @@ DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write JSON atomically: a reader sees the old file or the new one, whole.
-
-    Raises:
-        InputError: the folder cannot be written, or the disk is full.
-    """
+    """Write JSON as :func:`whole_file` does: a reader sees the old file or the new one, whole."""
     write_text(path, json.dumps(plain(value), indent=1) + "\n")
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write text atomically; the disk has it when this returns.
-
-    Raises:
-        InputError: the folder cannot be written, or the disk is full.
-    """
+    """Write text as :func:`whole_file` does; the disk has it when this returns."""
     with whole_file(path) as file:
         file.write(text.encode())
 
@@ -123,22 +115,17 @@ def sync_tree(folder: Path) -> None:
         sync_folder(Path(place))
 
 
+def require_new(target: Path, what: str) -> None:
+    """Refuse, before long work, a folder that :func:`whole_folder` would refuse after it."""
+    _hidden_beside(target, what).rmdir()
+
+
 def _hidden_beside(target: Path, what: str) -> Path:
-    """A new hidden folder beside ``target``; see :func:`whole_folder` for what is refused."""
     if target.exists():
         raise InputError(f"{target} exists already; a {what} is never written over another")
     with _refusing(f"cannot write the {what} to {target}"):
         make_folder(target.parent)
         return Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-
-
-def require_new(target: Path, what: str) -> None:
-    """Refuse, before long work, a folder that :func:`whole_folder` would refuse after it.
-
-    Raises:
-        InputError: ``target`` exists, or cannot be written.
-    """
-    _hidden_beside(target, what).rmdir()
 
 
 @contextlib.contextmanager

@@ -128,24 +128,21 @@ def available_memory(device: torch.device) -> int | None:
 
 
 def available_host_memory() -> int | None:
-    """Bytes that can be allocated in host memory now; None where nobody says.
+    """:func:`available_memory` of the host.
 
     The least of the kernel's estimate, what is left of the control group's limit (in a
     container the former is the whole machine's) and of the process's own limits (ulimit).
     """
     free_kib = number_in("/proc/meminfo", "MemAvailable:")
     bounds = [] if free_kib is None else [1024 * free_kib]
-    for limit, used in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        (
-            "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-            "/sys/fs/cgroup/memory/memory.usage_in_bytes",
-        ),
+    for group, limit, used in (
+        ("/sys/fs/cgroup", "memory.max", "memory.current"),
+        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
     ):
         try:
-            left = int(Path(limit).read_text()) - int(Path(used).read_text())
+            left = int(Path(group, limit).read_text()) - int(Path(group, used).read_text())
             # "used" counts the page cache, which the kernel gives back on demand
-            statistics = Path(used).with_name("memory.stat").read_text().splitlines()
+            statistics = Path(group, "memory.stat").read_text().splitlines()
             counted = dict(line.split()[:2] for line in statistics)
             bounds.append(left + int(counted.get("inactive_file", 0)))
         except (OSError, ValueError):

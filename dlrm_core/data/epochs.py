@@ -31,9 +31,7 @@ class Epoch:
     @property
     def batches(self) -> int | None:
         """Batches of a pass, the short one included; None without an end."""
-        if self.samples is None:
-            return None
-        return self.samples // self.batch_size + (self._left > 0)
+        return None if self.full_batches is None else self.full_batches + (self._left > 0)
 
     @property
     def _left(self) -> int:
@@ -69,7 +67,11 @@ class Generator(Protocol):
         """Where the stream stands: the next batch is the one after this."""
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from where ``state()`` was called, on a generator made alike."""
+        """Go on from where ``state()`` was called, on a generator made alike.
+
+        Raises:
+            InputError: the generator cannot stand there.
+        """
 
 
 class Rewound(Generator, Protocol):
@@ -103,14 +105,8 @@ class RepeatedBatches:
         return batch
 
     def state(self) -> dict[str, Any]:
-        """The stream's position (see :class:`Generator`)."""
         return {"batches": self.taken, "stream": self._generator.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state.
-
-        Raises:
-            InputError: the generator cannot stand there.
-        """
         self._generator.restore(state["stream"])
         self.taken = int(state["batches"])

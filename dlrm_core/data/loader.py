@@ -144,7 +144,6 @@ class Followed:
         self._states = collections.deque([generator.state()])
 
     def next_batch(self) -> Batch:
-        """The next batch of the stream."""
         batch = self._generator.next_batch()
         self._states.append(self._generator.state())
         return batch

@@ -20,6 +20,9 @@ from dlrm_core.data.reuse import ReuseLaw
 class _BagLaw:
     """What facebook's law and those like it are given; the stream follows from the seed.
 
+    A stream is a :class:`dlrm_core.data.epochs.Generator`; its state goes to another one on the
+    same kind of device.
+
     All ranks draw the whole stream, since the place of a bag's numbers in it follows from those
     before; what is made of the numbers is made of a rank's own ``share`` only.
     """
@@ -74,11 +77,9 @@ class SyntheticBatches(_BagLaw):
         self._limits = torch.tensor(self._rooms, device=device)
 
     def state(self) -> dict[str, Any]:
-        """Where the stream stands (see :class:`dlrm_core.data.epochs.Generator`)."""
         return {"random": self.random.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state that a stream on the same kind of device had."""
         self.random.restore(state["random"])
 
     def next_batch(self, size: int | None = None) -> Batch:
@@ -191,11 +192,9 @@ class _Draws:
         self.random = torch.Generator(device).manual_seed(seed)
 
     def state(self) -> dict[str, Any]:
-        """The generator's state."""
         return {"torch": self.random.get_state().cpu().numpy().copy()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Set the generator's state."""
         self.random.set_state(torch.from_numpy(state["torch"]))
 
     def uniform(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -244,11 +243,10 @@ class FacebookLoop(_BagLaw):
         self.random = np.random.RandomState(self.seed)
 
     def state(self) -> dict[str, Any]:
-        """Where the stream stands (see :class:`dlrm_core.data.epochs.Generator`)."""
         return {"random": self.random.get_state(legacy=False), "skip": 0}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state; the loop's and the replay's are the same.
+        """Go on from a state of the loop or of the replay, which are the same.
 
         Raises:
             InputError: it skips more draws than ever lie between two states of the replay.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -57,10 +58,6 @@ class Evaluation:
     graded_targets: bool
     """Some targets are neither 0 nor 1; AUC and accuracy then ask which are above 0.5."""
 
-    def line(self) -> dict[str, object]:
-        """Its line of metrics.jsonl."""
-        return {"kind": "evaluation"} | dataclasses.asdict(self)
-
     def notices(self) -> list[str]:
         """What a reader must know about the figures."""
         notices = []
@@ -93,28 +90,25 @@ class HeldOut:
         divide: Callable[[Batch], Batch] | None = None,
         share: Share = WHOLE,
     ) -> None:
-        self._parameters = parameters
-        self._device = device
         self._divide = divide
-        self._share = share
-        self._kept: list[Batch] | None = None
+        count = parameters.training.eval_batches
+        self._batches = functools.partial(held_out_batches, parameters, device, count, share)
+        self._kept: list[Batch] = []
 
     def __iter__(self) -> Iterator[Batch]:
-        if self._kept is not None:
+        if self._kept:
             yield from self._kept
             return
-        kept: list[Batch] | None = []
-        size = 0
-        count = self._parameters.training.eval_batches
-        for batch in held_out_batches(self._parameters, self._device, count, self._share):
+        kept, size = [], 0
+        for batch in self._batches():
             if self._divide is not None:
                 batch = self._divide(batch)
             yield batch
             size += sum(t.nbytes for t in (batch.dense, batch.indices, batch.offsets))
-            if kept is not None and size <= KEPT_BYTES:
+            if size <= KEPT_BYTES:
                 kept.append(batch)
             else:
-                kept = None
+                kept.clear()
         self._kept = kept
 
 

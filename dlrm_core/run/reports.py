@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import math
 import statistics
@@ -178,13 +179,13 @@ class Report:
         self._reported = self._examined = 0
         self._started = time.perf_counter()
         self._loss = math.nan
-        self._evaluations: list[Evaluation] = []
-        self._evaluation_lines: list[dict[str, Any]] = []
+        self._last_evaluation: Evaluation | None = None
+        self._evaluations: list[dict[str, Any]] = []
         self._checkpoint_s = 0.0
 
     @property
     def done(self) -> int:
-        """Iterations whose time is known, those before this run included."""
+        """Iterations whose time is known, and those before this run."""
         return self._first + len(self.done_ms)
 
     def mark(self) -> None:
@@ -201,8 +202,7 @@ class Report:
         on_device = self._device.type == "cuda"
         if on_device:
             torch.cuda.synchronize(self._device)
-        fresh = self._marks[:-1], self._marks[1:]
-        for before, after in zip(*fresh, strict=True):
+        for before, after in itertools.pairwise(self._marks):
             self.done_ms.append(before.elapsed_time(after) if on_device else (after - before) * 1e3)
         if len(self._marks) > 1:
             # an iteration that was cut short has a loss without a mark
@@ -220,8 +220,7 @@ class Report:
 
     def bad_iteration(self) -> int | None:
         """Place of the first iteration, settled since the last call, whose loss is no number."""
-        begin, self._examined = self._examined, len(self.done_losses)
-        fresh = range(begin, len(self.done_losses))
+        fresh, self._examined = range(self._examined, len(self.done_losses)), len(self.done_losses)
         return next((i for i in fresh if not math.isfinite(self.done_losses[i])), None)
 
     def interval(self, rate: float) -> None:
@@ -264,12 +263,12 @@ class Report:
         before = self._epoch.samples_before(self._first + begin)
         return self._epoch.samples_before(self.done) - before
 
-    def evaluation(self, found: Evaluation) -> None:
+    def evaluation(self, evaluation: Evaluation) -> None:
         """Tell of an evaluation that was made just now."""
-        self._evaluations.append(found)
-        elapsed_s = time.perf_counter() - self._started
-        self._evaluation_lines.append(found.line() | {"elapsed_s": elapsed_s})
-        self._tell(self._evaluation_lines[-1])
+        self._last_evaluation = evaluation
+        line = {"kind": "evaluation"} | asdict(evaluation)
+        self._evaluations.append(line | {"elapsed_s": time.perf_counter() - self._started})
+        self._tell(self._evaluations[-1])
 
     def checkpoint(self, iteration: int, save: Callable[[], Path | None]) -> None:
         """Have a checkpoint written, and tell of it unless another rank wrote it."""
@@ -281,19 +280,13 @@ class Report:
         seconds = time.perf_counter() - started
         self._checkpoint_s += seconds
         if folder is not None:
-            self._tell(
-                {
-                    "kind": "checkpoint",
-                    "iteration": iteration,
-                    "folder": str(folder),
-                    "seconds": seconds,
-                    "bytes": sum(file.stat().st_size for file in folder.rglob("*")),
-                }
-            )
+            size = sum(file.stat().st_size for file in folder.rglob("*"))
+            line = {"kind": "checkpoint", "iteration": iteration, "folder": str(folder)}
+            self._tell(line | {"seconds": seconds, "bytes": size})
 
     def all_notices(self) -> list[str]:
         """What a reader must know of the run, and of its last evaluation."""
-        return self.notices + (self._evaluations[-1].notices() if self._evaluations else [])
+        return self.notices + (self._last_evaluation.notices() if self._last_evaluation else [])
 
     def result(
         self,
@@ -302,18 +295,9 @@ class Report:
         embedding_backend: str,
         notices: list[str],
     ) -> TrainingResult:
-        """What the run amounted to.
-
-        Args:
-            target: AUC that was to be reached; None: there was none.
-            checkpoint: the last one that is whole.
-            embedding_backend: the one that was used.
-            notices: what a reader must know.
-        """
-        aucs = [evaluation.auc for evaluation in self._evaluations if evaluation.auc is not None]
-        best = max(aucs, default=None)
-        last = self._evaluations[-1] if self._evaluations else None
-        samples = self._samples()
+        """What the run amounted to; ``target`` is the AUC that was to be reached, if any."""
+        aucs = [line["auc"] for line in self._evaluations if line["auc"] is not None]
+        best, last, samples = max(aucs, default=None), self._last_evaluation, self._samples()
         return TrainingResult(
             status=self.status,
             iterations=len(self.done_ms),
@@ -322,7 +306,7 @@ class Report:
             loss=self._loss,
             **self._speed(),
             elapsed_s=time.perf_counter() - self._started,
-            evaluation_s=sum(evaluation.seconds for evaluation in self._evaluations),
+            evaluation_s=sum(line["seconds"] for line in self._evaluations),
             checkpoint_s=self._checkpoint_s,
             auc=last.auc if last else None,
             best_auc=best,
@@ -338,7 +322,7 @@ class Report:
             iteration_ms=self.done_ms,
             data_ms=[1e3 * seconds for seconds in self.data_s],
             losses=self.done_losses,
-            evaluations=self._evaluation_lines,
+            evaluations=self._evaluations,
         )
 
     def _tell(self, line: Line) -> None:

@@ -86,7 +86,7 @@ def _torch_weights(
     step: Step,
 ) -> Iterator[tuple[str, torch.nn.Parameter, torch.optim.Optimizer]]:
     """Name and weight of everything that an optimiser of torch updates."""
-    names = {weight: name for name, weight in step.model.named_parameters()}
+    names = _names(step)
     for optimizer in (*step.dense_optimizers, *(side for _, side in _table_updates(step))):
         if isinstance(optimizer, torch.optim.Optimizer):
             for group in optimizer.param_groups:
@@ -96,7 +96,7 @@ def _torch_weights(
 
 def _backend_sums(step: Step) -> dict[str, torch.Tensor]:
     """Adagrads' sums of a back end that keeps them itself."""
-    names = {weight: name for name, weight in step.model.named_parameters()}
+    names = _names(step)
     return {
         f"{names[weight]}.sum": _flat(state)
         for tables, update in _table_updates(step)
@@ -104,6 +104,10 @@ def _backend_sums(step: Step) -> dict[str, torch.Tensor]:
         for weight, state in zip(tables.weights, update.states, strict=True)
         if state.numel()
     }
+
+
+def _names(step: Step) -> dict[torch.nn.Parameter, str]:
+    return {weight: name for name, weight in step.model.named_parameters()}
 
 
 def _table_updates(step: Step) -> list[tuple[Any, Any]]:
@@ -165,7 +169,7 @@ def checkpoint_to_resume(parameters: Parameters, place: Path | None) -> Checkpoi
         return None
     checkpoint = read_checkpoint(find_checkpoint(given, place))
     require_same_model(parameters.model, checkpoint)
-    require_same_run(parameters, checkpoint)
+    _require_same_run(parameters, checkpoint)
     return checkpoint
 
 
@@ -180,20 +184,12 @@ def nothing_to_resume(config: TrainingConfig, place: Path | None) -> list[str]:
 
 
 def require_same_model(model: ModelConfig, checkpoint: Checkpoint) -> None:
-    """Refuse weights of another model.
-
-    Raises:
-        InputError: naming the parameter and both values.
-    """
+    """Refuse weights of another model in an InputError with the parameter and both values."""
     _require_same(checkpoint, "model", checkpoint.parameters.model, model, _SHAPE)
 
 
-def require_same_run(parameters: Parameters, checkpoint: Checkpoint) -> None:
-    """Refuse to go on with other data, another batch or another optimiser.
-
-    Raises:
-        InputError: naming the parameter and both values.
-    """
+def _require_same_run(parameters: Parameters, checkpoint: Checkpoint) -> None:
+    """Refuse to go on with other data, another batch or another optimiser, likewise."""
     was = checkpoint.parameters
     # the replay is the loop's stream, bit for bit
     data, data_now = (
@@ -231,11 +227,11 @@ def _shown(value: Any) -> str:
 def changed_settings(parameters: Parameters, checkpoint: Checkpoint) -> list[str]:
     """Settings of the training that change what the next iterations compute, as notices."""
     was, now = checkpoint.parameters.training, parameters.training
+    before, after = dataclasses.asdict(was), dataclasses.asdict(now)
     differ = [
-        f"{field.name} {_shown(before)} → {_shown(after)}"
-        for field in dataclasses.fields(TrainingConfig)
-        if (before := getattr(was, field.name)) != (after := getattr(now, field.name))
-        and field.name not in _FREE_TRAINING
+        f"{leaf} {_shown(before[leaf])} → {_shown(after[leaf])}"
+        for leaf in before
+        if before[leaf] != after[leaf] and leaf not in _FREE_TRAINING
     ]
     if not differ:
         return []
@@ -261,20 +257,12 @@ def with_choices_of(checkpoint: Checkpoint, parameters: Parameters) -> Parameter
 
 
 def restore_weights(checkpoint: Checkpoint, model: DLRM) -> None:
-    """Fill a model's weights in place.
-
-    Raises:
-        InputError: the file is corrupted or of another model.
-    """
+    """Fill a model's weights in place, or refuse a file in an InputError."""
     checkpoint.read_into(WEIGHTS, weights_of(model))
 
 
 def restore_step(checkpoint: Checkpoint, step: Step) -> None:
-    """Fill the optimisers' state in place, whichever back end has it.
-
-    Raises:
-        InputError: the file is corrupted or of another optimiser.
-    """
+    """Fill the optimisers' state in place, whichever back end has it, or refuse it likewise."""
     checkpoint.read_into(OPTIMIZER, make_room(step, checkpoint))
     for _, update in _table_updates(step):
         if hasattr(update, "updates"):

@@ -118,16 +118,17 @@ def test_no_order_of_the_streams_spoils_a_batch(seed, slots, count):
             batch.indices.fill_(-1)  # the generator's own memory is free again
             loaded += 1
         elif step is waiting:
-            item, expected = waiting.pop(0)
-            check_later(streams, staging.use(item), expected, seen)
-            staging.release(item)
-            free.append(item.slot)
+            (moved, slot), expected = waiting.pop(0)
+            staging.wait(slot)
+            check_later(streams, moved, expected, seen)
+            staging.release(slot)
+            free.append(slot)
         else:
             step()
     streams.finish()
 
 
-@pytest.mark.parametrize("missing", ["use", "release", "join"])
+@pytest.mark.parametrize("missing", ["wait", "release", "join"])
 def test_the_streams_here_do_notice_a_wait_that_is_missing(missing, monkeypatch):
     """The test above would fail without any of the three waits."""
     spoilt = 0
@@ -136,16 +137,15 @@ def test_the_streams_here_do_notice_a_wait_that_is_missing(missing, monkeypatch)
         staging, slot = Staging(streams), Slot()
         if missing == "join":
             streams.join = lambda event: None
-        if missing == "use":
-            staging.use = lambda item: item.batch
-        if missing == "release":
-            staging.release = lambda item: None
+        else:
+            setattr(staging, missing, lambda slot: None)
         try:
             for number in range(4):
                 batch = batch_of(number)
-                item = staging.load(batch, slot)
-                check_later(streams, staging.use(item), content(batch), seen)
-                staging.release(item)
+                moved, _ = staging.load(batch, slot)
+                staging.wait(slot)
+                check_later(streams, moved, content(batch), seen)
+                staging.release(slot)
             streams.finish()
         except (AssertionError, RuntimeError):
             spoilt += 1
@@ -186,7 +186,8 @@ def test_buffers_that_suffice_are_not_replaced():
     streams = Streams(0, eager=True)
     staging, slot = Staging(streams), Slot()
     for seed in (1, 1, 2):
-        staging.release(staging.load(batch_of(seed, largest=0), slot))
+        staging.load(batch_of(seed, largest=0), slot)
+        staging.release(slot)
     assert streams.buffers == 2
     staging.load(batch_of(1, largest=2000), slot)
     assert streams.buffers == 4
