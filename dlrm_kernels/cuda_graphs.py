@@ -20,7 +20,7 @@ import torch
 from dlrm_core.config import TrainingConfig
 from dlrm_core.data.batch import Batch
 from dlrm_core.embeddings import Backend
-from dlrm_core.optimizers import OPTIMIZERS
+from dlrm_core.optimizers import EPSILON, OPTIMIZERS
 from dlrm_core.parts import capturing, part, run_part
 from dlrm_kernels.embeddings.fused_gpu import FusedGpu
 from dlrm_kernels.embeddings.host_tables import SplitTables
@@ -108,28 +108,19 @@ class StepGraph:
 
     def __call__(self, batch: Batch) -> torch.Tensor:
         """Train on a batch that is on the device; its loss, detached."""
-        if self._static is None or self._too_small(batch):
+        static = self._static
+        if static is None:
             return self._begin(batch)
-        if not self._fits(batch):
+        if batch.dense.shape != static.dense.shape or batch.offsets.shape != static.offsets.shape:
             return self._run(batch)
+        if batch.indices.numel() > static.indices.numel():
+            return self._begin(batch)
         self._backend.raise_if_seen()
-        transfer_forward(self._static, batch, self._backend)
+        transfer_forward(static, batch, self._backend)
         for component, phase, graph in self._pieces:
             run_part(component, phase, graph.replay)
         # the next replay writes over it
         return self._loss.clone()
-
-    def _fits(self, batch: Batch) -> bool:
-        assert self._static is not None
-        return (
-            batch.dense.shape == self._static.dense.shape
-            and batch.offsets.shape == self._static.offsets.shape
-        )
-
-    def _too_small(self, batch: Batch) -> bool:
-        assert self._static is not None
-        room = self._static.indices.numel()
-        return self._fits(batch) and batch.indices.numel() > room
 
     def _begin(self, batch: Batch) -> torch.Tensor:
         """Train on the first batch as usual, then capture the step."""
@@ -206,8 +197,8 @@ class DeviceAdagrad(torch.optim.Optimizer):
         lr: a tensor of one number, on the parameters' device.
     """
 
-    def __init__(self, parameters: Any, lr: torch.Tensor, eps: float = 1e-10) -> None:
-        super().__init__(parameters, {"lr": lr, "eps": eps})
+    def __init__(self, parameters: Any, lr: torch.Tensor) -> None:
+        super().__init__(parameters, {"lr": lr, "eps": EPSILON})
         for group in self.param_groups:
             for weight in group["params"]:
                 self.state[weight]["sum"] = torch.zeros_like(weight)
@@ -217,9 +208,9 @@ class DeviceAdagrad(torch.optim.Optimizer):
         """Update every weight that has a gradient, a few launches for all of them."""
         for group in self.param_groups:
             weights = [weight for weight in group["params"] if weight.grad is not None]
-            gradients = [weight.grad for weight in weights]
             if not weights:
                 continue
+            gradients = [weight.grad for weight in weights]
             sums = [self.state[weight]["sum"] for weight in weights]
             torch._foreach_addcmul_(sums, gradients, gradients)
             roots = torch._foreach_sqrt(sums)

@@ -60,12 +60,10 @@ def resolve(parameters: Parameters, device: torch.device) -> tuple[Parameters, l
 
 def possible(parameters: Parameters) -> list[Parameters]:
     """The parameters with each candidate for a CPU in place of ``auto``."""
-    pairs, _ = candidates(
-        parameters.training, parameters.model.interaction_kind, torch.device("cpu")
-    )
-    return [
-        parameters.with_training(**dict(zip(DENSE_CHOICE, pair, strict=True))) for pair in pairs
-    ]
+    kind = parameters.model.interaction_kind
+    pairs, _ = candidates(parameters.training, kind, torch.device("cpu"))
+    chosen = (dict(zip(DENSE_CHOICE, pair, strict=True)) for pair in pairs)
+    return [parameters.with_training(**leaves) for leaves in chosen]
 
 
 @functools.cache
@@ -132,9 +130,8 @@ def why_not_with(
     """Why the fused dense part cannot be a candidate; empty if it can."""
     if training.compile:
         return "it replaces what training.compile compiles"
-    backend, product = pair
-    config = dataclasses.replace(training, dense_backend=backend, fp32_matmul=product)
-    return why_not_fused(config, device, interaction)
+    leaves = dict(zip(DENSE_CHOICE, pair, strict=True))
+    return why_not_fused(dataclasses.replace(training, **leaves), device, interaction)
 
 
 def dense_pass(model: ModelConfig, training: TrainingConfig, pair: Pair) -> Callable[[], object]:

@@ -364,20 +364,12 @@ def _run(
     high, wide = -(-count // HIGH) * HIGH, -(-count // v.LANES) * v.LANES
     own = 4 * high * (2 * dim + wide)
     scratch = np.empty(threads * own + 64, np.int8)
-    tensors = [_addresses(features), _addresses(gradients)]
-    job = np.zeros(FIELDS, np.int64)
-    job[[v.UNITS, SIZE, DIM, COUNT]] = units, size, dim, count
-    job[[DIAGONAL, NARROW]] = itself, z.dtype == torch.bfloat16
-    job[[FEATURES, STRIDES]] = [array.ctypes.data for array in tensors[0]]
-    job[[GRADIENTS, GRADIENT_STRIDES]] = [array.ctypes.data for array in tensors[1]]
-    job[[Z, Z_STRIDE]] = z.data_ptr(), z.element_size() * z.stride(0)
+    job = v.Job(FIELDS)
+    job.fields[[SIZE, DIM, COUNT]] = size, dim, count
+    job.fields[[DIAGONAL, NARROW]] = itself, z.dtype == torch.bfloat16
+    job.set_rows(FEATURES, STRIDES, features)
+    job.set_rows(GRADIENTS, GRADIENT_STRIDES, gradients)
+    job.fields[[Z, Z_STRIDE]] = z.data_ptr(), z.element_size() * z.stride(0)
     # a vector that crosses a cache line takes two loads
-    job[[SCRATCH, SCRATCH_BYTES]] = -(-scratch.ctypes.data // 64) * 64, own
-    compile_kernel(kernel)[0](job.ctypes.data, threads)
-
-
-def _addresses(tensors: Sequence[torch.Tensor]) -> tuple[np.ndarray, np.ndarray]:
-    """Addresses of the tensors' rows, and the bytes between them."""
-    places = np.array([tensor.data_ptr() for tensor in tensors], np.int64)
-    strides = [tensor.element_size() * tensor.stride(0) for tensor in tensors]
-    return places, np.array(strides, np.int64)
+    job.fields[[SCRATCH, SCRATCH_BYTES]] = -(-scratch.ctypes.data // 64) * 64, own
+    job.run(kernel, units, threads)

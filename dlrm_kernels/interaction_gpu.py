@@ -51,20 +51,15 @@ def fuse(model: DLRM, config: TrainingConfig, device: torch.device) -> tuple[Lay
     Returns:
         what takes the place of the model's layers, by part; notices.
     """
-    notices: list[str] = []
     layers: Layers = {}
-    kind = model.interaction.kind
-    fused = isinstance(kind, DotInteraction)
+    notices, fused, kind = [], False, model.interaction.kind
     if isinstance(kind, DotInteraction):
         reason = why_not(kind.features, kind.dim, device)
         fused = not reason
-        itself = kind.interaction_itself
-        kernel = functools.partial(dot_interaction, itself=itself)
+        kernel = functools.partial(dot_interaction, itself=kind.interaction_itself)
         model.interaction.kernel = kernel if fused else None
         if reason:
-            notices.append(
-                f"training.dense_backend: fused leaves the interaction to torch: {reason}"
-            )
+            notices = [f"training.dense_backend: fused leaves the interaction to torch: {reason}"]
     if config.precision != "fp32" or config.tf32:
         if model.bottom_mlp.linears[0].in_features % MULTIPLE:
             layers["bottom_mlp"] = PaddedMLP(model.bottom_mlp, with_room=False)

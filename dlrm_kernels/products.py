@@ -63,18 +63,16 @@ def set_fp32_matmul(choice: str, model: ModelConfig, device: torch.device) -> li
     allow_onednn(False)
     if choice in ("default", "auto"):
         return []
-    notices = []
-    if choice.startswith("bf16"):
-        reason = engine("matrix tiles").why_no_tiles() if device.type == "cpu" else ""
-        kind = model.interaction_kind
-        if device.type == "cpu" and "fused dense part" not in kind.engines:
-            reason = f"the fused dense part has no {kind.layers} (model.interaction: {kind.kind})"
-        if not reason and device.type == "cpu":
-            return []
-        if reason:
-            notices = [f"training.fp32_matmul: {choice} cannot be done, onednn instead: {reason}"]
     if device.type != "cpu":
         return [f"training.fp32_matmul: {choice} has no effect on a GPU; it was ignored"]
+    notices = []
+    if choice.startswith("bf16"):
+        reason, kind = engine("matrix tiles").why_no_tiles(), model.interaction_kind
+        if "fused dense part" not in kind.engines:
+            reason = f"the fused dense part has no {kind.layers} (model.interaction: {kind.kind})"
+        if not reason:
+            return []
+        notices = [f"training.fp32_matmul: {choice} cannot be done, onednn instead: {reason}"]
     allow_onednn(True)
     # small products may be computed in fp32 where large ones are rounded
     error = max(_relative_error(*layer) for layer in (_largest_layer(model), _LARGE_LAYER))

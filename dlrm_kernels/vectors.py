@@ -15,10 +15,13 @@ work by an atomic counter until none is left.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from dlrm_kernels.native import require_numba
+import numpy as np
+import torch
+
+from dlrm_kernels.native import compile_kernel, require_numba
 
 require_numba()
 
@@ -411,6 +414,36 @@ def atomic_add_int(builder, address, value):
 NEXT_UNIT = 0  # number of units taken so far
 UNITS = 1  # number of units
 ENTERED = 2  # number of threads that have entered
+
+
+class Job:
+    """The block of fields that a kernel reads, and the arrays whose addresses it holds."""
+
+    def __init__(self, fields: int) -> None:
+        self.fields = np.zeros(fields, np.int64)
+        self._kept: list[np.ndarray] = []
+
+    def array(self, values: np.ndarray) -> np.ndarray:
+        """Keep an array alive as long as the job."""
+        self._kept.append(values)
+        return values
+
+    def integers(self, values: Any) -> int:
+        """Address of whole numbers laid out as int64."""
+        return self.array(np.array(values, np.int64)).ctypes.data
+
+    def set_rows(self, places: int, strides: int, tensors: Sequence[torch.Tensor]) -> None:
+        """Fill in two fields: addresses of tensors (B, n), and bytes from row to row of each."""
+        self.fields[places] = self.integers([tensor.data_ptr() for tensor in tensors])
+        steps = [tensor.element_size() * tensor.stride(0) for tensor in tensors]
+        self.fields[strides] = self.integers(steps)
+
+    def run(self, kernel: Callable[[int], None], units: int, threads: int) -> None:
+        """Do all units on at most so many of torch's threads."""
+        self.fields[[NEXT_UNIT, ENTERED]] = 0  # a job may be run more than once
+        self.fields[UNITS] = units
+        compile_kernel(kernel)[0](self.fields.ctypes.data, max(1, min(threads, units)))
+
 
 _HASH = 0x9E3779B1  # 2^32 / golden ratio: spreads neighbouring rows over the owners
 

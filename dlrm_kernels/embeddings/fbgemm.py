@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 
 from dlrm_core.base.errors import InputError, MissingToolError
@@ -106,16 +107,12 @@ class Fbgemm(InBackward):
 
     def _build(self, weights: list[torch.nn.Parameter], learning_rate: float) -> Any:
         api, device = self._api, weights[0].device
-        on_cpu = device.type == "cpu"
-        place = (
-            (api.Location.HOST, api.Compute.CPU)
-            if on_cpu
-            else (api.Location.DEVICE, api.Compute.CUDA)
-        )
-        given: dict[str, Any] = {}
-        # older releases always take memory of their own
-        if on_cpu and "preallocated_host_buffers" in inspect.signature(api.Module).parameters:
-            given["preallocated_host_buffers"] = self._memory(weights)
+        place, given = (api.Location.DEVICE, api.Compute.CUDA), {}
+        if device.type == "cpu":
+            place = api.Location.HOST, api.Compute.CPU
+            # older releases always take memory of their own
+            if "preallocated_host_buffers" in inspect.signature(api.Module).parameters:
+                given["preallocated_host_buffers"] = self._memory(weights)
         with quiet_logging():
             return api.Module(
                 [(rows, self._dim, *place) for rows in self._rows],
@@ -206,18 +203,18 @@ def _offsets_of_all(batch: Batch) -> torch.Tensor:
 
 def find_fault(batch: Batch, rows: list[int]) -> str | None:
     """What is wrong with a batch that was refused: an index or an offset; None if neither."""
-    limits = torch.tensor(rows)
+    limits = np.array(rows)
     for t, (begin, end) in enumerate(itertools.pairwise(batch.table_starts)):
         wrong = (batch.indices[begin:end] < 0) | (batch.indices[begin:end] >= rows[t])
         if wrong.any():
             place = begin + int(wrong.nonzero()[0])
-            return describe_fault(BAD_INDEX, place, batch, limits.numpy())
+            return describe_fault(BAD_INDEX, place, batch, limits)
         offsets = torch.cat((batch.offsets[t], torch.tensor([end - begin])))
         falls = (offsets.diff() < 0) | (offsets[:-1] < 0)
         falls[:1] |= offsets[:1] != 0
         if falls.any():
             place = t * batch.offsets.shape[1] + int(falls.nonzero()[0])
-            return describe_fault(BAD_OFFSET, place, batch, limits.numpy())
+            return describe_fault(BAD_OFFSET, place, batch, limits)
     return None
 
 

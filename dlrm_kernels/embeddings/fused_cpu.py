@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -27,7 +26,7 @@ from dlrm_kernels.embeddings import kernels_narrow, kernels_sorted
 from dlrm_kernels.embeddings.checks import InBackward, check_batch, check_rows, describe_fault
 from dlrm_kernels.embeddings.pages import empty_table
 from dlrm_kernels.native import compile_kernel, require_numba
-from dlrm_kernels.vectors import ENTERED, NEXT_UNIT, UNITS
+from dlrm_kernels.vectors import Job
 
 ROWS_AHEAD = 16
 """Lookups between a row's prefetch and its use: 16 to 32 were equally fast, 64 floats a row."""
@@ -124,8 +123,7 @@ class FusedCpu(InBackward):
         self._check_tables(tables)
         gradients = [_rows_of(gradient) for gradient in gradients]
         job = self._job(indices, offsets, starts)
-        job.fields[k.GRADIENTS] = job.integers([g.data_ptr() for g in gradients])
-        job.fields[k.STRIDES] = job.integers([4 * g.stride(0) for g in gradients])
+        job.set_rows(k.GRADIENTS, k.STRIDES, gradients)
         job.fields[k.STATES] = job.integers([state.data_ptr() for state in self.states])
         threads = torch.get_num_threads()
         job.fields[k.WORDS] = job.array(
@@ -133,10 +131,10 @@ class FusedCpu(InBackward):
         ).ctypes.data
         plan = share_out(starts, threads)
         sorts = self._sorts(starts)[plan[:, 0]]
-        job.run_plan(k.sgd_owned, plan[~sorts], threads)
+        _run_plan(job, k.sgd_owned, plan[~sorts], threads)
         if sorts.any():
             self._make_room_to_sort(job, starts, plan[sorts], threads)
-            job.run_plan(kernels_sorted.adagrad_owned, plan[sorts], threads)
+            _run_plan(job, kernels_sorted.adagrad_owned, plan[sorts], threads)
         self.updates += 1
 
     def sorts(self, batch: Batch) -> bool:
@@ -153,7 +151,7 @@ class FusedCpu(InBackward):
         plan = plan[self._sorts(starts)[plan[:, 0]]]
         job = self._job(batch.indices, batch.offsets, starts)
         self._make_room_to_sort(job, starts, plan, threads)
-        job.run_plan(kernels_sorted.sort_alone, plan, threads)
+        _run_plan(job, kernels_sorted.sort_alone, plan, threads)
 
     def _sorts(self, starts: tuple[int, ...]) -> np.ndarray:
         """For each table, whether a row is updated once with the sum of its gradients.
@@ -167,7 +165,7 @@ class FusedCpu(InBackward):
         return narrow & (np.diff(np.array(starts, np.int64)) > self._rows)
 
     def _make_room_to_sort(
-        self, job: _Job, starts: tuple[int, ...], plan: np.ndarray, threads: int
+        self, job: Job, starts: tuple[int, ...], plan: np.ndarray, threads: int
     ) -> None:
         of_thread = kernels_sorted.thread_bytes(self._dim) // 8
         region = key_region(starts, plan, threads)
@@ -210,8 +208,8 @@ class FusedCpu(InBackward):
         self._dim = weights[0].shape[1]
         self._known = addresses
 
-    def _job(self, indices: torch.Tensor, offsets: torch.Tensor, starts: tuple[int, ...]) -> _Job:
-        job = _Job()
+    def _job(self, indices: torch.Tensor, offsets: torch.Tensor, starts: tuple[int, ...]) -> Job:
+        job = Job(k.FIELDS)
         fields = job.fields
         fields[k.TABLES] = len(self._rows)
         fields[k.DIM] = self._dim
@@ -232,33 +230,11 @@ class FusedCpu(InBackward):
         return job
 
 
-class _Job:
-    """The block that a kernel reads, and the arrays whose addresses it holds."""
-
-    def __init__(self) -> None:
-        self.fields = np.zeros(k.FIELDS, np.int64)
-        self._kept: list[np.ndarray] = []
-
-    def array(self, values: np.ndarray) -> np.ndarray:
-        """Keep an array alive as long as the job."""
-        self._kept.append(values)
-        return values
-
-    def integers(self, values: Any) -> int:
-        """Address of whole numbers laid out as int64."""
-        return self.array(np.array(values, np.int64)).ctypes.data
-
-    def run_plan(self, kernel: Callable[[int], None], plan: np.ndarray, threads: int) -> None:
-        """Do the units of a plan (U, 3) on at most so many threads."""
-        if len(plan):
-            self.fields[k.PLAN] = self.array(np.ascontiguousarray(plan)).ctypes.data
-            self.run(kernel, len(plan), threads)
-
-    def run(self, kernel: Callable[[int], None], units: int, threads: int) -> None:
-        """Do all units on at most so many threads."""
-        self.fields[[NEXT_UNIT, ENTERED]] = 0  # a job may be run more than once
-        self.fields[UNITS] = units
-        compile_kernel(kernel)[0](self.fields.ctypes.data, max(1, min(threads, units)))
+def _run_plan(job: Job, kernel: Callable[[int], None], plan: np.ndarray, threads: int) -> None:
+    """Do the units of a plan (U, 3) on at most so many threads."""
+    if len(plan):
+        job.fields[k.PLAN] = job.integers(plan)
+        job.run(kernel, len(plan), threads)
 
 
 @functools.cache

@@ -14,7 +14,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from dlrm_kernels.embeddings.pages import empty_table
@@ -22,7 +21,7 @@ from dlrm_kernels.native import compile_kernel
 from dlrm_kernels.tiles import kernels as k
 from dlrm_kernels.tiles.kernels_interaction import dot_backward, dot_forward
 from dlrm_kernels.tiles.machine import cpu_caches, tile_config, why_no_tiles
-from dlrm_kernels.vectors import UNITS
+from dlrm_kernels.vectors import Job
 
 BLOCK = 32
 
@@ -162,18 +161,18 @@ class Engine:
         for start in pieces:
             depth = min(pieces.step, left.depth - start)
             job = self._job(shape, left.parts, result)
-            job[k.LEFT] = left.memory.data_ptr() + start * block_bytes
-            job[k.RIGHT] = right.memory.data_ptr() + start * block_bytes
-            job[k.DEPTH] = depth
-            job[k.LEFT_STRIDE], job[k.RIGHT_STRIDE] = left.panel_bytes, right.panel_bytes
-            job[k.ACCUMULATE] = result.accumulate or start > 0
+            fields = job.fields
+            fields[k.LEFT] = left.memory.data_ptr() + start * block_bytes
+            fields[k.RIGHT] = right.memory.data_ptr() + start * block_bytes
+            fields[k.DEPTH] = depth
+            fields[k.LEFT_STRIDE], fields[k.RIGHT_STRIDE] = left.panel_bytes, right.panel_bytes
+            fields[k.ACCUMULATE] = result.accumulate or start > 0
             self._run(k.product, job, most=max(1, self._left_bytes // (depth * block_bytes)))
 
     def pack(self, matrix: torch.Tensor, parts: int, result: Result) -> None:
         """Tile a float32 matrix (R, C) whose rows have no gaps."""
-        _check_rows(matrix)
         job = self._job((matrix.shape[0], matrix.shape[1]), parts, result)
-        job[k.SOURCE], job[k.SOURCE_STRIDE] = matrix.data_ptr(), 4 * matrix.stride(0)
+        _set_matrix(job, k.SOURCE, k.SOURCE_STRIDE, matrix)
         self._run(k.pack, job, most=4)
 
     def dot_forward(
@@ -184,11 +183,10 @@ class Engine:
         count = len(features)
         width = dim + count * (count + (1 if itself else -1)) // 2
         job = self._job((size, width), parts, result)
-        kept = self._features(job, features, itself, parts)
-        panels = 2 * blocks_of(count) * blocks_of(dim) * int(job[k.DOT_PARTS]) * k.BLOCK_BYTES // 2
-        job[k.SCRATCH_BYTES] += k.BLOCK_BYTES * (blocks_of(width) + 2) + panels
+        block_bytes = self._set_features(job, features, itself, parts)
+        panels = 2 * blocks_of(count) * blocks_of(dim) * block_bytes
+        job.fields[k.SCRATCH_BYTES] += k.BLOCK_BYTES * (blocks_of(width) + 2) + panels
         self._run(dot_forward, job, most=4)
-        del kept
 
     def dot_backward(
         self,
@@ -199,41 +197,37 @@ class Engine:
         gradients: Sequence[torch.Tensor],
     ) -> None:
         """Write the features' gradients (B, d), given that of the output (B, d + pairs)."""
-        _check_rows(gradient)
         job = self._job((gradient.shape[0], gradient.shape[1]), parts, Result())
-        kept = self._features(job, features, itself, parts)
-        job[k.SOURCE], job[k.SOURCE_STRIDE] = gradient.data_ptr(), 4 * gradient.stride(0)
-        places = _addresses(gradients)
-        job[k.GRADIENTS], job[k.GRADIENT_STRIDES] = (array.ctypes.data for array in places)
+        block_bytes = self._set_features(job, features, itself, parts)
+        _set_matrix(job, k.SOURCE, k.SOURCE_STRIDE, gradient)
+        _set_alike(job, k.GRADIENTS, k.GRADIENT_STRIDES, gradients)
         blocks, columns = blocks_of(len(features)), blocks_of(features[0].shape[1])
-        panels = blocks * (blocks + columns) * int(job[k.DOT_PARTS]) * k.BLOCK_BYTES // 2
-        tiles = k.BLOCK_BYTES // 2
-        job[k.SCRATCH_BYTES] += tiles + k.BLOCK_BYTES * (2 + blocks * blocks) + panels
+        panels, tiles = blocks * (blocks + columns) * block_bytes, k.BLOCK_BYTES // 2
+        job.fields[k.SCRATCH_BYTES] += tiles + k.BLOCK_BYTES * (2 + blocks * blocks) + panels
         self._run(dot_backward, job, most=4)
-        del kept, places
 
-    def _features(
-        self, job: np.ndarray, features: Sequence[torch.Tensor], itself: bool, parts: int
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Fill in the interaction's fields; the arrays whose addresses they hold.
+    def _set_features(
+        self, job: Job, features: Sequence[torch.Tensor], itself: bool, parts: int
+    ) -> int:
+        """Fill in the interaction's fields; bytes of a block of features.
 
         Features are of two parts at least: an interaction is fp32 in bf16 too.
         """
-        job[k.DOT_PARTS] = max(2, parts)
-        places = _addresses(features)
-        job[k.FEATURES], job[k.STRIDES] = (array.ctypes.data for array in places)
-        job[k.COUNT], job[k.DIM], job[k.ITSELF] = len(features), features[0].shape[1], itself
-        return places
+        _set_alike(job, k.FEATURES, k.STRIDES, features)
+        job.fields[[k.COUNT, k.DIM, k.ITSELF]] = len(features), features[0].shape[1], itself
+        job.fields[k.DOT_PARTS] = max(2, parts)
+        return max(2, parts) * k.BLOCK_BYTES // 2
 
-    def _job(self, shape: tuple[int, int], parts: int, result: Result) -> np.ndarray:
-        job = np.zeros(k.FIELDS, np.int64)
-        job[k.CONFIG] = self._config.ctypes.data if self._config is not None else 0
+    def _job(self, shape: tuple[int, int], parts: int, result: Result) -> Job:
+        job = Job(k.FIELDS)
+        fields = job.fields
+        fields[k.CONFIG] = self._config.ctypes.data if self._config is not None else 0
         rows, columns = shape
         row_blocks, column_blocks = blocks_of(rows), blocks_of(columns)
-        job[k.ROWS], job[k.COLUMNS], job[k.PARTS] = rows, columns, parts
-        job[k.ROW_BLOCKS], job[k.COLUMN_BLOCKS] = row_blocks, column_blocks
-        job[k.SCRATCH_BYTES] = k.SCRATCH_LEAST
-        job[k.RELU], job[k.ACCUMULATE] = result.relu, result.accumulate
+        fields[[k.ROWS, k.COLUMNS, k.PARTS]] = rows, columns, parts
+        fields[[k.ROW_BLOCKS, k.COLUMN_BLOCKS]] = row_blocks, column_blocks
+        fields[k.SCRATCH_BYTES] = k.SCRATCH_LEAST
+        fields[[k.RELU, k.ACCUMULATE]] = result.relu, result.accumulate
         floats = (
             (k.BIAS, result.bias, BLOCK * column_blocks),
             (k.SUMS, result.sums, BLOCK * column_blocks * row_blocks),
@@ -242,15 +236,11 @@ class Engine:
             if tensor is not None:
                 if tensor.numel() != size or not tensor.is_contiguous():
                     raise ValueError(f"{tuple(tensor.shape)} floats given, expected {size}")
-                job[field] = tensor.data_ptr()
+                fields[field] = tensor.data_ptr()
         if result.target is not None:
-            _check_rows(result.target)
             if tuple(result.target.shape) != shape:
                 raise ValueError(f"target is {tuple(result.target.shape)}, the result {shape}")
-            job[k.TARGET], job[k.TARGET_STRIDE] = (
-                result.target.data_ptr(),
-                4 * result.target.stride(0),
-            )
+            _set_matrix(job, k.TARGET, k.TARGET_STRIDE, result.target)
         upright, mirrored = (row_blocks, column_blocks), (column_blocks, row_blocks)
         forms = (
             (k.MASK, result.mask, upright),
@@ -267,25 +257,23 @@ class Engine:
                     f"{form.panels} x {form.depth} blocks of {form.parts} parts given, expected "
                     f"{blocks[0]} x {blocks[1]} of {parts}"
                 )
-            job[field] = form.memory.data_ptr()
+            fields[field] = form.memory.data_ptr()
         if result.mask is not None:
-            job[k.MASK_PARTS] = result.mask.parts
+            fields[k.MASK_PARTS] = result.mask.parts
         return job
 
-    def _run(self, kernel: Callable[[int], None], job: np.ndarray, most: int) -> None:
+    def _run(self, kernel: Callable[[int], None], job: Job, most: int) -> None:
         """Run a job in units of at most ``most`` rows of blocks."""
         count = torch.get_num_threads()
-        blocks = int(job[k.ROW_BLOCKS])
+        blocks = int(job.fields[k.ROW_BLOCKS])
         # several units a thread, so that a disturbed one does not hold up the others
         group = min(most, max(1, blocks // (4 * count))) if count > 1 else most
         units = -(-blocks // group)
-        job[k.GROUP], job[UNITS] = group, units
-        count = max(1, min(count, units))
-        needed = count * int(job[k.SCRATCH_BYTES])
+        needed = max(1, min(count, units)) * int(job.fields[k.SCRATCH_BYTES])
         if self._scratch.numel() < needed:
             self._scratch = torch.empty(needed, dtype=torch.uint8)
-        job[k.SCRATCH] = self._scratch.data_ptr()
-        compile_kernel(kernel)[0](job.ctypes.data, count)
+        job.fields[[k.GROUP, k.SCRATCH]] = group, self._scratch.data_ptr()
+        job.run(kernel, units, count)
 
 
 def compile_all() -> list[str]:
@@ -310,11 +298,16 @@ def _check_rows(matrix: torch.Tensor) -> None:
         raise ValueError(f"rows have gaps: strides {matrix.stride()}")
 
 
-def _addresses(tensors: Sequence[torch.Tensor]) -> tuple[np.ndarray, np.ndarray]:
-    """Where tensors (B, d) lie, and the bytes between their rows."""
+def _set_matrix(job: Job, place: int, stride: int, matrix: torch.Tensor) -> None:
+    """Fill in where a matrix lies, and the bytes between its rows."""
+    _check_rows(matrix)
+    job.fields[[place, stride]] = matrix.data_ptr(), 4 * matrix.stride(0)
+
+
+def _set_alike(job: Job, places: int, strides: int, tensors: Sequence[torch.Tensor]) -> None:
+    """Fill in where tensors (B, d) lie, and the bytes between their rows."""
     for tensor in tensors:
         _check_rows(tensor)
         if tensor.shape != tensors[0].shape:
             raise ValueError(f"features of shapes {tensor.shape} and {tensors[0].shape}")
-    places = np.array([tensor.data_ptr() for tensor in tensors], np.int64)
-    return places, np.array([4 * tensor.stride(0) for tensor in tensors], np.int64)
+    job.set_rows(places, strides, tensors)
