@@ -98,13 +98,11 @@ class Printing(Observer):
         self.evidence: dict[str, Any] = {}
 
     def line(self, line: Line) -> None:
-        """Print a line."""
         if first_rank():
             print_line(line)
 
 
 def print_line(line: Line) -> None:
-    """Print one JSON object on a line of its own, at once."""
     print(json.dumps(plain(line)), flush=True)
 
 

@@ -153,7 +153,6 @@ class ModelConfig:
 
     @functools.cached_property
     def interaction_kind(self) -> Interaction:
-        """The interaction of this model's features."""
         kind = INTERACTIONS[self.interaction]
         options = {leaf: getattr(self, leaf) for leaf in kind.options}
         return kind(len(self.table_rows) + 1, self.embedding_dim, **options)

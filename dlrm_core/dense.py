@@ -150,7 +150,6 @@ class DensePart:
 
     @property
     def layers(self) -> Layers:
-        """What runs each part."""
         return {piece.component: piece.run for piece in self.pieces}
 
     def __call__(

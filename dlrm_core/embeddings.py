@@ -88,7 +88,6 @@ class EmbeddingTables(nn.Module):
 
     @property
     def weights(self) -> list[nn.Parameter]:
-        """The tables' weights, each (R, d)."""
         return list(self.parameters())
 
     def own_backend(self, config: TrainingConfig) -> Backend | None:
@@ -96,7 +95,6 @@ class EmbeddingTables(nn.Module):
         return None
 
     def forward(self, batch: Batch) -> list[torch.Tensor]:
-        """T pooled vectors, each (B, d) float32."""
         if self.backend is not None:
             return self.backend.forward(self, batch)
         return [

@@ -42,7 +42,6 @@ class Weight:
 
     @property
     def size(self) -> int:
-        """How many numbers it has."""
         return int(np.prod(self.shape))
 
 
@@ -299,7 +298,6 @@ class CatInteraction(Interaction):
             ops.add("copy_", vector, vector)
 
     def memory(self, number: int, widens: bool) -> tuple[int, int, int]:
-        """It is its own result."""
         return 0, 0, 2 * self.width
 
 
@@ -372,7 +370,6 @@ class CrossInteraction(CatInteraction):
         super().backward_work(ops, rows)
 
     def memory(self, number: int, widens: bool) -> tuple[int, int, int]:
-        """A layer keeps its factor and both products' inputs."""
         inner = self.width * (2 * self.dcn_layers - 1) + self.dcn_rank * self.dcn_layers
         return self.width + inner, 0, 3 * self.width
 

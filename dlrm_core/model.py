@@ -60,7 +60,6 @@ class MLP(nn.Sequential):
 
     @property
     def linears(self) -> list[nn.Linear]:
-        """The linear layers, input side first."""
         return [layer for layer in self if isinstance(layer, nn.Linear)]
 
 
@@ -172,11 +171,9 @@ class ClickLoss(nn.Module):
 
     @classmethod
     def of(cls, model: Any) -> ClickLoss:
-        """The loss that the parameters of a model name."""
         return cls(model.loss, model.loss_weights)
 
     def forward(self, predictions: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """The loss of a batch."""
         return self.kind.forward(predictions, targets, self.weights)
 
 
@@ -243,7 +240,6 @@ class DLRM(nn.Module):
         return [piece for piece in self.pieces if "batch" not in piece.takes]
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        """Click probability (B, 1) float32."""
         values = inputs_of(batch)
         for piece in self.pieces:
             values[piece.gives] = piece.run(*(values[name] for name in piece.takes))

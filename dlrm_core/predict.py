@@ -98,7 +98,6 @@ class Predictor:
         self.loss: nn.Module = ClickLoss.of(self.parameters.model).to(self.device)
 
     def predict(self, batch: Batch) -> torch.Tensor:
-        """Click probability (B, 1) of a batch on the device."""
         return predict(self._model, batch, self._precision)
 
     def evaluate(self, on_batch: Callable[[int], None]) -> Evaluation:
@@ -107,7 +106,6 @@ class Predictor:
         return evaluate(self.predict, self.loss, held_out, self.device, self.iteration, on_batch)
 
     def agree(self, seconds: float) -> float:
-        """Seconds of all who predict together, of these here."""
         return seconds
 
     @property

@@ -47,7 +47,6 @@ class Step:
 
     @property
     def embedding_optimizer(self) -> Any:
-        """What updates the tables."""
         return self.optimizers["embedding"]
 
     @property

@@ -167,7 +167,6 @@ class TrainingLoop(abc.ABC, Generic[StepT]):
 
     @property
     def model(self) -> DLRM:
-        """The model being trained."""
         return self.step.model
 
     @property

@@ -107,7 +107,6 @@ class StepGraph:
         self._loss = torch.empty(0)
 
     def __call__(self, batch: Batch) -> torch.Tensor:
-        """Train on a batch that is on the device; its loss, detached."""
         static = self._static
         if static is None:
             return self._begin(batch)

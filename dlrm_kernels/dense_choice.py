@@ -185,6 +185,5 @@ def time_passes(
 
 
 def label(pair: Pair) -> str:
-    """A candidate as a reader calls it."""
     backend, product = pair
     return f"{backend} with fp32_matmul {product}"

@@ -63,7 +63,6 @@ class FacebookReplay(FacebookLoop):
         return {"random": random, "skip": place - total}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state."""
         super().restore(state)
         self._drawn, self._total = np.empty(0), 0
         self._marks = collections.deque([(0, self.random.get_state(legacy=False))])
@@ -93,7 +92,6 @@ class FacebookReplay(FacebookLoop):
         return np.concatenate([taken, self._draw(count - taken.size, kind)])
 
     def _fill(self, count: int) -> None:
-        """See to it that ``count`` draws are at hand."""
         missing = count - self._drawn.size
         if missing > 0:
             self._drawn = np.concatenate([self._drawn, self._draw(missing)])

@@ -171,7 +171,6 @@ def store_numbers(address, value, count, narrow):
 
 @v.compiled
 def number_bytes(job):
-    """Bytes of a number of x and z."""
     return 4 - 2 * v.field(job, NARROW)
 
 
@@ -212,7 +211,6 @@ def gather(job, sample, features):
 
 @v.compiled
 def square_bytes(job):
-    """Bytes of a row of the square."""
     return (v.field(job, COUNT) + v.LANES - 1) // v.LANES * v.LANES * 4
 
 

@@ -39,11 +39,9 @@ class CudaCopies:
         self._stream = torch.cuda.Stream(device)
 
     def host_buffer(self, size: int) -> torch.Tensor:
-        """(size,) uint8 of page-locked host memory."""
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
     def device_buffer(self, size: int) -> torch.Tensor:
-        """(size,) uint8 on the device."""
         return torch.empty(size, dtype=torch.uint8, device=self._device)
 
     def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
@@ -62,7 +60,6 @@ class CudaCopies:
         self._stream_of(copying).wait_event(event)
 
     def join(self, event: torch.cuda.Event) -> None:
-        """Let the host wait for an event."""
         event.synchronize()
 
     def _stream_of(self, copying: bool) -> torch.cuda.Stream:

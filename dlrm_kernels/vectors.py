@@ -145,7 +145,6 @@ def spread(builder: ir.IRBuilder, number: ir.Value, kind: ir.VectorType) -> ir.V
 
 
 def call(builder: ir.IRBuilder, name: str, result: ir.Type, *arguments: ir.Value) -> ir.Value:
-    """Call an intrinsic function of LLVM."""
     kind = ir.FunctionType(result, [argument.type for argument in arguments])
     return builder.call(get_or_insert_function(builder.module, kind, f"llvm.{name}"), arguments)
 
@@ -267,13 +266,11 @@ def lane_numbers(builder):
 
 @instruction(vector(types.float32))
 def splat(builder, value):
-    """Sixteen times the same float32."""
     return spread(builder, value, FLOATS)
 
 
 @instruction(word_vector(types.int64))
 def splat_word(builder, value):
-    """Sixteen times the low 32 bits of an integer."""
     return spread(builder, builder.trunc(value, I32), INTS)
 
 
@@ -305,7 +302,6 @@ def multiply_high(builder, a, b):
 
 @instruction(vector(vector))
 def square_root(builder, a):
-    """The square root of each lane."""
     return call(builder, "sqrt.v16f32", FLOATS, a)
 
 
@@ -424,7 +420,6 @@ class Job:
         self._kept: list[np.ndarray] = []
 
     def array(self, values: np.ndarray) -> np.ndarray:
-        """Keep an array alive as long as the job."""
         self._kept.append(values)
         return values
 

@@ -276,7 +276,6 @@ class JsonLines:
             sync_folder(path.parent)
 
     def write(self, value: Any) -> None:
-        """Append one line."""
         with self._writing():
             self._file.write(f"{self._prefix}{json.dumps(plain(value))}\n")
             self._file.flush()

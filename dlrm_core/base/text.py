@@ -52,7 +52,6 @@ def shown_on(stream: TextIO) -> Any:
 
 
 def counted(count: int, noun: str) -> str:
-    """``1 thread``, ``2 threads``."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 

@@ -56,12 +56,10 @@ class Batch:
 
     @property
     def size(self) -> int:
-        """Number of samples B."""
         return self.dense.shape[0]
 
     @property
     def tables(self) -> int:
-        """Number of tables T."""
         return self.offsets.shape[0]
 
     def table_indices(self, table: int) -> torch.Tensor:

@@ -326,7 +326,6 @@ class Report:
         )
 
     def _tell(self, line: Line) -> None:
-        """Write a line of metrics.jsonl, and show it to the observer."""
         if self._lines is not None:
             self._lines.write(line)
         self._observer.line(line)

@@ -89,9 +89,12 @@ def check_rows(table: int, weight: torch.Tensor) -> None:
 
 
 class InBackward:
-    """A back end that updates the tables while backward runs, by :meth:`backpropagate`.
+    """A back end that updates the tables while backward runs.
 
-    Every ``backward()`` is a step; nothing is kept between the two.
+    Every ``backward()`` is a step; nothing is kept between the two. A subclass has
+    ``pool(tables, batch)``, the pooled vectors (T, B, d) outside of any graph; ``extents(batch)``,
+    what backward is to know of a batch beside its indices and offsets; and ``backpropagate(tables,
+    indices, offsets, extents, gradients)``, the update by the gradients (B, d) of these vectors.
     """
 
     _anchor: torch.Tensor

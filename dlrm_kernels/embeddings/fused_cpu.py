@@ -90,7 +90,6 @@ class FusedCpu(InBackward):
         self._scratch = np.empty(0, np.int64)
 
     def pool(self, tables: EmbeddingTables, batch: Batch) -> torch.Tensor:
-        """Pooled vectors (T, B, d) float32, outside of any graph."""
         self._check_tables(tables)
         check_batch(batch, len(self._rows))
         pooled = torch.empty(batch.tables, batch.offsets.shape[1], self._dim)
@@ -108,7 +107,6 @@ class FusedCpu(InBackward):
         return pooled
 
     def extents(self, batch: Batch) -> tuple[int, ...]:
-        """Where each table's lookups begin, and where the last ends."""
         return batch.table_starts
 
     def backpropagate(
@@ -119,7 +117,6 @@ class FusedCpu(InBackward):
         starts: tuple[int, ...],
         gradients: list[torch.Tensor],
     ) -> None:
-        """Update the tables with the gradients (B, d) of their pooled vectors."""
         self._check_tables(tables)
         gradients = [_rows_of(gradient) for gradient in gradients]
         job = self._job(indices, offsets, starts)
@@ -190,7 +187,6 @@ class FusedCpu(InBackward):
         return [k.forward, k.sgd_owned, *([kernels_sorted.adagrad_owned] if narrow else [])]
 
     def _check_tables(self, tables: EmbeddingTables) -> None:
-        """Note where the tables lie; check them again whenever one has moved."""
         weights = tables.weights
         addresses = tuple(weight.data_ptr() for weight in weights)
         if addresses == self._known:

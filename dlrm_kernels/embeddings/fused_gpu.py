@@ -206,7 +206,6 @@ class FusedGpu(InBackward):
         extents: torch.Tensor,
         gradients: list[torch.Tensor],
     ) -> None:
-        """Update the tables with the gradients (B, d) of their pooled vectors."""
         self._check_tables(tables)
         if indices.numel() and offsets.shape[1]:
             self._settle(indices, offsets, extents, gradients)
@@ -287,7 +286,6 @@ class FusedGpu(InBackward):
             raise InputError(describe_values(kind, table, place, value, rows))
 
     def _check_tables(self, tables: EmbeddingTables) -> None:
-        """Note where the tables lie; check them again whenever one has moved."""
         weights = tables.weights
         addresses = tuple(weight.data_ptr() for weight in weights)
         if addresses == self._known:
@@ -369,7 +367,6 @@ def _capturing(device: torch.device) -> bool:
 
 
 def require_triton() -> None:
-    """Raise MissingToolError if triton is not installed."""
     try:
         import triton  # noqa: F401
     except ImportError:

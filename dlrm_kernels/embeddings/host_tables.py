@@ -100,7 +100,6 @@ class PlacedTables(EmbeddingTables):
         return self
 
     def own_backend(self, config: TrainingConfig) -> SplitTables:
-        """The back end that hands each table to its side, whatever the parameters say."""
         return SplitTables(self, config)
 
     def side(self, ids: Sequence[int]) -> EmbeddingTables:
@@ -138,7 +137,6 @@ def places_of(parameters: Parameters, device: torch.device) -> Places:
 
 
 def _notice(parameters: Parameters, placement: Placement, device: torch.device) -> str:
-    """The sentence that says which tables lie where."""
     rows, row_bytes = parameters.model.table_rows, parameters.model.row_bytes
 
     def those(ids: Sequence[int]) -> str:
@@ -212,17 +210,14 @@ class SplitTables:
             set_rate(update, rate)
 
     def forward(self, tables: EmbeddingTables, batch: Batch) -> list[torch.Tensor]:
-        """T pooled vectors, each (B, d), on the device of the dense part."""
         recorded = torch.is_grad_enabled()
         return list(_Split.apply(self._anchor, self, divide(batch, self.placement), recorded))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop gradients that a side keeps between backward and step."""
         for _, _, update in self.sides:
             update.zero_grad(set_to_none=set_to_none)
 
     def step(self) -> None:
-        """Apply what backward has only made, on both sides."""
         for _, _, update in self.sides:
             update.step()
 

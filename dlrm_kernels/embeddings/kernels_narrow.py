@@ -46,7 +46,6 @@ def fetched(lookups, i):
 
 @v.compiled
 def owns(share, row):
-    """Whether a row belongs to a share."""
     return v.owner(row, share.slices) == share.mine
 
 

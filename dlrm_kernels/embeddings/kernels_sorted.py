@@ -282,7 +282,6 @@ def end_of_row(keys, begin, count, shift):
 
 @v.compiled
 def rates_of(job):
-    """Learning rate and epsilon of a job."""
     return Rates(v.load_float(v.field(job, k.RATES)), v.load_float(v.field(job, k.RATES) + 4))
 
 

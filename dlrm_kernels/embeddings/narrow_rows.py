@@ -43,7 +43,6 @@ class TorchRows(InBackward):
         self._made: list[tuple[int, torch.Tensor, torch.Tensor]] = []
 
     def pool(self, tables: EmbeddingTables, batch: Batch) -> torch.Tensor:
-        """Pooled vectors (T, B, d) float32 outside of any graph."""
         weights, offsets = tables.weights, batch.offsets
         pooled = torch.empty(*offsets.shape, weights[0].shape[1], device=offsets.device)
         for t, weight in enumerate(weights):
@@ -62,7 +61,6 @@ class TorchRows(InBackward):
 
     @torch.no_grad()
     def step(self) -> None:
-        """Update every row that has a gradient."""
         if not self._made:
             return
         for table, rows, gradient in self._made:
@@ -78,7 +76,6 @@ class TorchRows(InBackward):
         batch: Batch,
         gradients: list[torch.Tensor],
     ) -> None:
-        """Keep, for each table, the rows of a batch (n,) and their float32 gradients (n, d)."""
         for table, gradient in enumerate(gradients):
             ends = torch.tensor([len(batch.table_indices(table))], device=gradient.device)
             sizes = torch.diff(torch.cat([batch.offsets[table], ends]))

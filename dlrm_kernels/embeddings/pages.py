@@ -39,7 +39,6 @@ def tables_on_huge_pages(
 def empty_tables(
     table_rows: Sequence[int], dim: int, dtype: torch.dtype = torch.float32
 ) -> list[torch.Tensor]:
-    """Memory for tables (R, d), one behind the other."""
     return list(empty_table(sum(table_rows), dim, dtype).split(list(table_rows)))
 
 

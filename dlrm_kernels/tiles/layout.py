@@ -68,7 +68,6 @@ class Arena:
         return found
 
     def floats(self, *shape: int) -> torch.Tensor:
-        """A float32 matrix."""
         return self.take(4 * math.prod(shape)).view(torch.float32).view(shape)
 
 

@@ -64,7 +64,6 @@ class TiledMLP:
         ]
 
     def _read_weights(self) -> None:
-        """Tile the weights as they are now."""
         for layer, linear in enumerate(self._linears):
             wanted = Result(columns_t=self._forward[layer])
             if layer > 0 or self.input_gradient:
