@@ -680,7 +680,7 @@ def load_parameters(
     for override in overrides:
         name = override.partition("=")[0].strip()
         section, _, leaf = name.partition(".")
-        if section in SECTIONS:
+        if section in SECTIONS and name not in RETIRED:
             require_effect(parameters, name, tree[section].get(leaf), option_text(override))
     return parameters
 

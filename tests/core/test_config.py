@@ -1,7 +1,9 @@
 """Parameters: what is accepted, and what is refused with which words."""
 
+import json
 import math
 import os
+import re
 from dataclasses import fields
 from pathlib import Path
 
@@ -11,7 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dlrm_core.base.errors import InputError
-from dlrm_core.config import SECTIONS, Parameters, load_parameters, parameters_from_sections
+from dlrm_core.config import (
+    RETIRED,
+    SECTIONS,
+    Parameters,
+    load_parameters,
+    parameters_from_sections,
+)
 from dlrm_core.interactions import INTERACTIONS, DotInteraction, Interaction
 from dlrm_core.losses import LOSSES, Loss
 from dlrm_core.optimizers import OPTIMIZERS, Optimizer
@@ -266,6 +274,14 @@ def test_no_value_of_any_leaf_makes_a_message_long():
 def test_a_folder_is_no_parameters_file(tmp_path):
     with pytest.raises(InputError, match=r"cannot be read: it is a folder$"):
         load_parameters(tmp_path)
+
+
+@pytest.mark.parametrize("name", RETIRED)
+def test_a_retired_parameter_with_the_value_that_does_nothing_is_taken(name):
+    value = json.dumps(RETIRED[name])
+    assert load_parameters(None, [f"{name}={value}"]) == load_parameters(None)
+    with pytest.raises(InputError, match=f"unknown parameter {re.escape(name)}"):
+        load_parameters(None, [f"{name}=another"])
 
 
 def test_overrides_replace_one_leaf(tmp_path):
