@@ -16,7 +16,8 @@ NO_FAULT, BAD_INDEX, BAD_OFFSET = 0, 1, 2
 """What a forward kernel notes of a batch that it refuses."""
 
 ADAGRAD, ROWWISE, SGD = 0, 1, 2
-"""KIND of an update that changes a row once."""
+KINDS = {"adagrad": ADAGRAD, "rowwise_adagrad": ROWWISE, "sgd": SGD}
+"""``training.optimizer`` to the kind of an update that changes a row once."""
 
 
 def check_batch(batch: Batch, tables: int, device: str = "cpu") -> None:
@@ -99,6 +100,18 @@ class InBackward:
 
     _anchor: torch.Tensor
     """A graph needs a leaf: the tables are none, they have no gradient."""
+    _known: tuple[int, ...] = ()
+
+    def note_tables(self, tables: EmbeddingTables) -> None:
+        """Check the tables and note where they lie, now and whenever one has moved."""
+        addresses = tuple(weight.data_ptr() for weight in tables.weights)
+        if addresses != self._known:
+            self._note(tables.weights)
+            self._known = tuple(weight.data_ptr() for weight in tables.weights)
+
+    def _note(self, weights: list[torch.nn.Parameter]) -> None:
+        """Check tables (R, d) and note where they lie."""
+        raise NotImplementedError
 
     def forward(self, tables: EmbeddingTables, batch: Batch) -> list[torch.Tensor]:
         """T pooled vectors, each (B, d).

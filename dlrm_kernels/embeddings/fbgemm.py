@@ -72,8 +72,7 @@ class Fbgemm(InBackward):
         self._api = load_fbgemm(weights[0].device)
         self._module = self._build(weights, learning_rate)
         self._learning_rate = learning_rate
-        self._known: tuple[int, ...] = ()
-        self._adopt(weights)
+        self.note_tables(tables)
         self.states = self._states()
 
     @property
@@ -92,7 +91,7 @@ class Fbgemm(InBackward):
         Raises:
             InputError: an index outside its table, or a batch laid out otherwise.
         """
-        self._adopt(tables.weights)
+        self.note_tables(tables)
         if batch.indices.device.type == "cpu":
             check_batch(batch, len(self._rows))
         offsets = _offsets_of_all(batch)
@@ -137,16 +136,13 @@ class Fbgemm(InBackward):
         state = empty_table(total, width).zero_().view(-1)
         return {"weights": memory, "momentum1": state}
 
-    def _adopt(self, weights: list[torch.nn.Parameter]) -> None:
-        """Make the parameters alias FBGEMM's memory; again whenever one has moved."""
-        if tuple(weight.data_ptr() for weight in weights) == self._known:
-            return
+    def _note(self, weights: list[torch.nn.Parameter]) -> None:
+        """Make the parameters alias FBGEMM's memory."""
         _check_tables(weights)
         for weight, place in zip(weights, self._module.split_embedding_weights(), strict=True):
             if place.data_ptr() != weight.data_ptr():
                 place.copy_(weight.data)
                 weight.data = place.view(weight.shape)
-        self._known = tuple(weight.data_ptr() for weight in weights)
 
     def _states(self) -> list[torch.Tensor]:
         if not self._optimizer.row_state(self._dim):

@@ -23,7 +23,13 @@ from dlrm_core.embeddings import EmbeddingTables
 from dlrm_core.optimizers import EPSILON, OPTIMIZERS
 from dlrm_kernels.embeddings import kernels as k
 from dlrm_kernels.embeddings import kernels_narrow, kernels_sorted
-from dlrm_kernels.embeddings.checks import InBackward, check_batch, check_rows, describe_fault
+from dlrm_kernels.embeddings.checks import (
+    KINDS,
+    InBackward,
+    check_batch,
+    check_rows,
+    describe_fault,
+)
 from dlrm_kernels.embeddings.pages import empty_table
 from dlrm_kernels.native import compile_kernel, require_numba
 from dlrm_kernels.vectors import Job
@@ -71,11 +77,10 @@ class FusedCpu(InBackward):
         self.seed, self.updates = seed, 0
         self._format = FORMATS.get(tables.weights[0].dtype, kernels_narrow.FLOAT)
         self._numbers = np.array(tables.numbers, np.int64)
-        self._known: tuple[int, ...] = ()
         self._weights = np.empty(0, np.int64)
         self._rows = np.empty(0, np.int64)
         self._dim = 0
-        self._check_tables(tables)
+        self.note_tables(tables)
         width = OPTIMIZERS[optimizer].row_state(self._dim)
         self.states = [
             empty_table(weight.shape[0] if width else 0, width).zero_() for weight in tables.weights
@@ -90,7 +95,7 @@ class FusedCpu(InBackward):
         self._scratch = np.empty(0, np.int64)
 
     def pool(self, tables: EmbeddingTables, batch: Batch) -> torch.Tensor:
-        self._check_tables(tables)
+        self.note_tables(tables)
         check_batch(batch, len(self._rows))
         pooled = torch.empty(batch.tables, batch.offsets.shape[1], self._dim)
         threads = torch.get_num_threads()
@@ -117,7 +122,7 @@ class FusedCpu(InBackward):
         starts: tuple[int, ...],
         gradients: list[torch.Tensor],
     ) -> None:
-        self._check_tables(tables)
+        self.note_tables(tables)
         gradients = [_rows_of(gradient) for gradient in gradients]
         job = self._job(indices, offsets, starts)
         job.set_rows(k.GRADIENTS, k.STRIDES, gradients)
@@ -173,11 +178,7 @@ class FusedCpu(InBackward):
         job.fields[k.SCRATCH] = self._scratch.ctypes.data
         job.fields[k.KEYS] = self._scratch.ctypes.data + 8 * threads * of_thread
         job.fields[k.REGION] = 8 * region
-        job.fields[k.KIND] = {
-            "sgd": kernels_sorted.SGD,
-            "adagrad": kernels_sorted.ADAGRAD,
-            "rowwise_adagrad": kernels_sorted.ROWWISE,
-        }[self.optimizer]
+        job.fields[k.KIND] = KINDS[self.optimizer]
 
     def _kernels(self) -> list[Callable[[int], None]]:
         """The kernels that this optimiser needs."""
@@ -186,11 +187,7 @@ class FusedCpu(InBackward):
         narrow = self._format != kernels_narrow.FLOAT
         return [k.forward, k.sgd_owned, *([kernels_sorted.adagrad_owned] if narrow else [])]
 
-    def _check_tables(self, tables: EmbeddingTables) -> None:
-        weights = tables.weights
-        addresses = tuple(weight.data_ptr() for weight in weights)
-        if addresses == self._known:
-            return
+    def _note(self, weights: list[torch.nn.Parameter]) -> None:
         allowed = [dtype for dtype in FORMATS if FORMATS[dtype] == self._format]
         for t, weight in enumerate(weights):
             if weight.device.type != "cpu" or weight.dtype not in allowed:
@@ -199,10 +196,9 @@ class FusedCpu(InBackward):
                     f"the fused back end of the CPU works on {allowed[0]} on cpu"
                 )
             check_rows(t, weight)
-        self._weights = np.array(addresses, np.int64)
+        self._weights = np.array([weight.data_ptr() for weight in weights], np.int64)
         self._rows = np.array([weight.shape[0] for weight in weights], np.int64)
         self._dim = weights[0].shape[1]
-        self._known = addresses
 
     def _job(self, indices: torch.Tensor, offsets: torch.Tensor, starts: tuple[int, ...]) -> Job:
         job = Job(k.FIELDS)

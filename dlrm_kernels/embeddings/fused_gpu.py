@@ -24,6 +24,7 @@ from dlrm_core.optimizers import EPSILON, OPTIMIZERS
 from dlrm_kernels.embeddings.checks import (
     BAD_INDEX,
     BAD_OFFSET,
+    KINDS,
     InBackward,
     check_batch,
     check_rows,
@@ -116,13 +117,12 @@ class FusedGpu(InBackward):
         self.notices: list[str] = []
         self._rates = torch.full((1,), learning_rate, device=self.device)
         self._learning_rate = learning_rate
-        self._known: tuple[int, ...] = ()
         width = OPTIMIZERS[optimizer].row_state(weights[0].shape[1])
         self.states = [
             torch.zeros(weight.shape[0] if width else 0, width, device=self.device)
             for weight in weights
         ]
-        self._check_tables(tables)
+        self.note_tables(tables)
         self._anchor = torch.zeros(0, device=self.device, requires_grad=True)
         self._fault = torch.zeros(4, dtype=torch.int64, device=self.device)
         self._seen = torch.zeros(4, dtype=torch.int64, pin_memory=self.device.type == "cuda")
@@ -168,7 +168,7 @@ class FusedGpu(InBackward):
         """
         from dlrm_kernels.embeddings import kernels_gpu as k
 
-        self._check_tables(tables)
+        self.note_tables(tables)
         check_batch(batch, self._tables, self.device.type)
         # a copy of the past may still be under way while a graph is being captured
         if not _capturing(self.device):
@@ -206,7 +206,7 @@ class FusedGpu(InBackward):
         extents: torch.Tensor,
         gradients: list[torch.Tensor],
     ) -> None:
-        self._check_tables(tables)
+        self.note_tables(tables)
         if indices.numel() and offsets.shape[1]:
             self._settle(indices, offsets, extents, gradients)
         if self.dtype != torch.float32:
@@ -236,7 +236,6 @@ class FusedGpu(InBackward):
         # stable: equal rows stay in the order of their lookups, so sums have one order
         sorted_keys, order = torch.sort(keys, stable=True)
         values, table_stride, bag_stride = in_one(gradients)
-        kind = {"sgd": k.SGD, "adagrad": k.ADAGRAD, "rowwise_adagrad": k.ROWWISE}
         lookups = True
         while True:
             programs = -(-count // tiles.run)
@@ -254,7 +253,7 @@ class FusedGpu(InBackward):
                 WIDTH=self._width,
                 VEC=self._vector,
                 TILE=tiles.run,
-                KIND=kind[self.optimizer],
+                KIND=KINDS[self.optimizer],
                 LOOKUPS=lookups,
                 num_warps=tiles.run_warps,
             )
@@ -285,11 +284,8 @@ class FusedGpu(InBackward):
             rows = int(self._weights[table].shape[0])
             raise InputError(describe_values(kind, table, place, value, rows))
 
-    def _check_tables(self, tables: EmbeddingTables) -> None:
-        weights = tables.weights
-        addresses = tuple(weight.data_ptr() for weight in weights)
-        if addresses == self._known:
-            return
+    def _note(self, weights: list[torch.nn.Parameter]) -> None:
+        addresses = [weight.data_ptr() for weight in weights]
         dim = weights[0].shape[1]
         for t, weight in enumerate(weights):
             if weight.device != self.device or weight.dtype != self.dtype:
@@ -323,9 +319,8 @@ class FusedGpu(InBackward):
         self._places = self._distances(addresses, self._vector * self.dtype.itemsize)
         by_row = OPTIMIZERS[self.optimizer].per_row
         self._state_places = self._distances(states, 4 if by_row else 4 * self._vector)
-        self._known = addresses
 
-    def _distances(self, addresses: tuple[int, ...] | list[int], unit: int) -> torch.Tensor:
+    def _distances(self, addresses: list[int], unit: int) -> torch.Tensor:
         """(T,) int64: how many times ``unit`` bytes each address is from the first."""
         away = [(address - addresses[0]) // unit for address in addresses]
         return torch.tensor(away, device=self.device)
