@@ -146,13 +146,15 @@ class Operations:
     def weight_gradients(self, rows: int, m: int, n: int, layer: int, bias: bool) -> None:
         """Gradients of a linear layer's weight (m, n) and bias (m,), summed over the rows."""
         self.product("mm", "backward_weight", (m, n, rows), layer=layer)
+        self.widened(n * m)
+        if bias:
+            self.add("sum", rows * m * self.element, m * self.element, flops=rows * m)
+            self.widened(m)
+
+    def widened(self, elements: float) -> None:
+        """A copy of activations in float32, which they may be already."""
         if self.narrow:
-            self.cast(n * m, self.element, FLOAT_BYTES)
-        if not bias:
-            return
-        self.add("sum", rows * m * self.element, m * self.element, flops=rows * m)
-        if self.narrow:
-            self.cast(m, self.element, FLOAT_BYTES)
+            self.cast(elements, self.element, FLOAT_BYTES)
 
     def norm(self, groups: int, size: int, *, backward: bool = False) -> None:
         """A layer norm of each group of so many activations, with a scale and a shift in float32.

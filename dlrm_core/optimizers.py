@@ -205,9 +205,8 @@ class Adagrad(Optimizer):
         ops.add("pow", merged, merged, flops=values)
         rows_work(ops, "add_", table, rows, rows, dim)
         _masked(ops, table, rows, merged)
-        ops.add("sqrt_", merged, merged, flops=values)
-        ops.add("add_", merged, merged, flops=values)
-        ops.add("div", 2 * merged, merged, flops=values)
+        for operator, operands in (("sqrt_", 1), ("add_", 1), ("div", 2)):
+            ops.add(operator, operands * merged, merged, flops=values)
         rows_work(ops, "add_", table, rows, rows, dim)
 
 
@@ -277,8 +276,7 @@ class Adam(Optimizer):
             ops.add("sub", 2 * merged, merged, flops=values)
             ops.add("mul_", merged, merged, flops=values)
             rows_work(ops, "add_", table, rows, rows, dim)
-        for operator, operands in (("add_", 2), ("add_", 2), ("sqrt_", 1), ("add_", 1)):
+        last = (("add_", 2), ("add_", 2), ("sqrt_", 1), ("add_", 1), ("div_", 2), ("mul", 1))
+        for operator, operands in last:
             ops.add(operator, operands * merged, merged, flops=values)
-        ops.add("div_", 2 * merged, merged, flops=values)
-        ops.add("mul", merged, merged, flops=values)
         rows_work(ops, "add_", table, rows, rows, dim)

@@ -191,9 +191,9 @@ def coerce_section(section: Any, name: str) -> None:
     """
     hints = typing.get_type_hints(type(section))
     for field in dataclasses.fields(section):
-        where = f"{name}.{field.name}"
-        value = coerced(getattr(section, field.name), hints[field.name], where, field.metadata)
-        object.__setattr__(section, field.name, value)
+        leaf, given = field.name, getattr(section, field.name)
+        value = coerced(given, hints[leaf], f"{name}.{leaf}", field.metadata)
+        object.__setattr__(section, leaf, value)
 
 
 def section_from(kind: type[Section], given: Any, name: str) -> Section:
@@ -241,12 +241,8 @@ def describe_type(annotation: Any) -> str:
         return f"a list of {describe_type(typing.get_args(annotation)[0]).split(' ', 1)[1]}s"
     if typing.get_origin(annotation) is Mapping:
         return "a mapping of text to text"
-    return {
-        bool: "true or false",
-        int: "a whole number",
-        float: "a number",
-        str: "some text",
-    }[annotation]
+    names = {bool: "true or false", int: "a whole number", float: "a number", str: "some text"}
+    return names[annotation]
 
 
 def coerced(value: Any, annotation: Any, where: str, metadata: Any) -> Any:
