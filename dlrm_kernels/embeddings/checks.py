@@ -96,8 +96,16 @@ class InBackward:
     ``pool(tables, batch)``, the pooled vectors (T, B, d) outside of any graph; ``extents(batch)``,
     what backward is to know of a batch beside its indices and offsets; and ``backpropagate(tables,
     indices, offsets, extents, gradients)``, the update by the gradients (B, d) of these vectors.
+    It is made for tables, an optimiser and a learning rate; InputError where it cannot work on
+    them, MissingToolError where what it needs is not installed.
     """
 
+    states: list[torch.Tensor]
+    """For each table Adagrad's (R, d), or row-wise Adagrad's (R, 1), sums of squares, float32."""
+    updates: int
+    """Number of updates so far, which the random words depend on; where there are such."""
+    notices: list[str]
+    """What had to be fallen back to, and why."""
     _anchor: torch.Tensor
     """A graph needs a leaf: the tables are none, they have no gradient."""
     _known: tuple[int, ...] = ()

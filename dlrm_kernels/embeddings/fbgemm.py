@@ -43,19 +43,7 @@ class Fbgemm(InBackward):
     """Tables by ``SplitTableBatchedEmbeddingBagsCodegen``.
 
     Its exact optimisers sum a row's gradients before they update it once, as the
-    Adagrads' law asks, with SGD too. Every ``backward()`` is a step.
-
-    Args:
-        tables: float32 tables, all on one device.
-        optimizer: 'sgd', 'adagrad' or 'rowwise_adagrad'.
-
-    Attributes:
-        states: for each table Adagrad's (R, d), or row-wise Adagrad's (R, 1), sums of squares.
-        notices: nothing; there is nothing to fall back to.
-
-    Raises:
-        InputError: a table that FBGEMM cannot work on.
-        MissingToolError: FBGEMM is not installed, or not for this torch or device.
+    Adagrads' law asks, with SGD too. Tables are float32, all on one device.
     """
 
     name = "fbgemm"

@@ -53,18 +53,8 @@ class FusedCpu(InBackward):
     """Tables on the CPU by kernels of our own.
 
     Args:
-        tables: float32, bfloat16 or float16; Adagrad's state (float32) is laid out beside them.
-        optimizer: 'sgd', 'adagrad' or 'rowwise_adagrad'.
+        tables: float32, bfloat16 or float16.
         seed: of the random words by which numbers of 2 bytes are rounded.
-
-    Attributes:
-        states: for each table Adagrad's (R, d), or row-wise Adagrad's (R, 1), sums of squares.
-        updates: number of updates so far, which random words depend on.
-        notices: what had to be fallen back to, and why.
-
-    Raises:
-        InputError: a table that the kernels cannot work on.
-        MissingToolError: numba is not installed.
     """
 
     name = "fused"

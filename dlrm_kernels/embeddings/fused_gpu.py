@@ -76,21 +76,12 @@ class FusedGpu(InBackward):
     """Tables on a GPU by Triton kernels (:mod:`dlrm_kernels.embeddings.kernels_gpu`).
 
     Args:
-        tables: float32, bfloat16 or float16; Adagrad's state (float32) is laid out beside them.
-        optimizer: 'sgd', 'adagrad' or 'rowwise_adagrad'.
+        tables: float32, bfloat16 or float16.
         learning_rate: read by the kernels from the device, so it may change between
             replays of a captured graph.
         pooled_dtype: type of the pooled vectors. They are summed in fp32; bf16 is what
             the dense part would round them to at once, so nothing else changes.
         seed: of the random words by which numbers of 2 bytes are rounded.
-
-    Attributes:
-        states: for each table Adagrad's (R, d), or row-wise Adagrad's (R, 1), sums of squares.
-        notices: nothing, so far.
-
-    Raises:
-        InputError: a table that the kernels cannot work on.
-        MissingToolError: triton is not installed.
     """
 
     name = "fused"
@@ -139,7 +130,7 @@ class FusedGpu(InBackward):
         self._rates.fill_(rate)
 
     @property
-    def updates(self) -> int:
+    def updates(self) -> int:  # type: ignore[override]
         """Number of updates so far, which random words depend on; waits for the GPU."""
         return int(self._updates)
 

@@ -1,4 +1,4 @@
-"""Lookups and updates of rows of 2 bytes a number by torch's operators, the oracle of others."""
+"""Rows of 2 bytes a number by torch's operators."""
 
 from __future__ import annotations
 
@@ -17,13 +17,8 @@ class TorchRows(InBackward):
     Each row that a batch looked up is updated once, with the float32 sum of its gradients.
 
     Args:
-        tables: bfloat16 or float16; Adagrad's state is laid out beside them.
-        optimizer: 'sgd', 'adagrad' or 'rowwise_adagrad'.
+        tables: bfloat16 or float16.
         seed: of the random numbers.
-
-    Attributes:
-        states: for each table Adagrad's (R, d), or row-wise Adagrad's (R, 1), sums of squares.
-        updates: number of updates so far, which random numbers depend on.
     """
 
     name = "torch"
