@@ -36,8 +36,8 @@ DRAW_SOURCES = tuple(Path(str(file)) for file in (__file__, draws.__file__))
 
 _GAMMA, _MIX_1, _MIX_2 = np.uint64(GAMMA), np.uint64(MIX_1), np.uint64(MIX_2)
 _S11, _S27, _S30, _S31 = np.uint64(11), np.uint64(27), np.uint64(30), np.uint64(31)
-_L0, _L1, _L2, _L3, _L4, _L5, _L6, _L7, _L8 = LOG2_TERMS
-_E0, _E1, _E2, _E3, _E4, _E5, _E6, _E7, _E8, _E9, _E10, _E11, _E12 = EXP2_TERMS
+_LOG2_TERMS, _EXP2_TERMS = LOG2_TERMS[::-1], EXP2_TERMS[::-1]
+"""The highest power's first; loops over them are unrolled."""
 STRIP = 1024
 """Rows drawn between two looks at memory: their intermediate values stay in the cache."""
 
@@ -75,33 +75,17 @@ def rows_kernel(first, logarithmic, scale, slope, last, out):
             for i in range(count):
                 s = (x[i] - 1.0) / (x[i] + 1.0)
                 q = s * s
-                t = _L8
-                t = t * q + _L7
-                t = t * q + _L6
-                t = t * q + _L5
-                t = t * q + _L4
-                t = t * q + _L3
-                t = t * q + _L2
-                t = t * q + _L1
-                t = t * q + _L0
+                t = _LOG2_TERMS[0]
+                for term in _LOG2_TERMS[1:]:
+                    t = t * q + term
                 x[i] = (t * s + float(out[begin + i])) * slope
         for i in range(count):
             t = max(x[i], 0.0)
             whole = np.int64(t)
             f = (t - float(whole)) - 0.5
-            p = _E12
-            p = p * f + _E11
-            p = p * f + _E10
-            p = p * f + _E9
-            p = p * f + _E8
-            p = p * f + _E7
-            p = p * f + _E6
-            p = p * f + _E5
-            p = p * f + _E4
-            p = p * f + _E3
-            p = p * f + _E2
-            p = p * f + _E1
-            p = p * f + _E0
+            p = _EXP2_TERMS[0]
+            for term in _EXP2_TERMS[1:]:
+                p = p * f + term
             row = np.int64(p * float(np.int64(1) << whole)) - 1
             out[begin + i] = min(row, last)
 
