@@ -124,18 +124,19 @@ class TrainingStep(Step):
 
     def _unscale(self, leaves: list[torch.Tensor]) -> bool:
         """Undo fp16's loss scale; False if a gradient overflowed and the step is to be skipped."""
-        if self.dense.precision.scale == 1.0:
+        precision = self.dense.precision
+        if precision.scale == 1.0:
             return True
         arrived = [leaf.grad for leaf in (*leaves, *self.dense.weights)]
         gradients = [gradient for gradient in arrived if gradient is not None]
-        return optimizer_update(lambda: self._unscaled(gradients))
 
-    def _unscaled(self, gradients: list[torch.Tensor]) -> bool:
-        precision = self.dense.precision
-        if precision.skips(precision.overflowed(gradients)):
-            return False
-        precision.unscale(gradients)
-        return True
+        def unscaled() -> bool:
+            if precision.skips(precision.overflowed(gradients)):
+                return False
+            precision.unscale(gradients)
+            return True
+
+        return optimizer_update(unscaled)
 
 
 def optimizer_of(

@@ -42,15 +42,9 @@ ENGINES = {
     "matrix tiles": ("tiles.machine", "training.fp32_matmul: bf16x2 and bf16x3"),
     "CUDA graphs": ("cuda_graphs", "training.cuda_graphs: true"),
     "data kernels": ("data_sets", "dlrm data, data.generator: teacher"),
-    "several ranks: trainer": ("trainer", SEVERAL_RANKS),
-    "several ranks: predictor": ("predictor", SEVERAL_RANKS),
-    "several ranks: watch": ("watch", SEVERAL_RANKS),
-    "several ranks: plan": ("plan", SEVERAL_RANKS),
-    "several ranks: step": ("step", SEVERAL_RANKS),
-    "several ranks: tables": ("tables", SEVERAL_RANKS),
-    "several ranks: world": ("world", SEVERAL_RANKS),
-    "several ranks: collectives": ("collectives", SEVERAL_RANKS),
 }
+_OF_RANKS = ("trainer", "predictor", "watch", "plan", "step", "tables", "world", "collectives")
+ENGINES |= {f"several ranks: {name}": (name, SEVERAL_RANKS) for name in _OF_RANKS}
 """Name of an engine to its module in its package, and what in the parameters asks for it."""
 
 
