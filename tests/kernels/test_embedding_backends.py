@@ -39,13 +39,6 @@ FAST = ["fused", pytest.param("fbgemm", marks=needs_fbgemm)]
 ALL = ["torch", *FAST]
 
 
-@pytest.fixture(autouse=True)
-def _restore_threads():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 # ---- every back end against plain arithmetic -------------------------------------------------
 
 

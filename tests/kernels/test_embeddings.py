@@ -26,13 +26,6 @@ DENSE = (16 * 32 + 32) + (32 * 8 + 8) + (14 * 32 + 32) + (32 * 16 + 16) + (16 + 
 OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad")
 
 
-@pytest.fixture(autouse=True)
-def _restore_threads():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 def make_batch(rows, bags, largest, seed, skew=False):
     """Bags of 0 to ``largest`` lookups; with skew nearly all of them ask for row 0."""
     random = torch.Generator().manual_seed(seed)
@@ -65,6 +58,10 @@ def make_tables(rows, dim, seed=0, huge_pages=False):
 def train_tables(tables, config, rows, dim, *, steps=4, bags=37, largest=6, skew=False):
     """Some steps on random gradients; the pooled vectors of each step."""
     update = attach(tables, config)
+    return take_steps(tables, update, rows, dim, steps, bags, largest, skew)
+
+
+def take_steps(tables, update, rows, dim, steps, bags, largest, skew=False):
     seen = []
     for step in range(steps):
         pooled = tables(make_batch(rows, bags, largest, 100 + step, skew))

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_embeddings import OPTIMIZERS, config, make_batch
+from test_embeddings import OPTIMIZERS, config, make_batch, take_steps
 
 from dlrm_core.base.errors import InputError
 from dlrm_core.config import parameters_from_sections
@@ -16,13 +16,6 @@ from dlrm_kernels.memory import forecast_memory
 
 NARROW = ("bf16", "fp16")
 RATE = 0.1
-
-
-@pytest.fixture(autouse=True)
-def _restore_threads():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def narrow_tables(rows, dim, precision, seed=0):
@@ -53,15 +46,7 @@ def trained(name, rows, dim, precision, optimizer, *, steps=3, bags=20, largest=
     """Tables after some steps: their weights, and the pooled vectors of all steps."""
     tables = narrow_tables(rows, dim, precision)
     tables.backend = update = back_end(tables, name, optimizer)
-    seen = []
-    for step in range(steps):
-        pooled = tables(make_batch(rows, bags, largest, 100 + step))
-        seen += [vector.detach().clone() for vector in pooled]
-        random = torch.Generator().manual_seed(step)
-        gradients = [torch.randn(bags, dim, generator=random) for _ in rows]
-        update.zero_grad()
-        torch.autograd.backward(pooled, gradients)
-        update.step()
+    seen = take_steps(tables, update, rows, dim, steps, bags, largest)
     assert update.updates == steps
     return [weight.detach() for weight in tables.weights], seen
 
