@@ -130,7 +130,7 @@ class FusedGpu(InBackward):
         self._rates.fill_(rate)
 
     @property
-    def updates(self) -> int:  # type: ignore[override]
+    def updates(self) -> int:
         """Number of updates so far, which random words depend on; waits for the GPU."""
         return int(self._updates)
 
