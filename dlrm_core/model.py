@@ -329,30 +329,20 @@ def facebook_tables(
     Yields:
         number of the table, first place in the flattened table, and the numbers (n,) float32.
     """
-    draw, chunk = _uniform_of(sum(table_rows) * dim)
+    engine, chunk = None, _CACHED_CHUNK
+    if sum(table_rows) * dim >= _WORTH_AN_ENGINE:
+        engine = optional_engine("facebook's random numbers")
+        chunk = _CACHED_CHUNK if engine is None else _ENGINES_CHUNK
     for table, rows in enumerate(table_rows):
         bound = float(np.sqrt(1 / rows))
         for start in range(0, rows * dim, chunk):
             count = min(chunk, rows * dim - start)
             out = torch.empty(count) if memory is None else memory[table][start : start + count]
-            draw(random, bound, out.numpy())
+            if engine is not None:
+                engine.uniform(random, bound, out.numpy())
+            else:
+                out.numpy()[:] = random.uniform(-bound, bound, count)
             yield table, start, out
-
-
-Draw = Callable[[np.random.RandomState, float, np.ndarray], None]
-
-
-def _uniform_of(numbers: int) -> tuple[Draw, int]:
-    """Choose what draws so many numbers soonest, and how many of them at a time."""
-    if numbers >= _WORTH_AN_ENGINE:
-        engine = optional_engine("facebook's random numbers")
-        if engine is not None:
-            return engine.uniform, _ENGINES_CHUNK
-    return _uniform, _CACHED_CHUNK
-
-
-def _uniform(random: np.random.RandomState, bound: float, out: np.ndarray) -> None:
-    out[:] = random.uniform(-bound, bound, out.size)
 
 
 @torch.no_grad()
