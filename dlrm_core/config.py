@@ -659,9 +659,6 @@ def load_parameters(
         path: a YAML file, the name of one in :data:`PRESETS` (``seed``, ``seed.yaml``), or
             sections in its place; None for defaults and overrides alone.
         overrides: ``section.leaf=value`` each; the value is read as YAML.
-
-    Raises:
-        InputError: naming file, field, value and what was expected.
     """
     tree: dict[str, Any] = {}
     if isinstance(path, GivenSections):
@@ -691,9 +688,6 @@ def require_effect(parameters: Parameters, name: str, typed: Any, where: str) ->
     Args:
         parameters: with the value typed for the leaf ``name``.
         where: it was typed, for the message.
-
-    Raises:
-        InputError: it does nothing; the message says what decides.
     """
     if typed is None:
         return
@@ -781,11 +775,7 @@ RETIRED |= {"training.interleave_memory": False}
 
 
 def parameters_from_sections(tree: Mapping[str, Any], source: str = "") -> Parameters:
-    """Validate sections given as dicts, as papermill injects them.
-
-    Raises:
-        InputError: naming file, field, value and what was expected.
-    """
+    """Validate sections given as dicts, as papermill injects them."""
     with _naming(source):
         title = tree.get("title", "DLRM")
         if not isinstance(title, str):

@@ -69,11 +69,7 @@ class Interaction:
     computes: ClassVar[bool] = False
 
     def __init_subclass__(cls) -> None:
-        """Register the kind.
-
-        Raises:
-            TypeError: it leaves something out that others will ask for.
-        """
+        """Register the kind; TypeError where it leaves something out."""
         register(cls, Interaction, INTERACTIONS, ASKED)
 
     def __init__(self, features: int, dim: int, **options: Any) -> None:

@@ -40,11 +40,7 @@ class Loss:
 
     @staticmethod
     def check(model: Any) -> None:
-        """Check the options of ``model`` that are this kind's.
-
-        Raises:
-            InputError: naming the leaf, its value and what was expected.
-        """
+        """Check the options of ``model`` that are this kind's."""
 
     @classmethod
     def forward(

@@ -388,12 +388,7 @@ def _workspace(parameters: Parameters, made_anew: int, gpu: bool) -> Iterator[Me
 
 
 def require_memory(parameters: Parameters, device: torch.device) -> None:
-    """Refuse a run that cannot fit, with the forecast as the reason.
-
-    Raises:
-        InputError: naming the total, what is available, by how much it is exceeded, what
-            would fit, and every item.
-    """
+    """Refuse a run that cannot fit, with the forecast as the reason."""
     import torch
 
     gpu = device.type == "cuda"

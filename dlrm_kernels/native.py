@@ -99,11 +99,7 @@ def why_no_numba() -> str:
 
 
 def require_numba() -> None:
-    """Refuse clearly where numba is missing.
-
-    Raises:
-        MissingToolError: numba is not installed.
-    """
+    """Raise MissingToolError where numba is missing."""
     if reason := why_no_numba():
         raise MissingToolError(reason)
 

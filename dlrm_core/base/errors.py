@@ -8,7 +8,8 @@ class InputError(ValueError):
 
     The message is one sentence (or a sentence and a table) that names the file,
     the field and both numbers: what was found and what was expected. Command
-    lines print it without a traceback and exit with code 2.
+    lines print it without a traceback and exit with code 2. What refuses something
+    (``require_...``, ``check_...``, and what reads parameters or files) raises it.
     """
 
 

@@ -125,11 +125,7 @@ def option_text(option: str) -> str:
 
 
 def require_count(file: Any, where: str, value: Any, most: int = LARGEST_INT) -> int:
-    """A whole number from 0 to ``most`` that a file says.
-
-    Raises:
-        InputError: naming the file, the field, its value and what was expected.
-    """
+    """A whole number that a file says, which must be from 0 to ``most``."""
     if type(value) is not int or not 0 <= value <= most:
         expected = f"a whole number from 0 to {most}" if most != LARGEST_INT else "a whole number"
         raise InputError(f"{file}: {where} is {shown(value)}, expected {expected}")
@@ -145,9 +141,6 @@ def require_form(file: Any, value: Any, form: Any, where: str = "") -> None:
             A tuple: one of these texts. A number: a whole number from 0 to this. A type: a value
             of it, if a float a finite one.
         where: the value's place in the file, names with dots between; '': all of it.
-
-    Raises:
-        InputError: naming the file, the place, the value and what was expected.
     """
     place = where or "the file"
     inside = f"{where}." if where else ""
@@ -185,9 +178,6 @@ def coerce_section(section: Any, name: str) -> None:
     Values that YAML spells in more than one way are brought to one form: lists
     and ``"512-512-64"`` become tuples, integers become floats where a float is
     expected, and so do strings such as ``1e-3``, which YAML 1.1 reads as text.
-
-    Raises:
-        InputError: naming ``section.field``, the value and what was expected.
     """
     hints = typing.get_type_hints(type(section))
     for field in dataclasses.fields(section):
@@ -305,11 +295,7 @@ MOST_CHARACTERS = 4096
 
 
 def check_text(text: str, where: str) -> None:
-    """Refuse a text that no file name, page or terminal takes as it is.
-
-    Raises:
-        InputError: it is too long, or has a character that is none.
-    """
+    """Refuse a text that no file name, page or terminal takes as it is."""
     if len(text) > MOST_CHARACTERS:
         raise InputError(
             f"{where} has {len(text):,} characters, expected at most {MOST_CHARACTERS:,}"
@@ -371,11 +357,7 @@ class _Loader(_SafeLoader):
 
 
 def _check_size(text: str) -> None:
-    """Refuse a document before anything is made of it.
-
-    Raises:
-        InputError: it has more brackets in brackets, or values, than any parameters.
-    """
+    """Refuse a document before anything is made of it."""
     depth = 0
     for number, event in enumerate(yaml.parse(text, Loader=_SafeLoader)):
         if isinstance(event, yaml.CollectionStartEvent):

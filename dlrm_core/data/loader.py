@@ -187,9 +187,6 @@ def state_from_plain(file: Any, state: Any, like: Any, where: str = "state.posit
         file: that the state is from, for messages.
         like: a state of the generator that is to go on: it has the same form.
         where: the state's place in the file.
-
-    Raises:
-        InputError: the form differs, or a number is out of its range; naming the part.
     """
     if isinstance(like, Mapping):
         require_form(file, state, dict.fromkeys(like, object), where)

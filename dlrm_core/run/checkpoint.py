@@ -71,11 +71,7 @@ class Checkpoint:
             self.tensors[group][name].check(target)
 
     def require_same_tensors(self, group: str, targets: Mapping[str, Any]) -> None:
-        """Refuse a group with other tensors than this run's ``targets``.
-
-        Raises:
-            InputError: naming the tensor and both shapes or types.
-        """
+        """Refuse a group with other tensors than this run's ``targets``."""
         place, saved = self.folder / group, self.tensors[group]
         for name in sorted(saved.keys() - targets.keys()):
             raise InputError(f"{place} contains {name}, which this run does not have")
@@ -257,9 +253,6 @@ def _checked(folder: Path, manifest: Mapping[str, Any]) -> Checkpoint:
     """A manifest whose values are of the types, and in the ranges, that are written.
 
     The checksum finds what was damaged; this finds what somebody wrote, or another program.
-
-    Raises:
-        InputError: naming the file, the field, its value and what was expected.
     """
     path = folder / MANIFEST
     require_form(path, manifest, _FORM)

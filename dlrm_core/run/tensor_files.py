@@ -73,11 +73,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 class StoredTensor:
-    """A tensor in a file whose size and header are those that its record calls for.
-
-    Raises:
-        InputError: they are not; naming the file.
-    """
+    """A tensor in a file whose size and header are those that its record calls for."""
 
     def __init__(self, path: Path, record: Mapping[str, Any]) -> None:
         self.path, self._checksum = path, record["crc32"]

@@ -21,11 +21,7 @@ KINDS = {"adagrad": ADAGRAD, "rowwise_adagrad": ROWWISE, "sgd": SGD}
 
 
 def check_batch(batch: Batch, tables: int, device: str = "cpu") -> None:
-    """Refuse what the kernels of that kind of device would misread.
-
-    Raises:
-        InputError: naming the tensor, and what was found and expected.
-    """
+    """Refuse what the kernels of that kind of device would misread."""
     for name, tensor in (("indices", batch.indices), ("offsets", batch.offsets)):
         if tensor.dtype != torch.int64 or tensor.device.type != device:
             raise InputError(

@@ -59,9 +59,6 @@ def resolve(
 
     Args:
         tables: on the device; left out, tables of the same shapes are made for a while.
-
-    Raises:
-        InputError: no back end works on the tables or on the run's first batches.
     """
     if parameters.training.embedding_backend != "auto":
         return parameters, []
@@ -124,9 +121,6 @@ def choose(
     Args:
         made: batches on the tables' device, used in turns.
         refused: candidates that are not to be tried, with the reason.
-
-    Raises:
-        InputError: no candidate works.
     """
     started = time.perf_counter()
     refused = dict(refused or {})

@@ -74,11 +74,6 @@ class Fbgemm(InBackward):
         self._learning_rate = rate
 
     def forward(self, tables: EmbeddingTables, batch: Batch) -> list[torch.Tensor]:
-        """T pooled vectors, each (B, d) float32.
-
-        Raises:
-            InputError: an index outside its table, or a batch laid out otherwise.
-        """
         self.note_tables(tables)
         if batch.indices.device.type == "cpu":
             check_batch(batch, len(self._rows))

@@ -143,9 +143,6 @@ class FusedGpu(InBackward):
 
         Every forward does the same without waiting, so it may report a batch that is
         one or a few steps old. From the wrong batch on no table has been updated.
-
-        Raises:
-            InputError: naming table, lookup and row.
         """
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
