@@ -200,7 +200,7 @@ PLACES = frozenset(
 
 
 def _refuse_empty_places(arguments: argparse.Namespace) -> None:
-    """Refuse an empty text where a place is named: it would be this folder, or count as left out."""
+    """Refuse an empty text that names a place: it would be this folder, or count as left out."""
     for name, value in vars(arguments).items():
         if name in PLACES and value == "":
             raise InputError(
