@@ -11,6 +11,7 @@ import abc
 import contextlib
 import functools
 import importlib
+import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -43,6 +44,9 @@ if TYPE_CHECKING:  # loaded where a run needs it
 StepT = TypeVar("StepT", bound=Step)
 
 STOPPING = "ending after this iteration"
+
+IMPORTING = threading.Lock()
+"""Threads hold it while they import parts of torch beside the run: two at once may find halves."""
 
 
 @dataclass
@@ -401,7 +405,8 @@ def load_backward() -> None:
 
     It takes 0.4 s, while memory is cleared and weights are drawn on another core.
     """
-    importlib.import_module("torch.fx.experimental.symbolic_shapes")
+    with IMPORTING:
+        importlib.import_module("torch.fx.experimental.symbolic_shapes")
 
 
 class Trainer(TrainingLoop[TrainingStep]):
