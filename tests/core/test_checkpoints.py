@@ -1,7 +1,6 @@
 """Checkpoints: training goes on to the same bits, whatever is killed or changed."""
 
 import contextlib
-import dataclasses
 import json
 import random
 import shutil
@@ -195,15 +194,9 @@ def test_a_new_run_does_not_mix_with_an_old_one(tmp_path):
     train(chosen)
     with pytest.raises(InputError, match=r"checkpoint of step 4, but .* from the beginning"):
         train(chosen)
-    done = train(
-        dataclasses.replace(
-            chosen, training=dataclasses.replace(chosen.training, resume="latest", max_steps=6)
-        ),
-    )
+    done = train(chosen.with_training(resume="latest", max_steps=6))
     assert done.first_iteration == 4 and done.iterations == 2 and steps_in(tmp_path) == [4, 6]
-    again = train(
-        dataclasses.replace(chosen, training=dataclasses.replace(chosen.training, resume="latest")),
-    )
+    again = train(chosen.with_training(resume="latest"))
     assert again.iterations == 0 and any("nothing is left to do" in n for n in again.notices)
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from small_training import parameters
 
-from dlrm_core.config import parameters_from_sections
 from dlrm_core.data.loader import make_generator
 from dlrm_core.embeddings import RowwiseAdagrad, without_compiler
 from dlrm_core.model import ClickLoss, build_model
@@ -13,29 +13,11 @@ CPU = torch.device("cpu")
 
 
 def build(interaction, loss, itself=False, micro_batch=None):
-    chosen = parameters_from_sections(
-        {
-            "model": {
-                "bottom_mlp": "5-7-4",
-                "top_mlp": "6-1",
-                "embedding_dim": 4,
-                "table_rows": [30, 3, 11],
-                "interaction": interaction,
-                "interaction_itself": itself,
-                "dcn_layers": 2 if interaction == "dcn" else None,
-                "dcn_rank": 3 if interaction == "dcn" else None,
-                "loss": loss,
-                "loss_weights": [0.3, 1.7],
-            },
-            "data": {"indices_per_lookup": 4, "round_targets": True},
-            "training": {
-                "batch_size": 12,
-                "learning_rate": 1.0,
-                "device": "cpu",
-                "micro_batch": micro_batch,
-            },
-        }
-    )
+    model = {"bottom_mlp": "5-7-4", "top_mlp": "6-1", "table_rows": [30, 3, 11]}
+    model |= {"interaction": interaction, "interaction_itself": itself}
+    model |= {"dcn_layers": 2, "dcn_rank": 3} if interaction == "dcn" else {}
+    model |= {"loss": loss, "loss_weights": [0.3, 1.7]}
+    chosen = parameters(model=model, batch_size=12, learning_rate=1.0, micro_batch=micro_batch)
     model = build_model(chosen.model, 3, CPU).double()
     batch = make_generator(chosen, CPU).next_batch()
     for name in ("dense", "targets"):

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from observers import Calling
+from small_training import parameters
 
 from dlrm_core.base.errors import InputError
 from dlrm_core.config import TrainingConfig, parameters_from_sections
@@ -18,14 +19,8 @@ from dlrm_workbook.analysis.training import schedule
 
 
 def config_of(base, warmup, decay_start, decay_steps, power=2.0, end=0.0):
-    return TrainingConfig(
-        learning_rate=base,
-        lr_warmup_steps=warmup,
-        lr_decay_start=decay_start,
-        lr_decay_steps=decay_steps,
-        lr_decay_power=power,
-        lr_end=end,
-    )
+    law = {"lr_warmup_steps": warmup, "lr_decay_start": decay_start, "lr_decay_steps": decay_steps}
+    return TrainingConfig(learning_rate=base, lr_decay_power=power, lr_end=end, **law)
 
 
 DEEPSPARK = config_of(0.1, 2750, 49_315, 27_772)
@@ -143,29 +138,9 @@ def test_what_cannot_work_is_refused(training, words):
 @pytest.mark.parametrize("backend", ["torch", "fused"])
 @pytest.mark.parametrize("optimizer", ["sgd", "adagrad"])
 def test_every_update_obeys_the_schedule(backend, optimizer):
-    chosen = parameters_from_sections(
-        {
-            "model": {
-                "bottom_mlp": "5-8-4",
-                "top_mlp": "8-1",
-                "embedding_dim": 4,
-                "table_rows": [30, 3],
-            },
-            "data": {"indices_per_lookup": 4},
-            "training": {
-                "batch_size": 32,
-                "batches": 14,
-                "log_every": 1,
-                "device": "cpu",
-                "optimizer": optimizer,
-                "embedding_backend": backend,
-                "learning_rate": 0.5,
-                "lr_warmup_steps": 4,
-                "lr_decay_start": 6,
-                "lr_decay_steps": 4,
-            },
-        }
-    )
+    law = {"lr_warmup_steps": 4, "lr_decay_start": 6, "lr_decay_steps": 4}
+    kinds = {"optimizer": optimizer, "embedding_backend": backend}
+    chosen = parameters(batches=14, log_every=1, learning_rate=0.5, **law, **kinds)
     trainer = Trainer(chosen)
     weights = list(trainer.model.parameters())
     seen, changes, said = [], [], []
@@ -184,18 +159,7 @@ def test_every_update_obeys_the_schedule(backend, optimizer):
     assert not any(any(moved) for moved in changes[9:])
     # the first update, by base / W, of every weight, against a step of that rate
     for place, rate in ((0, 0.5 / 4), (6, 0.5 * (3 / 4) ** 2)):
-        again = Trainer(
-            dataclasses.replace(
-                chosen,
-                training=dataclasses.replace(
-                    chosen.training,
-                    learning_rate=rate,
-                    lr_warmup_steps=0,
-                    lr_decay_start=0,
-                    lr_decay_steps=0,
-                ),
-            )
-        )
+        again = Trainer(chosen.with_training(learning_rate=rate, **dict.fromkeys(law, 0)))
         if place and optimizer != "sgd":
             continue  # its state is that of other steps
         with torch.no_grad():
