@@ -130,8 +130,8 @@ def why_not_with(
     """Why the fused dense part cannot be a candidate; empty if it can."""
     if training.compile:
         return "it replaces what training.compile compiles"
-    leaves = dict(zip(DENSE_CHOICE, pair, strict=True))
-    return why_not_fused(dataclasses.replace(training, **leaves), device, interaction)
+    config = dataclasses.replace(training, dense_backend=pair[0], fp32_matmul=pair[1])
+    return why_not_fused(config, device, interaction)
 
 
 def dense_pass(model: ModelConfig, training: TrainingConfig, pair: Pair) -> Callable[[], object]:
