@@ -76,14 +76,14 @@ def counted(names: list[str]) -> Iterator[Room]:
 
     core = [name for name in python if name.startswith("dlrm_core/")]
     model = [name for name in core if not name.startswith("dlrm_core/data/files/")]
-    yield Room("dlrm_core without data/files", "lines", lines(model), 8_040, 6_000)
+    yield Room("dlrm_core without data/files", "lines", lines(model), 7_840, 6_000)
     path = [name for name in core if name.startswith(starts(PATH))]
     yield Room("the path through dlrm_core", "lines", lines(path), 3_200, 3_200)
     yield Room("the path through dlrm_core, in files,", "files", len(path), 10, 10)
     kinds = [name for name in core if name.startswith(starts(KINDS))]
     yield Room("kinds that describe themselves", "lines", lines(kinds), 1_180, 1_180)
     yield room("dlrm_core/data/files", 1_250, 1_250)
-    yield room("dlrm_kernels", 8_410, 7_800)
+    yield room("dlrm_kernels", 8_140, 7_800)
     yield room("dlrm_ranks", 2_430, 2_300)
     yield room("dlrm_workbook", 63_300, 50_000)
     yield room("dlrm_studies", 11_940, 10_600)
