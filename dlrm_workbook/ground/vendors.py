@@ -16,6 +16,7 @@ from typing import Any
 from dlrm_core.base.errors import InputError
 from dlrm_core.base.files import read_text
 from dlrm_core.base.settings import read_yaml, shown
+from dlrm_core.base.text import counted
 from dlrm_core.config import GivenSections, load_parameters
 from dlrm_workbook.ground.like import Flag, Script, choice_of, flags_of, mapped
 
@@ -76,10 +77,8 @@ def _length(values: dict[str, Any]) -> tuple[int, tuple[int, int] | None]:
 def _title(rows: Sequence[int], batch: int, given: dict[str, Any]) -> str:
     """What the page is called; it says whose tables they are where nobody gave any."""
     numbers = [f"{count:,}" for count in rows]
-    if len(rows) == 1:
-        tables = f"1 table of {numbers[0]} rows"
-    elif len(set(rows)) == 1:
-        tables = f"{len(rows)} tables of {numbers[0]} rows"
+    if len(set(rows)) == 1:
+        tables = f"{counted(len(rows), 'table')} of {numbers[0]} rows"
     elif len(rows) <= 4:
         tables = f"{len(rows)} tables of {', '.join(numbers[:-1])} and {numbers[-1]} rows"
     else:
