@@ -50,13 +50,11 @@ DIFFERED += ["grew_ms", "share"]
 
 
 def attribute(profile: Profile) -> pd.DataFrame:
-    """Mean time of each part and phase in a steady iteration.
+    """Mean time of each part and phase in a steady iteration, in the order of a step.
 
-    Returns:
-        ``component``, ``phase``, ``where`` (``device``, ``host`` or ``idle``), ``time_ms``
-        (mean over the steady iterations; sums to their mean time), ``share`` (sums to 1; of
-        what, :func:`basis` says). Rows in the order of a step. Empty if nothing was measured.
-        ``attrs["left_out"]`` says which iterations were left out and why (list of str).
+    ``time_ms`` sums to the mean steady iteration, ``share`` to 1 (of what, :func:`basis` says).
+    ``attrs["left_out"]`` says in sentences which iterations were left out and why. Empty if nothing
+    was measured.
     """
     iteration_parts = of_steady(profile, per_iteration(profile))
     state = iteration_state(profile)
@@ -93,15 +91,9 @@ def of_steady(profile: Profile, table: pd.DataFrame) -> pd.DataFrame:
 
 
 def what_differed(profile: Profile) -> pd.DataFrame:
-    """Which parts grew in the iterations that :func:`attribute` leaves out.
+    """Which parts grew in each iteration that :func:`attribute` leaves out, most growth first.
 
-    Returns:
-        A row for each part of each warm-up iteration and outlier, largest growth first:
-        ``iteration``, ``why`` (``warm-up``, ``straggler`` or ``short``), ``time_ms`` and
-        ``usual_ms`` of the iteration, ``component``, ``phase``, ``where``, ``part_ms``,
-        ``usual_part_ms`` (mean over the steady iterations), ``grew_ms`` (their difference) and
-        ``share`` (of the growth of all parts that grew). ``grew_ms`` adds up to ``time_ms`` minus
-        the mean steady time. Empty if none is left out.
+    ``grew_ms`` adds up to ``time_ms`` minus the mean steady time. Empty if none is left out.
     """
     state = iteration_state(profile)
     if state is None or state.steady.all():
@@ -136,9 +128,6 @@ def per_iteration(profile: Profile) -> pd.DataFrame:
     A torch trace in which no iteration is found counts as one, from its first span to its
     last. Any other profile without iterations (sampled, without a trace) counts as one of
     mean length: its CPU time divided by how many iterations the measured pass ran.
-
-    Returns:
-        ``iteration``, ``component``, ``phase``, ``where``, ``time_ms``.
 
     Raises:
         InputError: nothing in the recording lasts, so that it has no time to explain.
@@ -199,11 +188,8 @@ def _traced(profile: Profile) -> pd.DataFrame:
 def device_beside_host(profile: Profile) -> pd.DataFrame:
     """Time of the GPU in each part beside that of the iterating thread, whatever the GPU did.
 
-    Returns:
-        ``component``, ``phase``, ``device_ms``, ``host_ms`` (NaN where the host was not
-        measured), ``idle_ms`` (of the GPU, while the host was in the part), of a mean steady
-        iteration, as in :func:`attribute`; in the order of a step. Empty without a timeline of
-        a GPU.
+    Of a mean steady iteration, in the order of a step. ``host_ms`` is NaN where the host was not
+    measured. Empty without a timeline of a GPU.
     """
     columns = [*PART, "device_ms", "host_ms", "idle_ms"]
     iteration_parts = per_iteration(profile)
@@ -269,15 +255,10 @@ UNRECORDED = "time in no recorded call"
 
 
 def unattributed(profile: Profile) -> pd.DataFrame:
-    """What remains ``other``, by name: what a ``parts`` map could name.
+    """What remains ``other``, by name: what a ``parts`` map could name; the largest share first.
 
     Of a GPU, and of samples, it is of the whole recording; of the timeline of a CPU what the
     iterating thread is in, in its steady iterations, with what lies between (:data:`UNRECORDED`).
-
-    Returns:
-        ``name``, ``kind``, ``device_ms`` (NaN where no GPU was measured), ``host_ms``,
-        ``share`` (of all device time, or of all host time without a GPU); largest share first.
-        Times are those of the names alone, without what they call.
     """
     contexts = profile.contexts
     device = profile.value_table("gpu_time_ms")

@@ -71,16 +71,11 @@ SPOKEN = {"hpctoolkit": "HPCToolkit", "torch": "torch.profiler", "nsight": "Nsig
 def engines_side_by_side(profiles: Sequence[Profile]) -> pd.DataFrame:
     """Mean time of each part by two recordings of the same run, and whether they agree.
 
+    The row of the whole ``iteration`` comes first, then parts in the order of a step. GPU and host
+    time of a part are added, over the steady iterations of each. ``attrs["sentence"]`` sums it up.
+
     Args:
         profiles: two, named by their engines (``hpctoolkit``, ``torch``).
-
-    Returns:
-        First the row of the whole ``iteration``, then parts in the order of a step:
-        ``component``, ``phase``; for each recording NAME ``NAME_ms`` (its profiler's cost
-        subtracted) and ``NAME_cost_ms``; ``difference_ms`` (second less first), ``error_ms`` (how
-        far apart chance and the profilers may put them, so that in 95 % of comparisons all
-        parts agree), ``agrees``. ``attrs["sentence"]`` sums it up. GPU and host time of a part
-        are added. Over the steady iterations of each.
 
     Raises:
         InputError: there are not two, or one has no iterations.
@@ -279,15 +274,12 @@ def _estimates(rows: list[tuple[Any, ...]]) -> pd.DataFrame:
 
 
 def compare_parts(before: pd.DataFrame, after: pd.DataFrame) -> pd.DataFrame:
-    """Each part before and after, with the interval of the difference.
+    """Each part before and after, with the interval of the difference, NaN where unknown.
+
+    A part that a run does not have counts as 0 ms.
 
     Args:
         before, after: what :func:`part_estimates` gives.
-
-    Returns:
-        ``component``, ``phase``, ``before_ms``, ``after_ms``, ``difference_ms``, ``low_ms``,
-        ``high_ms`` (95 %; NaN where unknown), ``p`` (corrected for the number of parts),
-        ``verdict`` (see :func:`verdict_of_part`); a part that a run does not have counts as 0 ms.
     """
     table = before.merge(after, on=PART, how="outer", suffixes=("_a", "_b"))
     rows = []
@@ -460,10 +452,8 @@ def device_contexts(profile: Profile) -> pd.DataFrame:
 def recorded_parts(profile: Profile) -> pd.DataFrame:
     """Device, host and idle time of each part, of a mean iteration (the whole where none is known).
 
-    Returns:
-        ``component``, ``phase``, ``device_ms`` (durations of kernels and copies, summed),
-        ``host_ms`` (time of CPU threads in the step), ``idle_ms`` (the GPU runs nothing while the
-        step's thread is in that part), ``launches`` (kernels); NaN where not measured.
+    ``host_ms`` is of all CPU threads in the step, ``idle_ms`` of the GPU while the step's thread is
+    in that part; NaN where not measured.
     """
     parts = profile.contexts[PART]
     frames = []
@@ -512,11 +502,8 @@ def recorded_differences(before: Profile, after: Profile) -> pd.DataFrame:
 def device_differences(before: Profile, after: Profile) -> pd.DataFrame:
     """What ran on the GPUs, by the operator that launched it (or by kernel where none is known).
 
-    Returns:
-        ``operator``, ``component``, ``phase``, ``before_ms``, ``after_ms``, ``difference_ms``,
-        ``launches_before``, ``launches_after``, ``kernel_before``, ``kernel_after`` (the longest of
-        its kernels); largest difference first. Kernels have other names on other GPUs,
-        operators have not. Empty, with the reason, where a recording has no work of a GPU.
+    Largest difference first. Kernels have other names on other GPUs, operators have not. Empty,
+    with the reason, where a recording has no work of a GPU.
     """
     if not (before.has("gpu_time_ms") and after.has("gpu_time_ms")):
         columns = ["operator", *PART, "before_ms", "after_ms", "difference_ms"]

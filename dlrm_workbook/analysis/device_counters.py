@@ -33,13 +33,9 @@ _UNITS = (
 
 
 def counter_table(profile: Profile) -> pd.DataFrame:
-    """Counters of profiled ranges by kernel, and of samples over time.
+    """Counters of samples over time, then of profiled ranges by kernel, most ranges first.
 
-    Returns:
-        ``kernel`` (short name; "" of samples), ``gpu`` ("" of ranges), ``counter``, ``count`` (of
-        ranges or samples), ``mean`` (of a range, or of a sample), ``most`` (of a sample; NaN of
-        ranges). Samples first, then the kernels with most ranges. Empty, with the reason in
-        ``attrs["not_measured"]``, where none were recorded.
+    Empty, with the reason in ``attrs["not_measured"]``, where none were recorded.
     """
     found = profile.meta.get("device_counters") or {}
     rows: list[dict[str, Any]] = [

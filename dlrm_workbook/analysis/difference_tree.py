@@ -26,21 +26,17 @@ SMALLEST_SHARE = 0.002
 
 
 def difference_tree(before: Profile, after: Profile) -> pd.DataFrame:
-    """The union of two call trees with the time of each node in both.
+    """The union of two call trees with the time of each node in both, parents first.
 
     Nodes are the same if their path of names is: input shapes, lines and addresses do not
     count, so that runs of other sizes lie over each other. Trees of different profilers have
     little but the parts in common: they are cut off below those, and the CPU time of a part is
     the one that the table of parts has. Nodes that hold less than
     :data:`SMALLEST_SHARE` are joined, parent by parent. Times are the GPU's where both runs
-    used one, else the CPU's.
+    used one, else the CPU's. Empty if either lacks them.
 
-    Returns:
-        ``id`` and ``parent`` (str, "" above the root), ``label``, ``kind``, ``component``,
-        ``phase``, ``before_ms``, ``after_ms``, ``difference_ms`` (inclusive, a mean
-        iteration), ``self_before_ms``, ``self_after_ms``; parents first. Empty if either
-        lacks them. ``attrs["sampled"]``: whether times before, and after, are counted
-        samples, so that a node without any may have run all the same.
+    ``attrs["sampled"]``: whether times before, and after, are counted samples, so that a node
+    without any may have run all the same.
     """
     on_gpu = before.has("gpu_time_ms") and after.has("gpu_time_ms")
     metric = "gpu_time_ms" if on_gpu else "cpu_time_ms"
@@ -141,15 +137,9 @@ def _pruned(table: pd.DataFrame) -> pd.DataFrame:
 def largest_changes(tree: pd.DataFrame) -> pd.DataFrame:
     """The 20 nodes whose own time changed most, with the path that leads to them.
 
-    Own time, without callees: so that one cause is one row and not its callers as well.
-
-    Returns:
-        ``path`` (list of labels from below the root), ``label``, ``component``, ``phase``,
-        ``before_ms``, ``after_ms``, ``difference_ms`` (own time), ``state`` (of nodes of one
-        run only ``new`` and ``gone``, or, where the other run has the call of that part under
-        another caller, ``other caller before``/``after``; else ""); largest change first. Where
-        the other run is sampled it is ``no samples before``/``after``, and what has none
-        is NaN: it may have run all the same.
+    Own time, without callees: so that one cause is one row and not its callers as well. Nodes of
+    one run only are ``new`` or ``gone``; a call of that part that the other run has under another
+    caller is not. What a sampled run has no sample of is NaN: it may have run all the same.
     """
     label = dict(zip(tree["id"], tree["label"], strict=True))
     above = dict(zip(tree["id"], tree["parent"], strict=True))

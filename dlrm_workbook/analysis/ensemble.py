@@ -247,11 +247,7 @@ def short_leaf(leaf: str) -> str:
 
 
 def part_table(profiles: Mapping[str, Profile]) -> pd.DataFrame:
-    """Mean time of each part in each run, and of the whole step.
-
-    Returns:
-        ``run``, ``component`` (``step`` for the whole), ``phase``, ``time_ms``, ``se_ms``.
-    """
+    """Mean time of each part in each run, and of the whole step (component ``step``)."""
     pieces = []
     for name, profile in profiles.items():
         parts = part_estimates(profile)[["component", "phase", "time_ms", "se_ms"]]
@@ -415,10 +411,6 @@ def law_table(curves: Mapping[str, Sequence[Curve]]) -> pd.DataFrame:
 
     Args:
         curves: what :func:`fitted_curves` gives.
-
-    Returns:
-        ``leaf``, ``component``, ``phase``, ``held``, ``points``, ``a_ms``, ``b_ms``, ``c``,
-        ``c_low``, ``c_high``, ``slope``, ``r2``, ``kind``, ``sentence``.
     """
     rows = [
         {

@@ -81,9 +81,8 @@ def beside(profile: Profile, host: Profile | None = None) -> pd.DataFrame:
         host: of the recording of the same program with CPU time, where there is one.
 
     Returns:
-        ``figure``, ``unit``, ``published``, ``summed`` (inclusive values of this recording added
-        up as the report did; NaN where that is not what it did), ``measured`` (NaN where this
-        recording cannot tell), ``what_went_wrong``.
+        ``summed`` are inclusive values of this recording added up as the report did (NaN where that
+        is not what it did); ``measured`` is NaN where this recording cannot tell.
     """
     wrong = inclusive_sums(profile)
     cpu = inclusive_sums(host).get("cpu_time_ms", math.nan) if host is not None else math.nan
@@ -127,11 +126,8 @@ def _measured(profile: Profile, host: Profile | None) -> dict[str, float]:
 
 
 def tables_seen(profile: Profile) -> pd.DataFrame:
-    """What the recording says of the model's embedding tables, beside :data:`PRESET`.
-
-    Returns:
-        ``figure``, ``unit``, ``recorded`` (NaN where the recording cannot tell), ``preset``.
-    """
+    """What the recording says of the model's embedding tables, beside :data:`PRESET`; NaN where it
+    cannot tell."""
     model = load_parameters(PRESET, []).model
     dense = 4 * sum(model.dense_weights.values())
     rows, launched, copied = len(model.table_rows), math.nan, math.nan
@@ -177,10 +173,8 @@ def promised(compared: pd.DataFrame, parts: pd.DataFrame) -> str:
 def steps(profile: Profile) -> pd.DataFrame:
     """Length of every step and the GPU's work in it.
 
-    Returns:
-        ``iteration``, ``time_ms``, ``launching_ms`` (from its first operation on the GPU to the
-        end of its last; what is left of the step has none), ``busy_ms`` (all operations, those
-        that the trace leaves open as long as they took), ``busy_share``.
+    ``launching_ms`` is from its first operation on the GPU to the end of its last. Operations that
+    the trace leaves open count as long as they took.
     """
     table = profile.iterations[["iteration"]].copy()
     table["time_ms"] = iteration_times_ms(profile)

@@ -86,26 +86,12 @@ _COPY_FAMILIES = (
 def kernel_table(profile: Profile) -> pd.DataFrame:
     """Kernels by name and by the part that launched them, longest first.
 
-    Returns:
-        ``kernel`` (the full name), ``module``, ``component``, ``phase``, ``short_name`` (no two
-        kernels have the same), and over the whole recording ``launches``, ``time_ms``,
-        ``mean_us`` (a launch) and ``share_of_device`` (of all time of kernels, copies and
-        memory sets). Then of a mean steady iteration ``launches_per_iteration``,
-        ``per_iteration_ms`` and ``share_of_step`` (of its wall time; a kernel belongs to the
-        iteration in which it starts), NaN where no iteration is known.
-
-        Means over launches: ``registers`` (a thread), ``blocks`` (a launch),
-        ``threads_per_block``, ``shared_memory_bytes`` (a block, static and dynamic),
-        ``occupancy_percent`` (HPCToolkit: theoretical, resident warps over those that a
-        multiprocessor can hold; torch: its estimate, which a small grid lowers too) and
-        ``waves``: blocks over those that all multiprocessors hold at once.
-
-        Of matrix products ``precision`` of the operands and ``tensor_cores`` (``yes``, ``no``,
-        ``unknown``; "" for other kernels), by the name. Where the launching operator's shapes
-        tell its work, ``tflops_per_s`` and ``gb_per_s`` (10^12 operations, 10^9 bytes at least)
-        and ``share_of_ceiling``: the least time at the data sheet's limits over that measured.
-
-        ``attrs["caution"]`` says so where PC sampling made kernels run one at a time.
+    No two kernels have the same ``short_name``. A kernel belongs to the iteration in which it
+    starts; figures of a mean steady iteration are NaN where none is known. ``occupancy_percent`` is
+    HPCToolkit's theoretical one (resident warps over those that a multiprocessor can hold) or
+    torch's estimate, which a small grid lowers too. Rates are known where the launching operator's
+    shapes tell its work. ``attrs["caution"]`` says so where PC sampling made kernels run one at a
+    time.
     """
     values = _at_kernels(profile)
     time, scale = ("GKER (sec)", 1e3) if profile.has("GKER (sec)") else ("gpu_time_ms", 1.0)
@@ -270,15 +256,10 @@ def _rates(profile: Profile) -> pd.DataFrame:
 def copy_table(profile: Profile) -> pd.DataFrame:
     """GPU copies and memory sets by direction and by the host's memory, longest first.
 
-    Of HPCToolkit also synchronisation and allocation, where it recorded them.
-
-    Returns:
-        ``direction``, ``memory`` (``pageable`` or ``pinned`` of the host; "" where the recording
-        does not tell), ``count``, ``bytes``, ``time_ms`` (over the run), ``gb_per_s`` (10^9
-        bytes of copies over their time), ``share_of_link`` (of the rate of pinned copies that
-        was measured on this machine; NaN where none was: a GPU's name tells neither the
-        generation of its PCIe slot nor whether NVLink goes to the host). Bytes that were not
-        recorded are NaN.
+    Of HPCToolkit also synchronisation and allocation, where it recorded them. Bytes that were not
+    recorded are NaN, and so is ``share_of_link`` where pinned copies were not measured on this
+    machine: a GPU's name tells neither the generation of its PCIe slot nor whether NVLink goes to
+    the host.
     """
     rows = _hpctoolkit_copies(profile)
     if rows.empty and profile.has("copy_bytes"):
@@ -312,17 +293,13 @@ def _link_rates(profile: Profile) -> dict[str, float]:
 def stall_table(profile: Profile, by: str = "kernel") -> pd.DataFrame:
     """Why the warps of each kernel, or at each source line, did not go on.
 
+    The kernel or line with most samples comes first, and in it the largest reason (a key of
+    ``metrics.STALLS``; ``NONE`` is no stall).
+
     Args:
         by: ``kernel`` or ``line``. A line is where the instruction is, inlined functions
             included; ``place`` names it (``loops.cu:16``), or the function where no line
             is known.
-
-    Returns:
-        ``kernel`` (and ``file``, ``line``, ``place``), ``reason`` (a key of
-        ``metrics.STALLS``; ``NONE`` is no stall), ``warp_cycles``, ``share_of_stalls``
-        (of the stalls of all kernels; NaN for ``NONE``), ``share_of_samples`` (of all
-        warp-cycles sampled, sums to 1 at most). The kernel or line with most samples
-        first, and in it the largest reason.
 
     Raises:
         InputError: ``by`` is unknown.
@@ -365,12 +342,7 @@ def stall_table(profile: Profile, by: str = "kernel") -> pd.DataFrame:
 
 
 def stall_reasons(stalls: pd.DataFrame) -> pd.DataFrame:
-    """The reasons in a stall table, what each means and what usually helps.
-
-    Returns:
-        ``reason``, ``meaning``, ``advice``, ``warp_cycles``, ``share_of_stalls``,
-        ``share_of_samples``; most warp-cycles first.
-    """
+    """The reasons in a stall table, what each means and what usually helps, most cycles first."""
     columns = ["reason", "meaning", "advice", "warp_cycles", "share_of_stalls", "share_of_samples"]
     if stalls.empty:
         return unmeasured(columns, str(stalls.attrs.get("not_measured", "no stall was sampled")))

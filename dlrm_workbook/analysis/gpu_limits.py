@@ -82,24 +82,15 @@ def yes_no_unknown(tensor_cores: bool | None) -> str:
 def operator_rates(profile: Profile) -> pd.DataFrame:
     """Operators whose work their shapes tell, and how near the GPU's limits they run.
 
-    Returns:
-        A row for each operator, shapes and part: ``name``, ``shapes``, ``component``,
-        ``phase``, ``precision`` (of the operands; of tensor cores' where those cut them to
-        TF32; "" where no operations are counted), ``calls``, ``gpu_ms`` (kernels of all
-        calls), ``mean_us`` (a call), ``call_gflop`` (NaN where none are counted) and
-        ``call_bytes`` (of a call), ``bytes_are`` (``each once``, ``at least``, ``asked for``:
-        see :func:`~dlrm_workbook.recordings.torch.shape_work.bytes_are`),
-        ``intensity_flop_per_byte``, ``tflops_per_s``, ``gb_per_s`` (10^9), ``tensor_cores``
-        (``yes``, ``no``, ``unknown``; "" where no operations are counted),
-        ``peak_tflops_per_s`` (NaN also of convolutions by Winograd or FFT, which multiply
-        less than their definition), ``limit`` (``arithmetic``, ``memory bandwidth``, or
-        ``cache`` where bytes come faster than memory gives them), ``least_us`` (a call),
-        ``share_of_ceiling`` (least time over measured, at most 1), ``kernels`` (short names),
-        ``reason`` (what keeps it from the limit: :mod:`dlrm_workbook.analysis.reasons`; of a
-        recording that names no GPU for one of the architecture of its kernels).
-        The most time first. ``attrs["device"]`` and ``attrs["source"]`` name the data sheet,
-        ``attrs["device_reason"]`` says why there is none. Empty with a reason where shapes
-        were not recorded.
+    A row for each operator, shapes and part, the most time first. ``precision`` is that of tensor
+    cores where those cut the operands to TF32; it and ``tensor_cores`` are "" where no operations
+    are counted. ``peak_tflops_per_s`` is NaN also of convolutions by Winograd or FFT, which
+    multiply less than their definition; ``limit`` is ``cache`` where bytes come faster than memory
+    gives them. Where a recording names no GPU, the ``reason``
+    (:mod:`dlrm_workbook.analysis.reasons`) is for one of the architecture of its kernels.
+
+    ``attrs["device"]`` and ``attrs["source"]`` name the data sheet, ``attrs["device_reason"]`` says
+    why there is none. Empty with a reason where shapes were not recorded.
     """
     work = _Work(profile)
     if not work.known.any() or not profile.has("gpu_time_ms"):
@@ -220,12 +211,9 @@ COVERAGE = ["reason", "kernel_ms", "share_of_kernels"]
 
 
 def rate_coverage(profile: Profile) -> pd.DataFrame:
-    """How much of the kernels' time has a rate, and why the rest has none.
+    """How much of the kernels' time has a rate, which comes first, and why the rest has none.
 
-    Returns:
-        ``reason`` (:data:`RATE_KNOWN`, or why there is none), ``kernel_ms`` (over the whole
-        recording) and ``share_of_kernels``; what is known first, then the most time. They add up
-        to all kernels. Empty with a reason where no operator's work is known.
+    Empty with a reason where no operator's work is known.
     """
     work = _Work(profile)
     kernels = np.flatnonzero(work.is_kernel)

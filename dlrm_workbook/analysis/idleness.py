@@ -95,13 +95,10 @@ BY_CAUSE = ["cause", "meaning", "idle_ms", "share_of_idle", "share_of_iteration"
 
 
 def idle_causes(profile: Profile) -> pd.DataFrame:
-    """Time without a kernel in each iteration, by cause.
+    """Time without a kernel in each iteration, by cause (of ``CAUSES``).
 
-    Returns:
-        ``iteration``, ``cause`` (of ``CAUSES``), ``idle_ms``, ``after_sync_ms`` (of it in gaps
-        that began while the host waited in a synchronising call). ``idle_ms`` adds up to the
-        iteration less the time in which a kernel ran. Empty, with the reason in
-        ``attrs["not_measured"]``, without a GPU trace and iterations.
+    ``idle_ms`` adds up to the iteration less the time in which a kernel ran. Empty, with the
+    reason in ``attrs["not_measured"]``, without a GPU trace and iterations.
     """
     if profile.iterations.empty and len(windows(profile)):
         reason = "the profile does not say when its iterations ran"
@@ -116,14 +113,10 @@ def idle_causes(profile: Profile) -> pd.DataFrame:
 
 
 def idle_by_cause(profile: Profile, causes: pd.DataFrame) -> pd.DataFrame:
-    """Idle time of a mean iteration by cause, most first.
+    """Idle time of a mean iteration by cause, most first; empty, with the reason, like its source.
 
     Args:
         causes: what :func:`idle_causes` gave of the profile.
-
-    Returns:
-        ``cause``, ``meaning``, ``idle_ms``, ``share_of_idle`` (adds up to 1),
-        ``share_of_iteration``, ``after_sync_ms``. Empty, with the reason, like its source.
     """
     if causes.empty:
         return unmeasured(BY_CAUSE, reason_of(causes) or "no GPU was idle")
@@ -297,10 +290,9 @@ OUTSIDE_COLUMNS = [*PART, "part_ms", "operators_ms", "outside_ms", "outside_shar
 def thread_states(profile: Profile) -> pd.DataFrame:
     """What the iterating thread did in each iteration: computing, waiting for a core, blocked.
 
-    Returns:
-        ``iteration`` (number in the run), ``profiled``, ``state`` (of ``STATES``), ``time_ms``;
-        the states of an iteration add up to its wall time. Where the system does not count the
-        run queue, ``off core`` stands for the last two. Empty, with the reason, without counters.
+    The states (of ``STATES``) of an iteration add up to its wall time. Where the system does not
+    count the run queue, ``off core`` stands for the last two. Empty, with the reason, without
+    counters.
     """
     columns = profile.meta.get("counters") or {}
     if not {"wall_ms", "thread_cpu_ms"} <= columns.keys():
@@ -329,12 +321,8 @@ def outside_operators(profile: Profile) -> pd.DataFrame:
     """Time of each part on the iterating thread inside and outside of torch's operators.
 
     Outside is Python, NumPy and what surrounds each call; where it is most of a part, the
-    interpreter is the limit, not the arithmetic.
-
-    Returns:
-        ``component``, ``phase``, ``part_ms``, ``operators_ms``, ``outside_ms`` (of a mean
-        iteration; the two add up to ``part_ms``), ``outside_share``; most outside first.
-        Empty, with the reason, where operators are not traced.
+    interpreter is the limit, not the arithmetic. Of a mean iteration, most outside first. Empty,
+    with the reason, where operators are not traced.
     """
     kinds = profile.contexts["kind"]
     if not kinds.eq("operator").any() or profile.iterations.empty:
@@ -368,12 +356,8 @@ OVERLAP_KINDS: dict[str, str] = {
 def overlaps(profile: Profile) -> pd.DataFrame:
     """Copies, communication and making the batch against computing, in a mean iteration.
 
-    Returns:
-        ``what`` (of ``OVERLAP_KINDS``), ``where`` (``device``, ``host`` or ``other threads``),
-        ``total_ms``, ``hidden_ms`` (while something is computed), ``exposed_ms`` (the rest;
-        the two add up), ``exposed_share`` and ``of_iteration`` (exposed time as a share of the
-        iteration); most exposed first. What did not occur has no row. Empty, with the reason,
-        where nothing of the kind ran or the profile does not say when its iterations ran.
+    Most exposed first; what did not occur has no row. Empty, with the reason, where nothing of the
+    kind ran or the profile does not say when its iterations ran.
     """
     if profile.iterations.empty or profile.trace.empty:
         return unmeasured(OVERLAP_COLUMNS, "the profile does not say when its iterations ran")
@@ -455,13 +439,8 @@ def gpu_idleness(profile: Profile) -> pd.DataFrame:
     """How long each GPU ran something, on any of its streams, and how long nothing.
 
     Over the iterations if the profile has them, else from the first GPU operation to the last,
-    so that start-up is not counted as idle.
-
-    Returns:
-        ``gpu`` (name), ``rank``, ``streams``, ``span_ms``, ``busy_ms`` (union over the
-        streams), ``idle_ms``, ``idle_share`` (0 to 1), ``gaps`` (idle stretches),
-        ``longest_gap_ms``; ``attrs["span"]`` says in words over which span. Empty, with the
-        reason in ``attrs["not_measured"]``, without a trace of a GPU stream.
+    so that start-up is not counted as idle: ``attrs["span"]`` says which. Empty, with the reason in
+    ``attrs["not_measured"]``, without a trace of a GPU stream.
     """
     streams = _streams(profile)
     if streams.empty:

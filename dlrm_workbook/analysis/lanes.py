@@ -44,19 +44,14 @@ OTHERS = "(others)"
 
 
 def thread_timeline(profile: Profile, by: str = "component") -> pd.DataFrame:
-    """Spans of each CPU thread and each GPU stream, ready to draw.
+    """Spans of each CPU thread and each GPU stream, ready to draw; CPU threads first.
+
+    Rows of a lane do not overlap, and nothing runs between them. The durations of a label in a lane
+    add up to what the trace has. Sampled hardware counters are in ``attrs["counters"]``. Empty,
+    with the reason in ``attrs["not_measured"]``, without a trace.
 
     Args:
         by: ``component`` (part and phase) or ``function`` (the innermost one).
-
-    Returns:
-        ``lane``, ``kind`` (``cpu_thread`` or ``gpu_stream``), ``profile``, ``label``,
-        ``component``, ``phase``, ``start_ms`` (from the start of the trace),
-        ``duration_ms``, ``spans`` (of the trace, that are joined in the row: ``duration_ms`` is
-        the sum of theirs). Without overlaps in a lane; nothing runs between rows. The durations
-        of a label in a lane add up to what the trace has. CPU threads first. Sampled hardware
-        counters are in ``attrs["counters"]``. Empty, with the reason in
-        ``attrs["not_measured"]``, without a trace.
 
     Raises:
         InputError: ``by`` is unknown.

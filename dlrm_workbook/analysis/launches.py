@@ -79,13 +79,11 @@ def _device_operations(profile: Profile) -> pd.DataFrame:
 
 
 def launches_by_part(profile: Profile) -> pd.DataFrame:
-    """Kernels launched by each part in a mean iteration.
+    """Kernels launched by each part in a mean iteration, most launches first.
 
-    Returns:
-        ``component``, ``phase``, ``launches``, ``kernel_us`` (median), ``kernel_ms`` (sum),
-        ``launch_us`` (median time in the launching call; NaN if not traced), ``short_share``
-        (of the kernels that end sooner than a launch takes, see :func:`launch_cost_us`); most
-        launches first. Empty, with the reason, without a GPU trace.
+    ``launch_us`` is NaN where the launching call is not traced; ``short_share`` is of the kernels
+    that end sooner than a launch takes (:func:`launch_cost_us`). Empty, with the reason, without a
+    GPU trace.
     """
     kernels = _kernels(profile)
     if kernels.empty:
@@ -122,15 +120,9 @@ def launch_cost_us(profile: Profile, kernels: pd.DataFrame | None = None) -> flo
 
 
 def launch_summary(profile: Profile) -> pd.DataFrame:
-    """One row: does launching set the pace of the GPU?
+    """One row: does launching set the pace of the GPU (``launch_bound``, see ``BOUND``)?
 
-    Returns:
-        ``launches`` (an iteration; where none is marked, in all), ``launches_per_s``,
-        ``kernel_us`` (median), ``launch_us``, ``short_share`` (kernels that end sooner than a
-        launch takes), ``queue_depth`` (mean number of kernels launched and not finished),
-        ``empty_share`` (of the time of the iterations with none), ``launch_bound`` (see
-        ``BOUND``); NaN, or None, where the trace does not say. Empty, with the reason, without a
-        GPU trace.
+    NaN, or None, where the trace does not say. Empty, with the reason, without a GPU trace.
     """
     kernels = _kernels(profile)
     if kernels.empty:
@@ -162,14 +154,12 @@ def launch_summary(profile: Profile) -> pd.DataFrame:
 
 
 def queue_depth(profile: Profile, most: int | None = None) -> pd.DataFrame:
-    """Operations launched and not finished, over time.
+    """Operations launched and not finished, over time; each row holds until the next.
+
+    Empty, with the reason, without launches in the trace.
 
     Args:
         most: rows at most; where there are more changes, the mean depth of equal bins.
-
-    Returns:
-        ``time_ms`` (from the first iteration's start; each row holds until the next),
-        ``depth``. Empty, with the reason, without launches in the trace.
     """
     work = launched_operations(profile)
     if work.empty:
@@ -198,14 +188,9 @@ def operator_load(profile: Profile) -> pd.DataFrame:
     """Operators that each part calls on the host, and what dispatching them costs at least.
 
     Outermost operators only: what they call is dispatched too, so ``dispatch_ms`` is a lower
-    bound. A part with a high share is limited by calling, not by computing.
-
-    Returns:
-        ``component``, ``phase``, ``operators`` (a mean iteration), ``operator_us`` (median),
-        ``part_ms`` (time of the part's operators), ``dispatch_us`` (of one operator, measured
-        alone before the run; NaN if not), ``dispatch_ms``, ``dispatch_share`` (of the operators'
-        time, at most 1); most operators first. Empty, with the reason, where operators are not
-        traced.
+    bound. A part with a high share is limited by calling, not by computing. Most operators first;
+    ``dispatch_us`` is NaN where it was not measured. Empty, with the reason, where operators are
+    not traced.
     """
     spans = outermost_operators(profile)
     if spans.empty:

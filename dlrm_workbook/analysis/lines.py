@@ -75,17 +75,8 @@ Place = tuple[str, int]
 def lines(profile: Profile) -> pd.DataFrame:
     """Time by line of the user's code, most first.
 
-    Returns:
-        One row per ``file``, ``line`` and ``thread`` (``main``: the one that runs the steps), with
-        ``function``, ``source`` (its text, "" unknown), ``role`` (``model``, ``optimizer``,
-        ``batch``: making it, ``around``: everything else), ``time_ms`` itself, of a mean iteration
-        at the pace of the page's step, ``backward_ms`` (of it), ``inclusive_ms`` (with the user's
-        functions below it), ``share_of_step`` and ``inclusive_share``, ``calls`` (per iteration;
-        NaN not counted), ``operators`` (the largest below it), ``in_iterations`` (0 to 1: in which
-        share of them it runs; NaN unknown), ``growth_ms`` (from one iteration to the next; 0 where
-        that is not significant). Shares of the main thread add up to 1; ``file`` "" is what is in
-        no line of the user's. Of other threads it is the time that they computed. Empty, with the
-        reason, where no stack is known.
+    Shares of the main thread add up to 1; ``file`` "" is what is in no line of the user's. Of other
+    threads it is the time that they computed. Empty, with the reason, where no stack is known.
     """
     return _table(profile, "line")
 
@@ -107,11 +98,10 @@ def statements(profile: Profile) -> pd.DataFrame:
 
 
 def listing(profile: Profile, file: str, function: str) -> pd.DataFrame:
-    """The source of a function with the time of each line beside it.
+    """The source of a function with the time of each line beside it, of all threads together.
 
-    Returns:
-        ``line``, ``source`` (with its indentation), ``time_ms`` and ``share`` (of the step), of
-        all threads together; 0 where no time was seen. Empty where the source is not known.
+    ``source`` keeps its indentation; times are 0 where none was seen. Empty where the source is not
+    known.
     """
     table = lines(profile)
     chosen = table[table["file"].eq(file) & table["function"].eq(function)]

@@ -33,15 +33,10 @@ MOST_SPANS = 400
 
 
 def top_operators(profile: Profile, count: int = 20) -> pd.DataFrame:
-    """Where the time is spent itself, callees excluded.
+    """Where the time is spent itself, callees excluded; largest share first.
 
     A row of kind ``annotation`` is the part's own Python code, outside all operators.
-
-    Returns:
-        ``name``, ``kind``, ``shapes``, ``component``, ``phase``, ``calls``,
-        ``cpu_self_ms``, ``gpu_ms`` (NaN if not measured), ``share`` (of all GPU time
-        where there is any, else of all CPU time), ``gflops_per_second`` (callees
-        included; NaN where torch counts no operations); largest share first.
+    ``gflops_per_second`` is NaN where torch counts no operations.
     """
     steps = iteration_count(profile)
     table = profile.contexts[["name", "kind", "shapes", *PART]].copy()
@@ -79,25 +74,19 @@ def call_tree(
     smallest_share: float = 0.001,
     most: int = 300,
 ) -> pd.DataFrame:
-    """The call tree of the step for an icicle or flame graph.
+    """The call tree of the step for an icicle or flame graph, parents first.
 
     Contexts below ``smallest_share`` of the whole are joined, parent by parent, in one
     row labelled ``(small)``, so what a row's children leave of it is still its own time. Of a
     chain of calls that have no time of their own and call one function each, the first and the
-    last are rows; the last one names those between in ``through``.
+    last are rows; the last one names those between in ``through``. Empty if ``metric`` was not
+    measured.
 
     Args:
         metric: an additive time: ``cpu_time_ms`` or ``gpu_time_ms``.
         smallest_share: of the whole; it is raised until there are at most ``most`` rows, and
             ``attrs["smallest_share"]`` says to what.
         most: rows of the tree.
-
-    Returns:
-        ``id`` and ``parent`` (str, "" above a root), ``label``, ``kind``, ``shapes``,
-        ``component``, ``phase``, ``value_ms`` (inclusive), ``self_ms``, ``share`` (of the whole),
-        ``through`` (labels of the calls left out between the row and its parent, a list);
-        parents first.
-        Empty if ``metric`` was not measured.
     """
     columns = ["id", "parent", "label", "kind", "shapes", *PART, "value_ms", "self_ms", "share"]
     columns.append("through")
@@ -166,10 +155,6 @@ def timeline(profile: Profile, iterations: int = 3) -> pd.DataFrame:
 
     Args:
         iterations: how many.
-
-    Returns:
-        ``iteration``, ``lane``, ``label``, ``component``, ``phase``, ``start_ms`` (from the
-        iteration's start), ``duration_ms``, ``spans`` (of the trace, joined in the row).
     """
     named = profile.which("name", lambda name: parse_span(name) is not None)
     is_range = profile.of_kind("annotation") & named
@@ -211,11 +196,9 @@ def _coarse(spans: pd.DataFrame) -> pd.DataFrame:
 
 def operator_spans(profile: Profile) -> pd.DataFrame:
     """What :func:`timeline` joins of three iterations, one by one: outermost operators on the host,
-    kernels on the GPU, at most the longest 400.
+    kernels on the GPU (``label`` is the short name), at most the longest 400.
 
-    Returns:
-        The columns of :func:`timeline`; ``label`` is the operator's name, or the kernel's short
-        one. ``attrs["of"]`` is the number of spans of which these are the longest.
+    ``attrs["of"]`` is the number of spans of which these are the longest.
     """
     contexts = profile.contexts
     is_operator = profile.of_kind("operator")
@@ -267,12 +250,7 @@ def _timed(spans: pd.DataFrame) -> pd.DataFrame:
 
 
 def memory(profile: Profile) -> pd.DataFrame:
-    """Megabytes (10^6 B) that each part allocates through torch in a mean iteration.
-
-    Returns:
-        ``component``, ``phase``, ``device`` (``cpu`` or ``gpu``), ``allocated_mb``,
-        largest first. Empty if memory was not recorded.
-    """
+    """Megabytes (10^6) that each part allocates through torch in a mean iteration, most first."""
     pieces = []
     for device, metric in (("cpu", "allocated_bytes"), ("gpu", "gpu_allocated_bytes")):
         if not profile.has(metric):
@@ -290,11 +268,7 @@ def memory(profile: Profile) -> pd.DataFrame:
 
 
 def memory_curve(profile: Profile) -> pd.DataFrame:
-    """Memory allocated through torch over time, counted from the recording's start.
-
-    Returns:
-        ``device``, ``time_ms``, ``allocated_mb`` (10^6 B); empty if not recorded.
-    """
+    """Memory allocated through torch over time; empty if not recorded."""
     pieces = [
         pd.DataFrame(
             {

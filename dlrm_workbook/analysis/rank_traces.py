@@ -263,21 +263,14 @@ def _aligned(first: pd.DataFrame, other: pd.DataFrame) -> tuple[float, int]:
 
 
 def collectives(ranks: Ranks) -> pd.DataFrame:
-    """Every matched collective.
+    """Every matched collective, in order of time.
 
-    Returns:
-        ``collective`` (from 0, in order of time), ``kind``, ``what`` (the range that asked for
-        it), ``ranks`` (how many took part), ``elements`` (of the input, the largest of all
-        ranks), ``transfer_us`` (shortest time that any rank spent in it), ``wait_us`` and
-        ``longest_wait_us`` (time beyond that: mean over ranks, and of the first to arrive),
-        ``last_rank`` (−1 where none is late), ``late_us`` (by which it came after the last
-        but one), ``component``, ``phase``, ``where`` (``device`` or ``host``) and ``longer_us``:
-        what the last rank did, and how much longer than the median of the others, since the
-        collective before; ``spread_us`` (how far the ends lie apart with clocks aligned),
-        ``counted`` (whether its waiting counts: not for the first, before which nobody knows the
-        ranks to be level, nor where the ends do not meet or need not). Empty, with the reason,
-        without any. ``attrs["unmatched"]``: rank to kernels that no other rank has.
-        ``attrs["waits"]``: (rows, ranks) µs, NaN for ranks that took no part.
+    A collective is ``counted`` where its waiting counts: not the first, before which nobody knows
+    the ranks to be level, nor where the ends do not meet or need not. ``component``, ``phase``,
+    ``where`` and ``longer_us`` are of what the last rank did since the collective before.
+
+    Empty, with the reason, without any. ``attrs["unmatched"]``: rank to kernels that no other rank
+    has. ``attrs["waits"]``: (rows, ranks) µs, NaN for ranks that took no part.
     """
     if len(ranks) < 2:
         return unmeasured(COLLECTIVE_COLUMNS, ONE)
@@ -391,17 +384,10 @@ def _explain(
 def rank_table(ranks: Ranks, matches: pd.DataFrame | None = None) -> pd.DataFrame:
     """What each rank did: per iteration where every rank has iterations, else in all.
 
+    NaN where not measured. ``attrs["per"]`` says which of the two it is.
+
     Args:
         matches: what :func:`collectives` gives.
-
-    Returns:
-        ``rank``, ``iterations``, ``step_ms`` (mean, or the length of the recording), ``busy_ms``
-        (the GPU runs something), ``idle_ms`` (of the step), ``compute_ms`` and
-        ``communication_ms`` (unions of kernels), ``exposed_ms`` (communication while nothing
-        else runs), ``transfer_ms`` and ``waiting_ms`` (of the matched collectives that count),
-        ``start_ms`` (waiting in those before which the ranks may not have been level),
-        ``last_in`` (collectives in which it came last), ``others_wait_ms`` (mean of the others'
-        waiting for it there). NaN where not measured. ``attrs["per"]``.
     """
     if len(ranks) < 2:
         return unmeasured(RANK_COLUMNS, ONE)
@@ -475,12 +461,9 @@ def _gpu_ms(profile: Profile, first: int, last: int, count: int) -> dict[str, fl
 def parts_over_ranks(ranks: Ranks) -> pd.DataFrame:
     """Device time of each part over the ranks, per iteration where every rank has iterations.
 
-    Durations of kernels and copies are summed, so that what runs at once counts twice.
-
-    Returns:
-        ``component``, ``phase``, ``mean_ms``, ``least_ms``, ``most_ms``, ``most_rank``; in the
-        order of a step. Empty, with the reason, without a GPU. ``attrs["per"]``,
-        ``attrs["each"]``: the same, a column a rank.
+    Durations of kernels and copies are summed, so that what runs at once counts twice. In the order
+    of a step; empty, with the reason, without a GPU. ``attrs["per"]``, ``attrs["each"]``: the same,
+    a column a rank.
     """
     if len(ranks) < 2:
         return unmeasured(PART_COLUMNS, ONE)

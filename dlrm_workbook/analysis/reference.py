@@ -469,9 +469,8 @@ def other_times(profile: Profile, folder: Path | None = None) -> pd.DataFrame:
             is one of the times.
 
     Returns:
-        ``what`` was timed, ``time_ms``, ``times_the_step``, ``iterations`` (how many; NaN
-        where not known), ``why`` it differs; the step first. Where no step is known, the times
-        that the page adds up of the whole recording; empty if it has one.
+        The step first. Where no step is known, the times that the page adds up of the whole
+        recording; empty if it has one.
     """
     step = reference(profile)
     if step is None:

@@ -18,12 +18,8 @@ HIT_COLUMNS = ["cache_bytes", "rows", "hit_share", "low", "high"]
 def row_reuse(profile: Profile) -> pd.DataFrame:
     """How often rows come up again within the run's first batches, all of them together.
 
-    Returns:
-        ``table``, ``rows``, ``lookups``, ``rows_used`` (different rows), ``lookups_per_row``
-        (lookups / rows_used), ``used_once_share`` (of the rows used) and
-        ``used_once_lookups_share`` (of the lookups); ``unique_share``: different rows of one
-        batch / its lookups. ``attrs["batches"]``: how many batches. Empty if the recording has
-        none of it, with the reason.
+    ``attrs["batches"]``: how many batches. Empty, with the reason, if the recording has none of
+    it.
     """
     statistics = profile.meta.get("data_statistics") or {}
     table = pd.DataFrame(statistics.get("tables") or [])
@@ -43,10 +39,8 @@ def row_reuse(profile: Profile) -> pd.DataFrame:
 def cache_hit_shares(profile: Profile) -> pd.DataFrame:
     """Share of all tables' lookups that a least-recently-used cache of rows answers.
 
-    Returns:
-        ``cache_bytes`` (of the rows' weights alone), ``rows``, ``hit_share``, ``low`` and
-        ``high`` (1.96 standard errors of the rows that were chosen to be followed). Empty if
-        the recording has none of it, with the reason.
+    ``low`` and ``high`` are 1.96 standard errors of the rows that were chosen to be followed away.
+    Empty, with the reason, if the recording has none of it.
     """
     statistics = profile.meta.get("data_statistics") or {}
     table = pd.DataFrame(statistics.get("cache") or [])

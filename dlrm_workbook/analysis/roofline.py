@@ -283,21 +283,16 @@ def _costs(row: Mapping[str, Any]) -> tuple[float, float] | None:
 
 
 def roofline(profile: Profile, attribution: pd.DataFrame) -> pd.DataFrame:
-    """Each part and phase against the machine's ceilings.
+    """Each part and phase against the machine's ceilings; rows as in ``attribution``.
 
     Args:
         attribution: of the profile; ``device`` and ``host`` time of a part are added, so
             that the times sum to the step.
 
     Returns:
-        ``component``, ``phase``, ``time_ms``, ``flops``, ``bytes`` (operands of its
-        operators), ``intensity_flop_per_byte``, ``gflops`` and ``gb_per_s`` (achieved,
-        over ``time_ms``), ``ceiling`` (what binds, in words), ``ceiling_ms`` (least time;
-        NaN where no ceiling is known, 0 where the machine has nothing to do),
-        ``share_of_ceiling`` (``ceiling_ms`` / ``time_ms``), ``limit``. Rows as in
-        ``attribution``. Of another program the work is that of its operators
-        (:func:`operator_limits`), and a part is NaN where too much of it has none. Empty if
-        no shapes are known (:func:`missing`).
+        ``ceiling_ms`` is NaN where no ceiling is known, 0 where the machine has nothing to do. Of
+        another program the work is that of its operators (:func:`operator_limits`), and a part is
+        NaN where too much of it has none. Empty if no shapes are known (:func:`missing`).
     """
     parameters = parameters_of(profile)
     if attribution.empty or (parameters is None and missing(profile)):
@@ -393,11 +388,9 @@ def operator_limits(profile: Profile) -> pd.DataFrame:
     take no more than a few dispatches have no work.
 
     Returns:
-        ``name``, ``shapes``, ``component``, ``phase``, and of a mean iteration ``calls``,
-        ``time_ms``, ``flops``, ``bytes`` (taken as read, since shapes do not say what is
-        written, so that the least time is not too long), ``ceiling_ms`` (NaN where unknown),
-        ``share_of_ceiling``, ``limit``, ``reason`` (why the least time is not known, else
-        ""). The most time first. Empty where :func:`missing` says why.
+        The most time first, of a mean iteration; ``bytes`` are taken as read, since shapes do not
+        say what is written, so that the least time is not too long. Empty where :func:`missing`
+        says why.
     """
     if profile.meta.get("parameters") or missing(profile):
         return pd.DataFrame({name: [] for name in OPERATOR_COLUMNS})

@@ -49,7 +49,7 @@ SCHEDULE_PLACES = 400
 
 
 def planned_facts(parameters: Parameters) -> pd.DataFrame:
-    """What is going to run: ``what``, ``value`` (words)."""
+    """What is going to run, in words."""
     model, data, training = parameters.model, parameters.data, parameters.training
     rows = model.table_rows
     bag = f"{data.indices_per_lookup:,}"
@@ -77,11 +77,9 @@ def planned_facts(parameters: Parameters) -> pd.DataFrame:
 def boxes(parameters: Parameters) -> pd.DataFrame:
     """The model's parts from its inputs to the click probability, as a drawing has them.
 
-    Returns:
-        ``component``, ``name``, ``shape`` (words), ``weights``, and ``flops`` of one iteration,
-        counted from the shapes: of a layer its products forward and backward, of tables and
-        interaction all operators; 0 for inputs. Tables of one size are one row, and so are the
-        smallest of many.
+    ``flops`` of one iteration are counted from the shapes: of a layer its products forward and
+    backward, of tables and interaction all operators; 0 for inputs. Tables of one size are one row,
+    and so are the smallest of many.
     """
     model, data, size = parameters.model, parameters.data, parameters.training.batch_size
     work, dim = operator_work(parameters), model.embedding_dim
@@ -150,7 +148,7 @@ def small_copy(parameters: Parameters) -> Parameters:
 
 
 def weights(model: nn.Module) -> pd.DataFrame:
-    """A model's weights: ``name``, ``shape``, ``count`` (how many numbers), ``bytes``."""
+    """The weights of a model."""
     rows = [
         (name, "×".join(map(str, weight.shape)), weight.numel(), weight.nbytes)
         for name, weight in model.named_parameters()
@@ -159,12 +157,7 @@ def weights(model: nn.Module) -> pd.DataFrame:
 
 
 def bags(batch: Batch) -> pd.DataFrame:
-    """What a batch looks up in each table.
-
-    Returns:
-        ``table``, ``samples``, ``lookups`` (rows read, repetitions counted), ``rows`` (distinct
-        ones), ``longest_bag`` (rows of one sample).
-    """
+    """What a batch looks up in each table."""
     table = []
     for number in range(batch.tables):
         indices, starts = batch.table_indices(number), batch.offsets[number]
@@ -175,11 +168,7 @@ def bags(batch: Batch) -> pd.DataFrame:
 
 
 def one_step(trainer: Trainer, batch: Batch) -> pd.DataFrame:
-    """Train one step on a batch, and what that does to its predictions.
-
-    Returns:
-        ``target``, ``before``, ``after``: of each sample (batch rows).
-    """
+    """Train one step on a batch, and what that does to its predictions, sample by sample."""
     before = trainer.predict(batch).flatten()
     trainer.learn(batch)
     columns = {
@@ -193,10 +182,7 @@ def one_step(trainer: Trainer, batch: Batch) -> pd.DataFrame:
 def memory_forecast(
     parameters: Parameters, items: Sequence[MemoryItem] | None = None
 ) -> pd.DataFrame:
-    """What the run will allocate: ``name``, ``shape``, ``component``, ``bytes``, ``place``,
-    ``when``.
-
-    Tables of one size are one row, and so are the smallest of many.
+    """What the run will allocate. Tables of one size are one row, and so are the smallest of many.
 
     Args:
         items: of the forecast; left out, those of a run on the CPU.
@@ -239,14 +225,14 @@ def memory_forecast(
 
 
 def peak_memory(items: Sequence[MemoryItem]) -> pd.DataFrame:
-    """``place`` and the ``bytes`` that are there at once at most."""
+    """How many bytes each place holds at once at most."""
     used = [place for place in PLACES if any(place in item.place for item in items)]
     peaks = [total_bytes([item for item in items if place in item.place]) for place in used]
     return pd.DataFrame({"place": used, "bytes": peaks})
 
 
 def result_facts(result: TrainingResult) -> pd.DataFrame:
-    """What a run amounted to: ``what``, ``value``, ``unit`` (None: not measured)."""
+    """What a run amounted to; None: not measured."""
     rows: list[tuple[str, Any, str]] = [
         ("iterations", f"{result.iterations:,} ({result.status})", ""),
         ("loss, mean over the last interval", f"{result.loss:.6f}", ""),
@@ -332,7 +318,7 @@ def _lines(folder: Path) -> list[dict[str, Any]]:
 
 
 def schedule(parameters: Parameters, iterations: int) -> pd.DataFrame:
-    """``iteration``, ``learning_rate`` as the parameters plan them; empty if it is constant.
+    """The learning rate as the parameters plan it; empty if it is constant.
 
     The corners of the schedule are always among at most about :data:`SCHEDULE_PLACES` iterations.
     """

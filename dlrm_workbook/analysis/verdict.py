@@ -171,9 +171,7 @@ def time_changes_together(
         folder: of the profile run; gets the logs.
 
     Returns:
-        ``change`` (all up to it), ``iteration_ms`` (median of the rounds), ``rounds``,
-        ``speedup_low``, ``speedup_mid``, ``speedup_high``; the step as it is first. Empty, with
-        the reason, where nothing was timed.
+        What :func:`timed_table` gives; empty, with the reason, where nothing was timed.
     """
     if "together" in profile.meta or "together" in profile.not_measured:
         return timed_table(profile)
@@ -210,7 +208,7 @@ NOBODY_TIMED = "nobody timed any; `dlrm run profile -f FILE` times those of our 
 
 
 def timed_table(profile: Profile) -> pd.DataFrame:
-    """The whole steps that were timed in turns; as :func:`time_changes_together` returns it."""
+    """The whole steps that were timed in turns, the step as it is first."""
     together = profile.meta.get("together") or {}
     rows: list[dict[str, Any]] = []
     for stage in [{"change": {}, "ms": together.get("base_ms")}, *together.get("stages", [])]:
@@ -286,11 +284,6 @@ def finding_table(found: Sequence[Finding]) -> pd.DataFrame:
 
     Args:
         found: what :func:`findings_timed` gives.
-
-    Returns:
-        ``title``, ``component``, ``share_of_step``, ``change``, ``gain`` (``low``, ``mid``,
-        ``high``; of the whole step where that was timed, else predicted; may be empty),
-        ``basis`` (which of them, or that it is an upper bound).
     """
     rows = []
     for one in found:
@@ -478,11 +471,6 @@ def table(way: Sequence[Stage]) -> pd.DataFrame:
 
     Args:
         way: what :func:`stages` gives.
-
-    Returns:
-        ``step``, ``mid_ms``, ``low_ms``, ``high_ms``, ``speedup`` over the step, ``limit_ms`` (the
-        least that the machine allows for the row's own configuration; NaN where not known),
-        ``basis`` (how the time is known), ``note``.
     """
     copied = ("mid_ms", "low_ms", "high_ms", "limit_ms", "basis", "note")
     rows = [{"step": one.name} | {name: getattr(one, name) for name in copied} for one in way]

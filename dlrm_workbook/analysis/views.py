@@ -57,7 +57,9 @@ def top_down(
 ) -> pd.DataFrame:
     """The call tree as rows, callers before callees, the largest callee first.
 
-    Lines, loops and instructions are joined to the function that they lie in.
+    Lines, loops and instructions are joined to the function that they lie in; parents and depths
+    are as shown. ``exclusive + small`` add up to the whole. Empty, with the reason in
+    ``attrs["not_measured"]``, if ``metric`` was not measured.
 
     Args:
         metric: additive, with inclusive values.
@@ -68,14 +70,6 @@ def top_down(
             Threads are always shown.
         within: (contexts,) bool, the contexts that count, for example
             ``attribution.step_contexts(profile)``; all if None.
-
-    Returns:
-        ``context``, ``parent`` (as shown; −1 above the first), ``depth`` (as shown),
-        the context's columns, ``inclusive``, ``exclusive``, ``small`` (inclusive of
-        callees not shown), ``share`` (of all roots together), ``hot`` (on the path that
-        follows the largest callee while it holds half of its caller), ``x (inc)``.
-        ``exclusive + small`` add up to the whole. Empty, with the reason in
-        ``attrs["not_measured"]``, if ``metric`` was not measured.
     """
     columns = [*TOP_DOWN, *(f"{name} (inc)" for name in also)]
     exclusive, inclusive = _values(profile, metric, within)
@@ -133,10 +127,6 @@ def folded(view: pd.DataFrame, most: int = 40) -> pd.DataFrame:
     Args:
         view: what :func:`top_down` gives.
         most: rows that are kept, those with the most time, in their order.
-
-    Returns:
-        The rows with ``level`` (depth without the links left out) and ``folded`` (how many
-        links were left out before the row).
     """
     if view.empty:
         return view
@@ -178,20 +168,16 @@ def bottom_up(
 ) -> pd.DataFrame:
     """Functions by their exclusive value, each with the callers it comes through.
 
+    In a caller's row the values are the function's, as far as it was called that way; callers of
+    one row add up to it at most (a function at the top of a thread has none). ``inclusive`` is NaN
+    for metrics without inclusive values. Empty, with the reason in ``attrs["not_measured"]``, if
+    ``metric`` was not measured.
+
     Args:
         count: how many functions, the largest first.
         callers: how many levels of callers below each.
         smallest_share: of the function's exclusive value; callers below it are left out.
         within: as for :func:`top_down`.
-
-    Returns:
-        ``id``, ``parent`` (id of the callee's row, −1 for a function), ``depth`` (0 a
-        function, 1 its callers, ...), ``name``, ``kind``, ``file``, ``module``,
-        ``exclusive``, ``inclusive``, ``share`` (exclusive, of the whole). In a caller's
-        row the values are the function's, as far as it was called that way; callers of
-        one row add up to it at most (a function at the top of a thread has none).
-        ``inclusive`` is NaN for metrics without inclusive values. Empty, with the reason
-        in ``attrs["not_measured"]``, if ``metric`` was not measured.
     """
     exclusive, inclusive = _values(profile, metric, within)
     if exclusive is None:
@@ -261,17 +247,13 @@ def flat(
 ) -> pd.DataFrame:
     """Values summed over all call paths, by function, file, module or source line.
 
+    The largest exclusive value comes first. File and module are "" (line 0) where they are not
+    known; ``inclusive`` is NaN for metrics without inclusive values. Empty, with the reason in
+    ``attrs["not_measured"]``, if ``metric`` was not measured.
+
     Args:
         by: ``function``, ``file``, ``module`` or ``line``.
         within: as for :func:`top_down`.
-
-    Returns:
-        ``name``, ``kind``, ``file``, ``module`` (a function), ``file``, ``module`` or
-        ``file``, ``line``; ``exclusive``, ``inclusive``, ``share`` and
-        ``inclusive_share`` of the whole; largest exclusive value first, then inclusive.
-        File and module are "" (line 0) where they are not known. ``inclusive`` is NaN
-        for metrics without inclusive values. Empty, with the reason in
-        ``attrs["not_measured"]``, if ``metric`` was not measured.
 
     Raises:
         InputError: ``by`` is unknown.

@@ -393,15 +393,11 @@ def predict(
 ) -> pd.DataFrame:
     """What the step would take after one change of parameters, or after each of several.
 
+    Figures are NaN where the change cannot be predicted; ``note`` says why.
+
     Args:
         profile: a measured run of this project's program.
         changes: dotted leaf to value, ``{"training.batch_size": 4096}``, or several of these.
-
-    Returns:
-        A row for each change: ``change`` (text), ``now_ms``, ``low_ms``, ``mid_ms``,
-        ``high_ms`` (per iteration), ``speedup_low``, ``speedup_mid``, ``speedup_high`` (per
-        sample), ``method``, ``note`` (what else changes, or why the change cannot be
-        predicted; the figures are NaN then).
     """
     asked = [changes] if isinstance(changes, Mapping) else list(changes)
     rows = []
@@ -495,11 +491,7 @@ def predict_change(
 
 
 def what_if_table(profile: Profile) -> pd.DataFrame:
-    """Predictions of the changes that the profile has probes for, the largest speed-up first.
-
-    Returns:
-        What :func:`predict` gives.
-    """
+    """Predictions of the changes that the profile has probes for, the largest speed-up first."""
     table = predict(at_reference(profile), [probe["change"] for probe in probes_of(profile)])
     return table.sort_values("speedup_mid", ascending=False, ignore_index=True)
 
@@ -507,10 +499,8 @@ def what_if_table(profile: Profile) -> pd.DataFrame:
 def what_if_parts(profile: Profile) -> pd.DataFrame:
     """The parts of every predicted step, of the step as it is first.
 
-    Returns:
-        ``change``, ``component``, ``time_ms``: for as many samples as an iteration has
-        now, so they sum to ``now_ms`` over the speedup. Changes without a prediction
-        are left out. Empty if the profile names no parts.
+    Changes without a prediction are left out; of the others the times sum to ``now_ms`` over the
+    speedup. Empty if the profile names no parts.
     """
     profile = at_reference(profile)
     try:
