@@ -18,8 +18,14 @@ from __future__ import annotations
 import functools
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+WORDS = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+"""What words in names mean, table by table."""
 
 LONGEST_NAME = 60
 """Characters of a short name."""
@@ -120,109 +126,19 @@ _RETURNS = re.compile(r"^(void|std::enable_if<.*?>::type) ")
 _OPENING, _CLOSING = "<([{", ">)]}"
 
 
-def _by_spelling(table: str) -> dict[str, str]:
-    """Each spelling to what it is called: the first word of its line of a table."""
-    lines = (line.split() for line in table.strip().splitlines())
-    return {spelling: called for called, *spellings in lines for spelling in spellings}
+def _by_spelling(table: Mapping[str, str]) -> dict[str, str]:
+    return {word: called for called, words in table.items() for word in words.split()}
 
 
-_TYPES = _by_spelling("""
-fp32     float
-fp64     double
-fp16     half half2 Half half_t
-bf16     BFloat16 nv_bfloat16 bfloat16_t bfloat16
-int64    long int64_t
-int32    int int32_t
-int16    short
-int8     char int8_t
-bool     bool
-complex  complex
-""")
-"""C++ types, without their leading underscores, to the names that torch's users know."""
-
-_WRAPPERS_TEXT = """
-at native c10 std cuda cub detail memory internal binary_internal thrust cuda_cub hip xpu
-gpu_kernel_impl gpu_kernel_impl_nocast gpu_kernel gpu_index_kernel nullary
-opmath_gpu_kernel_with_scalars opmath_symmetric_gpu_kernel_with_scalars jitted BinaryFunctor
-AUnaryFunctor BUnaryFunctor UnaryFunctor ReduceOp func_wrapper_t lambda operator
-TensorIteratorBase TensorIterator TensorIteratorConfig Array array TensorListMetadata
-TensorListScalarListMetadata FusedOptimizerTensorListMetadata OpaqueType unsigned signed const
-Tensor Scalar TrivialOffsetCalculator OffsetCalculator LoadWithCast StoreWithCast
-LoadWithoutCast StoreWithoutCast cuda_scatter_gather_internal_kernel core unnamed kernel_agent
-parallel_for ParallelForAgent type void uint32_t int16_t uint8_t size_t decltype nullptr false
-true ul u l identity Params
-"""
-_WRAPPERS = frozenset(_WRAPPERS_TEXT.split())
-"""Identifiers in the template arguments of a kernel that do not say what it does."""
-
-_NOISE_TEXT = """
-kernel kernels cuda impl functor gpu launch codegen native at hip xpu internal struct new device
-fn direct agent
-"""
-_NOISE = frozenset(_NOISE_TEXT.split())
-"""Words of an identifier that do not say what it does."""
-
-_PHRASES = tuple(
-    (re.compile(rf"\b{pattern}\b"), words)
-    for pattern, words in (
-        (r"update output", "forward"),
-        (r"update grad input", "backward"),
-        (r"acc grad parameters", "backward weight"),
-        (r"fwd|fw|fprop", "forward"),
-        (r"bwd|bw", "backward"),
-        (r"dgrad", "conv backward input"),
-        (r"wgrad", "conv backward weight"),
-        (r"bn", "batch norm"),
-        (r"cat array batched copy", "cat"),
-        (r"index select (?:large|small) index", "index select"),
-        (r"index func (?:large|small) index", "index reduce"),
-        (r"indexing backward", "index backward"),
-        (r"gamma beta backward", "layer norm backward gamma beta"),
-        (r"layer norm grad input", "layer norm backward input"),
-        (r"vectorized layer norm", "layer norm forward"),
-        (r"row wise moments", "row-wise moments"),
-        (r"rowwise", "rowwise"),
-        (r"threshold", "relu backward (threshold)"),
-        (r"^and$", "all (and)"),
-        (r"^or$", "any (or)"),
-        (r"^cunn ", ""),
-        (r"copy to", "copy"),
-        (r"embedding bag", "EmbeddingBag"),
-        (r"sum mean", "sum/mean"),
-        (r"split ?kreduce", "split-K reduce"),
-    )
-)
-"""Phrases in the words of a name to what they are called."""
-
-_LIBRARIES = _by_spelling("""
-cudnn     cudnn cask_cudnn
-cub       cub
-cublasLt  cublasLt
-cublas    cublas
-FBGEMM    fbgemm_gpu
-thrust    thrust
-cutlass   cutlass
-MIOpen    miopen
-torchrec  torchrec
-apex      apex
-flash     pytorch_flash
-""")
-"""Namespaces that a short name begins with."""
-
+_TYPES = _by_spelling(WORDS["types"])
+_LIBRARIES = _by_spelling(WORDS["libraries"])
+_WRAPPERS = frozenset(WORDS["wrappers"].split())
+_NOISE = frozenset(WORDS["noise"].split())
+_PHRASES = [(re.compile(rf"\b{pattern}\b"), words) for pattern, words in WORDS["phrases"].items()]
+_FAMILIES = [(re.compile(pattern, re.I), family) for pattern, family in WORDS["families"].items()]
 _FBGEMM = re.compile(r"split_embedding|dense_embedding_codegen|bounds_check_indices|permute_pooled")
-_FAMILIES: tuple[tuple[re.Pattern[str], str], ...] = (
-    (re.compile(r"^multi_?tensor_?apply", re.I), "multi-tensor"),
-    (re.compile(r"scatter_?gather", re.I), "scatter/gather"),
-    (re.compile(r"^index_?elementwise", re.I), ""),
-    (re.compile(r"elementwise_?kernel_?with_?index", re.I), ""),
-    (re.compile(r"elementwise", re.I), "elementwise"),
-    (re.compile(r"^reduce_?kernel|^split_?reduce", re.I), "reduce"),
-)
-"""Kernels whose functor says what they do."""
-
 _BARE = ("copy", "fill", "index", "cat", "arange")
 """What needs no family before it: ``copy``, not ``elementwise copy``."""
-
 
 _LENGTH = re.compile(r"(?<![\dS])(?<!L[a-z])(?<!L[a-z]n)[1-9]\d{0,3}")
 """Of an identifier in a mangled name; numbers behind ``L`` and a type are values."""
@@ -433,23 +349,9 @@ UNNAMED_TRITON = "unnamed triton kernels"
 """Short name of what Inductor calls ``triton_``, with which arguments are divisible (``0d1d2d``):
 many kernels have the same."""
 
-_TRITON_KINDS = {
-    "poi": "pointwise",
-    "red": "reduction",
-    "per": "persistent reduction",
-    "tem": "template",
-    "for": "foreach",
-    "spl": "split scan",
-}
 _COLLECTIVE = re.compile(r"^(?:void )?(nccl|rccl|oneccl)(?:Dev)?(?:Kernel)?_?(?P<rest>\w+)", re.I)
 _EXPERTS = re.compile(r"\b(?:deep_ep|\w+::ep)::(?:\w+::)*(?P<rest>\w+)")
-_COLLECTIVE_WORDS = _by_spelling("""
-all-reduce      allreduce
-all-gather      allgather
-reduce-scatter  reducescatter
-send/receive    sendrecv
-all-to-all      alltoall
-""")
+_COLLECTIVE_WORDS = _by_spelling(WORDS["collectives"])
 _SEEMS_PRODUCT = re.compile(
     r"gemm|gemv|cudnn_\d|\bsyrk|\bCijk_|nvjet|xmma|(?:tensorop|simt)_\w*(?:fprop|dgrad|wgrad)|"
     r"convolve|winograd|\bdot_kernel|(?:fprop|dgrad|wgrad)|gcn\w*conv|igemm|wgmma|"
@@ -465,28 +367,18 @@ _CORE = re.compile(
     r"^(?P<letter>[sdhibcz])?(?P<shape>\d{3,})?(?P<types>bf16|f16|tf32|i8|f32)?"
     r"(?P<what>gemm|cudnn|fprop|dgrad|wgrad)$"
 )
-_LETTERS = {"s": "fp32", "d": "fp64", "h": "fp16", "i": "int8", "c": "complex", "z": "complex"}
-_NVJET = {"h": "fp16", "t": "bf16", "s": "tf32", "q": "fp8", "d": "fp64", "o": "fp4"}
-_ASKED_TYPES = (
-    (r"bf16|bfloat16|\bBBS\b", "bf16"),
-    (r"tf32", "tf32"),
-    (r"(?<!b)f16|fp16|half|\bHHS\b|\bHB\b", "fp16"),
-    (r"e4m3|e5m2|fp8", "fp8"),
-    (r"(?<![a-z])[iu]?s?8s8|i8i8|imma|int8|(?<![a-z])s8", "int8"),
-    (r"f64|fp64|double", "fp64"),
-    (r"f32|fp32|float", "fp32"),
-)
 
 
 def _copied(text: str) -> KernelName | None:
     match = _COPIED.match(text)
     if not match:
         return None
-    names = {"HtoD": "host to device", "DtoH": "device to host", "DtoD": "within the device"}
     where = re.sub(r"[()]", "", match[2])
     direction = where.split(" ")[0]
     rest = where[len(direction) :].strip()
-    return KernelName(f"{match[1].lower()} {names.get(direction, direction)} {rest}".lower())
+    return KernelName(
+        f"{match[1].lower()} {WORDS['directions'].get(direction, direction)} {rest}".lower()
+    )
 
 
 def _triton(text: str) -> KernelName | None:
@@ -496,8 +388,7 @@ def _triton(text: str) -> KernelName | None:
     words = [word for word in match["rest"].split("_") if word]
     if not words or re.fullmatch(r"[\dcdei]+", words[0]):
         return KernelName(_joined([UNNAMED_TRITON, *words]))
-    if words[0] in _TRITON_KINDS:
-        words[0] = _TRITON_KINDS[words[0]]
+    words[0] = WORDS["triton"].get(words[0], words[0])
     words = [word for word in words if word != "fused"]
     # Inductor's template for products multiplies by tl.dot: on tensor cores if types allow
     product = "template" in words[:1] and any(word in ("mm", "bmm", "addmm") for word in words)
@@ -543,7 +434,7 @@ def _attention(text: str) -> KernelName | None:
 
 def _operands(text: str) -> str:
     """The type of a product's operands; "" where the name has none or complex ones."""
-    return next((name for pattern, name in _ASKED_TYPES if re.search(pattern, text)), "")
+    return next((name for name, at in WORDS["operands"].items() if re.search(at, text)), "")
 
 
 _SIMT = re.compile(
@@ -617,7 +508,7 @@ def _generated(name: str) -> KernelName:
     types = re.sub(r"void|f2f", "", name)
     precision = _operands(types.replace("tensor", ""))
     if core and not uses:
-        precision = _LETTERS.get(core["letter"] or "", precision)
+        precision = WORDS["letters"]["gemm"].get(core["letter"], precision)
     elif core and core["shape"] and precision in ("", "fp32"):
         # fp32 operands on tensor cores are cut to TF32; Volta's instruction 884 takes fp16
         precision = {"d": "fp64", "i": "int8", "h": "fp16"}.get(core["letter"] or "", "tf32")
@@ -641,7 +532,7 @@ _VARIANTS = ("interior", "small", "medium", "large", "stridedB", "xregs", "exp",
 
 def _nvjet(tokens: list[str]) -> KernelName:
     letters = next((t for t in tokens[1:] if re.fullmatch(r"[a-z]{3,6}", t)), "")
-    precision = _NVJET.get(letters[:1], "")
+    precision = WORDS["letters"]["nvjet"].get(letters[:1], "")
     tiles = [token for token in tokens if re.fullmatch(r"\d+x\d+", token)]
     layout = tokens[-1] if re.fullmatch(r"[NT]{3}", tokens[-1]) else ""
     words = ["nvjet", precision, "gemm", *tiles[:1], layout.lower()]
@@ -651,11 +542,10 @@ def _nvjet(tokens: list[str]) -> KernelName:
 
 def _tensile(name: str, tokens: list[str]) -> KernelName:
     """AMD's: ``Cijk_Alik_Bljk_BBS_BH_MT128x128x64_MI16x16x16...``: ``MI`` is a matrix core's."""
-    kinds = {"B": "bf16", "H": "fp16", "S": "fp32", "D": "fp64", "I": "int8"}
     types = next((t for t in tokens[3:] if re.fullmatch(r"[BHSDI]{2,3}H?", t)), "")
     tile = re.search(r"MT(\d+x\d+(?:x\d+)?)", name)
     uses = True if re.search(r"_MI\d+x", name) else None
-    layout, precision = "".join(tokens[1:3]), kinds.get(types[:1], "")
+    layout, precision = "".join(tokens[1:3]), WORDS["letters"]["tensile"].get(types[:1], "")
     words = ["Tensile", precision, "gemm", tile[1] if tile else ""]
     if "PostGSU" in name:
         return KernelName("split-k reduction Tensile", layout)
