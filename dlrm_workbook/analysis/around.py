@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from dlrm_workbook.analysis.context_tree import missing_reason, unmeasured
+from dlrm_workbook.analysis.context_tree import unmeasured
 from dlrm_workbook.analysis.lines import LineTable, growth, known_moments, place
 from dlrm_workbook.ground.arrays import Floats
 from dlrm_workbook.recordings.profile import Profile
@@ -36,7 +36,7 @@ def around(profile: Profile) -> pd.DataFrame:
     """
     known = known_moments(profile)
     if known is None or not known["iteration_ms"]:
-        return unmeasured(AROUND, missing_reason(profile, ["lines"], "no stack was sampled"))
+        return unmeasured(AROUND, "no stack was sampled", profile, "lines")
     table: pd.DataFrame = profile.once("lines around", lambda: _Around(known).rows())
     if step := profile.meta.get("reference"):  # sampling costs time of its own
         pace = step["ms"] / np.mean(known["iteration_ms"])

@@ -22,8 +22,15 @@ import pandas as pd
 
 from dlrm_core.base.errors import InputError
 from dlrm_core.parts import COMPONENTS, ITERATION_SPAN, PHASES
-from dlrm_workbook.analysis.context_tree import distinct, of_streams, running
-from dlrm_workbook.analysis.steady import SteadyState, steady_state
+from dlrm_workbook.analysis.context_tree import (
+    context_at,
+    distinct,
+    edges,
+    extent,
+    of_streams,
+    running,
+)
+from dlrm_workbook.analysis.steady import SteadyState, listed, steady_state
 from dlrm_workbook.ground.arrays import Bools, Floats, Ints
 from dlrm_workbook.ground.units import milliseconds
 from dlrm_workbook.recordings.foreign import START_UP, is_iteration_function
@@ -57,15 +64,14 @@ def attribute(profile: Profile) -> pd.DataFrame:
     was measured.
     """
     iteration_parts = of_steady(profile, per_iteration(profile))
-    state = iteration_state(profile)
-    left_out = _left_out(state, profile.iterations["iteration"].to_numpy()) if state else []
     count = max(iteration_parts["iteration"].nunique(), 1)
     table = iteration_parts.groupby(KEYS, as_index=False, sort=False)[["time_ms"]].sum()
     table["time_ms"] /= count
     total = table["time_ms"].sum()
     table["share"] = table["time_ms"] / total if total > 0 else np.nan
     table = in_step_order(table)
-    table.attrs["left_out"] = left_out
+    state = iteration_state(profile)
+    table.attrs["left_out"] = _left_out(profile, state) if state else []
     return table
 
 
@@ -104,19 +110,18 @@ def what_differed(profile: Profile) -> pd.DataFrame:
     )
     wide = wide.reindex(numbers, fill_value=0.0)
     usual = wide[state.steady].mean()
-    growth = wide[~state.steady] - usual
     frames = []
     for place in np.flatnonzero(~state.steady):
-        grew = growth.loc[numbers[place]]
+        part_ms = wide.loc[numbers[place]]
+        grew = part_ms - usual
+        risen = grew.clip(lower=0)
         part = usual.index.to_frame(index=False)
         part["iteration"] = numbers[place]
         after_warm_up = "short" if state.short[place] else "straggler"
         part["why"] = "warm-up" if place < state.first else after_warm_up
         part["time_ms"], part["usual_ms"] = state.times_ms[place], float(usual.sum())
-        part["part_ms"] = wide.loc[numbers[place]].to_numpy()
-        part["usual_part_ms"] = usual.to_numpy()
+        part["part_ms"], part["usual_part_ms"] = part_ms.to_numpy(), usual.to_numpy()
         part["grew_ms"] = grew.to_numpy()
-        risen = grew.clip(lower=0)
         part["share"] = (risen / risen.sum()).to_numpy() if risen.sum() > 0 else 0.0
         frames.append(part.sort_values("grew_ms", ascending=False))
     return pd.concat(frames, ignore_index=True)[DIFFERED]
@@ -149,19 +154,14 @@ def windows(profile: Profile) -> pd.DataFrame:
     """
     if len(profile.iterations):
         return profile.iterations.sort_values("start_ns")
-    first, last = _edges(of_streams(profile))
-    whole = _edges(profile.trace)
+    first, last = extent(of_streams(profile))
+    whole = extent(profile.trace)
     least = {"torch": GPU_SPAN * (whole[1] - whole[0]), "nsight": 1}
     if last - first < least.get(str(profile.meta.get("engine")), 0):
         first, last = whole
     if last <= first:
         return profile.iterations
     return pd.DataFrame([{"iteration": 0, "start_ns": first, "end_ns": last}])
-
-
-def _edges(rows: pd.DataFrame) -> tuple[int, int]:
-    """The first start and the last end of rows of a trace, ns; zeros without any."""
-    return (int(rows["start_ns"].min()), int(rows["end_ns"].max())) if len(rows) else (0, 0)
 
 
 def host_is_traced(profile: Profile) -> bool:
@@ -197,10 +197,8 @@ def device_beside_host(profile: Profile) -> pd.DataFrame:
         return pd.DataFrame({name: [] for name in columns})
     iteration_parts = of_steady(profile, iteration_parts)
     count = iteration_parts["iteration"].nunique()
-    table = (
-        iteration_parts.pivot_table("time_ms", PART, "where", aggfunc="sum", fill_value=0.0) / count
-    )
-    table = table.reindex(columns=["device", "host", IDLE], fill_value=0.0)
+    table = iteration_parts.pivot_table("time_ms", PART, "where", aggfunc="sum", fill_value=0.0)
+    table = table.reindex(columns=["device", "host", IDLE], fill_value=0.0) / count
     table["idle_ms"] = table["host"] + table[IDLE]
     pieces = segments(profile, device=False)
     pieces = pieces[pieces["iteration"].isin(iteration_parts["iteration"])]
@@ -302,26 +300,22 @@ def segments(profile: Profile, device: bool = True) -> pd.DataFrame:
 
 
 def _segments(profile: Profile, device: bool) -> pd.DataFrame:
-    host_start, host_end, host_context = running(profile, main_thread(profile))
+    host = running(profile, main_thread(profile))
     helpers = [running(profile, thread) for thread in _autograd_threads(profile)]
     busy = [_kernels_in_turn(profile, part) for part in (False, True)] if device else []
     iterations = windows(profile)
     first, last = iterations["start_ns"].to_numpy(), iterations["end_ns"].to_numpy()
-    edges = [first, last, host_start, host_end]
-    edges += [edge for start, end, _ in (*helpers, *busy) for edge in (start, end)]
-    cuts = distinct(edges)
+    cuts = distinct([first, last, *edges(host, *helpers, *busy)])
     begin, finish = cuts[:-1], cuts[1:]
     which = stretch_at(first, last, begin)
     begin, finish, which = begin[which >= 0], finish[which >= 0], which[which >= 0]
-    # the row −1 of what is appended stands for outside of every span
-    owner = np.append(host_context, -1)[stretch_at(host_start, host_end, begin)]
-    for start, end, context in helpers:
-        running_context = np.append(context, -1)[stretch_at(start, end, begin)]
-        owner = np.where(may_wait(profile)[owner] & (running_context >= 0), running_context, owner)
+    owner = context_at(host, begin)
+    for helper in helpers:
+        context = context_at(helper, begin)
+        owner = np.where(may_wait(profile)[owner] & (context >= 0), context, owner)
     kernel = np.full(len(begin), -1)
-    for start, end, context in busy:
-        running_context = np.append(context, -1)[stretch_at(start, end, begin)]
-        kernel = np.where(kernel >= 0, kernel, running_context)
+    for lane in busy:
+        kernel = np.where(kernel >= 0, kernel, context_at(lane, begin))
     return pd.DataFrame(
         {
             "iteration": iterations["iteration"].to_numpy()[which],
@@ -536,24 +530,20 @@ def _step_contexts(profile: Profile, other_threads: bool) -> np.ndarray:
     return inside | ~outside
 
 
-def _left_out(state: SteadyState, numbers: np.ndarray) -> list[str]:
+def _left_out(profile: Profile, state: SteadyState) -> list[str]:
     """A sentence each for warm-up, stragglers and short iterations, where there are any."""
+    numbers = profile.iterations["iteration"].to_numpy()
     sentences = []
-    usual = f"{milliseconds(state.mean_ms)} usually"
-    for why, rows in (
-        ("warm-up", state.warm_up),
-        ("stragglers", state.stragglers),
-        ("short", state.short),
-    ):
+    kinds = {"warm-up": state.warm_up, "stragglers": state.stragglers, "short": state.short}
+    for why, rows in kinds.items():
         if rows.any():
-            listed = [str(number) for number in numbers[rows]]
-            shown = ", ".join(listed[:8]) + (", …" if len(listed) > 8 else "")
             times = state.times_ms[rows]
-            short = f"from {milliseconds(times.min())}"
-            end = short if why == "short" else f"up to {milliseconds(times.max())}"
+            end = f"up to {milliseconds(times.max())}"
+            if why == "short":
+                end = f"from {milliseconds(times.min())}"
             sentences.append(
-                f"{len(listed)} of {len(numbers)} iterations are {why} and left out ({shown}; "
-                f"{end} against {usual})"
+                f"{rows.sum()} of {len(numbers)} iterations are {why} and left out "
+                f"({listed(numbers[rows])}; {end} against {milliseconds(state.mean_ms)} usually)"
             )
     return sentences
 
@@ -597,13 +587,11 @@ def in_step_order(table: pd.DataFrame) -> pd.DataFrame:
     Args:
         table: ``component``, ``phase`` and, if there is one, ``where``: device before host.
     """
-    component = {name: row for row, name in enumerate(COMPONENTS)} | {"iteration": -1}
+    component = {name: row for row, name in enumerate(("iteration", *COMPONENTS))}
     phase = {name: row for row, name in enumerate(PHASES)}
-    rank = (
-        table["component"].map(component).fillna(len(component)) * 100
-        + table["phase"].map(phase).fillna(len(phase)) * 10
-    )
+    rank = table["component"].map(component).fillna(len(component)) * 100
+    rank += table["phase"].map(phase).fillna(len(phase)) * 10
     if "where" in table:
-        rank = rank + table["where"].eq("host")
+        rank += table["where"].eq("host")
     order = np.argsort(rank.to_numpy(dtype=float), kind="stable")
     return table.iloc[order].reset_index(drop=True)

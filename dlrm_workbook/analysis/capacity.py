@@ -58,13 +58,13 @@ class Verdict:
     source: str
     needed_bytes: int
     limit_bytes: int | None
-    fits: bool | None
-    exceeded_by_bytes: int
-    largest_batch: int | None
-    largest_rows: int | None
-    rows_factor: float | None
-    largest_on_gpu_bytes: int | None
-    host_bytes: int
+    fits: bool | None = None
+    exceeded_by_bytes: int = 0
+    largest_batch: int | None = None
+    largest_rows: int | None = None
+    rows_factor: float | None = None
+    largest_on_gpu_bytes: int | None = None
+    host_bytes: int = 0
     gpus: int | None = None
     each_bytes: int | None = None
     each_host_bytes: int | None = None
@@ -171,21 +171,18 @@ def _verdict(
 ) -> Verdict:
     items = forecast_memory(parameters, gpu)
     needed = total_bytes(items, place)
-    rows = None if limit is None else largest_rows(parameters, place, limit, gpu)
-    every = sum(parameters.model.table_rows)
-    return Verdict(
-        target=target,
-        memory="data sheet" if source else "free now",
-        source=source,
-        needed_bytes=needed,
-        limit_bytes=limit,
-        fits=None if limit is None else needed <= limit,
-        exceeded_by_bytes=0 if limit is None else max(0, needed - limit),
-        largest_batch=None if limit is None else largest_batch(parameters, place, limit, gpu),
+    memory = "data sheet" if source else "free now"
+    host_bytes = total_bytes(items, "host")
+    verdict = Verdict(target, memory, source, needed, limit, host_bytes=host_bytes)
+    if limit is None:
+        return verdict
+    rows = largest_rows(parameters, place, limit, gpu)
+    return replace(
+        verdict,
+        fits=needed <= limit,
+        exceeded_by_bytes=max(0, needed - limit),
+        largest_batch=largest_batch(parameters, place, limit, gpu),
         largest_rows=rows,
-        rows_factor=None if rows is None else rows / every,
-        largest_on_gpu_bytes=(
-            largest_on_gpu(parameters, limit) if place == "gpu" and limit is not None else None
-        ),
-        host_bytes=total_bytes(items, "host"),
+        rows_factor=None if rows is None else rows / sum(parameters.model.table_rows),
+        largest_on_gpu_bytes=largest_on_gpu(parameters, limit) if place == "gpu" else None,
     )

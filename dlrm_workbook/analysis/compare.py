@@ -21,9 +21,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -116,16 +115,11 @@ def _estimate(profile: Profile) -> pd.DataFrame:
         Index (component, phase): ``ms`` (profiler's cost subtracted), ``error_ms`` (one standard
         error), ``cost_ms``.
     """
-    wide = iteration_parts(profile)
-    wide[(WHOLE, "")] = wide.sum(axis=1)
-    count = len(wide)
+    table = part_estimates(profile).set_index(PART)[["time_ms", "se_ms"]]
+    table.loc[(WHOLE, ""), :] = step_estimate(profile)[:2]
     # One iteration says nothing of its scatter: it may be anything up to its own time.
-    scatter = [
-        standard_error(wide[part].to_numpy())[0] if count > 1 else float(wide[part].iloc[0])
-        for part in wide
-    ]
-    table = pd.DataFrame({"ms": wide.mean(), "scatter": scatter})
-    table.index.names = PART
+    table["scatter"] = table["se_ms"].fillna(table["time_ms"])
+    table["ms"] = table["time_ms"]
     plain, dilated = _plain_and_profiled(profile)
     cost = max(dilated - plain, 0.0) if math.isfinite(dilated - plain) else 0.0
     table["cost_ms"] = np.minimum(cost * _cost_shares(profile, table), table["ms"])
@@ -194,6 +188,8 @@ def _sentence(table: pd.DataFrame, names: list[str]) -> str:
 
 # ---- two runs, part by part ---------------------------------------------------------------
 
+ESTIMATES = [*PART, "time_ms", "se_ms", "degrees", "observations", "of"]
+
 
 def steady_rows(times_ms: Values) -> np.ndarray:
     """Which iterations (n,) stand for a run: neither warm-up nor outliers; all of a short one."""
@@ -224,14 +220,12 @@ def part_estimates(profile: Profile) -> pd.DataFrame:
     """
     if profile.iterations.empty or profile.trace.empty:
         return in_step_order(_counted(profile))
-    table = iteration_parts(profile)
     rows = []
-    for part, column in table.items():
-        component, phase = cast(tuple[str, str], part)
+    for (component, phase), column in iteration_parts(profile).items():  # type: ignore[misc]
         times = column.to_numpy(dtype=float)
         se, degrees = standard_error(times)
         rows.append((component, phase, times.mean(), se, degrees, len(times), "iterations"))
-    return in_step_order(_estimates(rows))
+    return in_step_order(pd.DataFrame(rows, columns=ESTIMATES))
 
 
 def step_estimate(profile: Profile) -> tuple[float, float, float]:
@@ -253,7 +247,7 @@ def _counted(profile: Profile) -> pd.DataFrame:
         count = time / period if period > 0 else math.nan
         se = time / math.sqrt(count) if count > 0 else math.nan
         rows.append((component, phase, time, se, math.inf, count, "samples"))
-    return _estimates(rows)
+    return pd.DataFrame(rows, columns=ESTIMATES)
 
 
 def sampling_period_ms(profile: Profile) -> float:
@@ -266,11 +260,6 @@ def sampling_period_ms(profile: Profile) -> float:
     rows = profile.values[profile.rows(metric, "exclusive")]
     rows = rows[rows["value"] > 0]
     return float(rows["value"].quantile(0.1, interpolation="lower")) if len(rows) else 0.0
-
-
-def _estimates(rows: list[tuple[Any, ...]]) -> pd.DataFrame:
-    columns = [*PART, "time_ms", "se_ms", "degrees", "observations", "of"]
-    return pd.DataFrame(rows, columns=columns)
 
 
 def compare_parts(before: pd.DataFrame, after: pd.DataFrame) -> pd.DataFrame:
@@ -304,22 +293,10 @@ def difference_table(
     rows: Sequence[tuple[str, str, float, float, Interval, float]],
 ) -> pd.DataFrame:
     """Columns of :func:`compare_parts` from (component, phase, before, after, interval, p)."""
-    corrected = holm([row[5] for row in rows])
-    table = pd.DataFrame(
-        {
-            "component": [row[0] for row in rows],
-            "phase": [row[1] for row in rows],
-            "before_ms": [row[2] for row in rows],
-            "after_ms": [row[3] for row in rows],
-            "difference_ms": [row[4].mid for row in rows],
-            "low_ms": [row[4].low for row in rows],
-            "high_ms": [row[4].high for row in rows],
-            "p": corrected,
-            "verdict": [
-                verdict_of_part(row[4].mid, p) for row, p in zip(rows, corrected, strict=True)
-            ],
-        }
-    )
+    columns = [*PART, "before_ms", "after_ms", "difference_ms", "low_ms", "high_ms"]
+    times = [(*row, interval.mid, interval.low, interval.high) for *row, interval, _ in rows]
+    table = pd.DataFrame(times, columns=columns).assign(p=holm([row[-1] for row in rows]))
+    table["verdict"] = list(map(verdict_of_part, table["difference_ms"], table["p"]))
     return in_step_order(table)
 
 
@@ -381,12 +358,11 @@ def differing(runs: Sequence[Mapping[str, Mapping[str, Any]]]) -> pd.DataFrame:
         ``kind``, ``name``, and ``values`` (a list, one entry a run; None where it has none).
     """
     rows = []
-    kinds = list(dict.fromkeys(kind for run in runs for kind in run))
-    for kind in kinds:
+    for kind in dict.fromkeys(kind for run in runs for kind in run):
         for name in dict.fromkeys(name for run in runs for name in run.get(kind, {})):
             values = [run.get(kind, {}).get(name) for run in runs]
             if any(value != values[0] for value in values[1:]):
-                rows.append({"kind": kind, "name": name, "values": values})
+                rows.append((kind, name, values))
     return pd.DataFrame(rows, columns=["kind", "name", "values"])
 
 
@@ -427,9 +403,9 @@ def has_iterations(profile: Profile) -> bool:
 
 def _inside(profile: Profile) -> np.ndarray:
     """Contexts (n,) whose host time counts: the step's, or all of a recording taken whole."""
-    return (
-        np.ones(len(profile.contexts), bool) if "whole" in profile.meta else step_contexts(profile)
-    )
+    if "whole" in profile.meta:
+        return np.ones(len(profile.contexts), bool)
+    return step_contexts(profile)
 
 
 def device_contexts(profile: Profile) -> pd.DataFrame:
@@ -458,21 +434,18 @@ def recorded_parts(profile: Profile) -> pd.DataFrame:
     parts = profile.contexts[PART]
     frames = []
     if profile.has("gpu_time_ms"):
-        device = device_contexts(profile)
-        device = device.rename(columns={"ms": "device_ms"})
+        device = device_contexts(profile).rename(columns={"ms": "device_ms"})
         frames.append(device.join(parts).groupby(PART).sum())
     if profile.has("cpu_time_ms"):
-        host = profile.value_table("cpu_time_ms")[_inside(profile)]
-        host = host / iteration_count(profile)
+        host = profile.value_table("cpu_time_ms")[_inside(profile)] / iteration_count(profile)
         frames.append(parts.assign(host_ms=host).dropna().groupby(PART)[["host_ms"]].sum())
     if len(profile.trace) and profile.threads["kind"].eq("gpu_stream").any():
         part_times = per_iteration(profile)
         idle = part_times[part_times["where"].eq("host")]
         count = max(len(profile.iterations), 1)
         frames.append(idle.groupby(PART)[["time_ms"]].sum().set_axis(["idle_ms"], axis=1) / count)
-    table = (
-        pd.concat(frames, axis=1) if frames else pd.DataFrame(index=pd.MultiIndex.from_tuples([]))
-    )
+    nothing = pd.DataFrame(index=pd.MultiIndex.from_frame(parts.head(0)))
+    table = pd.concat(frames, axis=1) if frames else nothing
     measured = table.columns
     table = table.fillna(0.0).reindex(columns=RECORDED_COLUMNS).rename_axis(PART)
     table = table[table[measured].gt(0).any(axis=1)]
@@ -508,9 +481,10 @@ def device_differences(before: Profile, after: Profile) -> pd.DataFrame:
     if not (before.has("gpu_time_ms") and after.has("gpu_time_ms")):
         columns = ["operator", *PART, "before_ms", "after_ms", "difference_ms"]
         return unmeasured(columns, "one of the recordings has no GPU work")
-    tables = [_by_operator(profile) for profile in (before, after)]
     keys = ["operator", *PART]
-    table = tables[0].merge(tables[1], on=keys, how="outer", suffixes=("_before", "_after"))
+    table = _by_operator(before).merge(
+        _by_operator(after), on=keys, how="outer", suffixes=("_before", "_after")
+    )
     numbers = ["ms_before", "ms_after", "launches_before", "launches_after"]
     table[numbers] = table[numbers].astype(float).fillna(0.0)
     names = ["kernel_before", "kernel_after"]
@@ -581,32 +555,17 @@ def likeness(before: Profile, after: Profile) -> tuple[float, float] | None:
     Calls of a mean iteration, the fewer of both over the more; None where one has no operators.
     The share with shapes is NaN where a recording has none.
     """
-    counters = []
+    sides = []
     for profile in (before, after):
         chosen = profile.of_kind("operator") & _inside(profile)
-        rows = profile.contexts.loc[chosen, ["name", "shapes"]]
         calls = profile.value_table("calls")[chosen] / iteration_count(profile)
-        pairs = Counter[tuple[str, str]]()
-        for name, shapes, number in zip(rows["name"], rows["shapes"], calls, strict=True):
-            pairs[name, shapes] += number
-        if not pairs:
-            return None
-        counters.append(pairs)
-    shares = []
-    for with_shapes in (False, True):
-        one, other = (_folded(pairs, with_shapes) for pairs in counters)
-        shares.append(sum((one & other).values()) / sum((one | other).values()))
-    if any(not shapes.strip("[], ") for pairs in counters for shapes in [_all_shapes(pairs)]):
-        shares[1] = math.nan
-    return shares[0], shares[1]
+        sides.append(profile.contexts.loc[chosen, ["name", "shapes"]].assign(calls=calls))
+    if any(side.empty for side in sides):
+        return None
 
+    def in_common(keys: list[str]) -> float:
+        calls = pd.concat([side.groupby(keys)["calls"].sum() for side in sides], axis=1).fillna(0.0)
+        return float(calls.min(axis=1).sum() / calls.max(axis=1).sum())
 
-def _folded(pairs: Counter[tuple[str, str]], with_shapes: bool) -> Counter[Any]:
-    folded: Counter[Any] = Counter()
-    for (name, shapes), number in pairs.items():
-        folded[(name, shapes) if with_shapes else name] += number
-    return folded
-
-
-def _all_shapes(pairs: Counter[tuple[str, str]]) -> str:
-    return "".join(shapes for _, shapes in pairs)
+    has_shapes = all(side["shapes"].str.strip("[], ").ne("").any() for side in sides)
+    return in_common(["name"]), in_common(["name", "shapes"]) if has_shapes else math.nan

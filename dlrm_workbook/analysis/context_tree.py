@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 
 from dlrm_workbook.ground.arrays import Bools, Ints
-from dlrm_workbook.recordings.nesting import enclosing_in_turn, innermost
+from dlrm_workbook.recordings.nesting import enclosing_in_turn, innermost, stretch_at
 from dlrm_workbook.recordings.profile import Profile, nearest
 
 INSIDE_FUNCTIONS = ("line", "loop", "instruction")
@@ -23,10 +23,16 @@ WHY_EMPTY = "not_measured"
 """Key in a frame's ``attrs``: why it is empty."""
 
 
-def unmeasured(columns: Sequence[str], reason: str) -> pd.DataFrame:
-    """An empty table that says in ``attrs["not_measured"]`` why it is empty."""
+def unmeasured(
+    columns: Sequence[str], reason: str, profile: Profile | None = None, *names: str
+) -> pd.DataFrame:
+    """An empty table that says in ``attrs["not_measured"]`` why it is empty.
+
+    Args:
+        reason: why, where the profile has no reason of its own for one of ``names``.
+    """
     table = pd.DataFrame({name: [] for name in columns})
-    table.attrs[WHY_EMPTY] = reason
+    table.attrs[WHY_EMPTY] = missing_reason(profile, names, reason) if profile else reason
     return table
 
 
@@ -110,8 +116,12 @@ def of_streams(profile: Profile, trace: pd.DataFrame | None = None) -> pd.DataFr
     return trace[trace["profile"].isin(streams)]
 
 
-def running(profile: Profile, thread: int) -> tuple[Ints, Ints, Ints]:
-    """(start_ns, end_ns, context) of what a thread or stream is in, without overlaps.
+Lane = tuple[Ints, Ints, Ints]
+"""(start_ns, end_ns, context) of what runs when, without overlaps."""
+
+
+def running(profile: Profile, thread: int) -> Lane:
+    """What a thread or stream is in.
 
     Of nested spans the innermost has the time; where nothing runs there is no row.
     """
@@ -130,6 +140,22 @@ def _running(trace: pd.DataFrame, thread: int) -> pd.DataFrame:
         covered = open_span >= 0
         start, end, context = cuts[:-1][covered], cuts[1:][covered], context[open_span[covered]]
     return pd.DataFrame({"start_ns": start, "end_ns": end, "context": context})
+
+
+def context_at(lane: Lane, moments: Ints) -> Ints:
+    """The context (n,) that a lane is in at each moment; −1 for none."""
+    start, end, context = lane
+    return np.append(context, -1)[stretch_at(start, end, moments)]
+
+
+def edges(*lanes: Lane) -> list[Ints]:
+    """The moments at which lanes begin and end something, for :func:`distinct`."""
+    return [moments for start, end, _ in lanes for moments in (start, end)]
+
+
+def extent(rows: pd.DataFrame) -> tuple[int, int]:
+    """The first ``start_ns`` and the last ``end_ns`` of some rows; zeros without any."""
+    return (int(rows["start_ns"].min()), int(rows["end_ns"].max())) if len(rows) else (0, 0)
 
 
 def distinct(times: Sequence[Ints]) -> Ints:

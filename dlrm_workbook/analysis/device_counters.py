@@ -38,18 +38,16 @@ def counter_table(profile: Profile) -> pd.DataFrame:
     Empty, with the reason in ``attrs["not_measured"]``, where none were recorded.
     """
     found = profile.meta.get("device_counters") or {}
-    rows: list[dict[str, Any]] = [
-        {"kernel": "", "gpu": row["gpu"], "counter": row["counter"], "count": row["samples"]}
-        | {"mean": row["mean"], "most": row["most"]}
+    rows: list[tuple[Any, ...]] = [
+        ("", row["gpu"], row["counter"], row["samples"], row["mean"], row["most"])
         for row in found.get("samples") or []
     ]
     order = sorted(
         found.get("ranges") or [], key=lambda row: (-row["ranges"], row["kernel"], -row["sum"])
     )
     for row in order:
-        short = kernel_name(row["kernel"]).short
-        rows.append({"kernel": short, "gpu": "", "counter": row["counter"], "count": row["ranges"]})
-        rows[-1] |= {"mean": row["sum"] / row["ranges"], "most": np.nan}
+        short, count = kernel_name(row["kernel"]).short, row["ranges"]
+        rows.append((short, "", row["counter"], count, row["sum"] / count, np.nan))
     return pd.DataFrame(rows, columns=COUNTERS) if rows else unmeasured(COUNTERS, NO_COUNTERS)
 
 

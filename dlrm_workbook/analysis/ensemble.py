@@ -134,7 +134,7 @@ def fit_law(
     ends = (len(sizes), float(sizes.min()), float(sizes.max()))
     squares = np.array([_solve(u, times, c)[0] for c in EXPONENTS])
     none = Interval(math.nan, math.nan, math.nan, 0.0)
-    constant = _weighted_constant(times)
+    constant = _weighted(np.ones(len(times)), times)
     total = float((((times - constant) / times) ** 2).sum())
     # few residuals say little of the noise, so what is known of it counts as some more
     freedom = max(len(times) - 3, 0) + KNOWN
@@ -169,7 +169,7 @@ def fit_law(
 def _solve(u: np.ndarray, times: np.ndarray, c: float) -> tuple[float, float, float]:
     """(sum of relative squares, a, b) of the best a, b >= 0 for one exponent."""
     if c == 0:
-        a = _weighted_constant(times)
+        a = _weighted(np.ones(len(times)), times)
         return float((((times - a) / times) ** 2).sum()), a, 0.0
     growing = u**c
     design = np.stack([1 / times, growing / times], axis=1)
@@ -177,7 +177,7 @@ def _solve(u: np.ndarray, times: np.ndarray, c: float) -> tuple[float, float, fl
     if a < 0:
         a, b = 0.0, _weighted(growing, times)
     elif b < 0:
-        a, b = _weighted_constant(times), 0.0
+        a, b = _weighted(np.ones(len(times)), times), 0.0
     residual = (times - a - b * growing) / times
     return float((residual**2).sum()), float(a), float(b)
 
@@ -186,11 +186,6 @@ def _weighted(growing: np.ndarray, times: np.ndarray) -> float:
     """b of the least relative squares of b · growing."""
     ratio = growing / times
     return float(ratio.sum() / (ratio**2).sum())
-
-
-def _weighted_constant(times: np.ndarray) -> float:
-    """The constant of the least relative squares."""
-    return _weighted(np.ones(len(times)), times)
 
 
 def _power(u: np.ndarray, times: np.ndarray, c: float | None) -> tuple[float, float, float]:
@@ -354,22 +349,14 @@ def scaling(times: pd.DataFrame, settings: pd.DataFrame, leaf: str) -> list[Curv
         and settings.groupby(leaf)[other].agg(lambda v: v.map(repr).nunique()).max() > 1
     ]
     # one name for each combination, and only one of leaves that always change together
-    seen: list[tuple[str, ...]] = []
-    named = []
+    by_pattern: dict[bytes, str] = {}
     numeric = numeric_axes(settings)
     for other in sorted(held, key=lambda name: name not in numeric):
-        pattern = tuple(map(str, pd.factorize(settings[other].map(repr))[0]))
-        if pattern not in seen:
-            seen.append(pattern)
-            named.append(other)
-    label = pd.Series(
-        [
-            ", ".join(f"{short_leaf(other)} {row[other]}" for other in named)
-            for _, row in settings.iterrows()
-        ],
-        index=settings.index,
-        dtype=object,
-    )
+        by_pattern.setdefault(pd.factorize(settings[other].map(repr))[0].tobytes(), other)
+    label = {
+        run: ", ".join(f"{short_leaf(other)} {row[other]}" for other in by_pattern.values())
+        for run, row in settings.iterrows()
+    }
     squared = times.assign(variance=times["se_ms"] ** 2)
     table = squared.groupby(["run", "component"], as_index=False)[["time_ms", "variance"]].sum()
     table["x"] = table["run"].map(settings[leaf]).astype(float)
@@ -412,24 +399,13 @@ def law_table(curves: Mapping[str, Sequence[Curve]]) -> pd.DataFrame:
     Args:
         curves: what :func:`fitted_curves` gives.
     """
-    rows = [
-        {
-            "leaf": leaf,
-            "component": curve.component,
-            "phase": "",
-            "held": curve.held,
-            "points": curve.law.points,
-            "a_ms": curve.law.a,
-            "b_ms": curve.law.b,
-            "c": curve.law.c,
-            "c_low": curve.law.exponent.low,
-            "c_high": curve.law.exponent.high,
-            "slope": curve.law.slope,
-            "r2": curve.law.r2,
-            "kind": curve.law.kind,
-            "sentence": curve.law.sentence(short_leaf(leaf)),
-        }
-        for leaf, fits in curves.items()
-        for curve in fits
-    ]
+    rows = []
+    for leaf, fits in curves.items():
+        for curve in fits:
+            law = curve.law
+            row = {"leaf": leaf, "component": curve.component, "phase": "", "held": curve.held}
+            row |= {"points": law.points, "a_ms": law.a, "b_ms": law.b, "c": law.c}
+            row |= {"c_low": law.exponent.low, "c_high": law.exponent.high}
+            row |= {name: getattr(law, name) for name in ("slope", "r2", "kind")}
+            rows.append(row | {"sentence": law.sentence(short_leaf(leaf))})
     return pd.DataFrame(rows)

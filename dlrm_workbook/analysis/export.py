@@ -15,7 +15,8 @@ import argparse
 import gzip
 import io
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any
 
@@ -59,10 +60,7 @@ def perfetto(ranks: dict[int, Profile]) -> Iterator[dict[str, Any]]:
             yield _event(rank, 0, f"iteration {number}", start, end, begin)
         contexts = profile.contexts
         names, kinds = contexts["name"].tolist(), contexts["kind"].tolist()
-        parts = [
-            part_label(component, phase)
-            for component, phase in zip(contexts["component"], contexts["phase"], strict=True)
-        ]
+        parts = list(map(part_label, contexts["component"], contexts["phase"]))
         shapes = contexts["shapes"].tolist()
         sampled = profile.meta.get("engine") == "hpctoolkit"
         threads = (profile.threads[name].tolist() for name in ("profile", "name", "kind"))
@@ -213,25 +211,18 @@ def command_export(arguments: argparse.Namespace) -> int:
     recording = open_recording(named_run(arguments.path, "profile"))
     ranks = recording.ranks or {recording.rank or 0: recording.profile}
     write = {"perfetto": _write_perfetto, "speedscope": _write_speedscope}[arguments.to]
-    with whole_file(target) as file:
+    with whole_file(target) as file, ExitStack() as packed:
+        out: Any = file
         if target.name.endswith(".gz"):
             # no name and time in the file, so that equal recordings make equal files
-            with gzip.GzipFile("", "wb", compresslevel=6, fileobj=file, mtime=0) as packed:
-                _as_text(packed, write, ranks, str(arguments.path))
-        else:
-            _as_text(file, write, ranks, str(arguments.path))
+            out = gzip.GzipFile("", "wb", compresslevel=6, fileobj=file, mtime=0)
+            packed.enter_context(out)
+        text = io.TextIOWrapper(out, encoding="utf-8")
+        write(text, ranks, str(arguments.path))
+        text.flush()
+        text.detach()
     print(target)
     return 0
-
-
-Writer = Callable[[IO[str], dict[int, Profile], str], None]
-
-
-def _as_text(file: Any, write: Writer, ranks: dict[int, Profile], name: str) -> None:
-    text = io.TextIOWrapper(file, encoding="utf-8", write_through=False)
-    write(text, ranks, name)
-    text.flush()
-    text.detach()
 
 
 def _write_perfetto(file: IO[str], ranks: dict[int, Profile], name: str) -> None:

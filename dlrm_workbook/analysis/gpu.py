@@ -21,7 +21,7 @@ import pandas as pd
 
 from dlrm_core.base.errors import InputError
 from dlrm_workbook.analysis.attribution import iteration_count, iteration_state
-from dlrm_workbook.analysis.context_tree import missing_reason, unmeasured
+from dlrm_workbook.analysis.context_tree import reason_of, unmeasured
 from dlrm_workbook.analysis.devices import DATA_SHEET
 from dlrm_workbook.analysis.gpu_limits import kernel_work, yes_no_unknown
 from dlrm_workbook.analysis.kernel_names import kernel_name, short_names
@@ -97,8 +97,8 @@ def kernel_table(profile: Profile) -> pd.DataFrame:
     time, scale = ("GKER (sec)", 1e3) if profile.has("GKER (sec)") else ("gpu_time_ms", 1.0)
     count = "GKER:COUNT" if profile.has("GKER:COUNT") else "launches"
     if values.empty or not (profile.has(time) or profile.has(count)):
-        reason = missing_reason(profile, ["GPU times", "gpu_time_ms"], "no GPU kernel was measured")
-        return unmeasured(KERNELS, reason)
+        reason = "no GPU kernel was measured"
+        return unmeasured(KERNELS, reason, profile, "GPU times", "gpu_time_ms")
 
     def column(name: str) -> pd.Series:
         return values[name] if name in values else pd.Series(np.nan, values.index)
@@ -116,10 +116,7 @@ def kernel_table(profile: Profile) -> pd.DataFrame:
     most = column("GKER:FGP_MAX_ACUMU")
     table["occupancy_percent"] = 100 * column("GKER:FGP_ACT_ACUMU") / most.where(most > 0)
     device = (profile.meta.get("devices") or [{}])[0]
-    table["waves"] = [
-        waves({str(name): value for name, value in row.items()}, device)
-        for row in table.to_dict("records")
-    ]
+    table["waves"] = [waves(row, device) for row in table.to_dict("records")]
     table = table.merge(_per_iteration(profile), on=KERNEL_KEYS, how="left")
     table["launches_per_iteration"] *= table["launches"]
     table["per_iteration_ms"] *= table["time_ms"]
@@ -128,9 +125,8 @@ def kernel_table(profile: Profile) -> pd.DataFrame:
     # HPCToolkit leaves twins of kernels in the tree that hold nothing.
     table = table[table["time_ms"].gt(0) | table["launches"].gt(0)]
     table = table.sort_values("time_ms", ascending=False, ignore_index=True)
-    short = short_names(table["kernel"])
     kernel_names = [kernel_name(name) for name in table["kernel"]]
-    table["short_name"] = table["kernel"].map(short)
+    table["short_name"] = table["kernel"].map(short_names(table["kernel"]))
     table["precision"] = [name.precision for name in kernel_names]
     table["tensor_cores"] = [
         yes_no_unknown(name.tensor_cores) if name.is_product else "" for name in kernel_names
@@ -152,7 +148,7 @@ Programming Guide, "Technical specifications per compute capability")."""
 WARP = 32
 
 
-def waves(kernel: Mapping[str, Any], device: Mapping[str, Any]) -> float:
+def waves(kernel: Mapping[Any, Any], device: Mapping[str, Any]) -> float:
     """Blocks of a launch over the blocks that all multiprocessors hold at once.
 
     Args:
@@ -203,19 +199,17 @@ def _per_iteration(profile: Profile) -> pd.DataFrame:
     and time, ``share_of_step`` the share of the step that a millisecond is: the recording's
     trace tells which kernels start within the steady iterations, its metrics how long they take.
     """
-    keys = KERNEL_KEYS
-    contexts = profile.contexts.rename(columns={"name": "kernel"})
-    count = iteration_count(profile)
-    state = iteration_state(profile)
+    contexts = profile.contexts.rename(columns={"name": "kernel"})[KERNEL_KEYS]
+    is_kernel, state = profile.of_kind("kernel"), iteration_state(profile)
     if state is None:
-        is_counted = count > 1  # of a sampled pass, whose iterations were counted beside it
-        kernels = contexts.loc[profile.of_kind("kernel"), keys].drop_duplicates()
-        part = 1.0 / count if is_counted else np.nan
-        return kernels.assign(
-            launches_per_iteration=part, per_iteration_ms=part, share_of_step=np.nan
+        count = iteration_count(profile)  # of a sampled pass, counted beside it
+        part = 1.0 / count if count > 1 else np.nan
+        return (
+            contexts[is_kernel]
+            .drop_duplicates()
+            .assign(launches_per_iteration=part, per_iteration_ms=part, share_of_step=np.nan)
         )
-    spans = profile.trace
-    spans = spans[profile.of_kind("kernel")[spans["context"].to_numpy()]]
+    spans = profile.trace[is_kernel[profile.trace["context"].to_numpy()]]
     iterations = profile.iterations.sort_values("start_ns")
     steady = state.steady[np.argsort(profile.iterations["start_ns"].to_numpy(), kind="stable")]
     which = stretch_at(
@@ -225,13 +219,12 @@ def _per_iteration(profile: Profile) -> pd.DataFrame:
     )
     inside = (which >= 0) & steady[which]
     length = (spans["end_ns"] - spans["start_ns"]).to_numpy()
-    table = contexts[keys].iloc[spans["context"].to_numpy()].reset_index(drop=True)
+    table = contexts.iloc[spans["context"].to_numpy()].reset_index(drop=True)
     table = table.assign(count=1, inside=inside, length=length, length_inside=length * inside)
-    names = ["count", "inside", "length", "length_inside"]
-    table = table.groupby(keys, as_index=False)[names].sum()
+    table = table.groupby(KERNEL_KEYS, as_index=False).sum()
     number = max(int(steady.sum()), 1)
     share = table["length_inside"] / table["length"].where(table["length"] > 0)
-    return table[keys].assign(
+    return table[KERNEL_KEYS].assign(
         launches_per_iteration=table["inside"] / table["count"] / number,
         per_iteration_ms=share.fillna(0.0) / number,
         share_of_step=1.0 / float(state.times_ms[state.steady].mean()),
@@ -242,10 +235,9 @@ def _rates(profile: Profile) -> pd.DataFrame:
     """``tflops_per_s``, ``gb_per_s`` and ``share_of_ceiling`` by kernel, where work is known."""
     places = np.flatnonzero(profile.of_kind("kernel"))
     work = kernel_work(profile, places)
-    sums = list(work)
     contexts = profile.contexts.rename(columns={"name": "kernel"})
     work[KERNEL_KEYS] = contexts[KERNEL_KEYS].iloc[places].to_numpy()
-    table = work.groupby(KERNEL_KEYS, as_index=False)[sums].sum(min_count=1)
+    table = work.groupby(KERNEL_KEYS, as_index=False).sum(min_count=1)
     return table[KERNEL_KEYS].assign(
         tflops_per_s=table["flops"] / table["work_ms"] / 1e9,
         gb_per_s=table["bytes"] / table["bytes_ms"] / 1e6,
@@ -265,10 +257,8 @@ def copy_table(profile: Profile) -> pd.DataFrame:
     if rows.empty and profile.has("copy_bytes"):
         rows = _torch_copies(profile)
     if rows.empty:
-        reason = missing_reason(
-            profile, ["copy_bytes", "GPU times", "GXCOPY (sec)"], "no GPU copy was measured"
-        )
-        return unmeasured(COPY_COLUMNS, reason)
+        names = ("copy_bytes", "GPU times", "GXCOPY (sec)")
+        return unmeasured(COPY_COLUMNS, "no GPU copy was measured", profile, *names)
     keys = ["direction", "memory"]
     rows["bytes"] = rows["bytes"].where(rows["bytes"] > 0)
     table = rows.groupby(keys, as_index=False)[["count", "bytes", "time_ms"]].sum(min_count=1)
@@ -306,15 +296,15 @@ def stall_table(profile: Profile, by: str = "kernel") -> pd.DataFrame:
     """
     if by not in STALL_KEYS:
         raise InputError(f"stalls are by {' or '.join(STALL_KEYS)}, not by '{by}'")
-    columns = [*STALL_KEYS[by], *STALL_VALUES]
+    keys = STALL_KEYS[by]
+    columns = [*keys, *STALL_VALUES]
     stalls = [f"GINS:STL_{reason}" for reason in STALLS]
     rows = profile.values_of({"GINS", "GINS:STL_ANY", *stalls}.__contains__, "exclusive")
     if rows.empty or not rows["metric"].isin(stalls).any():
-        reason = missing_reason(profile, ["stall reasons", "gpu_stall_reasons", "GINS"], NO_SAMPLES)
-        return unmeasured(columns, reason)
+        names = ("stall reasons", "gpu_stall_reasons", "GINS")
+        return unmeasured(columns, NO_SAMPLES, profile, *names)
     where = _sampled_places(profile).iloc[rows["context"]].reset_index(drop=True)
     where = where.assign(metric=rows["metric"].to_numpy(), value=rows["value"].to_numpy())
-    keys = STALL_KEYS[by]
     wide = where.pivot_table("value", keys, "metric", aggfunc="sum", fill_value=0.0)
     measured = [name for name in stalls if name in wide]
     counted = [name for name in measured if name not in ("GINS:STL_NONE", "GINS:STL_HID")]
@@ -343,10 +333,10 @@ def stall_table(profile: Profile, by: str = "kernel") -> pd.DataFrame:
 
 def stall_reasons(stalls: pd.DataFrame) -> pd.DataFrame:
     """The reasons in a stall table, what each means and what usually helps, most cycles first."""
-    columns = ["reason", "meaning", "advice", "warp_cycles", "share_of_stalls", "share_of_samples"]
-    if stalls.empty:
-        return unmeasured(columns, str(stalls.attrs.get("not_measured", "no stall was sampled")))
     names = ["warp_cycles", "share_of_stalls", "share_of_samples"]
+    columns = ["reason", "meaning", "advice", *names]
+    if stalls.empty:
+        return unmeasured(columns, reason_of(stalls) or "no stall was sampled")
     table = stalls.groupby("reason", as_index=False)[names].sum(min_count=1)
     table["meaning"] = table["reason"].map(STALLS)
     table["advice"] = table["reason"].map(STALL_ADVICE)
@@ -408,7 +398,7 @@ def _sampled_places(profile: Profile) -> pd.DataFrame:
 def _torch_copies(profile: Profile) -> pd.DataFrame:
     """``direction``, ``memory``, ``count``, ``bytes``, ``time_ms`` of each copying context."""
     contexts = profile.contexts
-    chosen = contexts["kind"].eq("copy").to_numpy()
+    chosen = profile.of_kind("copy")
     name = contexts["name"][chosen]
     kind = name.str.extract(r"(?:Memcpy|Copy) ?(\w+)")[0].map(COPY_NAMES).map(COPY_KINDS)
     memory = name.str.extract(r"(?i)(pageable|pinned)")[0].str.lower().fillna("")

@@ -26,7 +26,7 @@ from dlrm_workbook.analysis.context_tree import missing_reason, unmeasured
 from dlrm_workbook.analysis.devices import NO_NAME, Device, device_of
 from dlrm_workbook.analysis.kernel_names import kernel_name, short_names
 from dlrm_workbook.analysis.reasons import gpus_by_names, operator_text, rate_text, why
-from dlrm_workbook.analysis.roofline import ARITHMETIC, MEMORY
+from dlrm_workbook.analysis.roofline import ARITHMETIC, MEMORY, operations_by_precision
 from dlrm_workbook.ground.arrays import Bools, Floats, Ints
 from dlrm_workbook.recordings.foreign import COMMUNICATION
 from dlrm_workbook.recordings.profile import Profile, nearest
@@ -34,7 +34,6 @@ from dlrm_workbook.recordings.torch.shape_work import (
     NOTE,
     NOTES,
     OPERAND_BYTES,
-    OPERATIONS,
     bytes_are,
 )
 
@@ -106,14 +105,10 @@ def operator_rates(profile: Profile) -> pd.DataFrame:
 def _rates(work: _Work) -> pd.DataFrame:
     """As :func:`operator_rates`, in no order, with ``rate`` in words; see :attr:`_Work.rate`."""
     profile = work.profile
-    contexts = profile.contexts
     rows = np.flatnonzero(work.known & (work.gpu_ms > 0))
-    table = contexts[["name", "shapes", *PART]].iloc[rows].reset_index(drop=True)
-    table["precision"] = work.precision[rows]
-    table["calls"] = work.calls[rows]
-    table["gpu_ms"] = work.gpu_ms[rows]
-    table["flops"], table["bytes"] = work.flops[rows], work.bytes[rows]
-    table["tensor_cores"] = work.tensor_cores[rows]
+    table = profile.contexts[["name", "shapes", *PART]].iloc[rows].reset_index(drop=True)
+    for name in ("precision", "calls", "gpu_ms", "flops", "bytes", "tensor_cores"):
+        table[name] = getattr(work, name)[rows]
     table["kernels"] = work.kernel_texts()[rows]
     table["transformed"] = np.isin(rows, list(work.transformed))
     table["blocks"], table["notes"] = work.blocks(rows), work.notes()[rows]
@@ -168,9 +163,7 @@ def kernel_paces(profile: Profile) -> dict[str, tuple[str, str]]:
     work = _Work(profile)
     names, shapes = (profile.contexts[name].to_numpy() for name in ("name", "shapes"))
     above = nearest(profile.contexts["parent"].to_numpy(), profile.of_kind("operator"))
-    judged: list[dict[str, Any]] = []
-    if work.main:
-        judged = [dict(row) for row in _rates(work).to_dict("records")]  # type: ignore[arg-type]
+    judged: list[Any] = _rates(work).to_dict("records") if work.main else []
     kernels = np.flatnonzero(work.is_kernel & (work.own_ms > 0) & (above >= 0))
     table = pd.DataFrame({"name": names[kernels], "ms": work.own_ms[kernels]})
     rate = [work.rate.get(int(operator), -1) for operator in work.operator[kernels]]
@@ -275,12 +268,9 @@ def kernel_work(profile: Profile, places: Ints) -> pd.DataFrame:
     """
     work = _Work(profile)
     gpu = device_of(profile.meta)
-    flops, size = np.full(len(places), np.nan), np.full(len(places), np.nan)
-    operator = work.operator[places]
-    share = work.share_of_work(places)
-    there = (operator >= 0) & (share > 0)
-    flops[there] = work.flops[operator[there]] * share[there]
-    size[there] = work.bytes[operator[there]] * share[there]
+    operator, share = work.operator[places], work.share_of_work(places)
+    share = np.where((operator >= 0) & (share > 0), share, np.nan)
+    flops, size = work.flops[operator] * share, work.bytes[operator] * share
     time = work.own_ms[places]
     least = np.full(len(places), np.nan)
     names = profile.contexts["name"].to_numpy()[places]
@@ -318,16 +308,13 @@ def _least(
         return "", math.nan, math.nan
     by_memory = size / gpu.memory_gb_per_s / 1e3
     by_arithmetic = flops / peak / 1e6 if math.isfinite(flops) else 0.0
-    if not math.isfinite(by_arithmetic):
+    # no GPU computes faster than it can: the precision or the sheet is another
+    if not by_arithmetic <= micros:
         return "", math.nan, math.nan
-    limit = ARITHMETIC if by_arithmetic >= by_memory else MEMORY
-    least = max(by_arithmetic, by_memory)
-    if by_arithmetic > micros:
-        # no GPU computes faster than it can: the precision or the sheet is another
-        return "", math.nan, math.nan
-    if least > micros:
+    if by_memory > micros:
         return CACHE_BANDWIDTH, math.nan, math.nan
-    return limit, least, least / micros
+    least = max(by_arithmetic, by_memory)
+    return ARITHMETIC if by_arithmetic >= by_memory else MEMORY, least, least / micros
 
 
 def _arithmetic(kernel: Any, operands: str, gpu: Device | None) -> tuple[str, bool | None]:
@@ -357,25 +344,21 @@ class _Work:
 
     def __init__(self, profile: Profile) -> None:
         self.profile = profile
-        contexts = profile.contexts
-        count = len(contexts)
-        metrics = [str(m) for m in profile.metrics["metric"] if str(m).startswith(OPERATIONS)]
-        operations = {m: profile.value_table(m).fillna(0.0).to_numpy() for m in metrics}
-        flops: Floats = sum(operations.values(), np.zeros(count))
+        operations = operations_by_precision(profile)
+        flops: Floats = operations.sum(axis=1).to_numpy(dtype=float)
         self.flops = np.where(flops > 0, flops, np.nan)
         size = profile.value_table(OPERAND_BYTES).to_numpy()
         self.bytes: Floats = np.where(size > 0, size, np.nan)
         self.known: Bools = (flops > 0) | (size > 0)
         self.precision = np.where(flops > 0, "unknown", "").astype(object)
-        for metric, column in operations.items():
+        for precision, column in operations.items():
             # operands of several precisions in one context have none
-            alone = (column > 0) & (column == flops)
-            self.precision[alone] = metric.removeprefix(OPERATIONS)
+            self.precision[((column > 0) & (column == flops)).to_numpy()] = precision
         self.calls = profile.value_table("calls").to_numpy()
         self.gpu_ms = profile.value_table("gpu_time_ms", "inclusive").fillna(0.0).to_numpy()
         self.own_ms = self.gpu_ms
         self.launches = profile.value_table("launches", "inclusive").fillna(0.0).to_numpy()
-        parent = contexts["parent"].to_numpy()
+        parent = profile.contexts["parent"].to_numpy()
         self.is_kernel = profile.of_kind("kernel")
         self.operator: Ints = nearest(parent, self.known | profile.of_kind("operator"))
         # what an operator without work of its own launches for a product above it is the product's
@@ -430,15 +413,13 @@ class _Work:
         for row, kernel in enumerate(kernels):
             operator = int(self.operator[kernel])
             main = self.main.get(operator, [])
-            if int(kernel) not in main or not self.known[operator]:
-                continue
-            if operator in self.transformed:
+            is_judged = self.known[operator] and operator not in self.transformed
+            if int(kernel) not in main or not is_judged:
                 continue
             launched = sum(self.launches[k] for k in main)
-            several = len(main) > 1
-            if several and ("*" in str(shapes[operator]) or launched != self.calls[operator]):
-                continue
-            share[row] = self.launches[kernel] / launched
+            is_mixed = "*" in str(shapes[operator]) or launched != self.calls[operator]
+            if len(main) == 1 or not is_mixed:
+                share[row] = self.launches[kernel] / launched
         return share
 
     def blocks(self, operators: Ints) -> Floats:

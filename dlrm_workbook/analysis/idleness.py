@@ -26,7 +26,6 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from dlrm_core.base.errors import InputError
 from dlrm_workbook.analysis.attribution import (
     PART,
     by_part,
@@ -39,8 +38,11 @@ from dlrm_workbook.analysis.attribution import (
     windows,
 )
 from dlrm_workbook.analysis.context_tree import (
+    Lane,
+    context_at,
     distinct,
-    missing_reason,
+    edges,
+    extent,
     reason_of,
     running,
     scopes_of,
@@ -102,7 +104,7 @@ def idle_causes(profile: Profile) -> pd.DataFrame:
     """
     if profile.iterations.empty and len(windows(profile)):
         reason = "the profile does not say when its iterations ran"
-        return unmeasured(IDLE_COLUMNS, missing_reason(profile, ["iterations"], reason))
+        return unmeasured(IDLE_COLUMNS, reason, profile, "iterations")
     pieces = idle_pieces(profile)
     if reason_of(pieces):
         return unmeasured(IDLE_COLUMNS, reason_of(pieces))
@@ -154,9 +156,8 @@ def idle_pieces(profile: Profile) -> pd.DataFrame:
     # waits longer may well depend on it
     launched = launched[launched["start_ns"].isin(busy[0])]
     waiting = union(launched["launch_end_ns"].to_numpy(), launched["start_ns"].to_numpy())
-    lane = segments(profile, device=False)
-    host = (lane["start_ns"].to_numpy(), lane["end_ns"].to_numpy(), lane["context"].to_numpy())
-    cuts = distinct([first, last, *kernels, *copies, *waiting, *host[:2]])
+    host = _host(profile)
+    cuts = distinct([first, last, *kernels, *copies, *waiting, *edges(host)])
     begin, finish = cuts[:-1], cuts[1:]
     which = stretch_at(first, last, begin)
     idle = (which >= 0) & (stretch_at(*kernels, begin) < 0)
@@ -166,7 +167,7 @@ def idle_pieces(profile: Profile) -> pd.DataFrame:
     activity = np.append(_activities(profile), nothing)
     in_copy = stretch_at(*copies, begin) >= 0
     gap_start, gap_end = _gaps(busy, begin)
-    cause = activity[_context_at(host, begin)]
+    cause = activity[context_at(host, begin)]
     wait = stretch_at(*waiting, begin)
     cause[wait >= 0] = "start-up"
     if len(launched):
@@ -176,7 +177,7 @@ def idle_pieces(profile: Profile) -> pd.DataFrame:
         )
     cause[gap_end - gap_start < KERNEL_GAP_NS] = "kernel gap"
     cause[in_copy] = "copies"
-    ran_dry = activity[_context_at(host, gap_start)] == "synchronisation"
+    ran_dry = activity[context_at(host, gap_start)] == "synchronisation"
     return pd.DataFrame(
         {
             "iteration": iterations["iteration"].to_numpy()[which],
@@ -187,7 +188,7 @@ def idle_pieces(profile: Profile) -> pd.DataFrame:
             "copying": in_copy,
             "after_sync": ran_dry & ~in_copy,
             "gap_ns": gap_end - gap_start,
-            "context": _context_at(host, begin),
+            "context": context_at(host, begin),
         }
     )
 
@@ -210,9 +211,7 @@ def felt_share(profile: Profile, contexts: Ints) -> float:
     start, end = _stretches(work)
     first = work.drop_duplicates("start_ns").set_index("start_ns")["launch_end_ns"]
     launched = np.append(first.reindex(start[1:]).to_numpy(), -1)
-    lane = segments(profile, device=False)
-    host = (lane["start_ns"].to_numpy(), lane["end_ns"].to_numpy(), lane["context"].to_numpy())
-    waits = np.isin(np.append(_activities(profile), "")[_context_at(host, end)], _WAITING)
+    waits = np.isin(np.append(_activities(profile), "")[context_at(_host(profile), end)], _WAITING)
     late = end - launched - usual_start_up(work)
     slack = np.where(waits | (launched < 0), end - start, late).clip(0, end - start)
     # operations of several streams overlap: time counts once
@@ -222,14 +221,14 @@ def felt_share(profile: Profile, contexts: Ints) -> float:
     return float(np.minimum(took, slack).sum() / took.sum())
 
 
+def _host(profile: Profile) -> Lane:
+    """What the iterating thread is in, whatever the GPU does."""
+    lane = segments(profile, device=False)
+    return lane["start_ns"].to_numpy(), lane["end_ns"].to_numpy(), lane["context"].to_numpy()
+
+
 def _stretches(spans: pd.DataFrame) -> Stretches:
     return union(spans["start_ns"].to_numpy(), spans["end_ns"].to_numpy())
-
-
-def _context_at(lane: tuple[Ints, Ints, Ints], at: Ints) -> Ints:
-    """Context (n,) that a thread is in at each moment, from :func:`running`; −1 for none."""
-    start, end, context = lane
-    return np.append(context, -1)[stretch_at(start, end, at)]
 
 
 def usual_start_up(work: pd.DataFrame, since: str = "launch_end_ns") -> float:
@@ -297,9 +296,7 @@ def thread_states(profile: Profile) -> pd.DataFrame:
     columns = profile.meta.get("counters") or {}
     if not {"wall_ms", "thread_cpu_ms"} <= columns.keys():
         reason = "the recording has no counters of the iterating thread"
-        return unmeasured(
-            THREAD, missing_reason(profile, ["counters.thread_cpu_ms", "counters"], reason)
-        )
+        return unmeasured(THREAD, reason, profile, "counters.thread_cpu_ms", "counters")
     wall = np.asarray(columns["wall_ms"], dtype=float)
     # The clocks tick apart by microseconds: what is over is taken from the last state.
     computing = np.minimum(np.asarray(columns["thread_cpu_ms"], dtype=float), wall)
@@ -327,7 +324,7 @@ def outside_operators(profile: Profile) -> pd.DataFrame:
     kinds = profile.contexts["kind"]
     if not kinds.eq("operator").any() or profile.iterations.empty:
         reason = "operators are not traced (HPCToolkit samples functions)"
-        return unmeasured(OUTSIDE_COLUMNS, missing_reason(profile, ["operators"], reason))
+        return unmeasured(OUTSIDE_COLUMNS, reason, profile, "operators")
     pieces = segments(profile, device=False)
     context = pieces["context"].to_numpy()
     inside = nearest(profile.contexts["parent"].to_numpy(), kinds.eq("operator").to_numpy())
@@ -432,6 +429,8 @@ NOBODY = "(no thread that launches GPU work was running)"
 IDLENESS = ["gpu", "rank", "streams", "span_ms", "busy_ms", "idle_ms", "idle_share"]
 IDLENESS += ["gaps", "longest_gap_ms"]
 BLAME = ["name", "kind", "file", "module", "component", "phase", "blamed_ms", "share"]
+NO_STREAMS = "no GPU stream has a trace; measure with hpcrun -t"
+GPU_NAMES = ("GPU times", "gpu_time_ms", "trace")
 _GPU_METRICS = ("gpu_time_ms", "launches", "GKER:COUNT", "GXCOPY:COUNT")
 
 
@@ -444,7 +443,7 @@ def gpu_idleness(profile: Profile) -> pd.DataFrame:
     """
     streams = _streams(profile)
     if streams.empty:
-        return unmeasured(IDLENESS, _no_streams(profile))
+        return unmeasured(IDLENESS, NO_STREAMS, profile, *GPU_NAMES)
     first, last, span = _span(profile, streams)
     rows = []
     for (gpu, rank), group in streams.groupby(["gpu", "rank"], sort=True):
@@ -459,42 +458,29 @@ def gpu_idleness(profile: Profile) -> pd.DataFrame:
     return table
 
 
-def idle_blame(profile: Profile, by: str = "function") -> pd.DataFrame:
-    """What the CPU ran while every stream of every GPU was idle, in the span of
-    :func:`gpu_idleness`.
+def idle_blame(profile: Profile) -> pd.DataFrame:
+    """What the CPU ran while every stream of every GPU was idle, most first: the innermost
+    function, operator or range, in the span of :func:`gpu_idleness`.
 
-    Threads that launch GPU work are charged, or all CPU threads where none is known to.
-
-    Args:
-        by: ``function`` (the innermost function, operator or range) or ``component`` (parts of
-            the model).
-
-    Returns:
-        ``name``, ``kind``, ``file``, ``module``, ``component``, ``phase``, ``blamed_ms``,
-        ``share``; most first. ``blamed_ms`` is of a mean iteration where iterations are marked
-        (``attrs["per"]``), as of all parts of a page, and adds up to the idle time, ``share`` to
-        1; idle time in which no charged thread ran has a row of its own. Empty, with the
-        reason in ``attrs["not_measured"]``, without traces of a GPU and of CPU threads.
-
-    Raises:
-        InputError: ``by`` is unknown.
+    Threads that launch GPU work are charged, or all CPU threads where none is known to. Times are
+    of a mean iteration where iterations are marked (``attrs["per"]``), as of all parts of a page,
+    and add up to the idle time; that in which no charged thread ran has a row of its own. Empty,
+    with the reason in ``attrs["not_measured"]``, without traces of a GPU and of CPU threads.
     """
-    if by not in ("function", "component"):
-        raise InputError(f"blame is by function or component, not by '{by}'")
     streams = _streams(profile)
     if streams.empty:
-        return unmeasured(BLAME, _no_streams(profile))
+        return unmeasured(BLAME, NO_STREAMS, profile, *GPU_NAMES)
     lanes = [running(profile, thread) for thread in _charged(profile)]
     lanes = [lane for lane in lanes if len(lane[0])]
     if not lanes:
         reason = "no CPU thread that launches GPU work has a trace; measure with "
         reason += "hpcrun -e CPUTIME -t"
-        return unmeasured(BLAME, missing_reason(profile, ["cpu trace"], reason))
+        return unmeasured(BLAME, reason, profile, "cpu trace")
     first, last, span = _span(profile, streams)
     idle_start, idle_end = _idle(profile, streams["profile"].tolist(), first, last)
     waits = may_wait(profile) & np.append(profile.of_kind("annotation", "python"), True)
     blamed = _share_out(lanes, idle_start, idle_end, waits)
-    table = _named(profile, by, blamed)
+    table = _named(profile, blamed)
     table["blamed_ms"] /= max(len(profile.iterations), 1)
     total = float(table["blamed_ms"].sum())
     table["share"] = table["blamed_ms"] / total if total else np.nan
@@ -512,19 +498,13 @@ def _streams(profile: Profile) -> pd.DataFrame:
     return table.assign(gpu=table["name"].str.replace(r" stream.*", "", regex=True))
 
 
-def _no_streams(profile: Profile) -> str:
-    reason = "no GPU stream has a trace; measure with hpcrun -t"
-    return missing_reason(profile, ["GPU times", "gpu_time_ms", "trace"], reason)
-
-
 def _span(profile: Profile, streams: pd.DataFrame) -> tuple[int, int, str]:
     """(start, end, in words) of the time in which a GPU's idleness counts, ns."""
     if len(profile.iterations):
-        table, words = profile.iterations, "from the first iteration's start to the last one's end"
-    else:
-        table = profile.trace[profile.trace["profile"].isin(streams["profile"])]
-        words = "from the first GPU operation's start to the last one's end"
-    return int(table["start_ns"].min()), int(table["end_ns"].max()), words
+        words = "from the first iteration's start to the last one's end"
+        return *extent(profile.iterations), words
+    work = profile.trace[profile.trace["profile"].isin(streams["profile"])]
+    return *extent(work), "from the first GPU operation's start to the last one's end"
 
 
 def _idle(profile: Profile, streams: list[int], first: int, last: int) -> Stretches:
@@ -545,17 +525,16 @@ def _charged(profile: Profile) -> list[int]:
 
 
 def _share_out(
-    lanes: list[tuple[Ints, Ints, Ints]], idle_start: Ints, idle_end: Ints, waits: Bools
+    lanes: list[Lane], idle_start: Ints, idle_end: Ints, waits: Bools
 ) -> npt.NDArray[np.float64]:
     """Idle ns of each context (n,), and last those with no lane running. A lane in one that
     ``waits`` (n + 1,) is charged where no other is in something else."""
     count = len(waits) - 1
-    edges = [idle_start, idle_end, *(edge for lane in lanes for edge in lane[:2])]
-    cuts = distinct(edges)
+    cuts = distinct([idle_start, idle_end, *edges(*lanes)])
     length = overlap(cuts[:-1], cuts[1:], idle_start, idle_end)
     moments = cuts[:-1][length > 0]
     length = length[length > 0]
-    contexts = [_context_at(lane, moments) for lane in lanes]
+    contexts = [context_at(lane, moments) for lane in lanes]
     works = np.any([~waits[context] for context in contexts], axis=0)
     contexts = [np.where(works & waits[context], -1, context) for context in contexts]
     active = np.sum([context >= 0 for context in contexts], axis=0)
@@ -567,21 +546,15 @@ def _share_out(
     return blamed
 
 
-def _named(profile: Profile, by: str, blamed: np.ndarray) -> pd.DataFrame:
+def _named(profile: Profile, blamed: np.ndarray) -> pd.DataFrame:
     contexts = profile.contexts
     rows = np.flatnonzero(blamed[:-1])
-    if by == "component":
-        table = contexts.loc[rows, PART].assign(
-            name=contexts["component"], kind="part", file="", module=""
-        )
-    else:
-        owner = scopes_of(contexts)
-        names = ["name", "kind", "file", "module"]
-        # the part is the context's own: a helper function serves several
-        parts = contexts.loc[rows, PART].reset_index(drop=True)
-        table = contexts.loc[owner[rows], names].reset_index(drop=True).join(parts)
+    names = ["name", "kind", "file", "module"]
+    # the part is the context's own: a helper function serves several
+    parts = contexts.loc[rows, PART].reset_index(drop=True)
+    table = contexts.loc[scopes_of(contexts)[rows], names].reset_index(drop=True).join(parts)
     table["blamed_ms"] = blamed[rows] / 1e6
-    keys = ["name", "kind", "file", "module", "component", "phase"]
+    keys = [*names, *PART]
     table = table.groupby(keys, as_index=False, sort=False)[["blamed_ms"]].sum()
     if blamed[-1]:
         nobody = dict.fromkeys(keys, "") | {"name": NOBODY, "component": "other"}

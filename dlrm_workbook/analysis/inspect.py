@@ -13,7 +13,7 @@ import numpy as np
 import pandas as pd
 
 from dlrm_core.base.files import plain
-from dlrm_workbook.analysis.attribution import host_time, in_step_order, step_contexts
+from dlrm_workbook.analysis.attribution import PART, host_time, in_step_order, step_contexts
 from dlrm_workbook.analysis.context_tree import of_streams
 from dlrm_workbook.ground.runs import named_run
 from dlrm_workbook.recordings.foreign import COMMUNICATION
@@ -33,6 +33,8 @@ OWN = (
     *("launched_before_trace", "launched_before_trace_ms", "steps_thread"),
 )
 """Figures that every rank has for itself."""
+
+HPCTOOLKIT_COUNTS = {"kernels": ["GKER:COUNT"], "copies": ["GXCOPY:COUNT", "GMSET:COUNT"]}
 
 NO_GPU_WORK = "no work of a GPU is recorded"
 NO_TIMELINE = "the recording has no timeline of the GPU"
@@ -97,7 +99,7 @@ def inspect_profile(profile: Profile) -> dict[str, Any]:
     meta = profile.meta
     missing: dict[str, str] = {}
     names = [row["name"] for row in meta.get("devices") or [] if row.get("name")]
-    names = list(dict.fromkeys(names)) or [str(meta[n]) for n in ("device_name",) if meta.get(n)]
+    names = list(dict.fromkeys(names or filter(None, [meta.get("device_name")])))
     if not names:
         missing["devices"] = "the recording names no device"
     kinds = profile.threads["kind"]
@@ -167,14 +169,11 @@ def _counts(profile: Profile, missing: dict[str, str]) -> dict[str, Any]:
         return counts
     counts["gpu_time_ms"] = float(profile.value_table("gpu_time_ms").sum())
     if profile.meta.get("engine") == "hpctoolkit":
-        for name, metrics in (
-            ("kernels", ["GKER:COUNT"]),
-            ("copies", ["GXCOPY:COUNT", "GMSET:COUNT"]),
-        ):
+        for name, metrics in HPCTOOLKIT_COUNTS.items():
             counted = [metric for metric in metrics if profile.has(metric)]
-            total = sum(float(profile.value_table(metric).sum()) for metric in counted)
-            counts[name] = round(total) if counted else None
-            if not counted:
+            if counted:
+                counts[name] = round(sum(profile.value_table(metric).sum() for metric in counted))
+            else:
                 missing[name] = f"the database has no {' or '.join(metrics)}"
         missing["graph_launches"] = "HPCToolkit does not record launches of graphs"
         return counts
@@ -194,13 +193,11 @@ def _by_part(profile: Profile) -> pd.DataFrame:
     frames = []
     for device, metric in (("gpu", "gpu_time_ms"), ("cpu", "cpu_time_ms")):
         if profile.has(metric):
-            table = profile.contexts[["component", "phase"]].copy()
-            on_gpu = device == "gpu"
-            time = profile.value_table(metric) if on_gpu else host_time(profile)
-            table["time_ms"] = time.to_numpy()
-            if not on_gpu:
-                table = table[step_contexts(profile)]
-            frames.append(table[table["time_ms"].gt(0)].assign(device=device))
+            time = profile.value_table(metric)
+            if device == "cpu":
+                time = host_time(profile).where(step_contexts(profile))
+            table = profile.contexts[PART].assign(device=device, time_ms=time)
+            frames.append(table[table["time_ms"].gt(0)])
     return pd.concat(frames) if frames else pd.DataFrame()
 
 
@@ -208,11 +205,11 @@ def _summed(rows: pd.DataFrame) -> tuple[list[Any], float | None]:
     """(time of each part, phase and device; share of the GPU's time, or else the CPU's, named)."""
     if rows.empty:
         return [], None
-    total = rows.groupby(["device", "component", "phase"], as_index=False)[["time_ms"]].sum()
+    total = rows.groupby(["device", *PART], as_index=False)[["time_ms"]].sum()
     table = pd.concat([in_step_order(total[total["device"] == name]) for name in ("gpu", "cpu")])
     main = table[table["device"] == ("gpu" if table["device"].eq("gpu").any() else "cpu")]
     named = main.loc[main["component"] != "other", "time_ms"].sum()
-    columns = ["component", "phase", "device", "time_ms"]
+    columns = [*PART, "device", "time_ms"]
     return table[columns].to_dict("records"), float(named / main["time_ms"].sum())
 
 

@@ -19,12 +19,7 @@ import pandas as pd
 from dlrm_core.base.errors import InputError
 from dlrm_core.parts import part_label
 from dlrm_workbook.analysis.attribution import PART
-from dlrm_workbook.analysis.context_tree import (
-    missing_reason,
-    running,
-    scopes_of,
-    unmeasured,
-)
+from dlrm_workbook.analysis.context_tree import running, scopes_of, unmeasured
 from dlrm_workbook.analysis.device_counters import counter_curves
 from dlrm_workbook.ground.arrays import Ints
 from dlrm_workbook.recordings.profile import Profile
@@ -60,7 +55,7 @@ def thread_timeline(profile: Profile, by: str = "component") -> pd.DataFrame:
         raise InputError(f"a timeline is by component or function, not by '{by}'")
     trace = profile.trace
     if trace.empty:
-        return unmeasured(SPANS, _why(profile))
+        return unmeasured(SPANS, "no trace was recorded; measure with hpcrun -t", profile, "trace")
     first = int(trace["start_ns"].min())
     label, names = _labels(profile, by)
     frames, left = {}, MOST_OF_ALL
@@ -90,10 +85,6 @@ def thread_timeline(profile: Profile, by: str = "component") -> pd.DataFrame:
     counters = counter_curves(profile)
     table.attrs["counters"] = counters.assign(time_ms=counters["time_ms"] - first / 1e6)
     return table
-
-
-def _why(profile: Profile) -> str:
-    return missing_reason(profile, ["trace"], "no trace was recorded; measure with hpcrun -t")
 
 
 def _lanes(profile: Profile) -> list[dict[str, Any]]:

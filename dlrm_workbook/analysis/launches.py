@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 
 from dlrm_workbook.analysis.attribution import PART, main_thread
-from dlrm_workbook.analysis.context_tree import missing_reason, of_streams, reason_of, unmeasured
+from dlrm_workbook.analysis.context_tree import extent, of_streams, reason_of, unmeasured
 from dlrm_workbook.recordings.nesting import stretch_at
 from dlrm_workbook.recordings.profile import Profile, nearest
 
@@ -52,8 +52,7 @@ def _device_operations(profile: Profile) -> pd.DataFrame:
     work = work[work["end_ns"] > work["start_ns"]]
     if work.empty:
         reason = "no GPU stream has a trace"
-        reason = missing_reason(profile, ["gpu_time_ms", "trace"], reason)
-        return unmeasured(OPERATION_COLUMNS, reason)
+        return unmeasured(OPERATION_COLUMNS, reason, profile, "gpu_time_ms", "trace")
     work = work.sort_values(["start_ns", "end_ns"])
     context = work["context"].to_numpy()
     over = np.maximum(profile.contexts["parent"].to_numpy()[context], 0)  # the root has none
@@ -195,7 +194,7 @@ def operator_load(profile: Profile) -> pd.DataFrame:
     spans = outermost_operators(profile)
     if spans.empty:
         reason = "no operators are traced (HPCToolkit samples functions)"
-        return unmeasured(LOAD_COLUMNS, missing_reason(profile, ["operators"], reason))
+        return unmeasured(LOAD_COLUMNS, reason, profile, "operators")
     count = max(len(profile.iterations), 1)
     dispatch = (profile.meta.get("ceilings") or {}).get("dispatch_us") or float("nan")
     spans = spans.assign(us=(spans["end_ns"] - spans["start_ns"]) / 1e3)
@@ -243,5 +242,4 @@ def _kernels(profile: Profile) -> pd.DataFrame:
 
 
 def _window(profile: Profile, work: pd.DataFrame) -> tuple[int, int]:
-    table = profile.iterations if len(profile.iterations) else work
-    return int(table["start_ns"].min()), int(table["end_ns"].max())
+    return extent(profile.iterations if len(profile.iterations) else work)

@@ -21,15 +21,16 @@ import pandas as pd
 from dlrm_core.base.errors import InputError
 from dlrm_workbook.analysis.attribution import iteration_count, main_thread
 from dlrm_workbook.analysis.context_tree import (
+    context_at,
     distinct,
-    missing_reason,
+    edges,
     of_streams,
     reason_of,
     running,
     unmeasured,
 )
 from dlrm_workbook.analysis.step_source import Source
-from dlrm_workbook.ground.arrays import Floats
+from dlrm_workbook.ground.arrays import Bools, Floats, Names
 from dlrm_workbook.ground.units import milliseconds, percent
 from dlrm_workbook.recordings.foreign import START_UP, node_key
 from dlrm_workbook.recordings.nesting import stretch_at
@@ -43,8 +44,6 @@ LINES += ["inclusive_ms", "share_of_step", "inclusive_share", "calls", "operator
 LINES += ["in_iterations", "growth_ms"]
 FUNCTIONS = [name for name in LINES if name not in ("source", "calls", "operators")]
 LISTING = ["line", "source", "time_ms", "share"]
-
-ROLES = ("model", "optimizer", "batch", "around")
 
 BATCH_WORDS = ("batch", "collate", "loader", "sample", "dataset", "fetch")
 """In names of functions that make batches, where nothing better tells which do."""
@@ -157,16 +156,15 @@ def by_role(profile: Profile) -> str:
     steps, table = statements(profile), lines(profile)
     if steps.empty or table.empty or not steps["file"].ne("").any():
         return ""
-    steps, table = (each[each["thread"].eq("main")] for each in (steps, table))
+    steps, table = (each[each["thread"].eq(MAIN)] for each in (steps, table))
     shares = steps.groupby("role")["share_of_step"].sum()
     named = [
         f"{words} {percent(shares[role])}" for role, words in ROLE_WORDS.items() if role in shares
     ]
-    total = milliseconds(float(steps["time_ms"].sum()))
     first = table[table["file"].ne("")].iloc[0]
-    where = f"`{place(first['file'], first['line'])}`"
     return (
-        f"Of {total} per iteration {', '.join(named)}; the line with most of it is {where} in "
+        f"Of {milliseconds(float(steps['time_ms'].sum()))} per iteration {', '.join(named)}; the "
+        f"line with most of it is `{place(first['file'], first['line'])}` in "
         f"`{first['function']}` ({percent(first['share_of_step'])})."
     )
 
@@ -197,13 +195,9 @@ def _of_contexts(profile: Profile, sampled: dict[str, Any]) -> dict[str, Any] | 
             which line built what runs backward, what lines are for, and their text.
     """
     contexts = profile.contexts
-    kinds = contexts["kind"].isin(["python", "function", "line"]).to_numpy()
-    names = contexts["name"].str.rpartition(": ")[2].to_numpy(dtype=object)
-    files = contexts["file"].to_numpy(dtype=object)
-    is_python = kinds & (contexts["kind"].eq("python") | contexts["file"].str.endswith(".py"))
-    users = np.zeros(len(contexts), dtype=bool)
-    rows = np.flatnonzero(is_python & (files != ""))
-    users[rows] = [is_user_code(files[row], names[row]) for row in rows.tolist()]
+    is_python = profile.of_kind("python") | contexts["file"].str.endswith(".py").to_numpy()
+    is_python &= profile.of_kind("python", "function", "line")
+    users, files, names = _user_frames(profile, is_python)
     if not users.any():
         return None
     frames: dict[tuple[str, int, str, int], int] = {}
@@ -267,6 +261,16 @@ def _of_contexts(profile: Profile, sampled: dict[str, Any]) -> dict[str, Any] | 
     }
 
 
+def _user_frames(profile: Profile, is_python: Bools) -> tuple[Bools, Names, Names]:
+    """(which contexts (n,) are Python frames of the user's, file and function of all contexts)."""
+    files = profile.contexts["file"].to_numpy(dtype=object)
+    names = profile.contexts["name"].str.rpartition(": ")[2].to_numpy(dtype=object)
+    users = is_python & (files != "")
+    rows = np.flatnonzero(users)
+    users[rows] = [is_user_code(files[row], names[row]) for row in rows.tolist()]
+    return users, files, names
+
+
 def _moments(profile: Profile) -> pd.DataFrame:
     """``iteration``, ``thread``, ``context`` and ``ms`` of each stretch of the recording.
 
@@ -282,28 +286,18 @@ def _moments(profile: Profile) -> pd.DataFrame:
         return table[["thread", "context", "ms"]].assign(iteration=0)
     spans = profile.iterations["start_ns"].to_numpy(), profile.iterations["end_ns"].to_numpy()
     streams = of_streams(profile).assign(profile=-2)
-    gpu = running(replace(profile, trace=streams), -2) if len(streams) else None
+    gpu = [running(replace(profile, trace=streams), -2)] if len(streams) else []
     parts = []
     for thread in profile.threads.loc[profile.threads["kind"].eq("cpu_thread"), "profile"]:
-        start, end, context = running(profile, int(thread))
-        edges = [*spans, start, end]
-        on_gpu = gpu is not None and thread == main
-        if gpu is not None and on_gpu:
-            edges += [gpu[0], gpu[1]]
-        cuts = distinct(edges)
+        lanes = [running(profile, int(thread)), *(gpu if thread == main else [])]
+        cuts = distinct([*spans, *edges(*lanes)])
         begin = cuts[:-1]
-        row = np.append(context, -1)[stretch_at(start, end, begin)]
-        if gpu is not None and on_gpu:
-            busy = np.append(gpu[2], -1)[stretch_at(gpu[0], gpu[1], begin)]
-            row = np.where(busy >= 0, busy, row)
-        table = pd.DataFrame(
-            {
-                "iteration": stretch_at(*spans, begin),
-                "thread": thread,
-                "context": row,
-                "ms": np.diff(cuts) / 1e6,
-            }
-        )
+        context = np.full(len(begin), -1)
+        for lane in lanes:
+            here = context_at(lane, begin)
+            context = np.where(here >= 0, here, context)
+        table = pd.DataFrame({"iteration": stretch_at(*spans, begin), "context": context})
+        table = table.assign(thread=thread, ms=np.diff(cuts) / 1e6)
         seen = table["context"].ge(0) if thread != main else True
         parts.append(table[table["iteration"].ge(0) & seen])
     table = pd.concat(parts, ignore_index=True)
@@ -324,7 +318,7 @@ def _made_table(profile: Profile, by: str) -> pd.DataFrame:
     known = known_moments(profile)
     if known is None or not known.get("iteration_ms"):
         reason = "no stack of Python code was sampled, and the recording has no Python frames"
-        return unmeasured(columns, missing_reason(profile, ["lines"], reason))
+        return unmeasured(columns, reason, profile, "lines")
     if by == "statement" and known.get("roles") is not None:
         return unmeasured(columns, "this recording does not tell which statements make up the step")
     try:
@@ -473,8 +467,7 @@ class LineTable:
         result["thread"] = [self.known["threads"][thread] for thread in result["thread"]]
         result["share_of_step"] = result["time_ms"] / self.step_ms
         result["inclusive_share"] = result["inclusive_ms"] / self.step_ms
-        for column, value in (("role", "around"), ("in_iterations", 1.0)):
-            result.loc[result["file"].eq(""), column] = value
+        result.loc[result["file"].eq(""), ["role", "in_iterations"]] = "around", 1.0
         result.loc[result["thread"].astype(str).str.startswith(WORKER), "role"] = "batch"
         places = _places(result)
         result["calls"] = [self.calls.get(at, np.nan) for at in places]
@@ -666,23 +659,15 @@ def _operators(
     around them tells the line, which is trusted where they take a good part of its time.
     """
     contexts = profile.contexts
-    users = contexts["kind"].eq("python").to_numpy() & contexts["file"].ne("").to_numpy()
-    names = contexts["name"].str.rpartition(": ")[2].to_numpy(dtype=object)
-    files = contexts["file"].to_numpy(dtype=object)
-    rows = np.flatnonzero(users)
-    users[rows] = [is_user_code(files[row], names[row]) for row in rows.tolist()]
+    users, files, _ = _user_frames(profile, profile.of_kind("python"))
     line = nearest(contexts["parent"].to_numpy(), users)
     metric = "gpu_time_ms" if profile.has("gpu_time_ms") else "cpu_time_ms"
     kinds = ["kernel", "copy"] if metric == "gpu_time_ms" else ["operator"]
     chosen = contexts["kind"].isin(kinds).to_numpy() & (line >= 0)
-    columns = {
-        "file": files[line[chosen]],
-        "line": contexts["line"].to_numpy()[line[chosen]],
-        "name": contexts["name"].to_numpy(dtype=object)[chosen],
-        "ms": profile.value_table(metric).to_numpy()[chosen],
-    }
     keys = ["file", "line", "name"]
-    table = pd.DataFrame(columns).groupby(keys)["ms"].sum().reset_index()
+    table = contexts.loc[chosen, ["name"]].assign(ms=profile.value_table(metric)[chosen])
+    table["file"], table["line"] = files[line[chosen]], contexts["line"].to_numpy()[line[chosen]]
+    table = table.groupby(keys)["ms"].sum().reset_index()
     table["ms"] /= iteration_count(profile)
     whole_ms = [inclusive_ms.get(at, 0.0) for at in _places(table)]
     sure = np.array(whole_ms) > LEAST_LINE * np.mean(known["iteration_ms"])

@@ -270,15 +270,10 @@ def memory(profile: Profile) -> pd.DataFrame:
 def memory_curve(profile: Profile) -> pd.DataFrame:
     """Memory allocated through torch over time; empty if not recorded."""
     pieces = [
-        pd.DataFrame(
-            {
-                "device": device,
-                "time_ms": curve["time_ms"],
-                "allocated_mb": np.array(curve["bytes"], dtype=float) / 1e6,
-            }
-        )
+        pd.DataFrame({"device": device, "time_ms": curve["time_ms"], "bytes": curve["bytes"]})
         for device, curve in profile.meta.get("memory", {}).items()
     ]
     if not pieces:
         return pd.DataFrame(columns=["device", "time_ms", "allocated_mb"])
-    return pd.concat(pieces, ignore_index=True)
+    table = pd.concat(pieces, ignore_index=True)
+    return table.assign(allocated_mb=table.pop("bytes") / 1e6)

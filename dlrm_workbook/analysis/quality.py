@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import pandas as pd
@@ -30,6 +30,8 @@ GOOD_FOR = {
     "amber": "",
     "red": "Do not use before measuring again",
 }
+
+LEVELS = list(GOOD_FOR)
 
 HIDDEN, USELESS = 0.1, 0.3
 """Shares of the step: a bottleneck that may hide behind a doubt, and an error of shares that
@@ -69,10 +71,9 @@ def quality(
         conclusion that it may change; where there is none, what the step was measured by.
     """
     doubts = list(_doubts(profile, attribution, findings))
-    levels = list(GOOD_FOR)
-    level = max((doubt.level for doubt in doubts), key=levels.index, default="green")
+    level = _worst(doubt.level for doubt in doubts)
     by_conclusion: dict[str, list[str]] = {}
-    for doubt in sorted(doubts, key=lambda doubt: -levels.index(doubt.level)):
+    for doubt in sorted(doubts, key=lambda doubt: -LEVELS.index(doubt.level)):
         by_conclusion.setdefault(doubt.conclusion, []).append(doubt.reason)
     reasons = [f"{why}, since {' and '.join(what)}" for why, what in by_conclusion.items()]
     step = reference(profile)
@@ -102,8 +103,7 @@ def quality_of_times(times_ms: Sequence[float]) -> dict[str, str]:
         why = f"iterations scatter by {percent(_scatter(state) or 0.0)}"
         told = f"their mean may be off by {percent(2 * error)}"
         doubts.append(Doubt("red" if error > USELESS / 2 else "amber", why, told))
-    levels = list(GOOD_FOR)
-    level = max((doubt.level for doubt in doubts), key=levels.index, default="green")
+    level = _worst(doubt.level for doubt in doubts)
     reasons = [f"{doubt.conclusion}, since {doubt.reason}" for doubt in doubts]
     reasons = reasons or [counted(steady, "steady iteration")]
     return {"level": level, "sentence": f"{GOOD_FOR[level]}: {'; '.join(reasons)}."}
@@ -118,18 +118,19 @@ def quality_of_runs(runs: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
     Returns:
         ``level`` and ``sentence`` as of :func:`quality`; each run with a doubt is named.
     """
-    levels = list(GOOD_FOR)
-    level = max((run["level"] for run in runs.values()), key=levels.index, default="green")
-    doubted = sorted(
-        ((name, run) for name, run in runs.items() if run["level"] != "green"),
-        key=lambda one: -levels.index(one[1]["level"]),
-    )
+    level = _worst(run["level"] for run in runs.values())
+    doubted = [(name, run) for name, run in runs.items() if run["level"] != "green"]
+    doubted.sort(key=lambda one: -LEVELS.index(one[1]["level"]))
     if not doubted:
         return {"level": level, "sentence": f"{GOOD_FOR[level]}, of all {len(runs)} runs."}
     said = [f"{in_markdown(name)}: {uncapitalised(run['sentence'])}" for name, run in doubted]
     head = f"{len(doubted)} of {counted(len(runs), 'run')}"
     verb = "is" if len(said) == 1 else "are"
     return {"level": level, "sentence": f"{head} {verb} in doubt. {' '.join(said)}"}
+
+
+def _worst(levels: Iterable[str]) -> str:
+    return max(levels, key=LEVELS.index, default="green")
 
 
 def uncapitalised(sentence: str) -> str:

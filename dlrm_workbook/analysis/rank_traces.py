@@ -14,14 +14,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import reduce
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from dlrm_workbook.analysis.attribution import PART, as_one, in_step_order, parts_at, segments
-from dlrm_workbook.analysis.context_tree import of_streams, unmeasured
+from dlrm_workbook.analysis.context_tree import extent, of_streams, unmeasured
 from dlrm_workbook.ground.arrays import Floats, Ints
 from dlrm_workbook.recordings.foreign import COMMUNICATION
 from dlrm_workbook.recordings.nesting import union_ns
@@ -103,29 +102,19 @@ def collective_kernels(profile: Profile) -> pd.DataFrame:
     trace = of_streams(profile)
     trace = trace[chosen[trace["context"].to_numpy()]].sort_values("start_ns", kind="stable")
     table = trace.rename(columns={"profile": "stream"}).reset_index(drop=True)
-    descriptions = {context: _described(profile, context) for context in table["context"].unique()}
-    for place, column in enumerate(("kind", "what", "elements")):
-        table[column] = [descriptions[context][place] for context in table["context"]]
-    table["group"] = ""
+    described = {context: _described(profile, context) for context in table["context"].unique()}
+    columns = ["kind", "what", "elements"]
+    table[columns] = pd.DataFrame(map(described.get, table["context"]), columns=columns)
     given = profile.meta.get("collectives") or {}
-    rows = {
-        (stream, start): given["arguments"][row]
-        for stream, start, row in zip(
-            *(given.get(name, []) for name in ("stream", "start_ns", "row")), strict=True
-        )
-    }
-    if rows:
-        keys = zip(table["stream"], table["start_ns"], strict=True)
-        arguments = [rows.get(key, {}) for key in keys]
-        table["group"] = [
-            f"{one.get('group', '')} {one.get('ranks', '')}".strip() for one in arguments
-        ]
-        table["kind"] = [
-            _kind(one.get("name", "")) or kind
-            for one, kind in zip(arguments, table["kind"], strict=True)
-        ]
-        sizes = pd.to_numeric([one.get("in_elements") for one in arguments], errors="coerce")
-        table["elements"] = pd.Series(sizes).fillna(table["elements"])
+    places = zip(*(given.get(name, []) for name in ("stream", "start_ns", "row")), strict=True)
+    rows = {(stream, start): given["arguments"][row] for stream, start, row in places}
+    keys = zip(table["stream"], table["start_ns"], strict=True)
+    arguments = [rows.get(key, {}) for key in keys]
+    table["group"] = [f"{one.get('group', '')} {one.get('ranks', '')}".strip() for one in arguments]
+    kinds = [_kind(one.get("name", "")) for one in arguments]
+    table["kind"] = [named or kind for named, kind in zip(kinds, table["kind"], strict=True)]
+    sizes = pd.to_numeric([one.get("in_elements") for one in arguments], errors="coerce")
+    table["elements"] = pd.Series(sizes, dtype=float).fillna(table["elements"])
     return table
 
 
@@ -186,26 +175,22 @@ def matched(ranks: Ranks) -> tuple[list[tuple[pd.DataFrame, Ints, Ints]], dict[i
         if len(joined) == 1:
             alone[first.rank] += len(first.table)
             continue
-        begin = max(-shift for _, shift in joined)
+        begin = max(0, *(-shift for _, shift in joined))
         beyond = min(len(one.table) - shift for one, shift in joined)
-        begin = max(begin, 0)
         if beyond <= begin:
             for one, _ in joined:
                 alone[one.rank] += len(one.table)
             continue
         start = np.full((beyond - begin, len(order)), -1, dtype=np.int64)
         end = start.copy()
+        table = first.table[["kind", "what"]].iloc[begin:beyond].reset_index(drop=True)
+        table["elements"] = np.nan
         for one, shift in joined:
-            rows = one.table.iloc[begin + shift : beyond + shift]
+            rows = one.table.iloc[begin + shift : beyond + shift].reset_index(drop=True)
             place = order.index(one.rank)
             start[:, place], end[:, place] = rows["start_ns"], rows["end_ns"]
+            table["elements"] = np.fmax(table["elements"], rows["elements"])
             alone[one.rank] += len(one.table) - len(rows)
-        sizes = [
-            one.table["elements"].to_numpy()[begin + shift : beyond + shift]
-            for one, shift in joined
-        ]
-        table = first.table[["kind", "what"]].iloc[begin:beyond].reset_index(drop=True)
-        table["elements"] = reduce(np.fmax, sizes)
         sets.append((table, start, end))
     return sets, alone
 
@@ -277,13 +262,10 @@ def collectives(ranks: Ranks) -> pd.DataFrame:
     order = list(ranks)
     sets, alone = matched(ranks)
     if not sets:
-        any_kernels = sum(alone.values())
-        table = unmeasured(
-            COLLECTIVE_COLUMNS,
-            "the ranks' collectives do not match one by one"
-            if any_kernels
-            else "no communication kernels are recorded",
-        )
+        reason = "no communication kernels are recorded"
+        if any(alone.values()):
+            reason = "the ranks' collectives do not match one by one"
+        table = unmeasured(COLLECTIVE_COLUMNS, reason)
         table.attrs["unmatched"] = alone
         return table
     busy = [_PartClock(ranks[rank]) for rank in order]
@@ -336,9 +318,8 @@ class _PartClock:
         part = parts_at(profile, pieces["context"].to_numpy())
         what = pieces[["where"]].assign(**{name: part[name] for name in PART})
         self.parts = what.drop_duplicates().reset_index(drop=True)
-        code = what.merge(self.parts.reset_index(), how="left")["index"].to_numpy()
+        self.code = what.merge(self.parts.reset_index(), how="left")["index"].to_numpy()
         self.start, self.end = pieces["start_ns"].to_numpy(), pieces["end_ns"].to_numpy()
-        self.code = code
 
     def between(self, begin: Ints, beyond: Ints) -> pd.DataFrame:
         """Microseconds in each part, (windows, parts): columns (component, phase, where)."""
@@ -357,9 +338,7 @@ def _explain(
     table: pd.DataFrame, start: Ints, end: Ints, last: Ints, busy: list[_PartClock]
 ) -> None:
     """Put into ``table`` what the last rank did longer than others since the collective before."""
-    for name in (*PART, "where"):
-        table[name] = ""
-    table["longer_us"] = np.nan
+    table[[*PART, "where"]], table["longer_us"] = "", np.nan
     if len(table) < 2:
         return
     there = np.flatnonzero(start[0] >= 0)
@@ -405,16 +384,17 @@ def rank_table(ranks: Ranks, matches: pd.DataFrame | None = None) -> pd.DataFram
             wait, start = matches.attrs["waits"][:, place], matches.attrs["starts"][:, place]
             inside = (start >= first) & (start < last)
             counted = inside & matches["counted"].to_numpy()
-            sums = {
-                "transfer_ms": matches["transfer_us"].to_numpy()[counted].sum(),
-                "waiting_ms": wait[counted].sum(),
-                "start_ms": wait[inside & ~matches["counted"].to_numpy()].sum(),
-            }
             late = counted & matches["last_rank"].eq(rank).to_numpy()
             took_part = matches["ranks"].to_numpy()[late]
             others = matches["wait_us"].to_numpy()[late] * took_part / (took_part - 1)
+            sums = {
+                "transfer_ms": matches["transfer_us"].to_numpy()[counted].sum(),
+                "waiting_ms": wait[counted].sum(),
+                "start_ms": wait[inside & ~counted].sum(),
+                "others_wait_ms": others.sum(),
+            }
             row |= {name: value / 1e3 / count for name, value in sums.items()}
-            row |= {"last_in": int(late.sum()), "others_wait_ms": others.sum() / 1e3 / count}
+            row["last_in"] = int(late.sum())
         rows.append(row)
     table = pd.DataFrame(rows).reindex(columns=RANK_COLUMNS)
     table.attrs["per"] = PER_ITERATION if marked else "in the whole recording"
@@ -424,9 +404,7 @@ def rank_table(ranks: Ranks, matches: pd.DataFrame | None = None) -> pd.DataFram
 def window(profile: Profile, marked: bool) -> tuple[int, int, int]:
     """(first, last, summed length) of the iterations, or of the recording; ns."""
     spans = profile.iterations if marked else profile.trace
-    if spans.empty:
-        return 0, 0, 0
-    first, last = int(spans["start_ns"].min()), int(spans["end_ns"].max())
+    first, last = extent(spans)
     length = int((spans["end_ns"] - spans["start_ns"]).sum()) if marked else last - first
     return first, last, length
 

@@ -56,6 +56,8 @@ ROUNDING = 0.005
 """Two sums of a GPU's time that differ by no more than this share count as the same."""
 
 TIME_COLUMNS = ["what", "time_ms", "times_the_step", "iterations", "why"]
+Time = tuple[str, float, float | None, str]
+"""What was timed, ms, of how many iterations, and why it differs from the step."""
 
 
 @dataclass(frozen=True)
@@ -121,11 +123,11 @@ def _unprofiled(profile: Profile) -> tuple[float, int | None, str] | None:
             )
         return statistics.median(times), len(times), source
     for measured in profile.meta.get("passes", []):
-        source = "the median iteration of a run without a profiler"
-        if measured.get("name") == "unprofiled" and measured.get("ms_per_iteration"):
-            return float(measured["ms_per_iteration"]), None, source
-        if measured.get("unprofiled_ms_per_iteration"):
-            return float(measured["unprofiled_ms_per_iteration"]), None, source
+        plain_ms = measured.get("unprofiled_ms_per_iteration")
+        if measured.get("name") == "unprofiled":
+            plain_ms = measured.get("ms_per_iteration") or plain_ms
+        if plain_ms:
+            return float(plain_ms), None, "the median iteration of a run without a profiler"
     return None
 
 
@@ -140,9 +142,7 @@ def unprofiled_times(profile: Profile) -> list[float]:
 
 def _undisturbed(counters: Mapping[str, list[Any]]) -> list[int]:
     """Rows of the unprofiled iterations during which the thread hardly waited for a core."""
-    columns = [counters.get(name) for name in ("profiled", "wall_ms", "run_queue_ms")]
-    if not all(columns):
-        return []
+    columns = (counters.get(name) or [] for name in ("profiled", "wall_ms", "run_queue_ms"))
     return [
         row
         for row, (profiled, wall, waited) in enumerate(zip(*columns, strict=False))
@@ -160,15 +160,11 @@ def _unprofiled_parts(profile: Profile) -> dict[tuple[str, str], float]:
         return dict(zip(medians.index.tolist(), medians.tolist(), strict=True))
     table = pd.DataFrame(part_times).fillna(0.0)
     table = table[_calm_rows(profile, len(table))]
-    parts = [str(name) for name in table if parse_span(str(name)) is not None]
+    part_of = {name: part for name in table if (part := parse_span(str(name))) is not None}
     # not the median iteration less the parts' medians: those do not add up
-    rest = (table[ITERATION_SPAN] - table[parts].sum(axis=1)).clip(lower=0.0)
-    medians_ms: dict[tuple[str, str], float] = {("other", ""): float(rest.median())}
-    for name in parts:
-        part = parse_span(name)
-        assert part is not None
-        medians_ms[part] = float(table[name].median())
-    return medians_ms
+    rest = (table[ITERATION_SPAN] - table[list(part_of)].sum(axis=1)).clip(lower=0.0)
+    medians_ms = {part: float(table[name].median()) for name, part in part_of.items()}
+    return {("other", ""): float(rest.median())} | medians_ms
 
 
 def _calm_rows(profile: Profile, count: int) -> Bools:
@@ -236,13 +232,11 @@ def reference(profile: Profile) -> Reference | None:
         return None
     state = iteration_state(profile)
     steady = int(state.steady.sum()) if state is not None else iteration_count(profile)
-    left_out = 0 if state is None else int((~state.steady).sum())
-    mean = recorded if state is None else float(state.times_ms.mean())
     under: dict[str, Any] = {
         "recorded_ms": recorded,
         "recorded_iterations": steady,
-        "left_out": left_out,
-        "recorded_mean_ms": mean,
+        "left_out": 0 if state is None else int((~state.steady).sum()),
+        "recorded_mean_ms": recorded if state is None else float(state.times_ms.mean()),
     }
     plain = None if profile.meta.get("serialised") else _unprofiled(profile)
     on_gpu = attribution["where"].eq("device")
@@ -275,10 +269,9 @@ def at_reference(profile: Profile) -> Profile:
     step = _of_iterations(step, per_iteration(profile), steady)
     meta = profile.meta | {"reference": asdict(step)}
     clock = _Clock(profile, paces, step.ms / step.recorded_ms)
-    iterations = _numbered(profile)
     tables = {
         name: table.assign(start_ns=clock(table["start_ns"]), end_ns=clock(table["end_ns"]))
-        for name, table in (("trace", profile.trace), ("iterations", iterations))
+        for name, table in (("trace", profile.trace), ("iterations", _numbered(profile)))
     }
     if profile.meta.get("overlong"):
         rows, ends = zip(*profile.meta["overlong"], strict=True)
@@ -477,9 +470,7 @@ def other_times(profile: Profile, folder: Path | None = None) -> pd.DataFrame:
         return _of_recording(profile)
     spoken = {"torch": "torch.profiler", "hpctoolkit": "HPCToolkit", "nsight": "Nsight Systems"}
     tool = spoken.get(str(profile.meta.get("engine")), "the profiler")
-    rows: list[tuple[str, float, float | None, str]] = [
-        ("the step", step.ms, step.iterations, step.source)
-    ]
+    rows: list[Time] = [("the step", step.ms, step.iterations, step.source)]
     plain, counted = _counted(profile), "; the system's counters are of these"
     if not plain:
         plain, counted = profile.meta.get("unprofiled_iteration_ms") or [], ""
@@ -488,10 +479,9 @@ def other_times(profile: Profile, folder: Path | None = None) -> pd.DataFrame:
         why = f"it is a mean, of slow and disturbed iterations too; the step is a median{counted}"
         rows.append((what, statistics.fmean(plain), len(plain), why))
     if step.unprofiled:
+        what = f"steady iteration under {tool}"
         why = "the profiler costs time, and these iterations ran at another time"
-        rows.append(
-            (f"steady iteration under {tool}", step.recorded_ms, step.recorded_iterations, why)
-        )
+        rows.append((what, step.recorded_ms, step.recorded_iterations, why))
     if step.left_out:
         every = step.recorded_iterations + step.left_out
         why = f"it includes {step.left_out} iterations that are warm-up or outliers"
@@ -545,35 +535,31 @@ def _counted(profile: Profile) -> list[float]:
     return [wall for wall, profiled in pairs if not profiled]
 
 
-def _added_up(profile: Profile) -> list[tuple[str, float, float | None, str]]:
+def _added_up(profile: Profile) -> list[Time]:
     """Time of a step on all streams of its GPU together, where some of them run at once."""
     parts = attribute(profile)
     busy = float(parts.loc[parts["where"].eq("device"), "time_ms"].sum())
     if not busy or not profile.has("gpu_time_ms"):
         return []
-    context_ms = profile.value_table("gpu_time_ms").to_numpy()[step_contexts(profile)]
-    total, steps = float(context_ms.sum()) / iteration_count(profile), iteration_count(profile)
+    steps = iteration_count(profile)
+    total = float(profile.value_table("gpu_time_ms")[step_contexts(profile)].sum()) / steps
     if total < (1 + ROUNDING) * busy:
         return []
     work = of_streams(profile)
-    at_once = work["end_ns"].sub(work["start_ns"]).sum() > (1 + ROUNDING) * union_ns(
-        work["start_ns"].to_numpy(), work["end_ns"].to_numpy()
-    )
-    cause = (
-        "kernels and copies run at once on several streams"
-        if at_once or work.empty
-        else "work of the GPU outside of these steps counts, too"
-    )
+    start, end = work["start_ns"].to_numpy(), work["end_ns"].to_numpy()
+    cause = "work of the GPU outside of these steps counts, too"
+    if work.empty or (end - start).sum() > (1 + ROUNDING) * union_ns(start, end):
+        cause = "kernels and copies run at once on several streams"
     why = (
-        f"{cause}: the GPU is busy for "
-        f"{milliseconds(busy)} of the step; the call tree and the tables of calls add up to this"
+        f"{cause}: the GPU is busy for {milliseconds(busy)} of the step; the call tree and the "
+        "tables of calls add up to this"
     )
     return [("GPU time of all streams, added up", total, steps, why)]
 
 
-def _timed_apart(profile: Profile) -> list[tuple[str, float, float | None, str]]:
+def _timed_apart(profile: Profile) -> list[Time]:
     """Parts timed alone, and the whole steps timed in turns with changed ones."""
-    rows: list[tuple[str, float, float | None, str]] = []
+    rows: list[Time] = []
     base = (profile.meta.get("part_probes") or {}).get("base") or {}
     alone = sum(ms for phases in base.values() for ms in phases.values())
     if alone:

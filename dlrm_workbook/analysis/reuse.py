@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pandas as pd
 
-from dlrm_workbook.analysis.context_tree import missing_reason, unmeasured
+from dlrm_workbook.analysis.context_tree import unmeasured
 from dlrm_workbook.analysis.work import FLOAT_BYTES
 from dlrm_workbook.recordings.profile import Profile
 
@@ -58,4 +58,4 @@ def _absent(profile: Profile, columns: list[str]) -> pd.DataFrame:
         "the recording does not say which rows its batches looked up; "
         "`dlrm run profile -f FILE` counts them"
     )
-    return unmeasured(columns, missing_reason(profile, ["data_statistics"], why))
+    return unmeasured(columns, why, profile, "data_statistics")

@@ -54,16 +54,8 @@ LIMIT_WORDS = {
 }
 """Limit to what the machine spends its time on there."""
 
-ROOFLINE_COLUMNS = [
-    *PART,
-    "time_ms",
-    "flops",
-    "bytes",
-    "intensity_flop_per_byte",
-    "gflops",
-    "gb_per_s",
-]
-ROOFLINE_COLUMNS += ["ceiling", "ceiling_ms", "share_of_ceiling", "limit"]
+ROOFLINE_COLUMNS = [*PART, "time_ms", "flops", "bytes", "intensity_flop_per_byte", "gflops"]
+ROOFLINE_COLUMNS += ["gb_per_s", "ceiling", "ceiling_ms", "share_of_ceiling", "limit"]
 
 BUSY_SHARE = 0.05
 """Of measuring the ceilings, spent waiting for a core: above it they are not the machine's."""
@@ -114,24 +106,20 @@ class Limits:
         A product of the same shape counts, whichever layer it was timed for; then one of the
         same layer timed at another size, by its rate; without one, the best rate of all.
         """
-        batch, m, n, k = shape
-        flops = 2.0 * batch * m * n * k
+        flops = 2.0 * math.prod(shape)
         wanted = set(precisions)
-        rows = [row for row in self._list("gemm") if self._usable(row, wanted)]
-        alike = [row for row in rows if row.get("phase") == product and _shape(row) == shape]
-        if alike:
-            return min(float(row["ms"]) for row in alike), True
-        same = [
+        rows = self._products(wanted)
+        of_layer = [
             row
             for row in rows
             if row.get("part") == part
             and row.get("phase") == product
             and row.get("layer") in (layer, None, -1)
         ]
-        own = [row for row in same if _flops(row) == flops]
-        if own:
-            return min(float(row["ms"]) for row in own), True
-        rates = [_flops(row) / float(row["ms"]) for row in same if _flops(row) > 0]
+        alike = [row for row in rows if row.get("phase") == product and _shape(row) == shape]
+        if alike := alike or [row for row in of_layer if _flops(row) == flops]:
+            return min(float(row["ms"]) for row in alike), True
+        rates = [_flops(row) / float(row["ms"]) for row in of_layer if _flops(row) > 0]
         rates = rates or [1e6 * rate for rate in self._gemm_gflops(wanted)]
         rates = rates or [1e6 * rate for rate in self._peaks_gflops(wanted)]
         return (flops / max(rates), False) if rates else None
@@ -140,8 +128,7 @@ class Limits:
         self, shape: tuple[int, int, int, int], precisions: Iterable[str]
     ) -> float | None:
         """Least time of a product (batch, m, n, k), where it was timed at this shape."""
-        wanted = set(precisions)
-        rows = [row for row in self._list("gemm") if self._usable(row, wanted)]
+        rows = self._products(set(precisions))
         return min((float(row["ms"]) for row in rows if _shape(row) == shape), default=None)
 
     def peak_gflops(self, precisions: Iterable[str]) -> float | None:
@@ -149,12 +136,12 @@ class Limits:
         wanted = set(precisions)
         return max(self._gemm_gflops(wanted) + self._peaks_gflops(wanted), default=None)
 
+    def _products(self, wanted: set[str]) -> list[Mapping[str, Any]]:
+        return [row for row in self._list("gemm") if self._usable(row, wanted)]
+
     def _gemm_gflops(self, wanted: set[str]) -> list[float]:
-        return [
-            float(row["gflops"])
-            for row in self._list("gemm")
-            if self._usable(row, wanted) and _positive(row.get("gflops"))
-        ]
+        rates = [row.get("gflops") for row in self._products(wanted)]
+        return [float(rate) for rate in rates if _positive(rate)]
 
     def _peaks_gflops(self, wanted: set[str]) -> list[float]:
         peaks = self.ceilings.get("peak_gflops") or {}
@@ -261,8 +248,7 @@ def _shape(row: Mapping[str, Any]) -> tuple[Any, ...]:
 
 def _flops(row: Mapping[str, Any]) -> float:
     """Operations of a recorded product."""
-    sizes = _shape(row)
-    return 2.0 * math.prod(float(size) for size in sizes)
+    return 2.0 * math.prod(float(size) for size in _shape(row))
 
 
 def _costs(row: Mapping[str, Any]) -> tuple[float, float] | None:
@@ -325,11 +311,12 @@ def _one_update(table: pd.DataFrame) -> pd.DataFrame:
     table.loc[table["phase"].eq("update") & table["component"].ne("embedding"), PART[0]] = (
         "optimizer"
     )
-    texts = {name: "first" for name in table if table[name].dtype == object}
-    how = {name: texts.get(name, "sum") for name in table if name not in PART}
+    is_text = table.dtypes.eq(object)
+    how = {name: "first" if is_text[name] else "sum" for name in table if name not in PART}
     return table.groupby(PART, as_index=False, sort=False).agg(how)
 
 
+BY_SHEET = ", by data sheet, not measured"
 LACKING = "not known: less time was recorded than the machine needs for this model's work"
 
 
@@ -345,23 +332,26 @@ def _with_rates(table: pd.DataFrame) -> pd.DataFrame:
 
 def missing(profile: Profile) -> str | None:
     """Why there is no roofline, or no ceilings on it; None if there are."""
-    if not profile.meta.get("parameters") and parameters_of(profile) is None:
-        if not profile.meta.get("ceilings"):
-            return profile.not_measured.get(
-                "ceilings",
-                "the profile does not say which model ran, and its machine was not measured; "
-                "`dlrm run profile -- COMMAND` and `dlrm_workbook.record` measure it",
-            )
-        return None if profile.has(OPERAND_BYTES) else "no shapes of operators were recorded"
-    if parameters_of(profile) is None:
+    known = parameters_of(profile) is not None
+    if not known and profile.meta.get("parameters"):
         return "the recorded parameters are not those of a model that this version knows"
     if not profile.meta.get("ceilings"):
-        return profile.not_measured.get(
-            "ceilings",
+        why = (
             "the recording has no ceilings of its machine; "
-            "`dlrm run profile -f FILE -p profiling.probes=true` measures them",
+            "`dlrm run profile -f FILE -p profiling.probes=true` measures them"
+            if known
+            else "the profile does not say which model ran, and its machine was not measured; "
+            "`dlrm run profile -- COMMAND` and `dlrm_workbook.record` measure it"
         )
-    return None
+        return profile.not_measured.get("ceilings", why)
+    return None if known or profile.has(OPERAND_BYTES) else "no shapes of operators were recorded"
+
+
+def operations_by_precision(profile: Profile) -> pd.DataFrame:
+    """Operations of each context (rows) that shapes tell, by the operands' precision (columns)."""
+    metrics = [str(name) for name in profile.metrics["metric"] if str(name).startswith(OPERATIONS)]
+    columns = {m.removeprefix(OPERATIONS): profile.value_table(m).fillna(0.0) for m in metrics}
+    return pd.DataFrame(columns, index=profile.contexts.index)
 
 
 OPERATOR_COLUMNS = ["name", "shapes", *PART, "calls", "time_ms", "flops", "bytes"]
@@ -395,15 +385,7 @@ def operator_limits(profile: Profile) -> pd.DataFrame:
     if profile.meta.get("parameters") or missing(profile):
         return pd.DataFrame({name: [] for name in OPERATOR_COLUMNS})
     limits, contexts = Limits(profile.meta["ceilings"]), profile.contexts
-    metrics = [str(name) for name in profile.metrics["metric"]]
-    by_precision = pd.DataFrame(
-        {
-            name.removeprefix(OPERATIONS): profile.value_table(name).fillna(0.0)
-            for name in metrics
-            if name.startswith(OPERATIONS)
-        },
-        index=contexts.index,
-    )
+    by_precision = operations_by_precision(profile)
     flops = by_precision.sum(axis=1).to_numpy()
     size = profile.value_table(OPERAND_BYTES).fillna(0.0).to_numpy()
     known = (flops > 0) | (size > 0)
@@ -426,9 +408,8 @@ def operator_limits(profile: Profile) -> pd.DataFrame:
     keys = ["name", "shapes", *PART, "precision", "no_work", "known"]
     table = table.groupby(keys, as_index=False, sort=False).sum()
     least = [_least_of(limits, row) for row in table.itertuples(index=False)]
-    table[["ceiling_ms", "limit", "reason"]] = pd.DataFrame(
-        least, columns=["ceiling_ms", "limit", "reason"], index=table.index
-    )
+    found = ["ceiling_ms", "limit", "reason"]
+    table[found] = pd.DataFrame(least, columns=found, index=table.index)
     table["share_of_ceiling"] = table["ceiling_ms"] / table["time_ms"].where(table["time_ms"] > 0)
     return table.sort_values("time_ms", ascending=False, ignore_index=True)[OPERATOR_COLUMNS]
 
@@ -524,9 +505,7 @@ def doubts(profile: Profile, table: pd.DataFrame) -> list[str]:
     if len(above):
         names = ", ".join(
             f"{part_label(component, phase)} ({share:.2f} times)"
-            for component, phase, share in zip(
-                above["component"], above["phase"], above["share_of_ceiling"], strict=True
-            )
+            for component, phase, share in above[[*PART, "share_of_ceiling"]].to_numpy()
         )
         sentences.append(
             f"Faster than the ceilings allow: {names}. Either the machine was slower while they "
@@ -579,7 +558,7 @@ def least_step(table: pd.DataFrame) -> dict[str, Any]:
         "least_ms": least,
         "share": least / time if least is not None and time > 0 else None,
         "limits": limits.sort_values(ascending=False).to_dict(),
-        "unknown": list(zip(unknown["component"], unknown["phase"], strict=True)),
+        "unknown": list(unknown[PART].itertuples(index=False, name=None)),
     }
 
 
@@ -601,8 +580,8 @@ def least_times(
     device = device or parameters.training.device
     operators = least_operator_times(parameters, ceilings, statistics, device)
     rows = [
-        {"component": component, "phase": phase, **_part(group, Limits(ceilings), device)}
-        for (component, phase), group in operators.groupby(PART, sort=False)
+        (*part, *_part(group, Limits(ceilings), device))
+        for part, group in operators.groupby(PART, sort=False)
     ]
     return pd.DataFrame(rows, columns=[*PART, "ceiling_ms", "limit", "ceiling"])
 
@@ -723,10 +702,10 @@ _LIMITS = {"arithmetic": ARITHMETIC, "memory": MEMORY, "rows": ROWS, "copies": C
 """Column of :func:`least_operator_times` to the limit that it is the time of."""
 
 
-def _part(operators: pd.DataFrame, limits: Limits, device: str) -> dict[str, Any]:
-    """Least time of a part: of its operators, one after the other."""
+def _part(operators: pd.DataFrame, limits: Limits, device: str) -> tuple[float, str, str]:
+    """Least time of a part, of its operators one after the other; its limit, and that in words."""
     if (lacking := _lacking(operators)) is not None:
-        return {"ceiling_ms": np.nan, "limit": "", "ceiling": lacking}
+        return np.nan, "", lacking
     on_gpu = device.startswith("cuda")
     known = operators[list(_LIMITS)].copy()
     known.loc[operators["timed"], ["memory", "rows"]] = np.nan
@@ -742,9 +721,8 @@ def _part(operators: pd.DataFrame, limits: Limits, device: str) -> dict[str, Any
         times = pd.Series({LAUNCHES: host})
     total, limit = float(times.sum()), str(times.idxmax())
     if total == 0:
-        return {"ceiling_ms": 0.0, "limit": "", "ceiling": ""}
-    ceiling = LIMIT_WORDS[limit] + ("" if limits.measured else ", by data sheet, not measured")
-    return {"ceiling_ms": total, "limit": limit, "ceiling": ceiling}
+        return 0.0, "", ""
+    return total, limit, LIMIT_WORDS[limit] + ("" if limits.measured else BY_SHEET)
 
 
 def _lacking(operators: pd.DataFrame) -> str | None:

@@ -11,7 +11,7 @@ and lighter tails raise fewer alarms.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -210,7 +210,7 @@ def _change_point(times: Floats) -> int | None:
     """How many iterations at the beginning differ from the rest, if the difference is no chance."""
     count = len(times)
     size = np.arange(1, count)
-    sums = np.cumsum(_ranks(times))[:-1]
+    sums = pd.Series(times).rank().cumsum().to_numpy()[:-1]
     deviation = np.sqrt(size * (count - size) * (count + 1) / 12)
     scores = np.abs(sums - size * (count + 1) / 2) / deviation  # |z| of Mann-Whitney's test
     cut = int(np.argmax(scores)) + 1
@@ -374,19 +374,12 @@ def _spread(times: Floats, usual: float) -> float:
     return float(1.4826 * np.median(np.abs(times - usual)))
 
 
-def _ranks(times: Floats) -> Floats:
-    """Ranks 1..n (n,); equal times share the mean of theirs."""
-    _, place, count = np.unique(times, return_inverse=True, return_counts=True)
-    last = np.cumsum(count)
-    return (last - (count - 1) / 2)[place].astype(np.float64)
-
-
 def _correlation_factor(residual: Floats) -> float:
     """By how much neighbours' correlation widens a rank statistic: sqrt((1 + r) / (1 − r)).
 
     Of ranks, so that a straggler does not hide it; uncorrelated within chance counts as 0.
     """
-    ranks = _ranks(residual)
+    ranks = pd.Series(residual).rank().to_numpy()
     ranks = ranks - ranks.mean()
     power = float((ranks**2).sum())
     if power <= 0:
@@ -399,12 +392,18 @@ def _correlation_factor(residual: Floats) -> float:
 # ---- sentences ---------------------------------------------------------------------
 
 
+def listed(numbers: Iterable[int], most: int = 8) -> str:
+    """The first of some numbers of iterations, as text."""
+    texts = [str(number) for number in numbers]
+    return ", ".join(texts[:most]) + (", …" if len(texts) > most else "")
+
+
 def _sentences(state: SteadyState, numbers: Sequence[int]) -> list[str]:
     count = len(state.times_ms)
     if count < LEAST_TO_JUDGE and state.outliers.any():
-        listed = ", ".join(str(numbers[int(row)]) for row in np.flatnonzero(state.outliers))
+        outliers = [numbers[int(row)] for row in np.flatnonzero(state.outliers)]
         return [
-            f"{int(state.outliers.sum())} of {count} iterations ({listed}) took "
+            f"{len(outliers)} of {count} iterations ({listed(outliers)}) took "
             f"{SPLIT_TIMES:g} times the median iteration or more; they cost "
             f"{state.straggler_share:.1%} of the time. Too few ran to detect a warm-up."
         ]
@@ -426,19 +425,16 @@ def _sentences(state: SteadyState, numbers: Sequence[int]) -> list[str]:
         )
     if state.outliers.any():
         sentences.pop()
+    cost = f"{state.straggler_share:.1%} of the time"
+    straggling = f"over {milliseconds(state.threshold_ms)}; they cost {cost}"
     for name, rows, how in (
-        (
-            "Stragglers",
-            state.stragglers,
-            f"took over {milliseconds(state.threshold_ms)}; they cost "
-            f"{state.straggler_share:.1%} of the time",
-        ),
-        ("Short iterations", state.short, f"took less than {milliseconds(state.least_ms)}"),
+        ("Stragglers", state.stragglers, straggling),
+        ("Short iterations", state.short, f"less than {milliseconds(state.least_ms)}"),
     ):
-        places = [str(numbers[int(row)]) for row in np.flatnonzero(rows)]
+        places = [numbers[int(row)] for row in np.flatnonzero(rows)]
         if places:
-            listed = ", ".join(places[:8]) + (", …" if len(places) > 8 else "")
-            sentences.append(f"{name}: {len(places)} of {count - state.first} ({listed}) {how}.")
+            many = f"{len(places)} of {count - state.first} ({listed(places)})"
+            sentences.append(f"{name}: {many} took {how}.")
     if state.shift is not None:
         before = float(np.median(state.times_ms[state.first : state.shift]))
         after = float(np.median(state.times_ms[state.shift :]))

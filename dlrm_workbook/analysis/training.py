@@ -169,14 +169,10 @@ def bags(batch: Batch) -> pd.DataFrame:
 
 def one_step(trainer: Trainer, batch: Batch) -> pd.DataFrame:
     """Train one step on a batch, and what that does to its predictions, sample by sample."""
-    before = trainer.predict(batch).flatten()
+    columns = {"target": batch.targets, "before": trainer.predict(batch)}
     trainer.learn(batch)
-    columns = {
-        "target": batch.targets.flatten(),
-        "before": before,
-        "after": trainer.predict(batch).flatten(),
-    }
-    return pd.DataFrame({name: values.detach().cpu() for name, values in columns.items()})
+    columns["after"] = trainer.predict(batch)
+    return pd.DataFrame({name: v.detach().flatten().cpu() for name, v in columns.items()})
 
 
 def memory_forecast(
@@ -195,16 +191,10 @@ def memory_forecast(
         .agg(count=("bytes", "size"), bytes=("bytes", "sum"))
         .sort_values("bytes", ascending=False)
     )
-    plural = kinds["count"].gt(1).map({True: "s", False: ""})
-    count = kinds.pop("count").astype(str)
-    kinds["name"] = (
-        "embedding table"
-        + plural
-        + ", "
-        + count
-        + " of "
-        + kinds["shape"].str.replace(" x ", " × ")
-    )
+    kinds["name"] = [
+        f"embedding table{'s' * (count > 1)}, {count} of {shape.replace(' x ', ' × ')}"
+        for count, shape in zip(kinds.pop("count"), kinds["shape"], strict=True)
+    ]
     if len(kinds) > SHOWN_TABLES:
         rest = kinds[SHOWN_TABLES - 1 :]
         small = {

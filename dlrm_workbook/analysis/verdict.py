@@ -25,6 +25,7 @@ from dlrm_core.base.errors import InputError
 from dlrm_core.base.files import read_json, write_json, write_text
 from dlrm_core.config import Parameters
 from dlrm_workbook.analysis.attribution import IDLE, PART, attribute
+from dlrm_workbook.analysis.context_tree import unmeasured
 from dlrm_workbook.analysis.devices import DATA_SHEET
 from dlrm_workbook.analysis.findings import bottlenecks_json, findings, limit
 from dlrm_workbook.analysis.findings.finding import Finding, plain
@@ -101,10 +102,15 @@ class Stage:
         """Whether this is a change that was not combined with the others."""
         return self.basis in (INSTEAD, ESTIMATED, UNKNOWN)
 
+    @property
+    def ms(self) -> dict[str, float]:
+        """``low``, ``mid``, ``high`` of the step."""
+        return {"low": self.low_ms, "mid": self.mid_ms, "high": self.high_ms}
+
     def speedup(self, now_ms: float) -> dict[str, float]:
         """``low``, ``mid``, ``high``: the step now over this one."""
-        ends = {"low": self.high_ms, "mid": self.mid_ms, "high": self.low_ms}
-        return {end: now_ms / ms for end, ms in ends.items()}
+        ends = zip(self.ms, reversed(self.ms.values()), strict=True)
+        return {end: now_ms / ms for end, ms in ends}
 
 
 # ---- which changes go together ----------------------------------------------------------------
@@ -209,20 +215,18 @@ NOBODY_TIMED = "nobody timed any; `dlrm run profile -f FILE` times those of our 
 
 def timed_table(profile: Profile) -> pd.DataFrame:
     """The whole steps that were timed in turns, the step as it is first."""
+    ends = ("low", "mid", "high")
+    columns = ["change", "iteration_ms", "rounds", *(f"speedup_{end}" for end in ends)]
     together = profile.meta.get("together") or {}
-    rows: list[dict[str, Any]] = []
+    rows = []
     for stage in [{"change": {}, "ms": together.get("base_ms")}, *together.get("stages", [])]:
-        if not stage.get("ms"):
-            continue
-        gain = timed(profile, stage["change"]) or {}
-        row: dict[str, Any] = {"change": _named(stage["change"]) or "as it is"}
-        row |= {"iteration_ms": statistics.median(stage["ms"]), "rounds": len(stage["ms"])}
-        rows.append(row | {f"speedup_{end}": gain.get(end, math.nan) for end in gain or ("mid",)})
-    columns = ["change", "iteration_ms", "rounds", "speedup_low", "speedup_mid", "speedup_high"]
-    table = pd.DataFrame(rows, columns=columns)
-    if table.empty:
-        table.attrs["not_measured"] = profile.not_measured.get("together", NOBODY_TIMED)
-    return table
+        if stage.get("ms"):
+            gain = timed(profile, stage["change"]) or dict.fromkeys(ends, math.nan)
+            times = statistics.median(stage["ms"]), len(stage["ms"])
+            rows.append((_named(stage["change"]) or "as it is", *times, *map(gain.get, ends)))
+    if not rows:
+        return unmeasured(columns, profile.not_measured.get("together", NOBODY_TIMED))
+    return pd.DataFrame(rows, columns=columns)
 
 
 def _in_process(
@@ -231,7 +235,6 @@ def _in_process(
     folder: Path,
     progress: ProgressCallback | None,
 ) -> dict[str, Any]:
-
     logs = folder / "logs"
     file, asked, answer = (logs / f"together{end}" for end in (".yaml", "-asked.json", ".json"))
     write_text(file, yaml.safe_dump(parameters.to_sections(), sort_keys=False))
@@ -348,10 +351,10 @@ def stages(
     now = float(parts["time_ms"].sum())
     step = reference(profile)
     least = _lowest(roofline)
-    known = "measured" if step is not None and step.unprofiled else "recorded"
-    name_now = "the recording" if step is None else f"the step, as {known}"
-    first = Stage(name_now, now, now, now, parts, least=least)
-    way, aside = [first], []
+    name_now = "the recording"
+    if step is not None:
+        name_now = f"the step, as {'measured' if step.unprofiled else 'recorded'}"
+    way, aside = [Stage(name_now, now, now, now, parts, least=least)], []
     taken: dict[str, Any] = {}
     for finding in found:
         if taken | finding.change == taken:
@@ -375,9 +378,8 @@ def stages(
     if is_sheet or not len(last.least):
         return [*way, *aside]
     name = f"{HARDWARE_LIMIT}, {'with these changes' if last.change else 'as configured'}"
-    least_ms = last.limit_ms
-    end = Stage(name, least_ms, least_ms, least_ms, last.least, basis=BY_CEILINGS, least=last.least)
-    return [*way, *aside, end]
+    times = (last.limit_ms,) * 3
+    return [*way, *aside, Stage(name, *times, last.least, basis=BY_CEILINGS, least=last.least)]
 
 
 def _stage(
@@ -533,13 +535,14 @@ def headline(findings: Sequence[Finding], way: Sequence[Stage], limit_sentence: 
     """
     hardware = ""
     if way and len(way[0].least):
-        last = [stage for stage in way if stage.on_the_way][-1:]
-        changed = "not known" if last and not len(last[0].least) else ""
-        changed = changed or "".join(milliseconds(stage.limit_ms) for stage in last)
         hardware = (
-            f"Hardware limit for this configuration, from ceilings measured on the same machine: "
-            f"{milliseconds(way[0].limit_ms)}{changed and f'; with the changes: {changed}'}."
+            "Hardware limit for this configuration, from ceilings measured on the same machine: "
+            f"{milliseconds(way[0].limit_ms)}"
         )
+        for last in [stage for stage in way if stage.on_the_way][-1:]:
+            changed = milliseconds(last.limit_ms) if len(last.least) else "not known"
+            hardware += f"; with the changes: {changed}"
+        hardware += "."
     if not findings:
         return f"**No known bottleneck found.** {in_markdown(limit_sentence)} {hardware}".rstrip()
     sentences = [_start(findings, way), _all_together(way), hardware]
@@ -617,14 +620,8 @@ def document(
         "reference": None if step is None else vars(step),
         "together": _together(way),
         "stages": [
-            {
-                "name": stage.name,
-                "change": stage.change,
-                "ms": {"low": stage.low_ms, "mid": stage.mid_ms, "high": stage.high_ms},
-                "basis": stage.basis,
-                "note": stage.note,
-                "parts_ms": stage.parts.set_index("component")["time_ms"].to_dict(),
-            }
+            {name: getattr(stage, name) for name in ("name", "change", "ms", "basis", "note")}
+            | {"parts_ms": stage.parts.set_index("component")["time_ms"].to_dict()}
             for stage in way
         ],
         "roofline": roofline.to_dict("records"),
@@ -644,7 +641,7 @@ def _together(way: Sequence[Stage]) -> dict[str, Any] | None:
         "change": last.change,
         "changes": len(changed),
         "now_ms": now,
-        "ms": {"low": last.low_ms, "mid": last.mid_ms, "high": last.high_ms},
+        "ms": last.ms,
         "speedup": last.speedup(now),
         "basis": last.basis,
         "not_combined": [stage.change for stage in way if stage.aside],

@@ -22,12 +22,7 @@ import pandas as pd
 
 from dlrm_core.base.errors import InputError
 from dlrm_workbook.analysis.attribution import iteration_count
-from dlrm_workbook.analysis.context_tree import (
-    missing_reason,
-    outermost_contexts,
-    scopes_of,
-    unmeasured,
-)
+from dlrm_workbook.analysis.context_tree import outermost_contexts, scopes_of, unmeasured
 from dlrm_workbook.ground.arrays import Bools, Floats, Ints
 from dlrm_workbook.recordings.profile import Profile, depths, inclusive_from_exclusive, nearest
 
@@ -74,7 +69,9 @@ def top_down(
     columns = [*TOP_DOWN, *(f"{name} (inc)" for name in also)]
     exclusive, inclusive = _values(profile, metric, within)
     if exclusive is None or inclusive is None:
-        return unmeasured(columns, _why(profile, metric, exclusive is not None))
+        if exclusive is None:
+            return _unmeasured(columns, profile, metric)
+        return unmeasured(columns, f"{metric} of a caller is not the sum over its callees")
     contexts = profile.contexts
     parent = contexts["parent"].to_numpy()
     owner = scopes_of(contexts)
@@ -181,7 +178,7 @@ def bottom_up(
     """
     exclusive, inclusive = _values(profile, metric, within)
     if exclusive is None:
-        return unmeasured(BOTTOM_UP, _why(profile, metric))
+        return _unmeasured(BOTTOM_UP, profile, metric)
     contexts = profile.contexts
     parent = contexts["parent"].to_numpy()
     scope = scopes_of(contexts)
@@ -262,7 +259,7 @@ def flat(
         raise InputError(f"a flat view is by {', '.join(FLAT_COLUMNS)}, not by '{by}'")
     exclusive, inclusive = _values(profile, metric, within)
     if exclusive is None:
-        return unmeasured([*FLAT_COLUMNS[by], *VALUES], _why(profile, metric))
+        return _unmeasured([*FLAT_COLUMNS[by], *VALUES], profile, metric)
     contexts = profile.contexts
     scope = scopes_of(contexts)
     where = scope if by in ("function", "module") else _source(contexts)
@@ -306,10 +303,8 @@ def _sums(group: Ints, value: Floats, count: int) -> Floats:
     return np.bincount(group, value, count).astype(np.float64)
 
 
-def _why(profile: Profile, metric: str, measured: bool = False) -> str:
-    if measured:
-        return f"{metric} of a caller is not the sum over its callees"
-    return missing_reason(profile, [metric], f"this profile has no values of '{metric}'")
+def _unmeasured(columns: list[str], profile: Profile, metric: str) -> pd.DataFrame:
+    return unmeasured(columns, f"this profile has no values of '{metric}'", profile, metric)
 
 
 def _described(table: pd.DataFrame, profile: Profile, metric: str, total: float) -> pd.DataFrame:

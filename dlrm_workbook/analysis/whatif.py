@@ -29,7 +29,7 @@ from dlrm_workbook.analysis.attribution import (
     main_thread,
     step_contexts,
 )
-from dlrm_workbook.analysis.devices import Device, device, device_of
+from dlrm_workbook.analysis.devices import device, device_of
 from dlrm_workbook.analysis.reference import at_reference
 from dlrm_workbook.analysis.roofline import least_times, profile_parameters
 from dlrm_workbook.analysis.work import part_work
@@ -57,24 +57,16 @@ OVERLAP_ERROR = 0.08
 COVER = 1.64
 """Half width of a range in standard errors: 90 % of a normal distribution."""
 
+_LEAVES = """
+training.batch_size training.precision training.optimizer data.indices_per_lookup
+data.fixed_pooling data.multi_hot_sizes model.mlp_sizes model.dense_features model.bottom_mlp
+model.top_mlp model.embedding_dim model.tables model.table_rows model.interaction
+"""
 KNOWN_BY_WORK = frozenset(
-    {
-        "training.batch_size",
-        "training.precision",
-        "training.optimizer",
-        "data.indices_per_lookup",
-        "data.fixed_pooling",
-        "data.multi_hot_sizes",
-        "model.mlp_sizes",
-        "model.dense_features",
-        "model.bottom_mlp",
-        "model.top_mlp",
-        "model.embedding_dim",
-        "model.tables",
-        "model.table_rows",
-        "model.interaction",
-        *(f"model.{leaf}" for kind in INTERACTIONS.values() for leaf in kind.options),
-    }
+    [
+        *_LEAVES.split(),
+        *(f"model.{name}" for kind in INTERACTIONS.values() for name in kind.options),
+    ]
 )
 """Leaves whose effect is in the operations and bytes of the parts."""
 
@@ -97,12 +89,11 @@ def measured_parts(profile: Profile) -> pd.DataFrame:
     Raises:
         InputError: the profile names no part of a model.
     """
-    found = attribute(at_reference(profile))
-    if found.empty or found["component"].eq("other").all():
+    parts = attribute(at_reference(profile)).rename(columns={"time_ms": "now_ms"})
+    if parts["component"].eq("other").all():
         raise InputError("the profile names no part of a model, so no change can be predicted")
-    found["device_ms"] = found["time_ms"].where(found["where"].eq("device"), 0.0)
-    parts = found.groupby(PART, as_index=False, sort=False)[["time_ms", "device_ms"]].sum()
-    return parts.rename(columns={"time_ms": "now_ms"})
+    parts["device_ms"] = parts["now_ms"].where(parts["where"].eq("device"), 0.0)
+    return parts.groupby(PART, as_index=False, sort=False)[["now_ms", "device_ms"]].sum()
 
 
 # ---- batches made by another thread -----------------------------------------------------------
@@ -190,28 +181,18 @@ def together_ms(data_ms: float, rest_ms: float, data_slow: float, rest_slow: flo
 def find_probe(profile: Profile, change: Mapping[str, Any]) -> dict[str, Any] | None:
     """The probe of exactly this change, one put together from probes of its leaves, or None."""
     probes = probes_of(profile)
-    exact = _among(probes, change)
+    exact = next((probe for probe in probes if _plain(probe["change"]) == _plain(change)), None)
     if exact is not None or len(change) < 2:
         return exact
-    left, found = dict(change), []
+    left, found = _plain(change), []
     for probe in sorted(probes, key=lambda probe: len(probe["change"]), reverse=True):
-        own = probe["change"]
-        if not probe.get("refused") and all(
-            name in left and _plain(left[name]) == _plain(value) for name, value in own.items()
-        ):
+        own = _plain(probe["change"])
+        if not probe.get("refused") and left | own == left:
             found.append(probe)
             left = {name: value for name, value in left.items() if name not in own}
     if left or sum("overlap" in probe for probe in found) > 1:
         return None
     return _joined(dict(change), found)
-
-
-def _among(probes: Iterable[dict[str, Any]], change: Mapping[str, Any]) -> dict[str, Any] | None:
-    wanted = {name: _plain(value) for name, value in change.items()}
-    for probe in probes:
-        if {name: _plain(value) for name, value in probe["change"].items()} == wanted:
-            return probe
-    return None
 
 
 def _joined(change: dict[str, Any], probes: list[dict[str, Any]]) -> dict[str, Any]:
@@ -248,8 +229,9 @@ def probes_of(profile: Profile) -> list[dict[str, Any]]:
     return list((profile.meta.get("part_probes") or {}).get("changes") or [])
 
 
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
+def _plain(change: Mapping[str, Any]) -> dict[str, Any]:
+    """A change as JSON holds it."""
+    return {name: list(v) if isinstance(v, tuple) else v for name, v in change.items()}
 
 
 # ---- parts that nobody probed: ratios of least times -------------------------------------------
@@ -294,7 +276,14 @@ def device_ratios(profile: Profile, base: Parameters, name: str) -> tuple[pd.Dat
             f"device={other.name} cannot be predicted from a profile of the CPU: how near the "
             "model comes to a GPU's ceilings is known only from a GPU; profile it on any GPU"
         )
-    measured = measured_gpu(profile)
+    measured = device_of(profile.meta)
+    if measured is None:
+        names = [
+            profile.meta.get("device_name"),
+            *(profile.meta.get("machine") or {}).get("gpus", []),
+        ]
+        named = ", ".join(str(name) for name in names if name) or "unnamed"
+        raise InputError(f"the measured GPU ({named}) is not listed")
     least = []
     for gpu in (measured, other):
         if base.training.precision not in gpu.tflops:
@@ -307,21 +296,6 @@ def device_ratios(profile: Profile, base: Parameters, name: str) -> tuple[pd.Dat
     ratio = both["ceiling_ms_then"] / both["ceiling_ms_now"].where(both["ceiling_ms_now"] > 0)
     by_memory = measured.memory_gb_per_s / other.memory_gb_per_s
     return both[PART].assign(ratio=ratio.fillna(by_memory)), measured.name
-
-
-def measured_gpu(profile: Profile) -> Device:
-    """The listed GPU that a profile was measured on.
-
-    Raises:
-        InputError: its name is not known.
-    """
-    names = [str(profile.meta.get("device_name") or "")]
-    names += map(str, (profile.meta.get("machine") or {}).get("gpus") or [])
-    if (found := device_of(profile.meta)) is not None:
-        return found
-    raise InputError(
-        f"the measured GPU ({', '.join(filter(None, names)) or 'unnamed'}) is not listed"
-    )
 
 
 def host_ms(profile: Profile) -> float:
@@ -507,7 +481,7 @@ def what_if_parts(profile: Profile) -> pd.DataFrame:
         now = measured_parts(profile).rename(columns={"now_ms": "time_ms"})
     except InputError:
         return pd.DataFrame({name: [] for name in ("change", "component", "time_ms")})
-    tables = [("as it is", now)]
+    tables = [now.assign(change="as it is")]
     for probe in probes_of(profile):
         try:
             made = prediction(profile, probe["change"])
@@ -516,11 +490,8 @@ def what_if_parts(profile: Profile) -> pd.DataFrame:
         parts = made.parts.rename(columns={"then_ms": "time_ms"})
         samples = made.samples_now / made.samples_then
         parts["time_ms"] *= made.mid_ms * samples / parts["time_ms"].sum()
-        tables.append((spelt(probe["change"]), parts))
-    return pd.concat(
-        [table[["component", "time_ms"]].assign(change=name) for name, table in tables],
-        ignore_index=True,
-    )[["change", "component", "time_ms"]]
+        tables.append(parts.assign(change=spelt(probe["change"])))
+    return pd.concat(tables, ignore_index=True)[["change", "component", "time_ms"]]
 
 
 def _measured(parts: pd.DataFrame) -> pd.DataFrame:
@@ -573,10 +544,8 @@ def _roofline_error(ratio: np.ndarray) -> np.ndarray:
 
 def _then(table: pd.DataFrame) -> pd.DataFrame:
     """The parts after the change, with their ranges."""
-    table["then_ms"] = table["now_ms"] * table["ratio"]
-    table["low_ms"] = table["then_ms"] / (1 + COVER * table["error"])
-    table["high_ms"] = table["then_ms"] * (1 + COVER * table["error"])
-    return table[CHANGED_COLUMNS]
+    then, reach = table["now_ms"] * table["ratio"], 1 + COVER * table["error"]
+    return table.assign(then_ms=then, low_ms=then / reach, high_ms=then * reach)[CHANGED_COLUMNS]
 
 
 def total(
@@ -609,10 +578,7 @@ def total(
 
 
 def refuse_without_work(
-    profile: Profile,
-    base: Parameters,
-    changed: Parameters,
-    probe: Mapping[str, Any] | None,
+    profile: Profile, base: Parameters, changed: Parameters, probe: Mapping[str, Any] | None
 ) -> None:
     """Refuse what neither probes nor work can predict.
 

@@ -130,6 +130,12 @@ def test_what_no_gpu_measured_is_not_zero(tmp_path: Path) -> None:
     assert empty.empty and "no GPU work" in empty.attrs["not_measured"]
 
 
+def test_a_recording_without_times_has_no_parts() -> None:
+    nothing = Profile.build(contexts=None, metrics=None, values=None, threads=None)
+    assert compare.recorded_parts(nothing).empty
+    assert compare.recorded_differences(nothing, nothing).empty
+
+
 def test_no_parameters_file_is_needed_for_recordings() -> None:
     own = {"runs": ["/a/one.json.gz", "/b/two.d"]}
     assert recording_name(["compare"], own) == "one-two"
