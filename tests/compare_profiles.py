@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
+from profile_rows import profile_of_rows
 
 from dlrm_core.config import Parameters, parameters_from_sections
 from dlrm_workbook.recordings.profile import Profile
@@ -65,35 +65,26 @@ def make_profile(times: dict[tuple[str, str], np.ndarray], meta: Any = None) -> 
             at = above[at]
     values = [(0, c, "cpu_time_ms", "exclusive", v) for c, v in own.items()]
     values += [(0, c, "cpu_time_ms", "inclusive", v) for c, v in total.items()]
-    return Profile.build(
-        contexts=[
-            {
-                "context": c,
-                "parent": p,
-                "kind": k,
-                "name": n,
-                "shapes": "",
-                "file": "",
-                "line": 0,
-                "module": "",
-                "component": comp,
-                "phase": ph,
-            }
-            for c, p, k, n, comp, ph in contexts
-        ],
-        metrics=[{"metric": "cpu_time_ms", "unit": "ms", "meaning": "", "source": ""}],
-        values=pd.DataFrame(values, columns=["profile", "context", "metric", "scope", "value"]),
-        threads=[{"profile": 0, "kind": "cpu_thread", "name": "main", "rank": 0, "thread": 0}],
-        trace=pd.DataFrame(trace, columns=["profile", "start_ns", "end_ns", "context", "depth"]),
-        iterations=pd.DataFrame(iterations, columns=["iteration", "start_ns", "end_ns"]),
-        meta={
-            "engine": "torch",
-            "device": "cpu",
-            "parameters": tiny().to_sections(),
-            "versions": {"torch": "2"},
-            "machine": {"cpu": "a"},
-        }
-        | (meta or {}),
+    _, parents, kinds, names, components, phases = zip(*contexts, strict=True)
+    given = {
+        "engine": "torch",
+        "device": "cpu",
+        "parameters": tiny().to_sections(),
+        "versions": {"torch": "2"},
+        "machine": {"cpu": "a"},
+    }
+    return profile_of_rows(
+        {
+            "parent": parents,
+            "kind": kinds,
+            "name": names,
+            "component": components,
+            "phase": phases,
+        },
+        values,
+        trace,
+        iterations,
+        **given | (meta or {}),
     )
 
 

@@ -78,17 +78,14 @@ it has no unit), the driver's names, the source, and what else is to be known of
 
 
 def _device(row: Mapping[str, str]) -> Device:
-    figures = ("memory_gb_per_s", "memory_gb", "link_gb_per_s", "cache_mb", "units")
-    rates: dict[str, dict[str, float]] = {"tflops": {}, "achieved": {}}
+    given: dict[str, Any] = {name: row[name] for name in ("name", "pattern", "source")}
+    given |= {"tflops": {}, "achieved": {}}
     for name, text in row.items():
         kind, _, precision = name.partition("_")
-        if kind in rates and text:
-            rates[kind][precision] = json.loads(text)
-    return Device(
-        **{name: row[name] for name in ("name", "pattern", "source")},
-        **{name: json.loads(row[name]) for name in figures},
-        **rates,
-    )
+        if kind in ("tflops", "achieved") and text:
+            given[kind][precision] = json.loads(text)
+    figures = ("memory_gb_per_s", "memory_gb", "link_gb_per_s", "cache_mb", "units")
+    return Device(**given, **{name: json.loads(row[name]) for name in figures})
 
 
 with DATA_SHEETS.open(encoding="utf-8", newline="") as _file:

@@ -12,6 +12,7 @@ import pandas as pd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from profile_rows import BOTH, profile_of_rows
 from recordings import recording
 from small_program import SmallProgram
 from small_training import parameters
@@ -150,27 +151,21 @@ def sampled() -> Profile:
     parent = [-1, 0, 1, 1, 0]
     own = np.array([1.0, 0.0, 6.0, 3.0, 10.0])
     total = inclusive_from_exclusive(np.array(parent), own)
-    return Profile.build(
-        contexts={
-            "context": range(5),
+    return profile_of_rows(
+        {
             "parent": parent,
             "kind": "function",
             "name": ["main", "train", "top_mlp_forward", "data_forward", "import"],
-            "shapes": "",
-            "file": "",
-            "line": 0,
-            "module": "",
             "component": ["other", "other", "top_mlp", "data", "other"],
             "phase": ["", "", "forward", "forward", ""],
         },
-        metrics=[{"metric": "cpu_time_ms", "unit": "ms", "meaning": "", "source": ""}],
-        values=[
-            {"profile": 0, "context": row, "metric": "cpu_time_ms", "scope": s, "value": c[row]}
-            for s, c in (("exclusive", own), ("inclusive", total))
+        [
+            (0, row, "cpu_time_ms", scope, column[row])
+            for scope, column in zip(BOTH, (own, total), strict=True)
             for row in range(5)
         ],
-        threads=[{"profile": 0, "kind": "cpu_thread", "name": "main", "rank": 0, "thread": 1}],
-        meta={"engine": "hpctoolkit", "passes": [{"name": "time", "iterations": 2}]},
+        engine="hpctoolkit",
+        passes=[{"name": "time", "iterations": 2}],
     )
 
 
@@ -365,25 +360,15 @@ def long_run(times_ms: dict[str, list[float]]) -> Profile:
             now += round(length * 1e6)
         spans.append((0, begin, now, 0, 0))
         iterations.append((number, begin, now))
-    count = len(parts) + 1
-    return Profile.build(
-        contexts={
-            "context": range(count),
+    return profile_of_rows(
+        {
             "parent": [-1] + [0] * len(parts),
-            "kind": "annotation",
             "name": ["dlrm::iteration", *(f"dlrm::{c}::{p}" for c, p in parts)],
-            "shapes": "",
-            "file": "",
-            "line": 0,
-            "module": "",
             "component": ["other", *(c for c, _ in parts)],
             "phase": ["", *(p for _, p in parts)],
         },
-        metrics=[],
-        values=None,
-        threads=[{"profile": 0, "kind": "cpu_thread", "name": "main", "rank": 0, "thread": 1}],
-        trace=pd.DataFrame(spans, columns=["profile", "start_ns", "end_ns", "context", "depth"]),
-        iterations=pd.DataFrame(iterations, columns=["iteration", "start_ns", "end_ns"]),
+        trace=spans,
+        iterations=iterations,
     )
 
 

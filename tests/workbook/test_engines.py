@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import pandas as pd
 import pytest
+from profile_rows import profile_of_rows
 
 from dlrm_core.base.errors import InputError, MissingToolError
 from dlrm_core.config import parameters_from_sections
@@ -53,25 +53,17 @@ def recording(
     plain = sum(parts_ms) if plain_ms is None else plain_ms
     meta = {"engine": engine, "unprofiled_iteration_ms": [plain] * 5}
     meta["iteration_ms"] = [sum(parts_ms) + cost_ms] * 5
-    return Profile.build(
-        contexts={
-            "context": range(7),
+    return profile_of_rows(
+        {
             "parent": [-1, 0, 0, 0, 1, 2, 3],
             "kind": ["annotation"] * 4 + ["operator"] * 3,
             "name": names,
-            "shapes": "",
-            "file": "",
-            "line": 0,
-            "module": "",
             "component": ["other", *[c for c, _ in PARTS] * 2],
             "phase": ["", *[p for _, p in PARTS] * 2],
         },
-        metrics=[],
-        values=None,
-        threads=[{"profile": 0, "kind": "cpu_thread", "name": "main", "rank": 0, "thread": 1}],
-        trace=pd.DataFrame(spans, columns=["profile", "start_ns", "end_ns", "context", "depth"]),
-        iterations=pd.DataFrame(iterations, columns=["iteration", "start_ns", "end_ns"]),
-        meta=meta,
+        trace=spans,
+        iterations=iterations,
+        **meta,
     )
 
 

@@ -13,6 +13,7 @@ import pytest
 from compare_profiles import make_profile
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from profile_rows import BOTH, profile_of_rows
 
 from dlrm_core.parts import ITERATION_SPAN, span_name
 from dlrm_workbook.analysis.attribution import (
@@ -38,10 +39,6 @@ def recorded(
     device_ms: float = 0.0, offset_ns: int = 1_700_000_000_000_000_000, **meta: Any
 ) -> Profile:
     """Ten iterations on one thread, 100 ms each; ``device_ms`` of each on a GPU meanwhile."""
-    names = [("thread", "main", "other", ""), ("annotation", ITERATION_SPAN, "other", "")]
-    names += [("annotation", span_name(*part), *part) for part in PARTS]
-    names += [("operator", "aten::work", *part) for part in PARTS]
-    names += [("kernel", "kernel", "top_mlp", "forward")]
     trace, iterations = [], []
     for number in range(COUNT):
         at = begin = offset_ns + number * 110_000_000
@@ -57,32 +54,30 @@ def recorded(
     exclusive |= {5 + row: ms - 2.0 for row, ms in enumerate(PARTS.values())}
     inclusive = {1: 100.0} | {2 + row: ms for row, ms in enumerate(PARTS.values())}
     inclusive |= {row: exclusive[row] for row in (5, 6, 7)}
-    parents = [-1, 0, 1, 1, 1, 2, 3, 4, 4]
-    metrics = ["cpu_time_ms"] + ["gpu_time_ms"] * bool(device_ms)
     values = [
         (0, context, "cpu_time_ms", scope, COUNT * value)
         for scope, rows in (("exclusive", exclusive), ("inclusive", inclusive))
         for context, value in rows.items()
     ]
     if device_ms:
-        values += [
-            (0, 8, "gpu_time_ms", scope, COUNT * device_ms) for scope in ("exclusive", "inclusive")
-        ]
-    threads = [{"profile": 0, "kind": "cpu_thread", "name": "main", "rank": 0, "thread": 1}]
-    if device_ms:
-        threads.append({"profile": 1, "kind": "gpu_stream", "name": "s", "rank": 0, "thread": 2})
-    return Profile.build(
-        contexts=[
-            {"context": row, "parent": parents[row], "kind": kind, "name": name, "shapes": ""}
-            | {"file": "", "line": 0, "module": "", "component": component, "phase": phase}
-            for row, (kind, name, component, phase) in enumerate(names)
-        ],
-        metrics=[{"metric": name, "unit": "ms", "meaning": "", "source": ""} for name in metrics],
-        values=pd.DataFrame(values, columns=["profile", "context", "metric", "scope", "value"]),
-        threads=threads,
-        trace=pd.DataFrame(trace, columns=["profile", "start_ns", "end_ns", "context", "depth"]),
-        iterations=pd.DataFrame(iterations, columns=["iteration", "start_ns", "end_ns"]),
-        meta={"device": "cuda" if device_ms else "cpu", "engine": "torch", **meta},
+        values += [(0, 8, "gpu_time_ms", scope, COUNT * device_ms) for scope in BOTH]
+    components, phases = zip(*PARTS, strict=True)
+    return profile_of_rows(
+        {
+            "parent": [-1, 0, 1, 1, 1, 2, 3, 4, 4],
+            "kind": ["thread"] + ["annotation"] * 4 + ["operator"] * 3 + ["kernel"],
+            "name": [
+                *("main", ITERATION_SPAN, *(span_name(*part) for part in PARTS)),
+                *(["aten::work"] * 3 + ["kernel"]),
+            ],
+            "component": ["other", "other", *components, *components, "top_mlp"],
+            "phase": ["", "", *phases, *phases, "forward"],
+        },
+        values,
+        trace,
+        iterations,
+        streams=["s"] if device_ms else [],
+        **{"device": "cuda" if device_ms else "cpu", "engine": "torch", **meta},
     )
 
 
@@ -314,26 +309,21 @@ def test_a_call_tree_adds_up_to_the_step_without_what_lies_outside(
     outside = [data.draw(st.booleans()) and row > 0 for row in range(count)]
     for row in range(1, count):
         outside[row] |= outside[above[row]]
-    names = {"shapes": "", "file": "", "line": 0, "module": "", "component": "other"}
     inclusive = inclusive_from_exclusive(np.array(above), np.array(times))
-    profile = Profile.build(
-        contexts=[
-            {"context": row, "parent": above[row], "kind": "function", "name": f"f{row}"}
-            | names
-            | {"phase": START_UP if outside[row] else ""}
+    profile = profile_of_rows(
+        {
+            "parent": above,
+            "kind": "function",
+            "name": [f"f{row}" for row in range(count)],
+            "phase": [START_UP if beyond else "" for beyond in outside],
+        },
+        [
+            (0, row, "cpu_time_ms", scope, ms[row])
+            for scope, ms in zip(BOTH, (times, inclusive), strict=True)
             for row in range(count)
         ],
-        metrics=[{"metric": "cpu_time_ms", "unit": "ms", "meaning": "", "source": ""}],
-        values=pd.DataFrame(
-            [
-                (0, row, "cpu_time_ms", scope, each[row])
-                for scope, each in (("exclusive", times), ("inclusive", inclusive))
-                for row in range(count)
-            ],
-            columns=["profile", "context", "metric", "scope", "value"],
-        ),
-        threads=[{"profile": 0, "kind": "cpu_thread", "name": "main", "rank": 0, "thread": 1}],
-        meta={"device": "cpu", "engine": "hpctoolkit"},
+        device="cpu",
+        engine="hpctoolkit",
     )
     step = sum(ms for ms, beyond in zip(times, outside, strict=True) if not beyond)
     tree = call_tree(profile)

@@ -12,6 +12,7 @@ import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from profile_rows import BOTH, profile_of_rows
 
 from dlrm_core.base.errors import InputError
 from dlrm_workbook.analysis.attribution import step_contexts
@@ -44,29 +45,20 @@ def made(parent: list[int], names: list[str], own: list[float], kinds: str = "")
     kind = {"f": "function", "l": "line", "t": "thread"}
     count = len(parent)
     inclusive = inclusive_from_exclusive(np.array(parent), np.array(own))
-    values = [
-        {"profile": 0, "context": i, "metric": "cpu_time_ms", "scope": scope, "value": column[i]}
-        for scope, column in (("exclusive", own), ("inclusive", inclusive))
-        for i in range(count)
-    ]
     contexts = {
-        "context": range(count),
         "parent": parent,
         "kind": [kind[k] for k in kinds or "f" * count],
         "name": names,
-        "shapes": "",
         "file": [f"{name}.py" for name in names],
         "line": range(count),
         "module": "m",
-        "component": "other",
-        "phase": "",
     }
-    return Profile.build(
-        contexts=pd.DataFrame(contexts),
-        metrics=[{"metric": "cpu_time_ms", "unit": "ms", "meaning": "time", "source": "test"}],
-        values=values,
-        threads=[{"profile": 0, "kind": "cpu_thread", "name": "t", "rank": 0, "thread": 0}],
-    )
+    values = [
+        (0, row, "cpu_time_ms", scope, column[row])
+        for scope, column in zip(BOTH, (own, inclusive), strict=True)
+        for row in range(count)
+    ]
+    return profile_of_rows(contexts, values)
 
 
 # thread -> f -> line -> g -> f -> g, and thread -> g

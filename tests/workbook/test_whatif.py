@@ -6,11 +6,11 @@ import math
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import plotly.graph_objects as go
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from profile_rows import profile_of_rows
 
 from dlrm_core.base.errors import InputError
 from dlrm_core.config import Parameters
@@ -41,45 +41,23 @@ PARTS = {
 
 def profile_of(parts: dict[tuple[str, str], float] = PARTS, **meta: Any) -> Profile:
     """One iteration of these parts on a CPU thread, back to back."""
-    contexts = [("thread", "main", "other", ""), ("annotation", ITERATION_SPAN, "other", "")]
-    contexts += [("annotation", span_name(*part), *part) for part in parts]
     trace, at = [], 0
     for number, ms in enumerate(parts.values()):
         trace.append((0, at, at + round(ms * 1e6), number + 2, 1))
         at += round(ms * 1e6)
-    trace.insert(0, (0, 0, at, 1, 0))
     meta = {"parameters": Parameters().to_sections(), "device": "cpu"} | meta
-    return Profile.build(
-        contexts=[
-            {
-                "context": row,
-                "parent": -1 if row == 0 else min(row - 1, 1),
-                "kind": kind,
-                "name": name,
-                "shapes": "",
-                "file": "",
-                "line": 0,
-                "module": "",
-                "component": component,
-                "phase": phase,
-            }
-            for row, (kind, name, component, phase) in enumerate(contexts)
-        ],
-        metrics=[{"metric": "cpu_time_ms", "unit": "ms", "meaning": "", "source": ""}],
-        values=[
-            {
-                "profile": 0,
-                "context": row + 2,
-                "metric": "cpu_time_ms",
-                "scope": "exclusive",
-                "value": ms,
-            }
-            for row, ms in enumerate(parts.values())
-        ],
-        threads=[{"profile": 0, "kind": "cpu_thread", "name": "main", "rank": 0, "thread": 1}],
-        trace=pd.DataFrame(trace, columns=["profile", "start_ns", "end_ns", "context", "depth"]),
-        iterations=[{"iteration": 0, "start_ns": 0, "end_ns": at}],
-        meta=meta,
+    return profile_of_rows(
+        {
+            "parent": [-1, 0] + [1] * len(parts),
+            "kind": ["thread"] + ["annotation"] * (1 + len(parts)),
+            "name": ["main", ITERATION_SPAN, *(span_name(*part) for part in parts)],
+            "component": ["other", "other", *(component for component, _ in parts)],
+            "phase": ["", "", *(phase for _, phase in parts)],
+        },
+        [(0, row, "cpu_time_ms", "exclusive", ms) for row, ms in enumerate(parts.values(), 2)],
+        [(0, 0, at, 1, 0), *trace],
+        [(0, 0, at)],
+        **meta,
     )
 
 
@@ -288,55 +266,31 @@ def gpu_profile(device_ms: float, gap_ms: float, name: str = "NVIDIA A100-SXM4-8
     def ns(ms: float) -> int:
         return round(ms * 1e6)
 
-    rows = [
-        ("root", "root", "other", ""),
-        ("annotation", ITERATION_SPAN, "other", ""),
-        ("annotation", span_name("top_mlp", "forward"), "top_mlp", "forward"),
-        ("runtime", "cudaDeviceSynchronize", "top_mlp", "forward"),
-        ("kernel", "gemm", "top_mlp", "forward"),
-    ]
-    parents = [-1, 0, 1, 2, 2]
     values = [(0, 2, "cpu_time_ms", 30.0), (0, 3, "cpu_time_ms", whole - 30.0)]
     values.append((1, 4, "gpu_time_ms", device_ms))
-    return Profile.build(
-        contexts=[
-            {
-                "context": row,
-                "parent": parents[row],
-                "kind": kind,
-                "name": label,
-                "shapes": "",
-                "file": "",
-                "line": 0,
-                "module": "",
-                "component": component,
-                "phase": phase,
-            }
-            for row, (kind, label, component, phase) in enumerate(rows)
-        ],
-        metrics=[
-            {"metric": metric, "unit": "ms", "meaning": "", "source": ""}
-            for metric in ("cpu_time_ms", "gpu_time_ms")
-        ],
-        values=[
-            {"profile": p, "context": c, "metric": m, "scope": "exclusive", "value": v}
-            for p, c, m, v in values
-        ],
-        threads=[
-            {"profile": 0, "kind": "cpu_thread", "name": "main", "rank": 0, "thread": 1},
-            {"profile": 1, "kind": "gpu_stream", "name": "stream 7", "rank": 0, "thread": 7},
-        ],
-        trace=pd.DataFrame(
-            [
-                (0, 0, ns(whole), 1, 0),
-                (0, 0, ns(whole), 2, 1),
-                (0, ns(30), ns(whole), 3, 2),
-                (1, ns(gap_ms), ns(whole), 4, 0),
+    return profile_of_rows(
+        {
+            "parent": [-1, 0, 1, 2, 2],
+            "kind": ["root", "annotation", "annotation", "runtime", "kernel"],
+            "name": [
+                *("root", ITERATION_SPAN, span_name("top_mlp", "forward")),
+                *("cudaDeviceSynchronize", "gemm"),
             ],
-            columns=["profile", "start_ns", "end_ns", "context", "depth"],
-        ),
-        iterations=[{"iteration": 0, "start_ns": 0, "end_ns": ns(whole)}],
-        meta={"parameters": sections, "device": "cuda", "device_name": f"cuda ({name})"},
+            "component": ["other"] * 2 + ["top_mlp"] * 3,
+            "phase": [""] * 2 + ["forward"] * 3,
+        },
+        [(thread, row, metric, "exclusive", ms) for thread, row, metric, ms in values],
+        [
+            (0, 0, ns(whole), 1, 0),
+            (0, 0, ns(whole), 2, 1),
+            (0, ns(30), ns(whole), 3, 2),
+            (1, ns(gap_ms), ns(whole), 4, 0),
+        ],
+        [(0, 0, ns(whole))],
+        streams=["stream 7"],
+        parameters=sections,
+        device="cuda",
+        device_name=f"cuda ({name})",
     )
 
 
