@@ -34,23 +34,10 @@ about what nvidia-smi shows of a process that has made one small tensor on an A1
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a run fits in one memory.
+    """Whether a run fits in one memory: a row of :meth:`Capacity.table`.
 
-    Attributes:
-        target: 'this host', 'this GPU', or a GPU's short name.
-        memory: 'free now', or 'data sheet'.
-        source: the data sheet's address; empty for what was asked of the system.
-        needed_bytes, limit_bytes: None where nobody says.
-        exceeded_by_bytes: 0 where it fits.
-        largest_batch: the largest ``training.batch_size`` that fits; None: not even 1.
-        largest_rows: rows of all tables together that fit, all scaled alike; None: none do.
-        rows_factor: by which all tables' rows would be scaled for that.
-        largest_on_gpu_bytes: on a GPU, the most of ``training.embeddings_on_gpu_bytes`` that
-            fits; None where not even 0 does, or on a host.
-        host_bytes: what the host needs then beside a GPU.
-        gpus: of a data sheet, the least power of two of such GPUs that holds the run; None where
-            1,024 do not, or of another target.
-        each_bytes, each_host_bytes: what the fullest of these needs, and the host for it.
+    ``source`` is the data sheet's address, empty for what was asked of the system. None is what
+    nobody says, or where not even the smallest fits.
     """
 
     target: str
@@ -151,13 +138,11 @@ def sheet_verdict(parameters: Parameters, sheet: Device) -> Verdict:
     """Whether a run would fit on a GPU, by its data sheet."""
     limit = int(1e9 * sheet.memory_gb) - CUDA_CONTEXT_BYTES
     verdict = _verdict(parameters, "gpu", sheet.name, limit, True, sheet.source)
-    gpus = 1
-    while gpus <= MOST_GPUS:
+    for gpus in (1 << power for power in range(MOST_GPUS.bit_length())):
         items = forecast_memory(parameters, True, gpus)
         if (each := total_bytes(items, "gpu")) <= limit:
             host = total_bytes(items, "host")
             return replace(verdict, gpus=gpus, each_bytes=each, each_host_bytes=host)
-        gpus *= 2
     return verdict
 
 

@@ -95,8 +95,10 @@ def engines_side_by_side(profiles: Sequence[Profile]) -> pd.DataFrame:
         side = estimate.reindex(index)
         table[f"{name}_ms"], table[f"{name}_cost_ms"] = side["ms"], side["cost_ms"]
     a, b = (estimate.reindex(index).fillna(0.0) for estimate in (first, second))
-    plain = (_plain_and_profiled(profile)[0] for profile in named.values())
-    between = _between_runs(*plain) * (a["ms"] + b["ms"]) / 2
+    one, other = (_plain_and_profiled(profile)[0] for profile in named.values())
+    # two runs without profiler differed by this share; unknown where they were not timed
+    apart = 2 * abs(one - other) / (one + other) if one + other > 0 else 0.0
+    between = apart * (a["ms"] + b["ms"]) / 2
     error = np.sqrt(a["error_ms"] ** 2 + b["error_ms"] ** 2 + between**2)
     table["difference_ms"] = b["ms"] - a["ms"]
     # standard errors that none of so many normal deviations exceeds in 95 % (Bonferroni)
@@ -157,13 +159,6 @@ def _cost_shares(profile: Profile, table: pd.DataFrame) -> pd.Series:
     share = weight / weight.sum() if weight.sum() else weight
     share[(WHOLE, "")] = 1.0
     return share
-
-
-def _between_runs(first_ms: float, second_ms: float) -> float:
-    """Share by which two runs without profiler differed; 0 where they were not timed."""
-    if not (math.isfinite(first_ms) and math.isfinite(second_ms)) or first_ms + second_ms <= 0:
-        return 0.0
-    return 2 * abs(first_ms - second_ms) / (first_ms + second_ms)
 
 
 def _sentence(table: pd.DataFrame, names: list[str]) -> str:
@@ -271,22 +266,18 @@ def compare_parts(before: pd.DataFrame, after: pd.DataFrame) -> pd.DataFrame:
         before, after: what :func:`part_estimates` gives.
     """
     table = before.merge(after, on=PART, how="outer", suffixes=("_a", "_b"))
+    names = ["time_ms", "se_ms", "degrees"]
+    for side in ("_a", "_b"):
+        lacking = table[f"time_ms{side}"].isna()
+        table.loc[lacking, [f"{name}{side}" for name in names]] = 0.0
     rows = []
-    for row in table.to_dict("records"):
-        a, b = (_or_zero(row, side) for side in ("_a", "_b"))
-        se = math.hypot(a[1], b[1])
-        degrees = welch_degrees(a[1], a[2], b[1], b[2]) if math.isfinite(se) else 0.0
-        interval = t_interval(b[0] - a[0], se, degrees)
-        chance = p_value(b[0] - a[0], se, degrees)
-        rows.append((row["component"], row["phase"], a[0], b[0], interval, chance))
+    columns = [f"{name}{side}" for side in ("_a", "_b") for name in names]
+    for *part, a, se_a, df_a, b, se_b, df_b in table[[*PART, *columns]].itertuples(index=False):
+        se = math.hypot(se_a, se_b)
+        degrees = welch_degrees(se_a, df_a, se_b, df_b) if math.isfinite(se) else 0.0
+        test = b - a, se, degrees
+        rows.append((*part, a, b, t_interval(*test), p_value(*test)))
     return difference_table(rows)
-
-
-def _or_zero(row: Mapping[Any, Any], side: str) -> tuple[float, float, float]:
-    time = float(row[f"time_ms{side}"])
-    if math.isnan(time):
-        return 0.0, 0.0, 0.0
-    return time, float(row[f"se_ms{side}"]), float(row[f"degrees{side}"])
 
 
 def difference_table(

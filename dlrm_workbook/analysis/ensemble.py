@@ -130,8 +130,10 @@ def fit_law(
     noise = max(FLOOR, relative_error or 0.0)
     scale = float(np.exp(np.log(sizes).mean()))
     u = sizes / scale
-    slope = _mean_slope(sizes, times)
-    ends = (len(sizes), float(sizes.min()), float(sizes.max()))
+    smallest, largest = float(sizes.min()), float(sizes.max())
+    ends = (len(sizes), smallest, largest)
+    rise = np.log(times[sizes == largest]).mean() - np.log(times[sizes == smallest]).mean()
+    slope = float(rise / math.log(largest / smallest))
     squares = np.array([_solve(u, times, c)[0] for c in EXPONENTS])
     none = Interval(math.nan, math.nan, math.nan, 0.0)
     constant = _weighted(np.ones(len(times)), times)
@@ -208,12 +210,6 @@ def _golden(cost: Callable[[float], float], low: float, high: float) -> float:
         left, right = high - ratio * (high - low), low + ratio * (high - low)
         low, high = (low, right) if cost(left) <= cost(right) else (left, high)
     return (low + high) / 2
-
-
-def _mean_slope(x: np.ndarray, times: np.ndarray) -> float:
-    smallest, largest = x == x.min(), x == x.max()
-    rise = np.log(times[largest]).mean() - np.log(times[smallest]).mean()
-    return float(rise / math.log(x.max() / x.min()))
 
 
 def _size(value: float) -> str:

@@ -16,7 +16,7 @@ from dataclasses import replace
 import numpy as np
 import pandas as pd
 
-from dlrm_core.config import ModelConfig, load_parameters
+from dlrm_core.config import load_parameters
 from dlrm_workbook.analysis.attribution import iteration_count, iteration_times_ms, true_trace
 from dlrm_workbook.analysis.context_tree import of_streams
 from dlrm_workbook.analysis.gpu import copy_table
@@ -129,7 +129,7 @@ def tables_seen(profile: Profile) -> pd.DataFrame:
     """What the recording says of the model's embedding tables, beside :data:`PRESET`; NaN where it
     cannot tell."""
     model = load_parameters(PRESET, []).model
-    dense = 4 * sum(model.dense_weights.values())
+    dense, tables = 4 * sum(model.dense_weights.values()), sum(model.table_rows) * model.row_bytes
     rows, launched, copied = len(model.table_rows), math.nan, math.nan
     contexts = profile.contexts
     lookup = contexts["name"].str.contains("EmbeddingBag_updateOutputKernel", regex=False)
@@ -142,15 +142,11 @@ def tables_seen(profile: Profile) -> pd.DataFrame:
     table = [
         ("lookups launched", "", launched, rows * steps),
         ("tables: lookups of an iteration", "", launched / steps, rows),
-        ("weights copied to the GPU before training", "B", copied, dense + _table_bytes(model)),
+        ("weights copied to the GPU before training", "B", copied, dense + tables),
         ("rows of tables: what the MLPs leave of that", "", (copied - dense) / model.row_bytes,
          sum(model.table_rows)),
     ]  # fmt: skip
     return pd.DataFrame(table, columns=["figure", "unit", "recorded", "preset"])
-
-
-def _table_bytes(model: ModelConfig) -> int:
-    return sum(model.table_rows) * model.row_bytes
 
 
 def promised(compared: pd.DataFrame, parts: pd.DataFrame) -> str:

@@ -107,7 +107,9 @@ def kernel_table(profile: Profile) -> pd.DataFrame:
     table = values[KERNEL_KEYS].assign(launches=launches, time_ms=column(time) * scale)
     launched = launches.where(launches > 0)
     table["mean_us"] = 1e3 * table["time_ms"] / launched
-    table["share_of_device"] = table["time_ms"] / _device_ms(profile, table["time_ms"].sum())
+    # where nothing else of the GPU was measured, all is kernels
+    device_ms = max(profile.value_table("gpu_time_ms").sum(), table["time_ms"].sum())
+    table["share_of_device"] = table["time_ms"] / (device_ms or math.nan)
     table["registers"] = column("GKER:THR_REG_ACUMU") / launched
     table["blocks"] = column("GKER:BLKS_ACUMU") / launched
     table["threads_per_block"] = column("GKER:BLK_THR_ACUMU") / launched
@@ -184,12 +186,6 @@ def waves(kernel: Mapping[Any, Any], device: Mapping[str, Any]) -> float:
 def _number(value: Any) -> float:
     """A number that is not negative; NaN where there is none."""
     return float(value) if isinstance(value, int | float) and value >= 0 else math.nan
-
-
-def _device_ms(profile: Profile, kernels_ms: float) -> float:
-    """Time of all that ran on the GPU; that of the kernels, where no other was measured."""
-    everything = float(profile.value_table("gpu_time_ms").sum())
-    return max(everything, kernels_ms) or math.nan
 
 
 def _per_iteration(profile: Profile) -> pd.DataFrame:

@@ -98,7 +98,13 @@ def operator_rates(profile: Profile) -> pd.DataFrame:
     if table.empty:
         return unmeasured(RATE_COLUMNS, "no kernel below an operator of known work was recorded")
     table = table[RATE_COLUMNS].sort_values("gpu_ms", ascending=False, ignore_index=True)
-    table.attrs |= device_attributes(profile, device_of(profile.meta))
+    name, gpu = profile.meta.get("device_name"), device_of(profile.meta)
+    if gpu is None:
+        reason = f"no data sheet of {name} is listed" if name else NO_NAME
+        table.attrs["device_reason"] = reason
+    else:
+        sheet = {"device": gpu.name, "source": gpu.source, "bandwidth": gpu.memory_gb_per_s}
+        table.attrs |= sheet
     return table
 
 
@@ -118,7 +124,7 @@ def _rates(work: _Work) -> pd.DataFrame:
     table[sums] = table[sums].astype(float)
     alike = table.groupby(keys, as_index=False, sort=False, dropna=False)
     work.rate = dict(zip(rows.tolist(), alike.ngroup(), strict=True))
-    table = alike[sums].agg(_whole_sum)
+    table = alike[sums].agg(lambda values: values.sum(skipna=False))
     gpu, gpus = device_of(profile.meta), gpus_of(profile)
     table["mean_us"] = 1e3 * table["gpu_ms"] / table["calls"]
     table["call_gflop"] = table["flops"] / table["calls"] / 1e9
@@ -244,15 +250,6 @@ def rate_coverage(profile: Profile) -> pd.DataFrame:
     return table[COVERAGE]
 
 
-def device_attributes(profile: Profile, gpu: Device | None) -> dict[str, Any]:
-    """``device`` and ``source`` of the limits, or ``device_reason``: why there are none."""
-    if gpu is not None:
-        return {"device": gpu.name, "source": gpu.source, "bandwidth": gpu.memory_gb_per_s}
-    name = profile.meta.get("device_name")
-    reason = f"no data sheet of {name} is listed" if name else NO_NAME
-    return {"device_reason": reason}
-
-
 def kernel_work(profile: Profile, places: Ints) -> pd.DataFrame:
     """What kernels did, as far as the operators above them tell.
 
@@ -290,10 +287,6 @@ def kernel_work(profile: Profile, places: Ints) -> pd.DataFrame:
             "least_of_ms": np.where(np.isfinite(least), time, np.nan),
         }
     )
-
-
-def _whole_sum(values: pd.Series) -> float:
-    return float(values.sum(skipna=False))
 
 
 def _least(

@@ -123,7 +123,9 @@ def quality_of_runs(runs: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
     doubted.sort(key=lambda one: -LEVELS.index(one[1]["level"]))
     if not doubted:
         return {"level": level, "sentence": f"{GOOD_FOR[level]}, of all {len(runs)} runs."}
-    said = [f"{in_markdown(name)}: {uncapitalised(run['sentence'])}" for name, run in doubted]
+    # a sentence behind a colon
+    texts = {name: f"{run['sentence'][:1].lower()}{run['sentence'][1:]}" for name, run in doubted}
+    said = [f"{in_markdown(name)}: {text}" for name, text in texts.items()]
     head = f"{len(doubted)} of {counted(len(runs), 'run')}"
     verb = "is" if len(said) == 1 else "are"
     return {"level": level, "sentence": f"{head} {verb} in doubt. {' '.join(said)}"}
@@ -131,11 +133,6 @@ def quality_of_runs(runs: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
 
 def _worst(levels: Iterable[str]) -> str:
     return max(levels, key=LEVELS.index, default="green")
-
-
-def uncapitalised(sentence: str) -> str:
-    """A sentence to stand behind a colon."""
-    return sentence[:1].lower() + sentence[1:]
 
 
 def _doubts(

@@ -197,14 +197,10 @@ def memory_forecast(
     ]
     if len(kinds) > SHOWN_TABLES:
         rest = kinds[SHOWN_TABLES - 1 :]
-        small = {
-            "name": f"{len(rest)} smaller kinds of embedding tables",
-            "shape": "",
-            "bytes": rest["bytes"].sum(),
-            "place": " and ".join(place for place in PLACES if place in set(rest["place"])),
-            "when": ALWAYS,
-        }
-        kinds = pd.concat([kinds[: SHOWN_TABLES - 1], pd.DataFrame([small])])
+        small = {"name": f"{len(rest)} smaller kinds of embedding tables", "shape": ""}
+        small["place"] = " and ".join(place for place in PLACES if place in set(rest["place"]))
+        joined = pd.DataFrame([small | {"bytes": rest["bytes"].sum(), "when": ALWAYS}])
+        kinds = pd.concat([kinds[: SHOWN_TABLES - 1], joined])
     result = pd.concat([kinds, table[~is_table]], ignore_index=True)
     result["component"] = [
         next((part for start, part in ALLOCATED_BY.items() if name.startswith(start)), "other")
@@ -223,6 +219,10 @@ def peak_memory(items: Sequence[MemoryItem]) -> pd.DataFrame:
 
 def result_facts(result: TrainingResult) -> pd.DataFrame:
     """What a run amounted to; None: not measured."""
+    median = (
+        "another time: the median iteration, which a few slow ones (such as the first) move less "
+        "than the mean; other pages name this run by it"
+    )
     rows: list[tuple[str, Any, str]] = [
         ("iterations", f"{result.iterations:,} ({result.status})", ""),
         ("loss, mean over the last interval", f"{result.loss:.6f}", ""),
@@ -230,12 +230,7 @@ def result_facts(result: TrainingResult) -> pd.DataFrame:
         ("of it making the batch", result.data_ms_per_iteration, "ms"),
         ("of it computing", result.compute_ms_per_iteration, "ms"),
         ("throughput: samples of a batch over that time", result.samples_per_second, "samples/s"),
-        (
-            "another time: the median iteration, which a few slow ones (such as the first) move "
-            "less than the mean; other pages name this run by it",
-            result.ms_per_iteration,
-            "ms",
-        ),
+        (median, result.ms_per_iteration, "ms"),
         ("time of the whole loop", result.elapsed_s, "s"),
     ]
     if result.evaluations:
@@ -247,12 +242,9 @@ def result_facts(result: TrainingResult) -> pd.DataFrame:
         rows.append(("AUC of the last evaluation", f"{result.auc:.5f}{best}", ""))
     if result.checkpoint is not None:
         rows.append(("last checkpoint", Path(result.checkpoint).name, ""))
+    memory = "peak memory of the process, Python and its libraries included"
     rows += [
-        (
-            "peak memory of the process, Python and its libraries included",
-            result.peak_memory_bytes or None,
-            "bytes",
-        ),
+        (memory, result.peak_memory_bytes or None, "bytes"),
         ("power, mean", _power(result), ""),
         ("device", f"{result.device}, {result.threads} CPU threads", ""),
     ]

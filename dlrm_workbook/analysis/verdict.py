@@ -288,17 +288,15 @@ def finding_table(found: Sequence[Finding]) -> pd.DataFrame:
     Args:
         found: what :func:`findings_timed` gives.
     """
+    columns = ["title", "component", "share_of_step", "change"]
     rows = []
     for one in found:
         gain = one.timed_speedup or one.predicted_speedup
-        basis = "predicted" if gain else ""
-        if one.timed_speedup:
-            basis = TIMED
-        elif gain and gain["low"] <= 1.0:
+        basis = TIMED if one.timed_speedup else "predicted" if gain else ""
+        if basis == "predicted" and gain["low"] <= 1.0:
             basis = AT_MOST.removeprefix("an ")
-        rows.append((one.title, one.component, one.share_of_step, one.change, gain, basis))
-    columns = ["title", "component", "share_of_step", "change", "gain", "basis"]
-    return pd.DataFrame(rows, columns=columns)
+        rows.append((*(getattr(one, name) for name in columns), gain, basis))
+    return pd.DataFrame(rows, columns=[*columns, "gain", "basis"])
 
 
 def with_timed(made: Prediction, profile: Profile) -> Prediction:
@@ -474,11 +472,10 @@ def table(way: Sequence[Stage]) -> pd.DataFrame:
     Args:
         way: what :func:`stages` gives.
     """
-    copied = ("mid_ms", "low_ms", "high_ms", "limit_ms", "basis", "note")
-    rows = [{"step": one.name} | {name: getattr(one, name) for name in copied} for one in way]
-    table = pd.DataFrame(rows)
+    columns = ["name", "mid_ms", "low_ms", "high_ms", "limit_ms", "basis", "note"]
+    table = pd.DataFrame([{name: getattr(one, name) for name in columns} for one in way])
     table.insert(4, "speedup", way[0].mid_ms / table["mid_ms"])
-    return table
+    return table.rename(columns={"name": "step"})
 
 
 def commands(way: Sequence[Stage], given: Sequence[str] = ("-f", "FILE")) -> list[str]:
