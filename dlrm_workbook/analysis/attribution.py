@@ -35,7 +35,7 @@ from dlrm_workbook.ground.arrays import Bools, Floats, Ints
 from dlrm_workbook.ground.units import milliseconds
 from dlrm_workbook.recordings.foreign import START_UP, is_iteration_function
 from dlrm_workbook.recordings.nesting import stretch_at
-from dlrm_workbook.recordings.profile import Profile
+from dlrm_workbook.recordings.profile import Profile, coded_pairs
 
 ITERATION_NAMES = (ITERATION_SPAN, "ProfilerStep*")
 """Contexts whose subtree is the training step, whichever the trace has."""
@@ -483,13 +483,8 @@ def _iteration_contexts(profile: Profile) -> np.ndarray:
     if ranges.any():
         return ranges
     # HPCToolkit sees no ranges, only Python functions (``-a python``)
-    name, names = profile.numbered("name")
-    file, files = profile.numbered("file")
-    functions, function = np.unique(name * len(files) + file, return_inverse=True)
-    runs_it = [
-        is_iteration_function(names[i // len(files)], files[i % len(files)]) for i in functions
-    ]
-    return np.array(runs_it, dtype=bool)[function]
+    number, functions = coded_pairs(profile.contexts["name"], profile.contexts["file"])
+    return np.array([is_iteration_function(*one) for one in functions], dtype=bool)[number]
 
 
 def step_contexts(profile: Profile, other_threads: bool = True) -> np.ndarray:

@@ -216,10 +216,10 @@ def part_estimates(profile: Profile) -> pd.DataFrame:
     if profile.iterations.empty or profile.trace.empty:
         return in_step_order(_counted(profile))
     rows = []
-    for (component, phase), column in iteration_parts(profile).items():  # type: ignore[misc]
+    for part, column in iteration_parts(profile).items():
         times = column.to_numpy(dtype=float)
         se, degrees = standard_error(times)
-        rows.append((component, phase, times.mean(), se, degrees, len(times), "iterations"))
+        rows.append((*part, times.mean(), se, degrees, len(times), "iterations"))  # type: ignore[misc]
     return in_step_order(pd.DataFrame(rows, columns=ESTIMATES))
 
 

@@ -399,8 +399,9 @@ def law_table(curves: Mapping[str, Sequence[Curve]]) -> pd.DataFrame:
     for leaf, fits in curves.items():
         for curve in fits:
             law = curve.law
-            row = {"leaf": leaf, "component": curve.component, "phase": "", "held": curve.held}
-            row |= {"points": law.points, "a_ms": law.a, "b_ms": law.b, "c": law.c}
+            row: dict[str, Any] = {"leaf": leaf, "component": curve.component, "phase": ""}
+            row |= {"held": curve.held, "points": law.points}
+            row |= {"a_ms": law.a, "b_ms": law.b, "c": law.c}
             row |= {"c_low": law.exponent.low, "c_high": law.exponent.high}
             row |= {name: getattr(law, name) for name in ("slope", "r2", "kind")}
             rows.append(row | {"sentence": law.sentence(short_leaf(leaf))})

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -28,34 +29,7 @@ from dlrm_workbook.recordings.profile import Profile
 PRESET = "h100_experiment"
 """Parameters of the model that the experiment trained."""
 
-COUNTED_AGAIN = "inclusive values added up: each is counted again at every caller above it"
-
-PUBLISHED = (
-    ("kernel launches", 145_100.0, "", COUNTED_AGAIN),
-    ("copied to the GPU", 17.2, "GB", COUNTED_AGAIN),
-    ("time of GPU operations", 3.7, "s", COUNTED_AGAIN),
-    ("time on CPU threads", 1_513.6, "s", f"{COUNTED_AGAIN}; of another run than the GPU's"),
-    (
-        "GPU used",
-        0.24,
-        "% of the time",
-        "one sum of inclusive times over another, of two runs: of the right size by chance",
-    ),
-    (
-        "copies in the GPU's time",
-        78.4,
-        "%",
-        "copies stand deeper in the call tree than kernels, so they were counted more often",
-    ),
-    ("speed of copies", 5.958, "GB/s", "a ratio of two sums with the same fault: nearly right"),
-    (
-        "predicted gain",
-        351.5,
-        "x",
-        "50.0x, 1.9x and 3.7x of three changes multiplied, though all three shorten the same "
-        "time, and no part of a step can be made shorter than nothing",
-    ),
-)
+PUBLISHED = Path(__file__).with_suffix(".csv")
 """Figure, what was published, its unit, and what went wrong."""
 
 
@@ -93,16 +67,13 @@ def beside(profile: Profile, host: Profile | None = None) -> pd.DataFrame:
         "time on CPU threads": cpu / 1e3,
     }
     right = _measured(profile, host)
-    rows = [
-        (figure, unit, published, summed.get(figure, math.nan), right.get(figure, math.nan), why)
-        for figure, published, unit, why in PUBLISHED
-    ]
-    columns = ["figure", "unit", "published", "summed", "measured", "what_went_wrong"]
-    return pd.DataFrame(rows, columns=columns)
+    table = pd.read_csv(PUBLISHED, keep_default_na=False)
+    table["summed"], table["measured"] = table["figure"].map(summed), table["figure"].map(right)
+    return table[["figure", "unit", "published", "summed", "measured", "what_went_wrong"]]
 
 
 def _measured(profile: Profile, host: Profile | None) -> dict[str, float]:
-    """The figures of :data:`PUBLISHED` by the recording, each value counted once."""
+    """The figures of ``experiment.csv`` by the recording, each value counted once."""
     idle = gpu_idleness(replace(profile, trace=true_trace(profile), _known={}))
     copies = copy_table(profile)
     total = float(profile.value_table("gpu_time_ms").sum())

@@ -124,7 +124,7 @@ def _rates(work: _Work) -> pd.DataFrame:
     table[sums] = table[sums].astype(float)
     alike = table.groupby(keys, as_index=False, sort=False, dropna=False)
     work.rate = dict(zip(rows.tolist(), alike.ngroup(), strict=True))
-    table = alike[sums].agg(lambda values: values.sum(skipna=False))
+    table = alike[sums].agg(lambda values: values.sum(skipna=False))  # type: ignore[misc]
     gpu, gpus = device_of(profile.meta), gpus_of(profile)
     table["mean_us"] = 1e3 * table["gpu_ms"] / table["calls"]
     table["call_gflop"] = table["flops"] / table["calls"] / 1e9

@@ -16,10 +16,11 @@ them; ``nvjet_tst`` is cuBLAS's for Hopper and later with letters for the operan
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import yaml
@@ -100,9 +101,8 @@ def _repeated(short: dict[str, str]) -> list[str]:
 
 
 def _cut(name: KernelName) -> KernelName:
-    detail = _shortened(name.detail, 40)
     short = _shortened(name.short.strip() or "unnamed kernel")
-    return KernelName(short, detail, name.precision, name.tensor_cores, name.is_product)
+    return replace(name, short=short, detail=_shortened(name.detail, 40))
 
 
 def _joined(words: Iterable[str | None], between: str = " ") -> str:
@@ -240,17 +240,14 @@ def _spoken(words: Iterable[str]) -> str:
 
 def _informative(text: str, most: int) -> list[str]:
     """The first identifiers of template arguments that say what is done."""
-    identifiers = []
-    for identifier in re.findall(r"[A-Za-z_]\w*", text):
-        bare = identifier.strip("_")
-        if bare in _WRAPPERS or bare in _TYPES or bare.startswith(("CUB_", "TensorList")):
-            continue
-        if not _words(bare) or bare in identifiers:
-            continue
-        identifiers.append(bare)
-        if len(identifiers) == most:
-            break
-    return identifiers
+    found = dict.fromkeys(name.strip("_") for name in re.findall(r"[A-Za-z_]\w*", text))
+    known = _WRAPPERS | _TYPES.keys()
+    telling = (
+        name
+        for name in found
+        if name not in known and not name.startswith(("CUB_", "TensorList")) and _words(name)
+    )
+    return list(itertools.islice(telling, most))
 
 
 def _function(text: str) -> KernelName:
@@ -373,12 +370,9 @@ def _copied(text: str) -> KernelName | None:
     match = _COPIED.match(text)
     if not match:
         return None
-    where = re.sub(r"[()]", "", match[2])
-    direction = where.split(" ")[0]
-    rest = where[len(direction) :].strip()
-    return KernelName(
-        f"{match[1].lower()} {WORDS['directions'].get(direction, direction)} {rest}".lower()
-    )
+    direction, _, rest = re.sub(r"[()]", "", match[2]).partition(" ")
+    direction = WORDS["directions"].get(direction, direction)
+    return KernelName(f"{match[1]} {direction} {rest.strip()}".lower())
 
 
 def _triton(text: str) -> KernelName | None:

@@ -103,8 +103,8 @@ def collective_kernels(profile: Profile) -> pd.DataFrame:
     trace = trace[chosen[trace["context"].to_numpy()]].sort_values("start_ns", kind="stable")
     table = trace.rename(columns={"profile": "stream"}).reset_index(drop=True)
     described = {context: _described(profile, context) for context in table["context"].unique()}
-    columns = ["kind", "what", "elements"]
-    table[columns] = pd.DataFrame(map(described.get, table["context"]), columns=columns)
+    rows_of = [described[context] for context in table["context"]]
+    table = table.join(pd.DataFrame(rows_of, columns=["kind", "what", "elements"]))
     given = profile.meta.get("collectives") or {}
     places = zip(*(given.get(name, []) for name in ("stream", "start_ns", "row")), strict=True)
     rows = {(stream, start): given["arguments"][row] for stream, start, row in places}

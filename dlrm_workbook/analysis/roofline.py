@@ -140,8 +140,8 @@ class Limits:
         return [row for row in self._list("gemm") if self._usable(row, wanted)]
 
     def _gemm_gflops(self, wanted: set[str]) -> list[float]:
-        rates = [row.get("gflops") for row in self._products(wanted)]
-        return [float(rate) for rate in rates if _positive(rate)]
+        rows = [row for row in self._products(wanted) if _positive(row.get("gflops"))]
+        return [float(row["gflops"]) for row in rows]
 
     def _peaks_gflops(self, wanted: set[str]) -> list[float]:
         peaks = self.ceilings.get("peak_gflops") or {}
@@ -311,8 +311,8 @@ def _one_update(table: pd.DataFrame) -> pd.DataFrame:
     table.loc[table["phase"].eq("update") & table["component"].ne("embedding"), PART[0]] = (
         "optimizer"
     )
-    is_text = table.dtypes.eq(object)
-    how = {name: "first" if is_text[name] else "sum" for name in table if name not in PART}
+    texts = {name: "first" for name in table if table[name].dtype == object}
+    how = {name: texts.get(name, "sum") for name in table if name not in PART}
     return table.groupby(PART, as_index=False, sort=False).agg(how)
 
 

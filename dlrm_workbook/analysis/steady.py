@@ -123,18 +123,13 @@ class SteadyState:
         extra = (after - self.usual_ms)[self.stragglers[self.first :]].sum()
         return float(extra / after.sum()) if after.sum() > 0 else 0.0
 
-    @property
-    def summary(self) -> str:
-        """The judgement in plain sentences, iterations numbered from 0."""
-        return self.in_words(range(len(self.times_ms)))
-
-    def in_words(self, numbers: Sequence[int]) -> str:
+    def in_words(self, numbers: Sequence[int] | None = None) -> str:
         """The judgement in plain sentences.
 
         Args:
-            numbers: what each iteration (n,) is called on the page.
+            numbers: what each iteration (n,) is called on the page; None: 0, 1, ...
         """
-        return " ".join(_sentences(self, numbers))
+        return " ".join(_sentences(self, numbers or range(len(self.times_ms))))
 
 
 def steady_state(times_ms: npt.ArrayLike) -> SteadyState:

@@ -202,6 +202,7 @@ def bottom_up(
         _level(0, -np.ones(len(largest), np.int64), largest, chain, exclusive[at], reached[at])
     ]
     offset, caller = len(largest), at
+    function = np.arange(len(largest))  # that each row of the table is of
     top = contexts["kind"].eq("root").to_numpy()
     for depth in range(1, callers + 1):
         over = parent[caller]
@@ -215,13 +216,15 @@ def bottom_up(
         level = _level(
             depth, pairs // len(first), pairs % len(first), number, exclusive[at], reached[at]
         )
-        whole = by_key[largest[_functions(levels, level["parent"].to_numpy())]]
+        of_level = function[level["parent"].to_numpy()]
+        whole = by_key[largest[of_level]]
         keep = np.abs(level["exclusive"].to_numpy()) >= smallest_share * np.abs(whole)
         renumbered = np.where(keep, offset + np.cumsum(keep) - 1, -1)
         chain = renumbered[number]
         going = chain >= 0
         at, chain, caller = at[going], chain[going], caller[going]
         levels.append(level[keep])
+        function = np.append(function, of_level[keep])
         offset += int(keep.sum())
     table = pd.concat(levels, ignore_index=True)
     table.insert(0, "id", np.arange(len(table)))
@@ -376,11 +379,3 @@ def _level(
             "inclusive": np.bincount(number, reached, len(key)),
         }
     )
-
-
-def _functions(levels: list[pd.DataFrame], rows: Ints) -> Ints:
-    """The depth-0 row that each of ``rows`` belongs to."""
-    parent = np.concatenate([level["parent"].to_numpy() for level in levels])
-    while (below := parent[rows] >= 0).any():
-        rows = np.where(below, parent[rows], rows)
-    return rows

@@ -100,8 +100,8 @@ def test_outliers_in_both_directions_are_named_apart() -> None:
     # the short one gives nothing back for the straggler
     usual = np.median(np.delete(times, [20, 39]))
     assert found.straggler_share == pytest.approx((840 - usual) / times.sum(), rel=0.01)
-    assert "Stragglers: 1 of 40 (20) took over" in found.summary
-    assert "Short iterations: 1 of 40 (39) took less than" in found.summary
+    assert "Stragglers: 1 of 40 (20) took over" in found.in_words()
+    assert "Short iterations: 1 of 40 (39) took less than" in found.in_words()
 
 
 def test_a_decaying_warm_up_does_not_reach_the_usual_time() -> None:
@@ -137,18 +137,18 @@ def test_drift_shift_and_two_levels_are_told_apart() -> None:
     noise = scattered(random, "normal", 100, 0.01)
     drifting = steady_state(noise * np.linspace(1, 1.03, 100))
     assert drifting.drift == pytest.approx(0.03, abs=0.01)
-    assert "drifts by +" in drifting.summary
+    assert "drifts by +" in drifting.in_words()
 
     shifted = noise.copy()
     shifted[70:] *= 1.2
     later = steady_state(shifted)
     assert (later.first, later.shift, later.drift) == (0, 70, None)
-    assert "From iteration 70 on" in later.summary and not later.outliers.any()
+    assert "From iteration 70 on" in later.in_words() and not later.outliers.any()
 
     twofold = noise * random.choice([1, 1.2], 100)
     both = steady_state(twofold)
     assert both.levels_ms == pytest.approx((40, 48), rel=0.02)
-    assert both.shift is None and "two times" in both.summary
+    assert both.shift is None and "two times" in both.in_words()
 
 
 def test_a_fast_beginning_is_not_steady_either() -> None:
@@ -157,7 +157,7 @@ def test_a_fast_beginning_is_not_steady_either() -> None:
     times[:20] *= 0.9
     found = steady_state(times)
     assert found.first == 20
-    assert "−10%" in found.summary
+    assert "−10%" in found.in_words()
 
 
 def test_the_summary_says_what_was_left_out_and_what_it_costs() -> None:
@@ -167,18 +167,18 @@ def test_the_summary_says_what_was_left_out_and_what_it_costs() -> None:
     assert found.first == 1 and np.flatnonzero(found.outliers).tolist() == [12]
     assert found.straggler_share == pytest.approx(20 / 210, rel=0.01)
     assert found.steady.sum() == 18
-    assert "iteration 0 is left out (100 ms against 10.1 ms" in found.summary
+    assert "iteration 0 is left out (100 ms against 10.1 ms" in found.in_words()
     assert found.mean_ms == pytest.approx(times[found.steady].mean())
-    assert "The mean of 18 steady iterations is 10.1 ms" in found.summary
-    assert "1 of 19 (12)" in found.summary and "cost 9.5% of the time" in found.summary
+    assert "The mean of 18 steady iterations is 10.1 ms" in found.in_words()
+    assert "1 of 19 (12)" in found.in_words() and "cost 9.5% of the time" in found.in_words()
 
 
 def test_equal_times_and_few_iterations() -> None:
     equal = steady_state([5.0] * 30)
     assert equal.first == 0 and equal.steady.all() and equal.levels_ms is None
-    assert "spread of 0.0%" in equal.summary
+    assert "spread of 0.0%" in equal.in_words()
     few = steady_state([100.0, 1.0, 1.0])
-    assert few.steady.all() and "too few" in few.summary
+    assert few.steady.all() and "too few" in few.in_words()
     assert np.isinf(few.threshold_ms)
     assert steady_state([1.0] * (LEAST_TO_JUDGE - 1) + [9.0]).outliers[-1]
 
@@ -219,7 +219,7 @@ def test_a_slow_step_in_every_third_is_no_tail() -> None:
         state = steady_state(times)
         assert (state.outliers == (times == 30.0)).all(), count
         assert state.first == 0 and state.usual_ms < 10.2
-        assert "too few to detect" not in state.summary
+        assert "too few to detect" not in state.in_words()
     # one speed, a warm-up, a change to another level, and no two groups
     for times in (
         [10, 11, 10, 12],
