@@ -25,6 +25,7 @@ from dlrm_workbook.trials.compare.analyse import (
     pair_of_times_ms,
     round_table,
 )
+from dlrm_workbook.trials.compare.comparison import Comparison
 from dlrm_workbook.trials.compare.measure import (
     TimedRun,
     run_in_turns,
@@ -164,6 +165,17 @@ def test_an_unfinished_round_does_not_count() -> None:
     runs = made_runs(3, 2.0)[:-1]
     table = round_table(runs)
     assert gain(table, "baseline", "change").confidence == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    ("rounds", "words"),
+    [(2, "2 rounds, of 6"), (6, "Times, shares and gains can be used as they stand: 6 rounds")],
+)
+def test_the_quality_of_rounds_is_a_sentence(tmp_path: Path, rounds: int, words: str) -> None:
+    compared = Comparison(tmp_path)
+    compared.runs = made_runs(rounds, 1.0)
+    compared._judge_runs()
+    assert compared.qualities["the rounds in turns"]["sentence"].startswith(words)
 
 
 def test_losses_are_compared_bit_for_bit() -> None:

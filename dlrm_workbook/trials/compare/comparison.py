@@ -365,8 +365,9 @@ class Comparison:
         rounds = len({run.round for run in self.runs})
         if rounds:
             level = "green" if rounds >= ROUNDS else "amber"
-            few = f"{GOOD_FOR[level]}: {counted(rounds, 'round')}, of {ROUNDS} that give 95%."
-            self.qualities["the rounds in turns"] = {"level": level, "sentence": few}
+            words = [GOOD_FOR[level], f"{counted(rounds, 'round')}, of {ROUNDS} that give 95%."]
+            sentence = ": ".join(filter(None, words))
+            self.qualities["the rounds in turns"] = {"level": level, "sentence": sentence}
         levels = list(GOOD_FOR)
         for outcome in self.outcomes:
             # rounds in turns are measured without the profiles, whose doubts are not theirs
