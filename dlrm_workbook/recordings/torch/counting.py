@@ -27,6 +27,7 @@ import numpy as np
 import torch
 
 from dlrm_workbook.recordings.torch.modules import has_compiled
+from dlrm_workbook.recordings.torch.places import user_frames
 from dlrm_workbook.recordings.torch.sampling import is_user_code
 
 LIMIT_S = 5.0
@@ -65,7 +66,6 @@ class LineCounter:
         self._held: list[Any] = []
         self._room = HELD_BYTES
         self._batch: dict[CodeType, None] = {}
-        self._user: dict[CodeType, bool] = {}
         self._frame: FrameType | None = None
         """The user's frame that runs, at :attr:`_line`: its own number has moved on already when
         a line ends."""
@@ -87,12 +87,10 @@ class LineCounter:
             self.missing = COMPILED
             return
         self._deadline = time.perf_counter() + LIMIT_S
-        while frame is not None:
-            if self._is_user(frame.f_code):
-                self._frame = self._frame or frame
-                frame.f_trace = self._local
-                self._frames.append(frame)
-            frame = frame.f_back
+        self._frames = list(user_frames(frame))
+        self._frame = next(iter(self._frames), None)
+        for user in self._frames:
+            user.f_trace = self._local
         try:
             self._first = self._sequence = torch.autograd._get_sequence_nr()
         except AttributeError:
@@ -144,7 +142,7 @@ class LineCounter:
     def _called(self, frame: FrameType, event: str, _: Any) -> Any:
         code = frame.f_code
         try:
-            if self._is_user(code):
+            if is_user_code(code.co_filename, code.co_qualname):
                 self._close()
                 self._frame, self._line = frame, code.co_firstlineno
                 frame.f_trace_lines = not self._is_hot(code)
@@ -157,8 +155,7 @@ class LineCounter:
                     return self._module_ends
             elif code.co_name in BACKWARD and "/torch/" in code.co_filename:
                 self._backward.setdefault(self._path())
-            if time.perf_counter() > self._deadline:
-                self._give_up()
+            self._is_late()
         except Exception as error:
             self._fail(error)
         return None
@@ -176,29 +173,34 @@ class LineCounter:
                 self._runs[frame.f_code, self._line, frame.f_lasti] += 1
                 self._counted[frame.f_code] += 1
                 frame.f_trace_lines = not self._is_hot(frame.f_code)
-                if time.perf_counter() > self._deadline:
-                    self._give_up()
+                if self._is_late():
                     return None
             elif event == "return":
                 self._close()
                 if self._module is None:
                     self._note_result(frame.f_code, value)
-                outer = frame.f_back
-                while outer is not None and not self._is_user(outer.f_code):
-                    outer = outer.f_back
+                outer = next(user_frames(frame.f_back), None)
                 self._frame, self._line = outer, outer.f_lineno or 0 if outer else 0
         except Exception as error:
             self._fail(error)
             return None
         return self._local
 
-    def _fail(self, error: Exception) -> None:
+    def _give_up(self, why: str) -> None:
         sys.settrace(None)
-        self.missing = f"counting failed: {type(error).__name__}: {error}"
+        self.missing = why
 
-    def _give_up(self) -> None:
-        sys.settrace(None)
-        self.missing = f"one iteration took longer than {LIMIT_S:.0f} s while lines were counted"
+    def _fail(self, error: Exception) -> None:
+        self._give_up(f"counting failed: {type(error).__name__}: {error}")
+
+    def _is_late(self) -> bool:
+        """Whether it takes too long; then nothing more is traced."""
+        late = time.perf_counter() > self._deadline
+        if late:
+            self._give_up(
+                f"one iteration took longer than {LIMIT_S:.0f} s while lines were counted"
+            )
+        return late
 
     def _close(self) -> None:
         """The nodes built since the last line ended are of the line that runs."""
@@ -212,20 +214,11 @@ class LineCounter:
     def _is_hot(self, code: CodeType) -> bool:
         return self._counted[code] >= MOST_LINES
 
-    def _is_user(self, code: CodeType) -> bool:
-        known = self._user.get(code)
-        if known is None:
-            known = self._user[code] = is_user_code(code.co_filename, code.co_qualname)
-        return known
-
     def _path(self) -> Path:
-        path, frame, line = [], self._frame, self._line
-        while frame is not None:
-            code = frame.f_code
-            if self._is_user(code):
-                path.append((code.co_filename, code.co_firstlineno, code.co_qualname, line))
-            frame = frame.f_back
-            line = (frame.f_lineno or 0) if frame is not None else 0
+        path: list[tuple[str, int, str, int]] = []
+        for frame in user_frames(self._frame):
+            code, line = frame.f_code, (frame.f_lineno or 0) if path else self._line
+            path.append((code.co_filename, code.co_firstlineno, code.co_qualname, line))
         return tuple(reversed(path))
 
     def _note_result(self, code: CodeType, value: Any) -> None:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
-import sysconfig
 import weakref
-from collections.abc import Callable
-from functools import cache
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
+
+from dlrm_workbook.recordings.torch.sampling import is_user_code
 
 MADE: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 """The place of the program at which an object of the classes of :func:`note_places` was made."""
@@ -38,25 +37,22 @@ def note_places(*classes: Any) -> None:
         one.__init__ = noting(one.__init__)
 
 
-@cache
-def _foreign() -> tuple[str, ...]:
-    """How the paths of code begin that is not the program's."""
-    packages = Path(__file__).resolve().parents[3]
-    ours = (str(packages / f"dlrm_{name}") for name in ("core", "kernels", "ranks", "workbook"))
-    libraries = (sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib"))
-    torch = str(Path(getattr(sys.modules.get("torch"), "__file__", None) or "/nowhere/_").parent)
-    return "<", *(place + os.sep for place in (*ours, *libraries, torch))
+def user_frames(frame: FrameType | None) -> Iterator[FrameType]:
+    """The frames of the program's own code, from a frame on outwards."""
+    while frame is not None:
+        if is_user_code(frame.f_code.co_filename, frame.f_code.co_qualname):
+            yield frame
+        frame = frame.f_back
 
 
 def user_frame(frame: FrameType | None = None) -> FrameType | None:
     """The innermost frame of the program's own code, from a frame or here; None for none."""
-    at: FrameType | None = frame or sys._getframe(1)
-    while at is not None:
-        file = at.f_code.co_filename
-        if not file.startswith(_foreign()) and f"{os.sep}site-packages{os.sep}" not in file:
-            return at
-        at = at.f_back
-    return None
+    return next(user_frames(frame or sys._getframe(1)), None)
+
+
+def line_of(code: CodeType, line: int | None) -> dict[str, Any]:
+    """``file``, ``line`` and ``function``, as recordings keep a line of the program."""
+    return {"file": code.co_filename, "line": line, "function": code.co_qualname}
 
 
 def place_of(frame: FrameType | None) -> str:

@@ -13,6 +13,7 @@ Needs Python alone: programs that are measured have what they have.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import linecache
 import os
@@ -55,6 +56,7 @@ _PACKAGES = sys.stdlib_module_names | {
 """Libraries, of which torch.profiler writes the paths without the folder that they lie in."""
 
 
+@functools.cache
 def is_user_code(file: str, function: str) -> bool:
     """Whether a function is the user's own: in no library, not Python's, not what measures it.
 

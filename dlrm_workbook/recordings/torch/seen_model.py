@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import sys
 import threading
 import time
 from collections.abc import Iterable
-from types import FrameType
 from typing import Any
 
 import torch
 from torch.nn.modules import module as torch_module
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from dlrm_workbook.recordings.torch.sampling import is_user_code
+from dlrm_workbook.recordings.torch.places import line_of, user_frame
 from dlrm_workbook.recordings.torch.seen_operators import SeenOperators, captures
 
 MOST_S = 0.2
@@ -138,12 +136,11 @@ class SeenModel:
             return
         flat, (rows, dim) = indices.detach().reshape(-1), module.weight.shape
         seen = self._tables[id(module.weight)] = {
+            **dict.fromkeys(("unique", "hottest", "hottest_row", "gradient", "optimizer")),
             "name": self._names.get(id(module), type(module).__name__),
             **{"rows": rows, "dim": dim, "bytes": module.weight.element_size(), "calls": 1},
-            **{"lookups": flat.numel(), "unique": None, "hottest": None, "hottest_row": None},
-            **{"bag": isinstance(module, torch.nn.EmbeddingBag)},
-            **{"gradient": None, "optimizer": None},
-            **_line(sys._getframe()),
+            **{"lookups": flat.numel(), "bag": isinstance(module, torch.nn.EmbeddingBag)},
+            **_line(),
         }
         if 0 < flat.numel() <= MOST_LOOKUPS:
             values, counts = torch.unique(flat, return_counts=True)
@@ -170,17 +167,15 @@ class SeenModel:
                 },
                 "tensors": len(parameters),
                 "elements": sum(parameter.numel() for parameter in parameters),
-                **_line(sys._getframe()),
+                **_line(),
             }
         except Exception:
             self._left_out += 1
 
 
-def _line(frame: FrameType | None) -> dict[str, Any]:
+def _line() -> dict[str, Any]:
     """``file``, ``line`` and ``function`` of the innermost frame of the program itself."""
-    while frame is not None and not is_user_code(frame.f_code.co_filename, frame.f_code.co_name):
-        frame = frame.f_back
+    frame = user_frame()
     if frame is None:
         return {"file": "", "line": 0, "function": ""}
-    code = frame.f_code
-    return {"file": code.co_filename, "line": frame.f_lineno, "function": code.co_qualname}
+    return line_of(frame.f_code, frame.f_lineno)

@@ -14,14 +14,14 @@ import sys
 import threading
 import time
 from collections.abc import Collection, Iterable, Iterator
-from types import CodeType, FrameType
+from types import CodeType
 from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
-from dlrm_workbook.recordings.torch.sampling import is_user_code
+from dlrm_workbook.recordings.torch.places import line_of, user_frames
 
 MOST_S = 0.4
 """Seconds of the thread after which nothing more is looked at; those of other work do not count."""
@@ -142,8 +142,7 @@ class SeenOperators(TorchDispatchMode):
         """Line to the numbers computed with each weight, of which half are those whose input
         learns too, and with any (under "")."""
         self._thread, self._spent_s, self._left_out = threading.get_ident(), 0.0, 0
-        self._user: dict[CodeType, bool] = {}
-        self._lines: dict[tuple[CodeType, int], list[int]] = {}
+        self._lines: dict[tuple[CodeType, int], tuple[int, ...]] = {}
         self._products: dict[tuple[CodeType, int, Any], dict[str, Any]] = {}
         self._runs = False
 
@@ -186,7 +185,7 @@ class SeenOperators(TorchDispatchMode):
         return {
             "operators": [
                 {
-                    **_place(*place),
+                    **line_of(*place),
                     **dict(zip(_COUNTS, counts, strict=True)),
                     "weights": (of := self._weighted.get(place, {})).get("", 0),
                     "untrained": sum(of.get(name, 0) for name in untrained),
@@ -194,7 +193,7 @@ class SeenOperators(TorchDispatchMode):
                 for place, counts in self._lines.items()
             ],
             "products": [
-                {**product, **_place(code, line)}
+                {**product, **line_of(code, line)}
                 for (code, line, _), product in self._products.items()
             ],
             "whole_tables": [
@@ -242,14 +241,11 @@ class SeenOperators(TorchDispatchMode):
         gradients = 0 if learns else elements
         counts = (1, int(small), elements, double, gradients, again * elements, moved, whole)
         for place in dict.fromkeys(places):
-            held = self._lines.get(place)
-            if held is None:
-                if len(self._lines) >= MOST_LINES:
-                    continue
-                held = self._lines[place] = [0] * len(_COUNTS)
+            if place not in self._lines and len(self._lines) >= MOST_LINES:
+                continue
             own = counts if place == places[0] else (0,) * len(counts)
-            for at, more in enumerate((*counts, *own)):
-                held[at] += more
+            before = self._lines.get(place, (0,) * len(_COUNTS))
+            self._lines[place] = tuple(map(sum, zip(before, (*counts, *own), strict=True)))
         named = [self._weights.get(_address(one)) for one in operands] if learns else []
         if weight := next(filter(None, named), ""):
             inputs = [one for one, weight_of in zip(operands, named, strict=True) if not weight_of]
@@ -309,25 +305,11 @@ class SeenOperators(TorchDispatchMode):
 
     def _places(self) -> list[tuple[CodeType, int]]:
         """(function, line) of the frames of the user's that run, innermost first."""
-        places: list[tuple[CodeType, int]] = []
-        frame: FrameType | None = sys._getframe(3)
-        while frame is not None:
-            code = frame.f_code
-            known = self._user.get(code)
-            if known is None:
-                known = self._user[code] = is_user_code(code.co_filename, code.co_name)
-            if known:
-                places.append((code, frame.f_lineno or 0))
-            frame = frame.f_back
-        return places
+        return [(one.f_code, one.f_lineno or 0) for one in user_frames(sys._getframe(3))]
 
 
 COUNTS = ("calls", "small", "elements", "double", "without_gradients", "again", "moved", "whole")
 _COUNTS = (*COUNTS, *(f"own_{name}" for name in COUNTS))
-
-
-def _place(code: CodeType, line: int) -> dict[str, Any]:
-    return {"file": code.co_filename, "line": line, "function": code.co_qualname}
 
 
 def captures() -> bool:

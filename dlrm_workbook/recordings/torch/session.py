@@ -38,9 +38,8 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -168,9 +167,9 @@ class Lengths:
         ]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Phase:
-    """Successive iterations in which the same is switched on.
+    """Successive iterations in which the same is switched on, and what was seen of them.
 
     Attributes:
         plain: nothing is; the system's counters are read after each, and laps are times.
@@ -178,6 +177,10 @@ class Phase:
         sampler: whether the Python stack is sampled.
         lines: whether the stacks of all threads are.
         counted: whether runs of lines are counted.
+        times_ms: how long each iteration that has ended took the host.
+        all_ms: how long all of them took, with the device's work done.
+        marks: when a mark was set between them, ns.
+        moments: those that divide each of them; its end is last.
     """
 
     name: str
@@ -187,6 +190,11 @@ class Phase:
     sampler: bool = False
     lines: bool = False
     counted: bool = False
+    times_ms: list[float] = field(default_factory=list)
+    all_ms: float = 0.0
+    marks: list[int] = field(default_factory=list)
+    moments: list[list[tuple[str, float]]] = field(default_factory=list)
+    stacks: StackSampler | None = None
 
 
 @dataclass(frozen=True)
@@ -258,36 +266,26 @@ class Session:
         self.on_gpu = self.device.type == "cuda"
         if self.on_gpu and not torch.cuda.is_available():
             raise InputError(f"cannot record on {self.device}: torch sees no GPU")
-        self._detail, self._phases = detail, lengths.phases(detail, ours)
+        self._detail = detail
+        self._phases = {phase.name: phase for phase in lengths.phases(detail, ours)}
         self.information = dict(information or {})
         self.ours, self._progress, self._doing = ours, progress, doing
         self.done = 0
         """Iterations that have ended."""
-        self._each: dict[str, list[float]] = {phase.name: [] for phase in self._phases}
-        """Host milliseconds of the iterations of each phase."""
-        self._all_ms = dict.fromkeys(self._each, 0.0)
-        """Milliseconds of each phase, with the device's work done."""
         self._phase: Phase | None = None
         self._began = self._ended = self._phase_began = self._read_before = 0.0
         self._events = 0
         """Recorded in the first iteration."""
         self._profiler: profile
         """The one that runs, or that ran last."""
-        self._samplers: dict[str, StackSampler] = {}
         self._cuts: dict[str, str] = {}
         """What is not measured since it would be too much, with the reason."""
-        self._line_sampler: StackSampler | None = None
         self._workers = WorkerSamples(self.folder)
         self._counter = LineCounter()
         self._sampled_ns: list[tuple[int, int]] = []
         """When each sampled iteration began and ended, ``perf_counter_ns``."""
         self._modules: ModuleRanges | None = None
         self._seen: SeenModel | None = None
-        self._marks: dict[str, list[int]] = {phase.name: [] for phase in self._phases}
-        self._moments: dict[str, list[list[tuple[str, float]]]] = {
-            phase.name: [] for phase in self._phases
-        }
-        """Moments that divide each iteration of a phase; its end is last."""
         self._no_laps: str | None = None
         """Why no laps are timed."""
         self._counted: bool | None = None
@@ -299,12 +297,7 @@ class Session:
     @property
     def total(self) -> int:
         """Iterations in all, as far as that is known."""
-        return sum(phase.iterations for phase in self._phases)
-
-    @property
-    def phase(self) -> str:
-        """The name of the phase to which the iteration that runs now belongs; "" after the last."""
-        return self._phase.name if self._phase is not None else ""
+        return sum(phase.iterations for phase in self._phases.values())
 
     @property
     def finished(self) -> bool:
@@ -324,19 +317,14 @@ class Session:
         if not self.ours:
             self._modules = ModuleRanges()
             self._start_laps(self._modules)
-            if self._modules.missing is None and self._phases[0].iterations > 0:
+            if self._modules.missing is None and self._phases[WARM_UP].iterations > 0:
                 self._seen = SeenModel(self._modules.roots)
                 self._seen.start()  # in the first iteration, which is not measured
         self._begin_phase()
         return self
 
     @soon()
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _kind: Any, error: BaseException | None, _traceback: Any) -> None:
         """Write the folder; after an error there is none.
 
         Raises:
@@ -350,9 +338,9 @@ class Session:
                     hooked.stop()
             if error is not None:
                 raise error  # through what is on the stack, which leaves no folder then
-            if not self._each[PROFILED] and not self._each[FIRST]:
+            if not self._recorded.times_ms:
                 # two more: those before the session begins, see inject.py
-                needed = 3 + sum(phase.iterations for phase in self._phases[:2])
+                needed = 3 + sum(self._phases[name].iterations for name in (WARM_UP, BEFORE))
                 raise InputError(
                     f"the training ended after {self.done} of {self.total} iterations to measure, "
                     f"before one was recorded; train at least {needed}, or lower "
@@ -367,10 +355,10 @@ class Session:
         Raises:
             InputError: saying how long both take.
         """
-        plain, cost_ms = self._each[BEFORE] + self._each[AFTER], self._counters.cost_ms()
-        if self.ours or not plain or cost_ms is None:
+        cost_ms = self._counters.cost_ms()
+        if self.ours or not self._plain_ms or cost_ms is None:
             return
-        usual_ms = statistics.median(plain)
+        usual_ms = statistics.median(self._plain_ms)
         if usual_ms < SHORTEST * cost_ms:
             raise InputError(
                 f"an iteration takes {usual_ms:.3f} ms, and reading the system's counters after it "
@@ -379,13 +367,13 @@ class Session:
 
     def step(self) -> None:
         """Say that an iteration has ended and the next one begins."""
-        if self._phase is None:
+        phase = self._phase
+        if phase is None:
             return
         self._ended = time.perf_counter()
         self._counter.stop()
-        times = self._each[self._phase.name]
-        times.append((self._ended - self._began) * 1e3)
-        if self._phase.lines:
+        phase.times_ms.append((self._ended - self._began) * 1e3)
+        if phase.lines:
             self._sampled_ns.append((round(self._began * 1e9), round(self._ended * 1e9)))
         self._mark()
         if self._seen is not None:
@@ -396,8 +384,7 @@ class Session:
         self.done += 1
         if self._progress is not None:
             self._progress(self.done, self.total)
-        if len(times) == self._phase.iterations:
-            phase = self._phase
+        if len(phase.times_ms) == phase.iterations:
             self._end_phase()
             if phase.name == FIRST:
                 self._fit()
@@ -409,22 +396,23 @@ class Session:
     @soon()
     def _begin_phase(self) -> None:
         """Begin the first phase that has iterations to come; none where all are done."""
-        left = (each for each in self._phases if len(self._each[each.name]) < each.iterations)
+        left = (each for each in self._phases.values() if len(each.times_ms) < each.iterations)
         self._phase = phase = next(left, None)
-        self._counted = False if phase is not None and phase.plain else None
-        self._doing(f"{phase.iterations} {DOING[phase.name]}" if phase is not None else WRITING)
-        if phase is not None and phase.profiler is not None:
-            self._start_profiler(phase)
-        plain, thread = self._each[BEFORE], threading.get_ident()
-        usual_s = statistics.median(plain) / 1e3 if plain else None
-        if phase is not None and phase.sampler:
-            self._samplers[phase.name] = StackSampler(thread, usual_s)
-            self._samplers[phase.name].start()
-        elif phase is not None and phase.lines:
-            if self._modules is not None:
-                self._modules.stop()
-            self._line_sampler = StackSampler(thread, usual_s, others=True)
-            self._line_sampler.start()
+        if phase is None:
+            self._doing(WRITING)
+            return
+        self._counted = False if phase.plain else None
+        self._doing(f"{phase.iterations} {DOING[phase.name]}")
+        if phase.profiler is not None:
+            self._start_profiler(phase.profiler)
+        if phase.lines and self._modules is not None:
+            self._modules.stop()
+        if phase.sampler or phase.lines:
+            plain = self._phases[BEFORE].times_ms
+            usual_s = statistics.median(plain) / 1e3 if plain else None
+            phase.stacks = StackSampler(threading.get_ident(), usual_s, others=phase.lines)
+            phase.stacks.start()
+        if phase.lines:
             self._workers.start()
         self._wait()
         self._read_before = sum(self._counters.cost_s)
@@ -432,92 +420,79 @@ class Session:
             self._counters.start()
         self._mark()
         self._phase_began = self._ended = self._began = time.perf_counter()
-        if phase is not None and phase.counted:
+        if phase.counted:
             self._counter.start(sys._getframe())
 
     @soon()
     def _end_phase(self) -> None:
         """Note how long a phase took, whole or cut short; end the profiler after its own."""
-        if self._phase is None:
+        phase = self._phase
+        if phase is None:
             return
         self._counter.stop()
         # No waiting in between: work that the GPU does while the host runs ahead
         # would otherwise be profiled as if it could not.
         self._wait()
-        phase = self._phase
-        whole = len(self._each[phase.name]) == phase.iterations
+        whole = len(phase.times_ms) == phase.iterations
         total_s = (time.perf_counter() if whole else self._ended) - self._phase_began
         if not self.on_gpu:  # a GPU computes while its host reads counters
             total_s -= sum(self._counters.cost_s) - self._read_before
-        self._all_ms[phase.name] = total_s * 1e3
-        if phase.sampler:
-            self._samplers[phase.name].stop()
-        if phase.lines and self._line_sampler is not None:
-            self._line_sampler.stop()
+        phase.all_ms = total_s * 1e3
+        if phase.stacks is not None:
+            phase.stacks.stop()
+        if phase.lines:
             self._workers.stop()
         if phase.profiler is not None:
             if self._modules is not None:
                 self._modules.ranges = False
             self._profiler.stop()
-            if self._each[phase.name]:
+            if phase.times_ms:
                 self._profiler.export_chrome_trace(str(self._part / TRACES[phase.name]))
             self._events = events_of(self._profiler) if phase.name == FIRST else self._events
-            if not self._averaged(phase.name):
+            if phase.name != (PROFILED if self.ours else DETAILS):  # has no averages
                 del self._profiler
                 gc.collect()  # results are circles of objects, and large
         self._phase = None
 
-    def _start_profiler(self, phase: Phase) -> None:
+    def _start_profiler(self, options: dict[str, Any]) -> None:
         self._threads = max(self._threads, threading.active_count())
-        if phase.name == PROFILED:
-            cost_ms = self._counters.cost_ms()
+        if self._phase is self._phases[PROFILED]:
+            cost_ms, plain = self._counters.cost_ms(), self._phases[BEFORE].times_ms
             # whether reading the counters would not show in iterations of such length
-            self._cheap = cost_ms is None or (
-                cost_ms <= MAX_COUNTING_SHARE * statistics.median(self._each[BEFORE])
+            self._cheap = cost_ms is None or cost_ms <= MAX_COUNTING_SHARE * statistics.median(
+                plain
             )
             self._counted = True if self._cheap else None
-        activities = [ProfilerActivity.CPU]
-        if self.on_gpu:
-            activities.append(ProfilerActivity.CUDA)
-        options: dict[str, Any] = {**(phase.profiler or {})}
-        self._profiler = profile(activities=activities, **options)
+        gpu = [ProfilerActivity.CUDA] if self.on_gpu else []
+        self._profiler = profile(activities=[ProfilerActivity.CPU, *gpu], **options)
         if self._modules is not None:
             self._modules.start()
             self._modules.ranges = True
         self._profiler.start()
 
-    def _averaged(self, phase: str) -> bool:
-        """Whether ``key_averages.json`` is of the iterations of a phase."""
-        return phase == (PROFILED if self.ours else DETAILS)
-
     def _fit(self) -> None:
         """Record no more than can be held and read, judged by the first recorded iteration."""
-        events, took_ms = self._events, self._each[FIRST][0]
-        plain, asked = self._each[BEFORE], {one.name: one.iterations for one in self._phases}
+        profiled, details = self._phases[PROFILED], self._phases[DETAILS]
+        events, took_ms = self._events, self._phases[FIRST].times_ms[0]
+        plain, asked = self._phases[BEFORE].times_ms, profiled.iterations
         limit = MOST_EVENTS // max(events, 1)
         if plain:
-            spent_ms = SLOWEST * asked[PROFILED] * statistics.median(plain) + SLOW_S * 1e3
+            spent_ms = SLOWEST * asked * statistics.median(plain) + SLOW_S * 1e3
             limit = min(limit, int(spent_ms / took_ms))
-        detailed = MOST_DETAILED // max(events, 1)
-        fitting = {
-            PROFILED: min(asked[PROFILED], limit),
-            DETAILS: min(asked[DETAILS], detailed, limit),
-        }
-        if fitting[PROFILED] < 2:
-            fitting[PROFILED] = 0  # what has been recorded is the recording
-        self._phases = [
-            replace(one, iterations=fitting.get(one.name, one.iterations)) for one in self._phases
-        ]
-        if fitting[PROFILED] < asked[PROFILED]:
+        fitting = min(asked, limit)
+        profiled.iterations = fitting if fitting > 1 else 0  # else the first is the recording
+        if profiled.iterations < asked:
             size = f"An iteration runs {events:,} operators and ranges and takes {took_ms:,.0f} ms"
-            recorded = max(fitting[PROFILED], 1)
+            recorded = max(fitting, 1)
             said = (
-                f"{size} under the profiler, so {recorded} of {asked[PROFILED]} iterations "
+                f"{size} under the profiler, so {recorded} of {asked} iterations "
                 f"{'is' if recorded == 1 else 'are'} recorded: times of parts scatter more."
             )
             self.information["notices"] = [*self.information.get("notices", []), said]
             print(f"dlrm: {said}", file=sys.stderr, flush=True)
-        if asked[DETAILS] and not fitting[DETAILS]:
+        wanted = details.iterations
+        details.iterations = min(wanted, MOST_DETAILED // max(events, 1), limit)
+        if wanted and not details.iterations:
             why = (
                 f"an iteration runs {events:,} operators and ranges, and their shapes and memory "
                 f"are recorded up to {MOST_DETAILED:,}"
@@ -527,7 +502,7 @@ class Session:
     def _mark(self) -> None:
         phase = self._phase
         if phase is not None and phase.profiler is not None and not self.ours:
-            self._marks[phase.name].append(time.perf_counter_ns())
+            phase.marks.append(time.perf_counter_ns())
             with record_function(STEP_MARK):
                 pass
 
@@ -543,7 +518,7 @@ class Session:
             self._no_laps = "on a GPU the time of a part is that of its kernels"
         elif modules.missing is not None:
             self._no_laps = modules.missing
-        elif self._phases[0].iterations < 1:
+        elif self._phases[WARM_UP].iterations < 1:
             self._no_laps = "no iteration warmed up, from which their cost would be known"
         else:
             modules.timed = True
@@ -558,7 +533,7 @@ class Session:
             return
         calls, moments = self._modules.calls, self._modules.take()
         if phase.name == WARM_UP:
-            cost_ms, took_ms = calls * self._lap_cost_ms, self._each[WARM_UP][-1]
+            cost_ms, took_ms = calls * self._lap_cost_ms, phase.times_ms[-1]
             if cost_ms > MAX_COUNTING_SHARE * took_ms:
                 self._modules.stop()
                 self._modules.timed = False
@@ -567,66 +542,67 @@ class Session:
                     f"{MAX_COUNTING_SHARE:.1%} of an iteration"
                 )
             return
-        name = BEFORE if phase.plain else phase.name
-        self._moments[name].append([("begins", self._began), *moments, ("ends", self._ended)])
+        divided = self._phases[BEFORE] if phase.plain else phase
+        divided.moments.append([("begins", self._began), *moments, ("ends", self._ended)])
 
     def _laps_document(self) -> dict[str, Any] | None:
         """Laps with the profiler and without, of iterations that are divided as most are.
 
         An iteration that is divided otherwise is null.
         """
+        phases = {"profiled": self._recorded, "unprofiled": self._phases[BEFORE]}
         divided = {
-            phase: [(tuple(what for what, _ in one), [at for _, at in one]) for one in iterations]
-            for phase, iterations in self._moments.items()
-            if phase in (BEFORE, self._recorded)
+            name: [tuple(zip(*moments, strict=True)) for moments in phase.moments]
+            for name, phase in phases.items()
         }
         orders = Counter(order for iterations in divided.values() for order, _ in iterations)
         if not orders or self._no_laps is not None:
             return None
         usual = orders.most_common(1)[0][0]
         laps = {
-            phase: [
+            name: [
                 (np.diff(at) * 1e3).round(6).tolist() if order == usual else None
                 for order, at in iterations
             ]
-            for phase, iterations in divided.items()
+            for name, iterations in divided.items()
         }
-        return {
-            "between": list(usual[1:-1]),
-            "profiled": laps[self._recorded],
-            "unprofiled": laps[BEFORE],
-        }
+        return {"between": list(usual[1:-1]), **laps}
 
     # ---- what is left -----------------------------------------------------------------
 
     @property
-    def _recorded(self) -> str:
+    def _recorded(self) -> Phase:
         """The phase whose trace the recording is."""
-        return PROFILED if self._each[PROFILED] else FIRST
+        return self._phases[PROFILED if self._phases[PROFILED].times_ms else FIRST]
+
+    @property
+    def _plain_ms(self) -> list[float]:
+        """Times of the iterations without the profiler."""
+        return self._phases[BEFORE].times_ms + self._phases[AFTER].times_ms
 
     def _write(self) -> None:
-        part, averages = self._part, []
-        if self.ours or self._each[DETAILS]:
+        averages, details, recorded = [], self._phases[DETAILS], self._recorded
+        if self.ours or details.times_ms:
             averages = key_averages(self._profiler)
-        elif any(phase.iterations for phase in self._phases if phase.name == DETAILS):
+        elif details.iterations:
             why = "the program ended before the iterations that record shapes and memory"
             self._cuts = dict.fromkeys(("shapes", "allocated_bytes", "flops"), why)
         documents = {
             "key_averages": {"format_version": RECORDING_VERSION, "rows": averages},
             "recording": self._head(averages),
         }
-        if self._recorded in self._samplers:
-            documents["python"] = self._samplers[self._recorded].document() | {
-                "marks": self._marks[self._recorded],
-                "iteration_ms": self._each[self._recorded],
+        if recorded.stacks is not None:
+            documents["python"] = recorded.stacks.document() | {
+                "marks": recorded.marks,
+                "iteration_ms": recorded.times_ms,
             }
-        if self._line_sampler is not None and self._sampled_ns:
-            documents["lines"] = self._lines_document(self._line_sampler)
+        sampler = self._phases[SAMPLED].stacks
+        if sampler is not None and self._sampled_ns:
+            documents["lines"] = self._lines_document(sampler)
         for name, document in documents.items():
             indent = None if name in ("python", "lines") else 1
-            write_text(
-                part / f"{name}.json", json.dumps(document, indent=indent, default=str) + "\n"
-            )
+            text = json.dumps(document, indent=indent, default=str) + "\n"
+            write_text(self._part / f"{name}.json", text)
 
     def _lines_document(self, sampler: StackSampler) -> dict[str, Any]:
         """What tells the user's lines: samples of all threads, counts and source text."""
@@ -635,16 +611,15 @@ class Session:
         return document | {
             "iterations": self._sampled_ns,
             "counted": self._counter.document()
-            if self._each[COUNTED]
+            if self._phases[COUNTED].times_ms
             else {"missing": "the program ended before an iteration whose lines are counted"},
             "sources": [*own, *document["sources"]],
         }
 
     def _head(self, averages: list[dict[str, Any]]) -> dict[str, Any]:
-        information, measured = self.information, self._each[self._recorded]
-        plain = self._each[BEFORE] + self._each[AFTER]
-        plain_all = self._all_ms[BEFORE] + self._all_ms[AFTER]
-        options = asdict(self._detail) | {"warmup": self._phases[0].iterations}
+        information, recorded, plain = self.information, self._recorded, self._plain_ms
+        plain_all = self._phases[BEFORE].all_ms + self._phases[AFTER].all_ms
+        options = asdict(self._detail) | {"warmup": self._phases[WARM_UP].iterations}
         del options["ceilings"]
         missing = self._not_measured(averages)
         if self._threads > 1:
@@ -673,22 +648,18 @@ class Session:
             "passes": [
                 *information.get("passes", []),
                 {
-                    "name": RECORDED_PASS,
-                    "iterations": len(measured),
-                    "ms_per_iteration": self._all_ms[self._recorded] / len(measured),
+                    **self._pass_of(RECORDED_PASS, recorded),
                     "unprofiled_ms_per_iteration": plain_all / len(plain) if plain else None,
-                    # Medians: one disturbed iteration must not pass for the profiler's cost.
-                    "dilation": (
-                        statistics.median(measured) / statistics.median(plain) if plain else None
-                    ),
                     "command": information.get("command", ""),
                 },
-                *self._sampled_pass(plain),
             ],
-            "iteration_ms": measured,
+            "iteration_ms": recorded.times_ms,
             "unprofiled_iteration_ms": plain,
             "not_measured": {**missing, **information.get("not_measured", {})},
         }
+        if self._phases[SAMPLED].times_ms:  # in which nothing but the stack was sampled
+            sampled = self._pass_of("Python stack sampled", self._phases[SAMPLED])
+            head["passes"].append(sampled)
         if laps := self._laps_document():
             head["laps_ms"] = laps
         if self._seen is not None:
@@ -724,19 +695,16 @@ class Session:
                 why = f"measuring them failed: {type(error).__name__}: {error}"
         return {}, {"ceilings": why}
 
-    def _sampled_pass(self, plain: list[float]) -> list[dict[str, Any]]:
-        """What the iterations cost in which nothing but the stack was sampled."""
-        times = self._each[SAMPLED]
-        if not times:
-            return []
-        return [
-            {
-                "name": "Python stack sampled",
-                "iterations": len(times),
-                "ms_per_iteration": self._all_ms[SAMPLED] / len(times),
-                "dilation": statistics.median(times) / statistics.median(plain) if plain else None,
-            }
-        ]
+    def _pass_of(self, name: str, phase: Phase) -> dict[str, Any]:
+        """What the iterations of a phase cost."""
+        times, plain = phase.times_ms, self._plain_ms
+        return {
+            "name": name,
+            "iterations": len(times),
+            "ms_per_iteration": phase.all_ms / len(times),
+            # Medians: one disturbed iteration must not pass for the profiler's cost.
+            "dilation": statistics.median(times) / statistics.median(plain) if plain else None,
+        }
 
     def _not_measured(self, averages: list[dict[str, Any]]) -> dict[str, str]:
         """What this recording cannot tell, name to reason."""
@@ -768,7 +736,7 @@ class Session:
         missing |= self._cuts
         if "flops" not in missing and not any(row["flops"] for row in averages):
             missing["flops"] = "torch counted no floating point operations in this run"
-        if not self._each[BEFORE] + self._each[AFTER]:
+        if not self._plain_ms:
             missing["dilation"] = "no iterations were timed without the profiler"
         return missing
 
@@ -912,13 +880,9 @@ class record:
         self._budget_s = trials
         self._trials: Trials | None = None
         self._folder = Path(folder).absolute()
-        if iterations < 1 or warmup < 0:
-            raise InputError(
-                f"record needs iterations >= 1 and warmup >= 0, not {iterations} and {warmup}"
-            )
+        self._lengths = Lengths(iterations, warmup, unprofiled=iterations, sampled=iterations)
         if self._folder.exists():
             raise InputError(f"{self._folder} exists already; record never writes over a folder")
-        self._lengths = Lengths(iterations, warmup, unprofiled=iterations, sampled=iterations)
         self._detail = Detail(with_stack, record_shapes, profile_memory, ceilings)
         self._session: Session | None = None
         self._over = False
@@ -953,43 +917,28 @@ class record:
             return
         self._session.step()
         if self._session.finished:
-            self._over = True
-            self._end(self._session, None, None, None)
+            self._end(self._session, None)
             if self._budget_s and self._session.folder.is_dir():
                 from dlrm_workbook.recordings.torch.trials import Trials
 
                 self._trials = Trials(self._session.folder, self._budget_s, may_end=False)
                 self._trials.step()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _kind: Any, error: BaseException | None, _traceback: Any) -> None:
         """Write what was recorded of a loop that ended early; it is never ended by us."""
         if self._trials is not None:
             self._trials.close("the loop ended")
-        if self._over:
-            return
-        self._over = True
-        if self._session is None:
-            if error is None:
-                warnings.warn(
-                    "record: nothing was recorded, since step() was never called", stacklevel=2
-                )
-            return
-        self._end(self._session, kind, error, traceback)
+        if self._session is not None and not self._over:
+            self._end(self._session, error)
+        elif self._session is None and error is None:
+            warnings.warn(
+                "record: nothing was recorded, since step() was never called", stacklevel=2
+            )
 
-    @staticmethod
-    def _end(
-        session: Session,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def _end(self, session: Session, error: BaseException | None) -> None:
+        self._over = True
         try:
-            session.__exit__(kind, error, traceback)
+            session.__exit__(None, error, None)
         except InputError as refusal:
             if refusal is error:
                 raise

@@ -45,31 +45,25 @@ import numpy as np
 import pandas as pd
 
 from dlrm_workbook.ground.arrays import Bools, Floats, Ints, Names
-from dlrm_workbook.recordings.profile import inclusive_from_exclusive
+from dlrm_workbook.recordings.profile import inclusive_from_exclusive, nearest
 
 ElementType = tuple[str, int]
 """Name of a type and bytes of an element."""
 
-TYPES: dict[str, ElementType] = {
-    "float": ("fp32", 4),
-    "double": ("fp64", 8),
-    "c10::Half": ("fp16", 2),
-    "c10::BFloat16": ("bf16", 2),
-    "c10::Float8_e4m3fn": ("fp8", 1),
-    "c10::Float8_e5m2": ("fp8", 1),
-    "signed char": ("int8", 1),
-    "unsigned char": ("uint8", 1),
-    "short": ("int16", 2),
-    "short int": ("int16", 2),
-    "long int": ("int64", 8),
-    "long": ("int64", 8),
-    "int": ("int32", 4),
-    "bool": ("bool", 1),
+_NAMES_OF_TYPES: dict[ElementType, str] = {
+    ("fp32", 4): "float, Float",
+    ("fp64", 8): "double, Double",
+    ("fp16", 2): "c10::Half, Half",
+    ("bf16", 2): "c10::BFloat16, BFloat16",
+    ("fp8", 1): "c10::Float8_e4m3fn, c10::Float8_e5m2, c10::Float8_e4m3fnuz, c10::Float8_e5m2fnuz",
+    ("int8", 1): "signed char",
+    ("uint8", 1): "unsigned char",
+    ("int16", 2): "short, short int",
+    ("int32", 4): "int",
+    ("int64", 8): "long, long int",
+    ("bool", 1): "bool",
 }
-TYPES |= {
-    **{f"c10::Float8_{kind}": ("fp8", 1) for kind in ("e4m3fnuz", "e5m2fnuz")},
-    **{"Float": ("fp32", 4), "Double": ("fp64", 8), "Half": ("fp16", 2), "BFloat16": ("bf16", 2)},
-}
+TYPES = {name: kind for kind, names in _NAMES_OF_TYPES.items() for name in names.split(", ")}
 """Types of tensors as a trace writes them: to the name of their precision, and bytes."""
 
 ELEMENT_BYTES = dict(TYPES.values()) | {"tf32": 4}
@@ -131,6 +125,10 @@ class Call:
         """Type of a tensor; None for what is no tensor or has none."""
         return TYPES.get(self.types[place]) if place < len(self.types) else None
 
+    def size(self, place: int) -> int:
+        """Elements of a tensor."""
+        return math.prod(self.shapes[place])
+
     def stored(self, place: int) -> int:
         """Elements of a tensor in memory: along an expanded dimension there is one."""
         shape = self.shapes[place]
@@ -158,6 +156,10 @@ class Call:
 Formula = Callable[[Call], Amounts | None]
 
 
+def _every(prefix: str, names: str, formula: Formula) -> dict[str, Formula]:
+    return {prefix + name: formula for name in names.split()}
+
+
 # ---- products, convolutions, attention, lookups -----------------------------------------
 
 
@@ -181,15 +183,13 @@ def _product(a: Shape, b: Shape, first: int, added: Shape | None = None) -> Amou
 
 
 def _embedding_bag(call: Call) -> Amounts | None:
-    shapes = call.shapes
-    table, indices, offsets = shapes[0], shapes[1], shapes[2]
+    table, indices, offsets, *others = call.shapes
     if len(table) != 2 or len(indices) != 1 or len(offsets) != 1:
         return None
     width, rows, bags = table[1], indices[0], offsets[0]
-    weights = shapes[6][0] if len(shapes) > 6 and len(shapes[6]) == 1 else 0
-    return (2.0 if weights else 1.0) * rows * width, [
-        *((0, rows * width), (1, rows), (2, bags), (0, bags * width), (0, weights)),
-    ]
+    weights = others[3][0] if len(others) > 3 and len(others[3]) == 1 else 0
+    moved = [(0, rows * width), (1, rows), (2, bags), (0, bags * width), (0, weights)]
+    return (2.0 if weights else 1.0) * rows * width, [*moved]
 
 
 def _rows_gradient(call: Call, indices: int, rows: int) -> Amounts | None:
@@ -199,7 +199,7 @@ def _rows_gradient(call: Call, indices: int, rows: int) -> Amounts | None:
         indices: place of the indices.
         rows: place of the number of rows of the table.
     """
-    count, height = math.prod(call.shapes[indices]), call.value(rows)
+    count, height = call.size(indices), call.value(rows)
     if type(height) is not int or height < 1 or not call.shapes[0]:
         return None
     width = call.shapes[0][-1]
@@ -219,15 +219,13 @@ def _sparse_added(call: Call) -> Amounts | None:
 
 def _linear(call: Call) -> Amounts | None:
     """(..., k) by the transpose of (n, k)."""
-    shapes = call.shapes
-    a, weight = shapes[0], shapes[1]
+    a, weight, *others = call.shapes
     if len(a) < 1 or len(weight) != 2:
         return None
-    rows = [math.prod(a[:-1]), a[-1]]
-    biased = shapes[2] if len(shapes) > 2 and shapes[2] else None
-    amounts = _product(rows, weight[::-1], 0, biased)
-    if amounts and biased:
-        amounts[1][-1] = (2, math.prod(biased))
+    bias = others[0] if others and others[0] else None
+    amounts = _product([math.prod(a[:-1]), a[-1]], weight[::-1], 0, bias)
+    if amounts and bias:
+        amounts[1][-1] = (2, math.prod(bias))
     return amounts
 
 
@@ -277,7 +275,7 @@ def _convolution(
         operations = _filtered(given if turned else output, weight)
         if operations is None:
             return None
-        return operations, [(0, call.stored(0)), (1, math.prod(weight)), (0, math.prod(output))]
+        return operations, [(0, call.stored(0)), (1, call.size(1)), (0, math.prod(output))]
 
     return formula
 
@@ -291,13 +289,10 @@ def _convolution_backward(call: Call) -> Amounts | None:
     operations = _filtered(given if transposed else gradient, weight)
     if operations is None:
         return None
-    into, weights = bool(mask[0]), bool(mask[1])
-    moved: list[tuple[int | ElementType, int]] = [(0, call.stored(0))]
-    if into:
-        moved += [(2, math.prod(weight)), (1, math.prod(given))]
-    if weights:
-        moved += [(1, math.prod(given)), (2, math.prod(weight))]
-    return (into + weights) * operations, moved
+    # each of the two gradients reads the other operand and is as large as its own
+    wanted = bool(mask[0]) + bool(mask[1])
+    moved = wanted * [(2, call.size(2)), (1, call.size(1))]
+    return wanted * operations, [(0, call.stored(0)), *moved]
 
 
 def _cudnn_backward_input(call: Call) -> Amounts | None:
@@ -306,7 +301,7 @@ def _cudnn_backward_input(call: Call) -> Amounts | None:
     given = call.above[0] if call.above else []
     if operations is None or len(given) != len(call.shapes[2]):
         return None
-    return operations, [(1, call.stored(1)), (2, math.prod(call.shapes[2])), (1, math.prod(given))]
+    return operations, [(1, call.stored(1)), (2, call.size(2)), (1, math.prod(given))]
 
 
 def _cudnn_backward_weight(call: Call) -> Amounts | None:
@@ -327,7 +322,7 @@ def _grouped(call: Call) -> Amounts | None:
         return None
     result = a[0] * b[2]
     wide = TYPES["c10::BFloat16"] if (call.kind(0) or ("", 0))[1] == 1 else 0
-    return 2.0 * result * a[1], [(0, math.prod(a)), (1, math.prod(b)), (wide, result)]
+    return 2.0 * result * a[1], [(0, call.size(0)), (1, call.size(1)), (wide, result)]
 
 
 def _scaled(call: Call) -> Amounts | None:
@@ -411,32 +406,28 @@ ATTENTION: dict[str, Formula] = {
     "aiter::_flash_attn_forward": _attention(5, False),
     "aiter::mha_fwd": _attention(5, False),
 }
+_BAGS = "_embedding_bag _embedding_bag_forward_only embedding_bag"
 PRODUCTS: dict[str, Formula] = {
-    "aten::mm": lambda c: _product(c.shapes[0], c.shapes[1], 0),
-    "aten::bmm": lambda c: _product(c.shapes[0], c.shapes[1], 0),
+    **_every("aten::", "mm bmm _int_mm", lambda c: _product(c.shapes[0], c.shapes[1], 0)),
+    **_every(
+        "aten::",
+        "addmm addmm_ _addmm_activation _addmm_activation_ baddbmm baddbmm_",
+        lambda c: _product(c.shapes[1], c.shapes[2], 1, c.shapes[0]),
+    ),
     "aten::mv": lambda c: _vector(c.shapes[0], c.shapes[1], 0),
+    **_every("aten::", "addmv addmv_", lambda c: _vector(*c.shapes[1:3], 1, c.shapes[0])),
     "aten::linear": _linear,
-    "aten::_embedding_bag": _embedding_bag,
-    "aten::_embedding_bag_forward_only": _embedding_bag,
-    "aten::embedding_bag": _embedding_bag,
+    **_every("aten::", _BAGS, _embedding_bag),
     "aten::embedding_dense_backward": lambda c: _rows_gradient(c, 1, 2),
     "aten::_embedding_bag_dense_backward": lambda c: _rows_gradient(c, 1, 5),
-    "aten::_int_mm": lambda c: _product(c.shapes[0], c.shapes[1], 0),
     "aten::_scaled_mm": _scaled,
-    **dict.fromkeys(("aten::_grouped_mm", "aten::_scaled_grouped_mm"), _grouped),
+    **_every("aten::", "_grouped_mm _scaled_grouped_mm", _grouped),
     **CONVOLUTIONS,
     **ATTENTION,
     "aten::convolution_backward": _convolution_backward,
     "aten::cudnn_convolution_backward_input": _cudnn_backward_input,
     "aten::cudnn_convolution_backward_weight": _cudnn_backward_weight,
 }
-_ADDING: dict[str, Formula] = {
-    "aten::addmm": lambda c: _product(c.shapes[1], c.shapes[2], 1, c.shapes[0]),
-    "aten::_addmm_activation": lambda c: _product(c.shapes[1], c.shapes[2], 1, c.shapes[0]),
-    "aten::baddbmm": lambda c: _product(c.shapes[1], c.shapes[2], 1, c.shapes[0]),
-    "aten::addmv": lambda c: _vector(c.shapes[1], c.shapes[2], 1, c.shapes[0]),
-}
-PRODUCTS |= _ADDING | {f"{name}_": formula for name, formula in _ADDING.items()}
 """Operators of which operations are counted. Of nested ones the innermost counts."""
 
 
@@ -472,7 +463,7 @@ def _elementwise(count: int, integers: bool = False, result: str = "") -> Formul
     Args:
         integers: whether integers give integers, if no operand is a Python number.
         result: the type of the result, ``first`` for that of the first operand, "" for what
-            promotion makes of the operands'.
+            promotion makes of the operands'; ``in place`` where the first operand is the result.
     """
 
     def formula(call: Call) -> Amounts | None:
@@ -481,8 +472,10 @@ def _elementwise(count: int, integers: bool = False, result: str = "") -> Formul
         if not operands or any(call.shapes[i] and not call.kind(i) for i in places):
             return None
         shape = _broadcast([call.shapes[i] for i in operands])
-        if shape is None:
-            return None
+        read = [(i, call.stored(i)) for i in operands]
+        if result == "in place":
+            fits = operands[0] == 0 and shape == call.shapes[0]
+            return (0.0, [*read, read[0]]) if fits else None
         keeps = integers and len(operands) == count
         kind: int | ElementType | None = TYPES.get(result) or (
             operands[0] if result == "first" else _promoted(call, operands, keeps)
@@ -490,24 +483,9 @@ def _elementwise(count: int, integers: bool = False, result: str = "") -> Formul
         for place in range(count, len(call.shapes)):
             if call.kind(place) and call.shapes[place] == shape:
                 kind = place
-        if kind is None:
+        if kind is None or shape is None:
             return None
-        return 0.0, [*((i, call.stored(i)) for i in operands), (kind, math.prod(shape))]
-
-    return formula
-
-
-def _in_place(count: int) -> Formula:
-    """As :func:`_elementwise`, but the result is the first operand."""
-
-    def formula(call: Call) -> Amounts | None:
-        places = range(min(count, len(call.shapes)))
-        operands = [i for i in places if call.kind(i)]
-        if operands[:1] != [0] or any(call.shapes[i] and not call.kind(i) for i in places):
-            return None
-        if _broadcast([call.shapes[i] for i in operands]) != call.shapes[0]:
-            return None
-        return 0.0, [*((i, call.stored(i)) for i in operands), (0, call.stored(0))]
+        return 0.0, [*read, (kind, math.prod(shape))]
 
     return formula
 
@@ -533,14 +511,21 @@ def _joined(call: Call) -> Amounts | None:
     return 0.0, [(kind, read), (kind, read)]
 
 
-def _moved(*places: int, written: int | None = None) -> Formula:
-    """Reads the inputs at ``places`` and writes as much as the input ``written`` has."""
+def _moved(*places: int, written: int | None = None, also: str = "") -> Formula:
+    """Reads the inputs at ``places`` and writes as much as the input ``written`` has.
+
+    Args:
+        also: the type of a second result of that size.
+    """
 
     def formula(call: Call) -> Amounts | None:
         # what is optional may be missing, the first may not
         there = [i for i in places if i < len(call.shapes) and (i == places[0] or call.kind(i))]
-        result = [] if written is None else [(written, math.prod(call.shapes[written]))]
-        return 0.0, [*((i, call.stored(i)) for i in there), *result]
+        moved: list[tuple[int | ElementType, int]] = [(i, call.stored(i)) for i in there]
+        if written is not None:
+            kinds: list[int | ElementType] = [written, *([TYPES[also]] if also else [])]
+            moved += [(kind, call.size(written)) for kind in kinds]
+        return 0.0, moved
 
     return formula
 
@@ -551,12 +536,12 @@ def _softmax(call: Call) -> Amounts | None:
     if kind is None or (kind[1] == 2 and not isinstance(wide, bool)):
         return None
     result: int | ElementType = TYPES["float"] if kind[1] == 2 and wide else 0
-    return 0.0, [(0, call.stored(0)), (result, math.prod(call.shapes[0]))]
+    return 0.0, [(0, call.stored(0)), (result, call.size(0))]
 
 
 def _layer_norm(call: Call) -> Amounts | None:
     """``native_layer_norm(input, sizes, weight, bias, eps)`` with a mean and deviation a row."""
-    count, weight = math.prod(call.shapes[0]), math.prod(call.shapes[2])
+    count, weight = call.size(0), call.size(2)
     rows = count // weight if call.kind(2) and weight else 0
     parameters = [(i, call.stored(i)) for i in (2, 3) if call.kind(i)]
     return 0.0, [(0, call.stored(0)), *parameters, (0, count), (TYPES["float"], 2 * rows)]
@@ -566,30 +551,21 @@ def _layer_norm_backward(call: Call) -> Amounts | None:
     """``native_layer_norm_backward(gradient, input, sizes, mean, deviation, weight, bias)``."""
     parameters = [(i, call.stored(i)) for i in (5, 6) if call.kind(i)]
     given = [(i, call.stored(i)) for i in (0, 1, 3, 4)]
-    return 0.0, [*given, *parameters[:1], (1, math.prod(call.shapes[1])), *parameters]
+    return 0.0, [*given, *parameters[:1], (1, call.size(1)), *parameters]
 
 
 def _selected(call: Call) -> Amounts | None:
     """``index_select(input, dim, index)``."""
-    given, axis, index = call.shapes[0], call.value(1), call.shapes[2]
+    given, axis = call.shapes[0], call.value(1)
     axis = 0 if len(given) == 1 else axis
     if type(axis) is not int or not -len(given) <= axis < len(given) or not given[axis]:
         return None
-    rows = math.prod(given) // given[axis] * math.prod(index)
-    return 0.0, [(2, math.prod(index)), (0, rows), (0, rows)]
+    return _asked_for(call, 2, call.size(0) // given[axis] * call.size(2))
 
 
-def _embedded(call: Call) -> Amounts | None:
-    """``embedding(table, indices)``: a row of the table for each index."""
-    count = math.prod(call.shapes[1])
-    values = count * math.prod(call.shapes[0][1:])
-    return 0.0, [(1, count), (0, values), (0, values)]
-
-
-def _gathered(call: Call) -> Amounts | None:
-    """``gather(input, dim, index)``."""
-    count = math.prod(call.shapes[2])
-    return 0.0, [(2, count), (0, count), (0, count)]
+def _asked_for(call: Call, index: int, values: int) -> Amounts:
+    """Reads indices, and the values of the first input that they ask for, which are written."""
+    return 0.0, [(index, call.size(index)), (0, values), (0, values)]
 
 
 def _indexed(call: Call) -> Amounts | None:
@@ -600,23 +576,8 @@ def _indexed(call: Call) -> Amounts | None:
 
 def _index_added(call: Call) -> Amounts | None:
     """``index_add_(input, dim, index, source)``."""
-    count = math.prod(call.shapes[3])
-    return 0.0, [(2, math.prod(call.shapes[2])), (3, count), (0, count), (0, count)]
-
-
-def _sorted(call: Call) -> Amounts | None:
-    """``sort``: values and their places; ``stable`` is an input of the newer one."""
-    count = math.prod(call.shapes[0])
-    return 0.0, [(0, call.stored(0)), (0, count), (TYPES["long int"], count)]
-
-
-def _dropout(call: Call) -> Amounts | None:
-    count = math.prod(call.shapes[0])
-    return 0.0, [(0, call.stored(0)), (0, count), (TYPES["bool"], count)]
-
-
-def _every(prefix: str, names: str, formula: Formula) -> dict[str, Formula]:
-    return {prefix + name: formula for name in names.split()}
+    count = call.size(3)
+    return 0.0, [(2, call.size(2)), (3, count), (0, count), (0, count)]
 
 
 _KEEPING_TEXT = "add sub rsub mul maximum minimum bitwise_and bitwise_or bitwise_xor remainder fmod"
@@ -645,7 +606,7 @@ TRAFFIC: dict[str, Formula] = {
     "aten::log_sigmoid_forward": _moved(0, written=0),
     "aten::log_sigmoid_backward": _moved(0, 1, written=1),
     **{
-        f"aten::{name}_": _in_place(count)
+        f"aten::{name}_": _elementwise(count, result="in place")
         for count, names in (
             (1, _UNARY_TEXT + _KEEPING_UNARY_TEXT + " logical_not bernoulli"),
             (2, _KEEPING_TEXT + " div pow clamp_min clamp_max masked_fill " + _COMPARING_TEXT),
@@ -665,24 +626,27 @@ TRAFFIC: dict[str, Formula] = {
     ),
     **_every("aten::", "binary_cross_entropy mse_loss", _moved(0, 1)),
     "aten::cumsum": _elementwise(1),
-    "aten::sort": _sorted,
+    "aten::sort": _moved(0, written=0, also="long int"),  # values and their places
     **_every("aten::", "_softmax _log_softmax", _softmax),
     **_every("aten::", "softmax log_softmax dropout", _moved(0, written=0)),
     **_every("aten::", "layer_norm rms_norm _fused_rms_norm", _moved(0, 2, 3, written=0)),
     **_every("aten::", "batch_norm group_norm native_group_norm", _moved(0, 1, 2, written=0)),
-    "aten::embedding": _embedded,
+    "aten::embedding": lambda c: _asked_for(c, 1, c.size(1) * math.prod(c.shapes[0][1:])),
     **_every("aten::", "_softmax_backward_data _log_softmax_backward_data", _moved(0, 1)),
     "aten::native_layer_norm": _layer_norm,
     "aten::native_layer_norm_backward": _layer_norm_backward,
     **_every("aten::", "native_batch_norm cudnn_batch_norm", _moved(0, 1, 2, written=0)),
     "aten::miopen_batch_norm": _moved(0, 1, 2, written=0),
     "aten::native_batch_norm_backward": _moved(0, 1, 2, 5, 6, written=1),
-    "aten::cudnn_batch_norm_backward": _moved(0, 1, 2, 5, 6, written=0),
-    "aten::miopen_batch_norm_backward": _moved(0, 1, 2, 5, 6, written=0),
+    **_every(
+        "aten::",
+        "cudnn_batch_norm_backward miopen_batch_norm_backward",
+        _moved(0, 1, 2, 5, 6, written=0),
+    ),
     "aten::max_pool2d_with_indices_backward": _moved(0, 7, written=1),
-    **_every("aten::", "native_dropout _fused_dropout", _dropout),
+    **_every("aten::", "native_dropout _fused_dropout", _moved(0, written=0, also="bool")),
     "aten::index_select": _selected,
-    "aten::gather": _gathered,
+    "aten::gather": lambda c: _asked_for(c, 2, c.size(2)),
     "aten::index": _indexed,
     "aten::_index_put_impl_": _moved(2, written=2),
     "aten::index_add_": _index_added,
@@ -709,20 +673,18 @@ view view_as
 NO_WORK = frozenset(_NO_WORK_TEXT.split())
 """Operators of ``aten`` that move no data unless they call others: views, and unfilled tensors."""
 
-_REPEATING = {
-    *("aten::index", "aten::_index_put_impl_"),
-    *("aten::_embedding_bag", "aten::_embedding_bag_forward_only", "aten::embedding_bag"),
-    *("aten::index_select", "aten::gather", "aten::index_add_", "aten::embedding"),
-}
+_REPEATING_TEXT = "index _index_put_impl_ index_select gather index_add_ embedding " + _BAGS
 _REDUCTIONS = {name for name, formula in TRAFFIC.items() if formula is TRAFFIC["aten::sum"]}
-_PARTIAL = {
-    *_REDUCTIONS,
-    *("aten::_softmax_backward_data", "aten::_log_softmax_backward_data", "aten::sort"),
-    *("aten::cumsum", "aten::native_batch_norm", "aten::cudnn_batch_norm"),
-    *("aten::native_batch_norm_backward", "aten::cudnn_batch_norm_backward"),
-    *("aten::batch_norm", "aten::miopen_batch_norm", "aten::miopen_batch_norm_backward"),
-    "fbgemm::bounds_check_indices",
-}
+_PARTIAL_TEXT = """
+_softmax_backward_data _log_softmax_backward_data sort cumsum batch_norm native_batch_norm
+cudnn_batch_norm miopen_batch_norm native_batch_norm_backward cudnn_batch_norm_backward
+miopen_batch_norm_backward
+"""
+_COUNTED = (
+    dict.fromkeys((*_REDUCTIONS, "fbgemm::bounds_check_indices"), AT_LEAST)
+    | {f"aten::{name}": AT_LEAST for name in _PARTIAL_TEXT.split()}
+    | {f"aten::{name}": ASKED_FOR for name in _REPEATING_TEXT.split()}
+)
 
 
 def bytes_are(name: str) -> str:
@@ -731,9 +693,7 @@ def bytes_are(name: str) -> str:
     :data:`EACH_ONCE`, :data:`AT_LEAST` where it may read more than is counted,
     :data:`ASKED_FOR` where a row may be asked for twice and then come from a cache.
     """
-    if name in _REPEATING:
-        return ASKED_FOR
-    return AT_LEAST if name in _PARTIAL else EACH_ONCE
+    return _COUNTED.get(name, EACH_ONCE)
 
 
 # ---- calls of a trace -------------------------------------------------------------------
@@ -894,27 +854,20 @@ def _twins(host: pd.DataFrame, rows: Ints) -> Names:
     texts = np.full(len(rows), "", dtype=object)
     if "sequence" not in host or "forward_thread" not in host:
         return texts
-    names, parent = host["name"].to_numpy(), host["parent"].to_numpy()
-    sequence, forward = host["sequence"].to_numpy(), host["forward_thread"].to_numpy()
-    line, shapes = host["line"].to_numpy(), host["shapes"].to_numpy()
-    types = host["types"].to_numpy()
-    for operator in {names[row] for row in rows} & _TWINS.keys():
-        pattern = _TWINS[operator]
-        alike = [text for text in host["name"].unique() if pattern.match(_bare(text))]
-        nodes = np.flatnonzero(host["name"].isin(alike).to_numpy() & (forward > 0))
-        numbers, counts = np.unique(sequence[nodes], return_counts=True)
-        alone = set(numbers[counts == 1].tolist())
-        by_number = {int(sequence[n]): n for n in nodes if int(sequence[n]) in alone}
-        calls: dict[tuple[str, int], list[int]] = {}
-        for place in np.flatnonzero(names[rows] == operator):
-            at = rows[place]
-            while sequence[at] < 0 and parent[at] >= 0:
-                at = parent[at]
-            calls.setdefault((line[at], int(sequence[at])), []).append(int(place))
-        for (_, number), places in calls.items():
-            node = by_number.get(number)
-            if node is not None and len(places) == 1 and shapes[node]:
-                texts[places[0]] = f"{shapes[node]}\n{types[node]}"
+    names = host["name"].to_numpy()[rows]
+    numbered = nearest(host["parent"].to_numpy(), host["sequence"].ge(0).to_numpy())[rows]
+    backward = host[host["forward_thread"].gt(0)]
+    for operator, pattern in _TWINS.items():
+        places = np.flatnonzero((names == operator) & (numbered >= 0))
+        if not len(places):
+            continue
+        calls = host.iloc[numbered[places]][["line", "sequence"]].assign(place=places)
+        calls = calls.drop_duplicates(["line", "sequence"], keep=False)
+        alike = [name for name in backward["name"].unique() if pattern.match(_bare(name))]
+        nodes = backward[backward["name"].isin(alike)].drop_duplicates("sequence", keep=False)
+        nodes = nodes[["sequence", "shapes", "types"]]
+        twins = calls.merge(nodes[nodes["shapes"].ne("")], on="sequence").astype(object)
+        texts[twins["place"].astype(int)] = twins["shapes"] + "\n" + twins["types"]
     return texts
 
 
@@ -927,17 +880,11 @@ def _shapes_below(host: pd.DataFrame, rows: Ints) -> Names:
     if "values" not in host:
         return texts
     names, values = host["name"].to_numpy()[rows], host["values"].to_numpy()[rows]
-    place = {
-        int(row): at
-        for at, row in enumerate(rows.tolist())
-        if names[at] in _CALLS_TO and values[at]
-    }
-    inner = np.flatnonzero(
-        host["name"].eq("aten::to").to_numpy() & host["parent"].isin(list(place)).to_numpy()
-    )
-    over, shapes = host["parent"].to_numpy(), host["shapes"].to_numpy()
-    for row in inner[::-1]:
-        texts[place[int(over[row])]] = shapes[row]
+    calls = rows[np.isin(names, _CALLS_TO) & (values != "")]
+    inner = host[host["name"].eq("aten::to") & host["parent"].isin(calls)]
+    first = inner.drop_duplicates("parent").set_index("parent")["shapes"]
+    has_inner = np.isin(rows, first.index)
+    texts[has_inner] = first.loc[rows[has_inner]]
     return texts
 
 
@@ -975,31 +922,28 @@ def shape_metrics(host: pd.DataFrame, count: int) -> dict[str, Floats]:
     above = np.full(len(rows), "", dtype=object)
     called = calls["name"].isin(_CALLED_WITH).to_numpy() & (parent[rows] >= 0)
     above[called] = host["shapes"].to_numpy()[parent[rows[called]]]
-    below = _shapes_below(host, rows)
-    empty = np.full(len(rows), "", dtype=object)
-    values = calls["values"].to_numpy() if "values" in calls else empty
-    columns: list[Any] = [calls[name].to_numpy() for name in ("name", "shapes", "types")]
-    columns += [values, _twins(host, rows), above, below]
-    kind, kinds = pd.factorize(pd.MultiIndex.from_arrays(columns))
-    works = [work_of_call(*(str(text) for text in key)) for key in kinds]
+    values = calls["values"] if "values" in calls else np.full(len(rows), "", dtype=object)
+    columns: list[Any] = [calls["name"], calls["shapes"], calls["types"], values]
+    columns += [_twins(host, rows), above, _shapes_below(host, rows)]
+    kind, kinds = pd.factorize(pd.MultiIndex.from_arrays(list(map(np.asarray, columns))))
+    works = [work_of_call(*map(str, key)) or (np.nan, np.nan, "") for key in kinds]
     noted = [notes_of_call(str(key[0]), str(key[1]), str(key[3])) for key in kinds]
-    operations = np.array([work[0] if work else np.nan for work in works])[kind]
-    size = np.array([work[1] if work else np.nan for work in works])[kind]
-    precision = np.array([work[2] if work else "" for work in works], dtype=object)[kind]
+    operations, size = (np.array([work[i] for work in works])[kind] for i in (0, 1))
+    precision = np.array([work[2] for work in works], dtype=object)[kind]
     context = calls["context"].to_numpy()
+
+    def added(chosen: Bools, amounts: Floats) -> Floats:
+        return np.bincount(context[chosen], amounts[chosen], count).astype(np.float64)
+
     metrics: dict[str, Floats] = {}
     for note in NOTES:
         true = np.array([note in notes for notes in noted], dtype=bool)[kind]
         if true.any():
-            metrics[NOTE + note] = np.bincount(context[true], minlength=count).astype(np.float64)
+            metrics[NOTE + note] = added(true, np.ones(len(rows)))
     for name in sorted(set(precision) - {""}):
-        chosen = precision == name
-        metrics[OPERATIONS + name] = np.bincount(context[chosen], operations[chosen], count).astype(
-            np.float64
-        )
+        metrics[OPERATIONS + name] = added(precision == name, operations)
     if np.isfinite(size).any():
-        total = np.bincount(context, size, count)
-        metrics[OPERAND_BYTES] = np.where(np.isfinite(total), total, 0.0)
+        metrics[OPERAND_BYTES] = np.nan_to_num(added(np.ones(len(rows), dtype=bool), size))
     unclear = np.unique(context[np.isnan(operations)])
     for column in metrics.values():
         column[unclear] = 0.0
@@ -1008,13 +952,7 @@ def shape_metrics(host: pd.DataFrame, count: int) -> dict[str, Floats]:
 
 def _below(parent: Ints, marked: Bools) -> Bools:
     """Whether (n,) a span lies below a marked one."""
-    below = np.zeros(len(parent), dtype=bool)
-    rows, at = np.arange(len(parent)), parent.copy()
-    while len(rows):
-        rows, at = rows[at >= 0], at[at >= 0]
-        below[rows] |= marked[at]
-        at = parent[at]
-    return below
+    return np.append(nearest(parent, marked), -1)[parent] >= 0
 
 
 def shape_meaning(metric: str) -> tuple[str, str]:

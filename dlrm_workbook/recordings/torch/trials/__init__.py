@@ -199,7 +199,7 @@ class Trials:
                 self._not_tried[kind.id.replace("_", " ")] = "several ranks train together"
                 continue
             try:
-                remedy = kind.find(seen, self._facts)
+                remedy = kind.refusal(seen, self._facts) or kind.find(seen, self._facts)
             except Exception as error:
                 remedy = f"looking for it failed: {type(error).__name__}: {_line(error)}"
             if isinstance(remedy, Remedy) and remedy.new_process:

@@ -77,20 +77,12 @@ class Facts:
         """
         on_gpu = self.device.type == "cuda" and not inclusive
         own = "self_device_ns" if on_gpu else "self_cpu_ns"
-        total = sum(row[own] for row in self.averages) or 1
-        column = "cpu_ns" if inclusive else own
-        return float(
-            sum(
-                row[column]
-                for row in self.averages
-                if (
-                    row["name"].startswith(names)
-                    if inclusive
-                    else row["name"].removeprefix("aten::") in names
-                )
-            )
-            / total
-        )
+        rows = self.averages
+        if inclusive:
+            spent = sum(row["cpu_ns"] for row in rows if row["name"].startswith(names))
+        else:
+            spent = sum(row[own] for row in rows if row["name"].removeprefix("aten::") in names)
+        return float(spent / (sum(row[own] for row in rows) or 1))
 
     def operator_us(self) -> float:
         """The mean time of an operator, without what it calls."""
@@ -141,20 +133,35 @@ class Remedy:
     """Whether it can be tried where several ranks train together."""
     computes: ClassVar[bool] = True
     """Whether it changes what operators compute."""
+    device: ClassVar[str] = ""
+    """The only type of device on which it may help; '' for any."""
     new_process: ClassVar[bool] = False
     """Whether it is tried in whole runs (:mod:`dlrm_workbook.recordings.whole_runs`)."""
     environment: ClassVar[dict[str, str]] = {}
     options: ClassVar[dict[str, Any]] = {}
     """Of a new process: variables, and what the start-up file changes in the program."""
 
-    def __init__(self, name: str, gain: float, code: str, place: str = "", note: str = "") -> None:
+    def __init__(
+        self, name: str, gain: float, code: str, place: str = "", note: str = "", **kept: Any
+    ) -> None:
         self.name, self.gain, self.code, self.place, self.note = name, gain, code, place, note
         self.failed: BaseException | None = None
         self.compile_s: float | None = None
+        vars(self).update(kept)
+
+    @classmethod
+    def refusal(cls, seen: Seen, facts: Facts) -> str:
+        """Why it cannot be switched in such a program; '' where it can."""
+        if cls.device in ("", facts.device.type):
+            return ""
+        return "the model runs on a GPU" if cls.device == "cpu" else "the model runs on a CPU"
 
     @classmethod
     def find(cls, seen: Seen, facts: Facts) -> Remedy | str:
-        """The remedy for what was seen, or a sentence why it is not worth a trial."""
+        """The remedy for what was seen, or a sentence why it is not worth a trial.
+
+        It is asked where there is no :meth:`refusal`.
+        """
         raise NotImplementedError
 
     def on(self) -> None:
@@ -189,8 +196,8 @@ class Remedy:
             return {"outputs": None, "loss": None, "note": note}
         if not seen.models:
             return {"outputs": None, "loss": None, "note": f"{self.note} {seen.why_no_models}"}
-        alone = torch.distributed.is_available() and torch.distributed.is_initialized()
-        gradients = not alone
+        # the backward pass of one rank would wait for those of others
+        gradients = not (torch.distributed.is_available() and torch.distributed.is_initialized())
         try:
             outputs, loss = seen.run(gradients)
         except RuntimeError:  # gradients that need a whole backward pass (checkpoints)
@@ -203,16 +210,13 @@ class Remedy:
             self.off()
         if (error := self.error()) is not None:
             raise error
-        note = self.note
+        note, loss_change = self.note, None
         if loss is None or changed_loss is None:
             note += " The loss is not computed from a model's output by a function of torch alone."
         else:
             loss_change = difference([loss], [changed_loss])
-        return {
-            "outputs": difference(outputs, changed),
-            "loss": None if loss is None or changed_loss is None else loss_change,
-            "note": note.strip(),
-        }
+        change = difference(outputs, changed)
+        return {"outputs": change, "loss": loss_change, "note": note.strip()}
 
 
 # ---- of the process --------------------------------------------------------------------
@@ -222,14 +226,13 @@ class Threads(Remedy):
     """torch's threads: all cores, or one where operators are tiny."""
 
     id = "threads"
+    device = "cpu"
     wanted: int
     now: int
 
     @classmethod
     def find(cls, seen: Seen, facts: Facts) -> Remedy | str:
         now, cores = torch.get_num_threads(), facts.cores
-        if facts.device.type != "cpu":
-            return "the model runs on a GPU"
         if now == cores == 1:
             return "one core can be used, and one thread is"
         mean_us = facts.operator_us()
@@ -238,15 +241,15 @@ class Threads(Remedy):
         wanted = 1 if now == cores else cores
         # one thread of two cores: half of the work may go, where operators are long
         gain = 0.1 if wanted == 1 else abs(1 - now / cores) * min(1.0, mean_us / 50)
-        made = cls(
+        return cls(
             f"{wanted} thread{'s' * (wanted > 1)} instead of {now}",
             gain,
             f"torch.set_num_threads({wanted})",
-            Path(sys.argv[0]).name,
+            _script(),
             "Sums are added up in another order.",
+            wanted=wanted,
+            now=now,
         )
-        made.wanted, made.now = wanted, now
-        return made
 
     def on(self) -> None:
         torch.set_num_threads(self.wanted)
@@ -263,6 +266,7 @@ class Allocator(Remedy):
 
     id = "allocator"
     computes = False
+    device = "cpu"
     before: int
     """Bytes from which memory was mapped."""
     _MMAPPED = 2  # a flag in the size of glibc's chunks
@@ -276,26 +280,18 @@ class Allocator(Remedy):
             return "another library is preloaded, which may be the allocator"
         if any(name in os.environ for name in machine.ALLOCATOR_SETTINGS):
             return "the environment sets the allocator"
-        usage = sum(
-            row["self_cpu_memory_bytes"]
-            for row in facts.averages
-            if row.get("self_cpu_memory_bytes", 0) > 0
-        )
-        if facts.device.type != "cpu":
-            return "the model runs on a GPU"
-        if not usage:
+        if not any(row.get("self_cpu_memory_bytes", 0) > 0 for row in facts.averages):
             return "no memory was recorded, or none is allocated"
         most = machine._LARGEST_THRESHOLD
-        made = cls(
+        return cls(
             "freed memory kept by the C library (malloc's thresholds)",
             0.08,
             f"MALLOC_MMAP_THRESHOLD_={most} MALLOC_TRIM_THRESHOLD_=2147483647 "
             + " ".join([Path(sys.executable).name, *sys.orig_argv[1:]]),
             "the command line",
             "No operator is changed.",
+            before=cls._threshold(libc),
         )
-        made.before = cls._threshold(libc)
-        return made
 
     @classmethod
     def _threshold(cls, libc: Any) -> int:
@@ -347,7 +343,7 @@ class Collection(Remedy):
             "Python's garbage collection off",
             min(facts.collecting, 0.05),  # one collection of all may lie in what was looked at
             "import gc\ngc.freeze()\ngc.disable()  # call gc.collect() now and then yourself",
-            Path(sys.argv[0]).name,
+            _script(),
         )
 
     def on(self) -> None:
@@ -372,7 +368,7 @@ class Anomaly(Remedy):
         if not torch.is_anomaly_enabled():
             return "it is off already"
         code = "torch.autograd.set_detect_anomaly(False)  # it is for finding NaN, not for training"
-        return cls("autograd's anomaly detection off", 0.5, code, Path(sys.argv[0]).name)
+        return cls("autograd's anomaly detection off", 0.5, code, _script())
 
     def on(self) -> None:
         self._checks = torch.is_anomaly_check_nan_enabled()
@@ -387,6 +383,27 @@ class Setting(Remedy):
 
     path: ClassVar[str]
     wanted: ClassVar[Any]
+    title: ClassVar[str]
+    effect: ClassVar[str] = ""
+    """What it does to the numbers."""
+    saves: ClassVar[float]
+    """The share that it may save of the time of its operators."""
+    operators: ClassVar[tuple[str, ...]] = ()
+    what: ClassVar[str] = ""
+    """The operators that it concerns, and what they are called; none for the whole step."""
+
+    @classmethod
+    def find(cls, seen: Seen, facts: Facts) -> Remedy | str:
+        owner, name = cls._owner()
+        share = facts.share(*cls.operators) if cls.operators else 1.0
+        if not hasattr(owner, name):
+            return f"this torch has no torch.{cls.path}"
+        if getattr(owner, name) == cls.wanted:
+            return "it is set already"
+        if share < LEAST_SHARE:
+            return f"{cls.what} take {share:.0%} of the step"
+        code = f"torch.{cls.path} = {cls.wanted!r}"
+        return cls(cls.title, cls.saves * share, code, _script(), cls.effect)
 
     def on(self) -> None:
         owner, name = self._owner()
@@ -405,39 +422,18 @@ class Setting(Remedy):
             owner = getattr(owner, each, None)
         return owner, name
 
-    @classmethod
-    def refusal(cls, share: float, what: str) -> str:
-        """Why the setting is not tried; '' where it may help."""
-        owner, name = cls._owner()
-        if not hasattr(owner, name):
-            return f"this torch has no torch.{cls.path}"
-        if getattr(owner, name) == cls.wanted:
-            return "it is set already"
-        return "" if share >= LEAST_SHARE else f"{what} take {share:.0%} of the step"
-
-    @classmethod
-    def made(cls, name: str, gain: float, note: str = "") -> Remedy:
-        """The remedy with the line that sets it."""
-        script = Path(sys.argv[0]).name
-        return cls(name, gain, f"torch.{cls.path} = {cls.wanted!r}", script, note)
-
 
 class OneDnn(Setting):
     """fp32 products by oneDNN (processors without bf16 tiles still compute in fp32)."""
 
     id = "onednn"
     family = "precision"
+    device = "cpu"
     path = "backends.mkldnn.matmul.fp32_precision"
     wanted = "bf16"
-
-    @classmethod
-    def find(cls, seen: Seen, facts: Facts) -> Remedy | str:
-        share = facts.share(*PRODUCTS)
-        if facts.device.type != "cpu":
-            return "the model runs on a GPU"
-        refusal = cls.refusal(share, "matrix products")
-        note = "Inputs of fp32 products may be rounded to bf16 inside."
-        return refusal or cls.made("fp32 products by oneDNN", 0.2 * share, note)
+    title, saves = "fp32 products by oneDNN", 0.2
+    effect = "Inputs of fp32 products may be rounded to bf16 inside."
+    operators, what = PRODUCTS, "matrix products"
 
 
 class TensorFloat(Setting):
@@ -445,33 +441,29 @@ class TensorFloat(Setting):
 
     id = "tf32"
     family = "precision"
+    device = "cuda"
     path = "backends.cuda.matmul.allow_tf32"
     wanted = True
+    title, saves = "fp32 products in TF32", 0.2
+    effect = "Inputs of fp32 products are rounded to 10 bits of mantissa."
 
     @classmethod
     def find(cls, seen: Seen, facts: Facts) -> Remedy | str:
-        if facts.device.type != "cuda":
-            return "the model runs on a CPU"
         if torch.cuda.get_device_capability(facts.device)[0] < 8:
             return "this GPU has no TF32"
-        note = "Inputs of fp32 products are rounded to 10 bits of mantissa."
-        return cls.refusal(1.0, "") or cls.made("fp32 products in TF32", 0.2, note)
+        return super().find(seen, facts)
 
 
 class CudnnBenchmark(Setting):
     """cudnn tries its algorithms for each shape of a convolution."""
 
     id = "cudnn_benchmark"
+    device = "cuda"
     path = "backends.cudnn.benchmark"
     wanted = True
     settle = 3
-
-    @classmethod
-    def find(cls, seen: Seen, facts: Facts) -> Remedy | str:
-        if facts.device.type != "cuda":
-            return "the model runs on a CPU"
-        share = facts.share(*CONVOLUTIONS, "conv2d", inclusive=False)
-        return cls.refusal(share, "convolutions") or cls.made("cudnn's benchmark", 0.1)
+    title, saves = "cudnn's benchmark", 0.1
+    operators, what = (*CONVOLUTIONS, "conv2d"), "convolutions"
 
 
 # ---- of the model's forward --------------------------------------------------------------
@@ -482,8 +474,10 @@ class Forward(Remedy):
 
     settle = 2
 
-    def __init__(self, calls: list[Call], name: str, gain: float, code: str, note: str = ""):
-        super().__init__(name, gain, code, calls[0].place, note)
+    def __init__(
+        self, calls: list[Call], name: str, gain: float, code: str, note: str = "", **kept: Any
+    ) -> None:
+        super().__init__(name, gain, code, calls[0].place, note, **kept)
         self.calls = calls
         self._before: list[tuple[dict[str, Any], Any]] = []
 
@@ -519,14 +513,13 @@ class Forward(Remedy):
 
         return forward
 
-    @staticmethod
-    def refusal(seen: Seen) -> str:
-        """Why no forward can be replaced; '' where it can."""
+    @classmethod
+    def refusal(cls, seen: Seen, facts: Facts) -> str:
         if not seen.models:
-            return seen.why_no_models
+            return super().refusal(seen, facts) or seen.why_no_models
         if any(isinstance(call.module, torch.jit.ScriptModule) for call in seen.models):
             return "the model was made by torch.jit"
-        return ""
+        return super().refusal(seen, facts)
 
 
 class Autocast(Forward):
@@ -539,8 +532,6 @@ class Autocast(Forward):
     @classmethod
     def find(cls, seen: Seen, facts: Facts) -> Remedy | str:
         share = facts.share(*PRODUCTS, *CONVOLUTIONS, *ATTENTION)
-        if reason := cls.refusal(seen):
-            return reason
         calls = [call for call in seen.models if not call.autocast]
         if not calls:
             return "the model runs under autocast already"
@@ -555,17 +546,16 @@ class Autocast(Forward):
         lines += [f"    output = {call.name}(...)  # {call.place}" for call in calls]
         lines += ["output = output.float()"]
         note = "Products round their inputs to bf16 (8 bits of mantissa)."
-        made = cls(calls, "bf16 autocast around the model", 0.5 * share, "\n".join(lines), note)
-        made._device = device
-        return made
+        name, code = "bf16 autocast around the model", "\n".join(lines)
+        return cls(calls, name, 0.5 * share, code, note, on_device=device)
 
-    _device = "cpu"
+    on_device: str
 
     def changed(self, module: torch.nn.Module) -> Callable[..., Any]:
         own = module.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            with torch.autocast(self._device, dtype=torch.bfloat16):
+            with torch.autocast(self.on_device, dtype=torch.bfloat16):
                 result = own(*args, **kwargs)
             return mapped(result, lambda one: one.float() if one.dtype == torch.bfloat16 else one)
 
@@ -585,10 +575,6 @@ class Compile(Forward):
         updates = facts.share("Optimizer.step", inclusive=True)
         loading = facts.share("enumerate(DataLoader)", inclusive=True)
         left = max(0.0, 1 - products - updates - loading)
-        if has_compiled():
-            return "the program compiles its model already"
-        if reason := cls.refusal(seen):
-            return reason
         compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
         if facts.device.type == "cpu" and not compiler:
             return "there is no C++ compiler here"
@@ -598,6 +584,12 @@ class Compile(Forward):
         code = "\n".join(f"{name} = torch.compile({name})  # before the loop" for name in names)
         note = "Operators are fused, so roundings differ."
         return cls(seen.models, "torch.compile of the model", 0.3 * left, code, note)
+
+    @classmethod
+    def refusal(cls, seen: Seen, facts: Facts) -> str:
+        if has_compiled():
+            return "the program compiles its model already"
+        return super().refusal(seen, facts)
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -664,8 +656,6 @@ class ChannelsLast(Forward):
     @classmethod
     def find(cls, seen: Seen, facts: Facts) -> Remedy | str:
         share = facts.share(*CONVOLUTIONS)
-        if reason := cls.refusal(seen):
-            return reason
         if share < LEAST_SHARE:
             return f"convolutions take {share:.0%} of the step"
         if not any(one.dim() == 4 for one in seen.parameters):
@@ -673,11 +663,10 @@ class ChannelsLast(Forward):
         name = seen.models[0].name
         code = f"{name} = {name}.to(memory_format=torch.channels_last)  # before the loop\n"
         code += "images = images.to(memory_format=torch.channels_last)"
-        made = cls(seen.models, "channels last in memory", 0.2 * share, code)
-        made._optimizers = [one.optimizer for one in seen.optimizers]
-        return made
+        optimizers = [one.optimizer for one in seen.optimizers]
+        return cls(seen.models, "channels last in memory", 0.2 * share, code, optimizers=optimizers)
 
-    _optimizers: list[torch.optim.Optimizer]
+    optimizers: list[torch.optim.Optimizer]
 
     def changed(self, module: torch.nn.Module) -> Callable[..., Any]:
         own = module.forward
@@ -696,16 +685,15 @@ class ChannelsLast(Forward):
         self._convert(torch.contiguous_format)
 
     def _convert(self, layout: torch.memory_format) -> None:
-        for call in self.calls:
-            for weight in call.module.parameters():
-                if weight.dim() == 4:
-                    weight.data = weight.data.contiguous(memory_format=layout)
-                    weight.grad = None
-                    states = [one.state.get(weight, {}) for one in self._optimizers]
-                    for state in states:
-                        for key, value in state.items():
-                            if isinstance(value, torch.Tensor) and value.dim() == 4:
-                                state[key] = value.contiguous(memory_format=layout)
+        weights = [one for call in self.calls for one in call.module.parameters() if one.dim() == 4]
+        for weight in weights:
+            weight.data = weight.data.contiguous(memory_format=layout)
+            weight.grad = None
+            for optimizer in self.optimizers:
+                state = optimizer.state.get(weight, {})
+                for key, value in state.items():
+                    if isinstance(value, torch.Tensor) and value.dim() == 4:
+                        state[key] = value.contiguous(memory_format=layout)
 
 
 def _channels_last(value: torch.Tensor) -> torch.Tensor:
@@ -716,14 +704,11 @@ class CudaGraphs(Forward):
     """Forward and backward of the model as CUDA graphs, for batches of one shape."""
 
     id = "cuda_graphs"
+    device = "cuda"
     ranks = False
 
     @classmethod
     def find(cls, seen: Seen, facts: Facts) -> Remedy | str:
-        if facts.device.type != "cuda":
-            return "the model runs on a CPU"
-        if reason := cls.refusal(seen):
-            return reason
         if len(seen.models) != 1 or seen.models[0].kwargs:
             return "the program calls several modules, or one with named arguments"
         if not all(isinstance(one, torch.Tensor) for one in seen.models[0].args):
@@ -766,19 +751,18 @@ class OptimizerFlags(Remedy):
             return _refused(seen.optimizers[0].optimizer, wanted)
         if share < LEAST_SHARE:
             return f"the optimizer takes {share:.0%} of the step"
-        kinds = dict.fromkeys(type(one.optimizer).__name__ for one in chosen)
-        made = cls(
-            f"{wanted} {' and '.join(kinds)}",
+        kinds = [type(one.optimizer).__name__ for one in chosen]
+        return cls(
+            f"{wanted} {' and '.join(dict.fromkeys(kinds))}",
             share * (0.6 if wanted == "fused" else 0.3),
             "\n".join(
                 f"{one.name} = torch.optim.{kind}(..., {wanted}=True)  # {one.place}"
-                for one, kind in ((one, type(one.optimizer).__name__) for one in chosen)
+                for one, kind in zip(chosen, kinds, strict=True)
             ),
             chosen[0].place,
             "The update is the same up to rounding.",
+            chosen=chosen,
         )
-        made.chosen = chosen
-        return made
 
     chosen: list[Stepped]
 
@@ -790,29 +774,22 @@ class OptimizerFlags(Remedy):
         ]
         for group, before in self._before:
             group.update({name: self.flags[name] for name in before})
-        self._move_steps(to_weights=self.flags["fused"] is True)
+        self._move_steps()
 
     def off(self) -> None:
         for group, before in self._before:
             group.update(before)
-        self._move_steps(to_weights=False)
+        self._move_steps()
 
-    def _move_steps(self, to_weights: bool) -> None:
+    def _move_steps(self) -> None:
         """On a GPU the fused update counts steps there; the others do on the host."""
         for one in self.chosen:
+            groups = one.optimizer.param_groups
+            on_gpu = any(group.get("fused") or group.get("capturable") for group in groups)
             for weight, state in one.optimizer.state.items():
                 step = state.get("step")
                 if weight.device.type == "cuda" and isinstance(step, torch.Tensor):
-                    if not (
-                        to_weights
-                        or any(
-                            g.get("fused") or g.get("capturable")
-                            for g in one.optimizer.param_groups
-                        )
-                    ):
-                        state["step"] = step.cpu()
-                    elif to_weights:
-                        state["step"] = step.to(weight.device)
+                    state["step"] = step.to(weight.device if on_gpu else "cpu")
 
     def numbers(self, seen: Seen, limit_s: float) -> dict[str, Any]:
         """Updates from the same gradients on copies, without and with the flags."""
@@ -864,9 +841,7 @@ def _update(optimizer: torch.optim.Optimizer, flags: dict[str, Any]) -> list[tor
     if not pairs:
         return []
     kind: Any = type(optimizer)
-    stepping = kind(
-        [{**group, **{n: v for n, v in flags.items() if n in group}} for group in groups]
-    )
+    stepping = kind([group | {n: v for n, v in flags.items() if n in group} for group in groups])
     for twin, kept in state.items():
         fused = flags.get("fused") and twin.device.type == "cuda"
         if fused and isinstance(kept.get("step"), torch.Tensor):
@@ -939,15 +914,14 @@ class SparseGradients(Remedy):
                 "alone, and other rows are left as they are."
             )
         many = "a table" if len(chosen) == 1 else f"{len(chosen)} tables"
-        made = cls(
+        return cls(
             f"sparse gradients for {many}, updated by {' and '.join(kinds)}",
             0.8 * share,
             cls._code(seen, chosen),
             chosen[0][1].place,
             note,
+            chosen=chosen,
         )
-        made.chosen = chosen
-        return made
 
     chosen: list[tuple[Any, Stepped, dict[str, Any]]]
 
@@ -974,22 +948,20 @@ class SparseGradients(Remedy):
 
     def on(self) -> None:
         self._before: list[tuple[dict[str, Any], list[Any]]] = []
-        twins: dict[int, tuple[torch.optim.Optimizer, torch.optim.Optimizer]] = {}
+        twins: dict[torch.optim.Optimizer, torch.optim.Optimizer] = {}
         for table, one, group in self.chosen:
             weight, optimizer = table.weight, one.optimizer
-            if not any(held is group for held, _ in self._before):
-                self._before.append((group, group["params"]))
+            self._before.append((group, group["params"]))
             group["params"] = [each for each in group["params"] if each is not weight]
             table.sparse, weight.grad = True, None
             kind: Any = getattr(torch.optim, self.twins[type(optimizer).__name__])
             known = {"lr", "betas", "eps", "lr_decay"} & group.keys()
             options = {name: group[name] for name in known} | {"params": [weight]}
-            if id(optimizer) not in twins:
-                twins[id(optimizer)] = (optimizer, kind([options]))
+            if optimizer in twins:
+                twins[optimizer].add_param_group(options)
             else:
-                twins[id(optimizer)][1].add_param_group(options)
-            state = optimizer.state.get(weight, {})
-            twin = twins[id(optimizer)][1]
+                twins[optimizer] = kind([options])
+            twin, state = twins[optimizer], optimizer.state.get(weight, {})
             kept = {name: state[name] for name in ("exp_avg", "exp_avg_sq", "sum") if name in state}
             step = state.get("step")
             if kept and step is not None:
@@ -998,20 +970,19 @@ class SparseGradients(Remedy):
                 twin.state[weight].update(kept)
 
         def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-            if id(optimizer) in twins:
-                try:
-                    twins[id(optimizer)][1].step()
-                except Exception as error:
-                    self.failed = error
-                for table, _one, _group in self.chosen:
-                    table.weight.grad = None
+            try:
+                twins[optimizer].step()
+            except Exception as error:
+                self.failed = error
+            for table, _one, _group in self.chosen:
+                table.weight.grad = None
 
-        self._hooks = [optimizer.register_step_post_hook(after) for optimizer, _ in twins.values()]
+        self._hooks = [optimizer.register_step_post_hook(after) for optimizer in twins]
 
     def off(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        for group, params in self._before:
+        for group, params in reversed(self._before):
             group["params"] = params
         for table, _one, _group in self.chosen:
             table.sparse, table.weight.grad = False, None
@@ -1145,6 +1116,7 @@ class OtherAllocator(Remedy):
 
     id = "other_allocator"
     computes = False
+    device = "cpu"
     ranks, new_process = False, True
     environment: dict[str, str]  # type: ignore[misc]
 
@@ -1154,16 +1126,10 @@ class OtherAllocator(Remedy):
         if isinstance(found, str):
             return found
         for name in ("jemalloc", "tcmalloc_minimal", "tcmalloc", "mimalloc"):
-            library = ctypes.util.find_library(name)
-            if library:
-                made = cls(
-                    f"{name} instead of glibc's allocator",
-                    0.0,
-                    f"LD_PRELOAD={library} {_command()}",
-                    "the command",
-                )
-                made.environment = {"LD_PRELOAD": library}
-                return made
+            if library := ctypes.util.find_library(name):
+                code = f"LD_PRELOAD={library} {_command()}"
+                title, environment = f"{name} instead of glibc's allocator", {"LD_PRELOAD": library}
+                return cls(title, 0.0, code, "the command", environment=environment)
         return "neither jemalloc, tcmalloc nor mimalloc is installed"
 
 
@@ -1172,12 +1138,13 @@ class Binding(Remedy):
 
     id = "binding"
     computes = False
+    device = "cpu"
     ranks, new_process = False, True
     environment: ClassVar = {"OMP_PROC_BIND": "close", "OMP_PLACES": "cores"}
 
     @classmethod
     def find(cls, seen: Seen, facts: Facts) -> Remedy | str:
-        if facts.device.type != "cpu" or torch.get_num_threads() < FEWEST_BOUND:
+        if torch.get_num_threads() < FEWEST_BOUND:
             return f"operators run on fewer than {FEWEST_BOUND} threads"
         if any(name.startswith(("OMP_PROC", "OMP_PLACES", "KMP_AFF")) for name in os.environ):
             return "the environment places the threads"
@@ -1185,8 +1152,12 @@ class Binding(Remedy):
         return cls("each OpenMP thread on a core", 0.0, f"{code} {_command()}", "the command")
 
 
+def _script() -> str:
+    return Path(sys.argv[0]).name
+
+
 def _command() -> str:
-    return f"{Path(sys.executable).name} {Path(sys.argv[0]).name} ..."
+    return f"{Path(sys.executable).name} {_script()} ..."
 
 
 FEWEST_BOUND = 4
@@ -1198,11 +1169,10 @@ class Pinned(Remedy):
 
     id = "pinned"
     computes = False
+    device = "cuda"
 
     @classmethod
     def find(cls, seen: Seen, facts: Facts) -> Remedy | str:
-        if facts.device.type != "cuda":
-            return "the model runs on a CPU"
         if not seen.loader:
             return "no DataLoader without workers was asked for a batch"
         code = f"{seen.loader_name} = DataLoader(..., pin_memory=True)\n"
@@ -1239,24 +1209,8 @@ class Pinned(Remedy):
 
 
 REMEDIES: tuple[type[Remedy], ...] = (
-    Anomaly,
-    Threads,
-    Autocast,
-    SparseGradients,
-    Fused,
-    Foreach,
-    OneDnn,
-    TensorFloat,
-    Ahead,
-    Workers,
-    Allocator,
-    OtherAllocator,
-    Binding,
-    Collection,
-    ChannelsLast,
-    CudnnBenchmark,
-    Pinned,
-    CudaGraphs,
-    Compile,
+    *(Anomaly, Threads, Autocast, SparseGradients, Fused, Foreach, OneDnn, TensorFloat, Ahead),
+    *(Workers, Allocator, OtherAllocator, Binding, Collection, ChannelsLast, CudnnBenchmark),
+    *(Pinned, CudaGraphs, Compile),
 )
 """All that are known."""
