@@ -201,7 +201,7 @@ class Trials:
             try:
                 remedy = kind.refusal(seen, self._facts) or kind.find(seen, self._facts)
             except Exception as error:
-                remedy = f"looking for it failed: {type(error).__name__}: {_line(error)}"
+                remedy = f"looking for it failed: {_said(error)}"
             if isinstance(remedy, Remedy) and remedy.new_process:
                 row = _row(remedy) | {"numerics": remedy.numbers(seen, 0.0)}
                 self._later.append(
@@ -223,10 +223,10 @@ class Trials:
     def _together(self, paid: list[tuple[Remedy, dict[str, Any]]], seen: Seen) -> Work:
         """Try what paid together: of each family the best."""
         paid = sorted(paid, key=lambda pair: -pair[1]["speedup"]["mid"])
-        chosen: list[Remedy] = []
+        best_of: dict[str, Remedy] = {}
         for remedy, _row in paid:
-            if not any(remedy.family and remedy.family == one.family for one in chosen):
-                chosen.append(remedy)
+            best_of.setdefault(remedy.family or remedy.id, remedy)
+        chosen = list(best_of.values())
         if len(chosen) < 2:
             return
         need_s = max(self._need_s(one) for one in chosen)
@@ -267,10 +267,8 @@ class Trials:
         except Spoilt as spoilt:
             error = str(spoilt)
         except (Exception, TooLong) as failure:
-            error = f"{type(failure).__name__}: {_line(failure)}"
-        failures = [one for one in self._agree(error) if one]
-        if not failures:
-            failures = yield from self._turns(remedy, row, limit_s)
+            error = _said(failure)
+        failures = self._failures(error) or (yield from self._turns(remedy, row, limit_s))
         if failures:
             row |= {"status": "failed", "reason": failures[0]}
         row["compile_s"], row["code"] = remedy.compile_s, remedy.code
@@ -308,8 +306,7 @@ class Trials:
                     error = _said(remedy.error())
                     if wanted and not spoilt and not self._finite():
                         error = error or "outputs are not finite (NaN or infinity) with it"
-                    failures = [one for one in self._agree(error) if one]
-                    if failures:
+                    if failures := self._failures(error):
                         return failures
                 order.reverse()
                 pair = math.log(blocks[False][-1][0] / blocks[True][-1][0])
@@ -331,20 +328,15 @@ class Trials:
         low, mid, high = speed_range(logs)
         off_ms, on_ms = (statistics.median(s for s, _ in blocks[on]) * 1e3 for on in (False, True))
         status = status_of(low, high)
-        peaks = [
-            with_it[1] - without[1]
-            for without, with_it in zip(blocks[False], blocks[True], strict=True)
-            if with_it[1] is not None and without[1] is not None
+        more = [
+            peak - before
+            for (_, before), (_, peak) in zip(blocks[False], blocks[True], strict=True)
+            if peak is not None and before is not None
         ]
-        row |= {
-            "status": status,
-            "speedup": {"low": low, "mid": mid, "high": high},
-            "off_ms": off_ms,
-            "on_ms": on_ms,
-            "turns": len(logs),
-            "iterations": 2 * len(logs) * count,
-            "memory_bytes": int(statistics.median(peaks)) if peaks else None,
-        }
+        row |= {"status": status, "speedup": {"low": low, "mid": mid, "high": high}}
+        row |= {"off_ms": off_ms, "on_ms": on_ms}
+        row |= {"turns": len(logs), "iterations": 2 * len(logs) * count}
+        row["memory_bytes"] = int(statistics.median(more)) if more else None
         reasons = ["the range is too wide to tell"] if status == "unclear" else []
         if self._world == 1 and (used := others.share()) > BUSY:
             reasons.append(f"other processes used {used:.0%} of the cores meanwhile")
@@ -379,7 +371,7 @@ class Trials:
         return all(bool(torch.isfinite(one).all()) for one in self._outputs)
 
     def _fail(self, remedy: Remedy, reason: str) -> None:
-        self.rows.append(_row(remedy) | {"status": "failed", "reason": reason})
+        self.rows.append(_row(remedy) | {"reason": reason})
 
     # ---- a remedy that hangs -----------------------------------------------------------
 
@@ -414,6 +406,10 @@ class Trials:
         keys = [f"dlrm-trials/{self._points}/{rank}" for rank in range(self._world)]
         store.set(keys[self._rank], json.dumps(value))
         return [json.loads(store.get(key)) for key in keys]
+
+    def _failures(self, error: str) -> list[str]:
+        """What failed in any rank."""
+        return [one for one in self._agree(error) if one]
 
     def _write(self) -> None:
         document = {
@@ -467,11 +463,10 @@ class _Together(Remedy):
         self._ordered = ordered
         self.settle = max(one.settle for one in remedies)  # type: ignore[misc]
 
-    def on(self) -> None:
+    def switched(self) -> Work:
         for one in self._ordered:
             one.on()
-
-    def off(self) -> None:
+        yield
         for one in reversed(self._ordered):
             one.off()
 
@@ -480,21 +475,15 @@ class _Together(Remedy):
 
 
 def _row(remedy: Remedy) -> dict[str, Any]:
+    """The row of a remedy of which nothing is known yet."""
+    unknown = ("speedup", "off_ms", "on_ms", "numerics", "memory_bytes", "reason")
     return {
         "id": remedy.id,
         "remedy": remedy.name,
         "status": "failed",
-        "speedup": None,
-        "off_ms": None,
-        "on_ms": None,
-        "turns": 0,
-        "iterations": 0,
-        "numerics": None,
-        "memory_bytes": None,
-        "compile_s": remedy.compile_s,
-        "code": remedy.code,
-        "place": remedy.place,
-        "reason": None,
+        **dict.fromkeys(unknown),
+        **{"turns": 0, "iterations": 0},
+        **{"compile_s": remedy.compile_s, "code": remedy.code, "place": remedy.place},
     }
 
 

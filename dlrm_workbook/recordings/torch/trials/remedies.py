@@ -1,7 +1,8 @@
 """Remedies that can be switched on and off in a running program: one class each.
 
-A class says where it may help (:meth:`Remedy.find`), switches itself on and off between two
-iterations, and states the lines to write into the program. A new one goes into :data:`REMEDIES`.
+A class says where it may help (:meth:`Remedy.find`), how it is switched on and off between two
+iterations (:meth:`Remedy.switched`), and states the lines to write into the program. A new one
+goes into :data:`REMEDIES`.
 Needs torch and the standard library only.
 """
 
@@ -23,6 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest import mock
 
 import torch
 
@@ -164,13 +166,18 @@ class Remedy:
         """
         raise NotImplementedError
 
-    def on(self) -> None:
-        """Switch it on, between two iterations."""
+    def switched(self) -> Iterator[None]:
+        """Switch it on, yield, and switch it off: everything is as it was."""
         raise NotImplementedError
 
+    def on(self) -> None:
+        """Switch it on, between two iterations."""
+        self._switched = self.switched()
+        next(self._switched)
+
     def off(self) -> None:
-        """Switch it off: everything is as it was."""
-        raise NotImplementedError
+        """Switch it off."""
+        next(self._switched, None)
 
     def end(self) -> None:
         """Forget what was kept for switching it on again."""
@@ -251,10 +258,9 @@ class Threads(Remedy):
             now=now,
         )
 
-    def on(self) -> None:
+    def switched(self) -> Iterator[None]:
         torch.set_num_threads(self.wanted)
-
-    def off(self) -> None:
+        yield
         torch.set_num_threads(self.now)
 
 
@@ -314,17 +320,13 @@ class Allocator(Remedy):
                 low = size
         return high
 
-    def on(self) -> None:
-        self._set(machine._LARGEST_THRESHOLD, 2**31 - 1)
-
-    def off(self) -> None:
-        self._set(self.before, 2 * self.before)
-
-    @staticmethod
-    def _set(mmap: int, trim: int) -> None:
-        mallopt = ctypes.CDLL(None).mallopt
-        mallopt(machine._M_MMAP_THRESHOLD, mmap)
-        mallopt(machine._M_TRIM_THRESHOLD, trim)
+    def switched(self) -> Iterator[None]:
+        mallopt, most = ctypes.CDLL(None).mallopt, machine._LARGEST_THRESHOLD
+        mallopt(machine._M_MMAP_THRESHOLD, most)
+        mallopt(machine._M_TRIM_THRESHOLD, 2**31 - 1)
+        yield
+        mallopt(machine._M_MMAP_THRESHOLD, self.before)
+        mallopt(machine._M_TRIM_THRESHOLD, 2 * self.before)
 
 
 class Collection(Remedy):
@@ -346,14 +348,13 @@ class Collection(Remedy):
             _script(),
         )
 
-    def on(self) -> None:
-        self._frozen = gc.get_freeze_count()
+    def switched(self) -> Iterator[None]:
+        frozen = gc.get_freeze_count()
         gc.freeze()
         gc.disable()
-
-    def off(self) -> None:
+        yield
         gc.enable()
-        if not self._frozen:
+        if not frozen:
             gc.unfreeze()
 
 
@@ -370,12 +371,11 @@ class Anomaly(Remedy):
         code = "torch.autograd.set_detect_anomaly(False)  # it is for finding NaN, not for training"
         return cls("autograd's anomaly detection off", 0.5, code, _script())
 
-    def on(self) -> None:
-        self._checks = torch.is_anomaly_check_nan_enabled()
+    def switched(self) -> Iterator[None]:
+        checks = torch.is_anomaly_check_nan_enabled()
         torch.autograd.set_detect_anomaly(False)
-
-    def off(self) -> None:
-        torch.autograd.set_detect_anomaly(True, check_nan=self._checks)
+        yield
+        torch.autograd.set_detect_anomaly(True, check_nan=checks)
 
 
 class Setting(Remedy):
@@ -405,14 +405,12 @@ class Setting(Remedy):
         code = f"torch.{cls.path} = {cls.wanted!r}"
         return cls(cls.title, cls.saves * share, code, _script(), cls.effect)
 
-    def on(self) -> None:
+    def switched(self) -> Iterator[None]:
         owner, name = self._owner()
-        self._before = getattr(owner, name)
+        before = getattr(owner, name)
         setattr(owner, name, self.wanted)
-
-    def off(self) -> None:
-        owner, name = self._owner()
-        setattr(owner, name, self._before)
+        yield
+        setattr(owner, name, before)
 
     @classmethod
     def _owner(cls) -> tuple[Any, str]:
@@ -479,26 +477,17 @@ class Forward(Remedy):
     ) -> None:
         super().__init__(name, gain, code, calls[0].place, note, **kept)
         self.calls = calls
-        self._before: list[tuple[dict[str, Any], Any]] = []
 
     def changed(self, module: torch.nn.Module) -> Callable[..., Any]:
         """What takes the place of a module's ``forward`` as it is now."""
         raise NotImplementedError
 
-    def on(self) -> None:
-        for call in self.calls:
-            held = call.module.__dict__
-            own, changed = call.module.forward, self.changed(call.module)
-            self._before.append((held, held.get("forward")))
-            held["forward"] = self._guarded(own, changed)
-
-    def off(self) -> None:
-        while self._before:
-            held, before = self._before.pop()
-            if before is None:
-                del held["forward"]
-            else:
-                held["forward"] = before
+    def switched(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for call in self.calls:
+                forward = self._guarded(call.module.forward, self.changed(call.module))
+                stack.enter_context(mock.patch.object(call.module, "forward", forward))
+            yield
 
     def _guarded(self, own: Callable[..., Any], changed: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -676,12 +665,9 @@ class ChannelsLast(Forward):
 
         return forward
 
-    def on(self) -> None:
+    def switched(self) -> Iterator[None]:
         self._convert(torch.channels_last)
-        super().on()
-
-    def off(self) -> None:
-        super().off()
+        yield from super().switched()
         self._convert(torch.contiguous_format)
 
     def _convert(self, layout: torch.memory_format) -> None:
@@ -766,18 +752,17 @@ class OptimizerFlags(Remedy):
 
     chosen: list[Stepped]
 
-    def on(self) -> None:
-        self._before = [
+    def switched(self) -> Iterator[None]:
+        changed = [
             (group, {name: group[name] for name in self.flags if name in group})
             for one in self.chosen
             for group in one.optimizer.param_groups
         ]
-        for group, before in self._before:
+        for group, before in changed:
             group.update({name: self.flags[name] for name in before})
         self._move_steps()
-
-    def off(self) -> None:
-        for group, before in self._before:
+        yield
+        for group, before in changed:
             group.update(before)
         self._move_steps()
 
@@ -946,12 +931,12 @@ class SparseGradients(Remedy):
             "table_optimizer.zero_grad()\ntable_optimizer.step()"
         )
 
-    def on(self) -> None:
-        self._before: list[tuple[dict[str, Any], list[Any]]] = []
+    def switched(self) -> Iterator[None]:
+        changed: list[tuple[dict[str, Any], list[Any]]] = []
         twins: dict[torch.optim.Optimizer, torch.optim.Optimizer] = {}
         for table, one, group in self.chosen:
             weight, optimizer = table.weight, one.optimizer
-            self._before.append((group, group["params"]))
+            changed.append((group, group["params"]))
             group["params"] = [each for each in group["params"] if each is not weight]
             table.sparse, weight.grad = True, None
             kind: Any = getattr(torch.optim, self.twins[type(optimizer).__name__])
@@ -977,12 +962,11 @@ class SparseGradients(Remedy):
             for table, _one, _group in self.chosen:
                 table.weight.grad = None
 
-        self._hooks = [optimizer.register_step_post_hook(after) for optimizer in twins]
-
-    def off(self) -> None:
-        for hook in self._hooks:
+        hooks = [optimizer.register_step_post_hook(after) for optimizer in twins]
+        yield
+        for hook in hooks:
             hook.remove()
-        for group, params in reversed(self._before):
+        for group, params in reversed(changed):
             group["params"] = params
         for table, _one, _group in self.chosen:
             table.sparse, table.weight.grad = False, None
@@ -1040,17 +1024,19 @@ class Ahead(Remedy):
     _running, _coming = False, 0
     _thread: ThreadPoolExecutor | None = None
 
-    def on(self) -> None:
+    def switched(self) -> Iterator[None]:
         self._running = True
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "batches ahead")
         if not self._coming:
             self._install(self._thread)
+        yield
+        self._running = False
+        if not self._coming:  # else what is being made is handed out first
+            self._restore()
 
     def _install(self, thread: ThreadPoolExecutor) -> None:
-        from torch.utils.data import dataloader
-
-        kind: Any = dataloader._SingleProcessDataLoaderIter
+        kind = _loader()
         own = kind._next_data
 
         def restore() -> None:
@@ -1068,11 +1054,6 @@ class Ahead(Remedy):
             return batch
 
         kind._next_data, self._restore = next_data, restore
-
-    def off(self) -> None:
-        self._running = False
-        if not self._coming:  # else what is being made is handed out first
-            self._restore()
 
     def end(self) -> None:
         if self._thread is not None:
@@ -1179,12 +1160,8 @@ class Pinned(Remedy):
         code += "batch = batch.to(device, non_blocking=True)"
         return cls("pinned memory and copies that do not block", 0.1, code, seen.loader)
 
-    def on(self) -> None:
-        from torch.utils.data import dataloader
-
-        kind: Any = dataloader._SingleProcessDataLoaderIter
-        self._kind, self._own = kind, kind._next_data
-        own = self._own
+    def switched(self) -> Iterator[None]:
+        own = _loader()._next_data
 
         def next_data(iterator: Any) -> Any:
             return mapped(own(iterator), torch.Tensor.pin_memory)
@@ -1197,15 +1174,19 @@ class Pinned(Remedy):
 
             return moved
 
-        kind._next_data = next_data
-        self._moves: dict[str, Any] = {name: getattr(torch.Tensor, name) for name in ("to", "cuda")}
-        for name, move in self._moves.items():
-            setattr(torch.Tensor, name, changed(move))
+        with (
+            mock.patch.object(_loader(), "_next_data", next_data),
+            mock.patch.object(torch.Tensor, "to", changed(torch.Tensor.to)),
+            mock.patch.object(torch.Tensor, "cuda", changed(torch.Tensor.cuda)),
+        ):
+            yield
 
-    def off(self) -> None:
-        self._kind._next_data = self._own
-        for name, move in self._moves.items():
-            setattr(torch.Tensor, name, move)
+
+def _loader() -> Any:
+    """What torch's DataLoaders without workers make batches with."""
+    from torch.utils.data import dataloader
+
+    return dataloader._SingleProcessDataLoaderIter
 
 
 REMEDIES: tuple[type[Remedy], ...] = (
