@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from dlrm_core.base.errors import InputError, MissingToolError
-from dlrm_core.base.files import write_json, write_text
+from dlrm_core.base.files import read_json, write_json, write_text
 from dlrm_core.config import Parameters
 from dlrm_workbook.ground.machine import machine_facts
 from dlrm_workbook.ground.processes import (
@@ -36,7 +36,6 @@ from dlrm_workbook.recordings.injected import recording_environment
 from dlrm_workbook.recordings.open import open_recording
 from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.recordings.torch import RECORDED_KEY, UNKNOWN_MODEL
-from dlrm_workbook.recordings.torch.chrome_trace import load_json
 from dlrm_workbook.recordings.torch.trace import read_recording
 
 EVIDENCE = ("ceilings", "part_probes", "data_statistics")
@@ -275,7 +274,7 @@ class _Session:
         file, output = self.written("logs/auto.yaml", self.parameters), "logs/auto.json"
         command = python_module("dlrm_kernels.embeddings.choose", file, self.folder / output)
         self.run("choosing back ends", "choosing back ends", command, like_measured=True)
-        choice = load_json(self.folder / output)
+        choice = read_json(self.folder / output)
         self.parameters = self.parameters.with_training(**choice["training"])
         notices: list[str] = choice["notices"]
         return notices
@@ -312,7 +311,7 @@ class _Session:
         profile = dialogue.profile
         assert profile is not None
         if answer.is_file() and not failure:
-            profile.meta["together"] = load_json(answer)
+            profile.meta["together"] = read_json(answer)
         elif reason := failure or dialogue.reason:
             profile.meta["not_measured"] = profile.not_measured | {"together": reason}
         return profile
@@ -396,7 +395,7 @@ class _Session:
             self.run("the search for evidence", "evidence", command, like_measured=True)
         except InputError as error:
             return {"not_measured": dict.fromkeys(EVIDENCE, str(error))}
-        evidence: dict[str, Any] = load_json(output)
+        evidence: dict[str, Any] = read_json(output)
         return evidence
 
 

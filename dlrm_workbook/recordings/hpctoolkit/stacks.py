@@ -16,6 +16,7 @@ import numpy as np
 import pandas as pd
 
 from dlrm_core.base.errors import InputError
+from dlrm_core.base.files import read_json
 from dlrm_core.parts import ITERATION_SPAN, SpanRow
 from dlrm_workbook.ground.arrays import Ints
 from dlrm_workbook.ground.marks import GROUP_PREFIX, PART_PREFIX
@@ -28,7 +29,6 @@ from dlrm_workbook.recordings.hpctoolkit.parts import (
 from dlrm_workbook.recordings.hpctoolkit.spans import Log, Node, laid_out, launched_in
 from dlrm_workbook.recordings.nesting import stretch_at
 from dlrm_workbook.recordings.profile import Profile, nearest
-from dlrm_workbook.recordings.torch.chrome_trace import load_json
 from dlrm_workbook.recordings.torch.lines import FILE, missing_of_lines, read_lines
 from dlrm_workbook.recordings.torch.sampling import is_user_code
 
@@ -71,7 +71,7 @@ def with_stacks(
     if profile.trace.empty or not loops:
         return profile
     sampled = folder is not None and (folder / FILE).is_file()
-    document = load_json(folder / FILE) if folder is not None and sampled else {}
+    document = read_json(folder / FILE) if folder is not None and sampled else {}
     try:
         log = _log(document, loops)
     except (KeyError, TypeError, ValueError, IndexError) as error:

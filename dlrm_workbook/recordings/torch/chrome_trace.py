@@ -12,12 +12,9 @@ columns of numbers at once: a trace of a gigabyte needs 300 bytes an event.
 from __future__ import annotations
 
 import contextlib
-import gzip
-import json
 import re
-import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
@@ -29,7 +26,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from dlrm_core.base.errors import InputError
-from dlrm_core.base.files import MOST_JSON, open_binary
+from dlrm_core.base.files import open_binary
 from dlrm_core.base.text import visible
 from dlrm_core.parts import SPAN_PREFIX
 from dlrm_workbook.ground.arrays import Bools, Floats, Ints
@@ -250,30 +247,6 @@ def read_events(path: Path, file: IO[bytes] | None = None, packed_bytes: int = 0
         return walk.finish(stream)
 
 
-def load_json(path: Path) -> Any:
-    """A JSON file, gzipped or not.
-
-    Raises:
-        InputError: it is missing, cut short or not JSON.
-    """
-    with open_binary(path) as opened:
-        try:
-            packed = opened.peek(2)[:2] == b"\x1f\x8b"  # type: ignore[attr-defined]
-            file = gzip.GzipFile(fileobj=opened) if packed else opened
-            data = file.read(MOST_JSON + 1)
-            if len(data) > MOST_JSON:
-                raise InputError(f"{path} is not read: it holds more than {MOST_JSON:,} bytes")
-            return json.loads(data)
-        except (EOFError, zlib.error):
-            raise InputError(f"{path} is cut short") from None
-        except RecursionError:
-            raise InputError(f"{path} cannot be read: its JSON is nested too deeply") from None
-        except InputError:
-            raise
-        except (OSError, ValueError) as error:
-            raise InputError(f"{path} cannot be read: {error}") from None
-
-
 # ---- events to columns ----------------------------------------------------------------
 
 
@@ -300,16 +273,10 @@ class _Table:
     def add(self, values: Sequence[Any]) -> None:
         """Add rows, given as one sequence of values for each column."""
         for (name, how), column in zip(self.columns.items(), values, strict=True):
-            piece: Any
-            if how == "time":
-                piece = _times(column)
-            elif how == "float":
-                piece = _floats(column).astype(np.float32)
-            elif how == "number":
-                piece = np.array(column, dtype=np.int32)
-            else:
-                piece = _integers(column)
-            self.pieces[name].append(piece)
+            self.pieces[name].append(_KEPT[how](column))
+
+    def all_columns(self) -> dict[str, Any]:
+        return {name: self.column(name) for name in self.columns}
 
     def column(self, name: str) -> Any:
         """A column; (whole, fraction) of a time."""
@@ -368,6 +335,12 @@ def _times(column: Sequence[Any]) -> tuple[Ints, Floats]:
     return np.where(finite, whole, NO_TIME).astype(np.int64), np.where(finite, numbers - whole, 0)
 
 
+_KEPT: dict[str, Callable[[Sequence[Any]], Any]] = {
+    "time": _times,
+    "integer": _integers,
+    "float": lambda column: _floats(column).astype(np.float32),
+    "number": lambda column: np.array(column, dtype=np.int32),
+}
 _TIMED = {"start": "time", "duration": "time", "line": "number", "name": "number"}
 _SPAN_KINDS = ("operator", "annotation", "python", "runtime")
 _MARK_KINDS = tuple(dict.fromkeys(MARK_KINDS.values()))
@@ -399,9 +372,8 @@ class _Walk:
     """Takes the events of a trace, a list at a time, and holds the columns that they become."""
 
     def __init__(self) -> None:
-        self.taken = self.malformed = 0
+        self.taken = self.malformed = self.without_duration = self.lost = 0
         self.first_malformed = ""
-        self.without_duration = 0
         self.unknown: Counter[str] = Counter()
         self.lines, self.texts, self.raws, self.groups = (_Numbered() for _ in range(4))
         self.texts[""], self.raws[b""]  # number 0
@@ -413,26 +385,26 @@ class _Walk:
         """Category to the number of its kind in that table."""
         self.accelerator = ""
         self.counters = Counters()
+        span = _TIMED | {"kind": "number", "correlation": "integer"}
         self.host = _Table(
-            _TIMED
-            | {"kind": "number", "correlation": "integer", "external": "integer"}
-            | {"sequence": "integer", "forward_thread": "integer", "python_id": "integer"}
-            | {"python_parent": "integer", "collective": "number"}
-            | dict.fromkeys(_RAW, "number")
+            span
+            | dict.fromkeys(("external", "sequence", "forward_thread"), "integer")
+            | dict.fromkeys(("python_id", "python_parent"), "integer")
+            | dict.fromkeys(("collective", *_RAW), "number")
         )
         self.device = _Table(
-            _TIMED
-            | {"kind": "number", "correlation": "integer", "external": "integer"}
-            | {"bytes": "integer", "gpu": "integer", "stream": "integer", "grid": "number"}
-            | {"block": "number", "registers": "integer", "shared_memory": "integer"}
-            | {"blocks_per_sm": "float", "warps_per_sm": "float", "occupancy": "float"}
+            span
+            | dict.fromkeys(("external", "bytes", "gpu", "stream"), "integer")
+            | {"grid": "number", "block": "number"}
+            | dict.fromkeys(("registers", "shared_memory"), "integer")
+            | dict.fromkeys(("blocks_per_sm", "warps_per_sm", "occupancy"), "float")
             | {"graph": "integer", "bandwidth": "float", "collective": "number"}
         )
         self.memory = _Table(
             {"start": "time", "line": "number", "bytes": "integer", "total": "integer"}
             | {"device": "number", "reserved": "integer"}
         )
-        self.marks = _Table(_TIMED | {"kind": "number", "correlation": "integer"})
+        self.marks = _Table(span)
         self.flows = _Table({"start": "time", "line": "number", "id": "integer", "phase": "number"})
 
     def take(self, events: list[TraceEvent]) -> None:
@@ -451,7 +423,8 @@ class _Walk:
                 if event.name == "[memory]":
                     memory.append(event)
             elif phase == "M":
-                self._name(event)
+                if event.name == "thread_name" and event.args is not None:
+                    self.names[event.pid, event.tid] = event.args.name
             elif event.cat == "fwdbwd":
                 flows.append(event)
             elif not phase:
@@ -534,18 +507,12 @@ class _Walk:
             (value, stride) if name in FORMULAS else (_NO_TEXT, _NO_TEXT)
             for name, value, stride in zip(names, values, strides, strict=True)
         ]
-        columns = [shapes, types, *zip(*asked, strict=True)]
-        self.host.add(
-            [
-                *timed,
-                kind,
-                correlation,
-                _either(external, external_2021),
-                *numbers,
-                self._groups(args, group),
-                *([0 if r is _NO_TEXT else raws[bytes(r)] for r in column] for column in columns),
-            ]
-        )
+        texts = [
+            [0 if raw is _NO_TEXT else raws[bytes(raw)] for raw in column]
+            for column in (shapes, types, *zip(*asked, strict=True))
+        ]
+        numbers = [correlation, _either(external, external_2021), *numbers]
+        self.host.add([*timed, kind, *numbers, self._groups(args, group), *texts])
 
     def _device(self, rows: list[TraceEvent]) -> None:
         timed, _, kind, args = self._timed(rows)
@@ -563,21 +530,10 @@ class _Walk:
         streams = [e.tid if one is None else one for e, one in zip(rows, stream, strict=True)]
         timed[2] = list(map(self.lines.__getitem__, zip(gpus, streams, strict=True)))
         raws = self.raws
-        self.device.add(
-            [
-                *timed,
-                kind,
-                correlation,
-                _either(external, external_2021),
-                size,
-                gpus,
-                streams,
-                [raws[bytes(one)] for one in grid],
-                [raws[bytes(one)] for one in block],
-                *rest,
-                self._groups(args, group),
-            ]
-        )
+        grids, blocks = ([raws[bytes(one)] for one in column] for column in (grid, block))
+        numbers = [correlation, _either(external, external_2021), size, gpus, streams]
+        groups = self._groups(args, group)
+        self.device.add([*timed, kind, *numbers, grids, blocks, *rest, groups])
 
     def _groups(self, args: list[Arguments], names: Sequence[Any]) -> list[int]:
         """Number of the arguments of each collective, −1 of what is none."""
@@ -593,23 +549,17 @@ class _Walk:
         given = [(row, args) for row, args in given if args.allocated is not None]
         self._refuse("Bytes", len(rows) - len(given))
         # c10's device types: 0 CPU, 1 CUDA
+        devices = ["cpu" if a.device_type == 0 else f"gpu {a.device_id}" for _, a in given]
         self.memory.add(
             [
                 [row.ts for row, _ in given],
                 [self.lines[row.pid, row.tid] for row, _ in given],
                 [args.allocated for _, args in given],
                 [args.total for _, args in given],
-                [
-                    self.texts["cpu" if args.device_type == 0 else f"gpu {args.device_id}"]
-                    for _, args in given
-                ],
+                [self.texts[device] for device in devices],
                 [args.reserved for _, args in given],
             ]
         )
-
-    def _name(self, event: TraceEvent) -> None:
-        if event.name == "thread_name" and event.args is not None:
-            self.names[event.pid, event.tid] = event.args.name
 
     # ---- columns to tables ----------------------------------------------------------
 
@@ -624,29 +574,8 @@ class _Walk:
         cautions.add(stream.repaired, "event{s} {was} not valid JSON and {was} repaired")
         cautions.add(stream.skipped, "event{s} {was} not valid JSON and {was} left out")
         nanoseconds, why = self._unit()
-        frames: dict[str, pd.DataFrame] = {}
-        lost = 0
-        nameless = self.texts.get(None, -1)
-        nowhere = [number for pair, number in self.lines.items() if None in pair]
-        for name in ("host", "device", "memory", "marks"):
-            table: _Table = getattr(self, name)
-            columns = {column: table.column(column) for column in table.columns}
-            whole, _ = columns["start"]
-            limit = 2**62 if nanoseconds else 2**62 // 1000
-            usable = (whole != NO_TIME) & (np.abs(whole) < limit)
-            lost += int((~usable).sum())
-            for lacks, missing in (
-                ("name", columns.get("name", np.empty(0)) == nameless),
-                ("pid", np.isin(columns["line"], nowhere)),
-            ):
-                if missing.any():
-                    self._refuse(lacks, int((missing & usable).sum()))
-                    usable &= ~missing
-            if name == "host":
-                unimportant = [self.texts[text] for text in UTILITY]
-                usable &= ~np.isin(columns["name"], unimportant)
-                self._read_texts(columns)
-            frames[name] = self._frame(columns, usable, nanoseconds)
+        tables = ("host", "device", "memory", "marks")
+        frames = {name: self._frame(name, nanoseconds) for name in tables}
         cautions.add(
             self.malformed + stream.malformed,
             "event{s} lack{v} a name, a time or what else torch.profiler writes, and {was} left "
@@ -654,7 +583,7 @@ class _Walk:
         )
         if nanoseconds:
             cautions.said.append(f"The times of this trace are read as nanoseconds: {why}.")
-        cautions.add(lost, "event{s} {has} a time that is no number, and {was} left out")
+        cautions.add(self.lost, "event{s} {has} a time that is no number, and {was} left out")
         leave_out_strays([frames[name] for name in ("host", "device", "memory")], cautions)
         host, device, memory, marks = frames.values()
         if host.empty and device.empty:
@@ -682,26 +611,21 @@ class _Walk:
         )
         for category, count in self.unknown.most_common(5):
             # a category of an attacker's may hold braces, so it is no part of the pattern
-            cautions.add(
-                count,
-                "event{s} of category '{category}' {was} not read",
-                category=visible(category[:80]),
-            )
+            shown = visible(category[:80])
+            cautions.add(count, "event{s} of category '{category}' {was} not read", category=shown)
         base = stream.header.get("baseTimeNanoseconds")
+        names = {visible(f"{a}/{b}"): visible(str(name)) for (a, b), name in self.names.items()}
         events = Events(
-            host,
-            device,
-            memory,
-            {visible(f"{a}/{b}"): visible(str(name)) for (a, b), name in self.names.items()},
-            0,
-            marks,
-            self._flows(zero, nanoseconds),
-            pd.DataFrame(list(self.groups), columns=list(COLLECTIVE)),
-            stream.header,
-            zero + (base if isinstance(base, int) and abs(base) < 2**62 else 0),
+            *(host, device, memory, names),
+            rank=0,
+            marks=marks,
+            flows=self._flows(zero, nanoseconds),
+            collectives=pd.DataFrame(list(self.groups), columns=list(COLLECTIVE)),
+            header=stream.header,
+            clock_ns=zero + (base if isinstance(base, int) and abs(base) < 2**62 else 0),
+            accelerator=self.accelerator if len(device) else "",
+            counters=self.counters.table(zero, nanoseconds),
         )
-        events.accelerator = self.accelerator if len(device) else ""
-        events.counters = self.counters.table(zero, nanoseconds)
         rank = events.distributed["rank"]
         events.rank = rank if isinstance(rank, int) else 0
         look_at_device(events, cautions)
@@ -738,11 +662,8 @@ class _Walk:
         number = []
         for row in asked[first].tolist():
             given = (raws[column[row]] for column in (shapes, values, strides))
-            number.append(
-                self.texts[
-                    values_text(names[name[row]], dict(zip(_VALUE_ARGUMENTS, given, strict=True)))
-                ]
-            )
+            arguments = dict(zip(_VALUE_ARGUMENTS, given, strict=True))
+            number.append(self.texts[values_text(names[name[row]], arguments)])
         told[asked] = np.array(number, dtype=np.int32)[call]
         of_raw = np.zeros(len(raws), dtype=np.int32)
         for raw in np.unique(np.concatenate([shapes, types])).tolist():
@@ -753,38 +674,54 @@ class _Walk:
         # our ranges may be written as operators, see dlrm_core/parts.py; so were all in 2021
         ranges = (SPAN_PREFIX, GROUP_PREFIX, STEP_PREFIX)
         is_range = np.array([str(text).startswith(ranges) for text in names], dtype=bool)
-        columns["kind"] = np.where(
-            is_range[name] & (columns["kind"] == _SPAN_KINDS.index("operator")),
-            _SPAN_KINDS.index("annotation"),
-            columns["kind"],
-        )
+        operator, annotation = map(_SPAN_KINDS.index, ("operator", "annotation"))
+        columns["kind"][is_range[name] & (columns["kind"] == operator)] = annotation
 
-    def _frame(self, columns: dict[str, Any], usable: Bools, nanoseconds: bool) -> pd.DataFrame:
-        """A table's columns as a frame, of the rows that are usable."""
-        done: dict[str, Any] = {}
+    def _usable(self, columns: dict[str, Any], nanoseconds: bool) -> Bools:
+        """Which rows (n,) of a table have a time, a name and a thread; the others are counted."""
+        whole, _ = columns["start"]
+        usable = (whole != NO_TIME) & (np.abs(whole) < (2**62 if nanoseconds else 2**62 // 1000))
+        self.lost += int((~usable).sum())
+        nowhere = [number for pair, number in self.lines.items() if None in pair]
+        for lacks, missing in (
+            ("name", columns.get("name", np.empty(0)) == self.texts.get(None, -1)),
+            ("pid", np.isin(columns["line"], nowhere)),
+        ):
+            if missing.any():
+                self._refuse(lacks, int((missing & usable).sum()))
+                usable &= ~missing
+        return usable
+
+    def _frame(self, table: str, nanoseconds: bool) -> pd.DataFrame:
+        """A table as a frame, of the rows that are usable."""
+        columns = getattr(self, table).all_columns()
+        usable = self._usable(columns, nanoseconds)
+        if table == "host":
+            usable &= ~np.isin(columns["name"], [self.texts[text] for text in UTILITY])
+            self._read_texts(columns)
         for name, values in columns.items():
             if name in ("start", "duration"):
                 whole, fraction = values
-                done[name] = _nanoseconds(whole[usable], fraction[usable], already=nanoseconds)
-                continue
-            values = values[usable]
-            if name == "line":
-                lines = [visible(f"{_word(a)}/{_word(b)}") for a, b in self.lines]
-                done[name] = _texts(lines, values)
+                columns[name] = _nanoseconds(whole[usable], fraction[usable], already=nanoseconds)
+            elif name == "line":
+                columns[name] = _texts(self._threads(), values[usable])
             elif name in ("grid", "block"):
-                done[name] = _texts([str(_json(raw)) for raw in self.raws], values)
+                columns[name] = _texts([str(_json(raw)) for raw in self.raws], values[usable])
             elif name in ("name", "shapes", "types", "values", "device"):
-                done[name] = _texts([visible(text or "") for text in self.texts], values)
+                named = [visible(text or "") for text in self.texts]
+                columns[name] = _texts(named, values[usable])
             else:
-                done[name] = values
-        return pd.DataFrame(done)
+                columns[name] = values[usable]
+        return pd.DataFrame(columns)
+
+    def _threads(self) -> list[str]:
+        """Process and thread, or GPU and stream, of each line."""
+        return [visible(f"{_word(one)}/{_word(other)}") for one, other in self.lines]
 
     def _flows(self, zero: int, nanoseconds: bool) -> pd.DataFrame:
-        columns = {name: self.flows.column(name) for name in self.flows.columns}
-        whole, fraction = columns["start"]
-        columns["start"] = _nanoseconds(whole, fraction, already=nanoseconds) - zero
-        lines = [visible(f"{_word(a)}/{_word(b)}") for a, b in self.lines]
-        columns["line"] = np.array(lines, dtype=object)[columns["line"]]
+        columns = self.flows.all_columns()
+        columns["start"] = _nanoseconds(*columns["start"], already=nanoseconds) - zero
+        columns["line"] = np.array(self._threads(), dtype=object)[columns["line"]]
         table = pd.DataFrame(columns)
         forward, backward = (
             table[table["phase"].eq(self.texts[phase])].drop_duplicates("id", keep="last")
@@ -823,7 +760,7 @@ def _either(first: Sequence[Any], otherwise: Sequence[Any]) -> Sequence[Any]:
 def _nanoseconds(whole: Ints, fraction: Floats, *, already: bool) -> Ints:
     """Times (n,); −1 where one is no number."""
     whole = np.where(whole == NO_TIME, -1, whole)
-    return whole if already else whole * 1000 + _rounded(fraction)
+    return whole if already else whole * 1000 + np.rint(fraction * 1000).astype(np.int64)
 
 
 def _waits(event: TraceEvent) -> bool:
@@ -864,10 +801,6 @@ def _fold(category: str) -> str:
 def _word(part: Any) -> str:
     """A thread or stream: ``stream 7`` of 2021 is stream 7."""
     return str(part).removeprefix("stream ")
-
-
-def _rounded(fraction: Floats) -> Ints:
-    return np.rint(fraction * 1000).astype(np.int64)
 
 
 class Cautions:

@@ -19,12 +19,12 @@ import numpy as np
 import pandas as pd
 
 from dlrm_core.base.errors import InputError
+from dlrm_core.base.files import read_json
 from dlrm_core.parts import parse_span
 from dlrm_workbook.ground.arrays import Ints
 from dlrm_workbook.recordings.foreign import node_key, outermost_marked
 from dlrm_workbook.recordings.nesting import stretch_at
 from dlrm_workbook.recordings.profile import matching
-from dlrm_workbook.recordings.torch.chrome_trace import load_json
 from dlrm_workbook.recordings.torch.sampling import is_user_code
 from dlrm_workbook.recordings.torch.stacks import time_around
 
@@ -70,7 +70,7 @@ def read_lines(folder: Path) -> dict[str, Any] | None:
         file = folder / "python.json"  # of a program that ended before lines were sampled
         if not file.is_file():
             return None
-    document = load_json(file)
+    document = read_json(file)
     try:
         marks = document.get("marks", [])
         iterations = np.array(

@@ -14,10 +14,10 @@ import numpy as np
 import pandas as pd
 
 from dlrm_core.base.errors import InputError
+from dlrm_core.base.files import read_json
 from dlrm_workbook.ground.arrays import Floats, Ints
 from dlrm_workbook.ground.marks import STEP_MARK
 from dlrm_workbook.recordings.nesting import overlap, stretch_at
-from dlrm_workbook.recordings.torch.chrome_trace import load_json
 
 _PLUMBING = re.compile(
     r"^<frozen |/torch/nn/modules/module\.py$|/torch/optim/optimizer\.py$|"
@@ -49,7 +49,7 @@ def with_stacks(host: pd.DataFrame, file: Path) -> pd.DataFrame:
     Raises:
         InputError: the file does not hold that.
     """
-    document = load_json(file)
+    document = read_json(file)
     try:
         marks = np.array(document["marks"], dtype=np.int64)
         samples = np.array(document["samples"], dtype=np.int64).reshape(-1, 2)

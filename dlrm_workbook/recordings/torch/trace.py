@@ -18,6 +18,7 @@ import numpy as np
 import pandas as pd
 
 from dlrm_core.base.errors import InputError
+from dlrm_core.base.files import read_json
 from dlrm_core.parts import ITERATION_SPAN
 from dlrm_workbook.ground.arrays import Ints, Names
 from dlrm_workbook.recordings.foreign import ENGINE_PREFIX, PartNames
@@ -35,7 +36,6 @@ from dlrm_workbook.recordings.torch import RECORDING_VERSION
 from dlrm_workbook.recordings.torch.chrome_trace import (
     STEP_PREFIX,
     Events,
-    load_json,
     read_events,
 )
 from dlrm_workbook.recordings.torch.details import ALLOCATIONS, join_details
@@ -232,14 +232,14 @@ def read_recording(folder: str | Path, parts: Mapping[str, str] | None = None) -
         InputError: naming the file and what is wrong with it.
     """
     folder = Path(folder)
-    head = load_json(folder / "recording.json")
+    head = read_json(folder / "recording.json")
     version = head.get("format_version") if isinstance(head, dict) else None
     if version != RECORDING_VERSION:
         raise InputError(
             f"{folder / 'recording.json'} has format version {version}; this version reads "
             f"{RECORDING_VERSION}"
         )
-    averages = load_json(folder / "key_averages.json")
+    averages = read_json(folder / "key_averages.json")
     needed = {"name", "shapes", "count", "flops"}
     rows = averages.get("rows") if isinstance(averages, dict) else None
     if not isinstance(rows, list) or not all(
@@ -250,7 +250,7 @@ def read_recording(folder: str | Path, parts: Mapping[str, str] | None = None) -
         )
     meta = {key: value for key, value in head.items() if key != "format_version"}
     if (tried := folder / "trials.json").is_file():
-        meta["trials"] = load_json(tried)
+        meta["trials"] = read_json(tried)
         if not isinstance(meta["trials"], dict):
             raise InputError(f"{tried} needs names with values")
     events = _plain(read_events(folder / "trace.json.gz"))
