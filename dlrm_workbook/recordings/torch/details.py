@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 
-from dlrm_workbook.ground.arrays import Ints
+from dlrm_workbook.ground.arrays import Floats, Ints
 from dlrm_workbook.ground.marks import STEP_MARK
 from dlrm_workbook.recordings.nesting import innermost, nest
 from dlrm_workbook.recordings.torch.chrome_trace import Events
@@ -41,7 +41,7 @@ def join_details(events: Events, details: Events) -> None:
     columns = TEXTS.copy()
     if len(details.memory):
         columns += ALLOCATIONS
-        _allocate(details.host, details.memory)
+        details.host = details.host.assign(**allocated(details.host, details.memory))
     given, wanted = _calls(details.host), _calls(events.host)
     if given.empty or wanted.empty:
         return
@@ -87,25 +87,26 @@ def _calls(host: pd.DataFrame) -> pd.DataFrame:
     return calls.drop(columns=["start", "duration"])
 
 
-def _allocate(host: pd.DataFrame, memory: pd.DataFrame) -> None:
-    """Add :data:`ALLOCATIONS` to the spans; frees are not subtracted."""
+def allocated(host: pd.DataFrame, memory: pd.DataFrame) -> dict[str, Floats]:
+    """:data:`ALLOCATIONS` of each span (n,); frees are not subtracted.
+
+    Args:
+        host: spans with line, start, end, and parent (row) where they are nested.
+    """
     amounts = {name: np.zeros(len(host)) for name in ALLOCATIONS}
     lines = host["line"].to_numpy()
-    for line, events in memory[memory["bytes"].gt(0)].groupby("line"):
+    for line, events in memory[memory["bytes"].gt(0)].groupby("line", observed=True):
         rows: Ints = np.flatnonzero(lines == line)
-        if not len(rows):
-            continue
         spans = host.iloc[rows]
-        soft = np.zeros(len(rows), dtype=bool)
-        start, end, parent, order = nest(spans["start"].to_numpy(), spans["end"].to_numpy(), soft)
-        place = np.empty_like(order)
-        place[order] = np.arange(len(order))
-        parent = np.where(parent >= 0, place[parent], -1)[order]
-        inside = innermost(start[order], end[order], parent, events["start"].to_numpy())
+        start, end = spans["start"].to_numpy(), spans["end"].to_numpy()
+        if "parent" in spans:
+            parent = np.where(spans["parent"] >= 0, np.searchsorted(rows, spans["parent"]), -1)
+        else:
+            start, end, parent, _ = nest(start, end, np.zeros(len(rows), dtype=bool))
+        inside = innermost(start, end, parent, events["start"].to_numpy())
         on_host = events["device"].eq("cpu").to_numpy()
         for name, chosen in zip(ALLOCATIONS, (on_host, ~on_host), strict=True):
             counted = chosen & (inside >= 0)
             size = events["bytes"].to_numpy(dtype=float)[counted]
-            np.add.at(amounts[name], rows[order[inside[counted]]], size)
-    for name, column in amounts.items():
-        host[name] = column
+            np.add.at(amounts[name], rows[inside[counted]], size)
+    return amounts

@@ -22,7 +22,7 @@ from dlrm_core.base.files import read_json
 from dlrm_core.parts import ITERATION_SPAN
 from dlrm_workbook.ground.arrays import Ints, Names
 from dlrm_workbook.recordings.foreign import ENGINE_PREFIX, PartNames
-from dlrm_workbook.recordings.nesting import innermost, last_ends, nest, self_times, stretch_at
+from dlrm_workbook.recordings.nesting import last_ends, nest, self_times, stretch_at
 from dlrm_workbook.recordings.profile import (
     Profile,
     coded,
@@ -38,7 +38,7 @@ from dlrm_workbook.recordings.torch.chrome_trace import (
     Events,
     read_events,
 )
-from dlrm_workbook.recordings.torch.details import ALLOCATIONS, join_details
+from dlrm_workbook.recordings.torch.details import ALLOCATIONS, allocated, join_details
 from dlrm_workbook.recordings.torch.gaps import fill_gaps
 from dlrm_workbook.recordings.torch.lines import missing_of_lines, node_times, read_lines
 from dlrm_workbook.recordings.torch.parts import foreign_parts, has_own_parts, own_parts
@@ -46,7 +46,6 @@ from dlrm_workbook.recordings.torch.shape_work import shape_meaning, shape_metri
 from dlrm_workbook.recordings.torch.stacks import with_stacks
 from dlrm_workbook.recordings.torch.steps import (
     STEP_LABEL,
-    Steps,
     find_steps,
     step_marks,
     unnumbered,
@@ -58,45 +57,6 @@ an update of a few thousand rows would pass for one of a whole table."""
 
 CURVE_POINTS = 2000
 """Points kept of the memory curve of a device."""
-
-
-def allocated(memory: pd.DataFrame, host: pd.DataFrame, count: int) -> dict[str, np.ndarray]:
-    """Bytes allocated in each context (count,), on host and GPU; frees are not subtracted.
-
-    Args:
-        memory: see :class:`~dlrm_workbook.recordings.torch.chrome_trace.Events`.
-        host: nested spans with line, start, end, parent (row), context; each thread's
-            rows are together.
-
-    Returns:
-        ``allocated_bytes`` and ``gpu_allocated_bytes``, each only if recorded.
-    """
-    columns: dict[str, np.ndarray] = {}
-    if "allocated_bytes" in host:  # by iterations of their own, see join_details
-        for name in ALLOCATIONS:
-            if host[name].any():
-                columns[name] = np.bincount(host["context"], host[name].fillna(0.0), count)
-        return columns
-    for line, events in memory[memory["bytes"].gt(0)].groupby("line", observed=True):
-        spans = host[host["line"] == line]
-        if spans.empty:
-            continue
-        parent = spans["parent"].to_numpy()
-        inside = innermost(
-            spans["start"].to_numpy(),
-            spans["end"].to_numpy(),
-            np.where(parent >= 0, parent - int(spans.index[0]), -1),
-            events["start"].to_numpy(),
-        )
-        context = spans["context"].to_numpy()[inside]
-        size = events["bytes"].to_numpy(dtype=float)
-        on_host = events["device"].eq("cpu").to_numpy()
-        for name, chosen in (("allocated_bytes", on_host), ("gpu_allocated_bytes", ~on_host)):
-            counted = chosen & (inside >= 0)
-            if counted.any():
-                column = np.bincount(context[counted], size[counted], count)
-                columns[name] = columns.get(name, 0) + column
-    return columns
 
 
 def curves(memory: pd.DataFrame) -> dict[str, dict[str, Any]]:
@@ -138,6 +98,10 @@ def matrix_flops(
     called = np.bincount(host["context"], minlength=count) > 0
     return np.where(called, np.bincount(host["context"], calls, count), np.nan)
 
+
+NO_GPU = "the trace holds no GPU activity; `dlrm run profile -- COMMAND` records it"
+NO_MEMORY = "memory was not recorded; torch.profiler's `profile_memory=True` records it"
+NO_FLOPS = "a Chrome trace has no FLOP counts; recordings made by this workbook have them"
 
 ANY = "*"
 """Stands for a size that differs from call to call."""
@@ -194,6 +158,15 @@ TRACE_METRICS: dict[str, tuple[str, str]] = {
     "GKER:FGP_MAX_ACUMU": ("%", "100 for each launch whose occupancy is known"),
     "flops": ("", "floating point operations of matrix products, by torch's formulas"),
 }
+
+KERNEL_PROPERTIES = {
+    "GKER:THR_REG_ACUMU": "registers",
+    "GKER:STMEM_ACUMU (B)": "shared_memory",
+    "GKER:FGP_ACT_ACUMU": "occupancy",
+    "GKER:BLKS_ACUMU": "grid",
+    "GKER:BLK_THR_ACUMU": "block",
+}
+"""HPCToolkit's name of a metric to the column of a trace's kernels that is summed in it."""
 
 LAUNCHED_BEFORE = "launched before the trace"
 """The context above kernels and copies whose launch the trace does not hold."""
@@ -280,28 +253,19 @@ class _Builder:
     def __init__(self, events: Events, names: PartNames) -> None:
         self.events = events
         self.host, self.device, self.memory = events.host, events.device, events.memory
-        self.names, self.rank = events.names, events.rank
         self.part_names = names
         self.threads: list[dict[str, Any]] = []
         self.contexts = pd.DataFrame()
         """parent, kind, name, shapes, component, phase, profile (the thread it was entered on)."""
         self.inferred: list[str] = []
         """Sentences about parts that no name tells."""
-        self.steps = Steps([], "", "")
-        self.iterations = self.steps.spans
 
     def thread(self, kind: str, name: str, number: str) -> int:
         """Add a row to ``threads``; ``number`` as the trace has it, which may be a word."""
         profile = len(self.threads)
-        self.threads.append(
-            {
-                "profile": profile,
-                "kind": kind,
-                "name": name,
-                "rank": self.rank,
-                "thread": int(number) if _INTEGER.fullmatch(number) else profile,
-            }
-        )
+        thread = int(number) if _INTEGER.fullmatch(number) else profile
+        row = {"profile": profile, "kind": kind, "name": name}
+        self.threads.append(row | {"rank": self.events.rank, "thread": thread})
         return profile
 
     def build(self, meta: dict[str, Any], averages: list[dict[str, Any]] | None) -> Profile:
@@ -322,22 +286,26 @@ class _Builder:
         }
         if len(self.device):
             device = self.device
-            where = device["context"].to_numpy()
+            place = device["context"].to_numpy()
             for name, amounts in (
                 ("gpu_time_ms", (device["end"] - device["start"]) / 1e6),
                 ("launches", device["kind"] == "kernel"),
                 ("copy_bytes", device["bytes"].clip(lower=0)),
             ):
-                columns[name] = np.bincount(where, amounts.to_numpy(dtype=float), count)
+                columns[name] = np.bincount(place, amounts.to_numpy(dtype=float), count)
             copies = device["kind"].eq("copy")
             if copies.any() and device.loc[copies, "bytes"].lt(0).all():
                 del columns["copy_bytes"]
-            columns["calls"] += np.bincount(where, minlength=count)
+            columns["calls"] += np.bincount(place, minlength=count)
             columns |= self.kernel_properties(count)
         if len(self.device) or not has_own_parts(self.host):
             # on a CPU the work of our own model follows from its parameters
             columns |= shape_metrics(self.host, count)
-        columns |= allocated(self.memory, self.host, count)
+        if "allocated_bytes" not in self.host:  # else of iterations of their own, see join_details
+            self.host = self.host.assign(**allocated(self.host, self.memory))
+        for name in ALLOCATIONS:
+            if self.host[name].any():
+                columns[name] = np.bincount(where, self.host[name].fillna(0.0), count)
         values = [
             frame
             for metric, column in columns.items()
@@ -381,7 +349,7 @@ class _Builder:
             key=lambda i: (-marks[i], helps[i], -steps[i], -sizes[i], lines[i]),
         ):
             number = lines[place].rpartition("/")[2]
-            name = self.names.get(lines[place], f"thread {number}")
+            name = self.events.names.get(lines[place], f"thread {number}")
             profiles.append(self.thread("cpu_thread", name, number))
             in_turn.append(rows[place])
         # of all threads at once: a trace may have thousands
@@ -435,24 +403,21 @@ class _Builder:
             first.append(seen)
             above.append(np.where(parent[seen] >= 0, context[parent[seen]], profile[seen]))
             made += len(keys)
-        entered = np.concatenate([np.empty(0, dtype=np.int64), *first])
-        callers = np.concatenate([np.empty(0, dtype=np.int64), *above])
+        entered, callers = (np.concatenate([[], *each]).astype(np.int64) for each in (first, above))
         # numbered in the order in which they are entered, callers before callees
         rank = np.argsort(entered)
         number = np.empty(made, dtype=np.int64)
         number[: len(roots)] = np.arange(len(roots))
         number[len(roots) + rank] = len(roots) + np.arange(len(rank))
         entered = entered[rank]
-        found = pd.DataFrame(
-            {
-                "parent": number[callers[rank]],
-                "kind": host["kind"].to_numpy(dtype=object)[entered],
-                "name": np.array(labels, dtype=object)[label[code[entered]]],
-                "shapes": shapes.to_numpy(dtype=object)[entered],
-                "component": component[entered],
-                "phase": phase[entered],
-                "profile": profile[entered],
-            }
+        found = _contexts(
+            number[callers[rank]],
+            host["kind"].to_numpy(dtype=object)[entered],
+            np.array(labels, dtype=object)[label[code[entered]]],
+            shapes.to_numpy(dtype=object)[entered],
+            component[entered],
+            phase[entered],
+            profile[entered],
         )
         self.contexts = pd.concat([roots, found], ignore_index=True)
         host["context"] = number[context]
@@ -483,20 +448,19 @@ class _Builder:
         if self.device.empty:
             return
         host, device = self.host, self.device
-        runtime = host[host["kind"].eq("runtime") & host["correlation"].ge(0)]
-        launcher = pd.Series(runtime.index, index=runtime["correlation"])
-        operators = host[host["kind"].eq("operator") & host["external"].ge(0)]
-        operator = pd.Series(operators.index, index=operators["external"])
-        by_call = device["correlation"].map(launcher[~launcher.index.duplicated(keep="last")])
+
+        def last_with(number: str, spans: pd.DataFrame) -> pd.Series:
+            """Row of the last of some spans that have the number of each operation."""
+            spans = spans[spans[number].ge(0)].drop_duplicates(number, keep="last")
+            return device[number].map(pd.Series(spans.index, index=spans[number]))
+
+        runtime = host[host["kind"].eq("runtime")]
         # some write no correlation, but give the call a number of its own
-        loose = host[
-            host["kind"].eq("runtime") & host["correlation"].lt(0) & host["external"].ge(0)
-        ]
+        loose = runtime[runtime["correlation"].lt(0)]
         loose = loose[loose["name"].str.contains("Launch|Memcpy|Memset")]
-        numbered = pd.Series(loose.index, index=loose["external"])
-        numbered = device["external"].map(numbered[~numbered.index.duplicated(keep="last")])
-        by_operator = device["external"].map(operator[~operator.index.duplicated(keep="last")])
-        device["launcher"] = by_call.fillna(numbered).fillna(by_operator).fillna(-1).astype("int64")
+        launcher = last_with("correlation", runtime).fillna(last_with("external", loose))
+        launcher = launcher.fillna(last_with("external", host[host["kind"].eq("operator")]))
+        device["launcher"] = launcher.fillna(-1).astype("int64")
 
     def place_device(self) -> None:
         """Hang GPU work below the call that launched it, and name the streams."""
@@ -520,17 +484,9 @@ class _Builder:
         launched_in = np.append(self.host["context"].to_numpy(), -1)[span]
         over = np.where(span >= 0, launched_in, root_of[device["profile"]])
         entered_on = np.append(self.contexts["profile"].to_numpy(), -1)[launched_in]
-        table = pd.DataFrame(
-            {
-                "parent": over,
-                "kind": device["kind"].to_numpy(dtype=object),
-                "name": device["name"].to_numpy(dtype=object),
-                "shapes": "",
-                "component": component,
-                "phase": phase,
-                "profile": np.where(span >= 0, entered_on, device["profile"]),
-            }
-        )
+        kind, name = (device[column].to_numpy(dtype=object) for column in ("kind", "name"))
+        profile = np.where(span >= 0, entered_on, device["profile"])
+        table = _contexts(over, kind, name, "", component, phase, profile)
         keys = ["parent", "kind", "name", "component", "phase", "profile"]
         number = table.groupby(keys, sort=False).ngroup().to_numpy()
         new = table[~pd.Series(number).duplicated().to_numpy()]
@@ -556,11 +512,9 @@ class _Builder:
         named = [self.part_names.of(*texts) for texts in pairs]
         is_ours = has_own_parts(self.host)
         for number, says in enumerate(named):
-            if (
-                says is None
-                or not says.component
-                or (is_ours and says.component != "communication")
-            ):
+            if says is None or not says.component:
+                continue
+            if is_ours and says.component != "communication":
                 continue
             rows = pair == number
             if says.hint:  # a copy to the GPU within the making of a batch moves that batch
@@ -589,21 +543,15 @@ class _Builder:
         """What kernels were launched with, summed over launches, under HPCToolkit's names."""
         kernels = self.device[self.device["kind"].eq("kernel")]
         where = kernels["context"].to_numpy()
-        properties = {
-            name: kernels[column].to_numpy(dtype=float)
-            for name, column in (
-                ("GKER:THR_REG_ACUMU", "registers"),
-                ("GKER:STMEM_ACUMU (B)", "shared_memory"),
-                ("GKER:FGP_ACT_ACUMU", "occupancy"),
-            )
-            if column in kernels
-        }
-        for name, column in (("GKER:BLKS_ACUMU", "grid"), ("GKER:BLK_THR_ACUMU", "block")):
-            if column in kernels:
-                code, texts = coded(kernels[column])
-                properties[name] = np.array([_product(text) for text in texts] + [np.nan])[code]
         columns: dict[str, Any] = {}
-        for name, values in properties.items():
+        for name, property_name in KERNEL_PROPERTIES.items():
+            if property_name not in kernels:
+                continue
+            if property_name in ("grid", "block"):
+                code, texts = coded(kernels[property_name])
+                values = np.array([_product(text) for text in texts] + [np.nan])[code]
+            else:
+                values = kernels[property_name].to_numpy(dtype=float)
             usable = np.isfinite(values) & (values >= 0)
             if usable.any():
                 total = np.bincount(where[usable], values[usable], count)
@@ -629,15 +577,9 @@ class _Builder:
 
     def rows(self, metric: str, scope: str, column: np.ndarray, chosen: np.ndarray) -> pd.DataFrame:
         context = np.flatnonzero(chosen)
-        return pd.DataFrame(
-            {
-                "profile": self.contexts["profile"].to_numpy()[context],
-                "context": context,
-                "metric": metric,
-                "scope": scope,
-                "value": column[context],
-            }
-        )
+        profile = self.contexts["profile"].to_numpy()[context]
+        columns = {"profile": profile, "context": context, "metric": metric, "scope": scope}
+        return pd.DataFrame(columns | {"value": column[context]})
 
     def value_rows(self, metric: str, column: np.ndarray, parent: np.ndarray) -> list[pd.DataFrame]:
         """Rows of an additive metric; contexts it does not touch have none."""
@@ -708,20 +650,16 @@ class _Builder:
         meta = {"engine": "torch", "passes": [], **facts, **meta}
         on_gpu = len(self.device) > 0
         meta.setdefault("device", "cuda" if on_gpu else "cpu")
-        if not on_gpu:
-            reason = "the trace holds no GPU activity; `dlrm run profile -- COMMAND` records it"
-            for name in ("gpu_time_ms", "launches", "copy_bytes"):
-                missing.setdefault(name, reason)
-        if self.memory.empty:
-            missing.setdefault(
-                "allocated_bytes",
-                "memory was not recorded; torch.profiler's `profile_memory=True` records it",
-            )
-        if "flops" not in metrics:
-            missing.setdefault(
-                "flops",
-                "a Chrome trace has no FLOP counts; recordings made by this workbook have them",
-            )
+        missing = {
+            **(
+                dict.fromkeys(("gpu_time_ms", "launches", "copy_bytes"), NO_GPU)
+                if not on_gpu
+                else {}
+            ),
+            **({"allocated_bytes": NO_MEMORY} if self.memory.empty else {}),
+            "flops": NO_FLOPS,
+            **missing,
+        }
         copies = self.device[self.device["kind"].eq("copy")]
         unsized = int(copies["bytes"].lt(0).sum())
         if len(copies) and unsized == len(copies):
@@ -749,10 +687,14 @@ class _Builder:
         return meta
 
 
+def _contexts(*columns: Any) -> pd.DataFrame:
+    names = ("parent", "kind", "name", "shapes", "component", "phase", "profile")
+    return pd.DataFrame(dict(zip(names, columns, strict=True)))
+
+
 def _roots(kind: str, names: str | list[str], profiles: Ints) -> pd.DataFrame:
     """Contexts that nothing calls, one on each of some threads."""
-    columns = {"parent": -1, "kind": kind, "name": names, "shapes": ""}
-    return pd.DataFrame(columns | {"component": "other", "phase": "", "profile": profiles})
+    return _contexts(-1, kind, names, "", "other", "", profiles)
 
 
 def _product(text: str) -> float:
