@@ -650,16 +650,10 @@ class _Builder:
         meta = {"engine": "torch", "passes": [], **facts, **meta}
         on_gpu = len(self.device) > 0
         meta.setdefault("device", "cuda" if on_gpu else "cpu")
-        missing = {
-            **(
-                dict.fromkeys(("gpu_time_ms", "launches", "copy_bytes"), NO_GPU)
-                if not on_gpu
-                else {}
-            ),
-            **({"allocated_bytes": NO_MEMORY} if self.memory.empty else {}),
-            "flops": NO_FLOPS,
-            **missing,
-        }
+        reasons = {} if on_gpu else dict.fromkeys(("gpu_time_ms", "launches", "copy_bytes"), NO_GPU)
+        if self.memory.empty:
+            reasons["allocated_bytes"] = NO_MEMORY
+        missing |= reasons | {"flops": NO_FLOPS} | missing  # what is known better stays
         copies = self.device[self.device["kind"].eq("copy")]
         unsized = int(copies["bytes"].lt(0).sum())
         if len(copies) and unsized == len(copies):
