@@ -23,7 +23,7 @@ import pandas as pd
 from dlrm_workbook.ground.arrays import Bools, Ints, Names
 from dlrm_workbook.recordings.foreign import ENGINE_PREFIX
 from dlrm_workbook.recordings.nesting import innermost
-from dlrm_workbook.recordings.profile import nearest
+from dlrm_workbook.recordings.profile import matching, nearest
 
 GAP = "between operators"
 """Name of the spans that stand for such time within a longer one of several parts."""
@@ -67,21 +67,19 @@ def fill_gaps(
     if not held.any():  # no span lasts
         return host, component, phase
     begin, until, owner = begin[held], until[held], owner[held]
-    part, parts = pd.factorize(pd.MultiIndex.from_arrays([component[owner], phase[owner]]))
-    operates = main["kind"].eq("operator").to_numpy()
-    operates = (nearest(parent, operates) >= 0)[owner]
-    given = _by_neighbours(begin, until, part, parts, operates, iterations)
+    components = np.append(component[owner], ["loss", "communication"])
+    phases = np.append(phase[owner], ["backward", "backward"])
+    part, parts = pd.factorize(pd.MultiIndex.from_arrays([components, phases]))
+    part, (loss, exchange) = part[: len(owner)], part[len(owner) :]
+    operates = nearest(parent, main["kind"].eq("operator").to_numpy()) >= 0
+    given = _by_neighbours(begin, until, part, parts, operates[owner], iterations)
     given = np.where(given >= 0, given, part)
     table = list(parts)
-    loss, exchange = (
-        _number(table, pair) for pair in (("loss", "backward"), ("communication", "backward"))
-    )
-    names = main["name"].to_numpy(dtype=object)
     unknown = np.array([name == "other" for name, _ in table], dtype=bool)
-    waits = any(str(name).startswith(REDUCER) for name in pd.unique(names))
-    nodes = np.array([str(name).startswith(ENGINE_PREFIX) for name in names], dtype=bool)
+    waits = matching(main["name"], lambda name: name.startswith(REDUCER)).any()
+    nodes = matching(main["name"], lambda name: name.startswith(ENGINE_PREFIX))
     node_start, node_end = start[nodes], end[nodes]
-    calls = np.array([str(name).endswith(ENGINE_CALL) for name in names], dtype=bool)
+    calls = matching(main["name"], lambda name: name.endswith(ENGINE_CALL))
     for call_start, call_end in zip(start[calls].tolist(), end[calls].tolist(), strict=True):
         inside = slice(*np.searchsorted(node_start, [call_start, call_end]))
         if not len(node_start[inside]):
@@ -91,13 +89,6 @@ def fill_gaps(
         if waits:
             given[here & (begin >= node_end[inside].max())] = exchange
     return _with_gaps(host, component, phase, (begin, until, owner), given, table)
-
-
-def _number(table: list[tuple[str, str]], pair: tuple[str, str]) -> int:
-    """The place of a pair in the table, which gets it if it lacks it."""
-    if pair not in table:
-        table.append(pair)
-    return table.index(pair)
 
 
 def _by_neighbours(
@@ -126,11 +117,11 @@ def _by_neighbours(
         MOST_UNKNOWN * between[before]
     )
     begins = np.array([first for first, _ in iterations], dtype=np.int64)
-    same = np.searchsorted(begins, begin[before], side="right") == np.searchsorted(
-        begins, begin[after], side="right"
+    inner &= np.searchsorted(begins, begin[before], "right") == np.searchsorted(
+        begins, begin[after], "right"
     )
-    same &= inner & (part[before] == part[after]) & passing[part[before]]
-    return np.where(same, part[before], -1)
+    inner &= (part[before] == part[after]) & passing[part[before]]
+    return np.where(inner, part[before], -1)
 
 
 def _with_gaps(

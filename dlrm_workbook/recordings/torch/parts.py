@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import pandas as pd
@@ -82,8 +82,7 @@ _STACKED = re.compile(r"\[\d+, \d+, \d+\]")
 
 def has_own_parts(host: pd.DataFrame) -> bool:
     """Whether the program names its parts as :mod:`dlrm_core.parts` does."""
-    names = host.loc[host["kind"].eq("annotation"), "name"].unique()
-    return any(parse_span(str(name)) for name in names)
+    return any(map(parse_span, host.loc[host["kind"].eq("annotation"), "name"].unique()))
 
 
 def own_parts(host: pd.DataFrame) -> tuple[Names, Names]:
@@ -113,8 +112,8 @@ def own_parts(host: pd.DataFrame) -> tuple[Names, Names]:
         root = nearest(parent, parent < 0)
         source = np.where(source >= 0, source, given[root])
     label = np.append(code, len(names))[source]  # row −1 is the one appended
-    component = np.array([p[0] if p else "other" for p in part] + ["other"], dtype=object)
-    phase = np.array([p[1] if p else "" for p in part] + [""], dtype=object)
+    named = [one or ("other", "") for one in [*part, None]]
+    component, phase = (np.array(texts, dtype=object) for texts in zip(*named, strict=True))
     return component[label], phase[label]
 
 
@@ -212,17 +211,16 @@ class _Spans:
         self.saying = np.where(sampled & self._in_named_range(host), len(self.named), self.code)
         self.left_open = self._open_exchanges(host)
         self.saying[self.left_open] = len(self.named)
-        self.compiled = np.array([bool(_COMPILED.match(text)) for _, text in self.texts])[self.code]
+        self.compiled = self.pairs(bool(_COMPILED.match(text)) for _, text in self.texts)
         self.stacked = matching(host["shapes"], lambda text: bool(_STACKED.search(text)))
         self.key = [node_key(text) if kind == "operator" else None for kind, text in self.texts]
         self.start, self.end = host["start"].to_numpy(), host["end"].to_numpy()
         self.parent, self.profile = host["parent"].to_numpy(), host["profile"].to_numpy()
         self.operator = host["kind"].eq("operator").to_numpy()
-        unknown = np.full(len(host), -1)
-        self.sequence = host["sequence"].to_numpy() if "sequence" in host else unknown
-        self.thread = host["forward_thread"].to_numpy() if "forward_thread" in host else unknown
-        is_node = np.array([key is not None for key in self.key], dtype=bool)[self.code]
-        self.node = outermost_marked(self.parent, is_node)
+        unknown = pd.Series(-1, index=host.index)
+        self.sequence = host.get("sequence", unknown).to_numpy()
+        self.thread = host.get("forward_thread", unknown).to_numpy()
+        self.node = outermost_marked(self.parent, self.pairs(key is not None for key in self.key))
         self.forward = self.node < 0
         self.modules = self._modules(names)
         self.component, self.phase, self.hinted = resolve(
@@ -233,9 +231,10 @@ class _Spans:
     def _open_exchanges(self, host: pd.DataFrame) -> Ints:
         """Rows of exchanges' ranges that hold other ranges of the program: they are left open until
         somebody waits for them, and what runs inside is no exchange."""
-        says = [named is not None and named.component == "communication" for named in self.named]
         ranges = host["kind"].eq("annotation").to_numpy()
-        exchange = np.array(says, dtype=bool)[self.code] & ranges
+        exchange = ranges & self.pairs(
+            named is not None and named.component == "communication" for named in self.named
+        )
         around = nearest(host["parent"].to_numpy(), exchange)
         return np.unique(around[ranges & ~exchange & (around >= 0)])
 
@@ -246,8 +245,8 @@ class _Spans:
         in a program that is no recommender, the classes of modules that torch names are told
         apart as deep as a page has room for: ``BertEncoder.BertLayer`` for all layers.
         """
-        module = np.array([*map(names.module, (text for _, text in self.texts))], dtype=object)
-        named = module[self.code] if len(module) else np.array([], dtype=object)
+        module = np.array([names.module(text) for _, text in self.texts], dtype=object)
+        named = module[self.code]
         if not (module != "").any() and not self.recommends:
             named = self._classes()
         around = nearest(self.cut_at_nodes(), named != "")
@@ -261,7 +260,7 @@ class _Spans:
             else ""
             for kind, text in self.texts
         ]
-        called = np.array([bool(text) for text in classes], dtype=bool)[self.code]
+        called = self.pairs(bool(text) for text in classes)
         above = np.append(nearest(self.parent, called), -1)[self.parent]
         path: dict[int, tuple[str, ...]] = {-1: ()}
         for row in np.flatnonzero(called).tolist():
@@ -282,9 +281,13 @@ class _Spans:
 
     def _in_named_range(self, host: pd.DataFrame) -> Bools:
         """Whether each span (n,) lies within an annotation that names a part."""
-        names = np.array([n is not None and bool(n.component) for n in self.named], dtype=bool)
-        ranges = names[self.code] & host["kind"].eq("annotation").to_numpy()
+        names = self.pairs(named is not None and bool(named.component) for named in self.named)
+        ranges = names & host["kind"].eq("annotation").to_numpy()
         return nearest(host["parent"].to_numpy(), ranges) >= 0
+
+    def pairs(self, marked: Iterable[bool]) -> Bools:
+        """Which spans (n,) have one of the marked pairs of kind and name."""
+        return np.array(list(marked), dtype=bool)[self.code]
 
     def cut_at_nodes(self) -> Ints:
         """Parents (n,) of a forest in which nothing above an autograd node is above it.
@@ -365,10 +368,9 @@ def _place_mlps(spans: _Spans) -> None:
     if not len(spans.begins):
         others = forward & np.isin(component, ["embedding", "loss", "optimizer", "data"])
         begins = np.sort(np.concatenate([begins, spans.start[others]]))
-    met = forward & (component == "interaction") & (spans.phase != "backward")
-    meets = np.sort(spans.start[met])
-    if len(meets):
-        after = _follows(meets, begins, spans.start[here])
+    meets = forward & (component == "interaction") & (spans.phase != "backward")
+    if meets.any():
+        after = _follows(np.sort(spans.start[meets]), begins, spans.start[here])
         component[here] = np.where(after, "top_mlp", "bottom_mlp")
 
 
@@ -410,9 +412,8 @@ def _fill_between(spans: _Spans) -> None:
         place = np.searchsorted(when, at[chosen], side="left")
         inner = (place > 0) & (place < len(rows))
         before, after = rows[np.maximum(place - 1, 0)], rows[np.minimum(place, len(rows) - 1)]
-        inner &= np.searchsorted(begins, spans.start[before], side="right") == np.searchsorted(
-            begins, spans.start[after], side="right"
-        )
+        of_pass = [np.searchsorted(begins, spans.start[one], "right") for one in (before, after)]
+        inner &= of_pass[0] == of_pass[1]
         first, last = component[before], component[after]
         guess = np.where(inner & (first == last), first, "other")
         for (one, other), part in BETWEEN.items():
@@ -435,13 +436,13 @@ def _backward(spans: _Spans) -> None:
     node_part = component[nodes]
     named = ~hinted[nodes] & (node_part != "other")
     part = np.where(named | np.isin(of_twin, ["other", MLP]), node_part, of_twin)
-    accumulates = np.array([key == ACCUMULATE for key in spans.key], dtype=bool)[spans.code[nodes]]
+    accumulates = spans.pairs(key == ACCUMULATE for key in spans.key)[nodes]
     follows = (part == "other") & (accumulates | (twin < 0))
     order = np.lexsort((spans.start[nodes], spans.profile[nodes]))
-    source = np.where(follows[order], -1, np.arange(len(order)))
-    source = np.maximum.accumulate(source)
-    same_thread = spans.profile[nodes[order]] == spans.profile[nodes[order[np.maximum(source, 0)]]]
-    source = np.where((source >= 0) & same_thread, source, np.arange(len(order)))
+    places = np.arange(len(order))
+    source = np.maximum.accumulate(np.where(follows[order], -1, places))
+    profile = spans.profile[nodes[order]]
+    source = np.where((source >= 0) & (profile == profile[source]), source, places)
     part[order] = part[order][source]
     within = np.flatnonzero((spans.node >= 0) & (hinted | (component == "other")))
     of_node = part[np.searchsorted(nodes, spans.node[within])]
@@ -471,25 +472,13 @@ def _forward_twins(spans: _Spans, nodes: Ints) -> Ints:
         if len(spans.flows):
             return _twins_by_flow(spans, nodes, forward, keys)
         return _twins_by_order(spans, nodes, forward, keys)
-    of_node = pd.DataFrame(
-        {
-            "node": np.arange(len(nodes)),
-            "thread": spans.thread[nodes],
-            "sequence": spans.sequence[nodes],
-            "key": spans.keys(nodes, spans.key),
-        }
-    )
-    of_node = of_node[of_node["sequence"] >= 0]
-    candidates = pd.DataFrame(
-        {
-            "row": numbered,
-            "profile": spans.profile[numbered],
-            "sequence": spans.sequence[numbered],
-            "forward_key": spans.keys(numbered, keys),
-        }
-    )
+    of_node = pd.DataFrame({"node": np.arange(len(nodes)), "key": spans.keys(nodes, spans.key)})
+    of_node = of_node.assign(thread=spans.thread[nodes], sequence=spans.sequence[nodes])
+    candidates = pd.DataFrame({"row": numbered, "forward_key": spans.keys(numbered, keys)})
+    candidates["profile"] = spans.profile[numbered]
+    candidates["sequence"] = spans.sequence[numbered]
     candidates = candidates.groupby(["profile", "sequence"]).tail(MOST_ALIKE)
-    pairs = of_node.merge(candidates, on="sequence")
+    pairs = of_node[of_node["sequence"] >= 0].merge(candidates, on="sequence")
     pairs = pairs[spans.start[pairs["row"]] <= spans.start[nodes[pairs["node"]]]]
     pairs["alike"] = pairs["key"] == pairs["forward_key"]
     # a node's number is of one forward thread; which one, the names tell
@@ -509,23 +498,14 @@ def _best_twins(pairs: pd.DataFrame, count: int) -> Ints:
 
 def _twins_by_flow(spans: _Spans, nodes: Ints, forward: Ints, keys: Sequence[str]) -> Ints:
     """As :func:`_forward_twins`: a flow leads from an operator to a node."""
-    candidates = pd.DataFrame(
-        {
-            "row": forward,
-            "forward": spans.start[forward],
-            "forward_line": spans.line[forward],
-            "forward_key": spans.keys(forward, keys),
-        }
-    )
+    candidates = pd.DataFrame({"row": forward, "forward_key": spans.keys(forward, keys)})
+    candidates["forward"] = spans.start[forward]
+    candidates["forward_line"] = spans.line[forward]
     candidates = candidates.groupby(["forward", "forward_line"]).tail(MOST_ALIKE)
     inside = np.flatnonzero(spans.node >= 0)
-    of_node = pd.DataFrame(
-        {
-            "node": np.searchsorted(nodes, spans.node[inside]),
-            "backward": spans.start[inside],
-            "backward_line": spans.line[inside],
-        }
-    ).drop_duplicates()
+    of_node = pd.DataFrame({"node": np.searchsorted(nodes, spans.node[inside])})
+    of_node["backward"], of_node["backward_line"] = spans.start[inside], spans.line[inside]
+    of_node = of_node.drop_duplicates()
     of_node["key"] = np.array(spans.keys(nodes, spans.key), dtype=object)[of_node["node"]]
     ends = spans.flows.drop_duplicates(["backward", "backward_line"])
     pairs = ends.merge(of_node, on=["backward", "backward_line"])
@@ -538,8 +518,7 @@ def _twins_by_order(spans: _Spans, nodes: Ints, forward: Ints, keys: Sequence[st
     """As :func:`_forward_twins`: of each key the last operator belongs to the first node."""
     node_keys = spans.keys(nodes, spans.key)
     wanted = set(node_keys) - {ACCUMULATE}
-    asked = np.array([key in wanted for key in keys], dtype=bool)[spans.code]
-    forward = forward[asked[forward]]
+    forward = forward[spans.pairs(key in wanted for key in keys)[forward]]
     twin = np.full(len(nodes), -1)
     of_forward = np.searchsorted(spans.begins, spans.start[forward], side="right")
     of_nodes = np.searchsorted(spans.begins, spans.start[nodes], side="right")
