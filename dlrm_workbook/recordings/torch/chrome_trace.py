@@ -353,8 +353,7 @@ _VALUE_ARGUMENTS = ("Input Dims", "Concrete Inputs", "Input Strides")
 _EVENT = attrgetter("ts", "dur", "pid", "tid", "name", "cat", "args")
 _ARGUMENTS = ("correlation", "external", "external_2021")
 _OF_HOST = attrgetter(
-    *(*_ARGUMENTS, "sequence", "forward_thread", "python_id", "python_parent", "collective"),
-    *_RAW,
+    *(*_ARGUMENTS, "sequence", "forward_thread", "python_id", "python_parent", "collective"), *_RAW
 )
 _OF_DEVICE = attrgetter(
     *(*_ARGUMENTS, "bytes", "device", "stream", "grid", "block", "registers", "shared_memory"),

@@ -74,8 +74,7 @@ def read_lines(folder: Path) -> dict[str, Any] | None:
     try:
         marks = document.get("marks", [])
         iterations = np.array(
-            document.get("iterations") or list(itertools.pairwise(marks)),
-            dtype=np.int64,
+            document.get("iterations") or list(itertools.pairwise(marks)), dtype=np.int64
         ).reshape(-1, 2)
         table = _Paths()
         path_of = np.array(

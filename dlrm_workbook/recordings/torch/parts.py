@@ -118,10 +118,7 @@ def own_parts(host: pd.DataFrame) -> tuple[Names, Names]:
 
 
 def foreign_parts(
-    host: pd.DataFrame,
-    iterations: Sequence[tuple[int, int]],
-    names: PartNames,
-    flows: pd.DataFrame,
+    host: pd.DataFrame, iterations: Sequence[tuple[int, int]], names: PartNames, flows: pd.DataFrame
 ) -> tuple[Names, Names, list[str]]:
     """Component and phase (n,) of every span of a program that is not ours.
 

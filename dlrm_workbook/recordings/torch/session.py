@@ -87,11 +87,7 @@ DOING = {
 WRITING = "writing what was recorded"
 """What a session does in each phase, for whoever waits, and after the last."""
 
-TRACES = {
-    FIRST: "trace.json.gz",
-    PROFILED: "trace.json.gz",
-    DETAILS: "trace_details.json.gz",
-}
+TRACES = {FIRST: "trace.json.gz", PROFILED: "trace.json.gz", DETAILS: "trace_details.json.gz"}
 """The file for the trace of a phase; the recorded iterations replace the first one."""
 
 DETAILED_ITERATIONS = 3

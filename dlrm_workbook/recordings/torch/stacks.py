@@ -135,10 +135,7 @@ def _outermost(operators: pd.DataFrame) -> Ints:
 
 
 def _spans(
-    begin: Ints,
-    end: Ints,
-    stacks: list[list[tuple[str, str]]],
-    marks: Ints,
+    begin: Ints, end: Ints, stacks: list[list[tuple[str, str]]], marks: Ints
 ) -> list[tuple[int, int, str]]:
     """(start, end, name) of every function of the samples, runs of equal ones joined.
 

@@ -81,9 +81,7 @@ def find_steps(host: pd.DataFrame, device: pd.DataFrame, names: PartNames) -> St
         if spans["name"].iloc[0] == STEP_MARK:
             between = zip(spans["end"].tolist()[:-1], spans["start"].tolist()[1:], strict=True)
             return Steps(
-                list(between),
-                "",
-                "the steps of its optimizer, or its own calls of step()",
+                list(between), "", "the steps of its optimizer, or its own calls of step()"
             )
         is_ours = spans["name"].iloc[0] == ITERATION_SPAN
         return Steps(

@@ -33,23 +33,14 @@ from dlrm_workbook.recordings.profile import (
     numbered_together,
 )
 from dlrm_workbook.recordings.torch import RECORDING_VERSION
-from dlrm_workbook.recordings.torch.chrome_trace import (
-    STEP_PREFIX,
-    Events,
-    read_events,
-)
+from dlrm_workbook.recordings.torch.chrome_trace import STEP_PREFIX, Events, read_events
 from dlrm_workbook.recordings.torch.details import ALLOCATIONS, allocated, join_details
 from dlrm_workbook.recordings.torch.gaps import fill_gaps
 from dlrm_workbook.recordings.torch.lines import missing_of_lines, node_times, read_lines
 from dlrm_workbook.recordings.torch.parts import foreign_parts, has_own_parts, own_parts
 from dlrm_workbook.recordings.torch.shape_work import shape_meaning, shape_metrics
 from dlrm_workbook.recordings.torch.stacks import with_stacks
-from dlrm_workbook.recordings.torch.steps import (
-    STEP_LABEL,
-    find_steps,
-    step_marks,
-    unnumbered,
-)
+from dlrm_workbook.recordings.torch.steps import STEP_LABEL, find_steps, step_marks, unnumbered
 
 FLOP_OPERATORS = frozenset({"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"})
 """torch counts elementwise operators too, by the dense shape even of sparse tensors:
@@ -345,8 +336,7 @@ class _Builder:
         in_turn: list[Ints] = []
         profiles: list[int] = []
         for place in sorted(
-            range(len(lines)),
-            key=lambda i: (-marks[i], helps[i], -steps[i], -sizes[i], lines[i]),
+            range(len(lines)), key=lambda i: (-marks[i], helps[i], -steps[i], -sizes[i], lines[i])
         ):
             number = lines[place].rpartition("/")[2]
             name = self.events.names.get(lines[place], f"thread {number}")
