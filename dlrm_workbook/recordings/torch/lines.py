@@ -118,8 +118,7 @@ class _Paths:
         self.listed: list[Frame] = []
         self.paths: dict[tuple[tuple[int, str], ...], int] = {}
 
-    def number(self, file: str, first: int, function: str, line: int) -> int:
-        frame = (str(file), int(first), str(function), int(line))
+    def number(self, frame: Frame) -> int:
         if frame not in self.frames:
             self.listed.append(frame)
         return self.frames.setdefault(frame, len(self.frames))
@@ -127,33 +126,32 @@ class _Paths:
     def of_frames(self, frames: Sequence[Sequence[Any]]) -> int:
         """The path of frames that are all the user's."""
         path: list[tuple[int, str]] = []
-        for frame in frames:
-            self._append(path, *frame)
+        for file, first, function, line in frames:
+            self._append(path, (str(file), int(first), str(function), int(line)))
         return self.paths.setdefault(tuple(path), len(self.paths))
 
-    def _append(
-        self, path: list[tuple[int, str]], file: str, first: int, function: str, line: int
-    ) -> None:
+    def _append(self, path: list[tuple[int, str]], frame: Frame) -> None:
         """Add a frame to a path; that of a comprehension goes on with its function's."""
+        file, _, function, line = frame
         around = _COMPREHENSION.sub("", function)
         if around != function and path:
-            frame, mark = path[-1]
-            over = self.listed[frame]
+            over, mark = self.listed[path[-1][0]], path[-1][1]
             if (over[0], over[2]) == (file, around):
-                path[-1] = (self.number(file, over[1], around, line), mark)
+                path[-1] = (self.number((file, over[1], around, line)), mark)
                 return
-        path.append((self.number(file, first, function, line), ""))
+        path.append((self.number(frame), ""))
 
     def of_stack(self, stack: Sequence[Sequence[Any]]) -> int:
         """The path of a stack, outermost frame first."""
         path: list[tuple[int, str]] = []
-        for file, first, function, line in stack:
-            if is_user_code(str(file), str(function)):
-                self._append(path, str(file), int(first), str(function), int(line))
+        for given in stack:
+            file, function = str(given[0]), str(given[2])
+            if is_user_code(file, function):
+                self._append(path, (file, int(given[1]), function, int(given[3])))
             elif path and (mark := mark_of(f"{file}:{function}")):
                 frame, marks = path[-1]
                 path[-1] = (frame, f"{marks.partition(' ')[0]} {mark}")
-            part = parse_span(str(function).rpartition(".")[2])
+            part = parse_span(function.rpartition(".")[2])
             if path and part:
                 frame, marks = path[-1]
                 path[-1] = (frame, f"{role_of(*part)} {marks.partition(' ')[2]}")
@@ -177,20 +175,17 @@ def role_of(component: str, phase: str) -> str:
 
 def _main_times(iterations: Ints, samples: Ints) -> pd.DataFrame:
     """Each iteration divided among its samples: its time is theirs, whole."""
-    rows = []
-    at = np.searchsorted(samples[:, 0], iterations)
-    for number, ((begin, end), (first, last)) in enumerate(
-        zip(iterations.tolist(), at.tolist(), strict=True)
-    ):
+    rows = [np.zeros((0, 3))]
+    for number, (begin, end) in enumerate(iterations.tolist()):
+        first, last = np.searchsorted(samples[:, 0], [begin, end])
         if first == last:  # shorter than the distance of two samples: the nearest one's
             first = min(first, len(samples) - 1)
-            last = first + (len(samples) > 0)
-        moments = samples[first:last, 0]
+            last = first + 1
+        moments, stack = samples[first:last].T
         cuts = np.concatenate([[begin], (moments[1:] + moments[:-1]) / 2, [end]])
-        ms = np.diff(cuts) / 1e6 if len(moments) else np.zeros(0)
-        rows.append(pd.DataFrame({"iteration": number, "stack": samples[first:last, 1], "ms": ms}))
-    columns = pd.DataFrame({"iteration": [], "stack": [], "ms": []})
-    table = pd.concat([columns, *rows], ignore_index=True)
+        ms = np.diff(cuts[: len(moments) + 1]) / 1e6
+        rows.append(np.column_stack([np.full(len(ms), number), stack, ms]))
+    table = pd.DataFrame(np.concatenate(rows), columns=["iteration", "stack", "ms"])
     return table.astype({"iteration": int, "stack": int}).assign(thread=0, samples=1)
 
 
