@@ -65,10 +65,9 @@ def lookup_of(name: str, shapes: str) -> tuple[int, int, int | None, int] | None
 
 
 def seen_shapes(averages: Iterable[Mapping[str, Any]], threads: int) -> Shapes:
-    """The shapes of a recorded program.
+    """The shapes of a recorded program, of the ``name``, ``shapes`` and ``count`` of its operators.
 
     Args:
-        averages: ``name``, ``shapes`` and ``count`` of its operators; each set of shapes is a row.
         threads: CPU threads of one of its operators.
 
     The shapes of a product without a bias do not say which of its operands is transposed, so it

@@ -73,11 +73,10 @@ def with_stacks(host: pd.DataFrame, file: Path) -> pd.DataFrame:
     rows = _spans(begin, end, [stacks[i] for i in samples[:, 1]], marks + offset)
     spans = pd.DataFrame(rows, columns=["start", "end", "name"])
     spans["duration"] = spans["end"] - spans["start"]
-    spans["line"], spans["kind"], spans["shapes"], spans["types"] = line, "python", "", ""
-    for column in host.columns.difference(spans.columns):
-        spans[column] = -1
-    spans = spans[host.columns].astype(host.dtypes)
-    return pd.concat([host, spans], ignore_index=True)
+    given = dict.fromkeys(host.columns, -1) | {"line": line, "kind": "python"}
+    given |= {"shapes": "", "types": ""}
+    spans = spans.assign(**{name: given[name] for name in host.columns.difference(spans.columns)})
+    return pd.concat([host, spans[host.columns].astype(host.dtypes)], ignore_index=True)
 
 
 def _label(file: str, first: int, function: str, line: int) -> tuple[str, str]:
@@ -152,13 +151,13 @@ def _spans(
             rows.append((start, finish, name))
 
     last = -1
-    for number, (start, finish, stack) in enumerate(
-        zip(begin.tolist(), end.tolist(), stacks, strict=True)
+    for start, finish, stack, number in zip(
+        begin.tolist(), end.tolist(), stacks, iteration.tolist(), strict=True
     ):
         named = [frame for frame in stack if frame[1]]
-        if iteration[number] != last:
+        if number != last:
             close(0)
-            last = iteration[number]
+            last = number
         same = 0
         for held, frame in zip(open_, named, strict=False):
             if held[:2] != frame:

@@ -78,25 +78,21 @@ def find_steps(host: pd.DataFrame, device: pd.DataFrame, names: PartNames) -> St
     reached = spans["end"].where(lasting, -1).cummax().shift(fill_value=-1)
     spans = spans[lasting & spans["start"].ge(reached)]
     if len(spans):
-        if spans["name"].iloc[0] == STEP_MARK:
-            between = zip(spans["end"].tolist()[:-1], spans["start"].tolist()[1:], strict=True)
-            return Steps(
-                list(between), "", "the steps of its optimizer, or its own calls of step()"
-            )
-        is_ours = spans["name"].iloc[0] == ITERATION_SPAN
-        return Steps(
-            list(zip(spans["start"].tolist(), spans["end"].tolist(), strict=True)),
-            ITERATION_SPAN if is_ours else STEP_LABEL,
-            "its own ranges" if is_ours else "the ranges of profiler.step()",
-        )
+        start, end = spans["start"].tolist(), spans["end"].tolist()
+        ranges, marked = list(zip(start, end, strict=True)), spans["name"].iloc[0]
+        if marked == STEP_MARK:
+            between = list(zip(end[:-1], start[1:], strict=True))
+            return Steps(between, "", "the steps of its optimizer, or its own calls of step()")
+        if marked == ITERATION_SPAN:
+            return Steps(ranges, ITERATION_SPAN, "its own ranges")
+        return Steps(ranges, STEP_LABEL, "the ranges of profiler.step()")
     launched = device[device["launcher"].ge(0)] if len(device) else device
     if len(launched):
         rows = launched["launcher"].to_numpy()
     else:
         operator = host["kind"].eq("operator").to_numpy() & host["profile"].eq(0).to_numpy()
-        rows = np.flatnonzero(
-            outermost_marked(host["parent"].to_numpy(), operator) == np.arange(len(host))
-        )
+        outermost = outermost_marked(host["parent"].to_numpy(), operator)
+        rows = np.flatnonzero(outermost == np.arange(len(host)))
     return _annotated(host, rows, names) or _repeated(host, launched, rows, names)
 
 
@@ -105,12 +101,11 @@ def _annotated(host: pd.DataFrame, rows: Ints, names: PartNames) -> Steps | None
     ranges = host[host["kind"].eq("annotation")]
     if ranges.empty:
         return None
-    named = {name: names.of("annotation", name) for name in map(str, ranges["name"].unique())}
-    ranges = ranges[[named[str(name)] is None for name in ranges["name"]]]
+    ranges = ranges[matching(ranges["name"], lambda name: names.of("annotation", name) is None)]
     launches = np.sort(host["start"].to_numpy()[rows])
-    labels = pd.Series([unnumbered(str(name)) for name in ranges["name"]], index=ranges.index)
+    labels = [unnumbered(str(name)) for name in ranges["name"]]
     candidates: list[tuple[tuple[bool, int], Steps]] = []
-    for (_, label), group in ranges.groupby(["profile", labels.to_numpy()]):
+    for (_, label), group in ranges.groupby(["profile", np.array(labels, dtype=object)]):
         start, end = (np.sort(group[name].to_numpy()) for name in ("start", "end"))
         if len(start) < FEWEST or (start[1:] < end[:-1]).any():
             continue
@@ -120,10 +115,9 @@ def _annotated(host: pd.DataFrame, rows: Ints, names: PartNames) -> Steps | None
         if (inside > 0).all() and inside.sum() >= least:
             spans = list(zip(start.tolist(), end.tolist(), strict=True))
             in_words = bool(_STEP_WORDS.search(str(label)))
-            if not in_words and _are_layers(host, spans, names):
-                continue
-            preferred = (in_words, len(start))
-            candidates.append((preferred, Steps(spans, str(label), f"the ranges '{label}'")))
+            if in_words or not _are_layers(host, spans, names):
+                found = Steps(spans, str(label), f"the ranges '{label}'")
+                candidates.append(((in_words, len(start)), found))
     return max(candidates, key=lambda entry: entry[0])[1] if candidates else None
 
 
