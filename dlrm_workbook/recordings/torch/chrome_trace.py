@@ -262,17 +262,17 @@ class _Table:
     """Columns of one table, as pieces of arrays.
 
     Args:
-        columns: name to how it is kept: ``time``, ``integer``, ``float``, or ``number`` of a
-            value of :class:`_Numbered`.
+        kept: how columns are kept (:data:`_KEPT`) to their names.
     """
 
-    def __init__(self, columns: dict[str, str]) -> None:
-        self.columns = columns
-        self.pieces: dict[str, list[Any]] = {name: [] for name in columns}
+    def __init__(self, **kept: str) -> None:
+        self.columns = {name: how for how, names in kept.items() for name in names.split()}
+        self.pieces: dict[str, list[Any]] = {name: [] for name in self.columns}
 
-    def add(self, values: Sequence[Any]) -> None:
-        """Add rows, given as one sequence of values for each column."""
-        for (name, how), column in zip(self.columns.items(), values, strict=True):
+    def add(self, args: Sequence[Arguments], **given: Sequence[Any]) -> None:
+        """Add rows: columns that are given, and otherwise the arguments of that name."""
+        for name, how in self.columns.items():
+            column = given[name] if name in given else list(map(attrgetter(name), args))
             self.pieces[name].append(_KEPT[how](column))
 
     def all_columns(self) -> dict[str, Any]:
@@ -341,7 +341,8 @@ _KEPT: dict[str, Callable[[Sequence[Any]], Any]] = {
     "float": lambda column: _floats(column).astype(np.float32),
     "number": lambda column: np.array(column, dtype=np.int32),
 }
-_TIMED = {"start": "time", "duration": "time", "line": "number", "name": "number"}
+"""Ways to keep a column; a ``number`` is that of a value of :class:`_Numbered`."""
+
 _SPAN_KINDS = ("operator", "annotation", "python", "runtime")
 _MARK_KINDS = tuple(dict.fromkeys(MARK_KINDS.values()))
 _CATEGORIES = ("kernel", "memcpy", "memset")
@@ -351,14 +352,6 @@ _RAW = ("shapes", "types", "values", "strides")
 _VALUE_ARGUMENTS = ("Input Dims", "Concrete Inputs", "Input Strides")
 
 _EVENT = attrgetter("ts", "dur", "pid", "tid", "name", "cat", "args")
-_ARGUMENTS = ("correlation", "external", "external_2021")
-_OF_HOST = attrgetter(
-    *(*_ARGUMENTS, "sequence", "forward_thread", "python_id", "python_parent", "collective"), *_RAW
-)
-_OF_DEVICE = attrgetter(
-    *(*_ARGUMENTS, "bytes", "device", "stream", "grid", "block", "registers", "shared_memory"),
-    *("blocks_per_sm", "warps_per_sm", "occupancy", "graph", "bandwidth", "collective"),
-)
 _OF_COLLECTIVE = attrgetter("collective", *COLLECTIVE[1:])
 _NO_ARGUMENTS = Arguments()
 _NO_TEXT = _NO_ARGUMENTS.shapes
@@ -384,27 +377,20 @@ class _Walk:
         """Category to the number of its kind in that table."""
         self.accelerator = ""
         self.counters = Counters()
-        span = _TIMED | {"kind": "number", "correlation": "integer"}
         self.host = _Table(
-            span
-            | dict.fromkeys(("external", "sequence", "forward_thread"), "integer")
-            | dict.fromkeys(("python_id", "python_parent"), "integer")
-            | dict.fromkeys(("collective", *_RAW), "number")
+            time="start duration",
+            number="line name kind collective shapes types values strides",
+            integer="correlation external sequence forward_thread python_id python_parent",
         )
         self.device = _Table(
-            span
-            | dict.fromkeys(("external", "bytes", "gpu", "stream"), "integer")
-            | {"grid": "number", "block": "number"}
-            | dict.fromkeys(("registers", "shared_memory"), "integer")
-            | dict.fromkeys(("blocks_per_sm", "warps_per_sm", "occupancy"), "float")
-            | {"graph": "integer", "bandwidth": "float", "collective": "number"}
+            time="start duration",
+            number="line name kind collective grid block",
+            integer="correlation external bytes gpu stream registers shared_memory graph",
+            float="blocks_per_sm warps_per_sm occupancy bandwidth",
         )
-        self.memory = _Table(
-            {"start": "time", "line": "number", "bytes": "integer", "total": "integer"}
-            | {"device": "number", "reserved": "integer"}
-        )
-        self.marks = _Table(span)
-        self.flows = _Table({"start": "time", "line": "number", "id": "integer", "phase": "number"})
+        self.memory = _Table(time="start", number="line device", integer="bytes total reserved")
+        self.marks = _Table(time="start duration", number="line name kind", integer="correlation")
+        self.flows = _Table(time="start", number="line phase", integer="id")
 
     def take(self, events: list[TraceEvent]) -> None:
         """Keep what the events say, if it is of interest."""
@@ -439,18 +425,17 @@ class _Walk:
         if rows["device"]:
             self._device(rows["device"])
         if marks := rows["marks"] + waits:
-            timed, _, kind, args = self._timed(marks)
-            self.marks.add([*timed, kind, [one.correlation for one in args]])
+            args, timed = self._timed(marks)
+            self.marks.add(args, **timed)
         if memory:
             self._memory(memory)
         if flows:
             self.flows.add(
-                [
-                    [event.ts for event in flows],
-                    [self.lines[event.pid, event.tid] for event in flows],
-                    [event.id for event in flows],
-                    [self.texts[event.ph] for event in flows],
-                ]
+                [],
+                start=[event.ts for event in flows],
+                line=[self.lines[event.pid, event.tid] for event in flows],
+                phase=[self.texts[event.ph] for event in flows],
+                id=[event.id for event in flows],
             )
 
     def _refuse(self, lacks: str, count: int = 1) -> None:
@@ -481,8 +466,8 @@ class _Walk:
             return "" if args.device is None and args.stream is None else "device"
         return table
 
-    def _timed(self, rows: list[TraceEvent]) -> tuple[list[Any], Any, list[int], list[Arguments]]:
-        """(start, duration, line and name, the names, kind, arguments) of spans."""
+    def _timed(self, rows: list[TraceEvent]) -> tuple[list[Arguments], dict[str, list[Any]]]:
+        """The arguments of spans, and their start, duration, line, name and kind."""
         start, duration, process, thread, name, category, given = zip(
             *map(_EVENT, rows), strict=True
         )
@@ -490,58 +475,66 @@ class _Walk:
         if None in duration:
             self.without_duration += duration.count(None)
             duration = tuple(0 if one is None else one for one in duration)
-        line = list(map(self.lines.__getitem__, zip(process, thread, strict=True)))
-        number = list(map(self.texts.__getitem__, name))
-        kind = list(map(self.kinds.__getitem__, category))
-        return [start, duration, line, number], name, kind, args
+        return args, {
+            "start": start,
+            "duration": duration,
+            "line": list(map(self.lines.__getitem__, zip(process, thread, strict=True))),
+            "name": list(map(self.texts.__getitem__, name)),
+            "kind": list(map(self.kinds.__getitem__, category)),
+        }
 
     def _host(self, rows: list[TraceEvent]) -> None:
-        timed, names, kind, args = self._timed(rows)
-        correlation, external, external_2021, *numbers, group, shapes, types, values, strides = zip(
-            *map(_OF_HOST, args), strict=True
-        )
-        raws = self.raws
+        args, timed = self._timed(rows)
         # numbers differ from call to call: only those that count are kept
-        asked = [
-            (value, stride) if name in FORMULAS else (_NO_TEXT, _NO_TEXT)
-            for name, value, stride in zip(names, values, strides, strict=True)
-        ]
-        texts = [
-            [0 if raw is _NO_TEXT else raws[bytes(raw)] for raw in column]
-            for column in (shapes, types, *zip(*asked, strict=True))
-        ]
-        numbers = [correlation, _either(external, external_2021), *numbers]
-        self.host.add([*timed, kind, *numbers, self._groups(args, group), *texts])
+        counts = [row.name in FORMULAS for row in rows]
+        texts = {
+            "shapes": [one.shapes for one in args],
+            "types": [one.types for one in args],
+            "values": [a.values if c else _NO_TEXT for a, c in zip(args, counts, strict=True)],
+            "strides": [a.strides if c else _NO_TEXT for a, c in zip(args, counts, strict=True)],
+        }
+        raws = self.raws
+        numbers = {
+            name: [0 if raw is _NO_TEXT else raws[bytes(raw)] for raw in column]
+            for name, column in texts.items()
+        }
+        self.host.add(args, **timed, **self._external(args), **numbers)
 
     def _device(self, rows: list[TraceEvent]) -> None:
-        timed, _, kind, args = self._timed(rows)
-        correlation, external, external_2021, size, gpu, stream, grid, block, *rest, group = zip(
-            *map(_OF_DEVICE, args), strict=True
-        )
+        args, timed = self._timed(rows)
+        sizes = [one.bytes for one in args]
         if any(one.direction is not None for one in args):
-            sizes = list(size)
             for place, (row, one) in enumerate(zip(rows, args, strict=True)):
                 copied, moved = copy_of(str(row.name), one)
-                if kind[place] == 0 and moved >= 0:
-                    timed[3][place], kind[place], sizes[place] = self.texts[copied], 1, moved
-            size = tuple(sizes)
-        gpus = [e.pid if one is None else one for e, one in zip(rows, gpu, strict=True)]
-        streams = [e.tid if one is None else one for e, one in zip(rows, stream, strict=True)]
-        timed[2] = list(map(self.lines.__getitem__, zip(gpus, streams, strict=True)))
+                if timed["kind"][place] == 0 and moved >= 0:
+                    timed["name"][place], timed["kind"][place] = self.texts[copied], 1
+                    sizes[place] = moved
+        pairs = list(zip(rows, args, strict=True))
+        gpus = [row.pid if one.device is None else one.device for row, one in pairs]
+        streams = [row.tid if one.stream is None else one.stream for row, one in pairs]
+        timed["line"] = list(map(self.lines.__getitem__, zip(gpus, streams, strict=True)))
         raws = self.raws
-        grids, blocks = ([raws[bytes(one)] for one in column] for column in (grid, block))
-        numbers = [correlation, _either(external, external_2021), size, gpus, streams]
-        groups = self._groups(args, group)
-        self.device.add([*timed, kind, *numbers, grids, blocks, *rest, groups])
+        self.device.add(
+            args,
+            **timed,
+            **self._external(args),
+            bytes=sizes,
+            gpu=gpus,
+            stream=streams,
+            grid=[raws[bytes(one.grid)] for one in args],
+            block=[raws[bytes(one.block)] for one in args],
+        )
 
-    def _groups(self, args: list[Arguments], names: Sequence[Any]) -> list[int]:
-        """Number of the arguments of each collective, −1 of what is none."""
-        return [
-            -1
-            if name is None
-            else self.groups[tuple(visible(str(value)) for value in _OF_COLLECTIVE(one))]
-            for one, name in zip(args, names, strict=True)
-        ]
+    def _external(self, args: list[Arguments]) -> dict[str, list[Any]]:
+        """``external`` of spans, whose name was another in 2021, and the number of the arguments
+        of each ``collective``, −1 of what is none."""
+        return {
+            "external": [a.external_2021 if a.external == -1 else a.external for a in args],
+            "collective": [-1 if a.collective is None else self._group(a) for a in args],
+        }
+
+    def _group(self, args: Arguments) -> int:
+        return self.groups[tuple(visible(str(value)) for value in _OF_COLLECTIVE(args))]
 
     def _memory(self, rows: list[TraceEvent]) -> None:
         given = [(row, row.args) for row in rows if row.args is not None]
@@ -550,14 +543,11 @@ class _Walk:
         # c10's device types: 0 CPU, 1 CUDA
         devices = ["cpu" if a.device_type == 0 else f"gpu {a.device_id}" for _, a in given]
         self.memory.add(
-            [
-                [row.ts for row, _ in given],
-                [self.lines[row.pid, row.tid] for row, _ in given],
-                [args.allocated for _, args in given],
-                [args.total for _, args in given],
-                [self.texts[device] for device in devices],
-                [args.reserved for _, args in given],
-            ]
+            [args for _, args in given],
+            start=[row.ts for row, _ in given],
+            line=[self.lines[row.pid, row.tid] for row, _ in given],
+            bytes=[args.allocated for _, args in given],
+            device=[self.texts[device] for device in devices],
         )
 
     # ---- columns to tables ----------------------------------------------------------
@@ -747,13 +737,6 @@ def _texts(texts: Sequence[str], number: Ints) -> pd.Categorical:
     code_of[used] = code
     kinds = pd.CategoricalDtype(pd.Index(distinct, dtype=object))
     return pd.Categorical.from_codes(code_of[number], dtype=kinds)  # type: ignore[arg-type]
-
-
-def _either(first: Sequence[Any], otherwise: Sequence[Any]) -> Sequence[Any]:
-    """The values that are not −1, else those of today's name."""
-    if otherwise.count(-1) == len(otherwise):
-        return first
-    return [b if a == -1 else a for a, b in zip(first, otherwise, strict=True)]
 
 
 def _nanoseconds(whole: Ints, fraction: Floats, *, already: bool) -> Ints:
