@@ -145,21 +145,24 @@ class StackSampler:
         ``others`` are samples of other threads: (nanoseconds, thread, stack, nanoseconds that the
         thread has computed so far or -1), ``threads`` their names.
         """
-        frames: dict[tuple[int, int], int] = {}
+        frames: dict[tuple[str, int, str, int], int] = {}
         lines = {number: _lines(code) for number, code in self._codes.items()}
+
+        def number_of(number: int, place: int) -> int:
+            code, line = self._codes[number], lines[number].get(place, 0)
+            frame = (code.co_filename, code.co_firstlineno, code.co_qualname, line)
+            return frames.setdefault(frame, len(frames))
+
         stacks = [
             [
-                frames.setdefault((number, lines[number].get(place, 0)), len(frames))
-                for number, place in reversed(list(zip(stack[::2], stack[1::2], strict=True)))
+                number_of(*frame)
+                for frame in reversed(list(zip(stack[::2], stack[1::2], strict=True)))
             ]
             for stack in self._stacks
         ]
         return {
             "interval_ms": 1e3 * self.interval_s,
-            "frames": [
-                (code.co_filename, code.co_firstlineno, code.co_qualname, line)
-                for code, line in ((self._codes[number], line) for number, line in frames)
-            ],
+            "frames": list(frames),
             "stacks": stacks,
             "samples": self._samples,
             "threads": {number: name for number, (name, _) in self._threads.items()},
@@ -189,8 +192,15 @@ class StackSampler:
             del frame, frames  # would keep alive what their functions hold
             cost_s = time.thread_time() - began
 
-    def _number(self, frame: FrameType) -> int:
-        return self._stacks.setdefault(self._stack(frame), len(self._stacks))
+    def _number(self, innermost: FrameType) -> int:
+        stack: list[int] = []
+        frame: FrameType | None = innermost
+        while frame is not None:
+            code = frame.f_code
+            self._codes.setdefault(id(code), code)
+            stack += (id(code), frame.f_lasti)
+            frame = frame.f_back
+        return self._stacks.setdefault(tuple(stack), len(self._stacks))
 
     def _computed_ns(self, thread: int) -> int:
         """Nanoseconds that a thread has been on a core; -1 where the system does not say."""
@@ -206,15 +216,6 @@ class StackSampler:
             return -1 if file is None else int(os.pread(file, 64, 0).split()[0])
         except (OSError, ValueError, IndexError):
             return -1  # it has just ended
-
-    def _stack(self, frame: FrameType | None) -> Stack:
-        rows: list[int] = []
-        while frame is not None:
-            code = frame.f_code
-            self._codes.setdefault(id(code), code)
-            rows += (id(code), frame.f_lasti)
-            frame = frame.f_back
-        return tuple(rows)
 
 
 def _lines(code: CodeType) -> dict[int, int]:

@@ -164,7 +164,7 @@ LAUNCHED_BEFORE = "launched before the trace"
 
 _INTEGER = re.compile(r"-?[0-9]{1,18}")
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
-_PYTHON = re.compile(r"^(?P<file>.*?)\((?P<line>\d+)\): (?P<name>.*)$")
+_PYTHON = re.compile(r"^(?P<file>.*?)\((?P<line>\d+)\): ")
 
 
 def read_trace(path: str | Path, parts: Mapping[str, str] | None = None) -> Profile:
@@ -297,11 +297,12 @@ class _Builder:
         for name in ALLOCATIONS:
             if self.host[name].any():
                 columns[name] = np.bincount(where, self.host[name].fillna(0.0), count)
-        values = [
-            frame
-            for metric, column in columns.items()
-            for frame in self.value_rows(metric, column, parent)
-        ]
+        values: list[pd.DataFrame] = []
+        for metric, column in columns.items():
+            values.append(self.rows(metric, "exclusive", column, column != 0))
+            if metric != "calls":  # calls of a caller and its callees do not add up to anything
+                total = inclusive_from_exclusive(parent, column)
+                values.append(self.rows(metric, "inclusive", total, total != 0))
         operations = matrix_flops(self.host, count, averages)
         if operations is not None:
             values.append(self.rows("flops", "exclusive", operations, ~np.isnan(operations)))
@@ -368,12 +369,9 @@ class _Builder:
         roots = _roots("thread", names, np.arange(len(self.threads), dtype=np.int64))
         code, names = coded(host["name"])
         label, labels = coded(pd.Series([self.label(name) for name in names], dtype=object))
-        kind, _ = coded(host["kind"])
         shapes = join_unsteady(host["name"], host["shapes"], len(self.iterations))
-        form, _ = coded(shapes)
-        component_code, _ = coded(pd.Series(component))
-        phase_code, _ = coded(pd.Series(phase))
-        what = numbered_together([label[code], kind, form, component_code, phase_code])
+        others = (host["kind"], shapes, pd.Series(component), pd.Series(phase))
+        what = numbered_together([label[code], *(coded(column)[0] for column in others)])
         parent, profile = host["parent"].to_numpy(), host["profile"].to_numpy()
         depth = depths(parent)
         # Level by level: a context is what is called, in the context that calls it.
@@ -388,10 +386,9 @@ class _Builder:
             over = np.where(parent[rows] >= 0, context[parent[rows]], profile[rows])
             same, keys = pd.factorize(over * (what.max() + 1) + what[rows])
             context[rows] = made + same
-            seen = np.full(len(keys), len(host))
-            np.minimum.at(seen, same, rows)
-            first.append(seen)
-            above.append(np.where(parent[seen] >= 0, context[parent[seen]], profile[seen]))
+            new = ~pd.Series(same).duplicated().to_numpy()
+            first.append(rows[new])
+            above.append(over[new])
             made += len(keys)
         entered, callers = (np.concatenate([[], *each]).astype(np.int64) for each in (first, above))
         # numbered in the order in which they are entered, callers before callees
@@ -570,14 +567,6 @@ class _Builder:
         profile = self.contexts["profile"].to_numpy()[context]
         columns = {"profile": profile, "context": context, "metric": metric, "scope": scope}
         return pd.DataFrame(columns | {"value": column[context]})
-
-    def value_rows(self, metric: str, column: np.ndarray, parent: np.ndarray) -> list[pd.DataFrame]:
-        """Rows of an additive metric; contexts it does not touch have none."""
-        frames = [self.rows(metric, "exclusive", column, column != 0)]
-        if metric != "calls":  # calls of a caller and its callees do not add up to anything
-            total = inclusive_from_exclusive(parent, column)
-            frames.append(self.rows(metric, "inclusive", total, total != 0))
-        return frames
 
     def trace_table(self) -> pd.DataFrame:
         spans = [self.host, *([self.device.assign(depth=0)] if len(self.device) else [])]
