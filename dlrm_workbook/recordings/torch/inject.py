@@ -33,6 +33,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from dlrm_workbook.recordings.torch.places import note_places
+from dlrm_workbook.recordings.torch.workers import sample_workers
 
 if TYPE_CHECKING:
     from dlrm_workbook.recordings.torch.beside import Beside
@@ -51,16 +52,19 @@ def install() -> None:
     given = os.environ.get(VARIABLE)
     if given:
         asked = json.loads(given)
-        hooks = {"torch.optim.optimizer": _watch, "torch.utils.data._utils.worker": _sample_workers}
-        if asked["options"].get("num_workers"):
-            hooks["torch.utils.data.dataloader"] = _give_workers
+        folder, workers = Path(asked["folder"]), asked["options"].get("num_workers")
+        hooks: dict[str, Callable[[ModuleType], None]] = {
+            "torch.optim.optimizer": lambda module: _watch(asked, module),
+            "torch.utils.data._utils.worker": lambda module: sample_workers(module, folder),
+        }
+        if workers:
+            hooks["torch.utils.data.dataloader"] = lambda module: _give_workers(workers, module)
         for name, hook in hooks.items():
-            sys.meta_path.insert(0, _AfterImport(name, functools.partial(hook, asked)))
+            sys.meta_path.insert(0, _AfterImport(name, hook))
         if asked.get("alive"):
-            end_with_holder(asked["alive"], asked["holder"])
-            os.register_at_fork(
-                after_in_child=lambda: end_with_holder(asked["alive"], asked["holder"])
-            )
+            bind = functools.partial(end_with_holder, asked["alive"], asked["holder"])
+            bind()
+            os.register_at_fork(after_in_child=bind)
 
 
 def end_with_holder(pipe: str, holder: int) -> None:
@@ -129,14 +133,7 @@ def _watch(asked: dict[str, Any], module: ModuleType) -> None:
         note_places(module.Optimizer)
 
 
-def _sample_workers(asked: dict[str, Any], module: ModuleType) -> None:
-    """Hook ``torch.utils.data._utils.worker``."""
-    from dlrm_workbook.recordings.torch.workers import sample_workers
-
-    sample_workers(module, Path(asked["folder"]))
-
-
-def _give_workers(asked: dict[str, Any], module: ModuleType) -> None:
+def _give_workers(workers: int, module: ModuleType) -> None:
     """Give every DataLoader that has no workers some."""
     make: Any = module.DataLoader.__init__
     signature = inspect.signature(make)
@@ -144,7 +141,7 @@ def _give_workers(asked: dict[str, Any], module: ModuleType) -> None:
     def made(*args: Any, **options: Any) -> None:
         given = signature.bind(*args, **options)
         if not given.arguments.get("num_workers"):
-            given.arguments["num_workers"] = asked["options"]["num_workers"]
+            given.arguments["num_workers"] = workers
         make(*given.args, **given.kwargs)
 
     module.DataLoader.__init__ = made
@@ -254,12 +251,8 @@ class _Watch:
         from dlrm_workbook.recordings.torch.session import Detail, Lengths, begin
 
         try:
-            self.session = begin(
-                self.place,
-                Lengths(**self.asked["lengths"]),
-                Detail(**self.asked["detail"]),
-                self.doing,
-            )
+            lengths, detail = Lengths(**self.asked["lengths"]), Detail(**self.asked["detail"])
+            self.session = begin(self.place, lengths, detail, self.doing)
             self.session.information["command"] = self.asked["command"]
         except InputError as error:
             self.refuse(error)
@@ -319,11 +312,13 @@ class _Watch:
         """Keep what there is of a program that ends before everything was recorded."""
         if self.trials is not None:
             self.trials.close("the program ended")
-        elif not self.over and self.session is not None:
+        elif self.over:
+            return
+        elif self.session is not None:
             self.close()
-        elif not self.over and len(self.moments) > 1:
+        elif len(self.moments) > 1:
             self.print_times()
-        elif not self.over:
+        else:
             self.state = {"state": "ended"}
             self.tell()
 
@@ -333,11 +328,6 @@ class _Watch:
         from dlrm_workbook.recordings.torch.session import rank_of_process
 
         rank, world = rank_of_process()
-        facts = {
-            "pid": os.getpid(),
-            "argv": sys.orig_argv,
-            "rank": rank,
-            "world": world,
-            "steps": self.steps,
-        }
-        write_json(Path(self.asked["folder"]) / f"{os.getpid()}.json", facts | self.state)
+        facts = {"pid": os.getpid(), "argv": sys.orig_argv, "rank": rank, "world": world}
+        facts |= {"steps": self.steps} | self.state
+        write_json(Path(self.asked["folder"]) / f"{os.getpid()}.json", facts)

@@ -39,10 +39,7 @@ Path = tuple[str, ...]
 
 
 class ModuleRanges:
-    """Hooks around each group of modules, on the thread that makes this object.
-
-    Args:
-        models: modules that are no part of others; None: all that are alive.
+    """Hooks around each group of the modules that are alive, on the thread that makes this object.
 
     Attributes:
         missing: why there are no hooks; None where there are.
@@ -51,14 +48,13 @@ class ModuleRanges:
         calls: of modules since :meth:`take`.
     """
 
-    def __init__(self, models: Iterable[torch.nn.Module] | None = None) -> None:
+    def __init__(self) -> None:
         self.missing = COMPILED if has_compiled() else None
         self.ranges, self.timed, self.calls = False, False, 0
         self._thread = threading.get_ident()
-        roots = _roots() if models is None and self.missing is None else list(models or [])
-        self.roots = roots
-        """Kept, so that no other object has the ``id`` of one of their modules."""
-        self._group = group_names(roots)
+        self.roots = _roots() if self.missing is None else []
+        """Modules that are no part of others; kept, so that nothing else gets one's ``id``."""
+        self._group = group_names(self.roots)
         self._open: list[tuple[str, span | None]] = []
         self._hooks: list[Any] = []
         self._moments: list[tuple[str, float]] = []

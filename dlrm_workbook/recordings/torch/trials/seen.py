@@ -171,16 +171,12 @@ class Looking:
         hook(register_optimizer_step_pre_hook(self._stepped))
         self._watch_loader()
         if has_compiled():
-            self.seen.why_no_models = (
-                "torch.compile has compiled code here, which hooks would make it compile again"
-            )
+            why = "torch.compile has compiled code here, which hooks would make it compile again"
+            self.seen.why_no_models = why
             return self.seen
+        after = torch_module.register_module_forward_hook
         hook(torch_module.register_module_forward_pre_hook(self._before))
-        hook(
-            torch_module.register_module_forward_hook(
-                self._after, with_kwargs=True, always_call=True
-            )
-        )
+        hook(after(self._after, with_kwargs=True, always_call=True))
         self._stack.enter_context(_Functions(self))
         return self.seen
 
@@ -238,15 +234,12 @@ class Looking:
         frame = user_frame()
         first = next(tensors(output), None)
         device = "cpu" if first is None else first.device.type
-        call = Call(
-            module,
-            _copied(args),
-            _copied(kwargs),
+        copies, outputs = (
+            (_copied(args), _copied(kwargs)),
             [one.detach() for one in tensors(output)],
-            place_of(frame),
-            name_at(frame, module, "model"),
-            torch.is_autocast_enabled(device),
         )
+        place, name = place_of(frame), name_at(frame, module, "model")
+        call = Call(module, *copies, outputs, place, name, torch.is_autocast_enabled(device))
         seen.models = [one for one in seen.models if one.module is not module] + [call]
 
     def called(self, function: Any, args: Any, kwargs: dict[str, Any]) -> None:
@@ -268,10 +261,9 @@ class Looking:
             output = next(iter(call.output), None)
             if output is None or output.numel() != value.numel():
                 continue
-            for through in (torch.Tensor.detach, torch.sigmoid):
+            for through in (_identity, torch.sigmoid):
                 if torch.equal(through(output).reshape(value.shape), value.detach()):
-                    same: Any = torch.sigmoid if through is torch.sigmoid else _identity
-                    kept = Loss(function, _copied(args), _copied(kwargs), number, same)
+                    kept = Loss(function, _copied(args), _copied(kwargs), number, through)
                     self.seen.losses.append(kept)
                     return
 
