@@ -333,33 +333,28 @@ class _Builder:
         helps = np.bincount(line, helps, len(lines)) > sizes / 100
         # without marks, autograd's thread comes last, where another thread works too
         helps &= not marks.any() and sizes[~helps].sum() > sizes.sum() / 10
-        rows = np.split(np.argsort(line, kind="stable"), np.cumsum(sizes)[:-1])
-        in_turn: list[Ints] = []
-        profiles: list[int] = []
-        for place in sorted(
-            range(len(lines)), key=lambda i: (-marks[i], helps[i], -steps[i], -sizes[i], lines[i])
-        ):
+        order = np.lexsort((np.array(lines, dtype=object), -sizes, -steps, helps, -marks))
+        profile_of = np.empty_like(order)
+        for place in order:
             number = lines[place].rpartition("/")[2]
             name = self.events.names.get(lines[place], f"thread {number}")
-            profiles.append(self.thread("cpu_thread", name, number))
-            in_turn.append(rows[place])
+            profile_of[place] = self.thread("cpu_thread", name, number)
         # of all threads at once: a trace may have thousands
-        row = np.concatenate([np.empty(0, dtype=np.int64), *in_turn])
-        sizes = np.array([len(spans) for spans in in_turn], dtype=np.int64)
+        row = np.argsort(profile_of[line], kind="stable")
         soft = self.host["kind"].eq("python").to_numpy()[row]
         start, end = (self.host[name].to_numpy()[row] for name in ("start", "end"))
-        parent, order = np.empty_like(row), np.empty_like(row)
-        for last, size in zip(np.cumsum(sizes).tolist(), sizes.tolist(), strict=True):
+        parent, turn = np.empty_like(row), np.empty_like(row)
+        for last, size in zip(np.cumsum(sizes[order]), sizes[order], strict=True):
             part = slice(last - size, last)
-            start[part], end[part], over, turn = nest(start[part], end[part], soft[part])
+            start[part], end[part], over, within = nest(start[part], end[part], soft[part])
             parent[part] = np.where(over >= 0, over + last - size, -1)
-            order[part] = turn + last - size
-        place_of = np.empty_like(order)
-        place_of[order] = np.arange(len(order))
-        parent = np.where(parent >= 0, place_of[parent], -1)[order]
-        self.host = self.events.host = self.host.iloc[row[order]].reset_index(drop=True)
-        self.host["start"], self.host["end"] = start[order], end[order]
-        self.host["parent"], self.host["profile"] = parent, np.repeat(profiles, sizes)
+            turn[part] = within + last - size
+        place_of = np.empty_like(turn)
+        place_of[turn] = np.arange(len(turn))
+        host = self.host.iloc[row[turn]].assign(start=start[turn], end=end[turn])
+        host["parent"] = np.where(parent >= 0, place_of[parent], -1)[turn]
+        host["profile"] = profile_of[line[row[turn]]]
+        self.host = self.events.host = host.reset_index(drop=True)
 
     def place_host(self) -> None:
         """Give every host span its part, its context and its depth."""
