@@ -466,7 +466,7 @@ class _Walk:
             return "" if args.device is None and args.stream is None else "device"
         return table
 
-    def _timed(self, rows: list[TraceEvent]) -> tuple[list[Arguments], dict[str, list[Any]]]:
+    def _timed(self, rows: list[TraceEvent]) -> tuple[list[Arguments], dict[str, Any]]:
         """The arguments of spans, and their start, duration, line, name and kind."""
         start, duration, process, thread, name, category, given = zip(
             *map(_EVENT, rows), strict=True

@@ -415,7 +415,7 @@ PRODUCTS: dict[str, Formula] = {
         lambda c: _product(c.shapes[1], c.shapes[2], 1, c.shapes[0]),
     ),
     "aten::mv": lambda c: _vector(c.shapes[0], c.shapes[1], 0),
-    **_every("aten::", "addmv addmv_", lambda c: _vector(*c.shapes[1:3], 1, c.shapes[0])),
+    **_every("aten::", "addmv addmv_", lambda c: _vector(c.shapes[1], c.shapes[2], 1, c.shapes[0])),
     "aten::linear": _linear,
     **_every("aten::", _BAGS, _embedding_bag),
     "aten::embedding_dense_backward": lambda c: _rows_gradient(c, 1, 2),
@@ -884,7 +884,7 @@ def _shapes_below(host: pd.DataFrame, rows: Ints) -> Names:
     inner = host[host["name"].eq("aten::to") & host["parent"].isin(calls)]
     first = inner.drop_duplicates("parent").set_index("parent")["shapes"]
     has_inner = np.isin(rows, first.index)
-    texts[has_inner] = first.loc[rows[has_inner]]
+    texts[has_inner] = first.reindex(rows[has_inner])
     return texts
 
 
