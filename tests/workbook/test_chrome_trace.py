@@ -24,10 +24,14 @@ from dlrm_workbook.recordings.torch.chrome_trace import Events, NoTraceError, re
 TABLES = ("host", "device", "memory", "marks", "flows", "collectives")
 
 
-def read(folder: Path, events: list[Any], **beside: Any) -> Events:
+def written(folder: Path, events: list[Any], **beside: Any) -> Path:
     path = folder / "trace.json"
     path.write_text(json.dumps({"traceEvents": events} | beside))
-    return read_events(path)
+    return path
+
+
+def read(folder: Path, events: list[Any], **beside: Any) -> Events:
+    return read_events(written(folder, events, **beside))
 
 
 def facts(folder: Path) -> dict[str, Any]:
@@ -281,10 +285,8 @@ def test_nothing_in_an_event_crashes_the_reader(data: Any) -> None:
         place = event["args"] if inside else event
         place[data.draw(st.sampled_from(sorted(place)))] = data.draw(odd)
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        path.write_text(json.dumps({"traceEvents": events}))
         try:
-            json.dumps(inspect_recording(open_recording(path)))
+            json.dumps(inspect_recording(open_recording(written(Path(folder), events))))
         except InputError as error:
             assert "\n" not in str(error)
 
@@ -323,18 +325,15 @@ def test_bombs_and_pipes_and_depths_are_refused(
     os.mkfifo(pipe)
     with pytest.raises(InputError, match="no regular file"):
         open_recording(pipe)
-    deep = tmp_path / "deep.json"
-    deep.write_text('{"traceEvents": [' + "[" * 100_000)
-    with pytest.raises(InputError, match=r"deep\.json cannot be read"):
-        read_events(deep)
-    other = tmp_path / "other.json"
-    other.write_text('{"traceEvents": [{"ph": "X", "cat": "blink", "name": "a", "ts": 1}]}')
-    with pytest.raises(NoTraceError, match="holds no operator"):
-        read_events(other)
-    twice = tmp_path / "twice.json"
-    twice.write_text('{"traceEvents": []} {"traceEvents": []}')
-    with pytest.raises(InputError, match="text follows"):
-        read_events(twice)
+    trace = tmp_path / "trace.json"
+    for error, text, words in (
+        (InputError, '{"traceEvents": [' + "[" * 100_000, r"trace\.json cannot be read"),
+        (NoTraceError, '[{"ph": "X", "cat": "blink", "name": "a", "ts": 1}]', "holds no operator"),
+        (InputError, '{"traceEvents": []} {"traceEvents": []}', "text follows"),
+    ):
+        trace.write_text(text)
+        with pytest.raises(error, match=words):
+            read_events(trace)
 
 
 def test_copies_without_sizes_and_memory_without_totals_are_not_measured(tmp_path: Path) -> None:
@@ -344,16 +343,10 @@ def test_copies_without_sizes_and_memory_without_totals_are_not_measured(tmp_pat
     events.append(grown | {"args": {"Device Type": 0, "Bytes": 4}})
     second = json.loads(json.dumps(copy)) | {"ts": copy["ts"] + 40}
     del second["args"]["bytes"]
-    some = open_recording(read_path(tmp_path, [*events, second])).profile
+    some = open_recording(written(tmp_path, [*events, second])).profile
     assert some.value_table("copy_bytes").sum() == 4096
     assert any("1 of 2 copies and memsets do not say" in said for said in some.meta["cautions"])
     del copy["args"]["bytes"]
-    none = open_recording(read_path(tmp_path, events)).profile
+    none = open_recording(written(tmp_path, events)).profile
     assert not none.has("copy_bytes") and "bytes" in none.not_measured["copy_bytes"]
     assert "memory" not in none.meta and "no totals" in none.not_measured["memory"]
-
-
-def read_path(folder: Path, events: list[Any]) -> Path:
-    path = folder / "trace.json"
-    path.write_text(json.dumps({"traceEvents": events}))
-    return path

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import re
-import time
 from pathlib import Path
 
 import gpu_trace
@@ -324,26 +323,6 @@ def test_autograd_threads_have_the_part_that_waits_for_them(tmp_path: Path) -> N
 
 
 # ---- size and bad input -----------------------------------------------------------
-
-
-def test_fifty_thousand_events_in_seconds(tmp_path: Path) -> None:
-    events = []
-    for step in range(1000):
-        at = 2000.0 * step
-        events.append(gpu_trace._span("user_annotation", "dlrm::iteration", at, at + 1900))
-        for call in range(25):
-            begin = at + 10 + 70 * call
-            shapes = {"Input Dims": [[64, call + 1], [call + 1, 64]], "External id": call}
-            events.append(gpu_trace._span("cpu_op", "aten::matmul", begin, begin + 60, **shapes))
-            events.append(gpu_trace._span("cpu_op", "aten::mm", begin + 5, begin + 50, **shapes))
-    path = gpu_trace.write(tmp_path / "trace.json", events)
-    assert len(events) > 50_000
-    begun = time.process_time()
-    read = read_trace(path)
-    # loose, for slow machines: time that grows by the square of the events would be far more
-    assert time.process_time() - begun < 40
-    assert len(read.trace) == len(events)
-    assert len(read.contexts) == 2 + 2 * 25
 
 
 def test_a_trace_without_our_ranges_is_read_too(tmp_path: Path) -> None:
