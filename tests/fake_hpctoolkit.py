@@ -14,11 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from dlrm_workbook.ground.profiling import ProfilingConfig
-from dlrm_workbook.recordings.hpctoolkit.driver import (
-    Measurement,
-    measure_program,
-)
-from dlrm_workbook.recordings.hpctoolkit.tools import Capabilities, find_tools, probe
+from dlrm_workbook.recordings.hpctoolkit.driver import Measurement, measure_program
+from dlrm_workbook.recordings.hpctoolkit.tools import Capabilities, Tools, find_tools, probe
 
 COMMON = """
 import json, os, sys, time
@@ -271,13 +268,15 @@ def run(fake: FakeHPCToolkit, *workload: str, device: str = "cpu", **settings) -
         device=device,
         config=ProfilingConfig(**settings),
         tools=tools,
-        capabilities=capabilities(fake),
+        capabilities=capabilities(fake, tools=tools),
     )
 
 
-def capabilities(fake: FakeHPCToolkit, cuda_version: str = "12.4") -> Capabilities:
+def capabilities(
+    fake: FakeHPCToolkit, cuda_version: str = "12.4", tools: Tools | None = None
+) -> Capabilities:
     return probe(
-        find_tools(str(fake.home)),
+        tools or find_tools(str(fake.home)),
         nvidia_smi=str(fake.bin / "nvidia-smi"),
         driver_parameters=fake.home / "params",
         cuda_version=cuda_version,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import numpy as np
@@ -147,12 +148,17 @@ def only_iteration(profile: Profile, number: int) -> Profile:
     return Profile.build(**kept, iterations=profile.iterations.iloc[[number]], meta=profile.meta)
 
 
+@functools.cache
+def torch_trace(name: str) -> Profile:
+    return read_trace(recording(TRACES[name]))
+
+
 @pytest.mark.parametrize("demangler", ["libiberty", "LLVM"])
 @pytest.mark.parametrize("name", ["meta-dlrm-a100x8-rank3", "resnet50-v100-2021"])
 def test_parts_of_a_real_trace_come_back_from_another_of_its_steps(
     name: str, demangler: str
 ) -> None:
-    torch = read_trace(recording(TRACES[name]))
+    torch = torch_trace(name)
     mine, truth = like_hpctoolkit(torch, np.random.default_rng(7), demangler=demangler)
     begins, ends = (torch.iterations[edge].to_numpy() for edge in ("start_ns", "end_ns"))
     found = align_profiles(mine, only_iteration(torch, 3), begins, ends)
@@ -176,7 +182,7 @@ def test_parts_of_a_real_trace_come_back_from_another_of_its_steps(
 
 def test_operations_that_equal_names_leave_in_doubt_get_no_part() -> None:
     """Streams of one collective again and again, in a recording that begins in a step."""
-    torch = read_trace(recording(TRACES["torchrec-cuda-graphs-a100x16-rank0"]))
+    torch = torch_trace("torchrec-cuda-graphs-a100x16-rank0")
     begins, ends = (torch.iterations[edge].to_numpy() for edge in ("start_ns", "end_ns"))
     found = align_profiles(torch, torch, begins, ends)
     assert found.time_share < 0.7 and "at least 90% of both" in found.reason

@@ -183,12 +183,11 @@ class Database:
 
     def _ids(self, profile: int) -> dict[tuple[str, str], int]:
         """(metric, scope) to the id of its plain values in a profile."""
-        of_threads, of_summaries = self._plain_ids
-        return of_summaries if self.profiles[profile].summary else of_threads
+        return self._plain_ids[self.profiles[profile].summary]
 
     @functools.cached_property
     def _plain_ids(self) -> tuple[dict[tuple[str, str], int], dict[tuple[str, str], int]]:
-        """Numbers of metrics, like ``_ids``, in threads and in summaries."""
+        """(metric, scope) to the id of its plain values in threads, and in summaries."""
         of_threads = {
             (metric.name, scope): number
             for metric in self.metrics

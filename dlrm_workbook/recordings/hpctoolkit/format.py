@@ -192,22 +192,6 @@ class DatabaseFile:
             raise DatabaseError(str(problem)) from None
         except OSError as problem:
             raise self.error(f"it cannot be read: {problem.strerror or problem}") from problem
-        self.minor_version = self._check_identity(code)
-        pairs = np.frombuffer(self.map, "<u8", 2 * len(sections), offset=16).reshape(-1, 2).tolist()
-        self.sections = {
-            name: range(start, start + size)
-            for name, (size, start) in zip(sections, pairs, strict=True)
-        }
-        """The bytes of each section."""
-        self._check_whole(footer)
-        self._strings: dict[int, str] = {}
-        self._string_bytes = self._spent = 0
-
-    def error(self, problem: str) -> DatabaseError:
-        """A ``DatabaseError`` about this file."""
-        return DatabaseError(f"{self.path}: {problem}")
-
-    def _check_identity(self, code: str) -> int:
         head = bytes(self.map[:16])
         if head[:10] != MAGIC:
             raise self.error(
@@ -221,7 +205,20 @@ class DatabaseFile:
             )
         if head[10:14] != code.encode():
             raise self.error(f"it has the format {head[10:14]!r}, expected {code.encode()!r}")
-        return head[15]
+        self.minor_version = head[15]
+        pairs = np.frombuffer(self.map, "<u8", 2 * len(sections), offset=16).reshape(-1, 2).tolist()
+        self.sections = {
+            name: range(start, start + size)
+            for name, (size, start) in zip(sections, pairs, strict=True)
+        }
+        """The bytes of each section."""
+        self._check_whole(footer)
+        self._strings: dict[int, str] = {}
+        self._string_bytes = self._spent = 0
+
+    def error(self, problem: str) -> DatabaseError:
+        """A ``DatabaseError`` about this file."""
+        return DatabaseError(f"{self.path}: {problem}")
 
     def _check_whole(self, footer: bytes) -> None:
         reach = max((section.stop for section in self.sections.values()), default=0)
