@@ -191,7 +191,7 @@ TOPICS: dict[str, tuple[str, Callable[[], str]]] = {
             + _table(
                 "| `report.NAME` | shows | figure |",
                 [
-                    f"| `{name}` | {view.title} | {'yes' if view.figure or view.drawn else ''} |"
+                    f"| `{name}` | {view.title} | {'yes' if view.is_drawn else ''} |"
                     for name, view in VIEWS.items()
                 ],
             )

@@ -37,8 +37,8 @@ from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.runner.notebook import NotebookRun, Source, find_profile
 from dlrm_workbook.runner.summary import markdown_table
 from dlrm_workbook.show.profile import HOW
-from dlrm_workbook.show.tables import Shown
-from dlrm_workbook.show.views import VIEWS, figure_of, outputs, table_of
+from dlrm_workbook.show.tables import Shown, absent
+from dlrm_workbook.show.views import VIEWS, outputs
 
 MOST_FINDINGS, MOST_PARTS, MOST_CODE = 5, 10, 5
 """Findings, parts and lines of code that :meth:`Report.markdown` lists: 60 lines hold them."""
@@ -78,8 +78,13 @@ class Report:
         """
         if name not in VIEWS:
             raise InputError(f"a report has no {name!r}; it has {', '.join(VIEWS)}")
+        view = VIEWS[name]
         if name not in self._tables:
-            self._tables[name] = table_of(self, name)
+            if view.made:
+                table = view.made(self)
+            else:
+                table = view.table(self.profile) if view.table else pd.DataFrame()
+            self._tables[name] = table
         return self._tables[name]
 
     def __getattr__(self, name: str) -> pd.DataFrame:
@@ -105,7 +110,15 @@ class Report:
         Raises:
             InputError: there is no such view, or it has no figure.
         """
-        return figure_of(self, name)
+        table, view = self.table(name), VIEWS[name]
+        if table.empty and view.is_drawn:
+            return absent(self.absent(name))
+        if view.drawn:
+            return view.drawn(self)
+        if view.figure:
+            return view.figure(table)
+        drawn = ", ".join(each for each, view in VIEWS.items() if view.is_drawn)
+        raise InputError(f"{name!r} has no figure; these have one: {drawn}")
 
     def show(self, *names: str) -> Shown:
         """Views one below the other: sentences, figure and table of each, or why it has none."""

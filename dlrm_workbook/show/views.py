@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from dlrm_core.base.errors import InputError
 from dlrm_workbook.analysis import (
     attribution,
     device_counters,
@@ -96,30 +95,9 @@ class View:
     sort: str = ""
     needs: str = ""
 
-
-def table_of(report: Report, name: str) -> pd.DataFrame:
-    """The table of a view; empty where it has only words."""
-    view = VIEWS[name]
-    if view.made:
-        return view.made(report)
-    return view.table(report.profile) if view.table else pd.DataFrame()
-
-
-def figure_of(report: Report, name: str) -> Any:
-    """The figure of a view; a sentence where its table has no rows.
-
-    Raises:
-        InputError: it has none.
-    """
-    table, view = report.table(name), VIEWS[name]
-    if table.empty and (view.figure or view.drawn):
-        return absent(report.absent(name))
-    if view.drawn:
-        return view.drawn(report)
-    if view.figure:
-        return view.figure(table)
-    drawn = ", ".join(each for each, view in VIEWS.items() if view.figure or view.drawn)
-    raise InputError(f"{name!r} has no figure; these have one: {drawn}")
+    @property
+    def is_drawn(self) -> bool:
+        return bool(self.figure or self.drawn)
 
 
 def outputs(report: Report, name: str) -> list[tuple[Any, dict[str, Any]]]:
@@ -134,7 +112,7 @@ def outputs(report: Report, name: str) -> list[tuple[Any, dict[str, Any]]]:
         return [*shown, (absent(reason), tags)]
     if table.empty:
         return shown
-    if view.figure or view.drawn:
+    if view.is_drawn:
         shown.append((report.figure(name), tags))
     if view.columns is None or view.columns:
         whole = report.folder / "tables" / f"{name}.csv" if report.folder else None
