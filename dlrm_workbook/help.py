@@ -24,6 +24,7 @@ from dlrm_workbook import cli
 from dlrm_workbook.analysis.changes import parameters_table
 from dlrm_workbook.analysis.devices import DEVICES
 from dlrm_workbook.analysis.findings import RULES
+from dlrm_workbook.analysis.findings.finding import LEAST_SHARE, Rule
 from dlrm_workbook.ground.vendors import SCRIPTS
 from dlrm_workbook.show.tables import COLUMNS_FILE, Text
 from dlrm_workbook.show.views import VIEWS
@@ -124,19 +125,14 @@ def _presets() -> str:
     return "\n\n".join(sections)
 
 
-def _rule(rule: Callable[..., Any]) -> Iterator[str]:
+def _rule(rule: Rule) -> Iterator[str]:
     """What a rule looks at, its title, advice and thresholds, and kinds of findings that it has."""
-    # what the decorator was given: a rule is a function around one that measures
-    given = inspect.getclosurevars(rule).nonlocals
-    measure = given.get("measure", rule)
-    yield f"## `{given.get('id', measure.__name__)}`\n"
-    yield (inspect.getdoc(measure) or "").replace("``", "`")
-    if "title" in given:
-        yield f"\nTitle: {given['title']}.\n\nAdvice: {given['advice']}"
-    yield ""
-    for name, value in dict(_named_by(measure)).items():
+    yield f"## `{rule.id}`\n"
+    yield (inspect.getdoc(rule.measure) or "").replace("``", "`")
+    yield f"\nTitle: {rule.title}.\n\nAdvice: {rule.advice}\n"
+    for name, value in dict(_named_by(rule.measure)).items():
         if isinstance(value, int | float):
-            meaning = _meanings(measure.__module__).get(name, "")
+            meaning = _meanings(rule.measure.__module__).get(name, "")
             yield f"- `{name}` = {value:g}{': ' if meaning else ''}{meaning}"
         elif isinstance(value, dict | tuple):
             for kind in value.values() if isinstance(value, dict) else value:
@@ -179,7 +175,10 @@ TOPICS: dict[str, tuple[str, Callable[[], str]]] = {
     "commands": ("every command with its options", _commands),
     "findings": (
         "rules that name a bottleneck, in the order in which they run: thresholds, advice",
-        lambda: "\n\n".join("\n".join(_rule(rule)) for rule in RULES),
+        lambda: (
+            f"A rule without a threshold for its share names {LEAST_SHARE:.0%} of the step and "
+            "more.\n\n" + "\n\n".join("\n".join(_rule(rule)) for rule in RULES)
+        ),
     ),
     "flags": ("flags of other DLRM programs, as --like reads them", _flags),
     "gpus": ("figures of data sheets that predictions and rooflines use", _gpus),

@@ -20,9 +20,12 @@ from dlrm_studies.scaling.model.record import (
 )
 from dlrm_studies.scaling.model.sharding import KINDS
 from dlrm_workbook.analysis.findings.finding import Finding, rank, removed
-from dlrm_workbook.analysis.findings.ranks import COMMUNICATION_SHARE, IMBALANCE_SHARE
+from dlrm_workbook.analysis.findings.ranks import IMBALANCE_SHARE
 from dlrm_workbook.ground.units import milliseconds
 from dlrm_workbook.show.theme import rows_of
+
+COMMUNICATION_SHARE = 0.1
+"""TensorBoard's former profiler plugin warned at the same share of communication."""
 
 WAITING_FACTOR = 2.0
 """An exchange that takes so many times as long as alone waits for ranks, not for the link."""

@@ -786,12 +786,3 @@ def test_a_rank_is_late_by_a_share_of_the_step(tmp_path: Path) -> None:
         profiles[rank] = trace.read()
     every = findings(profiles[1], attribute(profiles[1]), profiles)
     assert "load_imbalance" not in {finding.id for finding in every}
-
-
-def test_small_tables_are_replicated() -> None:
-    tables = {"model": {"table_rows": [1000, 5_000_000], "tables": 2, "embedding_dim": 64}}
-    small = ranks(50.0, 50.0, communication=30.0, parameters=tables)["replicate_small_tables"]
-    assert "1 of 2 tables" in small.title
-    assert "replicate_small_tables" not in ranks(50.0, 50.0, parameters=tables)
-    large = {"model": {"table_rows": [5_000_000], "tables": 2, "embedding_dim": 64}}
-    assert "replicate_small_tables" not in ranks(50.0, 50.0, communication=30.0, parameters=large)

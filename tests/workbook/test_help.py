@@ -51,7 +51,7 @@ def test_a_rule_is_described_by_what_it_looks_at_and_the_thresholds_that_it_uses
     for section in sections:
         title, _, about = section.partition("\n\n")
         assert re.match(r"[A-Z][^.:]*[.:]", about), f"{title} has no docstring"
-    assert f"`IDLE_SHARE` = {gpu_idle.IDLE_SHARE:g}: Least share of the step" in whole
+    assert f"`LAUNCH_SHARE` = {gpu_idle.LAUNCH_SHARE:g}: Least share of the step" in whole
 
 
 def test_what_is_not_there_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:

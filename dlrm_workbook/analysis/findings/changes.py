@@ -13,7 +13,7 @@ from typing import Any
 
 from dlrm_core.interactions import INTERACTIONS
 from dlrm_workbook.analysis.findings.evidence import Evidence
-from dlrm_workbook.analysis.findings.finding import Causes, Finding, is_worthwhile, predicted
+from dlrm_workbook.analysis.findings.finding import Causes, Measured, is_worthwhile, predicted, rule
 from dlrm_workbook.analysis.findings.where import part_name
 from dlrm_workbook.analysis.roofline import MAX_RELATIVE_ERROR
 from dlrm_workbook.ground.units import milliseconds
@@ -119,21 +119,29 @@ SETTINGS: dict[str, Setting] = {
 """Leaf to what it means; a setting that changes what is computed is not listed."""
 
 
-def faster_settings(evidence: Evidence, ledger: Causes) -> Iterable[Finding]:
+@rule(
+    "faster_settings",
+    title="{what}",
+    evidence=("{timed}",),
+    advice="{remedy}",
+    limit="arithmetic",
+)
+def faster_settings(evidence: Evidence, ledger: Causes) -> Iterable[Measured]:
     """Settings that were probed beside the run and are faster: the best of each kind."""
-    best: dict[str, Finding] = {}
+    best: dict[str, Measured] = {}
     for probe in evidence.probed:
-        finding = _faster_setting(evidence, ledger, probe)
-        if finding is None:
+        figures = _faster_setting(evidence, ledger, probe)
+        if figures is None:
             continue
-        best_so_far = best.get(finding.id)
-        gain = finding.predicted_speedup["mid"]
-        if best_so_far is None or gain > best_so_far.predicted_speedup["mid"]:
-            best[finding.id] = finding
-    yield from best.values()
+        so_far = best.setdefault(figures["id"], figures)
+        if figures["speedup"]["mid"] > so_far["speedup"]["mid"]:
+            best[figures["id"]] = figures
+    return best.values()
 
 
-def _faster_setting(evidence: Evidence, ledger: Causes, probe: Mapping[str, Any]) -> Finding | None:
+def _faster_setting(
+    evidence: Evidence, ledger: Causes, probe: Mapping[str, Any]
+) -> Measured | None:
     change = dict(probe.get("change") or {})
     name, then = next(iter(change.items()), ("", None))
     setting = SETTINGS.get(name)
@@ -157,18 +165,19 @@ def _faster_setting(evidence: Evidence, ledger: Causes, probe: Mapping[str, Any]
     share = sum(evidence.share(component) for component in measured)
     now = evidence.parameter(name, "default")
     words = {"share": f"{share:.0%}", "now": now, "then": then, "layers": layers}
-    return Finding(
-        id=setting.id,
-        title=setting.title.format(**words),
-        component=max(measured, key=evidence.time) if measured else "other",
-        share_of_step=share,
-        evidence=_timed(evidence, probe, name, now, then),
-        advice=setting.advice.format(**words),
-        change=change,
-        predicted_speedup=speedup,
-        limit=setting.limit,
-        concerns=tuple(measured),
-    )
+    return {
+        "id": setting.id,
+        "what": setting.title.format(**words),
+        "component": max(measured, key=evidence.time) if measured else "other",
+        "share": share,
+        "least": 0.0,
+        "timed": _timed(evidence, probe, name, now, then),
+        "remedy": setting.advice.format(**words),
+        "change": change,
+        "speedup": speedup,
+        "limit": setting.limit,
+        "concerns": tuple(measured),
+    }
 
 
 def _is_allowed(evidence: Evidence, name: str, then: Any) -> bool:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import numpy as np
-
 from dlrm_workbook.analysis.attribution import device_beside_host, parts_at
 from dlrm_workbook.analysis.findings.evidence import Evidence
 from dlrm_workbook.analysis.findings.finding import (
@@ -18,7 +16,7 @@ from dlrm_workbook.analysis.findings.finding import (
     predicted,
     rule,
 )
-from dlrm_workbook.analysis.findings.where import code_line, shown
+from dlrm_workbook.analysis.findings.where import main_function, shown
 from dlrm_workbook.ground.units import milliseconds
 
 DATA_SHARE = 0.05
@@ -54,7 +52,7 @@ Speedup = dict[str, float]
     "data_generation",
     title="Data generation {keeps} {share:.0%} of each step{most}",
     evidence=(
-        "{makes} a batch {keeps} {time:ms} of {total:ms} per iteration ({share:.0%}); {others} "
+        "{makes} a batch {keeps} {time:ms} of {total_ms:ms} per iteration ({share:.0%}); {others} "
         "the other {rest:ms}.",
         "The host takes {host:ms} for it, while the GPU works in the rest of that time.",
         "Timed alone on this machine: {alone:ms} per batch{by_generators}.",
@@ -131,12 +129,8 @@ def _most_in(evidence: Evidence) -> str:
     making batches itself, to the exclusion of what it calls; "" if none does."""
     by_line = evidence.lines_of("data")
     if len(by_line) and not evidence.has_timeline:
-        times = by_line.groupby(["file", "function"])["time_ms"].sum()
-        if not times.max() > 0.5 * times.sum():
-            return ""
-        file, function = times.index[int(np.argmax(times.to_numpy()))]
-        here = by_line[by_line["file"].eq(file) & by_line["function"].eq(function)]
-        return f", most of it in {code_line(str(function), str(file), int(here['line'].iloc[0]))}"
+        main = main_function(by_line)
+        return f", most of it in {main}" if main else ""
     table = evidence.of_part("data")
     own = table[table["kind"].isin(["operator", "python"])].groupby("name")["cpu_self_ms"].sum()
     if not own.max() > 0.5 * evidence.time("data"):

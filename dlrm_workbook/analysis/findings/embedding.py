@@ -54,9 +54,11 @@ def skewed_indices(evidence: Evidence, ledger: Causes) -> Measured | None:
     threads = evidence.threads or 1
     generator = evidence.parameter("data.generator")
     # a hot row is one thread's work, or is fought for: at best the others take their part of it
-    gain = amdahl(_update_share(evidence) * share, float(threads)) if threads > 1 else 1.0
+    updates = evidence.share("embedding", "update") + evidence.share("embedding", "backward")
+    gain = amdahl(updates * share, float(threads)) if threads > 1 else 1.0
     return {
         "share": evidence.share("embedding"),
+        "least": 0.0,
         "hottest": share,
         "hot_tables": len(hot),
         "tables": len(evidence.tables),
@@ -98,8 +100,6 @@ def unread_gradient(evidence: Evidence, ledger: Causes) -> Measured | None:
     """The backward of a lookup computes a gradient of its weights that no later node takes."""
     kernels = evidence.kernels[evidence.kernels["kernel"].str.contains(UNREAD)]
     time, contexts = float(kernels["ms"].sum()), evidence.profile.contexts
-    if time < UNREAD_SHARE * evidence.total_ms:
-        return None
     called = contexts[contexts["kind"].eq("operator") & contexts["shapes"].ne("")]
     lookups = called.loc[called["name"].str.contains(_LOOKUP), "shapes"]
     sizes = set()
@@ -109,12 +109,13 @@ def unread_gradient(evidence: Evidence, ledger: Causes) -> Measured | None:
         sizes |= {max(twice)} if twice else set()
     nodes = called.loc[[node_key(name) is not None for name in called["name"]], "shapes"]
     taken = {int(size) for shapes in nodes for size in _ONE_DIMENSION.findall(shapes)}
-    if not sizes or nodes.empty or sizes & taken:
+    if kernels.empty or not sizes or nodes.empty or sizes & taken:
         return None
-    ledger.device_work |= set(kernels["kernel"])
-    ledger.explain(time, ("embedding", "backward"))
     return {
         "share": time / evidence.total_ms,
+        "least": UNREAD_SHARE,
+        "explains": ("embedding", "backward"),
+        "device_work": kernels["kernel"],
         "kernel": str(kernels["short_name"].iloc[0]),
         "time": time,
         "sizes": ", ".join(f"{size:,}" for size in sorted(sizes, reverse=True)),
@@ -163,6 +164,7 @@ def giant_table(evidence: Evidence, ledger: Causes) -> Measured | None:
     lost = min(max(lost, 0.0), share)
     return {
         "share": lost if time is not None else share,
+        "least": 0.0,
         "table": number,
         "rows": rows[number],
         "of_rows": rows[number] / sum(rows),
@@ -176,14 +178,11 @@ def giant_table(evidence: Evidence, ledger: Causes) -> Measured | None:
     }
 
 
-UPDATE_SHARE = 0.05
-
-
 @rule(
     "embedding_update",
     title="The sparse embedding update takes {share:.0%} of the step",
     evidence=(
-        "Updating the embedding tables takes {time:ms} of {total:ms} ({share:.0%}).",
+        "Updating the embedding tables takes {time:ms} of {total_ms:ms} ({share:.0%}).",
         "Most of it: {heaviest}.",
     ),
     advice="torch first builds a sparse gradient of every looked-up row and then applies it; the "
@@ -195,11 +194,11 @@ UPDATE_SHARE = 0.05
 )
 def embedding_update(evidence: Evidence, ledger: Causes) -> Measured | None:
     """The sparse update is a large part of the step, and no probe tells what would replace it."""
-    share = evidence.share("embedding", "update")
     backend = evidence.parameter("training.embedding_backend", "torch")
     probed = any("training.embedding_backend" in probe["change"] for probe in evidence.probed)
-    if share <= UPDATE_SHARE or backend != "torch" or probed:
+    if backend != "torch" or probed:
         return None
+    share = evidence.share("embedding", "update")
     column = "gpu_ms" if evidence.profile.has("gpu_time_ms") else "cpu_self_ms"
     return {
         "share": share,
@@ -208,10 +207,6 @@ def embedding_update(evidence: Evidence, ledger: Causes) -> Measured | None:
         "change": {"training.embedding_backend": "fused"},
         "speedup": bounded(share),
     }
-
-
-def _update_share(evidence: Evidence) -> float:
-    return evidence.share("embedding", "update") + evidence.share("embedding", "backward")
 
 
 def _expected_hottest(evidence: Evidence, table: Mapping[str, Any]) -> float:

@@ -37,7 +37,8 @@ from dlrm_workbook.analysis.attribution import (
 from dlrm_workbook.analysis.findings.where import code_line, merged
 from dlrm_workbook.analysis.gpu import kernel_table
 from dlrm_workbook.analysis.gpu_limits import kernel_paces
-from dlrm_workbook.analysis.idleness import idle_pieces
+from dlrm_workbook.analysis.idleness import Stretches, idle_pieces
+from dlrm_workbook.analysis.kernel_names import kernel_name
 from dlrm_workbook.analysis.launches import launched_operations
 from dlrm_workbook.analysis.lines import lines, statements
 from dlrm_workbook.analysis.operators import top_operators
@@ -83,6 +84,27 @@ def heaviest(operators: pd.DataFrame, count: int = 4, column: str = "cpu_self_ms
 def listed_times(times: pd.Series, more: str = "") -> str:
     """Names with their milliseconds, in the order given; ``more`` stands behind each."""
     return ", ".join(f"{name} {milliseconds(ms)}{more}" for name, ms in merged(times).items())
+
+
+def by_kernel(profile: Profile, context: Any, ms: Any) -> pd.Series:
+    """Time (ms) by the short names of kernels, of the ``MOST_LISTED`` that take most.
+
+    Args:
+        context: (m,) contexts of kernels, with the time (m,) of each.
+    """
+    names = profile.contexts["name"].iloc[context]
+    short = [kernel_name(kernel).short or kernel for kernel in names]
+    return pd.Series(np.asarray(ms)).groupby(short).sum().nlargest(MOST_LISTED)
+
+
+def stretches(*tables: pd.DataFrame) -> Stretches:
+    """(start, end) of the time that the rows of any of these tables cover, ns."""
+    return joined(*((rows["start_ns"].to_numpy(), rows["end_ns"].to_numpy()) for rows in tables))
+
+
+def joined(*spans: Stretches) -> Stretches:
+    """(start, end) of the time that any of these cover, ns."""
+    return union(np.concatenate([s[0] for s in spans]), np.concatenate([s[1] for s in spans]))
 
 
 class Evidence:
@@ -305,7 +327,7 @@ class Evidence:
         """Time in which the GPU works, from its first operation to its last, and before these, of
         the whole recording; ms."""
         work, trace = launched_operations(self.profile), self.profile.trace
-        start, end = union(work["start_ns"].to_numpy(), work["end_ns"].to_numpy())
+        start, end = stretches(work)
         before = start[0] - trace["start_ns"].min()
         return (end - start).sum() / 1e6, (end[-1] - start[0]) / 1e6, before / 1e6
 
@@ -361,6 +383,11 @@ class Evidence:
         trace = self.profile.trace
         return trace[chosen[trace["context"].to_numpy()]]
 
+    def calls(self, pattern: re.Pattern[str]) -> pd.DataFrame:
+        """Rows of the trace, begun in these iterations, of calls in whose name it is found."""
+        calls = self.spans(self.named(pattern))
+        return calls[self.inside(calls["start_ns"].to_numpy())]
+
     def of_kernels(self, names: Iterable[str]) -> tuple[Ints, Any]:
         """Contexts and time (ms of a mean step) of the pieces in which kernels of these names run,
         those that begin the soonest where several run at once."""
@@ -402,10 +429,10 @@ class Evidence:
         begun, windows = chosen["start_ns"].to_numpy(), self.windows
         row = np.searchsorted(windows[0], begun, side="right") - 1
         start, end = union(begun, np.minimum(chosen["end_ns"].to_numpy(), windows[1][row]))
-        other = union(beside["start_ns"].to_numpy(), beside["end_ns"].to_numpy())
         count = 1e6 * self.iterations
         whole = float((end - start).sum())
-        return whole / count, (whole - float(overlap(start, end, *other).sum())) / count
+        both = float(overlap(start, end, *stretches(beside)).sum())
+        return whole / count, (whole - both) / count
 
     @cached_property
     def kernels(self) -> pd.DataFrame:

@@ -39,6 +39,10 @@ LIMITS = (
 ``random rows`` the latency of reading rows of a table, ``scheduling`` other work that
 takes the machine's cores."""
 
+LEAST_SHARE = 0.05
+"""Of the step; below it a remedy gains less than a run's own scatter. Rules that leave less doubt
+have thresholds of their own."""
+
 SEVERITIES = ("fails", "slows")
 """``fails``: the run will end, or its result is worth nothing; always before ``slows``."""
 
@@ -144,6 +148,10 @@ def of_one_step(
     return listed
 
 
+Measured = dict[str, Any]
+"""What a rule measured: ``share`` (of the step) and the figures that its sentences name."""
+
+
 class Causes:
     """Milliseconds of a mean iteration that rules have explained, so that none is blamed twice.
 
@@ -184,6 +192,13 @@ class Causes:
         else:
             self._part[part] = self._part.get(part, 0.0) + milliseconds
 
+    def enter(self, measured: Measured, total_ms: float) -> None:
+        """Record what a rule says that it explained, see :func:`rule`."""
+        if "explains" in measured:
+            self.explain(measured["share"] * total_ms, measured["explains"])
+        self.idle_ms += measured.get("idle_ms", 0.0)
+        self.device_work |= set(measured.get("device_work", ()))
+
     def explained_in(self, part: Part) -> float:
         """Milliseconds explained in this very part."""
         return self._part.get(part, 0.0)
@@ -210,93 +225,97 @@ class Causes:
         return left
 
 
-Rule = Callable[[Evidence, Causes], Iterable[Finding]]
-"""Looks at the evidence, enters what it explains into the ledger, yields findings."""
-
-Measured = dict[str, Any]
-"""What a rule measured: ``share`` (of the step) and the figures that its sentences name."""
+Measure = Callable[[Evidence, Causes], Measured | Iterable[Measured] | None]
 
 
-def rule(
-    id: str,
-    *,
-    title: str,
-    evidence: tuple[str, ...],
-    advice: str,
-    limit: str,
-    component: str = "other",
-    gpu: bool | None = None,
-    concerns: tuple[str, ...] = (),
-) -> Callable[[Callable[[Evidence, Causes], Measured | None]], Rule]:
-    """Make a rule of a function that measures, and of sentences about what it measured.
+@dataclass(frozen=True)
+class Rule:
+    """A function that measures, and sentences about what it measured; see :func:`rule`."""
 
-    The function returns None where it finds nothing. Its figures fill the templates, with
-    ``total``, ``step`` and ``wall`` (ms), ``threads`` and ``cores`` of the run;
-    ``{name:ms}`` writes milliseconds, and a sentence of the evidence is left out where one of
-    its figures is None. A figure named as an argument here (``title``, ``limit``, ...) replaces
-    it; ``change``, ``severity`` and ``speedup`` are the finding's. Without ``speedup`` the
-    share is waste that can go entirely (:func:`removed`); an empty one says that nothing tells
-    the gain. ``pieces`` gives the contexts and the time (ms of a mean step) of the pieces that the
-    share is of, which become a sentence (:func:`~.where.place_sentence`); ``in_place`` is False
-    where most of it has no name that tells where to look.
+    measure: Measure
+    id: str
+    title: str
+    evidence: tuple[str, ...]
+    advice: str
+    limit: str
+    component: str = "other"
+    gpu: bool | None = None
+    """Only for runs on a GPU (True) or on a CPU (False)."""
+    concerns: tuple[str, ...] = ()
 
-    Args:
-        gpu: only for runs on a GPU (True) or on a CPU (False).
-        concerns: what the share is time of, see :class:`Finding`.
+    def __call__(self, evidence: Evidence, ledger: Causes) -> Iterator[Finding]:
+        """Look at the evidence, enter into the ledger what it explains, yield the findings."""
+        if self.gpu not in (None, evidence.on_gpu):
+            return
+        measured = self.measure(evidence, ledger)
+        for figures in [measured] if isinstance(measured, dict) else measured or ():
+            if figures["share"] >= figures.get("least", LEAST_SHARE):
+                ledger.enter(figures, evidence.total_ms)
+                yield self._finding(evidence, ledger, figures)
+
+    def _finding(self, seen: Evidence, ledger: Causes, measured: Measured) -> Finding:
+        share = min(max(float(measured["share"]), 0.0), 1.0)
+        part = measured.get("explains") or (self.component, "")
+        usual: Measured = {"component": part[0], "speedup": None, "change": {}, "severity": "slows"}
+        figures = vars(self) | usual | measured | {"share": share}
+        filled = [_filled(sentence, figures, seen) for sentence in figures["evidence"]]
+        in_one, felt = 0.0, 1.0
+        if "pieces" in figures:
+            context, ms = figures["pieces"]
+            filled.append(place_sentence(seen.profile, context, ms, seen.total_ms))
+            if figures.get("in_place", True):
+                in_one = most_in_one(seen.profile, context, ms) / seen.total_ms
+            felt = _felt(seen, context) if IDLE not in self.concerns else 1.0
+        advice = _filled(figures["advice"], figures, seen) or ""
+        speedup = removed(share) if figures["speedup"] is None else figures["speedup"]
+        if seen.on_gpu and not (figures["change"] and seen.probed):
+            speedup = capped(partly_felt(speedup, felt), felt * share)
+            if speedup and felt < MOST_FELT:
+                filled.append(
+                    f"After {1.0 - felt:.0%} of it the GPU waits for the host's next launch: "
+                    "there the host sets the pace, and less work on the GPU brings nothing."
+                )
+        title = _of_basis(seen, _filled(figures["title"], figures, seen) or "")
+        text = _of_basis(seen, " ".join(filter(None, filled)))
+        ledger.told.append((share, f"{title} {text}"))
+        return Finding(
+            id=figures["id"],
+            title=title,
+            component=str(figures["component"]),
+            share_of_step=share,
+            in_one=min(in_one, share),
+            felt=felt,
+            evidence=text,
+            advice=advice if seen.is_ours else PARAMETERS.sub("", advice),
+            change=dict(figures["change"]) if seen.is_ours else {},
+            predicted_speedup=speedup,
+            severity=figures["severity"],
+            limit=figures["limit"],
+            concerns=tuple(figures["concerns"]),
+        )
+
+
+def rule(id: str, **sentences: Any) -> Callable[[Measure], Rule]:
+    """Make a :class:`Rule` of a function that measures.
+
+    The function returns None where it finds nothing, figures, or the figures of several findings
+    one after the other. Figures fill the templates, together with the attributes of
+    :class:`Evidence` (``{total_ms:ms}``, ``{cores}``); ``{name:ms}`` writes milliseconds, and a
+    sentence of the evidence is left out where one of its figures is None.
+
+    Nothing is found where ``share`` is below ``least`` (:data:`LEAST_SHARE`, unless the figures
+    have another). What is found enters the ledger: with a figure ``explains``, a part or None for
+    anywhere in the step, all time of the share; ``device_work`` and ``idle_ms`` as they are there.
+
+    A figure named as an attribute of the rule (``title``, ``limit``, ...) replaces it; the
+    component is that of the part that is explained, if no other is given. ``change``, ``severity``
+    and ``speedup`` are the finding's. Without ``speedup`` the share is waste that can go entirely
+    (:func:`removed`); an empty one says that nothing tells the gain. ``pieces`` gives the contexts
+    and the time (ms of a mean step) of the pieces that the share is of, which become a sentence
+    (:func:`~.where.place_sentence`); ``in_place`` is False where most of it has no name that tells
+    where to look.
     """
-
-    def made(measure: Callable[[Evidence, Causes], Measured | None]) -> Rule:
-        def run(seen: Evidence, ledger: Causes) -> Iterator[Finding]:
-            if gpu is not None and gpu != seen.on_gpu:
-                return
-            measured = measure(seen, ledger)
-            if measured is None:
-                return
-            figures = _common_figures(seen) | measured
-            share = figures["share"] = min(max(float(figures["share"]), 0.0), 1.0)
-            sentences = figures.get("evidence", evidence)
-            told = [text for each in sentences if (text := _filled(each, figures)) is not None]
-            in_one, felt = 0.0, 1.0
-            if "pieces" in figures:
-                context, ms = figures["pieces"]
-                told.append(place_sentence(seen.profile, context, ms, seen.total_ms) or "")
-                if figures.get("in_place", True):
-                    in_one = most_in_one(seen.profile, context, ms) / seen.total_ms
-                felt = _felt(seen, context) if IDLE not in concerns else 1.0
-            remedy = _filled(figures.get("advice", advice), figures) or ""
-            speedup = removed(share) if figures.get("speedup") is None else figures["speedup"]
-            if not seen.is_ours:
-                remedy = PARAMETERS.sub("", remedy)
-            if seen.on_gpu and not (figures.get("change") and seen.probed):
-                speedup = capped(partly_felt(speedup, felt), felt * share)
-                if speedup and felt < MOST_FELT:
-                    told.append(
-                        f"After {1.0 - felt:.0%} of it the GPU waits for the host's next launch: "
-                        "there the host sets the pace, and less work on the GPU brings nothing."
-                    )
-            head = _of_basis(seen, _filled(figures.get("title", title), figures) or "")
-            text = _of_basis(seen, " ".join(filter(None, told)))
-            ledger.told.append((share, f"{head} {text}"))
-            yield Finding(
-                id=figures.get("id", id),
-                title=head,
-                component=str(figures.get("component", component)),
-                share_of_step=share,
-                in_one=min(in_one, share),
-                felt=felt,
-                evidence=text,
-                advice=remedy,
-                change=dict(figures.get("change") or {}) if seen.is_ours else {},
-                predicted_speedup=speedup,
-                severity=figures.get("severity", "slows"),
-                limit=str(figures.get("limit", limit)),
-                concerns=tuple(figures.get("concerns", concerns)),
-            )
-
-        run.__doc__ = measure.__doc__
-        return run
-
-    return made
+    return lambda measure: Rule(measure, id, **sentences)
 
 
 PARAMETERS = re.compile(r" \((?:[a-z]+\.[a-z_]+[^()]*)\)")
@@ -320,17 +339,6 @@ def _of_basis(evidence: Evidence, text: str) -> str:
     return text.replace("per iteration", evidence.per).replace("in each iteration", evidence.per)
 
 
-def _common_figures(evidence: Evidence) -> Measured:
-    """Figures that any sentence may name."""
-    return {
-        "total": evidence.total_ms,
-        "step": evidence.step_ms,
-        "wall": evidence.wall_ms,
-        "threads": evidence.threads or "?",
-        "cores": evidence.cores or "?",
-    }
-
-
 class _Template(string.Formatter):
     def format_field(self, value: Any, format_spec: str) -> str:
         """Write ``ms`` as milliseconds and ``count`` as a count of a mean iteration."""
@@ -341,12 +349,15 @@ class _Template(string.Formatter):
         return str(super().format_field(value, format_spec))
 
 
-def _filled(template: str, figures: Measured) -> str | None:
+def _filled(template: str, figures: Measured, evidence: Evidence) -> str | None:
     """The sentence with its figures; None if one of them is None."""
     names = [name for _, name, _, _ in string.Formatter().parse(template) if name]
-    if any(figures[name] is None for name in names):
-        return None
-    return _Template().vformat(template, (), figures)
+    values = {}
+    for name in names:
+        values[name] = figures[name] if name in figures else getattr(evidence, name)
+        if values[name] is None:
+            return None
+    return _Template().vformat(template, (), values)
 
 
 # Predicted gains: from the what-if model where it can tell, else from shares of the step.

@@ -25,6 +25,7 @@ from dlrm_workbook.analysis.findings.evidence import (
     MOST_LISTED,
     Evidence,
     Part,
+    by_kernel,
     heaviest,
     listed_times,
 )
@@ -39,13 +40,12 @@ from dlrm_workbook.analysis.findings.finding import (
 from dlrm_workbook.analysis.findings.where import (
     PLACE_LEVELS,
     RECORD_MORE,
-    code_line,
     in_place,
+    line_name,
     part_name,
     shown,
     time_by_name,
 )
-from dlrm_workbook.analysis.kernel_names import kernel_name
 from dlrm_workbook.analysis.lines import lines
 from dlrm_workbook.ground.units import milliseconds
 from dlrm_workbook.recordings.foreign import COMMUNICATION, node_key
@@ -108,7 +108,6 @@ def slower_than_alone(evidence: Evidence, ledger: Causes) -> Measured | None:
             for part in places[:5]
         ),
         "heaviest": heaviest(evidence.of_part(*places[0])),
-        "meanwhile": evidence.meanwhile,
     }
     if len(slow) >= 4 and slow.iloc[0] < 0.6 * lost:
         figures |= {
@@ -160,6 +159,7 @@ def spinning_threads(evidence: Evidence, ledger: Causes) -> Measured | None:
     share = waited / own if own > 0 else 0.0
     return {
         "share": share,
+        "least": 0.0,
         "of_all": float(here["value"].sum()) / total,
         "waits": float(here["value"].sum()),
         "all": total,
@@ -192,9 +192,9 @@ SAME_PLACE = 0.8
     "largest_place",
     title="{unknown}{name} {takes} {of_calls}{share:.0%} of the step",
     evidence=(
-        "In {what} the GPU works {busy:ms} and is idle {idle:ms} of {total:ms} per "
+        "In {what} the GPU works {busy:ms} and is idle {idle:ms} of {total_ms:ms} per "
         "iteration{place}.",
-        "{itself} takes {time:ms} of {total:ms} per iteration, without what builds the model.",
+        "{itself} takes {time:ms} of {total_ms:ms} per iteration, without what builds the model.",
         "Its kernels: {kernels}.",
         "Most of it: {heaviest}.",
         "It is called {calls:count} times per iteration, for {each:ms} each: computing takes the "
@@ -221,7 +221,7 @@ def largest_place(evidence: Evidence, ledger: Causes) -> Measured | None:
     else:
         measured = _without_parts(evidence, ledger)
     nothing = ("what", "itself", "kernels", "heaviest", "callers", "listed", "calls", "each")
-    usual = {"takes": "takes", "of_calls": "", "busy": 0, **dict.fromkeys(nothing)}
+    usual = {"takes": "takes", "of_calls": "", "busy": 0, "least": 0.0, **dict.fromkeys(nothing)}
     # of a program that was measured here every rule was asked
     asked = bool(evidence.meta.get("passes"))
     usual["unknown"] = "No known bottleneck found: " if asked else ""
@@ -252,9 +252,6 @@ def _place_on_gpu(evidence: Evidence, ledger: Causes) -> Measured | None:
     own = rows[inside[rows["context"]] & rows["context"].ge(0)]
     busy = own[own["where"].eq("device")]
     by_context = busy.groupby("context")["ms"].sum()
-    names = profile.contexts["name"].iloc[by_context.index]
-    short = [kernel_name(kernel).short or kernel for kernel in names]
-    kernels = by_context.groupby(short).sum().nlargest(MOST_LISTED)
     parts = parts_at(profile, own["context"].to_numpy())
     part = largest(own["ms"].groupby([parts[each].to_numpy() for each in PART]).sum())
     time = float(own["ms"].sum())
@@ -266,7 +263,7 @@ def _place_on_gpu(evidence: Evidence, ledger: Causes) -> Measured | None:
         "busy": float(busy["ms"].sum()),
         "idle": time - float(busy["ms"].sum()),
         "place": f", most in {part_name(*part)}" if part[0] != "other" else "",
-        "kernels": listed_times(kernels) or None,
+        "kernels": listed_times(by_kernel(profile, by_context.index, by_context)) or None,
         "pieces": (own["context"], own["ms"]),
         "speedup": bounded(0.5 * time / evidence.total_ms),
     }
@@ -298,7 +295,7 @@ def _without_parts(evidence: Evidence, ledger: Causes) -> Measured | None:
     if len(by_line):
         row = by_line.iloc[0]
         share = float(row["share_of_step"])
-        name, told = code_line(str(row["function"]), str(row["file"]), int(row["line"])), {}
+        name, told = line_name(row), {}
     names = table["name"].where(~waits, table["name"] + " (waits)").head(MOST_LISTED)
     listed = listed_times((table["share"] * evidence.total_ms).head(MOST_LISTED).set_axis(names))
     return {"share": share, "name": name, "heaviest": listed, "speedup": {}} | told

@@ -9,7 +9,13 @@ import numpy as np
 import pandas as pd
 
 from dlrm_workbook.analysis.attribution import PART, host_is_traced
-from dlrm_workbook.analysis.findings.evidence import MOST_LISTED, Evidence, listed_times
+from dlrm_workbook.analysis.findings.evidence import (
+    MOST_LISTED,
+    Evidence,
+    joined,
+    listed_times,
+    stretches,
+)
 from dlrm_workbook.analysis.findings.finding import (
     Causes,
     Measured,
@@ -21,13 +27,10 @@ from dlrm_workbook.analysis.findings.finding import (
 )
 from dlrm_workbook.analysis.findings.gpu_taken import BLOCKING
 from dlrm_workbook.analysis.kernel_names import kernel_name
-from dlrm_workbook.recordings.nesting import overlap, union
+from dlrm_workbook.recordings.nesting import overlap
 from dlrm_workbook.recordings.torch.trace import LAUNCHED_BEFORE
 
 OVER_LINK = re.compile("HtoD|DtoH|HostToDevice|DeviceToHost|copyin|copyout")
-
-
-COPY_SHARE = 0.05
 
 
 @rule(
@@ -54,10 +57,6 @@ def copies(evidence: Evidence, ledger: Causes) -> Measured | None:
     kernels = evidence.work[evidence.work["kind"].eq("kernel")]
     time, alone = evidence.alone_ms(crossing, kernels)[0], _delaying_ms(evidence, crossing, kernels)
     share = alone / evidence.total_ms
-    if share < COPY_SHARE:
-        return None
-    part = largest_part(crossing, "ms")
-    ledger.explain(alone, part)
     is_pageable = crossing["name"].str.contains("Pageable", case=False)
     pageable, size = float(crossing.loc[is_pageable, "ms"].sum()), float(crossing["bytes"].sum())
     summed = float(crossing["ms"].sum())
@@ -69,15 +68,14 @@ def copies(evidence: Evidence, ledger: Causes) -> Measured | None:
     has_bytes = size > 0
     figures: Measured = {
         "share": share,
-        "component": part[0],
+        "explains": largest_part(crossing, "ms"),
         "megabytes": size / 1e6 if has_bytes else None,
         "time": time,
         "rate": f" ({size / summed / 1e6:.1f} GB/s)",
         "alone": alone,
         "pageable": None,
         "pinned": best,
-        "link": None if best else _link_gb_per_s(evidence),
-        "doubt": evidence.doubt,
+        "link": None if best else LINKS_GB_PER_S.get(evidence.capability or 0),
         "pieces": (crossing["context"], crossing["ms"]),
         "change": change,
         "speedup": (predicted(evidence, change) if change else None) or bounded(share),
@@ -127,38 +125,24 @@ def _delaying_ms(evidence: Evidence, found: pd.DataFrame, kernels: pd.DataFrame)
     launched work (further copies too), or the host in a call that copies or synchronises. What was
     launched before the recording waits from its beginning. Where the host and launches are not
     recorded, all that nothing hides."""
-    start, end = union(found["start_ns"].to_numpy(), found["end_ns"].to_numpy())
-    ran = union(kernels["start_ns"].to_numpy(), kernels["end_ns"].to_numpy())
+    start, end = stretches(found)
+    ran = stretches(kernels)
     profile, work = evidence.profile, evidence.work
     caller = profile.contexts["parent"].to_numpy()[work["context"]]
     before = evidence.named(re.compile(LAUNCHED_BEFORE))[np.maximum(caller, 0)]
     since = work["launch_end_ns"].where(~before, evidence.windows[0][0])
     calls = evidence.spans(evidence.named(BLOCKING))
     launched = since.ge(0)
-    waits = union(
-        np.concatenate([since[launched].to_numpy(), calls["start_ns"].to_numpy()]),
-        np.concatenate([work["start_ns"][launched].to_numpy(), calls["end_ns"].to_numpy()]),
-    )
-    count = 1e6 * evidence.iterations
-    if not host_is_traced(profile):
-        return float((end - start).sum() - overlap(start, end, *ran).sum()) / count
-    hidden_or_free = union(np.concatenate([ran[0], waits[0]]), np.concatenate([ran[1], waits[1]]))
-    either = float(overlap(start, end, *hidden_or_free).sum())
-    return (either - float(overlap(start, end, *ran).sum())) / count
+    queued = since[launched].to_numpy(), work["start_ns"][launched].to_numpy()
+    either = (end - start).sum()
+    if host_is_traced(profile):
+        either = overlap(start, end, *joined(ran, queued, stretches(calls))).sum()
+    return float(either - overlap(start, end, *ran).sum()) / 1e6 / evidence.iterations
 
 
 LINKS_GB_PER_S = {6: 12, 7: 12, 8: 25, 9: 50, 10: 50, 12: 50}
 """What pinned copies reach over PCIe x16 (generations 3, 4 and 5) by the first figure of the
 compute capability of NVIDIA's GPUs of that time."""
-
-
-def _link_gb_per_s(evidence: Evidence) -> float | None:
-    capability = evidence.capability
-    return None if capability is None else LINKS_GB_PER_S.get(capability)
-
-
-COPY_ON_GPU_SHARE = 0.05
-"""Of the step, by copies or memory sets that stay on GPUs while no kernel runs."""
 
 
 @rule(
@@ -180,19 +164,15 @@ def heavy_copy(evidence: Evidence, ledger: Causes) -> Measured | None:
         return None
     time, alone = evidence.alone_ms(staying, evidence.work[evidence.work["kind"].eq("kernel")])
     share = alone / evidence.total_ms
-    if share < COPY_ON_GPU_SHARE:
-        return None
 
     def part_of(pattern: str) -> float:
         own = staying["name"].str.contains(pattern, case=False)
         return float(staying.loc[own, "ms"].sum() / staying["ms"].sum())
 
     sets, moved = part_of("memset|<gpu set>"), float(staying["bytes"].sum())
-    part = largest_part(staying, "ms")
-    ledger.explain(alone, part)
     return {
         "share": share,
-        "component": part[0],
+        "explains": largest_part(staying, "ms"),
         "what": "Memory sets" if sets > 0.9 else "Copies" if sets < 0.1 else "Copies and sets",
         "where": "between GPUs" if part_of("PtoP|peer") > 0.5 else "on the GPU",
         "names": ", ".join(staying.groupby("name")["ms"].sum().nlargest(2).index),
@@ -227,20 +207,19 @@ EXCHANGE_ALONE_SHARE = 0.1
 def exposed_communication(evidence: Evidence, ledger: Causes) -> Measured | None:
     """Collectives hold the step up."""
     work = evidence.work
-    if work.empty:
+    if work.empty or not evidence.is_exchange.any():
         return None
     exchange = work[evidence.is_exchange]
     time, exposed = evidence.exchange_ms
     alone = max(exposed - ledger.waiting_ms, 0.0)
-    if alone < EXCHANGE_ALONE_SHARE * evidence.total_ms:
-        return None
-    ledger.explain(alone, ("communication", largest(exchange.groupby(PART).size())[1]))
     names = evidence.profile.contexts["name"].iloc[exchange["context"]]
     kinds = exchange.groupby([kernel_name(name).short for name in names])
     by_kind = pd.Series({kind: evidence.alone_ms(rows, rows)[0] for kind, rows in kinds})
     length = (exchange["end_ns"] - exchange["start_ns"]) / 1e6 / evidence.iterations
     return {
         "share": alone / evidence.total_ms,
+        "least": EXCHANGE_ALONE_SHARE,
+        "explains": ("communication", largest(exchange.groupby(PART).size())[1]),
         "time": time,
         "exposed": exposed,
         "waiting": min(ledger.waiting_ms, exposed) or None,

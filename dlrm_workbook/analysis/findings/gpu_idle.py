@@ -16,8 +16,15 @@ import pandas as pd
 
 from dlrm_workbook.analysis.attribution import IDLE, PART, host_is_traced, main_thread
 from dlrm_workbook.analysis.context_tree import running, scopes_of
-from dlrm_workbook.analysis.findings.evidence import MOST_LISTED, Evidence, listed_times
+from dlrm_workbook.analysis.findings.evidence import (
+    MOST_LISTED,
+    Evidence,
+    joined,
+    listed_times,
+    stretches,
+)
 from dlrm_workbook.analysis.findings.finding import (
+    LEAST_SHARE,
     Causes,
     Measured,
     bounded,
@@ -30,8 +37,9 @@ from dlrm_workbook.analysis.findings.gpu_taken import BLOCKING, SYNC, without
 from dlrm_workbook.analysis.findings.where import (
     LEAST_OF_STEP,
     OWN_RANGES,
+    in_place,
+    levels,
     main_place,
-    outermost_row,
     part_name,
     shown,
     time_by_name,
@@ -39,7 +47,7 @@ from dlrm_workbook.analysis.findings.where import (
 from dlrm_workbook.analysis.idleness import Stretches
 from dlrm_workbook.analysis.launches import launch_cost_us, launched_operations
 from dlrm_workbook.ground.units import milliseconds
-from dlrm_workbook.recordings.nesting import overlap, stretch_at, union
+from dlrm_workbook.recordings.nesting import overlap, stretch_at
 from dlrm_workbook.recordings.profile import nearest
 from dlrm_workbook.recordings.torch.steps import STEP_LABEL
 
@@ -102,11 +110,10 @@ def blocking_launches(evidence: Evidence, ledger: Causes) -> Measured | None:
     waited = float((returned - kernels["start_ns"].to_numpy())[blocked].sum()) / count
     idle = max(evidence.idle_ms - ledger.idle_ms - _data_ms(evidence, ledger), 0.0)
     lost = min(waited, idle)
-    if lost < SYNC_SHARE * evidence.total_ms:
-        return None
-    ledger.idle_ms += lost
     return {
         "share": lost / evidence.total_ms,
+        "least": SYNC_SHARE,
+        "idle_ms": lost,
         "component": largest(kernels[blocked].groupby(PART).size())[0],
         "blocked": 1e6 * blocked.sum() / count,
         "launches": 1e6 * len(kernels) / count,
@@ -158,9 +165,8 @@ def synchronising(evidence: Evidence, ledger: Causes) -> Measured | None:
         return None
     part = largest_part(calls, "lost_ms")
     ledger.explain(lost, part)
-    ledger.idle_ms += lost
     ledger.idle_causes.add("synchronisation")
-    ledger.waits = union(around["start_ns"].to_numpy(), around["end_ns"].to_numpy())
+    ledger.waits = stretches(around)
     by_level = time_by_name(evidence.profile, calls["context"], calls["waited_ms"])
     inner, line = (by_level[level][lambda ms: ms > 0.5 * waited] for level in ("inner", "python"))
     most = f", {milliseconds(inner.iloc[0])} in {shown(str(inner.index[0]))}" if len(inner) else ""
@@ -170,6 +176,8 @@ def synchronising(evidence: Evidence, ledger: Causes) -> Measured | None:
         "most": most,
         "operators": listed_times(by_level["outer"][:MOST_LISTED]) or None,
         "share": share,
+        "least": SYNC_SHARE,
+        "idle_ms": lost,
         "bound": bound,
         "speedup": speedup,
         "component": part[0],
@@ -179,7 +187,6 @@ def synchronising(evidence: Evidence, ledger: Causes) -> Measured | None:
         "waited": waited,
         "idle": idle,
         "during": f"during and after it{', and in the operators around it' * bool(len(around))}",
-        "doubt": evidence.doubt,
         "pieces": (calls["context"], calls["lost_ms"]),
     }
 
@@ -194,7 +201,7 @@ def _synchronising_calls(evidence: Evidence) -> pd.DataFrame:
     mean iteration)."""
     profile = evidence.profile
     if not evidence.has_timeline:
-        return _calls(evidence, SYNC)[:0]
+        return profile.trace[:0]
     parent = profile.contexts["parent"].to_numpy()
     work = evidence.work
     read = work[evidence.named(READ_BACK)[work["context"]] & work["launch_start_ns"].ge(0)]
@@ -202,7 +209,7 @@ def _synchronising_calls(evidence: Evidence) -> pd.DataFrame:
     copies = evidence.spans(copying & profile.of_kind("runtime"))
     ended = read.groupby("launch_start_ns")["end_ns"].max().reindex(copies["start_ns"]).to_numpy()
     waits = copies["end_ns"].to_numpy() >= ended  # NaN: no
-    calls = pd.concat([_calls(evidence, SYNC), copies[waits]]).sort_values("start_ns")
+    calls = pd.concat([evidence.calls(SYNC), copies[waits]]).sort_values("start_ns")
     if profile.iterations.empty:  # what waits for the end holds nothing up
         launched = work["launch_start_ns"].where(work["launch_start_ns"].ge(0), work["start_ns"])
         calls = calls[calls["start_ns"].lt(launched.max())]
@@ -248,11 +255,7 @@ def _idle_around(evidence: Evidence, calls: pd.DataFrame, ledger: Causes) -> flo
 
 def _busy_or_taken(evidence: Evidence, ledger: Causes) -> Stretches:
     """Stretches in which the GPU works, or does nothing for no fault of this program."""
-    begun, done = ledger.taken
-    return union(
-        np.concatenate([evidence.work["start_ns"].to_numpy(), begun]),
-        np.concatenate([evidence.work["end_ns"].to_numpy(), done]),
-    )
+    return joined(stretches(evidence.work), ledger.taken)
 
 
 OF_OPERATOR = 0.15
@@ -317,9 +320,6 @@ def _with_idle_inside(
     return calls.assign(lost_ms=lost.astype(float))
 
 
-ALLOCATION_SHARE = 0.05
-"""Least share of the step that is idle while the host takes or returns memory of the driver."""
-
 ALLOCATING = re.compile(r"^(?:cuda|cu|hip)(?:Malloc|Free|Mem(?:Alloc|Free)|Host(?:Alloc|Free))")
 """Calls that take memory from the driver or give it back."""
 
@@ -335,7 +335,7 @@ FIRST_CALLS = (
     "allocation",
     title="The GPU is idle {share:.0%} of the step while the host takes or gives back memory",
     evidence=(
-        "{names}: {count:,.1f} calls per iteration; the GPU idles {time:ms} in them{place}.",
+        "{names}: {count:,.1f} calls per iteration; the GPU idles {idle_ms:ms} in them{place}.",
         "{once}",
         "{doubt}",
     ),
@@ -354,42 +354,30 @@ def allocation(evidence: Evidence, ledger: Causes) -> Measured | None:
     idle = idle[idle["cause"].eq("allocation")]
     left = evidence.idle_ms - ledger.idle_ms
     time = min(float(idle["idle_ms"].sum()), max(left, 0.0))
-    if time < ALLOCATION_SHARE * evidence.total_ms:
+    if time < LEAST_SHARE * evidence.total_ms:
         return None
-    calls = _calls(evidence, ALLOCATING)
+    calls, steps = evidence.calls(ALLOCATING), evidence.iterations
     names = evidence.profile.contexts["name"].iloc[calls["context"]].to_numpy()
-    part = largest_part(idle, "idle_ms")
-    ledger.explain(time, part)
-    ledger.idle_ms += time
     ledger.idle_causes.add("allocation")
-    ms, steps, once = (
-        (calls["end_ns"] - calls["start_ns"]).to_numpy() / 1e6,
-        evidence.iterations,
-        None,
-    )
-    longest = pd.Series(ms, index=names).sort_values(ascending=False)
+    longest = ((calls["end_ns"] - calls["start_ns"]) / 1e6).set_axis(names)
+    longest = longest.sort_values(ascending=False)
     longest = longest[longest.cumsum().shift(fill_value=0) < MOSTLY * longest.sum()]
     habit = FEW_OF_STEPS * steps if steps > 1 else max(FEW_CALLS * len(calls), 1)
+    figures: Measured = {
+        "share": time / evidence.total_ms,
+        "explains": largest_part(idle, "idle_ms"),
+        "idle_ms": time,
+        "names": ", ".join(sorted(set(names))) or "Calls of the driver",
+        "count": len(calls) / steps,
+        "place": _mostly_in(idle, "idle_ms"),
+        "once": None,
+        "pieces": (idle["context"], idle["idle_ms"]),
+    }
     if 0 < len(longest) <= habit:
         by_name = longest.groupby(level=0).sum().nlargest(MOST_LISTED)
         once = f"Most of that passes in {len(longest)} of the calls: {listed_times(by_name)}."
-    return ({"advice": FIRST_CALLS} if once else {}) | {
-        "share": time / evidence.total_ms,
-        "component": part[0],
-        "names": ", ".join(sorted(set(names))) or "Calls of the driver",
-        "count": len(calls) / evidence.iterations,
-        "time": time,
-        "place": _mostly_in(idle, "idle_ms"),
-        "once": once,
-        "doubt": evidence.doubt,
-        "pieces": (idle["context"], idle["idle_ms"]),
-    }
-
-
-def _calls(evidence: Evidence, pattern: re.Pattern[str]) -> pd.DataFrame:
-    """Rows of the trace, begun in the iterations, of calls whose name matches."""
-    calls = evidence.spans(evidence.named(pattern))
-    return calls[evidence.inside(calls["start_ns"].to_numpy())]
+        figures |= {"once": once, "advice": FIRST_CALLS}
+    return figures
 
 
 LAUNCH_SHARE = 0.2
@@ -432,7 +420,7 @@ def launch_bound(evidence: Evidence, ledger: Causes) -> Measured | None:
         return None
     launches = len(work)
     own, of_launches, most = _main_launcher(evidence, work)
-    part = (str(own["component"].iloc[0]), str(own["phase"].iloc[0]))
+    part = largest(own.groupby(PART).size())
     # the median: a few long kernels elsewhere in the step do not hide what short ones cost
     usual_us = float((work["end_ns"] - work["start_ns"]).median()) / 1e3
     if lost < LAUNCH_SHARE * evidence.total_ms or usual_us > 5 * launch_us:
@@ -451,12 +439,11 @@ def launch_bound(evidence: Evidence, ledger: Causes) -> Measured | None:
     rest_ms = left - ledger.late_ms - evidence.after_ms - lost
     waiting, most_of_it = lost, lost > 0.5 * evidence.idle_ms
     outer = time_by_name(evidence.profile, idle["context"], idle["idle_ms"])["outer"]
-    place = main_place(evidence.profile, rest["context"], rest["idle_ms"])
+    place, _ = main_place(evidence.profile, rest["context"], rest["idle_ms"])
     same = place in map(shown, outer.index[:1])
-    if most_of_it and same and rest_ms >= IDLE_SHARE * evidence.total_ms:
+    if most_of_it and same and rest_ms >= LEAST_SHARE * evidence.total_ms:
         # one cause: an operator in which the host is slow
         lost, idle = lost + rest_ms, pd.concat([idle, rest])
-    ledger.idle_ms += lost
     # what has no part and is no single operator tells nothing
     by_one = of_launches >= MOST_LAUNCHES and bool(most)
     by_one &= part[0] != "other" or "," not in most
@@ -468,6 +455,7 @@ def launch_bound(evidence: Evidence, ledger: Causes) -> Measured | None:
     fused = [name for key, name in named.items() if evidence.time(key) > 0]
     return {
         "share": lost / evidence.total_ms,
+        "idle_ms": lost,
         "waiting": waiting / evidence.total_ms,
         "rest": lost - waiting if lost > waiting else None,
         "host": listed_times(_by_name(evidence, rest)),
@@ -484,7 +472,6 @@ def launch_bound(evidence: Evidence, ledger: Causes) -> Measured | None:
         "left_out": " (collectives left out)" if evidence.is_exchange.any() else "",
         "gap_us": SHORT_GAPS * launch_us,
         "pieces": (idle["context"], idle["idle_ms"]),
-        "doubt": evidence.doubt,
         "change": {} if evidence.parameter("training.cuda_graphs", False) else graphs,
         "speedup": predicted(evidence, graphs) or bounded(lost / evidence.total_ms),
         **({} if most_of_it else {"title": WAITS_FOR_LAUNCHES}),
@@ -499,24 +486,16 @@ def _main_launcher(evidence: Evidence, kernels: pd.DataFrame) -> tuple[pd.DataFr
         that the program marks around most of a part's launches by several operators, or else
         these operators; "" where no operator launches them.
     """
-    contexts = evidence.profile.contexts
-    operator = nearest(contexts["parent"].to_numpy(), contexts["kind"].eq("operator").to_numpy())
-    outer = outermost_row(contexts["parent"].to_numpy(), operator)[kernels["context"].to_numpy()]
-    names = np.where(outer >= 0, contexts["name"].to_numpy()[outer], "")
-    table = kernels.assign(by=names)
-    own = max((rows for _, rows in table.groupby(PART, sort=False)), key=len)
-    most = max((rows for _, rows in own.groupby("by", sort=False)), key=len)
-    if len(most) >= MOST_LAUNCHES * len(own) and most["by"].iloc[0]:
-        return most, len(most) / len(kernels), str(most["by"].iloc[0])
-    marked = nearest(contexts["parent"].to_numpy(), evidence.profile.of_kind("annotation"))
-    ranges = contexts["name"].iloc[marked[own["context"]]].where(marked[own["context"]] >= 0, "")
-    # ranges that torch makes by itself say no more than the part does
-    ranges = ranges[~ranges.str.contains(OWN_RANGES)]
-    share = ranges.value_counts() / len(own)
-    if len(share) and share.iloc[0] >= MOST_LAUNCHES:
-        return own, len(own) / len(kernels), f"the range '{str(share.index[0])[:70]}'"
-    listed = own["by"][own["by"].ne("")].value_counts().index[:3]
-    return own, len(own) / len(kernels), ", ".join(map(str, listed))
+    own = max((rows for _, rows in kernels.groupby(PART, sort=False)), key=len)
+    launches = time_by_name(evidence.profile, own["context"], np.ones(len(own)))
+    operators, ranges = launches["outer"], launches["range"]
+    name = ", ".join(map(str, operators.index[:3]))
+    if len(operators) and operators.iloc[0] >= MOST_LAUNCHES * len(own):
+        name = str(operators.index[0])
+        own = own[in_place(evidence.profile, "outer", name)[own["context"]]]
+    elif len(ranges) and ranges.iloc[0] >= MOST_LAUNCHES * len(own):
+        name = f"the range '{str(ranges.index[0])[:70]}'"
+    return own, len(own) / len(kernels), name
 
 
 PYTHON_GAP = 10.0
@@ -592,10 +571,7 @@ def _long_calls(evidence: Evidence, idle: pd.DataFrame) -> pd.Series:
 
 def _doing(evidence: Evidence, idle: pd.DataFrame) -> np.ndarray:
     """Row (n,) of the outermost operator that the host is in, or of what else it is in."""
-    contexts = evidence.profile.contexts
-    parent = contexts["parent"].to_numpy()
-    operator = nearest(parent, contexts["kind"].eq("operator").to_numpy())
-    outer = outermost_row(parent, operator)
+    outer = levels(evidence.profile)["outer"]
     return np.where(outer >= 0, outer, np.arange(len(outer)))[idle["context"].to_numpy()]
 
 
@@ -608,23 +584,15 @@ def _data_ms(evidence: Evidence, ledger: Causes) -> float:
     return float(rows.loc[chosen, "time_ms"].sum()) - evidence.feeding_ms
 
 
-IDLE_SHARE = 0.05
-"""Least share of the step in which the GPU does nothing for no cause that another rule names."""
-
-HOST_UNKNOWN = (
-    "What the host did meanwhile was not measured (hpcrun -e CPUTIME -e gpu=nvidia -t measures it)."
-)
-
-
 @rule(
     "gpu_idle",
     title="The GPU is idle {idle} of the time{meanwhile}",
     evidence=(
-        "It does nothing in {idle_time:ms} of {total:ms} per iteration.",
+        "It does nothing in {idle_ms:ms} of {total_ms:ms} per iteration.",
         "{others}",
         "{gap}",
         "In {queued:ms} of it launched work waited: for other streams, or for work not recorded.",
-        "{host_unknown}",
+        "{unknown}",
         "The host meanwhile: {host}.",
         "{beside}",
         "In {blocked:ms} of it the host was itself in a call that waits for the GPU.",
@@ -639,38 +607,37 @@ def gpu_idle(evidence: Evidence, ledger: Causes) -> Measured | None:
     """The GPU does nothing, and no rule has said why."""
     explained = ledger.idle_ms + ledger.late_ms + _data_ms(evidence, ledger)
     left = evidence.idle_ms - explained - evidence.after_ms
-    if left < IDLE_SHARE * evidence.total_ms:
+    share, idle = left / evidence.total_ms, evidence.idle_ms / evidence.total_ms
+    if share < LEAST_SHARE:
         return None
-    unexplained = _unexplained(evidence, ledger)
-    traced = host_is_traced(evidence.profile)
-    upto = "for up to " if evidence.has_graphs else ""
-    idle = evidence.idle_ms / evidence.total_ms
+    # all but 0.1% of it is not all of it
+    part = "over 99.9%" if idle > 0.9995 else format(idle, ".1%" if idle > 0.99 else ".0%")
     figures: Measured = {
-        "share": left / evidence.total_ms,
-        # all but 0.1% of it is not all of it
-        "idle": upto
-        + ("over 99.9%" if idle > 0.9995 else format(idle, ".1%" if idle > 0.99 else ".0%")),
+        "share": share,
+        "explains": ("other", ""),
+        "idle": f"for up to {part}" if evidence.has_graphs else part,
         "meanwhile": "",
         "gap": _longest_gap(evidence),
-        "idle_time": evidence.idle_ms,
-        **dict.fromkeys(("others", "queued", "host", "beside", "blocked")),
-        "host_unknown": None if traced else HOST_UNKNOWN,
-        "doubt": evidence.doubt,
+        **dict.fromkeys(("others", "queued", "host", "beside", "blocked", "unknown")),
         "remedy": "Measure what the host does as well; then shorten it, overlap it with the GPU's "
         "work (a loader that runs ahead), or move it to the GPU.",
         # how much of it can go nothing tells: all of it at most
-        "speedup": bounded(left / evidence.total_ms)
-        | {"mid": 1.0 / (1.0 - 0.5 * left / evidence.total_ms)},
+        "speedup": bounded(share) | {"mid": 1.0 / (1.0 - 0.5 * share)},
     }
     partly = explained > 0.02 * evidence.total_ms
     if partly:
-        figures["id"] = "gpu_idle_otherwise"
-        figures["title"] = "The GPU is idle {idle} of the step{meanwhile}"
-        figures["meanwhile"] = f", {left / evidence.total_ms:.0%} for no single reason"
-        figures["others"] = f"{milliseconds(left)} of it have no finding of their own."
-    if traced and len(unexplained):
+        figures |= {
+            "id": "gpu_idle_otherwise",
+            "title": "The GPU is idle {idle} of the step{meanwhile}",
+            "meanwhile": f", {share:.0%} for no single reason",
+            "others": f"{milliseconds(left)} of it have no finding of their own.",
+        }
+    unexplained = _unexplained(evidence, ledger)
+    if not host_is_traced(evidence.profile):
+        how = "hpcrun -e CPUTIME -e gpu=nvidia -t measures it"
+        figures["unknown"] = f"What the host did meanwhile was not measured ({how})."
+    elif len(unexplained):
         figures |= _host_meanwhile(evidence, unexplained, partly)
-    ledger.explain(left, (str(figures.get("component", "other")), ""))
     return figures
 
 
@@ -728,10 +695,8 @@ def _host_meanwhile(evidence: Evidence, idle: pd.DataFrame, partly: bool) -> Mea
     by_name = _by_name(evidence, idle)
     functions = listed_times(by_name)
     if by_name.iloc[0] < 0.5 * total:  # many operators: what calls them
-        main = main_place(evidence.profile, idle["context"], idle["idle_ms"])
-        levels = time_by_name(evidence.profile, idle["context"], idle["idle_ms"]).values()
-        held = {shown(str(name)): ms for times in levels for name, ms in times.items()}
-        by_name = pd.Series({main: held[main]}) if main else by_name
+        main, held = main_place(evidence.profile, idle["context"], idle["idle_ms"])
+        by_name = pd.Series({main: held}) if main else by_name
     function = str(by_name.index[0])
     own = idle[_host_names(evidence, idle) == function]
     outer = time_by_name(evidence.profile, own["context"], own["idle_ms"])["outer"]
@@ -754,15 +719,16 @@ def _host_meanwhile(evidence: Evidence, idle: pd.DataFrame, partly: bool) -> Mea
             f"{part_name(str(part[0]), str(part[1]))} {milliseconds(ms)}"
             for part, ms in zip(named.index[:3], named, strict=False)
         )
-        figures["host"] = f"{places}. By function: {functions}"
-        figures["component"] = str(named.index[0][0])
+        figures |= {"host": f"{places}. By function: {functions}", "explains": named.index[0]}
     of_step = total / evidence.total_ms if partly else None
     if place := _in_title(by_name / total, named / total, of_step):
         figures["meanwhile"] = place
     if queued > 0.5 * total and not evidence.has_graphs:  # whose kernels may lack
         figures["meanwhile"] = f"{_while(queued / total, of_step)} launched work waits"
-        figures["remedy"] = "Find what that work waits for (another stream, an event), and whether "
-        figures["remedy"] += "the recording holds all work: what it lacks passes for idle time."
+        figures["remedy"] = (
+            "Find what that work waits for (another stream, an event), and whether the recording "
+            "holds all work: what it lacks passes for idle time."
+        )
     return figures | _awaited(evidence, idle, of_step)
 
 
@@ -800,16 +766,14 @@ def _awaited(evidence: Evidence, idle: pd.DataFrame, of_step: float | None) -> M
     # traces of 2021 write ranges as operators
     called = profile.of_kind("operator", "runtime") & ~evidence.named(OWN_RANGES)
     busy = called[idle["context"]] & idle["context"].ge(0)
-    waits = union(idle.loc[~busy, "start_ns"].to_numpy(), idle.loc[~busy, "end_ns"].to_numpy())
+    waits = stretches(idle[~busy])
     exchange = profile.contexts["component"].eq("communication").to_numpy()
     exchange &= profile.of_kind("operator", "annotation")
     exchanged = evidence.spans(exchange)
     exchanged = exchanged[exchanged["profile"].ne(main_thread(profile))]
     names = profile.contexts["name"].iloc[exchanged["context"]].to_numpy()
     times = {
-        str(name): float(
-            overlap(*waits, *union(rows["start_ns"].to_numpy(), rows["end_ns"].to_numpy())).sum()
-        )
+        str(name): float(overlap(*waits, *stretches(rows)).sum())
         for name, rows in exchanged.groupby(names)
     }
     longest = max(times, key=lambda name: times[name], default="")
@@ -820,7 +784,7 @@ def _awaited(evidence: Evidence, idle: pd.DataFrame, of_step: float | None) -> M
         return beside if time > LEAST_OF_STEP * evidence.total_ms else {}
     return beside | {
         "meanwhile": f"{_while(share, of_step)} {shown(longest)} runs on another host thread",
-        "component": "communication",
+        "explains": ("communication", ""),
         "limit": "network",
         "remedy": "Exchange gradients between the GPUs (NCCL), not between the hosts; or send "
         "fewer bytes, or begin earlier and let the exchange run beside computing.",
@@ -859,6 +823,5 @@ def start_up(evidence: Evidence) -> str:
     start, end, context = running(profile, main_thread(profile))
     first = launched_operations(profile)["start_ns"].min()
     ms = np.maximum(np.minimum(end, first) - start, 0) / 1e6
-    every = pd.concat(list(time_by_name(profile, context, ms).values()))
-    held = every[every > 0.5 * evidence.whole[2]]
-    return f", {milliseconds(held.min())} of it in {shown(held.idxmin())}" if len(held) else ""
+    place, held = main_place(profile, context, ms)
+    return f", {milliseconds(held)} of it in {place}" if held > 0.5 * evidence.whole[2] else ""

@@ -15,8 +15,8 @@ import numpy as np
 import pandas as pd
 
 from dlrm_workbook.analysis.attribution import IDLE, iteration_state, windows
-from dlrm_workbook.analysis.findings.evidence import Evidence, listed_times
-from dlrm_workbook.analysis.findings.finding import Causes, Measured, bounded, rule
+from dlrm_workbook.analysis.findings.evidence import Evidence, joined, listed_times, stretches
+from dlrm_workbook.analysis.findings.finding import LEAST_SHARE, Causes, Measured, bounded, rule
 from dlrm_workbook.analysis.idleness import Stretches, usual_start_up
 from dlrm_workbook.analysis.launches import launched_operations
 from dlrm_workbook.analysis.steady import lasting_rise
@@ -26,9 +26,6 @@ from dlrm_workbook.recordings.nesting import overlap, stretch_at, union
 ONE_FACTOR = 0.75
 """Least share of the kernels' time in kernels that become slower by half of the change or more:
 a clock slows all that computes, though less what waits for memory."""
-
-TAKEN_SHARE = 0.05
-"""Least share of the step that is lost; less is a run's own scatter."""
 
 SYNC = re.compile(r"^(?:cu(?:da)?|hip)(?:Device|Stream|Event|Ctx)Synchronize\w*$")
 """Calls that wait for the GPU."""
@@ -78,8 +75,8 @@ def slower_gpu(evidence: Evidence, ledger: Causes) -> Measured | None:
     length = (spans["end_ns"] - spans["start_ns"]).to_numpy() / 1e6
     extra = np.maximum(length - np.median(length[:cut]), 0.0)
     work = launched_operations(evidence.profile)
-    busy = union(work["start_ns"].to_numpy(), work["end_ns"].to_numpy())
-    worked = overlap(spans["start_ns"].to_numpy(), spans["end_ns"].to_numpy(), *busy) / 1e6
+    inside = overlap(spans["start_ns"].to_numpy(), spans["end_ns"].to_numpy(), *stretches(work))
+    worked = inside / 1e6
     extra = np.minimum(extra, worked * (1.0 - 1.0 / factor))
     extra[:cut] = 0.0
     state = iteration_state(evidence.profile)
@@ -87,7 +84,7 @@ def slower_gpu(evidence: Evidence, ledger: Causes) -> Measured | None:
     if state is not None and state.steady[cut:].any():
         counted = state.steady  # the step that all shares are of
     share = float(extra[counted].sum() / length[counted].sum())
-    if share < TAKEN_SHARE:
+    if share < LEAST_SHARE:
         return None
     ledger.slower_from = cut
     return {
@@ -134,8 +131,8 @@ def _same_launches(evidence: Evidence, spans: pd.DataFrame) -> pd.DataFrame:
     "profiler_overhead",
     title="The GPU is idle {share:.0%} of the step while the profiler handles its own buffers",
     evidence=(
-        "In {time:ms} per iteration the GPU does nothing because a call of the host is held up by "
-        "the profiler: {names}.",
+        "In {idle_ms:ms} per iteration the GPU does nothing because a call of the host is held up "
+        "by the profiler: {names}.",
         "This loss is the profiler's own; without it the step is shorter by as much.",
     ),
     advice="Do not optimise the program for it. Record fewer events (no shapes, stacks or memory, "
@@ -159,17 +156,15 @@ def profiler_overhead(evidence: Evidence, ledger: Causes) -> Measured | None:
 
     count, held = 1e6 * evidence.iterations, held_by(overhead)
     lost = float(held.sum()) / count
-    if lost < TAKEN_SHARE * evidence.total_ms:
+    if lost < LEAST_SHARE * evidence.total_ms:
         return None
     most = held > 0.5 * (end - start)
-    begun, done = ledger.taken
-    ledger.taken = union(np.append(begun, start[most]), np.append(done, end[most]))
-    ledger.idle_ms += lost
+    ledger.taken = joined(ledger.taken, (start[most], end[most]))
     by_name = {name: held_by(rows).sum() / count for name, rows in overhead.groupby("name")}
     times = pd.Series(by_name).sort_values(ascending=False)
     return {
         "share": lost / evidence.total_ms,
-        "time": lost,
+        "idle_ms": lost,
         "names": listed_times(times[times > 0]),
     }
 
@@ -223,7 +218,7 @@ def gpu_taken(evidence: Evidence, ledger: Causes) -> Measured | None:
     count = evidence.iterations
     lost = float((end - start).sum()) / 1e6 / count
     share = lost / evidence.total_ms
-    if share < TAKEN_SHARE or len(start) < 2:
+    if share < LEAST_SHARE or len(start) < 2:
         return None
     period = None if calls else _period_ms(end)
     if period is None and (evidence.has_graphs or (usual_us > START_UP_US and not calls)):
@@ -231,9 +226,9 @@ def gpu_taken(evidence: Evidence, ledger: Causes) -> Measured | None:
     if period is None and not calls and _while_waiting(evidence, start, end):
         return None  # a program that waits all the time: what it does between is the likelier cause
     ledger.taken = (start, end)
-    ledger.idle_ms += lost
     figures: Measured = {
         "share": share,
+        "idle_ms": lost,
         "whose": "",
         "count": len(start) / count,
         "usual": float(np.median(end - start)) / 1e6,
@@ -312,12 +307,10 @@ MANY_WAITS = 10
 def _while_waiting(evidence: Evidence, start: Any, end: Any) -> bool:
     """Whether the host spends most of the gaps in calls that wait for the GPU, of which there are
     many more than gaps."""
-    calls = evidence.spans(evidence.named(SYNC))
-    calls = calls[evidence.inside(calls["start_ns"].to_numpy())]
+    calls = evidence.calls(SYNC)
     if len(calls) < MANY_WAITS * len(start):
         return False
-    waiting = union(calls["start_ns"].to_numpy(), calls["end_ns"].to_numpy())
-    return bool(overlap(start, end, *waiting).sum() > 0.5 * (end - start).sum())
+    return bool(overlap(start, end, *stretches(calls)).sum() > 0.5 * (end - start).sum())
 
 
 WHOLE_GPU = re.compile(r"^(?:cu(?:da)?|hip)(?:Device|Ctx)Synchronize$")

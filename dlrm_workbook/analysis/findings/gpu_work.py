@@ -12,8 +12,9 @@ import pandas as pd
 from dlrm_workbook.analysis.attribution import PART, iteration_count
 from dlrm_workbook.analysis.device_counters import limit_by_counters
 from dlrm_workbook.analysis.devices import device_of
-from dlrm_workbook.analysis.findings.evidence import MOST_LISTED, Evidence, listed_times
+from dlrm_workbook.analysis.findings.evidence import Evidence, by_kernel, listed_times
 from dlrm_workbook.analysis.findings.finding import (
+    LEAST_SHARE,
     Causes,
     Measured,
     amdahl,
@@ -89,9 +90,6 @@ def _unexplained_kernels(evidence: Evidence, ledger: Causes) -> pd.DataFrame:
     return table.drop_duplicates("kernel")
 
 
-GEMM_SHARE = 0.05
-
-
 @rule(
     "tensor_cores_unused",
     title="{what} take {share:.0%} of the step and use no tensor cores",
@@ -114,7 +112,7 @@ def tensor_cores(evidence: Evidence, ledger: Causes) -> Measured | None:
     slow = slow[~slow["kernel"].isin(ledger.device_work)]
     time = float(slow["ms"].sum())
     share = time / evidence.total_ms
-    if share < GEMM_SHARE:
+    if share < LEAST_SHARE:
         return None
     lowest = evidence.parameter("training.lowest_precision", "bf16")
     if evidence.parameter("training.precision", "fp32") == "fp32" and lowest != "fp32":
@@ -125,10 +123,10 @@ def tensor_cores(evidence: Evidence, ledger: Causes) -> Measured | None:
         return None
     only_fp16 = _takes_only_fp16(evidence)
     guess = {"low": amdahl(share, 1.5), "mid": amdahl(share, 3.0), "high": amdahl(share, 8.0)}
-    ledger.device_work |= set(slow["kernel"])
     return {
         "share": share,
-        "component": str(slow.groupby("component")["ms"].sum().idxmax()),
+        "device_work": slow["kernel"],
+        "component": slow.groupby("component")["ms"].sum().idxmax(),
         "time": time,
         "names": ", ".join(slow.nlargest(2, "ms")["short_name"]),
         "pieces": evidence.of_kernels(slow["kernel"]),
@@ -198,9 +196,10 @@ def float64(evidence: Evidence, ledger: Causes) -> Measured | None:
     of_torch = profile.which("name", lambda name: name.startswith("aten::")).any()
     # on a CPU float32 takes half of the bytes and of the vector units' time
     lost = share if evidence.on_gpu else 0.5 * share
-    ledger.device_work |= set(rows["name"])
     return {
         "share": lost,
+        "least": 0.0,
+        "device_work": rows["name"],
         "taken": share,
         "instead": "" if evidence.on_gpu else ", about twice what float32 would",
         "find": "Find what makes float64 (a NumPy array or a Python constant made into a tensor, "
@@ -220,10 +219,6 @@ def float64(evidence: Evidence, ledger: Causes) -> Measured | None:
     }
 
 
-LAYOUT_SHARE = 0.05
-"""Least share of the step for copies to another type or layout; real recordings: 0 to 2.4 %."""
-
-
 @rule(
     "layout_copies",
     title="Conversions and copies of layout take {share:.0%} of the step, most by {by}",
@@ -239,12 +234,9 @@ LAYOUT_SHARE = 0.05
     gpu=True,
 )
 def layout_copies(evidence: Evidence, ledger: Causes) -> Measured | None:
-    """Kernels that copy tensors to another type or layout take much of the step."""
-    return _work_of(evidence, ledger, COPYING, LAYOUT_SHARE)
-
-
-POINTWISE_SHARE = 0.05
-"""Least share of the step for kernels of one operation a value; real recordings: 1 to 14 %."""
+    """Kernels that copy tensors to another type or layout take much of the step (in real
+    recordings 0 to 2.4 %)."""
+    return _work_of(evidence, ledger, COPYING, 1)
 
 
 @rule(
@@ -261,33 +253,30 @@ POINTWISE_SHARE = 0.05
     gpu=True,
 )
 def pointwise_operators(evidence: Evidence, ledger: Causes) -> Measured | None:
-    """Many kernels that do one operation for each value take much of the step together."""
-    measured = _work_of(evidence, ledger, re.compile("elementwise"), POINTWISE_SHARE)
-    return measured if measured is None or measured["kinds"] >= LEAST_KINDS else None
+    """Many kernels that do one operation for each value take much of the step together (in real
+    recordings 1 to 14 %)."""
+    return _work_of(evidence, ledger, re.compile("elementwise"), LEAST_KINDS)
 
 
 def _work_of(
-    evidence: Evidence, ledger: Causes, kind: re.Pattern[str], least: float
+    evidence: Evidence, ledger: Causes, kind: re.Pattern[str], least_kinds: int
 ) -> Measured | None:
-    """Time and launches of the kernels whose short names match, if they take the share."""
+    """Time and launches of the kernels whose short names match, if there are so many kinds."""
     kernels = working_kernels(evidence)
     chosen = kernels[
         kernels["short_name"].str.match(kind) & ~kernels["kernel"].isin(ledger.device_work)
     ]
     time = min(float(chosen["ms"].sum()), evidence.device_ms)
-    if time < least * evidence.total_ms:
-        return None
     by_kernel = chosen.groupby("short_name")["ms"].sum().sort_values(ascending=False)
     kinds = int(by_kernel.gt(0.05 * by_kernel.sum()).sum())
-    places = chosen.groupby(PART)["ms"].sum()
+    if time < LEAST_SHARE * evidence.total_ms or kinds < least_kinds:
+        return None
     pieces = evidence.of_kernels(chosen["kernel"])
     operators = time_by_name(evidence.profile, *pieces)["outer"].index
-    if kinds >= LEAST_KINDS or kind is COPYING:
-        ledger.device_work |= set(chosen["kernel"])
-        ledger.explain(time, largest(places))
     return {
         "share": time / evidence.total_ms,
-        "component": largest(places)[0],
+        "explains": largest_part(chosen, "ms"),
+        "device_work": chosen["kernel"],
         "time": time,
         "launches": float(chosen["launches"].sum()) / iteration_count(evidence.profile),
         "kinds": kinds,
@@ -347,7 +336,6 @@ def heavy_kernel(evidence: Evidence, ledger: Causes) -> Measured | None:
     if chosen.empty:
         return None
     worst = chosen.loc[chosen["ms"].idxmax()]
-    ledger.device_work.add(str(worst["kernel"]))
     reached, waves = float(worst["share_of_ceiling"]), float(worst["waves"])
     number = float(worst["launches"]) / iteration_count(evidence.profile)
     is_small = bool(worst["is_small"])
@@ -357,7 +345,9 @@ def heavy_kernel(evidence: Evidence, ledger: Causes) -> Measured | None:
     has_limit = reached == reached
     return {
         "share": taken,
-        "component": str(worst["component"]),
+        "least": 0.0,
+        "device_work": [worst["kernel"]],
+        "component": worst["component"],
         "heading": _heading(evidence, worst.to_dict(), taken, few if is_small else None),
         "kernel": str(worst["short_name"]),
         "pieces": evidence.of_kernels([str(worst["kernel"])]),
@@ -444,6 +434,7 @@ def largest_kernels(evidence: Evidence, ledger: Causes) -> Measured | None:
     rows = zip(names, map(milliseconds, chosen["ms"]), at, strict=True)
     return {
         "share": time / evidence.total_ms,
+        "least": KERNEL_SHARE,
         "component": largest_part(chosen, "ms")[0],
         "what": what,
         "take": "takes" if what == "One kernel" else "take",
@@ -473,21 +464,22 @@ def _kernels_of_one_place(evidence: Evidence, table: pd.DataFrame) -> Measured |
     }
     name = max(most, key=lambda each: most[each][0], default="")
     time, level = most.get(name, (0.0, ""))
-    if time < KERNEL_SHARE * evidence.total_ms:
+    if not name:
         return None
     inside = in_place(evidence.profile, level, name)[pieces[0]]
-    own = evidence.profile.contexts.iloc[pieces[0][inside]]
-    short = own["name"].map(lambda kernel: kernel_name(kernel).short or kernel)
-    by_kernel = pd.Series(pieces[1][inside]).groupby(short.to_numpy()).sum().nlargest(MOST_LISTED)
+    pieces = pieces[0][inside], pieces[1][inside]
+    times = by_kernel(evidence.profile, *pieces)
+    own = evidence.profile.contexts.iloc[pieces[0]].assign(ms=pieces[1])
     return {
         **dict.fromkeys(("paces", "unknown")),
         "share": time / evidence.total_ms,
-        "component": largest_part(own.assign(ms=pieces[1][inside]), "ms")[0],
+        "least": KERNEL_SHARE,
+        "component": largest_part(own, "ms")[0],
         "what": f"Kernels in {shown(name)}",
         "take": "take",
-        "kernels": ", ".join(map(str, by_kernel.index[:2])),
-        "listed": listed_times(by_kernel),
-        "pieces": (pieces[0][inside], pieces[1][inside]),
+        "kernels": ", ".join(map(str, times.index[:2])),
+        "listed": listed_times(times),
+        "pieces": pieces,
         "speedup": bounded(0.5 * time / evidence.total_ms),
     }
 
@@ -539,6 +531,7 @@ def stalls(evidence: Evidence, ledger: Causes) -> Measured | None:
     return {
         "id": f"stall_{reason.lower()}",
         "share": of_samples * of_step,
+        "least": 0.0,
         "kernels": of_step,
         "of_samples": of_samples,
         "component": str(named["component"].iloc[0]) if len(named) else "other",

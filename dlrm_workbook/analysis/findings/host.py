@@ -11,6 +11,7 @@ import numpy as np
 
 from dlrm_workbook.analysis.findings.evidence import Evidence, Part
 from dlrm_workbook.analysis.findings.finding import (
+    LEAST_SHARE,
     Causes,
     Measured,
     amdahl,
@@ -21,18 +22,15 @@ from dlrm_workbook.analysis.findings.finding import (
 )
 from dlrm_workbook.analysis.findings.generic import PLACE_SHARE
 from dlrm_workbook.analysis.findings.program import computed
-from dlrm_workbook.analysis.findings.where import RECORD_MORE, code_line, main_place, part_name
+from dlrm_workbook.analysis.findings.where import RECORD_MORE, line_name, main_place, part_name
 from dlrm_workbook.analysis.lines import lines
 from dlrm_workbook.ground.units import milliseconds
 from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.recordings.torch.lines import MAIN
 
-LOST_SHARE = 0.05
-"""Of the step; below it a remedy gains less than a run's own scatter."""
-
 NO_CORE = "The thread of the step was ready to run but had no core in {queued:.0%} of the time."
 PREEMPTED = "It was preempted {switches:count} times per iteration."
-OWN_CODE = "{own:ms} of {part} pass outside every operator."
+OWN_CODE = "{own:ms} of {in_part} pass outside every operator."
 
 
 def excess_share(evidence: Evidence, ledger: Causes) -> float:
@@ -89,7 +87,7 @@ FAR = 1_000_000
 )
 def leak(evidence: Evidence, ledger: Causes) -> Measured | None:
     """Memory grows from iteration to iteration."""
-    levels, changes = _levels(evidence, _memory_counter(evidence))
+    levels, changes, limit = _memory(evidence)
     if not evidence.on_gpu and "heap_bytes" in (evidence.meta.get("counters") or {}):
         # exact, where resident memory grows in the allocator's own steps
         changes = _levels(evidence, "heap_bytes")[1]
@@ -98,11 +96,12 @@ def leak(evidence: Evidence, ledger: Causes) -> Measured | None:
     slope, lasting = growth(changes)
     if not lasting or slope < LEAST_GROWTH:
         return None
-    limit, used = _memory_limit(evidence), float(levels[-1])
+    used = float(levels[-1])
     planned = int(evidence.parameter("training.batches", 0) or 0)
     left = (limit - used) / slope if limit else None
     return {
         "share": 0.0,
+        "least": 0.0,
         "slope_mb": slope / 1e6,
         "grew": int((changes > 0).sum()),
         "count": len(changes),
@@ -126,13 +125,12 @@ def leak(evidence: Evidence, ledger: Causes) -> Measured | None:
 )
 def nearly_full(evidence: Evidence, ledger: Causes) -> Measured | None:
     """The process uses nearly all memory that it may."""
-    levels, limit = _levels(evidence, _memory_counter(evidence))[0], _memory_limit(evidence)
-    peak = float(levels.max()) if len(levels) else 0.0
-    peak = max(peak, float(evidence.meta.get("gpu_peak_allocated_bytes") or 0.0))
+    levels, _, limit = _memory(evidence)
+    peak = max([*levels, float(evidence.meta.get("gpu_peak_allocated_bytes") or 0.0)])
     if not limit or peak < FULL_SHARE * limit:
         return None
     sizes = {"peak_gb": peak / 1e9, "limit_gb": limit / 1e9}
-    return {"share": 0.0, "used": peak / limit, "severity": "fails", **sizes}
+    return {"share": 0.0, "least": 0.0, "used": peak / limit, "severity": "fails", **sizes}
 
 
 def growth(changes: np.ndarray) -> tuple[float, bool]:
@@ -158,13 +156,11 @@ def growth(changes: np.ndarray) -> tuple[float, bool]:
     return slope, bool(len(changes) >= 40 and slope > 0 and away < 0.1 * line[-1])
 
 
-def _memory_counter(evidence: Evidence) -> str:
-    return "gpu_allocated_bytes" if evidence.on_gpu else "rss_bytes"
-
-
-def _memory_limit(evidence: Evidence) -> float | None:
+def _memory(evidence: Evidence) -> tuple[np.ndarray, np.ndarray, float | None]:
+    """The :func:`_levels` of the memory in use, and the bytes that the process may use."""
     limit = evidence.meta.get("memory_limit_bytes")
-    return float(limit) if limit else None
+    levels = _levels(evidence, "gpu_allocated_bytes" if evidence.on_gpu else "rss_bytes")
+    return *levels, float(limit) if limit else None
 
 
 def _levels(evidence: Evidence, name: str) -> tuple[np.ndarray, np.ndarray]:
@@ -180,11 +176,8 @@ def _levels(evidence: Evidence, name: str) -> tuple[np.ndarray, np.ndarray]:
         return levels, np.zeros(0)
     begins = np.flatnonzero(~profiled & np.concatenate([[True], profiled[:-1]]))
     places = np.arange(len(levels))
-    since = (
-        places - begins[np.searchsorted(begins, places, "right") - 1]
-        if len(begins)
-        else np.zeros(len(levels))
-    )
+    begin = np.append(begins, 0)[np.searchsorted(begins, places, "right") - 1]
+    since = places - begin
     counted = ~profiled[1:] & ~profiled[:-1] & (since[1:] > SETTLING)
     return levels, np.diff(levels)[counted]
 
@@ -223,13 +216,18 @@ def other_processes(evidence: Evidence, ledger: Causes) -> Measured | None:
         # the machine's busy time is counted as a whole: only waiting for a core tells that
         # others were on ours
         ours = _busy_cores(evidence) >= BUSY_CORES or (evidence.threads or 1) > evidence.cores
-        if ours or queued < LOST_SHARE:
+        if ours or queued < LEAST_SHARE:
             return None
         lost = queued
-    if cores < BUSY_CORES or (lost < LOST_SHARE and cores < GREEDY_CORES):
+    if cores < BUSY_CORES or (lost < LEAST_SHARE and cores < GREEDY_CORES):
         return None
-    ledger.explain(lost * evidence.total_ms)
-    return {"share": min(lost, 1.0), "busy": cores, **_without_core(evidence)}
+    return {
+        "share": lost,
+        "least": 0.0,
+        "explains": None,
+        "busy": cores,
+        **_without_core(evidence),
+    }
 
 
 @rule(
@@ -237,7 +235,7 @@ def other_processes(evidence: Evidence, ledger: Causes) -> Measured | None:
     title="Another thread of this process{at} computes beside the step ({busy:.1f} cores)",
     evidence=(
         "Threads that are neither the step's nor its operators' used {used:ms} of CPU time in "
-        "each iteration of {wall:ms}: {names}.",
+        "each iteration of {wall_ms:ms}: {names}.",
         NO_CORE,
         "It waited for other things, such as Python's lock, in {blocked:.0%} of it.",
     ),
@@ -254,15 +252,16 @@ def other_threads(evidence: Evidence, ledger: Causes) -> Measured | None:
         min(excess_share(evidence, ledger), cores),
         _taken(evidence, cores),
     )
-    if cores < BUSY_CORES or (lost < LOST_SHARE and cores < GREEDY_CORES):
+    if cores < BUSY_CORES or (lost < LEAST_SHARE and cores < GREEDY_CORES):
         return None
-    ledger.explain(lost * evidence.total_ms)
     return {
-        "share": min(lost, 1.0),
+        "share": lost,
+        "least": 0.0,
+        "explains": None,
         "busy": cores,
         "used": sum(time for _, time in busy),
         "names": ", ".join(f"{name} {milliseconds(time)}" for name, time in busy[:3]),
-        "at": f", in {line}," if (line := line_of_thread(evidence)) else "",
+        "at": _line_of_thread(evidence),
         "blocked": blocked if blocked > 0.01 else None,
         **_without_core(evidence),
     }
@@ -292,12 +291,12 @@ def crowding_loader(evidence: Evidence, ledger: Causes) -> Measured | None:
     alone = evidence.alone("data", "forward")
     lost = excess_share(evidence, ledger)
     saved = lost - (alone or 0.0) / evidence.step_ms + evidence.share("data")
-    if alone is None or lost < LOST_SHARE or saved < LOST_SHARE:
+    if alone is None or saved < LEAST_SHARE:
         return None
-    ledger.explain(lost * evidence.total_ms)
     blocked = evidence.share_of_wall("blocked_ms")
     return {
-        "share": min(lost, 1.0),
+        "share": lost,
+        "explains": None,
         "all_threads": threads + 1,
         "fewer": max(cores - 1, 1),
         "longer": lost * evidence.step_ms,
@@ -329,18 +328,17 @@ def waiting_for_cores(evidence: Evidence, ledger: Causes) -> Measured | None:
         lost = max(queued, excess_share(evidence, ledger))
     else:
         lost = queued - ledger.explained_ms / evidence.total_ms
-    if lost < LOST_SHARE and not too_many:
-        return None
-    ledger.explain(lost * evidence.total_ms)
     figures: Measured = {
-        "share": max(0.0, min(lost, 1.0)),
+        "share": lost,
+        "explains": None,
         "all_queued": queued,
         **_without_core(evidence),
-        "speedup": removed(lost) if lost >= LOST_SHARE else bounded(0.05),
+        "speedup": removed(lost) if lost >= LEAST_SHARE else bounded(0.05),
     }
     if too_many:
         figures |= {
             "id": "too_many_threads",
+            "least": 0.0,
             "title": "{threads} threads share {cores} cores",
             "advice": "Use no more threads than cores: the slowest of an operator's threads sets "
             "its time.",
@@ -386,6 +384,7 @@ def too_few_threads(evidence: Evidence, ledger: Causes) -> Measured | None:
     share = divided * idle / (threads + idle)
     return {
         "share": share,
+        "least": 0.0,
         "divided": divided,
         "busy": "the others were idle"
         if used is None
@@ -426,15 +425,12 @@ def _busy_cores(evidence: Evidence) -> float:
     return used / evidence.wall_ms if evidence.wall_ms else 0.0
 
 
-def line_of_thread(evidence: Evidence) -> str | None:
-    """The line that another thread of the program runs most, as a title names it; None where no
-    other thread was sampled."""
+def _line_of_thread(evidence: Evidence) -> str:
+    """The line that another thread of the program runs most, in a title's words; "" where no other
+    thread was sampled."""
     table = lines(evidence.profile)
     table = table[table["thread"].ne(MAIN) & table["file"].ne("") & table["time_ms"].gt(0)]
-    if table.empty:
-        return None
-    row = table.loc[table["time_ms"].idxmax()]
-    return code_line(str(row["function"]), str(row["file"]), int(row["line"]))
+    return f", in {line_name(table.loc[table['time_ms'].idxmax()])}," if len(table) else ""
 
 
 def _busy_threads(evidence: Evidence) -> list[tuple[str, float]]:
@@ -475,26 +471,23 @@ WRITTEN_BYTES = 4096
 @rule(
     "garbage_collection",
     title="Python's garbage collector takes {share:.0%} of the step",
-    evidence=("Collections took {collected:ms} of each iteration of {wall:ms}.",),
+    evidence=("Collections took {collected:ms} of each iteration of {wall_ms:ms}.",),
     advice="Stop making objects in cycles every iteration, do not call gc.collect() in the loop, "
     "or freeze and disable the collector while training (gc.freeze, gc.disable).",
     limit="dispatch",
 )
 def collecting_garbage(evidence: Evidence, ledger: Causes) -> Measured | None:
     """Python's cyclic garbage collector runs in the loop."""
-    share = evidence.share_of_wall("gc_ms")
-    if share < GC_SHARE:
-        return None
-    ledger.explain(share * evidence.total_ms)
-    return {"share": share, "collected": evidence.counted("gc_ms")}
+    collected, share = evidence.counted("gc_ms"), evidence.share_of_wall("gc_ms")
+    return {"share": share, "least": GC_SHARE, "explains": None, "collected": collected}
 
 
 @rule(
     "storage_in_loop",
     title="The loop {verb} storage and waits for it{where}",
     evidence=(
-        "Each iteration {does} {kilobytes:,.0f} kB and waits {waits:ms} of its {wall:ms} without a "
-        "core or a need of one.",
+        "Each iteration {does} {kilobytes:,.0f} kB and waits {waits:ms} of its {wall_ms:ms} "
+        "without a core or a need of one.",
         OWN_CODE,
     ),
     advice="Take files out of the step: write less often, without fsync, or from another thread.",
@@ -506,13 +499,12 @@ def storage_in_loop(evidence: Evidence, ledger: Causes) -> Measured | None:
     blocked = blocked_share(evidence, ledger)
     if max(written, read) < WRITTEN_BYTES or blocked < GC_SHARE:
         return None
-    part, place_ms = _waiting_part(evidence)
-    place = place_ms / evidence.total_ms
+    part, place = _waiting_part(evidence)
     # the system's own work on a write or a sync is time on a core, in the same place
     share = place if part is not None and 0.3 * place < blocked < place else blocked
-    ledger.explain(share * evidence.total_ms, part)
     return {
         "share": share,
+        "least": 0.0,
         "verb": "writes to" if written >= read else "reads from",
         "does": "writes" if written >= read else "reads",
         "kilobytes": max(written, read) / 1e3,
@@ -529,8 +521,8 @@ EXCHANGE_SHARE = 0.15
     "waiting",
     title="The step waits{where} for {share:.0%} of its time, and computes nothing then",
     evidence=(
-        "In {waits:ms} of each iteration of {wall:ms} the step's thread neither ran nor asked for "
-        "a core{gave_up}.",
+        "In {waits:ms} of each iteration of {wall_ms:ms} the step's thread neither ran nor asked "
+        "for a core{gave_up}.",
         OWN_CODE,
     ),
     advice="{look}.",
@@ -539,27 +531,24 @@ EXCHANGE_SHARE = 0.15
 def waiting(evidence: Evidence, ledger: Causes) -> Measured | None:
     """The step's thread sleeps or waits for something that is no core."""
     blocked = blocked_share(evidence, ledger) - ledger.explained_ms / evidence.total_ms
-    part, place_ms = _waiting_part(evidence)
+    part, place = _waiting_part(evidence)
     if (evidence.threads or 1) > 1:
         # an operator's threads wait for one another in it: no fault of the loop's
-        blocked = min(blocked, place_ms / evidence.total_ms)
-    # ranks that share a machine always wait a little for each other
-    exchanges = part is not None and part[0] == "communication" and not evidence.is_ours
-    if blocked < (EXCHANGE_SHARE if exchanges else LOST_SHARE):
-        return None
-    ledger.explain(blocked * evidence.total_ms, part)
-    switches = evidence.counter("voluntary_switches")
-    return {
+        blocked = min(blocked, place)
+    exchanges = part is not None and part[0] == "communication"
+    switches, figures = evidence.counter("voluntary_switches"), _place(evidence, part)
+    return figures | {
         "share": blocked,
+        # ranks that share a machine always wait a little for each other
+        "least": EXCHANGE_SHARE if exchanges and not evidence.is_ours else LEAST_SHARE,
         "waits": blocked * evidence.wall_ms,
         "gave_up": f", giving its core up {switches:,.0f} times" if switches else "",
-        **(place := _place(evidence, part)),
         "look": "Give every rank as much to do as the others (a recording of each, read together, "
         "tells which one is late), exchange less (gradients in 16 bits, fewer and larger pieces), "
         "or compute meanwhile"
-        if part is not None and part[0] == "communication"
+        if exchanges
         else f"Look for what sleeps, takes a lock, waits for a pipe, a socket or another thread"
-        f"{place['where']}, and take it out of the step",
+        f"{figures['where']}, and take it out of the step",
     }
 
 
@@ -568,7 +557,7 @@ def waiting(evidence: Evidence, ledger: Causes) -> Measured | None:
     title="The process asks the system for {megabytes:,.0f} MB of new pages per step{made}",
     evidence=(
         "{minor:,.0f} page faults per iteration{from_storage}; at about {each_us:.1f} µs each that "
-        "is {cost:ms} of {wall:ms}.",
+        "is {cost:ms} of {wall_ms:ms}.",
         OWN_CODE,
     ),
     advice="Keep buffers between iterations, or stop the allocator from returning memory: "
@@ -581,19 +570,18 @@ def page_faults(evidence: Evidence, ledger: Causes) -> Measured | None:
     minor, major = evidence.counted("minor_faults"), evidence.counted("major_faults")
     wall = evidence.wall_ms
     share = min(minor * FAULT_MS / wall, 1.0) if wall else 0.0
-    if major >= 1 and evidence.counted("blocked_ms") > LOST_SHARE * wall:
+    if major >= 1 and evidence.counted("blocked_ms") > LEAST_SHARE * wall:
         share = max(share, blocked_share(evidence, ledger))
     elif share < FAULT_SHARE:
         return None
-    part, place_ms = _waiting_part(evidence)
-    place = place_ms / evidence.total_ms
+    part, place = _waiting_part(evidence)
     if part is not None and 0.3 * place < share < place:
         share = place  # most of that part's own code is the touching of new memory
     else:
         part = None
-    ledger.explain(share * evidence.total_ms, part)
     return {
         "share": share,
+        "least": 0.0,
         "megabytes": minor * 4096 / 1e6,
         "made": _largest_made(evidence),
         "minor": minor,
@@ -608,13 +596,12 @@ def page_faults(evidence: Evidence, ledger: Causes) -> Measured | None:
 def _largest_made(evidence: Evidence) -> str:
     """Words that name the line of the model with most bytes of results; "" where none has half."""
     table = computed(evidence)
-    if evidence.is_ours or table.empty:
+    if table.empty:
         return ""
     size = (table["own_elements"] + table["own_double"]).where(table["role"].eq("model"), 0)
-    row = table.loc[size.idxmax()]
     if size.max() < 0.5 * size.sum() or not size.any():
         return ""
-    name = code_line(str(row["function"]), str(row["file"]), int(row["line"]))
+    name = line_name(table.loc[size.idxmax()])
     return f": most bytes that the model computes are made at {name}"
 
 
@@ -676,7 +663,7 @@ def python_in_part(evidence: Evidence, ledger: Causes) -> Measured | None:
     time, part = max(left, default=(0.0, ("other", "")))
     # what has no place yet (a collector, waiting) may well have been here
     share = time / evidence.total_ms - ledger.anywhere_ms / evidence.total_ms
-    if share < LOST_SHARE:
+    if share < LEAST_SHARE:
         return None
     figures: Measured = {
         "share": share,
@@ -696,7 +683,7 @@ def python_in_part(evidence: Evidence, ledger: Causes) -> Measured | None:
         within &= evidence.profile.of_kind("annotation")
         rows = evidence.pieces[np.append(within, False)[evidence.pieces["context"]]]
         figures |= {
-            "name": main_place(evidence.profile, rows["context"], rows["ms"]) or figures["name"],
+            "name": main_place(evidence.profile, rows["context"], rows["ms"])[0] or figures["name"],
             "title": "{share:.0%} of the step passes in {name}, in no recorded operator",
             "meanwhile": "; the recording does not show whether the thread computes or waits then",
             **{"advice": RECORD_MORE, "limit": "", "speedup": {}},
@@ -706,17 +693,17 @@ def python_in_part(evidence: Evidence, ledger: Causes) -> Measured | None:
 
 
 def _waiting_part(evidence: Evidence) -> tuple[Part | None, float]:
-    """The part in which most time passes outside every operator, and that time in ms."""
+    """The part in which most time passes outside every operator, and that share of the step."""
     python = evidence.parts["python_ms"].dropna().drop("data", level="component", errors="ignore")
     if python.empty or python.max() < GC_SHARE * evidence.total_ms:
         return None, 0.0
-    return largest(python), float(python.max())
+    return largest(python), float(python.max()) / evidence.total_ms
 
 
 def _place(evidence: Evidence, part: Part | None) -> Measured:
-    """Where the step waits: component, " in PART" or nothing, and the figures of ``OWN_CODE``."""
+    """Where the step waits: the part, " in PART" or nothing, and the figures of ``OWN_CODE``."""
     if part is None:
-        return {"component": "other", "where": "", "own": None, "part": None}
+        return {"explains": None, "where": "", "own": None, "in_part": None}
     label = part_name(*part)
     own = float(evidence.parts["python_ms"][part])
-    return {"component": part[0], "where": f" in {label}", "own": own, "part": label}
+    return {"explains": part, "where": f" in {label}", "own": own, "in_part": label}

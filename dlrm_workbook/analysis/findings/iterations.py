@@ -3,29 +3,16 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from dlrm_workbook.analysis.attribution import (
-    iteration_state,
-    segments,
-    windows,
-)
+from dlrm_workbook.analysis.attribution import iteration_state, segments, windows
 from dlrm_workbook.analysis.context_tree import scopes_of
-from dlrm_workbook.analysis.findings.evidence import (
-    Evidence,
-    listed_times,
-)
-from dlrm_workbook.analysis.findings.finding import (
-    Causes,
-    Finding,
-    Measured,
-    largest,
-    rule,
-)
+from dlrm_workbook.analysis.findings.evidence import Evidence, listed_times
+from dlrm_workbook.analysis.findings.finding import Causes, Finding, Measured, largest, rule
 from dlrm_workbook.analysis.findings.where import main_place, part_name, shown
 from dlrm_workbook.analysis.idleness import idle_pieces
 from dlrm_workbook.analysis.kernel_names import kernel_name
@@ -37,7 +24,6 @@ from dlrm_workbook.analysis.steady import (
     lasting_rise,
     steady_state,
 )
-from dlrm_workbook.ground.arrays import Bools
 from dlrm_workbook.recordings.nesting import stretch_at
 
 IRREGULAR_SHARE = 0.15
@@ -60,18 +46,6 @@ FAR_MORE = 3.0
 
 MOST_NUMBERS = 6
 """Iterations that a sentence lists."""
-
-
-@dataclass(frozen=True)
-class _Odd:
-    """Iterations that are not like the others: which (n,), the share of the run's time that they
-    take beyond the usual, those (n,) to compare them with, and what they are, in a title."""
-
-    id: str
-    slow: Bools
-    share: float
-    usual: Bools
-    title: str
 
 
 @rule(
@@ -97,10 +71,11 @@ def irregular(evidence: Evidence, ledger: Causes) -> Measured | None:
     if len(steps) < LEAST_OF_SPLIT:
         return None
     totals = steps.sum(axis=1)
-    odd = _stragglers(evidence, ledger) or _later(evidence, ledger) or _now_and_then(evidence)
-    if odd is None or odd.share - ledger.some_share < _least(evidence, odd):
+    kinds = (find(evidence, ledger) for find in (_stragglers, _later, _now_and_then))
+    odd = next((kind for kind in kinds if kind and kind["share"] >= kind["least"]), None)
+    if odd is None:
         return None
-    slow, usual = odd.slow, odd.usual
+    slow, usual = odd["odd"], odd["usual"]
     extra = (steps[slow] - steps[usual].median()).mean().clip(lower=0.0)
     part = largest(extra)
     grown, by_one = pd.Series(dtype=float), float(totals[slow].mean() - totals[usual].median())
@@ -110,57 +85,51 @@ def irregular(evidence: Evidence, ledger: Causes) -> Measured | None:
         grown = grown[grown > LEAST_GROWN * grown.clip(lower=0.0).sum()].nlargest(MOST_GROWN)
     more = _extra_pieces(evidence, slow, usual)
     named = [shown(str(name)) for name in grown.index[grown > 0.5 * by_one]]
-    named += [name for name in [main_place(evidence.profile, *more)] if name not in (*named, "")]
-    return {
-        "id": odd.id,
-        "title": odd.title,
-        "share": odd.share,
+    named += [name for name in main_place(evidence.profile, *more)[:1] if name not in (*named, "")]
+    places = np.flatnonzero(slow)
+    return odd | {
+        # what lines take in some iterations only has findings of its own
+        "least": odd["least"] + ledger.some_share,
         "component": part[0],
-        "slow": int(slow.sum()),
-        "take": "take" if int(slow.sum()) > 1 else "takes",
-        "does": "do" if int(slow.sum()) > 1 else "does",
+        "slow": len(places),
+        "take": "take" if len(places) > 1 else "takes",
+        "does": "do" if len(places) > 1 else "does",
         "count": len(steps),
-        "which": ", ".join(str(place + 1) for place in np.flatnonzero(slow)[:MOST_NUMBERS]),
+        "which": ", ".join(str(place + 1) for place in places[:MOST_NUMBERS]),
         "slow_ms": float(totals[slow].mean()),
         "usual_ms": float(totals[usual].mean()),
         "factor": float(totals[slow].median() / totals[usual].median()),
-        "first": int(np.flatnonzero(slow)[0]) + 1,
+        "first": int(places[0]) + 1,
         "place": part_name(*part) or "the loop",
         "extra": float(extra.max()),
         "names": shown(str(grown.index[0])) if len(grown) else "",
         "most": f", most of it in {' of '.join(named)}" if named else "",
         "longer": listed_times(grown, " more") or None,
         "pieces": more,
-        "meanwhile": evidence.meanwhile,
-        "basis": "Every share of the step here is of all iterations."
-        if odd.id == "irregular_iterations"
-        else None,
     }
 
 
-def _least(evidence: Evidence, odd: _Odd) -> float:
-    """Share of the run's time from which odd iterations are worth a finding."""
-    judged = evidence.has_timeline and len(evidence.steps) >= LEAST_TO_JUDGE
-    if odd.id == "now_and_then" or (odd.id == "irregular_iterations" and judged):
-        return GPU_IRREGULAR_SHARE
-    # a single one may be chance, unless it takes a third of the run
-    alone = odd.id == "irregular_iterations" and int(odd.slow.sum()) == 1
-    return ONE_IRREGULAR_SHARE if alone else IRREGULAR_SHARE
-
-
-def _stragglers(evidence: Evidence, ledger: Causes) -> _Odd | None:
-    """Some iterations take far longer than the usual one."""
+def _stragglers(evidence: Evidence, ledger: Causes) -> Measured | None:
+    """Figures of some iterations that take far longer than the usual one: which (n,) are ``odd``,
+    the ``share`` of the run's time that they take beyond the ``usual`` ones (n,), and the least."""
     state = steady_state(evidence.steps.sum(axis=1).to_numpy())
     slow = state.stragglers
     if ledger.slower_from is not None and not slow[: ledger.slower_from].any():
         return None  # the slow ones are those in which the GPU is slower
-    title = "{slow} of {count} iterations {take} far longer than the others{most}"
-    odd = _Odd("irregular_iterations", slow, state.straggler_share, state.steady, title)
-    return odd if slow.any() and odd.share >= _least(evidence, odd) else None
+    least = IRREGULAR_SHARE if slow.sum() > 1 else ONE_IRREGULAR_SHARE
+    if evidence.has_timeline and len(slow) >= LEAST_TO_JUDGE:
+        least = GPU_IRREGULAR_SHARE
+    return {
+        "share": state.straggler_share,
+        "least": least,
+        "odd": slow,
+        "usual": state.steady,
+        "basis": "Every share of the step here is of all iterations.",
+    }
 
 
-def _later(evidence: Evidence, ledger: Causes) -> _Odd | None:
-    """All iterations from some one on take longer, and it is not the GPU that became slower."""
+def _later(evidence: Evidence, ledger: Causes) -> Measured | None:
+    """The same of all iterations from some one on, where it is not the GPU that became slower."""
     totals = evidence.steps.sum(axis=1).to_numpy()
     cut = lasting_rise(totals, SPLIT_TIMES) if ledger.slower_from is None else None
     if cut is None:
@@ -168,14 +137,20 @@ def _later(evidence: Evidence, ledger: Causes) -> _Odd | None:
     state, later = steady_state(totals), np.arange(len(totals)) >= cut
     counted = state.steady if state.steady[cut:].any() else np.ones(len(totals), dtype=bool)
     extra = np.maximum(totals - np.median(totals[:cut]), 0.0) * later
-    share = float(extra[counted].sum() / totals[counted].sum())
-    title = "Iterations are {factor:.1f}x slower from iteration {first} of {count} on{most}"
-    odd = _Odd("slower_later", later, share, ~later, title)
-    return odd if share >= _least(evidence, odd) else None
+    return {
+        "id": "slower_later",
+        "title": "Iterations are {factor:.1f}x slower from iteration {first} of {count} on{most}",
+        "share": float(extra[counted].sum() / totals[counted].sum()),
+        "least": IRREGULAR_SHARE,
+        "odd": later,
+        "usual": ~later,
+        "basis": None,
+    }
 
 
-def _now_and_then(evidence: Evidence) -> _Odd | None:
-    """Something takes much time in few iterations, though these may not stand out as a whole."""
+def _now_and_then(evidence: Evidence, ledger: Causes) -> Measured | None:
+    """The same where something takes much time in few iterations, though these may not stand out as
+    a whole."""
     state = iteration_state(evidence.profile)
     if state is None or not evidence.has_timeline:
         return None
@@ -189,9 +164,15 @@ def _now_and_then(evidence: Evidence) -> _Odd | None:
     few &= ~np.logical_and.accumulate(few)  # the first ones are a warm-up
     if not 0 < few.sum() <= len(few) / 3:
         return None
-    share = float(by_step[few].sum()) / float(length.sum())
-    title = "{slow} of {count} iterations {does} what the others do not: {names}"
-    return _Odd("now_and_then", few, share, state.steady & ~few, title)
+    return {
+        "id": "now_and_then",
+        "title": "{slow} of {count} iterations {does} what the others do not: {names}",
+        "share": float(by_step[few].sum()) / float(length.sum()),
+        "least": GPU_IRREGULAR_SHARE,
+        "odd": few,
+        "usual": state.steady & ~few,
+        "basis": None,
+    }
 
 
 def _by_iteration(evidence: Evidence) -> pd.DataFrame:

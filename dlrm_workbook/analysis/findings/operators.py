@@ -7,18 +7,17 @@ Which operators a step needs, and how many, follows from the model's shapes
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from dlrm_core.base.errors import InputError
+from dlrm_workbook.analysis.attribution import PART
 from dlrm_workbook.analysis.findings.evidence import Evidence, Part
 from dlrm_workbook.analysis.findings.finding import (
     Causes,
-    Finding,
     Measured,
     capitalised,
     is_worthwhile,
@@ -27,7 +26,7 @@ from dlrm_workbook.analysis.findings.finding import (
     removed,
     rule,
 )
-from dlrm_workbook.analysis.findings.where import code_line, part_name
+from dlrm_workbook.analysis.findings.where import line_name, main_function, part_name
 from dlrm_workbook.analysis.lines import line_table
 from dlrm_workbook.analysis.work import operator_work
 from dlrm_workbook.ground.units import milliseconds
@@ -62,8 +61,8 @@ def extra_table(evidence: Evidence) -> pd.DataFrame:
         ``name``, ``component``, ``phase``, ``calls``, ``time_ms`` (self, with the Python
         between many of them; undilated), of a mean iteration. Empty without parameters or calls.
     """
-    columns = ["name", "component", "phase", "calls", "time_ms"]
-    nothing = pd.DataFrame({name: [] for name in columns})
+    columns = ["name", *PART, "calls", "time_ms"]
+    nothing = pd.DataFrame({name: [] for name in columns}).astype({"name": str})
     called = evidence.called
     if evidence.parameters is None or called.empty or not called["calls"].gt(0).any():
         return nothing
@@ -76,8 +75,7 @@ def extra_table(evidence: Evidence) -> pd.DataFrame:
     converts = evidence.parameters.training.precision != "fp32"
     needed = _needed_calls(work, tables if converts else 0)
     called = called[~called["component"].isin(["data", "transfer", "communication"])]
-    keys = ["component", "phase", "name"]
-    table = called.groupby(keys, as_index=False)[["calls", "cpu_self_ms"]].sum()
+    table = called.groupby([*PART, "name"], as_index=False)[["calls", "cpu_self_ms"]].sum()
     parts = list(zip(table["component"], table["phase"], strict=True))
     allowed = [
         _allowed_calls(part, name, needed) for part, name in zip(parts, table["name"], strict=True)
@@ -89,8 +87,8 @@ def extra_table(evidence: Evidence) -> pd.DataFrame:
     table["calls"] = extra
     table = table[table["calls"] > 0.5]
     # the Python between many calls is part of what they cost
-    every = table.groupby(["component", "phase"])["calls"].transform("sum")
-    own = pd.MultiIndex.from_frame(table[["component", "phase"]])
+    every = table.groupby(PART)["calls"].transform("sum")
+    own = pd.MultiIndex.from_frame(table[PART])
     python = evidence.parts["python_ms"].reindex(own).fillna(0.0).to_numpy()
     table["time_ms"] += (python * table["calls"] / every).where(every >= MANY, 0.0)
     return table[columns].reset_index(drop=True)
@@ -225,12 +223,19 @@ EXTRA_KINDS = (
 )
 
 
-def extra_operators(evidence: Evidence, ledger: Causes) -> Iterable[Finding]:
+@rule(
+    "extra_operators",
+    title="The model does not need all operators that it calls",
+    evidence=(
+        "Calls per iteration beyond what the model's shapes ask for, in {places}: {listed}; "
+        "{time:ms} of {total_ms:ms} in all.",
+    ),
+    advice="Take them out of the step, or merge them into its own operators.",
+    limit="memory bandwidth",
+)
+def extra_operators(evidence: Evidence, ledger: Causes) -> Iterator[Measured]:
     """Operators are called that the model's shapes do not ask for."""
     extra = extra_table(evidence)
-    if extra.empty:
-        return
-    keys = ["component", "phase"]
     for kind in EXTRA_KINDS:
         own = extra["name"].str.match(kind.names)
         if not own.any():
@@ -239,16 +244,16 @@ def extra_operators(evidence: Evidence, ledger: Causes) -> Iterable[Finding]:
             extra = extra[~own]  # told as the waits that they are
             continue
         # what came with them: a conversion's copy_, a check's item, in the same parts
-        together = extra.merge(extra.loc[own, keys].drop_duplicates(), on=keys)
+        together = extra.merge(extra.loc[own, PART].drop_duplicates(), on=PART)
         if (
             together["time_ms"].sum() >= EXTRA_SHARE * evidence.total_ms
             and (kind.unmistakable or not _are_tiny(evidence, together))
             and _is_led_by(together, kind.names)
         ):
             yield _extra(evidence, ledger, together, kind)
-            named = pd.MultiIndex.from_frame(together[keys])
-            extra = extra[~pd.MultiIndex.from_frame(extra[keys]).isin(named)]
-    for (component, phase), group in extra.groupby(keys):
+            named = pd.MultiIndex.from_frame(together[PART])
+            extra = extra[~pd.MultiIndex.from_frame(extra[PART]).isin(named)]
+    for (component, phase), group in extra.groupby(PART):
         if group["time_ms"].sum() >= EXTRA_SHARE * evidence.total_ms:
             place = part_name(str(component), str(phase))
             yield _extra(evidence, ledger, group, _unnamed_kind(evidence, group, place))
@@ -289,41 +294,32 @@ def _is_led_by(group: pd.DataFrame, names: str) -> bool:
     return bool(group.loc[led, "time_ms"].sum() >= 0.5 * group["time_ms"].sum())
 
 
-def _extra(evidence: Evidence, ledger: Causes, group: pd.DataFrame, kind: ExtraKind) -> Finding:
-    by_part = group.groupby(["component", "phase"])["time_ms"].sum()
-    places = [(str(component), str(phase)) for component, phase in by_part.index]
+def _extra(evidence: Evidence, ledger: Causes, group: pd.DataFrame, kind: ExtraKind) -> Measured:
+    """Figures of some of the operators that do not belong (rows of :func:`extra_table`)."""
+    by_part = group.groupby(PART)["time_ms"].sum().sort_values(ascending=False)
     total = float(group["time_ms"].sum())
     # operators beyond need also evict what the others had in cache: the whole excess is theirs
     excess = evidence.excess_ms.reindex(by_part.index).fillna(0.0)
-    lost = max(total, min(float(excess.sum()), 2.0 * total))
-    for place, time in zip(places, by_part, strict=True):
-        ledger.explain(max(float(time), min(float(excess[place]), 2.0 * float(time))), place)
-    share = min(lost / evidence.total_ms, 0.98)
-    speedup = removed(share)
+    share = min(max(total, min(float(excess.sum()), 2.0 * total)) / evidence.total_ms, 0.98)
+    parts = [(str(component), str(phase)) for component, phase in by_part.index]
+    for part, time in zip(parts, by_part, strict=True):
+        ledger.explain(max(time, min(float(excess[part]), 2.0 * time)), part)
     better = predicted(evidence, kind.change) if kind.change else None
-    if better is not None and better["mid"] > speedup["mid"]:
-        speedup = better
+    waste = removed(share)
     names = group.groupby("name")[["calls", "time_ms"]].sum().nlargest(4, "time_ms")
-    listed = ", ".join(
-        f"{row['calls']:,.0f} of {name} ({milliseconds(row['time_ms'])})"
-        for name, row in names.iterrows()
-    )
-    worst = sorted(places, key=lambda place: -by_part[place])[:3]
-    return Finding(
-        id=kind.id,
-        title=kind.title,
-        component=str(by_part.groupby("component").sum().idxmax()),
-        share_of_step=share,
-        evidence=(
-            f"Calls per iteration beyond what the model's shapes ask for, in "
-            f"{', '.join(part_name(*part) for part in worst)}: {listed}; {milliseconds(total)} of "
-            f"{milliseconds(evidence.total_ms)} in all."
+    return {
+        **{name: vars(kind)[name] for name in ("id", "title", "advice", "limit", "change")},
+        "share": share,
+        "least": 0.0,
+        "component": by_part.groupby(level="component").sum().idxmax(),
+        "time": total,
+        "places": ", ".join(part_name(*part) for part in parts[:3]),
+        "listed": ", ".join(
+            f"{row['calls']:,.0f} of {name} ({milliseconds(row['time_ms'])})"
+            for name, row in names.iterrows()
         ),
-        advice=kind.advice,
-        change=kind.change,
-        predicted_speedup=speedup,
-        limit=kind.limit,
-    )
+        "speedup": better if better and better["mid"] > waste["mid"] else waste,
+    }
 
 
 TINY_SHARE = 0.35
@@ -343,7 +339,7 @@ the step or more are then the same for any batch."""
     evidence=(
         "{calls:,.0f} operators per iteration; {tiny:,.0f} of them take less than {tiny_us:.1f} "
         "µs, {times:.0f} times what calling an empty one costs{here}.",
-        "With Python between them they take {small:ms} of {step:ms}.",
+        "With Python between them they take {small:ms} of {step_ms:ms}.",
         "The lines of that part that take most: {lines}.",
         "A batch has {size:,} samples.",
     ),
@@ -379,20 +375,21 @@ def dispatch_bound(evidence: Evidence, ledger: Causes) -> Measured | None:
     compiled = predicted(evidence, {"training.compile": True})
     gain = compiled if is_worthwhile(compiled) else larger
     bound = {"low": 1.0, "mid": 1.0 / (1.0 - 0.5 * share), "high": 1.0 / max(1.0 - share, 0.02)}
-    by_part = tiny.groupby(["component", "phase"])["cpu_self_ms"].sum()
+    by_part = tiny.groupby(PART)["cpu_self_ms"].sum()
     part = ("other", "")
     if len(between):
         part = largest(between + by_part.reindex(between.index).fillna(0.0))
-    at = f", most in {part_name(*part)}{_only_line(evidence, part)}"
-    table_of_lines, advice = line_table(evidence.profile), {}
+    main = main_function(evidence.lines_of(part[0]))
+    at = f", most in {part_name(*part)}{main and f', at {main}'}"
+    more: Measured = {}
+    table_of_lines = line_table(evidence.profile)
     callers = table_of_lines.backward_callers() if table_of_lines is not None else pd.DataFrame()
     if len(callers) and (row := callers.loc[callers["time_ms"].idxmax()])["calls"] >= MANY_PASSES:
-        name = code_line(str(row["function"]), str(row["file"]), int(row["line"]))
-        at = f", in {row['calls']:,.0f} backward passes per iteration, at {name}"
-        advice = {
-            "advice": "If each pass has a part of the batch (gradient accumulation), make parts as "
+        at = f", in {row['calls']:,.0f} backward passes per iteration, at {line_name(row)}"
+        more["advice"] = (
+            "If each pass has a part of the batch (gradient accumulation), make parts as "
             "large as memory allows: a pass over few samples calls as many operators as one of all."
-        }
+        )
     return {
         "share": share,
         "component": part[0],
@@ -401,26 +398,13 @@ def dispatch_bound(evidence: Evidence, ledger: Causes) -> Measured | None:
         "tiny_us": TINY * 1e3 * dispatch,
         "times": TINY,
         "here": " here" if evidence.dispatch_ms else ", taken as 2 µs",
-        "at": "" if evidence.is_ours else at,
-        **({} if evidence.is_ours else advice),
+        **({"at": ""} if evidence.is_ours else {"at": at, **more}),
         "lines": evidence.said_lines(part[0]),
         "small": small,
         "size": size or None,
         "change": {"training.compile": True} if is_worthwhile(compiled) else {},
         "speedup": gain if gain and gain["mid"] > 1.0 else bound,
     }
-
-
-def _only_line(evidence: Evidence, part: Part) -> str:
-    """Words that name the user's function with most of the time of a part, by its line with most
-    of it; "" where none has half."""
-    table = evidence.lines_of(part[0])
-    times = table.groupby(["file", "function"])["time_ms"].sum()
-    if table.empty or times.max() < 0.5 * times.sum():
-        return ""
-    file, function = times.index[int(np.argmax(times.to_numpy()))]
-    here = table[table["file"].eq(file) & table["function"].eq(function)]
-    return f", at {code_line(str(function), str(file), int(here['line'].iloc[0]))}"
 
 
 def _small_batch(evidence: Evidence, size: int, larger: dict[str, float]) -> Measured:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,8 +16,8 @@ import pandas as pd
 
 from dlrm_workbook.analysis.around import around
 from dlrm_workbook.analysis.findings.evidence import Evidence, heaviest
-from dlrm_workbook.analysis.findings.finding import Causes, Finding, Measured, Rule, rule
-from dlrm_workbook.analysis.findings.where import code_line
+from dlrm_workbook.analysis.findings.finding import Causes, Finding, Measured, rule
+from dlrm_workbook.analysis.findings.where import code_line, line_name
 from dlrm_workbook.analysis.lines import line_table, lines
 from dlrm_workbook.analysis.tried import tried
 from dlrm_workbook.ground.units import milliseconds
@@ -37,77 +37,57 @@ MOST_AROUND = 3
 """Lines of the loop that have a finding each."""
 
 
-def around_model(evidence: Evidence, ledger: Causes) -> Iterable[Finding]:
+@rule(
+    "around_model",
+    title="{name} takes {share:.0%} of {of}, outside the model{grows}",
+    evidence=(
+        "{each}",
+        "It is called at {caller}.",
+        "{later}",
+        "By the samples of {iterations} iterations without a profiler.",
+    ),
+    advice="Do it less often, for whole batches at once, or beside the step (another thread or "
+    "process), and read no value of a tensor for it one by one.",
+    limit="dispatch",
+)
+def around_model(evidence: Evidence, ledger: Causes) -> Iterator[Measured]:
     """What the loop does beside the model, its optimizer and its batch takes much of the time, or
     ever more of it."""
     table = around(evidence.profile)
-    if table.empty or evidence.has_timeline:  # a GPU's time has rules of its own
-        yield from outside_parts(evidence, ledger)
+    if evidence.has_timeline:  # a GPU's time has rules of its own
         return
     grown = table["time_ms"] + LATER * table["growth_ms"]
     large = table["share"].ge(AROUND_SHARE) | (
         table["growth_ms"].gt(0) & grown.gt(evidence.step_ms)
     )
     for row in table[large].head(MOST_AROUND).to_dict("records"):
-        yield from _around_one(row)(evidence, ledger)
-
-
-def _around_one(row: Mapping[Any, Any]) -> Rule:
-    """The rule about one row of :func:`around`."""
-
-    @rule(
-        "around_model",
-        title="{name} takes {share:.0%} of {of}, outside the model{grows}",
-        evidence=(
-            "{each}",
-            "It is called at {caller}.",
-            "{later}",
-            "By the samples of {iterations} iterations without a profiler.",
-        ),
-        advice="Do it less often, for whole batches at once, or beside the step (another thread or "
-        "process), and read no value of a tensor for it one by one.",
-        limit="dispatch",
-    )
-    def measure(evidence: Evidence, ledger: Causes) -> Measured:
         share, time, presence = row["share"], row["time_ms"], row["in_iterations"]
-        some = presence < EACH
-        if some:
+        name, count, growth = line_name(row), row["iterations"], row["growth_ms"]
+        figures = {"share": share, "least": 0.0, "name": name, "iterations": count}
+        if presence < EACH:
             # the page's step is the usual iteration, of which this is no part
             time = evidence.step_ms * share / max(1.0 - share, 0.01)
             ledger.some_share += share
-        else:
-            ledger.explain(share * evidence.total_ms, ("other", ""))
-        count = row["iterations"]
-        name = code_line(row["function"], row["file"], row["line"])
-        at = f"`{row['caller']}`"
-        each = (
-            f"It takes {milliseconds(time)} of each iteration of {milliseconds(evidence.step_ms)}."
-        )
-        if some:
-            few = max(round(presence * count), 1)
-            each = (
-                f"It runs in {few} of {count} iterations and takes "
+            figures["of"] = "all iterations' time"
+            figures["each"] = (
+                f"It runs in {max(round(presence * count), 1)} of {count} iterations and takes "
                 f"{milliseconds(time / presence)} there."
             )
-        grows = row["growth_ms"] > 0
-        then = time + LATER * row["growth_ms"]
+        else:
+            step = milliseconds(evidence.step_ms)
+            figures |= {"explains": ("other", ""), "of": "each step"}
+            figures["each"] = f"It takes {milliseconds(time)} of each iteration of {step}."
+        then = time + LATER * growth
         rest = max(evidence.step_ms - time, 0.0)
-        return {
-            "share": share,
-            "name": name,
-            "of": "all iterations' time" if some else "each step",
-            "grows": ", and more from one iteration to the next" if grows else "",
-            "each": each,
-            "caller": at if at not in name else None,
-            "later": f"Its time grows by {milliseconds(row['growth_ms'])} per iteration: at that "
-            f"rate it takes {milliseconds(then)} after {LATER:,} more, which is then "
+        yield figures | {
+            "grows": ", and more from one iteration to the next" if growth > 0 else "",
+            "caller": None if f"`{row['caller']}`" in name else f"`{row['caller']}`",
+            "later": f"Its time grows by {milliseconds(growth)} per iteration: at that rate it "
+            f"takes {milliseconds(then)} after {LATER:,} more, which is then "
             f"{then / (then + rest):.0%} of an iteration."
-            if grows
+            if growth > 0
             else None,
-            "iterations": count,
         }
-
-    return measure
 
 
 OTHER_SHARE = 0.03
@@ -122,7 +102,7 @@ OWN_LOOP_MS, OWN_TABLE_MS = 1.0, 0.05
     "around_model",
     title="{share:.0%} of the step is outside the model: the loop's own code",
     evidence=(
-        "{time:ms} of {total:ms} per iteration lie in no part; no line of it was sampled.",
+        "{time:ms} of {total_ms:ms} per iteration lie in no part; no line of it was sampled.",
         "Most of it: {heaviest}.",
     ),
     advice="Look at what the loop does between the parts: logging, metrics, progress, "
@@ -131,31 +111,28 @@ OWN_LOOP_MS, OWN_TABLE_MS = 1.0, 0.05
 )
 def outside_parts(evidence: Evidence, ledger: Causes) -> Measured | None:
     """Time of our own iteration that is in no part of the model, where no line is known."""
-    if evidence.share("other") > 0.98 or ledger.is_explained(("other", "")):
+    # of another program it is what no name told, not the loop's own code
+    if not evidence.is_ours or ledger.is_explained(("other", "")):
         return None
-    if not evidence.is_ours:
-        return None  # of another program it is what no name told, not the loop's own code
+    if len(around(evidence.profile)) and not evidence.has_timeline:
+        return None
     parts = evidence.parts["time_ms"]
     time = float(parts[parts.index.get_level_values("component") == "other"].sum())
     tables = int(evidence.parameter("model.tables", 0) or 0)
     alone = evidence.alone("other", "")
     own = 1.5 * alone if alone is not None else OWN_LOOP_MS + OWN_TABLE_MS * tables
-    share = (time - own) / evidence.step_ms if evidence.step_ms else 0.0
-    if share < OTHER_SHARE:
-        return None
-    ledger.explain(share * evidence.total_ms, ("other", ""))
     operators = evidence.of_part("other")
     return {
-        "share": share,
+        # where nothing else is known it is the step
+        "share": 0.0 if evidence.share("other") > 0.98 else (time - own) / evidence.step_ms,
+        "least": OTHER_SHARE,
+        "explains": ("other", ""),
         "time": evidence.time("other"),
         "heaviest": heaviest(operators[operators["kind"] != "thread"]),
     }
 
 
 # ---- what the recorded batch showed of the model -----------------------------------------------
-
-SEEN_SHARE = 0.05
-"""Least share of the step that is lost to work on rows or operands that change nothing."""
 
 TOUCHED = 0.5
 """Most of a table's rows that a batch touches for a dense update of it to be a waste."""
@@ -177,14 +154,14 @@ def _seen(
     rows = [row for row in rows or [] if isinstance(row, dict)] if isinstance(rows, list) else []
     table = pd.DataFrame([row for row in rows if {*numbers, *texts} <= row.keys()])
     if table.empty:
-        return pd.DataFrame({column: [] for column in (*numbers, "name")})
+        return pd.DataFrame({column: [] for column in (*numbers, *texts, "name")})
     table[list(numbers)] = table[list(numbers)].apply(pd.to_numeric, errors="coerce")
     return table.dropna(subset=list(numbers))
 
 
-def _names(table: pd.DataFrame) -> str:
-    """The names of tables or products, three at most, as a title lists them."""
-    names = [f"`{name}`" for name in table["name"].astype(str).unique()]
+def _names(texts: pd.Series) -> str:
+    """The names of tables or modules, three at most, as a title lists them."""
+    names = [f"`{name}`" for name in texts.astype(str).unique()]
     if len(names) > MOST_AROUND:
         return f"{', '.join(names[: MOST_AROUND - 1])} and {len(names) - MOST_AROUND + 1} more"
     return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
@@ -198,7 +175,7 @@ def _names(table: pd.DataFrame) -> str:
         "The gradients of {names} are dense, so that the optimizer ({at}) reads and writes whole "
         "tables: {megabytes:,.0f} MB per iteration.",
         "One batch looked up {unique:,} different rows.",
-        "Optimizers take {update:ms} of {total:ms} per iteration, and making dense gradients "
+        "Optimizers take {update:ms} of {total_ms:ms} per iteration, and making dense gradients "
         "{backward:ms}.",
     ),
     advice="Make sparse gradients, nn.Embedding(..., sparse=True) or nn.EmbeddingBag(..., "
@@ -206,7 +183,6 @@ def _names(table: pd.DataFrame) -> str:
     "(torch.optim.SparseAdam, SGD or Adagrad), the other weights with the one they have. Adam then "
     "moves only rows of the batch: rows that were not looked up keep their momentum.",
     limit="memory bandwidth",
-    gpu=None,
 )
 def dense_updates(evidence: Evidence, ledger: Causes) -> Measured | None:
     """An optimizer updates whole embedding tables of which a batch asks for few rows."""
@@ -243,8 +219,8 @@ def dense_updates(evidence: Evidence, ledger: Causes) -> Measured | None:
         "rows": rows,
         "unique": unique,
         "touched": unique / rows,
-        "names": _names(tables),
-        "at": _at(worst),
+        "names": _names(tables["name"]),
+        "at": line_name(worst),
         "megabytes": moved / 1e6 if moves else None,
         "update": update,
         "backward": backward_ms,
@@ -266,7 +242,7 @@ PADDED = 0.3
     "for row {row}, such as that of padding",
     evidence=(
         "A batch looks up {lookups:,} rows of {name} at {at}, {wasted:,} of them row {row}.",
-        "Operators that look rows up, or add their gradients up, take {time:ms} of {total:ms}; "
+        "Operators that look rows up, or add their gradients up, take {time:ms} of {total_ms:ms}; "
         "{share:.0%} of the step is for that row.",
     ),
     advice="Where the row is padding, leave it out: give nn.EmbeddingBag the indices that are "
@@ -286,19 +262,18 @@ def padding_lookups(evidence: Evidence, ledger: Causes) -> Measured | None:
     tables = tables[tables["hottest"].ge(PADDED) & tables["rows"].gt(1 / PADDED)]
     called = evidence.called[evidence.called["name"].str.contains(LOOKING_UP)]
     time = float(called["gpu_ms" if evidence.on_gpu else "cpu_self_ms"].sum())
-    share = time * float(tables["wasted"].sum()) / evidence.total_ms
-    if tables.empty or share < SEEN_SHARE:
+    if tables.empty:
         return None
     worst = tables.loc[tables["wasted"].idxmax()]
-    ledger.explain(share * evidence.total_ms, ("embedding", "forward"))
     return {
-        "share": share,
+        "share": time * float(tables["wasted"].sum()) / evidence.total_ms,
+        "explains": ("embedding", "forward"),
         "name": f"`{worst['name']}`",
         "hottest": float(worst["hottest"]),
         "row": int(worst["hottest_row"]),
         "lookups": int(worst["lookups"]),
         "wasted": round(worst["lookups"] * worst["hottest"]),
-        "at": _at(worst),
+        "at": line_name(worst),
         "time": time,
     }
 
@@ -330,17 +305,16 @@ def empty_products(evidence: Evidence, ledger: Causes) -> Measured | None:
     products = products.assign(lost=work * products["zeros"] / work.sum())
     products = products[products["zeros"].ge(EMPTY)]
     time = float(called["gpu_ms" if evidence.on_gpu else "cpu_self_ms"].sum())
-    share = time * float(products["lost"].sum()) / evidence.total_ms
-    if products.empty or share < SEEN_SHARE:
+    if products.empty:
         return None
     worst = products.loc[products["lost"].idxmax()]
     return {
-        "share": share,
+        "share": time * float(products["lost"].sum()) / evidence.total_ms,
         "name": f"`{worst['name']}`",
         "zeros": float(worst["zeros"]),
         "rows": int(worst["rows"]),
         "inputs": int(worst["inputs"]),
-        "at": _at(worst),
+        "at": line_name(worst),
     }
 
 
@@ -366,91 +340,84 @@ def computed(evidence: Evidence) -> pd.DataFrame:
     on a GPU, whose time goes by kernels."""
     counts = ("calls", "small", "elements", "double", "without_gradients")
     own = ("own_calls", "own_small", "own_elements", "own_double")
-    seen = _seen(evidence, "operators", (*counts, *own))
-    if seen.empty or evidence.on_gpu or evidence.is_ours:
-        return pd.DataFrame()
-    table = lines(evidence.profile)
-    if table.empty:
-        return pd.DataFrame()
     every = [*counts, *own, "again", "own_again", "own_moved", "own_whole", "weights", "untrained"]
+    seen = _seen(evidence, "operators", (*counts, *own))
+    table = lines(evidence.profile).rename(columns={"calls": "runs"})
+    table = table[table["thread"].eq(MAIN)]
+    if seen.empty or evidence.on_gpu or evidence.is_ours:
+        return table[:0].reindex(columns=[*table, *every])
     # a comprehension has a frame of its own, at the line of the one around it
-    seen = seen.groupby(["file", "line"], sort=False).sum(numeric_only=True).reset_index()
-    seen = seen.reindex(columns=["file", "line", *every], fill_value=0)
-    table = table[table["thread"].eq(MAIN)].rename(columns={"calls": "runs"})
-    table = table.merge(seen, on=["file", "line"], how="left")
+    seen = seen.groupby([*PLACE], sort=False).sum(numeric_only=True).reset_index()
+    seen = seen.reindex(columns=[*PLACE, *every], fill_value=0)
+    table = table.merge(seen, on=[*PLACE], how="left")
     return table.fillna({name: 0 for name in ("runs", *every)})
 
 
-def _at(row: Any) -> str:
-    """The place of a row of lines, in words."""
-    return code_line(str(row["function"]), str(row["file"]), int(row["line"]))
+def _lost(share: pd.Series, worst: pd.DataFrame) -> Measured | None:
+    """Figures of what lines lose in the step, each a share (0 to 1) of it, and of one line at which
+    to look: its place, and what is written there.
+
+    Args:
+        worst: that line's row; no row is nothing to lose.
+    """
+    if worst.empty:
+        return None
+    row = worst.iloc[0]
+    source = str(row["source"])[:80]
+    return {"share": share.sum(), "explains": None, "name": line_name(row), "source": source}
 
 
-def _of_line(row: Any) -> Measured:
-    """The place of a row of lines, and what is written there."""
-    return {"name": _at(row), "source": str(row["source"])[:80]}
-
-
-def small_operators(evidence: Evidence, ledger: Causes) -> Iterable[Finding]:
+@rule(
+    "small_operators",
+    title="{what} takes {share:.0%} of each step, at {name}",
+    evidence=(
+        "They compute {numbers:,.0f} numbers and take {each:ms} each, backward pass included: "
+        "about what calling an operator costs, however little it computes.",
+        "{loop}",
+    ),
+    advice="{remedy}",
+    limit="dispatch",
+    gpu=False,
+)
+def small_operators(evidence: Evidence, ledger: Causes) -> Iterator[Measured]:
     """Lines of one function call many operators that each compute next to nothing, or none."""
     table = computed(evidence)
-    if table.empty:
-        return
     table = table[table["role"].isin(["model", "optimizer"])]
     # views are no operators that compute, but their backward passes are
     tiny = table["own_small"].ge(SMALL * table["own_calls"])
     small = tiny & table[["own_small", "runs"]].max(axis=1).ge(SMALL_CALLS)
     small |= table["runs"].ge(SMALL_CALLS) & table["time_ms"].lt(TURN_MS * table["runs"])
+    # those of a loop before the others
     table = table.assign(first=small)[small | tiny].sort_values("first", ascending=False)
     for _, rows in table.groupby(["file", "function"], sort=False):
-        if rows["first"].any() and float(rows["share_of_step"].sum()) >= LINE_SHARE:
-            yield from _small_at(rows)(evidence, ledger)
-
-
-def _small_at(rows: pd.DataFrame) -> Rule:
-    """The rule about the lines of one function, those of a loop before the others."""
-
-    @rule(
-        "small_operators",
-        title="{what} takes {share:.0%} of each step, at {name}",
-        evidence=(
-            "They compute {numbers:,.0f} numbers and take {each:ms} each, backward pass included: "
-            "about what calling an operator costs, however little it computes.",
-            "{loop}",
-        ),
-        advice="{advice}",
-        limit="dispatch",
-        gpu=False,
-    )
-    def measure(evidence: Evidence, ledger: Causes) -> Measured:
         first, calls = rows.iloc[0], float(rows["own_calls"].sum())
-        runs, tiny = float(first["runs"]), float(rows["own_small"].sum()) >= SMALL * calls
-        few = calls < SMALL_CALLS or not tiny
-        share, time = float(rows["share_of_step"].sum()), float(rows["time_ms"].sum())
+        if not first["first"]:
+            continue
+        runs, time = float(first["runs"]), float(rows["time_ms"].sum())
+        loop = calls < SMALL_CALLS or float(rows["own_small"].sum()) < SMALL * calls
         updates = first["role"] == "optimizer"
-        ledger.explain(share * evidence.total_ms)
-        return {
-            "share": share,
+        yield {
+            "share": float(rows["share_of_step"].sum()),
+            "least": LINE_SHARE,
+            "explains": None,
             "component": "optimizer" if updates else "other",
             "what": f"A loop of {runs:,.0f} turns"
-            if few
+            if loop
             else f"Calling {calls:,.0f} small operators",
-            "name": _at(first),
-            "numbers": None if few else float(rows["own_elements"].sum()) / calls,
-            "each": None if few else time / calls,
+            "name": line_name(first),
+            "numbers": None if loop else float(rows["own_elements"].sum()) / calls,
+            "each": None if loop else time / calls,
             "loop": f"`{str(first['source'])[:80]}` runs {runs:,.0f} times in each step and takes "
             f"{milliseconds(float(first['time_ms']) / runs)} each time, backward pass included."
             if runs >= SMALL_CALLS
             else None,
-            "advice": "Give the optimizer foreach=True, or fused=True where its class has it: one "
+            "remedy": "Give the optimizer foreach=True, or fused=True where its class has it: one "
             "operator updates all tensors."
             if updates
             else "Do it for all at once: stack what the loop goes over and call one operator "
             "(torch.bmm or einsum for layers of one shape, torch.cat and one layer, a "
             "vectorised loss) instead of one for each.",
         }
-
-    return measure
 
 
 @rule(
@@ -467,30 +434,19 @@ def _small_at(rows: pd.DataFrame) -> Rule:
 def float64_lines(evidence: Evidence, ledger: Causes) -> Measured | None:
     """Lines of the model compute in float64."""
     table = computed(evidence)
-    if table.empty:
-        return None
     double = table["own_double"]  # each has twice the bytes of another
     part = 2 * double / (table["own_elements"] + double).clip(lower=1)
-    table = table.assign(part=part, taken=part * table["share_of_step"])
-    table = table[table["role"].eq("model")].sort_values("taken", ascending=False)
-    taken = float(table["taken"].sum())
-    if 0.5 * taken < SEEN_SHARE:
-        return None
-    worst = table.iloc[0]
-    ledger.explain(0.5 * taken * evidence.total_ms)
-    return {
-        "share": 0.5 * taken,
-        "taken": taken,
-        "part": float(worst["part"]),
-        **_of_line(worst),
-    }
+    taken = (part * table["share_of_step"]).where(table["role"].eq("model"), 0.0)
+    worst = table.assign(part=part).loc[taken.nlargest(1).index]
+    lost = _lost(0.5 * taken, worst)
+    return lost and {**lost, "taken": taken.sum(), "part": worst["part"].sum()}
 
 
 @rule(
     "without_gradients",
     title="Computing without gradients takes {share:.0%} of each step: {name}",
     evidence=(
-        "`{source}` takes {time:ms} of {step:ms}, and nothing that it computes gets a gradient.",
+        "`{source}` takes {time:ms} of {step_ms:ms}, and nothing that it computes gets a gradient.",
     ),
     advice="If the same samples come again, as in each epoch, compute it once for all of them and "
     "keep the results: weights that are not trained give the same ones. If they do not, a half "
@@ -501,27 +457,15 @@ def float64_lines(evidence: Evidence, ledger: Causes) -> Measured | None:
 def without_gradients(evidence: Evidence, ledger: Causes) -> Measured | None:
     """A line of the model, such as a teacher's, computes what is never trained."""
     table = computed(evidence)
-    if table.empty:
-        return None
     learns = table["without_gradients"].lt(table["elements"])
     never = ~learns & table["elements"].gt(0) & table["role"].eq("model")
     table = table[never] if learns.any() else table[:0]
-    if table.empty:
-        return None
     # the lines of one function, or one line with all that it calls
     of_function = table.groupby(["file", "function"])["time_ms"].transform("sum")
     table = table.assign(taken=of_function.clip(lower=table["inclusive_ms"]))
-    worst = table.sort_values(["taken", "inclusive_ms"], ascending=False).iloc[0]
-    share = float(worst["taken"]) / evidence.step_ms
-    if share < NEVER_TRAINED:
-        return None
-    ledger.explain(share * evidence.total_ms)
-    return {
-        "share": share,
-        **_of_line(worst),
-        "time": float(worst["inclusive_ms"]),
-        "step": evidence.step_ms,
-    }
+    worst = table.sort_values(["taken", "inclusive_ms"], ascending=False).head(1)
+    lost = _lost(worst["taken"] / evidence.step_ms, worst)
+    return lost and {**lost, "least": NEVER_TRAINED, "time": worst["inclusive_ms"].sum()}
 
 
 @rule(
@@ -539,30 +483,21 @@ def without_gradients(evidence: Evidence, ledger: Causes) -> Measured | None:
 def computed_again(evidence: Evidence, ledger: Causes) -> Measured | None:
     """Lines compute from the same operands what was computed before."""
     table = computed(evidence)
-    if table.empty:
-        return None
-    lost = table["own_again"] / table["own_elements"].clip(lower=1) * table["share_of_step"]
-    share = float(lost.sum())
-    if share < LINE_SHARE:
-        return None
-    ledger.explain(share * evidence.total_ms)
+    share = table["own_again"] / table["own_elements"].clip(lower=1) * table["share_of_step"]
     # where it begins: the outermost line of which most is repeated
     table = table.assign(part=table["again"] / table["elements"].clip(lower=1))
     most = table[table["again"].ge(0.5 * table["again"].max())]
     most = most[most["part"].ge(0.98 * most["part"].max())]
-    worst = most.sort_values("inclusive_ms").iloc[-1]
-    return {
-        "share": share,
-        "part": float(worst["part"]),
-        **_of_line(worst),
-    }
+    worst = most.sort_values("inclusive_ms").tail(1)
+    lost = _lost(share, worst)
+    return lost and {**lost, "least": LINE_SHARE, "part": worst["part"].sum()}
 
 
 @rule(
     "whole_tables",
     title="Computing with all rows of {names} takes {share:.0%} of each step, at {name}: a batch "
     "looks up {touched:.1%} of them at most",
-    evidence=("`{source}` takes {time:ms} of {step:ms}, backward pass included.",),
+    evidence=("`{source}` takes {time:ms} of {step_ms:ms}, backward pass included.",),
     advice="Do it with the rows that the batch looks up: normalise, penalise or transform what "
     "the lookup returns, or what one iteration in many finds for all rows.",
     limit="memory bandwidth",
@@ -571,32 +506,24 @@ def computed_again(evidence: Evidence, ledger: Causes) -> Measured | None:
 )
 def whole_tables(evidence: Evidence, ledger: Causes) -> Measured | None:
     """Lines compute with whole embedding tables, of which a batch asks for few rows."""
-    table = computed(evidence)
     tables = _seen(evidence, "whole_tables", ("rows", "lookups"), ["name"])
     tables = tables[tables["lookups"].between(1, TOUCHED * tables["rows"])]
-    if table.empty or tables.empty:
+    if tables.empty:
         return None
-    part = table["own_whole"] / table["own_moved"].clip(lower=1)
-    lost = part * table["share_of_step"]
-    if lost.sum() < SEEN_SHARE:
-        return None
-    ledger.explain(float(lost.sum()) * evidence.total_ms)
-    worst = table.loc[lost.idxmax()]
-    return {
-        "share": float(lost.sum()),
-        "names": _names(tables),
-        "touched": float(tables["lookups"].sum() / tables["rows"].sum()),
-        **_of_line(worst),
-        "time": float(worst["time_ms"]),
-        "step": evidence.step_ms,
-    }
+    table = computed(evidence)
+    share = table["own_whole"] / table["own_moved"].clip(lower=1) * table["share_of_step"]
+    worst = table.loc[share.nlargest(1).index]
+    touched = float(tables["lookups"].sum() / tables["rows"].sum())
+    more = {"names": _names(tables["name"]), "touched": touched, "time": worst["time_ms"].sum()}
+    lost = _lost(share, worst)
+    return lost and {**lost, **more}
 
 
 @rule(
     "untrained_gradients",
     title="Gradients of weights that no optimizer trains take {share:.0%} of each step: those of "
     "{names}, at {name}",
-    evidence=("The backward pass of `{source}` takes {time:ms} of {step:ms}.",),
+    evidence=("The backward pass of `{source}` takes {time:ms} of {step_ms:ms}.",),
     advice="Say that they are not trained: weight.requires_grad_(False) for each, or "
     "torch.no_grad() around what computes with them where no gradient passes through.",
     limit="arithmetic",
@@ -604,23 +531,15 @@ def whole_tables(evidence: Evidence, ledger: Causes) -> Measured | None:
 )
 def untrained_gradients(evidence: Evidence, ledger: Causes) -> Measured | None:
     """The backward pass makes gradients of weights that are in no optimizer."""
-    table = computed(evidence)
     names = (evidence.meta.get("seen_model") or {}).get("untrained")
-    if table.empty or not isinstance(names, list) or not names:
+    if not isinstance(names, list) or not names:
         return None
-    lost = table["untrained"] / table["weights"].clip(lower=1) * table["backward_ms"]
-    share = float(lost.sum()) / evidence.step_ms
-    if share < SEEN_SHARE:
-        return None
-    ledger.explain(share * evidence.total_ms)
-    worst = table.loc[lost.idxmax()]
-    return {
-        "share": share,
-        "names": _names(pd.Series(names, name="name").str.rpartition(".")[0].to_frame("name")),
-        **_of_line(worst),
-        "time": float(worst["backward_ms"]),
-        "step": evidence.step_ms,
-    }
+    table = computed(evidence)
+    lost_ms = table["untrained"] / table["weights"].clip(lower=1) * table["backward_ms"]
+    worst = table.loc[lost_ms.nlargest(1).index]
+    modules = _names(pd.Series(names).str.rpartition(".")[0])
+    lost = _lost(lost_ms / evidence.step_ms, worst)
+    return lost and {**lost, "names": modules, "time": worst["backward_ms"].sum()}
 
 
 @rule(
@@ -641,22 +560,15 @@ def backward_twice(evidence: Evidence, ledger: Causes) -> Measured | None:
     if table is None or not (ran := table.known.get("again") or {}).get("ns"):
         return None
     again, callers = float(ran["ns"] / ran["of_ns"]), table.backward_callers()
-    step = float(evidence.step_ms)
-    pace = step / evidence.total_ms if evidence.total_ms else 1.0
-    share = again * float(callers["time_ms"].sum()) * pace / step
-    if share < SEEN_SHARE:
+    rows = callers.sort_values("time_ms", ascending=False).head(2).sort_index().to_dict("records")
+    if not rows:
         return None
-    ledger.explain(share * evidence.total_ms)
-    rows = callers.sort_values("time_ms", ascending=False).head(2).sort_index()
-    names = [_at(row) for row in rows.to_dict("records")]
-    told = [
-        f"{name} takes {milliseconds(float(time))}"
-        for name, time in zip(names, rows["time_ms"], strict=True)
-    ]
+    told = [f"{line_name(row)} takes {milliseconds(row['time_ms'])}" for row in rows]
     return {
-        "share": share,
-        "name": names[0],
-        "other": names[-1],
+        "share": again * float(callers["time_ms"].sum()) / evidence.total_ms,
+        "explains": None,
+        "name": line_name(rows[0]),
+        "other": line_name(rows[-1]),
         "again": again,
         "callers": " and ".join(told),
     }
@@ -667,8 +579,8 @@ def backward_twice(evidence: Evidence, ledger: Causes) -> Measured | None:
     title="Forward passes that run again within the backward pass take {share:.0%} of each step: "
     "{name}",
     evidence=(
-        "{functions} run below the backward pass too, {time:ms} of {step:ms}: what they computed "
-        "was thrown away and is computed again, as torch.utils.checkpoint does.",
+        "{functions} run below the backward pass too, {time:ms} of {step_ms:ms}: what they "
+        "computed was thrown away and is computed again, as torch.utils.checkpoint does.",
     ),
     advice="Where memory suffices, keep activations: call the module itself instead of "
     "torch.utils.checkpoint, or recompute fewer of them.",
@@ -678,17 +590,16 @@ def forward_again(evidence: Evidence, ledger: Causes) -> Measured | None:
     """Functions of the forward pass run again below the backward pass (activation checkpoints)."""
     table = line_table(evidence.profile)
     again = table.forward_again() if table is not None else pd.DataFrame()
-    share = float(again["time_ms"].sum()) / table.step_ms if table and len(again) else 0.0
-    if share < SEEN_SHARE:
+    if table is None or again.empty:
         return None
-    ledger.explain(share * evidence.total_ms)
     worst = again.iloc[0]
+    share = float(again["time_ms"].sum()) / table.step_ms
     return {
         "share": share,
+        "explains": None,
         "name": code_line(str(worst["caller"]), str(worst["file"]), int(worst["line"])),
         "functions": ", ".join(f"`{name}`" for name in again["function"][:MOST_AROUND]),
         "time": share * evidence.step_ms,
-        "step": evidence.step_ms,
     }
 
 
@@ -702,7 +613,7 @@ SLIPS = {"anomaly": "Anomaly detection of autograd is on"}
     "left_on",
     title="{what}, which takes {share:.0%} of each step",
     evidence=(
-        "Without it this program ran {gain:.2f}x as fast ({low:.2f}x to {high:.2f}x), tried "
+        "Without it this program ran {mid:.2f}x as fast ({low:.2f}x to {high:.2f}x), tried "
         "in turns.",
     ),
     advice="{code}",
@@ -715,18 +626,20 @@ def left_on(evidence: Evidence, ledger: Causes) -> Measured | None:
     if table.empty:
         return None
     row = table.iloc[0]
-    share = 1 - 1 / float(row["speedup_mid"])
-    ledger.explain(share * evidence.total_ms)
-    ends = {end: float(row[f"speedup_{end}"]) for end in ("low", "mid", "high")}
+    gain = _tried_gain(row)
     return {
-        "share": share,
+        "share": 1 - 1 / gain["mid"],
+        "least": 0.0,
+        "explains": None,
         "what": SLIPS[str(row["id"])],
-        "gain": ends["mid"],
-        "low": ends["low"],
-        "high": ends["high"],
         "code": f"In {row['place']}: {row['code']}",
-        "speedup": ends,
+        "speedup": gain,
+        **gain,
     }
+
+
+def _tried_gain(row: Any) -> dict[str, float]:
+    return {end: float(row[f"speedup_{end}"]) for end in ("low", "mid", "high")}
 
 
 TRIED = {
@@ -750,8 +663,7 @@ def as_tried(found: Sequence[Finding], profile: Profile) -> list[Finding]:
         remedy = TRIED.get(finding.id)
         row = rows.loc[remedy] if remedy in rows.index else None
         if row is not None and row["status"] == "paid":
-            gain = {end: float(row[f"speedup_{end}"]) for end in ("low", "mid", "high")}
-            finding = replace(finding, predicted_speedup=gain)
+            finding = replace(finding, predicted_speedup=_tried_gain(row))
         none = row is not None and row["status"] in ("no difference", "slower")
         if not none or finding.share_of_step > DOUBTED:
             kept.append(finding)

@@ -8,7 +8,7 @@ import pandas as pd
 
 from dlrm_workbook.analysis.attribution import iteration_count, main_thread
 from dlrm_workbook.analysis.findings.evidence import Evidence
-from dlrm_workbook.analysis.findings.finding import Causes, Measured, bounded, removed, rule
+from dlrm_workbook.analysis.findings.finding import Causes, Measured, bounded, rule
 from dlrm_workbook.analysis.findings.where import part_name
 from dlrm_workbook.analysis.rank_traces import PER_ITERATION, collectives, rank_table
 from dlrm_workbook.ground.units import milliseconds
@@ -16,12 +16,6 @@ from dlrm_workbook.recordings.profile import Profile
 
 IMBALANCE_SHARE = 0.1
 """(slowest − mean) of the step: what all other ranks wait for the slowest one."""
-
-COMMUNICATION_SHARE = 0.1
-"""TensorBoard's former profiler plugin warned at the same share of communication."""
-
-REPLICATED_BYTES = 8 << 20
-"""Up to this size a table is worth a copy on every rank."""
 
 
 @rule(
@@ -112,47 +106,14 @@ def load_imbalance(evidence: Evidence, ledger: Causes) -> Measured | None:
     world = (evidence.meta.get("distributed") or {}).get("world_size")
     recorded = f" of the {len(busy)} ranks of {world} that are recorded"
     partly = isinstance(world, int) and world > len(busy)
-    if share < IMBALANCE_SHARE:
-        return None
     listed = ", ".join(f"rank {rank} {milliseconds(float(ms))}" for rank, ms in busy.items())
     return {
         "share": share,
+        "least": IMBALANCE_SHARE,
         "rank": int(busy.idxmax()),
         "times": worst / mean,
         "others": recorded if partly else "; the others wait for it",
         "listed": listed,
-    }
-
-
-@rule(
-    "replicate_small_tables",
-    title="{small} of {tables} tables are small enough to be on every rank",
-    evidence=(
-        "Communication takes {share:.0%} of the step; {small} tables of at most {most} MiB "
-        "({megabytes:.1f} MB in all) are {part:.0%} of what is exchanged.",
-    ),
-    advice="Replicate them (data parallel): their gradients are smaller than their lookups, and "
-    "each rank then looks up its own samples.",
-    limit="copies",
-    component="communication",
-)
-def replicate_small_tables(evidence: Evidence, ledger: Causes) -> Measured | None:
-    """Small tables are exchanged though a copy on every rank would cost nothing."""
-    rows, dim = evidence.table_rows, evidence.parameter("model.embedding_dim", 0)
-    share = evidence.share("communication")
-    small = [count for count in rows if 4 * count * dim <= REPLICATED_BYTES]
-    ranks = evidence.profile.threads["rank"].nunique()
-    if ranks < 2 or not small or share < COMMUNICATION_SHARE:
-        return None
-    part = len(small) / len(rows)
-    return {
-        "share": share,
-        "small": len(small),
-        "tables": len(rows),
-        "most": REPLICATED_BYTES >> 20,
-        "megabytes": 4e-6 * dim * sum(small),
-        "part": part,
-        "speedup": removed(share * part * 0.8),
     }
 
 

@@ -59,6 +59,19 @@ def code_line(function: str, file: str, line: int) -> str:
     return at if function in ("", "<module>") else f"`{function}` ({at})"
 
 
+def line_name(row: Any) -> str:
+    """The :func:`code_line` of a row with ``function``, ``file`` and ``line``."""
+    return code_line(str(row["function"]), str(row["file"]), int(row["line"]))
+
+
+def main_function(table: pd.DataFrame) -> str:
+    """The function with more than half of the time of lines (rows with ``time_ms``, most first), by
+    its line with most of it; "" where none has so much."""
+    times = table.groupby(["file", "function"])["time_ms"].transform("sum")
+    of_one = table[times > 0.5 * table["time_ms"].sum()]
+    return line_name(of_one.iloc[0]) if len(of_one) else ""
+
+
 _FRAME = re.compile(r"^(?P<file>\S+\.py)\((?P<line>\d+)\): (?P<function>.+)$")
 
 
@@ -139,12 +152,12 @@ def most_in_one(profile: Profile, context: Any, ms: Any) -> float:
     return max((float(times.iloc[0]) for times in every if len(times)), default=0.0)
 
 
-def main_place(profile: Profile, context: Any, ms: Any) -> str:
-    """The name that holds more than half of the time of pieces, as in :func:`place_sentence`; of
-    several the one with the least, which says most; "" where there is none."""
+def main_place(profile: Profile, context: Any, ms: Any) -> tuple[str, float]:
+    """The name that holds more than half of the time of pieces, as in :func:`place_sentence`, and
+    that time (ms); of several the one with the least, which says most; "" where there is none."""
     every = pd.concat(list(time_by_name(profile, context, ms).values()))
     held = every[every > 0.5 * float(np.sum(ms))]
-    return shown(str(held.idxmin())) if len(held) else ""
+    return (shown(str(held.idxmin())), float(held.min())) if len(held) else ("", 0.0)
 
 
 def in_place(profile: Profile, level: str, name: str) -> np.ndarray:
