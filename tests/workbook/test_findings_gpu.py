@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from dlrm_workbook.recordings.torch.trace import read_trace
 
 STEP_US = 1000
 STEPS = 4
+STEP_OF_OTHERS = "ProfilerStep#{}"
 
 
 class Trace:
@@ -49,11 +51,16 @@ class Trace:
             )
         )
 
-    def step(self, number: int) -> float:
+    def step(self, number: int, name: str = "dlrm::iteration") -> float:
         """Begin an iteration whose host is in the top MLP nearly throughout."""
-        begin = number * STEP_US
-        self.host("user_annotation", "dlrm::iteration", begin, begin + STEP_US - 5)
+        begin = float(number * STEP_US)
+        self.host("user_annotation", name.format(number), begin, begin + STEP_US - 5)
         return begin
+
+    def steps(self, name: str = "dlrm::iteration") -> Iterator[float]:
+        """Begin one iteration after the other."""
+        for number in range(STEPS):
+            yield self.step(number, name)
 
     def part(self, name: str, start: float, end: float) -> None:
         self.host("user_annotation", f"dlrm::{name}", start, end)
@@ -71,8 +78,7 @@ def trace(tmp_path: Path) -> Trace:
 
 def busy(trace: Trace, kernel: str = "sm80_xmma_gemm_bf16_tensorop", gap_us: float = 5) -> None:
     """A step that keeps the GPU at work with long kernels."""
-    for number in range(STEPS):
-        begin = trace.step(number)
+    for begin in trace.steps():
         trace.part("top_mlp::forward", begin + 1, begin + 900)
         for i in range(4):
             at = begin + 5 + 10 * i
@@ -140,8 +146,7 @@ def test_a_program_that_becomes_slower_is_named_with_the_part_that_grew(trace: T
 
 def in_slices(trace: Trace, launch_ahead: bool) -> None:
     """A GPU that runs two kernels in 100 us and then does nothing for 400 us, again and again."""
-    for number in range(STEPS):
-        begin = trace.step(number)
+    for begin in trace.steps():
         trace.part("top_mlp::forward", begin + 1, begin + 900)
         for slice_ in range(2):
             start = begin + 10 + 500 * slice_
@@ -164,8 +169,7 @@ def test_idle_time_with_work_in_the_queue_is_not_the_hosts(trace: Trace) -> None
 
 def test_gaps_after_all_that_waits_are_work_that_is_not_recorded(trace: Trace) -> None:
     """Of the kernels of a busy GPU only some are recorded: nothing that waits begins soon."""
-    for number in range(STEPS):
-        begin = trace.step(number)
+    for begin in trace.steps():
         trace.part("top_mlp::forward", begin + 1, begin + 900)
         for i, start in enumerate([25, 105, 260, 300, 520, 600, 790, 860]):
             kernel = begin + start, begin + start + 10 + i
@@ -260,9 +264,7 @@ def test_a_wait_for_the_end_of_the_recording_holds_nothing_up(trace: Trace, foll
 
 def test_a_share_of_the_idle_time_is_not_all_of_it(trace: Trace) -> None:
     """30% of the step in a sort, 40% in memory calls, and the GPU idles in both."""
-    for number in range(STEPS):
-        begin = 1000.0 * number
-        trace.host("user_annotation", f"ProfilerStep#{number}", begin, begin + 995)
+    for begin in trace.steps(STEP_OF_OTHERS):
         trace.launch(begin + 5, "sm90_bf16_gemm", begin + 10, begin + 270)
         trace.host("cpu_op", "aten::sort", begin + 275, begin + 575)
         trace.host("cuda_runtime", "cudaFree", begin + 580, begin + 980)
@@ -276,9 +278,7 @@ def test_a_share_of_the_idle_time_is_not_all_of_it(trace: Trace) -> None:
 @pytest.mark.parametrize("place", ["CompiledFunction", "aten::sort"])
 def test_one_operator_that_launches_late_is_one_cause(trace: Trace, place: str) -> None:
     """Its own body is long as well; another operator's body is another cause."""
-    for number in range(STEPS):
-        begin = 1000.0 * number
-        trace.host("user_annotation", f"ProfilerStep#{number}", begin, begin + 995)
+    for begin in trace.steps(STEP_OF_OTHERS):
         trace.host("cpu_op", "CompiledFunction", begin + 2, begin + 655)
         for i in range(60):
             at = begin + 5 + 10.5 * i
@@ -297,8 +297,7 @@ def test_one_operator_that_launches_late_is_one_cause(trace: Trace, place: str) 
 
 def test_collectives_have_one_time(trace: Trace) -> None:
     """They run on two streams at once, so that their lengths add up to more."""
-    for number in range(STEPS):
-        begin = trace.step(number)
+    for begin in trace.steps():
         for stream, start in ((7, 10), (9, 60)):
             trace.launch(begin + 2 + stream, "ncclDevKernel_AllReduce_Sum_f32_RING_LL", 0, 1)
             trace.events[-1] |= {"tid": stream, "ts": gpu_trace.BASE_US + begin + start, "dur": 600}
@@ -336,8 +335,7 @@ def test_idle_time_before_a_launch_is_no_other_process(trace: Trace) -> None:
 
 
 def test_synchronising_calls_are_named_with_their_part(trace: Trace) -> None:
-    for number in range(STEPS):
-        begin = trace.step(number)
+    for begin in trace.steps():
         trace.part("loss::forward", begin + 1, begin + 900)
         for i in range(3):
             at = begin + 10 + 290 * i
@@ -361,8 +359,7 @@ def test_synchronising_calls_are_named_with_their_part(trace: Trace) -> None:
 
 def test_indexing_by_a_mask_is_named_with_its_operator_and_line(trace: Trace) -> None:
     """A copy to the host's pageable memory returns when it has ended."""
-    for number in range(STEPS):
-        at = trace.step(number)
+    for at in trace.steps():
         trace.launch(at + 5, "sm90_bf16_gemm", at + 10, at + 700)
         trace.host("python_function", "masks.py(12): select", at + 20, at + 722)
         trace.host("cpu_op", "aten::index", at + 21, at + 720)
@@ -380,8 +377,7 @@ def test_indexing_by_a_mask_is_named_with_its_operator_and_line(trace: Trace) ->
 def test_a_gradient_that_no_node_takes(trace: Trace, read: bool) -> None:
     kernel = "void split_embedding_codegen_grad_indice_weights_kernel<float, float>(float const*)"
     lookup = "fbgemm::split_embedding_codegen_lookup_sgd_function"
-    for number in range(STEPS):
-        at = trace.step(number)
+    for at in trace.steps():
         shapes = [[0], [256], [5000], [9], [9], [5000]]
         trace.host("cpu_op", lookup, at + 5, at + 10, **{"Input Dims": shapes})
         for place, node in enumerate(["CppNode<SplitLookupFunction>", "IndexBackward0"]):
@@ -395,8 +391,7 @@ def test_a_gradient_that_no_node_takes(trace: Trace, read: bool) -> None:
 
 
 def copied(trace: Trace, name: str, overlapped: bool) -> None:
-    for number in range(STEPS):
-        begin = trace.step(number)
+    for begin in trace.steps():
         trace.part("transfer::forward", begin + 1, begin + 60)
         trace.part("top_mlp::forward", begin + 61, begin + 900)
         trace.launch(begin + 5, name, begin + 10, begin + 360, bytes=4_000_000)
@@ -429,8 +424,7 @@ def test_copies(trace: Trace, name: str, overlapped: bool, id_: str | None) -> N
 
 
 def test_launches_that_cannot_keep_up(trace: Trace) -> None:
-    for number in range(STEPS):
-        begin = trace.step(number)
+    for begin in trace.steps():
         trace.part("top_mlp::forward", begin + 1, begin + 990)
         for i in range(90):
             at = begin + 5 + 10.5 * i
@@ -448,8 +442,7 @@ def test_launches_that_cannot_keep_up(trace: Trace) -> None:
 
 
 def test_the_operator_that_makes_most_launches_is_named(trace: Trace) -> None:
-    for number in range(STEPS):
-        begin = trace.step(number)
+    for begin in trace.steps():
         trace.part("top_mlp::forward", begin + 1, begin + 200)
         trace.launch(begin + 5, "sm90_bf16_gemm", begin + 10, begin + 200)
         trace.part("embedding::forward", begin + 210, begin + 990)
@@ -466,9 +459,7 @@ def test_the_operator_that_makes_most_launches_is_named(trace: Trace) -> None:
 
 @pytest.mark.parametrize("marked", ["## evaluate ##", "Optimizer.step#SGD.step"])
 def test_the_marked_range_that_makes_most_launches_is_named(trace: Trace, marked: str) -> None:
-    for number in range(STEPS):
-        begin = 1000.0 * number
-        trace.host("user_annotation", f"ProfilerStep#{number}", begin, begin + 995)
+    for begin in trace.steps(STEP_OF_OTHERS):
         trace.launch(begin + 5, "sm90_bf16_gemm", begin + 10, begin + 200)
         trace.host("user_annotation", "Optimizer.step#SGD.step", begin + 210, begin + 992)
         trace.host("user_annotation", marked, begin + 212, begin + 990)
@@ -481,16 +472,8 @@ def test_the_marked_range_that_makes_most_launches_is_named(trace: Trace, marked
     assert ("aten::addmm" in said) != ("##" in marked)
 
 
-def other_program(trace: Trace, number: int) -> float:
-    """Begin an iteration of another program."""
-    begin = 1000.0 * number
-    trace.host("user_annotation", f"ProfilerStep#{number}", begin, begin + 995)
-    return begin
-
-
 def test_a_range_with_much_of_the_step_is_named_whatever_its_kernels_are(trace: Trace) -> None:
-    for number in range(STEPS):
-        begin = other_program(trace, number)
+    for begin in trace.steps(STEP_OF_OTHERS):
         trace.launch(begin + 5, "sm90_bf16_tensorop_gemm", begin + 10, begin + 400)
         trace.host("user_annotation", "## evaluate ##", begin + 402, begin + 900)
         for i in range(16):  # none of which is worth a finding of its own
@@ -504,8 +487,7 @@ def test_a_range_with_much_of_the_step_is_named_whatever_its_kernels_are(trace: 
 
 
 def test_one_call_goes_before_launches_that_take_more_in_all(trace: Trace) -> None:
-    for number in range(STEPS):
-        begin = other_program(trace, number)
+    for begin in trace.steps(STEP_OF_OTHERS):
         for i in range(5):
             trace.host("cuda_runtime", "cudaMemGetInfo", begin + 190 * i + 5, begin + 190 * i + 95)
             for k in range(9):
@@ -524,7 +506,7 @@ def test_what_few_iterations_do_is_told_though_they_take_no_longer(
     trace: Trace, sorted_in: tuple[int, ...]
 ) -> None:
     for number in range(7):
-        begin = other_program(trace, number)
+        begin = trace.step(number, STEP_OF_OTHERS)
         sort = 500.0 if number in sorted_in else 0.0
         trace.launch(begin + 5, "sm90_bf16_tensorop_gemm", begin + 10, begin + 990 - sort)
         if sort:
@@ -538,8 +520,7 @@ def test_what_few_iterations_do_is_told_though_they_take_no_longer(
 
 
 def test_many_small_copies_are_named_by_the_operator_that_makes_them(trace: Trace) -> None:
-    for number in range(STEPS):
-        begin = trace.step(number)
+    for begin in trace.steps():
         trace.part("top_mlp::forward", begin + 1, begin + 200)
         trace.launch(begin + 5, "sm90_bf16_gemm", begin + 10, begin + 200)
         trace.part("transfer::forward", begin + 210, begin + 990)
@@ -554,8 +535,7 @@ def test_many_small_copies_are_named_by_the_operator_that_makes_them(trace: Trac
 
 
 def test_one_long_operator_between_short_launches_is_no_cost_of_launching(trace: Trace) -> None:
-    for number in range(STEPS):
-        begin = trace.step(number)
+    for begin in trace.steps():
         trace.part("top_mlp::forward", begin + 1, begin + 990)
         for i in range(60):
             at = begin + 5 + 10.5 * i
@@ -577,9 +557,7 @@ def test_one_long_operator_between_short_launches_is_no_cost_of_launching(trace:
 def test_an_exchange_on_another_thread_is_named_where_the_step_waits_for_it(
     trace: Trace, waits: bool, marks: str
 ) -> None:
-    for number in range(STEPS):
-        begin = 1000.0 * number
-        trace.host("user_annotation", f"ProfilerStep#{number}", begin, begin + 995)
+    for begin in trace.steps(STEP_OF_OTHERS):
         trace.launch(begin + 5, "sm90_bf16_gemm", begin + 10, begin + 290)
         trace.host(marks, "Optimizer.step#SGD.step", begin + 300, begin + 990)
         if not waits:
@@ -598,9 +576,7 @@ def test_an_exchange_on_another_thread_is_named_where_the_step_waits_for_it(
 def test_the_operator_that_makes_the_batch_of_another_program_is_named(
     trace: Trace, length_us: float
 ) -> None:
-    for number in range(STEPS):
-        begin = 1000.0 * number
-        trace.host("user_annotation", f"ProfilerStep#{number}", begin, begin + 995)
+    for begin in trace.steps(STEP_OF_OTHERS):
         trace.host("user_annotation", "## load_batch ##", begin + 10, begin + 710)
         trace.host("cpu_op", "aten::randn", begin + 20, begin + 24 + length_us)
         trace.host("cpu_op", "aten::normal_", begin + 22, begin + 22 + length_us)
@@ -611,9 +587,7 @@ def test_the_operator_that_makes_the_batch_of_another_program_is_named(
 
 
 def test_copies_of_a_batch_are_not_the_making_of_it(trace: Trace) -> None:
-    for number in range(STEPS):
-        begin = 1000.0 * number
-        trace.host("user_annotation", f"ProfilerStep#{number}", begin, begin + 995)
+    for begin in trace.steps(STEP_OF_OTHERS):
         trace.host(
             "user_annotation", "enumerate(DataLoader)#_Iter.__next__", begin + 1, begin + 800
         )
@@ -628,9 +602,7 @@ def test_copies_of_a_batch_are_not_the_making_of_it(trace: Trace) -> None:
 
 
 def test_the_largest_kernels_of_another_program_are_listed(trace: Trace) -> None:
-    for number in range(STEPS):
-        begin = 1000.0 * number
-        trace.host("user_annotation", f"ProfilerStep#{number}", begin, begin + 995)
+    for begin in trace.steps(STEP_OF_OTHERS):
         trace.host("cpu_op", "my::lookup", begin + 2, begin + 30)
         trace.launch(begin + 5, "sm90_bf16_tensorop_gemm", begin + 10, begin + 900)
         trace.launch(begin + 12, "scan_of_mine", begin + 901, begin + 991)
@@ -640,8 +612,7 @@ def test_the_largest_kernels_of_another_program_are_listed(trace: Trace) -> None
 
 
 def test_calls_that_wait_stand_before_the_launches_that_they_hold_up(trace: Trace) -> None:
-    for number in range(STEPS):
-        begin = trace.step(number)
+    for begin in trace.steps():
         trace.part("top_mlp::forward", begin + 1, begin + 990)
         for i in range(40):
             at = begin + 5 + 24 * i
@@ -655,8 +626,7 @@ def test_calls_that_wait_stand_before_the_launches_that_they_hold_up(trace: Trac
 
 @pytest.mark.parametrize("blocking", [True, False])
 def test_launches_that_wait_for_their_kernels(trace: Trace, blocking: bool) -> None:
-    for number in range(STEPS):
-        begin = trace.step(number)
+    for begin in trace.steps():
         trace.part("top_mlp::forward", begin + 1, begin + 900)
         for i in range(9):
             at = begin + 5 + 100 * i
@@ -680,8 +650,7 @@ FUNCTORS = ("MulFunctor<float>", "CUDAFunctor_add<float>", "tanh_kernel_cuda", "
 
 @pytest.mark.parametrize("kinds", [1, 4])
 def test_pointwise_operators_are_named_together(trace: Trace, kinds: int) -> None:
-    for number in range(STEPS):
-        begin = trace.step(number)
+    for begin in trace.steps():
         trace.part("top_mlp::forward", begin + 1, begin + 900)
         for i in range(12):
             at = begin + 5 + 20 * i
@@ -702,8 +671,7 @@ def test_copies_to_another_layout_are_named_by_their_operator(trace: Trace) -> N
         "void at::native::elementwise_kernel<128, 2, at::native::gpu_kernel_impl_nocast<"
         "at::native::direct_copy_kernel_cuda(at::TensorIteratorBase&)::{lambda(float)#1}> >(int)"
     )
-    for number in range(STEPS):
-        begin = trace.step(number)
+    for begin in trace.steps():
         trace.part("interaction::forward", begin + 1, begin + 900)
         trace.launch(begin + 5, "sm90_bf16_tensorop_gemm", begin + 10, begin + 700)
         trace.host("cpu_op", "aten::contiguous", begin + 20, begin + 40)

@@ -33,7 +33,7 @@ class Setting:
     components: tuple[str, ...]
     limit: str
     title: str
-    """With ``{share}`` for the share of the step in its components, ``{layers}`` for what of
+    """With ``{share:.0%}`` for the share of the step in its components, ``{layers}`` for what of
     the dense part multiplies matrices."""
     advice: str
 
@@ -45,7 +45,7 @@ SETTINGS: dict[str, Setting] = {
         "dense_gemm",
         ("bottom_mlp", "top_mlp"),
         "arithmetic",
-        "Matrix products of {layers} take {share} of the step, in the slower library",
+        "Matrix products of {layers} take {share:.0%} of the step, in the slower library",
         "Compute fp32 matrix products with oneDNN; the error is checked before training.",
     ),
     "training.precision": Setting(
@@ -60,7 +60,7 @@ SETTINGS: dict[str, Setting] = {
         "dense_kernels",
         DENSE_PARTS,
         "arithmetic",
-        "The dense part takes {share} of the step; fused kernels on matrix tiles are faster",
+        "The dense part takes {share:.0%} of the step; fused kernels on matrix tiles are faster",
         "Compute the dense part by fused kernels: operands stay in tiles between products, and "
         "bias, ReLU, its mask and the bias' gradient are done while a result is in the cache.",
     ),
@@ -68,7 +68,7 @@ SETTINGS: dict[str, Setting] = {
         "embedding_update",
         ("embedding",),
         "random rows",
-        "Embeddings take {share} of the step; the {then} backend is faster",
+        "Embeddings take {share:.0%} of the step; the {then} backend is faster",
         "torch builds a sparse gradient of every looked-up row and then applies it; a fused "
         "update touches each row once, in the backward pass.",
     ),
@@ -121,22 +121,16 @@ SETTINGS: dict[str, Setting] = {
 
 @rule(
     "faster_settings",
-    title="{what}",
+    title="A setting that was timed beside the run is faster",
     evidence=("{timed}",),
-    advice="{remedy}",
+    advice="Change it.",
     limit="arithmetic",
 )
 def faster_settings(evidence: Evidence, ledger: Causes) -> Iterable[Measured]:
     """Settings that were probed beside the run and are faster: the best of each kind."""
-    best: dict[str, Measured] = {}
-    for probe in evidence.probed:
-        figures = _faster_setting(evidence, ledger, probe)
-        if figures is None:
-            continue
-        so_far = best.setdefault(figures["id"], figures)
-        if figures["speedup"]["mid"] > so_far["speedup"]["mid"]:
-            best[figures["id"]] = figures
-    return best.values()
+    every = [_faster_setting(evidence, ledger, probe) for probe in evidence.probed]
+    faster = sorted(filter(None, every), key=lambda figures: figures["speedup"]["mid"])
+    return {figures["id"]: figures for figures in faster}.values()
 
 
 def _faster_setting(
@@ -164,18 +158,15 @@ def _faster_setting(
     measured = [component for component in components if evidence.time(component) > 0]
     share = sum(evidence.share(component) for component in measured)
     now = evidence.parameter(name, "default")
-    words = {"share": f"{share:.0%}", "now": now, "then": then, "layers": layers}
     return {
-        "id": setting.id,
-        "what": setting.title.format(**words),
+        **{name: vars(setting)[name] for name in ("id", "title", "advice", "limit")},
+        **{"now": now, "then": then, "layers": layers},
         "component": max(measured, key=evidence.time) if measured else "other",
         "share": share,
         "least": 0.0,
         "timed": _timed(evidence, probe, name, now, then),
-        "remedy": setting.advice.format(**words),
         "change": change,
         "speedup": speedup,
-        "limit": setting.limit,
         "concerns": tuple(measured),
     }
 

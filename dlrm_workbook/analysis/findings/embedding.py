@@ -9,6 +9,8 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from dlrm_core.data.reuse import ReuseLaw
 from dlrm_workbook.analysis.findings.evidence import Evidence, heaviest
 from dlrm_workbook.analysis.findings.finding import Causes, Measured, amdahl, bounded, rule
@@ -123,10 +125,8 @@ def unread_gradient(evidence: Evidence, ledger: Causes) -> Measured | None:
     }
 
 
-GIANT_BYTES = 0.6
-"""Share of all tables' bytes."""
-
-GIANT_LOOKUPS = 0.6
+GIANT_SHARE, GIANT_TIMES = 0.6, 8.0
+"""Share of all tables' bytes or lookups, and times the median table's."""
 
 
 @rule(
@@ -152,7 +152,7 @@ def giant_table(evidence: Evidence, ledger: Causes) -> Measured | None:
     dim = int(evidence.parameter("model.embedding_dim", 0) or 0)
     looked_up = {table["table"]: float(table["lookups_per_batch"]) for table in evidence.tables}
     lookups = [looked_up.get(number, 0.0) for number in range(len(rows))]
-    by_bytes, by_lookups = _dominant(rows, GIANT_BYTES), _dominant(lookups, GIANT_LOOKUPS)
+    by_bytes, by_lookups = _dominant(rows), _dominant(lookups)
     if 4.0 * dim * max(rows) <= float(evidence.ceiling("last_level_cache_bytes") or 32 << 20):
         by_bytes = None
     number = by_lookups if by_lookups is not None else by_bytes
@@ -224,20 +224,11 @@ def _expected_hottest(evidence: Evidence, table: Mapping[str, Any]) -> float:
     return float((1.0 - 2.0 ** (1.0 - a)) / (1.0 - (rows + 1.0) ** (1.0 - a)))
 
 
-GIANT_TIMES = 8.0
-"""Times the median table."""
-
-
-def _dominant(sizes: list[float] | list[int], least: float) -> int | None:
-    """The one entry that holds ``least`` of the sum and many times the median."""
-    total = sum(sizes)
-    if not total:
-        return None
-    number = max(range(len(sizes)), key=lambda place: sizes[place])
-    size = sizes[number]
-    if size < least * total or size < GIANT_TIMES * max(statistics.median(sizes), 1e-9):
-        return None
-    return number
+def _dominant(sizes: list[float] | list[int]) -> int | None:
+    """The one entry that holds most of the sum and many times the median."""
+    number = int(np.argmax(sizes))
+    least = max(GIANT_SHARE * sum(sizes), GIANT_TIMES * max(statistics.median(sizes), 1e-9))
+    return number if sizes[number] >= least else None
 
 
 def _table_times(

@@ -241,11 +241,13 @@ class Rule:
     component: str = "other"
     gpu: bool | None = None
     """Only for runs on a GPU (True) or on a CPU (False)."""
+    timeline: bool = False
+    """Only for recordings that say when a GPU worked."""
     concerns: tuple[str, ...] = ()
 
     def __call__(self, evidence: Evidence, ledger: Causes) -> Iterator[Finding]:
         """Look at the evidence, enter into the ledger what it explains, yield the findings."""
-        if self.gpu not in (None, evidence.on_gpu):
+        if self.gpu not in (None, evidence.on_gpu) or self.timeline > evidence.has_timeline:
             return
         measured = self.measure(evidence, ledger)
         for figures in [measured] if isinstance(measured, dict) else measured or ():

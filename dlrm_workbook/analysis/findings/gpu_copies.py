@@ -47,7 +47,7 @@ OVER_LINK = re.compile("HtoD|DtoH|HostToDevice|DeviceToHost|copyin|copyout")
     advice="The prefetching loader pins its batches, so that copies are asynchronous and run "
     "beside kernels; uniform and zipf batches can be made on the GPU (data.place: device).",
     limit="copies",
-    gpu=True,
+    timeline=True,
 )
 def copies(evidence: Evidence, ledger: Causes) -> Measured | None:
     """Copies between host and GPU hold the step up: pageable memory, or not overlapped."""
@@ -105,8 +105,6 @@ def _copies(evidence: Evidence, over_link: bool) -> pd.DataFrame:
     """Copies in the step, over the link or on GPUs: rows of ``evidence.work`` with ``name``, ``ms``
     and ``bytes`` (0 where not measured), each of a mean iteration."""
     work, profile = evidence.work, evidence.profile
-    if work.empty:
-        return work
     names = profile.contexts["name"]
     crossing = evidence.named(OVER_LINK)[work["context"]] == over_link
     chosen = work[work["kind"].eq("copy") & crossing]
@@ -155,7 +153,7 @@ compute capability of NVIDIA's GPUs of that time."""
     advice="Avoid them: work in place or on views, write results where they are needed (out=), "
     "keep the layout that the next operator wants, and clear one large buffer and not many.",
     limit="memory bandwidth",
-    gpu=True,
+    timeline=True,
 )
 def heavy_copy(evidence: Evidence, ledger: Causes) -> Measured | None:
     """Copies and memory sets that never cross the link take much of the step."""
@@ -202,14 +200,13 @@ EXCHANGE_ALONE_SHARE = 0.1
     "out the ranks.",
     limit="network",
     component="communication",
-    gpu=True,
+    timeline=True,
 )
 def exposed_communication(evidence: Evidence, ledger: Causes) -> Measured | None:
     """Collectives hold the step up."""
-    work = evidence.work
-    if work.empty or not evidence.is_exchange.any():
+    exchange = evidence.work[evidence.is_exchange]
+    if exchange.empty:
         return None
-    exchange = work[evidence.is_exchange]
     time, exposed = evidence.exchange_ms
     alone = max(exposed - ledger.waiting_ms, 0.0)
     names = evidence.profile.contexts["name"].iloc[exchange["context"]]

@@ -85,7 +85,7 @@ BLOCKED = 0.8
     advice="Launch without waiting: unset CUDA_LAUNCH_BLOCKING, and leave out debuggers and tools "
     "that run kernels one at a time.",
     limit="synchronisation",
-    gpu=True,
+    timeline=True,
     concerns=(IDLE,),
 )
 def blocking_launches(evidence: Evidence, ledger: Causes) -> Measured | None:
@@ -94,7 +94,7 @@ def blocking_launches(evidence: Evidence, ledger: Causes) -> Measured | None:
     Without it the step would be shorter by the time that the host waits in the calls, but not
     by more than the GPU is idle.
     """
-    if not evidence.has_timeline or evidence.meta.get("serialised"):
+    if evidence.meta.get("serialised"):
         return None
     work = evidence.work
     kernels = work[work["kind"].eq("kernel") & work["launch_start_ns"].ge(0)]
@@ -137,7 +137,7 @@ def blocking_launches(evidence: Evidence, ledger: Causes) -> Measured | None:
     "of a tensor): keep losses on the GPU and read them now and then (training.log_every), and use "
     "torch.where or sizes that are known in place of masks.",
     limit="synchronisation",
-    gpu=True,
+    timeline=True,
     concerns=(IDLE,),
 )
 def synchronising(evidence: Evidence, ledger: Causes) -> Measured | None:
@@ -200,8 +200,6 @@ def _synchronising_calls(evidence: Evidence) -> pd.DataFrame:
     among them: ``start_ns``, ``end_ns``, ``name``, ``component``, ``phase``, ``waited_ms`` (of a
     mean iteration)."""
     profile = evidence.profile
-    if not evidence.has_timeline:
-        return profile.trace[:0]
     parent = profile.contexts["parent"].to_numpy()
     work = evidence.work
     read = work[evidence.named(READ_BACK)[work["context"]] & work["launch_start_ns"].ge(0)]
@@ -343,13 +341,11 @@ FIRST_CALLS = (
     "has none left, when blocks are too split (PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True) "
     "or after torch.cuda.empty_cache(); a smaller batch or buffers taken once leave it room.",
     limit="memory capacity",
-    gpu=True,
+    timeline=True,
     concerns=(IDLE,),
 )
 def allocation(evidence: Evidence, ledger: Causes) -> Measured | None:
     """The GPU idles while the host is in calls that allocate or free its memory."""
-    if not evidence.has_timeline:
-        return None
     idle = without(evidence.idle, ledger.taken)
     idle = idle[idle["cause"].eq("allocation")]
     left = evidence.idle_ms - ledger.idle_ms
@@ -404,13 +400,11 @@ WAITS_FOR_LAUNCHES = "The GPU waits {share:.0%} of the time for launches{launche
     advice="Fewer and longer kernels: capture the step in a CUDA graph (training.cuda_graphs), "
     "compile it, a larger batch{fused}.",
     limit="launches",
-    gpu=True,
+    timeline=True,
     concerns=(IDLE,),
 )
 def launch_bound(evidence: Evidence, ledger: Causes) -> Measured | None:
     """The GPU idles while the host prepares launches."""
-    if not evidence.has_timeline:
-        return None
     launch_us = _launch_us(evidence)
     idle = _launching(evidence, ledger)
     left = max(0.0, evidence.idle_ms - ledger.idle_ms - _data_ms(evidence, ledger))
@@ -600,7 +594,7 @@ def _data_ms(evidence: Evidence, ledger: Causes) -> float:
     ),
     advice="{remedy}",
     limit="dispatch",
-    gpu=True,
+    timeline=True,
     concerns=(IDLE,),
 )
 def gpu_idle(evidence: Evidence, ledger: Causes) -> Measured | None:

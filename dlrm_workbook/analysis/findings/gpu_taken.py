@@ -138,13 +138,13 @@ def _same_launches(evidence: Evidence, spans: pd.DataFrame) -> pd.DataFrame:
     advice="Do not optimise the program for it. Record fewer events (no shapes, stacks or memory, "
     "fewer iterations), or leave out the iterations that it falls into.",
     limit="dispatch",
-    gpu=True,
+    timeline=True,
     concerns=(IDLE,),
 )
 def profiler_overhead(evidence: Evidence, ledger: Causes) -> Measured | None:
     """The GPU idles because the profiler holds the host up in a call of the GPU's driver."""
     overhead = pd.DataFrame(evidence.meta.get("profiler_overhead") or {})
-    if overhead.empty or not evidence.has_timeline:
+    if overhead.empty:
         return None
     idle = without(evidence.idle, ledger.taken)
     # the profiler's own threads work beside the host, and hold nothing up
@@ -200,12 +200,12 @@ _HOST_FUNCTIONS: Measured = {
     advice="See which processes use this GPU (nvidia-smi, nvidia-smi pmon): give the run a GPU of "
     "its own, or let the processes share it by MPS or MIG, not in turns.",
     limit="scheduling",
-    gpu=True,
+    timeline=True,
     concerns=(IDLE,),
 )
 def gpu_taken(evidence: Evidence, ledger: Causes) -> Measured | None:
     """The GPU idles while launched work waits in its queue: somebody else has it."""
-    if not evidence.has_timeline or evidence.meta.get("serialised"):
+    if evidence.meta.get("serialised"):
         return None
     start, end, start_up, usual_us = _queued_gaps(evidence)
     inside = evidence.inside(start)

@@ -411,14 +411,14 @@ def _heading(
     advice="Look at what calls them, at their shapes and types, and whether each iteration needs "
     "them; compare with another recording of the same model (dlrm run compare) if they took less.",
     limit="",
-    gpu=True,
+    timeline=True,
 )
 def largest_kernels(evidence: Evidence, ledger: Causes) -> Measured | None:
     """The largest pieces of another program's work on the GPU that no rule has named.
 
     Kernels that are known to reach half of the GPU's limits are left out: there is little to gain.
     """
-    if evidence.is_ours or not evidence.has_timeline:
+    if evidence.is_ours:
         return None
     table = _unexplained_kernels(evidence, ledger)
     table = table[~table["share_of_ceiling"].ge(FAR_FROM_LIMIT)]
