@@ -24,6 +24,7 @@ from dlrm_workbook.analysis.steady import (
     lasting_rise,
     steady_state,
 )
+from dlrm_workbook.ground.arrays import Bools
 from dlrm_workbook.recordings.nesting import stretch_at
 
 IRREGULAR_SHARE = 0.15
@@ -75,7 +76,8 @@ def irregular(evidence: Evidence, ledger: Causes) -> Measured | None:
     odd = next((kind for kind in kinds if kind and kind["share"] >= kind["least"]), None)
     if odd is None:
         return None
-    slow, usual = odd["odd"], odd["usual"]
+    slow: Bools = odd["odd"]
+    usual: Bools = odd["usual"]
     extra = (steps[slow] - steps[usual].median()).mean().clip(lower=0.0)
     part = largest(extra)
     grown, by_one = pd.Series(dtype=float), float(totals[slow].mean() - totals[usual].median())
