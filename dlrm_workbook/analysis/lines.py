@@ -415,6 +415,33 @@ class LineTable:
         ]
         return pd.DataFrame(rows, columns=["function", "time_ms", "file", "line", "caller"])
 
+    def outside_modules(self) -> pd.DataFrame:
+        """Functions that the step calls for its loss and that call no module, with all that they
+        call and their backward pass: ``file``, ``function``, ``time_ms`` of a mean iteration,
+        most first, and the ``line`` with most of it."""
+        modules = {
+            self.frames[frame][:3]
+            for path in self.paths
+            for place, (frame, _) in enumerate(path)
+            if any(mark.endswith("module") for _, mark in path[place:])
+        }
+        main = self.moments[self.moments["thread"].eq(0)]
+        times = main.groupby(["path", "built"], as_index=False)[["ms"]].sum()
+        rows = []
+        for path, built, ms in times.itertuples(index=False):
+            ran = self.paths[path if built < 0 else built]
+            role, depth = self.roles.of(ran)
+            below = [self.frames[frame] for frame, _ in ran[depth + 1 :]]
+            in_module = any(f[:3] in modules or f[2].endswith(".forward") for f in below)
+            if role == "model" and below and modules and not in_module:
+                rows.append((below[0][0], below[0][2], below[0][3], ms / self.count))
+        table = pd.DataFrame(rows, columns=["file", "function", "line", "time_ms"])
+        table = table.groupby(["file", "function", "line"], as_index=False)[["time_ms"]].sum()
+        table = table.sort_values("time_ms", ascending=False)
+        table["time_ms"] = table.groupby(["file", "function"])["time_ms"].transform("sum")
+        first = table.drop_duplicates(["file", "function"])
+        return first.sort_values("time_ms", ascending=False)
+
     @staticmethod
     def _runs_backward(path: Path) -> bool:
         return bool(path) and path[-1][1].endswith("backward")

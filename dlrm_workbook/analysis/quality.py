@@ -57,6 +57,10 @@ class Doubt:
     conclusion: str
 
 
+WAITS_FOR_CORES = ("waiting_for_cores", "too_many_threads", "other_threads")
+"""Findings that say for whom the step waits: where one does, that is no error of the others."""
+
+
 def quality(
     profile: Profile, attribution: pd.DataFrame, findings: Sequence[Finding]
 ) -> dict[str, str]:
@@ -174,7 +178,7 @@ def _errors(
     from_lines = by_lines and all(finding.id == "around_model" for finding in findings[:1])
     evidence = Evidence(profile, attribution)
     waited = evidence.machine_share("run_queue_ms")
-    if waited:
+    if waited and not any(finding.id in WAITS_FOR_CORES for finding in findings):
         yield waited, f"the thread of the step had no core in {percent(waited)} of its time"
     if step is not None and not step.unprofiled:
         if not evidence.on_gpu:  # kernels keep their times under a profiler

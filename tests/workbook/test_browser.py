@@ -26,7 +26,6 @@ from browser import (
     require_browser,
     wait_for_marks,
 )
-from conftest import Chain
 from nbformat.v4 import new_markdown_cell
 from sample_notebooks import PAYLOADS, REPORT, cell, shown, write_notebook, write_page
 
@@ -38,6 +37,7 @@ from dlrm_workbook.runner.run import CHAIN, run_notebooks
 from dlrm_workbook.show import static, theme
 from dlrm_workbook.show.profile import findings_text
 from dlrm_workbook.show.tables import Cells, Text, TextTable, bundle, show
+from tests.conftest import Chain
 
 pytestmark = [pytest.mark.browser, pytest.mark.notebook, pytest.mark.usefixtures("browser")]
 

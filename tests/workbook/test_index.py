@@ -12,7 +12,6 @@ from typing import Any
 import mistune
 import pytest
 from browser import open_page
-from conftest import Chain
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from nbformat.v4 import new_markdown_cell, new_notebook
@@ -28,6 +27,7 @@ from dlrm_workbook.runner.summary import (
     verdict_markdown,
 )
 from dlrm_workbook.show.tables import Cells, Quality, TextTable
+from tests.conftest import Chain
 
 
 def make_run(root: Path, name: str, day: str = "2026-11-22", **record: object) -> Path:

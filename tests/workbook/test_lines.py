@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import lines_program
 import numpy as np
 import pandas as pd
 import pytest
+import torch
+from finding_profiles import counters, listed, made
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
@@ -17,13 +20,21 @@ from recordings import recording
 
 from dlrm_core.base.errors import InputError
 from dlrm_core.config import parameters_from_sections
-from dlrm_workbook.analysis.lines import functions, growth, hottest, lines, statements
+from dlrm_workbook.analysis.lines import (
+    LineTable,
+    functions,
+    growth,
+    hottest,
+    lines,
+    statements,
+)
 from dlrm_workbook.analysis.step_source import Source
 from dlrm_workbook.recordings.foreign import PartNames
 from dlrm_workbook.recordings.measure import measure
 from dlrm_workbook.recordings.open import open_recording
 from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.recordings.torch.lines import read_lines
+from dlrm_workbook.recordings.torch.seen_operators import _within_function
 from dlrm_workbook.samples import sample_profile
 from tests.databases import folder_of
 
@@ -159,6 +170,64 @@ def test_a_line_grows_and_another_is_in_every_fourth_iteration() -> None:
     assert table.loc[3, "time_ms"] == pytest.approx(3.0)
     assert table["growth_ms"].to_dict() == pytest.approx({2: -0.5, 3: 0, 4: 0.5, 5: 0}, abs=1e-9)
     assert table["in_iterations"].to_dict() == pytest.approx({2: 1, 3: 1, 4: 1, 5: 0.25}, abs=0.02)
+
+
+def sampled(
+    frames: list[tuple[str, int, str, int]], paths: list[Any], rows: list[Any], **more: Any
+) -> dict[str, Any]:
+    """What a recording knows of lines: ``rows`` are (path, thread, ms), ten times the same."""
+    table = pd.DataFrame(rows, columns=["path", "thread", "ms"]).assign(samples=9)
+    times = pd.concat([table.assign(iteration=i) for i in range(10)]).to_dict("list")
+    step_ms = float(table.loc[table["thread"].eq(0), "ms"].sum())
+    meta = {"frames": frames, "paths": paths, "times": times, "iteration_ms": [step_ms] * 10}
+    return meta | {"threads": ["main"], "counted": {"missing": ""}, "sources": []} | more
+
+
+def test_a_function_of_the_loss_outside_of_modules_is_told_with_its_backward_pass() -> None:
+    """A penalty took half of the step, and the headline was the batch with a sixth of it."""
+    frames = [("a.py", 1, "step", 2), ("a.py", 9, "penalty", 10), ("a.py", 20, "Net.forward", 21)]
+    frames += [("a.py", 1, "step", 3)]
+    paths = [[(0, ""), (1, "")], [(0, " module"), (2, "")], [(3, " backward")]]
+    roles = {("a.py", 10): "model", ("a.py", 21): "model", ("a.py", 3): "model"}
+    rows = [(0, 0, 30.0), (1, 0, 20.0), (2, 0, 50.0)]
+    known = sampled(frames, paths, rows, roles=roles, backward={"path": [0, 1], "ns": [30, 20]})
+    told = LineTable(known).outside_modules().to_dict("records")
+    assert told == [{"file": "a.py", "function": "penalty", "line": 10, "time_ms": 60.0}]
+    profile = made({("other", "", "aten::mm"): 100.0}, lines=known, passes=[{}])
+    del profile.meta["parameters"]  # a program that is not ours
+    first = listed(profile)[0]
+    assert first.id == "outside_modules" and "`penalty` (`a.py:10`) takes 60%" in first.title
+    known["paths"][1] = [(0, ""), (2, "")]  # no module is known: anything may be one
+    assert LineTable(known).outside_modules().empty
+
+
+def test_workers_that_take_the_steps_cores_are_named_by_their_line() -> None:
+    frames = [("a.py", 1, "step", 2), ("a.py", 9, "encode", 10)]
+    known = sampled(frames, [[(0, "")], [(1, "")]], [(0, 0, 100.0), (1, 1, 60.0)])
+    known |= {"threads": ["main", "DataLoader worker 0"]}
+    queued = counters(run_queue_ms=25.0, involuntary_switches=40.0, thread_cpu_ms=75.0)
+    profile = made({("other", "", "aten::mm"): 100.0}, lines=known, counters=queued)
+    first = listed(profile)[0]
+    assert first.id == "waiting_for_cores" and first.title.endswith("`encode` (`a.py:10`)")
+    assert "Workers of the DataLoader compute 60.0 ms" in first.evidence
+
+
+def test_a_function_with_a_backward_pass_of_its_own_learns() -> None:
+    """Its forward pass runs without gradients by itself: a tenth of programs were told so."""
+    seen = []
+
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            seen.append((lambda: _within_function())())
+            return 2 * x
+
+    weight = torch.nn.Parameter(torch.ones(1))
+    Double.apply(weight)
+    with torch.no_grad():
+        Double.apply(weight)
+    Double.apply(torch.ones(1))
+    assert seen == [True, False, False]
 
 
 def test_calls_are_counted_exactly(profile: Profile, main: pd.DataFrame) -> None:

@@ -16,7 +16,6 @@ import nbformat
 import pandas as pd
 import plotly.graph_objects as go
 import pytest
-from conftest import Chain
 
 from dlrm_core.base.errors import InputError
 from dlrm_core.config import load_parameters, parameters_from_sections
@@ -34,6 +33,7 @@ from dlrm_workbook.runner.parameters import assigned_values, declared_parameters
 from dlrm_workbook.samples import SAMPLE, sample_profile
 from dlrm_workbook.show import profile as about
 from dlrm_workbook.show.tables import FORMATS, Shown, Text, TextTable, show
+from tests.conftest import Chain
 
 NAMES = ("train", "profile", "bottlenecks")
 OURS = [path.stem for path in NOTEBOOKS.glob("*.ipynb")]

@@ -11,7 +11,6 @@ from urllib.parse import unquote, urlsplit
 import nbformat
 import pytest
 from browser import PHONE, check_drawn, open_page, require_browser
-from conftest import Chain
 from recordings import SEVERAL, TRACES, recording
 from test_notebooks import run_cells
 
@@ -22,6 +21,7 @@ from dlrm_workbook.runner.pages import FIGURE
 from dlrm_workbook.runner.run import run_notebooks
 from dlrm_workbook.runner.summary import table_rows
 from dlrm_workbook.show.tables import bundle
+from tests.conftest import Chain
 
 pytestmark = [pytest.mark.browser, pytest.mark.notebook, pytest.mark.usefixtures("browser")]
 

@@ -12,7 +12,7 @@ import gpu_trace
 import pandas as pd
 import pytest
 from finding_profiles import counters, made
-from test_findings_gpu import STEP_US, STEPS, Trace, busy, other_program
+from test_findings_gpu import STEP_OF_OTHERS, STEP_US, STEPS, Trace, busy
 
 from dlrm_workbook import explain
 from dlrm_workbook.analysis import experiment
@@ -313,8 +313,7 @@ def test_one_heavy_kernel_far_from_its_limits_is_named(trace: Trace) -> None:
 
 def whole_steps(trace: Trace, *kernels: tuple[str, float], **launch: Any) -> None:
     """Steps of another program with these kernels (name, us) one after the other."""
-    for number in range(STEPS):
-        begin = other_program(trace, number)
+    for begin in trace.steps(STEP_OF_OTHERS):
         at = begin + 10
         for place, (name, length) in enumerate(kernels):
             trace.launch(begin + 2 + 2 * place, name, at, at + length, **launch)
@@ -368,8 +367,7 @@ def test_one_launch_of_few_threads_is_no_matter_of_its_type(trace: Trace) -> Non
 
 
 def test_kernels_beyond_their_step_take_no_more_than_the_gpus_time(trace: Trace) -> None:
-    for number in range(STEPS):
-        begin = other_program(trace, number)
+    for begin in trace.steps(STEP_OF_OTHERS):
         trace.host("cpu_op", "my::op", begin + 1, begin + 9, **{"Input Dims": [[8, 8]]})
         for i in range(2):  # on two streams at once
             trace.launch(begin + 2 + 3 * i, "scan_of_mine", begin + 10, begin + 990)
@@ -380,8 +378,7 @@ def test_kernels_beyond_their_step_take_no_more_than_the_gpus_time(trace: Trace)
 
 
 def test_breakdown_of_kernels_adds_up_to_no_more_than_their_finding(trace: Trace) -> None:
-    for number in range(STEPS):
-        begin = other_program(trace, number)
+    for begin in trace.steps(STEP_OF_OTHERS):
         trace.host("user_annotation", "Optimizer.step#SGD.step", begin + 20, begin + 40)
         # of one kernel: near the limit in one part, far from it in another
         for at, size, begun, end in ((5, 4096, 10, 590), (25, 8, 590, 790), (50, 0, 790, 990)):
@@ -403,8 +400,7 @@ def test_breakdown_of_kernels_adds_up_to_no_more_than_their_finding(trace: Trace
 def test_time_of_a_kernel_in_several_operators_is_not_that_of_one(
     trace: Trace, second: str
 ) -> None:
-    for number in range(STEPS):
-        begin = other_program(trace, number)
+    for begin in trace.steps(STEP_OF_OTHERS):
         for place, name in enumerate(("aten::mm", second)):
             at = begin + 5 + 20 * place
             trace.host("cpu_op", name, at, at + 8, **{"Input Dims": [[8, 8]] * 2})

@@ -154,6 +154,7 @@ RULES: tuple[Rule, ...] = (
     generic.spinning_threads,
     iterations.irregular,
     generic.slower_than_alone,
+    program.outside_modules,
     generic.largest_place,
 )
 """In the order in which they run: what leaves no doubt about its cause comes first."""

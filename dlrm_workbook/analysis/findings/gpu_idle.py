@@ -124,7 +124,7 @@ def blocking_launches(evidence: Evidence, ledger: Causes) -> Measured | None:
 
 @rule(
     "synchronisation",
-    title="The host waits for the GPU {count:,.0f} times in each step{most}",
+    title="The host waits for the GPU {often} in each step{most}",
     evidence=(
         "{names} is called {count:,.1f} times per iteration{place}; the host waits "
         "{waited:ms} in it, and the GPU idles {idle:ms} {during}.",
@@ -183,6 +183,7 @@ def synchronising(evidence: Evidence, ledger: Causes) -> Measured | None:
         "component": part[0],
         "names": ", ".join(sorted(calls["name"].unique())),
         "count": len(calls) / count,
+        "often": "once" if len(calls) < 1.5 * count else f"{len(calls) / count:,.0f} times",
         "place": _mostly_in(calls, "lost_ms"),
         "waited": waited,
         "idle": idle,

@@ -309,9 +309,11 @@ def crowding_loader(evidence: Evidence, ledger: Causes) -> Measured | None:
 
 @rule(
     "waiting_for_cores",
-    title="The step waits for a core in {all_queued:.0%} of its time",
+    title="The step waits for a core in {all_queued:.0%} of its time{beside}",
     evidence=(
         "An operator runs on {threads} threads; the process may use {cores} cores.",
+        "Workers of the DataLoader compute {workers:ms} per iteration of {step_ms:ms}, most of it "
+        "at {lines}.",
         NO_CORE,
         PREEMPTED,
     ),
@@ -332,9 +334,24 @@ def waiting_for_cores(evidence: Evidence, ledger: Causes) -> Measured | None:
         "share": lost,
         "explains": None,
         "all_queued": queued,
+        **dict.fromkeys(("workers", "lines"), None),
+        "beside": "",
         **_without_core(evidence),
         "speedup": removed(lost) if lost >= LEAST_SHARE else bounded(0.05),
     }
+    made = evidence.lines_of("data")
+    made = made[made["thread"].ne(MAIN)]
+    workers = float(made["time_ms"].sum())
+    if workers > queued * evidence.step_ms:
+        figures |= {
+            "workers": workers,
+            "lines": evidence.said_lines("data"),
+            "beside": ": workers of the DataLoader compute beside it, most of it in "
+            f"{line_name(made.iloc[0])}",
+            "advice": "Make a sample with less work, whole batches at once, or with what was "
+            "prepared before the training; else leave the workers cores of their own (fewer "
+            "workers, or fewer threads of operators).",
+        }
     if too_many:
         figures |= {
             "id": "too_many_threads",

@@ -33,6 +33,12 @@ EACH = 0.75
 LATER = 1000
 """Iterations after which a time that grows is foretold."""
 
+OUTSIDE = 0.4
+"""Least share of the step for a function of the loss outside of modules: some losses take 30 %."""
+
+TOLD = 0.3
+"""A finding with more than this part of that share, in which it is named, tells of it already."""
+
 MOST_AROUND = 3
 """Lines of the loop that have a finding each."""
 
@@ -491,6 +497,38 @@ def computed_again(evidence: Evidence, ledger: Causes) -> Measured | None:
     worst = most.sort_values("inclusive_ms").tail(1)
     lost = _lost(share, worst)
     return lost and {**lost, "least": LINE_SHARE, "part": worst["part"].sum()}
+
+
+@rule(
+    "outside_modules",
+    title="{name} takes {share:.0%} of each step, outside every module",
+    evidence=(
+        "With what it calls and its backward pass it takes {time:ms} of {step_ms:ms}.",
+        "No rule found why: how short it could be was not measured.",
+    ),
+    advice="Look at what it computes, and with which sizes: a loss, a penalty or a metric whose "
+    "gradient is taken costs as much in each step as a layer. Compute it with fewer or smaller "
+    "operands, by a cheaper formula, or in one step of several.",
+    limit="arithmetic",
+    gpu=False,
+)
+def outside_modules(evidence: Evidence, ledger: Causes) -> Measured | None:
+    """A function of the loss that no module holds, and of which no finding tells. One that takes
+    less is named only where no cause is known."""
+    table = line_table(evidence.profile)
+    if table is None or evidence.is_ours or evidence.has_timeline:
+        return None
+    for row in table.outside_modules().head(1).to_dict("records"):
+        share, name = row["time_ms"] / table.step_ms, f"`{row['function']}`"
+        if any(told > TOLD * share and name in text for told, text in ledger.told):
+            continue
+        figures: Measured = {"share": share, "explains": None, "name": line_name(row)}
+        figures |= {"least": OUTSIDE, "time": share * evidence.step_ms}
+        if share < OUTSIDE and not ledger.told:
+            figures |= {"id": "largest_place", "least": 0.5 * OUTSIDE}
+            figures["title"] = "No known bottleneck found: {name} takes {share:.0%} of the step"
+        return figures
+    return None
 
 
 @rule(

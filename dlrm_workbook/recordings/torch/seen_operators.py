@@ -236,7 +236,8 @@ class SeenOperators(TorchDispatchMode):
         elements = sum(one.numel() for one in results)
         small = elements + sum(one.numel() for one in operands) < SMALL_ELEMENTS
         double = elements if results[0].dtype == torch.float64 else 0
-        learns = torch.is_grad_enabled() and any(one.requires_grad for one in operands)
+        learns = any(one.requires_grad for one in operands)
+        learns = learns if torch.is_grad_enabled() else _within_function()
         moved = max(one.numel() for one in (*operands, *results))
         gradients = 0 if learns else elements
         counts = (1, int(small), elements, double, gradients, again * elements, moved, whole)
@@ -310,6 +311,19 @@ class SeenOperators(TorchDispatchMode):
 
 COUNTS = ("calls", "small", "elements", "double", "without_gradients", "again", "moved", "whole")
 _COUNTS = (*COUNTS, *(f"own_{name}" for name in COUNTS))
+
+
+def _within_function() -> bool:
+    """Whether a ``torch.autograd.Function`` that has a backward pass is in its forward one, where
+    torch records no gradients of what it calls."""
+    inner = sys._getframe(1)
+    while (frame := inner.f_back) is not None:
+        code = frame.f_code
+        if code.co_name == "apply" and code.co_filename.endswith("torch/autograd/function.py"):
+            first = [inner.f_locals.get(name) for name in inner.f_code.co_varnames[:1]]
+            return all(getattr(context, "next_functions", True) for context in first)
+        inner = frame
+    return False
 
 
 def captures() -> bool:
