@@ -16,7 +16,7 @@ import pandas as pd
 
 from dlrm_workbook.analysis.around import around
 from dlrm_workbook.analysis.findings.evidence import Evidence, heaviest
-from dlrm_workbook.analysis.findings.finding import Causes, Finding, Measured, rule
+from dlrm_workbook.analysis.findings.finding import Causes, Finding, Measured, bounded, rule
 from dlrm_workbook.analysis.findings.where import code_line, line_name
 from dlrm_workbook.analysis.lines import line_table, lines
 from dlrm_workbook.analysis.tried import tried
@@ -503,7 +503,7 @@ def computed_again(evidence: Evidence, ledger: Causes) -> Measured | None:
     "outside_modules",
     title="{name} takes {share:.0%} of each step, outside every module",
     evidence=(
-        "With what it calls and its backward pass it takes {time:ms} of {step_ms:ms}.",
+        "With what it calls and its backward pass it takes {time:ms} of {total_ms:ms}.",
         "No rule found why: how short it could be was not measured.",
     ),
     advice="Look at what it computes, and with which sizes: a loss, a penalty or a metric whose "
@@ -523,7 +523,7 @@ def outside_modules(evidence: Evidence, ledger: Causes) -> Measured | None:
         if any(told > TOLD * share and name in text for told, text in ledger.told):
             continue
         figures: Measured = {"share": share, "explains": None, "name": line_name(row)}
-        figures |= {"least": OUTSIDE, "time": share * evidence.step_ms}
+        figures |= {"least": OUTSIDE, "time": share * evidence.total_ms, "speedup": bounded(share)}
         if share < OUTSIDE and not ledger.told:
             figures |= {"id": "largest_place", "least": 0.5 * OUTSIDE}
             figures["title"] = "No known bottleneck found: {name} takes {share:.0%} of the step"
