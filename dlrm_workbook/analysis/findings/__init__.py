@@ -76,11 +76,12 @@ EXPLAINS = {
 """Finding of a cause to those that speak of its effects, before which it stands if its share is no
 less than this part of the effect's."""
 
-SPREAD = (*STARVED, "pointwise_operators")
+SPREAD = (*STARVED, "pointwise_operators", "irregular_iterations")
 """Findings that are sums of many."""
 
-WITHOUT_CAUSE = ("largest_kernels", "largest_place")
-"""Findings that name where time passes, and no cause."""
+WITHOUT_CAUSE = ("largest_kernels", "largest_place", "without_gradients")
+"""Findings that name where time passes, and no cause; what is computed without gradients may be
+wanted, as the answers of a teacher."""
 
 SPREAD_WEIGHT = 0.5
 """Factor of these in the order of findings: of sums, where no one place of a program has their

@@ -266,7 +266,8 @@ class Rule:
             context, ms = figures["pieces"]
             filled.append(place_sentence(seen.profile, context, ms, seen.total_ms))
             if figures.get("in_place", True):
-                in_one = most_in_one(seen.profile, context, ms) / seen.total_ms
+                most = most_in_one(seen.profile, context, ms)
+                in_one = share * most / max(float(np.sum(ms)), 1e-9)
             felt = _felt(seen, context) if IDLE not in self.concerns else 1.0
         advice = _filled(figures["advice"], figures, seen) or ""
         speedup = removed(share) if figures["speedup"] is None else figures["speedup"]

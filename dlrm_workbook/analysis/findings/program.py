@@ -181,8 +181,8 @@ def _names(texts: pd.Series) -> str:
         "The gradients of {names} are dense, so that the optimizer ({at}) reads and writes whole "
         "tables: {megabytes:,.0f} MB per iteration.",
         "One batch looked up {unique:,} different rows.",
-        "Optimizers take {update:ms} of {total_ms:ms} per iteration, and making dense gradients "
-        "{backward:ms}.",
+        "For the others optimizers take {update:ms} of {total_ms:ms} per iteration, and making "
+        "dense gradients {backward:ms}.",
     ),
     advice="Make sparse gradients, nn.Embedding(..., sparse=True) or nn.EmbeddingBag(..., "
     "sparse=True), and update these tables with an optimizer that takes them "
@@ -192,29 +192,17 @@ def _names(texts: pd.Series) -> str:
 )
 def dense_updates(evidence: Evidence, ledger: Causes) -> Measured | None:
     """An optimizer updates whole embedding tables of which a batch asks for few rows."""
-    tables = _seen(evidence, "tables", ("rows", "dim", "bytes", "unique", "optimizer"))
-    optimizers = _seen(evidence, "optimizers", ("elements",))
-    if tables.empty or optimizers.empty or "gradient" not in tables:
-        return None
-    tables = tables.assign(elements=tables["rows"] * tables["dim"])
-    sparse = tables.loc[tables["gradient"].eq("sparse"), "elements"].sum()
-    tables = tables[tables["gradient"].eq("dense") & tables["optimizer"].isin(optimizers.index)]
-    tables = tables[tables["unique"] < TOUCHED * tables["rows"]]
-    if tables.empty:
+    tables = _dense_tables(evidence)
+    if tables.empty or (tables := tables[tables["sparse"].ne(True)]).empty:
         return None
     rows, unique = int(tables["rows"].sum()), int(tables["unique"].sum())
-    idle = float((tables["elements"] * (1 - tables["unique"] / tables["rows"])).sum())
-    dense = max(float(optimizers["elements"].sum() - sparse), float(tables["elements"].sum()))
-    rows_of_update = evidence.attribution["phase"].eq("update")
-    update = float(evidence.attribution.loc[rows_of_update, "time_ms"].sum())
-    backward = evidence.called[evidence.called["name"].str.contains(DENSE_BACKWARD)]
-    backward_ms = float(backward["cpu_ms" if "cpu_ms" in backward else "cpu_self_ms"].sum())
-    of_tables = idle / float(tables["elements"].sum())
-    lost = update * idle / dense + backward_ms * of_tables
+    update, backward = (float(tables[column].sum()) for column in ("update_ms", "backward_ms"))
+    lost = update + backward
     if lost < LINE_SHARE * evidence.total_ms:
         return None
-    ledger.explain(update * idle / dense, ("optimizer", "update"))
-    ledger.explain(backward_ms * of_tables, ("embedding", "backward"))
+    ledger.explain(update, ("optimizer", "update"))
+    ledger.explain(backward, ("embedding", "backward"))
+    optimizers = _seen(evidence, "optimizers", ("elements",))
     worst = optimizers.loc[tables.groupby("optimizer")["elements"].sum().idxmax()]
     moves = ELEMENT_MOVES.get(str(worst["class"]))
     moved = float((tables["elements"] * tables["bytes"]).sum()) * (moves or math.nan)
@@ -229,8 +217,35 @@ def dense_updates(evidence: Evidence, ledger: Causes) -> Measured | None:
         "at": line_name(worst),
         "megabytes": moved / 1e6 if moves else None,
         "update": update,
-        "backward": backward_ms,
+        "backward": backward,
     }
+
+
+def _dense_tables(evidence: Evidence) -> pd.DataFrame:
+    """Tables with dense gradients of which a batch looks up few rows, and what the others cost.
+
+    ``update_ms`` goes by their part of what optimizers write. ``backward_ms`` is of the time in
+    which dense gradients are made: zeros for each number of a table, of which those looked up are
+    read, added to what is there and written. ``sparse`` says that a table was to get sparse ones.
+    """
+    tables = _seen(evidence, "tables", ("rows", "dim", "bytes", "unique", "lookups", "optimizer"))
+    optimizers = _seen(evidence, "optimizers", ("elements",))
+    if tables.empty or optimizers.empty or "gradient" not in tables:
+        return tables[:0]
+    tables = tables.assign(elements=tables["rows"] * tables["dim"], sparse=tables.get("sparse"))
+    dense = tables["gradient"].eq("dense") & tables["optimizer"].isin(optimizers.index)
+    of_sparse = float(tables.loc[tables["gradient"].eq("sparse"), "elements"].sum())
+    few = tables[dense & tables["unique"].lt(TOUCHED * tables["rows"])]
+    written = max(float(optimizers["elements"].sum()) - of_sparse, float(few["elements"].sum()))
+    rows_of_update = evidence.attribution["phase"].eq("update")
+    update_ms = float(evidence.attribution.loc[rows_of_update, "time_ms"].sum())
+    called = evidence.called[evidence.called["name"].str.contains(DENSE_BACKWARD)]
+    backward_ms = float(called["cpu_ms" if "cpu_ms" in called else "cpu_self_ms"].sum())
+    moved = (tables["elements"] + 3 * tables["lookups"] * tables["dim"])[dense].sum()
+    idle = few["elements"] * (1 - few["unique"] / few["rows"])
+    return few.assign(
+        update_ms=update_ms * idle / max(written, 1), backward_ms=backward_ms * idle / max(moved, 1)
+    )
 
 
 DENSE_BACKWARD = re.compile(r"embedding(?:_bag)?_dense_backward$")
@@ -535,7 +550,11 @@ def outside_modules(evidence: Evidence, ledger: Causes) -> Measured | None:
     "whole_tables",
     title="Computing with all rows of {names} takes {share:.0%} of each step, at {name}: a batch "
     "looks up {touched:.1%} of them at most",
-    evidence=("`{source}` takes {time:ms} of {step_ms:ms}, backward pass included.",),
+    evidence=(
+        "`{source}` takes {time:ms} of {step_ms:ms}, backward pass included.",
+        "It makes the gradients of tables dense that were to be sparse: the optimizer writes all "
+        "of their rows, {update:ms} more.",
+    ),
     advice="Do it with the rows that the batch looks up: normalise, penalise or transform what "
     "the lookup returns, or what one iteration in many finds for all rows.",
     limit="memory bandwidth",
@@ -553,8 +572,13 @@ def whole_tables(evidence: Evidence, ledger: Causes) -> Measured | None:
     worst = table.loc[share.nlargest(1).index]
     touched = float(tables["lookups"].sum() / tables["rows"].sum())
     more = {"names": _names(tables["name"]), "touched": touched, "time": worst["time_ms"].sum()}
-    lost = _lost(share, worst)
-    return lost and {**lost, **more}
+    lost, dense = _lost(share, worst), _dense_tables(evidence)
+    if not dense.empty:
+        dense = dense[dense["sparse"].eq(True) & dense["name"].isin(tables["name"])]
+    update = float(dense["update_ms"].sum()) if len(dense) else 0.0
+    if lost:
+        lost["share"] += update / evidence.total_ms
+    return lost and {**lost, **more, "update": update or None}
 
 
 @rule(

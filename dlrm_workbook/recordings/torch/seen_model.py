@@ -30,6 +30,8 @@ MOST_LOOKUPS = 1_000_000
 MOST_ROWS = 200
 """Tables that are kept."""
 
+_COUNTED = ("unique", "hottest", "hottest_row")
+
 _OPTIONS = (bool, int, float, str, type(None))
 
 
@@ -50,6 +52,8 @@ class SeenModel:
         self._thread, self._spent_s, self._left_out = threading.get_ident(), 0.0, 0
         self._tables: dict[int, dict[str, Any]] = {}
         """By the ``id`` of the weight."""
+        self._asked: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """Different rows that a table was asked for so far, and how often, by the same."""
         self._optimizers: dict[int, dict[str, Any]] = {}
         self._calls = 0
         self._hooks: list[Any] = []
@@ -81,9 +85,10 @@ class SeenModel:
         """Everything seen, as JSON holds it.
 
         ``tables`` have ``name``, ``rows``, ``dim``, ``bytes`` (of an element), ``calls``, and of
-        the first call ``lookups``, how many different rows they ask for (``unique``) and the share
+        all of them ``lookups``, how many different rows they ask for (``unique``) and the share
         (0 to 1) ``hottest`` of ``hottest_row``, None where that was not counted; ``bag``,
-        ``gradient`` ("dense", "sparse" or None) and ``optimizer`` (row of ``optimizers``).
+        ``sparse`` (what its gradient is to be), ``gradient`` ("dense", "sparse" or None) and
+        ``optimizer`` (row of ``optimizers``).
         ``untrained`` are the parameters that get gradients and have no optimizer.
         ``optimizers`` have ``class``, ``options``, ``tensors``, ``elements``. Each has the
         ``file``, ``line`` and ``function`` of the program's that calls it. What operators show is
@@ -121,6 +126,7 @@ class SeenModel:
             return
         if len(self._tables) >= MOST_ROWS or self._spent_s > MOST_S or captures():
             self._left_out += 1
+            self._tables.get(id(module.weight), {}).update(dict.fromkeys(_COUNTED))
             return
         began = time.thread_time()
         try:
@@ -131,22 +137,31 @@ class SeenModel:
         self._spent_s += time.thread_time() - began
 
     def _look_up(self, module: Any, indices: torch.Tensor) -> None:
-        if id(module.weight) in self._tables:
-            self._tables[id(module.weight)]["calls"] += 1
-            return
         flat, (rows, dim) = indices.detach().reshape(-1), module.weight.shape
-        seen = self._tables[id(module.weight)] = {
-            **dict.fromkeys(("unique", "hottest", "hottest_row", "gradient", "optimizer")),
-            "name": self._names.get(id(module), type(module).__name__),
-            **{"rows": rows, "dim": dim, "bytes": module.weight.element_size(), "calls": 1},
-            **{"lookups": flat.numel(), "bag": isinstance(module, torch.nn.EmbeddingBag)},
-            **_line(),
-        }
-        if 0 < flat.numel() <= MOST_LOOKUPS:
-            values, counts = torch.unique(flat, return_counts=True)
-            most = int(counts.argmax())
-            seen |= {"unique": len(values), "hottest": float(counts[most]) / flat.numel()}
-            seen["hottest_row"] = int(values[most])
+        seen = self._tables.get(id(module.weight))
+        if seen is None:
+            seen = self._tables[id(module.weight)] = {
+                **dict.fromkeys((*_COUNTED, "gradient", "optimizer")),
+                "name": self._names.get(id(module), type(module).__name__),
+                **{"rows": rows, "dim": dim, "bytes": module.weight.element_size()},
+                **{"calls": 0, "lookups": 0, "sparse": bool(module.sparse)},
+                **{"bag": isinstance(module, torch.nn.EmbeddingBag), **_line()},
+            }
+        first = not seen["calls"]
+        seen |= {"calls": seen["calls"] + 1, "lookups": seen["lookups"] + flat.numel()}
+        seen |= dict.fromkeys(_COUNTED)
+        before = self._asked.pop(id(module.weight), None)
+        if (before is None and not first) or not 0 < seen["lookups"] <= MOST_LOOKUPS:
+            return  # some calls were not counted
+        values, counts = torch.unique(flat, return_counts=True)
+        if before is not None:
+            values, place = torch.unique(torch.cat([before[0], values]), return_inverse=True)
+            counts = torch.cat([before[1], counts])
+            counts = counts.new_zeros(len(values)).scatter_add_(0, place, counts)
+        self._asked[id(module.weight)] = values, counts
+        most = int(counts.argmax())
+        seen |= {"unique": len(values), "hottest": float(counts[most]) / seen["lookups"]}
+        seen["hottest_row"] = int(values[most])
 
     def _steps(self, optimizer: Any, *_: Any) -> None:
         if threading.get_ident() != self._thread or id(optimizer) in self._optimizers:
