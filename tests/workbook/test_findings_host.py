@@ -131,17 +131,6 @@ def test_too_few_and_too_many_threads() -> None:
     assert ordered(many.predicted_speedup) and ordered(few.predicted_speedup)
 
 
-def test_a_loader_without_a_core_of_its_own() -> None:
-    parameters = {"data": {"loader": "prefetch"}}
-    base = {**ALONE, "data": {"forward": 3.0}}
-    crowded = step(parts=slowed(1.4), parameters=parameters, part_probes={"base": base})
-    first = listed(crowded)[0]
-    assert first.id == "crowding_loader"
-    assert first.change == {"data.loader": "synchronous"}
-    calm = step(parameters=parameters, part_probes={"base": base})
-    assert listed(calm) == []
-
-
 def test_what_no_rule_explains_is_still_reported() -> None:
     parts = {**PARTS, ("top_mlp", "forward", "aten::mystery"): 90.0}
     first = listed(step(parts=parts))[0]

@@ -124,7 +124,6 @@ RULES: tuple[Rule, ...] = (
     operators.extra_operators,
     host.other_processes,
     host.other_threads,
-    host.crowding_loader,
     host.waiting_for_cores,
     host.too_few_threads,
     host.collecting_garbage,

@@ -51,7 +51,6 @@ from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.recordings.torch.chrome_trace import GRAPH_LAUNCH
 from dlrm_workbook.recordings.torch.lines import MAIN
 from dlrm_workbook.recordings.torch.sampling import is_user_code
-from dlrm_workbook.recordings.torch.workers import NAME as WORKER
 
 Part = tuple[str, str]
 
@@ -228,13 +227,13 @@ class Evidence:
     def lines_of(self, component: str) -> pd.DataFrame:
         """The user's lines of the step's thread that are for the same as a part is: making the
         batch, the optimizer, the model, or what is around it; most time first. Batches that
-        workers make are made by lines of theirs."""
+        workers or other threads make are made by lines of theirs."""
         roles = {"data": "batch", "optimizer": "optimizer", "other": "around"}
         table = lines(self.profile)
         chosen = table["role"].eq(roles.get(component, "model"))
         chosen &= table["file"].ne("") & table["time_ms"].gt(0)
-        of_workers = chosen & table["thread"].astype(str).str.startswith(WORKER)
-        return table[of_workers if of_workers.any() else chosen & table["thread"].eq(MAIN)]
+        ahead = chosen & table["thread"].ne(MAIN) & (component == "data")
+        return table[ahead if ahead.any() else chosen & table["thread"].eq(MAIN)]
 
     @cached_property
     def batch_ms(self) -> float:

@@ -268,52 +268,12 @@ def other_threads(evidence: Evidence, ledger: Causes) -> Measured | None:
 
 
 @rule(
-    "crowding_loader",
-    title="Making batches ahead slows the step: {all_threads} threads share {cores} cores",
-    evidence=(
-        "Operators run on {threads} threads and a further one makes batches, on {cores} cores.",
-        "Parts take {longer:ms} longer than alone; making a batch takes {alone:ms} alone.",
-        "The step's thread waits for its helpers in {blocked:.0%} of the time.",
-    ),
-    advice="Make batches between the steps, or leave the loader a core of its own "
-    "(training.threads: {fewer}): an operator waits for the slowest of its threads.",
-    limit="scheduling",
-    component="data",
-    gpu=False,
-)
-def crowding_loader(evidence: Evidence, ledger: Causes) -> Measured | None:
-    """The thread that makes batches ahead takes a core that operators need."""
-    threads, cores = evidence.threads, evidence.cores
-    if evidence.parameter("data.loader") != "prefetch":
-        return None
-    if threads is None or cores is None or threads < cores:
-        return None
-    alone = evidence.alone("data", "forward")
-    lost = excess_share(evidence, ledger)
-    saved = lost - (alone or 0.0) / evidence.step_ms + evidence.share("data")
-    if alone is None or saved < LEAST_SHARE:
-        return None
-    blocked = evidence.share_of_wall("blocked_ms")
-    return {
-        "share": lost,
-        "explains": None,
-        "all_threads": threads + 1,
-        "fewer": max(cores - 1, 1),
-        "longer": lost * evidence.step_ms,
-        "alone": alone,
-        "blocked": blocked if blocked >= 0.01 else None,
-        "change": {"data.loader": "synchronous"},
-        "speedup": removed(saved),
-    }
-
-
-@rule(
     "waiting_for_cores",
     title="The step waits for a core in {all_queued:.0%} of its time{beside}",
     evidence=(
         "An operator runs on {threads} threads; the process may use {cores} cores.",
-        "Workers of the DataLoader compute {workers:ms} per iteration of {step_ms:ms}, most of it "
-        "at {lines}.",
+        "Threads or processes that make batches ahead compute {workers:ms} per iteration of "
+        "{step_ms:ms}, most of it at {lines}.",
         NO_CORE,
         PREEMPTED,
     ),
@@ -346,11 +306,10 @@ def waiting_for_cores(evidence: Evidence, ledger: Causes) -> Measured | None:
         figures |= {
             "workers": workers,
             "lines": evidence.said_lines("data"),
-            "beside": ": workers of the DataLoader compute beside it, most of it in "
-            f"{line_name(made.iloc[0])}",
+            "beside": f": batches are made beside it, most of it in {line_name(made.iloc[0])}",
             "advice": "Make a sample with less work, whole batches at once, or with what was "
-            "prepared before the training; else leave the workers cores of their own (fewer "
-            "workers, or fewer threads of operators).",
+            "prepared before the training; else leave who makes them cores of their own "
+            "(fewer workers, or fewer threads of operators).",
         }
     if too_many:
         figures |= {

@@ -181,8 +181,8 @@ def _names(texts: pd.Series) -> str:
         "The gradients of {names} are dense, so that the optimizer ({at}) reads and writes whole "
         "tables: {megabytes:,.0f} MB per iteration.",
         "One batch looked up {unique:,} different rows.",
-        "For the others optimizers take {update:ms} of {total_ms:ms} per iteration, and making "
-        "dense gradients {backward:ms}.",
+        "For rows that nobody asks for optimizers take {update:ms} of {total_ms:ms} per iteration, "
+        "and making their gradients {backward:ms}.",
     ),
     advice="Make sparse gradients, nn.Embedding(..., sparse=True) or nn.EmbeddingBag(..., "
     "sparse=True), and update these tables with an optimizer that takes them "
