@@ -67,7 +67,7 @@ def test_what_the_loop_does_around_the_model_is_named_once_each_by_its_line(
     found = {each.title.split("`")[1]: each for each in by_id(careless, "around_model")}
     assert set(found) == {"log_rows", "evaluate"}
     rows = around(careless).set_index("function")
-    assert "of each step, outside the model" in found["log_rows"].title
+    assert "step, outside the model" in found["log_rows"].title
     # either line of its loop may have been caught more often
     here = {line("for score in scores.repeat"), line("rows.writerow(")}
     assert rows.loc["log_rows", "line"] in here

@@ -209,7 +209,7 @@ def test_workers_that_take_the_steps_cores_are_named_by_their_line() -> None:
     profile = made({("other", "", "aten::mm"): 100.0}, lines=known, counters=queued)
     first = listed(profile)[0]
     assert first.id == "waiting_for_cores" and first.title.endswith("`encode` (`a.py:10`)")
-    assert "Workers of the DataLoader compute 60.0 ms" in first.evidence
+    assert "Threads or processes that make batches ahead compute 60.0 ms" in first.evidence
 
 
 def test_a_function_with_a_backward_pass_of_its_own_learns() -> None:
