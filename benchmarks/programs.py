@@ -48,12 +48,15 @@ LIMIT_S = 900
 
 @cache
 def table() -> dict[str, dict[str, Any]]:
-    """All programs by name, with the half that each belongs to."""
-    return {
-        name: {"half": half, "edits": [], "twin": [], **entry}
-        for half in HALVES
-        for name, entry in yaml.safe_load((BASES / f"{half}.yaml").read_text()).items()
-    }
+    """All programs by name, which no two have, with the half that each belongs to."""
+    programs: dict[str, dict[str, Any]] = {}
+    for half in HALVES:
+        entries = yaml.safe_load((BASES / f"{half}.yaml").read_text(encoding="utf-8"))
+        if twice := sorted(programs.keys() & entries.keys()):
+            raise SystemExit(f"{half}.yaml: another set has programs of these names: {twice}")
+        for name, entry in entries.items():
+            programs[name] = {"half": half, "edits": [], "twin": [], **entry}
+    return programs
 
 
 def edited(base: str, edits: Sequence[Mapping[str, str]]) -> str:

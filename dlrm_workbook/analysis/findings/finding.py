@@ -266,8 +266,8 @@ class Rule:
             context, ms = figures["pieces"]
             filled.append(place_sentence(seen.profile, context, ms, seen.total_ms))
             if figures.get("in_place", True):
-                most = most_in_one(seen.profile, context, ms)
-                in_one = share * most / max(float(np.sum(ms)), 1e-9)
+                most = most_in_one(seen.profile, context, ms) * figures.get("odd_share", 1.0)
+                in_one = most / seen.total_ms
             felt = _felt(seen, context) if IDLE not in self.concerns else 1.0
         advice = _filled(figures["advice"], figures, seen) or ""
         speedup = removed(share) if figures["speedup"] is None else figures["speedup"]
@@ -316,7 +316,7 @@ def rule(id: str, **sentences: Any) -> Callable[[Measure], Rule]:
     (:func:`removed`); an empty one says that nothing tells the gain. ``pieces`` gives the contexts
     and the time (ms of a mean step) of the pieces that the share is of, which become a sentence
     (:func:`~.where.place_sentence`); ``in_place`` is False where most of it has no name that tells
-    where to look.
+    where to look, and ``odd_share`` is the part of the iterations that have that time, if not all.
     """
     return lambda measure: Rule(measure, id, **sentences)
 

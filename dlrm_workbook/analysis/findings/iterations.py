@@ -108,6 +108,7 @@ def irregular(evidence: Evidence, ledger: Causes) -> Measured | None:
         "most": f", most of it in {' of '.join(named)}" if named else "",
         "longer": listed_times(grown, " more") or None,
         "pieces": more,
+        "odd_share": float(slow.mean()),
     }
 
 

@@ -193,7 +193,8 @@ def _names(texts: pd.Series) -> str:
 def dense_updates(evidence: Evidence, ledger: Causes) -> Measured | None:
     """An optimizer updates whole embedding tables of which a batch asks for few rows."""
     tables = _dense_tables(evidence)
-    if tables.empty or (tables := tables[tables["sparse"].ne(True)]).empty:
+    tables = tables[~tables["by_a_line"].astype(bool)]
+    if tables.empty:
         return None
     rows, unique = int(tables["rows"].sum()), int(tables["unique"].sum())
     update, backward = (float(tables[column].sum()) for column in ("update_ms", "backward_ms"))
@@ -226,13 +227,16 @@ def _dense_tables(evidence: Evidence) -> pd.DataFrame:
 
     ``update_ms`` goes by their part of what optimizers write. ``backward_ms`` is of the time in
     which dense gradients are made: zeros for each number of a table, of which those looked up are
-    read, added to what is there and written. ``sparse`` says that a table was to get sparse ones.
+    read, added to what is there and written. ``by_a_line`` says that a table was to get sparse
+    ones, and that a line computes with all of its rows.
     """
     tables = _seen(evidence, "tables", ("rows", "dim", "bytes", "unique", "lookups", "optimizer"))
     optimizers = _seen(evidence, "optimizers", ("elements",))
     if tables.empty or optimizers.empty or "gradient" not in tables:
-        return tables[:0]
-    tables = tables.assign(elements=tables["rows"] * tables["dim"], sparse=tables.get("sparse"))
+        return tables[:0].assign(by_a_line=False, update_ms=0.0)
+    whole = _seen(evidence, "whole_tables", ("rows",), ["name"])
+    by_a_line = tables["name"].isin(whole["name"]) & tables.get("sparse", pd.Series()).eq(True)
+    tables = tables.assign(elements=tables["rows"] * tables["dim"], by_a_line=by_a_line)
     dense = tables["gradient"].eq("dense") & tables["optimizer"].isin(optimizers.index)
     of_sparse = float(tables.loc[tables["gradient"].eq("sparse"), "elements"].sum())
     few = tables[dense & tables["unique"].lt(TOUCHED * tables["rows"])]
@@ -573,12 +577,10 @@ def whole_tables(evidence: Evidence, ledger: Causes) -> Measured | None:
     touched = float(tables["lookups"].sum() / tables["rows"].sum())
     more = {"names": _names(tables["name"]), "touched": touched, "time": worst["time_ms"].sum()}
     lost, dense = _lost(share, worst), _dense_tables(evidence)
-    if not dense.empty:
-        dense = dense[dense["sparse"].eq(True) & dense["name"].isin(tables["name"])]
-    update = float(dense["update_ms"].sum()) if len(dense) else 0.0
-    if lost:
-        lost["share"] += update / evidence.total_ms
-    return lost and {**lost, **more, "update": update or None}
+    dense = dense[dense["by_a_line"] & dense["name"].isin(tables["name"])]
+    update = float(dense["update_ms"].sum())
+    more |= {"update": update or None}
+    return lost and {**lost, **more, "share": lost["share"] + update / evidence.total_ms}
 
 
 @rule(
