@@ -102,7 +102,7 @@ def slower_than_alone(evidence: Evidence, ledger: Causes) -> Measured | None:
         "name": worst.capitalize().replace("mlp", "MLP"),
         "worst": worst,
         "ratio": float(ratio[places[0]]),
-        "times": "; ".join(
+        "times": ", ".join(
             f"{part_name(*part)} {milliseconds(float(parts['time_ms'][part]))}, alone "
             f"{milliseconds(float(alone[part]))}"
             for part in places[:5]

@@ -9,6 +9,7 @@ import statistics
 
 import numpy as np
 
+from dlrm_workbook.analysis.findings.data import FASTER, FASTER_ADVICE
 from dlrm_workbook.analysis.findings.evidence import Evidence, Part
 from dlrm_workbook.analysis.findings.finding import (
     LEAST_SHARE,
@@ -16,7 +17,9 @@ from dlrm_workbook.analysis.findings.finding import (
     Measured,
     amdahl,
     bounded,
+    is_worthwhile,
     largest,
+    predicted,
     removed,
     rule,
 )
@@ -311,6 +314,10 @@ def waiting_for_cores(evidence: Evidence, ledger: Causes) -> Measured | None:
             "prepared before the training; else leave who makes them cores of their own "
             "(fewer workers, or fewer threads of operators).",
         }
+        change = {"data.generator": FASTER.get(evidence.parameter("data.generator"))}
+        if is_worthwhile(gain := predicted(evidence, change)):
+            advice = f"{FASTER_ADVICE[0].upper()}{FASTER_ADVICE[1:]}."
+            figures |= {"change": change, "speedup": gain, "advice": advice}
     if too_many:
         figures |= {
             "id": "too_many_threads",
