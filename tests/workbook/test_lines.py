@@ -211,17 +211,15 @@ def test_workers_that_take_the_steps_cores_are_named_by_their_line() -> None:
     assert first.id == "waiting_for_cores" and first.title.endswith("`encode` (`a.py:10`)")
     assert "Threads or processes that make batches ahead compute 60.0 ms" in first.evidence
     assert first.change == {}
-    top = {"top_mlp": {"forward": 50.0}}  # alone
-    change = {"change": {"data.generator": "facebook"}, "spread": {}}
-    change |= {"base": {"data": {"forward": 60.0}, **top}, "parts": {"data": {"forward": 1.0}}}
+    change = {"change": {"data.generator": "facebook"}, "parts": {"data": {"forward": 1.0}}}
+    change |= {"base": {"data": {"forward": 60.0}, "top_mlp": {"forward": 50.0}}, "spread": {}}
     for name, alone, beside in (("overlap_base", 60.0, 100.0), ("overlap", 1.0, 60.0)):
         change[name] = {"data_alone_ms": alone, "data_beside_ms": {"dense": alone}}
         change[name] |= {"halves": {"dense": {"alone_ms": 50.0, "beside_ms": beside}}}
     more = {"part_probes": {"base": change["base"], "changes": [change]}, "lines": known}
-    more["parameters"] = {"data": {"generator": "facebook_loop", "loader": "prefetch"}}
-    profile = made({("top_mlp", "forward", "y"): 100.0}, counters=queued, threads=2, **more)
-    first = {one.id: one for one in listed(profile)}["waiting_for_cores"]
-    assert first.change == {"data.generator": "facebook"}
+    more |= {"parameters": {"data": {"generator": "facebook_loop", "loader": "prefetch"}}}
+    first = listed(made({("top_mlp", "forward", "y"): 100.0}, counters=queued, **more))[0]
+    assert first.id == "waiting_for_cores" and first.change == {"data.generator": "facebook"}
     assert 1.2 < first.predicted_speedup["mid"] <= 2.0
 
 
