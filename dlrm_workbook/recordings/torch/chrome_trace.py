@@ -701,7 +701,7 @@ class _Walk:
                 columns[name] = _texts(named, values[usable])
             else:
                 columns[name] = values[usable]
-        return pd.DataFrame(columns)
+        return pd.DataFrame(columns, copy=False)
 
     def _threads(self) -> list[str]:
         """Process and thread, or GPU and stream, of each line."""

@@ -293,7 +293,8 @@ class _Builder:
             # on a CPU the work of our own model follows from its parameters
             columns |= shape_metrics(self.host, count)
         if "allocated_bytes" not in self.host:  # else of iterations of their own, see join_details
-            self.host = self.host.assign(**allocated(self.host, self.memory))
+            memory = pd.DataFrame(allocated(self.host, self.memory), copy=False)
+            self.host = pd.concat([self.host, memory], axis=1, copy=False)
         for name in ALLOCATIONS:
             if self.host[name].any():
                 columns[name] = np.bincount(where, self.host[name].fillna(0.0), count)
@@ -351,10 +352,11 @@ class _Builder:
             turn[part] = within + last - size
         place_of = np.empty_like(turn)
         place_of[turn] = np.arange(len(turn))
-        host = self.host.iloc[row[turn]].assign(start=start[turn], end=end[turn])
-        host["parent"] = np.where(parent >= 0, place_of[parent], -1)[turn]
-        host["profile"] = profile_of[line[row[turn]]]
-        self.host = self.events.host = host.reset_index(drop=True)
+        rows = row[turn]
+        columns = {name: column.array.take(rows) for name, column in self.host.items()}
+        columns |= {"start": start[turn], "end": end[turn], "profile": profile_of[line[rows]]}
+        columns["parent"] = np.where(parent >= 0, place_of[parent], -1)[turn]
+        self.host = self.events.host = pd.DataFrame(columns, copy=False)
 
     def place_host(self) -> None:
         """Give every host span its part, its context and its depth."""
