@@ -154,7 +154,7 @@ def test_what_lines_of_the_model_compute_without_need_is_named_by_line(tmp_path:
     at = {
         "small_operators": ["small = [torch.relu"],
         "float64": ["torch.log_softmax", "scores = vectors @"],
-        "without_gradients": ["guide = teacher(batch)"],
+        "without_gradients": ["module.spread = "],
         "backward_again": ["loss.backward(retain_graph"],
     }
     assert at.keys() <= found.keys()
@@ -167,6 +167,24 @@ def test_what_lines_of_the_model_compute_without_need_is_named_by_line(tmp_path:
     assert "at `scale`" in found["backward_again"].title
     double = [row for row in profile.meta["seen_model"]["operators"] if row["own_double"]]
     assert {row["function"] for row in double} >= {"contrast"}
+
+
+def test_a_teacher_is_no_waste_where_the_loss_takes_what_it_says() -> None:
+    teacher, student = torch.nn.Linear(8, 8).requires_grad_(False), torch.nn.Linear(8, 8)
+    parameters = [*teacher.named_parameters(), *student.named_parameters()]
+    seen, values = seen_operators.SeenOperators(parameters), torch.rand(16, 8)
+    seen.start()
+    guide = teacher(values).relu()
+    mask = values.gt(0.5).float()
+    teacher(values).exp()
+    ((student(values) - guide) * mask).square().mean().backward()
+    seen.stop()
+    rows = seen.document()["operators"]
+    by_line = {row["line"] - min(each["line"] for each in rows): row for row in rows}
+    without = {place: row["without_gradients"] for place, row in by_line.items()}
+    own = {place: row["own_without_gradients"] for place, row in by_line.items()}
+    # a mask has no weights, and could be kept; nobody takes what is computed after it
+    assert without == own == {0: 0, 1: 256, 2: 256, 3: 0}
 
 
 def test_loops_passes_of_parts_and_what_is_computed_again_are_named(

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
 from types import CodeType
 from typing import Any
 
@@ -114,6 +115,18 @@ def _look_of(result: torch.Tensor) -> Any:
     return flat[:: max(1, len(flat) // SAMPLED)].tolist()
 
 
+@dataclass
+class _Unlearned:
+    """What an operator computed without gradients, from others of those, and whether ``weights``
+    of a model took part. Once what learns is computed from it, it is ``wanted``."""
+
+    places: list[tuple[CodeType, int]]
+    elements: int
+    sources: list[_Unlearned]
+    weights: bool
+    wanted: bool = False
+
+
 class SeenOperators(TorchDispatchMode):
     """Looks at what this thread computes, from :meth:`start` to :meth:`stop`.
 
@@ -136,6 +149,8 @@ class SeenOperators(TorchDispatchMode):
         }
         self._tables.pop(0, None)
         self._values = _Values()
+        self._unlearned: dict[int, _Unlearned] = {}
+        """Storage to what it holds that was computed without gradients."""
         self._derived: dict[int, dict[str, Any]] = {}
         """Storage of what has as many rows and numbers as the table that it is computed from."""
         self._weighted: dict[tuple[CodeType, int], dict[str, float]] = {}
@@ -172,13 +187,14 @@ class SeenOperators(TorchDispatchMode):
         ``operators`` have ``file``, ``line`` and ``function``, and of what runs below the line,
         backward pass apart, ``calls`` of operators that compute, ``small`` (of them),
         ``elements`` of their results, how many of these are ``double``, come
-        ``without_gradients``, or were computed ``again`` from the same operands; ``moved``
-        (elements of each one's largest operand or result) and how many of these are of a ``whole``
-        embedding table; ``own_calls`` and so on are of what it calls itself. Of the numbers that it
-        computes with ``weights``, ``untrained`` are those of the weights so named. ``products``
-        have ``name`` (of the weight, or of the function), ``calls``, ``rows``, ``inputs``,
-        ``outputs`` and ``zeros`` (share of the elements of the operand that has most, in the call
-        that has fewest), and the place. ``whole_tables`` have ``name``, ``rows``, ``lookups`` and
+        ``without_gradients`` (but from a network that what learns takes them from), or were
+        computed ``again`` from the same operands; ``moved`` (elements of each one's largest operand
+        or result) and how many of these are of a ``whole`` embedding table; ``own_calls`` and so on
+        are of what it calls itself. Of the numbers that it computes with ``weights``,
+        ``untrained`` are those of the weights so named. ``products`` have ``name`` (of the weight,
+        or of the function), ``calls``, ``rows``, ``inputs``, ``outputs`` and ``zeros`` (share of
+        the elements of the operand that has most, in the call that has fewest), and the place.
+        ``whole_tables`` have ``name``, ``rows``, ``lookups`` and
         in how many calls they are ``whole``; those of which all rows are scored are none.
         ``seconds`` were spent looking, ``left_out`` calls not seen.
         """
@@ -245,8 +261,9 @@ class SeenOperators(TorchDispatchMode):
             if place not in self._lines and len(self._lines) >= MOST_LINES:
                 continue
             own = counts if place == places[0] else (0,) * len(counts)
-            before = self._lines.get(place, (0,) * len(_COUNTS))
-            self._lines[place] = tuple(map(sum, zip(before, (*counts, *own), strict=True)))
+            self._count(place, (*counts, *own))
+        with contextlib.suppress(RuntimeError, TypeError, ValueError):
+            self._follow(operands, results, learns, places, elements)
         named = [self._weights.get(_address(one)) for one in operands] if learns else []
         if weight := next(filter(None, named), ""):
             inputs = [one for one, weight_of in zip(operands, named, strict=True) if not weight_of]
@@ -256,6 +273,34 @@ class SeenOperators(TorchDispatchMode):
             of[weight] = of.get(weight, 0) + elements / (2 if half else 1)
         if _PRODUCT.match(name) and not captures():
             self._multiply(places[0], operands[-2:])
+
+    def _count(self, place: tuple[CodeType, int], counts: tuple[int, ...]) -> None:
+        before = self._lines.get(place, (0,) * len(_COUNTS))
+        self._lines[place] = tuple(map(sum, zip(before, counts, strict=True)))
+
+    def _follow(
+        self, operands: Any, results: Any, learns: bool, places: Any, elements: int
+    ) -> None:
+        """Count a network without gradients, such as a teacher, as learning if its results are
+        wanted by what learns: they are no waste."""
+        below = [self._unlearned.get(self._values.storage(one)) for one in operands]
+        sources = [one for one in below if one is not None]
+        if not learns:
+            weights = any(_address(one) in self._weights for one in operands)
+            weights = weights or any(one.weights for one in sources)
+            made = _Unlearned(places, elements, sources, weights)
+            self._unlearned |= {self._values.storage(one): made for one in results}
+            return
+        while sources:
+            one = sources.pop()
+            if one.wanted:
+                continue
+            one.wanted = True
+            sources += one.sources
+            for place in set(one.places).intersection(self._lines if one.weights else ()):
+                less = [name == "without_gradients" for name in COUNTS]
+                own = [here and place == one.places[0] for here in less]
+                self._count(place, tuple(-one.elements * here for here in (*less, *own)))
 
     def _of_tables(self, name: str, operands: Any, results: Any) -> int:
         """Numbers of a table with all of which an operator computes; 0 of none."""
