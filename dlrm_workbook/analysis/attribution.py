@@ -46,8 +46,12 @@ KEYS = [*PART, "where"]
 IDLE = "idle"
 """Component, and ``where``, of the time in which the GPU idles and the host was not measured."""
 
-GPU_SPAN = 0.02
-"""Share of a trace without iterations from which on its GPU's first and last operation bound it."""
+GPU_SPAN = 0.05
+"""Share of a recording without iterations from which on its GPU's first and last operation bound
+what is explained; below, what matters lies before or after them."""
+
+WHOLE = 0.9
+"""Share of the recording from which on what lies between these is called the recording."""
 
 NO_THREAD = -1
 """Row of a thread that the recording does not have."""
@@ -148,16 +152,21 @@ def per_iteration(profile: Profile) -> pd.DataFrame:
 def windows(profile: Profile) -> pd.DataFrame:
     """The iterations in order of time; where none is known, the whole recording as one.
 
-    That is from the first operation of a GPU to the last, since start-up is recorded too; a trace
-    without any, or of torch with little of it, from its first span to its last. Empty without
-    either. Columns as in ``profile.iterations``.
+    That is from the first operation of a GPU to the last, since start-up is recorded too; where
+    that is little of a trace, from its first span to its last (of Nsight Systems, which records
+    from the start of the process, from the first call of the driver). Empty without either.
+    Columns as in ``profile.iterations``.
     """
     if len(profile.iterations):
         return profile.iterations.sort_values("start_ns")
+    trace, engine = profile.trace, profile.meta.get("engine")
     first, last = extent(of_streams(profile))
-    whole = extent(profile.trace)
-    least = {"torch": GPU_SPAN * (whole[1] - whole[0]), "nsight": 1}
-    if last - first < least.get(str(profile.meta.get("engine")), 0):
+    if engine == "nsight" and last > first:
+        calls = profile.of_kind("runtime", "kernel", "copy")[trace["context"]]
+        trace = trace[calls]
+    whole = extent(trace)
+    traced = engine in ("torch", "nsight")
+    if traced and last - first < max(GPU_SPAN * (whole[1] - whole[0]), 1):
         first, last = whole
     if last <= first:
         return profile.iterations
@@ -446,7 +455,7 @@ def as_one(profile: Profile) -> Profile:
 
 def time_unit(profile: Profile) -> str:
     """Of which time the tables give values: a mean iteration's, or the whole recording's."""
-    unit = "ms in a mean iteration" if _is_by_step(profile) else "ms in the whole recording"
+    unit = "ms in a mean iteration" if _is_by_step(profile) else f"ms {per(profile)}"
     return unit + (", kernels serialised by PC sampling" if profile.meta.get("serialised") else "")
 
 
@@ -456,7 +465,14 @@ def _is_by_step(profile: Profile) -> bool:
 
 def per(profile: Profile) -> str:
     """The same after a figure: ``per iteration`` or ``in the whole recording``."""
-    return "per iteration" if _is_by_step(profile) else "in the whole recording"
+    named = basis(profile)
+    if _is_by_step(profile) or named == GPU_PART:
+        return "per iteration" if _is_by_step(profile) else f"in {named}"
+    return "in the whole recording"
+
+
+GPU_PART = "the recording's GPU part"
+"""Name of the time from a GPU's first operation to its last, where the recording has far more."""
 
 
 def basis(profile: Profile) -> str:
@@ -467,8 +483,10 @@ def basis(profile: Profile) -> str:
     """
     on_timeline = not profile.trace.empty and not windows(profile).empty
     if on_timeline or profile.device != "cuda" or not profile.has("gpu_time_ms"):
-        named = "the step" if _is_by_step(profile) else "the recording"
-        return named if on_timeline or _is_by_step(profile) else "the CPU time"
+        if _is_by_step(profile) or not on_timeline:
+            return "the step" if _is_by_step(profile) else "the CPU time"
+        (first, last), whole = extent(windows(profile)), extent(profile.trace)
+        return "the recording" if last - first > WHOLE * (whole[1] - whole[0]) else GPU_PART
     return "the GPU's time"
 
 

@@ -193,13 +193,19 @@ def idle_pieces(profile: Profile) -> pd.DataFrame:
     )
 
 
+IN_CALL = 0.9
+"""Part of an operation after which the call that launched it returns at the earliest, if it waits
+for its end."""
+
+
 def felt_share(profile: Profile, contexts: Ints) -> float:
     """Share of GPU operations' time (0 to 1) by which the step would be shorter without them.
 
     What the GPU does next begins no earlier than its launch: where the host launches it late, a
     stretch of work that ends sooner is followed by a longer wait. A stretch can be shorter by the
     time from the launch of what follows (and the usual start-up) to its end, or by all of it
-    where the host waits for that end. What is not known to be launched late counts in full.
+    where the host waits for that end, also in the call that launched it. What is not known to be
+    launched late counts in full.
 
     Args:
         contexts: (n,) of kernels and copies.
@@ -212,6 +218,10 @@ def felt_share(profile: Profile, contexts: Ints) -> float:
     first = work.drop_duplicates("start_ns").set_index("start_ns")["launch_end_ns"]
     launched = np.append(first.reindex(start[1:]).to_numpy(), -1)
     waits = np.isin(np.append(_activities(profile), "")[context_at(_host(profile), end)], _WAITING)
+    lasting = work[
+        work["launch_end_ns"] - work["start_ns"] > IN_CALL * (work["end_ns"] - work["start_ns"])
+    ]
+    waits |= np.isin(end, lasting["end_ns"])
     late = end - launched - usual_start_up(work)
     slack = np.where(waits | (launched < 0), end - start, late).clip(0, end - start)
     # operations of several streams overlap: time counts once

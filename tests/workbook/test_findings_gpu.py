@@ -325,8 +325,9 @@ def test_what_the_host_is_in_before_the_first_operation_is_named(trace: Trace) -
     for i in range(20):
         trace.launch(1000.0 + 300 * i, "sm90_bf16_gemm", 1003.0 + 300 * i, 1290.0 + 300 * i)
     profile = trace.read()
-    said = gpu_idle.start_up(Evidence(profile, attribute(profile)))
-    assert said == ", 0.900 ms of it in cudaFree"
+    said = gpu_idle.left_out(Evidence(profile, attribute(profile)), 0.5)
+    assert said == "The 1.00 ms before that are left out, 0.900 ms of it in cudaFree. "
+    assert not gpu_idle.left_out(Evidence(profile, attribute(profile)), 2.0)
 
 
 def test_idle_time_before_a_launch_is_no_other_process(trace: Trace) -> None:

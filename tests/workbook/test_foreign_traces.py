@@ -397,7 +397,7 @@ def test_the_loop_of_an_optimizer_is_no_iteration() -> None:
     profile = profile_of(unmarked(V100))
     assert profile.iterations.empty
     whole = attribute(profile)
-    assert time_unit(profile) == "ms in the whole recording"
+    assert time_unit(profile) == "ms in the recording's GPU part"
     work = of_streams(profile)
     span = work["end_ns"].max() - work["start_ns"].min()
     assert whole["time_ms"].sum() == pytest.approx(span / 1e6)

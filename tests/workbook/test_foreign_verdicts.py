@@ -163,3 +163,112 @@ def test_long_names_of_one_sentence_that_look_the_same_are_one(tmp_path: Path) -
     names = [f"{'layer' * 20} of shape ({n}, 3)" for n in (1, 2)]
     listed = listed_times(pd.Series([1.0, 2.0], names))
     assert listed == f"{'layer' * 14}… 3.00 ms"
+
+
+@pytest.mark.parametrize("busy", [900, 9000])
+def test_what_lies_before_the_gpus_work_is_said(busy: int, tmp_path: Path) -> None:
+    events = [gpu_trace._span("cuda_runtime", "cudaMalloc", 0, 90_000)]
+    for number in range(3):
+        at = 90_000 + number * (busy + 100)
+        events.append(gpu_trace._span("cuda_runtime", LAUNCH, at, at + 9, correlation=number + 1))
+        kernel = gpu_trace._on_gpu("kernel", "k", at + 12, at + busy, 7, correlation=number + 1)
+        events.append(kernel)
+    told = report(tmp_path, events)
+    if busy == 900:  # a sliver of the recording
+        title = "idle 97% of the recording while the host takes or gives back memory"
+        assert title in told.headline
+        assert all(one.share_of_step < 0.05 for one in told.ranked_findings[1:])
+        assert "Most of that passes in 1 of the calls" in told.ranked_findings[0].evidence
+    else:
+        assert "of the recording's GPU part" in told.headline
+        assert "The 90.0 ms before that are left out, 90.0 ms of it in cudaMalloc" in told.headline
+
+
+def test_a_call_that_takes_long_once_is_said_to_be_one(tmp_path: Path) -> None:
+    events = []
+    for number in range(40):
+        at = 20 + number * 1000 + 50_000 * (number > 0)
+        took = 50_009 if number == 0 else 9
+        call = gpu_trace._span("cuda_runtime", LAUNCH, at, at + took, correlation=number + 1)
+        start = at + took + 5
+        events += [call, gpu_trace._on_gpu("kernel", "k", start, start + 700, 7)]
+        events[-1]["args"]["correlation"] = number + 1
+    events.append(gpu_trace._on_gpu("kernel", "k", 1, 9, 7))
+    idle = next(one for one in report(tmp_path, events).ranked_findings if "idle" in one.id)
+    assert "Most of that passes in 1 of the calls: cudaLaunchKernel 50.0 ms" in idle.evidence
+    assert "libraries load" in idle.advice
+
+
+def test_idle_time_before_a_wait_is_not_what_it_costs(tmp_path: Path) -> None:
+    events = [gpu_trace._span("cpu_op", "aten::mm", 0, 30_000)]
+    for number, (launch, start, end) in enumerate(((1, 10, 20), (30_000, 30_020, 99_900))):
+        call = gpu_trace._span("cuda_runtime", LAUNCH, launch, launch + 8, correlation=number + 1)
+        events.append(call)
+        events.append(gpu_trace._on_gpu("kernel", "k", start, end, 7, correlation=number + 1))
+    for at in (30_100, 60_000):
+        end = at + 29_000
+        events.append(gpu_trace._span("cuda_runtime", "cudaStreamSynchronize", at, end))
+    every = report(tmp_path, events).ranked_findings
+    assert "idle 30% of the time" in every[0].title or "idle 30% of the time" in every[1].title
+    assert not any("could be hidden" in one.evidence for one in every)
+
+
+def test_a_copy_in_whose_call_the_host_waits_is_felt(tmp_path: Path) -> None:
+    events, name = [], "Memcpy HtoD (Pageable -> Device)"
+    for at in range(0, 100_000, 10_000):
+        call = gpu_trace._span("cuda_runtime", "cudaMemcpy", at, at + 9_995, correlation=at + 1)
+        copy = gpu_trace._on_gpu("gpu_memcpy", name, at + 5, at + 9_990, 7, correlation=at + 1)
+        copy["args"]["bytes"] = 50_000_000
+        events += [call, copy]
+    first = report(tmp_path, events).ranked_findings[0]
+    assert "Copies from pageable memory take 100%" in first.title
+    assert "brings nothing" not in first.evidence
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "said"),
+    [
+        ("aten::item", "cpu_op", "Waiting for the device in aten::item takes"),
+        ("cudaEventSynchronize", "cuda_runtime", "Waiting for the GPU in cudaEventSynchronize"),
+        ("cudaFree", "cuda_runtime", "Taking or giving back memory of the GPU in cudaFree takes"),
+    ],
+)
+def test_calls_that_compute_nothing_are_called_what_they_do(
+    name: str, kind: str, said: str, tmp_path: Path
+) -> None:
+    events = [gpu_trace._span("cpu_op", "aten::add", at, at + 5) for at in range(0, 5000, 500)]
+    events += [gpu_trace._span(kind, name, at, at + 450) for at in range(10, 5000, 500)]
+    first = report(tmp_path, events).ranked_findings[0]
+    assert said in first.title and "computing takes the time" not in first.evidence
+
+
+def test_calling_operators_is_named_where_kernels_are_not_recorded(tmp_path: Path) -> None:
+    events = []
+    for at in range(0, 5000, 10):
+        events.append(gpu_trace._span("cpu_op", "aten::add", at, at + 9))
+        events.append(gpu_trace._span("cuda_runtime", LAUNCH, at + 4, at + 7, correlation=at + 1))
+    first = report(tmp_path, events).ranked_findings[0]
+    assert first.id == "dispatch_bound" and "500 operators" in first.evidence
+
+
+def test_the_largest_range_without_operators_has_its_own_share(tmp_path: Path) -> None:
+    events = [gpu_trace._span("cpu_op", "aten::add", 0, 1)]
+    for name, start, end in (("find", 0, 500), ("look", 500, 700), ("read", 700, 1000)):
+        events.append(gpu_trace._span("user_annotation", name, start * 1000, end * 1000))
+    first = report(tmp_path, events).ranked_findings[0]
+    assert "50% of the recording passes in find, in no recorded operator" in first.title
+    assert "In find 500 ms of 1,000 ms pass outside of operators" in first.evidence
+
+
+def test_two_kinds_of_pointwise_kernels_are_pointwise_work(tmp_path: Path) -> None:
+    events = []
+    spelt = "void at::native::vectorized_elementwise_kernel<4, at::native::{}>(int)"
+    mangled = "_ZN2at6native29vectorized_elementwise_kernelILi4ENS0_11FillFunctorIfEEEEviT0_"
+    for at in range(0, 6000, 60):
+        for place, name in enumerate((spelt.format("CUDAFunctor_add<float>"), mangled, "gemm")):
+            start, number = at + 20 * place, 3 * at + place + 1
+            call = gpu_trace._span("cuda_runtime", LAUNCH, start - 9, start - 6, correlation=number)
+            on_gpu = gpu_trace._on_gpu("kernel", name, start, start + 20, 7, correlation=number)
+            events += [call, on_gpu]
+    by_id = {one.id: one for one in report(tmp_path, events).ranked_findings}
+    assert by_id["pointwise_operators"].share_of_step == pytest.approx(2 / 3, abs=0.01)

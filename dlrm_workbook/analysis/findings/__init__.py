@@ -345,15 +345,14 @@ def _busy(evidence: Evidence) -> str:
         f"The GPU works {milliseconds(evidence.device_ms)} of {milliseconds(evidence.total_ms)} "
         f"{evidence.per} ({percent(share)}). "
     )
-    busy_ms, span_ms, before_ms = evidence.whole
+    busy_ms, span_ms = evidence.whole
     if abs(busy_ms / span_ms - share) > OTHERWISE:
         text += (
             f"From its first operation to its last in the whole recording it works "
             f"{milliseconds(busy_ms)} of {milliseconds(span_ms)} ({percent(busy_ms / span_ms)}). "
         )
-    if evidence.profile.iterations.empty and before_ms > OTHERWISE * span_ms:
-        text += f"The {milliseconds(before_ms)} before its first operation are left out"
-        text += f"{gpu_idle.start_up(evidence)}. "
+    if evidence.profile.iterations.empty:
+        text += gpu_idle.left_out(evidence, OTHERWISE * span_ms)
     time, exposed = evidence.exchange_ms
     if time > OTHERWISE * evidence.total_ms:
         text += (

@@ -322,13 +322,11 @@ class Evidence:
         return re.sub(r"\bGPU\b", lambda _: word, text) if word else text
 
     @property
-    def whole(self) -> tuple[float, float, float]:
-        """Time in which the GPU works, from its first operation to its last, and before these, of
-        the whole recording; ms."""
-        work, trace = launched_operations(self.profile), self.profile.trace
-        start, end = stretches(work)
-        before = start[0] - trace["start_ns"].min()
-        return (end - start).sum() / 1e6, (end[-1] - start[0]) / 1e6, before / 1e6
+    def whole(self) -> tuple[float, float]:
+        """Time in which the GPU works, and from its first operation to its last, of the whole
+        recording; ms."""
+        start, end = stretches(launched_operations(self.profile))
+        return (end - start).sum() / 1e6, (end[-1] - start[0]) / 1e6
 
     @property
     def low_coverage(self) -> bool:
@@ -450,19 +448,6 @@ class Evidence:
         """How near the limits the operator runs at which a kernel does most, as a sentence."""
         place, pace = self.paces.get(kernel, ("", ""))
         return f"{place} {pace}." if pace else None
-
-    @property
-    def last_ns(self) -> float:
-        """When the last operation of the GPU ends, in a recording without iterations: it waits for
-        nothing after that. Without end where iterations follow each other."""
-        endless = len(self.profile.iterations) > 0 or not self.has_timeline
-        return math.inf if endless else float(self.work["end_ns"].max())
-
-    @property
-    def after_ms(self) -> float:
-        """Time of a mean step after :attr:`last_ns`."""
-        after = self.idle["start_ns"].ge(self.last_ns)
-        return float(self.idle.loc[after, "idle_ms"].sum()) if len(self.idle) else 0.0
 
     @property
     def is_exchange(self) -> pd.Series:

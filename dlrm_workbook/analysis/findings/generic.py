@@ -37,6 +37,8 @@ from dlrm_workbook.analysis.findings.finding import (
     largest,
     rule,
 )
+from dlrm_workbook.analysis.findings.gpu_idle import ALLOCATING
+from dlrm_workbook.analysis.findings.gpu_taken import SYNC
 from dlrm_workbook.analysis.findings.where import (
     PLACE_LEVELS,
     RECORD_MORE,
@@ -234,7 +236,6 @@ def _place_on_gpu(evidence: Evidence, ledger: Causes) -> Measured | None:
     profile, pieces = evidence.profile, evidence.pieces
     exchanges = np.append(evidence.named(COMMUNICATION), False)[pieces["context"]]
     rows = pieces[~(exchanges & pieces["where"].eq("device"))]
-    rows = rows[rows["start_ns"].lt(evidence.last_ns)]
     places = time_by_name(profile, rows["context"], rows["ms"])
     del places["call"]  # of idle time, which another finding tells
     most = max((float(times.iloc[0]) for times in places.values() if len(times)), default=0.0)
@@ -269,6 +270,22 @@ def _place_on_gpu(evidence: Evidence, ledger: Causes) -> Measured | None:
     }
 
 
+WAITS = "Look at what it waits for: that, and not this call, takes the time."
+
+MEANINGS = (
+    (SYNC, "Waiting for the GPU", WAITS),
+    (re.compile(r"aten::(item|_local_scalar_dense)$"), "Waiting for the device", WAITS),
+    (COMMUNICATION, "Exchanging with other ranks", WAITS),
+    (
+        ALLOCATING,
+        "Taking or giving back memory of the GPU",
+        "Keep memory and use it again; where few calls take most of it, libraries load: record "
+        "later iterations, and see what recurs.",
+    ),
+)
+"""Calls that compute nothing, by their names: what passes in them, and what to do."""
+
+
 def _without_parts(evidence: Evidence, ledger: Causes) -> Measured | None:
     """The largest name of a recording most of whose time is in no part, where no rule found
     anything."""
@@ -278,27 +295,32 @@ def _without_parts(evidence: Evidence, ledger: Causes) -> Measured | None:
     by_line = lines(evidence.profile)
     by_line = by_line[by_line["thread"].eq(MAIN) & by_line["file"].ne("")]
     waits = table["name"].str.fullmatch(WAITING_CALLS) & table["kind"].eq("function")
-    share, name = float(table["share"].iloc[0]), shown(str(table["name"].iloc[0]))
-    called = evidence.called[evidence.called["name"].eq(str(table["name"].iloc[0]))]
+    first = str(table["name"].iloc[0])
+    share, name = float(table["share"].iloc[0]), shown(first)
+    called = evidence.called[evidence.called["name"].eq(first)]
     calls = float(called["calls"].sum())
     each = float(called["cpu_self_ms"].sum()) / calls if calls else 0.0
     told: Measured = {"calls": calls, "each": each} if each > COMPUTES_MS else {}
     unrecorded = float(table.loc[table["name"].eq(UNRECORDED), "share"].sum())
     if unrecorded > 0.01 and name != UNRECORDED:  # the share that torch's own table has
         told["of_calls"] = f"{share / (1 - unrecorded):.0%} of the time in recorded calls and "
+    known = [(what, advice) for pattern, what, advice in MEANINGS if pattern.search(first)]
     if waits.iloc[0]:
         name = f"Waiting in {name}"
+    elif known and (each > COMPUTES_MS or table["kind"].iloc[0] == "runtime"):
+        name = f"{known[0][0]} in {name}"
+        told |= {"calls": None, "advice": known[0][1]}
     elif table["kind"].iloc[0] in ("annotation", "python"):
         name = f"The code of {name} itself, outside what it calls,"
     elif name == UNRECORDED:
         name, told["advice"] = capitalised(name), RECORD_MORE
+    names = table["name"].where(~waits, table["name"] + " (waits)").head(MOST_LISTED)
+    listed = listed_times((table["share"] * evidence.total_ms).head(MOST_LISTED).set_axis(names))
     if len(by_line):
         row = by_line.iloc[0]
         share = float(row["share_of_step"])
-        name, told = line_name(row), {}
-    names = table["name"].where(~waits, table["name"] + " (waits)").head(MOST_LISTED)
-    listed = listed_times((table["share"] * evidence.total_ms).head(MOST_LISTED).set_axis(names))
-    return {"share": share, "name": name, "heaviest": listed, "speedup": {}} | told
+        name, told, listed = line_name(row), {}, ""
+    return {"share": share, "name": name, "heaviest": listed or None, "speedup": {}} | told
 
 
 def _sampled_place(evidence: Evidence, ledger: Causes) -> Measured | None:

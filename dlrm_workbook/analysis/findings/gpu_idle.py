@@ -14,8 +14,14 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from dlrm_workbook.analysis.attribution import IDLE, PART, host_is_traced, main_thread
-from dlrm_workbook.analysis.context_tree import running, scopes_of
+from dlrm_workbook.analysis.attribution import (
+    IDLE,
+    PART,
+    host_is_traced,
+    main_thread,
+    windows,
+)
+from dlrm_workbook.analysis.context_tree import extent, running, scopes_of
 from dlrm_workbook.analysis.findings.evidence import (
     MOST_LISTED,
     Evidence,
@@ -157,8 +163,12 @@ def synchronising(evidence: Evidence, ledger: Causes) -> Measured | None:
     count = evidence.iterations
     waited, share = float(calls["waited_ms"].sum()), lost / evidence.total_ms
     bound, speedup = None, None
-    if evidence.total_ms - waited < RUNS_AHEAD * evidence.device_ms and evidence.idle_ms > lost:
-        bound = min(evidence.idle_ms, waited)
+    # it explains no idle time before it, nor after the GPU's last work
+    between = calls["start_ns"].min(), evidence.work["end_ns"].max()
+    later = float(evidence.idle.loc[evidence.idle["start_ns"].between(*between), "idle_ms"].sum())
+    ahead = evidence.total_ms - waited < RUNS_AHEAD * evidence.device_ms
+    if ahead and later > lost and len(calls) > 1:
+        bound = min(later, waited)
         share = max(share, bound / evidence.total_ms)
         speedup = bounded(share)
     if share < SYNC_SHARE or len(calls) < 0.5 * count:
@@ -356,25 +366,32 @@ def allocation(evidence: Evidence, ledger: Causes) -> Measured | None:
     calls, steps = evidence.calls(ALLOCATING), evidence.iterations
     names = evidence.profile.contexts["name"].iloc[calls["context"]].to_numpy()
     ledger.idle_causes.add("allocation")
-    longest = ((calls["end_ns"] - calls["start_ns"]) / 1e6).set_axis(names)
-    longest = longest.sort_values(ascending=False)
-    longest = longest[longest.cumsum().shift(fill_value=0) < MOSTLY * longest.sum()]
-    habit = FEW_OF_STEPS * steps if steps > 1 else max(FEW_CALLS * len(calls), 1)
-    figures: Measured = {
+    once = _in_few_calls(evidence, calls)
+    return {
         "share": time / evidence.total_ms,
         "explains": largest_part(idle, "idle_ms"),
         "idle_ms": time,
         "names": ", ".join(sorted(set(names))) or "Calls of the driver",
         "count": len(calls) / steps,
         "place": _mostly_in(idle, "idle_ms"),
-        "once": None,
+        "once": once,
         "pieces": (idle["context"], idle["idle_ms"]),
+        **({"advice": FIRST_CALLS} if once else {}),
     }
-    if 0 < len(longest) <= habit:
-        by_name = longest.groupby(level=0).sum().nlargest(MOST_LISTED)
-        once = f"Most of that passes in {len(longest)} of the calls: {listed_times(by_name)}."
-        figures |= {"once": once, "advice": FIRST_CALLS}
-    return figures
+
+
+def _in_few_calls(evidence: Evidence, calls: pd.DataFrame) -> str | None:
+    """The sentence that few of some calls take most of their time, if it is so."""
+    names = evidence.profile.contexts["name"].iloc[calls["context"]].to_numpy()
+    longest = ((calls["end_ns"] - calls["start_ns"]) / 1e6).set_axis(names)
+    longest = longest.sort_values(ascending=False)
+    longest = longest[longest.cumsum().shift(fill_value=0) < MOSTLY * longest.sum()]
+    steps = evidence.iterations
+    habit = FEW_OF_STEPS * steps if steps > 1 else max(FEW_CALLS * len(calls), 1)
+    if not 0 < len(longest) <= habit:
+        return None
+    by_name = longest.groupby(level=0).sum().nlargest(MOST_LISTED)
+    return f"Most of that passes in {len(longest)} of the calls: {listed_times(by_name)}."
 
 
 LAUNCH_SHARE = 0.2
@@ -431,7 +448,7 @@ def launch_bound(evidence: Evidence, ledger: Causes) -> Measured | None:
         graphs["training.embedding_backend"] = "fused"
     steps = evidence.iterations
     rest = _unexplained(evidence, ledger)
-    rest_ms = left - ledger.late_ms - evidence.after_ms - lost
+    rest_ms = left - ledger.late_ms - lost
     waiting, most_of_it = lost, lost > 0.5 * evidence.idle_ms
     outer = time_by_name(evidence.profile, idle["context"], idle["idle_ms"])["outer"]
     place, _ = main_place(evidence.profile, rest["context"], rest["idle_ms"])
@@ -589,6 +606,7 @@ def _data_ms(evidence: Evidence, ledger: Causes) -> float:
         "In {queued:ms} of it launched work waited: for other streams, or for work not recorded.",
         "{unknown}",
         "The host meanwhile: {host}.",
+        "{once}",
         "{beside}",
         "In {blocked:ms} of it the host was itself in a call that waits for the GPU.",
         "{doubt}",
@@ -601,7 +619,7 @@ def _data_ms(evidence: Evidence, ledger: Causes) -> float:
 def gpu_idle(evidence: Evidence, ledger: Causes) -> Measured | None:
     """The GPU does nothing, and no rule has said why."""
     explained = ledger.idle_ms + ledger.late_ms + _data_ms(evidence, ledger)
-    left = evidence.idle_ms - explained - evidence.after_ms
+    left = evidence.idle_ms - explained
     share, idle = left / evidence.total_ms, evidence.idle_ms / evidence.total_ms
     if share < LEAST_SHARE:
         return None
@@ -613,7 +631,7 @@ def gpu_idle(evidence: Evidence, ledger: Causes) -> Measured | None:
         "idle": f"for up to {part}" if evidence.has_graphs else part,
         "meanwhile": "",
         "gap": _longest_gap(evidence),
-        **dict.fromkeys(("others", "queued", "host", "beside", "blocked", "unknown")),
+        **dict.fromkeys(("others", "queued", "host", "once", "beside", "blocked", "unknown")),
         "remedy": "Measure what the host does as well; then shorten it, overlap it with the GPU's "
         "work (a loader that runs ahead), or move it to the GPU.",
         # how much of it can go nothing tells: all of it at most
@@ -709,6 +727,10 @@ def _host_meanwhile(evidence: Evidence, idle: pd.DataFrame, partly: bool) -> Mea
         "remedy": "Shorten what the host does there, overlap it with the GPU's work (a loader "
         "that runs ahead, launches without waiting), or move it to the GPU.",
     }
+    if RUNTIME_CALL.match(function) and not BLOCKING.match(function):
+        called = re.compile(rf"{re.escape(function)}$")
+        if once := _in_few_calls(evidence, evidence.calls(called)):
+            figures |= {"once": once, "remedy": FIRST_CALLS}
     if named.sum() > 0.5 * total:
         places = ", ".join(
             f"{part_name(str(part[0]), str(part[1]))} {milliseconds(ms)}"
@@ -811,12 +833,16 @@ def _copies_below(evidence: Evidence) -> np.ndarray:
     return names
 
 
-def start_up(evidence: Evidence) -> str:
-    """What the host is in for most of the time before the GPU's first operation, as the end of a
-    sentence such as ``, 981 ms of it in cudaFree``; "" where nothing has more than half."""
-    profile = evidence.profile
+def left_out(evidence: Evidence, least_ms: float) -> str:
+    """Sentences on the time before and after what is explained, where they last so long and more:
+    how long, and what the host is in for most of it."""
+    profile, text = evidence.profile, ""
     start, end, context = running(profile, main_thread(profile))
-    first = launched_operations(profile)["start_ns"].min()
-    ms = np.maximum(np.minimum(end, first) - start, 0) / 1e6
-    place, held = main_place(profile, context, ms)
-    return f", {milliseconds(held)} of it in {place}" if held > 0.5 * evidence.whole[2] else ""
+    (first, last), (begin, finish) = extent(windows(profile)), extent(profile.trace)
+    for since, until, where in ((begin, first, "before"), (last, finish, "after")):
+        if (time := (until - since) / 1e6) > least_ms:
+            ms = np.maximum(np.minimum(end, until) - np.maximum(start, since), 0) / 1e6
+            place, held = main_place(profile, context, ms)
+            of_it = f", {milliseconds(held)} of it in {place}" if held > 0.5 * time else ""
+            text += f"The {milliseconds(time)} {where} that are left out{of_it}. "
+    return text

@@ -45,7 +45,7 @@ COPYING = re.compile(
     r"(?:elementwise )?(?:\w*float\d+ )?copy\b|nchw ?to|nhwc ?to|transpose", re.IGNORECASE
 )
 
-LEAST_KINDS = 3
+LEAST_KINDS = 2
 """Different kernels that take a twentieth of such time each; fewer are judged one by one."""
 
 KERNEL_SHARE = 0.04
@@ -255,17 +255,17 @@ def layout_copies(evidence: Evidence, ledger: Causes) -> Measured | None:
 def pointwise_operators(evidence: Evidence, ledger: Causes) -> Measured | None:
     """Many kernels that do one operation for each value take much of the step together (in real
     recordings 1 to 14 %)."""
-    return _work_of(evidence, ledger, re.compile("elementwise"), LEAST_KINDS)
+    return _work_of(evidence, ledger, re.compile(r"elementwise|.*_elementwise_kernel"), LEAST_KINDS)
 
 
 def _work_of(
     evidence: Evidence, ledger: Causes, kind: re.Pattern[str], least_kinds: int
 ) -> Measured | None:
-    """Time and launches of the kernels whose short names match, if there are so many kinds."""
+    """Time and launches of the kernels whose names, short or whole, match, if there are so many
+    kinds."""
     kernels = working_kernels(evidence)
-    chosen = kernels[
-        kernels["short_name"].str.match(kind) & ~kernels["kernel"].isin(ledger.device_work)
-    ]
+    named = kernels["short_name"].str.match(kind) | kernels["kernel"].str.match(kind)
+    chosen = kernels[named & ~kernels["kernel"].isin(ledger.device_work)]
     time = min(float(chosen["ms"].sum()), evidence.device_ms)
     by_kernel = chosen.groupby("short_name")["ms"].sum().sort_values(ascending=False)
     kinds = int(by_kernel.gt(0.05 * by_kernel.sum()).sum())

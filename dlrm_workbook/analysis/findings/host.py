@@ -24,8 +24,14 @@ from dlrm_workbook.analysis.findings.finding import (
     rule,
 )
 from dlrm_workbook.analysis.findings.generic import PLACE_SHARE
-from dlrm_workbook.analysis.findings.program import computed
-from dlrm_workbook.analysis.findings.where import RECORD_MORE, line_name, main_place, part_name
+from dlrm_workbook.analysis.findings.program import LINE_SHARE, computed
+from dlrm_workbook.analysis.findings.where import (
+    RECORD_MORE,
+    line_name,
+    part_name,
+    shown,
+    time_by_name,
+)
 from dlrm_workbook.analysis.lines import lines
 from dlrm_workbook.ground.units import milliseconds
 from dlrm_workbook.recordings.profile import Profile
@@ -631,6 +637,8 @@ def faults_of_profiler(profile: Profile) -> str | None:
 )
 def python_in_part(evidence: Evidence, ledger: Causes) -> Measured | None:
     """Code of a part's own computes, outside every operator, where parts only call operators."""
+    if (by_line := _without_operators(evidence)) is not None:
+        return by_line
     usual = 2.0 * PYTHON_MS * (5.0 + evidence.parts["calls"])
     own = (evidence.parts["python_ms"] - usual).dropna()
     # of another program's code that no name places, the lines are named all the same
@@ -665,14 +673,41 @@ def python_in_part(evidence: Evidence, ledger: Causes) -> Measured | None:
         within = evidence.profile.contexts[["component", "phase"]].eq(list(part)).all(axis=1)
         within &= evidence.profile.of_kind("annotation")
         rows = evidence.pieces[np.append(within, False)[evidence.pieces["context"]]]
+        ranges = time_by_name(evidence.profile, rows["context"], rows["ms"])["range"]
+        if len(ranges):
+            share = float(ranges.iloc[0]) / evidence.total_ms
+            figures |= {"name": shown(str(ranges.index[0])), "own": ranges.iloc[0], "share": share}
+            figures["evidence"] = (
+                "In {name} {own:ms} of {total_ms:ms} pass outside of operators{meanwhile}.",
+            )
         figures |= {
-            "name": main_place(evidence.profile, rows["context"], rows["ms"])[0] or figures["name"],
             "title": "{share:.0%} of the step passes in {name}, in no recorded operator",
             "meanwhile": "; the recording does not show whether the thread computes or waits then",
             **{"advice": RECORD_MORE, "limit": "", "speedup": {}},
         }
     ledger.explain(share * evidence.total_ms, part)
     return figures
+
+
+def _without_operators(evidence: Evidence) -> Measured | None:
+    """The function of the model whose lines take most without calling an operator."""
+    table = computed(evidence)
+    calls_none = table["own_calls"].eq(0) & table["operators"].astype(str).eq("")
+    table = table[calls_none & table["role"].eq("model")]
+    share = table.groupby(["file", "function"])["share_of_step"].transform("sum")
+    if table.empty or share.max() < LINE_SHARE:
+        return None
+    row = table.loc[share.idxmax()]
+    return {
+        "share": float(share.max()),
+        "explains": None,
+        "title": "{name} takes {share:.0%} of each step, outside every operator",
+        "evidence": ("`{source}` takes {own:ms} of {step_ms:ms}, and calls no operator.",),
+        "name": line_name(row),
+        "source": str(row["source"])[:80],
+        "own": float(row["time_ms"]),
+        "advice": "Express it in operators on whole tensors, do it now and then, or take it out.",
+    }
 
 
 def _waiting_part(evidence: Evidence) -> tuple[Part | None, float]:

@@ -13,10 +13,11 @@ from dlrm_workbook.analysis.attribution import iteration_state, segments, window
 from dlrm_workbook.analysis.context_tree import scopes_of
 from dlrm_workbook.analysis.findings.evidence import Evidence, listed_times
 from dlrm_workbook.analysis.findings.finding import Causes, Finding, Measured, largest, rule
-from dlrm_workbook.analysis.findings.where import main_place, part_name, shown
+from dlrm_workbook.analysis.findings.where import line_name, main_place, part_name, shown
 from dlrm_workbook.analysis.idleness import idle_pieces
 from dlrm_workbook.analysis.kernel_names import kernel_name
 from dlrm_workbook.analysis.launches import launched_operations
+from dlrm_workbook.analysis.lines import lines
 from dlrm_workbook.analysis.steady import (
     LEAST_OF_SPLIT,
     LEAST_TO_JUDGE,
@@ -26,6 +27,7 @@ from dlrm_workbook.analysis.steady import (
 )
 from dlrm_workbook.ground.arrays import Bools
 from dlrm_workbook.recordings.nesting import stretch_at
+from dlrm_workbook.recordings.torch.lines import MAIN
 
 IRREGULAR_SHARE = 0.15
 """Of the run's time, lost in iterations far above the usual one."""
@@ -89,6 +91,10 @@ def irregular(evidence: Evidence, ledger: Causes) -> Measured | None:
     named = [shown(str(name)) for name in grown.index[grown > 0.5 * by_one]]
     named += [name for name in main_place(evidence.profile, *more)[:1] if name not in (*named, "")]
     places = np.flatnonzero(slow)
+    table = lines(evidence.profile)
+    now_and_then = table["in_iterations"].sub(slow.mean()).abs().le(1.5 / len(steps))
+    table = table[table["thread"].eq(MAIN) & now_and_then & table["in_iterations"].lt(0.75)]
+    runs = f", those in which {line_name(table.iloc[0])} runs" if len(table) else ""
     return odd | {
         # what lines take in some iterations only has findings of its own
         "least": odd["least"] + ledger.some_share,
@@ -105,7 +111,7 @@ def irregular(evidence: Evidence, ledger: Causes) -> Measured | None:
         "place": part_name(*part) or "the loop",
         "extra": float(extra.max()),
         "names": shown(str(grown.index[0])) if len(grown) else "",
-        "most": f", most of it in {' of '.join(named)}" if named else "",
+        "most": runs or (f", most of it in {' of '.join(named)}" if named else ""),
         "longer": listed_times(grown, " more") or None,
         "pieces": more,
         "odd_share": float(slow.mean()),

@@ -26,7 +26,7 @@ from dlrm_workbook.analysis.findings.finding import (
     removed,
     rule,
 )
-from dlrm_workbook.analysis.findings.where import line_name, main_function, part_name
+from dlrm_workbook.analysis.findings.where import line_name, loops_of, main_function, part_name
 from dlrm_workbook.analysis.lines import line_table
 from dlrm_workbook.analysis.work import operator_work
 from dlrm_workbook.ground.units import milliseconds
@@ -348,21 +348,26 @@ the step or more are then the same for any batch."""
     "learning rate), or fewer operators (training.compile, training.embedding_backend: fused, "
     "training.fused_optimizer).",
     limit="dispatch",
-    gpu=False,
 )
 def dispatch_bound(evidence: Evidence, ledger: Causes) -> Measured | None:
     """The whole step is made of operators too small for what calling one costs."""
+    if evidence.device_ms:  # else of a GPU whose kernels were not recorded
+        return None
     dispatch = evidence.dispatch_ms or (None if evidence.is_ours else DISPATCH_MS)
     if dispatch is None:
         return None
     table = evidence.called
     beside = ["data", "other"] if evidence.is_ours else ["data"]
+    contexts = evidence.profile.contexts
+    # what a recurrent layer calls is no loop of the program's
+    loops = contexts.loc[contexts["name"].isin(loops_of(evidence.profile)), "component"]
+    beside += loops[loops.ne("other")].unique().tolist()
     table = table[(table["calls"] > 0) & ~table["component"].isin(beside)]
     tiny = table[table["cpu_self_ms"] / table["calls"] < TINY * dispatch]
     parts = evidence.parts
     # what a part's own code takes beyond calling its operators is no cost of calling them
     between = parts["python_ms"].clip(upper=20.0 * dispatch * (5.0 + parts["calls"]))
-    between = between.drop(["data", "other"], level="component", errors="ignore").fillna(0.0)
+    between = between.drop([*beside, "other"], level="component", errors="ignore").fillna(0.0)
     undilated = evidence.step_ms / evidence.total_ms
     small = (float(tiny["cpu_self_ms"].sum()) + float(between.sum())) * undilated
     share = min(small / evidence.step_ms - ledger.explained_ms / evidence.total_ms, 1.0)

@@ -17,7 +17,7 @@ import pandas as pd
 from dlrm_workbook.analysis.around import around
 from dlrm_workbook.analysis.findings.evidence import Evidence, heaviest
 from dlrm_workbook.analysis.findings.finding import Causes, Finding, Measured, bounded, rule
-from dlrm_workbook.analysis.findings.where import code_line, line_name
+from dlrm_workbook.analysis.findings.where import code_line, line_name, loops_of
 from dlrm_workbook.analysis.lines import line_table, lines
 from dlrm_workbook.analysis.tried import tried
 from dlrm_workbook.ground.units import milliseconds
@@ -408,6 +408,8 @@ def small_operators(evidence: Evidence, ledger: Causes) -> Iterator[Measured]:
     """Lines of one function call many operators that each compute next to nothing, or none."""
     table = computed(evidence)
     table = table[table["role"].isin(["model", "optimizer"])]
+    loops = loops_of(evidence.profile)
+    table = table.loc[[loops.isdisjoint(str(names).split(", ")) for names in table["operators"]]]
     # views are no operators that compute, but their backward passes are
     tiny = table["own_small"].ge(SMALL * table["own_calls"])
     small = tiny & table[["own_small", "runs"]].max(axis=1).ge(SMALL_CALLS)

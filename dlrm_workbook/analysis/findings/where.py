@@ -114,6 +114,21 @@ def levels(profile: Profile) -> dict[str, np.ndarray]:
     }
 
 
+MOST_WITHIN = 100
+"""Operators that one operator calls: more are a loop of its own."""
+
+
+def loops_of(profile: Profile) -> set[str]:
+    """Names of operators whose every call runs a loop over others, such as those of recurrent
+    layers: these loops are not the program's."""
+    outer, names = levels(profile)["outer"], profile.contexts["name"].to_numpy()
+    calls = profile.value_table("calls").fillna(0.0).to_numpy() * profile.of_kind("operator")
+    own = np.flatnonzero(outer == np.arange(len(outer)))
+    within = np.bincount(outer[outer >= 0], calls[outer >= 0], len(outer))[own]
+    table = pd.DataFrame({"calls": calls[own], "within": within}).groupby(names[own]).sum()
+    return set(table.index[table["within"] > MOST_WITHIN * table["calls"]])
+
+
 def outermost_row(parent: np.ndarray, row: np.ndarray) -> np.ndarray:
     """Row (n,) of the outermost marked context above each, -1 where none is.
 
