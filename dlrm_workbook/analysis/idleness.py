@@ -218,10 +218,10 @@ def felt_share(profile: Profile, contexts: Ints) -> float:
     first = work.drop_duplicates("start_ns").set_index("start_ns")["launch_end_ns"]
     launched = np.append(first.reindex(start[1:]).to_numpy(), -1)
     waits = np.isin(np.append(_activities(profile), "")[context_at(_host(profile), end)], _WAITING)
-    lasting = work[
-        work["launch_end_ns"] - work["start_ns"] > IN_CALL * (work["end_ns"] - work["start_ns"])
-    ]
-    waits |= np.isin(end, lasting["end_ns"])
+    calls = profile.trace[profile.of_kind("runtime")[profile.trace["context"]]]
+    returns = calls.groupby("start_ns")["end_ns"].max().reindex(work["launch_start_ns"]).to_numpy()
+    lasts = returns - work["start_ns"] > IN_CALL * (work["end_ns"] - work["start_ns"])
+    waits |= np.isin(end, work["end_ns"][lasts])
     late = end - launched - usual_start_up(work)
     slack = np.where(waits | (launched < 0), end - start, late).clip(0, end - start)
     # operations of several streams overlap: time counts once

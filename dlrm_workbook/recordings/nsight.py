@@ -74,9 +74,10 @@ NO_CALLS = ("CUDA_GRAPH_EVENTS", "CUDA_GRAPH_NODE_EVENTS", NVTX, "PROFILER_OVERH
 RANGES, STARTED = (59, 60, 70, 71), (60, 71)
 """``eventType`` of NVTX ranges, and of those that are started and ended, not pushed and popped."""
 
+MIGRATED = "unified memory"
 COPIES = (
     *("", "HtoD", "DtoH", "HtoA", "AtoH", "AtoA", "AtoD", "DtoA", "DtoD", "HtoH", "PtoP"),
-    *("HtoD", "DtoH", "DtoD"),  # by unified memory
+    *(f"{way} of {MIGRATED}" for way in ("HtoD", "DtoH", "DtoD")),
 )
 PLACES = ("Pageable", "Pinned", "Device", "Array", "Managed", "Device Static", "Managed Static")
 """``copyKind`` and kinds of memory by number, as torch.profiler names them."""
@@ -654,7 +655,8 @@ def _emitted(text: str | None) -> tuple[tuple[str, str, str], int]:
 def _copied(kind: int, source: int, target: int) -> str:
     """``Memcpy HtoD (Pinned -> Device)``."""
     way = COPIES[kind] if 0 <= kind < len(COPIES) else ""
-    places = f" ({_place(source)} -> {_place(target)})" if source >= 0 and target >= 0 else ""
+    known = source >= 0 and target >= 0 and MIGRATED not in way
+    places = f" ({_place(source)} -> {_place(target)})" if known else ""
     return f"Memcpy {way}".rstrip() + places
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import gpu_trace
 import pandas as pd
 import pytest
-from test_nsight import Export, gid
+from test_nsight import KERNEL, MEMCPY, Export, gid
 
 from dlrm_core.base.errors import InputError
 from dlrm_workbook.analysis.attribution import UNRECORDED, unattributed
@@ -272,3 +272,31 @@ def test_two_kinds_of_pointwise_kernels_are_pointwise_work(tmp_path: Path) -> No
             events += [call, on_gpu]
     by_id = {one.id: one for one in report(tmp_path, events).ranked_findings}
     assert by_id["pointwise_operators"].share_of_step == pytest.approx(2 / 3, abs=0.01)
+
+
+def test_a_part_that_takes_more_than_any_name_without_one_is_named(tmp_path: Path) -> None:
+    events = [gpu_trace._span("cpu_op", "aten::item", at, at + 300) for at in range(0, 3000, 1000)]
+    for at in range(0, 3000, 1000):
+        step = "Optimizer.step#AdamW.step"
+        events.append(gpu_trace._span("user_annotation", step, at + 300, at + 900))
+        events.append(gpu_trace._span("cpu_op", "aten::addcdiv_", at + 310, at + 890))
+    first = report(tmp_path, events).ranked_findings[0]
+    assert "Optimizer update takes 62% of the recording" in first.title
+    assert "aten::addcdiv_ 1.74 ms" in first.evidence
+    # and where nearly all is in parts
+    told = report(tmp_path, [event for event in events if event["name"] != "aten::item"])
+    assert "Optimizer update takes 69% of the recording" in told.headline
+
+
+def test_pages_of_unified_memory_are_no_batches_to_pin(tmp_path: Path) -> None:
+    export = Export(tmp_path / "managed.sqlite")
+    export.rows["TARGET_INFO_SYSTEM_ENV"].append({"name": 1})
+    moved = {"copyKind": 11, "srcKind": 7, "dstKind": 7, "bytes": 65_536}
+    for number in range(20):
+        at = 100_000 * number
+        export.call(at, at + 5_000, "cudaLaunchKernel", number + 1)
+        export.work(MEMCPY, at + 5_000, at + 85_000, 0, **moved)
+        export.work(KERNEL, at + 85_000, at + 99_000, number + 1)
+    first = explain(export.write()).ranked_findings[0]
+    assert "Moving pages of unified memory takes 8" in first.title
+    assert "cudaMemPrefetchAsync" in first.advice and "DataLoader" not in first.advice

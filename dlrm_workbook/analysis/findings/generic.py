@@ -44,6 +44,7 @@ from dlrm_workbook.analysis.findings.where import (
     RECORD_MORE,
     in_place,
     line_name,
+    loops_of,
     part_name,
     shown,
     time_by_name,
@@ -199,6 +200,7 @@ SAME_PLACE = 0.8
         "{itself} takes {time:ms} of {total_ms:ms} per iteration, without what builds the model.",
         "Its kernels: {kernels}.",
         "Most of it: {heaviest}.",
+        "The time by name: {names}.",
         "It is called {calls:count} times per iteration, for {each:ms} each: computing takes the "
         "time, not calling it.",
         "By the Python function that calls these: {callers}.",
@@ -222,7 +224,8 @@ def largest_place(evidence: Evidence, ledger: Causes) -> Measured | None:
             measured = _sampled_place(evidence, ledger) or _sampled_functions(evidence, ledger)
     else:
         measured = _without_parts(evidence, ledger)
-    nothing = ("what", "itself", "kernels", "heaviest", "callers", "listed", "calls", "each")
+    nothing = ["what", "itself", "kernels", "heaviest", "names", "callers", "listed"]
+    nothing += ["calls", "each"]
     usual = {"takes": "takes", "of_calls": "", "busy": 0, "least": 0.0, **dict.fromkeys(nothing)}
     # of a program that was measured here every rule was asked
     asked = bool(evidence.meta.get("passes"))
@@ -288,9 +291,14 @@ MEANINGS = (
 
 def _without_parts(evidence: Evidence, ledger: Causes) -> Measured | None:
     """The largest name of a recording most of whose time is in no part, where no rule found
-    anything."""
+    anything; of a recording without lines the part that takes more."""
     table = unattributed(evidence.profile)
-    if ledger.told or not evidence.low_coverage or table.empty:
+    if ledger.told:
+        return None
+    most = table["share"].max() if evidence.low_coverage else PLACE_SHARE
+    if (part := _largest_part(evidence, most)) is not None:
+        return part
+    if not evidence.low_coverage or table.empty:
         return None
     by_line = lines(evidence.profile)
     by_line = by_line[by_line["thread"].eq(MAIN) & by_line["file"].ne("")]
@@ -310,17 +318,37 @@ def _without_parts(evidence: Evidence, ledger: Causes) -> Measured | None:
     elif known and (each > COMPUTES_MS or table["kind"].iloc[0] == "runtime"):
         name = f"{known[0][0]} in {name}"
         told |= {"calls": None, "advice": known[0][1]}
-    elif table["kind"].iloc[0] in ("annotation", "python"):
+    elif table["kind"].iloc[0] in ("annotation", "python") or first in loops_of(evidence.profile):
         name = f"The code of {name} itself, outside what it calls,"
+        told |= {"calls": None}
     elif name == UNRECORDED:
         name, told["advice"] = capitalised(name), RECORD_MORE
     names = table["name"].where(~waits, table["name"] + " (waits)").head(MOST_LISTED)
     listed = listed_times((table["share"] * evidence.total_ms).head(MOST_LISTED).set_axis(names))
     if len(by_line):
         row = by_line.iloc[0]
-        share = float(row["share_of_step"])
-        name, told, listed = line_name(row), {}, ""
-    return {"share": share, "name": name, "heaviest": listed or None, "speedup": {}} | told
+        waited = known if share > 0.5 * row["share_of_step"] else []
+        share, name, listed, told = float(row["share_of_step"]), line_name(row), "", {}
+        for what, advice in waited:
+            name, told = f"{what} at {name}", {"advice": advice}
+    return {"share": share, "name": name, "names": listed or None, "speedup": {}} | told
+
+
+def _largest_part(evidence: Evidence, least: float) -> Measured | None:
+    """The named part that takes most of a recording of another machine, if more than so much."""
+    parts = evidence.attribution[evidence.attribution["component"].ne("other")]
+    shares = parts.groupby(PART)["share"].sum()
+    if evidence.meta.get("passes") or shares.empty or not shares.max() > least:
+        return None
+    part = largest(shares)
+    called = evidence.of_part(*part)
+    return {
+        "share": float(shares.max()),
+        "component": part[0],
+        "name": capitalised(part_name(*part)),
+        "heaviest": heaviest(called[called["kind"].eq("operator")]),
+        "speedup": {},
+    }
 
 
 def _sampled_place(evidence: Evidence, ledger: Causes) -> Measured | None:

@@ -28,6 +28,7 @@ from dlrm_workbook.analysis.findings.finding import (
 from dlrm_workbook.analysis.findings.gpu_taken import BLOCKING
 from dlrm_workbook.analysis.kernel_names import kernel_name
 from dlrm_workbook.recordings.nesting import overlap
+from dlrm_workbook.recordings.nsight import MIGRATED
 from dlrm_workbook.recordings.torch.trace import LAUNCHED_BEFORE
 
 OVER_LINK = re.compile("HtoD|DtoH|HostToDevice|DeviceToHost|copyin|copyout")
@@ -93,6 +94,12 @@ def copies(evidence: Evidence, ledger: Causes) -> Measured | None:
             if pinned_ms > 0.5 * summed
             else "Pin the batches (DataLoader(pin_memory=True)) and copy them ahead with "
             "non_blocking=True on a stream of their own, or copy fewer bytes."
+        )
+    if crossing.loc[crossing["name"].str.contains(MIGRATED), "ms"].sum() > 0.5 * summed:
+        figures["title"] = "Moving pages of unified memory takes {share:.0%} of the step"
+        figures["advice"] = (
+            "Move the data ahead of who uses it (cudaMemPrefetchAsync, cudaMemAdvise), or copy it: "
+            "pages that a kernel or the host faults on move in small pieces, while it waits."
         )
     if pageable > 0.3 * summed:
         figures["id"] = "pageable_copies"
