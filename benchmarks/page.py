@@ -215,18 +215,22 @@ def diagnosed() -> str:
     rows = [
         [f"`{one['recording']}`", one["judgement"], one["answer"]] for one in document["trials"]
     ]
-    other = read("foreign")
+    other = "\n\n".join(map(judged, read("foreign")))
+    return f"{counts}.\n\n{table('recording; headline; answer'.replace(';', ','), rows)}\n\n{other}"
+
+
+def judged(collected: dict[str, Any]) -> str:
+    """How often the verdict on recordings that were collected afterwards was right."""
     first, again = (
-        ", ".join(f"{count} {word}" for word, count in other[turn].items())
+        ", ".join(f"{count} {word}" for word, count in collected[turn].items())
         for turn in ("first", "again")
     )
-    wrong = "; ".join(f"{name}: {why}" for name, why in other["wrong_at_first"].items())
+    wrong = "; ".join(f"{name}: {why}" for name, why in collected["wrong_at_first"].items())
     return (
-        f"{counts}.\n\n{table('recording; headline; answer'.replace(';', ','), rows)}\n\n"
-        f"{other['recordings']} more ({other['origins']}), {other['date']}, by somebody who had "
-        "not read the rules and wrote the answers from raw events first; a cause with a false "
-        f"figure counted as partly right: **{first}**. Wrong: {wrong}. What was found was mended "
-        f"by general rules; judged again by their authors: {again}."
+        f"{collected['recordings']} more ({collected['origins']}), {collected['date']}, by "
+        "somebody who had not read the rules and wrote the answers from raw events first; a cause "
+        f"with a false figure counted as partly right: **{first}**. Wrong: {wrong}. What was found "
+        f"was mended by general rules; judged again by their authors: {again}."
     )
 
 
@@ -241,6 +245,10 @@ def programs() -> str:
         shares = ["" if share != share else f"{share:.0%}" for share in (share_said, true)]
         rows.append([*cells, "yes" if one["right"] else "no", *shares])
     return table("half, program, fault, right, share said, by stopwatch", rows)
+
+
+FIRST_RUNS = ("veiled", "shaded", "hooded")
+"""Sets of programs of which the results are those of their first runs."""
 
 
 def _right(file: str, half: str, with_fault: bool = True) -> str:
@@ -459,12 +467,13 @@ def sections() -> Iterable[tuple[str, str, str]]:
         "`programs.json`, `programs_truth.json`, `python benchmarks/programs.py --judge`, without "
         "trials. *Right*: the fault's line, or the code to write, comes first; of a program "
         "without a fault, no bottleneck is said. The rules were made with `opened` in sight, and "
-        "then changed for what the first runs of the others had missed. Rows of `veiled` and "
-        "`shaded` are their first runs, of programs that the rules had not seen: "
-        f"{_right('programs.json', 'veiled')} and {_right('programs.json', 'shaded')} faults, "
-        f"{_right('programs.json', 'veiled', with_fault=False)} and "
-        f"{_right('programs.json', 'shaded', with_fault=False)} without one; rules were "
-        "mended since. Faults right in the other first runs: `sealed` 10 of 20, `fresh` 10 of 14, "
+        "then changed for what the first runs of the others had missed. Rows of `veiled`, "
+        "`shaded` and `hooded` are their first runs, of programs that the rules had not seen: "
+        + ", ".join(_right("programs.json", half) for half in FIRST_RUNS)
+        + " faults, "
+        + ", ".join(_right("programs.json", half, with_fault=False) for half in FIRST_RUNS)
+        + " without one; rules were mended since. Faults right in the other first runs: `sealed` "
+        "10 of 20, `fresh` 10 of 14, "
         f"`unseen` {_right('programs_unseen_first.json', 'unseen')} "
         "(`programs_unseen_first.json`, beside other work).",
         programs(),
