@@ -300,3 +300,14 @@ def test_pages_of_unified_memory_are_no_batches_to_pin(tmp_path: Path) -> None:
     first = explain(export.write()).ranked_findings[0]
     assert "Moving pages of unified memory takes 8" in first.title
     assert "cudaMemPrefetchAsync" in first.advice and "DataLoader" not in first.advice
+
+
+def test_calls_of_a_range_count_with_what_passes_between_them(tmp_path: Path) -> None:
+    events = [gpu_trace._span("user_annotation", "infer", 0, 5000)]
+    for at in range(0, 5000, 10):
+        events.append(gpu_trace._span("cpu_op", "aten::select", at, at + 4))
+        events.append(gpu_trace._span("cpu_op", "aten::as_strided", at + 1, at + 2))
+        events.append(gpu_trace._span("cpu_op", "aten::as_strided", at + 2, at + 3))
+    first = report(tmp_path, events).ranked_findings[0]
+    assert "Calling operators, not computing, takes 100% of the recording" in first.title
+    assert "500 of the calls those of aten::select" in first.title

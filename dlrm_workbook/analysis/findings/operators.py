@@ -14,7 +14,7 @@ from typing import Any
 import pandas as pd
 
 from dlrm_core.base.errors import InputError
-from dlrm_workbook.analysis.attribution import PART
+from dlrm_workbook.analysis.attribution import PART, UNRECORDED, unattributed
 from dlrm_workbook.analysis.findings.evidence import Evidence, Part
 from dlrm_workbook.analysis.findings.finding import (
     Causes,
@@ -26,7 +26,14 @@ from dlrm_workbook.analysis.findings.finding import (
     removed,
     rule,
 )
-from dlrm_workbook.analysis.findings.where import line_name, loops_of, main_function, part_name
+from dlrm_workbook.analysis.findings.where import (
+    called_most,
+    line_name,
+    loops_of,
+    main_function,
+    part_name,
+    shown,
+)
 from dlrm_workbook.analysis.lines import line_table
 from dlrm_workbook.analysis.work import operator_work
 from dlrm_workbook.ground.units import milliseconds
@@ -370,6 +377,8 @@ def dispatch_bound(evidence: Evidence, ledger: Causes) -> Measured | None:
     between = between.drop([*beside, "other"], level="component", errors="ignore").fillna(0.0)
     undilated = evidence.step_ms / evidence.total_ms
     small = (float(tiny["cpu_self_ms"].sum()) + float(between.sum())) * undilated
+    if not evidence.meta.get("passes"):
+        small += _around_calls(evidence, float(table["calls"].sum()), loops_of(evidence.profile))
     share = min(small / evidence.step_ms - ledger.explained_ms / evidence.total_ms, 1.0)
     size = int(evidence.parameter("training.batch_size", 0) or 0)
     larger = predicted(evidence, {"training.batch_size": 2 * size}) if size else None
@@ -381,11 +390,13 @@ def dispatch_bound(evidence: Evidence, ledger: Causes) -> Measured | None:
     gain = compiled if is_worthwhile(compiled) else larger
     bound = {"low": 1.0, "mid": 1.0 / (1.0 - 0.5 * share), "high": 1.0 / max(1.0 - share, 0.02)}
     by_part = tiny.groupby(PART)["cpu_self_ms"].sum()
-    part = ("other", "")
-    if len(between):
-        part = largest(between + by_part.reindex(between.index).fillna(0.0))
+    by_part = between.add(by_part, fill_value=0.0)
+    part = largest(by_part) if len(by_part) else ("other", "")
     main = main_function(evidence.lines_of(part[0]))
     at = f", most in {part_name(*part)}{main and f', at {main}'}"
+    if part[0] == "other" and not main:
+        name, count = called_most(evidence.profile)
+        at = f", {count / evidence.iterations:,.0f} of the calls those of {shown(name)}"
     more: Measured = {}
     table_of_lines = line_table(evidence.profile)
     callers = table_of_lines.backward_callers() if table_of_lines is not None else pd.DataFrame()
@@ -410,6 +421,19 @@ def dispatch_bound(evidence: Evidence, ledger: Causes) -> Measured | None:
         "change": {"training.compile": True} if is_worthwhile(compiled) else {},
         "speedup": gain if gain and gain["mid"] > 1.0 else bound,
     }
+
+
+BETWEEN_MS = 0.01
+"""Time from one operator to the next that counts as that of calling them, at most."""
+
+
+def _around_calls(evidence: Evidence, calls: float, loops: set[str]) -> float:
+    """Time of a recording that launches take, and that passes between operators, ms."""
+    table = unattributed(evidence.profile)
+    ranges = table["kind"].eq("annotation") | table["name"].isin({UNRECORDED, *loops})
+    launches = table["kind"].eq("runtime") & table["name"].str.contains("Launch")
+    ms = table["share"] * evidence.total_ms
+    return float(ms[launches].sum()) + min(float(ms[ranges].sum()), BETWEEN_MS * calls)
 
 
 def _small_batch(evidence: Evidence, size: int, larger: dict[str, float]) -> Measured:

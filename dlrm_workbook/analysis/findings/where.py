@@ -121,12 +121,23 @@ MOST_WITHIN = 100
 def loops_of(profile: Profile) -> set[str]:
     """Names of operators whose every call runs a loop over others, such as those of recurrent
     layers: these loops are not the program's."""
+    table = _outermost(profile)
+    return set(table.index[table["within"] > MOST_WITHIN * table["calls"]])
+
+
+def called_most(profile: Profile) -> tuple[str, float]:
+    """The operator that the program itself calls most, and how often in all."""
+    calls = _outermost(profile)["calls"]
+    return str(calls.idxmax()), float(calls.max())
+
+
+def _outermost(profile: Profile) -> pd.DataFrame:
+    """Calls of each operator that lies in no other (the index), and of all ``within`` it."""
     outer, names = levels(profile)["outer"], profile.contexts["name"].to_numpy()
     calls = profile.value_table("calls").fillna(0.0).to_numpy() * profile.of_kind("operator")
     own = np.flatnonzero(outer == np.arange(len(outer)))
     within = np.bincount(outer[outer >= 0], calls[outer >= 0], len(outer))[own]
-    table = pd.DataFrame({"calls": calls[own], "within": within}).groupby(names[own]).sum()
-    return set(table.index[table["within"] > MOST_WITHIN * table["calls"]])
+    return pd.DataFrame({"calls": calls[own], "within": within}).groupby(names[own]).sum()
 
 
 def outermost_row(parent: np.ndarray, row: np.ndarray) -> np.ndarray:
