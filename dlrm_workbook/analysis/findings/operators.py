@@ -396,7 +396,9 @@ def dispatch_bound(evidence: Evidence, ledger: Causes) -> Measured | None:
     at = f", most in {part_name(*part)}{main and f', at {main}'}"
     if part[0] == "other" and not main:
         name, count = called_most(evidence.profile)
-        at = f", {count / evidence.iterations:,.0f} of the calls those of {shown(name)}"
+        count /= evidence.iterations
+        often = count > OFTEN * float(table["calls"].sum())
+        at = f", {count:,.0f} of the calls those of {shown(name)}" if often else ""
     more: Measured = {}
     table_of_lines = line_table(evidence.profile)
     callers = table_of_lines.backward_callers() if table_of_lines is not None else pd.DataFrame()
@@ -422,6 +424,9 @@ def dispatch_bound(evidence: Evidence, ledger: Causes) -> Measured | None:
         "speedup": gain if gain and gain["mid"] > 1.0 else bound,
     }
 
+
+OFTEN = 0.04
+"""Least share of all calls for the operator called most to be named."""
 
 BETWEEN_MS = 0.01
 """Time from one operator to the next that counts as that of calling them, at most."""
