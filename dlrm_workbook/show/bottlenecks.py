@@ -71,7 +71,8 @@ def attribution_bars(attribution: pd.DataFrame, unit: str = "ms in a mean iterat
     """
     table = attribution[attribution["time_ms"] > 0]
     on_gpu = table["where"].eq("device")
-    what, whole = ("a step", "the step") if "iteration" in unit else ("the whole recording", "it")
+    of_all = unit.partition(" in ")[2].partition(",")[0]
+    what, whole = ("a step", "the step") if "iteration" in unit else (of_all, "it")
     if not on_gpu.any():
         return _part_bars(f"Time of {what} by part and phase", unit, table)
     title, idle = f"GPU time of {what} by part and phase", table[~on_gpu]

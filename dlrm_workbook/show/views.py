@@ -223,9 +223,10 @@ def _device_beside_host(report: Report) -> pd.DataFrame:
 
 def _step_sentence(report: Report) -> Text:
     step = reference.reference(report.profile)
-    sentence = "The recording marks no steps: times are of the whole recording."
-    basis = "the GPU's time" if _on_gpu(report) else attribution.basis(report.profile)
-    covered = f"{attribution.coverage(report.parts):.2%} of {basis} is in named parts."
+    basis = attribution.basis(report.profile)
+    sentence = f"The recording marks no steps: times are of {basis}."
+    of_all = "the GPU's time" if _on_gpu(report) else basis
+    covered = f"{attribution.coverage(report.parts):.2%} of {of_all} is in named parts."
     return Text(f"{step.sentence if step else sentence} {covered}")
 
 
