@@ -304,19 +304,20 @@ def test_a_width_that_fbgemm_cannot_do_is_refused():
 
 
 @needs_fbgemm
-def test_loading_fbgemm_leaves_the_root_logger_alone():
+def test_fbgemm_is_loaded_only_where_it_is_chosen_and_leaves_the_root_logger_alone():
     code = (
-        "import logging, torch\n"
-        "from dlrm_core.embeddings import EmbeddingTables\n"
-        "from dlrm_core.embeddings import attach\n"
+        "import logging, sys, dlrm_core.train\n"
+        "from dlrm_core.embeddings import EmbeddingTables, attach\n"
         "from dlrm_core.config import TrainingConfig\n"
+        "attach(EmbeddingTables([5], 4), TrainingConfig(embedding_backend='fused'))\n"
+        "print('fbgemm_gpu' in sys.modules)\n"
         "attach(EmbeddingTables([5], 4), TrainingConfig(embedding_backend='fbgemm'))\n"
         "print(logging.getLogger().handlers, logging.getLogger().level)\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    assert done.stdout == f"[] {logging.WARNING}\n"
+    assert done.stdout == f"False\n[] {logging.WARNING}\n"
     assert done.stderr == ""
 
 
@@ -454,17 +455,3 @@ def test_a_recording_tells_the_back_end_that_ran(tmp_path):
     name = head["parameters"]["training"]["embedding_backend"]
     assert name in choose.CANDIDATES
     assert head["notices"][0].startswith(f"training.embedding_backend auto: {name}, ")
-
-
-def test_fbgemm_is_loaded_only_where_it_is_chosen():
-    code = (
-        "import sys\nfrom dlrm_core.embeddings import EmbeddingTables\n"
-        "from dlrm_core.embeddings import attach\n"
-        "from dlrm_core.config import TrainingConfig\nimport dlrm_core.train\n"
-        "attach(EmbeddingTables([5], 4), TrainingConfig(embedding_backend='fused'))\n"
-        "print('fbgemm_gpu' in sys.modules)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert done.stdout == "False\n"

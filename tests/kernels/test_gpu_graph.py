@@ -152,34 +152,24 @@ def test_every_part_that_computes_is_captured_once_and_in_order():
     assert seen[0] == ("transfer", "forward") and seen[-len(PIECES) + 1 :] == PIECES[1:]
 
 
-def test_replays_train_as_the_plain_step_does():
+@pytest.mark.parametrize(
+    ("batches", "captures", "replays"),
+    [
+        ([{"seed": seed} for seed in range(5)], 1, 3),
+        # another size is trained on as usual, and more lookups are made room for
+        ([{"seed": 0}, {"seed": 1, "size": 5}, {"seed": 2}], 1, 1),
+        ([{"seed": s, "largest": n} for s, n in ((0, 2), (1, 9), (2, 2), (1, 9))], 2, 1),
+    ],
+)
+def test_replays_train_as_the_plain_step_does(batches, captures, replays):
     plain, captured = step_of(), step_of()
     graph, recorder = graph_of(captured)
-    for seed in range(5):
-        batch = batch_of(seed)
+    for about in batches:
+        batch = batch_of(**about)
         assert torch.equal(graph(batch), plain.run(batch))
         assert all(map(torch.equal, weights_of(captured), weights_of(plain)))
-    assert len(recorder.log) >= 3 * len(PIECES)
-
-
-def test_a_batch_of_another_size_is_trained_on_as_usual():
-    plain, captured = step_of(), step_of()
-    graph, recorder = graph_of(captured)
-    for seed, size in ((0, 8), (1, 5), (2, 8)):
-        batch = batch_of(seed, size)
-        assert torch.equal(graph(batch), plain.run(batch))
-    assert all(map(torch.equal, weights_of(captured), weights_of(plain)))
-    assert recorder.captured == len(PIECES)
-
-
-def test_more_lookups_are_made_room_for():
-    plain, captured = step_of(), step_of()
-    graph, recorder = graph_of(captured)
-    for seed, largest in ((0, 2), (1, 9), (2, 2), (1, 9)):
-        batch = batch_of(seed, largest=largest)
-        assert torch.equal(graph(batch), plain.run(batch))
-    assert all(map(torch.equal, weights_of(captured), weights_of(plain)))
-    assert recorder.captured == 2 * len(PIECES)
+    assert recorder.captured == captures * len(PIECES)
+    assert len(recorder.log) >= replays * len(PIECES)
 
 
 def test_a_wrong_index_is_told_before_the_next_replay():

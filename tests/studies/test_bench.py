@@ -103,17 +103,13 @@ def test_contestants_take_turns_at_being_first():
     assert order == list(zip([0, 0, 1, 1, 2, 2], names, strict=True))
 
 
-def test_another_training_is_told_apart():
-    run = made({"plain": [1.0], "tuned": [1.0]}, lambda n: [0.5 + (n == "tuned") * 2e-5])
+@pytest.mark.parametrize(
+    ("loss", "said"), [(0.5 + 2e-5, "NOT the same training"), (math.nan, "not a number")]
+)
+def test_another_training_is_told_apart(loss, said):
+    run = made({"plain": [1.0], "tuned": [1.0]}, lambda n: [loss if n == "tuned" else 0.5])
     results = compare(both(), peer=None, rounds=1, iterations=3, threads=1, run=run)
-    assert results["losses_agree"] is False
-    assert "NOT the same training" in describe(results)
-
-
-def test_a_loss_that_is_no_number_is_another_training():
-    run = made({"plain": [1.0], "tuned": [1.0]}, lambda n: [math.nan if n == "tuned" else 0.5])
-    results = compare(both(), peer=None, rounds=1, iterations=3, threads=1, run=run)
-    assert results["losses_agree"] is False and "not a number" in describe(results)
+    assert results["losses_agree"] is False and said in describe(results)
 
 
 def test_a_ratio_is_the_median_of_the_rounds_own_ratios():

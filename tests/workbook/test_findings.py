@@ -8,7 +8,7 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from finding_profiles import found, listed, made, ordered
+from finding_profiles import counters, found, listed, made, ordered
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -153,14 +153,17 @@ def test_slow_data_with_a_probe_is_predicted_by_amdahl() -> None:
     assert ordered(slow.predicted_speedup)
     assert "50.0 ms per batch by facebook_loop, 1.00 ms by facebook" in slow.evidence
 
-
-def test_data_that_stays_slow_is_overlapped_as_well() -> None:
-    slow = found(with_data(60, 40, parameters=LOOP, part_probes=probes(60.0, 20.0)))[
-        "data_generation"
-    ]
+    # what stays slow is overlapped as well
+    profile = with_data(60, 40, parameters=LOOP, part_probes=probes(60.0, 20.0))
+    slow = found(profile)["data_generation"]
     assert slow.change == {"data.generator": "facebook", "data.loader": "prefetch"}
     assert slow.predicted_speedup["low"] == pytest.approx(100 / 60)
     assert slow.predicted_speedup["high"] == pytest.approx(100 / 40)
+    sections = {"data": DataConfig, "training": TrainingConfig}
+    for each in listed(profile):  # changes are real parameters
+        for name, value in each.change.items():
+            section, _, leaf = name.partition(".")
+            sections[section](**{leaf: value})
 
 
 def test_slow_data_without_a_probe_is_only_bounded() -> None:
@@ -181,29 +184,12 @@ def test_a_fast_generator_is_overlapped() -> None:
     assert slow.predicted_speedup["high"] == pytest.approx(100 / 80)
 
 
-def test_data_that_is_overlapped_already_has_no_parameter_left() -> None:
+def test_data_that_is_overlapped_already_has_no_parameter_left_and_sleep_is_told() -> None:
     parameters = {"data": {"generator": "uniform", "loader": "prefetch"}}
     slow = found(with_data(20, 80, parameters=parameters))["data_generation"]
     assert slow.change == {}
     assert "no parameter" in slow.advice.lower()
     assert "waits for data" in slow.title
-
-
-def test_data_that_sleeps_says_so() -> None:
-    from finding_profiles import counters
-
-    parameters = {"data": {"generator": "uniform", "loader": "prefetch"}}
-    counted = counters(blocked_ms=18.0)
-    slow = found(
-        with_data(20, 80, parameters=parameters, counters=counted, part_probes=probes(1.0, 1.0))
-    )["data_generation"]
+    more = {"counters": counters(blocked_ms=18.0), "part_probes": probes(1.0, 1.0)}
+    slow = found(with_data(20, 80, parameters=parameters, **more))["data_generation"]
     assert "look at what making a batch waits for" in slow.advice.lower()
-
-
-def test_changes_are_real_parameters() -> None:
-    profile = with_data(60, 40, parameters=LOOP, part_probes=probes(60.0, 20.0))
-    sections = {"data": DataConfig, "training": TrainingConfig}
-    for each in listed(profile):
-        for name, value in each.change.items():
-            section, _, leaf = name.partition(".")
-            sections[section](**{leaf: value})

@@ -442,20 +442,32 @@ def test_launches_that_cannot_keep_up(trace: Trace) -> None:
     assert listed(trace.read(parameters=fused))[0].change == {"training.cuda_graphs": True}
 
 
-def test_the_operator_that_makes_most_launches_is_named(trace: Trace) -> None:
+@pytest.mark.parametrize(
+    ("part", "outer", "inner", "work", "said"),
+    [
+        (
+            *("embedding", "aten::embedding_bag", "aten::_embedding_bag", "embedding_bag_kernel"),
+            "them by",
+        ),
+        ("transfer", "aten::to", "aten::copy_", "Memcpy HtoD (Pinned -> Device)", "them copies by"),
+    ],
+)
+def test_the_operator_that_makes_most_launches_is_named(
+    trace: Trace, part: str, outer: str, inner: str, work: str, said: str
+) -> None:
     for begin in trace.steps():
         trace.part("top_mlp::forward", begin + 1, begin + 200)
         trace.launch(begin + 5, "sm90_bf16_gemm", begin + 10, begin + 200)
-        trace.part("embedding::forward", begin + 210, begin + 990)
+        trace.part(f"{part}::forward", begin + 210, begin + 990)
         for i in range(70):
             at = begin + 215 + 10.5 * i
-            trace.host("cpu_op", "aten::embedding_bag", at - 1, at + 8)
-            trace.host("cpu_op", "aten::_embedding_bag", at - 0.5, at + 7)
-            trace.launch(at, "embedding_bag_kernel", at + 3, at + 5)
-    first = found(trace.read())["launch_bound"]
-    assert first.title.endswith("launches, 99% of them by aten::embedding_bag in embedding forward")
-    assert first.component == "embedding"
-    assert "70 of them are launched by aten::embedding_bag" in first.evidence
+            trace.host("cpu_op", outer, at - 1, at + 8)
+            trace.host("cpu_op", inner, at - 0.5, at + 7)
+            trace.launch(at, work, at + 3, at + (4 if part == "transfer" else 5), bytes=800)
+    first = listed(trace.read())[0]
+    assert (first.id, first.component) == ("launch_bound", part)
+    assert first.title.endswith(f"launches, 99% of {said} {outer} in {part} forward")
+    assert f"70 of them are launched by {outer}" in first.evidence
 
 
 @pytest.mark.parametrize("marked", ["## evaluate ##", "Optimizer.step#SGD.step"])
@@ -518,21 +530,6 @@ def test_what_few_iterations_do_is_told_though_they_take_no_longer(
         assert named.title.startswith("1 of 7 iterations does what the others do not: radix sort")
         assert "iterations 4 (counted" in named.evidence
         assert named.share_of_step == pytest.approx(0.5 / 7, abs=0.01)
-
-
-def test_many_small_copies_are_named_by_the_operator_that_makes_them(trace: Trace) -> None:
-    for begin in trace.steps():
-        trace.part("top_mlp::forward", begin + 1, begin + 200)
-        trace.launch(begin + 5, "sm90_bf16_gemm", begin + 10, begin + 200)
-        trace.part("transfer::forward", begin + 210, begin + 990)
-        for i in range(70):
-            at = begin + 215 + 10.5 * i
-            trace.host("cpu_op", "aten::to", at - 1, at + 8)
-            trace.host("cpu_op", "aten::copy_", at - 0.5, at + 7)
-            trace.launch(at, "Memcpy HtoD (Pinned -> Device)", at + 3, at + 4, bytes=800)
-    first = listed(trace.read())[0]
-    assert first.id == "launch_bound"
-    assert first.title.endswith("launches, 99% of them copies by aten::to in transfer forward")
 
 
 def test_one_long_operator_between_short_launches_is_no_cost_of_launching(trace: Trace) -> None:

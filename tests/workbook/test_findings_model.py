@@ -230,15 +230,12 @@ def test_a_faster_setting_that_was_probed(
         assert "10.0 ms with" in first.evidence and "4.00 ms with" in first.evidence
 
 
-def test_a_setting_that_is_no_faster_is_silent() -> None:
-    profile = step(HEAVY, part_probes=probed({"training.precision": "bf16"}, 10.0, 9.9))
-    assert listed(profile) == []
-
-
-def test_no_precision_below_what_accuracy_allows() -> None:
-    probes = probed({"training.precision": "bf16"}, 10.0, 4.0)
-    profile = step(HEAVY, {"lowest_precision": "fp32"}, part_probes=probes)
-    assert listed(profile) == []
+@pytest.mark.parametrize(
+    ("training", "ms"), [({}, 9.9), ({"lowest_precision": "fp32"}, 4.0)], ids=["slow", "too narrow"]
+)
+def test_no_faster_setting_and_none_below_what_accuracy_allows(training: Any, ms: float) -> None:
+    probes = probed({"training.precision": "bf16"}, 10.0, ms)
+    assert listed(step(HEAVY, training, part_probes=probes)) == []
 
 
 # ---- ceilings ---------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pandas as pd
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -46,17 +47,37 @@ def parts_of(host: pd.DataFrame) -> dict[str, int]:
 SCRIPT = (0, 1000, "python", "/home/me/train.py(7): <module>")
 
 
-def test_time_between_two_calls_of_one_part_is_that_parts() -> None:
-    parts = parts_of(
-        host_of(
-            SCRIPT,
-            (100, 200, "operator", "aten::embedding_bag"),
-            (250, 300, "operator", "aten::embedding_bag"),
-            (400, 500, "operator", "aten::mse_loss"),
-        )
-    )
-    # 50 between the lookups; nothing tells whose the 100 between lookup and loss are
-    assert parts == {"embedding forward": 200, "loss forward": 100, "other": 700}
+@pytest.mark.parametrize(
+    ("operators", "expected"),
+    [
+        # 50 between the lookups; nothing tells whose the 100 between lookup and loss are
+        (
+            [(100, 200, "embedding_bag"), (250, 300, "embedding_bag"), (400, 500, "mse_loss")],
+            {"embedding forward": 200, "loss forward": 100, "other": 700},
+        ),
+        # random numbers are data before the model runs only
+        (
+            [
+                *((100, 200, "randint"), (210, 220, "sum"), (230, 300, "rand")),
+                *((400, 500, "embedding_bag"), (600, 700, "rand")),
+            ],
+            {"data forward": 200, "embedding forward": 100, "other": 700},
+        ),
+        # 75 of 200 between the first two lookups are another operator's, 5 of the next 100
+        (
+            [
+                *((100, 200, "embedding"), (230, 305, "layer_norm"), (400, 500, "embedding")),
+                *((505, 510, "empty"), (600, 700, "embedding")),
+            ],
+            {"embedding forward": 400, "other": 600},
+        ),
+    ],
+)
+def test_time_between_two_calls_of_one_part_is_that_parts(
+    operators: list[tuple[int, int, str]], expected: dict[str, int]
+) -> None:
+    spans = [(start, end, "operator", f"aten::{name}") for start, end, name in operators]
+    assert parts_of(host_of(SCRIPT, *spans)) == expected
 
 
 def test_calls_of_two_iterations_have_nothing_between_them() -> None:
@@ -84,32 +105,15 @@ def ddp(reducer: str) -> dict[str, int]:
     )
 
 
-def test_the_end_of_a_backward_pass_is_the_exchange_where_gradients_are_exchanged() -> None:
+def test_the_end_of_a_backward_pass_is_the_exchange_only_where_gradients_are_exchanged() -> None:
     parts = ddp("torch::distributed::reducer::mul_out")
     # from its last node at 400 on, with the copies back, and its own multiplication
     assert parts["communication backward"] == 900 - 400 + 10
     assert parts["loss backward"] == 50 + 50
-
-
-def test_the_end_of_another_backward_pass_stays_unnamed() -> None:
     parts = ddp("aten::mul")
     assert not any("communication" in part for part in parts)
     assert parts["loss backward"] == 50 + 50
     assert sum(time for part, time in parts.items() if part.startswith("other")) > 500
-
-
-def test_random_numbers_are_data_before_the_model_runs_only() -> None:
-    parts = parts_of(
-        host_of(
-            SCRIPT,
-            (100, 200, "operator", "aten::randint"),
-            (210, 220, "operator", "aten::sum"),
-            (230, 300, "operator", "aten::rand"),
-            (400, 500, "operator", "aten::embedding_bag"),
-            (600, 700, "operator", "aten::rand"),
-        )
-    )
-    assert parts == {"data forward": 200, "embedding forward": 100, "other": 700}
 
 
 def test_a_class_of_modules_names_its_forward_method() -> None:
@@ -141,21 +145,6 @@ def test_a_sampled_frame_within_a_range_says_nothing_against_it() -> None:
         )
     )
     assert parts["communication forward"] == 200
-
-
-def test_another_part_of_the_model_between_two_lookups_keeps_its_time() -> None:
-    parts = parts_of(
-        host_of(
-            SCRIPT,
-            (100, 200, "operator", "aten::embedding"),
-            (230, 305, "operator", "aten::layer_norm"),
-            (400, 500, "operator", "aten::embedding"),
-            (505, 510, "operator", "aten::empty"),
-            (600, 700, "operator", "aten::embedding"),
-        )
-    )
-    # 75 of 200 between the first two lookups are another operator's, 5 of the next 100
-    assert parts == {"embedding forward": 400, "other": 600}
 
 
 @given(

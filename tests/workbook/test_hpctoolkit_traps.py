@@ -33,10 +33,21 @@ ROOT = Path(__file__).resolve().parents[2]
 # --- traps ----------------------------------------------------------------------------
 
 
-def test_exit_0_without_data(fake):
-    fake.behave(unmeasured=True)
-    with pytest.raises(MeasurementError, match="nothing was measured"):
+@pytest.mark.parametrize(
+    ("behaviour", "message"),
+    [
+        ({"unmeasured": True}, "nothing was measured"),
+        ({"uncreatable": True}, "could not create"),
+        ({"prof_aborts": True}, "hpcprof aborts"),
+        ({"prof_nothing": True}, "wrote no database"),
+        ({"prof_exit": 2}, "exit code 2"),
+    ],
+)
+def test_a_run_without_data_or_database_says_why_and_is_not_repeated(fake, behaviour, message):
+    fake.behave(**behaviour)
+    with pytest.raises(MeasurementError, match=message):
         run(fake)
+    assert len(fake.calls("hpcrun")) == 1
 
 
 def test_a_program_that_fails_by_itself(fake):
@@ -129,12 +140,6 @@ def test_an_event_that_is_listed_but_refused(fake):
     assert "unknown or unsupported" in measured.not_measured["GPU times"]
     fake.behave(accepts=[])
     with pytest.raises(MeasurementError, match="CPUTIME is unknown or unsupported"):
-        run(fake)
-
-
-def test_a_folder_that_hpcrun_cannot_make(fake):
-    fake.behave(uncreatable=True)
-    with pytest.raises(MeasurementError, match="could not create"):
         run(fake)
 
 
@@ -248,23 +253,6 @@ def test_frames_of_another_python_are_not_measured(fake):
     assert not any(call["python"] for call in fake.calls("hpcrun"))
     why = measured.not_measured["Python frames"]
     assert "was built for Python 3.8, but the program runs in Python 3." in why
-
-
-def test_hpcprof_aborts_without_python_frames(fake):
-    fake.behave(prof_aborts=True)
-    with pytest.raises(MeasurementError, match="hpcprof aborts"):
-        run(fake)
-    assert len(fake.calls("hpcrun")) == 1
-
-
-@pytest.mark.parametrize(
-    "behaviour, message",
-    [({"prof_nothing": True}, "wrote no database"), ({"prof_exit": 2}, "exit code 2")],
-)
-def test_hpcprof_without_a_database(fake, behaviour, message):
-    fake.behave(**behaviour)
-    with pytest.raises(MeasurementError, match=message):
-        run(fake)
 
 
 def huge_library(folder: Path, name: str, size: int) -> str:

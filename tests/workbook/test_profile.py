@@ -90,11 +90,14 @@ def test_saved_and_loaded_profile_is_the_same(tmp_path) -> None:
     assert [path.name for path in folder.parent.iterdir()] == ["profile"]
 
 
-def test_a_profile_is_never_written_over_another(tmp_path) -> None:
+def test_no_profile_is_written_over_another_or_where_none_can_be(tmp_path) -> None:
     profile = make([-1], [1])
     profile.save(tmp_path / "p")
     with pytest.raises(InputError, match="exists already"):
         profile.save(tmp_path / "p")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="cannot write the profile"):
+        profile.save(tmp_path / "file" / "p")
 
 
 def test_nothing_is_left_when_saving_fails(tmp_path) -> None:
@@ -103,12 +106,6 @@ def test_nothing_is_left_when_saving_fails(tmp_path) -> None:
     with pytest.raises(TypeError, match="object"):
         profile.save(tmp_path / "p")
     assert not list(tmp_path.iterdir())
-
-
-def test_unwritable_place_is_one_sentence(tmp_path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match="cannot write the profile"):
-        make([-1], [1]).save(tmp_path / "file" / "p")
 
 
 @pytest.mark.parametrize("table", list(SCHEMA))

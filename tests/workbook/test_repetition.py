@@ -70,10 +70,6 @@ def test_nothing_is_found_where_nothing_repeats(seed: int, kinds: int, length: i
     assert find_iterations(*timed([int(s) for s in rng.integers(0, kinds, length)], rng)) is None
 
 
-def test_one_kernel_again_and_again_is_no_iteration() -> None:
-    assert find_iterations(*timed([7] * 500, np.random.default_rng(0))) is None
-
-
 def test_what_happens_every_tenth_iteration_does_not_join_ten() -> None:
     symbols: list[int] = []
     for number in range(60):
@@ -90,6 +86,7 @@ def test_a_batch_copied_ahead_leaves_the_number_of_iterations() -> None:
     assert found is not None and len(found) == 40
 
 
-def test_without_launches_there_are_no_iterations() -> None:
+def test_no_launch_and_one_kernel_again_and_again_are_no_iteration() -> None:
     none = np.array([], np.int64)
     assert find_iterations(none, none, none) is None
+    assert find_iterations(*timed([7] * 500, np.random.default_rng(0))) is None
