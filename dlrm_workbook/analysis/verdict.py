@@ -24,7 +24,7 @@ import yaml
 from dlrm_core.base.errors import InputError
 from dlrm_core.base.files import read_json, write_json, write_text
 from dlrm_core.config import Parameters
-from dlrm_workbook.analysis.attribution import IDLE, PART, attribute
+from dlrm_workbook.analysis.attribution import IDLE, PART, attribute, basis
 from dlrm_workbook.analysis.context_tree import unmeasured
 from dlrm_workbook.analysis.devices import DATA_SHEET
 from dlrm_workbook.analysis.findings import bottlenecks_json, findings, limit
@@ -349,7 +349,7 @@ def stages(
     now = float(parts["time_ms"].sum())
     step = reference(profile)
     least = _lowest(roofline)
-    name_now = "the recording"
+    name_now = basis(profile)
     if step is not None:
         name_now = f"the step, as {'measured' if step.unprofiled else 'recorded'}"
     way, aside = [Stage(name_now, now, now, now, parts, least=least)], []

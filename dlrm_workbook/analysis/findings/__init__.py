@@ -352,7 +352,7 @@ def _busy(evidence: Evidence) -> str:
             f"{milliseconds(busy_ms)} of {milliseconds(span_ms)} ({percent(busy_ms / span_ms)}). "
         )
     if evidence.profile.iterations.empty:
-        text += gpu_idle.left_out(evidence, OTHERWISE * span_ms)
+        text += gpu_idle.left_out(evidence, OTHERWISE * evidence.total_ms)
     time, exposed = evidence.exchange_ms
     if time > OTHERWISE * evidence.total_ms:
         text += (

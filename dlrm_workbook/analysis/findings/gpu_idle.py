@@ -376,7 +376,7 @@ def allocation(evidence: Evidence, ledger: Causes) -> Measured | None:
         "place": _mostly_in(idle, "idle_ms"),
         "once": once,
         "pieces": (idle["context"], idle["idle_ms"]),
-        **({"advice": FIRST_CALLS} if once else {}),
+        **({"advice": FIRST_CALLS, "speedup": bounded(time / evidence.total_ms)} if once else {}),
     }
 
 

@@ -194,8 +194,9 @@ _HOST_FUNCTIONS: Measured = {
         "work that has been launched waits; where the GPU is free, work begins {start_up:.0f} µs "
         "after its launch (median).",
         "{regular}",
-        "What waits in the queue of an idle GPU waits neither for the host nor for other work of "
-        "this program.",
+        "What waits in the queue of an idle GPU waits neither for the host nor for other work that "
+        "was recorded: for other processes, for graphics of its own, or for a driver that hands on "
+        "launches in batches (Windows).",
     ),
     advice="See which processes use this GPU (nvidia-smi, nvidia-smi pmon): give the run a GPU of "
     "its own, or let the processes share it by MPS or MIG, not in turns.",
