@@ -150,9 +150,13 @@ def test_old_checkpoints_go_once_newer_ones_are_whole(tmp_path):
     assert len(list(tmp_path.iterdir())) == 4
 
 
-def test_what_a_killed_run_left_is_removed(tmp_path):
+def test_what_a_killed_run_left_is_removed_and_two_runs_do_not_share_a_folder(tmp_path):
     (tmp_path / ".step-00000004-abc" / WEIGHTS).mkdir(parents=True)
-    CheckpointFolder(tmp_path, 2).close()
+    with (
+        contextlib.closing(CheckpointFolder(tmp_path, 2)),
+        pytest.raises(InputError, match="another run is writing"),
+    ):
+        CheckpointFolder(tmp_path, 2)
     assert [path.name for path in tmp_path.iterdir()] == [".lock"]
 
 
@@ -179,14 +183,6 @@ def test_a_refused_run_leaves_the_metrics_of_the_one_before(tmp_path):
     with pytest.raises(InputError, match="go on from it"):
         train(parameters(checkpoint_every=4), tmp_path)
     assert written and (tmp_path / "metrics.jsonl").read_bytes() == written
-
-
-def test_two_runs_do_not_share_a_folder(tmp_path):
-    with (
-        contextlib.closing(CheckpointFolder(tmp_path, 2)),
-        pytest.raises(InputError, match="another run is writing"),
-    ):
-        CheckpointFolder(tmp_path, 2)
 
 
 def test_a_new_run_does_not_mix_with_an_old_one(tmp_path):

@@ -107,10 +107,6 @@ def test_runs_that_finished_are_kept_and_others_run_again(two_runs):
     again = measure_stability(parameters(), [3, 4], folder)
     assert kept.stat().st_mtime_ns == before and again.runs[0] == found.runs[0]
     assert again.runs[1]["auc"] == found.runs[1]["auc"] and again.runs[1]["status"] == "finished"
-
-
-def test_a_folder_of_other_parameters_is_refused(two_runs):
-    folder, _ = two_runs
     with pytest.raises(InputError, match=r"training\.batches 3, but now it is 9"):
         measure_stability(parameters(batches=9), [3], folder)
 
@@ -131,13 +127,11 @@ def test_one_run_has_its_own_seed_and_folder():
     assert with_seed(parameters(eval_every=2), 1).training.eval_every == 2
 
 
-def test_without_auc_everywhere_the_loss_is_the_metric():
+def test_without_auc_everywhere_the_loss_is_the_metric_of_runs_that_did_not_diverge():
     assert summarise(parameters(), [seed_run(0, 0.7), seed_run(1, 0.8)]).metric == "auc"
     mixed = summarise(parameters(), [seed_run(0, 0.7), seed_run(1, None)])
     assert mixed.metric == "loss" and mixed.values == [0.5, 0.51]
-
-
-def test_runs_that_diverged_do_not_count():
+    # runs that diverged do not count
     found = summarise(parameters(), [seed_run(0, 0.7), seed_run(1, 0.1, "diverged")])
     assert found.spreads["auc"]["count"] == 1 and found.spreads["auc"]["sd"] is None
 

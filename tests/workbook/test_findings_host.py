@@ -47,12 +47,11 @@ def slowed(factor: float) -> dict[tuple[str, str, str], float | tuple[float, flo
     return {part: factor * value for part, value in PARTS.items()}
 
 
-def test_a_quiet_run_has_no_finding() -> None:
-    assert listed(step()) == []
-
-
-def test_without_counters_and_probes_no_rule_invents_anything() -> None:
-    assert listed(made(PARTS)) == []
+def test_without_a_cause_there_is_no_finding() -> None:
+    small = step({"other_processes_cpu_ms": 8.0, "run_queue_ms": 2.0, "gc_ms": 0.5})
+    # a quiet run, one without counters and probes, and waiting of an operator's threads
+    for profile in (step(), made(PARTS), small, step({"blocked_ms": 15.0})):
+        assert listed(profile) == []
 
 
 CASES: dict[str, tuple[dict[str, Any], str, str]] = {
@@ -82,10 +81,6 @@ def test_a_cause_in_the_counters_is_named_first(case: tuple[dict[str, Any], str,
     assert ordered(first.predicted_speedup)
 
 
-def test_a_small_disturbance_is_none() -> None:
-    assert listed(step({"other_processes_cpu_ms": 8.0, "run_queue_ms": 2.0, "gc_ms": 0.5})) == []
-
-
 def test_a_lost_core_shows_as_parts_that_take_longer_than_alone() -> None:
     counted = {"other_processes_cpu_ms": 95.0, "run_queue_ms": 1.0}
     first = listed(step(counted, parts=slowed(1.9)))
@@ -108,10 +103,6 @@ def test_a_sleep_is_placed_in_its_part() -> None:
     assert (first.id, first.component) == ("waiting", "loss")
     assert first.share_of_step == pytest.approx(29 / 129, abs=0.01)
     assert "outside every operator" in first.evidence
-
-
-def test_waiting_of_an_operators_threads_is_not_the_loops() -> None:
-    assert listed(step({"blocked_ms": 15.0})) == []
 
 
 def test_waiting_beside_writing_is_storage() -> None:

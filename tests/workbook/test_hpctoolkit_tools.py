@@ -97,17 +97,29 @@ def test_events_are_the_first_words_of_the_listing():
     assert parse_events("") == frozenset()
 
 
-def test_probe_of_a_machine_with_everything(fake):
-    found = capabilities(fake)
-    assert (found.gpu_event, found.pc_event) == ("gpu=nvidia", "gpu=nvidia,pc")
-    assert found.not_measured == {}
-
-
-def test_newer_spelling_of_the_gpu_events(fake):
-    fake.behave(events=["CPUTIME", "gpu=cuda", "gpu=cuda,pc"])
-    found = capabilities(fake, cuda_version="13.0")
-    # a release that says gpu=cuda may well sample with CUDA 13
-    assert (found.gpu_event, found.pc_event) == ("gpu=cuda", "gpu=cuda,pc")
+@pytest.mark.parametrize(
+    ("behaviour", "torch", "events", "why"),
+    [
+        ({}, None, ("gpu=nvidia", "gpu=nvidia,pc"), {}),
+        # a release that says gpu=cuda may well sample with CUDA 13
+        (
+            {"events": ["CPUTIME", "gpu=cuda", "gpu=cuda,pc"]},
+            *("13.0", ("gpu=cuda", "gpu=cuda,pc"), {}),
+        ),
+        ({"events": ["CPUTIME"], "cuda": ""}, None, (None, None), {"GPU times": "without CUDA"}),
+        ({"cuda": "12.4"}, "13.0", ("gpu=nvidia", None), {"stall reasons": "CUDA 13.0"}),
+        ({"cuda": "13.0"}, "12.8", ("gpu=nvidia", None), {"stall reasons": "CUDA 13.0"}),
+    ],
+)
+def test_what_a_machine_can_measure_is_found_and_the_rest_has_its_reason(
+    fake, behaviour, torch, events, why
+):
+    fake.behave(**behaviour)
+    found = capabilities(fake, **({"cuda_version": torch} if torch else {}))
+    assert (found.gpu_event, found.pc_event) == events
+    assert found.not_measured.keys() - {"stall reasons"} == why.keys() - {"stall reasons"}
+    assert bool(found.not_measured) == bool(why)
+    assert all(said in found.not_measured[name] for name, said in why.items())
 
 
 def test_probe_says_why_there_is_no_gpu(fake):
@@ -117,22 +129,6 @@ def test_probe_says_why_there_is_no_gpu(fake):
     found = capabilities(fake)
     assert "nvidia-smi is not installed" in found.not_measured["GPU times"]
     assert found.not_measured["stall reasons"] == found.not_measured["GPU times"]
-
-
-def test_probe_of_an_hpctoolkit_without_cuda(fake):
-    fake.behave(events=["CPUTIME"], cuda="")
-    found = capabilities(fake)
-    assert found.gpu_event is None
-    assert "built without CUDA" in found.not_measured["GPU times"]
-
-
-@pytest.mark.parametrize("torch, built", [("13.0", "12.4"), ("12.8", "13.0")])
-def test_cuda_13_has_no_pc_sampling(fake, torch, built):
-    fake.behave(cuda=built)
-    found = capabilities(fake, cuda_version=torch)
-    assert found.gpu_event == "gpu=nvidia" and found.pc_event is None
-    assert "CUDA 13.0" in found.not_measured["stall reasons"]
-    assert "GPU times" not in found.not_measured
 
 
 def test_pc_sampling_needs_root_or_the_driver_option(fake, monkeypatch):

@@ -155,12 +155,6 @@ def test_what_work_cannot_tell_is_refused_with_its_name(change: dict[str, Any]) 
     assert "compare" in str(caught.value)
 
 
-def test_a_probe_that_was_refused_says_why() -> None:
-    refused = probe({"training.threads": 4}, {}, refused="it needs 9 GiB")
-    with pytest.raises(InputError, match="9 GiB"):
-        prediction(probed(refused), {"training.threads": 4})
-
-
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -175,6 +169,17 @@ def test_a_probe_that_was_refused_says_why() -> None:
 def test_impossible_changes_are_refused(change: dict[str, Any], said: str) -> None:
     with pytest.raises(InputError, match=said):
         prediction(profile_of(), change)
+
+
+def test_a_refused_probe_and_a_profile_without_parts_or_parameters_say_why() -> None:
+    refused = probe({"training.threads": 4}, {}, refused="it needs 9 GiB")
+    for profile, change, said in (
+        (probed(refused), {"training.threads": 4}, "9 GiB"),
+        (profile_of(parameters=None), {"training.batch_size": 1}, "parameters"),
+        (profile_of({("other", ""): 3.0}), {"training.batch_size": 1}, "names no part"),
+    ):
+        with pytest.raises(InputError, match=said):
+            prediction(profile, change)
 
 
 def test_the_embedding_width_takes_the_bottom_mlp_along() -> None:
@@ -198,14 +203,11 @@ slow = st.floats(1.0, 8.0)
 
 
 @given(times, times)
-def test_perfect_overlap_is_the_longer_of_both(data: float, rest: float) -> None:
+def test_perfect_overlap_is_the_longer_and_halved_speed_useless(data: float, rest: float) -> None:
     assert together_ms(data, rest, 1.0, 1.0) == pytest.approx(max(data, rest))
-
-
-@given(times, times)
-def test_halved_speed_makes_overlap_useless(data: float, rest: float) -> None:
     # one core: both take twice as long while both run
     assert together_ms(data, rest, 2.0, 2.0) == pytest.approx(data + rest)
+    assert Overlap().step_ms(data, rest) == data + rest, "not probed: a plain sum"
 
 
 @given(times, times, slow, slow)
@@ -357,16 +359,11 @@ def test_the_table_ranks_by_speed_and_keeps_what_cannot_be_told() -> None:
     assert "up to 125,000 ms" in wide.to_json()
 
 
-def test_without_probes_the_figure_is_a_sentence() -> None:
-    table = what_if_table(profile_of())
-    assert isinstance(what_if_bars(table, what_if_parts(profile_of())), Text)
-
-
-def test_a_profile_of_another_program_has_a_sentence_instead() -> None:
+def test_without_probes_and_of_another_program_the_figure_is_a_sentence() -> None:
     foreign = profile_of({("other", ""): 3.0}, parameters=None)
-    table, parts = what_if_table(foreign), what_if_parts(foreign)
-    assert table.empty and parts.empty
-    assert isinstance(what_if_bars(table, parts), Text)
+    assert what_if_table(foreign).empty and what_if_parts(foreign).empty
+    for profile in (profile_of(), foreign):
+        assert isinstance(what_if_bars(what_if_table(profile), what_if_parts(profile)), Text)
 
 
 def test_measured_parts_sum_to_the_unprofiled_median(tmp_path: Path) -> None:
@@ -375,14 +372,3 @@ def test_measured_parts_sum_to_the_unprofiled_median(tmp_path: Path) -> None:
     profile.save(tmp_path / "profile")
     loaded = Profile.load(tmp_path / "profile")
     assert measured_parts(loaded)["now_ms"].sum() == pytest.approx(90.0)
-
-
-def test_a_profile_without_parts_or_parameters_is_refused() -> None:
-    with pytest.raises(InputError, match="parameters"):
-        prediction(profile_of(parameters=None), {"training.batch_size": 1})
-    with pytest.raises(InputError, match="names no part"):
-        prediction(profile_of({("other", ""): 3.0}), {"training.batch_size": 1})
-
-
-def test_an_overlap_that_was_not_probed_is_a_plain_sum() -> None:
-    assert Overlap().step_ms(3.0, 4.0) == 7.0
