@@ -276,6 +276,9 @@ def other_threads(evidence: Evidence, ledger: Causes) -> Measured | None:
     }
 
 
+CORES_TAKEN = "Batches made beside the step take its cores, {share:.0%} of its time{beside}"
+
+
 @rule(
     "waiting_for_cores",
     title="The step waits for a core in {all_queued:.0%} of its time{beside}",
@@ -312,10 +315,17 @@ def waiting_for_cores(evidence: Evidence, ledger: Causes) -> Measured | None:
     made = made[made["thread"].ne(MAIN)]
     workers = float(made["time_ms"].sum())
     if workers > queued * evidence.step_ms:
+        batches = ": batches are made beside it"
+        if threads is not None and cores is not None and threads >= cores:
+            # an operator waits for that of its threads whose core somebody else has
+            taken = float(made.groupby("thread")["time_ms"].sum().max()) / evidence.step_ms
+            if taken > max(lost, LEAST_SHARE):
+                figures |= {"share": taken, "speedup": removed(taken), "title": CORES_TAKEN}
+                batches = ""
         figures |= {
             "workers": workers,
             "lines": evidence.said_lines("data"),
-            "beside": f": batches are made beside it, most of it in {line_name(made.iloc[0])}",
+            "beside": f"{batches}, most of it in {line_name(made.iloc[0])}",
             "advice": "Make a sample with less work, whole batches at once, or with what was "
             "prepared before the training; else leave who makes them cores of their own "
             "(fewer workers, or fewer threads of operators).",
