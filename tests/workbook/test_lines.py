@@ -210,7 +210,11 @@ def test_workers_that_take_the_steps_cores_are_named_by_their_line() -> None:
     first = listed(profile)[0]
     assert first.id == "waiting_for_cores" and first.title.endswith("`encode` (`a.py:10`)")
     assert "Threads or processes that make batches ahead compute 60.0 ms" in first.evidence
-    assert first.change == {}
+    assert first.change == {} and first.share_of_step < 0.3
+    # an operator on all cores waits for its slowest thread
+    profile.meta |= {"threads": 2, "machine": {"usable_cores": 2}}
+    first = listed(profile)[0]
+    assert first.share_of_step == pytest.approx(0.6) and "take its cores, 60%" in first.title
     change = {"change": {"data.generator": "facebook"}, "parts": {"data": {"forward": 1.0}}}
     change |= {"base": {"data": {"forward": 60.0}, "top_mlp": {"forward": 50.0}}, "spread": {}}
     for name, alone, beside in (("overlap_base", 60.0, 100.0), ("overlap", 1.0, 60.0)):
