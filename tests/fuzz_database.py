@@ -1,30 +1,17 @@
-"""Fuzz the database reader: mutated, truncated and spliced databases.
+"""Mutated, truncated and spliced databases: what ``tests.campaigns.attacks databases`` reads.
 
-    python -m tests.fuzz_database --count 20000 --seed 1
-
-Every case is read whole (facts, description, tables, Profile,
-Hatchet). It passes if it reads, or raises ``DatabaseError``, within two seconds
-of processor time and without blowing up memory. A failing case prints its seed, and
-``--only SEED`` repeats it.
+Every case is read whole (facts, description, tables, Profile, Hatchet). It passes if it reads, or
+raises ``DatabaseError``.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
-import resource
-import shutil
-import sys
-import tempfile
-import time
-import traceback
-from collections import Counter
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
+from dlrm_core.base.errors import InputError
 from dlrm_workbook.recordings.hpctoolkit.database import read_database
 from dlrm_workbook.recordings.hpctoolkit.format import DatabaseError
 from dlrm_workbook.recordings.hpctoolkit.to_profile import profile_from_database
@@ -33,10 +20,6 @@ from tests.hpctoolkit_tree import random_tree
 from tests.hpctoolkit_writer import Measured, write_database
 
 SHARED = Path(__file__).parents[2] / "shared" / "hpctoolkit-databases"
-MOST_SECONDS = 20.0
-MOST_BYTES = 1 << 30
-"""Address space that a case may take on top of what the process had before."""
-
 FILES = ("meta.db", "profile.db", "cct.db", "trace.db")
 WEIGHTS = (0.5, 0.3, 0.08, 0.12)
 VALUES = (0, 1, 7, 8, 0x7FFF, 0xFFFF, 0xFFFFFFFF, 1 << 31, 1 << 40, 1 << 62, (1 << 64) - 1)
@@ -136,89 +119,14 @@ def _mutate_file(rng: np.random.Generator, data: bytes, other: bytes) -> bytes |
 
 
 def exercise(folder: Path) -> None:
-    """Read everything there is in a database."""
-    database = read_database(folder)
-    json.dumps(database_facts(database))
-    database_summary(database)
-    profile = profile_from_database(database)
-    if len(database.tree) < 400:
-        profile.to_hatchet()
-
-
-@dataclass
-class Report:
-    """What came of a fuzz run."""
-
-    count: int = 0
-    outcomes: Counter[str] = field(default_factory=Counter)
-    failures: list[str] = field(default_factory=list)
-    slowest_s: float = 0.0
-    peak_bytes: int = 0
-
-
-def fuzz(count: int, seed: int, only: int | None = None, progress: bool = False) -> Report:
-    """Run ``count`` cases; case i is made from ``(seed, i)`` alone."""
-    report = Report()
-    room = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else None
-    with tempfile.TemporaryDirectory(dir=room) as scratch:
-        made = Path(scratch) / "made"
-        made.mkdir()
-        whole = sources(made)
-        exercise(made / "made-0")  # imports and caches, before anything is timed
-        soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-        taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (taken + MOST_BYTES, hard))
-        try:
-            for case in range(count) if only is None else [only]:
-                _one(case, seed, whole, Path(scratch) / "case", report)
-                if progress and report.count % 1000 == 0:
-                    print(f"{report.count} cases, {len(report.failures)} failures", flush=True)
-        finally:
-            resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-    report.peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return report
-
-
-def _one(case: int, seed: int, whole: list[dict[str, bytes]], folder: Path, report: Report) -> None:
-    files = mutate(np.random.default_rng([seed, case]), whole)
-    shutil.rmtree(folder, ignore_errors=True)
-    (folder / "metrics").mkdir(parents=True)
-    for name, data in files.items():
-        (folder / name).write_bytes(data)
-    start = time.process_time()  # not the wall clock: other processes may hold the machine
+    """Read everything there is in a database, or say in a DatabaseError why it cannot be read."""
     try:
-        exercise(folder)
-        outcome = "read"
-    except DatabaseError:
-        outcome = "DatabaseError"
-    except Exception as problem:
-        outcome = type(problem).__name__
-        report.failures.append(f"case {case}: {traceback.format_exc(limit=-4)}")
-    seconds = time.process_time() - start
-    if seconds > MOST_SECONDS:
-        report.failures.append(f"case {case}: {seconds:.1f} s")
-    report.slowest_s = max(report.slowest_s, seconds)
-    report.outcomes[outcome] += 1
-    report.count += 1
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--count", type=int, default=20_000)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--only", type=int, help="repeat one case")
-    options = parser.parse_args()
-    start = time.perf_counter()
-    report = fuzz(options.count, options.seed, options.only, progress=True)
-    for failure in report.failures[:20]:
-        print(failure)
-    print(
-        f"{report.count} databases in {time.perf_counter() - start:.0f} s: "
-        f"{dict(report.outcomes)}; {len(report.failures)} failures; slowest "
-        f"{report.slowest_s:.2f} s; peak memory {report.peak_bytes / 1e6:.0f} MB"
-    )
-    return 1 if report.failures else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        database = read_database(folder)
+        json.dumps(database_facts(database))
+        database_summary(database)
+        profile = profile_from_database(database)
+        if len(database.tree) < 400:
+            profile.to_hatchet()
+    except InputError as error:
+        assert isinstance(error, DatabaseError), error
+        raise

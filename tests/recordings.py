@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from dlrm_workbook.recordings.hpctoolkit.database import read_database
+from dlrm_workbook.recordings.hpctoolkit.to_profile import profile_from_database
+from dlrm_workbook.recordings.profile import Profile
 
 RECORDINGS = Path(__file__).parents[2] / "shared" / "recordings"
 
@@ -25,6 +30,15 @@ def recording(name: str) -> Path:
     if not RECORDINGS.is_dir():
         pytest.skip(f"the real recordings are not here ({RECORDINGS})")
     return RECORDINGS / name
+
+
+@cache
+def database_profile(name: str) -> Profile:
+    """The profile of a real HPCToolkit database; nobody changes it."""
+    folder = RECORDINGS.parent / "hpctoolkit-databases" / f"{name}.d"
+    if not folder.is_dir():
+        pytest.skip(f"the real database {name}.d is not beside this checkout")
+    return profile_from_database(read_database(folder))
 
 
 def expected(name: str) -> Any:

@@ -22,6 +22,9 @@ SMALL = {
     "training": {"batch_size": 16, "batches": 12, "log_every": 4, "threads": 1, "device": "cpu"},
 }
 
+THREE_TABLES = {"bottom_mlp": "16-32-8", "top_mlp": "32-16-1", "embedding_dim": 8}
+THREE_TABLES |= {"table_rows": [1000, 50, 3]}
+
 
 def parameters(data=None, model=None, **training):
     return parameters_from_sections(

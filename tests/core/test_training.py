@@ -15,6 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from observers import Calling
+from small_training import THREE_TABLES
 
 from dlrm_core.base.cli import main
 from dlrm_core.base.errors import InputError
@@ -26,12 +27,7 @@ from dlrm_kernels.products import set_fp32_matmul
 
 ROOT = Path(__file__).parents[2]
 SMALL = {
-    "model": {
-        "bottom_mlp": "16-32-8",
-        "top_mlp": "32-16-1",
-        "embedding_dim": 8,
-        "table_rows": [1000, 50, 3],
-    },
+    "model": THREE_TABLES,
     "data": {"indices_per_lookup": 10},
     "training": {"batch_size": 64, "batches": 25, "log_every": 10, "threads": 1, "device": "cpu"},
 }

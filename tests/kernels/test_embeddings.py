@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_training import THREE_TABLES
 
 from dlrm_core.base.errors import InputError, MissingToolError
 from dlrm_core.config import TrainingConfig, parameters_from_sections
@@ -292,12 +293,7 @@ def test_rowwise_adagrad_is_its_formula():
 def parameters(**training):
     return parameters_from_sections(
         {
-            "model": {
-                "bottom_mlp": "16-32-8",
-                "top_mlp": "32-16-1",
-                "embedding_dim": 8,
-                "table_rows": [1000, 50, 3],
-            },
+            "model": THREE_TABLES,
             "data": {"indices_per_lookup": 10},
             "training": {"batch_size": 64, "batches": 15, "seed": 5} | training,
         }

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from small_training import THREE_TABLES
 
 from dlrm_core.base.errors import InputError, MissingToolError
 from dlrm_core.config import load_parameters, parameters_from_sections
@@ -51,12 +52,7 @@ from dlrm_workbook.evidence.dependence import NEUTRAL, changed_leaves, changed_p
 from dlrm_workbook.evidence.probes import model_for
 
 SMALL = {
-    "model": {
-        "bottom_mlp": "16-32-8",
-        "top_mlp": "32-16-1",
-        "embedding_dim": 8,
-        "table_rows": [1000, 50, 3],
-    },
+    "model": THREE_TABLES,
     "data": {"indices_per_lookup": 10, "generator": "facebook_loop"},
     "training": {"batch_size": 64, "device": "cpu"},
 }

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from interaction_layers import cross_layer
+from small_training import THREE_TABLES
 
 from dlrm_core.base.errors import InputError, MissingToolError
 from dlrm_core.config import parameters_from_sections
@@ -193,13 +194,7 @@ DCN = {"interaction": "dcn", "dcn_layers": 3, "dcn_rank": 5}
 def small(model=None, **training):
     return parameters_from_sections(
         {
-            "model": {
-                "bottom_mlp": "16-32-8",
-                "top_mlp": "32-16-1",
-                "embedding_dim": 8,
-                "table_rows": [1000, 50, 3],
-            }
-            | (model or {}),
+            "model": THREE_TABLES | (model or {}),
             "data": {"indices_per_lookup": 10},
             "training": {"batch_size": 64, "seed": 5, "learning_rate": 0.05} | training,
         }

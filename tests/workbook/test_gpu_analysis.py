@@ -12,6 +12,7 @@ import pandas as pd
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from recordings import database_profile
 
 from dlrm_core.base.errors import InputError
 from dlrm_workbook.analysis import lanes
@@ -27,23 +28,12 @@ from dlrm_workbook.analysis.gpu import (
 from dlrm_workbook.analysis.idleness import NOBODY, gpu_idleness, idle_blame
 from dlrm_workbook.analysis.lanes import thread_timeline
 from dlrm_workbook.analysis.views import bottom_up, flat, folded, top_down
-from dlrm_workbook.recordings.hpctoolkit.database import read_database
 from dlrm_workbook.recordings.hpctoolkit.metrics import STALLS, derive
-from dlrm_workbook.recordings.hpctoolkit.to_profile import profile_from_database
 from dlrm_workbook.recordings.nesting import overlap, union
 from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.recordings.torch.trace import read_trace
 from dlrm_workbook.show import gpu as gpu_figures
 from dlrm_workbook.show.tables import INDENT, Text, TextTable, show
-
-SHARED = Path(__file__).parents[3] / "shared" / "hpctoolkit-databases"
-
-
-def real(name: str) -> Profile:
-    folder = SHARED / f"{name}.d"
-    if not folder.is_dir():
-        pytest.skip(f"the real database {name}.d is not beside this checkout")
-    return profile_from_database(read_database(folder))
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +67,7 @@ def test_kernels_of_a_database(made: Profile) -> None:
 
 
 def test_kernels_of_a_real_database() -> None:
-    table = kernel_table(real("loops-cuda-nvidiapc-t"))
+    table = kernel_table(database_profile("loops-cuda-nvidiapc-t"))
     assert table["kernel"].tolist() == ["kernmain()"]  # its twin without values is not there
     row = table.iloc[0]
     assert (row["launches"], row["registers"], row["occupancy_percent"]) == (100, 32, 12.5)
@@ -139,7 +129,7 @@ def test_stalls_by_kernel_and_by_line(made: Profile) -> None:
 
 
 def test_golden_figures_of_pc_sampling() -> None:
-    profile = real("loops-cuda-nvidiapc-t")
+    profile = database_profile("loops-cuda-nvidiapc-t")
     rows = profile.values_of(lambda name: name.startswith("G"), "exclusive")
     measured = rows.groupby("metric")["value"].sum().to_dict()
     assert measured["GSAMP:TOT"] == 657_096
@@ -179,7 +169,7 @@ def test_stalls_come_from_their_own_pass(made: Profile, tmp_path: Path) -> None:
 
 
 def test_what_was_not_measured_is_empty_and_says_why(traced: Profile, tmp_path: Path) -> None:
-    cpu = real("dlrm-cpu-python")
+    cpu = database_profile("dlrm-cpu-python")
     empty = [
         kernel_table(cpu),
         copy_table(cpu),
@@ -190,7 +180,7 @@ def test_what_was_not_measured_is_empty_and_says_why(traced: Profile, tmp_path: 
         stall_table(traced),
         stall_table(gpu_database.made(tmp_path / "times.d", stalls=False), "line"),
         idle_blame(gpu_database.made(tmp_path / "gpu.d", cpu_trace=False)),
-        idle_blame(real("loops-cuda-nvidiapc-t")),
+        idle_blame(database_profile("loops-cuda-nvidiapc-t")),
     ]
     for table in empty:
         assert table.empty
@@ -262,12 +252,9 @@ def test_idleness_and_blame_of_a_torch_trace(traced: Profile) -> None:
 
 
 def test_pc_sampling_destroys_timing_on_real_databases() -> None:
-    assert gpu_idleness(real("loops-cuda-nvidia-t"))["idle_share"][0] == pytest.approx(
-        0.049, abs=5e-4
-    )
-    assert gpu_idleness(real("loops-cuda-nvidiapc-t"))["idle_share"][0] == pytest.approx(
-        0.78, abs=5e-4
-    )
+    for name, share in (("nvidia", 0.049), ("nvidiapc", 0.78)):
+        found = gpu_idleness(database_profile(f"loops-cuda-{name}-t"))["idle_share"][0]
+        assert found == pytest.approx(share, abs=5e-4)
 
 
 INTERVALS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 12)), max_size=12)
@@ -298,7 +285,9 @@ def test_union_and_overlap_equal_counting(
 def test_a_coarse_timeline_keeps_every_share(
     name: str, by: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    profile = request.getfixturevalue(name) if name in ("made", "traced") else real(name)
+    profile = (
+        request.getfixturevalue(name) if name in ("made", "traced") else database_profile(name)
+    )
     monkeypatch.setattr(lanes, "MOST_OF_ALL", 10**7)
     fine = thread_timeline(profile, by)
     most = 40 * fine["lane"].nunique()
@@ -395,7 +384,7 @@ def test_stalls_are_drawn_as_shares_of_all_samples(made: Profile) -> None:
 
 
 def test_chains_of_calls_are_one_row() -> None:
-    view = top_down(real("loops-cuda-nvidiapc-t"), "GINS")
+    view = top_down(database_profile("loops-cuda-nvidiapc-t"), "GINS")
     table = show(folded(view), ["call"])
     assert isinstance(table, TextTable)
     calls = [row[0].strip(INDENT) for row in table.rows]

@@ -252,8 +252,7 @@ def test_the_function_that_the_gpu_waits_for_is_named(trace: Trace) -> None:
 
 
 def test_a_copy_beside_an_idle_gpu_delays_nothing(trace: Trace) -> None:
-    for number in range(STEPS):
-        begin = trace.step(number)
+    for begin in trace.steps():
         trace.launch(begin + 5, "Memcpy HtoD (Pageable -> Device)", begin + 10, begin + 300)
         trace.launch(begin + 800, "sm90_bf16_gemm", begin + 805, begin + 990)
     found, _ = told(trace.read())
@@ -261,8 +260,7 @@ def test_a_copy_beside_an_idle_gpu_delays_nothing(trace: Trace) -> None:
 
 
 def test_collectives_that_nothing_hides(trace: Trace) -> None:
-    for number in range(STEPS):
-        begin = trace.step(number)
+    for begin in trace.steps():
         trace.part("top_mlp::forward", begin + 1, begin + 990)
         trace.launch(begin + 5, "sm90_bf16_gemm", begin + 10, begin + 500)
         trace.launch(
@@ -473,8 +471,7 @@ def test_a_slow_callback_now_and_then_takes_no_more_than_the_step(tmp_path: Path
     ],
 )
 def test_copies_that_stay_on_gpus_are_named(trace: Trace, name: str, title: str) -> None:
-    for number in range(STEPS):
-        begin = trace.step(number)
+    for begin in trace.steps():
         trace.launch(begin + 5, name, begin + 10, begin + 610, bytes=6_000_000)
         trace.launch(begin + 8, "sm90_bf16_gemm", begin + 611, begin + 990)
     (finding,) = told(trace.read())[0]
@@ -485,8 +482,7 @@ def test_copies_that_stay_on_gpus_are_named(trace: Trace, name: str, title: str)
 
 def test_the_operator_around_a_read_back_is_synchronisation(trace: Trace) -> None:
     """Each ``item`` of 100 us copies early and returns from its wait long after the copy."""
-    for number in range(STEPS):
-        begin = trace.step(number)
+    for begin in trace.steps():
         for i in range(9):
             at = begin + 10 + 105 * i
             trace.host("cpu_op", "aten::item", at, at + 100)
@@ -501,8 +497,7 @@ def test_the_operator_around_a_read_back_is_synchronisation(trace: Trace) -> Non
 
 
 def test_taking_memory_from_the_driver_in_each_step_is_named(trace: Trace) -> None:
-    for number in range(STEPS):
-        begin = trace.step(number)
+    for begin in trace.steps():
         trace.launch(begin + 5, "sm90_bf16_gemm", begin + 10, begin + 590)
         trace.host("cpu_op", "aten::empty", begin + 599, begin + 801)
         trace.host("cuda_runtime", "cudaMalloc", begin + 600, begin + 800)
@@ -550,8 +545,7 @@ def test_steps_of_two_lengths(trace: Trace, lengths: list[int], slow: int) -> No
 
 def test_a_function_that_fills_gaps_is_no_launch(trace: Trace) -> None:
     """Gaps of 150 us, most of each in one Python function; shorter ones of 40 us are launching."""
-    for number in range(STEPS):
-        begin = trace.step(number)
+    for begin in trace.steps():
         for i in range(5):
             at = begin + 5 + 195 * i
             trace.launch(at, "elementwise_kernel", at + 3, at + 5)

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from profile_rows import BOTH, profile_of_rows
+from recordings import database_profile
 
 from dlrm_core.base.errors import InputError
 from dlrm_workbook.analysis.attribution import step_contexts
@@ -25,15 +26,7 @@ from dlrm_workbook.recordings.torch.trace import read_trace
 from tests.hpctoolkit_tree import random_tree
 from tests.hpctoolkit_writer import Measured, write_database
 
-SHARED = Path(__file__).parents[3] / "shared" / "hpctoolkit-databases"
 NAMES = ("dlrm-cpu-native", "dlrm-cpu-python", "loops-cputime-t", "loops-cuda-nvidiapc-t", "small")
-
-
-def real(name: str) -> Profile:
-    folder = SHARED / f"{name}.d"
-    if not folder.is_dir():
-        pytest.skip(f"the real database {name}.d is not beside this checkout")
-    return profile_from_database(read_database(folder))
 
 
 def chief(profile: Profile) -> str:
@@ -186,7 +179,7 @@ def test_views_equal_plain_loops(profile: Profile) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_totals_of_real_databases_equal_the_root(name: str) -> None:
-    profile = real(name)
+    profile = database_profile(name)
     for metric in {chief(profile), *profile.metrics["metric"].head(4)}:
         total = profile.value_table(metric, "inclusive")[0]
         for by in ("function", "file", "module", "line"):
@@ -209,7 +202,7 @@ def test_totals_of_real_databases_equal_the_root(name: str) -> None:
 
 
 def test_a_kernel_hangs_below_the_cpu_frames_that_launched_it() -> None:
-    table = top_down(real("loops-cuda-nvidiapc-t"), "gpu_time_ms", also=["GINS"])
+    table = top_down(database_profile("loops-cuda-nvidiapc-t"), "gpu_time_ms", also=["GINS"])
     assert table["name"].tolist()[-2:][0] == "kernmain()"
     assert table["name"].tolist()[2:4] == ["main", "kernmain"]
     assert table["hot"].iloc[:9].all()
