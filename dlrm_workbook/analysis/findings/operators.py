@@ -429,16 +429,16 @@ OFTEN = 0.04
 """Least share of all calls for the operator called most to be named."""
 
 BETWEEN_MS = 0.01
-"""Time from one operator to the next that counts as that of calling them, at most."""
+"""Time from one operator to the next that counts as that of calling them at most, with a launch
+between them."""
 
 
 def _around_calls(evidence: Evidence, calls: float, loops: set[str]) -> float:
     """Time of a recording that launches take, and that passes between operators, ms."""
     table = unattributed(evidence.profile)
-    ranges = table["kind"].eq("annotation") | table["name"].isin({UNRECORDED, *loops})
-    launches = table["kind"].eq("runtime") & table["name"].str.contains("Launch")
-    ms = table["share"] * evidence.total_ms
-    return float(ms[launches].sum()) + min(float(ms[ranges].sum()), BETWEEN_MS * calls)
+    around = table["kind"].eq("annotation") | table["name"].isin({UNRECORDED, *loops})
+    around |= table["kind"].eq("runtime") & table["name"].str.contains("Launch")
+    return min(float(table["share"][around].sum()) * evidence.total_ms, BETWEEN_MS * calls)
 
 
 def _small_batch(evidence: Evidence, size: int, larger: dict[str, float]) -> Measured:
