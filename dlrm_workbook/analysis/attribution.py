@@ -157,6 +157,10 @@ def windows(profile: Profile) -> pd.DataFrame:
     from the start of the process, from the first call of the driver). Empty without either.
     Columns as in ``profile.iterations``.
     """
+    return profile.once("windows", lambda: _windows(profile))
+
+
+def _windows(profile: Profile) -> pd.DataFrame:
     if len(profile.iterations):
         return profile.iterations.sort_values("start_ns")
     trace, engine = profile.trace, profile.meta.get("engine")

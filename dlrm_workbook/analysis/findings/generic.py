@@ -295,13 +295,13 @@ def _without_parts(evidence: Evidence, ledger: Causes) -> Measured | None:
     table = unattributed(evidence.profile)
     if ledger.told:
         return None
+    by_line = lines(evidence.profile)
+    by_line = by_line[by_line["thread"].eq(MAIN) & by_line["file"].ne("")]
     most = table["share"].max() if evidence.low_coverage else PLACE_SHARE
-    if (part := _largest_part(evidence, most)) is not None:
+    if by_line.empty and (part := _largest_part(evidence, most)) is not None:
         return part
     if not evidence.low_coverage or table.empty:
         return None
-    by_line = lines(evidence.profile)
-    by_line = by_line[by_line["thread"].eq(MAIN) & by_line["file"].ne("")]
     waits = table["name"].str.fullmatch(WAITING_CALLS) & table["kind"].eq("function")
     first = str(table["name"].iloc[0])
     share, name = float(table["share"].iloc[0]), shown(first)
