@@ -311,3 +311,13 @@ def test_calls_of_a_range_count_with_what_passes_between_them(tmp_path: Path) ->
     first = report(tmp_path, events).ranked_findings[0]
     assert "Calling operators, not computing, takes 100% of the recording" in first.title
     assert "500 of the calls those of aten::select" in first.title
+
+
+def test_spans_without_a_category_are_said_to_be_left_out(tmp_path: Path) -> None:
+    bare = {"ph": "X", "name": "MatMul", "pid": 7, "tid": 0, "ts": gpu_trace.BASE_US, "dur": 9}
+    name = {"ph": "M", "name": "process_name", "pid": 7, "args": {"name": "Ascend Hardware"}}
+    told = report(tmp_path, [*operators(), bare, name, bare])
+    said = "2 spans of 'Ascend Hardware' were not read: no category."
+    assert said in told.document["cautions"]
+    with pytest.raises(InputError, match=r"no operator, .* 2 of its events have no category"):
+        read_events(gpu_trace.write(tmp_path / "bare.json", [bare, bare]))

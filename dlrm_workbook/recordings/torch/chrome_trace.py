@@ -367,6 +367,9 @@ class _Walk:
         self.taken = self.malformed = self.without_duration = self.lost = 0
         self.first_malformed = ""
         self.unknown: Counter[str] = Counter()
+        self.without_category: Counter[Any] = Counter()
+        """Spans of each process that have none."""
+        self.processes: dict[Any, Any] = {}
         self.lines, self.texts, self.raws, self.groups = (_Numbered() for _ in range(4))
         self.texts[""], self.raws[b""]  # number 0
         self.names: dict[tuple[Any, Any], Any] = {}
@@ -410,13 +413,17 @@ class _Walk:
             elif phase == "M":
                 if event.name == "thread_name" and event.args is not None:
                     self.names[event.pid, event.tid] = event.args.name
+                elif event.name == "process_name" and event.args is not None:
+                    self.processes[event.pid] = event.args.name
             elif event.cat == "fwdbwd":
                 flows.append(event)
             elif not phase:
                 self._refuse("ph")
         self.taken += len(events)
         for event in rows[""]:
-            if event.cat and _fold(event.cat) not in IGNORED:
+            if not event.cat:
+                self.without_category[event.pid] += 1
+            elif _fold(event.cat) not in IGNORED:
                 self.unknown[event.cat] += 1
         if rows["host"]:
             self._host(rows["host"])
@@ -579,7 +586,9 @@ class _Walk:
             if odd := stream.first_malformed or self.first_malformed:
                 odd += f", of {self.taken:,} in its list"
                 raise InputError(f"{path} is no trace of torch.profiler: an event {odd}")
-            raise NoTraceError(f"{path} holds no operator, range or kernel of torch.profiler")
+            bare = self.without_category.total()
+            why = f": {bare:,} of its events have no category ('cat')" if bare else ""
+            raise NoTraceError(f"{path} holds no operator, range or kernel of torch.profiler{why}")
         what = device["kind"].to_numpy()
         host["kind"] = _texts(_SPAN_KINDS, host["kind"].to_numpy())
         device["kind"] = _texts(["kernel", "copy", "copy"], what)
@@ -602,6 +611,9 @@ class _Walk:
             # a category of an attacker's may hold braces, so it is no part of the pattern
             shown = visible(category[:80])
             cautions.add(count, "event{s} of category '{category}' {was} not read", category=shown)
+        for process, count in self.without_category.most_common(5):
+            shown = visible(str(self.processes.get(process, process))[:80])
+            cautions.add(count, "span{s} of '{name}' {was} not read: no category", name=shown)
         base = stream.header.get("baseTimeNanoseconds")
         names = {visible(f"{a}/{b}"): visible(str(name)) for (a, b), name in self.names.items()}
         events = Events(
