@@ -74,13 +74,7 @@ def make_profile(times: dict[tuple[str, str], np.ndarray], meta: Any = None) -> 
         "machine": {"cpu": "a"},
     }
     return profile_of_rows(
-        {
-            "parent": parents,
-            "kind": kinds,
-            "name": names,
-            "component": components,
-            "phase": phases,
-        },
+        {"parent": parents, "kind": kinds, "name": names, "component": components, "phase": phases},
         values,
         trace,
         iterations,

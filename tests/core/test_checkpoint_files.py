@@ -161,10 +161,7 @@ def test_a_name_that_is_no_weights_opens_no_file(written, tmp_path, name):
         ({"model": {"table_rows": [50, 4, 200]}}, ["model.table_rows[1] = 3", "has 4"]),
         ({"model": {"table_rows": [50, 3]}}, ["model.tables = 3", "has 2"]),
         ({"model": {"top_mlp": "9-1"}}, ["model.top_mlp = 10-8-1", "has 10-9-1"]),
-        (
-            {"model": {"interaction": "dcn"}},
-            ["model.interaction = 'dot', but this run has 'dcn'"],
-        ),
+        ({"model": {"interaction": "dcn"}}, ["model.interaction = 'dot', but this run has 'dcn'"]),
         ({"model": {"loss": "mse"}}, ["model.loss = 'bce'", "'mse'"]),
         ({"model": {"embedding_precision": "bf16"}}, ["precision = 'fp32'", "has 'bf16'"]),
         ({"data": {"indices_per_lookup": 5}}, ["data.indices_per_lookup = 4", "has 5"]),
@@ -176,10 +173,7 @@ def test_a_name_that_is_no_weights_opens_no_file(written, tmp_path, name):
 )
 def test_another_run_is_refused_with_both_values(written, changes, words):
     changes = {"training": {}} | changes
-    changes["training"] = {
-        "optimizer": "adagrad",
-        "resume": str(written),
-    } | changes["training"]
+    changes["training"] = {"optimizer": "adagrad", "resume": str(written)} | changes["training"]
     model, data = changes.get("model"), changes.get("data")
     with pytest.raises(InputError) as error:
         train(parameters(data, model, **changes["training"]))

@@ -112,10 +112,7 @@ RUNS = {
     ),
     "fp16": (
         sections(
-            sharding="row_wise",
-            replicated_bytes=64 * 50,
-            precision="fp16",
-            loss_scale=1024.0,
+            sharding="row_wise", replicated_bytes=64 * 50, precision="fp16", loss_scale=1024.0
         ),
         {"row_wise", "replicated"},
     ),
@@ -268,12 +265,7 @@ def ranks(tmp_path_factory):
         stage["port"] = store.port
     (folder / "jobs.json").write_text(json.dumps(stages))
     done = subprocess.run(
-        [
-            sys.executable,
-            ROOT / "tests" / "distributed_ranks.py",
-            folder / "jobs.json",
-            folder,
-        ],
+        [sys.executable, ROOT / "tests" / "distributed_ranks.py", folder / "jobs.json", folder],
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,

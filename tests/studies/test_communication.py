@@ -13,13 +13,7 @@ from hypothesis import strategies as st
 from scaling_records import placement
 
 from dlrm_core.base.errors import InputError
-from dlrm_core.config import (
-    DataConfig,
-    ModelConfig,
-    Parameters,
-    TrainingConfig,
-    load_parameters,
-)
+from dlrm_core.config import DataConfig, ModelConfig, Parameters, TrainingConfig, load_parameters
 from dlrm_core.model import DLRM
 from dlrm_studies.scaling.model.choice import rank_memory
 from dlrm_studies.scaling.model.communication import (

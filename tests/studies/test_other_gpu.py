@@ -95,19 +95,11 @@ def test_kernels_scale_by_what_limits_them(tmp_path: Path) -> None:
     assert ratio(product, "H100-SXM") == ("arithmetic", pytest.approx(312 / 989.5))
     # 2 x 2^20 x 16 x 16: bytes, by far
     thin = recorded(
-        tmp_path,
-        kernel=GEMM,
-        kernel_us=60.0,
-        operator="aten::mm",
-        shapes=[[1 << 20, 16], [16, 16]],
+        tmp_path, kernel=GEMM, kernel_us=60.0, operator="aten::mm", shapes=[[1 << 20, 16], [16, 16]]
     )
     assert ratio(thin, "H100-SXM") == ("memory bandwidth", pytest.approx(bandwidth))
     far = recorded(
-        tmp_path,
-        kernel=GEMM,
-        kernel_us=60.0,
-        operator="aten::mm",
-        shapes=[[512, 512], [512, 512]],
+        tmp_path, kernel=GEMM, kernel_us=60.0, operator="aten::mm", shapes=[[512, 512], [512, 512]]
     )
     assert ratio(far, "H100-SXM") == ("latency", 1.0), "it could take 1 us"
     with pytest.raises(InputError, match="no units for bf16"):

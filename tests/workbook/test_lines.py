@@ -20,14 +20,7 @@ from recordings import recording
 
 from dlrm_core.base.errors import InputError
 from dlrm_core.config import parameters_from_sections
-from dlrm_workbook.analysis.lines import (
-    LineTable,
-    functions,
-    growth,
-    hottest,
-    lines,
-    statements,
-)
+from dlrm_workbook.analysis.lines import LineTable, functions, growth, hottest, lines, statements
 from dlrm_workbook.analysis.step_source import Source
 from dlrm_workbook.recordings.foreign import PartNames
 from dlrm_workbook.recordings.measure import measure

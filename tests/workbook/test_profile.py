@@ -12,12 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlrm_core.base.errors import InputError
-from dlrm_workbook.recordings.profile import (
-    SCHEMA,
-    Profile,
-    depths,
-    inclusive_from_exclusive,
-)
+from dlrm_workbook.recordings.profile import SCHEMA, Profile, depths, inclusive_from_exclusive
 
 trees = st.lists(st.floats(0, 1), min_size=1, max_size=60).map(
     lambda draws: np.array([int(draw * row) - 1 for row, draw in enumerate(draws)])
@@ -55,9 +50,7 @@ def make(parent: list[int], own: list[float], **tables: object) -> Profile:
         },
         "metrics": [{"metric": "cpu_time_ms", "unit": "ms", "meaning": "time", "source": "test"}],
         "values": values,
-        "threads": [
-            {"profile": 0, "kind": "cpu_thread", "name": "main", "rank": 0, "thread": 1},
-        ],
+        "threads": [{"profile": 0, "kind": "cpu_thread", "name": "main", "rank": 0, "thread": 1}],
         "meta": {"engine": "test", "device": "cpu", "not_measured": {"gpu_time_ms": "no GPU"}},
     }
     return Profile.build(**{**given, **tables})
