@@ -193,6 +193,9 @@ def test_what_overrides_add_to_is_refused_all_the_same(tmp_path, value):
         (b"training: !!python/object/apply:os.getcwd []\n", ["not valid YAML", "constructor"]),
         (b"? [1, 2]\n: 3\n", ["not valid YAML", "unhashable key"]),
         (b"title: caf\xe9\n", ["cannot be read as text"]),
+        (b"\xff\xfe\x00title", ["cannot be read as text"]),
+        (b"a: [", ["not valid YAML"]),
+        (b"!!python/object/apply:os.system ['true']", ["not valid YAML", "constructor"]),
         (b"\0\1\2", ["not valid YAML"]),
         (b"- 1\n- 2\n", ["is [1, 2], expected the sections"]),
     ],
@@ -228,6 +231,8 @@ def test_files_that_have_no_end_or_are_too_large_are_refused_at_once(tmp_path):
         (tmp_path / "sparse", "it has 1,000,000,000,000 bytes, expected at most 1,000,000"),
         (tmp_path / ("a" * 300), "File name too long"),
         (tmp_path / "a\0b", "embedded null byte"),
+        (tmp_path / "missing.yaml", "no such"),
+        (tmp_path, "cannot be read: it is a folder$"),
     ):
         with pytest.raises(InputError, match=reason):
             load_parameters(place)
@@ -271,11 +276,6 @@ def test_no_value_of_any_leaf_makes_a_message_long():
                     assert isinstance(content, dict | None), f"{section}: {content!r:.50}"
 
 
-def test_a_folder_is_no_parameters_file(tmp_path):
-    with pytest.raises(InputError, match=r"cannot be read: it is a folder$"):
-        load_parameters(tmp_path)
-
-
 @pytest.mark.parametrize("name", RETIRED)
 def test_a_retired_parameter_with_the_value_that_does_nothing_is_taken(name):
     value = json.dumps(RETIRED[name])
@@ -314,21 +314,6 @@ def test_an_override_that_names_nothing_is_refused(tmp_path, override):
     path.write_text("title: x\n")
     with pytest.raises(InputError):
         load_parameters(path, [override])
-
-
-@pytest.mark.parametrize(
-    "text", ["a: [", "- 1\n- 2\n", "\x00", "!!python/object/apply:os.system ['true']"]
-)
-def test_a_file_that_is_not_parameters_is_refused_by_name(tmp_path, text):
-    path = tmp_path / "p.yaml"
-    path.write_text(text)
-    with pytest.raises(InputError, match=r"p\.yaml"):
-        load_parameters(path)
-    with pytest.raises(InputError, match="no such"):
-        load_parameters(tmp_path / "missing.yaml")
-    path.write_bytes(b"\xff\xfe\x00title")
-    with pytest.raises(InputError, match=r"p\.yaml"):
-        load_parameters(path)
 
 
 VALUES = st.one_of(

@@ -100,12 +100,6 @@ def test_what_repeats_time_is_kept_apart(tmp_path: Path) -> None:
     assert len(found.device) == 4 and found.cautions == []
 
 
-def test_a_bare_list_is_a_trace(tmp_path: Path) -> None:
-    path = tmp_path / "trace.json"
-    path.write_text(json.dumps(gpu_trace.events()))
-    assert len(read_events(path).device) == 4
-
-
 def test_arguments_become_columns(tmp_path: Path) -> None:
     args = {"grid": [64, 2, 1], "block": [128, 1, 1], "registers per thread": 90}
     args |= {"shared memory": 49152, "blocks per SM": 0.5, "warps per SM": 2.5, "stream": 7}
@@ -143,9 +137,11 @@ def test_arguments_become_columns(tmp_path: Path) -> None:
 # ---- units ------------------------------------------------------------------------
 
 
-def test_display_units_change_nothing(tmp_path: Path) -> None:
-    found = read(tmp_path, gpu_trace.events(), displayTimeUnit="ns")
-    assert found.device["duration"].tolist()[:2] == [20_000, 15_000]
+def test_display_units_change_nothing_and_a_bare_list_is_a_trace(tmp_path: Path) -> None:
+    path = tmp_path / "list.json"
+    path.write_text(json.dumps(gpu_trace.events()))
+    for found in (read(tmp_path, gpu_trace.events(), displayTimeUnit="ns"), read_events(path)):
+        assert found.device["duration"].tolist()[:2] == [20_000, 15_000] and len(found.device) == 4
 
 
 def test_nanoseconds_are_told_by_the_bandwidth_of_copies(tmp_path: Path) -> None:

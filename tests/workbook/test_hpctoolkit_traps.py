@@ -103,16 +103,6 @@ def test_a_program_that_fails_after_its_work_keeps_its_data(fake):
     assert any("exit code 139" in notice for notice in measured.passes[0].notices)
 
 
-def test_python_frames_that_were_not_recorded_are_not_claimed(fake):
-    fake.behave(logical=False)
-    measured = run(fake, device="cuda")
-    assert [(p.name, p.python_frames) for p in measured.passes] == [
-        ("times", False),
-        ("stalls", False),
-    ]
-    assert "another Python version" in measured.not_measured["Python frames"]
-
-
 def test_no_usable_gpu(fake):
     fake.behave(no_gpu=True)
     measured = run(fake, device="cuda")
@@ -143,13 +133,20 @@ def test_an_event_that_is_listed_but_refused(fake):
         run(fake)
 
 
-def test_hpcprof_aborts_and_python_frames_are_given_up(fake):
-    fake.behave(bad_logical=True)
+@pytest.mark.parametrize(
+    ("behaviour", "tried", "why"),
+    [
+        ({"logical": False}, [False, True], "another Python version"),  # and are not claimed
+        ({"bad_logical": True}, [False, True, False], "aborts"),  # hpcprof does
+    ],
+)
+def test_python_frames_that_cannot_be_had_are_given_up(fake, behaviour, tried, why):
+    fake.behave(**behaviour)
     measured = run(fake, device="cuda")
-    assert [call["python"] for call in fake.calls("hpcrun")] == [False, True, False]
-    assert [p.name for p in measured.passes] == ["times", "stalls"]
-    assert not measured.passes[1].python_frames
-    assert "aborts" in measured.not_measured["Python frames"]
+    assert [call["python"] for call in fake.calls("hpcrun")] == tried
+    frames = [(p.name, p.python_frames) for p in measured.passes]
+    assert frames == [("times", False), ("stalls", False)]
+    assert why in measured.not_measured["Python frames"]
     assert measured.passes[1].database.is_dir()
 
 

@@ -277,9 +277,7 @@ def test_a_notebook_run_by_hand_claims_a_folder_and_closes_it(tmp_path: Path) ->
     assert latest_run(tmp_path, "profile") is None, "it is still going on"
     assert str(run.folder) in run.finish()
     assert latest_run(tmp_path, "profile") == run.folder
-
-
-def test_a_wrong_parameter_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+    # a wrong parameter is refused before anything is made
     with pytest.raises(InputError, match=r"did you mean model\.bottom_mlp"):
         notebook_run.start("train", {"model": {"bottom_mpl": [3, 2]}}, "", str(tmp_path / "root"))
     assert not (tmp_path / "root").exists()
@@ -351,9 +349,7 @@ def test_a_finding_names_the_command_that_checks_it() -> None:
     said = about.findings_text([bare], given=given, recording=place).markdown
     assert "`dlrm run compare -p 'runs=[runs/a b, OTHER]'`" in said and "To check" not in said
     assert "dlrm run" not in about.findings_text([changed, bare]).markdown
-
-
-def test_a_finding_without_remedy_is_shown_too() -> None:
+    # one without a remedy is shown too
     bare = Finding("x", "X holds it", "loss", 0.5, "measured", "nothing yet")
     assert "To change" not in about.findings_text([bare]).markdown
     table = show(pd.DataFrame([vars(bare)]), ["title", "component", "change", "predicted_speedup"])

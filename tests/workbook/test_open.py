@@ -159,12 +159,9 @@ def test_a_partial_database_is_read_or_refused_in_one_sentence(
         assert missing in str(error) and "\n" not in str(error)
 
 
-def test_a_file_of_a_database_stands_for_it() -> None:
+def test_a_file_stands_for_its_database_and_several_ranks_are_one(tmp_path: Path) -> None:
     found = open_recording(folder_of("small") / "meta.db")
     assert found.profile.meta["engine"] == "hpctoolkit"
-
-
-def test_databases_of_several_ranks_are_one_recording(tmp_path: Path) -> None:
     for rank in (0, 1):
         shutil.copytree(folder_of("loops-cputime-t"), tmp_path / f"rank{rank}.d")
     assert sorted(open_recording(tmp_path).ranks) == [0, 1]

@@ -60,7 +60,9 @@ def body(text: str) -> str:
     return re.sub(r"<script>.*?</script>", "", text, flags=re.DOTALL)
 
 
-def test_plotly_is_inside_exactly_once_and_nothing_is_loaded(tmp_path: Path) -> None:
+def test_plotly_is_inside_once_where_there_are_figures_and_nothing_is_loaded(
+    tmp_path: Path,
+) -> None:
     text = page(tmp_path, cell(shown(figure())), cell(shown(figure()), shown(figure())))
     assert text.count("plotly.js v") == 1
     assert text.count('class="plot"') == 3
@@ -71,9 +73,6 @@ def test_plotly_is_inside_exactly_once_and_nothing_is_loaded(tmp_path: Path) -> 
     for name in ("require.js", "MathJax", "jquery", "googleapis", "@import"):
         assert name not in body(text)
     assert "plotlyServerURL" not in body(text)
-
-
-def test_page_without_figures_has_no_plotly(tmp_path: Path) -> None:
     assert len(page(tmp_path, "# Only words")) < 40_000
 
 

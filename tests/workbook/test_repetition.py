@@ -70,16 +70,13 @@ def test_nothing_is_found_where_nothing_repeats(seed: int, kinds: int, length: i
     assert find_iterations(*timed([int(s) for s in rng.integers(0, kinds, length)], rng)) is None
 
 
-def test_what_happens_every_tenth_iteration_does_not_join_ten() -> None:
+def test_what_happens_every_tenth_iteration_joins_none() -> None:
     symbols: list[int] = []
     for number in range(60):
         symbols += [*range(80), *([99] if number % 10 == 9 else [])]
     found = find_iterations(*timed(symbols, np.random.default_rng(0)))
     assert found is not None and len(found) == 60
-
-
-def test_a_batch_copied_ahead_leaves_the_number_of_iterations() -> None:
-    symbols = [50, 50]
+    symbols = [50, 50]  # a batch copied ahead leaves the number of iterations
     for number in range(40):
         symbols += [*range(20), *([50] if number < 38 else []), *range(20, 40)]
     found = find_iterations(*timed(symbols, np.random.default_rng(0)))

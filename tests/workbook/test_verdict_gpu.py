@@ -559,12 +559,6 @@ def test_a_function_that_fills_gaps_is_no_launch(trace: Trace) -> None:
     assert second.share_of_step == pytest.approx((975 - 5 * 153) / 995, abs=0.01)
 
 
-def test_a_kernel_is_told_by_one_rule(trace: Trace) -> None:
-    busy(trace, kernel="ampere_sgemm_128x64_tn")
-    ids = [finding.id for finding in told(trace.read())[0]]
-    assert ids == ["tensor_cores_unused"]
-
-
 @pytest.mark.parametrize(("long_ms", "first"), [(60.0, True), (35.0, False)])
 def test_a_part_that_takes_most_of_another_programs_time_is_named_with_its_callers(
     long_ms: float, first: bool

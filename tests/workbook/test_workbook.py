@@ -392,14 +392,9 @@ def test_a_recording_names_the_run_that_explains_it(
     names: tuple[str, ...], own: dict[str, str], name: str
 ) -> None:
     assert recording_name(names, own) == name
-
-
-@pytest.mark.parametrize(("names", "own"), [(("bottlenecks",), {}), (CHAIN, {"profile_run": "x"})])
-def test_only_a_recording_is_explained_without_parameters(
-    names: tuple[str, ...], own: dict[str, str]
-) -> None:
-    with pytest.raises(InputError, match="needs a parameters file"):
-        recording_name(names, own)
+    for others, given in ((("bottlenecks",), {}), (CHAIN, {"profile_run": "x"})):
+        with pytest.raises(InputError, match="needs a parameters file"):
+            recording_name(others, given)
 
 
 def test_what_was_measured_is_named_by_its_file_its_run_or_latest(tmp_path: Path) -> None:
@@ -505,21 +500,10 @@ def test_latest_run_takes_only_whole_finished_runs(tmp_path: Path) -> None:
     assert latest_run(tmp_path / "absent", "train") is None
 
 
-def test_command_line_speaks_in_sentences(
-    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(workbook, "NOTEBOOKS", place / "nb")
-    write_notebook(place / "nb" / "n.ipynb", ["1"])
-    given = ["run", "n", "-f", str(place / "p.yaml"), "--output-root", str(place / "out")]
-    assert cli.main([*given, "-p", "training.batches=0"]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.count("\n") == 1 and "training.batches is 0" in err
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        ("train -f quick -p training.batches=0", "training.batches is 0"),
         ("compare -p data.loader=prefetch", "is spelt -p change.data.loader=prefetch"),
         ("compare -f quick -p change.data.batch_size=2", "did you mean training.batch_size"),
         ("train -f quick -p data.batch_size=2", "did you mean training.batch_size"),
@@ -538,8 +522,9 @@ def test_options_that_do_nothing_and_odd_ones_are_refused_in_a_short_sentence(
     words: str, said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     assert cli.main(["run", *words.split(), "--output-root", str(tmp_path)]) == 2
-    message = capsys.readouterr().err
+    out, message = capsys.readouterr()
     assert said in message and len(message) <= 500 and not any(tmp_path.iterdir())
+    assert out == "" and message.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -589,6 +574,11 @@ def test_the_answer_comes_before_its_doubts(tmp_path: Path) -> None:
         write_json(tmp_path / "bottlenecks.json", said)
         lines = [line for line in closing_words(tmp_path, 500).split("\n") if line]
         assert lines[0] == "Data takes 27 %" and lines[1].startswith(second)
+    # a terminal shows names as they are
+    name = in_markdown("Iter.__next__ <b> *x*")
+    said = {"headline": f"**Most in {name}.** Start with `-p a=1`."}
+    write_json(tmp_path / "bottlenecks.json", said)
+    assert "Most in Iter.__next__ <b> *x*. Start with -p a=1." in closing_words(tmp_path, 80)
 
 
 def test_last_sentences_fit_the_terminal_and_commands_stay_whole(tmp_path: Path) -> None:
@@ -609,16 +599,6 @@ def test_last_sentences_fit_the_terminal_and_commands_stay_whole(tmp_path: Path)
     assert command.startswith("Next: dlrm run compare") and len(command) > 60
     words = " ".join(closing_words(tmp_path, 60).split())
     assert words == " ".join(closing_words(tmp_path, 1000).split())
-
-
-def test_a_terminal_shows_names_as_they_are(tmp_path: Path) -> None:
-    write_json(
-        tmp_path / "run.json", {"notebook": "bottlenecks", "command": "dlrm run bottlenecks"}
-    )
-    name = in_markdown("Iter.__next__ <b> *x*")
-    said = {"headline": f"**Most in {name}.** Start with `-p a=1`."}
-    write_json(tmp_path / "bottlenecks.json", said)
-    assert "Most in Iter.__next__ <b> *x*. Start with -p a=1." in closing_words(tmp_path, 80)
 
 
 def test_the_next_command_is_for_the_parameters_that_were_explained(tmp_path: Path) -> None:
