@@ -111,7 +111,6 @@ class Axis:
         return (*self.point(first, low), *self.point(last, high))
 
     def take(self, values: Iterable[Any]) -> None:
-        """Widen the range, or learn categories."""
         for value in values:
             if isinstance(value, str):
                 self.is_category = True

@@ -298,14 +298,13 @@ def operator_bars(
         "Operators by their own time",
         f"{'GPU' if on_gpu else 'CPU'} time, {unit}",
         time,
-        lambda row: f"{operator_name(row.name, row.kind, 26)}<br>{_small(_part(row))}",
+        lambda row: (
+            operator_name(row.name, row.kind, 26)
+            + f'<br><span style="font-size: 11px">{_part(row)}</span>'
+        ),
         columns=OPERATOR,
         row=38,
     )
-
-
-def _small(text: str) -> str:
-    return f'<span style="font-size: 11px">{text}</span>'
 
 
 def memory_by_part(memory: pd.DataFrame) -> go.Figure:
@@ -456,7 +455,6 @@ def _end_of(stage: Stage, now_ms: float) -> str:
     return text
 
 
-AS_IT_IS = "as it is"
 FURTHEST = 1.5
 """Ranges are drawn to this many times the longest bar; beyond it their end is written."""
 
@@ -484,12 +482,8 @@ def tried_ranges(table: pd.DataFrame) -> go.Figure | Text:
 def what_if_bars(table: pd.DataFrame, parts: pd.DataFrame) -> go.Figure | Text:
     """A step after each change, with the range it is predicted in.
 
-    Bars are times of as many samples as an iteration has now, so that another batch size
-    compares with the rest.
-
-    Args:
-        table, parts: of ``what_if_table`` and ``what_if_parts`` in
-            :mod:`dlrm_workbook.analysis.whatif`.
+    Bars are times of as many samples as an iteration has now, so that another batch size compares
+    with the rest. Tables are of ``what_if_table`` and ``what_if_parts``.
     """
     predicted = table[table["mid_ms"].notna()]
     if predicted.empty:
@@ -497,7 +491,7 @@ def what_if_bars(table: pd.DataFrame, parts: pd.DataFrame) -> go.Figure | Text:
             "*Not measured: no change was probed; `dlrm run profile -f FILE -p "
             "profiling.probes=true` probes changes of our own training.*"
         )
-    names, now = [AS_IT_IS, *predicted["change"]], float(predicted["now_ms"].iloc[0])
+    names, now = ["as it is", *predicted["change"]], float(predicted["now_ms"].iloc[0])
     title = "Predicted time of a step after each change"
     result = figure(title, 160 + STEP_ROW * len(names), legend=True)
     _add_steps(result, names, parts.rename(columns={"change": "step"}))

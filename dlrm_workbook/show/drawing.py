@@ -104,17 +104,8 @@ def _said(box: Any) -> str:
 
 def _box(canvas: Canvas, x: int, y: int, width: int, box: Any) -> None:
     colour = INPUT if box.component == "data" else COLOURS[box.component]
-    canvas.add(
-        "rect",
-        x=x,
-        y=y,
-        width=width,
-        height=BOX,
-        rx=4,
-        fill=colour,
-        fill_opacity=0.16,
-        stroke=colour,
-    )
+    look: dict[str, Any] = {"rx": 4, "fill": colour, "fill_opacity": 0.16, "stroke": colour}
+    canvas.add("rect", x=x, y=y, width=width, height=BOX, **look)
     room, middle = int((width - 12) / LETTER), {"font_size": 12, "text_anchor": "middle"}
     name, said = short_name(box.name, room), short_name(_said(box), room)
     _text(canvas, x + width // 2, y + 15, name, font_weight="bold", **middle)

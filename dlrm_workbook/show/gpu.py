@@ -89,7 +89,6 @@ BLAMED = {"name": "CPU ran", "part": "", "blamed_ms": "GPU idle", "share": ""}
 FUNCTION_COLOURS = [COLOURS[name] for name in COLOURS if name != "other"]
 LANE_ROW = 34
 
-
 MOST_KERNELS, MOST_STALLED, MOST_BLAMED = 15, 12, 12
 """Bars that are drawn: the first rows of their tables."""
 

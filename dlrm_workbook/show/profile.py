@@ -30,6 +30,7 @@ from dlrm_workbook.show.tables import (
     NOT_MEASURED,
     Column,
     Text,
+    chosen_columns,
     each_row,
     listed,
 )
@@ -69,29 +70,22 @@ UNNAMED = {
 }
 """Columns of a table of what is in no part."""
 
-TRIED: dict[str, str | Column] = {
-    "remedy": "",
-    "status": "",
-    "tried": "",
-    "off_ms": "without it",
-    "on_ms": "with it",
-    "turns": "",
-    "outputs": Column("outputs differ", _DIFFERENCE),
-    "loss": Column("loss differs", _DIFFERENCE),
-    "memory_bytes": "peak memory",
-    "compile_s": "compiling",
-    "place": "where",
-    "reason": "",
-}
+TRIED = chosen_columns(
+    "remedy status tried off_ms on_ms turns outputs loss memory_bytes compile_s place reason",
+    off_ms="without it",
+    on_ms="with it",
+    outputs=Column("outputs differ", _DIFFERENCE),
+    loss=Column("loss differs", _DIFFERENCE),
+    memory_bytes="peak memory",
+    compile_s="compiling",
+    place="where",
+)
 """Columns of a table of remedies that were tried."""
 
 
 def tried_text(table: pd.DataFrame, left_out: pd.DataFrame) -> Text:
-    """The lines to write for what paid, and why other remedies were not tried.
-
-    Args:
-        table, left_out: of ``tried`` and ``not_tried`` in :mod:`dlrm_workbook.analysis.tried`.
-    """
+    """The lines to write for what paid, and why other remedies were not tried, of ``tried`` and
+    ``not_tried`` in :mod:`dlrm_workbook.analysis.tried`."""
     lines = []
     for _, row in table[table["status"].eq("paid") & table["id"].ne("together")].iterrows():
         where = f" at `{in_markdown(row['place'])}`" if row["place"] else ""
@@ -325,11 +319,8 @@ def ceilings_frame(ceilings: Mapping[str, Any] | None) -> pd.DataFrame:
 
 
 def roofline_text(table: pd.DataFrame, doubts: Sequence[str] = ()) -> Text:
-    """How fast this step could be on its machine, and where the most can be gained.
-
-    Args:
-        table, doubts: of ``roofline`` and ``doubts`` in :mod:`dlrm_workbook.analysis.roofline`.
-    """
+    """How fast this step could be on its machine, and where the most can be gained, of
+    ``roofline`` and ``doubts`` in :mod:`dlrm_workbook.analysis.roofline`."""
     if table.empty:
         return Text("")
     step = least_step(table)

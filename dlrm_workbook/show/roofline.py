@@ -244,10 +244,11 @@ def _draw_points(
         x, y = frame.pixels(math.log10(row.intensity_flop_per_byte), math.log10(row.gflops))
         placed.append((x, y, marker_radius(row.time_ms, total_ms)))
     taken = [(x - r, y - r, x + r, y + r) for x, y, r in placed]
+    look = {"opacity": 0.88, "line": {"width": 1, "color": "rgba(255, 255, 255, 0.7)"}}
     for row, (x, y, radius) in zip(rows, placed, strict=True):
         share = row.time_ms / total_ms if total_ms > 0 else 0.0
         part = part_label(row.component, row.phase)
-        label = getattr(row, "label", part)
+        label, symbol = getattr(row, "label", part), PHASE_SYMBOLS.get(row.phase, "circle")
         place = label_place(x, y, radius, label, taken) if share >= LABELLED_SHARE else ""
         add_points(
             result,
@@ -261,13 +262,7 @@ def _draw_points(
             textfont={"size": 12},
             cliponaxis=False,
             showlegend=False,
-            marker={
-                "color": colour_of(row.component),
-                "symbol": PHASE_SYMBOLS.get(row.phase, "circle"),
-                "size": 2 * radius,
-                "opacity": 0.88,
-                "line": {"width": 1, "color": "rgba(255, 255, 255, 0.7)"},
-            },
+            marker={"color": colour_of(row.component), "symbol": symbol, "size": 2 * radius} | look,
         )
     for component in sorted(dict.fromkeys(points["component"]), key=step_order):
         _key(result, part_label(component), colour_of(component), "circle", "part")
@@ -281,7 +276,6 @@ def _key(result: go.Figure, name: str, colour: str, symbol: str, group: str) -> 
 
 
 def _heading(group: str) -> dict[str, Any]:
-    """The group of a trace in the legend."""
     return {"legendgroup": group, "legendgrouptitle": {"text": group}}
 
 

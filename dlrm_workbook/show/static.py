@@ -149,11 +149,6 @@ def _rectangle(left: float, top: float, right: float, bottom: float) -> str:
     return f"M{_short(left)} {_short(top)}H{_short(right)}V{_short(bottom)}H{_short(left)}Z"
 
 
-def _touches(box: Sequence[float], other: Sequence[float]) -> bool:
-    """Whether a rectangle begins where one in its row ends, or less than half a pixel later."""
-    return box[1] == other[1] and box[3] == other[3] and abs(other[0] - box[2]) < 0.5
-
-
 def _hatch(left: float, top: float, right: float, bottom: float, shape: str) -> str:
     """Slanted lines over a rectangle: ``/``, or both ways for ``x``."""
     step = 7.0 * math.sqrt(2)
@@ -204,7 +199,6 @@ def _fill(colour: Any, opacity: float = 1.0) -> dict[str, Any]:
 
 
 def _hatch_look(colour: Any) -> dict[str, Any]:
-    """Attributes of the lines of a pattern."""
     ink = _fill(colour)
     stroke = {"stroke": ink["fill"], "stroke_opacity": ink["fill_opacity"]}
     return {"fill": "none", **stroke, "stroke_width": 1.5}
@@ -233,7 +227,6 @@ class _BarLook(NamedTuple):
 
 
 def _bar_looks(trace: Trace, count: int) -> list[_BarLook]:
-    """Looks of the first bars of a trace."""
     columns = (
         each_of(trace, "marker.color", count, "#888888"),
         each_of(trace, "marker.opacity", count, 1.0),
@@ -268,7 +261,6 @@ class _Bar:
 
 
 def _stack(traces: Sequence[Trace], layout: Mapping[str, Any]) -> list[_Bar]:
-    """Begin and end of each bar of a plot."""
     placed = [(t, values_of(t.get(letters_of(t)[1]))) for t in traces if is_shown(t, "bar")]
     placed = [(trace, at) for trace, at in placed if any(place is not None for place in at)]
     mode, gap = layout.get("barmode", "group"), float(layout.get("bargap", 0.28))
@@ -326,8 +318,6 @@ def _as_bars(trace: Trace) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 
 class _Image:
-    """A figure's JSON, drawn."""
-
     def __init__(self, spec: Mapping[str, Any]) -> None:
         self.layout: Mapping[str, Any] = spec.get("layout", {})
         self.traces: list[Trace] = []
@@ -486,7 +476,9 @@ class _Image:
         hatched: dict[str, list[str]] = {}
         for bar, box in zip(bars, boxes, strict=True):
             same = filled.setdefault(bar.look.paint, [])
-            if bar.trace.get("base") is not None and same and _touches(same[-1], box):
+            # one that begins where one in its row ends, or less than half a pixel later, extends it
+            in_row = bool(same) and same[-1][1::2] == box[1::2]
+            if in_row and bar.trace.get("base") is not None and abs(box[0] - same[-1][2]) < 0.5:
                 same[-1] = (*same[-1][:2], max(same[-1][2], box[2]), same[-1][3])
             else:
                 same.append(box)
@@ -506,7 +498,6 @@ class _Image:
                 self._bar_text(bar, box, values.is_x)
 
     def _bar_box(self, bar: _Bar, values: Axis, places: Axis) -> Rectangle:
-        """The rectangle of a bar, within the plot."""
         if places.is_category:
             step = (places.end - places.start) / len(places.categories)
             middle = places.at(bar.place) + bar.offset * step

@@ -72,7 +72,6 @@ SENTENCE = 60
 INDENT = "\u2007\u2007"
 """Figure spaces: HTML would drop ordinary ones, and break lines after others."""
 
-
 Texts = tuple[list[str], bool]
 """Texts of a column, and whether they are words."""
 
@@ -116,11 +115,8 @@ COLUMNS = _titled()
 
 
 def chosen_columns(names: str, **looks: str | Column) -> dict[str, str | Column]:
-    """Columns for :func:`show` in order, their names separated by spaces.
-
-    Args:
-        looks: of those that have another title or format here than everywhere.
-    """
+    """Columns for :func:`show` in order, their names separated by spaces, with the looks of those
+    that have another title or format here than everywhere."""
     return {name: looks.get(name, "") for name in names.split()}
 
 
@@ -283,7 +279,6 @@ def _missing(value: Any) -> bool:
 
 
 def _counts(values: pd.Series) -> Texts:
-    """Whole numbers without decimals."""
     if values.dropna().mod(1).eq(0).all():
         return [known_or(value, whole) for value in values], False
     return column(values), False
@@ -303,11 +298,6 @@ def _call(level: int, folded: int, name: str, is_hot: bool) -> str:
     """Indented; with how many links of a chain are left out before it, and the hot path marked."""
     links = f"… {folded} call{'s' * (folded > 1)} … " if folded else ""
     return INDENT * level + ("▸ " if is_hot else "") + links + function_name(name)
-
-
-def _callers_of(path: Sequence[str]) -> str:
-    """The last two callers of the last function of a path."""
-    return " › ".join(short_name(name, 26) for name in path[:-1][-2:]) or NOTHING
 
 
 def _setting(value: Any) -> str:
@@ -377,7 +367,10 @@ FORMATS: dict[str, Formatter] = {
         words=True,
     ),
     "component": _each(part_label, words=True),
-    "callers": _each(_callers_of, words=True),
+    # the last two callers of the last function of a path
+    "callers": _each(
+        lambda path: " › ".join(short_name(name, 26) for name in path[-3:-1]) or NOTHING, words=True
+    ),
     "count": _counts,
     "digits": _each(digits),
     "function": _each(lambda name: name if name.startswith("(") else function_name(name), True),
@@ -483,7 +476,8 @@ class Cells:
         exact = self.exact[row] if self.exact else ""
         value = f' data-value="{escape(exact)}"' if exact else ""
         mark = f'<span style="color: {self.colours[row]}">■</span>&nbsp;' if self.colours else ""
-        return f"<td{look}{value}>{mark}{with_code(text)}</td>"
+        html = re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
+        return f"<td{look}{value}>{mark}{html}</td>"
 
 
 LEFT = "text-align: left"
@@ -683,7 +677,6 @@ class Shown:
 
 
 def below(*outputs: Any) -> Shown:
-    """Figures, tables and texts one below the other, in one cell."""
     tagged: list[tuple[Any, dict[str, Any]]] = []
     for output in outputs:
         tagged += output.tagged if isinstance(output, Shown) else [(output, {"tags": []})]
@@ -707,13 +700,7 @@ def bundle(output: Any) -> dict[str, Any]:
     return data
 
 
-def with_code(text: str) -> str:
-    """Text of a cell as HTML; what stands between backticks looks like code."""
-    return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
-
-
 def listed(sentences: Iterable[str]) -> Text:
-    """Sentences as the items of a list."""
     return Text("\n".join(f"- {in_markdown(sentence)}" for sentence in sentences))
 
 

@@ -48,14 +48,8 @@ COLOURS = {
 protanopia, deuteranopia or tritanopia (simulated after Machado et al. 2009)."""
 
 MODULE_COLOURS = (
-    "#2467A6",
-    "#1BA675",
-    "#BA7AA5",
-    "#868AE6",
-    "#3D9DB8",
-    "#B0B436",
-    "#7A3E9D",
-    "#D9748F",
+    *("#2467A6", "#1BA675", "#BA7AA5", "#868AE6"),
+    *("#3D9DB8", "#B0B436", "#7A3E9D", "#D9748F"),
 )
 """Parts that modules of another program name take these in turn, in the order in which a
 page first draws them."""
@@ -139,7 +133,6 @@ TEMPLATE = go.layout.Template(
         "legend": {"traceorder": "normal"},
     }
 )
-
 
 CONFIG: dict[str, Any] = {
     "displaylogo": False,
@@ -246,17 +239,9 @@ def markers(parts: Sequence[tuple[str, str]], pale: Sequence[bool] = ()) -> dict
         filled = [paled(c) if p else c for c, p in zip(colours, pale, strict=True)]
         line = {"width": [OUTLINE if p else 0 for p in pale], "color": colours}
         hatch = [c if p else white for c, p in zip(colours, pale, strict=True)]
-    return {
-        "color": filled,
-        "line": line,
-        "pattern": {
-            "shape": [PATTERNS.get(phase, "") for _, phase in parts],
-            "fillmode": "overlay",
-            "fgcolor": hatch,
-            "size": 7,
-            "solidity": 0.22,
-        },
-    }
+    pattern: dict[str, Any] = {"shape": [PATTERNS.get(phase, "") for _, phase in parts]}
+    pattern |= {"fillmode": "overlay", "fgcolor": hatch, "size": 7, "solidity": 0.22}
+    return {"color": filled, "line": line, "pattern": pattern}
 
 
 OUTLINE = 1.5
@@ -270,7 +255,6 @@ def paled(colour: str) -> str:
 
 
 def rows_of(table: pd.DataFrame) -> list[Any]:
-    """The rows as named tuples."""
     return list(table.itertuples(index=False))
 
 
@@ -437,11 +421,8 @@ def line_look(colour: str, number: int = 0, width: float = 2) -> dict[str, Any]:
 def panels(
     title: str, names: Sequence[str], columns: int, *, legend: bool
 ) -> tuple[Figure, list[dict[str, int]]]:
-    """An empty figure of small panels with these headings, at most so many beside each other.
-
-    Returns:
-        The figure, and ``row`` and ``col`` of each panel.
-    """
+    """An empty figure of small panels with these headings, at most so many beside each other, and
+    ``row`` and ``col`` of each panel."""
     columns = min(columns, max(len(names), 1))
     rows = max(math.ceil(len(names) / columns), 1)
     result = figure(title, 145 + 260 * rows, legend=legend)
@@ -662,11 +643,8 @@ def icicle(
 
 
 def in_groups(headings: Iterable[str]) -> tuple[list[float], list[tuple[float, str]]]:
-    """Places of rows and of the headings above their groups, whose rows follow each other.
-
-    Args:
-        headings: that of each row's group.
-    """
+    """Places of rows, of each of which the group's heading is given, and of the headings above
+    their groups, whose rows follow each other."""
     places: list[float] = []
     groups: list[tuple[float, str]] = []
     for heading in headings:
@@ -691,11 +669,8 @@ def add_ends(
     texts: Sequence[str],
     log: bool = False,
 ) -> None:
-    """A text behind the end of each bar or range, which it does not cover.
-
-    Args:
-        log: whether the axis is logarithmic, where plotly wants an annotation's exponent.
-    """
+    """A text behind the end of each bar or range, which it does not cover; on a logarithmic axis
+    (``log``) plotly wants an annotation's exponent."""
     look: dict[str, Any] = {"showarrow": False, "xanchor": "left", "xshift": 10}
     for end, place, text in zip(ends, places, texts, strict=True):
         target.add_annotation(x=math.log10(end) if log else end, y=place, text=text, **look)

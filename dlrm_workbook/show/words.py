@@ -27,14 +27,8 @@ Layout = Mapping[str, Any]
 
 
 def description(spec: Mapping[str, Any]) -> str:
-    """Title and numbers of a figure in words, for readers who do not see it.
-
-    Args:
-        spec: a figure's JSON, as for :func:`~dlrm_workbook.show.static.image`.
-
-    Returns:
-        Plain text. Of more values than :data:`MOST_SAID` it names the first ones and a count.
-    """
+    """Title and numbers of a figure's JSON in plain text, for readers who do not see it; of more
+    values than :data:`MOST_SAID` the first ones and a count."""
     layout, traces = spec.get("layout", {}), spec.get("data", [])
     sentences = [plain_text(part_of(layout, "title.text", ""))]
     bars = [t for t in traces if is_shown(t, "bar") and any(map(is_drawable, values_of(t["x"])))]
