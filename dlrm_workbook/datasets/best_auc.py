@@ -35,7 +35,6 @@ class ScoreHistogram:
         self.count = 0
 
     def add(self, logits: np.ndarray, clicks: np.ndarray) -> None:
-        """Count scores with their labels (bool), or chances of a click (float)."""
         places = ((logits + LARGEST_LOGIT) * (BINS / (2 * LARGEST_LOGIT))).astype(np.int64)
         places = np.clip(places, 0, BINS - 1)
         weights = clicks.astype(np.float64)

@@ -24,15 +24,8 @@ NVIDIA_SAMPLES = 32768 * 1024
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the actions."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    for name, add_arguments_of, help_text in (
-        ("generate", _generate_arguments, "write a synthetic data set (NVIDIA's layout)"),
-        ("preprocess", _preprocess_arguments, "convert Criteo's text (Kaggle, Terabyte)"),
-        ("inspect", _inspect_arguments, "check every value of a data set"),
-        ("convert", _convert_arguments, "write a data set in another layout, or as Parquet"),
-        ("variants", _variants_arguments, "what each published data set takes: disk, memory, time"),
-    ):
+    for name, (add_arguments_of, _, help_text) in ACTIONS.items():
         add_arguments_of(actions.add_parser(name, help=help_text))
 
 
@@ -164,14 +157,8 @@ def _threads_argument(parser: argparse.ArgumentParser) -> None:
 
 def data(arguments: argparse.Namespace) -> int:
     """Run the action; the last line of those that make a data set is its folder."""
-    actions = {
-        "generate": _generate,
-        "preprocess": _preprocess,
-        "inspect": _inspect,
-        "convert": _convert,
-        "variants": _variants,
-    }
-    return actions[arguments.action](arguments)
+    _, run, _ = ACTIONS[arguments.action]
+    return run(arguments)
 
 
 def _generate(arguments: argparse.Namespace) -> int:
@@ -325,7 +312,6 @@ def _rounded(value: Any) -> Any:
 
 
 def as_text(report: dict[str, Any]) -> str:
-    """A report for people."""
     lines = [f"{report['path']}: {report['format']}"]
     for name, split in report["splits"].items():
         rate = "no" if split["click_rate"] is None else f"{split['click_rate']:.4f}"
@@ -372,3 +358,14 @@ def _threads(arguments: argparse.Namespace) -> int:
     if arguments.threads is None:
         return len(os.sched_getaffinity(0))
     return _at_least("--threads", arguments.threads, 1)
+
+
+ACTIONS = {
+    "generate": (_generate_arguments, _generate, "write a synthetic data set (NVIDIA's layout)"),
+    "preprocess": (_preprocess_arguments, _preprocess, "convert Criteo's text (Kaggle, Terabyte)"),
+    "inspect": (_inspect_arguments, _inspect, "check every value of a data set"),
+    "convert": (_convert_arguments, _convert, "write a data set in another layout, or as Parquet"),
+    "variants": (
+        _variants_arguments, _variants, "what each published data set takes: disk, memory, time"
+    ),
+}  # fmt: skip

@@ -328,7 +328,6 @@ class SplitFile:
 def _files(
     layout: str, part: SplitRange, spec: FeatureSpec | None, folder: Path, law: _DenseLaw
 ) -> list[SplitFile]:
-    """The files of a split in a layout of plain files."""
 
     def path_of(file: ColumnFile) -> str:
         return str(file.path.relative_to(folder))

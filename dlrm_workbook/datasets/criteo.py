@@ -96,7 +96,6 @@ class Request:
 
     @property
     def fraction(self) -> float:
-        """Share of the test split."""
         return TEXT_LAYOUTS[self.layout] if self.test_fraction is None else self.test_fraction
 
 
@@ -123,8 +122,6 @@ class Piece:
 
 @dataclass(frozen=True)
 class Preprocessed:
-    """What ``preprocess`` did."""
-
     folder: Path
     rows: dict[str, int]
     table_rows: tuple[int, ...]

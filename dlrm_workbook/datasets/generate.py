@@ -79,8 +79,6 @@ BLOCK = 1 << 16
 
 @dataclass(frozen=True)
 class Generated:
-    """What ``generate`` did: where, how much, in which time."""
-
     folder: Path
     bytes: int
     bytes_written_now: int

@@ -45,7 +45,6 @@ class Workplace:
         self.note(ledger.document["done"])
 
     def note(self, done: dict[str, Any]) -> None:
-        """Note what is on disk for certain."""
         self.done = self._ledger.document["done"] = dict(done)
         self._ledger.save()
 

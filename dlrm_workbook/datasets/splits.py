@@ -86,7 +86,6 @@ class Split(ABC):
 
     @property
     def table_rows(self) -> tuple[int | None, ...]:
-        """Rows of each of the T tables; None where nothing says."""
         return tuple(column.rows for column in self.tables)
 
     @abstractmethod
@@ -112,7 +111,6 @@ class FileSplit(Split):
         self.tables = source.tables
 
     def blocks(self, start: int, stop: int) -> Iterator[Block]:
-        """See :class:`Split`."""
         source = self._source
         for at in range(start, stop, ROW_GROUP):
             end = min(at + ROW_GROUP, stop)
@@ -182,7 +180,6 @@ class ParquetSplit(Split):
         )
 
     def blocks(self, start: int, stop: int) -> Iterator[Block]:
-        """See :class:`Split`."""
         at = 0
         for path, file in self._files:
             for group in range(file.num_row_groups):
@@ -228,7 +225,6 @@ class ParquetSplit(Split):
 
 
 def _open(file: Path) -> Any:
-    """A Parquet file, its schema read."""
     import pyarrow.parquet
 
     try:

@@ -119,7 +119,6 @@ def _measured(
 
 
 def make_and_time(job: dict[str, Any]) -> dict[str, float]:
-    """Make a data set, and say what that took."""
     variant = scaled_variant(VARIANTS[job["name"]], job["share"])
     test = job["samples"] // 9
     counts = {"train": job["samples"] - test, "test": test}
