@@ -275,7 +275,6 @@ class _Export:
         return pd.DataFrame(found, columns=list(columns), copy=False)
 
     def text(self, number: int) -> str:
-        """The text that a number stands for."""
         return visible(self.strings.get(number, "")) or "unnamed"
 
     def named(self, numbers: pd.Series) -> Names:
@@ -614,7 +613,6 @@ class _Export:
 
 
 def _joined(frames: list[pd.DataFrame]) -> pd.DataFrame:
-    """Frames of the same columns, one after another."""
     return pd.concat([frame for frame in frames if len(frame)] or frames[:1], ignore_index=True)
 
 

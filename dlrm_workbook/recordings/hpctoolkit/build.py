@@ -144,7 +144,6 @@ def build_database(
 
 
 def usable_processors() -> int:
-    """Processors that this process may use."""
     return len(os.sched_getaffinity(0))
 
 

@@ -378,11 +378,8 @@ def refuse_negative(database: Database, metric: str, negative: float, whole: flo
 
 
 def contradictions(database: Database, by_context: Ints | None) -> list[str]:
-    """Sentences about what the files of a database say of each other and cannot both be so.
-
-    Args:
-        by_context: number of values of each context id in ``cct.db``; None without that file.
-    """
+    """Sentences about what the files of a database say of each other and cannot both be so;
+    ``by_context`` is the number of values of each context id in ``cct.db``, if there is one."""
     cautions = []
     in_summary = database.profiles[0].contexts
     threads = [profile for profile in database.profiles if not profile.summary]

@@ -167,8 +167,6 @@ def _reasons(capabilities: Capabilities, device: str, config: ProfilingConfig) -
 
 @dataclass
 class _Session:
-    """The state of one :func:`measure_program`."""
-
     command: tuple[str, ...]
     folder: Path
     config: ProfilingConfig

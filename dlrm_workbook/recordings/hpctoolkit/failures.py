@@ -79,13 +79,8 @@ def require_profiles(measured: Pass, run: Completed, measurements: Path) -> None
 
 
 def no_space(measurements: Path, printed: str) -> str:
-    """Say in a sentence that there was no room for a measurement; "" if there was.
-
-    Measuring again would only fill the disk again.
-
-    Args:
-        printed: what the tool printed.
-    """
+    """Say in a sentence that there was no room for a measurement, by what the tool printed; "" if
+    there was. Measuring again would only fill the disk again."""
     free = shutil.disk_usage(measurements.parent).free
     if free < LEAST_FREE_BYTES:
         return (
@@ -117,7 +112,6 @@ def lost_samples(measurements: Path) -> float | None:
 
 
 def lost_notice(lost: float, measured: Pass) -> str:
-    """The sentence about dropped samples for the reader of the figures."""
     text = f"HPCToolkit dropped {lost:.0%} of its samples, and their time with them"
     if measured.python:
         text += (
@@ -128,7 +122,6 @@ def lost_notice(lost: float, measured: Pass) -> str:
 
 
 def dilation_notice(dilation: float, measured: Pass) -> str:
-    """The sentence about a pass that ran much slower than the program alone."""
     text = f"the program ran {dilation:.2f}x as long under hpcrun as without it"
     if measured.python:
         text += ": Python frames cost time at every Python call, so this pass shows who called what"

@@ -217,7 +217,6 @@ class DatabaseFile:
         self._string_bytes = self._spent = 0
 
     def error(self, problem: str) -> DatabaseError:
-        """A ``DatabaseError`` about this file."""
         return DatabaseError(f"{self.path}: {problem}")
 
     def _check_whole(self, footer: bytes) -> None:
@@ -265,7 +264,6 @@ class DatabaseFile:
         return dict(zip(kind.dtype.names or (), row.item(), strict=True))
 
     def header(self, section: str, kind: Record) -> dict[str, int]:
-        """The header at the start of a section."""
         return self.one(kind, self.sections[section].start, f"section {section}")
 
     def items(self, section: str, header: Record, kind: Record) -> tuple[dict[str, int], Any]:

@@ -21,7 +21,6 @@ from pathlib import Path
 NOT_COLLECTED = ("GMEM (sec)", "GSYNC (sec)", "GICOPY (sec)")
 """Metrics that HPCToolkit 2025-05 lists and never fills on NVIDIA GPUs."""
 
-
 _FILE = Path(__file__).with_name("metrics.csv")
 _ROWS = list(csv.DictReader(_FILE.read_text(encoding="utf-8").splitlines()))
 

@@ -191,10 +191,7 @@ def launched_in(
     The repeating sequence of launches tells iterations on the GPU. The last of them is the
     last of the host's, and none begins before the host's; where that does not hold, the clock
     decides: then an operation counts to the iteration that the host is in when it begins.
-
-    Args:
-        work: ``start_ns`` of each operation.
-        begins, ends: of the host's iterations, in order.
+    ``begins`` and ``ends`` are of the host's iterations, in order.
     """
     start = work["start_ns"].to_numpy()
     on_gpu = profile.iterations.sort_values("start_ns")

@@ -21,11 +21,7 @@ from dlrm_core.parts import ITERATION_SPAN, SpanRow
 from dlrm_workbook.ground.arrays import Ints
 from dlrm_workbook.ground.marks import GROUP_PREFIX, PART_PREFIX
 from dlrm_workbook.recordings.foreign import START_UP, PartNames
-from dlrm_workbook.recordings.hpctoolkit.parts import (
-    by_names,
-    divide,
-    parts_in_order,
-)
+from dlrm_workbook.recordings.hpctoolkit.parts import by_names, divide, parts_in_order
 from dlrm_workbook.recordings.hpctoolkit.spans import Log, Node, laid_out, launched_in
 from dlrm_workbook.recordings.nesting import stretch_at
 from dlrm_workbook.recordings.profile import Profile, nearest
@@ -141,10 +137,7 @@ def _groups(noted: list[tuple[str, int]], edges: Ints) -> tuple[Ints, Ints, list
     """Moments (m,), what was open (m + 1,) before and after each, and the contexts of that.
 
     The number after the last stands for outside of all. From the last begin of an optimizer to the
-    end of its iteration it is the update.
-
-    Args:
-        edges: begins and ends of iterations.
+    end of its iteration it is the update; ``edges`` are begins and ends of iterations.
     """
     rows = sorted([(int(at), str(what)) for what, at in noted] + [(int(at), "") for at in edges])
     opened: list[tuple[str, str]] = []

@@ -42,20 +42,9 @@ from dlrm_workbook.recordings.hpctoolkit.metrics import (
     meaning_of,
     unit_of,
 )
-from dlrm_workbook.recordings.hpctoolkit.parts import (
-    by_names,
-    divide,
-    parts_in_order,
-    work_on_gpus,
-)
+from dlrm_workbook.recordings.hpctoolkit.parts import by_names, divide, parts_in_order, work_on_gpus
 from dlrm_workbook.recordings.hpctoolkit.views import kernel_rows, unmeasured_metrics
-from dlrm_workbook.recordings.profile import (
-    STANDARD_METRICS,
-    THREAD_KINDS,
-    Profile,
-    nearest,
-    typed,
-)
+from dlrm_workbook.recordings.profile import STANDARD_METRICS, THREAD_KINDS, Profile, nearest, typed
 from dlrm_workbook.recordings.repetition import find_iterations
 
 CPU_TIMES = {
@@ -300,7 +289,7 @@ def held_threads(database: Database) -> list[Thread]:
     def busy(thread: Thread) -> tuple[float, ...]:
         if thread.kind == "gpu_stream":
             line = lines.get(thread.profile)
-            return (float(line.running_ns) if line else 0.0,)
+            return (float(np.diff(line.time_ns).sum() - line.idle_ns) if line else 0.0,)
         root = database.root(thread.profile)
         return tuple(sum(root.get(name, 0.0) for name in names) for names in times)
 
@@ -488,10 +477,8 @@ def _trace(database: Database, held: list[Thread], sampled: Mapping[int, int]) -
 
     A thread that sleeps takes no sample. hpcrun marks that as not running where the next sample
     comes late, but not where a thread ends, and not for every clock; so its rule is applied to
-    every line of ``held`` threads again.
-
-    Args:
-        sampled: processor time of a sample (nanoseconds), by thread.
+    every line of ``held`` threads again, with the processor time of a ``sampled`` thread's sample
+    (nanoseconds).
     """
     frames = []
     threads = {thread.profile for thread in held}

@@ -124,7 +124,6 @@ class ThreadProfile:
             yield np.repeat(contexts, counts), metric, value
 
     def values(self) -> tuple[Ints, Ints, Floats]:
-        """All that :meth:`chunks` gives."""
         return next(self.chunks(self.count))
 
     def sums(self) -> tuple[Floats, Ints]:
@@ -245,11 +244,6 @@ class TraceLine:
     def idle_ns(self) -> int:
         """Time in context 0 between its first and last sample."""
         return int(np.diff(self.time_ns)[self.context[:-1] == 0].sum())
-
-    @property
-    def running_ns(self) -> int:
-        """Time in other contexts between its first and last sample."""
-        return int(np.diff(self.time_ns).sum()) - self.idle_ns
 
 
 def read_traces(path: Path, profiles: int) -> list[TraceLine]:

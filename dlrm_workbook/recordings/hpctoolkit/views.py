@@ -224,7 +224,6 @@ def database_summary(database: Database) -> str:
 
 
 def database(arguments: argparse.Namespace) -> int:
-    """Print the facts of a database as JSON, or a summary for people."""
     opened = read_database(arguments.path)
     if arguments.json:
         print(json.dumps(database_facts(opened), indent=1, sort_keys=True))
