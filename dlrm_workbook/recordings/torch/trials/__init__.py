@@ -109,11 +109,7 @@ class Trials:
         return not self._over
 
     def close(self, reason: str | None) -> None:
-        """Switch everything off and write what there is.
-
-        Args:
-            reason: why it ends before everything is tried.
-        """
+        """Switch everything off and write what there is; ``reason``: why before all is tried."""
         if self._over:
             return
         trying, error = self._trying, getattr(sys, "last_value", None)
@@ -240,12 +236,10 @@ class Trials:
             self._write()
 
     def _need_s(self, remedy: Remedy) -> float:
-        """About how long the fewest turns take."""
         iterations = FEWEST * 2 * self._block() + FEWEST + 2 * remedy.settle
         return iterations * self._base_s
 
     def _block(self) -> int:
-        """Iterations of a block."""
         return max(BLOCK_ITERATIONS, math.ceil(BLOCK_S / self._base_s))
 
     def _left_s(self) -> float:
@@ -256,7 +250,6 @@ class Trials:
     def _try(
         self, remedies: list[Remedy], limit_s: float, seen: Seen
     ) -> Generator[None, None, dict[str, Any]]:
-        """Try some remedies as one, and write the row."""
         remedy = remedies[0] if len(remedies) == 1 else _Together(remedies)
         self._trying = remedy
         self._tell(f"trying {remedy.name}")
@@ -282,7 +275,7 @@ class Trials:
     ) -> Generator[None, None, list[str]]:
         """Time blocks without and with a remedy until the range is narrow; what failed."""
         began, order, is_on, first = time.perf_counter(), [False, True], False, True
-        others = _OtherProcesses()
+        others_s = _others_s()
         logs: list[float] = []
         count = self._block()
         blocks: dict[bool, list[tuple[float, int | None]]] = {False: [], True: []}
@@ -338,7 +331,7 @@ class Trials:
         row |= {"turns": len(logs), "iterations": 2 * len(logs) * count}
         row["memory_bytes"] = int(statistics.median(more)) if more else None
         reasons = ["the range is too wide to tell"] if status == "unclear" else []
-        if self._world == 1 and (used := others.share()) > BUSY:
+        if self._world == 1 and (used := _share_of_others(began, others_s)) > BUSY:
             reasons.append(f"other processes used {used:.0%} of the cores meanwhile")
         row["reason"] = "; ".join(reasons) or None
         return []
@@ -408,7 +401,6 @@ class Trials:
         return [json.loads(store.get(key)) for key in keys]
 
     def _failures(self, error: str) -> list[str]:
-        """What failed in any rank."""
         return [one for one in self._agree(error) if one]
 
     def _write(self) -> None:
@@ -425,32 +417,22 @@ class Trials:
         write_json(self._file, document)
 
 
-class _OtherProcesses:
-    """What other processes use of the cores from now on."""
+def _others_s() -> float:
+    """Seconds that other processes computed since the machine began, as far as that can be told."""
+    fields = [int(text) for text in kernel_text("/proc/stat").partition("\n")[0].split()[1:9]]
+    busy, mine = sum(fields) - sum(fields[3:5]), time.process_time()
+    return busy / os.sysconf("SC_CLK_TCK") - mine if fields else 0.0
 
-    def __init__(self) -> None:
-        self._began, self._before = time.perf_counter(), self._used_s()
 
-    @staticmethod
-    def _used_s() -> float:
-        """Seconds that others computed since the machine began, as far as that can be told."""
-        fields = [int(text) for text in kernel_text("/proc/stat").partition("\n")[0].split()[1:9]]
-        mine = time.process_time()
-        idle = sum(fields[3:5])
-        return (sum(fields) - idle) / os.sysconf("SC_CLK_TCK") - mine if fields else 0.0
-
-    def share(self) -> float:
-        """Of the cores; 0 where this process may use only some of the machine's."""
-        cores = os.cpu_count() or 1
-        if len(os.sched_getaffinity(0)) < cores:
-            return 0.0
-        elapsed = time.perf_counter() - self._began
-        return max(0.0, self._used_s() - self._before) / (elapsed * cores)
+def _share_of_others(began: float, before_s: float) -> float:
+    """What others used of the cores since; 0 where we may use only some of the machine's."""
+    cores = os.cpu_count() or 1
+    if len(os.sched_getaffinity(0)) < cores:
+        return 0.0
+    return max(0.0, _others_s() - before_s) / ((time.perf_counter() - began) * cores)
 
 
 class _Together(Remedy):
-    """Several remedies switched as one."""
-
     id = "together"
 
     def __init__(self, remedies: Sequence[Remedy]) -> None:

@@ -72,11 +72,8 @@ class Facts:
         return max(1, usable // ranks_here())
 
     def share(self, *names: str, inclusive: bool = False) -> float:
-        """The share of the step's time in operators of these names (or beginning with them).
-
-        Args:
-            inclusive: with what they call; names are then beginnings of ranges.
-        """
+        """The share of the step's time in operators of these names; ``inclusive``: in ranges that
+        begin with them, with what they call."""
         on_gpu = self.device.type == "cuda" and not inclusive
         own = "self_device_ns" if on_gpu else "self_cpu_ns"
         rows = self.averages
@@ -171,19 +168,16 @@ class Remedy:
         raise NotImplementedError
 
     def on(self) -> None:
-        """Switch it on, between two iterations."""
         self._switched = self.switched()
         next(self._switched)
 
     def off(self) -> None:
-        """Switch it off."""
         next(self._switched, None)
 
     def end(self) -> None:
         """Forget what was kept for switching it on again."""
 
     def error(self) -> BaseException | None:
-        """What it raised while it was on."""
         return self.failed
 
     def numbers(self, seen: Seen, limit_s: float) -> dict[str, Any]:
@@ -435,8 +429,6 @@ class OneDnn(Setting):
 
 
 class TensorFloat(Setting):
-    """TF32 for fp32 products of a GPU."""
-
     id = "tf32"
     family = "precision"
     device = "cuda"

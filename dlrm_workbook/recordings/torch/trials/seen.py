@@ -52,8 +52,6 @@ class Loss:
 
 @dataclass
 class Stepped:
-    """An optimizer that stepped."""
-
     optimizer: torch.optim.Optimizer
     place: str
     name: str
@@ -97,10 +95,8 @@ class Seen:
     def run(self, gradients: bool = False) -> tuple[list[torch.Tensor], torch.Tensor | None]:
         """The models' outputs for the batch that was kept, and the loss if it can be computed.
 
-        Random numbers and buffers are as before, then and afterwards.
-
-        Args:
-            gradients: also compute gradients, for what may go wrong there; none is kept.
+        Random numbers and buffers are as before, then and afterwards. ``gradients``: also compute
+        these, for what may go wrong there; none is kept.
         """
         buffers = [(one, one.clone()) for call in self.models for one in call.module.buffers()]
         devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
@@ -141,7 +137,6 @@ def tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def mapped(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The same nest with each tensor changed."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, dict) and type(value) is dict:
@@ -234,16 +229,12 @@ class Looking:
         frame = user_frame()
         first = next(tensors(output), None)
         device = "cpu" if first is None else first.device.type
-        copies, outputs = (
-            (_copied(args), _copied(kwargs)),
-            [one.detach() for one in tensors(output)],
-        )
+        copies, outputs = (_copied(args), _copied(kwargs)), [o.detach() for o in tensors(output)]
         place, name = place_of(frame), name_at(frame, module, "model")
         call = Call(module, *copies, outputs, place, name, torch.is_autocast_enabled(device))
         seen.models = [one for one in seen.models if one.module is not module] + [call]
 
     def called(self, function: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        """Take in a call of a function of torch."""
         name, seen = getattr(function, "__name__", ""), self.seen
         if name.endswith("_loss") or name in _LOSSES:
             self._note_loss(function, args, kwargs)
