@@ -108,9 +108,8 @@ def compare_settings(table: pd.DataFrame, before: str, after: str) -> pd.DataFra
     rest = (base - parts_table["before_ms"].sum(), changed - parts_table["after_ms"].sum())
     if parts_table.empty or max(map(abs, rest)) < ROUNDING_SHARE * min(base, changed):
         return parts_table
-    row = dict(zip(("before_ms", "after_ms"), rest, strict=True))
-    row |= {"component": REST, "phase": "", "difference_ms": rest[1] - rest[0]}
-    row |= {"verdict": NOT_A_PART}
+    row = {"before_ms": rest[0], "after_ms": rest[1], "difference_ms": rest[1] - rest[0]}
+    row |= {"component": REST, "phase": "", "verdict": NOT_A_PART}
     return pd.concat([parts_table, pd.DataFrame([row])], ignore_index=True)
 
 

@@ -51,12 +51,7 @@ from dlrm_workbook.analysis.compare import (
 from dlrm_workbook.analysis.ensemble import SWEEP, swept_runs
 from dlrm_workbook.analysis.findings import findings
 from dlrm_workbook.analysis.quality import GOOD_FOR, quality, quality_of_runs
-from dlrm_workbook.analysis.reference import (
-    TIME_COLUMNS,
-    all_at_reference,
-    at_reference,
-    reference,
-)
+from dlrm_workbook.analysis.reference import TIME_COLUMNS, all_at_reference, at_reference, reference
 from dlrm_workbook.analysis.sentences import in_markdown
 from dlrm_workbook.analysis.verdict import with_timed
 from dlrm_workbook.analysis.whatif import Prediction, predict_change, prediction
@@ -135,7 +130,6 @@ class Outcome:
         return parts.assign(predicted_ms=then.reindex(keys).to_numpy())
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
         measured = {
             "before_ms": self.before_ms,
             "after_ms": self.after_ms,
@@ -158,7 +152,6 @@ class Outcome:
 
 
 def _absent(reason: str) -> pd.DataFrame:
-    """No table, and why."""
     empty = pd.DataFrame()
     empty.attrs["not_measured"] = reason
     return empty
@@ -185,18 +178,13 @@ class Comparison:
         self.status = "running"
 
     def _note(self, *notices: str) -> None:
-        """Add what is not said yet."""
         self.notices += [text for text in notices if text not in self.notices]
 
     # A stage can be asked for again: what it has measured stays, and what is missing is added.
 
     def profile_baseline(self, progress: ProgressCallback | None = None) -> pd.DataFrame:
-        """Measure or load what comes first.
-
-        Returns:
-            Its time by part, as ``attribute`` gives it, at the step that the other pages of the
-            run add up to (:func:`~.analysis.reference.at_reference`).
-        """
+        """Measure or load what comes first; its time by part at the step that the other pages of
+        the run add up to (:func:`~.analysis.reference.at_reference`)."""
         return attribute(at_reference(next(iter(self.profiles.values()))))
 
     def predict(self) -> pd.DataFrame:
@@ -381,7 +369,6 @@ class Comparison:
                 outcome.doubt = f"Unreliable: {' and '.join(red)}, so this is no result."
 
     def finish(self) -> Path:
-        """Write the final ``compare.json``; its path."""
         self.status = "finished"
         return self.save()
 
@@ -596,7 +583,6 @@ class ChangeComparison(Comparison):
         return super().measure()
 
     def _judge(self, runs: Sequence[TimedRun]) -> None:
-        """Take in the rounds so far."""
         self.runs = list(runs)
         self.times = in_rounds.round_table(runs)
         for outcome in self.outcomes:

@@ -58,13 +58,11 @@ class TimedRun:
     notices: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
-        """As an entry of ``rounds.json``."""
         parts = [[*part, times] for part, times in self.parts.items()]
         return {**asdict(self), "parts": parts}
 
     @classmethod
     def from_dict(cls, line: Mapping[str, Any]) -> TimedRun:
-        """From an entry of ``rounds.json``."""
         parts = {(component, phase): times for component, phase, times in line["parts"]}
         return cls(**{**line, "parts": parts})
 

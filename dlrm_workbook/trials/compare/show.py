@@ -76,11 +76,8 @@ def speedups(outcomes: Sequence[Outcome]) -> go.Figure:
 
 
 def rounds(times: pd.DataFrame) -> go.Figure:
-    """Mean steady iteration of each setting in each round.
-
-    Args:
-        times: what :func:`dlrm_workbook.trials.compare.analyse.round_table` gives.
-    """
+    """Mean steady iteration of each setting in each round, by
+    :func:`~dlrm_workbook.trials.compare.analyse.round_table`."""
     whole = times[times["component"] == ""]
     result = theme.figure("Iteration time in each round", 320, legend=True)
     parts = ("top_mlp", "embedding", "optimizer", "data")
@@ -165,11 +162,8 @@ def _as_long(row: Any, sampled_before: bool) -> str:
 
 
 def difference_icicle(tree: pd.DataFrame) -> go.Figure:
-    """Both call trees in one: as wide as the time after, coloured by the difference.
-
-    Args:
-        tree: what :func:`dlrm_workbook.analysis.difference_tree.difference_tree` gives.
-    """
+    """Both call trees of :func:`~dlrm_workbook.analysis.difference_tree.difference_tree` in one: as
+    wide as the time after, coloured by the difference."""
     drawn = tree[tree["after_ms"] > 0]
     rows = theme.rows_of(drawn)
     sampled = tree.attrs.get("sampled", (False, False))
@@ -211,39 +205,20 @@ def _doublings(before: float, after: float, total: float) -> float:
 
 def _add_scale(result: go.Figure) -> None:
     """A colour bar; the icicle's colours are given, so a trace without points carries it."""
-    result.add_trace(
-        go.Scatter(
-            x=[None],
-            y=[None],
-            mode="markers",
-            hoverinfo="skip",
-            marker={
-                "color": [0],
-                "cmin": -TWICE,
-                "cmax": TWICE,
-                "colorscale": [[0, theme.FASTER], [0.5, theme.SAME], [1, theme.SLOWER]],
-                "showscale": True,
-                "colorbar": {
-                    "tickvals": [-1, -0.5, 0, 0.5, 1],
-                    "ticktext": ["0.5x", "0.7x", "same", "1.4x", "2x or new"],
-                    "thickness": 14,
-                    "len": 0.85,
-                    "x": 0.92,
-                    "outlinewidth": 0,
-                },
-            },
-        )
-    )
+    ticks = {-1: "0.5x", -0.5: "0.7x", 0: "same", 0.5: "1.4x", 1: "2x or new"}
+    bar: dict[str, Any] = {"tickvals": list(ticks), "ticktext": list(ticks.values())}
+    bar |= {"thickness": 14, "len": 0.85, "x": 0.92, "outlinewidth": 0}
+    scale = [[0, theme.FASTER], [0.5, theme.SAME], [1, theme.SLOWER]]
+    look = {"color": [0], "cmin": -TWICE, "cmax": TWICE, "colorscale": scale}
+    look |= {"showscale": True, "colorbar": bar}
+    result.add_scatter(x=[None], y=[None], mode="markers", hoverinfo="skip", marker=look)
     result.update_xaxes(visible=False)
     result.update_yaxes(visible=False)
 
 
 def waterfall(outcomes: Sequence[Outcome]) -> go.Figure:
-    """From the first setting to the last, step by step, with what was predicted of each.
-
-    Args:
-        outcomes: cumulative steps, each against the same baseline.
-    """
+    """From the first setting to the last by cumulative steps, each against the same baseline, with
+    what was predicted of each."""
     shown = [o for o in outcomes if o.speedup is not None and o.before_ms and o.after_ms]
     result = theme.figure("From baseline to all changes", 440, legend=True)
     base = float(shown[0].before_ms or 0.0) if shown else 0.0
@@ -257,17 +232,15 @@ def waterfall(outcomes: Sequence[Outcome]) -> go.Figure:
     labels.append("all changes")
     steps = [after - before for before, after in itertools.pairwise(levels)]
     texts = [milliseconds(base), *map(signed_milliseconds, steps), milliseconds(levels[-1])]
-    result.add_trace(
-        go.Waterfall(
-            x=list(range(len(labels))),
-            y=[base, *steps, levels[-1]],
-            measure=["absolute", *("relative" for _ in steps), "total"],
-            name="measured",
-            showlegend=False,
-            text=texts,
-            hovertext=[f"{name}: {text}" for name, text in zip(labels, texts, strict=True)],
-            **theme.WATERFALL,
-        )
+    result.add_waterfall(
+        x=list(range(len(labels))),
+        y=[base, *steps, levels[-1]],
+        measure=["absolute", *("relative" for _ in steps), "total"],
+        name="measured",
+        showlegend=False,
+        text=texts,
+        hovertext=[f"{name}: {text}" for name, text in zip(labels, texts, strict=True)],
+        **theme.WATERFALL,
     )
     predicted = [(at, o.predicted.speedup) for at, o in enumerate(shown, 1) if o.predicted]
     if predicted:
@@ -353,7 +326,6 @@ def _basis(measured: Interval, comparison: Comparison) -> str:
 
 
 def prediction_notices(comparison: Comparison) -> Text:
-    """What predictions say of themselves."""
     made = [outcome.predicted for outcome in comparison.outcomes if outcome.predicted]
     texts = dict.fromkeys(text for prediction in made for text in prediction.notices)
     return listed(texts)
@@ -421,16 +393,13 @@ CALL_TITLES: dict[str, str | Column] = {
     "difference_ms": Column("difference", "signed"),
     "state": "",
 }
-RECORDED_TITLES: dict[str, str | Column] = {
-    "part": "",
-    "device_ms_before": Column("device before", "number", unit="ms"),
-    "device_ms_after": Column("device after", "number", unit="ms"),
-    "host_ms_before": Column("host before", "number", unit="ms"),
-    "host_ms_after": Column("host after", "number", unit="ms"),
-    "idle_ms_before": Column("GPU idle before", "number", unit="ms"),
-    "idle_ms_after": Column("GPU idle after", "number", unit="ms"),
-    "launches_before": Column("launches before", "number"),
-    "launches_after": Column("launches after", "number"),
+RECORDED_TITLES: dict[str, str | Column] = {"part": ""} | {
+    f"{name}_{side}": Column(f"{label} {side}", "number", unit=unit)
+    for name, label, unit in (
+        *(("device_ms", "device", "ms"), ("host_ms", "host", "ms")),
+        *(("idle_ms", "GPU idle", "ms"), ("launches", "launches", "")),
+    )
+    for side in ("before", "after")
 }
 DEVICE_TITLES: dict[str, str | Column] = {
     "operator": Column("operator", "function"),

@@ -68,7 +68,6 @@ class Point:
 
     @property
     def label(self) -> str:
-        """What is set, for people."""
         return change_text(self.change)
 
 
@@ -149,11 +148,8 @@ class Sweep:
         own: Mapping[str, str],
         command: str,
     ) -> Sweep:
-        """Write the record of a new sweep: every point waiting.
-
-        Args:
-            own: the notebooks' own parameters as they were typed, name to text.
-        """
+        """Write the record of a new sweep, every point waiting; ``own`` are the notebooks' own
+        parameters as they were typed, name to text."""
         points = sweep_points(parameters)
         record = {
             "format_version": SWEEP_VERSION,
@@ -196,12 +192,10 @@ class Sweep:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """The points' rows of the record, in order."""
         rows: list[dict[str, Any]] = self.record["points"]
         return rows
 
     def save(self) -> None:
-        """Write ``sweep.json``, whole."""
         write_json(self.folder / SWEEP, self.record)
 
     def require_same(

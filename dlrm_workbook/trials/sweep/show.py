@@ -18,22 +18,12 @@ from dlrm_workbook.analysis.ensemble import WHOLE_STEP, Curve, short_leaf, swept
 from dlrm_workbook.analysis.sentences import in_markdown
 from dlrm_workbook.ground.units import ratio
 from dlrm_workbook.show import theme
-from dlrm_workbook.show.tables import (
-    NOTHING,
-    QUALITY_LEVELS,
-    Column,
-    Quality,
-    Text,
-    each_row,
-)
+from dlrm_workbook.show.tables import NOTHING, QUALITY_LEVELS, Column, Quality, Text, each_row
 
 
 def scaling_curves(curves: Sequence[Curve], leaf: str) -> go.Figure:
-    """Time of each part along a parameter: points, fitted law, mean slope; both axes log.
-
-    Args:
-        curves: what :func:`dlrm_workbook.analysis.ensemble.scaling` gives.
-    """
+    """Time of each part along a parameter, of :func:`~dlrm_workbook.analysis.ensemble.scaling`:
+    points, fitted law, mean slope; both axes log."""
     parts = list(dict.fromkeys(curve.component for curve in curves))
     held = sorted({curve.held for curve in curves}, key=_in_numbers)
     curves = sorted(curves, key=lambda curve: held.index(curve.held))
@@ -119,11 +109,8 @@ def points_bars(summary: pd.DataFrame) -> go.Figure:
 
 
 def parts_by_point(times: pd.DataFrame) -> go.Figure:
-    """Share of each part in the step at every point, stacked to the whole.
-
-    Args:
-        times: what :func:`dlrm_workbook.analysis.ensemble.part_table` gives.
-    """
+    """Share of each part in the step at every point, stacked to the whole, of
+    :func:`~dlrm_workbook.analysis.ensemble.part_table`."""
     table = times[times["component"] != WHOLE_STEP].groupby(["run", "component"], sort=False)
     spent = table["time_ms"].sum().unstack(fill_value=0).reindex(list(dict.fromkeys(times["run"])))
     levels = times.attrs.get("quality", {})
@@ -178,7 +165,6 @@ def _largest_parts(points: pd.DataFrame) -> str:
 
 
 def sweep_source(folder: Path) -> Text:
-    """A sentence that says where the sweep's data are."""
     return Text(
         in_markdown(
             f"This page shows the sweep in `{folder}`: `sweep.json`, `summary.json` with the "
