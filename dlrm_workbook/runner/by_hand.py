@@ -19,13 +19,10 @@ SHOWN = frozenset({"stream", "display_data", "execute_result", "error"})
 
 
 class CellRecorder:
-    """The cells that this kernel has executed, with their outputs from now on."""
+    """The cells that this kernel has executed, with their outputs from now on; ``shell`` is
+    IPython's, of a kernel that is executing a cell."""
 
     def __init__(self, shell: Any) -> None:
-        """
-        Args:
-            shell: IPython's, of a kernel that is executing a cell.
-        """
         from nbformat.v4 import new_code_cell, output_from_msg
 
         self._shell = shell

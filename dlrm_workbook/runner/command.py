@@ -174,16 +174,14 @@ def run_sweep(
         except InputError as error:
             raise InputError(f"sweep point {point.number} ({point.label}): {error}") from None
     summary = Plan.of([SWEEP_NAME], {})
-    typed = shlex.join(arguments.argv)
+    preset, typed = parameters.preset, shlex.join(arguments.argv)
     if arguments.resume:
         sweep = Sweep.open(named_run(arguments.resume, SWEEP_NAME, root, finished=False))
         sweep.require_same(parameters, names, own)
         folder = RunFolder.reopen(sweep.folder, read_json(sweep.folder / "run.json"))
     else:
         given = parameters.to_sections() | {"sweep": dict(parameters.sweep)}
-        folder = claim_run_folder(
-            root, SWEEP_NAME, parameters.preset, parameters=given, command=typed
-        )
+        folder = claim_run_folder(root, SWEEP_NAME, preset, parameters=given, command=typed)
         sweep = Sweep.begin(folder.path, parameters, names, own, typed)
 
     runs = [folder]
@@ -196,12 +194,7 @@ def run_sweep(
             if finished is None:
                 given = plan.given(name, point, done)
                 run = claim_run_folder(
-                    place,
-                    name,
-                    parameters.preset,
-                    parameters=given,
-                    command=typed,
-                    place=place / name,
+                    place, name, preset, parameters=given, command=typed, place=place / name
                 )
                 runs.append(run)
                 try:

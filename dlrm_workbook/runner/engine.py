@@ -125,7 +125,6 @@ class Watch:
 
     @property
     def stopping(self) -> bool:
-        """Whether no further cell is to be started."""
         return self.signum is not None or self.timed_out or self.failed is not None
 
     @contextlib.contextmanager
@@ -244,7 +243,6 @@ class _Client(PapermillNotebookClient):
         return self.nb
 
     def papermill_execute_cells(self) -> None:
-        """Execute cell by cell, saving after each."""
         self.watch.ready()
         for index, cell in enumerate(self.nb.cells):
             if self.watch.stopping:
@@ -287,9 +285,6 @@ class Saves:
     papermill writes it whole, twice a cell: in a page of ninety quick cells that took
     longer than the cells. Here at most ``SAVING_SHARE`` of the time goes into writing, so
     what a killed run can lack is what its cells did in the last second or so.
-
-    Attributes:
-        whole: writes the notebook.
     """
 
     def __init__(self, whole: Callable[[], None]) -> None:
@@ -321,8 +316,6 @@ class Saves:
 
 
 class StoppableEngine(Engine):
-    """The papermill engine called ``dlrm``."""
-
     @classmethod
     def execute_managed_notebook(
         cls, nb_man: Any, kernel_name: str, *, watch: Watch, progress: ProgressLine, **_unused: Any

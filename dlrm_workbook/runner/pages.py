@@ -139,7 +139,8 @@ def page_values(page: _Page, run: Mapping[str, Any], name: str, place: Path) -> 
     sheets = [style, looks]
     if page.figures:
         scripts += [plotly_js(), template_text("charts.js")]
-        sheets += plotly_sheets(plotly_js())
+        # one of plotly.js's style elements begins empty: no policy restricts rules added later
+        sheets += ["", *PLOTLY_SHEET.findall(plotly_js())]
     facts = run_facts(run)
     files = (f"{name}.ipynb", f"{name}.json", "verdict.md", "run.json", "tables/")
     return {
@@ -161,21 +162,8 @@ def page_values(page: _Page, run: Mapping[str, Any], name: str, place: Path) -> 
     }
 
 
-def plotly_sheets(script: str) -> list[str]:
-    """Texts of the style elements that plotly.js adds to a page.
-
-    One begins empty, and its rules come through the style sheet's own functions, which a policy
-    does not restrict.
-    """
-    return ["", *PLOTLY_SHEET.findall(script)]
-
-
 def chain_links(run: Mapping[str, Any], name: str, place: Path) -> list[tuple[str, str]]:
-    """Notebooks that ran together in order, each with its page's address; of this one none.
-
-    Args:
-        run: its ``chain`` says of each of them where its folder is, seen from this one.
-    """
+    """Notebooks that ran together in order, each with its page's address; of this one none."""
     chain = run.get("chain") or {}
     pages = {other: f"{folder}/{other}.html" for other, folder in chain.items()}
     there = {other: page for other, page in pages.items() if (place / page).is_file()}
@@ -262,7 +250,7 @@ class _Page:
 
     def _says_again(self, outputs: list[Any]) -> bool:
         """Whether a cell only repeats what its section said already: why there is no figure."""
-        if self._explained and _is_empty_table(outputs):
+        if self._explained and [one.get("data", {}).get("text/html") for one in outputs] == [EMPTY]:
             return True
         text = _lone_text(outputs)
         if text is None or not REASON.match(text):
@@ -463,10 +451,6 @@ def _lone_text(outputs: list[Any]) -> str | None:
     """The sentence that is all a cell shows; None if it shows anything else."""
     texts = [output.get("data", {}).get("text/markdown") for output in outputs]
     return str(texts[0]) if len(texts) == 1 and texts[0] is not None else None
-
-
-def _is_empty_table(outputs: list[Any]) -> bool:
-    return len(outputs) == 1 and outputs[0].get("data", {}).get("text/html") == EMPTY
 
 
 def _tagged(cell: Any, tag: str) -> bool:

@@ -191,7 +191,6 @@ def recorded_chain(given: Mapping[str, Any]) -> dict[str, Path]:
 
 
 def relative_chain(chain: Mapping[str, Path], folder: Path) -> dict[str, str]:
-    """The folders of a chain as seen from one of them."""
     return {name: os.path.relpath(place, folder) for name, place in chain.items()}
 
 

@@ -25,8 +25,6 @@ HEADING = re.compile(r'\s*<h(\d) id="([^"]*)">(.*?)</h\1>', re.DOTALL)
 
 @dataclass(frozen=True)
 class Heading:
-    """A heading as the contents list shows it."""
-
     level: int
     text: str
     anchor: str
@@ -69,7 +67,6 @@ class Output:
 
     @property
     def is_table(self) -> bool:
-        """Whether it is a table of a notebook."""
         return self.kind == "html" and "<table" in self.html
 
     @property
@@ -80,7 +77,6 @@ class Output:
 
     @property
     def columns(self) -> str:
-        """Titles of a table's columns."""
         titles = re.findall(r"<th\b[^>]*>(.*?)</th>", self.html.partition("</thead>")[0], re.DOTALL)
         return " · ".join(Markup(title).striptags() for title in titles if title)
 
@@ -147,14 +143,12 @@ class Section:
     parts: list[Cell | Section] = field(default_factory=list)
 
     def sections(self) -> Iterator[Section]:
-        """All sections below it."""
         for part in self.parts:
             if isinstance(part, Section):
                 yield part
                 yield from part.sections()
 
     def cells(self) -> Iterator[Cell]:
-        """All cells, those of sections within too."""
         for part in self.parts:
             if isinstance(part, Section):
                 yield from part.cells()
@@ -227,7 +221,6 @@ def apart(cells: Iterable[Any]) -> Iterator[Any]:
 
 
 def arrange(cells: Iterable[Cell]) -> PagePlan:
-    """Cells of a notebook in the order of its page."""
     cells = list(cells)
     intro = _cut_intro(cells)
     masthead: dict[str, list[Output]] = {"headline": [], "quality": []}

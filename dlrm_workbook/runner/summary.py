@@ -50,7 +50,6 @@ class Summary:
 
 
 def summarise(nb: Any) -> Summary:
-    """Collect what the tagged cells of an executed notebook show."""
     summary = Summary()
     section = ""
     headlines = []
@@ -150,10 +149,7 @@ def table_rows(html: str) -> list[list[str]]:
     table = re.split(r"</tbody>|</table>", html, maxsplit=1)[0]
     rows = re.findall(r"<tr\b[^>]*>(.*?)(?=<tr\b|</thead>|$)", table, re.DOTALL)
     cells = (re.findall(r"<t[dh]\b[^>]*>(.*?)</t[dh]>", row, re.DOTALL) for row in rows)
-    texts = [[_cell_text(cell) for cell in row] for row in cells]
+    # code in a cell stands between backticks, as it did in the frame
+    coded = ([re.sub(r"</?code>", "`", cell) for cell in row] for row in cells)
+    texts = [[unescape(re.sub(r"<[^>]*>", "", cell)) for cell in row] for row in coded]
     return [[text.replace("■", "").strip("\n") for text in row] for row in texts if row]
-
-
-def _cell_text(html: str) -> str:
-    """The text of a cell; code in it stands between backticks, as it did in the frame."""
-    return unescape(re.sub(r"<[^>]*>", "", re.sub(r"</?code>", "`", html)))

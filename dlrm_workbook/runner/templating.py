@@ -13,7 +13,6 @@ TEMPLATES = Path(__file__).parent / "templates"
 
 
 def template_text(name: str) -> str:
-    """Content of a file beside the templates, such as a script."""
     return (TEMPLATES / name).read_text(encoding="utf-8")
 
 
