@@ -361,7 +361,6 @@ class Shapes:
 
 
 def model_shapes(parameters: Parameters, device: torch.device) -> Shapes:
-    """The shapes of our own model."""
     tables = parameters.model.table_rows
     rows = max(tables)
     return Shapes(

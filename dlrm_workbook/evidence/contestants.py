@@ -379,11 +379,8 @@ def largest_difference(mine: Sequence[Row], others: Sequence[Row]) -> float:
 
 
 def describe(case: Mapping[str, Any]) -> str:
-    """What :func:`judge` found, as lines of text: times, ratios, losses, what failed.
-
-    Args:
-        case: may also have its ``meaning`` and ``threads``, for a title.
-    """
+    """What :func:`judge` found, as lines of text: times, ratios, losses, what failed; the case's
+    ``meaning`` and ``threads``, where it has them, are the title."""
     width = max((len(name) for name in case["contestants"]), default=0) + 2
     title, threads = case.get("meaning", ""), case.get("threads")
     if threads is not None:
@@ -416,7 +413,6 @@ def _same_training(case: Mapping[str, Any]) -> str:
 
 
 def certainty(ratio: Mapping[str, float]) -> str:
-    """How sure a ratio is: its rounds and confidence."""
     if ratio["rounds"] == 1:
         return "one round: no interval"
     return f"{ratio['rounds']} rounds, {ratio['confidence']:.0%} confidence"

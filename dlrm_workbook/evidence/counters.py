@@ -153,10 +153,7 @@ class IterationCounters:
     back), ``gpu_allocated_bytes``, ``gc_ms`` (Python's collector), ``read_bytes``,
     ``written_bytes`` (storage), ``other_processes_cpu_ms`` (of the whole machine less ours;
     the kernel counts it in ticks of 10 ms) and ``stolen_ms`` (a hypervisor gave our cores to
-    others).
-
-    Args:
-        device: whose memory is counted.
+    others). The GPU's memory is that of ``device``.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -207,7 +204,6 @@ class IterationCounters:
         self.close()
 
     def close(self) -> None:
-        """Close the files; what was counted stays."""
         if self._collected in gc.callbacks:
             gc.callbacks.remove(self._collected)
         for number in self._files.values():
@@ -418,7 +414,6 @@ class IterationCounters:
         return np.interp(ends, moments_ms, counted) - np.interp(starts, moments_ms, counted)
 
     def _describe(self, tid: int) -> tuple[str, str]:
-        """Name and kind of a thread."""
         if tid == self._own:
             return threading.current_thread().name, "iterating"
         for thread in threading.enumerate():

@@ -19,15 +19,12 @@ BATCHES = 3
 
 
 def run_statistics(parameters: Parameters) -> dict[str, Any]:
-    """Index statistics of the run's first batches, made beside the run.
+    """:func:`batch_statistics` of the run's first batches, made beside the run.
 
     A generator of its own draws them from the run's seed on the CPU, so the run's
     stream is not touched. facebook's loop is read through its replay, which makes
     the same bits in a fraction of the time. A stream that the run draws on a GPU is
     another one (torch's generators differ), of the same law.
-
-    Returns:
-        as :func:`batch_statistics`.
     """
     data = parameters.data
     generator = "facebook" if data.generator == "facebook_loop" else data.generator

@@ -106,7 +106,6 @@ def changed_parameters(parameters: Parameters, change: Change) -> tuple[Paramete
 
 
 def changed_leaves(base: Parameters, changed: Parameters) -> list[str]:
-    """Dotted names of the leaves that differ."""
     return [
         f"{section}.{field.name}"
         for section in SECTIONS

@@ -38,7 +38,6 @@ POOL_BATCHES, POOL_BYTES = 64, 256 << 20
 _GROUP = 5
 """Latencies are judged by the medians of so many, which single stragglers do not move."""
 
-
 LATENCIES = ("mean", "p50", "p90", "p95", "p99")
 
 

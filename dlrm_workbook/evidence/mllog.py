@@ -26,10 +26,8 @@ class MLPerfLog:
     """Writes the log of one run as it happens.
 
     An epoch is a pass over the data or, of a stream without end, the whole run; ``epoch_num``
-    counts passes from the run's beginning, 1.5 in the middle of the second.
-
-    Args:
-        lines: that begin with :data:`PREFIX`.
+    counts passes from the run's beginning, 1.5 in the middle of the second. Lines begin with
+    :data:`PREFIX`.
     """
 
     def __init__(self, lines: JsonLines) -> None:
@@ -40,7 +38,6 @@ class MLPerfLog:
         self._write(START, "init_start")
 
     def begin(self, loop: TrainingLoop[Any]) -> None:
-        """Log the settings of a run that is about to start."""
         parameters, training = loop.parameters, loop.parameters.training
         self._batches, self._first = loop.epoch.batches or loop.total, loop.first
         crosses = parameters.model.interaction == CrossInteraction.kind
@@ -89,7 +86,6 @@ class MLPerfLog:
             self._waits = time.time()
 
     def end(self, reached: bool) -> None:
-        """Log how the run ended: with success if it reached its target."""
         self._write(STOP, "run_stop", status="success" if reached else "aborted")
 
     def _write(

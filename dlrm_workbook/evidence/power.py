@@ -62,8 +62,6 @@ class Counter(ABC):
 
 
 class PowerMeter:
-    """Measures energy from :meth:`start` to :meth:`stop`."""
-
     def __init__(self, counters: Sequence[Counter], not_measured: dict[str, str]) -> None:
         self._counters = list(counters)
         self._not_measured = dict(not_measured)
@@ -73,7 +71,6 @@ class PowerMeter:
         self._thread: threading.Thread | None = None
 
     def start(self) -> PowerMeter:
-        """Read all counters, and begin to watch those that need it."""
         self._begin = []
         for counter in self._counters:
             try:
@@ -136,7 +133,6 @@ class PowerMeter:
 
 
 def power_meter(device: torch.device) -> PowerMeter:
-    """A meter of the processor, and of the GPU that the run uses."""
     return PowerMeter(*find_counters(device))
 
 

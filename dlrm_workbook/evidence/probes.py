@@ -60,10 +60,7 @@ from dlrm_workbook.ground.turns import (
 Times = dict[tuple[str, str], float]
 """Component and phase to milliseconds."""
 
-HALVES = {
-    "dense": ("bottom_mlp", "interaction", "top_mlp", "loss"),
-    "sparse": ("embedding",),
-}
+HALVES = {"dense": ("bottom_mlp", "interaction", "top_mlp", "loss"), "sparse": ("embedding",)}
 """Half of the step to the components that it runs as they are."""
 
 SHARED = ("optimizer", "other")
@@ -261,7 +258,6 @@ class DataLoop:
         self.flush = cache_flush(FLUSH_BYTES[1])
 
     def run(self) -> Times:
-        """Make one batch."""
         self.flush()
         return {("data", "forward"): elapsed_ms(self.generator.next_batch)}
 
@@ -327,11 +323,8 @@ def needs_huge_pages(parameters: Parameters) -> bool:
 
 
 def model_for(config: ModelConfig, tables_from: Tables | None, huge_pages: bool) -> DLRM:
-    """A model with any weights, to be timed: drawing them would take longer than the probe.
-
-    Args:
-        tables_from: tables of these that are alike, and lie in such pages, are used.
-    """
+    """A model with any weights, to be timed: drawing them would take longer than the probe. Tables
+    of ``tables_from`` that are alike, and lie in such pages, are used."""
     on_pages = functools.partial(
         tables_on_huge_pages, config.table_rows, config.embedding_dim, config.embedding_precision
     )
@@ -453,10 +446,8 @@ def joint_error_ms(
     """Standard error of the time after a change, ms, as the parts' ratios leave it.
 
     The parts' errors are partly the same, partly their own: halfway between their sum and the
-    root of their squares, as the range of a prediction has them.
-
-    Args:
-        counts: whether the ratio of this component and phase is used.
+    root of their squares, as the range of a prediction has them. ``counts`` says whether the ratio
+    of a component and phase is used.
     """
     errors = ratio_errors(before, after)
     reach = [ms * errors[part] for part, ms in medians(after).items() if counts(part)]
@@ -464,7 +455,6 @@ def joint_error_ms(
 
 
 def sum_ms(times: Times) -> float:
-    """All parts together, ms."""
     return sum(times.values())
 
 
@@ -565,8 +555,6 @@ def probe_changes(
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A change and what it touches."""
-
     change: dict[str, Any]
     changed: Parameters
     """The same as unchanged where it is refused."""
@@ -613,7 +601,7 @@ class _Probes:
         affected = affected_components(base, changed)
         touched = [half for half, parts in HALVES.items() if affected & set(parts)]
         keys = {half: str(reduced(changed, half)) for half in touched}
-        if _data_alone_differs(base, changed):
+        if "data" in affected_components(_synchronous(base), _synchronous(changed)):
             # several changes may make the same batches, in the step or beside it
             keys["data"] = str(_synchronous(changed))
         return _Candidate(change, changed, notices, affected, keys)
@@ -817,11 +805,6 @@ def _ready(loop: Loop) -> Loop:
     apply_settings(loop.parameters)
     loop.run()
     return loop
-
-
-def _data_alone_differs(base: Parameters, changed: Parameters) -> bool:
-    """Whether making a batch takes another time, whichever thread makes it."""
-    return "data" in affected_components(_synchronous(base), _synchronous(changed))
 
 
 def _synchronous(parameters: Parameters) -> Parameters:

@@ -164,7 +164,6 @@ def time_together(
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Time the changes that a file lists, and write the result."""
     end_with_starter()
     file, asked, answer = arguments
     changes: list[Mapping[str, Any]] = read_json(Path(asked))

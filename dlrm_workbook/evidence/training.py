@@ -47,7 +47,6 @@ class MeteredRun(Printing):
         self._warmup = 0
 
     def begin(self, loop: TrainingLoop[Any]) -> None:
-        """Start the meter and the bar."""
         self._bar = Bar("training", "it", loop.total, shown=self._shown, done=loop.done)
         self._meter = power_meter(loop.device)
         self._meter.start()
@@ -58,7 +57,6 @@ class MeteredRun(Printing):
             self._warmup = loop.parameters.profiling.warmup
 
     def iteration(self, done: int) -> None:
-        """Count an iteration."""
         if done:
             self._bar.add(1)
         if self._mllog is not None:
@@ -84,11 +82,9 @@ class MeteredRun(Printing):
             self._mllog.line(line)
 
     def power(self, samples: int) -> Mapping[str, Any]:
-        """What the meter measured."""
         return self._meter.stop(samples)
 
     def end(self, result: TrainingResult) -> None:
-        """Close what was open, and keep what was counted."""
         self._bar.close()
         if self._mllog is not None:
             self._mllog.end(bool(result.reached_target))

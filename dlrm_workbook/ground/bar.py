@@ -111,7 +111,6 @@ class Bar:
             self._bar.set_postfix_str(text, refresh=False)
 
     def add(self, count: int = 1) -> None:
-        """Count so many more."""
         if self._bar is not None:
             self._bar.update(count)
 

@@ -33,11 +33,9 @@ class Interval:
     confidence: float
 
     def contains(self, value: float) -> bool:
-        """Whether a value lies in the interval."""
         return self.low <= value <= self.high
 
     def to_dict(self) -> dict[str, float]:
-        """As results are written to JSON."""
         return asdict(self)
 
 

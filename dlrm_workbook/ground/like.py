@@ -84,7 +84,6 @@ READERS: dict[str, Callable[[str], Any] | None] = {
 
 
 def flags_of(whose: str) -> tuple[Flag, ...]:
-    """The flags of a publisher's script."""
     with FLAGS_FILE.open(encoding="utf-8", newline="") as file:
         return tuple(_flag(row) for row in csv.DictReader(file) if row["script"] == whose)
 
@@ -172,7 +171,6 @@ def translated(command: str, scripts: Sequence[Script]) -> tuple[GivenSections, 
 
 
 def _given(script: Script, name: str, words: list[str]) -> dict[str, Any]:
-    """Values of the flags that a command has."""
     parser = _Parser(add_help=False, argument_default=argparse.SUPPRESS)
     for flag in script.flags:
         if flag.read is None:

@@ -433,7 +433,6 @@ class _Watch:
             self._news.clear()
 
     def join(self) -> None:
-        """Wait for the rest of the output, not long."""
         if self._reader is not None:
             self._reader.join(timeout=2.0)
 
@@ -557,10 +556,7 @@ def sigterm_as_exit() -> Iterator[None]:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-ALLOCATOR = {
-    "MALLOC_TRIM_THRESHOLD_": "4000000000",
-    "MALLOC_MMAP_THRESHOLD_": "1073741824",
-}
+ALLOCATOR = {"MALLOC_TRIM_THRESHOLD_": "4000000000", "MALLOC_MMAP_THRESHOLD_": "1073741824"}
 """Environment of programs whose times are compared: glibc keeps freed memory (bytes). Its
 adaptive thresholds settle elsewhere under hpcrun, and with them an unprofiled run looked 20 %
 slower than a profiled one; fixed on both sides, the comparison is of like with like."""

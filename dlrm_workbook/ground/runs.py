@@ -88,17 +88,14 @@ class RunFolder:
 
     @property
     def notebook(self) -> str:
-        """Name of the notebook, without suffix."""
         return str(self.record["notebook"])
 
     @property
     def ipynb(self) -> Path:
-        """The executed notebook, whole or partial."""
         return self.path / f"{self.notebook}.ipynb"
 
     @property
     def html(self) -> Path:
-        """The rendered page."""
         return self.path / f"{self.notebook}.html"
 
     @classmethod
@@ -181,9 +178,6 @@ def mark_interrupted(run_json: Path, record: dict[str, Any]) -> dict[str, Any]:
 
     Its ``run.json`` is written anew then, where that is possible, and so are those of the points
     of a sweep, whose folders are inside.
-
-    Args:
-        record: what the file says.
     """
     if record.get("status") != "running":
         return record

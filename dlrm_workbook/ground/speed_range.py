@@ -42,7 +42,6 @@ def speed_range(logs: Sequence[float]) -> tuple[float, float, float]:
 
 
 def status_of(low: float, high: float) -> str:
-    """What a range of speed-ups says."""
     if low > PAID:
         return "paid"
     if high < 1 / PAID:

@@ -117,11 +117,7 @@ def waited_ns() -> int | None:
 
 
 class CacheFlush:
-    """Streams over a buffer, so that what was in the caches no longer is.
-
-    Args:
-        size_bytes: of the buffer.
-    """
+    """Streams over a buffer, so that what was in the caches no longer is."""
 
     def __init__(self, size_bytes: int) -> None:
         self.buffer = torch.zeros(size_bytes // 4)

@@ -24,7 +24,6 @@ def digits(value: float) -> str:
 
 
 def whole(value: float) -> str:
-    """A count with separators: ``12,345``."""
     return f"{value:,.0f}"
 
 
@@ -57,7 +56,6 @@ def signed_milliseconds(difference: float) -> str:
 
 
 def microseconds(time: float) -> str:
-    """``4.20 µs``."""
     return f"{digits(time)} µs"
 
 
@@ -137,12 +135,10 @@ def from_to(low: float, high: float, text: Callable[[float], str] = digits) -> s
 
 
 def known_or(value: float | None, text: Callable[[float], str], absent: str = NOTHING) -> str:
-    """The number as ``text`` writes it; ``absent`` where there is none."""
     return absent if value is None or not math.isfinite(value) else text(float(value))
 
 
 def yes_or_no(judged: bool | None) -> str:
-    """``yes`` or ``no``; a dash for what was not judged."""
     return NOTHING if judged is None else "yes" if judged else "no"
 
 
