@@ -106,7 +106,12 @@ def test_events_are_the_first_words_of_the_listing():
             {"events": ["CPUTIME", "gpu=cuda", "gpu=cuda,pc"]},
             *("13.0", ("gpu=cuda", "gpu=cuda,pc"), {}),
         ),
-        ({"events": ["CPUTIME"], "cuda": ""}, None, (None, None), {"GPU times": "without CUDA"}),
+        (
+            {"events": ["CPUTIME"], "cuda": ""},
+            None,
+            (None, None),
+            {"GPU times": "built without CUDA"},
+        ),
         ({"cuda": "12.4"}, "13.0", ("gpu=nvidia", None), {"stall reasons": "CUDA 13.0"}),
         ({"cuda": "13.0"}, "12.8", ("gpu=nvidia", None), {"stall reasons": "CUDA 13.0"}),
     ],
