@@ -59,7 +59,7 @@ STARVED = ("launch_bound", "gpu_idle", "gpu_idle_otherwise")
 
 MAKES_NEW_PAGES = (
     *("float64", "dense_updates", "around_model", "computed_again", "whole_tables"),
-    *("untrained_gradients", "without_gradients", "small_operators"),
+    *("untrained_gradients", "without_gradients", "small_operators", "run_again"),
 )
 """Findings of lines whose large temporaries the system has to give pages."""
 

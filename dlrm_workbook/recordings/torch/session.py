@@ -66,9 +66,13 @@ if TYPE_CHECKING:
 
 WARM_UP, BEFORE, FIRST, PROFILED = "warm-up", "before", "first", "profiled"
 DETAILS, AFTER, SAMPLED, COUNTED = "details", "after", "sampled", "counted"
-"""Phases of a session, in their order: not measured, timed, recorded alone to see how much that
-is, recorded, recorded with shapes and memory, timed, run with nothing but Python stacks sampled,
-and one iteration whose lines are counted."""
+"""Phases of a session: not measured, timed, run with nothing but Python stacks sampled, recorded
+alone to see how much that is, recorded, recorded with shapes and memory, timed, and one iteration
+whose lines are counted. What is to be as without a profiler comes before it: what it frees serves
+the program afterwards, which then has fewer page faults."""
+
+EARLIER = (WARM_UP, BEFORE, SAMPLED)
+"""Phases before the first recorded iteration."""
 
 PAUSES = ("first pause", "second pause")
 """An iteration between two recordings. An iteration ends in the range of an optimizer's step: torch
@@ -110,6 +114,9 @@ SLOW_S = 10.0
 
 MAX_COUNTING_SHARE = 0.005
 """Profiled iterations are counted as long as that takes no larger share of their time."""
+
+FAULT_MS, LEAST_SPARED = 1e-3, 0.03
+"""Time of a page fault, and the least share of an iteration that fewer of them must spare."""
 
 SHORTEST = 5
 """An iteration of a foreign program must be so many times as long as reading the counters."""
@@ -154,13 +161,13 @@ class Lengths:
         return [
             Phase(WARM_UP, self.warmup),
             Phase(BEFORE, self.unprofiled - self.unprofiled // 2, plain=True),
+            Phase(SAMPLED, self.sampled, lines=True),
             Phase(FIRST, 0 if ours else 1, profiler=recorded, sampler=not ours),
             Phase(PAUSES[0], 0 if ours else 1),
             Phase(PROFILED, self.profiled, profiler=recorded, sampler=not ours),
             Phase(PAUSES[1], 1 if apart else 0),
             Phase(DETAILS, DETAILED_ITERATIONS if apart else 0, profiler=full | times),
             Phase(AFTER, self.unprofiled // 2, plain=True),
-            Phase(SAMPLED, self.sampled, lines=True),
             Phase(COUNTED, min(self.sampled, 1), counted=True),
         ]
 
@@ -301,6 +308,8 @@ class Session:
         """Whether the counters read now are of iterations with a profiler; None reads none."""
         self._cheap = True
         self._threads = 0
+        self._spared = False
+        """Whether the program has fewer page faults since it was recorded."""
         self._stack = contextlib.ExitStack()
 
     @property
@@ -349,7 +358,7 @@ class Session:
                 raise error  # through what is on the stack, which leaves no folder then
             if not self._recorded.times_ms:
                 # two more: those before the session begins, see inject.py
-                needed = 3 + sum(self._phases[name].iterations for name in (WARM_UP, BEFORE))
+                needed = 3 + sum(self._phases[name].iterations for name in EARLIER)
                 raise InputError(
                     f"the training ended after {self.done} of {self.total} iterations to measure, "
                     f"before one was recorded; train at least {needed}, or lower "
@@ -414,7 +423,7 @@ class Session:
         self._doing(f"{phase.iterations} {DOING[phase.name]}")
         if phase.profiler is not None:
             self._start_profiler(phase.profiler)
-        if phase.lines and self._modules is not None:
+        if (phase.lines or phase.counted) and self._modules is not None:
             self._modules.stop()
         if phase.sampler or phase.lines:
             plain = self._phases[BEFORE].times_ms
@@ -552,18 +561,17 @@ class Session:
                     f"{MAX_COUNTING_SHARE:.1%} of an iteration"
                 )
             return
-        divided = self._phases[BEFORE] if phase.plain else phase
-        divided.moments.append([("begins", self._began), *moments, ("ends", self._ended)])
+        phase.moments.append([("begins", self._began), *moments, ("ends", self._ended)])
 
     def _laps_document(self) -> dict[str, Any] | None:
         """Laps with the profiler and without, of iterations that are divided as most are.
 
         An iteration that is divided otherwise is null.
         """
-        phases = {"profiled": self._recorded, "unprofiled": self._phases[BEFORE]}
+        phases = {"profiled": [self._recorded], "unprofiled": self._plain}
         divided = {
-            name: [tuple(zip(*moments, strict=True)) for moments in phase.moments]
-            for name, phase in phases.items()
+            name: [tuple(zip(*one, strict=True)) for phase in chosen for one in phase.moments]
+            for name, chosen in phases.items()
         }
         orders = Counter(order for iterations in divided.values() for order, _ in iterations)
         if not orders or self._no_laps is not None:
@@ -586,9 +594,35 @@ class Session:
         return self._phases[PROFILED if self._phases[PROFILED].times_ms else FIRST]
 
     @property
+    def _plain(self) -> list[Phase]:
+        """Phases without the profiler, as the program runs by itself."""
+        return [self._phases[name] for name in (BEFORE, AFTER)[: 1 if self._spared else 2]]
+
+    @property
     def _plain_ms(self) -> list[float]:
         """Times of the iterations without the profiler."""
-        return self._phases[BEFORE].times_ms + self._phases[AFTER].times_ms
+        return [time for phase in self._plain for time in phase.times_ms]
+
+    def _leave_out_spared(self, columns: dict[str, list[Any]]) -> None:
+        """Leave the iterations after the recording out, also of the counters, if the program is
+        spared page faults since: memory that the recording freed is there for it."""
+        plain = np.flatnonzero(~np.asarray(columns.get("profiled") or [], dtype=bool))
+        first = len(self._phases[BEFORE].times_ms)
+        earlier, later = plain[:first], plain[first:]
+        faults = np.asarray(columns.get("minor_faults") or [], dtype=float)
+        if not (len(earlier) and len(later) and len(faults)):
+            return
+        before, after = np.median(faults[earlier]), np.median(faults[later])
+        if (before - after) * FAULT_MS < LEAST_SPARED * np.median(self._phases[BEFORE].times_ms):
+            return
+        self._spared = True
+        for values in columns.values():
+            values[:] = np.delete(np.array(values, dtype=object), later).tolist()
+        self.information["notices"] = [
+            *self.information.get("notices", []),
+            f"{len(later)} iterations after the recording are left out: the program has "
+            f"{after:,.0f} page faults in each since, and {before:,.0f} by itself.",
+        ]
 
     def _write(self) -> None:
         averages, details, recorded = [], self._phases[DETAILS], self._recorded
@@ -627,8 +661,10 @@ class Session:
         }
 
     def _head(self, averages: list[dict[str, Any]]) -> dict[str, Any]:
+        counted = self._counters.evidence()
+        self._leave_out_spared(counted.get("counters") or {})
         information, recorded, plain = self.information, self._recorded, self._plain_ms
-        plain_all = self._phases[BEFORE].all_ms + self._phases[AFTER].all_ms
+        plain_all = sum(phase.all_ms for phase in self._plain)
         options = asdict(self._detail) | {"warmup": self._phases[WARM_UP].iterations}
         del options["ceilings"]
         missing = self._not_measured(averages)
@@ -637,7 +673,6 @@ class Session:
                 "torch.profiler sees the thread that starts it and autograd's; what other "
                 "Python threads do (making batches ahead) is not in the trace"
             )
-        counted = self._counters.evidence()
         missing |= counted.pop("not_measured")
         if not self._cheap:
             missing["counters.profiled"] = (
