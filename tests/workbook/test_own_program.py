@@ -563,6 +563,21 @@ def test_what_the_profiler_frees_leaves_the_programs_page_faults_alone() -> None
     assert kept < 16 << 20 < grown
 
 
+@pytest.mark.parametrize(("later", "left"), [(3, [50.0, 50.0]), (9_900, [50.0, 50.0, 40.0, 40.0])])
+def test_iterations_that_a_recording_spares_page_faults_are_left_out(
+    later: int, left: list[float], tmp_path: Path
+) -> None:
+    recording = session.Session(tmp_path / "mine", session.Lengths(2, unprofiled=4), ours=False)
+    recording._phases["before"].times_ms += [50.0, 50.0]
+    recording._phases["after"].times_ms += [40.0, 40.0]
+    columns: dict[str, list[Any]] = {"profiled": [False, False, True, True, False, False]}
+    columns |= {"minor_faults": [10_000, 10_000, 1, 1, later, later], "wall_ms": [1, 2, 3, 4, 5, 6]}
+    recording._leave_out_spared(columns)
+    assert recording._plain_ms == left
+    assert columns["wall_ms"] == [1, 2, 3, 4, 5, 6][: 4 if later == 3 else 6]
+    assert ("2 iterations after" in str(recording.information)) == (later == 3)
+
+
 def test_laps_are_left_out_where_noting_them_costs_too_much(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
