@@ -70,8 +70,9 @@ def tried_sentence(profile: Profile) -> str:
     for _, row in paid[combined].iterrows():
         # the best of them alone may be the faster one
         if row["speedup_mid"] > paid[~combined]["speedup_mid"].max():
-            both = "both" if row["remedy"].count(", ") == 1 else "all that paid together"
-            named.append(_gain({**row, "remedy": both}))
+            every = all(name in row["remedy"] for name in paid[~combined]["remedy"])
+            both = "both" if len(named) == 2 else "all that paid together"
+            named.append(_gain({**row, "remedy": both} if every else row))
     return f"Tried on this program: {'; '.join(named)}."
 
 

@@ -26,6 +26,7 @@ from dlrm_workbook.analysis.findings.operators import dispatch_bound
 from dlrm_workbook.analysis.findings.program import as_tried
 from dlrm_workbook.analysis.lines import lines
 from dlrm_workbook.analysis.reference import at_reference
+from dlrm_workbook.analysis.tried import tried_sentence
 from dlrm_workbook.recordings.measure import measure
 from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.recordings.torch import seen_operators
@@ -144,6 +145,20 @@ def test_a_mode_for_debugging_that_was_left_on_is_tried_off_and_named(tmp_path: 
     assert "Anomaly detection of autograd is on" in finding.title and "50%" in finding.title
     row["status"] = "unclear"
     assert not by_id(profile, "left_on")
+
+
+def test_what_was_tried_together_is_named_unless_it_is_all() -> None:
+    def row(id: str, remedy: str, gain: float) -> dict[str, Any]:
+        ends = dict.fromkeys(("low", "mid", "high"), gain)
+        return {"id": id, "remedy": remedy, "status": "paid", "speedup": ends}
+
+    profile = made({("top_mlp", "forward", "aten::addmm"): 20.0}, parameters=None)
+    rows = [row("ahead", "batches ahead", 1.3), row("autocast", "bf16", 1.2)]
+    rows.append(row("together", "together: batches ahead, bf16", 1.6))
+    profile.meta["trials"] = {"rows": rows}
+    assert tried_sentence(profile).endswith("; both: 1.6x (1.6x to 1.6x).")
+    rows.insert(2, row("onednn", "oneDNN", 1.1))
+    assert tried_sentence(profile).endswith("; together: batches ahead, bf16: 1.6x (1.6x to 1.6x).")
 
 
 def test_what_lines_of_the_model_compute_without_need_is_named_by_line(tmp_path: Path) -> None:
