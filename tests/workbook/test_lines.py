@@ -115,7 +115,7 @@ def test_each_line_has_its_role(profile: Profile, main: pd.DataFrame) -> None:
     assert {text: table["role"].get(line_of(text), role) for text, role in roles.items()} == roles
     assert table.loc[line_of("evaluate(model, rows)"), "role"] == "around"
     both = table.loc[line_of("loss = nn.functional")].set_index("role")["time_ms"]
-    assert sorted(both.index) == ["batch", "model"] and both["batch"] > 2
+    assert sorted(both.index) == ["batch", "model"] and both["batch"] > 0
     by_function = functions(profile).set_index("function")["role"]
     assert by_function["Rows.__getitem__"] == "batch"
     assert by_function["evaluate"] == by_function["log"] == "around"
