@@ -476,7 +476,7 @@ def per(profile: Profile) -> str:
 
 
 GPU_PART = "the recording's GPU part"
-"""Name of the time from a GPU's first operation to its last, where the recording has far more."""
+"""Name of what :func:`windows` gives of a recording that has far more."""
 
 
 def basis(profile: Profile) -> str:

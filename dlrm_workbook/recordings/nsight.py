@@ -653,8 +653,8 @@ def _emitted(text: str | None) -> tuple[tuple[str, str, str], int]:
 def _copied(kind: int, source: int, target: int) -> str:
     """``Memcpy HtoD (Pinned -> Device)``."""
     way = COPIES[kind] if 0 <= kind < len(COPIES) else ""
-    known = source >= 0 and target >= 0 and MIGRATED not in way
-    places = f" ({_place(source)} -> {_place(target)})" if known else ""
+    has_places = source >= 0 and target >= 0 and MIGRATED not in way
+    places = f" ({_place(source)} -> {_place(target)})" if has_places else ""
     return f"Memcpy {way}".rstrip() + places
 
 

@@ -325,8 +325,8 @@ def test_what_the_host_is_in_before_the_first_operation_is_named(trace: Trace) -
     for i in range(20):
         trace.launch(1000.0 + 300 * i, "sm90_bf16_gemm", 1003.0 + 300 * i, 1290.0 + 300 * i)
     profile = trace.read()
-    said = gpu_idle.left_out(Evidence(profile, attribute(profile)), 0.5)
-    assert said == "The 1.00 ms before that are left out, 0.900 ms of it in cudaFree. "
+    sentence = gpu_idle.left_out(Evidence(profile, attribute(profile)), 0.5)
+    assert sentence == "The 1.00 ms before that are left out, 0.900 ms of it in cudaFree. "
     assert not gpu_idle.left_out(Evidence(profile, attribute(profile)), 2.0)
 
 
@@ -683,7 +683,7 @@ def test_copies_to_another_layout_are_named_by_their_operator(trace: Trace) -> N
 
 def test_products_without_tensor_cores(trace: Trace) -> None:
     busy(trace, kernel="ampere_sgemm_128x64_tn")
-    (first,) = listed(trace.read())  # a kernel is told by one rule
+    (first,) = listed(trace.read())  # one rule names a kernel
     assert first.id == "tensor_cores_unused"
     assert first.change == {"training.precision": "bf16"}
     only_fp32 = {"training": {"precision": "fp32", "lowest_precision": "fp32"}}

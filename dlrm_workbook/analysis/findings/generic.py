@@ -312,12 +312,12 @@ def _without_parts(evidence: Evidence, ledger: Causes) -> Measured | None:
     unrecorded = float(table.loc[table["name"].eq(UNRECORDED), "share"].sum())
     if unrecorded > 0.01 and name != UNRECORDED:  # the share that torch's own table has
         told["of_calls"] = f"{share / (1 - unrecorded):.0%} of the time in recorded calls and "
-    known = [(what, advice) for pattern, what, advice in MEANINGS if pattern.search(first)]
+    meanings = [(what, advice) for pattern, what, advice in MEANINGS if pattern.search(first)]
     if waits.iloc[0]:
         name = f"Waiting in {name}"
-    elif known and (each > COMPUTES_MS or table["kind"].iloc[0] == "runtime"):
-        name = f"{known[0][0]} in {name}"
-        told |= {"calls": None, "advice": known[0][1]}
+    elif meanings and (each > COMPUTES_MS or table["kind"].iloc[0] == "runtime"):
+        name = f"{meanings[0][0]} in {name}"
+        told |= {"calls": None, "advice": meanings[0][1]}
     elif table["kind"].iloc[0] in ("annotation", "python") or first in loops_of(evidence.profile):
         name = f"The code of {name} itself, outside what it calls,"
         told |= {"calls": None}
@@ -327,7 +327,7 @@ def _without_parts(evidence: Evidence, ledger: Causes) -> Measured | None:
     listed = listed_times((table["share"] * evidence.total_ms).head(MOST_LISTED).set_axis(names))
     if len(by_line):
         row = by_line.iloc[0]
-        waited = known if share > 0.5 * row["share_of_step"] else []
+        waited = meanings if share > 0.5 * row["share_of_step"] else []
         share, name, listed, told = float(row["share_of_step"]), line_name(row), "", {}
         for what, advice in waited:
             name, told = f"{what} at {name}", {"advice": advice}

@@ -126,18 +126,18 @@ def loops_of(profile: Profile) -> set[str]:
 
 
 def called_most(profile: Profile) -> tuple[str, float]:
-    """The operator that the program itself calls most, and how often in all."""
+    """The operator that the program itself calls most, and how often in all; "" where none is."""
     calls = _outermost(profile)["calls"]
-    return str(calls.idxmax()), float(calls.max())
+    return (str(calls.idxmax()), float(calls.max())) if len(calls) else ("", 0.0)
 
 
 def _outermost(profile: Profile) -> pd.DataFrame:
     """Calls of each operator that lies in no other (the index), and of all ``within`` it."""
     outer, names = levels(profile)["outer"], profile.contexts["name"].to_numpy()
     calls = profile.value_table("calls").fillna(0.0).to_numpy() * profile.of_kind("operator")
-    own = np.flatnonzero(outer == np.arange(len(outer)))
-    within = np.bincount(outer[outer >= 0], calls[outer >= 0], len(outer))[own]
-    return pd.DataFrame({"calls": calls[own], "within": within}).groupby(names[own]).sum()
+    rows = np.flatnonzero(outer == np.arange(len(outer)))
+    within = np.bincount(outer[outer >= 0], calls[outer >= 0], len(outer))[rows]
+    return pd.DataFrame({"calls": calls[rows], "within": within}).groupby(names[rows]).sum()
 
 
 def outermost_row(parent: np.ndarray, row: np.ndarray) -> np.ndarray:

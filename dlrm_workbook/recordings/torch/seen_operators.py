@@ -288,8 +288,8 @@ class SeenOperators(TorchDispatchMode):
         if not learns:
             weights = any(_address(one) in self._weights for one in operands)
             weights = weights or any(one.weights for one in sources)
-            made = _Unlearned(places, elements, sources, weights)
-            self._unlearned |= {self._values.storage(one): made for one in results}
+            unlearned = _Unlearned(places, elements, sources, weights)
+            self._unlearned |= {self._values.storage(one): unlearned for one in results}
             return
         while sources:
             one = sources.pop()
@@ -299,8 +299,8 @@ class SeenOperators(TorchDispatchMode):
             sources += one.sources
             for place in set(one.places).intersection(self._lines if one.weights else ()):
                 less = [name == "without_gradients" for name in COUNTS]
-                own = [here and place == one.places[0] for here in less]
-                self._count(place, tuple(-one.elements * here for here in (*less, *own)))
+                innermost = [here and place == one.places[0] for here in less]
+                self._count(place, tuple(-one.elements * here for here in (*less, *innermost)))
 
     def _of_tables(self, name: str, operands: Any, results: Any) -> int:
         """Numbers of a table with all of which an operator computes; 0 of none."""

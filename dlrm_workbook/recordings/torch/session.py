@@ -228,7 +228,9 @@ def keep_thresholds() -> None:
     program page faults that it has alone: up to a third of its step.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if sys.platform == "linux" and mallopt is not None and "MALLOC_TOP_PAD_" not in os.environ:
+    # settings of the environment end the adapting by themselves, and stay
+    is_set = any(name in os.environ for name in (*machine.ALLOCATOR_SETTINGS, "MALLOC_TOP_PAD_"))
+    if sys.platform == "linux" and mallopt is not None and not is_set:
         mallopt(machine._M_TOP_PAD, 128 << 10)  # its default; to set any ends the adapting
 
 
