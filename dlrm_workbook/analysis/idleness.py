@@ -28,6 +28,7 @@ import pandas as pd
 
 from dlrm_workbook.analysis.attribution import (
     PART,
+    basis,
     by_part,
     host_is_traced,
     iteration_times_ms,
@@ -495,7 +496,7 @@ def idle_blame(profile: Profile) -> pd.DataFrame:
     total = float(table["blamed_ms"].sum())
     table["share"] = table["blamed_ms"] / total if total else np.nan
     table = table.sort_values("blamed_ms", ascending=False, ignore_index=True)[BLAME]
-    per = "per iteration" if len(profile.iterations) else "of the recording"
+    per = "per iteration" if len(profile.iterations) else f"of {basis(profile)}"
     table.attrs |= {"span": span, "per": per}
     return table
 
@@ -513,8 +514,11 @@ def _span(profile: Profile, streams: pd.DataFrame) -> tuple[int, int, str]:
     if len(profile.iterations):
         words = "from the first iteration's start to the last one's end"
         return *extent(profile.iterations), words
-    work = profile.trace[profile.trace["profile"].isin(streams["profile"])]
-    return *extent(work), "from the first GPU operation's start to the last one's end"
+    work = extent(profile.trace[profile.trace["profile"].isin(streams["profile"])])
+    first, last = extent(windows(profile))
+    if last > first and (first < work[0] or last > work[1]):  # what lies around it is explained too
+        return first, last, f"in {basis(profile)}"
+    return *work, "from the first GPU operation's start to the last one's end"
 
 
 def _idle(profile: Profile, streams: list[int], first: int, last: int) -> Stretches:

@@ -179,6 +179,8 @@ def test_what_lies_before_the_gpus_work_is_said(busy: int, tmp_path: Path) -> No
         assert title in told.headline
         assert all(one.share_of_step < 0.05 for one in told.ranked_findings[1:])
         assert "Most of that passes in 1 of the calls" in told.ranked_findings[0].evidence
+        # and every table of idle time is of the same time
+        assert told.table("blame")["blamed_ms"].sum() == pytest.approx(93.0 - 2.664, abs=0.2)
     else:
         assert "of the recording's GPU part" in told.headline
         assert "The 90.0 ms before that are left out, 90.0 ms of it in cudaMalloc" in told.headline

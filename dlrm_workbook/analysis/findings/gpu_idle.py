@@ -14,13 +14,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from dlrm_workbook.analysis.attribution import (
-    IDLE,
-    PART,
-    host_is_traced,
-    main_thread,
-    windows,
-)
+from dlrm_workbook.analysis.attribution import IDLE, PART, host_is_traced, main_thread, windows
 from dlrm_workbook.analysis.context_tree import extent, running, scopes_of
 from dlrm_workbook.analysis.findings.evidence import (
     MOST_LISTED,
