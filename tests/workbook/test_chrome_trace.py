@@ -78,6 +78,28 @@ def test_the_schema_of_2021_reads_as_todays(tmp_path: Path) -> None:
     pd.testing.assert_frame_equal(found.host[spans], new.host[spans])
 
 
+def test_autograds_own_profiler_writes_operators_without_category(tmp_path: Path) -> None:
+    """Up to torch 1.7: each operator, then its time on the GPU, which nests as operators do."""
+
+    def row(process: str, name: str, ts: float, duration: float) -> dict[str, Any]:
+        row = {"ph": "X", "name": name, "pid": f"{process} functions", "tid": 0, "args": {}}
+        return row | {"ts": ts, "dur": duration}
+
+    events = []
+    for name, at, duration in (("outer", 0, 100), ("first", 10, 20), ("then", 70, 29.5)):
+        events += [row("CPU", f"aten::{name}", at / 2, duration / 2)]
+        events += [row("CUDA", f"aten::{name}", at, duration)]
+    events += [row("CPU", "aten::thin", 60, 1), row("CUDA", "aten::thin", 69.5, 30.2)]
+    (tmp_path / "trace.json").write_text(json.dumps(events))  # the list alone
+    found = read_events(tmp_path / "trace.json")
+    assert list(found.host["name"]) == ["aten::outer", "aten::first", "aten::then", "aten::thin"]
+    device = found.device.sort_values("start").set_index("name")[["start", "duration"]] / 1e3
+    own = {"aten::first": [10, 20], "aten::outer": [30, 39.5], "aten::then": [70, 29.5]}
+    assert device.T.to_dict("list") == own
+    assert caution(found, "without Kineto")
+    assert facts(tmp_path)["gpu_busy_ms"] == pytest.approx(0.089, abs=1e-9)
+
+
 @pytest.mark.parametrize("vendor", ["hip", "xpu", "privateuse1"])
 def test_other_vendors_calls_launch_too(tmp_path: Path, vendor: str) -> None:
     events = gpu_trace.events()

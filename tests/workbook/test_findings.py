@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from dlrm_core.config import DataConfig, TrainingConfig
 from dlrm_workbook.analysis.attribution import attribute
-from dlrm_workbook.analysis.findings import bottlenecks_json, limit
+from dlrm_workbook.analysis.findings import _by_share, bottlenecks_json, limit
 from dlrm_workbook.analysis.findings.finding import (
     LIMITS,
     SEVERITIES,
@@ -82,6 +82,17 @@ def test_what_fails_comes_first_then_the_time_saved() -> None:
         finding("d", 1.2, share=0.5),
     ]
     assert [f.id for f in rank(given)] == ["c", "b", "d", "a"]
+
+
+def test_pieces_of_one_idle_time_count_together() -> None:
+    launches = finding("launch_bound", 1.3, share=0.36)
+    rest, products = (
+        finding("gpu_idle_otherwise", 1.1, share=0.3),
+        finding("products", 1.2, "slows", 0.31),
+    )
+    assert [f.id for f in _by_share([products, rest])] == ["products", "gpu_idle_otherwise"]
+    order = ["launch_bound", "products", "gpu_idle_otherwise"]
+    assert [f.id for f in _by_share([products, rest, launches])] == order
 
 
 def test_findings_of_the_same_time_say_what_is_counted_twice() -> None:

@@ -197,7 +197,12 @@ def _by_share(ranked: Sequence[Finding]) -> list[Finding]:
     """
     fails = [each for each in ranked if each.severity == "fails"]
     slows = [each for each in ranked if each.severity != "fails"]
-    return fails + sorted(slows, key=lambda each: (not each.predicted_speedup, -_weight(each)))
+    # a GPU that waits for its host: one cause, told in the pieces that differ in what the host does
+    starved = [each for each in slows if each.id in STARVED]
+    weights = {id(each): _weight(each) for each in slows}
+    if starved:
+        weights[id(max(starved, key=_weight))] = sum(weights[id(each)] for each in starved)
+    return fails + sorted(slows, key=lambda each: (not each.predicted_speedup, -weights[id(each)]))
 
 
 def _weight(finding: Finding) -> float:

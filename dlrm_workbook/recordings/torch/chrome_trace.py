@@ -32,6 +32,7 @@ from dlrm_core.parts import SPAN_PREFIX
 from dlrm_workbook.ground.arrays import Bools, Floats, Ints
 from dlrm_workbook.ground.marks import GROUP_PREFIX
 from dlrm_workbook.ground.processes import without_collection
+from dlrm_workbook.recordings.nesting import nest
 from dlrm_workbook.recordings.profile import numbered_together
 from dlrm_workbook.recordings.torch.counters import Counters
 from dlrm_workbook.recordings.torch.json_stream import Arguments, EventStream, TraceEvent
@@ -80,6 +81,11 @@ IGNORED = frozenset(
     | {"hardware_counters", "xpu_scope_profiler", "collective_comm", "cpu_instant_event"}
 )
 """Categories of spans that are no work of the program's."""
+
+OF_AUTOGRAD = {"CPU functions": "host", "CUDA functions": "device"}
+"""Process of spans without category to their table: ``torch.autograd.profiler`` writes them so
+without Kineto, and did up to torch 1.7 (``EventList.export_chrome_trace``). The times of a GPU are
+those between two of its events around each operator, so that they nest as the operators do."""
 
 UTILITY = frozenset({"aten::is_leaf", "aten::output_nr", "aten::_version"})
 """Operators that ``key_averages`` leaves out; their time stays with the caller."""
@@ -379,6 +385,8 @@ class _Walk:
         self.kinds: dict[str, int] = {}
         """Category to the number of its kind in that table."""
         self.accelerator = ""
+        self.of_autograd = 0
+        """Operators of :data:`OF_AUTOGRAD`; their rows on the GPU follow each."""
         self.counters = Counters()
         self.host = _Table(
             time="start duration",
@@ -455,6 +463,8 @@ class _Walk:
         where its span has a correlation and a device or a stream: the work of an accelerator that
         a call launched."""
         category = event.cat
+        if not category:
+            return self._of_autograd(event)
         folded = _fold(category)
         table, number = "", 0
         if kind := HOST_KINDS.get(folded):
@@ -471,6 +481,18 @@ class _Walk:
             self.tables[category] = table
         elif (args := event.args) is not None and (args.correlation != -1 or args.direction):
             return "" if args.device is None and args.stream is None else "device"
+        return table
+
+    def _of_autograd(self, event: TraceEvent) -> str:
+        """The table of a span without category; what the GPU does gets the number of its operator.
+
+        The kinds of operators and kernels have number 0.
+        """
+        self.kinds[event.cat] = 0
+        table = OF_AUTOGRAD.get(event.pid, "") if isinstance(event.pid, str) else ""
+        if table:
+            self.of_autograd += table == "host"
+            event.args = Arguments(external=self.of_autograd)
         return table
 
     def _timed(self, rows: list[TraceEvent]) -> tuple[list[Arguments], dict[str, Any]]:
@@ -572,6 +594,12 @@ class _Walk:
         nanoseconds, why = self._unit()
         tables = ("host", "device", "memory", "marks")
         frames = {name: self._frame(name, nanoseconds) for name in tables}
+        if self.of_autograd and len(frames["device"]):
+            frames["device"] = _own_work(frames["device"])
+            cautions.said.append(
+                "Times of the GPU are those between events around operators, without Kineto: idle "
+                "time within an operator counts as its work."
+            )
         cautions.add(
             self.malformed + stream.malformed,
             "event{s} lack{v} a name, a time or what else torch.profiler writes, and {was} left "
@@ -761,6 +789,25 @@ def _waits(event: TraceEvent) -> bool:
     """Whether a stream of an accelerator that is no GPU waits in this span."""
     is_gpus = event.cat.lower().startswith(("kernel", "gpu_", "mem"))
     return not is_gpus and bool(_WAIT.fullmatch(str(event.name)))
+
+
+def _own_work(device: pd.DataFrame) -> pd.DataFrame:
+    """Nested spans of streams, each cut to the longest stretch that no span in it covers; without
+    those that have none of a microsecond, the resolution of a GPU's events."""
+    parts = []
+    for _, rows in device.groupby("line", observed=True, sort=False):
+        start, end = rows["start"].to_numpy(), (rows["start"] + rows["duration"]).to_numpy()
+        start, end, above, _ = nest(start, end, np.zeros(len(rows), dtype=bool))
+        inner = np.flatnonzero(above >= 0)
+        span = np.concatenate([np.arange(len(rows)), above[inner]])
+        # from its begin, or the end of a span within it, to the next one, or its end
+        since, until = np.append(start, end[inner]), np.append(end, start[inner])
+        since, until = since[np.lexsort((since, span))], until[np.lexsort((until, span))]
+        own = pd.DataFrame({"span": np.sort(span), "since": since, "length": until - since})
+        longest = own.loc[own.groupby("span")["length"].idxmax()]
+        cut = rows.assign(start=longest["since"].to_numpy(), duration=longest["length"].to_numpy())
+        parts.append(cut[cut["duration"].ge(CLOCK_NS)])
+    return pd.concat(parts)
 
 
 def copy_of(name: str, args: Arguments) -> tuple[str, int]:
