@@ -10,8 +10,6 @@ caches, so counting can stay on while the times that matter are taken.
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import functools
 import gc
 import os
 import resource
@@ -26,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from dlrm_workbook.ground.heap import heap_bytes
 from dlrm_workbook.ground.machine import ranks_here
 
 NO_GPU_USED = "the run used no GPU"
@@ -102,39 +101,6 @@ def without_ours(machine_ms: np.ndarray, process_ms: list[float]) -> list[float]
         rest.append(max(0.0, left))
         left -= rest[-1]
     return rest
-
-
-class _Mallinfo2(ctypes.Structure):
-    """glibc's ``struct mallinfo2`` (malloc.h, since glibc 2.33)."""
-
-    _fields_ = tuple(
-        (name, ctypes.c_size_t)
-        for name in (
-            *("arena", "ordblks", "smblks", "hblks", "hblkhd"),
-            *("usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"),
-        )
-    )
-
-
-def heap_bytes() -> int | None:
-    """Bytes asked of the allocator and not given back; None without glibc's count.
-
-    In use of all arenas, and of blocks mapped one by one. Takes about a microsecond.
-    """
-    if (read := _mallinfo2()) is None:
-        return None
-    info = read()
-    return int(info.uordblks + info.hblkhd)
-
-
-@functools.cache
-def _mallinfo2() -> Callable[[], Any] | None:
-    try:
-        read: Any = ctypes.CDLL(None).mallinfo2
-    except (OSError, AttributeError, TypeError):
-        return None  # another C library, or an older one
-    read.restype = _Mallinfo2
-    return read
 
 
 class IterationCounters:

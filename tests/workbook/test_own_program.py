@@ -550,17 +550,28 @@ def _laps_are_whole(recording: Profile) -> None:
 def test_what_the_profiler_frees_leaves_the_programs_page_faults_alone() -> None:
     script = (
         "import ctypes, sys\n"
-        "from dlrm_workbook.recordings.torch.session import keep_thresholds\n"
+        "import numpy as np\n"
+        "from dlrm_workbook.ground import heap\n"
         "from dlrm_workbook.recordings.torch.trials.remedies import Allocator\n"
-        "keep_thresholds() if sys.argv[1:] else None\n"
-        "bytearray(20 << 20)\n"
-        "print(Allocator._threshold(ctypes.CDLL(None)))\n"
+        "heap.keep() if sys.argv[1:] else None\n"
+        "pieces = [np.ones(100 << 10, np.int8) for _ in range(500)]\n"
+        "freed = range(pieces[0].ctypes.data, pieces[-1].ctypes.data)\n"
+        "above, pieces = np.ones(100 << 10, np.int8), None\n"
+        "in_hole = lambda: int(np.ones(20 << 20, np.int8).ctypes.data in freed)\n"
+        "print(in_hole())\n"
+        "used = heap.heap_bytes()\n"
+        "heap.restore()\n"
+        "print(in_hole(), (heap.heap_bytes() - used) >> 20)\n"
+        "threshold = Allocator._threshold(ctypes.CDLL(None)) >> 20\n"
+        "heap.release()\n"
+        "print(in_hole(), threshold)\n"
     )
     kept, grown = (
-        int(subprocess.check_output([sys.executable, "-c", script, *words]))
+        [int(n) for n in subprocess.check_output([sys.executable, "-c", script, *words]).split()]
         for words in (["keep"], [])
     )
-    assert kept < 16 << 20 < grown
+    assert kept == [1, 0, 0, 1, 0]
+    assert grown[:4] == [1, 1, 0, 1] and grown[4] > 16
 
 
 @pytest.mark.parametrize(("later", "left"), [(3, [50.0, 50.0]), (9_900, [50.0, 50.0, 40.0, 40.0])])

@@ -26,7 +26,6 @@ The folder that it leaves holds
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import json
 import os
@@ -47,10 +46,10 @@ import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from dlrm_core.base import machine
 from dlrm_core.base.errors import InputError
 from dlrm_core.base.files import whole_folder, write_text
 from dlrm_workbook.evidence.counters import NO_GPU_USED, IterationCounters
+from dlrm_workbook.ground import heap
 from dlrm_workbook.ground.machine import machine_facts, memory_limit, ranks_here
 from dlrm_workbook.ground.marks import PART_PREFIX, STEP_MARK, parse_part
 from dlrm_workbook.ground.processes import without_collection
@@ -219,19 +218,6 @@ class Detail:
 
 
 USUAL_DETAIL = Detail()
-
-
-def keep_thresholds() -> None:
-    """Have glibc map and trim from the sizes that it has found so far on.
-
-    They grow with every large block that is freed. What torch.profiler frees would spare the
-    program page faults that it has alone: up to a third of its step.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    # settings of the environment end the adapting by themselves, and stay
-    is_set = any(name in os.environ for name in (*machine.ALLOCATOR_SETTINGS, "MALLOC_TOP_PAD_"))
-    if sys.platform == "linux" and mallopt is not None and not is_set:
-        mallopt(machine._M_TOP_PAD, 128 << 10)  # its default; to set any ends the adapting
 
 
 @contextlib.contextmanager
@@ -472,10 +458,11 @@ class Session:
             if phase.name != (PROFILED if self.ours else DETAILS):  # has no averages
                 del self._profiler
                 gc.collect()  # results are circles of objects, and large
+            heap.restore()
         self._phase = None
 
     def _start_profiler(self, options: dict[str, Any]) -> None:
-        keep_thresholds()
+        heap.keep()
         self._threads = max(self._threads, threading.active_count())
         if self._phase is self._phases[PROFILED]:
             cost_ms, plain = self._counters.cost_ms(), self._phases[BEFORE].times_ms
@@ -970,6 +957,8 @@ class record:
 
                 self._trials = Trials(self._session.folder, self._budget_s, may_end=False)
                 self._trials.step()
+            else:
+                heap.release()
 
     def __exit__(self, _kind: Any, error: BaseException | None, _traceback: Any) -> None:
         """Write what was recorded of a loop that ended early; it is never ended by us."""

@@ -25,6 +25,7 @@ import torch
 
 from dlrm_core.base.files import read_json, write_json
 from dlrm_core.base.machine import kernel_text, number_in
+from dlrm_workbook.ground import heap
 from dlrm_workbook.ground.speed_range import (
     FEWEST,
     FILE,
@@ -128,6 +129,7 @@ class Trials:
         for hook in self._hooks:
             hook.remove()
         self._outputs = []
+        heap.release()
         self._write()
 
     # ---- the plan ---------------------------------------------------------------------
@@ -261,6 +263,7 @@ class Trials:
             error = str(spoilt)
         except (Exception, TooLong) as failure:
             error = _said(failure)
+        heap.restore()
         failures = self._failures(error) or (yield from self._turns(remedy, row, limit_s))
         if failures:
             row |= {"status": "failed", "reason": failures[0]}
