@@ -65,13 +65,9 @@ if TYPE_CHECKING:
 
 WARM_UP, BEFORE, FIRST, PROFILED = "warm-up", "before", "first", "profiled"
 DETAILS, AFTER, SAMPLED, COUNTED = "details", "after", "sampled", "counted"
-"""Phases of a session: not measured, timed, run with nothing but Python stacks sampled, recorded
-alone to see how much that is, recorded, recorded with shapes and memory, timed, and one iteration
-whose lines are counted. What is to be as without a profiler comes before it: what it frees serves
-the program afterwards, which then has fewer page faults."""
-
-EARLIER = (WARM_UP, BEFORE, SAMPLED)
-"""Phases before the first recorded iteration."""
+"""Phases of a session, in their order: not measured, timed, recorded alone to see how much that
+is, recorded, recorded with shapes and memory, timed, run with nothing but Python stacks sampled,
+and one iteration whose lines are counted."""
 
 PAUSES = ("first pause", "second pause")
 """An iteration between two recordings. An iteration ends in the range of an optimizer's step: torch
@@ -160,13 +156,13 @@ class Lengths:
         return [
             Phase(WARM_UP, self.warmup),
             Phase(BEFORE, self.unprofiled - self.unprofiled // 2, plain=True),
-            Phase(SAMPLED, self.sampled, lines=True),
             Phase(FIRST, 0 if ours else 1, profiler=recorded, sampler=not ours),
             Phase(PAUSES[0], 0 if ours else 1),
             Phase(PROFILED, self.profiled, profiler=recorded, sampler=not ours),
             Phase(PAUSES[1], 1 if apart else 0),
             Phase(DETAILS, DETAILED_ITERATIONS if apart else 0, profiler=full | times),
             Phase(AFTER, self.unprofiled // 2, plain=True),
+            Phase(SAMPLED, self.sampled, lines=True),
             Phase(COUNTED, min(self.sampled, 1), counted=True),
         ]
 
@@ -346,7 +342,7 @@ class Session:
                 raise error  # through what is on the stack, which leaves no folder then
             if not self._recorded.times_ms:
                 # two more: those before the session begins, see inject.py
-                needed = 3 + sum(self._phases[name].iterations for name in EARLIER)
+                needed = 3 + sum(self._phases[name].iterations for name in (WARM_UP, BEFORE))
                 raise InputError(
                     f"the training ended after {self.done} of {self.total} iterations to measure, "
                     f"before one was recorded; train at least {needed}, or lower "
