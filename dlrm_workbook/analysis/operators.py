@@ -20,16 +20,16 @@ from dlrm_workbook.analysis.attribution import (
 from dlrm_workbook.analysis.kernel_names import short_names
 from dlrm_workbook.analysis.lanes import coarsened
 from dlrm_workbook.recordings.nesting import stretch_at
-from dlrm_workbook.recordings.profile import Profile, inclusive_from_exclusive
+from dlrm_workbook.recordings.profile import Profile, inclusive_from_exclusive, nearest
 
 SMALL = "(small)"
 """Label of what a pruned call tree no longer shows apart."""
 
-MERGE_GAP_NS = 2_000
-"""Kernels of one part closer than this are drawn as one span."""
+MERGE_GAP_NS, CALL_GAP_NS = 2_000, 20_000
+"""Kernels, and operators, of one part closer than this are drawn as one span."""
 
 MOST_SPANS = 400
-"""Rows of a GPU lane in an iteration of :func:`timeline`."""
+"""Rows of a lane in an iteration of :func:`timeline`, where no ranges are drawn."""
 
 
 def top_operators(profile: Profile, count: int = 20) -> pd.DataFrame:
@@ -148,24 +148,31 @@ def _without_links(tree: pd.DataFrame) -> pd.DataFrame:
 def timeline(profile: Profile, iterations: int = 3) -> pd.DataFrame:
     """What each lane does during the first iterations, to be drawn.
 
-    Host lanes show the parts' ranges; GPU lanes the kernels and copies, neighbours of
-    one part joined. Where a GPU lane still has more than :data:`MOST_SPANS` of them in an
-    iteration, time is cut into bins, narrower than a picture shows, in which each part has one
-    row: their sums stay exact.
+    Host lanes show the parts' ranges, of another program its outermost operators and named
+    ranges; GPU lanes the kernels and copies. Neighbours of one part are joined, but for our ranges.
+    Where such a lane still has more than :data:`MOST_SPANS` of them in an iteration, time is cut
+    into bins, narrower than a picture shows, in which each part has one row: their sums stay exact.
 
     Args:
         iterations: how many.
     """
     named = profile.which("name", lambda name: parse_span(name) is not None)
-    is_range = profile.of_kind("annotation") & named
-    spans = _lane_spans(profile, iterations, is_range)
+    wanted = profile.of_kind("annotation") & named
+    if not (ours := wanted.any()):
+        in_part = profile.contexts["component"].ne("other").to_numpy()
+        called = profile.of_kind("operator") | (profile.of_kind("annotation") & in_part)
+        parent = profile.contexts["parent"].to_numpy()
+        wanted = called & ((parent < 0) | (nearest(parent, called)[parent] < 0))
+    spans = _lane_spans(profile, iterations, wanted)
     if spans.empty:
         return spans
+    spans["joined"] = spans["on_gpu"] | (not ours)
     keys = ["thread", "iteration", *PART]
     same = (spans[keys] == spans[keys].shift()).all(axis=1)
-    near = spans["start_ns"] - spans["end_ns"].shift() < MERGE_GAP_NS
-    kept = ("on_gpu", "thread", "iteration", "begin_ns", "lane", *PART, "start_ns")
-    table = spans.groupby((~(spans["on_gpu"] & same & near)).cumsum()).agg(
+    closest = np.where(spans["on_gpu"], MERGE_GAP_NS, CALL_GAP_NS)
+    near = spans["start_ns"] - spans["end_ns"].shift() < closest
+    kept = ("joined", "thread", "iteration", "begin_ns", "lane", *PART, "start_ns")
+    table = spans.groupby((~(spans["joined"] & same & near)).cumsum()).agg(
         **{name: (name, "first") for name in kept},
         end_ns=("end_ns", "max"),
         spans=("start_ns", "size"),
@@ -173,7 +180,7 @@ def timeline(profile: Profile, iterations: int = 3) -> pd.DataFrame:
     lane = ["thread", "iteration"]
     drawn = [
         _coarse(spans.query("thread == @key[0] and iteration == @key[1]"))
-        if rows["on_gpu"].iloc[0] and len(rows) > MOST_SPANS
+        if rows["joined"].iloc[0] and len(rows) > MOST_SPANS
         else rows
         for key, rows in table.groupby(lane, sort=False)
     ]

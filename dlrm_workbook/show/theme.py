@@ -25,6 +25,7 @@ from plotly.offline import get_plotlyjs
 from dlrm_core.base.errors import InputError
 from dlrm_core.base.files import write_text
 from dlrm_core.parts import COMPONENTS, PHASES, parse_span, part_label
+from dlrm_workbook.analysis.findings.where import FRAME
 from dlrm_workbook.show.static import WIDTH, image, text_on
 from dlrm_workbook.show.words import description
 
@@ -288,6 +289,9 @@ def short_name(name: str, limit: int) -> str:
     part = parse_span(name) if name.startswith("dlrm::") else None
     if part is not None:
         return part_label(*part)
+    if frame := FRAME.match(name):
+        name = text = f"{frame['function']} ({Path(frame['file']).name}:{frame['line']})"
+        return text if len(text) <= limit else text[: limit - 1] + "…"
     text = name.removeprefix("autograd::engine::evaluate_function: ").removeprefix("void ")
     text = text.split("(", 1)[0] if not text.startswith("(") else text
     text = text.split("<", 1)[0] if not text.startswith("<") else text

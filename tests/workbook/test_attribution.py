@@ -337,6 +337,16 @@ def test_timeline_has_a_lane_for_each_stream(gpu: Profile) -> None:
     }
 
 
+def test_timeline_of_another_program_shows_its_operators_by_part() -> None:
+    read = open_recording(recording("labelled/lab-t4-fp32.json.gz")).profile
+    table = timeline(read)
+    host = table[table["lane"].eq("main thread")]
+    assert {"data", "optimizer"} <= set(host["component"]) and set(host["iteration"]) == {0, 1, 2}
+    ends = host["start_ms"] + host["duration_ms"]
+    within = host.groupby("iteration")["start_ms"].shift(-1).fillna(np.inf)
+    assert (ends <= within + 1e-6).all()  # outermost, so that none lies over another
+
+
 def test_memory_is_told_by_part_or_not_at_all(measured: Profile, gpu: Profile) -> None:
     table = memory(measured)
     assert {"data", "bottom_mlp", "embedding"} <= set(table["component"])

@@ -430,6 +430,7 @@ def test_text_can_be_read_on_light_and_on_dark() -> None:
         ("void at::native::elementwise_kernel<4, at::f<float>>(int, float)", "elementwise_kernel"),
         ("Optimizer.step#SGD.step", "Optimizer.step#SGD.step"),
         ("<gpu kernel>", "<gpu kernel>"),
+        ("/home/me/my work/train.py(7): step", "step (train.py:7)"),
         ("x" * 50, "x" * 33 + "…"),
     ],
 )

@@ -72,7 +72,8 @@ def main_function(table: pd.DataFrame) -> str:
     return line_name(of_one.iloc[0]) if len(of_one) else ""
 
 
-_FRAME = re.compile(r"^(?P<file>\S+\.py)\((?P<line>\d+)\): (?P<function>.+)$")
+FRAME = re.compile(r"^(?P<file>.+\.py)\((?P<line>\d+)\): (?P<function>.+)$")
+"""A name that torch.profiler gives to a frame of Python."""
 
 
 def shown(name: str) -> str:
@@ -80,7 +81,7 @@ def shown(name: str) -> str:
     modules and lines in backticks, and no longer than a line."""
     if name.startswith(GROUP_PREFIX):
         return f"`{name.removeprefix(GROUP_PREFIX)}`"
-    if frame := _FRAME.match(name):
+    if frame := FRAME.match(name):
         return code_line(frame["function"][:50], frame["file"], int(frame["line"]))
     name = name.removeprefix("autograd::engine::evaluate_function: ")
     return name if len(name) <= 70 else f"{name[:70]}…"
