@@ -416,14 +416,20 @@ class LineTable:
         return pd.DataFrame(rows, columns=["function", "time_ms", "file", "line", "caller"])
 
     def outside_modules(self) -> pd.DataFrame:
-        """Functions that the step calls for its loss and that call no module, with all that they
-        call and their backward pass: ``file``, ``function``, ``time_ms`` of a mean iteration,
-        most first, and the ``line`` with most of it."""
+        """Functions of the model and of the loss that compute by themselves, in no layer of
+        torch.nn: ``file``, ``function``, ``time_ms`` of a mean iteration with its backward pass,
+        most first, the ``line`` with most of it, and ``in_module``, whether a module of the
+        program's holds them; if none does, the function counts with all that it calls."""
         modules = {
             self.frames[frame][:3]
             for path in self.paths
             for place, (frame, _) in enumerate(path)
             if any(mark.endswith("module") for _, mark in path[place:])
+        }
+        layers = {
+            self.frames[path[-1][0]]
+            for path in self.paths
+            if path and path[-1][1].endswith("module")
         }
         main = self.moments[self.moments["thread"].eq(0)]
         times = main.groupby(["path", "built"], as_index=False)[["ms"]].sum()
@@ -432,15 +438,18 @@ class LineTable:
             ran = self.paths[path if built < 0 else built]
             role, depth = self.roles.of(ran)
             below = [self.frames[frame] for frame, _ in ran[depth + 1 :]]
+            if role != "model" or not below or not modules:
+                continue
             in_module = any(f[:3] in modules or f[2].endswith(".forward") for f in below)
-            if role == "model" and below and modules and not in_module:
-                rows.append((below[0][0], below[0][2], below[0][3], ms / self.count))
-        table = pd.DataFrame(rows, columns=["file", "function", "line", "time_ms"])
-        table = table.groupby(["file", "function", "line"], as_index=False)[["time_ms"]].sum()
+            if not in_module or below[-1] not in layers:
+                file, _, function, line = below[-1 if in_module else 0]
+                rows.append((file, function, line, in_module, ms / self.count))
+        table = pd.DataFrame(rows, columns=["file", "function", "line", "in_module", "time_ms"])
+        keys = ["file", "function", "in_module"]
+        table = table.groupby([*keys, "line"], as_index=False)[["time_ms"]].sum()
         table = table.sort_values("time_ms", ascending=False)
-        table["time_ms"] = table.groupby(["file", "function"])["time_ms"].transform("sum")
-        first = table.drop_duplicates(["file", "function"])
-        return first.sort_values("time_ms", ascending=False)
+        table["time_ms"] = table.groupby(keys)["time_ms"].transform("sum")
+        return table.drop_duplicates(keys).sort_values("time_ms", ascending=False)
 
     @staticmethod
     def _runs_backward(path: Path) -> bool:

@@ -33,8 +33,9 @@ EACH = 0.75
 LATER = 1000
 """Iterations after which a time that grows is foretold."""
 
-OUTSIDE = 0.4
-"""Least share of the step for a function of the loss outside of modules: some losses take 30 %."""
+OUTSIDE, OWN_CODE = 0.4, 0.15
+"""Least share of the step for a function of the loss outside of modules (some losses take 30 %),
+and for one that is the largest that computes in no layer to be named."""
 
 TOLD = 0.3
 """A finding with more than this part of that share, in which it is named, tells of it already."""
@@ -534,8 +535,8 @@ def computed_again(evidence: Evidence, ledger: Causes) -> Measured | None:
     gpu=False,
 )
 def outside_modules(evidence: Evidence, ledger: Causes) -> Measured | None:
-    """A function of the loss that no module holds, and of which no finding tells. One that takes
-    less is named only where no cause is known."""
+    """A function of the model or the loss computes in no layer, and no finding tells of it. One
+    that takes less, or that a module holds, is named only where no cause is as large."""
     table = line_table(evidence.profile)
     if table is None or evidence.is_ours or evidence.has_timeline:
         return None
@@ -545,9 +546,13 @@ def outside_modules(evidence: Evidence, ledger: Causes) -> Measured | None:
             continue
         figures: Measured = {"share": share, "explains": None, "name": line_name(row)}
         figures |= {"least": OUTSIDE, "time": share * evidence.total_ms, "speedup": bounded(share)}
-        if share < OUTSIDE and not ledger.told:
-            figures |= {"id": "largest_place", "least": 0.5 * OUTSIDE}
-            figures["title"] = "No known bottleneck found: {name} takes {share:.0%} of the step"
+        if share < OUTSIDE or row["in_module"]:
+            if any(told >= share for told, _ in ledger.told):
+                continue
+            figures |= {"id": "largest_place", "least": OWN_CODE}
+            figures["title"] = "No known bottleneck found: {name} takes {share:.0%} of the step" + (
+                " in no layer of torch.nn" if row["in_module"] else ""
+            )
         return figures
     return None
 
