@@ -124,6 +124,37 @@ def test_shares_follow_what_was_seen() -> None:
         assert not by_id(profile, "padding_lookups") + by_id(profile, "empty_products")
 
 
+def test_operators_that_a_setting_would_spare_are_told_by_their_names() -> None:
+    seen = {"name": "convolution", "share": 0.075, "file": "/a/mine.py", "line": 7}
+    seen_model = {"subnormal": [seen | {"function": "Net.forward"}]}
+    parts: dict[Any, float] = {("top_mlp", "forward", "aten::_nnpack_spatial_convolution"): 30.0}
+    parts |= {("top_mlp", "backward", "aten::convolution_backward"): 20.0}
+    parts |= {("embedding", "forward", "aten::embedding_renorm_"): 25.0}
+    parts |= {("top_mlp", "forward", "aten::x"): 25.0}
+    profile = made(parts, parameters=None, seen_model=seen_model)
+    profile.meta["parameters"] = None
+    slow, renorm = by_id(profile, "avoidable_operators")
+    assert slow.title.startswith("Computing convolutions without oneDNN takes 50%")
+    assert "max_norm" in renorm.title and renorm.share_of_step == pytest.approx(0.25)
+    (tiny,) = by_id(profile, "subnormal_numbers")
+    assert "up to 50% of the CPU time: 7.5% of an operand of `aten::convolution`" in tiny.title
+    assert "`Net.forward` (`mine.py:7`)" in tiny.title and "set_flush_denormal" in tiny.advice
+    seen["share"] = 1e-4
+    assert not by_id(made(parts, seen_model={"subnormal": [seen]}), "subnormal_numbers")
+
+
+def test_subnormal_numbers_are_counted_where_they_are_multiplied() -> None:
+    layer, wide = torch.nn.Linear(8, 8), torch.ones(10, 8)
+    wide[:4] = 1e-40
+    seen = SeenModel([layer])
+    seen.start()
+    layer(torch.zeros(10, 8))
+    layer(wide)
+    seen.stop()
+    (row,) = seen.document()["subnormal"]
+    assert row["name"] == "addmm" and row["share"] == pytest.approx(0.4)
+
+
 def test_a_mode_for_debugging_that_was_left_on_is_tried_off_and_named(tmp_path: Path) -> None:
     torch.autograd.set_detect_anomaly(True, check_nan=False)
     try:
@@ -215,6 +246,11 @@ def test_loops_passes_of_parts_and_what_is_computed_again_are_named(
     monkeypatch.setattr(operators, "TINY_SHARE", 0.0)  # what this machine makes of it is no matter
     (bound,) = dispatch_bound(evidence := Evidence(profile, attribute(profile)), Causes(evidence))
     assert "in 4 backward passes per iteration, at `pass_parts`" in bound.title
+    (passes,) = operators.many_passes(evidence, Causes(evidence))
+    assert "in 4 parts" in passes.title and "at `pass_parts`" in passes.title
+    ledger = Causes(evidence)
+    ledger.told.append((0.3, bound.title))
+    assert not list(operators.many_passes(evidence, ledger))  # which tells of it
 
 
 def test_whole_tables_equal_operands_and_gradients_that_nobody_takes_are_named(

@@ -185,12 +185,25 @@ def test_a_function_of_the_loss_outside_of_modules_is_told_with_its_backward_pas
     rows = [(0, 0, 30.0), (1, 0, 20.0), (2, 0, 50.0)]
     known = sampled(frames, paths, rows, roles=roles, backward={"path": [0, 1], "ns": [30, 20]})
     told = LineTable(known).outside_modules().to_dict("records")
-    assert told == [{"file": "a.py", "function": "penalty", "line": 10, "time_ms": 60.0}]
+    penalty = {"file": "a.py", "function": "penalty", "line": 10}
+    own = {"file": "a.py", "function": "Net.forward", "line": 21, "in_module": True}
+    assert told == [penalty | {"in_module": False, "time_ms": 60.0}, own | {"time_ms": 40.0}]
     profile = made({("other", "", "aten::mm"): 100.0}, lines=known, passes=[{}])
     del profile.meta["parameters"]  # a program that is not ours
     first = listed(profile)[0]
     assert first.id == "outside_modules" and "`penalty` (`a.py:10`) takes 60%" in first.title
-    known["paths"][1] = [(0, ""), (2, "")]  # no module is known: anything may be one
+    known["paths"][0] = [(0, " module"), (1, " module")]  # a layer, which takes what it takes
+    known["paths"][1] = [(0, " module"), (2, "")]
+    assert LineTable(known).outside_modules().to_dict("records") == [own | {"time_ms": 40.0}]
+    profile.meta["lines"] = known
+    first = listed(profile)[0]
+    assert first.id == "largest_place" and first.title.startswith("No known bottleneck found")
+    assert "`Net.forward` (`a.py:21`) takes 40% of the CPU time in no layer" in first.title
+    known["paths"] = [
+        [(0, ""), (1, "")],
+        [(0, ""), (2, "")],
+        known["paths"][2],
+    ]  # no module is known: anything may be one
     assert LineTable(known).outside_modules().empty
 
 

@@ -79,9 +79,9 @@ less than this part of the effect's."""
 SPREAD = (*STARVED, "pointwise_operators", "irregular_iterations")
 """Findings that are sums of many."""
 
-WITHOUT_CAUSE = ("largest_kernels", "largest_place", "without_gradients")
-"""Findings that name where time passes, and no cause; what is computed without gradients may be
-wanted, as the answers of a teacher."""
+WITHOUT_CAUSE = ("largest_kernels", "largest_place", "without_gradients", "many_passes")
+"""Findings that name where time passes, and no cause; what is computed without gradients, or part
+by part, may be wanted, as the answers of a teacher."""
 
 SPREAD_WEIGHT = 0.5
 """Factor of these in the order of findings: of sums, where no one place of a program has their
@@ -122,6 +122,7 @@ RULES: tuple[Rule, ...] = (
     gpu_work.largest_kernels,
     gpu_copies.heavy_copy,
     operators.extra_operators,
+    operators.avoidable_operators,
     host.other_processes,
     host.other_threads,
     host.waiting_for_cores,
@@ -133,6 +134,7 @@ RULES: tuple[Rule, ...] = (
     program.dense_updates,
     program.padding_lookups,
     program.empty_products,
+    program.subnormal_numbers,
     program.backward_twice,
     program.forward_again,
     program.computed_again,
@@ -146,6 +148,7 @@ RULES: tuple[Rule, ...] = (
     host.page_faults,
     host.python_in_part,
     operators.dispatch_bound,
+    operators.many_passes,
     embedding.skewed_indices,
     embedding.giant_table,
     embedding.embedding_update,

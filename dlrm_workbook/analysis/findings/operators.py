@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from dlrm_core.base.errors import InputError
@@ -19,6 +20,7 @@ from dlrm_workbook.analysis.findings.evidence import Evidence, Part
 from dlrm_workbook.analysis.findings.finding import (
     Causes,
     Measured,
+    bounded,
     capitalised,
     is_worthwhile,
     largest,
@@ -34,9 +36,10 @@ from dlrm_workbook.analysis.findings.where import (
     part_name,
     shown,
 )
-from dlrm_workbook.analysis.lines import line_table
+from dlrm_workbook.analysis.lines import line_table, lines
 from dlrm_workbook.analysis.work import operator_work
 from dlrm_workbook.ground.units import milliseconds
+from dlrm_workbook.recordings.profile import nearest
 
 MANY = 100
 """Extra calls per iteration from which smallness, not any one operator, is the matter."""
@@ -340,6 +343,115 @@ LARGER_PAYS = 1.25
 the step or more are then the same for any batch."""
 
 
+AVOIDABLE = (
+    (
+        re.compile(r"aten::(_nnpack_spatial_convolution|_?(slow|thnn)_conv\w*)$"),
+        re.compile(r"aten::convolution_backward$"),
+        "Computing convolutions without oneDNN",
+        "Leave oneDNN on (torch.backends.mkldnn.enabled), and give it dense tensors of float32 or "
+        "bfloat16: what torch falls back to is several times slower.",
+    ),
+    (
+        re.compile(r"aten::embedding_renorm_$"),
+        None,
+        "Renorming the rows that are looked up, at each lookup (max_norm of an embedding),",
+        "Do without max_norm: a penalty on the rows of the batch (weight decay), or renorming the "
+        "whole table once in many steps, keeps them small too.",
+    ),
+)
+"""Operators that tell by their names that they could be done without, with those of their backward
+pass: what they do, and what to do instead."""
+
+
+@rule(
+    "many_passes",
+    title="A batch goes through the model in {calls:,.0f} parts, which takes {share:.0%} of each "
+    "step: gradients are accumulated over as many backward passes, at {name}",
+    evidence=("What fewer and larger parts would take was not measured.",),
+    advice="{parts}",
+    limit="dispatch",
+    gpu=False,
+)
+def many_passes(evidence: Evidence, ledger: Causes) -> Measured | None:
+    """A loop runs the model and its backward pass many times in each step."""
+    row, table = _many_passes(evidence), lines(evidence.profile)
+    if (
+        row is None
+        or evidence.is_ours
+        or any("backward passes per iteration" in text for _, text in ledger.told)
+    ):
+        return None
+    share = float(table.loc[table["role"].eq("model"), "share_of_step"].sum())
+    return {
+        "share": share,
+        "least": 0.5,
+        "explains": None,
+        "calls": row["calls"],
+        "name": line_name(row),
+        "parts": LARGER_PARTS,
+        "speedup": bounded(share),
+    }
+
+
+@rule(
+    "avoidable_operators",
+    title="{what} takes {share:.0%} of each step",
+    evidence=("{names} take {time:ms} of {total_ms:ms}, with what they call.",),
+    advice="{instead}",
+    limit="arithmetic",
+    gpu=False,
+)
+def avoidable_operators(evidence: Evidence, ledger: Causes) -> Iterator[Measured]:
+    """Operators run on a CPU that another setting of the program would spare it."""
+    names = evidence.profile.contexts["name"]
+    for pattern, backward, what, instead in AVOIDABLE:
+        chosen = names.str.fullmatch(pattern)
+        if not chosen.any():
+            continue
+        if backward is not None:
+            chosen |= names.str.fullmatch(backward)
+        taken = _inclusive_ms(evidence, chosen.to_numpy())
+        yield {
+            "share": taken / evidence.total_ms,
+            "explains": None,
+            "what": what,
+            "names": ", ".join(names[chosen].unique()),
+            "time": taken,
+            "instead": instead,
+        }
+
+
+def _inclusive_ms(evidence: Evidence, chosen: np.ndarray) -> float:
+    """Milliseconds of a mean step in chosen contexts (n,) and all operators that they call: of
+    those that others call too, by the number of calls."""
+    contexts, keys = evidence.profile.contexts, ["name", *PART]
+    runs = evidence.profile.trace["context"].value_counts()
+    calls = contexts[keys].assign(runs=runs.reindex(contexts.index, fill_value=1))
+    below = nearest(contexts["parent"].to_numpy(), chosen) >= 0
+    of_these = calls[below].groupby(keys)["runs"].sum() / calls.groupby(keys)["runs"].sum()
+    times = evidence.called.groupby(keys)["cpu_self_ms"].sum()
+    by_part = (times * of_these.reindex(times.index)).groupby(PART).sum()
+    # a profiler adds its own cost to each call
+    most = evidence.attribution.groupby(PART)["time_ms"].sum().reindex(by_part.index)
+    return float(np.fmin(by_part, most).sum())
+
+
+LARGER_PARTS = (
+    "If each pass has a part of the batch (gradient accumulation), make parts as large as memory "
+    "allows: a pass over few samples calls as many operators as one of all."
+)
+
+
+def _many_passes(evidence: Evidence) -> dict[str, Any] | None:
+    """The line that runs the backward pass, if it does so many times in an iteration."""
+    table = line_table(evidence.profile)
+    callers = table.backward_callers() if table is not None else pd.DataFrame()
+    if callers.empty:
+        return None
+    row: dict[str, Any] = callers.loc[callers["time_ms"].idxmax()].to_dict()
+    return row if row["calls"] >= MANY_PASSES else None
+
+
 @rule(
     "dispatch_bound",
     title="Calling operators, not computing, takes {share:.0%} of the step{at}",
@@ -400,14 +512,9 @@ def dispatch_bound(evidence: Evidence, ledger: Causes) -> Measured | None:
         often = count > OFTEN * float(table["calls"].sum())
         at = f", {count:,.0f} of the calls those of {shown(name)}" if often else ""
     more: Measured = {}
-    table_of_lines = line_table(evidence.profile)
-    callers = table_of_lines.backward_callers() if table_of_lines is not None else pd.DataFrame()
-    if len(callers) and (row := callers.loc[callers["time_ms"].idxmax()])["calls"] >= MANY_PASSES:
+    if (row := _many_passes(evidence)) is not None:
         at = f", in {row['calls']:,.0f} backward passes per iteration, at {line_name(row)}"
-        more["advice"] = (
-            "If each pass has a part of the batch (gradient accumulation), make parts as "
-            "large as memory allows: a pass over few samples calls as many operators as one of all."
-        )
+        more["advice"] = LARGER_PARTS
     return {
         "share": share,
         "component": part[0],

@@ -344,6 +344,48 @@ def empty_products(evidence: Evidence, ledger: Causes) -> Measured | None:
     }
 
 
+SUBNORMAL = 0.001
+"""Least share of subnormal numbers in an operand: each takes a processor a hundred cycles or more
+(Intel, "64 and IA-32 Architectures Optimization Reference Manual", Denormals)."""
+
+MAKES = {"convolution": re.compile(r"aten::(\w+_convolution|convolution_backward)$")}
+"""Operator to those of a trace that compute it; others are called as they are."""
+
+
+@rule(
+    "subnormal_numbers",
+    title="Arithmetic on subnormal numbers takes up to {share:.0%} of each step: {part:.1%} of an "
+    "operand of `aten::{operator}` at {name}",
+    evidence=("Operators of that kind take {time:ms} of {total_ms:ms}, backward pass included.",),
+    advice="Call torch.set_flush_denormal(True) before anything else, so that its threads have it "
+    "from the beginning; or keep such numbers out: what decays to nearly nothing (exp of large "
+    "negative numbers, products of small ones) may be clamped, or set to zero.",
+    limit="arithmetic",
+    gpu=False,
+)
+def subnormal_numbers(evidence: Evidence, ledger: Causes) -> Measured | None:
+    """A product or convolution has operands below the smallest normal number, which processors
+    compute with many times slower."""
+    seen = _seen(evidence, "subnormal", ("share",), (*PLACE, "name"))
+    seen = seen[seen["share"].ge(SUBNORMAL)]
+    if seen.empty:
+        return None
+    worst = seen.loc[seen["share"].idxmax()]
+    operator = str(worst["name"])
+    pattern = MAKES.get(operator, re.compile(rf"aten::{re.escape(operator)}$"))
+    called = evidence.called[evidence.called["name"].str.fullmatch(pattern)]
+    time = float(called["cpu_self_ms"].sum())
+    return {
+        "share": time / evidence.total_ms,
+        "explains": None,
+        "part": float(worst["share"]),
+        "operator": operator,
+        "name": line_name(worst),
+        "time": time,
+        "speedup": bounded(time / evidence.total_ms),
+    }
+
+
 # ---- what one iteration computed, by line -------------------------------------------------------
 
 LINE_SHARE = 0.1

@@ -39,6 +39,9 @@ MOST_LINES, MOST_PRODUCTS = 2000, 200
 
 _PRODUCT = re.compile(r"aten\.(mm|addmm|bmm|baddbmm)\b")
 
+_ARITHMETIC = re.compile(r"aten\.(mm|addmm|bmm|baddbmm|convolution|mkldnn_rnn_layer)\b")
+"""Operators that take most of a step, or could."""
+
 _VIEW = re.compile(
     r"aten\.(t|transpose|view|_unsafe_view|_reshape_alias|expand|select|slice|permute|squeeze|"
     r"unsqueeze|detach|alias|as_strided|split|split_with_sizes|unbind|empty\w*|new_empty\w*)\b"
@@ -159,6 +162,9 @@ class SeenOperators(TorchDispatchMode):
         self._thread, self._spent_s, self._left_out = threading.get_ident(), 0.0, 0
         self._lines: dict[tuple[CodeType, int], tuple[int, ...]] = {}
         self._products: dict[tuple[CodeType, int, Any], dict[str, Any]] = {}
+        self._subnormal: dict[tuple[CodeType, int, str], tuple[int, float]] = {}
+        """Line and operator to its calls and the largest share of subnormal numbers in an operand
+        of those looked at."""
         self._runs = False
 
     def start(self) -> None:
@@ -194,6 +200,8 @@ class SeenOperators(TorchDispatchMode):
         ``untrained`` are those of the weights so named. ``products`` have ``name`` (of the weight,
         or of the function), ``calls``, ``rows``, ``inputs``, ``outputs`` and ``zeros`` (share of
         the elements of the operand that has most, in the call that has fewest), and the place.
+        ``subnormal`` have ``name`` of an operator, ``share`` of subnormal numbers in the operand
+        that has most, and the place.
         ``whole_tables`` have ``name``, ``rows``, ``lookups`` and
         in how many calls they are ``whole``; those of which all rows are scored are none.
         ``seconds`` were spent looking, ``left_out`` calls not seen.
@@ -211,6 +219,11 @@ class SeenOperators(TorchDispatchMode):
             "products": [
                 {**product, **line_of(code, line)}
                 for (code, line, _), product in self._products.items()
+            ],
+            "subnormal": [
+                {"name": name, "share": share, **line_of(code, line)}
+                for (code, line, name), (_, share) in self._subnormal.items()
+                if share
             ],
             "whole_tables": [
                 one for one in self._tables.values() if one["whole"] and not one["scored"]
@@ -271,6 +284,8 @@ class SeenOperators(TorchDispatchMode):
             of[""] += elements
             half = any(one.requires_grad for one in inputs)
             of[weight] = of.get(weight, 0) + elements / (2 if half else 1)
+        if _ARITHMETIC.match(name) and operands[0].device.type == "cpu":
+            self._count_subnormal((*places[0], name.split(".")[1]), operands)
         if _PRODUCT.match(name) and not captures():
             self._multiply(places[0], operands[-2:])
 
@@ -348,6 +363,18 @@ class SeenOperators(TorchDispatchMode):
             "rows": left.numel() // max(int(inputs), 1),
             **{"inputs": int(inputs), "outputs": int(outputs), "zeros": max(zeros), "calls": 1},
         }
+
+    def _count_subnormal(
+        self, key: tuple[CodeType, int, str], operands: list[torch.Tensor]
+    ) -> None:
+        calls, most = self._subnormal.get(key, (0, 0.0))
+        if not calls & (calls + 1):  # looked at less and less often
+            for one in operands:
+                if one.dtype in (torch.float32, torch.float64):
+                    size = one.detach().reshape(-1)[:MOST_ELEMENTS].abs()
+                    tiny = (size < torch.finfo(one.dtype).tiny) & (size > 0)
+                    most = max(most, float(tiny.sum()) / max(len(size), 1))
+        self._subnormal[key] = calls + 1, most
 
     def _places(self) -> list[tuple[CodeType, int]]:
         """(function, line) of the frames of the user's that run, innermost first."""
