@@ -9,6 +9,7 @@ than that stands, however noisy the machine was.
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -139,6 +140,10 @@ def _worst(levels: Iterable[str]) -> str:
     return max(levels, key=LEVELS.index, default="green")
 
 
+OF_GPUS = re.compile(r"aten::(cudnn|miopen)_(convolution|batch_norm|rnn)")
+"""Matches names of operators that run on a GPU only, with its work recorded or not."""
+
+
 def _doubts(
     profile: Profile, attribution: pd.DataFrame, findings: Sequence[Finding]
 ) -> Iterator[Doubt]:
@@ -153,6 +158,7 @@ def _doubts(
     if step is None:
         yield Doubt("amber", "the recording marks no steps", "shares are of all of it")
     is_of_gpu = profile.of_kind("runtime").any() or profile.meta.get("engine") == "nsight"
+    is_of_gpu |= profile.which("name", lambda name: bool(OF_GPUS.match(name))).any()
     if is_of_gpu and not profile.has("gpu_time_ms"):
         why = "none of its work is recorded (no device activity)"
         yield Doubt("amber", why, "what a GPU did, and when it was idle, is not known")

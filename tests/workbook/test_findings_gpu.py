@@ -246,7 +246,7 @@ def test_memory_is_taken_once_or_again_and_again(trace: Trace, again: bool) -> N
         if not again and i:
             trace.events[-1]["dur"] = 5.0
     said = found(trace.read())["allocation"]
-    assert ("caching allocator" in said.advice) == again
+    assert ("a pool (cudaMallocAsync)" in said.advice) == again
     assert ("record later iterations" in said.advice) != again
     assert ("Most of that passes in 1 of the calls: cudaMalloc 0.888 ms." in said.evidence) != again
 

@@ -432,7 +432,7 @@ def test_a_range_within_which_little_is_launched_marks_no_iteration() -> None:
         + [(10 * n + 5, 10 * n + 6, "aten::mm", "operator", -1, 0) for n in range(9)],
         columns=["start", "end", "name", "kind", "parent", "profile"],
     )
-    assert steps._annotated(host, np.arange(9, 18), PartNames()) is None
+    assert steps._annotated(host, np.ones(9), np.arange(9, 18), PartNames()) is None
 
 
 def test_nothing_that_repeats_is_the_whole_recording(tmp_path: Path) -> None:

@@ -215,6 +215,55 @@ def test_idle_time_before_a_wait_is_not_what_it_costs(tmp_path: Path) -> None:
     assert not any("could be hidden" in one.evidence for one in every)
 
 
+def calls_and_waits(torch: bool) -> list[Any]:
+    """Ten times: memory taken for 8 ms, 1 ms of work, and a wait for it."""
+    events = [gpu_trace._span("cpu_op", "aten::add", 0, 2)] if torch else []
+    for number, at in enumerate(range(0, 100_000, 10_000)):
+        events.append(gpu_trace._span("cuda_runtime", "cudaMalloc", at + 10, at + 8_010))
+        call = gpu_trace._span("cuda_runtime", LAUNCH, at + 8_020, at + 8_030, correlation=number)
+        work = gpu_trace._on_gpu("kernel", "k", at + 8_035, at + 9_035, 7, correlation=number)
+        wait = gpu_trace._span("cuda_runtime", "cudaDeviceSynchronize", at + 8_040, at + 9_040)
+        events += [call, work, wait]
+    return events
+
+
+@pytest.mark.parametrize("torch", [True, False])
+def test_waits_do_not_cost_what_passes_in_other_calls(torch: bool, tmp_path: Path) -> None:
+    every = report(tmp_path, calls_and_waits(torch)).ranked_findings
+    assert every[0].id == "allocation" and every[0].share_of_step > 0.75
+    assert ("PYTORCH_CUDA_ALLOC_CONF" in every[0].advice) == torch
+    assert ("a pool (cudaMallocAsync)" in every[0].advice) != torch
+    assert sum(one.share_of_step for one in every if one.id == "synchronisation") < 0.15
+
+
+@pytest.mark.parametrize(("begin", "found"), [(0, 4), (500_000, 0)])
+def test_ranges_with_little_of_the_work_are_no_iterations(
+    begin: int, found: int, tmp_path: Path
+) -> None:
+    """Four layers, each of its own length; other work as long as ``begin`` runs before them."""
+    events, number = [], 1
+    if begin:
+        events.append(gpu_trace._span("cuda_runtime", LAUNCH, 0, 5, correlation=number))
+        events.append(gpu_trace._on_gpu("kernel", "k", 10, begin - 10, 7, correlation=number))
+    for at, length in ((0, 9_000), (12_000, 8_000), (23_000, 7_000), (35_000, 9_500)):
+        start = begin + at
+        events.append(gpu_trace._span("user_annotation", "Layer", start, start + length))
+        for part in range(start + 10, start + length - 900, 1000):
+            number += 1
+            call = gpu_trace._span("cuda_runtime", LAUNCH, part, part + 5, correlation=number)
+            work = gpu_trace._on_gpu("kernel", "k", part + 9, part + 700, 7, correlation=number)
+            events += [call, work]
+    assert len(report(tmp_path, events).profile.iterations) == found
+
+
+def test_little_of_a_recording_and_operators_of_a_missing_gpu_are_said(tmp_path: Path) -> None:
+    events = [*operators(), gpu_trace._span("cpu_op", "aten::cudnn_convolution", 60_000, 99_000)]
+    told = report(tmp_path, events)
+    said = "The iterations that are explained take 10.0 ms of a recording of 99.0 ms."
+    assert said in told.headline
+    assert "none of its work is recorded" in told.quality["sentence"]
+
+
 def test_a_copy_in_whose_call_the_host_waits_is_felt(tmp_path: Path) -> None:
     events, name = [], "Memcpy HtoD (Pageable -> Device)"
     for at in range(0, 100_000, 10_000):
@@ -233,6 +282,7 @@ def test_a_copy_in_whose_call_the_host_waits_is_felt(tmp_path: Path) -> None:
         ("aten::item", "cpu_op", "Waiting for the device in aten::item takes"),
         ("cudaEventSynchronize", "cuda_runtime", "Waiting for the GPU in cudaEventSynchronize"),
         ("cudaFree", "cuda_runtime", "Taking or giving back memory of the GPU in cudaFree takes"),
+        ("rpc_async#f(a -> b)", "cpu_op", "Waiting for another process in rpc_async#f(a -> b)"),
     ],
 )
 def test_calls_that_compute_nothing_are_called_what_they_do(

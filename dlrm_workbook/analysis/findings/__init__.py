@@ -26,6 +26,7 @@ from dlrm_workbook.analysis.attribution import (
     device_beside_host,
     unattributed,
 )
+from dlrm_workbook.analysis.context_tree import extent
 from dlrm_workbook.analysis.device_counters import counted_sentence
 from dlrm_workbook.analysis.findings import (
     changes,
@@ -90,6 +91,12 @@ time; of what names no cause, always."""
 OTHERWISE = 0.1
 """Of the step or of the recording: so much that a headline leaves out, or that differs between the
 two, is said."""
+
+MOST_OF_ALL = 0.5
+"""Of a recording; if the iterations that are explained take less, that is said."""
+
+NEXT_TO_NOTHING = 0.02
+"""Share of the time of a named part that is not worth a sentence, where most has no name."""
 
 SERIALISED_CAUTION = (
     "Kernels were serialised by PC sampling: times, idleness and overlap of this recording are "
@@ -287,13 +294,12 @@ def _limit(evidence: Evidence, title: str) -> str:
     on_device = named["where"].eq("device")
     if not evidence.is_ours and not on_device.any() and (roles := by_role(profile)):
         return roles
-    busy = ""
-    if on_device.any():
-        busy = _busy(evidence)
-        named = named[on_device]
+    of_gpu = bool(on_device.any())
+    first = _busy(evidence) if of_gpu else _explained(evidence)
+    named = named[on_device] if of_gpu else named
     total = float(named["time_ms"].sum())
     if named["component"].eq("other").all():
-        nothing = f"{busy}The recording names no part of a model."
+        nothing = f"{first}The recording names no part of a model."
         return nothing + _without_part(profile) + _paces(evidence, title)
     parts = named[named["component"] != "other"] if evidence.low_coverage else named
     parts = parts.groupby(["component", "phase"], as_index=False)[["time_ms"]].sum()
@@ -302,7 +308,7 @@ def _limit(evidence: Evidence, title: str) -> str:
     time = float(top["time_ms"])
     times = f"{milliseconds(time)} of {milliseconds(total)}"
     reached = _reached(evidence, str(top["component"]), str(top["phase"]))
-    whole, per = "the GPU's time" if busy else evidence.basis, evidence.per
+    whole, per = "the GPU's time" if of_gpu else evidence.basis, evidence.per
     if whole == "the CPU time":
         whole = "the main thread's CPU time"
         per += ", start-up left out" * bool(profile.contexts["phase"].eq(START_UP).any())
@@ -311,18 +317,21 @@ def _limit(evidence: Evidence, title: str) -> str:
     called = operators[operators["kind"].eq("operator")]
     most = heaviest(called, 2)
     told = float(called.groupby("name")["cpu_self_ms"].sum().nlargest(2).sum()) > 0.5 * time
-    if most and told and not busy and not evidence.is_ours:
+    if most and told and not of_gpu and not evidence.is_ours:
         reached += f", most of it in {most}"
-    text = f"{busy}The largest {largest} is {name}: {times} {per} ({time / total:.0%}){reached}."
-    if not busy and f"takes {time / total:.0%} of" in title and name.split()[0] in title.lower():
-        text = f"That is {times} {per}{reached}."
+    text = f"The largest {largest} is {name}: {times} {per} ({time / total:.0%}){reached}."
+    if time < NEXT_TO_NOTHING * total and evidence.low_coverage:
+        text = ""
+    text = f"{first}{text}".rstrip()
+    if not of_gpu and f"takes {time / total:.0%} of" in title and name.split()[0] in title.lower():
+        text = f"{first}That is {times} {per}{reached}."
     if evidence.low_coverage:
-        kind = "GPU's" if busy else "CPU's"
+        kind = "GPU's" if of_gpu else "CPU's"
         text += (
             f" Only {percent(coverage(attribution))} of the {kind} time is in named parts."
             f"{_without_part(profile)}"
         )
-    return text
+    return text.lstrip()
 
 
 def _paces(evidence: Evidence, title: str) -> str:
@@ -361,6 +370,7 @@ def _busy(evidence: Evidence) -> str:
         )
     if evidence.profile.iterations.empty:
         text += gpu_idle.left_out(evidence, OTHERWISE * evidence.total_ms)
+    text += _explained(evidence)
     time, exposed = evidence.exchange_ms
     if time > OTHERWISE * evidence.total_ms:
         text += (
@@ -368,6 +378,20 @@ def _busy(evidence: Evidence) -> str:
             f"{milliseconds(exposed)} while nothing else does. "
         )
     return text
+
+
+def _explained(evidence: Evidence) -> str:
+    """How much of another program's recording its iterations are, where that is not most of it."""
+    if evidence.is_ours or evidence.profile.iterations.empty:
+        return ""
+    (first, last), (begin, end) = evidence.windows, extent(evidence.profile.trace)
+    explained, recorded = float((last - first).sum()) / 1e6, (end - begin) / 1e6
+    if explained >= MOST_OF_ALL * recorded:
+        return ""
+    return (
+        f"The iterations that are explained take {milliseconds(explained)} of a recording of "
+        f"{milliseconds(recorded)}. "
+    )
 
 
 def _without_part(profile: Profile) -> str:

@@ -225,6 +225,19 @@ class Causes:
         return left
 
 
+WITHOUT_TORCH = {
+    "synchronisation": "Wait, or read results back, only where the host needs them: let work of "
+    "one stream follow each other, and wait for events of it later, or for many results at once.",
+    "allocation": "Take memory once and use it again: a pool (cudaMallocAsync), or buffers of the "
+    "largest size, instead of taking and giving it back around each use.",
+    "pageable_copies": "Copy from and to pinned memory (cudaHostAlloc, cudaHostRegister) on a "
+    "stream of its own, keep on the GPU what is used there again, or copy fewer bytes.",
+}
+"""Finding to what to do in programs that are none of torch's."""
+
+TORCHS = re.compile(r"torch|DataLoader|\.item\(\)")
+"""Matches advice that holds for programs of torch alone."""
+
 Measure = Callable[[Evidence, Causes], Measured | Iterable[Measured] | None]
 
 
@@ -270,6 +283,8 @@ class Rule:
                 in_one = most / seen.total_ms
             felt = _felt(seen, context) if IDLE not in self.concerns else 1.0
         advice = _filled(figures["advice"], figures, seen) or ""
+        if TORCHS.search(advice) and not seen.profile.of_kind("operator").any():
+            advice = WITHOUT_TORCH.get(str(figures["id"]), advice)
         speedup = removed(share) if figures["speedup"] is None else figures["speedup"]
         if seen.on_gpu and not (figures["change"] and seen.probed):
             speedup = capped(partly_felt(speedup, felt), felt * share)

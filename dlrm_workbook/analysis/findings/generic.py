@@ -279,6 +279,7 @@ MEANINGS = (
     (SYNC, "Waiting for the GPU", WAITS),
     (re.compile(r"aten::(item|_local_scalar_dense)$"), "Waiting for the device", WAITS),
     (COMMUNICATION, "Exchanging with other ranks", WAITS),
+    (re.compile(r"rpc_(a?sync|remote)|to_here"), "Waiting for another process", WAITS),
     (
         ALLOCATING,
         "Taking or giving back memory of the GPU",

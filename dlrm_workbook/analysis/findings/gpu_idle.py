@@ -157,9 +157,10 @@ def synchronising(evidence: Evidence, ledger: Causes) -> Measured | None:
     count = evidence.iterations
     waited, share = float(calls["waited_ms"].sum()), lost / evidence.total_ms
     bound, speedup = None, None
-    # it explains no idle time before it, nor after the GPU's last work
+    # it explains no idle time before it, nor after the GPU's last work, nor in other long calls
     between = calls["start_ns"].min(), evidence.work["end_ns"].max()
-    later = float(evidence.idle.loc[evidence.idle["start_ns"].between(*between), "idle_ms"].sum())
+    idle_after = evidence.idle[evidence.idle["start_ns"].between(*between)]
+    later = float(idle_after.loc[~_in_long_calls(evidence, idle_after), "idle_ms"].sum())
     ahead = evidence.total_ms - waited < RUNS_AHEAD * evidence.device_ms
     if ahead and later > lost and len(calls) > 1:
         bound = min(later, waited)
@@ -194,6 +195,22 @@ def synchronising(evidence: Evidence, ledger: Causes) -> Measured | None:
         "during": f"during and after it{', and in the operators around it' * bool(len(around))}",
         "pieces": (calls["context"], calls["lost_ms"]),
     }
+
+
+LONG_CALL_US = 1000.0
+"""A call of the driver that waits for nothing and takes so long does work of its own: it takes or
+gives back memory, or loads what is used for the first time."""
+
+
+def _in_long_calls(evidence: Evidence, idle: pd.DataFrame) -> np.ndarray:
+    """Rows (n,) of ``evidence.idle`` in a call of the driver that would take as long without any
+    wait."""
+    contexts, context = evidence.profile.contexts, idle["context"].to_numpy()
+    waits = evidence.named(SYNC) | evidence.named(BLOCKING)
+    own = contexts["kind"].eq("runtime").to_numpy() & ~waits
+    length = idle["end_ns"].to_numpy() - idle["start_ns"].to_numpy()
+    long = (length >= 1e3 * LONG_CALL_US) & own[context] & (context >= 0)
+    return long | idle["cause"].eq("allocation").to_numpy()
 
 
 READ_BACK = re.compile("DtoH|DeviceToHost")
@@ -382,7 +399,10 @@ def _in_few_calls(evidence: Evidence, calls: pd.DataFrame) -> str | None:
     longest = longest[longest.cumsum().shift(fill_value=0) < MOSTLY * longest.sum()]
     steps = evidence.iterations
     habit = FEW_OF_STEPS * steps if steps > 1 else max(FEW_CALLS * len(calls), 1)
-    if not 0 < len(longest) <= habit:
+    # a launch takes some microseconds once what it runs is loaded
+    loads = steps <= 1 and bool(longest.gt(LONG_CALL_US / 1e3).all())
+    loads = loads and bool(longest.index.str.contains("Launch").all())
+    if not len(longest) or not (loads or len(longest) <= habit):
         return None
     by_name = longest.groupby(level=0).sum().nlargest(MOST_LISTED)
     return f"Most of that passes in {len(longest)} of the calls: {listed_times(by_name)}."
@@ -827,6 +847,10 @@ def _copies_below(evidence: Evidence) -> np.ndarray:
     return names
 
 
+NAMED = 0.2
+"""Least share of what is left out for the place that takes most of it to be named."""
+
+
 def left_out(evidence: Evidence, least_ms: float) -> str:
     """Sentences on the time before and after what is explained, where they last so long and more:
     how long, and what the host is in for most of it."""
@@ -837,6 +861,6 @@ def left_out(evidence: Evidence, least_ms: float) -> str:
         if (time := (until - since) / 1e6) > least_ms:
             ms = np.maximum(np.minimum(end, until) - np.maximum(start, since), 0) / 1e6
             place, held = main_place(profile, context, ms)
-            of_it = f", {milliseconds(held)} of it in {place}" if held > 0.5 * time else ""
+            of_it = f", {milliseconds(held)} of it in {place}" if held > NAMED * time else ""
             text += f"The {milliseconds(time)} {where} that are left out{of_it}. "
     return text

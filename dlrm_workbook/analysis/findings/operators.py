@@ -40,6 +40,7 @@ from dlrm_workbook.analysis.lines import line_table, lines
 from dlrm_workbook.analysis.work import operator_work
 from dlrm_workbook.ground.units import milliseconds
 from dlrm_workbook.recordings.profile import nearest
+from dlrm_workbook.recordings.torch.lines import MAIN
 
 MANY = 100
 """Extra calls per iteration from which smallness, not any one operator, is the matter."""
@@ -381,7 +382,11 @@ def many_passes(evidence: Evidence, ledger: Causes) -> Measured | None:
         or any("backward passes per iteration" in text for _, text in ledger.told)
     ):
         return None
-    share = float(table.loc[table["role"].eq("model"), "share_of_step"].sum())
+    model = table[table["role"].eq("model") & table["thread"].eq(MAIN)]
+    share = float(model["share_of_step"].sum())
+    often = model.loc[model["calls"].ge(row["calls"]), "share_of_step"].sum()
+    if often < 0.5 * share:  # several losses of one forward pass
+        return None
     return {
         "share": share,
         "least": 0.5,
@@ -448,7 +453,7 @@ def _many_passes(evidence: Evidence) -> dict[str, Any] | None:
     callers = table.backward_callers() if table is not None else pd.DataFrame()
     if callers.empty:
         return None
-    row: dict[str, Any] = callers.loc[callers["time_ms"].idxmax()].to_dict()
+    row: dict[Any, Any] = callers.loc[callers["time_ms"].idxmax()].to_dict()
     return row if row["calls"] >= MANY_PASSES else None
 
 

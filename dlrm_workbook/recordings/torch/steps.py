@@ -93,16 +93,22 @@ def find_steps(host: pd.DataFrame, device: pd.DataFrame, names: PartNames) -> St
         operator = host["kind"].eq("operator").to_numpy() & host["profile"].eq(0).to_numpy()
         outermost = outermost_marked(host["parent"].to_numpy(), operator)
         rows = np.flatnonzero(outermost == np.arange(len(host)))
-    return _annotated(host, rows, names) or _repeated(host, launched, rows, names)
+    ran = launched if len(launched) else host.iloc[rows]
+    work = (ran["end"] - ran["start"]).to_numpy()
+    annotated = _annotated(host, work, rows, names)
+    return annotated or _repeated(host, launched, work, rows, names)
 
 
-def _annotated(host: pd.DataFrame, rows: Ints, names: PartNames) -> Steps | None:
-    """The ranges of which one contains nearly all launches, again and again."""
+def _annotated(host: pd.DataFrame, work: Ints, rows: Ints, names: PartNames) -> Steps | None:
+    """The ranges of which one contains nearly all launches, again and again, and most of the
+    ``work`` (n,) ns of what is launched in ``rows`` (n,)."""
     ranges = host[host["kind"].eq("annotation")]
     if ranges.empty:
         return None
     ranges = ranges[matching(ranges["name"], lambda name: names.of("annotation", name) is None)]
-    launches = np.sort(host["start"].to_numpy()[rows])
+    order = np.argsort(host["start"].to_numpy()[rows], kind="stable")
+    launches = host["start"].to_numpy()[rows][order]
+    worked = np.concatenate([[0], np.cumsum(work[order])])
     labels = [unnumbered(str(name)) for name in ranges["name"]]
     candidates: list[tuple[tuple[bool, int], Steps]] = []
     for (_, label), group in ranges.groupby(["profile", np.array(labels, dtype=object)]):
@@ -110,18 +116,22 @@ def _annotated(host: pd.DataFrame, rows: Ints, names: PartNames) -> Steps | None
         if len(start) < FEWEST or (start[1:] < end[:-1]).any():
             continue
         within = np.searchsorted(launches, [start[0], end[-1]])
-        inside = np.searchsorted(launches, end) - np.searchsorted(launches, start)
+        since, until = np.searchsorted(launches, start), np.searchsorted(launches, end)
+        inside, held = until - since, (worked[until] - worked[since]).sum()
         least = max(CONTAINED * (within[1] - within[0]), LEAST_SHARE * len(launches))
         if (inside > 0).all() and inside.sum() >= least:
             spans = list(zip(start.tolist(), end.tolist(), strict=True))
             in_words = bool(_STEP_WORDS.search(str(label)))
-            if in_words or not _are_layers(host, spans, names):
+            most = held >= LEAST_SHARE * worked[-1]
+            if in_words or (most and not _are_layers(host, spans, names)):
                 found = Steps(spans, str(label), f"the ranges '{label}'")
                 candidates.append(((in_words, len(start)), found))
     return max(candidates, key=lambda entry: entry[0])[1] if candidates else None
 
 
-def _repeated(host: pd.DataFrame, launched: pd.DataFrame, rows: Ints, names: PartNames) -> Steps:
+def _repeated(
+    host: pd.DataFrame, launched: pd.DataFrame, work: Ints, rows: Ints, names: PartNames
+) -> Steps:
     """Iterations from the repeating sequence of launches (of operators, without a GPU)."""
     none = Steps([], "", "")
     if not len(rows):
@@ -133,8 +143,6 @@ def _repeated(host: pd.DataFrame, launched: pd.DataFrame, rows: Ints, names: Par
         kernel, kernels = coded(launched["name"])
         symbol = symbol * len(kernels) + kernel
     start, end = host["start"].to_numpy()[rows], host["end"].to_numpy()[rows]
-    ran = launched if len(launched) else host.iloc[rows]
-    work = (ran["end"] - ran["start"]).to_numpy()
     spans = find_iterations(start, end, symbol)
     if not spans or spans[0][0] == spans[-1][0]:
         return none
