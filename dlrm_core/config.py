@@ -2,8 +2,9 @@
 
 A parameters file (YAML) has the sections ``model``, ``data``, ``training``, a ``title``, and
 those of other packages (:data:`OWNERS`). Each section is a frozen dataclass; a value that cannot
-work is refused when the dataclass is built, before anything runs. Options of a kind of
-interaction, loss or optimiser are declared and checked by its class.
+work is refused when the dataclass is built, before anything runs. What each leaf means is in
+``meanings.yaml``; options of a kind of interaction, loss or optimiser are declared, explained and
+checked by its class.
 
 Sources: the model's shape and its names follow Naumov et al. 2019
 (arXiv:1906.00091); defaults are those of parameters/seed.yaml, the shape of
@@ -37,67 +38,39 @@ from dlrm_core.base.settings import (
     refuse_clashes,
     setting,
     shown,
+    with_meanings,
     with_options,
 )
 from dlrm_core.interactions import INTERACTIONS, Interaction, Weight
 from dlrm_core.losses import LOSSES
 from dlrm_core.optimizers import OPTIMIZERS
 
+MEANINGS = read_yaml(Path(__file__).with_name("meanings.yaml").read_text(encoding="utf-8"))
+"""What the leaves of the sections below mean, but for those that choose among kinds."""
+
 
 @dataclass(frozen=True)
 @with_options("loss", LOSSES)
 @with_options("interaction", INTERACTIONS)
+@with_meanings(MEANINGS["model"])
 class ModelConfig:
     """Shape of the DLRM: bottom MLP, embedding tables, interaction, top MLP.
 
     Options of interactions and losses are leaves of it as well.
     """
 
-    mlp_sizes: str = setting(
-        "facebook",
-        "how bottom_mlp is counted: 'facebook' includes the input width "
-        "(512-512-64 is 512 dense features and two layers); 'nvidia' excludes it",
-        choices=("facebook", "nvidia"),
-    )
-    dense_features: int | None = setting(
-        None,
-        "number of dense (numerical) features; required with mlp_sizes: nvidia, "
-        "with facebook it is bottom_mlp's first width",
-        minimum=1,
-    )
-    bottom_mlp: tuple[int, ...] = setting(
-        (512, 512, 64), "widths of the bottom MLP; the last equals embedding_dim", minimum=1
-    )
-    top_mlp: tuple[int, ...] = setting(
-        (1024, 1024, 1024, 1),
-        "widths of the top MLP without its input, which follows from the interaction",
-        minimum=1,
-    )
-    embedding_dim: int = setting(64, "width of an embedding row", minimum=1)
-    embedding_precision: str = setting(
-        "fp32",
-        "how the tables store their numbers: 'fp32', or in 2 bytes 'bf16' or 'fp16' (8 and 11 bits "
-        "of significand); sums, gradients and optimiser state stay fp32, and updates are rounded "
-        "stochastically, by random numbers that follow from training.seed",
-        choices=("fp32", "bf16", "fp16"),
-    )
-    tables: int | None = setting(
-        8, "number of embedding tables; left out, the length of table_rows", minimum=1
-    )
-    table_rows: tuple[int, ...] = setting(
-        (1_000_000,), "rows of each table: one number for all, or a list", minimum=1
-    )
+    mlp_sizes: str = setting("facebook", choices=("facebook", "nvidia"))
+    dense_features: int | None = setting(None, minimum=1)
+    bottom_mlp: tuple[int, ...] = setting((512, 512, 64), minimum=1)
+    top_mlp: tuple[int, ...] = setting((1024, 1024, 1024, 1), minimum=1)
+    embedding_dim: int = setting(64, minimum=1)
+    embedding_precision: str = setting("fp32", choices=("fp32", "bf16", "fp16"))
+    tables: int | None = setting(8, minimum=1)
+    table_rows: tuple[int, ...] = setting((1_000_000,), minimum=1)
     interaction: str = setting("dot", explained(INTERACTIONS), choices=tuple(INTERACTIONS))
     loss: str = setting("mse", explained(LOSSES), choices=tuple(LOSSES))
-    loss_threshold: float = setting(
-        0.0, "clamp predictions to [t, 1-t] when 0 < t < 1", minimum=0.0, maximum=1.0
-    )
-    init: str = setting(
-        "facebook",
-        "'facebook': facebookresearch/dlrm's own numpy stream, same weights bit for bit; "
-        "'torch': the same distributions drawn on the device, faster",
-        choices=("facebook", "torch"),
-    )
+    loss_threshold: float = setting(0.0, minimum=0.0, maximum=1.0)
+    init: str = setting("facebook", choices=("facebook", "torch"))
 
     def __post_init__(self) -> None:
         coerce_section(self, "model")
@@ -200,88 +173,29 @@ LAWS = ("uniform", "zipf", "reuse")
 
 
 @dataclass(frozen=True)
+@with_meanings(MEANINGS["data"])
 class DataConfig:
     """Where batches come from."""
 
     generator: str = setting(
-        "facebook",
-        "'facebook_loop': facebookresearch/dlrm's per-sample Python loop; 'facebook': the same "
-        "stream bit for bit, vectorised (by dlrm_kernels; without them by the loop); 'uniform', "
-        "'zipf', 'reuse': the same bag law without deduplication, indices uniform, by a power law, "
-        "or used again as often as in production tables (docs/datasets.md), on CPU or GPU; "
-        "'dataset': the files in path; 'teacher': rows by the power law and labels of a planted "
-        "model",
-        choices=("facebook_loop", "facebook", *LAWS, "dataset", "teacher"),
+        "facebook", choices=("facebook_loop", "facebook", *LAWS, "dataset", "teacher")
     )
-    path: str = setting(
-        "",
-        "with dataset: its folder, relative to where dlrm is called; model.table_rows and "
-        "dense_features may be left out where the data set says them",
-    )
-    format: str = setting(
-        "split_binary",
-        "with dataset: 'split_binary' (NVIDIA's, with feature_spec.yaml), 'deepspark_dist' (the "
-        "same file names, other types), 'terabyte' (terabyte_processed_*.bin, 40 x int32)",
-        choices=("split_binary", "deepspark_dist", "terabyte"),
-    )
-    order: str = setting(
-        "sequential",
-        "with dataset: batches in the order of the files, or 'shuffled' anew each epoch (whole "
-        "batches of neighbouring samples; the order follows from training.seed)",
-        choices=("sequential", "shuffled"),
-    )
-    samples: int | None = setting(
-        None,
-        "samples of an epoch of generated data, after which the stream begins again as "
-        "facebookresearch/dlrm's does; left out, it has no end",
-        minimum=1,
-    )
-    drop_last: bool = setting(
-        True,
-        "leave out the samples at the end of an epoch that do not fill a batch; false: train on "
-        "them as a short batch",
-    )
-    teacher_seed: int = setting(
-        1, "with teacher: seed of the planted model (training.seed draws the samples)", minimum=0
-    )
-    teacher_strength: float = setting(
-        1.38,
-        "with teacher: standard deviation of its logit; 1.38 gives an AUC near 0.80",
-        minimum=0.0,
-        maximum=8.0,
-    )
-    teacher_rows: int = setting(
-        64, "with teacher: how many of each table's hottest rows have an effect", minimum=1
-    )
-    indices_per_lookup: int = setting(
-        100, "bag size, or its upper bound with random pooling", minimum=1
-    )
-    fixed_pooling: bool = setting(
-        False,
-        "true: every bag holds indices_per_lookup indices; false: max(1, round(r k)), r ~ U[0,1)",
-    )
-    multi_hot_sizes: tuple[int, ...] | None = setting(
-        None,
-        "with uniform, zipf and reuse: indices of every bag, table by table, as MLPerf's "
-        "--multi_hot_sizes; in place of indices_per_lookup and fixed_pooling",
-        minimum=1,
-    )
-    zipf_exponent: float = setting(
-        1.05, "with zipf and teacher: exponent a of P(row i) ~ (i+1)^-a, row 0 hottest", minimum=0.0
-    )
-    round_targets: bool = setting(False, "targets 0 or 1 instead of uniform in [0,1)")
-    loader: str = setting(
-        "synchronous",
-        "'synchronous': made in the main thread between steps, as in the experiment; "
-        "'prefetch': made by a background thread while the step computes",
-        choices=("synchronous", "prefetch"),
-    )
-    prefetch_batches: int = setting(2, "batches kept ready by the prefetching loader", minimum=1)
-    place: str = setting(
-        "cpu",
-        "where uniform, zipf and reuse batches are made: 'cpu', or 'device' (straight on the GPU)",
-        choices=("cpu", "device"),
-    )
+    path: str = setting("")
+    format: str = setting("split_binary", choices=("split_binary", "deepspark_dist", "terabyte"))
+    order: str = setting("sequential", choices=("sequential", "shuffled"))
+    samples: int | None = setting(None, minimum=1)
+    drop_last: bool = setting(True)
+    teacher_seed: int = setting(1, minimum=0)
+    teacher_strength: float = setting(1.38, minimum=0.0, maximum=8.0)
+    teacher_rows: int = setting(64, minimum=1)
+    indices_per_lookup: int = setting(100, minimum=1)
+    fixed_pooling: bool = setting(False)
+    multi_hot_sizes: tuple[int, ...] | None = setting(None, minimum=1)
+    zipf_exponent: float = setting(1.05, minimum=0.0)
+    round_targets: bool = setting(False)
+    loader: str = setting("synchronous", choices=("synchronous", "prefetch"))
+    prefetch_batches: int = setting(2, minimum=1)
+    place: str = setting("cpu", choices=("cpu", "device"))
 
     def __post_init__(self) -> None:
         coerce_section(self, "data")
@@ -322,185 +236,57 @@ TABLE_ENGINES = {"fused": "fused embeddings", "fbgemm": "FBGEMM"}
 
 
 @dataclass(frozen=True)
+@with_meanings(MEANINGS["training"])
 class TrainingConfig:
     """The training loop."""
 
-    batch_size: int = setting(2048, "samples per iteration", minimum=1)
-    batches: int = setting(100, "iterations", minimum=1)
-    epochs: float | None = setting(
-        None,
-        "passes over the training data instead of a number of batches; needs a data set or "
-        "data.samples, since other streams have no end",
-        minimum=0.0,
-    )
-    max_steps: int | None = setting(
-        None, "end after so many iterations, whatever batches or epochs say", minimum=1
-    )
-    learning_rate: float = setting(
-        0.01, "step size, of embeddings and dense part alike", minimum=0.0
-    )
-    lr_schedule: str = setting(
-        "nvidia",
-        "law of warm-up and decay: 'nvidia' (the plateau at learning_rate, lr_end after the decay) "
-        "or 'facebook' (dlrm_s_pytorch.py's: warm-up and decay stay at the last rate they reached)",
-        choices=("nvidia", "facebook"),
-    )
-    lr_warmup_steps: int = setting(
-        0, "iterations W in which the learning rate rises in a line from 0", minimum=0
-    )
-    lr_decay_start: int = setting(0, "iteration D from which the learning rate decays", minimum=0)
-    lr_decay_steps: int = setting(
-        0,
-        "iterations N over which it decays: learning_rate ((D+N-s)/N)^power in iteration s, "
-        "lr_end after that; 0: no decay",
-        minimum=0,
-    )
-    lr_decay_power: float = setting(2.0, "power of the decay", minimum=0.0)
-    lr_end: float = setting(0.0, "learning rate below which the decay does not go", minimum=0.0)
+    batch_size: int = setting(2048, minimum=1)
+    batches: int = setting(100, minimum=1)
+    epochs: float | None = setting(None, minimum=0.0)
+    max_steps: int | None = setting(None, minimum=1)
+    learning_rate: float = setting(0.01, minimum=0.0)
+    lr_schedule: str = setting("nvidia", choices=("nvidia", "facebook"))
+    lr_warmup_steps: int = setting(0, minimum=0)
+    lr_decay_start: int = setting(0, minimum=0)
+    lr_decay_steps: int = setting(0, minimum=0)
+    lr_decay_power: float = setting(2.0, minimum=0.0)
+    lr_end: float = setting(0.0, minimum=0.0)
     optimizer: str = setting(
         "sgd",
         f"of the embeddings: {explained(OPTIMIZERS)}; the dense part uses "
         + ", ".join(f"{kind.dense} with {name}" for name, kind in OPTIMIZERS.items()),
         choices=tuple(OPTIMIZERS),
     )
-    dense_backend: str = setting(
-        "torch",
-        "code of MLPs and interaction: 'torch', or on a CPU with bf16 matrix tiles (Intel AMX) "
-        "'fused': kernels of our own, with precision: bf16, or fp32 and fp32_matmul: bf16x2 or "
-        "bf16x3; on another CPU with AVX-512 'fused' is the dot interaction alone; on a GPU "
-        "'fused' is the interaction as one Triton kernel, and matrix products padded to what "
-        "tensor cores want; 'auto': on a CPU whichever is faster at the start",
-        choices=("torch", "fused", "auto"),
-    )
-    embedding_backend: str = setting(
-        "torch",
-        "code of lookups and table updates: 'torch': EmbeddingBag and torch's optimisers, a call "
-        "per table; 'fused': one call for all tables, update inside backward; 'fbgemm': FBGEMM's "
-        "(where installed); 'auto': whichever is fastest on the run's own tables and first batches",
-        choices=("torch", "fused", "fbgemm", "auto"),
-    )
-    embeddings_on_gpu_bytes: int | None = setting(
-        None,
-        "bytes of embedding tables that may lie on the GPU, smallest tables first; the others "
-        "stay in host memory and are looked up by the CPU; left out, all lie on the GPU",
-        minimum=0,
-    )
+    dense_backend: str = setting("torch", choices=("torch", "fused", "auto"))
+    embedding_backend: str = setting("torch", choices=("torch", "fused", "fbgemm", "auto"))
+    embeddings_on_gpu_bytes: int | None = setting(None, minimum=0)
     sharding: str = setting(
-        "auto",
-        "under torchrun, how embedding tables are divided among the ranks by TorchRec: "
-        "'table_wise' (a rank has whole tables), 'row_wise', 'column_wise' (each table cut up), "
-        "'replicated' (every rank has all), 'auto' (its planner chooses)",
-        choices=("auto", "table_wise", "row_wise", "column_wise", "replicated"),
+        "auto", choices=("auto", "table_wise", "row_wise", "column_wise", "replicated")
     )
-    replicated_bytes: int = setting(
-        0,
-        "under torchrun: tables of at most so many bytes are replicated, whatever sharding says",
-        minimum=0,
-    )
-    rank_timeout_s: float = setting(
-        60.0,
-        "under torchrun: the run ends, naming the rank, when one gives no sign of life or keeps "
-        "the others waiting for so many seconds",
-        minimum=1.0,
-    )
-    fused_optimizer: bool = setting(
-        False, "one fused kernel for the dense weights' update instead of one call per tensor"
-    )
-    seed: int = setting(123, "seed of weights and data", minimum=0, maximum=2**32 - 1)
-    device: str = setting(
-        "auto",
-        "'cpu', 'cuda', or 'auto': CUDA when there is a GPU",
-        choices=("auto", "cpu", "cuda"),
-    )
-    threads: int | None = setting(
-        None, "CPU threads of one operator; left out, torch's own choice", minimum=1, maximum=1024
-    )
-    fp32_matmul: str = setting(
-        "default",
-        "fp32 matrix products on the CPU: 'default' (MKL); 'onednn', faster on AMD, its error is "
-        "checked before training; with dense_backend: fused on a CPU with bf16 matrix tiles "
-        "(Intel AMX) 'bf16x2' or 'bf16x3', sums of two or three bf16 numbers: relative error "
-        "5e-6, or fp32's own; where they cannot run, onednn; 'auto': whichever of default, onednn "
-        "and (unless dense_backend is torch) bf16x2 is fastest when the run starts",
-        choices=("default", "onednn", "bf16x2", "bf16x3", "auto"),
-    )
-    tf32: bool = setting(
-        False, "on a GPU: round the inputs of fp32 products to TF32 (10 bits of mantissa)"
-    )
-    precision: str = setting(
-        "fp32",
-        "of the dense part's products and activations (autocast): 'fp32', 'bf16' or 'fp16'; all "
-        "weights and their update stay fp32, the tables as model.embedding_precision says",
-        choices=("fp32", "bf16", "fp16"),
-    )
-    loss_scale: float = setting(
-        65536.0,
-        "with fp16: the loss is multiplied by it before backward, gradients are divided by it",
-        minimum=1.0,
-    )
-    skip_overflow: bool = setting(
-        True,
-        "with fp16: a step whose gradients overflow is skipped and counted; false: it is taken "
-        "all the same, as DeepSpark's static scale does",
-    )
-    lowest_precision: str = setting(
-        "bf16",
-        "the lowest precision of matrix products that the model's accuracy allows; findings "
-        "propose none below it: 'fp32', 'bf16' or 'fp16'",
-        choices=("fp32", "bf16", "fp16"),
-    )
-    micro_batch: int | None = setting(
-        None,
-        "rows of the dense part computed at a time, their gradients added up (same loss): for "
-        "batches whose activations outgrow the cache; left out, the whole batch",
-        minimum=1,
-    )
-    compile: bool = setting(
-        False, "torch.compile of MLPs and interaction; needs a C++ compiler, on a GPU Triton"
-    )
-    cuda_graphs: bool = setting(
-        False,
-        "on a GPU: the whole step as CUDA graphs, one launch per part and phase; needs "
-        "embedding_backend: fused",
-    )
-    log_every: int = setting(10, "iterations per line of metrics.jsonl", minimum=1)
-    eval_every: int | None = setting(
-        None,
-        "iterations between evaluations on the test data; left out, none but the one at the end "
-        "that auc_target asks for",
-        minimum=1,
-    )
-    evals_per_epoch: int | None = setting(
-        None,
-        "evaluations per epoch, in place of eval_every: one after every B batches, where B is the "
-        "batches of an epoch divided by this, rounded down",
-        minimum=1,
-    )
-    eval_batches: int | None = setting(
-        None,
-        "batches of an evaluation; left out, the whole test split of a data set, 131,072 samples "
-        "of a teacher, 20 batches of other streams",
-        minimum=1,
-    )
-    auc_target: float | None = setting(
-        None, "end the run when an evaluation reaches this AUC", minimum=0.0, maximum=1.0
-    )
-    checkpoint_every: int | None = setting(
-        None, "iterations between checkpoints; left out, none but one at the end", minimum=1
-    )
-    checkpoint_folder: str = setting(
-        "",
-        "where checkpoints go, one folder each; left out, with checkpoint_every: the folder "
-        "'checkpoint' of the run's own folder",
-    )
-    keep_checkpoints: int = setting(
-        2, "checkpoints kept; older ones are removed once a newer one is whole", minimum=1
-    )
-    resume: str = setting(
-        "",
-        "go on from a checkpoint: its folder, a folder of checkpoints (its newest), or 'latest' "
-        "(the newest of checkpoint_folder; none yet: from the beginning)",
-    )
+    replicated_bytes: int = setting(0, minimum=0)
+    rank_timeout_s: float = setting(60.0, minimum=1.0)
+    fused_optimizer: bool = setting(False)
+    seed: int = setting(123, minimum=0, maximum=2**32 - 1)
+    device: str = setting("auto", choices=("auto", "cpu", "cuda"))
+    threads: int | None = setting(None, minimum=1, maximum=1024)
+    fp32_matmul: str = setting("default", choices=("default", "onednn", "bf16x2", "bf16x3", "auto"))
+    tf32: bool = setting(False)
+    precision: str = setting("fp32", choices=("fp32", "bf16", "fp16"))
+    loss_scale: float = setting(65536.0, minimum=1.0)
+    skip_overflow: bool = setting(True)
+    lowest_precision: str = setting("bf16", choices=("fp32", "bf16", "fp16"))
+    micro_batch: int | None = setting(None, minimum=1)
+    compile: bool = setting(False)
+    cuda_graphs: bool = setting(False)
+    log_every: int = setting(10, minimum=1)
+    eval_every: int | None = setting(None, minimum=1)
+    evals_per_epoch: int | None = setting(None, minimum=1)
+    eval_batches: int | None = setting(None, minimum=1)
+    auc_target: float | None = setting(None, minimum=0.0, maximum=1.0)
+    checkpoint_every: int | None = setting(None, minimum=1)
+    checkpoint_folder: str = setting("")
+    keep_checkpoints: int = setting(2, minimum=1)
+    resume: str = setting("")
 
     def __post_init__(self) -> None:
         coerce_section(self, "training")

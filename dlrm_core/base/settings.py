@@ -19,13 +19,13 @@ Section = TypeVar("Section")
 
 def setting(
     default: Any,
-    meaning: str,
+    meaning: str = "",
     *,
     minimum: float | None = None,
     maximum: float | None = None,
     choices: tuple[str, ...] | None = None,
 ) -> Any:
-    """A dataclass field with its meaning and the values it may take."""
+    """A dataclass field with its meaning, unless :func:`with_meanings` has it, and its range."""
     metadata = {"meaning": meaning, "minimum": minimum, "maximum": maximum, "choices": choices}
     if isinstance(default, dict):
         return dataclasses.field(default_factory=lambda: dict(default), metadata=metadata)
@@ -59,6 +59,22 @@ def register(kind: Any, base: type, kinds: dict[str, Any], asked: tuple[str, ...
         reason = f"does not say {', '.join(missing)}" if missing else f"{kind.kind!r} is taken"
         raise TypeError(f"{kind.__name__}: {reason}")
     kinds[kind.kind] = kind
+
+
+def with_meanings(meanings: Mapping[str, str]) -> typing.Callable[[type], type]:
+    """Decorate a section, before it becomes a dataclass: what those leaves mean that do not say."""
+
+    def decorate(section: type) -> type:
+        fields = {leaf: vars(section)[leaf] for leaf in section.__annotations__}
+        silent = {leaf for leaf, field in fields.items() if not field.metadata["meaning"]}
+        if silent != meanings.keys():
+            raise TypeError(f"{section.__name__}: no meaning for {silent ^ meanings.keys()}")
+        for leaf, meaning in meanings.items():
+            known = fields[leaf].metadata | {"meaning": meaning}
+            fields[leaf].metadata = types.MappingProxyType(known)
+        return section
+
+    return decorate
 
 
 def with_options(leaf: str, kinds: Mapping[str, Any]) -> typing.Callable[[type], type]:
