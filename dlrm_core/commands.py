@@ -130,14 +130,11 @@ def _train_alone(parameters: Parameters, arguments: argparse.Namespace, observer
     early = nothing_to_resume(parameters.training, checkpoint_place(parameters.training, folder))
     for notice in early:  # at once: who waits for the end may never see it
         print(notice, file=sys.stderr, flush=True)
-    spans: dict[str, Any] = {}
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(terminate_like_interrupt())
-        if arguments.spans:
-            spans["spans"] = stack.enter_context(log_spans())
+    with terminate_like_interrupt(), log_spans() if arguments.spans else nullcontext() as spans:
         result = train(parameters, folder, observer)
     for notice in result.notices:
         if notice not in early:
             print(notice, file=sys.stderr)
-    print_line(result.summary() | spans | observer.evidence)
+    evidence = ({} if spans is None else {"spans": spans}) | observer.evidence
+    print_line(result.summary() | evidence)
     return EXIT_CODES[result.status]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import pkgutil
 from typing import Any
 
 from dlrm_core.base.errors import MissingToolError
@@ -56,9 +57,7 @@ def package_of(name: str) -> str:
 def find_engine(name: str) -> Any:
     """The module of an engine; None where its package is not installed."""
     package = package_of(name)
-    try:
-        importlib.import_module(package)
-    except ModuleNotFoundError:
+    if importlib.util.find_spec(package) is None:
         return None
     return importlib.import_module(f"{package}.{ENGINES[name][0]}")
 
@@ -93,11 +92,10 @@ def function_at(place: str, needed_by: str) -> Any:
     Raises:
         MissingToolError: the package is not installed.
     """
-    module, _, name = place.partition(":")
-    package = module.partition(".")[0]
+    package = place.partition(".")[0]
     if importlib.util.find_spec(package) is None:
         raise MissingToolError(
             f"{needed_by} needs the package {package}, which is not installed beside dlrm_core; "
             "install the whole project"
         )
-    return getattr(importlib.import_module(module), name)
+    return pkgutil.resolve_name(place)

@@ -8,6 +8,7 @@ import fcntl
 import json
 import math
 import os
+import secrets
 import shutil
 import stat
 import tempfile
@@ -55,34 +56,28 @@ def whole_file(path: Path) -> Iterator[IO[bytes]]:
     """
     with _refusing(f"{path} cannot be written"):
         make_folder(path.parent)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        part = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+        file = part.open("xb")
     with _refusing(f"{path} cannot be written", DISK_TROUBLE):
         try:
-            with os.fdopen(handle, "wb") as file:
+            with file:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
-            # mkstemp makes files for the owner alone; results are for the group as well
-            umask = os.umask(0)
-            os.umask(umask)
-            Path(name).chmod(0o666 & ~umask)
-            Path(name).replace(path)
+            part.replace(path)
             sync_folder(path.parent)
         except BaseException:
             with contextlib.suppress(OSError):
-                Path(name).unlink()
+                part.unlink()
             raise
 
 
 def make_folder(folder: Path) -> None:
     """Make a folder, and those above it, unless it is there; the disk has their names then."""
-    missing = []
-    while not folder.exists():
-        missing.append(folder)
-        folder = folder.parent
-    for new in reversed(missing):
-        new.mkdir(exist_ok=True)
-        sync_folder(new.parent)
+    if not folder.exists():
+        make_folder(folder.parent)
+        folder.mkdir(exist_ok=True)
+        sync_folder(folder.parent)
     if not folder.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder))
 
@@ -207,14 +202,12 @@ def read_json(path: Path) -> Any:
     Raises:
         InputError: the file is missing, no regular file, too large, cut short or not JSON.
     """
+    text = read_text(path, MOST_JSON)
     try:
-        return json.loads(read_text(path, MOST_JSON))
-    except RecursionError:
-        raise InputError(f"{path} cannot be read as JSON: it is nested too deeply") from None
-    except InputError:
-        raise
-    except ValueError as error:
-        raise InputError(f"{path} cannot be read as JSON: {error}") from None
+        return json.loads(text)
+    except (RecursionError, ValueError) as error:
+        why = "it is nested too deeply" if isinstance(error, RecursionError) else error
+        raise InputError(f"{path} cannot be read as JSON: {why}") from None
 
 
 def plain(value: Any) -> Any:

@@ -74,22 +74,15 @@ class Generator(Protocol):
         """
 
 
-class Rewound(Generator, Protocol):
-    """A generator that makes batches of any size."""
-
-    def next_batch(self, size: int | None = None) -> Batch:
-        """The next batch of the stream; None: of the usual size."""
-
-
 class RepeatedBatches:
     """A generated stream that begins again after each pass, as facebookresearch/dlrm's does.
 
     Args:
-        generator: at its beginning.
+        generator: at its beginning, whose ``next_batch`` takes a size.
         epoch: with a number of samples.
     """
 
-    def __init__(self, generator: Rewound, epoch: Epoch) -> None:
+    def __init__(self, generator: Any, epoch: Epoch) -> None:
         self.epoch = epoch
         self.taken = 0
         self._generator = generator

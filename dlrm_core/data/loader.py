@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import collections
 import itertools
-import queue
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Generator as Generated
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import numpy as np
@@ -18,7 +17,7 @@ from dlrm_core.base.errors import InputError
 from dlrm_core.base.settings import LARGEST_INT, require_form
 from dlrm_core.config import Parameters
 from dlrm_core.data.batch import WHOLE, Batch, Share
-from dlrm_core.data.epochs import Epoch, Generator, RepeatedBatches, Rewound
+from dlrm_core.data.epochs import Epoch, Generator, RepeatedBatches
 from dlrm_core.data.synthetic import FacebookLoop, SyntheticBatches
 
 T = TypeVar("T")
@@ -49,7 +48,7 @@ def make_generator(parameters: Parameters, device: torch.device, share: Share = 
         data.round_targets,
         parameters.training.seed,
     )
-    stream: Rewound
+    stream: Any
     if data.generator == "facebook" and (replay := find_engine("facebook's random batches")):
         stream = replay.FacebookReplay(*shape, share=share)
     elif data.generator.startswith("facebook"):
@@ -105,31 +104,20 @@ def prefetched(make: Callable[[], T], ahead: int) -> Generated[T, None, None]:
     numpy's generator, sorting and rounding run outside Python's lock, so the
     thread really does work beside the step.
     """
-    ready: queue.SimpleQueue[T | BaseException] = queue.SimpleQueue()
-    room, stop = threading.Semaphore(ahead + 1), threading.Event()
-
-    def produce() -> None:
-        try:
-            while room.acquire() and not stop.is_set():
-                ready.put(make())
-        except BaseException as error:
-            ready.put(error)
-
-    thread = threading.Thread(target=produce, name="dlrm-prefetch", daemon=True)
-    thread.start()
+    thread = ThreadPoolExecutor(1, "dlrm-prefetch")
     try:
+        ready = collections.deque(thread.submit(make) for _ in range(ahead + 1))
         while True:
-            item = ready.get()
-            if isinstance(item, InputError):
-                raise item  # says by itself which value of which file is wrong
-            if isinstance(item, BaseException):
-                raise PrefetchError(f"making a batch failed: {item}") from item
-            room.release()
-            yield item
+            made = ready.popleft()
+            error = made.exception()
+            if isinstance(error, InputError):
+                raise error  # says by itself which value of which file is wrong
+            if error is not None:
+                raise PrefetchError(f"making a batch failed: {error}") from error
+            ready.append(thread.submit(make))
+            yield made.result()
     finally:
-        stop.set()
-        room.release()
-        thread.join()
+        thread.shutdown(cancel_futures=True)
 
 
 class Followed:

@@ -9,7 +9,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,14 @@ class Interval(Speed):
     """Learning rate of the interval's last iteration."""
 
 
+NO_METER: Mapping[str, Any] = {
+    "energy_j": None,
+    "seconds": None,
+    "readings": [],
+    "not_measured": {"energy": "no meter was given; dlrm train of dlrm_workbook has one"},
+}
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainingResult(Speed):
     """What a run amounted to."""
@@ -77,11 +85,11 @@ class TrainingResult(Speed):
     """Peak memory: the process's resident set on the CPU, torch's allocator on a GPU."""
     peak_memory_by_device: dict[str, int]
     """``host``: of the process; on a GPU also ``gpu``: of torch's allocator."""
-    power_w: float | None
+    power_w: float | None = None
     """Mean over ``elapsed_s`` of all devices that could be measured; None: see ``power``."""
-    samples_per_joule: float | None
+    samples_per_joule: float | None = None
     """Samples/s per watt."""
-    power: dict[str, Any]
+    power: dict[str, Any] = field(default_factory=lambda: dict(NO_METER))
     """``energy_j``, a reading a device, and ``not_measured`` with reasons."""
     device: str
     threads: int
@@ -104,19 +112,6 @@ Line = Mapping[str, Any]
 'checkpoint'."""
 
 
-NO_POWER: Mapping[str, Any] = {
-    "power_w": None,
-    "samples_per_joule": None,
-    "power": {
-        "energy_j": None,
-        "seconds": None,
-        "readings": [],
-        "not_measured": {"energy": "no meter was given; dlrm train of dlrm_workbook has one"},
-    },
-}
-"""What :class:`TrainingResult` says of the energy of a run that nobody measured."""
-
-
 class Observer:
     """Watches a run; the loop calls it as things happen. This one does nothing."""
 
@@ -132,7 +127,7 @@ class Observer:
     def power(self, samples: int) -> Mapping[str, Any]:
         """``power_w``, ``samples_per_joule`` and ``power`` of :class:`TrainingResult`, asked for
         at the end of a run that has trained so many samples."""
-        return NO_POWER
+        return {}
 
     def end(self, result: TrainingResult) -> None:
         """The run has ended."""
@@ -144,7 +139,6 @@ class Report:
     On a GPU nothing waits for the device until :meth:`settle`.
 
     Args:
-        device: that the loop computes on.
         first: iterations done before.
         epoch: says how many samples each iteration had.
         observer: is shown each line; None: nobody is.
@@ -152,11 +146,9 @@ class Report:
 
     Attributes:
         data_s: seconds in which each iteration made or waited for its batch.
-        losses: of each iteration, as tensors until :meth:`settle`.
+        losses: of the iterations since :meth:`settle`, as tensors.
         done_ms: of each settled iteration.
         done_losses: as many.
-        status: of :class:`TrainingResult`.
-        notices: what a reader must know of the run.
     """
 
     def __init__(
@@ -192,10 +184,9 @@ class Report:
         """An iteration ends here, or the first begins."""
         if self._device.type != "cuda":
             self._marks.append(time.perf_counter())
-            return
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        self._marks.append(event)
+        else:
+            self._marks.append(torch.cuda.Event(enable_timing=True))
+            self._marks[-1].record()
 
     def settle(self) -> None:
         """Wait for the device; time and loss of every iteration so far are then known."""
@@ -232,7 +223,7 @@ class Report:
         losses = self.done_losses[begin:]
         if not losses:
             return
-        sizes = [self._epoch.size(self._first + begin + i) for i in range(len(losses))]
+        sizes = [self._epoch.size(batch) for batch in range(self._first + begin, self.done)]
         self._loss = statistics.fmean(losses, sizes if len({*sizes}) > 1 else None)
         line = Interval(
             iteration=self.done,
