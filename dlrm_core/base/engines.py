@@ -57,7 +57,9 @@ def package_of(name: str) -> str:
 def find_engine(name: str) -> Any:
     """The module of an engine; None where its package is not installed."""
     package = package_of(name)
-    if importlib.util.find_spec(package) is None:
+    try:
+        importlib.import_module(package)
+    except ModuleNotFoundError:
         return None
     return importlib.import_module(f"{package}.{ENGINES[name][0]}")
 
