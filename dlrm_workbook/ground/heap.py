@@ -16,7 +16,7 @@ from typing import Any
 
 from dlrm_core.base import machine
 
-PIECES = (16 << 20, 4 << 20, 1 << 20, 256 << 10)
+PIECES = (1 << 20, 128 << 10)
 """Sizes (bytes) in which holes are taken, largest first; smaller ones hold no block that the
 system maps or trims."""
 

@@ -110,7 +110,7 @@ SLOW_S = 10.0
 MAX_COUNTING_SHARE = 0.005
 """Profiled iterations are counted as long as that takes no larger share of their time."""
 
-FAULT_MS, LEAST_SPARED = 1e-3, 0.03
+FAULT_MS, LEAST_SPARED = 1e-3, 0.15
 """Time of a page fault, and the least share of an iteration that fewer of them must spare."""
 
 SHORTEST = 5
