@@ -267,7 +267,7 @@ def test_whole_tables_equal_operands_and_gradients_that_nobody_takes_are_named(
     assert "gradients of tables dense that were to be sparse" in whole.evidence
     assert "dense_updates" not in found
     assert "`table`" in whole.title and "`frozen.0` and `frozen.2`" in lost.title
-    assert 0.1 < again.share_of_step < 0.75 and 0.1 < whole.share_of_step < 0.75
+    assert 0.1 < again.share_of_step < 0.75 and 0.05 < whole.share_of_step < 0.75
     assert 0.02 < lost.share_of_step < 0.5
 
 

@@ -582,7 +582,10 @@ def outside_modules(evidence: Evidence, ledger: Causes) -> Measured | None:
     table = line_table(evidence.profile)
     if table is None or evidence.is_ours or evidence.has_timeline:
         return None
-    for row in table.outside_modules().head(1).to_dict("records"):
+    functions = table.outside_modules()
+    if evidence.meta.get("engine") == "hpctoolkit":  # of all time, not of a step
+        functions = functions[~functions["in_module"].astype(bool)]
+    for row in functions.head(1).to_dict("records"):
         share, name = row["time_ms"] / table.step_ms, f"`{row['function']}`"
         if any(told > TOLD * share and name in text for told, text in ledger.told):
             continue
