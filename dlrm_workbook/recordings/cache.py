@@ -59,7 +59,8 @@ def key_of(path: Path, files: Sequence[Path], parts: Mapping[str, str] | None) -
         if sum(one.st_size for one in told) < LEAST_BYTES or time.time() - changed < SETTLED_S:
             return None
         readers = Path(__file__).parent
-        sources = [*readers.rglob("*.py"), *(readers.parent / "ground").glob("*.py")]
+        sources = [*readers.rglob("*.py"), *readers.rglob("*.csv")]
+        sources += (readers.parent / "ground").glob("*.py")
         sources.append(Path(dlrm_core.__file__).parent / "parts.py")
         given = [
             [str(path.absolute()), *map(str, files), np.__version__, pd.__version__],

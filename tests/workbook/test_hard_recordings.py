@@ -154,3 +154,18 @@ def test_a_second_opening_reads_tables(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(cache, "MOST_BYTES", 1)  # an entry that has no room is not kept
     (entry / "one" / "trace.parquet").write_bytes(b"PAR1")
     assert len(open_recording(path).profile.trace) == len(read.profile.trace)
+
+
+def test_what_is_kept_follows_from_the_tables_of_the_readers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for limit in ("LEAST_BYTES", "SETTLED_S"):
+        monkeypatch.setattr(cache, limit, 0)
+    monkeypatch.setattr(cache, "__file__", str(tmp_path / "cache.py"))
+    trace, names = tmp_path / "trace.json", tmp_path / "names.csv"
+    trace.write_text("[]")
+    keys = set()
+    for text in ("kind,pattern", "kind,other"):
+        names.write_text(text)
+        keys.add(cache.key_of(trace, [trace], None))
+    assert len(keys) == 2
