@@ -70,8 +70,8 @@ def with_meanings(meanings: Mapping[str, str]) -> typing.Callable[[type], type]:
         if silent != meanings.keys():
             raise TypeError(f"{section.__name__}: no meaning for {silent ^ meanings.keys()}")
         for leaf, meaning in meanings.items():
-            known = fields[leaf].metadata | {"meaning": meaning}
-            fields[leaf].metadata = types.MappingProxyType(known)
+            described = fields[leaf].metadata | {"meaning": meaning}
+            fields[leaf].metadata = types.MappingProxyType(described)
         return section
 
     return decorate

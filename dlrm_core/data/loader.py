@@ -108,14 +108,14 @@ def prefetched(make: Callable[[], T], ahead: int) -> Generated[T, None, None]:
     try:
         ready = collections.deque(thread.submit(make) for _ in range(ahead + 1))
         while True:
-            made = ready.popleft()
-            error = made.exception()
+            future = ready.popleft()
+            error = future.exception()
             if isinstance(error, InputError):
                 raise error  # says by itself which value of which file is wrong
             if error is not None:
                 raise PrefetchError(f"making a batch failed: {error}") from error
             ready.append(thread.submit(make))
-            yield made.result()
+            yield future.result()
     finally:
         thread.shutdown(cancel_futures=True)
 

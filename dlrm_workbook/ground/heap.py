@@ -88,11 +88,11 @@ def restore() -> None:
         return
     for address, size in _holes(libc):
         # holes of the program's are as they were
-        own = sum(
+        covered = sum(
             max(min(address + size, begin + length) - max(address, begin), 0)
             for begin, length in _own
         )
-        if own > size // 2:
+        if covered > size // 2:
             libc.free(address)
         else:
             _held.append((address, size))

@@ -94,8 +94,8 @@ def test_autograds_own_profiler_writes_operators_without_category(tmp_path: Path
     found = read_events(tmp_path / "trace.json")
     assert list(found.host["name"]) == ["aten::outer", "aten::first", "aten::then", "aten::thin"]
     device = found.device.sort_values("start").set_index("name")[["start", "duration"]] / 1e3
-    own = {"aten::first": [10, 20], "aten::outer": [30, 39.5], "aten::then": [70, 29.5]}
-    assert device.T.to_dict("list") == own
+    work = {"aten::first": [10, 20], "aten::outer": [30, 39.5], "aten::then": [70, 29.5]}
+    assert device.T.to_dict("list") == work
     assert caution(found, "without Kineto")
     assert facts(tmp_path)["gpu_busy_ms"] == pytest.approx(0.089, abs=1e-9)
 

@@ -207,9 +207,9 @@ def _in_long_calls(evidence: Evidence, idle: pd.DataFrame) -> np.ndarray:
     wait."""
     contexts, context = evidence.profile.contexts, idle["context"].to_numpy()
     waits = evidence.named(SYNC) | evidence.named(BLOCKING)
-    own = contexts["kind"].eq("runtime").to_numpy() & ~waits
+    at_work = contexts["kind"].eq("runtime").to_numpy() & ~waits
     length = idle["end_ns"].to_numpy() - idle["start_ns"].to_numpy()
-    long = (length >= 1e3 * LONG_CALL_US) & own[context] & (context >= 0)
+    long = (length >= 1e3 * LONG_CALL_US) & at_work[context] & (context >= 0)
     return long | idle["cause"].eq("allocation").to_numpy()
 
 

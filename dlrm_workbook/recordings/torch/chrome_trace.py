@@ -803,8 +803,8 @@ def _own_work(device: pd.DataFrame) -> pd.DataFrame:
         # from its begin, or the end of a span within it, to the next one, or its end
         since, until = np.append(start, end[inner]), np.append(end, start[inner])
         since, until = since[np.lexsort((since, span))], until[np.lexsort((until, span))]
-        own = pd.DataFrame({"span": np.sort(span), "since": since, "length": until - since})
-        longest = own.loc[own.groupby("span")["length"].idxmax()]
+        pieces = pd.DataFrame({"span": np.sort(span), "since": since, "length": until - since})
+        longest = pieces.loc[pieces.groupby("span")["length"].idxmax()]
         cut = rows.assign(start=longest["since"].to_numpy(), duration=longest["length"].to_numpy())
         parts.append(cut[cut["duration"].ge(CLOCK_NS)])
     return pd.concat(parts)
