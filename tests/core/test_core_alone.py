@@ -1,6 +1,7 @@
 """The core without the other two packages, on a machine with torch, numpy and pyyaml alone."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 PROGRAM = '''
-import importlib.metadata, os, re, runpy, sys
+import contextlib, importlib.metadata, io, json, os, re, runpy, sys
 
 
 def plain(name):
@@ -55,61 +56,63 @@ for name in ("pandas", "numba", "tqdm", "plotly", "psutil", "safetensors", "dlrm
         continue
     raise SystemExit(f"{name} can be imported")
 sys.path.insert(0, os.getcwd())
-sys.argv = ["dlrm", *sys.argv[1:]]
-runpy.run_module("dlrm_core", run_name="__main__")
+done = []
+for words in json.loads(sys.argv[1]):
+    sys.argv, out, err = ["dlrm", *words], io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            runpy.run_module("dlrm_core", run_name="__main__")
+        except SystemExit as end:
+            done.append([end.code, out.getvalue(), err.getvalue()])
+print(json.dumps(done))
 '''
 
 
 @pytest.fixture(scope="module")
-def core(tmp_path_factory):
+def alone(tmp_path_factory):
+    """Exit code, output and last line of errors of each command, one after the other."""
     folder = tmp_path_factory.mktemp("alone")
-    shutil.copytree(
-        ROOT / "dlrm_core", folder / "dlrm_core", ignore=shutil.ignore_patterns("__pycache__")
-    )
-    return folder
-
-
-def run(core, *arguments):
-    file = ROOT / "parameters" / "quick.yaml"
-    return subprocess.run(
-        # isolated: neither PYTHONPATH nor the folder of an installed project is seen
-        [sys.executable, "-I", "-c", PROGRAM, *arguments[:1], "-f", str(file), *arguments[1:]],
-        cwd=core,
-        capture_output=True,
-        text=True,
-        timeout=250,
-    )
-
-
-def test_the_core_trains_alone(core):
-    options = ("-p", "training.embedding_backend=torch", "-p", "training.dense_backend=torch")
-    done = run(core, "train", "-p", "training.batches=3", *options)
+    leave = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "dlrm_core", folder / "dlrm_core", ignore=leave)
+    file = str(ROOT / "parameters" / "quick.yaml")
+    plain = ["-p", "training.embedding_backend=torch"]
+    commands = {
+        "train": [*plain, "-p", "training.dense_backend=torch", "-p", "training.batches=3"],
+        "train fused": ["-p", "training.embedding_backend=fused"],
+        "infer": [],
+        "evaluate": plain,
+    }
+    words = [[name.split()[0], "-f", file, *more] for name, more in commands.items()]
+    # isolated: neither PYTHONPATH nor the folder of an installed project is seen
+    command = [sys.executable, "-I", "-c", PROGRAM, json.dumps(words)]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr
-    last = json.loads(done.stdout.splitlines()[-1])
+    return dict(zip(commands, json.loads(done.stdout), strict=True))
+
+
+def test_the_core_trains_and_evaluates_alone(alone):
+    code, out, said = alone["train"]
+    assert code == 0, said
+    last = json.loads(out.splitlines()[-1])
     assert last["status"] == "finished" and last["iterations"] == 3
     assert last["samples_per_second"] > 0 and last["ms_per_iteration"] > 0 and last["loss"] > 0
     assert last["power_w"] is None and last["power"]["not_measured"]
+    code, out, said = alone["evaluate"]
+    assert code == 0, said
+    assert 0.0 <= json.loads(out.splitlines()[-1])["auc"] <= 1.0
 
 
-def test_an_engine_that_is_not_there_is_one_sentence(core):
-    done = run(core, "train", "-p", "training.embedding_backend=fused")
-    assert done.returncode == 2
-    sentence = done.stderr.strip().splitlines()[-1]
-    assert "training.embedding_backend: fused" in sentence and "dlrm_kernels" in sentence
-    assert "Traceback" not in done.stderr
-
-
-def test_what_the_workbook_has_is_one_sentence(core):
-    done = run(core, "infer")
-    assert done.returncode == 2 and "Traceback" not in done.stderr
-    sentence = "dlrm infer needs the package dlrm_workbook, which is not installed"
-    assert sentence in done.stderr.strip().splitlines()[-1]
-
-
-def test_the_core_evaluates_alone(core):
-    done = run(core, "evaluate", "-p", "training.embedding_backend=torch")
-    assert done.returncode == 0, done.stderr
-    assert 0.0 <= json.loads(done.stdout.splitlines()[-1])["auc"] <= 1.0
+@pytest.mark.parametrize(
+    ("command", "sentence"),
+    [
+        ("train fused", "training.embedding_backend: fused.*dlrm_kernels"),
+        ("infer", "dlrm infer needs the package dlrm_workbook, which is not installed"),
+    ],
+)
+def test_what_is_not_there_is_one_sentence(alone, command, sentence):
+    code, _, said = alone[command]
+    assert code == 2 and "Traceback" not in said
+    assert re.search(sentence, said.strip().splitlines()[-1])
 
 
 def test_the_loop_loads_few_modules_of_the_core():

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from commands import run_commands
 
 from dlrm_core.base.errors import InputError
 from dlrm_core.base.files import JsonLines, whole_folder, write_json
@@ -30,11 +31,7 @@ NO_BYTECODE = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
 """Under such a limit bytecode would be cut short too, and break whoever imports it next."""
 
 
-def limit(size: int) -> None:
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
-
-
-def dlrm(*words: str, size: int | None = None, **streams: Any) -> subprocess.CompletedProcess[str]:
+def dlrm(*words: str, **streams: Any) -> subprocess.CompletedProcess[str]:
     given = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | streams
     return subprocess.run(
         [sys.executable, "-m", "dlrm_workbook", *words],
@@ -43,7 +40,6 @@ def dlrm(*words: str, size: int | None = None, **streams: Any) -> subprocess.Com
         env=NO_BYTECODE,
         check=False,
         timeout=120,
-        preexec_fn=None if size is None else lambda: limit(size),
         **given,
     )
 
@@ -56,10 +52,13 @@ def one_sentence(text: str) -> bool:
 def test_output_that_cannot_be_written_is_a_sentence(words: list[str]) -> None:
     with Path("/dev/full").open("w") as full:
         done = dlrm(*words, stdout=full)
-        assert done.returncode == 1
-        assert done.stderr == f"dlrm {words[0]}: the output cannot be written: {FULL}\n"
-        mute = dlrm("train", "-f", "nothing-of-that-name", stderr=full)
-    assert mute.returncode == 2, "even where the sentence itself cannot be written"
+    assert done.returncode == 1
+    assert done.stderr == f"dlrm {words[0]}: the output cannot be written: {FULL}\n"
+
+
+def test_a_sentence_that_cannot_be_written_leaves_its_exit_code() -> None:
+    with Path("/dev/full").open("w") as full:
+        assert dlrm("train", "-f", "nothing-of-that-name", stderr=full).returncode == 2
 
 
 def test_a_reader_that_goes_away_is_no_error() -> None:
@@ -68,34 +67,24 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
     assert done.stdout.split() == [str(128 + signal.SIGPIPE)] and not done.stderr
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["-p", "training.log_every=1"],
-        ["-p", "training.log_every=1", "-p", "training.checkpoint_every=2"],
-    ],
-    ids=["metrics", "checkpoint"],
-)
-def test_training_into_a_full_disk_is_a_sentence(words: list[str], tmp_path: Path) -> None:
-    done = dlrm("train", *QUICK, *words, "--output", str(tmp_path / "o"), size=400)
-    assert done.returncode == 2 and LIMITED in done.stderr and str(tmp_path) in done.stderr
-    assert one_sentence(done.stderr), done.stderr
-    assert not list(tmp_path.rglob("step-*")), "no part of a checkpoint stays"
-
-
-def test_a_run_on_a_full_disk_leaves_no_empty_dated_folder(tmp_path: Path) -> None:
-    done = dlrm("run", "train", *QUICK, "--output-root", str(tmp_path / "o"), size=0)
-    assert done.returncode == 2 and one_sentence(done.stderr)
-    assert LIMITED in done.stderr and "choose another with --output-root" in done.stderr
-    assert not list((tmp_path / "o").iterdir())
-
-
 @pytest.mark.notebook
-def test_a_run_whose_disk_fills_up_says_so(tmp_path: Path) -> None:
-    """run.json and the metrics fit, the notebook does not; nothing is cut short."""
-    done = dlrm("run", "train", *QUICK, "--output-root", str(tmp_path), size=9000)
-    assert done.returncode == 1 and "Traceback" not in done.stderr
-    folder = Path(done.stdout.strip())
+def test_a_full_disk_is_a_sentence_and_nothing_stays_cut_short(tmp_path: Path) -> None:
+    train = ["train", *QUICK, "-p", "training.log_every=1", "--output", str(tmp_path / "metrics")]
+    saving = [*train[:-1], str(tmp_path / "saving"), "-p", "training.checkpoint_every=2"]
+    run = ["run", "train", *QUICK, "--output-root"]
+    commands = [train, saving, [*run, str(tmp_path / "none")], [*run, str(tmp_path / "some")]]
+    *trained, refused, failed = run_commands(commands, ROOT, NO_BYTECODE, (400, 400, 0, 9000))
+    for done in trained:
+        assert done.code == 2 and LIMITED in done.err and str(tmp_path) in done.err
+        assert one_sentence(done.err), done.err
+    assert not list(tmp_path.rglob("step-*")), "no part of a checkpoint stays"
+    # before the run begins: no empty dated folder
+    assert refused.code == 2 and one_sentence(refused.err)
+    assert LIMITED in refused.err and "choose another with --output-root" in refused.err
+    assert not list((tmp_path / "none").iterdir())
+    # run.json and the metrics fit, the notebook does not
+    assert failed.code == 1 and "Traceback" not in failed.err
+    folder = Path(failed.out.strip())
     record = json.loads((folder / "run.json").read_text())
     assert record["status"] == "failed" and LIMITED in record["error"]
     assert f"{folder.name}/train.ipynb cannot be written" in record["error"]
@@ -113,7 +102,7 @@ def test_what_is_there_stays_where_the_new_does_not_fit(tmp_path: Path) -> None:
         capture_output=True,
         text=True,
         env=NO_BYTECODE,
-        preexec_fn=lambda: limit(1000),
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000)),
     )
     assert done.stderr.strip().endswith(f"a.json cannot be written: {LIMITED}")
     assert json.loads((tmp_path / "a.json").read_text()) == {"old": 1}

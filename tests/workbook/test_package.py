@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from commands import run_commands
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
@@ -211,31 +212,31 @@ def test_what_is_installed_works_without_the_checkout(installed):
     place = installed / "ein Platz"
     place.mkdir()
 
-    def dlrm(*words, cwd=place):
-        environment = os.environ | {"PYTHONPATH": str(installed / "site"), "LANG": "C"}
-        environment |= {"LC_ALL": "C"}
-        command = [sys.executable, "-m", "dlrm_workbook", *words]
-        return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
-
-    assert "copy the notebooks" in dlrm("--help").stdout
-    assert "`short_name`" in dlrm("help", "columns", "kernel_table").stdout
-    assert "| `batch_size`" in dlrm("parameters").stdout
-    missing = dlrm("train", "-f", "none")
-    assert missing.returncode == 2 and "known: deepspark" in missing.stderr
+    environment = os.environ | {"PYTHONPATH": str(installed / "site"), "LANG": "C", "LC_ALL": "C"}
+    for words, text in (
+        ("--help", "copy the notebooks"),
+        ("help columns kernel_table", "`short_name`"),
+    ):
+        command = [sys.executable, "-m", "dlrm_workbook", *words.split()]
+        assert text in subprocess.check_output(command, cwd=place, env=environment, text=True)
     tiny = ["-p", "training.batches=3", "-p", "training.batch_size=16"]
-    trained = dlrm("train", "-f", "quick", *tiny)
-    assert json.loads(trained.stdout.splitlines()[-1])["samples_per_second"] > 0, trained.stderr
-    made = dlrm("new", "mein Heft")
+    listed, missing, trained, made, again = run_commands(
+        [
+            *(["parameters"], ["train", "-f", "none"], ["train", "-f", "quick", *tiny]),
+            *(["new", "mein Heft"], ["new", "mein Heft"]),
+        ],
+        place,
+        environment,
+    )
+    assert "| `batch_size`" in listed.out
+    assert missing.code == 2 and "known: deepspark" in missing.err
+    assert json.loads(trained.out.splitlines()[-1])["samples_per_second"] > 0, trained.err
     folder = place / "mein Heft"
-    assert made.returncode == 0 and {p.name for p in folder.iterdir()} == {
-        "notebooks",
-        "parameters",
-    }
+    assert made.code == 0
+    assert {p.name for p in folder.iterdir()} == {"notebooks", "parameters"}
     for name in ("notebooks", "parameters"):
         assert {p.name for p in (folder / name).iterdir()} == in_checkout(name)
-    again = dlrm("new", "mein Heft")
-    assert again.returncode == 2 and "is not empty" in again.stderr
-    assert "Traceback" not in again.stderr
+    assert again.code == 2 and "is not empty" in again.err and "Traceback" not in again.err
     where = (
         "from dlrm_workbook.ground.runs import *; print(NOTEBOOKS, DEFAULT_OUTPUT_ROOT, sep='|')"
     )
@@ -244,7 +245,6 @@ def test_what_is_installed_works_without_the_checkout(installed):
         (folder, folder / "notebooks", folder / "outputs"),
         (folder / "notebooks", folder / "notebooks", folder / "outputs"),
     ):
-        environment = os.environ | {"PYTHONPATH": str(installed / "site")}
         said = subprocess.check_output(
             [sys.executable, "-c", where], cwd=cwd, env=environment, text=True
         )

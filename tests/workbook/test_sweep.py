@@ -210,25 +210,20 @@ def test_two_processes_do_not_run_one_sweep(tmp_path: Path) -> None:
 # ---- as one types it ------------------------------------------------------------
 
 
-def dlrm(*arguments: str, cwd: Path) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "dlrm_workbook", *arguments],
-        cwd=cwd,
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
 @pytest.mark.notebook
-def test_a_sweep_that_is_killed_is_resumed_to_one_page(tmp_path: Path) -> None:
+def test_a_sweep_that_is_killed_is_resumed_to_one_page(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "small.yaml"
     points = [[8, 50], [8, 10**12], [16, 50]]
     sweep = {"training.batch_size, model.table_rows": points}
     file.write_text(yaml.safe_dump(TINY | {"sweep": sweep}, sort_keys=False))
     typed = ("run", "train", "-f", str(file), "--output-root", str(tmp_path / "out"))
-    first = dlrm(*typed, cwd=tmp_path)
+    first = subprocess.Popen(
+        [sys.executable, "-m", "dlrm_workbook", *typed],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+    )
     deadline = time.monotonic() + 200
     records: list[Path] = []
     while time.monotonic() < deadline:
@@ -239,7 +234,8 @@ def test_a_sweep_that_is_killed_is_resumed_to_one_page(tmp_path: Path) -> None:
             break
         time.sleep(0.1)
     first.send_signal(signal.SIGKILL)
-    first.communicate()
+    first.wait()
+    capfd.readouterr()
     (record,) = records
     folder = record.parent
     assert json.loads(record.read_text())["status"] == "running"
@@ -256,9 +252,8 @@ def test_a_sweep_that_is_killed_is_resumed_to_one_page(tmp_path: Path) -> None:
     assert "running" not in [row["status"] for row in rows]
     assert "was killed" in describe_failures(Sweep.open(folder))
 
-    again = dlrm(*typed, "--resume", str(folder), cwd=tmp_path)
-    out, err = again.communicate(timeout=240)
-    assert again.returncode == 1, err[-2000:]
+    assert cli.main([*typed, "--resume", str(folder)]) == 1
+    out, err = capfd.readouterr()
     assert out.splitlines()[-1] == str(folder)
     assert "1 of 3 points did not finish" in err and "memory" in err
     assert "finished before" in err

@@ -3,11 +3,11 @@
 import ast
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from commands import run_commands
 
 from dlrm_core.base import engines
 from dlrm_core.base.errors import MissingToolError
@@ -20,42 +20,39 @@ SAMPLE = str(Path(samples).parent / "seed-cpu")
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """Runs a command where neither studies nor ranks can be imported."""
+    """Runs commands where neither studies nor ranks can be imported."""
     hidden = tmp_path_factory.mktemp("hidden")
     names = ("dlrm_studies", "dlrm_ranks")
     lines = ["import sys", *(f"sys.modules[{name!r}] = None" for name in names)]
     (hidden / "sitecustomize.py").write_text("\n".join(lines))
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(hidden), str(ROOT)])}
 
-    def dlrm(*words):
-        command = [sys.executable, "-m", "dlrm_workbook", *words]
-        return subprocess.run(command, env=environment, capture_output=True, text=True, cwd=hidden)
-
-    return dlrm
+    return lambda *commands: run_commands(commands, hidden, environment)
 
 
 def test_what_needs_a_study_says_so_in_one_sentence(alone):
     asked = [[name, "-f", "seed", "--json", "x.json"] for name in studies.COMMANDS]
     asked += [["run", name, "-f", "seed"] for name in ("scaling", "benchmark")]
-    for words in asked:
-        done = alone(*words)
-        (sentence,) = done.stderr.strip().splitlines()
-        assert done.returncode == 2 and "needs the package dlrm_studies" in sentence, words
-    listed = alone("--help")
-    assert listed.returncode == 0 and all(name in listed.stdout for name in studies.COMMANDS)
+    *refused, (code, listed, _) = alone(*asked, ["--help"])
+    for words, (refusal, _, told) in zip(asked, refused, strict=True):
+        (sentence,) = told.strip().splitlines()
+        assert refusal == 2 and "needs the package dlrm_studies" in sentence, words
+    assert code == 0 and all(name in listed for name in studies.COMMANDS)
 
 
 def test_everything_else_works_without_studies(alone, tmp_path):
-    for words in (["capacity", "-f", "seed", "--json"], ["inspect", SAMPLE, "--json"]):
-        done = alone(*words)
-        assert done.returncode == 0 and json.loads(done.stdout), done.stderr
-    doctor = alone("doctor", "--json")
-    assert "dlrm_ranks" in doctor.stdout and "Traceback" not in doctor.stderr
-    root = ["--output-root", str(tmp_path)]
-    for name in ("bottlenecks", "explore"):
-        explained = alone("run", name, "-p", f"profile_run={SAMPLE}", *root)
-        assert explained.returncode == 0, explained.stderr
-    page = Path(explained.stdout.splitlines()[-1], "explore.html").read_text()
+    options = ["-p", f"profile_run={SAMPLE}", "--output-root", str(tmp_path)]
+    done = alone(
+        ["doctor", "--json"],
+        ["capacity", "-f", "seed", "--json"],
+        ["inspect", SAMPLE, "--json"],
+        *(["run", name, *options] for name in ("bottlenecks", "explore")),
+    )
+    (_, doctor, told), *others = done
+    assert "dlrm_ranks" in doctor and "Traceback" not in told
+    assert [code for code, _, _ in others] == [0] * 4, others
+    assert all(json.loads(out) for _, out, _ in others[:2])
+    page = Path(others[-1][1].splitlines()[-1], "explore.html").read_text()
     assert "needs the package dlrm_studies" in page
 
 
