@@ -33,8 +33,10 @@ def taken_bytes(sections: dict[str, Any]) -> int:
     child = os.fork()
     if child == 0:
         before = status_bytes("VmRSS:")
-        training.Trainer(parameters_from_sections(sections)).train()
-        os.write(writer, str(status_bytes("VmHWM:") - before).encode())
+        result = training.Trainer(parameters_from_sections(sections)).train()
+        peak = status_bytes("VmHWM:")
+        assert abs(result.peak_memory_bytes - peak) < 0.01 * peak, "what the command tells"
+        os.write(writer, str(peak - before).encode())
         os._exit(0)
     os.close(writer)
     with os.fdopen(reader) as file:

@@ -329,6 +329,7 @@ def test_a_scheduler_that_ends_the_run_gets_a_checkpoint(tmp_path):
     process.send_signal(signal.SIGTERM)
     last = json.loads(process.communicate(timeout=200)[0].splitlines()[-1])
     assert process.returncode == 130 and last["status"] == "interrupted"
+    assert json.loads((tmp_path / "o" / "result.json").read_text())["status"] == "interrupted"
     (step,) = steps_in(tmp_path / "c")
     assert step == last["iterations"] and last["checkpoint"].endswith(f"{step:08d}")
     whole_checkpoint(tmp_path / "c" / f"step-{step:08d}")
