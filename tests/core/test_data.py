@@ -159,7 +159,7 @@ def test_each_table_has_bags_of_its_own_size(generator):
     assert_same(*both)
 
 
-def testprefetched_batches_are_the_synchronous_ones_and_the_thread_ends():
+def test_prefetched_batches_are_the_synchronous_ones_and_the_thread_ends():
     sections = {
         "model": {"bottom_mlp": "4-2", "embedding_dim": 2, "table_rows": 50},
         "data": {"indices_per_lookup": 5},

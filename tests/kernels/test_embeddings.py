@@ -326,18 +326,25 @@ def test_without_numba_the_message_says_what_to_install(monkeypatch):
         attach(make_tables([5], 4), config(embedding_backend="fused"))
 
 
+def small_kernel(job):
+    """Compiled in no time."""
+
+
 def notice_of_a_new_process(monkeypatch, cache):
-    """Notices where nothing is loaded yet, of the kernel that is compiled most quickly."""
+    """Notices where nothing is loaded yet."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
     # without what this process remembers
     monkeypatch.setattr(native, "cache_folder", inspect.unwrap(native.cache_folder))
-    kernel, notice = inspect.unwrap(native.compile_kernel)(sgd_owned)
-    assert kernel.name == "sgd_owned"
+    kernel, notice = inspect.unwrap(native.compile_kernel)(small_kernel)
+    assert kernel.name == "small_kernel"
     return notice
 
 
 def test_compiled_kernels_are_kept_and_their_loss_is_survived(tmp_path, monkeypatch):
+    assert native.compile_kernel(sgd_owned)[1] == ""
+    folder, _ = native.cache_folder("kernels", native.SOURCES)
+    assert list(folder.rglob("*sgd_owned*.nbc")), "what the programs call can be kept"
     assert notice_of_a_new_process(monkeypatch, tmp_path) == ""
     kept = [p for p in tmp_path.rglob("*") if p.is_file()]
     assert {p.suffix for p in kept} == {".nbi", ".nbc"}

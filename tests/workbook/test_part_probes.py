@@ -63,8 +63,6 @@ def tiny(**sections: dict[str, Any]) -> Parameters:
     return parameters_from_sections(tree)
 
 
-TRIM = "MALLOC_TRIM_THRESHOLD_"
-
 DENSE = {"bottom_mlp", "interaction", "top_mlp", "loss"}
 
 
