@@ -1,14 +1,10 @@
 """Several commands of ``dlrm`` in one process, since each alone would import for seconds."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import NamedTuple
+from collections import namedtuple
 
 PROGRAM = """
 import contextlib, io, json, resource, sys
@@ -27,26 +23,11 @@ resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
 print(json.dumps(done))
 """
 
-
-class Done(NamedTuple):
-    """What came of a command."""
-
-    code: int
-    out: str
-    err: str
+Done = namedtuple("Done", ["code", "out", "err"])
 
 
-def run_commands(
-    commands: Sequence[Sequence[str]],
-    folder: Path,
-    environment: Mapping[str, str] = os.environ,
-    sizes: Sequence[int | None] = (),
-) -> list[Done]:
-    """Run them one after the other in a folder.
-
-    Args:
-        sizes: for each command the most bytes that a file may have; empty: any number.
-    """
+def run_commands(commands, folder, environment=os.environ, sizes=None):
+    """What came of commands that ran in a folder; ``sizes``: the most bytes of a file for each."""
     given = json.dumps([*zip(commands, sizes or [None] * len(commands), strict=True)])
     words = [sys.executable, "-c", PROGRAM, given]
     done = subprocess.run(words, env=environment, cwd=folder, capture_output=True, text=True)

@@ -194,7 +194,7 @@ def test_what_was_tried_together_is_named_unless_it_is_all() -> None:
 
 def test_what_lines_of_the_model_compute_without_need_is_named_by_line(tmp_path: Path) -> None:
     program = Path(odd_program.__file__)
-    profile = recorded(tmp_path, iterations=8, program=program)
+    profile = recorded(tmp_path, iterations=6, program=program)
     # what is found first leaves less of the step to the others
     found = {one.id: one for one in findings(profile, attribute(profile))}
     at = {
@@ -237,7 +237,7 @@ def test_loops_passes_of_parts_and_what_is_computed_again_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = Path(odd_program.__file__)
-    profile = recorded(tmp_path, "parts", iterations=4, program=program)
+    profile = recorded(tmp_path, "parts", iterations=2, program=program)
     (again,) = by_id(profile, "run_again")
     assert "`pass_parts`" in again.title and "`Towers.forward`" in again.evidence
     assert 0.02 < again.share_of_step < 0.7

@@ -123,11 +123,6 @@ def test_setting_up_twice_does_nothing():
     assert "pip" not in done.stdout
 
 
-def test_the_command_line_starts_without_torch():
-    code = "import dlrm_workbook.cli, sys; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
-
-
 def test_a_page_explains_a_profile_and_a_run_is_profiled_without_torch():
     """Seconds of every page: of torch the analyses need only names, of nbformat nothing; what is
     profiled runs in a process of its own."""
