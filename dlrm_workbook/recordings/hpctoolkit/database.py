@@ -24,9 +24,7 @@ import pandas as pd
 
 from dlrm_workbook.ground.arrays import Floats, Ints
 from dlrm_workbook.recordings.hpctoolkit.format import (
-    CONTEXT_INFO,
     REPROCESS,
-    SHORT_LIST,
     DatabaseError,
     DatabaseFile,
 )
@@ -328,7 +326,7 @@ def read_database(path: str | Path) -> Database:
     if (folder / "cct.db").is_file():
         # The same values by context: only their counts are read.
         file = DatabaseFile(folder / "cct.db", "ctxt", b"__ctx.db", ("CtxInfos",))
-        _, table = file.items("CtxInfos", SHORT_LIST, CONTEXT_INFO)
+        _, table = file.items("CtxInfos", "short list", "context info")
         by_context = table["value_count"].astype(np.int64)
     else:
         database.absent["cct.db"] = "no index by context; profile.db holds the same values"
