@@ -6,6 +6,7 @@ made by all threads in any order.
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import time
 from dataclasses import dataclass
@@ -33,31 +34,14 @@ KEPT_ROWS = 100
 """Tables of at most so many rows keep them when a variant is scaled down."""
 
 
-# Cardinalities as NVIDIA published them (DeepLearningExamples, DLRM_and_DCNv2,
-# generate_feature_spec): Criteo Terabyte with frequency thresholds of 15, 3 and none; and those
-# of DeepSpark's official_config.json: MLPerf's Terabyte of 2020 with a limit of its own.
-_CARDINALITIES = {
-    "criteo_t15_synthetic": (
-        "7912889 33823 17139 7339 20046 4 7105 1382 63 5554114 582469 245828 11 2209 "
-        "10667 104 4 968 15 8165896 2675940 7156453 302516 12022 97 35"
-    ),
-    "criteo_t3_synthetic": (
-        "45833188 36747 1572176 345139 11 2209 11268 128 4 975 15 48937457 17246 11316796 "
-        "40094537 452104 12607 105 36 7414 20244 4 7115 1442 63 29275261"
-    ),
-    "criteo_t0_synthetic": (
-        "227605432 39061 3067956 405283 11 2209 11939 155 4 977 15 292775614 17296 "
-        "40790948 187188510 590152 12974 109 37 7425 20266 4 7123 1544 64 130229467"
-    ),
-    "deepspark_synthetic": (
-        "932209 18814 13624 6862 18488 3 6242 1229 49 654428 96850 69004 10 2134 7345 60 "
-        "4 918 14 984280 320932 838408 76380 8906 74 33"
-    ),
-}
+_FILE = Path(__file__).with_name("variants.csv")
+
 VARIANTS = {
-    name: Variant(name, 13, tuple(int(word) for word in rows.split()))
-    for name, rows in _CARDINALITIES.items()
+    row["variant"]: Variant(row["variant"], 13, tuple(map(int, row["table_rows"].split())))
+    for row in csv.DictReader(_FILE.read_text(encoding="utf-8").splitlines())
 }
+"""Published variants. Cardinalities are those of NVIDIA (DeepLearningExamples, DLRM_and_DCNv2,
+generate_feature_spec: Criteo Terabyte) and of DeepSpark."""
 
 
 def scaled_variant(variant: Variant, scale: float) -> Variant:

@@ -297,10 +297,7 @@ def compare(
 
 
 def judge(
-    rows: Sequence[Row],
-    reference: str,
-    precisions: Mapping[str, str],
-    failures: Mapping[str, str],
+    rows: Sequence[Row], reference: str, precisions: Mapping[str, str], failures: Mapping[str, str]
 ) -> dict[str, Any]:
     """What the rounds say.
 

@@ -439,9 +439,7 @@ def _total_error(before: list[Times], after: list[Times]) -> float:
 
 
 def joint_error_ms(
-    before: list[Times],
-    after: list[Times],
-    counts: Callable[[tuple[str, str]], bool],
+    before: list[Times], after: list[Times], counts: Callable[[tuple[str, str]], bool]
 ) -> float:
     """Standard error of the time after a change, ms, as the parts' ratios leave it.
 

@@ -115,9 +115,7 @@ class WholeStep(Tables):
 
 
 def time_together(
-    parameters: Parameters,
-    changes: Sequence[Change],
-    lenders: Sequence[Tables] = (),
+    parameters: Parameters, changes: Sequence[Change], lenders: Sequence[Tables] = ()
 ) -> dict[str, Any]:
     """Time the whole step as it is and under each of several changes, in turns.
 

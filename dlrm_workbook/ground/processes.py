@@ -402,11 +402,7 @@ class _Watch:
     """What is known of a running child; a thread reads its output, so that a silent program
     cannot hold up the clock."""
 
-    def __init__(
-        self,
-        stage: str,
-        on_line: LineReader | None = None,
-    ) -> None:
+    def __init__(self, stage: str, on_line: LineReader | None = None) -> None:
         self.iteration: int | None = None
         self.log_error: OSError | None = None
         """Why the child's output could not be kept."""

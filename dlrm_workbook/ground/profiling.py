@@ -8,14 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dlrm_core.base.errors import InputError
-from dlrm_core.base.settings import (
-    called,
-    coerce_section,
-    read_yaml,
-    setting,
-    shown,
-    with_meanings,
-)
+from dlrm_core.base.settings import called, coerce_section, read_yaml, setting, shown, with_meanings
 from dlrm_workbook.ground.marks import parse_part
 
 REMEDIES = (

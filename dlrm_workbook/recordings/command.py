@@ -20,12 +20,7 @@ from typing import Any
 from dlrm_core.base.errors import InputError
 from dlrm_core.base.files import read_json
 from dlrm_core.base.settings import shown
-from dlrm_workbook.ground.processes import (
-    Completed,
-    MeasurementError,
-    Progress,
-    ProgressCallback,
-)
+from dlrm_workbook.ground.processes import Completed, MeasurementError, Progress, ProgressCallback
 from dlrm_workbook.ground.profiling import ProfilingConfig
 from dlrm_workbook.recordings.injected import run_injected
 from dlrm_workbook.recordings.whole_runs import try_whole_runs

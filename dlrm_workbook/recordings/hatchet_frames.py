@@ -38,10 +38,7 @@ FRAMES_PER_LEVEL = 8
 
 
 def graph_frame(
-    contexts: pd.DataFrame,
-    columns: pd.DataFrame,
-    default_metric: str,
-    metadata: dict[str, Any],
+    contexts: pd.DataFrame, columns: pd.DataFrame, default_metric: str, metadata: dict[str, Any]
 ) -> GraphFrame:
     """A GraphFrame with a row a context, built without recursion.
 

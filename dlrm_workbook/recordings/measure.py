@@ -186,10 +186,7 @@ def command_with_torch(
 
 
 def command_with_hpctoolkit(
-    command: Sequence[str],
-    parameters: Parameters,
-    folder: Path,
-    progress: ProgressCallback | None,
+    command: Sequence[str], parameters: Parameters, folder: Path, progress: ProgressCallback | None
 ) -> Profile:
     """As :func:`measure_command`, with HPCToolkit around the program.
 

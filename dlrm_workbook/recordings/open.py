@@ -133,10 +133,7 @@ def _kind_of(path: Path) -> str:
 
 
 def _remembered(
-    path: Path,
-    files: list[Path],
-    parts: Mapping[str, str] | None,
-    read: Callable[[], Recording],
+    path: Path, files: list[Path], parts: Mapping[str, str] | None, read: Callable[[], Recording]
 ) -> Recording:
     """What the files hold: from the cache, or read."""
     regular = all(file.is_file() for file in files)

@@ -20,11 +20,7 @@ from typing import Any
 
 from dlrm_core.base.errors import InputError
 from dlrm_core.base.files import read_json, write_json
-from dlrm_workbook.ground.processes import (
-    MeasurementError,
-    Progress,
-    ProgressCallback,
-)
+from dlrm_workbook.ground.processes import MeasurementError, Progress, ProgressCallback
 from dlrm_workbook.ground.profiling import ProfilingConfig
 from dlrm_workbook.ground.speed_range import FEWEST, FILE, NARROW, speed_range, status_of
 from dlrm_workbook.recordings.injected import run_injected

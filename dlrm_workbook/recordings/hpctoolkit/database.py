@@ -23,11 +23,7 @@ import numpy as np
 import pandas as pd
 
 from dlrm_workbook.ground.arrays import Floats, Ints
-from dlrm_workbook.recordings.hpctoolkit.format import (
-    REPROCESS,
-    DatabaseError,
-    DatabaseFile,
-)
+from dlrm_workbook.recordings.hpctoolkit.format import REPROCESS, DatabaseError, DatabaseFile
 from dlrm_workbook.recordings.hpctoolkit.meta import ENTRY, ROOT, Meta, Metric, read_meta
 from dlrm_workbook.recordings.hpctoolkit.metrics import (
     additive,

@@ -174,10 +174,7 @@ def work_on_gpus(trace: pd.DataFrame, threads: pd.DataFrame) -> pd.DataFrame:
 
 
 def parts_in_order(
-    trace: pd.DataFrame,
-    threads: pd.DataFrame,
-    labels: Labels,
-    iterations: pd.DataFrame | None,
+    trace: pd.DataFrame, threads: pd.DataFrame, labels: Labels, iterations: pd.DataFrame | None
 ) -> pd.Series:
     """Part of each operation of the GPUs and of each sample of threads that run parts.
 

@@ -8,6 +8,7 @@ it, whenever it ran.
 
 from __future__ import annotations
 
+import csv
 import itertools
 import re
 from collections.abc import Mapping
@@ -133,30 +134,12 @@ def join_unsteady(names: pd.Series, shapes: pd.Series, iterations: int) -> pd.Se
     return pd.Series(joined[pair], index=shapes.index)
 
 
-TRACE_METRICS: dict[str, tuple[str, str]] = {
-    "cpu_time_ms": ("ms", "wall time of the span on its CPU thread"),
-    "calls": ("", "how often the span was entered"),
-    "gpu_time_ms": ("ms", "time of GPU kernels, copies and memory sets, summed over streams"),
-    "launches": ("", "GPU kernels that ran"),
-    "copy_bytes": ("B", "bytes of GPU copies and memory sets"),
-    "allocated_bytes": ("B", "host memory allocated through torch"),
-    "gpu_allocated_bytes": ("B", "GPU memory allocated through torch"),
-    "GKER:THR_REG_ACUMU": ("", "registers of a thread, summed over launches"),
-    "GKER:STMEM_ACUMU (B)": ("B", "shared memory of a block, summed over launches"),
-    "GKER:BLKS_ACUMU": ("", "blocks, summed over launches"),
-    "GKER:BLK_THR_ACUMU": ("", "threads of a block, summed over launches"),
-    "GKER:FGP_ACT_ACUMU": ("%", "torch's estimate of the occupancy, summed over launches"),
-    "GKER:FGP_MAX_ACUMU": ("%", "100 for each launch whose occupancy is known"),
-    "flops": ("", "floating point operations of matrix products, by torch's formulas"),
-}
+_FILE = Path(__file__).with_name("metrics.csv")
+_METRICS = list(csv.DictReader(_FILE.read_text(encoding="utf-8").splitlines()))
 
-KERNEL_PROPERTIES = {
-    "GKER:THR_REG_ACUMU": "registers",
-    "GKER:STMEM_ACUMU (B)": "shared_memory",
-    "GKER:FGP_ACT_ACUMU": "occupancy",
-    "GKER:BLKS_ACUMU": "grid",
-    "GKER:BLK_THR_ACUMU": "block",
-}
+TRACE_METRICS = {row["metric"]: (row["unit"], row["meaning"]) for row in _METRICS}
+
+KERNEL_PROPERTIES = {row["metric"]: row["column"] for row in _METRICS if row["column"]}
 """HPCToolkit's name of a metric to the column of a trace's kernels that is summed in it."""
 
 LAUNCHED_BEFORE = "launched before the trace"
