@@ -104,11 +104,7 @@ def _variant(arguments: argparse.Namespace) -> Variant:
 
 
 def parse_samples(text: str | None, scale: float) -> dict[str, int]:
-    """``TRAIN[/TEST]`` as numbers; TEST left out is an eighth.
-
-    Raises:
-        InputError: it is something else.
-    """
+    """``TRAIN[/TEST]`` as numbers; TEST left out is an eighth. Refuses (InputError) other texts."""
     if text is None:
         train = max(1, round(NVIDIA_SAMPLES * scale))
         return {"train": train, "test": max(1, train // 8)}

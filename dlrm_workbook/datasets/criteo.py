@@ -69,9 +69,7 @@ class Request:
         layout: 'kaggle' or 'terabyte'; the text is the same, the days are not.
         inputs: text files in order, gzipped if named so.
         threshold: categories that came less often become row 0.
-        max_rows: stop after so many rows.
         test_fraction: share of the rows, from the end, that are the test split.
-        threads: of this process.
         memory: bytes of hash tables, all threads together.
     """
 
@@ -274,7 +272,7 @@ def _convert_column(
     """Number one column's categories and write its row numbers.
 
     Returns:
-        categories kept, and categories there were.
+        Categories kept, and categories there were.
     """
 
     def blocks() -> Iterator[tuple[np.ndarray, np.ndarray]]:

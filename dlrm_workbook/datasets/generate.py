@@ -73,7 +73,6 @@ def generate(law: Law, samples: dict[str, int], target: Path, threads: int) -> G
     """Write a data set, or go on with one that was interrupted.
 
     Args:
-        law: what the values follow from.
         samples: number of them in ``train`` and ``test``, at least 1.
         target: folder of the data set; it appears when all is written.
         threads: of this process; they do not change a byte.

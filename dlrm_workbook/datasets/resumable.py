@@ -201,11 +201,7 @@ def threaded(
 
 
 def need_space(folder: Path, size: int) -> None:
-    """Refuse before writing what the disk has no room for.
-
-    Raises:
-        InputError: with both numbers.
-    """
+    """Refuse (InputError) before writing what the disk has no room for, with both numbers."""
     while not folder.exists():
         folder = folder.parent
     free = shutil.disk_usage(folder).free

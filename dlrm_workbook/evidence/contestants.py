@@ -244,8 +244,6 @@ def compare(
     Args:
         contestants: name to parameters; the first is the reference for losses.
         peer: a facebookresearch/dlrm checkout, run with the reference's parameters.
-        iterations: counted in each run.
-        threads: CPU threads of each.
         run: runs one of our own contestants.
         extra: further contestants, name to what runs each once.
         rows: the runs so far, to which each new one is added; what is there is not run again.

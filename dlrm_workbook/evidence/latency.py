@@ -226,22 +226,14 @@ def _infer(predictor: Predictor, arguments: argparse.Namespace, sizes: list[int]
 
 
 def time_limit(seconds: float) -> float:
-    """``--seconds``, checked.
-
-    Raises:
-        InputError: it is no positive number.
-    """
+    """``--seconds``; refuses (InputError) what is no positive number."""
     if not seconds > 0:
         raise InputError(f"--seconds is {seconds:g}, expected a number above 0")
     return seconds
 
 
 def batch_sizes(given: str | None) -> list[int]:
-    """Batch sizes of ``--batch-sizes``.
-
-    Raises:
-        InputError: one is no whole number above 0.
-    """
+    """Batch sizes of ``--batch-sizes``; refuses (InputError) what is no whole number above 0."""
     if not given:
         return []
     with contextlib.suppress(ValueError):

@@ -317,8 +317,7 @@ def apply_settings(parameters: Parameters) -> tuple[Parameters, list[str]]:
 
 
 def needs_huge_pages(parameters: Parameters) -> bool:
-    """Whether a run lays its tables in large pages, as :func:`~dlrm_core.train.prepare_model`
-    does."""
+    """Whether a run lays its tables in large pages (:func:`~dlrm_core.train.prepare_model`)."""
     return parameters.training.embedding_backend != "torch"
 
 
@@ -512,9 +511,7 @@ def probe_changes(
 
     Args:
         changes: :func:`default_changes` if None.
-        seconds: at most about so long for all of them; building loops and overlapped loading
-            come on top.
-        say: called before each group of changes is timed.
+        seconds: building loops and overlapped loading come on top.
         lenders: whose tables are trained on instead of new ones, where they are alike; tables
             of the same shapes that a change needed are added, for whoever measures next.
 
@@ -617,7 +614,7 @@ class _Probes:
                 else:
                     lender = next(iter(self.lenders), None)
                     if lender is None or half == "dense":
-                        _require_half(self.parameters, half)
+                        require_memory(reduced(self.parameters, half), f"probing the {half} half")
                     self._loops[half] = _ready(StepLoop(self.parameters, half, lender))
             except InputError as error:
                 self._refused[half, UNCHANGED] = str(error)
@@ -684,7 +681,6 @@ class _Probes:
         return times
 
     def result(self, candidate: _Candidate) -> dict[str, Any]:
-        """The result of a change, as :func:`probe_changes` returns it."""
         times: dict[str, Times] = {"parts": {}, "base": {}, "spread": {}}
         result: dict[str, Any] = {"change": candidate.change, "notices": list(candidate.notices)}
         refused = [candidate.refused]
@@ -742,7 +738,7 @@ class _Probes:
         wanted = needs_huge_pages(reduced(changed, half))
         lender = next((each for each in (base, *self.lenders) if each.huge_pages == wanted), None)
         if not same or lender is None:
-            _require_half(changed, half)
+            require_memory(reduced(changed, half), f"probing the {half} half")
         loop = _ready(StepLoop(changed, half, tables_from=lender))
         if same and lender is None:
             self.lenders.append(Tables(loop.model, loop.huge_pages))
@@ -808,10 +804,6 @@ def _ready(loop: Loop) -> Loop:
 def _synchronous(parameters: Parameters) -> Parameters:
     """The parameters with batches made in the step."""
     return replace(parameters, data=replace(parameters.data, loader="synchronous"))
-
-
-def _require_half(parameters: Parameters, half: str) -> None:
-    require_memory(reduced(parameters, half), f"probing the {half} half")
 
 
 def require_memory(parameters: Parameters, what: str) -> None:

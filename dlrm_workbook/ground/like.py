@@ -106,7 +106,6 @@ class Script:
     Attributes:
         whose: its publisher.
         names: of its file.
-        flags: all of them, in the order of its own help.
         sections: makes a parameters file's sections of the values of all flags, by
             :attr:`Flag.key`, and of those that the command has.
         launched: whether programs that start several processes may stand before it.

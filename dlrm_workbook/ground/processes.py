@@ -112,10 +112,8 @@ class Completed:
     """A child that has ended.
 
     Attributes:
-        command: the argument list that ran.
         exit_code: as a shell reports it, 128 + N after signal N.
         seconds: wall-clock time.
-        timed_out: it was ended because its time was up.
         iteration: the last iteration that the workload reported.
         stdout, stderr: what it wrote, as text (the last 64 MiB).
         log: the file of its standard error; None where no logs were asked for.
@@ -169,10 +167,7 @@ class Completed:
         return f"; see {self.log}" if self.log else ""
 
     def require_success(self, what: str) -> None:
-        """Raise unless the child did its work.
-
-        Args:
-            what: what ran, the subject of the sentence, such as ``the recorded run``.
+        """Raise unless the child, ``what`` in the sentence (``the recorded run``), did its work.
 
         Raises:
             InputError: it refuses its parameters (exit code 2), in its own words.
@@ -242,13 +237,10 @@ def run_child(
     """Run a program to its end, with live progress, and keep what it printed.
 
     Args:
-        command: argument list; no shell is involved.
         stage: name for progress and messages; names the log files too.
         logs: folder for ``STAGE.out`` and ``STAGE.err``; None keeps no files.
         environment: the program's whole environment; None: this process's.
-        folder: where it runs; None: here.
         timeout_s: seconds after which its process group is ended; None: no limit.
-        progress: called a few times a second.
         on_line: gets each line of its standard output as it comes, in a thread of its own.
 
     Raises:
@@ -477,11 +469,8 @@ def _json_object(line: str | bytes) -> dict[str, Any] | None:
 def _shortened(log: Path, left_out: int) -> int:
     """Keep no more than :data:`KEPT_OUTPUT` of a log that is being written: its begin and its end.
 
-    Args:
-        left_out: bytes that were left out of it before.
-
     Returns:
-        Bytes that were left out in all, which a line between the two says.
+        Bytes that were left out in all, which a line between the two says; before: ``left_out``.
     """
     size = log.stat().st_size
     if size <= KEPT_OUTPUT:

@@ -283,8 +283,6 @@ def named_run(
     """What a user named as a run folder or recording; ``latest`` is the newest run of a notebook.
 
     Args:
-        place: a path, or :data:`LATEST`.
-        notebook: whose newest run is meant.
         finished: whether it must have finished, or must not.
 
     Raises:

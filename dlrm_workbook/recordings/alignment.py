@@ -182,7 +182,6 @@ def align_profiles(profile: Profile, other: Profile, begins: Ints, ends: Ints) -
     kernels are compared by the names of their functions alone.
 
     Args:
-        profile: whose GPU work has no parts.
         other: of the same program, with iterations, launches and parts (torch.profiler's).
         begins, ends: of the host's iterations, in order, by the clock of ``profile``.
     """
@@ -283,8 +282,7 @@ def _next_iteration(
 def _twins(ours: list[int], theirs: list[int], earliest: list[int]) -> tuple[Ints, Ints]:
     """Place in ``theirs`` (−1 for none) and iteration of each operation of a stream.
 
-    Args:
-        earliest: where in ``ours`` each iteration begins at the earliest.
+    Each iteration begins in ``ours`` at its place in ``earliest`` at the earliest.
     """
     twin = np.full(len(ours), -1)
     iteration = np.full(len(ours), NO_ITERATION)

@@ -247,10 +247,9 @@ class _Session:
         like_measured: bool,
         on_line: LineReader | None = None,
     ) -> None:
-        """Run a child to its end.
+        """Run a child to its end; ``what`` is the subject of the sentence if it fails.
 
         Args:
-            what: subject of the sentence if it fails.
             like_measured: with the environment of a run that HPCToolkit measures.
         """
         run_child(
@@ -439,25 +438,18 @@ def add_measurement(
         missing: what was not measured beside them, name to reason.
     """
     unprofiled, notices = measurement.unprofiled, list(measurement.notices)
+    alone_ms = unprofiled.get("ms_per_iteration")
     passes: list[dict[str, Any]] = [
-        {
-            "name": "unprofiled",
-            "command": "",
-            "ms_per_iteration": unprofiled.get("ms_per_iteration"),
-            "dilation": 1.0,
-        }
+        {"name": "unprofiled", "command": "", "ms_per_iteration": alone_ms, "dilation": 1.0}
     ]
+    kept = ("name", "python_frames", "ms_per_iteration", "dilation", "lost_samples")
     for measured in measurement.passes:
         passes.append(
             {
-                "name": measured.name,
+                **{name: getattr(measured, name) for name in kept},
                 "command": " ".join(measured.command),
                 "iterations": iterations,
                 "events": list(measured.events),
-                "python_frames": measured.python_frames,
-                "ms_per_iteration": measured.ms_per_iteration,
-                "dilation": measured.dilation,
-                "lost_samples": measured.lost_samples,
                 # relative, so that a run folder can be moved or mailed
                 "database": os.path.relpath(measured.database, folder),
                 "notices": list(measured.notices),

@@ -234,11 +234,7 @@ def _by_names(
 
 
 def _traces_in(folder: Path) -> list[Path]:
-    """The traces in a folder.
-
-    Raises:
-        InputError: there is none; the message says what the folder holds, or should hold.
-    """
+    """The traces in a folder; an InputError says what it holds, or should hold, where none is."""
     held = list(islice(folder.rglob("*"), MOST_MEMBERS + 1))
     _refuse_many(folder, len(held))
     measured = next((file.parent for file in held if file.suffix == ".hpcrun"), None)

@@ -176,11 +176,8 @@ def work_on_gpus(trace: pd.DataFrame, threads: pd.DataFrame) -> pd.DataFrame:
 def parts_in_order(
     trace: pd.DataFrame, threads: pd.DataFrame, labels: Labels, iterations: pd.DataFrame | None
 ) -> pd.Series:
-    """Part of each operation of the GPUs and of each sample of threads that run parts.
-
-    Returns:
-        Parts by the index of ``trace``.
-    """
+    """Part of each operation of the GPUs and of each sample of threads that run parts, by the index
+    of ``trace``."""
     work = work_on_gpus(trace, threads)
     pieces = [pd.Series(by_order(work, labels, iterations), work.index, dtype=object)]
     speaks = labels.component != "other"
@@ -199,7 +196,6 @@ def by_order(
 
     Args:
         trace: its rows, in the order of their begin.
-        labels: what the names say.
         iterations: ``start_ns``, in order; None where none are known.
     """
     context = trace["context"].to_numpy()
@@ -353,14 +349,11 @@ def shares_of_parts(rows: pd.DataFrame, of: list[str]) -> pd.DataFrame:
 
 
 def _copies(contexts: pd.DataFrame, scope: Ints, further: pd.DataFrame) -> pd.DataFrame:
-    """The further contexts of scopes that are divided.
-
-    Args:
-        further: the parts that get copies, as :func:`shares_of_parts` gives them.
+    """The further contexts of scopes that are divided, by the ``further`` parts that get copies.
 
     Returns:
-        A row a copy: those columns, ``old`` and ``new`` (the numbers of the context and of its
-        copy) and ``above`` (the parent of the copy).
+        A row a copy: the columns of :func:`shares_of_parts`, ``old`` and ``new`` (the numbers of
+        the context and of its copy) and ``above`` (the parent of the copy).
     """
     members = pd.DataFrame({"within": scope, "old": np.arange(len(scope))})
     copies = further.merge(members, on="within")

@@ -39,7 +39,6 @@ class ThreadProfile:
 
     Attributes:
         number: its row in the file; 0 is the summary of the whole run.
-        summary: whether it holds summary statistics.
         identifiers: where it ran, from node to thread; empty for profile 0.
         count: number of values.
     """

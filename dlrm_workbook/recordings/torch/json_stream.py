@@ -188,12 +188,7 @@ class EventStream:
     """
 
     def __init__(self, file: IO[bytes], name: str, packed_bytes: int) -> None:
-        """
-        Args:
-            file: the trace, gzipped or not.
-            name: what the trace is called in sentences.
-            packed_bytes: size of the file that it lies in.
-        """
+        """``file`` may be gzipped; ``packed_bytes`` is the size of the file that it lies in."""
         self.name = name
         self.header: dict[str, Any] = {}
         self.has_events = False

@@ -174,8 +174,8 @@ class _Spans:
     """The columns that several steps of the attribution read and change.
 
     Attributes:
-        component, phase, hinted: what is known of each span (n,), as :func:`foreign.resolve` says
-            it. These are what the steps change.
+        component, phase, hinted: of each span (n,), as :func:`foreign.resolve` says it, which
+            the steps change.
         forward: which spans (n,) lie in no autograd node.
         begins: of the iterations, where they are known, in order.
         named: what each distinct pair of kind and name says; ``code`` (n,) is its number.

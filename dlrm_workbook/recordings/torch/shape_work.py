@@ -202,12 +202,8 @@ def _pooled(call: Call) -> Amounts | None:
 
 
 def _rows_gradient(call: Call, indices: int, rows: int) -> Amounts | None:
-    """Adds a gradient for each index to the row of a table's dense gradient, which is made here.
-
-    Args:
-        indices: place of the indices.
-        rows: place of the number of rows of the table.
-    """
+    """Adds a gradient for each index to the row of a table's dense gradient, which is made here;
+    ``indices`` and ``rows`` are the places of the indices and of the number of rows."""
     count, height = call.size(indices), call.value(rows)
     if type(height) is not int or height < 1 or not call.shapes[0]:
         return None
@@ -451,11 +447,8 @@ def _joined(call: Call) -> Amounts | None:
 
 
 def _moved(call: Call, places: list[int], written: int | None = None, also: str = "") -> Amounts:
-    """Reads the inputs at ``places`` and writes as much as the input ``written`` has.
-
-    Args:
-        also: the type of a second result of that size.
-    """
+    """Reads the inputs at ``places`` and writes as much as the input ``written`` has, and ``also``
+    a second result of that type."""
     # what is optional may be missing, the first may not
     there = [i for i in places if i < len(call.shapes) and (i == places[0] or call.kind(i))]
     moved: list[tuple[int | ElementType, int]] = [(i, call.stored(i)) for i in there]
@@ -690,11 +683,7 @@ def notes_of_call(name: str, shapes: str, values: str) -> set[str]:
 
 
 def _sizes(given: Any) -> Any:
-    """Shapes as lists of integers.
-
-    Raises:
-        TypeError, ValueError: one is something else, or negative.
-    """
+    """Shapes as lists of integers; ValueError where one is something else, or negative."""
     if isinstance(given, list):
         return [_sizes(one) for one in given]
     if type(given) is not int or given < 0:
@@ -789,10 +778,8 @@ def _twins(host: pd.DataFrame, rows: Ints) -> Names:
 
 
 def _shapes_below(host: pd.DataFrame, rows: Ints) -> Names:
-    """Shapes (k,) of the inputs of the first ``aten::to`` that each of the calls in ``rows`` makes.
-
-    Of calls with a sparse operand; "" for others.
-    """
+    """Shapes (k,) of the inputs of the first ``aten::to`` that each of the calls in ``rows`` makes,
+    of calls with a sparse operand; "" for others."""
     texts = np.full(len(rows), "", dtype=object)
     if "values" not in host:
         return texts
