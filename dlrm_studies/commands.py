@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-from pathlib import Path
 
 from dlrm_core.base.cli import Subcommand
 from dlrm_workbook.ground.options import listed_options, parameters_file
@@ -17,7 +16,7 @@ def _options(command: str, parser: argparse.ArgumentParser) -> None:
     """The options of a command, as ``options.csv`` lists them beside those of parameters."""
     if command != "gpu-check":
         parameters_file(parser, required=command != "bench")
-    listed_options(parser, Path(__file__).with_name("options.csv"), command)
+    listed_options(parser, __file__, command)
 
 
 SUBCOMMANDS = tuple(

@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     for name, (_, help_text) in ACTIONS.items():
         action = actions.add_parser(name, help=help_text)
-        listed_options(action, Path(__file__).with_name("options.csv"), name, CHOICES)
+        listed_options(action, __file__, name, CHOICES)
 
 
 def data(arguments: argparse.Namespace) -> int:

@@ -6,7 +6,6 @@ made by all threads in any order.
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import time
 from dataclasses import dataclass
@@ -29,16 +28,15 @@ from dlrm_workbook.datasets.resumable import (
 )
 from dlrm_workbook.datasets.write_spec import SPLITS, write_spec
 from dlrm_workbook.ground.bar import Bar
+from dlrm_workbook.ground.tables import rows_of
 
 KEPT_ROWS = 100
 """Tables of at most so many rows keep them when a variant is scaled down."""
 
 
-_FILE = Path(__file__).with_name("variants.csv")
-
 VARIANTS = {
     row["variant"]: Variant(row["variant"], 13, tuple(map(int, row["table_rows"].split())))
-    for row in csv.DictReader(_FILE.read_text(encoding="utf-8").splitlines())
+    for row in rows_of(__file__, "variants.csv")
 }
 """Published variants. Cardinalities are those of NVIDIA (DeepLearningExamples, DLRM_and_DCNv2,
 generate_feature_spec: Criteo Terabyte) and of DeepSpark."""

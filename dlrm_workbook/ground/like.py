@@ -8,7 +8,6 @@ default, not ours. Nothing of the command is run.
 from __future__ import annotations
 
 import argparse
-import csv
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +18,7 @@ from typing import Any, NoReturn
 from dlrm_core.base.errors import InputError
 from dlrm_core.base.settings import shown
 from dlrm_core.config import GivenSections, parameters_from_sections
+from dlrm_workbook.ground.tables import rows_of
 
 
 def switch(text: str) -> bool:
@@ -66,9 +66,6 @@ class Flag:
         return self.name.removeprefix("--").replace("-", "_")
 
 
-FLAGS_FILE = Path(__file__).with_name("flags.csv")
-"""All flags of all scripts, a row each, in the order of the scripts' own help."""
-
 READERS: dict[str, Callable[[str], Any] | None] = {
     "": None,
     "int": int,
@@ -84,8 +81,8 @@ READERS: dict[str, Callable[[str], Any] | None] = {
 
 
 def flags_of(whose: str) -> tuple[Flag, ...]:
-    with FLAGS_FILE.open(encoding="utf-8", newline="") as file:
-        return tuple(_flag(row) for row in csv.DictReader(file) if row["script"] == whose)
+    """All flags of a script, in the order of its own help."""
+    return tuple(_flag(row) for row in rows_of(__file__, "flags.csv") if row["script"] == whose)
 
 
 def _flag(row: Mapping[str, str]) -> Flag:

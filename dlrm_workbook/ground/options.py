@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import csv
 import sys
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 from dlrm_core.base.cli import file_option, parameter_option
+from dlrm_workbook.ground.tables import rows_of
 
 KINDS: dict[str, dict[str, Any]] = {
     "flag": {"action": "store_true"},
@@ -25,18 +24,19 @@ KINDS: dict[str, dict[str, Any]] = {
 
 def listed_options(
     parser: argparse.ArgumentParser,
-    file: Path,
+    module: str,
     command: str,
     choices: Mapping[str, Iterable[str]] | None = None,
 ) -> None:
-    """The options of a command, as a table (``options.csv``) lists them.
+    """The options of a command, as ``options.csv`` lists them.
 
     Args:
+        module: the ``__file__`` beside which that table is.
         choices: option to what it may be, for those that may not be anything.
     """
-    with file.open(newline="", encoding="utf-8") as table:
-        rows = [row for row in csv.DictReader(table) if row["command"] == command]
-    for row in rows:
+    for row in rows_of(module, "options.csv"):
+        if row["command"] != command:
+            continue
         asked = KINDS[row["kind"]] | {name: row[name] for name in ("help", "metavar") if row[name]}
         if row["default"]:
             asked["default"] = asked.get("type", str)(row["default"])

@@ -14,13 +14,11 @@ MLP, a backward node to the part of its forward operator) follows from order:
 from __future__ import annotations
 
 import contextlib
-import csv
 import fnmatch
 import functools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -28,6 +26,7 @@ from dlrm_core.base.errors import InputError
 from dlrm_core.parts import ITERATION_FUNCTION, parse_span
 from dlrm_workbook.ground.arrays import Bools, Ints, Names
 from dlrm_workbook.ground.marks import GROUP_PREFIX, PART_PREFIX, parse_part
+from dlrm_workbook.ground.tables import rows_of
 from dlrm_workbook.recordings.profile import nearest
 
 MLP = "mlp"
@@ -60,8 +59,7 @@ class Named:
 Rules = tuple[tuple[re.Pattern[str], Named], ...]
 """Patterns of names and what they say, of which the first that matches counts."""
 
-_FILE = Path(__file__).with_name("names.csv")
-_ROWS = list(csv.DictReader(_FILE.read_text(encoding="utf-8").splitlines()))
+_ROWS = rows_of(__file__, "names.csv")
 
 
 def _rules(kind: str) -> Rules:

@@ -13,7 +13,6 @@ structures are longer, can be read.
 
 from __future__ import annotations
 
-import csv
 import mmap
 import os
 from collections.abc import Sequence
@@ -26,6 +25,7 @@ import numpy.typing as npt
 from dlrm_core.base.errors import InputError
 from dlrm_core.base.files import open_binary
 from dlrm_core.base.text import visible
+from dlrm_workbook.ground.tables import rows_of
 
 MAGIC = b"HPCTOOLKIT"
 MAJOR_VERSION = 4
@@ -64,9 +64,8 @@ IDENTIFIERS_OFFSET = 0x08
 
 
 def _records() -> dict[str, np.dtype[Any]]:
-    file = Path(__file__).with_name("records.csv")
     fields: dict[str, list[tuple[str, str, int]]] = {}
-    for row in csv.DictReader(file.read_text(encoding="utf-8").splitlines()):
+    for row in rows_of(__file__, "records.csv"):
         field = row["field"], f"<{row['type']}", int(row["offset"], 16)
         fields.setdefault(row["record"], []).append(field)
     dtypes = {}

@@ -12,22 +12,16 @@ manual, of HPCToolkit 2025-05 and of later development versions.
 
 from __future__ import annotations
 
-import csv
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+
+from dlrm_workbook.ground.tables import rows_of
 
 NOT_COLLECTED = ("GMEM (sec)", "GSYNC (sec)", "GICOPY (sec)")
 """Metrics that HPCToolkit 2025-05 lists and never fills on NVIDIA GPUs."""
 
-
-def _rows(file: str) -> list[dict[str, str]]:
-    text = Path(__file__).with_name(file).read_text(encoding="utf-8")
-    return list(csv.DictReader(text.splitlines()))
-
-
-_ROWS = _rows("metrics.csv")
+_ROWS = rows_of(__file__, "metrics.csv")
 
 
 def _table(kind: str) -> dict[str, str]:
@@ -197,7 +191,7 @@ class Derivation:
 
 
 def _derivations() -> Iterator[Derivation]:
-    for row in _rows("derived.csv"):
+    for row in rows_of(__file__, "derived.csv"):
         scale, most = float(row["scale"]), float(row["most"]) if row["most"] else None
         above = tuple(row["above"].split(", "))
         below, unit = row["below"], row["unit"]

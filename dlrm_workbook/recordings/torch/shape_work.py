@@ -35,20 +35,19 @@ bytes are too many.
 
 from __future__ import annotations
 
-import csv
 import functools
 import json
 import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
 from dlrm_workbook.ground.arrays import Bools, Floats, Ints, Names
+from dlrm_workbook.ground.tables import rows_of
 from dlrm_workbook.recordings.profile import inclusive_from_exclusive, nearest
 
 ElementType = tuple[str, int]
@@ -520,11 +519,7 @@ def _index_added(call: Call) -> Amounts | None:
 
 # ---- operators --------------------------------------------------------------------------
 
-_ROWS = list(
-    csv.DictReader(
-        Path(__file__).with_name("shape_work.csv").read_text(encoding="utf-8").splitlines()
-    )
-)
+_ROWS = rows_of(__file__, "shape_work.csv")
 
 
 def _operators(formula: str) -> set[str]:

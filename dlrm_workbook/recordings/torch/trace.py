@@ -8,7 +8,6 @@ it, whenever it ran.
 
 from __future__ import annotations
 
-import csv
 import itertools
 import re
 from collections.abc import Mapping
@@ -22,6 +21,7 @@ from dlrm_core.base.errors import InputError
 from dlrm_core.base.files import read_json
 from dlrm_core.parts import ITERATION_SPAN
 from dlrm_workbook.ground.arrays import Ints, Names
+from dlrm_workbook.ground.tables import rows_of
 from dlrm_workbook.recordings.foreign import ENGINE_PREFIX, PartNames
 from dlrm_workbook.recordings.nesting import last_ends, nest, self_times, stretch_at
 from dlrm_workbook.recordings.profile import (
@@ -134,8 +134,7 @@ def join_unsteady(names: pd.Series, shapes: pd.Series, iterations: int) -> pd.Se
     return pd.Series(joined[pair], index=shapes.index)
 
 
-_FILE = Path(__file__).with_name("metrics.csv")
-_METRICS = list(csv.DictReader(_FILE.read_text(encoding="utf-8").splitlines()))
+_METRICS = rows_of(__file__, "metrics.csv")
 
 TRACE_METRICS = {row["metric"]: (row["unit"], row["meaning"]) for row in _METRICS}
 
