@@ -387,11 +387,8 @@ def _values(block: Block, output: SplitFile, split: Split) -> tuple[np.ndarray, 
 
 
 def _dense(block: Block, output: SplitFile, split: Split) -> tuple[np.ndarray, int]:
-    """Dense values (B, D) of a block as a file holds them, and how many lost digits.
-
-    Raises:
-        InputError: naming file, sample, feature and a value that cannot be held.
-    """
+    """Dense values (B, D) of a block as a file holds them, and how many lost digits. Raises
+    InputError: naming file, sample, feature and a value that cannot be held."""
     values, exact, dtype = block.dense, block.dense.astype(np.float64), output.dtype
     whole, law = dtype.kind == "i", output.law
     if split.counts and not output.counts:

@@ -269,11 +269,8 @@ def _split_column(folder: Path, name: str, row_bytes: int, rows: int, train: int
 def _convert_column(
     folder: Path, table: int, rows: int, train: int, threshold: int, memory: int
 ) -> tuple[int, int]:
-    """Number one column's categories and write its row numbers.
-
-    Returns:
-        Categories kept, and categories there were.
-    """
+    """Number one column's categories and write its row numbers. Returns categories kept, and
+    categories there were."""
 
     def blocks() -> Iterator[tuple[np.ndarray, np.ndarray]]:
         for start in range(0, rows, ROWS_AT_ONCE):

@@ -468,10 +468,8 @@ def _json_object(line: str | bytes) -> dict[str, Any] | None:
 
 def _shortened(log: Path, left_out: int) -> int:
     """Keep no more than :data:`KEPT_OUTPUT` of a log that is being written: its begin and its end.
-
-    Returns:
-        Bytes that were left out in all, which a line between the two says; before: ``left_out``.
-    """
+    Returns bytes that were left out in all, which a line between the two says; before:
+    ``left_out``."""
     size = log.stat().st_size
     if size <= KEPT_OUTPUT:
         return left_out

@@ -199,11 +199,8 @@ def _database(place: Path, path: Path) -> Iterator[sqlite3.Connection]:
 
 
 class _Export:
-    """One export: which tables and columns it has, and what they hold.
-
-    Raises:
-        InputError: it is no export of Nsight Systems, or a table lacks its times.
-    """
+    """One export: which tables and columns it has, and what they hold. Raises InputError: it is no
+    export of Nsight Systems, or a table lacks its times."""
 
     def __init__(self, database: sqlite3.Connection, path: Path) -> None:
         self.database, self.path = database, path
@@ -667,11 +664,8 @@ def _triple(x: int, y: int, z: int) -> str:
 
 
 def _to_lanes(host: pd.DataFrame, names: dict[str, str]) -> int:
-    """Move started ranges that cross calls or ranges of their thread beside it, in place.
-
-    Returns:
-        How many there are; ``names`` gets the names of the new lines.
-    """
+    """Move started ranges that cross calls or ranges of their thread beside it, in place. Returns
+    how many there are; ``names`` gets the names of the new lines."""
     started = host.pop("started").to_numpy(dtype=bool)
     if not started.any():
         return 0

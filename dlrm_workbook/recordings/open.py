@@ -110,10 +110,7 @@ def _open_file(path: Path, parts: Mapping[str, str] | None) -> Recording:
 
 def _kind_of(path: Path) -> str:
     """What a file is at a glance: ``database``, ``nsight``, ``zip``, or ``trace`` (or a tar).
-
-    Raises:
-        InputError: it is no recording; the message says what was expected.
-    """
+    Raises InputError: it is no recording; the message says what was expected."""
     with open_binary(path) as file:
         start = file.read(TAR_HEADER)
     text = start.removeprefix(codecs.BOM_UTF8).lstrip()[:1] in (b"{", b"[")
@@ -214,11 +211,8 @@ def _exports_in(folder: Path) -> list[Path]:
 def _by_names(
     folder: Path, files: Sequence[Path], profiles: Sequence[Profile | None], what: str
 ) -> Recording:
-    """Profiles of one rank each, by the numbers in the names of their files.
-
-    Raises:
-        InputError: a name does not tell its rank, or a profile is None.
-    """
+    """Profiles of one rank each, by the numbers in the names of their files. Raises InputError: a
+    name does not tell its rank, or a profile is None."""
     ranks: dict[int, Profile] = {}
     for file, profile in zip(files, profiles, strict=True):
         named = _RANK.search(file.name) or re.search(r"(\d+)$", file.stem)
@@ -377,11 +371,8 @@ def _refuse_bomb(path: Path, packed: int, unpacked: int) -> None:
 
 
 def _several(path: Path, members: Iterator[_Member], parts: Mapping[str, str] | None) -> Recording:
-    """The traces of several ranks; of one, where only one is there.
-
-    Raises:
-        InputError: there is no trace, one of them cannot be read, or ranks are not distinct.
-    """
+    """The traces of several ranks; of one, where only one is there. Raises InputError: there is no
+    trace, one of them cannot be read, or ranks are not distinct."""
     profiles: dict[int | str, tuple[str, Profile]] = {}
     others: list[str] = []
     worlds: set[Any] = set()

@@ -459,11 +459,8 @@ def _holds(value: Any, expected: str) -> bool:
 
 
 def _checked_meta(file: Path, meta: Any) -> dict[str, Any]:
-    """The ``meta`` of a file that anybody may have written; null is the same as left out.
-
-    Raises:
-        InputError: naming the file, the key, its value and what was expected.
-    """
+    """The ``meta`` of a file that anybody may have written; null is the same as left out. Raises
+    InputError: naming the file, the key, its value and what was expected."""
     if not isinstance(meta, dict):
         raise InputError(f"{file}: meta is {shown(meta)}, expected names with values")
     meta = {name: value for name, value in meta.items() if value is not None}

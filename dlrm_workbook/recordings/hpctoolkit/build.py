@@ -217,11 +217,8 @@ def name_unnamed_modules(measurements: Path) -> int:
 
 
 def _mend(data: bytes) -> tuple[bytes, int]:
-    """A logical file with its unnamed stanzas named, and how many there were.
-
-    Raises:
-        struct.error: the file ends inside a stanza.
-    """
+    """A logical file with its unnamed stanzas named, and how many there were. Raises struct.error:
+    the file ends inside a stanza."""
     if not data.startswith(LOGICAL_MAGIC):
         return data, 0
     pieces = [LOGICAL_MAGIC]

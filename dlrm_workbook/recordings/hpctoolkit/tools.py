@@ -260,11 +260,8 @@ def _find(name: str, folder: Path | None) -> Path | None:
 
 
 def _ask(tool: Path, option: str, *, required: bool = True) -> str:
-    """What a tool prints for an informational option.
-
-    Raises:
-        MissingToolError: it does not start, fails, or does not answer in time.
-    """
+    """What a tool prints for an informational option. Raises MissingToolError: it does not start,
+    fails, or does not answer in time."""
     plain = {name: text for name, text in os.environ.items() if not name.startswith("HPCRUN_")}
     try:
         answer = run_child(

@@ -249,11 +249,8 @@ def _convolution(
     groups: int = 99,
 ) -> Amounts | None:
     """A convolution ``(input, weight, ...)`` with the other arguments at these places.
-
-    Args:
-        transposed: whether it is; or the place of the flag. The added size of its result stands
-            behind the flag, or behind the padding.
-    """
+    ``transposed``: whether it is; or the place of the flag. The added size of its result stands
+    behind the flag, or behind the padding."""
     given, weight = call.shapes[0], call.shapes[1]
     turned = transposed if isinstance(transposed, bool) else call.value(transposed)
     around = len(weight) - 2
