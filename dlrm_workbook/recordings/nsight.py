@@ -29,6 +29,7 @@ from dlrm_core.base.text import visible
 from dlrm_core.parts import SPAN_PREFIX
 from dlrm_workbook.ground.arrays import Bools, Ints, Names
 from dlrm_workbook.ground.processes import run_child, without_collection
+from dlrm_workbook.ground.tables import rows_of
 from dlrm_workbook.recordings.foreign import Named, PartNames
 from dlrm_workbook.recordings.nesting import lanes, stretch_at, union
 from dlrm_workbook.recordings.profile import Profile, coded, matching
@@ -60,12 +61,13 @@ CHUNK = 50_000
 
 RUNTIME, NVTX = "CUPTI_ACTIVITY_KIND_RUNTIME", "NVTX_EVENTS"
 KERNELS = "CUPTI_ACTIVITY_KIND_KERNEL"
-WORK = {
-    KERNELS: "kernel",
-    "CUPTI_ACTIVITY_KIND_MEMCPY": "memcpy",
-    "CUPTI_ACTIVITY_KIND_MEMSET": "memset",
-    "CUPTI_ACTIVITY_KIND_GRAPH_TRACE": "graph",
-}
+
+
+def _named(kind: str) -> dict[str, str]:
+    return {r["name"]: r["meaning"] for r in rows_of(__file__, "nsight.csv") if r["kind"] == kind}
+
+
+WORK = _named("work")
 """Tables of what ran on GPUs."""
 
 NO_CALLS = ("CUDA_GRAPH_EVENTS", "CUDA_GRAPH_NODE_EVENTS", NVTX, "PROFILER_OVERHEAD")
@@ -75,31 +77,13 @@ RANGES, STARTED = (59, 60, 70, 71), (60, 71)
 """``eventType`` of NVTX ranges, and of those that are started and ended, not pushed and popped."""
 
 MIGRATED = "unified memory"
-COPIES = (
-    *("", "HtoD", "DtoH", "HtoA", "AtoH", "AtoA", "AtoD", "DtoA", "DtoD", "HtoH", "PtoP"),
-    *(f"{way} of {MIGRATED}" for way in ("HtoD", "DtoH", "DtoD")),
-)
-PLACES = ("Pageable", "Pinned", "Device", "Array", "Managed", "Device Static", "Managed Static")
+COPIES, PLACES = tuple(_named("copy").values()), tuple(_named("memory").values())
 """``copyKind`` and kinds of memory by number, as torch.profiler names them."""
 
-OVERHEADS = {
-    r"(?i)flush": "Buffer Flush",
-    r"(?i)instrumentation|profiling init": "Instrumentation",
-    r"(?i)resource management": "Resource",
-}
-"""What the profiler did, as torch.profiler names it."""
+OVERHEADS = _named("overhead")
+"""What the profiler did (patterns), as torch.profiler names it."""
 
-GPU_PROPERTIES = {
-    "id": "id",
-    "name": "name",
-    "numSms": "smCount",
-    "totalGlobalMem": "totalMemory",
-    "computeMajor": "computeMajor",
-    "computeMinor": "computeMinor",
-    "regsPerMultiprocessor": "maxRegistersPerSm",
-    "sharedMemPerMultiprocessor": "maxShmemPerSm",
-    "maxWarpsPerSm": "maxWarpsPerSm",
-}
+GPU_PROPERTIES = _named("GPU property")
 """Names of torch.profiler to columns of ``TARGET_INFO_GPU``."""
 
 NOT_MEASURED = {

@@ -26,30 +26,14 @@ from dlrm_core.base.errors import InputError
 from dlrm_core.base.files import read_json, whole_folder, write_text
 from dlrm_core.base.settings import shown
 from dlrm_workbook.ground.arrays import Bools, Ints
+from dlrm_workbook.ground.tables import rows_of
 
 if TYPE_CHECKING:
     from hatchet import GraphFrame
 
-SCHEMA: dict[str, dict[str, str]] = {
-    "contexts": {
-        "context": "int64", "parent": "int64", "kind": "object", "name": "object",
-        "shapes": "object", "file": "object", "line": "int64", "module": "object",
-        "component": "object", "phase": "object",
-    },
-    "metrics": {"metric": "object", "unit": "object", "meaning": "object", "source": "object"},
-    "values": {
-        "profile": "int64", "context": "int64", "metric": "category", "scope": "category",
-        "value": "float64",
-    },
-    "threads": {
-        "profile": "int64", "kind": "object", "name": "object", "rank": "int64", "thread": "int64",
-    },
-    "trace": {
-        "profile": "int64", "start_ns": "int64", "end_ns": "int64", "context": "int64",
-        "depth": "int64",
-    },
-    "iterations": {"iteration": "int64", "start_ns": "int64", "end_ns": "int64"},
-}  # fmt: skip
+SCHEMA: dict[str, dict[str, str]] = {}
+for _row in rows_of(__file__, "tables.csv"):
+    SCHEMA.setdefault(_row["table"], {})[_row["column"]] = _row["dtype"]
 """Table to column to dtype; ``object`` and ``category`` columns hold str. Column order is kept.
 
 ``values`` has up to ten million rows of a few names: categories are compared as numbers."""
