@@ -127,11 +127,7 @@ class FileSplit(Split):
 
 
 class ParquetSplit(Split):
-    """A split in Parquet.
-
-    Args:
-        files: in order.
-        counts: whether training takes log(x + 1) of dense values; None: as the files say.
+    """A split in Parquet; ``counts`` as :func:`open_split` takes it.
 
     Raises:
         InputError: a file cannot be read, or its columns are not those of a data set.

@@ -197,7 +197,6 @@ def number_column(
     Args:
         keys: the column's categories, as :func:`build_vocabulary` wrote them.
         memory: bytes that the hash table may take; a larger vocabulary takes several passes.
-        dtype: of the row numbers.
     """
     categories = _map(keys, np.uint32)
     at_once = max(1 << 9, memory // SLOT_BYTES)

@@ -56,8 +56,7 @@ def measure_latency(
     Args:
         predict: click probability (B, 1) of a batch on ``device``.
         batches: on the host, as requests arrive, of one size.
-        steps: how many, warm-up included.
-        seconds: no step begins after this many.
+        steps: how many, warm-up included; none begins after ``seconds``.
         protocol: 'steady' or 'nvidia'.
         agree: makes of this process's seconds those of all that predict together.
 

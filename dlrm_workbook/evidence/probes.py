@@ -443,8 +443,7 @@ def joint_error_ms(
     """Standard error of the time after a change, ms, as the parts' ratios leave it.
 
     The parts' errors are partly the same, partly their own: halfway between their sum and the
-    root of their squares, as the range of a prediction has them. ``counts`` says whether the ratio
-    of a component and phase is used.
+    root of their squares, as the range of a prediction has them.
     """
     errors = ratio_errors(before, after)
     reach = [ms * errors[part] for part, ms in medians(after).items() if counts(part)]
@@ -564,8 +563,6 @@ class _Probes:
     """Times the loops of the unchanged parameters, and beside them those of every change.
 
     Attributes:
-        candidates: the changes, in the order asked for.
-        lenders: whose tables are trained on; tables that a change needed are added.
         alone: runs of the unchanged loops.
         step_ms: about what a step takes, the loops added up.
     """

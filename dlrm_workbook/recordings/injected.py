@@ -79,10 +79,9 @@ def run_injected(
     changes: Mapping[str, Any] | None = None,
     times_only: bool = False,
 ) -> Completed:
-    """Run a command to its end in that environment.
+    """Run a command to its end in that environment; its processes write into ``notes``.
 
     Args:
-        notes: folder for what its processes write.
         changes: ``environment`` (variables that are set) and ``options`` (what the start-up file
             changes in the program).
     """

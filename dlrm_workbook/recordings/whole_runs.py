@@ -124,10 +124,6 @@ def timed_run_ms(
 ) -> float:
     """Milliseconds of a mean iteration of one short run of a command, by a stopwatch.
 
-    Args:
-        config: ``iterations`` are timed, of which the first ones are left out.
-        changes: as :func:`~dlrm_workbook.recordings.injected.run_injected` makes them.
-
     Raises:
         InputError: the command failed, or trained too little.
     """

@@ -176,8 +176,6 @@ class _Spans:
     Attributes:
         component, phase, hinted: of each span (n,), as :func:`foreign.resolve` says it, which
             the steps change.
-        forward: which spans (n,) lie in no autograd node.
-        begins: of the iterations, where they are known, in order.
         named: what each distinct pair of kind and name says; ``code`` (n,) is its number.
         key: of each pair, what an autograd node is the backward of; None of other names.
         node: row (n,) of the outermost autograd node around each span, −1 outside of all.

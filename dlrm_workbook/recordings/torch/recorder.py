@@ -248,15 +248,11 @@ def probed(
     say: Say = say_nothing,
     lenders: list[Tables] | None = None,
 ) -> dict[str, Any]:
-    """The parts alone, as they are and under changes.
+    """The parts alone, as they are and under changes, as ``part_probes``; and ``not_measured``.
 
     Args:
         missing: what else was not measured, name to reason.
-        lenders: whose tables are trained on; tables that a change needed are added.
-
-    Returns:
-        ``part_probes`` (:func:`dlrm_workbook.evidence.probes.probe_changes`), where parts are
-        probed, and ``not_measured``.
+        lenders: as :func:`~dlrm_workbook.evidence.probes.probe_changes` takes them.
     """
     if not parameters.profiling.probes:
         return {"not_measured": missing | {"part_probes": NOT_PROBED}}
@@ -269,12 +265,9 @@ def probed(
 def answer_changes(asked: Path, answer: Path, parameters: Parameters, tables: list[Tables]) -> None:
     """Time whole steps under the changes that whoever reads the recording asks for.
 
-    The process that recorded the run waits with its tables until the question is there.
-
-    Args:
-        asked: file that is waited for: a list of changes, an empty one to ask for none.
-        answer: file for their times, as :func:`~dlrm_workbook.evidence.together.time_together`
-            gives them.
+    The process that recorded the run waits with its tables until the file ``asked`` is there, a
+    list of changes (an empty one asks for none). ``answer`` gets their times, as
+    :func:`~dlrm_workbook.evidence.together.time_together` gives them.
     """
     while not asked.exists():
         time.sleep(WAIT_S)

@@ -72,10 +72,8 @@ def matrix_flops(
 ) -> np.ndarray | None:
     """Operations of each context (count,), NaN where none are known; None without any.
 
-    Args:
-        host: spans with name, shapes, context.
-        averages: rows of ``key_averages.json``: they have the operations by name and
-            shapes, a call's are the mean of those.
+    The ``averages``, rows of ``key_averages.json``, have the operations by name and shapes; a
+    call's are the mean of those.
     """
     per_call = {
         (row["name"], row["shapes"]): row["flops"] / row["count"]
@@ -111,9 +109,6 @@ def join_unsteady(names: pd.Series, shapes: pd.Series, iterations: int) -> pd.Se
         names: (n,) operator of each span.
         shapes: (n,) its input shapes as text, "" where unknown.
         iterations: how many were recorded; below 2 nothing is joined.
-
-    Returns:
-        (n,) shapes to tell contexts apart by.
     """
     if iterations < 2:
         return shapes
