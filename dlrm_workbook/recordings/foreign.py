@@ -85,18 +85,7 @@ _FRAMES = {name.pattern: says for name, says in _rules("whole name")}
 _FRAME_FILES = _rules("file")
 """Files of Python functions whose names are too common to tell anything."""
 
-_DISTRIBUTED = (
-    (
-        re.compile(r"(^|/)torch/distributed/"),
-        re.compile(
-            r"(all_|reduce|gather|scatter|broadcast|barrier|i?send|i?recv|batch_isend|monitored_|wait)"
-        ),
-    ),
-    (
-        re.compile(r"(^|/)torch/nn/parallel/distributed\.py$"),
-        re.compile(r"_(pre_forward|post_forward|sync_\w+|distributed_broadcast\w*)$"),
-    ),
-)
+_DISTRIBUTED = _rules("file:function")
 """Files of torch, and which of their functions exchange data, prepare that or wait for others."""
 
 _OPERATORS = _rules("operator")
@@ -271,9 +260,8 @@ def _python(name: str, file: str) -> Named | None:
     if function in _FRAMES:
         return _FRAMES[function]
     place = file or name.partition("(")[0]
-    for where, exchanges in _DISTRIBUTED:
-        if where.search(place):
-            return Named("communication") if exchanges.match(function) else None
+    if exchange := _first(_DISTRIBUTED, f"{place}:{function}"):
+        return exchange if exchange.component else None
     named = _first(_FRAME_FILES, place)
     whose = name.rpartition(": ")[2].split(".")
     if named is None and function == "forward" and len(whose) > 1:

@@ -421,16 +421,8 @@ def _read_table(file: Path, table: str) -> pd.DataFrame:
     return frame
 
 
-_META = {
-    "names with values": "ceilings counters data_statistics device_counters distributed "
-    "launched_before_trace machine memory not_measured options parameters part_probes probes "
-    "profiler_overhead lines python_lines seen_model together trials versions",
-    "a list of names with values": "devices passes threads_cpu unprofiled_parts_ms",
-    "a list of texts": "cautions notices steps_threads",
-    "a list of numbers": "iteration_ms unprofiled_iteration_ms",
-    "a text": "accelerator command device device_name engine iterations_from sample title",
-}
-"""What keys of a profile's ``meta`` hold, in words, to those keys."""
+_META = {row["key"]: row["holds"] for row in rows_of(__file__, "meta.csv")}
+"""What keys of a profile's ``meta`` hold, in words."""
 
 
 def _holds(value: Any, expected: str) -> bool:
@@ -448,10 +440,9 @@ def _checked_meta(file: Path, meta: Any) -> dict[str, Any]:
     if not isinstance(meta, dict):
         raise InputError(f"{file}: meta is {shown(meta)}, expected names with values")
     meta = {name: value for name, value in meta.items() if value is not None}
-    for expected, names in _META.items():
-        for name in names.split():
-            if name in meta and not _holds(meta[name], expected):
-                raise InputError(f"{file}: meta.{name} is {shown(meta[name])}, expected {expected}")
+    for name, expected in _META.items():
+        if name in meta and not _holds(meta[name], expected):
+            raise InputError(f"{file}: meta.{name} is {shown(meta[name])}, expected {expected}")
     return meta
 
 
