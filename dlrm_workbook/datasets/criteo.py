@@ -128,11 +128,8 @@ class Preprocessed:
 
 
 def preprocess(request: Request, target: Path) -> Preprocessed:
-    """Convert text, or go on with a conversion that was interrupted.
-
-    Raises:
-        InputError: a file or a line that cannot be read, no room, another request.
-    """
+    """Convert text, or go on with a conversion that was interrupted. An InputError names a file or
+    a line that cannot be read, or says that there is no room, or that another request was begun."""
     started = time.perf_counter()
     _check(request)
     size = sum(path.stat().st_size for path in request.inputs)

@@ -43,11 +43,8 @@ generate_feature_spec: Criteo Terabyte) and of DeepSpark."""
 
 
 def scaled_variant(variant: Variant, scale: float) -> Variant:
-    """The same variant with ``scale`` times the rows in every table above 100 rows.
-
-    Raises:
-        InputError: the scale is not in (0, 1].
-    """
+    """The same variant with ``scale`` times the rows in every table above 100 rows; an InputError
+    says that the scale is not in (0, 1]."""
     if not 0.0 < scale <= 1.0:
         raise InputError(f"--scale is {scale:g}, expected a number above 0 and at most 1")
     # a small table is below both, and keeps its rows

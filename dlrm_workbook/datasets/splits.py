@@ -90,11 +90,8 @@ class Split(ABC):
 
     @abstractmethod
     def blocks(self, start: int, stop: int) -> Iterator[Block]:
-        """Samples ``start`` to ``stop`` in order, every value checked.
-
-        Raises:
-            InputError: naming file, sample, feature, value and what was expected.
-        """
+        """Samples ``start`` to ``stop`` in order, every value checked; an InputError names file,
+        sample, feature, value and what was expected."""
 
 
 class FileSplit(Split):
@@ -127,11 +124,8 @@ class FileSplit(Split):
 
 
 class ParquetSplit(Split):
-    """A split in Parquet; ``counts`` as :func:`open_split` takes it.
-
-    Raises:
-        InputError: a file cannot be read, or its columns are not those of a data set.
-    """
+    """A split in Parquet; ``counts`` as :func:`open_split` takes it. An InputError names a file
+    that cannot be read, or columns that are not those of a data set."""
 
     def __init__(self, files: Sequence[Path], counts: bool | None) -> None:
         self._files = [(file, _open(file)) for file in files]

@@ -114,11 +114,7 @@ def environment_of(threads: int) -> dict[str, str]:
 
 
 def run_ours(parameters: Parameters, iterations: int, threads: int) -> Run:
-    """``dlrm train`` in its own process.
-
-    Raises:
-        InputError: the run fails; with what it said.
-    """
+    """``dlrm train`` in its own process; an InputError says what it said if it fails."""
     sections = parameters.to_sections()
     sections["training"] |= {"batches": iterations + WARMUP, "threads": threads, "log_every": 1}
     checked = parameters_from_sections(sections)

@@ -130,11 +130,8 @@ def latency_of(times_ms: Sequence[float], size: int, batches: int, protocol: str
 
 
 def pool_of(stream: Iterable[Batch], steps: int, pin: bool) -> list[Batch]:
-    """Batches for ``steps`` steps, made beforehand: making them is no part of a latency.
-
-    Raises:
-        InputError: there is no batch.
-    """
+    """Batches for ``steps`` steps, made beforehand: making them is no part of a latency. An
+    InputError says that there is no batch."""
     made: list[Batch] = []
     size = 0
     for batch in stream:

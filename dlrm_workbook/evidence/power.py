@@ -178,11 +178,8 @@ class Rapl(Counter):
 
 
 def rapl_counters() -> list[Counter]:
-    """Packages and their memory (cores and graphics are parts of a package).
-
-    Raises:
-        OSError: there are none, or they cannot be read; its text says why.
-    """
+    """Packages and their memory (cores and graphics are parts of a package). Where there are none,
+    or they cannot be read, the text of an OSError says why."""
     # AMD's counters have Intel's name as well; intel-rapl-mmio shows the same once more
     zones = sorted(POWERCAP.glob("intel-rapl:*"))
     if not zones:
@@ -250,11 +247,8 @@ class GpuPower(Counter):
 
 
 def gpu_counter(device: torch.device) -> Counter:
-    """The best counter of the GPU that torch calls ``device``.
-
-    Raises:
-        OSError: it cannot be measured; its text says why.
-    """
+    """The best counter of the GPU that torch calls ``device``. Where it cannot be measured, the
+    text of an OSError says why."""
     import torch
 
     try:

@@ -205,12 +205,8 @@ class _FlushedDense:
 
 
 class StepLoop(Tables):
-    """One half of the step, ready to run again and again.
-
-    Args:
-        tables_from: whose tables are used instead of new ones where the shapes are equal;
-            tables can be gigabytes.
-    """
+    """One half of the step, ready to run again and again, on the tables of ``tables_from`` where
+    the shapes are equal: new ones can be gigabytes."""
 
     def __init__(
         self, parameters: Parameters, half: str, tables_from: Tables | None = None
@@ -304,11 +300,8 @@ def part_times(rows: list[tuple[str, int, int]], whole_ns: int, kept: tuple[str,
 
 
 def apply_settings(parameters: Parameters) -> tuple[Parameters, list[str]]:
-    """Set what is global in torch, as :class:`~dlrm_core.train.Trainer` does.
-
-    Returns:
-        The parameters with the dense part's back end in place of ``auto``; notices.
-    """
+    """Set what is global in torch, as :class:`~dlrm_core.train.Trainer` does; give the parameters
+    with the dense part's back end in place of ``auto``, and notices."""
     training = parameters.training
     if training.threads is not None and training.threads != torch.get_num_threads():
         torch.set_num_threads(training.threads)

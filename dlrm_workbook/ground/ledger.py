@@ -122,10 +122,7 @@ class Ledger:
 
 def read_document(path: Path, what: str, **expected: Any) -> dict[str, Any]:
     """A document that was written before, whose keys such as ``schema`` have ``expected`` values.
-
-    Raises:
-        InputError: the file is missing, is no such document, or is of another version.
-    """
+    An InputError says that the file is missing, no such document, or of another version."""
     document = read_json(path)
     if not isinstance(document, dict) or any(document.get(k) != v for k, v in expected.items()):
         wanted = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in expected.items())

@@ -22,11 +22,8 @@ from dlrm_workbook.ground.tables import rows_of
 
 
 def switch(text: str) -> bool:
-    """What absl reads of ``--flag=TEXT``; without text such a flag means true, ``--noflag`` false.
-
-    Raises:
-        argparse.ArgumentTypeError: the text is neither.
-    """
+    """What absl reads of ``--flag=TEXT`` (an ArgumentTypeError refuses other texts); without text
+    such a flag means true, ``--noflag`` false."""
     if text.lower() not in ("true", "t", "1", "false", "f", "0"):
         raise argparse.ArgumentTypeError(f"{shown(text)}, expected true or false")
     return text.lower() in ("true", "t", "1")
@@ -226,11 +223,7 @@ def _script_of(command: str, scripts: Sequence[Script]) -> tuple[Script, str, li
 
 
 def choice_of(flag: str, value: str, choices: dict[str, str]) -> str:
-    """What a value of a flag is called here.
-
-    Raises:
-        InputError: it is none of them.
-    """
+    """What a value of a flag is called here; an InputError says that it is none of the choices."""
     if value not in choices:
         raise InputError(f"--like: {flag} is {shown(value)}, expected one of {', '.join(choices)}")
     return choices[value]

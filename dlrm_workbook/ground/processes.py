@@ -198,11 +198,8 @@ def python_module(module: str, *arguments: str | os.PathLike[str]) -> list[str]:
 def run_job(
     module: str, job: Mapping[str, Any], *, stage: str, environment: Mapping[str, str] | None = None
 ) -> Any:
-    """What a module of ours, whose main program is :func:`do_job`, makes of a job (JSON values).
-
-    Raises:
-        InputError: it refuses the job, or fails; with what it said.
-    """
+    """What a module of ours, whose main program is :func:`do_job`, makes of a job (JSON values). An
+    InputError has what it said if it refuses the job, or fails."""
     with tempfile.TemporaryDirectory(prefix="dlrm-job-") as folder:
         given, result = Path(folder) / "job.json", Path(folder) / "result.json"
         write_json(given, job)
@@ -560,9 +557,5 @@ def without_collection() -> Iterator[None]:
 
 
 def only_process(folder: Path) -> contextlib.AbstractContextManager[None]:
-    """No other process is in such a block for this folder.
-
-    Raises:
-        InputError: another process is.
-    """
+    """No other process is in such a block for this folder; an InputError says that one is."""
     return locked(folder / ".lock", f"{folder} is being run by another process")

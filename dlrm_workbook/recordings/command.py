@@ -45,11 +45,8 @@ TIMING_INTERVENTION = (
 
 
 def require_program(config: ProfilingConfig) -> None:
-    """Refuse a ``profiling.command`` whose program or folder is not there, before anything runs.
-
-    Raises:
-        InputError: naming the field and its value.
-    """
+    """Refuse a ``profiling.command`` whose program or folder is not there, before anything runs;
+    the InputError names the field and its value."""
     if not config.command:
         return
     folder, program = Path(config.command_folder or "."), config.command[0]
@@ -115,11 +112,8 @@ def with_phase(told: Progress, notes: Path) -> Progress:
 
 
 def keep(target: Path, notes: Path, recorded: list[dict[str, Any]]) -> None:
-    """Put the recording of one process, or of each rank, where readers look for it.
-
-    Raises:
-        InputError: several processes trained that are not ranks of one training.
-    """
+    """Put the recording of one process, or of each rank, where readers look for it. An InputError
+    refuses several processes that trained and are not ranks of one training."""
     if len(recorded) == 1 and recorded[0]["rank"] is None:
         (notes / str(recorded[0]["pid"])).rename(target)
         return

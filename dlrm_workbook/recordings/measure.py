@@ -49,11 +49,8 @@ TORCH_FOLDER = "profile_torch"
 
 
 def choose_engine(config: ProfilingConfig) -> tuple[str, str]:
-    """The engine that ``profiling.engine`` means on this machine, and why.
-
-    Raises:
-        MissingToolError: HPCToolkit is asked for and not there.
-    """
+    """The engine that ``profiling.engine`` means on this machine, and why. A MissingToolError says
+    that HPCToolkit is asked for and not there."""
     if config.engine == "torch":
         return "torch", "torch.profiler, as profiling.engine asks"
     if config.command and config.engine == "auto":
@@ -247,11 +244,8 @@ class _Session:
         like_measured: bool,
         on_line: LineReader | None = None,
     ) -> None:
-        """Run a child to its end; ``what`` is the subject of the sentence if it fails.
-
-        Args:
-            like_measured: with the environment of a run that HPCToolkit measures.
-        """
+        """Run a child to its end; ``what`` is the subject of the sentence if it fails, and
+        ``like_measured`` gives it the environment of a run that HPCToolkit measures."""
         run_child(
             command,
             stage=stage,
@@ -432,11 +426,8 @@ def add_measurement(
     iterations: int,
     missing: dict[str, str],
 ) -> None:
-    """Add to a profile's ``meta`` what is known of the passes that HPCToolkit measured.
-
-    Args:
-        missing: what was not measured beside them, name to reason.
-    """
+    """Add to a profile's ``meta`` what is known of the passes that HPCToolkit measured; ``missing``
+    has what was not measured beside them, name to reason."""
     unprofiled, notices = measurement.unprofiled, list(measurement.notices)
     alone_ms = unprofiled.get("ms_per_iteration")
     passes: list[dict[str, Any]] = [

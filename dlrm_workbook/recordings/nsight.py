@@ -478,11 +478,8 @@ class _Export:
     # ---- all of it ------------------------------------------------------------------
 
     def ranks(self) -> dict[int, Events]:
-        """The events of each rank, by rank; of one, where processes are no ranks.
-
-        Raises:
-            InputError: no kernel, call or range is in the export.
-        """
+        """The events of each rank, by rank; of one, where processes are no ranks. An InputError
+        says that no kernel, call or range is in the export."""
         memory = ["start", "line", "bytes", "total", "device", "reserved"]
         frames = {"host": self.host(), "device": self.device()}
         if not self.tells_processes:

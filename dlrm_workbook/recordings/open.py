@@ -187,11 +187,8 @@ def _open_folder(folder: Path, parts: Mapping[str, str] | None) -> Recording:
 
 
 def require_recording(path: Path | str) -> None:
-    """Refuse what is no recording at a glance, before time is spent on what needs one.
-
-    Raises:
-        InputError: naming the file or folder, and what was expected.
-    """
+    """Refuse what is no recording at a glance, before time is spent on what needs one; the
+    InputError names the file or folder, and what was expected."""
     path = Path(path)
     if path.is_dir():
         heads = ("profile.json", "recording.json", *DATABASE_FILES, "*/meta.db")

@@ -54,11 +54,8 @@ STANDARD_METRICS: dict[str, tuple[str, str]] = {
 
 
 def typed(table: str, rows: Any) -> pd.DataFrame:
-    """A frame with the columns and dtypes of ``table``; ``rows`` may be None for none.
-
-    Raises:
-        InputError: a column is missing or cannot be of its dtype.
-    """
+    """A frame with the columns and dtypes of ``table``; ``rows`` may be None for none. An
+    InputError says that a column is missing or cannot be of its dtype."""
     schema = SCHEMA[table]
     frame = pd.DataFrame(rows)
     if not len(frame.columns):
@@ -147,11 +144,8 @@ def coded_pairs(first: pd.Series, second: pd.Series) -> tuple[Ints, list[tuple[s
 
 
 def numbered_together(columns: Sequence[Ints]) -> Ints:
-    """Number (n,) of each row's values, in the order in which they first come.
-
-    Args:
-        columns: numbers (n,) from 0.
-    """
+    """Number (n,) of each row's values, in the order in which they first come; ``columns`` are
+    numbers (n,) from 0."""
     number = columns[0].astype(np.int64)
     for column in columns:
         number = pd.factorize(number * (int(column.max(initial=0)) + 1) + column)[0]
@@ -208,11 +202,8 @@ class Profile:
     # ---- checks -----------------------------------------------------------------
 
     def validate(self) -> None:
-        """Check that the tables fit together.
-
-        Raises:
-            InputError: naming the table, the row and what is wrong with it.
-        """
+        """Check that the tables fit together; an InputError names the table, the row and what is
+        wrong with it."""
         for table in SCHEMA:
             _require_columns(getattr(self, table), table, f"profile table '{table}'")
         contexts, values = self.contexts, self.values
@@ -376,22 +367,15 @@ class Profile:
         self.save_meta(folder)
 
     def save_meta(self, folder: str | Path) -> None:
-        """Write ``profile.json`` of a saved folder again: more was found out about the run.
-
-        Raises:
-            InputError: the file cannot be written.
-        """
+        """Write ``profile.json`` of a saved folder again: more was found out about the run. An
+        InputError says that the file cannot be written."""
         head = {"format_version": FORMAT_VERSION, "meta": self.meta}
         text = json.dumps(head, indent=1, default=_plain)
         write_text(Path(folder) / "profile.json", text + "\n")
 
     @classmethod
     def load(cls, folder: str | Path) -> Profile:
-        """Read what :meth:`save` wrote.
-
-        Raises:
-            InputError: naming the file and what is wrong with it.
-        """
+        """Read what :meth:`save` wrote; an InputError names the file and what is wrong with it."""
         folder = Path(folder)
         head_file = folder / "profile.json"
         if not head_file.exists():

@@ -69,11 +69,8 @@ def is_serialised(trace: pd.DataFrame, contexts: pd.DataFrame, amd: bool) -> boo
 def without_nonsense(
     values: pd.DataFrame, contexts: pd.DataFrame
 ) -> tuple[pd.DataFrame, dict[str, str], list[str]]:
-    """The values without metrics that cannot be true.
-
-    Returns:
-        The values, metric to the reason why it was left out, and sentences for the reader.
-    """
+    """The values without metrics that cannot be true, each such metric to the reason why it was
+    left out, and sentences for the reader."""
     reasons, cautions = {}, []
     wanted = ("GKER:COUNT", "GKER:BLKS_ACUMU", "GKER:BLK_THR_ACUMU", "GKER:LMEM_ACUMU (B)")
     wide = _by_context(values, wanted, absent=np.nan)

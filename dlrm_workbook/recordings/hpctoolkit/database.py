@@ -162,11 +162,8 @@ class Database:
     # ---- values over the tree ------------------------------------------------------
 
     def metric(self, name: str) -> Metric:
-        """The metric called so here or in another generation of HPCToolkit.
-
-        Raises:
-            DatabaseError: there is none; the message lists those there are.
-        """
+        """The metric called so here or in another generation of HPCToolkit. Where there is none, a
+        DatabaseError lists those there are."""
         metric = self._metrics.get(name) or self._metrics.get(
             self._named.get(canonical_name(name), "")
         )
@@ -342,11 +339,8 @@ AGAIN = "they are not of one run; run hpcprof again"
 
 
 def refuse_contradictions(database: Database) -> None:
-    """Refuse ``meta.db`` and ``profile.db`` that are not of one run, though each is whole.
-
-    Raises:
-        DatabaseError: naming the files and what they disagree about.
-    """
+    """Refuse ``meta.db`` and ``profile.db`` that are not of one run, though each is whole; the
+    DatabaseError names the files and what they disagree about."""
     root = database.root()
     of_threads: Counter[str] = Counter()
     for thread in database.threads:

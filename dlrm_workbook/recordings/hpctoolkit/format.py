@@ -162,11 +162,8 @@ class DatabaseFile:
         self, record: str, pointer: int, count: int, stride: int | None = None, what: str = ""
     ) -> npt.NDArray[Any]:
         """A view of ``count`` records ``stride`` bytes apart from byte ``pointer``; shape (count,).
-
-        Raises:
-            DatabaseError: the stride is shorter than the record, or the table
-                does not lie within the file.
-        """
+        A DatabaseError refuses a stride that is shorter than the record, and a table that does not
+        lie within the file."""
         what, kind = what or record, RECORDS[record]
         size = kind.itemsize
         stride = size if stride is None else stride

@@ -146,11 +146,8 @@ class Meta:
 
 
 def read_meta(path: Path) -> Meta:
-    """Read ``meta.db``.
-
-    Raises:
-        DatabaseError: missing, cut short, damaged, or of another format.
-    """
+    """Read ``meta.db``; a DatabaseError says that it is missing, cut short, damaged, or of another
+    format."""
     file = f4.DatabaseFile(path, "meta", b"_meta.db", META_SECTIONS)
     general = file.header("General", "general properties")
     names = file.header("IdNames", "identifier names")

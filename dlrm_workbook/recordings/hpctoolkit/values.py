@@ -248,11 +248,8 @@ class TraceLine:
 
 
 def read_traces(path: Path, profiles: int) -> list[TraceLine]:
-    """The trace lines of ``trace.db``; ``profiles`` is how many ``profile.db`` has.
-
-    Raises:
-        DatabaseError: missing, cut short, damaged, or of another format.
-    """
+    """The trace lines of ``trace.db``; ``profiles`` is how many ``profile.db`` has. A DatabaseError
+    says that it is missing, cut short, damaged, or of another format."""
     file = f4.DatabaseFile(path, "trce", b"trace.db", ("CtxTraces",))
     _, table = file.items("CtxTraces", "trace headers", "trace")
     lines = []

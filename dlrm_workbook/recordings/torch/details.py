@@ -88,11 +88,8 @@ def _calls(host: pd.DataFrame) -> pd.DataFrame:
 
 
 def allocated(host: pd.DataFrame, memory: pd.DataFrame) -> dict[str, Floats]:
-    """:data:`ALLOCATIONS` of each span (n,); frees are not subtracted.
-
-    Args:
-        host: spans with line, start, end, and parent (row) where they are nested.
-    """
+    """:data:`ALLOCATIONS` of each span (n,); frees are not subtracted. ``host`` has spans with
+    line, start, end, and parent (row) where they are nested."""
     amounts = {name: np.zeros(len(host)) for name in ALLOCATIONS}
     lines = host["line"].to_numpy()
     for line, events in memory[memory["bytes"].gt(0)].groupby("line", observed=True):

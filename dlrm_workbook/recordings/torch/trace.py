@@ -569,11 +569,8 @@ class _Builder:
 
     def done_before(self, moments: Ints, begun: Ints) -> Ints:
         """When the stream that computes most had done all that was launched before each moment
-        (n,), 0 where nothing was.
-
-        Args:
-            begun: when each operation was launched (operations,), −1 where that is not recorded.
-        """
+        (n,), 0 where nothing was; ``begun`` says when each operation was launched (operations,), −1
+        where that is not recorded."""
         device = self.device
         component = self.contexts["component"].to_numpy()[device["context"]]
         computes = device["kind"].eq("kernel").to_numpy() & (component != "communication")

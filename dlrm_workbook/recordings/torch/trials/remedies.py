@@ -95,11 +95,8 @@ class Facts:
 
 
 def difference(before: list[torch.Tensor], after: list[torch.Tensor]) -> float:
-    """The largest difference of two lists of tensors, relative to the largest value.
-
-    Raises:
-        Spoilt: ``after`` has values that are not finite where ``before`` has none.
-    """
+    """The largest difference of two lists of tensors, relative to the largest value. Spoilt is
+    raised where ``after`` has values that are not finite and ``before`` has none."""
     largest = 0.0
     for old, new in zip(before, after, strict=True):
         if not old.numel():
