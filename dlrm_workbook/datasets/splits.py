@@ -306,15 +306,9 @@ def _parquet_files(path: Path, split: str) -> list[Path]:
 
 
 def open_split(path: Path, layout: str, name: str, counts: bool | None = None) -> Split:
-    """One split of a data set in any layout.
-
-    Args:
-        layout: one of :data:`CONVERTED_LAYOUTS`.
-        counts: whether Parquet's dense values are counts; None: as its files say.
-
-    Raises:
-        InputError: a file is missing, cut short, or not what the layout says.
-    """
+    """One split of a data set in any of :data:`CONVERTED_LAYOUTS`; ``counts`` says whether
+    Parquet's dense values are counts, None: as its files say. An InputError names a file that is
+    missing, cut short, or not what the layout says."""
     if layout == "parquet":
         return ParquetSplit(_parquet_files(path, name), counts)
     return FileSplit(open_source(path, layout, name))

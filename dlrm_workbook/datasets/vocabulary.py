@@ -192,12 +192,9 @@ def _new(path: Path, kind: type, size: int) -> np.ndarray:
 def number_column(
     blocks: Blocks, bit: int, keys: Path, memory: int, dtype: np.dtype, path: Path
 ) -> None:
-    """Write the row number of every value of a column to a file.
-
-    Args:
-        keys: the column's categories, as :func:`build_vocabulary` wrote them.
-        memory: bytes that the hash table may take; a larger vocabulary takes several passes.
-    """
+    """Write the row number of every value of a column to a file. ``keys`` has the column's
+    categories, as :func:`build_vocabulary` wrote them; the hash table may take ``memory`` bytes: a
+    larger vocabulary takes several passes."""
     categories = _map(keys, np.uint32)
     at_once = max(1 << 9, memory // SLOT_BYTES)
     with path.open("w+b") as file:

@@ -76,16 +76,11 @@ class Run:
 
 @contextlib.contextmanager
 def cores_of(count: int | None) -> Iterator[int]:
-    """Confine this process and those it starts to the first ``count`` usable cores.
+    """Confine this process and those it starts to the first ``count`` usable cores (None leaves
+    them), and yield how many there are then; an InputError says that fewer are usable.
 
-    A contestant that makes its batches in a thread of its own works on a second core
-    unless it is kept from it.
-
-    Yields:
-        how many cores there are then; None leaves them.
-
-    Raises:
-        InputError: fewer are usable.
+    A contestant that makes its batches in a thread of its own works on a second core unless it is
+    kept from it.
     """
     before = os.sched_getaffinity(0)
     if count is not None and not 1 <= count <= len(before):

@@ -44,14 +44,12 @@ ACCOUNTED = {f"model.{leaf}" for kind in _KINDS for leaf in kind.options} | set(
 
 
 def changed_parameters(parameters: Parameters, change: Change) -> tuple[Parameters, list[str]]:
-    """The parameters after a change, and what had to change along with it.
+    """The parameters after a change, and what had to change along with it. An InputError says that
+    a leaf is unknown, or that the changed parameters cannot work.
 
-    The bottom MLP ends in the embedding width, a list of rows has an entry a table, and kinds
-    have options of their own, so ``model.embedding_dim``, ``model.tables`` and
-    ``model.interaction`` take those along.
-
-    Raises:
-        InputError: a leaf is unknown, or the changed parameters cannot work.
+    The bottom MLP ends in the embedding width, a list of rows has an entry a table, and kinds have
+    options of their own, so ``model.embedding_dim``, ``model.tables`` and ``model.interaction``
+    take those along.
     """
     if not change:
         raise InputError("the change is empty; expected leaves such as training.batch_size")

@@ -153,14 +153,8 @@ def find_counters(device: torch.device) -> tuple[list[Counter], dict[str, str]]:
 
 
 class Rapl(Counter):
-    """Energy of a processor package, or of the memory beside it; of all its processes.
-
-    Args:
-        zone: a folder of powercap with ``energy_uj``.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """Energy of a processor package, or of the memory beside it; of all its processes. ``zone`` is
+    a folder of powercap with ``energy_uj``; an OSError says that it cannot be read."""
 
     method = "RAPL energy counter"
 

@@ -58,14 +58,9 @@ TRIES = 2
 
 
 class WholeStep(Tables):
-    """The step of a run, ready to be timed again and again.
-
-    Args:
-        tables_from: of these the first tables that are alike are used, to save their memory.
-
-    Raises:
-        InputError: tables of its own would not fit beside what is there.
-    """
+    """The step of a run, ready to be timed again and again, on the first of ``tables_from`` that
+    are alike, to save their memory. An InputError says that tables of its own would not fit beside
+    what is there."""
 
     def __init__(self, parameters: Parameters, tables_from: Iterable[Tables] = ()) -> None:
         # tables are lent, so that what one step learns should hardly change what another sees

@@ -131,14 +131,9 @@ def read_document(path: Path, what: str, **expected: Any) -> dict[str, Any]:
 
 
 def require_same(where: str, begun: Mapping[str, Any], now: Mapping[str, Any], advice: str) -> None:
-    """Refuse to go on with other work than was begun; as JSON, a tuple equals a list, NaN null.
-
-    Args:
-        where: file or folder of the work, which begins the sentence; ``advice`` ends it.
-
-    Raises:
-        InputError: naming the first leaf that differs (``section.leaf``) and both values.
-    """
+    """Refuse to go on with other work than was begun; as JSON, a tuple equals a list, NaN null. The
+    InputError begins with ``where``, the file or folder of the work, names the first leaf that
+    differs (``section.leaf``) and both values, and ends with the advice."""
     difference = _first_difference(_as_json(begun), _as_json(now))
     if difference is None:
         return

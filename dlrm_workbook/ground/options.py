@@ -28,12 +28,8 @@ def listed_options(
     command: str,
     choices: Mapping[str, Iterable[str]] | None = None,
 ) -> None:
-    """The options of a command, as ``options.csv`` lists them.
-
-    Args:
-        module: the ``__file__`` beside which that table is.
-        choices: option to what it may be, for those that may not be anything.
-    """
+    """The options of a command, as ``options.csv`` beside a module (its ``__file__``) lists them;
+    ``choices`` says what those may be that may not be anything."""
     for row in rows_of(module, "options.csv"):
         if row["command"] != command:
             continue

@@ -167,12 +167,9 @@ class Completed:
         return f"; see {self.log}" if self.log else ""
 
     def require_success(self, what: str) -> None:
-        """Raise unless the child, ``what`` in the sentence (``the recorded run``), did its work.
-
-        Raises:
-            InputError: it refuses its parameters (exit code 2), in its own words.
-            MeasurementError: its time was up, or it failed otherwise.
-        """
+        """Raise unless the child, ``what`` in the sentence (``the recorded run``), did its work: an
+        InputError if it refuses its parameters (exit code 2), in its own words, a MeasurementError
+        if its time was up, or it failed otherwise."""
         if self.timed_out:
             raise MeasurementError(
                 f"{what} was still going after {self.seconds:.0f} s "

@@ -199,15 +199,9 @@ def claim_run_folder(
     now: datetime | None = None,
     place: Path | None = None,
 ) -> RunFolder:
-    """Create the folder of a new run, with a run.json that says ``running``.
-
-    Args:
-        place: the folder itself (numbered on if it is there); None: a dated one in
-            ``output_root``.
-
-    Raises:
-        InputError: nothing can be created or written under ``output_root``.
-    """
+    """Create the folder of a new run, with a run.json that says ``running``: ``place`` (numbered on
+    if it is there), or a dated one in ``output_root``. An InputError says that nothing can be
+    created or written under that."""
     now = (now or datetime.now()).astimezone()
     root = Path(output_root).expanduser().absolute()
     stem = f"{now:%H%M%S}-{notebook}-{re.sub(r'[^A-Za-z0-9._+-]+', '_', preset)}"
@@ -270,14 +264,9 @@ def named_run(
     *,
     finished: bool = True,
 ) -> Path:
-    """What a user named as a run folder or recording; ``latest`` is the newest run of a notebook.
-
-    Args:
-        finished: whether it must have finished, or must not.
-
-    Raises:
-        InputError: there is no such run in ``output_root``.
-    """
+    """What a user named as a run folder or recording; ``latest`` is the newest run of a notebook
+    that has ``finished``, or has not. An InputError says that there is no such run in
+    ``output_root``."""
     if str(place) != LATEST:
         return Path(place)
     run = latest_run(output_root, notebook, finished=finished)

@@ -69,14 +69,9 @@ def operation_key(kind: str, name: str) -> str:
 
 
 def operations_by_stream(profile: Profile) -> pd.DataFrame:
-    """What ran on the GPUs, by stream and in the order of its begin.
-
-    Intervals that the recording leaves open until the next one end where they truly did.
-
-    Returns:
-        ``profile`` (the stream), ``start_ns``, ``end_ns``, ``context``, ``key``; the index is
-        that of the trace.
-    """
+    """What ran on the GPUs, by stream and in the order of its begin: ``profile`` (the stream),
+    ``start_ns``, ``end_ns``, ``context``, ``key``; the index is that of the trace. Intervals that
+    the recording leaves open until the next one end where they truly did."""
     streams = profile.threads.loc[profile.threads["kind"] == "gpu_stream", "profile"]
     work = profile.trace[profile.trace["profile"].isin(streams)]
     true_end = pd.Series(dict(profile.meta.get("overlong", [])), dtype="int64")
@@ -112,13 +107,11 @@ def launching_iteration(profile: Profile, work: pd.DataFrame) -> Ints:
 
 
 def align(ours: Sequence[int], theirs: Sequence[int], most: int) -> list[tuple[int, int]] | None:
-    """Pairs (place in ours, place in theirs) of the fewest differences, in order.
+    """Pairs (place in ours, place in theirs) of the fewest differences, in order; None where more
+    than ``most`` elements are in only one of the two.
 
-    All of ``theirs`` is gone through; what follows in ``ours`` is free. (Myers 1986: the
-    furthest place on each diagonal that a number of differences can reach.)
-
-    Returns:
-        None where more than ``most`` elements are in only one of the two.
+    All of ``theirs`` is gone through; what follows in ``ours`` is free. (Myers 1986: the furthest
+    place on each diagonal that a number of differences can reach.)
     """
     nowhere = -(len(ours) + len(theirs) + 2)
     reach = {1: 0}

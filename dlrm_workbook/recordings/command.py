@@ -69,15 +69,10 @@ def record_command(
 ) -> list[str]:
     """Run a command with torch.profiler inside, and keep what it recorded.
 
-    Args:
-        folder: gets ``recording/`` (of several ranks ``recording/rank0/``, ...) and ``logs/``.
-
-    Returns:
-        Notices: what was done to the program, how it ended.
-
-    Raises:
-        InputError: the command cannot be started, failed, trained too little or took too
-            long; the message says so and names the file of its output.
+    ``folder`` gets ``recording/`` (of several ranks ``recording/rank0/``, ...) and ``logs/``. The
+    notices say what was done to the program and how it ended. An InputError says that the command
+    cannot be started, failed, trained too little or took too long, and names the file of its
+    output.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, ignore_cleanup_errors=True) as place:

@@ -196,12 +196,9 @@ stays as it is; it is complete, since newer recordings have ``ITERATION_FUNCTION
 
 
 def is_iteration_function(name: str, file: str) -> bool:
-    """Whether a profiler's Python function is the one around an iteration of our own step.
-
-    Args:
-        name: with or without the names of the scopes around it.
-        file: path of its source on the machine of the recording. It counts only in recordings
-            from before ``dlrm_iteration``: other programs have functions called ``iterate`` too.
+    """Whether a profiler's Python function, with or without the names of the scopes around it, is
+    the one around an iteration of our own step. The ``file`` of its source counts only in
+    recordings from before ``dlrm_iteration``: other programs have functions called ``iterate`` too.
     """
     name = name.rpartition(".")[2]
     if name == "iterate":
@@ -327,17 +324,11 @@ def forward_key(name: str) -> str:
 
 
 def match_backward(forward: Sequence[str], backward: Sequence[str]) -> Ints:
-    """Which forward operator each backward node belongs to, by order alone.
+    """Place (m,) of the forward operator that each backward node belongs to, by order alone, −1
+    where there is none; both are keys of one iteration, in the order of their begin.
 
-    Autograd runs nodes in the reverse order of their operators. So of each key, the last
-    operator belongs to the first node; operators without gradients are left over at the
-    front.
-
-    Args:
-        forward, backward: keys of one iteration's operators and nodes, in the order of their begin.
-
-    Returns:
-        Place (m,) in ``forward`` of each node, −1 where there is none.
+    Autograd runs nodes in the reverse order of their operators. So of each key, the last operator
+    belongs to the first node; operators without gradients are left over at the front.
     """
     places: dict[str, list[int]] = {}
     for place, key in enumerate(forward):
@@ -346,15 +337,9 @@ def match_backward(forward: Sequence[str], backward: Sequence[str]) -> Ints:
 
 
 def mlp_by_order(components: Sequence[str], backward: bool) -> list[str]:
-    """Bottom and top MLP told apart by their place around the interaction.
-
-    Args:
-        components: of one iteration's calls of one phase, in the order of their begin.
-        backward: they run from the loss back; else from the input on.
-
-    Returns:
-        The same, with :data:`MLP` replaced; ``other`` where no interaction is met.
-    """
+    """Bottom and top MLP told apart by their place around the interaction, in the ``components`` of
+    one iteration's calls of one phase, in the order of their begin; ``other`` where no interaction
+    is met. Those of ``backward`` run from the loss back; else from the input on."""
     before, after = ("top_mlp", "bottom_mlp") if backward else ("bottom_mlp", "top_mlp")
     if "interaction" not in components:
         before = after = "other"

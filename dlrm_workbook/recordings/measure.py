@@ -136,12 +136,9 @@ def measure_command(
     why: str,
     progress: ProgressCallback | None = None,
 ) -> Profile:
-    """Measure a command in place of our own workload; see :func:`measure`.
-
-    Returns:
-        The Profile; of several ranks, that of the one that limits the others. All of them are
-        kept, in ``profile/rank0/``, ...
-    """
+    """Measure a command in place of our own workload; see :func:`measure`. Of several ranks, the
+    Profile is that of the one that limits the others; all of them are kept, in ``profile/rank0/``,
+    ..."""
     if engine == "torch":
         return command_with_torch(command, parameters, folder / "profile", why, progress)
     profile = command_with_hpctoolkit(command, parameters, folder, progress)

@@ -78,15 +78,9 @@ class Recording:
 
 
 def open_recording(path: Path | str, parts: Mapping[str, str] | None = None) -> Recording:
-    """Open whatever was recorded.
-
-    Args:
-        parts: patterns of names to parts for recordings of other programs, as in
-            ``profiling.parts``.
-
-    Raises:
-        InputError: naming the file and why it cannot be opened, in one sentence.
-    """
+    """Open whatever was recorded; ``parts`` has patterns of names to parts for recordings of other
+    programs, as in ``profiling.parts``. An InputError names the file and why it cannot be opened,
+    in one sentence."""
     path = Path(path)
     if not path.exists():
         raise InputError(f"{path} does not exist")

@@ -109,15 +109,8 @@ def nearest(parent: np.ndarray, marked: np.ndarray) -> np.ndarray:
 
 
 def inclusive_from_exclusive(parent: np.ndarray, exclusive: np.ndarray) -> np.ndarray:
-    """Add every context's exclusive value to all its ancestors.
-
-    Args:
-        parent: (n,) row of the parent, −1 for a root.
-        exclusive: (n,) or (n, metrics) values that belong to the row alone.
-
-    Returns:
-        Inclusive values, shaped as ``exclusive``. One pass a tree level.
-    """
+    """Add every context's exclusive value, (n,) or (n, metrics), to all its ancestors, in one pass
+    a tree level; ``parent`` (n,) is the row of the parent, −1 for a root."""
     parent = np.asarray(parent, dtype=np.int64)
     total = np.array(exclusive, dtype=np.float64, copy=True)
     depth = depths(parent)
@@ -290,12 +283,8 @@ class Profile:
         return self.which("kind", lambda kind: kind in kinds)
 
     def value_table(self, metric: str, scope: str = "exclusive") -> pd.Series:
-        """One metric for every context, summed over threads.
-
-        Returns:
-            Series indexed by context. NaN throughout when the metric was not
-            measured; 0 for a context on which a measured metric has no row.
-        """
+        """One metric for every context, summed over threads: NaN throughout when the metric was not
+        measured; 0 for a context on which a measured metric has no row."""
         index = pd.RangeIndex(len(self.contexts), name="context")
         if not self.has(metric):
             return pd.Series(np.nan, index=index, name=metric)
@@ -347,13 +336,9 @@ class Profile:
     # ---- files ------------------------------------------------------------------
 
     def save(self, folder: str | Path) -> Path:
-        """Write the tables (Parquet) and ``profile.json`` into a new folder.
-
-        The folder appears only when whole: it is written beside its place and renamed.
-
-        Raises:
-            InputError: the folder exists already, or cannot be written.
-        """
+        """Write the tables (Parquet) and ``profile.json`` into a new folder, which appears only
+        when whole: it is written beside its place and renamed. An InputError says that it exists
+        already, or cannot be written."""
         target = Path(folder)
         with whole_folder(target, "profile") as part:
             self.write(part)

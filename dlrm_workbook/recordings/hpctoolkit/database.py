@@ -287,14 +287,9 @@ def _base(path: str) -> str:
 
 
 def read_database(path: str | Path) -> Database:
-    """Open an HPCToolkit database of format 4.x.
-
-    Values stay on disk (memory-mapped) until they are asked for.
-
-    Raises:
-        DatabaseError: not a database, of another format, incomplete or damaged; the
-            message names the file, what was found and what was expected, or what to do.
-    """
+    """Open an HPCToolkit database of format 4.x; values stay on disk (memory-mapped) until they are
+    asked for. A DatabaseError says that it is none, of another format, incomplete or damaged, and
+    names the file, what was found and what was expected, or what to do."""
     folder = Path(path)
     if not folder.is_dir():
         what = "is a file, not a database folder" if folder.exists() else "does not exist"

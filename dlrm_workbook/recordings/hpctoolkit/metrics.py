@@ -131,12 +131,8 @@ def meaning_of(name: str) -> str:
 
 
 def reason_without_value(name: str, measured: Mapping[str, float]) -> str:
-    """Why a metric that the database lists has no value anywhere.
-
-    Args:
-        name: of the metric, in any generation's spelling.
-        measured: canonical metrics that have a value.
-    """
+    """Why a metric, in any generation's spelling, has no value anywhere though the database lists
+    it; ``measured`` are the canonical metrics that have one."""
     name = canonical_name(name)
     if name in NOT_COLLECTED:
         return "HPCToolkit lists it but does not collect it (on NVIDIA GPUs it never does)"
@@ -209,14 +205,7 @@ DERIVATIONS = tuple(_derivations())
 
 
 def derive(values: Mapping[str, float], listed: Collection[str]) -> dict[str, float | str]:
-    """Every derived quantity that these values allow.
-
-    Args:
-        values: canonical metric to its value in one context; only metrics that
-            have a value there.
-        listed: canonical metrics that the database knows.
-
-    Returns:
-        Name to number, or to a sentence why it was not measured.
-    """
+    """Every derived quantity that these values allow: name to number, or to a sentence why it was
+    not measured. ``values`` has the canonical metrics that have one in a context; ``listed`` are
+    those that the database knows."""
     return {derivation.name: derivation.compute(values, listed) for derivation in DERIVATIONS}

@@ -70,14 +70,8 @@ class Labels:
 
 def by_names(contexts: pd.DataFrame, parts: Mapping[str, str] | None = None) -> Labels:
     """Part and phase of every context by its names, callers' lines and forward operators.
-
-    Args:
-        contexts: as in a profile: ``parent``, ``kind``, ``name``, ``file``, ``line``.
-        parts: the user's map of patterns to parts.
-
-    Raises:
-        InputError: the map names a part that is unknown.
-    """
+    ``contexts`` are as in a profile; ``parts`` is the user's map of patterns to parts, refused by
+    an InputError where it names a part that is unknown."""
     names = PartNames(parts)
     parent = contexts["parent"].to_numpy()
     keys = list(zip(contexts["kind"], contexts["name"], contexts["file"], strict=True))
@@ -192,12 +186,9 @@ def parts_in_order(
 def by_order(
     trace: pd.DataFrame, labels: Labels, iterations: pd.DataFrame | None
 ) -> list[tuple[str, str]]:
-    """Part of each operation of a GPU, or of each sample of a thread.
-
-    Args:
-        trace: its rows, in the order of their begin.
-        iterations: ``start_ns``, in order; None where none are known.
-    """
+    """Part of each operation of a GPU, or of each sample of a thread, whose rows of the trace are
+    in the order of their begin; ``iterations`` have ``start_ns``, in order, or are None where none
+    are known."""
     context = trace["context"].to_numpy()
     component, phase = labels.component[context].copy(), labels.phase[context].copy()
     iteration = np.zeros(len(context), np.int64)
@@ -331,14 +322,9 @@ def divide(
 
 
 def shares_of_parts(rows: pd.DataFrame, of: list[str]) -> pd.DataFrame:
-    """The shares that parts have in what their operations belong to.
-
-    Args:
-        rows: ``part`` and ``time`` of each operation, and what it belongs to (columns ``of``).
-
-    Returns:
-        These columns, ``part``, ``time`` and ``count``: its shares in time and number.
-    """
+    """The shares that parts have in what their operations belong to (columns ``of``), in ``time``
+    and number (``count``). The rows have ``part`` and ``time`` of each operation, and these
+    columns."""
     rows = rows.assign(count=1, time=rows["time"].clip(lower=0))
     shares = rows.groupby([*of, "part"], as_index=False, sort=False)[["time", "count"]].sum()
     whole = shares.groupby(of)[["time", "count"]].transform("sum")
@@ -349,12 +335,9 @@ def shares_of_parts(rows: pd.DataFrame, of: list[str]) -> pd.DataFrame:
 
 
 def _copies(contexts: pd.DataFrame, scope: Ints, further: pd.DataFrame) -> pd.DataFrame:
-    """The further contexts of scopes that are divided, by the ``further`` parts that get copies.
-
-    Returns:
-        A row a copy: the columns of :func:`shares_of_parts`, ``old`` and ``new`` (the numbers of
-        the context and of its copy) and ``above`` (the parent of the copy).
-    """
+    """The further contexts of scopes that are divided, by the ``further`` parts that get copies: a
+    row a copy, with the columns of :func:`shares_of_parts`, ``old`` and ``new`` (the numbers of the
+    context and of its copy) and ``above`` (the parent of the copy)."""
     members = pd.DataFrame({"within": scope, "old": np.arange(len(scope))})
     copies = further.merge(members, on="within")
     copies["new"] = len(contexts) + np.arange(len(copies))

@@ -70,12 +70,9 @@ def join_details(events: Events, details: Events) -> None:
 
 
 def _calls(host: pd.DataFrame) -> pd.DataFrame:
-    """The operators and ranges within iterations, with the row's index in ``host``.
-
-    Returns:
-        turn (number of the iteration), line, name, number (of the call among those of its name in
-        its iteration and thread), often (how many those are).
-    """
+    """The operators and ranges within iterations, with the row's index in ``host``: turn (number of
+    the iteration), line, name, number (of the call among those of its name in its iteration and
+    thread), often (how many those are)."""
     marks = np.sort(host.loc[host["name"].eq(STEP_MARK), "start"].to_numpy())
     turn = np.searchsorted(marks, host["start"].to_numpy(), side="right") - 1
     chosen = host["kind"].isin(["operator", "annotation"]).to_numpy()

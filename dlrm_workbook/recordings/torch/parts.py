@@ -86,13 +86,11 @@ def has_own_parts(host: pd.DataFrame) -> bool:
 
 
 def own_parts(host: pd.DataFrame) -> tuple[Names, Names]:
-    """Component and phase (n,) of every span, by the ranges of our own step.
+    """Component and phase (n,) of every span, by the ranges of our own step; ``host`` has nested
+    spans, callers before callees, with name, kind, parent, profile, start, end.
 
-    A span of an autograd thread works for the main thread, which waits: it has the part that
-    the main thread is in when its outermost span starts. (A prefetching thread does not.)
-
-    Args:
-        host: nested spans, callers before callees, with name, kind, parent, profile, start, end.
+    A span of an autograd thread works for the main thread, which waits: it has the part that the
+    main thread is in when its outermost span starts. (A prefetching thread does not.)
     """
     parent, profile = host["parent"].to_numpy(), host["profile"].to_numpy()
     code, names = coded(host["name"])

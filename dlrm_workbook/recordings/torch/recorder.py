@@ -248,12 +248,9 @@ def probed(
     say: Say = say_nothing,
     lenders: list[Tables] | None = None,
 ) -> dict[str, Any]:
-    """The parts alone, as they are and under changes, as ``part_probes``; and ``not_measured``.
-
-    Args:
-        missing: what else was not measured, name to reason.
-        lenders: as :func:`~dlrm_workbook.evidence.probes.probe_changes` takes them.
-    """
+    """The parts alone, as they are and under changes, as ``part_probes``; and ``not_measured``,
+    with what else is ``missing``. ``lenders`` are as
+    :func:`~dlrm_workbook.evidence.probes.probe_changes` takes them."""
     if not parameters.profiling.probes:
         return {"not_measured": missing | {"part_probes": NOT_PROBED}}
     if resolve_device(parameters.training).type != "cpu":

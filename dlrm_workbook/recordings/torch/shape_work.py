@@ -624,13 +624,10 @@ _CALLS_TO = ("aten::add", "aten::add_")
 
 
 def values_text(name: str, args: Mapping[str, Any]) -> str:
-    """What an operator's work takes beside shapes and types, of the arguments of its event.
-
-    Returns:
-        JSON of the concrete inputs and the strides, each empty where it does not matter: numbers
-        differ from call to call, and strides only of expanded and of sparse tensors (which have
-        none); "" without either.
-    """
+    """What an operator's work takes beside shapes and types, of the arguments of its event: JSON of
+    the concrete inputs and the strides, each empty where it does not matter (numbers differ from
+    call to call, and strides only of expanded and of sparse tensors, which have none); "" without
+    either."""
     if name not in FORMULAS:
         return ""
     values = args.get("Concrete Inputs") if name in _VALUES else None
@@ -790,14 +787,10 @@ def _bare(text: str) -> str:
 
 
 def shape_metrics(host: pd.DataFrame, count: int) -> dict[str, Floats]:
-    """Metrics of each context (count,), of those that occur: see :func:`shape_meaning`.
-
-    Args:
-        host: spans with name, shapes, types, parent (row, −1 for none), context, and where the
-            trace has them values, sequence, forward_thread, line.
-
-    A context of which one call tells no bytes has none.
-    """
+    """Metrics of each context (count,), of those that occur: see :func:`shape_meaning`. A context
+    of which one call tells no bytes has none. The spans of ``host`` have name, shapes, types,
+    parent (row, −1 for none), context, and where the trace has them values, sequence,
+    forward_thread, line."""
     names, parent = host["name"], host["parent"].to_numpy()
     shown = host["shapes"].ne("").to_numpy()
     products = names.isin(list(PRODUCTS)).to_numpy() & shown

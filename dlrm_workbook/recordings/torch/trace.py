@@ -145,14 +145,9 @@ _PYTHON = re.compile(r"^(?P<file>.*?)\((?P<line>\d+)\): ")
 
 
 def read_trace(path: str | Path, parts: Mapping[str, str] | None = None) -> Profile:
-    """Read a chrome trace of torch.profiler (``.json`` or ``.json.gz``).
-
-    Args:
-        parts: patterns of names to parts, see ``profiling.parts``.
-
-    Raises:
-        InputError: the file is missing, cut short, not JSON or no such trace.
-    """
+    """Read a chrome trace of torch.profiler (``.json`` or ``.json.gz``); ``parts`` has patterns of
+    names to parts, see ``profiling.parts``. An InputError says that the file is missing, cut short,
+    not JSON or no such trace."""
     return profile_of(read_events(Path(path)), parts)
 
 
@@ -164,14 +159,9 @@ def profile_of(
 
 
 def read_recording(folder: str | Path, parts: Mapping[str, str] | None = None) -> Profile:
-    """Read what a recording's session left: trace, FLOPs, times and circumstances.
-
-    Args:
-        parts: patterns of names to parts, for programs that are not ours.
-
-    Raises:
-        InputError: naming the file and what is wrong with it.
-    """
+    """Read what a recording's session left: trace, FLOPs, times and circumstances; ``parts`` has
+    patterns of names to parts, for programs that are not ours. An InputError names the file and
+    what is wrong with it."""
     folder = Path(folder)
     head = read_json(folder / "recording.json")
     version = head.get("format_version") if isinstance(head, dict) else None

@@ -181,17 +181,9 @@ class Remedy:
         return self.failed
 
     def numbers(self, seen: Seen, limit_s: float) -> dict[str, Any]:
-        """What it does to the model's numbers on one batch.
-
-        Args:
-            limit_s: seconds that it may take, where it compiles.
-
-        Returns:
-            ``outputs``, ``loss``: largest relative differences, None where unknown; ``note``.
-
-        Raises:
-            Spoilt: see :func:`difference`.
-        """
+        """What it does to the model's numbers on one batch: ``outputs`` and ``loss`` are the
+        largest relative differences, None where unknown; ``note``. It may take ``limit_s`` seconds
+        where it compiles. Spoilt is raised as by :func:`difference`."""
         if not self.computes:
             note = f"Not measured: {self.note or _NO_OPERATOR}"
             return {"outputs": None, "loss": None, "note": note}
