@@ -110,10 +110,8 @@ class SplitRange:
 
 
 def convert(request: Conversion, target: Path) -> Converted:
-    """Write a data set in another layout, or go on with one that was interrupted.
-
-    Args:
-        target: folder of the new data set; it appears when all is written.
+    """Write a data set in another layout, or go on with one that was interrupted; the folder
+    ``target`` appears when all is written.
 
     Raises:
         InputError: the data set cannot be read, has a value that the new layout cannot hold, or

@@ -65,16 +65,10 @@ class Generated:
 
 
 def generate(law: Law, samples: dict[str, int], target: Path, threads: int) -> Generated:
-    """Write a data set, or go on with one that was interrupted.
-
-    Args:
-        samples: number of them in ``train`` and ``test``, at least 1.
-        target: folder of the data set; it appears when all is written.
-        threads: of this process; they do not change a byte.
-
-    Raises:
-        InputError: the target exists, was begun with something else, or does not fit.
-    """
+    """Write a data set, or go on with one that was interrupted; the folder ``target`` appears when
+    all is written. ``samples`` are numbers of them in ``train`` and ``test``, at least 1;
+    ``threads`` do not change a byte. An InputError says that the target exists, was begun with
+    something else, or does not fit."""
     started = time.perf_counter()
     variant = law.variant
     sample_bytes = bytes_of_sample(variant)

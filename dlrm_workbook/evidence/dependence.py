@@ -37,7 +37,7 @@ NEUTRAL = frozenset(_deciding("nothing"))
 
 COMPUTE = ("bottom_mlp", "embedding", "interaction", "top_mlp", "loss", "optimizer")
 
-_KINDS = (*INTERACTIONS.values(), *LOSSES.values())
+_KINDS: tuple[Any, ...] = (*INTERACTIONS.values(), *LOSSES.values())
 
 ACCOUNTED = {f"model.{leaf}" for kind in _KINDS for leaf in kind.options} | set(_LEAVES) - NEUTRAL
 """Leaves that :func:`signature` looks at; any other is taken to affect what its section could."""

@@ -105,15 +105,12 @@ def _answer(predict: Predict, batch: Batch, device: torch.device) -> None:
 
 
 def latency_of(times_ms: Sequence[float], size: int, batches: int, protocol: str) -> dict[str, Any]:
-    """What a protocol makes of the times of ``size`` samples each.
+    """What a protocol makes of the times of ``size`` samples each. An InputError says that no step
+    is left after the warm-up.
 
-    Returns:
-        ``batch_size``, ``steps`` (measured, without the warm-up), ``warm_up_steps``, ``batches``
-        (different ones that were used in turns), :data:`LATENCIES` in milliseconds (transfer to
-        the device, forward, waited for), ``samples_per_second`` (batch size over mean latency).
-
-    Raises:
-        InputError: no step is left after the warm-up.
+    It is ``batch_size``, ``steps`` (measured, without the warm-up), ``warm_up_steps``, ``batches``
+    (different ones that were used in turns), :data:`LATENCIES` in milliseconds (transfer to the
+    device, forward, waited for), ``samples_per_second`` (batch size over mean latency).
     """
     first = NVIDIA_WARM_UP if protocol == "nvidia" else warm_up_steps(times_ms)
     kept = times_ms[first:]

@@ -112,16 +112,13 @@ class WholeStep(Tables):
 def time_together(
     parameters: Parameters, changes: Sequence[Change], lenders: Sequence[Tables] = ()
 ) -> dict[str, Any]:
-    """Time the whole step as it is and under each of several changes, in turns.
-
-    Args:
-        changes: what to time; cumulative, or all of them together.
-        lenders: whose tables are trained on instead of new ones, where they are alike.
+    """Time the whole step as it is and under each of several changes, in turns, on the tables of
+    ``lenders`` where they are alike.
 
     Returns:
         ``base_ms``, the rounds' times of the step as it is (list); ``stages``, for each change a
         dict of ``change`` and ``ms`` (its times, round by round), or ``refused`` with the reason;
-        ``threads``; ``seconds`` taken.
+        ``seconds`` taken.
     """
     started = time.perf_counter()
     keep_freed_memory()

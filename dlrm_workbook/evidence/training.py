@@ -25,14 +25,9 @@ from dlrm_workbook.ground.bar import Bar
 
 
 class MeteredRun(Printing):
-    """Shows how far a run is, measures its energy and, where asked, more.
-
-    Args:
-        prints: print each line of metrics.jsonl.
-        shown: whether there is a progress bar.
-        mllog: MLPerf's log of the run; None: none is written.
-        counts: whether each iteration after the warm-up is counted.
-    """
+    """Shows how far a run is (with a bar where it is ``shown``), measures its energy and, where
+    asked, ``prints`` each line of metrics.jsonl, writes MLPerf's log and ``counts`` each iteration
+    after the warm-up."""
 
     def __init__(
         self,

@@ -121,17 +121,12 @@ _LOST = re.compile(r"(?i)\b(dropped|lost|incomplete|not all|overflow|exceed)")
 
 
 def read_nsight(path: Path, parts: Mapping[str, str] | None = None) -> dict[int, Profile]:
-    """Read an SQLite export of Nsight Systems, or a report where ``nsys`` is installed.
+    """Rank to its profile, of an SQLite export of Nsight Systems, or of a report where ``nsys`` is
+    installed; ``parts`` has patterns of names to parts, see ``profiling.parts``. An InputError says
+    that the file is damaged, locked, no export, or holds nothing of a program.
 
-    Args:
-        parts: patterns of names to parts, see ``profiling.parts``.
-
-    Returns:
-        Rank to its profile. Processes are ranks where each has GPUs of its own, or all exchange
-        data by collectives; all others of an export are one profile.
-
-    Raises:
-        InputError: the file is damaged, locked, no export, or holds nothing of a program.
+    Processes are ranks where each has GPUs of its own, or all exchange data by collectives; all
+    others of an export are one profile.
     """
     with _exported(path) as place, _database(place, path) as database, without_collection():
         ranks = _Export(database, path).ranks()

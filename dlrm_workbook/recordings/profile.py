@@ -181,12 +181,9 @@ class Profile:
 
     @classmethod
     def build(cls, *, meta: dict[str, Any] | None = None, **tables: Any) -> Profile:
-        """A validated profile from tables of which each is anything ``pd.DataFrame`` accepts.
-
-        Raises:
-            InputError: the tables do not fit together, see :meth:`validate`.
-            TypeError: one is no table of a profile.
-        """
+        """A validated profile from tables of which each is anything ``pd.DataFrame`` accepts. An
+        InputError says that they do not fit together, see :meth:`validate`; a TypeError that one is
+        no table of a profile."""
         frames: dict[str, Any] = {t: typed(t, tables.pop(t, None)) for t in SCHEMA}
         profile = cls(**frames, **tables, meta=dict(meta or {}))
         profile.validate()

@@ -273,16 +273,12 @@ Tables = tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]
 def divide(
     tables: Tables, labels: Labels, parts: pd.Series, overlong: Mapping[int, int]
 ) -> tuple[Tables, int]:
-    """The tables with a part for every context, those of several parts divided.
+    """The tables with a part for every context, those of several parts divided, and how many
+    contexts were. ``parts`` are of rows of the trace, by their index there; ``overlong`` has the
+    true end of rows of the trace that last too long.
 
-    Args:
-        parts: part of rows of the trace, by their index there.
-        overlong: true end of rows of the trace that last too long.
-
-    Returns:
-        The tables, and how many contexts were divided. Copies of contexts stand at the
-        end of their table, so the others keep their numbers. Times and bytes go to the copies
-        as the time in the trace does, counts as the number of operations does.
+    Copies of contexts stand at the end of their table, so the others keep their numbers. Times and
+    bytes go to the copies as the time in the trace does, counts as the number of operations does.
     """
     contexts, values, trace = tables
     component, phase = labels.component.copy(), labels.phase.copy()

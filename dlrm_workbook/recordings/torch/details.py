@@ -29,14 +29,11 @@ _CALL = ["turn", "line", "name"]
 
 
 def join_details(events: Events, details: Events) -> None:
-    """Give the spans of one trace what the spans of another one say, and its memory curve.
+    """Give the spans of one trace what the ``details`` of another one of the same process say,
+    :data:`TEXTS` and, where memory was recorded, :data:`ALLOCATIONS`; and its memory curve.
 
     Each iteration takes the details of one of the other trace's, in turns, so that sizes which
     differ between iterations still do.
-
-    Args:
-        events: gets :data:`TEXTS` and, where memory was recorded, :data:`ALLOCATIONS`.
-        details: of the same process.
     """
     columns = TEXTS.copy()
     if len(details.memory):

@@ -580,7 +580,7 @@ TRAFFIC = _formulas(
 
 FORMULAS = PRODUCTS | TRAFFIC
 
-CONVOLUTIONS = _operators("convolution")
+CONVOLUTIONS, ATTENTION = _operators("convolution"), _operators("attention")
 DILATIONS = {name: PRODUCTS[name].keywords["dilation"] for name in CONVOLUTIONS}
 DILATIONS["aten::convolution_backward"] = 6
 """Operators to the place of the dilation among their inputs."""
@@ -603,7 +603,7 @@ def bytes_are(name: str) -> str:
 
 # ---- calls of a trace -------------------------------------------------------------------
 
-_VALUES = CONVOLUTIONS | _operators("attention") | _operators("convolution_backward")
+_VALUES = CONVOLUTIONS | ATTENTION | _operators("convolution_backward")
 _VALUES |= _operators("softmax") | _operators("selected") | _operators("rows_gradient")
 """Operators whose work depends on numbers among their inputs."""
 

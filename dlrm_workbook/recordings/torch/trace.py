@@ -102,13 +102,10 @@ _NUMBER = re.compile(r"\d+")
 def join_unsteady(names: pd.Series, shapes: pd.Series, iterations: int) -> pd.Series:
     """Shapes in which sizes that change between iterations are written ``*``.
 
-    A shape seen at least once an iteration is steady and stays as it is. The others of
-    an operator, where they have the same number of inputs and dimensions, are joined.
-
-    Args:
-        names: (n,) operator of each span.
-        shapes: (n,) its input shapes as text, "" where unknown.
-        iterations: how many were recorded; below 2 nothing is joined.
+    A shape seen at least once an iteration is steady and stays as it is. The others of an operator,
+    where they have the same number of inputs and dimensions, are joined, unless fewer than two
+    iterations were recorded. ``names`` are the operators (n,) of spans, ``shapes`` their input
+    shapes (n,) as text, "" where unknown.
     """
     if iterations < 2:
         return shapes
