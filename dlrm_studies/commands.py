@@ -6,38 +6,17 @@ Nothing but the standard library is imported here: ``dlrm --help`` lists them.
 from __future__ import annotations
 
 import argparse
-import csv
 import functools
-from pathlib import Path
-from typing import Any
 
 from dlrm_core.base.cli import Subcommand
-from dlrm_workbook.ground.options import parameters_file
-
-KINDS: dict[str, dict[str, Any]] = {
-    "flag": {"action": "store_true"},
-    "or all": {"nargs": "?", "const": "all"},
-    "required": {"required": True},
-    "text": {},
-    "count": {"type": int},
-    "number": {"type": float},
-}
-"""Kind of an option in ``options.csv`` to what argparse is told of it."""
+from dlrm_workbook.ground.options import listed_options, parameters_file
 
 
 def _options(command: str, parser: argparse.ArgumentParser) -> None:
     """The options of a command, as ``options.csv`` lists them beside those of parameters."""
     if command != "gpu-check":
         parameters_file(parser, required=command != "bench")
-    with Path(__file__).with_name("options.csv").open(newline="", encoding="utf-8") as file:
-        rows = [row for row in csv.DictReader(file) if row["command"] == command]
-    for row in rows:
-        asked = KINDS[row["kind"]] | {"help": row["help"]}
-        if row["metavar"]:
-            asked["metavar"] = row["metavar"]
-        if row["default"]:
-            asked["default"] = asked.get("type", str)(row["default"])
-        parser.add_argument(row["option"], **asked)
+    listed_options(parser, __file__, command)
 
 
 SUBCOMMANDS = tuple(

@@ -137,14 +137,9 @@ def law_of_metadata(metadata: Any, table_rows: tuple[int, ...], dense_features: 
 
 
 def teacher_auc(parameters: Parameters) -> float | None:
-    """The best AUC that a model can have on the samples of an evaluation: their teacher's own.
-
-    Returns:
-        None where no teacher drew the labels, or all of them are of one kind.
-
-    Raises:
-        InputError: the data set cannot be read.
-    """
+    """The best AUC that a model can have on the samples of an evaluation: their teacher's own; None
+    where no teacher drew the labels, or all of them are of one kind. An InputError says that the
+    data set cannot be read."""
     # torch, which programs that make data sets do without
     from dlrm_core.data.files.samples import TEACHER_SAMPLES, parameters_law
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,147 +17,35 @@ from dlrm_workbook.datasets.convert import Conversion, convert
 from dlrm_workbook.datasets.criteo import TEXT_LAYOUTS, Request, preprocess
 from dlrm_workbook.datasets.generate import VARIANTS, generate, scaled_variant
 from dlrm_workbook.datasets.inspection import examine_data
-from dlrm_workbook.datasets.splits import CONVERTED_LAYOUTS as LAYOUTS_TO_CONVERT
+from dlrm_workbook.datasets.splits import CONVERTED_LAYOUTS
 from dlrm_workbook.datasets.variants import DOCUMENT_SAMPLES, variants
+from dlrm_workbook.ground.options import listed_options
 
 NVIDIA_SAMPLES = 32768 * 1024
 
 
+CHOICES: dict[str, Iterable[str]] = {
+    "--variant": [*VARIANTS, "custom"],
+    "--labels": ("random", "teacher"),
+    "--layout": TEXT_LAYOUTS,
+    "--format": FORMATS,
+    "--from": CONVERTED_LAYOUTS,
+    "--to": CONVERTED_LAYOUTS,
+    "--dense": ("counts", "features"),
+}
+"""What an option of ``options.csv`` may be."""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    for name, (add_arguments_of, _, help_text) in ACTIONS.items():
-        add_arguments_of(actions.add_parser(name, help=help_text))
-
-
-def _generate_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--variant", required=True, choices=[*VARIANTS, "custom"])
-    parser.add_argument("--output", required=True, metavar="DIR", help="the data set's folder")
-    parser.add_argument(
-        "--scale",
-        type=float,
-        default=1.0,
-        help="share of the rows of tables above 100 rows, and of the default samples (default: 1)",
-    )
-    parser.add_argument(
-        "--samples",
-        metavar="TRAIN[/TEST]",
-        help="samples to write (default: 33554432 x scale, as NVIDIA's script; TEST: an eighth)",
-    )
-    parser.add_argument("--seed", type=int, default=12345, help="default: %(default)s")
-    parser.add_argument(
-        "--labels",
-        choices=("random", "teacher"),
-        default="random",
-        help="a fair coin, as NVIDIA's, or a planted model whose best AUC is noted in the metadata",
-    )
-    for name, kind, mark, meaning in (
-        ("seed", int, "N", "of its effects (1)"),
-        ("strength", float, "S", "standard deviation of the logit (1.38, AUC near 0.80)"),
-        ("rows", int, "N", "hot rows of each table that have an effect (64)"),
-    ):
-        help_text = f"with --labels teacher: {meaning}"
-        parser.add_argument(f"--teacher-{name}", type=kind, metavar=mark, help=help_text)
-    parser.add_argument("--table-rows", metavar="R,R,...", help="with custom: rows of each table")
-    parser.add_argument("--dense-features", type=int, metavar="D", help="with custom (default: 13)")
-    parser.add_argument(
-        "--alpha", type=float, help="with custom: exponent of the power law (default: 1.45)"
-    )
-    _threads_argument(parser)
-
-
-def _preprocess_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--layout", required=True, choices=TEXT_LAYOUTS)
-    parser.add_argument(
-        "--input", required=True, nargs="+", metavar="FILE", help="text files in order, .gz too"
-    )
-    parser.add_argument("--output", required=True, metavar="DIR", help="the data set's folder")
-    parser.add_argument(
-        "--frequency-threshold",
-        type=int,
-        default=1,
-        metavar="N",
-        help="categories that occur less often become row 0 (default: 1, none do; NVIDIA's T15 and "
-        "T3 have 15 and 3)",
-    )
-    parser.add_argument("--max-rows", type=int, metavar="N", help="stop after so many rows")
-    parser.add_argument(
-        "--test-fraction",
-        type=float,
-        metavar="F",
-        help="share of the rows, from the end, for the test split (default: the last day, "
-        "1/7 with kaggle, 1/24 with terabyte)",
-    )
-    parser.add_argument(
-        "--memory-mb",
-        type=int,
-        default=512,
-        metavar="MB",
-        help="memory of the hash tables; less of it takes more passes over the disk and gives the "
-        "same result (default: 512)",
-    )
-    _threads_argument(parser)
-
-
-def _inspect_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", metavar="PATH", help="a data set's folder, a .bin, or text")
-    needed = "needed where the files do not tell (deepspark_dist)"
-    parser.add_argument("--format", choices=FORMATS, help=needed)
-    parser.add_argument(
-        "--verify",
-        action="store_true",
-        help="of a generated data set: make every sample again and compare",
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-
-
-def _convert_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("path", metavar="PATH", help="the data set's folder, or a .bin")
-    parser.add_argument("--from", dest="before", required=True, choices=LAYOUTS_TO_CONVERT)
-    parser.add_argument("--to", dest="after", required=True, choices=LAYOUTS_TO_CONVERT)
-    parser.add_argument("--output", required=True, metavar="DIR", help="the new data set's folder")
-    parser.add_argument(
-        "--halve-test",
-        action="store_true",
-        help="make the second half of the test split a split 'val', as facebook's terabyte has",
-    )
-    parser.add_argument(
-        "--dense",
-        choices=("counts", "features"),
-        help="of Parquet files of other programs: whether the numerical columns are counts x, of "
-        "which training takes log(x + 1), or features as they are",
-    )
-
-
-def _variants_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--measure",
-        type=float,
-        metavar="SHARE",
-        help="make this share of each synthetic data set and time it, such as 0.01 (default: "
-        "nothing is measured)",
-    )
-    parser.add_argument(
-        "--work",
-        default=".",
-        metavar="DIR",
-        help="folder in which --measure makes the data sets and removes them (default: here)",
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON list")
-    _threads_argument(parser)
-
-
-def _threads_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--threads",
-        type=int,
-        metavar="N",
-        help="default: the usable cores; the data set is the same with any number",
-    )
+    for name, (_, help_text) in ACTIONS.items():
+        action = actions.add_parser(name, help=help_text)
+        listed_options(action, __file__, name, CHOICES)
 
 
 def data(arguments: argparse.Namespace) -> int:
     """Run the action; the last line of those that make a data set is its folder."""
-    _, run, _ = ACTIONS[arguments.action]
+    run, _ = ACTIONS[arguments.action]
     return run(arguments)
 
 
@@ -216,11 +104,7 @@ def _variant(arguments: argparse.Namespace) -> Variant:
 
 
 def parse_samples(text: str | None, scale: float) -> dict[str, int]:
-    """``TRAIN[/TEST]`` as numbers; TEST left out is an eighth.
-
-    Raises:
-        InputError: it is something else.
-    """
+    """``TRAIN[/TEST]`` as numbers; TEST left out is an eighth. Refuses (InputError) other texts."""
     if text is None:
         train = max(1, round(NVIDIA_SAMPLES * scale))
         return {"train": train, "test": max(1, train // 8)}
@@ -257,10 +141,10 @@ def _preprocess(arguments: argparse.Namespace) -> int:
 
 def _convert(arguments: argparse.Namespace) -> int:
     counts = None if arguments.dense is None else arguments.dense == "counts"
-    if counts is not None and arguments.before != "parquet":
-        raise InputError(f"--dense is for --from parquet, not {arguments.before}")
-    path, halve = Path(arguments.path), arguments.halve_test
-    request = Conversion(path, arguments.before, arguments.after, halve, counts)
+    before, after = vars(arguments)["from"], arguments.to
+    if counts is not None and before != "parquet":
+        raise InputError(f"--dense is for --from parquet, not {before}")
+    request = Conversion(Path(arguments.path), before, after, arguments.halve_test, counts)
     done = convert(request, Path(arguments.output))
     parts = ", ".join(f"{count:,} {name}" for name, count in done.samples.items())
     print(f"{parts} samples, {done.bytes / 1e9:.3f} GB, in {done.seconds:.2f} s")
@@ -361,11 +245,9 @@ def _threads(arguments: argparse.Namespace) -> int:
 
 
 ACTIONS = {
-    "generate": (_generate_arguments, _generate, "write a synthetic data set (NVIDIA's layout)"),
-    "preprocess": (_preprocess_arguments, _preprocess, "convert Criteo's text (Kaggle, Terabyte)"),
-    "inspect": (_inspect_arguments, _inspect, "check every value of a data set"),
-    "convert": (_convert_arguments, _convert, "write a data set in another layout, or as Parquet"),
-    "variants": (
-        _variants_arguments, _variants, "what each published data set takes: disk, memory, time"
-    ),
-}  # fmt: skip
+    "generate": (_generate, "write a synthetic data set (NVIDIA's layout)"),
+    "preprocess": (_preprocess, "convert Criteo's text (Kaggle, Terabyte)"),
+    "inspect": (_inspect, "check every value of a data set"),
+    "convert": (_convert, "write a data set in another layout, or as Parquet"),
+    "variants": (_variants, "what each published data set takes: disk, memory, time"),
+}

@@ -64,8 +64,7 @@ class Conversion:
 
     Attributes:
         path: of the data set; of terabyte also one .bin file.
-        before: its layout, of :data:`dlrm_workbook.datasets.splits.CONVERTED_LAYOUTS`.
-        after: the layout wanted.
+        before, after: layouts, of :data:`dlrm_workbook.datasets.splits.CONVERTED_LAYOUTS`.
         halve_test: make the second half of the test split the split ``val``, as facebook's
             writer of terabyte does.
         counts: whether Parquet's dense values are counts; None: as its files say.
@@ -83,12 +82,10 @@ class Converted:
     """The outcome of a conversion.
 
     Attributes:
-        folder: of the new data set.
-        samples: of each of its splits.
+        samples: of each split of the new data set.
         bytes: of its files.
         values: dense values written.
         lost: how many of them would not be the same after a conversion back.
-        seconds: that it took now.
         law: a sentence on how features and counts belong together; empty where nothing was made
             of either.
     """
@@ -113,10 +110,8 @@ class SplitRange:
 
 
 def convert(request: Conversion, target: Path) -> Converted:
-    """Write a data set in another layout, or go on with one that was interrupted.
-
-    Args:
-        target: folder of the new data set; it appears when all is written.
+    """Write a data set in another layout, or go on with one that was interrupted; the folder
+    ``target`` appears when all is written.
 
     Raises:
         InputError: the data set cannot be read, has a value that the new layout cannot hold, or
@@ -208,11 +203,8 @@ def _write(
 
 
 def _origin(request: Conversion, parts: list[SplitRange]) -> tuple[Path, FeatureSpec] | None:
-    """The feature_spec.yaml that a data set has or was converted from.
-
-    Raises:
-        InputError: it is of another data set.
-    """
+    """The feature_spec.yaml that a data set has or was converted from; refused (InputError) where
+    it is of another one."""
     folder = request.path if request.path.is_dir() else request.path.parent
     file = folder / (FILE_NAME if request.before == "split_binary" else ORIGIN)
     if not file.exists():
@@ -393,11 +385,8 @@ def _values(block: Block, output: SplitFile, split: Split) -> tuple[np.ndarray, 
 
 
 def _dense(block: Block, output: SplitFile, split: Split) -> tuple[np.ndarray, int]:
-    """Dense values (B, D) of a block as a file holds them, and how many lost digits.
-
-    Raises:
-        InputError: naming file, sample, feature and a value that cannot be held.
-    """
+    """Dense values (B, D) of a block as a file holds them, and how many lost digits. Raises
+    InputError: naming file, sample, feature and a value that cannot be held."""
     values, exact, dtype = block.dense, block.dense.astype(np.float64), output.dtype
     whole, law = dtype.kind == "i", output.law
     if split.counts and not output.counts:

@@ -69,9 +69,7 @@ class Request:
         layout: 'kaggle' or 'terabyte'; the text is the same, the days are not.
         inputs: text files in order, gzipped if named so.
         threshold: categories that came less often become row 0.
-        max_rows: stop after so many rows.
         test_fraction: share of the rows, from the end, that are the test split.
-        threads: of this process.
         memory: bytes of hash tables, all threads together.
     """
 
@@ -130,11 +128,8 @@ class Preprocessed:
 
 
 def preprocess(request: Request, target: Path) -> Preprocessed:
-    """Convert text, or go on with a conversion that was interrupted.
-
-    Raises:
-        InputError: a file or a line that cannot be read, no room, another request.
-    """
+    """Convert text, or go on with a conversion that was interrupted. An InputError names a file or
+    a line that cannot be read, or says that there is no room, or that another request was begun."""
     started = time.perf_counter()
     _check(request)
     size = sum(path.stat().st_size for path in request.inputs)
@@ -271,11 +266,8 @@ def _split_column(folder: Path, name: str, row_bytes: int, rows: int, train: int
 def _convert_column(
     folder: Path, table: int, rows: int, train: int, threshold: int, memory: int
 ) -> tuple[int, int]:
-    """Number one column's categories and write its row numbers.
-
-    Returns:
-        categories kept, and categories there were.
-    """
+    """Number one column's categories and write its row numbers. Returns categories kept, and
+    categories there were."""
 
     def blocks() -> Iterator[tuple[np.ndarray, np.ndarray]]:
         for start in range(0, rows, ROWS_AT_ONCE):

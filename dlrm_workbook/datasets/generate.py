@@ -28,44 +28,23 @@ from dlrm_workbook.datasets.resumable import (
 )
 from dlrm_workbook.datasets.write_spec import SPLITS, write_spec
 from dlrm_workbook.ground.bar import Bar
+from dlrm_workbook.ground.tables import rows_of
 
 KEPT_ROWS = 100
 """Tables of at most so many rows keep them when a variant is scaled down."""
 
 
-# Cardinalities as NVIDIA published them (DeepLearningExamples, DLRM_and_DCNv2,
-# generate_feature_spec): Criteo Terabyte with frequency thresholds of 15, 3 and none; and those
-# of DeepSpark's official_config.json: MLPerf's Terabyte of 2020 with a limit of its own.
-_CARDINALITIES = {
-    "criteo_t15_synthetic": (
-        "7912889 33823 17139 7339 20046 4 7105 1382 63 5554114 582469 245828 11 2209 "
-        "10667 104 4 968 15 8165896 2675940 7156453 302516 12022 97 35"
-    ),
-    "criteo_t3_synthetic": (
-        "45833188 36747 1572176 345139 11 2209 11268 128 4 975 15 48937457 17246 11316796 "
-        "40094537 452104 12607 105 36 7414 20244 4 7115 1442 63 29275261"
-    ),
-    "criteo_t0_synthetic": (
-        "227605432 39061 3067956 405283 11 2209 11939 155 4 977 15 292775614 17296 "
-        "40790948 187188510 590152 12974 109 37 7425 20266 4 7123 1544 64 130229467"
-    ),
-    "deepspark_synthetic": (
-        "932209 18814 13624 6862 18488 3 6242 1229 49 654428 96850 69004 10 2134 7345 60 "
-        "4 918 14 984280 320932 838408 76380 8906 74 33"
-    ),
-}
 VARIANTS = {
-    name: Variant(name, 13, tuple(int(word) for word in rows.split()))
-    for name, rows in _CARDINALITIES.items()
+    row["variant"]: Variant(row["variant"], 13, tuple(map(int, row["table_rows"].split())))
+    for row in rows_of(__file__, "variants.csv")
 }
+"""Published variants. Cardinalities are those of NVIDIA (DeepLearningExamples, DLRM_and_DCNv2,
+generate_feature_spec: Criteo Terabyte) and of DeepSpark."""
 
 
 def scaled_variant(variant: Variant, scale: float) -> Variant:
-    """The same variant with ``scale`` times the rows in every table above 100 rows.
-
-    Raises:
-        InputError: the scale is not in (0, 1].
-    """
+    """The same variant with ``scale`` times the rows in every table above 100 rows; an InputError
+    says that the scale is not in (0, 1]."""
     if not 0.0 < scale <= 1.0:
         raise InputError(f"--scale is {scale:g}, expected a number above 0 and at most 1")
     # a small table is below both, and keeps its rows
@@ -86,17 +65,10 @@ class Generated:
 
 
 def generate(law: Law, samples: dict[str, int], target: Path, threads: int) -> Generated:
-    """Write a data set, or go on with one that was interrupted.
-
-    Args:
-        law: what the values follow from.
-        samples: number of them in ``train`` and ``test``, at least 1.
-        target: folder of the data set; it appears when all is written.
-        threads: of this process; they do not change a byte.
-
-    Raises:
-        InputError: the target exists, was begun with something else, or does not fit.
-    """
+    """Write a data set, or go on with one that was interrupted; the folder ``target`` appears when
+    all is written. ``samples`` are numbers of them in ``train`` and ``test``, at least 1;
+    ``threads`` do not change a byte. An InputError says that the target exists, was begun with
+    something else, or does not fit."""
     started = time.perf_counter()
     variant = law.variant
     sample_bytes = bytes_of_sample(variant)

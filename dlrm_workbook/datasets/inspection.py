@@ -72,11 +72,8 @@ def _report(path: Path, format: str) -> dict[str, Any]:
 
 
 def detect(path: Path) -> str:
-    """The format of a data set, or 'text', as far as its files tell.
-
-    Raises:
-        InputError: they do not.
-    """
+    """The format of a data set, or 'text', as far as its files tell; where they do not, an
+    InputError says so."""
     if path.is_file():
         if path.name == FILE_NAME:
             return "split_binary"

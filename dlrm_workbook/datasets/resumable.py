@@ -51,13 +51,11 @@ class Workplace:
 
 @contextlib.contextmanager
 def workplace(target: Path, request: dict[str, Any], command: str) -> Iterator[Workplace | None]:
-    """Where a data set is made; at the end of the block the folder gets its final name.
+    """Where a data set is made; at the end of the block the folder gets its final name. An
+    InputError says that the target exists already, or that another request was begun there.
 
-    After an error what is unfinished stays for the next time; where nothing was done before
-    an InputError, nothing stays in the way. None: the data set was whole already.
-
-    Raises:
-        InputError: the target exists already, or another request was begun there.
+    After an error what is unfinished stays for the next time; where nothing was done before an
+    InputError, nothing stays in the way. None: the data set was whole already.
     """
     folder = target.with_name(target.name + ".partial")
 
@@ -107,15 +105,9 @@ def workplace(target: Path, request: dict[str, Any], command: str) -> Iterator[W
 
 
 class OpenFiles:
-    """Files of a workplace, written at places by any thread.
-
-    The disk takes what was written while more is made, and the workplace notes what it has.
-
-    Args:
-        place: where a state is noted, when all that it speaks of is on the disk.
-        folder: of the files.
-        names: of the files; they are made if need be, and kept as they are if not.
-    """
+    """Files of a workplace, written at places by any thread; they are made if need be, and kept as
+    they are if not. The disk takes what was written while more is made, and the workplace notes
+    what it has: a state is noted when all that it speaks of is on the disk."""
 
     def __init__(self, place: Workplace, folder: Path, names: Iterable[str]) -> None:
         files = {name: folder / name for name in names}
@@ -201,11 +193,7 @@ def threaded(
 
 
 def need_space(folder: Path, size: int) -> None:
-    """Refuse before writing what the disk has no room for.
-
-    Raises:
-        InputError: with both numbers.
-    """
+    """Refuse (InputError) before writing what the disk has no room for, with both numbers."""
     while not folder.exists():
         folder = folder.parent
     free = shutil.disk_usage(folder).free

@@ -90,11 +90,8 @@ class Split(ABC):
 
     @abstractmethod
     def blocks(self, start: int, stop: int) -> Iterator[Block]:
-        """Samples ``start`` to ``stop`` in order, every value checked.
-
-        Raises:
-            InputError: naming file, sample, feature, value and what was expected.
-        """
+        """Samples ``start`` to ``stop`` in order, every value checked; an InputError names file,
+        sample, feature, value and what was expected."""
 
 
 class FileSplit(Split):
@@ -127,15 +124,8 @@ class FileSplit(Split):
 
 
 class ParquetSplit(Split):
-    """A split in Parquet.
-
-    Args:
-        files: in order.
-        counts: whether training takes log(x + 1) of dense values; None: as the files say.
-
-    Raises:
-        InputError: a file cannot be read, or its columns are not those of a data set.
-    """
+    """A split in Parquet; ``counts`` as :func:`open_split` takes it. An InputError names a file
+    that cannot be read, or columns that are not those of a data set."""
 
     def __init__(self, files: Sequence[Path], counts: bool | None) -> None:
         self._files = [(file, _open(file)) for file in files]
@@ -316,15 +306,9 @@ def _parquet_files(path: Path, split: str) -> list[Path]:
 
 
 def open_split(path: Path, layout: str, name: str, counts: bool | None = None) -> Split:
-    """One split of a data set in any layout.
-
-    Args:
-        layout: one of :data:`CONVERTED_LAYOUTS`.
-        counts: whether Parquet's dense values are counts; None: as its files say.
-
-    Raises:
-        InputError: a file is missing, cut short, or not what the layout says.
-    """
+    """One split of a data set in any of :data:`CONVERTED_LAYOUTS`; ``counts`` says whether
+    Parquet's dense values are counts, None: as its files say. An InputError names a file that is
+    missing, cut short, or not what the layout says."""
     if layout == "parquet":
         return ParquetSplit(_parquet_files(path, name), counts)
     return FileSplit(open_source(path, layout, name))

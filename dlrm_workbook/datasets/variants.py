@@ -41,7 +41,6 @@ def variants(samples: int, share: float | None, folder: Path, threads: int) -> l
     Args:
         samples: of a whole synthetic data set, train and test.
         share: of its rows and samples to be made now, in ``folder``; None: nothing is measured.
-        threads: of the measured process.
 
     Returns:
         ``data_set``, ``made_by``, ``accuracy`` (whether an AUC on it says something),

@@ -37,16 +37,11 @@ MERGE_ENTRIES = 1 << 20
 def build_vocabulary(
     blocks: Blocks, bit: int, threshold: int, memory: int, keys: Path, counts: Path
 ) -> tuple[int, int]:
-    """Count a column's categories and number those that came ``threshold`` times or more.
+    """Count a column's categories and number those that came ``threshold`` times or more; gives how
+    many are kept, and how many there were.
 
-    Args:
-        bit: of the missing bits that is this column's.
-        memory: bytes that counting may take.
-        keys: file that gets the categories kept, uint32: entry i is row i + 1.
-        counts: file that gets how often each came, int64.
-
-    Returns:
-        categories kept, and categories there were.
+    Its missing bit is ``bit``, and counting may take ``memory`` bytes. The file ``keys`` gets the
+    categories kept, uint32: entry i is row i + 1; ``counts`` gets how often each came, int64.
     """
     scratch = keys.with_suffix(".runs")
     shutil.rmtree(scratch, ignore_errors=True)
@@ -192,13 +187,9 @@ def _new(path: Path, kind: type, size: int) -> np.ndarray:
 def number_column(
     blocks: Blocks, bit: int, keys: Path, memory: int, dtype: np.dtype, path: Path
 ) -> None:
-    """Write the row number of every value of a column to a file.
-
-    Args:
-        keys: the column's categories, as :func:`build_vocabulary` wrote them.
-        memory: bytes that the hash table may take; a larger vocabulary takes several passes.
-        dtype: of the row numbers.
-    """
+    """Write the row number of every value of a column to a file. ``keys`` has the column's
+    categories, as :func:`build_vocabulary` wrote them; the hash table may take ``memory`` bytes: a
+    larger vocabulary takes several passes."""
     categories = _map(keys, np.uint32)
     at_once = max(1 << 9, memory // SLOT_BYTES)
     with path.open("w+b") as file:

@@ -22,12 +22,8 @@ def write_spec(
     splits: Sequence[str] = SPLITS,
 ) -> None:
     """Write feature_spec.yaml, whole or not at all; NVIDIA's writer makes the same bytes.
-
-    Categorical features are literally named ``cat_0.bin``, so that their files are.
-
-    Raises:
-        InputError: the folder cannot be written, or a table has too many rows for int32.
-    """
+    Categorical features are literally named ``cat_0.bin``, so that their files are. An InputError
+    says that the folder cannot be written, or that a table has too many rows for int32."""
     numerical = [f"num_{i}" for i in range(dense_features)]
     categorical = [f"cat_{i}.bin" for i in range(len(table_rows))]
     features: dict[str, Any] = {

@@ -111,9 +111,7 @@ def stack_distances(previous: np.ndarray, weights: np.ndarray) -> np.ndarray:
     earlier uses with a previous use no later than mine, without those up to mine. Earlier uses
     are counted by merging, block by block.
 
-    Args:
-        previous: of each use, as from :func:`previous_uses`.
-        weights: how many rows each use's row stands for.
+    Each use's row stands for ``weights`` rows; ``previous`` is of :func:`previous_uses`.
     """
     count = previous.size
     ranks = np.empty(count, np.int64)

@@ -76,16 +76,11 @@ class Run:
 
 @contextlib.contextmanager
 def cores_of(count: int | None) -> Iterator[int]:
-    """Confine this process and those it starts to the first ``count`` usable cores.
+    """Confine this process and those it starts to the first ``count`` usable cores (None leaves
+    them), and yield how many there are then; an InputError says that fewer are usable.
 
-    A contestant that makes its batches in a thread of its own works on a second core
-    unless it is kept from it.
-
-    Yields:
-        how many cores there are then; None leaves them.
-
-    Raises:
-        InputError: fewer are usable.
+    A contestant that makes its batches in a thread of its own works on a second core unless it is
+    kept from it.
     """
     before = os.sched_getaffinity(0)
     if count is not None and not 1 <= count <= len(before):
@@ -114,11 +109,7 @@ def environment_of(threads: int) -> dict[str, str]:
 
 
 def run_ours(parameters: Parameters, iterations: int, threads: int) -> Run:
-    """``dlrm train`` in its own process.
-
-    Raises:
-        InputError: the run fails; with what it said.
-    """
+    """``dlrm train`` in its own process; an InputError says what it said if it fails."""
     sections = parameters.to_sections()
     sections["training"] |= {"batches": iterations + WARMUP, "threads": threads, "log_every": 1}
     checked = parameters_from_sections(sections)
@@ -244,8 +235,6 @@ def compare(
     Args:
         contestants: name to parameters; the first is the reference for losses.
         peer: a facebookresearch/dlrm checkout, run with the reference's parameters.
-        iterations: counted in each run.
-        threads: CPU threads of each.
         run: runs one of our own contestants.
         extra: further contestants, name to what runs each once.
         rows: the runs so far, to which each new one is added; what is there is not run again.
@@ -297,10 +286,7 @@ def compare(
 
 
 def judge(
-    rows: Sequence[Row],
-    reference: str,
-    precisions: Mapping[str, str],
-    failures: Mapping[str, str],
+    rows: Sequence[Row], reference: str, precisions: Mapping[str, str], failures: Mapping[str, str]
 ) -> dict[str, Any]:
     """What the rounds say.
 

@@ -230,14 +230,12 @@ class IterationCounters:
         return columns
 
     def threads(self) -> list[dict[str, Any]]:
-        """CPU time of every thread, per iteration, most first.
+        """CPU time of every thread, per iteration, most first; means over the iterations without a
+        profiler, where there are any.
 
-        Means over the iterations without a profiler, where there are any.
-
-        Returns:
-            ``name``, ``tid``, ``cpu_ms_per_iteration`` and ``kind``: 'iterating', 'python',
-            'pool' (a nameless native thread or one of torch's: it works for whoever calls
-            an operator) or 'other' (a driver's, say).
+        Each has ``name``, ``tid``, ``cpu_ms_per_iteration`` and ``kind``: 'iterating', 'python',
+        'pool' (a nameless native thread or one of torch's: it works for whoever calls an operator)
+        or 'other' (a driver's, say).
         """
         if not self._rows:
             return []

@@ -7,60 +7,49 @@ parameters and validated again, so a change that cannot work is refused before a
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from dlrm_core.base.errors import InputError
 from dlrm_core.config import SECTIONS, Parameters, parameters_from_sections
 from dlrm_core.interactions import INTERACTIONS
 from dlrm_core.losses import LOSSES
+from dlrm_workbook.ground.tables import rows_of
 
 Change = Mapping[str, Any]
 """Dotted leaf to value."""
 
-DENSE_ENGINE = (
-    *("batch_size", "threads", "fp32_matmul", "precision", "loss_scale", "micro_batch"),
-    *("dense_backend", "compile", "tf32", "cuda_graphs"),
-)
+_LEAVES = {row["leaf"]: row["decides"] for row in rows_of(__file__, "leaves.csv")}
+
+
+def _deciding(what: str) -> tuple[str, ...]:
+    return tuple(leaf for leaf, decides in _LEAVES.items() if what in decides.split(", "))
+
+
+DENSE_ENGINE = [leaf.removeprefix("training.") for leaf in _deciding("dense engine")]
 """Leaves of ``training`` that decide how the dense parts are computed."""
 
-EMBEDDING_ENGINE = ("batch_size", "threads", "optimizer", "embedding_backend", "cuda_graphs")
+EMBEDDING_ENGINE = [leaf.removeprefix("training.") for leaf in _deciding("embedding engine")]
 """Leaves of ``training`` that decide how tables are looked up and updated."""
 
-NEUTRAL = frozenset(
-    {
-        *("model.init", "training.batches", "training.learning_rate", "training.seed"),
-        *("training.skip_overflow", "training.log_every", "training.lowest_precision"),
-    }
-)
+NEUTRAL = frozenset(_deciding("nothing"))
 """Leaves that do not change the time of an iteration."""
 
 COMPUTE = ("bottom_mlp", "embedding", "interaction", "top_mlp", "loss", "optimizer")
 
-ACCOUNTED = {
-    *(f"training.{name}" for name in (*DENSE_ENGINE, *EMBEDDING_ENGINE)),
-    *("training.fused_optimizer", "training.device"),
-    *("model.mlp_sizes", "model.dense_features", "model.bottom_mlp", "model.top_mlp"),
-    *("model.embedding_dim", "model.tables", "model.table_rows"),
-    *("model.interaction", "model.loss", "model.loss_threshold"),
-    *(f"model.{leaf}" for kind in INTERACTIONS.values() for leaf in kind.options),
-    *(f"model.{leaf}" for kind in LOSSES.values() for leaf in kind.options),
-    *("data.generator", "data.indices_per_lookup", "data.fixed_pooling", "data.multi_hot_sizes"),
-    *("data.zipf_exponent", "data.round_targets", "data.loader", "data.prefetch_batches"),
-    "data.place",
-}
+_KINDS: tuple[Any, ...] = (*INTERACTIONS.values(), *LOSSES.values())
+
+ACCOUNTED = {f"model.{leaf}" for kind in _KINDS for leaf in kind.options} | set(_LEAVES) - NEUTRAL
 """Leaves that :func:`signature` looks at; any other is taken to affect what its section could."""
 
 
 def changed_parameters(parameters: Parameters, change: Change) -> tuple[Parameters, list[str]]:
-    """The parameters after a change, and what had to change along with it.
+    """The parameters after a change, and what had to change along with it. An InputError says that
+    a leaf is unknown, or that the changed parameters cannot work.
 
-    The bottom MLP ends in the embedding width, a list of rows has an entry a table, and kinds
-    have options of their own, so ``model.embedding_dim``, ``model.tables`` and
-    ``model.interaction`` take those along.
-
-    Raises:
-        InputError: a leaf is unknown, or the changed parameters cannot work.
+    The bottom MLP ends in the embedding width, a list of rows has an entry a table, and kinds have
+    options of their own, so ``model.embedding_dim``, ``model.tables`` and ``model.interaction``
+    take those along.
     """
     if not change:
         raise InputError("the change is empty; expected leaves such as training.batch_size")
@@ -185,5 +174,5 @@ def signature(parameters: Parameters, component: str) -> tuple[Any, ...]:
     raise ValueError(f"no such component: {component}")
 
 
-def _leaves(section: Any, names: tuple[str, ...]) -> tuple[Any, ...]:
+def _leaves(section: Any, names: Iterable[str]) -> tuple[Any, ...]:
     return tuple(getattr(section, name) for name in names)

@@ -56,8 +56,7 @@ def measure_latency(
     Args:
         predict: click probability (B, 1) of a batch on ``device``.
         batches: on the host, as requests arrive, of one size.
-        steps: how many, warm-up included.
-        seconds: no step begins after this many.
+        steps: how many, warm-up included; none begins after ``seconds``.
         protocol: 'steady' or 'nvidia'.
         agree: makes of this process's seconds those of all that predict together.
 
@@ -106,15 +105,12 @@ def _answer(predict: Predict, batch: Batch, device: torch.device) -> None:
 
 
 def latency_of(times_ms: Sequence[float], size: int, batches: int, protocol: str) -> dict[str, Any]:
-    """What a protocol makes of the times of ``size`` samples each.
+    """What a protocol makes of the times of ``size`` samples each. An InputError says that no step
+    is left after the warm-up.
 
-    Returns:
-        ``batch_size``, ``steps`` (measured, without the warm-up), ``warm_up_steps``, ``batches``
-        (different ones that were used in turns), :data:`LATENCIES` in milliseconds (transfer to
-        the device, forward, waited for), ``samples_per_second`` (batch size over mean latency).
-
-    Raises:
-        InputError: no step is left after the warm-up.
+    It is ``batch_size``, ``steps`` (measured, without the warm-up), ``warm_up_steps``, ``batches``
+    (different ones that were used in turns), :data:`LATENCIES` in milliseconds (transfer to the
+    device, forward, waited for), ``samples_per_second`` (batch size over mean latency).
     """
     first = NVIDIA_WARM_UP if protocol == "nvidia" else warm_up_steps(times_ms)
     kept = times_ms[first:]
@@ -131,11 +127,8 @@ def latency_of(times_ms: Sequence[float], size: int, batches: int, protocol: str
 
 
 def pool_of(stream: Iterable[Batch], steps: int, pin: bool) -> list[Batch]:
-    """Batches for ``steps`` steps, made beforehand: making them is no part of a latency.
-
-    Raises:
-        InputError: there is no batch.
-    """
+    """Batches for ``steps`` steps, made beforehand: making them is no part of a latency. An
+    InputError says that there is no batch."""
     made: list[Batch] = []
     size = 0
     for batch in stream:
@@ -226,22 +219,14 @@ def _infer(predictor: Predictor, arguments: argparse.Namespace, sizes: list[int]
 
 
 def time_limit(seconds: float) -> float:
-    """``--seconds``, checked.
-
-    Raises:
-        InputError: it is no positive number.
-    """
+    """``--seconds``; refuses (InputError) what is no positive number."""
     if not seconds > 0:
         raise InputError(f"--seconds is {seconds:g}, expected a number above 0")
     return seconds
 
 
 def batch_sizes(given: str | None) -> list[int]:
-    """Batch sizes of ``--batch-sizes``.
-
-    Raises:
-        InputError: one is no whole number above 0.
-    """
+    """Batch sizes of ``--batch-sizes``; refuses (InputError) what is no whole number above 0."""
     if not given:
         return []
     with contextlib.suppress(ValueError):

@@ -153,14 +153,8 @@ def find_counters(device: torch.device) -> tuple[list[Counter], dict[str, str]]:
 
 
 class Rapl(Counter):
-    """Energy of a processor package, or of the memory beside it; of all its processes.
-
-    Args:
-        zone: a folder of powercap with ``energy_uj``.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    """Energy of a processor package, or of the memory beside it; of all its processes. ``zone`` is
+    a folder of powercap with ``energy_uj``; an OSError says that it cannot be read."""
 
     method = "RAPL energy counter"
 
@@ -178,11 +172,8 @@ class Rapl(Counter):
 
 
 def rapl_counters() -> list[Counter]:
-    """Packages and their memory (cores and graphics are parts of a package).
-
-    Raises:
-        OSError: there are none, or they cannot be read; its text says why.
-    """
+    """Packages and their memory (cores and graphics are parts of a package). Where there are none,
+    or they cannot be read, the text of an OSError says why."""
     # AMD's counters have Intel's name as well; intel-rapl-mmio shows the same once more
     zones = sorted(POWERCAP.glob("intel-rapl:*"))
     if not zones:
@@ -250,11 +241,8 @@ class GpuPower(Counter):
 
 
 def gpu_counter(device: torch.device) -> Counter:
-    """The best counter of the GPU that torch calls ``device``.
-
-    Raises:
-        OSError: it cannot be measured; its text says why.
-    """
+    """The best counter of the GPU that torch calls ``device``. Where it cannot be measured, the
+    text of an OSError says why."""
     import torch
 
     try:

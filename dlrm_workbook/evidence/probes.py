@@ -205,12 +205,8 @@ class _FlushedDense:
 
 
 class StepLoop(Tables):
-    """One half of the step, ready to run again and again.
-
-    Args:
-        tables_from: whose tables are used instead of new ones where the shapes are equal;
-            tables can be gigabytes.
-    """
+    """One half of the step, ready to run again and again, on the tables of ``tables_from`` where
+    the shapes are equal: new ones can be gigabytes."""
 
     def __init__(
         self, parameters: Parameters, half: str, tables_from: Tables | None = None
@@ -304,11 +300,8 @@ def part_times(rows: list[tuple[str, int, int]], whole_ns: int, kept: tuple[str,
 
 
 def apply_settings(parameters: Parameters) -> tuple[Parameters, list[str]]:
-    """Set what is global in torch, as :class:`~dlrm_core.train.Trainer` does.
-
-    Returns:
-        The parameters with the dense part's back end in place of ``auto``; notices.
-    """
+    """Set what is global in torch, as :class:`~dlrm_core.train.Trainer` does; give the parameters
+    with the dense part's back end in place of ``auto``, and notices."""
     training = parameters.training
     if training.threads is not None and training.threads != torch.get_num_threads():
         torch.set_num_threads(training.threads)
@@ -317,8 +310,7 @@ def apply_settings(parameters: Parameters) -> tuple[Parameters, list[str]]:
 
 
 def needs_huge_pages(parameters: Parameters) -> bool:
-    """Whether a run lays its tables in large pages, as :func:`~dlrm_core.train.prepare_model`
-    does."""
+    """Whether a run lays its tables in large pages (:func:`~dlrm_core.train.prepare_model`)."""
     return parameters.training.embedding_backend != "torch"
 
 
@@ -439,15 +431,12 @@ def _total_error(before: list[Times], after: list[Times]) -> float:
 
 
 def joint_error_ms(
-    before: list[Times],
-    after: list[Times],
-    counts: Callable[[tuple[str, str]], bool],
+    before: list[Times], after: list[Times], counts: Callable[[tuple[str, str]], bool]
 ) -> float:
     """Standard error of the time after a change, ms, as the parts' ratios leave it.
 
     The parts' errors are partly the same, partly their own: halfway between their sum and the
-    root of their squares, as the range of a prediction has them. ``counts`` says whether the ratio
-    of a component and phase is used.
+    root of their squares, as the range of a prediction has them.
     """
     errors = ratio_errors(before, after)
     reach = [ms * errors[part] for part, ms in medians(after).items() if counts(part)]
@@ -514,9 +503,7 @@ def probe_changes(
 
     Args:
         changes: :func:`default_changes` if None.
-        seconds: at most about so long for all of them; building loops and overlapped loading
-            come on top.
-        say: called before each group of changes is timed.
+        seconds: building loops and overlapped loading come on top.
         lenders: whose tables are trained on instead of new ones, where they are alike; tables
             of the same shapes that a change needed are added, for whoever measures next.
 
@@ -569,8 +556,6 @@ class _Probes:
     """Times the loops of the unchanged parameters, and beside them those of every change.
 
     Attributes:
-        candidates: the changes, in the order asked for.
-        lenders: whose tables are trained on; tables that a change needed are added.
         alone: runs of the unchanged loops.
         step_ms: about what a step takes, the loops added up.
     """
@@ -619,7 +604,7 @@ class _Probes:
                 else:
                     lender = next(iter(self.lenders), None)
                     if lender is None or half == "dense":
-                        _require_half(self.parameters, half)
+                        require_memory(reduced(self.parameters, half), f"probing the {half} half")
                     self._loops[half] = _ready(StepLoop(self.parameters, half, lender))
             except InputError as error:
                 self._refused[half, UNCHANGED] = str(error)
@@ -686,7 +671,6 @@ class _Probes:
         return times
 
     def result(self, candidate: _Candidate) -> dict[str, Any]:
-        """The result of a change, as :func:`probe_changes` returns it."""
         times: dict[str, Times] = {"parts": {}, "base": {}, "spread": {}}
         result: dict[str, Any] = {"change": candidate.change, "notices": list(candidate.notices)}
         refused = [candidate.refused]
@@ -744,7 +728,7 @@ class _Probes:
         wanted = needs_huge_pages(reduced(changed, half))
         lender = next((each for each in (base, *self.lenders) if each.huge_pages == wanted), None)
         if not same or lender is None:
-            _require_half(changed, half)
+            require_memory(reduced(changed, half), f"probing the {half} half")
         loop = _ready(StepLoop(changed, half, tables_from=lender))
         if same and lender is None:
             self.lenders.append(Tables(loop.model, loop.huge_pages))
@@ -810,10 +794,6 @@ def _ready(loop: Loop) -> Loop:
 def _synchronous(parameters: Parameters) -> Parameters:
     """The parameters with batches made in the step."""
     return replace(parameters, data=replace(parameters.data, loader="synchronous"))
-
-
-def _require_half(parameters: Parameters, half: str) -> None:
-    require_memory(reduced(parameters, half), f"probing the {half} half")
 
 
 def require_memory(parameters: Parameters, what: str) -> None:

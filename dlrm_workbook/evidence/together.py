@@ -58,14 +58,9 @@ TRIES = 2
 
 
 class WholeStep(Tables):
-    """The step of a run, ready to be timed again and again.
-
-    Args:
-        tables_from: of these the first tables that are alike are used, to save their memory.
-
-    Raises:
-        InputError: tables of its own would not fit beside what is there.
-    """
+    """The step of a run, ready to be timed again and again, on the first of ``tables_from`` that
+    are alike, to save their memory. An InputError says that tables of its own would not fit beside
+    what is there."""
 
     def __init__(self, parameters: Parameters, tables_from: Iterable[Tables] = ()) -> None:
         # tables are lent, so that what one step learns should hardly change what another sees
@@ -115,20 +110,15 @@ class WholeStep(Tables):
 
 
 def time_together(
-    parameters: Parameters,
-    changes: Sequence[Change],
-    lenders: Sequence[Tables] = (),
+    parameters: Parameters, changes: Sequence[Change], lenders: Sequence[Tables] = ()
 ) -> dict[str, Any]:
-    """Time the whole step as it is and under each of several changes, in turns.
-
-    Args:
-        changes: what to time; cumulative, or all of them together.
-        lenders: whose tables are trained on instead of new ones, where they are alike.
+    """Time the whole step as it is and under each of several changes, in turns, on the tables of
+    ``lenders`` where they are alike.
 
     Returns:
         ``base_ms``, the rounds' times of the step as it is (list); ``stages``, for each change a
         dict of ``change`` and ``ms`` (its times, round by round), or ``refused`` with the reason;
-        ``threads``; ``seconds`` taken.
+        ``seconds`` taken.
     """
     started = time.perf_counter()
     keep_freed_memory()

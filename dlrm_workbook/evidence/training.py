@@ -25,14 +25,9 @@ from dlrm_workbook.ground.bar import Bar
 
 
 class MeteredRun(Printing):
-    """Shows how far a run is, measures its energy and, where asked, more.
-
-    Args:
-        prints: print each line of metrics.jsonl.
-        shown: whether there is a progress bar.
-        mllog: MLPerf's log of the run; None: none is written.
-        counts: whether each iteration after the warm-up is counted.
-    """
+    """Shows how far a run is (with a bar where it is ``shown``), measures its energy and, where
+    asked, ``prints`` each line of metrics.jsonl, writes MLPerf's log and ``counts`` each iteration
+    after the warm-up."""
 
     def __init__(
         self,
@@ -126,14 +121,11 @@ def _samples_bar(prints: bool) -> Iterator[Callable[[int], None]]:
 def iteration_part_times(
     spans: Sequence[SpanRow], warmup: int
 ) -> dict[tuple[str, str], list[float]]:
-    """Milliseconds of each part in each iteration after warm-up, from a span log.
+    """Milliseconds of each part in each iteration after ``warmup`` ones, from a log of spans (name,
+    start, end) in nanoseconds, in any order.
 
-    A part inside another (which does not happen in one thread of the step, but may in a
-    log) counts to itself alone. ``("other", "")`` is the iteration's rest.
-
-    Args:
-        spans: (name, start, end) in nanoseconds, in any order.
-        warmup: iterations at the beginning that are left out.
+    A part inside another (which does not happen in one thread of the step, but may in a log) counts
+    to itself alone. ``("other", "")`` is the iteration's rest.
     """
     loops = sorted((row[1], row[2]) for row in spans if row[0] == ITERATION_SPAN)[warmup:]
     if not loops:

@@ -67,10 +67,7 @@ class Bar:
 
     Args:
         what: is going on.
-        unit: what is counted.
-        total: how many there will be; None: nobody knows.
-        shown: whether there is anything to show.
-        done: how many were done before.
+        unit: what is counted; ``total`` of them, unless nobody knows, and ``done`` before.
         counts: whether a text stands for something that ended.
         looks: further settings of tqdm's.
     """

@@ -136,11 +136,8 @@ def t_cdf(t: float, degrees: float) -> float:
 
 
 def t_quantile(probability: float, degrees: float) -> float:
-    """The t below which Student's distribution has ``probability``.
-
-    Raises:
-        ValueError: the probability is not between 0 and 1, or there are no degrees.
-    """
+    """The t below which Student's distribution has ``probability``; a ValueError says that this is
+    not between 0 and 1, or that there are no degrees."""
     if not 0 < probability < 1 or degrees <= 0:
         raise ValueError(f"no quantile of probability {probability}, {degrees} degrees")
     if probability < 0.5:

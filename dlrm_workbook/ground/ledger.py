@@ -64,8 +64,7 @@ class Ledger:
 
         Args:
             path: of the file; None keeps the document in memory only.
-            document: a new one, used where there is no file; its work is what the file's is
-                compared with.
+            document: a new one, used where there is no file.
             work: takes from a document all that must be equal for going on. It sees documents
                 of earlier versions too, and may bring them into today's form.
             entries: name of the list in the document that has an entry for each part done.
@@ -122,15 +121,8 @@ class Ledger:
 
 
 def read_document(path: Path, what: str, **expected: Any) -> dict[str, Any]:
-    """A document that was written before.
-
-    Args:
-        what: it is, in the sentence of a refusal.
-        expected: keys, such as ``schema``, and the values that they must have.
-
-    Raises:
-        InputError: the file is missing, is no such document, or is of another version.
-    """
+    """A document that was written before, whose keys such as ``schema`` have ``expected`` values.
+    An InputError says that the file is missing, no such document, or of another version."""
     document = read_json(path)
     if not isinstance(document, dict) or any(document.get(k) != v for k, v in expected.items()):
         wanted = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in expected.items())
@@ -139,16 +131,9 @@ def read_document(path: Path, what: str, **expected: Any) -> dict[str, Any]:
 
 
 def require_same(where: str, begun: Mapping[str, Any], now: Mapping[str, Any], advice: str) -> None:
-    """Refuse to go on with other work than was begun.
-
-    Args:
-        where: file or folder of the work, which begins the sentence.
-        begun, now: what must be equal, as JSON has it: a tuple equals a list, NaN null.
-        advice: what to do instead, which ends the sentence.
-
-    Raises:
-        InputError: naming the first leaf that differs (``section.leaf``) and both values.
-    """
+    """Refuse to go on with other work than was begun; as JSON, a tuple equals a list, NaN null. The
+    InputError begins with ``where``, the file or folder of the work, names the first leaf that
+    differs (``section.leaf``) and both values, and ends with the advice."""
     difference = _first_difference(_as_json(begun), _as_json(now))
     if difference is None:
         return

@@ -8,7 +8,6 @@ default, not ours. Nothing of the command is run.
 from __future__ import annotations
 
 import argparse
-import csv
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
@@ -19,14 +18,12 @@ from typing import Any, NoReturn
 from dlrm_core.base.errors import InputError
 from dlrm_core.base.settings import shown
 from dlrm_core.config import GivenSections, parameters_from_sections
+from dlrm_workbook.ground.tables import rows_of
 
 
 def switch(text: str) -> bool:
-    """What absl reads of ``--flag=TEXT``; without text such a flag means true, ``--noflag`` false.
-
-    Raises:
-        argparse.ArgumentTypeError: the text is neither.
-    """
+    """What absl reads of ``--flag=TEXT`` (an ArgumentTypeError refuses other texts); without text
+    such a flag means true, ``--noflag`` false."""
     if text.lower() not in ("true", "t", "1", "false", "f", "0"):
         raise argparse.ArgumentTypeError(f"{shown(text)}, expected true or false")
     return text.lower() in ("true", "t", "1")
@@ -66,9 +63,6 @@ class Flag:
         return self.name.removeprefix("--").replace("-", "_")
 
 
-FLAGS_FILE = Path(__file__).with_name("flags.csv")
-"""All flags of all scripts, a row each, in the order of the scripts' own help."""
-
 READERS: dict[str, Callable[[str], Any] | None] = {
     "": None,
     "int": int,
@@ -84,8 +78,8 @@ READERS: dict[str, Callable[[str], Any] | None] = {
 
 
 def flags_of(whose: str) -> tuple[Flag, ...]:
-    with FLAGS_FILE.open(encoding="utf-8", newline="") as file:
-        return tuple(_flag(row) for row in csv.DictReader(file) if row["script"] == whose)
+    """All flags of a script, in the order of its own help."""
+    return tuple(_flag(row) for row in rows_of(__file__, "flags.csv") if row["script"] == whose)
 
 
 def _flag(row: Mapping[str, str]) -> Flag:
@@ -106,7 +100,6 @@ class Script:
     Attributes:
         whose: its publisher.
         names: of its file.
-        flags: all of them, in the order of its own help.
         sections: makes a parameters file's sections of the values of all flags, by
             :attr:`Flag.key`, and of those that the command has.
         launched: whether programs that start several processes may stand before it.
@@ -230,11 +223,7 @@ def _script_of(command: str, scripts: Sequence[Script]) -> tuple[Script, str, li
 
 
 def choice_of(flag: str, value: str, choices: dict[str, str]) -> str:
-    """What a value of a flag is called here.
-
-    Raises:
-        InputError: it is none of them.
-    """
+    """What a value of a flag is called here; an InputError says that it is none of the choices."""
     if value not in choices:
         raise InputError(f"--like: {flag} is {shown(value)}, expected one of {', '.join(choices)}")
     return choices[value]

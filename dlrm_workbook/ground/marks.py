@@ -31,13 +31,9 @@ def deepest_level(paths: Iterable[tuple[str, ...]]) -> int:
 
 
 def parse_part(text: str) -> tuple[str, str]:
-    """(component, phase) of a part as a person writes it; the phase may be left out.
-
-    ``embedding backward`` is ``("embedding", "backward")``, ``loss`` is ``("loss", "")``.
-
-    Raises:
-        ValueError: there is no such part; the sentence says what was expected.
-    """
+    """(component, phase) of a part as a person writes it; the phase may be left out: ``embedding
+    backward`` is ``("embedding", "backward")``, ``loss`` is ``("loss", "")``. A ValueError says
+    that there is no such part, and what was expected."""
     component, _, phase = text.partition(" ")
     if component not in COMPONENTS or phase not in ("", *PHASES):
         raise ValueError(

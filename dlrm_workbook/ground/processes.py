@@ -112,10 +112,8 @@ class Completed:
     """A child that has ended.
 
     Attributes:
-        command: the argument list that ran.
         exit_code: as a shell reports it, 128 + N after signal N.
         seconds: wall-clock time.
-        timed_out: it was ended because its time was up.
         iteration: the last iteration that the workload reported.
         stdout, stderr: what it wrote, as text (the last 64 MiB).
         log: the file of its standard error; None where no logs were asked for.
@@ -169,15 +167,9 @@ class Completed:
         return f"; see {self.log}" if self.log else ""
 
     def require_success(self, what: str) -> None:
-        """Raise unless the child did its work.
-
-        Args:
-            what: what ran, the subject of the sentence, such as ``the recorded run``.
-
-        Raises:
-            InputError: it refuses its parameters (exit code 2), in its own words.
-            MeasurementError: its time was up, or it failed otherwise.
-        """
+        """Raise unless the child, ``what`` in the sentence (``the recorded run``), did its work: an
+        InputError if it refuses its parameters (exit code 2), in its own words, a MeasurementError
+        if its time was up, or it failed otherwise."""
         if self.timed_out:
             raise MeasurementError(
                 f"{what} was still going after {self.seconds:.0f} s "
@@ -203,11 +195,8 @@ def python_module(module: str, *arguments: str | os.PathLike[str]) -> list[str]:
 def run_job(
     module: str, job: Mapping[str, Any], *, stage: str, environment: Mapping[str, str] | None = None
 ) -> Any:
-    """What a module of ours, whose main program is :func:`do_job`, makes of a job (JSON values).
-
-    Raises:
-        InputError: it refuses the job, or fails; with what it said.
-    """
+    """What a module of ours, whose main program is :func:`do_job`, makes of a job (JSON values). An
+    InputError has what it said if it refuses the job, or fails."""
     with tempfile.TemporaryDirectory(prefix="dlrm-job-") as folder:
         given, result = Path(folder) / "job.json", Path(folder) / "result.json"
         write_json(given, job)
@@ -242,13 +231,10 @@ def run_child(
     """Run a program to its end, with live progress, and keep what it printed.
 
     Args:
-        command: argument list; no shell is involved.
         stage: name for progress and messages; names the log files too.
         logs: folder for ``STAGE.out`` and ``STAGE.err``; None keeps no files.
         environment: the program's whole environment; None: this process's.
-        folder: where it runs; None: here.
         timeout_s: seconds after which its process group is ended; None: no limit.
-        progress: called a few times a second.
         on_line: gets each line of its standard output as it comes, in a thread of its own.
 
     Raises:
@@ -402,11 +388,7 @@ class _Watch:
     """What is known of a running child; a thread reads its output, so that a silent program
     cannot hold up the clock."""
 
-    def __init__(
-        self,
-        stage: str,
-        on_line: LineReader | None = None,
-    ) -> None:
+    def __init__(self, stage: str, on_line: LineReader | None = None) -> None:
         self.iteration: int | None = None
         self.log_error: OSError | None = None
         """Why the child's output could not be kept."""
@@ -480,13 +462,8 @@ def _json_object(line: str | bytes) -> dict[str, Any] | None:
 
 def _shortened(log: Path, left_out: int) -> int:
     """Keep no more than :data:`KEPT_OUTPUT` of a log that is being written: its begin and its end.
-
-    Args:
-        left_out: bytes that were left out of it before.
-
-    Returns:
-        Bytes that were left out in all, which a line between the two says.
-    """
+    Returns bytes that were left out in all, which a line between the two says; before:
+    ``left_out``."""
     size = log.stat().st_size
     if size <= KEPT_OUTPUT:
         return left_out
@@ -577,9 +554,5 @@ def without_collection() -> Iterator[None]:
 
 
 def only_process(folder: Path) -> contextlib.AbstractContextManager[None]:
-    """No other process is in such a block for this folder.
-
-    Raises:
-        InputError: another process is.
-    """
+    """No other process is in such a block for this folder; an InputError says that one is."""
     return locked(folder / ".lock", f"{folder} is being run by another process")

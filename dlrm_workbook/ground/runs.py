@@ -100,11 +100,8 @@ class RunFolder:
 
     @classmethod
     def reopen(cls, path: Path, record: Mapping[str, Any]) -> RunFolder:
-        """A folder whose run goes on: its run.json says ``running`` again, and no error.
-
-        Raises:
-            InputError: another process is running it.
-        """
+        """A folder whose run goes on: its run.json says ``running`` again, and no error. An
+        InputError says that another process is running it."""
         kept = {k: v for k, v in record.items() if k not in ("error", "failing_cell")}
         folder = cls(path, kept | {"status": "running"})
         folder.hold()
@@ -112,11 +109,8 @@ class RunFolder:
         return folder
 
     def hold(self) -> None:
-        """Lock the folder until :meth:`close`, or until this process ends.
-
-        Raises:
-            InputError: another process has it.
-        """
+        """Lock the folder until :meth:`close`, or until this process ends; an InputError says that
+        another process has it."""
         handle = os.open(self.path, os.O_RDONLY)
         try:
             lock_or_refuse(handle, f"{self.path} is being run by another process")
@@ -132,12 +126,8 @@ class RunFolder:
     def record_parameters(
         self, sections: Mapping[str, Any], recording: Mapping[str, Any] | None = None
     ) -> None:
-        """Put parameters into run.json beside those that the run was given.
-
-        Args:
-            recording: ``device`` and ``machine`` of what the run explains, which another machine
-                may have made.
-        """
+        """Put parameters into run.json beside those that the run was given, and of a ``recording``
+        that is explained, which another machine may have made, its ``device`` and ``machine``."""
         self.record["parameters"] = {**self.record["parameters"], **sections}
         if recording is not None:
             self.record["recording"] = dict(recording)
@@ -209,15 +199,9 @@ def claim_run_folder(
     now: datetime | None = None,
     place: Path | None = None,
 ) -> RunFolder:
-    """Create the folder of a new run, with a run.json that says ``running``.
-
-    Args:
-        place: the folder itself (numbered on if it is there); None: a dated one in
-            ``output_root``.
-
-    Raises:
-        InputError: nothing can be created or written under ``output_root``.
-    """
+    """Create the folder of a new run, with a run.json that says ``running``: ``place`` (numbered on
+    if it is there), or a dated one in ``output_root``. An InputError says that nothing can be
+    created or written under that."""
     now = (now or datetime.now()).astimezone()
     root = Path(output_root).expanduser().absolute()
     stem = f"{now:%H%M%S}-{notebook}-{re.sub(r'[^A-Za-z0-9._+-]+', '_', preset)}"
@@ -280,16 +264,9 @@ def named_run(
     *,
     finished: bool = True,
 ) -> Path:
-    """What a user named as a run folder or recording; ``latest`` is the newest run of a notebook.
-
-    Args:
-        place: a path, or :data:`LATEST`.
-        notebook: whose newest run is meant.
-        finished: whether it must have finished, or must not.
-
-    Raises:
-        InputError: there is no such run in ``output_root``.
-    """
+    """What a user named as a run folder or recording; ``latest`` is the newest run of a notebook
+    that has ``finished``, or has not. An InputError says that there is no such run in
+    ``output_root``."""
     if str(place) != LATEST:
         return Path(place)
     run = latest_run(output_root, notebook, finished=finished)
@@ -328,11 +305,8 @@ def latest_run(
 
 
 def command_new(arguments: Any) -> int:
-    """``dlrm new DIR``: the notebooks and parameters that came with the package, to edit.
-
-    Raises:
-        InputError: the folder holds something already, or cannot be written.
-    """
+    """``dlrm new DIR``: the notebooks and parameters that came with the package, to edit. An
+    InputError says that the folder holds something already, or cannot be written."""
     target = Path(arguments.folder).expanduser().absolute()
     if target.exists() and not target.is_dir():
         raise InputError(f"{target} is no folder")

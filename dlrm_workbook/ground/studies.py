@@ -36,21 +36,15 @@ def installed() -> bool:
 
 
 def require_study(name: str) -> None:
-    """Refuse what needs a study where the package is not installed; other names are let through.
-
-    Raises:
-        MissingToolError: naming what asked for it.
-    """
+    """Refuse what needs a study where the package is not installed (the MissingToolError names what
+    asked for it); other names are let through."""
     if name in STUDIES and not installed():
         raise _missing(STUDIES[name][1])
 
 
 def study(name: str) -> Any:
-    """The module of a study.
-
-    Raises:
-        MissingToolError: its package is not installed; naming what asked for it.
-    """
+    """The module of a study. Where its package is not installed, a MissingToolError names what
+    asked for it."""
     require_study(name)
     return importlib.import_module(f"{PACKAGE}.{STUDIES[name][0]}")
 
@@ -66,11 +60,7 @@ def subcommands() -> tuple[Subcommand, ...]:
 
 
 def refuse_command(arguments: argparse.Namespace) -> int:
-    """Say which package a subcommand needs.
-
-    Raises:
-        MissingToolError: always.
-    """
+    """Say which package a subcommand needs: a MissingToolError, always."""
     raise _missing("this command")
 
 

@@ -57,13 +57,9 @@ def take_turns(
     enough: Callable[[int], bool] = lambda done: False,
     first: int = 0,
 ) -> Iterator[tuple[int, Sequence[Contestant]]]:
-    """Number of each round and its contestants in their order.
-
-    Args:
-        rounds: as many at most.
-        enough: called before each round with the number of rounds done; True ends them.
-        first: number of the first round, of a measurement that goes on after a stop.
-    """
+    """Number of each round from ``first`` on (of a measurement that goes on after a stop) and its
+    contestants in their order; so many ``rounds`` at most, unless ``enough``, called before each
+    with the number of rounds done, ends them."""
     for number in range(first, rounds):
         if enough(number):
             return

@@ -85,11 +85,8 @@ def signed_percent(share: float, *, decimals: int = 1) -> str:
 
 
 def ratio(value: float, *, figures: int = 3) -> str:
-    """How many times: ``0.95x``, ``2.14x``, ``12.3x``, ``11,100x``; never an exponent.
-
-    Args:
-        figures: digits that are true: 3 of a measured ratio, 2 of a predicted one.
-    """
+    """How many times: ``0.95x``, ``2.14x``, ``12.3x``, ``11,100x``; never an exponent. So many
+    ``figures`` are true: 3 of a measured ratio, 2 of a predicted one."""
     if not 0 < abs(value) < math.inf:
         return f"{value:.0f}x"
     decimals = 2 if abs(value) < 1 else max(0, figures - 1 - math.floor(math.log10(abs(value))))

@@ -202,14 +202,8 @@ def _model_of(file: Path) -> dict[str, Any]:
 
 
 def model_configuration(file: str) -> GivenSections | None:
-    """A DeepSpark model configuration as a run of its ``train.py`` with no other flag.
-
-    Returns:
-        None where the file is no such configuration.
-
-    Raises:
-        InputError: it is one, with a value that is not possible.
-    """
+    """A DeepSpark model configuration as a run of its ``train.py`` with no other flag, None where
+    the file is no such configuration; an InputError says that a value in it is not possible."""
     path = Path(file)
     if path.suffix != ".json" or not path.is_file():
         return None

@@ -69,14 +69,9 @@ def operation_key(kind: str, name: str) -> str:
 
 
 def operations_by_stream(profile: Profile) -> pd.DataFrame:
-    """What ran on the GPUs, by stream and in the order of its begin.
-
-    Intervals that the recording leaves open until the next one end where they truly did.
-
-    Returns:
-        ``profile`` (the stream), ``start_ns``, ``end_ns``, ``context``, ``key``; the index is
-        that of the trace.
-    """
+    """What ran on the GPUs, by stream and in the order of its begin: ``profile`` (the stream),
+    ``start_ns``, ``end_ns``, ``context``, ``key``; the index is that of the trace. Intervals that
+    the recording leaves open until the next one end where they truly did."""
     streams = profile.threads.loc[profile.threads["kind"] == "gpu_stream", "profile"]
     work = profile.trace[profile.trace["profile"].isin(streams)]
     true_end = pd.Series(dict(profile.meta.get("overlong", [])), dtype="int64")
@@ -112,13 +107,11 @@ def launching_iteration(profile: Profile, work: pd.DataFrame) -> Ints:
 
 
 def align(ours: Sequence[int], theirs: Sequence[int], most: int) -> list[tuple[int, int]] | None:
-    """Pairs (place in ours, place in theirs) of the fewest differences, in order.
+    """Pairs (place in ours, place in theirs) of the fewest differences, in order; None where more
+    than ``most`` elements are in only one of the two.
 
-    All of ``theirs`` is gone through; what follows in ``ours`` is free. (Myers 1986: the
-    furthest place on each diagonal that a number of differences can reach.)
-
-    Returns:
-        None where more than ``most`` elements are in only one of the two.
+    All of ``theirs`` is gone through; what follows in ``ours`` is free. (Myers 1986: the furthest
+    place on each diagonal that a number of differences can reach.)
     """
     nowhere = -(len(ours) + len(theirs) + 2)
     reach = {1: 0}
@@ -182,7 +175,6 @@ def align_profiles(profile: Profile, other: Profile, begins: Ints, ends: Ints) -
     kernels are compared by the names of their functions alone.
 
     Args:
-        profile: whose GPU work has no parts.
         other: of the same program, with iterations, launches and parts (torch.profiler's).
         begins, ends: of the host's iterations, in order, by the clock of ``profile``.
     """
@@ -283,8 +275,7 @@ def _next_iteration(
 def _twins(ours: list[int], theirs: list[int], earliest: list[int]) -> tuple[Ints, Ints]:
     """Place in ``theirs`` (−1 for none) and iteration of each operation of a stream.
 
-    Args:
-        earliest: where in ``ours`` each iteration begins at the earliest.
+    Each iteration begins in ``ours`` at its place in ``earliest`` at the earliest.
     """
     twin = np.full(len(ours), -1)
     iteration = np.full(len(ours), NO_ITERATION)

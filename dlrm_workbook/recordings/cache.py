@@ -121,11 +121,8 @@ def _bytes(entry: Path) -> int:
 
 
 def _make_room(place: Path, size: int) -> None:
-    """Remove the entries used longest ago, and what was never finished.
-
-    Raises:
-        ValueError: the new entry alone is too large, or the disk would be nearly full.
-    """
+    """Remove the entries used longest ago, and what was never finished. Raises ValueError: the new
+    entry alone is too large, or the disk would be nearly full."""
     free = shutil.disk_usage(place).free
     if size > MOST_BYTES or free < MOST_BYTES // 2:
         raise ValueError(f"no room for {size:,} bytes")

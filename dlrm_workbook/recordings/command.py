@@ -20,12 +20,7 @@ from typing import Any
 from dlrm_core.base.errors import InputError
 from dlrm_core.base.files import read_json
 from dlrm_core.base.settings import shown
-from dlrm_workbook.ground.processes import (
-    Completed,
-    MeasurementError,
-    Progress,
-    ProgressCallback,
-)
+from dlrm_workbook.ground.processes import Completed, MeasurementError, Progress, ProgressCallback
 from dlrm_workbook.ground.profiling import ProfilingConfig
 from dlrm_workbook.recordings.injected import run_injected
 from dlrm_workbook.recordings.whole_runs import try_whole_runs
@@ -50,11 +45,8 @@ TIMING_INTERVENTION = (
 
 
 def require_program(config: ProfilingConfig) -> None:
-    """Refuse a ``profiling.command`` whose program or folder is not there, before anything runs.
-
-    Raises:
-        InputError: naming the field and its value.
-    """
+    """Refuse a ``profiling.command`` whose program or folder is not there, before anything runs;
+    the InputError names the field and its value."""
     if not config.command:
         return
     folder, program = Path(config.command_folder or "."), config.command[0]
@@ -77,15 +69,10 @@ def record_command(
 ) -> list[str]:
     """Run a command with torch.profiler inside, and keep what it recorded.
 
-    Args:
-        folder: gets ``recording/`` (of several ranks ``recording/rank0/``, ...) and ``logs/``.
-
-    Returns:
-        Notices: what was done to the program, how it ended.
-
-    Raises:
-        InputError: the command cannot be started, failed, trained too little or took too
-            long; the message says so and names the file of its output.
+    ``folder`` gets ``recording/`` (of several ranks ``recording/rank0/``, ...) and ``logs/``. The
+    notices say what was done to the program and how it ended. An InputError says that the command
+    cannot be started, failed, trained too little or took too long, and names the file of its
+    output.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, ignore_cleanup_errors=True) as place:
@@ -120,11 +107,8 @@ def with_phase(told: Progress, notes: Path) -> Progress:
 
 
 def keep(target: Path, notes: Path, recorded: list[dict[str, Any]]) -> None:
-    """Put the recording of one process, or of each rank, where readers look for it.
-
-    Raises:
-        InputError: several processes trained that are not ranks of one training.
-    """
+    """Put the recording of one process, or of each rank, where readers look for it. An InputError
+    refuses several processes that trained and are not ranks of one training."""
     if len(recorded) == 1 and recorded[0]["rank"] is None:
         (notes / str(recorded[0]["pid"])).rename(target)
         return

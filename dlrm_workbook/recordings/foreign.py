@@ -5,10 +5,10 @@ their authors, their framework and their libraries gave: user annotations (Torch
 ``## forward:over_arch ##``), modules (``nn.Module: EmbeddingBagCollection_0``), Python
 functions (``apply_emb`` and ``interact_features`` of facebookresearch/dlrm), operators,
 autograd nodes (``AddmmBackward0``), kernels (FBGEMM, NCCL), and what a user says in a map of
-patterns. This module reads names only. Whoever has a tree of calls resolves it with
-:func:`resolve`; what is left (a matrix product belongs to the bottom or the top MLP, a
-backward node to the part of its forward operator) follows from order: :func:`mlp_by_order`
-and :func:`match_backward`.
+patterns. This module reads names only, by the table ``names.csv``. Whoever has a tree of calls
+resolves it with :func:`resolve`; what is left (a matrix product belongs to the bottom or the top
+MLP, a backward node to the part of its forward operator) follows from order:
+:func:`mlp_by_order` and :func:`match_backward`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import functools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 
@@ -27,6 +26,7 @@ from dlrm_core.base.errors import InputError
 from dlrm_core.parts import ITERATION_FUNCTION, parse_span
 from dlrm_workbook.ground.arrays import Bools, Ints, Names
 from dlrm_workbook.ground.marks import GROUP_PREFIX, PART_PREFIX, parse_part
+from dlrm_workbook.ground.tables import rows_of
 from dlrm_workbook.recordings.profile import nearest
 
 MLP = "mlp"
@@ -56,181 +56,59 @@ class Named:
     hint: bool = False
 
 
-Says = TypeVar("Says", Named, str)
+Rules = tuple[tuple[re.Pattern[str], Named], ...]
+"""Patterns of names and what they say, of which the first that matches counts."""
+
+_ROWS = rows_of(__file__, "names.csv")
 
 
-def _rules(*rules: tuple[str | re.Pattern[str], Says]) -> tuple[tuple[re.Pattern[str], Says], ...]:
-    """Patterns of names and what they say, of which the first that matches counts."""
-    return tuple((re.compile(pattern), says) for pattern, says in rules)
+def _rules(kind: str) -> Rules:
+    return tuple(
+        (re.compile(row["pattern"]), Named(row["component"], row["phase"], bool(row["hint"])))
+        for row in _ROWS
+        if row["kind"] == kind
+    )
 
 
-def _first(rules: Iterable[tuple[re.Pattern[str], Says]], text: str) -> Says | None:
+def _first(rules: Rules, text: str) -> Named | None:
     return next((says for pattern, says in rules if pattern.search(text)), None)
 
 
-_SPOKEN = _rules(
-    (
-        r"(?i)all_?to_?all|all_?2_?all|a2a\b|all_?reduce|all_?gather|reduce_?scatter|nccl|rccl|gloo|"
-        r"\bbroadcast\b|broadcast_(coalesced|object)|barrier|data_dist\b|dist_init|dist_data|\bc10d|"
-        r"record_param_comms|awaitable|request wait|nowait wait|distributed_?wait|send_recv",
-        Named("communication"),
-    ),
-    (r"(?i)zero_grad|optimi[sz]er|clip_grad|\boptim\b|lr_schedul", Named("optimizer", "update")),
-    (
-        r"(?i)copy_batch_to|wait_for_batch|to_device|host_to_device|\bh2d\b|batch_to_gpu|"
-        r"pin_memory|prefetch_to",
-        Named("transfer", "forward"),
-    ),
-    (
-        r"(?i)data_?load|load_batch|next_batch|get_batch|make_batch|input_batch|fetch_batch|"
-        r"collate|generate_\w*(batch|input|data)|read_batch|\bdata_wait",
-        Named("data", "forward"),
-    ),
-    (r"(?i)interact|dot_?product_?arch|cross_?net|\bdcn", Named("interaction")),
-    (
-        r"(?i)bot(tom)?_?(mlp|l|model|arch)\b|dense_?(arch|mlp|proj)|bottom_?mlp",
-        Named("bottom_mlp"),
-    ),
-    (r"(?i)top_?(mlp|l|model|arch)\b|over_?(arch|mlp)|prediction_?(arch|head)", Named("top_mlp")),
-    (
-        r"(?i)(?<!get_)loss(?!less)|criterion|cross_?entropy|\bbce|\bauc\b|calibration|"
-        r"(?<!sym)(?<!geo)(?<!para)metric",
-        Named("loss"),
-    ),
-    # turns queries and keys of an attention by their position, and looks nothing up
-    (r"(?i)rotary|\brope\b", Named("other")),
-    (
-        r"(?i)emb(_|\b|edding|s\b)|sparse_?(arch|feature|lookup)|\bebc\b|pooled|lookup|"
-        r"permute_id|id_(score_)?list|split_?table|jagged|\bkjt",
-        Named("embedding"),
-    ),
-)
-"""Words of annotations, modules and Python functions that people wrote, first match first.
+_SPOKEN = _rules("word")
+"""Words of annotations, modules and Python functions that people wrote."""
 
-``metric``: what is computed from the predictions beside the loss (AUC, normalised entropy)
-counts as the loss."""
+_PHASES = _rules("phase")
 
-_PHASES = _rules(
-    (r"(?i)\bbackward\b|_bwd\b|_bwd_|_bw\b|\bbwd\b|autograd::engine", "backward"),
-    (r"(?i)\bforward\b|_fwd\b|_fwd_|\bfwd\b", "forward"),
-)
+_FRAMES = {name.pattern: says for name, says in _rules("whole name")}
+"""Python functions of facebookresearch/dlrm, NVIDIA's DLRM and torch."""
 
-_FRAMES: dict[str, Named] = {
-    "apply_emb": Named("embedding", "forward"),
-    "interact_features": Named("interaction", "forward"),
-    "apply_mlp": Named(MLP, "forward"),
-    "loss_fn_wrap": Named("loss", "forward"),
-    "dlrm_wrap": Named("", "forward"),
-    "unpack_batch": Named("data", "forward"),
-    "dot_interact": Named("interaction", "forward"),
-    "backward": Named("", "backward"),
-    "zero_grad": Named("optimizer", "update"),
-    "clip_grad_norm_": Named("optimizer", "update"),
-    "to_device": Named("transfer", "forward"),
-    "_lazy_init": Named(NO_STEP),
-}
-"""Python functions of facebookresearch/dlrm, NVIDIA's DLRM and torch, by their whole name."""
-
-_FRAME_FILES = _rules(
-    (r"(^|/)torch/(optim/|nn/utils/clip_grad)", Named("optimizer", "update")),
-    (r"(^|/)torch/utils/data/", Named("data", "forward")),
-    (r"(^|/)torch/nn/modules/loss\.py", Named("loss", "forward")),
-    (r"(^|/)torch/nn/modules/sparse\.py", Named("embedding", "forward")),
-    (r"<frozen importlib|^importlib/|/importlib/", Named(NO_STEP)),
-    (r"(^|/)(dlrm_data_pytorch|data_loader_terabyte|data_utils)\.py", Named("data")),
-)
+_FRAME_FILES = _rules("file")
 """Files of Python functions whose names are too common to tell anything."""
 
-_DISTRIBUTED = (
-    (
-        re.compile(r"(^|/)torch/distributed/"),
-        re.compile(
-            r"(all_|reduce|gather|scatter|broadcast|barrier|i?send|i?recv|batch_isend|monitored_|wait)"
-        ),
-    ),
-    (
-        re.compile(r"(^|/)torch/nn/parallel/distributed\.py$"),
-        re.compile(r"_(pre_forward|post_forward|sync_\w+|distributed_broadcast\w*)$"),
-    ),
-)
+_DISTRIBUTED = _rules("file:function")
 """Files of torch, and which of their functions exchange data, prepare that or wait for others."""
 
-_OPERATORS = _rules(
-    (
-        r"^(c10d::|nccl:|rccl:|gloo:|mpi:|record_param_comms|torch::distributed::)",
-        Named("communication"),
-    ),
-    (r"(?i)^Optimizer\.", Named("optimizer", "update")),
-    (r"(?i)^aten::_(fused|foreach)_(adam|sgd|adagrad)", Named("optimizer", "update")),
-    (r"^enumerate\(DataLoader\)", Named("data", "forward")),
-    (
-        r"(?i)split_embedding|int_nbit_split|embedding_bounds_check|permute_pooled",
-        Named("embedding"),
-    ),
-    (r"(?i)^(aten|torchrec)::_?embedding", Named("embedding", hint=True)),
-    (
-        r"(?i)^fbgemm::|asynchronous_complete_cumsum|jagged|permute_\d?d?_?sparse",
-        Named("embedding", hint=True),
-    ),
-    (r"(?i)^aten::\w*(cross_entropy|_loss|loss_)", Named("loss", hint=True)),
-    (r"(?i)attention", Named("other", hint=True)),
-    # before the model runs, see parts.py: numbers are drawn for a batch
-    (r"^aten::(rand|randn|randint|randperm)$", Named("data", "forward", hint=True)),
-    (r"^aten::(bmm|baddbmm|tril_indices|triu_indices)$", Named("interaction", "", True)),
-    (r"^aten::(linear|addmm|mm|relu_?|sigmoid_?)$", Named(MLP, "", True)),
-)
-"""Operators. What only hints (``aten::bmm`` in a DLRM) holds where nothing around it knows."""
+_OPERATORS = _rules("operator")
+"""What only hints (``aten::bmm`` in a DLRM) holds where nothing around it knows."""
 
-_NODES = _rules(
-    (r"(?i)embedding|lookup|jagged|pooled|sparsefeature", "embedding"),
-    (r"(?i)all_?to_?all|all_?gather|reduce_?scatter|all_?reduce|a2a", "communication"),
-    # a function that is named after a backward pass runs one, of whatever
-    (r"(?i)^(?!backward).*loss|crossentropy|binarycross", "loss"),
-    (r"(?i)^(bmm|baddbmm|dot\w*interact\w*|interaction\w*|cross\w*)", "interaction"),
-    (r"(?i)^(addmm|mm|linear|relu|sigmoid|threshold)$", MLP),
-)
+_NODES = _rules("node")
 """Autograd nodes (their key, see :func:`node_key`) whose own name hints at a part."""
 
-EXCHANGES = {
-    "NCCL, RCCL, oneCCL": r"nccl|rccl|oneccl",
-    "MSCCL++": r"mscclpp|msccl_kernel",
-    "NVSHMEM": r"nvshmem",
-    "DeepEP": r"\b(?:deep_ep|\w+::ep)::",
-    "user buffers": r"userbuffers",
-    "vLLM, AITER": r"cross_device_reduce|quick_?(?:all_?)?reduce",
-    "symmetric memory": r"multimem_\w*(?:reduce|gather)",
-    "any": r"(?<![a-z])(?:(?:one|two)_?shot_?|lamport\w*_?)?"
-    r"(?:all_?reduce|all_?gather|reduce_?scatter|all_?to_?all)",
-}
-"""Library to a pattern of the names of its kernels that exchange data between ranks. Such kernels
-run on few multiprocessors on purpose, and most of their time is waiting for other ranks."""
+COMMUNICATION = re.compile("|".join(one.pattern for one, _ in _rules("exchange")), re.IGNORECASE)
+"""In the names of kernels that exchange data between ranks, by the library that has them. Such
+kernels run on few multiprocessors on purpose, and most of their time is waiting for other ranks."""
 
-COMMUNICATION = re.compile("|".join(EXCHANGES.values()), re.IGNORECASE)
-"""In the names of kernels that exchange data between ranks."""
-
-_KERNELS = _rules(
-    (COMMUNICATION, Named("communication")),
-    (
-        r"(?i)split_embedding\w*|_?embedding_\w*(forward|backward)|rowwise_adagrad",
-        Named("embedding"),
-    ),
-    (r"(?i)EmbeddingBag|embedding_bag", Named("embedding", hint=True)),
-    # multi_tensor_apply alone copies and clips too
-    (
-        r"(?i)Fused(Adam|Sgd|Optimizer|Adagrad)|(Adam|Lamb|Sgd|Momentum)\w*Functor",
-        Named("optimizer", "update", True),
-    ),
-)
+_KERNELS = ((COMMUNICATION, Named("communication")), *_rules("kernel"))
 """Kernels whose name says their part, wherever they were launched from."""
 
-_FUNCTIONS = _rules(
-    (r"^(cu|cuda|hip)(Init|GetDeviceCount|(Device)?PrimaryCtxRetain|CtxCreate)", Named(NO_STEP)),
-    # a sparse tensor is the gradient of an embedding table, and is added to it in the update
-    (r"\badd_(out_)?dense_sparse", Named("embedding", "update")),
-    (r"wrapper_Sparse(CPU|CUDA|HIP|XPU)_", Named("embedding")),
-    (r"^torch::autograd::Engine::", Named("", "backward")),
-)
+_FUNCTIONS = _rules("function")
 """C++ functions, of which there are many that say nothing."""
+
+_MODULES = _rules("module")
+"""Classes of modules."""
+
+_BETWEEN_HOST_AND_DEVICE = _rules("copy")
+"""A copy between host and device is a transfer, where nothing around it says more."""
 
 _NODE = re.compile(
     r"(?:^|::|[ <])(?:PyNode|CppNode)?<?(?:[\w]+::)*(?P<name>\w+?)(?:Backward\d*)\b|"
@@ -318,12 +196,9 @@ stays as it is; it is complete, since newer recordings have ``ITERATION_FUNCTION
 
 
 def is_iteration_function(name: str, file: str) -> bool:
-    """Whether a profiler's Python function is the one around an iteration of our own step.
-
-    Args:
-        name: with or without the names of the scopes around it.
-        file: path of its source on the machine of the recording. It counts only in recordings
-            from before ``dlrm_iteration``: other programs have functions called ``iterate`` too.
+    """Whether a profiler's Python function, with or without the names of the scopes around it, is
+    the one around an iteration of our own step. The ``file`` of its source counts only in
+    recordings from before ``dlrm_iteration``: other programs have functions called ``iterate`` too.
     """
     name = name.rpartition(".")[2]
     if name == "iterate":
@@ -354,7 +229,8 @@ def _annotation(name: str, file: str) -> Named | None:
         with contextlib.suppress(ValueError):
             return Named(*parse_part(name.removeprefix(PART_PREFIX)))
     words = name.strip("# ")
-    named, phase = _node_or(_OPERATORS, words), _first(_PHASES, words) or ""
+    named, spoken = _node_or(_OPERATORS, words), _first(_PHASES, words)
+    phase = spoken.phase if spoken else ""
     if named is None or named.hint:
         named = _first(_SPOKEN, words) or named
     if named is None or named.component == "other":
@@ -362,13 +238,12 @@ def _annotation(name: str, file: str) -> Named | None:
     return Named(named.component, named.phase or phase)
 
 
-def _node_or(rules: Iterable[tuple[re.Pattern[str], Named]], name: str) -> Named | None:
+def _node_or(rules: Rules, name: str) -> Named | None:
     """What an autograd node says, or of other names the rules."""
     node = node_key(name)
     if node is None:
         return _first(rules, name)
-    component = _first(_NODES, node) or ""
-    return Named(component, "backward", hint=bool(component))
+    return _first(_NODES, node) or Named("", "backward")
 
 
 def _python(name: str, file: str) -> Named | None:
@@ -382,9 +257,8 @@ def _python(name: str, file: str) -> Named | None:
     if function in _FRAMES:
         return _FRAMES[function]
     place = file or name.partition("(")[0]
-    for where, exchanges in _DISTRIBUTED:
-        if where.search(place):
-            return Named("communication") if exchanges.match(function) else None
+    if exchange := _first(_DISTRIBUTED, f"{place}:{function}"):
+        return exchange if exchange.component else None
     named = _first(_FRAME_FILES, place)
     whose = name.rpartition(": ")[2].split(".")
     if named is None and function == "forward" and len(whose) > 1:
@@ -398,18 +272,6 @@ def _module(words: str) -> Named | None:
     """A class of modules, by its name."""
     return _first(_MODULES, words) or _first(_SPOKEN, words)
 
-
-_MODULES = _rules(
-    (r"^(Linear|MLP|ReLU|Sigmoid|Perceptron)$", Named(MLP, "", hint=True)),
-    (r"^DistributedDataParallel$|^DLRM", Named("")),
-)
-_BETWEEN_HOST_AND_DEVICE = _rules(
-    (
-        r"HtoD|DtoH|HostToDevice|DeviceToHost|copyin|copyout|H2D|D2H",
-        Named("transfer", "forward", hint=True),
-    ),
-)
-"""A copy between host and device is a transfer, where nothing around it says more."""
 
 _BY_KIND: dict[str, Callable[[str, str], Named | None]] = {
     "annotation": _annotation,
@@ -462,17 +324,11 @@ def forward_key(name: str) -> str:
 
 
 def match_backward(forward: Sequence[str], backward: Sequence[str]) -> Ints:
-    """Which forward operator each backward node belongs to, by order alone.
+    """Place (m,) of the forward operator that each backward node belongs to, by order alone, −1
+    where there is none; both are keys of one iteration, in the order of their begin.
 
-    Autograd runs nodes in the reverse order of their operators. So of each key, the last
-    operator belongs to the first node; operators without gradients are left over at the
-    front.
-
-    Args:
-        forward, backward: keys of one iteration's operators and nodes, in the order of their begin.
-
-    Returns:
-        Place (m,) in ``forward`` of each node, −1 where there is none.
+    Autograd runs nodes in the reverse order of their operators. So of each key, the last operator
+    belongs to the first node; operators without gradients are left over at the front.
     """
     places: dict[str, list[int]] = {}
     for place, key in enumerate(forward):
@@ -481,15 +337,9 @@ def match_backward(forward: Sequence[str], backward: Sequence[str]) -> Ints:
 
 
 def mlp_by_order(components: Sequence[str], backward: bool) -> list[str]:
-    """Bottom and top MLP told apart by their place around the interaction.
-
-    Args:
-        components: of one iteration's calls of one phase, in the order of their begin.
-        backward: they run from the loss back; else from the input on.
-
-    Returns:
-        The same, with :data:`MLP` replaced; ``other`` where no interaction is met.
-    """
+    """Bottom and top MLP told apart by their place around the interaction, in the ``components`` of
+    one iteration's calls of one phase, in the order of their begin; ``other`` where no interaction
+    is met. Those of ``backward`` run from the loss back; else from the input on."""
     before, after = ("top_mlp", "bottom_mlp") if backward else ("bottom_mlp", "top_mlp")
     if "interaction" not in components:
         before = after = "other"

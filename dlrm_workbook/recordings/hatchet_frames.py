@@ -38,10 +38,7 @@ FRAMES_PER_LEVEL = 8
 
 
 def graph_frame(
-    contexts: pd.DataFrame,
-    columns: pd.DataFrame,
-    default_metric: str,
-    metadata: dict[str, Any],
+    contexts: pd.DataFrame, columns: pd.DataFrame, default_metric: str, metadata: dict[str, Any]
 ) -> GraphFrame:
     """A GraphFrame with a row a context, built without recursion.
 
@@ -163,17 +160,12 @@ def _largest_first(frame: GraphFrame, metric: str) -> GraphFrame:
 
 
 def thicket(frames: Mapping[str, GraphFrame]) -> Thicket:
-    """Call trees of many runs as one Thicket, for its statistics over runs.
+    """Call trees of many runs as one Thicket, for its statistics over runs: ``frames`` has label to
+    call tree, as :meth:`Profile.to_hatchet` makes it. A MissingToolError says that Thicket is not
+    installed.
 
-    Args:
-        frames: label to call tree, as :meth:`Profile.to_hatchet` makes it.
-
-    Returns:
-        A Thicket whose data frame has a row a node and run. Its ``metadata`` has, of each run,
-        ``run`` (the label) and the parameters that were set (``training.batch_size``, ...).
-
-    Raises:
-        MissingToolError: Thicket is not installed.
+    Its data frame has a row a node and run. Its ``metadata`` has, of each run, ``run`` (the label)
+    and the parameters that were set (``training.batch_size``, ...).
     """
     try:
         from thicket import Thicket

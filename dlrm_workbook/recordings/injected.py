@@ -37,12 +37,9 @@ def recording_environment(
     alive: str = "",
     options: Mapping[str, Any] | None = None,
 ) -> dict[str, str]:
-    """The environment in which a program records itself, or says when its iterations end.
-
-    Args:
-        alive: the pipe of :func:`living_pipe`, with whose end the program ends; "" for none.
-        options: ``num_workers``: that of DataLoaders that have no workers.
-    """
+    """The environment in which a program records itself, or says when its iterations end; it ends
+    with the pipe of :func:`living_pipe` where ``alive`` names one. Of ``options``, ``num_workers``
+    is that of DataLoaders that have no workers."""
     asked = {
         "command": shlex.join(config.command or ()),
         "alive": alive,
@@ -79,13 +76,9 @@ def run_injected(
     changes: Mapping[str, Any] | None = None,
     times_only: bool = False,
 ) -> Completed:
-    """Run a command to its end in that environment.
-
-    Args:
-        notes: folder for what its processes write.
-        changes: ``environment`` (variables that are set) and ``options`` (what the start-up file
-            changes in the program).
-    """
+    """Run a command to its end in that environment; its processes write into ``notes``. Of
+    ``changes``, the variables of ``environment`` are set, and the start-up file makes ``options``
+    in the program."""
     changes = changes or {}
     base = os.environ | dict(changes.get("environment") or {})
     options = changes.get("options")

@@ -49,11 +49,8 @@ TORCH_FOLDER = "profile_torch"
 
 
 def choose_engine(config: ProfilingConfig) -> tuple[str, str]:
-    """The engine that ``profiling.engine`` means on this machine, and why.
-
-    Raises:
-        MissingToolError: HPCToolkit is asked for and not there.
-    """
+    """The engine that ``profiling.engine`` means on this machine, and why. A MissingToolError says
+    that HPCToolkit is asked for and not there."""
     if config.engine == "torch":
         return "torch", "torch.profiler, as profiling.engine asks"
     if config.command and config.engine == "auto":
@@ -139,12 +136,9 @@ def measure_command(
     why: str,
     progress: ProgressCallback | None = None,
 ) -> Profile:
-    """Measure a command in place of our own workload; see :func:`measure`.
-
-    Returns:
-        The Profile; of several ranks, that of the one that limits the others. All of them are
-        kept, in ``profile/rank0/``, ...
-    """
+    """Measure a command in place of our own workload; see :func:`measure`. Of several ranks, the
+    Profile is that of the one that limits the others; all of them are kept, in ``profile/rank0/``,
+    ..."""
     if engine == "torch":
         return command_with_torch(command, parameters, folder / "profile", why, progress)
     profile = command_with_hpctoolkit(command, parameters, folder, progress)
@@ -186,10 +180,7 @@ def command_with_torch(
 
 
 def command_with_hpctoolkit(
-    command: Sequence[str],
-    parameters: Parameters,
-    folder: Path,
-    progress: ProgressCallback | None,
+    command: Sequence[str], parameters: Parameters, folder: Path, progress: ProgressCallback | None
 ) -> Profile:
     """As :func:`measure_command`, with HPCToolkit around the program.
 
@@ -250,12 +241,8 @@ class _Session:
         like_measured: bool,
         on_line: LineReader | None = None,
     ) -> None:
-        """Run a child to its end.
-
-        Args:
-            what: subject of the sentence if it fails.
-            like_measured: with the environment of a run that HPCToolkit measures.
-        """
+        """Run a child to its end; ``what`` is the subject of the sentence if it fails, and
+        ``like_measured`` gives it the environment of a run that HPCToolkit measures."""
         run_child(
             command,
             stage=stage,
@@ -436,31 +423,21 @@ def add_measurement(
     iterations: int,
     missing: dict[str, str],
 ) -> None:
-    """Add to a profile's ``meta`` what is known of the passes that HPCToolkit measured.
-
-    Args:
-        missing: what was not measured beside them, name to reason.
-    """
+    """Add to a profile's ``meta`` what is known of the passes that HPCToolkit measured; ``missing``
+    has what was not measured beside them, name to reason."""
     unprofiled, notices = measurement.unprofiled, list(measurement.notices)
+    alone_ms = unprofiled.get("ms_per_iteration")
     passes: list[dict[str, Any]] = [
-        {
-            "name": "unprofiled",
-            "command": "",
-            "ms_per_iteration": unprofiled.get("ms_per_iteration"),
-            "dilation": 1.0,
-        }
+        {"name": "unprofiled", "command": "", "ms_per_iteration": alone_ms, "dilation": 1.0}
     ]
+    kept = ("name", "python_frames", "ms_per_iteration", "dilation", "lost_samples")
     for measured in measurement.passes:
         passes.append(
             {
-                "name": measured.name,
+                **{name: getattr(measured, name) for name in kept},
                 "command": " ".join(measured.command),
                 "iterations": iterations,
                 "events": list(measured.events),
-                "python_frames": measured.python_frames,
-                "ms_per_iteration": measured.ms_per_iteration,
-                "dilation": measured.dilation,
-                "lost_samples": measured.lost_samples,
                 # relative, so that a run folder can be moved or mailed
                 "database": os.path.relpath(measured.database, folder),
                 "notices": list(measured.notices),

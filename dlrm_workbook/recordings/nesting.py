@@ -63,14 +63,9 @@ def nest(start: Ints, end: Ints, soft: Bools) -> tuple[Ints, Ints, Ints, Ints]:
 
 
 def enclosing_in_turn(start: Ints, end: Ints) -> tuple[Ints, Bools]:
-    """The span that encloses each (n,), −1 for none, where all nest; and where they do not.
-
-    Args:
-        start, end: of spans in order, enclosing ones first.
-
-    Returns:
-        The second (n,) is true of all spans of a stretch of time in which two overlap.
-    """
+    """The span that encloses each (n,), −1 for none, where all nest; and, true of all spans of a
+    stretch of time in which two overlap, where they do not. The spans are in order, enclosing ones
+    first."""
     count, place = len(start), np.arange(len(start))
     if not count:
         return place, np.zeros(0, dtype=bool)

@@ -29,6 +29,7 @@ from dlrm_core.base.text import visible
 from dlrm_core.parts import SPAN_PREFIX
 from dlrm_workbook.ground.arrays import Bools, Ints, Names
 from dlrm_workbook.ground.processes import run_child, without_collection
+from dlrm_workbook.ground.tables import rows_of
 from dlrm_workbook.recordings.foreign import Named, PartNames
 from dlrm_workbook.recordings.nesting import lanes, stretch_at, union
 from dlrm_workbook.recordings.profile import Profile, coded, matching
@@ -60,12 +61,13 @@ CHUNK = 50_000
 
 RUNTIME, NVTX = "CUPTI_ACTIVITY_KIND_RUNTIME", "NVTX_EVENTS"
 KERNELS = "CUPTI_ACTIVITY_KIND_KERNEL"
-WORK = {
-    KERNELS: "kernel",
-    "CUPTI_ACTIVITY_KIND_MEMCPY": "memcpy",
-    "CUPTI_ACTIVITY_KIND_MEMSET": "memset",
-    "CUPTI_ACTIVITY_KIND_GRAPH_TRACE": "graph",
-}
+
+
+def _named(kind: str) -> dict[str, str]:
+    return {r["name"]: r["meaning"] for r in rows_of(__file__, "nsight.csv") if r["kind"] == kind}
+
+
+WORK = _named("work")
 """Tables of what ran on GPUs."""
 
 NO_CALLS = ("CUDA_GRAPH_EVENTS", "CUDA_GRAPH_NODE_EVENTS", NVTX, "PROFILER_OVERHEAD")
@@ -75,31 +77,13 @@ RANGES, STARTED = (59, 60, 70, 71), (60, 71)
 """``eventType`` of NVTX ranges, and of those that are started and ended, not pushed and popped."""
 
 MIGRATED = "unified memory"
-COPIES = (
-    *("", "HtoD", "DtoH", "HtoA", "AtoH", "AtoA", "AtoD", "DtoA", "DtoD", "HtoH", "PtoP"),
-    *(f"{way} of {MIGRATED}" for way in ("HtoD", "DtoH", "DtoD")),
-)
-PLACES = ("Pageable", "Pinned", "Device", "Array", "Managed", "Device Static", "Managed Static")
+COPIES, PLACES = tuple(_named("copy").values()), tuple(_named("memory").values())
 """``copyKind`` and kinds of memory by number, as torch.profiler names them."""
 
-OVERHEADS = {
-    r"(?i)flush": "Buffer Flush",
-    r"(?i)instrumentation|profiling init": "Instrumentation",
-    r"(?i)resource management": "Resource",
-}
-"""What the profiler did, as torch.profiler names it."""
+OVERHEADS = _named("overhead")
+"""What the profiler did (patterns), as torch.profiler names it."""
 
-GPU_PROPERTIES = {
-    "id": "id",
-    "name": "name",
-    "numSms": "smCount",
-    "totalGlobalMem": "totalMemory",
-    "computeMajor": "computeMajor",
-    "computeMinor": "computeMinor",
-    "regsPerMultiprocessor": "maxRegistersPerSm",
-    "sharedMemPerMultiprocessor": "maxShmemPerSm",
-    "maxWarpsPerSm": "maxWarpsPerSm",
-}
+GPU_PROPERTIES = _named("GPU property")
 """Names of torch.profiler to columns of ``TARGET_INFO_GPU``."""
 
 NOT_MEASURED = {
@@ -137,17 +121,12 @@ _LOST = re.compile(r"(?i)\b(dropped|lost|incomplete|not all|overflow|exceed)")
 
 
 def read_nsight(path: Path, parts: Mapping[str, str] | None = None) -> dict[int, Profile]:
-    """Read an SQLite export of Nsight Systems, or a report where ``nsys`` is installed.
+    """Rank to its profile, of an SQLite export of Nsight Systems, or of a report where ``nsys`` is
+    installed; ``parts`` has patterns of names to parts, see ``profiling.parts``. An InputError says
+    that the file is damaged, locked, no export, or holds nothing of a program.
 
-    Args:
-        parts: patterns of names to parts, see ``profiling.parts``.
-
-    Returns:
-        Rank to its profile. Processes are ranks where each has GPUs of its own, or all exchange
-        data by collectives; all others of an export are one profile.
-
-    Raises:
-        InputError: the file is damaged, locked, no export, or holds nothing of a program.
+    Processes are ranks where each has GPUs of its own, or all exchange data by collectives; all
+    others of an export are one profile.
     """
     with _exported(path) as place, _database(place, path) as database, without_collection():
         ranks = _Export(database, path).ranks()
@@ -199,11 +178,8 @@ def _database(place: Path, path: Path) -> Iterator[sqlite3.Connection]:
 
 
 class _Export:
-    """One export: which tables and columns it has, and what they hold.
-
-    Raises:
-        InputError: it is no export of Nsight Systems, or a table lacks its times.
-    """
+    """One export: which tables and columns it has, and what they hold. Raises InputError: it is no
+    export of Nsight Systems, or a table lacks its times."""
 
     def __init__(self, database: sqlite3.Connection, path: Path) -> None:
         self.database, self.path = database, path
@@ -497,11 +473,8 @@ class _Export:
     # ---- all of it ------------------------------------------------------------------
 
     def ranks(self) -> dict[int, Events]:
-        """The events of each rank, by rank; of one, where processes are no ranks.
-
-        Raises:
-            InputError: no kernel, call or range is in the export.
-        """
+        """The events of each rank, by rank; of one, where processes are no ranks. An InputError
+        says that no kernel, call or range is in the export."""
         memory = ["start", "line", "bytes", "total", "device", "reserved"]
         frames = {"host": self.host(), "device": self.device()}
         if not self.tells_processes:
@@ -667,11 +640,8 @@ def _triple(x: int, y: int, z: int) -> str:
 
 
 def _to_lanes(host: pd.DataFrame, names: dict[str, str]) -> int:
-    """Move started ranges that cross calls or ranges of their thread beside it, in place.
-
-    Returns:
-        How many there are; ``names`` gets the names of the new lines.
-    """
+    """Move started ranges that cross calls or ranges of their thread beside it, in place. Returns
+    how many there are; ``names`` gets the names of the new lines."""
     started = host.pop("started").to_numpy(dtype=bool)
     if not started.any():
         return 0

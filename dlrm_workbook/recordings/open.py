@@ -78,15 +78,9 @@ class Recording:
 
 
 def open_recording(path: Path | str, parts: Mapping[str, str] | None = None) -> Recording:
-    """Open whatever was recorded.
-
-    Args:
-        parts: patterns of names to parts for recordings of other programs, as in
-            ``profiling.parts``.
-
-    Raises:
-        InputError: naming the file and why it cannot be opened, in one sentence.
-    """
+    """Open whatever was recorded; ``parts`` has patterns of names to parts for recordings of other
+    programs, as in ``profiling.parts``. An InputError names the file and why it cannot be opened,
+    in one sentence."""
     path = Path(path)
     if not path.exists():
         raise InputError(f"{path} does not exist")
@@ -110,10 +104,7 @@ def _open_file(path: Path, parts: Mapping[str, str] | None) -> Recording:
 
 def _kind_of(path: Path) -> str:
     """What a file is at a glance: ``database``, ``nsight``, ``zip``, or ``trace`` (or a tar).
-
-    Raises:
-        InputError: it is no recording; the message says what was expected.
-    """
+    Raises InputError: it is no recording; the message says what was expected."""
     with open_binary(path) as file:
         start = file.read(TAR_HEADER)
     text = start.removeprefix(codecs.BOM_UTF8).lstrip()[:1] in (b"{", b"[")
@@ -133,10 +124,7 @@ def _kind_of(path: Path) -> str:
 
 
 def _remembered(
-    path: Path,
-    files: list[Path],
-    parts: Mapping[str, str] | None,
-    read: Callable[[], Recording],
+    path: Path, files: list[Path], parts: Mapping[str, str] | None, read: Callable[[], Recording]
 ) -> Recording:
     """What the files hold: from the cache, or read."""
     regular = all(file.is_file() for file in files)
@@ -193,11 +181,8 @@ def _open_folder(folder: Path, parts: Mapping[str, str] | None) -> Recording:
 
 
 def require_recording(path: Path | str) -> None:
-    """Refuse what is no recording at a glance, before time is spent on what needs one.
-
-    Raises:
-        InputError: naming the file or folder, and what was expected.
-    """
+    """Refuse what is no recording at a glance, before time is spent on what needs one; the
+    InputError names the file or folder, and what was expected."""
     path = Path(path)
     if path.is_dir():
         heads = ("profile.json", "recording.json", *DATABASE_FILES, "*/meta.db")
@@ -217,11 +202,8 @@ def _exports_in(folder: Path) -> list[Path]:
 def _by_names(
     folder: Path, files: Sequence[Path], profiles: Sequence[Profile | None], what: str
 ) -> Recording:
-    """Profiles of one rank each, by the numbers in the names of their files.
-
-    Raises:
-        InputError: a name does not tell its rank, or a profile is None.
-    """
+    """Profiles of one rank each, by the numbers in the names of their files. Raises InputError: a
+    name does not tell its rank, or a profile is None."""
     ranks: dict[int, Profile] = {}
     for file, profile in zip(files, profiles, strict=True):
         named = _RANK.search(file.name) or re.search(r"(\d+)$", file.stem)
@@ -237,11 +219,7 @@ def _by_names(
 
 
 def _traces_in(folder: Path) -> list[Path]:
-    """The traces in a folder.
-
-    Raises:
-        InputError: there is none; the message says what the folder holds, or should hold.
-    """
+    """The traces in a folder; an InputError says what it holds, or should hold, where none is."""
     held = list(islice(folder.rglob("*"), MOST_MEMBERS + 1))
     _refuse_many(folder, len(held))
     measured = next((file.parent for file in held if file.suffix == ".hpcrun"), None)
@@ -384,11 +362,8 @@ def _refuse_bomb(path: Path, packed: int, unpacked: int) -> None:
 
 
 def _several(path: Path, members: Iterator[_Member], parts: Mapping[str, str] | None) -> Recording:
-    """The traces of several ranks; of one, where only one is there.
-
-    Raises:
-        InputError: there is no trace, one of them cannot be read, or ranks are not distinct.
-    """
+    """The traces of several ranks; of one, where only one is there. Raises InputError: there is no
+    trace, one of them cannot be read, or ranks are not distinct."""
     profiles: dict[int | str, tuple[str, Profile]] = {}
     others: list[str] = []
     worlds: set[Any] = set()

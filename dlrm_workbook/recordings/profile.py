@@ -26,30 +26,14 @@ from dlrm_core.base.errors import InputError
 from dlrm_core.base.files import read_json, whole_folder, write_text
 from dlrm_core.base.settings import shown
 from dlrm_workbook.ground.arrays import Bools, Ints
+from dlrm_workbook.ground.tables import rows_of
 
 if TYPE_CHECKING:
     from hatchet import GraphFrame
 
-SCHEMA: dict[str, dict[str, str]] = {
-    "contexts": {
-        "context": "int64", "parent": "int64", "kind": "object", "name": "object",
-        "shapes": "object", "file": "object", "line": "int64", "module": "object",
-        "component": "object", "phase": "object",
-    },
-    "metrics": {"metric": "object", "unit": "object", "meaning": "object", "source": "object"},
-    "values": {
-        "profile": "int64", "context": "int64", "metric": "category", "scope": "category",
-        "value": "float64",
-    },
-    "threads": {
-        "profile": "int64", "kind": "object", "name": "object", "rank": "int64", "thread": "int64",
-    },
-    "trace": {
-        "profile": "int64", "start_ns": "int64", "end_ns": "int64", "context": "int64",
-        "depth": "int64",
-    },
-    "iterations": {"iteration": "int64", "start_ns": "int64", "end_ns": "int64"},
-}  # fmt: skip
+SCHEMA: dict[str, dict[str, str]] = {}
+for _row in rows_of(__file__, "tables.csv"):
+    SCHEMA.setdefault(_row["table"], {})[_row["column"]] = _row["dtype"]
 """Table to column to dtype; ``object`` and ``category`` columns hold str. Column order is kept.
 
 ``values`` has up to ten million rows of a few names: categories are compared as numbers."""
@@ -70,11 +54,8 @@ STANDARD_METRICS: dict[str, tuple[str, str]] = {
 
 
 def typed(table: str, rows: Any) -> pd.DataFrame:
-    """A frame with the columns and dtypes of ``table``; ``rows`` may be None for none.
-
-    Raises:
-        InputError: a column is missing or cannot be of its dtype.
-    """
+    """A frame with the columns and dtypes of ``table``; ``rows`` may be None for none. An
+    InputError says that a column is missing or cannot be of its dtype."""
     schema = SCHEMA[table]
     frame = pd.DataFrame(rows)
     if not len(frame.columns):
@@ -128,15 +109,8 @@ def nearest(parent: np.ndarray, marked: np.ndarray) -> np.ndarray:
 
 
 def inclusive_from_exclusive(parent: np.ndarray, exclusive: np.ndarray) -> np.ndarray:
-    """Add every context's exclusive value to all its ancestors.
-
-    Args:
-        parent: (n,) row of the parent, −1 for a root.
-        exclusive: (n,) or (n, metrics) values that belong to the row alone.
-
-    Returns:
-        Inclusive values, shaped as ``exclusive``. One pass a tree level.
-    """
+    """Add every context's exclusive value, (n,) or (n, metrics), to all its ancestors, in one pass
+    a tree level; ``parent`` (n,) is the row of the parent, −1 for a root."""
     parent = np.asarray(parent, dtype=np.int64)
     total = np.array(exclusive, dtype=np.float64, copy=True)
     depth = depths(parent)
@@ -163,11 +137,8 @@ def coded_pairs(first: pd.Series, second: pd.Series) -> tuple[Ints, list[tuple[s
 
 
 def numbered_together(columns: Sequence[Ints]) -> Ints:
-    """Number (n,) of each row's values, in the order in which they first come.
-
-    Args:
-        columns: numbers (n,) from 0.
-    """
+    """Number (n,) of each row's values, in the order in which they first come; ``columns`` are
+    numbers (n,) from 0."""
     number = columns[0].astype(np.int64)
     for column in columns:
         number = pd.factorize(number * (int(column.max(initial=0)) + 1) + column)[0]
@@ -210,12 +181,9 @@ class Profile:
 
     @classmethod
     def build(cls, *, meta: dict[str, Any] | None = None, **tables: Any) -> Profile:
-        """A validated profile from tables of which each is anything ``pd.DataFrame`` accepts.
-
-        Raises:
-            InputError: the tables do not fit together, see :meth:`validate`.
-            TypeError: one is no table of a profile.
-        """
+        """A validated profile from tables of which each is anything ``pd.DataFrame`` accepts. An
+        InputError says that they do not fit together, see :meth:`validate`; a TypeError that one is
+        no table of a profile."""
         frames: dict[str, Any] = {t: typed(t, tables.pop(t, None)) for t in SCHEMA}
         profile = cls(**frames, **tables, meta=dict(meta or {}))
         profile.validate()
@@ -224,11 +192,8 @@ class Profile:
     # ---- checks -----------------------------------------------------------------
 
     def validate(self) -> None:
-        """Check that the tables fit together.
-
-        Raises:
-            InputError: naming the table, the row and what is wrong with it.
-        """
+        """Check that the tables fit together; an InputError names the table, the row and what is
+        wrong with it."""
         for table in SCHEMA:
             _require_columns(getattr(self, table), table, f"profile table '{table}'")
         contexts, values = self.contexts, self.values
@@ -315,12 +280,8 @@ class Profile:
         return self.which("kind", lambda kind: kind in kinds)
 
     def value_table(self, metric: str, scope: str = "exclusive") -> pd.Series:
-        """One metric for every context, summed over threads.
-
-        Returns:
-            Series indexed by context. NaN throughout when the metric was not
-            measured; 0 for a context on which a measured metric has no row.
-        """
+        """One metric for every context, summed over threads: NaN throughout when the metric was not
+        measured; 0 for a context on which a measured metric has no row."""
         index = pd.RangeIndex(len(self.contexts), name="context")
         if not self.has(metric):
             return pd.Series(np.nan, index=index, name=metric)
@@ -372,13 +333,9 @@ class Profile:
     # ---- files ------------------------------------------------------------------
 
     def save(self, folder: str | Path) -> Path:
-        """Write the tables (Parquet) and ``profile.json`` into a new folder.
-
-        The folder appears only when whole: it is written beside its place and renamed.
-
-        Raises:
-            InputError: the folder exists already, or cannot be written.
-        """
+        """Write the tables (Parquet) and ``profile.json`` into a new folder, which appears only
+        when whole: it is written beside its place and renamed. An InputError says that it exists
+        already, or cannot be written."""
         target = Path(folder)
         with whole_folder(target, "profile") as part:
             self.write(part)
@@ -392,22 +349,15 @@ class Profile:
         self.save_meta(folder)
 
     def save_meta(self, folder: str | Path) -> None:
-        """Write ``profile.json`` of a saved folder again: more was found out about the run.
-
-        Raises:
-            InputError: the file cannot be written.
-        """
+        """Write ``profile.json`` of a saved folder again: more was found out about the run. An
+        InputError says that the file cannot be written."""
         head = {"format_version": FORMAT_VERSION, "meta": self.meta}
         text = json.dumps(head, indent=1, default=_plain)
         write_text(Path(folder) / "profile.json", text + "\n")
 
     @classmethod
     def load(cls, folder: str | Path) -> Profile:
-        """Read what :meth:`save` wrote.
-
-        Raises:
-            InputError: naming the file and what is wrong with it.
-        """
+        """Read what :meth:`save` wrote; an InputError names the file and what is wrong with it."""
         folder = Path(folder)
         head_file = folder / "profile.json"
         if not head_file.exists():
@@ -437,16 +387,8 @@ def _read_table(file: Path, table: str) -> pd.DataFrame:
     return frame
 
 
-_META = {
-    "names with values": "ceilings counters data_statistics device_counters distributed "
-    "launched_before_trace machine memory not_measured options parameters part_probes probes "
-    "profiler_overhead lines python_lines seen_model together trials versions",
-    "a list of names with values": "devices passes threads_cpu unprofiled_parts_ms",
-    "a list of texts": "cautions notices steps_threads",
-    "a list of numbers": "iteration_ms unprofiled_iteration_ms",
-    "a text": "accelerator command device device_name engine iterations_from sample title",
-}
-"""What keys of a profile's ``meta`` hold, in words, to those keys."""
+_META = {row["key"]: row["holds"] for row in rows_of(__file__, "meta.csv")}
+"""What keys of a profile's ``meta`` hold, in words."""
 
 
 def _holds(value: Any, expected: str) -> bool:
@@ -459,18 +401,14 @@ def _holds(value: Any, expected: str) -> bool:
 
 
 def _checked_meta(file: Path, meta: Any) -> dict[str, Any]:
-    """The ``meta`` of a file that anybody may have written; null is the same as left out.
-
-    Raises:
-        InputError: naming the file, the key, its value and what was expected.
-    """
+    """The ``meta`` of a file that anybody may have written; null is the same as left out. Raises
+    InputError: naming the file, the key, its value and what was expected."""
     if not isinstance(meta, dict):
         raise InputError(f"{file}: meta is {shown(meta)}, expected names with values")
     meta = {name: value for name, value in meta.items() if value is not None}
-    for expected, names in _META.items():
-        for name in names.split():
-            if name in meta and not _holds(meta[name], expected):
-                raise InputError(f"{file}: meta.{name} is {shown(meta[name])}, expected {expected}")
+    for name, expected in _META.items():
+        if name in meta and not _holds(meta[name], expected):
+            raise InputError(f"{file}: meta.{name} is {shown(meta[name])}, expected {expected}")
     return meta
 
 

@@ -20,11 +20,7 @@ from typing import Any
 
 from dlrm_core.base.errors import InputError
 from dlrm_core.base.files import read_json, write_json
-from dlrm_workbook.ground.processes import (
-    MeasurementError,
-    Progress,
-    ProgressCallback,
-)
+from dlrm_workbook.ground.processes import MeasurementError, Progress, ProgressCallback
 from dlrm_workbook.ground.profiling import ProfilingConfig
 from dlrm_workbook.ground.speed_range import FEWEST, FILE, NARROW, speed_range, status_of
 from dlrm_workbook.recordings.injected import run_injected
@@ -127,10 +123,6 @@ def timed_run_ms(
     progress: ProgressCallback | None = None,
 ) -> float:
     """Milliseconds of a mean iteration of one short run of a command, by a stopwatch.
-
-    Args:
-        config: ``iterations`` are timed, of which the first ones are left out.
-        changes: as :func:`~dlrm_workbook.recordings.injected.run_injected` makes them.
 
     Raises:
         InputError: the command failed, or trained too little.

@@ -82,13 +82,13 @@ def poison_database(source: Path, target: Path) -> Path:
                            "Strings", "Modules", "Files", "Functions"))  # fmt: skip
     data, number = bytearray(path.read_bytes())[: -f4.FOOTER_BYTES], 0
     pointers = [file.sections["General"].start]
-    for section, kind, leaf in (
-        ("Modules", f4.MODULE, "path"),
-        ("Files", f4.SOURCE_FILE, "path"),
-        ("Functions", f4.FUNCTION_ENTRY, "name"),
+    for section, record, leaf in (
+        ("Modules", "load module", "path"),
+        ("Files", "source file", "path"),
+        ("Functions", "function", "name"),
     ):
-        head, _ = file.items(section, f4.LIST, kind)
-        at = head["items"] + kind.dtype.fields[leaf][1]
+        head, _ = file.items(section, "list", record)
+        at = head["items"] + f4.RECORDS[record].fields[leaf][1]
         pointers += [at + row * head["stride"] for row in range(head["count"])]
     for at in pointers:
         (text,) = struct.unpack_from("<Q", data, at)

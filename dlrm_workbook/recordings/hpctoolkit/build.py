@@ -37,14 +37,12 @@ STAND_IN = b"<module of unknown file>"
 def recover_structure(
     tools: Tools, run: RunChild, name: str, measurements: Path, config: ProfilingConfig
 ) -> list[str]:
-    """Run hpcstruct on a measurement directory; never fails, only says what is missing.
+    """Run hpcstruct on a measurement directory; never fails, only says what is missing, in notices
+    for the reader of the figures.
 
     Binaries above ``profiling.structure_limit_mb`` (millions of bytes) are skipped: on the 434 MB
-    ``libtorch_cpu.so`` hpcstruct took over 19 GB of memory and minutes without end.
-    What it finds is kept for later measurements in the user's cache folder.
-
-    Returns:
-        Notices for the reader of the figures.
+    ``libtorch_cpu.so`` hpcstruct took over 19 GB of memory and minutes without end. What it finds
+    is kept for later measurements in the user's cache folder.
     """
     lost = "loops and inlined functions are missing"
     if tools.hpcstruct is None:
@@ -105,10 +103,8 @@ def _binary_in(line: bytes) -> str | None:
 def build_database(
     tools: Tools, run: RunChild, name: str, measurements: Path, wanted: Path
 ) -> Path:
-    """Run hpcprof, source files left out.
-
-    Returns:
-        The database's folder, ``wanted`` or one with a number behind that name.
+    """Run hpcprof, source files left out; the folder is ``wanted`` or one with a number behind that
+    name.
 
     Raises:
         Failed: hpcprof died by a signal or an internal check, as it does each time on these
@@ -217,11 +213,8 @@ def name_unnamed_modules(measurements: Path) -> int:
 
 
 def _mend(data: bytes) -> tuple[bytes, int]:
-    """A logical file with its unnamed stanzas named, and how many there were.
-
-    Raises:
-        struct.error: the file ends inside a stanza.
-    """
+    """A logical file with its unnamed stanzas named, and how many there were. Raises struct.error:
+    the file ends inside a stanza."""
     if not data.startswith(LOGICAL_MAGIC):
         return data, 0
     pieces = [LOGICAL_MAGIC]

@@ -33,10 +33,9 @@ PRODUCT_KERNELS = ("gemm", "gemv", "cutlass", "xmma", "nvjet", "cijk", "matmul")
 def sampling_quality(root: Mapping[str, float]) -> dict[str, float | str] | None:
     """How well a recording was PC-sampled, by its metrics of the whole run; None if it was not.
 
-    Returns:
-        ``taken``, ``expected``, ``dropped`` (samples), ``period_cycles`` (between samples),
-        ``utilisation_percent`` (samples taken of those that a busy GPU would give): numbers,
-        or the reason why there is none.
+    These are ``taken``, ``expected``, ``dropped`` (samples), ``period_cycles`` (between samples),
+    ``utilisation_percent`` (samples taken of those that a busy GPU would give): numbers, or the
+    reason why there is none.
     """
     taken, cycles = root.get("GSAMP:TOT", 0.0), root.get("GINS", 0.0)
     if not taken and not cycles:
@@ -69,11 +68,8 @@ def is_serialised(trace: pd.DataFrame, contexts: pd.DataFrame, amd: bool) -> boo
 def without_nonsense(
     values: pd.DataFrame, contexts: pd.DataFrame
 ) -> tuple[pd.DataFrame, dict[str, str], list[str]]:
-    """The values without metrics that cannot be true.
-
-    Returns:
-        The values, metric to the reason why it was left out, and sentences for the reader.
-    """
+    """The values without metrics that cannot be true, each such metric to the reason why it was
+    left out, and sentences for the reader."""
     reasons, cautions = {}, []
     wanted = ("GKER:COUNT", "GKER:BLKS_ACUMU", "GKER:BLK_THR_ACUMU", "GKER:LMEM_ACUMU (B)")
     wide = _by_context(values, wanted, absent=np.nan)
@@ -113,14 +109,12 @@ def _by_context(values: pd.DataFrame, metrics: Sequence[str], absent: float) -> 
 
 
 def overlong_kernels(values: pd.DataFrame, trace: pd.DataFrame) -> dict[int, int]:
-    """Kernels whose interval in the trace is too long, and when they ended by the metric.
+    """Kernels whose interval in the trace is too long: index of the row of ``trace`` to its end in
+    nanoseconds, by the metric.
 
-    A record that is missing from the trace makes the interval before it last until the next
-    one. Then all other intervals of that kernel add up to its time by the metric (GKER) but
-    for one launch of the usual length.
-
-    Returns:
-        Index of the row of ``trace`` to its end in nanoseconds.
+    A record that is missing from the trace makes the interval before it last until the next one.
+    Then all other intervals of that kernel add up to its time by the metric (GKER) but for one
+    launch of the usual length.
     """
     exclusive = values[values["scope"] == "exclusive"]
     time, launches = (

@@ -23,13 +23,7 @@ import numpy as np
 import pandas as pd
 
 from dlrm_workbook.ground.arrays import Floats, Ints
-from dlrm_workbook.recordings.hpctoolkit.format import (
-    CONTEXT_INFO,
-    REPROCESS,
-    SHORT_LIST,
-    DatabaseError,
-    DatabaseFile,
-)
+from dlrm_workbook.recordings.hpctoolkit.format import REPROCESS, DatabaseError, DatabaseFile
 from dlrm_workbook.recordings.hpctoolkit.meta import ENTRY, ROOT, Meta, Metric, read_meta
 from dlrm_workbook.recordings.hpctoolkit.metrics import (
     additive,
@@ -168,11 +162,8 @@ class Database:
     # ---- values over the tree ------------------------------------------------------
 
     def metric(self, name: str) -> Metric:
-        """The metric called so here or in another generation of HPCToolkit.
-
-        Raises:
-            DatabaseError: there is none; the message lists those there are.
-        """
+        """The metric called so here or in another generation of HPCToolkit. Where there is none, a
+        DatabaseError lists those there are."""
         metric = self._metrics.get(name) or self._metrics.get(
             self._named.get(canonical_name(name), "")
         )
@@ -296,14 +287,9 @@ def _base(path: str) -> str:
 
 
 def read_database(path: str | Path) -> Database:
-    """Open an HPCToolkit database of format 4.x.
-
-    Values stay on disk (memory-mapped) until they are asked for.
-
-    Raises:
-        DatabaseError: not a database, of another format, incomplete or damaged; the
-            message names the file, what was found and what was expected, or what to do.
-    """
+    """Open an HPCToolkit database of format 4.x; values stay on disk (memory-mapped) until they are
+    asked for. A DatabaseError says that it is none, of another format, incomplete or damaged, and
+    names the file, what was found and what was expected, or what to do."""
     folder = Path(path)
     if not folder.is_dir():
         what = "is a file, not a database folder" if folder.exists() else "does not exist"
@@ -328,7 +314,7 @@ def read_database(path: str | Path) -> Database:
     if (folder / "cct.db").is_file():
         # The same values by context: only their counts are read.
         file = DatabaseFile(folder / "cct.db", "ctxt", b"__ctx.db", ("CtxInfos",))
-        _, table = file.items("CtxInfos", SHORT_LIST, CONTEXT_INFO)
+        _, table = file.items("CtxInfos", "short list", "context info")
         by_context = table["value_count"].astype(np.int64)
     else:
         database.absent["cct.db"] = "no index by context; profile.db holds the same values"
@@ -348,11 +334,8 @@ AGAIN = "they are not of one run; run hpcprof again"
 
 
 def refuse_contradictions(database: Database) -> None:
-    """Refuse ``meta.db`` and ``profile.db`` that are not of one run, though each is whole.
-
-    Raises:
-        DatabaseError: naming the files and what they disagree about.
-    """
+    """Refuse ``meta.db`` and ``profile.db`` that are not of one run, though each is whole; the
+    DatabaseError names the files and what they disagree about."""
     root = database.root()
     of_threads: Counter[str] = Counter()
     for thread in database.threads:

@@ -59,7 +59,6 @@ class PassResult:
 
     Attributes:
         name: ``times`` or ``stalls``.
-        python_frames: call paths hold Python functions.
         ms_per_iteration: median that the workload reported while profiled.
         dilation: that divided by the unprofiled median; None if either is unknown.
         lost_samples: share of samples, and hence of time, that hpcrun dropped, 0 to 1;

@@ -37,14 +37,9 @@ class Failed(MeasurementError):
 
 
 def require_profiles(measured: Pass, run: Completed, measurements: Path) -> None:
-    """Refuse a run of hpcrun that cannot be used.
-
-    hpcrun's exit code is the program's, so what counts are the profiles that it wrote.
-
-    Raises:
-        Failed: it may be measured in another way.
-        MeasurementError: trying again would not help.
-    """
+    """Refuse a run of hpcrun that cannot be used: by Failed where it may be measured in another
+    way, by a MeasurementError where trying again would not help. hpcrun's exit code is the
+    program's, so what counts are the profiles that it wrote."""
     if run.timed_out:
         raise MeasurementError(
             f"the program under hpcrun (pass {measured.name}) was still running after "

@@ -1,8 +1,8 @@
 """HPCToolkit database format 4.x: its structures on disk, read with bounds checks.
 
-Source: ``doc/FORMATS.md`` of HPCToolkit (develop, 2025-05). Each ``Record`` below
-is one structure table of that document: field, byte offset, type. All integers
-and floats are little-endian; a pointer is an absolute byte offset in the file.
+Source: ``doc/FORMATS.md`` of HPCToolkit (develop, 2025-05), whose structure tables are in
+``records.csv``: field, byte offset, type. All integers and floats are little-endian; a pointer is
+an absolute byte offset in the file.
 
 Nothing in a file is believed before it is checked: a pointer, a count or a size
 that leads outside the file is a ``DatabaseError``, and no allocation is larger
@@ -16,7 +16,6 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ import numpy.typing as npt
 from dlrm_core.base.errors import InputError
 from dlrm_core.base.files import open_binary
 from dlrm_core.base.text import visible
+from dlrm_workbook.ground.tables import rows_of
 
 MAGIC = b"HPCTOOLKIT"
 MAJOR_VERSION = 4
@@ -59,105 +59,30 @@ class DatabaseError(InputError):
     """
 
 
-@dataclass(frozen=True)
-class Record:
-    """One structure of FORMATS.md.
-
-    Attributes:
-        name: what it describes, for messages.
-        dtype: fields at their offsets; ``itemsize`` is the end of the last field
-            of version 4.0, the least that a stride stated by a file may be.
-    """
-
-    name: str
-    dtype: np.dtype[Any]
-
-    @property
-    def size(self) -> int:
-        return self.dtype.itemsize
-
-
-def _at(name: str, fields: str) -> Record:
-    """A ``Record`` from ``field type offset, ...``; types are numpy's (``u8``: 8 bytes)."""
-    columns = [field.split() for field in fields.split(",")]
-    types = [np.dtype(f"<{kind}") for _, kind, _ in columns]
-    offsets = [int(offset, 16) for _, _, offset in columns]
-    size = max(offset + kind.itemsize for offset, kind in zip(offsets, types, strict=True))
-    names = [field for field, _, _ in columns]
-    return Record(
-        name,
-        np.dtype({"names": names, "formats": types, "offsets": offsets, "itemsize": size}),
-    )
-
-
-# --- meta.db -----------------------------------------------------------------
-GENERAL = _at("general properties", "title u8 0x00, description u8 0x08")
-IDENTIFIER_NAMES = _at("identifier names", "names u8 0x00, count u1 0x08")
-POINTER = _at("pointer", "pointer u8 0x00")
-METRIC_LISTS = _at(
-    "performance metrics",
-    "metrics u8 0x00, count u4 0x08, metric_stride u1 0x0C, instance_stride u1 0x0D, "
-    "summary_stride u1 0x0E, scope_items u8 0x10, scope_count u2 0x18, scope_stride u1 0x1A",
-)
-METRIC = _at(
-    "metric",
-    "name u8 0x00, instances u8 0x08, summaries u8 0x10, instance_count u2 0x18, "
-    "summary_count u2 0x1A",
-)
-SCOPE_INSTANCE = _at("metric scope", "scope u8 0x00, metric_id u2 0x08")
-SUMMARY_STATISTIC = _at(
-    "summary statistic",
-    "scope u8 0x00, formula u8 0x08, combine u1 0x10, metric_id u2 0x12",
-)
-SCOPE = _at("propagation scope", "name u8 0x00, type u1 0x08, bit u1 0x09")
-# Modules, files and functions share one form of section header.
-LIST = _at("list", "items u8 0x00, count u4 0x08, stride u2 0x0C")
-MODULE = _at("load module", "flags u4 0x00, path u8 0x08")
-SOURCE_FILE = _at("source file", "flags u4 0x00, path u8 0x08")
-FUNCTION_ENTRY = _at(
-    "function",
-    "name u8 0x00, module u8 0x08, offset u8 0x10, file u8 0x18, line u4 0x20, flags u4 0x24",
-)
-CONTEXT_TREE = _at("context tree", "entries u8 0x00, count u2 0x08, stride u1 0x0A")
-ENTRY_POINT = _at(
-    "entry point",
-    "children_size u8 0x00, children u8 0x08, context u4 0x10, type u2 0x14, name u8 0x18",
-)
-CONTEXT = _at(
-    "context",
-    "children_size u8 0x00, children u8 0x08, context u4 0x10, flags u1 0x14, "
-    "relation u1 0x15, lexical_type u1 0x16, flex_words u1 0x17, propagation u2 0x18, "
-    "end u1 0x1F",
-)
-"""The fixed 32 bytes; ``flex_words`` 8-byte words of optional fields follow."""
-
-# --- profile.db --------------------------------------------------------------
-# Lists of profiles and traces state their stride in one byte.
-SHORT_LIST = _at("list", "items u8 0x00, count u4 0x08, stride u1 0x0C")
-PROFILE = _at(
-    "profile",
-    "value_count u8 0x00, values u8 0x08, index_count u4 0x10, index u8 0x18, "
-    "identifiers u8 0x20, flags u4 0x28",
-)
-PROFILE_VALUE = _at("profile value", "metric u2 0x0, value f8 0x2")
-PROFILE_INDEX = _at("profile index", "context u4 0x0, start u8 0x4")
-IDENTIFIER_TUPLE = _at("identifier tuple", "count u2 0x0")
 IDENTIFIERS_OFFSET = 0x08
-IDENTIFIER = _at("identifier", "kind u1 0x0, flags u2 0x2, logical u4 0x4, physical u8 0x8")
+"""Bytes from an identifier tuple to its first identifier."""
 
-# --- cct.db ----
-CONTEXT_INFO = _at(
-    "context info",
-    "value_count u8 0x00, values u8 0x08, metric_count u2 0x10, index u8 0x18",
-)
 
-# --- trace.db ----------------------------------------------------------------
-TRACES = _at(
-    "trace headers",
-    "items u8 0x00, count u4 0x08, stride u1 0x0C, first_ns u8 0x10, last_ns u8 0x18",
-)
-TRACE = _at("trace", "profile u4 0x00, start u8 0x08, end u8 0x10")
-TRACE_SAMPLE = _at("trace sample", "time_ns u8 0x0, context u4 0x8")
+def _records() -> dict[str, np.dtype[Any]]:
+    fields: dict[str, list[tuple[str, str, int]]] = {}
+    for row in rows_of(__file__, "records.csv"):
+        field = row["field"], f"<{row['type']}", int(row["offset"], 16)
+        fields.setdefault(row["record"], []).append(field)
+    dtypes = {}
+    for record, listed in fields.items():
+        names, formats, offsets = (list(column) for column in zip(*listed, strict=True))
+        dtypes[record] = np.dtype({"names": names, "formats": formats, "offsets": offsets})
+    return dtypes
+
+
+RECORDS = _records()
+"""Structures of FORMATS.md by what they describe, as messages say it: fields at their offsets.
+
+``itemsize`` is the end of the last field of version 4.0, the least that a stride stated by a file
+may be. Modules, files and functions share one form of section header (``list``); lists of profiles
+and contexts state their stride in one byte (``short list``). Of a ``context`` these are the fixed
+32 bytes; ``flex_words`` 8-byte words of optional fields follow.
+"""
 
 
 class DatabaseFile:
@@ -234,44 +159,39 @@ class DatabaseFile:
             )
 
     def table(
-        self, kind: Record, pointer: int, count: int, stride: int | None = None, what: str = ""
+        self, record: str, pointer: int, count: int, stride: int | None = None, what: str = ""
     ) -> npt.NDArray[Any]:
         """A view of ``count`` records ``stride`` bytes apart from byte ``pointer``; shape (count,).
-
-        Raises:
-            DatabaseError: the stride is shorter than the record, or the table
-                does not lie within the file.
-        """
-        what = what or kind.name
-        stride = kind.size if stride is None else stride
+        A DatabaseError refuses a stride that is shorter than the record, and a table that does not
+        lie within the file."""
+        what, kind = what or record, RECORDS[record]
+        size = kind.itemsize
+        stride = size if stride is None else stride
         if count == 0:
-            return np.empty(0, kind.dtype)
-        if stride < kind.size:
-            raise self.error(
-                f"{what} has a stride of {stride} bytes, at least {kind.size} expected"
-            )
-        end = pointer + (count - 1) * stride + kind.size
+            return np.empty(0, kind)
+        if stride < size:
+            raise self.error(f"{what} has a stride of {stride} bytes, at least {size} expected")
+        end = pointer + (count - 1) * stride + size
         if end > self.size:
             raise self.error(
                 f"{what}: {count} records of {stride} bytes from byte {pointer} "
                 f"reach byte {end}, and the file ends at {self.size}"
             )
-        return np.ndarray((count,), kind.dtype, self.map, pointer, (stride,))
+        return np.ndarray((count,), kind, self.map, pointer, (stride,))
 
-    def one(self, kind: Record, pointer: int, what: str = "") -> dict[str, int]:
+    def one(self, record: str, pointer: int, what: str) -> dict[str, int]:
         """The fields of the record at byte ``pointer``."""
-        row = self.table(kind, pointer, 1, what=what)[0]
-        return dict(zip(kind.dtype.names or (), row.item(), strict=True))
+        row = self.table(record, pointer, 1, what=what)[0]
+        return dict(zip(row.dtype.names, row.item(), strict=True))
 
-    def header(self, section: str, kind: Record) -> dict[str, int]:
-        return self.one(kind, self.sections[section].start, f"section {section}")
+    def header(self, section: str, record: str) -> dict[str, int]:
+        return self.one(record, self.sections[section].start, f"section {section}")
 
-    def items(self, section: str, header: Record, kind: Record) -> tuple[dict[str, int], Any]:
+    def items(self, section: str, header: str, record: str) -> tuple[dict[str, int], Any]:
         """(header, table) of a section that is one list: pointer, count, stride."""
         head = self.header(section, header)
-        return head, self.table(
-            kind, head["items"], head["count"], head["stride"], f"{section} list"
-        )
+        place = head["items"], head["count"], head["stride"]
+        return head, self.table(record, *place, f"{section} list")
 
     def string(self, pointer: int, what: str) -> str:
         """The NUL-terminated UTF-8 string at byte ``pointer``, whole.

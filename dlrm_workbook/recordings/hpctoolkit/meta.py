@@ -26,11 +26,19 @@ META_SECTIONS = (
     *("General", "IdNames", "Metrics", "Context"),
     *("Strings", "Modules", "Files", "Functions"),
 )
+LISTS = {"load module": "Modules", "source file": "Files", "function": "Functions"}
+"""Records that contexts point to, and the sections that list them."""
+
+Rows = Callable[[npt.NDArray[Any]], Ints]
+"""Turns pointers to such records into their rows."""
+
 ENTRY_TYPES = ("unknown_entry", "main_thread", "application_thread")
 LEXICAL_TYPES = ("function", "loop", "line", "instruction")
 RELATIONS = ("lexical", "call", "inlined_call")
 SCOPE_TYPES = ("custom", "point", "execution", "transitive")
 COMBINE = ("sum", "min", "max")
+
+CONTEXT = f4.RECORDS["context"]
 
 ENTRY, ROOT = -1, -2
 """``ContextTree.lexical_type`` of an entry point, and of context 0, the root over all of them."""
@@ -138,30 +146,27 @@ class Meta:
 
 
 def read_meta(path: Path) -> Meta:
-    """Read ``meta.db``.
-
-    Raises:
-        DatabaseError: missing, cut short, damaged, or of another format.
-    """
+    """Read ``meta.db``; a DatabaseError says that it is missing, cut short, damaged, or of another
+    format."""
     file = f4.DatabaseFile(path, "meta", b"_meta.db", META_SECTIONS)
-    general = file.header("General", f4.GENERAL)
-    names = file.header("IdNames", f4.IDENTIFIER_NAMES)
-    kinds = file.table(f4.POINTER, names["names"], names["count"], what="identifier names")
-    module_head, module_table = file.items("Modules", f4.LIST, f4.MODULE)
-    file_head, file_table = file.items("Files", f4.LIST, f4.SOURCE_FILE)
-    function_head, function_table = file.items("Functions", f4.LIST, f4.FUNCTION_ENTRY)
-    module_row = partial(_rows_at, file, module_head, "load module")
-    file_row = partial(_rows_at, file, file_head, "source file")
+    general = file.header("General", "general properties")
+    names = file.header("IdNames", "identifier names")
+    kinds = file.table("pointer", names["names"], names["count"], what="identifier names")
+    tables: dict[str, Any] = {}
+    rows_of: dict[str, Rows] = {}
+    for record, section in LISTS.items():
+        head, tables[record] = file.items(section, "list", record)
+        rows_of[record] = partial(_rows_at, file, head, record)
+    listed = tables["function"]
     columns = (
-        file.strings(function_table["name"], "function name"),
-        module_row(function_table["module"]).tolist(),
-        function_table["offset"].tolist(),
-        file_row(function_table["file"]).tolist(),
-        function_table["line"].tolist(),
+        file.strings(listed["name"], "function name"),
+        rows_of["load module"](listed["module"]).tolist(),
+        listed["offset"].tolist(),
+        rows_of["source file"](listed["file"]).tolist(),
+        listed["line"].tolist(),
     )
     functions = [Function(*row) for row in zip(*columns, strict=True)]
-    function_row = partial(_rows_at, file, function_head, "function")
-    tree = _read_tree(file, function_row, file_row, module_row)
+    tree = _read_tree(file, rows_of)
     metrics, scope_types = _read_metrics(file)
     return Meta(
         minor_version=file.minor_version,
@@ -169,8 +174,8 @@ def read_meta(path: Path) -> Meta:
         identifier_kinds=file.strings(kinds["pointer"], "identifier name"),
         scope_types=scope_types,
         metrics=metrics,
-        modules=file.strings(module_table["path"], "module path"),
-        files=file.strings(file_table["path"], "source path"),
+        modules=file.strings(tables["load module"]["path"], "module path"),
+        files=file.strings(tables["source file"]["path"], "source path"),
         functions=functions,
         tree=tree,
     )
@@ -193,21 +198,16 @@ def _rows_at(
     return np.where(none, -1, rows.astype(np.int64))
 
 
-def _read_tree(
-    file: f4.DatabaseFile,
-    function_row: Callable[[npt.NDArray[Any]], Ints],
-    file_row: Callable[[npt.NDArray[Any]], Ints],
-    module_row: Callable[[npt.NDArray[Any]], Ints],
-) -> ContextTree:
-    """The tree, its fields gathered at once; the last three arguments turn pointers to rows."""
-    head = file.header("Context", f4.CONTEXT_TREE)
+def _read_tree(file: f4.DatabaseFile, rows_of: dict[str, Rows]) -> ContextTree:
+    """The tree, its fields gathered at once."""
+    head = file.header("Context", "context tree")
     entries = file.table(
-        f4.ENTRY_POINT, head["entries"], head["count"], head["stride"], "entry points"
+        "entry point", head["entries"], head["count"], head["stride"], "entry points"
     )
     positions, parents = _walk(file, entries)
     count, first = len(positions), 1 + len(entries)
     words = np.frombuffer(file.map, "<u8", file.size // 8)
-    fixed = words[positions[:, None] + np.arange(f4.CONTEXT.size // 8)].view(f4.CONTEXT.dtype)
+    fixed = words[positions[:, None] + np.arange(CONTEXT.itemsize // 8)].view(CONTEXT)
     context, flags, relation, lexical, flex = (
         fixed[name].ravel().astype(np.int64)
         for name in ("context", "flags", "relation", "lexical_type", "flex_words")
@@ -250,10 +250,10 @@ def _read_tree(
         depth=np.maximum(depths(parent) - 1, 0),
         lexical_type=lexical_type,
         relation=column(-1, relation),
-        function=column(-1, function_row(optional(has_function, 4))),
-        file=column(-1, file_row(optional(has_source, after_function))),
+        function=column(-1, rows_of["function"](optional(has_function, 4))),
+        file=column(-1, rows_of["source file"](optional(has_source, after_function))),
         line=column(0, line),
-        module=column(-1, module_row(optional(has_point, after_source))),
+        module=column(-1, rows_of["load module"](optional(has_point, after_source))),
         offset=offset,
         entry_names=file.strings(entries["name"], "entry point name"),
         entry_types=[enumerated(ENTRY_TYPES, kind) for kind in entries["type"].tolist()],
@@ -280,9 +280,9 @@ def _walk(file: f4.DatabaseFile, entries: npt.NDArray[Any]) -> tuple[Ints, Ints]
     words = memoryview(file.map)[: file.size // 8 * 8].cast("Q")
     limit = file.size - f4.FOOTER_BYTES
     # Records of valid files do not overlap, so there are at most this many.
-    most = file.size // f4.CONTEXT.size
+    most = file.size // CONTEXT.itemsize
     first = 1 + len(entries)
-    fixed = f4.CONTEXT.size // 8
+    fixed = CONTEXT.itemsize // 8
     positions: list[int] = []
     # Of each children array: where it starts, its bytes, the row of its parent, its contexts.
     # Plain lists of ints, not tuples: those would wake the garbage collector.
@@ -327,10 +327,14 @@ def _walk(file: f4.DatabaseFile, entries: npt.NDArray[Any]) -> tuple[Ints, Ints]
 
 def _read_metrics(file: f4.DatabaseFile) -> tuple[list[Metric], dict[str, str]]:
     """(metrics, scope to its type)."""
-    head = file.header("Metrics", f4.METRIC_LISTS)
-    table = file.table(f4.METRIC, head["metrics"], head["count"], head["metric_stride"], "metrics")
+    head = file.header("Metrics", "performance metrics")
+    table = file.table("metric", head["metrics"], head["count"], head["metric_stride"], "metrics")
     scope_table = file.table(
-        f4.SCOPE, head["scope_items"], head["scope_count"], head["scope_stride"], "scopes"
+        "propagation scope",
+        head["scope_items"],
+        head["scope_count"],
+        head["scope_stride"],
+        "scopes",
     )
     scope_names = file.strings(scope_table["name"], "scope name")
     listed = int(table["instance_count"].sum()) + int(table["summary_count"].sum())
@@ -354,11 +358,11 @@ def _read_metrics(file: f4.DatabaseFile) -> tuple[list[Metric], dict[str, str]]:
         what = f"metric '{name}'"
         stride = head["instance_stride"]
         instances = file.table(
-            f4.SCOPE_INSTANCE, instances_at, instance_count, stride, f"{what}: scopes"
+            "metric scope", instances_at, instance_count, stride, f"{what}: scopes"
         )
         stride = head["summary_stride"]
         summaries = file.table(
-            f4.SUMMARY_STATISTIC, summaries_at, summary_count, stride, f"{what}: statistics"
+            "summary statistic", summaries_at, summary_count, stride, f"{what}: statistics"
         )
         scopes = dict(zip(scopes_of(instances, what), instances["metric_id"].tolist(), strict=True))
         statistics = tuple(

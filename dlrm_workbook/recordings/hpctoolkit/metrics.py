@@ -12,17 +12,16 @@ manual, of HPCToolkit 2025-05 and of later development versions.
 
 from __future__ import annotations
 
-import csv
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+
+from dlrm_workbook.ground.tables import rows_of
 
 NOT_COLLECTED = ("GMEM (sec)", "GSYNC (sec)", "GICOPY (sec)")
 """Metrics that HPCToolkit 2025-05 lists and never fills on NVIDIA GPUs."""
 
-_FILE = Path(__file__).with_name("metrics.csv")
-_ROWS = list(csv.DictReader(_FILE.read_text(encoding="utf-8").splitlines()))
+_ROWS = rows_of(__file__, "metrics.csv")
 
 
 def _table(kind: str) -> dict[str, str]:
@@ -132,12 +131,8 @@ def meaning_of(name: str) -> str:
 
 
 def reason_without_value(name: str, measured: Mapping[str, float]) -> str:
-    """Why a metric that the database lists has no value anywhere.
-
-    Args:
-        name: of the metric, in any generation's spelling.
-        measured: canonical metrics that have a value.
-    """
+    """Why a metric, in any generation's spelling, has no value anywhere though the database lists
+    it; ``measured`` are the canonical metrics that have one."""
     name = canonical_name(name)
     if name in NOT_COLLECTED:
         return "HPCToolkit lists it but does not collect it (on NVIDIA GPUs it never does)"
@@ -191,57 +186,26 @@ class Derivation:
         return float(number if self.most is None else max(0.0, min(self.most, number)))
 
 
-_OCCUPANCY = "theoretical occupancy: resident warps over those a multiprocessor can hold"
-_UTILISATION = "PC samples taken of those that a fully busy GPU would give"
+def _derivations() -> Iterator[Derivation]:
+    for row in rows_of(__file__, "derived.csv"):
+        scale, most = float(row["scale"]), float(row["most"]) if row["most"] else None
+        above = tuple(row["above"].split(", "))
+        below, unit = row["below"], row["unit"]
+        yield Derivation(row["name"], unit, row["meaning"], scale, above, below, most)
+        if row["name"] != "stalled_percent":
+            continue
+        for reason, meaning in STALLS.items():
+            if reason not in ("NONE", "HID"):
+                name, what = f"stall_{reason.lower()}_percent", f"share of the stalls: {meaning}"
+                yield Derivation(name, "%", what, 100, (f"GINS:STL_{reason}",), "GINS:STL_ANY")
 
-DERIVATIONS = (
-    Derivation("launches", "", "kernel launches", 1, ("GKER:COUNT",), ""),
-    Derivation(
-        "mean_kernel_us", "us", "mean time of a launch", 1e6, ("GKER (sec)",), "GKER:COUNT"
-    ),
-    Derivation(
-        "occupancy_percent", "%", _OCCUPANCY, 100, ("GKER:FGP_ACT_ACUMU",), "GKER:FGP_MAX_ACUMU"
-    ),
-    Derivation(
-        "mean_registers", "", "registers of a thread", 1, ("GKER:THR_REG_ACUMU",), "GKER:COUNT"
-    ),
-    Derivation(
-        "mean_blocks", "", "thread blocks of a launch", 1, ("GKER:BLKS_ACUMU",), "GKER:COUNT"
-    ),
-    Derivation(
-        "mean_threads_per_block", "", "threads of a block", 1, ("GKER:BLK_THR_ACUMU",), "GKER:COUNT"
-    ),
-    Derivation(
-        "utilization_percent", "%", _UTILISATION, 100, ("GSAMP:TOT",), "GSAMP:EXP", most=100
-    ),
-    Derivation(
-        "stalled_percent", "%", "sampled warp-cycles that were stalled", 100, ("GINS:STL_ANY",),
-        "GINS",
-    ),
-    *(
-        Derivation(
-            f"stall_{reason.lower()}_percent", "%", f"share of the stalls: {meaning}", 100,
-            (f"GINS:STL_{reason}",), "GINS:STL_ANY",
-        )
-        for reason, meaning in STALLS.items()
-        if reason not in ("NONE", "HID")
-    ),
-    Derivation(
-        "copy_gb_per_s", "GB/s", "bytes of explicit copies over their time", 1e-9,
-        tuple(f"GXCOPY:{kind} (B)" for kind in COPY_KINDS), "GXCOPY (sec)",
-    ),
-)  # fmt: skip
+
+DERIVATIONS = tuple(_derivations())
+"""Quantities of ``derived.csv``; those of each reason to stall stand behind those of all."""
 
 
 def derive(values: Mapping[str, float], listed: Collection[str]) -> dict[str, float | str]:
-    """Every derived quantity that these values allow.
-
-    Args:
-        values: canonical metric to its value in one context; only metrics that
-            have a value there.
-        listed: canonical metrics that the database knows.
-
-    Returns:
-        Name to number, or to a sentence why it was not measured.
-    """
+    """Every derived quantity that these values allow: name to number, or to a sentence why it was
+    not measured. ``values`` has the canonical metrics that have one in a context; ``listed`` are
+    those that the database knows."""
     return {derivation.name: derivation.compute(values, listed) for derivation in DERIVATIONS}

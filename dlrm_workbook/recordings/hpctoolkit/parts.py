@@ -70,14 +70,8 @@ class Labels:
 
 def by_names(contexts: pd.DataFrame, parts: Mapping[str, str] | None = None) -> Labels:
     """Part and phase of every context by its names, callers' lines and forward operators.
-
-    Args:
-        contexts: as in a profile: ``parent``, ``kind``, ``name``, ``file``, ``line``.
-        parts: the user's map of patterns to parts.
-
-    Raises:
-        InputError: the map names a part that is unknown.
-    """
+    ``contexts`` are as in a profile; ``parts`` is the user's map of patterns to parts, refused by
+    an InputError where it names a part that is unknown."""
     names = PartNames(parts)
     parent = contexts["parent"].to_numpy()
     keys = list(zip(contexts["kind"], contexts["name"], contexts["file"], strict=True))
@@ -174,16 +168,10 @@ def work_on_gpus(trace: pd.DataFrame, threads: pd.DataFrame) -> pd.DataFrame:
 
 
 def parts_in_order(
-    trace: pd.DataFrame,
-    threads: pd.DataFrame,
-    labels: Labels,
-    iterations: pd.DataFrame | None,
+    trace: pd.DataFrame, threads: pd.DataFrame, labels: Labels, iterations: pd.DataFrame | None
 ) -> pd.Series:
-    """Part of each operation of the GPUs and of each sample of threads that run parts.
-
-    Returns:
-        Parts by the index of ``trace``.
-    """
+    """Part of each operation of the GPUs and of each sample of threads that run parts, by the index
+    of ``trace``."""
     work = work_on_gpus(trace, threads)
     pieces = [pd.Series(by_order(work, labels, iterations), work.index, dtype=object)]
     speaks = labels.component != "other"
@@ -198,13 +186,9 @@ def parts_in_order(
 def by_order(
     trace: pd.DataFrame, labels: Labels, iterations: pd.DataFrame | None
 ) -> list[tuple[str, str]]:
-    """Part of each operation of a GPU, or of each sample of a thread.
-
-    Args:
-        trace: its rows, in the order of their begin.
-        labels: what the names say.
-        iterations: ``start_ns``, in order; None where none are known.
-    """
+    """Part of each operation of a GPU, or of each sample of a thread, whose rows of the trace are
+    in the order of their begin; ``iterations`` have ``start_ns``, in order, or are None where none
+    are known."""
     context = trace["context"].to_numpy()
     component, phase = labels.component[context].copy(), labels.phase[context].copy()
     iteration = np.zeros(len(context), np.int64)
@@ -289,16 +273,12 @@ Tables = tuple[pd.DataFrame, pd.DataFrame, pd.DataFrame]
 def divide(
     tables: Tables, labels: Labels, parts: pd.Series, overlong: Mapping[int, int]
 ) -> tuple[Tables, int]:
-    """The tables with a part for every context, those of several parts divided.
+    """The tables with a part for every context, those of several parts divided, and how many
+    contexts were. ``parts`` are of rows of the trace, by their index there; ``overlong`` has the
+    true end of rows of the trace that last too long.
 
-    Args:
-        parts: part of rows of the trace, by their index there.
-        overlong: true end of rows of the trace that last too long.
-
-    Returns:
-        The tables, and how many contexts were divided. Copies of contexts stand at the
-        end of their table, so the others keep their numbers. Times and bytes go to the copies
-        as the time in the trace does, counts as the number of operations does.
+    Copies of contexts stand at the end of their table, so the others keep their numbers. Times and
+    bytes go to the copies as the time in the trace does, counts as the number of operations does.
     """
     contexts, values, trace = tables
     component, phase = labels.component.copy(), labels.phase.copy()
@@ -338,14 +318,9 @@ def divide(
 
 
 def shares_of_parts(rows: pd.DataFrame, of: list[str]) -> pd.DataFrame:
-    """The shares that parts have in what their operations belong to.
-
-    Args:
-        rows: ``part`` and ``time`` of each operation, and what it belongs to (columns ``of``).
-
-    Returns:
-        These columns, ``part``, ``time`` and ``count``: its shares in time and number.
-    """
+    """The shares that parts have in what their operations belong to (columns ``of``), in ``time``
+    and number (``count``). The rows have ``part`` and ``time`` of each operation, and these
+    columns."""
     rows = rows.assign(count=1, time=rows["time"].clip(lower=0))
     shares = rows.groupby([*of, "part"], as_index=False, sort=False)[["time", "count"]].sum()
     whole = shares.groupby(of)[["time", "count"]].transform("sum")
@@ -356,15 +331,9 @@ def shares_of_parts(rows: pd.DataFrame, of: list[str]) -> pd.DataFrame:
 
 
 def _copies(contexts: pd.DataFrame, scope: Ints, further: pd.DataFrame) -> pd.DataFrame:
-    """The further contexts of scopes that are divided.
-
-    Args:
-        further: the parts that get copies, as :func:`shares_of_parts` gives them.
-
-    Returns:
-        A row a copy: those columns, ``old`` and ``new`` (the numbers of the context and of its
-        copy) and ``above`` (the parent of the copy).
-    """
+    """The further contexts of scopes that are divided, by the ``further`` parts that get copies: a
+    row a copy, with the columns of :func:`shares_of_parts`, ``old`` and ``new`` (the numbers of the
+    context and of its copy) and ``above`` (the parent of the copy)."""
     members = pd.DataFrame({"within": scope, "old": np.arange(len(scope))})
     copies = further.merge(members, on="within")
     copies["new"] = len(contexts) + np.arange(len(copies))

@@ -73,11 +73,8 @@ def plan_passes(
 
 
 def workload_environment(base: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
-    """Environment of every run, profiled or not, and notices about what it lost.
-
-    Raises:
-        InputError: this process is itself measured by hpcrun.
-    """
+    """Environment of every run, profiled or not, and notices about what it lost. An InputError says
+    that this process is itself measured by hpcrun."""
     if "HPCRUN_EVENT_LIST" in base:
         raise InputError(
             "this process runs under hpcrun already (HPCRUN_EVENT_LIST is set); "

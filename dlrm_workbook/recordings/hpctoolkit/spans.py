@@ -93,12 +93,9 @@ def with_spans(
 
 
 def laid_out(profile: Profile, log: Log, place: Place) -> Profile:
-    """The profile with its samples below the iterations and the parts of a log.
-
-    Args:
-        place: given the GPU's operations and the meta of the new profile, says the ``iteration``
-            and the ``part`` (a number of the log) of those that are in iterations.
-    """
+    """The profile with its samples below the iterations and the parts of a log. ``place`` is given
+    the GPU's operations and the meta of the new profile, and says the ``iteration`` and the
+    ``part`` (a number of the log) of those that are in iterations."""
     samples = profile.trace[["profile", "start_ns", "end_ns", "context"]].copy()
     samples["span"] = stretch_at(log.start, log.end, samples["start_ns"].to_numpy())
     # what was noticed was how iterations and parts were told without spans

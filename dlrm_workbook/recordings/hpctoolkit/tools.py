@@ -100,15 +100,9 @@ class Capabilities:
 
 
 def find_tools(home: str | None = None) -> Tools:
-    """Find hpcrun, hpcstruct and hpcprof and ask them what they offer.
-
-    Args:
-        home: an installation's folder (or its ``bin``). Empty or None: the
-            environment variable HPCTOOLKIT_HOME, and without that PATH.
-
-    Raises:
-        MissingToolError: hpcrun or hpcprof is absent or does not start.
-    """
+    """Find hpcrun, hpcstruct and hpcprof in ``home``, an installation's folder (or its ``bin``),
+    else in the environment variable HPCTOOLKIT_HOME, and without that on PATH, and ask them what
+    they offer. A MissingToolError says that hpcrun or hpcprof is absent or does not start."""
     home = home or os.environ.get("HPCTOOLKIT_HOME")
     folder = Path(home).expanduser().absolute() if home else None
     hpcrun, hpcprof = _find("hpcrun", folder), _find("hpcprof", folder)
@@ -260,11 +254,8 @@ def _find(name: str, folder: Path | None) -> Path | None:
 
 
 def _ask(tool: Path, option: str, *, required: bool = True) -> str:
-    """What a tool prints for an informational option.
-
-    Raises:
-        MissingToolError: it does not start, fails, or does not answer in time.
-    """
+    """What a tool prints for an informational option. Raises MissingToolError: it does not start,
+    fails, or does not answer in time."""
     plain = {name: text for name, text in os.environ.items() if not name.startswith("HPCRUN_")}
     try:
         answer = run_child(

@@ -39,7 +39,6 @@ class ThreadProfile:
 
     Attributes:
         number: its row in the file; 0 is the summary of the whole run.
-        summary: whether it holds summary statistics.
         identifiers: where it ran, from node to thread; empty for profile 0.
         count: number of values.
     """
@@ -60,10 +59,10 @@ class ThreadProfile:
         self._file = file
         self._listed = listed
         self._raw = file.table(
-            f4.PROFILE_VALUE, block["values"], self.count, what=f"the values of {what}"
+            "profile value", block["values"], self.count, what=f"the values of {what}"
         )
         self._index = index = file.table(
-            f4.PROFILE_INDEX, block["index"], block["index_count"], what=f"the index of {what}"
+            "profile index", block["index"], block["index_count"], what=f"the index of {what}"
         )
         if (np.diff(index["context"].astype(np.int64)) <= 0).any():
             raise file.error(f"the index of {what} does not increase")
@@ -159,12 +158,14 @@ def read_profiles(
         DatabaseError: missing, cut short, damaged, or of another format.
     """
     file = f4.DatabaseFile(path, "prof", b"_prof.db", ("ProfileInfos", "IdTuples"))
-    _, table = file.items("ProfileInfos", f4.SHORT_LIST, f4.PROFILE)
+    _, table = file.items("ProfileInfos", "short list", "profile")
     if not len(table):
         raise file.error("it lists no profiles, and the summary profile is always there")
     # as floats, which do not overflow
-    stated = table["value_count"].astype(np.float64).sum() * f4.PROFILE_VALUE.size
-    stated += table["index_count"].astype(np.float64).sum() * f4.PROFILE_INDEX.size
+    stated = sum(
+        table[f"{what}_count"].astype(np.float64).sum() * f4.RECORDS[f"profile {what}"].itemsize
+        for what in ("value", "index")
+    )
     if stated > file.size:
         raise file.error(
             f"its values take {int(stated)} bytes together, and the file has {file.size}: "
@@ -173,8 +174,8 @@ def read_profiles(
     metrics, statistics = _listed(metric_ids), _listed(statistic_ids)
     profiles = []
     identities: dict[int, tuple[Identifier, ...]] = {0: ()}
-    most = len(file.sections["IdTuples"]) // f4.IDENTIFIER.size + 1
-    names = f4.PROFILE.dtype.names or ()
+    most = len(file.sections["IdTuples"]) // f4.RECORDS["identifier"].itemsize + 1
+    names = f4.RECORDS["profile"].names or ()
     for number, row in enumerate(table.tolist()):
         block = dict(zip(names, row, strict=True))
         pointer = block["identifiers"]
@@ -201,8 +202,8 @@ def _identifiers(
     file: f4.DatabaseFile, pointer: int, kinds: list[str], number: int
 ) -> tuple[Identifier, ...]:
     what = f"the identifier list of profile {number}"
-    count = file.one(f4.IDENTIFIER_TUPLE, pointer, what)["count"]
-    table = file.table(f4.IDENTIFIER, pointer + f4.IDENTIFIERS_OFFSET, count, what=what)
+    count = file.one("identifier tuple", pointer, what)["count"]
+    table = file.table("identifier", pointer + f4.IDENTIFIERS_OFFSET, count, what=what)
     return tuple(
         Identifier(kinds[kind] if kind < len(kinds) else f"KIND{kind}", logical, physical)
         for kind, _, logical, physical in table.tolist()
@@ -235,7 +236,7 @@ class TraceLine:
         return self._decoded("context")
 
     def _decoded(self, column: str) -> Ints:
-        samples = self._file.table(f4.TRACE_SAMPLE, self._start, self.count)
+        samples = self._file.table("trace sample", self._start, self.count)
         decoded: Ints = samples[column].astype(np.int64)
         self._file.spent(samples.nbytes)
         return decoded
@@ -247,27 +248,24 @@ class TraceLine:
 
 
 def read_traces(path: Path, profiles: int) -> list[TraceLine]:
-    """The trace lines of ``trace.db``; ``profiles`` is how many ``profile.db`` has.
-
-    Raises:
-        DatabaseError: missing, cut short, damaged, or of another format.
-    """
+    """The trace lines of ``trace.db``; ``profiles`` is how many ``profile.db`` has. A DatabaseError
+    says that it is missing, cut short, damaged, or of another format."""
     file = f4.DatabaseFile(path, "trce", b"trace.db", ("CtxTraces",))
-    _, table = file.items("CtxTraces", f4.TRACES, f4.TRACE)
+    _, table = file.items("CtxTraces", "trace headers", "trace")
     lines = []
-    room = file.size
+    room, size = file.size, f4.RECORDS["trace sample"].itemsize
     for number, (profile, start, end) in enumerate(table.tolist()):
         what = f"trace {number}"
         if profile >= profiles:
             raise file.error(f"{what} is of profile {profile}, and there are {profiles}")
-        count, rest = divmod(end - start, f4.TRACE_SAMPLE.size)
+        count, rest = divmod(end - start, size)
         room -= max(end - start, 0)
         if end < start or rest or room < 0:
             raise file.error(
                 f"{what} runs from byte {start} to byte {end}, not a whole number of "
-                f"{f4.TRACE_SAMPLE.size}-byte samples within {file.size} bytes"
+                f"{size}-byte samples within {file.size} bytes"
             )
-        file.table(f4.TRACE_SAMPLE, start, count, what=what)
+        file.table("trace sample", start, count, what=what)
         line = TraceLine(file, profile, start, count)
         times = line.time_ns
         if count and (times[0] < 0 or (times[1:] < times[:-1]).any()):

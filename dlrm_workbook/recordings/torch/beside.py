@@ -31,12 +31,8 @@ class Beside:
         self._sampler.start()
 
     def write(self, folder: Path, ends: list[int]) -> None:
-        """Stop, and write what was sampled.
-
-        Args:
-            folder: Made for it.
-            ends: of the iterations, nanoseconds since the epoch; each begins at the one before.
-        """
+        """Stop, and write what was sampled into a folder that is made for it; ``ends`` are of the
+        iterations, nanoseconds since the epoch; each begins at the one before."""
         self._sampler.stop()
         self._modules.stop()
         epoch = min(time.time_ns() - time.perf_counter_ns() for _ in range(5))

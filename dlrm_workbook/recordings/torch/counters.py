@@ -75,12 +75,8 @@ class Counters:
         return value
 
     def table(self, zero: int, nanoseconds: bool) -> dict[str, Any]:
-        """What a profile's ``meta`` says of them; empty where there are none.
-
-        Args:
-            zero: ns of the first event.
-            nanoseconds: whether the times of the trace are.
-        """
+        """What a profile's ``meta`` says of them; empty where there are none. The first event is at
+        ``zero`` ns; ``nanoseconds`` says whether the times of the trace are such."""
         if not self.taken:
             return {}
         samples = []

@@ -75,11 +75,8 @@ class LineCounter:
         self._frames: list[FrameType] = []
 
     def start(self, frame: FrameType | None) -> None:
-        """Trace from now on.
-
-        Args:
-            frame: the innermost frame that runs; those of the user's on its stack are traced.
-        """
+        """Trace from now on, from the innermost ``frame`` that runs; those of the user's on its
+        stack are traced."""
         if sys.gettrace() is not None:
             self.missing = "another trace function, of a debugger or of coverage, is installed"
             return

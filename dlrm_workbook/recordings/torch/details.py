@@ -29,14 +29,11 @@ _CALL = ["turn", "line", "name"]
 
 
 def join_details(events: Events, details: Events) -> None:
-    """Give the spans of one trace what the spans of another one say, and its memory curve.
+    """Give the spans of one trace what the ``details`` of another one of the same process say,
+    :data:`TEXTS` and, where memory was recorded, :data:`ALLOCATIONS`; and its memory curve.
 
     Each iteration takes the details of one of the other trace's, in turns, so that sizes which
     differ between iterations still do.
-
-    Args:
-        events: gets :data:`TEXTS` and, where memory was recorded, :data:`ALLOCATIONS`.
-        details: of the same process.
     """
     columns = TEXTS.copy()
     if len(details.memory):
@@ -70,12 +67,9 @@ def join_details(events: Events, details: Events) -> None:
 
 
 def _calls(host: pd.DataFrame) -> pd.DataFrame:
-    """The operators and ranges within iterations, with the row's index in ``host``.
-
-    Returns:
-        turn (number of the iteration), line, name, number (of the call among those of its name in
-        its iteration and thread), often (how many those are).
-    """
+    """The operators and ranges within iterations, with the row's index in ``host``: turn (number of
+    the iteration), line, name, number (of the call among those of its name in its iteration and
+    thread), often (how many those are)."""
     marks = np.sort(host.loc[host["name"].eq(STEP_MARK), "start"].to_numpy())
     turn = np.searchsorted(marks, host["start"].to_numpy(), side="right") - 1
     chosen = host["kind"].isin(["operator", "annotation"]).to_numpy()
@@ -88,11 +82,8 @@ def _calls(host: pd.DataFrame) -> pd.DataFrame:
 
 
 def allocated(host: pd.DataFrame, memory: pd.DataFrame) -> dict[str, Floats]:
-    """:data:`ALLOCATIONS` of each span (n,); frees are not subtracted.
-
-    Args:
-        host: spans with line, start, end, and parent (row) where they are nested.
-    """
+    """:data:`ALLOCATIONS` of each span (n,); frees are not subtracted. ``host`` has spans with
+    line, start, end, and parent (row) where they are nested."""
     amounts = {name: np.zeros(len(host)) for name in ALLOCATIONS}
     lines = host["line"].to_numpy()
     for line, events in memory[memory["bytes"].gt(0)].groupby("line", observed=True):

@@ -100,10 +100,7 @@ def _by_neighbours(
     iterations: Sequence[tuple[int, int]],
 ) -> Ints:
     """Part (n,) of stretches that lie between two of the same, −1 where that tells nothing.
-
-    Args:
-        operates: whether an operator runs during each stretch (n,).
-    """
+    ``operates``: whether an operator runs during each stretch (n,)."""
     passing = np.array([name in PASSING for name, _ in parts], dtype=bool)
     has_part = np.array([name != "other" for name, _ in parts], dtype=bool)[part]
     place = np.arange(len(part))

@@ -71,11 +71,8 @@ def end_with_holder(pipe: str, holder: int) -> None:
     """Have the kernel end this process and its group when the pipe's last writer is gone (Linux).
 
     It takes no thread, and holds for a shell that started this process. Every Python process that
-    is forked or started asks anew, since a rank of torchrun is in a group of its own.
-
-    Args:
-        pipe: a named pipe that the process which measures keeps open for writing.
-        holder: the number of that process.
+    is forked or started asks anew, since a rank of torchrun is in a group of its own. ``holder`` is
+    the number of the process that measures, which keeps the named pipe open for writing.
     """
     if sys.platform != "linux":
         return

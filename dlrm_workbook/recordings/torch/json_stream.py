@@ -94,11 +94,7 @@ class _Unpacked:
         self._member = zlib.decompressobj(wbits=31)
 
     def read(self, size: int) -> bytes:
-        """At most so many bytes; none at the end.
-
-        Raises:
-            EOFError: the file is cut short.
-        """
+        """At most so many bytes, none at the end; an EOFError says that the file is cut short."""
         while True:
             packed = self._packed or self._file.read(PACKED_AT_ONCE)
             if self._member.eof:
@@ -188,12 +184,7 @@ class EventStream:
     """
 
     def __init__(self, file: IO[bytes], name: str, packed_bytes: int) -> None:
-        """
-        Args:
-            file: the trace, gzipped or not.
-            name: what the trace is called in sentences.
-            packed_bytes: size of the file that it lies in.
-        """
+        """``file`` may be gzipped; ``packed_bytes`` is the size of the file that it lies in."""
         self.name = name
         self.header: dict[str, Any] = {}
         self.has_events = False
@@ -210,11 +201,8 @@ class EventStream:
         self._coming: Future[bytes] = self._thread.submit(self._file.read, BYTES_AT_ONCE)
 
     def __iter__(self) -> Iterator[list[TraceEvent]]:
-        """Every event, in lists.
-
-        Raises:
-            InputError: the trace is cut short, not JSON, or larger than is read.
-        """
+        """Every event, in lists; an InputError says that the trace is cut short, not JSON, or
+        larger than is read."""
         try:
             yield from self._document()
         finally:

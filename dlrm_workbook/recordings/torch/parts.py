@@ -86,13 +86,11 @@ def has_own_parts(host: pd.DataFrame) -> bool:
 
 
 def own_parts(host: pd.DataFrame) -> tuple[Names, Names]:
-    """Component and phase (n,) of every span, by the ranges of our own step.
+    """Component and phase (n,) of every span, by the ranges of our own step; ``host`` has nested
+    spans, callers before callees, with name, kind, parent, profile, start, end.
 
-    A span of an autograd thread works for the main thread, which waits: it has the part that
-    the main thread is in when its outermost span starts. (A prefetching thread does not.)
-
-    Args:
-        host: nested spans, callers before callees, with name, kind, parent, profile, start, end.
+    A span of an autograd thread works for the main thread, which waits: it has the part that the
+    main thread is in when its outermost span starts. (A prefetching thread does not.)
     """
     parent, profile = host["parent"].to_numpy(), host["profile"].to_numpy()
     code, names = coded(host["name"])
@@ -174,10 +172,8 @@ class _Spans:
     """The columns that several steps of the attribution read and change.
 
     Attributes:
-        component, phase, hinted: what is known of each span (n,), as :func:`foreign.resolve` says
-            it. These are what the steps change.
-        forward: which spans (n,) lie in no autograd node.
-        begins: of the iterations, where they are known, in order.
+        component, phase, hinted: of each span (n,), as :func:`foreign.resolve` says it, which
+            the steps change.
         named: what each distinct pair of kind and name says; ``code`` (n,) is its number.
         key: of each pair, what an autograd node is the backward of; None of other names.
         node: row (n,) of the outermost autograd node around each span, −1 outside of all.

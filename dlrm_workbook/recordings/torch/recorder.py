@@ -93,18 +93,14 @@ def record_workload(
     say: Say = say_nothing,
     then: Callable[[Parameters, list[Tables]], object] = lambda parameters, tables: None,
 ) -> Path:
-    """Train under torch.profiler as ``profiling`` says; a recording in a new folder.
+    """Train under torch.profiler as ``profiling`` says; a recording in a new folder. An InputError
+    says that the run does not fit, that the device is not there, or that the folder exists or
+    cannot be written.
 
-    As many iterations as are recorded run without the profiler, in the same process, to state
-    its dilation. Parts are probed after them, on the tables that were trained.
-
-    Args:
-        then: called when the recording is whole, with the parameters as they ran and the tables
-            that there are: the run's, and those that a probed change needed.
-
-    Raises:
-        InputError: the run does not fit, the device is not there, or the folder
-            exists or cannot be written.
+    As many iterations as are recorded run without the profiler, in the same process, to state its
+    dilation. Parts are probed after them, on the tables that were trained. ``then`` is called when
+    the recording is whole, with the parameters as they ran and the tables that there are: the
+    run's, and those that a probed change needed.
     """
     config = parameters.profiling
     require_new(folder, "recording")
@@ -213,17 +209,11 @@ def information(parameters: Parameters, device: torch.device, notices: list[str]
 
 
 def evidence(parameters: Parameters, say: Say = say_nothing) -> dict[str, Any]:
-    """What a measured run carries beside its times, found before it in its own process.
-
-    Returns:
-        ``memory_limit_bytes`` and ``available_bytes`` (of the device, before the run); with
-        ``profiling.probes`` also ``ceilings``
-        (:func:`dlrm_workbook.evidence.ceilings.measure_ceilings`); ``not_measured``, name to
-        reason.
-
-    Raises:
-        InputError: the device is not there.
-    """
+    """What a measured run carries beside its times, found before it in its own process:
+    ``memory_limit_bytes`` and ``available_bytes`` (of the device, before the run); with
+    ``profiling.probes`` also ``ceilings``
+    (:func:`dlrm_workbook.evidence.ceilings.measure_ceilings`); ``not_measured``, name to reason. An
+    InputError says that the device is not there."""
     device = resolve_device(parameters.training)
     missing: dict[str, str] = {}
     facts: dict[str, Any] = {
@@ -248,16 +238,9 @@ def probed(
     say: Say = say_nothing,
     lenders: list[Tables] | None = None,
 ) -> dict[str, Any]:
-    """The parts alone, as they are and under changes.
-
-    Args:
-        missing: what else was not measured, name to reason.
-        lenders: whose tables are trained on; tables that a change needed are added.
-
-    Returns:
-        ``part_probes`` (:func:`dlrm_workbook.evidence.probes.probe_changes`), where parts are
-        probed, and ``not_measured``.
-    """
+    """The parts alone, as they are and under changes, as ``part_probes``; and ``not_measured``,
+    with what else is ``missing``. ``lenders`` are as
+    :func:`~dlrm_workbook.evidence.probes.probe_changes` takes them."""
     if not parameters.profiling.probes:
         return {"not_measured": missing | {"part_probes": NOT_PROBED}}
     if resolve_device(parameters.training).type != "cpu":
@@ -269,12 +252,9 @@ def probed(
 def answer_changes(asked: Path, answer: Path, parameters: Parameters, tables: list[Tables]) -> None:
     """Time whole steps under the changes that whoever reads the recording asks for.
 
-    The process that recorded the run waits with its tables until the question is there.
-
-    Args:
-        asked: file that is waited for: a list of changes, an empty one to ask for none.
-        answer: file for their times, as :func:`~dlrm_workbook.evidence.together.time_together`
-            gives them.
+    The process that recorded the run waits with its tables until the file ``asked`` is there, a
+    list of changes (an empty one asks for none). ``answer`` gets their times, as
+    :func:`~dlrm_workbook.evidence.together.time_together` gives them.
     """
     while not asked.exists():
         time.sleep(WAIT_S)

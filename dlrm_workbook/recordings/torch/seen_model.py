@@ -37,11 +37,8 @@ _OPTIONS = (bool, int, float, str, type(None))
 
 class SeenModel:
     """Looks at what the modules and optimizers of this thread do, from :meth:`start` to
-    :meth:`stop`.
-
-    Args:
-        roots: modules that are no part of others, whose attributes name the tables.
-    """
+    :meth:`stop`; ``roots`` are modules that are no part of others, whose attributes name the
+    tables."""
 
     def __init__(self, roots: Iterable[torch.nn.Module]) -> None:
         self._names = {

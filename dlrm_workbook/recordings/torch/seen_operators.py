@@ -131,12 +131,8 @@ class _Unlearned:
 
 
 class SeenOperators(TorchDispatchMode):
-    """Looks at what this thread computes, from :meth:`start` to :meth:`stop`.
-
-    Args:
-        parameters: names and parameters of the models, so that operands have names.
-        tables: names and weights of embedding tables.
-    """
+    """Looks at what this thread computes, from :meth:`start` to :meth:`stop`. Operands have names
+    by the ``parameters`` of the models; ``tables`` are names and weights of embedding tables."""
 
     def __init__(
         self,

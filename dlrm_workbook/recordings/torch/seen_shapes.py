@@ -65,13 +65,11 @@ def lookup_of(name: str, shapes: str) -> tuple[int, int, int | None, int] | None
 
 
 def seen_shapes(averages: Iterable[Mapping[str, Any]], threads: int) -> Shapes:
-    """The shapes of a recorded program, of the ``name``, ``shapes`` and ``count`` of its operators.
+    """The shapes of a recorded program, of the ``name``, ``shapes`` and ``count`` of its operators,
+    each of which has so many CPU ``threads``.
 
-    Args:
-        threads: CPU threads of one of its operators.
-
-    The shapes of a product without a bias do not say which of its operands is transposed, so it
-    is timed in both layouts of a backward pass.
+    The shapes of a product without a bias do not say which of its operands is transposed, so it is
+    timed in both layouts of a backward pass.
     """
     # loads torch, and what reads the shapes of a recording does without
     from dlrm_workbook.evidence.ceilings import Product, Shapes

@@ -24,7 +24,8 @@ index_select, gather      not counted            indices, and the rows asked for
 index                     not counted            the elements asked for, twice
 ========================  =====================  ==================================================
 
-The definitions are those of torch's operators (``native_functions.yaml``). An output whose shape
+``shape_work.csv`` says which formula is each operator's and how its bytes are counted; the
+definitions are those of torch's operators (``native_functions.yaml``). An output whose shape
 depends on values that the trace does not have is taken from the operator's backward twin, whose
 input is the gradient of that output. What still is not known has no work: cat and
 foreach operators of which no twin tells the type, FBGEMM's lookups (widths of rows are values),
@@ -34,6 +35,7 @@ bytes are too many.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
@@ -45,6 +47,7 @@ import numpy as np
 import pandas as pd
 
 from dlrm_workbook.ground.arrays import Bools, Floats, Ints, Names
+from dlrm_workbook.ground.tables import rows_of
 from dlrm_workbook.recordings.profile import inclusive_from_exclusive, nearest
 
 ElementType = tuple[str, int]
@@ -153,11 +156,8 @@ class Call:
         return listed if all(type(number) is int for number in listed) else None
 
 
-Formula = Callable[[Call], Amounts | None]
-
-
-def _every(prefix: str, names: str, formula: Formula) -> dict[str, Formula]:
-    return {prefix + name: formula for name in names.split()}
+Formula = functools.partial[Amounts | None]
+"""Takes a :class:`Call`; its arguments are those of the operator's row in ``shape_work.csv``."""
 
 
 # ---- products, convolutions, attention, lookups -----------------------------------------
@@ -168,7 +168,15 @@ def _is_shape(given: Any) -> bool:
     return bool(given) and isinstance(given, list) and all(type(size) is int for size in given)
 
 
-def _product(a: Shape, b: Shape, first: int, added: Shape | None = None) -> Amounts | None:
+def _product(call: Call, first: int = 0, vector: bool = False) -> Amounts | None:
+    """The matrices, or a matrix and a vector, from input ``first`` on; 1: input 0 is added."""
+    a, b = call.shapes[first : first + 2]
+    if vector and len(b) != 1:
+        return None
+    return _multiplied(a, [*b, 1] if vector else b, first, call.shapes[0] if first else None)
+
+
+def _multiplied(a: Shape, b: Shape, first: int, added: Shape | None = None) -> Amounts | None:
     """``a`` (..., m, k) by ``b`` (..., k, n); they are inputs ``first`` and ``first + 1``."""
     if len(a) != len(b) or len(a) not in (2, 3) or a[-1] != b[-2] or a[:-2] != b[:-2]:
         return None
@@ -182,7 +190,7 @@ def _product(a: Shape, b: Shape, first: int, added: Shape | None = None) -> Amou
     return operations, moved
 
 
-def _embedding_bag(call: Call) -> Amounts | None:
+def _pooled(call: Call) -> Amounts | None:
     table, indices, offsets, *others = call.shapes
     if len(table) != 2 or len(indices) != 1 or len(offsets) != 1:
         return None
@@ -193,12 +201,8 @@ def _embedding_bag(call: Call) -> Amounts | None:
 
 
 def _rows_gradient(call: Call, indices: int, rows: int) -> Amounts | None:
-    """Adds a gradient for each index to the row of a table's dense gradient, which is made here.
-
-    Args:
-        indices: place of the indices.
-        rows: place of the number of rows of the table.
-    """
+    """Adds a gradient for each index to the row of a table's dense gradient, which is made here;
+    ``indices`` and ``rows`` are the places of the indices and of the number of rows."""
     count, height = call.size(indices), call.value(rows)
     if type(height) is not int or height < 1 or not call.shapes[0]:
         return None
@@ -223,14 +227,10 @@ def _linear(call: Call) -> Amounts | None:
     if len(a) < 1 or len(weight) != 2:
         return None
     bias = others[0] if others and others[0] else None
-    amounts = _product([math.prod(a[:-1]), a[-1]], weight[::-1], 0, bias)
+    amounts = _multiplied([math.prod(a[:-1]), a[-1]], weight[::-1], 0, bias)
     if amounts and bias:
         amounts[1][-1] = (2, math.prod(bias))
     return amounts
-
-
-def _vector(matrix: Shape, vector: Shape, first: int, added: Shape | None = None) -> Amounts | None:
-    return _product(matrix, [*vector, 1], first, added) if len(vector) == 1 else None
 
 
 def _filtered(output: Shape, weight: Shape) -> float | None:
@@ -241,43 +241,41 @@ def _filtered(output: Shape, weight: Shape) -> float | None:
 
 
 def _convolution(
-    stride: int, padding: int, dilation: int, transposed: int | bool = False, groups: int = 99
-) -> Formula:
+    call: Call,
+    stride: int,
+    padding: int,
+    dilation: int,
+    transposed: int | bool = False,
+    groups: int = 99,
+) -> Amounts | None:
     """A convolution ``(input, weight, ...)`` with the other arguments at these places.
-
-    Args:
-        transposed: whether it is; or the place of the flag. The added size of its result stands
-            behind the flag, or behind the padding.
-    """
-
-    def formula(call: Call) -> Amounts | None:
-        given, weight = call.shapes[0], call.shapes[1]
-        turned = transposed if isinstance(transposed, bool) else call.value(transposed)
-        around = len(weight) - 2
-        lists = [call.numbers(place, around) for place in (padding, stride, dilation)]
-        output = call.output
-        if all(lists) and isinstance(turned, bool) and len(given) == len(weight) > 2:
-            added = (padding if isinstance(transposed, bool) else transposed) + 1
-            more = (turned and call.numbers(added, around)) or [0] * around
-            channels = weight[1] * (call.value(groups) or 0) if turned else weight[0]
-            output = [given[0], channels]
-            for n, k, p, s, d, o in zip(
-                given[2:], weight[2:], *(one or [] for one in lists), more, strict=True
-            ):
-                if s < 1:
-                    return None
-                reach = d * (k - 1) + 1
-                output.append(
-                    (n - 1) * s - 2 * p + reach + o if turned else (n + 2 * p - reach) // s + 1
-                )
-        if output is None or min(output, default=0) < 1 or given[:1] != output[:1]:
-            return None
-        operations = _filtered(given if turned else output, weight)
-        if operations is None:
-            return None
-        return operations, [(0, call.stored(0)), (1, call.size(1)), (0, math.prod(output))]
-
-    return formula
+    ``transposed``: whether it is; or the place of the flag. The added size of its result stands
+    behind the flag, or behind the padding."""
+    given, weight = call.shapes[0], call.shapes[1]
+    turned = transposed if isinstance(transposed, bool) else call.value(transposed)
+    around = len(weight) - 2
+    lists = [call.numbers(place, around) for place in (padding, stride, dilation)]
+    output = call.output
+    if all(lists) and isinstance(turned, bool) and len(given) == len(weight) > 2:
+        added = (padding if isinstance(transposed, bool) else transposed) + 1
+        more = (turned and call.numbers(added, around)) or [0] * around
+        channels = weight[1] * (call.value(groups) or 0) if turned else weight[0]
+        output = [given[0], channels]
+        for n, k, p, s, d, o in zip(
+            given[2:], weight[2:], *(one or [] for one in lists), more, strict=True
+        ):
+            if s < 1:
+                return None
+            reach = d * (k - 1) + 1
+            output.append(
+                (n - 1) * s - 2 * p + reach + o if turned else (n + 2 * p - reach) // s + 1
+            )
+    if output is None or min(output, default=0) < 1 or given[:1] != output[:1]:
+        return None
+    operations = _filtered(given if turned else output, weight)
+    if operations is None:
+        return None
+    return operations, [(0, call.stored(0)), (1, call.size(1)), (0, math.prod(output))]
 
 
 def _convolution_backward(call: Call) -> Amounts | None:
@@ -317,7 +315,7 @@ def _grouped(call: Call) -> Amounts | None:
     """``_grouped_mm(a, b, offsets)``: each row of ``a`` (m, k) by one matrix of ``b`` (e, k, n)."""
     a, b = call.shapes[:2]
     if len(a) == len(b) == 3:
-        return _product(a, b, 0)
+        return _multiplied(a, b, 0)
     if len(a) != 2 or len(b) != 3 or a[1] != b[1]:
         return None
     result = a[0] * b[2]
@@ -327,13 +325,15 @@ def _grouped(call: Call) -> Amounts | None:
 
 def _scaled(call: Call) -> Amounts | None:
     """``_scaled_mm(a, b, ...)`` of bytes: its result is taken to be of two bytes a number."""
-    amounts = _product(call.shapes[0], call.shapes[1], 0)
+    amounts = _product(call)
     if amounts:
         amounts[1][-1] = (TYPES["c10::BFloat16"], amounts[1][-1][1])
     return amounts
 
 
-def _attention(causal: int, heads_first: bool, first: int = 0, lengths: int = 99) -> Formula:
+def _attention(
+    call: Call, causal: int, heads_first: bool = False, first: int = 0, lengths: int = 99
+) -> Amounts | None:
     """Attention of queries, keys and values from input ``first`` on: two products, backward five.
 
     Args:
@@ -345,90 +345,23 @@ def _attention(causal: int, heads_first: bool, first: int = 0, lengths: int = 99
     A causal mask leaves out half of the products where queries and keys are as many; else it is
     not known how many, and only bytes count.
     """
-
-    def formula(call: Call) -> Amounts | None:
-        q, k, v = call.shapes[first : first + 3]
-        masked = call.value(causal)
-        if call.kind(lengths) or not all(len(one) == 4 for one in (q, k, v)):
-            return None
-        if not isinstance(masked, bool | int) or q[0] != k[0]:
-            return None
-        heads, queries, keys = (q[1], q[2], k[2]) if heads_first else (q[2], q[1], k[1])
-        pairs = float(q[0] * heads * queries * keys)
-        if masked:
-            pairs *= (keys + 1) / (2 * keys) if queries == keys else 0.0
-        result = math.prod(q[:3]) * v[3]
-        operations = 2.0 * pairs * (q[3] + v[3])
-        given = [(first + place, call.stored(first + place)) for place in range(3)]
-        if not first:
-            return operations, [*given, (0, result)]
-        # the products of the forward again, and three more for the gradients
-        return 2.5 * operations, [*2 * given, (first, 2 * result)]
-
-    return formula
-
-
-# places of stride, padding, dilation, transposed, groups among the inputs
-_CONVOLUTION_PLACES: dict[str, tuple[Any, ...]] = {
-    "aten::convolution": (3, 4, 5, 6, 8),
-    "aten::_convolution": (3, 4, 5, 6, 8),
-    "aten::cudnn_convolution": (3, 2, 4),
-    "aten::cudnn_convolution_relu": (3, 4, 5),
-    "aten::miopen_convolution": (4, 3, 5),
-    "aten::miopen_depthwise_convolution": (4, 3, 5),
-    "aten::mkldnn_convolution": (4, 3, 5),
-    "aten::_conv_depthwise2d": (4, 5, 6),
-    "aten::conv_depthwise3d": (4, 5, 6),
-    "aten::slow_conv_dilated2d": (4, 5, 6),
-    "aten::cudnn_convolution_transpose": (4, 2, 5, True, 6),
-    "aten::miopen_convolution_transpose": (5, 3, 6, True, 7),
-    **{f"aten::conv{n}d": (3, 4, 5) for n in (1, 2, 3)},
-    **{f"aten::conv_transpose{n}d": (3, 4, 7, True, 6) for n in (1, 2, 3)},
-}
-CONVOLUTIONS = {name: _convolution(*places) for name, places in _CONVOLUTION_PLACES.items()}
-DILATIONS = {name: places[2] for name, places in _CONVOLUTION_PLACES.items()}
-DILATIONS["aten::convolution_backward"] = 6
-"""Operators to the place of the dilation among their inputs."""
-
-ATTENTION: dict[str, Formula] = {
-    "aten::scaled_dot_product_attention": _attention(5, True),
-    "aten::_scaled_dot_product_flash_attention": _attention(4, True),
-    "aten::_scaled_dot_product_efficient_attention": _attention(6, True),
-    "aten::_scaled_dot_product_cudnn_attention": _attention(6, True),
-    "aten::_flash_attention_forward": _attention(8, False, lengths=3),
-    "aten::_efficient_attention_forward": _attention(9, False, lengths=4),
-    "aten::_scaled_dot_product_flash_attention_backward": _attention(11, True, 1),
-    "aten::_scaled_dot_product_efficient_attention_backward": _attention(11, True, 1),
-    "aten::_scaled_dot_product_cudnn_attention_backward": _attention(14, True, 1),
-    "aten::_flash_attention_backward": _attention(11, False, 1, lengths=6),
-    "aten::_efficient_attention_backward": _attention(14, False, 1, lengths=6),
-    "flash_attn::_flash_attn_forward": _attention(5, False),
-    "aiter::_flash_attn_forward": _attention(5, False),
-    "aiter::mha_fwd": _attention(5, False),
-}
-_BAGS = "_embedding_bag _embedding_bag_forward_only embedding_bag"
-PRODUCTS: dict[str, Formula] = {
-    **_every("aten::", "mm bmm _int_mm", lambda c: _product(c.shapes[0], c.shapes[1], 0)),
-    **_every(
-        "aten::",
-        "addmm addmm_ _addmm_activation _addmm_activation_ baddbmm baddbmm_",
-        lambda c: _product(c.shapes[1], c.shapes[2], 1, c.shapes[0]),
-    ),
-    "aten::mv": lambda c: _vector(c.shapes[0], c.shapes[1], 0),
-    **_every("aten::", "addmv addmv_", lambda c: _vector(c.shapes[1], c.shapes[2], 1, c.shapes[0])),
-    "aten::linear": _linear,
-    **_every("aten::", _BAGS, _embedding_bag),
-    "aten::embedding_dense_backward": lambda c: _rows_gradient(c, 1, 2),
-    "aten::_embedding_bag_dense_backward": lambda c: _rows_gradient(c, 1, 5),
-    "aten::_scaled_mm": _scaled,
-    **_every("aten::", "_grouped_mm _scaled_grouped_mm", _grouped),
-    **CONVOLUTIONS,
-    **ATTENTION,
-    "aten::convolution_backward": _convolution_backward,
-    "aten::cudnn_convolution_backward_input": _cudnn_backward_input,
-    "aten::cudnn_convolution_backward_weight": _cudnn_backward_weight,
-}
-"""Operators of which operations are counted. Of nested ones the innermost counts."""
+    q, k, v = call.shapes[first : first + 3]
+    masked = call.value(causal)
+    if call.kind(lengths) or not all(len(one) == 4 for one in (q, k, v)):
+        return None
+    if not isinstance(masked, bool | int) or q[0] != k[0]:
+        return None
+    heads, queries, keys = (q[1], q[2], k[2]) if heads_first else (q[2], q[1], k[1])
+    pairs = float(q[0] * heads * queries * keys)
+    if masked:
+        pairs *= (keys + 1) / (2 * keys) if queries == keys else 0.0
+    result = math.prod(q[:3]) * v[3]
+    operations = 2.0 * pairs * (q[3] + v[3])
+    given = [(first + place, call.stored(first + place)) for place in range(3)]
+    if not first:
+        return operations, [*given, (0, result)]
+    # the products of the forward again, and three more for the gradients
+    return 2.5 * operations, [*2 * given, (first, 2 * result)]
 
 
 # ---- what moves bytes -------------------------------------------------------------------
@@ -457,37 +390,35 @@ def _promoted(call: Call, operands: list[int], keeps_integers: bool) -> ElementT
     return None if alike else widest[-1]
 
 
-def _elementwise(count: int, integers: bool = False, result: str = "") -> Formula:
+def _elementwise(
+    call: Call, count: int, integers: bool = False, result: str = ""
+) -> Amounts | None:
     """The first ``count`` inputs are operands, a tensor behind them is the result.
 
     Args:
         integers: whether integers give integers, if no operand is a Python number.
         result: the type of the result, ``first`` for that of the first operand, "" for what
-            promotion makes of the operands'; ``in place`` where the first operand is the result.
+            promotion makes of the operands'; ``operand`` where the first operand is the result.
     """
-
-    def formula(call: Call) -> Amounts | None:
-        places = range(min(count, len(call.shapes)))
-        operands = [i for i in places if call.kind(i)]
-        if not operands or any(call.shapes[i] and not call.kind(i) for i in places):
-            return None
-        shape = _broadcast([call.shapes[i] for i in operands])
-        read = [(i, call.stored(i)) for i in operands]
-        if result == "in place":
-            fits = operands[0] == 0 and shape == call.shapes[0]
-            return (0.0, [*read, read[0]]) if fits else None
-        keeps = integers and len(operands) == count
-        kind: int | ElementType | None = TYPES.get(result) or (
-            operands[0] if result == "first" else _promoted(call, operands, keeps)
-        )
-        for place in range(count, len(call.shapes)):
-            if call.kind(place) and call.shapes[place] == shape:
-                kind = place
-        if kind is None or shape is None:
-            return None
-        return 0.0, [*read, (kind, math.prod(shape))]
-
-    return formula
+    places = range(min(count, len(call.shapes)))
+    operands = [i for i in places if call.kind(i)]
+    if not operands or any(call.shapes[i] and not call.kind(i) for i in places):
+        return None
+    shape = _broadcast([call.shapes[i] for i in operands])
+    read = [(i, call.stored(i)) for i in operands]
+    if result == "operand":
+        fits = operands[0] == 0 and shape == call.shapes[0]
+        return (0.0, [*read, read[0]]) if fits else None
+    keeps = integers and len(operands) == count
+    kind: int | ElementType | None = TYPES.get(result) or (
+        operands[0] if result == "first" else _promoted(call, operands, keeps)
+    )
+    for place in range(count, len(call.shapes)):
+        if call.kind(place) and call.shapes[place] == shape:
+            kind = place
+    if kind is None or shape is None:
+        return None
+    return 0.0, [*read, (kind, math.prod(shape))]
 
 
 def _copied(call: Call) -> Amounts | None:
@@ -511,23 +442,16 @@ def _joined(call: Call) -> Amounts | None:
     return 0.0, [(kind, read), (kind, read)]
 
 
-def _moved(*places: int, written: int | None = None, also: str = "") -> Formula:
-    """Reads the inputs at ``places`` and writes as much as the input ``written`` has.
-
-    Args:
-        also: the type of a second result of that size.
-    """
-
-    def formula(call: Call) -> Amounts | None:
-        # what is optional may be missing, the first may not
-        there = [i for i in places if i < len(call.shapes) and (i == places[0] or call.kind(i))]
-        moved: list[tuple[int | ElementType, int]] = [(i, call.stored(i)) for i in there]
-        if written is not None:
-            kinds: list[int | ElementType] = [written, *([TYPES[also]] if also else [])]
-            moved += [(kind, call.size(written)) for kind in kinds]
-        return 0.0, moved
-
-    return formula
+def _moved(call: Call, places: list[int], written: int | None = None, also: str = "") -> Amounts:
+    """Reads the inputs at ``places`` and writes as much as the input ``written`` has, and ``also``
+    a second result of that type."""
+    # what is optional may be missing, the first may not
+    there = [i for i in places if i < len(call.shapes) and (i == places[0] or call.kind(i))]
+    moved: list[tuple[int | ElementType, int]] = [(i, call.stored(i)) for i in there]
+    if written is not None:
+        kinds: list[int | ElementType] = [written, *([TYPES[also]] if also else [])]
+        moved += [(kind, call.size(written)) for kind in kinds]
+    return 0.0, moved
 
 
 def _softmax(call: Call) -> Amounts | None:
@@ -552,6 +476,16 @@ def _layer_norm_backward(call: Call) -> Amounts | None:
     parameters = [(i, call.stored(i)) for i in (5, 6) if call.kind(i)]
     given = [(i, call.stored(i)) for i in (0, 1, 3, 4)]
     return 0.0, [*given, *parameters[:1], (1, call.size(1)), *parameters]
+
+
+def _embedded(call: Call) -> Amounts:
+    """``embedding(table, indices)``."""
+    return _asked_for(call, 1, call.size(1) * math.prod(call.shapes[0][1:]))
+
+
+def _gathered(call: Call) -> Amounts:
+    """``gather(input, dim, index)``."""
+    return _asked_for(call, 2, call.size(2))
 
 
 def _selected(call: Call) -> Amounts | None:
@@ -580,111 +514,82 @@ def _index_added(call: Call) -> Amounts | None:
     return 0.0, [(2, call.size(2)), (3, count), (0, count), (0, count)]
 
 
-_KEEPING_TEXT = "add sub rsub mul maximum minimum bitwise_and bitwise_or bitwise_xor remainder fmod"
-_UNARY_TEXT = """
-sigmoid tanh exp exp2 expm1 log log2 log10 log1p sqrt rsqrt reciprocal gelu silu softplus erf sin
-cos leaky_relu hardtanh elu logit nan_to_num
-"""
-_KEEPING_UNARY_TEXT = "relu neg abs sign floor ceil round trunc bitwise_not"
-_COMPARING_TEXT = "eq ne lt le gt ge logical_and logical_or logical_xor"
-_BACKWARD_TEXT = "sigmoid tanh threshold gelu silu hardtanh leaky_relu logit"
+# ---- operators --------------------------------------------------------------------------
 
-TRAFFIC: dict[str, Formula] = {
-    **_every("aten::", _KEEPING_TEXT, _elementwise(2, integers=True)),
-    **_every("aten::", "div pow atan2", _elementwise(2)),
-    **_every("aten::", _UNARY_TEXT, _elementwise(1)),
-    **_every("aten::", _KEEPING_UNARY_TEXT, _elementwise(1, integers=True)),
-    **_every("aten::", _COMPARING_TEXT, _elementwise(2, result="bool")),
-    **_every("aten::", "logical_not isnan isneginf isposinf", _elementwise(1, result="bool")),
-    "aten::where": _elementwise(3),
-    **_every("aten::", "clamp_min clamp_max masked_fill", _elementwise(2, result="first")),
-    "aten::clamp": _elementwise(3, result="first"),
-    **_every("aten::", "addcmul addcdiv lerp", _elementwise(3)),
-    **{f"aten::{name}_backward": _elementwise(2) for name in _BACKWARD_TEXT.split()},
-    "aten::binary_cross_entropy_backward": _elementwise(4),
-    "aten::mse_loss_backward": _elementwise(3),
-    "aten::log_sigmoid_forward": _moved(0, written=0),
-    "aten::log_sigmoid_backward": _moved(0, 1, written=1),
-    **{
-        f"aten::{name}_": _elementwise(count, result="in place")
-        for count, names in (
-            (1, _UNARY_TEXT + _KEEPING_UNARY_TEXT + " logical_not bernoulli"),
-            (2, _KEEPING_TEXT + " div pow clamp_min clamp_max masked_fill " + _COMPARING_TEXT),
-            (3, "addcmul addcdiv lerp clamp"),
-        )
-        for name in names.split()
-    },
-    "aten::copy_": _copied,
-    **_every("aten::", "fill_ zero_ random_ uniform_ normal_", _moved(written=0)),
-    **_every("aten::", "cat _cat stack", _joined),
-    **_every(
-        "aten::",
-        "sum mean amax amin max min argmax argmin prod all any norm linalg_vector_norm std var "
-        "var_mean max_pool2d_with_indices max_pool2d avg_pool2d adaptive_avg_pool2d "
-        "_adaptive_avg_pool2d topk logsumexp",
-        _moved(0),
-    ),
-    **_every("aten::", "binary_cross_entropy mse_loss", _moved(0, 1)),
-    "aten::cumsum": _elementwise(1),
-    "aten::sort": _moved(0, written=0, also="long int"),  # values and their places
-    **_every("aten::", "_softmax _log_softmax", _softmax),
-    **_every("aten::", "softmax log_softmax dropout", _moved(0, written=0)),
-    **_every("aten::", "layer_norm rms_norm _fused_rms_norm", _moved(0, 2, 3, written=0)),
-    **_every("aten::", "batch_norm group_norm native_group_norm", _moved(0, 1, 2, written=0)),
-    "aten::embedding": lambda c: _asked_for(c, 1, c.size(1) * math.prod(c.shapes[0][1:])),
-    **_every("aten::", "_softmax_backward_data _log_softmax_backward_data", _moved(0, 1)),
-    "aten::native_layer_norm": _layer_norm,
-    "aten::native_layer_norm_backward": _layer_norm_backward,
-    **_every("aten::", "native_batch_norm cudnn_batch_norm", _moved(0, 1, 2, written=0)),
-    "aten::miopen_batch_norm": _moved(0, 1, 2, written=0),
-    "aten::native_batch_norm_backward": _moved(0, 1, 2, 5, 6, written=1),
-    **_every(
-        "aten::",
-        "cudnn_batch_norm_backward miopen_batch_norm_backward",
-        _moved(0, 1, 2, 5, 6, written=0),
-    ),
-    "aten::max_pool2d_with_indices_backward": _moved(0, 7, written=1),
-    **_every("aten::", "native_dropout _fused_dropout", _moved(0, written=0, also="bool")),
-    "aten::index_select": _selected,
-    "aten::gather": lambda c: _asked_for(c, 2, c.size(2)),
-    "aten::index": _indexed,
-    "aten::_index_put_impl_": _moved(2, written=2),
-    "aten::index_add_": _index_added,
-    "fbgemm::permute_pooled_embs": _moved(0, 1, 2, written=0),
-    "fbgemm::permute_pooled_embs_auto_grad": _moved(0, 1, 2, written=0),
-    "fbgemm::recat_embedding_grad_output_mixed_D_batch": _moved(0, written=0),
-    "fbgemm::bounds_check_indices": _moved(1, 0, 2),
-    "torch::autograd::CppNode<fbgemm_gpu::PermutePooledEmbsFunction"
-    "<&fbgemm_gpu::permute_pooled_embs_gpu> >": _moved(0, written=0),
-}
+_ROWS = rows_of(__file__, "shape_work.csv")
+
+
+def _operators(formula: str) -> set[str]:
+    """The operators that a formula is of."""
+    rows = (row for row in _ROWS if row["formula"] == formula)
+    return {name for row in rows for name in row["operators"].split(", ")}
+
+
+def _formulas(named: Mapping[str, Callable[..., Amounts | None]]) -> dict[str, Formula]:
+    formulas: dict[str, Formula] = {}
+    for row in _ROWS:
+        if row["formula"] in named:
+            pairs = (argument.split("=") for argument in row["arguments"].split())
+            arguments = {name: _argument(text) for name, text in pairs}
+            formula = functools.partial(named[row["formula"]], **arguments)
+            formulas |= dict.fromkeys(row["operators"].split(", "), formula)
+    return formulas
+
+
+def _argument(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+PRODUCTS = _formulas(
+    {
+        "product": _product,
+        "linear": _linear,
+        "pooled": _pooled,
+        "rows_gradient": _rows_gradient,
+        "scaled": _scaled,
+        "grouped": _grouped,
+        "convolution": _convolution,
+        "attention": _attention,
+        "convolution_backward": _convolution_backward,
+        "cudnn_backward_input": _cudnn_backward_input,
+        "cudnn_backward_weight": _cudnn_backward_weight,
+    }
+)
+"""Operators of which operations are counted. Of nested ones the innermost counts."""
+
+TRAFFIC = _formulas(
+    {
+        "elementwise": _elementwise,
+        "copied": _copied,
+        "joined": _joined,
+        "moved": _moved,
+        "softmax": _softmax,
+        "layer_norm": _layer_norm,
+        "layer_norm_backward": _layer_norm_backward,
+        "embedding": _embedded,
+        "selected": _selected,
+        "gathered": _gathered,
+        "indexed": _indexed,
+        "index_added": _index_added,
+    }
+)
 """Operators of which bytes alone are counted. One that calls another of either table has none."""
 
 FORMULAS = PRODUCTS | TRAFFIC
 
-_NO_WORK_TEXT = """
-alias as_strided broadcast_tensors chunk coalesce_ conj _conj contiguous dense_dim detach detach_
-diagonal empty empty_like empty_strided expand expand_as flatten _indices is_coalesced is_nonzero
-item lift_fresh _local_scalar_dense narrow new_empty new_empty_strided _nnz numpy_T permute reshape
-_reshape_alias resize_ resize_as_ resolve_conj resolve_neg result_type select set_ slice sparse_dim
-_sparse_coo_tensor_unsafe _sparse_coo_tensor_with_dims_and_tensors split split_with_sizes squeeze
-squeeze_ t t_ to transpose transpose_ unbind unflatten _unsafe_view unsqueeze unsqueeze_ _values
-view view_as
-"""
-NO_WORK = frozenset(_NO_WORK_TEXT.split())
+CONVOLUTIONS, ATTENTION = _operators("convolution"), _operators("attention")
+DILATIONS = {name: PRODUCTS[name].keywords["dilation"] for name in CONVOLUTIONS}
+DILATIONS["aten::convolution_backward"] = 6
+"""Operators to the place of the dilation among their inputs."""
+
+NO_WORK = frozenset(name.removeprefix("aten::") for name in _operators("nothing"))
 """Operators of ``aten`` that move no data unless they call others: views, and unfilled tensors."""
 
-_REPEATING_TEXT = "index _index_put_impl_ index_select gather index_add_ embedding " + _BAGS
-_REDUCTIONS = {name for name, formula in TRAFFIC.items() if formula is TRAFFIC["aten::sum"]}
-_PARTIAL_TEXT = """
-_softmax_backward_data _log_softmax_backward_data sort cumsum batch_norm native_batch_norm
-cudnn_batch_norm miopen_batch_norm native_batch_norm_backward cudnn_batch_norm_backward
-miopen_batch_norm_backward
-"""
-_COUNTED = (
-    dict.fromkeys((*_REDUCTIONS, "fbgemm::bounds_check_indices"), AT_LEAST)
-    | {f"aten::{name}": AT_LEAST for name in _PARTIAL_TEXT.split()}
-    | {f"aten::{name}": ASKED_FOR for name in _REPEATING_TEXT.split()}
-)
+_REDUCTIONS = [name for name, formula in TRAFFIC.items() if formula is TRAFFIC["aten::sum"]]
+_COUNTED = {name: row["bytes"] for row in _ROWS for name in row["operators"].split(", ")}
 
 
 def bytes_are(name: str) -> str:
@@ -693,16 +598,13 @@ def bytes_are(name: str) -> str:
     :data:`EACH_ONCE`, :data:`AT_LEAST` where it may read more than is counted,
     :data:`ASKED_FOR` where a row may be asked for twice and then come from a cache.
     """
-    return _COUNTED.get(name, EACH_ONCE)
+    return _COUNTED.get(name) or EACH_ONCE
 
 
 # ---- calls of a trace -------------------------------------------------------------------
 
-_VALUES = {
-    *(*CONVOLUTIONS, *ATTENTION, "aten::convolution_backward"),
-    *("aten::_softmax", "aten::_log_softmax", "aten::index_select"),
-    *("aten::embedding_dense_backward", "aten::_embedding_bag_dense_backward"),
-}
+_VALUES = CONVOLUTIONS | ATTENTION | _operators("convolution_backward")
+_VALUES |= _operators("softmax") | _operators("selected") | _operators("rows_gradient")
 """Operators whose work depends on numbers among their inputs."""
 
 _TWINS = {
@@ -722,13 +624,10 @@ _CALLS_TO = ("aten::add", "aten::add_")
 
 
 def values_text(name: str, args: Mapping[str, Any]) -> str:
-    """What an operator's work takes beside shapes and types, of the arguments of its event.
-
-    Returns:
-        JSON of the concrete inputs and the strides, each empty where it does not matter: numbers
-        differ from call to call, and strides only of expanded and of sparse tensors (which have
-        none); "" without either.
-    """
+    """What an operator's work takes beside shapes and types, of the arguments of its event: JSON of
+    the concrete inputs and the strides, each empty where it does not matter (numbers differ from
+    call to call, and strides only of expanded and of sparse tensors, which have none); "" without
+    either."""
     if name not in FORMULAS:
         return ""
     values = args.get("Concrete Inputs") if name in _VALUES else None
@@ -773,11 +672,7 @@ def notes_of_call(name: str, shapes: str, values: str) -> set[str]:
 
 
 def _sizes(given: Any) -> Any:
-    """Shapes as lists of integers.
-
-    Raises:
-        TypeError, ValueError: one is something else, or negative.
-    """
+    """Shapes as lists of integers; ValueError where one is something else, or negative."""
     if isinstance(given, list):
         return [_sizes(one) for one in given]
     if type(given) is not int or given < 0:
@@ -872,10 +767,8 @@ def _twins(host: pd.DataFrame, rows: Ints) -> Names:
 
 
 def _shapes_below(host: pd.DataFrame, rows: Ints) -> Names:
-    """Shapes (k,) of the inputs of the first ``aten::to`` that each of the calls in ``rows`` makes.
-
-    Of calls with a sparse operand; "" for others.
-    """
+    """Shapes (k,) of the inputs of the first ``aten::to`` that each of the calls in ``rows`` makes,
+    of calls with a sparse operand; "" for others."""
     texts = np.full(len(rows), "", dtype=object)
     if "values" not in host:
         return texts
@@ -894,14 +787,10 @@ def _bare(text: str) -> str:
 
 
 def shape_metrics(host: pd.DataFrame, count: int) -> dict[str, Floats]:
-    """Metrics of each context (count,), of those that occur: see :func:`shape_meaning`.
-
-    Args:
-        host: spans with name, shapes, types, parent (row, −1 for none), context, and where the
-            trace has them values, sequence, forward_thread, line.
-
-    A context of which one call tells no bytes has none.
-    """
+    """Metrics of each context (count,), of those that occur: see :func:`shape_meaning`. A context
+    of which one call tells no bytes has none. The spans of ``host`` have name, shapes, types,
+    parent (row, −1 for none), context, and where the trace has them values, sequence,
+    forward_thread, line."""
     names, parent = host["name"], host["parent"].to_numpy()
     shown = host["shapes"].ne("").to_numpy()
     products = names.isin(list(PRODUCTS)).to_numpy() & shown
@@ -911,7 +800,7 @@ def shape_metrics(host: pd.DataFrame, count: int) -> dict[str, Floats]:
     # what a reduction fills with zeros first, and a number made a tensor, are no work of their own
     scalar = names.eq("aten::copy_").to_numpy() & host["shapes"].str.startswith("[[],").to_numpy()
     filled = names.isin(["aten::fill_", "aten::zero_"]).to_numpy()
-    reductions = names.isin(list(_REDUCTIONS)).to_numpy() & shown
+    reductions = names.isin(_REDUCTIONS).to_numpy() & shown
     traffic &= ~((scalar & _below(parent, traffic)) | (filled & _below(parent, reductions)))
     # the innermost product counts; of what moves bytes, what calls no other and no product calls
     wanted = products & (inclusive_from_exclusive(parent, products.astype(float)) == 1)

@@ -39,15 +39,12 @@ def time_around(moments: Ints) -> Floats:
 
 
 def with_stacks(host: pd.DataFrame, file: Path) -> pd.DataFrame:
-    """The host's spans up to the last mark, with those that samples of the stack tell.
+    """The host's spans (as in :class:`~dlrm_workbook.recordings.torch.chrome_trace.Events`) up to
+    the last mark, with those that samples of the stack tell.
 
-    Args:
-        host: see :class:`~dlrm_workbook.recordings.torch.chrome_trace.Events`.
-        file: what :meth:`~dlrm_workbook.recordings.torch.sampling.StackSampler.document` says,
-            and ``marks``: the moments of the marks between iterations on the samples' clock.
-
-    Raises:
-        InputError: the file does not hold that.
+    The ``file`` holds what :meth:`~dlrm_workbook.recordings.torch.sampling.StackSampler.document`
+    says, and ``marks``: the moments of the marks between iterations on the samples' clock. An
+    InputError says that it does not.
     """
     document = read_json(file)
     try:

@@ -65,11 +65,8 @@ def step_marks(host: pd.DataFrame) -> Bools:
 
 
 def find_steps(host: pd.DataFrame, device: pd.DataFrame, names: PartNames) -> Steps:
-    """The iterations of a trace.
-
-    Args:
-        host: nested spans of which those of profile 0 are the thread that steps.
-        device: GPU work with ``launcher``, the row of ``host`` that launched it, or empty.
+    """The iterations of a trace. The nested spans of profile 0 in ``host`` are the thread that
+    steps; ``device`` is GPU work with ``launcher``, the row of ``host`` that launched it, or empty.
     """
     marks = step_marks(host) & host["profile"].eq(0).to_numpy()
     spans = host.loc[marks, ["start", "end", "name"]].sort_values("start", kind="stable")

@@ -21,6 +21,7 @@ from dlrm_core.base.errors import InputError
 from dlrm_core.base.files import read_json
 from dlrm_core.parts import ITERATION_SPAN
 from dlrm_workbook.ground.arrays import Ints, Names
+from dlrm_workbook.ground.tables import rows_of
 from dlrm_workbook.recordings.foreign import ENGINE_PREFIX, PartNames
 from dlrm_workbook.recordings.nesting import last_ends, nest, self_times, stretch_at
 from dlrm_workbook.recordings.profile import (
@@ -71,10 +72,8 @@ def matrix_flops(
 ) -> np.ndarray | None:
     """Operations of each context (count,), NaN where none are known; None without any.
 
-    Args:
-        host: spans with name, shapes, context.
-        averages: rows of ``key_averages.json``: they have the operations by name and
-            shapes, a call's are the mean of those.
+    The ``averages``, rows of ``key_averages.json``, have the operations by name and shapes; a
+    call's are the mean of those.
     """
     per_call = {
         (row["name"], row["shapes"]): row["flops"] / row["count"]
@@ -103,16 +102,10 @@ _NUMBER = re.compile(r"\d+")
 def join_unsteady(names: pd.Series, shapes: pd.Series, iterations: int) -> pd.Series:
     """Shapes in which sizes that change between iterations are written ``*``.
 
-    A shape seen at least once an iteration is steady and stays as it is. The others of
-    an operator, where they have the same number of inputs and dimensions, are joined.
-
-    Args:
-        names: (n,) operator of each span.
-        shapes: (n,) its input shapes as text, "" where unknown.
-        iterations: how many were recorded; below 2 nothing is joined.
-
-    Returns:
-        (n,) shapes to tell contexts apart by.
+    A shape seen at least once an iteration is steady and stays as it is. The others of an operator,
+    where they have the same number of inputs and dimensions, are joined, unless fewer than two
+    iterations were recorded. ``names`` are the operators (n,) of spans, ``shapes`` their input
+    shapes (n,) as text, "" where unknown.
     """
     if iterations < 2:
         return shapes
@@ -133,30 +126,11 @@ def join_unsteady(names: pd.Series, shapes: pd.Series, iterations: int) -> pd.Se
     return pd.Series(joined[pair], index=shapes.index)
 
 
-TRACE_METRICS: dict[str, tuple[str, str]] = {
-    "cpu_time_ms": ("ms", "wall time of the span on its CPU thread"),
-    "calls": ("", "how often the span was entered"),
-    "gpu_time_ms": ("ms", "time of GPU kernels, copies and memory sets, summed over streams"),
-    "launches": ("", "GPU kernels that ran"),
-    "copy_bytes": ("B", "bytes of GPU copies and memory sets"),
-    "allocated_bytes": ("B", "host memory allocated through torch"),
-    "gpu_allocated_bytes": ("B", "GPU memory allocated through torch"),
-    "GKER:THR_REG_ACUMU": ("", "registers of a thread, summed over launches"),
-    "GKER:STMEM_ACUMU (B)": ("B", "shared memory of a block, summed over launches"),
-    "GKER:BLKS_ACUMU": ("", "blocks, summed over launches"),
-    "GKER:BLK_THR_ACUMU": ("", "threads of a block, summed over launches"),
-    "GKER:FGP_ACT_ACUMU": ("%", "torch's estimate of the occupancy, summed over launches"),
-    "GKER:FGP_MAX_ACUMU": ("%", "100 for each launch whose occupancy is known"),
-    "flops": ("", "floating point operations of matrix products, by torch's formulas"),
-}
+_METRICS = rows_of(__file__, "metrics.csv")
 
-KERNEL_PROPERTIES = {
-    "GKER:THR_REG_ACUMU": "registers",
-    "GKER:STMEM_ACUMU (B)": "shared_memory",
-    "GKER:FGP_ACT_ACUMU": "occupancy",
-    "GKER:BLKS_ACUMU": "grid",
-    "GKER:BLK_THR_ACUMU": "block",
-}
+TRACE_METRICS = {row["metric"]: (row["unit"], row["meaning"]) for row in _METRICS}
+
+KERNEL_PROPERTIES = {row["metric"]: row["column"] for row in _METRICS if row["column"]}
 """HPCToolkit's name of a metric to the column of a trace's kernels that is summed in it."""
 
 LAUNCHED_BEFORE = "launched before the trace"
@@ -168,14 +142,9 @@ _PYTHON = re.compile(r"^(?P<file>.*?)\((?P<line>\d+)\): ")
 
 
 def read_trace(path: str | Path, parts: Mapping[str, str] | None = None) -> Profile:
-    """Read a chrome trace of torch.profiler (``.json`` or ``.json.gz``).
-
-    Args:
-        parts: patterns of names to parts, see ``profiling.parts``.
-
-    Raises:
-        InputError: the file is missing, cut short, not JSON or no such trace.
-    """
+    """Read a chrome trace of torch.profiler (``.json`` or ``.json.gz``); ``parts`` has patterns of
+    names to parts, see ``profiling.parts``. An InputError says that the file is missing, cut short,
+    not JSON or no such trace."""
     return profile_of(read_events(Path(path)), parts)
 
 
@@ -187,14 +156,9 @@ def profile_of(
 
 
 def read_recording(folder: str | Path, parts: Mapping[str, str] | None = None) -> Profile:
-    """Read what a recording's session left: trace, FLOPs, times and circumstances.
-
-    Args:
-        parts: patterns of names to parts, for programs that are not ours.
-
-    Raises:
-        InputError: naming the file and what is wrong with it.
-    """
+    """Read what a recording's session left: trace, FLOPs, times and circumstances; ``parts`` has
+    patterns of names to parts, for programs that are not ours. An InputError names the file and
+    what is wrong with it."""
     folder = Path(folder)
     head = read_json(folder / "recording.json")
     version = head.get("format_version") if isinstance(head, dict) else None
@@ -592,11 +556,8 @@ class _Builder:
 
     def done_before(self, moments: Ints, begun: Ints) -> Ints:
         """When the stream that computes most had done all that was launched before each moment
-        (n,), 0 where nothing was.
-
-        Args:
-            begun: when each operation was launched (operations,), −1 where that is not recorded.
-        """
+        (n,), 0 where nothing was; ``begun`` says when each operation was launched (operations,), −1
+        where that is not recorded."""
         device = self.device
         component = self.contexts["component"].to_numpy()[device["context"]]
         computes = device["kind"].eq("kernel").to_numpy() & (component != "communication")

@@ -31,11 +31,8 @@ _ASKED, _OVER = ".workers", ".workers.over"
 
 
 def sample_workers(module: ModuleType, folder: Path) -> None:
-    """Have every worker that torch's ``worker`` module starts sample its stacks when asked.
-
-    Args:
-        folder: of the recordings, one for each process that trains.
-    """
+    """Have every worker that torch's ``worker`` module starts sample its stacks when asked;
+    ``folder`` holds the recordings, one for each process that trains."""
     loop: Callable[..., None] = module._worker_loop
 
     @functools.wraps(loop)  # a spawned worker finds it by that name
@@ -72,11 +69,8 @@ def _sample_when_asked(asked: Path, main: int, module: ModuleType) -> None:
 
 
 class WorkerSamples:
-    """Asks the workers of this process for samples, from :meth:`start` to :meth:`stop`.
-
-    Args:
-        recording: the folder that this process's recording is written to.
-    """
+    """Asks the workers of this process for samples, from :meth:`start` to :meth:`stop`;
+    ``recording`` is the folder that this process's recording is written to."""
 
     def __init__(self, recording: Path) -> None:
         self._asked = recording.with_suffix(_ASKED)

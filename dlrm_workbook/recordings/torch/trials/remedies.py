@@ -29,6 +29,7 @@ from unittest import mock
 import torch
 
 from dlrm_core.base import machine
+from dlrm_core.base.text import counted
 from dlrm_workbook.ground.machine import ranks_here
 from dlrm_workbook.recordings.torch.modules import has_compiled
 from dlrm_workbook.recordings.torch.trials.seen import Call, Seen, Stepped, mapped
@@ -46,6 +47,9 @@ COPIED_BYTES = 64 << 20
 
 TINY_US = 10.0
 """Operators that take less on average gain nothing from a second thread."""
+
+
+_NO_OPERATOR = "No operator is changed."
 
 
 class Spoilt(Exception):
@@ -91,11 +95,8 @@ class Facts:
 
 
 def difference(before: list[torch.Tensor], after: list[torch.Tensor]) -> float:
-    """The largest difference of two lists of tensors, relative to the largest value.
-
-    Raises:
-        Spoilt: ``after`` has values that are not finite where ``before`` has none.
-    """
+    """The largest difference of two lists of tensors, relative to the largest value. Spoilt is
+    raised where ``after`` has values that are not finite and ``before`` has none."""
     largest = 0.0
     for old, new in zip(before, after, strict=True):
         if not old.numel():
@@ -118,8 +119,7 @@ class Remedy:
         layer: the order in which several are switched on.
         settle: iterations after the first switch that are not timed.
         gain: the share of the step that it may save, for the order in which they are tried.
-        name, code, place: in words; the lines to write; where.
-        note: a sentence on what it does to the numbers.
+        name, code, place, note: in words; the lines to write; where; what it does to the numbers.
         failed: what it raised while it was on, after which the program's own way was taken.
         compile_s: what compiling took.
     """
@@ -181,19 +181,11 @@ class Remedy:
         return self.failed
 
     def numbers(self, seen: Seen, limit_s: float) -> dict[str, Any]:
-        """What it does to the model's numbers on one batch.
-
-        Args:
-            limit_s: seconds that it may take, where it compiles.
-
-        Returns:
-            ``outputs``, ``loss``: largest relative differences, None where unknown; ``note``.
-
-        Raises:
-            Spoilt: see :func:`difference`.
-        """
+        """What it does to the model's numbers on one batch: ``outputs`` and ``loss`` are the
+        largest relative differences, None where unknown; ``note``. It may take ``limit_s`` seconds
+        where it compiles. Spoilt is raised as by :func:`difference`."""
         if not self.computes:
-            note = f"Not measured: {self.note or 'No operator is changed.'}"
+            note = f"Not measured: {self.note or _NO_OPERATOR}"
             return {"outputs": None, "loss": None, "note": note}
         if not seen.models:
             return {"outputs": None, "loss": None, "note": f"{self.note} {seen.why_no_models}"}
@@ -242,15 +234,12 @@ class Threads(Remedy):
         wanted = 1 if now == cores else cores
         # one thread of two cores: half of the work may go, where operators are long
         gain = 0.1 if wanted == 1 else abs(1 - now / cores) * min(1.0, mean_us / 50)
-        return cls(
-            f"{wanted} thread{'s' * (wanted > 1)} instead of {now}",
-            gain,
+        name, code = (
+            f"{counted(wanted, 'thread')} instead of {now}",
             f"torch.set_num_threads({wanted})",
-            _script(),
-            "Sums are added up in another order.",
-            wanted=wanted,
-            now=now,
         )
+        note = "Sums are added up in another order."
+        return cls(name, gain, code, _script(), note, wanted=wanted, now=now)
 
     def switched(self) -> Iterator[None]:
         torch.set_num_threads(self.wanted)
@@ -282,16 +271,11 @@ class Allocator(Remedy):
             return "the environment sets the allocator"
         if not any(row.get("self_cpu_memory_bytes", 0) > 0 for row in facts.averages):
             return "no memory was recorded, or none is allocated"
-        most = machine._LARGEST_THRESHOLD
-        return cls(
-            "freed memory kept by the C library (malloc's thresholds)",
-            0.08,
-            f"MALLOC_MMAP_THRESHOLD_={most} MALLOC_TRIM_THRESHOLD_=2147483647 "
-            + " ".join([Path(sys.executable).name, *sys.orig_argv[1:]]),
-            "the command line",
-            "No operator is changed.",
-            before=cls._threshold(libc),
-        )
+        most, command = machine._LARGEST_THRESHOLD, [Path(sys.executable).name, *sys.orig_argv[1:]]
+        code = f"MALLOC_MMAP_THRESHOLD_={most} MALLOC_TRIM_THRESHOLD_=2147483647 "
+        name, note = "freed memory kept by the C library (malloc's thresholds)", _NO_OPERATOR
+        code, before = code + " ".join(command), cls._threshold(libc)
+        return cls(name, 0.08, code, "the command line", note, before=before)
 
     @classmethod
     def _threshold(cls, libc: Any) -> int:
@@ -335,12 +319,9 @@ class Collection(Remedy):
             return "it is off already"
         if facts.collecting < 0.01:
             return f"collecting garbage takes {facts.collecting:.1%} of the step"
-        return cls(
-            "Python's garbage collection off",
-            min(facts.collecting, 0.05),  # one collection of all may lie in what was looked at
-            "import gc\ngc.freeze()\ngc.disable()  # call gc.collect() now and then yourself",
-            _script(),
-        )
+        gain = min(facts.collecting, 0.05)  # one collection of all may lie in what was looked at
+        code = "import gc\ngc.freeze()\ngc.disable()  # call gc.collect() now and then yourself"
+        return cls("Python's garbage collection off", gain, code, _script())
 
     def switched(self) -> Iterator[None]:
         frozen = gc.get_freeze_count()
@@ -715,6 +696,8 @@ class OptimizerFlags(Remedy):
     """Flags of ``param_groups`` that choose how an optimizer computes its update."""
 
     flags: ClassVar[dict[str, Any]]
+    saves: ClassVar[float]
+    """The share that it may save of the optimizer's time."""
     family = "optimizer"
 
     @classmethod
@@ -730,17 +713,13 @@ class OptimizerFlags(Remedy):
         if share < LEAST_SHARE:
             return f"the optimizer takes {share:.0%} of the step"
         kinds = [type(one.optimizer).__name__ for one in chosen]
-        return cls(
-            f"{wanted} {' and '.join(dict.fromkeys(kinds))}",
-            share * (0.6 if wanted == "fused" else 0.3),
-            "\n".join(
-                f"{one.name} = torch.optim.{kind}(..., {wanted}=True)  # {one.place}"
-                for one, kind in zip(chosen, kinds, strict=True)
-            ),
-            chosen[0].place,
-            "The update is the same up to rounding.",
-            chosen=chosen,
+        code = "\n".join(
+            f"{one.name} = torch.optim.{kind}(..., {wanted}=True)  # {one.place}"
+            for one, kind in zip(chosen, kinds, strict=True)
         )
+        name, gain = f"{wanted} {' and '.join(dict.fromkeys(kinds))}", share * cls.saves
+        note = "The update is the same up to rounding."
+        return cls(name, gain, code, chosen[0].place, note, chosen=chosen)
 
     chosen: list[Stepped]
 
@@ -831,14 +810,14 @@ def _update(optimizer: torch.optim.Optimizer, flags: dict[str, Any]) -> list[tor
 class Fused(OptimizerFlags):
     """The optimizer's update in one kernel per parameter, or over all of them."""
 
-    id = "fused"
+    id, saves = "fused", 0.6
     flags: ClassVar = {"fused": True, "foreach": False}
 
 
 class Foreach(OptimizerFlags):
     """The optimizer's update operator by operator over all parameters at once."""
 
-    id = "foreach"
+    id, saves = "foreach", 0.3
     flags: ClassVar = {"fused": None, "foreach": True}
 
 
@@ -859,7 +838,7 @@ class SparseGradients(Remedy):
             return "no nn.Embedding or nn.EmbeddingBag has dense gradients"
         if seen.gradients_read:
             return "the program reads gradients itself (clipping), which may not know sparse ones"
-        chosen: list[tuple[Any, Stepped, dict[str, Any]]] = []
+        chosen: list[Chosen] = []
         why = ""
         for looked in tables:
             weight, table = looked.table.weight, looked.table
@@ -870,12 +849,10 @@ class SparseGradients(Remedy):
             elif len(_users(seen, weight)) != 1:
                 why = "several modules use one table"
             else:
-                for one in seen.optimizers:
-                    for group in one.optimizer.param_groups:
-                        if any(each is weight for each in group["params"]):
-                            why = _no_twin(one.optimizer, group)
-                            if not why:
-                                chosen.append((table, one, group))
+                for one, group in _groups_of(seen, weight):
+                    why = _no_twin(one.optimizer, group)
+                    if not why:
+                        chosen.append((table, one, group))
         if not chosen:
             return why or "no optimizer updates the tables"
         kinds = sorted({cls.twins[type(one.optimizer).__name__] for _, one, _ in chosen})
@@ -891,19 +868,14 @@ class SparseGradients(Remedy):
                 "alone, and other rows are left as they are."
             )
         many = "a table" if len(chosen) == 1 else f"{len(chosen)} tables"
-        return cls(
-            f"sparse gradients for {many}, updated by {' and '.join(kinds)}",
-            0.8 * share,
-            cls._code(seen, chosen),
-            chosen[0][1].place,
-            note,
-            chosen=chosen,
-        )
+        name = f"sparse gradients for {many}, updated by {' and '.join(kinds)}"
+        code, place = cls._code(seen, chosen), chosen[0][1].place
+        return cls(name, 0.8 * share, code, place, note, chosen=chosen)
 
-    chosen: list[tuple[Any, Stepped, dict[str, Any]]]
+    chosen: list[Chosen]
 
     @classmethod
-    def _code(cls, seen: Seen, chosen: list[tuple[Any, Stepped, dict[str, Any]]]) -> str:
+    def _code(cls, seen: Seen, chosen: list[Chosen]) -> str:
         numbers = {id(table) for table, _, _ in chosen}
         names = [
             f"{call.name}.{name}" if name else call.name
@@ -967,6 +939,17 @@ class SparseGradients(Remedy):
         return {"outputs": 0.0, "loss": 0.0, "note": self.note}
 
 
+Chosen = tuple[Any, Stepped, dict[str, Any]]
+"""A table, the optimizer that updates it, and its group there."""
+
+
+def _groups_of(seen: Seen, weight: torch.Tensor) -> Iterator[tuple[Stepped, dict[str, Any]]]:
+    for one in seen.optimizers:
+        for group in one.optimizer.param_groups:
+            if any(each is weight for each in group["params"]):
+                yield one, group
+
+
 def _users(seen: Seen, weight: torch.Tensor) -> list[torch.nn.Module]:
     return [
         module
@@ -1003,15 +986,15 @@ class Ahead(Remedy):
             return workers if seen.workers else "no DataLoader was asked for a batch"
         if share < LEAST_SHARE:
             return f"making batches takes {share:.0%} of the step"
-        name = seen.loader_name
-        return cls(
+        name, code = (
             "batches made one ahead by a thread",
-            0.6 * share,
-            AHEAD_CODE.format(loader=name),
-            seen.loader,
-            "The order of batches is the same; random numbers drawn by several threads at once "
-            "come in another order.",
+            AHEAD_CODE.format(loader=seen.loader_name),
         )
+        note = (
+            "The order of batches is the same; random numbers drawn by several threads at once "
+            "come in another order."
+        )
+        return cls(name, 0.6 * share, code, seen.loader, note)
 
     _running, _coming = False, 0
     _thread: ThreadPoolExecutor | None = None
