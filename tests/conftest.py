@@ -40,7 +40,8 @@ settings.load_profile("project")
 REPOSITORY = Path(__file__).parents[1]
 
 SLOW = (
-    *("test_distributed", "quick_chain", "test_own_program", "test_workbook", "test_attacks"),
+    *("quick_chain", "test_findings_program", "test_trials", "test_own_program", "test_workbook"),
+    *("test_distributed", "test_attacks", "test_charts", "test_package", "test_wings"),
     *("test_capacity", "test_distributed_failures", "test_benchmark", "test_hpctoolkit_traps"),
     *("test_narrow_rows", "test_bench_embeddings", "test_whatif", "test_evaluation"),
     *("test_hpctoolkit", "test_sweep", "test_training", "test_embedding_backends"),
