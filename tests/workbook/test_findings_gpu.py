@@ -308,6 +308,19 @@ def test_collectives_have_one_time(trace: Trace) -> None:
     assert first.endswith(" 0.650 ms"), first
 
 
+def test_one_collective_of_many_that_is_late_is_told_as_such(trace: Trace) -> None:
+    for number in range(3):
+        begin, at = trace.step(number), 5.0
+        for call in range(4):
+            end = at + (700 if (number, call) == (1, 2) else 10)
+            trace.launch(begin + 2 + call, "ncclDevKernel_SendRecv", begin + at, begin + end)
+            at = end + 20
+    said = found(trace.read())["exposed_communication"].evidence
+    assert "1 of 12 collectives take up to 0.700 ms, others of their names 0.0100 ms" in said
+    assert "The recording of one rank" not in said
+    assert said.endswith("90% of it is in one iteration, number 2 of 3.")
+
+
 def test_most_is_more_than_half() -> None:
     rows = pd.DataFrame(
         {"component": ["loss", "data", "other"], "phase": "forward", "ms": [3, 2, 0]}
@@ -607,6 +620,16 @@ def test_the_largest_kernels_of_another_program_are_listed(trace: Trace) -> None
     said = found(trace.read())["largest_kernels"]
     assert said.title.startswith("2 kernels take 98% of the step")
     assert "scan of mine 0.0900 ms." in said.evidence and "my::lookup" in said.evidence
+    assert "The GPU works 98% of the step: computing" in said.evidence
+
+
+def test_products_among_the_largest_kernels_are_summed(trace: Trace) -> None:
+    for begin in trace.steps(STEP_OF_OTHERS):
+        for i, name in enumerate(("sm90_bf16_tensorop_gemm", "sm80_bf16_gemm", "scan_of_mine")):
+            trace.launch(begin + 5 + i, name, begin + 10 + 300 * i, begin + 300 + 300 * i)
+    said = found(trace.read())["largest_kernels"]
+    assert said.title.startswith("Matrix products take 58% of the step: ")
+    assert "scan of mine 0.290 ms" in said.evidence
 
 
 def test_calls_that_wait_stand_before_the_launches_that_they_hold_up(trace: Trace) -> None:

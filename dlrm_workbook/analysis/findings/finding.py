@@ -17,6 +17,7 @@ from dlrm_workbook.analysis.attribution import IDLE
 from dlrm_workbook.analysis.findings.evidence import Evidence, Part
 from dlrm_workbook.analysis.findings.where import most_in_one, place_sentence
 from dlrm_workbook.analysis.idleness import Stretches, felt_share
+from dlrm_workbook.analysis.steady import LEAST_OF_SPLIT
 from dlrm_workbook.analysis.whatif import prediction
 from dlrm_workbook.ground.arrays import Ints
 from dlrm_workbook.ground.units import milliseconds
@@ -278,6 +279,7 @@ class Rule:
         if "pieces" in figures:
             context, ms = figures["pieces"]
             filled.append(place_sentence(seen.profile, context, ms, seen.total_ms))
+            filled.append(_in_one_iteration(seen, context))
             if figures.get("in_place", True):
                 most = most_in_one(seen.profile, context, ms) * figures.get("odd_share", 1.0)
                 in_one = most / seen.total_ms
@@ -338,6 +340,24 @@ def rule(id: str, **sentences: Any) -> Callable[[Measure], Rule]:
 
 PARAMETERS = re.compile(r" \((?:[a-z]+\.[a-z_]+[^()]*)\)")
 """Parameters of ours in an advice, which another program does not have."""
+
+
+ONE_OF_FEW = 2 / 3
+"""Least part of a finding's time in one of few iterations for that one to be named."""
+
+
+def _in_one_iteration(evidence: Evidence, contexts: Ints) -> str | None:
+    """A sentence on time that lies in one of so few iterations that no rule compares them."""
+    number = evidence.windows[0].size
+    if evidence.profile.iterations.empty or not 2 < number < LEAST_OF_SPLIT:
+        return None
+    rows = evidence.pieces[evidence.pieces["context"].isin(np.unique(contexts))]
+    by_iteration = rows.groupby("iteration")["ms"].sum()
+    if not by_iteration.max() > ONE_OF_FEW * by_iteration.sum():
+        return None
+    place = sorted(evidence.pieces["iteration"].unique()).index(by_iteration.idxmax()) + 1
+    share = by_iteration.max() / by_iteration.sum()
+    return f"{share:.0%} of it is in one iteration, number {place} of {number}."
 
 
 def _felt(evidence: Evidence, contexts: Ints) -> float:

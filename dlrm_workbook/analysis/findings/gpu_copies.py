@@ -27,6 +27,7 @@ from dlrm_workbook.analysis.findings.finding import (
 )
 from dlrm_workbook.analysis.findings.gpu_taken import BLOCKING
 from dlrm_workbook.analysis.kernel_names import kernel_name
+from dlrm_workbook.ground.units import milliseconds
 from dlrm_workbook.recordings.nesting import overlap
 from dlrm_workbook.recordings.nsight import MIGRATED
 from dlrm_workbook.recordings.torch.trace import LAUNCHED_BEFORE
@@ -192,6 +193,9 @@ def heavy_copy(evidence: Evidence, ledger: Causes) -> Measured | None:
 
 EXCHANGE_ALONE_SHARE = 0.1
 
+LATE_TIMES, LEAST_LIKE = 10.0, 4
+"""Times the usual length of at least so many collectives of its name for one to be late."""
+
 
 @rule(
     "exposed_communication",
@@ -200,6 +204,7 @@ EXCHANGE_ALONE_SHARE = 0.1
         "Collectives run {time:ms} per iteration, {exposed:ms} of it while nothing else does: "
         "{kinds}.",
         "Up to {waiting:ms} of that is waiting for other ranks, which has a finding of its own.",
+        "{late}",
         "{unknown}",
     ),
     advice="Start collectives earlier and let them run beside computing (a pipeline over batches, "
@@ -220,6 +225,7 @@ def exposed_communication(evidence: Evidence, ledger: Causes) -> Measured | None
     kinds = exchange.groupby([kernel_name(name).short for name in names])
     by_kind = pd.Series({kind: evidence.alone_ms(rows, rows)[0] for kind, rows in kinds})
     length = (exchange["end_ns"] - exchange["start_ns"]) / 1e6 / evidence.iterations
+    late = _late_calls(exchange, names)
     return {
         "share": alone / evidence.total_ms,
         "least": EXCHANGE_ALONE_SHARE,
@@ -227,10 +233,28 @@ def exposed_communication(evidence: Evidence, ledger: Causes) -> Measured | None
         "time": time,
         "exposed": exposed,
         "waiting": min(ledger.waiting_ms, exposed) or None,
+        "late": late,
         "unknown": None
-        if len(evidence.ranks) > 1
+        if late or len(evidence.ranks) > 1
         else "The recording of one rank does not show how much of it is waiting for another rank.",
         "kinds": listed_times(by_kind.nlargest(MOST_LISTED)),
         "pieces": (exchange["context"], length),
         "speedup": bounded(alone / evidence.total_ms),
     }
+
+
+def _late_calls(exchange: pd.DataFrame, names: pd.Series) -> str | None:
+    """A sentence on few collectives that take far longer than all others of their name and have
+    most of the time of all; None where there are none."""
+    ms = (exchange["end_ns"] - exchange["start_ns"]).to_numpy() / 1e6
+    of_kind = pd.Series(ms).groupby(names.to_numpy())
+    usual = of_kind.transform("median").to_numpy()
+    odd = (ms > LATE_TIMES * usual) & (of_kind.transform("size").to_numpy() >= LEAST_LIKE)
+    if not ms[odd].sum() > 0.5 * ms.sum():
+        return None
+    return (
+        f"{odd.sum():,} of {len(ms):,} collectives take up to {milliseconds(ms[odd].max())}, "
+        f"others of their names {milliseconds(float(np.median(usual[odd])))}: there the "
+        "rank waits for one that comes later, or sets up what it first uses, unless they carry "
+        "that many times the bytes."
+    )

@@ -48,6 +48,9 @@ COPYING = re.compile(
 LEAST_KINDS = 2
 """Different kernels that take a twentieth of such time each; fewer are judged one by one."""
 
+FULLY_BUSY = 0.95
+"""Of the step, in which the GPU works."""
+
 KERNEL_SHARE = 0.04
 """Least share of the step for a kernel to be listed among those that no other finding names."""
 
@@ -130,15 +133,24 @@ def tensor_cores(evidence: Evidence, ledger: Causes) -> Measured | None:
         "time": time,
         "names": ", ".join(slow.nlargest(2, "ms")["short_name"]),
         "pieces": evidence.of_kernels(slow["kernel"]),
-        "what": "Convolutions and matrix products"
-        if slow["kernel"].str.contains("conv|[dw]grad|cudnn|winograd", case=False).any()
-        else "Matrix products",
+        "what": _products(slow),
         "units": "fp16 products by autocast"
         if only_fp16
         else "bf16 by autocast (training.precision) or TF32 (training.tf32)",
         "change": {} if only_fp16 else change,
         "speedup": predicted(evidence, change) or guess,
     }
+
+
+CONVOLVING = "conv|[dw]grad|cudnn|winograd|igemm|backward weight"
+"""Matches names of kernels that compute a convolution as a product."""
+
+
+def _products(kernels: pd.DataFrame) -> str:
+    """What kernels that multiply matrices compute, by their names."""
+    of_convolutions = kernels.loc[kernels["kernel"].str.contains(CONVOLVING, case=False), "ms"]
+    is_much = of_convolutions.sum() > 0.1 * kernels["ms"].sum()
+    return "Convolutions and matrix products" if is_much else "Matrix products"
 
 
 NEWER = re.compile(r"ampere|hopper|blackwell|nvjet|sm_?[89]\d|_[89]0_|bf16|bfloat16", re.IGNORECASE)
@@ -394,6 +406,8 @@ def _heading(
         return f"{head}; {known[0].lower()}{known[1:-1]}" if known else head
     if UNJUDGED in pace and counted:
         pace = f"{UNJUDGED} of its inputs; {counted[0].lower()}{counted[1:-1]}"
+    if UNJUDGED in pace and "(" not in place:  # a compiled region, or a call without its inputs
+        return f"{head}, in {place}, whose inputs were not recorded"
     inner = time_by_name(evidence.profile, *evidence.of_kernels([str(kernel["kernel"])]))["inner"]
     if len(inner) and inner.iloc[0] < ONE_OPERATOR * inner.sum():
         return f"{head}, most in {place}, which {pace}"
@@ -405,6 +419,7 @@ def _heading(
     title="{what} {take} {share:.0%} of the step: {kernels}",
     evidence=(
         "Of what the GPU does and no finding above names, these take most: {listed}.",
+        "{busy}",
         "{paces}",
         "{unknown}",
     ),
@@ -426,12 +441,17 @@ def largest_kernels(evidence: Evidence, ledger: Causes) -> Measured | None:
     if chosen.empty:
         return _kernels_of_one_place(evidence, table)
     time = float(chosen["ms"].sum())
-    longest, names = chosen["kernel"][:3].astype(str), chosen["short_name"].astype(str)
+    longest, titled = chosen["kernel"][:3].astype(str), chosen
     what = "One kernel" if len(chosen) == 1 else f"{len(chosen)} kernels"
-    if names.str.startswith(UNNAMED_TRITON).any():  # several kernels have such a name
+    if chosen["short_name"].str.startswith(UNNAMED_TRITON).any():  # a name of several kernels
         what = "Kernels"
+    products = table[[kernel_name(name).is_product for name in table["kernel"]]]
+    products = products[~products["short_name"].str.contains("attention")]
+    if len(products) > 1 and products["ms"].sum() > 0.5 * time:
+        what, time, titled = _products(products), float(products["ms"].sum()), products
+    names = titled["short_name"].astype(str).to_list()
     at = [part_name(*part) if part[0] != "other" else "" for part in chosen[PART].to_numpy()]
-    rows = zip(names, map(milliseconds, chosen["ms"]), at, strict=True)
+    rows = zip(chosen["short_name"], map(milliseconds, chosen["ms"]), at, strict=True)
     return {
         "share": time / evidence.total_ms,
         "least": KERNEL_SHARE,
@@ -440,6 +460,9 @@ def largest_kernels(evidence: Evidence, ledger: Causes) -> Measured | None:
         "take": "takes" if what == "One kernel" else "take",
         "kernels": ", ".join(names[:2]) + ", ..." * (len(names) > 2),
         "paces": " ".join(filter(None, dict.fromkeys(map(evidence.pace_of, longest)))) or None,
+        "busy": f"The GPU works {working:.0%} of the step: computing, not the host, takes the time."
+        if (working := evidence.device_ms / evidence.total_ms) > FULLY_BUSY
+        else None,
         "listed": ", ".join(f"{name} {ms}{part and f' in {part}'}" for name, ms, part in rows),
         "pieces": evidence.of_kernels(chosen["kernel"]),
         "unknown": "The recording does not show how close they are to the GPU's limits."
@@ -471,7 +494,7 @@ def _kernels_of_one_place(evidence: Evidence, table: pd.DataFrame) -> Measured |
     times = by_kernel(evidence.profile, *pieces)
     own = evidence.profile.contexts.iloc[pieces[0]].assign(ms=pieces[1])
     return {
-        **dict.fromkeys(("paces", "unknown")),
+        **dict.fromkeys(("busy", "paces", "unknown")),
         "share": time / evidence.total_ms,
         "least": KERNEL_SHARE,
         "component": largest_part(own, "ms")[0],
