@@ -194,7 +194,7 @@ def test_what_was_tried_together_is_named_unless_it_is_all() -> None:
 
 def test_what_lines_of_the_model_compute_without_need_is_named_by_line(tmp_path: Path) -> None:
     program = Path(odd_program.__file__)
-    profile = recorded(tmp_path, iterations=6, program=program)
+    profile = recorded(tmp_path, iterations=8, program=program)
     # what is found first leaves less of the step to the others
     found = {one.id: one for one in findings(profile, attribute(profile))}
     at = {
