@@ -504,10 +504,8 @@ PRESETS = (Path(__file__).parent / "parameters").resolve()
 def preset_file(given: str | os.PathLike[str]) -> Path:
     """The parameters file that a user named: a path, or a name of :data:`PRESETS` without folder.
 
-    A file of that name in the current folder comes first.
-
-    Raises:
-        InputError: there is no file of a name without folder, here or there.
+    A file of that name in the current folder comes first. Raises InputError if there is no file of
+    a name without folder, here or there.
     """
     path = Path(given)
     if path.parent != Path() or os.path.lexists(path):

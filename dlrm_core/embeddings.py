@@ -174,12 +174,9 @@ def torch_optimizer(
 def attach(tables: EmbeddingTables, config: TrainingConfig) -> Update:
     """Make the tables use ``config.embedding_backend``; what updates them.
 
-    Optimiser state starts anew. The weights stay where they are.
-
-    Raises:
-        InputError: the back end cannot work on these tables or this device.
-        MissingToolError: a package that the back end needs is not installed.
-        ValueError: 'auto', which :func:`resolve_backend` resolves.
+    Optimiser state starts anew. The weights stay where they are. Raises InputError if the back end
+    cannot work on these tables or this device. Raises MissingToolError if a package that the back
+    end needs is not installed. Raises ValueError at 'auto', which :func:`resolve_backend` resolves.
     """
     backend, rate = config.embedding_backend, config.learning_rate
     tables.backend = tables.own_backend(config)
@@ -212,8 +209,7 @@ def resolve_backend(
 ) -> tuple[Parameters, list[str]]:
     """The parameters with a back end in place of ``auto``, and the notice that says why.
 
-    Raises:
-        InputError: no back end works on the tables or on the run's first batches.
+    Raises InputError if no back end works on the tables or on the run's first batches.
     """
     training = parameters.training
     if training.embedding_backend != "auto":

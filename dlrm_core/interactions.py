@@ -82,8 +82,7 @@ class Interaction:
     def check(cls, model: Any) -> dict[str, Any]:
         """The options of ``model`` that are left out and have a default with this kind.
 
-        Raises:
-            InputError: an option of another kind is given.
+        Raises InputError if an option of another kind is given.
         """
         for other in INTERACTIONS.values():
             for name in other.left_out():

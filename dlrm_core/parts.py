@@ -180,9 +180,8 @@ def _runner(component: str, phase: str) -> Callable[[Callable[[], Any]], Any]:
 def part(component: str, phase: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorate the function that does ``phase`` of ``component``.
 
-    Raises:
-        ValueError: the function is not called ``component_phase``; HPCToolkit
-            would then attribute its time to nothing.
+    Raises ValueError if the function is not called ``component_phase``; HPCToolkit would then
+    attribute its time to nothing.
     """
     if component not in COMPONENTS or phase not in PHASES:
         raise ValueError(f"no such part: {component} {phase}")

@@ -46,8 +46,7 @@ class Asked:
 def read_asked(arguments: argparse.Namespace) -> Asked:
     """The parameters and the checkpoint of a command line, without an optimiser's state.
 
-    Raises:
-        InputError: the checkpoint is corrupted or of another model.
+    Raises InputError if the checkpoint is corrupted or of another model.
     """
     parameters = load_parameters(arguments.file, arguments.parameter)
     checkpoint, notices = None, []
@@ -73,8 +72,7 @@ class Predictor:
         device: where batches are to lie.
         prints: whether this process is the one that says what was found.
 
-    Raises:
-        InputError: the checkpoint is corrupted or of another model, or there is no room.
+    Raises InputError if the checkpoint is corrupted or of another model, or there is no room.
     """
 
     prints = True

@@ -368,8 +368,7 @@ def prepare_model(
         the parameters with what was chosen in place of ``auto``, the model, what becomes of
         each batch before it is copied anywhere (None: nothing), and what a reader must know.
 
-    Raises:
-        InputError: the checkpoint is corrupted or of another model, or no back end works.
+    Raises InputError if the checkpoint is corrupted or of another model, or no back end works.
     """
     config = parameters.training
     if config.threads is not None:
@@ -413,11 +412,8 @@ class Trainer(TrainingLoop[TrainingStep]):
     """One process with its model, its data and its step.
 
     ``checkpoint`` is gone on from, in place of initial weights; ``place`` as in
-    :class:`TrainingLoop`.
-
-    Raises:
-        InputError: the device is not there, the run does not fit in its memory, or a
-            checkpoint does not fit the run.
+    :class:`TrainingLoop`. Raises InputError if the device is not there, the run does not fit in its
+    memory, or a checkpoint does not fit the run.
     """
 
     def __init__(
@@ -493,9 +489,8 @@ def train(
             checkpoints where no other place is given for them.
         observer: sees the run; None: nobody does.
 
-    Raises:
-        InputError: the device is not there, the run does not fit in memory, the folder
-            cannot be written or is another run's, or the checkpoint cannot be resumed.
+    Raises InputError if the device is not there, the run does not fit in memory, the folder cannot
+    be written or is another run's, or the checkpoint cannot be resumed.
     """
     from dlrm_core.base.files import write_json
     from dlrm_core.run.reports import metrics_lines

@@ -75,8 +75,7 @@ def optional_engine(name: str) -> Any:
 def engine(name: str) -> Any:
     """The module of an engine.
 
-    Raises:
-        MissingToolError: its package is not installed; naming the parameter that needs it.
+    Raises MissingToolError if its package is not installed; naming the parameter that needs it.
     """
     module = find_engine(name)
     if module is None:
@@ -91,8 +90,7 @@ def engine(name: str) -> Any:
 def function_at(place: str, needed_by: str) -> Any:
     """The function at ``module:function``, of whatever package, which a command needs.
 
-    Raises:
-        MissingToolError: the package is not installed.
+    Raises MissingToolError if the package is not installed.
     """
     package = place.partition(".")[0]
     if importlib.util.find_spec(package) is None:

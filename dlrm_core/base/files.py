@@ -48,11 +48,9 @@ def _refusing(what: str, errors: Collection[int] | None = None) -> Iterator[None
 def whole_file(path: Path) -> Iterator[IO[bytes]]:
     """A new file that appears only when whole, in the place of an old one: fill what is yielded.
 
-    It lies hidden beside ``path``, is brought to disk and renamed at the end, and the disk has
-    its name when the block ends; after an error it is removed.
-
-    Raises:
-        InputError: the folder cannot be written, or the disk is full.
+    It lies hidden beside ``path``, is brought to disk and renamed at the end, and the disk has its
+    name when the block ends; after an error it is removed. Raises InputError if the folder cannot
+    be written, or the disk is full.
     """
     with _refusing(f"{path} cannot be written"):
         make_folder(path.parent)
@@ -127,11 +125,9 @@ def _hidden_beside(target: Path, what: str) -> Path:
 def whole_folder(target: Path, what: str) -> Iterator[Path]:
     """A new folder that appears only when whole: fill the one that is yielded.
 
-    It lies hidden beside ``target``; at the end all of it is brought to disk, whoever wrote it,
-    and it is renamed; after an error, or an interruption, it is gone.
-
-    Raises:
-        InputError: ``target`` exists, or cannot be written.
+    It lies hidden beside ``target``; at the end all of it is brought to disk, whoever wrote it, and
+    it is renamed; after an error, or an interruption, it is gone. Raises InputError if ``target``
+    exists, or cannot be written.
     """
     part = _hidden_beside(target, what)
     try:
@@ -150,10 +146,8 @@ def whole_folder(target: Path, what: str) -> Iterator[Path]:
 def open_binary(path: Path) -> Iterator[IO[bytes]]:
     """A file that a user named, open for reading; only a regular one is opened.
 
-    A pipe or a device is refused at once: it could wait, or go on, for ever.
-
-    Raises:
-        InputError: it is missing, no regular file, or cannot be read.
+    A pipe or a device is refused at once: it could wait, or go on, for ever. Raises InputError if
+    it is missing, no regular file, or cannot be read.
     """
     try:
         # without waiting for who writes a pipe; to a regular file the flag means nothing
@@ -175,8 +169,7 @@ def open_binary(path: Path) -> Iterator[IO[bytes]]:
 def read_text(path: Path, most_bytes: int) -> str:
     """The text of a file that a user named; a larger one than allowed is refused unread.
 
-    Raises:
-        InputError: it is missing, no regular file, too large, or no UTF-8 text.
+    Raises InputError if it is missing, no regular file, too large, or no UTF-8 text.
     """
     with open_binary(path) as file:
         with _refusing(f"{path} cannot be read"):
@@ -199,8 +192,7 @@ MOST_JSON = 256 << 20
 def read_json(path: Path) -> Any:
     """Read a JSON file.
 
-    Raises:
-        InputError: the file is missing, no regular file, too large, cut short or not JSON.
+    Raises InputError if the file is missing, no regular file, too large, cut short or not JSON.
     """
     text = read_text(path, MOST_JSON)
     try:
@@ -224,8 +216,7 @@ def plain(value: Any) -> Any:
 def lock_or_refuse(handle: int, refusal: str) -> None:
     """Lock an open file or folder; the lock ends with the process, however that ends.
 
-    Raises:
-        InputError: another process has the lock; ``refusal`` is the sentence.
+    Raises InputError if another process has the lock; ``refusal`` is the sentence.
     """
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -239,8 +230,7 @@ def lock_or_refuse(handle: int, refusal: str) -> None:
 def locked(file: Path, refusal: str) -> Iterator[None]:
     """Hold the lock of a file, made if need be, for as long as the block lasts.
 
-    Raises:
-        InputError: another process holds it, with ``refusal``; or it cannot be made.
+    Raises InputError if another process holds it, with ``refusal``; or it cannot be made.
     """
     with _refusing(f"{file.parent} cannot be written"):
         make_folder(file.parent)
@@ -257,8 +247,7 @@ class JsonLines:
         append: keep what the file has.
         prefix: stands before each line's JSON.
 
-    Raises:
-        InputError: the file cannot be written, now or by any method.
+    Raises InputError if the file cannot be written, now or by any method.
     """
 
     def __init__(self, path: Path, append: bool = False, prefix: str = "") -> None:

@@ -36,8 +36,7 @@ ALLOCATOR_SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC
 def resolve_device(config: TrainingConfig) -> torch.device:
     """The device that ``training.device`` means on this machine.
 
-    Raises:
-        InputError: CUDA is asked for and torch sees no GPU.
+    Raises InputError if CUDA is asked for and torch sees no GPU.
     """
     import torch
 

@@ -51,8 +51,7 @@ class Option:
 def register(kind: Any, base: type, kinds: dict[str, Any], asked: tuple[str, ...]) -> None:
     """Add a class to the kinds of something by its ``kind``.
 
-    Raises:
-        TypeError: its name is taken, or it leaves out what others will ask for.
+    Raises TypeError if its name is taken, or it leaves out what others will ask for.
     """
     missing = [name for name in asked if getattr(kind, name, None) is getattr(base, name, None)]
     if missing or kind.kind in kinds:
@@ -205,8 +204,7 @@ def coerce_section(section: Any, name: str) -> None:
 def section_from(kind: type[Section], given: Any, name: str) -> Section:
     """A dataclass of settings as a mapping says; a field that it leaves out has its default.
 
-    Raises:
-        InputError: it is no mapping, or names a field that ``kind`` does not have.
+    Raises InputError if it is no mapping, or names a field that ``kind`` does not have.
     """
     if not isinstance(given, Mapping):
         raise InputError(f"{name} is {shown(given)}, expected names with values")
@@ -389,9 +387,8 @@ def _check_size(text: str) -> None:
 def read_yaml(text: str) -> Any:
     """The data of one YAML document; None of an empty one.
 
-    Raises:
-        InputError: it is not YAML, holds more than data, or gives a key twice. The
-            sentence follows a colon behind the name of the file or the option.
+    Raises InputError if it is not YAML, holds more than data, or gives a key twice. The sentence
+    follows a colon behind the name of the file or the option.
     """
     try:
         _check_size(text)

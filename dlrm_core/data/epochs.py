@@ -69,8 +69,7 @@ class Generator(Protocol):
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from where ``state()`` was called, on a generator made alike.
 
-        Raises:
-            InputError: the generator cannot stand there.
+        Raises InputError if the generator cannot stand there.
         """
 
 

@@ -248,8 +248,7 @@ class FacebookLoop(_BagLaw):
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from a state of the loop or of the replay, which are the same.
 
-        Raises:
-            InputError: it skips more draws than ever lie between two states of the replay.
+        Raises InputError if it skips more draws than ever lie between two states of the replay.
         """
         skip, lookups = state["skip"], len(self.table_rows) * (self.indices_per_lookup + 2)
         most = 16 * self.batch_size * (self.dense_features + lookups + 1)

@@ -54,8 +54,7 @@ class QualityMeter:
             predictions: (n,) or (n, 1) float32 in [0, 1].
             targets: as many, in [0, 1].
 
-        Raises:
-            InputError: a prediction is not a number.
+        Raises InputError if a prediction is not a number.
         """
         p = predictions.reshape(-1)
         t = targets.reshape(-1)
@@ -76,8 +75,7 @@ class QualityMeter:
         """``samples``, ``auc``, ``log_loss``, ``accuracy``, ``click_share`` of what was counted,
         as :class:`dlrm_core.run.evaluate.Evaluation` has them.
 
-        Raises:
-            InputError: there were no samples.
+        Raises InputError if there were no samples.
         """
         clicks, others = (
             np.concatenate([np.empty(0, np.float32), *scores])

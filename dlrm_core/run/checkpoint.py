@@ -62,9 +62,8 @@ class Checkpoint:
     def read_into(self, group: str, targets: Mapping[str, torch.Tensor]) -> None:
         """Copy all tensors of a group into others of the same names, shapes and types.
 
-        Raises:
-            InputError: a name, a shape or a type differs (both are named), a file is
-                corrupted, or a value is none that training can make.
+        Raises InputError if a name, a shape or a type differs (both are named), a file is
+        corrupted, or a value is none that training can make.
         """
         self.require_same_tensors(group, targets)
         for name, target in targets.items():
@@ -94,9 +93,8 @@ class CheckpointFolder:
         keep: how many checkpoints stay.
         resumed_step: of the checkpoint that the run goes on from; 0: it begins anew.
 
-    Raises:
-        InputError: the folder cannot be written, is in use, or holds later checkpoints,
-            which the run's own would be mixed up with.
+    Raises InputError if the folder cannot be written, is in use, or holds later checkpoints, which
+    the run's own would be mixed up with.
     """
 
     def __init__(self, folder: Path, keep: int, resumed_step: int = 0) -> None:
@@ -126,8 +124,7 @@ class CheckpointFolder:
     ) -> Path:
         """Write a checkpoint; it is on disk, and found by others, when this returns.
 
-        Raises:
-            InputError: it cannot be written; the ones before it stay.
+        Raises InputError if it cannot be written; the ones before it stay.
         """
         target = self.folder / f"step-{step:08d}"
         if target.exists():
@@ -190,8 +187,7 @@ def find_checkpoint(given: str, folder: Path | None = None) -> Path:
         given: a checkpoint, a folder of checkpoints, or 'latest'.
         folder: where 'latest' looks.
 
-    Raises:
-        InputError: there is no checkpoint.
+    Raises InputError if there is no checkpoint.
     """
     if given == "latest" and folder is None:
         raise InputError(
@@ -207,8 +203,7 @@ def find_checkpoint(given: str, folder: Path | None = None) -> Path:
 def read_checkpoint(folder: Path) -> Checkpoint:
     """Read what a checkpoint says of itself, and see that its files are all there.
 
-    Raises:
-        InputError: it is no checkpoint, of another version, corrupted or cut short.
+    Raises InputError if it is no checkpoint, of another version, corrupted or cut short.
     """
     path = folder / MANIFEST
     manifest = read_json(path)

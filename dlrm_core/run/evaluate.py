@@ -173,8 +173,7 @@ def evaluate(
         together: makes of this process's predictions and targets (B, 1) of a batch those of
             all processes, batch by batch in their order.
 
-    Raises:
-        InputError: no samples, or a prediction that is not a number.
+    Raises InputError if there are no samples, or a prediction that is not a number.
     """
     stream = iter(batches)
     times_s: list[float] = []

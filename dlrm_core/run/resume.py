@@ -52,10 +52,8 @@ def make_room(step: Step, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
     """The tensors of this step into which a checkpoint's state is to be copied, by name.
 
     What Adam would make at its first update is made now. Its number of updates is that of the
-    checkpoint, torch's Adagrad's too, which may come from a back end that does not count.
-
-    Raises:
-        InputError: the checkpoint has another number of updates of a weight, or none, for Adam.
+    checkpoint, torch's Adagrad's too, which may come from a back end that does not count. Raises
+    InputError if the checkpoint has another number of updates of a weight, or none, for Adam.
     """
     counts = checkpoint.state["counts"]
     updates = checkpoint.step - checkpoint.state["skipped_steps"]
@@ -143,8 +141,7 @@ _FREE_TRAINING += ("sharding", "replicated_bytes", "rank_timeout_s", "lowest_pre
 def checkpoint_place(config: TrainingConfig, output: Path | None) -> Path | None:
     """Where a run's checkpoints go; None if it writes none.
 
-    Raises:
-        InputError: they are asked for, but there is no folder.
+    Raises InputError if they are asked for, but there is no folder.
     """
     if config.checkpoint_folder:
         return Path(config.checkpoint_folder)
@@ -161,8 +158,7 @@ def checkpoint_place(config: TrainingConfig, output: Path | None) -> Path | None
 def checkpoint_to_resume(parameters: Parameters, place: Path | None) -> Checkpoint | None:
     """The checkpoint that ``training.resume`` means, held against the parameters; None: none.
 
-    Raises:
-        InputError: it is no checkpoint, corrupted, or a parameter differs that must not.
+    Raises InputError if it is no checkpoint, corrupted, or a parameter differs that must not.
     """
     given = parameters.training.resume
     if not given or nothing_to_resume(parameters.training, place):

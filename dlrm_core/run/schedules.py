@@ -58,8 +58,7 @@ def total_steps(config: TrainingConfig, source: str, epoch: Epoch) -> int:
         source: ``data.generator``.
         epoch: of its stream.
 
-    Raises:
-        InputError: epochs of a stream that has no end.
+    Raises InputError if epochs are asked of a stream that has no end.
     """
     total = config.batches
     if config.epochs is not None:
@@ -70,8 +69,7 @@ def total_steps(config: TrainingConfig, source: str, epoch: Epoch) -> int:
 def evaluation_period(config: TrainingConfig, source: str, epoch: Epoch) -> int | None:
     """Iterations between evaluations, by ``eval_every`` or ``evals_per_epoch``; None: neither.
 
-    Raises:
-        InputError: evaluations an epoch of a stream that has no end.
+    Raises InputError if evaluations per epoch are asked of a stream that has no end.
     """
     if config.evals_per_epoch is None:
         return config.eval_every

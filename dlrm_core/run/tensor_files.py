@@ -115,9 +115,8 @@ class StoredTensor:
     def check(self, target: torch.Tensor | None = None) -> None:
         """Hold all bytes to their checksum, and copy them into ``target`` meanwhile.
 
-        Raises:
-            InputError: the file is corrupted, or a value is not finite, or negative where it
-                cannot be; what has been copied until then stays.
+        Raises InputError if the file is corrupted, or a value is not finite, or negative where it
+        cannot be; what has been copied until then stays.
         """
         least = 0.0 if self.path.stem.endswith(SQUARES) else -LARGEST
         checksum, odd = zlib.crc32(_header(dtype_name(self.dtype), self.shape)), ""
