@@ -21,7 +21,7 @@ import importlib
 import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -398,9 +398,7 @@ class Parameters:
         sections: dict[str, Any] = {"title": self.title}
         for name in NAMES:
             section = getattr(self, name)
-            leaves = section
-            if name in SECTIONS:
-                leaves = {f.name: getattr(section, f.name) for f in fields(section)}
+            leaves = asdict(section) if name in SECTIONS else section
             sections[name] = {
                 leaf: list(value) if isinstance(value, tuple) else value
                 for leaf, value in leaves.items()

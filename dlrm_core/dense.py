@@ -80,7 +80,7 @@ class Cuts:
         """Run a piece on what it takes of ``values``, and add the leaves of what it gives."""
 
         def work() -> tuple[Any, Any]:
-            result = piece.run(*(values[name] for name in piece.takes))
+            result = piece.of(values)
             return result, leaf_of(result)
 
         result, leaf = run_part(piece.component, "forward", work)
@@ -227,17 +227,13 @@ class DensePart:
 
 
 def predict_rows(
-    pieces: Sequence[Piece], values: Values, around: Callable[[Piece, Values], None] | None = None
+    pieces: Sequence[Piece], values: Values, around: PieceHooks | None = None
 ) -> torch.Tensor:
-    """Click probability (B, 1) float32, piece by piece as in training, outside of any graph.
-
-    ``around`` is called before each piece, and may still change what it takes.
-    """
+    """Click probability (B, 1) float32, piece by piece as in training, outside of any graph."""
+    around = around or PieceHooks()
     for piece in pieces:
-        if around is not None:
-            around(piece, values)
-        inputs = [values[name] for name in piece.takes]
-        work = functools.partial(piece.run, *inputs)
+        around.before(piece, values)
+        work = functools.partial(piece.of, values)
         values[piece.gives] = run_part(piece.component, "forward", work)
     result: torch.Tensor = values[pieces[-1].gives]
     return result
@@ -257,11 +253,7 @@ def _listed(value: Any) -> list[torch.Tensor]:
 def why_not_compile(device: torch.device) -> str:
     """Why torch.compile fails on this machine (often: no C++ compiler); empty if it works."""
     try:
-        torch.compile(_trial, dynamic=False)(torch.ones(8, device=device))
+        torch.compile(nn.ReLU(), dynamic=False)(torch.ones(8, device=device))
     except Exception as error:  # whatever a compiler, or its absence, may raise
         return " ".join(str(error).split("\n\n")[0].split()) or type(error).__name__
     return ""
-
-
-def _trial(x: torch.Tensor) -> torch.Tensor:
-    return torch.relu(x) * 2.0

@@ -50,23 +50,15 @@ class Interaction:
 
     It takes x (B, d), the bottom MLP's output, and T pooled vectors (B, d), and gives the top
     MLP's input (B, ``width``), in x's precision.
-
-    Class attributes:
-        kind: its name, the value of ``model.interaction``.
-        about: what it is, in a few words of ``dlrm parameters``.
-        options: leaves of ``model`` that are its own.
-        layers: what its layers with weights are called; empty where it has none.
-        engines: names of :data:`dlrm_core.base.engines.ENGINES` that know it, of those that
-            must: the others run any kind.
-        computes: whether most of its time is arithmetic, not moving data.
     """
 
-    kind: ClassVar[str]
-    about: ClassVar[str]
-    options: ClassVar[Mapping[str, Option]] = {}
-    layers: ClassVar[str] = ""
+    kind: ClassVar[str]  # its name, the value of model.interaction
+    about: ClassVar[str]  # what it is, in a few words of `dlrm parameters`
+    options: ClassVar[Mapping[str, Option]] = {}  # leaves of `model` that are its own
+    layers: ClassVar[str] = ""  # what its layers with weights are called; empty where it has none
+    # those of dlrm_core.base.engines that know it, where they must: the others run any kind
     engines: ClassVar[frozenset[str]] = frozenset()
-    computes: ClassVar[bool] = False
+    computes: ClassVar[bool] = False  # whether most of its time is arithmetic, not moving data
 
     def __init_subclass__(cls) -> None:
         """Register the kind; TypeError where it leaves something out."""

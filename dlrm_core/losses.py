@@ -20,19 +20,12 @@ DOUBLE_BYTES = 8
 
 
 class Loss:
-    """A loss of predictions p (B, 1) against targets t (B, 1): the mean over samples, a scalar.
+    """A loss of predictions p (B, 1) against targets t (B, 1): the mean over samples, a scalar."""
 
-    Class attributes:
-        kind: its name, the value of ``model.loss``.
-        about: what it is, in a few words of ``dlrm parameters``.
-        operator: of torch, which computes it; a kind of several operators overrides the methods.
-        options: leaves of ``model`` that are its own.
-    """
-
-    kind: ClassVar[str]
-    about: ClassVar[str]
-    operator: ClassVar[str]
-    options: ClassVar[Mapping[str, Option]] = {}
+    kind: ClassVar[str]  # its name, the value of model.loss
+    about: ClassVar[str]  # what it is, in a few words of `dlrm parameters`
+    operator: ClassVar[str]  # torch's, which computes it; a kind of several overrides the methods
+    options: ClassVar[Mapping[str, Option]] = {}  # leaves of `model` that are its own
 
     def __init_subclass__(cls) -> None:
         """Register the kind; TypeError where it leaves something out."""

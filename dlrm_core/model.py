@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -189,6 +189,10 @@ class Piece(NamedTuple):
     takes: tuple[str, ...]
     gives: str
 
+    def of(self, values: Mapping[str, Any]) -> Any:
+        """What it makes of what it takes of ``values``, by their names."""
+        return self.run(*(values[name] for name in self.takes))
+
 
 def inputs_of(batch: Batch) -> dict[str, Any]:
     """What the first pieces take."""
@@ -242,7 +246,7 @@ class DLRM(nn.Module):
     def forward(self, batch: Batch) -> torch.Tensor:
         values = inputs_of(batch)
         for piece in self.pieces:
-            values[piece.gives] = piece.run(*(values[name] for name in piece.takes))
+            values[piece.gives] = piece.of(values)
         result: torch.Tensor = values[self.pieces[-1].gives]
         return result
 

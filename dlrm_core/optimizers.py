@@ -52,45 +52,27 @@ class Pass(NamedTuple):
 
 
 class Optimizer:
-    """A kind of optimiser; subclasses are the kinds.
+    """A kind of optimiser; subclasses are the kinds."""
 
-    Class attributes:
-        kind: its name, the value of ``training.optimizer``.
-        about: what it is, in a few words of ``dlrm parameters``.
-        dense: name of torch's optimiser of the dense weights.
-        dense_name: what that is called on pages.
-        tables: name of the optimiser of the tables' sparse gradients, torch's or one of
-            :mod:`dlrm_core.embeddings`, and what it is given beside weights and rate.
-        fused_on: devices whose fused kernel torch has.
-        dense_passes: operators of a dense part's update, one after the other.
-        fused_pass: what torch's fused kernel does in their place.
-        dense_state: numbers kept for each weight, of a table too unless ``per_row``.
-        table_copies: copies of a table's sparse gradient alive in torch's update: coalesced,
-            squared...
-        per_row: whether it keeps one number a row, whatever the width.
-        adds: whether an update adds each lookup's gradient on its own, in any order; else it
-            needs a row's whole gradient.
-        takes_zero_rate: whether torch's optimiser of tables can be made with a rate of 0.
-        why_no_rounding: why rows of 2 bytes a number cannot be updated; empty if they can.
-        engines: those of :data:`UPDATING_ENGINES` that know it.
-        fbgemm: its name in FBGEMM; empty where it has none.
-    """
-
-    kind: ClassVar[str]
-    about: ClassVar[str]
-    dense: ClassVar[str]
+    kind: ClassVar[str]  # its name, the value of training.optimizer
+    about: ClassVar[str]  # what it is, in a few words of `dlrm parameters`
+    dense: ClassVar[str]  # torch's optimiser of the dense weights
+    # that of the tables' sparse gradients, torch's or one of dlrm_core.embeddings, and what it is
+    # given beside weights and rate
     tables: ClassVar[tuple[str, dict[str, Any]]]
-    fused_on: ClassVar[frozenset[str]] = frozenset({"cpu", "cuda"})
-    dense_passes: ClassVar[tuple[Pass, ...]]
-    fused_pass: ClassVar[Pass | None] = None
-    dense_state: ClassVar[int]
-    table_copies: ClassVar[int]
-    per_row: ClassVar[bool] = False
+    fused_on: ClassVar[frozenset[str]] = frozenset({"cpu", "cuda"})  # where torch has a fused one
+    dense_passes: ClassVar[tuple[Pass, ...]]  # operators of a dense part's update, in turn
+    fused_pass: ClassVar[Pass | None] = None  # what torch's fused kernel does in their place
+    dense_state: ClassVar[int]  # numbers kept for each weight, of a table too unless per_row
+    table_copies: ClassVar[int]  # of a sparse gradient in torch's update: coalesced, squared...
+    per_row: ClassVar[bool] = False  # whether it keeps one number a row, whatever the width
+    # whether an update adds each lookup's gradient on its own, in any order; else it needs a row's
+    # whole gradient
     adds: ClassVar[bool] = False
-    takes_zero_rate: ClassVar[bool] = True
-    why_no_rounding: ClassVar[str] = ""
-    engines: ClassVar[frozenset[str]] = UPDATING_ENGINES
-    fbgemm: ClassVar[str] = ""
+    takes_zero_rate: ClassVar[bool] = True  # whether torch's of tables can be made with rate 0
+    why_no_rounding: ClassVar[str] = ""  # why rows of 2 bytes a number cannot be updated
+    engines: ClassVar[frozenset[str]] = UPDATING_ENGINES  # those that know it
+    fbgemm: ClassVar[str] = ""  # its name in FBGEMM; empty where it has none
 
     def __init_subclass__(cls) -> None:
         """Register the kind; TypeError where it leaves something out."""

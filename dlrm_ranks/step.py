@@ -242,7 +242,7 @@ class DistributedStep(Step):
             exchanges = _Exchanges(self, sent, batch.size)
             with self.dense.precision.autocast():
                 return dense.predict_rows(
-                    self.model.dense_pieces, {"dense": batch.dense}, exchanges.before
+                    self.model.dense_pieces, {"dense": batch.dense}, exchanges
                 )
 
 

@@ -129,14 +129,10 @@ def called(name: Any) -> str:
     return name if isinstance(name, str) and len(name) <= _SHORT.maxstring else shown(name)
 
 
-LONGEST_OPTION = 200
-"""Characters of an option that a message quotes."""
-
-
 def option_text(option: str) -> str:
     """``-p NAME=VALUE`` for a message, as it was typed if it is short."""
     # a path that is cut short says nothing
-    return f"-p {option if len(option) <= LONGEST_OPTION else f'{option[: LONGEST_OPTION - 3]}...'}"
+    return f"-p {option if len(option) <= MOST_SHOWN else f'{option[: MOST_SHOWN - 3]}...'}"
 
 
 def require_count(file: Any, where: str, value: Any, most: int = LARGEST_INT) -> int:

@@ -7,6 +7,7 @@ to be used as Meta's production tables are: 1,405,163,864 lookups of 110,259,238
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,24 +18,7 @@ if TYPE_CHECKING:
 WINDOW = 1_783_203
 """Lookups of the source's mean table in its batch."""
 
-CLASSES = (
-    (1.033, 135_400),
-    (0.983, 30_190),
-    (2.418, 37_320),
-    (10.77, 83_580),
-    (29.25, 114_100),
-    (134.7, 143_300),
-    (124.0, 66_350),
-    (254.1, 85_940),
-    (572.1, 105_000),
-    (1_336, 123_300),
-    (2_755, 130_400),
-    (5_044, 147_500),
-    (13_265, 212_200),
-    (22_140, 171_900),
-    (31_060, 103_700),
-    (70_390, 74_770),
-)
+CLASSES = np.loadtxt(Path(__file__).with_name("reuse_classes.csv"), delimiter=",", skiprows=1)
 """Rows of a class and the lookups that a window spends on them, hottest rows first.
 
 Rows of one class are equally likely, so each comes up a Poisson number of times. The numbers
@@ -68,7 +52,7 @@ class ReuseLaw:
     """
 
     def __init__(self, rows: int) -> None:
-        counts, lookups = np.array(CLASSES).T
+        counts, lookups = CLASSES.T
         ends = np.floor(min(1.0, rows / FULL_ROWS) * counts.cumsum()).astype(np.int64)
         self.begins = np.minimum(np.append(0, ends), rows - 1)
         self.sizes = np.maximum(np.append(ends, rows) - self.begins, 1)
