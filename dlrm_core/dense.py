@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dlrm_core.base.engines import PACKAGE, engine, find_engine
+from dlrm_core.base.engines import choose, engine, find_engine
 from dlrm_core.config import Parameters, TrainingConfig
 from dlrm_core.model import DLRM, Piece
 from dlrm_core.parts import run_part
@@ -30,29 +30,17 @@ Layer = Callable[..., torch.Tensor]
 Layers = dict[str, Layer]
 """What takes the place of the model's own layers, by part."""
 
-DENSE_CHOICE = ("dense_backend", "fp32_matmul")
-"""Leaves of ``training`` that are chosen together where one of them is ``auto``."""
-
-
-def resolve_dense(parameters: Parameters, device: torch.device) -> tuple[Parameters, list[str]]:
-    """The parameters with a back end and products in place of ``auto``, and the notice why."""
-    training = parameters.training
-    asked = [leaf for leaf in DENSE_CHOICE if getattr(training, leaf) == "auto"]
-    if not asked:
-        return parameters, []
-    chooser = find_engine("choice of dense part")
-    if chooser is not None:
-        parameters, notices = chooser.resolve(parameters, device)
-        return parameters, notices
-    plain = {"dense_backend": "torch", "fp32_matmul": "default"}
-    leaves = {leaf: plain[leaf] for leaf in asked}
-    said = "; ".join(f"training.{leaf} auto: {value}" for leaf, value in leaves.items())
-    return parameters.with_training(**leaves), [f"{said}; {PACKAGE}, which chooses, is not there"]
-
+DENSE_CHOICE = {"dense_backend": "torch", "fp32_matmul": "default"}
+"""Leaves of ``training`` chosen together where one of them is ``auto``, and what torch has."""
 
 Values = dict[str, Any]
 """What the pieces take and give, by the names of :attr:`~dlrm_core.model.DLRM.pieces`: a tensor
 (B, ...), or a list of them."""
+
+
+def resolve_dense(parameters: Parameters, device: torch.device) -> tuple[Parameters, list[str]]:
+    """The parameters with a back end and products in place of ``auto``, and the notice why."""
+    return choose("choice of dense part", parameters, DENSE_CHOICE, device)
 
 
 def set_fp32_products(parameters: Parameters, device: torch.device) -> list[str]:
@@ -60,10 +48,7 @@ def set_fp32_products(parameters: Parameters, device: torch.device) -> list[str]
     training, name = parameters.training, "fp32 products"
     as_torch_does = training.fp32_matmul == "default" and not training.tf32
     products = find_engine(name) if as_torch_does else engine(name)
-    if products is None:
-        return []
-    notices: list[str] = products.set_fp32_products(training, parameters.model, device)
-    return notices
+    return products.set_fp32_products(training, parameters.model, device) if products else []
 
 
 class Cuts:
@@ -235,8 +220,7 @@ def predict_rows(
         around.before(piece, values)
         work = functools.partial(piece.of, values)
         values[piece.gives] = run_part(piece.component, "forward", work)
-    result: torch.Tensor = values[pieces[-1].gives]
-    return result
+    return values[pieces[-1].gives]
 
 
 def leaf_of(value: Any) -> Any:

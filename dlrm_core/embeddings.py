@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import nn
 
-from dlrm_core.base.engines import PACKAGE, engine, find_engine
+from dlrm_core.base.engines import choose, engine
 from dlrm_core.config import Parameters, TrainingConfig
 from dlrm_core.data.batch import Batch
 from dlrm_core.optimizers import EPSILON, OPTIMIZERS
@@ -162,10 +162,7 @@ def torch_optimizer(
     """torch's optimiser of the tables, for their sparse gradients."""
     name, options = OPTIMIZERS[optimizer].tables
     kind = getattr(torch.optim, name, None) or globals()[name]
-    made: torch.optim.Optimizer = without_compiler(kind)(
-        tables.weights, lr=learning_rate, **options
-    )
-    return made
+    return without_compiler(kind)(tables.weights, lr=learning_rate, **options)
 
 
 # Which code looks rows up and updates them: ``training.embedding_backend``.
@@ -211,12 +208,5 @@ def resolve_backend(
 
     Raises InputError if no back end works on the tables or on the run's first batches.
     """
-    training = parameters.training
-    if training.embedding_backend != "auto":
-        return parameters, []
-    chooser = find_engine("choice of back end")
-    if chooser is not None:
-        parameters, notices = chooser.resolve(parameters, device, tables)
-        return parameters, notices
-    notice = f"training.embedding_backend auto: torch; {PACKAGE}, which has others, is not there"
-    return parameters.with_training(embedding_backend="torch"), [notice]
+    plain = {"embedding_backend": "torch"}
+    return choose("choice of back end", parameters, plain, device, tables)

@@ -42,8 +42,7 @@ class Loss:
         """The loss of a batch; ``weights`` (2,) float64 are those of the targets 0 and 1."""
         from torch.nn import functional
 
-        loss: torch.Tensor = getattr(functional, cls.operator)(predictions, targets)
-        return loss
+        return getattr(functional, cls.operator)(predictions, targets)
 
     @classmethod
     def forward_work(cls, ops: Operations, rows: int) -> None:

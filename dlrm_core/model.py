@@ -100,8 +100,7 @@ class InteractionLayer(nn.Module):
 
     def pair_products(self, features: torch.Tensor) -> torch.Tensor:
         """Chosen products of features (B, F, d) with each other, as (B, pairs)."""
-        products: torch.Tensor = _PairProducts.apply(features, self)
-        return products
+        return _PairProducts.apply(features, self)
 
     def forward(self, x: torch.Tensor, pooled: Sequence[torch.Tensor]) -> torch.Tensor:
         """The top MLP's input (B, width) from x (B, d) and T pooled vectors (B, d)."""
@@ -247,8 +246,7 @@ class DLRM(nn.Module):
         values = inputs_of(batch)
         for piece in self.pieces:
             values[piece.gives] = piece.of(values)
-        result: torch.Tensor = values[self.pieces[-1].gives]
-        return result
+        return values[self.pieces[-1].gives]
 
     def dense_weights(self) -> list[nn.Parameter]:
         """Weights and biases of everything but the tables."""

@@ -161,8 +161,7 @@ def iteration(function: Callable[P, R]) -> Callable[P, R]:
 
 def run_part(component: str, phase: str, work: Callable[[], R]) -> R:
     """Do some work as ``phase`` of ``component``, in a function and a range of its name."""
-    result: R = _runner(component, phase)(work)
-    return result
+    return _runner(component, phase)(work)
 
 
 @functools.cache

@@ -94,26 +94,25 @@ def _precision_notices(config: TrainingConfig, device: torch.device) -> list[str
     name = config.precision
     if name == "fp32":
         return []
-    notices, flags = [], set() if device.type == "cuda" else cpu_flags()
-    least = GPU_CAPABILITY[name]
-    if device.type == "cuda" and (have := torch.cuda.get_device_capability(device)) < least:
-        notices.append(
-            f"training.precision: {name} is emulated on this GPU (compute capability "
-            f"{have[0]}.{have[1]}, tensor cores multiply it from {least[0]}.{least[1]}): "
-            "slower than on newer GPUs"
-        )
-    if flags and not flags & set(CPU_FLAGS[name]):
+    notices = []
+    if device.type == "cuda":
+        have, least = torch.cuda.get_device_capability(device), GPU_CAPABILITY[name]
+        if have < least:
+            notices.append(
+                f"training.precision: {name} is emulated on this GPU (compute capability "
+                f"{have[0]}.{have[1]}, tensor cores multiply it from {least[0]}.{least[1]}): "
+                "slower than on newer GPUs"
+            )
+    elif (flags := cpu_flags()) and not flags & set(CPU_FLAGS[name]):
         notices.append(
             f"training.precision: {name} is emulated on this CPU, which has none of "
             f"{', '.join(CPU_FLAGS[name])}: numbers are rounded to {name} as asked, but "
             "products take longer than in fp32, some in fp16 more than a hundred times as long"
         )
     for setting, without in (("fp32_matmul", "default"), ("tf32", False)):
-        value = getattr(config, setting)
-        if value != without:
-            shown = str(value).lower()
+        if (value := getattr(config, setting)) != without:
             notices.append(
-                f"training.{setting}: {shown} has no effect on the dense part: with "
+                f"training.{setting}: {str(value).lower()} has no effect on the dense part: with "
                 f"training.precision: {name} its products are not fp32"
             )
     return notices

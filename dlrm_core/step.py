@@ -145,10 +145,8 @@ def optimizer_of(
     """The optimiser of dense weights that belongs to ``training.optimizer``."""
     kind = OPTIMIZERS[config.optimizer]
     fused = (config.fused_optimizer and device.type in kind.fused_on) or None
-    made: torch.optim.Optimizer = without_compiler(getattr(torch.optim, kind.dense))(
-        weights, lr=config.learning_rate, fused=fused
-    )
-    return made
+    optimizer: Any = without_compiler(getattr(torch.optim, kind.dense))
+    return optimizer(weights, lr=config.learning_rate, fused=fused)
 
 
 @part("data", "forward")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import pkgutil
+from collections.abc import Mapping
 from typing import Any
 
 from dlrm_core.base.errors import MissingToolError
@@ -85,6 +86,25 @@ def engine(name: str) -> Any:
             "project"
         )
     return module
+
+
+def choose(
+    name: str, parameters: Any, plain: Mapping[str, str], *about: Any
+) -> tuple[Any, list[str]]:
+    """The parameters with a choice in place of each ``auto``, and the notices that say why.
+
+    Args:
+        name: the engine that chooses, told the parameters and ``about``.
+        plain: leaves of ``training``, and what is chosen where that engine is not installed.
+    """
+    asked = {leaf: plain[leaf] for leaf in plain if getattr(parameters.training, leaf) == "auto"}
+    if not asked:
+        return parameters, []
+    if (chooser := find_engine(name)) is not None:
+        return chooser.resolve(parameters, *about)
+    said = "; ".join(f"training.{leaf} auto: {value}" for leaf, value in asked.items())
+    notice = f"{said}; {package_of(name)}, which chooses, is not there"
+    return parameters.with_training(**asked), [notice]
 
 
 def function_at(place: str, needed_by: str) -> Any:

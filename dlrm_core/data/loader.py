@@ -92,8 +92,7 @@ def batches(
     if parameters.data.loader == "prefetch":
         ahead = parameters.data.prefetch_batches
         if device.type == "cuda":
-            stream: Iterator[Batch] = engine("staging of batches").staged(make, ahead, device)
-            return stream
+            return engine("staging of batches").staged(make, ahead, device)
         return prefetched(make, ahead)
     return (make() for _ in itertools.count())
 

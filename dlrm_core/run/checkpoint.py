@@ -166,9 +166,7 @@ class CheckpointFolder:
 
 def steps_in(folder: Path) -> list[int]:
     """Steps of the checkpoints in a folder, oldest first; empty if there is no such folder."""
-    if not folder.is_dir():
-        return []
-    matches = (_NAME.fullmatch(entry.name) for entry in folder.iterdir())
+    matches = (_NAME.fullmatch(entry.name) for entry in folder.glob("step-*"))
     return sorted(int(match[1]) for match in matches if match)
 
 
@@ -234,11 +232,7 @@ _FORM: Mapping[Any, Any] = {
     # without its rows a model would be that of the data set as it is now
     "parameters": dict.fromkeys(SECTIONS, _ANYTHING)
     | {"title": object, "model": {"table_rows": object, ...: object}},
-    "state": {
-        "position": _ANYTHING,
-        "counts": _ANYTHING,
-        "skipped_steps": LARGEST_INT,
-    },
+    "state": {"position": _ANYTHING, "counts": _ANYTHING, "skipped_steps": LARGEST_INT},
     "tensors": {WEIGHTS: {...: RECORD}, OPTIMIZER: {...: RECORD}},
 }
 """The form of a manifest without its checksum."""

@@ -38,7 +38,12 @@ def optimizer_state(step: Step) -> tuple[dict[str, torch.Tensor], dict[str, floa
 
     A weight that was never updated, or whose updates nobody counts, may have neither.
     """
-    tensors, counts = _backend_sums(step), {}
+    tensors, counts, names = {}, {}, _names(step)
+    for tables, update in _table_updates(step):
+        # Adagrads' sums of a back end that keeps them itself
+        for weight, state in zip(tables.weights, getattr(update, "states", ()), strict=False):
+            if state.numel():
+                tensors[f"{names[weight]}.sum"] = _flat(state)
     for name, weight, optimizer in _torch_weights(step):
         for key, value in optimizer.state.get(weight, {}).items():
             if key == "step":
@@ -92,18 +97,6 @@ def _torch_weights(
                     yield names[weight], weight, optimizer
 
 
-def _backend_sums(step: Step) -> dict[str, torch.Tensor]:
-    """Adagrads' sums of a back end that keeps them itself."""
-    names = _names(step)
-    return {
-        f"{names[weight]}.sum": _flat(state)
-        for tables, update in _table_updates(step)
-        if hasattr(update, "states")
-        for weight, state in zip(tables.weights, update.states, strict=True)
-        if state.numel()
-    }
-
-
 def _names(step: Step) -> dict[torch.nn.Parameter, str]:
     return {weight: name for name, weight in step.model.named_parameters()}
 
@@ -143,10 +136,8 @@ def checkpoint_place(config: TrainingConfig, output: Path | None) -> Path | None
 
     Raises InputError if they are asked for, but there is no folder.
     """
-    if config.checkpoint_folder:
-        return Path(config.checkpoint_folder)
-    if config.checkpoint_every is None:
-        return None
+    if config.checkpoint_folder or config.checkpoint_every is None:
+        return Path(config.checkpoint_folder) if config.checkpoint_folder else None
     if output is None:
         raise InputError(
             f"training.checkpoint_every is {config.checkpoint_every}, but there is no folder for "
@@ -224,14 +215,13 @@ def changed_settings(parameters: Parameters, checkpoint: Checkpoint) -> list[str
     """Settings of the training that change what the next iterations compute, as notices."""
     was, now = checkpoint.parameters.training, parameters.training
     before, after = dataclasses.asdict(was), dataclasses.asdict(now)
-    differ = [
+    differ = ", ".join(
         f"{leaf} {_shown(before[leaf])} → {_shown(after[leaf])}"
         for leaf in before
         if before[leaf] != after[leaf] and leaf not in _FREE_TRAINING
-    ]
-    if not differ:
-        return []
-    return [f"resumed from step {checkpoint.step} with other settings: {', '.join(differ)}"]
+    )
+    said = f"resumed from step {checkpoint.step} with other settings: {differ}"
+    return [said] if differ else []
 
 
 CHOSEN = (("embedding_backend",), DENSE_CHOICE)

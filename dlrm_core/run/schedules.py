@@ -38,9 +38,9 @@ def learning_rate(config: TrainingConfig, step: int) -> float:
     base, warmup, steps = config.learning_rate, config.lr_warmup_steps, config.lr_decay_steps
     if step < warmup:
         return base * (1.0 - (warmup - step) / warmup)
-    facebook = config.lr_schedule == "facebook"
     if steps == 0:
         return base
+    facebook = config.lr_schedule == "facebook"
     if step < config.lr_decay_start:
         return base * (1.0 - 1.0 / warmup) if facebook else base
     left = config.lr_decay_start + steps - step

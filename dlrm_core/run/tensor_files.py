@@ -20,9 +20,6 @@ from dlrm_core.base.errors import InputError
 from dlrm_core.base.files import open_binary
 from dlrm_core.base.settings import LARGEST_INT
 
-LARGEST = sys.float_info.max
-"""The largest finite value."""
-
 PIECE_BYTES = 8 << 20
 """Read, written, copied and checked at a time."""
 
@@ -37,11 +34,8 @@ _DESCRIPTIONS = {
 }
 """numpy's description of the numbers of a torch type, by the type's name."""
 
-RECORD: Mapping[Any, Any] = {
-    "dtype": tuple(_DESCRIPTIONS),
-    "shape": [LARGEST_INT],
-    "crc32": 2**32 - 1,
-}
+RECORD: Mapping[Any, Any]
+RECORD = {"dtype": tuple(_DESCRIPTIONS), "shape": [LARGEST_INT], "crc32": 2**32 - 1}
 """The form (:func:`dlrm_core.base.settings.require_form`) of what :func:`write_tensor` returns."""
 
 
@@ -118,7 +112,7 @@ class StoredTensor:
         Raises InputError if the file is corrupted, or a value is not finite, or negative where it
         cannot be; what has been copied until then stays.
         """
-        least = 0.0 if self.path.stem.endswith(SQUARES) else -LARGEST
+        least = 0.0 if self.path.stem.endswith(SQUARES) else -sys.float_info.max
         checksum, odd = zlib.crc32(_header(dtype_name(self.dtype), self.shape)), ""
         for rows in row_ranges(self.shape, self.dtype.itemsize):
             piece = self.read(rows)
@@ -126,7 +120,7 @@ class StoredTensor:
             if piece.numel():
                 # both are NaN where one value is
                 low, high = (float(bound) for bound in torch.aminmax(piece))
-                if not least <= low <= high <= LARGEST:
+                if not least <= low <= high <= sys.float_info.max:
                     odd = f"has values from {low:g} to {high:g}, expected finite numbers"
             if target is not None:
                 (target[rows.start : rows.stop] if self.shape else target).copy_(piece)

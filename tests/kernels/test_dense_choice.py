@@ -8,6 +8,7 @@ from slow_tiles import use_slow_tiles
 from test_embeddings import parameters
 
 from dlrm_core import dense
+from dlrm_core.base import engines
 from dlrm_core.base.errors import InputError
 from dlrm_core.config import TrainingConfig
 from dlrm_core.interactions import DotInteraction
@@ -169,13 +170,13 @@ def test_a_library_that_rounds_is_left_out(monkeypatch, no_tiles):
 
 
 def test_nothing_is_asked_where_nothing_is_open(monkeypatch):
-    monkeypatch.setattr(dense, "find_engine", lambda name: pytest.fail("asked"))
+    monkeypatch.setattr(engines, "find_engine", lambda name: pytest.fail("asked"))
     given = parameters(dense_backend="fused", fp32_matmul="bf16x2")
     assert dense.resolve_dense(given, CPU) == (given, [])
 
 
 def test_the_core_alone_takes_the_plain_ones(monkeypatch):
-    monkeypatch.setattr(dense, "find_engine", lambda name: None)
+    monkeypatch.setattr(engines, "find_engine", lambda name: None)
     found, (notice,) = dense.resolve_dense(parameters(fp32_matmul="auto"), CPU)
     assert found.training.fp32_matmul == "default"
     assert "dlrm_kernels" in notice
