@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dlrm_core.base.engines import choose, engine, find_engine
 from dlrm_core.config import Parameters, TrainingConfig
@@ -24,7 +24,7 @@ from dlrm_core.model import DLRM, Piece
 from dlrm_core.parts import run_part
 from dlrm_core.precision import DensePrecision
 
-Layer = Callable[..., torch.Tensor]
+Layer = Callable[..., Tensor]
 """A part of the model, or what stands for it: compiled, or fused kernels."""
 
 Layers = dict[str, Layer]
@@ -72,9 +72,7 @@ class Cuts:
         self._cut[piece.gives] = result, leaf
         values[piece.gives] = leaf
 
-    def backward(
-        self, piece: Piece, beside: Sequence[tuple[torch.Tensor, torch.Tensor]] = ()
-    ) -> None:
+    def backward(self, piece: Piece, beside: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
         """Run a piece's backward, from tensors ``beside`` it and their gradients as well."""
         results, leaves = map(_listed, self._cut.pop(piece.gives))
         tensors = [*(tensor for tensor, _ in beside), *results]
@@ -91,7 +89,7 @@ class PieceHooks:
     def before(self, piece: Piece, values: Values) -> None:
         """Called before a piece's forward, which may still change what it takes."""
 
-    def beside(self, piece: Piece) -> Sequence[tuple[torch.Tensor, torch.Tensor]]:
+    def beside(self, piece: Piece) -> Sequence[tuple[Tensor, Tensor]]:
         """Called before a piece's backward: where that is to start as well."""
         return ()
 
@@ -138,12 +136,8 @@ class DensePart:
         return {piece.component: piece.run for piece in self.pieces}
 
     def __call__(
-        self,
-        dense: torch.Tensor,
-        pooled: Sequence[torch.Tensor],
-        targets: torch.Tensor,
-        share: float = 1.0,
-    ) -> torch.Tensor:
+        self, dense: Tensor, pooled: Sequence[Tensor], targets: Tensor, share: float = 1.0
+    ) -> Tensor:
         """Forward and backward of a batch.
 
         Args:
@@ -177,8 +171,8 @@ class DensePart:
         return torch.stack(losses).sum()
 
     def rows(
-        self, values: Values, targets: torch.Tensor, share: float, around: PieceHooks | None = None
-    ) -> torch.Tensor:
+        self, values: Values, targets: Tensor, share: float, around: PieceHooks | None = None
+    ) -> Tensor:
         """Forward and backward of some rows, whose loss counts ``share`` of the batch's.
 
         Args:
@@ -213,7 +207,7 @@ class DensePart:
 
 def predict_rows(
     pieces: Sequence[Piece], values: Values, around: PieceHooks | None = None
-) -> torch.Tensor:
+) -> Tensor:
     """Click probability (B, 1) float32, piece by piece as in training, outside of any graph."""
     around = around or PieceHooks()
     for piece in pieces:
@@ -225,13 +219,13 @@ def predict_rows(
 
 def leaf_of(value: Any) -> Any:
     """The same values, of a tensor or a list of them, as the start of a new graph."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         return value.detach().requires_grad_()
     return [leaf_of(tensor) for tensor in value]
 
 
-def _listed(value: Any) -> list[torch.Tensor]:
-    return [value] if isinstance(value, torch.Tensor) else list(value)
+def _listed(value: Any) -> list[Tensor]:
+    return [value] if isinstance(value, Tensor) else list(value)
 
 
 def why_not_compile(device: torch.device) -> str:

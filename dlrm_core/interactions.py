@@ -22,7 +22,7 @@ from dlrm_core.base.settings import Option, clash, register, setting
 from dlrm_core.operations import FLOAT_BYTES, Operations, Work
 
 if TYPE_CHECKING:
-    import torch
+    from torch import Tensor
 
     from dlrm_core.model import InteractionLayer
 
@@ -124,9 +124,7 @@ class Interaction:
         """Constant index tensors of its layer, by their names."""
         return {}
 
-    def forward(
-        self, layer: InteractionLayer, x: torch.Tensor, pooled: Sequence[torch.Tensor]
-    ) -> torch.Tensor:
+    def forward(self, layer: InteractionLayer, x: Tensor, pooled: Sequence[Tensor]) -> Tensor:
         """The interaction of a batch, by the weights and index tensors of its layer."""
         raise NotImplementedError
 
@@ -164,7 +162,7 @@ def _count(meaning: str, default: int) -> Option:
     return Option(int | None, setting(None, f"{meaning} {default}", minimum=1), default)
 
 
-def side_by_side(x: torch.Tensor, pooled: Sequence[torch.Tensor]) -> torch.Tensor:
+def side_by_side(x: Tensor, pooled: Sequence[Tensor]) -> Tensor:
     """(B, d) and T times (B, d) to (B, F d), in x's precision."""
     import torch
 
@@ -216,9 +214,7 @@ class DotInteraction(Interaction):
         pairs = rows * features + columns
         return {"pairs": pairs, "lower": lower.ravel(), "mirror": mirror.ravel()}
 
-    def forward(
-        self, layer: InteractionLayer, x: torch.Tensor, pooled: Sequence[torch.Tensor]
-    ) -> torch.Tensor:
+    def forward(self, layer: InteractionLayer, x: Tensor, pooled: Sequence[Tensor]) -> Tensor:
         """Features (B, F, d), their products (B, pairs), and x beside them."""
         import torch
 
@@ -270,9 +266,7 @@ class CatInteraction(Interaction):
     def width(self) -> int:
         return self.features * self.dim
 
-    def forward(
-        self, layer: InteractionLayer, x: torch.Tensor, pooled: Sequence[torch.Tensor]
-    ) -> torch.Tensor:
+    def forward(self, layer: InteractionLayer, x: Tensor, pooled: Sequence[Tensor]) -> Tensor:
         return side_by_side(x, pooled)
 
     def forward_work(self, ops: Operations, rows: int) -> None:
@@ -324,9 +318,7 @@ class CrossInteraction(CatInteraction):
             )
         ]
 
-    def forward(
-        self, layer: InteractionLayer, x: torch.Tensor, pooled: Sequence[torch.Tensor]
-    ) -> torch.Tensor:
+    def forward(self, layer: InteractionLayer, x: Tensor, pooled: Sequence[Tensor]) -> Tensor:
         """V narrows to the rank, W widens again, layer by layer."""
         from torch.nn.functional import linear
 
@@ -420,9 +412,7 @@ class WukongInteraction(Interaction):
                     listed.append(Weight(f"blocks.{layer}.{leaf}", (size,), start, narrowed=False))
         return listed
 
-    def forward(
-        self, layer: InteractionLayer, x: torch.Tensor, pooled: Sequence[torch.Tensor]
-    ) -> torch.Tensor:
+    def forward(self, layer: InteractionLayer, x: Tensor, pooled: Sequence[Tensor]) -> Tensor:
         """Layer by layer; where autocast has norms in float32, their results are cast back."""
         import torch
         from torch.nn.functional import layer_norm, linear, relu

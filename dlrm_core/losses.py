@@ -14,7 +14,7 @@ from dlrm_core.base.settings import Option, register, setting
 from dlrm_core.operations import FLOAT_BYTES, INDEX_BYTES, Operations
 
 if TYPE_CHECKING:
-    import torch
+    from torch import Tensor
 
 DOUBLE_BYTES = 8
 
@@ -36,9 +36,7 @@ class Loss:
         """Check the options of ``model`` that are this kind's."""
 
     @classmethod
-    def forward(
-        cls, predictions: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(cls, predictions: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
         """The loss of a batch; ``weights`` (2,) float64 are those of the targets 0 and 1."""
         from torch.nn import functional
 
@@ -99,9 +97,7 @@ class WeightedBinaryCrossEntropy(Loss):
             )
 
     @classmethod
-    def forward(
-        cls, predictions: torch.Tensor, targets: torch.Tensor, weights: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(cls, predictions: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
         """The mean of weights[int(t)] times the cross entropy, in double precision."""
         from torch.nn.functional import binary_cross_entropy
 
