@@ -88,11 +88,7 @@ def predict_as_rank(
 
 
 class Printing(Observer):
-    """Prints each line of metrics.jsonl, on the first rank.
-
-    Attributes:
-        evidence: what else belongs in the last line of ``dlrm train``.
-    """
+    """Prints each line of metrics.jsonl, on the first rank; ``evidence`` goes into the last one."""
 
     def __init__(self) -> None:
         self.evidence: dict[str, Any] = {}

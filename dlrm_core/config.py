@@ -231,10 +231,6 @@ class DataConfig:
         return self.generator in ("dataset", "teacher")
 
 
-TABLE_ENGINES = {"fused": "fused embeddings", "fbgemm": "FBGEMM"}
-"""``training.embedding_backend`` to the engine that updates the tables then."""
-
-
 @dataclass(frozen=True)
 @with_meanings(MEANINGS["training"])
 class TrainingConfig:
@@ -311,7 +307,9 @@ class TrainingConfig:
         none_to_repeat = facebook and decays and warmup < 2 and begin > 1
         yield none_to_repeat, "lr_schedule", "lr_warmup_steps", why
 
-        kind, backend = OPTIMIZERS[self.optimizer], TABLE_ENGINES.get(self.embedding_backend)
+        kind = OPTIMIZERS[self.optimizer]
+        updates_tables = {"fused": "fused embeddings", "fbgemm": "FBGEMM"}
+        backend = updates_tables.get(self.embedding_backend)
         unknown = backend is not None and backend not in kind.engines
         why = f"{kind.tables[0]}, its update of tables, exists in 'torch' only"
         yield unknown, "optimizer", "embedding_backend", why
@@ -469,9 +467,8 @@ def load_parameters(
 def require_effect(parameters: Parameters, name: str, typed: Any, where: str) -> None:
     """Refuse a value that another one of its section, such as a file's, replaces in silence.
 
-    Args:
-        parameters: with the value typed for the leaf ``name``.
-        where: it was typed, for the message.
+    ``parameters`` have the value, which was ``typed`` for the leaf ``name``; ``where`` says the
+    place.
     """
     if typed is None:
         return
@@ -624,8 +621,7 @@ def _override(tree: dict[str, Any], override: str) -> None:
 def unknown_name(name: Any, known: Sequence[str], what: str = "parameter") -> str:
     """A sentence about a name that is none of those known, with the one that was meant, if any.
 
-    Args:
-        what: it should name; a parameter that another section has is the one meant.
+    A parameter that another section has is the one meant.
     """
     short = called(name)
     leaf = short.rpartition(".")[2]

@@ -107,7 +107,6 @@ class DensePart:
 
     Attributes:
         pieces: those of the model that take no lookups, with fused or compiled layers in place.
-        precision: type of the products, loss scale.
         notices: options that have no effect here, and why.
     """
 
@@ -175,9 +174,7 @@ class DensePart:
     ) -> Tensor:
         """Forward and backward of some rows, whose loss counts ``share`` of the batch's.
 
-        Args:
-            values: what the first pieces take.
-            around: called before and after pieces.
+        ``values`` are what the first pieces take; ``around`` is called before and after pieces.
         """
         around, cuts = around or PieceHooks(), Cuts()
         for piece in self.pieces:

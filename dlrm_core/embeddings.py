@@ -56,16 +56,9 @@ class Backend(Update, Protocol):
 class EmbeddingTables(nn.Module):
     """T tables of rows x d; a bag of rows is summed into one vector a sample.
 
-    Without a back end the lookups are torch's own, one call a table. Whatever the
-    back end, the weights are the same parameters under the same names.
-
-    Args:
-        memory: where the weights are to lie, (R, d) each; left out, on the device that torch
-            allocates on.
-        dtype: of the weights that are allocated (:data:`ROW_DTYPES`).
-
-    Attributes:
-        numbers: of the tables in the whole model, where these are some of its tables.
+    Without a back end the lookups are torch's own, one call a table. Whatever the back end, the
+    weights are the same parameters under the same names. They lie in ``memory``, (R, d) each, or
+    are allocated as ``dtype``. ``numbers`` are those of the tables in the whole model.
     """
 
     def __init__(

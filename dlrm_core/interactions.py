@@ -143,9 +143,7 @@ class Interaction:
         """Numbers a sample: kept from forward for backward, its result apart; alive for a while
         in forward; and in backward, the gradients of its result and of the features included.
 
-        Args:
-            number: bytes of an activation.
-            widens: whether what is gathered from 2-byte numbers is widened, as on a CPU.
+        An activation has ``number`` bytes; a CPU ``widens`` 2-byte numbers to gather from them.
         """
         raise NotImplementedError
 
@@ -222,7 +220,6 @@ class DotInteraction(Interaction):
         return torch.cat([x, layer.pair_products(features)], dim=1)
 
     def forward_work(self, ops: Operations, rows: int) -> None:
-        """All products of features, then what is kept of them."""
         features, dim = self.features, self.dim
         shape = (features, features, dim)
         ops.product("bmm", "forward", shape, batch=rows, symmetric=True)
@@ -319,7 +316,6 @@ class CrossInteraction(CatInteraction):
         ]
 
     def forward(self, layer: InteractionLayer, x: Tensor, pooled: Sequence[Tensor]) -> Tensor:
-        """V narrows to the rank, W widens again, layer by layer."""
         from torch.nn.functional import linear
 
         first = crossed = side_by_side(x, pooled)
@@ -329,7 +325,6 @@ class CrossInteraction(CatInteraction):
         return crossed
 
     def forward_work(self, ops: Operations, rows: int) -> None:
-        """Two products a layer, one of them with a bias."""
         width, rank = self.width, self.dcn_rank
         for layer in range(0, 2 * self.dcn_layers, 2):
             ops.product("mm", "forward", (rows, rank, width), layer=layer)
@@ -338,7 +333,6 @@ class CrossInteraction(CatInteraction):
             ops.pointwise("add_", rows * width, 2, ops.element)
 
     def backward_work(self, ops: Operations, rows: int) -> None:
-        """Two products for each forward one; the gradients of x_0 and of each x are added up."""
         width, rank = self.width, self.dcn_rank
         for layer in reversed(range(0, 2 * self.dcn_layers, 2)):
             for operator in ("mul", "mul", "add", "add"):
@@ -435,7 +429,6 @@ class WukongInteraction(Interaction):
         return vectors.flatten(1)
 
     def forward_work(self, ops: Operations, rows: int) -> None:
-        """A product for each matrix, one of batches, and two norms a layer."""
         rank, dim = self.wukong_rank, self.dim
         for layer, (n, m) in enumerate(itertools.pairwise(self.counts)):
             if dim > 1:

@@ -66,10 +66,8 @@ class MLP(nn.Sequential):
 class InteractionLayer(nn.Module):
     """The weights and index tensors of an interaction, and what runs it.
 
-    Attributes:
-        kind: the interaction (:mod:`dlrm_core.interactions`).
-        kernel: takes the place of its operations, given x and the pooled vectors
-            (``training.dense_backend: fused`` on a GPU); None: nothing does.
+    A ``kernel`` takes the place of its operations, given x and the pooled vectors, with
+    ``training.dense_backend: fused`` on a GPU.
     """
 
     pairs: torch.Tensor
@@ -153,9 +151,7 @@ def _gather(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 class ClickLoss(nn.Module):
     """Loss of predictions p (B, 1) against targets t (B, 1): a scalar, the mean over samples.
 
-    Args:
-        kind: one of :data:`dlrm_core.losses.LOSSES`.
-        weights: of the targets 0 and 1, for the kinds that use them.
+    ``weights`` are those of the targets 0 and 1, for the kinds that use them.
     """
 
     weights: torch.Tensor
@@ -265,11 +261,8 @@ def build_model(
 
     W ~ N(0, 2/(m+n)), b ~ N(0, 1/m), E ~ U(+-sqrt(1/rows)), by facebook's own
     numpy stream (embeddings, bottom MLP, top MLP) or by torch on the device. An interaction's
-    weights come after these, matrices by the same law.
-
-    Args:
-        make_tables: makes the tables; left out, they are torch's own.
-        beside: open while the tables' weights are filled.
+    weights come after these, matrices by the same law. ``make_tables`` makes other tables than
+    torch's own; ``beside`` is open while the tables' weights are filled.
     """
     on_host = config.init == "facebook"
     with torch.device("cpu" if on_host and seed is not None else device):
@@ -320,16 +313,11 @@ def facebook_tables(
     dim: int,
     memory: Sequence[torch.Tensor] | None = None,
 ) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """Initial weights of tables, in portions.
+    """Initial weights of tables, in portions; all tables come before the MLPs in facebook's stream.
 
-    All tables come before the MLPs in facebook's stream.
-
-    Args:
-        memory: of the flattened tables, (R d,) float32 each, where they are drawn into; left out,
-            each portion has memory of its own.
-
-    Yields:
-        number of the table, first place in the flattened table, and the numbers (n,) float32.
+    They are drawn into ``memory``, the flattened tables (R d,) float32, or each portion has its
+    own. Yields the table's number, the first place in the flattened table, and the numbers (n,)
+    float32.
     """
     engine, chunk = None, _CACHED_CHUNK
     if sum(table_rows) * dim >= _WORTH_AN_ENGINE:

@@ -56,14 +56,10 @@ class Work:
 
 
 class Operations:
-    """Collects the operators of an iteration, for one part and phase at a time.
+    """Collects the operators of an iteration in ``work``, for one part and phase at a time.
 
-    Args:
-        element: bytes of an activation.
-        widens: whether what is gathered from 2-byte numbers is widened first, as on a CPU.
-
-    Attributes:
-        work: the operators so far.
+    An activation has ``element`` bytes; a CPU ``widens`` 2-byte numbers before it gathers from
+    them.
     """
 
     def __init__(self, element: int = FLOAT_BYTES, widens: bool = False) -> None:

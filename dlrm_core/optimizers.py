@@ -86,12 +86,7 @@ class Optimizer:
 
     @classmethod
     def dense_work(cls, ops: Operations, sizes: Sequence[int], fused: bool) -> None:
-        """Add the operators of a part's update.
-
-        Args:
-            sizes: numbers of each weight.
-            fused: by torch's fused kernel.
-        """
+        """Add the operators of an update of weights of these sizes, perhaps by a fused kernel."""
         passes = [cls.fused_pass] if fused and cls.fused_pass else cls.dense_passes
         for size in sizes:
             for operator, reads, writes, flops in passes:
@@ -157,7 +152,6 @@ class Sgd(Optimizer):
 
     @staticmethod
     def table_work(ops: Operations, table: Lookups, dim: int) -> None:
-        """The sparse gradient is added row by row."""
         rows_work(ops, "add_", table, table.count, table.scattered, dim)
 
 
@@ -182,7 +176,6 @@ class Adagrad(Optimizer):
 
     @staticmethod
     def table_work(ops: Operations, table: Lookups, dim: int) -> None:
-        """The same on merged rows."""
         rows, values, merged = _coalesced(ops, table, dim)
         ops.add("pow", merged, merged, flops=values)
         rows_work(ops, "add_", table, rows, rows, dim)
@@ -207,7 +200,6 @@ class AdagradByRow(Adagrad):
 
     @staticmethod
     def table_work(ops: Operations, table: Lookups, dim: int) -> None:
-        """A mean and a root a row, then the rows change."""
         rows, values, merged = _coalesced(ops, table, dim)
         scalars = rows * FLOAT_BYTES
         ops.add("pow", merged, merged, flops=values)
@@ -249,7 +241,6 @@ class Adam(Optimizer):
 
     @staticmethod
     def table_work(ops: Operations, table: Lookups, dim: int) -> None:
-        """The same on merged rows, whose means are gathered and added back."""
         rows, values, merged = _coalesced(ops, table, dim)
         for squared in (False, True):
             _masked(ops, table, rows, merged)

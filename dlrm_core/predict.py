@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dlrm_core.base.engines import find_engine
-from dlrm_core.base.machine import device_name, resolve_device
+from dlrm_core.base.machine import device_name
 from dlrm_core.config import Parameters, load_parameters
 from dlrm_core.data.batch import Batch
 from dlrm_core.embeddings import attach
@@ -33,9 +32,7 @@ from dlrm_core.train import prepare_model
 class Asked:
     """The model that ``--file``, ``-p`` and ``--checkpoint`` ask to predict with.
 
-    Attributes:
-        checkpoint: whose weights are used; None: initial ones.
-        notices: what a reader must know of them.
+    Without a checkpoint it has initial weights; ``notices`` are what a reader must know of them.
     """
 
     parameters: Parameters
@@ -63,32 +60,20 @@ def read_asked(arguments: argparse.Namespace) -> Asked:
 
 
 class Predictor:
-    """The model asked for, in this process.
+    """The model asked for, in this process, with room for the ``largest_batch`` if one is given.
 
-    Args:
-        largest_batch: for which there must be room; 0: training.batch_size.
-
-    Attributes:
-        device: where batches are to lie.
-        prints: whether this process is the one that says what was found.
-
-    Raises InputError if the checkpoint is corrupted or of another model, or there is no room.
+    ``device`` is where batches are to lie; the process that ``prints`` says what was found. Raises
+    InputError if the checkpoint is corrupted or of another model, or there is no room.
     """
 
     prints = True
 
     def __init__(self, asked: Asked, largest_batch: int = 0) -> None:
-        self.checkpoint, parameters = asked.checkpoint, asked.parameters
-        training = parameters.training
-        self.device = resolve_device(training)
-        largest = dataclasses.replace(training, batch_size=largest_batch or training.batch_size)
-        if (forecast := find_engine("memory forecast")) is not None:
-            largest_run = dataclasses.replace(parameters, training=largest)
-            forecast.require_memory(largest_run, self.device)
+        self.checkpoint = asked.checkpoint
         self.parameters, model, self._divide, notices = prepare_model(
-            parameters, self.device, self.checkpoint
+            asked.parameters, self.checkpoint, largest_batch
         )
-        self._model = model.eval()
+        self._model, self.device = model.eval(), model.device
         attach(model.embeddings, self.parameters.training)
         self._precision = DensePrecision(self.parameters.training, self.device)
         self.notices = asked.notices + notices + self._precision.notices

@@ -79,9 +79,7 @@ class Step:
 class TrainingStep(Step):
     """Forward, backward and update of one batch.
 
-    Args:
-        loss: predictions (B, 1), targets (B, 1) to a scalar.
-        config: optimiser settings, back end of the embeddings, options of the dense part.
+    The loss makes a scalar of predictions (B, 1) and targets (B, 1).
     """
 
     def __init__(self, model: DLRM, loss: nn.Module, config: TrainingConfig) -> None:

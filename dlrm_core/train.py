@@ -93,8 +93,6 @@ class TrainingLoop(abc.ABC, Generic[StepT]):
         total: iterations at which :meth:`train` ends.
         epoch: how the samples of a pass are cut into batches.
         eval_every: iterations between evaluations; None: none but one at the end.
-        embedding_backend: the one that is used.
-        writes_checkpoints: whether there is a folder for them.
         checkpoint: folder of the newest, as far as this process knows.
     """
 
@@ -204,9 +202,7 @@ class TrainingLoop(abc.ABC, Generic[StepT]):
     ) -> TrainingResult:
         """Run all iterations; Ctrl-C or SIGTERM ends the run early and keeps what was computed.
 
-        Args:
-            observer: sees the run; None: nobody does.
-            lines: metrics.jsonl; None: it is not written.
+        An ``observer`` sees the run; ``lines``, metrics.jsonl, get what happens.
         """
         from dlrm_core.run.reports import Observer, Report
 
@@ -272,8 +268,8 @@ class TrainingLoop(abc.ABC, Generic[StepT]):
             report.evaluation(evaluation)
             auc = evaluation.auc
             reached = target is not None and auc is not None and auc >= target
-        if reached:
-            report.interval(self.learning_rate)
+            if reached:
+                report.interval(self.learning_rate)
         if self.writes_checkpoints and (stop or reached or self._is_due(config.checkpoint_every)):
             report.checkpoint(self.done, self.save)
         if stop:
@@ -293,14 +289,12 @@ class TrainingLoop(abc.ABC, Generic[StepT]):
     def _divergence(self, report: Report, place: int | None) -> str:
         """Where the loss (None: a weight) was no number, and what remains, in a sentence."""
         config = self.parameters.training
-        if place is None:
-            what = f"the weights are not finite after iteration {self.done}"
-        else:
+        what = f"the weights are not finite after iteration {self.done}"
+        if place is not None:
             loss = report.done_losses[place]
             what = f"the loss is {loss} at iteration {self.first + place + 1}"
-        remains = "there is no checkpoint"
-        if self.checkpoint:
-            remains = f"the checkpoint {self.checkpoint} is from before"
+        kept = self.checkpoint
+        remains = f"the checkpoint {kept} is from before" if kept else "there is no checkpoint"
         return (
             f"training diverged: {what} (training.learning_rate {config.learning_rate:g}, "
             f"training.precision {config.precision}); choose a smaller learning rate; {remains}"
@@ -357,20 +351,26 @@ class TrainingLoop(abc.ABC, Generic[StepT]):
 
 
 def prepare_model(
-    parameters: Parameters, device: torch.device, checkpoint: Checkpoint | None
+    parameters: Parameters, checkpoint: Checkpoint | None, largest_batch: int = 0
 ) -> tuple[Parameters, DLRM, Callable[[Batch], Batch] | None, list[str]]:
     """A model with its weights, for training or for predictions, and how this process computes.
 
     Args:
         checkpoint: whose weights it gets; None: initial ones.
+        largest_batch: for which there must be room; 0: ``training.batch_size``.
 
     Returns:
         the parameters with what was chosen in place of ``auto``, the model, what becomes of
         each batch before it is copied anywhere (None: nothing), and what a reader must know.
 
-    Raises InputError if the checkpoint is corrupted or of another model, or no back end works.
+    Raises InputError if the device is not there, the run does not fit in its memory, the checkpoint
+    is corrupted or of another model, or no back end works.
     """
     config = parameters.training
+    device = resolve_device(config)
+    if (forecast := find_engine("memory forecast")) is not None:
+        largest = parameters.with_training(batch_size=largest_batch or config.batch_size)
+        forecast.require_memory(largest, device)
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     keep_freed_memory()
@@ -424,30 +424,27 @@ class Trainer(TrainingLoop[TrainingStep]):
     ) -> None:
         from dlrm_core.data.loader import make_generator
 
-        device = resolve_device(parameters.training)
-        if (forecast := find_engine("memory forecast")) is not None:
-            forecast.require_memory(parameters, device)
         notices = []
         if checkpoint is not None:
             from dlrm_core.run.resume import changed_settings, restore_step, with_choices_of
 
             parameters = with_choices_of(checkpoint, parameters)
             notices = changed_settings(parameters, checkpoint)
-        parameters, model, divide, chosen = prepare_model(parameters, device, checkpoint)
-        loss = ClickLoss.of(parameters.model).to(device)
+        parameters, model, divide, chosen = prepare_model(parameters, checkpoint)
+        loss = ClickLoss.of(parameters.model).to(model.device)
         step = TrainingStep(model, loss, parameters.training)
         notices += chosen + step.dense.notices
         notices += getattr(model.embeddings.backend, "notices", [])
         if checkpoint is not None:
             restore_step(checkpoint, step)
         super().__init__(
-            Prepared(parameters, step, loss, device, notices),
-            Feed(make_generator(parameters, device), device, divide),
+            Prepared(parameters, step, loss, model.device, notices),
+            Feed(make_generator(parameters, model.device), model.device, divide),
             checkpoint,
             place,
         )
         # with data made on the device there is nothing to copy
-        self._transfers = device.type == "cuda" and parameters.data.place == "cpu"
+        self._transfers = self.device.type == "cuda" and parameters.data.place == "cpu"
 
     def next_batch(self) -> Batch:
         return data_forward(self.batches)
@@ -481,16 +478,12 @@ class Trainer(TrainingLoop[TrainingStep]):
 def train(
     parameters: Parameters, folder: Path | None = None, observer: Observer | None = None
 ) -> TrainingResult:
-    """Train as the parameters say, from the beginning or from a checkpoint.
+    """Train as the parameters say, from the beginning or a checkpoint; an ``observer`` sees it.
 
-    Args:
-        folder: gets ``metrics.jsonl`` (a line per interval, evaluation and checkpoint,
-            written as it happens), ``result.json`` (written whole, at the end) and
-            checkpoints where no other place is given for them.
-        observer: sees the run; None: nobody does.
-
-    Raises InputError if the device is not there, the run does not fit in memory, the folder cannot
-    be written or is another run's, or the checkpoint cannot be resumed.
+    The folder gets ``metrics.jsonl`` (a line per interval, evaluation and checkpoint, written as it
+    happens), ``result.json`` (written whole, at the end) and checkpoints where no other place is
+    given for them. Raises InputError if the device is not there, the run does not fit in memory,
+    the folder cannot be written or is another run's, or the checkpoint cannot be resumed.
     """
     from dlrm_core.base.files import write_json
     from dlrm_core.run.reports import metrics_lines

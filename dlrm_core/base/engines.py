@@ -17,8 +17,6 @@ from dlrm_core.base.errors import MissingToolError
 
 PACKAGE, RANKS = "dlrm_kernels", "dlrm_ranks"
 
-SEVERAL_RANKS = "training on several ranks (torchrun)"
-
 ENGINES = {
     "fused embeddings": ("embeddings.fused_cpu", "training.embedding_backend: fused"),
     "fused embeddings on a GPU": ("embeddings.fused_gpu", "training.embedding_backend: fused"),
@@ -46,7 +44,8 @@ ENGINES = {
     "data kernels": ("data_sets", "dlrm data, data.generator: teacher"),
 }
 _OF_RANKS = ("trainer", "predictor", "watch", "plan", "step", "tables", "world", "collectives")
-ENGINES |= {f"several ranks: {name}": (name, SEVERAL_RANKS) for name in _OF_RANKS}
+_ASKED = "training on several ranks (torchrun)"
+ENGINES |= {f"several ranks: {name}": (name, _ASKED) for name in _OF_RANKS}
 """Name of an engine to its module in its package, and what in the parameters asks for it."""
 
 
@@ -93,9 +92,8 @@ def choose(
 ) -> tuple[Any, list[str]]:
     """The parameters with a choice in place of each ``auto``, and the notices that say why.
 
-    Args:
-        name: the engine that chooses, told the parameters and ``about``.
-        plain: leaves of ``training``, and what is chosen where that engine is not installed.
+    The engine ``name`` chooses, told the parameters and ``about``; where it is not installed, the
+    leaves of ``training`` get what ``plain`` has for them.
     """
     asked = {leaf: plain[leaf] for leaf in plain if getattr(parameters.training, leaf) == "auto"}
     if not asked:

@@ -241,11 +241,7 @@ def locked(file: Path, refusal: str) -> Iterator[None]:
 
 
 class JsonLines:
-    """A file of JSON lines, each in the file as soon as it is written.
-
-    Args:
-        append: keep what the file has.
-        prefix: stands before each line's JSON.
+    """A file of JSON lines, each in the file, behind ``prefix``, as soon as it is written.
 
     Raises InputError if the file cannot be written, now or by any method.
     """

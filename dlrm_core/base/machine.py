@@ -61,15 +61,12 @@ def numa_nodes(system: Path = Path("/sys/devices/system/node")) -> dict[int, set
 
 
 def keep_freed_memory() -> bool:
-    """Have glibc keep the memory that a step frees, for the next step.
+    """Have glibc keep the memory that a step frees, for the next step; whether that was done.
 
     By default it gives the end of its heap back as soon as more than twice its threshold is free
     there: a step with a batch of 2,048 then asks for up to 70 MB of pages again, and the system
-    clears each, which takes up to a tenth of a step (docs/results.md).
-
-    Returns:
-        Whether that was done: not with another C library, nor against settings that
-        the environment makes (:data:`ALLOCATOR_SETTINGS`).
+    clears each, which takes up to a tenth of a step (docs/results.md). It is not done
+    with another C library, nor against settings of the environment (:data:`ALLOCATOR_SETTINGS`).
     """
     if sys.platform != "linux" or any(name in os.environ for name in ALLOCATOR_SETTINGS):
         return False
@@ -219,9 +216,8 @@ class StopRequest:
 def stop_requests(enabled: bool, said: str, repeated_s: float = 0.0) -> Iterator[StopRequest]:
     """Note the first SIGINT or SIGTERM instead of interrupting; a second one interrupts.
 
-    Args:
-        said: on standard error at the first; '' for nothing.
-        repeated_s: within this time another signal is the first once more.
+    ``said`` goes to standard error at the first. Within ``repeated_s`` seconds another signal is
+    the first once more.
     """
     stop = StopRequest()
     if not enabled or threading.current_thread() is not threading.main_thread():

@@ -16,8 +16,7 @@ _UNSEEN = re.compile(
 def visible(text: str) -> str:
     """Return the text with what cannot be seen as Python writes it: ``\\x1b``, ``\\u202e``.
 
-    These are control characters, marks that turn the direction of a line, and halves of
-    surrogate pairs. Tabs and line breaks stay.
+    Tabs and line breaks stay.
     """
     return text if text.isprintable() else _UNSEEN.sub(lambda odd: repr(odd[0])[1:-1], text)
 

@@ -76,9 +76,7 @@ class Generator(Protocol):
 class RepeatedBatches:
     """A generated stream that begins again after each pass, as facebookresearch/dlrm's does.
 
-    Args:
-        generator: at its beginning, whose ``next_batch`` takes a size.
-        epoch: with a number of samples.
+    The ``generator`` is at its beginning and takes a size; the ``epoch`` has a number of samples.
     """
 
     def __init__(self, generator: Any, epoch: Epoch) -> None:

@@ -28,10 +28,9 @@ class PrefetchError(RuntimeError):
 
 
 def make_generator(parameters: Parameters, device: torch.device, share: Share = WHOLE) -> Generator:
-    """The generator that ``data.generator`` names.
+    """The generator that ``data.generator`` names, of a ``share`` of every batch.
 
-    Args:
-        share: of every batch that it is to make or read; of several ranks on the host only.
+    Several ranks make or read their shares on the host only.
     """
     model, data = parameters.model, parameters.data
     if data.one_hot:
@@ -80,9 +79,8 @@ def batches(
 ) -> Iterator[Batch]:
     """An endless stream of batches; close it to end the background thread.
 
-    Args:
-        generator: makes them; left out, the one that the parameters name, at its beginning.
-        divide: what becomes of each batch before it is copied anywhere; None: nothing.
+    The ``generator`` makes them, or the one that the parameters name, at its beginning; ``divide``,
+    if given, is what becomes of each before it is copied anywhere.
     """
     next_batch = (generator or make_generator(parameters, device)).next_batch
 
@@ -165,15 +163,10 @@ _MOST = {"pos": 624, "has_gauss": 1, "has_uint32": 1, "uinteger": 2**32 - 1}
 
 
 def state_from_plain(file: Any, state: Any, like: Any, where: str = "state.position") -> Any:
-    """The inverse of :func:`plain_state`, for a state that may have been edited.
+    """The inverse of :func:`plain_state`, for a state of a file that may have been edited.
 
-    Random generators take what they are given: a place beyond their block of numbers would be
-    read as it is.
-
-    Args:
-        file: that the state is from, for messages.
-        like: a state of the generator that is to go on: it has the same form.
-        where: the state's place in the file.
+    It must have the form of ``like``, a state of the generator that is to go on. Random generators
+    take what they are given: a place beyond their block of numbers would be read as it is.
     """
     if isinstance(like, Mapping):
         require_form(file, state, dict.fromkeys(like, object), where)

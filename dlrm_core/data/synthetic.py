@@ -125,9 +125,7 @@ class SyntheticBatches(_BagLaw):
     ) -> torch.Tensor:
         """Rows looked up (N,) int64, those of table t at ``starts[t]``.
 
-        Args:
-            totals: numbers drawn for each table.
-            begins: which of these is the first that is used.
+        Of the ``totals[t]`` numbers drawn for it, those from ``begins[t]`` on are used.
         """
         if self.device.type != "cpu" and len(set(totals)) == 1 and not self.reuse:
             return self._draw_all(totals[0])

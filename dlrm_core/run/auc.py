@@ -48,11 +48,7 @@ class QualityMeter:
         """A target was neither 0 nor 1."""
 
     def add(self, predictions: np.ndarray, targets: np.ndarray) -> None:
-        """Count a batch.
-
-        Args:
-            predictions: (n,) or (n, 1) float32 in [0, 1].
-            targets: as many, in [0, 1].
+        """Count a batch: predictions (n,) or (n, 1) float32 and as many targets, all in [0, 1].
 
         Raises InputError if a prediction is not a number.
         """

@@ -45,12 +45,9 @@ _NAME = re.compile(r"step-(\d{8,})")
 class Checkpoint:
     """A checkpoint that was found and whose manifest is whole; its tensors are still on disk.
 
-    Attributes:
-        step: iterations done.
-        parameters: of the run that wrote it.
-        state: all that is no tensor: ``position`` in the data, ``counts`` of updates,
-            ``skipped_steps``.
-        tensors: of each group, by name.
+    It was written after ``step`` iterations of a run with these parameters. ``state`` is all that
+    is no tensor: ``position`` in the data, ``counts`` of updates, ``skipped_steps``; ``tensors``
+    has those of each group by name.
     """
 
     folder: Path
@@ -86,15 +83,11 @@ class Checkpoint:
 
 
 class CheckpointFolder:
-    """The checkpoints of one run; close it in the end.
+    """The checkpoints of one run, of which the newest ``keep`` stay; close it in the end.
 
-    Args:
-        folder: made if need be; no other process may write to it at the same time.
-        keep: how many checkpoints stay.
-        resumed_step: of the checkpoint that the run goes on from; 0: it begins anew.
-
-    Raises InputError if the folder cannot be written, is in use, or holds later checkpoints, which
-    the run's own would be mixed up with.
+    A run goes on from ``resumed_step``, 0 where it begins anew. Raises InputError if the folder
+    cannot be written, is in use, or holds later checkpoints, which the run's own would be mixed up
+    with.
     """
 
     def __init__(self, folder: Path, keep: int, resumed_step: int = 0) -> None:
@@ -181,10 +174,7 @@ def newest_checkpoint(folder: Path) -> Path | None:
 def find_checkpoint(given: str, folder: Path | None = None) -> Path:
     """The folder that ``training.resume`` or ``--checkpoint`` means.
 
-    Args:
-        given: a checkpoint, a folder of checkpoints, or 'latest'.
-        folder: where 'latest' looks.
-
+    ``given`` is a checkpoint, a folder of checkpoints, or 'latest', which looks in ``folder``.
     Raises InputError if there is no checkpoint.
     """
     if given == "latest" and folder is None:

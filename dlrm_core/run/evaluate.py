@@ -75,12 +75,10 @@ class Evaluation:
 
 
 class HeldOut:
-    """The batches of every evaluation, the same ones each time.
+    """The batches of every evaluation, made on ``device``, the same ones each time.
 
-    Args:
-        device: where they are made.
-        divide: what becomes of each, as of a training batch; None: nothing.
-        share: which of them this rank predicts.
+    ``divide``, if given, is what becomes of each, as of a training batch; a rank predicts its
+    ``share`` of them.
     """
 
     def __init__(
@@ -130,11 +128,8 @@ def held_out_batches(
         yield from evaluation_batches(parameters, count and count * training.batch_size, share)
         return
     seed = (training.seed + _SEED_STEP) % (1 << 32)
-    other = dataclasses.replace(
-        parameters,
-        data=dataclasses.replace(parameters.data, samples=None),
-        training=dataclasses.replace(training, seed=seed),
-    )
+    endless = dataclasses.replace(parameters.data, samples=None)
+    other = dataclasses.replace(parameters, data=endless).with_training(seed=seed)
     generator = make_generator(other, device)
     total = count or STREAM_BATCHES
     for first in range(0, total, share.ranks):

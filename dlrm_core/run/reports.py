@@ -136,13 +136,8 @@ class Observer:
 class Report:
     """One run of a loop, as far as it has come: what iterations took, and what was told of it.
 
-    On a GPU nothing waits for the device until :meth:`settle`.
-
-    Args:
-        first: iterations done before.
-        epoch: says how many samples each iteration had.
-        observer: is shown each line; None: nobody is.
-        lines: metrics.jsonl; None: it is not written.
+    On a GPU nothing waits for the device until :meth:`settle`. Before it were ``first`` iterations;
+    ``observer`` is shown each line, and ``lines``, metrics.jsonl, gets it, where there are any.
 
     Attributes:
         data_s: seconds in which each iteration made or waited for its batch.

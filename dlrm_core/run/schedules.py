@@ -52,11 +52,7 @@ def learning_rate(config: TrainingConfig, step: int) -> float:
 
 
 def total_steps(config: TrainingConfig, source: str, epoch: Epoch) -> int:
-    """Iterations at which a run ends: batches or epochs, at most ``max_steps``.
-
-    Args:
-        source: ``data.generator``.
-        epoch: of its stream.
+    """Iterations at which a run ends: batches, or epochs of the source; at most ``max_steps``.
 
     Raises InputError if epochs are asked of a stream that has no end.
     """

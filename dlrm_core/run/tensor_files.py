@@ -40,13 +40,9 @@ RECORD = {"dtype": tuple(_DESCRIPTIONS), "shape": [LARGEST_INT], "crc32": 2**32 
 
 
 def write_tensor(path: Path, tensor: torch.Tensor) -> dict[str, Any]:
-    """Write a new file.
+    """Write a new file; its record: ``dtype``, ``shape`` and ``crc32``, of the whole file.
 
-    Args:
-        tensor: on any device; only its shape, its type and rows of it are asked for.
-
-    Returns:
-        its record: ``dtype``, ``shape`` and ``crc32``, of the whole file.
+    The tensor is on any device; only its shape, its type and rows of it are asked for.
     """
     dtype, shape = dtype_name(tensor.dtype), tuple(tensor.shape)
     header = _header(dtype, shape)
