@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from dlrm_core.base.engines import engine
 from dlrm_core.base.files import plain
@@ -57,11 +57,10 @@ CountsSamples = Callable[[bool], AbstractContextManager[Callable[[int], None]]]
 """Told whether this process prints, a context with what is called with each batch's samples."""
 
 
-def _uncounted(prints: bool) -> AbstractContextManager[Callable[[int], None]]:
-    return nullcontext(lambda samples: None)
-
-
-def command_evaluate(arguments: argparse.Namespace, counts: CountsSamples = _uncounted) -> int:
+def command_evaluate(
+    arguments: argparse.Namespace,
+    counts: CountsSamples = lambda prints: nullcontext(lambda samples: None),
+) -> int:
     """``dlrm evaluate``: the last line is one JSON object; under torchrun that of all ranks."""
 
     def work(predictor: Predictor) -> int:
@@ -72,18 +71,20 @@ def command_evaluate(arguments: argparse.Namespace, counts: CountsSamples = _unc
             print_line(line)
         return 0
 
-    if started_by_torchrun():
-        return predict_as_rank(arguments, "dlrm evaluate", work)
-    return work(Predictor(read_asked(arguments)))
+    return do_predicting(work, arguments, "dlrm evaluate")
 
 
-def predict_as_rank(
-    arguments: argparse.Namespace, command: str, work: Callable[[Predictor], int]
-) -> NoReturn:
-    """Do a command's work with the other ranks, and end the process."""
+def do_predicting(
+    work: Callable[[Predictor], int],
+    arguments: argparse.Namespace,
+    command: str,
+    largest_batch: int = 0,
+) -> int:
+    """Do a command's work with the model asked for; a rank does it with the others, and ends."""
+    if not started_by_torchrun():
+        return work(Predictor(read_asked(arguments), largest_batch))
     with as_rank(command):
-        asked = read_asked(arguments)
-        engine("several ranks: predictor").run_as_rank(asked, command, work)
+        engine("several ranks: predictor").run_as_rank(read_asked(arguments), command, work)
     raise AssertionError("a rank ends in run_as_rank")
 
 

@@ -24,11 +24,8 @@ from dlrm_core.model import DLRM, Piece
 from dlrm_core.parts import run_part
 from dlrm_core.precision import DensePrecision
 
-Layer = Callable[..., Tensor]
-"""A part of the model, or what stands for it: compiled, or fused kernels."""
-
-Layers = dict[str, Layer]
-"""What takes the place of the model's own layers, by part."""
+Layers = dict[str, Callable[..., Tensor]]
+"""What takes the place of the model's own layers, compiled or fused kernels, by part."""
 
 DENSE_CHOICE = {"dense_backend": "torch", "fp32_matmul": "default"}
 """Leaves of ``training`` chosen together where one of them is ``auto``, and what torch has."""

@@ -333,6 +333,7 @@ class CrossInteraction(CatInteraction):
             ops.pointwise("add_", rows * width, 2, ops.element)
 
     def backward_work(self, ops: Operations, rows: int) -> None:
+        """Two products for each forward one; the gradients of x_0 and of each x are added up."""
         width, rank = self.width, self.dcn_rank
         for layer in reversed(range(0, 2 * self.dcn_layers, 2)):
             for operator in ("mul", "mul", "add", "add"):

@@ -160,9 +160,8 @@ class ClickLoss(nn.Module):
         super().__init__()
         self.kind = LOSSES[kind]
         # float64, as facebook's: its weighted loss is computed in double precision
-        self.register_buffer(
-            "weights", torch.tensor(weights, dtype=torch.float64), persistent=False
-        )
+        of_targets = torch.tensor(weights, dtype=torch.float64)
+        self.register_buffer("weights", of_targets, persistent=False)
 
     @classmethod
     def of(cls, model: Any) -> ClickLoss:

@@ -30,29 +30,23 @@ class Work:
 
     component: str
     phase: str
-    operator: str
-    """As torch names it, without ``aten::``."""
-    count: int
-    """Executions in an iteration."""
+    operator: str  # as torch names it, without aten::
+    count: int  # executions in an iteration
     flops: float
     read_bytes: float
     written_bytes: float
     gather_bytes: float = 0.0
+    # of matrix products, `batch` times (m, k) by (k, n): the layer of its part, input side first,
+    # and which product it is: forward, backward_input or backward_weight
     layer: int = -1
-    """Of matrix products: the layer of its part, input side first."""
     product: str = ""
-    """Of matrix products: ``forward``, ``backward_input`` or ``backward_weight``."""
     batch: int = 0
     m: int = 0
     n: int = 0
     k: int = 0
-    """Of matrix products: ``batch`` times (m, k) by (k, n)."""
-    table: int = -1
-    """Of lookups: which table."""
-    merged: bool = False
-    """Not a call of its own: one call does this for all tables."""
-    on_link: bool = False
-    """Moves over the link between host and device, not through memory alone."""
+    table: int = -1  # of lookups: which table
+    merged: bool = False  # not a call of its own: one call does this for all tables
+    on_link: bool = False  # moves over the link between host and device, not through memory alone
 
 
 class Operations:

@@ -32,17 +32,12 @@ R = TypeVar("R")
 
 
 class Step:
-    """The model and its optimisers, as every training step has them.
+    """The model and its optimisers, as every training step has them."""
 
-    Attributes:
-        model: trained in place.
-        dense: the dense part; its ``notices`` and ``precision`` tell what it could not do.
-        optimizers: of each part with weights, in the order of their updates: optimisers of
-            torch, or of the embeddings what has a ``learning_rate``.
-    """
-
-    model: DLRM
-    dense: DensePart
+    model: DLRM  # trained in place
+    dense: DensePart  # its notices and its precision tell what it could not do
+    # of each part with weights, in the order of their updates: optimisers of torch, or of the
+    # embeddings what has a learning_rate
     optimizers: dict[str, Any]
 
     @property

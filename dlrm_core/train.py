@@ -320,10 +320,7 @@ class TrainingLoop(abc.ABC, Generic[StepT]):
         return report.result(target, kept, self.embedding_backend, notices)
 
     def stop_requests(self) -> AbstractContextManager[StopRequest]:
-        """What notes signals while the loop runs.
-
-        With checkpoints, the first lets the iteration finish and writes one more.
-        """
+        """What notes signals while the loop runs; with checkpoints, the first writes one more."""
         return stop_requests(self.writes_checkpoints, f"{STOPPING}, with a checkpoint")
 
     def is_to_stop(self) -> bool:
@@ -466,13 +463,8 @@ class Trainer(TrainingLoop[TrainingStep]):
         from dlrm_core.run.resume import optimizer_state, weights_of
 
         assert self._folder is not None
-        return self._folder.save(
-            self.done,
-            self.parameters.to_sections(),
-            weights_of(self.model),
-            optimizer_state(self.step)[0],
-            state,
-        )
+        tensors = weights_of(self.model), optimizer_state(self.step)[0]
+        return self._folder.save(self.done, self.parameters.to_sections(), *tensors, state)
 
 
 def train(
@@ -509,8 +501,7 @@ def train(
 def only_trainer(folder: Path) -> AbstractContextManager[None]:
     """Lock the folder of a run, so that two runs do not mix their metrics and results.
 
-    The lock ends with the process. It holds between hosts only where their file system passes
-    locks on.
+    It holds between hosts only where their file system passes locks on.
     """
     from dlrm_core.base.files import locked
 

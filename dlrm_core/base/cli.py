@@ -103,10 +103,6 @@ def _evaluate(parser: argparse.ArgumentParser) -> None:
     checkpoint_option(parser)
 
 
-def _infer(parser: argparse.ArgumentParser) -> None:
-    function_at("dlrm_workbook.cli:infer_options", "dlrm infer")(parser)
-
-
 TRAIN = Subcommand("train", "train without a notebook", _train, "dlrm_core.commands:command_train")
 EVALUATE = Subcommand(
     "evaluate",
@@ -117,7 +113,7 @@ EVALUATE = Subcommand(
 INFER = Subcommand(
     "infer",
     "measure the latency of predictions by batch size",
-    _infer,
+    lambda parser: function_at("dlrm_workbook.cli:infer_options", "dlrm infer")(parser),
     "dlrm_workbook.evidence.latency:command_infer",
 )
 SUBCOMMANDS = (TRAIN, EVALUATE, INFER)

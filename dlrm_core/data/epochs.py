@@ -11,17 +11,11 @@ from dlrm_core.data.batch import Batch
 
 @dataclass(frozen=True)
 class Epoch:
-    """The batches of a pass over a stream's samples; batches count from 0 over all passes.
+    """The batches of a pass over a stream's samples; batches count from 0 over all passes."""
 
-    Attributes:
-        samples: of a pass; None: the stream has no end, and all batches are whole.
-        batch_size: samples of every batch but, perhaps, the last of a pass.
-        drop_last: whether the samples that do not fill a batch are left out.
-    """
-
-    samples: int | None
-    batch_size: int
-    drop_last: bool = True
+    samples: int | None  # of a pass; None: the stream has no end, and all batches are whole
+    batch_size: int  # samples of every batch but, perhaps, the last of a pass
+    drop_last: bool = True  # whether the samples that do not fill a batch are left out
 
     @property
     def full_batches(self) -> int | None:

@@ -67,10 +67,8 @@ class Evaluation:
                 "accuracy are about which of them are above 0.5"
             )
         if self.auc is None:
-            notices.append(
-                f"there is no AUC: all {self.samples:,} test targets are "
-                f"{'clicks' if self.click_share else 'non-clicks'}"
-            )
+            kind = "clicks" if self.click_share else "non-clicks"
+            notices.append(f"there is no AUC: all {self.samples:,} test targets are {kind}")
         return notices
 
 

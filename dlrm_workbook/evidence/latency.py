@@ -22,10 +22,10 @@ import torch
 from torch import nn
 
 from dlrm_core.base.errors import InputError
-from dlrm_core.commands import predict_as_rank, print_line, started_by_torchrun
+from dlrm_core.commands import do_predicting, print_line
 from dlrm_core.data.batch import Batch
 from dlrm_core.parts import iteration
-from dlrm_core.predict import Predictor, read_asked
+from dlrm_core.predict import Predictor
 from dlrm_core.run.evaluate import held_out_batches
 from dlrm_core.step import transfer_forward
 
@@ -182,10 +182,8 @@ def command_infer(arguments: argparse.Namespace) -> int:
     if arguments.steps < 1:
         raise InputError(f"--steps is {arguments.steps}, expected at least 1")
     time_limit(arguments.seconds)
-    if started_by_torchrun():
-        work = functools.partial(_infer, arguments=arguments, sizes=sizes)
-        return predict_as_rank(arguments, "dlrm infer", work)
-    return _infer(Predictor(read_asked(arguments), max(sizes, default=0)), arguments, sizes)
+    work = functools.partial(_infer, arguments=arguments, sizes=sizes)
+    return do_predicting(work, arguments, "dlrm infer", max(sizes, default=0))
 
 
 def _infer(predictor: Predictor, arguments: argparse.Namespace, sizes: list[int]) -> int:
