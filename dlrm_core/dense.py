@@ -108,21 +108,21 @@ class DensePart:
     """
 
     def __init__(self, model: DLRM, loss: nn.Module, config: TrainingConfig) -> None:
-        weight = model.top_mlp.linears[0].weight
-        self.precision = DensePrecision(config, weight.device)
+        device = model.device
+        self.precision = DensePrecision(config, device)
         self.notices = list(self.precision.notices)
         self.loss = loss
         self.micro_batch = config.micro_batch
         self.weights = model.dense_weights()
         layers: Layers = {}
         if config.dense_backend == "fused":
-            gpu = " on a GPU" if weight.device.type == "cuda" else ""
+            gpu = " on a GPU" if device.type == "cuda" else ""
             kernels = engine(f"fused dense part{gpu}")
-            layers, notices = kernels.fuse(model, config, weight.device)
+            layers, notices = kernels.fuse(model, config, device)
             self.notices += notices
         pieces = model.dense_pieces
         if config.compile:
-            layers = self._compiled(pieces, weight.device)
+            layers = self._compiled(pieces, device)
         self.pieces = [
             piece._replace(run=layers.get(piece.component, piece.run)) for piece in pieces
         ]

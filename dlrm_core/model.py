@@ -243,6 +243,11 @@ class DLRM(nn.Module):
             values[piece.gives] = piece.of(values)
         return values[self.pieces[-1].gives]
 
+    @property
+    def device(self) -> torch.device:
+        """Device of the dense part; tables may lie elsewhere."""
+        return self.top_mlp.linears[0].weight.device
+
     def dense_weights(self) -> list[nn.Parameter]:
         """Weights and biases of everything but the tables."""
         parts = (self.bottom_mlp, self.interaction, self.top_mlp)

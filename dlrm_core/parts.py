@@ -166,18 +166,31 @@ def run_part(component: str, phase: str, work: Callable[[], R]) -> R:
 
 @functools.cache
 def _runner(component: str, phase: str) -> Callable[[Callable[[], Any]], Any]:
-    return part(component, phase)(lambda work: work())
+    def run(work: Callable[[], Any]) -> Any:
+        return work()
+
+    name = function_name(component, phase)
+    # profilers show the name that the code itself has
+    run.__code__ = run.__code__.replace(co_name=name, co_qualname=name)
+    run.__name__ = run.__qualname__ = name
+    return part(component, phase)(run)
 
 
 def part(component: str, phase: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorate the function that does ``phase`` of ``component``, whatever it is called."""
+    """Decorate the function that does ``phase`` of ``component``.
+
+    Raises ValueError if it is not called ``component_phase``; HPCToolkit would then attribute its
+    time to nothing.
+    """
     if component not in COMPONENTS or phase not in PHASES:
         raise ValueError(f"no such part: {component} {phase}")
-    name, shown = span_name(component, phase), function_name(component, phase)
+    name = span_name(component, phase)
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        # profilers show the name that the code itself has
-        function.__code__ = function.__code__.replace(co_name=shown, co_qualname=shown)
+        if function.__name__ != function_name(component, phase):
+            raise ValueError(
+                f"{function.__name__} must be called {function_name(component, phase)}"
+            )
 
         @functools.wraps(function)
         def in_span(*args: P.args, **kwargs: P.kwargs) -> R:

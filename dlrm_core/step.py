@@ -55,11 +55,10 @@ class Step:
 
         So the time of an update is its part's. No optimiser here has state that this would split.
         """
-        device = self.model.top_mlp.linears[0].weight.device
         for piece in reversed(self.dense.pieces):
             weights = list(getattr(self.model, piece.component).parameters())
             if weights:
-                self.optimizers[piece.component] = make(weights, device)
+                self.optimizers[piece.component] = make(weights, self.model.device)
 
     def set_learning_rate(self, rate: float) -> None:
         """Learning rate of all updates from the next one on (schedules)."""
@@ -82,12 +81,10 @@ class TrainingStep(Step):
         self.dense = DensePart(model, loss, config)
         self.optimizers = {}
         tables = attach(model.embeddings, config)
-        # of the dense part: tables may lie elsewhere
-        device = model.top_mlp.linears[0].weight.device
         self._graph: Callable[[Batch], torch.Tensor] | None = None
         if config.cuda_graphs:
             graphs, backend = engine("CUDA graphs"), model.embeddings.backend
-            self._graph, reason = graphs.step_graph(self.run, config, device, backend)
+            self._graph, reason = graphs.step_graph(self.run, config, model.device, backend)
             if reason:
                 self.dense.notices.append(f"training.cuda_graphs: true was ignored: {reason}")
         make = optimizer_of if self._graph is None else graphs.captured_optimizer

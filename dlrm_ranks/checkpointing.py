@@ -170,7 +170,7 @@ def filled_step(
         step.tables.fill_like_facebook(random)
         fill_dense(step.model, random)
     else:
-        device = step.model.top_mlp.linears[0].weight.device
+        device = step.model.device
         generator = torch.Generator(device).manual_seed(seed)
         step.tables.fill_with_torch(generator)
         fill_dense(step.model, generator)
