@@ -120,6 +120,7 @@ gpu-check:
 
 soak: $(SET_UP)
 	nice -n 10 $(BIN)/python -m tests.campaigns.soak $(if $(SHORT),--short,--json benchmarks/results/soak.json)
+	nice -n 10 $(BIN)/python -m tests.campaigns.attacks pages --count $(if $(SHORT),100,1000)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

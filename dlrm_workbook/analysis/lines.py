@@ -45,6 +45,9 @@ LINES += ["in_iterations", "growth_ms"]
 FUNCTIONS = [name for name in LINES if name not in ("source", "calls", "operators")]
 LISTING = ["line", "source", "time_ms", "share"]
 
+LOADING = ("loader", "received")
+"""Marks of a line in whose call a DataLoader makes or waits for a batch."""
+
 BATCH_WORDS = ("batch", "collate", "loader", "sample", "dataset", "fetch")
 """In names of functions that make batches, where nothing better tells which do."""
 
@@ -415,11 +418,18 @@ class LineTable:
         ]
         return pd.DataFrame(rows, columns=["function", "time_ms", "file", "line", "caller"])
 
+    def marked_ms(self, mark: str) -> float:
+        """Time of the step's thread in library functions of a mark, ms of a mean iteration."""
+        chosen = [bool(path) and path[-1][1].endswith(mark) for path in self.paths]
+        own = self.times["thread"].eq(0) & np.array(chosen)[self.times["path"]]
+        return float(self.times.loc[own, "ms"].sum()) / self.count
+
     def outside_modules(self) -> pd.DataFrame:
         """Functions of the model and of the loss that compute by themselves, in no layer of
         torch.nn: ``file``, ``function``, ``time_ms`` of a mean iteration with its backward pass,
-        most first, the ``line`` with most of it, and ``in_module``, whether a module of the
-        program's holds them; if none does, the function counts with all that it calls."""
+        most first, the ``line`` with most of it, ``in_module``, whether a module of the
+        program's holds them (if none does, the function counts with all that it calls), and
+        ``weights``, whether it is weights that a layer's use computes anew."""
         modules = {
             self.frames[frame][:3]
             for path in self.paths
@@ -441,11 +451,12 @@ class LineTable:
             if role != "model" or not below or not modules:
                 continue
             in_module = any(f[:3] in modules or f[2].endswith(".forward") for f in below)
-            if not in_module or below[-1] not in layers:
-                file, _, function, line = below[-1 if in_module else 0]
-                rows.append((file, function, line, in_module, ms / self.count))
-        table = pd.DataFrame(rows, columns=["file", "function", "line", "in_module", "time_ms"])
-        keys = ["file", "function", "in_module"]
+            weights = ran[-1][1].endswith("weights")
+            if weights or not in_module or below[-1] not in layers:
+                file, _, function, line = below[-1 if in_module or weights else 0]
+                rows.append((file, function, line, in_module, weights, ms / self.count))
+        keys = ["file", "function", "in_module", "weights"]
+        table = pd.DataFrame(rows, columns=[*keys[:2], "line", *keys[2:], "time_ms"])
         table = table.groupby([*keys, "line"], as_index=False)[["time_ms"]].sum()
         table = table.sort_values("time_ms", ascending=False)
         table["time_ms"] = table.groupby(keys)["time_ms"].transform("sum")
@@ -630,10 +641,10 @@ class _Roles:
         if depth >= 0:
             batch, model = self.steps[self._instance(path, depth)]
             line = self.frames[path[depth][0]][3]
-            if line in batch or marks[depth] == "loader" or (line in model and makes):
+            if line in batch or marks[depth] in LOADING or (line in model and makes):
                 return "batch", depth
             return "model" if line in model else "around", depth
-        if "loader" in marks or makes:
+        if any(mark in LOADING for mark in marks) or makes:
             return "batch", 0
         if "backward" in marks or (module < len(path) and not self.steps):
             return "model", 0

@@ -144,6 +144,9 @@ OF_GPUS = re.compile(r"aten::(cudnn|miopen)_(convolution|batch_norm|rnn)")
 """Matches names of operators that run on a GPU only, with its work recorded or not."""
 
 
+LAUNCHES = re.compile(r"(?:cuda|cu|hip)Launch\w*Kernel")
+
+
 def _doubts(
     profile: Profile, attribution: pd.DataFrame, findings: Sequence[Finding]
 ) -> Iterator[Doubt]:
@@ -162,6 +165,11 @@ def _doubts(
     if is_of_gpu and not profile.has("gpu_time_ms"):
         why = "none of its work is recorded (no device activity)"
         yield Doubt("amber", why, "what a GPU did, and when it was idle, is not known")
+    elif profile.which("name", lambda name: bool(LAUNCHES.match(name))).any() and not (
+        profile.of_kind("kernel").any()
+    ):
+        why = "kernels are launched, and none is recorded"
+        yield Doubt("amber", why, "the GPU works longer, and is idle less, than is said")
     # what else ran is no cause in the program, and hides those that are
     causes = [finding for finding in findings if finding.id != "other_processes"]
     for share, reason in _errors(profile, attribution, step, findings):

@@ -4,10 +4,11 @@
     python -m tests.campaigns.attacks databases --count 10000
     python -m tests.campaigns.attacks traces --count 10000
     python -m tests.campaigns.attacks checkpoints --count 3000
+    python -m tests.campaigns.attacks pages --count 2000
 
 A case passes if it is read, or refused by a sentence of at most 500 characters, in 5 s of
-processor time and 1 GiB of memory. Case ``i`` is made from ``(seed, i)`` alone; ``--only`` makes
-one again.
+processor time (10 s with all that its page shows) and 1 GiB of memory. Case ``i`` is made from
+``(seed, i)`` alone; ``--only`` makes one again.
 """
 
 from __future__ import annotations
@@ -36,6 +37,9 @@ from dlrm_core.base.errors import InputError
 from dlrm_core.config import SECTIONS, load_parameters, parameters_from_sections
 from dlrm_workbook.analysis.inspect import inspect_recording
 from dlrm_workbook.recordings.open import open_recording
+from dlrm_workbook.report import explain
+from dlrm_workbook.show.tables import bundle
+from dlrm_workbook.show.views import VIEWS
 from dlrm_workbook.trials.sweep.plan import sweep_points
 from tests import fuzz_database, gpu_trace
 from tests.campaigns.checkpoint_edits import Checkpoints
@@ -215,6 +219,16 @@ def read_recording(path: Path) -> None:
     json.dumps(inspect_recording(open_recording(path)))
 
 
+def explain_recording(path: Path) -> None:
+    """Explain a recording and make every table, sentence and figure that pages show."""
+    report = explain(str(path))
+    json.dumps(report.document, allow_nan=False)
+    report.markdown("case")
+    for view in VIEWS:
+        for shown in report.show(view).outputs:
+            bundle(shown)
+
+
 # ---- checkpoints ----------------------------------------------------------------------
 
 
@@ -231,6 +245,7 @@ KINDS: dict[str, Callable[[Path], Kind]] = {
     "parameters": lambda _: (parameters_file, read_parameters),
     "databases": lambda scratch: (database_maker(scratch), fuzz_database.exercise),
     "traces": lambda _: (trace_file, read_recording),
+    "pages": lambda _: (trace_file, explain_recording),
     "checkpoints": checkpoint_kind,
 }
 
@@ -265,7 +280,8 @@ def attack(what: str, count: int, seed: int = 1, only: int | None = None) -> Tal
 
 def _one(case: int, path: Path, read: Callable[[Path], None], tally: Tally) -> None:
     start = time.process_time()
-    signal.setitimer(signal.ITIMER_VIRTUAL, MOST_SECONDS)
+    most = 2 * MOST_SECONDS if read is explain_recording else MOST_SECONDS
+    signal.setitimer(signal.ITIMER_VIRTUAL, most)
     try:
         read(path)
         outcome = "read"

@@ -36,7 +36,7 @@ SAMPLE = Path(samples).parent / "seed-cpu"
 
 @pytest.mark.parametrize(
     ("what", "count"),
-    [("parameters", 300), ("traces", 30), ("databases", 600), ("checkpoints", 75)],
+    [("parameters", 300), ("pages", 12), ("databases", 600), ("checkpoints", 75)],
 )
 def test_hostile_files_are_read_or_refused_in_a_sentence(what: str, count: int) -> None:
     # a process of its own: the campaign limits its address space

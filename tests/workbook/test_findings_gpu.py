@@ -321,6 +321,44 @@ def test_one_collective_of_many_that_is_late_is_told_as_such(trace: Trace) -> No
     assert said.endswith("90% of it is in one iteration, number 2 of 3.")
 
 
+@pytest.mark.parametrize("waits", [False, True])
+def test_what_takes_long_the_first_time_only_is_told_as_loading(trace: Trace, waits: bool) -> None:
+    trace.launch(0, "fill", 3, 5)
+    for number in range(4):
+        at, length = 100 + 20_000.0 * number, 15_000.0 if number == 0 else 30.0
+        trace.host("cpu_op", "aten::mm", at, at + length)
+        if waits and number == 0:
+            trace.host("cuda_runtime", "cudaDeviceSynchronize", at + 1, at + length - 15)
+        trace.launch(at + length - 10, "sm90_gemm", at + length, at + length + 50)
+    first = next(each for each in listed(trace.read()) if each.id.startswith("gpu_idle"))
+    assert ("first calls" in first.evidence) == (not waits)
+    if not waits:
+        assert "25% of that in first calls, which load or compile: aten::mm 15.0 ms" in (
+            first.evidence
+        )
+        assert "first calls" not in first.title  # it is not most of the time
+
+
+def test_a_recording_of_first_calls_is_advised_to_begin_later(trace: Trace) -> None:
+    trace.launch(0, "fill", 3, 5)
+    for at, length in ((100, 30_000.0), (31_000, 4000.0), (36_000, 30.0), (36_100, 20.0)):
+        trace.host("cpu_op", "aten::mm", at, at + length + 500)
+        trace.launch(at + 5, "sm90_gemm", at + length, at + length + 50)
+        trace.events[-2] |= {"dur": length}  # the launch itself
+    said = listed(trace.read())[0]
+    assert said.title.endswith("of that in first calls, which load or compile")
+    assert said.advice.startswith("Few calls take so long while libraries load")
+
+
+@pytest.mark.parametrize("name", ["copy(float*, int)", "at::native::copy_kernel<float>"])
+def test_kernels_of_no_framework_are_not_judged_by_their_bare_names(
+    trace: Trace, name: str
+) -> None:
+    for begin in trace.steps("mine"):
+        trace.launch(begin + 2, name, begin + 5, begin + 990)
+    assert ("layout_copies" in found(trace.read())) == name.startswith("at::")
+
+
 def test_most_is_more_than_half() -> None:
     rows = pd.DataFrame(
         {"component": ["loss", "data", "other"], "phase": "forward", "ms": [3, 2, 0]}

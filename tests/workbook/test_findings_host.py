@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import gpu_trace
 import numpy as np
 import pytest
 from finding_profiles import counters, found, listed, made, ordered
@@ -14,6 +16,7 @@ from dlrm_workbook.analysis.findings import cautions
 from dlrm_workbook.analysis.findings.finding import LIMITS
 from dlrm_workbook.analysis.findings.host import growth
 from dlrm_workbook.recordings.profile import Profile
+from dlrm_workbook.recordings.torch.trace import read_trace
 
 MACHINE = {"usable_cores": 2}
 PARTS = {
@@ -86,6 +89,17 @@ def test_a_lost_core_shows_as_parts_that_take_longer_than_alone() -> None:
     first = listed(step(counted, parts=slowed(1.9)))
     assert [finding.id for finding in first] == ["other_processes"]  # and not every part again
     assert first[0].share_of_step == pytest.approx(0.475, abs=0.03)
+
+
+def test_operators_of_one_kind_count_together(tmp_path: Path) -> None:
+    names = {"ConvolutionBackward0": 300, "aten::conv2d": 200, "aten::add_": 240, "aten::relu": 90}
+    at, events = 0.0, []
+    for name, us in names.items():
+        events.append(gpu_trace._span("cpu_op", name, at, at + us))
+        at += us
+    (first,) = listed(read_trace(gpu_trace.write(tmp_path / "trace.json", events)))
+    assert first.title == "Convolutions take 60% of the recording"
+    assert "ConvolutionBackward0 0.300 ms, aten::conv2d 0.200 ms" in first.evidence
 
 
 def test_the_thread_that_makes_batches_may_compute() -> None:

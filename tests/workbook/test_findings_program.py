@@ -215,6 +215,20 @@ def test_what_lines_of_the_model_compute_without_need_is_named_by_line(tmp_path:
     assert {row["function"] for row in double} >= {"contrast"}
 
 
+def test_what_is_chosen_by_what_learns_is_no_waste() -> None:
+    """As the nearest points of a distance between clouds, found without gradients."""
+    student = torch.nn.Linear(8, 8)
+    seen, values = seen_operators.SeenOperators(student.named_parameters()), torch.rand(16, 8)
+    seen.start()
+    ours = student(values)
+    with torch.no_grad():
+        nearest = torch.cdist(ours, values).argmin(1)
+    (ours - values.index_select(0, nearest)).square().mean().backward()
+    seen.stop()
+    rows = [row for row in seen.document()["operators"] if row["file"] == __file__]
+    assert rows and not any(row["without_gradients"] for row in rows)
+
+
 def test_a_teacher_is_no_waste_where_the_loss_takes_what_it_says() -> None:
     teacher, student = torch.nn.Linear(8, 8).requires_grad_(False), torch.nn.Linear(8, 8)
     parameters = [*teacher.named_parameters(), *student.named_parameters()]

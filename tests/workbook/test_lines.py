@@ -26,7 +26,7 @@ from dlrm_workbook.recordings.foreign import PartNames
 from dlrm_workbook.recordings.measure import measure
 from dlrm_workbook.recordings.open import open_recording
 from dlrm_workbook.recordings.profile import Profile
-from dlrm_workbook.recordings.torch.lines import read_lines
+from dlrm_workbook.recordings.torch.lines import mark_of, read_lines
 from dlrm_workbook.recordings.torch.seen_operators import _within_function
 from dlrm_workbook.samples import sample_profile
 from tests.databases import folder_of
@@ -185,8 +185,9 @@ def test_a_function_of_the_loss_outside_of_modules_is_told_with_its_backward_pas
     rows = [(0, 0, 30.0), (1, 0, 20.0), (2, 0, 50.0)]
     known = sampled(frames, paths, rows, roles=roles, backward={"path": [0, 1], "ns": [30, 20]})
     told = LineTable(known).outside_modules().to_dict("records")
-    penalty = {"file": "a.py", "function": "penalty", "line": 10}
+    penalty = {"file": "a.py", "function": "penalty", "line": 10, "weights": False}
     own = {"file": "a.py", "function": "Net.forward", "line": 21, "in_module": True}
+    own |= {"weights": False}
     assert told == [penalty | {"in_module": False, "time_ms": 60.0}, own | {"time_ms": 40.0}]
     profile = made({("other", "", "aten::mm"): 100.0}, lines=known, passes=[{}])
     del profile.meta["parameters"]  # a program that is not ours
@@ -199,6 +200,10 @@ def test_a_function_of_the_loss_outside_of_modules_is_told_with_its_backward_pas
     first = listed(profile)[0]
     assert first.id == "largest_place" and first.title.startswith("No known bottleneck found")
     assert "`Net.forward` (`a.py:21`) takes 40% of the CPU time in no layer" in first.title
+    known["paths"][1] = [(0, " module"), (2, " weights")]
+    profile.meta["lines"] = known | {"iteration_ms": known["iteration_ms"]}
+    first = listed(profile)[0]
+    assert first.id == "computed_weights" and "at `Net.forward` (`a.py:21`)" in first.title
     known["paths"] = [
         [(0, ""), (1, "")],
         [(0, ""), (2, "")],
@@ -231,6 +236,33 @@ def test_workers_that_take_the_steps_cores_are_named_by_their_line() -> None:
     first = listed(made({("top_mlp", "forward", "y"): 100.0}, counters=queued, **more))[0]
     assert first.id == "waiting_for_cores" and first.change == {"data.generator": "facebook"}
     assert 1.2 < first.predicted_speedup["mid"] <= 2.0
+
+
+def test_tensors_that_workers_send_one_by_one_are_told() -> None:
+    frames = [("a.py", 1, "step", 2), ("a.py", 9, "fit", 10)]
+    known = sampled(frames, [[(0, " received")], [(1, "")]], [(0, 0, 40.0), (1, 0, 60.0)])
+    parts = {("data", "forward", "next"): 40.0, ("other", "", "aten::mm"): 60.0}
+    profile = made(parts, lines=known, passes=[{}])
+    del profile.meta["parameters"]
+    first = listed(profile)[0]
+    assert first.id == "data_generation"
+    assert "In 40.0 ms of it tensors that workers send are put together" in first.evidence
+    assert first.advice.startswith("Put samples together in the workers")
+
+
+@pytest.mark.parametrize(
+    ("function", "mark"),
+    [
+        ("torch/optim/adam.py:Adam.step", "optimizer"),
+        ("torch/optim/swa_utils.py:AveragedModel.update_parameters", ""),
+        ("torch/nn/utils/parametrizations.py:_SpectralNorm._power_method", "weights"),
+        ("torch/nn/utils/clip_grad.py:clip_grad_norm_", ""),
+        ("torch/multiprocessing/reductions.py:rebuild_storage_fd", "received"),
+        ("torch/utils/data/dataloader.py:_BaseDataLoaderIter.__next__", "loader"),
+    ],
+)
+def test_libraries_tell_what_a_line_does(function: str, mark: str) -> None:
+    assert mark_of(f"/site-packages/{function}") == mark
 
 
 def test_a_function_with_a_backward_pass_of_its_own_learns() -> None:

@@ -44,7 +44,15 @@ from dlrm_workbook.analysis.findings import (
     ranks,
 )
 from dlrm_workbook.analysis.findings.evidence import Evidence, heaviest
-from dlrm_workbook.analysis.findings.finding import Causes, Finding, Rule, of_one_step, plain, rank
+from dlrm_workbook.analysis.findings.finding import (
+    LEAST_SHARE,
+    Causes,
+    Finding,
+    Rule,
+    of_one_step,
+    plain,
+    rank,
+)
 from dlrm_workbook.analysis.findings.where import part_name
 from dlrm_workbook.analysis.kernel_names import kernel_family
 from dlrm_workbook.analysis.lanes import MOST_LANES
@@ -343,7 +351,7 @@ def _paces(evidence: Evidence, title: str) -> str:
     told = [
         f" {place} {pace} ({percent(ms / evidence.device_ms)} of the GPU's time)."
         for (place, pace), ms in zip(times.index, times, strict=True)
-        if ms >= WORTH_PACE * evidence.device_ms and place not in title
+        if ms > WORTH_PACE * evidence.device_ms and place not in title
     ]
     return "".join(told[:MOST_PACES])
 
@@ -369,7 +377,7 @@ def _busy(evidence: Evidence) -> str:
             f"{milliseconds(busy_ms)} of {milliseconds(span_ms)} ({percent(busy_ms / span_ms)}). "
         )
     if evidence.profile.iterations.empty:
-        text += gpu_idle.left_out(evidence, OTHERWISE * evidence.total_ms)
+        text += gpu_idle.left_out(evidence, LEAST_SHARE * evidence.total_ms)
     text += _explained(evidence)
     time, exposed = evidence.exchange_ms
     if time > OTHERWISE * evidence.total_ms:

@@ -17,6 +17,7 @@ from dlrm_workbook.analysis.findings.finding import (
     rule,
 )
 from dlrm_workbook.analysis.findings.where import main_function, shown
+from dlrm_workbook.analysis.lines import line_table
 from dlrm_workbook.ground.units import milliseconds
 
 DATA_SHARE = 0.05
@@ -59,6 +60,8 @@ Speedup = dict[str, float]
         "{unprobed}",
         "The thread computes nothing in {idle:ms} of it: it sleeps.",
         "The Python lines that take most of it: {lines}.",
+        "In {received:ms} of it tensors that workers send are put together again, one by one: each "
+        "comes in a file of shared memory of its own.",
     ),
     advice="{remedy}.",
     limit="data generation",
@@ -98,6 +101,7 @@ def data_generation(evidence: Evidence, ledger: Causes) -> Measured | None:
         "alone": evidence.alone("data", "forward"),
         "by_generators": "",
         "lines": evidence.said_lines("data"),
+        "received": None,
         "unprobed": None,
         "idle": min(idle, time) if not waits and idle > 0.5 * time else None,
         "remedy": capitalised(remedy),
@@ -108,6 +112,15 @@ def data_generation(evidence: Evidence, ledger: Causes) -> Measured | None:
         figures["by_generators"] = f" by {generator}, {milliseconds(then)} by {FASTER[generator]}"
     elif "data.generator" in change:
         figures["unprobed"] = "How fast the other generator is here was not measured."
+    table = line_table(evidence.profile)
+    received = table.marked_ms("received") / table.step_ms * total if table is not None else 0.0
+    if received > 0.3 * time:
+        figures["received"] = received
+        figures["most"] += ", most of it to receive what workers send, sample by sample"
+        figures["remedy"] = (
+            "Put samples together in the workers (a collate_fn that stacks them), so that a batch "
+            "crosses as few tensors"
+        )
     if evidence.has_timeline or not (evidence.meta.get("lines") or evidence.pieces.empty):
         making = evidence.pieces[evidence.pieces["where"].eq("host")]
         parts = parts_at(evidence.profile, making["context"].to_numpy())

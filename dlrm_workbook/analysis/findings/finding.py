@@ -14,8 +14,9 @@ import pandas as pd
 
 from dlrm_core.base.errors import InputError
 from dlrm_workbook.analysis.attribution import IDLE
-from dlrm_workbook.analysis.findings.evidence import Evidence, Part
+from dlrm_workbook.analysis.findings.evidence import Evidence, Part, listed_times
 from dlrm_workbook.analysis.findings.where import most_in_one, place_sentence
+from dlrm_workbook.analysis.first_calls import in_first_calls
 from dlrm_workbook.analysis.idleness import Stretches, felt_share
 from dlrm_workbook.analysis.steady import LEAST_OF_SPLIT
 from dlrm_workbook.analysis.whatif import prediction
@@ -43,6 +44,9 @@ takes the machine's cores."""
 LEAST_SHARE = 0.05
 """Of the step; below it a remedy gains less than a run's own scatter. Rules that leave less doubt
 have thresholds of their own."""
+
+HARDLY = 0.005
+"""Of the step: what takes less slows nothing down."""
 
 SEVERITIES = ("fails", "slows")
 """``fails``: the run will end, or its result is worth nothing; always before ``slows``."""
@@ -265,7 +269,8 @@ class Rule:
             return
         measured = self.measure(evidence, ledger)
         for figures in [measured] if isinstance(measured, dict) else measured or ():
-            if figures["share"] >= figures.get("least", LEAST_SHARE):
+            hardly = figures["share"] < HARDLY and figures.get("severity") != "fails"
+            if figures["share"] >= figures.get("least", LEAST_SHARE) and not hardly:
                 ledger.enter(figures, evidence.total_ms)
                 yield self._finding(evidence, ledger, figures)
 
@@ -275,7 +280,7 @@ class Rule:
         usual: Measured = {"component": part[0], "speedup": None, "change": {}, "severity": "slows"}
         figures = vars(self) | usual | measured | {"share": share}
         filled = [_filled(sentence, figures, seen) for sentence in figures["evidence"]]
-        in_one, felt = 0.0, 1.0
+        in_one, felt, first, said = 0.0, 1.0, 0.0, ""
         if "pieces" in figures:
             context, ms = figures["pieces"]
             filled.append(place_sentence(seen.profile, context, ms, seen.total_ms))
@@ -284,7 +289,12 @@ class Rule:
                 most = most_in_one(seen.profile, context, ms) * figures.get("odd_share", 1.0)
                 in_one = most / seen.total_ms
             felt = _felt(seen, context) if IDLE not in self.concerns else 1.0
+        if len(called := figures.get("pieces", [figures.get("called", ())])[0]):
+            first, said = share_of_first_calls(seen, called)
+            filled += [said] if first > LEAST_FIRST else []
         advice = _filled(figures["advice"], figures, seen) or ""
+        if first > MOSTLY_FIRST:
+            advice = FIRST_CALLS
         if TORCHS.search(advice) and not seen.profile.of_kind("operator").any():
             advice = WITHOUT_TORCH.get(str(figures["id"]), advice)
         speedup = removed(share) if figures["speedup"] is None else figures["speedup"]
@@ -296,6 +306,7 @@ class Rule:
                     "there the host sets the pace, and less work on the GPU brings nothing."
                 )
         title = _of_basis(seen, _filled(figures["title"], figures, seen) or "")
+        title += f"; {said.partition(':')[0]}" if first > MOSTLY_FIRST else ""
         text = _of_basis(seen, " ".join(filter(None, filled)))
         ledger.told.append((share, f"{title} {text}"))
         return Finding(
@@ -332,8 +343,9 @@ def rule(id: str, **sentences: Any) -> Callable[[Measure], Rule]:
     and ``speedup`` are the finding's. Without ``speedup`` the share is waste that can go entirely
     (:func:`removed`); an empty one says that nothing tells the gain. ``pieces`` gives the contexts
     and the time (ms of a mean step) of the pieces that the share is of, which become a sentence
-    (:func:`~.where.place_sentence`); ``in_place`` is False where most of it has no name that tells
-    where to look, and ``odd_share`` is the part of the iterations that have that time, if not all.
+    (:func:`~.where.place_sentence`), or ``called`` the contexts alone; ``in_place`` is False where
+    most of it has no name that tells where to look, and ``odd_share`` is the part of the iterations
+    that have that time, if not all.
     """
     return lambda measure: Rule(measure, id, **sentences)
 
@@ -341,6 +353,9 @@ def rule(id: str, **sentences: Any) -> Callable[[Measure], Rule]:
 PARAMETERS = re.compile(r" \((?:[a-z]+\.[a-z_]+[^()]*)\)")
 """Parameters of ours in an advice, which another program does not have."""
 
+
+LEAST_FIRST, MOSTLY_FIRST = 0.2, 0.5
+"""Least parts of a finding's time in first calls to be told, and to be its reason."""
 
 ONE_OF_FEW = 2 / 3
 """Least part of a finding's time in one of few iterations for that one to be named."""
@@ -358,6 +373,22 @@ def _in_one_iteration(evidence: Evidence, contexts: Ints) -> str | None:
     place = sorted(evidence.pieces["iteration"].unique()).index(by_iteration.idxmax()) + 1
     share = by_iteration.max() / by_iteration.sum()
     return f"{share:.0%} of it is in one iteration, number {place} of {number}."
+
+
+FIRST_CALLS = (
+    "Few calls take so long while libraries load: record later iterations, see what recurs."
+)
+
+
+def share_of_first_calls(evidence: Evidence, contexts: Ints) -> tuple[float, str]:
+    """The share of the host's time in these contexts that passes in first calls, and a sentence."""
+    rows = evidence.pieces[evidence.pieces["context"].isin(np.unique(contexts))]
+    rows = rows[rows["where"].ne("device")]
+    start, end = rows["start_ns"].to_numpy(), rows["end_ns"].to_numpy()
+    time, by_name = in_first_calls(evidence.profile, start, end)
+    share = 1e6 * time / max(float((end - start).sum()), 1.0)
+    listed = listed_times(by_name[by_name > 0.05 * time][:3] / evidence.iterations)
+    return share, f"{share:.0%} of that in first calls, which load or compile: {listed}."
 
 
 def _felt(evidence: Evidence, contexts: Ints) -> float:

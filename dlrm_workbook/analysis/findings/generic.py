@@ -30,12 +30,14 @@ from dlrm_workbook.analysis.findings.evidence import (
     listed_times,
 )
 from dlrm_workbook.analysis.findings.finding import (
+    LEAST_FIRST,
     Causes,
     Measured,
     bounded,
     capitalised,
     largest,
     rule,
+    share_of_first_calls,
 )
 from dlrm_workbook.analysis.findings.gpu_idle import ALLOCATING
 from dlrm_workbook.analysis.findings.gpu_taken import SYNC
@@ -45,6 +47,7 @@ from dlrm_workbook.analysis.findings.where import (
     in_place,
     line_name,
     loops_of,
+    merged,
     part_name,
     shown,
     time_by_name,
@@ -294,8 +297,10 @@ def _without_parts(evidence: Evidence, ledger: Causes) -> Measured | None:
     """The largest name of a recording most of whose time is in no part, where no rule found
     anything; of a recording without lines the part that takes more."""
     table = unattributed(evidence.profile)
+    family = _largest_family(evidence)
     if ledger.told:
-        return None
+        most = max(share for share, _ in ledger.told)
+        return family if family and family["share"] > most else None
     by_line = lines(evidence.profile)
     by_line = by_line[by_line["thread"].eq(MAIN) & by_line["file"].ne("")]
     most = table["share"].max() if evidence.low_coverage else PLACE_SHARE
@@ -309,7 +314,10 @@ def _without_parts(evidence: Evidence, ledger: Causes) -> Measured | None:
     called = evidence.called[evidence.called["name"].eq(first)]
     calls = float(called["calls"].sum())
     each = float(called["cpu_self_ms"].sum()) / calls if calls else 0.0
-    told: Measured = {"calls": calls, "each": each} if each > COMPUTES_MS else {}
+    chosen = np.flatnonzero(evidence.profile.contexts["name"].eq(first))
+    told: Measured = {"called": chosen}
+    if each > COMPUTES_MS and share_of_first_calls(evidence, chosen)[0] < LEAST_FIRST:
+        told |= {"calls": calls, "each": each}
     unrecorded = float(table.loc[table["name"].eq(UNRECORDED), "share"].sum())
     if unrecorded > 0.01 and name != UNRECORDED:  # the share that torch's own table has
         told["of_calls"] = f"{share / (1 - unrecorded):.0%} of the time in recorded calls and "
@@ -326,6 +334,8 @@ def _without_parts(evidence: Evidence, ledger: Causes) -> Measured | None:
         name, told["advice"] = capitalised(name), RECORD_MORE
     names = table["name"].where(~waits, table["name"] + " (waits)").head(MOST_LISTED)
     listed = listed_times((table["share"] * evidence.total_ms).head(MOST_LISTED).set_axis(names))
+    if family and by_line.empty and family["share"] > MORE_TOGETHER * share:
+        return family
     if len(by_line):
         row = by_line.iloc[0]
         waited = meanings if share > 0.5 * row["share_of_step"] else []
@@ -333,6 +343,33 @@ def _without_parts(evidence: Evidence, ledger: Causes) -> Measured | None:
         for what, advice in waited:
             name, told = f"{what} at {name}", {"advice": advice}
     return {"share": share, "name": name, "names": listed or None, "speedup": {}} | told
+
+
+FAMILIES = (
+    ("Convolutions", re.compile(r"(?i)conv")),
+    ("Recurrent layers", re.compile(r"(?i)lstm|gru\b|rnn")),
+    ("Matrix products", re.compile(r"(?i)linear|matmul|einsum|(?:\b|_|add|b)mm(?:\b|_|backward)")),
+)
+"""What operators, and their backward, compute by other names as well."""
+
+MORE_TOGETHER, PLACE_LEAST = 1.2, 0.1
+"""Times the largest name's time that a family takes to be told instead, and the least part
+of it that each of two names has."""
+
+
+def _largest_family(evidence: Evidence) -> Measured | None:
+    """The operators of one kind, by whatever names, that take most of a recording of a CPU."""
+    if evidence.on_gpu or evidence.meta.get("passes") or evidence.pieces.empty:
+        return None
+    rows = evidence.pieces
+    times = time_by_name(evidence.profile, rows["context"], rows["ms"])["outer"]
+    of_kind = {what: times[times.index.str.contains(pattern)] for what, pattern in FAMILIES}
+    what, most = max(of_kind.items(), key=lambda each: each[1].sum())
+    if (most > PLACE_LEAST * most.sum()).sum() < 2:
+        return None
+    share = float(most.sum()) / evidence.total_ms
+    names = listed_times(merged(most)[:MOST_LISTED])
+    return {"share": share, "name": what, "takes": "take", "names": names, "speedup": {}}
 
 
 def _largest_part(evidence: Evidence, least: float) -> Measured | None:

@@ -48,7 +48,7 @@ from dlrm_workbook.analysis.idleness import Stretches
 from dlrm_workbook.analysis.launches import launch_cost_us, launched_operations
 from dlrm_workbook.ground.units import milliseconds
 from dlrm_workbook.recordings.nesting import overlap, stretch_at
-from dlrm_workbook.recordings.profile import nearest
+from dlrm_workbook.recordings.profile import Profile, nearest
 from dlrm_workbook.recordings.torch.steps import STEP_LABEL
 
 MOST_LAUNCHES = 0.5
@@ -734,7 +734,7 @@ def _host_meanwhile(evidence: Evidence, idle: pd.DataFrame, partly: bool) -> Mea
     blocked_ms = float(idle.loc[blocked, "idle_ms"].sum())
     figures: Measured = {
         "host": functions,
-        "in_place": by_name.index[0] != NOWHERE,
+        "in_place": by_name.index[0] != nowhere(evidence.profile),
         "pieces": (idle["context"], idle["idle_ms"]),
         "blocked": blocked_ms if blocked_ms > 0.1 * total else None,
         "queued": queued if queued > 0.1 * total else None,
@@ -822,7 +822,11 @@ def _awaited(evidence: Evidence, idle: pd.DataFrame, of_step: float | None) -> M
     }
 
 
-NOWHERE = "code outside every operator and range"
+def nowhere(profile: Profile) -> str:
+    """Where the host is outside all that was recorded of it."""
+    if profile.of_kind("operator", "annotation", "python").any():
+        return "code outside every operator and range"
+    return "code of which nothing was recorded"
 
 
 def _host_names(evidence: Evidence, idle: pd.DataFrame) -> np.ndarray:
@@ -834,7 +838,7 @@ def _host_names(evidence: Evidence, idle: pd.DataFrame) -> np.ndarray:
     names = np.where(names == "cudaMemcpyAsync", _copies_below(evidence)[context], names)
     bare = contexts["kind"].isin(["thread", "root"]) | contexts["name"].eq(STEP_LABEL)
     bare = bare.to_numpy()[owner[np.maximum(context, 0)]]
-    return np.where((context < 0) | bare, NOWHERE, names)
+    return np.where((context < 0) | bare, nowhere(evidence.profile), names)
 
 
 def _copies_below(evidence: Evidence) -> np.ndarray:

@@ -45,6 +45,9 @@ COPYING = re.compile(
     r"(?:elementwise )?(?:\w*float\d+ )?copy\b|nchw ?to|nhwc ?to|transpose", re.IGNORECASE
 )
 
+OF_TORCH = "at::|aten|cudnn|triton_"
+"""Matches names of kernels that torch runs, as other frameworks of their kind do."""
+
 LEAST_KINDS = 2
 """Different kernels that take a twentieth of such time each; fewer are judged one by one."""
 
@@ -276,6 +279,10 @@ def _work_of(
     """Time and launches of the kernels whose names, short or whole, match, if there are so many
     kinds."""
     kernels = working_kernels(evidence)
+    if not (
+        evidence.profile.of_kind("operator").any() or kernels["kernel"].str.contains(OF_TORCH).any()
+    ):
+        return None  # a program's own kernels may be called copy
     named = kernels["short_name"].str.match(kind) | kernels["kernel"].str.match(kind)
     chosen = kernels[named & ~kernels["kernel"].isin(ledger.device_work)]
     time = min(float(chosen["ms"].sum()), evidence.device_ms)
@@ -420,6 +427,7 @@ def _heading(
     evidence=(
         "Of what the GPU does and no finding above names, these take most: {listed}.",
         "{busy}",
+        "{launch}",
         "{paces}",
         "{unknown}",
     ),
@@ -465,8 +473,11 @@ def largest_kernels(evidence: Evidence, ledger: Causes) -> Measured | None:
         else None,
         "listed": ", ".join(f"{name} {ms}{part and f' in {part}'}" for name, ms, part in rows),
         "pieces": evidence.of_kernels(chosen["kernel"]),
+        "launch": _launch_text(chosen.iloc[0].to_dict()) if chosen["fills"].iloc[0] < 1 else None,
         "unknown": "The recording does not show how close they are to the GPU's limits."
-        if chosen["share_of_ceiling"].isna().all() and not set(longest) & evidence.paces.keys()
+        if not chosen["fills"].iloc[0] < 1
+        and chosen["share_of_ceiling"].isna().all()
+        and not set(longest) & evidence.paces.keys()
         else None,
         "speedup": bounded(0.5 * time / evidence.total_ms),
     }
@@ -494,7 +505,7 @@ def _kernels_of_one_place(evidence: Evidence, table: pd.DataFrame) -> Measured |
     times = by_kernel(evidence.profile, *pieces)
     own = evidence.profile.contexts.iloc[pieces[0]].assign(ms=pieces[1])
     return {
-        **dict.fromkeys(("busy", "paces", "unknown")),
+        **dict.fromkeys(("busy", "launch", "paces", "unknown")),
         "share": time / evidence.total_ms,
         "least": KERNEL_SHARE,
         "component": largest_part(own, "ms")[0],

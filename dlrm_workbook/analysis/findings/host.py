@@ -276,6 +276,9 @@ def other_threads(evidence: Evidence, ledger: Causes) -> Measured | None:
     }
 
 
+CORES_TAKEN_SHARE = 0.1
+"""Least share of the step; some of a core is what a batch takes, wherever it is made."""
+
 CORES_TAKEN = "Batches made beside the step take its cores, {share:.0%} of its time{beside}"
 
 
@@ -319,7 +322,7 @@ def waiting_for_cores(evidence: Evidence, ledger: Causes) -> Measured | None:
         if threads is not None and cores is not None and threads >= cores:
             # an operator waits for that of its threads whose core somebody else has
             taken = float(made.groupby("thread")["time_ms"].sum().max()) / evidence.step_ms
-            if taken > max(lost, LEAST_SHARE):
+            if taken > max(lost, CORES_TAKEN_SHARE):
                 figures |= {"share": taken, "speedup": removed(taken), "title": CORES_TAKEN}
                 batches = ""
         figures |= {

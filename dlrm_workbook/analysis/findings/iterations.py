@@ -13,6 +13,7 @@ from dlrm_workbook.analysis.attribution import iteration_state, segments, window
 from dlrm_workbook.analysis.context_tree import scopes_of
 from dlrm_workbook.analysis.findings.evidence import Evidence, listed_times
 from dlrm_workbook.analysis.findings.finding import Causes, Finding, Measured, largest, rule
+from dlrm_workbook.analysis.findings.gpu_idle import nowhere
 from dlrm_workbook.analysis.findings.where import line_name, main_place, part_name, shown
 from dlrm_workbook.analysis.idleness import idle_pieces
 from dlrm_workbook.analysis.kernel_names import kernel_name
@@ -204,7 +205,7 @@ def _by_iteration(evidence: Evidence) -> pd.DataFrame:
     pieces = idle_pieces(profile)
     pieces = pieces[~pieces["copying"]]
     place = pd.Series(np.arange(len(spans)), index=spans["iteration"])
-    host = np.append(names[scopes_of(contexts)], "code outside every operator and range")
+    host = np.append(names[scopes_of(contexts)], nowhere(profile))
     number, names_of_numbers = pd.factorize(np.concatenate([work_names, host]))
     times = pd.DataFrame(
         {

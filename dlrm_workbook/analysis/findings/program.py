@@ -591,7 +591,9 @@ def outside_modules(evidence: Evidence, ledger: Causes) -> Measured | None:
             continue
         figures: Measured = {"share": share, "explains": None, "name": line_name(row)}
         figures |= {"least": OUTSIDE, "time": share * evidence.total_ms, "speedup": bounded(share)}
-        if share < OUTSIDE or row["in_module"]:
+        if row["weights"]:
+            figures |= _COMPUTED_WEIGHTS
+        elif share < OUTSIDE or row["in_module"]:
             if any(told >= share for told, _ in ledger.told):
                 continue
             figures |= {"id": "largest_place", "least": OWN_CODE}
@@ -600,6 +602,17 @@ def outside_modules(evidence: Evidence, ledger: Causes) -> Measured | None:
             )
         return figures
     return None
+
+
+_COMPUTED_WEIGHTS: Measured = {
+    "id": "computed_weights",
+    "title": "Computing weights anew at each use takes {share:.0%} of each step, at {name}: a "
+    "parametrisation, such as spectral or weight normalisation",
+    "advice": "Compute them once an iteration (torch.nn.utils.parametrize.cached() around all "
+    "uses), with fewer power iterations, or for fewer layers.",
+    "least": LINE_SHARE,
+}
+"""Sentences that replace those of :func:`outside_modules` for what torch.nn.utils computes."""
 
 
 @rule(

@@ -30,12 +30,14 @@ from dlrm_workbook.recordings.torch.stacks import time_around
 
 MARKS = {
     "ours": re.compile(r"/dlrm_workbook/"),
-    "optimizer": re.compile(r"(?:^|/)torch/optim/|\.zero_grad$"),
+    "optimizer": re.compile(r"(?:^|/)torch/optim/(?!swa_utils)|\.zero_grad$"),
+    "weights": re.compile(r"(?:^|/)torch/nn/utils/(?:parametri\w+|(?:weight|spectral)_norm)\.py:"),
     "module": re.compile(r"(?:^|/)torch/nn/modules/module\.py:.*_call_impl$"),
     "backward": re.compile(
         r"(?:^|/)torch/(_tensor\.py:.*backward$|autograd/(__init__|graph)\.py:)"
     ),
     "loader": re.compile(r"(?:^|/)torch/utils/data/"),
+    "received": re.compile(r"(?:^|/)torch/multiprocessing/reductions\.py:rebuild_"),
 }
 """What a library's function (FILE:NAME) says of the user's line that called it."""
 

@@ -121,7 +121,7 @@ def _look_of(result: torch.Tensor) -> Any:
 @dataclass
 class _Unlearned:
     """What an operator computed without gradients, from others of those, and whether ``weights``
-    of a model took part. Once what learns is computed from it, it is ``wanted``."""
+    of a model took part, or what learns. Once what learns is computed from it, it is ``wanted``."""
 
     places: list[tuple[CodeType, int]]
     elements: int
@@ -297,7 +297,8 @@ class SeenOperators(TorchDispatchMode):
         below = [self._unlearned.get(self._values.storage(one)) for one in operands]
         sources = [one for one in below if one is not None]
         if not learns:
-            weights = any(_address(one) in self._weights for one in operands)
+            # what is computed from what learns differs in each step, and cannot be kept
+            weights = any(_address(one) in self._weights or one.requires_grad for one in operands)
             weights = weights or any(one.weights for one in sources)
             unlearned = _Unlearned(places, elements, sources, weights)
             self._unlearned |= {self._values.storage(one): unlearned for one in results}

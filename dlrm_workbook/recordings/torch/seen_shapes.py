@@ -42,7 +42,10 @@ def product_of(name: str, shapes: str) -> tuple[int, int, int, int] | None:
         return None
     try:
         left, right = json.loads(shapes)[place : place + 2]
-    except ValueError:
+        numbers = [*left, *right]
+    except (ValueError, TypeError, RecursionError):
+        return None
+    if not all(type(number) is int for number in numbers):
         return None
     if len(left) == 2 and len(right) == 2:
         return 1, left[0], right[1], left[1]
