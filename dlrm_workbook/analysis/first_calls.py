@@ -24,7 +24,7 @@ DRIVER = re.compile(r"^(?:cuda|cu|hip)(?!\w*(?:Memcpy|Synchronize|Wait|Host|Grap
 LOADING = re.compile(r"(?:Launch|Module|Library|StreamCreate|Ctx|Init|FuncGet|FuncSet)")
 """Those of them that do next to nothing once what they need is loaded."""
 
-COMPILING = re.compile(r"^_compile\.|\(dynamo_timed\)")
+COMPILING = re.compile(r"^_compile\.|\(dynamo_timed\)|aclopCompile")
 COMPILED = re.compile(r"^Torch-Compiled Region")
 DISPATCH_ONLY = re.compile(r"^aten::(?:new_)?empty")
 """Operators that launch nothing, and take no longer for larger tensors."""
@@ -75,7 +75,7 @@ def _first_calls(profile: Profile) -> pd.DataFrame:
         us = pieces["length"].groupby(pieces["call"]).sum().reindex(own.index, fill_value=0)
         chosen = first_of(own, us / 1e3)
         rows.append(pieces[pieces["call"].isin(chosen.index)])
-    compiling = profile.of_kind("operator", "annotation") & named(COMPILING)
+    compiling = profile.of_kind("operator", "annotation", "runtime") & named(COMPILING)
     rows.append(trace[compiling[trace["context"].to_numpy()]])
     regions = trace[(operators & named(COMPILED))[trace["context"].to_numpy()]]
     rows.append(first_of(regions, (regions["end_ns"] - regions["start_ns"]) / 1e3))

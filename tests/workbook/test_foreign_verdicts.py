@@ -197,7 +197,7 @@ def test_a_call_that_takes_long_once_is_said_to_be_one(tmp_path: Path) -> None:
         events[-1]["args"]["correlation"] = number + 1
     events.append(gpu_trace._on_gpu("kernel", "k", 1, 9, 7))
     idle = next(one for one in report(tmp_path, events).ranked_findings if "idle" in one.id)
-    assert "Most of that passes in 1 of the calls: cudaLaunchKernel 50.0 ms" in idle.evidence
+    assert "in first calls, which load or compile: cudaLaunchKernel 50.0 ms" in idle.evidence
     assert "libraries load" in idle.advice
 
 

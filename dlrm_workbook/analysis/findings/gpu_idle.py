@@ -24,6 +24,7 @@ from dlrm_workbook.analysis.findings.evidence import (
     stretches,
 )
 from dlrm_workbook.analysis.findings.finding import (
+    FIRST_CALLS,
     LEAST_SHARE,
     Causes,
     Measured,
@@ -346,10 +347,6 @@ ALLOCATING = re.compile(r"^(?:cuda|cu|hip)(?:Malloc|Free|Mem(?:Alloc|Free)|Host(
 FEW_CALLS, FEW_OF_STEPS, MOSTLY = 0.1, 0.4, 0.75
 """Share of all calls, or of the iterations, up to which those with most of the time are few."""
 
-FIRST_CALLS = (
-    "Few calls take so long while libraries load: record later iterations, see what recurs."
-)
-
 
 @rule(
     "allocation",
@@ -399,10 +396,7 @@ def _in_few_calls(evidence: Evidence, calls: pd.DataFrame) -> str | None:
     longest = longest[longest.cumsum().shift(fill_value=0) < MOSTLY * longest.sum()]
     steps = evidence.iterations
     habit = FEW_OF_STEPS * steps if steps > 1 else max(FEW_CALLS * len(calls), 1)
-    # a launch takes some microseconds once what it runs is loaded
-    loads = steps <= 1 and bool(longest.gt(LONG_CALL_US / 1e3).all())
-    loads = loads and bool(longest.index.str.contains("Launch").all())
-    if not len(longest) or not (loads or len(longest) <= habit):
+    if not len(longest) or len(longest) > habit:
         return None
     by_name = longest.groupby(level=0).sum().nlargest(MOST_LISTED)
     return f"Most of that passes in {len(longest)} of the calls: {listed_times(by_name)}."
@@ -620,7 +614,6 @@ def _data_ms(evidence: Evidence, ledger: Causes) -> float:
         "In {queued:ms} of it launched work waited: for other streams, or for work not recorded.",
         "{unknown}",
         "The host meanwhile: {host}.",
-        "{once}",
         "{beside}",
         "In {blocked:ms} of it the host was itself in a call that waits for the GPU.",
         "{doubt}",
@@ -645,7 +638,7 @@ def gpu_idle(evidence: Evidence, ledger: Causes) -> Measured | None:
         "idle": f"for up to {part}" if evidence.has_graphs else part,
         "meanwhile": "",
         "gap": _longest_gap(evidence),
-        **dict.fromkeys(("others", "queued", "host", "once", "beside", "blocked", "unknown")),
+        **dict.fromkeys(("others", "queued", "host", "beside", "blocked", "unknown")),
         "remedy": "Measure what the host does as well; then shorten it, overlap it with the GPU's "
         "work (a loader that runs ahead), or move it to the GPU.",
         # how much of it can go nothing tells: all of it at most
@@ -741,10 +734,6 @@ def _host_meanwhile(evidence: Evidence, idle: pd.DataFrame, partly: bool) -> Mea
         "remedy": "Shorten what the host does there, overlap it with the GPU's work (a loader "
         "that runs ahead, launches without waiting), or move it to the GPU.",
     }
-    if RUNTIME_CALL.match(function) and not BLOCKING.match(function):
-        called = re.compile(rf"{re.escape(function)}$")
-        if once := _in_few_calls(evidence, evidence.calls(called)):
-            figures |= {"once": once, "remedy": FIRST_CALLS}
     if named.sum() > 0.5 * total:
         places = ", ".join(
             f"{part_name(str(part[0]), str(part[1]))} {milliseconds(ms)}"

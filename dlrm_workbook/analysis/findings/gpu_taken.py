@@ -27,8 +27,10 @@ ONE_FACTOR = 0.75
 """Least share of the kernels' time in kernels that become slower by half of the change or more:
 a clock slows all that computes, though less what waits for memory."""
 
-SYNC = re.compile(r"^(?:cu(?:da)?|hip)(?:Device|Stream|Event|Ctx)Synchronize\w*$")
-"""Calls that wait for the GPU."""
+SYNC = re.compile(
+    r"^(?:cu(?:da)?|hip)(?:Device|Stream|Event|Ctx)Synchronize\w*$|^AscendCL@aclrtSynchronize"
+)
+"""Calls that wait for the GPU, or another accelerator."""
 
 BLOCKING = re.compile(r"^(?:cuda|cu|hip)\w*(?:Memcpy|Synchronize)")
 """Calls in which the host may wait for a copy."""

@@ -464,7 +464,7 @@ class _Walk:
         a call launched."""
         category = event.cat
         if not category:
-            return self._of_autograd(event)
+            return self._of_npu(event) or self._of_autograd(event)
         folded = _fold(category)
         table, number = "", 0
         if kind := HOST_KINDS.get(folded):
@@ -482,6 +482,20 @@ class _Walk:
         elif (args := event.args) is not None and (args.correlation != -1 or args.direction):
             return "" if args.device is None and args.stream is None else "device"
         return table
+
+    def _of_npu(self, event: TraceEvent) -> str:
+        """The table of a span of Ascend's profiler (msprof), "" of any other: its calls of CANN lie
+        in a process of the program's number with two more digits, and what they launch on an NPU
+        has their connection."""
+        if (args := event.args) is None or args.connection is None:
+            return ""
+        on_device, process = args.npu_stream is not None, event.pid
+        event.cat = "kernel" if on_device else "npu_runtime"
+        if not on_device and type(process) is int:
+            event.pid = process // 100
+        numbers = {"correlation": args.connection or -1, "stream": args.npu_stream}
+        event.args = Arguments(**numbers, device=process if on_device else None)
+        return self._category(event)
 
     def _of_autograd(self, event: TraceEvent) -> str:
         """The table of a span without category; what the GPU does gets the number of its operator.

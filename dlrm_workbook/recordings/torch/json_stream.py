@@ -125,6 +125,8 @@ class Arguments(msgspec.Struct, gc=False):
     strides: msgspec.Raw = msgspec.field(default=msgspec.Raw(b""), name="Input Strides")
     device: int | float | str | None = None
     stream: int | float | str | None = None
+    connection: Any = msgspec.field(default=None, name="connection_id")
+    npu_stream: int | float | str | None = msgspec.field(default=None, name="Stream Id")
     grid: msgspec.Raw = msgspec.Raw(b"")
     block: msgspec.Raw = msgspec.Raw(b"")
     registers: Any = msgspec.field(default=-1, name="registers per thread")
