@@ -165,6 +165,24 @@ def test_long_names_of_one_sentence_that_look_the_same_are_one(tmp_path: Path) -
     assert listed == f"{'layer' * 14}… 3.00 ms"
 
 
+def test_what_ascends_profiler_records_of_an_npu_is_a_devices_work(tmp_path: Path) -> None:
+    """Without categories: calls of CANN, and what they launch, by their connection."""
+    place = {"ph": "X", "pid": 12, "tid": 7, "ts": 0, "dur": 95}
+    events: list[dict[str, Any]] = [place | {"cat": "cpu_op", "name": "aten::mm"}]
+    for number in range(1, 5):
+        at, connection = 20.0 * number, {"connection_id": number}
+        call = {"ph": "X", "name": "AscendCL@aclopCompileAndExecute", "pid": 1202, "tid": 7}
+        kernel = {"ph": "X", "name": "MatMul", "pid": 1204, "tid": 3}
+        events.append(call | {"ts": at, "dur": 9, "args": connection | {"level": "acl"}})
+        events.append(kernel | {"ts": at + 9, "dur": 6, "args": connection | {"Stream Id": 3}})
+    told = report(tmp_path, events)
+    assert told.headline.startswith("**The NPU is idle 64% of the time")
+    assert "64% of that in first calls, which load or compile: AscendCL@acl" in told.headline + (
+        told.ranked_findings[0].evidence
+    )
+    assert told.table("kernels")["launches"].sum() == 4
+
+
 @pytest.mark.parametrize("busy", [900, 9000])
 def test_what_lies_before_the_gpus_work_is_said(busy: int, tmp_path: Path) -> None:
     events = [gpu_trace._span("cuda_runtime", "cudaMalloc", 0, 90_000)]

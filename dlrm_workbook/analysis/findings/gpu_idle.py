@@ -38,6 +38,7 @@ from dlrm_workbook.analysis.findings.gpu_taken import BLOCKING, SYNC, without
 from dlrm_workbook.analysis.findings.where import (
     LEAST_OF_STEP,
     OWN_RANGES,
+    RECORD_MORE,
     in_place,
     levels,
     main_place,
@@ -734,6 +735,8 @@ def _host_meanwhile(evidence: Evidence, idle: pd.DataFrame, partly: bool) -> Mea
         "remedy": "Shorten what the host does there, overlap it with the GPU's work (a loader "
         "that runs ahead, launches without waiting), or move it to the GPU.",
     }
+    if figures["host"].startswith(NOT_RECORDED) and evidence.meta.get("engine") == "torch":
+        figures["remedy"] = RECORD_MORE
     if named.sum() > 0.5 * total:
         places = ", ".join(
             f"{part_name(str(part[0]), str(part[1]))} {milliseconds(ms)}"
@@ -815,7 +818,10 @@ def nowhere(profile: Profile) -> str:
     """Where the host is outside all that was recorded of it."""
     if profile.of_kind("operator", "annotation", "python").any():
         return "code outside every operator and range"
-    return "code of which nothing was recorded"
+    return NOT_RECORDED
+
+
+NOT_RECORDED = "code of which nothing was recorded"
 
 
 def _host_names(evidence: Evidence, idle: pd.DataFrame) -> np.ndarray:

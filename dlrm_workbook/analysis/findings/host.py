@@ -703,11 +703,14 @@ def python_in_part(evidence: Evidence, ledger: Causes) -> Measured | None:
 
 
 def _without_operators(evidence: Evidence) -> Measured | None:
-    """The function of the model whose lines take most without calling an operator."""
-    table = computed(evidence)
+    """The function of the model whose lines take most without calling an operator, if these have
+    most of its time."""
+    table = computed(evidence).query("role == 'model'")
     calls_none = table["own_calls"].eq(0) & table["operators"].astype(str).eq("")
-    table = table[calls_none & table["role"].eq("model")]
-    share = table.groupby(["file", "function"])["share_of_step"].transform("sum")
+    whole = table.groupby(["file", "function"])["share_of_step"].transform("sum")
+    table = table[calls_none]
+    own = table.groupby(["file", "function"])["share_of_step"].transform("sum")
+    share = whole[table.index].where(own > 0.5 * whole[table.index], own)
     if table.empty or share.max() < LINE_SHARE:
         return None
     row = table.loc[share.idxmax()]

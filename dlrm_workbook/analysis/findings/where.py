@@ -43,7 +43,10 @@ LEAST_OF_ALL, LEAST_OF_STEP = 0.1, 0.04
 MOST_NAMES = 4
 """Names of one level that a sentence lists."""
 
-RECORD_MORE = "Record what runs or waits there: Python's stack (with_stack=True), or CPU samples."
+RECORD_MORE = (
+    "Record what runs or waits there: operators (ProfilerActivity.CPU), Python's stack "
+    "(with_stack=True), or CPU samples."
+)
 """The advice where a recording does not say what takes the time."""
 
 

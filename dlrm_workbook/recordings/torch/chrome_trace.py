@@ -493,8 +493,11 @@ class _Walk:
         event.cat = "kernel" if on_device else "npu_runtime"
         if not on_device and type(process) is int:
             event.pid = process // 100
-        numbers = {"correlation": args.connection or -1, "stream": args.npu_stream}
-        event.args = Arguments(**numbers, device=process if on_device else None)
+        event.args = Arguments(
+            correlation=args.connection or -1,
+            stream=args.npu_stream,
+            device=process if on_device else None,
+        )
         return self._category(event)
 
     def _of_autograd(self, event: TraceEvent) -> str:
