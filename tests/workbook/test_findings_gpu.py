@@ -316,9 +316,12 @@ def test_one_collective_of_many_that_is_late_is_told_as_such(trace: Trace) -> No
             trace.launch(begin + 2 + call, "ncclDevKernel_SendRecv", begin + at, begin + end)
             at = end + 20
     said = found(trace.read())["exposed_communication"].evidence
-    assert "1 of 12 collectives take up to 0.700 ms, others of their names 0.0100 ms" in said
+    assert (
+        "Of 12 collectives the longest, 1, last up to 0.700 ms, others of their names 0.0100"
+        in said
+    )
     assert "The recording of one rank" not in said
-    assert said.endswith("90% of it is in one iteration, number 2 of 3.")
+    assert said.endswith("In one iteration, number 2 of 3, is 90% of it.")
 
 
 @pytest.mark.parametrize("waits", [False, True])
@@ -331,9 +334,9 @@ def test_what_takes_long_the_first_time_only_is_told_as_loading(trace: Trace, wa
             trace.host("cuda_runtime", "cudaDeviceSynchronize", at + 1, at + length - 15)
         trace.launch(at + length - 10, "sm90_gemm", at + length, at + length + 50)
     first = next(each for each in listed(trace.read()) if each.id.startswith("gpu_idle"))
-    assert ("first calls" in first.evidence) == (not waits)
+    assert ("First calls" in first.evidence) == (not waits)
     if not waits:
-        assert "25% of that in first calls, which load or compile: aten::mm 15.0 ms" in (
+        assert "First calls, which load or compile, take 25% of that: aten::mm 15.0 ms" in (
             first.evidence
         )
         assert "first calls" not in first.title  # it is not most of the time

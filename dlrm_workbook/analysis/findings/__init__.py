@@ -345,6 +345,8 @@ def _limit(evidence: Evidence, title: str) -> str:
 def _paces(evidence: Evidence, title: str) -> str:
     """How near their limits the operators run that take most of the GPU's time, as sentences;
     without one that the title tells of."""
+    if evidence.device_ms < LEAST_SHARE * evidence.total_ms:
+        return ""  # of a GPU that hardly works
     kernels = gpu_work.working_kernels(evidence)
     paces = kernels["kernel"].map(evidence.paces)
     times = kernels["ms"].groupby(paces).sum().sort_values(ascending=False)

@@ -306,7 +306,8 @@ class Rule:
                     "there the host sets the pace, and less work on the GPU brings nothing."
                 )
         title = _of_basis(seen, _filled(figures["title"], figures, seen) or "")
-        title += f"; {said.partition(':')[0]}" if first > MOSTLY_FIRST else ""
+        if first > MOSTLY_FIRST:
+            title += f"; {first:.0%} of that in first calls, which load or compile"
         text = _of_basis(seen, " ".join(filter(None, filled)))
         ledger.told.append((share, f"{title} {text}"))
         return Finding(
@@ -372,7 +373,7 @@ def _in_one_iteration(evidence: Evidence, contexts: Ints) -> str | None:
         return None
     place = sorted(evidence.pieces["iteration"].unique()).index(by_iteration.idxmax()) + 1
     share = by_iteration.max() / by_iteration.sum()
-    return f"{share:.0%} of it is in one iteration, number {place} of {number}."
+    return f"In one iteration, number {place} of {number}, is {share:.0%} of it."
 
 
 FIRST_CALLS = (
@@ -388,7 +389,7 @@ def share_of_first_calls(evidence: Evidence, contexts: Ints) -> tuple[float, str
     time, by_name = in_first_calls(evidence.profile, start, end)
     share = 1e6 * time / max(float((end - start).sum()), 1.0)
     listed = listed_times(by_name[by_name > 0.05 * time][:3] / evidence.iterations)
-    return share, f"{share:.0%} of that in first calls, which load or compile: {listed}."
+    return share, f"First calls, which load or compile, take {share:.0%} of that: {listed}."
 
 
 def _felt(evidence: Evidence, contexts: Ints) -> float:

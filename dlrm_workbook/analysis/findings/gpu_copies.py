@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from dlrm_core.base.text import counted
 from dlrm_workbook.analysis.attribution import PART, host_is_traced
 from dlrm_workbook.analysis.findings.evidence import (
     MOST_LISTED,
@@ -253,8 +254,8 @@ def _late_calls(exchange: pd.DataFrame, names: pd.Series) -> str | None:
     if not ms[odd].sum() > 0.5 * ms.sum():
         return None
     return (
-        f"{odd.sum():,} of {len(ms):,} collectives take up to {milliseconds(ms[odd].max())}, "
-        f"others of their names {milliseconds(float(np.median(usual[odd])))}: there the "
-        "rank waits for one that comes later, or sets up what it first uses, unless they carry "
-        "that many times the bytes."
+        f"Of {counted(len(ms), 'collective')} the longest, {odd.sum():,}, last up to "
+        f"{milliseconds(ms[odd].max())}, others of their names "
+        f"{milliseconds(float(np.median(usual[odd])))}: there the rank waits for one that comes "
+        "later, or sets up what it first uses, unless they carry that many times the bytes."
     )
