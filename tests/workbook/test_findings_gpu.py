@@ -362,6 +362,14 @@ def test_kernels_of_no_framework_are_not_judged_by_their_bare_names(
     assert ("layout_copies" in found(trace.read())) == name.startswith("at::")
 
 
+def test_one_launch_that_has_most_of_the_time_of_all_is_told(trace: Trace) -> None:
+    for number, begin in enumerate(trace.steps(STEP_OF_OTHERS)):
+        end = begin + (900 if number == 2 else 20)
+        trace.launch(begin + 2, "ampere_sgemm_128x64_nn", begin + 10, end)
+    said = found(trace.read())["tensor_cores_unused"].evidence
+    assert "One launch of ampere sgemm 128x64 nn takes 0.890 ms of that, as a rule 0.0100" in said
+
+
 def test_most_is_more_than_half() -> None:
     rows = pd.DataFrame(
         {"component": ["loss", "data", "other"], "phase": "forward", "ms": [3, 2, 0]}

@@ -16,8 +16,9 @@ from dlrm_core.base.errors import InputError
 from dlrm_workbook.analysis.attribution import IDLE
 from dlrm_workbook.analysis.findings.evidence import Evidence, Part, listed_times
 from dlrm_workbook.analysis.findings.where import most_in_one, place_sentence
-from dlrm_workbook.analysis.first_calls import in_first_calls
+from dlrm_workbook.analysis.first_calls import FIRST_TIMES, in_first_calls
 from dlrm_workbook.analysis.idleness import Stretches, felt_share
+from dlrm_workbook.analysis.kernel_names import kernel_name
 from dlrm_workbook.analysis.steady import LEAST_OF_SPLIT
 from dlrm_workbook.analysis.whatif import prediction
 from dlrm_workbook.ground.arrays import Ints
@@ -284,7 +285,7 @@ class Rule:
         if "pieces" in figures:
             context, ms = figures["pieces"]
             filled.append(place_sentence(seen.profile, context, ms, seen.total_ms))
-            filled.append(_in_one_iteration(seen, context))
+            filled += [_in_one_iteration(seen, context), _in_one_launch(seen, context)]
             if figures.get("in_place", True):
                 most = most_in_one(seen.profile, context, ms) * figures.get("odd_share", 1.0)
                 in_one = most / seen.total_ms
@@ -355,6 +356,9 @@ PARAMETERS = re.compile(r" \((?:[a-z]+\.[a-z_]+[^()]*)\)")
 """Parameters of ours in an advice, which another program does not have."""
 
 
+LEAST_LAUNCHES = 3
+"""Of kernels, for one of them to be an exception."""
+
 LEAST_FIRST, MOSTLY_FIRST = 0.2, 0.5
 """Least parts of a finding's time in first calls to be told, and to be its reason."""
 
@@ -374,6 +378,25 @@ def _in_one_iteration(evidence: Evidence, contexts: Ints) -> str | None:
     place = sorted(evidence.pieces["iteration"].unique()).index(by_iteration.idxmax()) + 1
     share = by_iteration.max() / by_iteration.sum()
     return f"In one iteration, number {place} of {number}, is {share:.0%} of it."
+
+
+def _in_one_launch(evidence: Evidence, contexts: Ints) -> str | None:
+    """A sentence on time of the GPU most of which passes in one launch of a kernel of several."""
+    work = evidence.work[evidence.work["kind"].eq("kernel") & ~evidence.is_exchange]
+    work = work[work["context"].isin(np.unique(contexts))]
+    if len(work) < LEAST_LAUNCHES:
+        return None
+    ms = ((work["end_ns"] - work["start_ns"]) / 1e6).to_numpy()
+    names = evidence.profile.contexts["name"].to_numpy()[work["context"]]
+    longest = int(ms.argmax())
+    others = ms[(names == names[longest]) & (np.arange(len(ms)) != longest)]
+    if ms[longest] < 0.5 * ms.sum() or not (
+        len(others) and ms[longest] > FIRST_TIMES * np.median(others)
+    ):
+        return None
+    usual = milliseconds(float(np.median(others)))
+    name = kernel_name(str(names[longest])).short
+    return f"One launch of {name} takes {milliseconds(ms[longest])} of that, as a rule {usual}."
 
 
 FIRST_CALLS = (
