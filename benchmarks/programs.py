@@ -34,7 +34,18 @@ HERE = Path(__file__).parent
 BASES = HERE / "programs"
 TRUTH = HERE / "results" / "programs_truth.json"
 TABLE = HERE / "results" / "programs.json"
-HALVES = ("opened", "sealed", "fresh", "unseen", "veiled", "shaded", "hooded", "cloaked", "masked")
+HALVES = (
+    "opened",
+    "sealed",
+    "fresh",
+    "unseen",
+    "veiled",
+    "shaded",
+    "hooded",
+    "cloaked",
+    "masked",
+    "shrouded",
+)
 TIMED, COPIES = 30, 2
 """Iterations of a turn (faults that come now and then have periods that divide it), and processes
 of each program."""

@@ -370,6 +370,27 @@ def test_one_launch_that_has_most_of_the_time_of_all_is_told(trace: Trace) -> No
     assert "One launch of ampere sgemm 128x64 nn takes 0.890 ms of that, as a rule 0.0100" in said
 
 
+def test_launches_of_different_lengths_have_no_mean(trace: Trace) -> None:
+    for at, length in ((0, 40), (100, 9000)):
+        trace.launch(at, "scan_of_mine", at + 5, at + 5 + length, grid=[1, 1, 1], block=[32, 1, 1])
+    said = found(trace.read(devices=[{"sms": 100}]))["heavy_kernel"].evidence
+    assert "in 2 launches of 0.0400 ms to 9.00 ms." in said
+
+
+def test_pages_of_unified_memory_are_no_launches_and_the_reason_of_gaps(trace: Trace) -> None:
+    trace.launch(0, "scan_of_mine", 3, 50)
+    for number in range(150):
+        at = 60 + 100.0 * number
+        trace.events.append(
+            gpu_trace._on_gpu("gpu_memcpy", "Memcpy DtoH (unified memory)", at, at + 5, 9, bytes=9)
+        )
+    rules = found(trace.read())
+    assert "launch_bound" not in rules
+    said = rules["gpu_idle"]
+    assert "Meanwhile 150 pieces of unified memory move" in said.evidence
+    assert said.advice.startswith("Move the data ahead of who uses it (cudaMemPrefetchAsync")
+
+
 def test_most_is_more_than_half() -> None:
     rows = pd.DataFrame(
         {"component": ["loss", "data", "other"], "phase": "forward", "ms": [3, 2, 0]}

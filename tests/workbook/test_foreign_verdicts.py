@@ -16,6 +16,7 @@ from dlrm_workbook.analysis.attribution import UNRECORDED, unattributed
 from dlrm_workbook.analysis.findings.evidence import listed_times
 from dlrm_workbook.recordings.nsight import WAITING_CALLS
 from dlrm_workbook.recordings.torch.chrome_trace import read_events
+from dlrm_workbook.recordings.torch.trace import read_trace
 from dlrm_workbook.report import Report, explain
 
 LAUNCH, COPY = "cudaLaunchKernel", "cudaMemcpyAsync"
@@ -110,6 +111,35 @@ def test_waits_of_an_accelerators_streams_are_no_work(tmp_path: Path) -> None:
     found = read_events(gpu_trace.write(tmp_path / "trace.json", events))
     assert found.device["name"].tolist() == ["merge", "wait_merge", "wait"]
     assert found.marks[["name", "kind"]].to_numpy().tolist() == [["event_wait", "sync"]]
+
+
+@pytest.mark.parametrize(
+    ("process", "tool"),
+    [("/device:GPU:0 Stream", "TensorFlow's or XLA's profiler"), ("CPU HIP API", "rocprof")],
+)
+def test_traces_of_other_profilers_are_refused_by_name(
+    process: str, tool: str, tmp_path: Path
+) -> None:
+    name = {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": process}}
+    span = {"ph": "X", "name": "Conv2D", "pid": 1, "tid": 2, "ts": 5, "dur": 9}
+    path = gpu_trace.write(tmp_path / "trace.json", [{}, name, span, {}])
+    with pytest.raises(InputError, match=f"{tool} wrote it, whose traces are not read"):
+        read_events(path)
+
+
+def test_without_operators_the_thread_that_calls_the_driver_is_the_main_one(
+    tmp_path: Path,
+) -> None:
+    events = [
+        gpu_trace._span("user_annotation", "poll()", at, at + 1, tid=77) for at in range(0, 200, 2)
+    ]
+    for number in range(3):
+        at = 50 * number
+        events.append(gpu_trace._span("cuda_runtime", LAUNCH, at, at + 9, correlation=number + 1))
+        kernel = gpu_trace._on_gpu("kernel", "k", at + 12, at + 40, 7, correlation=number + 1)
+        events.append(kernel)
+    threads = read_trace(gpu_trace.write(tmp_path / "trace.json", events)).threads
+    assert threads["name"].tolist()[:2] == ["thread 10", "thread 77"]
 
 
 def test_a_list_of_other_entries_is_no_trace_and_not_cut_short(tmp_path: Path) -> None:

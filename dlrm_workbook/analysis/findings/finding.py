@@ -382,6 +382,8 @@ def _in_one_iteration(evidence: Evidence, contexts: Ints) -> str | None:
 
 def _in_one_launch(evidence: Evidence, contexts: Ints) -> str | None:
     """A sentence on time of the GPU most of which passes in one launch of a kernel of several."""
+    if not evidence.has_timeline:
+        return None
     work = evidence.work[evidence.work["kind"].eq("kernel") & ~evidence.is_exchange]
     work = work[work["context"].isin(np.unique(contexts))]
     if len(work) < LEAST_LAUNCHES:

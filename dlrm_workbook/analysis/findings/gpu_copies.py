@@ -99,15 +99,19 @@ def copies(evidence: Evidence, ledger: Causes) -> Measured | None:
         )
     if crossing.loc[crossing["name"].str.contains(MIGRATED), "ms"].sum() > 0.5 * summed:
         figures["title"] = "Moving pages of unified memory takes {share:.0%} of the step"
-        figures["advice"] = (
-            "Move the data ahead of who uses it (cudaMemPrefetchAsync, cudaMemAdvise), or copy it: "
-            "pages that a kernel or the host faults on move in small pieces, while it waits."
-        )
+        figures["advice"] = PREFETCH
     if pageable > 0.3 * summed:
         figures["id"] = "pageable_copies"
         figures["title"] = "Copies from pageable memory take {share:.0%} of the step"
         figures["pageable"] = pageable
     return figures
+
+
+PREFETCH = (
+    "Move the data ahead of who uses it (cudaMemPrefetchAsync, cudaMemAdvise), or copy it: pages "
+    "that a kernel or the host faults on move in small pieces, while it waits."
+)
+"""The advice where pages of unified memory move."""
 
 
 def _copies(evidence: Evidence, over_link: bool) -> pd.DataFrame:
@@ -194,8 +198,9 @@ def heavy_copy(evidence: Evidence, ledger: Causes) -> Measured | None:
 
 EXCHANGE_ALONE_SHARE = 0.1
 
-LATE_TIMES, LEAST_LIKE = 10.0, 4
-"""Times the usual length of at least so many collectives of its name for one to be late."""
+LATE_TIMES, LEAST_LIKE, MOST_LATE = 10.0, 4, 0.25
+"""Times the usual length of at least so many collectives of its name for one to be late, and the
+largest part of all that is."""
 
 
 @rule(
@@ -251,7 +256,7 @@ def _late_calls(exchange: pd.DataFrame, names: pd.Series) -> str | None:
     of_kind = pd.Series(ms).groupby(names.to_numpy())
     usual = of_kind.transform("median").to_numpy()
     odd = (ms > LATE_TIMES * usual) & (of_kind.transform("size").to_numpy() >= LEAST_LIKE)
-    if not ms[odd].sum() > 0.5 * ms.sum():
+    if odd.mean() > MOST_LATE or not ms[odd].sum() > 0.5 * ms.sum():
         return None
     return (
         f"Of {counted(len(ms), 'collective')} the longest, {odd.sum():,}, last up to "

@@ -34,6 +34,7 @@ from dlrm_workbook.analysis.findings.finding import (
     predicted,
     rule,
 )
+from dlrm_workbook.analysis.findings.gpu_copies import PREFETCH
 from dlrm_workbook.analysis.findings.gpu_taken import BLOCKING, SYNC, without
 from dlrm_workbook.analysis.findings.where import (
     LEAST_OF_STEP,
@@ -50,6 +51,7 @@ from dlrm_workbook.analysis.idleness import Stretches
 from dlrm_workbook.analysis.launches import launch_cost_us, launched_operations
 from dlrm_workbook.ground.units import milliseconds
 from dlrm_workbook.recordings.nesting import overlap, stretch_at
+from dlrm_workbook.recordings.nsight import MIGRATED
 from dlrm_workbook.recordings.profile import Profile, nearest
 from dlrm_workbook.recordings.torch.steps import STEP_LABEL
 
@@ -435,8 +437,13 @@ def launch_bound(evidence: Evidence, ledger: Causes) -> Measured | None:
     launch_us = _launch_us(evidence)
     idle = _launching(evidence, ledger)
     left = max(0.0, evidence.idle_ms - ledger.idle_ms - _data_ms(evidence, ledger))
-    lost = min(float(idle["idle_ms"].sum()), left)
     work = evidence.work[~evidence.is_exchange]
+    work = work[
+        ~evidence.named(re.compile(MIGRATED))[work["context"]]
+    ]  # pages, which none launches
+    # as many gaps as launches, each as long as one that counts as such
+    possible = len(work) / evidence.iterations * SHORT_GAPS * launch_us / 1e3
+    lost = min(float(idle["idle_ms"].sum()), left, possible)
     if not work["kind"].eq("kernel").any() or lost < ONE_LAUNCHER_SHARE * evidence.total_ms:
         return None
     launches = len(work)
@@ -497,6 +504,11 @@ def launch_bound(evidence: Evidence, ledger: Causes) -> Measured | None:
         "speedup": predicted(evidence, graphs) or bounded(lost / evidence.total_ms),
         **({} if most_of_it else {"title": WAITS_FOR_LAUNCHES}),
     }
+
+
+def _migrations(evidence: Evidence) -> np.ndarray:
+    """Which rows of ``evidence.work`` move pages of unified memory."""
+    return evidence.named(re.compile(MIGRATED))[evidence.work["context"].to_numpy()]
 
 
 def _main_launcher(evidence: Evidence, kernels: pd.DataFrame) -> tuple[pd.DataFrame, float, str]:
@@ -617,6 +629,8 @@ def _data_ms(evidence: Evidence, ledger: Causes) -> float:
         "The host meanwhile: {host}.",
         "{beside}",
         "In {blocked:ms} of it the host was itself in a call that waits for the GPU.",
+        "Meanwhile {pages:count} pieces of unified memory move: the host touches what lies on the "
+        "GPU, or the GPU what lies on the host.",
         "{doubt}",
     ),
     advice="{remedy}",
@@ -639,7 +653,7 @@ def gpu_idle(evidence: Evidence, ledger: Causes) -> Measured | None:
         "idle": f"for up to {part}" if evidence.has_graphs else part,
         "meanwhile": "",
         "gap": _longest_gap(evidence),
-        **dict.fromkeys(("others", "queued", "host", "beside", "blocked", "unknown")),
+        **dict.fromkeys(("others", "queued", "host", "beside", "blocked", "pages", "unknown")),
         "remedy": "Measure what the host does as well; then shorten it, overlap it with the GPU's "
         "work (a loader that runs ahead), or move it to the GPU.",
         # how much of it can go nothing tells: all of it at most
@@ -735,8 +749,12 @@ def _host_meanwhile(evidence: Evidence, idle: pd.DataFrame, partly: bool) -> Mea
         "remedy": "Shorten what the host does there, overlap it with the GPU's work (a loader "
         "that runs ahead, launches without waiting), or move it to the GPU.",
     }
-    if figures["host"].startswith(NOT_RECORDED) and evidence.meta.get("engine") == "torch":
-        figures["remedy"] = RECORD_MORE
+    if figures["host"].startswith(NOT_RECORDED):
+        pages = int(_migrations(evidence).sum())
+        if pages > MANY_PAGES:
+            figures |= {"pages": pages, "remedy": PREFETCH}
+        elif evidence.meta.get("engine") == "torch":
+            figures["remedy"] = RECORD_MORE
     if named.sum() > 0.5 * total:
         places = ", ".join(
             f"{part_name(str(part[0]), str(part[1]))} {milliseconds(ms)}"
@@ -754,6 +772,9 @@ def _host_meanwhile(evidence: Evidence, idle: pd.DataFrame, partly: bool) -> Mea
         )
     return figures | _awaited(evidence, idle, of_step)
 
+
+MANY_PAGES = 100
+"""Pieces of unified memory that move because somebody computes with them, one after the other."""
 
 RUNTIME_CALL = re.compile(r"^(?:cu|hip)\w+")
 

@@ -325,7 +325,7 @@ UNJUDGED_SHARE = 0.3
     title="{heading}",
     evidence=(
         "The kernel {kernel} takes {time:ms} per iteration, {of_device:.0%} of the GPU's time, in "
-        "{launches} of {mean_us:,.1f} µs.",
+        "{launches} of {each}.",
         "By its operator's shapes {reached:.1%} of that would do at the limits of this GPU's data "
         "sheet.",
         "Its grid fills {waves:.0%} of the GPU.",
@@ -373,7 +373,7 @@ def heavy_kernel(evidence: Evidence, ledger: Causes) -> Measured | None:
         "time": float(worst["ms"]),
         "of_device": min(float(worst["ms"]) / evidence.device_ms, 1.0),
         "launches": f"{number:,.0f} launch{'es' * (round(number) != 1)}",
-        "mean_us": float(worst["mean_us"]),
+        "each": _each(evidence, str(worst["kernel"]), float(worst["mean_us"])),
         "reached": reached if has_limit else None,
         "waves": waves if waves < 1 else None,
         "counted": limit_by_counters(evidence.profile, str(worst["kernel"])),
@@ -388,6 +388,21 @@ def heavy_kernel(evidence: Evidence, ledger: Causes) -> Measured | None:
         "work that could be batched, a library or a data type with faster kernels.",
         "speedup": bounded(taken * (1 - (reached if has_limit else 0.5))),
     }
+
+
+SPREAD_TIMES = 3.0
+"""Times the shortest launch of a kernel that the longest takes for no mean to stand for both."""
+
+
+def _each(evidence: Evidence, kernel: str, mean_us: float) -> str:
+    """How long the launches of a kernel take: their mean, or where they differ much, from to."""
+    own = evidence.work[
+        evidence.profile.contexts["name"].eq(kernel).to_numpy()[evidence.work["context"]]
+    ]
+    ms = (own["end_ns"] - own["start_ns"]) / 1e6
+    if len(ms) and ms.max() > SPREAD_TIMES * ms.min():
+        return f"{milliseconds(float(ms.min()))} to {milliseconds(float(ms.max()))}"
+    return f"{mean_us:,.1f} µs"
 
 
 def _launch_text(kernel: Mapping[Any, Any]) -> str:

@@ -87,6 +87,13 @@ OF_AUTOGRAD = {"CPU functions": "host", "CUDA functions": "device"}
 without Kineto, and did up to torch 1.7 (``EventList.export_chrome_trace``). The times of a GPU are
 those between two of its events around each operator, so that they nest as the operators do."""
 
+OTHER_PROFILERS = {
+    "/device:|/host:CPU": "TensorFlow's or XLA's profiler",
+    "CPU HIP API|CPU HSA API": "rocprof",
+    r"\bSession\b": "ONNX Runtime",
+}
+"""Names of processes, or categories, in traces of others to who writes such."""
+
 UTILITY = frozenset({"aten::is_leaf", "aten::output_nr", "aten::_version"})
 """Operators that ``key_averages`` leaves out; their time stays with the caller."""
 
@@ -360,6 +367,7 @@ _VALUE_ARGUMENTS = ("Input Dims", "Concrete Inputs", "Input Strides")
 _EVENT = attrgetter("ts", "dur", "pid", "tid", "name", "cat", "args")
 _OF_COLLECTIVE = attrgetter("collective", *COLLECTIVE[1:])
 _NO_ARGUMENTS = Arguments()
+_NOTHING = TraceEvent()
 _NO_TEXT = _NO_ARGUMENTS.shapes
 
 MOST_OTHERS = 1_000_000
@@ -425,7 +433,7 @@ class _Walk:
                     self.processes[event.pid] = event.args.name
             elif event.cat == "fwdbwd":
                 flows.append(event)
-            elif not phase:
+            elif not phase and event != _NOTHING:  # some end their lists with {}
                 self._refuse("ph")
         self.taken += len(events)
         for event in rows[""]:
@@ -633,6 +641,10 @@ class _Walk:
                 raise InputError(f"{path} is no trace of torch.profiler: an event {odd}")
             bare = self.without_category.total()
             why = f": {bare:,} of its events have no category ('cat')" if bare else ""
+            kinds = " ".join(map(str, [*self.processes.values(), *self.unknown]))
+            for pattern, tool in OTHER_PROFILERS.items():
+                if re.search(pattern, kinds):
+                    why = f": {tool} wrote it, whose traces are not read"
             raise NoTraceError(f"{path} holds no operator, range or kernel of torch.profiler{why}")
         what = device["kind"].to_numpy()
         host["kind"] = _texts(_SPAN_KINDS, host["kind"].to_numpy())

@@ -291,8 +291,10 @@ class _Builder:
         # The thread with the iterations first, then by activity: row 0 is the main thread.
         line, lines = coded(self.host["line"])
         sizes = np.bincount(line, minlength=len(lines))
-        # what only polls or was sampled is no main thread
-        steps = np.bincount(line, self.host["kind"].ne("function"), len(lines))
+        # what only polls or was sampled is no main thread; without operators what launches is one
+        kind = self.host["kind"]
+        counts = kind.ne("function") if kind.eq("operator").any() else kind.eq("runtime")
+        steps = np.bincount(line, counts, len(lines))
         marks = np.bincount(line, step_marks(self.host), len(lines))
         helps = matching(self.host["name"], lambda name: name.startswith(ENGINE_PREFIX))
         helps = np.bincount(line, helps, len(lines)) > sizes / 100
