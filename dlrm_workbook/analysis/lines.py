@@ -45,7 +45,7 @@ LINES += ["in_iterations", "growth_ms"]
 FUNCTIONS = [name for name in LINES if name not in ("source", "calls", "operators")]
 LISTING = ["line", "source", "time_ms", "share"]
 
-LOADING = ("loader", "received")
+LOADING = ("loader", "received", "started")
 """Marks of a line in whose call a DataLoader makes or waits for a batch."""
 
 BATCH_WORDS = ("batch", "collate", "loader", "sample", "dataset", "fetch")

@@ -155,6 +155,10 @@ def _doubts(
     if profile.meta.get("serialised"):
         why = "kernels were serialised by PC sampling"
         yield Doubt("red", why, "times, idle time and overlap are distorted")
+    marked = profile.meta.get("steps_threads") or []
+    if (processes := len({str(thread).partition("/")[0] for thread in marked})) > 1:
+        why = f"steps of {processes} processes are in one recording: open each one's by itself"
+        yield Doubt("red", why, "times are of all of them together")
     if profile.meta.get("sample"):
         why = "this is a recorded sample"
         yield Doubt("amber", why, "another machine may show something else")

@@ -261,16 +261,22 @@ def _split(times: Floats) -> Bools:
     none = np.zeros(count, dtype=bool)
     if count < LEAST_OF_SPLIT:
         return none
-    usual = float(np.median(np.sort(times)[: math.ceil(count / 2)]))
-    slow = times > SPLIT_TIMES * usual
-    if not 1 <= slow.sum() <= count // 2:
+    ordered = np.sort(times)
+    usual = float(np.median(ordered[: math.ceil(count / 2)]))
+    longer = ordered > SPLIT_TIMES * usual
+    if not longer.any() or longer.all():
         return none
-    apart = SPLIT_APART if slow.sum() > 1 else SINGLE_APART
-    if times[slow].min() < apart * times[~slow].max():
-        return none
-    turns = int(np.count_nonzero(slow[1:] != slow[:-1]))
-    lost = float((times[slow] - usual).sum())
-    return slow if turns >= 2 and lost > SPLIT_SHARE * times.sum() else none
+    # all that are longer, or those beyond the widest gap among them: some may be on their way back
+    widest = ordered[1:] / np.maximum(ordered[:-1], 1e-9) * longer[1:]
+    for least in (ordered[longer][0], ordered[1:][widest.argmax()]):
+        slow = times >= least
+        apart = SPLIT_APART if slow.sum() > 1 else SINGLE_APART
+        turns = int(np.count_nonzero(slow[1:] != slow[:-1]))
+        lost = float((times[slow] - usual).sum())
+        is_group = slow.sum() <= count // 2 and least >= apart * times[~slow].max()
+        if is_group and turns >= 2 and lost > SPLIT_SHARE * times.sum():
+            return slow
+    return none
 
 
 def lasting_rise(times: npt.ArrayLike, factor: float) -> int | None:

@@ -127,6 +127,18 @@ def test_traces_of_other_profilers_are_refused_by_name(
         read_events(path)
 
 
+def test_the_ranks_of_one_file_are_a_doubt(tmp_path: Path) -> None:
+    events = []
+    for rank in range(2):
+        for number in range(3):
+            at = 1000 * number
+            step = gpu_trace._span("user_annotation", f"ProfilerStep#{number}", at, at + 900)
+            events.append(step | {"pid": 100 + rank})
+            events.append(gpu_trace._on_gpu("kernel", "k", at, at + 300, 7) | {"pid": rank})
+    quality = report(tmp_path, events).quality
+    assert quality["level"] == "red" and "steps of 2 processes are in one" in quality["sentence"]
+
+
 def test_without_operators_the_thread_that_calls_the_driver_is_the_main_one(
     tmp_path: Path,
 ) -> None:

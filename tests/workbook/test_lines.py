@@ -259,6 +259,7 @@ def test_tensors_that_workers_send_one_by_one_are_told() -> None:
         ("torch/nn/utils/clip_grad.py:clip_grad_norm_", ""),
         ("torch/multiprocessing/reductions.py:rebuild_storage_fd", "received"),
         ("torch/utils/data/dataloader.py:_BaseDataLoaderIter.__next__", "loader"),
+        ("torch/utils/data/dataloader.py:_MultiProcessingDataLoaderIter.__init__", "started"),
     ],
 )
 def test_libraries_tell_what_a_line_does(function: str, mark: str) -> None:

@@ -199,6 +199,12 @@ def test_thresholds_hold_for_all_iterations_together() -> None:
     assert 1 <= above <= 25
 
 
+def test_slow_iterations_do_not_hide_behind_those_that_recover() -> None:
+    tail = [210, 157, 130, 111, 100, 91, 80, 70, 62]
+    state = steady_state([*tail, 616, *tail, 600, *tail, 633])
+    assert np.flatnonzero(state.stragglers).tolist() == [9, 19, 29]
+
+
 def test_correlated_neighbours_are_no_warm_up() -> None:
     random = np.random.default_rng(8)
     alarms = 0

@@ -18,7 +18,7 @@ from dlrm_workbook.analysis.findings.where import line_name, main_place, part_na
 from dlrm_workbook.analysis.idleness import idle_pieces
 from dlrm_workbook.analysis.kernel_names import kernel_name
 from dlrm_workbook.analysis.launches import launched_operations
-from dlrm_workbook.analysis.lines import lines
+from dlrm_workbook.analysis.lines import line_table, lines
 from dlrm_workbook.analysis.steady import (
     LEAST_OF_SPLIT,
     LEAST_TO_JUDGE,
@@ -63,6 +63,7 @@ MOST_NUMBERS = 6
         "What takes longer there: {longer}.",
         "{meanwhile}",
         "{basis}",
+        "{started}",
     ),
     advice="Look for what happens or begins there: checkpoints, evaluation, compiling, garbage "
     "collection, refilled buffers, a change of the input, other work on the machine.",
@@ -96,27 +97,42 @@ def irregular(evidence: Evidence, ledger: Causes) -> Measured | None:
     now_and_then = table["in_iterations"].sub(slow.mean()).abs().le(1.5 / len(steps))
     table = table[table["thread"].eq(MAIN) & now_and_then & table["in_iterations"].lt(0.75)]
     runs = f", those in which {line_name(table.iloc[0])} runs" if len(table) else ""
-    return odd | {
-        # what lines take in some iterations only has findings of its own
-        "least": odd["least"] + ledger.some_share,
-        "component": part[0],
-        "slow": len(places),
-        "take": "take" if len(places) > 1 else "takes",
-        "does": "do" if len(places) > 1 else "does",
-        "count": len(steps),
-        "which": ", ".join(str(place + 1) for place in places[:MOST_NUMBERS]),
-        "slow_ms": float(totals[slow].mean()),
-        "usual_ms": float(totals[usual].mean()),
-        "factor": float(totals[slow].median() / totals[usual].median()),
-        "first": int(places[0]) + 1,
-        "place": part_name(*part) or "the loop",
-        "extra": float(extra.max()),
-        "names": shown(str(grown.index[0])) if len(grown) else "",
-        "most": runs or (f", most of it in {' of '.join(named)}" if named else ""),
-        "longer": listed_times(grown, " more") or None,
-        "pieces": more,
-        "odd_share": float(slow.mean()),
-    }
+    known = line_table(evidence.profile)
+    if known is not None and known.marked_ms("started") > 0:
+        odd, runs = odd | _STARTED, ", in which a DataLoader starts its workers"
+    return (
+        {"started": None}
+        | odd
+        | {
+            # what lines take in some iterations only has findings of its own
+            "least": odd["least"] + ledger.some_share,
+            "component": part[0],
+            "slow": len(places),
+            "take": "take" if len(places) > 1 else "takes",
+            "does": "do" if len(places) > 1 else "does",
+            "count": len(steps),
+            "which": ", ".join(str(place + 1) for place in places[:MOST_NUMBERS]),
+            "slow_ms": float(totals[slow].mean()),
+            "usual_ms": float(totals[usual].mean()),
+            "factor": float(totals[slow].median() / totals[usual].median()),
+            "first": int(places[0]) + 1,
+            "place": part_name(*part) or "the loop",
+            "extra": float(extra.max()),
+            "names": shown(str(grown.index[0])) if len(grown) else "",
+            "most": runs or (f", most of it in {' of '.join(named)}" if named else ""),
+            "longer": listed_times(grown, " more") or None,
+            "pieces": more,
+            "odd_share": float(slow.mean()),
+        }
+    )
+
+
+_STARTED: Measured = {
+    "started": "Each start of workers copies the process, and the pages of its memory as either of "
+    "the two writes to them: iterations after it are slower as well.",
+    "advice": "Start workers once: DataLoader(persistent_workers=True), or longer epochs (a "
+    "sampler that goes on).",
+}
 
 
 def _stragglers(evidence: Evidence, ledger: Causes) -> Measured | None:

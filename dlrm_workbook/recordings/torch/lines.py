@@ -36,6 +36,7 @@ MARKS = {
     "backward": re.compile(
         r"(?:^|/)torch/(_tensor\.py:.*backward$|autograd/(__init__|graph)\.py:)"
     ),
+    "started": re.compile(r"(?:^|/)torch/utils/data/\w+\.py:_MultiProcessing\w+\.__init__$"),
     "loader": re.compile(r"(?:^|/)torch/utils/data/"),
     "received": re.compile(r"(?:^|/)torch/multiprocessing/reductions\.py:rebuild_"),
 }
