@@ -449,7 +449,9 @@ class _Export:
         return device
 
     def _number_gpus(self, device: pd.DataFrame) -> None:
-        """Number GPUs as the machine does, not as each process sees them, where that is said."""
+        """Number GPUs as the machine does, not as each process sees them (``ordinal``), where that
+        is said."""
+        device["ordinal"] = device["gpu"]
         columns = ["pid", "cudaId", "gpuId"]
         known = self.read("TARGET_INFO_CUDA_DEVICE", columns).drop_duplicates(columns[:2])
         known = known[known["gpuId"].ge(0)]
@@ -524,7 +526,8 @@ class _Export:
 
     def _processes_of_ranks(self, device: pd.DataFrame) -> dict[int, int | None]:
         """Rank to its process; rank 0 to None where processes are no ranks."""
-        used = device[["process", "gpu"]].drop_duplicates().sort_values(["gpu", "process"])
+        used = device[["process", "ordinal", "gpu"]].drop_duplicates(["process", "gpu"])
+        used = used.sort_values(["ordinal", "gpu", "process"])
         processes = used["process"].drop_duplicates().tolist()
         says = PartNames().of
         kernels = matching(device["name"], lambda name: says("kernel", name) == _EXCHANGE)

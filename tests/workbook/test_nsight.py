@@ -349,6 +349,15 @@ def test_processes_with_gpus_of_their_own_are_ranks(tmp_path: Path) -> None:
         facts = inspect_profile(profile)
         assert (facts["kernels"], facts["copies"], facts["launched_before_trace"]) == (16, 4, 0)
         assert facts["coverage"] == pytest.approx(12 / 22)
+    # in the order in which they see the GPUs, whatever the machine calls these
+    one.rows["TARGET_INFO_CUDA_DEVICE"] = [
+        {"gpuId": 1 - seen, "cudaId": seen, "pid": pid} for pid in (7, 9) for seen in (0, 1)
+    ]
+    one.path = tmp_path / "seen.sqlite"
+    ranks = open_recording(one.write()).ranks
+    streams = [set(profile.threads["name"]) for _, profile in sorted(ranks.items())]
+    assert "GPU 1 stream 7" in streams[0] and "GPU 0 stream 7" in streams[1]
+    del one.rows["TARGET_INFO_CUDA_DEVICE"]
     # on one GPU they are no ranks, and each has streams of its own
     for row in [*one.rows[KERNEL], *one.rows[MEMCPY]]:
         row["deviceId"] = 0
