@@ -433,7 +433,9 @@ class _Walk:
                     self.processes[event.pid] = event.args.name
             elif event.cat == "fwdbwd":
                 flows.append(event)
-            elif not phase and event != _NOTHING:  # some end their lists with {}
+            elif event == _NOTHING:  # some end their lists with {}
+                self.malformed += 1
+            elif not phase:
                 self._refuse("ph")
         self.taken += len(events)
         for event in rows[""]:
