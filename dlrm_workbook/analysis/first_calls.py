@@ -60,10 +60,13 @@ def _first_calls(profile: Profile) -> pd.DataFrame:
 
     of_driver = profile.of_kind("runtime") & named(DRIVER)
     calls = trace[of_driver[trace["context"].to_numpy()]]
-    long = calls[(calls["end_ns"] - calls["start_ns"]).ge(1e3 * LEAST_US)]
+    us = (calls["end_ns"] - calls["start_ns"]) / 1e3
+    # where every launch takes long, as counters are read or a queue is full, none loads
+    usual = us.groupby(names[calls["context"]]).transform("median")
+    long = calls[us.ge(LEAST_US) & us.ge(FIRST_TIMES * usual)]
     begins = calls.loc[calls["start_ns"].eq(calls["start_ns"].min())]
     loads = long[named(LOADING)[long["context"].to_numpy()] | long.index.isin(begins.index)]
-    rows = [nothing, loads, first_of(calls, (calls["end_ns"] - calls["start_ns"]) / 1e3)]
+    rows = [nothing, loads, first_of(calls, us)]
     operators = profile.of_kind("operator")
     launches = inclusive_from_exclusive(
         profile.contexts["parent"].to_numpy(), profile.of_kind("kernel", "copy").astype(float)

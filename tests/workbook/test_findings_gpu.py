@@ -353,6 +353,15 @@ def test_a_recording_of_first_calls_is_advised_to_begin_later(trace: Trace) -> N
     assert said.advice.startswith("Few calls take so long while libraries load")
 
 
+def test_launches_that_all_take_long_load_nothing(trace: Trace) -> None:
+    for at in range(0, 40_000, 4000):  # as where counters are read around each
+        trace.launch(at, "sm90_gemm", at + 2500, at + 2600)
+        trace.events[-2] |= {"dur": 2500.0}
+    assert "irst calls" not in "".join(
+        f"{one.title} {one.evidence}" for one in listed(trace.read())
+    )
+
+
 @pytest.mark.parametrize("name", ["copy(float*, int)", "at::native::copy_kernel<float>"])
 def test_kernels_of_no_framework_are_not_judged_by_their_bare_names(
     trace: Trace, name: str
