@@ -224,8 +224,9 @@ def figure(title: str, height: int, *, legend: bool = False) -> Figure:
 def marker(component: str, phase: str = "") -> dict[str, Any]:
     """Marker of a part's bars: the component's colour, the phase's pattern."""
     look = markers([(component, phase)])
-    pattern = look["pattern"] | {"shape": PATTERNS.get(phase, "")}
-    return look | {"color": colour_of(component), "pattern": pattern}
+    colour = colour_of(component)
+    pattern = look["pattern"] | {"shape": PATTERNS.get(phase, ""), "bgcolor": colour}
+    return look | {"color": colour, "pattern": pattern}
 
 
 def markers(parts: Sequence[tuple[str, str]], pale: Sequence[bool] = ()) -> dict[str, Any]:
@@ -241,7 +242,9 @@ def markers(parts: Sequence[tuple[str, str]], pale: Sequence[bool] = ()) -> dict
         line = {"width": [OUTLINE if p else 0 for p in pale], "color": colours}
         hatch = [c if p else white for c, p in zip(colours, pale, strict=True)]
     pattern: dict[str, Any] = {"shape": [PATTERNS.get(phase, "") for _, phase in parts]}
-    pattern |= {"fillmode": "overlay", "fgcolor": hatch, "size": 7, "solidity": 0.22}
+    # not as an overlay: plotly warns there that a list of colours has no contrasting one
+    pattern |= {"fillmode": "replace", "bgcolor": filled, "fgcolor": hatch, "fgopacity": 0.5}
+    pattern |= {"size": 7, "solidity": 0.22}
     return {"color": filled, "line": line, "pattern": pattern}
 
 
