@@ -147,7 +147,10 @@ def open_page(url: str, *allowed: str, **settings: Any) -> Iterator[tuple[Any, S
         page.on("request", lambda request: seen.requests.append(request.url))
         page.on(
             "console",
-            lambda message: message.type == "error" and seen.console_errors.append(message.text),
+            lambda message: (
+                (message.type == "error" or "Invalid color" in message.text)  # plotly warns
+                and seen.console_errors.append(message.text)
+            ),
         )
         page.on("pageerror", lambda error: seen.console_errors.append(str(error)))
         context.route("**/*", decide)

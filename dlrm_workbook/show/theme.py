@@ -224,9 +224,8 @@ def figure(title: str, height: int, *, legend: bool = False) -> Figure:
 def marker(component: str, phase: str = "") -> dict[str, Any]:
     """Marker of a part's bars: the component's colour, the phase's pattern."""
     look = markers([(component, phase)])
-    colour = colour_of(component)
-    pattern = look["pattern"] | {"shape": PATTERNS.get(phase, ""), "bgcolor": colour}
-    return look | {"color": colour, "pattern": pattern}
+    pattern = look["pattern"] | {"shape": PATTERNS.get(phase, ""), "bgcolor": None}
+    return look | {"color": colour_of(component), "pattern": pattern}
 
 
 def markers(parts: Sequence[tuple[str, str]], pale: Sequence[bool] = ()) -> dict[str, Any]:
@@ -242,8 +241,8 @@ def markers(parts: Sequence[tuple[str, str]], pale: Sequence[bool] = ()) -> dict
         line = {"width": [OUTLINE if p else 0 for p in pale], "color": colours}
         hatch = [c if p else white for c, p in zip(colours, pale, strict=True)]
     pattern: dict[str, Any] = {"shape": [PATTERNS.get(phase, "") for _, phase in parts]}
-    # not as an overlay: plotly warns there that a list of colours has no contrasting one
-    pattern |= {"fillmode": "replace", "bgcolor": filled, "fgcolor": hatch, "fgopacity": 0.5}
+    # each bar is filled with its own colour; with a single one here, plotly warns of no list
+    pattern |= {"fillmode": "overlay", "bgcolor": (colours or [INK])[0], "fgcolor": hatch}
     pattern |= {"size": 7, "solidity": 0.22}
     return {"color": filled, "line": line, "pattern": pattern}
 
