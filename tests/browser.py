@@ -64,6 +64,9 @@ DRAWN = """
 """
 
 
+WRONG = lambda said: said.type == "error" or "Invalid color" in said.text  # noqa: E731
+
+
 @dataclass
 class Seen:
     """What a page did while it was open."""
@@ -145,13 +148,7 @@ def open_page(url: str, *allowed: str, **settings: Any) -> Iterator[tuple[Any, S
         context = running.new_context(**{"viewport": {"width": 1400, "height": 900}, **settings})
         page = context.new_page()
         page.on("request", lambda request: seen.requests.append(request.url))
-        page.on(
-            "console",
-            lambda message: (
-                (message.type == "error" or "Invalid color" in message.text)  # plotly warns
-                and seen.console_errors.append(message.text)
-            ),
-        )
+        page.on("console", lambda said: WRONG(said) and seen.console_errors.append(said.text))
         page.on("pageerror", lambda error: seen.console_errors.append(str(error)))
         context.route("**/*", decide)
         page.add_init_script(RESERVE)

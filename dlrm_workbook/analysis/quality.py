@@ -205,10 +205,10 @@ def _errors(
         step is not None
         and not step.laps
         and not from_lines
-        and (dilation := step.recorded_ms / step.ms) > 1
+        and (dilation := step.recorded_ms / step.ms) > 0
     ):
         why = f"the profiled step took {ratio(dilation)} the time of the plain one"
-        yield 1 - 1 / dilation, why
+        yield 1 - min(dilation, 1 / dilation), why  # a profiler speeds nothing up
     plain = _unprofiled_state(profile)
     if (scatter := _scatter(plain)) is not None and plain is not None:
         why = f"iterations without a profiler scatter by {percent(scatter)}"

@@ -39,7 +39,7 @@ class ProfilingConfig:
     single_pass: bool = setting(False)
     gpu_control_flow: bool = setting(False)
     structure: bool = setting(True)
-    structure_limit_mb: int = setting(64, minimum=1)
+    structure_limit_mb: int = setting(16, minimum=1)
     command: tuple[str, ...] | None = setting(None)
     command_folder: str = setting("")
     parts: Mapping[str, str] = setting({})

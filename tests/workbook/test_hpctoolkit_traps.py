@@ -271,7 +271,7 @@ def test_hpcstruct_skips_huge_libraries(fake, tmp_path):
     assert structs == [["lib.so.hpcstruct", "libc10.so.hpcstruct"]]
     for made in measured.passes:
         (notice,) = made.notices
-        assert "libtorch_cpu.so (70 MB, limit 64 MB)" in notice
+        assert "libtorch_cpu.so (70 MB), limit 16 MB" in notice
     found = oversized_binaries(measured.passes[0].measurements, 10)
     assert [path.name for path in found] == ["libc10.so", "libtorch_cpu.so"]
 
