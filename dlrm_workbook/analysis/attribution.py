@@ -33,9 +33,10 @@ from dlrm_workbook.analysis.context_tree import (
 from dlrm_workbook.analysis.steady import SteadyState, listed, steady_state
 from dlrm_workbook.ground.arrays import Bools, Floats, Ints
 from dlrm_workbook.ground.units import milliseconds
-from dlrm_workbook.recordings.foreign import START_UP, is_iteration_function
+from dlrm_workbook.recordings.foreign import START_UP
+from dlrm_workbook.recordings.hpctoolkit.parts import iteration_functions
 from dlrm_workbook.recordings.nesting import stretch_at
-from dlrm_workbook.recordings.profile import Profile, coded_pairs
+from dlrm_workbook.recordings.profile import Profile
 
 ITERATION_NAMES = (ITERATION_SPAN, "ProfilerStep*")
 """Contexts whose subtree is the training step, whichever the trace has."""
@@ -505,8 +506,7 @@ def _iteration_contexts(profile: Profile) -> np.ndarray:
     if ranges.any():
         return ranges
     # HPCToolkit sees no ranges, only Python functions (``-a python``)
-    number, functions = coded_pairs(profile.contexts["name"], profile.contexts["file"])
-    return np.array([is_iteration_function(*one) for one in functions], dtype=bool)[number]
+    return iteration_functions(profile.contexts, profile.values)
 
 
 def step_contexts(profile: Profile, other_threads: bool = True) -> np.ndarray:

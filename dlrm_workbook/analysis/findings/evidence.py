@@ -125,9 +125,10 @@ class Evidence:
         self.device = profile.device
         self.on_gpu = profile.device == "cuda"
         self.total_ms = float(attribution["time_ms"].sum()) if len(attribution) else 0.0
-        self.basis = "the step" if self.is_ours else basis(profile)
+        measured_here = self.is_ours and "database" not in self.meta
+        self.basis = "the step" if measured_here else basis(profile)
         """What shares are shares of, in words: the step, the recording, ..."""
-        self.per = "per iteration" if self.is_ours else per(profile)
+        self.per = "per iteration" if measured_here else per(profile)
 
     @cached_property
     def is_ours(self) -> bool:

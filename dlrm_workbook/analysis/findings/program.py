@@ -118,8 +118,8 @@ OWN_LOOP_MS, OWN_TABLE_MS = 1.0, 0.05
 )
 def outside_parts(evidence: Evidence, ledger: Causes) -> Measured | None:
     """Time of our own iteration that is in no part of the model, where no line is known."""
-    # of another program it is what no name told, not the loop's own code
-    if not evidence.is_ours or ledger.is_explained(("other", "")):
+    # of another program, or where no steps are known, it is what no name told, not the loop
+    if evidence.basis != "the step" or not evidence.is_ours or ledger.is_explained(("other", "")):
         return None
     if len(around(evidence.profile)) and not evidence.has_timeline:
         return None

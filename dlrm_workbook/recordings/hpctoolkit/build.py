@@ -19,7 +19,7 @@ from dlrm_workbook.recordings.hpctoolkit.tools import Tools
 RunChild = Callable[..., Completed]
 """``run_child`` with the logs, environment and progress of one measurement."""
 
-STRUCTURE_TIMEOUT_S = 120.0
+STRUCTURE_TIMEOUT_S = 30.0
 DATABASE_TIMEOUT_S = 1800.0
 
 MB = 1_000_000

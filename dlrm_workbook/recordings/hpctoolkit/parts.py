@@ -35,11 +35,12 @@ from dlrm_workbook.recordings.foreign import (
     PartNames,
     forward_key,
     has_embeddings,
+    is_iteration_function,
     mlp_by_order,
     node_key,
     resolve,
 )
-from dlrm_workbook.recordings.profile import nearest
+from dlrm_workbook.recordings.profile import coded_pairs, nearest
 
 OTHER = ("other", "")
 MODEL_OR_MLP = ("bottom_mlp", "embedding", "interaction", "top_mlp", MLP, "loss")
@@ -49,9 +50,9 @@ these are the interaction's where no forward operator says otherwise."""
 DETAIL = ("line", "loop", "instruction")
 """Kinds of contexts that are places in a function."""
 _BUILDS = re.compile(
-    r"^(create|build|construct)_(?!\w*(batch|data|input|loader))|^reset_parameters$"
+    r"^(create|build|construct)_(?!\w*(batch|data|input|loader))|^reset_parameters$|^_find_and_load$"
 )
-"""Python functions that make a model: what they call is start-up, whichever part it is for."""
+"""Python functions that make a model, or import: what they call is start-up, whatever it is for."""
 _OPERATOR = re.compile(r"^at::_ops::(\w+)::(?:call|redispatch)\b")
 
 
@@ -98,6 +99,21 @@ def by_names(contexts: pd.DataFrame, parts: Mapping[str, str] | None = None) -> 
         _by_lines(contexts, component, phase)
         _by_operators(contexts, backward, component, phase)
     return Labels(component, phase, hinted)
+
+
+def iteration_functions(contexts: pd.DataFrame, values: pd.DataFrame) -> Bools:
+    """Which contexts (n,) are the Python function around our own iteration.
+
+    None is where most of the parts' CPU time lies outside of it: hpcrun loses the callers of a
+    generator, and the one iteration that is left then is not the step.
+    """
+    number, functions = coded_pairs(contexts["name"], contexts["file"])
+    found = np.array([is_iteration_function(*one) for one in functions], dtype=bool)[number]
+    own = values[values["metric"].eq("cpu_time_ms") & values["scope"].eq("exclusive")]
+    of_parts = own[contexts["component"].ne("other").to_numpy()[own["context"]]]
+    inside = nearest(contexts["parent"].to_numpy(), found)[of_parts["context"]] >= 0
+    time = of_parts["value"].to_numpy()
+    return found & bool(time[inside].sum() >= time[~inside].sum())
 
 
 def _by_lines(contexts: pd.DataFrame, component: Names, phase: Names) -> None:

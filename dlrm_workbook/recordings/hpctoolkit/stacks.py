@@ -141,6 +141,7 @@ def _groups(noted: list[tuple[str, int]], edges: Ints) -> tuple[Ints, Ints, list
     """
     rows = sorted([(int(at), str(what)) for what, at in noted] + [(int(at), "") for at in edges])
     opened: list[tuple[str, str]] = []
+    inner = set[tuple[str, str]]()  # a group and one that ran within it
     after = [("", "")]
     for number, (_, what) in enumerate(rows):
         move = next((move for move in MOVES if what.endswith(move)), "")
@@ -149,10 +150,18 @@ def _groups(noted: list[tuple[str, int]], edges: Ints) -> tuple[Ints, Ints, list
             # a backward pass ends without a word where no gradient goes on
             last = bool(move) and number + 1 < len(rows) and not rows[number + 1][1]
             opened = [(UPDATE, "")] if last else []
-        elif move in (MOVES[0], MOVES[2]):
+        elif move == MOVES[2]:
+            inner |= {(outer, one[0]) for outer, _ in opened}
             opened.append(one)
+        elif move == MOVES[0]:
+            # one gradient begins a module, and then those around it whose result it made too
+            at = len(opened)
+            while at and (one[0], opened[at - 1][0]) in inner:
+                at -= 1
+            opened.insert(at, one)
         elif one in opened:
-            del opened[len(opened) - 1 - opened[::-1].index(one) :]
+            last = len(opened) - 1 - opened[::-1].index(one)
+            del opened[last : last + 1 if one[1] else None]
         after.append(opened[-1] if opened else ("", ""))
     names = sorted(set(after) - {("", "")})
     numbers = [names.index(one) if one[0] else len(names) for one in after]

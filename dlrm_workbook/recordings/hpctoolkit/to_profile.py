@@ -17,7 +17,7 @@ import numpy as np
 import pandas as pd
 
 from dlrm_core.base.text import counted
-from dlrm_core.parts import parse_span
+from dlrm_core.parts import ITERATION_FUNCTION, parse_span
 from dlrm_workbook.ground.arrays import Floats, Ints
 from dlrm_workbook.recordings.hpctoolkit.cautions import (
     cautions_of,
@@ -42,7 +42,13 @@ from dlrm_workbook.recordings.hpctoolkit.metrics import (
     meaning_of,
     unit_of,
 )
-from dlrm_workbook.recordings.hpctoolkit.parts import by_names, divide, parts_in_order, work_on_gpus
+from dlrm_workbook.recordings.hpctoolkit.parts import (
+    by_names,
+    divide,
+    iteration_functions,
+    parts_in_order,
+    work_on_gpus,
+)
 from dlrm_workbook.recordings.hpctoolkit.views import kernel_rows, unmeasured_metrics
 from dlrm_workbook.recordings.profile import STANDARD_METRICS, THREAD_KINDS, Profile, nearest, typed
 from dlrm_workbook.recordings.repetition import find_iterations
@@ -136,7 +142,9 @@ def profile_from_database(database: Database, parts: Mapping[str, str] | None = 
     trace["context"] = _measured_twins(contexts, values)[trace["context"].to_numpy()]
     overlong = overlong_kernels(values, trace)
     iterations, notices, unmarked = _iterations(work_on_gpus(trace, threads))
-    if not ours or parts:
+    lost = contexts["name"].eq(ITERATION_FUNCTION).any()
+    lost &= not iteration_functions(contexts, values).any()
+    if not ours or parts or lost:
         labels = by_names(contexts, parts)
         order = parts_in_order(trace, threads, labels, iterations)
         tables, divided = divide((contexts, values, trace), labels, order, overlong)
