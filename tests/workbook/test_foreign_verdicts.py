@@ -423,3 +423,15 @@ def test_spans_without_a_category_are_said_to_be_left_out(tmp_path: Path) -> Non
     assert said in told.document["cautions"]
     with pytest.raises(InputError, match=r"no operator, .* 2 of its events have no category"):
         read_events(gpu_trace.write(tmp_path / "bare.json", [bare, bare]))
+
+
+@pytest.mark.parametrize("kind", ["float", "double"])
+def test_what_an_operator_was_given_goes_before_its_kernels_name(kind: str, tmp_path: Path) -> None:
+    given = {"Input Dims": [[9, 9], [9, 9]], "Input type": [kind, kind]}
+    events = []
+    for at in range(0, 10_000, 1000):
+        events.append(gpu_trace._span("cpu_op", "aten::mm", at, at + 20, **given))
+        events.append(gpu_trace._span("cuda_runtime", LAUNCH, at + 5, at + 9, correlation=at + 1))
+        events.append(gpu_trace._on_gpu("kernel", "dgemm", at + 9, at + 900, 7, correlation=at + 1))
+    found = {one.id for one in report(tmp_path, events).ranked_findings}
+    assert ("float64" in found) is (kind == "double")
