@@ -15,6 +15,7 @@ Means are over the steady iterations: warm-up and outliers, as
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -46,9 +47,12 @@ KEYS = [*PART, "where"]
 IDLE = "idle"
 """Component, and ``where``, of the time in which the GPU idles and the host was not measured."""
 
-GPU_SPAN = 0.05
+GPU_SPAN = 0.5
 """Share of a recording without iterations from which on its GPU's first and last operation bound
-what is explained; below, what matters lies before or after them."""
+what is explained; below, what matters lies before or after them, unless the host waits there for
+what was launched before the recording."""
+
+_AWAITS = re.compile(r"^(?:cuda|cu|hip)\w*Synchronize")
 
 WHOLE = 0.9
 """Share of the recording from which on what lies between these is called the recording."""
@@ -169,8 +173,11 @@ def _windows(profile: Profile) -> pd.DataFrame:
         calls = profile.of_kind("runtime", "kernel", "copy")[trace["context"]]
         trace = trace[calls]
     whole = extent(trace)
+    awaits = profile.which("name", lambda name: bool(_AWAITS.match(name)))[trace["context"]]
+    waited = trace.loc[awaits, ["start_ns", "end_ns"]].clip(*whole).clip(upper=first)
+    awaited = (waited["end_ns"] - waited["start_ns"]).sum()
     traced = engine in ("torch", "nsight")
-    if traced and last - first < max(GPU_SPAN * (whole[1] - whole[0]), 1):
+    if traced and last - first < max(GPU_SPAN * (whole[1] - whole[0] - awaited), 1):
         first, last = whole
     if last <= first:
         return profile.iterations

@@ -619,7 +619,7 @@ def _data_ms(evidence: Evidence, ledger: Causes) -> float:
 
 @rule(
     "gpu_idle",
-    title="The GPU is idle {idle} of the time{meanwhile}",
+    title="The GPU is idle {idle} of the time{before}{meanwhile}",
     evidence=(
         "It does nothing in {idle_ms:ms} of {total_ms:ms} per iteration.",
         "{others}",
@@ -651,6 +651,7 @@ def gpu_idle(evidence: Evidence, ledger: Causes) -> Measured | None:
         "share": share,
         "explains": ("other", ""),
         "idle": f"for up to {part}" if evidence.has_graphs else part,
+        "before": "",
         "meanwhile": "",
         "gap": _longest_gap(evidence),
         **dict.fromkeys(("others", "queued", "host", "beside", "blocked", "pages", "unknown")),
@@ -673,7 +674,17 @@ def gpu_idle(evidence: Evidence, ledger: Causes) -> Measured | None:
         figures["unknown"] = f"What the host did meanwhile was not measured ({how})."
     elif len(unexplained):
         figures |= _host_meanwhile(evidence, unexplained, partly)
+    begun = evidence.idle["end_ns"].le(evidence.work["start_ns"].min())
+    before = float(evidence.idle.loc[begun, "idle_ms"].sum()) / evidence.idle_ms
+    if evidence.profile.iterations.empty and before > 0.5:
+        figures |= {"before": f", {before:.0%} of that before it begins", "remedy": START}
     return figures
+
+
+START = (
+    "That is the start of the program: shorten what it loads, compiles and makes ready there, or "
+    "record what comes after it."
+)
 
 
 def _unexplained(evidence: Evidence, ledger: Causes) -> pd.DataFrame:
