@@ -35,7 +35,7 @@ from dlrm_workbook.analysis.steady import SteadyState, listed, steady_state
 from dlrm_workbook.ground.arrays import Bools, Floats, Ints
 from dlrm_workbook.ground.units import milliseconds
 from dlrm_workbook.recordings.foreign import START_UP, is_iteration_function
-from dlrm_workbook.recordings.nesting import stretch_at
+from dlrm_workbook.recordings.nesting import overlap, stretch_at, union
 from dlrm_workbook.recordings.profile import Profile, coded_pairs
 
 ITERATION_NAMES = (ITERATION_SPAN, "ProfilerStep*")
@@ -49,10 +49,8 @@ IDLE = "idle"
 
 GPU_SPAN = 0.5
 """Share of a recording without iterations from which on its GPU's first and last operation bound
-what is explained; below, what matters lies before or after them, unless the host waits there for
-what was launched before the recording."""
-
-_AWAITS = re.compile(r"^(?:cuda|cu|hip)\w*Synchronize")
+what is explained; below, what matters lies before or after them, unless the host waits there: for
+what was launched before the recording, or for the profiler."""
 
 WHOLE = 0.9
 """Share of the recording from which on what lies between these is called the recording."""
@@ -173,9 +171,10 @@ def _windows(profile: Profile) -> pd.DataFrame:
         calls = profile.of_kind("runtime", "kernel", "copy")[trace["context"]]
         trace = trace[calls]
     whole = extent(trace)
-    awaits = profile.which("name", lambda name: bool(_AWAITS.match(name)))[trace["context"]]
-    waited = trace.loc[awaits, ["start_ns", "end_ns"]].clip(*whole).clip(upper=first)
-    awaited = (waited["end_ns"] - waited["start_ns"]).sum()
+    awaits = profile.which("name", lambda name: bool(re.search("[sS]ynchronize", name)))
+    waits = union(*trace.loc[awaits[trace["context"]], ["start_ns", "end_ns"]].to_numpy().T)
+    edges_ns = np.array([whole[0], last]), np.array([first, whole[1]])
+    awaited = overlap(*edges_ns, *waits).sum()
     traced = engine in ("torch", "nsight")
     if traced and last - first < max(GPU_SPAN * (whole[1] - whole[0] - awaited), 1):
         first, last = whole
