@@ -449,3 +449,24 @@ def test_what_an_operator_was_given_goes_before_its_kernels_name(kind: str, tmp_
         events.append(gpu_trace._on_gpu("kernel", "dgemm", at + 9, at + 900, 7, correlation=at + 1))
     found = {one.id for one in report(tmp_path, events).ranked_findings}
     assert ("float64" in found) is (kind == "double")
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_the_first_of_equal_calls_is_one_first_call_with_all_in_it(
+    waits: bool, tmp_path: Path
+) -> None:
+    events = [gpu_trace._span("user_annotation", "loop", 0, 60_000)]
+    if waits:  # for the work of others: that is no call that loads
+        events.append(gpu_trace._span("cuda_runtime", "cudaStreamSynchronize", 110, 40_000))
+    else:
+        events.append(gpu_trace._span("python_function", "subprocess.py(506): run", 110, 40_000))
+    for number in range(10):
+        at, end = 40_100 + 1_000 * number, 40_900 + 1_000 * number
+        begin = at if number else 100
+        events.append(gpu_trace._span("python_function", "rope.py(27): rope", begin, end))
+        events.append(gpu_trace._span("cuda_runtime", LAUNCH, at, at + 9, correlation=number + 1))
+        kernel = gpu_trace._on_gpu("kernel", "k", at + 12, end, 7, correlation=number + 1)
+        events.append(kernel)
+    first = report(tmp_path, events).ranked_findings[0]
+    assert ("in first calls, which load or compile (above all `rope`" in first.title) != waits
+    assert ("`rope` (`rope.py:27`) 40.0 ms (then 0.800 ms each)" in first.evidence) != waits
