@@ -15,6 +15,7 @@ Means are over the steady iterations: warm-up and outliers, as
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -35,7 +36,7 @@ from dlrm_workbook.ground.arrays import Bools, Floats, Ints
 from dlrm_workbook.ground.units import milliseconds
 from dlrm_workbook.recordings.foreign import START_UP
 from dlrm_workbook.recordings.hpctoolkit.parts import iteration_functions
-from dlrm_workbook.recordings.nesting import stretch_at
+from dlrm_workbook.recordings.nesting import overlap, stretch_at, union
 from dlrm_workbook.recordings.profile import Profile
 
 ITERATION_NAMES = (ITERATION_SPAN, "ProfilerStep*")
@@ -47,9 +48,10 @@ KEYS = [*PART, "where"]
 IDLE = "idle"
 """Component, and ``where``, of the time in which the GPU idles and the host was not measured."""
 
-GPU_SPAN = 0.05
+GPU_SPAN = 0.5
 """Share of a recording without iterations from which on its GPU's first and last operation bound
-what is explained; below, what matters lies before or after them."""
+what is explained; below, what matters lies before or after them, unless the host waits there: for
+what was launched before the recording, or for the profiler."""
 
 WHOLE = 0.9
 """Share of the recording from which on what lies between these is called the recording."""
@@ -170,8 +172,12 @@ def _windows(profile: Profile) -> pd.DataFrame:
         calls = profile.of_kind("runtime", "kernel", "copy")[trace["context"]]
         trace = trace[calls]
     whole = extent(trace)
+    awaits = profile.which("name", lambda name: bool(re.search("[sS]ynchronize", name)))
+    waits = union(*trace.loc[awaits[trace["context"]], ["start_ns", "end_ns"]].to_numpy().T)
+    edges_ns = np.array([whole[0], last]), np.array([first, whole[1]])
+    awaited = overlap(*edges_ns, *waits).sum()
     traced = engine in ("torch", "nsight")
-    if traced and last - first < max(GPU_SPAN * (whole[1] - whole[0]), 1):
+    if traced and last - first < max(GPU_SPAN * (whole[1] - whole[0] - awaited), 1):
         first, last = whole
     if last <= first:
         return profile.iterations

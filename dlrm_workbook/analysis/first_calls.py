@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import numpy as np
 import pandas as pd
 
 from dlrm_workbook.analysis.context_tree import running
@@ -21,7 +22,7 @@ ALONE_US = 5000.0
 DRIVER = re.compile(r"^(?:cuda|cu|hip)(?!\w*(?:Memcpy|Synchronize|Wait|Host|Graph))[A-Z]")
 """Calls of the driver that neither wait nor pin memory, which takes longer for larger buffers."""
 
-LOADING = re.compile(r"(?:Launch|Module|Library|StreamCreate|Ctx|Init|FuncGet|FuncSet)")
+LOADING = re.compile(r"(?:Launch|Module|Occupancy|Library|StreamCreate|Ctx|Init|FuncGet|FuncSet)")
 """Those of them that do next to nothing once what they need is loaded."""
 
 COMPILING = re.compile(r"^_compile\.|\(dynamo_timed\)|aclopCompile")
@@ -35,17 +36,19 @@ def first_calls(profile: Profile) -> pd.DataFrame:
 
     That is compiling itself; the first call of the driver, those of a millisecond and more that do
     nothing once all is loaded, and first ones that take far longer than those of their name that
-    follow; and likewise the own body of an operator that dispatches work to a GPU.
+    follow; likewise the own body of an operator that dispatches work to a GPU; and with all that
+    is in it the first of equal calls from one place (:func:`_first_of_equal`).
 
     Returns:
-        ``name``, ``start_ns``, ``end_ns``, in order; some lie in others.
+        ``name``, ``start_ns``, ``end_ns``, in order, some in others, and ``later_ms``, what later
+        ones usually take (NaN).
     """
     return profile.once("first calls", lambda: _first_calls(profile))
 
 
 def _first_calls(profile: Profile) -> pd.DataFrame:
     names, trace = profile.contexts["name"].to_numpy(), profile.trace
-    nothing = trace[["context", "start_ns", "end_ns"]].iloc[:0].assign(name="")
+    nothing = trace[["context", "start_ns", "end_ns"]].iloc[:0].assign(name="", later_ms=np.nan)
 
     def named(pattern: re.Pattern[str]) -> Bools:
         return profile.which("name", lambda name: bool(pattern.search(name)))
@@ -56,7 +59,7 @@ def _first_calls(profile: Profile) -> pd.DataFrame:
         later = rows.sort_values("start_ns", kind="stable").groupby(name).cumcount() > 0
         usual = us[later].groupby(name[later]).median()
         least = (FIRST_TIMES * name.map(usual)).clip(lower=LEAST_US).fillna(ALONE_US)
-        return rows[~later & us.ge(least)]
+        return rows.assign(later_ms=name.map(usual) / 1e3)[~later & us.ge(least)]
 
     of_driver = profile.of_kind("runtime") & named(DRIVER)
     calls = trace[of_driver[trace["context"].to_numpy()]]
@@ -66,7 +69,7 @@ def _first_calls(profile: Profile) -> pd.DataFrame:
     long = calls[us.ge(LEAST_US) & us.ge(FIRST_TIMES * usual)]
     begins = calls.loc[calls["start_ns"].eq(calls["start_ns"].min())]
     loads = long[named(LOADING)[long["context"].to_numpy()] | long.index.isin(begins.index)]
-    rows = [nothing, loads, first_of(calls, us)]
+    rows = [nothing, first_of(calls, us), loads]
     operators = profile.of_kind("operator")
     launches = inclusive_from_exclusive(
         profile.contexts["parent"].to_numpy(), profile.of_kind("kernel", "copy").astype(float)
@@ -82,9 +85,32 @@ def _first_calls(profile: Profile) -> pd.DataFrame:
     rows.append(trace[compiling[trace["context"].to_numpy()]])
     regions = trace[(operators & named(COMPILED))[trace["context"].to_numpy()]]
     rows.append(first_of(regions, (regions["end_ns"] - regions["start_ns"]) / 1e3))
-    table = pd.concat(rows).drop_duplicates(["context", "start_ns"])
-    table = table.assign(name=names[table["context"]])[["name", "start_ns", "end_ns"]]
+    table = pd.concat([*rows, _first_of_equal(profile)]).drop_duplicates(["context", "start_ns"])
+    table = table.assign(name=names[table["context"]])[["name", "start_ns", "end_ns", "later_ms"]]
     return table.sort_values(["start_ns", "end_ns"], ascending=[True, False])
+
+
+def _first_of_equal(profile: Profile) -> pd.DataFrame:
+    """The first of three and more calls of a function, a range or an operator of the same inputs
+    from one place that takes far longer than each of the others, but not since it waits or copies.
+    """
+    contexts, trace = profile.contexts, profile.trace
+    alike = profile.of_kind("python", "annotation")
+    sized = contexts["shapes"].ne("") & ~contexts["shapes"].str.contains("*", regex=False)
+    alike |= profile.of_kind("operator") & sized.to_numpy()
+    calls = trace[alike[trace["context"].to_numpy()]].sort_values("start_ns", kind="stable")
+    us = (calls["end_ns"] - calls["start_ns"]) / 1e3
+    later = us[calls.duplicated("context")].groupby(calls["context"]).agg(["median", "max", "size"])
+    first = calls.drop_duplicates("context").join(later, on="context").assign(us=us)
+    first = first[first["size"].gt(1) & first["us"].ge(ALONE_US)]
+    first = first[first["us"].ge(FIRST_TIMES * first["median"]) & first["us"].ge(5 * first["max"])]
+    waits = profile.of_kind("runtime") & ~profile.which(
+        "name", lambda name: bool(DRIVER.match(name))
+    )
+    held = trace[waits[trace["context"].to_numpy()]]
+    held = union(held["start_ns"].to_numpy(), held["end_ns"].to_numpy())
+    waited = overlap(first["start_ns"].to_numpy(), first["end_ns"].to_numpy(), *held)
+    return first.assign(later_ms=first["median"] / 1e3)[waited < 500 * first["us"]]
 
 
 def _bodies(profile: Profile, thread: int, calls: pd.DataFrame) -> pd.DataFrame:
@@ -98,9 +124,9 @@ def _bodies(profile: Profile, thread: int, calls: pd.DataFrame) -> pd.DataFrame:
     return pieces.assign(length=pieces["end_ns"] - pieces["start_ns"])
 
 
-def in_first_calls(profile: Profile, start: Ints, end: Ints) -> tuple[float, pd.Series]:
+def in_first_calls(profile: Profile, start: Ints, end: Ints) -> tuple[float, pd.DataFrame]:
     """How much (ms) of stretches (n,) passes in first calls, and in those of each name itself,
-    without the first calls within it, most first."""
+    without the first calls within it (``ms``), most first, with ``later_ms``."""
     calls = first_calls(profile)
     begin, finish = calls["start_ns"].to_numpy(), calls["end_ns"].to_numpy()
     whole = overlap(begin, finish, *union(start, end)) / 1e6
@@ -111,5 +137,6 @@ def in_first_calls(profile: Profile, start: Ints, end: Ints) -> tuple[float, pd.
         if around and finish[around[-1]] > since:
             own[around[-1]] -= whole[row]
         around.append(row)
-    times = pd.Series(own, dtype=float).groupby(calls["name"].to_numpy()).sum()
-    return float(own.sum()), times.sort_values(ascending=False)
+    times = pd.DataFrame({"ms": own, "later_ms": calls["later_ms"].to_numpy()})
+    times = times.groupby(calls["name"].to_numpy()).agg({"ms": "sum", "later_ms": "max"})
+    return float(own.sum()), times.sort_values("ms", ascending=False)

@@ -112,6 +112,8 @@ def _rates(work: _Work) -> pd.DataFrame:
     """As :func:`operator_rates`, in no order, with ``rate`` in words; see :attr:`_Work.rate`."""
     profile = work.profile
     rows = np.flatnonzero(work.known & (work.gpu_ms > 0))
+    if not len(rows):  # of graphs and copies alone
+        return pd.DataFrame(columns=[*RATE_COLUMNS, "rate"])
     table = profile.contexts[["name", "shapes", *PART]].iloc[rows].reset_index(drop=True)
     for name in ("precision", "calls", "gpu_ms", "flops", "bytes", "tensor_cores"):
         table[name] = getattr(work, name)[rows]
@@ -141,7 +143,7 @@ def _rates(work: _Work) -> pd.DataFrame:
         least = _least(gpu, 1e9 * row["call_gflop"], row["call_bytes"], peak, row["mean_us"])
         row["peak_tflops_per_s"] = peak
         row["limit"], row["least_us"], row["share_of_ceiling"] = least
-    table = pd.DataFrame(lines) if lines else table.reindex(columns=RATE_COLUMNS)
+    table = pd.DataFrame(lines)
     table["reason"] = [why(row, gpus[0]) if gpus else "" for row in lines]  # type: ignore[arg-type]
     table["rate"] = [rate_text(row, gpus, gpu is not None) for row in lines]  # type: ignore[arg-type]
     return table
@@ -169,7 +171,7 @@ def kernel_paces(profile: Profile) -> dict[str, tuple[str, str]]:
     work = _Work(profile)
     names, shapes = (profile.contexts[name].to_numpy() for name in ("name", "shapes"))
     above = nearest(profile.contexts["parent"].to_numpy(), profile.of_kind("operator"))
-    judged: list[Any] = _rates(work).to_dict("records") if work.main else []
+    judged: list[Any] = _rates(work).to_dict("records")
     kernels = np.flatnonzero(work.is_kernel & (work.own_ms > 0) & (above >= 0))
     table = pd.DataFrame({"name": names[kernels], "ms": work.own_ms[kernels]})
     rate = [work.rate.get(int(operator), -1) for operator in work.operator[kernels]]

@@ -53,8 +53,10 @@ def computes_in_double(full: str) -> bool:
     """Whether a kernel's data are float64, by the type of its functor or of what its pointers point
     to; a scalar argument (a learning rate, the bounds of random numbers) is no data."""
     text = _demangled(full.strip())
-    if re.search(r"\bdouble\d?\s*(?:const\s*)?[*&]|(?i:dgemm|_f64|_d884|float64)", text):
+    if re.search(r"\bdouble\d?\s*(?:const\s*)?[*&]", text):
         return True
+    if re.search(r"(?<![a-zA-Z])dgemm|Dgemm|(?i:_f64|_d884|float64)", text):
+        return not re.search(r"fp[48]|float8|bf16|bfloat16|e[45]m[23]", text, re.I)
     base, _, arguments = _pieces(_signature(text), "::")[-1].partition("<")
     made_for = any(pattern.search(base) for pattern, _ in _FAMILIES)
     return (_type(arguments) if made_for else _floating(arguments)) == "fp64"
@@ -205,9 +207,9 @@ def _type(text: str) -> str:
     floating-point one goes before the sizes and conditions that stand beside it."""
     text = _INDEX_LAMBDA.sub("", text)
     parameters = re.findall(r"lambda\(([^()]+)\)", text)
-    words = re.findall(r"[A-Za-z_]\w*|OpaqueType<\d+", parameters[-1] if parameters else text)
-    if not parameters and (opaque := re.search(r"OpaqueType<(\d+)", text)):
-        return f"{opaque[1]}-byte"
+    if opaque := re.search(r"OpaqueType<(\d+)", text):
+        return f"{opaque[1]}-byte"  # of any type: the char* of its lambda says no more
+    words = re.findall(r"[A-Za-z_]\w*", parameters[-1] if parameters else text)
     kinds = [_TYPES[word.lstrip("_")] for word in words if word.lstrip("_") in _TYPES]
     return (_floating(parameters[-1]) if parameters else "") or next(iter(kinds), "")
 
@@ -432,7 +434,7 @@ def _operands(text: str) -> str:
 
 
 _SIMT = re.compile(
-    r"gemv|gemmSN|gemmk1|dot_kernel|(?<!x)sgemm|(?:dgrad|wgrad|fprop|conv)\w*_(?:engine|alg\d)|"
+    r"gemv|gemmSN|gemmk1|dot_kernel|(?<![a-zA-Z])sgemm|(?:dgrad|wgrad|fprop|conv)\w*_(?:engine|alg\d)|"
     r"(?:dgrad|wgrad|fprop|conv)2d_alg|naive_conv"
 )
 """Functions of libraries that multiply without tensor cores: templates of cuDNN from before it had
@@ -454,7 +456,7 @@ def _product(text: str) -> KernelName | None:
     plain = _function(text)
     simt = _SIMT.search(path) and not re.search(r"grouped|depthwise", path, re.I)
     matrix = re.search(r"xdl|mfma|gtcx|wgmma", path)
-    named = _operands(path) if matrix else "fp32" if "sgemm" in path else ""
+    named = _operands(path) if matrix else "fp32" if re.search(r"(?<![a-zA-Z])sgemm", path) else ""
     precision = _floating(signature) or named
     # the name says that a product is SIMT only where it says so; winograd's multiply elsewhere
     uses = True if matrix else False if simt and precision in ("fp32", "fp64", "") else None

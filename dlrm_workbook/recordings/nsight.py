@@ -279,6 +279,8 @@ class _Export:
         """Calls, ranges and samples of threads, as ``Events.host``, with ``process``."""
         calls = filter(self._holds_calls, self.columns)
         host = _joined([*map(self.calls, calls), self.ranges()])
+        # what the system does within a call of CUDA is that call's work
+        host = host[~np.isin(np.arange(len(host)), _within_cuda(host))].reset_index(drop=True)
         is_open = host["end"].eq(NO_TIME) & host["kind"].isin(["annotation", "operator"])
         is_open &= _is_time(host["start"])
         if is_open.any():
@@ -590,6 +592,19 @@ class _Export:
 
 def _joined(frames: list[pd.DataFrame]) -> pd.DataFrame:
     return pd.concat([frame for frame in frames if len(frame)] or frames[:1], ignore_index=True)
+
+
+def _within_cuda(host: pd.DataFrame) -> Ints:
+    """Rows of calls of the system that lie within a call of CUDA on their thread."""
+    inside = [np.empty(0, dtype=np.int64)]
+    for row in host.groupby("tid").indices.values():
+        begin, end, kind = (host[name].to_numpy()[row] for name in ("start", "end", "kind"))
+        first, last = union(begin[kind == "runtime"], end[kind == "runtime"])
+        at = stretch_at(first, last, begin)
+        within = (at >= 0) & (kind == "function")
+        within[within] = end[within] <= last[at[within]]
+        inside.append(row[within])
+    return np.concatenate(inside)
 
 
 def _quoted(name: str) -> str:

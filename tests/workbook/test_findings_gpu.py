@@ -240,15 +240,15 @@ def test_time_that_the_profiler_takes_for_itself_is_named_as_its_own(
 def test_memory_is_taken_once_or_again_and_again(trace: Trace, again: bool) -> None:
     """The first call of a library takes long; of an allocator many do."""
     for i in range(20):
-        at = 100.0 * i + (900 if i else 0)
+        at = 100.0 * i + (2900 if i else 0)
         trace.launch(at, "sm90_bf16_gemm", at + 4, at + 10)
-        trace.host("cuda_runtime", "cudaMalloc", at + 12, at + (60 if again or i else 900))
+        trace.host("cuda_runtime", "cudaMalloc", at + 12, at + (60 if again or i else 2900))
         if not again and i:
             trace.events[-1]["dur"] = 5.0
     said = found(trace.read())["allocation"]
     assert ("a pool (cudaMallocAsync)" in said.advice) == again
     assert ("record later iterations" in said.advice) != again
-    assert ("Most of that passes in 1 of the calls: cudaMalloc 0.888 ms." in said.evidence) != again
+    assert ("First calls, which load or compile, take 9" in said.evidence) != again
 
 
 @pytest.mark.parametrize("followed", [True, False])

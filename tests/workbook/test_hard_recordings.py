@@ -96,6 +96,12 @@ BROKEN: dict[str, list[Any]] = {
         event | {"cat": {"kernel": "gpu_memcpy"}.get(event["cat"], event["cat"])} for event in STEPS
     ],
     "copies alone": [e | {"cat": "gpu_memcpy"} for e in STEPS if e["cat"] == "kernel"],
+    "shapes of a copy, beside a graph's kernel": [
+        span("cpu_op", 0, 200, **{"Input Dims": [[9]], "Input type": ["float"]}),
+        span("cuda_runtime", 10, 99, "cudaMemcpyAsync", correlation=1),
+        kernel(20, 50, 1) | {"cat": "gpu_memcpy"},
+        kernel(100, 300, 2),
+    ],
     "deep": [span("cpu_op", i, 9000 - 2 * i) for i in range(3000)],
 }
 

@@ -187,6 +187,12 @@ B_ATTENTION = (
     "cutlass::arch::Sm80, float, true, false, false, 64, 64, 64, false>::Params)"
 )
 
+OPAQUE = (
+    "void at::native::index_elementwise_kernel<128, 4, at::native::gpu_index_kernel<at::native::"
+    "index_put_kernel_impl<at::native::OpaqueType<2> >(at::TensorIterator&)::{lambda(char*, char "
+    "const*, long)#1}>(at::TensorIteratorBase&)>(long)"
+)
+
 
 def of_index(functor: str, extra: str) -> str:
     name = OF_INDEX.replace("{}", "_manual_unroll" if extra else "", 1)
@@ -203,6 +209,7 @@ def of_index(functor: str, extra: str) -> str:
         (B_ATTENTION, "attention backward fmha cutlass f32 aligned 64x64 k64 sm80…"),
         (SOLVER, "dag lts"),
         ("Fan2(float *, float *, float *, int, int, int)", "Fan2"),
+        (OPAQUE, "index put 2-byte"),  # the operator may be bf16, as well as int16
         ("triton_", "unnamed triton kernels"),
         ("triton__0d1d2d", "unnamed triton kernels 0d1d2d"),
     ],
@@ -242,6 +249,8 @@ def test_convolutions_of_libraries_are_known_with_their_units(
         ("void cunn_SoftMaxForward<2, double, double, double, Epilogue>(int)", True),
         (SOLVER, True),
         ("ampere_dgemm_128x64_nn", True),
+        ("kernel_cutlass_mxfp8_gmmSm100GroupedBlockScaledGemmKernel_object_at__TiledMMA", False),
+        ("GroupedBlockScaledGemm_float64_e4m3", False),
     ],
 )
 def test_scalar_arguments_in_double_are_no_arithmetic_in_double(full: str, double: bool) -> None:

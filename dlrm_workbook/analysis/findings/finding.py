@@ -14,8 +14,8 @@ import pandas as pd
 
 from dlrm_core.base.errors import InputError
 from dlrm_workbook.analysis.attribution import IDLE
-from dlrm_workbook.analysis.findings.evidence import Evidence, Part, listed_times
-from dlrm_workbook.analysis.findings.where import most_in_one, place_sentence
+from dlrm_workbook.analysis.findings.evidence import Evidence, Part
+from dlrm_workbook.analysis.findings.where import most_in_one, place_sentence, shown
 from dlrm_workbook.analysis.first_calls import FIRST_TIMES, in_first_calls
 from dlrm_workbook.analysis.idleness import Stretches, felt_share
 from dlrm_workbook.analysis.kernel_names import kernel_name
@@ -281,21 +281,22 @@ class Rule:
         usual: Measured = {"component": part[0], "speedup": None, "change": {}, "severity": "slows"}
         figures = vars(self) | usual | measured | {"share": share}
         filled = [_filled(sentence, figures, seen) for sentence in figures["evidence"]]
-        in_one, felt, first, said = 0.0, 1.0, 0.0, ""
+        in_one, felt, first, most = 0.0, 1.0, 0.0, ""
         if "pieces" in figures:
             context, ms = figures["pieces"]
             filled.append(place_sentence(seen.profile, context, ms, seen.total_ms))
             filled += [_in_one_iteration(seen, context), _in_one_launch(seen, context)]
             if figures.get("in_place", True):
-                most = most_in_one(seen.profile, context, ms) * figures.get("odd_share", 1.0)
-                in_one = most / seen.total_ms
+                in_one = most_in_one(seen.profile, context, ms) / seen.total_ms
+                in_one *= figures.get("odd_share", 1.0)
             felt = _felt(seen, context) if IDLE not in self.concerns else 1.0
         if len(called := figures.get("pieces", [figures.get("called", ())])[0]):
-            first, said = share_of_first_calls(seen, called)
+            first, most, said = share_of_first_calls(seen, called)
             filled += [said] if first > LEAST_FIRST else []
         advice = _filled(figures["advice"], figures, seen) or ""
         if first > MOSTLY_FIRST:
             advice = FIRST_CALLS
+            figures |= {"speedup": bounded(share)}  # how much of it recurs is not known
         if TORCHS.search(advice) and not seen.profile.of_kind("operator").any():
             advice = WITHOUT_TORCH.get(str(figures["id"]), advice)
         speedup = removed(share) if figures["speedup"] is None else figures["speedup"]
@@ -309,6 +310,7 @@ class Rule:
         title = _of_basis(seen, _filled(figures["title"], figures, seen) or "")
         if first > MOSTLY_FIRST:
             title += f"; {first:.0%} of that in first calls, which load or compile"
+            title += "" if most in title else f" (above all {most})"
         text = _of_basis(seen, " ".join(filter(None, filled)))
         ledger.told.append((share, f"{title} {text}"))
         return Finding(
@@ -406,15 +408,21 @@ FIRST_CALLS = (
 )
 
 
-def share_of_first_calls(evidence: Evidence, contexts: Ints) -> tuple[float, str]:
-    """The share of the host's time in these contexts that passes in first calls, and a sentence."""
+def share_of_first_calls(evidence: Evidence, contexts: Ints) -> tuple[float, str, str]:
+    """The share of the host's time in these contexts that passes in first calls, the name of those
+    that take most of it, and a sentence."""
     rows = evidence.pieces[evidence.pieces["context"].isin(np.unique(contexts))]
     rows = rows[rows["where"].ne("device")]
     start, end = rows["start_ns"].to_numpy(), rows["end_ns"].to_numpy()
     time, by_name = in_first_calls(evidence.profile, start, end)
     share = 1e6 * time / max(float((end - start).sum()), 1.0)
-    listed = listed_times(by_name[by_name > 0.05 * time][:3] / evidence.iterations)
-    return share, f"First calls, which load or compile, take {share:.0%} of that: {listed}."
+    listed, by_name = [], by_name[by_name["ms"] > 0.05 * time][:3]
+    for name, row in by_name.iterrows():
+        then = f" (then {milliseconds(row['later_ms'])} each)" if row["later_ms"] > 0 else ""
+        listed.append(f"{shown(str(name))} {milliseconds(row['ms'] / evidence.iterations)}{then}")
+    most = shown(str(by_name.index[0])) if listed else ""
+    said = f"First calls, which load or compile, take {share:.0%} of that: {', '.join(listed)}."
+    return share, most, said
 
 
 def _felt(evidence: Evidence, contexts: Ints) -> float:

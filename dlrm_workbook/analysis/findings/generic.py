@@ -308,9 +308,20 @@ def _without_parts(evidence: Evidence, ledger: Causes) -> Measured | None:
         return part
     if not evidence.low_coverage or table.empty:
         return None
+    what = [
+        next(
+            (what for pattern, what, _ in MEANINGS if kind == "runtime" and pattern.search(name)),
+            name,
+        )
+        for name, kind in zip(table["name"], table["kind"], strict=True)
+    ]
+    together = table["share"].groupby([what, table["kind"]]).transform("sum")  # of one meaning
+    table = table.assign(what=what, together=together)
+    table = table.sort_values("together", ascending=False, kind="stable", ignore_index=True)
     waits = table["name"].str.fullmatch(WAITING_CALLS) & table["kind"].eq("function")
-    first = str(table["name"].iloc[0])
-    share, name = float(table["share"].iloc[0]), shown(first)
+    first, share = str(table["name"].iloc[0]), float(table["together"].iloc[0])
+    alike = table["what"].eq(table["what"].iloc[0]) & table["share"].gt(0.1 * share)
+    name = " and ".join(map(shown, table.loc[alike, "name"].unique()[:2]))
     called = evidence.called[evidence.called["name"].eq(first)]
     calls = float(called["calls"].sum())
     each = float(called["cpu_self_ms"].sum()) / calls if calls else 0.0

@@ -24,7 +24,6 @@ from dlrm_workbook.analysis.findings.evidence import (
     stretches,
 )
 from dlrm_workbook.analysis.findings.finding import (
-    FIRST_CALLS,
     LEAST_SHARE,
     Causes,
     Measured,
@@ -347,16 +346,12 @@ def _with_idle_inside(
 ALLOCATING = re.compile(r"^(?:cuda|cu|hip)(?:Malloc|Free|Mem(?:Alloc|Free)|Host(?:Alloc|Free))")
 """Calls that take memory from the driver or give it back."""
 
-FEW_CALLS, FEW_OF_STEPS, MOSTLY = 0.1, 0.4, 0.75
-"""Share of all calls, or of the iterations, up to which those with most of the time are few."""
-
 
 @rule(
     "allocation",
     title="The GPU is idle {share:.0%} of the step while the host takes or gives back memory",
     evidence=(
         "{names}: {count:,.1f} calls per iteration; the GPU idles {idle_ms:ms} in them{place}.",
-        "{once}",
         "{doubt}",
     ),
     advice="Keep memory and use it again: torch's caching allocator calls the driver only when it "
@@ -377,7 +372,6 @@ def allocation(evidence: Evidence, ledger: Causes) -> Measured | None:
     calls, steps = evidence.calls(ALLOCATING), evidence.iterations
     names = evidence.profile.contexts["name"].iloc[calls["context"]].to_numpy()
     ledger.idle_causes.add("allocation")
-    once = _in_few_calls(evidence, calls)
     return {
         "share": time / evidence.total_ms,
         "explains": largest_part(idle, "idle_ms"),
@@ -385,24 +379,8 @@ def allocation(evidence: Evidence, ledger: Causes) -> Measured | None:
         "names": ", ".join(sorted(set(names))) or "Calls of the driver",
         "count": len(calls) / steps,
         "place": _mostly_in(idle, "idle_ms"),
-        "once": once,
         "pieces": (idle["context"], idle["idle_ms"]),
-        **({"advice": FIRST_CALLS, "speedup": bounded(time / evidence.total_ms)} if once else {}),
     }
-
-
-def _in_few_calls(evidence: Evidence, calls: pd.DataFrame) -> str | None:
-    """The sentence that few of some calls take most of their time, if it is so."""
-    names = evidence.profile.contexts["name"].iloc[calls["context"]].to_numpy()
-    longest = ((calls["end_ns"] - calls["start_ns"]) / 1e6).set_axis(names)
-    longest = longest.sort_values(ascending=False)
-    longest = longest[longest.cumsum().shift(fill_value=0) < MOSTLY * longest.sum()]
-    steps = evidence.iterations
-    habit = FEW_OF_STEPS * steps if steps > 1 else max(FEW_CALLS * len(calls), 1)
-    if not len(longest) or len(longest) > habit:
-        return None
-    by_name = longest.groupby(level=0).sum().nlargest(MOST_LISTED)
-    return f"Most of that passes in {len(longest)} of the calls: {listed_times(by_name)}."
 
 
 LAUNCH_SHARE = 0.2
@@ -619,7 +597,7 @@ def _data_ms(evidence: Evidence, ledger: Causes) -> float:
 
 @rule(
     "gpu_idle",
-    title="The GPU is idle {idle} of the time{meanwhile}",
+    title="The GPU is idle {idle} of the time{before}{meanwhile}",
     evidence=(
         "It does nothing in {idle_ms:ms} of {total_ms:ms} per iteration.",
         "{others}",
@@ -651,6 +629,7 @@ def gpu_idle(evidence: Evidence, ledger: Causes) -> Measured | None:
         "share": share,
         "explains": ("other", ""),
         "idle": f"for up to {part}" if evidence.has_graphs else part,
+        "before": "",
         "meanwhile": "",
         "gap": _longest_gap(evidence),
         **dict.fromkeys(("others", "queued", "host", "beside", "blocked", "pages", "unknown")),
@@ -673,7 +652,17 @@ def gpu_idle(evidence: Evidence, ledger: Causes) -> Measured | None:
         figures["unknown"] = f"What the host did meanwhile was not measured ({how})."
     elif len(unexplained):
         figures |= _host_meanwhile(evidence, unexplained, partly)
+    begun = evidence.idle["end_ns"].le(evidence.work["start_ns"].min())
+    before = float(evidence.idle.loc[begun, "idle_ms"].sum()) / evidence.idle_ms
+    if evidence.profile.iterations.empty and before > 0.5:
+        figures |= {"before": f", {before:.0%} of that before it begins", "remedy": START}
     return figures
+
+
+START = (
+    "That is the start of the program: shorten what it loads, compiles and makes ready there, or "
+    "record what comes after it."
+)
 
 
 def _unexplained(evidence: Evidence, ledger: Causes) -> pd.DataFrame:

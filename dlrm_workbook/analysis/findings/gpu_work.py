@@ -40,10 +40,16 @@ from dlrm_workbook.ground.units import milliseconds
 from dlrm_workbook.recordings.foreign import COMMUNICATION
 from dlrm_workbook.recordings.hpctoolkit.metrics import STALLS
 from dlrm_workbook.recordings.profile import nearest
+from dlrm_workbook.recordings.torch.shape_work import NOT_DOUBLE, NOTE
 
 COPYING = re.compile(
     r"(?:elementwise )?(?:\w*float\d+ )?copy\b|nchw ?to|nhwc ?to|transpose", re.IGNORECASE
 )
+
+POINTWISE = re.compile(
+    r"(?!.*(?:index_elementwise|scatter_gather))(?:elementwise|.*_elementwise_kernel)"
+)
+"""Kernels that do one operation for each value; those that move rows by an index do none."""
 
 OF_TORCH = "at::|aten|cudnn|triton_"
 """Matches names of kernels that torch runs, as other frameworks of their kind do."""
@@ -189,8 +195,11 @@ def float64(evidence: Evidence, ledger: Causes) -> Measured | None:
         chosen &= ~profile.which("name", set(kernels["kernel"][small]).__contains__)
     if profile.has(DOUBLE_OPERATIONS):
         chosen |= profile.value_table(DOUBLE_OPERATIONS, "exclusive").gt(0).to_numpy()
-    # of an operator and its kernel the operator counts
     parent = profile.contexts["parent"].to_numpy()
+    # what an operator was given goes before the name of its kernel
+    other = profile.value_table(NOTE + NOT_DOUBLE).eq(profile.value_table("calls"))
+    chosen &= ~np.append(other, False)[nearest(parent, profile.of_kind("operator"))]
+    # of an operator and its kernel the operator counts
     chosen &= (parent < 0) | (nearest(parent, chosen)[np.maximum(parent, 0)] < 0)
     time = profile.value_table(metric, "inclusive")[chosen] / iteration_count(profile)
     if evidence.has_timeline:
@@ -270,7 +279,7 @@ def layout_copies(evidence: Evidence, ledger: Causes) -> Measured | None:
 def pointwise_operators(evidence: Evidence, ledger: Causes) -> Measured | None:
     """Many kernels that do one operation for each value take much of the step together (in real
     recordings 1 to 14 %)."""
-    return _work_of(evidence, ledger, re.compile(r"elementwise|.*_elementwise_kernel"), LEAST_KINDS)
+    return _work_of(evidence, ledger, POINTWISE, LEAST_KINDS)
 
 
 def _work_of(

@@ -84,6 +84,9 @@ NOTE, NOTES = "calls:", ("dilated", "strided")
 """What metrics begin with that count an operator's calls: those whose filter has gaps, and those
 that read operands of one shape in different orders, or with gaps."""
 
+NOT_DOUBLE = "not float64"
+"""Note of calls whose types are recorded, floating ones and none of them float64."""
+
 EACH_ONCE, AT_LEAST, ASKED_FOR = "each once", "at least", "asked for"
 """What counted bytes are: of every tensor, of some of them, of rows that may repeat."""
 
@@ -836,6 +839,9 @@ def shape_metrics(host: pd.DataFrame, count: int) -> dict[str, Floats]:
     unclear = np.unique(context[np.isnan(operations)])
     for column in metrics.values():
         column[unclear] = 0.0
+    types = host["types"].str
+    other = types.contains(r"'(?:c10::)?(?:[Ff]loat|Half|BFloat)") & ~types.contains("ouble'")
+    metrics[NOTE + NOT_DOUBLE] = np.bincount(host["context"], other, count)
     return metrics
 
 
@@ -849,6 +855,9 @@ def shape_meaning(metric: str) -> tuple[str, str]:
     if metric == OPERAND_BYTES:
         return "B", "bytes that operators read and write, by their inputs' shapes"
     if metric.startswith(NOTE):
-        return "", f"calls whose inputs are {metric.removeprefix(NOTE)}, by shapes and strides"
+        return (
+            "",
+            f"calls whose inputs are {metric.removeprefix(NOTE)}, by shapes, strides and types",
+        )
     kind = metric.removeprefix(OPERATIONS)
     return "", f"operations of products, lookups and their updates, by shapes; operands {kind}"
