@@ -14,7 +14,7 @@ from dlrm_workbook.analysis.reference import other_times
 from dlrm_workbook.analysis.views import flat
 from dlrm_workbook.recordings.hpctoolkit.database import read_database
 from dlrm_workbook.recordings.hpctoolkit.format import DatabaseError
-from dlrm_workbook.recordings.hpctoolkit.stacks import with_stacks
+from dlrm_workbook.recordings.hpctoolkit.stacks import _groups, with_stacks
 from dlrm_workbook.recordings.hpctoolkit.to_profile import profile_from_database
 from dlrm_workbook.recordings.hpctoolkit.views import database_facts
 from dlrm_workbook.recordings.profile import Profile
@@ -252,3 +252,21 @@ def test_without_a_trace_parts_that_need_order_stay_unknown(tmp_path: Path) -> N
     assert found["embedding"] == pytest.approx(1.742 + 1.725 + 3.423, rel=0.001)
     assert found["bottom_mlp"] == pytest.approx(0.788, abs=0.001)  # its forward pass only
     assert len(run.contexts) == len(read_database(part).tree)
+
+
+def test_the_end_of_a_module_in_a_backward_pass_ends_no_other_one() -> None:
+    """As hooks noted facebook's script: 24 % of its step, under a real hpcrun, was in no part."""
+    words = "net begins, top begins, top ends, net ends, loss begins, loss ends, "
+    words += "loss backward begins, top backward begins, net backward begins, loss backward ends, "
+    words += "top backward ends, optimizer begins"
+    noted = [(what, at) for at, what in enumerate(words.split(", "), 1)]
+    _, opened, nodes = _groups(noted, np.array([0, 20]))
+    names = [node.name.rpartition(" ")[2] for node in nodes] + [""]
+    assert [names[number] for number in opened[8:14]] == [
+        "loss",
+        "top",
+        "top",
+        "top",
+        "net",
+        "update",
+    ]
