@@ -160,8 +160,8 @@ def _groups(noted: list[tuple[str, int]], edges: Ints) -> tuple[Ints, Ints, list
                 at -= 1
             opened.insert(at, one)
         elif one in opened:
-            last = len(opened) - 1 - opened[::-1].index(one)
-            del opened[last : last + 1 if one[1] else None]
+            at = len(opened) - 1 - opened[::-1].index(one)
+            del opened[at : at + 1 if one[1] else None]
         after.append(opened[-1] if opened else ("", ""))
     names = sorted(set(after) - {("", "")})
     numbers = [names.index(one) if one[0] else len(names) for one in after]
