@@ -308,15 +308,15 @@ def _without_parts(evidence: Evidence, ledger: Causes) -> Measured | None:
         return part
     if not evidence.low_coverage or table.empty:
         return None
-    what = [
+    meant = [
         next(
             (what for pattern, what, _ in MEANINGS if kind == "runtime" and pattern.search(name)),
             name,
         )
         for name, kind in zip(table["name"], table["kind"], strict=True)
     ]
-    together = table["share"].groupby([what, table["kind"]]).transform("sum")  # of one meaning
-    table = table.assign(what=what, together=together)
+    together = table["share"].groupby([meant, table["kind"]]).transform("sum")  # of one meaning
+    table = table.assign(what=meant, together=together)
     table = table.sort_values("together", ascending=False, kind="stable", ignore_index=True)
     waits = table["name"].str.fullmatch(WAITING_CALLS) & table["kind"].eq("function")
     first, share = str(table["name"].iloc[0]), float(table["together"].iloc[0])

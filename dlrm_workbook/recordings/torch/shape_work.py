@@ -841,7 +841,7 @@ def shape_metrics(host: pd.DataFrame, count: int) -> dict[str, Floats]:
         column[unclear] = 0.0
     types = host["types"].str
     other = types.contains(r"'(?:c10::)?(?:[Ff]loat|Half|BFloat)") & ~types.contains("ouble'")
-    metrics[NOTE + NOT_DOUBLE] = np.bincount(host["context"], other, count)
+    metrics[NOTE + NOT_DOUBLE] = np.bincount(host["context"], other, count).astype(float)
     return metrics
 
 
