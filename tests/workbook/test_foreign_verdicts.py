@@ -213,6 +213,25 @@ def test_what_ascends_profiler_records_of_an_npu_is_a_devices_work(tmp_path: Pat
     assert told.table("kernels")["launches"].sum() == 4
 
 
+def test_an_exchange_of_npus_is_one_and_its_waits_are_no_work(tmp_path: Path) -> None:
+    """63 % of a step in all-reduce was waiting in ``item``: "none of its work is recorded"."""
+    spans = (
+        ("AscendCL@aclnnMm", 1, 9, 10, None),
+        ("MatMul", 13, 20, 10, 3),  # layers of a process: its calls, what the NPU does, HCCL
+        ("hcom_allReduce__586_0_1", 15, 30, 60, None),
+        ("Notify Wait", 13, 30, 55, 4),
+    )
+    place = {"ph": "X", "pid": 3_000_000, "tid": 7, "ts": 0, "dur": 95}
+    events: list[dict[str, Any]] = [place | {"cat": "cpu_op", "name": "aten::mm"}]
+    for name, layer, ts, dur, stream in spans:
+        args = {"connection_id": 1} | ({"Physic Stream Id": stream} if stream else {})
+        row = {"ph": "X", "name": name, "pid": 3_000_000 << 10 | layer << 5 | 1, "tid": 7}
+        events.append(row | {"ts": ts, "dur": dur, "args": args})
+    told = report(tmp_path, events)
+    assert told.headline.startswith("**Exposed communication takes 86% of the recording's NPU")
+    assert "The NPU works 0.0700 ms" in told.headline
+
+
 @pytest.mark.parametrize(
     ("busy", "call", "idle"),
     [

@@ -434,12 +434,12 @@ def _felt(evidence: Evidence, contexts: Ints) -> float:
 
 def _of_basis(evidence: Evidence, text: str) -> str:
     """The text with the name of what its shares are of, where that is no step."""
-    text = evidence.of_device(text)
-    if evidence.basis == "the step":
-        return text
-    for step in ("the step", "each step"):
-        text = text.replace(step, evidence.basis)
-    return text.replace("per iteration", evidence.per).replace("in each iteration", evidence.per)
+    if evidence.basis != "the step":
+        for step in ("the step", "each step"):
+            text = text.replace(step, evidence.basis)
+        text = text.replace("per iteration", evidence.per)
+        text = text.replace("in each iteration", evidence.per)
+    return evidence.of_device(text)
 
 
 class _Template(string.Formatter):

@@ -304,10 +304,9 @@ def _without_parts(evidence: Evidence, ledger: Causes) -> Measured | None:
     by_line = lines(evidence.profile)
     by_line = by_line[by_line["thread"].eq(MAIN) & by_line["file"].ne("")]
     most = table["share"].max() if evidence.low_coverage else PLACE_SHARE
-    if by_line.empty and (part := _largest_part(evidence, most)) is not None:
+    part = _largest_part(evidence, most) if by_line.empty or not evidence.low_coverage else None
+    if part is not None or not evidence.low_coverage or table.empty:
         return part
-    if not evidence.low_coverage or table.empty:
-        return None
     meant = [
         next(
             (what for pattern, what, _ in MEANINGS if kind == "runtime" and pattern.search(name)),
@@ -383,6 +382,12 @@ def _largest_family(evidence: Evidence) -> Measured | None:
     return {"share": share, "name": what, "takes": "take", "names": names, "speedup": {}}
 
 
+TOGETHER = (
+    "Give the optimizer foreach=True, or fused=True where its class has it: a few calls then "
+    "update all parameters, which it updates one by one."
+)
+
+
 def _largest_part(evidence: Evidence, least: float) -> Measured | None:
     """The named part that takes most of a recording of another machine, if more than so much."""
     parts = evidence.attribution[evidence.attribution["component"].ne("other")]
@@ -391,8 +396,10 @@ def _largest_part(evidence: Evidence, least: float) -> Measured | None:
         return None
     part = largest(shares)
     called = evidence.of_part(*part)
+    one_by_one = part[1] == "update" and not called["name"].str.contains("_fused_|_foreach_").any()
     return {
         "share": float(shares.max()),
+        **({"advice": TOGETHER} if one_by_one else {}),
         "component": part[0],
         "name": capitalised(part_name(*part)),
         "heaviest": heaviest(called[called["kind"].eq("operator")]),

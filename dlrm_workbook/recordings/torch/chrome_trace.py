@@ -82,6 +82,12 @@ IGNORED = frozenset(
 )
 """Categories of spans that are no work of the program's."""
 
+OF_EXCHANGES = re.compile(r"Notify[ _]|EVENT_WAIT|SDMA$|Reduce_Inline$")
+"""Spans of an NPU that wait, or are pieces of an exchange between NPUs."""
+
+MOST_PROCESSES = 1 << 22
+"""Linux gives processes lower numbers."""
+
 OF_AUTOGRAD = {"CPU functions": "host", "CUDA functions": "device"}
 """Process of spans without category to their table: ``torch.autograd.profiler`` writes them so
 without Kineto, and did up to torch 1.7 (``EventList.export_chrome_trace``). The times of a GPU are
@@ -495,18 +501,28 @@ class _Walk:
 
     def _of_npu(self, event: TraceEvent) -> str:
         """The table of a span of Ascend's profiler (msprof), "" of any other: its calls of CANN lie
-        in a process of the program's number with two more digits, and what they launch on an NPU
-        has their connection."""
+        in a process whose number tells the program's, and what they launch on an NPU has their
+        connection. An exchange is one row of HCCL's: its waits and copies on the NPU are left out.
+        """
         if (args := event.args) is None or args.connection is None:
             return ""
-        on_device, process = args.npu_stream is not None, event.pid
-        event.cat = "kernel" if on_device else "npu_runtime"
-        if not on_device and type(process) is int:
-            event.pid = process // 100
+        stream = args.npu_line if args.npu_stream is None else args.npu_stream
+        exchange, number = str(event.name).startswith("hcom_"), event.pid
+        if stream is not None and OF_EXCHANGES.match(str(event.name)):
+            return ""
+        if exchange:
+            stream = f"HCCL {event.tid}"
+        self.accelerator = self.accelerator or accelerator_of("npu_runtime")
+        event.cat = "npu_runtime" if stream is None else "kernel"
+        if type(number) is int:
+            # with two more digits, or in the bits above ten, of which five are the NPU
+            by_bits = number // 100 > MOST_PROCESSES
+            event.pid = number if stream is not None else number >> 10 if by_bits else number // 100
+            number = number & 31 if by_bits else number
         event.args = Arguments(
             correlation=args.connection or -1,
-            stream=args.npu_stream,
-            device=process if on_device else None,
+            stream=stream,
+            device=None if stream is None else number,
         )
         return self._category(event)
 

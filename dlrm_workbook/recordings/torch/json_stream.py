@@ -127,6 +127,7 @@ class Arguments(msgspec.Struct, gc=False):
     stream: int | float | str | None = None
     connection: Any = msgspec.field(default=None, name="connection_id")
     npu_stream: int | float | str | None = msgspec.field(default=None, name="Stream Id")
+    npu_line: int | float | str | None = msgspec.field(default=None, name="Physic Stream Id")
     grid: msgspec.Raw = msgspec.Raw(b"")
     block: msgspec.Raw = msgspec.Raw(b"")
     registers: Any = msgspec.field(default=-1, name="registers per thread")
