@@ -319,8 +319,10 @@ def _without_parts(evidence: Evidence, ledger: Causes) -> Measured | None:
     table = table.sort_values("together", ascending=False, kind="stable", ignore_index=True)
     waits = table["name"].str.fullmatch(WAITING_CALLS) & table["kind"].eq("function")
     first, share = str(table["name"].iloc[0]), float(table["together"].iloc[0])
-    alike = table["what"].eq(table["what"].iloc[0]) & table["share"].gt(0.1 * share)
-    name = " and ".join(map(shown, table.loc[alike, "name"].unique()[:2]))
+    alike = table[table["what"].eq(table["what"].iloc[0]) & table["together"].eq(share)][:2]
+    alike = alike[alike["share"].gt(0.1 * share)]
+    others = [] if alike["share"].sum() > 0.95 * share else ["others"]
+    name = " and ".join([*map(shown, alike["name"]), *others])
     called = evidence.called[evidence.called["name"].eq(first)]
     calls = float(called["calls"].sum())
     each = float(called["cpu_self_ms"].sum()) / calls if calls else 0.0
