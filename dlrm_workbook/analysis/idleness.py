@@ -354,12 +354,6 @@ def outside_operators(profile: Profile) -> pd.DataFrame:
 OVERLAP_COLUMNS = ["what", "where", "total_ms", "hidden_ms", "exposed_ms", "exposed_share"]
 OVERLAP_COLUMNS += ["of_iteration"]
 
-OVERLAP_KINDS: dict[str, str] = {
-    "copies": "copies between host and GPU, and on it",
-    "communication": "exchange between ranks",
-    "data": "making batches",
-}
-
 
 def overlaps(profile: Profile) -> pd.DataFrame:
     """Copies, communication and making the batch against computing, in a mean iteration.

@@ -489,3 +489,21 @@ def test_the_first_of_equal_calls_is_one_first_call_with_all_in_it(
     first = report(tmp_path, events).ranked_findings[0]
     assert ("in first calls, which load or compile (above all `rope`" in first.title) != waits
     assert ("`rope` (`rope.py:27`) 40.0 ms (then 0.800 ms each)" in first.evidence) != waits
+
+
+def test_launches_that_a_wait_made_late_belong_to_it(tmp_path: Path) -> None:
+    """A blocking copy empties the queue; each of the launches after it then comes too late."""
+    events, number = [], 0
+    for at in range(0, 20_000, 1_000):
+        spans = [(LAUNCH, at, at + 5, "kernel", at + 8, at + 300)]
+        copied = ("gpu_memcpy", at + 301, at + 303)
+        spans.append((COPY, at + 10, at + 305, *copied))
+        for late in range(at + 340, at + 980, 40):
+            spans.append((LAUNCH, late, late + 5, "kernel", late + 8, late + 12))
+        for call, begin, end, kind, first, last in spans:
+            number += 1
+            name = "k" if kind == "kernel" else "Memcpy DtoH (Device -> Pageable)"
+            events.append(gpu_trace._span("cuda_runtime", call, begin, end, correlation=number))
+            events.append(gpu_trace._on_gpu(kind, name, first, last, 7, correlation=number))
+    found = report(tmp_path, events).ranked_findings
+    assert next(one.share_of_step for one in found if one.id == "synchronisation") > 0.25

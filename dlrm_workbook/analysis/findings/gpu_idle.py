@@ -272,8 +272,26 @@ def _idle_around(evidence: Evidence, calls: pd.DataFrame, ledger: Causes) -> flo
     gap, waited = groups["idle"].transform("max"), groups["waited"].transform("sum")
     lost = np.minimum(gap, waited) * table["waited"] / waited.where(waited > 0, 1)
     count = 1e6 * len(first)
-    calls["lost_ms"] = lost.to_numpy() / count
+    calls["lost_ms"] = np.maximum(lost.to_numpy() / count, _late_after(evidence, calls, ledger))
     return float(groups["idle"].max().sum()) / count
+
+
+def _late_after(evidence: Evidence, calls: pd.DataFrame, ledger: Causes) -> np.ndarray:
+    """Idle time (n,) that each wait costs, ms of a mean step: later gaps in which the host does no
+    more than launch, up to the time by which its waits so far have made it late."""
+    late = _launching(evidence, ledger)
+    after = np.searchsorted(calls["start_ns"], late["start_ns"], side="right")
+    since = np.bincount(after, late["idle_ms"], len(calls) + 1)[1:]
+    left, behind = calls["waited_ms"].to_numpy(copy=True), list[int]()
+    for call, idle_ms in enumerate(since):
+        behind.append(call)
+        while behind and idle_ms > 0:
+            taken = min(left[behind[-1]], idle_ms)
+            left[behind[-1]] -= taken
+            idle_ms -= taken
+            if idle_ms > 0:
+                behind.pop()
+    return calls["waited_ms"].to_numpy() - left
 
 
 def _busy_or_taken(evidence: Evidence, ledger: Causes) -> Stretches:
