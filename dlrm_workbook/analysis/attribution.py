@@ -174,8 +174,7 @@ def _windows(profile: Profile) -> pd.DataFrame:
     whole = extent(trace)
     awaits = profile.which("name", lambda name: bool(re.search("[sS]ynchronize", name)))
     waits = union(*trace.loc[awaits[trace["context"]], ["start_ns", "end_ns"]].to_numpy().T)
-    edges_ns = np.array([whole[0], last]), np.array([first, whole[1]])
-    awaited = overlap(*edges_ns, *waits).sum()
+    awaited = overlap(np.array([whole[0], last]), np.array([first, whole[1]]), *waits).sum()
     traced = engine in ("torch", "nsight")
     if traced and last - first < max(GPU_SPAN * (whole[1] - whole[0] - awaited), 1):
         first, last = whole

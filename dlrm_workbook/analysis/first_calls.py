@@ -91,9 +91,8 @@ def _first_calls(profile: Profile) -> pd.DataFrame:
 
 
 def _first_of_equal(profile: Profile) -> pd.DataFrame:
-    """The first of three and more calls of a function, a range or an operator of the same inputs
-    from one place that takes far longer than each of the others, but not since it waits or copies.
-    """
+    """The first of three calls or more, equal and from one place, of a function, range or operator
+    where it takes far longer than each of the others, but not since it waits or copies."""
     contexts, trace = profile.contexts, profile.trace
     alike = profile.of_kind("python", "annotation")
     sized = contexts["shapes"].ne("") & ~contexts["shapes"].str.contains("*", regex=False)

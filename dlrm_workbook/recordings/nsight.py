@@ -279,7 +279,6 @@ class _Export:
         """Calls, ranges and samples of threads, as ``Events.host``, with ``process``."""
         calls = filter(self._holds_calls, self.columns)
         host = _joined([*map(self.calls, calls), self.ranges()])
-        # what the system does within a call of CUDA is that call's work
         host = host[~np.isin(np.arange(len(host)), _within_cuda(host))].reset_index(drop=True)
         is_open = host["end"].eq(NO_TIME) & host["kind"].isin(["annotation", "operator"])
         is_open &= _is_time(host["start"])
@@ -595,7 +594,7 @@ def _joined(frames: list[pd.DataFrame]) -> pd.DataFrame:
 
 
 def _within_cuda(host: pd.DataFrame) -> Ints:
-    """Rows of calls of the system that lie within a call of CUDA on their thread."""
+    """Rows of calls of the system within a call of CUDA on their thread: they are its work."""
     inside = [np.empty(0, dtype=np.int64)]
     for row in host.groupby("tid").indices.values():
         begin, end, kind = (host[name].to_numpy()[row] for name in ("start", "end", "kind"))

@@ -256,29 +256,10 @@ def test_what_lies_before_the_gpus_work_is_said(
         assert title in told.headline
         assert all("idle" not in one.title for one in told.ranked_findings[1:])
         # and every table of idle time is of the same time
-        whole = 90 + (3 * busy + 200) / 1000
-        blamed = whole - 3 * (busy - 12) / 1000
-        assert told.table("blame")["blamed_ms"].sum() == pytest.approx(blamed, abs=0.2)
+        assert told.table("blame")["blamed_ms"].sum() == pytest.approx(90.236, abs=0.2)
     else:
         assert "of the recording's GPU part" in told.headline
         assert f"The 90.0 ms before that are left out, 90.0 ms of it in {call}" in told.headline
-
-
-def test_a_call_that_takes_long_once_is_said_to_be_one(tmp_path: Path) -> None:
-    events = []
-    for number in range(40):
-        at = 20 + number * 1000 + 50_000 * (number > 0)
-        took = 50_009 if number == 0 else 9
-        call = gpu_trace._span("cuda_runtime", LAUNCH, at, at + took, correlation=number + 1)
-        start = at + took + 5
-        events += [call, gpu_trace._on_gpu("kernel", "k", start, start + 700, 7)]
-        events[-1]["args"]["correlation"] = number + 1
-    events.append(gpu_trace._on_gpu("kernel", "k", 1, 9, 7))
-    idle = next(one for one in report(tmp_path, events).ranked_findings if "idle" in one.id)
-    assert "First calls, which load or compile" in idle.evidence and "cudaLaunchKernel 50.0 ms" in (
-        idle.evidence
-    )
-    assert "libraries load" in idle.advice
 
 
 def test_idle_time_before_a_wait_is_not_what_it_costs(tmp_path: Path) -> None:
@@ -470,15 +451,19 @@ def test_what_an_operator_was_given_goes_before_its_kernels_name(kind: str, tmp_
     assert ("float64" in found) is (kind == "double")
 
 
-@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "name", "said"),
+    [
+        ("python_function", "ninja.py(5): run", "`rope` (`rope.py:27`) 40.0 ms (then 0.800"),
+        ("cuda_runtime", LAUNCH, "cudaLaunchKernel 39.9 ms (then 0.00900 ms each)"),
+        ("cuda_runtime", "cudaStreamSynchronize", ""),  # for work of others: nothing loads
+    ],
+)
 def test_the_first_of_equal_calls_is_one_first_call_with_all_in_it(
-    waits: bool, tmp_path: Path
+    kind: str, name: str, said: str, tmp_path: Path
 ) -> None:
     events = [gpu_trace._span("user_annotation", "loop", 0, 60_000)]
-    if waits:  # for the work of others: that is no call that loads
-        events.append(gpu_trace._span("cuda_runtime", "cudaStreamSynchronize", 110, 40_000))
-    else:
-        events.append(gpu_trace._span("python_function", "subprocess.py(506): run", 110, 40_000))
+    events += [gpu_trace._span(kind, name, 110, 40_000)]
     for number in range(10):
         at, end = 40_100 + 1_000 * number, 40_900 + 1_000 * number
         begin = at if number else 100
@@ -487,8 +472,8 @@ def test_the_first_of_equal_calls_is_one_first_call_with_all_in_it(
         kernel = gpu_trace._on_gpu("kernel", "k", at + 12, end, 7, correlation=number + 1)
         events.append(kernel)
     first = report(tmp_path, events).ranked_findings[0]
-    assert ("in first calls, which load or compile (above all `rope`" in first.title) != waits
-    assert ("`rope` (`rope.py:27`) 40.0 ms (then 0.800 ms each)" in first.evidence) != waits
+    assert ("in first calls, which load or compile" in first.title) is bool(said)
+    assert said in first.evidence and ("libraries load" in first.advice) is bool(said)
 
 
 def test_launches_that_a_wait_made_late_belong_to_it(tmp_path: Path) -> None:
@@ -496,10 +481,9 @@ def test_launches_that_a_wait_made_late_belong_to_it(tmp_path: Path) -> None:
     events, number = [], 0
     for at in range(0, 20_000, 1_000):
         spans = [(LAUNCH, at, at + 5, "kernel", at + 8, at + 300)]
-        copied = ("gpu_memcpy", at + 301, at + 303)
-        spans.append((COPY, at + 10, at + 305, *copied))
-        for late in range(at + 340, at + 980, 40):
-            spans.append((LAUNCH, late, late + 5, "kernel", late + 8, late + 12))
+        spans.append((COPY, at + 10, at + 305, "gpu_memcpy", at + 301, at + 303))
+        late = range(at + 340, at + 980, 40)
+        spans += [(LAUNCH, one, one + 5, "kernel", one + 8, one + 12) for one in late]
         for call, begin, end, kind, first, last in spans:
             number += 1
             name = "k" if kind == "kernel" else "Memcpy DtoH (Device -> Pageable)"

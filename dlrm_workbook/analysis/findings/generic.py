@@ -319,8 +319,7 @@ def _without_parts(evidence: Evidence, ledger: Causes) -> Measured | None:
     table = table.sort_values("together", ascending=False, kind="stable", ignore_index=True)
     waits = table["name"].str.fullmatch(WAITING_CALLS) & table["kind"].eq("function")
     first, share = str(table["name"].iloc[0]), float(table["together"].iloc[0])
-    alike = table[table["what"].eq(table["what"].iloc[0]) & table["together"].eq(share)][:2]
-    alike = alike[alike["share"].gt(0.1 * share)]
+    alike = table[table["together"].eq(share) & table["share"].gt(0.1 * share)][:2]
     others = [] if alike["share"].sum() > 0.95 * share else ["others"]
     name = " and ".join([*map(shown, alike["name"]), *others])
     called = evidence.called[evidence.called["name"].eq(first)]

@@ -286,10 +286,9 @@ def _late_after(evidence: Evidence, calls: pd.DataFrame, ledger: Causes) -> np.n
     for call, idle_ms in enumerate(since):
         behind.append(call)
         while behind and idle_ms > 0:
-            taken = min(left[behind[-1]], idle_ms)
-            left[behind[-1]] -= taken
-            idle_ms -= taken
-            if idle_ms > 0:
+            idle_ms -= left[behind[-1]]
+            left[behind[-1]] = max(-idle_ms, 0.0)
+            if idle_ms >= 0:
                 behind.pop()
     return calls["waited_ms"].to_numpy() - left
 
