@@ -5,6 +5,7 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 
 from dlrm_core.parts import ITERATION_SPAN
@@ -14,6 +15,7 @@ from dlrm_workbook.analysis.reference import other_times
 from dlrm_workbook.analysis.views import flat
 from dlrm_workbook.recordings.hpctoolkit.database import read_database
 from dlrm_workbook.recordings.hpctoolkit.format import DatabaseError
+from dlrm_workbook.recordings.hpctoolkit.parts import iteration_functions
 from dlrm_workbook.recordings.hpctoolkit.stacks import _groups, with_stacks
 from dlrm_workbook.recordings.hpctoolkit.to_profile import profile_from_database
 from dlrm_workbook.recordings.hpctoolkit.views import database_facts
@@ -270,3 +272,14 @@ def test_the_end_of_a_module_in_a_backward_pass_ends_no_other_one() -> None:
         "net",
         "update",
     ]
+
+
+@pytest.mark.parametrize(("inside_ms", "known"), [(8.0, False), (400.0, True)])
+def test_iterations_that_hold_least_of_the_parts_are_none(inside_ms: float, known: bool) -> None:
+    """hpcrun lost the callers of a generator: "Data generation takes 100% of each step"."""
+    contexts = pd.DataFrame({"parent": [-1, 0, 1, 0], "file": "dlrm_core/parts.py"})
+    contexts["name"] = ["<root>", "dlrm_iteration", "next_batch", "embed"]
+    contexts["component"] = ["other", "other", "data", "embedding"]
+    values = pd.DataFrame({"context": [2, 3], "value": [inside_ms, 371.0]})
+    values = values.assign(metric="cpu_time_ms", scope="exclusive")
+    assert iteration_functions(contexts, values).tolist() == [False, known, False, False]

@@ -291,8 +291,8 @@ class Rule:
                 in_one *= figures.get("odd_share", 1.0)
             felt = _felt(seen, context) if IDLE not in self.concerns else 1.0
         if len(called := figures.get("pieces", [figures.get("called", ())])[0]):
-            first, most, said = share_of_first_calls(seen, called)
-            filled += [said] if first > LEAST_FIRST else []
+            first, most, sentence = share_of_first_calls(seen, called)
+            filled += [sentence] if first > LEAST_FIRST else []
         advice = _filled(figures["advice"], figures, seen) or ""
         if first > MOSTLY_FIRST:
             advice = FIRST_CALLS
@@ -421,8 +421,8 @@ def share_of_first_calls(evidence: Evidence, contexts: Ints) -> tuple[float, str
         then = f" (then {milliseconds(row['later_ms'])} each)" if row["later_ms"] > 0 else ""
         listed.append(f"{shown(str(name))} {milliseconds(row['ms'] / evidence.iterations)}{then}")
     most = shown(str(by_name.index[0])) if listed else ""
-    said = f"First calls, which load or compile, take {share:.0%} of that: {', '.join(listed)}."
-    return share, most, said
+    taken = f"{share:.0%} of that: {', '.join(listed)}"
+    return share, most, f"First calls, which load or compile, take {taken}."
 
 
 def _felt(evidence: Evidence, contexts: Ints) -> float:

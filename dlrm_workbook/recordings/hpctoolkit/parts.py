@@ -108,12 +108,12 @@ def iteration_functions(contexts: pd.DataFrame, values: pd.DataFrame) -> Bools:
     generator, and the one iteration that is left then is not the step.
     """
     number, functions = coded_pairs(contexts["name"], contexts["file"])
-    found = np.array([is_iteration_function(*one) for one in functions], dtype=bool)[number]
-    own = values[values["metric"].eq("cpu_time_ms") & values["scope"].eq("exclusive")]
-    of_parts = own[contexts["component"].ne("other").to_numpy()[own["context"]]]
-    inside = nearest(contexts["parent"].to_numpy(), found)[of_parts["context"]] >= 0
+    is_iteration = np.array([is_iteration_function(*one) for one in functions], dtype=bool)[number]
+    cpu_times = values[values["metric"].eq("cpu_time_ms") & values["scope"].eq("exclusive")]
+    of_parts = cpu_times[contexts["component"].ne("other").to_numpy()[cpu_times["context"]]]
+    inside = nearest(contexts["parent"].to_numpy(), is_iteration)[of_parts["context"]] >= 0
     time = of_parts["value"].to_numpy()
-    return found & bool(time[inside].sum() >= time[~inside].sum())
+    return is_iteration & bool(time[inside].sum() >= time[~inside].sum())
 
 
 def _by_lines(contexts: pd.DataFrame, component: Names, phase: Names) -> None:
