@@ -33,6 +33,7 @@ from dlrm_workbook.analysis.attribution import (
     host_is_traced,
     iteration_times_ms,
     may_wait,
+    of_steady,
     parts_at,
     per_iteration,
     segments,
@@ -49,9 +50,8 @@ from dlrm_workbook.analysis.context_tree import (
     scopes_of,
     unmeasured,
 )
-from dlrm_workbook.analysis.launches import launched_operations
+from dlrm_workbook.analysis.launches import NO_OPERATORS, exchanging, launched_operations
 from dlrm_workbook.ground.arrays import Bools, Ints
-from dlrm_workbook.recordings.foreign import COMMUNICATION
 from dlrm_workbook.recordings.nesting import overlap, stretch_at, union
 from dlrm_workbook.recordings.profile import Profile, inclusive_from_exclusive, nearest
 
@@ -334,8 +334,7 @@ def outside_operators(profile: Profile) -> pd.DataFrame:
     """
     kinds = profile.contexts["kind"]
     if not kinds.eq("operator").any() or profile.iterations.empty:
-        reason = "operators are not traced (HPCToolkit samples functions)"
-        return unmeasured(OUTSIDE_COLUMNS, reason, profile, "operators")
+        return unmeasured(OUTSIDE_COLUMNS, NO_OPERATORS, profile, "operators")
     pieces = segments(profile, device=False)
     context = pieces["context"].to_numpy()
     inside = nearest(profile.contexts["parent"].to_numpy(), kinds.eq("operator").to_numpy())
@@ -356,7 +355,7 @@ OVERLAP_COLUMNS += ["of_iteration"]
 
 
 def overlaps(profile: Profile) -> pd.DataFrame:
-    """Copies, communication and making the batch against computing, in a mean iteration.
+    """Copies, exchanges and making the batch, alone or beside others, in a steady iteration.
 
     Most exposed first; what did not occur has no row. Empty, with the reason, where nothing of the
     kind ran or the profile does not say when its iterations ran.
@@ -373,28 +372,28 @@ def overlaps(profile: Profile) -> pd.DataFrame:
     table = pd.DataFrame(rows)
     table["hidden_ms"] = table["total_ms"] - table["exposed_ms"]
     table["exposed_share"] = table["exposed_ms"] / table["total_ms"]
-    table["of_iteration"] = table["exposed_ms"] / iteration_times_ms(profile).mean()
+    steady = of_steady(profile, profile.iterations)
+    length = steady["end_ns"] - steady["start_ns"]
+    table["of_iteration"] = table["exposed_ms"] / (length.mean() / 1e6)
     return table.sort_values("exposed_ms", ascending=False, ignore_index=True)[OVERLAP_COLUMNS]
 
 
 def _on_gpu(profile: Profile, work: pd.DataFrame) -> list[dict[str, Any]]:
-    exchanges = profile.which("name", lambda name: bool(COMMUNICATION.search(name)))
-    exchange = exchanges[work["context"]]
-    exchange |= work["component"].eq("communication").to_numpy()
-    is_copy = work["kind"].eq("copy").to_numpy() & ~exchange
+    exchange = exchanging(profile, work)
+    is_copy = work["kind"].eq("copy")
     pieces = segments(profile, device=False)
     making = pieces[parts_at(profile, pieces["context"].to_numpy())["component"].eq("data")]
-    window = _stretches(profile.iterations)
-    busy = _stretches(work[~exchange & ~is_copy])
+    steady = of_steady(profile, profile.iterations)
+    window, count = _stretches(steady), 1e6 * len(steady)
     rows = []
-    for what, where, spans in (
-        ("copies", "device", work[is_copy]),
-        ("communication", "device", work[exchange]),
-        ("data", "host", making),
+    for what, where, spans, beside in (
+        ("copies", "device", work[is_copy], work[~is_copy]),
+        ("communication", "device", work[exchange], work[~exchange]),
+        ("data", "host", making, work),
     ):
         start, end = _intersection(_stretches(spans), window)
-        total = float((end - start).sum()) / 1e6 / len(profile.iterations)
-        hidden = float(overlap(start, end, *busy).sum()) / 1e6 / len(profile.iterations)
+        total = float((end - start).sum()) / count
+        hidden = float(overlap(start, end, *_stretches(beside)).sum()) / count
         rows.append({"what": what, "where": where, "total_ms": total, "exposed_ms": total - hidden})
     return rows
 

@@ -12,6 +12,7 @@ import pandas as pd
 
 from dlrm_workbook.analysis.attribution import PART, main_thread
 from dlrm_workbook.analysis.context_tree import extent, of_streams, reason_of, unmeasured
+from dlrm_workbook.recordings.foreign import COMMUNICATION
 from dlrm_workbook.recordings.nesting import stretch_at
 from dlrm_workbook.recordings.profile import Profile, nearest
 
@@ -44,6 +45,15 @@ def launched_operations(profile: Profile) -> pd.DataFrame:
         trace). Empty, with the reason, without a trace of a GPU stream.
     """
     return profile.once("device operations", lambda: _device_operations(profile))
+
+
+NO_OPERATORS = "the recording has no operators of torch"
+
+
+def exchanging(profile: Profile, work: pd.DataFrame) -> pd.Series:
+    """Which rows of :func:`launched_operations` are kernels that exchange data between ranks."""
+    named = profile.which("name", lambda name: bool(COMMUNICATION.search(name)))
+    return work["kind"].eq("kernel") & named[work["context"].to_numpy()]
 
 
 def _device_operations(profile: Profile) -> pd.DataFrame:
@@ -193,8 +203,7 @@ def operator_load(profile: Profile) -> pd.DataFrame:
     """
     spans = outermost_operators(profile)
     if spans.empty:
-        reason = "no operators are traced (HPCToolkit samples functions)"
-        return unmeasured(LOAD_COLUMNS, reason, profile, "operators")
+        return unmeasured(LOAD_COLUMNS, NO_OPERATORS, profile, "operators")
     count = max(len(profile.iterations), 1)
     dispatch = (profile.meta.get("ceilings") or {}).get("dispatch_us") or float("nan")
     spans = spans.assign(us=(spans["end_ns"] - spans["start_ns"]) / 1e3)

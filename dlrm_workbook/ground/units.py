@@ -89,6 +89,7 @@ def ratio(value: float, *, figures: int = 3) -> str:
     ``figures`` are true: 3 of a measured ratio, 2 of a predicted one."""
     if not 0 < abs(value) < math.inf:
         return f"{value:.0f}x"
+    figures = 3 if 1 <= value < 1.1 else figures  # 1.04x, not 1.0x
     decimals = 2 if abs(value) < 1 else max(0, figures - 1 - math.floor(math.log10(abs(value))))
     return f"{float(f'{value:.{figures}g}') if value >= 1 else value:,.{decimals}f}x"
 
@@ -102,7 +103,7 @@ def speedup(mid: float, low: float, high: float, *, figures: int = 3) -> str:
 
 def at_most(bound: float) -> str:
     """The one way in which a page writes an upper bound of a speed-up: ``at most 1.04x``."""
-    return f"at most {ratio(bound, figures=2 if bound >= 1.1 else 3)}"  # 1.04x, not 1.0x
+    return f"at most {ratio(bound, figures=2)}"
 
 
 def faster(mid: float, low: float, high: float, *, figures: int = 3) -> str:

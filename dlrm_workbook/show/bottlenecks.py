@@ -426,7 +426,7 @@ def verdict_bars(stages: Sequence[Stage]) -> go.Figure | Text:
         ends = [one.limit_ms for _, one in limited], [at for at, _ in limited]
         add_points(result, *ends, "hardware limit of the row", hover, marker=tick)
     unit = {"the step, as measured": "ms per iteration, without a profiler"}.get(
-        names[0], f"ms of {names[0]}" if "recording" in names[0] else "ms per iteration"
+        names[0], "ms per iteration" if "step" in names[0] else f"ms of {names[0]}"
     )
     room = 1.55 if len(stages) > 1 else 1.15  # texts of changes are longer than a time alone
     result.update_xaxes(title=unit, range=[0, room * max(lengths)])

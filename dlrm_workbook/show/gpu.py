@@ -166,6 +166,10 @@ def stall_bars(stalls: pd.DataFrame) -> go.Figure:
     return result
 
 
+DRAWN_LANES = 32
+"""Threads and streams of a timeline that can be read; the frame has the others."""
+
+
 def lane_timeline(spans: pd.DataFrame, title: str = "Threads and GPU streams") -> go.Figure:
     """What every thread and stream ran when, a row each; drag to zoom.
 
@@ -173,7 +177,13 @@ def lane_timeline(spans: pd.DataFrame, title: str = "Threads and GPU streams") -
         spans: of :func:`dlrm_workbook.analysis.lanes.thread_timeline`. By component the colours
             are those of the parts; by function the largest ones have a colour each.
     """
-    lanes = list(dict.fromkeys(spans["lane"]))
+    counters, spans = spans.attrs.get("counters"), spans.copy()
+    spans.attrs = {}  # pandas compares those of what it joins, and one is a table
+    held = spans.groupby("lane", sort=False)["duration_ms"].sum()
+    lanes = [lane for lane in held.index if lane in held.nlargest(DRAWN_LANES).index]
+    if len(lanes) < len(held):
+        title += f" (the {len(lanes)} of {len(held)} that run longest)"
+        spans = spans[spans["lane"].isin(lanes)]
     rows = {lane: row for row, lane in enumerate(lanes)}
     result = figure(title, 220 + LANE_ROW * len(lanes), legend=True)
     parts = zip(spans["component"], spans["phase"], strict=True)
@@ -192,7 +202,6 @@ def lane_timeline(spans: pd.DataFrame, title: str = "Threads and GPU streams") -
     last = float((spans["start_ms"] + spans["duration_ms"]).max())
     result.update_xaxes(title="ms since the trace began", range=[0, last * 1.005])
     label_rows(result, list(map(plotly_text, lanes)))
-    counters = spans.attrs.get("counters")
     if counters is not None and len(counters):
         _draw_counters(result, counters)
     return result

@@ -15,6 +15,7 @@ import pandas as pd
 
 from dlrm_core.base.text import format_bytes
 from dlrm_core.parts import part_label
+from dlrm_workbook.analysis.attribution import IDLE
 from dlrm_workbook.analysis.findings.finding import Finding
 from dlrm_workbook.analysis.findings.where import PLACE_LEVELS
 from dlrm_workbook.analysis.reference import reference
@@ -63,7 +64,7 @@ _DIFFERENCE = each_row(
 )
 
 UNNAMED = {
-    "operator": "",
+    "name": "operator or range",
     "device_ms": "GPU, whole recording",
     "host_ms": "host, whole recording",
     "share": "of all its time",
@@ -176,7 +177,7 @@ def findings_text(
     for number, finding in enumerate(found, 1):
         lines = [
             f"### {number}. {in_markdown(finding.title)}",
-            *_evidence(finding.evidence),
+            *_evidence(finding.evidence, "GPU idle" if IDLE in finding.concerns else "time"),
             f"**Advice.** {in_markdown(finding.advice)}",
         ]
         if finding.change:
@@ -211,8 +212,9 @@ _LEVELS = "|".join(sorted(PLACE_LEVELS.values(), key=len, reverse=True))
 _PLACES = re.compile(rf"(?:^By |; by )(?P<level>{_LEVELS}) (?:it is )?(?P<list>.*?)(?=; by |$)")
 
 
-def _evidence(text: str) -> list[str]:
-    """Paragraphs of a finding's evidence: sentences, and a table of the times that they list."""
+def _evidence(text: str, of: str) -> list[str]:
+    """Paragraphs of a finding's evidence: sentences, and a table of the times ``of`` something that
+    they list."""
     sentences, rows = [], []
     for sentence in re.split(r"(?<=\.) (?=[A-Z])", text):
         plain = sentence.removesuffix(".")
@@ -231,7 +233,7 @@ def _evidence(text: str) -> list[str]:
             rows += [(what.lower() if not is_place else what, *item.groups()) for item in items]
     paragraphs = [f"**Evidence.** {in_markdown(' '.join(sentences))}"]
     if rows:
-        table = ["| | | time |", "| --- | --- | ---: |"]
+        table = [f"| | | {of} |", "| --- | --- | ---: |"]
         before = ""
         for what, name, time in rows:
             table.append(f"| {what if what != before else ''} | {_cell(name)} | {time} |")
@@ -251,8 +253,8 @@ def _gain(gain: Mapping[str, float]) -> str:
         return "Not bounded: next to nothing else takes time in the step."
     if low <= 1.0:  # nobody timed what takes its place: only a bound is known
         return (
-            f"{at_most(high).capitalize()} faster, if all of this time is saved. How much of "
-            "it a change brings was not timed."
+            f"{at_most(high).capitalize()} faster, if all of this time is saved. How much a change "
+            "brings was not timed."
         )
     return (
         f"{faster(mid, low, high, figures=2)}: a step takes {1 - 1 / mid:.0%} "

@@ -176,7 +176,7 @@ def check_ten_answers(folder: Path) -> None:
         assert absent.evaluate("e => e.closest('section').querySelector('h2').id").startswith(
             "how-it-was-measured"
         )
-        entries = page.locator(".left-out dt").all_inner_texts()
+        entries = page.locator(".left-out dd").all_inner_texts()
         assert entries and all(len(entry) > 15 for entry in entries)
 
 

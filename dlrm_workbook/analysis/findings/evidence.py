@@ -39,13 +39,13 @@ from dlrm_workbook.analysis.gpu import kernel_table
 from dlrm_workbook.analysis.gpu_limits import kernel_paces
 from dlrm_workbook.analysis.idleness import Stretches, idle_pieces
 from dlrm_workbook.analysis.kernel_names import kernel_name
-from dlrm_workbook.analysis.launches import launched_operations
+from dlrm_workbook.analysis.launches import exchanging, launched_operations
 from dlrm_workbook.analysis.lines import lines, statements
 from dlrm_workbook.analysis.operators import top_operators
 from dlrm_workbook.analysis.roofline import roofline
 from dlrm_workbook.ground.arrays import Bools, Ints
 from dlrm_workbook.ground.units import milliseconds
-from dlrm_workbook.recordings.foreign import COMMUNICATION, is_iteration_function
+from dlrm_workbook.recordings.foreign import is_iteration_function
 from dlrm_workbook.recordings.nesting import overlap, union
 from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.recordings.torch.chrome_trace import GRAPH_LAUNCH
@@ -453,8 +453,7 @@ class Evidence:
     @property
     def is_exchange(self) -> pd.Series:
         """Which rows of :attr:`work` are kernels that exchange data between ranks."""
-        named = self.named(COMMUNICATION)
-        return self.work["kind"].eq("kernel") & named[self.work["context"].to_numpy()]
+        return exchanging(self.profile, self.work)
 
     @cached_property
     def exchange_ms(self) -> tuple[float, float]:

@@ -307,7 +307,9 @@ class Rule:
                     f"After {1.0 - felt:.0%} of it the GPU waits for the host's next launch: "
                     "there the host sets the pace, and less work on the GPU brings nothing."
                 )
-        title = _of_basis(seen, _filled(figures["title"], figures, seen) or "")
+        title = re.sub(
+            "^the ", "The ", _of_basis(seen, _filled(figures["title"], figures, seen) or "")
+        )
         if first > MOSTLY_FIRST:
             title += f"; {first:.0%} of that in first calls, which load or compile"
             title += "" if most in title else f" (above all {most})"
@@ -480,13 +482,13 @@ def amdahl(share: float, gain: float) -> float:
     return 1.0 / max(1.0 - share + share / gain, 1e-9)
 
 
-def bounded(share: float) -> dict[str, float]:
+def bounded(share: float, likely: float = 1.0) -> dict[str, float]:
     """Speed-up when only the bound is known: the share's time gone entirely.
 
-    The middle is the geometric mean of doing nothing and that bound.
+    The middle is the geometric mean of doing nothing and of the ``likely`` part of it going.
     """
-    high = 1.0 / max(1.0 - share, 1e-9)
-    return {"low": 1.0, "mid": math.sqrt(high), "high": high}
+    mid, high = (1.0 / max(1.0 - part * share, 1e-9) for part in (likely, 1.0))
+    return {"low": 1.0, "mid": math.sqrt(mid), "high": high}
 
 
 def removed(share: float) -> dict[str, float]:

@@ -272,7 +272,7 @@ def _place_on_gpu(evidence: Evidence, ledger: Causes) -> Measured | None:
         "place": f", most in {part_name(*part)}" if part[0] != "other" else "",
         "kernels": listed_times(by_kernel(profile, by_context.index, by_context)) or None,
         "pieces": (own["context"], own["ms"]),
-        "speedup": bounded(0.5 * time / evidence.total_ms),
+        "speedup": bounded(time / evidence.total_ms, 0.5),
     }
 
 

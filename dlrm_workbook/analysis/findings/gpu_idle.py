@@ -129,8 +129,8 @@ def blocking_launches(evidence: Evidence, ledger: Causes) -> Measured | None:
     "synchronisation",
     title="The host waits for the GPU {often} in each step{most}",
     evidence=(
-        "{names} is called {count:,.1f} times per iteration{place}; the host waits "
-        "{waited:ms} in it, and the GPU idles {idle:ms} {during}.",
+        "The host calls {names} {count:,.4g} times per iteration{place}; it waits {waited:ms} "
+        "there, and the GPU idles {idle:ms} {during}.",
         "The host waits below {operators}.",
         "Its own work takes less time than the GPU's, so that it could run ahead but for the "
         "waits: without them up to {bound:ms} of idle time could be hidden.",

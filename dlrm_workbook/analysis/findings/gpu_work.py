@@ -12,7 +12,12 @@ import pandas as pd
 from dlrm_workbook.analysis.attribution import PART, iteration_count
 from dlrm_workbook.analysis.device_counters import limit_by_counters
 from dlrm_workbook.analysis.devices import device_of
-from dlrm_workbook.analysis.findings.evidence import Evidence, by_kernel, listed_times
+from dlrm_workbook.analysis.findings.evidence import (
+    MOST_LISTED,
+    Evidence,
+    by_kernel,
+    listed_times,
+)
 from dlrm_workbook.analysis.findings.finding import (
     LEAST_SHARE,
     Causes,
@@ -395,7 +400,7 @@ def heavy_kernel(evidence: Evidence, ledger: Causes) -> Measured | None:
         if is_small
         else "Look at its shapes and at what calls it: operands that are tiny, strided or padded, "
         "work that could be batched, a library or a data type with faster kernels.",
-        "speedup": bounded(taken * (1 - (reached if has_limit else 0.5))),
+        "speedup": bounded(taken * (1 - reached)) if has_limit else bounded(taken, 0.5),
     }
 
 
@@ -472,18 +477,19 @@ def largest_kernels(evidence: Evidence, ledger: Causes) -> Measured | None:
     chosen = table[table["ms"] >= KERNEL_SHARE * evidence.total_ms]
     if chosen.empty:
         return _kernels_of_one_place(evidence, table)
-    time = float(chosen["ms"].sum())
-    longest, titled = chosen["kernel"][:3].astype(str), chosen
     what = "One kernel" if len(chosen) == 1 else f"{len(chosen)} kernels"
     if chosen["short_name"].str.startswith(UNNAMED_TRITON).any():  # a name of several kernels
         what = "Kernels"
     products = table[[kernel_name(name).is_product for name in table["kernel"]]]
     products = products[~products["short_name"].str.contains("attention")]
-    if len(products) > 1 and products["ms"].sum() > 0.5 * time:
-        what, time, titled = _products(products), float(products["ms"].sum()), products
-    names = titled["short_name"].astype(str).to_list()
+    others = chosen[~chosen["kernel"].isin(products["kernel"])]
+    if len(products) > 1 and products["ms"].sum() > others["ms"].sum():
+        what, chosen = _products(products), products
+    time, longest = float(chosen["ms"].sum()), chosen["kernel"][:3].astype(str)
+    names = chosen["short_name"].astype(str).to_list()
     at = [part_name(*part) if part[0] != "other" else "" for part in chosen[PART].to_numpy()]
     rows = zip(chosen["short_name"], map(milliseconds, chosen["ms"]), at, strict=True)
+    listed = [f"{name} {ms}{part and f' in {part}'}" for name, ms, part in rows]
     return {
         "share": time / evidence.total_ms,
         "least": KERNEL_SHARE,
@@ -495,7 +501,7 @@ def largest_kernels(evidence: Evidence, ledger: Causes) -> Measured | None:
         "busy": f"The GPU works {working:.0%} of the step: computing, not the host, takes the time."
         if (working := evidence.device_ms / evidence.total_ms) > FULLY_BUSY
         else None,
-        "listed": ", ".join(f"{name} {ms}{part and f' in {part}'}" for name, ms, part in rows),
+        "listed": ", ".join(listed[:MOST_LISTED]),
         "pieces": evidence.of_kernels(chosen["kernel"]),
         "launch": _launch_text(chosen.iloc[0].to_dict()) if chosen["fills"].iloc[0] < 1 else None,
         "unknown": "The recording does not show how close they are to the GPU's limits."
@@ -503,7 +509,7 @@ def largest_kernels(evidence: Evidence, ledger: Causes) -> Measured | None:
         and chosen["share_of_ceiling"].isna().all()
         and not set(longest) & evidence.paces.keys()
         else None,
-        "speedup": bounded(0.5 * time / evidence.total_ms),
+        "speedup": bounded(time / evidence.total_ms, 0.5),
     }
 
 
@@ -538,7 +544,7 @@ def _kernels_of_one_place(evidence: Evidence, table: pd.DataFrame) -> Measured |
         "kernels": ", ".join(map(str, times.index[:2])),
         "listed": listed_times(times),
         "pieces": pieces,
-        "speedup": bounded(0.5 * time / evidence.total_ms),
+        "speedup": bounded(time / evidence.total_ms, 0.5),
     }
 
 
@@ -600,7 +606,7 @@ def stalls(evidence: Evidence, ledger: Causes) -> Measured | None:
         "line": f", at {lines.loc[lines['warp_cycles'].idxmax(), 'place']}" if len(lines) else "",
         "quality": _sampling_quality(sampled.meta.get("pc_sampling") or {}),
         "remedy": capitalised(str(top["advice"])),
-        "speedup": bounded(0.3 * of_samples * of_step),
+        "speedup": bounded(of_samples * of_step, 0.3),
         "limit": STALL_LIMITS.get(reason, "memory bandwidth"),
     }
 

@@ -77,7 +77,9 @@
       ? `all ${total}` : `the first ${original.length} of ${total}`;
     if (limit !== Infinity) {
       table.tFoot?.remove();
-      table.after(more, ...(elsewhere ? [` ${elsewhere}`] : []));
+      const place = document.createElement("small");
+      place.textContent = ` ${elsewhere}`;
+      table.after(more, place);
     }
     if (original.length > FILTER_ABOVE) {
       const filter = document.createElement("input");
