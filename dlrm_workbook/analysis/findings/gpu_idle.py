@@ -132,6 +132,7 @@ def blocking_launches(evidence: Evidence, ledger: Causes) -> Measured | None:
         "The host calls {names} {count:,.4g} times per iteration{place}; it waits {waited:ms} "
         "there, and the GPU idles {idle:ms} {during}.",
         "The host waits below {operators}.",
+        "{after}",
         "Its own work takes less time than the GPU's, so that it could run ahead but for the "
         "waits: without them up to {bound:ms} of idle time could be hidden.",
         "{doubt}",
@@ -180,8 +181,15 @@ def synchronising(evidence: Evidence, ledger: Causes) -> Measured | None:
     most = f", {milliseconds(inner.iloc[0])} in {shown(str(inner.index[0]))}" if len(inner) else ""
     if len(line) and (at := shown(str(line.index[0]))).startswith("`"):
         most += f" at {at}" if most else f", most at {at}"
+    after, place = _worked_after(evidence, calls, ledger)
+    if is_work := after > 0.5 * idle:
+        most += f", then works {milliseconds(after)}{place and f' in {place}'} before it launches"
     return {
         "most": most,
+        "after": "That work would run beside the GPU's if the next launches did not come after it: "
+        "shorten it, or do it for the step before."
+        if is_work
+        else None,
         "operators": listed_times(by_level["outer"][:MOST_LISTED]) or None,
         "share": share,
         "least": SYNC_SHARE,
@@ -274,6 +282,21 @@ def _idle_around(evidence: Evidence, calls: pd.DataFrame, ledger: Causes) -> flo
     count = 1e6 * len(first)
     calls["lost_ms"] = np.maximum(lost.to_numpy() / count, _late_after(evidence, calls, ledger))
     return float(groups["idle"].max().sum()) / count
+
+
+def _worked_after(evidence: Evidence, calls: pd.DataFrame, ledger: Causes) -> tuple[float, str]:
+    """Idle time of a mean step (ms) in which the host is at work of its own between a wait and its
+    next launch, and where it is for most of that; "" for no one place."""
+    idle, ends = evidence.idle, np.sort(calls["end_ns"])
+    start, launches = idle["start_ns"].to_numpy(), _busy_or_taken(evidence, ledger)[0]
+    last = np.searchsorted(ends, start, side="right") - 1
+    follows = (last >= 0) & (
+        np.searchsorted(launches, ends[last]) == np.searchsorted(launches, start)
+    )
+    own = idle[follows & idle["cause"].isin(["python", "operators", "data"])]
+    return float(own["idle_ms"].sum()), main_place(
+        evidence.profile, own["context"], own["idle_ms"]
+    )[0]
 
 
 def _late_after(evidence: Evidence, calls: pd.DataFrame, ledger: Causes) -> np.ndarray:
