@@ -114,6 +114,10 @@ def quality_of_times(times_ms: Sequence[float]) -> dict[str, str]:
     return {"level": level, "sentence": f"{GOOD_FOR[level]}: {'; '.join(reasons)}."}
 
 
+MOST_SAID = 2
+"""Runs whose doubts are told where several are side by side."""
+
+
 def quality_of_runs(runs: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
     """What several runs side by side are good for: no more than the worst of them.
 
@@ -133,6 +137,8 @@ def quality_of_runs(runs: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
     said = [f"{in_markdown(name)}: {text}" for name, text in texts.items()]
     head = f"{len(doubted)} of {counted(len(runs), 'run')}"
     verb = "is" if len(said) == 1 else "are"
+    if left := said[MOST_SAID:]:
+        said = [*said[:MOST_SAID], f"The other {len(left)}: see the page of each."]
     return {"level": level, "sentence": f"{head} {verb} in doubt. {' '.join(said)}"}
 
 

@@ -455,6 +455,7 @@ def _heading(
     title="{what} {take} {share:.0%} of the step: {kernels}",
     evidence=(
         "Of what the GPU does and no finding above names, these take most: {listed}.",
+        "Beside them: {beside}.",
         "{busy}",
         "{launch}",
         "{paces}",
@@ -483,7 +484,8 @@ def largest_kernels(evidence: Evidence, ledger: Causes) -> Measured | None:
     products = table[[kernel_name(name).is_product for name in table["kernel"]]]
     products = products[~products["short_name"].str.contains("attention")]
     others = chosen[~chosen["kernel"].isin(products["kernel"])]
-    if len(products) > 1 and products["ms"].sum() > others["ms"].sum():
+    are_products = len(products) > 1 and products["ms"].sum() > others["ms"].sum()
+    if are_products:
         what, chosen = _products(products), products
     time, longest = float(chosen["ms"].sum()), chosen["kernel"][:3].astype(str)
     names = chosen["short_name"].astype(str).to_list()
@@ -502,6 +504,9 @@ def largest_kernels(evidence: Evidence, ledger: Causes) -> Measured | None:
         if (working := evidence.device_ms / evidence.total_ms) > FULLY_BUSY
         else None,
         "listed": ", ".join(listed[:MOST_LISTED]),
+        "beside": listed_times(others.set_index("short_name")["ms"]) or None
+        if are_products
+        else None,
         "pieces": evidence.of_kernels(chosen["kernel"]),
         "launch": _launch_text(chosen.iloc[0].to_dict()) if chosen["fills"].iloc[0] < 1 else None,
         "unknown": "The recording does not show how close they are to the GPU's limits."
@@ -535,7 +540,7 @@ def _kernels_of_one_place(evidence: Evidence, table: pd.DataFrame) -> Measured |
     times = by_kernel(evidence.profile, *pieces)
     own = evidence.profile.contexts.iloc[pieces[0]].assign(ms=pieces[1])
     return {
-        **dict.fromkeys(("busy", "launch", "paces", "unknown")),
+        **dict.fromkeys(("beside", "busy", "launch", "paces", "unknown")),
         "share": time / evidence.total_ms,
         "least": KERNEL_SHARE,
         "component": largest_part(own, "ms")[0],

@@ -84,7 +84,7 @@ def short_setting(label: str) -> str:
 def _marked(label: str, level: str) -> str:
     """The label of a point in a figure, with a mark where it is in doubt."""
     mark = "" if level in ("", "green") else f" ({QUALITY_LEVELS[level].lower()})"
-    return theme.lines_of(short_setting(label) + mark, 40)
+    return short_setting(label) + mark
 
 
 def points_bars(summary: pd.DataFrame) -> go.Figure:
@@ -97,14 +97,16 @@ def points_bars(summary: pd.DataFrame) -> go.Figure:
     rates = [f"{speed:,.0f}" for speed in speeds]
     fills = table["quality"].map({"red": theme.paled(theme.INK)}).fillna(theme.INK)
     fills = fills.mask(table["of_best"] == 1, theme.COLOURS["embedding"])
+    names = [theme.lines_of(_marked(*row), 46) for row in table[["label", "quality"]].to_numpy()]
     return theme.ranked_bars(
         "Samples per second at each point",
         "samples per second",
-        list(map(_marked, table["label"], table["quality"])),
+        names,
         speeds.tolist(),
         rates,
         [f"{label}: {rate} samples/s" for label, rate in zip(table["label"], rates, strict=True)],
         {"color": fills.tolist()},
+        row=theme.ROW + 12 * max((name.count("<br>") for name in names), default=0),
     )
 
 
