@@ -16,6 +16,7 @@ from dlrm_workbook.analysis.attribution import attribute
 from dlrm_workbook.analysis.findings import findings, gpu_idle
 from dlrm_workbook.analysis.findings.evidence import Evidence
 from dlrm_workbook.analysis.findings.finding import LIMITS, Finding
+from dlrm_workbook.analysis.idleness import overlaps
 from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.recordings.torch.trace import read_trace
 
@@ -302,10 +303,14 @@ def test_collectives_have_one_time(trace: Trace) -> None:
             trace.launch(begin + 2 + stream, "ncclDevKernel_AllReduce_Sum_f32_RING_LL", 0, 1)
             trace.events[-1] |= {"tid": stream, "ts": gpu_trace.BASE_US + begin + start, "dur": 600}
             trace.events[-1]["args"]["stream"] = stream
-    said = found(trace.read())["exposed_communication"].evidence
-    first, _ = said.split(". ", 1)
-    assert first.startswith("Collectives run 0.650 ms per iteration, 0.650 ms of it while")
+        trace.launch(begin + 30, "Memcpy HtoD (Pinned -> Device)", begin + 500, begin + 610)
+    profile = trace.read()
+    first, _ = found(profile)["exposed_communication"].evidence.split(". ", 1)
+    assert first.startswith("Collectives run 0.650 ms per iteration, 0.540 ms of it while")
     assert first.endswith(" 0.650 ms"), first
+    table = overlaps(profile).set_index("what")[["total_ms", "exposed_ms"]]
+    assert table.loc["communication"].to_list() == pytest.approx([0.65, 0.54])
+    assert table.loc["copies"].to_list() == pytest.approx([0.11, 0.0])
 
 
 def test_one_collective_of_many_that_is_late_is_told_as_such(trace: Trace) -> None:

@@ -23,6 +23,7 @@ from dlrm_workbook.recordings import cache
 from dlrm_workbook.recordings import open as opening
 from dlrm_workbook.recordings.open import open_recording
 from dlrm_workbook.recordings.profile import SCHEMA
+from dlrm_workbook.show.gpu import DRAWN_LANES, lane_timeline
 
 
 def span(category: str, at: float, length: float, named: str = "aten::mm", /, **more: Any) -> Any:
@@ -131,7 +132,11 @@ def test_of_many_threads_those_are_drawn_that_ran_longest(tmp_path: Path) -> Non
     path = tmp_path / "trace.json"
     events = [span("cpu_op", 9 * i, 5 + i, tid=i) for i in range(2 * MOST_LANES)]
     path.write_text(json.dumps({"traceEvents": events}))
-    assert thread_timeline(open_recording(path).profile)["lane"].nunique() == MOST_LANES
+    spans = thread_timeline(open_recording(path).profile)
+    assert spans["lane"].nunique() == MOST_LANES
+    drawn = lane_timeline(spans)
+    assert f"the {DRAWN_LANES} of {MOST_LANES} that run longest" in drawn.layout.title.text
+    assert len(drawn.layout.yaxis.ticktext) == DRAWN_LANES
 
 
 def test_a_second_opening_reads_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
