@@ -226,9 +226,10 @@ def judged(collected: dict[str, Any]) -> str:
         for turn in ("first", "again")
     )
     wrong = "; ".join(f"{name}: {why}" for name, why in collected["wrong_at_first"].items())
+    by = collected.get("by", "somebody who had not read the rules")
     return (
-        f"{collected['recordings']} more ({collected['origins']}), {collected['date']}, by "
-        "somebody who had not read the rules and wrote the answers from raw events first; a cause "
+        f"{collected['recordings']} more ({collected['origins']}), {collected['date']}, by {by}, "
+        "with answers written from raw events first; a cause "
         f"with a false figure counted as partly right: **{first}**. Wrong: {wrong}. What was found "
         f"was mended by general rules; judged again by their authors: {again}."
     )

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlrm_core.base.errors import InputError
+from dlrm_workbook import explain
 from dlrm_workbook.analysis.export import perfetto
 from dlrm_workbook.analysis.inspect import inspect_profile, inspect_recording
 from dlrm_workbook.recordings.nesting import union_ns
@@ -334,6 +335,15 @@ def test_what_the_profiler_does_is_counted_from_the_first_event(tmp_path: Path) 
     export.rows["PROFILER_OVERHEAD"].append(own | {"nameId": export.text("CUPTI Buffer flush")})
     overhead = open_recording(export.write()).profile.meta["profiler_overhead"]
     assert overhead == {"name": ["Buffer Flush"], "start": [400_000], "end": [450_000]}
+
+
+def test_what_no_table_holds_is_to_be_sampled_by_nsight_systems(tmp_path: Path) -> None:
+    export = Export(tmp_path / "a.sqlite")
+    export.call(0, 1_000, "cudaGetDeviceCount")
+    export.call(9_000_000, 9_001_000, "cudaGetDevice")
+    first = explain(export.write()).ranked_findings[0]
+    assert first.title == "Time in no recorded call takes 100% of the recording"
+    assert "nsys profile --sample" in first.advice and "torch" not in first.advice
 
 
 def test_processes_with_gpus_of_their_own_are_ranks(tmp_path: Path) -> None:

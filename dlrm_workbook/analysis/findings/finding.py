@@ -15,7 +15,13 @@ import pandas as pd
 from dlrm_core.base.errors import InputError
 from dlrm_workbook.analysis.attribution import IDLE
 from dlrm_workbook.analysis.findings.evidence import Evidence, Part
-from dlrm_workbook.analysis.findings.where import most_in_one, place_sentence, shown
+from dlrm_workbook.analysis.findings.where import (
+    RECORD_MORE,
+    SAMPLE_MORE,
+    most_in_one,
+    place_sentence,
+    shown,
+)
 from dlrm_workbook.analysis.first_calls import FIRST_TIMES, in_first_calls
 from dlrm_workbook.analysis.idleness import Stretches, felt_share
 from dlrm_workbook.analysis.kernel_names import kernel_name
@@ -299,6 +305,8 @@ class Rule:
             figures |= {"speedup": bounded(share)}  # how much of it recurs is not known
         if TORCHS.search(advice) and not seen.profile.of_kind("operator").any():
             advice = WITHOUT_TORCH.get(str(figures["id"]), advice)
+        if seen.meta.get("engine") == "nsight":
+            advice = advice.replace(RECORD_MORE, SAMPLE_MORE)
         speedup = removed(share) if figures["speedup"] is None else figures["speedup"]
         if seen.on_gpu and not (figures["change"] and seen.probed):
             speedup = capped(partly_felt(speedup, felt), felt * share)

@@ -49,6 +49,12 @@ RECORD_MORE = (
 )
 """The advice where a recording does not say what takes the time."""
 
+SAMPLE_MORE = (
+    "Record what runs or waits there: CPU samples and system calls (nsys profile "
+    "--sample=process-tree --trace=cuda,nvtx,osrt), or NVTX ranges around it."
+)
+"""As :data:`RECORD_MORE`, of an export of Nsight Systems."""
+
 
 def part_name(component: str, phase: str = "") -> str:
     """A part as a sentence names it; modules of a program's own are in backticks."""
