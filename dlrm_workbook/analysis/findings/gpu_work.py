@@ -104,7 +104,7 @@ def _unexplained_kernels(evidence: Evidence, ledger: Causes) -> pd.DataFrame:
     table = table[~table["kernel"].isin(ledger.device_work)].sort_values("ms", ascending=False)
     sums = table.groupby("kernel")[["ms", "launches", "time_ms"]].transform("sum")
     table = table.assign(**sums, mean_us=1e3 * sums["time_ms"] / sums["launches"])
-    return table.drop_duplicates("kernel")
+    return table.drop_duplicates("kernel").sort_values("ms", ascending=False)
 
 
 @rule(
