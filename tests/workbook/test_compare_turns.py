@@ -176,6 +176,12 @@ def test_the_quality_of_rounds_is_a_sentence(tmp_path: Path, rounds: int, words:
     compared.runs = made_runs(rounds, 1.0)
     compared._judge_runs()
     assert compared.qualities["the rounds in turns"]["sentence"].startswith(words)
+    assert "not quiet" not in compared.qualities["the rounds in turns"]["sentence"]
+    slow = next(run for run in compared.runs if run.setting == "change")
+    slow.iteration_ms[:] = [3 * time for time in slow.iteration_ms]
+    compared._judge_runs()
+    said = compared.qualities["the rounds in turns"]
+    assert said["level"] == "amber" and "the time of baseline, in another 3.02x" in said["sentence"]
 
 
 def test_losses_are_compared_bit_for_bit() -> None:

@@ -151,6 +151,10 @@ class Outcome:
         }
 
 
+SCATTERED = 1.5
+"""Times between the ratios of two rounds from which on the machine was not quiet."""
+
+
 def _absent(reason: str) -> pd.DataFrame:
     empty = pd.DataFrame()
     empty.attrs["not_measured"] = reason
@@ -352,9 +356,23 @@ class Comparison:
                 self.qualities[label] = quality(profile, parts, findings(profile, parts))
         rounds = len({run.round for run in self.runs})
         if rounds:
-            level = "green" if rounds >= ROUNDS else "amber"
+            table = in_rounds.round_table(self.runs)
+            times = table[table["component"].eq("")].pivot(
+                index="round", columns="setting", values="time_ms"
+            )
+            # a machine's drift is in all of a round; what is in one run alone is not
+            ratios = times.div(times.iloc[:, 0], axis=0)
+            low, high = ratios.min(), ratios.max()
+            worst = (high / low).idxmax()
+            scattered = high[worst] > SCATTERED * low[worst]
+            level = "green" if rounds >= ROUNDS and not scattered else "amber"
             words = [GOOD_FOR[level], f"{counted(rounds, 'round')}, of {ROUNDS} that give 95%."]
             sentence = ": ".join(filter(None, words))
+            if scattered:
+                sentence += (
+                    f" In one round {worst} took {ratio(low[worst])} the time of "
+                    f"{times.columns[0]}, in another {ratio(high[worst])}: the machine was not quiet."
+                )
             self.qualities["the rounds in turns"] = {"level": level, "sentence": sentence}
         levels = list(GOOD_FOR)
         for outcome in self.outcomes:
