@@ -369,10 +369,9 @@ class Comparison:
             words = [GOOD_FOR[level], f"{counted(rounds, 'round')}, of {ROUNDS} that give 95%."]
             sentence = ": ".join(filter(None, words))
             if scattered:
-                sentence += (
-                    f" In one round {worst} took {ratio(low[worst])} the time of "
-                    f"{times.columns[0]}, in another {ratio(high[worst])}: the machine was not quiet."
-                )
+                ends = f"{ratio(low[worst])} the time of {times.columns[0]}, in another "
+                ends += ratio(high[worst])
+                sentence += f" In one round {worst} took {ends}: the machine was not quiet."
             self.qualities["the rounds in turns"] = {"level": level, "sentence": sentence}
         levels = list(GOOD_FOR)
         for outcome in self.outcomes:
