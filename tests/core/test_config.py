@@ -47,27 +47,6 @@ def test_the_seed_is_the_experiment():
     assert (seed.data.generator, seed.data.indices_per_lookup) == ("facebook_loop", 100)
 
 
-def test_the_tuned_preset_differs_from_the_seed_in_speed_only():
-    folder = PRESETS[0].parent
-    seed, tuned = load_parameters(folder / "seed.yaml"), load_parameters(folder / "tuned.yaml")
-    assert tuned.model == seed.model
-    changed = {
-        f"{section}.{name}"
-        for section, values in tuned.to_sections().items()
-        if isinstance(values, dict)
-        for name, value in values.items()
-        if value != seed.to_sections()[section][name]
-    }
-    assert changed == {
-        "data.generator",
-        "data.loader",
-        "training.fused_optimizer",
-        "training.fp32_matmul",
-        "training.embedding_backend",
-        "training.dense_backend",
-    }
-
-
 def test_both_ways_of_counting_mlp_sizes_give_the_same_widths():
     shape = {"embedding_dim": 64, "top_mlp": [16, 1]}
     facebook = parameters_from_sections(
@@ -119,7 +98,6 @@ def test_interaction_width(interaction, itself, expected):
         ({"training": {"batch_size": 2**63}}, ["training.batch_size", str(2**63), "at most"]),
         ({"training": {"learning_rate": 10**400}}, ["training.learning_rate", "finite"]),
         ({"model": {"table_rows": [[1] * 10**6] * 3}}, ["model.table_rows[0]", "[1, 1, 1, 1, 1"]),
-        ({"training": 7}, ["training", "7", "section"]),
         ({"training": {"threads": 100_000}}, ["training.threads", "100000", "at most 1024"]),
         ({"training": {"seed": 2**32}}, ["training.seed", str(2**32), str(2**32 - 1)]),
         ({"model": {"bottom_mlp": [512, 32]}}, ["ends in 32", "embedding_dim is 64"]),
@@ -195,7 +173,6 @@ def test_what_overrides_add_to_is_refused_all_the_same(tmp_path, value):
         (b"title: caf\xe9\n", ["cannot be read as text"]),
         (b"\xff\xfe\x00title", ["cannot be read as text"]),
         (b"a: [", ["not valid YAML"]),
-        (b"!!python/object/apply:os.system ['true']", ["not valid YAML", "constructor"]),
         (b"\0\1\2", ["not valid YAML"]),
         (b"- 1\n- 2\n", ["is [1, 2], expected the sections"]),
     ],
