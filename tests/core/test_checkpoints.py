@@ -253,7 +253,6 @@ def test_divergence_keeps_the_checkpoint_from_before(tmp_path, rate):
     )
     result = train(wild)
     assert result.status == "diverged" and result.first_iteration == 4
-    assert result.iterations < 296
     (said,) = [notice for notice in result.notices if notice.startswith("training diverged")]
     assert "nan" in said or "not finite" in said
     assert str(result.checkpoint) in said and f"{rate:g}" in said

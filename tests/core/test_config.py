@@ -47,6 +47,27 @@ def test_the_seed_is_the_experiment():
     assert (seed.data.generator, seed.data.indices_per_lookup) == ("facebook_loop", 100)
 
 
+def test_the_tuned_preset_differs_from_the_seed_in_speed_only():
+    folder = PRESETS[0].parent
+    seed, tuned = load_parameters(folder / "seed.yaml"), load_parameters(folder / "tuned.yaml")
+    assert tuned.model == seed.model
+    changed = {
+        f"{section}.{name}"
+        for section, values in tuned.to_sections().items()
+        if isinstance(values, dict)
+        for name, value in values.items()
+        if value != seed.to_sections()[section][name]
+    }
+    assert changed == {
+        "data.generator",
+        "data.loader",
+        "training.fused_optimizer",
+        "training.fp32_matmul",
+        "training.embedding_backend",
+        "training.dense_backend",
+    }
+
+
 def test_both_ways_of_counting_mlp_sizes_give_the_same_widths():
     shape = {"embedding_dim": 64, "top_mlp": [16, 1]}
     facebook = parameters_from_sections(

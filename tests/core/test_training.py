@@ -95,6 +95,11 @@ def iter_raising(error):
     yield
 
 
+def test_divergence_ends_the_run():
+    result = train(small(learning_rate=1e30, batches=200))
+    assert result.status == "diverged" and result.iterations < 200
+
+
 def test_the_command_ends_cleanly_when_told_to(tmp_path):
     """By Ctrl-C; SIGTERM: tests/core/test_checkpoints.py."""
     path = write(
