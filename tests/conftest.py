@@ -39,8 +39,12 @@ settings.load_profile("project")
 
 REPOSITORY = Path(__file__).parents[1]
 
+MEASURE = ("test_findings_program", "test_own_program", "test_trials")
+"""Files that measure programs for long: one test process has them all, so that no two measure at
+the same time."""
+
 SLOW = (
-    *("quick_chain", "test_findings_program", "test_trials", "test_own_program", "test_workbook"),
+    *("measure", "quick_chain", "test_workbook"),
     *("test_distributed", "test_attacks", "test_charts", "test_package", "test_wings"),
     *("test_capacity", "test_distributed_failures", "test_benchmark", "test_hpctoolkit_traps"),
     *("test_narrow_rows", "test_bench_embeddings", "test_whatif", "test_evaluation"),
@@ -56,7 +60,8 @@ SLOW = (
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Give each file to one test process, and all files that share ``quick_chain`` to the same.
+    """Give each file to one test process; all that share ``quick_chain``, and all that measure, to
+    the same.
 
     The slowest go first: a long file that begins last keeps one process busy while the others
     have nothing left to do.
@@ -69,6 +74,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.partition("::")[0]
+            if Path(file).stem in MEASURE:
+                return "measure"
             shared = "quick_chain"
             return shared if shared in (config.rootpath / file).read_text() else file
 

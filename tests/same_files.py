@@ -15,6 +15,20 @@ def assert_same_files(one: Path, other: Path, but: str = "\0") -> None:
             assert (one / name).read_bytes() == (other / name).read_bytes(), name
 
 
+def differing_files(one: Path, other: Path, leave: tuple[str, ...] = ()) -> list[str]:
+    """Files that only one of two folders has, or that differ; ``leave``: names left out."""
+    contents = [
+        {
+            str(file.relative_to(folder)): file.read_bytes()
+            for file in folder.rglob("*")
+            if file.is_file() and file.name not in leave
+        }
+        for folder in (one, other)
+    ]
+    names = sorted(contents[0].keys() | contents[1].keys())
+    return [name for name in names if contents[0].get(name) != contents[1].get(name)]
+
+
 def _lines(file: Path, but: str) -> list[str]:
     """Its lines, without those that name ``but`` and the one after each."""
     lines = ["", *file.read_text().splitlines()]

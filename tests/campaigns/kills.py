@@ -17,7 +17,6 @@ Given again with the same file it goes on, so it can be done in pieces (--second
 from __future__ import annotations
 
 import argparse
-import filecmp
 import importlib
 import os
 import random
@@ -32,17 +31,18 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from observers import Calling
-
 from dlrm_core.base.errors import InputError
 from dlrm_core.base.files import read_json, write_json
 from dlrm_core.config import Parameters, parameters_from_sections
-from dlrm_core.data.files.teacher import Law, SampleMaker, TeacherConfig, Variant
 from dlrm_core.run.checkpoint import find_checkpoint, read_checkpoint, steps_in
-from dlrm_workbook.datasets import criteo, generate, resumable
-from dlrm_workbook.datasets.loops import parser
 from dlrm_workbook.datasets.resumable import NOTE
 from dlrm_workbook.ground.machine import machine_facts, versions
+
+sys.path[:0] = [str(Path(__file__).parents[1])]
+import killed_work  # noqa: E402
+from observers import Calling  # noqa: E402
+from same_files import differing_files  # noqa: E402
+from small_data_set import write_text  # noqa: E402
 
 
 @dataclass
@@ -234,45 +234,15 @@ def same_checkpoint(one: Path, other: Path) -> bool:
 
 # Data sets.
 
-LAW = Law(Variant("custom", 5, (50_000, 400, 7), 1.45), 11, TeacherConfig())
-SAMPLES = {"train": 400_000, "test": 50_000}
+# longer work than the tests'
+killed_work.SAMPLES = {"train": 400_000, "test": 50_000}
+killed_work.SYNC_BYTES = 300_000
 TEXT_ROWS = 12_000
 
-
-def make_set(target: Path) -> None:
-    """Generate with labels of a teacher; a note after every few blocks."""
-    resumable.SYNC_BYTES = 300_000
-    generate.BLOCK = 2048
-    # seconds of Monte Carlo at the end would hide the short part where files are written
-    generate.best_figures = lambda *_: {"bayes_auc": 0.8}  # type: ignore[assignment]
-    generate.generate(LAW, SAMPLES, target, threads=2)
-
-
-def convert_text(target: Path) -> None:
-    """Preprocess; a note after every few pieces, and hash tables that overflow to disk."""
-    resumable.SYNC_BYTES = 60_000
-    criteo.PIECE_BYTES = 40_000
-    text = target.parent / "text.txt"
-    request = criteo.Request("kaggle", [text], 2, threads=2, memory=1 << 13)
-    criteo.preprocess(request, target)
-
-
 DATA_SETS: dict[str, Callable[[Path], None]] = {
-    "generate, teacher": make_set,
-    "preprocess Criteo's text": convert_text,
+    "generate, teacher": killed_work.make_set,
+    "preprocess Criteo's text": killed_work.convert_text,
 }
-
-
-def prepare_data(top: Path) -> None:
-    """The text that is converted; and machine code, so that forked processes have it."""
-    draw, lines = random.Random(3), []
-    for _ in range(TEXT_ROWS):
-        numbers = [str(draw.randrange(100)) if draw.random() < 0.9 else "" for _ in range(13)]
-        hashes = [f"{int(9000 * draw.random() ** 3) * 4_000_037 % 2**32:08x}" for _ in range(26)]
-        lines.append("\t".join([str(draw.randrange(2)), *numbers, *hashes]))
-    (top / "text.txt").write_text("\n".join(lines) + "\n", encoding="ascii")
-    SampleMaker(LAW, "train").block(0, 1)
-    parser()
 
 
 def kill_making(kind: str, top: Path, seconds: float, moments: random.Random, most: int) -> Tally:
@@ -326,22 +296,6 @@ def total(value: object) -> int:
     return int(value) if isinstance(value, int) else 0
 
 
-def differing_files(one: Path, other: Path) -> list[str]:
-    """Files that only one of two folders has, or that differ."""
-    names = {
-        str(file.relative_to(folder))
-        for folder in (one, other)
-        for file in folder.rglob("*")
-        if file.is_file()
-    }
-    return [
-        name
-        for name in sorted(names)
-        if not ((one / name).is_file() and (other / name).is_file())
-        or not filecmp.cmp(one / name, other / name, shallow=False)
-    ]
-
-
 # The campaign.
 
 KINDS = (*TRAININGS, *DATA_SETS)
@@ -358,7 +312,7 @@ def work_undisturbed(top: Path) -> dict[str, float]:
     Raises:
         InputError: one of them failed.
     """
-    prepare_data(top)
+    write_text(top, TEXT_ROWS)
     seconds = {}
     for kind in KINDS:
         started, target = time.perf_counter(), undisturbed(kind, top)

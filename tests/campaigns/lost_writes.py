@@ -31,8 +31,9 @@ from pathlib import Path
 
 from dlrm_core.base.files import read_json, write_json
 
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "workbook")]
-from test_datasets_kills import write_text  # noqa: E402
+sys.path[:0] = [str(Path(__file__).parents[1])]
+from same_files import differing_files  # noqa: E402
+from small_data_set import write_text  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 CALLS = (
@@ -374,23 +375,6 @@ print("finished", flush=True)
 """
 
 
-def same(one: Path, other: Path, leave: set[str]) -> list[str]:
-    """Files that only one of two folders has, or that differ."""
-    files = {
-        str(path.relative_to(folder))
-        for folder in (one, other)
-        for path in folder.rglob("*")
-        if path.is_file() and path.name not in leave
-    }
-    return [
-        name
-        for name in sorted(files)
-        if not (one / name).is_file()
-        or not (other / name).is_file()
-        or (one / name).read_bytes() != (other / name).read_bytes()
-    ]
-
-
 def check_run(left: Path, announced: list[str], whole: Path) -> list[str]:
     faults = []
     words = [line.split()[0] for line in announced]
@@ -402,12 +386,12 @@ def check_run(left: Path, announced: list[str], whole: Path) -> list[str]:
         faults.append("the finished run is not finished")
     for folder in folders:
         (end,) = whole.glob(f"*/{folder.name}")
-        if (folder / "profile").exists() and same(folder / "profile", end / "profile", set()):
+        if (folder / "profile").exists() and differing_files(folder / "profile", end / "profile"):
             faults.append("half a profile is seen")
         if "profile" in words and not (folder / "profile").exists():
             faults.append("the profile is gone")
         finished = [each for each in records if each["status"] == "finished"]
-        if finished and (differing := same(folder, end, set())):
+        if finished and (differing := differing_files(folder, end)):
             faults.append(f"finished, but {differing}")
     return faults
 
@@ -432,7 +416,7 @@ def gone_on_with(work: str) -> Callable[[Path, list[str], Path], list[str]]:
         target, end = left / "data" / "set", whole / "data" / "set"
         if announced and not target.exists():
             return ["the data set was announced, but is not there"]
-        if target.exists() and (differing := same(target, end, {NOTE})):
+        if target.exists() and (differing := differing_files(target, end, (NOTE,))):
             return [f"the data set is seen, but {differing}"]
         if target.exists() and not (target / NOTE).exists():
             return []
@@ -447,7 +431,7 @@ def gone_on_with(work: str) -> Callable[[Path, list[str], Path], list[str]]:
         )
         if done.returncode:
             return [f"cannot be gone on with: {done.stderr.strip().splitlines()[-1][:300]}"]
-        return [f"gone on with, {name} differs" for name in same(target, end, set())]
+        return [f"gone on with, {name} differs" for name in differing_files(target, end)]
 
     return check
 

@@ -9,7 +9,6 @@ from test_embeddings import parameters
 
 from dlrm_core import dense
 from dlrm_core.base import engines
-from dlrm_core.base.errors import InputError
 from dlrm_core.config import TrainingConfig
 from dlrm_core.interactions import DotInteraction
 from dlrm_core.train import Trainer, train
@@ -252,8 +251,3 @@ def test_the_forecast_has_room_for_every_candidate(tiles):
     sizes = [peak.activations + peak.gradients for peak in peaks]
     found = dense_peak(parameters(**AUTO))
     assert found.activations + found.gradients == max(sizes) > min(sizes)
-
-
-def test_products_of_bf16_numbers_by_name_need_the_fused_part_by_name():
-    with pytest.raises(InputError, match="only 'fused' has such products"):
-        TrainingConfig(dense_backend="auto", fp32_matmul="bf16x2")

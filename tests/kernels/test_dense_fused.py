@@ -165,8 +165,9 @@ def test_what_it_cannot_do_is_said():
 
 
 def test_options_that_exclude_each_other_are_refused():
-    with pytest.raises(InputError, match="only 'fused' has such products"):
-        TrainingConfig(fp32_matmul="bf16x2")
+    for backend in ("torch", "auto"):
+        with pytest.raises(InputError, match="only 'fused' has such products"):
+            TrainingConfig(dense_backend=backend, fp32_matmul="bf16x2")
     with pytest.raises(InputError, match="compile is true"):
         TrainingConfig(**BF16, compile=True)
 

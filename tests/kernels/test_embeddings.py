@@ -13,7 +13,7 @@ from small_training import THREE_TABLES
 from dlrm_core.base.errors import InputError, MissingToolError
 from dlrm_core.config import TrainingConfig, parameters_from_sections
 from dlrm_core.data.batch import Batch
-from dlrm_core.embeddings import EmbeddingTables, RowwiseAdagrad, attach
+from dlrm_core.embeddings import EmbeddingTables, attach
 from dlrm_core.train import Trainer
 from dlrm_kernels import native
 from dlrm_kernels.embeddings.fused_cpu import share_out
@@ -272,22 +272,6 @@ def test_a_giant_table_is_cut_and_equal_ones_are_not():
     assert share_out((0, 1000, 1010, 1020), 4)[:4].tolist() == [[0, s, 4] for s in range(4)]
     assert share_out(tuple(range(0, 900, 100)), 2)[:, 2].tolist() == [1] * 8
     assert share_out(tuple(range(0, 900, 100)), 1)[:, 2].tolist() == [1] * 8
-
-
-def test_rowwise_adagrad_is_its_formula():
-    weight = torch.nn.Parameter(torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]))
-    update = RowwiseAdagrad([weight], lr=0.1)
-    sums = np.zeros(3)
-    expected = weight.detach().double().numpy().copy()
-    for scale in (1.0, 2.0):
-        entries = torch.tensor([[0, 2, 0]])
-        values = scale * torch.tensor([[1.0, 2.0], [3.0, -1.0], [0.5, 0.5]])
-        weight.grad = torch.sparse_coo_tensor(entries, values, (3, 2), check_invariants=True)
-        update.step()
-        for row, g in ((0, scale * np.array([1.5, 2.5])), (2, scale * np.array([3.0, -1.0]))):
-            sums[row] += (g**2).mean()
-            expected[row] -= 0.1 * g / (np.sqrt(sums[row]) + 1e-10)
-    np.testing.assert_allclose(weight.detach().numpy(), expected, rtol=1e-6)
 
 
 def parameters(**training):

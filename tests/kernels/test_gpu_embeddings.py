@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton", reason="triton is not installed: the GPU's kernels cannot run")
 
+from test_embedding_backends import sparse_tables
 from test_embeddings import config, make_batch, make_tables
 
 import dlrm_kernels.embeddings.fused_gpu as fused_gpu
@@ -325,12 +326,7 @@ def test_indices_changed_between_forward_and_backward_are_noticed():
 @pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad"])  # adagrad's state takes 8 GiB
 def test_a_table_of_more_than_2_to_the_31_elements(tmp_path, optimizer):
     rows, dim = 2**31 // 64 + 1000, 64
-    file = tmp_path / "table"
-    with file.open("wb") as opened:
-        opened.truncate(rows * dim * 4)  # a hole: only rows that are used take memory
-    tables = EmbeddingTables([1], dim)
-    mapped = torch.from_file(str(file), shared=True, size=rows * dim).view(rows, dim)
-    tables.weights[0].data = mapped
+    tables, mapped = sparse_tables(tmp_path, [rows], dim)
     wanted = torch.tensor([rows - 1, 3, rows - 1, 2**31 // 64])
     mapped[wanted.unique()] = 1.0
     tables.backend = FusedGpu(tables, optimizer, 0.5)

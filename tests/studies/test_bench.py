@@ -1,5 +1,6 @@
 """``dlrm bench``: its logic, on small models and the CPU."""
 
+import functools
 import itertools
 import json
 import math
@@ -16,7 +17,7 @@ from small_training import THREE_TABLES
 from dlrm_core.base.errors import InputError, MissingToolError
 from dlrm_core.config import load_parameters, parameters_from_sections
 from dlrm_core.data.loader import make_generator
-from dlrm_studies.bench import measure
+from dlrm_studies.bench import command, measure
 from dlrm_studies.bench.bare import (
     ROWS,
     bare_times,
@@ -441,11 +442,19 @@ def test_contestants_are_confined_to_the_cores_asked_for():
         pass
 
 
-def test_the_command_runs_processes_that_train_the_same_and_writes_json(tmp_path, capsys):
-    # rows as wide as a cache line, so that bare accesses to them are timed
-    model = SMALL["model"] | {"bottom_mlp": "16-32-16", "embedding_dim": 16}
+def test_the_command_prints_what_was_measured_and_writes_json(tmp_path, capsys, monkeypatch):
+    """Of processes that train: tests/studies/test_benchmark.py measures with them."""
+
+    def run(parameters, iterations, threads):
+        step = 2.0 if parameters.data.generator == "facebook" else 4.0
+        return Run(step, 2 * step, [0.5] * (iterations + WARMUP))
+
+    monkeypatch.setattr(command, "run_plan", functools.partial(run_plan, run=run))
+    bare = bare_round(0, 2.0, 1.0, 1.0)
+    del bare["round"]
+    monkeypatch.setattr(measure, "time_round", lambda *asked: bare)
     file, out = tmp_path / "p.yaml", tmp_path / "out" / "bench.json"
-    file.write_text(json.dumps(SMALL | {"model": model}))
+    file.write_text(json.dumps(SMALL))
     typed = ["bench", "--rounds=1", "--iterations=2", "-f", str(file), "--json", str(out)]
     assert main(typed) == 0
     said = capsys.readouterr().out
@@ -454,18 +463,6 @@ def test_the_command_runs_processes_that_train_the_same_and_writes_json(tmp_path
     assert written["machine"] and written["settings"]["contestants"]["fp32"]
     (case,) = written["cases"]
     assert (case["case"], case["threads"], case["losses_agree"]) == ("given", 1, True)
-    assert case["loss_difference"]["fp32"] < 1e-6
-    ratio = case["ratios"]["fp32"]["end_to_end_ms"]
-    assert 0 < ratio["low"] <= ratio["mid"] <= ratio["high"]
-    bare = case["bare"]["bare"]
-    for one in (bare["fp32"], bare["rows"]):
-        assert 0 < one["best_ms"] <= one["mid"] and 0 < one["of_best"] <= 1
-    floor = bare["fp32"]["mid"] + bare["rows"]["mid"]
-    for name in ("plain", "fp32"):
-        (run,) = [row for row in case["runs"] if row["contestant"] == name]
-        share = case["bare"]["contestants"][name]["share"]["mid"]
-        assert share == pytest.approx(floor / run["step_ms"])
-    assert 0 < case["bare"]["errors"]["fp32"] < 1e-5
     assert "than plain end to end and" in said and "as fast as" not in said
     assert re.search(r"^fp32 is [\d.,]+x (faster|slower) than", said, re.MULTILINE)
     assert "bare random rows" in said

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from dlrm_studies.bench.embeddings import (
     run_group,
 )
 from dlrm_studies.bench.measure import BenchEffort, BenchPlan, Others, run_plan
-from dlrm_workbook.evidence.contestants import WARMUP, Run, round_ratio
+from dlrm_workbook.evidence.contestants import WARMUP, Run, round_ratio, run_ours
 from dlrm_workbook.runner.run import run_notebooks
 from dlrm_workbook.show.tables import Text, TextTable, show
 
@@ -324,9 +325,19 @@ def test_a_file_that_is_no_benchmark_is_refused(tmp_path: Path) -> None:
         embedding_results.read_embeddings(str(tmp_path / "none.json"))
 
 
-def test_a_benchmark_in_which_nothing_ran_is_no_benchmark(tmp_path: Path) -> None:
+def test_a_benchmark_in_which_nothing_ran_is_no_benchmark(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     huge = {**SMALL["model"], "table_rows": [10**13]}
     broken = parameters_from_sections(SMALL | {"model": huge})
+    with pytest.raises(InputError) as refused:
+        run_ours(broken, 1, 1)
+
+    def refuse(*given: Any) -> Run:
+        raise refused.value  # as another process would say again
+
+    monkeypatch.setattr(benchmark, "run_plan", partial(run_plan, run=refuse))
+    monkeypatch.setattr("dlrm_studies.bench.measure.time_round", refuse)
     found = benchmark.start_benchmark(broken, tmp_path, effort=BenchEffort(1, 1))
     assert found.plan is not None and found.plan.runs == len(CONTESTANTS)
     with pytest.raises(InputError, match=r"nothing was measured: dlrm train: .*memory"):
@@ -343,7 +354,18 @@ def test_the_page_of_a_small_benchmark(tmp_path: Path) -> None:
     written = json.loads((run.path / "benchmark.json").read_text())
     (case,) = written["cases"]
     assert set(case["contestants"]) == set(CONTESTANTS)
-    assert case["losses_agree"]
+    assert case["losses_agree"] and case["loss_difference"]["fp32"] < 1e-6
+    ratio = case["ratios"]["fp32"]["end_to_end_ms"]
+    assert 0 < ratio["low"] <= ratio["mid"] <= ratio["high"]
+    bare = case["bare"]["bare"]
+    for one in (bare["fp32"], bare["rows"]):
+        assert 0 < one["best_ms"] <= one["mid"] and 0 < one["of_best"] <= 1
+    floor = bare["fp32"]["mid"] + bare["rows"]["mid"]
+    for name in ("plain", "fp32"):
+        (timed_run,) = [row for row in case["runs"] if row["contestant"] == name]
+        share = case["bare"]["contestants"][name]["share"]["mid"]
+        assert share == pytest.approx(floor / timed_run["step_ms"])
+    assert 0 < case["bare"]["errors"]["fp32"] < 1e-5
     timed = json.loads((run.path / "protocols.json").read_text())["measured"]
     assert [one["batch_size"] for one in timed["inference"]] == [1, 1, 8, 8]
     drawn = 5 if embedding_results.DEFAULT.is_file() else 4

@@ -10,18 +10,9 @@ from pathlib import Path
 
 import pytest
 from same_files import assert_same_files
+from small_data_set import write_text
 
 KILLS, AT_ONCE = 6, 4
-
-
-def write_text(folder: Path) -> None:
-    draw = random.Random(3)
-    lines = []
-    for _ in range(1500):
-        numbers = [str(draw.randrange(100)) if draw.random() < 0.9 else "" for _ in range(13)]
-        hashes = [f"{draw.randrange(1000) * 4_000_037:08x}" for _ in range(26)]
-        lines.append("\t".join([str(draw.randrange(2)), *numbers, *hashes]))
-    (folder / "text.txt").write_text("\n".join(lines) + "\n")
 
 
 @pytest.fixture(scope="module")

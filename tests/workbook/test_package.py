@@ -208,21 +208,17 @@ def test_what_is_installed_works_without_the_checkout(installed):
     place.mkdir()
 
     environment = os.environ | {"PYTHONPATH": str(installed / "site"), "LANG": "C", "LC_ALL": "C"}
-    for words, text in (
-        ("--help", "copy the notebooks"),
-        ("help columns kernel_table", "`short_name`"),
-    ):
-        command = [sys.executable, "-m", "dlrm_workbook", *words.split()]
-        assert text in subprocess.check_output(command, cwd=place, env=environment, text=True)
     tiny = ["-p", "training.batches=3", "-p", "training.batch_size=16"]
-    listed, missing, trained, made, again = run_commands(
+    helped, columns, listed, missing, trained, made, again = run_commands(
         [
-            *(["parameters"], ["train", "-f", "none"], ["train", "-f", "quick", *tiny]),
+            *(["--help"], ["help", "columns", "kernel_table"], ["parameters"]),
+            *(["train", "-f", "none"], ["train", "-f", "quick", *tiny]),
             *(["new", "mein Heft"], ["new", "mein Heft"]),
         ],
         place,
         environment,
     )
+    assert "copy the notebooks" in helped.out and "`short_name`" in columns.out
     assert "| `batch_size`" in listed.out
     assert missing.code == 2 and "known: deepspark" in missing.err
     assert json.loads(trained.out.splitlines()[-1])["samples_per_second"] > 0, trained.err
