@@ -6,9 +6,8 @@ import random
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from database_edits import DatabaseCopy
@@ -29,6 +28,11 @@ ADD = (
     "at::detail::Array<char*, 3>)"
 )
 
+FILL = (
+    "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<long>, "
+    "at::detail::Array<char*, 1> >(int, at::native::FillFunctor<long>, "
+    "at::detail::Array<char*, 1>)"
+)
 SORT = (
     "void cub::DeviceRadixSortOnesweepKernel<cub::DeviceRadixSortPolicy<long, long, int>::"
     "Policy800, false, long, long, int, int>(int*, int*, int*, long*, long const*, long*, "
@@ -191,165 +195,3 @@ def slower(function: str) -> Plant:
         return f"{function} takes {database.stretch_function(function, loss):.0f} times as long"
 
     return plant
-
-
-# ---- work at a place of each iteration ---------------------------------------------------
-
-LOOKUPS = r"sparse_arch|EmbeddingBagCollection|ebc"
-
-
-PLACES: dict[str, Callable[[Trace, int], list[float]]] = {
-    "batch": lambda trace, step: [batch_start(trace, step)],
-    "forward": Trace.model_points,
-    "lookups": lambda trace, step: trace.within(LOOKUPS, step) or trace.model_points(step),
-    "loss": lambda trace, step: trace.model_points(step)[-1:],
-    "backward": lambda trace, step: trace.points(step)[:-1],
-    "optimizer": lambda trace, step: [before_optimizer(trace, step)],
-    "end": lambda trace, step: trace.points(step)[-1:],
-}
-"""Name of a place in an iteration to the points in it."""
-
-
-def visits(trace: Trace, place: str) -> Iterator[list[float]]:
-    """The points of each iteration at a place, on whose thread edits are made meanwhile."""
-    with backward(trace) if place == "backward" else nullcontext():
-        for step in range(len(trace.steps)):
-            yield PLACES[place](trace, step)
-
-
-def host_event(trace: Trace, name: str, shape: list[int] | None = None, kind: str = "") -> Event:
-    """A call of the CUDA runtime or driver, a range or an operator, as its name tells."""
-    if name.startswith("cu"):
-        call = trace.runtime_call(name)
-        modern = str(call["cat"]) == "cuda_runtime" and not name.startswith("cuda")
-        return call | ({"cat": "cuda_driver"} if modern else {})
-    if name.startswith(("## ", "nccl:")):
-        return annotation(trace, name)
-    return operator(trace, name, shape, kind)
-
-
-def nested(
-    trace: Trace, names: str, begins: float, length: float, shape: list[int] | None = None
-) -> list[tuple[float, float, Event]]:
-    """Events of the host one inside another, outermost first, with " > " between their names."""
-    return [
-        (begins + 1.0 * depth, length - 2.0 * depth, host_event(trace, name, shape, "float"))
-        for depth, name in enumerate(names.split(" > "))
-    ]
-
-
-def host_work(place: str, calls: dict[str, float], each: tuple[float, float] = (1e9, 1e9)) -> Plant:
-    """Nested calls hold the host for their shares of the time, again and again for so many
-    microseconds, or once."""
-
-    def plant(trace: Trace, draw: Draw, loss: float) -> str:
-        count = max(round(loss / draw.uniform(*each)), 1)
-        for points in visits(trace, place):
-            for _ in range(count):
-                host, begins = [], 0.5
-                for names, share in calls.items():
-                    length = share * loss / count
-                    host += nested(trace, names, begins, length - 1.0)
-                    begins += length
-                trace.insert(Insertion(draw.choice(points), loss / count, host))
-        return f"{', '.join(calls)}: {count} times per step, {loss / 1e3:.1f} ms in all"
-
-    return plant
-
-
-def add_wide(
-    trace: Trace, at: float, names: str, kernel: str, length: float, rate: float, blocks: int = 0
-) -> None:
-    """A kernel over as many numbers as pass in so many microseconds at so many GB/s."""
-    number, size = trace.new_id(), floats(length, rate)
-    host = nested(trace, names, 0.0, 22.0, [size])
-    host[-1] = (*host[-1][:2], numbered(host[-1][2], number))
-    host.append((9.0, 6.0, trace.runtime_call("cudaLaunchKernel", number)))
-    work = trace.gpu_work("kernel", kernel, number)
-    blocks = blocks or -(-size // 512)
-    full = blocks >= 1024
-    shape = {
-        "grid": [blocks, 1, 1],
-        "block": [128, 1, 1],
-        "blocks per SM": round(blocks / 100, 2),
-        "warps per SM": round(blocks / 25, 2),
-        "est. achieved occupancy %": 100 if full else round(min(blocks / 16, 100)),
-    }
-    work["args"] |= {name: value for name, value in shape.items() if name in work["args"]}
-    trace.insert(Insertion(at, 24.0, host, [(9.0, length, work)]))
-
-
-def gpu_work(
-    place: str,
-    operations: dict[str, tuple[str, float]],
-    counts: tuple[int, ...] = (1, 4),
-    rate: tuple[float, float] = (400.0, 650.0),
-    blocks: int = 0,
-    reads_back: bool = False,
-) -> Plant:
-    """Kernels of nested operators take their shares of the time, in that order, again and again;
-    the host may then read back a value."""
-    kernel = max(operations.values(), key=lambda each: each[1])[0]
-
-    def plant(trace: Trace, draw: Draw, loss: float) -> str:
-        count, speed = draw.choice(counts), draw.uniform(*rate)
-        for points in visits(trace, place):
-            for _ in range(count):
-                at = draw.choice(points)
-                for names, (own, share) in operations.items():
-                    add_wide(trace, at, names, own, share * loss / count, speed, blocks)
-                if reads_back:
-                    add_readback(trace, at, names)
-        return f"{', '.join(operations)} {count} times per step: {kernel}"
-
-    return plant
-
-
-def add_readback(trace: Trace, at: float, names: str) -> None:
-    """A value is copied to the host, which waits for it in nested operators."""
-    number = trace.new_id()
-    value = trace.gpu_work("memcpy", "Memcpy DtoH (Device -> Pageable)", number)
-    value["args"] |= {"bytes": 4, "memory bandwidth (GB/s)": 0.003}
-    host = nested(trace, f"{names} > aten::item > aten::_local_scalar_dense", 0.0, OPEN_ENDED)
-    host.append((6.0, 9.0, trace.runtime_call("cudaMemcpyAsync", number)))
-    host.append((16.0, OPEN_ENDED, trace.runtime_call("cudaStreamSynchronize")))
-    trace.insert(Insertion(at, 32.0, host, [(6.0, 1.5, value)], drains=True))
-
-
-def together(*plants: Plant) -> Plant:
-    """Each plant takes an equal part of the time; the last tells what it did."""
-
-    def plant(trace: Trace, draw: Draw, loss: float) -> str:
-        return [each(trace, draw, loss / len(plants)) for each in plants][-1]
-
-    return plant
-
-
-def add_collective(trace: Trace, at: float, kind: str, names: str, length: float) -> None:
-    """A collective of all ranks, for which the host waits."""
-    number = trace.new_id()
-    work = trace.collective(number)
-    recorded = r"_(AllReduce|SendRecv|ReduceScatter|AllGather)(\w*)_Sum_\w+?\("
-    work["name"] = re.sub(recorded, rf"_{kind}\2_Sum_float(", work["name"])
-    host = nested(trace, f"{names} > record_param_comms", 0.0, 36.0)
-    host.append((14.0, 8.0, trace.runtime_call("cudaLaunchKernel", number)))
-    host.append((38.0, OPEN_ENDED, trace.runtime_call("cudaStreamSynchronize")))
-    trace.insert(Insertion(at, 52.0, host, [(14.0, length, work)], drains=True))
-
-
-OF_WORK = r"launch_bound|gpu_idle|pageable"
-
-
-sealed = partial(Fault, held_out=True, advice_counts=False, small=SMALL, listed=True)
-
-
-def answer(
-    plant: Plant, recordings: str, pattern: str, unless: str = "", heads: str = "."
-) -> Fault:
-    """A kind whose recordings have blanks between, and that one pattern of the text names."""
-    return sealed(plant, tuple(recordings.split()), ((heads, pattern),), unless=unless)
-
-
-def edited(trace: Trace, edit: Callable[[Event], Event]) -> Trace:
-    """The trace with each event edited."""
-    return Trace(trace.document | {"traceEvents": [edit(event) for event in trace.events]})
