@@ -25,6 +25,7 @@ from dlrm_workbook.analysis.findings.evidence import (
 )
 from dlrm_workbook.analysis.findings.finding import (
     LEAST_SHARE,
+    MOSTLY_FIRST,
     Causes,
     Measured,
     bounded,
@@ -32,6 +33,7 @@ from dlrm_workbook.analysis.findings.finding import (
     largest_part,
     predicted,
     rule,
+    share_of_first_calls,
 )
 from dlrm_workbook.analysis.findings.gpu_copies import PREFETCH
 from dlrm_workbook.analysis.findings.gpu_taken import BLOCKING, SYNC, without
@@ -402,12 +404,14 @@ ALLOCATING = re.compile(r"^(?:cuda|cu|hip)(?:Malloc|Free|Mem(?:Alloc|Free)|Host(
     concerns=(IDLE,),
 )
 def allocation(evidence: Evidence, ledger: Causes) -> Measured | None:
-    """The GPU idles while the host is in calls that allocate or free its memory."""
+    """The GPU idles while the host is in calls that allocate or free its memory, again and again:
+    the first such call makes a context."""
     idle = without(evidence.idle, ledger.taken)
     idle = idle[idle["cause"].eq("allocation")]
     left = evidence.idle_ms - ledger.idle_ms
     time = min(float(idle["idle_ms"].sum()), max(left, 0.0))
-    if time < LEAST_SHARE * evidence.total_ms:
+    first, *_ = share_of_first_calls(evidence, idle["context"].to_numpy())
+    if time < LEAST_SHARE * evidence.total_ms or first > MOSTLY_FIRST:
         return None
     calls, steps = evidence.calls(ALLOCATING), evidence.iterations
     names = evidence.profile.contexts["name"].iloc[calls["context"]].to_numpy()
@@ -692,16 +696,25 @@ def gpu_idle(evidence: Evidence, ledger: Causes) -> Measured | None:
         figures["unknown"] = f"What the host did meanwhile was not measured ({how})."
     elif len(unexplained):
         figures |= _host_meanwhile(evidence, unexplained, partly)
-    begun = evidence.idle["end_ns"].le(evidence.work["start_ns"].min())
-    before = float(evidence.idle.loc[begun, "idle_ms"].sum()) / evidence.idle_ms
-    if evidence.profile.iterations.empty and before > 0.5:
-        figures |= {"before": f", {before:.0%} of that before it begins", "remedy": START}
+    idle = evidence.idle
+    outside = {
+        ("before it begins", START): idle["end_ns"].le(evidence.work["start_ns"].min()),
+        ("after its last work", END): idle["start_ns"].ge(evidence.work["end_ns"].max()),
+    }
+    for (when, remedy), rows in outside.items():
+        part = float(idle.loc[rows, "idle_ms"].sum()) / evidence.idle_ms
+        if evidence.profile.iterations.empty and part > 0.5:
+            figures |= {"before": f", {part:.0%} of that {when}", "remedy": remedy}
     return figures
 
 
 START = (
     "That is the start of the program: shorten what it loads, compiles and makes ready there, or "
     "record what comes after it."
+)
+END = (
+    "That is the end of the program: shorten what it writes, unloads and gives back there, or end "
+    "the recording before it."
 )
 
 
