@@ -62,9 +62,15 @@ def computes_in_double(full: str) -> bool:
     return (_type(arguments) if made_for else _floating(arguments)) == "fp64"
 
 
+WHOLE_GRAPH = "CUDA graph "
+"""How the name of a graph begins that was recorded as one kernel."""
+
+
 @functools.lru_cache(maxsize=20_000)
 def kernel_name(full: str) -> KernelName:
     """What the full name of a kernel says; never fails, an unknown one is put in words."""
+    if full.startswith(WHOLE_GRAPH):
+        return KernelName(full)
     text = _demangled(full.strip())
     rules = (_copied, _triton, _collective, _product, _attention, _function)
     return _cut(next(name for rule in rules if (name := rule(text)) is not None))

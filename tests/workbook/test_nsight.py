@@ -327,6 +327,17 @@ def test_graphs_streams_samples_and_what_nsight_systems_says(tmp_path: Path) -> 
     assert no_overlaps(recording)
 
 
+def test_a_graph_that_was_recorded_as_a_whole_is_called_one(tmp_path: Path) -> None:
+    export = Export(tmp_path / "a.sqlite")
+    for number in range(3):
+        at = 100_000 * number
+        export.call(at, at + 5_000, "cudaGraphLaunch", 90 + number)
+        export.work(GRAPH, at + 6_000, at + 99_000, 90 + number, graphId=4)
+    first = explain(export.write()).ranked_findings[0]
+    assert first.title.startswith("CUDA graph 4 takes 9")
+    assert "its kernels were not recorded" in first.title and "=node" in first.advice
+
+
 def test_what_the_profiler_does_is_counted_from_the_first_event(tmp_path: Path) -> None:
     export = Export(tmp_path / "a.sqlite")
     export.call(1_000_000, 1_010_000, "cudaLaunchKernel", 1)

@@ -40,7 +40,12 @@ from dlrm_workbook.analysis.gpu import (
     stall_table,
 )
 from dlrm_workbook.analysis.gpu_limits import UNJUDGED
-from dlrm_workbook.analysis.kernel_names import UNNAMED_TRITON, computes_in_double, kernel_name
+from dlrm_workbook.analysis.kernel_names import (
+    UNNAMED_TRITON,
+    WHOLE_GRAPH,
+    computes_in_double,
+    kernel_name,
+)
 from dlrm_workbook.ground.units import milliseconds
 from dlrm_workbook.recordings.foreign import COMMUNICATION
 from dlrm_workbook.recordings.hpctoolkit.metrics import STALLS
@@ -338,7 +343,7 @@ UNJUDGED_SHARE = 0.3
     "heavy_kernel",
     title="{heading}",
     evidence=(
-        "The kernel {kernel} takes {time:ms} per iteration, {of_device:.0%} of the GPU's time, in "
+        "{kernel} takes {time:ms} per iteration, {of_device:.0%} of the GPU's time, in "
         "{launches} of {each}.",
         "By its operator's shapes {reached:.1%} of that would do at the limits of this GPU's data "
         "sheet.",
@@ -375,14 +380,14 @@ def heavy_kernel(evidence: Evidence, ledger: Causes) -> Measured | None:
     launch = _launch_text(worst.to_dict()) if worst["fills"] < 1 else None
     few = f"Its grid fills {waves:.0%} of the GPU." if waves <= FEW_WAVES else launch
     taken = min(float(worst["ms"]) / evidence.total_ms, 1.0)
-    has_limit = reached == reached
+    has_limit, is_graph = reached == reached, str(worst["kernel"]).startswith(WHOLE_GRAPH)
     return {
         "share": taken,
         "least": 0.0,
         "device_work": [worst["kernel"]],
         "component": worst["component"],
         "heading": _heading(evidence, worst.to_dict(), taken, few if is_small else None),
-        "kernel": str(worst["short_name"]),
+        "kernel": worst["kernel"] if is_graph else f"The kernel {worst['short_name']}",
         "pieces": evidence.of_kernels([str(worst["kernel"])]),
         "time": float(worst["ms"]),
         "of_device": min(float(worst["ms"]) / evidence.device_ms, 1.0),
@@ -395,7 +400,9 @@ def heavy_kernel(evidence: Evidence, ledger: Causes) -> Measured | None:
         "unknown": None
         if has_limit or waves < 1 or is_small or str(worst["kernel"]) in evidence.paces
         else "The recording does not show how close it is to the GPU's limits.",
-        "advised": "Give each launch more threads: blocks of a multiple of 32 of them (128 or 256) "
+        "advised": "Record the kernels in it: nsys profile --cuda-graph-trace=node."
+        if is_graph
+        else "Give each launch more threads: blocks of a multiple of 32 of them (128 or 256) "
         "and several blocks for each multiprocessor, which share the elements."
         if is_small
         else "Look at its shapes and at what calls it: operands that are tiny, strided or padded, "
@@ -437,6 +444,8 @@ def _heading(
     place, pace = evidence.paces.get(str(kernel["kernel"]), ("", ""))
     counted = limit_by_counters(evidence.profile, str(kernel["kernel"]))
     head = f"One kernel takes {share:.0%} of the step: {kernel['short_name']}"
+    if str(kernel["kernel"]).startswith(WHOLE_GRAPH):
+        return f"{kernel['kernel']} takes {share:.0%} of the step; its kernels were not recorded"
     if not pace:
         known = counted or launch
         return f"{head}; {known[0].lower()}{known[1:-1]}" if known else head
