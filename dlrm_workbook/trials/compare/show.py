@@ -17,16 +17,14 @@ from dlrm_workbook.ground.intervals import Interval
 from dlrm_workbook.ground.units import (
     faster,
     from_to,
-    known_or,
     milliseconds,
     percent,
     ratio,
-    signed_digits,
     signed_milliseconds,
     speedup,
 )
 from dlrm_workbook.show import theme
-from dlrm_workbook.show.tables import NOTHING, QUALITY_LEVELS, Column, Text, each_row, listed
+from dlrm_workbook.show.tables import Column, Text, listed
 from dlrm_workbook.trials.compare.analyse import NOT_A_PART
 from dlrm_workbook.trials.compare.comparison import FINISHED, Comparison, Outcome
 
@@ -351,89 +349,6 @@ def losses_text(comparison: Comparison) -> Text:
             text += f"; runs of {' and '.join(shaky)} do not even repeat themselves exactly"
         lines.append(f"- {name}: {text}.")
     return Text("\n".join(lines) or f"*Not measured: {FINISHED}.*")
-
-
-OUTCOME_TITLES: dict[str, str | Column] = {
-    "change": "change",
-    "before_ms": "before",
-    "predicted_ms": "predicted",
-    "after_ms": "after",
-    "predicted": Column("predicted speed-up", "gain_range", tuple(f"predicted_{e}" for e in ENDS)),
-    "measured": Column("measured speed-up", "speedup", tuple(f"measured_{e}" for e in ENDS)),
-    "error": Column("error of predicted time", "signed_share"),
-    "in_range": Column("in range", "judged"),
-    "quality": Column("runs", each_row(lambda level: QUALITY_LEVELS.get(level, NOTHING))),
-}
-PREDICTION_TITLES: dict[str, str | Column] = {
-    "change": "change",
-    "gain": Column("speed-up", "gain_range", tuple(f"speedup_{e}" for e in ENDS)),
-    "method": "from",
-}
-OTHER_TIME_TITLES: dict[str, str | Column] = {
-    "what": "",
-    "time_ms": "per iteration",
-    "iterations": "",
-    "why": "why it differs",
-}
-PART_TITLES: dict[str, str | Column] = {
-    "part": "",
-    "before_ms": "before",
-    "after_ms": "after",
-    "predicted_ms": "predicted",
-    "difference_ms": Column("difference", each_row(lambda ms: known_or(ms, signed_digits))),
-    "interval": Column("95% interval", "signed_range", ("low_ms", "high_ms")),
-    "verdict": "verdict",
-}
-CALL_TITLES: dict[str, str | Column] = {
-    "label": "call",
-    "path": Column("called by", "callers"),
-    "part": "",
-    "before_ms": "itself before",
-    "after_ms": "itself after",
-    "difference_ms": Column("difference", "signed"),
-    "state": "",
-}
-RECORDED_TITLES: dict[str, str | Column] = {"part": ""} | {
-    f"{name}_{side}": Column(f"{label} {side}", "number", unit=unit)
-    for name, label, unit in (
-        *(("device_ms", "device", "ms"), ("host_ms", "host", "ms")),
-        *(("idle_ms", "GPU idle", "ms"), ("launches", "launches", "")),
-    )
-    for side in ("before", "after")
-}
-DEVICE_TITLES: dict[str, str | Column] = {
-    "operator": Column("operator", "function"),
-    "part": "",
-    "before_ms": "before",
-    "after_ms": "after",
-    "difference_ms": Column("difference", "signed"),
-    "launches_before": Column("launches before", "number"),
-    "launches_after": Column("launches after", "number"),
-    "kernel_before": Column("longest kernel before", "function"),
-    "kernel_after": Column("longest kernel after", "function"),
-}
-PART_HELD_TITLES: dict[str, str | Column] = {
-    "part": "",
-    "before_ms": "before",
-    "predicted_ms": "predicted",
-    "range": "range",
-    "after_ms": "measured",
-    "error": Column("error", "signed_share"),
-    "in_range": Column("in range", "judged"),
-}
-KERNEL_HELD_TITLES: dict[str, str | Column] = {
-    "operator": Column("operator", "function"),
-    "kernel": Column("or kernel", "function"),
-    "shapes": "",
-    "limit": "limit",
-    "before_us": "before",
-    "predicted_us": "predicted",
-    "after_us": "measured",
-    "error": Column("error", "signed_share"),
-    "in_range": Column("in range", "judged"),
-}
-"""Columns of the tables of outcomes, predictions, parts, largest changes, and of what recordings
-hold on GPU and host."""
 
 
 def difference_columns(table: pd.DataFrame) -> dict[str, str | Column]:
