@@ -32,13 +32,14 @@ from dlrm_core.losses import MeanSquaredError
 from dlrm_core.model import DLRM, ClickLoss
 from dlrm_core.operations import FLOAT_BYTES
 from dlrm_core.parts import log_spans, parse_span
+from dlrm_core.precision import CPU_FLAGS
 from dlrm_core.step import TrainingStep
 from dlrm_kernels.embeddings.choose import resolve
 from dlrm_kernels.embeddings.pages import tables_on_huge_pages, touched_beside
 from dlrm_kernels.memory import forecast_memory
 from dlrm_kernels.products import set_fp32_products
 from dlrm_kernels.tiles import machine as tiles
-from dlrm_workbook.evidence.ceilings import BF16_FLAGS, last_level_cache
+from dlrm_workbook.evidence.ceilings import last_level_cache
 from dlrm_workbook.evidence.dependence import (
     Change,
     affected_components,
@@ -471,7 +472,7 @@ def default_changes(parameters: Parameters) -> list[dict[str, Any]]:
     if training.fp32_matmul == "default" and training.precision == "fp32":
         changes.append({"training.fp32_matmul": "onednn"})
     may_round = training.precision == "fp32" and training.lowest_precision != "fp32"
-    if may_round and cpu_flags() & set(BF16_FLAGS):
+    if may_round and cpu_flags() & set(CPU_FLAGS["bf16"]):
         changes.append({"training.precision": "bf16"})
     if "fused dense part" in parameters.model.interaction_kind.engines:
         changes += _fused_changes(training)
