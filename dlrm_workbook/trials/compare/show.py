@@ -230,16 +230,8 @@ def waterfall(outcomes: Sequence[Outcome]) -> go.Figure:
     labels.append("all changes")
     steps = [after - before for before, after in itertools.pairwise(levels)]
     texts = [milliseconds(base), *map(signed_milliseconds, steps), milliseconds(levels[-1])]
-    result.add_waterfall(
-        x=list(range(len(labels))),
-        y=[base, *steps, levels[-1]],
-        measure=["absolute", *("relative" for _ in steps), "total"],
-        name="measured",
-        showlegend=False,
-        text=texts,
-        hovertext=[f"{name}: {text}" for name, text in zip(labels, texts, strict=True)],
-        **theme.WATERFALL,
-    )
+    hover = [f"{name}: {text}" for name, text in zip(labels, texts, strict=True)]
+    theme.add_steps(result, levels, texts, hover, flat=False)
     predicted = [(at, o.predicted.speedup) for at, o in enumerate(shown, 1) if o.predicted]
     if predicted:
         mids, highs, lows = ([base / gain[end] for _, gain in predicted] for end in ENDS)
