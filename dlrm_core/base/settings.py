@@ -8,13 +8,11 @@ import reprlib
 import types
 import typing
 from collections.abc import Hashable, Iterable, Mapping
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import yaml
 
 from dlrm_core.base.errors import InputError
-
-Section = TypeVar("Section")
 
 
 def setting(
@@ -195,20 +193,6 @@ def coerce_section(section: Any, name: str) -> None:
         leaf, given = field.name, getattr(section, field.name)
         value = coerced(given, hints[leaf], f"{name}.{leaf}", field.metadata)
         object.__setattr__(section, leaf, value)
-
-
-def section_from(kind: type[Section], given: Any, name: str) -> Section:
-    """A dataclass of settings as a mapping says; a field that it leaves out has its default.
-
-    Raises InputError if it is no mapping, or names a field that ``kind`` does not have.
-    """
-    if not isinstance(given, Mapping):
-        raise InputError(f"{name} is {shown(given)}, expected names with values")
-    leaves = [field.name for field in dataclasses.fields(cast(Any, kind))]
-    for leaf in given:
-        if leaf not in leaves:
-            raise InputError(f"{name}.{called(leaf)} is unknown, expected {' or '.join(leaves)}")
-    return kind(**given)
 
 
 Clash = tuple[bool, str, str, str]

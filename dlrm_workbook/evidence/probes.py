@@ -205,23 +205,29 @@ class _FlushedDense:
         return getattr(self._dense, name)
 
 
-class StepLoop(Tables):
-    """One half of the step, ready to run again and again, on the tables of ``tables_from`` where
-    the shapes are equal: new ones can be gigabytes."""
+class ReadyStep(Tables):
+    """A step and its batches, ready to run again and again, on the tables of ``tables_from`` where
+    they are alike: new ones can be gigabytes."""
 
-    def __init__(
-        self, parameters: Parameters, half: str, tables_from: Tables | None = None
-    ) -> None:
-        self.half = half
-        self.parameters, self.notices = apply_settings(reduced(parameters, half))
+    def __init__(self, parameters: Parameters, tables_from: Tables | None) -> None:
+        self.parameters, self.notices = apply_settings(parameters)
         self.generator = make_generator(self.parameters, CPU)
         huge_pages = needs_huge_pages(self.parameters)
         super().__init__(model_for(self.parameters.model, tables_from, huge_pages), huge_pages)
         self.parameters, chosen = resolve(self.parameters, CPU, self.model.embeddings)
-        self.notices += chosen
         loss = ClickLoss.of(self.parameters.model)
         self.step = TrainingStep(self.model, loss, self.parameters.training)
-        self.notices += self.step.dense.notices
+        self.notices += chosen + self.step.dense.notices
+
+
+class StepLoop(ReadyStep):
+    """One half of the step."""
+
+    def __init__(
+        self, parameters: Parameters, half: str, tables_from: Tables | None = None
+    ) -> None:
+        super().__init__(reduced(parameters, half), tables_from)
+        self.half = half
         other = "sparse" if half == "dense" else "dense"
         least, most = FLUSH_BYTES
         self.flush = cache_flush(min(max(half_bytes(parameters, other), least), most))
