@@ -7,7 +7,7 @@ import math
 import reprlib
 import types
 import typing
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import yaml
@@ -195,15 +195,17 @@ def coerce_section(section: Any, name: str) -> None:
         object.__setattr__(section, leaf, value)
 
 
-Clash = tuple[bool, str, str, str]
-"""Whether two leaves of a section cannot both be as they are, the leaves, and why."""
+def refuse_clashes(
+    name: str, section: Any, clashes: Mapping[str, bool], reasons: Mapping[str, str]
+) -> None:
+    """Refuse the first two leaves of the section ``name`` that cannot both be as they are.
 
-
-def refuse_clashes(name: str, section: Any, clashes: Iterable[Clash]) -> None:
-    """Refuse the first pair of leaves of the section ``name`` that cannot both be as they are."""
-    for clashes_here, one, other, why in clashes:
+    ``clashes`` has of each two, with a space between them, whether that is so; ``reasons`` why.
+    """
+    for pair, clashes_here in clashes.items():
         if clashes_here:
-            raise clash(name, section, one, other, why)
+            one, other = pair.split()
+            raise clash(name, section, one, other, reasons[pair])
 
 
 def clash(name: str, section: Any, one: str, other: str, why: str) -> InputError:
