@@ -274,6 +274,10 @@ def _each(text: Callable[[Any], str], words: bool = False, absent: str = NOTHING
     return each_row(lambda value: absent if _missing(value) else text(value), words)
 
 
+def _range(text: Callable[[float], str]) -> Formatter:
+    return each_row(lambda low, high: NOTHING if low == high else from_to(low, high, text))
+
+
 def _missing(value: Any) -> bool:
     return value in (None, "", {}) or (isinstance(value, float) and math.isnan(value))
 
@@ -401,20 +405,16 @@ FORMATS: dict[str, Formatter] = {
     "level": each_row(lambda level: QUALITY_LEVELS.get(level, NOTHING)),
     "library": each_row(lambda module, file: _base(module or file) or NOTHING, words=True),
     "quality": _each("{:.6f}".format),
-    "range": each_row(lambda low, high: NOTHING if low == high else from_to(low, high)),
+    "range": _range(digits),
     "rank": _each(lambda rank: str(rank) if rank >= 0 else NOTHING),
     "ratio": _each(ratio),
     "settings": _each(_settings, words=True),
     "shapes": _each(_shapes, words=True),
     "share": _each(percent),
-    "share_range": each_row(
-        lambda low, high: NOTHING if low == high else from_to(low, high, percent)
-    ),
+    "share_range": _range(percent),
     "signed": lambda values: (signed(values), False),
     "signed_digits": each_row(lambda ms: known_or(ms, signed_digits)),
-    "signed_range": each_row(
-        lambda low, high: NOTHING if low == high else from_to(low, high, signed_digits)
-    ),
+    "signed_range": _range(signed_digits),
     "signed_share": _each(signed_percent),
     "gain_range": each_row(
         lambda mid, low, high: known_or(mid, lambda _: speedup(mid, low, high, figures=2))
