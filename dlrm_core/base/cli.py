@@ -54,6 +54,22 @@ KINDS: dict[str, dict[str, Any]] = {
 """Kind of an option in a table to what argparse is told of it."""
 
 
+PLACES = ("DIR", "FILE", "FOLDER", "PATH", "RECORDING")
+"""What stands for the value of an option that names a file or folder."""
+
+
+class _Place(argparse.Action):
+    """Refuses an empty text: it would be this folder, or count as left out."""
+
+    def __call__(self, parser: Any, arguments: Any, value: Any, option: Any = None) -> None:
+        if value == "":
+            raise InputError(
+                f"{self.dest.replace('_', '-')} is empty, as of a shell's variable that is not "
+                "set; expected a file or folder"
+            )
+        setattr(arguments, self.dest, value)
+
+
 def listed_options(
     parser: argparse._ActionsContainer,
     module: str,
@@ -72,6 +88,8 @@ def listed_options(
         asked = KINDS[row["kind"]] | {name: row[name] for name in ("help", "metavar") if row[name]}
         if row["default"]:
             asked["default"] = asked.get("type", str)(row["default"])
+        if row["metavar"] in PLACES:
+            asked["action"] = _Place
         if choices and row["option"] in choices:
             asked["choices"] = choices[row["option"]]
         parser.add_argument(*row["option"].split(), **asked | more)
@@ -143,12 +161,10 @@ def main(
     # at its end Python would search for cycles in all that was imported, which takes seconds
     atexit.register(gc.freeze)
     given = list(sys.argv[1:] if argv is None else argv)
-    name = "dlrm"
+    name = " ".join(["dlrm", *given[:1]])
     try:
         arguments = parser_of(subcommands, description, given).parse_args(given)
         arguments.argv = ["dlrm", *given]
-        name = f"dlrm {arguments.subcommand}"
-        _refuse_empty_places(arguments)
         with opened(arguments):
             handler = function_at(arguments.handler, name)
         code = int(handler(arguments) or 0)
@@ -172,23 +188,6 @@ def main(
         where = f"{error.filename}: " if error.filename else "the output "
         _complain(f"{name}: {where}cannot be written: {error.strerror}")
         return 1
-
-
-PLACES = frozenset(
-    {"file", "output", "output_root", "resume", "checkpoint", "json", "path", "folder"}
-    | {"peer", "reference", "work"}
-)
-"""Arguments of any subcommand that name a file or folder."""
-
-
-def _refuse_empty_places(arguments: argparse.Namespace) -> None:
-    """Refuse an empty text that names a place: it would be this folder, or count as left out."""
-    for name, value in vars(arguments).items():
-        if name in PLACES and value == "":
-            raise InputError(
-                f"{name.replace('_', '-')} is empty, as of a shell's variable that is not set; "
-                "expected a file or folder"
-            )
 
 
 def _complain(sentence: str) -> None:
