@@ -689,11 +689,14 @@ def add_ends(
     texts: Sequence[str],
     log: bool = False,
 ) -> None:
-    """A text behind the end of each bar or range, which it does not cover; on a logarithmic axis
-    (``log``) plotly wants an annotation's exponent."""
-    look: dict[str, Any] = {"showarrow": False, "xanchor": "left", "xshift": 10}
+    """A text behind the end of each bar or range, to the left of one below 0, which it does not
+    cover; on a logarithmic axis (``log``) plotly wants an annotation's exponent."""
     for end, place, text in zip(ends, places, texts, strict=True):
-        target.add_annotation(x=math.log10(end) if log else end, y=place, text=text, **look)
+        x, (side, shift) = math.log10(end) if log else end, ("left", 10)
+        if end < 0:
+            side, shift = "right", -10
+        look = {"showarrow": False, "xanchor": side, "xshift": shift}
+        target.add_annotation(x=x, y=place, text=text, **look)
 
 
 def mark_one(

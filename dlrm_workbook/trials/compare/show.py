@@ -126,15 +126,8 @@ def part_differences(parts: pd.DataFrame, per: str = "per iteration") -> go.Figu
         for row, side in zip(rows, half, strict=True)
     ]
     longest = max(map(abs, ends), default=0.0) or 1.0
-    for place, (row, end) in enumerate(zip(rows, ends, strict=True)):
-        result.add_annotation(
-            x=end,
-            y=place,
-            text=signed_milliseconds(row.difference_ms),
-            showarrow=False,
-            xanchor="left" if end >= 0 else "right",
-            xshift=6 if end >= 0 else -6,
-        )
+    texts = list(map(signed_milliseconds, table["difference_ms"]))
+    theme.add_ends(result, ends, list(range(len(rows))), texts)
     # a side takes what its bars reach, and room for the text beside them
     left, right = (
         max([side * end for end in ends if side * end > 0], default=-LABEL * longest / 2)
