@@ -27,7 +27,6 @@ from typing import Any, get_type_hints
 
 from dlrm_core.base.errors import InputError
 from dlrm_core.base.settings import (
-    Clash,
     called,
     check_text,
     coerce_section,
@@ -46,7 +45,8 @@ from dlrm_core.losses import LOSSES
 from dlrm_core.optimizers import OPTIMIZERS
 
 MEANINGS = read_yaml(Path(__file__).with_name("meanings.yaml").read_text(encoding="utf-8"))
-"""What the leaves of the sections below mean, but for those that choose among kinds."""
+"""What the leaves of the sections below mean, but for those that choose among kinds; and why two of
+them cannot both be as they are (``clashes``)."""
 
 
 @dataclass(frozen=True)
@@ -199,25 +199,22 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         coerce_section(self, "data")
-        refuse_clashes("data", self, self._clashes())
+        refuse_clashes("data", self, self._clashes(), MEANINGS["clashes"]["data"])
         if self.one_hot or self.multi_hot_sizes is not None:
             # whatever the other laws' settings are: one row of each table a sample, or sizes given
             object.__setattr__(self, "indices_per_lookup", max(self.multi_hot_sizes or (1,)))
             object.__setattr__(self, "fixed_pooling", True)
 
-    def _clashes(self) -> Iterator[Clash]:
+    def _clashes(self) -> dict[str, bool]:
         lawless, dataset = self.generator not in LAWS, self.generator == "dataset"
-        sized, on_device = self.multi_hot_sizes is not None, self.place == "device"
-        why = "bags of a size of their own for each table are for uniform, zipf and reuse"
-        yield sized and lawless, "multi_hot_sizes", "generator", why
-        why = "a path is for generator 'dataset', and that needs one"
-        yield dataset != bool(self.path), "generator", "path", why
-        why = "an epoch of a data set has the samples of its files"
-        yield dataset and self.samples is not None, "samples", "generator", why
-        why = "its batches are made on the CPU only; choose uniform, zipf or reuse, or place: cpu"
-        yield on_device and lawless, "place", "generator", why
-        why = "batches made on the device need no prefetching; choose loader: synchronous"
-        yield on_device and self.loader == "prefetch", "place", "loader", why
+        on_device = self.place == "device"
+        return {
+            "multi_hot_sizes generator": self.multi_hot_sizes is not None and lawless,
+            "generator path": dataset != bool(self.path),
+            "samples generator": dataset and self.samples is not None,
+            "place generator": on_device and lawless,
+            "place loader": on_device and self.loader == "prefetch",
+        }
 
     @staticmethod
     def located(section: Mapping[str, Any], absolute: Callable[[str, str], str]) -> dict[str, str]:
@@ -286,47 +283,30 @@ class TrainingConfig:
 
     def __post_init__(self) -> None:
         coerce_section(self, "training")
-        refuse_clashes("training", self, self._clashes())
+        refuse_clashes("training", self, self._clashes(), MEANINGS["clashes"]["training"])
 
-    def _clashes(self) -> Iterator[Clash]:
+    def _clashes(self) -> dict[str, bool]:
         decays, begin, warmup = self.lr_decay_steps > 0, self.lr_decay_start, self.lr_warmup_steps
-        why = "a decay needs at least 1 iteration"
-        yield begin > 0 and not decays, "lr_decay_start", "lr_decay_steps", why
-        why = "the warm-up must end before the decay starts"
-        yield decays and begin < warmup, "lr_decay_start", "lr_warmup_steps", why
-        why = "the decay must not end above its beginning"
-        yield decays and self.lr_end > self.learning_rate, "lr_end", "learning_rate", why
-
-        facebook = self.lr_schedule == "facebook"
-        why = "facebook's law always decays by the square"
-        yield facebook and self.lr_decay_power != 2.0, "lr_schedule", "lr_decay_power", why
-        why = "facebook's law ends at max(1e-7, learning_rate / N^2); leave lr_end at 0"
-        yield facebook and self.lr_end > 0, "lr_schedule", "lr_end", why
-        why = "between warm-up and decay facebook's law repeats the warm-up's last rate, and "
-        why += "its script fails where there is none; give at least 2 warm-up iterations"
-        none_to_repeat = facebook and decays and warmup < 2 and begin > 1
-        yield none_to_repeat, "lr_schedule", "lr_warmup_steps", why
-
-        kind = OPTIMIZERS[self.optimizer]
+        facebook, graphs = self.lr_schedule == "facebook", self.cuda_graphs
+        fused, engines = self.dense_backend == "fused", OPTIMIZERS[self.optimizer].engines
         updates_tables = {"fused": "fused embeddings", "fbgemm": "FBGEMM"}
         backend = updates_tables.get(self.embedding_backend)
-        unknown = backend is not None and backend not in kind.engines
-        why = f"{kind.tables[0]}, its update of tables, exists in 'torch' only"
-        yield unknown, "optimizer", "embedding_backend", why
-        tiles = self.fp32_matmul.startswith("bf16") and self.dense_backend != "fused"
-        yield tiles, "fp32_matmul", "dense_backend", "only 'fused' has such products"
-        why = "both replace the parts' kernels; choose one of them"
-        yield self.dense_backend == "fused" and self.compile, "dense_backend", "compile", why
-        yield self.cuda_graphs and self.compile, "cuda_graphs", "compile", why
-        why = "micro-batches keep activations in a CPU's cache, graphs are for a GPU, and what "
-        why += "adds up the former is not captured; choose one of them"
-        yield self.cuda_graphs and self.micro_batch is not None, "cuda_graphs", "micro_batch", why
-        why = "whether a step whose gradients overflow is skipped is the host's to decide; "
-        why += "choose bf16"
-        yield self.cuda_graphs and self.precision == "fp16", "cuda_graphs", "precision", why
-        both = self.evals_per_epoch is not None and self.eval_every is not None
-        why = "both say when to evaluate; leave one of them out (null)"
-        yield both, "eval_every", "evals_per_epoch", why
+        both_evaluate = self.evals_per_epoch is not None and self.eval_every is not None
+        return {
+            "lr_decay_start lr_decay_steps": begin > 0 and not decays,
+            "lr_decay_start lr_warmup_steps": decays and begin < warmup,
+            "lr_end learning_rate": decays and self.lr_end > self.learning_rate,
+            "lr_schedule lr_decay_power": facebook and self.lr_decay_power != 2.0,
+            "lr_schedule lr_end": facebook and self.lr_end > 0,
+            "lr_schedule lr_warmup_steps": facebook and decays and warmup < 2 and begin > 1,
+            "optimizer embedding_backend": backend is not None and backend not in engines,
+            "fp32_matmul dense_backend": self.fp32_matmul.startswith("bf16") and not fused,
+            "dense_backend compile": fused and self.compile,
+            "cuda_graphs compile": graphs and self.compile,
+            "cuda_graphs micro_batch": graphs and self.micro_batch is not None,
+            "cuda_graphs precision": graphs and self.precision == "fp16",
+            "eval_every evals_per_epoch": both_evaluate,
+        }
 
 
 SECTIONS: dict[str, type] = {"model": ModelConfig, "data": DataConfig, "training": TrainingConfig}

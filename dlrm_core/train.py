@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
-from torch import nn
 
 from dlrm_core.base.engines import engine, find_engine, optional_engine
 from dlrm_core.base.machine import StopRequest, keep_freed_memory, resolve_device, stop_requests
@@ -50,20 +49,6 @@ IMPORTING = threading.Lock()
 
 
 @dataclass
-class Prepared(Generic[StepT]):
-    """What a loop trains, ready to iterate."""
-
-    parameters: Parameters
-    """With every choice made."""
-    step: StepT
-    loss: nn.Module
-    device: torch.device
-    """Of the dense part."""
-    notices: list[str]
-    """What a reader must know of the run so far."""
-
-
-@dataclass
 class Feed:
     """Where a loop's batches come from."""
 
@@ -81,10 +66,12 @@ class TrainingLoop(abc.ABC, Generic[StepT]):
     """A step and its batches, ready to iterate; what a batch and a step are, subclasses say.
 
     Args:
-        prepared: what is trained.
+        parameters: with every choice made.
+        step: what is trained, ready to iterate.
         feed: its batches.
         checkpoint: that the step was restored from.
         place: folder for checkpoints; None: none are written.
+        notices: what a reader must know of the run so far.
         writes: whether this process is the one that writes them.
 
     Attributes:
@@ -102,10 +89,12 @@ class TrainingLoop(abc.ABC, Generic[StepT]):
 
     def __init__(
         self,
-        prepared: Prepared[StepT],
+        parameters: Parameters,
+        step: StepT,
         feed: Feed,
         checkpoint: Checkpoint | None,
         place: Path | None,
+        notices: list[str],
         writes: bool = True,
     ) -> None:
         from dlrm_core.data.epochs import Epoch
@@ -116,9 +105,9 @@ class TrainingLoop(abc.ABC, Generic[StepT]):
         from dlrm_core.run.resume import nothing_to_resume, restore_position
         from dlrm_core.run.schedules import evaluation_period, learning_rate, total_steps
 
-        self.parameters, self.step, self.loss = prepared.parameters, prepared.step, prepared.loss
-        self.device, self.notices = prepared.device, prepared.notices
-        config, generator = self.parameters.training, feed.generator
+        self.parameters, self.step, self.notices = parameters, step, notices
+        self.device, self.loss = step.model.device, step.dense.loss
+        config, generator = parameters.training, feed.generator
         self.embedding_backend = config.embedding_backend
         if checkpoint is not None:
             restore_position(checkpoint, generator)
@@ -127,7 +116,7 @@ class TrainingLoop(abc.ABC, Generic[StepT]):
         self.done = self.first = checkpoint.step if checkpoint is not None else 0
         self.checkpoint = checkpoint.folder if checkpoint is not None else None
         self.epoch: Epoch = getattr(generator, "epoch", Epoch(None, config.batch_size))
-        source = self.parameters.data.generator
+        source = parameters.data.generator
         self.total = total_steps(config, source, self.epoch)
         self.eval_every = evaluation_period(config, source, self.epoch)
         self._learning_rate, self._rate = learning_rate, config.learning_rate
@@ -138,8 +127,8 @@ class TrainingLoop(abc.ABC, Generic[StepT]):
             if writes:
                 self._folder = CheckpointFolder(place, config.keep_checkpoints, self.done)
             generator = self._followed = Followed(generator)
-        self.batches = batches(self.parameters, feed.made_on, generator, feed.divide)
-        self.held_out = HeldOut(self.parameters, feed.made_on, feed.divide, feed.share)
+        self.batches = batches(parameters, feed.made_on, generator, feed.divide)
+        self.held_out = HeldOut(parameters, feed.made_on, feed.divide, feed.share)
         self._report = Report(self.device, self.first, self.epoch)
         self._stop = StopRequest()
 
@@ -434,12 +423,8 @@ class Trainer(TrainingLoop[TrainingStep]):
         notices += getattr(model.embeddings.backend, "notices", [])
         if checkpoint is not None:
             restore_step(checkpoint, step)
-        super().__init__(
-            Prepared(parameters, step, loss, model.device, notices),
-            Feed(make_generator(parameters, model.device), model.device, divide),
-            checkpoint,
-            place,
-        )
+        feed = Feed(make_generator(parameters, model.device), model.device, divide)
+        super().__init__(parameters, step, feed, checkpoint, place, notices)
         # with data made on the device there is nothing to copy
         self._transfers = self.device.type == "cuda" and parameters.data.place == "cpu"
 

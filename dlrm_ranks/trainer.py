@@ -31,7 +31,7 @@ from dlrm_core.run import resume
 from dlrm_core.run.checkpoint import Checkpoint
 from dlrm_core.run.evaluate import Evaluation
 from dlrm_core.run.reports import Observer, metrics_lines
-from dlrm_core.train import STOPPING, Feed, Prepared, TrainingLoop, only_trainer
+from dlrm_core.train import STOPPING, Feed, TrainingLoop, only_trainer
 from dlrm_ranks.checkpointing import filled_step, save
 from dlrm_ranks.collectives import Collectives
 from dlrm_ranks.plan import describe, require_possible, require_torchrec, with_whole_batches
@@ -79,13 +79,8 @@ class DistributedTrainer(TrainingLoop[DistributedStep]):
         self.tables = step.tables
         self._predictions = RankPredictions(step, world)
         share = Share(world.rank, world.size)
-        super().__init__(
-            Prepared(parameters, step, step.dense.loss, world.device, notices),
-            Feed(make_generator(parameters, HOST, share), HOST, share=share),
-            checkpoint,
-            place,
-            writes=world.first,
-        )
+        feed = Feed(make_generator(parameters, HOST, share), HOST, share=share)
+        super().__init__(parameters, step, feed, checkpoint, place, notices, writes=world.first)
         self.embedding_backend = self.tables.backend
         self._stops = 0.0
 

@@ -2,25 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
-import pandas as pd
+from dlrm_workbook.show import tables
 
-from dlrm_workbook.show.tables import Column, Formatter
-
-
-def columns_of(study: str, formats: Mapping[str, Formatter]) -> dict[str, dict[str, str | Column]]:
-    """Each table of a study to its columns, as :func:`dlrm_workbook.show.tables.show` takes them.
-
-    Args:
-        formats: of this study alone, by their name in the file; any other name there is one of
-            :data:`dlrm_workbook.show.tables.FORMATS`.
-    """
-    listed = pd.read_csv(Path(__file__).with_name("columns.csv"), keep_default_na=False)
-    tables: dict[str, dict[str, str | Column]] = {}
-    rows = listed[listed.pop("study").eq(study)]
-    for table, name, label, format, needs, unit in rows.itertuples(index=False):
-        look = Column(label, formats.get(format, format), tuple(needs.split()), unit)
-        tables.setdefault(table, {})[name] = look if format else label
-    return tables
+columns_of = partial(tables.columns_of, Path(__file__).with_name("columns.csv"))
+"""Tables of a study by their names, given the study's and the formats that are its own."""

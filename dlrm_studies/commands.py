@@ -8,8 +8,8 @@ from __future__ import annotations
 import argparse
 import functools
 
-from dlrm_core.base.cli import Subcommand
-from dlrm_workbook.ground.options import listed_options, parameters_file
+from dlrm_core.base.cli import Subcommand, listed_options
+from dlrm_workbook.ground.options import parameters_file
 
 
 def _options(command: str, parser: argparse.ArgumentParser) -> None:

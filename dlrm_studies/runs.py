@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
+from dlrm_core.base.errors import InputError
 from dlrm_core.base.files import plain, write_json
+from dlrm_core.base.settings import called, shown
 from dlrm_core.config import Parameters
 from dlrm_workbook.ground.ledger import read_document
+
+Section = TypeVar("Section")
 
 
 def run_of_study(parameters: Parameters, **training: Any) -> Parameters:
@@ -20,6 +24,20 @@ def run_of_study(parameters: Parameters, **training: Any) -> Parameters:
     """
     begins = {"resume": "", "checkpoint_every": None, "checkpoint_folder": ""}
     return replace(parameters.with_training(**begins | training), sweep={})
+
+
+def section_from(kind: type[Section], given: Any, name: str) -> Section:
+    """A dataclass of a study's settings as a mapping says; a field left out has its default.
+
+    Raises InputError if it is no mapping, or names a field that ``kind`` does not have.
+    """
+    if not isinstance(given, Mapping):
+        raise InputError(f"{name} is {shown(given)}, expected names with values")
+    leaves = [field.name for field in fields(cast(Any, kind))]
+    for leaf in given:
+        if leaf not in leaves:
+            raise InputError(f"{name}.{called(leaf)} is unknown, expected {' or '.join(leaves)}")
+    return kind(**given)
 
 
 @dataclass(frozen=True)

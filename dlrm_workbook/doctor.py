@@ -41,6 +41,10 @@ class Equipment:
     found: str
     cost: str = ""
 
+    def __post_init__(self) -> None:
+        if self.present:
+            object.__setattr__(self, "cost", "")
+
 
 def doctor(arguments: Any) -> int:
     """Print the examination, as text or as one JSON object. Exit code 0: looking never fails."""
@@ -91,11 +95,6 @@ def find_browser() -> str | None:
     return next((path for name in BROWSERS if (path := shutil.which(name))), None)
 
 
-def _part(name: str, present: bool, found: str, cost: str = "") -> Equipment:
-    """A part that costs something only where it is missing."""
-    return Equipment(name, present, found, "" if present else cost)
-
-
 def _with_torch() -> list[Equipment]:
     """torch, and what is looked up through it: CUDA, the GPU, and energy counters at the end."""
     lost = "No model can be run."
@@ -108,14 +107,14 @@ def _with_torch() -> list[Equipment]:
     lost = "Runs use the CPU; GPU times, idleness and kernels are not measured."
     built = torch.version.cuda
     found = built or "this torch is built for CPU only"
-    parts.append(_part("CUDA in torch", bool(built), found, lost))
+    parts.append(Equipment("CUDA in torch", bool(built), found, lost))
     there = torch.cuda.is_available()
     if there:
         found = ", ".join(map(torch.cuda.get_device_name, range(torch.cuda.device_count())))
     else:
         seen = ", ".join(gpu["name"] for gpu in nvidia_gpus())
         found = f"{seen}, but torch cannot use it" if seen else "none found"
-    parts.append(_part("GPU", there, found, lost))
+    parts.append(Equipment("GPU", there, found, lost))
 
     from dlrm_workbook.evidence.power import find_counters
 
@@ -123,14 +122,16 @@ def _with_torch() -> list[Equipment]:
     lines = [f"{counter.device} ({counter.method})" for counter in counters]
     lines += [f"{name}: {why}" for name, why in missing.items()]
     lost = "Power and samples per joule of these are not measured."
-    return [*parts, _part("Energy counters", not missing, "; ".join(lines), lost)]
+    return [*parts, Equipment("Energy counters", not missing, "; ".join(lines), lost)]
 
 
 def _fast_cpu() -> Equipment:
     flags = cpu_flags()
     found = ", ".join(flag for flag in ("amx_bf16", "avx512_bf16", "bf16") if flag in flags)
     cost = "bfloat16 on this CPU is emulated and slower than fp32."
-    return _part("bfloat16 in hardware (CPU)", bool(found), found or "no such instructions", cost)
+    return Equipment(
+        "bfloat16 in hardware (CPU)", bool(found), found or "no such instructions", cost
+    )
 
 
 def _hpctoolkit() -> list[Equipment]:
@@ -172,29 +173,26 @@ def _hpctoolkit() -> list[Equipment]:
     for row, (what, cost) in rows.items():
         why = found.not_measured.get(what)
         offers = present[what] or "built for a Python that nothing tells"
-        parts.append(_part(row, why is None, why or offers, cost))
+        parts.append(Equipment(row, why is None, why or offers, cost))
     return parts
 
 
 def _perf_events() -> Equipment:
-    name = "hardware counters"
+    name, cost = "hardware counters", "Events such as cycles cannot be sampled"
     setting = kernel_text("/proc/sys/kernel/perf_event_paranoid")
     if not setting:
-        cost = "Events such as cycles cannot be sampled; CPU time still can."
+        cost += "; CPU time still can."
         return Equipment(name, False, "this kernel has no perf events", cost)
-    cost = (
-        "Events such as cycles cannot be sampled, only CPU time; "
-        "sysctl kernel.perf_event_paranoid=2 permits them."
-    )
+    cost += ", only CPU time; sysctl kernel.perf_event_paranoid=2 permits them."
     good = int(setting) <= 2 or os.geteuid() == 0
-    return _part(name, good, f"perf_event_paranoid is {setting}", cost)
+    return Equipment(name, good, f"perf_event_paranoid is {setting}", cost)
 
 
 def _ptrace() -> Equipment:
     setting = kernel_text("/proc/sys/kernel/yama/ptrace_scope") or "0"
     good = int(setting) <= 1 or os.geteuid() == 0
     cost = "Debuggers and py-spy cannot look into a run that hangs."
-    return _part("attaching to processes", good, f"ptrace_scope is {setting}", cost)
+    return Equipment("attaching to processes", good, f"ptrace_scope is {setting}", cost)
 
 
 def _gpu_counters() -> Equipment:
@@ -209,17 +207,17 @@ def _gpu_counters() -> Equipment:
     )
     open_to_all = "RmProfilingAdminOnly: 0" in text
     found = "for all users" if open_to_all else "for administrators only"
-    return _part(name, open_to_all or os.geteuid() == 0, found, cost)
+    return Equipment(name, open_to_all or os.geteuid() == 0, found, cost)
 
 
 def _several_ranks() -> Equipment:
     name, cost = "several ranks (TorchRec)", "torchrun, and measuring in dlrm run scaling, need it"
     plan = find_engine("several ranks: plan")
     if plan is None:
-        return _part(name, False, f"missing: {RANKS}", f"{cost}.")
+        return Equipment(name, False, f"missing: {RANKS}", f"{cost}.")
     missing = plan.missing_packages()
     found = f"missing: {', '.join(missing)}" if missing else "torchrec, fbgemm_gpu"
-    return _part(name, not missing, found, f"{cost}: {plan.INSTALL}")
+    return Equipment(name, not missing, found, f"{cost}: {plan.INSTALL}")
 
 
 def _numa() -> Equipment:
@@ -242,18 +240,18 @@ def _notebook_tools() -> Equipment:
     missing = [name for name in wanted if importlib.util.find_spec(name) is None]
     found = f"missing: {', '.join(missing)}" if missing else ", ".join(wanted)
     cost = "dlrm run and the pages need them; dlrm train and dlrm record work without."
-    return _part("notebook packages", not missing, found, cost)
+    return Equipment("notebook packages", not missing, found, cost)
 
 
 def _browser() -> Equipment:
     path = find_browser()
     found = path or "none on the PATH, DLRM_BROWSER is not set"
     cost = "Pages are still made and open in any browser; browser tests are skipped."
-    return _part("browser (Chromium)", path is not None, found, cost)
+    return Equipment("browser (Chromium)", path is not None, found, cost)
 
 
 def _memory() -> Equipment:
     """Whether seed.yaml's model fits: 8 tables of a million rows of 64 floats, twice."""
     total = (memory_limit() or 0) / 2**30
     cost = "The tables of seed.yaml take 2 GiB and a profiled run about twice that."
-    return _part("memory for seed.yaml", total >= 6, f"{total:.1f} GiB", cost)
+    return Equipment("memory for seed.yaml", total >= 6, f"{total:.1f} GiB", cost)

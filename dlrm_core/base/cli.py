@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import argparse
 import atexit
+import csv
 import gc
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any, TextIO
 
 from dlrm_core.base.engines import function_at
@@ -37,86 +40,87 @@ class Subcommand:
     handler: str
 
 
-def parameters_file(parser: argparse.ArgumentParser) -> None:
-    """``-f`` and ``-p``: the parameters of a run."""
-    file_option(parser, required=True)
-    parameter_option(parser)
+KINDS: dict[str, dict[str, Any]] = {
+    "flag": {"action": "store_true"},
+    "repeated": {"action": "append", "default": []},
+    "or all": {"nargs": "?", "const": "all"},
+    "optional": {"nargs": "?", "default": ""},
+    "required": {"required": True},
+    "several": {"required": True, "nargs": "+"},
+    "text": {},
+    "count": {"type": int},
+    "number": {"type": float},
+}
+"""Kind of an option in a table to what argparse is told of it."""
 
 
-def file_option(parser: argparse._ActionsContainer, required: bool = False) -> None:
-    """``-f``: a parameters file."""
-    parser.add_argument(
-        "-f",
-        "--file",
-        metavar="FILE",
-        required=required,
-        help="parameters file (YAML), or the name of one that comes with the package, such as seed",
-    )
+PLACES = ("DIR", "FILE", "FOLDER", "PATH", "RECORDING")
+"""What stands for the value of an option that names a file or folder."""
 
 
-def parameter_option(parser: argparse.ArgumentParser) -> None:
-    """``-p``: values in place of the file's."""
-    parser.add_argument(
-        "-p",
-        "--parameter",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="override one parameter, such as training.batch_size=4096 (repeatable)",
-    )
+class _Place(argparse.Action):
+    """Refuses an empty text: it would be this folder, or count as left out."""
+
+    def __call__(self, parser: Any, arguments: Any, value: Any, option: Any = None) -> None:
+        if value == "":
+            raise InputError(
+                f"{self.dest.replace('_', '-')} is empty, as of a shell's variable that is not "
+                "set; expected a file or folder"
+            )
+        setattr(arguments, self.dest, value)
 
 
-def train_options(parser: argparse.ArgumentParser) -> None:
-    """Options of ``train`` beside its parameters."""
-    parser.add_argument(
-        "--output", metavar="DIR", help="folder for metrics.jsonl (default: none is written)"
-    )
-    parser.add_argument(
-        "--resume",
-        metavar="DIR",
-        help="go on from a checkpoint, a folder of checkpoints, or 'latest' (of the run's own "
-        "folder; none there yet: from the beginning); the same as -p training.resume=DIR",
-    )
-    parser.add_argument(
-        "--spans",
-        action="store_true",
-        help="add to the last line when each part began and ended (ns since the epoch)",
-    )
+def listed_options(
+    parser: argparse._ActionsContainer,
+    module: str,
+    command: str,
+    choices: Mapping[str, Iterable[str]] | None = None,
+    **more: Any,
+) -> None:
+    """The options of a command, as ``options.csv`` beside a module (its ``__file__``) lists them.
+
+    ``choices`` says what those may be that may not be anything, ``more`` what argparse is told of
+    each option beside what the table says.
+    """
+    with Path(module).with_name("options.csv").open(encoding="utf-8", newline="") as table:
+        rows = [row for row in csv.DictReader(table) if row["command"] == command]
+    for row in rows:
+        asked = KINDS[row["kind"]] | {name: row[name] for name in ("help", "metavar") if row[name]}
+        if row["default"]:
+            asked["default"] = asked.get("type", str)(row["default"])
+        if row["metavar"] in PLACES:
+            asked["action"] = _Place
+        if choices and row["option"] in choices:
+            asked["choices"] = choices[row["option"]]
+        parser.add_argument(*row["option"].split(), **asked | more)
 
 
-def checkpoint_option(parser: argparse.ArgumentParser) -> None:
-    """``--checkpoint``: whose weights predict."""
-    parser.add_argument(
-        "--checkpoint",
-        metavar="DIR",
-        help="a checkpoint or a folder of them, its newest (default: initial weights)",
-    )
+def _options(command: str, parser: argparse.ArgumentParser) -> None:
+    listed_options(parser, __file__, "file", required=True)
+    for name in ("parameter", command):
+        listed_options(parser, __file__, name)
 
 
-def _train(parser: argparse.ArgumentParser) -> None:
-    parameters_file(parser)
-    train_options(parser)
-
-
-def _evaluate(parser: argparse.ArgumentParser) -> None:
-    parameters_file(parser)
-    checkpoint_option(parser)
-
-
-TRAIN = Subcommand("train", "train without a notebook", _train, "dlrm_core.commands:command_train")
-EVALUATE = Subcommand(
-    "evaluate",
-    "compute AUC, log loss and accuracy of a checkpoint on test data",
-    _evaluate,
-    "dlrm_core.commands:command_evaluate",
+SUBCOMMANDS = (
+    Subcommand(
+        "train",
+        "train without a notebook",
+        partial(_options, "train"),
+        "dlrm_core.commands:command_train",
+    ),
+    Subcommand(
+        "evaluate",
+        "compute AUC, log loss and accuracy of a checkpoint on test data",
+        partial(_options, "evaluate"),
+        "dlrm_core.commands:command_evaluate",
+    ),
+    Subcommand(
+        "infer",
+        "measure the latency of predictions by batch size",
+        lambda parser: function_at("dlrm_workbook.cli:options", "dlrm infer")("infer", parser),
+        "dlrm_workbook.evidence.latency:command_infer",
+    ),
 )
-INFER = Subcommand(
-    "infer",
-    "measure the latency of predictions by batch size",
-    lambda parser: function_at("dlrm_workbook.cli:infer_options", "dlrm infer")(parser),
-    "dlrm_workbook.evidence.latency:command_infer",
-)
-SUBCOMMANDS = (TRAIN, EVALUATE, INFER)
 DESCRIPTION = "Trains a Deep Learning Recommendation Model."
 
 
@@ -157,12 +161,10 @@ def main(
     # at its end Python would search for cycles in all that was imported, which takes seconds
     atexit.register(gc.freeze)
     given = list(sys.argv[1:] if argv is None else argv)
-    name = "dlrm"
+    name = " ".join(["dlrm", *given[:1]])
     try:
         arguments = parser_of(subcommands, description, given).parse_args(given)
         arguments.argv = ["dlrm", *given]
-        name = f"dlrm {arguments.subcommand}"
-        _refuse_empty_places(arguments)
         with opened(arguments):
             handler = function_at(arguments.handler, name)
         code = int(handler(arguments) or 0)
@@ -186,23 +188,6 @@ def main(
         where = f"{error.filename}: " if error.filename else "the output "
         _complain(f"{name}: {where}cannot be written: {error.strerror}")
         return 1
-
-
-PLACES = frozenset(
-    {"file", "output", "output_root", "resume", "checkpoint", "json", "path", "folder"}
-    | {"peer", "reference", "work"}
-)
-"""Arguments of any subcommand that name a file or folder."""
-
-
-def _refuse_empty_places(arguments: argparse.Namespace) -> None:
-    """Refuse an empty text that names a place: it would be this folder, or count as left out."""
-    for name, value in vars(arguments).items():
-        if name in PLACES and value == "":
-            raise InputError(
-                f"{name.replace('_', '-')} is empty, as of a shell's variable that is not set; "
-                "expected a file or folder"
-            )
 
 
 def _complain(sentence: str) -> None:

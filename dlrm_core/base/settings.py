@@ -7,14 +7,12 @@ import math
 import reprlib
 import types
 import typing
-from collections.abc import Hashable, Iterable, Mapping
-from typing import Any, TypeVar, cast
+from collections.abc import Hashable, Mapping
+from typing import Any
 
 import yaml
 
 from dlrm_core.base.errors import InputError
-
-Section = TypeVar("Section")
 
 
 def setting(
@@ -197,29 +195,17 @@ def coerce_section(section: Any, name: str) -> None:
         object.__setattr__(section, leaf, value)
 
 
-def section_from(kind: type[Section], given: Any, name: str) -> Section:
-    """A dataclass of settings as a mapping says; a field that it leaves out has its default.
+def refuse_clashes(
+    name: str, section: Any, clashes: Mapping[str, bool], reasons: Mapping[str, str]
+) -> None:
+    """Refuse the first two leaves of the section ``name`` that cannot both be as they are.
 
-    Raises InputError if it is no mapping, or names a field that ``kind`` does not have.
+    ``clashes`` has of each two, with a space between them, whether that is so; ``reasons`` why.
     """
-    if not isinstance(given, Mapping):
-        raise InputError(f"{name} is {shown(given)}, expected names with values")
-    leaves = [field.name for field in dataclasses.fields(cast(Any, kind))]
-    for leaf in given:
-        if leaf not in leaves:
-            raise InputError(f"{name}.{called(leaf)} is unknown, expected {' or '.join(leaves)}")
-    return kind(**given)
-
-
-Clash = tuple[bool, str, str, str]
-"""Whether two leaves of a section cannot both be as they are, the leaves, and why."""
-
-
-def refuse_clashes(name: str, section: Any, clashes: Iterable[Clash]) -> None:
-    """Refuse the first pair of leaves of the section ``name`` that cannot both be as they are."""
-    for clashes_here, one, other, why in clashes:
+    for pair, clashes_here in clashes.items():
         if clashes_here:
-            raise clash(name, section, one, other, why)
+            one, other = pair.split()
+            raise clash(name, section, one, other, reasons[pair])
 
 
 def clash(name: str, section: Any, one: str, other: str, why: str) -> InputError:

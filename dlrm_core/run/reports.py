@@ -21,35 +21,6 @@ from dlrm_core.data.epochs import Epoch
 from dlrm_core.run.checkpoint import Checkpoint
 from dlrm_core.run.evaluate import Evaluation
 
-
-@dataclass(frozen=True, kw_only=True)
-class Speed:
-    """How fast some iterations were; times are wall clock, without evaluations and checkpoints."""
-
-    loss: float
-    """Mean over the samples of an interval, of a run its last; facebookresearch/dlrm prints it."""
-    ms_per_iteration: float
-    """Median, data included."""
-    mean_ms_per_iteration: float
-    """Mean: what the two below add up to, and what ``samples_per_second`` goes by."""
-    data_ms_per_iteration: float
-    """Mean time in which the loop made, or waited for, its batch."""
-    compute_ms_per_iteration: float
-    """Mean of the rest: transfer, forward, backward, update."""
-    samples_per_second: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class Interval(Speed):
-    """One line of metrics.jsonl: the iterations since the line before."""
-
-    iteration: int
-    """Iterations done so far, those before a resumed checkpoint included."""
-    elapsed_s: float
-    learning_rate: float
-    """Learning rate of the interval's last iteration."""
-
-
 NO_METER: Mapping[str, Any] = {
     "energy_j": None,
     "seconds": None,
@@ -59,9 +30,24 @@ NO_METER: Mapping[str, Any] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingResult(Speed):
-    """What a run amounted to."""
+class TrainingResult:
+    """What a run amounted to; times are wall clock.
 
+    How fast it was comes first, without evaluations and checkpoints; a line of metrics.jsonl has
+    the same of the iterations since the line before.
+    """
+
+    loss: float
+    """Mean over the samples of an interval, here the last; facebookresearch/dlrm prints it."""
+    ms_per_iteration: float
+    """Median, data included."""
+    mean_ms_per_iteration: float
+    """Mean: what the two below add up to, and what ``samples_per_second`` goes by."""
+    data_ms_per_iteration: float
+    """Mean time in which the loop made, or waited for, its batch."""
+    compute_ms_per_iteration: float
+    """Mean of the rest: transfer, forward, backward, update."""
+    samples_per_second: float
     status: str
     """'finished', 'interrupted' (Ctrl-C, SIGTERM) or 'diverged' (the loss is not a number)."""
     iterations: int
@@ -108,8 +94,9 @@ class TrainingResult(Speed):
 
 
 Line = Mapping[str, Any]
-"""A line of metrics.jsonl: an :class:`Interval`'s fields, or with ``kind`` an 'evaluation' or a
-'checkpoint'."""
+"""A line of metrics.jsonl: the first fields of :class:`TrainingResult` of an interval, with its
+last ``iteration`` (those before a resumed checkpoint included) and the ``learning_rate`` there; or
+with ``kind`` an 'evaluation' or a 'checkpoint'."""
 
 
 class Observer:
@@ -175,6 +162,10 @@ class Report:
         """Iterations whose time is known, and those before this run."""
         return self._first + len(self.done_ms)
 
+    @property
+    def _elapsed_s(self) -> float:
+        return time.perf_counter() - self._started
+
     def mark(self) -> None:
         """An iteration ends here, or the first begins."""
         if self._device.type != "cuda":
@@ -220,14 +211,8 @@ class Report:
             return
         sizes = [self._epoch.size(batch) for batch in range(self._first + begin, self.done)]
         self._loss = statistics.fmean(losses, sizes if len({*sizes}) > 1 else None)
-        line = Interval(
-            iteration=self.done,
-            loss=self._loss,
-            **self._speed(begin),
-            elapsed_s=time.perf_counter() - self._started,
-            learning_rate=rate,
-        )
-        self._tell(asdict(line))
+        line = {"iteration": self.done, "elapsed_s": self._elapsed_s, "learning_rate": rate}
+        self._tell(self._speed(begin) | line)
 
     def _speed(self, begin: int = 0) -> dict[str, Any]:
         """Speed of the iterations from the ``begin``-th on, by the names of
@@ -236,6 +221,7 @@ class Report:
         mean = statistics.fmean(times)
         data = 1e3 * statistics.fmean(self.data_s[begin:] or [math.nan])
         return {
+            "loss": self._loss,
             "ms_per_iteration": statistics.median(times),
             "mean_ms_per_iteration": mean,
             "data_ms_per_iteration": data,
@@ -253,7 +239,7 @@ class Report:
         """Tell of an evaluation that was made just now."""
         self._last_evaluation = evaluation
         line = {"kind": "evaluation"} | asdict(evaluation)
-        self._evaluations.append(line | {"elapsed_s": time.perf_counter() - self._started})
+        self._evaluations.append(line | {"elapsed_s": self._elapsed_s})
         self._tell(self._evaluations[-1])
 
     def checkpoint(self, iteration: int, save: Callable[[], Path | None]) -> None:
@@ -289,9 +275,8 @@ class Report:
             iterations=len(self.done_ms),
             first_iteration=self._first,
             samples=samples,
-            loss=self._loss,
             **self._speed(),
-            elapsed_s=time.perf_counter() - self._started,
+            elapsed_s=self._elapsed_s,
             evaluation_s=sum(line["seconds"] for line in self._evaluations),
             checkpoint_s=self._checkpoint_s,
             auc=last.auc if last else None,

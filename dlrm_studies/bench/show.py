@@ -372,24 +372,14 @@ def ladder_waterfall(rungs: pd.DataFrame) -> go.Figure:
         for row in rows[1:]
     ]
     gain = f", {_gain_of(rows[-1])}" if len(rows) > 1 else ""
-    places = list(range(len(times) + 1))
     texts = [
         *map(milliseconds, times[:1]),
         *map(signed_milliseconds, steps),
         *(f"{milliseconds(ms)}{gain}" for ms in times[-1:]),
     ]
     labels.append("all")
-    result.add_trace(
-        go.Waterfall(
-            orientation="h",
-            y=places,
-            x=[*times[:1], *steps, *times[-1:]],
-            measure=["absolute", *("relative" for _ in steps), "total"][: len(places)],
-            text=texts,
-            hovertext=[f"{name}: {text}" for name, text in zip(labels, texts, strict=False)],
-            **theme.WATERFALL,
-        )
-    )
+    hover = [f"{name}: {text}" for name, text in zip(labels, texts, strict=False)]
+    theme.add_steps(result, times, texts, hover)
     result.update_xaxes(title="ms per iteration", range=[0, 1.25 * max(times, default=1.0)])
     theme.label_rows(result, labels)
     return result

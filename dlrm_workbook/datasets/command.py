@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from dlrm_core.base.cli import listed_options
 from dlrm_core.base.errors import InputError
 from dlrm_core.base.files import plain
 from dlrm_core.data.files.sources import FORMATS
@@ -19,7 +20,6 @@ from dlrm_workbook.datasets.generate import VARIANTS, generate, scaled_variant
 from dlrm_workbook.datasets.inspection import examine_data
 from dlrm_workbook.datasets.splits import CONVERTED_LAYOUTS
 from dlrm_workbook.datasets.variants import DOCUMENT_SAMPLES, variants
-from dlrm_workbook.ground.options import listed_options
 
 NVIDIA_SAMPLES = 32768 * 1024
 

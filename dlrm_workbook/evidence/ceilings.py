@@ -21,6 +21,7 @@ import torch
 from dlrm_core.base.machine import available_memory, cpu_flags
 from dlrm_core.base.text import format_bytes
 from dlrm_core.config import Parameters, mean_bag_size
+from dlrm_core.precision import CPU_FLAGS, DTYPES, GPU_CAPABILITY
 from dlrm_kernels.dense import parts_of, why_not_fused
 from dlrm_kernels.tiles.machine import cpu_caches
 from dlrm_workbook.ground.turns import CPU, Action, best_times_ms, threads_of, waited_ns
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
 PRECISIONS = ("fp32", "fp32_onednn", "tf32", "bf16", "fp16")
 """fp32_onednn and tf32 take and give fp32, and are free to round inside."""
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
 TILE_PARTS = {"bf16_tiles": 1, "fp32_bf16x2": 2, "fp32_bf16x3": 3}
 """Products of :mod:`dlrm_kernels.tiles` to the bf16 numbers an operand's entry is made of."""
 
@@ -41,10 +40,6 @@ MEMORY_SHARE = 0.8
 
 CHECKED_ROWS = 64
 """Rows (or products of a batch) of a result that are compared with float64."""
-
-BF16_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")
-FP16_FLAGS = ("amx_fp16", "avx512_fp16", "asimdhp")
-"""Of /proc/cpuinfo: with one of them products of that precision are not emulated (x86, Arm)."""
 
 GEMM_BUDGET_S = 2.5
 MEMORY_BUDGET_S = 1.2
@@ -138,19 +133,19 @@ def _missing_on_cpu() -> dict[str, str]:
     reasons = {"tf32": "only NVIDIA GPUs have it"}
     if _onednn_switch() is None:
         reasons["fp32_onednn"] = f"torch {torch.__version__} cannot choose the library"
-    for precision, names in (("bf16", BF16_FLAGS), ("fp16", FP16_FLAGS)):
+    for precision, names in CPU_FLAGS.items():
         if not cpu_flags() & set(names):
             reasons[precision] = f"this CPU would emulate it (none of {', '.join(names)})"
     return reasons
 
 
 def _missing_on_gpu(device: torch.device) -> dict[str, str]:
-    major, minor = torch.cuda.get_device_capability(device)
-    # NVIDIA's CUDA C++ Programming Guide, tensor cores by compute capability
+    have = torch.cuda.get_device_capability(device)
+    text = "compute capability {}.{} has no tensor cores for it, {}.{} has"
     return {"fp32_onednn": "only CPUs have it"} | {
-        precision: f"compute capability {major}.{minor} has no tensor cores for it, {least}.0 has"
-        for precision, least in (("tf32", 8), ("bf16", 8), ("fp16", 7))
-        if major < least
+        precision: text.format(*have, *least)
+        for precision, least in GPU_CAPABILITY.items()
+        if have < least
     }
 
 

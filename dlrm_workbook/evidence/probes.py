@@ -32,13 +32,14 @@ from dlrm_core.losses import MeanSquaredError
 from dlrm_core.model import DLRM, ClickLoss
 from dlrm_core.operations import FLOAT_BYTES
 from dlrm_core.parts import log_spans, parse_span
+from dlrm_core.precision import CPU_FLAGS
 from dlrm_core.step import TrainingStep
 from dlrm_kernels.embeddings.choose import resolve
 from dlrm_kernels.embeddings.pages import tables_on_huge_pages, touched_beside
 from dlrm_kernels.memory import forecast_memory
 from dlrm_kernels.products import set_fp32_products
 from dlrm_kernels.tiles import machine as tiles
-from dlrm_workbook.evidence.ceilings import BF16_FLAGS, last_level_cache
+from dlrm_workbook.evidence.ceilings import last_level_cache
 from dlrm_workbook.evidence.dependence import (
     Change,
     affected_components,
@@ -204,23 +205,29 @@ class _FlushedDense:
         return getattr(self._dense, name)
 
 
-class StepLoop(Tables):
-    """One half of the step, ready to run again and again, on the tables of ``tables_from`` where
-    the shapes are equal: new ones can be gigabytes."""
+class ReadyStep(Tables):
+    """A step and its batches, ready to run again and again, on the tables of ``tables_from`` where
+    they are alike: new ones can be gigabytes."""
 
-    def __init__(
-        self, parameters: Parameters, half: str, tables_from: Tables | None = None
-    ) -> None:
-        self.half = half
-        self.parameters, self.notices = apply_settings(reduced(parameters, half))
+    def __init__(self, parameters: Parameters, tables_from: Tables | None) -> None:
+        self.parameters, self.notices = apply_settings(parameters)
         self.generator = make_generator(self.parameters, CPU)
         huge_pages = needs_huge_pages(self.parameters)
         super().__init__(model_for(self.parameters.model, tables_from, huge_pages), huge_pages)
         self.parameters, chosen = resolve(self.parameters, CPU, self.model.embeddings)
-        self.notices += chosen
         loss = ClickLoss.of(self.parameters.model)
         self.step = TrainingStep(self.model, loss, self.parameters.training)
-        self.notices += self.step.dense.notices
+        self.notices += chosen + self.step.dense.notices
+
+
+class StepLoop(ReadyStep):
+    """One half of the step."""
+
+    def __init__(
+        self, parameters: Parameters, half: str, tables_from: Tables | None = None
+    ) -> None:
+        super().__init__(reduced(parameters, half), tables_from)
+        self.half = half
         other = "sparse" if half == "dense" else "dense"
         least, most = FLUSH_BYTES
         self.flush = cache_flush(min(max(half_bytes(parameters, other), least), most))
@@ -471,7 +478,7 @@ def default_changes(parameters: Parameters) -> list[dict[str, Any]]:
     if training.fp32_matmul == "default" and training.precision == "fp32":
         changes.append({"training.fp32_matmul": "onednn"})
     may_round = training.precision == "fp32" and training.lowest_precision != "fp32"
-    if may_round and cpu_flags() & set(BF16_FLAGS):
+    if may_round and cpu_flags() & set(CPU_FLAGS["bf16"]):
         changes.append({"training.precision": "bf16"})
     if "fused dense part" in parameters.model.interaction_kind.engines:
         changes += _fused_changes(training)

@@ -17,7 +17,6 @@ import sys
 import time
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,16 +25,13 @@ from dlrm_core.base.files import read_json, write_json
 from dlrm_core.base.machine import end_with_starter, keep_freed_memory
 from dlrm_core.config import Parameters, load_parameters
 from dlrm_core.data.batch import Batch
-from dlrm_core.data.loader import batches, make_generator
+from dlrm_core.data.loader import batches
 from dlrm_core.embeddings import ROW_DTYPES
-from dlrm_core.model import ClickLoss
-from dlrm_core.step import TrainingStep
-from dlrm_kernels.embeddings.choose import resolve
 from dlrm_workbook.evidence.dependence import Change, changed_parameters
 from dlrm_workbook.evidence.probes import (
+    ReadyStep,
     Tables,
     apply_settings,
-    model_for,
     needs_huge_pages,
     require_memory,
     undisturbed,
@@ -57,31 +53,26 @@ TRIES = 2
 """A turn that waited for a core too long is repeated, so often in all."""
 
 
-class WholeStep(Tables):
-    """The step of a run, ready to be timed again and again, on the first of ``tables_from`` that
-    are alike, to save their memory. An InputError says that tables of its own would not fit beside
-    what is there."""
+def may_use(parameters: Parameters, lender: Tables) -> bool:
+    """Whether the tables of ``lender`` are all that a run with these parameters needs."""
+    model, weights = parameters.model, lender.model.embeddings.weights
+    needed = [(rows, model.embedding_dim) for rows in model.table_rows]
+    alike = lender.huge_pages == needs_huge_pages(parameters)
+    alike &= needed == [tuple(w.shape) for w in weights]
+    return alike and all(w.dtype == ROW_DTYPES[model.embedding_precision] for w in weights)
+
+
+class WholeStep(ReadyStep):
+    """The step of a run, on the first of ``tables_from`` that are alike, to save their memory. An
+    InputError says that tables of its own would not fit beside what is there."""
 
     def __init__(self, parameters: Parameters, tables_from: Iterable[Tables] = ()) -> None:
         # tables are lent, so that what one step learns should hardly change what another sees
-        training = replace(parameters.training, seed=0, learning_rate=1e-4)
-        self.parameters, _ = apply_settings(replace(parameters, training=training))
-        huge_pages = needs_huge_pages(parameters)
-        lender = next((tables for tables in tables_from if self._may_use(tables, huge_pages)), None)
+        slow = parameters.with_training(seed=0, learning_rate=1e-4)
+        lender = next((step for step in tables_from if may_use(slow, step)), None)
         if lender is None:
-            require_memory(self.parameters, "timing the whole step")
-        super().__init__(model_for(parameters.model, lender, huge_pages), huge_pages)
-        self.parameters, _ = resolve(self.parameters, CPU, self.model.embeddings)
-        loss = ClickLoss.of(parameters.model)
-        self.step = TrainingStep(self.model, loss, self.parameters.training)
-        self.generator = make_generator(self.parameters, CPU)
-
-    def _may_use(self, tables: Tables, huge_pages: bool) -> bool:
-        model = self.parameters.model
-        needed = [(rows, model.embedding_dim) for rows in model.table_rows]
-        weights = tables.model.embeddings.weights
-        alike = tables.huge_pages == huge_pages and needed == [tuple(w.shape) for w in weights]
-        return alike and all(w.dtype == ROW_DTYPES[model.embedding_precision] for w in weights)
+            require_memory(slow, "timing the whole step")
+        super().__init__(slow, lender)
 
     def warm_up(self) -> None:
         """Run one iteration, which compiles, and touches memory for the first time."""

@@ -1,52 +1,19 @@
-"""Options of commands: those of a table, and those that say the parameters of a run."""
+"""Options that say the parameters of a run."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Mapping
-from typing import Any
 
-from dlrm_core.base.cli import file_option, parameter_option
-from dlrm_workbook.ground.tables import rows_of
-
-KINDS: dict[str, dict[str, Any]] = {
-    "flag": {"action": "store_true"},
-    "or all": {"nargs": "?", "const": "all"},
-    "required": {"required": True},
-    "several": {"required": True, "nargs": "+"},
-    "text": {},
-    "count": {"type": int},
-    "number": {"type": float},
-}
-"""Kind of an option in a table to what argparse is told of it."""
-
-
-def listed_options(
-    parser: argparse.ArgumentParser,
-    module: str,
-    command: str,
-    choices: Mapping[str, Iterable[str]] | None = None,
-) -> None:
-    """The options of a command, as ``options.csv`` beside a module (its ``__file__``) lists them;
-    ``choices`` says what those may be that may not be anything."""
-    for row in rows_of(module, "options.csv"):
-        if row["command"] != command:
-            continue
-        asked = KINDS[row["kind"]] | {name: row[name] for name in ("help", "metavar") if row[name]}
-        if row["default"]:
-            asked["default"] = asked.get("type", str)(row["default"])
-        if choices and row["option"] in choices:
-            asked["choices"] = choices[row["option"]]
-        parser.add_argument(row["option"], **asked)
+from dlrm_core.base import cli
 
 
 def parameters_file(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
     """``-f`` or ``--like``, and ``-p``: the parameters of a run."""
     source = parser.add_mutually_exclusive_group(required=required)
-    file_option(source)
+    cli.listed_options(source, cli.__file__, "file")
     like_option(source)
-    parameter_option(parser)
+    cli.listed_options(parser, cli.__file__, "parameter")
 
 
 def like_option(parser: argparse._ActionsContainer) -> None:

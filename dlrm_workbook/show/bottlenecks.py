@@ -17,17 +17,9 @@ import plotly.graph_objects as go
 
 from dlrm_core.parts import part_label
 from dlrm_workbook.analysis.attribution import IDLE
-from dlrm_workbook.analysis.lines import place
 from dlrm_workbook.analysis.verdict import AT_MOST, BY_CEILINGS, PREDICTED, Stage
 from dlrm_workbook.ground.units import at_most, from_to, milliseconds, percent, ratio
-from dlrm_workbook.show.tables import (
-    Column,
-    Text,
-    chosen_columns,
-    each_row,
-    operator_name,
-    table_bars,
-)
+from dlrm_workbook.show.tables import Text, operator_name, table_bars
 from dlrm_workbook.show.theme import (
     COLOURS,
     COMPUTE_COLOUR,
@@ -83,34 +75,6 @@ def attribution_bars(attribution: pd.DataFrame, unit: str = "ms in a mean iterat
     return _part_bars(title, f"GPU time, {unit}", table[on_gpu])
 
 
-def _place(file: str, line: int) -> str:
-    return place(file, line) if file else "in no line of the program"
-
-
-LINES = chosen_columns(
-    "place source share_of_step inclusive_share role in_iterations calls time_ms growth_ms "
-    "function thread operators",
-    place=Column("line", each_row(_place, words=True), ("file", "line")),
-    function=Column("function", "text"),
-    time_ms=Column("itself"),
-    share_of_step=Column("of the step"),
-    operators=Column("operators below", "text"),
-    calls=Column("runs per iteration", "number"),
-    growth_ms=Column("grows per iteration", "nonzero", unit="ms"),
-)
-"""Columns of the table of the user's lines."""
-
-FIRST_LINES = {name: LINES[name] for name in ("share_of_step", "place", "source", "function")}
-"""Columns of the table of the first of them."""
-
-PART = ["part", "time_ms", "share"]
-"""Columns that a part's hover text lists."""
-
-OPERATOR = chosen_columns(
-    "name part cpu_self_ms gpu_ms share calls shapes", name=Column("operator", "text")
-)
-"""Columns that an operator's hover text lists."""
-
 CODE_FONT = {"family": "monospace", "size": 12}
 CODE_LETTERS = 92
 """Letters of a line of source that are drawn."""
@@ -155,7 +119,7 @@ def _part_bars(title: str, unit: str, table: pd.DataFrame, pale: bool = False) -
     table = table.sort_values("time_ms", ascending=False)
     parts = list(zip(table["component"], table["phase"], strict=True))
     look = markers(parts, [pale] * len(parts))
-    return table_bars(table, title, unit, "time_ms", _part, columns=PART, marker=look)
+    return table_bars(table, title, unit, "time_ms", _part, columns="part_notes", marker=look)
 
 
 def _part(row: Any) -> str:
@@ -302,7 +266,7 @@ def operator_bars(
             operator_name(row.name, row.kind, 26)
             + f'<br><span style="font-size: 11px">{_part(row)}</span>'
         ),
-        columns=OPERATOR,
+        columns="operator_notes",
         row=38,
     )
 

@@ -17,7 +17,7 @@ from dlrm_workbook.analysis.idleness import NOBODY
 from dlrm_workbook.analysis.kernel_names import short_names
 from dlrm_workbook.ground.units import known_or, milliseconds, percent
 from dlrm_workbook.recordings.hpctoolkit.metrics import STALLS
-from dlrm_workbook.show.tables import Column, chosen_columns, function_name, table_bars
+from dlrm_workbook.show.tables import TABLES, Column, function_name, table_bars
 from dlrm_workbook.show.theme import (
     COLOURS,
     GRID,
@@ -55,37 +55,6 @@ REASONS = {
 """Stall reason to a legend's few words (the whole meaning is in ``metrics.STALLS``), and to the
 part whose colour it has: those of parts stay apart for readers with any colour vision."""
 
-KERNEL_TIMES = chosen_columns(
-    "short_name part launches_per_iteration per_iteration_ms share_of_step launches time_ms "
-    "share_of_device mean_us",
-    short_name="kernel",
-    launches="launches of the recording",
-    time_ms="time of the recording",
-)
-"""Columns of a page's table of kernels' times; full names are in the figure's hover texts."""
-
-KERNEL_LAUNCHES = chosen_columns(
-    "short_name registers blocks threads_per_block shared_memory_bytes occupancy_percent waves "
-    "precision tensor_cores tflops_per_s gb_per_s share_of_ceiling",
-    short_name="kernel",
-)
-"""Columns of a page's table of what kernels were launched with and what they reached."""
-
-WHOLE_NAME = {"short_name": Column("kernel", "text", ("kernel",))}
-"""Column of a hover text in the place of the short name."""
-
-OPERATOR_RATES = chosen_columns(
-    "name shapes part mean_us call_gflop tflops_per_s gb_per_s precision tensor_cores limit "
-    "share_of_ceiling reason bytes_are",
-    name="operator",
-    limit="nearest limit",
-    bytes_are="bytes counted",
-)
-"""Columns of a page's table of operators on the GPU."""
-
-BLAMED = {"name": "CPU ran", "part": "", "blamed_ms": "GPU idle", "share": ""}
-"""Columns of a page's table of what the CPU ran while the GPU was idle."""
-
 FUNCTION_COLOURS = [COLOURS[name] for name in COLOURS if name != "other"]
 LANE_ROW = 34
 
@@ -109,7 +78,9 @@ def kernel_bars(kernels: pd.DataFrame) -> go.Figure:
         "time_ms",
         label,
         share="share_of_device",
-        columns=KERNEL_TIMES | KERNEL_LAUNCHES | WHOLE_NAME,
+        columns=TABLES["kernels"]
+        | TABLES["kernel_launches"]
+        | {"short_name": Column("kernel", "text", ("kernel",))},  # the whole name
     )
 
 
@@ -256,7 +227,7 @@ def blame_bars(blame: pd.DataFrame) -> go.Figure:
         f"ms of GPU idle time {blame.attrs.get('per', '')}".rstrip(),
         "blamed_ms",
         lambda row: _blamed(row, part_label(row.component, row.phase)),
-        columns=BLAMED | {"file": ""},
+        columns=TABLES["blame"] | {"file": ""},
     )
 
 
@@ -272,14 +243,3 @@ def _line_label(place: str) -> str:
     """A source line as it is; a function (no line known) in a few characters."""
     file, colon, line = place.rpartition(":")
     return place if colon and line.isdigit() and file else function_name(place, 28)
-
-
-OTHER_GPUS = chosen_columns(
-    "gpu now_ms then_ms range gain unchanged",
-    gpu="GPU",
-    now_ms="as recorded",
-    then_ms="predicted",
-    gain=Column("speed-up", "speedup", ("speedup_mid", "speedup_low", "speedup_high")),
-    unchanged=Column("of the step unchanged", "share"),
-)
-"""Columns of the table of other GPUs."""

@@ -22,19 +22,10 @@ from dlrm_workbook.analysis.reference import reference
 from dlrm_workbook.analysis.roofline import COPIES, LAUNCHES, Limits, least_step
 from dlrm_workbook.analysis.sentences import FENCE, in_markdown
 from dlrm_workbook.analysis.verdict import compare_command
-from dlrm_workbook.ground.units import at_most, faster, known_or, milliseconds, ratio
+from dlrm_workbook.ground.units import at_most, faster, milliseconds, ratio
 from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.recordings.torch import RECORDED_PASS
-from dlrm_workbook.show.tables import (
-    MOST_BOUND,
-    NO_GAIN,
-    NOT_MEASURED,
-    Column,
-    Text,
-    chosen_columns,
-    each_row,
-    listed,
-)
+from dlrm_workbook.show.tables import MOST_BOUND, NO_GAIN, Text, listed
 from dlrm_workbook.show.theme import rows_of
 
 HOW = {
@@ -58,30 +49,6 @@ def commands_text(lines: Sequence[str]) -> Text:
 
 MOST_NAMED = 6
 """Quantities that are named of those that were not measured for one reason."""
-
-_DIFFERENCE = each_row(
-    lambda value: known_or(value, lambda size: f"{size:.0e}" if size else "0", NOT_MEASURED)
-)
-
-UNNAMED = {
-    "name": "operator or range",
-    "device_ms": "GPU, whole recording",
-    "host_ms": "host, whole recording",
-    "share": "of all its time",
-}
-"""Columns of a table of what is in no part."""
-
-TRIED = chosen_columns(
-    "remedy status tried off_ms on_ms turns outputs loss memory_bytes compile_s place reason",
-    off_ms="without it",
-    on_ms="with it",
-    outputs=Column("outputs differ", _DIFFERENCE),
-    loss=Column("loss differs", _DIFFERENCE),
-    memory_bytes="peak memory",
-    compile_s="compiling",
-    place="where",
-)
-"""Columns of a table of remedies that were tried."""
 
 
 def tried_text(table: pd.DataFrame, left_out: pd.DataFrame) -> Text:

@@ -1,4 +1,4 @@
-"""Figures and column labels of several ranks' traces: DataFrames in, figures out.
+"""Figures of several ranks' traces: DataFrames in, figures out.
 
 The tables come from :mod:`dlrm_workbook.analysis.rank_traces`.
 """
@@ -10,40 +10,7 @@ from collections.abc import Mapping
 import pandas as pd
 import plotly.graph_objects as go
 
-from dlrm_core.parts import part_label
-from dlrm_workbook.ground.units import NOTHING
-from dlrm_workbook.show.tables import Column, chosen_columns, each_row
 from dlrm_workbook.show.theme import COLOURS, stacked_bars
-
-RANKS = chosen_columns(
-    "rank iterations step_ms busy_ms idle_ms compute_ms communication_ms exposed_ms transfer_ms "
-    "waiting_ms start_ms last_in others_wait_ms",
-    busy_ms="GPU busy",
-    idle_ms="GPU idle",
-    compute_ms="compute kernels",
-    exposed_ms="of it exposed",
-    start_ms="not counted",
-    last_in="comes last in",
-    others_wait_ms="others wait for it",
-)
-COLLECTIVES = chosen_columns(
-    "collective kind what ranks elements transfer_us wait_us longest_wait_us last_rank late_us "
-    "component where longer_us counted",
-    kind="collective",
-    what=Column("asked for by", "function"),
-    elements=Column("elements", "count"),
-    transfer_us="transfer at most",
-    wait_us="mean wait",
-    last_rank=Column("last rank", "rank"),
-    late_us="after the last but one",
-    component=Column(
-        "what it did longer",
-        each_row(lambda part, phase: part_label(part, phase) if part else NOTHING, words=True),
-        ("component", "phase"),
-    ),
-    longer_us="longer by",
-)
-"""Columns of the tables of ranks and of collectives."""
 
 
 def rank_bars(ranks: pd.DataFrame) -> go.Figure:

@@ -17,9 +17,8 @@ import plotly.graph_objects as go
 from dlrm_core.base.text import format_bytes
 from dlrm_core.parts import part_label
 from dlrm_workbook.analysis.devices import device
-from dlrm_workbook.ground.units import NOT_MEASURED, NOTHING, digits, from_to, milliseconds, percent
+from dlrm_workbook.ground.units import NOT_MEASURED, digits, milliseconds, percent
 from dlrm_workbook.show.profile import product_peaks
-from dlrm_workbook.show.tables import Column, each_row
 from dlrm_workbook.show.theme import (
     DASHES,
     GRID,
@@ -346,31 +345,6 @@ def _gap(row: Any) -> str:
         return f"{measured}, least 0: nothing of it is the machine's work"
     least = f"{measured}, least {milliseconds(row.ceiling_ms)}"
     return f"{least} ({percent(row.share_of_ceiling)}): {row.limit}"
-
-
-REUSE: dict[str, str | Column] = {
-    "table": "",
-    "rows": "rows of the table",
-    "lookups": "",
-    "rows_used": "different rows",
-    "lookups_per_row": Column("lookups per different row", "digits"),
-    "used_once_share": "of these used once",
-    "used_once_lookups_share": "lookups of rows used once",
-    "unique_share": "different rows of a batch per lookup",
-}
-"""Looks of :func:`dlrm_workbook.analysis.reuse.row_reuse`."""
-
-CACHE: dict[str, str | Column] = {
-    "cache_bytes": "cache",
-    "rows": "rows it holds",
-    "hit_share": "lookups it answers",
-    "range": Column(
-        "range",
-        each_row(lambda low, high: NOTHING if low == high else from_to(low, high, percent)),
-        ("low", "high"),
-    ),
-}
-"""Looks of :func:`dlrm_workbook.analysis.reuse.cache_hit_shares`."""
 
 
 def _size(count: float) -> str:

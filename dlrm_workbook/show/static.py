@@ -198,19 +198,15 @@ def _fill(colour: Any, opacity: float = 1.0) -> dict[str, Any]:
     return {"fill": str(colour), "fill_opacity": None if opacity >= 1 else round(opacity, 3)}
 
 
-def _hatch_look(colour: Any) -> dict[str, Any]:
+def _stroke(colour: Any, width: float) -> dict[str, Any]:
     ink = _fill(colour)
-    stroke = {"stroke": ink["fill"], "stroke_opacity": ink["fill_opacity"]}
-    return {"fill": "none", **stroke, "stroke_width": 1.5}
+    return {"stroke": ink["fill"], "stroke_opacity": ink["fill_opacity"], "stroke_width": width}
 
 
 def _line_look(line: Mapping[str, Any], width: float) -> dict[str, Any]:
     """Attributes of a line as a trace or a shape has it; ``width`` where it has none."""
-    return {
-        "stroke": line.get("color", TEXT),
-        "stroke_width": float(line.get("width", width)),
-        "stroke_dasharray": _DASHES.get(line.get("dash", "")),
-    }
+    stroke = _stroke(line.get("color", TEXT), float(line.get("width", width)))
+    return {**stroke, "stroke_dasharray": _DASHES.get(line.get("dash", ""))}
 
 
 # Bars, once for all their kinds.
@@ -296,37 +292,10 @@ def _stack(traces: Sequence[Trace], layout: Mapping[str, Any]) -> list[_Bar]:
     return bars
 
 
-def _as_bars(trace: Trace) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """A waterfall as bars from one level to the next, and the lines between them as shapes."""
-    along, aside = letters_of(trace)
-    places = values_of(trace[aside])
-    level, steps, lines = 0.0, [], []
-    for value, measure in zip(values_of(trace[along]), values_of(trace["measure"]), strict=True):
-        start = level if measure == "relative" else 0.0
-        level = start + value
-        kind = "increasing" if value >= 0 else "decreasing"
-        kind = kind if measure == "relative" else "totals"
-        steps.append((start, value, part_of(trace, f"{kind}.marker.color", TEXT)))
-    starts, lengths, colours = zip(*steps, strict=True)
-    for (before, place), start in zip(itertools.pairwise(places), starts[1:], strict=True):
-        ends = {f"{along}0": start, f"{along}1": start}
-        ends |= {f"{aside}0": before + 0.36, f"{aside}1": place - 0.36}
-        refs = {f"{letter}ref": trace.get(f"{letter}axis", letter) for letter in "xy"}
-        lines.append({**ends, **refs, "line": {"color": GRID}})
-    bars = {"type": "bar", "base": starts, along: lengths, "marker": {"color": colours}}
-    return {**trace, **bars}, lines
-
-
 class _Image:
     def __init__(self, spec: Mapping[str, Any]) -> None:
         self.layout: Mapping[str, Any] = spec.get("layout", {})
-        self.traces: list[Trace] = []
-        self.shapes: list[Mapping[str, Any]] = list(self.layout.get("shapes") or [])
-        for trace in spec.get("data", []):
-            if trace["type"] == "waterfall":
-                trace, lines = _as_bars(trace)
-                self.shapes += lines
-            self.traces.append(trace)
+        self.traces: list[Trace] = spec.get("data", [])
         self.canvas = Canvas()
         self.height = float(self.layout.get("height") or 450)
         self.top = float(part_of(self.layout, "margin.t") or 48)
@@ -487,7 +456,7 @@ class _Image:
         for paint, same in filled.items():
             self.canvas.path((_rectangle(*box) for box in same), **dict(paint))
         for ink, commands in hatched.items():
-            self.canvas.path(commands, **_hatch_look(ink))
+            self.canvas.path(commands, fill="none", **_stroke(ink, 1.5))
         for bar, box in zip(bars, boxes, strict=True):
             values, _ = _along(bar.trace, across, up)
             middle = (box[1] + box[3]) / 2 if values.is_x else (box[0] + box[2]) / 2
@@ -660,7 +629,7 @@ class _Image:
         return axis.at(value, exponent=exponent)
 
     def _shapes(self) -> None:
-        for shape in self.shapes:
+        for shape in self.layout.get("shapes") or []:
             x0, y0, x1, y1 = (
                 self._where(shape.get(f"{letter}ref"), letter, shape[f"{letter}{end}"])
                 for end in (0, 1)
@@ -725,7 +694,8 @@ class _Image:
                 (look,) = _bar_looks(trace, 1)
                 self.canvas.path([_rectangle(*box)], **dict(look.paint))
                 if look.pattern:
-                    self.canvas.path([_hatch(*box, look.pattern)], **_hatch_look(look.hatch))
+                    hatch = [_hatch(*box, look.pattern)]
+                    self.canvas.path(hatch, fill="none", **_stroke(look.hatch, 1.5))
             else:
                 self._legend_points(trace, x, y)
             self.canvas.text(x + 30, y, name)
@@ -789,7 +759,7 @@ def image(spec: Mapping[str, Any]) -> str:
     """The figure as SVG, :data:`WIDTH` pixels wide, with a white background.
 
     Args:
-        spec: a figure's JSON with bars, points and lines, waterfalls and icicles, also in
-            panels. Traces of other kinds are left out.
+        spec: a figure's JSON with bars, points, lines and icicles, also in panels. Traces of
+            other kinds are left out.
     """
     return _Image(spec).svg()

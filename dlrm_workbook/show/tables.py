@@ -23,6 +23,7 @@ import pandas as pd
 from dlrm_core.base.files import write_text
 from dlrm_core.base.text import format_bytes
 from dlrm_core.parts import part_label
+from dlrm_workbook.analysis.lines import place
 from dlrm_workbook.analysis.sentences import in_markdown, without_html
 from dlrm_workbook.ground.units import (
     NOT_MEASURED,
@@ -97,6 +98,9 @@ class Column:
     unit: str = ""
 
 
+Columns = Sequence[str] | Mapping[str, str | Column]
+"""Those of a table: their names in order, perhaps with looks."""
+
 COLUMNS_FILE = Path(__file__).parent / "columns.md"
 """Describes the columns of all tables; its last section is :data:`COLUMNS`."""
 
@@ -112,12 +116,6 @@ def _titled() -> dict[str, Column]:
 
 COLUMNS = _titled()
 """What a column's name does not say by itself."""
-
-
-def chosen_columns(names: str, **looks: str | Column) -> dict[str, str | Column]:
-    """Columns for :func:`show` in order, their names separated by spaces, with the looks of those
-    that have another title or format here than everywhere."""
-    return {name: looks.get(name, "") for name in names.split()}
 
 
 UNITS_OF_FRAMES = {"exclusive": "unit", "inclusive": "unit", "launches": "per"}
@@ -139,7 +137,7 @@ SUFFIXES = {
 
 def show(
     frame: pd.DataFrame,
-    columns: Sequence[str] | Mapping[str, str | Column] | None = None,
+    columns: str | Columns | None = None,
     *,
     most: int = FIRST,
     instead: Text | None = None,
@@ -151,9 +149,10 @@ def show(
     Args:
         frame: its ``attrs["not_measured"]`` says why it is empty, ``attrs["unit"]`` the unit of
             numbers whose columns name none.
-        columns: names of those to show, in order, as far as the frame has them; a mapping gives
-            some another label or look. Left out: all but :data:`HIDDEN`, those that belong
-            together (``component`` and ``phase``, ``low_ms`` and ``high_ms``) as one.
+        columns: a table of :data:`TABLES`; or names of those to show, in order, as far as the
+            frame has them; a mapping gives some another label or look. Left out: all but
+            :data:`HIDDEN`, those that belong together (``component`` and ``phase``, ``low_ms``
+            and ``high_ms``) as one.
         most: rows that are shown at first, of up to :data:`KEPT`.
         whole: file that the whole frame is written to as CSV, where it has more rows than
             :data:`BESIDE`, which the table then holds.
@@ -164,7 +163,8 @@ def show(
     """
     if frame.empty:
         return instead or (absent(_reason(frame)) if _reason(frame) else TextTable([]))
-    chosen = _default_columns(frame) if columns is None else columns
+    listed = TABLES[columns] if isinstance(columns, str) else columns
+    chosen = _default_columns(frame) if listed is None else listed
     rows = frame.head(BESIDE if whole else KEPT)
     shown: list[Cells] = []
     for name in chosen:
@@ -274,6 +274,10 @@ def _each(text: Callable[[Any], str], words: bool = False, absent: str = NOTHING
     return each_row(lambda value: absent if _missing(value) else text(value), words)
 
 
+def _range(text: Callable[[float], str]) -> Formatter:
+    return each_row(lambda low, high: NOTHING if low == high else from_to(low, high, text))
+
+
 def _missing(value: Any) -> bool:
     return value in (None, "", {}) or (isinstance(value, float) and math.isnan(value))
 
@@ -356,6 +360,9 @@ def _gain(gain: Mapping[str, float]) -> str:
     return speedup(mid, low, high, figures=2)
 
 
+QUALITY_LEVELS = {"green": "Reliable", "amber": "Use with care", "red": "Unreliable"}
+"""Level of a :class:`Quality` to the words that stand before its sentence."""
+
 FORMATS: dict[str, Formatter] = {
     "auc": _each("{:.5f}".format),
     "base": _each(_base, words=True),
@@ -367,6 +374,9 @@ FORMATS: dict[str, Formatter] = {
         words=True,
     ),
     "component": _each(part_label, words=True),
+    "difference": each_row(
+        lambda value: known_or(value, lambda size: f"{size:.0e}" if size else "0", NOT_MEASURED)
+    ),
     # the last two callers of the last function of a path
     "callers": _each(
         lambda path: " › ".join(short_name(name, 26) for name in path[-3:-1]) or NOTHING, words=True
@@ -385,19 +395,26 @@ FORMATS: dict[str, Formatter] = {
     "number": lambda values: (column(values), False),
     "operator": each_row(operator_name, words=True),
     "part": each_row(part_label, words=True),
+    "part_or_none": each_row(
+        lambda part, phase: part_label(part, phase) if part else NOTHING, words=True
+    ),
+    "place": each_row(
+        lambda file, line: place(file, line) if file else "in no line of the program", words=True
+    ),
     "known_ratio": _each(ratio, absent=NOT_MEASURED),
+    "level": each_row(lambda level: QUALITY_LEVELS.get(level, NOTHING)),
     "library": each_row(lambda module, file: _base(module or file) or NOTHING, words=True),
     "quality": _each("{:.6f}".format),
-    "range": each_row(lambda low, high: NOTHING if low == high else from_to(low, high)),
+    "range": _range(digits),
     "rank": _each(lambda rank: str(rank) if rank >= 0 else NOTHING),
     "ratio": _each(ratio),
     "settings": _each(_settings, words=True),
     "shapes": _each(_shapes, words=True),
     "share": _each(percent),
+    "share_range": _range(percent),
     "signed": lambda values: (signed(values), False),
-    "signed_range": each_row(
-        lambda low, high: NOTHING if low == high else from_to(low, high, signed_digits)
-    ),
+    "signed_digits": each_row(lambda ms: known_or(ms, signed_digits)),
+    "signed_range": _range(signed_digits),
     "signed_share": _each(signed_percent),
     "gain_range": each_row(
         lambda mid, low, high: known_or(mid, lambda _: speedup(mid, low, high, figures=2))
@@ -408,6 +425,30 @@ FORMATS: dict[str, Formatter] = {
     "where": _each(lambda value: {"device": "GPU", "host": "CPU"}.get(value, value), True),
 }
 """Name of a format to the function that writes a column."""
+
+
+def columns_of(
+    file: Path, owner: str = "", formats: Mapping[str, Formatter] | None = None
+) -> dict[str, dict[str, str | Column]]:
+    """Each table of a file to its columns in order, as :func:`show` takes them.
+
+    Args:
+        file: CSV with ``table``, ``column``, ``label``, ``format``, ``needs``, ``unit``.
+        owner: whose rows count, by the file's first column, where several share it.
+        formats: of the owner alone, by their name in the file; any other name there is one of
+            :data:`FORMATS`.
+    """
+    tables: dict[str, dict[str, str | Column]] = {}
+    rows = pd.read_csv(file, dtype=str, keep_default_na=False)
+    for row in rows_of(rows[rows.iloc[:, 0].eq(owner)] if owner else rows):
+        format = (formats or {}).get(row.format, row.format)
+        look = Column(row.label, format, tuple(row.needs.split()), row.unit)
+        tables.setdefault(row.table, {})[row.column] = look if row.format else row.label
+    return tables
+
+
+TABLES = columns_of(COLUMNS_FILE.with_suffix(".csv"))
+"""Tables whose columns, or titles of them, differ from what :data:`COLUMNS` says of their names."""
 
 
 def column(values: Iterable[float]) -> list[str]:
@@ -572,10 +613,6 @@ class Text:
         return self.markdown
 
 
-QUALITY_LEVELS = {"green": "Reliable", "amber": "Use with care", "red": "Unreliable"}
-"""Level of a :class:`Quality` to the words that stand before its sentence."""
-
-
 @dataclass(frozen=True)
 class Quality:
     """What the figures of a page are good for; pages show it as one line below the headline.
@@ -612,7 +649,7 @@ def table_bars(
     *,
     share: str = "share",
     text: Callable[[float], str] = milliseconds,
-    columns: Sequence[str] | Mapping[str, str | Column] | None = None,
+    columns: str | Columns | None = None,
     marker: dict[str, Any] | None = None,
     row: int = ROW,
 ) -> Any:

@@ -6,6 +6,7 @@ figure fits JupyterLab's themes; the HTML page puts its own text colour in its p
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -319,18 +320,6 @@ def wrapped(text: str, width: int = 80, most: int = 4) -> str:
     return "<br>".join(shown)
 
 
-WATERFALL: dict[str, Any] = {
-    "textposition": "outside",
-    "cliponaxis": False,
-    "connector": {"line": {"color": GRID, "width": 1}},
-    "increasing": {"marker": {"color": SLOWER}},
-    "decreasing": {"marker": {"color": FASTER}},
-    "totals": {"marker": {"color": INK}},
-    "hovertemplate": "%{hovertext}<extra></extra>",
-}
-"""The look of steps from one time to another."""
-
-
 # Axes: labelled rows, rows in groups, round numbers on a logarithmic scale.
 
 BarEnds = Sequence[float] | pd.Series
@@ -413,6 +402,31 @@ def add_points(
     ``at`` is ``row`` and ``col`` of a figure of :func:`panels`.
     """
     target.add_scatter(x=x, y=y, name=name, **{"mode": "markers", **_hover(hover), **at, **more})
+
+
+def add_steps(
+    target: go.Figure,
+    levels: Sequence[float],
+    texts: Sequence[str],
+    hover: Sequence[str],
+    *,
+    flat: bool = True,
+) -> None:
+    """A bar up to the first of some times, one from each to the next, and one up to the last, each
+    with its text behind it; of these, as of ``hover``, there is one more than of the times."""
+    steps = [after - before for before, after in itertools.pairwise(levels)]
+    lengths, places = [*levels[:1], *steps, *levels[-1:]], list(range(len(levels) + 1))
+    x, y = (lengths, places) if flat else (places, lengths)
+    colours = [INK, *(FASTER if step < 0 else SLOWER for step in steps), INK]
+    look: dict[str, Any] = {"color": colours, "line": {"width": 0}}
+    more: dict[str, Any] = {"base": [0.0, *levels[:-1], 0.0], "text": texts, "showlegend": False}
+    more |= {"textposition": "outside", "cliponaxis": False}
+    add_bars(target, x, y, "", look, hover, flat=flat, **more)
+    along, aside = ("x", "y") if flat else ("y", "x")
+    for place, level in enumerate(levels):
+        ends = {f"{along}0": level, f"{along}1": level}
+        ends |= {f"{aside}0": place + 0.36, f"{aside}1": place + 0.64}
+        target.add_shape(type="line", line={"color": GRID, "width": 1}, **ends)
 
 
 def line_look(colour: str, number: int = 0, width: float = 2) -> dict[str, Any]:
@@ -675,11 +689,14 @@ def add_ends(
     texts: Sequence[str],
     log: bool = False,
 ) -> None:
-    """A text behind the end of each bar or range, which it does not cover; on a logarithmic axis
-    (``log``) plotly wants an annotation's exponent."""
-    look: dict[str, Any] = {"showarrow": False, "xanchor": "left", "xshift": 10}
+    """A text behind the end of each bar or range, to the left of one below 0, which it does not
+    cover; on a logarithmic axis (``log``) plotly wants an annotation's exponent."""
     for end, place, text in zip(ends, places, texts, strict=True):
-        target.add_annotation(x=math.log10(end) if log else end, y=place, text=text, **look)
+        x, (side, shift) = math.log10(end) if log else end, ("left", 10)
+        if end < 0:
+            side, shift = "right", -10
+        look = {"showarrow": False, "xanchor": side, "xshift": shift}
+        target.add_annotation(x=x, y=place, text=text, **look)
 
 
 def mark_one(

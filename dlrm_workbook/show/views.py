@@ -7,7 +7,7 @@ whether there is something to show.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +42,7 @@ from dlrm_workbook.show import idle as idle_figures
 from dlrm_workbook.show import profile as about
 from dlrm_workbook.show import ranks as rank_figures
 from dlrm_workbook.show import roofline as roofline_figures
-from dlrm_workbook.show.tables import FIRST, Column, Quality, Text, absent, listed, show
+from dlrm_workbook.show.tables import FIRST, TABLES, Quality, Text, absent, listed, show
 
 if TYPE_CHECKING:
     from dlrm_workbook.report import Report
@@ -55,8 +55,6 @@ TIMES = ("gpu_time_ms", "cpu_time_ms")
 
 CACHE_SIZE = "last_level_cache_bytes"
 
-Columns = Sequence[str] | Mapping[str, str | Column]
-
 
 @dataclass(frozen=True)
 class View:
@@ -67,11 +65,11 @@ class View:
         table: computes the table of a profile; an empty one has its reason in
             ``attrs["not_measured"]``.
         figure: draws the table.
-        columns: those that a page shows, and how; None: as :func:`~.tables.show` chooses, empty:
-            the table is only drawn.
         made: computes the table of a report, where it needs more than the profile.
         drawn: draws the figure of a report, where it needs more than the table.
         words: sentences before the figure; may be empty.
+        listed: whether a page shows the table too, with the columns that
+            :data:`~.tables.TABLES` has under the view's name, else as :func:`~.tables.show` does.
         tags: where a page has it: ``summary`` (in ``verdict.md`` too), ``open``, ``detail``,
             ``headline``, ``quality``.
         tab: title of the tab, where the tables of several views stand in one place.
@@ -84,11 +82,11 @@ class View:
     title: str
     table: Callable[[Profile], pd.DataFrame] | None = None
     figure: Callable[[pd.DataFrame], Any] | None = None
-    columns: Columns | None = None
     _: KW_ONLY
     made: Callable[[Report], pd.DataFrame] | None = None
     drawn: Callable[[Report], Any] | None = None
     words: Callable[[Report], Any] | None = None
+    listed: bool = True
     tags: str = ""
     tab: str = ""
     most: int = FIRST
@@ -114,10 +112,11 @@ def outputs(report: Report, name: str) -> list[tuple[Any, dict[str, Any]]]:
         return shown
     if view.is_drawn:
         shown.append((report.figure(name), tags))
-    if view.columns is None or view.columns:
+    if view.listed:
         whole = report.folder / "tables" / f"{name}.csv" if report.folder else None
         rows = table.sort_values(view.sort, ascending=False) if view.sort else table
-        formatted = show(rows, view.columns, most=view.most, whole=whole, caption=view.title)
+        columns = TABLES.get(name)
+        formatted = show(rows, columns, most=view.most, whole=whole, caption=view.title)
         shown.append((formatted, tags | ({"tab": view.tab} if view.tab else {})))
     return shown
 
@@ -251,22 +250,24 @@ VIEWS: dict[str, View] = {
         "What figures are good for", words=lambda report: Quality(**report.quality), tags="quality"
     ),
     "first_lines": View(
-        "Lines with the most time", made=_first_lines, columns=figures.FIRST_LINES, tags="headline"
+        "Lines with the most time", made=_first_lines, tags="headline"
     ),
     "bars": View(
         "The step, and the step after each advised change",
         made=lambda report: verdict.table(report.stages) if report.stages else pd.DataFrame(),
         drawn=lambda report: figures.verdict_bars(report.stages),
-        columns=(),
+        listed=False,
         tags="headline",
     ),
     "cautions": View(
         "Read with caution", words=lambda report: about.cautions_text(cautions(report.profile))
     ),
-    "lines": View("Time by line", lines.lines, None, figures.LINES, tags="summary"),
-    "hottest": View("The function with the most time", lines.hottest, figures.source_margin, ()),
+    "lines": View("Time by line", lines.lines, tags="summary"),
+    "hottest": View(
+        "The function with the most time", lines.hottest, figures.source_margin, listed=False
+    ),
     "trials": View(
-        "Remedies tried on this program", tried.tried, figures.tried_ranges, about.TRIED,
+        "Remedies tried on this program", tried.tried, figures.tried_ranges,
         words=lambda report: about.tried_text(report.trials, tried.not_tried(report.profile)),
         tags="summary",
     ),
@@ -297,16 +298,15 @@ VIEWS: dict[str, View] = {
         words=_step_sentence,
     ),
     "idle_parts": View(
-        "Where the host was while the GPU was idle", made=_idle_parts, columns=(),
+        "Where the host was while the GPU was idle", made=_idle_parts, listed=False,
         drawn=lambda report: figures.idle_part_bars(report.idle_parts, _unit(report)),
     ),
     "device_beside_host": View("Parts on the GPU and on the host", made=_device_beside_host),
     "times": View(
-        "Other times of the step", made=_other_times, tags="open summary",
-        columns={"what": "", "time_ms": "", "iterations": "", "why": "why it differs"},
+        "Other times of the step", made=_other_times, tags="open summary"
     ),
     "unattributed": View(
-        "What is in no part", attribution.unattributed, None, about.UNNAMED, tags="detail", most=10
+        "What is in no part", attribution.unattributed, tags="detail", most=10
     ),
     "roofline": View(
         "Parts beside the limits of the machine", made=_roofline, sort="time_ms",
@@ -319,13 +319,13 @@ VIEWS: dict[str, View] = {
     ),
     "least_times": View(
         "Measured and least time", made=lambda report: report.roofline,
-        figure=roofline_figures.least_time_bars, columns=(), tags="detail",
+        figure=roofline_figures.least_time_bars, listed=False, tags="detail",
     ),
     "operator_limits": View(
         "Operators beside the limits of the machine", roofline.operator_limits, tags="detail"
     ),
     "ceilings": View(
-        "Limits of the machine", columns=["ceiling", "measure"], tags="detail",
+        "Limits of the machine", tags="detail",
         made=lambda report: about.ceilings_frame(report.profile.meta.get("ceilings")),
     ),
     # the GPU
@@ -335,52 +335,52 @@ VIEWS: dict[str, View] = {
     ),
     "blame": View(
         "What the CPU ran while the GPU was idle", idleness.idle_blame, gpu_figures.blame_bars,
-        gpu_figures.BLAMED, most=15,
+        most=15,
     ),
     "launches": View("Launches of kernels", launches.launch_summary),
     "idle_iterations": View(
-        "Idle time of each iteration", idleness.idle_causes, idle_figures.idle_each, (),
+        "Idle time of each iteration", idleness.idle_causes, idle_figures.idle_each, listed=False,
         tags="detail",
     ),
     "queue": View(
         "Work queued for the GPU", lambda profile: launches.queue_depth(profile, 1000),
-        idle_figures.queue_line, (), tags="detail",
+        idle_figures.queue_line, listed=False, tags="detail",
     ),
     "launches_by_part": View("Launches by part", launches.launches_by_part, tags="detail"),
     "gpus": View(
         "GPUs busy and idle", idleness.gpu_idleness, gpu_figures.idleness_bars, tags="detail"
     ),
     "kernels": View(
-        "Kernels by time", gpu.kernel_table, gpu_figures.kernel_bars, gpu_figures.KERNEL_TIMES
+        "Kernels by time", gpu.kernel_table, gpu_figures.kernel_bars
     ),
     "kernel_launches": View(
         "What kernels were launched with, and what they reach",
-        made=lambda report: report.kernels, columns=gpu_figures.KERNEL_LAUNCHES, tags="detail",
+        made=lambda report: report.kernels, tags="detail",
     ),
     "copies": View("Copies", gpu.copy_table, tags="detail"),
     "rates": View(
         "Operators beside the limits of the GPU", gpu_limits.operator_rates,
-        roofline_figures.operator_roofline, gpu_figures.OPERATOR_RATES,
+        roofline_figures.operator_roofline,
     ),
     "rate_coverage": View("Kernels whose rate is known", gpu_limits.rate_coverage, tags="detail"),
     "counters": View("Hardware counters", device_counters.counter_table, tags="detail"),
     "stalls": View(
-        "What warps wait for, by kernel", _stalls("kernel"), gpu_figures.stall_bars, ()
+        "What warps wait for, by kernel", _stalls("kernel"), gpu_figures.stall_bars, listed=False
     ),
     "stall_lines": View(
-        "What warps wait for, by line", _stalls("line"), gpu_figures.stall_bars, ()
+        "What warps wait for, by line", _stalls("line"), gpu_figures.stall_bars, listed=False
     ),
     "stall_reasons": View("What warps wait for", made=_stall_reasons),
     "ranks": View(
-        "Each rank's step", figure=rank_figures.rank_bars, columns=rank_figures.RANKS,
+        "Each rank's step", figure=rank_figures.rank_bars,
         made=lambda report: rank_traces.rank_table(report.source.ranks, report.collectives),
     ),
     "waiting": View(
         "Time in collectives", made=lambda report: report.ranks,
-        figure=rank_figures.waiting_bars, columns=(),
+        figure=rank_figures.waiting_bars, listed=False,
     ),
     "collectives": View(
-        "Collectives, the longest wait first", columns=rank_figures.COLLECTIVES, sort="wait_us",
+        "Collectives, the longest wait first", sort="wait_us",
         made=lambda report: rank_traces.collectives(report.source.ranks), tags="detail",
     ),
     "rank_parts": View(
@@ -390,15 +390,12 @@ VIEWS: dict[str, View] = {
     # calls
     "calls": View(
         "Calls, callers above callees", made=_calls, drawn=_icicle, tags="open", tab="Top-down",
-        columns=["call", "part", "inclusive", "share", "exclusive", *(f"{t} (inc)" for t in TIMES)],
     ),
     "callers": View(
-        "Functions with their callers", made=_callers, tab="Bottom-up", most=40,
-        columns=["caller", "library", "exclusive", "share", "inclusive"],
+        "Functions with their callers", made=_callers, tab="Bottom-up", most=40
     ),
     "functions": View(
-        "Functions over all calls", made=_functions, tab="Flat", most=15,
-        columns=["name", "module", "exclusive", "share", "inclusive", "inclusive_share"],
+        "Functions over all calls", made=_functions, tab="Flat", most=15
     ),
     "operators": View(
         "Operators by their own time", operators.top_operators,
@@ -410,22 +407,22 @@ VIEWS: dict[str, View] = {
         drawn=lambda report: figures.iteration_timeline(
             report.timeline, operators.operator_spans(report.profile)
         ),
-        columns=["lane", "part", "start_ms", "duration_ms"],
     ),
     "threads": View(
-        "What each thread and stream ran", _threads, gpu_figures.lane_timeline, (), tags="detail"
+        "What each thread and stream ran", _threads, gpu_figures.lane_timeline, listed=False,
+        tags="detail",
     ),
     "export": View(
         "Other viewers", words=lambda report: figures.export_text(report.source.folder)
     ),
     "iterations": View(
-        "Iterations by part", _iterations, figures.iteration_times, (), words=_state,
+        "Iterations by part", _iterations, figures.iteration_times, words=_state, listed=False,
         needs="iterations",
     ),
     "differed": View("What took longer in iterations left out", _differed, tags="open"),
     # the machine
     "states": View(
-        "What the threads did", idleness.thread_states, idle_figures.thread_state_bars, ()
+        "What the threads did", idleness.thread_states, idle_figures.thread_state_bars, listed=False
     ),
     "outside_operators": View("Time outside operators", idleness.outside_operators, tags="open"),
     "operator_load": View("Calls of operators", launches.operator_load),
@@ -435,7 +432,7 @@ VIEWS: dict[str, View] = {
         needs="allocated_bytes",
     ),
     "memory_curve": View(
-        "Memory over the recording", operators.memory_curve, figures.memory_line, (),
+        "Memory over the recording", operators.memory_curve, figures.memory_line, listed=False,
         needs="allocated_bytes",
     ),
     # how it was measured
@@ -445,16 +442,13 @@ VIEWS: dict[str, View] = {
     # what few need
     "cache_hits": View(
         "Lookups that a cache of rows answers", reuse.cache_hit_shares,
-        columns=roofline_figures.CACHE,
         drawn=lambda report: roofline_figures.cache_curve(
             report.cache_hits, (report.profile.meta.get("ceilings") or {}).get(CACHE_SIZE)
         ),
     ),
-    "row_reuse": View(
-        "How often rows are used again", reuse.row_reuse, None, roofline_figures.REUSE
-    ),
+    "row_reuse": View("How often rows are used again", reuse.row_reuse),
     "other_gpus": View(
-        "The same step on other GPUs", other_gpus, None, gpu_figures.OTHER_GPUS,
+        "The same step on other GPUs", other_gpus,
         words=lambda report: listed(report.other_gpus.attrs.get("notices", [])),
     ),
 }  # fmt: skip

@@ -37,7 +37,6 @@ def description(spec: Mapping[str, Any]) -> str:
     points = [t for t in traces if is_shown(t, "scatter")]
     sentences.append(_listed([words for t in points for words in _said_of_points(t, layout)]))
     sentences += [_said_of_boxes(t) for t in traces if is_shown(t, "icicle")]
-    sentences += [_said_of_steps(t, layout) for t in traces if is_shown(t, "waterfall")]
     for name, direction in (("xaxis", "Across"), ("yaxis", "Up")):
         axis = Axis(name, layout.get(name) or {})
         if axis.title and not axis.hidden:
@@ -69,7 +68,7 @@ def _row_names(layout: Layout, letter: str) -> dict[Any, str]:
 
 def _said_of_bars(traces: Sequence[Trace], layout: Layout) -> str:
     along, across = letters_of(traces[0])
-    if any(trace.get("base") is not None for trace in traces):
+    if any(trace.get("base") is not None and not trace.get("text") for trace in traces):
         spans: dict[str, list[float]] = {}
         for trace in traces:
             lengths = numbers_of(values_of(trace[along]))
@@ -79,10 +78,10 @@ def _said_of_bars(traces: Sequence[Trace], layout: Layout) -> str:
         )
     # a text behind the bars says what all of them mean
     traces = [t for t in traces if t.get("textposition") == "outside" and t.get("text")] or traces
-    if along == "y":
+    names = _row_names(layout, across)
+    if along == "y" and not names:
         return _listed([_spread(trace, along, layout) for trace in traces])
     notes, headings = _notes(layout), _notes(layout, across=True)
-    names = _row_names(layout, across)
     items: list[str] = []
     for place, words in _words_of_rows(traces).items():
         total = notes.get(place, "") if is_number(place) else ""
@@ -97,10 +96,10 @@ def _said_of_bars(traces: Sequence[Trace], layout: Layout) -> str:
 
 
 def _words_of_rows(traces: Sequence[Trace]) -> dict[Any, list[str]]:
-    """Place of each row of horizontal bars to the words for its bars."""
+    """Place of each row of bars to the words for its bars."""
     rows: dict[Any, list[str]] = {}
     for trace in traces:
-        places, lengths = values_of(trace["y"]), values_of(trace["x"])
+        lengths, places = (values_of(trace[letter]) for letter in letters_of(trace))
         texts = each_of(trace, "text", len(lengths), "")
         named = plain_text(trace.get("name") or "")
         for place, length, text in zip(places, lengths, texts, strict=True):
@@ -165,12 +164,3 @@ def _said_of_boxes(trace: Trace) -> str:
     boxes = sorted(zip(values, values_of(trace["labels"]), strict=True), key=lambda box: -box[0])
     whole = boxes[0][0] if boxes else 0.0
     return _listed([f"{name} {digits(v)} ms ({percent(v / whole)})" for v, name in boxes if whole])
-
-
-def _said_of_steps(trace: Trace, layout: Layout) -> str:
-    _, across = letters_of(trace)
-    names, places = _row_names(layout, across), values_of(trace[across])
-    texts = each_of(trace, "text", len(places), "")
-    return _listed(
-        [f"{names.get(p, p)} {plain_text(text)}" for p, text in zip(places, texts, strict=True)]
-    )

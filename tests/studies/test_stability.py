@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from dlrm_core.base.errors import InputError
 from dlrm_core.base.files import read_json, write_json
-from dlrm_core.base.settings import section_from
 from dlrm_core.config import Parameters, parameters_from_sections
+from dlrm_studies.runs import section_from
 from dlrm_studies.stability import show as stability_figures
 from dlrm_studies.stability.measure import (
     SeedRun,

@@ -9,8 +9,8 @@ import re
 import pytest
 
 from dlrm_core.base.errors import InputError
-from dlrm_core.base.settings import section_from
 from dlrm_core.config import parameters_from_sections
+from dlrm_studies.runs import section_from
 from dlrm_studies.time_to_train.measure import (
     EVALUATIONS,
     Target,

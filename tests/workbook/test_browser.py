@@ -186,7 +186,7 @@ TWIN = """plot => {
   const all = names => [...plot.querySelectorAll(names)];
   const words = ".annotation-text, .legendtext, .bartext, .gtitle, .xtitle, .ytitle, .slicetext";
   return {
-    marks: all(".barlayer .point path, .waterfalllayer .point path, .icicle path.surface").map(box),
+    marks: all(".barlayer .point path, .icicle path.surface").map(box),
     texts: all(words).map(e => e.textContent.replace(/\\s/g, "")),
   };
 }"""
@@ -201,17 +201,15 @@ def test_the_static_image_shows_what_its_interactive_twin_does(tmp_path: Path) -
     tree = tree.assign(label=["step", "forward", "backward", "bag"], ms=[8.0, 3.0, 4.0, 2.0])
     tints = ["#101010", "#202020", "#303030", "#404040"]
     part = theme.markers([("data", "forward"), ("loss", "update")])
-    waterfall = theme.figure("Steps", 300).add_trace(
-        go.Waterfall(x=[0, 1, 2], y=[10, -4, 6], measure=["absolute", "relative", "total"],
-                     text=["10 ms", "−4 ms", "6 ms"], **theme.WATERFALL)
-    )  # fmt: skip
+    steps = theme.figure("Steps", 300)
+    theme.add_steps(steps, [10, 6], ["10 ms", "−4 ms", "6 ms"], "abc", flat=False)
     figures = [
         theme.ranked_bars(
             "Parts", "ms", ["d", "l"], [300.0, 90.0], ["300 ms", "90 ms"], "ab", part
         ),
         theme.stacked_bars("Shares", table, looks, "ms", texts=True),
         theme.icicle("Tree", 300, tree, "ms", tints, [[""]] * 4, "h"),
-        waterfall,
+        steps,
     ]
     html = write_page(tmp_path, *(cell(shown(figure.bundle())) for figure in figures))
     with open_page(html.as_uri()) as (page, _):

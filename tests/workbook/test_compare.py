@@ -31,7 +31,7 @@ from dlrm_workbook.analysis.ensemble import curves_of_runs, law_table, part_tabl
 from dlrm_workbook.analysis.whatif import Prediction
 from dlrm_workbook.ground.intervals import Interval
 from dlrm_workbook.recordings.profile import Profile
-from dlrm_workbook.show.tables import show
+from dlrm_workbook.show.tables import TABLES, show
 from dlrm_workbook.show.theme import FASTER, SLOWER, difference_colour
 from dlrm_workbook.trials.compare import comparison
 from dlrm_workbook.trials.compare import measure as compare_measure
@@ -128,7 +128,7 @@ def test_nodes_of_one_run_only_are_new_or_gone_or_without_samples() -> None:
     gone, new = lines.loc["aten::data_forward"], lines.loc["aten::top_mlp_backward"]
     assert gone["state"] == "no samples after" and np.isnan(gone["after_ms"])
     assert new["state"] == "no samples before" and np.isnan(new["before_ms"])
-    rows = show(changes, compare_figures.CALL_TITLES).rows
+    rows = show(changes, "compared_calls").rows
     assert ["5.000", "–", "no samples after"] in [row[3:] for row in rows]
 
 
@@ -281,9 +281,7 @@ def test_a_comparison_names_every_time_of_an_iteration_once(tmp_path: Path) -> N
             assert row.predicted_ms / step == pytest.approx(
                 made.predicted.mid_ms / made.predicted.now_ms
             )
-    assert not {"now_ms", "then_ms", "range"} & set(compare_figures.PREDICTION_TITLES), (
-        "of another step"
-    )
+    assert not {"now_ms", "then_ms", "range"} & set(TABLES["predictions"]), "of another step"
     compared.per = "in the whole recording"
     assert compared.other_times().empty
 
@@ -378,14 +376,14 @@ def test_figures_and_tables_draw_what_there_is(tmp_path: Path) -> None:
     )
     assert difference_colour(1.0) == SLOWER
     assert difference_colour(-3.0) == FASTER
-    laws = show(law_table(curves), sweep_figures.LAWS)
+    laws = show(law_table(curves), "laws")
     assert any("linear in batch" in " ".join(row) for row in laws.rows)  # type: ignore[union-attr]
     shown = [
-        show(compared.outcomes[0].part_table(), compare_figures.PART_TITLES),
+        show(compared.outcomes[0].part_table(), "compared_parts"),
         show(compared.ratio_table()),
-        show(largest_changes(tree), compare_figures.CALL_TITLES),
-        show(compared.prediction_table(), compare_figures.PREDICTION_TITLES),
-        show(compared.outcome_table(), compare_figures.OUTCOME_TITLES),
+        show(largest_changes(tree), "compared_calls"),
+        show(compared.prediction_table(), "predictions"),
+        show(compared.outcome_table(), "outcomes"),
     ]
     assert all(table.rows for table in shown)
 

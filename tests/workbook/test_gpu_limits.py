@@ -260,9 +260,9 @@ def test_a_page_names_the_data_sheet_and_shows_what_is_known() -> None:
     rates = operator_rates(profile)
     figure = operator_roofline(rates)
     assert "data sheet of H100-SXM" in figure.layout.title.text
-    table, kernels = show(rates, gpu_figures.OPERATOR_RATES), kernel_table(profile)
+    table, kernels = show(rates, "rates"), kernel_table(profile)
     assert isinstance(table, TextTable) and "nan" not in repr(table)
-    for columns in (gpu_figures.KERNEL_TIMES, gpu_figures.KERNEL_LAUNCHES):
+    for columns in ("kernels", "kernel_launches"):
         shown = show(kernels, columns)
         assert isinstance(shown, TextTable) and "nan" not in repr(shown)
         assert len(shown.columns) >= 8

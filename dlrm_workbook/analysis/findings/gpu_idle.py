@@ -696,15 +696,15 @@ def gpu_idle(evidence: Evidence, ledger: Causes) -> Measured | None:
         figures["unknown"] = f"What the host did meanwhile was not measured ({how})."
     elif len(unexplained):
         figures |= _host_meanwhile(evidence, unexplained, partly)
-    idle = evidence.idle
+    pieces = evidence.idle
     outside = {
-        ("before it begins", START): idle["end_ns"].le(evidence.work["start_ns"].min()),
-        ("after its last work", END): idle["start_ns"].ge(evidence.work["end_ns"].max()),
+        ("before it begins", START): pieces["end_ns"].le(evidence.work["start_ns"].min()),
+        ("after its last work", END): pieces["start_ns"].ge(evidence.work["end_ns"].max()),
     }
     for (when, remedy), rows in outside.items():
-        part = float(idle.loc[rows, "idle_ms"].sum()) / evidence.idle_ms
-        if evidence.profile.iterations.empty and part > 0.5:
-            figures |= {"before": f", {part:.0%} of that {when}", "remedy": remedy}
+        there = float(pieces.loc[rows, "idle_ms"].sum()) / evidence.idle_ms
+        if evidence.profile.iterations.empty and there > 0.5:
+            figures |= {"before": f", {there:.0%} of that {when}", "remedy": remedy}
     return figures
 
 

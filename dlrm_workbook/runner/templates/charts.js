@@ -192,7 +192,7 @@
     // points of a row lie above and below its middle
     const isPoints = figure.data.every((trace) => trace.type === "scatter");
     const above = 17 * lines + 8 + (isPoints ? 16 : 0);
-    layout.bargap = layout.waterfallgap = above / (bar + above);
+    layout.bargap = above / (bar + above);
     layout.meta = { ...layout.meta, plotHeight: Math.ceil((bar + above) * rows) };
     layout.yaxis = { ...axis, showticklabels: false, automargin: false };
     margin.l = 12;

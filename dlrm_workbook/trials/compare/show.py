@@ -17,16 +17,14 @@ from dlrm_workbook.ground.intervals import Interval
 from dlrm_workbook.ground.units import (
     faster,
     from_to,
-    known_or,
     milliseconds,
     percent,
     ratio,
-    signed_digits,
     signed_milliseconds,
     speedup,
 )
 from dlrm_workbook.show import theme
-from dlrm_workbook.show.tables import NOTHING, QUALITY_LEVELS, Column, Text, each_row, listed
+from dlrm_workbook.show.tables import Column, Text, listed
 from dlrm_workbook.trials.compare.analyse import NOT_A_PART
 from dlrm_workbook.trials.compare.comparison import FINISHED, Comparison, Outcome
 
@@ -128,15 +126,8 @@ def part_differences(parts: pd.DataFrame, per: str = "per iteration") -> go.Figu
         for row, side in zip(rows, half, strict=True)
     ]
     longest = max(map(abs, ends), default=0.0) or 1.0
-    for place, (row, end) in enumerate(zip(rows, ends, strict=True)):
-        result.add_annotation(
-            x=end,
-            y=place,
-            text=signed_milliseconds(row.difference_ms),
-            showarrow=False,
-            xanchor="left" if end >= 0 else "right",
-            xshift=6 if end >= 0 else -6,
-        )
+    texts = list(map(signed_milliseconds, table["difference_ms"]))
+    theme.add_ends(result, ends, list(range(len(rows))), texts)
     # a side takes what its bars reach, and room for the text beside them
     left, right = (
         max([side * end for end in ends if side * end > 0], default=-LABEL * longest / 2)
@@ -232,16 +223,8 @@ def waterfall(outcomes: Sequence[Outcome]) -> go.Figure:
     labels.append("all changes")
     steps = [after - before for before, after in itertools.pairwise(levels)]
     texts = [milliseconds(base), *map(signed_milliseconds, steps), milliseconds(levels[-1])]
-    result.add_waterfall(
-        x=list(range(len(labels))),
-        y=[base, *steps, levels[-1]],
-        measure=["absolute", *("relative" for _ in steps), "total"],
-        name="measured",
-        showlegend=False,
-        text=texts,
-        hovertext=[f"{name}: {text}" for name, text in zip(labels, texts, strict=True)],
-        **theme.WATERFALL,
-    )
+    hover = [f"{name}: {text}" for name, text in zip(labels, texts, strict=True)]
+    theme.add_steps(result, levels, texts, hover, flat=False)
     predicted = [(at, o.predicted.speedup) for at, o in enumerate(shown, 1) if o.predicted]
     if predicted:
         mids, highs, lows = ([base / gain[end] for _, gain in predicted] for end in ENDS)
@@ -351,89 +334,6 @@ def losses_text(comparison: Comparison) -> Text:
             text += f"; runs of {' and '.join(shaky)} do not even repeat themselves exactly"
         lines.append(f"- {name}: {text}.")
     return Text("\n".join(lines) or f"*Not measured: {FINISHED}.*")
-
-
-OUTCOME_TITLES: dict[str, str | Column] = {
-    "change": "change",
-    "before_ms": "before",
-    "predicted_ms": "predicted",
-    "after_ms": "after",
-    "predicted": Column("predicted speed-up", "gain_range", tuple(f"predicted_{e}" for e in ENDS)),
-    "measured": Column("measured speed-up", "speedup", tuple(f"measured_{e}" for e in ENDS)),
-    "error": Column("error of predicted time", "signed_share"),
-    "in_range": Column("in range", "judged"),
-    "quality": Column("runs", each_row(lambda level: QUALITY_LEVELS.get(level, NOTHING))),
-}
-PREDICTION_TITLES: dict[str, str | Column] = {
-    "change": "change",
-    "gain": Column("speed-up", "gain_range", tuple(f"speedup_{e}" for e in ENDS)),
-    "method": "from",
-}
-OTHER_TIME_TITLES: dict[str, str | Column] = {
-    "what": "",
-    "time_ms": "per iteration",
-    "iterations": "",
-    "why": "why it differs",
-}
-PART_TITLES: dict[str, str | Column] = {
-    "part": "",
-    "before_ms": "before",
-    "after_ms": "after",
-    "predicted_ms": "predicted",
-    "difference_ms": Column("difference", each_row(lambda ms: known_or(ms, signed_digits))),
-    "interval": Column("95% interval", "signed_range", ("low_ms", "high_ms")),
-    "verdict": "verdict",
-}
-CALL_TITLES: dict[str, str | Column] = {
-    "label": "call",
-    "path": Column("called by", "callers"),
-    "part": "",
-    "before_ms": "itself before",
-    "after_ms": "itself after",
-    "difference_ms": Column("difference", "signed"),
-    "state": "",
-}
-RECORDED_TITLES: dict[str, str | Column] = {"part": ""} | {
-    f"{name}_{side}": Column(f"{label} {side}", "number", unit=unit)
-    for name, label, unit in (
-        *(("device_ms", "device", "ms"), ("host_ms", "host", "ms")),
-        *(("idle_ms", "GPU idle", "ms"), ("launches", "launches", "")),
-    )
-    for side in ("before", "after")
-}
-DEVICE_TITLES: dict[str, str | Column] = {
-    "operator": Column("operator", "function"),
-    "part": "",
-    "before_ms": "before",
-    "after_ms": "after",
-    "difference_ms": Column("difference", "signed"),
-    "launches_before": Column("launches before", "number"),
-    "launches_after": Column("launches after", "number"),
-    "kernel_before": Column("longest kernel before", "function"),
-    "kernel_after": Column("longest kernel after", "function"),
-}
-PART_HELD_TITLES: dict[str, str | Column] = {
-    "part": "",
-    "before_ms": "before",
-    "predicted_ms": "predicted",
-    "range": "range",
-    "after_ms": "measured",
-    "error": Column("error", "signed_share"),
-    "in_range": Column("in range", "judged"),
-}
-KERNEL_HELD_TITLES: dict[str, str | Column] = {
-    "operator": Column("operator", "function"),
-    "kernel": Column("or kernel", "function"),
-    "shapes": "",
-    "limit": "limit",
-    "before_us": "before",
-    "predicted_us": "predicted",
-    "after_us": "measured",
-    "error": Column("error", "signed_share"),
-    "in_range": Column("in range", "judged"),
-}
-"""Columns of the tables of outcomes, predictions, parts, largest changes, and of what recordings
-hold on GPU and host."""
 
 
 def difference_columns(table: pd.DataFrame) -> dict[str, str | Column]:

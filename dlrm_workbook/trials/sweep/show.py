@@ -18,7 +18,7 @@ from dlrm_workbook.analysis.ensemble import WHOLE_STEP, Curve, short_leaf, swept
 from dlrm_workbook.analysis.sentences import in_markdown
 from dlrm_workbook.ground.units import ratio
 from dlrm_workbook.show import theme
-from dlrm_workbook.show.tables import NOTHING, QUALITY_LEVELS, Column, Quality, Text, each_row
+from dlrm_workbook.show.tables import QUALITY_LEVELS, Column, Quality, Text
 
 
 def scaling_curves(curves: Sequence[Curve], leaf: str) -> go.Figure:
@@ -191,30 +191,6 @@ def point_commands(folder: Path, points: pd.DataFrame) -> Text:
             f"`{beside}` shows the points side by side."
         )
     )
-
-
-LAWS: dict[str, str | Column] = {
-    "leaf": Column("along", "text"),
-    "part": "",
-    "held": "with",
-    "sentence": "law",
-    "a_ms": "a",
-    "slope": Column("slope", "digits"),
-    "r2": Column("r²", "digits"),
-}
-POINTS: dict[str, str | Column] = {
-    "number": "point",
-    "label": Column("setting", "text"),
-    "status": "status",
-    "ms_per_iteration": Column("iteration", "number", unit="ms"),
-    "samples_per_second": Column("samples/s", "count"),
-    "of_best": Column("of the best", "share"),
-    "top": Column("largest part", "component"),
-    "top_share": "its share",
-    "speedup": Column("measured speed-up", "ratio"),
-    "quality": Column("times", each_row(lambda level: QUALITY_LEVELS.get(level, NOTHING))),
-}
-"""Columns of the tables of fitted laws and of a sweep's points."""
 
 
 def finding_columns(table: pd.DataFrame) -> dict[str, str | Column]:
