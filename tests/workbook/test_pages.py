@@ -486,7 +486,7 @@ def test_sections_without_data_are_one_list_at_the_end(tmp_path: Path) -> None:
         "## Glossary",
     )
     assert words(text).endswith(
-        "Glossary Not measured in this run The run used no GPU. Kernels · Copies"
+        "Glossary Not measured in this run Kernels · Copies The run used no GPU."
     )
     assert "About kernels" not in text and "About time" in text
     contents = re.findall(r'<li class="level-\d"><a href="#([^"]*)"', text)
@@ -578,7 +578,7 @@ def test_code_and_short_prints_hide_together_but_not_of_a_failure(tmp_path: Path
 def test_cells_that_a_stopped_run_left_are_not_taken_for_measured(tmp_path: Path) -> None:
     pending = {"papermill": {"status": "pending"}}
     text = page(tmp_path, "## Later", cell(**pending), run={"status": "failed"})
-    assert "The run ended before this. Later" in words(text)
+    assert "Later The run ended before this." in words(text)
 
 
 def test_a_page_links_to_the_runs_of_its_chain_that_are_there(tmp_path: Path) -> None:
