@@ -295,10 +295,9 @@ def _worked_after(evidence: Evidence, calls: pd.DataFrame, ledger: Causes) -> tu
     follows = (last >= 0) & (
         np.searchsorted(launches, ends[last]) == np.searchsorted(launches, start)
     )
-    own = idle[follows & idle["cause"].isin(["python", "operators", "data"])]
-    return float(own["idle_ms"].sum()), main_place(
-        evidence.profile, own["context"], own["idle_ms"]
-    )[0]
+    working = idle[follows & idle["cause"].isin(["python", "operators", "data"])]
+    place, _ = main_place(evidence.profile, working["context"], working["idle_ms"])
+    return float(working["idle_ms"].sum()), place
 
 
 def _late_after(evidence: Evidence, calls: pd.DataFrame, ledger: Causes) -> np.ndarray:
