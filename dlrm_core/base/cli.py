@@ -51,7 +51,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "count": {"type": int},
     "number": {"type": float},
 }
-"""Kind of an option in a table to what argparse is told of it."""
+"""What argparse is given for each kind of option that a table names."""
 
 
 PLACES = ("DIR", "FILE", "FOLDER", "PATH", "RECORDING")
@@ -79,8 +79,8 @@ def listed_options(
 ) -> None:
     """The options of a command, as ``options.csv`` beside a module (its ``__file__``) lists them.
 
-    ``choices`` says what those may be that may not be anything, ``more`` what argparse is told of
-    each option beside what the table says.
+    ``choices`` holds the values of options that allow only some; ``more`` is given to argparse for
+    each option as well.
     """
     with Path(module).with_name("options.csv").open(encoding="utf-8", newline="") as table:
         rows = [row for row in csv.DictReader(table) if row["command"] == command]

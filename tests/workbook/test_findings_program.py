@@ -65,10 +65,8 @@ def by_id(profile: Profile, name: str) -> list[Finding]:
 def test_what_the_loop_does_around_the_model_is_named_once_each_by_its_line(
     careless: Profile,
 ) -> None:
-    around_model = by_id(careless, "around_model")
-    found = {each.title.split("`")[1]: each for each in around_model}
-    # on a busy machine other lines take long too
-    assert {"log_rows", "evaluate"} <= set(found) and len(found) == len(around_model)
+    found = {each.title.split("`")[1]: each for each in by_id(careless, "around_model")}
+    assert set(found) == {"log_rows", "evaluate"}
     rows = around(careless).set_index("function")
     assert "step, outside the model" in found["log_rows"].title
     # either line of its loop may have been caught more often
@@ -210,7 +208,7 @@ def test_what_lines_of_the_model_compute_without_need_is_named_by_line(tmp_path:
         finding = found[name]
         places = [f"odd_program.py:{line(text, program)}" for text in texts]
         assert any(place in f"{finding.title} {finding.evidence}" for place in places)
-        assert 0 < finding.share_of_step < 1
+        assert 0.03 < finding.share_of_step < 0.7
     assert "`Towers.forward`" in found["small_operators"].title
     assert "at `scale`" in found["backward_again"].title
     double = [row for row in profile.meta["seen_model"]["operators"] if row["own_double"]]
@@ -256,7 +254,7 @@ def test_loops_passes_of_parts_and_what_is_computed_again_are_named(
     profile = recorded(tmp_path, "parts", iterations=2, program=program)
     (again,) = by_id(profile, "run_again")
     assert "`pass_parts`" in again.title and "`Towers.forward`" in again.evidence
-    assert 0 < again.share_of_step < 1
+    assert 0.02 < again.share_of_step < 0.7
     titles = " ".join(one.title for one in by_id(profile, "small_operators"))
     assert "Calling 768 small operators" in titles and "A loop of 512 turns" in titles
     monkeypatch.setattr(operators, "TINY_SHARE", 0.0)  # what this machine makes of it is no matter
@@ -283,7 +281,8 @@ def test_whole_tables_equal_operands_and_gradients_that_nobody_takes_are_named(
     assert "gradients of tables dense that were to be sparse" in whole.evidence
     assert "dense_updates" not in found
     assert "`table`" in whole.title and "`frozen.0` and `frozen.2`" in lost.title
-    assert all(0 < one.share_of_step < 1 for one in (again, whole, lost))
+    assert 0.1 < again.share_of_step < 0.75 and 0.05 < whole.share_of_step < 0.75
+    assert 0.02 < lost.share_of_step < 0.5
 
 
 def test_the_line_of_a_slow_worker_is_that_of_the_batch(tmp_path: Path) -> None:
