@@ -443,7 +443,7 @@ def test_contestants_are_confined_to_the_cores_asked_for():
 
 
 def test_the_command_prints_what_was_measured_and_writes_json(tmp_path, capsys, monkeypatch):
-    """Stand-ins take the place of the processes that train; test_benchmark.py measures with those."""
+    """Stand-ins replace the processes that train; test_benchmark.py measures with those."""
 
     def run(parameters, iterations, threads):
         step = 2.0 if parameters.data.generator == "facebook" else 4.0
