@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from dlrm_workbook.datasets.generate import VARIANTS, generate, scaled_variant
 from dlrm_workbook.datasets.inspection import examine_data
 from dlrm_workbook.datasets.splits import CONVERTED_LAYOUTS
 from dlrm_workbook.datasets.variants import DOCUMENT_SAMPLES, variants
+from dlrm_workbook.ground.machine import usable_cores
 
 NVIDIA_SAMPLES = 32768 * 1024
 
@@ -240,7 +240,7 @@ def _at_least(name: str, value: int, least: int) -> int:
 
 def _threads(arguments: argparse.Namespace) -> int:
     if arguments.threads is None:
-        return len(os.sched_getaffinity(0))
+        return usable_cores()
     return _at_least("--threads", arguments.threads, 1)
 
 

@@ -53,7 +53,7 @@ def machine_facts() -> dict[str, Any]:
         "cpu": cpu.get("model name") or platform.processor() or platform.machine(),
         "isa": [flag for flag in ISA_FLAGS if flag in flags],
         "cores": os.cpu_count(),
-        "usable_cores": len(os.sched_getaffinity(0)),
+        "usable_cores": usable_cores(),
         "memory_gib": round(memory / 2**30, 1),
         "memory_limit_gib": round(limit / 2**30, 1) if limit < memory else None,
         "gpus": [gpu["name"] for gpu in gpus],
@@ -62,6 +62,10 @@ def machine_facts() -> dict[str, Any]:
         "python": platform.python_version(),
         "threads": {name: os.environ[name] for name in THREAD_VARIABLES if name in os.environ},
     }
+
+
+def usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
 
 
 def ranks_here() -> int:

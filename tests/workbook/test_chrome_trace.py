@@ -208,24 +208,41 @@ def test_invalid_events_are_repaired_or_left_out_and_counted(tmp_path: Path) -> 
 
 
 @settings(max_examples=25)
-@given(st.integers(20, 400), st.integers(500, 3000), st.booleans())
-def test_windows_of_any_size_give_the_same(piece: int, ahead: int, packed: bool) -> None:
+@given(st.integers(20, 400), st.integers(500, 3000), st.booleans(), st.integers(1, 3))
+def test_windows_of_any_size_give_the_same(
+    piece: int, ahead: int, packed: bool, processes: int
+) -> None:
     import tempfile
 
-    text = json.dumps(
-        {"a": {"b": [1, "}, {"]}, "traceEvents": gpu_trace.events(), "z": ["traceEvents"]}
-    )
+    nested = gpu_trace._span("cpu_op", "aten::mm", 0, 5, given=[{"a": 1}, {"b": ["}, {"]}])
+    texts = [json.dumps(event) for event in [*gpu_trace.events(), nested]]
+    texts.append(texts[4].replace("aten::addmm", 'a "quoted" name'))
+    events = ", ".join([*texts, *texts])
+    text = f'{{"a": {{"b": [1, "}}, {{"]}}, "traceEvents": [{events}], "z": ["traceEvents"]}}'
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         path = Path(folder) / "trace"
         path.write_bytes(gzip.compress(text.encode()) if packed else text.encode())
         whole = read_events(path)
         patch.setattr(json_stream, "BYTES_AT_ONCE", piece)
         patch.setattr(json_stream, "PIECE", ahead)
+        patch.setattr(json_stream, "BLOCK", 3 * ahead)
+        patch.setattr(json_stream, "usable_cores", lambda: processes)
         found = read_events(path)
     for table in TABLES:
         given = getattr(found, table), getattr(whole, table)
         pd.testing.assert_frame_equal(*given, check_categorical=False)
     assert found.header == whole.header == {"a": {"b": [1, "}, {"]}, "z": ["traceEvents"]}
+    assert found.cautions == whole.cautions
+    assert caution(found, "repaired").startswith("2 events")
+
+
+def test_a_helper_that_is_killed_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = gpu_trace.write(tmp_path / "trace.json", 20 * gpu_trace.events())
+    for name, value in (("BYTES_AT_ONCE", 512), ("BLOCK", 1024), ("usable_cores", lambda: 2)):
+        monkeypatch.setattr(json_stream, name, value)
+    monkeypatch.setattr(json_stream, "die_with_parent", lambda: os.kill(os.getpid(), 9))
+    with pytest.raises(InputError, match=r"trace\.json cannot be read: a process .* was ended"):
+        read_events(path)
 
 
 # ---- what cannot be ---------------------------------------------------------------

@@ -9,6 +9,7 @@ import struct
 from collections.abc import Callable
 from pathlib import Path
 
+from dlrm_workbook.ground.machine import usable_cores
 from dlrm_workbook.ground.processes import Completed, MeasurementError, fresh_path
 from dlrm_workbook.ground.profiling import ProfilingConfig
 from dlrm_workbook.recordings.hpctoolkit.failures import Failed
@@ -62,7 +63,7 @@ def recover_structure(
     keep = ["-c", str(cache)] if cache is not None else ["--nocache"]
     # loops of kernels need nvdisasm, and it is slow
     control = ["--gpucfg", "yes"] if config.gpu_control_flow else []
-    jobs = str(usable_processors())
+    jobs = str(usable_cores())
     try:
         done = run(
             [str(tools.hpcstruct), "-j", jobs, *keep, *control, str(measurements)],
@@ -112,7 +113,7 @@ def build_database(
     """
     wanted = fresh_path(wanted)
     options = [tools.no_source] if tools.no_source else []
-    command = [str(tools.hpcprof), "-j", str(usable_processors()), *options, "-o", str(wanted)]
+    command = [str(tools.hpcprof), "-j", str(usable_cores()), *options, "-o", str(wanted)]
     done = run(
         [*command, str(measurements)], stage=f"{name}: hpcprof", timeout_s=DATABASE_TIMEOUT_S
     )
@@ -136,10 +137,6 @@ def build_database(
             f"hpcprof ended with exit code 0 but wrote no database at {wanted}{done.see_log()}"
         )
     return wanted
-
-
-def usable_processors() -> int:
-    return len(os.sched_getaffinity(0))
 
 
 def oversized_binaries(measurements: Path, limit_bytes: int) -> list[Path]:

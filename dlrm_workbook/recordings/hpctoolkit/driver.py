@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from dlrm_core.base.errors import InputError
+from dlrm_workbook.ground.machine import usable_cores
 from dlrm_workbook.ground.processes import MeasurementError, ProgressCallback, fresh_path, run_child
 from dlrm_workbook.ground.profiling import ProfilingConfig
 from dlrm_workbook.recordings.hpctoolkit.build import (
     build_database,
     name_unnamed_modules,
     recover_structure,
-    usable_processors,
 )
 from dlrm_workbook.recordings.hpctoolkit.failures import (
     DILATION_LIMIT,
@@ -188,7 +188,7 @@ class _Session:
 
     def measure(self, passes: Sequence[Pass]) -> Measurement:
         self.folder.mkdir(parents=True, exist_ok=True)
-        load, processors = os.getloadavg()[0], usable_processors()
+        load, processors = os.getloadavg()[0], usable_cores()
         if load > 0.5 * processors:
             self.notices.append(
                 f"other programs were running (load {load:.1f} on {processors} processors) when "

@@ -35,7 +35,7 @@ from dlrm_workbook.ground.processes import without_collection
 from dlrm_workbook.recordings.nesting import nest
 from dlrm_workbook.recordings.profile import numbered_together
 from dlrm_workbook.recordings.torch.counters import Counters
-from dlrm_workbook.recordings.torch.json_stream import Arguments, EventStream, TraceEvent
+from dlrm_workbook.recordings.torch.json_stream import Arguments, Block, EventStream, TraceEvent
 from dlrm_workbook.recordings.torch.shape_work import FORMULAS, values_text
 
 HOST_KINDS = {
@@ -251,13 +251,12 @@ def read_events(path: Path, file: IO[bytes] | None = None, packed_bytes: int = 0
             file = stack.enter_context(open_binary(path))
             packed_bytes = path.stat().st_size
         stream = EventStream(file, str(path), packed_bytes)
+        parts = stack.enter_context(contextlib.closing(stream.parts(_walked)))
         walk = _Walk()
         try:
-            for events in stream:
-                walk.take(events)
-                walk.counters.add(stream.counters)
-                stream.counters.clear()
-                if walk.malformed + stream.malformed > max(MOST_OTHERS, walk.taken / 2):
+            for part in parts:
+                walk.join(part)
+                if walk.malformed > max(MOST_OTHERS, walk.taken / 2):
                     raise NoTraceError(f"{path} is no chrome trace: most of its events are empty")
         except RecursionError:
             raise InputError(f"{path} cannot be read: its JSON is nested too deeply") from None
@@ -281,7 +280,8 @@ class _Table:
     """Columns of one table, as pieces of arrays.
 
     Args:
-        kept: how columns are kept (:data:`_KEPT`) to their names.
+        kept: how columns are kept (:data:`_KEPT`) to their names; of what a column has numbers,
+            where it holds such.
     """
 
     def __init__(self, **kept: str) -> None:
@@ -358,9 +358,12 @@ _KEPT: dict[str, Callable[[Sequence[Any]], Any]] = {
     "time": _times,
     "integer": _integers,
     "float": lambda column: _floats(column).astype(np.float32),
-    "number": lambda column: np.array(column, dtype=np.int32),
+    **dict.fromkeys(
+        ("kinds", "lines", "texts", "raws", "groups"),
+        lambda column: np.array(column, dtype=np.int32),
+    ),
 }
-"""Ways to keep a column; a ``number`` is that of a value of :class:`_Numbered`."""
+"""Ways to keep a column: as it is, or as numbers of what a :class:`_Walk` has under that name."""
 
 _SPAN_KINDS = ("operator", "annotation", "python", "runtime")
 _MARK_KINDS = tuple(dict.fromkeys(MARK_KINDS.values()))
@@ -380,11 +383,24 @@ MOST_OTHERS = 1_000_000
 """Events that are none of torch.profiler's, before a file with more of them than others is one."""
 
 
+def _walked(data: bytes) -> _Walk:
+    """What the events of a block say."""
+    walk, block = _Walk(), Block(data)
+    for events in block:
+        walk.take(events)
+    walk.read, walk.repaired, walk.skipped = block.read, block.repaired, block.skipped
+    walk.malformed += block.malformed
+    walk.first_malformed = block.first_malformed or walk.first_malformed
+    walk.counted = block.counters
+    return walk
+
+
 class _Walk:
     """Takes the events of a trace, a list at a time, and holds the columns that they become."""
 
     def __init__(self) -> None:
         self.taken = self.malformed = self.without_duration = self.lost = 0
+        self.read = self.repaired = self.skipped = 0
         self.first_malformed = ""
         self.unknown: Counter[str] = Counter()
         self.without_category: Counter[Any] = Counter()
@@ -402,20 +418,28 @@ class _Walk:
         self.of_autograd = 0
         """Operators of :data:`OF_AUTOGRAD`; their rows on the GPU follow each."""
         self.counters = Counters()
+        self.counted: list[dict[str, Any]] = []
+        """Events with hardware counters."""
         self.host = _Table(
             time="start duration",
-            number="line name kind collective shapes types values strides",
+            **dict(lines="line", texts="name", kinds="kind", groups="collective"),
+            raws="shapes types values strides",
             integer="correlation external sequence forward_thread python_id python_parent",
         )
         self.device = _Table(
             time="start duration",
-            number="line name kind collective grid block",
+            **dict(lines="line", texts="name", kinds="kind", groups="collective"),
+            raws="grid block",
             integer="correlation external bytes gpu stream registers shared_memory graph",
             float="blocks_per_sm warps_per_sm occupancy bandwidth",
         )
-        self.memory = _Table(time="start", number="line device", integer="bytes total reserved")
-        self.marks = _Table(time="start duration", number="line name kind", integer="correlation")
-        self.flows = _Table(time="start", number="line phase", integer="id")
+        self.memory = _Table(
+            time="start", lines="line", texts="device", integer="bytes total reserved"
+        )
+        self.marks = _Table(
+            time="start duration", lines="line", texts="name", kinds="kind", integer="correlation"
+        )
+        self.flows = _Table(time="start", lines="line", texts="phase", integer="id")
 
     def take(self, events: list[TraceEvent]) -> None:
         """Keep what the events say, if it is of interest."""
@@ -468,6 +492,32 @@ class _Walk:
                 phase=[self.texts[event.ph] for event in flows],
                 id=[event.id for event in flows],
             )
+
+    def join(self, part: _Walk) -> None:
+        """Add what another has taken of the events that follow."""
+        own_number = {
+            name: np.array(
+                [getattr(self, name)[value] for value in getattr(part, name)] + [-1], dtype=np.int32
+            )
+            for name in ("lines", "texts", "raws", "groups")
+        }
+        for table in ("host", "device", "memory", "marks", "flows"):
+            mine, other = getattr(self, table), getattr(part, table)
+            for name, how in mine.columns.items():
+                pieces = other.pieces[name]
+                if how in own_number:
+                    pieces = [own_number[how][piece] for piece in pieces]
+                if name == "external":
+                    pieces = [np.where(piece < 0, -1, piece + self.of_autograd) for piece in pieces]
+                mine.pieces[name] += pieces
+        for count in ("taken", "malformed", "without_duration", "repaired", "skipped"):
+            setattr(self, count, getattr(self, count) + getattr(part, count))
+        self.of_autograd += part.of_autograd
+        self.first_malformed = self.first_malformed or part.first_malformed
+        self.accelerator = self.accelerator or part.accelerator
+        for known in ("unknown", "without_category", "processes", "names"):
+            getattr(self, known).update(getattr(part, known))
+        self.counters.add(part.counted)
 
     def _refuse(self, lacks: str, count: int = 1) -> None:
         """Count events that lack what each has."""
@@ -632,8 +682,8 @@ class _Walk:
         """
         path = stream.name
         cautions = Cautions()
-        cautions.add(stream.repaired, "event{s} {was} not valid JSON and {was} repaired")
-        cautions.add(stream.skipped, "event{s} {was} not valid JSON and {was} left out")
+        cautions.add(self.repaired, "event{s} {was} not valid JSON and {was} repaired")
+        cautions.add(self.skipped, "event{s} {was} not valid JSON and {was} left out")
         nanoseconds, why = self._unit()
         tables = ("host", "device", "memory", "marks")
         frames = {name: self._frame(name, nanoseconds) for name in tables}
@@ -644,7 +694,7 @@ class _Walk:
                 "time within an operator counts as its work."
             )
         cautions.add(
-            self.malformed + stream.malformed,
+            self.malformed,
             "event{s} lack{v} a name, a time or what else torch.profiler writes, and {was} left "
             "out",
         )
@@ -654,7 +704,7 @@ class _Walk:
         leave_out_strays([frames[name] for name in ("host", "device", "memory")], cautions)
         host, device, memory, marks = frames.values()
         if host.empty and device.empty:
-            if odd := stream.first_malformed or self.first_malformed:
+            if odd := self.first_malformed:
                 odd += f", of {self.taken:,} in its list"
                 raise InputError(f"{path} is no trace of torch.profiler: an event {odd}")
             bare = self.without_category.total()

@@ -14,25 +14,40 @@ import gzip
 import io
 import json
 import lzma
+import multiprocessing
 import re
+import signal
 import tarfile
+import warnings
 import zipfile
 import zlib
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from typing import IO, Any
 
 import msgspec
 
 from dlrm_core.base.errors import InputError
+from dlrm_core.base.machine import die_with_parent
+from dlrm_workbook.ground.machine import usable_cores
 from dlrm_workbook.recordings.torch.counters import RANGES
 
-BYTES_AT_ONCE, PACKED_AT_ONCE = 4 << 20, 256 << 10
-"""Bytes that are read at a time while those before are decoded: large steps, in which zlib waits
-for nobody."""
+BYTES_AT_ONCE = 4 << 20
+"""Bytes that are read at a time while those before are decoded."""
+
+BLOCK = 4 << 20
+"""Bytes that a process gets to read, at least."""
 
 PIECE = 256 << 10
 """Bytes that are decoded together, at least: their events fit into a processor's cache."""
+
+MOST_HELPERS = 8
+"""Processes that read a trace, at most."""
+
+MOST_GIVEN = 2 * MOST_HELPERS
+"""Blocks that are read, or wait for it, at most."""
 
 LONGEST_VALUE = 256 << 20
 """Bytes of the longest value beside the events, and of the longest event."""
@@ -84,29 +99,6 @@ def reason(error: BaseException) -> str:
     if isinstance(error, packed):
         return f"it is damaged ({error})"
     return str(getattr(error, "strerror", None) or error)
-
-
-class _Unpacked:
-    """A gzipped file, unpacked in large steps."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self._file, self._packed = file, b""
-        self._member = zlib.decompressobj(wbits=31)
-
-    def read(self, size: int) -> bytes:
-        """At most so many bytes, none at the end; an EOFError says that the file is cut short."""
-        while True:
-            packed = self._packed or self._file.read(PACKED_AT_ONCE)
-            if self._member.eof:
-                packed = packed.lstrip(b"\0")
-                if packed:
-                    self._member = zlib.decompressobj(wbits=31)
-            data = self._member.decompress(packed, size)
-            self._packed = self._member.unconsumed_tail or self._member.unused_data
-            if not packed and not data and not self._member.eof:
-                raise EOFError
-            if data or not packed:
-                return data
 
 
 class Arguments(msgspec.Struct, gc=False):
@@ -175,99 +167,51 @@ _decode_event = msgspec.json.Decoder(TraceEvent).decode
 _decode_events = msgspec.json.Decoder(list[TraceEvent]).decode
 
 
-class EventStream:
-    """The events of one trace; what stands beside them is in ``header`` when they are over.
+class Block:
+    """The events of a text that begins between two events of a trace, and may end within one.
 
     Attributes:
-        has_events: whether there is a list of events.
+        read: bytes of whole events that were read, from the begin on.
         repaired, skipped: events that are no valid JSON, and were repaired or left out.
-        counters: events with hardware counters since they were taken from it, as JSON has them.
         malformed: events that are JSON, but have not what an event has.
         first_malformed: what is wrong with the first of those; "" where there is none.
+        counters: events with hardware counters, as JSON has them.
     """
 
-    def __init__(self, file: IO[bytes], name: str, packed_bytes: int) -> None:
-        """``file`` may be gzipped; ``packed_bytes`` is the size of the file that it lies in."""
-        self.name = name
-        self.header: dict[str, Any] = {}
-        self.has_events = False
-        self.repaired = self.skipped = self.malformed = 0
+    def __init__(self, data: bytes) -> None:
+        self.read = self.repaired = self.skipped = self.malformed = 0
         self.first_malformed = ""
         self.counters: list[dict[str, Any]] = []
-        self._packed_bytes, self._read_bytes = packed_bytes, 0
-        buffered = file if isinstance(file, io.BufferedReader) else io.BufferedReader(file)  # type: ignore[type-var]
-        with self._told():
-            packed = buffered.peek(2)[:2] == b"\x1f\x8b"
-        self._file: Any = _Unpacked(buffered) if packed else buffered
-        self._data, self._at, self._ended = b"", 0, False
-        self._thread = ThreadPoolExecutor(1)
-        self._coming: Future[bytes] = self._thread.submit(self._file.read, BYTES_AT_ONCE)
+        self._data = data
 
     def __iter__(self) -> Iterator[list[TraceEvent]]:
-        """Every event, in lists; an InputError says that the trace is cut short, not JSON, or
-        larger than is read."""
-        try:
-            yield from self._document()
-        finally:
-            self._thread.shutdown()
-
-    def _document(self) -> Iterator[list[TraceEvent]]:
-        self._fill(len(codecs.BOM_UTF8))
-        if self._data.startswith(codecs.BOM_UTF8):
-            self._at = len(codecs.BOM_UTF8)
-        first = self._next()
-        if first == b"[":
-            yield from self._events()
-        elif first == b"{":
-            self._at += 1
-            while (mark := self._next()) != b"}":
-                if mark != b'"':
-                    raise self._refusal()
-                key = self._value()
-                mark = self._next(_COLON)
-                if key == "traceEvents" and mark == b"[":
-                    yield from self._events()
-                else:
-                    self.header[str(key)] = self._value()
-            self._at += 1
-        else:
-            raise self._refusal()
-        if self._next() not in (b"", b"\0"):
-            raise InputError(f"{self.name} cannot be read: text follows the end of its JSON")
-
-    def _events(self) -> Iterator[list[TraceEvent]]:
-        self.has_events, size = True, PIECE
-        self._at += 1
-        while (mark := self._next()) != b"]":
-            if not mark:
-                raise self._refusal()
-            self._fill(2 * size)
-            here = self._at
-            boundary = _BOUNDARY.search(self._data, here + size)
-            if boundary is None and not self._ended and size <= LONGEST_VALUE:
-                size *= 2
-                continue
+        """Every event, in lists."""
+        data, size, here = self._data, PIECE, self._skip_blanks()
+        while here < len(data) and data[here] != ord("]"):
+            boundary = _BOUNDARY.search(data, here + size)
             # what follows the last event may be long; what ends in a list only seems to be the last
-            boundary = boundary or _LAST_EVENT.search(self._data, here + size - PIECE)
-            end = len(self._data) if boundary is None else boundary.start() + 1
+            boundary = boundary or _LAST_EVENT.search(data, here + size - PIECE)
+            end = len(data) if boundary is None else boundary.start() + 1
             try:
-                piece = b"".join((b"[", memoryview(self._data)[here:end], b"]"))
-                events = _decode_events(piece)
-                self._at = end
+                piece = b"".join((b"[", memoryview(data)[here:end], b"]"))
+                yield _decode_events(piece)
+                self.read = end
                 if _COUNTERS.search(piece):
                     self.counters += filter(_counts, msgspec.json.decode(piece))
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-                events = list(self._one_by_one(end))
-            yield events
-            size = PIECE if self._at > here else 2 * size
-            whole = self._ended and end == len(self._data)
-            if self._at == here and (whole or size > LONGEST_VALUE):
-                raise self._refusal()
-        self._at += 1
+                yield list(self._one_by_one(end))
+            if self.read == here and end == len(data):
+                return  # it ends within an event
+            size = PIECE if self.read > here else 2 * size
+            here = self._skip_blanks()
+
+    def _skip_blanks(self) -> int:
+        self.read = _BLANK.match(self._data, self.read).end()  # type: ignore[union-attr]
+        return self.read
 
     def _one_by_one(self, end: int) -> Iterator[TraceEvent]:
         """The events up to a place; what is no valid JSON is repaired, or left out."""
-        text, at = _text(self._data[self._at : end]), 0
+        text, at = _text(self._data[self.read : end]), 0
         while text[at : at + 1] not in ("", "]"):
             try:
                 value, at = _scan(text, at)
@@ -283,7 +227,7 @@ class EventStream:
             if value is not None:
                 yield from self._typed(value)
             at = _BLANK_TEXT.match(text, at).end()  # type: ignore[union-attr]
-        self._at += len(_bytes(text[:at]))
+        self.read += len(_bytes(text[:at]))
 
     def _typed(self, value: Any) -> list[TraceEvent]:
         """The event of a JSON value; none where it is no event."""
@@ -297,6 +241,127 @@ class EventStream:
             self.malformed += 1
             self.first_malformed = self.first_malformed or f"is odd: {error}"
             return []
+
+
+class EventStream:
+    """The events of one trace; what stands beside them is in ``header`` when they are over.
+
+    Attributes:
+        has_events: whether there is a list of events.
+    """
+
+    def __init__(self, file: IO[bytes], name: str, packed_bytes: int) -> None:
+        """``file`` may be gzipped; ``packed_bytes`` is the size of the file that it lies in."""
+        self.name = name
+        self.header: dict[str, Any] = {}
+        self.has_events = False
+        self._packed_bytes, self._read_bytes = packed_bytes, 0
+        buffered = file if isinstance(file, io.BufferedReader) else io.BufferedReader(file)  # type: ignore[type-var]
+        with self._told():
+            packed = buffered.peek(2)[:2] == b"\x1f\x8b"
+        self._file: Any = gzip.GzipFile(fileobj=buffered) if packed else buffered
+        self._data, self._at, self._ended = b"", 0, False
+        self._thread = ThreadPoolExecutor(1)
+        self._coming: Future[bytes] = self._thread.submit(self._file.read, BYTES_AT_ONCE)
+        self._helpers: ProcessPoolExecutor | None = None
+
+    def parts(self, read: Callable[[bytes], Any]) -> Generator[Any]:
+        """What ``read``, a function of a module, makes of each block of events, in order: an object
+        with :attr:`Block.read`. Blocks of a long trace are read by several processes, since
+        decoding holds Python's lock.
+
+        Raises:
+            InputError: the trace is cut short, not JSON, or larger than is read.
+        """
+        try:
+            yield from self._document(read)
+        except BrokenProcessPool:
+            raise InputError(
+                f"{self.name} cannot be read: a process that read it was ended, as happens where "
+                "memory is short"
+            ) from None
+        finally:
+            self._thread.shutdown()
+            if self._helpers is not None:
+                self._helpers.shutdown(cancel_futures=True)
+
+    def _document(self, read: Callable[[bytes], Any]) -> Iterator[Any]:
+        self._fill(len(codecs.BOM_UTF8))
+        if self._data.startswith(codecs.BOM_UTF8):
+            self._at = len(codecs.BOM_UTF8)
+        first = self._next()
+        if first == b"[":
+            yield from self._events(read)
+        elif first == b"{":
+            self._at += 1
+            while (mark := self._next()) != b"}":
+                if mark != b'"':
+                    raise self._refusal()
+                key = self._value()
+                mark = self._next(_COLON)
+                if key == "traceEvents" and mark == b"[":
+                    yield from self._events(read)
+                else:
+                    self.header[str(key)] = self._value()
+            self._at += 1
+        else:
+            raise self._refusal()
+        if self._next() not in (b"", b"\0"):
+            raise InputError(f"{self.name} cannot be read: text follows the end of its JSON")
+
+    def _events(self, read: Callable[[bytes], Any]) -> Iterator[Any]:
+        self.has_events, size = True, BLOCK
+        self._at += 1
+        given: deque[tuple[bytes, Future[Any]]] = deque()
+        while True:
+            if len(given) < MOST_GIVEN and self._peek() not in (b"]", b""):
+                block = self._block(size)
+                given.append((block, self._begun(read, block)))
+            elif given:
+                block, coming = given.popleft()
+                yield (part := coming.result())
+                if part.read < len(block):
+                    # it ended within an event, or behind the last: what follows is cut anew
+                    later = [data for data, _ in given]
+                    given.clear()
+                    ahead = [block[part.read :], *later, self._data[self._at :]]
+                    self._data, self._at = b"".join(ahead), 0
+                    nothing = not block[: part.read].strip(b", \t\r\n")
+                    size = 2 * size if nothing else BLOCK
+                    whole = self._ended and len(block) >= len(self._data)
+                    if nothing and self._peek() != b"]" and (whole or size > LONGEST_VALUE):
+                        raise self._refusal()
+            elif self._next() == b"]":
+                self._at += 1
+                return
+            else:
+                raise self._refusal()
+
+    def _block(self, size: int) -> bytes:
+        """At least so many bytes of whole events, by their look; all that is left at the end."""
+        while True:
+            self._fill(2 * size)
+            begin = self._at
+            boundary = _BOUNDARY.search(self._data, begin + size)
+            if boundary is not None or self._ended or size > LONGEST_VALUE:
+                self._at = len(self._data) if boundary is None else boundary.start() + 1
+                return self._data[begin : self._at]
+            size *= 2
+
+    def _begun(self, read: Callable[[bytes], Any], block: bytes) -> Future[Any]:
+        """The reading of a block, by another process where more than this block is to come."""
+        processes = min(usable_cores(), MOST_HELPERS)
+        if self._helpers is None and (self._ended or processes < 2):
+            done: Future[Any] = Future()
+            done.set_result(read(block))
+            return done
+        with warnings.catch_warnings():
+            # Python warns of threads: what a helper calls takes no lock that one may hold
+            warnings.simplefilter("ignore", DeprecationWarning)
+            if self._helpers is None:
+                fork = multiprocessing.get_context("fork")
+                self._helpers = ProcessPoolExecutor(processes, fork, _as_helper)
+            return self._helpers.submit(read, block)
 
     # ---- the window -----------------------------------------------------------------
 
@@ -332,12 +397,21 @@ class EventStream:
         self._data, self._at = b"".join(pieces), 0
 
     def _next(self, skipped: re.Pattern[bytes] = _BLANK) -> bytes:
-        """The byte that follows blanks (and commas, or a colon); none at the end."""
+        """The byte that follows blanks (and commas, or a colon), which are behind us then; none at
+        the end."""
+        found = self._peek(skipped)
+        self._at = skipped.match(self._data, self._at).end()  # type: ignore[union-attr]
+        return found
+
+    def _peek(self, skipped: re.Pattern[bytes] = _BLANK) -> bytes:
+        """The same byte, with the blanks still ahead."""
+        ahead = 1
         while True:
-            self._fill(1)
-            self._at = skipped.match(self._data, self._at).end()  # type: ignore[union-attr]
-            if self._at < len(self._data) or self._ended:
-                return self._data[self._at : self._at + 1]
+            self._fill(ahead)
+            at: int = skipped.match(self._data, self._at).end()  # type: ignore[union-attr]
+            if at < len(self._data) or self._ended:
+                return self._data[at : at + 1]
+            ahead = 2 * (at - self._at + 1)
 
     def _value(self) -> Any:
         """The JSON value that begins here."""
@@ -371,6 +445,12 @@ class EventStream:
         if self._ended and where >= len(text.rstrip()) - 1:
             return InputError(f"{self.name} cannot be read: it is cut short")
         return InputError(f"{self.name} cannot be read: it is not JSON")
+
+
+def _as_helper() -> None:
+    """Begin a process that reads blocks: it ends with the one that reads the trace, not before."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    die_with_parent()
 
 
 def _counts(event: Any) -> bool:

@@ -30,7 +30,7 @@ import torch
 
 from dlrm_core.base import machine
 from dlrm_core.base.text import counted
-from dlrm_workbook.ground.machine import ranks_here
+from dlrm_workbook.ground.machine import ranks_here, usable_cores
 from dlrm_workbook.recordings.torch.modules import has_compiled
 from dlrm_workbook.recordings.torch.trials.seen import Call, Seen, Stepped, mapped
 
@@ -72,8 +72,7 @@ class Facts:
     @property
     def cores(self) -> int:
         """Cores that the process may use; of several ranks on a machine, its part of them."""
-        usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-        return max(1, usable // ranks_here())
+        return max(1, usable_cores() // ranks_here())
 
     def share(self, *names: str, inclusive: bool = False) -> float:
         """The share of the step's time in operators of these names; ``inclusive``: in ranges that
