@@ -85,6 +85,12 @@ def main() -> None:
     parser.add_argument("--json", default="", help="write the trials here")
     options = parser.parse_args()
     answers = yaml.safe_load(options.answers.read_text(encoding="utf-8"))
+    names = dict.fromkeys(name for place in answers for name in place.split(" -> "))
+    if missing := [name for name in names if not (options.folder / name).exists()]:
+        parser.error(
+            f"{options.folder} lacks {len(missing)} of the {len(names)} recordings that "
+            f"{options.answers} has answers of: {', '.join(missing[:3])}"
+        )
     rows = []
     for row in trials(answers, options.folder.resolve()):
         rows.append(row)

@@ -125,8 +125,13 @@ def running(profile: Profile, thread: int) -> Lane:
 
     Of nested spans the innermost has the time; where nothing runs there is no row.
     """
-    table = profile.once(f"running {thread}", lambda: _running(profile.trace, thread))
+    table = running_table(profile, thread)
     return tuple(table[name].to_numpy() for name in table)  # type: ignore[return-value]
+
+
+def running_table(profile: Profile, thread: int) -> pd.DataFrame:
+    """The same with columns ``start_ns``, ``end_ns`` and ``context``."""
+    return profile.once(f"running {thread}", lambda: _running(profile.trace, thread))
 
 
 def _running(trace: pd.DataFrame, thread: int) -> pd.DataFrame:

@@ -17,6 +17,7 @@ from dlrm_workbook.analysis.attribution import (
     parts_at,
     step_contexts,
 )
+from dlrm_workbook.analysis.context_tree import running_table
 from dlrm_workbook.analysis.kernel_names import short_names
 from dlrm_workbook.analysis.lanes import coarsened
 from dlrm_workbook.recordings.nesting import stretch_at
@@ -148,8 +149,9 @@ def _without_links(tree: pd.DataFrame) -> pd.DataFrame:
 def timeline(profile: Profile, iterations: int = 3) -> pd.DataFrame:
     """What each lane does during the first iterations, to be drawn.
 
-    Host lanes show the parts' ranges, of another program its outermost operators and named
-    ranges; GPU lanes the kernels and copies. Neighbours of one part are joined, but for our ranges.
+    Host lanes show the parts' ranges, of another program what its operators and named ranges are
+    in, the innermost; GPU lanes the kernels and copies. Neighbours of one part are joined, but for
+    our ranges.
     Where such a lane still has more than :data:`MOST_SPANS` of them in an iteration, time is cut
     into bins, narrower than a picture shows, in which each part has one row: their sums stay exact.
 
@@ -162,8 +164,8 @@ def timeline(profile: Profile, iterations: int = 3) -> pd.DataFrame:
         in_part = profile.contexts["component"].ne("other").to_numpy()
         called = profile.of_kind("operator") | (profile.of_kind("annotation") & in_part)
         parent = profile.contexts["parent"].to_numpy()
-        wanted = called & ((parent < 0) | (nearest(parent, called)[parent] < 0))
-    spans = _lane_spans(profile, iterations, wanted)
+        wanted = nearest(parent, called) >= 0
+    spans = _lane_spans(profile, iterations, wanted, innermost=not ours)
     if spans.empty:
         return spans
     spans["joined"] = spans["on_gpu"] | (not ours)
@@ -226,11 +228,19 @@ def operator_spans(profile: Profile) -> pd.DataFrame:
 _TIMELINE = ["iteration", "lane", "label", *PART, "start_ms", "duration_ms", "spans"]
 
 
-def _lane_spans(profile: Profile, iterations: int, wanted: np.ndarray) -> pd.DataFrame:
-    """Spans of the first iterations: all on GPU lanes, on host lanes those of wanted contexts."""
+def _lane_spans(
+    profile: Profile, iterations: int, wanted: np.ndarray, innermost: bool = False
+) -> pd.DataFrame:
+    """Spans of the first iterations: all on GPU lanes, on host lanes those of wanted contexts, or
+    the stretches in which the ``innermost`` is one of them."""
     chosen = profile.iterations.sort_values("start_ns").head(iterations)
     first, last = chosen["start_ns"].to_numpy(), chosen["end_ns"].to_numpy()
     spans = profile.trace[["profile", "context", "start_ns", "end_ns"]]
+    if innermost:
+        is_host = profile.threads["kind"].eq("cpu_thread")
+        hosts = profile.threads.loc[is_host, "profile"].tolist()
+        within = [running_table(profile, host).assign(profile=host) for host in hosts]
+        spans = pd.concat([spans[~spans["profile"].isin(hosts)], *within])
     place = stretch_at(first, last, spans["start_ns"].to_numpy())
     spans = spans.assign(place=place)[place >= 0]
     spans = spans.merge(profile.threads[["profile", "kind", "name"]], on="profile")

@@ -44,8 +44,8 @@ from dlrm_workbook.ground.units import (
     yes_or_no,
 )
 from dlrm_workbook.show.theme import (
-    COLOURS,
     ROW,
+    colour_of,
     markers,
     plotly_text,
     ranked_bars,
@@ -177,12 +177,13 @@ def show(
         texts, words = formatter(*sources)
         says_nothing = all(text in ("", NOTHING) for text in texts)
         says_nothing |= name == "part" and bool(rows["component"].eq("other").all())
+        says_nothing |= name == "thread" and rows["thread"].nunique() == 1
         if says_nothing and shown:
             continue
         unit = look.unit or str(frame.attrs.get(UNITS_OF_FRAMES.get(name, ""), ""))
         title = f"{look.label} ({unit})" if unit else look.label
         of_parts = rows["component"].tolist() if name == "part" else []
-        colours = [COLOURS.get(part, COLOURS["other"]) for part in of_parts]
+        colours = [colour_of(part) for part in of_parts]
         shown.append(Cells(title, texts, words, colours, *_exact(name, sources, texts)))
     file = whole if len(frame) > len(rows) else None
     if file is not None:

@@ -27,6 +27,7 @@ from dlrm_core.base.errors import InputError
 from dlrm_core.base.files import write_text
 from dlrm_core.parts import COMPONENTS, PHASES, parse_span, part_label
 from dlrm_workbook.analysis.findings.where import FRAME
+from dlrm_workbook.ground.marks import GROUP_PREFIX
 from dlrm_workbook.show.static import WIDTH, image, text_on
 from dlrm_workbook.show.words import description
 
@@ -296,6 +297,7 @@ def short_name(name: str, limit: int) -> str:
         name = text = f"{frame['function']} ({Path(frame['file']).name}:{frame['line']})"
         return text if len(text) <= limit else text[: limit - 1] + "…"
     text = name.removeprefix("autograd::engine::evaluate_function: ").removeprefix("void ")
+    text = text.removeprefix(GROUP_PREFIX)
     text = text.split("(", 1)[0] if not text.startswith("(") else text
     text = text.split("<", 1)[0] if not text.startswith("<") else text
     text = text.rsplit("::", 1)[-1] or name

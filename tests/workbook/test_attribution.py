@@ -29,7 +29,7 @@ from dlrm_workbook.analysis.attribution import (
     step_contexts,
     what_differed,
 )
-from dlrm_workbook.analysis.context_tree import enclosing
+from dlrm_workbook.analysis.context_tree import context_at, enclosing, running
 from dlrm_workbook.analysis.operators import (
     SMALL,
     call_tree,
@@ -344,7 +344,12 @@ def test_timeline_of_another_program_shows_its_operators_by_part() -> None:
     assert {"data", "optimizer"} <= set(host["component"]) and set(host["iteration"]) == {0, 1, 2}
     ends = host["start_ms"] + host["duration_ms"]
     within = host.groupby("iteration")["start_ms"].shift(-1).fillna(np.inf)
-    assert (ends <= within + 1e-6).all()  # outermost, so that none lies over another
+    assert (ends <= within + 1e-6).all()  # none lies over another
+    first = read.iterations["start_ns"].to_numpy()[host["iteration"]]
+    middle = first + 1e6 * (host["start_ms"] + host["duration_ms"] / 2).to_numpy()
+    context = context_at(running(read, 0), middle.astype(np.int64))
+    innermost = read.contexts["component"].to_numpy()[context] == host["component"]
+    assert np.average(innermost, weights=host["duration_ms"]) > 0.9  # but for short ones between
 
 
 def test_memory_is_told_by_part_or_not_at_all(measured: Profile, gpu: Profile) -> None:

@@ -257,6 +257,9 @@ def test_loops_passes_of_parts_and_what_is_computed_again_are_named(
     assert 0.02 < again.share_of_step < 0.7
     titles = " ".join(one.title for one in by_id(profile, "small_operators"))
     assert "Calling 768 small operators" in titles and "A loop of 512 turns" in titles
+    profile.meta["seen_model"]["left_out"] = 5
+    titles = " ".join(one.title for one in by_id(profile, "small_operators"))
+    assert "Calling" not in titles.replace("Calling more than", "")
     monkeypatch.setattr(operators, "TINY_SHARE", 0.0)  # what this machine makes of it is no matter
     (bound,) = dispatch_bound(evidence := Evidence(profile, attribute(profile)), Causes(evidence))
     assert "in 4 backward passes per iteration, at `pass_parts`" in bound.title

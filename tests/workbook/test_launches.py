@@ -120,6 +120,8 @@ def test_operators_against_the_cost_of_dispatch(drawn: Profile) -> None:
     assert row["operators"] == 2 and row["operator_us"] == pytest.approx(16.5)
     assert row["dispatch_ms"] == pytest.approx(0.006)
     assert row["dispatch_share"] == pytest.approx(6 / 33)
+    drawn.meta["ceilings"] = {"dispatch_us": 30.0}  # more than they take: called by C++
+    assert operator_load(drawn).set_index("component").loc["bottom_mlp", "dispatch_ms"] <= 0.033
     del drawn.meta["ceilings"]
     assert operator_load(drawn)["dispatch_share"].isna().all()
 

@@ -456,7 +456,7 @@ def test_work_of_another_program_is_that_of_its_recorded_shapes(
 def test_an_operator_without_a_formula_is_named_and_leaves_its_part_unmeasured(
     tmp_path: Path,
 ) -> None:
-    numbers = torch.rand(400, 400) * 0.5
+    numbers = torch.rand(2000, 1000) * 0.5
 
     def step() -> None:
         with torch.profiler.record_function(f"{PART_PREFIX}top_mlp forward"):

@@ -22,6 +22,7 @@ from dlrm_workbook.recordings.nesting import innermost, nest, self_times
 from dlrm_workbook.recordings.profile import Profile
 from dlrm_workbook.recordings.torch.recorder import record_iterations
 from dlrm_workbook.recordings.torch.session import Detail, Lengths
+from dlrm_workbook.recordings.torch.stacks import _spans
 from dlrm_workbook.recordings.torch.trace import join_unsteady, read_recording, read_trace
 
 spans = st.lists(
@@ -389,3 +390,9 @@ def test_incomplete_recordings_are_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "key_averages.json").write_text(json.dumps({"rows": [{"name": "aten::mm"}]}))
     with pytest.raises(InputError, match=r"key_averages\.json needs a list 'rows'"):
         read_recording(tmp_path)
+
+
+def test_of_frames_that_run_as_long_the_caller_comes_first() -> None:
+    stack = [("main.py:1", "main"), ("main.py:9", "called")]
+    begin, end, marks = np.array([0, 10]), np.array([10, 20]), np.array([0])
+    assert _spans(begin, end, [stack, stack], marks) == [(0, 20, "main"), (0, 20, "called")]

@@ -14,6 +14,7 @@ from typing import Any
 
 import pandas as pd
 
+from dlrm_core.base.text import counted
 from dlrm_workbook.analysis.around import around
 from dlrm_workbook.analysis.findings.evidence import Evidence, heaviest
 from dlrm_workbook.analysis.findings.finding import Causes, Finding, Measured, bounded, rule
@@ -439,7 +440,7 @@ def _lost(share: pd.Series, worst: pd.DataFrame) -> Measured | None:
     "small_operators",
     title="{what} takes {share:.0%} of each step, at {name}",
     evidence=(
-        "They compute {numbers:,.0f} numbers and take {each:ms} each, backward pass included: "
+        "They compute {numbers} and take {each:ms} each, backward pass included: "
         "about what calling an operator costs, however little it computes.",
         "{loop}",
     ),
@@ -451,6 +452,7 @@ def small_operators(evidence: Evidence, ledger: Causes) -> Iterator[Measured]:
     """Lines of one function call many operators that each compute next to nothing, or none."""
     table = computed(evidence)
     table = table[table["role"].isin(["model", "optimizer"])]
+    cut_short = bool((evidence.meta.get("seen_model") or {}).get("left_out"))
     loops = loops_of(evidence.profile)
     table = table.loc[[loops.isdisjoint(str(names).split(", ")) for names in table["operators"]]]
     # views are no operators that compute, but their backward passes are
@@ -464,7 +466,9 @@ def small_operators(evidence: Evidence, ledger: Causes) -> Iterator[Measured]:
         if not first["first"]:
             continue
         runs, time = float(first["runs"]), float(rows["time_ms"].sum())
+        elements = float(rows["own_elements"].sum())
         loop = calls < SMALL_CALLS or float(rows["own_small"].sum()) < SMALL * calls
+        loop |= cut_short and runs >= SMALL_CALLS  # not all of its calls were seen
         updates = first["role"] == "optimizer"
         yield {
             "share": float(rows["share_of_step"].sum()),
@@ -473,10 +477,10 @@ def small_operators(evidence: Evidence, ledger: Causes) -> Iterator[Measured]:
             "component": "optimizer" if updates else "other",
             "what": f"A loop of {runs:,.0f} turns"
             if loop
-            else f"Calling {calls:,.0f} small operators",
+            else f"Calling {'more than ' * cut_short}{calls:,.0f} small operators",
             "name": line_name(first),
-            "numbers": None if loop else float(rows["own_elements"].sum()) / calls,
-            "each": None if loop else time / calls,
+            "numbers": None if loop else counted(round(elements / calls), "number"),
+            "each": None if loop or cut_short else time / calls,
             "loop": f"`{str(first['source'])[:80]}` runs {runs:,.0f} times in each step and takes "
             f"{milliseconds(float(first['time_ms']) / runs)} each time, backward pass included."
             if runs >= SMALL_CALLS

@@ -167,4 +167,4 @@ def _spans(
         for key, name in named[same:]:
             open_.append((key, name, max(start, floor), finish))
     close(0)
-    return rows
+    return rows[::-1]  # of equal spans the caller first

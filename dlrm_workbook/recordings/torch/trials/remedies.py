@@ -49,7 +49,7 @@ TINY_US = 10.0
 """Operators that take less on average gain nothing from a second thread."""
 
 
-_NO_OPERATOR = "No operator is changed."
+_NO_OPERATOR = "No operator is changed, so outputs and loss stay as they are."
 
 
 class Spoilt(Exception):
@@ -184,8 +184,7 @@ class Remedy:
         largest relative differences, None where unknown; ``note``. It may take ``limit_s`` seconds
         where it compiles. Spoilt is raised as by :func:`difference`."""
         if not self.computes:
-            note = f"Not measured: {self.note or _NO_OPERATOR}"
-            return {"outputs": None, "loss": None, "note": note}
+            return {"outputs": None, "loss": None, "note": self.note or _NO_OPERATOR}
         if not seen.models:
             return {"outputs": None, "loss": None, "note": f"{self.note} {seen.why_no_models}"}
         # the backward pass of one rank would wait for those of others
