@@ -231,7 +231,8 @@
     }
   }
 
-  // Of labels at points or above bars that meet, the first stays; hover texts have the others.
+  // Of labels at points or above bars that meet, the first stays; hover texts have the others. Of a
+  // line of code its begin is read.
   function thinOut(place) {
     const frame = place.getBoundingClientRect();
     const taken = [];
@@ -242,7 +243,9 @@
       const box = text.getBoundingClientRect();
       const meets = taken.some((other) => box.left < other.right && other.left < box.right
         && box.top < other.bottom && other.top < box.bottom);
-      if (meets || box.right > frame.right || box.left < frame.left) text.style.visibility = "hidden";
+      const isCode = getComputedStyle(text).fontFamily.includes("monospace");
+      const isCut = box.left < frame.left || (box.right > frame.right && !isCode);
+      if (meets || isCut) text.style.visibility = "hidden";
       else taken.push(box);
     }
   }
