@@ -167,11 +167,11 @@ def _windows(profile: Profile) -> pd.DataFrame:
     if len(profile.iterations):
         return profile.iterations.sort_values("start_ns")
     trace, engine = profile.trace, profile.meta.get("engine")
-    first, last = extent(of_streams(profile))
+    (first, last), whole = extent(of_streams(profile)), recorded(profile)
     if engine == "nsight" and last > first:
         calls = profile.of_kind("runtime", "kernel", "copy")[trace["context"]]
         trace = trace[calls]
-    whole = extent(trace)
+        whole = extent(trace)
     awaits = profile.which("name", lambda name: bool(re.search("[sS]ynchronize", name)))
     waits = union(*trace.loc[awaits[trace["context"]], ["start_ns", "end_ns"]].to_numpy().T)
     awaited = overlap(np.array([whole[0], last]), np.array([first, whole[1]]), *waits).sum()
@@ -181,6 +181,25 @@ def _windows(profile: Profile) -> pd.DataFrame:
     if last <= first:
         return profile.iterations
     return pd.DataFrame([{"iteration": 0, "start_ns": first, "end_ns": last}])
+
+
+OF_PROFILER = re.compile(r"torch/profiler/profiler\.py\(\d+\): (?:start|stop|__enter__|__exit__)$")
+"""Matches Python's frames in which torch.profiler starts and stops."""
+
+
+def recorded(profile: Profile) -> tuple[int, int]:
+    """From when to when a program was recorded, ns: without the profiler's own start and stop,
+    where Python's frames tell them."""
+    trace = profile.trace
+    begin, end = extent(trace)
+    is_own = profile.which("name", lambda name: bool(OF_PROFILER.search(name)))
+    own = trace[is_own[trace["context"]]]
+    work = trace[profile.of_kind("operator", "kernel", "copy")[trace["context"]]]
+    if len(work):
+        first, last = extent(work)
+        begin = max([begin, *own.loc[own["end_ns"].le(first), "end_ns"]])
+        end = min([end, *own.loc[own["start_ns"].ge(last), "start_ns"]])
+    return begin, end
 
 
 def host_is_traced(profile: Profile) -> bool:
@@ -495,7 +514,7 @@ def basis(profile: Profile) -> str:
     if on_timeline or profile.device != "cuda" or not profile.has("gpu_time_ms"):
         if _is_by_step(profile) or not on_timeline:
             return "the step" if _is_by_step(profile) else "the CPU time"
-        (first, last), whole = extent(windows(profile)), extent(profile.trace)
+        (first, last), whole = extent(windows(profile)), recorded(profile)
         return "the recording" if last - first > WHOLE * (whole[1] - whole[0]) else GPU_PART
     return "the GPU's time"
 

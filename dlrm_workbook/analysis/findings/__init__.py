@@ -24,9 +24,9 @@ from dlrm_workbook.analysis.attribution import (
     basis,
     coverage,
     device_beside_host,
+    recorded,
     unattributed,
 )
-from dlrm_workbook.analysis.context_tree import extent
 from dlrm_workbook.analysis.device_counters import counted_sentence
 from dlrm_workbook.analysis.findings import (
     changes,
@@ -394,13 +394,13 @@ def _explained(evidence: Evidence) -> str:
     """How much of another program's recording its iterations are, where that is not most of it."""
     if evidence.is_ours or evidence.profile.iterations.empty:
         return ""
-    (first, last), (begin, end) = evidence.windows, extent(evidence.profile.trace)
-    explained, recorded = float((last - first).sum()) / 1e6, (end - begin) / 1e6
-    if explained >= MOST_OF_ALL * recorded:
+    (first, last), (begin, end) = evidence.windows, recorded(evidence.profile)
+    explained, whole = float((last - first).sum()) / 1e6, (end - begin) / 1e6
+    if explained >= MOST_OF_ALL * whole:
         return ""
     return (
         f"The iterations that are explained take {milliseconds(explained)} of a recording of "
-        f"{milliseconds(recorded)}. "
+        f"{milliseconds(whole)}. "
     )
 
 

@@ -14,7 +14,14 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from dlrm_workbook.analysis.attribution import IDLE, PART, host_is_traced, main_thread, windows
+from dlrm_workbook.analysis.attribution import (
+    IDLE,
+    PART,
+    host_is_traced,
+    main_thread,
+    recorded,
+    windows,
+)
 from dlrm_workbook.analysis.context_tree import extent, running, scopes_of
 from dlrm_workbook.analysis.findings.evidence import (
     MOST_LISTED,
@@ -917,7 +924,7 @@ def left_out(evidence: Evidence, least_ms: float) -> str:
     how long, and what the host is in for most of it."""
     profile, text = evidence.profile, ""
     start, end, context = running(profile, main_thread(profile))
-    (first, last), (begin, finish) = extent(windows(profile)), extent(profile.trace)
+    (first, last), (begin, finish) = extent(windows(profile)), recorded(profile)
     for since, until, where in ((begin, first, "before"), (last, finish, "after")):
         if (time := (until - since) / 1e6) > least_ms:
             ms = np.maximum(np.minimum(end, until) - np.maximum(start, since), 0) / 1e6
