@@ -191,7 +191,9 @@
     const bar = Math.min(26, ((figure.layout.height || 450) / rows) * 0.6);
     // points of a row lie above and below its middle
     const isPoints = figure.data.every((trace) => trace.type === "scatter");
-    const above = 17 * lines + 8 + (isPoints ? 16 : 0);
+    const isSaidAbove = figure.data.some((trace) => String(trace.textposition).startsWith("top"));
+    const room = isPoints ? (isSaidAbove ? 24 : 6) : 0;
+    const above = 17 * lines + 8 + (isPoints ? room + 10 : 0);
     layout.bargap = above / (bar + above);
     layout.meta = { ...layout.meta, plotHeight: Math.ceil((bar + above) * rows) };
     layout.yaxis = { ...axis, showticklabels: false, automargin: false };
@@ -199,7 +201,7 @@
     const places = axis.tickvals || given;
     layout.annotations = [...(layout.annotations || []), ...names.map((name, at) => ({
       text: name, name: "row", x: 0, xref: "x domain", xanchor: "left", align: "left",
-      y: places[at], yref: "y", yanchor: "bottom", yshift: bar / 2 + (isPoints ? 6 : 0),
+      y: places[at], yref: "y", yanchor: "bottom", yshift: bar / 2 + room,
       showarrow: false,
     }))];
   }
