@@ -18,7 +18,12 @@ import pandas as pd
 from dlrm_core.parts import COMPONENTS, SPAN_PREFIX, part_label
 from dlrm_workbook.ground.marks import GROUP_PREFIX
 from dlrm_workbook.ground.units import milliseconds
-from dlrm_workbook.recordings.profile import Profile, nearest
+from dlrm_workbook.recordings.profile import (
+    Profile,
+    depths,
+    inclusive_from_exclusive,
+    nearest,
+)
 from dlrm_workbook.recordings.torch.steps import STEP_LABEL
 
 OWN_RANGES = re.compile(
@@ -80,6 +85,9 @@ def main_function(table: pd.DataFrame) -> str:
     of_one = table[times > 0.5 * table["time_ms"].sum()]
     return line_name(of_one.iloc[0]) if len(of_one) else ""
 
+
+OF_TORCH = re.compile(r"(?:.*/)?torch/|<frozen ")
+"""Matches names of Python's frames that call what the program or another library hands to them."""
 
 FRAME = re.compile(r"^(?P<file>.+\.py)\((?P<line>\d+)\): (?P<function>.+)$")
 """A name that torch.profiler gives to a frame of Python."""
@@ -190,10 +198,22 @@ def most_in_one(profile: Profile, context: Any, ms: Any) -> float:
 
 def main_place(profile: Profile, context: Any, ms: Any) -> tuple[str, float]:
     """The name that holds more than half of the time of pieces, as in :func:`place_sentence`, and
-    that time (ms); of several the one with the least, which says most; "" where there is none."""
+    that time (ms); of several the one with the least, which says most; where there is none, the
+    Python function that holds as much with all that it calls; "" without either."""
     every = pd.concat(list(time_by_name(profile, context, ms).values()))
     held = every[every > 0.5 * float(np.sum(ms))]
-    return (shown(str(held.idxmin())), float(held.min())) if len(held) else ("", 0.0)
+    if len(held):
+        return shown(str(held.idxmin())), float(held.min())
+    at, time = np.asarray(context), np.asarray(ms, dtype=float)
+    own = np.bincount(at[at >= 0], time[at >= 0], len(profile.contexts))
+    parent = profile.contexts["parent"].to_numpy()
+    whole = inclusive_from_exclusive(parent, own)
+    calls = profile.of_kind("python") & ~profile.which("name", lambda n: bool(OF_TORCH.match(n)))
+    rows = np.flatnonzero(calls & (whole > 0.5 * time.sum()))
+    if not len(rows):
+        return "", 0.0
+    row = rows[np.lexsort((-depths(parent)[rows], whole[rows]))[0]]
+    return shown(str(profile.contexts["name"].iloc[row])), float(whole[row])
 
 
 def in_place(profile: Profile, level: str, name: str) -> np.ndarray:
