@@ -237,12 +237,9 @@ def _counted(profile: Profile) -> pd.DataFrame:
     """Parts of a sampled profile; the error of n samples is sqrt(n) of them."""
     parts = per_iteration(profile).groupby(PART, as_index=False)["time_ms"].sum()
     period = sampling_period_ms(profile) / iteration_count(profile)
-    rows = []
-    for component, phase, time in parts.itertuples(index=False):
-        count = time / period if period > 0 else math.nan
-        se = time / math.sqrt(count) if count > 0 else math.nan
-        rows.append((component, phase, time, se, math.inf, count, "samples"))
-    return pd.DataFrame(rows, columns=ESTIMATES)
+    count = parts["time_ms"] / (period or math.nan)
+    se = parts["time_ms"] / np.sqrt(count.where(count > 0))
+    return parts.assign(se_ms=se, degrees=math.inf, observations=count, of="samples")[ESTIMATES]
 
 
 def sampling_period_ms(profile: Profile) -> float:
@@ -387,11 +384,6 @@ SAME_PROGRAM = 0.5
 of one job have 1.00, a production DLRM and TorchRec's example 0.18 to 0.34."""
 
 
-def has_iterations(profile: Profile) -> bool:
-    """Whether times of a mean iteration can be told."""
-    return bool(len(profile.iterations)) or iteration_count(profile) > 1
-
-
 def _inside(profile: Profile) -> np.ndarray:
     """Contexts (n,) whose host time counts: the step's, or all of a recording taken whole."""
     if "whole" in profile.meta:
@@ -448,18 +440,11 @@ def recorded_differences(before: Profile, after: Profile) -> pd.DataFrame:
 
     A part that only one recording has counts as 0 in the other, if that measured the like.
     """
-    sides = {"before": before, "after": after}
-    tables = {
-        side: recorded_parts(profile).set_index(PART).add_suffix(f"_{side}")
-        for side, profile in sides.items()
-    }
-    table = tables["before"].join(tables["after"], how="outer")
-    for side in sides:
-        for name in RECORDED_COLUMNS:
-            column = f"{name}_{side}"
-            if tables[side][column].notna().any():
-                table[column] = table[column].fillna(0.0)
-    ordered = [f"{name}_{side}" for name in RECORDED_COLUMNS for side in sides]
+    one, other = (recorded_parts(profile).set_index(PART) for profile in (before, after))
+    table = one.add_suffix("_before").join(other.add_suffix("_after"), how="outer")
+    measured = table.columns[table.notna().any()]
+    table[measured] = table[measured].fillna(0.0)
+    ordered = [f"{name}_{side}" for name in RECORDED_COLUMNS for side in ("before", "after")]
     return in_step_order(table[ordered].reset_index())
 
 

@@ -13,8 +13,13 @@ import numpy as np
 import pandas as pd
 
 from dlrm_workbook.ground.arrays import Bools, Ints
-from dlrm_workbook.recordings.nesting import enclosing_in_turn, innermost, stretch_at
-from dlrm_workbook.recordings.profile import Profile, nearest
+from dlrm_workbook.recordings.nesting import (
+    enclosing_in_turn,
+    innermost,
+    start_and_end,
+    stretch_at,
+)
+from dlrm_workbook.recordings.profile import Profile, nearest, once
 
 INSIDE_FUNCTIONS = ("line", "loop", "instruction")
 """Kinds of context that lie within a function; every other kind is a scope of its own."""
@@ -129,15 +134,13 @@ def running(profile: Profile, thread: int) -> Lane:
     return tuple(table[name].to_numpy() for name in table)  # type: ignore[return-value]
 
 
+@once
 def running_table(profile: Profile, thread: int) -> pd.DataFrame:
     """The same with columns ``start_ns``, ``end_ns`` and ``context``."""
-    return profile.once(f"running {thread}", lambda: _running(profile.trace, thread))
-
-
-def _running(trace: pd.DataFrame, thread: int) -> pd.DataFrame:
+    trace = profile.trace
     spans = trace[(trace["profile"] == thread) & (trace["end_ns"] > trace["start_ns"])]
     spans = spans.sort_values(["start_ns", "depth"])
-    start, end = spans["start_ns"].to_numpy(), spans["end_ns"].to_numpy()
+    start, end = start_and_end(spans)
     context = spans["context"].to_numpy()
     if len(start) > 1 and (start[1:] < end[:-1]).any():
         cuts = distinct([start, end])

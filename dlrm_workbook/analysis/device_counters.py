@@ -11,7 +11,7 @@ import pandas as pd
 from dlrm_workbook.analysis.context_tree import unmeasured
 from dlrm_workbook.analysis.kernel_names import kernel_name
 from dlrm_workbook.ground.units import thousands
-from dlrm_workbook.recordings.nesting import stretch_at, union
+from dlrm_workbook.recordings.nesting import stretch_at, stretches
 from dlrm_workbook.recordings.profile import Profile
 
 COUNTERS = ["kernel", "gpu", "counter", "count", "mean", "most"]
@@ -88,9 +88,8 @@ def counters_during(profile: Profile, kernel: str) -> dict[str, float]:
     if curves.empty:
         return {}
     trace = profile.trace[profile.which("name", kernel.__eq__)[profile.trace["context"]]]
-    busy = union(trace["start_ns"].to_numpy(), trace["end_ns"].to_numpy())
     at = (1e6 * curves["time_ms"].to_numpy(dtype=float)).astype(np.int64)
-    inside = curves[stretch_at(*busy, at) >= 0]
+    inside = curves[stretch_at(*stretches(trace), at) >= 0]
     means = inside.groupby("counter")["value"].mean()
     return {str(name): float(value) for name, value in means.items()}
 

@@ -118,17 +118,11 @@ def _pruned(table: pd.DataFrame) -> pd.DataFrame:
     table["parent"] = np.where(above < 0, "", above.astype(str))
     table = table.rename(columns={"name": "label"})
     hidden = ~shown & shown[np.maximum(above, 0)]
-    rest = table[hidden].groupby("parent", as_index=False)[["before_ms", "after_ms"]].sum()
-    owner = table.iloc[rest["parent"].astype(int)]
-    small = rest.assign(
-        id="small-" + rest["parent"],
-        label=SMALL,
-        kind="",
-        component=owner["component"].to_numpy(),
-        phase=owner["phase"].to_numpy(),
-        self_before_ms=rest["before_ms"],
-        self_after_ms=rest["after_ms"],
-    )
+    rest = table[hidden].groupby("parent")[["before_ms", "after_ms"]].sum()
+    small = table.iloc[rest.index.astype(int)].assign(parent=rest.index, label=SMALL, kind="")
+    small["id"] = "small-" + small["parent"]
+    times = ["before_ms", "after_ms", "self_before_ms", "self_after_ms"]
+    small[times] = rest[["before_ms", "after_ms"] * 2].to_numpy()
     table = pd.concat([table[shown], small], ignore_index=True)
     table["difference_ms"] = table["after_ms"] - table["before_ms"]
     return table[TREE_COLUMNS]

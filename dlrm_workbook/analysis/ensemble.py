@@ -239,18 +239,13 @@ def short_leaf(leaf: str) -> str:
 
 def part_table(profiles: Mapping[str, Profile]) -> pd.DataFrame:
     """Mean time of each part in each run, and of the whole step (component ``step``)."""
-    pieces = []
-    for name, profile in profiles.items():
-        parts = part_estimates(profile)[["component", "phase", "time_ms", "se_ms"]]
-        time, se, _ = step_estimate(profile)
-        whole = pd.DataFrame(
-            {"component": [WHOLE_STEP], "phase": [""], "time_ms": [time], "se_ms": [se]}
-        )
-        pieces.append(pd.concat([whole, parts]).assign(run=name))
     columns = ["run", "component", "phase", "time_ms", "se_ms"]
-    if not pieces:
-        return pd.DataFrame(columns=columns)
-    return pd.concat(pieces, ignore_index=True)[columns]
+    pieces = [pd.DataFrame(columns=columns)] if not profiles else []
+    for name, profile in profiles.items():
+        whole = [(name, WHOLE_STEP, "", *step_estimate(profile)[:2])]
+        parts = part_estimates(profile).assign(run=name)[columns]
+        pieces += [pd.DataFrame(whole, columns=columns), parts]
+    return pd.concat(pieces, ignore_index=True)
 
 
 def settings_table(parameters: Mapping[str, Mapping[str, Any]]) -> pd.DataFrame:

@@ -27,7 +27,7 @@ from dlrm_core.base.files import whole_file
 from dlrm_core.parts import part_label
 from dlrm_workbook.analysis.context_tree import missing_reason
 from dlrm_workbook.ground.runs import named_run
-from dlrm_workbook.recordings.nesting import lanes
+from dlrm_workbook.recordings.nesting import lanes, start_and_end
 from dlrm_workbook.recordings.open import open_recording
 from dlrm_workbook.recordings.profile import Profile
 
@@ -71,7 +71,7 @@ def perfetto(ranks: dict[int, Profile]) -> Iterator[dict[str, Any]]:
             by_calls = sampled and kind == "cpu_thread"
             place = np.zeros(len(rows), dtype=np.int64)
             if kind == "gpu_stream":  # of two that overlap on one line, Perfetto drops one
-                place = lanes(rows["start_ns"].to_numpy(), rows["end_ns"].to_numpy())
+                place = lanes(*start_and_end(rows))
             for beside in range(place.max(initial=0) + 1):
                 further += beside > 0
                 lane = further if beside else number + 1  # 0 has the iterations

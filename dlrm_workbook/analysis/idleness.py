@@ -52,7 +52,7 @@ from dlrm_workbook.analysis.context_tree import (
 )
 from dlrm_workbook.analysis.launches import NO_OPERATORS, exchanging, launched_operations
 from dlrm_workbook.ground.arrays import Bools, Ints
-from dlrm_workbook.recordings.nesting import overlap, stretch_at, union
+from dlrm_workbook.recordings.nesting import overlap, start_and_end, stretch_at, stretches, union
 from dlrm_workbook.recordings.profile import Profile, inclusive_from_exclusive, nearest
 
 Stretches = tuple[Ints, Ints]
@@ -148,10 +148,10 @@ def idle_pieces(profile: Profile) -> pd.DataFrame:
     if work.empty:
         return unmeasured(PIECES, reason_of(work))
     iterations = windows(profile)
-    first, last = iterations["start_ns"].to_numpy(), iterations["end_ns"].to_numpy()
+    first, last = start_and_end(iterations)
     is_kernel = work["kind"].eq("kernel")
-    kernels, copies = _stretches(work[is_kernel]), _stretches(work[~is_kernel])
-    busy = _stretches(work)
+    kernels, copies = stretches(work[is_kernel]), stretches(work[~is_kernel])
+    busy = stretches(work)
     launched = work[(work["launch_end_ns"] >= 0) & (work["launch_end_ns"] < work["start_ns"])]
     # what ends a gap tells what the GPU waited for: other work that was launched earlier and
     # waits longer may well depend on it
@@ -215,7 +215,7 @@ def felt_share(profile: Profile, contexts: Ints) -> float:
     chosen = work[work["context"].isin(contexts)]
     if chosen.empty:
         return 1.0
-    start, end = _stretches(work)
+    start, end = stretches(work)
     first = work.drop_duplicates("start_ns").set_index("start_ns")["launch_end_ns"]
     launched = np.append(first.reindex(start[1:]).to_numpy(), -1)
     waits = np.isin(np.append(_activities(profile), "")[context_at(_host(profile), end)], _WAITING)
@@ -226,7 +226,7 @@ def felt_share(profile: Profile, contexts: Ints) -> float:
     late = end - launched - usual_start_up(work)
     slack = np.where(waits | (launched < 0), end - start, late).clip(0, end - start)
     # operations of several streams overlap: time counts once
-    pieces = _stretches(chosen)
+    pieces = stretches(chosen)
     which = stretch_at(start, end, pieces[0])
     took = np.bincount(which, pieces[1] - pieces[0], minlength=len(start))
     return float(np.minimum(took, slack).sum() / took.sum())
@@ -235,11 +235,7 @@ def felt_share(profile: Profile, contexts: Ints) -> float:
 def _host(profile: Profile) -> Lane:
     """What the iterating thread is in, whatever the GPU does."""
     lane = segments(profile, device=False)
-    return lane["start_ns"].to_numpy(), lane["end_ns"].to_numpy(), lane["context"].to_numpy()
-
-
-def _stretches(spans: pd.DataFrame) -> Stretches:
-    return union(spans["start_ns"].to_numpy(), spans["end_ns"].to_numpy())
+    return *start_and_end(lane), lane["context"].to_numpy()
 
 
 def usual_start_up(work: pd.DataFrame, since: str = "launch_end_ns") -> float:
@@ -384,16 +380,16 @@ def _on_gpu(profile: Profile, work: pd.DataFrame) -> list[dict[str, Any]]:
     pieces = segments(profile, device=False)
     making = pieces[parts_at(profile, pieces["context"].to_numpy())["component"].eq("data")]
     steady = of_steady(profile, profile.iterations)
-    window, count = _stretches(steady), 1e6 * len(steady)
+    window, count = stretches(steady), 1e6 * len(steady)
     rows = []
     for what, where, spans, beside in (
         ("copies", "device", work[is_copy], work[~is_copy]),
         ("communication", "device", work[exchange], work[~exchange]),
         ("data", "host", making, work),
     ):
-        start, end = _intersection(_stretches(spans), window)
+        start, end = _intersection(stretches(spans), window)
         total = float((end - start).sum()) / count
-        hidden = float(overlap(start, end, *_stretches(beside)).sum()) / count
+        hidden = float(overlap(start, end, *stretches(beside)).sum()) / count
         rows.append({"what": what, "where": where, "total_ms": total, "exposed_ms": total - hidden})
     return rows
 
@@ -517,7 +513,7 @@ def _span(profile: Profile, streams: pd.DataFrame) -> tuple[int, int, str]:
 def _idle(profile: Profile, streams: list[int], first: int, last: int) -> Stretches:
     """(start, end) of the stretches of the span in which none of the streams runs."""
     trace = profile.trace[profile.trace["profile"].isin(streams)]
-    begin, finish = (edge.clip(first, last) for edge in _stretches(trace))
+    begin, finish = (edge.clip(first, last) for edge in stretches(trace))
     gap_start, gap_end = np.append(first, finish), np.append(begin, last)
     gap = gap_end > gap_start
     return gap_start[gap], gap_end[gap]

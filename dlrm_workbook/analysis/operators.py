@@ -20,7 +20,7 @@ from dlrm_workbook.analysis.attribution import (
 from dlrm_workbook.analysis.context_tree import running_table
 from dlrm_workbook.analysis.kernel_names import short_names
 from dlrm_workbook.analysis.lanes import coarsened
-from dlrm_workbook.recordings.nesting import stretch_at
+from dlrm_workbook.recordings.nesting import start_and_end, stretch_at
 from dlrm_workbook.recordings.profile import Profile, inclusive_from_exclusive, nearest
 
 SMALL = "(small)"
@@ -234,7 +234,7 @@ def _lane_spans(
     """Spans of the first iterations: all on GPU lanes, on host lanes those of wanted contexts, or
     the stretches in which the ``innermost`` is one of them."""
     chosen = profile.iterations.sort_values("start_ns").head(iterations)
-    first, last = chosen["start_ns"].to_numpy(), chosen["end_ns"].to_numpy()
+    first, last = start_and_end(chosen)
     spans = profile.trace[["profile", "context", "start_ns", "end_ns"]]
     if innermost:
         is_host = profile.threads["kind"].eq("cpu_thread")
@@ -268,19 +268,14 @@ def _timed(spans: pd.DataFrame) -> pd.DataFrame:
 
 def memory(profile: Profile) -> pd.DataFrame:
     """Megabytes (10^6) that each part allocates through torch in a mean iteration, most first."""
-    pieces = []
-    for device, metric in (("cpu", "allocated_bytes"), ("gpu", "gpu_allocated_bytes")):
-        if not profile.has(metric):
-            continue
-        table = profile.contexts[PART].copy()
-        table["allocated_mb"] = profile.value_table(metric) / iteration_count(profile) / 1e6
-        table = table[step_contexts(profile) & table["allocated_mb"].gt(0)]
-        table = table.groupby(PART, as_index=False)[["allocated_mb"]].sum()
-        pieces.append(table.assign(device=device))
-    columns = [*PART, "device", "allocated_mb"]
-    if not pieces:
-        return pd.DataFrame(columns=columns)
-    table = pd.concat(pieces, ignore_index=True)[columns]
+    parts = profile.contexts.loc[step_contexts(profile), PART]
+    table = pd.concat(
+        parts.assign(device=device, allocated_mb=profile.value_table(metric))
+        for device, metric in (("cpu", "allocated_bytes"), ("gpu", "gpu_allocated_bytes"))
+    )
+    table["allocated_mb"] = table["allocated_mb"] / iteration_count(profile) / 1e6
+    table = table[table["allocated_mb"].gt(0)]
+    table = table.groupby([*PART, "device"], as_index=False)[["allocated_mb"]].sum()
     return table.sort_values("allocated_mb", ascending=False, ignore_index=True)
 
 

@@ -25,6 +25,7 @@ from dlrm_workbook.analysis.attribution import (
     KEYS,
     PART,
     attribute,
+    has_iterations,
     iteration_contexts,
     iteration_count,
     iteration_state,
@@ -39,7 +40,7 @@ from dlrm_workbook.analysis.steady import steady_state
 from dlrm_workbook.ground.arrays import Bools, Floats, Ints
 from dlrm_workbook.ground.runs import latest_run
 from dlrm_workbook.ground.units import milliseconds
-from dlrm_workbook.recordings.nesting import union_ns
+from dlrm_workbook.recordings.nesting import start_and_end, union_ns
 from dlrm_workbook.recordings.profile import Profile, inclusive_from_exclusive
 from dlrm_workbook.recordings.torch import RECORDED_PASS
 
@@ -227,8 +228,7 @@ def reference(profile: Profile) -> Reference | None:
         return None if stored is None else Reference(**stored)
     attribution = attribute(profile)
     recorded = float(attribution["time_ms"].sum()) if len(attribution) else 0.0
-    counted = len(profile.iterations) > 0 or iteration_count(profile) > 1
-    if recorded <= 0 or not (counted or _unprofiled(profile)):
+    if recorded <= 0 or not (has_iterations(profile) or _unprofiled(profile)):
         return None
     state = iteration_state(profile)
     steady = int(state.steady.sum()) if state is not None else iteration_count(profile)
@@ -377,7 +377,7 @@ class _Clock:
         merged = pieces.merge(paces, on=KEYS, how="left")["pace"]
         by_place = paces.groupby("where")["pace"].median()
         pace = merged.fillna(pieces["where"].map(by_place)).fillna(outside).to_numpy()
-        start, end = pieces["start_ns"].to_numpy(), pieces["end_ns"].to_numpy()
+        start, end = start_and_end(pieces)
         # nanoseconds since 1970 are more than a float holds
         self.origin = int(start[0])
         edges = np.stack([start, end], axis=1).ravel() - self.origin
@@ -546,7 +546,7 @@ def _added_up(profile: Profile) -> list[Time]:
     if total < (1 + ROUNDING) * busy:
         return []
     work = of_streams(profile)
-    start, end = work["start_ns"].to_numpy(), work["end_ns"].to_numpy()
+    start, end = start_and_end(work)
     cause = "work of the GPU outside of these steps counts, too"
     if work.empty or (end - start).sum() > (1 + ROUNDING) * union_ns(start, end):
         cause = "kernels and copies run at once on several streams"

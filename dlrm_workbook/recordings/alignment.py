@@ -24,7 +24,7 @@ import numpy as np
 import pandas as pd
 
 from dlrm_workbook.ground.arrays import Ints
-from dlrm_workbook.recordings.nesting import stretch_at
+from dlrm_workbook.recordings.nesting import start_and_end, stretch_at
 from dlrm_workbook.recordings.profile import Profile
 
 LEAST_MATCHED = 0.9
@@ -99,8 +99,8 @@ def launching_iteration(profile: Profile, work: pd.DataFrame) -> Ints:
         operations, rest = divmod(len(rows), len(begun.get(context, ())) or len(rows) + 1)
         if operations and not rest:
             launched[rows.to_numpy()] = np.repeat(begun[context], operations)
-    first, last = (profile.iterations[name].to_numpy() for name in ("start_ns", "end_ns"))
-    table = pd.Series(stretch_at(first, last, launched)).where(launched >= 0)
+    iteration = stretch_at(*start_and_end(profile.iterations), launched)
+    table = pd.Series(iteration).where(launched >= 0)
     stream = work["profile"].to_numpy()
     before, after = table.groupby(stream).ffill(), table.groupby(stream).bfill()
     return np.where(before == after, before, NO_ITERATION).astype(np.int64)

@@ -27,7 +27,7 @@ from dlrm_core.parts import ITERATION_FUNCTION, parse_span
 from dlrm_workbook.ground.arrays import Bools, Ints, Names
 from dlrm_workbook.ground.marks import GROUP_PREFIX, PART_PREFIX, parse_part
 from dlrm_workbook.ground.tables import rows_of
-from dlrm_workbook.recordings.profile import nearest
+from dlrm_workbook.recordings.profile import Profile, nearest
 
 MLP = "mlp"
 """Of a name that says MLP, but not whether bottom or top; :func:`mlp_by_order` says which."""
@@ -97,6 +97,13 @@ _NODES = _rules("node")
 COMMUNICATION = re.compile("|".join(one.pattern for one, _ in _rules("exchange")), re.IGNORECASE)
 """In the names of kernels that exchange data between ranks, by the library that has them. Such
 kernels run on few multiprocessors on purpose, and most of their time is waiting for other ranks."""
+
+
+def exchange_kernels(profile: Profile) -> Bools:
+    """Which contexts (n,) are such kernels."""
+    named = profile.which("name", lambda name: bool(COMMUNICATION.search(name)))
+    return named & profile.of_kind("kernel")
+
 
 _KERNELS = ((COMMUNICATION, Named("communication")), *_rules("kernel"))
 """Kernels whose name says their part, wherever they were launched from."""

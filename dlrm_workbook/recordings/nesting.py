@@ -14,6 +14,7 @@ from __future__ import annotations
 import heapq
 
 import numpy as np
+import pandas as pd
 
 from dlrm_workbook.ground.arrays import Bools, Floats, Ints
 from dlrm_workbook.recordings.profile import depths
@@ -194,6 +195,16 @@ def stretch_at(start: Ints, end: Ints, at: Ints) -> Ints:
     """Row (n,) of the disjoint, ordered stretch that each moment lies in; −1 where none."""
     row = np.searchsorted(start, at, side="right") - 1
     return np.where(at < end[row], row, -1) if len(start) else row
+
+
+def start_and_end(rows: pd.DataFrame) -> tuple[Ints, Ints]:
+    """(``start_ns``, ``end_ns``) of rows (n,) of a trace, of iterations or the like."""
+    return rows["start_ns"].to_numpy(), rows["end_ns"].to_numpy()
+
+
+def stretches(rows: pd.DataFrame) -> tuple[Ints, Ints]:
+    """(start, end) of the stretches of time that any of some rows covers, in order."""
+    return union(*start_and_end(rows))
 
 
 def last_ends(begins: Ints, ends: Ints, row: Ints, end: Ints) -> Ints:

@@ -11,13 +11,14 @@ What was not measured has no rows in ``values`` and a reason in
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 import pandas as pd
@@ -152,6 +153,22 @@ def matching(column: pd.Series, matches: Callable[[str], bool]) -> Bools:
 
 
 _Table = TypeVar("_Table", pd.DataFrame, np.ndarray)
+_Arguments = ParamSpec("_Arguments")
+
+
+def once(
+    make: Callable[Concatenate[Profile, _Arguments], _Table],
+) -> Callable[Concatenate[Profile, _Arguments], _Table]:
+    """A function whose table or column of a profile, see :meth:`Profile.once`, is made once for all
+    calls with the same further arguments."""
+
+    @functools.wraps(make)
+    def made(profile: Profile, *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Table:
+        name = f"{make.__module__}.{make.__qualname__} {args} {kwargs}"
+        return profile.once(name, lambda: make(profile, *args, **kwargs))
+
+    return made
+
 
 _THREAD = r"thread -?\d+"
 """Beginning of the name of a thread that is named by the system's number of it."""
