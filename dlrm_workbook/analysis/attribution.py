@@ -132,12 +132,10 @@ def what_differed(profile: Profile) -> pd.DataFrame:
 def per_iteration(profile: Profile) -> pd.DataFrame:
     """Time of each part and phase in every iteration.
 
-    A torch trace in which no iteration is found counts as one, from its first span to its
-    last. Any other profile without iterations (sampled, without a trace) counts as one of
-    mean length: its CPU time divided by how many iterations the measured pass ran.
-
-    Raises:
-        InputError: nothing in the recording lasts, so that it has no time to explain.
+    A torch trace in which no iteration is found counts as one, from its first span to its last. Any
+    other profile without iterations (sampled, without a trace) counts as one of mean length: its
+    CPU time divided by how many iterations the measured pass ran. An InputError says that nothing
+    in the recording lasts, so that it has no time to explain.
     """
     trace = profile.trace
     if len(trace) and not trace["end_ns"].gt(trace["start_ns"]).any():
@@ -508,11 +506,9 @@ def iteration_contexts(profile: Profile) -> np.ndarray:
 def step_contexts(profile: Profile, other_threads: bool = True) -> np.ndarray:
     """Which contexts (n,) belong to the step.
 
-    On a thread with iterations, those inside them: start-up and what follows are not
-    the step. Where no iteration is marked, all but what is known to be start-up.
-
-    Args:
-        other_threads: also take all contexts of threads without iterations.
+    On a thread with iterations, those inside them: start-up and what follows are not the step.
+    Where no iteration is marked, all but what is known to be start-up. ``other_threads`` also takes
+    all contexts of threads without iterations.
     """
     inside = iteration_contexts(profile)
     if not inside.any():
@@ -588,11 +584,8 @@ def _sampled(profile: Profile) -> pd.DataFrame:
 
 
 def in_step_order(table: pd.DataFrame) -> pd.DataFrame:
-    """The rows in the order in which a step meets its parts; a whole iteration comes first.
-
-    Args:
-        table: ``component``, ``phase`` and, if there is one, ``where``: device before host.
-    """
+    """The rows in the order in which a step meets its parts; a whole iteration comes first. The
+    table has ``component``, ``phase`` and maybe ``where``: device before host."""
     component = {name: row for row, name in enumerate(("iteration", *COMPONENTS))}
     phase = {name: row for row, name in enumerate(PHASES)}
     rank = table["component"].map(component).fillna(len(component)) * 100

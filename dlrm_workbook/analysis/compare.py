@@ -72,12 +72,8 @@ def engines_side_by_side(profiles: Sequence[Profile]) -> pd.DataFrame:
 
     The row of the whole ``iteration`` comes first, then parts in the order of a step. GPU and host
     time of a part are added, over the steady iterations of each. ``attrs["sentence"]`` sums it up.
-
-    Args:
-        profiles: two, named by their engines (``hpctoolkit``, ``torch``).
-
-    Raises:
-        InputError: there are not two, or one has no iterations.
+    The profiles are two, named by their engines (``hpctoolkit``, ``torch``). An InputError says
+    that there are not two, or that one has no iterations.
     """
     if len(profiles) != 2:
         raise InputError(f"two recordings are laid side by side, not {len(profiles)}")
@@ -111,12 +107,8 @@ def engines_side_by_side(profiles: Sequence[Profile]) -> pd.DataFrame:
 
 
 def _estimate(profile: Profile) -> pd.DataFrame:
-    """One recording's times per iteration; the whole iteration is a part.
-
-    Returns:
-        Index (component, phase): ``ms`` (profiler's cost subtracted), ``error_ms`` (one standard
-        error), ``cost_ms``.
-    """
+    """One recording's times per iteration; the whole iteration is a part. By (component, phase):
+    ``ms`` (profiler's cost subtracted), ``error_ms`` (one standard error), ``cost_ms``."""
     table = part_estimates(profile).set_index(PART)[["time_ms", "se_ms"]]
     table.loc[(WHOLE, ""), :] = step_estimate(profile)[:2]
     # One iteration says nothing of its scatter: it may be anything up to its own time.
@@ -257,10 +249,8 @@ def sampling_period_ms(profile: Profile) -> float:
 def compare_parts(before: pd.DataFrame, after: pd.DataFrame) -> pd.DataFrame:
     """Each part before and after, with the interval of the difference, NaN where unknown.
 
-    A part that a run does not have counts as 0 ms.
-
-    Args:
-        before, after: what :func:`part_estimates` gives.
+    A part that a run does not have counts as 0 ms. ``before`` and ``after`` are what
+    :func:`part_estimates` gives.
     """
     table = before.merge(after, on=PART, how="outer", suffixes=("_a", "_b"))
     names = ["time_ms", "se_ms", "degrees"]
@@ -300,12 +290,9 @@ def verdict_of_part(difference: float, p: float) -> str:
 def ratio_interval(
     before: tuple[float, float, float], after: tuple[float, float, float], samples: float = 1.0
 ) -> Interval:
-    """Speed-up, before over after, with its interval (delta method on the logarithm).
-
-    Args:
-        before, after: (mean, standard error, degrees of freedom), as :func:`step_estimate`.
-        samples: samples of an iteration after over those before; 1 compares iterations.
-    """
+    """Speed-up, before over after, with its interval (delta method on the logarithm). ``before``
+    and ``after`` are (mean, standard error, degrees of freedom), as :func:`step_estimate` gives
+    them; ``samples`` are those of an iteration after over those before, 1 compares iterations."""
     relative = [se / mean if mean > 0 else math.nan for mean, se, _ in (before, after)]
     se = math.hypot(*relative)
     degrees = welch_degrees(relative[0], before[2], relative[1], after[2])
@@ -337,14 +324,8 @@ def circumstances(profile: Profile) -> dict[str, dict[str, Any]]:
 
 
 def differing(runs: Sequence[Mapping[str, Mapping[str, Any]]]) -> pd.DataFrame:
-    """What is not the same in all runs.
-
-    Args:
-        runs: what :func:`circumstances` gives, one a run.
-
-    Returns:
-        ``kind``, ``name``, and ``values`` (a list, one entry a run; None where it has none).
-    """
+    """What is not the same in all runs. ``runs`` are what :func:`circumstances` gives of each.
+    Returns ``kind``, ``name``, and ``values`` (a list, one entry a run; None where it has none)."""
     rows = []
     for kind in dict.fromkeys(kind for run in runs for kind in run):
         for name in dict.fromkeys(name for run in runs for name in run.get(kind, {})):

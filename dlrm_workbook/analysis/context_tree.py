@@ -13,12 +13,7 @@ import numpy as np
 import pandas as pd
 
 from dlrm_workbook.ground.arrays import Bools, Ints
-from dlrm_workbook.recordings.nesting import (
-    enclosing_in_turn,
-    innermost,
-    start_and_end,
-    stretch_at,
-)
+from dlrm_workbook.recordings.nesting import enclosing_in_turn, innermost, start_and_end, stretch_at
 from dlrm_workbook.recordings.profile import Profile, nearest, once
 
 INSIDE_FUNCTIONS = ("line", "loop", "instruction")
@@ -31,11 +26,8 @@ WHY_EMPTY = "not_measured"
 def unmeasured(
     columns: Sequence[str], reason: str, profile: Profile | None = None, *names: str
 ) -> pd.DataFrame:
-    """An empty table that says in ``attrs["not_measured"]`` why it is empty.
-
-    Args:
-        reason: why, where the profile has no reason of its own for one of ``names``.
-    """
+    """An empty table that says in ``attrs["not_measured"]`` why it is empty. ``reason`` holds where
+    the profile has no reason of its own for one of ``names``."""
     table = pd.DataFrame({name: [] for name in columns})
     table.attrs[WHY_EMPTY] = missing_reason(profile, names, reason) if profile else reason
     return table
@@ -89,11 +81,9 @@ def places(parent: Ints) -> tuple[Ints, Ints]:
 def outermost_contexts(parent: Ints, key: Ints) -> Bools:
     """Which contexts (n,) have no context of the same key above them.
 
-    Inclusive values of these alone may be summed by key: what a recursive call holds
-    is already in the call around it.
-
-    Args:
-        key: (n,) numbers from 0; −1 belongs to no key and is never outermost.
+    Inclusive values of these alone may be summed by key: what a recursive call holds is already in
+    the call around it. ``key`` has numbers (n,) from 0; −1 belongs to no key and is never
+    outermost.
     """
     begin, beyond = places(parent)
     order = np.lexsort((begin, key))
@@ -111,11 +101,8 @@ def outermost_contexts(parent: Ints, key: Ints) -> Bools:
 
 
 def of_streams(profile: Profile, trace: pd.DataFrame | None = None) -> pd.DataFrame:
-    """The rows of the trace that are on a GPU's streams.
-
-    Args:
-        trace: of the profile, where it is not as recorded.
-    """
+    """The rows of the trace that are on a GPU's streams. ``trace`` is the profile's, where it is
+    not as recorded."""
     trace = profile.trace if trace is None else trace
     streams = profile.threads.loc[profile.threads["kind"].eq("gpu_stream"), "profile"]
     return trace[trace["profile"].isin(streams)]

@@ -53,12 +53,9 @@ def difference_tree(before: Profile, after: Profile) -> pd.DataFrame:
 
 
 def _paths(profile: Profile, metric: str, by_part: bool) -> pd.DataFrame:
-    """Contexts of the step with time, callers first.
-
-    Returns:
-        ``name``, ``kind``, ``component``, ``phase``, ``above`` (index of the caller; −1 above the
-        root), ``self_ms``. Iterations and threads are one root: which one it was does not matter.
-    """
+    """Contexts of the step with time, callers first. Returns ``name``, ``kind``, ``component``,
+    ``phase``, ``above`` (index of the caller; −1 above the root), ``self_ms``. Iterations and
+    threads are one root: which one it was does not matter."""
     if by_part and metric == "cpu_time_ms":
         return _by_part(part_estimates(profile).rename(columns={"time_ms": "self_ms"}))
     self_ms = profile.value_table(metric).to_numpy() / iteration_count(profile)

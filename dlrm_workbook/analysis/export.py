@@ -144,15 +144,8 @@ def _flame(profile: Profile, rows: Any) -> Iterator[tuple[int, int, int]]:
 
 
 def speedscope(ranks: dict[int, Profile], name: str) -> dict[str, Any]:
-    """A speedscope document with one profile for each rank and kind of time.
-
-    Args:
-        ranks: rank to its profile.
-        name: of the document.
-
-    Raises:
-        InputError: no time was measured.
-    """
+    """A speedscope document with one profile for each rank and kind of time. ``ranks`` has rank to
+    profile, ``name`` is the document's. An InputError says that no time was measured."""
     frames: list[dict[str, Any]] = []
     numbers: dict[tuple[str, str, int], int] = {}
     profiles = []

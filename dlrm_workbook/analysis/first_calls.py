@@ -37,12 +37,10 @@ def first_calls(profile: Profile) -> pd.DataFrame:
 
     That is compiling itself; the first call of the driver, those of a millisecond and more that do
     nothing once all is loaded, and first ones that take far longer than those of their name that
-    follow; likewise the own body of an operator that dispatches work to a GPU; and with all that
-    is in it the first of equal calls from one place (:func:`_first_of_equal`).
-
-    Returns:
-        ``name``, ``start_ns``, ``end_ns``, in order, some in others, and ``later_ms``, what later
-        ones usually take (NaN).
+    follow; likewise the own body of an operator that dispatches work to a GPU; and with all that is
+    in it the first of equal calls from one place (:func:`_first_of_equal`). Returns ``name``,
+    ``start_ns``, ``end_ns``, in order, some in others, and ``later_ms``, what later ones usually
+    take (NaN).
     """
     names, trace = profile.contexts["name"].to_numpy(), profile.trace
     nothing = trace[["context", "start_ns", "end_ns"]].iloc[:0].assign(name="", later_ms=np.nan)

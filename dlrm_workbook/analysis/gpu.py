@@ -153,11 +153,9 @@ WARP = 32
 def waves(kernel: Mapping[Any, Any], device: Mapping[str, Any]) -> float:
     """Blocks of a launch over the blocks that all multiprocessors hold at once.
 
-    Args:
-        kernel: ``blocks``, ``threads_per_block``, ``registers`` (a thread),
-            ``shared_memory_bytes`` (a block).
-        device: a row of ``meta["devices"]``: ``sms``, ``compute``, ``threads_per_sm``,
-            ``registers_per_sm``, ``shared_memory_per_sm``.
+    A kernel has ``blocks``, ``threads_per_block``, ``registers`` (a thread) and
+    ``shared_memory_bytes`` (a block), a row of ``meta["devices"]`` ``sms``, ``compute``,
+    ``threads_per_sm``, ``registers_per_sm`` and ``shared_memory_per_sm``.
 
     A block gets registers in pieces of 256 a warp, warps in fours, and shared memory in pieces
     of 128 bytes and 1024 bytes for the system (256 and none before compute capability 8;

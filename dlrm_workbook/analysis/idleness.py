@@ -20,8 +20,6 @@ the next one, so a thread that sleeps is charged as long as one that runs.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
@@ -117,10 +115,7 @@ def idle_causes(profile: Profile) -> pd.DataFrame:
 
 def idle_by_cause(profile: Profile, causes: pd.DataFrame) -> pd.DataFrame:
     """Idle time of a mean iteration by cause, most first; empty, with the reason, like its source.
-
-    Args:
-        causes: what :func:`idle_causes` gave of the profile.
-    """
+    ``causes`` is what :func:`idle_causes` gave of the profile."""
     if causes.empty:
         return unmeasured(BY_CAUSE, reason_of(causes) or "no GPU was idle")
     count = len(profile.iterations)
@@ -204,12 +199,9 @@ def felt_share(profile: Profile, contexts: Ints) -> float:
 
     What the GPU does next begins no earlier than its launch: where the host launches it late, a
     stretch of work that ends sooner is followed by a longer wait. A stretch can be shorter by the
-    time from the launch of what follows (and the usual start-up) to its end, or by all of it
-    where the host waits for that end, also in the call that launched it. What is not known to be
-    launched late counts in full.
-
-    Args:
-        contexts: (n,) of kernels and copies.
+    time from the launch of what follows (and the usual start-up) to its end, or by all of it where
+    the host waits for that end, also in the call that launched it. What is not known to be launched
+    late counts in full. ``contexts`` (n,) are of kernels and copies.
     """
     work = launched_operations(profile)
     chosen = work[work["context"].isin(contexts)]
@@ -360,12 +352,11 @@ def overlaps(profile: Profile) -> pd.DataFrame:
         return unmeasured(OVERLAP_COLUMNS, "the profile does not say when its iterations ran")
     work = launched_operations(profile)
     rows = _on_gpu(profile, work) if len(work) else _on_cpu(profile)
-    rows = [row for row in rows if row["total_ms"] > 0]
-    if not rows:
-        return unmeasured(
-            OVERLAP_COLUMNS, "nothing was copied, exchanged or made in the iterations"
-        )
-    table = pd.DataFrame(rows)
+    table = pd.DataFrame(rows, columns=["what", "where", "total_ms", "exposed_ms"])
+    table = table[table["total_ms"] > 0].copy()
+    if table.empty:
+        reason = "nothing was copied, exchanged or made in the iterations"
+        return unmeasured(OVERLAP_COLUMNS, reason)
     table["hidden_ms"] = table["total_ms"] - table["exposed_ms"]
     table["exposed_share"] = table["exposed_ms"] / table["total_ms"]
     steady = of_steady(profile, profile.iterations)
@@ -374,7 +365,7 @@ def overlaps(profile: Profile) -> pd.DataFrame:
     return table.sort_values("exposed_ms", ascending=False, ignore_index=True)[OVERLAP_COLUMNS]
 
 
-def _on_gpu(profile: Profile, work: pd.DataFrame) -> list[dict[str, Any]]:
+def _on_gpu(profile: Profile, work: pd.DataFrame) -> list[tuple[str, str, float, float]]:
     exchange = exchanging(profile, work)
     is_copy = work["kind"].eq("copy")
     pieces = segments(profile, device=False)
@@ -390,17 +381,15 @@ def _on_gpu(profile: Profile, work: pd.DataFrame) -> list[dict[str, Any]]:
         start, end = _intersection(stretches(spans), window)
         total = float((end - start).sum()) / count
         hidden = float(overlap(start, end, *stretches(beside)).sum()) / count
-        rows.append({"what": what, "where": where, "total_ms": total, "exposed_ms": total - hidden})
+        rows.append((what, where, total, total - hidden))
     return rows
 
 
-def _on_cpu(profile: Profile) -> list[dict[str, Any]]:
+def _on_cpu(profile: Profile) -> list[tuple[str, str, float, float]]:
     """On a CPU the iterating thread hides nothing; other threads hide all of theirs."""
     part_ms = per_iteration(profile).groupby("component")["time_ms"].sum() / len(profile.iterations)
-    rows = []
-    for what in ("data", "communication"):
-        exposed = float(part_ms.get(what, 0.0))
-        rows.append({"what": what, "where": "host", "total_ms": exposed, "exposed_ms": exposed})
+    exposed = {what: float(part_ms.get(what, 0.0)) for what in ("data", "communication")}
+    rows = [(what, "host", ms, ms) for what, ms in exposed.items()]
     loader = ((profile.meta.get("parameters") or {}).get("data") or {}).get("loader")
     if loader not in (None, "synchronous"):
         ahead = sum(
@@ -408,9 +397,7 @@ def _on_cpu(profile: Profile) -> list[dict[str, Any]]:
             for thread in profile.meta.get("threads_cpu") or []
             if thread.get("kind") == "python"
         )
-        rows.append(
-            {"what": "data", "where": "other threads", "total_ms": ahead, "exposed_ms": 0.0}
-        )
+        rows.append(("data", "other threads", ahead, 0.0))
     return rows
 
 

@@ -161,10 +161,8 @@ def launch_summary(profile: Profile) -> pd.DataFrame:
 def queue_depth(profile: Profile, most: int | None = None) -> pd.DataFrame:
     """Operations launched and not finished, over time; each row holds until the next.
 
-    Empty, with the reason, without launches in the trace.
-
-    Args:
-        most: rows at most; where there are more changes, the mean depth of equal bins.
+    Empty, with the reason, without launches in the trace. There are at ``most`` so many rows: of
+    more changes, the mean depth of equal bins.
     """
     work = launched_operations(profile)
     if work.empty:

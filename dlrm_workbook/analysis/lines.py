@@ -119,10 +119,7 @@ def listing(profile: Profile, file: str, function: str) -> pd.DataFrame:
 
 def hottest(profile: Profile) -> pd.DataFrame:
     """The :func:`listing` of the function with the most time itself, around its hottest line.
-
-    Returns:
-        At most :data:`MOST_LISTED` rows; ``attrs["function"]`` is its name.
-    """
+    Returns at most :data:`MOST_LISTED` rows; ``attrs["function"]`` is its name."""
     table = functions(profile)
     if reason_of(table):
         return unmeasured(LISTING, reason_of(table))
@@ -191,12 +188,8 @@ def known_moments(profile: Profile) -> dict[str, Any] | None:
 
 def _of_contexts(profile: Profile, sampled: dict[str, Any]) -> dict[str, Any] | None:
     """As :func:`known_moments`, from Python frames in the call paths of a recording; None without
-    any.
-
-    Args:
-        sampled: ``Profile.meta["lines"]`` of a run on a GPU, empty of other recordings: it knows
-            which line built what runs backward, what lines are for, and their text.
-    """
+    any. ``sampled`` is ``Profile.meta["lines"]`` of a run on a GPU, empty of other recordings: it
+    knows which line built what runs backward, what lines are for, and their text."""
     contexts = profile.contexts
     is_python = profile.of_kind("python") | contexts["file"].str.endswith(".py").to_numpy()
     is_python &= profile.of_kind("python", "function", "line")

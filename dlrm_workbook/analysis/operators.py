@@ -70,10 +70,7 @@ def top_operators(profile: Profile, count: int = 20) -> pd.DataFrame:
 
 
 def call_tree(
-    profile: Profile,
-    metric: str = "cpu_time_ms",
-    smallest_share: float = 0.001,
-    most: int = 300,
+    profile: Profile, metric: str = "cpu_time_ms", smallest_share: float = 0.001, most: int = 300
 ) -> pd.DataFrame:
     """The call tree of the step for an icicle or flame graph, parents first.
 
@@ -151,12 +148,9 @@ def timeline(profile: Profile, iterations: int = 3) -> pd.DataFrame:
 
     Host lanes show the parts' ranges, of another program what its operators and named ranges are
     in, the innermost; GPU lanes the kernels and copies. Neighbours of one part are joined, but for
-    our ranges.
-    Where such a lane still has more than :data:`MOST_SPANS` of them in an iteration, time is cut
-    into bins, narrower than a picture shows, in which each part has one row: their sums stay exact.
-
-    Args:
-        iterations: how many.
+    our ranges. Where such a lane still has more than :data:`MOST_SPANS` of them in an iteration,
+    time is cut into bins, narrower than a picture shows, in which each part has one row: their sums
+    stay exact.
     """
     named = profile.which("name", lambda name: parse_span(name) is not None)
     wanted = profile.of_kind("annotation") & named

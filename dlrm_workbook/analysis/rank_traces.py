@@ -362,10 +362,8 @@ def _explain(
 def rank_table(ranks: Ranks, matches: pd.DataFrame | None = None) -> pd.DataFrame:
     """What each rank did: per iteration where every rank has iterations, else in all.
 
-    NaN where not measured. ``attrs["per"]`` says which of the two it is.
-
-    Args:
-        matches: what :func:`collectives` gives.
+    NaN where not measured. ``attrs["per"]`` says which of the two it is. ``matches`` is what
+    :func:`collectives` gives.
     """
     if len(ranks) < 2:
         return unmeasured(RANK_COLUMNS, ONE)

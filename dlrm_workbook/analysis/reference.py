@@ -319,10 +319,7 @@ def _of_iterations(step: Reference, part_times: pd.DataFrame, steady: Ints) -> R
 
 def _paces(profile: Profile, step_ms: float) -> tuple[pd.DataFrame, Ints]:
     """Time at the reference over recorded time, by part, and the numbers of steady iterations.
-
-    Returns:
-        ``component``, ``phase``, ``where``, ``pace``; and the iterations (n,).
-    """
+    Returns ``component``, ``phase``, ``where``, ``pace``; and the iterations (n,)."""
     part_times = per_iteration(profile).set_index(KEYS)
     state = iteration_state(profile)
     numbers = np.sort(part_times["iteration"].unique())
@@ -454,17 +451,10 @@ def _value_factors(
 
 
 def other_times(profile: Profile, folder: Path | None = None) -> pd.DataFrame:
-    """Every other time of an iteration that was measured, and why it is not the step.
-
-    Args:
-        profile: at its reference.
-        folder: of the profile run; the newest training run of the same parameters beside it
-            is one of the times.
-
-    Returns:
-        The step first. Where no step is known, the times that the page adds up of the whole
-        recording; empty if it has one.
-    """
+    """Every other time of an iteration that was measured, and why it is not the step. ``profile``
+    is at its reference, ``folder`` is the profile run's: the newest training run of the same
+    parameters beside it is one of the times. The step comes first. Where no step is known, it is
+    the times that the page adds up of the whole recording; empty if it has one."""
     step = reference(profile)
     if step is None:
         return _of_recording(profile)

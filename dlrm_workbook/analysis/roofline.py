@@ -96,15 +96,11 @@ class Limits:
         shape: tuple[int, int, int, int],
         precisions: Iterable[str],
     ) -> tuple[float, bool] | None:
-        """Least time of a matrix product, and whether it was timed at this very shape.
-
-        Args:
-            part, product, layer: which product of the model.
-            shape: batch, m, n, k.
-            precisions: names under which ceilings of this precision are recorded.
+        """Least time of a product (batch, m, n, k), and whether it was timed at this very shape.
 
         A product of the same shape counts, whichever layer it was timed for; then one of the
-        same layer timed at another size, by its rate; without one, the best rate of all.
+        same layer timed at another size, by its rate; without one, the best rate of all. Ceilings
+        of its precision are recorded under the names ``precisions``.
         """
         flops = 2.0 * math.prod(shape)
         wanted = set(precisions)
@@ -492,11 +488,8 @@ def _seen_parts(profile: Profile, table: pd.DataFrame) -> pd.DataFrame:
 
 
 def doubts(profile: Profile, table: pd.DataFrame) -> list[str]:
-    """Reasons not to trust the ceilings, as sentences; none where all is well.
-
-    Args:
-        table: what :func:`roofline` gives of the profile.
-    """
+    """Reasons not to trust the ceilings, as sentences; none where all is well. ``table`` is what
+    :func:`roofline` gives of the profile."""
     sentences = _known_work(profile, table)
     waited = (profile.meta.get("ceilings") or {}).get("run_queue_share")
     if waited is not None and waited > BUSY_SHARE:
@@ -571,15 +564,10 @@ def least_times(
     statistics: Mapping[str, Any] | None = None,
     device: str | None = None,
 ) -> pd.DataFrame:
-    """Least time of each part by a machine's ceilings, measured or of a data sheet.
-
-    Args:
-        ceilings: in the form of ``meta["ceilings"]``; also ``devices.Device.ceilings()``.
-
-    Returns:
-        ``component``, ``phase``, ``ceiling_ms``, ``limit``, ``ceiling``. A part has NaN
-        and a ``ceiling`` that says what is missing, where none applies to it.
-    """
+    """Least time of each part by a machine's ceilings, measured or of a data sheet. ``ceilings``
+    are in the form of ``meta["ceilings"]``; also ``devices.Device.ceilings()``. Returns
+    ``component``, ``phase``, ``ceiling_ms``, ``limit``, ``ceiling``. A part has NaN and a
+    ``ceiling`` that says what is missing, where none applies to it."""
     device = device or parameters.training.device
     operators = least_operator_times(parameters, ceilings, statistics, device)
     rows = [
@@ -674,11 +662,8 @@ def precision_names(parameters: Parameters) -> tuple[str, ...]:
 
 
 def profile_parameters(profile: Profile) -> Parameters:
-    """The parameters that the profiled run had.
-
-    Raises:
-        InputError: the profile does not say, or they are not those of a model we know.
-    """
+    """The parameters that the profiled run had. An InputError says that the profile does not tell,
+    or that they are not those of a model we know."""
     sections = profile.meta.get("parameters")
     if not sections:
         raise InputError("the profile does not say with which parameters it ran")

@@ -33,9 +33,7 @@ AMOUNTS = ["flops", "read_bytes", "written_bytes", "gather_bytes"]
 
 
 def part_work(
-    parameters: Parameters,
-    statistics: Mapping[str, Any] | None = None,
-    device: str | None = None,
+    parameters: Parameters, statistics: Mapping[str, Any] | None = None, device: str | None = None
 ) -> pd.DataFrame:
     """Work of each part and phase in one iteration.
 
@@ -58,15 +56,10 @@ def part_work(
 
 
 def operator_work(
-    parameters: Parameters,
-    statistics: Mapping[str, Any] | None = None,
-    device: str | None = None,
+    parameters: Parameters, statistics: Mapping[str, Any] | None = None, device: str | None = None
 ) -> pd.DataFrame:
-    """Every operator of an iteration, a row each: the attributes of :class:`Work`.
-
-    Args:
-        parameters, statistics, device: as for :func:`part_work`.
-    """
+    """Every operator of an iteration, a row each: the attributes of :class:`Work`. ``parameters``,
+    ``statistics`` and ``device`` are as for :func:`part_work`."""
     on_gpu = (device or parameters.training.device).startswith("cuda")
     looked_up = lookups(parameters, statistics)
     step = _Step(parameters)
@@ -101,13 +94,9 @@ def is_fused(parameters: Parameters) -> bool:
 
 
 def lookups(parameters: Parameters, statistics: Mapping[str, Any] | None = None) -> list[Lookups]:
-    """Indices and different rows a batch, table by table.
-
-    Args:
-        statistics: ``meta["data_statistics"]``; where it lists a table, its measured
-            ``lookups_per_batch`` and ``unique_rows_per_batch`` count, else the law of the
-            generator.
-    """
+    """Indices and different rows a batch, table by table. Where ``statistics``
+    (``meta["data_statistics"]``) list a table, its measured ``lookups_per_batch`` and
+    ``unique_rows_per_batch`` count, else the law of the generator."""
     measured = {int(row["table"]): row for row in (statistics or {}).get("tables") or []}
     result = []
     for table, rows in enumerate(parameters.model.table_rows):

@@ -172,11 +172,9 @@ def align_profiles(profile: Profile, other: Profile, begins: Ints, ends: Ints) -
     """Give each GPU operation of a profile its iteration and part.
 
     Where the tools spell the arguments of templates so differently that too little has a twin,
-    kernels are compared by the names of their functions alone.
-
-    Args:
-        other: of the same program, with iterations, launches and parts (torch.profiler's).
-        begins, ends: of the host's iterations, in order, by the clock of ``profile``.
+    kernels are compared by the names of their functions alone. ``other`` is of the same program,
+    with iterations, launches and parts (torch.profiler's); ``begins`` and ``ends`` are of the
+    host's iterations, in order, by the clock of ``profile``.
     """
     ours, theirs = operations_by_stream(profile), operations_by_stream(other)
     theirs["iteration"] = launching_iteration(other, theirs)

@@ -161,12 +161,9 @@ def self_times(start: Ints, end: Ints, parent: Ints) -> Ints:
 
 
 def innermost(start: Ints, end: Ints, parent: Ints, at: Ints) -> Ints:
-    """The innermost span open at each moment: index, −1 where none is open.
-
-    Args:
-        start, end, parent: nested spans of one thread, in any order.
-        at: (m,) moments, ns. A span is open from its start until before its end.
-    """
+    """The innermost span open at each moment: index, −1 where none is open. ``start``, ``end`` and
+    ``parent`` are of nested spans of one thread, in any order, ``at`` are moments (m,), ns. A span
+    is open from its start until before its end."""
     # Empty spans are never open, and sorted among others they would hide one that is.
     chosen = np.flatnonzero(end > start)
     if not len(chosen):
@@ -209,12 +206,8 @@ def stretches(rows: pd.DataFrame) -> tuple[Ints, Ints]:
 
 def last_ends(begins: Ints, ends: Ints, row: Ints, end: Ints) -> Ints:
     """Ends of iterations on a GPU: that of their last operation, but not after the next begins.
-
-    Args:
-        begins, ends: of the iterations on the host, in order (n,).
-        row: iteration of each operation (operations,), −1 for none.
-        end: when each operation ended.
-    """
+    ``begins`` and ``ends`` (n,) are of the iterations on the host, in order, ``row`` (operations,)
+    is the iteration of each operation, −1 for none, which ended at ``end``."""
     late = ends.copy()
     np.maximum.at(late, row[row >= 0], end[row >= 0])
     late[:-1] = np.minimum(late[:-1], np.maximum(begins[1:], ends[:-1]))

@@ -79,11 +79,8 @@ def _require_columns(frame: pd.DataFrame, table: str, what: str) -> None:
 
 
 def depths(parent: np.ndarray) -> np.ndarray:
-    """Depth of every context, roots 0, by log2(deepest) passes over whole columns.
-
-    Args:
-        parent: (n,) row of the parent, −1 for a root; in any order.
-    """
+    """Depth of every context, roots 0, by log2(deepest) passes over whole columns. ``parent`` is
+    the row of the parent (n,), −1 for a root; in any order."""
     ancestor = np.asarray(parent, dtype=np.int64).copy()
     depth = (ancestor >= 0).astype(np.int64)
     while (linked := ancestor >= 0).any():
@@ -97,10 +94,7 @@ def depths(parent: np.ndarray) -> np.ndarray:
 
 def nearest(parent: np.ndarray, marked: np.ndarray) -> np.ndarray:
     """Row (n,) of the nearest marked (n,) context at or above each, −1 where there is none.
-
-    Args:
-        parent: (n,) row of the parent, −1 for a root; in any order.
-    """
+    ``parent`` is the row of the parent (n,), −1 for a root; in any order."""
     link = np.where(marked | (parent < 0), np.arange(len(parent)), parent)
     while True:  # pointer doubling, as in depths
         further = link[link]
@@ -320,14 +314,9 @@ class Profile:
         gave them differ from run to run, and trees of two runs would have no node in common.
 
         Hatchet walks trees recursively, so for a deep tree the recursion limit of this process is
-        raised.
-
-        Args:
-            iterations: by which all values are divided. Recordings of different length are
-                comparable by a mean iteration, ``attribution.iteration_count(profile)``.
-
-        Raises:
-            MissingToolError: Hatchet is not installed.
+        raised. All values are divided by ``iterations``: recordings of different length are
+        comparable by a mean iteration, ``attribution.iteration_count(profile)``. A MissingToolError
+        says that Hatchet is not installed.
         """
         from dlrm_workbook.recordings.hatchet_frames import graph_frame
 
