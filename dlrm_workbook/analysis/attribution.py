@@ -28,7 +28,6 @@ from dlrm_workbook.analysis.context_tree import (
     distinct,
     edges,
     extent,
-    of_streams,
     running,
 )
 from dlrm_workbook.analysis.steady import SteadyState, listed, steady_state
@@ -37,7 +36,7 @@ from dlrm_workbook.ground.units import milliseconds
 from dlrm_workbook.recordings.foreign import START_UP
 from dlrm_workbook.recordings.hpctoolkit.parts import iteration_functions
 from dlrm_workbook.recordings.nesting import overlap, start_and_end, stretch_at, stretches
-from dlrm_workbook.recordings.profile import Profile, once
+from dlrm_workbook.recordings.profile import Profile, of_streams, once, true_trace
 
 ITERATION_NAMES = (ITERATION_SPAN, "ProfilerStep*")
 """Contexts whose subtree is the training step, whichever the trace has."""
@@ -371,16 +370,6 @@ def _kernels_in_turn(profile: Profile, background: bool) -> tuple[Ints, Ints, In
     start[1:] = np.maximum(start[1:], np.maximum.accumulate(end)[:-1])
     counted = end > start
     return start[counted], end[counted], work["context"].to_numpy()[counted]
-
-
-def true_trace(profile: Profile) -> pd.DataFrame:
-    """The trace, in which intervals that it leaves open until the next one end where they did."""
-    true_end = dict(profile.meta.get("overlong", []))
-    if not true_end:
-        return profile.trace
-    ends = profile.trace["end_ns"].copy()
-    ends.loc[list(true_end)] = list(true_end.values())
-    return profile.trace.assign(end_ns=ends)
 
 
 def _counted_ends(profile: Profile, work: pd.DataFrame) -> Ints:

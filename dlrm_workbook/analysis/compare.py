@@ -60,7 +60,6 @@ WHOLE = "iteration"
 PART_ALARM = 0.05
 """Chance that any part of two equal recordings is said to differ."""
 
-
 SPOKEN = {"hpctoolkit": "HPCToolkit", "torch": "torch.profiler", "nsight": "Nsight Systems"}
 """Engines as a reader calls them."""
 

@@ -100,14 +100,6 @@ def outermost_contexts(parent: Ints, key: Ints) -> Bools:
     return result
 
 
-def of_streams(profile: Profile, trace: pd.DataFrame | None = None) -> pd.DataFrame:
-    """The rows of the trace that are on a GPU's streams. ``trace`` is the profile's, where it is
-    not as recorded."""
-    trace = profile.trace if trace is None else trace
-    streams = profile.threads.loc[profile.threads["kind"].eq("gpu_stream"), "profile"]
-    return trace[trace["profile"].isin(streams)]
-
-
 Lane = tuple[Ints, Ints, Ints]
 """(start_ns, end_ns, context) of what runs when, without overlaps."""
 

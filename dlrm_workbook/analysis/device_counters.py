@@ -102,8 +102,7 @@ def limit_by_counters(profile: Profile, kernel: str) -> str | None:
     during = counters_during(profile, kernel)
     units: dict[str, tuple[str, float]] = {}
     for unit, pattern in _UNITS:
-        values = {n: v for n, v in during.items() if pattern.search(n) and _PERCENT.search(n)}
-        if values:
+        if values := {n: v for n, v in during.items() if pattern.search(n) and _PERCENT.search(n)}:
             name = max(values, key=lambda name: values[name])
             units[unit] = name, values[name]
     if not units:

@@ -112,8 +112,7 @@ def name_device(meta: dict[str, Any], name: str) -> None:
         given = device_of_driver(name) or device(name)
     except InputError as error:
         raise InputError(f"profiling.device_name: {error}") from None
-    own = meta.get("device_name")
-    if own:
+    if own := meta.get("device_name"):
         raise InputError(
             f"profiling.device_name is {name!r}, but the recording names its own device, {own!r}"
         )

@@ -20,7 +20,6 @@ TREE_COLUMNS = [
 ROOT = "step"
 """Label of the root over both trees."""
 
-
 SMALLEST_SHARE = 0.002
 """Share of the longer step below which nodes are joined, if it is so in both runs."""
 

@@ -18,13 +18,12 @@ import numpy as np
 import pandas as pd
 
 from dlrm_core.config import load_parameters
-from dlrm_workbook.analysis.attribution import iteration_count, iteration_times_ms, true_trace
-from dlrm_workbook.analysis.context_tree import of_streams
+from dlrm_workbook.analysis.attribution import iteration_count, iteration_times_ms
 from dlrm_workbook.analysis.gpu import copy_table
 from dlrm_workbook.analysis.idleness import gpu_idleness
 from dlrm_workbook.ground.units import milliseconds
 from dlrm_workbook.recordings.foreign import START_UP
-from dlrm_workbook.recordings.profile import Profile
+from dlrm_workbook.recordings.profile import Profile, of_streams, true_trace
 
 PRESET = "h100_experiment"
 """Parameters of the model that the experiment trained."""

@@ -11,10 +11,10 @@ import numpy as np
 import pandas as pd
 
 from dlrm_workbook.analysis.attribution import PART, main_thread
-from dlrm_workbook.analysis.context_tree import extent, of_streams, reason_of, unmeasured
+from dlrm_workbook.analysis.context_tree import extent, reason_of, unmeasured
 from dlrm_workbook.recordings.foreign import exchange_kernels
 from dlrm_workbook.recordings.nesting import start_and_end, stretch_at
-from dlrm_workbook.recordings.profile import Profile, nearest, once
+from dlrm_workbook.recordings.profile import Profile, nearest, of_streams, once
 
 OPERATION_COLUMNS = ["start_ns", "end_ns", "context", "kind", *PART]
 OPERATION_COLUMNS += ["launch_start_ns", "launch_end_ns"]
@@ -116,8 +116,7 @@ def _per(profile: Profile) -> str:
 
 def launch_cost_us(profile: Profile, kernels: pd.DataFrame | None = None) -> float:
     """What a launch costs the host: measured alone before the run, or else in the trace; NaN."""
-    measured = (profile.meta.get("ceilings") or {}).get("launch_us")
-    if measured:
+    if measured := (profile.meta.get("ceilings") or {}).get("launch_us"):
         return float(measured)
     kernels = _kernels(profile) if kernels is None else kernels
     call_us = pd.Series(dtype=float) if kernels.empty else kernels["call_us"].dropna()

@@ -24,7 +24,6 @@ from dlrm_workbook.analysis.context_tree import (
     context_at,
     distinct,
     edges,
-    of_streams,
     reason_of,
     running,
     unmeasured,
@@ -34,7 +33,7 @@ from dlrm_workbook.ground.arrays import Bools, Floats, Names
 from dlrm_workbook.ground.units import milliseconds, percent
 from dlrm_workbook.recordings.foreign import START_UP, node_key
 from dlrm_workbook.recordings.nesting import start_and_end, stretch_at
-from dlrm_workbook.recordings.profile import Profile, nearest
+from dlrm_workbook.recordings.profile import Profile, nearest, of_streams
 from dlrm_workbook.recordings.torch.lines import MAIN, mark_of, role_of
 from dlrm_workbook.recordings.torch.sampling import is_user_code
 from dlrm_workbook.recordings.torch.workers import NAME as WORKER
@@ -364,8 +363,7 @@ class LineTable:
         shares = backward.assign(part=backward["ns"] / backward["ns"].sum())
         divided = times[runs].drop(columns="built")
         divided = divided.merge(shares[["path", "part"]].rename(columns={"path": "built"}), "cross")
-        for name in ("ms", "samples"):
-            divided[name] = divided[name] * divided["part"]
+        divided[["ms", "samples"]] = divided[["ms", "samples"]].mul(divided["part"], axis=0)
         return pd.concat([times[~runs], divided.drop(columns="part")], ignore_index=True)
 
     def roles_of_lines(self) -> dict[Place, str]:

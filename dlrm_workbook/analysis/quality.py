@@ -138,7 +138,6 @@ def _worst(levels: Iterable[str]) -> str:
 OF_GPUS = re.compile(r"aten::(cudnn|miopen)_(convolution|batch_norm|rnn)")
 """Matches names of operators that run on a GPU only, with its work recorded or not."""
 
-
 LAUNCHES = re.compile(r"(?:cuda|cu|hip)Launch\w*Kernel")
 
 

@@ -20,11 +20,11 @@ import numpy as np
 import pandas as pd
 
 from dlrm_workbook.analysis.attribution import PART, as_one, in_step_order, parts_at, segments
-from dlrm_workbook.analysis.context_tree import extent, of_streams, unmeasured
+from dlrm_workbook.analysis.context_tree import extent, unmeasured
 from dlrm_workbook.ground.arrays import Floats, Ints
 from dlrm_workbook.recordings.foreign import exchange_kernels
 from dlrm_workbook.recordings.nesting import start_and_end, union_ns
-from dlrm_workbook.recordings.profile import Profile
+from dlrm_workbook.recordings.profile import Profile, of_streams
 
 Ranks = Mapping[int, Profile]
 
@@ -129,8 +129,7 @@ def _described(profile: Profile, context: int) -> tuple[str, str, float]:
     above = parent[context]
     while above >= 0 and not what:
         name = str(names[above])
-        exchange = re.search(r"^(nccl|rccl|c10d)::?|^record_param_comms", name)
-        if exchange:
+        if re.search(r"^(nccl|rccl|c10d)::?|^record_param_comms", name):
             pairs = "sendrecv" in names[context].lower()
             kind = (_kind(name) or kind) if pairs else (kind or _kind(name))
             if np.isnan(elements):

@@ -35,13 +35,12 @@ from dlrm_workbook.analysis.attribution import (
     segments,
     step_contexts,
 )
-from dlrm_workbook.analysis.context_tree import of_streams
 from dlrm_workbook.analysis.steady import steady_state
 from dlrm_workbook.ground.arrays import Bools, Floats, Ints
 from dlrm_workbook.ground.runs import latest_run
 from dlrm_workbook.ground.units import milliseconds
 from dlrm_workbook.recordings.nesting import start_and_end, union_ns
-from dlrm_workbook.recordings.profile import Profile, inclusive_from_exclusive
+from dlrm_workbook.recordings.profile import Profile, inclusive_from_exclusive, of_streams
 from dlrm_workbook.recordings.torch import RECORDED_PASS
 
 LEAST_UNDISTURBED = 5
@@ -486,8 +485,7 @@ def other_times(profile: Profile, folder: Path | None = None) -> pd.DataFrame:
             count, time_ms = measured.get("iterations"), float(measured["ms_per_iteration"])
             rows.append((f"pass {measured['name']}", time_ms, count, why))
     rows += [*_added_up(profile), *_timed_apart(profile)]
-    trained = _trained(folder, profile)
-    if trained is not None:
+    if (trained := _trained(folder, profile)) is not None:
         why = "it is the median iteration of another process that ran earlier"
         rows.append(("the train run", *trained, why))
     table = pd.DataFrame(rows, columns=["what", "time_ms", "iterations", "why"])
@@ -551,8 +549,7 @@ def _timed_apart(profile: Profile) -> list[Time]:
     """Parts timed alone, and the whole steps timed in turns with changed ones."""
     rows: list[Time] = []
     base = (profile.meta.get("part_probes") or {}).get("base") or {}
-    alone = sum(ms for phases in base.values() for ms in phases.values())
-    if alone:
+    if alone := sum(ms for phases in base.values() for ms in phases.values()):
         why = "caches are not as the neighbouring parts leave them; nothing runs between parts"
         rows.append(("parts timed alone, added up", alone, None, why))
     together = profile.meta.get("together") or {}

@@ -420,10 +420,9 @@ def _least_of(limits: Limits, row: Any) -> tuple[float, str, str]:
     if not row.known:
         return math.nan, "", NOT_TOLD if row.name in FORMULAS else NO_FORMULA
     precisions = _FP32 if row.precision == "fp32" else (row.precision,)
-    if (product := product_of(row.name, row.shapes)) is not None:
-        alone = limits.product_ms(product, precisions)
-        if alone is not None:  # its memory and its start are in it
-            return alone * row.calls, ARITHMETIC, ""
+    product = product_of(row.name, row.shapes)
+    if product and (alone := limits.product_ms(product, precisions)) is not None:
+        return alone * row.calls, ARITHMETIC, ""  # its memory and its start are in it
     times: dict[str, float | None] = {DISPATCH: limits.overhead_ms(False)}
     # rows that are asked for again come from a cache: what is written counts
     once = 0.5 if not row.flops and bytes_are(row.name) == ASKED_FOR else 1.0
@@ -525,8 +524,7 @@ def _known_work(profile: Profile, table: pd.DataFrame) -> list[str]:
     )
     each = unknown.groupby("name")["time_ms"].sum()
     largest = each[each > WORTH_NAMING * total].nlargest(3)
-    names = ", ".join(f"`{name}` ({milliseconds(time)})" for name, time in largest.items())
-    if names:
+    if names := ", ".join(f"`{name}` ({milliseconds(time)})" for name, time in largest.items()):
         sentence += f" Operators of unknown work take {silent / total:.1%}, above all {names}."
     return [sentence]
 

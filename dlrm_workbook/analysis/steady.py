@@ -418,8 +418,7 @@ def _sentences(state: SteadyState, numbers: Sequence[int]) -> list[str]:
         ("Stragglers", state.stragglers, straggling),
         ("Short iterations", state.short, f"less than {milliseconds(state.least_ms)}"),
     ):
-        places = [numbers[int(row)] for row in np.flatnonzero(rows)]
-        if places:
+        if places := [numbers[int(row)] for row in np.flatnonzero(rows)]:
             many = f"{len(places)} of {count - state.first} ({listed(places)})"
             sentences.append(f"{name}: {many} took {how}.")
     if state.shift is not None:

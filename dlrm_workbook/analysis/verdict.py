@@ -142,8 +142,7 @@ def _why_apart(
     )
     if theirs and ours and ours | theirs != ours:
         return f"takes the place of {_named(theirs)}"
-    again = [name for name in change if name in taken and taken[name] != change[name]]
-    if again:
+    if again := [name for name in change if name in taken and taken[name] != change[name]]:
         return f"takes the place of {_named({name: taken[name] for name in again})}"
     if parameters is None:
         return "the recording does not say which parameters it ran with"
@@ -519,8 +518,7 @@ def headline(findings: Sequence[Finding], way: Sequence[Stage], limit_sentence: 
 
 def _start(findings: Sequence[Finding], way: Sequence[Stage]) -> str:
     """What to change first, and what it brings; in words where no parameter of ours helps."""
-    first = next((stage for stage in way if stage.on_the_way), None)
-    if first is not None:
+    if (first := next((stage for stage in way if stage.on_the_way), None)) is not None:
         change, gain = first.change, first.speedup(way[0].mid_ms)
         how = "timed" if first.basis == TIMED else "predicted"
     else:

@@ -78,7 +78,7 @@ def top_down(
     joined = owner != np.arange(len(owner))
     above = np.where(parent >= 0, owner[parent], -1)
     above[joined] = -1
-    exclusive = _sums(owner, exclusive, len(owner))
+    exclusive = np.bincount(owner, exclusive, len(owner)).astype(np.float64)
     others = {}
     for name in also:
         whole = _values(profile, name, within)[1]
@@ -181,7 +181,7 @@ def bottom_up(
     scope = scopes_of(contexts)
     key, first = _numbered(contexts, FLAT_COLUMNS["function"])
     key = key[scope]
-    exclusive = _sums(scope, exclusive, len(scope))
+    exclusive = np.bincount(scope, exclusive, len(scope)).astype(np.float64)
     is_scope = scope == np.arange(len(scope))
     reached = np.zeros(len(exclusive))
     if inclusive is not None:
@@ -288,11 +288,6 @@ def _values(
         exclusive = np.where(within, exclusive, 0.0)
         inclusive = inclusive_from_exclusive(profile.contexts["parent"].to_numpy(), exclusive)
     return exclusive, inclusive if profile.rows(metric, "inclusive").any() else None
-
-
-def _sums(group: Ints, value: Floats, count: int) -> Floats:
-    """Sum of the values of each of ``count`` groups."""
-    return np.bincount(group, value, count).astype(np.float64)
 
 
 def _unmeasured(columns: list[str], profile: Profile, metric: str) -> pd.DataFrame:

@@ -407,8 +407,11 @@ def prediction(profile: Profile, change: Mapping[str, Any]) -> Prediction:
         if gpu is None:
             notices.append("the change touches no part of the step: its time stays")
     if gpu is not None:
+        # the device's time goes by the data sheets, the host's stays
         ratios, measured = device_ratios(profile, changed, gpu)
-        table = _on_other_gpu(table, ratios)
+        moved = _of_device(table, ratios, True)
+        error = np.hypot(table["error"], _roofline_error(moved))
+        table = table.assign(ratio=table["ratio"] * moved, error=error, method="roofline")
         notices.append(
             f"the share of its ceilings that {measured} reaches is carried over to {gpu}"
         )
@@ -502,13 +505,6 @@ def _by_work(
     error = np.where(differs, _roofline_error(ratio), 0.0)
     method = np.where(differs, "roofline", "measured").astype(object)
     return parts.assign(ratio=ratio, error=error, method=method)
-
-
-def _on_other_gpu(table: pd.DataFrame, ratios: pd.DataFrame) -> pd.DataFrame:
-    """The device's time by the data sheets; the host's stays."""
-    moved = _of_device(table, ratios, True)
-    error = np.hypot(table["error"], _roofline_error(moved))
-    return table.assign(ratio=table["ratio"] * moved, error=error, method="roofline")
 
 
 def _of_device(parts: pd.DataFrame, ratios: pd.DataFrame, on_gpu: bool) -> np.ndarray:

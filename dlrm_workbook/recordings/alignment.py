@@ -25,7 +25,7 @@ import pandas as pd
 
 from dlrm_workbook.ground.arrays import Ints
 from dlrm_workbook.recordings.nesting import start_and_end, stretch_at
-from dlrm_workbook.recordings.profile import Profile
+from dlrm_workbook.recordings.profile import Profile, of_streams, true_trace
 
 LEAST_MATCHED = 0.9
 """Share of the operations of the iterations that must have a twin."""
@@ -72,11 +72,7 @@ def operations_by_stream(profile: Profile) -> pd.DataFrame:
     """What ran on the GPUs, by stream and in the order of its begin: ``profile`` (the stream),
     ``start_ns``, ``end_ns``, ``context``, ``key``; the index is that of the trace. Intervals that
     the recording leaves open until the next one end where they truly did."""
-    streams = profile.threads.loc[profile.threads["kind"] == "gpu_stream", "profile"]
-    work = profile.trace[profile.trace["profile"].isin(streams)]
-    true_end = pd.Series(dict(profile.meta.get("overlong", [])), dtype="int64")
-    true_end = true_end[true_end.index.isin(work.index)]
-    work = work.assign(end_ns=true_end.reindex(work.index).fillna(work["end_ns"]).astype("int64"))
+    work = of_streams(profile, true_trace(profile))
     work = work.sort_values(["profile", "start_ns"], kind="stable")
     named = profile.contexts.loc[work["context"].unique(), ["kind", "name"]]
     keys = {row: operation_key(kind, name) for row, kind, name in named.itertuples()}
@@ -264,8 +260,7 @@ def _next_iteration(
     places = range(place + 1, len(ours))
     marked = (later for later in places if ours[later : later + len(mark)] == mark)
     for later in islice(marked, MOST_TRIED):
-        pairs = align(ours[later : later + 2 * length], theirs, int((1 - RECOGNISED) * length))
-        if pairs:
+        if pairs := align(ours[later : later + 2 * length], theirs, int((1 - RECOGNISED) * length)):
             return later, pairs
     return place, first if len(first) >= length / 2 else []
 

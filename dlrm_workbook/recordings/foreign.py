@@ -129,7 +129,6 @@ _ENGINE = "autograd::engine::evaluate_function: "
 ACCUMULATE = "AccumulateGrad"
 """The node that adds a gradient to a parameter's: it belongs to the node before it."""
 
-
 LONGEST_MODULE = 60
 """Characters of a part that is named by a module; the rest of a longer path is left out."""
 
@@ -226,8 +225,7 @@ def _part(pattern: str, part: str) -> Named:
 
 
 def _annotation(name: str, file: str) -> Named | None:
-    ours = parse_span(name)
-    if ours:
+    if ours := parse_span(name):
         return Named(*ours)
     if name.startswith(GROUP_PREFIX):
         pieces = name.removeprefix(GROUP_PREFIX).split(".")
@@ -258,8 +256,7 @@ def _python(name: str, file: str) -> Named | None:
     function = name.rpartition(": ")[2].rpartition(".")[2]
     if name.startswith(MODULE_PREFIX):
         return _module(re.sub(r"_\d+$", "", name.removeprefix(MODULE_PREFIX)))
-    ours = parse_span(function)
-    if ours:
+    if ours := parse_span(function):
         return Named(*ours)
     if function in _FRAMES:
         return _FRAMES[function]

@@ -97,8 +97,7 @@ def measure(
     """
     folder = Path(folder).absolute()
     engine, why = choose_engine(parameters.profiling)
-    command = parameters.profiling.command
-    if command:
+    if command := parameters.profiling.command:
         return measure_command(command, parameters, folder, engine, why, progress)
     session = _Session(parameters, folder, progress)
     chosen = session.choose_back_end()

@@ -73,8 +73,7 @@ def typed(table: str, rows: Any) -> pd.DataFrame:
 
 
 def _require_columns(frame: pd.DataFrame, table: str, what: str) -> None:
-    missing = [name for name in SCHEMA[table] if name not in frame.columns]
-    if missing:
+    if missing := [name for name in SCHEMA[table] if name not in frame.columns]:
         raise InputError(f"{what} lacks the column(s) {', '.join(missing)}")
 
 
@@ -379,6 +378,24 @@ class Profile:
             return cls.build(**tables, meta=_checked_meta(head_file, head.get("meta") or {}))
         except InputError as error:
             raise InputError(f"{folder}: {error}") from None
+
+
+def of_streams(profile: Profile, trace: pd.DataFrame | None = None) -> pd.DataFrame:
+    """The rows of the trace that are on a GPU's streams. ``trace`` is the profile's, where it is
+    not as recorded."""
+    trace = profile.trace if trace is None else trace
+    streams = profile.threads.loc[profile.threads["kind"].eq("gpu_stream"), "profile"]
+    return trace[trace["profile"].isin(streams)]
+
+
+def true_trace(profile: Profile) -> pd.DataFrame:
+    """The trace, in which intervals that it leaves open until the next one end where they did."""
+    true_end = dict(profile.meta.get("overlong", []))
+    if not true_end:
+        return profile.trace
+    ends = profile.trace["end_ns"].copy()
+    ends.loc[list(true_end)] = list(true_end.values())
+    return profile.trace.assign(end_ns=ends)
 
 
 def _read_table(file: Path, table: str) -> pd.DataFrame:

@@ -302,8 +302,7 @@ def _walk(file: f4.DatabaseFile, entries: npt.NDArray[Any]) -> tuple[Ints, Ints]
                     f"the context at byte {8 * at} reaches byte {8 * after}, and its "
                     f"siblings end at byte {8 * end}"
                 )
-            children_size = words[at]
-            if children_size:
+            if children_size := words[at]:
                 starts.append(words[at + 1])
                 sizes.append(children_size)
                 rows.append(first + len(positions))

@@ -120,13 +120,11 @@ class StackSampler:
         self._thread = threading.Thread(target=self._run, name="dlrm stack sampler", daemon=True)
 
     def start(self) -> None:
-        """Begin to sample."""
         self._usual_s = sys.getswitchinterval()
         sys.setswitchinterval(min(self._usual_s, SWITCH_S))
         self._thread.start()
 
     def stop(self) -> None:
-        """Take no more samples."""
         self._over.set()
         self._thread.join()
         sys.setswitchinterval(self._usual_s)

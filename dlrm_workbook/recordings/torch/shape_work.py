@@ -598,7 +598,8 @@ _TWINS = {
     "aten::cat": re.compile("CatBackward|StackBackward"),
     "aten::_cat": re.compile("CatBackward|StackBackward"),
     "aten::stack": re.compile("StackBackward"),
-    **dict.fromkeys(CONVOLUTIONS, re.compile("ConvolutionBackward")),
+    # begun by the library that ran the forward
+    **dict.fromkeys(CONVOLUTIONS, re.compile("(Cudnn|Miopen|Slow|Thnn)?ConvolutionBackward")),
     "aten::index": re.compile("IndexBackward"),
 }
 """Operators whose result is known by their backward node, whose input is its gradient."""
@@ -745,7 +746,7 @@ def _twins(host: pd.DataFrame, rows: Ints) -> Names:
             continue
         calls = host.iloc[numbered[places]][["line", "sequence"]].assign(place=places)
         calls = calls.drop_duplicates(["line", "sequence"], keep=False)
-        alike = [name for name in backward["name"].unique() if pattern.match(_bare(name))]
+        alike = [name for name in backward["name"].unique() if pattern.match(name)]
         nodes = backward[backward["name"].isin(alike)].drop_duplicates("sequence", keep=False)
         nodes = nodes[["sequence", "shapes", "types"]]
         twins = calls.merge(nodes[nodes["shapes"].ne("")], on="sequence").astype(object)
@@ -766,11 +767,6 @@ def _shapes_below(host: pd.DataFrame, rows: Ints) -> Names:
     has_inner = np.isin(rows, first.index)
     texts[has_inner] = first.reindex(rows[has_inner])
     return texts
-
-
-def _bare(text: str) -> str:
-    """A node's name without the library that ran its forward."""
-    return re.sub(r"^(Cudnn|Miopen|Slow|Thnn)(?=Conv)", "", text)
 
 
 def shape_metrics(host: pd.DataFrame, count: int) -> dict[str, Floats]:
