@@ -304,8 +304,7 @@ def _spread_us(end: Ints) -> Floats:
     """How far the ends (n, ranks) of each collective lie apart, clocks aligned."""
     apart = pd.DataFrame(end - end[:, :1])
     apart -= apart.rolling(NEIGHBOURS, center=True, min_periods=1).median()
-    spread: Floats = (apart.max(axis=1) - apart.min(axis=1)).to_numpy() / 1e3
-    return spread
+    return (apart.max(axis=1) - apart.min(axis=1)).to_numpy() / 1e3
 
 
 class _PartClock:

@@ -237,8 +237,7 @@ def _in_process(
         timeout_s=parameters.profiling.timeout_s,
         progress=progress,
     ).require_success("timing the changes together")
-    together: dict[str, Any] = read_json(answer)
-    return together
+    return read_json(answer)
 
 
 def timed(profile: Profile, change: Mapping[str, Any]) -> dict[str, float] | None:

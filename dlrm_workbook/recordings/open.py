@@ -292,8 +292,7 @@ class _ShortHeader:
         self._left -= size
         if self._left < 0:
             raise tarfile.ReadError(f"a header of more than {MOST_HEADER:,} bytes")
-        data: bytes = self._file.read(size)
-        return data
+        return self._file.read(size)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._file, name)
